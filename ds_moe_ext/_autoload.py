@@ -1,0 +1,82 @@
+"""How a script that knows nothing of us gets us: an import hook, installed when torch loads.
+
+torch calls ``autoload`` at the end of its own import (entry point group ``torch.backends``). It
+only puts a finder on ``sys.meta_path`` that patches a host when the host is imported; nothing else
+is loaded before that, and nothing that goes wrong here can break ``import torch``.
+
+Off: ``DS_MOE_EXT_AUTOLOAD=0`` (ours alone) or ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` (all of torch's).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from types import ModuleType
+
+HOSTS = {"deepspeed": "ds_moe_ext.patches.deepspeed"}
+"""Host package -> the module whose ``apply()`` patches it."""
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Lets the other finders find a host, and patches it when it has been executed."""
+
+    def __init__(self) -> None:
+        self._busy = False
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in HOSTS or self._busy:
+            return None
+        self._busy = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._busy = False
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _patch(name)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _patch(host: str) -> None:
+    try:
+        importlib.import_module(HOSTS[host]).apply()
+    except Exception as error:
+        warnings.warn(
+            f"ds_moe_ext could not attach to {host} and is off: {error!r}; "
+            "'ds-moe-ext doctor' tells more",
+            stacklevel=2,
+        )
+
+
+def install() -> None:
+    """Patch the hosts: those already imported now, the others when they are imported."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    for host in HOSTS:
+        # A host that is half way through its own import is patched at its end, by the finder.
+        module = sys.modules.get(host)
+        if module is not None and not vars(module.__spec__ or module).get("_initializing"):
+            _patch(host)
+
+
+def autoload() -> None:
+    """Entry point of torch."""
+    try:
+        if os.environ.get("DS_MOE_EXT_AUTOLOAD", "1") != "0":
+            install()
+    except Exception as error:
+        warnings.warn(f"ds_moe_ext did not load and is off: {error!r}", stacklevel=2)

@@ -1,0 +1,89 @@
+"""Which ranks form the expert-parallel grid, and a communicator for each of its axes and lanes.
+
+The ranks form a grid ``[edp, ep, esp]``: ``edp`` copies of the expert-parallel grid, ``ep`` cells
+in each, ``esp`` ranks in each cell; neighbours in a cell are neighbours in rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch.distributed as dist
+
+from ds_moe_ext.schedule.task import Lane
+
+AXES = ("edp", "ep", "esp")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Rank arithmetic. Pure.
+
+    Raises:
+        ValueError: the axes do not fill the world.
+    """
+
+    world_size: int
+    num_cells: int
+    cell_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.world_size % (self.num_cells * self.cell_size):
+            raise ValueError(
+                f"{self.num_cells} cells of {self.cell_size} rank(s) do not divide "
+                f"{self.world_size} ranks; choose sizes whose product divides {self.world_size}"
+            )
+
+    @property
+    def ranks(self) -> np.ndarray:
+        """Ranks, int64 ``[edp, ep, esp]``."""
+        grid_size = self.num_cells * self.cell_size
+        shape = (self.world_size // grid_size, self.num_cells, self.cell_size)
+        return np.arange(self.world_size).reshape(shape)
+
+    def along(self, axis: str) -> list[list[int]]:
+        """The lists of ranks that differ along one axis only."""
+        moved = np.moveaxis(self.ranks, AXES.index(axis), -1)
+        lists: list[list[int]] = moved.reshape(-1, moved.shape[-1]).tolist()
+        return lists
+
+    def index(self, axis: str, rank: int) -> int:
+        """Place of a rank along an axis."""
+        return int(np.argwhere(self.ranks == rank)[0, AXES.index(axis)])
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """The grid and its process groups.
+
+    Two lanes never share a communicator: collectives of one communicator must be issued in the
+    same order on every rank, and lanes are ordered only among their own tasks.
+    """
+
+    grid: Grid
+    rank: int
+    _groups: dict[tuple[str, Lane], dist.ProcessGroup] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def build(cls, grid: Grid, uses: Iterable[tuple[str, Lane]]) -> ParallelLayout:
+        """Make a communicator for each (axis, lane) in ``uses``. Collective, in the same order on
+        every rank."""
+        layout = cls(grid, dist.get_rank())
+        for axis, lane in uses:
+            layout._groups[axis, lane] = _own_group(grid.along(axis), layout.rank)
+        return layout
+
+    def index(self, axis: str) -> int:
+        """This rank's place along an axis."""
+        return self.grid.index(axis, self.rank)
+
+    def group(self, axis: str, lane: Lane) -> dist.ProcessGroup:
+        """The communicator of a lane along an axis, made by ``build``."""
+        return self._groups[axis, lane]
+
+
+def _own_group(lists: list[list[int]], rank: int) -> dist.ProcessGroup:
+    groups = [(ranks, dist.new_group(ranks)) for ranks in lists]
+    return next(group for ranks, group in groups if rank in ranks)

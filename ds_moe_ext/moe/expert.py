@@ -1,0 +1,154 @@
+"""Expert: the rows of each slot through the weights of its expert.
+
+An expert function maps rows, slot by slot, and the weights of all slots to rows; any differentiable
+one works, autograd gives its adjoint. Shape letters: R rows, S slots, D model width, F expert width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ds_moe_ext.moe.local import gradients, run_with_edges
+from ds_moe_ext.moe.order import LayerRoute, SlotRows
+from ds_moe_ext.schedule.task import Span
+
+ExpertFunction = Callable[[Tensor, SlotRows, tuple[Tensor, ...]], Tensor]
+"""``(rows [R, D] by slot, rows of each slot, weights) -> rows [R, D]``."""
+
+
+def grouped_linear(
+    rows_RD: Tensor, slots: SlotRows, weight_SDF: Tensor, bias_SF: Tensor | None = None
+) -> Tensor:
+    """Multiply the rows of each slot by the slot's matrix: ``[R, D] x [S, D, F] -> [R, F]``.
+
+    One grouped GEMM where the device and the dtype have it; else one GEMM a slot.
+    """
+    rows_RD = rows_RD.to(weight_SDF.dtype)
+    if _has_grouped_mm(rows_RD, weight_SDF):
+        out_RF = torch.nn.functional.grouped_mm(rows_RD, weight_SDF, offs=slots.end_S)
+    elif weight_SDF.shape[0] == 1:
+        out_RF = rows_RD @ weight_SDF[0]
+    else:
+        parts = rows_RD.split(slots.on_host())
+        out_RF = torch.cat([part @ weight for part, weight in zip(parts, weight_SDF.unbind())])
+    if bias_SF is None:
+        return out_RF
+    length_S = slots.end_S.diff(prepend=slots.end_S.new_zeros(1))
+    return out_RF + bias_SF.repeat_interleave(length_S, dim=0, output_size=slots.num_rows)
+
+
+def _has_grouped_mm(rows_RD: Tensor, weight_SDF: Tensor) -> bool:
+    if rows_RD.shape[0] == 0:
+        return False
+    if rows_RD.is_cuda:
+        aligned = 16 // weight_SDF.element_size()
+        fits = weight_SDF.dtype == torch.bfloat16 and not (
+            weight_SDF.shape[1] % aligned or weight_SDF.shape[2] % aligned
+        )
+        return fits and torch.cuda.get_device_capability(rows_RD.device) >= (8, 0)
+    return weight_SDF.dtype in (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class FeedForwardExperts:
+    """Up, activation, down: GPT's two matrices or SwiGLU's three, of all slots at once.
+
+    Weights, in order: up ``[S, F', D]``, up bias ``[S, F']`` if ``has_bias``, down ``[S, D, F]``,
+    down bias ``[S, D]`` if ``has_bias``; F' is 2F where ``activation`` halves (gate and up joined).
+
+    Attributes:
+        activation: ``[R, F'] -> [R, F]``.
+        is_transposed: weights are stored ``[S, D, F']`` and ``[S, F, D]``.
+        has_bias: two more weights.
+    """
+
+    activation: Callable[[Tensor], Tensor]
+    is_transposed: bool = False
+    has_bias: bool = False
+
+    def __call__(self, rows_RD: Tensor, slots: SlotRows, weights: tuple[Tensor, ...]) -> Tensor:
+        up, down = weights[:: 2 if self.has_bias else 1]
+        up_bias, down_bias = weights[1::2] if self.has_bias else (None, None)
+        if not self.is_transposed:
+            up, down = up.mT, down.mT
+        hidden_RF = self.activation(grouped_linear(rows_RD, slots, up, up_bias))
+        return grouped_linear(hidden_RF, slots, down, down_bias).to(rows_RD.dtype)
+
+
+def silu_gated(gate_up: Tensor) -> Tensor:
+    """SwiGLU of joined gate and up halves (Mixtral, Qwen, DeepSeek)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleExperts:
+    """Any ``nn.Module`` as expert: one call a slot, with the parameters of its expert.
+
+    Weights: all parameters of the first slot's module in ``names`` order, then of the second's.
+
+    Attributes:
+        template: a module of the experts' class; only its code is used.
+        names: names of its parameters.
+    """
+
+    template: nn.Module
+    names: tuple[str, ...]
+
+    def __call__(self, rows_RD: Tensor, slots: SlotRows, weights: tuple[Tensor, ...]) -> Tensor:
+        num_names = len(self.names)
+        outs = []
+        for slot, rows in enumerate(rows_RD.split(slots.on_host())):
+            own = weights[slot * num_names : (slot + 1) * num_names]
+            # A slot without rows is called too: its weights stay in the graph.
+            out = functional_call(self.template, dict(zip(self.names, own)), (rows,))
+            outs.append(out[0] if isinstance(out, tuple) else out)
+        return torch.cat(outs)
+
+
+@dataclass(frozen=True, eq=False)
+class Expert:
+    """Reads rows ``[R, D]`` in slot order, the route and the weights; writes rows ``[R, D]``.
+
+    Attributes:
+        function: what an expert computes.
+        recompute: keep only the rows, and compute again in backward. Needed where backward is cut
+            otherwise than forward.
+    """
+
+    function: ExpertFunction
+    recompute: bool = False
+
+    def forward(
+        self, span: Span, rows_RD: Tensor, layer_route: LayerRoute, weights: tuple[Tensor, ...]
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        if self.recompute:
+            computed = self.function(rows_RD, layer_route.on(span).slots, weights)
+            return (computed,), (rows_RD, layer_route, weights)
+        written, edges = self._run(span, rows_RD, layer_route, weights)
+        return written, (edges,)
+
+    def backward(self, span: Span, saved: tuple[Any, ...], grad_RD: Tensor) -> tuple[Any, ...]:
+        edges = self._run(span, *saved)[1] if self.recompute else saved[0]
+        return gradients(edges, (grad_RD,), (True,))
+
+    def recut(
+        self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]
+    ) -> tuple[Any, ...]:
+        _, layer_route, weights = pieces[0][1]
+        rows = layer_route.rows_of(span, [(other, saved[0]) for other, saved in pieces])
+        return rows.requires_grad_(pieces[0][1][0].requires_grad), layer_route, weights
+
+    def _run(
+        self, span: Span, rows_RD: Tensor, layer_route: LayerRoute, weights: tuple[Tensor, ...]
+    ) -> tuple[tuple[Any, ...], Any]:
+        slots = layer_route.on(span).slots
+        return run_with_edges(
+            lambda rows, own: (self.function(rows, slots, own),), (rows_RD, weights)
+        )

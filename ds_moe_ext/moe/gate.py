@@ -1,0 +1,96 @@
+"""Gate: which experts a token goes to, with what score, and what the choice costs.
+
+A gate is a function of hidden states and its own weights; another one is another function with
+the same signature. Shape letters: T tokens, K choices a token, E experts, D model width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Choice(NamedTuple):
+    """What a gate decides.
+
+    Attributes:
+        expert_TK: chosen experts, int64 ``[T, K]``, best first.
+        score_TK: weight of each choice in the output, ``[T, K]``.
+        losses: load-balance loss and z-loss, unscaled, ``[2]``.
+    """
+
+    expert_TK: Tensor
+    score_TK: Tensor
+    losses: Tensor
+
+
+GateFunction = Callable[[Tensor, tuple[Tensor, ...]], Choice]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftmaxTopK:
+    """Softmax over all experts, the k best of them (GShard, Switch Transformer, Mixtral, Qwen3).
+
+    Attributes:
+        top_k: choices ``K``.
+        renormalize: scale the scores of a token to sum to one (Mixtral; Qwen3's norm_topk_prob).
+    """
+
+    top_k: int
+    renormalize: bool = True
+
+    def __call__(self, x_TD: Tensor, weights: tuple[Tensor, ...]) -> Choice:
+        """Choose by ``weights[0]`` ``[E, D]``. Scores are at least float32."""
+        logit_TE = torch.nn.functional.linear(x_TD, weights[0].to(x_TD.dtype))
+        logit_TE = logit_TE.to(torch.promote_types(logit_TE.dtype, torch.float32))
+        probability_TE = logit_TE.softmax(dim=-1)
+        score_TK, expert_TK = probability_TE.topk(self.top_k, dim=-1)
+        if self.renormalize:
+            score_TK = score_TK / score_TK.sum(dim=-1, keepdim=True)
+        losses = torch.stack((balance_loss(probability_TE, expert_TK), z_loss(logit_TE)))
+        return Choice(expert_TK, score_TK, losses)
+
+
+def balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
+    """``E * sum_e f_e * p_e``: f the share of rows, p the mean probability (Switch, eq. 4).
+
+    It is 1 when both are uniform.
+    """
+    num_experts = probability_TE.shape[-1]
+    rows_E = expert_TK.flatten().bincount(minlength=num_experts)
+    share_E = rows_E.to(probability_TE.dtype) / max(expert_TK.numel(), 1)
+    mean_E = probability_TE.sum(dim=0) / max(probability_TE.shape[0], 1)
+    return num_experts * (share_E * mean_E).sum()
+
+
+def z_loss(logit_TE: Tensor) -> Tensor:
+    """Mean square of the log-partition (ST-MoE, eq. 5): keeps logits small."""
+    return logit_TE.logsumexp(dim=-1).square().sum() / max(logit_TE.shape[0], 1)
+
+
+def capacity_of(num_rows: int, num_experts: int, factor: float) -> int:
+    """Rows that one expert takes from one rank (GShard section 2.2): ``factor`` times the mean."""
+    return math.ceil(factor * num_rows / num_experts)
+
+
+def drop_over_capacity(expert_TK: Tensor, num_experts: int, capacity: int) -> Tensor:
+    """Mark the rows that come after ``capacity`` rows of the same expert with -1.
+
+    First choices of all tokens come before second choices, then by token, as in GShard. Decided on
+    the sender, before placement: which rows live does not depend on where experts are.
+    """
+    expert_N = expert_TK.T.flatten()  # choice-major: GShard's priority
+    by_expert_N = expert_N.argsort(stable=True)
+    rows_E = expert_N.bincount(minlength=num_experts)
+    first_E = rows_E.cumsum(dim=0) - rows_E
+    nth_N = torch.empty_like(expert_N)  # how many rows of higher priority chose the same expert
+    nth_N[by_expert_N] = torch.arange(expert_N.numel(), device=expert_N.device) - first_E[
+        expert_N[by_expert_N]
+    ]
+    kept_N = expert_N.where(nth_N < capacity, -1)
+    return kept_N.view(expert_TK.T.shape).T.contiguous()

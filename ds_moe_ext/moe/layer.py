@@ -1,0 +1,196 @@
+"""The MoE layer that all strategies share: Gate, Order, Dispatch, Expert, Combine, Restore.
+
+``RoutedExperts`` starts after a gate of the host's; ``MoELayer`` has its own. Shape letters: T
+tokens, K choices, E experts, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ds_moe_ext.layout import ParallelLayout
+from ds_moe_ext.moe.dispatch import Combine, Dispatch, Wire
+from ds_moe_ext.moe.expert import Expert, ExpertFunction
+from ds_moe_ext.moe.gate import GateFunction
+from ds_moe_ext.moe.local import Local
+from ds_moe_ext.moe.observe import RowsSeen, TasksSeen
+from ds_moe_ext.moe.order import Order, Restore
+from ds_moe_ext.schedule.execute import lanes_for
+from ds_moe_ext.schedule.program import Program, Stage
+from ds_moe_ext.schedule.task import (
+    COMBINE,
+    DISPATCH,
+    EXPERT,
+    GATE,
+    INTER,
+    ORDER,
+    RESTORE,
+    Op,
+)
+from ds_moe_ext.strategies.base import Plan, Site, Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerOptions:
+    """What a user may ask of a layer beside its strategy.
+
+    Attributes:
+        capacity_factor: rows an expert takes from one rank, over the mean; None drops nothing.
+        gate_may_drop: the gate marks choices that it dropped with -1.
+    """
+
+    capacity_factor: float | None = None
+    gate_may_drop: bool = False
+
+
+class RoutedExperts:
+    """The program of one layer by the present plan. Not a module: it owns no parameters.
+
+    Args:
+        strategy: how.
+        site: the layer's plan and groups.
+        function: what an expert computes.
+        options: capacity and the like.
+        gate: a gate of ours to run in the same program; None where the host has its own.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        site: Site,
+        function: ExpertFunction,
+        *,
+        options: LayerOptions | None = None,
+        gate: GateFunction | None = None,
+    ) -> None:
+        self.site = site
+        self.rows = RowsSeen(site.plan.target.num_experts)
+        self.tasks = TasksSeen()
+        self._strategy = strategy
+        self._function = function
+        self._options = options or LayerOptions()
+        self._gate = gate
+        self._program: dict[torch.device, Program] = {}
+
+    def take(self, plan: Plan) -> None:
+        """Run by a new plan from now on. Call it between steps, on every rank."""
+        self.site = replace(self.site, plan=plan)
+        self._program.clear()
+
+    def __call__(
+        self, x_TD: Tensor, expert_TK: Tensor, score_TK: Tensor, weights: tuple[Tensor, ...]
+    ) -> Tensor:
+        """Rows through their experts, after the host's gate. Collective over the cells.
+
+        Args:
+            x_TD: hidden states.
+            expert_TK: chosen experts, int64.
+            score_TK: weight of each choice.
+            weights: of the experts that this rank is home to, as the expert function wants them.
+
+        Returns:
+            ``[T, D]``.
+        """
+        (y_TD,) = self.program(x_TD.device)(x_TD, expert_TK, score_TK, weights)
+        assert isinstance(y_TD, Tensor)
+        return y_TD
+
+    def program(self, device: torch.device) -> Program:
+        """The program of the present plan; made once a plan."""
+        if device not in self._program:
+            site = self.site
+            forward, backward = self._strategy.schedules(
+                site.plan, site.layer, gated=self._gate is not None
+            )
+            stages = {**self._common_stages(), **self._strategy.stages(site)}
+            lanes = lanes_for(device, overlaps=not (forward.is_chain and backward.is_chain))
+            self._program[device] = Program(
+                forward, backward, stages, lanes, site.plan.num_chunks, (self.tasks,)
+            )
+        return self._program[device]
+
+    def _common_stages(self) -> Mapping[Op, Stage]:
+        """One stage for each op that strategies share."""
+        plan, layout = self.site.plan, self.site.layout
+        inter = layout.group("ep", INTER) if layout.grid.num_cells > 1 else None
+        wire = Wire(inter)
+        stages: dict[Op, Stage] = {
+            ORDER: Order(
+                target=plan.target,
+                share=plan.share,
+                cell=layout.index("ep"),
+                group=inter,
+                capacity_factor=self._options.capacity_factor,
+                gate_may_drop=self._options.gate_may_drop,
+                on_rows=self.rows,
+            ),
+            DISPATCH: Dispatch(wire, wire),
+            EXPERT: Expert(self._function, recompute=plan.forward_degree != plan.backward_degree),
+            COMBINE: Combine(wire, wire),
+            RESTORE: Restore(),
+        }
+        if self._gate is not None:
+            stages[GATE] = Local(self._gate, graded=(False, True, True))
+        return stages
+
+
+class MoEOutput(NamedTuple):
+    """What ``MoELayer`` returns.
+
+    Attributes:
+        y: output, of x's shape.
+        balance_loss: scalar, unscaled; 1 when routing is uniform.
+        z_loss: scalar, unscaled.
+    """
+
+    y: Tensor
+    balance_loss: Tensor
+    z_loss: Tensor
+
+
+class MoELayer(nn.Module):
+    """An MoE layer with a gate of ours, all six sub-modules in one program.
+
+    Args:
+        gate_weights: of the gate, for softmax top-k one ``[E, D]``.
+        gate: how it chooses.
+        expert_weights: of the experts that this rank is home to, slot first.
+        function: what an expert computes.
+        strategy: how the layer runs.
+        plan: its present plan.
+        layout: the ranks' grid and groups.
+        layer: number of the layer, for names in schedules and traces.
+        options: capacity and the like.
+    """
+
+    def __init__(
+        self,
+        gate_weights: nn.ParameterList,
+        expert_weights: nn.ParameterList,
+        *,
+        gate: GateFunction,
+        function: ExpertFunction,
+        strategy: Strategy,
+        plan: Plan,
+        layout: ParallelLayout,
+        layer: int = 0,
+        options: LayerOptions | None = None,
+    ) -> None:
+        super().__init__()
+        self.gate_weights = gate_weights
+        self.expert_weights = expert_weights
+        site = Site(plan, layout, layer)
+        self.routed = RoutedExperts(strategy, site, function, options=options, gate=gate)
+
+    def forward(self, x: Tensor) -> MoEOutput:
+        """``[..., D]`` to ``[..., D]``. Collective over the cells."""
+        program = self.routed.program(x.device)
+        y_TD, losses = program(
+            x.flatten(0, -2), tuple(self.gate_weights), tuple(self.expert_weights)
+        )
+        return MoEOutput(y_TD.view_as(x), losses[0], losses[1])

@@ -1,0 +1,117 @@
+"""Any differentiable function of this rank's tensors as a stage; autograd gives its adjoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ds_moe_ext.schedule.task import Span
+
+Function = Callable[..., tuple[Any, ...]]  # (*reads) -> what the task writes
+Edges = tuple[GradientEdge | None, ...]
+
+
+def run_with_edges(function: Function, reads: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
+    """Run a function under autograd, cut off from the graph around it.
+
+    Only the edges of its graph are kept: the tensors that its backward needs are autograd's own
+    saved tensors, which checkpointing and offloading hooks see.
+
+    Returns:
+        What it wrote, detached; and the edges that ``gradients`` takes.
+    """
+    leaves = [_leaf(read) for read in reads]
+    if not any(leaf.requires_grad for leaf in _flat(leaves)):
+        return function(*leaves), None
+    with torch.enable_grad():
+        written = function(*leaves)
+    outputs = tuple(_edge(x) if isinstance(x, Tensor) else None for x in written)
+    inputs = tuple(
+        tuple(map(_edge, leaf)) if isinstance(leaf, tuple) else _edge(leaf)
+        for leaf in leaves
+        if isinstance(leaf, (tuple, Tensor)) and _is_differentiable(leaf)
+    )
+    plain = tuple(x.detach() if isinstance(x, Tensor) else x for x in written)
+    return plain, (outputs, inputs)
+
+
+def gradients(edges: Any, grads: Sequence[Any], graded: Sequence[bool]) -> tuple[Any, ...]:
+    """Gradients of the differentiable reads of ``run_with_edges``, in order; frees the graph.
+
+    Args:
+        edges: what ``run_with_edges`` gave.
+        grads: of the writes that have a gradient.
+        graded: for each write, whether it has one.
+    """
+    outputs, inputs = edges
+    outputs = [edge for edge, has_gradient in zip(outputs, graded) if has_gradient]
+    pairs = [(e, g) for e, g in zip(outputs, grads) if e is not None and g is not None]
+    wanted = [e for e in _flat(inputs) if e is not None]
+    found = iter(
+        torch.autograd.grad([e for e, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+    )
+    return tuple(
+        tuple(None if e is None else next(found) for e in edge)
+        if _is_tuple_of_edges(edge)
+        else (None if edge is None else next(found))
+        for edge in inputs
+    )
+
+
+@dataclass(frozen=True)
+class Local:
+    """A stage from a function.
+
+    Attributes:
+        function: called with what the task reads.
+        graded: for each write, whether it has a gradient.
+    """
+
+    function: Function
+    graded: tuple[bool, ...] = (True,)
+
+    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        written, edges = run_with_edges(self.function, reads)
+        return written, (edges,)
+
+    def backward(self, span: Span, saved: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
+        return gradients(saved[0], grads, self.graded)
+
+    def recut(self, span: Span, pieces: Any) -> tuple[Any, ...]:
+        raise ValueError("a local stage has one task a layer; it is not cut anew for backward")
+
+
+def _is_differentiable(leaf: Any) -> bool:
+    parts = leaf if isinstance(leaf, tuple) else (leaf,)
+    return all(isinstance(part, Tensor) and part.is_floating_point() for part in parts)
+
+
+def _is_tuple_of_edges(edge: Any) -> bool:
+    return isinstance(edge, tuple) and not isinstance(edge, GradientEdge)
+
+
+def _leaf(read: Any) -> Any:
+    if isinstance(read, tuple):
+        return tuple(_leaf(part) for part in read)
+    if isinstance(read, Tensor) and read.is_floating_point():
+        return read.detach().requires_grad_(read.requires_grad)
+    return read
+
+
+def _edge(tensor: Tensor) -> GradientEdge | None:
+    return get_gradient_edge(tensor) if tensor.requires_grad else None
+
+
+def _flat(parts: Any) -> list[Any]:
+    flat: list[Any] = []
+    for part in parts:
+        if _is_tuple_of_edges(part):
+            flat += _flat(part)
+        elif isinstance(part, (Tensor, GradientEdge)) or part is None:
+            flat.append(part)
+    return flat

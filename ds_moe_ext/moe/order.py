@@ -1,0 +1,343 @@
+"""Order and I-Order: which row goes where, and rows back to their tokens.
+
+Shape letters: T tokens, K choices a token, N rows sent, R rows received, F finest chunks, C cells,
+S expert slots, E experts, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_moe_ext.comm import all_gather_counts
+from ds_moe_ext.moe.gate import capacity_of, drop_over_capacity
+from ds_moe_ext.placement import Placement, Share
+from ds_moe_ext.schedule.task import Cut, Span
+
+
+@dataclass(frozen=True, eq=False)
+class SlotRows:
+    """How many rows each expert slot has; rows lie slot by slot.
+
+    Attributes:
+        end_S: where each slot's rows end, int32 ``[S]`` on the device, as grouped GEMM wants it.
+        num_rows: rows in all.
+    """
+
+    end_S: Tensor
+    num_rows: int
+    _host: list[tuple[int, ...]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, rows_S: np.ndarray, device: torch.device) -> SlotRows:
+        """From counts that the host knows."""
+        end_S = torch.from_numpy(np.cumsum(rows_S).astype(np.int32))
+        return cls(end_S.to(device), int(rows_S.sum()), [tuple(rows_S.tolist())])
+
+    def on_host(self) -> tuple[int, ...]:
+        """Rows of each slot. Waits for the device if only the device knows."""
+        if not self._host:
+            self._host.append(tuple(self.end_S.diff(prepend=self.end_S.new_zeros(1)).tolist()))
+        return self._host[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """How the rows of one span travel. Integers only: nothing here carries a gradient.
+
+    Attributes:
+        choice_N: position of each sent row in the span's flattened ``[T, K]`` choices, int64, in
+            send order: by cell, then chunk, slot and token.
+        token_N: its token in the span.
+        sent_C: rows for each cell.
+        received_C: rows from each cell.
+        slots: rows of each of this cell's slots.
+        by_slot_R: takes rows from arrival order (sender, chunk, slot) to slot order; None where
+            they are the same.
+        by_arrival_R: its inverse.
+        num_tokens: tokens ``T`` of the span.
+        top_k: choices ``K``.
+    """
+
+    choice_N: Tensor
+    token_N: Tensor
+    sent_C: tuple[int, ...]
+    received_C: tuple[int, ...]
+    slots: SlotRows
+    by_slot_R: Tensor | None
+    by_arrival_R: Tensor | None
+    num_tokens: int
+    top_k: int
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every choice travels: none was dropped."""
+        return self.choice_N.numel() == self.num_tokens * self.top_k
+
+    def to_slots(self, rows_RD: Tensor) -> Tensor:
+        """Arrival order to slot order."""
+        return rows_RD if self.by_slot_R is None else rows_RD.index_select(0, self.by_slot_R)
+
+    def to_arrival(self, rows_RD: Tensor) -> Tensor:
+        """Slot order to arrival order."""
+        return rows_RD if self.by_arrival_R is None else rows_RD.index_select(0, self.by_arrival_R)
+
+    def spread(self, rows_ND: Tensor) -> Tensor:
+        """Rows in send order to ``[T, K, D]``; zeros where a choice was dropped."""
+        shape = (self.num_tokens * self.top_k, rows_ND.shape[1])
+        out = rows_ND.new_empty(shape) if self.is_full else rows_ND.new_zeros(shape)
+        out.index_copy_(0, self.choice_N, rows_ND)
+        return out.view(self.num_tokens, self.top_k, rows_ND.shape[1])
+
+
+@dataclass(frozen=True, eq=False)
+class LayerRoute:
+    """The routes of all spans of one layer's pass; each is made when first asked for.
+
+    Attributes:
+        cut: where the finest chunks begin.
+        top_k: choices ``K`` a token.
+        choice_N: sent choices by chunk, cell, slot and token, int64 ``[N]``.
+        sent_FC: rows of each chunk for each cell, on the host.
+        received_CFS: rows from each cell, of each chunk, for each of this cell's slots.
+    """
+
+    cut: Cut
+    top_k: int
+    choice_N: Tensor
+    sent_FC: np.ndarray
+    received_CFS: np.ndarray
+    _routes: dict[Span, Route] = field(default_factory=dict)
+
+    def on(self, span: Span) -> Route:
+        """The route of a span of finest chunks."""
+        if span not in self._routes:
+            self._routes[span] = self._route(span)
+        return self._routes[span]
+
+    def _route(self, span: Span) -> Route:
+        chunks = slice(span.start, span.stop)
+        sent_FC, received_CFS = self.sent_FC[chunks], self.received_CFS[:, chunks]
+        before = int(self.sent_FC[: span.start].sum())
+        choice_N = self.choice_N[before : before + int(sent_FC.sum())]
+        if sent_FC.shape[0] > 1:  # by chunk and cell, to by cell and chunk
+            choice_N = choice_N[transposed_blocks(sent_FC, (1, 0), choice_N.device)]
+        choice_N = choice_N - self.cut.first(span) * self.top_k if span.start else choice_N
+        slot_first = received_CFS.transpose(2, 0, 1)
+        in_order = min(received_CFS.shape[2], received_CFS.shape[0] * received_CFS.shape[1]) == 1
+        device = choice_N.device
+        return Route(
+            choice_N=choice_N,
+            token_N=choice_N // self.top_k,
+            sent_C=tuple(sent_FC.sum(axis=0).tolist()),
+            received_C=tuple(received_CFS.sum(axis=(1, 2)).tolist()),
+            slots=SlotRows.of(slot_first.sum(axis=(1, 2)), device),
+            by_slot_R=None if in_order else transposed_blocks(received_CFS, (2, 0, 1), device),
+            by_arrival_R=None if in_order else transposed_blocks(slot_first, (1, 2, 0), device),
+            num_tokens=self.cut.length(span),
+            top_k=self.top_k,
+        )
+
+    def rows_of(self, span: Span, pieces: Sequence[tuple[Span, Tensor]]) -> Tensor:
+        """Rows of a span in slot order, from rows of overlapping spans in slot order."""
+        starts_SCF = np.zeros(self.received_CFS.transpose(2, 0, 1).shape, dtype=np.int64)
+        before = 0
+        for piece_span, rows in pieces:
+            chunks = slice(piece_span.start, piece_span.stop)
+            lengths = self.received_CFS[:, chunks].transpose(2, 0, 1)
+            starts_SCF[:, :, chunks] = before + _starts(lengths)
+            before += rows.shape[0]
+        chunks = slice(span.start, span.stop)
+        lengths = self.received_CFS[:, chunks].transpose(2, 0, 1)
+        joined = torch.cat([rows for _, rows in pieces])
+        index = _ranges(starts_SCF[:, :, chunks].ravel(), lengths.ravel(), joined.device)
+        return joined.index_select(0, index)
+
+
+def _starts(lengths: np.ndarray) -> np.ndarray:
+    """Where each block begins, blocks stored one behind the other in C order."""
+    flat = lengths.ravel()
+    starts: np.ndarray = (np.cumsum(flat) - flat).reshape(lengths.shape)
+    return starts
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray, device: torch.device) -> Tensor:
+    """``start, start + 1, ...`` for each block, one behind the other, int64."""
+    shift = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+    return torch.from_numpy(shift + np.arange(shift.size)).to(device, non_blocking=True)
+
+
+def transposed_blocks(
+    lengths: np.ndarray, axes: tuple[int, ...], device: torch.device
+) -> Tensor:
+    """Index that brings blocks of rows, stored in C order, into the order of transposed axes.
+
+    Args:
+        lengths: rows of each block, int64 of any number of dims.
+        axes: as in ``numpy.transpose``.
+    """
+    return _ranges(_starts(lengths).transpose(axes).ravel(), lengths.transpose(axes).ravel(), device)
+
+
+def one_cell_route(expert_TK: Tensor, num_slots: int) -> LayerRoute:
+    """The route where one cell holds all experts: no exchange, and no wait for the device."""
+    num_tokens, top_k = expert_TK.shape
+    sorted_N, choice_N = expert_TK.flatten().sort(stable=True)
+    end_S = torch.searchsorted(
+        sorted_N, torch.arange(num_slots, device=expert_TK.device), right=True, out_int32=True
+    )
+    whole = Span(0, 1)
+    num_rows = choice_N.numel()
+    route = Route(
+        choice_N=choice_N,
+        token_N=choice_N // top_k,
+        sent_C=(num_rows,),
+        received_C=(num_rows,),
+        slots=SlotRows(end_S, num_rows),
+        by_slot_R=None,
+        by_arrival_R=None,
+        num_tokens=num_tokens,
+        top_k=top_k,
+    )
+    nothing = np.zeros((1, 1), dtype=np.int64)  # spans other than the whole are never asked for
+    cut = Cut.equal(num_tokens, 1)
+    return LayerRoute(cut, top_k, choice_N, nothing, nothing[..., None], {whole: route})
+
+
+def rows_of_experts(expert_TK: Tensor, cut: Cut, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Chunk and expert of each row as one key, and rows by key.
+
+    Returns:
+        ``chunk * E + expert`` of each choice, ``F * E`` where dropped, int64 ``[T * K]``; and rows
+        ``[F, E]``.
+    """
+    key_N = expert_TK.flatten()
+    dropped_N = key_N < 0
+    if cut.num_chunks > 1:
+        lengths = np.diff(np.asarray(cut.bounds)) * expert_TK.shape[1]
+        chunk_N = torch.from_numpy(np.repeat(np.arange(cut.num_chunks), lengths))
+        key_N = key_N + chunk_N.to(key_N.device) * num_experts
+    key_N = key_N.masked_fill(dropped_N, cut.num_chunks * num_experts)
+    rows = key_N.bincount(minlength=cut.num_chunks * num_experts + 1)[:-1]
+    return key_N, rows.view(cut.num_chunks, num_experts)
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """Reads expert ids ``[T, K]``, -1 where a row was dropped; writes the layer's route.
+
+    One all-gather of counts for all chunks; every rank of the group learns the rows of every
+    sender and expert, which is also what planners want to know.
+
+    Attributes:
+        target: where experts compute.
+        share: how their copies divide rows.
+        cell: this rank's cell.
+        group: the cells; None where there is one cell.
+        capacity_factor: rows an expert takes from one rank, over the mean; None for all.
+        gate_may_drop: whether ids may be -1.
+        on_rows: told the rows of each sender and expert, int64 ``[C, E]``, on the host; or, where
+            the host does not wait for them, where this rank's rows end, expert by expert.
+    """
+
+    target: Placement
+    share: Share
+    cell: int
+    group: dist.ProcessGroup | None
+    capacity_factor: float | None
+    gate_may_drop: bool
+    on_rows: Callable[[np.ndarray | SlotRows], None]
+
+    def forward(self, span: Span, expert_TK: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        cut = Cut.equal(expert_TK.shape[0], span.stop - span.start)
+        num_experts = self.target.num_experts
+        if self.capacity_factor is not None:
+            capacity = capacity_of(expert_TK.numel(), num_experts, self.capacity_factor)
+            expert_TK = drop_over_capacity(expert_TK, num_experts, capacity)
+        drops = self.gate_may_drop or self.capacity_factor is not None
+        if self.group is None and cut.num_chunks == 1 and not drops:
+            route = one_cell_route(expert_TK, num_experts)
+            self.on_rows(route.on(span).slots)
+            return (route,), ()
+        return (self._exchanged(expert_TK, cut),), ()
+
+    def backward(self, span: Span, saved: Any, *grads: Any) -> tuple[Any, ...]:
+        return ()
+
+    def recut(self, span: Span, pieces: Any) -> tuple[Any, ...]:
+        return ()
+
+    def _exchanged(self, expert_TK: Tensor, cut: Cut) -> LayerRoute:
+        key_N, rows_FE = rows_of_experts(expert_TK, cut, self.target.num_experts)
+        gathered = rows_FE[None] if self.group is None else all_gather_counts(rows_FE, self.group)
+        rows_CFE = gathered.cpu().numpy()  # the one wait for the device: splits must be known
+        self.on_rows(rows_CFE.sum(axis=1))
+        own_FEC = self.share.rows_from(self.cell, rows_CFE[self.cell])
+        received_CFE = self.share.rows_to(self.cell, rows_CFE)
+        by_key_N = key_N.argsort(stable=True)[: int(own_FEC.sum())]
+        return LayerRoute(
+            cut=cut,
+            top_k=expert_TK.shape[1],
+            choice_N=_by_destination(by_key_N, own_FEC, self.target),
+            sent_FC=own_FEC.sum(axis=1),
+            received_CFS=received_CFE[:, :, self.target.experts_of(self.cell)],
+        )
+
+
+def _by_destination(choice_N: Tensor, rows_FEC: np.ndarray, target: Placement) -> Tensor:
+    """Choices from (chunk, expert, holder) order to (chunk, cell, slot) order."""
+    lengths_FCS = np.zeros((rows_FEC.shape[0], target.num_cells, target.num_slots), dtype=np.int64)
+    starts_FCS = np.zeros_like(lengths_FCS)
+    expert, cell = np.nonzero(target.holds_EC)
+    slot = target.slot_EC[expert, cell]
+    lengths_FCS[:, cell, slot] = rows_FEC[:, expert, cell]
+    starts_FCS[:, cell, slot] = _starts(rows_FEC)[:, expert, cell]
+    if np.array_equal(starts_FCS[lengths_FCS > 0], _starts(lengths_FCS)[lengths_FCS > 0]):
+        return choice_N  # experts lie in index order, as in plain expert parallelism
+    return choice_N[_ranges(starts_FCS.ravel(), lengths_FCS.ravel(), choice_N.device)]
+
+
+@dataclass(frozen=True)
+class Restore:
+    """I-Order: weigh each returned row by its score and add it to its token.
+
+    Reads rows ``[N, D]`` in send order, scores ``[T, K]`` and the route; writes ``[T, D]``. Sums
+    in the scores' precision, over choices in order, so that the result is deterministic.
+    """
+
+    def forward(
+        self, span: Span, returned_ND: Tensor, score_TK: Tensor, route: LayerRoute
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        y_TKD = route.on(span).spread(returned_ND)
+        total_TD = y_TKD[:, 0] * score_TK[:, :1]
+        for k in range(1, y_TKD.shape[1]):
+            total_TD.addcmul_(y_TKD[:, k], score_TK[:, k : k + 1])
+        return (total_TD.to(returned_ND.dtype),), (y_TKD, score_TK, route)
+
+    def backward(
+        self, span: Span, saved: tuple[Any, ...], grad_TD: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        y_TKD, score_TK, layer_route = saved
+        route = layer_route.on(span)
+        weight_N = score_TK.flatten().index_select(0, route.choice_N)
+        grad_ND = grad_TD.index_select(0, route.token_N) * weight_N[:, None]
+        grad_score_TK = torch.empty_like(score_TK)
+        for k in range(y_TKD.shape[1]):
+            product_TD = y_TKD[:, k] * grad_TD
+            torch.sum(product_TD, dim=1, dtype=score_TK.dtype, out=grad_score_TK[:, k])
+        return grad_ND.to(y_TKD.dtype), grad_score_TK
+
+    def recut(
+        self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]
+    ) -> tuple[Any, ...]:
+        route = pieces[0][1][2]
+        first = route.cut.first(pieces[0][0])
+        start, length = route.cut.first(span) - first, route.cut.length(span)
+        y, score = (torch.cat([saved[i] for _, saved in pieces]) for i in (0, 1))
+        return y.narrow(0, start, length), score.narrow(0, start, length), route

@@ -1,0 +1,107 @@
+"""The tasks of one MoE layer, one function each: what they read, what they write.
+
+The way of one batch::
+
+    x --gate--> expert_ids, scores --order--> route
+    x, route --dispatch--> arrived --expert--> computed --combine--> returned --restore--> y
+
+Where the host keeps its own gate, the program starts after it, with ids and scores as inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ds_moe_ext.schedule.task import (
+    COMBINE,
+    DISPATCH,
+    EXPERT,
+    GATE,
+    ORDER,
+    RESTORE,
+    Kind,
+    Schedule,
+    Span,
+    Task,
+    Value,
+    spans,
+)
+
+X = Kind("x", by_token=True)  # hidden states [T, D]
+GATE_WEIGHTS = Kind("gate_weights")  # tuple of tensors
+EXPERT_IDS = Kind("expert_ids", by_token=True, has_gradient=False)  # int64 [T, K], -1: dropped
+SCORES = Kind("scores", by_token=True)  # [T, K]
+GATE_LOSSES = Kind("gate_losses")  # [2]: load balance, z
+ROUTE = Kind("route", has_gradient=False)  # LayerRoute
+WEIGHTS = Kind("weights")  # tuple of tensors, expert slot first
+ARRIVED = Kind("arrived")  # rows at the experts [R, D], by slot
+COMPUTED = Kind("computed")  # expert outputs [R, D], by slot
+RETURNED = Kind("returned")  # expert outputs [N, D], in send order
+Y = Kind("y", by_token=True)  # output [T, D]
+
+ROUTED_OPS = (ORDER, DISPATCH, EXPERT, COMBINE, RESTORE)  # of a layer whose gate is the host's
+
+
+def gate(layer: int, whole: Span) -> Task:
+    reads = (Value(X, layer, whole), Value(GATE_WEIGHTS, layer))
+    writes = (
+        Value(EXPERT_IDS, layer, whole),
+        Value(SCORES, layer, whole),
+        Value(GATE_LOSSES, layer),
+    )
+    return Task(GATE, layer, whole, reads, writes)
+
+
+def order(layer: int, whole: Span) -> Task:
+    """One exchange of counts for all chunks of the layer."""
+    reads = (Value(EXPERT_IDS, layer, whole),)
+    return Task(ORDER, layer, whole, reads, (Value(ROUTE, layer, whole),))
+
+
+def dispatch(layer: int, span: Span) -> Task:
+    reads = (Value(X, layer, span), Value(ROUTE, layer, span))
+    return Task(DISPATCH, layer, span, reads, (Value(ARRIVED, layer, span),))
+
+
+def expert(layer: int, span: Span) -> Task:
+    reads = (Value(ARRIVED, layer, span), Value(ROUTE, layer, span), Value(WEIGHTS, layer))
+    return Task(EXPERT, layer, span, reads, (Value(COMPUTED, layer, span),))
+
+
+def combine(layer: int, span: Span) -> Task:
+    reads = (Value(COMPUTED, layer, span), Value(ROUTE, layer, span))
+    return Task(COMBINE, layer, span, reads, (Value(RETURNED, layer, span),))
+
+
+def restore(layer: int, span: Span) -> Task:
+    reads = (Value(RETURNED, layer, span), Value(SCORES, layer, span), Value(ROUTE, layer, span))
+    return Task(RESTORE, layer, span, reads, (Value(Y, layer, span),))
+
+
+def routed_tasks(layer: int, *, num_chunks: int, degree: int) -> list[Task]:
+    """Order to restore, chunk by chunk: what every strategy starts from."""
+    tasks = [order(layer, Span(0, num_chunks))]
+    for span in spans(num_chunks, degree):
+        tasks += [each(layer, span) for each in (dispatch, expert, combine, restore)]
+    return tasks
+
+
+def layer_schedule(tasks: Iterable[Task], layer: int, *, num_chunks: int, gated: bool) -> Schedule:
+    """The forward schedule of one layer.
+
+    Args:
+        tasks: order to restore and what the strategy put between, in issue order.
+        layer: number of the layer.
+        num_chunks: finest chunks.
+        gated: with a gate of ours before the tasks: x, gate weights and weights in; y and gate
+            losses out. Else x, expert ids, scores and weights in; y out.
+    """
+    whole = Span(0, num_chunks)
+    x, y, weights = Value(X, layer, whole), Value(Y, layer, whole), Value(WEIGHTS, layer)
+    if gated:
+        inputs = (x, Value(GATE_WEIGHTS, layer), weights)
+        return Schedule(
+            (gate(layer, whole), *tasks), inputs, (y, Value(GATE_LOSSES, layer))
+        )
+    inputs = (x, Value(EXPERT_IDS, layer, whole), Value(SCORES, layer, whole), weights)
+    return Schedule(tuple(tasks), inputs, (y,))

@@ -1,0 +1,139 @@
+"""Which cells hold which experts, and how the copies of an expert share its rows.
+
+A *cell* is a group of ranks that together hold whole experts; it is one rank when
+``expert_sharding_size`` is 1. Pure: nothing here talks to another rank.
+
+Shape letters: E experts, C cells, S expert slots of one cell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+
+def _frozen(array: np.ndarray) -> np.ndarray:
+    array.setflags(write=False)
+    return array
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Experts of one layer on the cells of one expert-parallel grid.
+
+    Attributes:
+        holds_EC: bool ``[E, C]``, true where the cell holds a copy of the expert.
+
+    Raises:
+        ValueError: an expert is held by no cell.
+    """
+
+    holds_EC: np.ndarray
+
+    def __post_init__(self) -> None:
+        homeless = np.flatnonzero(~self.holds_EC.any(axis=1))
+        if homeless.size:
+            raise ValueError(
+                f"no cell holds expert(s) {homeless.tolist()}; every expert needs a holder"
+            )
+        _frozen(self.holds_EC)
+
+    @classmethod
+    def block(cls, num_experts: int, num_cells: int) -> Placement:
+        """Experts in index order, the same number in every cell, one copy of each."""
+        if num_experts % num_cells:
+            raise ValueError(
+                f"{num_experts} experts do not divide over {num_cells} cells; choose a number of "
+                f"cells that divides {num_experts}"
+            )
+        return cls.owned_by(np.arange(num_experts) // (num_experts // num_cells), num_cells)
+
+    @classmethod
+    def owned_by(cls, owner_E: np.ndarray, num_cells: int) -> Placement:
+        """One copy of each expert, in the cell ``owner_E`` names, int ``[E]``."""
+        return cls(np.asarray(owner_E)[:, None] == np.arange(num_cells))
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.holds_EC.shape[0])
+
+    @property
+    def num_cells(self) -> int:
+        return int(self.holds_EC.shape[1])
+
+    @cached_property
+    def num_slots(self) -> int:
+        """Slots ``S`` of the fullest cell: the last axis of every per-slot table."""
+        return int(self.holds_EC.sum(axis=0).max())
+
+    @cached_property
+    def owner_E(self) -> np.ndarray:
+        """The first cell that holds each expert, int64 ``[E]``: its home, if it has one copy."""
+        return _frozen(self.holds_EC.argmax(axis=1))
+
+    @cached_property
+    def slot_EC(self) -> np.ndarray:
+        """Slot of each expert in each cell that holds it, -1 elsewhere, int64 ``[E, C]``."""
+        slot = np.cumsum(self.holds_EC, axis=0) - 1
+        return _frozen(np.where(self.holds_EC, slot, -1))
+
+    @cached_property
+    def expert_CS(self) -> np.ndarray:
+        """Expert in each slot of each cell, -1 where the slot is empty, int64 ``[C, S]``."""
+        table = np.full((self.num_cells, self.num_slots), -1, dtype=np.int64)
+        expert, cell = np.nonzero(self.holds_EC)
+        table[cell, self.slot_EC[expert, cell]] = expert
+        return _frozen(table)
+
+    def experts_of(self, cell: int) -> np.ndarray:
+        """Expert ids of one cell in slot order (ascending), int64 ``[<= S]``."""
+        return np.flatnonzero(self.holds_EC[:, cell])
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """How the copies of an expert divide each sender's rows: the whole difference between papers.
+
+    Attributes:
+        fraction_CEC: float ``[C, E, C]``: sender, expert, holder. The fractions of one sender and
+            expert sum to one and are zero where the holder has no copy.
+    """
+
+    fraction_CEC: np.ndarray
+
+    @classmethod
+    def local_else_home(cls, home: Placement, target: Placement) -> Share:
+        """A sender with a copy keeps its rows; the others send to the expert's home."""
+        cells, experts = np.arange(target.num_cells), np.arange(target.num_experts)
+        holder_CE = np.where(target.holds_EC.T, cells[:, None], home.owner_E[None, :])
+        fraction = np.zeros((cells.size, experts.size, cells.size))
+        fraction[cells[:, None], experts[None, :], holder_CE] = 1.0
+        return cls(_frozen(fraction))
+
+    @cached_property
+    def _cumulative_CEC(self) -> np.ndarray:
+        cumulative = self.fraction_CEC.cumsum(axis=2)
+        return _frozen(cumulative / cumulative[..., -1:])
+
+    def rows_from(self, sender: int, rows_FE: np.ndarray) -> np.ndarray:
+        """Rows that one sender sends to each holder of each expert, int64 ``[F, E, C]``.
+
+        The first rows of an expert go to its first holder, and so on. Quotas are cumulative
+        fractions, rounded: they sum to ``rows_FE`` exactly, and whoever knows ``rows_FE`` computes
+        the same ones.
+
+        Args:
+            sender: cell that sends.
+            rows_FE: its rows of each chunk for each expert, int64.
+        """
+        end = np.rint(rows_FE[..., None] * self._cumulative_CEC[sender]).astype(np.int64)
+        return np.diff(end, axis=-1, prepend=0)
+
+    def rows_to(self, holder: int, rows_CFE: np.ndarray) -> np.ndarray:
+        """Rows that each sender sends to one holder, int64 ``[C, F, E]``; see ``rows_from``."""
+        end = np.rint(rows_CFE * self._cumulative_CEC[:, None, :, holder])
+        if holder:
+            end = end - np.rint(rows_CFE * self._cumulative_CEC[:, None, :, holder - 1])
+        return end.astype(np.int64)

@@ -1,0 +1,162 @@
+"""Lines over steps, and bars of seconds, as HTML around inline SVG.
+
+Drawings stretch with the page: SVG lengths are percents or lie in a viewBox that does not keep its
+aspect, and all text that must not be stretched is HTML beside it. Shape letters: B bins of steps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ds_moe_ext.report.summary import Bins
+from ds_moe_ext.report.units import escaped, ratio_text, round_steps, seconds_text
+
+_UNITS = 1000  # of a line chart's viewBox, from top to bottom
+_TALL, _SMALL = 220, 84  # pixels of a line chart
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    """One line of a chart.
+
+    Attributes:
+        name: what the legend says.
+        mean: over all steps, for the legend.
+        value_B: balance, float ``[B]``.
+        low_B: lower edge of the band around it.
+        high_B: upper edge.
+    """
+
+    name: str
+    mean: float
+    value_B: np.ndarray
+    low_B: np.ndarray
+    high_B: np.ndarray
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One kind of task in one phase."""
+
+    kind: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The vertical scale of balance charts: from 1 to ``top``, with a tick each ``step``."""
+
+    top: float
+    step: float
+
+    def height(self, value: float) -> float:
+        """Where ``value`` lies, 0 at the bottom and 1 at the top."""
+        return min(max((value - 1) / (self.top - 1), 0.0), 1.0)
+
+    def ticks(self) -> list[float]:
+        """1, and the round values above it that leave it room."""
+        above = (i * self.step for i in range(1, round(self.top / self.step) + 1))
+        return [1.0, *(tick for tick in above if tick >= 1 + 0.5 * self.step - 1e-9)]
+
+
+def balance_scale(highest: float) -> Scale:
+    """The scale with round ticks that shows ``highest``."""
+    step = round_steps(max(highest - 1, 0.05), max_ticks=4)
+    return Scale(step * max(math.ceil(highest / step - 1e-9), round(1 / step) + 1), step)
+
+
+def line_chart(lines: Sequence[Line], bins: Bins, *, scale: Scale, small: bool) -> str:
+    """Balance over the steps: lines on one scale, and a legend that gives their means."""
+    ticks = scale.ticks()
+    grid = "".join(_grid_line(scale.height(tick)) for tick in ticks)
+    marks = "".join(
+        f'<span style="top:{100 * (1 - scale.height(tick)):.4g}%">{tick:.3g}</span>'
+        for tick in ticks
+    )
+    drawn = "".join(_drawn(line, scale, slot) for slot, line in enumerate(lines))
+    legend = "".join(
+        f'<span><i class="dash s{slot}"></i><b>{escaped(line.name)}</b> '
+        f"{ratio_text(line.mean)}</span>"
+        for slot, line in enumerate(lines)
+    )
+    values = json.dumps([[round(float(v), 3) for v in line.value_B] for line in lines])
+    return (
+        f'<figure class="lines" data-values="{values}"><figcaption class="legend">{legend}'
+        f'</figcaption><div class="axes"><div class="marks">{marks}</div>'
+        f'<svg class="plot" height="{_SMALL if small else _TALL}" role="img" '
+        f'aria-label="balance over steps">{grid}'
+        f'<svg width="100%" height="100%" viewBox="0 0 {len(bins)} {_UNITS}" '
+        f'preserveAspectRatio="none">{drawn}</svg></svg>'
+        f"{step_axis(bins, max_labels=3 if small else 5)}</div></figure>"
+    )
+
+
+def step_axis(bins: Bins, *, max_labels: int) -> str:
+    """Step numbers under a drawing whose width is the bins."""
+    last = len(bins) - 1
+    at = sorted({round(i * last / (max_labels - 1)) for i in range(max_labels)})
+    names = [bins.steps_I[bins.start_B[i]] for i in at[:-1]] + [bins.steps_I[-1]]
+    lefts = [100 * (i + 0.5) / (last + 1) for i in at]
+    return axis_labels([f"{name}" for name in names], lefts)
+
+
+def axis_labels(names: Sequence[str], lefts: Sequence[float]) -> str:
+    """Text under a drawing at percents of its width; labels near an edge stay inside it."""
+    spans = []
+    for name, left in zip(names, lefts):
+        edge = ' class="first"' if left < 3 else ' class="last"' if left > 97 else ""
+        spans.append(f'<span{edge} style="left:{left:.4g}%">{name}</span>')
+    return f'<div class="steps" aria-hidden="true">{"".join(spans)}</div>'
+
+
+def bars(rows: Sequence[Bar], classes: dict[str, str], *, longest: float, total: float) -> str:
+    """Horizontal bars, longest first, each with its seconds and its percent of ``total``."""
+    ordered = sorted(rows, key=lambda row: (-row.seconds, row.kind))
+    return (
+        '<div class="bars">'
+        + "".join(
+            f"<b>{escaped(row.kind)}</b>"
+            f'<svg height="18" role="img" aria-label="{escaped(row.kind)}">'
+            f'<rect class="{classes[row.kind]}" height="18" rx="3" '
+            f'width="{100 * row.seconds / max(longest, 1e-12):.3f}%"/></svg>'
+            f"<span>{seconds_text(row.seconds)}</span>"
+            f"<span>{100 * row.seconds / max(total, 1e-12):.1f} %</span>"
+            for row in ordered
+        )
+        + "</div>"
+    )
+
+
+def kind_legend(classes: dict[str, str]) -> str:
+    """The colour of each kind of task."""
+    items = (
+        f'<span><i class="box {name}"></i>{escaped(kind)}</span>' for kind, name in classes.items()
+    )
+    return f'<p class="legend">{"".join(items)}</p>'
+
+
+def _grid_line(height: float) -> str:
+    y = f"{100 * (1 - height):.4g}%"
+    floor = "" if height else ' class="floor"'
+    return f'<line{floor} x1="0" x2="100%" y1="{y}" y2="{y}"/>'
+
+
+def _drawn(line: Line, scale: Scale, slot: int) -> str:
+    band = ""
+    if (line.high_B > line.low_B).any():
+        there, back = _points(line.high_B, scale), _points(line.low_B, scale)
+        band = f'<path class="band" d="M{"L".join(there + back[::-1])}Z"/>'
+    path = f'<path class="line" d="M{"L".join(_points(line.value_B, scale))}"/>'
+    return f'<g class="s{slot}">{band}{path}</g>'
+
+
+def _points(value_B: np.ndarray, scale: Scale) -> list[str]:
+    at_y = [round(_UNITS * (1 - scale.height(float(value)))) for value in value_B]
+    if len(at_y) == 1:  # one step has no direction: a level line over the whole width
+        return [f"0 {at_y[0]}", f"1 {at_y[0]}"]
+    return [f"{i + 0.5} {y}" for i, y in enumerate(at_y)]

@@ -1,0 +1,117 @@
+"""The top of the page: what ran, how balanced it was in words, and its headline numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ds_moe_ext.report.record import RunRecord
+from ds_moe_ext.report.summary import Drift, Summary
+from ds_moe_ext.report.units import (
+    bytes_text,
+    counted,
+    dotted,
+    escaped,
+    ratio_text,
+    short_count,
+)
+
+_SAME = 0.03  # balances that differ by a smaller share are called the same
+
+
+def header(record: RunRecord, summary: Summary | None) -> str:
+    """Strategy, sizes, versions, and the verdict."""
+    facts = [
+        counted(record.world_size, "rank"),
+        counted(record.num_cells, "cell"),
+        counted(len(record.layers), "MoE layer"),
+        _steps_fact(record),
+    ]
+    versions = [f"{escaped(name)} {escaped(text)}" for name, text in record.versions.items()]
+    nothing = "No steps were recorded." if record.layers else "No layer was replaced."
+    verdict = _verdict(record, summary) if summary else nothing
+    return (
+        f"<header><h1>MoE run with <code>{escaped(record.strategy)}</code></h1>"
+        f'<p class="facts">{_spans(facts)}</p><p class="facts">{_spans(versions)}</p>'
+        f'<p class="verdict">{verdict}</p>{_meaning()}</header>'
+    )
+
+
+def _spans(texts: Iterable[str]) -> str:
+    return "".join(f"<span>{text}</span>" for text in texts)
+
+
+def _steps_fact(record: RunRecord) -> str:
+    if not record.steps_I:
+        return "no recorded steps"
+    first, last = record.steps_I[0], record.steps_I[-1]
+    which = f"{first:,} to {last:,}" if last > first else f"{first:,}"
+    return f"{counted(len(record.steps_I), 'recorded step')}, {which}"
+
+
+def _verdict(record: RunRecord, summary: Summary) -> str:
+    """How balanced the run was, in words."""
+    idle = 1 - 1 / summary.mean
+    worst = record.layers[summary.worst_layer].name
+    where = (
+        f"; layer <code>{dotted(worst)}</code> was worst, with "
+        f"<b>{float(summary.mean_L[summary.worst_layer]):.2f}</b>"
+        if len(record.layers) > 1
+        else ""
+    )
+    return (
+        f"The experts at home in the busiest cell drew <b>{summary.mean:.2f} times the mean</b> "
+        f"on average{where}. Computed at home, an average cell would wait for the busiest during "
+        f"{100 * idle:.0f} % of the expert time.{_drift(summary.drift)}"
+    )
+
+
+def _drift(drift: Drift | None) -> str:
+    if drift is None:
+        return ""
+    change = drift.last - drift.first
+    if abs(change) < _SAME * drift.first:
+        return f" This ratio was about {drift.last:.2f} in the first and in the last quarter."
+    verb = "improved" if change < 0 else "grew worse"
+    return (
+        f" Over the run this ratio {verb}, from {drift.first:.2f} in the first quarter to "
+        f"{drift.last:.2f} in the last."
+    )
+
+
+def _meaning() -> str:
+    return (
+        '<p class="note">A cell is a rank, or a group of ranks that together hold whole experts. '
+        "Balance is the rows of the busiest cell over the mean cell; 1 is perfect. Rows are "
+        "counted at each expert's home: where a strategy copies or moves experts for a step, this "
+        "is the imbalance that it met, not what it left.</p>"
+    )
+
+
+def tiles(record: RunRecord, summary: Summary) -> str:
+    """The headline numbers of a run with steps."""
+    worst = record.layers[summary.worst_layer].name
+    weights = sum(layer.expert_bytes for layer in record.layers)
+    shown = (
+        ("mean balance", ratio_text(summary.mean), "1 is perfect"),
+        ("worst layer", ratio_text(float(summary.mean_L[summary.worst_layer])), worst),
+        (
+            "worst moment",
+            ratio_text(summary.moment.ratio),
+            f"step {summary.moment.step:,}, {summary.moment.layer}",
+        ),
+        (
+            "busiest expert",
+            ratio_text(summary.hot.ratio),
+            f"the mean expert: {summary.hot.expert} of {summary.hot.layer}",
+        ),
+        ("rows computed", short_count(summary.num_rows), "in the recorded steps"),
+        ("expert weights", bytes_text(weights), "on this rank"),
+    )
+    return (
+        '<div class="tiles">'
+        + "".join(
+            f"<div><span>{name}</span><b>{value}</b><span>{dotted(remark)}</span></div>"
+            for name, value, remark in shown
+        )
+        + "</div>"
+    )

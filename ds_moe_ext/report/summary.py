@@ -1,0 +1,155 @@
+"""What a run comes to: its headline numbers, and its steps gathered into few enough columns.
+
+Shape letters: I recorded steps, B bins of steps, L layers, E experts, C cells.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ds_moe_ext.report.record import RunRecord
+from ds_moe_ext.report.units import EN_DASH
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where and when the worst balance was seen."""
+
+    ratio: float
+    layer: str
+    step: int
+
+
+@dataclass(frozen=True)
+class HotExpert:
+    """The expert that drew most rows over the run, against the mean of its layer."""
+
+    ratio: float
+    layer: str
+    expert: int
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Mean balance in the first and in the last quarter of the recorded steps."""
+
+    first: float
+    last: float
+
+
+@dataclass(frozen=True, eq=False)
+class Summary:
+    """The headline numbers of a run; no record is made of a run without steps or layers.
+
+    Attributes:
+        balance_IL: rows of the busiest cell over the mean, float ``[I, L]``.
+        mean_L: mean of it over the steps, float ``[L]``.
+        mean: mean over steps and layers.
+        worst_layer: index of the layer with the largest mean.
+        moment: the largest entry.
+        hot: the expert that drew most rows.
+        drift: from the first to the last quarter; None for fewer than 8 steps.
+        num_rows: rows computed in the recorded steps, all layers.
+    """
+
+    balance_IL: np.ndarray
+    mean_L: np.ndarray
+    mean: float
+    worst_layer: int
+    moment: Moment
+    hot: HotExpert
+    drift: Drift | None
+    num_rows: int
+
+
+@dataclass(frozen=True, eq=False)
+class Bins:
+    """Recorded steps gathered into columns of neighbours.
+
+    Attributes:
+        start_B: index of the first recorded step of each column, int64 ``[B]``.
+        steps_I: optimizer step of each recorded step.
+    """
+
+    start_B: np.ndarray
+    steps_I: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.start_B)
+
+    @property
+    def is_thinned(self) -> bool:
+        """Whether a column stands for more than one step."""
+        return len(self) < len(self.steps_I)
+
+    def labels(self) -> list[str]:
+        """The optimizer steps of each column, as ``30`` or ``30–39``."""
+        stop_B = [*self.start_B[1:], len(self.steps_I)]
+        ends = [(self.steps_I[a], self.steps_I[b - 1]) for a, b in zip(self.start_B, stop_B)]
+        return [f"{a}" if a == b else f"{a}{EN_DASH}{b}" for a, b in ends]
+
+    def total(self, values: np.ndarray) -> np.ndarray:
+        """Sums over the steps of each column: ``[I, ...]`` to ``[B, ...]``."""
+        return np.add.reduceat(values, self.start_B, axis=0)
+
+    def mean(self, values: np.ndarray) -> np.ndarray:
+        """Means over the steps of each column: ``[I, ...]`` to ``[B, ...]``."""
+        size_B = np.diff([*self.start_B, len(self.steps_I)])
+        return self.total(values) / size_B.reshape(-1, *(1,) * (values.ndim - 1))
+
+    def lowest(self, values: np.ndarray) -> np.ndarray:
+        """Smallest of the steps of each column."""
+        return np.minimum.reduceat(values, self.start_B, axis=0)
+
+    def highest(self, values: np.ndarray) -> np.ndarray:
+        """Largest of the steps of each column."""
+        return np.maximum.reduceat(values, self.start_B, axis=0)
+
+
+def gather_steps(steps_I: tuple[int, ...], *, max_bins: int) -> Bins:
+    """Cut the recorded steps into at most ``max_bins`` runs whose lengths differ by at most one."""
+    num_bins = min(max_bins, len(steps_I))
+    start_B = (np.arange(num_bins) * len(steps_I)) // max(num_bins, 1)
+    return Bins(start_B, steps_I)
+
+
+def summarize(record: RunRecord) -> Summary | None:
+    """The headline numbers of ``record``, None when it has no steps or no layers. Pure."""
+    if not record.steps_I or not record.layers:
+        return None
+    balance_IL = record.balance_IL()
+    mean_L = balance_IL.mean(axis=0)
+    return Summary(
+        balance_IL=balance_IL,
+        mean_L=mean_L,
+        mean=float(mean_L.mean()),
+        worst_layer=int(mean_L.argmax()),
+        moment=_moment(record, balance_IL),
+        hot=_hot_expert(record),
+        drift=_drift(balance_IL),
+        num_rows=int(record.rows_ILE.sum()),
+    )
+
+
+def _moment(record: RunRecord, balance_IL: np.ndarray) -> Moment:
+    step, layer = np.unravel_index(balance_IL.argmax(), balance_IL.shape)
+    return Moment(
+        float(balance_IL[step, layer]), record.layers[int(layer)].name, record.steps_I[int(step)]
+    )
+
+
+def _hot_expert(record: RunRecord) -> HotExpert:
+    rows_LE = record.rows_ILE.sum(axis=0)
+    mean_L = rows_LE.sum(axis=1) / [max(layer.num_experts, 1) for layer in record.layers]
+    ratio_LE = rows_LE / np.maximum(mean_L, 1e-12)[:, None]
+    layer, expert = np.unravel_index(ratio_LE.argmax(), ratio_LE.shape)
+    return HotExpert(float(ratio_LE[layer, expert]), record.layers[int(layer)].name, int(expert))
+
+
+def _drift(balance_IL: np.ndarray) -> Drift | None:
+    quarter = len(balance_IL) // 4
+    if quarter < 2:
+        return None
+    return Drift(float(balance_IL[:quarter].mean()), float(balance_IL[-quarter:].mean()))

@@ -1,0 +1,214 @@
+"""The tasks of one step: an overview of the whole step, then each layer, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ds_moe_ext.report.charts import axis_labels
+from ds_moe_ext.report.record import Span
+from ds_moe_ext.report.units import counted, escaped, round_steps, seconds_text, short_names
+
+MAX_BOXES = 2500  # tasks drawn as boxes of their own, with tooltips
+_FINE = 2000  # horizontal resolution of the overview
+_ROW = 26  # pixels a lane
+_BOX = 20  # pixels a box is high
+_LETTER = 0.65  # percent of a wide page that a letter of a label takes
+
+
+@dataclass(frozen=True)
+class Window:
+    """The stretch of the step that a drawing shows, in seconds from the start of the step."""
+
+    start_s: float
+    length_s: float
+
+    def percent(self, time_s: float) -> float:
+        """Where ``time_s`` lies, 0 at the left edge and 100 at the right."""
+        return 100 * (time_s - self.start_s) / self.length_s
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The tasks of one layer in one phase."""
+
+    layer: str
+    phase: str
+    spans: tuple[Span, ...]
+
+    @property
+    def start_s(self) -> float:
+        return min(span.start_s for span in self.spans)
+
+    @property
+    def end_s(self) -> float:
+        return max(span.end_s for span in self.spans)
+
+    @property
+    def length_s(self) -> float:
+        """From the first start to the last end."""
+        return self.end_s - self.start_s
+
+
+def passes_of(timeline: Iterable[Span]) -> list[Pass]:
+    """The timeline by layer and phase, in the order in which they start."""
+    held: dict[tuple[str, str], list[Span]] = {}
+    for span in timeline:
+        held.setdefault((span.layer, span.phase), []).append(span)
+    passes = [Pass(layer, phase, tuple(spans)) for (layer, phase), spans in held.items()]
+    return sorted(passes, key=lambda one: one.start_s)
+
+
+def boxed(timeline: Sequence[Span]) -> frozenset[Span]:
+    """The spans that get a box: the longest ``MAX_BOXES``; the earlier of two as long."""
+    ordered = sorted(timeline, key=lambda span: (span.start_s - span.end_s, span.start_s))
+    return frozenset(ordered[:MAX_BOXES])
+
+
+def overview(timeline: Sequence[Span], classes: dict[str, str]) -> str:
+    """The whole step: which layer was at work, and every task of every lane."""
+    start_s = min(span.start_s for span in timeline)
+    window = _window(start_s, max(span.end_s for span in timeline) - start_s)
+    lanes = _lanes(timeline)
+    height = _ROW * len(lanes)
+    passes = passes_of(timeline)
+    short = short_names(list(dict.fromkeys(one.layer for one in passes)))
+    rows = "".join(_pass_box(one, window, short=short[one.layer]) for one in passes)
+    paths = "".join(
+        f'<path class="{classes[kind]}" d="{_merged(timeline, window, lanes=lanes, kind=kind)}"/>'
+        for kind in sorted({span.name for span in timeline})
+    )
+    return (
+        f'<div class="axes time"><div class="lanes" style="height:{height + _ROW}px"><span>layer'
+        f"</span>{_lane_names(lanes, timeline, window.length_s)}</div>"
+        f'<svg class="plot" height="{height + _ROW}" role="img" aria-label="the whole step">'
+        f'{_time_grid(window)}{rows}<svg y="{_ROW}" width="100%" height="{height}" '
+        f'viewBox="0 0 {_FINE} {height}" preserveAspectRatio="none">{paths}</svg></svg>'
+        f"{_time_axis(window)}</div>"
+    )
+
+
+def pass_chart(
+    one: Pass, classes: dict[str, str], *, length_s: float, drawn: frozenset[Span]
+) -> str:
+    """The tasks of one layer in one phase, on a scale of ``length_s`` seconds."""
+    window = _window(one.start_s, length_s)
+    lanes = _lanes(one.spans)
+    height = _ROW * len(lanes)
+    boxes = "".join(
+        _box(span, window, row=lanes.index(span.lane), style=classes[span.name])
+        for span in one.spans
+        if span in drawn
+    )
+    busy_s = sum(span.end_s - span.start_s for span in one.spans)
+    return (
+        f'<figure class="pass"><figcaption><b>{escaped(one.phase)}</b> '
+        f"{counted(len(one.spans), 'task')} in {seconds_text(one.length_s)}, from "
+        f"{seconds_text(one.start_s)} into the step; "
+        f"{busy_s / max(one.length_s, 1e-12):.2f} lanes at work on average</figcaption>"
+        f'<div class="axes time"><div class="lanes" style="height:{height}px">'
+        f"{_lane_names(lanes, one.spans, one.length_s)}</div>"
+        f'<svg class="plot" height="{height}" role="img" aria-label="{escaped(one.phase)} tasks">'
+        f"{_time_grid(window)}{boxes}</svg>{_time_axis(window)}</div></figure>"
+    )
+
+
+def _window(start_s: float, length_s: float) -> Window:
+    return Window(start_s, max(length_s, 1e-9))
+
+
+def _lanes(spans: Iterable[Span]) -> list[str]:
+    return list(dict.fromkeys(span.lane for span in spans))
+
+
+def _lane_names(lanes: list[str], spans: Sequence[Span], length_s: float) -> str:
+    busy_s = dict.fromkeys(lanes, 0.0)
+    for span in spans:
+        busy_s[span.lane] += span.end_s - span.start_s
+    return "".join(
+        f"<span><b>{escaped(lane)}</b> {100 * busy_s[lane] / max(length_s, 1e-12):.0f} %</span>"
+        for lane in lanes
+    )
+
+
+def _box(span: Span, window: Window, *, row: int, style: str) -> str:
+    length_s = span.end_s - span.start_s
+    x, width = window.percent(span.start_s), 100 * length_s / window.length_s
+    y = row * _ROW + (_ROW - _BOX) // 2
+    title = (
+        f"{span.name}, chunk {span.chunk}, lane {span.lane}\n{_stamp(span.start_s)} to "
+        f"{_stamp(span.end_s)}, {seconds_text(length_s)}"
+    )
+    rect = (
+        f'<rect class="{style} task" x="{x:.3f}%" y="{y}" width="{width:.3f}%" height="{_BOX}" '
+        f'rx="2"><title>{escaped(title)}</title></rect>'
+    )
+    labels = (f"{span.name} {span.chunk}", span.chunk)
+    label = next((label for label in labels if _fits(label, width)), None)
+    if label is None:
+        return rect
+    ink = style.replace("k", "t")
+    return (
+        f'{rect}<svg x="{x:.3f}%" y="{y}" width="{width:.3f}%" height="{_BOX}">'
+        f'<text class="{ink}" x="5" y="14">{escaped(label)}</text></svg>'
+    )
+
+
+def _pass_box(one: Pass, window: Window, *, short: str) -> str:
+    """A box of the overview's top row: when a layer was at work in a phase."""
+    x, width = window.percent(one.start_s), 100 * one.length_s / window.length_s
+    title = f"{one.layer}, {one.phase}\n{_stamp(one.start_s)} to {_stamp(one.end_s)}"
+    labels = (f"{short} {one.phase}", short)
+    label = next((label for label in labels if _fits(label, width)), "")
+    return (
+        f'<svg x="{x:.3f}%" y="3" width="{width:.3f}%" height="{_BOX}"><rect class="pass-box" '
+        f'width="100%" height="100%" rx="2"><title>{escaped(title)}</title></rect>'
+        f'<text x="5" y="14">{escaped(label)}</text></svg>'
+    )
+
+
+def _fits(label: str, width: float) -> bool:
+    """Whether a label fits a box of ``width`` percent on a wide page; elsewhere it is clipped."""
+    return _LETTER * (len(label) + 1) <= width
+
+
+def _merged(timeline: Sequence[Span], window: Window, *, lanes: list[str], kind: str) -> str:
+    """One path with the tasks of a kind; tasks that fall on the same pixels are drawn once."""
+    ends = [0] * len(lanes)
+    parts = []
+    for span in sorted(timeline, key=lambda span: span.start_s):
+        if span.name != kind:
+            continue
+        row = lanes.index(span.lane)
+        start = max(round(window.percent(span.start_s) * _FINE / 100), ends[row])
+        end = max(round(window.percent(span.end_s) * _FINE / 100), ends[row])
+        end = min(max(end, start + 1), _FINE) if end >= start else end
+        if end > start:
+            parts.append(f"M{start} {row * _ROW + 3}h{end - start}v{_BOX}h{start - end}z")
+            ends[row] = end
+    return "".join(parts)
+
+
+def _time_ticks(window: Window) -> list[float]:
+    step = round_steps(window.length_s, max_ticks=6)
+    return [i * step for i in range(int(window.length_s / step * 1.0001) + 1)]
+
+
+def _time_grid(window: Window) -> str:
+    return "".join(
+        f'<line x1="{100 * tick / window.length_s:.3f}%" x2="{100 * tick / window.length_s:.3f}%" '
+        'y1="0" y2="100%"/>'
+        for tick in _time_ticks(window)
+    )
+
+
+def _time_axis(window: Window) -> str:
+    ticks = _time_ticks(window)
+    return axis_labels(
+        [seconds_text(tick) for tick in ticks], [100 * tick / window.length_s for tick in ticks]
+    )
+
+
+def _stamp(time_s: float) -> str:
+    """Milliseconds into the step, fine enough to tell neighbours apart."""
+    return f"{1e3 * time_s:.3f} ms"

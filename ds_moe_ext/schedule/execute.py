@@ -1,0 +1,157 @@
+"""Run a schedule on real lanes: the caller's thread, worker threads, or CUDA streams."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+
+from ds_moe_ext.schedule.task import Lane, Schedule
+
+Event = Any  # what a lane gives for a submitted task; only the same lanes look inside
+Mark = Any  # a moment in a lane; only ``seconds_between`` of the same lanes looks inside
+
+
+class Lanes(Protocol):
+    """In-order queues that can wait for each other."""
+
+    def submit(self, lane: Lane, work: Callable[[], None], after: Iterable[Event]) -> Event:
+        """Queue ``work`` behind the lane's earlier tasks and behind ``after``."""
+        ...
+
+    def join(self, events: Iterable[Event]) -> None:
+        """Make the caller's next work see the results of ``events``."""
+        ...
+
+    def mark(self) -> Mark:
+        """This moment, in the lane whose work calls."""
+        ...
+
+    def seconds_between(self, start: Mark, end: Mark) -> float:
+        """Seconds from one mark to another. On CUDA the caller waits for ``end``."""
+        ...
+
+    def keep(self, reads: Iterable[Any]) -> None:
+        """Called in a task with what it reads: the memory may be freed before the lane is done."""
+        ...
+
+
+def execute(schedule: Schedule, run: Callable[[int], None], lanes: Lanes) -> None:
+    """Issue every task in order, then join them all. ``run`` does the task at a position."""
+    events: list[Event] = []
+    for position, (task, after) in enumerate(zip(schedule.tasks, schedule.after)):
+        work = functools.partial(run, position)
+        events.append(lanes.submit(task.lane, work, [events[w] for w in after]))
+    lanes.join(events)
+
+
+class InlineLanes:
+    """All lanes in the caller's thread, in issue order. For CPU hosts where nothing overlaps."""
+
+    def submit(self, lane: Lane, work: Callable[[], None], after: Iterable[Event]) -> Event:
+        work()
+        return None
+
+    def join(self, events: Iterable[Event]) -> None:
+        return None
+
+    def mark(self) -> Mark:
+        return time.perf_counter()
+
+    def seconds_between(self, start: Mark, end: Mark) -> float:
+        return float(end - start)
+
+    def keep(self, reads: Iterable[Any]) -> None:
+        return None
+
+
+class ThreadLanes(InlineLanes):
+    """One worker thread a lane. For CPU hosts: a collective that waits blocks its thread only."""
+
+    def __init__(self) -> None:
+        self._worker: dict[Lane, ThreadPoolExecutor] = {}
+
+    def submit(self, lane: Lane, work: Callable[[], None], after: Iterable[Future]) -> Future:
+        after = tuple(after)
+        # Autocast is a state of the thread: the worker takes the caller's.
+        autocast = torch.autocast(
+            "cpu", torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
+        )
+
+        def body() -> None:
+            for event in after:
+                event.result()  # raises here what the earlier task raised
+            with autocast:
+                work()
+
+        if lane not in self._worker:
+            self._worker[lane] = ThreadPoolExecutor(
+                1, lane.name, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
+            )
+        return self._worker[lane].submit(body)
+
+    def join(self, events: Iterable[Future]) -> None:
+        for event in events:
+            event.result()
+
+
+class CudaLanes:
+    """One CUDA stream a lane. Work is issued by the caller's thread and runs on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: dict[Lane, torch.cuda.Stream] = {}
+
+    def submit(
+        self, lane: Lane, work: Callable[[], None], after: Iterable[torch.cuda.Event]
+    ) -> torch.cuda.Event:
+        if lane not in self._stream:
+            self._stream[lane] = torch.cuda.Stream(self._device)
+        stream = self._stream[lane]
+        # The region's inputs come from the caller's stream, whatever else the task waits for.
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        for event in after:
+            stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            work()
+            return stream.record_event()
+
+    def join(self, events: Iterable[torch.cuda.Event]) -> None:
+        caller = torch.cuda.current_stream(self._device)
+        for event in events:
+            caller.wait_event(event)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    def keep(self, reads: Iterable[Any]) -> None:
+        # A value is dropped in Python when its last reader was issued, not finished; without this
+        # the allocator could hand its memory to the writer's stream while the reader still runs.
+        stream = torch.cuda.current_stream(self._device)
+        for read in reads:
+            for tensor in read if isinstance(read, tuple) else (read,):
+                if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                    tensor.record_stream(stream)
+
+
+@functools.cache
+def lanes_for(device: torch.device, overlaps: bool) -> Lanes:
+    """The lanes of one device, shared by all its layers.
+
+    Args:
+        device: where the layers compute.
+        overlaps: whether any task of the schedule may run beside another.
+    """
+    if device.type == "cuda":
+        return CudaLanes(device)
+    return ThreadLanes() if overlaps else InlineLanes()

@@ -1,0 +1,317 @@
+"""A program: a schedule with a stage for each op, run as one autograd node.
+
+Weights are inputs of the node and their gradients its outputs, so the hooks that ZeRO, DDP and
+FSDP put on parameters see them as they see any other parameter.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ds_moe_ext.schedule.execute import Lanes, Mark, execute
+from ds_moe_ext.schedule.task import Cut, Op, Schedule, Span, Task, Value
+
+Saved = tuple[Any, ...]  # what a stage keeps for its own backward; nobody else looks inside
+
+
+class Stage(Protocol):
+    """The work of one task. ``backward`` is the adjoint of ``forward`` at what it saved."""
+
+    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], Saved]:
+        """What the task writes, in order, and what its adjoint will need."""
+        ...
+
+    def backward(self, span: Span, saved: Saved, *grads: Any) -> tuple[Any, ...]:
+        """Gradients of the reads that have one, in order; None where there is none.
+
+        Args:
+            grads: of the writes that have a gradient; None where nobody used what was written.
+        """
+        ...
+
+    def recut(self, span: Span, pieces: Sequence[tuple[Span, Saved]]) -> Saved:
+        """What forward would have saved on ``span``, from what it saved on overlapping spans."""
+        ...
+
+
+class Observer(Protocol):
+    """Sees every task with the moments at which its lane began and ended it; changes nothing."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it wants to see the tasks of this pass: marks cost a little."""
+        ...
+
+    def saw(self, task: Task, start: Mark, end: Mark, lanes: Lanes) -> None: ...
+
+
+@dataclass(frozen=True)
+class Program:
+    """Schedules, stages and lanes: everything that one pass needs.
+
+    Attributes:
+        forward: tasks of the forward pass.
+        backward: ``forward.reversed()`` or ``forward.backward_cut_as(...)``, and whatever the
+            strategy put between.
+        stages: the work of each op.
+        lanes: where the tasks run.
+        num_chunks: finest chunks that the tokens are cut into.
+        observers: who is told of each task.
+    """
+
+    forward: Schedule
+    backward: Schedule
+    stages: Mapping[Op, Stage]
+    lanes: Lanes
+    num_chunks: int = 1
+    observers: tuple[Observer, ...] = ()
+
+    def __post_init__(self) -> None:
+        for task in (*self.forward.tasks, *self.backward.tasks):
+            if task.op not in self.stages:
+                raise ValueError(f"task {task} has no stage; give one for op {task.op.name!r}")
+
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        """Run forward, and backward when autograd asks.
+
+        Args:
+            inputs: a tensor or a tuple of tensors for each of ``forward.inputs``.
+
+        Returns:
+            One tensor for each of ``forward.outputs``.
+        """
+        flat = [t for read in inputs for t in (read if isinstance(read, tuple) else (read,))]
+        arity = tuple(len(read) if isinstance(read, tuple) else None for read in inputs)
+        wanted = torch.is_grad_enabled() and any(t.requires_grad for t in flat)
+        if not wanted:
+            return _Pass(self, self.forward, _cut_of(self, inputs))(inputs)
+        return _Node.apply(self, arity, *flat)
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, program: Program, arity: tuple[int | None, ...], *flat: Tensor) -> Any:
+        inputs = _grouped(flat, arity)
+        run = _Pass(program, program.forward, _cut_of(program, inputs), keeps=True)
+        outputs = tuple(t.detach() for t in run(inputs))
+        ctx.program, ctx.arity, ctx.cut = program, arity, run.cut
+        # Tensors go through autograd's own keeping, so that activation checkpointing and offloading
+        # hooks see them; the rest of what stages saved is small.
+        tensors = [x for saved in run.saved for x in saved if isinstance(x, Tensor)]
+        ctx.save_for_backward(*tensors)
+        ctx.saved = [
+            tuple(_SAVED_TENSOR if isinstance(x, Tensor) else x for x in saved)
+            for saved in run.saved
+        ]
+        ctx.like = [(t.shape, t.dtype, t.device) for t in flat]
+        ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        if ctx.saved is None:
+            raise RuntimeError(
+                "backward ran through this MoE layer before and has freed what it saved; run one "
+                "backward a forward (retain_graph is not supported)"
+            )
+        program, tensors = ctx.program, iter(ctx.saved_tensors)
+        saved = [
+            tuple(next(tensors) if x is _SAVED_TENSOR else x for x in kept) for kept in ctx.saved
+        ]
+        ctx.saved = None
+        back = _Pass(program, program.backward, ctx.cut, saved=saved)
+        given = dict(zip(program.forward.outputs, grads))
+        written = back(given.get(value) for value in program.backward.inputs)
+        found = dict(zip(program.backward.outputs, written))
+        flat: list[Tensor | None] = []
+        for value, arity in zip(program.forward.inputs, ctx.arity):
+            grad = found.get(value)
+            if arity is None:
+                flat.append(grad)
+            else:
+                flat += [None] * arity if grad is None else grad
+        return None, None, *_filled(flat, ctx)
+
+
+_SAVED_TENSOR = object()
+
+
+def _filled(flat: list[Tensor | None], ctx: Any) -> list[Tensor | None]:
+    """Zeros where an input wants a gradient and no row reached it: its hooks must still fire, or a
+    collective that hangs on them would be missing on this rank alone."""
+    wanted = ctx.needs_input_grad[2:]
+    return [
+        torch.zeros(shape, dtype=dtype, device=device) if grad is None and needs else grad
+        for grad, needs, (shape, dtype, device) in zip(flat, wanted, ctx.like)
+    ]
+
+
+def _grouped(flat: Sequence[Tensor], arity: Sequence[int | None]) -> list[Any]:
+    inputs: list[Any] = []
+    start = 0
+    for size in arity:
+        inputs.append(flat[start] if size is None else tuple(flat[start : start + size]))
+        start += 1 if size is None else size
+    return inputs
+
+
+def _cut_of(program: Program, inputs: Sequence[Any]) -> Cut:
+    pairs = zip(program.forward.inputs, inputs)
+    num_tokens = next(read.shape[0] for value, read in pairs if value.kind.by_token)
+    return Cut.equal(num_tokens, program.num_chunks)
+
+
+class _Pass:
+    """One run of one schedule: the table of values, filled and emptied by its tasks.
+
+    Args:
+        saved: for a backward pass, what the forward tasks saved, by position; consumed.
+        keeps: for a forward pass, whether a backward pass will come.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        schedule: Schedule,
+        cut: Cut,
+        *,
+        saved: list[Saved] | None = None,
+        keeps: bool = False,
+    ) -> None:
+        self.program, self.schedule, self.cut, self.keeps = program, schedule, cut, keeps
+        self.saved: list[Saved] = [()] * len(schedule.tasks) if saved is None else saved
+        self._work = self._forward if saved is None else self._adjoint
+        # By value, then by writer: pieces are added in the order of their writers, so that sums do
+        # not depend on timing. All keys exist from the start: lanes fill the table concurrently.
+        self._table: dict[Value, dict[int, Any]] = {value: {} for value in schedule.written}
+        self._unread = dict(schedule.num_readers)
+        self._lock = threading.Lock()
+        self._watched_by = [observer for observer in program.observers if observer.is_on]
+
+    def __call__(self, inputs: Iterable[Any]) -> tuple[Any, ...]:
+        for value, given in zip(self.schedule.inputs, inputs):
+            if given is not None:
+                self._table[value][-1] = given
+        execute(self.schedule, self._run, self.program.lanes)
+        outputs = tuple(self._read(value) for value in self.schedule.outputs)
+        self.program.lanes.keep(outputs)
+        return outputs
+
+    def _run(self, position: int) -> None:
+        program, task = self.program, self.schedule.tasks[position]
+        start = program.lanes.mark() if self._watched_by else None
+        with torch.no_grad():
+            reads = [self._read(value) for value in task.reads]
+            program.lanes.keep(reads)
+            written = self._work(position, task, reads)
+        for value, piece in zip(task.writes, written):
+            if piece is not None:
+                self._table[value][position] = piece
+        self._drop(task.reads)
+        for observer in self._watched_by:
+            observer.saw(task, start, program.lanes.mark(), program.lanes)
+
+    def _forward(self, position: int, task: Task, reads: list[Any]) -> tuple[Any, ...]:
+        written, saved = self.program.stages[task.op].forward(task.span, *reads)
+        if self.keeps:
+            self.saved[position] = saved
+            if any(_wants_gradient(read) for read in reads):
+                for value, piece in zip(task.writes, written):
+                    if value.kind.has_gradient:
+                        piece.requires_grad_()
+        return written
+
+    def _adjoint(self, position: int, task: Task, grads: list[Any]) -> tuple[Any, ...]:
+        stage = self.program.stages[task.op]
+        if not task.adjoint_of:  # a task that the strategy put between
+            return stage.forward(task.span, *grads)[0]
+        forward = self.program.forward.tasks
+        pieces = [(forward[w].span, self.saved[w]) for w in task.adjoint_of]
+        for w in task.adjoint_of:
+            if self.schedule.last_adjoint[w] == position:
+                self.saved[w] = ()
+        if all(grad is None for grad in grads):
+            return ()
+        whole = len(pieces) == 1 and pieces[0][0] == task.span
+        saved = pieces[0][1] if whole else stage.recut(task.span, pieces)
+        self.program.lanes.keep(saved)
+        return stage.backward(task.span, saved, *grads)
+
+    def _read(self, wanted: Value) -> Any:
+        """The value, put together from the pieces that were written of it."""
+        parts: dict[int, Any] = {}
+        smaller: list[tuple[Span, int, Any]] = []
+        for source in self.schedule.sources[wanted]:
+            pieces = self._table[source]
+            if source.span == wanted.span or not wanted.kind.by_token:
+                parts.update(pieces)
+            elif _holds(source, wanted):
+                parts.update({w: self._narrow(p, source, wanted) for w, p in pieces.items()})
+            else:
+                smaller += [(source.span or _NO_SPAN, w, piece) for w, piece in pieces.items()]
+        if smaller:
+            parts[max(w for _, w, _ in smaller)] = _joined(smaller)
+        return _sum(parts)
+
+    def _narrow(self, piece: Tensor, source: Value, wanted: Value) -> Tensor:
+        assert source.span is not None and wanted.span is not None
+        start = self.cut.first(wanted.span) - self.cut.first(source.span)
+        narrow = piece.detach().narrow(0, start, self.cut.length(wanted.span))
+        return narrow.requires_grad_(piece.requires_grad)
+
+    def _drop(self, values: Iterable[Value]) -> None:
+        """Free what has been read for the last time."""
+        with self._lock:
+            for value in values:
+                for source in self.schedule.sources[value]:
+                    self._unread[source] -= 1
+                    if not self._unread[source]:
+                        self._table[source].clear()
+
+
+_NO_SPAN = Span(0, 0)
+
+
+def _holds(source: Value, wanted: Value) -> bool:
+    assert source.span is not None and wanted.span is not None
+    return source.span.start <= wanted.span.start and wanted.span.stop <= source.span.stop
+
+
+def _wants_gradient(read: Any) -> bool:
+    parts: Iterable[Any] = read if isinstance(read, tuple) else (read,)
+    return any(isinstance(part, Tensor) and part.requires_grad for part in parts)
+
+
+def _joined(pieces: list[tuple[Span, int, Any]]) -> Tensor:
+    """Pieces of disjoint spans, in the order of their tokens."""
+    ordered = [piece for _, _, piece in sorted(pieces, key=lambda piece: piece[0])]
+    joined = torch.cat([piece.detach() for piece in ordered])
+    return joined.requires_grad_(any(piece.requires_grad for piece in ordered))
+
+
+def _sum(parts: Mapping[int, Any]) -> Any:
+    """Pieces of equal span, added in the order of their writers; None where there is none."""
+    pieces = [parts[writer] for writer in sorted(parts)]
+    if len(pieces) <= 1:
+        return pieces[0] if pieces else None
+    if isinstance(pieces[0], tuple):
+        return tuple(_added([piece[i] for piece in pieces]) for i in range(len(pieces[0])))
+    return _added(pieces)
+
+
+def _added(pieces: list[Tensor | None]) -> Tensor | None:
+    given = [piece for piece in pieces if piece is not None]
+    if not given:
+        return None
+    total = given[0]
+    for index, piece in enumerate(given[1:]):
+        # The first sum makes a buffer of our own; later pieces are added in place.
+        total = total.add_(piece) if index else total + piece
+    return total

@@ -1,0 +1,125 @@
+"""Price a schedule: the executor's rule with seconds in place of work. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ds_moe_ext.schedule.task import Lane, Schedule, Task
+
+Seconds = Callable[[int, Task], float]  # (rank, task) -> seconds, alone on its link
+Peers = Callable[[int, Task], Sequence[int]]  # ranks that must all reach the task
+Wire = Callable[[int, Task], str | None]  # link that the task's bytes cross, None for none
+
+
+def alone(rank: int, task: Task) -> Sequence[int]:
+    """Peers of a task that waits for nobody."""
+    return (rank,)
+
+
+def no_link(rank: int, task: Task) -> str | None:
+    """Wire of tasks that never meet on one."""
+    return None
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Start and end of every task on every rank, seconds, ``[rank][position]``."""
+
+    start_s: list[list[float]]
+    end_s: list[list[float]]
+
+    @property
+    def makespan_s(self) -> float:
+        return max((max(ends, default=0.0) for ends in self.end_s), default=0.0)
+
+
+def simulate(
+    schedule: Schedule,
+    seconds_of: Seconds,
+    *,
+    num_ranks: int = 1,
+    peers_of: Peers = alone,
+    link_of: Wire = no_link,
+) -> Timeline:
+    """Start every task as early as its lane, its inputs and its peers allow.
+
+    All ranks run the same schedule. Tasks that are under way on one link share its rate equally;
+    the others run at full speed. A collective starts when its last peer is ready.
+
+    Args:
+        schedule: tasks in issue order.
+        seconds_of: how long a task takes alone on its link.
+        num_ranks: ranks that run it.
+        peers_of: ranks (its own among them) that a task starts together with.
+        link_of: the link a task occupies.
+    """
+    return _Simulation(schedule, seconds_of, num_ranks, peers_of, link_of).run()
+
+
+class _Simulation:
+    """An event queue over (rank, position); time jumps from one finished task to the next."""
+
+    def __init__(
+        self, schedule: Schedule, seconds_of: Seconds, num_ranks: int, peers_of: Peers, link_of: Wire
+    ) -> None:
+        self._tasks, self._after = schedule.tasks, schedule.after
+        self._seconds_of, self._peers_of, self._link_of = seconds_of, peers_of, link_of
+        self._ranks = range(num_ranks)
+        self._start = [[math.nan] * len(self._tasks) for _ in self._ranks]
+        self._end = [[math.nan] * len(self._tasks) for _ in self._ranks]
+        self._queue = [self._lanes() for _ in self._ranks]
+        self._left: dict[tuple[int, int], float] = {}  # seconds of work left of what is under way
+        self._now = 0.0
+
+    def _lanes(self) -> dict[Lane, list[int]]:
+        lanes: dict[Lane, list[int]] = {}
+        for position in reversed(range(len(self._tasks))):
+            lanes.setdefault(self._tasks[position].lane, []).append(position)
+        return lanes
+
+    def run(self) -> Timeline:
+        while True:
+            self._start_what_can()
+            if not self._left:
+                return Timeline(self._start, self._end)
+            self._advance()
+
+    def _ready(self, rank: int, position: int) -> bool:
+        lane = self._queue[rank][self._tasks[position].lane]
+        in_turn = bool(lane) and lane[-1] == position
+        done = all(not math.isnan(self._end[rank][w]) for w in self._after[position])
+        busy = any(
+            r == rank and self._tasks[p].lane == self._tasks[position].lane for r, p in self._left
+        )
+        return in_turn and done and not busy
+
+    def _start_what_can(self) -> None:
+        for rank in self._ranks:
+            for lane in self._queue[rank].values():
+                if not lane:
+                    continue
+                position = lane[-1]
+                peers = self._peers_of(rank, self._tasks[position])
+                if all(self._ready(peer, position) for peer in peers):
+                    for peer in peers:
+                        self._begin(peer, position)
+
+    def _begin(self, rank: int, position: int) -> None:
+        task = self._tasks[position]
+        self._queue[rank][task.lane].pop()
+        self._start[rank][position] = self._now
+        self._left[rank, position] = self._seconds_of(rank, task)
+
+    def _advance(self) -> None:
+        """To the end of the next task: each shares its link with all that are under way on it."""
+        links = [self._link_of(rank, self._tasks[position]) for rank, position in self._left]
+        sharers = [1 if link is None else links.count(link) for link in links]
+        step = min(left * by for left, by in zip(self._left.values(), sharers))
+        self._now += step
+        for (rank, position), by in zip(list(self._left), sharers):
+            self._left[rank, position] -= step / by
+            if self._left[rank, position] <= 1e-12:
+                del self._left[rank, position]
+                self._end[rank][position] = self._now

@@ -1,0 +1,295 @@
+"""A schedule: which tasks, in which lane, issued in which order. Data only; nothing runs here.
+
+The tokens of a layer are cut into *finest chunks*. A task works on a *span* of them, and a value is
+named by its kind, its layer and the span it covers; so forward tasks may cover other spans than
+backward tasks (FSMoE: the two degrees differ on most layers), and the finest chunks are the least
+common multiple of the two degrees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """An in-order queue: a CUDA stream, a worker thread, or a row of the simulator."""
+
+    name: str
+
+
+COMPUTE = Lane("compute")
+INTER = Lane("inter")  # collectives between cells, over the slow links
+INTRA = Lane("intra")  # collectives inside a cell, over the fast links
+PARAM = Lane("param")  # expert weights and their gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """A kind of task and the lane it runs in. An open set: a strategy may define its own."""
+
+    name: str
+    lane: Lane
+    back: Lane | None = None  # lane of the adjoint, where it is another one
+
+
+# The six sub-modules of an MoE layer.
+GATE = Op("gate", COMPUTE)
+ORDER = Op("order", INTER)
+DISPATCH = Op("dispatch", INTER)
+EXPERT = Op("expert", COMPUTE)
+COMBINE = Op("combine", INTER)
+RESTORE = Op("restore", COMPUTE)  # the papers' I-Order
+
+
+class Span(NamedTuple):
+    """Finest chunks ``start`` to ``stop``, the end excluded."""
+
+    start: int
+    stop: int
+
+    def overlaps(self, other: Span) -> bool:
+        return self.start < other.stop and other.start < self.stop
+
+    def __str__(self) -> str:
+        return f"{self.start}" if self.stop == self.start + 1 else f"{self.start}-{self.stop - 1}"
+
+
+class Cut(NamedTuple):
+    """Where finest chunks begin, in tokens: chunk ``i`` is ``bounds[i]`` to ``bounds[i + 1]``."""
+
+    bounds: tuple[int, ...]
+
+    @classmethod
+    def equal(cls, num_tokens: int, num_chunks: int) -> Cut:
+        """As equal as can be, the longer chunks first."""
+        size, longer = divmod(num_tokens, num_chunks)
+        return cls(tuple(i * size + min(i, longer) for i in range(num_chunks + 1)))
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.bounds) - 1
+
+    def first(self, span: Span) -> int:
+        """First token of a span."""
+        return self.bounds[span.start]
+
+    def length(self, span: Span) -> int:
+        """Number of tokens of a span."""
+        return self.bounds[span.stop] - self.bounds[span.start]
+
+
+def spans(num_chunks: int, degree: int) -> tuple[Span, ...]:
+    """``degree`` equal spans of ``num_chunks`` finest chunks.
+
+    Raises:
+        ValueError: ``degree`` does not divide ``num_chunks``.
+    """
+    if num_chunks % degree:
+        raise ValueError(
+            f"degree {degree} does not divide {num_chunks} finest chunks; cut the tokens into the "
+            "least common multiple of the forward and the backward degree"
+        )
+    width = num_chunks // degree
+    return tuple(Span(i * width, (i + 1) * width) for i in range(degree))
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of value, and how it can be handed on.
+
+    Attributes:
+        name: shown in errors and traces.
+        by_token: its first dim is the tokens of its span, so that it may be sliced and joined.
+        has_gradient: it has an adjoint; integers have none.
+    """
+
+    name: str
+    by_token: bool = False
+    has_gradient: bool = True
+
+
+class Value(NamedTuple):
+    """What tasks hand each other: one kind of tensor, record or tuple of tensors of one layer."""
+
+    kind: Kind
+    layer: int
+    span: Span | None = None  # None: not cut, as weights are
+
+    def __str__(self) -> str:
+        return f"{self.kind.name}[{self.layer}{'' if self.span is None else f',{self.span}'}]"
+
+    def touches(self, other: Value) -> bool:
+        """Whether a writer of ``other`` writes (a part of) this value."""
+        if self.kind != other.kind or self.layer != other.layer:
+            return False
+        if self.span is None or other.span is None:
+            return self.span == other.span
+        return self.span.overlaps(other.span)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One piece of work of one layer on one span.
+
+    Attributes:
+        adjoint_of: in a backward schedule, the positions of the forward tasks whose adjoint this
+            is: one, or several when backward is cut otherwise than forward.
+    """
+
+    op: Op
+    layer: int
+    span: Span
+    reads: tuple[Value, ...]
+    writes: tuple[Value, ...]
+    adjoint_of: tuple[int, ...] = ()
+
+    @property
+    def lane(self) -> Lane:
+        return self.op.back if self.adjoint_of and self.op.back is not None else self.op.lane
+
+    def __str__(self) -> str:
+        return f"{self.op.name}{chr(39) if self.adjoint_of else ''}[{self.layer},{self.span}]"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Tasks in issue order. A task starts when the task before it in its lane and every task that
+    writes what it reads have finished. The executor obeys this rule; the simulator prices it."""
+
+    tasks: tuple[Task, ...]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+    def __str__(self) -> str:
+        return " ".join(str(task) for task in self.tasks)
+
+    @cached_property
+    def after(self) -> tuple[tuple[int, ...], ...]:
+        """For each task, the positions of the tasks it waits for, ascending.
+
+        Raises:
+            ValueError: a task reads what nothing before it wrote in full.
+        """
+        written = [(value, -1) for value in self.inputs]
+        after = []
+        for position, task in enumerate(self.tasks):
+            waits: set[int] = set()
+            for value in task.reads:
+                writers = [(other, w) for other, w in written if value.touches(other)]
+                if not _covers((other.span for other, _ in writers), value.span):
+                    raise ValueError(
+                        f"task {position}, {task}, reads {value} before it is written in full; "
+                        "issue the tasks that write it first"
+                    )
+                waits.update(w for _, w in writers if w >= 0)
+            after.append(tuple(sorted(waits)))
+            written += [(value, position) for value in task.writes]
+        return tuple(after)
+
+    @cached_property
+    def written(self) -> tuple[Value, ...]:
+        """Every value that is given or written, once."""
+        values = (*self.inputs, *(value for task in self.tasks for value in task.writes))
+        return tuple(dict.fromkeys(values))
+
+    @cached_property
+    def sources(self) -> dict[Value, tuple[Value, ...]]:
+        """For each value that a task reads or the schedule puts out: the written values that hold
+        (parts of) it."""
+        wanted = (*(value for task in self.tasks for value in task.reads), *self.outputs)
+        return {value: tuple(w for w in self.written if value.touches(w)) for value in wanted}
+
+    @cached_property
+    def num_readers(self) -> dict[Value, int]:
+        """How often each written value is read; an output is read once more, after the end."""
+        count = dict.fromkeys(self.written, 0)
+        for value in (*(v for task in self.tasks for v in task.reads), *self.outputs):
+            for source in self.sources[value]:
+                count[source] += 1
+        return count
+
+    @cached_property
+    def last_adjoint(self) -> dict[int, int]:
+        """For each forward position, the last of this schedule's tasks that is its adjoint."""
+        return {w: position for position, task in enumerate(self.tasks) for w in task.adjoint_of}
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether tasks could never overlap: each waits for the one issued before it."""
+        return all(
+            position - 1 in after or self.tasks[position].lane == self.tasks[position - 1].lane
+            for position, after in enumerate(self.after)
+            if position
+        )
+
+    @cached_property
+    def live(self) -> tuple[bool, ...]:
+        """For each task, whether an output depends on it by gradients: only such have an adjoint."""
+        needed = [value for value in self.outputs if value.kind.has_gradient]
+        live = []
+        for task in reversed(self.tasks):
+            wanted = any(n.touches(w) for w in task.writes if w.kind.has_gradient for n in needed)
+            live.append(wanted)
+            if wanted:
+                needed += [value for value in task.reads if value.kind.has_gradient]
+        return tuple(reversed(live))
+
+    def reversed(self) -> Schedule:
+        """The backward pass: last task first, each reading the gradients of what it wrote.
+
+        A strategy may insert tasks of its own into the result; they are no task's adjoint.
+        """
+        last = len(self.tasks) - 1
+        tasks = tuple(
+            Task(t.op, t.layer, t.span, _graded(t.writes), _graded(t.reads), (last - i,))
+            for i, t in enumerate(reversed(self.tasks))
+            if self.live[last - i]
+        )
+        # A value that nobody read has no gradient; it counts as given, and is None.
+        read = [value for task in self.tasks for value in task.reads]
+        unread = (
+            value
+            for task in self.tasks
+            for value in _graded(task.writes)
+            if not any(r.touches(value) for r in read)
+        )
+        given = dict.fromkeys((*_graded(self.outputs), *unread))
+        return Schedule(tasks, tuple(given), _graded(self.inputs))
+
+    def backward_cut_as(self, template: Schedule) -> Schedule:
+        """The backward pass of this schedule, cut as ``template.reversed()`` is.
+
+        Args:
+            template: the forward tasks of the same layers, cut by the backward degree.
+        """
+        tasks = []
+        for task in template.reversed().tasks:
+            ours = tuple(
+                position
+                for position, other in enumerate(self.tasks)
+                if (other.op, other.layer) == (task.op, task.layer)
+                and other.span.overlaps(task.span)
+            )
+            if not ours:
+                raise ValueError(f"the forward pass has no task for {task} to be the adjoint of")
+            tasks.append(Task(task.op, task.layer, task.span, task.reads, task.writes, ours))
+        back = template.reversed()
+        return Schedule(tuple(tasks), back.inputs, _graded(self.inputs))
+
+
+def _graded(values: Iterable[Value]) -> tuple[Value, ...]:
+    return tuple(value for value in values if value.kind.has_gradient)
+
+
+def _covers(spans: Iterable[Span | None], wanted: Span | None) -> bool:
+    if wanted is None:
+        return any(True for _ in spans)
+    reached = wanted.start
+    for span in sorted(span for span in spans if span is not None):
+        if span.start <= reached:
+            reached = max(reached, span.stop)
+    return reached >= wanted.stop

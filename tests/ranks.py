@@ -1,0 +1,126 @@
+"""Ranks for tests: a pool of gloo processes that stays for the session.
+
+Started by a forkserver that has torch loaded: a fork inherits it, and the server itself never runs
+a torch operation, so that its children may.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+TIMEOUT_S = 120.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(rank: int, world_size: int, port: int, jobs: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+        DS_ACCELERATOR="cpu",
+        OMP_NUM_THREADS="1",
+    )
+    dist.init_process_group(
+        "gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT_S)
+    )
+    while True:
+        try:
+            job = jobs.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            jobs.send((True, job()))
+        except BaseException:
+            jobs.send((False, traceback.format_exc()))
+
+
+class Pool:
+    """``world_size`` ranks that run one function at a time, all together."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch._dynamo", "numpy"])
+        port = free_port()
+        self._ends, self._processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, world_size, port, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._ends.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a module-level function as ``function(rank, world_size, ...)`` on every rank.
+
+        Returns:
+            What each rank returned.
+
+        Raises:
+            AssertionError: a rank raised, died or did not answer; the pool is then closed.
+        """
+        for rank, end in enumerate(self._ends):
+            end.send(functools.partial(function, rank, self.world_size, *args, **kwargs))
+        answers = [self._answer(rank, end) for rank, end in enumerate(self._ends)]
+        failures = [f"rank {r}: {value}" for r, (good, value) in enumerate(answers) if not good]
+        if failures:
+            self.close()
+            raise AssertionError("\n".join(failures))
+        return [value for _, value in answers]
+
+    def _answer(self, rank: int, end: Connection) -> tuple[bool, Any]:
+        try:
+            if end.poll(TIMEOUT_S):
+                return end.recv()
+        except (EOFError, ConnectionResetError):
+            return False, "died"
+        return False, f"did not answer within {TIMEOUT_S:.0f} s"
+
+    @property
+    def is_alive(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+
+_POOLS: dict[int, Pool] = {}
+
+
+def pool_of(world_size: int) -> Pool:
+    """The session's pool of this size; a new one if a test killed the last."""
+    if world_size not in _POOLS or not _POOLS[world_size].is_alive:
+        _POOLS[world_size] = Pool(world_size)
+    return _POOLS[world_size]
+
+
+def close_pools() -> None:
+    for pool in _POOLS.values():
+        pool.close()
+    _POOLS.clear()

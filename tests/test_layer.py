@@ -1,0 +1,173 @@
+"""The layer against the dense reference: output and every gradient, float64, 1e-12.
+
+Shape letters: W ranks, T tokens, E experts, D model width, F expert width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ds_moe_ext.layout import Grid, ParallelLayout
+from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
+from ds_moe_ext.moe.gate import SoftmaxTopK, capacity_of, drop_over_capacity
+from ds_moe_ext.moe.layer import LayerOptions, MoELayer
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.strategies.base import Job
+from ds_moe_ext.strategies.ep import ExpertParallel
+from tests.ranks import pool_of
+from tests.reference import dense_experts, relative_error
+from tests.strategies_for_tests import Chunked
+
+
+@dataclass(frozen=True)
+class Case:
+    num_experts: int = 8
+    top_k: int = 2
+    tokens_W: tuple[int, ...] = (24,) * 8  # tokens of each rank; ragged where they differ
+    hot: float = 0.0  # added to the first expert's logits
+    dead: int = 0  # experts that no token chooses
+    degrees: tuple[int, int] = (1, 1)
+    num_cells: int | None = None
+    capacity_factor: float | None = None
+
+
+D, F = 12, 20
+
+
+def _weights(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(case.num_experts)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    e = case.num_experts
+    gate_ED = rand(e, D)
+    # The last input is always one: its column biases the routing.
+    gate_ED[0, -1] += case.hot
+    gate_ED[e - case.dead :, -1] -= 1e3
+    return gate_ED, rand(e, 2 * F, D) * 0.3, rand(e, D, F) * 0.3
+
+
+def _tokens(case: Case, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 + rank)
+    shape = (2, case.tokens_W[rank], D)
+    x, grad = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    x[:, -1] = 1.0
+    return x, grad
+
+
+def _dense(case: Case, world_size: int) -> dict[str, list[Tensor]]:
+    weights = [w.requires_grad_() for w in _weights(case)]
+    results: dict[str, list[Tensor]] = {"y": [], "x": [], "losses": []}
+    for rank in range(world_size):
+        x, grad = _tokens(case, rank)
+        x.requires_grad_()
+        choice = SoftmaxTopK(top_k=case.top_k)(x, (weights[0],))
+        expert_TK = choice.expert_TK
+        if case.capacity_factor is not None:
+            capacity = capacity_of(expert_TK.numel(), case.num_experts, case.capacity_factor)
+            expert_TK = drop_over_capacity(expert_TK, case.num_experts, capacity)
+        y = dense_experts(x, expert_TK, choice.score_TK, *weights[1:])
+        (torch.sum(y * grad) + choice.losses @ choice.losses.new_tensor([0.3, 0.1])).backward()
+        results["y"].append(y.detach())
+        results["x"].append(x.grad)
+        results["losses"].append(choice.losses.detach())
+    results["weights"] = [w.grad for w in weights]
+    return results
+
+
+def _sharded(rank: int, world_size: int, case: Case) -> list[Tensor]:
+    num_cells = case.num_cells or world_size
+    forward, backward = case.degrees
+    plain = case.degrees == (1, 1)
+    strategy = ExpertParallel() if plain else Chunked(forward=forward, backward=backward)
+    layout = ParallelLayout.build(Grid(world_size, num_cells), strategy.uses())
+    home = Placement.block(case.num_experts, num_cells)
+    (plan,) = strategy.plan(Job(np.ones((1, num_cells, case.num_experts)), (home,)))
+    mine = home.experts_of(layout.index("ep"))
+    gate_ED, up, down = _weights(case)
+    layer = MoELayer(
+        nn.ParameterList([gate_ED]),
+        nn.ParameterList([up[mine], down[mine]]),
+        gate=SoftmaxTopK(top_k=case.top_k),
+        function=FeedForwardExperts(silu_gated),
+        strategy=strategy,
+        plan=plan,
+        layout=layout,
+        options=LayerOptions(capacity_factor=case.capacity_factor),
+    )
+    x, grad = _tokens(case, rank)
+    x.requires_grad_()
+    out = layer(x)
+    loss = torch.sum(out.y * grad) + 0.3 * out.balance_loss + 0.1 * out.z_loss
+    loss.backward()
+    with torch.no_grad():
+        again = layer(x).y
+    assert torch.equal(again, out.y)
+    grads = [p.grad for p in layer.parameters()]
+    losses = torch.stack((out.balance_loss, out.z_loss)).detach()
+    return [out.y.detach(), x.grad, losses, *grads, torch.from_numpy(mine)]
+
+
+def _check(case: Case, world_size: int) -> None:
+    reference = _dense(case, world_size)
+    ranks = pool_of(world_size).run(_sharded, case)
+    errors = {}
+    up_sum, down_sum = (torch.zeros_like(w) for w in reference["weights"][1:])
+    gate_sum = torch.zeros_like(reference["weights"][0])
+    for rank, (y, x_grad, losses, gate_grad, up_grad, down_grad, mine) in enumerate(ranks):
+        errors[f"y of rank {rank}"] = relative_error(y, reference["y"][rank])
+        errors[f"x of rank {rank}"] = relative_error(x_grad, reference["x"][rank])
+        errors[f"losses of rank {rank}"] = relative_error(losses, reference["losses"][rank])
+        gate_sum += gate_grad
+        up_sum.index_add_(0, mine, up_grad)
+        down_sum.index_add_(0, mine, down_grad)
+    for name, ours, theirs in zip(
+        ("gate", "up", "down"), (gate_sum, up_sum, down_sum), reference["weights"]
+    ):
+        errors[name] = relative_error(ours, theirs)
+    assert max(errors.values()) <= 1e-12, errors
+
+
+CASES = {
+    "uniform": Case(),
+    "one hot expert": Case(hot=50.0),
+    "top 1": Case(top_k=1),
+    "top 4": Case(top_k=4),
+    "dead experts": Case(dead=3),
+    "64 experts": Case(num_experts=64),
+    "ragged": Case(tokens_W=(24, 7, 1, 30, 3, 24, 12, 9)),
+    "a rank with no rows": Case(tokens_W=(24, 0, 5, 0, 3, 0, 8, 1)),
+    "no rows at all": Case(tokens_W=(0,) * 8),
+    "two chunks": Case(degrees=(2, 2)),
+    "three chunks forward, two backward": Case(degrees=(3, 2)),
+    "one chunk forward, four backward": Case(degrees=(1, 4)),
+    "four chunks forward, one backward": Case(degrees=(4, 1), hot=3.0),
+    "more chunks than tokens": Case(degrees=(4, 3), tokens_W=(2, 0, 1, 3, 2, 1, 0, 5)),
+    "capacity": Case(capacity_factor=1.0, hot=1.0),
+    "capacity in chunks": Case(capacity_factor=0.7, degrees=(3, 4), top_k=4),
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_dense(name: str, world_size: int) -> None:
+    _check(CASES[name], world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_few_experts_equal_dense(world_size: int) -> None:
+    _check(Case(num_experts=2, top_k=1), world_size)
+    _check(Case(num_experts=1, top_k=1), 1)
+
+
+@pytest.mark.parametrize("degrees", [(1, 1), (2, 3)])
+def test_several_grids_equal_dense(degrees: tuple[int, int]) -> None:
+    """Two expert-parallel grids of two cells: each sees its own tokens only."""
+    _check(Case(num_cells=2, degrees=degrees), 4)
+    _check(Case(num_cells=1, degrees=degrees), 4)

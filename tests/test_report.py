@@ -1,0 +1,345 @@
+"""The record of a run and its page. Pure: no ranks, no torch."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import re
+import struct
+import xml.etree.ElementTree as ET
+import zlib
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_moe_ext.report.colours import NEUTRAL, NUM_LEVELS, classes_of
+from ds_moe_ext.report.page import page_of
+from ds_moe_ext.report.record import LayerRecord, RunRecord, Span
+from ds_moe_ext.report.summary import gather_steps, summarize
+from ds_moe_ext.report.timeline import MAX_BOXES
+from ds_moe_ext.report.units import EN_DASH, TIMES, bytes_text, seconds_text, short_names
+
+VOID = {"meta", "img", "wbr", "br", "link"}
+NASTY = "a<b>&\"c'</script>"
+
+
+def layer(name: str, home_E: tuple[int, ...]) -> LayerRecord:
+    return LayerRecord(name, "MixtralExperts", len(home_E), 2, home_E, 3 << 20)
+
+
+def record(layers: tuple[LayerRecord, ...], rows_ILE: np.ndarray, **other: object) -> RunRecord:
+    base = RunRecord(
+        strategy="ep",
+        world_size=2,
+        num_cells=2,
+        layers=layers,
+        steps_I=tuple(range(10, 10 + 10 * len(rows_ILE), 10)),
+        rows_ILE=rows_ILE,
+        seconds_by_kind={"forward:expert": 3.0, "backward:expert": 6.0, "forward:dispatch": 1.0},
+        timeline=(),
+        versions={"torch": "2.13.0"},
+    )
+    return dataclasses.replace(base, **other)
+
+
+def worked() -> RunRecord:
+    """Two cells; layer a has 4 experts, layer b has 2 and is padded with zeros."""
+    rows_ILE = np.array(
+        [
+            [[4, 2, 1, 1], [5, 5, 0, 0]],
+            [[1, 1, 1, 1], [9, 1, 0, 0]],
+        ],
+        dtype=np.int64,
+    )
+    return record((layer("m.0.a", (0, 0, 1, 1)), layer("m.1.a", (0, 1))), rows_ILE)
+
+
+def traced(num_tasks: int, name: str = "expert") -> tuple[Span, ...]:
+    return tuple(
+        Span(
+            name,
+            "compute",
+            ("forward", "backward")[i % 2],
+            "m.0.a",
+            f"{i}",
+            i * 1e-3,
+            (i + 1) * 1e-3,
+        )
+        for i in range(num_tasks)
+    )
+
+
+class Balance(HTMLParser):
+    """Collects the text, and fails on tags that are not closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def drawings(page: str) -> list[str]:
+    """The outermost ``<svg>`` elements of a page."""
+    found, depth, start = [], 0, 0
+    for tag in re.finditer(r"<svg\b|</svg>", page):
+        opens = tag.group().startswith("<svg")
+        start = tag.start() if opens and not depth else start
+        depth += 1 if opens else -1
+        if not depth:
+            found.append(page[start : tag.end()])
+    return found
+
+
+def checked(run: RunRecord) -> str:
+    """The page, after it was parsed whole and found to need nothing from outside."""
+    page = page_of(run)
+    parser = Balance()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == []
+    for drawing in drawings(page):
+        ET.fromstring(drawing)
+    assert "<link" not in page and "@import" not in page and "url(" not in page
+    assert all(source.startswith("data:") for source in re.findall(r'src="([^"]*)"', page))
+    assert "nan" not in " ".join(parser.text).lower().split()
+    return page
+
+
+def pixels(page: str) -> list[np.ndarray]:
+    """Palette indices ``[Y, X]`` of the images of a page; the first is the legend."""
+    found = []
+    for text in re.findall(r'src="data:image/png;base64,([^"]*)"', page):
+        png = base64.b64decode(text)
+        width, height = struct.unpack(">II", png[16:24])
+        at = png.index(b"IDAT")
+        size = struct.unpack(">I", png[at - 4 : at])[0]
+        raw = zlib.decompress(png[at + 4 : at + 4 + size])
+        lines = np.frombuffer(raw, dtype=np.uint8).reshape(height, 1 + width)
+        image = lines[:, 1:].copy()
+        for y in np.flatnonzero(lines[:, 0] == 2):  # stored as differences from the row above
+            image[y] += image[y - 1]
+        found.append(image)
+    return found
+
+
+def test_balance_worked_by_hand() -> None:
+    run = worked()
+    # Layer a: cells hold 6 and 2, mean 4; then 2 and 2. Layer b: 5 and 5; then 9 and 1, mean 5.
+    assert run.rows_ILC().tolist() == [[[6, 2], [5, 5]], [[2, 2], [9, 1]]]
+    np.testing.assert_allclose(run.balance_IL(), [[1.5, 1.0], [1.0, 1.8]])
+    assert run.balance_by_layer() == pytest.approx({"m.0.a": 1.25, "m.1.a": 1.4})
+
+
+def test_steps_without_rows_are_balanced() -> None:
+    run = record((layer("a", (0, 1)),), np.zeros((3, 1, 2), dtype=np.int64))
+    np.testing.assert_array_equal(run.balance_IL(), np.ones((3, 1)))
+    checked(run)
+
+
+def test_json_round_trip() -> None:
+    run = dataclasses.replace(worked(), timeline=traced(3))
+    again = RunRecord.from_json(run.to_json())
+    np.testing.assert_array_equal(again.rows_ILE, run.rows_ILE)
+    assert again.rows_ILE.dtype == np.int64
+    left, right = ({**vars(one), "rows_ILE": None} for one in (again, run))
+    assert left == right
+    assert page_of(again) == page_of(run)
+
+
+def test_json_round_trip_without_steps() -> None:
+    run = record((layer("a", (0, 1)),), np.zeros((0, 1, 2), dtype=np.int64))
+    assert RunRecord.from_json(run.to_json()).rows_ILE.shape == (0, 1, 2)
+
+
+def test_summary_worked_by_hand() -> None:
+    summary = summarize(worked())
+    assert summary is not None
+    assert summary.mean == pytest.approx(1.325)
+    assert summary.worst_layer == 1
+    assert (summary.moment.layer, summary.moment.step) == ("m.1.a", 20)
+    # Layer a: 5, 3, 2, 2 rows, mean 3; layer b: 14 and 6 over a mean of 10.
+    assert (summary.hot.layer, summary.hot.expert) == ("m.0.a", 0)
+    assert summary.hot.ratio == pytest.approx(5 / 3)
+    assert summary.drift is None and summary.num_rows == 32
+
+
+def test_drift_compares_quarters() -> None:
+    rows_ILE = np.array([[[3, 1]]] * 4 + [[[1, 1]]] * 4)
+    run = record((layer("a", (0, 1)),), rows_ILE)
+    summary = summarize(run)
+    assert summary is not None and summary.drift is not None
+    assert (summary.drift.first, summary.drift.last) == (1.5, 1.0)
+    assert "improved, from 1.50 in the first quarter to 1.00 in the last" in page_of(run)
+
+
+def test_page_says_how_balanced_the_run_was() -> None:
+    page = checked(worked())
+    assert "<b>1.32 times the mean</b>" in page or "<b>1.33 times the mean</b>" in page
+    assert "<code>m.<wbr>1.<wbr>a</code> was worst, with <b>1.40</b>" in page
+    assert "3 MiB" in page and f"1.25{TIMES}" in page and f"1.80{TIMES}" in page
+    assert "forward: 4 s, 40.0 %" in page and "backward: 6 s, 60.0 %" in page
+
+
+def test_heatmap_groups_experts_by_home() -> None:
+    # Experts 0 and 2 live in cell 1, expert 1 in cell 0; rows over the mean: 3/4, 3/2, 3/4.
+    run = record((layer("a", (1, 0, 1)),), np.array([[[2, 4, 2]]]))
+    legend, image = pixels(checked(run))
+    assert legend[0].tolist() == list(range(1, NUM_LEVELS + 1))
+    gap = np.flatnonzero(image[:, 0] == 0)
+    assert gap.size and (np.diff(gap) == 1).all()
+    above, below = image[: gap[0], 0], image[gap[-1] + 1 :, 0]
+    assert len(below) == 2 * len(above)
+    assert (above > NEUTRAL).all() and (below < NEUTRAL).all()
+
+
+def test_layers_with_different_numbers_of_experts() -> None:
+    _, first, second = pixels(checked(worked()))
+    assert first.shape[1] == second.shape[1] == 2
+    # Row b of step 1 is 5 and 5: neutral, since the padding is no expert.
+    assert set(second[:, 0]) == {0, NEUTRAL}
+    rows = [(image > 0).all(axis=1).sum() for image in (first, second)]
+    assert rows[0] == 2 * rows[1]
+
+
+def test_no_steps_no_tasks_no_layers() -> None:
+    page = checked(record((layer("a", (0, 1)),), np.zeros((0, 1, 2), dtype=np.int64)))
+    assert "No steps were recorded" in page and "report.trace_step" in page
+    nothing = record((), np.zeros((0, 0, 0), dtype=np.int64), seconds_by_kind={}, versions={})
+    page = checked(nothing)
+    assert "No layer was replaced" in page and "No task was timed" in page
+
+
+def test_one_step() -> None:
+    page = checked(record((layer("a", (0, 1)),), np.array([[[3, 1]]])))
+    assert "1 recorded step, 10" in page
+
+
+def test_names_are_escaped() -> None:
+    spans = tuple(
+        dataclasses.replace(span, name=NASTY, lane=NASTY, layer=NASTY, chunk=NASTY, phase=NASTY)
+        for span in traced(3)
+    )
+    run = record(
+        (LayerRecord(NASTY, NASTY, 2, 1, (0, 1), 0),),
+        np.array([[[3, 1]]]),
+        strategy=NASTY,
+        timeline=spans,
+        seconds_by_kind={f"forward:{NASTY}": 1.0, NASTY: 1.0},
+        versions={NASTY: NASTY},
+    )
+    page = checked(run)
+    assert "a<b>" not in page
+    assert "a&lt;b&gt;&amp;&quot;c&#x27;&lt;/script&gt;" in page
+
+
+def test_timeline_draws_every_task_once() -> None:
+    page = checked(dataclasses.replace(worked(), timeline=traced(10)))
+    assert page.count(' task"') == 10
+    assert "expert, chunk 3, lane compute\n3.000 ms to 4.000 ms, 1 ms" in page
+    assert "<b>forward</b> 5 tasks in 9 ms" in page
+
+
+def test_timeline_of_many_tasks_keeps_the_longest() -> None:
+    long = Span("gate", "compute", "forward", "m.0.a", "0", 0.0, 5.0)
+    run = dataclasses.replace(worked(), timeline=(*traced(MAX_BOXES + 500), long))
+    page = checked(run)
+    assert page.count(' task"') == MAX_BOXES
+    assert f"The {MAX_BOXES:,} longest of {MAX_BOXES + 501:,} tasks" in page
+    assert "gate, chunk 0" in page
+
+
+def test_tasks_without_length() -> None:
+    checked(dataclasses.replace(worked(), timeline=(Span("gate", "c", "f", "m", "0", 1.0, 1.0),)))
+
+
+def test_large_record_stays_small() -> None:
+    rng = np.random.default_rng(0)
+    num_steps, num_layers, num_experts = 1000, 60, 256
+    # Loads without any order, which is the worst that an image can be asked to hold.
+    rows_ILE = rng.geometric(0.02, size=(num_steps, num_layers, num_experts))
+    home_E = tuple(int(cell) for cell in np.arange(num_experts) // 8)
+    layers = tuple(
+        layer(f"model.decoder.layers.{i}.mlp.experts", home_E) for i in range(num_layers)
+    )
+    spans = tuple(
+        dataclasses.replace(span, layer=layers[i % num_layers].name)
+        for i, span in enumerate(traced(8000))
+    )
+    page = checked(record(layers, rows_ILE, num_cells=32, timeline=spans))
+    assert len(page.encode()) < 3_000_000
+    assert "The 1,000 recorded steps are drawn in 65 columns: each takes 15 or 16" in page
+
+
+def test_bins_share_the_steps_evenly() -> None:
+    bins = gather_steps(tuple(range(5, 75, 10)), max_bins=3)  # 7 steps: 2, 2 and 3
+    assert bins.labels() == [f"5{EN_DASH}15", f"25{EN_DASH}35", f"45{EN_DASH}65"]
+    values = np.arange(7)
+    assert bins.total(values).tolist() == [1, 5, 15]
+    assert bins.mean(values).tolist() == [0.5, 2.5, 5.0]
+    assert bins.highest(values).tolist() == [1, 3, 6]
+    assert not gather_steps((1, 2), max_bins=3).is_thinned
+
+
+def test_kinds_keep_their_colours() -> None:
+    few, more = classes_of(["expert", "gate"]), classes_of(["expert", "gate", "tally", "order"])
+    assert few.items() <= more.items()
+    assert len(set(more.values())) == 4
+    many = classes_of(f"kind{i}" for i in range(30))
+    assert len(many) == 30 and len(set(many.values())) == 12  # the last share grey
+
+
+def test_units() -> None:
+    assert [bytes_text(n) for n in (0, 1023, 1536, 3 << 30)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "3 GiB",
+    ]
+    assert [seconds_text(s) for s in (0, 2e-6, 1.5e-3, 12.34)] == [
+        "0 s",
+        "2 µs",
+        "1.5 ms",
+        "12.3 s",
+    ]
+    assert [seconds_text(s) for s in (200, 7260)] == ["3 min 20 s", "2 h 1 min"]
+    names = ["model.layers.3.mlp", "model.layers.14.mlp"]
+    assert list(short_names(names).values()) == ["layers.3", "layers.14"]
+    assert short_names(["only"]) == {"only": "only"}
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_small_record_makes_a_sound_page(data: st.DataObject) -> None:
+    num_cells = data.draw(st.integers(1, 4))
+    homes = st.lists(st.integers(0, num_cells - 1), min_size=1, max_size=6).map(tuple)
+    names = st.text(max_size=8)
+    layers = tuple(
+        layer(data.draw(names), home_E) for home_E in data.draw(st.lists(homes, max_size=8))
+    )
+    num_experts = max((one.num_experts for one in layers), default=0)
+    rows_ILE = np.zeros((data.draw(st.integers(0, 9)), len(layers), num_experts), dtype=np.int64)
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    for index, one in enumerate(layers):
+        loads = rng.poisson(rng.choice([0.0, 1.0, 50.0]), (len(rows_ILE), one.num_experts))
+        rows_ILE[:, index, : one.num_experts] = loads
+    spans = tuple(
+        dataclasses.replace(span, name=data.draw(names), lane=data.draw(names))
+        for span in traced(data.draw(st.integers(0, 4)))
+    )
+    checked(record(layers, rows_ILE, num_cells=num_cells, timeline=spans))
