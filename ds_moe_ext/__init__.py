@@ -1,0 +1,50 @@
+"""Mixture-of-Experts training systems for DeepSpeed and Megatron-core, chosen by JSON.
+
+Importing the package attaches it to the hosts; what else is named here is loaded when it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ds_moe_ext import _autoload
+
+if TYPE_CHECKING:
+    from ds_moe_ext.hosts.deepspeed.api import full_state_dict, recorder_of
+    from ds_moe_ext.hosts.experts import ExpertsDescription, register_experts
+    from ds_moe_ext.moe.expert import FeedForwardExperts
+    from ds_moe_ext.moe.layer import MoELayer
+    from ds_moe_ext.settings import read_settings
+    from ds_moe_ext.strategies.base import register
+
+__all__ = [
+    "ExpertsDescription",
+    "FeedForwardExperts",
+    "MoELayer",
+    "full_state_dict",
+    "read_settings",
+    "recorder_of",
+    "register",
+    "register_experts",
+]
+
+_HOME = {
+    "ExpertsDescription": "ds_moe_ext.hosts.experts",
+    "FeedForwardExperts": "ds_moe_ext.moe.expert",
+    "MoELayer": "ds_moe_ext.moe.layer",
+    "full_state_dict": "ds_moe_ext.hosts.deepspeed.api",
+    "read_settings": "ds_moe_ext.settings",
+    "recorder_of": "ds_moe_ext.hosts.deepspeed.api",
+    "register": "ds_moe_ext.strategies.base",
+    "register_experts": "ds_moe_ext.hosts.experts",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'ds_moe_ext' has no attribute {name!r}")
+    return vars(importlib.import_module(_HOME[name]))[name]
+
+
+_autoload.autoload()

@@ -24,7 +24,7 @@ HOSTS = {"deepspeed": "ds_moe_ext.patches.deepspeed"}
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Lets the other finders find a host, and patches it when it has been executed."""
+    """Lets the other finders find a host, and watches for the end of its import."""
 
     def __init__(self) -> None:
         self._busy = False
@@ -41,13 +41,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             self._busy = False
         if spec is None or spec.loader is None:
             return None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            _patch(name)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        spec.__class__ = _SpecToWatch
         return spec
 
 
@@ -62,14 +56,33 @@ def _patch(host: str) -> None:
         )
 
 
+class _SpecToWatch(importlib.machinery.ModuleSpec):
+    """The spec of a host that is half way through its import, as when ``import deepspeed`` is what
+    imports torch: the import system sets ``_initializing`` to False at the very end."""
+
+    @property
+    def _initializing(self) -> bool:
+        return bool(vars(self)["_initializing"])
+
+    @_initializing.setter
+    def _initializing(self, value: bool) -> None:
+        vars(self)["_initializing"] = value
+        if not value:
+            self.__class__ = importlib.machinery.ModuleSpec
+            if self.name in sys.modules:
+                _patch(self.name)
+
+
 def install() -> None:
-    """Patch the hosts: those already imported now, the others when they are imported."""
+    """Patch the hosts: those already imported now, the others when their import ends."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-    for host in HOSTS:
-        # A host that is half way through its own import is patched at its end, by the finder.
-        module = sys.modules.get(host)
-        if module is not None and not vars(module.__spec__ or module).get("_initializing"):
+    for host in HOSTS.keys() & sys.modules.keys():
+        spec = sys.modules[host].__spec__
+        if spec is not None and vars(spec).get("_initializing"):
+            if type(spec) is importlib.machinery.ModuleSpec:
+                spec.__class__ = _SpecToWatch
+        else:
             _patch(host)
 
 

@@ -30,6 +30,16 @@ def layer(name: str, home_E: tuple[int, ...]) -> LayerRecord:
     return LayerRecord(name, "MixtralExperts", len(home_E), 2, home_E, 3 << 20)
 
 
+def at_home(layers: tuple[LayerRecord, ...], rows_ILE: np.ndarray) -> np.ndarray:
+    """Rows of each cell when every expert computes at home, ``[I, L, 2 or more]``."""
+    num_cells = max([2, *(1 + max(layer.home_E) for layer in layers)])
+    rows = np.zeros((*rows_ILE.shape[:2], num_cells), dtype=np.int64)
+    for index, layer in enumerate(layers):
+        for expert, cell in enumerate(layer.home_E):
+            rows[:, index, cell] += rows_ILE[:, index, expert]
+    return rows
+
+
 def record(layers: tuple[LayerRecord, ...], rows_ILE: np.ndarray, **other: object) -> RunRecord:
     base = RunRecord(
         strategy="ep",
@@ -38,6 +48,7 @@ def record(layers: tuple[LayerRecord, ...], rows_ILE: np.ndarray, **other: objec
         layers=layers,
         steps_I=tuple(range(10, 10 + 10 * len(rows_ILE), 10)),
         rows_ILE=rows_ILE,
+        cell_rows_ILC=at_home(layers, rows_ILE),
         seconds_by_kind={"forward:expert": 3.0, "backward:expert": 6.0, "forward:dispatch": 1.0},
         timeline=(),
         versions={"torch": "2.13.0"},
@@ -141,7 +152,7 @@ def pixels(page: str) -> list[np.ndarray]:
 def test_balance_worked_by_hand() -> None:
     run = worked()
     # Layer a: cells hold 6 and 2, mean 4; then 2 and 2. Layer b: 5 and 5; then 9 and 1, mean 5.
-    assert run.rows_ILC().tolist() == [[[6, 2], [5, 5]], [[2, 2], [9, 1]]]
+    assert run.cell_rows_ILC.tolist() == [[[6, 2], [5, 5]], [[2, 2], [9, 1]]]
     np.testing.assert_allclose(run.balance_IL(), [[1.5, 1.0], [1.0, 1.8]])
     assert run.balance_by_layer() == pytest.approx({"m.0.a": 1.25, "m.1.a": 1.4})
 
@@ -157,7 +168,8 @@ def test_json_round_trip() -> None:
     again = RunRecord.from_json(run.to_json())
     np.testing.assert_array_equal(again.rows_ILE, run.rows_ILE)
     assert again.rows_ILE.dtype == np.int64
-    left, right = ({**vars(one), "rows_ILE": None} for one in (again, run))
+    np.testing.assert_array_equal(again.cell_rows_ILC, run.cell_rows_ILC)
+    left, right = ({**vars(one), "rows_ILE": 0, "cell_rows_ILC": 0} for one in (again, run))
     assert left == right
     assert page_of(again) == page_of(run)
 

@@ -243,7 +243,7 @@ class Order:
         capacity_factor: rows an expert takes from one rank, over the mean; None for all.
         gate_may_drop: whether ids may be -1.
         on_rows: told the rows of each sender and expert, int64 ``[C, E]``, on the host; or, where
-            the host does not wait for them, where this rank's rows end, expert by expert.
+            it does not wait for them, where this rank's rows end, expert by expert.
     """
 
     target: Placement
@@ -252,7 +252,7 @@ class Order:
     group: dist.ProcessGroup | None
     capacity_factor: float | None
     gate_may_drop: bool
-    on_rows: Callable[[np.ndarray | SlotRows], None]
+    on_rows: Callable[[np.ndarray | SlotRows, int], None]
 
     def forward(self, span: Span, expert_TK: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         cut = Cut.equal(expert_TK.shape[0], span.stop - span.start)
@@ -263,7 +263,7 @@ class Order:
         drops = self.gate_may_drop or self.capacity_factor is not None
         if self.group is None and cut.num_chunks == 1 and not drops:
             route = one_cell_route(expert_TK, num_experts)
-            self.on_rows(route.on(span).slots)
+            self.on_rows(route.on(span).slots, route.top_k)
             return (route,), ()
         return (self._exchanged(expert_TK, cut),), ()
 
@@ -277,7 +277,7 @@ class Order:
         key_N, rows_FE = rows_of_experts(expert_TK, cut, self.target.num_experts)
         gathered = rows_FE[None] if self.group is None else all_gather_counts(rows_FE, self.group)
         rows_CFE = gathered.cpu().numpy()  # the one wait for the device: splits must be known
-        self.on_rows(rows_CFE.sum(axis=1))
+        self.on_rows(rows_CFE.sum(axis=1), expert_TK.shape[1])
         own_FEC = self.share.rows_from(self.cell, rows_CFE[self.cell])
         received_CFE = self.share.rows_to(self.cell, rows_CFE)
         by_key_N = key_N.argsort(stable=True)[: int(own_FEC.sum())]

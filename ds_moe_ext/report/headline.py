@@ -59,9 +59,9 @@ def _verdict(record: RunRecord, summary: Summary) -> str:
         else ""
     )
     return (
-        f"The experts at home in the busiest cell drew <b>{summary.mean:.2f} times the mean</b> "
-        f"on average{where}. Computed at home, an average cell would wait for the busiest during "
-        f"{100 * idle:.0f} % of the expert time.{_drift(summary.drift)}"
+        f"The busiest cell computed <b>{summary.mean:.2f} times the mean</b> on average{where}. "
+        f"An average cell waited for the busiest during {100 * idle:.0f} % of the expert time."
+        f"{_drift(summary.drift)}"
     )
 
 

@@ -57,8 +57,11 @@ class RunRecord:
         num_cells: cells ``C`` of the expert-parallel grid.
         layers: the replaced layers, in model order.
         steps_I: optimizer step of each recorded step.
-        rows_ILE: rows that each expert computed, int64 ``[I, L, E]``, summed over the cells.
-        seconds_by_kind: seconds this rank spent in each kind of task, by ``phase:kind``.
+        rows_ILE: rows routed to each expert, int64 ``[I, L, E]``, summed over the senders; layers
+            with fewer experts than others are padded with zeros.
+        cell_rows_ILC: rows that each cell computed, int64 ``[I, L, C]``.
+        seconds_by_kind: mean seconds a step that this rank spent in each kind of task, by
+            ``phase:kind``, over the steps that were timed.
         timeline: the tasks of one step, for the drawing; empty when nothing was traced.
         versions: package versions.
     """
@@ -69,24 +72,14 @@ class RunRecord:
     layers: tuple[LayerRecord, ...]
     steps_I: tuple[int, ...]
     rows_ILE: np.ndarray
+    cell_rows_ILC: np.ndarray
     seconds_by_kind: dict[str, float]
     timeline: tuple[Span, ...]
     versions: dict[str, str]
 
-    def rows_ILC(self) -> np.ndarray:
-        """Rows that each cell computed, int64 ``[I, L, C]``."""
-        num_steps, num_layers, _ = self.rows_ILE.shape
-        rows = np.zeros((num_steps, num_layers, self.num_cells), dtype=np.int64)
-        for index, layer in enumerate(self.layers):
-            experts = len(layer.home_E)  # layers may differ in experts; shorter rows are padded
-            np.add.at(
-                rows[:, index].T, np.asarray(layer.home_E), self.rows_ILE[:, index, :experts].T
-            )
-        return rows
-
     def balance_IL(self) -> np.ndarray:
         """Rows of the busiest cell over the mean, float ``[I, L]``; 1 is perfect."""
-        rows = self.rows_ILC()
+        rows = self.cell_rows_ILC
         mean = rows.mean(axis=2)
         return np.where(mean > 0, rows.max(axis=2) / np.maximum(mean, 1e-12), 1.0)
 
@@ -102,9 +95,10 @@ class RunRecord:
         data = {
             **dataclasses.asdict(self),
             "rows_ILE": self.rows_ILE.tolist(),
+            "cell_rows_ILC": self.cell_rows_ILC.tolist(),
             "balance_by_layer": self.balance_by_layer(),
         }
-        return json.dumps(data, indent=1)
+        return json.dumps(data)
 
     @classmethod
     def from_json(cls, text: str) -> RunRecord:
@@ -116,12 +110,16 @@ class RunRecord:
         )
         num_experts = max((layer.num_experts for layer in layers), default=0)
         rows = np.asarray(data["rows_ILE"], dtype=np.int64)
+        cell_rows = np.asarray(data["cell_rows_ILC"], dtype=np.int64)
         return cls(
             **{
                 **data,
                 "layers": layers,
                 "steps_I": tuple(data["steps_I"]),
                 "rows_ILE": rows.reshape(len(data["steps_I"]), len(layers), num_experts),
+                "cell_rows_ILC": cell_rows.reshape(
+                    len(data["steps_I"]), len(layers), data["num_cells"]
+                ),
                 "timeline": tuple(Span(**span) for span in data["timeline"]),
             }
         )

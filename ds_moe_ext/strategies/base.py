@@ -118,12 +118,14 @@ def class_at(path: str) -> type:
     module, _, attribute = path.partition(":")
     try:
         cls = vars(importlib.import_module(module))[attribute]
-    except (ImportError, KeyError) as error:
+    except Exception as error:  # whatever the user's module raises
         raise ValueError(
-            f"strategy {path!r} cannot be imported ({error}); give the importable module and the "
-            "class in it, as 'my_package.my_module:MyStrategy'"
+            f"ds_moe_ext.strategy is {path!r}, which cannot be imported ({error!r}); give the "
+            "importable module and the class in it, as 'my_package.my_module:MyStrategy'"
         ) from error
-    if not dataclasses.is_dataclass(cls):
-        raise ValueError(f"strategy {path!r} is not a dataclass; its fields are its JSON keys")
-    assert isinstance(cls, type)
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+        raise ValueError(
+            f"ds_moe_ext.strategy is {path!r}, which is not a dataclass; make it one: its fields "
+            "are its JSON keys"
+        )
     return cls

@@ -1,0 +1,173 @@
+"""From a model and the settings to replaced layers: the same for every host."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from ds_moe_ext.hosts.found import Adopted, Found
+from ds_moe_ext.layout import Grid, ParallelLayout
+from ds_moe_ext.moe.expert import ExpertFunction
+from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.report.record import LayerRecord
+from ds_moe_ext.settings import BLOCK, Settings
+from ds_moe_ext.strategies.base import Job, Site, Strategy
+
+Finder = Callable[[nn.Module], Iterable[Found]]
+
+
+@dataclass(frozen=True, eq=False)
+class AttachedLayer:
+    """One replaced layer.
+
+    Attributes:
+        name: dotted module name.
+        kind: what was there.
+        routed: its program.
+        parameters: the expert weights of this rank.
+        bytes_before: bytes of expert weights that the rank held before.
+    """
+
+    name: str
+    kind: str
+    routed: RoutedExperts
+    parameters: tuple[nn.Parameter, ...]
+    bytes_before: int
+
+    @classmethod
+    def of(cls, found: Found, adopted: Adopted) -> AttachedLayer:
+        before = {p for sources in adopted.sources.values() for p in sources}
+        return cls(
+            found.name,
+            found.kind,
+            adopted.routed,
+            tuple(adopted.sources),
+            bytes_of(before.union(adopted.discarded)),
+        )
+
+    def record(self) -> LayerRecord:
+        """What the report says of it."""
+        home = self.routed.site.plan.home
+        return LayerRecord(
+            name=self.name,
+            kind=self.kind,
+            num_experts=home.num_experts,
+            top_k=self.routed.rows.top_k,
+            home_E=tuple(int(cell) for cell in home.owner_E),
+            expert_bytes=bytes_of(self.parameters),
+        )
+
+
+def bytes_of(parameters: Iterable[nn.Parameter]) -> int:
+    """Bytes of all weights."""
+    return sum(p.numel() * p.element_size() for p in parameters)
+
+
+@dataclass(frozen=True, eq=False)
+class Blueprint:
+    """What will be replaced, by what, on which grid. Made before any process group.
+
+    Attributes:
+        settings: the block.
+        strategy: the chosen strategy.
+        grid: the ranks.
+        found: the layers, in model order.
+    """
+
+    settings: Settings
+    strategy: Strategy
+    grid: Grid
+    found: tuple[Found, ...]
+
+    def homes(self) -> tuple[Placement, ...]:
+        return tuple(Placement.block(f.num_experts, self.grid.num_cells) for f in self.found)
+
+
+def draw(
+    settings: Settings,
+    strategy: Strategy,
+    model: nn.Module,
+    finders: Iterable[Finder],
+    world_size: int,
+) -> Blueprint:
+    """Find the layers and check that they fit the ranks. Pure but for reading the model.
+
+    Raises:
+        ValueError: there is nothing to replace, or sizes do not divide.
+    """
+    pattern = re.compile(settings.moe_layer_pattern or "")
+    found = [f for finder in finders for f in finder(model) if pattern.search(f.name)]
+    if not found:
+        raise ValueError(
+            f"{BLOCK} is enabled, but {type(model).__name__} has no MoE layer that it knows"
+            + (f" and that matches {pattern.pattern!r}" if settings.moe_layer_pattern else "")
+            + "; known are the MoE blocks of Hugging Face transformers 5, deepspeed.moe.layer.MoE "
+            "and classes given to ds_moe_ext.register_experts; 'ds-moe-ext doctor' tells more"
+        )
+    num_cells = settings.expert_parallel_size or _largest_fit(found, world_size)
+    if world_size % num_cells:
+        raise ValueError(
+            f"{BLOCK}.expert_parallel_size is {num_cells}, which does not divide the world size "
+            f"{world_size}; choose one of {_divisors(world_size)}"
+        )
+    for layer in found:
+        if layer.num_experts % num_cells:
+            raise ValueError(
+                f"{BLOCK}.expert_parallel_size is {num_cells}, which does not divide the "
+                f"{layer.num_experts} experts of {layer.name}; choose one of "
+                f"{_divisors(np.gcd(layer.num_experts, world_size))}"
+            )
+        if layer.num_cells not in (1, num_cells):
+            raise ValueError(
+                f"{BLOCK}.expert_parallel_size is {num_cells}, but the model built {layer.name} "
+                f"with ep_size {layer.num_cells}; make them equal, or build the model with ep_size 1"
+            )
+    return Blueprint(settings, strategy, Grid(world_size, num_cells), tuple(found))
+
+
+def _largest_fit(found: Iterable[Found], world_size: int) -> int:
+    """As many cells as divide everything; what the model was built with, if it was."""
+    found = list(found)
+    built = {layer.num_cells for layer in found} - {1}
+    if built:
+        return built.pop()
+    return int(np.gcd.reduce([world_size, *(layer.num_experts for layer in found)]))
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, int(number) + 1) if number % d == 0]
+
+
+def build(blueprint: Blueprint) -> list[tuple[AttachedLayer, Adopted]]:
+    """Replace the layers. Collective: it makes the layout's process groups."""
+    strategy = blueprint.strategy
+    layout = ParallelLayout.build(blueprint.grid, strategy.uses())
+    homes = blueprint.homes()
+    plans = strategy.plan(Job(_no_loads(blueprint), homes))
+    attached = []
+    for index, (found, home, plan) in enumerate(zip(blueprint.found, homes, plans)):
+        held = torch.from_numpy(home.experts_of(layout.index("ep")))
+        adopted = found.adopt(held, _factory(blueprint, found, Site(plan, layout, index)))
+        attached.append((AttachedLayer.of(found, adopted), adopted))
+    return attached
+
+
+def _no_loads(blueprint: Blueprint) -> np.ndarray:
+    """Before the first step all experts are predicted to be equally loaded."""
+    most = max(found.num_experts for found in blueprint.found)
+    return np.ones((len(blueprint.found), blueprint.grid.num_cells, most))
+
+
+def _factory(
+    blueprint: Blueprint, found: Found, site: Site
+) -> Callable[[ExpertFunction], RoutedExperts]:
+    options = LayerOptions(
+        capacity_factor=blueprint.settings.capacity_factor, gate_may_drop=found.may_drop
+    )
+    return lambda function: RoutedExperts(blueprint.strategy, site, function, options=options)

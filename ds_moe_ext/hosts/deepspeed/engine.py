@@ -1,0 +1,119 @@
+"""Replaced layers inside an unmodified DeepSpeed engine: surgery, groups, optimizer, clipping."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.module_inject.auto_ep_layer import ReplacementSourceMap
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import (
+    is_moe_param,
+    split_params_into_different_moe_groups_for_optimizer,
+)
+from deepspeed.utils import groups
+from torch import nn
+
+from ds_moe_ext.comm import sum_in_place
+from ds_moe_ext.hosts import attach
+from ds_moe_ext.hosts.deepspeed.startup import blueprint_of
+from ds_moe_ext.hosts.run import Run
+
+_RUN = "ds_moe_ext_run"  # attribute of the engine
+
+
+def run_of(engine: Any) -> Run | None:
+    """The engine's replaced layers; None where the block is absent or not enabled."""
+    run: Run | None = engine.__dict__.get(_RUN)
+    return run
+
+
+def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap) -> None:
+    """Replace the model's MoE layers, if the JSON asks for it. Collective.
+
+    Args:
+        engine: an engine under construction, before it has looked at the parameters.
+        model: the user's model, changed in place.
+        sources: told which new parameter stands for which old ones, so that the engine can mend
+            optimizers and parameter lists that the user made before.
+    """
+    blueprint = blueprint_of(engine._config._param_dict, model, engine.mpu)
+    if blueprint is None:
+        return
+    num_cells = blueprint.grid.num_cells
+    groups._create_expert_and_data_parallel(num_cells)
+    built = attach.build(blueprint)
+    for layer, adopted in built:
+        for parameter in layer.parameters:
+            # DeepSpeed reduces these over the ranks that hold the same experts.
+            parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.group_name = f"ep_size_{num_cells}"  # type: ignore[attr-defined]
+        sources.sources.update({id(new): list(old) for new, old in adopted.sources.items()})
+        sources.discarded.update(
+            id(parameter)
+            for parameter in adopted.discarded
+            if all(parameter is not new for new in layer.parameters)
+        )
+    run = Run.start(blueprint, [layer for layer, _ in built], dist.get_rank())
+    engine.__dict__[_RUN] = run
+
+
+def count_experts(engine: Any) -> None:
+    """Tell the engine of experts that it did not recognise: its own MoE class it counts itself."""
+    run = run_of(engine)
+    if run is None:
+        return
+    engine.has_moe_layers = True
+    native = {name for name, module in engine.module.named_modules() if isinstance(module, MoE)}
+    engine.num_experts += [
+        layer.routed.site.plan.home.num_experts for layer in run.layers if layer.name not in native
+    ]
+
+
+def mark_expert_groups(engine: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Split parameter groups of a user's optimizer, as DeepSpeed does with its own: experts are
+    reduced and partitioned over other ranks than dense weights."""
+    if run_of(engine) is None or any(group.get("moe") for group in optimizer.param_groups):
+        return
+    if not any(is_moe_param(p) for group in optimizer.param_groups for p in group["params"]):
+        return
+    for number, group in enumerate(optimizer.param_groups):
+        group.setdefault("name", f"group_{number}")
+    split = split_params_into_different_moe_groups_for_optimizer(optimizer.param_groups)
+    optimizer.param_groups[:] = [group for group in split if group["params"]]
+
+
+def clip_by_global_norm(engine: Any) -> bool:
+    """Clip at ZeRO stage 0 by the norm over all experts, each counted once.
+
+    DeepSpeed takes the mean of the ranks' norms there, which is the norm of nothing.
+
+    Returns:
+        Whether the gradients were clipped here.
+    """
+    run = run_of(engine)
+    if run is None:
+        return False
+    parameters = [p for p in engine.module.parameters() if p.grad is not None]
+    squares = {False: torch.zeros((), dtype=torch.float64, device=engine.device)}
+    squares[True] = squares[False].clone()
+    for parameter in parameters:
+        norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
+        squares[is_moe_param(parameter)] += norm**2
+    name = f"ep_size_{run.blueprint.grid.num_cells}"
+    sum_in_place(squares[True], groups._get_expert_parallel_group(name))
+    total = (squares[False] + squares[True]).sqrt()
+    factor = (engine.gradient_clipping() / (total + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad.mul_(factor.to(parameter.grad.dtype))
+    engine._global_grad_norm = float(total)
+    return True
+
+
+def after_step(engine: Any) -> None:
+    """Record the optimizer step that has just been taken."""
+    run = run_of(engine)
+    if run is not None:
+        run.recorder.after_step(engine.global_steps - 1)

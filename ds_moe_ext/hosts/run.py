@@ -1,0 +1,139 @@
+"""A run with replaced layers: what the host's engine carries, and what a person is told."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ds_moe_ext.hosts.attach import AttachedLayer, Blueprint, bytes_of
+from ds_moe_ext.moe.observe import TimedTask
+from ds_moe_ext.report.record import RunRecord
+from ds_moe_ext.report.recorder import Recorder, phase_of, span_of
+from ds_moe_ext.report.units import bytes_text
+from ds_moe_ext.schedule.trace import Box, chrome_trace
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One engine's replaced layers.
+
+    Attributes:
+        blueprint: what was asked for.
+        layers: what was replaced, in model order.
+        recorder: what has happened.
+        rank: this rank.
+    """
+
+    blueprint: Blueprint
+    layers: tuple[AttachedLayer, ...]
+    recorder: Recorder
+    rank: int
+
+    @classmethod
+    def start(cls, blueprint: Blueprint, layers: Sequence[AttachedLayer], rank: int) -> Run:
+        """Begin to record, and tell a person what was replaced."""
+        settings = blueprint.settings
+        recorder = Recorder(
+            strategy=settings.strategy,
+            world_size=blueprint.grid.world_size,
+            layers=layers,
+            trace_step=settings.report.trace_step,
+            max_steps=settings.report.max_steps,
+        )
+        run = cls(blueprint, tuple(layers), recorder, rank)
+        if rank == 0:
+            if settings.trace.path is not None:
+                recorder.on_step = _Tracer(
+                    Path(settings.trace.path),
+                    range(
+                        settings.trace.first_step,
+                        settings.trace.first_step + settings.trace.num_steps,
+                    ),
+                    [layer.name for layer in layers],
+                )
+            if settings.report.enabled:
+                Console().print(start_table(run))
+                atexit.register(run.finish)
+        return run
+
+    def finish(self) -> None:
+        """Tell a person what the run was like, and write the report if a folder was named."""
+        record = self.recorder.record()
+        if not record.steps_I:
+            return
+        console = Console()
+        console.print(end_table(record))
+        path = self.blueprint.settings.report.path
+        if path is not None:
+            record.write(Path(path))
+            console.print(f"ds_moe_ext: wrote {path}/report.html and {path}/report.json")
+
+
+class _Tracer:
+    """Writes the tasks of some steps as one Chrome trace."""
+
+    def __init__(self, path: Path, steps: range, layer_names: Sequence[str]) -> None:
+        self._path, self._steps, self._layer_names = path, steps, layer_names
+        self._origin: TimedTask | None = None
+        self._boxes: list[Box] = []
+
+    def __call__(self, step: int, timed: list[TimedTask]) -> None:
+        if step not in self._steps:
+            return
+        self._origin = self._origin or timed[0]
+        for task in timed:
+            span = span_of(task, self._origin, self._layer_names)
+            name = f"{span.name} {span.layer} [{span.chunk}] {phase_of(task)}"
+            self._boxes.append(Box(name, 0, span.lane, span.start_s, span.end_s, span.name))
+        if step == self._steps[-1]:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(chrome_trace(self._boxes))
+
+
+def start_table(run: Run) -> Table:
+    """What was replaced, by what, and what it costs."""
+    grid, settings = run.blueprint.grid, run.blueprint.settings
+    copies = grid.world_size // (grid.num_cells * grid.cell_size)
+    drops = "dropless" if settings.capacity_factor is None else f"x{settings.capacity_factor}"
+    table = Table(
+        title=f"ds_moe_ext: strategy {settings.strategy}, {grid.world_size} ranks = {copies} x "
+        f"{grid.num_cells} cells, {drops}",
+        title_justify="left",
+    )
+    for heading in ("layer", "was", "experts", "a cell", "tasks", "bytes a rank", "before"):
+        table.add_column(heading)
+    for layer in run.layers:
+        home = layer.routed.site.plan.home
+        table.add_row(
+            layer.name,
+            layer.kind,
+            str(home.num_experts),
+            str(home.num_slots),
+            str(layer.routed.site.plan.forward_degree) + " chunk(s)",
+            bytes_text(bytes_of(layer.parameters)),
+            bytes_text(layer.bytes_before),
+        )
+    return table
+
+
+def end_table(record: RunRecord) -> Table:
+    """How balanced the layers were, and where the time went."""
+    table = Table(
+        title=f"ds_moe_ext: {len(record.steps_I)} recorded steps with {record.strategy}",
+        title_justify="left",
+    )
+    table.add_column("layer")
+    table.add_column("busiest cell / mean", justify="right")
+    for name, balance in record.balance_by_layer().items():
+        table.add_row(name, f"{balance:.2f}")
+    if record.seconds_by_kind:
+        table.add_section()
+        total = sum(record.seconds_by_kind.values())
+        for kind, seconds in sorted(record.seconds_by_kind.items(), key=lambda item: -item[1]):
+            table.add_row(kind, f"{seconds * 1e3:.2f} ms a step ({100 * seconds / total:.0f} %)")
+    return table

@@ -1,0 +1,444 @@
+"""Pre-train a mixture-of-experts language model on bytes under DeepSpeed.
+
+A plain DeepSpeed script: which MoE system runs is a matter of the JSON that `--deepspeed_config`
+names. Of ds_moe_ext it asks only what it shows: how evenly the experts' rows fell on the ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from gpt_moe import GptMoe, GptMoeConfig
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from text import VOCABULARY_SIZE, Batch, Text, WindowSampler, read_text
+from torch import Tensor, nn
+
+from ds_moe_ext import recorder_of
+
+LINE_EVERY = 10
+SECONDS_FOR_RANK_0_S = 5.0
+NUM_HELD_OUT_BATCHES = 4
+GPT_MOE = "gpt_moe"
+FAMILIES = (GPT_MOE, "mixtral", "qwen3_moe")  # the others by Hugging Face's model type
+PACKAGES = ("torch", "deepspeed", "transformers", "ds_moe_ext")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="model file, see configs/models/")
+    add("--steps", type=int, help="train up to this step; default: the LR schedule's last")
+    add("--sequence_length", type=int, default=128, help="bytes in a window")
+    add("--data", type=Path, help="file or folder of text; default: Python's standard library")
+    add("--output", type=Path, help="folder for results; default: runs/quickstart/<strategy>")
+    add("--seed", type=int, default=1, help="of weights and of the order of the text")
+    add("--strategy", help="replaces the word after `strategy` in the ds_moe_ext block")
+    add("--ep_size", type=int, help="replaces ep_size of a gpt_moe model file")
+    add("--save", type=Path, help="folder for a checkpoint after the last step")
+    add("--save_every", type=int, default=0, help="save also every so many steps")
+    add("--resume", type=Path, help="folder of a checkpoint to go on from")
+    add("--eval_every", type=int, default=0, help="held-out loss every so many steps; 0: never")
+    add("--local_rank", type=int, default=-1, help="set by the launcher")
+    return deepspeed.add_config_arguments(parser).parse_args()
+
+
+@dataclass(frozen=True, eq=False)
+class LanguageModel:
+    """A model with what differs between families: what it is called with, and its plain loss."""
+
+    module: nn.Module
+    arguments: Callable[[Batch], dict[str, Tensor]]
+    language_loss: Callable[[Any], Tensor]
+
+
+def build_model(arguments: argparse.Namespace) -> LanguageModel:
+    """Build the model a file describes; the same seed gives every rank the same weights."""
+    model = read_json(arguments.model, "--model")
+    family, config = model.get("family"), model.get("config", {})
+    if family not in FAMILIES:
+        raise ValueError(
+            f"--model {arguments.model}: family {family!r} is not one of {', '.join(FAMILIES)}"
+        )
+    if config.get("vocab_size", 0) < VOCABULARY_SIZE:
+        raise ValueError(
+            f"--model {arguments.model}: config.vocab_size {config.get('vocab_size')} cannot hold "
+            f"the {VOCABULARY_SIZE} values of a byte; set it to {VOCABULARY_SIZE}"
+        )
+    torch.manual_seed(arguments.seed)
+    if family == GPT_MOE:
+        return _gpt_moe(config, arguments)
+    if arguments.ep_size is not None:
+        raise ValueError(
+            f"--ep_size {arguments.ep_size} is for the family {GPT_MOE}; for {family} set "
+            "expert_parallel_size in the DeepSpeed JSON"
+        )
+    return _hugging_face(family, config)
+
+
+def _gpt_moe(config: Mapping[str, Any], arguments: argparse.Namespace) -> LanguageModel:
+    gpt_config = GptMoeConfig.from_json(config, ep_size=arguments.ep_size)
+    gpt_config.check_window(arguments.sequence_length)
+    return LanguageModel(
+        GptMoe(gpt_config),
+        arguments=Batch._asdict,
+        language_loss=lambda output: output.language_loss,
+    )
+
+
+def _hugging_face(family: str, config: Mapping[str, Any]) -> LanguageModel:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    # Router logits give the load-balancing loss; a cache of keys and values is of no use here.
+    needed = {"output_router_logits": True, "use_cache": False}
+    hf_config = AutoConfig.for_model(family, **{**config, **needed})
+    coefficient = hf_config.router_aux_loss_coef
+    return LanguageModel(
+        AutoModelForCausalLM.from_config(hf_config),
+        # Hugging Face shifts the labels itself.
+        arguments=lambda batch: {"input_ids": batch.input_ids, "labels": batch.input_ids},
+        language_loss=lambda output: (output.loss - coefficient * output.aux_loss).detach(),
+    )
+
+
+def read_json(path: Path | None, argument: str) -> dict[str, Any]:
+    """Read a JSON object from the file that a command-line argument names."""
+    if path is None or not path.is_file():
+        raise ValueError(f"{argument} {path} is not a file; name a JSON file, see configs/")
+    try:
+        content = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{argument} {path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{argument} {path} must hold a JSON object: start it with a brace")
+    return content
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What the command line asks for, once the files it names are read."""
+
+    deepspeed_config: dict[str, Any]
+    strategy: str  # "plain" without an enabled ds_moe_ext block
+    output: Path
+    text: Text
+    num_steps: int
+
+
+def read_run(arguments: argparse.Namespace) -> Run:
+    """Read and complete the DeepSpeed JSON, and find the text."""
+    path = arguments.deepspeed_config and Path(arguments.deepspeed_config)
+    config = read_json(path, "--deepspeed_config")
+    block = config.get("ds_moe_ext") or {}
+    is_enabled = block.get("enabled", False)
+    if arguments.strategy and not is_enabled:
+        raise ValueError(
+            f"--strategy {arguments.strategy} has no effect: {path} has no ds_moe_ext block with "
+            '"enabled": true; add one, or name configs/hosts/deepspeed_zero1.json'
+        )
+    if arguments.strategy:
+        block["strategy"] = arguments.strategy
+    strategy = str(block.get("strategy", "default")) if is_enabled else "plain"
+    output = arguments.output or Path("runs/quickstart") / strategy.replace(":", ".")
+    if is_enabled and (block.get("report") or {}).get("path") is None:
+        block["report"] = {**(block.get("report") or {}), "path": str(output)}
+    num_steps = _last_step(config) if arguments.steps is None else arguments.steps
+    if num_steps < 1:
+        raise ValueError(f"--steps {num_steps} trains nothing; give 1 or more")
+    if arguments.save_every and arguments.save is None:
+        raise ValueError(f"--save_every {arguments.save_every} has no effect without --save FOLDER")
+    return Run(config, strategy, output, read_text(arguments.data), num_steps)
+
+
+def _last_step(config: Mapping[str, Any]) -> int:
+    num_steps = config.get("scheduler", {}).get("params", {}).get("total_num_steps")
+    if num_steps is None:
+        raise ValueError("--steps is needed: the DeepSpeed JSON's scheduler has no total_num_steps")
+    return num_steps
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Show what a user got wrong once, without a traceback from every rank."""
+    try:
+        yield
+    except ValueError as error:
+        # The launcher ends all ranks when one ends, so the others let rank 0 speak first; where
+        # only they fail (a file missing on their node), they speak too.
+        if not is_first_rank():
+            time.sleep(SECONDS_FOR_RANK_0_S)
+        raised = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(raised.filename).name}:{raised.lineno}"
+        print(f"pretrain_deepspeed: {error} ({place})", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def is_first_rank() -> bool:
+    """Tell whether this is rank 0, before process groups exist too."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step."""
+
+    step: int  # 1 is the first
+    loss: float  # nats per byte, without the load-balancing loss, mean over ranks and micro-steps
+    seconds_s: float
+    tokens_per_s: float
+    balance: float | None  # most loaded rank's rows over the mean rank's; None: not recorded
+
+
+class Display:
+    """Rank 0's view of the run: a bar on a terminal, elsewhere a line every tenth step."""
+
+    def __init__(self, *, first_step: int, num_steps: int) -> None:
+        self.num_steps = num_steps
+        is_shown = dist.get_rank() == 0
+        self.console = Console(quiet=not is_shown, highlight=False)
+        columns = (
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+        )
+        self.has_bar = is_shown and self.console.is_terminal
+        self.bar = Progress(*columns, console=self.console, disable=not self.has_bar)
+        self.task = self.bar.add_task("", total=num_steps, completed=first_step)
+
+    def show(self, record: StepRecord) -> None:
+        """Show a finished step."""
+        line = (
+            f"loss {record.loss:.3f}  {record.tokens_per_s:,.0f} tokens/s  "
+            f"balance {format_balance(record.balance)}"
+        )
+        self.bar.update(self.task, completed=record.step, description=line)
+        is_due = record.step % LINE_EVERY == 0 or record.step in (1, self.num_steps)
+        if is_due and not self.has_bar:
+            self.console.print(f"step {record.step:>5}/{self.num_steps}  {line}", soft_wrap=True)
+
+
+def format_balance(balance: float | None) -> str:
+    """Give a balance two digits, or a dash if there is none."""
+    return "-" if balance is None else f"{balance:.2f}"
+
+
+class Trainer:
+    """The engine, its model and its text, and the step they make together. All collective."""
+
+    def __init__(self, arguments: argparse.Namespace, run: Run, model: LanguageModel) -> None:
+        self.arguments = arguments
+        self.run = run
+        self.model = model
+        with plain_errors():
+            self.engine, *_ = deepspeed.initialize(
+                model=model.module,
+                model_parameters=model.module.parameters(),
+                config=run.deepspeed_config,
+            )
+            self.recorder = recorder_of(self.engine)
+            self.sampler = self._sampler(run.text.training, run.text.source)
+            if arguments.eval_every:
+                source = f"the held-out end of {run.text.source}"
+                self.held_out = self._sampler(run.text.held_out, source)
+        self.held_out_losses: dict[int, float] = {}
+
+    def _sampler(self, text: Any, source: str) -> WindowSampler:
+        return WindowSampler(
+            text=text,
+            source=source,
+            sequence_length=self.arguments.sequence_length,
+            micro_batch_size=self.engine.train_micro_batch_size_per_gpu(),
+            num_micro_steps=self.engine.gradient_accumulation_steps(),
+            num_ranks=dist.get_world_size(),
+            seed=self.arguments.seed,
+        )
+
+    def resume(self) -> None:
+        """Load the weights, optimizer, LR schedule and step of `--resume`, if given."""
+        if self.arguments.resume is None:
+            return
+        loaded_path, _ = self.engine.load_checkpoint(str(self.arguments.resume))
+        if loaded_path is None:
+            raise ValueError(
+                f"--resume {self.arguments.resume} holds no DeepSpeed checkpoint (no file "
+                "`latest`); name the folder that --save wrote"
+            )
+        if self.engine.global_steps >= self.run.num_steps:
+            raise ValueError(
+                f"--resume {self.arguments.resume} is already at step {self.engine.global_steps}; "
+                f"raise --steps above it (now {self.run.num_steps})"
+            )
+
+    def train(self, display: Display) -> list[StepRecord]:
+        """Take the steps that are left, evaluating and saving when due."""
+        records = []
+        for step in range(self.engine.global_steps, self.run.num_steps):
+            records.append(self._step(step))
+            display.show(records[-1])
+            if self.arguments.eval_every and (step + 1) % self.arguments.eval_every == 0:
+                loss = self._held_out_loss()
+                self.held_out_losses[step + 1] = loss
+                display.console.print(f"step {step + 1:>5}  held-out loss {loss:.3f}")
+            self._save_if_due(step + 1)
+        return records
+
+    def _step(self, step: int) -> StepRecord:
+        start_s = time.perf_counter()
+        losses = []
+        for micro_step in range(self.sampler.num_micro_steps):
+            output = self._forward(self.sampler, step, micro_step)
+            self.engine.backward(output.loss)
+            self.engine.step()
+            losses.append(self.model.language_loss(output))
+        loss = mean_over_ranks(losses)
+        seconds_s = time.perf_counter() - start_s
+        return StepRecord(
+            step=step + 1,
+            loss=loss,
+            seconds_s=seconds_s,
+            tokens_per_s=self._tokens_per_step / seconds_s,
+            balance=None if self.recorder is None else self.recorder.latest_balance(),
+        )
+
+    def _forward(self, sampler: WindowSampler, step: int, micro_step: int) -> Any:
+        batch = sampler.batch(step, micro_step, dist.get_rank())
+        on_device = Batch(*(tensor.to(self.engine.device) for tensor in batch))
+        return self.engine(**self.model.arguments(on_device))
+
+    @property
+    def _tokens_per_step(self) -> int:
+        return self.engine.train_batch_size() * self.arguments.sequence_length
+
+    def _held_out_loss(self) -> float:
+        # Always the same windows, so that the losses of two steps or two runs can be compared.
+        self.engine.eval()
+        with torch.no_grad():
+            losses = [
+                self.model.language_loss(self._forward(self.held_out, step, 0))
+                for step in range(NUM_HELD_OUT_BATCHES)
+            ]
+        self.engine.train()
+        return mean_over_ranks(losses)
+
+    def _save_if_due(self, num_done: int) -> None:
+        every = self.arguments.save_every
+        is_due = num_done == self.run.num_steps or (every and num_done % every == 0)
+        if self.arguments.save is not None and is_due:
+            self.engine.save_checkpoint(str(self.arguments.save))
+
+
+def mean_over_ranks(losses: Sequence[Tensor]) -> float:
+    """Average losses over themselves and over the ranks. Collective."""
+    total = torch.stack([loss.float() for loss in losses]).mean()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What `summary.json` holds."""
+
+    strategy: str
+    model: str
+    world_size: int
+    first_step: int  # steps that a resumed checkpoint had behind it
+    losses: list[float]  # one a step, nats per byte
+    held_out_losses: dict[int, float]  # by step
+    tokens_per_s: float  # all ranks, without the first step
+    seconds_per_step_s: float
+    balance_by_layer: dict[str, float]
+    versions: dict[str, str]
+
+
+def summarize(trainer: Trainer, records: Sequence[StepRecord]) -> Summary:
+    """Condense the steps of a run. Collective."""
+    # The first step builds groups, buffers and kernels.
+    steady = records[1:] or records
+    seconds_per_step_s = sum(record.seconds_s for record in steady) / len(steady)
+    tokens_per_step = steady[0].tokens_per_s * steady[0].seconds_s
+    recorder = trainer.recorder
+    return Summary(
+        strategy=trainer.run.strategy,
+        model=str(trainer.arguments.model),
+        world_size=dist.get_world_size(),
+        first_step=records[0].step - 1,
+        losses=[record.loss for record in records],
+        held_out_losses=trainer.held_out_losses,
+        tokens_per_s=tokens_per_step / seconds_per_step_s,
+        seconds_per_step_s=seconds_per_step_s,
+        balance_by_layer={} if recorder is None else recorder.balance_by_layer(),
+        versions={"python": platform.python_version()}
+        | {name: _version(name) for name in PACKAGES},
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def summary_table(summary: Summary, files: Sequence[Path]) -> Table:
+    """Lay a summary out for reading."""
+    steps = f"step {summary.first_step + 1}", f"step {summary.first_step + len(summary.losses)}"
+    balances = [f"{layer}: {value:.2f}" for layer, value in summary.balance_by_layer.items()]
+    table = Table("", "", title="Summary", show_header=False)
+    table.add_row("strategy", f"{summary.strategy}, {summary.world_size} ranks, {summary.model}")
+    table.add_row(f"loss, {steps[0]}", f"{summary.losses[0]:.3f} nats per byte")
+    table.add_row(f"loss, {steps[1]}", f"{summary.losses[-1]:.3f} nats per byte")
+    table.add_row("speed", f"{summary.tokens_per_s:,.0f} tokens/s")
+    table.add_row("a step takes", f"{summary.seconds_per_step_s:.2f} s")
+    table.add_row("rows, busiest rank / mean", "\n".join(balances) or format_balance(None))
+    table.add_row("versions", ", ".join(f"{k} {v}" for k, v in summary.versions.items()))
+    table.add_row("files", "\n".join(map(str, files)))
+    return table
+
+
+def main() -> None:
+    """Train, then write and show the summary."""
+    arguments = parse_arguments()
+    with plain_errors():
+        run = read_run(arguments)
+        model = build_model(arguments)
+    if is_first_rank():
+        print("starting; on a CPU, DeepSpeed's first start compiles for 20 to 60 s", flush=True)
+    deepspeed.init_distributed()
+    trainer = Trainer(arguments, run, model)
+    with plain_errors():
+        trainer.resume()
+    display = Display(first_step=trainer.engine.global_steps, num_steps=run.num_steps)
+    with display.bar:
+        records = trainer.train(display)
+
+    summary = summarize(trainer, records)
+    if dist.get_rank() == 0:
+        path = run.output / "summary.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(summary), indent=2) + "\n")
+        files = [path] if arguments.save is None else [path, arguments.save]
+        display.console.print(summary_table(summary, files))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Lint, types and tests; arguments go to pytest, for example: bash launch/test.sh -m slow
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source launch/environment.sh
+
+failed=()
+check() {
+  echo "== $*"
+  "$@" || failed+=("$*")
+}
+
+check ruff check
+check ruff format --check
+check env MYPYPATH=launch mypy ds_moe_ext patches launch
+check pytest "$@"
+
+if ((${#failed[@]})); then
+  printf 'failed: %s\n' "${failed[@]}" >&2
+  exit 1
+fi

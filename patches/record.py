@@ -1,0 +1,95 @@
+"""A patch: five facts and a function. It applies or raises, and can be undone."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+Wrap = Callable[[Any], Any]  # the original -> what stands in its place
+
+
+class PatchError(RuntimeError):
+    """A host is not as a patch expects it."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change to a host, made when the host is loaded.
+
+    Attributes:
+        id: short name, for tables and errors.
+        target: ``"package.module:attribute"`` or ``"package.module:Class.attribute"``.
+        versions: of the host's distribution, as in a requirement.
+        reason: why it is needed.
+        wrap: makes the replacement from the original. Never a copy of the original's body.
+    """
+
+    id: str
+    target: str
+    versions: str
+    reason: str
+    wrap: Wrap
+    _undo: list[Callable[[], None]] = field(default_factory=list, compare=False, repr=False)
+
+    @property
+    def distribution(self) -> str:
+        """The host's distribution."""
+        return self.target.partition(".")[0].partition(":")[0]
+
+    @property
+    def is_applied(self) -> bool:
+        return bool(self._undo)
+
+    def apply(self) -> None:
+        """Put the replacement in place; once, however often it is called.
+
+        Raises:
+            PatchError: the host's version is out of range, or the target is not there.
+        """
+        if self.is_applied:
+            return
+        version = importlib.metadata.version(self.distribution)
+        if not SpecifierSet(self.versions).contains(version, prereleases=True):
+            raise PatchError(
+                f"patch {self.id!r} is for {self.distribution}{self.versions}, but {version} is "
+                "installed; install a version in that range, or a newer ds-moe-ext"
+            )
+        owner, name, original = self._resolve()
+        setattr(owner, name, self.wrap(original))
+        self._undo.append(lambda: setattr(owner, name, original))
+
+    def undo(self) -> None:
+        """Put the original back."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _resolve(self) -> tuple[Any, str, Any]:
+        module, _, path = self.target.partition(":")
+        *parents, name = path.split(".")
+        try:
+            owner = importlib.import_module(module)
+            for parent in parents:
+                owner = getattr(owner, parent)
+            original = vars(owner)[name]  # as stored: a staticmethod stays one
+        except (ImportError, AttributeError, KeyError) as error:
+            raise PatchError(
+                f"patch {self.id!r} wants {self.target}, which is not there ({error!r}); this "
+                f"version of {self.distribution} is not the one it was written for"
+            ) from error
+        return owner, name, original
+
+
+def apply_all(patches: tuple[Patch, ...]) -> None:
+    """Apply all or none."""
+    try:
+        for patch in patches:
+            patch.apply()
+    except PatchError:
+        for patch in patches:
+            patch.undo()
+        raise

@@ -1,0 +1,494 @@
+"""The JSON block: what is read, and what is refused in one sentence. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from ds_moe_ext.settings import ReportSettings, Settings, TraceSettings, read_settings
+from ds_moe_ext.strategies.ep import ExpertParallel
+from tests.strategies_for_tests import Chunked
+
+CHUNKED = "tests.strategies_for_tests:Chunked"
+
+
+@dataclass(frozen=True)
+class Picky:
+    """A strategy of a user's own with a rule, an open type, a choice and a derived field."""
+
+    level: int
+    name: str | None = None
+    depth: Literal[1, 2, "all"] = 1
+    extra: Any = None
+    stages: list = field(default_factory=list)
+    rate: float = 1.0
+    twice: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        if self.level > 9:
+            raise ValueError(f"level {self.level} is past\t9: take a smaller one")
+
+
+class Plain:
+    """Not a dataclass."""
+
+
+PICKY = "tests.test_settings:Picky"
+AN_INSTANCE = ExpertParallel()
+
+
+def block(**keys: Any) -> dict[str, Any]:
+    return {"train_batch_size": 8, "ds_moe_ext": keys}
+
+
+# What is read.
+
+
+@pytest.mark.parametrize("document", [{}, {"ds_moe_ext": None}, {"train_batch_size": 8}])
+def test_absent_block_is_off(document: dict[str, Any]) -> None:
+    settings, strategy = read_settings(document)
+    assert settings == Settings()
+    assert not settings.enabled
+    assert strategy is None
+
+
+def test_disabled_block_is_read_but_gives_no_strategy() -> None:
+    settings, strategy = read_settings(block(enabled=False, strategy="ep", expert_parallel_size=4))
+    assert settings == Settings(expert_parallel_size=4)
+    assert strategy is None
+
+
+def test_defaults() -> None:
+    settings, strategy = read_settings(block(enabled=True))
+    assert strategy == ExpertParallel()
+    assert settings == Settings(
+        enabled=True,
+        strategy="ep",
+        expert_parallel_size=None,
+        expert_sharding_size=None,
+        capacity_factor=None,
+        moe_layer_pattern=None,
+        options={},
+        report=ReportSettings(enabled=True, path=None, trace_step=5, max_steps=400),
+        trace=TraceSettings(path=None, first_step=5, num_steps=1),
+        debug=False,
+    )
+
+
+def test_every_key() -> None:
+    document = json.loads(
+        """{"ds_moe_ext": {
+            "enabled": true, "strategy": "ep", "expert_parallel_size": 8,
+            "expert_sharding_size": 1, "capacity_factor": 1.25, "moe_layer_pattern": "layers.[02]",
+            "options": {}, "ep": {}, "debug": true,
+            "report": {"enabled": false, "path": "out", "trace_step": 0, "max_steps": 2},
+            "trace": {"path": "t.json", "first_step": 0, "num_steps": 3}}}"""
+    )
+    settings, strategy = read_settings(document)
+    assert strategy == ExpertParallel()
+    assert settings == Settings(
+        enabled=True,
+        expert_parallel_size=8,
+        expert_sharding_size=1,
+        capacity_factor=1.25,
+        moe_layer_pattern="layers.[02]",
+        report=ReportSettings(enabled=False, path="out", trace_step=0, max_steps=2),
+        trace=TraceSettings(path="t.json", first_step=0, num_steps=3),
+        debug=True,
+    )
+
+
+def test_null_wherever_it_means_automatic() -> None:
+    settings, strategy = read_settings(
+        block(
+            enabled=True,
+            expert_parallel_size=None,
+            expert_sharding_size=None,
+            capacity_factor=None,
+            moe_layer_pattern=None,
+            ep=None,
+            report={"path": None, "trace_step": None},
+            trace={"path": None},
+        )
+    )
+    assert settings == Settings(enabled=True, report=ReportSettings(trace_step=None))
+    assert strategy == ExpertParallel()
+
+
+def test_integer_is_read_as_a_float_where_a_number_is_wanted() -> None:
+    settings, _ = read_settings(block(capacity_factor=2))
+    assert settings.capacity_factor == 2.0
+    assert isinstance(settings.capacity_factor, float)
+
+
+def test_strategy_of_the_users_own() -> None:
+    settings, strategy = read_settings(
+        block(enabled=True, strategy=CHUNKED, options={"forward": 2, "backward": 3})
+    )
+    assert strategy == Chunked(forward=2, backward=3)
+    assert settings.options == {"forward": 2, "backward": 3}
+
+
+def test_blocks_of_strategies_that_are_not_chosen_may_stay() -> None:
+    document = block(enabled=True, ep={}, strategy=CHUNKED, options={"forward": 1, "backward": 1})
+    assert read_settings(document)[1] == Chunked(forward=1, backward=1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"level": 3},
+        {"level": 3, "name": None, "depth": "all"},
+        {"level": 3, "depth": 2, "extra": {"any": ["thing", None]}, "stages": [1, 2], "rate": 2},
+    ],
+)
+def test_types_that_a_users_strategy_may_have(options: dict[str, Any]) -> None:
+    _, strategy = read_settings(block(enabled=True, strategy=PICKY, options=options))
+    assert strategy == Picky(**options)
+
+
+def test_other_keys_of_the_document_are_not_ours() -> None:
+    document = {"zero_optimization": {"stage": "auto"}, "x": [float("nan")], "ds_moe_ext": {}}
+    assert read_settings(document) == (Settings(), None)
+
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*/*.json")), ids=lambda path: path.name)
+def test_shipped_configs_are_read(path: Path) -> None:
+    document = json.loads(path.read_text())
+    settings, strategy = read_settings(document)
+    assert settings.enabled == document.get("ds_moe_ext", {}).get("enabled", False)
+    assert (strategy is not None) == settings.enabled
+
+
+# What is refused.
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A malformed document, and what its one error must contain."""
+
+    document: Any
+    key: str  # where it is wrong, as a path
+    shown: str  # the offending value or key
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.shown[:30]}"
+
+
+ANYTHING = (
+    None,
+    True,
+    False,
+    0,
+    1,
+    -3,
+    1.5,
+    math.nan,
+    "",
+    "8",
+    "auto",
+    "true",
+    "null",
+    [],
+    [1],
+    ["ep"],
+    [{}],
+    {},
+    {"a": 1},
+)
+
+IS_BOOL = "must be true or false"
+IS_TEXT = "must be a string"
+IS_TEXT_OR_NULL = "must be a string or null"
+IS_INTEGER = "must be an integer"
+IS_INTEGER_OR_NULL = "must be an integer or null"
+IS_NUMBER_OR_NULL = "must be a number or null"
+IS_OBJECT = "must be an object"
+
+KEYS = {
+    ("enabled",): IS_BOOL,
+    ("strategy",): IS_TEXT,
+    ("expert_parallel_size",): IS_INTEGER_OR_NULL,
+    ("expert_sharding_size",): IS_INTEGER_OR_NULL,
+    ("capacity_factor",): IS_NUMBER_OR_NULL,
+    ("moe_layer_pattern",): IS_TEXT_OR_NULL,
+    ("options",): IS_OBJECT,
+    ("report",): IS_OBJECT,
+    ("report", "enabled"): IS_BOOL,
+    ("report", "path"): IS_TEXT_OR_NULL,
+    ("report", "trace_step"): IS_INTEGER_OR_NULL,
+    ("report", "max_steps"): IS_INTEGER,
+    ("trace",): IS_OBJECT,
+    ("trace", "path"): IS_TEXT_OR_NULL,
+    ("trace", "first_step"): IS_INTEGER,
+    ("trace", "num_steps"): IS_INTEGER,
+    ("debug",): IS_BOOL,
+    ("ep",): IS_OBJECT,
+}
+"""Every key and the rule that its error names."""
+
+FITS = {
+    IS_BOOL: lambda value: isinstance(value, bool),
+    IS_TEXT: lambda value: isinstance(value, str),
+    IS_INTEGER: lambda value: isinstance(value, int) and not isinstance(value, bool),
+    IS_OBJECT: lambda value: isinstance(value, dict),
+    IS_NUMBER_OR_NULL: lambda value: (
+        value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+    ),
+}
+FITS[IS_TEXT_OR_NULL] = lambda value: value is None or FITS[IS_TEXT](value)
+FITS[IS_INTEGER_OR_NULL] = lambda value: value is None or FITS[IS_INTEGER](value)
+
+MAY_BE_ABSENT = {("ep",)}  # null in place of the object is the same as no object
+
+
+def at(path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    """A document with one key set."""
+    for key in reversed(path):
+        value = {key: value}
+    return {"ds_moe_ext": value}
+
+
+def of_wrong_type() -> Iterator[Bad]:
+    for path, rule in KEYS.items():
+        for value in ANYTHING:
+            if FITS[rule](value) or (value is None and path in MAY_BE_ABSENT):
+                continue
+            yield Bad(at(path, value), ".".join(("ds_moe_ext", *path)), repr(value), rule)
+    for value in ANYTHING:
+        if not isinstance(value, dict):
+            yield Bad(value, "the document", repr(value), IS_OBJECT)
+        if not isinstance(value, dict) and value is not None:
+            yield Bad({"ds_moe_ext": value}, "ds_moe_ext", repr(value), IS_OBJECT)
+
+
+def mistyped() -> Iterator[Bad]:
+    for path in KEYS:
+        *parents, key = path
+        where = ".".join(("ds_moe_ext", *parents))
+        typos = {
+            key[:-1],  # the last letter forgotten
+            key[0] + key[2:],  # the second
+            key + "s",
+            key[:2] + key[1:],  # a letter twice
+            key.replace("_", "-"),
+            key.replace("_", ""),
+            key.replace("expert_", "experts_"),
+        }
+        for typo in sorted(typos - {key}):
+            if len(key) > 2:  # "ep": one letter is nobody's typo
+                remedy = f"did you mean '{key}'?"
+                yield Bad(at((*parents, typo), None), where, repr(typo), remedy)
+
+
+def unknown() -> Iterator[Bad]:
+    for key in ("zzz", "", "ZERO", "0", "gpus"):
+        yield Bad(at((key,), 1), "ds_moe_ext", repr(key), "known: capacity_factor, debug,")
+        yield Bad(
+            at(("report", key), 1), "ds_moe_ext.report", repr(key), "known: enabled, max_steps,"
+        )
+        yield Bad(at(("trace", key), 1), "ds_moe_ext.trace", repr(key), "known: first_step,")
+        yield Bad(at(("ep", key), 1), "ds_moe_ext.ep", repr(key), "known: none")
+    yield Bad({"ds_moe_ext": {1: 2}}, "ds_moe_ext", "1", "known:")
+    yield Bad(block(epp={}), "ds_moe_ext", "'epp'", "did you mean 'ep'?")
+    # An error stands where it is, also beside a good strategy and in a disabled block.
+    yield Bad(block(enabled=True, repport={}), "ds_moe_ext", "'repport'", "did you mean 'report'?")
+    yield Bad(block(enabled=False, trace={"pth": 1}), "trace", "'pth'", "did you mean 'path'?")
+
+
+def out_of_range() -> Iterator[Bad]:
+    least = {
+        ("expert_parallel_size",): 1,
+        ("expert_sharding_size",): 1,
+        ("report", "trace_step"): 0,
+        ("report", "max_steps"): 2,
+        ("trace", "first_step"): 0,
+        ("trace", "num_steps"): 1,
+    }
+    for path, value in least.items():
+        for low in (value - 1, value - 2, -(10**30)):
+            key = ".".join(("ds_moe_ext", *path))
+            yield Bad(at(path, low), key, str(low), f"must be at least {value}")
+    for size in (2, 3, 8):
+        path = ("expert_sharding_size",)
+        yield Bad(at(path, size), "ds_moe_ext.expert_sharding_size", str(size), "set it to 1")
+    for factor in (0, 0.0, -0.0, -1, -1.5, math.nan, math.inf, -math.inf, 10**400, -(10**400)):
+        shown = "inf" if abs(factor) > 1e308 else str(float(factor))
+        path = ("capacity_factor",)
+        yield Bad(at(path, factor), "ds_moe_ext.capacity_factor", shown, "must be above 0")
+
+
+def of_automatic_values() -> Iterator[Bad]:
+    """The literal "auto" where null is meant: the error says so."""
+    for path, rule in KEYS.items():
+        if rule in (IS_INTEGER_OR_NULL, IS_NUMBER_OR_NULL):
+            key = ".".join(("ds_moe_ext", *path))
+            yield Bad(at(path, "auto"), key, "'auto'", "write null (or leave the key out)")
+
+
+def of_patterns() -> Iterator[Bad]:
+    for pattern in ("(", "[a", "*", "(?P<x", "a{2,1}", "\\", "(?<n>a)", "line\n("):
+        yield Bad(
+            at(("moe_layer_pattern",), pattern),
+            "ds_moe_ext.moe_layer_pattern",
+            repr(pattern),
+            "no regular expression",
+        )
+
+
+def of_strategies() -> Iterator[Bad]:
+    key = "ds_moe_ext.strategy"
+    for name in ("e", "eep", "EP", "fssd", "", "auto", "expert_parallel", "tests.no_colon"):
+        yield Bad(block(strategy=name), key, repr(name), "'ep'" if name in ("e", "eep") else "ep")
+        yield Bad(block(strategy=name, options={"a": 1}), key, repr(name), "ep")
+    for path in (
+        "no_such_module_at_all:Chunked",
+        "tests.no_such_module:Chunked",
+        "tests.strategies_for_tests:Chunkd",
+        "tests.strategies_for_tests:",
+        ":Chunked",
+        ":",
+        ".strategies_for_tests:Chunked",
+        "tests.strategies_for_tests:Chunked:x",
+        "tests strategies:Chunked",
+        "tests.strategies_for_tests.Chunked:uses",
+        "\0:\n",
+    ):
+        yield Bad(block(strategy=path), key, repr(path), "give the importable module")
+    for path in (
+        "tests.test_settings:Plain",
+        "tests.test_settings:AN_INSTANCE",
+        "tests.test_settings:CHUNKED",
+        "json:loads",
+        "math:pi",
+    ):
+        yield Bad(block(strategy=path), key, repr(path), "not a dataclass; make it one")
+
+
+def of_options() -> Iterator[Bad]:
+    key = "ds_moe_ext.options"
+    yield Bad(block(options={"a": 1}), key, "'ep'", "go into the block ds_moe_ext.ep")
+    yield Bad(block(strategy="ep", options={"forward": 1}), key, "'ep'", "block ds_moe_ext.ep")
+
+    def chunked(**options: Any) -> dict[str, Any]:
+        return block(strategy=CHUNKED, options=options)
+
+    def picky(**options: Any) -> dict[str, Any]:
+        return block(enabled=True, strategy=PICKY, options={"level": 1, **options})
+
+    yield Bad(block(strategy=CHUNKED), key, "'forward'", "add it")
+    yield Bad(chunked(), key, "'forward'", "add it")
+    yield Bad(chunked(forward=1), key, "'backward'", "add it")
+    yield Bad(chunked(backward=1), key, "'forward'", "add it")
+    yield Bad(chunked(forwrd=1, backward=1), key, "'forwrd'", "did you mean 'forward'?")
+    yield Bad(chunked(forward=1, backward=1, x=1), key, "'x'", "known: backward, forward")
+    for value in (None, True, "2", "auto", 1.0, [1], {}):
+        document = chunked(forward=value, backward=1)
+        yield Bad(document, f"{key}.forward", repr(value), "must be an integer")
+        yield Bad(picky(level=value), f"{key}.level", repr(value), "must be an integer")
+    for value in (True, False, 3, 1.0, "1", None, [1], {}):
+        yield Bad(picky(depth=value), f"{key}.depth", repr(value), "must be 1 or 2 or 'all'")
+    for value in (None, "x", 1, {}):
+        yield Bad(picky(stages=value), f"{key}.stages", repr(value), "must be a list")
+    for value in (None, "1.0", True, []):
+        yield Bad(picky(rate=value), f"{key}.rate", repr(value), "must be a number")
+    for value in (1, True, [], {}):
+        yield Bad(picky(name=value), f"{key}.name", repr(value), "must be a string or null")
+    yield Bad(picky(twice=2), key, "'twice'", "known: depth")
+
+
+BAD = [
+    *of_wrong_type(),
+    *mistyped(),
+    *unknown(),
+    *out_of_range(),
+    *of_automatic_values(),
+    *of_patterns(),
+    *of_strategies(),
+    *of_options(),
+]
+
+
+def refusal_of(document: Any) -> str:
+    """The text of the one ValueError."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError) as caught:
+            read_settings(document)
+    assert type(caught.value) is ValueError
+    assert len(caught.value.args) == 1
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("bad", BAD, ids=str)
+def test_refused_in_one_sentence(bad: Bad) -> None:
+    message = refusal_of(bad.document)
+    assert len(message.splitlines()) == 1
+    assert bad.key in message
+    assert bad.shown in message
+    assert bad.remedy in message
+
+
+def test_enough_malformed_documents() -> None:
+    """What is tried covers every key and level."""
+    assert len(BAD) > 300
+    assert {bad.key for bad in BAD} >= {".".join(("ds_moe_ext", *path)) for path in KEYS}
+
+
+def test_the_hint_to_write_null_stands_only_where_null_is_allowed() -> None:
+    for path, rule in KEYS.items():
+        if not FITS[rule]("auto"):
+            message = refusal_of(at(path, "auto"))
+            assert ("write null" in message) == FITS[rule](None), message
+
+
+def test_what_a_users_strategy_says_is_passed_through() -> None:
+    message = refusal_of(block(strategy=PICKY, options={"level": 10}))
+    assert message == "level 10 is past\t9: take a smaller one"
+
+
+def test_a_strategy_is_checked_where_it_is_not_enabled() -> None:
+    assert "'forward'" in refusal_of(block(enabled=False, strategy=CHUNKED))
+
+
+KEY = st.sampled_from(
+    [*sorted({key for path in KEYS for key in path}), "forward", "backward", "", "zz", CHUNKED]
+)
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["ep", "auto", CHUNKED, PICKY])
+    | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEY, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@hypothesis_settings(max_examples=400, deadline=None)
+@given(st.dictionaries(KEY, JSON, max_size=6))
+def test_any_block_is_read_or_refused(keys: dict[str, Any]) -> None:
+    try:
+        settings, strategy = read_settings({"ds_moe_ext": keys})
+    except ValueError as error:
+        message = str(error)
+        assert len(message.splitlines()) == 1
+        assert message.startswith("ds_moe_ext")
+    else:
+        assert settings.enabled == (keys.get("enabled") is True)
+        assert (strategy is not None) == settings.enabled
