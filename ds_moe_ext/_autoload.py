@@ -19,8 +19,15 @@ import warnings
 from collections.abc import Sequence
 from types import ModuleType
 
-HOSTS = {"deepspeed": "ds_moe_ext.patches.deepspeed"}
+HOSTS = {
+    "accelerate": "ds_moe_ext.patches.accelerate",
+    "deepspeed": "ds_moe_ext.patches.deepspeed",
+}
 """Host package -> the module whose ``apply()`` patches it."""
+
+
+GUARDS = {"deepspeed": "ds_moe_ext.hosts.deepspeed.guard"}
+"""Host package -> the module that makes a run fail which asks for us when we could not attach."""
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -54,6 +61,8 @@ def _patch(host: str) -> None:
             "'ds-moe-ext doctor' tells more",
             stacklevel=2,
         )
+        if host in GUARDS:
+            importlib.import_module(GUARDS[host]).refuse_if_asked(sys.modules[host], error)
 
 
 class _SpecToWatch(importlib.machinery.ModuleSpec):

@@ -103,6 +103,9 @@ class Share:
 
     fraction_CEC: np.ndarray
 
+    def __post_init__(self) -> None:
+        _frozen(self.fraction_CEC)
+
     @classmethod
     def local_else_home(cls, home: Placement, target: Placement) -> Share:
         """A sender with a copy keeps its rows; the others send to the expert's home."""
@@ -110,7 +113,7 @@ class Share:
         holder_CE = np.where(target.holds_EC.T, cells[:, None], home.owner_E[None, :])
         fraction = np.zeros((cells.size, experts.size, cells.size))
         fraction[cells[:, None], experts[None, :], holder_CE] = 1.0
-        return cls(_frozen(fraction))
+        return cls(fraction)
 
     @cached_property
     def _cumulative_CEC(self) -> np.ndarray:

@@ -268,12 +268,12 @@ def of_wrong_type() -> Iterator[Bad]:
         for value in ANYTHING:
             if FITS[rule](value) or (value is None and path in MAY_BE_ABSENT):
                 continue
-            yield Bad(at(path, value), ".".join(("ds_moe_ext", *path)), repr(value), rule)
+            yield Bad(at(path, value), ".".join(("ds_moe_ext", *path)), f"is {value!r}", rule)
     for value in ANYTHING:
         if not isinstance(value, dict):
-            yield Bad(value, "the document", repr(value), IS_OBJECT)
+            yield Bad(value, "the document", f"is {value!r}", IS_OBJECT)
         if not isinstance(value, dict) and value is not None:
-            yield Bad({"ds_moe_ext": value}, "ds_moe_ext", repr(value), IS_OBJECT)
+            yield Bad({"ds_moe_ext": value}, "ds_moe_ext", f"is {value!r}", IS_OBJECT)
 
 
 def mistyped() -> Iterator[Bad]:
@@ -322,12 +322,12 @@ def out_of_range() -> Iterator[Bad]:
     for path, value in least.items():
         for low in (value - 1, value - 2, -(10**30)):
             key = ".".join(("ds_moe_ext", *path))
-            yield Bad(at(path, low), key, str(low), f"must be at least {value}")
+            yield Bad(at(path, low), key, f"is {low};", f"must be at least {value}")
     for size in (2, 3, 8):
         path = ("expert_sharding_size",)
-        yield Bad(at(path, size), "ds_moe_ext.expert_sharding_size", str(size), "set it to 1")
+        yield Bad(at(path, size), "ds_moe_ext.expert_sharding_size", f"is {size},", "set it to 1")
     for factor in (0, 0.0, -0.0, -1, -1.5, math.nan, math.inf, -math.inf, 10**400, -(10**400)):
-        shown = "inf" if abs(factor) > 1e308 else str(float(factor))
+        shown = "inf" if abs(factor) > 1e308 else f" is {float(factor)};"
         path = ("capacity_factor",)
         yield Bad(at(path, factor), "ds_moe_ext.capacity_factor", shown, "must be above 0")
 

@@ -22,6 +22,9 @@ def stage_major(tasks: Iterable[Task], ops: Sequence[Op]) -> list[Task]:
 
 
 def chunk_major(tasks: Iterable[Task], ops: Sequence[Op]) -> list[Task]:
-    """All tasks of the first chunk in the order of ``ops``, then all of the second."""
+    """All tasks of the first chunk in the order of ``ops``, then all of the second.
+
+    A task on several chunks is issued with the first of them.
+    """
     rank = {op: position for position, op in enumerate(ops)}
-    return sorted(tasks, key=lambda task: (task.span, rank[task.op]))
+    return sorted(tasks, key=lambda task: (task.span.start, rank[task.op]))

@@ -187,7 +187,7 @@ class _Pass:
     ) -> None:
         self.program, self.schedule, self.cut, self.keeps = program, schedule, cut, keeps
         self.saved: list[Saved] = [()] * len(schedule.tasks) if saved is None else saved
-        self._work = self._forward if saved is None else self._adjoint
+        self._is_forward = saved is None
         # By value, then by writer: pieces are added in the order of their writers, so that sums do
         # not depend on timing. All keys exist from the start: lanes fill the table concurrently.
         self._table: dict[Value, dict[int, Any]] = {value: {} for value in schedule.written}
@@ -210,7 +210,10 @@ class _Pass:
         with torch.no_grad():
             reads = [self._read(value) for value in task.reads]
             program.lanes.keep(reads)
-            written = self._work(position, task, reads)
+            # Not a bound method kept on self: a cycle would hold the values until the next
+            # garbage collection, and autograd copies a gradient that somebody else holds.
+            work = self._forward if self._is_forward else self._adjoint
+            written = work(position, task, reads)
         for value, piece in zip(task.writes, written):
             if piece is not None:
                 self._table[value][position] = piece

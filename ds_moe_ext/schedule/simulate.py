@@ -54,6 +54,9 @@ def simulate(
         num_ranks: ranks that run it.
         peers_of: ranks (its own among them) that a task starts together with.
         link_of: the link a task occupies.
+
+    Raises:
+        ValueError: a task never starts, because a peer does not wait for it.
     """
     return _Simulation(schedule, seconds_of, num_ranks, peers_of, link_of).run()
 
@@ -83,8 +86,21 @@ class _Simulation:
         while True:
             self._start_what_can()
             if not self._left:
+                self._check_that_all_ran()
                 return Timeline(self._start, self._end)
             self._advance()
+
+    def _check_that_all_ran(self) -> None:
+        stuck = [
+            f"{self._tasks[lane[-1]]} of rank {rank}"
+            for rank in self._ranks
+            for lane in self._queue[rank].values()
+            if lane
+        ]
+        if stuck:
+            raise ValueError(
+                f"{', '.join(stuck)} would wait for ever; give peers that all wait for each other"
+            )
 
     def _ready(self, rank: int, position: int) -> bool:
         lane = self._queue[rank][self._tasks[position].lane]

@@ -1,0 +1,98 @@
+"""``ds-moe-ext``: what a person asks from a shell."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ds_moe_ext import _autoload
+from ds_moe_ext.report.record import RunRecord
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="ds-moe-ext", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    doctor = commands.add_parser(
+        "doctor", help="is it loaded, which patches are in, which layers of a model it would replace"
+    )
+    doctor.add_argument(
+        "--model",
+        help="a Hugging Face config.json (or its folder), or 'package.module:function' that "
+        "returns a model: list the layers that would be replaced",
+    )
+    doctor.set_defaults(run=lambda given: examine(given.model))
+    report = commands.add_parser("report", help="draw the page of a report.json again")
+    report.add_argument("json", type=Path, help="report.json of a run")
+    report.set_defaults(run=lambda given: draw(given.json))
+    given = parser.parse_args()
+    raise SystemExit(given.run(given))
+
+
+def draw(path: Path) -> int:
+    """Write report.html beside a report.json."""
+    record = RunRecord.from_json(path.read_text(encoding="utf-8"))
+    record.write(path.parent)
+    print(f"wrote {path.parent / 'report.html'}")
+    return 0
+
+
+def examine(model: str | None) -> int:
+    """Print what is loaded and patched; and the layers of a model. 0 if all is well."""
+    console = Console()
+    console.print(_loading())
+    well = True
+    for host, patches in _autoload.HOSTS.items():
+        try:
+            version = importlib.metadata.version(host)
+        except importlib.metadata.PackageNotFoundError:
+            console.print(f"{host}: not installed")
+            continue
+        table = Table(title=f"{host} {version}", title_justify="left")
+        for heading in ("patch", "state", "target", "why"):
+            table.add_column(heading)
+        for id, state, target, reason in _patch_rows(host, patches):
+            well = well and state == "in"
+            table.add_row(id, state, target, reason)
+        console.print(table)
+    if model is not None:
+        from ds_moe_ext.hosts import doctor
+
+        console.print(doctor.layers_table(model))
+    return 0 if well else 1
+
+
+def _loading() -> str:
+    names = [e.value for e in importlib.metadata.entry_points(group="torch.backends")]
+    if f"{_autoload.__name__}:autoload" not in names:
+        return (
+            "autoload: the entry point is not installed; pip install ds-moe-ext, or import "
+            "ds_moe_ext in the script"
+        )
+    for variable in ("TORCH_DEVICE_BACKEND_AUTOLOAD", "DS_MOE_EXT_AUTOLOAD"):
+        if os.environ.get(variable) == "0":
+            return f"autoload: off, by {variable}=0"
+    return "autoload: on, by torch's entry points"
+
+
+def _patch_rows(host: str, patches: str) -> list[tuple[str, str, str, str]]:
+    try:
+        importlib.import_module(host)
+        module = importlib.import_module(patches)
+    except Exception as error:
+        return [("all", f"failed: {error!r}", "", "")]
+    try:
+        module.apply()
+        failure = ""
+    except Exception as error:
+        failure = str(error)
+    return [
+        (p.id, "in" if p.is_applied else f"out: {failure}", p.target, p.reason)
+        for p in module.PATCHES
+    ]

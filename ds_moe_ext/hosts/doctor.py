@@ -1,0 +1,51 @@
+"""Which layers of a model would be replaced."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import torch
+from rich.table import Table
+from torch import nn
+
+from ds_moe_ext.hosts.deepspeed.startup import FINDERS
+
+
+def layers_table(model: str) -> Table:
+    """The layers of a model, built without memory.
+
+    Args:
+        model: path of a Hugging Face config.json or its folder, or ``"package.module:function"``.
+
+    Raises:
+        ValueError: it names no model.
+    """
+    with torch.device("meta"):
+        built = _built(model)
+    table = Table(title=f"layers of {type(built).__name__} to replace", title_justify="left")
+    for heading in ("layer", "kind", "experts", "parameters"):
+        table.add_column(heading)
+    for found in (found for finder in FINDERS for found in finder(built)):
+        module = built.get_submodule(found.name)
+        count = sum(p.numel() for p in module.parameters())
+        table.add_row(found.name, found.kind, str(found.num_experts), f"{count:,}")
+    if not table.row_count:
+        table.add_row("none found", "", "", "")
+    return table
+
+
+def _built(model: str) -> nn.Module:
+    if ":" in model and not Path(model).exists():
+        module, _, name = model.partition(":")
+        built = getattr(importlib.import_module(module), name)()
+    elif Path(model).exists():
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        built = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    else:
+        raise ValueError(
+            f"--model is {model!r}, which is neither a file or folder nor 'package.module:function'"
+        )
+    assert isinstance(built, nn.Module)
+    return built

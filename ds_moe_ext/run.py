@@ -1,0 +1,24 @@
+"""``python -m ds_moe_ext.run train.py ...``: run a script with the hosts attached.
+
+For machines where torch's autoloading of extensions is off. Anything after the script is its own.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+from ds_moe_ext import _autoload
+
+
+def main() -> None:
+    """Run the script in ``sys.argv[1]`` as ``__main__``."""
+    if len(sys.argv) < 2:
+        raise SystemExit("usage: python -m ds_moe_ext.run SCRIPT [ARGUMENT ...]")
+    _autoload.install()
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

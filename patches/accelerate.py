@@ -1,0 +1,36 @@
+"""The patch to Hugging Face accelerate, for the Trainer's ``save_model`` under DeepSpeed."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ds_moe_ext.patches.record import Patch, apply_all
+
+
+def _all_experts(original: Any) -> Any:
+    @functools.wraps(original)
+    def get_state_dict(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        from ds_moe_ext.hosts.deepspeed import api
+
+        if api.recorder_of(model) is not None:
+            return api.full_state_dict(model.module)
+        return original(self, model, *args, **kwargs)
+
+    return get_state_dict
+
+
+PATCHES = (
+    Patch(
+        "whole-state",
+        "accelerate.accelerator:Accelerator.get_state_dict",
+        ">=1.10,<2",
+        "a saved model has all experts, not rank 0's alone",
+        _all_experts,
+    ),
+)
+
+
+def apply() -> None:
+    """Apply it, or say why not."""
+    apply_all(PATCHES)

@@ -1,0 +1,232 @@
+"""Training jobs that ranks run: a real DeepSpeed engine on a tiny model.
+
+Every job sees the same global batch, whatever the number of ranks: micro-batch ``i`` of a step goes
+to rank ``i % world_size``, and one rank accumulates what several share.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+MICRO_BATCHES = 4  # a step, over all ranks
+VOCABULARY, LENGTH, ROWS = 64, 16, 2
+
+
+@dataclass(frozen=True)
+class Job:
+    family: str = "mixtral"
+    stage: int = 1
+    block: bool = True  # the ds_moe_ext block
+    cells: int | None = None
+    dtype: str = "float32"
+    steps: int = 10
+    clip: float = 0.0
+    optimizer: str = "json"  # json, object, callable
+    parameters: str = "list"  # list, generator, groups
+    sgd: bool = False
+    learning_rate: float = 3e-3
+    ep_size: int = 1  # that a native MoE is built with
+    extra: tuple[tuple[str, Any], ...] = ()
+    save_at: int | None = None
+    folder: str | None = None
+    resume: bool = False
+    load_arguments: tuple[tuple[str, Any], ...] = ()
+
+
+class Result(NamedTuple):
+    losses: list[float]  # mean over the step's micro-batches
+    norms: list[float]
+    state: dict[str, Tensor]  # all parameters at the end
+
+
+def model_of(job: Job) -> nn.Module:
+    torch.manual_seed(0)
+    return _MODELS[job.family](job)
+
+
+def _mixtral(job: Job) -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    shape = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=LENGTH,
+        output_router_logits=True,
+        router_aux_loss_coef=0.02,
+        sliding_window=None,
+        attn_implementation="sdpa",
+    )
+    model = MixtralForCausalLM(shape)
+    if job.dtype == "float64":
+        model.set_experts_implementation("eager")  # grouped GEMM has no float64
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def _gpt_moe(job: Job) -> nn.Module:
+    from gpt_moe import GptMoe, GptMoeConfig, MoeSettings
+
+    moe = MoeSettings(num_experts=4, k=2, ep_size=job.ep_size, drop_tokens=False)
+    shape = GptMoeConfig(
+        vocab_size=VOCABULARY,
+        sequence_length=LENGTH,
+        num_layers=2,
+        hidden_size=32,
+        num_heads=4,
+        ffn_hidden_size=48,
+        moe=moe,
+        moe_every=1,
+        aux_loss_coef=0.02,
+    )
+    return GptMoe(shape)
+
+
+_MODELS: dict[str, Callable[[Job], nn.Module]] = {"mixtral": _mixtral, "gpt_moe": _gpt_moe}
+
+
+def micro_batch(step: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + number)
+    return torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
+
+
+def document_of(job: Job, world_size: int) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": MICRO_BATCHES // world_size,
+        "gradient_clipping": job.clip,
+        "zero_optimization": {"stage": job.stage},
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        **dict(job.extra),
+    }
+    if job.optimizer == "json":
+        document["optimizer"] = {
+            "type": "AdamW",
+            "params": {"lr": job.learning_rate, "torch_adam": True},
+        }
+    if job.dtype == "bfloat16":
+        document["bf16"] = {"enabled": True}
+    if job.block:
+        document["ds_moe_ext"] = {
+            "enabled": True,
+            "expert_parallel_size": job.cells,
+            "report": {"enabled": False},
+        }
+    return document
+
+
+def engine_of(job: Job, world_size: int) -> Any:
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    model = model_of(job)
+    if job.dtype == "float64":
+        model.double()
+    parameters: Any = {
+        "list": lambda: list(model.parameters()),
+        "generator": model.parameters,
+        "groups": lambda: [{"params": list(model.parameters()), "weight_decay": 0.0}],
+    }[job.parameters]()
+    optimizer = {
+        "json": lambda: None,
+        "object": lambda: _torch_optimizer(job, parameters),
+        "callable": lambda: lambda given: _torch_optimizer(job, given),
+    }[job.optimizer]()
+    if job.optimizer == "object":
+        parameters = None
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=parameters,
+        optimizer=optimizer,
+        config=document_of(job, world_size),
+    )
+    return engine
+
+
+def _torch_optimizer(job: Job, parameters: Any) -> torch.optim.Optimizer:
+    cls = torch.optim.SGD if job.sgd else torch.optim.AdamW
+    return cls(parameters, lr=job.learning_rate)
+
+
+def loss_of(engine: Any, tokens: Tensor) -> Tensor:
+    labels = tokens if "Mixtral" in type(engine.module).__name__ else tokens.roll(-1, 1)
+    loss: Tensor = engine(input_ids=tokens, labels=labels).loss
+    return loss
+
+
+def _reduce_in_float64(engine: Any, world_size: int) -> None:
+    """What DeepSpeed does at ZeRO 0, but it refuses to do it in float64."""
+    import torch.distributed as dist
+    from deepspeed.moe.utils import is_moe_param
+
+    for parameter in engine.module.parameters():
+        if not is_moe_param(parameter):  # each rank has experts of its own
+            dist.all_reduce(parameter.grad)
+        parameter.grad /= world_size
+
+
+def train(rank: int, world_size: int, job: Job) -> Result | None:
+    """Run the job; rank 0 returns the result."""
+    with ExitStack() as stack:
+        if job.dtype == "float64":
+            stack.enter_context(_float64_everywhere())
+        return _trained(rank, world_size, job)
+
+
+@contextmanager
+def _float64_everywhere() -> Iterator[None]:
+    """Routers and norms compute in float32 on purpose; for a comparison to the last digit both
+    sides of it compute in float64."""
+    to = Tensor.to
+
+    def to_double(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return to(self, *(torch.float64 if a is torch.float32 else a for a in args), **kwargs)
+
+    with mock.patch.object(Tensor, "float", Tensor.double), mock.patch.object(Tensor, "to", to_double):
+        yield
+
+
+def _trained(rank: int, world_size: int, job: Job) -> Result | None:
+    import torch.distributed as dist
+
+    from ds_moe_ext import full_state_dict
+
+    engine = engine_of(job, world_size)
+    engine.enable_backward_allreduce = job.dtype != "float64"
+    start = 0
+    if job.resume:
+        engine.load_checkpoint(job.folder, **dict(job.load_arguments))
+        start = engine.global_steps
+    losses, norms = [], []
+    for step in range(start, job.steps):
+        total = torch.zeros((), dtype=torch.float64)
+        for number in range(rank, MICRO_BATCHES, world_size):
+            loss = loss_of(engine, micro_batch(step, number))
+            engine.backward(loss)
+            if job.dtype == "float64" and engine.is_gradient_accumulation_boundary():
+                _reduce_in_float64(engine, world_size)
+            engine.step()
+            total += loss.detach().double()
+        dist.all_reduce(total)
+        losses.append(float(total) / MICRO_BATCHES)
+        norms.append(float(engine.get_global_grad_norm() or 0.0))
+        if job.save_at == step + 1:
+            engine.save_checkpoint(job.folder)
+    state = {k: v.detach().clone() for k, v in full_state_dict(engine.module).items()}
+    return Result(losses, norms, state) if rank == 0 else None

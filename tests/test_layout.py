@@ -1,0 +1,86 @@
+"""Rank arithmetic. Pure: no process group is made here."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_moe_ext.layout import AXES, Grid
+
+# Ranks [edp, ep, esp] of 8 ranks, the last axis fastest.
+WORKED = {
+    # One grid of 8 cells: nobody shares an expert with anybody.
+    Grid(8, 8): {
+        "edp": [[0], [1], [2], [3], [4], [5], [6], [7]],
+        "ep": [[0, 1, 2, 3, 4, 5, 6, 7]],
+        "esp": [[0], [1], [2], [3], [4], [5], [6], [7]],
+    },
+    # Two grids of 4 cells: ranks 0-3 and 4-7; rank r and r + 4 hold the same experts.
+    Grid(8, 4): {
+        "edp": [[0, 4], [1, 5], [2, 6], [3, 7]],
+        "ep": [[0, 1, 2, 3], [4, 5, 6, 7]],
+        "esp": [[0], [1], [2], [3], [4], [5], [6], [7]],
+    },
+    # One grid of 4 cells of 2 ranks: cells 01, 23, 45, 67.
+    Grid(8, 4, 2): {
+        "edp": [[0], [1], [2], [3], [4], [5], [6], [7]],
+        "ep": [[0, 2, 4, 6], [1, 3, 5, 7]],
+        "esp": [[0, 1], [2, 3], [4, 5], [6, 7]],
+    },
+    # Two grids of 2 cells of 2 ranks: cells 01, 23 and 45, 67.
+    Grid(8, 2, 2): {
+        "edp": [[0, 4], [1, 5], [2, 6], [3, 7]],
+        "ep": [[0, 2], [1, 3], [4, 6], [5, 7]],
+        "esp": [[0, 1], [2, 3], [4, 5], [6, 7]],
+    },
+    # Every rank has all experts.
+    Grid(8, 1): {
+        "edp": [[0, 1, 2, 3, 4, 5, 6, 7]],
+        "ep": [[0], [1], [2], [3], [4], [5], [6], [7]],
+        "esp": [[0], [1], [2], [3], [4], [5], [6], [7]],
+    },
+}
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("grid", WORKED, ids=str)
+def test_ranks_along_an_axis(grid: Grid, axis: str) -> None:
+    assert grid.along(axis) == WORKED[grid][axis]
+
+
+def test_place_of_a_rank() -> None:
+    grid = Grid(8, 2, 2)
+    # Rank 5 = 1 * 4 + 0 * 2 + 1.
+    assert [grid.index(axis, 5) for axis in AXES] == [1, 0, 1]
+    assert [grid.index("ep", rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert grid.ranks.shape == (2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((8, 3), "3 cells of 1 rank(s) do not divide 8 ranks"),
+        ((8, 4, 4), "4 cells of 4 rank(s) do not divide 8 ranks"),
+        ((4, 8), "8 cells of 1 rank(s) do not divide 4 ranks"),
+        ((1, 2), "choose sizes whose product divides 1"),
+    ],
+)
+def test_sizes_that_do_not_fill_the_world(sizes: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        Grid(*sizes)
+    assert message in str(caught.value)
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3))
+def test_every_axis_parts_the_ranks(num_grids: int, num_cells: int, cell_size: int) -> None:
+    grid = Grid(num_grids * num_cells * cell_size, num_cells, cell_size)
+    lengths = {"edp": num_grids, "ep": num_cells, "esp": cell_size}
+    for axis, length in lengths.items():
+        lists = grid.along(axis)
+        assert sorted(rank for ranks in lists for rank in ranks) == list(range(grid.world_size))
+        for ranks in lists:
+            assert [grid.index(axis, rank) for rank in ranks] == list(range(length))
+            others = [other for other in AXES if other != axis]
+            places = {tuple(grid.index(other, rank) for other in others) for rank in ranks}
+            assert len(places) == 1
