@@ -1,0 +1,168 @@
+"""Tokens per second of strategy `ep` beside what a DeepSpeed user has today, in one run.
+
+`torchrun --nproc_per_node 4 launch/bench_hosts.py --model configs/models/mixtral_tiny.json`
+
+All contenders are built in the same processes and take turns, a few steps each, in an order that
+rotates, so that a machine whose speed drifts slows them alike; ratios are paired by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+from pretrain_deepspeed import GPT_MOE, LanguageModel, build_model, read_json
+from rich.console import Console
+from rich.table import Table
+from text import Batch, WindowSampler, read_text
+
+OURS = "ds_moe_ext ep"
+
+
+@dataclass(frozen=True, eq=False)
+class Contender:
+    """One engine of the comparison.
+
+    Attributes:
+        name: in the table.
+        step: one optimizer step on the batches of a step number. Collective.
+    """
+
+    name: str
+    step: Callable[[int], None]
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--model", type=Path, required=True)
+    add("--host", type=Path, default=Path("configs/hosts/deepspeed_plain.json"))
+    add("--rounds", type=int, default=12)
+    add("--steps_per_round", type=int, default=5)
+    add("--sequence_length", type=int, default=128)
+    add("--seed", type=int, default=1)
+    add("--zero_stage", type=int, default=1)
+    add("--dtype", choices=("bf16", "fp32"), default="bf16")
+    add("--json", type=Path, help="write the figures here")
+    arguments = parser.parse_args()
+    arguments.ep_size = None
+    return arguments
+
+
+def documents(arguments: argparse.Namespace, family: str, world_size: int) -> dict[str, Any]:
+    """DeepSpeed JSON of each contender."""
+    plain = read_json(arguments.host, "--host")
+    plain["zero_optimization"] = {"stage": arguments.zero_stage}
+    plain["bf16"] = {"enabled": arguments.dtype == "bf16"}
+    ours = {
+        "enabled": True,
+        "expert_parallel_size": world_size,
+        "report": {"enabled": False, "trace_step": None},
+    }
+    found = {OURS: {**plain, "ds_moe_ext": ours}}
+    if family == GPT_MOE:
+        found[f"deepspeed.moe, ep_size {world_size}"] = plain
+    else:
+        block = {"enabled": True, "autoep_size": world_size, "preset_model": family}
+        found[f"DeepSpeed AutoEP, size {world_size}"] = {**plain, "expert_parallel": block}
+        found["Hugging Face, data parallel"] = plain
+    return found
+
+
+def contender(arguments: argparse.Namespace, name: str, document: dict[str, Any]) -> Contender:
+    """Build one engine with its own model. Collective."""
+    arguments.ep_size = dist.get_world_size() if name.startswith("deepspeed.moe") else None
+    model: LanguageModel = build_model(arguments)
+    engine, *_ = deepspeed.initialize(
+        model=model.module, model_parameters=model.module.parameters(), config=document
+    )
+    sampler = WindowSampler(
+        text=read_text(None).training,
+        source="the standard library",
+        sequence_length=arguments.sequence_length,
+        micro_batch_size=engine.train_micro_batch_size_per_gpu(),
+        num_micro_steps=engine.gradient_accumulation_steps(),
+        num_ranks=dist.get_world_size(),
+        seed=arguments.seed,
+    )
+
+    def step(number: int) -> None:
+        for micro_step in range(sampler.num_micro_steps):
+            batch = sampler.batch(number, micro_step, dist.get_rank())
+            batch = Batch(*(tensor.to(engine.device) for tensor in batch))
+            engine.backward(engine(**model.arguments(batch)).loss)
+            engine.step()
+
+    return Contender(name, step)
+
+
+def measure(
+    contenders: list[Contender], *, rounds: int, steps: int
+) -> dict[str, list[float]]:
+    """Seconds a step of each contender, by round; the first round is not counted. Collective."""
+    seconds: dict[str, list[float]] = {each.name: [] for each in contenders}
+    for number in range(rounds + 1):
+        turn = number % len(contenders)
+        for each in contenders[turn:] + contenders[:turn]:
+            dist.barrier()
+            start = time.perf_counter()
+            for step in range(steps):
+                each.step(number * steps + step)
+            dist.barrier()
+            if number:
+                seconds[each.name].append((time.perf_counter() - start) / steps)
+    return seconds
+
+
+def table_of(seconds: dict[str, list[float]], tokens: int, title: str) -> Table:
+    """Medians, and ratios paired by round."""
+    table = Table(title=title, title_justify="left")
+    for heading in ("contender", "tokens/s", "ms a step", "ours is faster by", "of rounds won"):
+        table.add_column(heading)
+    for name, each in seconds.items():
+        ratios = [theirs / ours for theirs, ours in zip(each, seconds[OURS])]
+        won = sum(ratio > 1 for ratio in ratios)
+        table.add_row(
+            name,
+            f"{tokens / statistics.median(each):,.0f}",
+            f"{1e3 * statistics.median(each):.1f}",
+            "" if name == OURS else f"{statistics.median(ratios):.3f}",
+            "" if name == OURS else f"{won}/{len(ratios)}",
+        )
+    return table
+
+
+def main() -> None:
+    """Build, take turns, print."""
+    arguments = parse_arguments()
+    deepspeed.init_distributed()
+    world_size = dist.get_world_size()
+    family = read_json(arguments.model, "--model")["family"]
+    found = documents(arguments, family, world_size)
+    contenders = [contender(arguments, name, document) for name, document in found.items()]
+    seconds = measure(contenders, rounds=arguments.rounds, steps=arguments.steps_per_round)
+    if dist.get_rank() == 0:
+        plain = found[OURS]
+        rows = plain["train_micro_batch_size_per_gpu"] * plain["gradient_accumulation_steps"]
+        tokens = rows * world_size * arguments.sequence_length
+        title = (
+            f"{arguments.model.stem}, {world_size} ranks, {arguments.dtype}, ZeRO "
+            f"{arguments.zero_stage}, {arguments.rounds} rounds of {arguments.steps_per_round} steps"
+        )
+        Console().print(table_of(seconds, tokens, title))
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps({"title": title, "seconds_a_step": seconds}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,571 @@
+"""Time one MoE layer, forward and backward, beside what a user has today.
+
+One process, one device; all contenders take turns, repetition by repetition::
+
+    python launch/bench_layer.py --shapes small --dtype fp32          # a laptop, seconds
+    python launch/bench_layer.py --shapes mixtral_8x7b qwen3_30b_a3b  # a GPU
+
+Before anything is timed, contenders that compute the same function get the same weights, and their
+outputs and input gradients are compared. Shape letters: T tokens, K choices a token, E experts,
+D model width, F expert width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor, nn
+
+from ds_moe_ext.hosts import huggingface
+from ds_moe_ext.layout import Grid, ParallelLayout
+from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
+from ds_moe_ext.moe.gate import SoftmaxTopK
+from ds_moe_ext.moe.layer import MoELayer, RoutedExperts
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.strategies.base import Job, Site
+from ds_moe_ext.strategies.ep import ExpertParallel
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
+PACKAGES = ("torch", "transformers", "deepspeed", "triton")
+FLUSH_BYTES = 256 * 2**20  # more than any GPU's L2 cache
+AHEAD_CYCLES = 20_000_000  # about 10 ms in which the host issues work while the device spins
+OURS, CEILING = "ours: MoELayer", "dense FFN of the same FLOPs"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one layer, and how many tokens fill a GPU with it."""
+
+    width: int
+    expert_width: int
+    num_experts: int
+    top_k: int
+    num_tokens: int
+
+    def num_flops(self, num_tokens: int) -> float:
+        """Of the experts' matrix products, forward and backward."""
+        return 3 * 6.0 * num_tokens * self.top_k * self.width * self.expert_width
+
+
+SHAPES = {
+    "mixtral_8x7b": Shape(4096, 14336, 8, 2, 8192),
+    "qwen3_30b_a3b": Shape(2048, 768, 128, 8, 8192),
+    "small": Shape(256, 512, 8, 2, 1024),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """The weights that contenders share, and what goes through them.
+
+    Attributes:
+        gate_ED: router.
+        up_EFD: gate and up projections joined, ``[E, 2F, D]``.
+        down_EDF: down projections.
+        x_TD: tokens.
+        grad_TD: gradient of the output.
+    """
+
+    shape: Shape
+    gate_ED: Tensor
+    up_EFD: Tensor
+    down_EDF: Tensor
+    x_TD: Tensor
+    grad_TD: Tensor
+
+    @classmethod
+    def of(
+        cls, shape: Shape, num_tokens: int, *, skew: float, device: torch.device, dtype: torch.dtype
+    ) -> Problem:
+        """Random weights; expert ``e``'s logit is biased by ``-skew * log(1 + e)``."""
+        generator = torch.Generator(device).manual_seed(1)
+
+        def rand(*size: int, scale: float = 1.0) -> Tensor:
+            out = torch.empty(size, device=device, dtype=dtype)
+            return out.normal_(0.0, scale, generator=generator)
+
+        e, d, f = shape.num_experts, shape.width, shape.expert_width
+        gate_ED, x_TD = rand(e, d, scale=d**-0.5), rand(num_tokens, d)
+        # The last input is always one: its column of the router biases the routing.
+        x_TD[:, -1] = 1.0
+        gate_ED[:, -1] = -skew * torch.arange(1, e + 1, device=device).log()
+        up_EFD, down_EDF = rand(e, 2 * f, d, scale=d**-0.5), rand(e, d, f, scale=f**-0.5)
+        return cls(shape, gate_ED, up_EFD, down_EDF, x_TD, rand(num_tokens, d))
+
+
+Layer = Callable[[Tensor], Tensor]  # [T, D] -> [T, D]
+
+
+@dataclass(frozen=True, eq=False)
+class Contender:
+    """One way to compute the layer.
+
+    Attributes:
+        name: shown in the table.
+        layer: called with ``x``.
+        parameters: whose gradients are cleared before each repetition.
+        is_exact: computes the same function of the same weights, so that results are compared.
+    """
+
+    name: str
+    layer: Layer
+    parameters: tuple[nn.Parameter, ...]
+    is_exact: bool = True
+
+
+def ours(problem: Problem) -> Contender:
+    """All six sub-modules in one program, one cell, strategy ep."""
+    shape, site = problem.shape, _one_cell(problem.shape.num_experts)
+    layer = MoELayer(
+        nn.ParameterList([problem.gate_ED.clone()]),
+        nn.ParameterList([problem.up_EFD.clone(), problem.down_EDF.clone()]),
+        gate=SoftmaxTopK(top_k=shape.top_k),
+        function=FeedForwardExperts(silu_gated),
+        strategy=ExpertParallel(),
+        plan=site.plan,
+        layout=site.layout,
+    )
+    return Contender(OURS, lambda x: layer(x).y, tuple(layer.parameters()))
+
+
+def _one_cell(num_experts: int) -> Site:
+    strategy, home = ExpertParallel(), Placement.block(num_experts, 1)
+    layout = ParallelLayout.build(Grid(1, 1), strategy.uses())
+    (plan,) = strategy.plan(Job(np.ones((1, 1, num_experts)), (home,)))
+    return Site(plan, layout, 0)
+
+
+def ours_in_hugging_face(problem: Problem) -> Contender:
+    """Hugging Face's block with its own router; its experts replaced as the plug-in does it."""
+    block = _mixtral_block(problem, "grouped_mm")
+    site = _one_cell(problem.shape.num_experts)
+    for found in list(huggingface.find(block)):
+        held = torch.arange(found.num_experts)
+        found.adopt(held, lambda function: RoutedExperts(ExpertParallel(), site, function))
+    return _hugging_face_contender("ours: experts of a Hugging Face block", block)
+
+
+def hugging_face(implementation: str, problem: Problem) -> Contender:
+    """Mixtral's block as transformers runs it."""
+    block = _mixtral_block(problem, implementation)
+    return _hugging_face_contender(f"Hugging Face {implementation}", block)
+
+
+def _hugging_face_contender(name: str, block: nn.Module) -> Contender:
+    return Contender(name, lambda x: block(x[None])[0], tuple(block.parameters()))
+
+
+def _mixtral_block(problem: Problem, implementation: str) -> nn.Module:
+    from transformers.models.mixtral.modeling_mixtral import (
+        MixtralConfig,
+        MixtralSparseMoeBlock,
+    )
+
+    shape = problem.shape
+    config = MixtralConfig(
+        hidden_size=shape.width,
+        intermediate_size=shape.expert_width,
+        num_local_experts=shape.num_experts,
+        num_experts_per_tok=shape.top_k,
+    )
+    config._experts_implementation = implementation
+    with torch.device(problem.x_TD.device):
+        block = MixtralSparseMoeBlock(config).to(problem.x_TD.dtype)
+    with torch.no_grad():
+        block.gate.weight.copy_(problem.gate_ED)
+        block.experts.gate_up_proj.copy_(problem.up_EFD)
+        block.experts.down_proj.copy_(problem.down_EDF)
+    return block
+
+
+def auto_ep(name: str, settings: Mapping[str, str], problem: Problem) -> Contender:
+    """DeepSpeed AutoEP's layer, converted from a Mixtral block by DeepSpeed's own replacement."""
+    from deepspeed.module_inject.auto_ep import AutoEP
+    from deepspeed.module_inject.auto_ep_config import parse_autoep_config
+
+    block = _mixtral_block(problem, "grouped_mm")
+    # AutoEP finds blocks by name.
+    host = nn.Module()
+    host.model = nn.Module()
+    host.model.layers = nn.ModuleList([nn.Module()])
+    host.model.layers[0].mlp = block
+    host.config = block.experts.config
+    config = parse_autoep_config({"enabled": True, "preset_model": "mixtral", **settings})
+    converter = AutoEP(host, config)
+    (spec,) = converter.ep_parser()
+    converter.replace_moe_layer(spec, ep_size=1, ep_rank=0)
+    layer = host.model.layers[0].mlp
+
+    def call(x: Tensor) -> Tensor:
+        out = layer(x[None])
+        return (out[0] if isinstance(out, tuple) else out).view_as(x)
+
+    return Contender(name, call, tuple(layer.parameters()))
+
+
+def deepspeed_native(capacity_factor: float | None, problem: Problem) -> Contender:
+    """``deepspeed.moe.layer.MoE`` with SwiGLU experts; no capacity factor: nothing is dropped."""
+    from deepspeed.moe.layer import MoE
+
+    shape = problem.shape
+    with torch.device(problem.x_TD.device), redirect_stdout(sys.stderr):
+        moe = MoE(
+            shape.width,
+            SwiGlu(shape.width, shape.expert_width),
+            num_experts=shape.num_experts,
+            k=shape.top_k,
+            capacity_factor=capacity_factor or 1.0,
+            drop_tokens=capacity_factor is not None,
+            top2_2nd_expert_sampling=False,
+        ).to(problem.x_TD.dtype)
+        moe.set_deepspeed_parallelism()
+    with torch.no_grad():
+        moe.deepspeed_moe.gate.wg.weight.copy_(problem.gate_ED)
+        experts = moe.deepspeed_moe.experts.deepspeed_experts
+        for expert, up_FD, down_DF in zip(experts, problem.up_EFD, problem.down_EDF):
+            expert.up.weight.copy_(up_FD)
+            expert.down.weight.copy_(down_DF)
+    way = "dropless" if capacity_factor is None else f"capacity {capacity_factor}"
+    return Contender(
+        f"DeepSpeed MoE {way}",
+        lambda x: moe(x[None])[0][0],
+        tuple(moe.parameters()),
+        # Its router works in float32: in bfloat16 it may choose otherwise.
+        is_exact=capacity_factor is None and problem.x_TD.dtype == torch.float32,
+    )
+
+
+class SwiGlu(nn.Module):
+    """One expert: gate and up joined, SiLU, down."""
+
+    def __init__(self, width: int, expert_width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * expert_width, bias=False)
+        self.down = nn.Linear(expert_width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(silu_gated(self.up(x)))
+
+
+def dense(problem: Problem) -> Contender:
+    """All ``T * K`` rows through one expert: the matrix products, and nothing of routing."""
+    shape, x_TD = problem.shape, problem.x_TD
+    with torch.device(x_TD.device):
+        ffn = SwiGlu(shape.width, shape.expert_width).to(x_TD.dtype)
+    rows_ND = x_TD.repeat(shape.top_k, 1).requires_grad_()
+    num_tokens = x_TD.shape[0]
+
+    def call(x: Tensor) -> Tensor:
+        # x is not read: to copy it K times is no part of the ceiling.
+        return ffn(rows_ND).view(shape.top_k, num_tokens, shape.width)
+
+    return Contender(CEILING, call, tuple(ffn.parameters()), is_exact=False)
+
+
+FUSED = {"gate_up_impl": "fused", "combine_impl": "fused_weighted_sum"}
+BUILDERS: Mapping[str, Callable[[Problem], Contender]] = {
+    OURS: ours,
+    "ours: experts of a Hugging Face block": ours_in_hugging_face,
+    "Hugging Face grouped_mm": partial(hugging_face, "grouped_mm"),
+    "Hugging Face eager": partial(hugging_face, "eager"),
+    "Hugging Face batched_mm": partial(hugging_face, "batched_mm"),
+    "DeepSpeed AutoEP": partial(auto_ep, "DeepSpeed AutoEP", {}),
+    "DeepSpeed AutoEP, fused options": partial(auto_ep, "DeepSpeed AutoEP, fused options", FUSED),
+    "DeepSpeed MoE dropless": partial(deepspeed_native, None),
+    "DeepSpeed MoE capacity 1.25": partial(deepspeed_native, 1.25),
+    CEILING: dense,
+}
+BATCHED_BYTES = 2**30  # batched_mm copies an expert's weights for every row
+
+
+def reason_to_leave_out(name: str, problem: Problem) -> str | None:
+    """Why a contender is not even tried."""
+    shape, num_tokens = problem.shape, problem.x_TD.shape[0]
+    expert_bytes = 3 * shape.width * shape.expert_width * problem.x_TD.element_size()
+    if name == "Hugging Face batched_mm" and num_tokens * shape.top_k * expert_bytes > BATCHED_BYTES:
+        needed = num_tokens * shape.top_k * expert_bytes / 2**30
+        return f"would copy {needed:,.0f} GiB of weights: one expert a row"
+    return None
+
+
+def step(contender: Contender, x_TD: Tensor, grad_TD: Tensor) -> Tensor:
+    """Forward and backward; gradients end up in ``.grad``."""
+    y_TD = contender.layer(x_TD)
+    y_TD.backward(grad_TD.expand_as(y_TD))
+    return y_TD.detach()
+
+
+def cleared(contender: Contender, problem: Problem) -> Tensor:
+    """Free all gradients and give a fresh input."""
+    for parameter in contender.parameters:
+        parameter.grad = None
+    return problem.x_TD.detach().requires_grad_()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One contender's times, in seconds, and what its gradients and outputs are worth.
+
+    Attributes:
+        device_s: forward and backward on the device, each repetition.
+        host_s: until the host has issued them; on a CPU the same.
+        peak_bytes: allocated at the peak, beyond what was there before the step; None on a CPU.
+        y_error: largest difference from ours over ours' largest value; None where not comparable.
+        x_grad_error: likewise, of the input gradient.
+    """
+
+    device_s: tuple[float, ...]
+    host_s: tuple[float, ...]
+    peak_bytes: int | None
+    y_error: float | None
+    x_grad_error: float | None
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.device_s)
+
+
+class Clock:
+    """Times work on one device.
+
+    On CUDA the device spins first, so that the host is ahead of it: what counts is how long the
+    device takes, with the gaps that a contender's own waits for the device tear.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_cuda = device.type == "cuda"
+        if self.is_cuda:
+            self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+
+    def seconds(self, work: Callable[[], object]) -> tuple[float, float]:
+        """Of the device, and of the host."""
+        if not self.is_cuda:
+            start_s = time.perf_counter()
+            work()
+            spent_s = time.perf_counter() - start_s
+            return spent_s, spent_s
+        self._flush.zero_()
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(AHEAD_CYCLES)
+        start.record()
+        start_s = time.perf_counter()
+        work()
+        host_s = time.perf_counter() - start_s
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3, host_s
+
+    def peak_bytes(self, work: Callable[[], object]) -> int | None:
+        """Memory allocated at the peak of ``work``, beyond what was allocated before."""
+        if not self.is_cuda:
+            return None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+
+@contextmanager
+def reasons(name: str, skipped: dict[str, str]) -> Iterator[None]:
+    """Note why a contender cannot run, and go on with the others."""
+    try:
+        yield
+    except Exception as error:
+        first_line = (str(error).splitlines() or [""])[0]
+        skipped[name] = f"{type(error).__name__}: {first_line}"
+
+
+def gather(problem: Problem) -> tuple[list[Contender], dict[str, str]]:
+    """The contenders that can run here, each warmed up once, and why the others cannot."""
+    contenders: list[Contender] = []
+    skipped: dict[str, str] = {}
+    for name, build in BUILDERS.items():
+        reason = reason_to_leave_out(name, problem)
+        if reason is not None:
+            skipped[name] = reason
+            continue
+        with reasons(name, skipped):
+            contender = build(problem)
+            step(contender, cleared(contender, problem), problem.grad_TD)
+            cleared(contender, problem)
+            contenders.append(contender)
+    if not contenders or contenders[0].name != OURS:
+        raise RuntimeError(f"{OURS} cannot run: {skipped[OURS]}")
+    return contenders, skipped
+
+
+def errors(contenders: Sequence[Contender], problem: Problem) -> dict[str, tuple[float, float]]:
+    """Differences from ours of outputs and input gradients, relative to the largest value."""
+    found: dict[str, tuple[float, float]] = {}
+    reference: tuple[Tensor, Tensor] | None = None
+    for contender in contenders:
+        if not contender.is_exact:
+            continue
+        x = cleared(contender, problem)
+        y = step(contender, x, problem.grad_TD)
+        assert x.grad is not None
+        reference = reference or (y, x.grad)
+        y_error, x_error = (_error(a, b) for a, b in zip((y, x.grad), reference))
+        found[contender.name] = (y_error, x_error)
+        cleared(contender, problem)
+    return found
+
+
+def _error(result: Tensor, reference: Tensor) -> float:
+    return float((result - reference).abs().max() / reference.abs().max())
+
+
+def measure(
+    contenders: Sequence[Contender], problem: Problem, repetitions: int, console: Console
+) -> dict[str, Measured]:
+    """Let contenders take turns; each turn starts with another one."""
+    clock = Clock(problem.x_TD.device)
+    differences = errors(contenders, problem)
+    times: dict[str, list[tuple[float, float]]] = {c.name: [] for c in contenders}
+    peaks: dict[str, int | None] = {}
+    for turn in track(range(-2, repetitions), "repetitions", console=console, transient=True):
+        for index in range(len(contenders)):
+            contender = contenders[(turn + index) % len(contenders)]
+            x = cleared(contender, problem)
+            work = partial(step, contender, x, problem.grad_TD)
+            if turn == -2:
+                peaks[contender.name] = clock.peak_bytes(work)
+            elif turn >= 0:
+                times[contender.name].append(clock.seconds(work))
+            else:
+                work()
+            cleared(contender, problem)
+    measured = {}
+    for contender in contenders:
+        device_s, host_s = zip(*times[contender.name])
+        y_error, x_error = differences.get(contender.name, (None, None))
+        measured[contender.name] = Measured(
+            device_s, host_s, peaks[contender.name], y_error, x_error
+        )
+    return measured
+
+
+def table_of(title: str, measured: Mapping[str, Measured], num_flops: float) -> Table:
+    """The results as a person reads them."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("contender")
+    for column in (
+        "median ms", "min", "max", "host ms", "x ours", "of ceiling", "TFLOP/s", "peak MiB",
+        "y error", "x.grad error",
+    ):  # fmt: skip
+        table.add_column(column, justify="right")
+    ours_s = measured[OURS].median_s
+    ceiling_s = measured[CEILING].median_s if CEILING in measured else None
+    for name, m in measured.items():
+        table.add_row(
+            name,
+            *(f"{s * 1e3:.2f}" for s in (m.median_s, min(m.device_s), max(m.device_s))),
+            f"{statistics.median(m.host_s) * 1e3:.2f}",
+            f"{m.median_s / ours_s:.2f}",
+            f"{ceiling_s / m.median_s:.0%}" if ceiling_s else "-",
+            f"{num_flops / m.median_s / 1e12:.2f}",
+            f"{m.peak_bytes / 2**20:,.0f}" if m.peak_bytes is not None else "-",
+            *("-" if e is None else f"{e:.1e}" for e in (m.y_error, m.x_grad_error)),
+        )
+    return table
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--shapes", nargs="+", choices=SHAPES, default=["small"])
+    add("--tokens", type=int, help="tokens in the batch; default: 8192, for small 1024")
+    add("--dtype", choices=DTYPES, help="default: bf16 on CUDA, fp32 on a CPU")
+    add("--repetitions", type=int, default=20)
+    add("--routing", choices=("uniform", "skewed"), default="uniform")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--json", type=Path, help="file for the results")
+    return parser.parse_args()
+
+
+def start_one_rank(device: torch.device) -> None:
+    """A world of one rank: DeepSpeed's layers and our layout ask for groups."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        import deepspeed
+    except ImportError:
+        return  # its contenders will say so
+    with redirect_stdout(sys.stderr):
+        deepspeed.init_distributed(backend, auto_mpi_discovery=False)
+
+
+def versions() -> dict[str, str]:
+    """Of what is measured."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def main() -> int:
+    """Measure each shape; 1 if contenders of the same function disagree."""
+    arguments = parse_arguments()
+    device = torch.device(arguments.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    dtype = DTYPES[arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")]
+    start_one_rank(device)
+    console, results, disagree = Console(), [], []
+    for name in arguments.shapes:
+        shape = SHAPES[name]
+        num_tokens = arguments.tokens or shape.num_tokens
+        skew = 1.0 if arguments.routing == "skewed" else 0.0
+        problem = Problem.of(shape, num_tokens, skew=skew, device=device, dtype=dtype)
+        contenders, skipped = gather(problem)
+        measured = measure(contenders, problem, arguments.repetitions, console)
+        title = f"{name}, {num_tokens} tokens, {arguments.routing} routing, {dtype}, {device}"
+        console.print(table_of(title, measured, shape.num_flops(num_tokens)))
+        for contender, reason in skipped.items():
+            console.print(f"[yellow]not run: {contender}: {reason}[/]")
+        disagree += [
+            f"{name}: {contender}: y {m.y_error:.1e}, x.grad {m.x_grad_error:.1e}"
+            for contender, m in measured.items()
+            if m.y_error is not None and max(m.y_error, m.x_grad_error or 0) > TOLERANCES[dtype]
+        ]
+        rows = {contender: asdict(m) for contender, m in measured.items()}
+        results.append({"shape": name, "tokens": num_tokens, "measured": rows, "skipped": skipped})
+    if arguments.json:
+        device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        setup = {"command": sys.argv, "device": device_name, "versions": versions()}
+        arguments.json.write_text(json.dumps({**setup, "dtype": str(dtype), "results": results}))
+    for line in disagree:
+        console.print(f"[red]differs from {OURS} by more than {TOLERANCES[dtype]:.0e}: {line}[/]")
+    dist.destroy_process_group()
+    return int(bool(disagree))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
