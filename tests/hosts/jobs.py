@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
@@ -39,6 +39,8 @@ class Job:
     folder: str | None = None
     resume: bool = False
     load_arguments: tuple[tuple[str, Any], ...] = ()
+    no_sync: bool = False  # reduce in the last micro-batch only
+    evaluate: bool = False  # run an evaluation between the steps
 
 
 class Result(NamedTuple):
@@ -181,6 +183,14 @@ def _reduce_in_float64(engine: Any, world_size: int) -> None:
         parameter.grad /= world_size
 
 
+def _evaluate(engine: Any, step: int) -> None:
+    """A forward without backward; it must leave no trace."""
+    engine.eval()
+    with torch.no_grad():
+        loss_of(engine, micro_batch(step, 99))
+    engine.train()
+
+
 def train(rank: int, world_size: int, job: Job) -> Result | None:
     """Run the job; rank 0 returns the result."""
     with ExitStack() as stack:
@@ -198,7 +208,10 @@ def _float64_everywhere() -> Iterator[None]:
     def to_double(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return to(self, *(torch.float64 if a is torch.float32 else a for a in args), **kwargs)
 
-    with mock.patch.object(Tensor, "float", Tensor.double), mock.patch.object(Tensor, "to", to_double):
+    with (
+        mock.patch.object(Tensor, "float", Tensor.double),
+        mock.patch.object(Tensor, "to", to_double),
+    ):
         yield
 
 
@@ -217,12 +230,16 @@ def _trained(rank: int, world_size: int, job: Job) -> Result | None:
     for step in range(start, job.steps):
         total = torch.zeros((), dtype=torch.float64)
         for number in range(rank, MICRO_BATCHES, world_size):
-            loss = loss_of(engine, micro_batch(step, number))
-            engine.backward(loss)
+            is_last = number + world_size >= MICRO_BATCHES
+            with engine.no_sync() if job.no_sync and not is_last else nullcontext():
+                loss = loss_of(engine, micro_batch(step, number))
+                engine.backward(loss)
             if job.dtype == "float64" and engine.is_gradient_accumulation_boundary():
                 _reduce_in_float64(engine, world_size)
             engine.step()
             total += loss.detach().double()
+        if job.evaluate:
+            _evaluate(engine, step)
         dist.all_reduce(total)
         losses.append(float(total) / MICRO_BATCHES)
         norms.append(float(engine.get_global_grad_norm() or 0.0))

@@ -1,0 +1,90 @@
+"""The main job as a user starts it: real launchers, real text, a few steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import free_port
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(command: list[str]) -> str:
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def document(tmp_path: Path, **block: Any) -> Path:
+    content = json.loads((ROOT / "configs/hosts/deepspeed_zero1.json").read_text())
+    content["ds_moe_ext"] |= {"expert_parallel_size": 2, **block}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def arguments(tmp_path: Path, config: Path, model: str) -> list[str]:
+    return [
+        str(ROOT / "launch/pretrain_deepspeed.py"),
+        "--model",
+        str(ROOT / f"configs/models/{model}.json"),
+        "--deepspeed_config",
+        str(config),
+        "--steps",
+        "7",
+        "--sequence_length",
+        "64",
+        "--data",
+        str(ROOT / "docs"),
+        "--output",
+        str(tmp_path / "out"),
+    ]
+
+
+def test_deepspeed_launcher_trains_and_reports(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    config = document(tmp_path, trace={"path": str(trace), "first_step": 2, "num_steps": 2}, debug=True)
+    launcher = ["deepspeed", "--num_accelerators", "2", "--master_port", str(free_port())]
+    printed = start(launcher + arguments(tmp_path, config, "gpt_moe_tiny"))
+    assert "ds_moe_ext: strategy ep, 2 ranks" in printed  # the table at the start
+    assert "busiest cell / mean" in printed  # and at the end
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert summary["strategy"] == "ep" and summary["world_size"] == 2
+    assert len(summary["losses"]) == 7 and summary["losses"][-1] < summary["losses"][0]
+    assert set(summary["balance_by_layer"]) == {"blocks.1.ffn", "blocks.3.ffn"}
+    assert all(1.0 <= balance <= 2.0 for balance in summary["balance_by_layer"].values())
+    assert summary["tokens_per_s"] > 0 and "deepspeed" in summary["versions"]
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert report["steps_I"] == list(range(7))
+    # 2 ranks x 8 windows x 64 bytes x 2 choices a step and layer.
+    assert {sum(rows_E) for rows_LE in report["rows_ILE"] for rows_E in rows_LE} == {2048}
+    assert {span["name"] for span in report["timeline"]} == {
+        "order", "dispatch", "expert", "combine", "restore"
+    }  # fmt: skip
+    assert "<svg" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
+    events = json.loads(trace.read_text())["traceEvents"]
+    # 2 steps x 2 layers x (5 forward + 4 backward) tasks.
+    assert sum(event["ph"] == "X" for event in events) == 36
+
+
+@pytest.mark.parametrize("model", ["mixtral_tiny", "qwen3_moe_tiny"])
+def test_torchrun_trains_hugging_face_models(model: str, tmp_path: Path) -> None:
+    launcher = ["torchrun", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    start(launcher + arguments(tmp_path, document(tmp_path), model))
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert summary["losses"][-1] < summary["losses"][0]
+    assert len(summary["balance_by_layer"]) == 3
