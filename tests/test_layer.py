@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ds_moe_ext.layout import Grid, ParallelLayout
@@ -171,3 +173,30 @@ def test_several_grids_equal_dense(degrees: tuple[int, int]) -> None:
     """Two expert-parallel grids of two cells: each sees its own tokens only."""
     _check(Case(num_cells=2, degrees=degrees), 4)
     _check(Case(num_cells=1, degrees=degrees), 4)
+
+
+@pytest.mark.parametrize("world_size", [3, 5, 6, 7])
+def test_odd_worlds_equal_dense(world_size: int) -> None:
+    _check(Case(num_experts=2 * world_size, degrees=(2, 1)), world_size)
+
+
+def _cases() -> st.SearchStrategy[Case]:
+    num_experts = st.sampled_from([2, 4, 8, 12])
+    return num_experts.flatmap(
+        lambda experts: st.builds(
+            Case,
+            num_experts=st.just(experts),
+            top_k=st.integers(1, min(experts, 4)),
+            tokens_W=st.tuples(st.integers(0, 20), st.integers(0, 20)),
+            hot=st.sampled_from([0.0, 2.0, 30.0]),
+            dead=st.integers(0, experts // 2),
+            degrees=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+            capacity_factor=st.sampled_from([None, None, 0.5, 1.25]),
+        )
+    )
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(_cases())
+def test_any_case_equals_dense(case: Case) -> None:
+    _check(case, 2)
