@@ -30,6 +30,10 @@ GUARDS = {"deepspeed": "ds_moe_ext.hosts.deepspeed.guard"}
 """Host package -> the module that makes a run fail which asks for us when we could not attach."""
 
 
+OWN_SWITCH = "DS_MOE_EXT_AUTOLOAD"
+SWITCHES = ("TORCH_DEVICE_BACKEND_AUTOLOAD", OWN_SWITCH)  # torch's is read by torch
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     """Lets the other finders find a host, and watches for the end of its import."""
 
@@ -48,7 +52,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             self._busy = False
         if spec is None or spec.loader is None:
             return None
-        spec.__class__ = _SpecToWatch
+        _patch_after(spec, name)
         return spec
 
 
@@ -66,8 +70,8 @@ def _patch(host: str) -> None:
 
 
 class _SpecToWatch(importlib.machinery.ModuleSpec):
-    """The spec of a host that is half way through its import, as when ``import deepspeed`` is what
-    imports torch: the import system sets ``_initializing`` to False at the very end."""
+    """The spec of a module that is half way through its import, as when ``import deepspeed`` is
+    what imports torch: the import system sets ``_initializing`` to False at the very end."""
 
     @property
     def _initializing(self) -> bool:
@@ -77,28 +81,51 @@ class _SpecToWatch(importlib.machinery.ModuleSpec):
     def _initializing(self, value: bool) -> None:
         vars(self)["_initializing"] = value
         if not value:
-            self.__class__ = importlib.machinery.ModuleSpec
-            if self.name in sys.modules:
-                _patch(self.name)
+            self.__class__ = importlib.machinery.ModuleSpec  # type: ignore[assignment]
+            for host in vars(self).pop(_WAITING):
+                _patch_when_whole(host)
+
+
+_WAITING = "_ds_moe_ext_hosts"  # attribute of a watched spec: hosts to patch when it is whole
+
+
+def _patch_after(spec: importlib.machinery.ModuleSpec, host: str) -> None:
+    """Patch a host when the import of a module ends."""
+    spec.__class__ = _SpecToWatch
+    vars(spec)[_WAITING] = {host, *vars(spec).get(_WAITING, ())}
+
+
+def _patch_when_whole(host: str) -> None:
+    """Patch a host as soon as neither it nor a module of ours, which the patches may need and which
+    may be what imports the host, is half way through its import."""
+    if host not in sys.modules:
+        return
+    own = [module for name, module in [*sys.modules.items()] if name.startswith("ds_moe_ext.")]
+    for module in (sys.modules[host], *own):
+        spec = module.__spec__
+        if spec is not None and vars(spec).get("_initializing") and module.__name__ != __name__:
+            _patch_after(spec, host)
+            return
+    _patch(host)
 
 
 def install() -> None:
     """Patch the hosts: those already imported now, the others when their import ends."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-    for host in HOSTS.keys() & sys.modules.keys():
-        spec = sys.modules[host].__spec__
-        if spec is not None and vars(spec).get("_initializing"):
-            if type(spec) is importlib.machinery.ModuleSpec:
-                spec.__class__ = _SpecToWatch
-        else:
-            _patch(host)
+    for host in HOSTS:
+        _patch_when_whole(host)
+
+
+def switched_off_by() -> list[str]:
+    """The environment variables that switch autoloading off."""
+    return [variable for variable in SWITCHES if os.environ.get(variable) == "0"]
 
 
 def autoload() -> None:
     """Entry point of torch."""
     try:
-        if os.environ.get("DS_MOE_EXT_AUTOLOAD", "1") != "0":
+        if OWN_SWITCH not in switched_off_by():
             install()
     except Exception as error:
         warnings.warn(f"ds_moe_ext did not load and is off: {error!r}", stacklevel=2)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
-import os
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -20,7 +20,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="ds-moe-ext", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     doctor = commands.add_parser(
-        "doctor", help="is it loaded, which patches are in, which layers of a model it would replace"
+        "doctor",
+        help="is it loaded, which patches are in, which layers of a model it would replace",
     )
     doctor.add_argument(
         "--model",
@@ -57,9 +58,9 @@ def examine(model: str | None) -> int:
         table = Table(title=f"{host} {version}", title_justify="left")
         for heading in ("patch", "state", "target", "why"):
             table.add_column(heading)
-        for id, state, target, reason in _patch_rows(host, patches):
-            well = well and state == "in"
-            table.add_row(id, state, target, reason)
+        for row in _patch_rows(host, patches):
+            well = well and not row.failure
+            table.add_row(row.id, row.failure or "in", row.target, row.reason)
         console.print(table)
     if model is not None:
         from ds_moe_ext.hosts import doctor
@@ -75,24 +76,32 @@ def _loading() -> str:
             "autoload: the entry point is not installed; pip install ds-moe-ext, or import "
             "ds_moe_ext in the script"
         )
-    for variable in ("TORCH_DEVICE_BACKEND_AUTOLOAD", "DS_MOE_EXT_AUTOLOAD"):
-        if os.environ.get(variable) == "0":
-            return f"autoload: off, by {variable}=0"
+    for variable in _autoload.switched_off_by():
+        return f"autoload: off, by {variable}=0"
     return "autoload: on, by torch's entry points"
 
 
-def _patch_rows(host: str, patches: str) -> list[tuple[str, str, str, str]]:
+class PatchRow(NamedTuple):
+    """One line of the doctor's table; ``failure`` is empty where the patch is in."""
+
+    id: str
+    failure: str
+    target: str
+    reason: str
+
+
+def _patch_rows(host: str, patches: str) -> list[PatchRow]:
     try:
         importlib.import_module(host)
         module = importlib.import_module(patches)
     except Exception as error:
-        return [("all", f"failed: {error!r}", "", "")]
+        return [PatchRow("all", f"failed: {error!r}", "", "")]
     try:
         module.apply()
         failure = ""
     except Exception as error:
         failure = str(error)
     return [
-        (p.id, "in" if p.is_applied else f"out: {failure}", p.target, p.reason)
+        PatchRow(p.id, "" if p.is_applied else f"out: {failure}", p.target, p.reason)
         for p in module.PATCHES
     ]

@@ -61,7 +61,8 @@ def _point_to_point(
     ]
     incoming[here].copy_(outgoing[here])
     for work in works:
-        work.wait()
+        if work is not None:  # torch gives None to ranks outside the group
+            work.wait()
 
 
 def all_gather_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:

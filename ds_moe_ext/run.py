@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from pathlib import Path
 
 from ds_moe_ext import _autoload
 
@@ -17,6 +18,7 @@ def main() -> None:
         raise SystemExit("usage: python -m ds_moe_ext.run SCRIPT [ARGUMENT ...]")
     _autoload.install()
     sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))  # as python does with a script
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -136,7 +136,7 @@ def read_settings(document: Mapping[str, Any]) -> tuple[Settings, Strategy | Non
         if key not in names and key not in registered():
             raise ValueError(f"{BLOCK} has no key {key!r}; {_nearest(key, {*names, *registered()})}")
     settings = _read(Settings, {k: v for k, v in block.items() if k in names}, BLOCK)
-    blocks = {
+    blocks: dict[str, Strategy] = {
         name: _read(cls, {} if block.get(name) is None else block[name], f"{BLOCK}.{name}")
         for name, cls in registered().items()
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 from ds_moe_ext.patches.record import Patch, apply_all
@@ -11,10 +12,11 @@ from ds_moe_ext.patches.record import Patch, apply_all
 def _all_experts(original: Any) -> Any:
     @functools.wraps(original)
     def get_state_dict(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        from ds_moe_ext.hosts.deepspeed import api
+        if "deepspeed" in sys.modules:  # accelerate goes without it too
+            from ds_moe_ext.hosts.deepspeed import api
 
-        if api.recorder_of(model) is not None:
-            return api.full_state_dict(model.module)
+            if api.recorder_of(model) is not None:
+                return api.full_state_dict(model.module)
         return original(self, model, *args, **kwargs)
 
     return get_state_dict

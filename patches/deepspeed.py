@@ -111,8 +111,8 @@ def _check_layout(original: Any) -> Any:
     return _load_checkpoint
 
 
-def _arguments(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    bound = inspect.signature(function).bind(*args, **kwargs)
+def _arguments(function: Any, given: Any, named: Any) -> dict[str, Any]:
+    bound = inspect.signature(function).bind(*given, **named)
     bound.apply_defaults()
     return dict(bound.arguments)
 

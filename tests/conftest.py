@@ -4,9 +4,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests import ranks
+
+# A busy machine is slow: that is no failure of what is tested.
+hypothesis.settings.register_profile(
+    "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("patient")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))  # as when a script there runs
 

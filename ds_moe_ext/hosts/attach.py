@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ds_moe_ext.comm import same_everywhere
 from ds_moe_ext.hosts.found import Adopted, Found
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.moe.expert import ExpertFunction
@@ -126,7 +128,7 @@ def draw(
         if layer.num_cells not in (1, num_cells):
             raise ValueError(
                 f"{BLOCK}.expert_parallel_size is {num_cells}, but the model built {layer.name} "
-                f"with ep_size {layer.num_cells}; make them equal, or build the model with ep_size 1"
+                f"with ep_size {layer.num_cells}; make them equal, or build it with ep_size 1"
             )
     return Blueprint(settings, strategy, Grid(world_size, num_cells), tuple(found))
 
@@ -155,7 +157,25 @@ def build(blueprint: Blueprint) -> list[tuple[AttachedLayer, Adopted]]:
         held = torch.from_numpy(home.experts_of(layout.index("ep")))
         adopted = found.adopt(held, _factory(blueprint, found, Site(plan, layout, index)))
         attached.append((AttachedLayer.of(found, adopted), adopted))
+    if blueprint.settings.debug:
+        _check_agreement([layer for layer, _ in attached], layout.rank)
     return attached
+
+
+def _check_agreement(layers: Iterable[AttachedLayer], rank: int) -> None:
+    """Collective. A plan or an issue order that differs between ranks would hang them later.
+
+    Raises:
+        RuntimeError: on every rank, naming its own digest.
+    """
+    for layer in layers:
+        text = layer.routed.describe()
+        digest = hashlib.sha256(text.encode()).digest()[:8]
+        number = int.from_bytes(digest, "big", signed=True)
+        if not same_everywhere(torch.tensor([number]), None):
+            raise RuntimeError(
+                f"{BLOCK}: ranks disagree on {layer.name}: rank {rank} has {digest.hex()}, of\n{text}"
+            )
 
 
 def _no_loads(blueprint: Blueprint) -> np.ndarray:

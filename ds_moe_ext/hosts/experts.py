@@ -105,7 +105,9 @@ class HostedExperts(nn.Module):
         for name in description.weight_names:
             weight = source.get_parameter(name)
             own = weight.detach().index_select(0, held.to(weight.device)).clone()
-            self.register_parameter(name, nn.Parameter(own, requires_grad=weight.requires_grad))
+            parameter = nn.Parameter(own, requires_grad=weight.requires_grad)
+            parameter.__dict__.update(weight.__dict__)  # marks that optimizers look at
+            self.register_parameter(name, parameter)
         self.train(source.training)
 
     def weights(self) -> tuple[Tensor, ...]:

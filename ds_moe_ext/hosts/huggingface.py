@@ -7,13 +7,14 @@ and say by attributes how they are stored.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ds_moe_ext.hosts.experts import ExpertsDescription, found_experts, shell
 from ds_moe_ext.hosts.found import Found
-from ds_moe_ext.moe.expert import FeedForwardExperts
+from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
 
 
 def find(model: nn.Module) -> Iterator[Found]:
@@ -37,7 +38,7 @@ def _describe(name: str, module: nn.Module) -> ExpertsDescription:
             f"{name} is a {kind} that normalises after each expert, which ds_moe_ext does not "
             "replace yet; leave this layer out with ds_moe_ext.moe_layer_pattern"
         )
-    if len(inspect.signature(type(module).forward).parameters) < 4 and not hasattr(module, "config"):
+    if len(inspect.signature(type(module).forward).parameters) < 4:
         raise ValueError(
             f"{name} is a {kind} that is not called as experts(hidden, expert_ids, scores); leave "
             "it out with ds_moe_ext.moe_layer_pattern"
@@ -47,16 +48,37 @@ def _describe(name: str, module: nn.Module) -> ExpertsDescription:
     has_bias = f"{up_name}_bias" in module._parameters
     if has_bias:
         names = [up_name, f"{up_name}_bias", "down_proj", "down_proj_bias"]
+    unknown = sorted({key for key, _ in module.named_parameters()}.difference(names))
+    if unknown:
+        raise ValueError(
+            f"{name} is a {kind} with weights that ds_moe_ext does not know: {', '.join(unknown)}; "
+            "leave this layer out with ds_moe_ext.moe_layer_pattern"
+        )
     up, down = module.get_parameter(up_name), module.get_parameter("down_proj")
-    code = shell(module)  # activation and settings, without the weights
-    activation = code._apply_gate if up_name == "gate_up_proj" else code.act_fn
     return ExpertsDescription(
         num_experts=down.shape[0],
         weight_names=tuple(names),
         function=FeedForwardExperts(
-            activation,  # type: ignore[arg-type]
+            _activation(module, is_gated=up_name == "gate_up_proj"),
             # Not transposed: up [E, F', D] and down [E, D, F].
             is_transposed=bool(getattr(module, "is_transposed", up.shape[2] != down.shape[1])),
             has_bias=has_bias,
         ),
     )
+
+
+def _activation(module: nn.Module, *, is_gated: bool) -> Callable[[Tensor], Tensor]:
+    """What stands between the two matrices; ours where it computes the same."""
+    # Not at the top: the host may be there without transformers.
+    from transformers.activations import SiLUActivation
+    from transformers.integrations.moe import _default_apply_gate
+
+    code: Any = shell(module)  # settings and methods, without the weights
+    if not is_gated:
+        activation: Callable[[Tensor], Tensor] = code.act_fn
+        return activation
+    is_silu = isinstance(getattr(code, "act_fn", None), (nn.SiLU, SiLUActivation))
+    if is_silu and getattr(code._apply_gate, "__func__", None) is _default_apply_gate:
+        return silu_gated
+    gated: Callable[[Tensor], Tensor] = code._apply_gate
+    return gated

@@ -105,7 +105,8 @@ def start_table(run: Run) -> Table:
         f"{grid.num_cells} cells, {drops}",
         title_justify="left",
     )
-    for heading in ("layer", "was", "experts", "a cell", "tasks", "bytes a rank", "before"):
+    table.add_column("layer", no_wrap=True, overflow="fold")
+    for heading in ("was", "experts", "a cell", "bytes a rank", "before"):
         table.add_column(heading)
     for layer in run.layers:
         home = layer.routed.site.plan.home
@@ -114,7 +115,6 @@ def start_table(run: Run) -> Table:
             layer.kind,
             str(home.num_experts),
             str(home.num_slots),
-            str(layer.routed.site.plan.forward_degree) + " chunk(s)",
             bytes_text(bytes_of(layer.parameters)),
             bytes_text(layer.bytes_before),
         )

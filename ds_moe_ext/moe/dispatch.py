@@ -59,12 +59,9 @@ class Dispatch:
 
     def backward(self, span: Span, saved: tuple[Any, ...], grad_RD: Tensor) -> tuple[Any, ...]:
         route = saved[0].on(span)
-        grad_TKD = route.spread(self.back_wire.home(grad_RD, route))
-        return (grad_TKD[:, 0] if route.top_k == 1 else grad_TKD.sum(dim=1),)
+        return (route.sum_by_token(self.back_wire.home(grad_RD, route)),)
 
-    def recut(
-        self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]
-    ) -> tuple[Any, ...]:
+    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
         return pieces[0][1]
 
 
@@ -84,7 +81,5 @@ class Combine:
     def backward(self, span: Span, saved: tuple[Any, ...], grad_ND: Tensor) -> tuple[Any, ...]:
         return (self.back_wire.out(grad_ND, saved[0].on(span)),)
 
-    def recut(
-        self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]
-    ) -> tuple[Any, ...]:
+    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
         return pieces[0][1]

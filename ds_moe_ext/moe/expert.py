@@ -1,7 +1,8 @@
 """Expert: the rows of each slot through the weights of its expert.
 
-An expert function maps rows, slot by slot, and the weights of all slots to rows; any differentiable
-one works, autograd gives its adjoint. Shape letters: R rows, S slots, D model width, F expert width.
+An expert function maps rows, slot by slot, and the weights of all slots to rows; any
+differentiable one works, autograd gives its adjoint. Shape letters: R rows, S slots, D model width,
+F expert width.
 """
 
 from __future__ import annotations
@@ -43,15 +44,23 @@ def grouped_linear(
     return out_RF + bias_SF.repeat_interleave(length_S, dim=0, output_size=slots.num_rows)
 
 
+_GROUPED_GEMM_MAJORS = (9, 10)  # compute capabilities: Hopper, Blackwell of data centres
+
+
 def _has_grouped_mm(rows_RD: Tensor, weight_SDF: Tensor) -> bool:
     if rows_RD.shape[0] == 0:
         return False
+    num_aligned = 16 // weight_SDF.element_size()  # the kernels want rows of 16 bytes
+    if weight_SDF.shape[1] % num_aligned or weight_SDF.shape[2] % num_aligned:
+        return False
     if rows_RD.is_cuda:
-        aligned = 16 // weight_SDF.element_size()
-        fits = weight_SDF.dtype == torch.bfloat16 and not (
-            weight_SDF.shape[1] % aligned or weight_SDF.shape[2] % aligned
+        # A view into a flat buffer may begin anywhere. Other GPUs have no such kernel: torch would
+        # make the host wait in every call, we do once.
+        return (
+            weight_SDF.dtype == torch.bfloat16
+            and weight_SDF.data_ptr() % 16 == 0
+            and torch.cuda.get_device_capability(rows_RD.device)[0] in _GROUPED_GEMM_MAJORS
         )
-        return fits and torch.cuda.get_device_capability(rows_RD.device) >= (8, 0)
     return weight_SDF.dtype in (torch.float32, torch.bfloat16)
 
 
@@ -82,9 +91,33 @@ class FeedForwardExperts:
 
 
 def silu_gated(gate_up: Tensor) -> Tensor:
-    """SwiGLU of joined gate and up halves (Mixtral, Qwen, DeepSeek)."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
+    """SwiGLU of joined gate and up halves, ``[R, 2F] -> [R, F]`` (Mixtral, Qwen, DeepSeek)."""
+    product: Tensor = _SiluGated.apply(gate_up)
+    return product
+
+
+class _SiluGated(torch.autograd.Function):
+    """The same as ``silu(gate) * up`` of the halves, but both gradients are written into one
+    buffer, where autograd would make two and join them; and only the input is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate).mul_(up)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        grad_gate_up = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
+        scratch = torch.nn.functional.silu(gate)
+        torch.mul(grad, scratch, out=grad_up)
+        torch.mul(grad, up, out=scratch)
+        torch.ops.aten.silu_backward(scratch, gate, grad_input=grad_gate)
+        return grad_gate_up
 
 
 @dataclass(frozen=True, eq=False)

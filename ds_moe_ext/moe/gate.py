@@ -75,22 +75,24 @@ def z_loss(logit_TE: Tensor) -> Tensor:
 
 def capacity_of(num_rows: int, num_experts: int, factor: float) -> int:
     """Rows that one expert takes from one rank (GShard section 2.2): ``factor`` times the mean."""
-    return math.ceil(factor * num_rows / num_experts)
+    return math.ceil(factor * num_rows / num_experts - 1e-9)  # 50 x 1.1 is 55.000000000000007
 
 
 def drop_over_capacity(expert_TK: Tensor, num_experts: int, capacity: int) -> Tensor:
     """Mark the rows that come after ``capacity`` rows of the same expert with -1.
 
     First choices of all tokens come before second choices, then by token, as in GShard. Decided on
-    the sender, before placement: which rows live does not depend on where experts are.
+    the sender, before placement: which rows live does not depend on where experts are. Rows that
+    are -1 already stay so and take no room.
     """
     expert_N = expert_TK.T.flatten()  # choice-major: GShard's priority
     by_expert_N = expert_N.argsort(stable=True)
-    rows_E = expert_N.bincount(minlength=num_experts)
-    first_E = rows_E.cumsum(dim=0) - rows_E
+    bucket_N = expert_N + 1  # 0: dropped before
+    rows = bucket_N.bincount(minlength=num_experts + 1)
+    first = rows.cumsum(dim=0) - rows
     nth_N = torch.empty_like(expert_N)  # how many rows of higher priority chose the same expert
-    nth_N[by_expert_N] = torch.arange(expert_N.numel(), device=expert_N.device) - first_E[
-        expert_N[by_expert_N]
-    ]
+    nth_N[by_expert_N] = (
+        torch.arange(expert_N.numel(), device=expert_N.device) - first[bucket_N[by_expert_N]]
+    )
     kept_N = expert_N.where(nth_N < capacity, -1)
     return kept_N.view(expert_TK.T.shape).T.contiguous()

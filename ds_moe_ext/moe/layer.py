@@ -114,6 +114,14 @@ class RoutedExperts:
             )
         return self._program[device]
 
+    def describe(self) -> str:
+        """The plan and the issue orders as text: equal on all ranks, or they would wait for each
+        other in vain."""
+        plan = self.site.plan
+        orders = self._strategy.schedules(plan, self.site.layer, gated=self._gate is not None)
+        tables = (plan.home.expert_CS, plan.target.expert_CS, plan.share.fraction_CEC)
+        return "\n".join((*map(str, orders), *(str(table.tolist()) for table in tables)))
+
     def _common_stages(self) -> Mapping[Op, Stage]:
         """One stage for each op that strategies share."""
         plan, layout = self.site.plan, self.site.layout

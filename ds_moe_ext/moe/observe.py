@@ -54,8 +54,8 @@ class TasksSeen:
 
     def take(self) -> list[TimedTask]:
         """The tasks in the order in which they began, since the last call."""
-        seen, self._seen = self._seen, []
-        return seen
+        seen, self._seen = self._seen, []  # in the order in which they ended
+        return sorted(seen, key=lambda timed: timed.seconds_from(seen[0]))
 
 
 @dataclass(frozen=True)

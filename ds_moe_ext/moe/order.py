@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from torch import Tensor
 from ds_moe_ext.comm import all_gather_counts
 from ds_moe_ext.moe.gate import capacity_of, drop_over_capacity
 from ds_moe_ext.placement import Placement, Share
+from ds_moe_ext.schedule.execute import OnDevice
 from ds_moe_ext.schedule.task import Cut, Span
 
 
@@ -37,8 +40,8 @@ class SlotRows:
     @classmethod
     def of(cls, rows_S: np.ndarray, device: torch.device) -> SlotRows:
         """From counts that the host knows."""
-        end_S = torch.from_numpy(np.cumsum(rows_S).astype(np.int32))
-        return cls(end_S.to(device), int(rows_S.sum()), [tuple(rows_S.tolist())])
+        end_S = _on_device(np.cumsum(rows_S).astype(np.int32), device)
+        return cls(end_S, int(rows_S.sum()), [tuple(rows_S.tolist())])
 
     def on_host(self) -> tuple[int, ...]:
         """Rows of each slot. Waits for the device if only the device knows."""
@@ -88,16 +91,50 @@ class Route:
         """Slot order to arrival order."""
         return rows_RD if self.by_arrival_R is None else rows_RD.index_select(0, self.by_arrival_R)
 
+    @cached_property
+    def row_N(self) -> Tensor:
+        """Where each choice lies in send order, int64 ``[T * K]``; only if the route is full."""
+        row_N = torch.empty_like(self.choice_N)
+        numbers_N = torch.arange(self.choice_N.numel(), device=self.choice_N.device)
+        return row_N.scatter_(0, self.choice_N, numbers_N)
+
     def spread(self, rows_ND: Tensor) -> Tensor:
         """Rows in send order to ``[T, K, D]``; zeros where a choice was dropped."""
-        shape = (self.num_tokens * self.top_k, rows_ND.shape[1])
-        out = rows_ND.new_empty(shape) if self.is_full else rows_ND.new_zeros(shape)
-        out.index_copy_(0, self.choice_N, rows_ND)
-        return out.view(self.num_tokens, self.top_k, rows_ND.shape[1])
+        num_choices, width = self.num_tokens * self.top_k, rows_ND.shape[1]
+        if self.is_full:
+            out = rows_ND.index_select(0, self.row_N)
+        else:
+            out = rows_ND.new_zeros(num_choices, width).index_copy_(0, self.choice_N, rows_ND)
+        return out.view(self.num_tokens, self.top_k, width)
+
+    def sum_by_token(self, rows_ND: Tensor, weight_TK: Tensor | None = None) -> Tensor:
+        """Add the rows of each token, times their weights, to ``[T, D]``.
+
+        Sums in the weights' precision, over choices in order, so that the result is deterministic.
+        """
+        has_kernel = weight_TK is None or weight_TK.dtype == rows_ND.dtype
+        if rows_ND.is_cpu and rows_ND.numel() and self.is_full and has_kernel:
+            # One pass over the rows. The same kernel on CUDA is slower than the passes below.
+            row_TK = self.row_N.view(self.num_tokens, self.top_k)
+            return torch.nn.functional.embedding_bag(
+                row_TK, rows_ND, per_sample_weights=weight_TK, mode="sum"
+            )
+        y_TKD = self.spread(rows_ND)
+        if weight_TK is None:
+            return y_TKD[:, 0] if self.top_k == 1 else y_TKD.sum(dim=1)
+        total_TD = y_TKD[:, 0] * weight_TK[:, :1]
+        for k in range(1, self.top_k):
+            total_TD.addcmul_(y_TKD[:, k], weight_TK[:, k : k + 1])
+        return total_TD.to(rows_ND.dtype)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All index tensors that were made so far."""
+        made = (*vars(self).values(), self.slots.end_S)
+        return tuple(x for x in made if isinstance(x, Tensor))
 
 
 @dataclass(frozen=True, eq=False)
-class LayerRoute:
+class LayerRoute(OnDevice):
     """The routes of all spans of one layer's pass; each is made when first asked for.
 
     Attributes:
@@ -144,6 +181,10 @@ class LayerRoute:
             top_k=self.top_k,
         )
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        parts = (route.tensors() for route in self._routes.values())
+        return (self.choice_N, *chain.from_iterable(parts))
+
     def rows_of(self, span: Span, pieces: Sequence[tuple[Span, Tensor]]) -> Tensor:
         """Rows of a span in slot order, from rows of overlapping spans in slot order."""
         starts_SCF = np.zeros(self.received_CFS.transpose(2, 0, 1).shape, dtype=np.int64)
@@ -170,28 +211,36 @@ def _starts(lengths: np.ndarray) -> np.ndarray:
 def _ranges(starts: np.ndarray, lengths: np.ndarray, device: torch.device) -> Tensor:
     """``start, start + 1, ...`` for each block, one behind the other, int64."""
     shift = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
-    return torch.from_numpy(shift + np.arange(shift.size)).to(device, non_blocking=True)
+    return _on_device(shift + np.arange(shift.size), device)
 
 
-def transposed_blocks(
-    lengths: np.ndarray, axes: tuple[int, ...], device: torch.device
-) -> Tensor:
+def _on_device(array: np.ndarray, device: torch.device) -> Tensor:
+    host = torch.from_numpy(array)
+    if device.type != "cuda":
+        return host.to(device)
+    # From pageable memory the host would wait for what its lane still has to do.
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def transposed_blocks(lengths: np.ndarray, axes: tuple[int, ...], device: torch.device) -> Tensor:
     """Index that brings blocks of rows, stored in C order, into the order of transposed axes.
 
     Args:
         lengths: rows of each block, int64 of any number of dims.
         axes: as in ``numpy.transpose``.
     """
-    return _ranges(_starts(lengths).transpose(axes).ravel(), lengths.transpose(axes).ravel(), device)
+    return _ranges(
+        _starts(lengths).transpose(axes).ravel(), lengths.transpose(axes).ravel(), device
+    )
 
 
 def one_cell_route(expert_TK: Tensor, num_slots: int) -> LayerRoute:
     """The route where one cell holds all experts: no exchange, and no wait for the device."""
     num_tokens, top_k = expert_TK.shape
-    sorted_N, choice_N = expert_TK.flatten().sort(stable=True)
-    end_S = torch.searchsorted(
-        sorted_N, torch.arange(num_slots, device=expert_TK.device), right=True, out_int32=True
-    )
+    # 32 bits: a radix sort then needs half the passes.
+    sorted_N, choice_N = expert_TK.flatten().int().sort(stable=True)
+    slots_S = torch.arange(num_slots, dtype=torch.int32, device=expert_TK.device)
+    end_S = torch.searchsorted(sorted_N, slots_S, right=True, out_int32=True)
     whole = Span(0, 1)
     num_rows = choice_N.numel()
     route = Route(
@@ -224,8 +273,10 @@ def rows_of_experts(expert_TK: Tensor, cut: Cut, num_experts: int) -> tuple[Tens
         chunk_N = torch.from_numpy(np.repeat(np.arange(cut.num_chunks), lengths))
         key_N = key_N + chunk_N.to(key_N.device) * num_experts
     key_N = key_N.masked_fill(dropped_N, cut.num_chunks * num_experts)
-    rows = key_N.bincount(minlength=cut.num_chunks * num_experts + 1)[:-1]
-    return key_N, rows.view(cut.num_chunks, num_experts)
+    # Not bincount: on CUDA the host would wait for it.
+    rows = key_N.new_zeros(cut.num_chunks * num_experts + 1)
+    rows.scatter_add_(0, key_N, torch.ones_like(key_N))
+    return key_N, rows[:-1].view(cut.num_chunks, num_experts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -307,37 +358,34 @@ def _by_destination(choice_N: Tensor, rows_FEC: np.ndarray, target: Placement) -
 class Restore:
     """I-Order: weigh each returned row by its score and add it to its token.
 
-    Reads rows ``[N, D]`` in send order, scores ``[T, K]`` and the route; writes ``[T, D]``. Sums
-    in the scores' precision, over choices in order, so that the result is deterministic.
+    Reads rows ``[N, D]`` in send order, scores ``[T, K]`` and the route; writes ``[T, D]``.
     """
 
     def forward(
-        self, span: Span, returned_ND: Tensor, score_TK: Tensor, route: LayerRoute
+        self, span: Span, returned_ND: Tensor, score_TK: Tensor, layer_route: LayerRoute
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        y_TKD = route.on(span).spread(returned_ND)
-        total_TD = y_TKD[:, 0] * score_TK[:, :1]
-        for k in range(1, y_TKD.shape[1]):
-            total_TD.addcmul_(y_TKD[:, k], score_TK[:, k : k + 1])
-        return (total_TD.to(returned_ND.dtype),), (y_TKD, score_TK, route)
+        returned_ND, score_TK = returned_ND.detach(), score_TK.detach()
+        y_TD = layer_route.on(span).sum_by_token(returned_ND, score_TK)
+        return (y_TD,), (returned_ND, score_TK, layer_route)
 
     def backward(
         self, span: Span, saved: tuple[Any, ...], grad_TD: Tensor
     ) -> tuple[Tensor, Tensor]:
-        y_TKD, score_TK, layer_route = saved
+        returned_ND, score_TK, layer_route = saved
         route = layer_route.on(span)
-        weight_N = score_TK.flatten().index_select(0, route.choice_N)
-        grad_ND = grad_TD.index_select(0, route.token_N) * weight_N[:, None]
-        grad_score_TK = torch.empty_like(score_TK)
-        for k in range(y_TKD.shape[1]):
-            product_TD = y_TKD[:, k] * grad_TD
-            torch.sum(product_TD, dim=1, dtype=score_TK.dtype, out=grad_score_TK[:, k])
-        return grad_ND.to(y_TKD.dtype), grad_score_TK
+        grad_ND = grad_TD.index_select(0, route.token_N)
+        grad_score_N = torch.sum(returned_ND * grad_ND, dim=1, dtype=score_TK.dtype)
+        grad_score_TK = torch.zeros_like(score_TK)
+        grad_score_TK.view(-1).index_copy_(0, route.choice_N, grad_score_N)
+        # In place: the product is rounded once, and never there in the scores' precision.
+        grad_ND *= score_TK.flatten().index_select(0, route.choice_N)[:, None]
+        return grad_ND, grad_score_TK
 
-    def recut(
-        self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]
-    ) -> tuple[Any, ...]:
-        route = pieces[0][1][2]
-        first = route.cut.first(pieces[0][0])
-        start, length = route.cut.first(span) - first, route.cut.length(span)
-        y, score = (torch.cat([saved[i] for _, saved in pieces]) for i in (0, 1))
-        return y.narrow(0, start, length), score.narrow(0, start, length), route
+    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
+        layer_route: LayerRoute = pieces[0][1][2]
+        cut, route = layer_route.cut, layer_route.on(span)
+        start = cut.first(span) - cut.first(pieces[0][0])
+        y = torch.cat([layer_route.on(other).spread(saved[0]) for other, saved in pieces])
+        y_TKD = y.narrow(0, start, route.num_tokens)
+        score = torch.cat([saved[1] for _, saved in pieces]).narrow(0, start, route.num_tokens)
+        return y_TKD.flatten(0, 1).index_select(0, route.choice_N), score, layer_route

@@ -103,5 +103,5 @@ def layer_schedule(tasks: Iterable[Task], layer: int, *, num_chunks: int, gated:
         return Schedule(
             (gate(layer, whole), *tasks), inputs, (y, Value(GATE_LOSSES, layer))
         )
-    inputs = (x, Value(EXPERT_IDS, layer, whole), Value(SCORES, layer, whole), weights)
-    return Schedule(tuple(tasks), inputs, (y,))
+    chosen = (Value(EXPERT_IDS, layer, whole), Value(SCORES, layer, whole))
+    return Schedule(tuple(tasks), (x, *chosen, weights), (y,))

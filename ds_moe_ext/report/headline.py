@@ -81,9 +81,7 @@ def _drift(drift: Drift | None) -> str:
 def _meaning() -> str:
     return (
         '<p class="note">A cell is a rank, or a group of ranks that together hold whole experts. '
-        "Balance is the rows of the busiest cell over the mean cell; 1 is perfect. Rows are "
-        "counted at each expert's home: where a strategy copies or moves experts for a step, this "
-        "is the imbalance that it met, not what it left.</p>"
+        "Balance is the rows that the busiest cell computed over the mean cell; 1 is perfect.</p>"
     )
 
 

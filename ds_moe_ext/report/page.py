@@ -200,8 +200,9 @@ def _seconds(record: RunRecord) -> str:
     )
     return _section(
         title,
-        '<p class="note">Time that this rank spent in tasks. Lanes overlap, so these are not '
-        f"seconds on the clock. Percents are of all {seconds_text(total)}.</p>"
+        '<p class="note">Time that this rank spent in tasks, a step on average, waiting included. '
+        "Lanes may overlap, so these are not seconds on the clock. Percents are of all "
+        f"{seconds_text(total)}.</p>"
         f'<div class="bars-of">{blocks}</div>',
     )
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ds_moe_ext.load import balance_L
+
 
 @dataclass(frozen=True)
 class LayerRecord:
@@ -79,9 +81,7 @@ class RunRecord:
 
     def balance_IL(self) -> np.ndarray:
         """Rows of the busiest cell over the mean, float ``[I, L]``; 1 is perfect."""
-        rows = self.cell_rows_ILC
-        mean = rows.mean(axis=2)
-        return np.where(mean > 0, rows.max(axis=2) / np.maximum(mean, 1e-12), 1.0)
+        return balance_L(self.cell_rows_ILC)
 
     def balance_by_layer(self) -> dict[str, float]:
         """Mean over the recorded steps of ``balance_IL``, by layer name."""

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
+from ds_moe_ext.load import balance_L
 from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.observe import TimedTask
 from ds_moe_ext.report.record import LayerRecord, RunRecord, Span
@@ -47,11 +48,6 @@ class StepLoads:
     step: int
     rows_LE: np.ndarray
     cell_rows_LC: np.ndarray
-
-    def balance_L(self) -> np.ndarray:
-        """Rows of the busiest cell over the mean, ``[L]``."""
-        mean_L = self.cell_rows_LC.mean(axis=1)
-        return np.where(mean_L > 0, self.cell_rows_LC.max(axis=1) / np.maximum(mean_L, 1e-12), 1.0)
 
 
 @dataclass(eq=False)
@@ -91,7 +87,7 @@ class Recorder:
 
     def latest_balance(self) -> float:
         """Rows of the busiest cell over the mean, in the latest step, mean over layers."""
-        return 1.0 if self._latest is None else float(self._latest.balance_L().mean())
+        return 1.0 if self._latest is None else float(balance_L(self._latest.cell_rows_LC).mean())
 
     def balance_by_layer(self) -> dict[str, float]:
         """Mean over the kept steps of the busiest cell's rows over the mean, by layer."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -14,6 +15,13 @@ from ds_moe_ext.schedule.task import Lane, Schedule
 
 Event = Any  # what a lane gives for a submitted task; only the same lanes look inside
 Mark = Any  # a moment in a lane; only ``seconds_between`` of the same lanes looks inside
+
+
+class OnDevice(ABC):
+    """A record among the values: it says what device memory it holds."""
+
+    @abstractmethod
+    def tensors(self) -> Iterable[torch.Tensor]: ...
 
 
 class Lanes(Protocol):
@@ -99,6 +107,20 @@ class ThreadLanes(InlineLanes):
             event.result()
 
 
+class InlineCudaLanes(InlineLanes):
+    """All lanes in the caller's stream, in issue order. For GPUs where nothing overlaps: no events,
+    and freed memory is free at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> torch.cuda.Event:
+        return _cuda_mark(self._device)
+
+    def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return _cuda_seconds(start, end)
+
+
 class CudaLanes:
     """One CUDA stream a lane. Work is issued by the caller's thread and runs on the device."""
 
@@ -126,22 +148,41 @@ class CudaLanes:
             caller.wait_event(event)
 
     def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return _cuda_mark(self._device)
 
     def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return _cuda_seconds(start, end)
 
     def keep(self, reads: Iterable[Any]) -> None:
         # A value is dropped in Python when its last reader was issued, not finished; without this
         # the allocator could hand its memory to the writer's stream while the reader still runs.
         stream = torch.cuda.current_stream(self._device)
-        for read in reads:
-            for tensor in read if isinstance(read, tuple) else (read,):
-                if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-                    tensor.record_stream(stream)
+        for tensor in _tensors(reads):
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+
+
+def _cuda_mark(device: torch.device) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _cuda_seconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    # Either may be of another lane, or the later one.
+    start.synchronize()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def _tensors(reads: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for read in reads:
+        if isinstance(read, torch.Tensor):
+            yield read
+        elif isinstance(read, tuple):
+            yield from _tensors(read)
+        elif isinstance(read, OnDevice):
+            yield from read.tensors()
 
 
 @functools.cache
@@ -153,5 +194,5 @@ def lanes_for(device: torch.device, overlaps: bool) -> Lanes:
         overlaps: whether any task of the schedule may run beside another.
     """
     if device.type == "cuda":
-        return CudaLanes(device)
+        return CudaLanes(device) if overlaps else InlineCudaLanes(device)
     return ThreadLanes() if overlaps else InlineLanes()

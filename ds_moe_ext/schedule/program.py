@@ -95,6 +95,9 @@ class Program:
 
 
 class _Node(torch.autograd.Function):
+    # What a stage saved is freed when its adjoint is done, not after the last adjoint.
+    clear_saved_tensors_on_access = True
+
     @staticmethod
     def forward(ctx: Any, program: Program, arity: tuple[int | None, ...], *flat: Tensor) -> Any:
         inputs = _grouped(flat, arity)
@@ -121,9 +124,9 @@ class _Node(torch.autograd.Function):
                 "backward ran through this MoE layer before and has freed what it saved; run one "
                 "backward a forward (retain_graph is not supported)"
             )
-        program, tensors = ctx.program, iter(ctx.saved_tensors)
+        program, tensors = ctx.program, list(reversed(ctx.saved_tensors))
         saved = [
-            tuple(next(tensors) if x is _SAVED_TENSOR else x for x in kept) for kept in ctx.saved
+            tuple(tensors.pop() if x is _SAVED_TENSOR else x for x in kept) for kept in ctx.saved
         ]
         ctx.saved = None
         back = _Pass(program, program.backward, ctx.cut, saved=saved)
@@ -164,8 +167,8 @@ def _grouped(flat: Sequence[Tensor], arity: Sequence[int | None]) -> list[Any]:
 
 def _cut_of(program: Program, inputs: Sequence[Any]) -> Cut:
     pairs = zip(program.forward.inputs, inputs)
-    num_tokens = next(read.shape[0] for value, read in pairs if value.kind.by_token)
-    return Cut.equal(num_tokens, program.num_chunks)
+    lengths = (read.shape[0] for value, read in pairs if value.kind.by_token)
+    return Cut.equal(next(lengths, 0), program.num_chunks)  # 0: of weights alone
 
 
 class _Pass:
@@ -200,16 +203,13 @@ class _Pass:
             if given is not None:
                 self._table[value][-1] = given
         execute(self.schedule, self._run, self.program.lanes)
-        outputs = tuple(self._read(value) for value in self.schedule.outputs)
-        self.program.lanes.keep(outputs)
-        return outputs
+        return tuple(self._read(value) for value in self.schedule.outputs)
 
     def _run(self, position: int) -> None:
         program, task = self.program, self.schedule.tasks[position]
         start = program.lanes.mark() if self._watched_by else None
         with torch.no_grad():
             reads = [self._read(value) for value in task.reads]
-            program.lanes.keep(reads)
             # Not a bound method kept on self: a cycle would hold the values until the next
             # garbage collection, and autograd copies a gradient that somebody else holds.
             work = self._forward if self._is_forward else self._adjoint
@@ -250,24 +250,46 @@ class _Pass:
     def _read(self, wanted: Value) -> Any:
         """The value, put together from the pieces that were written of it."""
         parts: dict[int, Any] = {}
-        smaller: list[tuple[Span, int, Any]] = []
+        smaller: list[tuple[Span, int, Tensor]] = []
         for source in self.schedule.sources[wanted]:
             pieces = self._table[source]
             if source.span == wanted.span or not wanted.kind.by_token:
                 parts.update(pieces)
-            elif _holds(source, wanted):
-                parts.update({w: self._narrow(p, source, wanted) for w, p in pieces.items()})
+                continue
+            assert source.span is not None and wanted.span is not None
+            shared = source.span.shared_with(wanted.span)
+            narrowed = {w: self._narrow(p, source.span, shared) for w, p in pieces.items()}
+            if shared == wanted.span:
+                parts.update(narrowed)
             else:
-                smaller += [(source.span or _NO_SPAN, w, piece) for w, piece in pieces.items()]
+                smaller += [(shared, w, piece) for w, piece in narrowed.items()]
+        # The pieces, not what is made of them here: those are the ones other lanes may free.
+        self.program.lanes.keep((*parts.values(), *(piece for _, _, piece in smaller)))
         if smaller:
-            parts[max(w for _, w, _ in smaller)] = _joined(smaller)
+            assert wanted.span is not None
+            parts[max(w for _, w, _ in smaller)] = self._joined(smaller, wanted.span)
         return _sum(parts)
 
-    def _narrow(self, piece: Tensor, source: Value, wanted: Value) -> Tensor:
-        assert source.span is not None and wanted.span is not None
-        start = self.cut.first(wanted.span) - self.cut.first(source.span)
-        narrow = piece.detach().narrow(0, start, self.cut.length(wanted.span))
+    def _narrow(self, piece: Tensor, span: Span, wanted: Span) -> Tensor:
+        if span == wanted:
+            return piece
+        start = self.cut.first(wanted) - self.cut.first(span)
+        narrow = piece.detach().narrow(0, start, self.cut.length(wanted))
         return narrow.requires_grad_(piece.requires_grad)
+
+    def _joined(self, pieces: list[tuple[Span, int, Tensor]], wanted: Span) -> Tensor:
+        """Pieces of a span in the order of their tokens; where several writers wrote the same
+        tokens, their sum."""
+        ordered = [(span, piece.detach()) for span, _, piece in sorted(pieces, key=_place)]
+        ends = [wanted.start, *(span.stop for span, _ in ordered)]
+        if ends == [*(span.start for span, _ in ordered), wanted.stop]:
+            joined = torch.cat([piece for _, piece in ordered])
+        else:
+            like = ordered[0][1]
+            joined = like.new_zeros(self.cut.length(wanted), *like.shape[1:])
+            for span, piece in ordered:
+                self._narrow(joined, wanted, span).add_(piece)
+        return joined.requires_grad_(any(piece.requires_grad for _, _, piece in pieces))
 
     def _drop(self, values: Iterable[Value]) -> None:
         """Free what has been read for the last time."""
@@ -279,24 +301,14 @@ class _Pass:
                         self._table[source].clear()
 
 
-_NO_SPAN = Span(0, 0)
-
-
-def _holds(source: Value, wanted: Value) -> bool:
-    assert source.span is not None and wanted.span is not None
-    return source.span.start <= wanted.span.start and wanted.span.stop <= source.span.stop
+def _place(piece: tuple[Span, int, Any]) -> tuple[Span, int]:
+    span, writer, _ = piece
+    return span, writer
 
 
 def _wants_gradient(read: Any) -> bool:
     parts: Iterable[Any] = read if isinstance(read, tuple) else (read,)
     return any(isinstance(part, Tensor) and part.requires_grad for part in parts)
-
-
-def _joined(pieces: list[tuple[Span, int, Any]]) -> Tensor:
-    """Pieces of disjoint spans, in the order of their tokens."""
-    ordered = [piece for _, _, piece in sorted(pieces, key=lambda piece: piece[0])]
-    joined = torch.cat([piece.detach() for piece in ordered])
-    return joined.requires_grad_(any(piece.requires_grad for piece in ordered))
 
 
 def _sum(parts: Mapping[int, Any]) -> Any:

@@ -65,7 +65,12 @@ class _Simulation:
     """An event queue over (rank, position); time jumps from one finished task to the next."""
 
     def __init__(
-        self, schedule: Schedule, seconds_of: Seconds, num_ranks: int, peers_of: Peers, link_of: Wire
+        self,
+        schedule: Schedule,
+        seconds_of: Seconds,
+        num_ranks: int,
+        peers_of: Peers,
+        link_of: Wire,
     ) -> None:
         self._tasks, self._after = schedule.tasks, schedule.after
         self._seconds_of, self._peers_of, self._link_of = seconds_of, peers_of, link_of

@@ -54,6 +54,10 @@ class Span(NamedTuple):
     def overlaps(self, other: Span) -> bool:
         return self.start < other.stop and other.start < self.stop
 
+    def shared_with(self, other: Span) -> Span:
+        """The chunks of both; of spans that overlap."""
+        return Span(max(self.start, other.start), min(self.stop, other.stop))
+
     def __str__(self) -> str:
         return f"{self.start}" if self.stop == self.start + 1 else f"{self.start}-{self.stop - 1}"
 

@@ -57,7 +57,8 @@ def arguments(tmp_path: Path, config: Path, model: str) -> list[str]:
 
 def test_deepspeed_launcher_trains_and_reports(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    config = document(tmp_path, trace={"path": str(trace), "first_step": 2, "num_steps": 2}, debug=True)
+    steps = {"path": str(trace), "first_step": 2, "num_steps": 2}
+    config = document(tmp_path, trace=steps, debug=True)
     launcher = ["deepspeed", "--num_accelerators", "2", "--master_port", str(free_port())]
     printed = start(launcher + arguments(tmp_path, config, "gpt_moe_tiny"))
     assert "ds_moe_ext: strategy ep, 2 ranks" in printed  # the table at the start

@@ -146,8 +146,8 @@ def check_layout(engine: Any, arguments: Mapping[str, Any]) -> None:
     path = folder / LAYOUT_FILE
     if not path.exists():
         raise ValueError(
-            f"{folder} has no {LAYOUT_FILE}: it was written without ds_moe_ext, or with it disabled "
-            "or older; load it with ds_moe_ext disabled"
+            f"{folder} has no {LAYOUT_FILE}: it was written without ds_moe_ext, or with it "
+            "disabled; load it with ds_moe_ext disabled"
         )
     theirs, own = json.loads(path.read_text()), layout_of(run)
     keys = ["num_experts"]

@@ -38,7 +38,8 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
         sources: told which new parameter stands for which old ones, so that the engine can mend
             optimizers and parameter lists that the user made before.
     """
-    blueprint = blueprint_of(engine._config._param_dict, model, engine.mpu)
+    config = engine._config._param_dict
+    blueprint = blueprint_of(config, model, engine.mpu, engine.mesh_device)
     if blueprint is None:
         return
     num_cells = blueprint.grid.num_cells

@@ -12,7 +12,7 @@ def refuse_if_asked(deepspeed: ModuleType, error: Exception) -> None:
 
     Imports nothing of the package: it may be what is broken.
     """
-    original = deepspeed.initialize
+    original = vars(deepspeed)["initialize"]
 
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -25,4 +25,4 @@ def refuse_if_asked(deepspeed: ModuleType, error: Exception) -> None:
             ) from error
         return result
 
-    deepspeed.initialize = initialize
+    vars(deepspeed)["initialize"] = initialize

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 import inspect
-import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import hjson
 import torch.distributed as dist
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
@@ -22,8 +22,17 @@ from ds_moe_ext.settings import BLOCK, read_settings
 FINDERS = (huggingface.find, native.find, experts.find_registered)
 
 
-def blueprint_of(document: Mapping[str, Any], model: nn.Module, mpu: Any) -> Blueprint | None:
-    """What the block asks for on this model; None where it is absent or not enabled.
+def blueprint_of(
+    document: Mapping[str, Any], model: nn.Module, mpu: Any, mesh: Any = None
+) -> Blueprint | None:
+    """What the block asks for on this model; None where it is absent or not enabled, and before
+    the number of ranks is known.
+
+    Args:
+        document: the whole configuration.
+        model: the user's model.
+        mpu: that the user passed to ``deepspeed.initialize``.
+        mesh: ``mesh_param`` that the user passed, or what came of it.
 
     Raises:
         ValueError: the block is malformed, or asks for what cannot be done.
@@ -31,8 +40,9 @@ def blueprint_of(document: Mapping[str, Any], model: nn.Module, mpu: Any) -> Blu
     settings, strategy = read_settings(document)
     if strategy is None:
         return None
-    refuse_unsupported(document, model, mpu)
-    return draw(settings, strategy, model, FINDERS, world_size())
+    refuse_unsupported(document, model, mpu, mesh)
+    size = world_size()
+    return None if size is None else draw(settings, strategy, model, FINDERS, size)
 
 
 def check_initialize(initialize: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
@@ -42,45 +52,48 @@ def check_initialize(initialize: Callable[..., Any], args: tuple[Any, ...], kwar
     given = bound.arguments
     document = _document(given)
     if document is not None and given["model"] is not None:
-        blueprint_of(document, given["model"], given["mpu"])
+        blueprint_of(document, given["model"], given["mpu"], given["mesh_param"])
 
 
 def _document(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The configuration as DeepSpeed will find it; None where it will complain itself."""
-    config = given.get("config") or given.get("config_params")
-    if config is None:
-        config = getattr(given.get("args"), "deepspeed_config", None)
-    if isinstance(config, Mapping) or config is None:
+    args = given.get("args")
+    named = (getattr(args, f"{name}_config", None) for name in ("deepspeed", "deepscale"))
+    configs = (given.get("config"), given.get("config_params"), *named)
+    config = next((config for config in configs if config is not None), None)
+    if isinstance(config, Mapping):
         return config
-    if not isinstance(config, (str, os.PathLike)):
+    if not isinstance(config, str):
         return None
-    if os.path.exists(config):
-        text = Path(config).read_text()
-    else:  # DeepSpeed also takes the JSON itself in base64
-        try:
-            text = base64.urlsafe_b64decode(str(config)).decode()
-        except ValueError:
-            return None
     try:
-        document = json.loads(text)
-    except json.JSONDecodeError:
+        if os.path.exists(config):
+            text = Path(config).read_text()
+        else:  # DeepSpeed also takes the JSON itself in base64
+            text = base64.urlsafe_b64decode(config).decode()
+        document = hjson.loads(text)  # as DeepSpeed reads it: with comments
+    except (OSError, ValueError):
         return None
     return document if isinstance(document, Mapping) else None
 
 
-def world_size() -> int:
-    """Ranks of the run, before or after the process group is made."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+def world_size() -> int | None:
+    """Ranks of the run; None where, as under MPI, they are known once the process group is made."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    given = os.environ.get("WORLD_SIZE")
+    return None if given is None else int(given)
 
 
-def refuse_unsupported(document: Mapping[str, Any], model: nn.Module, mpu: Any) -> None:
+def refuse_unsupported(document: Mapping[str, Any], model: nn.Module, mpu: Any, mesh: Any) -> None:
     """Refuse what cannot work together, by the name of the key.
 
     Raises:
         ValueError: the key, its value, why, and what to do.
     """
     zero = _section(document, "zero_optimization")
-    tensor_parallel = _section(document, "tensor_parallel").get("autotp_size", 0) or 0
+    tensor_parallel = _section(document, "tensor_parallel").get("autotp_size")
+    sequence_parallel = document.get("sequence_parallel_size")
+    offloads = [key for key in OFFLOADS if _offloads(zero.get(key))]
     refused = [
         (
             bool(_section(document, "expert_parallel").get("enabled")),
@@ -93,15 +106,23 @@ def refuse_unsupported(document: Mapping[str, Any], model: nn.Module, mpu: Any) 
             "0, 1 or 2: experts are spread over the ranks already",
         ),
         (
-            any(_section(zero, key) for key in ("offload_param", "offload_optimizer"))
-            or bool(zero.get("cpu_offload")),
-            "zero_optimization.offload_optimizer or offload_param is set, which is not supported "
-            "with replaced experts; remove it",
+            bool(offloads),
+            f"zero_optimization.{' and '.join(offloads)} is set, which is not supported with "
+            "replaced experts; remove it",
         ),
         (
-            tensor_parallel > 1,
-            f"tensor_parallel.autotp_size is {tensor_parallel}, which is not supported; set it to "
-            "1",
+            tensor_parallel not in (None, 0, 1),
+            f"tensor_parallel.autotp_size is {tensor_parallel!r}, which is not supported; set it "
+            "to 1",
+        ),
+        (
+            sequence_parallel not in (None, 1),
+            f"sequence_parallel_size is {sequence_parallel!r}, which is not supported; set it to 1",
+        ),
+        (
+            bool(_section(document, "hybrid_engine").get("enabled")),
+            "hybrid_engine.enabled is true, which is not supported with replaced experts; set it "
+            "to false",
         ),
         (
             bool(_section(document, "compile").get("deepcompile")),
@@ -123,6 +144,16 @@ def refuse_unsupported(document: Mapping[str, Any], model: nn.Module, mpu: Any) 
             "groups of a model are not supported; leave mpu out",
         ),
         (
+            mesh is not None,
+            "a mesh_param was passed to deepspeed.initialize: sequence parallel groups are not "
+            "supported; leave mesh_param out",
+        ),
+        (
+            any(isinstance(m, (experts.HostedExperts, native.HostedMoE)) for m in model.modules()),
+            f"the experts of this {type(model).__name__} were replaced by an earlier "
+            "deepspeed.initialize; build the model anew",
+        ),
+        (
             any(hasattr(parameter, "ds_id") for parameter in model.parameters()),
             "the model was built under deepspeed.zero.Init, which shards weights at construction; "
             "build it without, at stage 0, 1 or 2",
@@ -131,6 +162,14 @@ def refuse_unsupported(document: Mapping[str, Any], model: nn.Module, mpu: Any) 
     for is_set, reason in refused:
         if is_set:
             raise ValueError(f"{BLOCK} is enabled, but {reason}")
+
+
+OFFLOADS = ("offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_param")
+
+
+def _offloads(value: Any) -> bool:
+    """Whether a key of ``zero_optimization`` turns offloading on: a block may say it is off."""
+    return value.get("device", "none") != "none" if isinstance(value, Mapping) else bool(value)
 
 
 def _section(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:

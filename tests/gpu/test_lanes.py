@@ -1,0 +1,281 @@
+"""Streams against threads against one stream: the same program, the same numbers.
+
+On a CPU the same bodies run on worker threads, so that the tests themselves are tested.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ds_moe_ext.moe.observe import TasksSeen
+from ds_moe_ext.schedule.execute import InlineLanes, OnDevice, ThreadLanes, lanes_for
+from ds_moe_ext.schedule.program import Program, Saved, Stage
+from ds_moe_ext.schedule.task import COMPUTE, INTER, Lane, Op, Span
+from tests.gpu.layers import (
+    CPU,
+    CUDA,
+    DEVICES,
+    Case,
+    Runner,
+    all_equal,
+    one_by_one,
+    side_by_side,
+)
+from tests.reference import relative_error
+
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
+DEGREES = [(1, 1), (2, 2), (3, 2), (1, 4), (4, 1)]
+BIG = Case(num_tokens=768, width=128, expert_width=256)
+SLEEP_CYCLES = 2_000_000  # about a millisecond
+
+
+def inputs(case: Case, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
+    x, grad = case.tokens(seed)
+    return x.to(device), grad.to(device)
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+def test_streams_equal_threads(
+    device: torch.device, dtype: torch.dtype, degrees: tuple[int, int]
+) -> None:
+    case = Case(degrees=degrees, dtype=dtype, hot=1.0)
+    ours = Runner.of(case, device, side_by_side(device)).step(*inputs(case, device))
+    for lanes in (ThreadLanes(), InlineLanes()):
+        reference = Runner.of(case, CPU, lanes).step(*inputs(case, CPU))
+        errors = [relative_error(a.cpu(), b) for a, b in zip(ours, reference)]
+        assert max(errors) <= TOLERANCES[dtype], errors
+
+
+@DEVICES
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+def test_streams_equal_one_stream_bit_by_bit(
+    device: torch.device, degrees: tuple[int, int]
+) -> None:
+    case = replace(BIG, degrees=degrees)
+    x, grad = inputs(case, device)
+    reference = Runner.of(case, device, one_by_one(device)).step(x, grad)
+    runner = Runner.of(case, device, side_by_side(device))
+    for _ in range(5):
+        assert all_equal(runner.step(x, grad), reference)
+
+
+# Memory: a value is freed when its last reader was issued, and the reader may run much later.
+
+
+def late(device: torch.device) -> None:
+    """Let this lane fall behind the others."""
+    if device.type == "cuda":
+        torch.cuda._sleep(SLEEP_CYCLES)
+    else:
+        time.sleep(1e-3)
+
+
+def tensors_in(parts: Any) -> Iterator[Tensor]:
+    for part in parts:
+        if isinstance(part, Tensor):
+            yield part
+        elif isinstance(part, tuple):
+            yield from tensors_in(part)
+        elif isinstance(part, OnDevice):
+            yield from part.tensors()
+
+
+def overwrite_what_is_free(like: Sequence[Tensor]) -> None:
+    """Fill blocks that this lane's stream may allocate, of the sizes that values have."""
+    # All are held before any is freed, so that each gets another block.
+    filler = [torch.empty_like(tensor) for tensor in like for _ in range(3)]
+    for block in filler:
+        block.fill_(torch.nan if block.is_floating_point() else 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Hostile:
+    """A stage whose lane comes late or not, and which overwrites all memory that looks free."""
+
+    stage: Stage
+    device: torch.device
+    is_late: bool
+
+    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], Saved]:
+        return self._surrounded(reads, functools.partial(self.stage.forward, span, *reads))
+
+    def backward(self, span: Span, saved: Saved, *grads: Any) -> tuple[Any, ...]:
+        parts = (*saved, *grads)
+        return self._surrounded(parts, functools.partial(self.stage.backward, span, saved, *grads))
+
+    def recut(self, span: Span, pieces: Sequence[tuple[Span, Saved]]) -> Saved:
+        return self.stage.recut(span, pieces)
+
+    def _surrounded(self, parts: Any, work: Any) -> Any:
+        like = list(tensors_in(parts))
+        overwrite_what_is_free(like)
+        if self.is_late:
+            late(self.device)
+        result = work()
+        overwrite_what_is_free(like)
+        return result
+
+
+def hostile(program: Program, device: torch.device, late_lane: Lane) -> Program:
+    stages: Mapping[Op, Stage] = {
+        op: Hostile(stage, device, op.lane == late_lane) for op, stage in program.stages.items()
+    }
+    return replace(program, stages=stages)
+
+
+@DEVICES
+@pytest.mark.parametrize("late_lane", [COMPUTE, INTER], ids=lambda lane: lane.name)
+@pytest.mark.parametrize("degrees", [(1, 1), (4, 4), (3, 2), (2, 4)], ids=str)
+def test_freed_memory_is_not_reused_too_early(
+    device: torch.device, degrees: tuple[int, int], late_lane: Lane
+) -> None:
+    case = replace(BIG, degrees=degrees)
+    num_passes = 20 if device.type == "cuda" else 2
+    reference = Runner.of(case, device, one_by_one(device))
+    change = functools.partial(hostile, device=device, late_lane=late_lane)
+    runner = Runner.of(case, device, side_by_side(device), change)
+    batches = [inputs(case, device, seed) for seed in range(3)]
+    expected = [reference.step(x, grad) for x, grad in batches]
+    # Nothing waits for the device between passes: each finds the memory of the last one.
+    results = [runner.step(*batches[i % 3]) for i in range(num_passes)]
+    for i, result in enumerate(results):
+        assert all_equal(result, expected[i % 3]), f"pass {i}"
+
+
+@DEVICES
+@pytest.mark.parametrize("late_lane", [COMPUTE, INTER], ids=lambda lane: lane.name)
+def test_freed_memory_is_not_reused_too_early_without_gradients(
+    device: torch.device, late_lane: Lane
+) -> None:
+    """No backward pass holds values back: they are freed much sooner."""
+    case = replace(BIG, degrees=(4, 4))
+    change = functools.partial(hostile, device=device, late_lane=late_lane)
+    runner = Runner.of(case, device, side_by_side(device), change)
+    reference = Runner.of(case, device, one_by_one(device))
+    batches = [inputs(case, device, seed)[0] for seed in range(3)]
+    with torch.no_grad():
+        expected = [reference(x) for x in batches]
+        results = [runner(batches[i % 3]) for i in range(20 if device.type == "cuda" else 3)]
+    for i, result in enumerate(results):
+        assert all_equal(result, expected[i % 3]), f"pass {i}"
+
+
+@DEVICES
+def test_callers_stream_is_waited_for_and_waits(device: torch.device) -> None:
+    """Inputs are late on the caller's stream, which is not the default one; what it gets it uses
+    at once and overwrites."""
+    case = replace(BIG, degrees=(3, 2))
+    x, grad = inputs(case, device)
+    reference = Runner.of(case, device, one_by_one(device)).step(x, grad)
+    runner = Runner.of(case, device, side_by_side(device))
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):  # None: does nothing
+        for _ in range(5):
+            late_x, late_grad = torch.zeros_like(x), torch.zeros_like(grad)
+            late(device)
+            late_x.copy_(x)
+            late_grad.copy_(grad)
+            result = runner.step(late_x, late_grad)
+            used = [tensor.clone() for tensor in result]
+            for tensor in (*result, late_x, late_grad):
+                tensor.fill_(torch.nan)
+            assert all_equal(used, reference)
+
+
+@DEVICES
+@pytest.mark.parametrize("degrees", [(1, 1), (3, 2)], ids=str)
+def test_recomputed_in_backward(device: torch.device, degrees: tuple[int, int]) -> None:
+    case = replace(BIG, degrees=degrees)
+    x, grad = inputs(case, device)
+    reference = Runner.of(case, device, one_by_one(device)).step(x, grad)
+    runner = Runner.of(case, device, side_by_side(device))
+    x = x.requires_grad_()
+    y, _ = checkpoint(runner, x, use_reentrant=False)
+    y.backward(grad)
+    assert torch.equal(y, reference[0])
+    assert x.grad is not None
+    # The losses took no part here: only what does not come through the gate is compared.
+    for parameter, expected in zip(runner.layer.expert_weights, reference[-2:]):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, expected)
+
+
+# Marks and lanes.
+
+
+@DEVICES
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_tasks_are_timed(device: torch.device, overlaps: bool) -> None:
+    case = replace(BIG, degrees=(2, 2))
+    lanes = side_by_side(device) if overlaps else one_by_one(device)
+    seen = TasksSeen(is_on=True)
+    runner = Runner.of(case, device, lanes, lambda program: replace(program, observers=(seen,)))
+    runner.step(*inputs(case, device))
+    timed = seen.take()
+    program = runner.program
+    assert len(timed) == len(program.forward.tasks) + len(program.backward.tasks)
+    for one in timed:
+        start_s, end_s = one.seconds_from(timed[0])
+        assert 0.0 <= start_s <= end_s
+
+
+@pytest.mark.gpu
+def test_lanes_of_a_device_that_overlap_are_other_ones() -> None:
+    assert type(lanes_for(CUDA, True)) is not type(lanes_for(CUDA, False))
+    assert lanes_for(CUDA, True) is lanes_for(CUDA, True)
+
+
+@pytest.mark.gpu
+def test_nothing_stays_allocated() -> None:
+    """Nor waits for a garbage collection."""
+    case = replace(BIG, degrees=(3, 2))
+    runner = Runner.of(case, CUDA, side_by_side(CUDA))
+    x, grad = inputs(case, CUDA)
+    runner.step(x, grad)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    gc.disable()
+    try:
+        for _ in range(5):
+            runner.step(x, grad)
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() <= before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.gpu
+def test_lanes_overlap() -> None:
+    """Late dispatches of later chunks run beside the late experts of earlier ones."""
+    case = replace(BIG, degrees=(4, 4))
+    x, _ = inputs(case, CUDA)
+
+    def both_late(program: Program) -> Program:
+        stages = {op: Hostile(stage, CUDA, is_late=True) for op, stage in program.stages.items()}
+        return replace(program, stages=stages)
+
+    def seconds(lanes: Any) -> float:
+        runner = Runner.of(case, CUDA, lanes, both_late)
+        with torch.no_grad():
+            runner(x)
+            torch.cuda.synchronize()
+            start_s = time.perf_counter()
+            runner(x)
+            torch.cuda.synchronize()
+        return time.perf_counter() - start_s
+
+    assert seconds(side_by_side(CUDA)) < 0.8 * seconds(one_by_one(CUDA))

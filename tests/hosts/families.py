@@ -1,0 +1,189 @@
+"""Tiny random models of Hugging Face's MoE families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+VOCABULARY, LENGTH, ROWS = 64, 12, 2
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+    "use_cache": False,
+    "attn_implementation": "eager",
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_AUX_LOSS: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.05}
+
+
+def _mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(
+        MixtralConfig(**_COMMON, **_AUX_LOSS, intermediate_size=24, num_local_experts=8)
+    )
+
+
+def _qwen2_moe() -> nn.Module:
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    return Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(
+            **_COMMON,
+            **_AUX_LOSS,
+            intermediate_size=48,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=40,
+            num_experts=8,
+        )
+    )
+
+
+def _qwen3_moe() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **_COMMON,
+            **_AUX_LOSS,
+            head_dim=8,
+            intermediate_size=48,
+            moe_intermediate_size=24,
+            num_experts=8,
+            norm_topk_prob=True,
+        )
+    )
+
+
+def _qwen3_5_moe() -> nn.Module:
+    from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
+    from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
+
+    return Qwen3_5MoeForCausalLM(
+        Qwen3_5MoeTextConfig(
+            **_COMMON,
+            **_AUX_LOSS,
+            head_dim=8,
+            layer_types=["linear_attention", "full_attention"],
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=40,
+            num_experts=8,
+        )
+    )
+
+
+def _deepseek_v2() -> nn.Module:
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    return DeepseekV2ForCausalLM(
+        DeepseekV2Config(
+            **{**_COMMON, "num_key_value_heads": 4},
+            first_k_dense_replace=1,
+            intermediate_size=48,
+            moe_intermediate_size=24,
+            n_routed_experts=8,
+            n_shared_experts=1,
+            kv_lora_rank=8,
+            q_lora_rank=8,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=8,
+            v_head_dim=8,
+        )
+    )
+
+
+def _deepseek_v3() -> nn.Module:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    return DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            **{**_COMMON, "num_key_value_heads": 4},
+            first_k_dense_replace=1,
+            intermediate_size=48,
+            moe_intermediate_size=24,
+            n_routed_experts=8,
+            n_shared_experts=1,
+            n_group=2,
+            topk_group=1,
+            kv_lora_rank=8,
+            q_lora_rank=8,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=8,
+            v_head_dim=8,
+        )
+    )
+
+
+def _olmoe() -> nn.Module:
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    return OlmoeForCausalLM(
+        OlmoeConfig(**_COMMON, **_AUX_LOSS, intermediate_size=24, num_experts=8)
+    )
+
+
+def _gpt_oss() -> nn.Module:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    return GptOssForCausalLM(
+        GptOssConfig(
+            **_COMMON,
+            **_AUX_LOSS,
+            head_dim=8,
+            intermediate_size=24,
+            num_local_experts=8,
+            sliding_window=8,
+        )
+    )
+
+
+_FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "mixtral": _mixtral,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
+    "qwen3_5_moe": _qwen3_5_moe,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "olmoe": _olmoe,
+    "gpt_oss": _gpt_oss,
+}
+NAMES = tuple(_FAMILIES)
+MOE_LAYERS = {name: 1 if name.startswith("deepseek") else 2 for name in NAMES}
+"""How many of a family's two layers here are MoE layers."""
+
+
+def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    """The stock model; the same seed gives every rank the same weights.
+
+    Experts and routers are drawn wide, for their own initialisation leaves experts that hardly
+    compute, or memory as it was found, and routers that choose by noise.
+    """
+    torch.manual_seed(seed)
+    model = _FAMILIES[family]()
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            nn.init.normal_(parameter, std=0.1)
+        elif name.endswith(("mlp.gate.weight", "mlp.router.weight", "mlp.router.bias")):
+            nn.init.normal_(parameter, std=0.5)
+    return model.to(dtype)
+
+
+def tokens_of(rank: int) -> torch.Tensor:
+    """The batch of one rank, int64 ``[ROWS, LENGTH]``."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    return torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)

@@ -1,0 +1,78 @@
+"""Scripts in processes of their own, as a person runs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.ranks import free_port
+
+ROOT = Path(__file__).parents[2]
+SWITCHES = ("DS_MOE_EXT_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD", "PYTHONPATH")
+TIMEOUT_S = 240.0
+
+
+class Failed(AssertionError):
+    """A process did not end as it should; the message has its output."""
+
+
+def run_script(
+    script: Path,
+    *arguments: str,
+    world_size: int = 1,
+    python: tuple[str, ...] = (),
+    path: tuple[Path, ...] = (),
+    good: bool = True,
+    **environment: str,
+) -> list[str]:
+    """What each rank of a script printed, on stdout and stderr together.
+
+    Args:
+        script: to run.
+        arguments: of the script.
+        world_size: ranks, all on the CPU.
+        python: arguments of the interpreter, before the script.
+        path: folders for ``PYTHONPATH``.
+        good: whether the processes shall end well.
+        environment: more of it.
+
+    Raises:
+        Failed: a rank ended otherwise than ``good`` says.
+    """
+    port = str(free_port())
+    common = {key: value for key, value in os.environ.items() if key not in SWITCHES} | {
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": str(world_size),
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        **environment,
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *python, str(script), *arguments],
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        printed = [process.communicate(timeout=TIMEOUT_S)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    if any((process.returncode == 0) != good for process in ranks):
+        raise Failed("\n".join(printed))
+    return printed
+
+
+def answers(printed: str) -> list[str]:
+    """What a script printed on lines that begin with ``answer:``, among what hosts log."""
+    return [line.partition(":")[2] for line in printed.splitlines() if line.startswith("answer:")]

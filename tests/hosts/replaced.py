@@ -1,0 +1,22 @@
+"""Models with replaced experts, without a host's engine around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ds_moe_ext.hosts import attach
+from ds_moe_ext.hosts.attach import AttachedLayer
+from ds_moe_ext.settings import Settings
+from ds_moe_ext.strategies.ep import ExpertParallel
+
+
+def replace_experts(model: nn.Module, **settings: Any) -> list[AttachedLayer]:
+    """Replace the experts of a model by the block with these keys. Collective."""
+    from ds_moe_ext.hosts.deepspeed.startup import FINDERS
+
+    given = Settings(enabled=True, **settings)
+    blueprint = attach.draw(given, ExpertParallel(), model, FINDERS, dist.get_world_size())
+    return [layer for layer, _ in attach.build(blueprint)]

@@ -1,0 +1,474 @@
+"""What cannot work is refused by ``deepspeed.initialize`` in one line, before any process group."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.hosts import families
+from tests.hosts.test_huggingface import AnyConfig
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """Arguments of ``deepspeed.initialize`` and what its error must say.
+
+    Attributes:
+        says: parts of the message: the key, the value or rule, the remedy.
+        block: keys of ``ds_moe_ext`` beside ``enabled``.
+        document: keys of the rest of the configuration.
+        world_size: ranks.
+        model: makes the model.
+        arguments: of ``deepspeed.initialize``.
+    """
+
+    says: tuple[str, ...]
+    block: Document = field(default_factory=dict)
+    document: Document = field(default_factory=dict)
+    world_size: int = 2
+    model: Callable[[], nn.Module] = lambda: families.build("mixtral")
+    arguments: Document = field(default_factory=dict)
+
+
+def native(num_experts: int = 4, **arguments: Any) -> nn.Module:
+    from deepspeed.moe.layer import MoE
+
+    return nn.ModuleDict({"moe": MoE(8, nn.Linear(8, 8), num_experts=num_experts, **arguments)})
+
+
+def hugging_face(path: str) -> nn.Module:
+    module, _, name = f"transformers.models.{path}".rpartition(".")
+    return nn.ModuleDict({"experts": getattr(importlib.import_module(module), name)(AnyConfig())})
+
+
+def experts_with(name: str) -> nn.Module:
+    model = hugging_face("mixtral.modeling_mixtral.MixtralExperts")
+    model["experts"].register_parameter(name, nn.Parameter(torch.ones(4)))
+    return model
+
+
+def pipeline() -> nn.Module:
+    from deepspeed.pipe import PipelineModule
+
+    model = PipelineModule.__new__(PipelineModule)  # a whole one wants a process group
+    nn.Module.__init__(model)
+    return model
+
+
+def sharded_at_construction() -> nn.Module:
+    """As ``deepspeed.zero.Init`` leaves parameters."""
+    model = families.build("mixtral")
+    for number, parameter in enumerate(model.parameters()):
+        parameter.ds_id = number
+    return model
+
+
+def replaced_before() -> nn.Module:
+    from ds_moe_ext.hosts.experts import HostedExperts
+
+    model = families.build("mixtral")
+    model.model.layers[0].mlp.experts = HostedExperts.__new__(HostedExperts)
+    nn.Module.__init__(model.model.layers[0].mlp.experts)
+    return model
+
+
+def zero(**keys: Any) -> Document:
+    return {"zero_optimization": keys}
+
+
+MODELS = {
+    # Sizes
+    "cells do not divide the world": Case(
+        ("expert_parallel_size is 3", "world size 4", "[1, 2, 4]"),
+        {"expert_parallel_size": 3},
+        world_size=4,
+    ),
+    "more cells than ranks": Case(
+        ("expert_parallel_size is 4", "world size 2", "[1, 2]"), {"expert_parallel_size": 4}
+    ),
+    "cells do not divide the experts": Case(
+        ("expert_parallel_size is 6", "8 experts of model.layers.0", "[1, 2]"),
+        {"expert_parallel_size": 6},
+        world_size=6,
+    ),
+    "cells do not divide native experts": Case(
+        ("expert_parallel_size is 4", "6 experts of moe", "[1, 2]"),
+        {"expert_parallel_size": 4},
+        world_size=4,
+        model=lambda: native(6),
+    ),
+    "native model built for other cells": Case(
+        ("expert_parallel_size is 4", "ep_size 2", "make them equal"),
+        {"expert_parallel_size": 4},
+        world_size=4,
+        model=lambda: native(4, ep_size=2),
+    ),
+    "native model built for cells, asked for one": Case(
+        ("expert_parallel_size is 1", "ep_size 2", "make them equal"),
+        {"expert_parallel_size": 1},
+        model=lambda: native(4, ep_size=2),
+    ),
+    "native model built for more ranks than there are": Case(
+        ("expert_parallel_size is 4", "world size 2", "[1, 2]"), model=lambda: native(4, ep_size=4)
+    ),
+    "native layers built for different cells": Case(
+        ("expert_parallel_size", "ep_size", "make them equal"),
+        world_size=4,
+        model=lambda: nn.Sequential(native(4, ep_size=2), native(4, ep_size=4)),
+    ),
+    "sharded experts": Case(
+        ("expert_sharding_size is 2", "set it to 1 or null"), {"expert_sharding_size": 2}
+    ),
+    # ZeRO
+    "stage 3": Case(
+        ("zero_optimization.stage is 3", "use stage 0, 1 or 2"), document=zero(stage=3)
+    ),
+    "offloaded optimizer": Case(
+        ("zero_optimization.offload_optimizer", "remove it"),
+        document=zero(stage=2, offload_optimizer={"device": "cpu"}),
+    ),
+    "optimizer offloaded to disk": Case(
+        ("zero_optimization.offload_optimizer", "remove it"),
+        document=zero(stage=1, offload_optimizer={"device": "nvme", "nvme_path": "/tmp"}),
+    ),
+    "offloaded parameters": Case(
+        ("zero_optimization.offload_param", "remove it"),
+        document=zero(stage=2, offload_param={"device": "cpu"}),
+    ),
+    "both offloaded": Case(
+        ("offload_param and offload_optimizer", "remove it"),
+        document=zero(offload_param={"device": "cpu"}, offload_optimizer={"device": "cpu"}),
+    ),
+    "offloading, old spelling": Case(
+        ("zero_optimization.cpu_offload is set", "remove it"),
+        document=zero(stage=1, cpu_offload=True),
+    ),
+    "offloading of parameters, old spelling": Case(
+        ("zero_optimization.cpu_offload_param is set", "remove it"),
+        document=zero(stage=1, cpu_offload_param=True),
+    ),
+    "parameters sharded at construction": Case(
+        ("deepspeed.zero.Init", "build it without"), model=sharded_at_construction
+    ),
+    # Other parallelism
+    "pipeline": Case(("PipelineModule", "plain nn.Module"), model=pipeline),
+    "mpu": Case(("mpu", "leave mpu out"), arguments={"mpu": object()}),
+    "mesh": Case(("mesh_param", "leave mesh_param out"), arguments={"mesh_param": (1, 2)}),
+    "sequence parallel": Case(
+        ("sequence_parallel_size is 2", "set it to 1"),
+        document={"sequence_parallel_size": 2, "data_parallel_size": 1},
+    ),
+    "tensor parallel": Case(
+        ("tensor_parallel.autotp_size is 2", "set it to 1"),
+        document={"tensor_parallel": {"autotp_size": 2}},
+    ),
+    "tensor parallel as a string": Case(
+        ("tensor_parallel.autotp_size is '2'", "set it to 1"),
+        document={"tensor_parallel": {"autotp_size": "2"}},
+    ),
+    "AutoEP": Case(
+        ("expert_parallel.enabled is true", "AutoEP", "set one"),
+        document={"expert_parallel": {"enabled": True, "autoep_size": 2}},
+    ),
+    "data before experts": Case(
+        ("use_data_before_expert_parallelism", "set it to false"),
+        document={"use_data_before_expert_parallelism": True},
+    ),
+    "DeepCompile": Case(
+        ("compile.deepcompile is true", "set it to false"),
+        document={"compile": {"deepcompile": True}},
+    ),
+    "hybrid engine": Case(
+        ("hybrid_engine.enabled is true", "set it to false"),
+        document={"hybrid_engine": {"enabled": True}},
+    ),
+    "expert tensor parallel": Case(
+        ("enable_expert_tensor_parallelism", "build it without"),
+        model=lambda: native(4, enable_expert_tensor_parallelism=True),
+    ),
+    # Layers
+    "no MoE layer": Case(
+        ("no MoE layer", "register_experts", "doctor"), model=lambda: nn.Linear(4, 4)
+    ),
+    "a pattern that finds nothing": Case(
+        ("no MoE layer", "matches 'layer_9'", "known are"), {"moe_layer_pattern": "layer_9"}
+    ),
+    "experts as a list of modules": Case(
+        ("no MoE layer", "register_experts"),
+        model=lambda: nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(4, 4)] * 4)}),
+    ),
+    "experts that take rows by expert": Case(
+        ("Llama4TextExperts", "moe_layer_pattern"),
+        model=lambda: hugging_face("llama4.modeling_llama4.Llama4TextExperts"),
+    ),
+    "experts with a norm": Case(
+        ("MuseSparkExperts", "normalises", "moe_layer_pattern"),
+        model=lambda: hugging_face("muse_spark.modeling_muse_spark.MuseSparkExperts"),
+    ),
+    "experts with weights of another kind": Case(
+        ("down_proj_scale_inv", "moe_layer_pattern"),
+        model=lambda: experts_with("down_proj_scale_inv"),
+    ),
+    "replaced before": Case(
+        ("replaced by an earlier", "build the model anew"), model=replaced_before
+    ),
+}
+
+BLOCKS = {
+    # The block itself, as a whole
+    "not an object": (["enabled"], ("must be an object",)),
+    "a string": ("true", ("must be an object",)),
+    "a number": (1, ("must be an object",)),
+    "true": (True, ("must be an object",)),
+    # Keys
+    "a mistyped key": ({"stratgy": "ep"}, ("'stratgy'", "did you mean 'strategy'")),
+    "a key of another tool": ({"autoep_size": 2}, ("'autoep_size'", "known")),
+    "a mistyped key of the report": (
+        {"report": {"pth": "x"}},
+        ("ds_moe_ext.report", "'pth'", "did you mean 'path'"),
+    ),
+    "a mistyped key of the trace": (
+        {"trace": {"first_stp": 1}},
+        ("ds_moe_ext.trace", "did you mean 'first_step'"),
+    ),
+    "a key of a strategy without any": ({"ep": {"degree": 1}}, ("ds_moe_ext.ep", "'degree'")),
+    # Strategies
+    "an unknown strategy": ({"strategy": "pe"}, ("strategy is 'pe', which is unknown", "known: ")),
+    "a strategy that is a number": ({"strategy": 1}, ("strategy is 1", "must be a string")),
+    "a strategy in no module": (
+        {"strategy": "no_such_module:Mine"},
+        ("no_such_module:Mine", "cannot be imported", "my_package"),
+    ),
+    "a strategy that is not in its module": (
+        {"strategy": "json:Mine"},
+        ("json:Mine", "cannot be imported"),
+    ),
+    "a strategy that is no dataclass": (
+        {"strategy": "json:JSONDecoder"},
+        ("json:JSONDecoder", "not a dataclass", "make it one"),
+    ),
+    "options of a built-in strategy": (
+        {"options": {"degree": 1}},
+        ("ds_moe_ext.options", "no effect", "ds_moe_ext.ep"),
+    ),
+    # Values
+    "enabled in words": ({"enabled": "yes"}, ("enabled is 'yes'", "true or false")),
+    "enabled as a number": ({"enabled": 1}, ("enabled is 1", "true or false")),
+    "enabled as null": ({"enabled": None}, ("enabled is None", "true or false")),
+    "cells as a string": (
+        {"expert_parallel_size": "2"},
+        ("expert_parallel_size is '2'", "an integer or null"),
+    ),
+    "cells automatic": (
+        {"expert_parallel_size": "auto"},
+        ("expert_parallel_size is 'auto'", "write null"),
+    ),
+    "half a cell": ({"expert_parallel_size": 0.5}, ("expert_parallel_size is 0.5", "an integer")),
+    "no cells": ({"expert_parallel_size": 0}, ("expert_parallel_size is 0", "at least 1")),
+    "negative cells": ({"expert_parallel_size": -2}, ("expert_parallel_size is -2", "at least 1")),
+    "no room": ({"capacity_factor": 0}, ("capacity_factor is 0", "above 0", "null")),
+    "room in words": ({"capacity_factor": "1.5"}, ("capacity_factor is '1.5'", "a number or null")),
+    "a pattern that is none": (
+        {"moe_layer_pattern": "layers.(1"},
+        ("moe_layer_pattern is 'layers.(1'", "no regular expression", "mend it"),
+    ),
+    "a list of patterns": ({"moe_layer_pattern": ["a"]}, ("moe_layer_pattern", "a string or null")),
+    "a report to a number": ({"report": {"path": 3}}, ("report.path is 3", "a string or null")),
+    "a report that is a path": ({"report": "runs"}, ("report is 'runs'", "must be an object")),
+    "a report of one step": ({"report": {"max_steps": 1}}, ("report.max_steps is 1", "at least 2")),
+    "a trace of no steps": ({"trace": {"num_steps": 0}}, ("trace.num_steps is 0", "at least 1")),
+}
+
+
+def in_dict(document: Document, folder: Path) -> Document:
+    return {"config": document}
+
+
+def in_dict_by_its_old_name(document: Document, folder: Path) -> Document:
+    return {"config_params": document}
+
+
+def in_file(document: Document, folder: Path) -> Document:
+    path = folder / "ds.json"
+    path.write_text(json.dumps(document))
+    return {"config": str(path)}
+
+
+def in_file_with_comments(document: Document, folder: Path) -> Document:
+    """DeepSpeed reads Hjson."""
+    path = folder / "ds.json"
+    path.write_text("// ours\n" + json.dumps(document))
+    return {"config": str(path)}
+
+
+def in_file_by_argument(document: Document, folder: Path) -> Document:
+    named = in_file(document, folder)["config"]
+    return {"args": argparse.Namespace(deepspeed_config=named, local_rank=0)}
+
+
+def in_file_by_old_argument(document: Document, folder: Path) -> Document:
+    named = in_file(document, folder)["config"]
+    return {"args": argparse.Namespace(deepscale_config=named, local_rank=0)}
+
+
+def in_base64(document: Document, folder: Path) -> Document:
+    return {"config": base64.urlsafe_b64encode(json.dumps(document).encode()).decode()}
+
+
+SPELLINGS = (
+    in_dict,
+    in_dict_by_its_old_name,
+    in_file,
+    in_file_with_comments,
+    in_file_by_argument,
+    in_file_by_old_argument,
+    in_base64,
+)
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, world_size: int, arguments: Document) -> str:
+    """The message with which ``deepspeed.initialize`` refuses the arguments."""
+    import deepspeed
+
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    with pytest.raises(ValueError) as caught:
+        deepspeed.initialize(**arguments)
+    assert not dist.is_initialized()
+    message = str(caught.value)
+    assert "ds_moe_ext" in message
+    assert "\n" not in message
+    return message
+
+
+def document_with(block: Any, **keys: Any) -> Document:
+    return {"train_micro_batch_size_per_gpu": 1, **keys, "ds_moe_ext": block}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_and_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = MODELS[name]
+    document = document_with({"enabled": True, **case.block}, **case.document)
+    arguments = {"model": case.model(), "config": document, **case.arguments}
+    message = refuse(monkeypatch, case.world_size, arguments)
+    assert all(part in message for part in case.says), message
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_malformed_blocks(name: str, is_enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block is checked whether it is enabled or not."""
+    block, says = BLOCKS[name]
+    if isinstance(block, dict):
+        block = {"enabled": is_enabled, **block}
+    arguments = {"model": nn.Linear(2, 2), "config": document_with(block)}
+    message = refuse(monkeypatch, 1, arguments)
+    assert all(part in message for part in says), message
+
+
+@pytest.mark.parametrize("spell", SPELLINGS)
+def test_wherever_the_configuration_is(
+    spell: Callable[[Document, Path], Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = document_with({"enabled": True, "stratgy": "ep"})
+    arguments = {"model": nn.Linear(2, 2), **spell(document, tmp_path)}
+    assert "did you mean 'strategy'" in refuse(monkeypatch, 1, arguments)
+
+
+def test_ranks_that_are_not_known_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under MPI: sizes are checked when the ranks are known, all else before."""
+    check(
+        {"config": document_with({"enabled": True, "expert_parallel_size": 4})}, monkeypatch, None
+    )
+    import deepspeed
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ValueError, match=r"zero_optimization\.stage is 3"):
+        deepspeed.initialize(
+            model=families.build("mixtral"),
+            config=document_with({"enabled": True}, **zero(stage=3)),
+        )
+    assert not dist.is_initialized()
+
+
+# What is let through.
+
+
+def check(arguments: Document, monkeypatch: pytest.MonkeyPatch, world_size: int | None = 2) -> None:
+    """The check alone: behind it DeepSpeed would make process groups."""
+    import deepspeed
+
+    from ds_moe_ext.hosts.deepspeed.startup import check_initialize
+
+    if world_size is None:
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+    else:
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    given = {"model": families.build("mixtral"), **arguments}
+    check_initialize(deepspeed.initialize.__wrapped__, (), given)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("block", [None, {}, {"enabled": False}, {"strategy": "ep"}, "absent"])
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_is_checked_where_the_block_is_off(
+    name: str, block: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = MODELS[name]
+    document = document_with(block, **case.document)
+    if block == "absent":
+        del document["ds_moe_ext"]
+    check({"model": case.model(), "config": document, **case.arguments}, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {},
+        {"zero_optimization": True},
+        zero(),
+        zero(stage=0),
+        zero(stage=1, overlap_comm=True),
+        zero(stage=2),
+        # As accelerate writes them where nothing is offloaded.
+        zero(stage=2, offload_optimizer={"device": "none"}, offload_param={"device": "none"}),
+        zero(stage=2, offload_optimizer={"device": "none", "nvme_path": None}),
+        zero(stage=1, offload_optimizer=None, offload_param=None, cpu_offload=False),
+        {"tensor_parallel": {"autotp_size": 1}},
+        {"tensor_parallel": {"autotp_size": 0}},
+        {"tensor_parallel": {}},
+        {"sequence_parallel_size": 1},
+        {"expert_parallel": {"enabled": False, "autoep_size": 2}},
+        {"expert_parallel": {}},
+        {"compile": {"deepcompile": False}},
+        {"hybrid_engine": {"enabled": False}},
+        {"use_data_before_expert_parallelism": False},
+        {"bf16": {"enabled": True}, "gradient_clipping": 1.0},
+    ],
+    ids=json.dumps,
+)
+def test_what_works_is_let_through(document: Document, monkeypatch: pytest.MonkeyPatch) -> None:
+    check({"config": document_with({"enabled": True}, **document)}, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [None, "no-such-file.json", "!!!", 3, base64.b64encode(b"\xff\xfe").decode(), ["a"]],
+    ids=repr,
+)
+def test_what_deepspeed_refuses_itself_is_left_to_it(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check({"config": config}, monkeypatch)

@@ -1,0 +1,142 @@
+"""Hugging Face's Trainer with our block in its DeepSpeed JSON; the script knows nothing of us."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.hosts import families
+from tests.hosts.processes import ROOT, answers, run_script
+from tests.ranks import free_port
+from tests.reference import relative_error
+
+SCRIPT = """
+    import json
+    import sys
+
+    import torch
+    from transformers import Trainer, TrainingArguments, set_seed
+    from transformers.trainer_utils import get_last_checkpoint
+
+    from tests.hosts import families
+
+    config, output = sys.argv[1:3]
+    rows = torch.randint(0, 64, (40, 12), generator=torch.Generator().manual_seed(3))
+    data = [{"input_ids": row, "labels": row} for row in rows]
+
+
+    def trainer():
+        set_seed(0)
+        return Trainer(
+            model=families.build("mixtral"),
+            args=TrainingArguments(
+                output_dir=output,
+                deepspeed=config,
+                per_device_train_batch_size=2,
+                per_device_eval_batch_size=2,
+                gradient_accumulation_steps=2,
+                max_steps=5,
+                save_steps=3,
+                save_total_limit=1,
+                logging_steps=1,
+                learning_rate=1e-2,
+                max_grad_norm=0.5,
+                report_to=[],
+                use_cpu=True,
+                disable_tqdm=True,
+            ),
+            train_dataset=data,
+            eval_dataset=data[:8],
+        )
+
+
+    straight = trainer()
+    resumes = get_last_checkpoint(output) if len(sys.argv) > 3 else None
+    straight.train(resume_from_checkpoint=resumes)
+    logged = straight.state.log_history
+    print("answer:", json.dumps({
+        "losses": [entry["loss"] for entry in logged if "loss" in entry],
+        "norms": [float(entry["grad_norm"]) for entry in logged if "grad_norm" in entry],
+        "evaluation": straight.evaluate()["eval_loss"],
+        "experts": straight.model.model.layers[0].mlp.experts.gate_up_proj.shape[0],
+    }))
+    straight.save_model(output + "/saved")
+"""
+
+
+class Run(NamedTuple):
+    """What each rank logged, and the folder of the model that was saved."""
+
+    ranks: list[dict[str, Any]]
+    saved: Path
+
+
+def train(folder: Path, block: dict[str, Any] | None, *, resume: bool = False) -> Run:
+    """Train on two ranks under torchrun."""
+    folder.mkdir(exist_ok=True)
+    script, config = folder / "script.py", folder / "ds.json"
+    script.write_text(textwrap.dedent(SCRIPT))
+    document: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
+    }
+    if block is not None:
+        document["ds_moe_ext"] = block
+    config.write_text(json.dumps(document))
+    arguments = (str(config), str(folder / "output"), *(["resume"] if resume else []))
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2")
+    port = ("--master_port", str(free_port()))
+    (printed,) = run_script(script, *arguments, python=(*torchrun, *port), path=(ROOT,))
+    ranks = [json.loads(answer) for answer in answers(printed)]
+    return Run(ranks, folder / "output" / "saved")
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train(tmp_path_factory.mktemp("ours"), {"enabled": True})
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train(tmp_path_factory.mktemp("stock"), None)
+
+
+def test_trains_as_without_us(ours: Run, stock: Run) -> None:
+    """Losses and norms of every step, and the loss of the evaluation that follows."""
+    assert [rank["experts"] for rank in ours.ranks] == [4, 4]
+    assert [rank["experts"] for rank in stock.ranks] == [8, 8]
+    assert len(ours.ranks[0]["losses"]) == 5
+    for one, other in zip(ours.ranks, stock.ranks):
+        assert one["losses"] == pytest.approx(other["losses"], rel=1e-4)
+        assert one["norms"] == pytest.approx(other["norms"], rel=1e-3)
+        assert one["evaluation"] == pytest.approx(other["evaluation"], rel=1e-4)
+
+
+def test_saved_model_has_all_experts(ours: Run, stock: Run) -> None:
+    """What ``save_model`` wrote loads into the stock class and is what the stock run saved."""
+    from transformers import MixtralForCausalLM
+
+    own, theirs = (MixtralForCausalLM.from_pretrained(run.saved) for run in (ours, stock))
+    untrained = families.build("mixtral")
+    state, expected = own.state_dict(), theirs.state_dict()
+    assert state.keys() == expected.keys()
+    for name, weight in state.items():
+        assert weight.shape == expected[name].shape
+        assert relative_error(weight, expected[name]) <= 1e-3, name
+        assert not torch.equal(weight, untrained.state_dict()[name])
+
+
+def test_resumes_from_its_own_checkpoint(ours: Run) -> None:
+    """The run wrote a checkpoint after three steps, and goes on from there to the same losses."""
+    resumed = train(ours.saved.parents[1], {"enabled": True}, resume=True)
+    for one, other in zip(resumed.ranks, ours.ranks):
+        assert one["losses"] == other["losses"]
+        assert one["evaluation"] == other["evaluation"]

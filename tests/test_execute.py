@@ -1,0 +1,353 @@
+"""Lanes obey the rule of time: a task starts when the task before it in its lane and every task
+that writes what it reads have finished; and it takes as long as the simulator says."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_moe_ext.schedule.execute import InlineLanes, Lanes, ThreadLanes, execute, lanes_for
+from ds_moe_ext.schedule.orders import stage_major
+from ds_moe_ext.schedule.program import Program
+from ds_moe_ext.schedule.simulate import simulate
+from ds_moe_ext.schedule.task import (
+    COMBINE,
+    COMPUTE,
+    DISPATCH,
+    EXPERT,
+    PARAM,
+    Kind,
+    Op,
+    Schedule,
+    Span,
+    Task,
+    Value,
+    spans,
+)
+from tests.flows import before, flow, flows
+
+THREADS = ThreadLanes()  # shared, as layers share them; every test leaves them usable
+BOTH = pytest.mark.parametrize("lanes", [InlineLanes(), THREADS], ids=["inline", "threads"])
+PATIENCE_S = 20.0
+
+
+class Log:
+    """What began and ended, in order: a list's append is atomic."""
+
+    def __init__(self, pauses: Sequence[float] = ()) -> None:
+        self.events: list[tuple[str, int]] = []
+        self._pauses = pauses
+
+    def __call__(self, position: int) -> None:
+        self.events.append(("begin", position))
+        if self._pauses:
+            time.sleep(self._pauses[position])
+        self.events.append(("end", position))
+
+    def order(self, what: str) -> list[int]:
+        return [position for event, position in self.events if event == what]
+
+
+@BOTH
+@settings(deadline=None, max_examples=50)
+@given(schedule=flows(), data=st.data())
+def test_every_dependency_is_respected(
+    lanes: Lanes, schedule: Schedule, data: st.DataObject
+) -> None:
+    size = len(schedule.tasks)
+    pauses = data.draw(st.lists(st.sampled_from((0, 0, 1e-3)), min_size=size, max_size=size))
+    log = Log(pauses)
+    execute(schedule, log, lanes)
+    assert sorted(log.order("end")) == list(range(size))  # each once, all when execute returns
+    for position, waits in enumerate(before(schedule)):
+        begin = log.events.index(("begin", position))
+        assert all(log.events.index(("end", other)) < begin for other in waits)
+
+
+@given(flows())
+def test_inline_lanes_run_in_issue_order_in_the_callers_thread(schedule: Schedule) -> None:
+    seen: list[tuple[int, int]] = []
+    execute(schedule, lambda i: seen.append((i, threading.get_ident())), InlineLanes())
+    assert seen == [(i, threading.get_ident()) for i in range(len(schedule.tasks))]
+
+
+def test_one_thread_a_lane() -> None:
+    schedule = flow("a compute", "b inter", "c compute", "d inter a", "e param")
+    threads: dict[int, int] = {}
+    execute(schedule, lambda i: threads.update({i: threading.get_ident()}), THREADS)
+    assert threads[0] == threads[2]
+    assert threads[1] == threads[3]
+    assert len({threading.get_ident(), *threads.values()}) == 4
+
+
+def test_lanes_run_at_the_same_time() -> None:
+    """Three tasks that each wait for the other two: only three lanes can pass."""
+    meeting = threading.Barrier(3)
+    execute(flow("a compute", "b inter", "c param"), lambda i: _meet(meeting), THREADS)
+    assert not meeting.broken
+
+
+def _meet(meeting: threading.Barrier) -> None:
+    meeting.wait(PATIENCE_S)
+
+
+def test_what_one_lane_wrote_the_other_sees() -> None:
+    schedule = flow(
+        "t0 compute", *(f"t{i} {('inter', 'compute')[i % 2]} t{i - 1}" for i in range(1, 40))
+    )
+    total = [0]
+
+    def add(position: int) -> None:
+        total[0] += position
+
+    for _ in range(20):
+        execute(schedule, add, THREADS)
+    assert total == [20 * sum(range(40))]
+
+
+class Broken(Exception):
+    """Raised by a task."""
+
+
+def failing(at: Iterable[int], then: Callable[[int], None]) -> Callable[[int], None]:
+    at = set(at)
+
+    def run(position: int) -> None:
+        if position in at:
+            raise Broken(position)
+        then(position)
+
+    return run
+
+
+@BOTH
+def test_an_error_reaches_the_caller_and_no_reader_runs(lanes: Lanes) -> None:
+    #     a - b! - c - d, and e beside them
+    schedule = flow("a compute", "e param", "b inter a", "c compute b", "d inter c")
+    log = Log()
+    with pytest.raises(Broken) as caught:
+        execute(schedule, failing([2], log), lanes)
+    assert caught.value.args == (2,)
+    assert set(log.order("end")) == {0, 1}
+    # Once: the lanes are as good as new.
+    again = Log()
+    execute(schedule, again, lanes)
+    assert sorted(again.order("end")) == [0, 1, 2, 3, 4]
+
+
+@BOTH
+def test_the_first_error_in_issue_order_is_raised(lanes: Lanes) -> None:
+    schedule = flow("a compute", "b inter", "c compute b", "d param", "e inter d")
+    with pytest.raises(Broken) as caught:
+        execute(schedule, failing([1, 3], Log()), lanes)
+    assert caught.value.args == (1,)
+
+
+@settings(deadline=None, max_examples=50)
+@given(schedule=flows(), data=st.data())
+def test_nothing_hangs_whatever_fails(schedule: Schedule, data: st.DataObject) -> None:
+    positions = st.integers(0, len(schedule.tasks) - 1)
+    broken = data.draw(st.sets(positions, min_size=1))
+    log = Log()
+    caught: list[Any] = []
+
+    def call() -> None:
+        try:
+            execute(schedule, failing(broken, log), THREADS)
+        except Broken as error:
+            caught.append(error.args)
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    caller.join(PATIENCE_S)
+    assert not caller.is_alive()
+    assert caught == [(min(broken),)]
+    # Nothing ran that reads, however indirectly, what was never written.
+    lost = set(broken)
+    for position, after in enumerate(schedule.after):
+        if lost & set(after):
+            lost.add(position)
+    assert not lost & set(log.order("begin"))
+
+
+@BOTH
+def test_autocast_is_taken_to_the_lanes(lanes: Lanes) -> None:
+    schedule = flow("a compute", "b inter a")
+    a = torch.randn(4, 4)
+    seen: list[tuple[bool, torch.dtype]] = []
+
+    def run(position: int) -> None:
+        seen.append((torch.is_autocast_enabled("cpu"), (a @ a).dtype))
+
+    execute(schedule, run, lanes)
+    with torch.autocast("cpu", torch.bfloat16):
+        execute(schedule, run, lanes)
+        with torch.autocast("cpu", enabled=False):
+            execute(schedule, run, lanes)
+    with torch.autocast("cpu", torch.float16):
+        execute(schedule, run, lanes)
+    execute(schedule, run, lanes)
+    assert seen == [
+        *[(False, torch.float32)] * 2,
+        *[(True, torch.bfloat16)] * 2,
+        *[(False, torch.float32)] * 2,
+        *[(True, torch.float16)] * 2,
+        *[(False, torch.float32)] * 2,
+    ]
+
+
+@BOTH
+def test_marks_measure_seconds(lanes: Lanes) -> None:
+    marks: dict[int, Any] = {}
+
+    def run(position: int) -> None:
+        time.sleep(0.01)
+        marks[position] = lanes.mark()
+
+    execute(flow("a compute", "b inter a"), run, lanes)
+    assert 0.01 <= lanes.seconds_between(marks[0], marks[1]) < PATIENCE_S
+    assert lanes.seconds_between(marks[1], marks[0]) == -lanes.seconds_between(marks[0], marks[1])
+
+
+def test_lanes_of_a_device_are_shared() -> None:
+    cpu = torch.device("cpu")
+    assert isinstance(lanes_for(cpu, overlaps=True), ThreadLanes)
+    assert not isinstance(lanes_for(cpu, overlaps=False), ThreadLanes)
+    assert lanes_for(cpu, overlaps=True) is lanes_for(cpu, overlaps=True)
+
+
+# What the simulator predicts is what happens.
+
+GATHER = Op("gather", PARAM)
+MEND = Op("mend", COMPUTE)
+X = Kind("x", by_token=True)
+COPIES = Kind("copies")
+ARRIVED = Kind("arrived", by_token=True)
+COMPUTED = Kind("computed", by_token=True)
+Y = Kind("y", by_token=True)
+W = Kind("w", by_token=True)
+
+SECONDS = {
+    ("gather", False): 0.030,
+    ("dispatch", False): 0.020,
+    ("expert", False): 0.030,
+    ("combine", False): 0.025,
+    ("gather", True): 0.040,
+    ("dispatch", True): 0.025,
+    ("expert", True): 0.040,
+    ("combine", True): 0.020,
+}
+"""Of each op, forward and backward, on one of ``degree`` spans."""
+
+
+def seconds_of(rank: int, task: Task) -> float:
+    return SECONDS[task.op.name, bool(task.adjoint_of)]
+
+
+@dataclass(frozen=True)
+class Paced:
+    """Doubles its first read, and takes a given time over it. Other reads have gradients of one."""
+
+    op: Op
+
+    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        self._hold(False)
+        return (reads[0] * 2,), reads[1:]
+
+    def backward(self, span: Span, saved: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
+        self._hold(True)
+        return (grads[0] * 2, *map(torch.ones_like, saved))
+
+    def recut(self, span: Span, pieces: Sequence[Any]) -> tuple[Any, ...]:
+        return pieces[0][1]
+
+    def _hold(self, is_backward: bool) -> None:
+        time.sleep(SECONDS[self.op.name, is_backward])
+
+
+def paced_layer(num_chunks: int, degree: int) -> Schedule:
+    """Rows out, computed and back in chunks, while copies of the weights arrive in a third lane."""
+    whole = Span(0, num_chunks)
+    x, y, w, copies = Value(X, 0, whole), Value(Y, 0, whole), Value(W, 0, whole), Value(COPIES, 0)
+    tasks = []
+    for s in spans(num_chunks, degree):
+        arrived, computed = Value(ARRIVED, 0, s), Value(COMPUTED, 0, s)
+        tasks += [
+            Task(DISPATCH, 0, s, (Value(X, 0, s),), (arrived,)),
+            Task(EXPERT, 0, s, (arrived, copies), (computed,)),
+            Task(COMBINE, 0, s, (computed,), (Value(Y, 0, s),)),
+        ]
+    gather = Task(GATHER, 0, whole, (w,), (copies,))
+    ordered = stage_major(tasks, (DISPATCH, EXPERT, COMBINE))
+    return Schedule((gather, *ordered), (x, w), (y,))
+
+
+STAGES: Mapping[Op, Paced] = {op: Paced(op) for op in (GATHER, DISPATCH, EXPERT, COMBINE)}
+
+
+def executed_s(program: Program) -> tuple[float, float]:
+    """Seconds of one forward and one backward pass."""
+    x, w = (torch.ones(12, 1, requires_grad=True) for _ in range(2))
+    start = time.perf_counter()
+    (y,) = program(x, w)
+    middle = time.perf_counter()
+    y.sum().backward()
+    end = time.perf_counter()
+    assert y.unique().tolist() == [8.0]  # doubled three times
+    assert x.grad is not None
+    assert w.grad is not None
+    assert x.grad.unique().tolist() == [8.0]
+    num_experts_run = sum(task.op == EXPERT for task in program.backward.tasks)
+    assert w.grad.unique().tolist() == [2.0 * num_experts_run]
+    return middle - start, end - middle
+
+
+DEGREES = [(1, 1), (4, 4), (3, 2)]
+
+
+@pytest.mark.parametrize(("forward_degree", "backward_degree"), DEGREES)
+def test_the_same_schedule_takes_the_simulated_time(
+    forward_degree: int, backward_degree: int
+) -> None:
+    num_chunks = max(forward_degree, 6 if backward_degree == 2 else backward_degree)
+    forward = paced_layer(num_chunks, forward_degree)
+    backward = forward.backward_cut_as(paced_layer(num_chunks, backward_degree))
+    program = Program(forward, backward, STAGES, THREADS, num_chunks)
+    simulated = [simulate(schedule, seconds_of).makespan_s for schedule in (forward, backward)]
+    assert_takes(simulated, lambda: executed_s(program))
+
+
+def assert_takes(simulated: Sequence[float], run: Callable[[], Sequence[float]]) -> None:
+    """Within 10 %. A busy machine only ever adds: the best of a few repetitions counts."""
+    best = [float("inf")] * len(simulated)
+    for _ in range(6):
+        best = [min(pair) for pair in zip(best, run())]
+        if all(abs(b / s - 1) <= 0.1 for b, s in zip(best, simulated)):
+            return
+    raise AssertionError(f"simulated {simulated} s, executed {best} s")
+
+
+def test_overlap_is_real() -> None:
+    """The lanes save what the simulator says that they save over one lane."""
+    forward = paced_layer(4, 4)
+    serial_s = sum(seconds_of(0, task) for task in forward.tasks)
+    overlapped_s = simulate(forward, seconds_of).makespan_s
+    # The rows' lane is never idle: four dispatches until 80, when the first expert has ended at 60;
+    # then a combine every 25, for which an expert has ended at 60, 90, 120 and 150.
+    assert overlapped_s == pytest.approx(4 * 0.020 + 4 * 0.025)
+    assert serial_s == pytest.approx(0.030 + 4 * 0.075)
+
+    def run() -> tuple[float]:
+        start = time.perf_counter()
+        execute(forward, lambda i: time.sleep(seconds_of(0, forward.tasks[i])), THREADS)
+        return (time.perf_counter() - start,)
+
+    assert_takes([overlapped_s], run)

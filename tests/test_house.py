@@ -1,0 +1,588 @@
+"""The structure that must hold, by ``ast``: who imports whom, and what may not exist.
+
+A rule is a generator over one source file; what it yields is wrong there. No rule counts lines of
+code, and each is shown to bite on a sample. STYLE.md, section 9, has the reasons.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "ds_moe_ext"
+
+LAYERS = (
+    ("_autoload",),  # names the patches, and imports nothing of ours
+    ("placement", "hardware"),
+    ("schedule.task",),
+    ("schedule.orders", "schedule.simulate"),
+    ("schedule.trace",),
+    ("layout", "comm", "load"),
+    ("cost",),
+    ("planners",),
+    ("schedule.execute",),
+    ("schedule.program",),
+    ("strategies.base",),  # what a strategy is: the layer takes one
+    ("moe",),
+    ("strategies",),
+    ("settings",),
+    ("report",),
+    ("hosts",),
+    ("patches",),
+    ("cli", "run"),
+    ("",),  # the package's public names
+)
+"""Imports go up this list only; modules of one row may import each other."""
+
+PURE = ("placement", "planners", "schedule.task", "schedule.orders", "schedule.simulate")
+PURE += ("schedule.trace",)
+HOST_PACKAGES = {"deepspeed", "megatron", "transformers", "accelerate"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of ours.
+
+    Attributes:
+        path: from the repository's root.
+        text: what is in it.
+    """
+
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        return tuple(ast.walk(self.tree))
+
+    @property
+    def module(self) -> str:
+        """Dotted name under the package; "" for the package itself."""
+        parts = Path(self.path).with_suffix("").parts
+        parts = parts[1:] if parts[0] == PACKAGE else parts
+        return ".".join(part for part in parts if part != "__init__")
+
+    def lies_in(self, *packages: str) -> bool:
+        return any(self.module == p or self.module.startswith(p + ".") for p in packages)
+
+
+SOURCES = tuple(
+    Source(str(path.relative_to(ROOT)), path.read_text())
+    for folder in (PACKAGE, "patches")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+)
+OURS = {source.module for source in SOURCES}
+
+Finding = tuple[ast.AST | None, str]
+Rule = Callable[[Source], Iterator[Finding]]
+RULES: list[Rule] = []
+
+
+def rule(function: Rule) -> Rule:
+    RULES.append(function)
+    return function
+
+
+# Imports.
+
+
+def imported(nodes: tuple[ast.AST, ...]) -> Iterator[tuple[ast.AST, str]]:
+    """Every imported module or name, dotted."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from ((node, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def our_module(name: str, modules: set[str]) -> str | None:
+    """The module of ours that a dotted name is or lies in; None if it is another's."""
+    package, _, inner = name.partition(".")
+    if package != PACKAGE:
+        return None
+    while inner and inner not in modules:
+        inner = inner.rpartition(".")[0]
+    return inner
+
+
+def layer_of(module: str) -> int | None:
+    """Number of its row; the longest name that matches counts."""
+    matches = [
+        (len(name), number)
+        for number, names in enumerate(LAYERS)
+        for name in names
+        if module == name or (name and module.startswith(name + "."))
+    ]
+    return max(matches)[1] if matches else None
+
+
+@rule
+def imports_go_down(source: Source) -> Iterator[Finding]:
+    own = layer_of(source.module)
+    if own is None and source.text.strip():
+        yield None, f"{source.module} has no row in LAYERS of tests/test_house.py; give it one"
+    for node, name in imported(source.nodes):
+        module = our_module(name, OURS | {source.module})
+        if own is None or module is None:
+            continue
+        theirs = layer_of(module)
+        if theirs is None or theirs > own:
+            yield node, f"imports {module or PACKAGE}, which lies above it"
+
+
+@rule
+def hosts_are_known_in_hosts_only(source: Source) -> Iterator[Finding]:
+    if not source.lies_in("hosts", "patches"):
+        for node, name in imported(source.nodes):
+            if name.partition(".")[0] in HOST_PACKAGES:
+                yield node, f"imports {name}"
+
+
+PURE_PACKAGES = (sys.stdlib_module_names | {"numpy", "scipy"}) - {
+    *("os", "time", "random", "datetime", "socket", "subprocess", "threading", "multiprocessing"),
+}
+
+
+@rule
+def pure_modules_stay_pure(source: Source) -> Iterator[Finding]:
+    if source.lies_in(*PURE):
+        for node, name in imported(source.nodes):
+            module = our_module(name, OURS | {source.module})
+            if module is None:
+                if name.partition(".")[0] not in PURE_PACKAGES:
+                    yield node, f"imports {name}"
+            elif not Source(f"{PACKAGE}/{module.replace('.', '/')}.py", "").lies_in(*PURE):
+                yield node, f"imports {module}, which is not pure"
+
+
+# Communication.
+
+TYPES = {"ProcessGroup"}
+QUERIES = {"get_rank", "get_world_size", "is_initialized", "is_available"}
+MAKES_GROUPS = {
+    *("new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group"),
+    *("init_process_group", "destroy_process_group", "init_device_mesh", "device_mesh"),
+}
+DISTRIBUTED = "torch.distributed"
+
+
+def distributed_names(source: Source) -> Iterator[tuple[ast.AST, str]]:
+    """Every name of torch.distributed that is used."""
+    aliases = {DISTRIBUTED}
+    for node in source.nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name == DISTRIBUTED and alias.asname:
+                    aliases.add(alias.asname)
+                elif alias.name.startswith(DISTRIBUTED + "."):
+                    yield node, alias.name.split(".")[2]
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch":
+            aliases |= {a.asname or a.name for a in node.names if a.name == "distributed"}
+        elif isinstance(node, ast.ImportFrom) and node.module == DISTRIBUTED:
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(DISTRIBUTED + "."):
+            yield node, (node.module or "").split(".")[2]
+    for node in source.nodes:
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in aliases:
+            yield node, node.attr
+
+
+@rule
+def communication_has_two_files(source: Source) -> Iterator[Finding]:
+    for node, name in distributed_names(source):
+        if name in TYPES:
+            continue
+        if name in QUERIES:
+            if not source.lies_in("comm", "layout", "hosts", "patches"):
+                yield node, f"asks torch.distributed.{name}; take it from the layout"
+        elif name in MAKES_GROUPS:
+            if not source.lies_in("layout"):
+                yield node, f"torch.distributed.{name} makes groups, which layout.py does"
+        elif not source.lies_in("comm"):
+            yield node, f"torch.distributed.{name} moves data, which comm.py does"
+
+
+# Hidden state and silence.
+
+
+@rule
+def no_global(source: Source) -> Iterator[Finding]:
+    for node in source.nodes:
+        if isinstance(node, ast.Global):
+            yield node, f"global {', '.join(node.names)}"
+
+
+@rule
+def no_environment(source: Source) -> Iterator[Finding]:
+    if source.lies_in("hosts", "_autoload"):
+        return
+    for node in source.nodes:
+        if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv", "putenv"}:
+            yield node, f"reads {ast.unparse(node)}"
+    for node, name in imported(source.nodes):
+        if name in {"os.environ", "os.getenv", "os.putenv"}:
+            yield node, f"reads {name}"
+
+
+@rule
+def no_work_at_import(source: Source) -> Iterator[Finding]:
+    if source.module == "":
+        return  # the package attaches itself to the hosts; that is what importing it is for
+    for node in source.tree.body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            yield node, f"calls {ast.unparse(node.value)} when it is imported"
+
+
+@rule
+def no_mutable_class_attributes(source: Source) -> Iterator[Finding]:
+    mutable = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+    for node in source.nodes:
+        if isinstance(node, ast.ClassDef):
+            for statement in node.body:
+                if isinstance(statement, (ast.Assign, ast.AnnAssign)) and isinstance(
+                    statement.value, mutable
+                ):
+                    yield statement, f"class {node.name} shares {ast.unparse(statement)}"
+
+
+@rule
+def no_silent_except(source: Source) -> Iterator[Finding]:
+    for node in source.nodes:
+        if not isinstance(node, ast.ExceptHandler):
+            continue
+        if node.type is None:
+            yield node, "bare except"
+        elif ast.unparse(node.type) in {"Exception", "BaseException"} and all(
+            isinstance(s, (ast.Pass, ast.Continue))
+            or (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))
+            for s in node.body
+        ):
+            yield node, "swallows every error"
+
+
+# Data and choices.
+
+
+@rule
+def no_reaching_by_name(source: Source) -> Iterator[Finding]:
+    if not source.lies_in("hosts", "patches"):
+        for node in source.nodes:
+            if isinstance(node, ast.Name) and node.id in {
+                *("getattr", "hasattr", "setattr", "delattr"),
+            }:
+                yield node, node.id
+
+
+def is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def is_texts(node: ast.AST) -> bool:
+    return isinstance(node, (ast.Tuple, ast.List, ast.Set)) and any(map(is_text, node.elts))
+
+
+@rule
+def no_choices_by_string(source: Source) -> Iterator[Finding]:
+    if source.lies_in("settings", "hosts", "_autoload"):  # where text comes in
+        return
+    for node in source.nodes:
+        if isinstance(node, ast.MatchValue) and is_text(node.value):
+            yield node, f"case {ast.unparse(node)}"
+        if not isinstance(node, ast.Compare):
+            continue
+        sides = (node.left, *node.comparators)
+        if any(isinstance(side, ast.Attribute) and side.attr == "type" for side in sides):
+            continue  # a torch.device names its kind by a string, and only so
+        if any(isinstance(side, ast.Name) and side.id == "__name__" for side in sides):
+            continue
+        for op, side in zip(node.ops, sides[1:]):
+            by_equality = isinstance(op, (ast.Eq, ast.NotEq)) and any(map(is_text, sides))
+            by_member = isinstance(op, (ast.In, ast.NotIn)) and is_texts(side)
+            if by_equality or by_member:
+                yield node, ast.unparse(node)
+
+
+@rule
+def no_dict_as_record(source: Source) -> Iterator[Finding]:
+    if source.lies_in("hosts", "_autoload"):  # whose dicts are a host's and Python's own
+        return
+    for node in source.nodes:
+        if (
+            isinstance(node, ast.Subscript)
+            and isinstance(node.ctx, ast.Store)
+            and is_text(node.slice)
+        ):
+            yield node, f"sets {ast.unparse(node)}"
+
+
+def is_dataclass(node: ast.ClassDef) -> bool:
+    names = (d.func if isinstance(d, ast.Call) else d for d in node.decorator_list)
+    return any(ast.unparse(name).rpartition(".")[2] == "dataclass" for name in names)
+
+
+@rule
+def no_god_config(source: Source) -> Iterator[Finding]:
+    for node in source.nodes:
+        if isinstance(node, ast.ClassDef) and is_dataclass(node):
+            fields = [s for s in node.body if isinstance(s, ast.AnnAssign)]
+            if len(fields) > 15:
+                yield node, f"dataclass {node.name} has {len(fields)} fields"
+        if source.lies_in("hosts", "settings"):
+            continue
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            given = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            for argument in given:
+                if argument.arg in {"config", "args", "cfg"}:
+                    yield node, f"parameter {argument.arg}: pass what is needed"
+
+
+# Shape of the tree.
+
+DUMPING_GROUNDS = {
+    *("util", "utils", "common", "helper", "helpers", "misc", "tool", "tools"),
+}
+
+
+@rule
+def no_dumping_grounds(source: Source) -> Iterator[Finding]:
+    for part in Path(source.path).with_suffix("").parts:
+        if part.strip("_") in DUMPING_GROUNDS:
+            yield None, f"{part}: say what it is for"
+
+
+@rule
+def packages_are_empty(source: Source) -> Iterator[Finding]:
+    if Path(source.path).name == "__init__.py" and source.text.strip():
+        num_lines = len(source.text.splitlines())
+        if source.module != "":
+            yield None, "a package's __init__.py is empty"
+        elif num_lines > 60:
+            yield None, f"the public names take {num_lines} lines; let them be 60"
+
+
+@rule
+def no_mixins(source: Source) -> Iterator[Finding]:
+    for node in source.nodes:
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Mixin"):
+            yield node, f"class {node.name}"
+
+
+# The tests.
+
+
+def findings(rule: Rule, source: Source) -> list[str]:
+    return [
+        f"{source.path}:{1 if node is None else node.lineno}: {what}"  # type: ignore[attr-defined]
+        for node, what in rule(source)
+    ]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule(rule: Rule) -> None:
+    wrong = [finding for source in SOURCES for finding in findings(rule, source)]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_the_whole_tree_is_read() -> None:
+    assert {"", "settings", "schedule.task", "moe.layer", "patches.record"} <= OURS
+
+
+def test_no_import_cycles() -> None:
+    """Of modules as they are loaded: what a function imports when it runs does not count."""
+    imports = {source.module: set(loaded(source)) for source in SOURCES}
+    while imports:
+        leaves = {module for module, needs in imports.items() if not needs & set(imports)}
+        assert leaves, f"these import each other: {sorted(imports)}"
+        imports = {module: needs for module, needs in imports.items() if module not in leaves}
+
+
+def loaded(source: Source) -> Iterator[str]:
+    for statement in source.tree.body:
+        nodes = (statement,) if isinstance(statement, (ast.Import, ast.ImportFrom)) else ()
+        for _, name in imported(nodes):
+            module = our_module(name, OURS)
+            if module:
+                yield module
+
+
+def test_no_deep_inheritance() -> None:
+    """A class of ours extends a class of ours at most once."""
+    bases = {
+        node.name: {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+        for source in SOURCES
+        for node in source.nodes
+        if isinstance(node, ast.ClassDef)
+    }
+    deep = [
+        f"{name} < {base} < {', '.join(bases[base] & set(bases))}"
+        for name, its in bases.items()
+        for base in its & set(bases)
+        if bases[base] & set(bases)
+    ]
+    assert not deep
+
+
+BITES = {
+    imports_go_down: (
+        ("moe/x.py", "from ds_moe_ext.strategies import ep"),
+        ("moe/x.py", "def f():\n    import ds_moe_ext.report.page"),
+        ("placement.py", "from ds_moe_ext.schedule.task import Span"),
+        ("schedule/task.py", "from ds_moe_ext.schedule import simulate"),
+        ("moe/x.py", "from ds_moe_ext import register"),
+        ("settings.py", "from ds_moe_ext.patches.deepspeed import apply"),
+        ("nowhere.py", "a = 1"),
+    ),
+    hosts_are_known_in_hosts_only: (
+        ("moe/x.py", "import deepspeed"),
+        ("report/x.py", "def f():\n    from transformers.models import mixtral"),
+        ("cli.py", "import megatron.core as core"),
+    ),
+    pure_modules_stay_pure: (
+        ("planners/x.py", "import torch"),
+        ("schedule/task.py", "import time"),
+        ("planners/x.py", "from ds_moe_ext.layout import Grid"),
+        ("placement.py", "def f():\n    import os"),
+    ),
+    communication_has_two_files: (
+        ("moe/x.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
+        ("moe/x.py", "import torch\ntorch.distributed.barrier()"),
+        ("moe/x.py", "from torch.distributed import get_rank"),
+        ("moe/x.py", "from torch.distributed.nn.functional import all_to_all"),
+        ("hosts/x.py", "import torch.distributed as dist\ndist.new_group([0])"),
+        ("hosts/x.py", "from torch import distributed as d\nd.all_gather(a, b)"),
+        ("layout.py", "import torch.distributed as dist\ndist.broadcast(x, 0)"),
+        ("comm.py", "import torch.distributed as dist\ndist.new_group([0])"),
+        ("layout.py", "from torch.distributed.tensor import DTensor"),
+    ),
+    no_global: (("moe/x.py", "def f():\n    global a\n    a = 1"),),
+    no_environment: (
+        ("moe/x.py", "import os\nos.environ['A']"),
+        ("patches/x.py", "import os\nos.getenv('A')"),
+        ("cli.py", "from os import environ"),
+    ),
+    no_work_at_import: (("moe/x.py", "print(1)"), ("report/x.py", "import a\na.setup()")),
+    no_mutable_class_attributes: (
+        ("moe/x.py", "class A:\n    kinds = []"),
+        ("hosts/x.py", "class A:\n    kinds: dict[str, int] = {}"),
+    ),
+    no_silent_except: (
+        ("hosts/x.py", "try:\n    f()\nexcept:\n    raise"),
+        ("hosts/x.py", "try:\n    f()\nexcept Exception:\n    pass"),
+        (
+            "moe/x.py",
+            "for i in a:\n    try:\n        f()\n    except BaseException:\n        continue",
+        ),
+    ),
+    no_reaching_by_name: (
+        ("moe/x.py", "getattr(a, 'b')"),
+        ("cli.py", "if hasattr(a, 'b'): pass"),
+        ("settings.py", "list(map(setattr, a, b, c))"),
+    ),
+    no_choices_by_string: (
+        ("moe/x.py", "a == 'b'"),
+        ("moe/x.py", "'b' != a"),
+        ("report/x.py", "a in ('b', 'c')"),
+        ("report/x.py", "a not in {'b'}"),
+        ("cli.py", "match a:\n    case 'b':\n        pass"),
+    ),
+    no_dict_as_record: (
+        ("moe/x.py", "a['b'] = 1"),
+        ("patches/x.py", "a.b['c'] += 1"),
+        ("cli.py", "a['b'], c = d"),
+    ),
+    no_god_config: (
+        (
+            "hosts/x.py",
+            "@dataclass(frozen=True)\nclass A:\n" + "".join(f"    a{i}: int\n" for i in range(16)),
+        ),
+        ("moe/x.py", "def f(config): pass"),
+        ("patches/x.py", "def f(a, *, cfg=None): pass"),
+        ("cli.py", "lambda args: 1"),
+    ),
+    no_dumping_grounds: (("moe/utils.py", ""), ("common/x.py", ""), ("_helpers.py", "")),
+    packages_are_empty: (
+        ("moe/__init__.py", "from ds_moe_ext.moe.gate import SoftmaxTopK"),
+        ("__init__.py", "a = 1\n" * 61),
+    ),
+    no_mixins: (("moe/x.py", "class RouterMixin: pass"),),
+}
+"""Samples that a rule must find fault with, once each at least."""
+
+PASSES = {
+    imports_go_down: (
+        ("moe/x.py", "from ds_moe_ext.moe.gate import SoftmaxTopK"),
+        ("strategies/base.py", "from ds_moe_ext.schedule.program import Stage"),
+        ("patches/x.py", "from ds_moe_ext.hosts import attach"),
+        ("__init__.py", "from ds_moe_ext import _autoload"),
+    ),
+    hosts_are_known_in_hosts_only: (("hosts/x.py", "import deepspeed"),),
+    pure_modules_stay_pure: (
+        ("planners/x.py", "import numpy as np\nfrom ds_moe_ext.placement import Placement"),
+        ("moe/x.py", "import torch"),
+    ),
+    communication_has_two_files: (
+        ("moe/x.py", "import torch.distributed as dist\ngroup: dist.ProcessGroup"),
+        ("hosts/x.py", "import torch.distributed as dist\ndist.get_rank()"),
+        ("comm.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
+        ("layout.py", "import torch.distributed as dist\ndist.new_group([0])"),
+    ),
+    no_environment: (("hosts/x.py", "import os\nos.environ['A']"),),
+    no_work_at_import: (
+        ("moe/x.py", "A = tuple(b)\n@c(1)\ndef f(): g()"),
+        ("__init__.py", "_autoload.autoload()"),
+    ),
+    no_silent_except: (
+        ("moe/x.py", "try:\n    f()\nexcept KeyError:\n    pass"),
+        ("moe/x.py", "try:\n    f()\nexcept Exception as e:\n    raise ValueError from e"),
+    ),
+    no_reaching_by_name: (
+        ("hosts/x.py", "getattr(a, 'b')"),
+        ("__init__.py", "def __getattr__(n): ..."),
+    ),
+    no_choices_by_string: (
+        ("settings.py", "a == 'b'"),
+        ("moe/x.py", "a.type == 'cuda'"),
+        ("moe/x.py", "':' in a"),
+        ("moe/x.py", "a in {b: 'c'}"),
+    ),
+    no_dict_as_record: (("hosts/x.py", "a['b'] = 1"), ("moe/x.py", "a[b] = c['d']")),
+    no_god_config: (("hosts/x.py", "def f(config): pass"), ("moe/x.py", "def f(*args): pass")),
+    packages_are_empty: (("moe/__init__.py", ""), ("__init__.py", "a = 1\n" * 60)),
+}
+"""Samples that a rule must let pass."""
+
+
+def sample(path: str, text: str) -> Source:
+    return Source(path if path.startswith("patches/") else f"{PACKAGE}/{path}", text)
+
+
+def test_every_rule_bites() -> None:
+    assert set(BITES) == set(RULES)
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "text"),
+    [(rule, *case) for rule, cases in BITES.items() for case in cases],
+)
+def test_what_is_wrong_is_found(rule: Rule, path: str, text: str) -> None:
+    assert findings(rule, sample(path, text))
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "text"),
+    [(rule, *case) for rule, cases in PASSES.items() for case in cases],
+)
+def test_what_is_right_is_not(rule: Rule, path: str, text: str) -> None:
+    assert findings(rule, sample(path, text)) == []

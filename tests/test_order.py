@@ -1,0 +1,476 @@
+"""Routes of all ranks, made in one process: the exchange of counts is replaced by a table.
+
+Shape letters: T tokens, K choices, N rows sent, R rows received, F chunks, C cells, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ds_moe_ext.moe import order
+from ds_moe_ext.moe.order import (
+    LayerRoute,
+    Order,
+    Restore,
+    SlotRows,
+    one_cell_route,
+    rows_of_experts,
+    transposed_blocks,
+)
+from ds_moe_ext.placement import Placement, Share
+from ds_moe_ext.schedule.task import Cut, Span, spans
+
+CPU = torch.device("cpu")
+BIG = 10_000  # more choices than a rank has: names a row by sender and choice
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """What all ranks route: one cell a rank."""
+
+    ids_C: tuple[Tensor, ...]  # of each cell, [T, K]
+    target: Placement
+    share: Share
+    num_chunks: int = 1
+
+    def routes(self) -> list[LayerRoute]:
+        """The route that Order makes on each cell."""
+        num_experts = self.target.num_experts
+        rows = [
+            rows_of_experts(ids, Cut.equal(len(ids), self.num_chunks), num_experts)[1]
+            for ids in self.ids_C
+        ]
+
+        def all_gather_counts(rows_FE: Tensor, cell: int) -> Tensor:
+            assert torch.equal(rows_FE, rows[cell])
+            return torch.stack(rows)
+
+        with mock.patch.object(order, "all_gather_counts", all_gather_counts):
+            return [self._route(cell) for cell in range(self.target.num_cells)]
+
+    def _route(self, cell: int) -> LayerRoute:
+        told: list[np.ndarray] = []
+        stage = Order(
+            target=self.target,
+            share=self.share,
+            cell=cell,
+            group=cell,  # all that the replaced exchange wants to know
+            capacity_factor=None,
+            gate_may_drop=True,
+            on_rows=lambda rows_CE, top_k: told.append(rows_CE),
+        )
+        (route,), saved = stage.forward(Span(0, self.num_chunks), self.ids_C[cell])
+        assert saved == ()
+        assert len(told) == 1
+        for ids, rows_E in zip(self.ids_C, told[0]):
+            assert rows_E.tolist() == ids[ids >= 0].bincount(minlength=rows_E.size).tolist()
+        return route
+
+    def name(self, sender: int, choice: int, span: Span) -> int:
+        """Of a row: ``choice`` is a position in the span's choices."""
+        ids = self.ids_C[sender]
+        first = Cut.equal(len(ids), self.num_chunks).first(span)
+        return sender * BIG + first * ids.shape[1] + choice
+
+    def expert(self, name: int) -> int:
+        return int(self.ids_C[name // BIG].flatten()[name % BIG])
+
+
+def travelled(layer: Layer, routes: Sequence[LayerRoute], span: Span) -> list[Tensor]:
+    """Names of the rows at each cell in slot order: what Dispatch does with a real exchange."""
+    parcels = []
+    for sender, layer_route in enumerate(routes):
+        route = layer_route.on(span)
+        names = [layer.name(sender, choice, span) for choice in route.choice_N.tolist()]
+        parcels.append(torch.tensor(names, dtype=torch.int64).split(route.sent_C))
+    at_cells = []
+    for cell, layer_route in enumerate(routes):
+        route = layer_route.on(span)
+        arrived = [parcel[cell] for parcel in parcels]
+        assert tuple(map(len, arrived)) == route.received_C
+        at_cells.append(route.to_slots(torch.cat(arrived)))
+    return at_cells
+
+
+def by_owner(*owners: int, num_cells: int) -> tuple[Placement, Share]:
+    placement = Placement.owned_by(np.array(owners), num_cells)
+    return placement, Share.local_else_home(placement, placement)
+
+
+# By hand.
+
+
+def test_transposed_blocks() -> None:
+    # Blocks A, B / C, D of lengths 1, 2 / 3, 0 lie as A0 B1 B2 C3 C4 C5; wanted: A C B D.
+    lengths = np.array([[1, 2], [3, 0]])
+    assert transposed_blocks(lengths, (1, 0), CPU).tolist() == [0, 3, 4, 5, 1, 2]
+    # The identity, and back.
+    assert transposed_blocks(lengths, (0, 1), CPU).tolist() == [0, 1, 2, 3, 4, 5]
+    assert transposed_blocks(lengths.T, (1, 0), CPU).tolist() == [0, 4, 5, 1, 2, 3]
+
+
+def test_two_cells_by_hand() -> None:
+    """Cell 0 holds experts 1 and 2, cell 1 holds 0 and 3; rank 0 has 3 tokens, rank 1 has 1."""
+    target, share = by_owner(1, 0, 0, 1, num_cells=2)
+    #           choices:      0  1     2  3     4  5            0  1
+    ids = (torch.tensor([[1, 3], [0, 1], [3, 2]]), torch.tensor([[2, 0]]))
+    layer = Layer(ids, target, share)
+    routes = layer.routes()
+    whole = Span(0, 1)
+
+    first = routes[0].on(whole)
+    # To cell 0: expert 1 (choices 0, 3), expert 2 (5). To cell 1: expert 0 (2), expert 3 (1, 4).
+    assert first.choice_N.tolist() == [0, 3, 5, 2, 1, 4]
+    assert first.token_N.tolist() == [0, 1, 2, 1, 0, 2]
+    assert (first.sent_C, first.received_C) == ((3, 3), (3, 1))
+    # At cell 0 arrive, from rank 0: experts 1 1 2; from rank 1: expert 2.
+    assert first.slots.on_host() == (2, 2)
+    assert first.slots.end_S.tolist() == [2, 4]
+    assert first.slots.end_S.dtype == torch.int32
+    assert first.slots.num_rows == 4
+    assert first.is_full
+
+    second = routes[1].on(whole)
+    assert (second.sent_C, second.received_C) == ((1, 1), (3, 1))
+    # At cell 1 arrive, from rank 0: experts 0 3 3; from rank 1: expert 0, which goes before the 3s.
+    assert second.by_slot_R is not None
+    assert second.by_slot_R.tolist() == [0, 3, 1, 2]
+    names = [rows.tolist() for rows in travelled(layer, routes, whole)]
+    assert names == [[0, 3, 5, BIG], [2, BIG + 1, 1, 4]]
+
+
+def test_two_chunks_by_hand() -> None:
+    """4 tokens in 2 chunks, one choice each; cell 0 holds expert 0, cell 1 holds expert 1."""
+    target, share = by_owner(0, 1, num_cells=2)
+    ids = (torch.tensor([[1], [0], [0], [0]]), torch.tensor([[1], [1], [0], [1]]))
+    layer = Layer(ids, target, share, num_chunks=2)
+    routes = layer.routes()
+    assert routes[0].on(Span(0, 1)).choice_N.tolist() == [1, 0]
+    assert routes[0].on(Span(1, 2)).choice_N.tolist() == [0, 1]  # tokens 2 and 3
+    assert routes[0].on(Span(0, 2)).choice_N.tolist() == [1, 2, 3, 0]
+    assert routes[0].on(Span(1, 2)).sent_C == (2, 0)
+    assert routes[0].on(Span(1, 2)).received_C == (2, 1)
+    assert routes[1].on(Span(1, 2)).received_C == (0, 1)
+    names = [rows.tolist() for rows in travelled(layer, routes, Span(1, 2))]
+    assert names == [[2, 3, BIG + 2], [BIG + 3]]
+
+
+def test_copies_of_an_expert_share_its_rows_by_quota() -> None:
+    """Expert 0 is at both cells: rank 0 sends a quarter of its rows to cell 0, rank 1 a half."""
+    target = Placement(np.array([[True, True], [False, True]]))
+    fraction_CEC = np.array([[[0.25, 0.75], [0, 1]], [[0.5, 0.5], [0, 1]]])
+    ids = (torch.tensor([[0]] * 8 + [[1]]), torch.tensor([[0], [1], [0], [0], [0]]))
+    layer = Layer(ids, target, Share(fraction_CEC))
+    routes = layer.routes()
+    # The first rows go to the first holder: 2 of 8, and 2 of 4.
+    assert routes[0].on(Span(0, 1)).sent_C == (2, 7)
+    assert routes[1].on(Span(0, 1)).sent_C == (2, 3)
+    names = [rows.tolist() for rows in travelled(layer, routes, Span(0, 1))]
+    assert names == [
+        [0, 1, BIG, BIG + 2],
+        [2, 3, 4, 5, 6, 7, BIG + 3, BIG + 4, 8, BIG + 1],  # expert 0, then expert 1
+    ]
+
+
+def test_dropped_choices_stay_at_home() -> None:
+    target, share = by_owner(0, 1, num_cells=2)
+    layer = Layer((torch.tensor([[-1, 1], [0, -1]]), torch.tensor([[-1, -1]])), target, share)
+    route = layer.routes()[0].on(Span(0, 1))
+    assert route.choice_N.tolist() == [2, 1]
+    assert not route.is_full
+    rows_ND = torch.tensor([[5.0], [7.0]])
+    assert route.spread(rows_ND)[..., 0].tolist() == [[0, 7], [5, 0]]
+    empty = layer.routes()[1].on(Span(0, 1))
+    assert empty.sent_C == (0, 0)
+    assert empty.spread(rows_ND[:0]).shape == (1, 2, 1)
+
+
+def test_rows_of_experts() -> None:
+    """3 tokens in chunks of 2 and 1; experts 0 to 2, -1 is dropped: key 2 x 3."""
+    ids = torch.tensor([[0, 2], [2, -1], [2, 1]])
+    key_N, rows_FE = rows_of_experts(ids, Cut.equal(3, 2), 3)
+    assert key_N.tolist() == [0, 2, 2, 6, 3 + 2, 3 + 1]
+    assert rows_FE.tolist() == [[1, 0, 2], [0, 1, 1]]
+
+
+def test_slot_rows() -> None:
+    on_device = SlotRows(torch.tensor([2, 2, 5], dtype=torch.int32), 5)
+    assert on_device.on_host() == (2, 0, 3)
+    known = SlotRows.of(np.array([2, 0, 3]), CPU)
+    assert known.on_host() == (2, 0, 3)
+    assert known.end_S.tolist() == [2, 2, 5]
+    assert known.num_rows == 5
+
+
+# One cell.
+
+
+def one_cell(ids: Tensor, num_experts: int, *, gate_may_drop: bool) -> LayerRoute:
+    target = Placement.block(num_experts, 1)
+    told: list[object] = []
+    stage = Order(
+        target=target,
+        share=Share.local_else_home(target, target),
+        cell=0,
+        group=None,
+        capacity_factor=None,
+        gate_may_drop=gate_may_drop,
+        on_rows=lambda rows, top_k: told.append(rows),
+    )
+    (route,), _ = stage.forward(Span(0, 1), ids)
+    (rows,) = told
+    counted = np.array([rows.on_host()]) if isinstance(rows, SlotRows) else rows
+    assert counted.tolist() == [ids.flatten().bincount(minlength=num_experts).tolist()]
+    return route
+
+
+@given(st.integers(0, 12), st.integers(1, 3), st.integers(1, 5), st.integers(0, 2**32))
+def test_one_cell_needs_no_exchange(
+    num_tokens: int, top_k: int, num_experts: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    ids = torch.from_numpy(rng.integers(num_experts, size=(num_tokens, top_k)))
+    fast = one_cell(ids, num_experts, gate_may_drop=False).on(Span(0, 1))
+    exchanged = one_cell(ids, num_experts, gate_may_drop=True).on(Span(0, 1))
+    assert torch.equal(fast.choice_N, one_cell_route(ids, num_experts).choice_N)
+    assert torch.equal(fast.choice_N, exchanged.choice_N)
+    assert torch.equal(fast.token_N, exchanged.token_N)
+    assert torch.equal(fast.slots.end_S, exchanged.slots.end_S)
+    assert fast.slots.on_host() == exchanged.slots.on_host()
+    assert fast.slots.num_rows == exchanged.slots.num_rows
+    assert (fast.sent_C, fast.received_C) == (exchanged.sent_C, exchanged.received_C)
+    assert fast.is_full and exchanged.is_full
+    rows_RD = torch.arange(num_tokens * top_k)[:, None]
+    for route in (fast, exchanged):
+        assert torch.equal(route.to_slots(rows_RD), rows_RD)
+        assert torch.equal(route.to_arrival(rows_RD), rows_RD)
+
+
+def test_capacity_drops_before_the_exchange() -> None:
+    """One cell, 4 rows, 2 experts, factor 1: each expert takes 2."""
+    target = Placement.block(2, 1)
+    told: list[np.ndarray] = []
+    stage = Order(
+        target=target,
+        share=Share.local_else_home(target, target),
+        cell=0,
+        group=None,
+        capacity_factor=1.0,
+        gate_may_drop=True,
+        on_rows=lambda rows, top_k: told.append(rows),
+    )
+    ((route,), _) = stage.forward(Span(0, 1), torch.tensor([[0], [0], [0], [-1]]))
+    assert told[0].tolist() == [[2, 0]]
+    assert route.on(Span(0, 1)).choice_N.tolist() == [0, 1]
+
+
+# Any routing.
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> Layer:
+    """Ragged ranks, dropped choices, experts with copies, quotas that are not round."""
+    num_cells, num_experts = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    held_EC = rng.random((num_experts, num_cells)) < draw(st.sampled_from((0.0, 0.5, 1.0)))
+    held_EC[np.arange(num_experts), rng.integers(num_cells, size=num_experts)] = True
+    weight_CEC = (rng.random((num_cells, num_experts, num_cells)) + 1e-3) * held_EC
+    top_k = draw(st.integers(1, 3))
+    lowest = draw(st.sampled_from((0, -1)))
+    ids_C = tuple(
+        torch.from_numpy(rng.integers(lowest, num_experts, size=(num_tokens, top_k)))
+        for num_tokens in draw(st.lists(st.integers(0, 14), min_size=num_cells, max_size=num_cells))
+    )
+    share = Share(weight_CEC / weight_CEC.sum(axis=2, keepdims=True))
+    return Layer(ids_C, Placement(held_EC), share, draw(st.sampled_from((1, 2, 6))))
+
+
+@given(layers(), st.data())
+def test_every_row_comes_to_a_slot_of_its_expert_once(layer: Layer, data: st.DataObject) -> None:
+    routes = layer.routes()
+    degree = data.draw(st.sampled_from([d for d in (1, 2, 3, 6) if layer.num_chunks % d == 0]))
+    seen: list[int] = []
+    for span in spans(layer.num_chunks, degree):
+        at_cells = travelled(layer, routes, span)
+        for cell, names in enumerate(at_cells):
+            slots = routes[cell].on(span).slots
+            experts = layer.target.experts_of(cell).tolist()
+            rows_S = slots.on_host()
+            assert sum(rows_S) == slots.num_rows == len(names)
+            wanted = [e for e, n in zip(experts, rows_S) for _ in range(n)]
+            assert [layer.expert(name) for name in names.tolist()] == wanted
+            seen += names.tolist()
+    everything = [
+        sender * BIG + choice
+        for sender, ids in enumerate(layer.ids_C)
+        for choice in (ids.flatten() >= 0).nonzero().flatten().tolist()
+    ]
+    assert sorted(seen) == everything
+
+
+@given(layers())
+def test_rows_go_by_quota_in_the_order_of_tokens(layer: Layer) -> None:
+    routes = layer.routes()
+    for chunk in range(layer.num_chunks):
+        span = Span(chunk, chunk + 1)
+        at_cells = [names.tolist() for names in travelled(layer, routes, span)]
+        for sender, ids in enumerate(layer.ids_C):
+            cut = Cut.equal(len(ids), layer.num_chunks)
+            first = cut.first(span)
+            own = ids[first : first + cut.length(span)]
+            rows_FE = own[own >= 0].bincount(minlength=layer.target.num_experts).numpy()[None]
+            quota_EC = layer.share.rows_from(sender, rows_FE)[0]
+            for expert in range(layer.target.num_experts):
+                mine = [
+                    [n for n in names if n // BIG == sender and layer.expert(n) == expert]
+                    for names in at_cells
+                ]
+                assert [len(names) for names in mine] == quota_EC[expert].tolist()
+                # The first holder has the first tokens.
+                in_turn = [name for names in mine for name in names]
+                assert in_turn == sorted(in_turn)
+
+
+@given(layers())
+def test_where_a_row_goes_does_not_depend_on_the_cut(layer: Layer) -> None:
+    routes = layer.routes()
+    whole = travelled(layer, routes, Span(0, layer.num_chunks))
+    pieces = [travelled(layer, routes, span) for span in spans(layer.num_chunks, layer.num_chunks)]
+    for cell, names in enumerate(whole):
+        in_pieces = torch.cat([piece[cell] for piece in pieces])
+        assert sorted(names.tolist()) == sorted(in_pieces.tolist())
+
+
+@given(layers())
+def test_back_is_the_inverse(layer: Layer) -> None:
+    routes = layer.routes()
+    for span in {Span(0, layer.num_chunks), Span(0, 1)}:
+        for cell, layer_route in enumerate(routes):
+            route = layer_route.on(span)
+            assert layer_route.on(span) is route  # made once
+            rows = torch.arange(sum(route.received_C))[:, None]
+            assert torch.equal(route.to_arrival(route.to_slots(rows)), rows)
+            assert torch.equal(route.to_slots(route.to_arrival(rows)), rows)
+            # Rows back at their tokens: every choice has its own row, or zeros.
+            ids = layer.ids_C[cell]
+            cut = Cut.equal(len(ids), layer.num_chunks)
+            names_ND = route.choice_N[:, None] + 1
+            expected = torch.arange(cut.length(span) * ids.shape[1]).view(-1, ids.shape[1]) + 1
+            first = cut.first(span)
+            is_dropped = ids[first : first + cut.length(span)] < 0
+            spread = route.spread(names_ND)[..., 0]
+            assert torch.equal(spread, expected.masked_fill(is_dropped, 0))
+
+
+@given(layers(), st.data())
+def test_rows_of_one_cut_from_rows_of_another(layer: Layer, data: st.DataObject) -> None:
+    routes = layer.routes()
+    degrees = st.sampled_from([d for d in (1, 2, 3, 6) if layer.num_chunks % d == 0])
+    before, after = data.draw(degrees), data.draw(degrees)
+    had = {span: travelled(layer, routes, span) for span in spans(layer.num_chunks, before)}
+    for span in spans(layer.num_chunks, after):
+        wanted = travelled(layer, routes, span)
+        for cell, layer_route in enumerate(routes):
+            pieces = [(s, rows[cell][:, None]) for s, rows in had.items() if s.overlaps(span)]
+            assert torch.equal(layer_route.rows_of(span, pieces)[:, 0], wanted[cell])
+
+
+# I-Order.
+
+
+def routed(ids: Tensor, num_chunks: int = 1) -> LayerRoute:
+    """The route on the first of two cells."""
+    layer = Layer((ids, ids[:2]), *by_owner(0, 1, 1, 0, 0, num_cells=2), num_chunks)
+    return layer.routes()[0]
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def some_ids(num_tokens: int, top_k: int, lowest: int) -> Tensor:
+    generator = torch.Generator().manual_seed(top_k)
+    return torch.randint(lowest, 5, (num_tokens, top_k), generator=generator)
+
+
+@pytest.mark.parametrize("lowest", [0, -1], ids=["all travel", "some dropped"])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_restore_is_the_weighted_sum(top_k: int, lowest: int) -> None:
+    num_tokens, width = 6, 4
+    layer_route = routed(some_ids(num_tokens, top_k, lowest))
+    span = Span(0, 1)
+    route = layer_route.on(span)
+    assert route.is_full == (lowest == 0)
+    rows_ND = rand(len(route.choice_N), width).requires_grad_()
+    score_TK = rand(num_tokens, top_k).requires_grad_()
+    grad_TD = rand(num_tokens, width)
+    # Each row to its token, weighed by its own score.
+    scores_N = score_TK.flatten()[route.choice_N]
+    zeros_TD = torch.zeros(num_tokens, width, dtype=torch.float64)
+    expected_TD = zeros_TD.index_add(0, route.token_N, rows_ND * scores_N[:, None])
+    expected_TD.backward(grad_TD)
+
+    stage = Restore()
+    with torch.no_grad():
+        (y_TD,), saved = stage.forward(span, rows_ND.detach(), score_TK.detach(), layer_route)
+        grad_ND, grad_TK = stage.backward(span, saved, grad_TD)
+    assert torch.allclose(y_TD, expected_TD, rtol=1e-12, atol=1e-12)
+    assert rows_ND.grad is not None
+    assert score_TK.grad is not None
+    assert torch.allclose(grad_ND, rows_ND.grad, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(grad_TK, score_TK.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("score_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lowest", [0, -1], ids=["all travel", "some dropped"])
+def test_restore_keeps_the_precision_of_its_reads(
+    lowest: int, dtype: torch.dtype, score_dtype: torch.dtype
+) -> None:
+    layer_route = routed(some_ids(8, 2, lowest))
+    span = Span(0, 1)
+    rows_ND = rand(len(layer_route.on(span).choice_N), 4, dtype=dtype)
+    score_TK, grad_TD = rand(8, 2, dtype=score_dtype), rand(8, 4, dtype=dtype)
+    exact = [t.double() for t in (rows_ND, score_TK, grad_TD)]
+    stage = Restore()
+    (y_TD,), saved = stage.forward(span, rows_ND, score_TK, layer_route)
+    grads = stage.backward(span, saved, grad_TD)
+    (exact_y_TD,), saved = stage.forward(span, exact[0], exact[1], layer_route)
+    exact_grads = stage.backward(span, saved, exact[2])
+    assert [t.dtype for t in (y_TD, *grads)] == [dtype, dtype, score_dtype]
+    low = torch.bfloat16 in (dtype, score_dtype)
+    for ours, theirs in zip((y_TD, *grads), (exact_y_TD, *exact_grads)):
+        assert torch.allclose(ours.double(), theirs, rtol=0, atol=0.05 if low else 1e-5)
+
+
+@pytest.mark.parametrize("lowest", [0, -1], ids=["all travel", "some dropped"])
+def test_restore_cut_anew(lowest: int) -> None:
+    """Forward on chunks 0-1 and 2-3 of 4, backward on 1-2: as if forward had been there."""
+    ids = some_ids(9, 2, lowest)
+    layer_route = routed(ids, num_chunks=4)
+    stage, cut = Restore(), layer_route.cut
+    assert cut.bounds == (0, 3, 5, 7, 9)
+    row_of_choice, score_TK = rand(18, 3), rand(9, 2)
+
+    def saved_on(span: Span) -> tuple[object, ...]:
+        first, stop = cut.first(span), cut.first(span) + cut.length(span)
+        rows_ND = row_of_choice[layer_route.on(span).choice_N + 2 * first]
+        return stage.forward(span, rows_ND, score_TK[first:stop], layer_route)[1]
+
+    wanted = Span(1, 3)
+    grad_TD = rand(cut.length(wanted), 3)
+    recut = stage.recut(wanted, [(span, saved_on(span)) for span in spans(4, 2)])
+    ours = stage.backward(wanted, recut, grad_TD.clone())
+    theirs = stage.backward(wanted, saved_on(wanted), grad_TD.clone())
+    for our, their in zip(ours, theirs):
+        assert torch.equal(our, their)
