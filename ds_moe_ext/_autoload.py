@@ -98,12 +98,13 @@ def _patch_after(spec: importlib.machinery.ModuleSpec, host: str) -> None:
 def _patch_when_whole(host: str) -> None:
     """Patch a host as soon as neither it nor a module of ours, which the patches may need and which
     may be what imports the host, is half way through its import."""
-    if host not in sys.modules:
+    if sys.modules.get(host) is None:
         return
-    own = [module for name, module in [*sys.modules.items()] if name.startswith("ds_moe_ext.")]
-    for module in (sys.modules[host], *own):
-        spec = module.__spec__
-        if spec is not None and vars(spec).get("_initializing") and module.__name__ != __name__:
+    own = [name for name in [*sys.modules] if name.startswith("ds_moe_ext.") and name != __name__]
+    for name in (host, *own):
+        module = sys.modules[name]  # None where somebody forbids its import
+        spec = module and module.__spec__
+        if spec and vars(spec).get("_initializing"):
             _patch_after(spec, host)
             return
     _patch(host)

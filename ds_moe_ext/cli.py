@@ -33,12 +33,19 @@ def main() -> None:
     report.add_argument("json", type=Path, help="report.json of a run")
     report.set_defaults(run=lambda given: draw(given.json))
     given = parser.parse_args()
-    raise SystemExit(given.run(given))
+    try:
+        raise SystemExit(given.run(given))
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"ds-moe-ext: {error}\n")
 
 
 def draw(path: Path) -> int:
     """Write report.html beside a report.json."""
-    record = RunRecord.from_json(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    try:
+        record = RunRecord.from_json(text)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a report.json of a run ({error!r})") from error
     record.write(path.parent)
     print(f"wrote {path.parent / 'report.html'}")
     return 0
@@ -58,10 +65,13 @@ def examine(model: str | None) -> int:
         table = Table(title=f"{host} {version}", title_justify="left")
         for heading in ("patch", "state", "target", "why"):
             table.add_column(heading)
-        for row in _patch_rows(host, patches):
-            well = well and not row.failure
-            table.add_row(row.id, row.failure or "in", row.target, row.reason)
+        rows = _patch_rows(host, patches)
+        for row in rows:
+            table.add_row(row.id, "out" if row.failure else "in", row.target, row.reason)
         console.print(table)
+        for failure in dict.fromkeys(row.failure for row in rows if row.failure):
+            console.print(failure, soft_wrap=True, markup=False)
+            well = False
     if model is not None:
         from ds_moe_ext.hosts import doctor
 
@@ -95,13 +105,12 @@ def _patch_rows(host: str, patches: str) -> list[PatchRow]:
         importlib.import_module(host)
         module = importlib.import_module(patches)
     except Exception as error:
-        return [PatchRow("all", f"failed: {error!r}", "", "")]
+        return [PatchRow("all", repr(error), "", "")]
     try:
         module.apply()
         failure = ""
     except Exception as error:
         failure = str(error)
     return [
-        PatchRow(p.id, "" if p.is_applied else f"out: {failure}", p.target, p.reason)
-        for p in module.PATCHES
+        PatchRow(p.id, "" if p.is_applied else failure, p.target, p.reason) for p in module.PATCHES
     ]

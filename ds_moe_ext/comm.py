@@ -107,3 +107,9 @@ def same_everywhere(digest: Tensor, group: dist.ProcessGroup | None) -> bool:
     dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
     dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
     return bool((low == high).all())
+
+
+def take_first(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Overwrite a tensor with the first member's, in place. Collective."""
+    dist.broadcast(tensor, group=group, group_src=0)
+    return tensor

@@ -13,6 +13,7 @@ D model width, F expert width.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import platform
 import statistics
@@ -24,6 +25,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,6 +48,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 PACKAGES = ("torch", "transformers", "deepspeed", "triton")
 FLUSH_BYTES = 256 * 2**20  # more than any GPU's L2 cache
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 AHEAD_CYCLES = 20_000_000  # about 10 ms in which the host issues work while the device spins
 OURS, CEILING = "ours: MoELayer", "dense FFN of the same FLOPs"
 
@@ -173,13 +176,9 @@ def _hugging_face_contender(name: str, block: nn.Module) -> Contender:
     return Contender(name, lambda x: block(x[None])[0], tuple(block.parameters()))
 
 
-def _mixtral_block(problem: Problem, implementation: str) -> nn.Module:
-    from transformers.models.mixtral.modeling_mixtral import (
-        MixtralConfig,
-        MixtralSparseMoeBlock,
-    )
+def _mixtral_config(shape: Shape, implementation: str) -> Any:
+    from transformers.models.mixtral import MixtralConfig
 
-    shape = problem.shape
     config = MixtralConfig(
         hidden_size=shape.width,
         intermediate_size=shape.expert_width,
@@ -187,8 +186,15 @@ def _mixtral_block(problem: Problem, implementation: str) -> nn.Module:
         num_experts_per_tok=shape.top_k,
     )
     config._experts_implementation = implementation
+    return config
+
+
+def _mixtral_block(problem: Problem, implementation: str) -> Any:
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    config = _mixtral_config(problem.shape, implementation)
     with torch.device(problem.x_TD.device):
-        block = MixtralSparseMoeBlock(config).to(problem.x_TD.dtype)
+        block: Any = MixtralSparseMoeBlock(config).to(problem.x_TD.dtype)
     with torch.no_grad():
         block.gate.weight.copy_(problem.gate_ED)
         block.experts.gate_up_proj.copy_(problem.up_EFD)
@@ -201,18 +207,19 @@ def auto_ep(name: str, settings: Mapping[str, str], problem: Problem) -> Contend
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config
 
+    config = _mixtral_config(problem.shape, "grouped_mm")
     block = _mixtral_block(problem, "grouped_mm")
     # AutoEP finds blocks by name.
     host = nn.Module()
     host.model = nn.Module()
     host.model.layers = nn.ModuleList([nn.Module()])
     host.model.layers[0].mlp = block
-    host.config = block.experts.config
-    config = parse_autoep_config({"enabled": True, "preset_model": "mixtral", **settings})
-    converter = AutoEP(host, config)
+    host.config = config
+    block_settings = {"enabled": True, "preset_model": "mixtral", **settings}
+    converter = AutoEP(host, parse_autoep_config(block_settings))
     (spec,) = converter.ep_parser()
     converter.replace_moe_layer(spec, ep_size=1, ep_rank=0)
-    layer = host.model.layers[0].mlp
+    layer: Any = host.model.layers[0].mlp
 
     def call(x: Tensor) -> Tensor:
         out = layer(x[None])
@@ -229,7 +236,7 @@ def deepspeed_native(capacity_factor: float | None, problem: Problem) -> Contend
     with torch.device(problem.x_TD.device), redirect_stdout(sys.stderr):
         moe = MoE(
             shape.width,
-            SwiGlu(shape.width, shape.expert_width),
+            SwiGlu(shape.width, shape.expert_width, plain_silu_gated),
             num_experts=shape.num_experts,
             k=shape.top_k,
             capacity_factor=capacity_factor or 1.0,
@@ -253,29 +260,40 @@ def deepspeed_native(capacity_factor: float | None, problem: Problem) -> Contend
     )
 
 
-class SwiGlu(nn.Module):
-    """One expert: gate and up joined, SiLU, down."""
+def plain_silu_gated(gate_up: Tensor) -> Tensor:
+    """As people write it."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return nn.functional.silu(gate) * up
 
-    def __init__(self, width: int, expert_width: int) -> None:
+
+class SwiGlu(nn.Module):
+    """One expert: gate and up joined, activation, down."""
+
+    def __init__(
+        self, width: int, expert_width: int, activation: Callable[[Tensor], Tensor]
+    ) -> None:
         super().__init__()
+        self.activation = activation
         self.up = nn.Linear(width, 2 * expert_width, bias=False)
         self.down = nn.Linear(expert_width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(silu_gated(self.up(x)))
+        out: Tensor = self.down(self.activation(self.up(x)))
+        return out
 
 
 def dense(problem: Problem) -> Contender:
     """All ``T * K`` rows through one expert: the matrix products, and nothing of routing."""
     shape, x_TD = problem.shape, problem.x_TD
     with torch.device(x_TD.device):
-        ffn = SwiGlu(shape.width, shape.expert_width).to(x_TD.dtype)
+        ffn = SwiGlu(shape.width, shape.expert_width, silu_gated).to(x_TD.dtype)
     rows_ND = x_TD.repeat(shape.top_k, 1).requires_grad_()
     num_tokens = x_TD.shape[0]
 
     def call(x: Tensor) -> Tensor:
         # x is not read: to copy it K times is no part of the ceiling.
-        return ffn(rows_ND).view(shape.top_k, num_tokens, shape.width)
+        out: Tensor = ffn(rows_ND)
+        return out.view(shape.top_k, num_tokens, shape.width)
 
     return Contender(CEILING, call, tuple(ffn.parameters()), is_exact=False)
 
@@ -298,11 +316,10 @@ BATCHED_BYTES = 2**30  # batched_mm copies an expert's weights for every row
 
 def reason_to_leave_out(name: str, problem: Problem) -> str | None:
     """Why a contender is not even tried."""
-    shape, num_tokens = problem.shape, problem.x_TD.shape[0]
-    expert_bytes = 3 * shape.width * shape.expert_width * problem.x_TD.element_size()
-    if name == "Hugging Face batched_mm" and num_tokens * shape.top_k * expert_bytes > BATCHED_BYTES:
-        needed = num_tokens * shape.top_k * expert_bytes / 2**30
-        return f"would copy {needed:,.0f} GiB of weights: one expert a row"
+    shape, num_rows = problem.shape, problem.x_TD.shape[0] * problem.shape.top_k
+    copied = num_rows * 3 * shape.width * shape.expert_width * problem.x_TD.element_size()
+    if name == "Hugging Face batched_mm" and copied > BATCHED_BYTES:
+        return f"would copy {copied / 2**30:,.0f} GiB of weights: one expert a row"
     return None
 
 
@@ -326,7 +343,8 @@ class Measured:
 
     Attributes:
         device_s: forward and backward on the device, each repetition.
-        host_s: until the host has issued them; on a CPU the same.
+        host_s: until the host has issued them; on a CPU the processor time of all threads, which
+            other programs on the machine disturb less.
         peak_bytes: allocated at the peak, beyond what was there before the step; None on a CPU.
         y_error: largest difference from ours over ours' largest value; None where not comparable.
         x_grad_error: likewise, of the input gradient.
@@ -358,10 +376,9 @@ class Clock:
     def seconds(self, work: Callable[[], object]) -> tuple[float, float]:
         """Of the device, and of the host."""
         if not self.is_cuda:
-            start_s = time.perf_counter()
+            start_s, start_of_threads_s = time.perf_counter(), time.process_time()
             work()
-            spent_s = time.perf_counter() - start_s
-            return spent_s, spent_s
+            return time.perf_counter() - start_s, time.process_time() - start_of_threads_s
         self._flush.zero_()
         torch.cuda.synchronize()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -519,6 +536,15 @@ def start_one_rank(device: torch.device) -> None:
         deepspeed.init_distributed(backend, auto_mpi_discovery=False)
 
 
+def keep_freed_memory() -> None:
+    """Let glibc keep what is freed, as CUDA's allocator does: else chance decides who pays for
+    pages that are given back to the system and asked for again."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # glibc
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(M_MMAP_MAX, 0)
+
+
 def versions() -> dict[str, str]:
     """Of what is measured."""
     found = {"python": platform.python_version()}
@@ -537,6 +563,8 @@ def main() -> int:
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     dtype = DTYPES[arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")]
+    if device.type == "cpu":
+        keep_freed_memory()
     start_one_rank(device)
     console, results, disagree = Console(), [], []
     for name in arguments.shapes:

@@ -12,7 +12,7 @@ from ds_moe_ext.patches.record import Patch, apply_all
 def _all_experts(original: Any) -> Any:
     @functools.wraps(original)
     def get_state_dict(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if "deepspeed" in sys.modules:  # accelerate goes without it too
+        if sys.modules.get("deepspeed"):  # accelerate goes without it too
             from ds_moe_ext.hosts.deepspeed import api
 
             if api.recorder_of(model) is not None:

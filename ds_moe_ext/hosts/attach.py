@@ -174,7 +174,8 @@ def _check_agreement(layers: Iterable[AttachedLayer], rank: int) -> None:
         number = int.from_bytes(digest, "big", signed=True)
         if not same_everywhere(torch.tensor([number]), None):
             raise RuntimeError(
-                f"{BLOCK}: ranks disagree on {layer.name}: rank {rank} has {digest.hex()}, of\n{text}"
+                f"{BLOCK}: ranks disagree on {layer.name}; rank {rank} has "
+                f"{digest.hex()} of\n{text}"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 
 import torch
@@ -38,7 +39,12 @@ def layers_table(model: str) -> Table:
 def _built(model: str) -> nn.Module:
     if ":" in model and not Path(model).exists():
         module, _, name = model.partition(":")
-        built = getattr(importlib.import_module(module), name)()
+        sys.path.insert(0, str(Path.cwd()))  # a person's own module is where they are
+        try:
+            build = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"--model is {model!r}, which cannot be imported: {error}") from error
+        built = build()
     elif Path(model).exists():
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -47,5 +53,6 @@ def _built(model: str) -> nn.Module:
         raise ValueError(
             f"--model is {model!r}, which is neither a file or folder nor 'package.module:function'"
         )
-    assert isinstance(built, nn.Module)
+    if not isinstance(built, nn.Module):
+        raise ValueError(f"--model is {model!r}, which gives no module but {built!r}")
     return built

@@ -116,7 +116,7 @@ class HostedExperts(nn.Module):
 
     def forward(self, hidden: Tensor, expert_ids: Tensor, scores: Tensor) -> Tensor:
         """``[..., D]`` to ``[..., D]``. Collective over the cells."""
-        self.routed.rows.is_on = self.training
+        self.routed.rows.begin(is_training=self.training)
         x_TD = hidden.reshape(-1, hidden.shape[-1])
         y_TD = self.routed(x_TD, expert_ids.long(), scores, self.weights())
         return y_TD.view_as(hidden)

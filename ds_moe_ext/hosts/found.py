@@ -51,6 +51,8 @@ class Found:
 
 
 def set_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module in the place of the one at a dotted name."""
-    parent, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(parent), attribute, module)
+    """Put a module in the place of the one at a dotted name, and wherever else that one stands."""
+    old = model.get_submodule(name)
+    for parent in [*model.modules()]:
+        for attribute in [key for key, child in parent._modules.items() if child is old]:
+            setattr(parent, attribute, module)

@@ -98,25 +98,24 @@ def silu_gated(gate_up: Tensor) -> Tensor:
 
 class _SiluGated(torch.autograd.Function):
     """The same as ``silu(gate) * up`` of the halves, but both gradients are written into one
-    buffer, where autograd would make two and join them; and only the input is saved."""
+    buffer, where autograd would make two and join them."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate).mul_(up)
+        silu = torch.nn.functional.silu(gate)
+        ctx.save_for_backward(gate_up, silu)
+        return silu * up
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
+        gate_up, silu = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)
         grad_gate_up = torch.empty_like(gate_up)
         grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
-        scratch = torch.nn.functional.silu(gate)
-        torch.mul(grad, scratch, out=grad_up)
-        torch.mul(grad, up, out=scratch)
-        torch.ops.aten.silu_backward(scratch, gate, grad_input=grad_gate)
+        torch.mul(grad, silu, out=grad_up)
+        torch.ops.aten.silu_backward(grad * up, gate, grad_input=grad_gate)
         return grad_gate_up
 
 

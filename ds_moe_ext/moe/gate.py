@@ -62,7 +62,7 @@ def balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
     It is 1 when both are uniform.
     """
     num_experts = probability_TE.shape[-1]
-    rows_E = expert_TK.flatten().bincount(minlength=num_experts)
+    rows_E = count(expert_TK.flatten(), num_experts)
     share_E = rows_E.to(probability_TE.dtype) / max(expert_TK.numel(), 1)
     mean_E = probability_TE.sum(dim=0) / max(probability_TE.shape[0], 1)
     return num_experts * (share_E * mean_E).sum()
@@ -71,6 +71,14 @@ def balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
 def z_loss(logit_TE: Tensor) -> Tensor:
     """Mean square of the log-partition (ST-MoE, eq. 5): keeps logits small."""
     return logit_TE.logsumexp(dim=-1).square().sum() / max(logit_TE.shape[0], 1)
+
+
+def count(ids_N: Tensor, num_ids: int) -> Tensor:
+    """How often each id from 0 to ``num_ids - 1`` is there, int64 ``[num_ids]``.
+
+    What ``bincount`` gives; but for that, on CUDA, the host waits.
+    """
+    return ids_N.new_zeros(num_ids).scatter_add_(0, ids_N, torch.ones_like(ids_N))
 
 
 def capacity_of(num_rows: int, num_experts: int, factor: float) -> int:
@@ -88,7 +96,7 @@ def drop_over_capacity(expert_TK: Tensor, num_experts: int, capacity: int) -> Te
     expert_N = expert_TK.T.flatten()  # choice-major: GShard's priority
     by_expert_N = expert_N.argsort(stable=True)
     bucket_N = expert_N + 1  # 0: dropped before
-    rows = bucket_N.bincount(minlength=num_experts + 1)
+    rows = count(bucket_N, num_experts + 1)
     first = rows.cumsum(dim=0) - rows
     nth_N = torch.empty_like(expert_N)  # how many rows of higher priority chose the same expert
     nth_N[by_expert_N] = (

@@ -108,7 +108,10 @@ class RoutedExperts:
                 site.plan, site.layer, gated=self._gate is not None
             )
             stages = {**self._common_stages(), **self._strategy.stages(site)}
-            lanes = lanes_for(device, overlaps=not (forward.is_chain and backward.is_chain))
+            # On one rank nothing is sent, so there is nothing to hide behind anything.
+            alone = site.layout.grid.num_cells * site.layout.grid.cell_size == 1
+            chain = forward.is_chain and backward.is_chain
+            lanes = lanes_for(device, overlaps=not (alone or chain))
             self._program[device] = Program(
                 forward, backward, stages, lanes, site.plan.num_chunks, (self.tasks,)
             )
@@ -197,6 +200,7 @@ class MoELayer(nn.Module):
 
     def forward(self, x: Tensor) -> MoEOutput:
         """``[..., D]`` to ``[..., D]``. Collective over the cells."""
+        self.routed.rows.begin(is_training=self.training)
         program = self.routed.program(x.device)
         y_TD, losses = program(
             x.flatten(0, -2), tuple(self.gate_weights), tuple(self.expert_weights)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ds_moe_ext.moe.order import SlotRows
 from ds_moe_ext.schedule.execute import Lanes, Mark
@@ -16,29 +17,39 @@ from ds_moe_ext.schedule.task import Task
 class RowsSeen:
     """Rows that a layer routed since the last ``take``. Shape letters: C senders, E experts.
 
-    A layer routes once a micro-batch; what activation checkpointing routes again in backward is not
-    counted twice.
+    A layer routes once a micro-batch. Not counted are rows of an evaluation, and what activation
+    checkpointing routes again in backward.
     """
 
     num_experts: int
-    is_on: bool = True  # off in evaluation
     top_k: int = 0  # of the latest micro-batch
-    _rows: list[np.ndarray | SlotRows] = field(default_factory=list)
+    _counts: bool = True
+    _on_host: np.ndarray | int = 0  # [C, E]
+    _on_device: Tensor | None = None  # int64 [E], where rows end, summed; the host does not wait
+
+    def begin(self, *, is_training: bool) -> None:
+        """Say what the coming pass is. Call it in the thread that runs the model."""
+        is_recomputed = torch._C._current_graph_task_id() != -1  # inside a backward pass
+        self._counts = is_training and not is_recomputed
 
     def __call__(self, rows: np.ndarray | SlotRows, top_k: int) -> None:
         """Args: rows: int64 ``[C, E]`` by sender and expert, or rows by slot where one cell holds
         all experts and the host does not know them yet."""
         self.top_k = top_k
-        recomputes = torch._C._current_graph_task_id() != -1  # inside a backward pass
-        if self.is_on and not recomputes:
-            self._rows.append(rows)
+        if not self._counts:
+            return
+        if isinstance(rows, SlotRows):
+            before = 0 if self._on_device is None else self._on_device
+            self._on_device = before + rows.end_S.long()
+        else:
+            self._on_host = self._on_host + rows
 
     def take(self) -> np.ndarray:
-        """Rows by sender and expert, int64 ``[C, E]``, since the last call. Waits for the device."""
-        seen, self._rows = self._rows, []
-        total = np.zeros((1, self.num_experts), dtype=np.int64)
-        for rows in seen:
-            total = total + (np.asarray(rows.on_host()) if isinstance(rows, SlotRows) else rows)
+        """Rows since the last call, int64 ``[C, E]``. Waits for the device."""
+        total = np.zeros((1, self.num_experts), dtype=np.int64) + self._on_host
+        if self._on_device is not None:
+            total += self._on_device.cpu().diff(prepend=torch.zeros(1, dtype=torch.int64)).numpy()
+        self._on_host, self._on_device = 0, None
         return total
 
 

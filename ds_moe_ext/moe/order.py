@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_moe_ext.comm import all_gather_counts
-from ds_moe_ext.moe.gate import capacity_of, drop_over_capacity
+from ds_moe_ext.moe.gate import capacity_of, count, drop_over_capacity
 from ds_moe_ext.placement import Placement, Share
 from ds_moe_ext.schedule.execute import OnDevice
 from ds_moe_ext.schedule.task import Cut, Span
@@ -273,10 +273,8 @@ def rows_of_experts(expert_TK: Tensor, cut: Cut, num_experts: int) -> tuple[Tens
         chunk_N = torch.from_numpy(np.repeat(np.arange(cut.num_chunks), lengths))
         key_N = key_N + chunk_N.to(key_N.device) * num_experts
     key_N = key_N.masked_fill(dropped_N, cut.num_chunks * num_experts)
-    # Not bincount: on CUDA the host would wait for it.
-    rows = key_N.new_zeros(cut.num_chunks * num_experts + 1)
-    rows.scatter_add_(0, key_N, torch.ones_like(key_N))
-    return key_N, rows[:-1].view(cut.num_chunks, num_experts)
+    rows = count(key_N, cut.num_chunks * num_experts + 1)[:-1]
+    return key_N, rows.view(cut.num_chunks, num_experts)
 
 
 @dataclass(frozen=True, eq=False)

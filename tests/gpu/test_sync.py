@@ -108,7 +108,6 @@ def test_after_a_gate_of_the_hosts(device: torch.device, lanes: str) -> None:
     check(device, step)
 
 
-@pytest.mark.xfail(reason="gate.balance_loss counts by bincount, which waits", strict=False)
 @DEVICES
 @pytest.mark.parametrize("lanes", LANES)
 def test_with_a_gate_of_ours(device: torch.device, lanes: str) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ds_moe_ext.patches.record import Patch, PatchError, apply_all
 
+from ds_moe_ext.patches.record import Patch, PatchError, apply_all
 from tests.hosts.processes import ROOT, answers, run_script
 
 IS_ATTACHED = """

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject.auto_ep_layer import ReplacementSourceMap
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import (
@@ -15,8 +16,9 @@ from deepspeed.moe.utils import (
 from deepspeed.utils import groups
 from torch import nn
 
-from ds_moe_ext.comm import sum_in_place
+from ds_moe_ext.comm import sum_in_place, take_first
 from ds_moe_ext.hosts import attach
+from ds_moe_ext.hosts.attach import Blueprint
 from ds_moe_ext.hosts.deepspeed.startup import blueprint_of
 from ds_moe_ext.hosts.run import Run
 
@@ -44,6 +46,8 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
         return
     num_cells = blueprint.grid.num_cells
     groups._create_expert_and_data_parallel(num_cells)
+    if blueprint.grid.world_size > 1:
+        _take_first_ranks_weights(model, blueprint, engine.local_rank)
     built = attach.build(blueprint)
     for layer, adopted in built:
         for parameter in layer.parameters:
@@ -58,6 +62,19 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
         )
     run = Run.start(blueprint, [layer for layer, _ in built], dist.get_rank())
     engine.__dict__[_RUN] = run
+
+
+def _take_first_ranks_weights(model: nn.Module, blueprint: Blueprint, local_rank: int) -> None:
+    """Give all ranks rank 0's experts, for ranks may have drawn or loaded their own. Collective.
+
+    DeepSpeed does so with all weights, but only when each rank has none but its own experts left.
+    """
+    device = get_accelerator().device_name(local_rank)
+    for found in blueprint.found:
+        if found.num_cells > 1:
+            continue  # the model was built with other experts on each rank
+        for parameter in model.get_submodule(found.name).parameters():
+            parameter.data.copy_(take_first(parameter.data.to(device).contiguous(), None))
 
 
 def count_experts(engine: Any) -> None:

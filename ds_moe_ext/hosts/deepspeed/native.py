@@ -103,7 +103,7 @@ class HostedMoE(nn.Module):
 
     def forward(self, hidden: Tensor, used_token: Tensor | None = None) -> Tensor:
         """``[..., D]`` to ``[..., D]``. Collective over the cells."""
-        self.routed.rows.is_on = self.training
+        self.routed.rows.begin(is_training=self.training)
         x_TD = hidden.reshape(-1, hidden.shape[-1])
         self.l_aux, _, _, ids_KT, _, score_KT, self.exp_counts = self.gate(x_TD, used_token, True)
         expert_TK = ids_KT.T.contiguous().to(torch.int64)

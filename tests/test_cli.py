@@ -1,0 +1,201 @@
+"""``ds-moe-ext`` as a person runs it: in a process of its own, from some folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ds_moe_ext.report.record import LayerRecord, RunRecord
+
+COMMAND = Path(sys.executable).parent / "ds-moe-ext"
+
+
+def start(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("DS_MOE_EXT_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD", "PYTHONPATH")
+    }
+    return subprocess.run(
+        [str(COMMAND), *arguments],
+        cwd=folder,
+        env={**clean, "DS_ACCELERATOR": "cpu", "COLUMNS": "250", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_doctor_names_every_patch_that_is_in(tmp_path: Path) -> None:
+    from ds_moe_ext.patches import accelerate, deepspeed
+
+    done = start(tmp_path, "doctor")
+    assert done.returncode == 0, done.stderr
+    assert "autoload: on" in done.stdout
+    rows = [line for line in done.stdout.splitlines() if "│ in " in line]
+    patches = (*accelerate.PATCHES, *deepspeed.PATCHES)
+    assert len(rows) == len(patches) == 12
+    for patch, row in zip(patches, rows):
+        assert all(part in row for part in (patch.id, patch.target, patch.reason)), row
+
+
+@pytest.mark.parametrize("variable", ["DS_MOE_EXT_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])
+def test_doctor_says_what_switches_us_off(variable: str, tmp_path: Path) -> None:
+    done = start(tmp_path, "doctor", **{variable: "0"})
+    assert done.returncode == 0
+    assert f"autoload: off, by {variable}=0" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("breaks", "says"),
+    [
+        (
+            "import importlib.metadata as m; v = m.version; "
+            "m.version = lambda name: '9.0.0' if name == 'deepspeed' else v(name)",
+            "patch 'check-first' is for deepspeed>=0.19.2,<0.20, but 9.0.0 is installed",
+        ),
+        (
+            "import sys; sys.modules['ds_moe_ext.patches.deepspeed'] = None",
+            "ModuleNotFoundError",
+        ),
+    ],
+    ids=["another version", "broken patches"],
+)
+def test_doctor_fails_where_a_host_cannot_be_patched(
+    breaks: str, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(breaks)
+    done = start(tmp_path, "doctor", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stdout.count(says) == 1
+    assert "│ out" in done.stdout
+    assert "whole-state" in done.stdout  # of accelerate, which is well
+
+
+def test_doctor_goes_without_a_host(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.metadata as m; v = m.version\n"
+        "def version(name):\n"
+        "    if name == 'accelerate': raise m.PackageNotFoundError(name)\n"
+        "    return v(name)\n"
+        "m.version = version"
+    )
+    done = start(tmp_path, "doctor", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0
+    assert "accelerate: not installed" in done.stdout
+
+
+MIXTRAL = {
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+}
+
+
+@pytest.mark.parametrize("names", ["", "config.json"], ids=["folder", "file"])
+def test_doctor_lists_the_layers_of_a_config(names: str, tmp_path: Path) -> None:
+    """A model of 4 billion weights: built without memory."""
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    done = start(tmp_path, "doctor", "--model", str(tmp_path / names))
+    assert done.returncode == 0, done.stderr
+    assert "layers of MixtralForCausalLM to replace" in done.stdout
+    rows = [line for line in done.stdout.splitlines() if "mlp.experts" in line]
+    assert [f"model.layers.{index}.mlp.experts" in row for index, row in enumerate(rows)] == [
+        True
+    ] * 3
+    count = 8 * 3 * 4096 * 14336
+    assert all("MixtralExperts" in row and f"{count:,}" in row for row in rows)
+
+
+def test_doctor_lists_the_layers_of_a_function(tmp_path: Path) -> None:
+    """Of a module that lies where the person is."""
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n"
+        "from deepspeed.moe.layer import MoE\n"
+        "def build():\n"
+        "    return nn.Sequential(nn.Linear(8, 8), MoE(8, nn.Linear(8, 8), num_experts=4))\n"
+        "def dense():\n"
+        "    return nn.Linear(8, 8)\n"
+        "def nothing():\n"
+        "    return 'a model'\n"
+    )
+    done = start(tmp_path, "doctor", "--model", "mine:build")
+    assert done.returncode == 0, done.stderr
+    (row,) = [line for line in done.stdout.splitlines() if "deepspeed.moe" in line and "4" in line]
+    assert row.split("│")[1].strip() == "1"
+    dense = start(tmp_path, "doctor", "--model", "mine:dense")
+    assert "none found" in dense.stdout
+    nothing = start(tmp_path, "doctor", "--model", "mine:nothing")
+    assert nothing.returncode == 2
+    assert "'mine:nothing', which gives no module" in nothing.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("no/such/folder", "neither a file or folder nor 'package.module:function'"),
+        ("no_such_module:build", "cannot be imported: No module named 'no_such_module'"),
+        ("json:no_such_function", "cannot be imported"),
+    ],
+)
+def test_doctor_says_what_is_no_model(model: str, says: str, tmp_path: Path) -> None:
+    done = start(tmp_path, "doctor", "--model", model)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"ds-moe-ext: --model is {model!r}, which")
+    assert says in done.stderr
+
+
+def test_report_draws_the_page_again(tmp_path: Path) -> None:
+    record = RunRecord(
+        strategy="ep",
+        world_size=2,
+        num_cells=2,
+        layers=(LayerRecord("layers.0", "MixtralExperts", 4, 2, (0, 0, 1, 1), 1024),),
+        steps_I=(0, 1),
+        rows_ILE=np.array([[[4, 4, 4, 4]], [[10, 2, 2, 2]]]),
+        cell_rows_ILC=np.array([[[8, 8]], [[12, 4]]]),
+        seconds_by_kind={"forward:expert": 0.1},
+        timeline=(),
+        versions={"torch": "2"},
+    )
+    record.write(tmp_path)
+    page = tmp_path / "report.html"
+    drawn = page.read_text()
+    page.unlink()
+    done = start(tmp_path, "report", str(tmp_path / "report.json"))
+    assert done.returncode == 0, done.stderr
+    assert f"wrote {page}" in done.stdout
+    assert page.read_text() == drawn
+
+
+@pytest.mark.parametrize("text", [None, "not json", "{}", "[]", '{"layers": 3}'])
+def test_report_says_what_is_no_report(text: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    if text is not None:
+        path.write_text(text)
+    done = start(tmp_path, "report", str(path))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("ds-moe-ext: ")
+    assert str(path) in line
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("arguments", [(), ("docter",), ("report",)])
+def test_usage(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    done = start(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert "usage: ds-moe-ext" in done.stderr
