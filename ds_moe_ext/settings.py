@@ -134,7 +134,9 @@ def read_settings(document: Mapping[str, Any]) -> tuple[Settings, Strategy | Non
     names = {f.name for f in dataclasses.fields(Settings)}
     for key in block:
         if key not in names and key not in registered():
-            raise ValueError(f"{BLOCK} has no key {key!r}; {_nearest(key, {*names, *registered()})}")
+            raise ValueError(
+                f"{BLOCK} has no key {key!r}; {_nearest(key, {*names, *registered()})}"
+            )
     settings = _read(Settings, {k: v for k, v in block.items() if k in names}, BLOCK)
     blocks: dict[str, Strategy] = {
         name: _read(cls, {} if block.get(name) is None else block[name], f"{BLOCK}.{name}")
@@ -150,7 +152,9 @@ def _chosen(settings: Settings, blocks: Mapping[str, Strategy]) -> Strategy:
         strategy: Strategy = _read(class_at(name), settings.options, f"{BLOCK}.options")
         return strategy
     if name not in blocks:
-        raise ValueError(f"{BLOCK}.strategy is {name!r}, which is unknown; {_nearest(name, blocks)}")
+        raise ValueError(
+            f"{BLOCK}.strategy is {name!r}, which is unknown; {_nearest(name, blocks)}"
+        )
     return blocks[name]
 
 

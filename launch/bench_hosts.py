@@ -105,9 +105,7 @@ def contender(arguments: argparse.Namespace, name: str, document: dict[str, Any]
     return Contender(name, step)
 
 
-def measure(
-    contenders: list[Contender], *, rounds: int, steps: int
-) -> dict[str, list[float]]:
+def measure(contenders: list[Contender], *, rounds: int, steps: int) -> dict[str, list[float]]:
     """Seconds a step of each contender, by round; the first round is not counted. Collective."""
     seconds: dict[str, list[float]] = {each.name: [] for each in contenders}
     for number in range(rounds + 1):

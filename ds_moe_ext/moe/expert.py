@@ -82,12 +82,32 @@ class FeedForwardExperts:
     has_bias: bool = False
 
     def __call__(self, rows_RD: Tensor, slots: SlotRows, weights: tuple[Tensor, ...]) -> Tensor:
+        if rows_RD.is_cpu and not self.has_bias:
+            return self._slot_by_slot(rows_RD, slots, *weights)
         up, down = weights[:: 2 if self.has_bias else 1]
         up_bias, down_bias = weights[1::2] if self.has_bias else (None, None)
         if not self.is_transposed:
             up, down = up.mT, down.mT
         hidden_RF = self.activation(grouped_linear(rows_RD, slots, up, up_bias))
         return grouped_linear(hidden_RF, slots, down, down_bias).to(rows_RD.dtype)
+
+    def _slot_by_slot(self, rows_RD: Tensor, slots: SlotRows, up: Tensor, down: Tensor) -> Tensor:
+        """On a CPU one expert after the other, from its rows to its output: what lies between fits
+        the caches, where that of all experts at once would go through memory."""
+        linear = torch.matmul if self.is_transposed else torch.nn.functional.linear
+        parts = rows_RD.to(up.dtype).split(slots.on_host())
+        outs = []
+        for rows, into, out_of in zip(parts, up.unbind(), down.unbind()):
+            num_rows = rows.shape[0]
+            if rows.dtype == torch.bfloat16 and num_rows % _ROWS_OF_A_KERNEL:
+                rows = torch.nn.functional.pad(rows, (0, 0, 0, -num_rows % _ROWS_OF_A_KERNEL))
+            outs.append(linear(self.activation(linear(rows, into)), out_of)[:num_rows])
+        return torch.cat(outs).to(rows_RD.dtype)
+
+
+# oneDNN compiles a bfloat16 kernel for every new shape, which costs as much as some hundred rows;
+# with rows rounded up, shapes recur.
+_ROWS_OF_A_KERNEL = 32
 
 
 def silu_gated(gate_up: Tensor) -> Tensor:
@@ -170,9 +190,7 @@ class Expert:
         edges = self._run(span, *saved)[1] if self.recompute else saved[0]
         return gradients(edges, (grad_RD,), (True,))
 
-    def recut(
-        self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]
-    ) -> tuple[Any, ...]:
+    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
         _, layer_route, weights = pieces[0][1]
         rows = layer_route.rows_of(span, [(other, saved[0]) for other, saved in pieces])
         return rows.requires_grad_(pieces[0][1][0].requires_grad), layer_route, weights

@@ -100,8 +100,6 @@ def layer_schedule(tasks: Iterable[Task], layer: int, *, num_chunks: int, gated:
     x, y, weights = Value(X, layer, whole), Value(Y, layer, whole), Value(WEIGHTS, layer)
     if gated:
         inputs = (x, Value(GATE_WEIGHTS, layer), weights)
-        return Schedule(
-            (gate(layer, whole), *tasks), inputs, (y, Value(GATE_LOSSES, layer))
-        )
+        return Schedule((gate(layer, whole), *tasks), inputs, (y, Value(GATE_LOSSES, layer)))
     chosen = (Value(EXPERT_IDS, layer, whole), Value(SCORES, layer, whole))
     return Schedule(tuple(tasks), (x, *chosen, weights), (y,))
