@@ -101,13 +101,11 @@ def all_gather_slots(
     return torch.cat([part[:length] for part, length in zip(parts, num_slots_C)])
 
 
-def same_everywhere(digest: Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Whether all members hold equal int64 values. Collective."""
-    low, high = digest.clone(), digest.clone()
-    dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
-    dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
-    return bool((low == high).all())
-
+def gather_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
+    """Every member's text, in the order of the members. For set-up, not for steps. Collective."""
+    texts = [""] * dist.get_world_size(group)
+    dist.all_gather_object(texts, text, group=group)
+    return texts
 
 def take_first(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Overwrite a tensor with the first member's, in place. Collective."""

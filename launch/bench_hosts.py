@@ -154,7 +154,7 @@ def main() -> None:
         tokens = rows * world_size * arguments.sequence_length
         title = (
             f"{arguments.model.stem}, {world_size} ranks, {arguments.dtype}, ZeRO "
-            f"{arguments.zero_stage}, {arguments.rounds} rounds of {arguments.steps_per_round} steps"
+            f"{arguments.zero_stage}, {arguments.rounds} x {arguments.steps_per_round} steps"
         )
         Console().print(table_of(seconds, tokens, title))
         if arguments.json is not None:

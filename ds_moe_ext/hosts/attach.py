@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ds_moe_ext.comm import same_everywhere
+from ds_moe_ext.comm import gather_texts
 from ds_moe_ext.hosts.found import Adopted, Found
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.moe.expert import ExpertFunction
@@ -166,16 +166,15 @@ def _check_agreement(layers: Iterable[AttachedLayer], rank: int) -> None:
     """Collective. A plan or an issue order that differs between ranks would hang them later.
 
     Raises:
-        RuntimeError: on every rank, naming its own digest.
+        RuntimeError: on every rank, naming its own digest and those of the others.
     """
     for layer in layers:
         text = layer.routed.describe()
-        digest = hashlib.sha256(text.encode()).digest()[:8]
-        number = int.from_bytes(digest, "big", signed=True)
-        if not same_everywhere(torch.tensor([number]), None):
+        digests = gather_texts(hashlib.sha256(text.encode()).hexdigest()[:8], None)
+        if len(set(digests)) > 1:
             raise RuntimeError(
-                f"{BLOCK}: ranks disagree on {layer.name}; rank {rank} has "
-                f"{digest.hex()} of\n{text}"
+                f"{BLOCK}: ranks disagree on {layer.name}: digests {digests} of rank 0, 1, ...; "
+                f"rank {rank} has\n{text}"
             )
 
 

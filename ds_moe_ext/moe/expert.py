@@ -95,19 +95,24 @@ class FeedForwardExperts:
         """On a CPU one expert after the other, from its rows to its output: what lies between fits
         the caches, where that of all experts at once would go through memory."""
         linear = torch.matmul if self.is_transposed else torch.nn.functional.linear
-        parts = rows_RD.to(up.dtype).split(slots.on_host())
-        outs = []
-        for rows, into, out_of in zip(parts, up.unbind(), down.unbind()):
-            num_rows = rows.shape[0]
-            if rows.dtype == torch.bfloat16 and num_rows % _ROWS_OF_A_KERNEL:
-                rows = torch.nn.functional.pad(rows, (0, 0, 0, -num_rows % _ROWS_OF_A_KERNEL))
-            outs.append(linear(self.activation(linear(rows, into)), out_of)[:num_rows])
+        parts = zip(rows_RD.to(up.dtype).split(slots.on_host()), up.unbind(), down.unbind())
+        outs = [
+            linear(self.activation(linear(_rounded_up(rows), into)), out_of)[: rows.shape[0]]
+            for rows, into, out_of in parts
+        ]
         return torch.cat(outs).to(rows_RD.dtype)
 
 
-# oneDNN compiles a bfloat16 kernel for every new shape, which costs as much as some hundred rows;
-# with rows rounded up, shapes recur.
 _ROWS_OF_A_KERNEL = 32
+
+
+def _rounded_up(rows_RD: Tensor) -> Tensor:
+    """oneDNN compiles a bfloat16 kernel for every new shape, which costs as much as some hundred
+    rows; with the rows rounded up, shapes recur."""
+    missing = -rows_RD.shape[0] % _ROWS_OF_A_KERNEL
+    if not missing or rows_RD.dtype != torch.bfloat16:
+        return rows_RD
+    return torch.nn.functional.pad(rows_RD, (0, 0, 0, missing))
 
 
 def silu_gated(gate_up: Tensor) -> Tensor:

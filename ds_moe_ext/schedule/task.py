@@ -232,7 +232,7 @@ class Schedule:
 
     @cached_property
     def live(self) -> tuple[bool, ...]:
-        """For each task, whether an output depends on it by gradients, so that it has an adjoint."""
+        """For each task, whether gradients of an output reach it, so that it has an adjoint."""
         needed = [value for value in self.outputs if value.kind.has_gradient]
         live = []
         for task in reversed(self.tasks):

@@ -151,3 +151,29 @@ def test_checkpoint_without_us_is_refused(tmp_path: Path) -> None:
     run(2, job)
     with pytest.raises(AssertionError, match=r"has no ds_moe_ext\.json"):
         pool_of(2).run(train, replace(job, save_at=None, resume=True, block=True))
+
+
+def disagree(rank: int, world_size: int) -> str:
+    """Attach a strategy that plans differently on every rank, with ``debug`` on."""
+    import deepspeed
+
+    from tests.hosts.jobs import document_of, model_of
+
+    job = Job("mixtral")
+    document = document_of(job, world_size)
+    document["ds_moe_ext"] |= {
+        "debug": True,
+        "strategy": "tests.strategies_for_tests:Chunked",
+        "options": {"forward": 1 + rank, "backward": 1},
+    }
+    model = model_of(job)
+    try:
+        deepspeed.initialize(model=model, model_parameters=model.parameters(), config=document)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_debug_names_ranks_that_disagree() -> None:
+    for message in pool_of(2).run(disagree):
+        assert "ranks disagree on model.layers.0.mlp.experts: digests" in message

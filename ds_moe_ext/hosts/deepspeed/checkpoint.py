@@ -178,7 +178,7 @@ def whole_state(engine: Any) -> Iterator[None]:
 def gathered_state(model: nn.Module) -> dict[str, Tensor]:
     """The model's state with all experts under the host's names, as the stock class loads it.
 
-    Collective. Every rank gets it.
+    Collective. Every rank gets it; experts are in host memory, one weight at a time on the device.
     """
     state = dict(model.state_dict())
     for name, module in model.named_modules():
@@ -204,4 +204,4 @@ def _joined(routed: RoutedExperts, local_S: Tensor) -> Tensor:
     held_C = [home.experts_of(cell) for cell in range(home.num_cells)]
     joined = all_gather_slots(local_S, [len(held) for held in held_C], layout.group("ep", INTER))
     order = torch.from_numpy(np.concatenate(held_C).argsort())
-    return joined.index_select(0, order.to(joined.device))
+    return joined.cpu().index_select(0, order)  # all experts at once may not fit a device

@@ -1,0 +1,298 @@
+"""The contenders of bench_layer.py: ours, Hugging Face's, DeepSpeed's, and a dense ceiling.
+
+Shape letters: T tokens, K choices a token, E experts, D model width, F expert width.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ds_moe_ext.hosts import huggingface
+from ds_moe_ext.layout import Grid, ParallelLayout
+from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
+from ds_moe_ext.moe.gate import SoftmaxTopK
+from ds_moe_ext.moe.layer import MoELayer, RoutedExperts
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.strategies.base import Job, Site
+from ds_moe_ext.strategies.ep import ExpertParallel
+
+OURS, CEILING = "ours: MoELayer", "dense FFN of the same FLOPs"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one layer, and how many tokens fill a GPU with it."""
+
+    width: int
+    expert_width: int
+    num_experts: int
+    top_k: int
+    num_tokens: int
+
+    def num_flops(self, num_tokens: int) -> float:
+        """Of the experts' matrix products, forward and backward."""
+        return 3 * 6.0 * num_tokens * self.top_k * self.width * self.expert_width
+
+
+SHAPES = {
+    "mixtral_8x7b": Shape(4096, 14336, 8, 2, 8192),
+    "qwen3_30b_a3b": Shape(2048, 768, 128, 8, 8192),
+    "small": Shape(256, 512, 8, 2, 1024),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """The weights that contenders share, and what goes through them.
+
+    Attributes:
+        gate_ED: router.
+        up_EFD: gate and up projections joined, ``[E, 2F, D]``.
+        down_EDF: down projections.
+        x_TD: tokens.
+        grad_TD: gradient of the output.
+    """
+
+    shape: Shape
+    gate_ED: Tensor
+    up_EFD: Tensor
+    down_EDF: Tensor
+    x_TD: Tensor
+    grad_TD: Tensor
+
+    @classmethod
+    def of(
+        cls, shape: Shape, num_tokens: int, *, skew: float, device: torch.device, dtype: torch.dtype
+    ) -> Problem:
+        """Random weights; expert ``e``'s logit is biased by ``-skew * log(1 + e)``."""
+        generator = torch.Generator(device).manual_seed(1)
+
+        def rand(*size: int, scale: float = 1.0) -> Tensor:
+            out = torch.empty(size, device=device, dtype=dtype)
+            return out.normal_(0.0, scale, generator=generator)
+
+        e, d, f = shape.num_experts, shape.width, shape.expert_width
+        gate_ED, x_TD = rand(e, d, scale=d**-0.5), rand(num_tokens, d)
+        # The last input is always one: its column of the router biases the routing.
+        x_TD[:, -1] = 1.0
+        gate_ED[:, -1] = -skew * torch.arange(1, e + 1, device=device).log()
+        up_EFD, down_EDF = rand(e, 2 * f, d, scale=d**-0.5), rand(e, d, f, scale=f**-0.5)
+        return cls(shape, gate_ED, up_EFD, down_EDF, x_TD, rand(num_tokens, d))
+
+
+Layer = Callable[[Tensor], Tensor]  # [T, D] -> [T, D]
+
+
+@dataclass(frozen=True, eq=False)
+class Contender:
+    """One way to compute the layer.
+
+    Attributes:
+        name: shown in the table.
+        layer: called with ``x``.
+        parameters: whose gradients are cleared before each repetition.
+        is_exact: computes the same function of the same weights, so that results are compared.
+    """
+
+    name: str
+    layer: Layer
+    parameters: tuple[nn.Parameter, ...]
+    is_exact: bool = True
+
+
+def ours(problem: Problem) -> Contender:
+    """All six sub-modules in one program, one cell, strategy ep."""
+    shape, site = problem.shape, _one_cell(problem.shape.num_experts)
+    layer = MoELayer(
+        nn.ParameterList([problem.gate_ED.clone()]),
+        nn.ParameterList([problem.up_EFD.clone(), problem.down_EDF.clone()]),
+        gate=SoftmaxTopK(top_k=shape.top_k),
+        function=FeedForwardExperts(silu_gated),
+        strategy=ExpertParallel(),
+        plan=site.plan,
+        layout=site.layout,
+    )
+    return Contender(OURS, lambda x: layer(x).y, tuple(layer.parameters()))
+
+
+def _one_cell(num_experts: int) -> Site:
+    strategy, home = ExpertParallel(), Placement.block(num_experts, 1)
+    layout = ParallelLayout.build(Grid(1, 1), strategy.uses())
+    (plan,) = strategy.plan(Job(np.ones((1, 1, num_experts)), (home,)))
+    return Site(plan, layout, 0)
+
+
+def ours_in_hugging_face(problem: Problem) -> Contender:
+    """Hugging Face's block with its own router; its experts replaced as the plug-in does it."""
+    block = _mixtral_block(problem, "grouped_mm")
+    site = _one_cell(problem.shape.num_experts)
+    for found in list(huggingface.find(block)):
+        held = torch.arange(found.num_experts)
+        found.adopt(held, lambda function: RoutedExperts(ExpertParallel(), site, function))
+    return _hugging_face_contender("ours: experts of a Hugging Face block", block)
+
+
+def hugging_face(implementation: str, problem: Problem) -> Contender:
+    """Mixtral's block as transformers runs it."""
+    block = _mixtral_block(problem, implementation)
+    return _hugging_face_contender(f"Hugging Face {implementation}", block)
+
+
+def _hugging_face_contender(name: str, block: nn.Module) -> Contender:
+    return Contender(name, lambda x: block(x[None])[0], tuple(block.parameters()))
+
+
+def _mixtral_config(shape: Shape, implementation: str) -> Any:
+    from transformers.models.mixtral import MixtralConfig
+
+    config = MixtralConfig(
+        hidden_size=shape.width,
+        intermediate_size=shape.expert_width,
+        num_local_experts=shape.num_experts,
+        num_experts_per_tok=shape.top_k,
+    )
+    config._experts_implementation = implementation
+    return config
+
+
+def _mixtral_block(problem: Problem, implementation: str) -> Any:
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    config = _mixtral_config(problem.shape, implementation)
+    with torch.device(problem.x_TD.device):
+        block: Any = MixtralSparseMoeBlock(config).to(problem.x_TD.dtype)
+    with torch.no_grad():
+        block.gate.weight.copy_(problem.gate_ED)
+        block.experts.gate_up_proj.copy_(problem.up_EFD)
+        block.experts.down_proj.copy_(problem.down_EDF)
+    return block
+
+
+def auto_ep(name: str, settings: Mapping[str, str], problem: Problem) -> Contender:
+    """DeepSpeed AutoEP's layer, converted from a Mixtral block by DeepSpeed's own replacement."""
+    from deepspeed.module_inject.auto_ep import AutoEP
+    from deepspeed.module_inject.auto_ep_config import parse_autoep_config
+
+    config = _mixtral_config(problem.shape, "grouped_mm")
+    block = _mixtral_block(problem, "grouped_mm")
+    # AutoEP finds blocks by name.
+    host = nn.Module()
+    host.model = nn.Module()
+    host.model.layers = nn.ModuleList([nn.Module()])
+    host.model.layers[0].mlp = block
+    host.config = config
+    block_settings = {"enabled": True, "preset_model": "mixtral", **settings}
+    converter = AutoEP(host, parse_autoep_config(block_settings))
+    (spec,) = converter.ep_parser()
+    converter.replace_moe_layer(spec, ep_size=1, ep_rank=0)
+    layer: Any = host.model.layers[0].mlp
+
+    def call(x: Tensor) -> Tensor:
+        out = layer(x[None])
+        return (out[0] if isinstance(out, tuple) else out).view_as(x)
+
+    return Contender(name, call, tuple(layer.parameters()))
+
+
+def deepspeed_native(capacity_factor: float | None, problem: Problem) -> Contender:
+    """``deepspeed.moe.layer.MoE`` with SwiGLU experts; no capacity factor: nothing is dropped."""
+    from deepspeed.moe.layer import MoE
+
+    shape = problem.shape
+    with torch.device(problem.x_TD.device), redirect_stdout(sys.stderr):
+        moe = MoE(
+            shape.width,
+            SwiGlu(shape.width, shape.expert_width, plain_silu_gated),
+            num_experts=shape.num_experts,
+            k=shape.top_k,
+            capacity_factor=capacity_factor or 1.0,
+            drop_tokens=capacity_factor is not None,
+            top2_2nd_expert_sampling=False,
+        ).to(problem.x_TD.dtype)
+        moe.set_deepspeed_parallelism()
+    with torch.no_grad():
+        moe.deepspeed_moe.gate.wg.weight.copy_(problem.gate_ED)
+        experts = moe.deepspeed_moe.experts.deepspeed_experts
+        for expert, up_FD, down_DF in zip(experts, problem.up_EFD, problem.down_EDF):
+            expert.up.weight.copy_(up_FD)
+            expert.down.weight.copy_(down_DF)
+    way = "dropless" if capacity_factor is None else f"capacity {capacity_factor}"
+    return Contender(
+        f"DeepSpeed MoE {way}",
+        lambda x: moe(x[None])[0][0],
+        tuple(moe.parameters()),
+        # Its router works in float32: in bfloat16 it may choose otherwise.
+        is_exact=capacity_factor is None and problem.x_TD.dtype == torch.float32,
+    )
+
+
+def plain_silu_gated(gate_up: Tensor) -> Tensor:
+    """As people write it."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return nn.functional.silu(gate) * up
+
+
+class SwiGlu(nn.Module):
+    """One expert: gate and up joined, activation, down."""
+
+    def __init__(
+        self, width: int, expert_width: int, activation: Callable[[Tensor], Tensor]
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.up = nn.Linear(width, 2 * expert_width, bias=False)
+        self.down = nn.Linear(expert_width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.activation(self.up(x)))
+        return out
+
+
+def dense(problem: Problem) -> Contender:
+    """All ``T * K`` rows through one expert: the matrix products, and nothing of routing."""
+    shape, x_TD = problem.shape, problem.x_TD
+    with torch.device(x_TD.device):
+        ffn = SwiGlu(shape.width, shape.expert_width, silu_gated).to(x_TD.dtype)
+    rows_ND = x_TD.repeat(shape.top_k, 1).requires_grad_()
+    num_tokens = x_TD.shape[0]
+
+    def call(x: Tensor) -> Tensor:
+        # x is not read: to copy it K times is no part of the ceiling.
+        out: Tensor = ffn(rows_ND)
+        return out.view(shape.top_k, num_tokens, shape.width)
+
+    return Contender(CEILING, call, tuple(ffn.parameters()), is_exact=False)
+
+
+FUSED = {"gate_up_impl": "fused", "combine_impl": "fused_weighted_sum"}
+BUILDERS: Mapping[str, Callable[[Problem], Contender]] = {
+    OURS: ours,
+    "ours: experts of a Hugging Face block": ours_in_hugging_face,
+    "Hugging Face grouped_mm": partial(hugging_face, "grouped_mm"),
+    "Hugging Face eager": partial(hugging_face, "eager"),
+    "Hugging Face batched_mm": partial(hugging_face, "batched_mm"),
+    "DeepSpeed AutoEP": partial(auto_ep, "DeepSpeed AutoEP", {}),
+    "DeepSpeed AutoEP, fused options": partial(auto_ep, "DeepSpeed AutoEP, fused options", FUSED),
+    "DeepSpeed MoE dropless": partial(deepspeed_native, None),
+    "DeepSpeed MoE capacity 1.25": partial(deepspeed_native, 1.25),
+    CEILING: dense,
+}
+BATCHED_BYTES = 2**30  # batched_mm copies an expert's weights for every row
+
+
+def reason_to_leave_out(name: str, problem: Problem) -> str | None:
+    """Why a contender is not even tried."""
+    shape, num_rows = problem.shape, problem.x_TD.shape[0] * problem.shape.top_k
+    copied = num_rows * 3 * shape.width * shape.expert_width * problem.x_TD.element_size()
+    if name == "Hugging Face batched_mm" and copied > BATCHED_BYTES:
+        return f"would copy {copied / 2**30:,.0f} GiB of weights: one expert a row"
+    return None
