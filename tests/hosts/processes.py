@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,5 +75,6 @@ def run_script(
 
 
 def answers(printed: str) -> list[str]:
-    """What a script printed on lines that begin with ``answer:``, among what hosts log."""
-    return [line.partition(":")[2] for line in printed.splitlines() if line.startswith("answer:")]
+    """What a script printed after ``answer:``, among what hosts log. Ranks that share an output may
+    print on one line."""
+    return re.findall(r"answer:(.*?)(?=answer:|$)", printed, flags=re.MULTILINE)
