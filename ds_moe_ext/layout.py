@@ -6,12 +6,14 @@ in each, ``esp`` ranks in each cell; neighbours in a cell are neighbours in rank
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch.distributed as dist
 
+from ds_moe_ext.comm import gather_texts
 from ds_moe_ext.schedule.task import Lane
 
 AXES = ("edp", "ep", "esp")
@@ -58,19 +60,26 @@ class Grid:
 class ParallelLayout:
     """The grid and its process groups.
 
+    Attributes:
+        grid: the ranks.
+        rank: this one.
+        num_hosts: machines that the ranks run on.
+
     Two lanes never share a communicator: collectives of one communicator must be issued in the
     same order on every rank, and lanes are ordered only among their own tasks.
     """
 
     grid: Grid
     rank: int
+    num_hosts: int = 1
     _groups: dict[tuple[str, Lane], dist.ProcessGroup] = field(default_factory=dict, repr=False)
 
     @classmethod
     def build(cls, grid: Grid, uses: Iterable[tuple[str, Lane]]) -> ParallelLayout:
         """Make a communicator for each (axis, lane) in ``uses``. Collective, in the same order on
         every rank."""
-        layout = cls(grid, dist.get_rank())
+        hosts = gather_texts(socket.gethostname(), None)
+        layout = cls(grid, dist.get_rank(), len(set(hosts)))
         for axis, lane in uses:
             layout._groups[axis, lane] = _own_group(grid.along(axis), layout.rank)
         return layout

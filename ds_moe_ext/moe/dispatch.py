@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_moe_ext.comm import AllToAll, all_to_all_rows
+from ds_moe_ext.comm import AllToAll, all_to_all_by_pairs, all_to_all_rows
+from ds_moe_ext.layout import ParallelLayout
 from ds_moe_ext.moe.order import LayerRoute, Route
-from ds_moe_ext.schedule.task import Span
+from ds_moe_ext.schedule.task import Lane, Span
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,14 @@ class Wire:
 
     group: dist.ProcessGroup | None
     all_to_all: AllToAll = all_to_all_rows
+
+    @classmethod
+    def between(cls, layout: ParallelLayout, lane: Lane, device: torch.device) -> Wire:
+        """The wire of a lane between the cells."""
+        if layout.grid.num_cells == 1:
+            return cls(None)
+        by_pairs = layout.num_hosts > 1 and device.type == "cpu"
+        return cls(layout.group("ep", lane), all_to_all_by_pairs if by_pairs else all_to_all_rows)
 
     def out(self, rows_ND: Tensor, route: Route) -> Tensor:
         """Rows ``[N, D]`` in send order to ``[R, D]`` in slot order at their experts."""

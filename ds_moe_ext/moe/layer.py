@@ -107,7 +107,7 @@ class RoutedExperts:
             forward, backward = self._strategy.schedules(
                 site.plan, site.layer, gated=self._gate is not None
             )
-            stages = {**self._common_stages(), **self._strategy.stages(site)}
+            stages = {**self._common_stages(device), **self._strategy.stages(site)}
             # On one rank nothing is sent, so there is nothing to hide behind anything.
             alone = site.layout.grid.num_cells * site.layout.grid.cell_size == 1
             chain = forward.is_chain and backward.is_chain
@@ -125,17 +125,16 @@ class RoutedExperts:
         tables = (plan.home.expert_CS, plan.target.expert_CS, plan.share.fraction_CEC)
         return "\n".join((*map(str, orders), *(str(table.tolist()) for table in tables)))
 
-    def _common_stages(self) -> Mapping[Op, Stage]:
+    def _common_stages(self, device: torch.device) -> Mapping[Op, Stage]:
         """One stage for each op that strategies share."""
         plan, layout = self.site.plan, self.site.layout
-        inter = layout.group("ep", INTER) if layout.grid.num_cells > 1 else None
-        wire = Wire(inter)
+        wire = Wire.between(layout, INTER, device)
         stages: dict[Op, Stage] = {
             ORDER: Order(
                 target=plan.target,
                 share=plan.share,
                 cell=layout.index("ep"),
-                group=inter,
+                group=wire.group,
                 capacity_factor=self._options.capacity_factor,
                 gate_may_drop=self._options.gate_may_drop,
                 on_rows=self.rows,
