@@ -34,6 +34,8 @@ class Job:
     sgd: bool = False
     learning_rate: float = 3e-3
     ep_size: int = 1  # that a native MoE is built with
+    top_k: int = 2  # of a native MoE
+    drop_tokens: bool = False
     extra: tuple[tuple[str, Any], ...] = ()
     save_at: int | None = None
     folder: str | None = None
@@ -84,7 +86,7 @@ def _mixtral(job: Job) -> nn.Module:
 def _gpt_moe(job: Job) -> nn.Module:
     from gpt_moe import GptMoe, GptMoeConfig, MoeSettings
 
-    moe = MoeSettings(num_experts=4, k=2, ep_size=job.ep_size, drop_tokens=False)
+    moe = MoeSettings(num_experts=4, k=job.top_k, ep_size=job.ep_size, drop_tokens=job.drop_tokens)
     shape = GptMoeConfig(
         vocab_size=VOCABULARY,
         sequence_length=LENGTH,

@@ -89,6 +89,17 @@ def test_native_model_built_with_ep_size(cells: int | None) -> None:
     assert worst(ours.state, plain.state) <= 1e-6
 
 
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+@pytest.mark.parametrize("drop_tokens", [False, True])
+def test_gates_of_deepspeed(drop_tokens: bool, top_k: int) -> None:
+    """Top-1, top-2 and top-k, dropless and with capacity: what its gate drops stays dropped."""
+    job = Job("gpt_moe", 1, steps=1, optimizer="object", sgd=True, learning_rate=1e4)
+    job = replace(job, top_k=top_k, drop_tokens=drop_tokens)
+    ours, plain = run(2, job), one_rank(replace(job, stage=0))
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
+    assert worst(ours.state, plain.state) <= 2e-6
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("optimizer", ["object", "callable"])
 @pytest.mark.parametrize("parameters", ["list", "generator", "groups"])
