@@ -38,27 +38,23 @@ class Run:
     def start(cls, blueprint: Blueprint, layers: Sequence[AttachedLayer], rank: int) -> Run:
         """Begin to record, and tell a person what was replaced."""
         settings = blueprint.settings
+        report, trace = settings.report, settings.trace
+        tracer = None
+        if rank == 0 and trace.path is not None:
+            steps = range(trace.first_step, trace.first_step + trace.num_steps)
+            tracer = _Tracer(Path(trace.path), steps, [layer.name for layer in layers])
         recorder = Recorder(
             strategy=settings.strategy,
             world_size=blueprint.grid.world_size,
             layers=layers,
-            trace_step=settings.report.trace_step,
-            max_steps=settings.report.max_steps,
+            trace_step=report.trace_step,
+            max_steps=report.max_steps,
+            tracer=tracer,
         )
         run = cls(blueprint, tuple(layers), recorder, rank)
-        if rank == 0:
-            if settings.trace.path is not None:
-                recorder.on_step = _Tracer(
-                    Path(settings.trace.path),
-                    range(
-                        settings.trace.first_step,
-                        settings.trace.first_step + settings.trace.num_steps,
-                    ),
-                    [layer.name for layer in layers],
-                )
-            if settings.report.enabled:
-                Console().print(start_table(run))
-                atexit.register(run.finish)
+        if rank == 0 and report.enabled:
+            Console().print(start_table(run))
+            atexit.register(run.finish)
         return run
 
     def finish(self) -> None:
@@ -78,19 +74,17 @@ class _Tracer:
     """Writes the tasks of some steps as one Chrome trace."""
 
     def __init__(self, path: Path, steps: range, layer_names: Sequence[str]) -> None:
-        self._path, self._steps, self._layer_names = path, steps, layer_names
+        self._path, self.steps, self._layer_names = path, steps, layer_names
         self._origin: TimedTask | None = None
         self._boxes: list[Box] = []
 
     def __call__(self, step: int, timed: list[TimedTask]) -> None:
-        if step not in self._steps:
-            return
         self._origin = self._origin or timed[0]
         for task in timed:
             span = span_of(task, self._origin, self._layer_names)
             name = f"{span.name} {span.layer} [{span.chunk}] {phase_of(task)}"
             self._boxes.append(Box(name, 0, span.lane, span.start_s, span.end_s, span.name))
-        if step == self._steps[-1]:
+        if step == self.steps[-1]:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text(chrome_trace(self._boxes))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -35,6 +35,17 @@ class Watched(Protocol):
     def record(self) -> LayerRecord: ...
 
 
+class StepTracer(Protocol):
+    """Wants the tasks of some steps."""
+
+    @property
+    def steps(self) -> range:
+        """The steps; no others are timed for it."""
+        ...
+
+    def __call__(self, step: int, timed: list[TimedTask]) -> None: ...
+
+
 @dataclass(frozen=True, eq=False)
 class StepLoads:
     """Loads of one optimizer step.
@@ -58,6 +69,7 @@ class Recorder:
     layers: what is recorded, in model order.
     trace_step: step whose tasks are kept as a timeline; None for none.
     max_steps: steps whose loads are kept; a longer run is thinned evenly.
+    tracer: given the tasks of its steps.
     """
 
     strategy: str
@@ -65,13 +77,16 @@ class Recorder:
     layers: Sequence[Watched]
     trace_step: int | None = None
     max_steps: int = 400
-    on_step: Callable[[int, list[TimedTask]], None] | None = None  # for traces of several steps
+    tracer: StepTracer | None = None
     _kept: list[StepLoads] = field(default_factory=list)
     _latest: StepLoads | None = None
     _every: int = 1
     _seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     _num_timed: int = 0
     _timeline: tuple[Span, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._time(0)
 
     def after_step(self, step: int) -> None:
         """Take what the layers saw since the last step. Call it after each optimizer step.
@@ -81,9 +96,7 @@ class Recorder:
         """
         self._take_loads(step)
         self._take_times(step)
-        wanted = (step + 1) % TIME_EVERY == TIME_EVERY // 2 or step + 1 == self.trace_step
-        for layer in self.layers:
-            layer.routed.tasks.is_on = wanted or self.on_step is not None
+        self._time(step + 1)
 
     def latest_balance(self) -> float:
         """Rows of the busiest cell over the mean, in the latest step, mean over layers."""
@@ -116,6 +129,13 @@ class Recorder:
             versions=versions(),
         )
 
+    def _time(self, step: int) -> None:
+        """Time the tasks of the coming step, if anybody wants to know."""
+        is_sample = step % TIME_EVERY == TIME_EVERY // 2 or step == self.trace_step
+        is_traced = self.tracer is not None and step in self.tracer.steps
+        for layer in self.layers:
+            layer.routed.tasks.is_on = is_sample or is_traced
+
     def _take_loads(self, step: int) -> None:
         sites = [layer.routed.site for layer in self.layers]
         num_experts = max(site.plan.target.num_experts for site in sites)
@@ -144,8 +164,8 @@ class Recorder:
         if step == self.trace_step:
             names = [layer.name for layer in self.layers]
             self._timeline = tuple(span_of(task, timed[0], names) for task in timed)
-        if self.on_step is not None:
-            self.on_step(step, timed)
+        if self.tracer is not None and step in self.tracer.steps:
+            self.tracer(step, timed)
 
 
 def phase_of(task: TimedTask) -> str:
