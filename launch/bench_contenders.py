@@ -112,9 +112,10 @@ class Contender:
 def ours(problem: Problem) -> Contender:
     """All six sub-modules in one program, one cell, strategy ep."""
     shape, site = problem.shape, _one_cell(problem.shape.num_experts)
+    up_EFD, down_EDF = problem.up_EFD.clone(), problem.down_EDF.clone()
     layer = MoELayer(
         nn.ParameterList([problem.gate_ED.clone()]),
-        nn.ParameterList([problem.up_EFD.clone(), problem.down_EDF.clone()]),
+        nn.ParameterList([weight for pair in zip(up_EFD, down_EDF) for weight in pair]),
         gate=SoftmaxTopK(top_k=shape.top_k),
         function=FeedForwardExperts(silu_gated),
         strategy=ExpertParallel(),

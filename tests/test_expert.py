@@ -76,11 +76,12 @@ def test_feed_forward_layouts(is_transposed: bool, has_bias: bool) -> None:
     weights = [stored[0], up_bias, stored[1], down_bias] if has_bias else stored
     x = rand(sum(ROWS_S), D)
     function = FeedForwardExperts(silu_gated, is_transposed=is_transposed, has_bias=has_bias)
-    inputs = [t.requires_grad_() for t in (x, *weights)]
-    ours = function(x, slots(), tuple(weights))
+    by_slot = [weight[slot].clone() for slot in range(S) for weight in weights]
+    inputs = [t.requires_grad_() for t in (x, *by_slot)]
+    ours = function(x, slots(), tuple(by_slot))
     outs = []
     for slot, rows in enumerate(x.split(ROWS_S)):
-        own = [weight[slot] for weight in weights]
+        own = by_slot[slot * len(weights) : (slot + 1) * len(weights)]
         first, second = own[:: 2 if has_bias else 1]
         first, second = (first, second) if is_transposed else (first.T, second.T)
         hidden = silu_gated(rows @ first + (own[1] if has_bias else 0))

@@ -95,7 +95,7 @@ def _sharded(rank: int, world_size: int, case: Case) -> list[Tensor]:
     gate_ED, up, down = _weights(case)
     layer = MoELayer(
         nn.ParameterList([gate_ED]),
-        nn.ParameterList([up[mine], down[mine]]),
+        nn.ParameterList([weight[expert] for expert in mine for weight in (up, down)]),
         gate=SoftmaxTopK(top_k=case.top_k),
         function=FeedForwardExperts(silu_gated),
         strategy=strategy,
@@ -111,7 +111,8 @@ def _sharded(rank: int, world_size: int, case: Case) -> list[Tensor]:
     with torch.no_grad():
         again = layer(x).y
     assert torch.equal(again, out.y)
-    grads = [p.grad for p in layer.parameters()]
+    slots = [p.grad for p in layer.expert_weights]
+    grads = [layer.gate_weights[0].grad, torch.stack(slots[::2]), torch.stack(slots[1::2])]
     losses = torch.stack((out.balance_loss, out.z_loss)).detach()
     return [out.y.detach(), x.grad, losses, *grads, torch.from_numpy(mine)]
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ds_moe_ext.comm import gather_texts
-from ds_moe_ext.hosts.found import Adopted, Found
+from ds_moe_ext.hosts.found import Adopted, Found, Hosted
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.moe.expert import ExpertFunction
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
@@ -31,16 +31,21 @@ class AttachedLayer:
     Attributes:
         name: dotted module name.
         kind: what was there.
-        routed: its program.
+        hosted: what has taken its place.
         parameters: the expert weights of this rank.
         bytes_before: bytes of expert weights that the rank held before.
     """
 
     name: str
     kind: str
-    routed: RoutedExperts
+    hosted: Hosted
     parameters: tuple[nn.Parameter, ...]
     bytes_before: int
+
+    @property
+    def routed(self) -> RoutedExperts:
+        """Its program."""
+        return self.hosted.routed
 
     @classmethod
     def of(cls, found: Found, adopted: Adopted) -> AttachedLayer:
@@ -48,7 +53,7 @@ class AttachedLayer:
         return cls(
             found.name,
             found.kind,
-            adopted.routed,
+            adopted.hosted,
             tuple(adopted.sources),
             bytes_of(before.union(adopted.discarded)),
         )

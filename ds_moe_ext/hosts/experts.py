@@ -8,12 +8,12 @@ shared experts and parameter names stay as they are.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ds_moe_ext.hosts.found import Adopted, Found, set_module
+from ds_moe_ext.hosts.found import Adopted, Found, Slot, set_module, weights_of
 from ds_moe_ext.moe.expert import ExpertFunction
 from ds_moe_ext.moe.layer import RoutedExperts
 
@@ -25,7 +25,7 @@ class ExpertsDescription:
     Attributes:
         num_experts: experts ``E``.
         weight_names: its parameters, each with the experts as first dim, in the order that
-            ``function`` takes them.
+            ``function`` takes those of one expert.
         function: ``(rows by slot, rows of each slot, weights) -> rows``.
     """
 
@@ -72,17 +72,22 @@ def found_experts(
     def adopt(held: Tensor, routed_of: Callable[[ExpertFunction], RoutedExperts]) -> Adopted:
         hosted = HostedExperts(module, description, held, routed_of(description.function))
         set_module(model, name, hosted)
+        whole = tuple(module.get_parameter(weight) for weight in description.weight_names)
         sources = {
-            hosted.get_parameter(weight): (module.get_parameter(weight),)
-            for weight in description.weight_names
+            parameter: (source,)
+            for slot in hosted.slots()
+            for parameter, source in zip(slot.parameters, whole)
         }
-        return Adopted(hosted.routed, sources, tuple(module.parameters()))
+        return Adopted(hosted, sources, tuple(module.parameters()))
 
     return Found(name, type(module).__name__, description.num_experts, 1, False, adopt)
 
 
 class HostedExperts(nn.Module):
-    """This rank's experts under the host's parameter names, run by a strategy.
+    """This rank's experts, run by a strategy; each expert's weights are parameters of their own.
+
+    Parameters are named ``<weight>.<slot>``, as ``gate_up_proj.0``. They are laid out weight by
+    weight, so that one weight of all slots stays one piece of memory in a flat buffer too.
 
     Args:
         source: the host's module; its weights are copied, it is not kept.
@@ -102,17 +107,23 @@ class HostedExperts(nn.Module):
         self.num_experts = description.num_experts
         self.weight_names = description.weight_names
         self.routed = routed
-        for name in description.weight_names:
-            weight = source.get_parameter(name)
-            own = weight.detach().index_select(0, held.to(weight.device)).clone()
-            parameter = nn.Parameter(own, requires_grad=weight.requires_grad)
-            parameter.__dict__.update(weight.__dict__)  # marks that optimizers look at
-            self.register_parameter(name, parameter)
+        columns = [_own_slots(source.get_parameter(name), held) for name in self.weight_names]
+        self.hold([Slot(tuple(parameters)) for parameters in zip(*columns)])
         self.train(source.training)
 
+    def slots(self) -> list[Slot]:
+        """This rank's experts."""
+        columns = (self.get_submodule(name).parameters() for name in self.weight_names)
+        return [Slot(tuple(parameters)) for parameters in zip(*columns)]
+
+    def hold(self, slots: Sequence[Slot]) -> None:
+        """Take these slots in place of the present ones."""
+        for index, name in enumerate(self.weight_names):
+            self.add_module(name, nn.ParameterList([slot.parameters[index] for slot in slots]))
+
     def weights(self) -> tuple[Tensor, ...]:
-        """The weights of this rank's experts, slot first."""
-        return tuple(self.get_parameter(name) for name in self.weight_names)
+        """Weights of the first slot's expert in name order, then of the second's, and so on."""
+        return weights_of(self.slots())
 
     def forward(self, hidden: Tensor, expert_ids: Tensor, scores: Tensor) -> Tensor:
         """``[..., D]`` to ``[..., D]``. Collective over the cells."""
@@ -120,6 +131,17 @@ class HostedExperts(nn.Module):
         x_TD = hidden.reshape(-1, hidden.shape[-1])
         y_TD = self.routed(x_TD, expert_ids.long(), scores, self.weights())
         return y_TD.view_as(hidden)
+
+
+def _own_slots(weight_E: nn.Parameter, held: Tensor) -> list[nn.Parameter]:
+    """A parameter for each held expert; they are views of one piece of memory."""
+    own_S = weight_E.detach().index_select(0, held.to(weight_E.device))
+    parameters = []
+    for own in own_S:
+        parameter = nn.Parameter(own, requires_grad=weight_E.requires_grad)
+        parameter.__dict__.update(weight_E.__dict__)  # marks that optimizers look at
+        parameters.append(parameter)
+    return parameters
 
 
 def shell(module: nn.Module) -> nn.Module:

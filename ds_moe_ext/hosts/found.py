@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -14,16 +15,49 @@ RoutedOf = Callable[[ExpertFunction], RoutedExperts]
 
 
 @dataclass(frozen=True, eq=False)
+class Slot:
+    """Where one expert's weights lie on their home rank; which expert's they are may change.
+
+    Attributes:
+        parameters: in the order of the weights' names.
+        module: that has them, where an expert is a module.
+    """
+
+    parameters: tuple[nn.Parameter, ...]
+    module: nn.Module | None = None
+
+
+def weights_of(slots: Iterable[Slot]) -> tuple[Tensor, ...]:
+    """Weights of the first slot's expert in name order, then of the second's, and so on."""
+    return tuple(parameter for slot in slots for parameter in slot.parameters)
+
+
+class Hosted(Protocol):
+    """The module in the place of a replaced one."""
+
+    routed: RoutedExperts
+    weight_names: tuple[str, ...]
+
+    def slots(self) -> list[Slot]:
+        """This rank's experts."""
+        ...
+
+    def hold(self, slots: Sequence[Slot]) -> None:
+        """Take these slots in place of the present ones."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
 class Adopted:
     """One replaced layer.
 
     Attributes:
-        routed: its program.
+        hosted: what has taken its place.
         sources: each new parameter, and those of the model that it was made from.
         discarded: parameters that have left the model.
     """
 
-    routed: RoutedExperts
+    hosted: Hosted
     sources: Mapping[nn.Parameter, tuple[nn.Parameter, ...]]
     discarded: tuple[nn.Parameter, ...]
 

@@ -1,14 +1,16 @@
 """Expert: the rows of each slot through the weights of its expert.
 
 An expert function maps rows, slot by slot, and the weights of all slots to rows; any
-differentiable one works, autograd gives its adjoint. Shape letters: R rows, S slots, D model width,
-F expert width.
+differentiable one works, autograd gives its adjoint. Each slot's weights are tensors of their own:
+an expert can be in a parameter of this rank or in a copy of another rank's. Shape letters: R rows,
+S slots, D model width, F expert width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,7 +22,8 @@ from ds_moe_ext.moe.order import LayerRoute, SlotRows
 from ds_moe_ext.schedule.task import Span
 
 ExpertFunction = Callable[[Tensor, SlotRows, tuple[Tensor, ...]], Tensor]
-"""``(rows [R, D] by slot, rows of each slot, weights) -> rows [R, D]``."""
+"""``(rows [R, D] by slot, rows of each slot, weights) -> rows [R, D]``; weights are those of the
+first slot's expert in the order of their names, then of the second's, and so on."""
 
 
 def grouped_linear(
@@ -66,14 +69,14 @@ def _has_grouped_mm(rows_RD: Tensor, weight_SDF: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class FeedForwardExperts:
-    """Up, activation, down: GPT's two matrices or SwiGLU's three, of all slots at once.
+    """Up, activation, down: GPT's two matrices or SwiGLU's three (gate and up joined).
 
-    Weights, in order: up ``[S, F', D]``, up bias ``[S, F']`` if ``has_bias``, down ``[S, D, F]``,
-    down bias ``[S, D]`` if ``has_bias``; F' is 2F where ``activation`` halves (gate and up joined).
+    Weights of a slot, in order: up ``[F', D]``, up bias ``[F']`` if ``has_bias``, down ``[D, F]``,
+    down bias ``[D]`` if ``has_bias``; F' is 2F where ``activation`` halves.
 
     Attributes:
         activation: ``[R, F'] -> [R, F]``.
-        is_transposed: weights are stored ``[S, D, F']`` and ``[S, F, D]``.
+        is_transposed: weights are stored ``[D, F']`` and ``[F, D]``.
         has_bias: two more weights.
     """
 
@@ -82,8 +85,28 @@ class FeedForwardExperts:
     has_bias: bool = False
 
     def __call__(self, rows_RD: Tensor, slots: SlotRows, weights: tuple[Tensor, ...]) -> Tensor:
+        if not weights:
+            return rows_RD.clone()  # this rank has no expert of the layer, and no rows
+        by_name = [weights[i :: self._num_weights] for i in range(self._num_weights)]
         if rows_RD.is_cpu and not self.has_bias:
-            return self._slot_by_slot(rows_RD, slots, *weights)
+            return self._slot_by_slot(rows_RD, slots, *by_name)
+        runs = list(_runs(by_name))
+        if len(runs) == 1:
+            return self._grouped(rows_RD, slots, [_stacked(own) for own in by_name])
+        outs, start_row = [], 0
+        for start, stop in runs:
+            own_slots = slots.between(start, stop)
+            rows = rows_RD.narrow(0, start_row, own_slots.num_rows)
+            outs.append(self._grouped(rows, own_slots, [_stacked(w[start:stop]) for w in by_name]))
+            start_row += own_slots.num_rows
+        return torch.cat(outs)
+
+    @property
+    def _num_weights(self) -> int:
+        return 4 if self.has_bias else 2
+
+    def _grouped(self, rows_RD: Tensor, slots: SlotRows, weights: Sequence[Tensor]) -> Tensor:
+        """One grouped GEMM a matrix, for slots whose weights are ``[S, ...]``."""
         up, down = weights[:: 2 if self.has_bias else 1]
         up_bias, down_bias = weights[1::2] if self.has_bias else (None, None)
         if not self.is_transposed:
@@ -91,16 +114,59 @@ class FeedForwardExperts:
         hidden_RF = self.activation(grouped_linear(rows_RD, slots, up, up_bias))
         return grouped_linear(hidden_RF, slots, down, down_bias).to(rows_RD.dtype)
 
-    def _slot_by_slot(self, rows_RD: Tensor, slots: SlotRows, up: Tensor, down: Tensor) -> Tensor:
+    def _slot_by_slot(
+        self, rows_RD: Tensor, slots: SlotRows, up_S: Sequence[Tensor], down_S: Sequence[Tensor]
+    ) -> Tensor:
         """On a CPU one expert after the other, from its rows to its output: what lies between fits
         the caches, where that of all experts at once would go through memory."""
         linear = torch.matmul if self.is_transposed else torch.nn.functional.linear
-        parts = zip(rows_RD.to(up.dtype).split(slots.on_host()), up.unbind(), down.unbind())
+        parts = zip(rows_RD.to(up_S[0].dtype).split(slots.on_host()), up_S, down_S)
         outs = [
             linear(self.activation(linear(_rounded_up(rows), into)), out_of)[: rows.shape[0]]
             for rows, into, out_of in parts
         ]
         return torch.cat(outs).to(rows_RD.dtype)
+
+
+def _runs(by_name: Sequence[Sequence[Tensor]]) -> Iterator[tuple[int, int]]:
+    """Slots ``start`` to ``stop`` whose weights lie behind each other in memory, name by name."""
+    num_slots = len(by_name[0])
+    breaks = [
+        slot + 1
+        for slot in range(num_slots - 1)
+        if not all(_follows(own[slot], own[slot + 1]) for own in by_name)
+    ]
+    yield from pairwise([0, *breaks, num_slots])
+
+
+def _follows(first: Tensor, second: Tensor) -> bool:
+    num_bytes = first.numel() * first.element_size()
+    return (
+        first.is_contiguous()
+        and second.is_contiguous()
+        and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+        and first.data_ptr() + num_bytes == second.data_ptr()
+    )
+
+
+def _stacked(weights_S: Sequence[Tensor]) -> Tensor:
+    """Weights that lie behind each other as one ``[S, ...]``, without a copy."""
+    stacked: Tensor = _Stacked.apply(*weights_S)
+    return stacked
+
+
+class _Stacked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *weights_S: Tensor) -> Tensor:
+        first = weights_S[0].detach()
+        return first.as_strided(
+            (len(weights_S), *first.shape), (first.numel(), *first.stride()), first.storage_offset()
+        )
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad.unbind()
 
 
 def _rounded_up(rows_RD: Tensor) -> Tensor:
@@ -158,6 +224,8 @@ class ModuleExperts:
     names: tuple[str, ...]
 
     def __call__(self, rows_RD: Tensor, slots: SlotRows, weights: tuple[Tensor, ...]) -> Tensor:
+        if not weights:
+            return rows_RD.clone()
         num_names = len(self.names)
         outs = []
         for slot, rows in enumerate(rows_RD.split(slots.on_host())):

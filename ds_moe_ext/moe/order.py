@@ -49,6 +49,13 @@ class SlotRows:
             self._host.append(tuple(self.end_S.diff(prepend=self.end_S.new_zeros(1)).tolist()))
         return self._host[0]
 
+    def between(self, start: int, stop: int) -> SlotRows:
+        """Those of some slots alone. Waits for the device if only the device knows."""
+        rows_S = self.on_host()
+        before = sum(rows_S[:start])
+        own = rows_S[start:stop]
+        return SlotRows(self.end_S[start:stop] - before, sum(own), [own])
+
 
 @dataclass(frozen=True, eq=False)
 class Route:

@@ -88,7 +88,7 @@ def layer_of(case: Case, device: torch.device) -> MoELayer:
     gate, *experts = (weight.to(device) for weight in case.weights())
     return MoELayer(
         nn.ParameterList([gate]),
-        nn.ParameterList(experts),
+        nn.ParameterList([weight[slot] for slot in range(case.num_experts) for weight in experts]),
         gate=SoftmaxTopK(top_k=case.top_k),
         function=FeedForwardExperts(silu_gated),
         strategy=strategy,
@@ -141,8 +141,13 @@ class Runner:
         y, losses = self(x)
         scale = torch.arange(1, losses.numel() + 1, device=x.device, dtype=losses.dtype) * 0.1
         torch.autograd.backward([y, losses], [grad, scale])
-        grads = [x.grad, *(parameter.grad for parameter in self.layer.parameters())]
+        grads = [x.grad, self.layer.gate_weights[0].grad, *self.expert_grads()]
         return [y.detach(), losses.detach(), *(g for g in grads if g is not None)]
+
+    def expert_grads(self) -> list[Tensor]:
+        """Of up ``[E, 2F, D]`` and down ``[E, D, F]``; none before a step."""
+        grads = [p.grad for p in self.layer.expert_weights if p.grad is not None]
+        return [torch.stack(grads[i::2]) for i in range(2) if grads]
 
 
 def all_equal(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ds_moe_ext.hosts import attach
 from ds_moe_ext.hosts.attach import AttachedLayer
@@ -20,3 +22,16 @@ def replace_experts(model: nn.Module, **settings: Any) -> list[AttachedLayer]:
     given = Settings(enabled=True, **settings)
     blueprint = attach.draw(given, ExpertParallel(), model, FINDERS, dist.get_world_size())
     return [layer for layer, _ in attach.build(blueprint)]
+
+
+def stacked(by_slot: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by parameter name; those of a layer's slots as one, slot first, by the weight's."""
+    slots: dict[str, list[Tensor]] = {}
+    whole = {}
+    for name, tensor in by_slot.items():
+        weight = re.fullmatch(r"(.*experts\.\w+)\.\d+", name)
+        if weight:
+            slots.setdefault(weight[1], []).append(tensor)
+        else:
+            whole[name] = tensor
+    return whole | {name: torch.stack(tensors) for name, tensors in slots.items()}

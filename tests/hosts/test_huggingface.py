@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ds_moe_ext import ExpertsDescription, FeedForwardExperts, register_experts
 from tests.hosts import families
 from tests.hosts.families import tokens_of
-from tests.hosts.replaced import replace_experts
+from tests.hosts.replaced import replace_experts, stacked
 from tests.ranks import pool_of
 from tests.reference import relative_error
 
@@ -41,9 +41,9 @@ def compare(rank: int, world_size: int, case: Case) -> Errors:
 
     stock, ours = (families.build(case.family, case.dtype) for _ in range(2))
     stock.set_experts_implementation("eager")
-    names = [name for name, _ in stock.named_parameters()]
+    names = {name for name, _ in stock.named_parameters()}
     layers = replace_experts(ours, moe_layer_pattern=case.pattern, expert_parallel_size=case.cells)
-    assert [name for name, _ in ours.named_parameters()] == names
+    assert stacked(dict(ours.named_parameters())).keys() == names
 
     own = tokens_of(rank)
     got, expected = (model(input_ids=own, labels=own) for model in (ours, stock))
@@ -84,7 +84,8 @@ def same_grid(rank: int, world_size: int, cells: int | None) -> range:
 
 
 def grads_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    """By name; those of a replaced layer's slots as one, as the stock model has them."""
+    return stacked({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
 
 
 def stock_grads(model: nn.Module, rank: int, peers: range, replaced: set[str]) -> dict[str, Tensor]:
@@ -200,8 +201,9 @@ def marks_stay(rank: int, world_size: int) -> bool:
     model = families.build("mixtral")
     for number, parameter in enumerate(model.parameters()):
         parameter.my_mark = number
+    marks = [p.my_mark for p in model.parameters()]
     replace_experts(model)
-    return [p.my_mark for p in model.parameters()] == list(range(len([*model.parameters()])))
+    return list(dict.fromkeys(p.my_mark for p in model.parameters())) == marks
 
 
 def test_experts_that_two_layers_share_stay_shared() -> None:
@@ -293,7 +295,7 @@ def compare_own_experts(rank: int, world_size: int) -> list[float]:
     return [
         relative_error(y_TD, expected_TD),
         *(
-            relative_error(ours.get_parameter(f"experts.{name}").grad, grad[held])
+            relative_error(grads_of(ours)[f"experts.{name}"], grad[held])
             for name, grad in ((n, p.grad) for n, p in stock.experts.named_parameters())
         ),
     ]

@@ -44,9 +44,9 @@ def hosted(model: nn.Module) -> Iterator[tuple[int, str, HostedExperts]]:
 def without_experts(engine: Any, state: dict[str, Any]) -> dict[str, Any]:
     """A module's state without the weights that go into files of their own."""
     names = {
-        f"{name}.{weight}"
+        f"{name}.{parameter}"
         for _, name, module in hosted(engine.module)
-        for weight in module.weight_names
+        for parameter, _ in module.named_parameters()
     }
     return {key: value for key, value in state.items() if key not in names}
 
@@ -64,9 +64,10 @@ def save_experts(engine: Any, folder: str, tag: str) -> None:
         ):
             continue
         for slot, expert in enumerate(held_by(module)):
+            parameters = module.slots()[slot].parameters
             state = {
-                f"{name}.{weight}.{expert}": tensor[slot].detach().clone()
-                for weight, tensor in zip(module.weight_names, module.weights())
+                f"{name}.{weight}.{expert}": parameter.detach().clone()
+                for weight, parameter in zip(module.weight_names, parameters)
             }
             path = engine._get_expert_ckpt_name(
                 folder, number, expert, tag, checkpoint_mp_rank=engine.checkpoint_mp_rank
@@ -97,8 +98,8 @@ def load_experts(arguments: Mapping[str, Any], name_of_file: Callable[..., str])
         ]
         files = [reader.load(path, map_location="cpu") for path in paths]
         for weight in module.weight_names:
-            parts = [file[f"{name}.{weight}.{expert}"] for file, expert in zip(files, held)]
-            state[f"{name}.{weight}"] = torch.stack(parts)
+            for slot, (file, expert) in enumerate(zip(files, held)):
+                state[f"{name}.{weight}.{slot}"] = file[f"{name}.{weight}.{expert}"]
 
 
 def held_by(module: HostedExperts) -> list[int]:
@@ -183,14 +184,17 @@ def gathered_state(model: nn.Module) -> dict[str, Tensor]:
     state = dict(model.state_dict())
     for name, module in model.named_modules():
         if isinstance(module, HostedExperts):
-            for weight in module.weight_names:
-                local = module.get_parameter(weight).detach()
+            slots = module.slots()
+            for index, weight in enumerate(module.weight_names):
+                local = torch.stack([slot.parameters[index].detach() for slot in slots])
                 state[f"{name}.{weight}"] = _joined(module.routed, local)
+                for slot in range(len(slots)):
+                    del state[f"{name}.{weight}.{slot}"]
         elif isinstance(module, HostedMoE):
             prefix = f"{name}.experts.deepspeed_experts"
             slots = module.slots()
-            for weight in module.names:
-                local = torch.stack([slot.get_parameter(weight).detach() for slot in slots])
+            for index, weight in enumerate(module.weight_names):
+                local = torch.stack([slot.parameters[index].detach() for slot in slots])
                 for expert, tensor in enumerate(_joined(module.routed, local)):
                     state[f"{prefix}.{expert}.{weight}"] = tensor
     return state

@@ -7,7 +7,7 @@ Parameter names stay as DeepSpeed's checkpoints have them
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from deepspeed.moe.layer import MoE
 from torch import Tensor, nn
 
 from ds_moe_ext.hosts.experts import shell
-from ds_moe_ext.hosts.found import Adopted, Found, RoutedOf
+from ds_moe_ext.hosts.found import Adopted, Found, RoutedOf, Slot, weights_of
 from ds_moe_ext.moe.expert import ModuleExperts
 from ds_moe_ext.moe.layer import RoutedExperts
 
@@ -45,14 +45,15 @@ def _found(name: str, moe: MoE) -> Found:
         routed = routed_of(ModuleExperts(_code(kept[0]), names))
         layer.experts.deepspeed_experts = nn.ModuleList(kept)
         layer.experts.num_local_experts = len(kept)
-        moe.deepspeed_moe = HostedMoE(layer.gate, layer.experts, routed, names)
+        hosted = HostedMoE(layer.gate, layer.experts, routed, names)
+        moe.deepspeed_moe = hosted
         num_cells = moe.num_experts // len(kept)
         moe.ep_size, moe.num_local_experts = num_cells, len(kept)
         moe.expert_group_name = f"ep_size_{num_cells}"
         own = [parameter for module in kept for parameter in module.parameters()]
         left = {id(p) for p in own}
         gone = tuple(p for module in slots for p in module.parameters() if id(p) not in left)
-        return Adopted(routed, {p: (p,) for p in own}, gone)
+        return Adopted(hosted, {p: (p,) for p in own}, gone)
 
     num_cells = moe.num_experts // moe.num_local_experts
     gate = moe.deepspeed_moe.gate
@@ -73,11 +74,15 @@ class HostedMoE(nn.Module):
         gate: DeepSpeed's ``TopKGate``.
         experts: DeepSpeed's ``Experts`` with this rank's experts.
         routed: the program of the layer.
-        names: parameter names of one expert, in the order that the program takes them.
+        weight_names: parameter names of one expert, in the order that the program takes them.
     """
 
     def __init__(
-        self, gate: nn.Module, experts: nn.Module, routed: RoutedExperts, names: tuple[str, ...]
+        self,
+        gate: nn.Module,
+        experts: nn.Module,
+        routed: RoutedExperts,
+        weight_names: tuple[str, ...],
     ) -> None:
         super().__init__()
         self.gate = gate
@@ -85,7 +90,7 @@ class HostedMoE(nn.Module):
         self.routed = routed
         self.l_aux: Tensor | None = None
         self.exp_counts: Tensor | None = None
-        self.names = names
+        self.weight_names = weight_names
 
     def _set_ep_group(self, group: Any) -> None:
         """DeepSpeed hands over its expert-parallel group; our rows travel by the layout's.
@@ -93,13 +98,22 @@ class HostedMoE(nn.Module):
         Its gate would use the group to agree on a padded capacity, which we do not need.
         """
 
-    def slots(self) -> list[nn.Module]:
+    def slots(self) -> list[Slot]:
         """This rank's experts."""
-        return list(self.experts.deepspeed_experts)  # type: ignore[arg-type]
+        return [
+            Slot(tuple(expert.get_parameter(name) for name in self.weight_names), expert)
+            for expert in self.experts.deepspeed_experts  # type: ignore[union-attr]
+        ]
+
+    def hold(self, slots: Sequence[Slot]) -> None:
+        """Take these slots in place of the present ones."""
+        modules = [slot.module for slot in slots if slot.module is not None]
+        self.experts.deepspeed_experts = nn.ModuleList(modules)
+        self.experts.num_local_experts = len(modules)  # type: ignore[assignment]
 
     def weights(self) -> tuple[Tensor, ...]:
-        """Parameters of the first slot's expert in name order, then of the second's."""
-        return tuple(expert.get_parameter(name) for expert in self.slots() for name in self.names)
+        """Weights of the first slot's expert in name order, then of the second's, and so on."""
+        return weights_of(self.slots())
 
     def forward(self, hidden: Tensor, used_token: Tensor | None = None) -> Tensor:
         """``[..., D]`` to ``[..., D]``. Collective over the cells."""
