@@ -5,11 +5,20 @@ Shape letters: N rows sent, R rows received, C members of the group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ds_moe_ext.transfer import Move, Part, Round
+
+try:
+    from torch.distributed import _coalescing_manager
+except ImportError:  # it is private; without it the trees do what broadcasts would
+    _coalescing_manager = None  # type: ignore[assignment]
 
 AllToAll = Callable[[Tensor, Sequence[int], Sequence[int], dist.ProcessGroup], Tensor]
 """``(rows [N, ...], rows to each member, rows from each member, group) -> rows [R, ...]``."""
@@ -51,18 +60,14 @@ def all_to_all_by_pairs(
     outgoing = rows_N.contiguous().split(list(sent_C))
     incoming = arrived_R.split(list(received_C))
     peers = [(here + step) % len(sent_C) for step in range(1, len(sent_C))]
-    works = [
-        dist.irecv(incoming[peer], group=group, group_src=peer)
-        for peer in peers
-        if received_C[peer]
-    ]
-    works += [
-        dist.isend(outgoing[peer], group=group, group_dst=peer) for peer in peers if sent_C[peer]
-    ]
+    works = _post(
+        [(incoming[peer], peer) for peer in peers if received_C[peer]],
+        [(outgoing[peer], peer) for peer in peers if sent_C[peer]],
+        group,
+    )
     incoming[here].copy_(outgoing[here])
     for work in works:
-        if work is not None:  # torch gives None to ranks outside the group
-            work.wait()
+        work.wait()
     return arrived_R
 
 
@@ -113,3 +118,261 @@ def take_first(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Overwrite a tensor with the first member's, in place. Collective."""
     dist.broadcast(tensor, group=group, group_src=0)
     return tensor
+
+
+# Between pairs.
+
+PACKED = torch.contiguous_format
+
+Wire = tuple[Tensor, int]
+"""A contiguous tensor and the member at the other end."""
+
+
+def _post(
+    receives: Sequence[Wire], sends: Sequence[Wire], group: dist.ProcessGroup
+) -> list[dist.Work]:
+    """Start to move tensors between pairs of members: one grouped call on NCCL.
+
+    Every receive is posted before any send, see ``all_to_all_by_pairs``. Several tensors from one
+    member to another match by their order, which both sides must keep.
+    """
+    if not receives and not sends:
+        return []
+    ops = [dist.P2POp(dist.irecv, into, group=group, group_peer=peer) for into, peer in receives]
+    ops += [dist.P2POp(dist.isend, out, group=group, group_peer=peer) for out, peer in sends]
+    works: list[dist.Work] = dist.batch_isend_irecv(ops)
+    return works
+
+
+def connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Make the communicator, so that some members may then call alone in pairs. Collective.
+
+    NCCL makes it in the group's first call, and all members must be in that one.
+    """
+    dist.all_reduce(torch.zeros((), device=device), group=group)
+
+
+# Sparse collectives: experts to the cells of a wider placement, and their gradients home.
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Payload of one rank.
+
+    Attributes:
+        sent_bytes: what it sent. A broadcast counts once at its root, however the library sends it.
+        received_bytes: what it received; a reduce likewise once at its root.
+    """
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.sent_bytes + other.sent_bytes, self.received_bytes + other.received_bytes
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Arrived:
+    """What a sparse reduce-scatter brought home.
+
+    Attributes:
+        grads: for each expert of this rank that has copies, the sum of the copies' gradients,
+            without the rank's own; it shares no memory with what was given.
+        traffic: what it took.
+    """
+
+    grads: Mapping[int, tuple[Tensor, ...]]
+    traffic: Traffic
+
+
+def sparse_all_gather(
+    part: Part,
+    chunks: Mapping[int, Sequence[Tensor]],
+    buffers: Mapping[int, Sequence[Tensor]],
+    group: dist.ProcessGroup,
+) -> Traffic:
+    """Copy experts from the cells that hold them to those that want them. Collective.
+
+    Before: the holders' copies of an expert are bit-equal, and no buffer overlaps another or a
+    chunk. After: every buffer named by ``part.received`` has the holders' bits; all else is as it
+    was. A rank without a part returns at once.
+
+    On CUDA the host does not wait: the current stream does. What is given must be ready on that
+    stream, and must be kept until the stream has passed. ``connect`` the group first.
+
+    Args:
+        part: what this rank does: ``transfers.part_of(its place in the group)``, of the same
+            transfers on every rank.
+        chunks: tensors of the experts that this rank holds, at least those that it sends. An expert
+            has the same shapes and dtypes, in the same order, on every rank.
+        buffers: where to receive, of those shapes and dtypes, at least for ``part.received``.
+        group: one member per cell; a communicator that only the calling lane uses.
+    """
+    if not part.rounds:
+        return Traffic()
+    have = {expert: _whole(buffers[expert]) for expert in part.received}
+    sends = {move.expert for round_ in part.rounds for move in round_.sends}
+    have |= {expert: _whole(chunks[expert]) for expert in sends - have.keys()}
+    if by_broadcast(part, _device_of(have)):
+        traffic = _broadcast(part, have, group)
+    else:
+        traffic = Traffic()
+        for round_ in part.rounds:
+            traffic += _exchange(_wires(round_.receives, have), _wires(round_.sends, have), group)
+    for expert in part.received:
+        for buffer, arrived in zip(buffers[expert], have[expert]):
+            if not buffer.is_contiguous():
+                buffer.detach().copy_(arrived)
+    return traffic
+
+
+def sparse_reduce_scatter(
+    part: Part,
+    grads: Mapping[int, Sequence[Tensor]],
+    group: dist.ProcessGroup,
+    *,
+    in_float32: bool = False,
+) -> Arrived:
+    """Sum the gradients of an expert's copies at its home. Collective.
+
+    The same transfers as those of the gather from the homes, backwards: each must start from an
+    expert's only holder. Before: every receiver of the gather has a gradient, zeros if no row came.
+    After: the home has the sum over the copies, which is to be added to its own gradient; what was
+    given is as it was. A rank without a part returns at once.
+
+    Each node of the tree adds what arrives as it arrives, round by round and by ascending cell
+    within a round, then its own: the same bits every time. Streams and lifetimes: see
+    ``sparse_all_gather``; the sums belong to the current stream.
+
+    Args:
+        part: see ``sparse_all_gather``.
+        grads: the gradients of this rank's copies; and for each expert at home here that has
+            copies any tensors of its shapes and dtypes, whose values are not read.
+        group: see ``sparse_all_gather``.
+        in_float32: keep sums of narrower types in float32 within a rank; what travels keeps its
+            type.
+    """
+    if not part.rounds:
+        return Arrived({}, Traffic())
+    if not in_float32 and by_broadcast(part, _device_of(grads)):
+        return _reduce(part, grads, group)
+    sums: dict[int, list[Tensor]] = {}
+    traffic = Traffic()
+    for round_ in reversed(part.rounds):
+        traffic += _reduce_round(round_, grads, sums, group, in_float32)
+    arrived = {
+        expert: tuple(total.to(like.dtype) for total, like in zip(totals, grads[expert]))
+        for expert, totals in sums.items()
+    }
+    return Arrived(arrived, traffic)
+
+
+def by_broadcast(part: Part, device: torch.device) -> bool:
+    """Whether broadcasts and reduces move the experts, grouped into one call, instead of trees.
+
+    Only on CUDA, where NCCL groups calls, and if every expert that moves goes to all cells.
+    """
+    return device.type == "cuda" and bool(part.everywhere) and _coalescing_manager is not None
+
+
+def _broadcast(part: Part, have: Mapping[int, list[Tensor]], group: dist.ProcessGroup) -> Traffic:
+    with _one_call(group, _device_of(have)):
+        for expert, root in part.everywhere:
+            for tensor in have[expert]:
+                dist.broadcast(tensor, group=group, async_op=True, group_src=root)
+    received = sum(tensor.nbytes for expert in part.received for tensor in have[expert])
+    return Traffic(_rooted_bytes(part, have), received)
+
+
+def _reduce(part: Part, grads: Mapping[int, Sequence[Tensor]], group: dist.ProcessGroup) -> Arrived:
+    totals = {
+        expert: [torch.zeros_like(grad, memory_format=PACKED) for grad in grads[expert]]
+        if root == part.cell
+        else _whole(grads[expert])
+        for expert, root in part.everywhere
+    }
+    with _one_call(group, _device_of(totals)):
+        for expert, root in part.everywhere:
+            for total in totals[expert]:
+                dist.reduce(total, group=group, async_op=True, group_dst=root)
+    arrived = {
+        expert: tuple(totals[expert]) for expert, root in part.everywhere if root == part.cell
+    }
+    sent = sum(total.nbytes for expert in part.received for total in totals[expert])
+    return Arrived(arrived, Traffic(sent, _rooted_bytes(part, totals)))
+
+
+def _rooted_bytes(part: Part, tensors: Mapping[int, Sequence[Tensor]]) -> int:
+    roots = [expert for expert, root in part.everywhere if root == part.cell]
+    return sum(tensor.nbytes for expert in roots for tensor in tensors[expert])
+
+
+@contextmanager
+def _one_call(group: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
+    """Group the collectives inside into one call of NCCL; each must be ``async_op``."""
+    with _coalescing_manager(group, device, async_ops=True) as calls:
+        yield
+    calls.wait()
+
+
+def _reduce_round(
+    round_: Round,
+    grads: Mapping[int, Sequence[Tensor]],
+    sums: dict[int, list[Tensor]],
+    group: dist.ProcessGroup,
+    in_float32: bool,
+) -> Traffic:
+    """One round of the gather, backwards: ``sums`` loses what leaves and gains what arrives."""
+    leaving = {
+        expert: _with_own(sums.pop(expert, None), grads[expert]) for expert, _ in round_.receives
+    }
+    landed = [
+        [torch.empty_like(grad, memory_format=PACKED) for grad in grads[expert]]
+        for expert, _ in round_.sends
+    ]
+    receives = [
+        (tensor, cell) for (_, cell), tensors in zip(round_.sends, landed) for tensor in tensors
+    ]
+    traffic = _exchange(receives, _wires(round_.receives, leaving), group)
+    for (expert, _), tensors in zip(round_.sends, landed):
+        if expert in sums:
+            for total, tensor in zip(sums[expert], tensors):
+                total.add_(tensor)
+        else:
+            sums[expert] = [tensor.to(_sum_dtype(tensor, in_float32)) for tensor in tensors]
+    return traffic
+
+
+def _with_own(totals: list[Tensor] | None, own: Sequence[Tensor]) -> list[Tensor]:
+    """What a cell sends home: what arrived from others, then its own."""
+    if totals is None:
+        return _whole(own)
+    return [total.add_(grad.detach()).to(grad.dtype) for total, grad in zip(totals, own)]
+
+
+def _sum_dtype(tensor: Tensor, in_float32: bool) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32) if in_float32 else tensor.dtype
+
+
+def _exchange(receives: Sequence[Wire], sends: Sequence[Wire], group: dist.ProcessGroup) -> Traffic:
+    for work in _post(receives, sends, group):
+        work.wait()
+    return Traffic(
+        sent_bytes=sum(tensor.nbytes for tensor, _ in sends),
+        received_bytes=sum(tensor.nbytes for tensor, _ in receives),
+    )
+
+
+def _wires(moves: Iterable[Move], have: Mapping[int, Sequence[Tensor]]) -> list[Wire]:
+    return [(tensor, cell) for expert, cell in moves for tensor in have[expert]]
+
+
+def _whole(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """As the wires need them: apart from autograd and contiguous, copied only if they are not."""
+    return [tensor.detach().contiguous() for tensor in tensors]
+
+
+def _device_of(tensors: Mapping[int, Sequence[Tensor]]) -> torch.device:
+    return next(iter(tensors.values()))[0].device

@@ -1,12 +1,27 @@
-"""The collectives, on gloo ranks: every member gives other sizes."""
+"""The collectives, on gloo ranks: every member gives other sizes.
+
+Shape letters: E experts, C cells.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ds_moe_ext import comm
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.transfer import Part, Transfers, gather_rounds
 from tests.ranks import pool_of
 
 SENT = [[2, 0, 3], [1, 4, 0], [0, 0, 0]]  # rows from each rank to each; rank 2 sends nothing
@@ -45,3 +60,303 @@ def test_gathers() -> None:
         assert counts == [[0, 0], [1, 10], [2, 20]]
         assert slots == [0, 10, 11, 20, 21, 22]
         assert texts == ["rank 0", "rank 1", "rank 2"]
+
+
+# Sparse collectives.
+
+SHAPES = (
+    (5, 3),
+    (3, 4),
+    (1,),
+)  # an expert's tensors: the second lies transposed, the last is a bias
+EXPERT_NUMEL = 15 + 12 + 1
+Expert = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Grids:
+    """Random placements of one grid: homes, wider, wider yet."""
+
+    home: Placement
+    first: Placement
+    second: Placement
+    node_C: np.ndarray
+
+    @classmethod
+    def of(cls, world_size: int, seed: int) -> Grids:
+        """On 1, 2 or 4 nodes; sometimes nothing moves, and sometimes all goes everywhere."""
+        rng = np.random.default_rng([world_size, seed])
+        num_experts = int(rng.integers(1, 9))
+        home = Placement.owned_by(rng.integers(0, world_size, num_experts), world_size)
+        density = rng.choice([0.0, 0.3, 1.0], (2, 1, 1))
+        first, second = rng.random((2, num_experts, world_size)) < density
+        first |= home.holds_EC
+        num_nodes = min(world_size, int(rng.choice([1, 2, 4])))
+        node_C = np.arange(world_size) * num_nodes // world_size
+        return cls(home, Placement(first), Placement(first | second), node_C)
+
+    def transfers(self) -> Transfers:
+        return gather_rounds(self.home, self.first, self.node_C)
+
+
+def drawn(dtype: torch.dtype, *seed: int) -> Expert:
+    """An expert's tensors: small integers, whose sums are exact in any type and order."""
+    rng = np.random.default_rng(seed)
+    up, down, bias = (torch.from_numpy(rng.integers(-16, 17, shape)).to(dtype) for shape in SHAPES)
+    return up, down.t().contiguous().t(), bias
+
+
+def slabs(num_slots: int, dtype: torch.dtype) -> list[Tensor]:
+    """One tensor ``[slots, ...]`` for each of an expert's, filled with what nobody sends."""
+    up, down, bias = (torch.full((num_slots, *shape), -77.0, dtype=dtype) for shape in SHAPES)
+    return [up, down.mT.contiguous().mT, bias]
+
+
+def buffers_in(in_slabs: list[Tensor], experts: tuple[int, ...]) -> dict[int, Expert]:
+    """Slot 1 for the first expert, and so on; slot 0 and the last are for nobody."""
+    return {e: tuple(slab[slot] for slab in in_slabs) for slot, e in enumerate(experts, start=1)}
+
+
+def all_equal(ours: Expert, theirs: Expert) -> bool:
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+def _gather_twice(rank: int, world_size: int, seed: int, dtype: torch.dtype) -> None:
+    """From the homes, then from all that hold a copy: every wanted copy has its home's bits."""
+    grids = Grids.of(world_size, seed)
+    chunks = {
+        int(e): tuple(w.requires_grad_() for w in drawn(dtype, seed, int(e)))
+        for e in grids.home.experts_of(rank)
+    }
+    expert_bytes = EXPERT_NUMEL * dtype.itemsize
+    held = grids.home
+    for wanted in (grids.first, grids.second):
+        transfers = gather_rounds(held, wanted, grids.node_C)
+        part = transfers.part_of(rank)
+        in_slabs = slabs(len(part.received) + 2, dtype)
+        buffers = buffers_in(in_slabs, part.received)
+        traffic = comm.sparse_all_gather(part, chunks, buffers, dist.group.WORLD)
+        assert traffic.received_bytes == transfers.received_C[rank] * expert_bytes
+        assert traffic.sent_bytes == transfers.sent_C[rank] * expert_bytes
+        assert traffic.received_bytes <= transfers.num_moved * expert_bytes, "eq. (1)"
+        assert all((slab[[0, -1]] == -77.0).all() for slab in in_slabs), "beyond the buffers"
+        chunks |= buffers
+        held = wanted
+    assert set(chunks) == set(grids.second.experts_of(rank).tolist())
+    for expert, tensors in chunks.items():
+        assert all_equal(tensors, drawn(dtype, seed, expert))
+
+
+def _reduce_home(rank: int, world_size: int, seed: int, dtype: torch.dtype) -> None:
+    """The sum over the copies, exact; what was given is as it was."""
+    grids = Grids.of(world_size, seed)
+    transfers = grids.transfers()
+    held = [int(e) for e in grids.first.experts_of(rank)]
+    grads = {e: drawn(dtype, seed, e, rank) for e in held}
+    came = comm.sparse_reduce_scatter(transfers.part_of(rank), grads, dist.group.WORLD)
+    assert all(all_equal(grads[e], drawn(dtype, seed, e, rank)) for e in held)
+    copied = [int(e) for e in grids.home.experts_of(rank) if grids.first.holds_EC[e].sum() > 1]
+    assert set(came.grads) == set(copied)
+    for expert in copied:
+        copies = [c for c in np.flatnonzero(grids.first.holds_EC[expert]).tolist() if c != rank]
+        exact = [
+            torch.stack([w.double() for w in same]).sum(dim=0)
+            for same in zip(*(drawn(dtype, seed, expert, cell) for cell in copies))
+        ]
+        assert all_equal(tuple(w.double() for w in came.grads[expert]), tuple(exact))
+        assert all(w.dtype == dtype for w in came.grads[expert])
+    expert_bytes = EXPERT_NUMEL * dtype.itemsize
+    assert came.traffic.sent_bytes == transfers.received_C[rank] * expert_bytes
+    assert came.traffic.received_bytes == transfers.sent_C[rank] * expert_bytes
+
+
+def _many(rank: int, world_size: int, check: Callable[..., None], dtype: torch.dtype) -> int:
+    """Returns how many experts moved, so that a test cannot pass by moving none."""
+    seeds = range(24)
+    for seed in seeds:
+        check(rank, world_size, seed, dtype)
+    return sum(Grids.of(world_size, seed).transfers().num_moved for seed in seeds)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("check", [_gather_twice, _reduce_home])
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_random_placements(world_size: int, check: Callable[..., None], dtype: torch.dtype) -> None:
+    num_moved = pool_of(world_size).run(_many, check, dtype)
+    assert min(num_moved) > 10 or world_size == 1
+
+
+def normal(dtype: torch.dtype, *seed: int) -> Expert:
+    rng = np.random.default_rng(seed)
+    return tuple(torch.from_numpy(rng.standard_normal(shape)).to(dtype) for shape in SHAPES)
+
+
+def _reduce_everywhere(
+    rank: int, world_size: int, dtype: torch.dtype, in_float32: bool
+) -> tuple[float, float]:
+    """The largest errors, of the sums of three experts and of a repetition."""
+    home = Placement.owned_by(np.arange(3), world_size)
+    everywhere = Placement(np.ones((3, world_size), dtype=bool))
+    part = gather_rounds(home, everywhere, np.arange(world_size) // 4).part_of(rank)
+    grads = {e: normal(dtype, e, rank) for e in range(3)}
+    first, again = (
+        comm.sparse_reduce_scatter(part, grads, dist.group.WORLD, in_float32=in_float32).grads
+        for _ in range(2)
+    )
+    error = 0.0
+    for expert, tensors in first.items():
+        copies = [normal(dtype, expert, cell) for cell in range(world_size) if cell != rank]
+        for ours, *theirs in zip(tensors, *copies):
+            exact = torch.stack([w.double() for w in theirs]).sum(dim=0)
+            error = max(error, float((ours.double() - exact).abs().max()))
+    same = all(all_equal(first[e], again[e]) for e in first)
+    return error, 0.0 if same else 1.0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "in_float32", "bound"),
+    [
+        (torch.float64, False, 1e-14),
+        (torch.float64, True, 1e-14),  # a wider type stays as it is
+        (torch.float32, False, 1e-5),
+        # Sums of 7 lie below 16, where a bfloat16 is off by 1/32 at most; 7 roundings in all.
+        (torch.bfloat16, False, 7 / 32),
+        (torch.bfloat16, True, 4 / 32),
+    ],
+)
+def test_sums_are_right_and_the_same_bits_every_time(
+    dtype: torch.dtype, in_float32: bool, bound: float
+) -> None:
+    for error, change in pool_of(8).run(_reduce_everywhere, dtype, in_float32):
+        assert error <= bound
+        assert change == 0.0
+
+
+def _small_after_large(rank: int, world_size: int, in_float32: bool) -> list[float]:
+    home = Placement.owned_by(np.array([0]), 8)
+    part = gather_rounds(home, Placement(np.ones((1, 8), dtype=bool)), np.zeros(8, int)).part_of(
+        rank
+    )
+    value = {7: 256.0, 5: 1.0, 6: 1.0}.get(rank, 0.0)
+    grads = {0: (torch.tensor([value], dtype=torch.bfloat16),)}
+    came = comm.sparse_reduce_scatter(part, grads, dist.group.WORLD, in_float32=in_float32)
+    return [float(grad) for tensors in came.grads.values() for grad in tensors]
+
+
+@pytest.mark.parametrize(("in_float32", "total"), [(False, 256.0), (True, 258.0)])
+def test_float32_keeps_what_bfloat16_loses(in_float32: bool, total: float) -> None:
+    # At home arrive 256 of cell 7, then 1 by way of cell 3 (from 5), then 1 by way of cell 1
+    # (from 6). The next bfloat16 after 256 is 258.
+    answers = pool_of(8).run(_small_after_large, in_float32)
+    assert answers == [[total], *([[]] * 7)]
+
+
+def _fail(*_: Any, **__: Any) -> None:
+    raise AssertionError("communicated")
+
+
+def test_no_copies_no_communication() -> None:
+    home = Placement.block(8, 4)
+    part = gather_rounds(home, home, np.array([0, 0, 1, 1])).part_of(2)
+    with mock.patch.object(dist, "batch_isend_irecv", _fail):
+        assert comm.sparse_all_gather(part, {}, {}, None) == comm.Traffic(0, 0)
+        came = comm.sparse_reduce_scatter(part, {}, None)
+    assert (came.grads, came.traffic) == ({}, comm.Traffic(0, 0))
+
+
+def _some_have_no_part(rank: int, world_size: int) -> bool:
+    home = Placement.owned_by(np.array([2]), 4)
+    holds_EC = home.holds_EC.copy()
+    holds_EC[0, 3] = True
+    part = gather_rounds(home, Placement(holds_EC), np.array([0, 0, 1, 1])).part_of(rank)
+    if rank < 2:  # need not even call
+        return not part.rounds
+    buffers = {0: (torch.zeros(3),)} if rank == 3 else {}
+    comm.sparse_all_gather(part, {0: (torch.ones(3),)}, buffers, dist.group.WORLD)
+    return rank == 2 or bool((buffers[0][0] == 1.0).all())
+
+
+def test_ranks_without_a_part_are_not_needed() -> None:
+    assert all(pool_of(4).run(_some_have_no_part))
+
+
+# Broadcasts instead of trees: NCCL only, here by gloo's own, one after the other.
+
+
+@contextmanager
+def _one_after_the_other(
+    group: dist.ProcessGroup, device: torch.device, async_ops: bool
+) -> Iterator[SimpleNamespace]:
+    works: list[dist.Work] = []
+
+    def recorded(function: Callable[..., dist.Work]) -> Callable[..., None]:
+        return lambda *args, **kwargs: works.append(function(*args, **kwargs))
+
+    with mock.patch.multiple(
+        dist, broadcast=recorded(dist.broadcast), reduce=recorded(dist.reduce)
+    ):
+        yield SimpleNamespace(wait=lambda: [work.wait() for work in works])
+
+
+def _by_trees_and_by_broadcasts(rank: int, world_size: int) -> tuple[int, int]:
+    home = Placement.owned_by(np.array([1, 0, 1]), world_size)
+    holds_EC = home.holds_EC.copy()
+    holds_EC[[0, 2]] = True
+    part = gather_rounds(home, Placement(holds_EC), np.arange(world_size) // 2).part_of(rank)
+    chunks = {int(e): drawn(torch.float64, 5, int(e)) for e in home.experts_of(rank)}
+    grads = {e: drawn(torch.float64, 6, e, rank) for e in (0, 2)}
+
+    def both() -> tuple[Mapping[int, Expert], comm.Traffic, comm.Arrived]:
+        buffers = buffers_in(slabs(4, torch.float64), part.received)
+        traffic = comm.sparse_all_gather(part, chunks, buffers, dist.group.WORLD)
+        # Gloo, unlike NCCL, reduces into what others than the root give.
+        given = {e: tuple(w.clone() for w in tensors) for e, tensors in grads.items()}
+        return buffers, traffic, comm.sparse_reduce_scatter(part, given, dist.group.WORLD)
+
+    buffers, traffic, came = both()
+    with (
+        mock.patch.object(comm, "by_broadcast", lambda part, device: bool(part.everywhere)),
+        mock.patch.object(comm, "_coalescing_manager", _one_after_the_other),
+        mock.patch.object(dist, "batch_isend_irecv", _fail),
+    ):
+        buffers_2, traffic_2, came_2 = both()
+    assert set(buffers) == {e for e in (0, 2) if rank != 1}
+    assert all(all_equal(buffers[e], buffers_2[e]) for e in buffers)
+    assert set(came.grads) == set(came_2.grads) == {e for e in (0, 2) if rank == 1}
+    assert all(all_equal(came.grads[e], came_2.grads[e]) for e in came.grads)
+    assert traffic_2.received_bytes == traffic.received_bytes == came_2.traffic.sent_bytes
+    return traffic_2.sent_bytes, came_2.traffic.received_bytes
+
+
+def test_broadcasts_equal_trees() -> None:
+    expert_bytes = EXPERT_NUMEL * 8
+    rooted = pool_of(4).run(_by_trees_and_by_broadcasts)
+    assert rooted == [(0, 0), (2 * expert_bytes, 2 * expert_bytes), (0, 0), (0, 0)]
+
+
+def test_when_broadcasts_serve() -> None:
+    home = Placement.owned_by(np.array([0, 1]), 2)
+    node_C = np.zeros(2, dtype=np.int64)
+    all_E2 = gather_rounds(home, Placement(np.ones((2, 2), dtype=bool)), node_C).part_of(0)
+    cuda = torch.device("cuda", 0)
+    assert comm.by_broadcast(all_E2, cuda)
+    assert not comm.by_broadcast(all_E2, torch.device("cpu"))
+    assert not comm.by_broadcast(Part(0, all_E2.rounds, ()), cuda)
+    with mock.patch.object(comm, "_coalescing_manager", None):
+        assert not comm.by_broadcast(all_E2, cuda)
+
+
+def test_the_private_manager_is_as_we_call_it() -> None:
+    parameters = list(inspect.signature(comm._coalescing_manager).parameters)
+    assert parameters == ["group", "device", "async_ops"]
+
+
+def _connect(rank: int, world_size: int) -> None:
+    comm.connect(dist.group.WORLD, torch.device("cpu"))
+
+
+def test_connecting_is_a_call_of_all() -> None:
+    with mock.patch.object(dist, "all_reduce") as called:
+        comm.connect(dist.group.WORLD, torch.device("cpu"))
+    assert called.call_count == 1
+    assert pool_of(2).run(_connect) == [None, None]

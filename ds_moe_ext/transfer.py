@@ -1,0 +1,242 @@
+"""Who sends which expert to whom, and in which round, so that a wider placement comes to hold.
+
+An expert's weights travel whole, along a tree: from a holder to one *leader* in each node that has
+no copy yet, and from the copy in a node to the node's other targets. Gradients go home along the
+same tree, backwards. Pure: every rank computes the same rounds, and acts on its own part of them.
+
+Shape letters: E experts, C cells, V nodes, N transfers.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_moe_ext.placement import Placement
+
+
+class Move(NamedTuple):
+    """One expert that travels between this cell and another.
+
+    Attributes:
+        expert: what travels.
+        cell: the other end.
+    """
+
+    expert: int
+    cell: int
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one cell does at once; both lists in the order of experts, on either side of a pair.
+
+    A cell has what it sends from the start or from an earlier round.
+    """
+
+    sends: tuple[Move, ...]
+    receives: tuple[Move, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One cell's own part of the transfers.
+
+    Attributes:
+        cell: this one.
+        rounds: those in which this cell sends or receives.
+        everywhere: every expert that moves and its only holder, if all of them go to all cells, so
+            that a broadcast an expert does the same; else empty.
+    """
+
+    cell: int
+    rounds: tuple[Round, ...]
+    everywhere: tuple[Move, ...]
+
+    @property
+    def received(self) -> tuple[int, ...]:
+        """Experts that this cell lacks and gets."""
+        return tuple(move.expert for round_ in self.rounds for move in round_.receives)
+
+
+@dataclass(frozen=True, eq=False)
+class Transfers:
+    """The moves that turn one placement into a wider one, in the order round, expert, receiver.
+
+    Attributes:
+        held: who holds what before.
+        wanted: and after.
+        node_C: node of each cell, 0 to V - 1, int64.
+        round_N: round of each transfer, int64.
+        expert_N: what travels, int64.
+        sender_N: from which cell, int64.
+        receiver_N: to which cell, int64.
+    """
+
+    held: Placement
+    wanted: Placement
+    node_C: np.ndarray
+    round_N: np.ndarray
+    expert_N: np.ndarray
+    sender_N: np.ndarray
+    receiver_N: np.ndarray
+
+    @cached_property
+    def num_rounds(self) -> int:
+        """At most ``ceil(log2(nodes)) + ceil(log2(cells of the largest node))``."""
+        return int(self.round_N.max(initial=-1)) + 1
+
+    @cached_property
+    def num_moved(self) -> int:
+        """Distinct experts that cross cells, ``#C^`` of eq. (1): its bound on ``received_C``."""
+        return int(np.unique(self.expert_N).size)
+
+    @cached_property
+    def received_C(self) -> np.ndarray:
+        """Experts that each cell receives, int64 ``[C]``; gradients that it sends home."""
+        return np.bincount(self.receiver_N, minlength=self.node_C.size)
+
+    @cached_property
+    def sent_C(self) -> np.ndarray:
+        """Experts that each cell sends, int64 ``[C]``; gradients that it receives.
+
+        At most ``num_rounds * num_moved``: a cell sends an expert once a round. A tree pays for its
+        few rounds with this logarithm, which eq. (1) does not have; all cells together send no more
+        than they receive.
+        """
+        return np.bincount(self.sender_N, minlength=self.node_C.size)
+
+    @cached_property
+    def entered_V(self) -> np.ndarray:
+        """Experts that cross into each node, int64 ``[V]``: once each at most."""
+        return self._crossing(self.receiver_N)
+
+    @cached_property
+    def left_V(self) -> np.ndarray:
+        """Experts that cross out of each node, int64 ``[V]``."""
+        return self._crossing(self.sender_N)
+
+    def _crossing(self, cell_N: np.ndarray) -> np.ndarray:
+        crosses_N = self.node_C[self.sender_N] != self.node_C[self.receiver_N]
+        return np.bincount(self.node_C[cell_N[crosses_N]], minlength=int(self.node_C.max()) + 1)
+
+    @cached_property
+    def everywhere(self) -> tuple[Move, ...]:
+        """See ``Part``."""
+        moved = np.unique(self.expert_N)
+        held_MC = self.held.holds_EC[moved]
+        if not self.wanted.holds_EC[moved].all() or (held_MC.sum(axis=1) != 1).any():
+            return ()
+        return tuple(map(Move, moved.tolist(), held_MC.argmax(axis=1).tolist()))
+
+    def part_of(self, cell: int) -> Part:
+        """What one cell does."""
+        own = np.flatnonzero((self.sender_N == cell) | (self.receiver_N == cell))
+        columns = (self.round_N, self.expert_N, self.sender_N, self.receiver_N)
+        sends: dict[int, list[Move]] = {}
+        receives: dict[int, list[Move]] = {}
+        for number, expert, sender, receiver in zip(*(column[own].tolist() for column in columns)):
+            if sender == cell:
+                sends.setdefault(number, []).append(Move(expert, receiver))
+            else:
+                receives.setdefault(number, []).append(Move(expert, sender))
+        rounds = tuple(
+            Round(tuple(sends.get(number, ())), tuple(receives.get(number, ())))
+            for number in sorted(sends.keys() | receives.keys())
+        )
+        return Part(cell, rounds, self.everywhere)
+
+
+def gather_rounds(held: Placement, wanted: Placement, node_C: np.ndarray) -> Transfers:
+    """Plan how the experts of one placement reach the cells of a wider one.
+
+    An expert crosses into a node once at most, and a cell sends it to one other in a round. Any
+    holder serves, one in the receiver's node first; among equals the one that has sent least so
+    far. Targets that have sent least are served first, since those pass most on. Ties go to the
+    lowest cell.
+
+    Cost: ``O(E C + N log N)``.
+
+    Args:
+        held: who holds what: the homes, or several copies if copies exist already.
+        wanted: who shall hold what, besides.
+        node_C: node of each cell, 0 to V - 1, int64 ``[C]``.
+
+    Raises:
+        ValueError: the placements are of different sizes, or ``wanted`` takes a copy away.
+    """
+    if held.holds_EC.shape != wanted.holds_EC.shape or len(node_C) != held.num_cells:
+        raise ValueError(
+            f"placements [experts, cells] {held.holds_EC.shape} and {wanted.holds_EC.shape} with "
+            f"nodes of {len(node_C)} cells; all must be of one grid"
+        )
+    lost = np.argwhere(held.holds_EC & ~wanted.holds_EC)
+    if lost.size:
+        raise ValueError(
+            f"(expert, cell) {lost.tolist()} is held and not wanted; a gather only adds copies"
+        )
+    experts, targets = np.nonzero(wanted.holds_EC & ~held.holds_EC)
+    target_cells: dict[int, list[int]] = {}
+    for expert, cell in zip(experts.tolist(), targets.tolist()):
+        target_cells.setdefault(expert, []).append(cell)
+    moved = list(target_cells)
+    holder_cells: dict[int, list[int]] = {expert: [] for expert in moved}
+    rows, holders = np.nonzero(held.holds_EC[moved])
+    for row, cell in zip(rows.tolist(), holders.tolist()):
+        holder_cells[moved[row]].append(cell)
+    forest = _Forest(node_C.tolist())
+    transfers = sorted(
+        (number, expert, receiver, sender)
+        for expert in moved
+        for number, sender, receiver in forest.tree(holder_cells[expert], target_cells[expert])
+    )
+    table_N4 = np.array(transfers, dtype=np.int64).reshape(-1, 4)
+    round_N, expert_N, receiver_N, sender_N = table_N4.T
+    return Transfers(held, wanted, node_C, round_N, expert_N, sender_N, receiver_N)
+
+
+class _Forest:
+    """Trees for one expert after another, which share the work of sending evenly."""
+
+    def __init__(self, node_of: Sequence[int]) -> None:
+        self._node_of = node_of
+        self._num_sent = [0] * len(node_of)
+
+    def tree(
+        self, holders: Iterable[int], targets: Iterable[int]
+    ) -> Iterator[tuple[int, int, int]]:
+        """(round, sender, receiver) of one expert, senders before their receivers."""
+        ready = [(0, self._num_sent[cell], cell) for cell in holders]
+        served = {self._node_of[cell] for _, _, cell in ready}
+        waiting: dict[int, list[int]] = {}
+        for cell in self._least_sent_first(targets):
+            waiting.setdefault(self._node_of[cell], []).append(cell)
+        leaders = [cells.pop(0) for node, cells in waiting.items() if node not in served]
+        yield from self._spread(ready, leaders)
+        for node, cells in waiting.items():
+            here = [entry for entry in ready if self._node_of[entry[2]] == node]
+            yield from self._spread(here, cells)
+
+    def _spread(
+        self, ready: list[tuple[int, int, int]], targets: Iterable[int]
+    ) -> Iterator[tuple[int, int, int]]:
+        """Serve the targets in their order: who is free first sends next.
+
+        Args:
+            ready: (first free round, sends so far, cell) of every holder; targets join it.
+        """
+        heapq.heapify(ready)
+        for receiver in targets:
+            number, _, sender = ready[0]
+            self._num_sent[sender] += 1
+            heapq.heapreplace(ready, (number + 1, self._num_sent[sender], sender))
+            heapq.heappush(ready, (number + 1, self._num_sent[receiver], receiver))
+            yield number, sender, receiver
+
+    def _least_sent_first(self, cells: Iterable[int]) -> list[int]:
+        return sorted(cells, key=lambda cell: (self._num_sent[cell], cell))

@@ -1,0 +1,97 @@
+"""Sparse collectives over NCCL: trees against broadcasts. On a CPU the trees alone, over gloo.
+
+Shape letters: E experts, C cells.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_moe_ext import comm
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.transfer import Move, Part, Round, gather_rounds
+from tests.ranks import free_port, pool_of
+
+SHAPE = (64, 48)
+NUM_EXPERTS = 3
+
+
+def expert(number: int, cell: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A weight, transposed, and a bias: integers, whose sums are exact in any order."""
+    generator = torch.Generator().manual_seed(100 * number + cell)
+    drawn = torch.randint(-8, 9, SHAPE, generator=generator).to(device, torch.bfloat16)
+    return drawn.t(), drawn[0, :1]
+
+
+def check_there_and_back(rank: int, world_size: int, device: torch.device) -> None:
+    """Experts go everywhere and gradients come home, twice without the host's waiting."""
+    home = Placement.owned_by(np.arange(NUM_EXPERTS) % world_size, world_size)
+    everywhere = Placement(np.ones((NUM_EXPERTS, world_size), dtype=bool))
+    part = gather_rounds(home, everywhere, np.arange(world_size) // 2).part_of(rank)
+    chunks = {int(e): expert(int(e), 0, device) for e in home.experts_of(rank)}
+    slabs = [torch.zeros(NUM_EXPERTS, *SHAPE[::-1]), torch.zeros(NUM_EXPERTS, 1)]
+    slabs = [slab.to(device, torch.bfloat16) for slab in slabs]
+    buffers = {e: tuple(slab[slot] for slab in slabs) for slot, e in enumerate(part.received)}
+    grads = {e: expert(e, 1 + rank, device) for e in range(NUM_EXPERTS)}
+    comm.connect(dist.group.WORLD, device)
+    for is_checked in (False, True):  # the first call makes the connections, and may wait
+        if is_checked and device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+        comm.sparse_all_gather(part, chunks, buffers, dist.group.WORLD)
+        came = comm.sparse_reduce_scatter(part, grads, dist.group.WORLD)
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("default")
+    for e, tensors in buffers.items():
+        assert all(map(torch.equal, tensors, expert(e, 0, device)))
+    assert set(came.grads) == set(chunks)
+    for e, tensors in came.grads.items():
+        copies = [expert(e, 1 + cell, device) for cell in range(world_size) if cell != rank]
+        assert all(map(torch.equal, tensors, (sum(same) for same in zip(*copies))))
+    for e, tensors in grads.items():
+        assert all(map(torch.equal, tensors, expert(e, 1 + rank, device)))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_trees_on_a_cpu(world_size: int) -> None:
+    pool_of(world_size).run(check_there_and_back, torch.device("cpu"))
+
+
+def _on_nccl(rank: int, world_size: int, port: int) -> None:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size)
+    if world_size == 1:
+        check_alone(device)
+    else:
+        check_there_and_back(rank, world_size, device)  # by broadcasts
+        with mock.patch.object(comm, "_coalescing_manager", None):
+            check_there_and_back(rank, world_size, device)  # by trees
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+def check_alone(device: torch.device) -> None:
+    """Broadcasts and reduces of one member, to itself: that the grouped calls are accepted."""
+    part = Part(0, (Round((Move(0, 0),), ()),), (Move(0, 0),))
+    chunks = {0: expert(0, 0, device)}
+    traffic = comm.sparse_all_gather(part, chunks, {}, dist.group.WORLD)
+    assert traffic.sent_bytes == sum(tensor.nbytes for tensor in chunks[0])
+    assert all(map(torch.equal, chunks[0], expert(0, 0, device)))
+    came = comm.sparse_reduce_scatter(part, chunks, dist.group.WORLD)
+    assert all((grad == 0.0).all() for grad in came.grads[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_nccl(world_size: int) -> None:
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"NCCL needs a CUDA device a rank: {world_size}")
+    torch.multiprocessing.spawn(_on_nccl, (world_size, free_port()), nprocs=world_size)

@@ -1,0 +1,266 @@
+"""Rounds of transfers: what the trees promise, on random placements and by hand.
+
+Shape letters: E experts, C cells, V nodes, N transfers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.transfer import Move, Part, Round, Transfers, gather_rounds
+
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=300)
+
+
+def widened(held: Placement, copies: list[tuple[int, int]]) -> Placement:
+    """The same with (expert, cell) besides."""
+    holds_EC = held.holds_EC.copy()
+    for expert, cell in copies:
+        holds_EC[expert, cell] = True
+    return Placement(holds_EC)
+
+
+@st.composite
+def grids(draw: st.DrawFn, one_home: bool = False) -> tuple[Placement, Placement, np.ndarray]:
+    """What is held, what is wanted and the node of each cell, cells of nodes in any order."""
+    num_experts, num_cells = draw(st.integers(1, 8)), draw(st.integers(1, 20))
+    num_nodes = draw(st.integers(1, num_cells))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    node_C = rng.permutation(np.r_[:num_nodes, rng.integers(0, num_nodes, num_cells - num_nodes)])
+    held = Placement.owned_by(rng.integers(0, num_cells, num_experts), num_cells)
+    shape = (num_experts, num_cells)
+    if not one_home:
+        held = Placement(held.holds_EC | (rng.random(shape) < draw(st.sampled_from([0.0, 0.2]))))
+    density_E1 = rng.choice([0.0, 0.3, 1.0], (num_experts, 1))
+    return held, Placement(held.holds_EC | (rng.random(shape) < density_E1)), node_C
+
+
+def moves(transfers: Transfers) -> list[tuple[int, int, int, int]]:
+    """(round, expert, sender, receiver) of every transfer."""
+    columns = (transfers.round_N, transfers.expert_N, transfers.sender_N, transfers.receiver_N)
+    return list(zip(*(column.tolist() for column in columns)))
+
+
+def log2_up(count: int) -> int:
+    return math.ceil(math.log2(count))
+
+
+@PROPERTY
+@given(grids())
+def test_after_the_rounds_every_wanted_copy_has_arrived_once(
+    grid: tuple[Placement, Placement, np.ndarray],
+) -> None:
+    held, wanted, node_C = grid
+    has_EC = held.holds_EC.copy()
+    transfers = gather_rounds(held, wanted, node_C)
+    for number in range(transfers.num_rounds):
+        before_EC = has_EC.copy()
+        for _, expert, sender, receiver in (m for m in moves(transfers) if m[0] == number):
+            assert before_EC[expert, sender] and not has_EC[expert, receiver]
+            has_EC[expert, receiver] = True
+    assert (has_EC == wanted.holds_EC).all()
+
+
+@PROPERTY
+@given(grids())
+def test_an_expert_crosses_into_a_node_once_and_only_if_it_must(
+    grid: tuple[Placement, Placement, np.ndarray],
+) -> None:
+    held, wanted, node_C = grid
+    transfers = gather_rounds(held, wanted, node_C)
+    crossings = [
+        (expert, int(node_C[receiver]))
+        for _, expert, sender, receiver in moves(transfers)
+        if node_C[sender] != node_C[receiver]
+    ]
+    nodes = range(int(node_C.max()) + 1)
+    needed = [
+        (expert, node)
+        for expert in range(held.num_experts)
+        for node in nodes
+        if wanted.holds_EC[expert, node_C == node].any()
+        and not held.holds_EC[expert, node_C == node].any()
+    ]
+    assert sorted(crossings) == needed
+    entered = Counter(node for _, node in crossings)
+    assert transfers.entered_V.tolist() == [entered[node] for node in nodes]
+    assert transfers.left_V.sum() == len(crossings)
+
+
+@PROPERTY
+@given(grids())
+def test_counted_volume_keeps_to_equation_1(grid: tuple[Placement, Placement, np.ndarray]) -> None:
+    """HECATE, eq. (1): no cell receives more experts than cross cells at all."""
+    held, wanted, node_C = grid
+    transfers = gather_rounds(held, wanted, node_C)
+    copies_EC = wanted.holds_EC & ~held.holds_EC
+    assert transfers.received_C.tolist() == copies_EC.sum(axis=0).tolist()
+    assert transfers.num_moved == copies_EC.any(axis=1).sum()
+    assert transfers.received_C.max() <= transfers.num_moved
+    assert transfers.sent_C.sum() == copies_EC.sum()
+    assert transfers.sent_C.max() <= transfers.num_rounds * transfers.num_moved
+
+
+@PROPERTY
+@given(grids())
+def test_rounds_and_sends_of_an_expert_are_logarithmic(
+    grid: tuple[Placement, Placement, np.ndarray],
+) -> None:
+    held, wanted, node_C = grid
+    transfers = gather_rounds(held, wanted, node_C)
+    num_cells_V = np.bincount(node_C)
+    most = log2_up(len(num_cells_V)) + log2_up(int(num_cells_V.max()))
+    assert transfers.num_rounds <= most
+    at_once = Counter((number, expert, sender) for number, expert, sender, _ in moves(transfers))
+    assert set(at_once.values()) <= {1}, "a cell sends an expert once a round"
+
+
+@PROPERTY
+@given(grids())
+def test_parts_are_the_two_sides_of_the_same_transfers(
+    grid: tuple[Placement, Placement, np.ndarray],
+) -> None:
+    held, wanted, node_C = grid
+    transfers, again = (gather_rounds(held, wanted, node_C) for _ in range(2))
+    assert moves(transfers) == moves(again)
+    parts = [transfers.part_of(cell) for cell in range(held.num_cells)]
+    sent = {(m.expert, part.cell, m.cell) for part in parts for r in part.rounds for m in r.sends}
+    received = {
+        (m.expert, m.cell, part.cell) for part in parts for r in part.rounds for m in r.receives
+    }
+    assert sent == received == {move[1:] for move in moves(transfers)}
+    for part in parts:
+        assert Counter(part.received) == Counter(
+            np.flatnonzero(wanted.holds_EC[:, part.cell] & ~held.holds_EC[:, part.cell]).tolist()
+        )
+        for round_ in part.rounds:
+            assert round_.sends or round_.receives
+            assert round_.sends == tuple(sorted(round_.sends))
+            assert round_.receives == tuple(sorted(round_.receives))
+
+
+@PROPERTY
+@given(grids(one_home=True))
+def test_broadcasts_serve_if_all_that_moves_goes_everywhere(
+    grid: tuple[Placement, Placement, np.ndarray],
+) -> None:
+    held, wanted, node_C = grid
+    transfers = gather_rounds(held, wanted, node_C)
+    moved = sorted(set(transfers.expert_N.tolist()))
+    if wanted.holds_EC[moved].all():
+        assert transfers.everywhere == tuple(Move(e, int(held.owner_E[e])) for e in moved)
+        assert all(transfers.part_of(cell).rounds for cell in range(held.num_cells) if moved)
+    else:
+        assert transfers.everywhere == ()
+    assert transfers.part_of(0).everywhere == transfers.everywhere
+
+
+def test_broadcasts_have_one_root() -> None:
+    held = widened(Placement.owned_by(np.array([0, 1]), 4), [(0, 3)])
+    everywhere = widened(held, [(0, cell) for cell in range(4)])
+    assert gather_rounds(held, everywhere, np.zeros(4, dtype=np.int64)).everywhere == ()
+
+
+TWO_BY_TWO = np.array([0, 0, 1, 1])
+EIGHT_ON_FOUR = Placement.block(8, 4)
+
+
+def test_hot_experts_everywhere() -> None:
+    """HECATE, golden test H1: experts 0, 4 and 1 go to all four cells."""
+    hot = [(expert, cell) for expert in (0, 4, 1) for cell in range(4)]
+    transfers = gather_rounds(EIGHT_ON_FOUR, widened(EIGHT_ON_FOUR, hot), TWO_BY_TWO)
+    assert transfers.num_moved == 3
+    assert transfers.received_C.tolist() == [1, 3, 2, 3]
+    assert transfers.everywhere == (Move(0, 0), Move(1, 0), Move(4, 2))
+    assert transfers.entered_V.tolist() == [1, 2]
+
+
+def test_sparse_copies() -> None:
+    """HECATE, golden test H2."""
+    wanted = widened(EIGHT_ON_FOUR, [(0, 2), (0, 1), (4, 0), (1, 3)])
+    transfers = gather_rounds(EIGHT_ON_FOUR, wanted, TWO_BY_TWO)
+    assert transfers.num_moved == 3
+    assert transfers.received_C.tolist() == [1, 1, 1, 1]
+    assert transfers.everywhere == ()
+    # Expert 0 first crosses to cell 2, and a round later reaches cell 1 from cell 0.
+    assert moves(transfers) == [(0, 0, 0, 2), (0, 1, 0, 3), (0, 4, 2, 0), (1, 0, 0, 1)]
+
+
+@pytest.mark.parametrize(("size", "volume"), [(2, 5.0), (4, 7.5), (8, 8.75), (32, 9.6875)])
+def test_gather_and_reduce_cost_what_all_reduces_cost(size: int, volume: float) -> None:
+    """HECATE, golden test H10: eq. (2) with 64 experts of size 1, five of them on 2 to 32 cells."""
+    homes = Placement.owned_by(np.arange(64) % 32, 32)
+    groups = [(expert, (expert + step) % 32) for expert in range(5) for step in range(size)]
+    transfers = gather_rounds(homes, widened(homes, groups), np.arange(32) // 8)
+    there_and_back = 2 * transfers.received_C.sum()
+    assert there_and_back / size == pytest.approx(volume), "per member of a group"
+
+
+def test_one_expert_everywhere_by_hand() -> None:
+    home = Placement.owned_by(np.array([0]), 8)
+    wanted = widened(home, [(0, cell) for cell in range(8)])
+    transfers = gather_rounds(home, wanted, np.arange(8) // 4)
+    assert moves(transfers) == [
+        (0, 0, 0, 4),  # to the leader of the other node
+        (1, 0, 0, 1),
+        (1, 0, 4, 5),
+        (2, 0, 1, 2),  # cell 1 has sent less than cell 0, which serves the last
+        (2, 0, 0, 3),
+        (2, 0, 5, 6),
+        (2, 0, 4, 7),
+    ]
+    assert transfers.sent_C.tolist() == [3, 1, 0, 0, 2, 1, 0, 0]
+    assert transfers.part_of(1) == Part(
+        1,
+        (Round((), (Move(0, 0),)), Round((Move(0, 2),), ())),
+        (Move(0, 0),),
+    )
+
+
+def test_leaders_take_turns() -> None:
+    homes = Placement.owned_by(np.array([0, 1]), 4)
+    wanted = widened(homes, [(0, 2), (0, 3), (1, 2), (1, 3)])
+    transfers = gather_rounds(homes, wanted, TWO_BY_TWO)
+    # Cell 2 leads for expert 0 and passes it on; so cell 3 leads for expert 1.
+    assert moves(transfers) == [(0, 0, 0, 2), (0, 1, 1, 3), (1, 0, 2, 3), (1, 1, 3, 2)]
+
+
+def test_the_nearest_holder_sends() -> None:
+    held = widened(Placement.owned_by(np.array([0]), 6), [(0, 2), (0, 4)])
+    node_C = np.arange(6) // 2
+    transfers = gather_rounds(held, widened(held, [(0, 1), (0, 3), (0, 5)]), node_C)
+    assert moves(transfers) == [(0, 0, 0, 1), (0, 0, 2, 3), (0, 0, 4, 5)]
+
+
+def test_holders_share_the_sends() -> None:
+    held = widened(Placement.owned_by(np.array([0]), 6), [(0, 2)])
+    transfers = gather_rounds(held, widened(held, [(0, 4), (0, 5)]), np.array([0, 0, 1, 1, 2, 3]))
+    assert moves(transfers) == [(0, 0, 0, 4), (0, 0, 2, 5)]
+
+
+def test_nothing_to_move() -> None:
+    transfers = gather_rounds(EIGHT_ON_FOUR, EIGHT_ON_FOUR, TWO_BY_TWO)
+    assert (transfers.num_rounds, transfers.num_moved) == (0, 0)
+    assert transfers.part_of(3) == Part(3, (), ())
+    assert transfers.entered_V.tolist() == [0, 0]
+
+
+def test_a_copy_taken_away() -> None:
+    wider = widened(EIGHT_ON_FOUR, [(5, 0)])
+    with pytest.raises(ValueError, match=r"\[\[5, 0\]\] is held and not wanted"):
+        gather_rounds(wider, EIGHT_ON_FOUR, TWO_BY_TWO)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "node_C"), [(Placement.block(8, 2), TWO_BY_TWO), (EIGHT_ON_FOUR, np.zeros(3))]
+)
+def test_grids_that_differ(wanted: Placement, node_C: np.ndarray) -> None:
+    with pytest.raises(ValueError, match="one grid"):
+        gather_rounds(EIGHT_ON_FOUR, wanted, node_C)
