@@ -63,7 +63,7 @@ class ParallelLayout:
     Attributes:
         grid: the ranks.
         rank: this one.
-        num_hosts: machines that the ranks run on.
+        node_of: node of each rank, 0 and up; a machine unless ``build`` was told otherwise.
 
     Two lanes never share a communicator: collectives of one communicator must be issued in the
     same order on every rank, and lanes are ordered only among their own tasks.
@@ -71,18 +71,40 @@ class ParallelLayout:
 
     grid: Grid
     rank: int
-    num_hosts: int = 1
+    node_of: tuple[int, ...] = ()
     _groups: dict[tuple[str, Lane], dist.ProcessGroup] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def build(cls, grid: Grid, uses: Iterable[tuple[str, Lane]]) -> ParallelLayout:
+    def build(
+        cls, grid: Grid, uses: Iterable[tuple[str, Lane]], ranks_per_node: int | None = None
+    ) -> ParallelLayout:
         """Make a communicator for each (axis, lane) in ``uses``. Collective, in the same order on
-        every rank."""
-        hosts = gather_texts(socket.gethostname(), None)
-        layout = cls(grid, dist.get_rank(), len(set(hosts)))
+        every rank.
+
+        Args:
+            ranks_per_node: ranks that share fast links; None for those of one machine.
+        """
+        if ranks_per_node is None:
+            hosts = gather_texts(socket.gethostname(), None)
+        else:
+            hosts = [str(rank // ranks_per_node) for rank in range(grid.world_size)]
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+        layout = cls(grid, dist.get_rank(), tuple(numbers[host] for host in hosts))
         for axis, lane in uses:
             layout._groups[axis, lane] = _own_group(grid.along(axis), layout.rank)
         return layout
+
+    @property
+    def num_hosts(self) -> int:
+        """Nodes that the ranks run on."""
+        return len(set(self.node_of))
+
+    @property
+    def node_C(self) -> np.ndarray:
+        """Node of each cell of this rank's grid, 0 and up, int64: that of its first rank."""
+        ranks_CS = self.grid.ranks[self.index("edp")]
+        nodes = [self.node_of[rank] if self.node_of else 0 for rank in ranks_CS[:, 0]]
+        return np.unique(nodes, return_inverse=True)[1]
 
     def index(self, axis: str) -> int:
         """This rank's place along an axis."""

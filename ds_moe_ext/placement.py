@@ -1,4 +1,4 @@
-"""Which cells hold which experts, and how the copies of an expert share its rows.
+"""Which cells hold which experts.
 
 A *cell* is a group of ranks that together hold whole experts; it is one rank when
 ``expert_sharding_size`` is 1. Pure: nothing here talks to another rank.
@@ -8,6 +8,7 @@ Shape letters: E experts, C cells, S expert slots of one cell.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -55,6 +56,10 @@ class Placement:
         """One copy of each expert, in the cell ``owner_E`` names, int ``[E]``."""
         return cls(np.asarray(owner_E)[:, None] == np.arange(num_cells))
 
+    def with_copies(self, copies_EC: np.ndarray) -> Placement:
+        """This placement and the copies that ``copies_EC`` marks, bool ``[E, C]``."""
+        return Placement(self.holds_EC | copies_EC)
+
     @property
     def num_experts(self) -> int:
         return int(self.holds_EC.shape[0])
@@ -90,6 +95,33 @@ class Placement:
     def experts_of(self, cell: int) -> np.ndarray:
         """Expert ids of one cell in slot order (ascending), int64 ``[<= S]``."""
         return np.flatnonzero(self.holds_EC[:, cell])
+
+    def describe(self) -> str:
+        """The experts of each cell as text: equal texts are equal placements."""
+        return "|".join(" ".join(map(str, self.experts_of(c))) for c in range(self.num_cells))
+
+
+def even_homes(num_experts: Sequence[int], num_cells: int) -> tuple[Placement, ...]:
+    """First homes of the experts of all layers: HECATE's homogeneous sharding (spec rule 26).
+
+    A layer whose experts divide over the cells is cut into blocks, as in plain expert parallelism.
+    The experts of the other layers are dealt out cell by cell, each such layer going on where the
+    one before it ended: over all layers no cell owns more than one expert more than another.
+
+    Args:
+        num_experts: of each layer.
+        num_cells: cells ``C``.
+    """
+    homes = []
+    dealt = 0
+    for count in num_experts:
+        if count % num_cells == 0:
+            homes.append(Placement.block(count, num_cells))
+        else:
+            owner_E = (dealt + np.arange(count)) % num_cells
+            homes.append(Placement.owned_by(owner_E, num_cells))
+            dealt += count
+    return tuple(homes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ds_moe_ext.strategies import ep  # noqa: F401  registers itself
+from ds_moe_ext.strategies import ep, fssdp  # noqa: F401  register themselves
 from ds_moe_ext.strategies.base import Strategy, class_at, registered
 
 BLOCK = "ds_moe_ext"

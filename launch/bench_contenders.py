@@ -128,7 +128,7 @@ def ours(problem: Problem) -> Contender:
 def _one_cell(num_experts: int) -> Site:
     strategy, home = ExpertParallel(), Placement.block(num_experts, 1)
     layout = ParallelLayout.build(Grid(1, 1), strategy.uses())
-    (plan,) = strategy.plan(Job(np.ones((1, 1, num_experts)), (home,)))
+    (plan,) = strategy.plan(Job.at_start([home], layout.node_C))
     return Site(plan, layout, 0)
 
 

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from ds_moe_ext.moe import wires
-from ds_moe_ext.placement import Share
+from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.orders import stage_major
-from ds_moe_ext.schedule.program import Stage
-from ds_moe_ext.schedule.task import INTER, Lane, Op, Schedule
-from ds_moe_ext.strategies.base import Job, Plan, Site
+from ds_moe_ext.schedule.task import INTER, PARAM, Lane, Schedule
+from ds_moe_ext.share import LocalElseHome, NearestCopy
+from ds_moe_ext.strategies.base import Destination, Job, Plan, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunked:
+class Chunked(Strategy):
     """Expert parallelism over chunks, with a degree for each direction."""
 
     forward: int
     backward: int
 
-    def uses(self) -> tuple[tuple[str, Lane], ...]:
-        return (("ep", INTER),)
-
     def plan(self, job: Job) -> tuple[Plan, ...]:
         return tuple(
-            Plan(home, home, Share.local_else_home(home, home), self.forward, self.backward)
+            Plan(home, home, LocalElseHome(home, home), self.forward, self.backward)
             for home in job.homes
         )
 
@@ -40,5 +39,42 @@ class Chunked:
             return forward, forward.reversed()
         return forward, forward.backward_cut_as(cut(plan.backward_degree))
 
-    def stages(self, site: Site) -> Mapping[Op, Stage]:
-        return {}
+
+@dataclass(frozen=True, kw_only=True)
+class Copied(Strategy):
+    """Any copies that a test asks for, in chunks if it likes."""
+
+    target: Placement | None = None
+    forward: int = 1
+    backward: int = 1
+    rematerialize: bool = False
+    revise: Callable[[Placement, np.ndarray], Destination] | None = None
+
+    def uses(self) -> tuple[tuple[str, Lane], ...]:
+        return (("ep", INTER), ("ep", PARAM))
+
+    def plan(self, job: Job) -> tuple[Plan, ...]:
+        (home,) = job.homes
+        target = self.target or home
+        plan = Plan(
+            home,
+            target,
+            NearestCopy(target, job.node_C),
+            self.forward,
+            self.backward,
+            self.rematerialize,
+            self.revise,
+        )
+        return (plan,)
+
+    def schedules(self, plan: Plan, layer: int, *, gated: bool) -> tuple[Schedule, Schedule]:
+        chunks = plan.num_chunks
+
+        def cut(degree: int) -> Schedule:
+            tasks = wires.routed_tasks(
+                layer, num_chunks=chunks, degree=degree, copied=plan.has_copies
+            )
+            return wires.layer_schedule(tasks, layer, num_chunks=chunks, gated=gated)
+
+        forward = cut(plan.forward_degree)
+        return forward, forward.backward_cut_as(cut(plan.backward_degree))

@@ -20,7 +20,7 @@ PACKAGE = "ds_moe_ext"
 
 LAYERS = (
     ("_autoload",),  # names the patches, and imports nothing of ours
-    ("placement", "hardware"),
+    ("strict", "placement", "share", "transfer", "hardware"),
     ("schedule.task",),
     ("schedule.orders", "schedule.simulate"),
     ("schedule.trace",),
@@ -36,13 +36,13 @@ LAYERS = (
     ("report",),
     ("hosts",),
     ("patches",),
-    ("cli", "run"),
+    ("cli", "plan_jobs", "run", "profile_run", "profile_ranks"),
     ("",),  # the package's public names
 )
 """Imports go up this list only; modules of one row may import each other."""
 
 PURE = ("placement", "planners", "schedule.task", "schedule.orders", "schedule.simulate")
-PURE += ("schedule.trace",)
+PURE += ("share", "transfer", "schedule.trace", "strict", "hardware", "cost.fit")
 HOST_PACKAGES = {"deepspeed", "megatron", "transformers", "accelerate"}
 
 

@@ -90,7 +90,7 @@ def _sharded(rank: int, world_size: int, case: Case) -> list[Tensor]:
     strategy = ExpertParallel() if plain else Chunked(forward=forward, backward=backward)
     layout = ParallelLayout.build(Grid(world_size, num_cells), strategy.uses())
     home = Placement.block(case.num_experts, num_cells)
-    (plan,) = strategy.plan(Job(np.ones((1, num_cells, case.num_experts)), (home,)))
+    (plan,) = strategy.plan(Job.at_start([home], layout.node_C))
     mine = home.experts_of(layout.index("ep"))
     gate_ED, up, down = _weights(case)
     layer = MoELayer(

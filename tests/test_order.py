@@ -26,8 +26,10 @@ from ds_moe_ext.moe.order import (
     rows_of_experts,
     transposed_blocks,
 )
-from ds_moe_ext.placement import Placement, Share
+from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.task import Cut, Span, spans
+from ds_moe_ext.share import LocalElseHome, NearestCopy, Share
+from ds_moe_ext.strategies.base import Destination
 
 CPU = torch.device("cpu")
 BIG = 10_000  # more choices than a rank has: names a row by sender and choice
@@ -60,13 +62,12 @@ class Layer:
     def _route(self, cell: int) -> LayerRoute:
         told: list[np.ndarray] = []
         stage = Order(
-            target=self.target,
-            share=self.share,
+            destination=Destination(self.target, self.share),
             cell=cell,
             group=cell,  # all that the replaced exchange wants to know
             capacity_factor=None,
             gate_may_drop=True,
-            on_rows=lambda rows_CE, top_k: told.append(rows_CE),
+            on_rows=lambda rows_CE, top_k, share: told.append(rows_CE),
         )
         (route,), saved = stage.forward(Span(0, self.num_chunks), self.ids_C[cell])
         assert saved == ()
@@ -103,7 +104,7 @@ def travelled(layer: Layer, routes: Sequence[LayerRoute], span: Span) -> list[Te
 
 def by_owner(*owners: int, num_cells: int) -> tuple[Placement, Share]:
     placement = Placement.owned_by(np.array(owners), num_cells)
-    return placement, Share.local_else_home(placement, placement)
+    return placement, LocalElseHome(placement, placement)
 
 
 # By hand.
@@ -165,20 +166,15 @@ def test_two_chunks_by_hand() -> None:
 
 
 def test_copies_of_an_expert_share_its_rows_by_quota() -> None:
-    """Expert 0 is at both cells: rank 0 sends a quarter of its rows to cell 0, rank 1 a half."""
-    target = Placement(np.array([[True, True], [False, True]]))
-    fraction_CEC = np.array([[[0.25, 0.75], [0, 1]], [[0.5, 0.5], [0, 1]]])
-    ids = (torch.tensor([[0]] * 8 + [[1]]), torch.tensor([[0], [1], [0], [0], [0]]))
-    layer = Layer(ids, target, Share(fraction_CEC))
+    """Expert 0 is at cells 1 and 2, expert 1 at cell 0; all on one node."""
+    target = Placement(np.array([[False, True, True], [True, False, False]]))
+    ids = tuple(torch.tensor(i) for i in ([[0]] * 5 + [[1]], [[0], [1], [0]], [[0]] * 2))
+    layer = Layer(ids, target, NearestCopy(target, np.zeros(3, dtype=np.int64)))
     routes = layer.routes()
-    # The first rows go to the first holder: 2 of 8, and 2 of 4.
-    assert routes[0].on(Span(0, 1)).sent_C == (2, 7)
-    assert routes[1].on(Span(0, 1)).sent_C == (2, 3)
+    # Cell 0 has no copy: the odd row goes to the first copy. The others keep theirs.
+    assert [route.on(Span(0, 1)).sent_C for route in routes] == [(1, 3, 2), (1, 2, 0), (0, 0, 2)]
     names = [rows.tolist() for rows in travelled(layer, routes, Span(0, 1))]
-    assert names == [
-        [0, 1, BIG, BIG + 2],
-        [2, 3, 4, 5, 6, 7, BIG + 3, BIG + 4, 8, BIG + 1],  # expert 0, then expert 1
-    ]
+    assert names == [[5, BIG + 1], [0, 1, 2, BIG, BIG + 2], [3, 4, 2 * BIG, 2 * BIG + 1]]
 
 
 def test_dropped_choices_stay_at_home() -> None:
@@ -218,13 +214,12 @@ def one_cell(ids: Tensor, num_experts: int, *, gate_may_drop: bool) -> LayerRout
     target = Placement.block(num_experts, 1)
     told: list[object] = []
     stage = Order(
-        target=target,
-        share=Share.local_else_home(target, target),
+        destination=Destination(target, LocalElseHome(target, target)),
         cell=0,
         group=None,
         capacity_factor=None,
         gate_may_drop=gate_may_drop,
-        on_rows=lambda rows, top_k: told.append(rows),
+        on_rows=lambda rows, top_k, share: told.append(rows),
     )
     (route,), _ = stage.forward(Span(0, 1), ids)
     (rows,) = told
@@ -241,7 +236,7 @@ def test_one_cell_needs_no_exchange(
     ids = torch.from_numpy(rng.integers(num_experts, size=(num_tokens, top_k)))
     fast = one_cell(ids, num_experts, gate_may_drop=False).on(Span(0, 1))
     exchanged = one_cell(ids, num_experts, gate_may_drop=True).on(Span(0, 1))
-    assert torch.equal(fast.choice_N, one_cell_route(ids, num_experts).choice_N)
+    assert torch.equal(fast.choice_N, one_cell_route(ids, Placement.block(num_experts, 1)).choice_N)
     assert torch.equal(fast.choice_N, exchanged.choice_N)
     assert torch.equal(fast.token_N, exchanged.token_N)
     assert torch.equal(fast.slots.end_S, exchanged.slots.end_S)
@@ -260,13 +255,12 @@ def test_capacity_drops_before_the_exchange() -> None:
     target = Placement.block(2, 1)
     told: list[np.ndarray] = []
     stage = Order(
-        target=target,
-        share=Share.local_else_home(target, target),
+        destination=Destination(target, LocalElseHome(target, target)),
         cell=0,
         group=None,
         capacity_factor=1.0,
         gate_may_drop=True,
-        on_rows=lambda rows, top_k: told.append(rows),
+        on_rows=lambda rows, top_k, share: told.append(rows),
     )
     ((route,), _) = stage.forward(Span(0, 1), torch.tensor([[0], [0], [0], [-1]]))
     assert told[0].tolist() == [[2, 0]]
@@ -283,15 +277,16 @@ def layers(draw: st.DrawFn) -> Layer:
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     held_EC = rng.random((num_experts, num_cells)) < draw(st.sampled_from((0.0, 0.5, 1.0)))
     held_EC[np.arange(num_experts), rng.integers(num_cells, size=num_experts)] = True
-    weight_CEC = (rng.random((num_cells, num_experts, num_cells)) + 1e-3) * held_EC
     top_k = draw(st.integers(1, 3))
     lowest = draw(st.sampled_from((0, -1)))
     ids_C = tuple(
         torch.from_numpy(rng.integers(lowest, num_experts, size=(num_tokens, top_k)))
         for num_tokens in draw(st.lists(st.integers(0, 14), min_size=num_cells, max_size=num_cells))
     )
-    share = Share(weight_CEC / weight_CEC.sum(axis=2, keepdims=True))
-    return Layer(ids_C, Placement(held_EC), share, draw(st.sampled_from((1, 2, 6))))
+    target = Placement(held_EC)
+    near = NearestCopy(target, rng.integers(2, size=num_cells))
+    share = draw(st.sampled_from((near, LocalElseHome(target, target))))
+    return Layer(ids_C, target, share, draw(st.sampled_from((1, 2, 6))))
 
 
 @given(layers(), st.data())

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ds_moe_ext.layout import ParallelLayout
+from ds_moe_ext.moe.copies import Copies, Join, Place, Weights
 from ds_moe_ext.moe.dispatch import Combine, Dispatch, Wire
 from ds_moe_ext.moe.expert import Expert, ExpertFunction
 from ds_moe_ext.moe.gate import GateFunction
@@ -28,11 +30,13 @@ from ds_moe_ext.schedule.task import (
     EXPERT,
     GATE,
     INTER,
+    JOIN,
     ORDER,
+    PARAM,
     RESTORE,
     Op,
 )
-from ds_moe_ext.strategies.base import Plan, Site, Strategy
+from ds_moe_ext.strategies.base import Destination, Plan, Site, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,18 +73,55 @@ class RoutedExperts:
         gate: GateFunction | None = None,
     ) -> None:
         self.site = site
-        self.rows = RowsSeen(site.plan.target.num_experts)
+        target = site.plan.target
+        self.rows = RowsSeen(target.num_experts, target.num_cells)
         self.tasks = TasksSeen()
+        self.copies: Copies | None = None
         self._strategy = strategy
         self._function = function
         self._options = options or LayerOptions()
         self._gate = gate
+        self._started: Weights | None = None
+        self._revised: dict[bytes, Destination] = {}
         self._program: dict[torch.device, Program] = {}
+
+    def allow_copies(self, like: Weights) -> None:
+        """Say what the weights of an expert are like. Needed before a plan with copies.
+
+        Args:
+            like: of any one expert; their shapes, type and device are looked at, then and later.
+        """
+        layout = self.site.layout
+        group = layout.group("ep", PARAM)
+        place = Place(self.site.layer, layout.index("ep"), layout.node_C, group)
+        self.copies = Copies(place, self.site.plan, like, self.tasks)
 
     def take(self, plan: Plan) -> None:
         """Run by a new plan from now on. Call it between steps, on every rank."""
         self.site = replace(self.site, plan=plan)
+        if self.copies is not None:
+            self.copies.take(plan)
+        self._revised.clear()
         self._program.clear()
+
+    def after_step(self) -> None:
+        """The weights have changed."""
+        self._revised.clear()
+        if self.copies is not None:
+            self.copies.forget()
+
+    def start(self, weights: Weights) -> None:
+        """Launch what a pass needs beside its rows, before the host computes what comes before it.
+
+        Not needed, but what is launched here is hidden behind what the host computes until the
+        layer is called. Collective over the cells.
+
+        Args:
+            weights: those of the call that follows.
+        """
+        if self.copies is not None and self.site.plan.has_copies:
+            self._started = self.copies.start(weights)
+            self.copies.flight.begin()
 
     def __call__(
         self, x_TD: Tensor, expert_TK: Tensor, score_TK: Tensor, weights: tuple[Tensor, ...]
@@ -96,9 +137,19 @@ class RoutedExperts:
         Returns:
             ``[T, D]``.
         """
-        (y_TD,) = self.program(x_TD.device)(x_TD, expert_TK, score_TK, weights)
-        assert isinstance(y_TD, Tensor)
+        y_TD, *_ = self.run(x_TD, (expert_TK, score_TK), weights)
         return y_TD
+
+    def run(self, x_TD: Tensor, given: tuple[Any, ...], weights: Weights) -> tuple[Tensor, ...]:
+        """The program's outputs; ``given`` is what it takes between x and the expert weights."""
+        if self.copies is None or not self.site.plan.has_copies:
+            return self.program(x_TD.device)(x_TD, *given, weights)
+        if self._started is None:
+            self._started = self.copies.start(weights)
+        weights, self._started = self._started, None
+        self.copies.flight.ended()
+        y_TD, *others = self.program(x_TD.device)(x_TD, *given, weights)
+        return self.copies.finish(y_TD), *others
 
     def program(self, device: torch.device) -> Program:
         """The program of the present plan; made once a plan."""
@@ -122,8 +173,9 @@ class RoutedExperts:
         other in vain."""
         plan = self.site.plan
         orders = self._strategy.schedules(plan, self.site.layer, gated=self._gate is not None)
-        tables = (plan.home.expert_CS, plan.target.expert_CS, plan.share.fraction_CEC)
-        return "\n".join((*map(str, orders), *(str(table.tolist()) for table in tables)))
+        placements = plan.home.expert_CS, plan.target.expert_CS
+        tables = (str(table.tolist()) for table in placements)
+        return "\n".join((*map(str, orders), *tables, plan.share.describe()))
 
     def _common_stages(self, device: torch.device) -> Mapping[Op, Stage]:
         """One stage for each op that strategies share."""
@@ -131,22 +183,33 @@ class RoutedExperts:
         wire = Wire.between(layout, INTER, device)
         stages: dict[Op, Stage] = {
             ORDER: Order(
-                target=plan.target,
-                share=plan.share,
+                destination=Destination(plan.target, plan.share),
                 cell=layout.index("ep"),
                 group=wire.group,
                 capacity_factor=self._options.capacity_factor,
                 gate_may_drop=self._options.gate_may_drop,
                 on_rows=self.rows,
+                revise=None if plan.revise is None else self._destination,
             ),
             DISPATCH: Dispatch(wire, wire),
             EXPERT: Expert(self._function, recompute=plan.forward_degree != plan.backward_degree),
             COMBINE: Combine(wire, wire),
             RESTORE: Restore(),
         }
+        if self.copies is not None:
+            stages[JOIN] = Join(self.copies)
         if self._gate is not None:
             stages[GATE] = Local(self._gate, graded=(False, True, True))
         return stages
+
+    def _destination(self, rows_CE: np.ndarray) -> Destination:
+        """Where the rows of a pass go; the same again if the pass is computed again."""
+        plan, copies = self.site.plan, self.copies
+        assert plan.revise is not None and copies is not None
+        key = rows_CE.tobytes()
+        if key not in self._revised:
+            self._revised[key] = plan.revise(copies.flight.target, rows_CE)
+        return self._revised[key]
 
 
 class MoEOutput(NamedTuple):
@@ -169,7 +232,7 @@ class MoELayer(nn.Module):
     Args:
         gate_weights: of the gate, for softmax top-k one ``[E, D]``.
         gate: how it chooses.
-        expert_weights: of the experts that this rank is home to, slot first.
+        expert_weights: of the experts that this rank is home to, as the expert function wants them.
         function: what an expert computes.
         strategy: how the layer runs.
         plan: its present plan.
@@ -200,8 +263,6 @@ class MoELayer(nn.Module):
     def forward(self, x: Tensor) -> MoEOutput:
         """``[..., D]`` to ``[..., D]``. Collective over the cells."""
         self.routed.rows.begin(is_training=self.training)
-        program = self.routed.program(x.device)
-        y_TD, losses = program(
-            x.flatten(0, -2), tuple(self.gate_weights), tuple(self.expert_weights)
-        )
+        weights = tuple(self.expert_weights)
+        y_TD, losses = self.routed.run(x.flatten(0, -2), (tuple(self.gate_weights),), weights)
         return MoEOutput(y_TD.view_as(x), losses[0], losses[1])

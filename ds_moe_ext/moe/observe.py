@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,20 +12,35 @@ from torch import Tensor
 from ds_moe_ext.moe.order import SlotRows
 from ds_moe_ext.schedule.execute import Lanes, Mark
 from ds_moe_ext.schedule.task import Task
+from ds_moe_ext.share import Share
+
+
+class Rows(NamedTuple):
+    """What a layer routed.
+
+    Attributes:
+        routed_CE: rows by sender and expert, int64.
+        computed_C: rows that each cell computed, int64.
+    """
+
+    routed_CE: np.ndarray
+    computed_C: np.ndarray
 
 
 @dataclass
 class RowsSeen:
-    """Rows that a layer routed since the last ``take``. Shape letters: C senders, E experts.
+    """Rows that a layer routed since the last ``take``. Shape letters: C cells, E experts.
 
     A layer routes once a micro-batch. Not counted are rows of an evaluation, and what activation
     checkpointing routes again in backward.
     """
 
     num_experts: int
+    num_cells: int
     top_k: int = 0  # of the latest micro-batch
     _counts: bool = True
-    _on_host: np.ndarray | int = 0  # [C, E]
+    _routed: np.ndarray | int = 0  # [C, E]
+    _computed: np.ndarray | int = 0  # [C]
     _on_device: Tensor | None = None  # int64 [E], where rows end, summed; the host does not wait
 
     def begin(self, *, is_training: bool) -> None:
@@ -32,9 +48,9 @@ class RowsSeen:
         is_recomputed = torch._C._current_graph_task_id() != -1  # inside a backward pass
         self._counts = is_training and not is_recomputed
 
-    def __call__(self, rows: np.ndarray | SlotRows, top_k: int) -> None:
+    def __call__(self, rows: np.ndarray | SlotRows, top_k: int, share: Share) -> None:
         """Args: rows: int64 ``[C, E]`` by sender and expert, or rows by slot where one cell holds
-        all experts and the host does not know them yet."""
+        all experts and the host does not know them yet. share: who computes them."""
         self.top_k = top_k
         if not self._counts:
             return
@@ -42,15 +58,20 @@ class RowsSeen:
             before = 0 if self._on_device is None else self._on_device
             self._on_device = before + rows.end_S.long()
         else:
-            self._on_host = self._on_host + rows
+            self._routed = self._routed + rows
+            self._computed = self._computed + share.computed_C(rows)
 
-    def take(self) -> np.ndarray:
-        """Rows since the last call, int64 ``[C, E]``. Waits for the device."""
-        total = np.zeros((1, self.num_experts), dtype=np.int64) + self._on_host
+    def take(self) -> Rows:
+        """Rows since the last call. Waits for the device."""
+        routed_CE = np.zeros((self.num_cells, self.num_experts), dtype=np.int64) + self._routed
+        computed_C = np.zeros(self.num_cells, dtype=np.int64) + self._computed
         if self._on_device is not None:
-            total += self._on_device.cpu().diff(prepend=torch.zeros(1, dtype=torch.int64)).numpy()
-        self._on_host, self._on_device = 0, None
-        return total
+            routed_CE += (
+                self._on_device.cpu().diff(prepend=torch.zeros(1, dtype=torch.int64)).numpy()
+            )
+            computed_C = routed_CE.sum(axis=1)  # one cell holds all experts
+        self._routed, self._computed, self._on_device = 0, 0, None
+        return Rows(routed_CE, computed_C)
 
 
 @dataclass

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from ds_moe_ext.comm import all_gather_counts
 from ds_moe_ext.moe.gate import capacity_of, count, drop_over_capacity
-from ds_moe_ext.placement import Placement, Share
+from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.execute import OnDevice
 from ds_moe_ext.schedule.task import Cut, Span
+from ds_moe_ext.share import Share
+from ds_moe_ext.strategies.base import Destination
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,6 +148,7 @@ class LayerRoute(OnDevice):
 
     Attributes:
         cut: where the finest chunks begin.
+        target: where experts compute.
         top_k: choices ``K`` a token.
         choice_N: sent choices by chunk, cell, slot and token, int64 ``[N]``.
         sent_FC: rows of each chunk for each cell, on the host.
@@ -153,6 +156,7 @@ class LayerRoute(OnDevice):
     """
 
     cut: Cut
+    target: Placement
     top_k: int
     choice_N: Tensor
     sent_FC: np.ndarray
@@ -241,12 +245,12 @@ def transposed_blocks(lengths: np.ndarray, axes: tuple[int, ...], device: torch.
     )
 
 
-def one_cell_route(expert_TK: Tensor, num_slots: int) -> LayerRoute:
+def one_cell_route(expert_TK: Tensor, target: Placement) -> LayerRoute:
     """The route where one cell holds all experts: no exchange, and no wait for the device."""
     num_tokens, top_k = expert_TK.shape
     # 32 bits: a radix sort then needs half the passes.
     sorted_N, choice_N = expert_TK.flatten().int().sort(stable=True)
-    slots_S = torch.arange(num_slots, dtype=torch.int32, device=expert_TK.device)
+    slots_S = torch.arange(target.num_slots, dtype=torch.int32, device=expert_TK.device)
     end_S = torch.searchsorted(sorted_N, slots_S, right=True, out_int32=True)
     whole = Span(0, 1)
     num_rows = choice_N.numel()
@@ -263,7 +267,7 @@ def one_cell_route(expert_TK: Tensor, num_slots: int) -> LayerRoute:
     )
     nothing = np.zeros((1, 1), dtype=np.int64)  # spans other than the whole are never asked for
     cut = Cut.equal(num_tokens, 1)
-    return LayerRoute(cut, top_k, choice_N, nothing, nothing[..., None], {whole: route})
+    return LayerRoute(cut, target, top_k, choice_N, nothing, nothing[..., None], {whole: route})
 
 
 def rows_of_experts(expert_TK: Tensor, cut: Cut, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -292,34 +296,35 @@ class Order:
     sender and expert, which is also what planners want to know.
 
     Attributes:
-        target: where experts compute.
-        share: how their copies divide rows.
+        destination: where experts compute, and how their copies divide rows.
         cell: this rank's cell.
         group: the cells; None where there is one cell.
         capacity_factor: rows an expert takes from one rank, over the mean; None for all.
         gate_may_drop: whether ids may be -1.
         on_rows: told the rows of each sender and expert, int64 ``[C, E]``, on the host; or, where
-            it does not wait for them, where this rank's rows end, expert by expert.
+            it does not wait for them, where this rank's rows end, expert by expert; and choices a
+            token, and the share.
+        revise: another destination once the rows are known.
     """
 
-    target: Placement
-    share: Share
+    destination: Destination
     cell: int
     group: dist.ProcessGroup | None
     capacity_factor: float | None
     gate_may_drop: bool
-    on_rows: Callable[[np.ndarray | SlotRows, int], None]
+    on_rows: Callable[[np.ndarray | SlotRows, int, Share], None]
+    revise: Callable[[np.ndarray], Destination] | None = None
 
     def forward(self, span: Span, expert_TK: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         cut = Cut.equal(expert_TK.shape[0], span.stop - span.start)
-        num_experts = self.target.num_experts
+        num_experts = self.destination.target.num_experts
         if self.capacity_factor is not None:
             capacity = capacity_of(expert_TK.numel(), num_experts, self.capacity_factor)
             expert_TK = drop_over_capacity(expert_TK, num_experts, capacity)
         drops = self.gate_may_drop or self.capacity_factor is not None
         if self.group is None and cut.num_chunks == 1 and not drops:
-            route = one_cell_route(expert_TK, num_experts)
-            self.on_rows(route.on(span).slots, route.top_k)
+            route = one_cell_route(expert_TK, self.destination.target)
+            self.on_rows(route.on(span).slots, route.top_k, self.destination.share)
             return (route,), ()
         return (self._exchanged(expert_TK, cut),), ()
 
@@ -330,19 +335,23 @@ class Order:
         return ()
 
     def _exchanged(self, expert_TK: Tensor, cut: Cut) -> LayerRoute:
-        key_N, rows_FE = rows_of_experts(expert_TK, cut, self.target.num_experts)
+        num_experts = self.destination.target.num_experts
+        key_N, rows_FE = rows_of_experts(expert_TK, cut, num_experts)
         gathered = rows_FE[None] if self.group is None else all_gather_counts(rows_FE, self.group)
         rows_CFE = gathered.cpu().numpy()  # the one wait for the device: splits must be known
-        self.on_rows(rows_CFE.sum(axis=1), expert_TK.shape[1])
-        own_FEC = self.share.rows_from(self.cell, rows_CFE[self.cell])
-        received_CFE = self.share.rows_to(self.cell, rows_CFE)
+        rows_CE = rows_CFE.sum(axis=1)
+        target, share = self.destination if self.revise is None else self.revise(rows_CE)
+        self.on_rows(rows_CE, expert_TK.shape[1], share)
+        own_FEC = share.rows_from(self.cell, rows_CFE[self.cell])
+        received_CFE = share.rows_to(self.cell, rows_CFE)
         by_key_N = key_N.argsort(stable=True)[: int(own_FEC.sum())]
         return LayerRoute(
             cut=cut,
+            target=target,
             top_k=expert_TK.shape[1],
-            choice_N=_by_destination(by_key_N, own_FEC, self.target),
+            choice_N=_by_destination(by_key_N, own_FEC, target),
             sent_FC=own_FEC.sum(axis=1),
-            received_CFS=received_CFE[:, :, self.target.experts_of(self.cell)],
+            received_CFS=received_CFE[:, :, target.experts_of(self.cell)],
         )
 
 

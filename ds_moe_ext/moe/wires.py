@@ -6,17 +6,21 @@ The way of one batch::
     x, route --dispatch--> arrived --expert--> computed --combine--> returned --restore--> y
 
 Where the host keeps its own gate, the program starts after it, with ids and scores as inputs.
+Where experts have copies, ``weights --join--> target_weights`` stands before the experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
+from ds_moe_ext.schedule.orders import issued_last
 from ds_moe_ext.schedule.task import (
     COMBINE,
     DISPATCH,
     EXPERT,
     GATE,
+    JOIN,
     ORDER,
     RESTORE,
     Kind,
@@ -33,7 +37,8 @@ EXPERT_IDS = Kind("expert_ids", by_token=True, has_gradient=False)  # int64 [T, 
 SCORES = Kind("scores", by_token=True)  # [T, K]
 GATE_LOSSES = Kind("gate_losses")  # [2]: load balance, z
 ROUTE = Kind("route", has_gradient=False)  # LayerRoute
-WEIGHTS = Kind("weights")  # tuple of tensors, expert slot first
+WEIGHTS = Kind("weights")  # tuple of tensors: of the experts at home on this rank, by slot
+TARGET_WEIGHTS = Kind("target_weights")  # and of all that compute here
 ARRIVED = Kind("arrived")  # rows at the experts [R, D], by slot
 COMPUTED = Kind("computed")  # expert outputs [R, D], by slot
 RETURNED = Kind("returned")  # expert outputs [N, D], in send order
@@ -63,8 +68,14 @@ def dispatch(layer: int, span: Span) -> Task:
     return Task(DISPATCH, layer, span, reads, (Value(ARRIVED, layer, span),))
 
 
-def expert(layer: int, span: Span) -> Task:
-    reads = (Value(ARRIVED, layer, span), Value(ROUTE, layer, span), Value(WEIGHTS, layer))
+def join(layer: int, whole: Span) -> Task:
+    """Wait for the copies that this pass computes with; its adjoint sends their gradients home."""
+    reads = (Value(WEIGHTS, layer), Value(ROUTE, layer, whole))
+    return Task(JOIN, layer, whole, reads, (Value(TARGET_WEIGHTS, layer),))
+
+
+def expert(layer: int, span: Span, weights: Kind = WEIGHTS) -> Task:
+    reads = (Value(ARRIVED, layer, span), Value(ROUTE, layer, span), Value(weights, layer))
     return Task(EXPERT, layer, span, reads, (Value(COMPUTED, layer, span),))
 
 
@@ -78,11 +89,20 @@ def restore(layer: int, span: Span) -> Task:
     return Task(RESTORE, layer, span, reads, (Value(Y, layer, span),))
 
 
-def routed_tasks(layer: int, *, num_chunks: int, degree: int) -> list[Task]:
-    """Order to restore, chunk by chunk: what every strategy starts from."""
-    tasks = [order(layer, Span(0, num_chunks))]
+def routed_tasks(layer: int, *, num_chunks: int, degree: int, copied: bool = False) -> list[Task]:
+    """Order to restore, chunk by chunk: what every strategy starts from.
+
+    Args:
+        copied: experts may have copies here, which are joined when the first rows are on their way.
+    """
+    whole = Span(0, num_chunks)
+    weights = TARGET_WEIGHTS if copied else WEIGHTS
+    tasks = [order(layer, whole)]
     for span in spans(num_chunks, degree):
-        tasks += [each(layer, span) for each in (dispatch, expert, combine, restore)]
+        tasks.append(dispatch(layer, span))
+        if copied and span.start == 0:
+            tasks.append(join(layer, whole))
+        tasks += [expert(layer, span, weights), combine(layer, span), restore(layer, span)]
     return tasks
 
 
@@ -103,3 +123,16 @@ def layer_schedule(tasks: Iterable[Task], layer: int, *, num_chunks: int, gated:
         return Schedule((gate(layer, whole), *tasks), inputs, (y, Value(GATE_LOSSES, layer)))
     chosen = (Value(EXPERT_IDS, layer, whole), Value(SCORES, layer, whole))
     return Schedule(tuple(tasks), (x, *chosen, weights), (y,))
+
+
+@cache
+def plain_schedules(layer: int, *, gated: bool, copied: bool) -> tuple[Schedule, Schedule]:
+    """Forward and backward of a layer in one chunk, nothing reordered.
+
+    The gradients of copies go home when the gradients of the rows have been exchanged: that window
+    is left to the rows (HECATE, spec rule 34).
+    """
+    tasks = routed_tasks(layer, num_chunks=1, degree=1, copied=copied)
+    forward = layer_schedule(tasks, layer, num_chunks=1, gated=gated)
+    back = forward.reversed()
+    return forward, Schedule(tuple(issued_last(back.tasks, JOIN)), back.inputs, back.outputs)

@@ -28,3 +28,8 @@ def chunk_major(tasks: Iterable[Task], ops: Sequence[Op]) -> list[Task]:
     """
     rank = {op: position for position, op in enumerate(ops)}
     return sorted(tasks, key=lambda task: (task.span.start, rank[task.op]))
+
+
+def issued_last(tasks: Iterable[Task], op: Op) -> list[Task]:
+    """The tasks of one op behind all others; each part keeps its order."""
+    return sorted(tasks, key=lambda task: task.op == op)

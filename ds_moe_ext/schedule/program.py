@@ -228,7 +228,8 @@ class _Pass:
             if any(_wants_gradient(read) for read in reads):
                 for value, piece in zip(task.writes, written):
                     if value.kind.has_gradient:
-                        piece.requires_grad_()
+                        for part in piece if isinstance(piece, tuple) else (piece,):
+                            part.requires_grad_()
         return written
 
     def _adjoint(self, position: int, task: Task, grads: list[Any]) -> tuple[Any, ...]:

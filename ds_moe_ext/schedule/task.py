@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -29,11 +30,19 @@ PARAM = Lane("param")  # expert weights and their gradients
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """A kind of task and the lane it runs in. An open set: a strategy may define its own."""
+    """A kind of task and the lane it runs in. An open set: a strategy may define its own.
+
+    Attributes:
+        name: shown in errors and traces.
+        lane: where it runs.
+        back: lane of the adjoint, where it is another one.
+        is_wait: it only waits for what was begun elsewhere.
+    """
 
     name: str
     lane: Lane
-    back: Lane | None = None  # lane of the adjoint, where it is another one
+    back: Lane | None = None
+    is_wait: bool = False
 
 
 # The six sub-modules of an MoE layer.
@@ -43,6 +52,11 @@ DISPATCH = Op("dispatch", INTER)
 EXPERT = Op("expert", COMPUTE)
 COMBINE = Op("combine", INTER)
 RESTORE = Op("restore", COMPUTE)  # the papers' I-Order
+
+# Around them, where experts have copies.
+ATTENTION = Op("attention", COMPUTE)  # what the host computes between two MoE layers
+GATHER = Op("gather", PARAM)  # weights to their copies; its adjoint sums gradients at home
+JOIN = Op("join", COMPUTE, is_wait=True)
 
 
 class Span(NamedTuple):
@@ -223,11 +237,11 @@ class Schedule:
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether tasks could never overlap: each waits for the one issued before it."""
+        """Whether work could never overlap: each task waits for the one issued before it."""
+        work = [position for position, task in enumerate(self.tasks) if not task.op.is_wait]
         return all(
-            position - 1 in after or self.tasks[position].lane == self.tasks[position - 1].lane
-            for position, after in enumerate(self.after)
-            if position
+            before in self.after[position] or self.tasks[position].lane == self.tasks[before].lane
+            for before, position in pairwise(work)
         )
 
     @cached_property

@@ -1,23 +1,48 @@
 """What a strategy is, and how JSON names one.
 
 A strategy is a frozen dataclass: its fields are its JSON keys. One of the user's own is named
-``"package.module:Class"``. Shape letters: L layers, C cells, E experts.
+``"package.module:Class"``. Shape letters: C cells, E experts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
 from ds_moe_ext.layout import ParallelLayout
-from ds_moe_ext.placement import Placement, Share
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.planners.prices import Prices
 from ds_moe_ext.schedule.program import Stage
-from ds_moe_ext.schedule.task import Lane, Op, Schedule
+from ds_moe_ext.schedule.task import INTER, Lane, Op, Schedule
+from ds_moe_ext.share import Share
+
+ROWS_ALONE = Prices(
+    row_s=1.0, row_bytes=0.0, copy_s=0.0, inter_bytes_per_s=1.0, intra_bytes_per_s=1.0
+)
+"""Only how even the rows fall counts: for what has not been measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """Layers whose experts are alike, so that they may change places.
+
+    Attributes:
+        layers: their numbers.
+        prices: of their rows and copies.
+        expert_bytes: weights of one expert.
+        copy_latency_s: seconds until the first byte of a copy arrives.
+    """
+
+    layers: tuple[int, ...]
+    prices: Prices = ROWS_ALONE
+    expert_bytes: int = 0
+    copy_latency_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,12 +50,42 @@ class Job:
     """All that a planner may know. The same on every rank.
 
     Attributes:
-        rows_LCE: rows that each sender is predicted to route to each expert, ``[L, C, E]``.
+        rows: rows that each sender is predicted to route to each expert, of each layer, int64
+            ``[C, E]``; all zero before the first step.
         homes: where the weights of each layer's experts live.
+        node_C: node of each cell.
+        pools: every layer is in one of them.
+        window_s: seconds that the host computes before each layer in forward, which can hide
+            copies; 0 until it has been measured.
+        free_bytes: memory of a rank for copies, of all layers together.
+        accumulates: several micro-batches make a step.
     """
 
-    rows_LCE: np.ndarray
+    rows: tuple[np.ndarray, ...]
     homes: tuple[Placement, ...]
+    node_C: np.ndarray
+    pools: tuple[Pool, ...]
+    window_s: tuple[float, ...] = ()
+    free_bytes: int = 0
+    accumulates: bool = False
+
+    @classmethod
+    def at_start(
+        cls, homes: Iterable[Placement], node_C: np.ndarray, pools: Iterable[Pool] | None = None
+    ) -> Job:
+        """Before anything was seen; without pools all experts are alike."""
+        homes = tuple(homes)
+        layers = tuple(range(len(homes)))
+        rows = tuple(np.zeros(home.holds_EC.T.shape, dtype=np.int64) for home in homes)
+        given = (Pool(layers=layers),) if pools is None else tuple(pools)
+        return cls(rows, homes, node_C, given, (0.0,) * len(homes))
+
+
+class Destination(NamedTuple):
+    """Where rows go: who holds copies, and how they divide the rows."""
+
+    target: Placement
+    share: Share
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +98,9 @@ class Plan:
         share: how the copies of an expert divide each sender's rows.
         forward_degree: spans that the tokens of a forward pass are cut into.
         backward_degree: and of a backward pass.
+        rematerialize: free the copies after forward and gather them again for backward.
+        revise: where copies may be added once the rows of a pass are known: from who holds what
+            already and the rows, int64 ``[C, E]``, to another target and share. Pure.
     """
 
     home: Placement
@@ -50,6 +108,13 @@ class Plan:
     share: Share
     forward_degree: int = 1
     backward_degree: int = 1
+    rematerialize: bool = False
+    revise: Callable[[Placement, np.ndarray], Destination] | None = None
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether an expert may compute elsewhere than at home."""
+        return self.target is not self.home or self.revise is not None
 
     @property
     def num_chunks(self) -> int:
@@ -66,24 +131,49 @@ class Site:
     layer: int
 
 
-class Strategy(Protocol):
-    """One way to run MoE layers."""
+@dataclass(frozen=True)
+class Rhythm:
+    """When a strategy decides anew, in optimizer steps; 0 is never.
+
+    Attributes:
+        window: steps whose mean load predicts the next.
+        plan_every: steps between plans.
+        shard_every: steps between new homes.
+    """
+
+    window: int = 1
+    plan_every: int = 0
+    shard_every: int = 0
+
+
+class Strategy(ABC):
+    """One way to run MoE layers. A subclass is a frozen dataclass."""
+
+    has_uneven_homes: ClassVar[bool] = False  # a layer's experts need not divide over the cells
 
     def uses(self) -> tuple[tuple[str, Lane], ...]:
         """The (axis, lane) pairs that need a communicator. Pure."""
-        ...
+        return (("ep", INTER),)
 
+    def rhythm(self) -> Rhythm:
+        """When it decides anew. Pure."""
+        return Rhythm()
+
+    @abstractmethod
     def plan(self, job: Job) -> tuple[Plan, ...]:
         """One plan a layer. Pure: equal jobs give equal plans on every rank."""
-        ...
 
+    def homes(self, job: Job) -> tuple[Placement, ...]:
+        """Where experts shall live from now on; asked every ``shard_every`` steps. Pure."""
+        return job.homes
+
+    @abstractmethod
     def schedules(self, plan: Plan, layer: int, *, gated: bool) -> tuple[Schedule, Schedule]:
         """Forward and backward of one layer; ``gated`` as in ``wires.layer_schedule``. Pure."""
-        ...
 
     def stages(self, site: Site) -> Mapping[Op, Stage]:
         """Stages that differ from the common ones; usually none."""
-        ...
+        return {}
 
 
 StrategyT = TypeVar("StrategyT", bound=type)

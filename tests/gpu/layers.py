@@ -84,7 +84,7 @@ class Case:
 def layer_of(case: Case, device: torch.device) -> MoELayer:
     """The layer in one cell. No process group is needed."""
     home, strategy = Placement.block(case.num_experts, 1), case.strategy
-    (plan,) = strategy.plan(Job(np.ones((1, 1, case.num_experts)), (home,)))
+    (plan,) = strategy.plan(Job.at_start([home], np.zeros(1, dtype=np.int64)))
     gate, *experts = (weight.to(device) for weight in case.weights())
     return MoELayer(
         nn.ParameterList([gate]),

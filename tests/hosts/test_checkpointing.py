@@ -91,7 +91,7 @@ def rows_counted(
     tokens = tokens_of(rank)
 
     def taken() -> list[int]:
-        return [int(layer.routed.rows.take().sum()) for layer in layers]
+        return [int(layer.routed.rows.take().routed_CE.sum()) for layer in layers]
 
     grads_of(model, tokens)
     once = taken()

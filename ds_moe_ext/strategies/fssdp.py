@@ -1,0 +1,171 @@
+"""Fully sharded sparse data parallelism: HECATE.
+
+Every expert lives on one rank of the whole world. In every step the hot ones are copied to other
+ranks while attention computes, and the gradients of the copies are summed at home behind its
+backward; every ``reshard_interval`` steps the cold ones get new homes. Shape letters: L layers, C
+cells, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import numpy as np
+
+from ds_moe_ext.moe import wires
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.planners.calibrate import calibrate, guarded
+from ds_moe_ext.planners.materialize import materialize
+from ds_moe_ext.planners.overlap import copies_that_fit, overlap_degree
+from ds_moe_ext.planners.prices import Prices
+from ds_moe_ext.planners.shard import shard
+from ds_moe_ext.schedule.task import INTER, PARAM, Lane, Schedule
+from ds_moe_ext.share import NearestCopy
+from ds_moe_ext.strategies.base import Destination, Job, Plan, Pool, Rhythm, Strategy, register
+
+
+@register("fssdp")
+@dataclass(frozen=True, kw_only=True)
+class FullySharded(Strategy):
+    """HECATE's two planners and its calibration (sections 4 and 5 of the paper).
+
+    Attributes:
+        overlap_degree: experts of a layer that are copied at most (t); null: as many as can be sent
+            while attention computes, measured.
+        copies_per_rank: copies of a layer that a rank holds at most (m); null: as many as fit.
+        window: steps whose mean load predicts the next step's.
+        calibrate: add copies when the rows are known, if they pay at once.
+        rematerialize: free the copies after forward and gather them again for backward.
+        reshard_interval: steps between new homes; 0 is never.
+        heterogeneous_sharding: a layer may be at home unevenly. False keeps the first, even homes.
+        copy_bytes: memory of a rank for copies; null: most of what is free, and on a CPU as much as
+            the rank's own experts take.
+    """
+
+    overlap_degree: int | None = None
+    copies_per_rank: int | None = None
+    window: int = 5
+    calibrate: bool = False
+    rematerialize: bool = False
+    reshard_interval: int = 100
+    heterogeneous_sharding: bool = True
+    copy_bytes: int | None = None
+
+    has_uneven_homes: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        least = {"overlap_degree": 0, "copies_per_rank": 0, "window": 1, "reshard_interval": 0}
+        for key, bound in {**least, "copy_bytes": 0}.items():
+            value = vars(self)[key]
+            if value is not None and value < bound:
+                raise ValueError(f"ds_moe_ext.fssdp.{key} is {value}; it must be at least {bound}")
+
+    def uses(self) -> tuple[tuple[str, Lane], ...]:
+        return (("ep", INTER), ("ep", PARAM))
+
+    def rhythm(self) -> Rhythm:
+        every = self.reshard_interval if self.heterogeneous_sharding else 0
+        return Rhythm(window=self.window, plan_every=1, shard_every=every)
+
+    def plan(self, job: Job) -> tuple[Plan, ...]:
+        degree_L, fits_L = self._overlap_degrees(job), self._copies_that_fit(job)
+        loads = [rows_CE.sum(axis=0) for rows_CE in job.rows]
+        targets = materialize(
+            job.homes,
+            loads,
+            overlap_degree=degree_L,
+            copies_per_cell=fits_L,
+            node_C=job.node_C,
+        )
+        plans: dict[int, Plan] = {}
+        for pool in job.pools:
+            chosen = guarded(
+                [job.homes[layer] for layer in pool.layers],
+                [targets[layer] for layer in pool.layers],
+                [job.rows[layer] for layer in pool.layers],
+                prices=pool.prices,
+                node_C=job.node_C,
+            )
+            for layer, target in zip(pool.layers, chosen):
+                fits = int(min(degree_L[layer], fits_L[layer]))
+                plans[layer] = self._plan_of(job, pool, job.homes[layer], target, fits)
+        return tuple(plans[layer] for layer in range(len(job.homes)))
+
+    def homes(self, job: Job) -> tuple[Placement, ...]:
+        """Algorithm 2, pool by pool."""
+        degree_L = self._overlap_degrees(job)
+        homes = dict(enumerate(job.homes))
+        for pool in job.pools:
+            layers = list(pool.layers)
+            new = shard(
+                [job.rows[layer].sum(axis=0) for layer in layers],
+                overlap_degree=degree_L[layers],
+                node_C=job.node_C,
+                homes=[job.homes[layer] for layer in layers],
+            )
+            homes.update(zip(layers, new))
+        return tuple(homes[layer] for layer in range(len(job.homes)))
+
+    def schedules(self, plan: Plan, layer: int, *, gated: bool) -> tuple[Schedule, Schedule]:
+        return wires.plain_schedules(layer, gated=gated, copied=plan.has_copies)
+
+    def _overlap_degrees(self, job: Job) -> np.ndarray:
+        """``t`` of each layer, int64 ``[L]``."""
+        if self.overlap_degree is not None:
+            return np.full(len(job.homes), self.overlap_degree)
+        degree_L = np.zeros(len(job.homes), dtype=np.int64)  # until the window has been measured
+        for pool in job.pools:
+            for layer in (layer for layer in pool.layers if job.window_s[layer]):
+                degree_L[layer] = overlap_degree(
+                    job.window_s[layer],
+                    bytes_per_s=pool.expert_bytes / pool.prices.copy_s,
+                    expert_bytes=pool.expert_bytes,
+                    num_experts=job.homes[layer].num_experts,
+                    latency_s=pool.copy_latency_s,
+                )
+        return degree_L
+
+    def _copies_that_fit(self, job: Job) -> np.ndarray:
+        """``m`` of each layer, int64 ``[L]``."""
+        num_layers = len(job.homes)
+        if self.copies_per_rank is not None:
+            return np.full(num_layers, self.copies_per_rank)
+        layers_held = 1 if self.rematerialize else num_layers
+        # Gradients of copies wait for the last micro-batch, those of all layers.
+        layers_reduced = layers_held if job.accumulates else 1
+        fits_L = np.zeros(num_layers, dtype=np.int64)
+        for pool in job.pools:
+            fits_L[list(pool.layers)] = copies_that_fit(
+                job.free_bytes,
+                expert_bytes=pool.expert_bytes,
+                layers_held=layers_held,
+                layers_reduced=layers_reduced,
+            )
+        return fits_L
+
+    def _plan_of(self, job: Job, pool: Pool, home: Placement, target: Placement, fits: int) -> Plan:
+        revise = None
+        if self.calibrate and fits:
+            revise = partial(_calibrated, home, prices=pool.prices, node_C=job.node_C, fits=fits)
+        if np.array_equal(target.holds_EC, home.holds_EC):
+            target = home
+        share = NearestCopy(target, job.node_C)
+        return Plan(home, target, share, rematerialize=self.rematerialize, revise=revise)
+
+
+def _calibrated(
+    home: Placement,
+    held: Placement,
+    rows_CE: np.ndarray,
+    *,
+    prices: Prices,
+    node_C: np.ndarray,
+    fits: int,
+) -> Destination:
+    """Where the rows of a pass go, now that they are known."""
+    copies_C = (held.holds_EC & ~home.holds_EC).sum(axis=0)
+    left = max(fits - int(copies_C.max()), 0)
+    target = calibrate(home, held, rows_CE, copies_left=left, prices=prices, node_C=node_C)
+    return Destination(target, NearestCopy(target, node_C))

@@ -1,0 +1,220 @@
+"""Layers with copies of experts against the dense reference: float64, 1e-12.
+
+Shape letters: W ranks, T tokens, E experts, D model width, F expert width, C cells.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from ds_moe_ext.layout import Grid, ParallelLayout
+from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
+from ds_moe_ext.moe.gate import SoftmaxTopK
+from ds_moe_ext.moe.layer import MoELayer
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.share import NearestCopy
+from ds_moe_ext.strategies.base import Destination, Job
+from tests.ranks import pool_of
+from tests.reference import dense_experts, relative_error
+from tests.strategies_for_tests import Copied
+
+D, F, TOP_K = 8, 12, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """Who holds what, by seed, and how a pass goes."""
+
+    num_experts: int = 6
+    copies: float = 0.4  # share of (expert, cell) pairs beside the homes that hold a copy
+    even: bool = True  # homes
+    hot: float = 0.0
+    degrees: tuple[int, int] = (1, 1)
+    rematerialize: bool = False
+    revised: bool = False  # more copies once the rows are known
+    ranks_per_node: int = 2
+    num_micro_batches: int = 2
+    num_tokens: int = 14
+    seed: int = 0
+
+    def home(self, num_cells: int) -> Placement:
+        rng = np.random.default_rng(self.seed)
+        owner_E = np.arange(self.num_experts) * num_cells // self.num_experts
+        return Placement.owned_by(
+            owner_E if self.even else rng.integers(num_cells, size=self.num_experts), num_cells
+        )
+
+    def target(self, num_cells: int) -> Placement:
+        rng = np.random.default_rng(self.seed + 1)
+        held_EC = rng.random((self.num_experts, num_cells)) < self.copies
+        return Placement(self.home(num_cells).holds_EC | held_EC)
+
+
+def revised(held: Placement, rows_CE: np.ndarray, node_C: np.ndarray) -> Destination:
+    """The busiest expert everywhere."""
+    holds_EC = held.holds_EC.copy()
+    holds_EC[rows_CE.sum(axis=0).argmax()] = True
+    target = Placement(holds_EC)
+    return Destination(target, NearestCopy(target, node_C))
+
+
+def weights_of(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(case.num_experts)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    gate_ED = rand(case.num_experts, D)
+    gate_ED[0, -1] += case.hot  # the last input is always one
+    return gate_ED, rand(case.num_experts, 2 * F, D) * 0.3, rand(case.num_experts, D, F) * 0.3
+
+
+def tokens_of(case: Case, rank: int, number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 + rank + 1000 * number)
+    shape = (2, case.num_tokens + rank, D)
+    x, grad = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    x[:, -1] = 1.0
+    return x, grad
+
+
+def dense(case: Case, world_size: int) -> dict[str, list[Tensor]]:
+    weights = [w.requires_grad_() for w in weights_of(case)]
+    results: dict[str, list[Tensor]] = {"y": [], "x": []}
+    for rank in range(world_size):
+        for number in range(case.num_micro_batches):
+            x, grad = tokens_of(case, rank, number)
+            x.requires_grad_()
+            choice = SoftmaxTopK(top_k=TOP_K)(x, (weights[0],))
+            y = dense_experts(x, choice.expert_TK, choice.score_TK, *weights[1:])
+            torch.sum(y * grad).backward()
+            results["y"].append(y.detach())
+            results["x"].append(x.grad)
+    results["weights"] = [w.grad for w in weights]
+    return results
+
+
+def layer_of(case: Case, world_size: int) -> tuple[MoELayer, np.ndarray]:
+    """The layer on this rank, and the experts at home here."""
+    strategy = Copied(
+        target=case.target(world_size),
+        forward=case.degrees[0],
+        backward=case.degrees[1],
+        rematerialize=case.rematerialize,
+    )
+    layout = ParallelLayout.build(
+        Grid(world_size, world_size), strategy.uses(), case.ranks_per_node
+    )
+    if case.revised:
+        strategy = replace(strategy, revise=partial(revised, node_C=layout.node_C))
+    home = case.home(world_size)
+    (plan,) = strategy.plan(Job.at_start([home], layout.node_C))
+    mine = home.experts_of(layout.index("ep"))
+    gate_ED, up, down = weights_of(case)
+    layer = MoELayer(
+        nn.ParameterList([gate_ED]),
+        nn.ParameterList([weight[expert] for expert in mine for weight in (up, down)]),
+        gate=SoftmaxTopK(top_k=TOP_K),
+        function=FeedForwardExperts(silu_gated),
+        strategy=strategy,
+        plan=plan,
+        layout=layout,
+    )
+    layer.routed.allow_copies((up[0].clone().requires_grad_(), down[0].clone().requires_grad_()))
+    return layer, mine
+
+
+def run(rank: int, world_size: int, case: Case) -> list[Tensor]:
+    layer, mine = layer_of(case, world_size)
+    copies = layer.routed.copies
+    assert copies is not None
+    results, inputs = [], []
+    for number in range(case.num_micro_batches):
+        copies.reduces_now = lambda number=number: number == case.num_micro_batches - 1
+        x, grad = tokens_of(case, rank, number)
+        x.requires_grad_()
+        y = layer(x).y
+        torch.sum(y * grad).backward()
+        results.append(y.detach())
+        inputs.append(x.grad)
+    layer.routed.after_step()
+    with torch.no_grad():
+        again = layer(tokens_of(case, rank, case.num_micro_batches - 1)[0]).y
+    assert relative_error(again, results[-1]) <= 1e-13
+    slots = [p.grad for p in layer.expert_weights]
+    up = torch.stack(slots[::2]) if slots else torch.zeros(0, 2 * F, D, dtype=torch.float64)
+    down = torch.stack(slots[1::2]) if slots else torch.zeros(0, D, F, dtype=torch.float64)
+    return [*results, *inputs, layer.gate_weights[0].grad, up, down, torch.from_numpy(mine)]
+
+
+def check(case: Case, world_size: int) -> None:
+    reference = dense(case, world_size)
+    ranks = pool_of(world_size).run(run, case)
+    count = case.num_micro_batches
+    errors = {}
+    sums = [torch.zeros_like(w) for w in reference["weights"]]
+    for rank, (*results, gate_grad, up, down, mine) in enumerate(ranks):
+        for number in range(count):
+            for name, ours in (("y", results[number]), ("x", results[count + number])):
+                theirs = reference[name][rank * count + number]
+                errors[f"{name} {number} of rank {rank}"] = relative_error(ours, theirs)
+        sums[0] += gate_grad
+        sums[1].index_add_(0, mine, up)
+        sums[2].index_add_(0, mine, down)
+    for name, ours, theirs in zip(("gate", "up", "down"), sums, reference["weights"]):
+        errors[name] = relative_error(ours, theirs)
+    assert max(errors.values()) <= 1e-12, errors
+
+
+CASES = {
+    "some copies": Case(),
+    "no copies": Case(copies=0.0),
+    "all everywhere": Case(copies=1.0),
+    "uneven homes": Case(even=False, seed=3),
+    "few experts": Case(num_experts=2, even=False, seed=5),
+    "one hot expert": Case(hot=50.0, seed=1),
+    "one micro-batch": Case(num_micro_batches=1),
+    "rematerialized": Case(rematerialize=True),
+    "rematerialized, one micro-batch": Case(rematerialize=True, num_micro_batches=1),
+    "revised": Case(revised=True, hot=3.0),
+    "revised from none": Case(revised=True, copies=0.0),
+    "revised and rematerialized": Case(revised=True, rematerialize=True),
+    "chunks": Case(degrees=(2, 2)),
+    "chunks that differ": Case(degrees=(3, 2), copies=0.7),
+    "one node": Case(ranks_per_node=8),
+    "a node each": Case(ranks_per_node=1),
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_dense(name: str, world_size: int) -> None:
+    check(CASES[name], world_size)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    st.builds(
+        Case,
+        num_experts=st.integers(1, 9).filter(lambda number: number >= TOP_K),
+        copies=st.sampled_from([0.0, 0.2, 0.8]),
+        even=st.booleans(),
+        hot=st.sampled_from([0.0, 3.0, 50.0]),
+        degrees=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+        rematerialize=st.booleans(),
+        revised=st.booleans(),
+        ranks_per_node=st.integers(1, 4),
+        num_micro_batches=st.integers(1, 3),
+        num_tokens=st.sampled_from([0, 1, 9]),
+        seed=st.integers(0, 100),
+    )
+)
+def test_any_case_equals_dense(case: Case) -> None:
+    check(case, 4)
