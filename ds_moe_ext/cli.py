@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_moe_ext import _autoload
+from ds_moe_ext.plan_jobs import ALGORITHMS, plan_text
 from ds_moe_ext.report.record import RunRecord
+
+STANDARD_INPUT = "-"  # where a path is asked for
 
 
 def main() -> None:
@@ -32,11 +36,34 @@ def main() -> None:
     report = commands.add_parser("report", help="draw the page of a report.json again")
     report.add_argument("json", type=Path, help="report.json of a run")
     report.set_defaults(run=lambda given: draw(given.json))
+    plan = commands.add_parser("plan", help="plan a job, or many, given in JSON")
+    plan.add_argument("algorithm", metavar="ALGORITHM", help=", ".join(ALGORITHMS))
+    plan.add_argument(
+        "--in",
+        dest="path",
+        required=True,
+        metavar="FILE",
+        help="a job or a list of jobs in JSON; - reads standard input",
+    )
+    plan.set_defaults(run=lambda given: print_plan(given.algorithm, given.path))
     given = parser.parse_args()
     try:
         raise SystemExit(given.run(given))
     except (OSError, ValueError) as error:
         parser.exit(2, f"ds-moe-ext: {error}\n")
+
+
+def print_plan(algorithm: str, path: str) -> int:
+    """Print the plan of a job, or the plans of a list of jobs."""
+    try:
+        text = sys.stdin.buffer.read() if path == STANDARD_INPUT else Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(
+            f"--in is {path!r}, which cannot be read ({error.strerror}); name a file, or - for "
+            "standard input"
+        ) from error
+    print(plan_text(algorithm, text))
+    return 0
 
 
 def draw(path: Path) -> int:

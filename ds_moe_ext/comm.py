@@ -71,7 +71,7 @@ def all_to_all_by_pairs(
     return arrived_R
 
 
-def all_gather_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_gather_counts(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The counts of every member, int ``[C, ...]``, in the order of the members. Collective."""
     num_members = dist.get_world_size(group)
     if num_members == 1:
@@ -152,6 +152,21 @@ def connect(group: dist.ProcessGroup, device: torch.device) -> None:
     dist.all_reduce(torch.zeros((), device=device), group=group)
 
 
+def exchange(receives: Sequence[Wire], sends: Sequence[Wire], group: dist.ProcessGroup) -> Traffic:
+    """Move tensors between pairs of members; see ``_post``. For those who take part in it.
+
+    Args:
+        receives: where to receive, contiguous, and from whom.
+        sends: what to send, contiguous, and to whom.
+    """
+    for work in _post(receives, sends, group):
+        work.wait()
+    return Traffic(
+        sent_bytes=sum(tensor.nbytes for tensor, _ in sends),
+        received_bytes=sum(tensor.nbytes for tensor, _ in receives),
+    )
+
+
 # Sparse collectives: experts to the cells of a wider placement, and their gradients home.
 
 
@@ -220,7 +235,7 @@ def sparse_all_gather(
     else:
         traffic = Traffic()
         for round_ in part.rounds:
-            traffic += _exchange(_wires(round_.receives, have), _wires(round_.sends, have), group)
+            traffic += exchange(_wires(round_.receives, have), _wires(round_.sends, have), group)
     for expert in part.received:
         for buffer, arrived in zip(buffers[expert], have[expert]):
             if not buffer.is_contiguous():
@@ -335,7 +350,7 @@ def _reduce_round(
     receives = [
         (tensor, cell) for (_, cell), tensors in zip(round_.sends, landed) for tensor in tensors
     ]
-    traffic = _exchange(receives, _wires(round_.receives, leaving), group)
+    traffic = exchange(receives, _wires(round_.receives, leaving), group)
     for (expert, _), tensors in zip(round_.sends, landed):
         if expert in sums:
             for total, tensor in zip(sums[expert], tensors):
@@ -354,15 +369,6 @@ def _with_own(totals: list[Tensor] | None, own: Sequence[Tensor]) -> list[Tensor
 
 def _sum_dtype(tensor: Tensor, in_float32: bool) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32) if in_float32 else tensor.dtype
-
-
-def _exchange(receives: Sequence[Wire], sends: Sequence[Wire], group: dist.ProcessGroup) -> Traffic:
-    for work in _post(receives, sends, group):
-        work.wait()
-    return Traffic(
-        sent_bytes=sum(tensor.nbytes for tensor, _ in sends),
-        received_bytes=sum(tensor.nbytes for tensor, _ in receives),
-    )
 
 
 def _wires(moves: Iterable[Move], have: Mapping[int, Sequence[Tensor]]) -> list[Wire]:

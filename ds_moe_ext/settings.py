@@ -74,6 +74,8 @@ class Settings:
         expert_sharding_size: ranks of a cell that split each expert; null chooses.
         capacity_factor: rows that an expert takes from one rank, over the mean; null drops none.
         moe_layer_pattern: regular expression on module names: replace only what it finds.
+        hardware: file that describes the cluster, as ``ds-moe-ext profile`` writes it; null
+            measures in the first steps what the strategy needs to know.
         options: keys of a strategy of the user's own.
         report: what the run leaves behind.
         trace: a trace of steps.
@@ -86,6 +88,7 @@ class Settings:
     expert_sharding_size: int | None = None
     capacity_factor: float | None = None
     moe_layer_pattern: str | None = None
+    hardware: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     report: ReportSettings = field(default_factory=ReportSettings)
     trace: TraceSettings = field(default_factory=TraceSettings)

@@ -16,7 +16,10 @@ from ds_moe_ext.report.record import LayerRecord, RunRecord
 COMMAND = Path(sys.executable).parent / "ds-moe-ext"
 
 
-def start(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def start(
+    folder: Path, *arguments: str, given: str = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the command; ``given`` is its standard input."""
     clean = {
         key: value
         for key, value in os.environ.items()
@@ -26,6 +29,7 @@ def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Compl
         [str(COMMAND), *arguments],
         cwd=folder,
         env={**clean, "DS_ACCELERATOR": "cpu", "COLUMNS": "250", **environment},
+        input=given,
         capture_output=True,
         text=True,
         timeout=120,
@@ -194,7 +198,65 @@ def test_report_says_what_is_no_report(text: str | None, tmp_path: Path) -> None
     assert not (tmp_path / "report.html").exists()
 
 
-@pytest.mark.parametrize("arguments", [(), ("docter",), ("report",)])
+SHARDING_JOB = {
+    "load": [[50, 20, 20, 10], [30, 40, 25, 5]],
+    "overlap_degree": 1,
+    "num_ranks": 4,
+    "ranks_per_node": 2,
+}
+
+
+@pytest.mark.parametrize("path", ["-", "job.json"])
+def test_plan_prints_json(path: str, tmp_path: Path) -> None:
+    text = json.dumps(SHARDING_JOB)
+    (tmp_path / "job.json").write_text(text)
+    done = start(tmp_path, "plan", "heterogeneous-sharding", "--in", path, given=text)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == {"home": [[1, 2, 0, 3], [0, 1, 2, 3]]}
+
+
+def test_plan_needs_neither_torch_nor_a_host(tmp_path: Path) -> None:
+    """So that it starts quickly, wherever a person sits."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "for name in ('torch', 'deepspeed', 'transformers'):\n"
+        "    sys.modules[name] = None\n"
+    )
+    done = start(
+        tmp_path,
+        "plan",
+        "heterogeneous-sharding",
+        "--in",
+        "-",
+        given=json.dumps([SHARDING_JOB]),
+        PYTHONPATH=str(tmp_path),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == [{"home": [[1, 2, 0, 3], [0, 1, 2, 3]]}]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "path", "given", "says"),
+    [
+        ("heterogeneous-sharding", "-", "not json", "cannot be read as JSON"),
+        ("heterogeneous-sharding", "-", '{"load": [NaN]}', "NaN is no number"),
+        ("heterogeneous-sharding", "-", "{}", "needs the key 'load'; add it"),
+        ("heterogeneous-sharding", "no.json", "", "--in is 'no.json', which cannot be read (No"),
+        ("heterogeneous-sharding", ".", "", "--in is '.', which cannot be read (Is a directory)"),
+        ("heterogeneous", "-", "{}", "did you mean 'heterogeneous-sharding'?"),
+    ],
+)
+def test_plan_says_what_is_wrong(
+    algorithm: str, path: str, given: str, says: str, tmp_path: Path
+) -> None:
+    done = start(tmp_path, "plan", algorithm, "--in", path, given=given)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("ds-moe-ext: ")
+    assert says in line
+
+
+@pytest.mark.parametrize("arguments", [(), ("docter",), ("report",), ("plan",)])
 def test_usage(arguments: tuple[str, ...], tmp_path: Path) -> None:
     done = start(tmp_path, *arguments)
     assert done.returncode == 2

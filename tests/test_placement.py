@@ -1,16 +1,16 @@
-"""Placements and shares against counting by hand and by loops. Pure.
+"""Placements against counting by hand and by loops. Pure.
 
-Shape letters: E experts, C cells, S slots, F chunks.
+Shape letters: E experts, C cells, S slots.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.placement import Placement, Share
+from ds_moe_ext.placement import Placement, even_homes
 
 
 def holds(*rows: str) -> np.ndarray:
@@ -70,89 +70,64 @@ def test_tables_are_read_only() -> None:
         placement.owner_E,
         placement.slot_EC,
         placement.expert_CS,
-        Share.local_else_home(placement, placement).fraction_CEC,
-        Share(np.ones((1, 1, 1))).fraction_CEC,
     )
     for table in tables:
         with pytest.raises(ValueError, match="read-only"):
             table[...] = 0
 
 
-def test_local_else_home() -> None:
-    """Homes: experts 0, 1 in cell 0, experts 2, 3 in cell 1. Copies: 0 in cell 1, 3 in cell 2."""
-    home = Placement.owned_by(np.array([0, 0, 1, 1]), 3)
-    target = Placement(
-        holds(
-            "xx.",
-            "x..",
-            ".x.",
-            ".xx",
-        )
-    )
-    share = Share.local_else_home(home, target)
-    # Who computes for each sender, expert by expert.
-    assert share.fraction_CEC.argmax(axis=2).tolist() == [
-        [0, 0, 1, 1],  # sender 0 has 0 and 1 itself
-        [1, 0, 1, 1],  # sender 1 has a copy of 0
-        [0, 0, 1, 2],  # sender 2 has a copy of 3
+def test_copies_beside_what_is_held() -> None:
+    home = Placement.owned_by(np.array([2, 0]), 3)
+    target = home.with_copies(holds(".x.", "..."))
+    assert np.array_equal(target.holds_EC, holds(".xx", "x.."))
+    assert home.holds_EC.sum() == 2
+
+
+def test_text() -> None:
+    assert Placement(UNEVEN).describe() == "0 2 3|2|1 3"
+    assert Placement.owned_by(np.array([2, 0, 2]), 3).describe() == "1||0 2"
+
+
+def test_even_homes_by_hand() -> None:
+    homes = even_homes([4, 3, 6, 8], 4)
+    # Layers of 4 and 8 experts in blocks; those of 3 and 6 are dealt out: 0 1 2, then 3 0 1 2 3 0.
+    assert [home.owner_E.tolist() for home in homes] == [
+        [0, 1, 2, 3],
+        [0, 1, 2],
+        [3, 0, 1, 2, 3, 0],
+        [0, 0, 1, 1, 2, 2, 3, 3],
     ]
-    assert np.array_equal(share.fraction_CEC.sum(axis=2), np.ones((3, 4)))
-
-    rows_FE = np.array([[5, 0, 2, 7]])
-    # Sender 2: 5 rows of expert 0 to cell 0, 2 of expert 2 to cell 1, 7 of expert 3 to itself.
-    assert share.rows_from(2, rows_FE).tolist() == [[[5, 0, 0], [0, 0, 0], [0, 2, 0], [0, 0, 7]]]
 
 
-def test_quotas_are_rounded_cumulatively() -> None:
-    """Fractions 1/4, 1/4, 1/2 of one sender: ends at 1/4, 1/2 and all of its rows."""
-    share = Share(np.array([[[0.25, 0.25, 0.5]]] * 3))
-    for num_rows, expected in (
-        (0, [0, 0, 0]),
-        (1, [0, 0, 1]),  # ends rint(.25), rint(.5), 1 = 0, 0, 1
-        (2, [0, 1, 1]),  # ends rint(.5), rint(1.), 2 = 0, 1, 2
-        (3, [1, 1, 1]),  # ends rint(.75), rint(1.5), 3 = 1, 2, 3
-        (8, [2, 2, 4]),
-        (10, [2, 3, 5]),  # ends rint(2.5), 5, 10 = 2, 5, 10: half goes to even
-    ):
-        assert share.rows_from(1, np.array([[num_rows]])).tolist() == [[expected]]
+@settings(deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=6), st.integers(1, 9))
+def test_even_homes_are_even(num_experts: list[int], num_cells: int) -> None:
+    homes = even_homes(num_experts, num_cells)
+    assert [home.num_experts for home in homes] == num_experts
+    assert all((home.holds_EC.sum(axis=1) == 1).all() for home in homes)
+    total_C = np.sum([home.holds_EC.sum(axis=0) for home in homes], axis=0)
+    assert total_C.max() - total_C.min() <= 1
+    for home in homes:
+        of_layer_C = home.holds_EC.sum(axis=0)
+        assert of_layer_C.max() - of_layer_C.min() <= 1
+        if home.num_experts % num_cells == 0:
+            block = Placement.block(home.num_experts, num_cells)
+            assert np.array_equal(home.holds_EC, block.holds_EC)
 
 
 @st.composite
-def shared_rows(draw: st.DrawFn) -> tuple[Placement, Share, np.ndarray]:
-    """A placement with copies, fractions over the holders, and rows ``[C, F, E]``."""
+def placements(draw: st.DrawFn) -> Placement:
+    """With copies; cells may be empty."""
     num_experts, num_cells = draw(st.integers(1, 6)), draw(st.integers(1, 5))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    held_EC = rng.random((num_experts, num_cells)) < draw(st.sampled_from((0.2, 0.6, 1.0)))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    held_EC = rng.random((num_experts, num_cells)) < draw(st.sampled_from((0.0, 0.2, 0.6, 1.0)))
     held_EC[np.arange(num_experts), rng.integers(num_cells, size=num_experts)] = True
-    weight_CEC = rng.random((num_cells, num_experts, num_cells)) ** 3 * held_EC
-    # Some holders get nothing of some sender; one at least gets something.
-    weight_CEC *= rng.random(weight_CEC.shape) < 0.7
-    weight_CEC[weight_CEC.sum(axis=2) == 0] = held_EC[np.nonzero(weight_CEC.sum(axis=2) == 0)[1]]
-    fraction_CEC = weight_CEC / weight_CEC.sum(axis=2, keepdims=True)
-    most = draw(st.sampled_from((0, 1, 7, 10**6)))
-    rows_CFE = rng.integers(0, most + 1, size=(num_cells, draw(st.integers(1, 4)), num_experts))
-    return Placement(held_EC), Share(fraction_CEC), rows_CFE
+    return Placement(held_EC)
 
 
-@given(shared_rows())
-def test_sender_and_holder_agree_on_every_row(case: tuple[Placement, Share, np.ndarray]) -> None:
-    placement, share, rows_CFE = case
-    cells = range(placement.num_cells)
-    sent_CFEC = np.stack([share.rows_from(sender, rows_CFE[sender]) for sender in cells])
-    assert np.array_equal(sent_CFEC.sum(axis=3), rows_CFE)
-    assert (sent_CFEC >= 0).all()
-    for holder in cells:
-        assert np.array_equal(share.rows_to(holder, rows_CFE), sent_CFEC[..., holder])
-    nobody_EC = ~placement.holds_EC
-    assert not sent_CFEC[:, :, nobody_EC].any()
-    # No quota is off by more than one row: both of its ends are rounded by at most a half.
-    exact_CFEC = rows_CFE[..., None] * share.fraction_CEC[:, None]
-    assert (np.abs(sent_CFEC - exact_CFEC) <= 1 + 1e-6).all()
-
-
-@given(shared_rows())
-def test_tables_agree_with_each_other(case: tuple[Placement, Share, np.ndarray]) -> None:
-    placement, _, _ = case
+@settings(deadline=None, derandomize=True)
+@given(placements())
+def test_tables_agree_with_each_other(placement: Placement) -> None:
     for cell in range(placement.num_cells):
         experts = placement.experts_of(cell).tolist()
         assert experts == [e for e in range(placement.num_experts) if placement.holds_EC[e, cell]]
@@ -160,18 +135,7 @@ def test_tables_agree_with_each_other(case: tuple[Placement, Share, np.ndarray])
         assert row == experts + [-1] * (placement.num_slots - len(experts))
         assert [placement.slot_EC[e, cell] for e in experts] == list(range(len(experts)))
     assert placement.holds_EC[np.arange(placement.num_experts), placement.owner_E].all()
-
-
-@given(shared_rows())
-def test_local_else_home_sends_nothing_that_could_stay(
-    case: tuple[Placement, Share, np.ndarray],
-) -> None:
-    target, _, rows_CFE = case
-    home = Placement.owned_by(target.owner_E, target.num_cells)
-    share = Share.local_else_home(home, target)
-    for sender in range(target.num_cells):
-        sent_FEC = share.rows_from(sender, rows_CFE[sender])
-        for expert in range(target.num_experts):
-            keeps = target.holds_EC[expert, sender]
-            holder = sender if keeps else home.owner_E[expert]
-            assert np.array_equal(sent_FEC[:, expert, holder], rows_CFE[sender, :, expert])
+    columns = placement.describe().split("|")
+    assert [[int(e) for e in column.split()] for column in columns] == [
+        placement.experts_of(cell).tolist() for cell in range(placement.num_cells)
+    ]

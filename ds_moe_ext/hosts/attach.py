@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,14 +12,17 @@ import torch
 from torch import nn
 
 from ds_moe_ext.comm import gather_texts
-from ds_moe_ext.hosts.found import Adopted, Found, Hosted
+from ds_moe_ext.hardware import Hardware, read_hardware
+from ds_moe_ext.hosts.found import Adopted, ExpertShape, Found, Hosted
 from ds_moe_ext.layout import Grid, ParallelLayout
+from ds_moe_ext.moe.copies import in_order
 from ds_moe_ext.moe.expert import ExpertFunction
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
-from ds_moe_ext.placement import Placement
+from ds_moe_ext.placement import Placement, even_homes
 from ds_moe_ext.report.record import LayerRecord
+from ds_moe_ext.schedule.task import INTER, PARAM
 from ds_moe_ext.settings import BLOCK, Settings
-from ds_moe_ext.strategies.base import Job, Site, Strategy
+from ds_moe_ext.strategies.base import Job, Pool, Site, Strategy
 
 Finder = Callable[[nn.Module], Iterable[Found]]
 
@@ -32,20 +35,23 @@ class AttachedLayer:
         name: dotted module name.
         kind: what was there.
         hosted: what has taken its place.
-        parameters: the expert weights of this rank.
         bytes_before: bytes of expert weights that the rank held before.
     """
 
     name: str
     kind: str
     hosted: Hosted
-    parameters: tuple[nn.Parameter, ...]
     bytes_before: int
 
     @property
     def routed(self) -> RoutedExperts:
         """Its program."""
         return self.hosted.routed
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """The expert weights of this rank."""
+        return tuple(parameter for slot in self.hosted.slots() for parameter in slot.parameters)
 
     @classmethod
     def of(cls, found: Found, adopted: Adopted) -> AttachedLayer:
@@ -54,7 +60,6 @@ class AttachedLayer:
             found.name,
             found.kind,
             adopted.hosted,
-            tuple(adopted.sources),
             bytes_of(before.union(adopted.discarded)),
         )
 
@@ -85,15 +90,35 @@ class Blueprint:
         strategy: the chosen strategy.
         grid: the ranks.
         found: the layers, in model order.
+        hardware: the cluster, if the settings name a file.
     """
 
     settings: Settings
     strategy: Strategy
     grid: Grid
     found: tuple[Found, ...]
+    hardware: Hardware | None
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """Layers whose experts are alike."""
+        layers: dict[ExpertShape, list[int]] = {}
+        for layer, found in enumerate(self.found):
+            layers.setdefault(found.expert, []).append(layer)
+        return tuple(Pool(layers=tuple(numbers)) for numbers in layers.values())
+
+    @property
+    def moves_experts(self) -> bool:
+        """Whether experts may change their homes."""
+        return self.strategy.rhythm().shard_every > 0
 
     def homes(self) -> tuple[Placement, ...]:
-        return tuple(Placement.block(f.num_experts, self.grid.num_cells) for f in self.found)
+        """Where the experts of each layer live at first."""
+        homes: dict[int, Placement] = {}
+        for pool in self.pools:
+            counts = [self.found[layer].num_experts for layer in pool.layers]
+            homes.update(zip(pool.layers, even_homes(counts, self.grid.num_cells)))
+        return tuple(homes[layer] for layer in range(len(self.found)))
 
 
 def draw(
@@ -117,14 +142,21 @@ def draw(
             + "; known are the MoE blocks of Hugging Face transformers 5, deepspeed.moe.layer.MoE "
             "and classes given to ds_moe_ext.register_experts; 'ds-moe-ext doctor' tells more"
         )
-    num_cells = settings.expert_parallel_size or _largest_fit(found, world_size)
+    largest = world_size if strategy.has_uneven_homes else _largest_fit(found, world_size)
+    num_cells = settings.expert_parallel_size or largest
     if world_size % num_cells:
         raise ValueError(
             f"{BLOCK}.expert_parallel_size is {num_cells}, which does not divide the world size "
             f"{world_size}; choose one of {_divisors(world_size)}"
         )
+    if num_cells < world_size and strategy.rhythm().shard_every:
+        raise ValueError(
+            f"{BLOCK}.expert_parallel_size is {num_cells} of {world_size} ranks, but strategy "
+            f"{settings.strategy} moves experts to new homes, which needs one home an expert in "
+            f"the whole world; leave expert_parallel_size out, or set reshard_interval to 0"
+        )
     for layer in found:
-        if layer.num_experts % num_cells:
+        if layer.num_experts % num_cells and not strategy.has_uneven_homes:
             raise ValueError(
                 f"{BLOCK}.expert_parallel_size is {num_cells}, which does not divide the "
                 f"{layer.num_experts} experts of {layer.name}; choose one of "
@@ -135,7 +167,18 @@ def draw(
                 f"{BLOCK}.expert_parallel_size is {num_cells}, but the model built {layer.name} "
                 f"with ep_size {layer.num_cells}; make them equal, or build it with ep_size 1"
             )
-    return Blueprint(settings, strategy, Grid(world_size, num_cells), tuple(found))
+    hardware = None if settings.hardware is None else read_hardware(settings.hardware)
+    blueprint = Blueprint(settings, strategy, Grid(world_size, num_cells), tuple(found), hardware)
+    for pool in blueprint.pools:
+        names = [found[layer].name for layer in pool.layers]
+        count = sum(found[layer].num_experts for layer in pool.layers)
+        if count < num_cells:
+            raise ValueError(
+                f"{BLOCK}.expert_parallel_size is {num_cells}, but {', '.join(names)} have only "
+                f"{count} experts of their shape: some ranks would have none; choose one of "
+                f"{[size for size in _divisors(world_size) if size <= count]}"
+            )
+    return blueprint
 
 
 def _largest_fit(found: Iterable[Found], world_size: int) -> int:
@@ -154,20 +197,31 @@ def _divisors(number: int) -> list[int]:
 def build(blueprint: Blueprint) -> list[tuple[AttachedLayer, Adopted]]:
     """Replace the layers. Collective: it makes the layout's process groups."""
     strategy = blueprint.strategy
-    layout = ParallelLayout.build(blueprint.grid, strategy.uses())
+    hardware = blueprint.hardware
+    ranks_per_node = None if hardware is None else hardware.ranks_per_node
+    layout = ParallelLayout.build(blueprint.grid, strategy.uses(), ranks_per_node)
     homes = blueprint.homes()
-    plans = strategy.plan(Job(_no_loads(blueprint), homes))
+    plans = strategy.plan(Job.at_start(homes, layout.node_C, blueprint.pools))
     attached = []
     for index, (found, home, plan) in enumerate(zip(blueprint.found, homes, plans)):
         held = torch.from_numpy(home.experts_of(layout.index("ep")))
         adopted = found.adopt(held, _factory(blueprint, found, Site(plan, layout, index)))
         attached.append((AttachedLayer.of(found, adopted), adopted))
-    if blueprint.settings.debug:
-        _check_agreement([layer for layer, _ in attached], layout.rank)
+    if ("ep", PARAM) in strategy.uses():
+        _allow_copies(blueprint.pools, [layer for layer, _ in attached])
     return attached
 
 
-def _check_agreement(layers: Iterable[AttachedLayer], rank: int) -> None:
+def _allow_copies(pools: Iterable[Pool], layers: Sequence[AttachedLayer]) -> None:
+    for pool in pools:
+        slots = (slot for layer in pool.layers for slot in layers[layer].hosted.slots())
+        like = next(slots).parameters
+        for layer in pool.layers:
+            layers[layer].routed.allow_copies(like)
+    in_order(layer.routed.copies for layer in layers if layer.routed.copies is not None)
+
+
+def check_agreement(layers: Iterable[AttachedLayer], rank: int) -> None:
     """Collective. A plan or an issue order that differs between ranks would hang them later.
 
     Raises:
@@ -175,18 +229,13 @@ def _check_agreement(layers: Iterable[AttachedLayer], rank: int) -> None:
     """
     for layer in layers:
         text = layer.routed.describe()
-        digests = gather_texts(hashlib.sha256(text.encode()).hexdigest()[:8], None)
+        group = layer.routed.site.layout.group("ep", INTER)
+        digests = gather_texts(hashlib.sha256(text.encode()).hexdigest()[:8], group)
         if len(set(digests)) > 1:
             raise RuntimeError(
-                f"{BLOCK}: ranks disagree on {layer.name}: digests {digests} of rank 0, 1, ...; "
+                f"{BLOCK}: ranks disagree on {layer.name}: digests {digests} of the grid's ranks; "
                 f"rank {rank} has\n{text}"
             )
-
-
-def _no_loads(blueprint: Blueprint) -> np.ndarray:
-    """Before the first step all experts are predicted to be equally loaded."""
-    most = max(found.num_experts for found in blueprint.found)
-    return np.ones((len(blueprint.found), blueprint.grid.num_cells, most))
 
 
 def _factory(

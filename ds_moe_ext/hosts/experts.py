@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ds_moe_ext.hosts.found import Adopted, Found, Slot, set_module, weights_of
+from ds_moe_ext.hosts.found import Adopted, Found, Slot, set_module, shape_of, weights_of
 from ds_moe_ext.moe.expert import ExpertFunction
 from ds_moe_ext.moe.layer import RoutedExperts
 
@@ -80,7 +80,16 @@ def found_experts(
         }
         return Adopted(hosted, sources, tuple(module.parameters()))
 
-    return Found(name, type(module).__name__, description.num_experts, 1, False, adopt)
+    whole = [(each, module.get_parameter(each)) for each in description.weight_names]
+    return Found(
+        name=name,
+        kind=type(module).__name__,
+        num_experts=description.num_experts,
+        expert=shape_of((each, weight[0], weight.requires_grad) for each, weight in whole),
+        num_cells=1,
+        may_drop=False,
+        adopt=adopt,
+    )
 
 
 class HostedExperts(nn.Module):

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from ds_moe_ext.moe.expert import ExpertFunction
 from ds_moe_ext.moe.layer import RoutedExperts
 
+ExpertShape = tuple[tuple[str, tuple[int, ...], str, bool], ...]
+"""Of each weight of an expert its name, shape, type and whether it is trained."""
+
 RoutedOf = Callable[[ExpertFunction], RoutedExperts]
 
 
@@ -46,6 +49,10 @@ class Hosted(Protocol):
         """Take these slots in place of the present ones."""
         ...
 
+    def weights(self) -> tuple[Tensor, ...]:
+        """As ``weights_of`` gives them."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class Adopted:
@@ -70,6 +77,8 @@ class Found:
         name: dotted name of the module.
         kind: for the table a person reads.
         num_experts: experts ``E`` of the layer.
+        expert: names, shapes and types of one expert's weights; where they are equal, experts of
+            two layers could change places.
         num_cells: cells over which the model was built already; 1 if every rank has all experts.
         may_drop: its gate marks dropped choices with -1.
         adopt: replace it: called with the experts that this rank is home to, int64 ``[S]``, and a
@@ -79,9 +88,15 @@ class Found:
     name: str
     kind: str
     num_experts: int
+    expert: ExpertShape
     num_cells: int
     may_drop: bool
     adopt: Callable[[Tensor, RoutedOf], Adopted]
+
+
+def shape_of(weights: Iterable[tuple[str, Tensor, bool]]) -> ExpertShape:
+    """From name, weight and whether it is trained."""
+    return tuple((name, tuple(w.shape), str(w.dtype), trained) for name, w, trained in weights)
 
 
 def set_module(model: nn.Module, name: str, module: nn.Module) -> None:

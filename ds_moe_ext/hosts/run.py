@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_moe_ext.hosts.attach import AttachedLayer, Blueprint, bytes_of
+from ds_moe_ext.hosts.planning import Planning
 from ds_moe_ext.moe.observe import TimedTask
 from ds_moe_ext.report.record import RunRecord
 from ds_moe_ext.report.recorder import Recorder, phase_of, span_of
@@ -25,17 +26,21 @@ class Run:
     Attributes:
         blueprint: what was asked for.
         layers: what was replaced, in model order.
+        planning: plans the steps.
         recorder: what has happened.
         rank: this rank.
     """
 
     blueprint: Blueprint
     layers: tuple[AttachedLayer, ...]
+    planning: Planning
     recorder: Recorder
     rank: int
 
     @classmethod
-    def start(cls, blueprint: Blueprint, layers: Sequence[AttachedLayer], rank: int) -> Run:
+    def start(
+        cls, blueprint: Blueprint, layers: Sequence[AttachedLayer], planning: Planning, rank: int
+    ) -> Run:
         """Begin to record, and tell a person what was replaced."""
         settings = blueprint.settings
         report, trace = settings.report, settings.trace
@@ -51,11 +56,17 @@ class Run:
             max_steps=report.max_steps,
             tracer=tracer,
         )
-        run = cls(blueprint, tuple(layers), recorder, rank)
+        run = cls(blueprint, tuple(layers), planning, recorder, rank)
         if rank == 0 and report.enabled:
             Console().print(start_table(run))
             atexit.register(run.finish)
         return run
+
+    def after_step(self, step: int) -> None:
+        """Record the optimizer step that has been taken, and plan the next. Collective."""
+        rows = [layer.routed.rows.take() for layer in self.layers]
+        self.recorder.after_step(step, rows)
+        self.planning.after_step(step, rows)
 
     def finish(self) -> None:
         """Tell a person what the run was like, and write the report if a folder was named."""

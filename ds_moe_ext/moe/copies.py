@@ -18,7 +18,7 @@ cells, E experts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,15 +36,13 @@ from ds_moe_ext.comm import (
 )
 from ds_moe_ext.moe.observe import TasksSeen
 from ds_moe_ext.moe.order import LayerRoute
+from ds_moe_ext.moe.slab import Slab, Weights
 from ds_moe_ext.moe.wires import TARGET_WEIGHTS, WEIGHTS
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.execute import Event, Lanes, Mark, lanes_for
 from ds_moe_ext.schedule.task import ATTENTION, GATHER, PARAM, Op, Span, Task, Value
 from ds_moe_ext.strategies.base import Plan
 from ds_moe_ext.transfer import Part, gather_rounds
-
-Weights = tuple[Tensor, ...]  # of one expert, in the order of their names
-ADJOINT = (0,)  # of the one task before it
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +73,7 @@ class Copies:
         place: where this rank stands.
         plan: the present plan.
         like: weights of any one expert, for their shapes, type and device.
-        tasks: told when copies and gradients travelled.
+        observers: told when copies and gradients travelled.
 
     Attributes:
         reduces_now: whether the backward pass that runs is the last before the optimizer's step;
@@ -85,8 +83,10 @@ class Copies:
         traffic: payload of this rank so far.
     """
 
-    def __init__(self, place: Place, plan: Plan, like: Weights, tasks: TasksSeen) -> None:
-        self.place, self.like, self.tasks = place, like, tasks
+    def __init__(
+        self, place: Place, plan: Plan, like: Weights, observers: tuple[TasksSeen, ...] = ()
+    ) -> None:
+        self.place, self.like, self._observers = place, like, observers
         self.reduces_now: Callable[[], bool] = lambda: True
         self.before: Copies | None = None
         self.is_last = True
@@ -98,11 +98,17 @@ class Copies:
         self._flight: Flight | None = None
         self.take(plan)
 
+    def part_to(self, target: Placement) -> Part:
+        """What this cell does for copies to come from the homes."""
+        if target is self.plan.target:
+            return self._part
+        return self.place.part(self.plan.home, target)
+
     def take(self, plan: Plan) -> None:
         """Copy by a new plan from now on. Call it between steps, on every rank."""
         self.forget()
         self.plan = plan
-        self.part = self.place.part(plan.home, plan.target)
+        self._part = self.place.part(plan.home, plan.target)
 
     def forget(self) -> None:
         """The weights at home have changed, so that the copies are stale. Call it after each step.
@@ -124,9 +130,20 @@ class Copies:
         return lanes_for(self.like[0].device, overlaps=True)
 
     @property
-    def held(self) -> Placement:
-        """Who holds what before the rows of the coming pass are known."""
-        return self.plan.target if self._current is None else self._current
+    def is_watched(self) -> bool:
+        return any(observer.is_on for observer in self._observers)
+
+    def saw(self, op: Op, start: Mark, *, is_adjoint: bool = False) -> None:
+        """Tell the observers of a task that ends now."""
+        layer = self.place.layer
+        reads, writes = (Value(WEIGHTS, layer),), (Value(TARGET_WEIGHTS, layer),)
+        task = Task(op, layer, Span(0, 1), reads, writes)
+        if is_adjoint:
+            task = Task(op, layer, Span(0, 1), writes, reads, adjoint_of=(0,))
+        end = self.lanes.mark()
+        for observer in self._observers:
+            if observer.is_on:
+                observer.saw(task, start, end, self.lanes)
 
     def start(self, weights: Weights) -> Weights:
         """Launch the gather, and give the weights of the experts at home as the program wants them.
@@ -166,22 +183,21 @@ class Copies:
             expert: tuple(w.detach() for w in weights[i * num_weights : (i + 1) * num_weights])
             for i, expert in enumerate(home)
         }
-        if self.plan.rematerialize:
+        if self.plan.rematerialize or not torch.is_grad_enabled():
+            # Outside of training a user may have put other weights in for a while.
             flight = Flight(self, Slab(), own, self.plan.target)
-            flight.gather(self.part)
-        elif self._current is not None and torch.is_grad_enabled():
-            flight = Flight(self, self._slab, own, self._current)
+        elif self._current is not None:
+            return Flight(self, self._slab, own, self._current)
         else:
             self._slab.clear()
+            self._current = self.plan.target
             flight = Flight(self, self._slab, own, self.plan.target)
-            flight.gather(self.part)
-            # Outside of training a user may have put other weights in for a while.
-            self._current = self.plan.target if torch.is_grad_enabled() else None
+        flight.gather(self._part)
         return flight
 
-    def added(self, target: Placement) -> None:
+    def added(self, slab: Slab, target: Placement) -> None:
         """More copies were gathered once the rows were known; later micro-batches have them."""
-        if self._current is not None:
+        if slab is self._slab:
             self._current = target
 
     def all_waiting(self, grads: Mapping[int, Weights]) -> dict[int, Weights]:
@@ -209,59 +225,23 @@ class Copies:
             self._released.remove(flight)
 
 
+def in_order(layers: Iterable[Copies]) -> None:
+    """Tell the copies of a model's layers, given in forward order, which layer comes before."""
+    before = None
+    for copies in layers:
+        copies.before, copies.is_last = before, True
+        if before is not None:
+            before.is_last = False
+        before = copies
+
+
+def _whole(grads: Sequence[Tensor | None], like: Weights) -> Weights:
+    """Zeros for weights that an expert does not use: every copy sends all."""
+    return tuple(torch.zeros_like(w) if g is None else g for g, w in zip(grads, like))
+
+
 def _added(first: Weights, second: Weights) -> Weights:
     return tuple(a + b for a, b in zip(first, second))
-
-
-class Slab:
-    """Memory for this rank's copies of one layer; kept from step to step."""
-
-    def __init__(self) -> None:
-        self._blocks: list[Weights] = []  # of some slots each, slot first
-        self._slots: list[Weights] = []
-        self._slot_of: dict[int, int] = {}
-        self._sizes: list[int] = []
-
-    def clear(self) -> None:
-        """Forget whose copies they are; the memory stays."""
-        self._slot_of.clear()
-
-    def make_room(self, experts: Sequence[int], like: Weights) -> dict[int, Weights]:
-        """Where the copies of these experts go, besides those that are there."""
-        missing = len(self._slot_of) + len(experts) - len(self._slots)
-        if missing > 0:
-            block = tuple(tensor.detach().new_empty(missing, *tensor.shape) for tensor in like)
-            self._blocks.append(block)
-            self._slots += list(zip(*block))
-        for expert in experts:
-            self._slot_of[expert] = len(self._slot_of)
-        return {expert: self[expert] for expert in experts}
-
-    def __getitem__(self, expert: int) -> Weights:
-        return self._slots[self._slot_of[expert]]
-
-    @property
-    def tensors(self) -> Weights:
-        return tuple(tensor for block in self._blocks for tensor in block)
-
-    @property
-    def is_released(self) -> bool:
-        return bool(self._sizes)
-
-    def release(self) -> None:
-        """Free the memory; whoever has saved a view of it will find the same values after
-        ``restore`` and another gather."""
-        storages = [tensor.untyped_storage() for tensor in self.tensors]
-        self._sizes = [storage.nbytes() for storage in storages]
-        for storage in storages:
-            storage.resize_(0)
-
-    def restore(self) -> dict[int, Weights]:
-        """Have the memory again; where the copies go."""
-        for tensor, size in zip(self.tensors, self._sizes):
-            tensor.untyped_storage().resize_(size)
-        self._sizes = []
-        return {expert: self[expert] for expert in self._slot_of}
 
 
 class Flight:
@@ -282,7 +262,7 @@ class Flight:
         self._gathers: list[Event] = []
         self._reduction: Event | None = None
         self._arrived: Arrived | None = None
-        self._begun: Mark | None = None  # when attention began, forward or backward
+        self._begun: Mark | None = None  # when attention's backward began, if anybody asks
 
     # Forward.
 
@@ -290,11 +270,10 @@ class Flight:
         """Launch a gather into the slab."""
         self._launch(part, self._slab.make_room(part.received, self.copies.like), {})
 
-    def joined(self, weights: Weights, target: Placement) -> Weights:
+    def joined(self, target: Placement) -> Weights:
         """Weights of all experts that compute here in this pass, by slot. Waits for the copies.
 
         Args:
-            weights: of the experts at home here.
             target: who holds what; more than was launched if the rows asked for it.
         """
         copies = self.copies
@@ -303,7 +282,7 @@ class Flight:
             held = {expert: self._slab[expert] for expert in self._copied()}
             self._launch(part, self._slab.make_room(part.received, copies.like), held)
             self.target = target
-            copies.added(target)
+            copies.added(self._slab, target)
         self._wait()
         return tuple(
             weight.detach()
@@ -324,9 +303,7 @@ class Flight:
     def recall(self) -> None:
         """Launch another gather of the same copies, if they are not there."""
         if self._slab.is_released:
-            place = self.copies.place
-            part = place.part(self.copies.plan.home, self.target)
-            self._launch(part, self._slab.restore(), {})
+            self._launch(self.copies.part_to(self.target), self._slab.restore(), {})
 
     def have_again(self) -> None:
         """Wait for the copies. Called just before the layer's backward."""
@@ -349,7 +326,7 @@ class Flight:
             expert: grads[i * num_weights : (i + 1) * num_weights]
             for i, expert in enumerate(experts)
         }
-        of_copies = {expert: by_expert[expert] for expert in self._copied()}
+        of_copies = {expert: _whole(by_expert[expert], copies.like) for expert in self._copied()}
         if copies.reduces_now() or copies.plan.rematerialize:
             self._reduce(copies.all_waiting(of_copies))
         else:
@@ -358,7 +335,7 @@ class Flight:
             self._slab.release()
             if copies.before is not None:
                 copies.before.recall_latest()
-        self.begin()
+        self._begun = copies.lanes.mark() if copies.is_watched else None
         own = (grad for expert in self._own for grad in by_expert[expert])
         return *own, None
 
@@ -368,7 +345,8 @@ class Flight:
         Args:
             grads: as ``sent_home`` gave them, without the ticket's.
         """
-        self.ended(ADJOINT)
+        if self._begun is not None:
+            self.copies.saw(ATTENTION, self._begun, is_adjoint=True)
         if self._reduction is None:
             return list(grads)
         lanes, arrived = self.copies.lanes, self._arrived_grads()
@@ -381,27 +359,6 @@ class Flight:
             # Into the sum, which is ours, and not into autograd's.
             finished += own if sums is None else [s.add_(grad) for grad, s in zip(own, sums)]
         return finished
-
-    # For traces.
-
-    def begin(self) -> None:
-        """Attention begins, forward or backward."""
-        if self.copies.tasks.is_on:
-            self._begun = self.copies.lanes.mark()
-
-    def ended(self, adjoint_of: tuple[int, ...] = ()) -> None:
-        """It has ended."""
-        if self._begun is not None:
-            self._saw(ATTENTION, self._begun, adjoint_of)
-            self._begun = None
-
-    def _saw(self, op: Op, start: Mark, adjoint_of: tuple[int, ...] = ()) -> None:
-        copies = self.copies
-        layer = copies.place.layer
-        ends = (Value(WEIGHTS, layer),), (Value(TARGET_WEIGHTS, layer),)
-        reads, writes = reversed(ends) if adjoint_of else ends
-        task = Task(op, layer, Span(0, 1), reads, writes, adjoint_of)
-        copies.tasks.saw(task, start, copies.lanes.mark(), copies.lanes)
 
     def _copied(self) -> list[int]:
         """Experts that compute here and are at home elsewhere."""
@@ -421,8 +378,7 @@ class Flight:
             lanes.keep(tensors)
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensors):
                 copies.traffic += sparse_all_gather(part, chunks, buffers, group)
-            if copies.tasks.is_on:
-                self._saw(GATHER, start)
+            copies.saw(GATHER, start)
 
         self._gathers.append(copies.lanes.submit(PARAM, work, ()))
 
@@ -433,21 +389,17 @@ class Flight:
         lanes.keep(self._slab.tensors)
 
     def _reduce(self, grads: Mapping[int, Weights]) -> None:
-        copies = self.copies
-        place = copies.place
-        same = self.target is copies.plan.target
-        part = copies.part if same else place.part(copies.plan.home, self.target)
+        copies, part = self.copies, self.copies.part_to(self.target)
 
         def work() -> None:
             lanes = copies.lanes
             start = lanes.mark()
             lanes.keep(tuple(tensor for own in grads.values() for tensor in own))
             with torch.no_grad():
-                arrived = sparse_reduce_scatter(part, {**self._own, **grads}, place.group)
+                arrived = sparse_reduce_scatter(part, {**self._own, **grads}, copies.place.group)
             copies.traffic += arrived.traffic
             self._arrived = arrived
-            if copies.tasks.is_on:
-                self._saw(GATHER, start, ADJOINT)
+            copies.saw(GATHER, start, is_adjoint=True)
 
         self._reduction = copies.lanes.submit(PARAM, work, ())
 
@@ -498,7 +450,7 @@ class Join:
         self, span: Span, weights: Weights, layer_route: LayerRoute
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         flight = self.copies.flight
-        return (flight.joined(weights, layer_route.target),), (flight,)
+        return (flight.joined(layer_route.target),), (flight,)
 
     def backward(self, span: Span, saved: tuple[Any, ...], grads: Weights) -> tuple[Any, ...]:
         return (saved[0].sent_home(grads),)

@@ -15,16 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from ds_moe_ext.layout import ParallelLayout
-from ds_moe_ext.moe.copies import Copies, Join, Place, Weights
+from ds_moe_ext.moe.copies import Copies, Join, Place
 from ds_moe_ext.moe.dispatch import Combine, Dispatch, Wire
 from ds_moe_ext.moe.expert import Expert, ExpertFunction
 from ds_moe_ext.moe.gate import GateFunction
 from ds_moe_ext.moe.local import Local
 from ds_moe_ext.moe.observe import RowsSeen, TasksSeen
 from ds_moe_ext.moe.order import Order, Restore
-from ds_moe_ext.schedule.execute import lanes_for
+from ds_moe_ext.moe.slab import Weights
+from ds_moe_ext.schedule.execute import Mark, lanes_for
 from ds_moe_ext.schedule.program import Program, Stage
 from ds_moe_ext.schedule.task import (
+    ATTENTION,
     COMBINE,
     DISPATCH,
     EXPERT,
@@ -61,6 +63,13 @@ class RoutedExperts:
         function: what an expert computes.
         options: capacity and the like.
         gate: a gate of ours to run in the same program; None where the host has its own.
+
+    Attributes:
+        rows: what was routed.
+        tasks: times for a person to see.
+        meter: times for planners to know.
+        row_bytes: of the latest pass.
+        copies: of other ranks' experts; None where the strategy makes none.
     """
 
     def __init__(
@@ -75,13 +84,15 @@ class RoutedExperts:
         self.site = site
         target = site.plan.target
         self.rows = RowsSeen(target.num_experts, target.num_cells)
-        self.tasks = TasksSeen()
+        self.tasks, self.meter = TasksSeen(), TasksSeen()
+        self.row_bytes = 0
         self.copies: Copies | None = None
         self._strategy = strategy
         self._function = function
         self._options = options or LayerOptions()
         self._gate = gate
         self._started: Weights | None = None
+        self._begun: Mark | None = None  # when attention began, if anybody asks
         self._revised: dict[bytes, Destination] = {}
         self._program: dict[torch.device, Program] = {}
 
@@ -94,7 +105,7 @@ class RoutedExperts:
         layout = self.site.layout
         group = layout.group("ep", PARAM)
         place = Place(self.site.layer, layout.index("ep"), layout.node_C, group)
-        self.copies = Copies(place, self.site.plan, like, self.tasks)
+        self.copies = Copies(place, self.site.plan, like, (self.tasks, self.meter))
 
     def take(self, plan: Plan) -> None:
         """Run by a new plan from now on. Call it between steps, on every rank."""
@@ -119,9 +130,12 @@ class RoutedExperts:
         Args:
             weights: those of the call that follows.
         """
-        if self.copies is not None and self.site.plan.has_copies:
+        if self.copies is None:
+            return
+        if self.site.plan.has_copies:
             self._started = self.copies.start(weights)
-            self.copies.flight.begin()
+        if self.copies.is_watched:
+            self._begun = self.copies.lanes.mark()
 
     def __call__(
         self, x_TD: Tensor, expert_TK: Tensor, score_TK: Tensor, weights: tuple[Tensor, ...]
@@ -142,12 +156,15 @@ class RoutedExperts:
 
     def run(self, x_TD: Tensor, given: tuple[Any, ...], weights: Weights) -> tuple[Tensor, ...]:
         """The program's outputs; ``given`` is what it takes between x and the expert weights."""
+        self.row_bytes = x_TD.shape[-1] * x_TD.element_size()
+        if self.copies is not None and self._begun is not None:
+            self.copies.saw(ATTENTION, self._begun)
+            self._begun = None
         if self.copies is None or not self.site.plan.has_copies:
             return self.program(x_TD.device)(x_TD, *given, weights)
         if self._started is None:
             self._started = self.copies.start(weights)
         weights, self._started = self._started, None
-        self.copies.flight.ended()
         y_TD, *others = self.program(x_TD.device)(x_TD, *given, weights)
         return self.copies.finish(y_TD), *others
 
@@ -164,7 +181,7 @@ class RoutedExperts:
             chain = forward.is_chain and backward.is_chain
             lanes = lanes_for(device, overlaps=not (alone or chain))
             self._program[device] = Program(
-                forward, backward, stages, lanes, site.plan.num_chunks, (self.tasks,)
+                forward, backward, stages, lanes, site.plan.num_chunks, (self.tasks, self.meter)
             )
         return self._program[device]
 

@@ -46,7 +46,7 @@ def shard(
     Raises:
         ValueError: loads that do not fit, or are no whole rows.
     """
-    if not loads:
+    if len(loads) == 0:
         return ()
     num_experts = [home.num_experts for home in homes] if homes else [len(load) for load in loads]
     check_loads(loads, num_experts, factor=1)

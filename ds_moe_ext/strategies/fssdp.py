@@ -138,7 +138,7 @@ class FullySharded(Strategy):
         fits_L = np.zeros(num_layers, dtype=np.int64)
         for pool in job.pools:
             fits_L[list(pool.layers)] = copies_that_fit(
-                job.free_bytes,
+                job.free_bytes if self.copy_bytes is None else self.copy_bytes,
                 expert_bytes=pool.expert_bytes,
                 layers_held=layers_held,
                 layers_reduced=layers_reduced,

@@ -26,6 +26,8 @@ class Job:
     stage: int = 1
     block: bool = True  # the ds_moe_ext block
     cells: int | None = None
+    strategy: str = "ep"
+    keys: tuple[tuple[str, Any], ...] = ()  # of the strategy's block
     dtype: str = "float32"
     steps: int = 10
     clip: float = 0.0
@@ -130,7 +132,10 @@ def document_of(job: Job, world_size: int) -> dict[str, Any]:
         document["ds_moe_ext"] = {
             "enabled": True,
             "expert_parallel_size": job.cells,
+            "strategy": job.strategy,
+            job.strategy: dict(job.keys),
             "report": {"enabled": False},
+            "debug": True,
         }
     return document
 

@@ -22,8 +22,8 @@ from ds_moe_ext.comm import all_gather_slots
 from ds_moe_ext.hosts.deepspeed.engine import run_of
 from ds_moe_ext.hosts.deepspeed.native import HostedMoE
 from ds_moe_ext.hosts.experts import HostedExperts
+from ds_moe_ext.hosts.found import Hosted
 from ds_moe_ext.hosts.run import Run
-from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.schedule.task import INTER
 
 LAYOUT_FILE = "ds_moe_ext.json"  # beside the checkpoint: how the run was laid out
@@ -186,22 +186,30 @@ def gathered_state(model: nn.Module) -> dict[str, Tensor]:
         if isinstance(module, HostedExperts):
             slots = module.slots()
             for index, weight in enumerate(module.weight_names):
-                local = torch.stack([slot.parameters[index].detach() for slot in slots])
-                state[f"{name}.{weight}"] = _joined(module.routed, local)
+                state[f"{name}.{weight}"] = _joined(module, index)
                 for slot in range(len(slots)):
                     del state[f"{name}.{weight}.{slot}"]
         elif isinstance(module, HostedMoE):
             prefix = f"{name}.experts.deepspeed_experts"
             slots = module.slots()
             for index, weight in enumerate(module.weight_names):
-                local = torch.stack([slot.parameters[index].detach() for slot in slots])
-                for expert, tensor in enumerate(_joined(module.routed, local)):
+                for expert, tensor in enumerate(_joined(module, index)):
                     state[f"{prefix}.{expert}.{weight}"] = tensor
     return state
 
 
-def _joined(routed: RoutedExperts, local_S: Tensor) -> Tensor:
-    """A weight of all experts, ``[E, ...]``, from this rank's, ``[S, ...]``. Collective."""
+def _joined(module: Hosted, index: int) -> Tensor:
+    """A weight of all experts, ``[E, ...]``, from this rank's. Collective.
+
+    Args:
+        index: of the weight among those of an expert.
+    """
+    routed = module.routed
+    weights: list[Tensor] = [slot.parameters[index] for slot in module.slots()]
+    if not weights:  # none of the layer's experts is at home here
+        assert routed.copies is not None
+        weights = [routed.copies.like[index]]
+    local_S = torch.stack([weight.detach() for weight in weights])[: len(module.slots())]
     home, layout = routed.site.plan.home, routed.site.layout
     if home.num_cells == 1:
         return local_S

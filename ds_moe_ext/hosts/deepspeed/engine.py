@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,10 +18,14 @@ from deepspeed.utils import groups
 from torch import nn
 
 from ds_moe_ext.comm import sum_in_place, take_first
-from ds_moe_ext.hosts import attach
-from ds_moe_ext.hosts.attach import Blueprint
+from ds_moe_ext.hosts import attach, blocks
+from ds_moe_ext.hosts.attach import AttachedLayer, Blueprint
+from ds_moe_ext.hosts.costs import Costs
+from ds_moe_ext.hosts.deepspeed.move import ExpertMover
 from ds_moe_ext.hosts.deepspeed.startup import blueprint_of
+from ds_moe_ext.hosts.planning import Planning
 from ds_moe_ext.hosts.run import Run
+from ds_moe_ext.strategies.base import Job
 
 _RUN = "ds_moe_ext_run"  # attribute of the engine
 
@@ -60,8 +65,29 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
             for parameter in adopted.discarded
             if all(parameter is not new for new in layer.parameters)
         )
-    run = Run.start(blueprint, [layer for layer, _ in built], dist.get_rank())
-    engine.__dict__[_RUN] = run
+    layers = [layer for layer, _ in built]
+    blocks.launch_with_blocks(model, layers)
+    for layer in layers:
+        if layer.routed.copies is not None:
+            layer.routed.copies.reduces_now = engine.is_gradient_accumulation_boundary
+    planning = _planning(engine, blueprint, layers)
+    engine.__dict__[_RUN] = Run.start(blueprint, layers, planning, dist.get_rank())
+
+
+def _planning(engine: Any, blueprint: Blueprint, layers: list[AttachedLayer]) -> Planning:
+    homes = [layer.routed.site.plan.home for layer in layers]
+    node_C = layers[0].routed.site.layout.node_C
+    accumulates = engine.gradient_accumulation_steps() > 1
+    job = Job.at_start(homes, node_C, blueprint.pools)
+    return Planning(
+        strategy=blueprint.strategy,
+        layers=layers,
+        job=replace(job, accumulates=accumulates),
+        costs=Costs(layers, blueprint.pools, blueprint.hardware),
+        mover=ExpertMover(engine, layers, blueprint.pools),
+        debug=blueprint.settings.debug,
+        rank=dist.get_rank(),
+    )
 
 
 def _take_first_ranks_weights(model: nn.Module, blueprint: Blueprint, local_rank: int) -> None:
@@ -134,4 +160,4 @@ def after_step(engine: Any) -> None:
     """Record the optimizer step that has just been taken."""
     run = run_of(engine)
     if run is not None:
-        run.recorder.after_step(engine.global_steps - 1)
+        run.after_step(engine.global_steps - 1)

@@ -15,7 +15,7 @@ from deepspeed.moe.layer import MoE
 from torch import Tensor, nn
 
 from ds_moe_ext.hosts.experts import shell
-from ds_moe_ext.hosts.found import Adopted, Found, RoutedOf, Slot, weights_of
+from ds_moe_ext.hosts.found import Adopted, Found, RoutedOf, Slot, shape_of, weights_of
 from ds_moe_ext.moe.expert import ModuleExperts
 from ds_moe_ext.moe.layer import RoutedExperts
 
@@ -56,8 +56,16 @@ def _found(name: str, moe: MoE) -> Found:
         return Adopted(hosted, {p: (p,) for p in own}, gone)
 
     num_cells = moe.num_experts // moe.num_local_experts
-    gate = moe.deepspeed_moe.gate
-    return Found(name, "deepspeed.moe", moe.num_experts, num_cells, bool(gate.drop_tokens), adopt)
+    first = moe.deepspeed_moe.experts.deepspeed_experts[0]
+    return Found(
+        name=name,
+        kind="deepspeed.moe",
+        num_experts=moe.num_experts,
+        expert=shape_of((each, p, p.requires_grad) for each, p in first.named_parameters()),
+        num_cells=num_cells,
+        may_drop=bool(moe.deepspeed_moe.gate.drop_tokens),
+        adopt=adopt,
+    )
 
 
 def _code(expert: nn.Module) -> nn.Module:

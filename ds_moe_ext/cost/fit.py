@@ -1,0 +1,93 @@
+"""A straight line through measured times. Pure.
+
+Shape letter: N samples, by growing size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+LEAST_FLAT = 2  # samples that show a floor
+LEAST_RISING = 3  # samples that show a line
+LEAST_GROWTH = 1e-6  # of the largest time, below which times do not grow
+
+
+@dataclass(frozen=True)
+class LinearFit:
+    """``seconds = max(floor_s, fixed_s + unit_s * units)``.
+
+    Attributes:
+        fixed_s: seconds of no units, by the line.
+        unit_s: seconds of one unit more (a byte, a row, an operation).
+        r_squared: of the line, over the samples that it goes through.
+        floor_s: seconds of small sizes that do not grow, as buffers and bursts hide them; else 0.
+    """
+
+    fixed_s: float
+    unit_s: float
+    r_squared: float
+    floor_s: float = 0.0
+
+    def seconds(self, num_units: float) -> float:
+        """Predict."""
+        return max(self.floor_s, self.fixed_s + self.unit_s * num_units)
+
+
+def fit_line(units_N: np.ndarray, seconds_N: np.ndarray) -> LinearFit:
+    """Least squares of the relative error, apart from a flat beginning.
+
+    Noise grows with what is timed, so errors count by their share of the time. The first samples
+    are taken for a floor if that halves the squared error or more. A line that starts below zero is
+    laid through zero, and its slope fitted anew. Times that do not grow with the sizes give the
+    line from zero to the largest; its ``r_squared`` tells.
+
+    Args:
+        units_N: sizes, growing, ``[N]``.
+        seconds_N: times, above zero, ``[N]``.
+
+    Raises:
+        ValueError: fewer than two sizes, or times that are none.
+    """
+    units_N, seconds_N = np.asarray(units_N, float), np.asarray(seconds_N, float)
+    if units_N.size < 2 or not np.all(np.diff(units_N) > 0) or not np.all(seconds_N > 0):
+        raise ValueError(
+            f"no line goes through sizes {units_N.tolist()} and seconds {seconds_N.tolist()}; give "
+            "two growing sizes or more, with times above 0"
+        )
+    lengths = range(LEAST_FLAT, units_N.size - LEAST_RISING + 1)
+    fits = [_fit(units_N, seconds_N, num_flat) for num_flat in (0, *lengths)]
+    errors = [_squared_error(fit, units_N, seconds_N) for fit in fits]
+    best = int(np.argmin(errors))
+    fit = fits[best] if errors[best] <= errors[0] / 2 else fits[0]
+    grows = fit.unit_s * units_N[-1] > LEAST_GROWTH * seconds_N[-1]
+    return fit if grows else _to_largest(units_N, seconds_N)
+
+
+def _fit(units_N: np.ndarray, seconds_N: np.ndarray, num_flat: int) -> LinearFit:
+    floor_s = float(seconds_N[:num_flat].mean()) if num_flat else 0.0
+    x, y = units_N[num_flat:] / units_N[-1], seconds_N[num_flat:]
+    (fixed_s, slope_s), *_ = np.linalg.lstsq(np.stack([1 / y, x / y], 1), np.ones_like(y))
+    if fixed_s < 0:
+        fixed_s, slope_s = 0.0, np.sum(x / y) / np.sum((x / y) ** 2)
+    r_squared = _r_squared(fixed_s + slope_s * x, y)
+    return LinearFit(float(fixed_s), float(slope_s / units_N[-1]), r_squared, floor_s)
+
+
+def _to_largest(units_N: np.ndarray, seconds_N: np.ndarray) -> LinearFit:
+    unit_s = seconds_N[-1] / units_N[-1]
+    return LinearFit(0.0, float(unit_s), _r_squared(unit_s * units_N, seconds_N))
+
+
+def _r_squared(predicted_N: np.ndarray, seconds_N: np.ndarray) -> float:
+    rest = np.sum((seconds_N - predicted_N) ** 2)
+    spread = np.sum((seconds_N - seconds_N.mean()) ** 2)
+    return float(1 - rest / spread) if spread > 0 else 0.0
+
+
+def _squared_error(fit: LinearFit, units_N: np.ndarray, seconds_N: np.ndarray) -> float:
+    if fit.unit_s <= 0:
+        return np.inf
+    predicted_N = np.maximum(fit.floor_s, fit.fixed_s + fit.unit_s * units_N)
+    return float(np.sum((predicted_N / seconds_N - 1) ** 2))

@@ -1,0 +1,246 @@
+"""The cluster that planners and prices reckon with: a device, and the links in and between nodes.
+
+A file in ``configs/hardware`` describes a known cluster; ``ds-moe-ext profile`` writes one of the
+cluster at hand. Rates are of one direction. Pure. Shape letter: C cells.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ds_moe_ext.strict import read_record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A straight line from bytes to seconds.
+
+    Attributes:
+        bytes_per_s: rate.
+        latency_s: seconds of a transfer of no bytes; 0 where the source states none.
+        r_squared: of the line through what was measured; null for a datasheet's.
+
+    Raises:
+        ValueError: a value that no link has.
+    """
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+    r_squared: float | None = None
+
+    def __post_init__(self) -> None:
+        _positive("a link's bytes_per_s", self.bytes_per_s)
+        if not 0 <= self.latency_s < math.inf:
+            raise ValueError(
+                f"a link's latency_s is {self.latency_s}; it must be at least 0 and finite: write "
+                "seconds, or leave it out where it is not known"
+            )
+        if self.r_squared is not None and not self.r_squared <= 1:
+            raise ValueError(f"a link's r_squared is {self.r_squared}; it must be at most 1")
+
+    def seconds(self, num_bytes: float) -> float:
+        """How long a transfer takes."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+    def bytes_within(self, window_s: float) -> float:
+        """What can be moved behind ``window_s`` seconds of other work (HECATE, spec rule 50)."""
+        return max(0.0, window_s - self.latency_s) * self.bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """Rates of dense matrix products, operations per second (a multiply-add is two); null: unknown.
+
+    A datasheet's peak, or what was measured.
+    """
+
+    fp32: float | None = None
+    tf32: float | None = None
+    fp16: float | None = None
+    bf16: float | None = None
+
+    def __post_init__(self) -> None:
+        for each in dataclasses.fields(self):
+            _positive(f"a device's flops_per_s.{each.name}", vars(self)[each.name])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What one rank computes on.
+
+    Attributes:
+        name: of the model.
+        memory_bytes: in all; null where it is not the device's own.
+        memory_bytes_per_s: rate of its memory.
+        flops_per_s: rates of matrix products.
+    """
+
+    name: str
+    memory_bytes: int | None = None
+    memory_bytes_per_s: float | None = None
+    flops_per_s: Flops = field(default_factory=Flops)
+
+    def __post_init__(self) -> None:
+        _positive("a device's memory_bytes", self.memory_bytes)
+        _positive("a device's memory_bytes_per_s", self.memory_bytes_per_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collectives:
+    """What collectives cost among the ranks of one level, all its groups at once; null: unknown.
+
+    Between nodes a group has one rank of each node, within a node all its ranks.
+
+    Attributes:
+        all_to_all: bytes that one rank gives, its own part among them.
+        all_gather: bytes that one rank ends up with.
+        reduce_scatter: bytes that one rank gives.
+        all_reduce: bytes that one rank gives.
+        copy: bytes of weights that the busiest node takes in from others, all its ranks together;
+            within a node, that the busiest rank takes in.
+    """
+
+    all_to_all: Link | None = None
+    all_gather: Link | None = None
+    reduce_scatter: Link | None = None
+    all_reduce: Link | None = None
+    copy: Link | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """A cluster of equal nodes.
+
+    Attributes:
+        name: of the cluster.
+        source: where the numbers come from: a datasheet, a paper, a measurement.
+        num_nodes: nodes that the numbers hold for.
+        ranks_per_node: ranks on each; neighbours in rank share a node.
+        device: of every rank.
+        intra: what one rank sends to the others of its node; null where it is not known.
+        inter: what one node sends to the others, all its network cards together; null likewise.
+        intra_collectives: what was measured within a node.
+        inter_collectives: what was measured between nodes.
+        copy: copies of weights over all ranks, into nodes and on within them, as bytes that the
+            busiest rank takes in; null where there is one level, or nothing was measured.
+    """
+
+    name: str
+    source: str
+    num_nodes: int
+    ranks_per_node: int
+    device: Device
+    intra: Link | None = None
+    inter: Link | None = None
+    intra_collectives: Collectives = field(default_factory=Collectives)
+    inter_collectives: Collectives = field(default_factory=Collectives)
+    copy: Link | None = None
+
+    def __post_init__(self) -> None:
+        _positive("num_nodes", self.num_nodes)
+        _positive("ranks_per_node", self.ranks_per_node)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the whole cluster."""
+        return self.num_nodes * self.ranks_per_node
+
+    def node_of_cells(self, num_cells: int, cell_size: int = 1) -> np.ndarray:
+        """Node of each cell, by its first rank, int64 ``[C]``."""
+        return np.arange(num_cells) * cell_size // self.ranks_per_node
+
+    def copy_link(self, num_ranks: int) -> Link:
+        """The link that copies of weights wait for, over ``num_ranks`` ranks.
+
+        What was measured over all ranks (HECATE, spec rule 50) goes before what was measured
+        between nodes, where a weight crosses into each node once, and that before what a datasheet
+        says of a node's network cards together (rule 11, choice B7). Ranks of one node likewise.
+
+        Raises:
+            ValueError: the file does not say.
+        """
+        spans_nodes = num_ranks > self.ranks_per_node
+        if spans_nodes:
+            link = self.copy or self.inter_collectives.copy or self.inter
+        else:
+            link = self.intra_collectives.copy or self.intra
+        if link is None:
+            where = "between nodes" if spans_nodes else "within a node"
+            key = "inter" if spans_nodes else "intra"
+            raise ValueError(
+                f"hardware {self.name!r} does not say how fast weights move {where}, and "
+                f"{num_ranks} ranks with {self.ranks_per_node} on a node need it; measure it with "
+                f"ds-moe-ext profile, or add the key {key!r} to its file"
+            )
+        return link
+
+    def to_json(self) -> str:
+        """The file's text; what is not known is left out."""
+        return json.dumps(_without_nothing(dataclasses.asdict(self)), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Hardware:
+        """Read strictly.
+
+        Raises:
+            ValueError: no JSON, or what is wrong in it.
+        """
+        return read_record(cls, json.loads(text), "hardware")
+
+
+def ranks_per_node_of(hosts_C: Sequence[str]) -> int:
+    """Ranks on each node, from the host name of every rank.
+
+    Raises:
+        ValueError: nodes of different sizes, or ranks of one node that are not neighbours.
+    """
+    size = next((i for i, host in enumerate(hosts_C) if host != hosts_C[0]), len(hosts_C))
+    names = list(hosts_C[::size])
+    evenly = [name for name in names for _ in range(size)]
+    if list(hosts_C) != evenly or len(set(names)) < len(names):
+        raise ValueError(
+            f"ranks run on hosts {', '.join(hosts_C)}; start the same number on each host, "
+            "one host after another"
+        )
+    return size
+
+
+def read_hardware(path: str | Path) -> Hardware:
+    """The cluster that a file describes.
+
+    Raises:
+        ValueError: there is no such file, or what is wrong in it.
+    """
+    try:
+        return Hardware.from_json(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"hardware file {str(path)!r} cannot be read ({error.strerror}); name a file of "
+            "configs/hardware, or write one with ds-moe-ext profile"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"hardware file {str(path)!r}: {error}") from error
+
+
+def _positive(what: str, value: float | None) -> None:
+    if value is not None and not 0 < value < math.inf:
+        raise ValueError(
+            f"{what} is {value}; it must be above 0 and finite: mend it, or leave out what is not "
+            "known"
+        )
+
+
+def _without_nothing(value: Any) -> Any:
+    """Without keys whose value is None or an object of nothing."""
+    if not isinstance(value, Mapping):
+        return value
+    kept = {key: _without_nothing(inner) for key, inner in value.items()}
+    return {key: inner for key, inner in kept.items() if inner is not None and inner != {}}

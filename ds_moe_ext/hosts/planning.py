@@ -1,0 +1,109 @@
+"""Between two steps: what the layers saw, the plans of the next step, and new homes when due.
+
+Shape letters: L layers, C cells, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from ds_moe_ext.hosts.attach import AttachedLayer, check_agreement
+from ds_moe_ext.hosts.costs import Costs
+from ds_moe_ext.load import LoadWindow
+from ds_moe_ext.moe.observe import Rows
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.strategies.base import Job, Rhythm, Strategy
+
+
+class Mover(Protocol):
+    """Brings experts to new homes, with all that the host's optimizer keeps of them."""
+
+    def __call__(self, old: Sequence[Placement], new: Sequence[Placement]) -> None:
+        """Collective. Both give a placement a layer."""
+        ...
+
+
+@dataclass(eq=False)
+class Planning:
+    """Plans anew after each step, on every rank alike.
+
+    Attributes:
+        strategy: what decides.
+        layers: in model order.
+        job: what is known; the homes in it are where experts live now.
+        costs: measures what the job lacks.
+        mover: moves experts.
+        debug: check that all ranks made the same plans.
+        rank: this rank.
+    """
+
+    strategy: Strategy
+    layers: Sequence[AttachedLayer]
+    job: Job
+    costs: Costs
+    mover: Mover
+    debug: bool
+    rank: int
+    _rhythm: Rhythm = field(init=False)
+    _window: LoadWindow = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rhythm = self.strategy.rhythm()
+        self._window = LoadWindow(self._rhythm.window)
+        if self.debug:
+            check_agreement(self.layers, self.rank)
+
+    def after_step(self, step: int, rows: Sequence[Rows]) -> None:
+        """Plan the next step. Collective.
+
+        Args:
+            step: number of the step that has ended, from 0.
+            rows: what each layer routed in it.
+        """
+        for layer in self.layers:
+            layer.routed.after_step()
+        if not self._rhythm.plan_every:
+            return
+        self._window.push(_padded([each.routed_CE for each in rows]))
+        measured = self.costs.after_step(step, rows)
+        self.job = replace(self.job, rows=self._predicted(), **measured)
+        is_shard_due = self._rhythm.shard_every and (step + 1) % self._rhythm.shard_every == 0
+        has_moved = bool(is_shard_due) and self._moved()
+        if has_moved or (step + 1) % self._rhythm.plan_every == 0:
+            self.plan()
+
+    def plan(self) -> None:
+        """Plan by what is known now."""
+        for layer, plan in zip(self.layers, self.strategy.plan(self.job)):
+            layer.routed.take(plan)
+        if self.debug:
+            check_agreement(self.layers, self.rank)
+
+    def live_at(self, homes: Sequence[Placement]) -> None:
+        """The experts live elsewhere now: plan by that."""
+        self.job = replace(self.job, homes=tuple(homes))
+        self.plan()
+
+    def _moved(self) -> bool:
+        homes = self.strategy.homes(self.job)
+        if all(np.array_equal(a.holds_EC, b.holds_EC) for a, b in zip(self.job.homes, homes)):
+            return False
+        self.mover(self.job.homes, homes)
+        self.job = replace(self.job, homes=homes)
+        return True
+
+    def _predicted(self) -> tuple[np.ndarray, ...]:
+        rows_LCE = np.rint(self._window.predicted()).astype(np.int64)
+        return tuple(
+            rows_CE[:, : home.num_experts] for rows_CE, home in zip(rows_LCE, self.job.homes)
+        )
+
+
+def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """``[L, C, E]`` from ``[C, E]`` each, of layers with fewer experts too."""
+    most = max(rows_CE.shape[1] for rows_CE in rows)
+    return np.stack([np.pad(rows_CE, ((0, 0), (0, most - rows_CE.shape[1]))) for rows_CE in rows])

@@ -1,0 +1,122 @@
+"""JSON, read strictly into records. Pure.
+
+The records are the schema: a field is a key, its type the rule, its default the default. What is
+wrong is one ``ValueError`` that names the key, the value, the rule and the remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+AUTOMATIC = "auto"  # what people write where null is meant
+
+RecordT = TypeVar("RecordT")
+
+
+def read_record(cls: type[RecordT], values: Any, where: str) -> RecordT:
+    """A record from a JSON object, every value checked against its field's type.
+
+    Args:
+        cls: a dataclass; its fields may be records themselves.
+        values: what ``json`` read.
+        where: dotted name of the object, for errors.
+
+    Raises:
+        ValueError: an unknown or missing key, a value of the wrong type, or what ``cls`` refuses.
+    """
+    check_object(where, values)
+    hints = typing.get_type_hints(cls)
+    fields = [f for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
+    names = [f.name for f in fields]
+    for key in values:
+        if key not in names:
+            raise ValueError(f"{where} has no key {key!r}; {nearest(key, names)}")
+    missing = [
+        f.name
+        for f in fields
+        if f.name not in values
+        and f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ValueError(f"{where} needs the key {missing[0]!r}; add it")
+    read = {k: _value(hints[k], v, f"{where}.{k}") for k, v in values.items()}
+    return cls(**read)
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    options = typing.get_args(hint) if _is_union(hint) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    for option in options:
+        if dataclasses.is_dataclass(option) and isinstance(option, type):
+            return read_record(option, value, where)
+        if _fits(option, value):
+            return _as_float(value) if option is float else value
+    wanted = " or ".join(_in_json(option) for option in options)
+    raise ValueError(f"{where} is {value!r}, but must be {wanted}{_hint_for(value, options)}")
+
+
+def _hint_for(value: Any, options: tuple[Any, ...]) -> str:
+    is_automatic = value == AUTOMATIC and type(None) in options
+    return "; write null (or leave the key out) for automatic" if is_automatic else ""
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return math.inf if value > 0 else -math.inf
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
+def _fits(option: Any, value: Any) -> bool:
+    plain = typing.get_origin(option) or option
+    if plain is Any:
+        return True
+    if plain is typing.Literal:
+        return any(type(c) is type(value) and c == value for c in typing.get_args(option))
+    if isinstance(value, bool):
+        return plain is bool
+    if plain is float:
+        return isinstance(value, (int, float))
+    return isinstance(plain, type) and isinstance(value, plain)
+
+
+_JSON_NAMES = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+}
+
+
+def _in_json(option: Any) -> str:
+    if option is type(None):
+        return "null"
+    if typing.get_origin(option) is typing.Literal:
+        return " or ".join(repr(choice) for choice in typing.get_args(option))
+    return _JSON_NAMES.get(typing.get_origin(option) or option, "an object")
+
+
+def check_object(where: str, value: Any) -> None:
+    """Refuse what is no JSON object."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where} is {value!r}, but must be an object: {{...}}")
+
+
+def nearest(word: object, known: Iterable[str]) -> str:
+    """The end of an error about an unknown word."""
+    known = sorted(known)
+    close = difflib.get_close_matches(str(word), known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known) or 'none'}"

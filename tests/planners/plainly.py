@@ -1,0 +1,156 @@
+"""HECATE's algorithms written down line by line, one layer and one copy at a time, to compare with.
+
+Also the topology and loads of the spec's golden tests. Shape letters: L layers, E experts, C cells.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from ds_moe_ext.placement import Placement, even_homes
+
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=150)
+
+# Topology T: 2 nodes of 2 devices, 8 experts, 2 on each device.
+NODE_C = np.array([0, 0, 1, 1])
+HOME = Placement.block(8, 4)
+LOAD_E = np.array([40, 10, 6, 4, 20, 8, 7, 5])
+ROWS_CE = np.array(
+    [
+        [10, 3, 1, 1, 5, 2, 2, 1],
+        [10, 2, 2, 1, 5, 2, 2, 1],
+        [10, 3, 1, 1, 5, 2, 1, 2],
+        [10, 2, 2, 1, 5, 2, 2, 1],
+    ]
+)
+
+
+def holdings(placement: Placement) -> list[list[int]]:
+    """The experts of each cell."""
+    return [placement.experts_of(cell).tolist() for cell in range(placement.num_cells)]
+
+
+def materialized(
+    holds_EC: np.ndarray, load: list[int], t: int, m: int, node: list[int]
+) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """Algorithm 1 (rules 16 to 19): who holds what; the sparse branch's copies in order."""
+    holds_EC = holds_EC.copy()
+    num_experts, num_cells = holds_EC.shape
+    t = min(t, num_experts) if any(load) else 0
+    m = min(m, t)
+    hot = sorted(range(num_experts), key=lambda e: (-load[e], e))[:t]
+    if t <= m:
+        holds_EC[hot] = True
+        return holds_EC, []
+    quota = quotas(
+        [load[e] for e in hot], num_cells * m, [num_cells - int(holds_EC[e].sum()) for e in hot]
+    )
+    free = [m] * num_cells
+    placed = []
+    for e, count in zip(hot, quota):
+        for _ in range(count):
+            open_cells = [d for d in range(num_cells) if free[d] > 0 and not holds_EC[e, d]]
+            if not open_cells:
+                break
+
+            def key(d: int, e: int = e) -> tuple[bool, int, int, int, int]:
+                cells = [c for c in range(num_cells) if node[c] == node[d]]
+                has_copy = any(holds_EC[e, c] for c in cells)
+                return has_copy, -sum(free[c] for c in cells), node[d], -free[d], d
+
+            best = min(open_cells, key=key)
+            holds_EC[e, best] = True
+            free[best] -= 1
+            placed.append((e, best))
+    return holds_EC, placed
+
+
+def quotas(load: list[int], slots: int, most: list[int]) -> list[int]:
+    """Largest remainders with a cap; what is left is dealt in turns (rule 18)."""
+    total = sum(load)
+    exact = [Fraction(slots * rows, total) for rows in load]
+    quota = [min(int(share), cap) for share, cap in zip(exact, most)]
+    turns = sorted(range(len(load)), key=lambda i: (-(exact[i] - int(exact[i])), -load[i], i))
+    left = slots - sum(quota)
+    while left and any(quota[i] < most[i] for i in turns):
+        for i in turns:
+            if left and quota[i] < most[i]:
+                quota[i] += 1
+                left -= 1
+    return quota
+
+
+def sharded(
+    loads: list[list[int]], t: int, node: list[int], homes: list[list[int]] | None
+) -> list[list[int]]:
+    """Algorithm 2 (rules 23 to 25): the owner of each expert of each layer."""
+    num_cells, num_experts = len(node), sum(map(len, loads))
+    slots = [num_experts // num_cells + (d < num_experts % num_cells) for d in range(num_cells)]
+    order = [sorted(range(len(load)), key=lambda e: (-load[e], e)) for load in loads]
+    hot, cold = [o[:t] for o in order], [o[t:] for o in order]
+    owner = [[-1] * len(load) for load in loads]
+
+    def hottest_cold(layer: int) -> int:
+        return max((loads[layer][e] for e in cold[layer]), default=0)
+
+    for layer in sorted(range(len(loads)), key=lambda layer: (-hottest_cold(layer), layer)):
+        rows = [0] * num_cells
+        for e in cold[layer]:
+            open_cells = [d for d in range(num_cells) if slots[d]]
+
+            def node_key(n: int, rows: list[int] = rows) -> tuple[int, int, int]:
+                cells = [d for d in range(num_cells) if node[d] == n]
+                return sum(rows[d] for d in cells), sum(slots[d] for d in cells), n
+
+            best_node = min({node[d] for d in open_cells}, key=node_key)
+            best = min(
+                (d for d in open_cells if node[d] == best_node),
+                key=lambda d, rows=rows: (rows[d], slots[d], d),  # type: ignore[misc]
+            )
+            owner[layer][e] = best
+            slots[best] -= 1
+            rows[best] += loads[layer][e]
+    for layer, experts in enumerate(hot):  # those that can stay
+        for e in experts:
+            if homes is not None and slots[homes[layer][e]]:
+                owner[layer][e] = homes[layer][e]
+                slots[homes[layer][e]] -= 1
+    for layer, experts in enumerate(hot):
+        for e in experts:
+            if owner[layer][e] < 0:
+                owner[layer][e] = max(range(num_cells), key=lambda d: (slots[d], -d))
+                slots[owner[layer][e]] -= 1
+    return owner
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> np.ndarray:
+    """Node of each cell: even, uneven, and in any order."""
+    num_cells = draw(st.integers(1, 9))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    node_C = rng.integers(0, draw(st.integers(1, 4)), num_cells)
+    return node_C if draw(st.booleans()) else np.sort(node_C)
+
+
+@st.composite
+def layer_loads(draw: st.DrawFn) -> list[np.ndarray]:
+    """Loads of some layers, of different numbers of experts; with ties and zeros."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    sizes = draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
+    most, alive = draw(st.sampled_from([1, 9, 1000])), draw(st.sampled_from([0.0, 0.5, 1.0]))
+    return [rng.integers(0, most + 1, size) * (rng.random(size) < alive) for size in sizes]
+
+
+@st.composite
+def model_homes(draw: st.DrawFn, num_experts: list[int], num_cells: int) -> tuple[Placement, ...]:
+    """Homes of all layers: the first ones, or any."""
+    if draw(st.booleans()):
+        return even_homes(num_experts, num_cells)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    return tuple(
+        Placement.owned_by(rng.integers(0, num_cells, count), num_cells) for count in num_experts
+    )

@@ -1,0 +1,52 @@
+"""Overlap degree, copies that fit, memory: the spec's golden tests. Pure."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_moe_ext.planners.overlap import (
+    BytesPerWeight,
+    copies_that_fit,
+    memory_overhead,
+    overlap_degree,
+)
+
+
+@pytest.mark.parametrize(
+    ("window_s", "latency_s", "degree"),
+    [
+        (5e-3, 0.0, 13),  # H7: 13.245
+        (5e-3, 94e-6, 12),  # 12.996: the latency takes the 13th
+        (1.0, 0.0, 64),  # no more than there are
+        (0.0, 0.0, 0),
+        (50e-6, 94e-6, 0),
+    ],
+)
+def test_h7_overlap_degree(window_s: float, latency_s: float, degree: int) -> None:
+    found = overlap_degree(
+        window_s,
+        bytes_per_s=12.5e9,
+        expert_bytes=4 * 768**2 * 2,
+        num_experts=64,
+        latency_s=latency_s,
+    )
+    assert found == degree
+
+
+def test_copies_that_fit() -> None:
+    # 100 bytes free, experts of 3 bytes, 4 layers: 100 / 12.
+    assert copies_that_fit(100, expert_bytes=3, layers_held=4) == 8
+    # With room for the gradients of one layer: 100 / 15.
+    assert copies_that_fit(100, expert_bytes=3, layers_held=4, layers_reduced=1) == 6
+    # Released after forward: one layer's copies and their gradients: 100 / 6.
+    assert copies_that_fit(100, expert_bytes=3, layers_held=1, layers_reduced=1) == 16
+    assert copies_that_fit(-5, expert_bytes=3, layers_held=1) == 0
+
+
+def test_h11_memory() -> None:
+    """Copies 4.73 times the shard, of which one layer's are 9.8 %."""
+    all_layers, one_layer = 4.73, 0.098 * 4.73
+    assert memory_overhead(all_layers, one_layer) == pytest.approx(0.649, abs=5e-4)
+    assert memory_overhead(one_layer, one_layer) == pytest.approx(0.116, abs=5e-4)
+    assert BytesPerWeight().owned == 16
+    assert memory_overhead(1.0, 0.0, BytesPerWeight(parameter=4, gradient=4, optimizer=8)) == 0.25

@@ -1,0 +1,221 @@
+"""Shares against counting by hand and by loops. Pure.
+
+Shape letters: E experts, C cells, F chunks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.share import LocalElseHome, NearestCopy, Share
+from tests.planners.plainly import HOME, LOAD_E, NODE_C, ROWS_CE
+
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=200)
+
+
+def with_copies(home: Placement, copies: list[tuple[int, int]]) -> Placement:
+    """Copies of (expert, cell) beside the homes."""
+    holds_EC = home.holds_EC.copy()
+    for expert, cell in copies:
+        holds_EC[expert, cell] = True
+    return Placement(holds_EC)
+
+
+H1 = with_copies(HOME, [(e, d) for e in (0, 1, 4) for d in range(4)])
+H2 = with_copies(HOME, [(0, 2), (0, 1), (4, 0), (1, 3)])
+
+
+def sent(share: Share, rows_CFE: np.ndarray) -> np.ndarray:
+    """Rows of all senders, ``[C, F, E, C]``."""
+    return np.stack([share.rows_from(sender, rows_FE) for sender, rows_FE in enumerate(rows_CFE)])
+
+
+def to(share: Share, sender: int, expert: int) -> dict[int, int]:
+    """Where the golden rows of one sender and expert go."""
+    rows_C = share.rows_from(sender, ROWS_CE[sender][None])[0, expert]
+    return {cell: rows for cell, rows in enumerate(rows_C.tolist()) if rows}
+
+
+# By hand.
+
+
+def test_local_else_home() -> None:
+    """Homes: experts 0, 1 in cell 0, experts 2, 3 in cell 1. Copies: 0 in cell 1, 3 in cell 2."""
+    home = Placement.owned_by(np.array([0, 0, 1, 1]), 3)
+    share = LocalElseHome(home, with_copies(home, [(0, 1), (3, 2)]))
+    rows_FE = np.array([[5, 0, 2, 7]])
+    # Sender 2: 5 rows of expert 0 to cell 0, 2 of expert 2 to cell 1, 7 of expert 3 to itself.
+    assert share.rows_from(2, rows_FE).tolist() == [[[5, 0, 0], [0, 0, 0], [0, 2, 0], [0, 0, 7]]]
+    # Sender 1 keeps those of experts 0, 2 and 3.
+    assert share.rows_from(1, rows_FE).tolist() == [[[0, 5, 0], [0, 0, 0], [0, 2, 0], [0, 7, 0]]]
+    # All three senders: cell 0 computes for itself and, of expert 0, for cell 2.
+    assert share.computed_C(np.array([[5, 0, 2, 7]] * 3)).tolist() == [10, 25, 7]
+
+
+def test_h4_examples() -> None:
+    share = NearestCopy(H2, NODE_C)
+    assert to(share, 0, 0) == {0: 10}  # at home
+    assert to(share, 0, 2) == {1: 1}  # on the node
+    assert to(share, 0, 5) == {2: 2}  # on the other node
+    assert to(share, 1, 1) == {0: 2}
+    assert to(share, 1, 4) == {0: 5}
+    assert to(share, 2, 1) == {3: 3}
+    assert to(share, 3, 0) == {2: 10}
+    assert to(share, 3, 4) == {2: 5}
+    assert to(share, 2, 2) == {1: 1}
+
+
+@pytest.mark.parametrize(
+    ("target", "computed", "into_nodes", "within_nodes"),
+    [
+        (HOME, [50, 10, 28, 12], [30, 20], 24),
+        (H2, [25, 20, 38, 17], [5, 10], 32),
+        (H1, [18, 27, 26, 29], [5, 10], 7),
+    ],
+    ids=["EP", "H2", "H1"],
+)
+def test_h4_table(
+    target: Placement, computed: list[int], into_nodes: list[int], within_nodes: int
+) -> None:
+    share = NearestCopy(target, NODE_C)
+    assert ROWS_CE.sum(axis=0).tolist() == LOAD_E.tolist()
+    assert share.computed_C(ROWS_CE).tolist() == computed
+    moved_CC = sent(share, ROWS_CE[:, None]).sum(axis=(1, 2))
+    assert moved_CC.sum(axis=0).tolist() == computed
+    assert [int(moved_CC[2:, :2].sum()), int(moved_CC[:2, 2:].sum())] == into_nodes
+    same_node_CC = NODE_C[:, None] == NODE_C
+    np.fill_diagonal(same_node_CC, False)
+    assert moved_CC[same_node_CC].sum() == within_nodes
+
+
+@pytest.mark.parametrize(
+    ("sender", "rows"),
+    [
+        (0, {4: 3, 5: 2, 6: 2}),
+        (1, {4: 2, 5: 3, 6: 2}),
+        (7, {4: 2, 5: 3, 6: 2}),  # on the node of the copies
+    ],
+)
+def test_h4_remainders_rotate(sender: int, rows: dict[int, int]) -> None:
+    """2 nodes of 4; expert 0 at cells 4, 5 and 6; 7 rows."""
+    target = Placement(np.isin(np.arange(8), [4, 5, 6])[None])
+    share = NearestCopy(target, np.arange(8) // 4)
+    rows_C = share.rows_from(sender, np.array([[7]]))[0, 0]
+    assert {cell: count for cell, count in enumerate(rows_C.tolist()) if count} == rows
+
+
+def test_texts_tell_shares_apart() -> None:
+    shares = (
+        NearestCopy(HOME, NODE_C),
+        NearestCopy(HOME, NODE_C // 2),
+        NearestCopy(H2, NODE_C),
+        LocalElseHome(HOME, HOME),
+        LocalElseHome(HOME, H2),
+        LocalElseHome(H2, H2),
+    )
+    assert len({share.describe() for share in shares}) == len(shares)
+    assert NearestCopy(H2, NODE_C).describe() == NearestCopy(with_copies(H2, []), NODE_C).describe()
+
+
+def test_a_node_for_each_cell() -> None:
+    with pytest.raises(ValueError, match="has 4 cells; name one node a cell"):
+        NearestCopy(HOME, np.array([0, 0, 1]))
+
+
+# Properties.
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Placement, Placement, np.ndarray, np.ndarray]:
+    """Homes, a target, node of each cell (in any order), and rows ``[C, F, E]``."""
+    num_experts, num_cells = draw(st.integers(1, 6)), draw(st.integers(1, 8))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    home = Placement.owned_by(rng.integers(0, num_cells, num_experts), num_cells)
+    density = draw(st.sampled_from([0.0, 0.3, 0.7, 1.0]))
+    target = home.with_copies(rng.random((num_experts, num_cells)) < density)
+    node_C = rng.integers(0, draw(st.integers(1, 4)), num_cells)
+    most = draw(st.sampled_from([0, 1, 7, 10**12]))
+    shape = (num_cells, draw(st.integers(1, 3)), num_experts)
+    return home, target, node_C, rng.integers(0, most + 1, shape)
+
+
+def nearest(target: Placement, node_C: np.ndarray, sender: int, expert: int) -> list[int]:
+    """The cells that rule 29 names."""
+    holders = np.flatnonzero(target.holds_EC[expert]).tolist()
+    on_node = [cell for cell in holders if node_C[cell] == node_C[sender]]
+    return [sender] if sender in holders else on_node or holders
+
+
+def dealt(rows: int, sender: int, hosts: list[int], num_cells: int) -> list[int]:
+    """Rule 30: the even split of one sender's rows."""
+    quota = [0] * num_cells
+    whole, rest = divmod(rows, len(hosts))
+    for host in hosts:
+        quota[host] = whole
+    for turn in range(rest):
+        quota[hosts[(sender + turn) % len(hosts)]] += 1
+    return quota
+
+
+@PROPERTY
+@given(cases())
+def test_nearest_copy_is_rules_29_and_30(
+    case: tuple[Placement, Placement, np.ndarray, np.ndarray],
+) -> None:
+    """Exactly; so rows stay where they can, on the node if they can, and parts differ by one."""
+    _, target, node_C, rows_CFE = case
+    sent_CFEC = sent(NearestCopy(target, node_C), rows_CFE)
+    num_cells = target.num_cells
+    for sender, chunk, expert in np.ndindex(rows_CFE.shape):
+        hosts = nearest(target, node_C, sender, expert)
+        quota = dealt(int(rows_CFE[sender, chunk, expert]), sender, hosts, num_cells)
+        assert sent_CFEC[sender, chunk, expert].tolist() == quota
+
+
+@PROPERTY
+@given(cases())
+def test_local_else_home_sends_only_what_it_cannot_keep(
+    case: tuple[Placement, Placement, np.ndarray, np.ndarray],
+) -> None:
+    home, target, _, rows_CFE = case
+    sent_CFEC = sent(LocalElseHome(home, target), rows_CFE)
+    for sender, chunk, expert in np.ndindex(rows_CFE.shape):
+        holder = sender if target.holds_EC[expert, sender] else int(home.owner_E[expert])
+        quota = [0] * target.num_cells
+        quota[holder] = int(rows_CFE[sender, chunk, expert])
+        assert sent_CFEC[sender, chunk, expert].tolist() == quota
+
+
+@PROPERTY
+@given(cases())
+def test_all_agree_on_every_row(
+    case: tuple[Placement, Placement, np.ndarray, np.ndarray],
+) -> None:
+    """Invariant 5: sender and holder agree, nothing is lost, only holders get rows."""
+    home, target, node_C, rows_CFE = case
+    for share in (LocalElseHome(home, target), NearestCopy(target, node_C)):
+        sent_CFEC = sent(share, rows_CFE)
+        assert sent_CFEC.dtype == np.int64
+        assert (sent_CFEC >= 0).all()
+        assert np.array_equal(sent_CFEC.sum(axis=3), rows_CFE)
+        assert not sent_CFEC[:, :, ~target.holds_EC].any()
+        for holder in range(target.num_cells):
+            assert np.array_equal(share.rows_to(holder, rows_CFE), sent_CFEC[..., holder])
+        for chunk in range(rows_CFE.shape[1]):
+            computed_C = share.computed_C(rows_CFE[:, chunk])
+            assert computed_C.tolist() == sent_CFEC[:, chunk].sum(axis=(0, 1)).tolist()
+
+
+@PROPERTY
+@given(cases())
+def test_one_copy_leaves_no_choice(
+    case: tuple[Placement, Placement, np.ndarray, np.ndarray],
+) -> None:
+    """Invariant 7: where the target is the home, both shares are plain expert parallelism."""
+    home, _, node_C, rows_CFE = case
+    plain, near = LocalElseHome(home, home), NearestCopy(home, node_C)
+    assert np.array_equal(sent(plain, rows_CFE), sent(near, rows_CFE))
