@@ -5,14 +5,14 @@ Shape letters: L layers, C cells, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
 from ds_moe_ext.hosts.attach import AttachedLayer, check_agreement
-from ds_moe_ext.hosts.costs import Costs
+from ds_moe_ext.hosts.costs import STEPS, Costs
 from ds_moe_ext.load import LoadWindow
 from ds_moe_ext.moe.observe import Rows
 from ds_moe_ext.placement import Placement
@@ -39,6 +39,7 @@ class Planning:
         mover: moves experts.
         debug: check that all ranks made the same plans.
         rank: this rank.
+        tell: shows a line to a person.
     """
 
     strategy: Strategy
@@ -48,6 +49,7 @@ class Planning:
     mover: Mover
     debug: bool
     rank: int
+    tell: Callable[[str], None]
     _rhythm: Rhythm = field(init=False)
     _window: LoadWindow = field(init=False)
 
@@ -71,6 +73,8 @@ class Planning:
         self._window.push(_padded([each.routed_CE for each in rows]))
         measured = self.costs.after_step(step, rows)
         self.job = replace(self.job, rows=self._predicted(), **measured)
+        if step == STEPS[-1]:
+            self.tell(self.strategy.describe(self.job))
         is_shard_due = self._rhythm.shard_every and (step + 1) % self._rhythm.shard_every == 0
         has_moved = bool(is_shard_due) and self._moved()
         if has_moved or (step + 1) % self._rhythm.plan_every == 0:
@@ -93,6 +97,9 @@ class Planning:
         if all(np.array_equal(a.holds_EC, b.holds_EC) for a, b in zip(self.job.homes, homes)):
             return False
         self.mover(self.job.homes, homes)
+        pairs = zip(self.job.homes, homes)
+        num_moved = sum(int((old.owner_E != new.owner_E).sum()) for old, new in pairs)
+        self.tell(f"{num_moved} experts have moved to new homes")
         self.job = replace(self.job, homes=homes)
         return True
 

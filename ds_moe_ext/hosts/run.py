@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from ds_moe_ext.report.record import RunRecord
 from ds_moe_ext.report.recorder import Recorder, phase_of, span_of
 from ds_moe_ext.report.units import bytes_text
 from ds_moe_ext.schedule.trace import Box, chrome_trace
+from ds_moe_ext.settings import Settings
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +80,16 @@ class Run:
         if path is not None:
             record.write(Path(path))
             console.print(f"ds_moe_ext: wrote {path}/report.html and {path}/report.json")
+
+
+def teller(settings: Settings, rank: int) -> Callable[[str], None]:
+    """Shows lines to a person, on rank 0 where the report is enabled."""
+
+    def tell(line: str) -> None:
+        if line and rank == 0 and settings.report.enabled:
+            Console().print(f"ds_moe_ext: {line}", soft_wrap=True, highlight=False)
+
+    return tell
 
 
 class _Tracer:

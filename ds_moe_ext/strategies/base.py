@@ -35,7 +35,7 @@ class Pool:
     Attributes:
         layers: their numbers.
         prices: of their rows and copies.
-        expert_bytes: weights of one expert.
+        expert_bytes: weights of one expert; 0 until costs have been measured.
         copy_latency_s: seconds until the first byte of a copy arrives.
     """
 
@@ -166,6 +166,10 @@ class Strategy(ABC):
     def homes(self, job: Job) -> tuple[Placement, ...]:
         """Where experts shall live from now on; asked every ``shard_every`` steps. Pure."""
         return job.homes
+
+    def describe(self, job: Job) -> str:
+        """What it makes of what was measured, for a person; empty if it has nothing to say."""
+        return ""
 
     @abstractmethod
     def schedules(self, plan: Plan, layer: int, *, gated: bool) -> tuple[Schedule, Schedule]:

@@ -89,7 +89,7 @@ class FullySharded(Strategy):
                 node_C=job.node_C,
             )
             for layer, target in zip(pool.layers, chosen):
-                fits = int(min(degree_L[layer], fits_L[layer]))
+                fits = int(fits_L[layer])
                 plans[layer] = self._plan_of(job, pool, job.homes[layer], target, fits)
         return tuple(plans[layer] for layer in range(len(job.homes)))
 
@@ -108,6 +108,16 @@ class FullySharded(Strategy):
             homes.update(zip(layers, new))
         return tuple(homes[layer] for layer in range(len(job.homes)))
 
+    def describe(self, job: Job) -> str:
+        degree_L, fits_L = self._overlap_degrees(job), self._copies_that_fit(job)
+        window_L = np.array(job.window_s) * 1e3
+        speed = min(pool.expert_bytes / pool.prices.copy_s for pool in _measured(job))
+        return (
+            f"up to {_span(degree_L)} experts of a layer are copied (t): weights travel at "
+            f"{speed / 1e6:,.0f} MB/s, behind {_span(window_L, 'ms')} of attention; "
+            f"a rank holds up to {_span(fits_L)} copies of a layer (m)"
+        )
+
     def schedules(self, plan: Plan, layer: int, *, gated: bool) -> tuple[Schedule, Schedule]:
         return wires.plain_schedules(layer, gated=gated, copied=plan.has_copies)
 
@@ -115,9 +125,9 @@ class FullySharded(Strategy):
         """``t`` of each layer, int64 ``[L]``."""
         if self.overlap_degree is not None:
             return np.full(len(job.homes), self.overlap_degree)
-        degree_L = np.zeros(len(job.homes), dtype=np.int64)  # until the window has been measured
-        for pool in job.pools:
-            for layer in (layer for layer in pool.layers if job.window_s[layer]):
+        degree_L = np.zeros(len(job.homes), dtype=np.int64)
+        for pool in _measured(job):
+            for layer in pool.layers:
                 degree_L[layer] = overlap_degree(
                     job.window_s[layer],
                     bytes_per_s=pool.expert_bytes / pool.prices.copy_s,
@@ -136,7 +146,7 @@ class FullySharded(Strategy):
         # Gradients of copies wait for the last micro-batch, those of all layers.
         layers_reduced = layers_held if job.accumulates else 1
         fits_L = np.zeros(num_layers, dtype=np.int64)
-        for pool in job.pools:
+        for pool in _measured(job):
             fits_L[list(pool.layers)] = copies_that_fit(
                 job.free_bytes if self.copy_bytes is None else self.copy_bytes,
                 expert_bytes=pool.expert_bytes,
@@ -153,6 +163,17 @@ class FullySharded(Strategy):
             target = home
         share = NearestCopy(target, job.node_C)
         return Plan(home, target, share, rematerialize=self.rematerialize, revise=revise)
+
+
+def _measured(job: Job) -> list[Pool]:
+    """Nothing is copied before the costs are known."""
+    return [pool for pool in job.pools if pool.expert_bytes]
+
+
+def _span(values: np.ndarray, unit: str = "") -> str:
+    """The smallest and the largest, or the one value of all."""
+    low, high = (f"{value:.3g}" for value in (values.min(), values.max()))
+    return f"{low if low == high else f'{low} to {high}'} {unit}".rstrip()
 
 
 def _calibrated(

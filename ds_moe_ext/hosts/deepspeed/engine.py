@@ -24,7 +24,7 @@ from ds_moe_ext.hosts.costs import Costs
 from ds_moe_ext.hosts.deepspeed.move import ExpertMover
 from ds_moe_ext.hosts.deepspeed.startup import blueprint_of
 from ds_moe_ext.hosts.planning import Planning
-from ds_moe_ext.hosts.run import Run
+from ds_moe_ext.hosts.run import Run, teller
 from ds_moe_ext.strategies.base import Job
 
 _RUN = "ds_moe_ext_run"  # attribute of the engine
@@ -87,6 +87,7 @@ def _planning(engine: Any, blueprint: Blueprint, layers: list[AttachedLayer]) ->
         mover=ExpertMover(engine, layers, blueprint.pools),
         debug=blueprint.settings.debug,
         rank=dist.get_rank(),
+        tell=teller(blueprint.settings, dist.get_rank()),
     )
 
 

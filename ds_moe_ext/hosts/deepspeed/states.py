@@ -197,6 +197,19 @@ class OptimizerStates:
             for parameter, given in written.items():
                 self._write(parameter, given)
 
+    def options(self, parameter: nn.Parameter) -> dict[str, Any] | None:
+        """The settings of the parameter group that a parameter is stepped with, such as ``lr``: the
+        optimizer's own dict; None of a parameter that is not trained."""
+        return self._options(self._place_of(parameter).held)
+
+    def _options(self, held: Tensor) -> dict[str, Any] | None:
+        groups = () if self._optimizer is None else self._optimizer.param_groups
+        for group in groups:
+            if any(tensor is held for tensor in group["params"]):
+                options: dict[str, Any] = group
+                return options
+        return None
+
     def _check_groups(self, written: Mapping[nn.Parameter, ParameterStates]) -> None:
         given_of: dict[Tensor, list[ParameterStates]] = {}
         for parameter, given in written.items():
@@ -238,11 +251,7 @@ class OptimizerStates:
             return type(old)(new)
         if not isinstance(new, Tensor):
             return new
-        options = next(
-            group
-            for group in self._optimizer.param_groups
-            if any(tensor is held for tensor in group["params"])
-        )
+        options = self._options(held) or {}
         on_device = options.get("fused") or options.get("capturable")  # as torch's load_state_dict
         return new.to(held.device if on_device else "cpu", copy=True)
 
