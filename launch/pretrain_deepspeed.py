@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from gpt_moe import GptMoe, GptMoeConfig
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from summary import Summary
 from text import VOCABULARY_SIZE, Batch, Text, WindowSampler, read_text
 from torch import Tensor, nn
 
@@ -42,7 +43,7 @@ PACKAGES = ("torch", "deepspeed", "transformers", "ds_moe_ext")
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--model", type=Path, required=True, help="model file, see configs/models/")
     add("--steps", type=int, help="train up to this step; default: the LR schedule's last")
@@ -315,7 +316,7 @@ class Trainer:
             step=step + 1,
             loss=loss,
             seconds_s=seconds_s,
-            tokens_per_s=self._tokens_per_step / seconds_s,
+            tokens_per_s=self.tokens_per_step / seconds_s,
             balance=None if self.recorder is None else self.recorder.latest_balance(),
         )
 
@@ -325,7 +326,8 @@ class Trainer:
         return self.engine(**self.model.arguments(on_device))
 
     @property
-    def _tokens_per_step(self) -> int:
+    def tokens_per_step(self) -> int:
+        """Of all ranks, in one optimizer step."""
         return self.engine.train_batch_size() * self.arguments.sequence_length
 
     def _held_out_loss(self) -> float:
@@ -353,37 +355,23 @@ def mean_over_ranks(losses: Sequence[Tensor]) -> float:
     return total.item() / dist.get_world_size()
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What `summary.json` holds."""
-
-    strategy: str
-    model: str
-    world_size: int
-    first_step: int  # steps that a resumed checkpoint had behind it
-    losses: list[float]  # one a step, nats per byte
-    held_out_losses: dict[int, float]  # by step
-    tokens_per_s: float  # all ranks, without the first step
-    seconds_per_step_s: float
-    balance_by_layer: dict[str, float]
-    versions: dict[str, str]
-
-
 def summarize(trainer: Trainer, records: Sequence[StepRecord]) -> Summary:
     """Condense the steps of a run. Collective."""
     # The first step builds groups, buffers and kernels.
     steady = records[1:] or records
     seconds_per_step_s = sum(record.seconds_s for record in steady) / len(steady)
-    tokens_per_step = steady[0].tokens_per_s * steady[0].seconds_s
     recorder = trainer.recorder
     return Summary(
         strategy=trainer.run.strategy,
         model=str(trainer.arguments.model),
+        text=trainer.run.text.source,
+        seed=trainer.arguments.seed,
         world_size=dist.get_world_size(),
+        tokens_per_step=trainer.tokens_per_step,
         first_step=records[0].step - 1,
         losses=[record.loss for record in records],
         held_out_losses=trainer.held_out_losses,
-        tokens_per_s=tokens_per_step / seconds_per_step_s,
+        tokens_per_s=trainer.tokens_per_step / seconds_per_step_s,
         seconds_per_step_s=seconds_per_step_s,
         balance_by_layer={} if recorder is None else recorder.balance_by_layer(),
         versions={"python": platform.python_version()}
@@ -432,9 +420,7 @@ def main() -> None:
 
     summary = summarize(trainer, records)
     if dist.get_rank() == 0:
-        path = run.output / "summary.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(summary), indent=2) + "\n")
+        path = summary.write(run.output)
         files = [path] if arguments.save is None else [path, arguments.save]
         display.console.print(summary_table(summary, files))
     dist.destroy_process_group()

@@ -1,12 +1,23 @@
-"""Which steps the recorder times: samples, the drawn step, the traced ones; and no others."""
+"""What the recorder keeps of a run: which steps it times, where experts were, what a task is."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from ds_moe_ext.moe.observe import TasksSeen
-from ds_moe_ext.report.recorder import Recorder
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_moe_ext.moe.observe import Rows, TasksSeen, TimedTask
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.report.record import LayerRecord, Move, RunRecord, Span
+from ds_moe_ext.report.recorder import Recorder, spans_of
+from ds_moe_ext.schedule.task import ATTENTION, EXPERT, GATHER, JOIN, Op, Task
+from ds_moe_ext.schedule.task import Span as Chunks
+from ds_moe_ext.share import LocalElseHome
+from ds_moe_ext.strategies.base import Plan
 
 
 def is_timed(**wanted: Any) -> bool:
@@ -22,3 +33,162 @@ def test_the_first_step_is_timed_if_it_is_wanted() -> None:
     assert is_timed(tracer=SimpleNamespace(steps=range(2)))
     assert not is_timed(trace_step=3)
     assert not is_timed(tracer=SimpleNamespace(steps=range(1, 3)))
+
+
+# Where experts were.
+
+
+def plan_of(owner_E: Sequence[int], copied_EC: Sequence[Sequence[int]] | np.ndarray) -> Plan:
+    copied = np.asarray(copied_EC, dtype=bool)
+    home = Placement.owned_by(np.asarray(owner_E), copied.shape[1])
+    target = home.with_copies(copied)
+    return Plan(home, target, LocalElseHome(home, target))
+
+
+class FakeLayer:
+    """A layer with a plan."""
+
+    def __init__(self, name: str, plan: Plan) -> None:
+        self.name = name
+        site = SimpleNamespace(plan=plan)
+        self.routed: Any = SimpleNamespace(site=site, tasks=TasksSeen())
+
+    def record(self) -> LayerRecord:
+        home = self.routed.site.plan.home
+        return LayerRecord(self.name, "fake", home.num_experts, 2, tuple(home.owner_E.tolist()), 0)
+
+
+def recorded(
+    steps: Sequence[Sequence[Plan]], rows_ILCE: Sequence[Sequence[np.ndarray]], **other: Any
+) -> RunRecord:
+    """A run by these plans, one a step and layer, with these rows."""
+    layers = [FakeLayer(f"m.{index}", plan) for index, plan in enumerate(steps[0])]
+    recorder = Recorder("fssdp", 2, layers, **other)
+    for step, (plans, rows_LCE) in enumerate(zip(steps, rows_ILCE)):
+        for layer, plan in zip(layers, plans):
+            layer.routed.site.plan = plan
+        rows = [Rows(r, plan.share.computed_C(r)) for r, plan in zip(rows_LCE, plans)]
+        recorder.after_step(step, rows)
+    # What the host does at the end of a step: the plans of the next one.
+    for layer, plan in zip(layers, steps[-1]):
+        no_copies = np.zeros_like(plan.home.holds_EC)
+        layer.routed.site.plan = plan_of([0] * plan.home.num_experts, no_copies)
+    return recorder.record()
+
+
+def test_copies_worked_by_hand() -> None:
+    # Experts 0 and 1 are at home in cell 0, expert 2 in cell 1. Each sender has 4, 1 and 1 rows.
+    rows_CE = np.array([[4, 1, 1], [4, 1, 1]])
+    plain = plan_of([0, 0, 1], [[0, 0], [0, 0], [0, 0]])
+    copied = plan_of([0, 0, 1], [[0, 1], [0, 0], [1, 0]])
+    run = recorded([[plain], [copied]], [[rows_CE], [rows_CE]])
+    assert run.rows_ILE.tolist() == [[[8, 2, 2]]] * 2
+    # With copies each sender keeps its rows of 0 and 2; cell 1 sends its row of 1 to cell 0.
+    assert run.cell_rows_ILC.tolist() == [[[10, 2]], [[7, 5]]]
+    assert run.placements is not None
+    assert run.placements.home_cell_rows_ILC.tolist() == [[[10, 2]]] * 2
+    assert run.placements.copies_ILE.tolist() == [[[0, 0, 0]], [[1, 0, 1]]]
+    assert run.placements.copied_to == (((1,), (), (0,)),)
+    assert (run.placements.last_step, run.placements.moves) == (1, ())
+    np.testing.assert_allclose(run.home_balance_IL(), [[10 / 6], [10 / 6]])
+    np.testing.assert_allclose(run.balance_IL(), [[10 / 6], [7 / 6]])
+
+
+def test_homes_are_those_of_the_last_step() -> None:
+    rows_CE = np.ones((2, 2), dtype=np.int64)
+    none = [[0, 0], [0, 0]]
+    before, after = plan_of([0, 1], none), plan_of([1, 0], none)
+    small = plan_of([1], [[0, 0]])
+    run = recorded(
+        [[before, small], [before, small], [after, small], [after, small]],
+        [[rows_CE, rows_CE[:, :1]]] * 4,
+    )
+    assert run.placements is not None
+    assert run.placements.moves == (Move(step=2, layer=0, num_experts=2),)
+    assert run.layers[0].home_E == (1, 0)  # and not those of the next step
+    assert run.placements.copies_ILE.shape == (4, 2, 2) and not run.placements.copies_ILE.any()
+
+
+def test_nothing_is_said_of_placements_where_nothing_was_copied_or_moved() -> None:
+    plain = plan_of([0, 1], [[0, 0], [0, 0]])
+    run = recorded([[plain]] * 3, [[np.ones((2, 2), dtype=np.int64)]] * 3)
+    assert run.placements is None
+    np.testing.assert_array_equal(run.home_balance_IL(), run.balance_IL())
+
+
+@settings(deadline=None, derandomize=True, max_examples=50)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 20), st.integers(1, 6))
+def test_a_thinned_record_agrees_with_itself(seed: int, num_steps: int, max_steps: int) -> None:
+    rng = np.random.default_rng(seed)
+    owners_IE = rng.integers(0, 3, (num_steps, 4))
+    plans = [[plan_of(owner_E, rng.random((4, 3)) < 0.2)] for owner_E in owners_IE]
+    rows_ILCE = rng.poisson(3.0, (num_steps, 1, 3, 4))
+    run = recorded(plans, list(rows_ILCE), max_steps=max_steps)
+    steps = list(run.steps_I)
+    assert len(steps) <= max_steps and steps[0] == 0
+    np.testing.assert_array_equal(run.rows_ILE, rows_ILCE.sum(axis=2)[steps])
+    moved = int((owners_IE[1:] != owners_IE[:-1]).sum())
+    if run.placements is None:
+        assert moved == 0
+        return
+    assert sum(move.num_experts for move in run.placements.moves) == moved
+    np.testing.assert_array_equal(
+        run.placements.home_cell_rows_ILC.sum(axis=2), run.cell_rows_ILC.sum(axis=2)
+    )
+    for index, step in enumerate(steps):
+        home, target = plans[step][0].home, plans[step][0].target
+        copies_E = target.holds_EC.sum(axis=1) - home.holds_EC.sum(axis=1)
+        np.testing.assert_array_equal(run.placements.copies_ILE[index, 0], copies_E)
+    last = plans[-1][0]
+    held = [
+        sorted({home, *cells})
+        for home, cells in zip(last.home.owner_E.tolist(), run.placements.copied_to[0])
+    ]
+    assert held == [np.flatnonzero(holds_C).tolist() for holds_C in last.target.holds_EC]
+
+
+# What a task is.
+
+
+def timed(op: Op, start_s: float, end_s: float, *, is_adjoint: bool = False) -> TimedTask:
+    lanes: Any = SimpleNamespace(seconds_between=lambda a, b: b - a)
+    task = Task(op, 0, Chunks(0, 1), (), (), (0,) if is_adjoint else ())
+    return TimedTask(task, start_s, end_s, lanes)
+
+
+def spans(*tasks: TimedTask) -> list[Span]:
+    return spans_of(tasks, tasks[0], ["m.0"])
+
+
+def test_the_adjoint_of_a_gather_is_a_reduction() -> None:
+    found = spans(
+        timed(ATTENTION, 1.0, 2.0),
+        timed(GATHER, 1.1, 1.9),
+        timed(EXPERT, 2.0, 3.0),
+        timed(EXPERT, 3.0, 5.0, is_adjoint=True),
+        timed(GATHER, 5.1, 5.5, is_adjoint=True),
+        timed(ATTENTION, 5.0, 6.0, is_adjoint=True),
+    )
+    assert [(span.name, span.phase, span.lane) for span in found] == [
+        ("attention", "forward", "compute"),
+        ("gather", "forward", "param"),
+        ("expert", "forward", "compute"),
+        ("expert", "backward", "compute"),
+        ("attention", "backward", "compute"),
+        ("reduction", "backward", "param"),
+    ]
+    assert (found[0].start_s, found[2].end_s) == (0.0, 2.0)  # from the start of the first
+
+
+def test_a_gather_for_backward_is_of_the_backward_phase() -> None:
+    found = spans(
+        timed(GATHER, 0.0, 1.0),  # forward
+        timed(JOIN, 0.5, 1.0),
+        timed(EXPERT, 1.0, 2.0),
+        timed(GATHER, 2.5, 3.0),  # the same copies once more
+        timed(EXPERT, 3.0, 5.0, is_adjoint=True),
+        timed(GATHER, 6.0, 7.0),  # for the next micro-batch
+        timed(EXPERT, 7.0, 8.0),
+    )
+    gathers = [span.phase for span in found if span.name == GATHER.name]
+    assert gathers == ["forward", "backward", "forward"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import json
 import re
 import struct
 import xml.etree.ElementTree as ET
@@ -15,10 +16,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.report.colours import NEUTRAL, NUM_LEVELS, classes_of
+from ds_moe_ext.report.colours import (
+    COPY_INK,
+    COPY_PAPER,
+    HOME,
+    NEUTRAL,
+    NOT_HELD,
+    NUM_LEVELS,
+    classes_of,
+    copies_level,
+    copies_ramp,
+)
 from ds_moe_ext.report.page import page_of
-from ds_moe_ext.report.record import LayerRecord, RunRecord, Span
-from ds_moe_ext.report.summary import gather_steps, summarize
+from ds_moe_ext.report.record import LayerRecord, Move, PlacementRecord, RunRecord, Span
+from ds_moe_ext.report.summary import gather_steps, outcome_of, outcomes_by_layer, summarize
 from ds_moe_ext.report.timeline import MAX_BOXES
 from ds_moe_ext.report.units import EN_DASH, TIMES, bytes_text, seconds_text, short_names
 
@@ -66,6 +77,20 @@ def worked() -> RunRecord:
         dtype=np.int64,
     )
     return record((layer("m.0.a", (0, 0, 1, 1)), layer("m.1.a", (0, 1))), rows_ILE)
+
+
+def copied() -> RunRecord:
+    """``worked``, had experts 0 and 3 of layer a been copied to the other cell in the last step,
+    and expert 2 moved from cell 0 before it."""
+    run = worked()
+    placements = PlacementRecord(
+        copies_ILE=np.array([[[0, 0, 0, 0], [0] * 4], [[1, 0, 0, 1], [0] * 4]]),
+        home_cell_rows_ILC=np.array([[[7, 1], [5, 5]], [[2, 2], [9, 1]]]),
+        moves=(Move(20, 0, 1),),
+        last_step=20,
+        copied_to=(((1,), (), (), (0,)), ((), ())),
+    )
+    return dataclasses.replace(run, strategy="fssdp", placements=placements)
 
 
 def traced(num_tasks: int, name: str = "expert") -> tuple[Span, ...]:
@@ -174,6 +199,26 @@ def test_json_round_trip() -> None:
     assert page_of(again) == page_of(run)
 
 
+def test_json_round_trip_with_copies() -> None:
+    run = copied()
+    again = RunRecord.from_json(run.to_json())
+    assert run.placements is not None and again.placements is not None
+    assert vars(again.placements).keys() == vars(run.placements).keys()
+    for name, value in vars(run.placements).items():
+        np.testing.assert_array_equal(
+            np.asarray(vars(again.placements)[name], dtype=object), np.asarray(value, dtype=object)
+        )
+    assert again.placements.copies_ILE.dtype == np.int64
+    assert again.to_json() == run.to_json() and page_of(again) == page_of(run)
+
+
+def test_json_of_an_earlier_version() -> None:
+    data = json.loads(worked().to_json())
+    del data["placements"]
+    again = RunRecord.from_json(json.dumps(data))
+    assert again.placements is None and page_of(again) == page_of(worked())
+
+
 def test_json_round_trip_without_steps() -> None:
     run = record((layer("a", (0, 1)),), np.zeros((0, 1, 2), dtype=np.int64))
     assert RunRecord.from_json(run.to_json()).rows_ILE.shape == (0, 1, 2)
@@ -189,6 +234,21 @@ def test_summary_worked_by_hand() -> None:
     assert (summary.hot.layer, summary.hot.expert) == ("m.0.a", 0)
     assert summary.hot.ratio == pytest.approx(5 / 3)
     assert summary.drift is None and summary.num_rows == 32
+
+
+def test_outcomes_worked_by_hand() -> None:
+    # At home, layer a: 7 over 4, then 2 over 2; layer b as it was computed.
+    first, second = outcomes_by_layer(copied())
+    assert first == (pytest.approx((1.75 + 1.0) / 2), pytest.approx(1.25), 1.0, 1)
+    assert second == (pytest.approx(1.4), pytest.approx(1.4), 0.0, 0)
+    assert outcome_of(copied()) == (pytest.approx(1.3875), pytest.approx(1.325), 1.0, 1)
+
+
+def test_outcome_without_copies_or_steps() -> None:
+    assert outcome_of(worked()) == (pytest.approx(1.325), pytest.approx(1.325), 0.0, 0)
+    nothing = record((layer("a", (0, 1)),), np.zeros((0, 1, 2), dtype=np.int64))
+    assert outcome_of(nothing) == (1.0, 1.0, 0.0, 0)
+    assert outcome_of(record((), np.zeros((0, 0, 0), dtype=np.int64))) == (1.0, 1.0, 0.0, 0)
 
 
 def test_drift_compares_quarters() -> None:
@@ -218,6 +278,60 @@ def test_heatmap_groups_experts_by_home() -> None:
     above, below = image[: gap[0], 0], image[gap[-1] + 1 :, 0]
     assert len(below) == 2 * len(above)
     assert (above > NEUTRAL).all() and (below < NEUTRAL).all()
+
+
+def test_page_of_a_run_with_copies() -> None:
+    page = checked(copied())
+    assert "at its home only it would have computed <b>1.39 times the mean</b>" in page
+    assert "There were 1.0 copies a step, and homes changed 1 time." in page
+    assert "Balance with copies, and at home only" in page
+    assert "of the experts, and their copies" in page
+    assert "where in step 20, the last" in page
+    # Homes changed before the second of two columns; the layer's own chart is marked as well.
+    assert page.count('<line class="mark" x1="50%"') == 2
+    assert page.count("&quot;1&quot;: &quot;1 home changed&quot;") == 2
+
+
+def test_page_of_a_run_without_copies_says_nothing_of_them() -> None:
+    page = checked(worked())
+    style = page[: page.index("</style>")]
+    assert "copies" not in page.removeprefix(style).partition("<script>")[0]
+    assert 'class="map"' not in page and 'class="mark"' not in page
+
+
+def test_copies_are_drawn_over_the_steps_and_on_a_map() -> None:
+    # Images: two scales; then for layer a loads, two keys, copies and the map; then layer b's.
+    images = pixels(checked(copied()))
+    assert len(images) == 12
+    over_steps, on_map = images[5:7]
+    lines = np.flatnonzero(over_steps[:, 0])  # without the gap between cells
+    rows = over_steps[lines].reshape(4, -1, 2)[:, 0]
+    none, most = 1, len(copies_ramp(1).value_P)
+    assert rows.tolist() == [[none, most], [none, none], [none, none], [none, most]]
+    # Boxes end in a line of gap; home is filled, a copy is hatched in an outline.
+    size = len(lines) // 4
+    boxes = [[on_map[y : y + size - 1, x : x + size - 1] for x in (0, size)] for y in lines[::size]]
+    kinds = [[set(box.flat) for box in row] for row in boxes]
+    hatched = {COPY_INK, COPY_PAPER}
+    assert kinds == [
+        [{HOME}, hatched],
+        [{HOME}, {NOT_HELD}],
+        [{NOT_HELD}, {HOME}],
+        [hatched, {HOME}],
+    ]
+    copy = boxes[0][1]
+    outline = np.concatenate([copy[0], copy[-1], copy[:, 0], copy[:, -1]])
+    assert (outline == COPY_INK).all()
+
+
+@pytest.mark.parametrize("most", [1, 3, 7, 31, 511])
+def test_every_number_of_copies_has_its_colour(most: int) -> None:
+    ramp = copies_ramp(most)
+    assert len(ramp.palette_P3) == len(ramp.value_P) + 1 <= 256
+    levels = copies_level(np.arange(most + 1), ramp)
+    assert levels[0] == 1 and levels[-1] == len(ramp.value_P)
+    if most <= 250:
+        np.testing.assert_allclose(ramp.value_P[levels - 1], np.arange(most + 1))
 
 
 def test_layers_with_different_numbers_of_experts() -> None:
@@ -276,6 +390,28 @@ def test_timeline_of_many_tasks_keeps_the_longest() -> None:
     assert "gate, chunk 0" in page
 
 
+def test_lanes_of_weights_stand_by_the_one_that_computes() -> None:
+    def span(name: str, lane: str, start_s: float, end_s: float) -> Span:
+        return Span(name, lane, "forward", "m.0.a", "0", start_s, end_s)
+
+    run = dataclasses.replace(
+        worked(),
+        timeline=(
+            span("attention", "compute", 0.0, 4.0),
+            span("gather", "param", 1.0, 5.0),  # 3 of 4 seconds under attention
+            span("join", "compute", 4.0, 5.0),  # which only waits
+            span("dispatch", "inter", 5.0, 6.0),
+            span("expert", "compute", 6.0, 7.0),
+            span("reduction", "param", 8.0, 12.0),  # under nothing
+            span("mine", "other", 8.0, 12.0),
+        ),
+    )
+    page = checked(run)
+    at = [page.index(f"<b>{lane}</b>") for lane in ("param", "compute", "inter", "other")]
+    assert at == sorted(at)
+    assert "gradients of copies travelled for 8 s, during 38 % of which this rank computed" in page
+
+
 def test_tasks_without_length() -> None:
     checked(dataclasses.replace(worked(), timeline=(Span("gate", "c", "f", "m", "0", 1.0, 1.0),)))
 
@@ -298,6 +434,31 @@ def test_large_record_stays_small() -> None:
     assert "The 1,000 recorded steps are drawn in 65 columns: each takes 15 or 16" in page
 
 
+def test_large_record_with_copies_stays_small() -> None:
+    rng = np.random.default_rng(0)
+    num_steps, num_layers, num_experts, num_cells = 400, 24, 256, 32
+    rows_ILE = rng.geometric(0.02, size=(num_steps, num_layers, num_experts))
+    home_E = tuple(int(cell) for cell in np.arange(num_experts) // 8)
+    layers = tuple(layer(f"model.layers.{i}.mlp", home_E) for i in range(num_layers))
+    run = record(layers, rows_ILE, num_cells=num_cells)
+    placements = PlacementRecord(
+        copies_ILE=rng.integers(0, num_cells, rows_ILE.shape) * (rng.random(rows_ILE.shape) < 0.1),
+        home_cell_rows_ILC=run.cell_rows_ILC,
+        moves=tuple(Move(step, i, 3) for step in range(10, 4000, 100) for i in range(num_layers)),
+        last_step=4000,
+        copied_to=tuple(
+            tuple(tuple(range(expert % num_cells)) for expert in range(num_experts)) for _ in layers
+        ),
+    )
+    page = checked(dataclasses.replace(run, placements=placements))
+    assert len(page.encode()) < 3_500_000
+
+
+def test_a_step_has_its_column() -> None:
+    bins = gather_steps((0, 10, 20, 30, 40), max_bins=2)  # 0 and 10; 20, 30 and 40
+    assert [bins.column_of(step) for step in (0, 5, 10, 11, 20, 40, 99)] == [0, 0, 0, 1, 1, 1, 1]
+
+
 def test_bins_share_the_steps_evenly() -> None:
     bins = gather_steps(tuple(range(5, 75, 10)), max_bins=3)  # 7 steps: 2, 2 and 3
     assert bins.labels() == [f"5{EN_DASH}15", f"25{EN_DASH}35", f"45{EN_DASH}65"]
@@ -313,7 +474,7 @@ def test_kinds_keep_their_colours() -> None:
     assert few.items() <= more.items()
     assert len(set(more.values())) == 4
     many = classes_of(f"kind{i}" for i in range(30))
-    assert len(many) == 30 and len(set(many.values())) == 12  # the last share grey
+    assert len(many) == 30 and len(set(many.values())) == 13  # the last share grey
 
 
 def test_units() -> None:
@@ -354,4 +515,24 @@ def test_any_small_record_makes_a_sound_page(data: st.DataObject) -> None:
         dataclasses.replace(span, name=data.draw(names), lane=data.draw(names))
         for span in traced(data.draw(st.integers(0, 4)))
     )
-    checked(record(layers, rows_ILE, num_cells=num_cells, timeline=spans))
+    run = record(layers, rows_ILE, num_cells=num_cells, timeline=spans)
+    placements = data.draw(st.none() | st.just(any_placements(run, rng)))
+    checked(dataclasses.replace(run, placements=placements))
+
+
+def any_placements(run: RunRecord, rng: np.random.Generator) -> PlacementRecord:
+    """Copies and moves that need not have anything to do with the run but its shape."""
+    cells = np.arange(run.num_cells)
+    return PlacementRecord(
+        copies_ILE=rng.integers(0, run.num_cells, run.rows_ILE.shape),
+        home_cell_rows_ILC=rng.poisson(3.0, run.cell_rows_ILC.shape),
+        moves=tuple(Move(int(rng.integers(0, 99)), index, 1) for index in range(len(run.layers))),
+        last_step=99,
+        copied_to=tuple(
+            tuple(
+                tuple(cells[(rng.random(run.num_cells) < 0.3) & (cells != home)].tolist())
+                for home in one.home_E
+            )
+            for one in run.layers
+        ),
+    )

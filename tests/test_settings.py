@@ -353,8 +353,9 @@ def of_patterns() -> Iterator[Bad]:
 def of_strategies() -> Iterator[Bad]:
     key = "ds_moe_ext.strategy"
     for name in ("e", "eep", "EP", "fssd", "", "auto", "expert_parallel", "tests.no_colon"):
-        yield Bad(block(strategy=name), key, repr(name), "'ep'" if name in ("e", "eep") else "ep")
-        yield Bad(block(strategy=name, options={"a": 1}), key, repr(name), "ep")
+        near = {"e": "'ep'", "eep": "'ep'", "fssd": "'fssdp'"}.get(name, "ep")
+        yield Bad(block(strategy=name), key, repr(name), near)
+        yield Bad(block(strategy=name, options={"a": 1}), key, repr(name), near)
     for path in (
         "no_such_module_at_all:Chunked",
         "tests.no_such_module:Chunked",

@@ -14,7 +14,8 @@ from ds_moe_ext.hosts.attach import AttachedLayer, Blueprint, bytes_of
 from ds_moe_ext.hosts.planning import Planning
 from ds_moe_ext.moe.observe import TimedTask
 from ds_moe_ext.report.record import RunRecord
-from ds_moe_ext.report.recorder import Recorder, phase_of, span_of
+from ds_moe_ext.report.recorder import Recorder, spans_of
+from ds_moe_ext.report.summary import outcomes_by_layer
 from ds_moe_ext.report.units import bytes_text
 from ds_moe_ext.schedule.trace import Box, chrome_trace
 from ds_moe_ext.settings import Settings
@@ -102,9 +103,8 @@ class _Tracer:
 
     def __call__(self, step: int, timed: list[TimedTask]) -> None:
         self._origin = self._origin or timed[0]
-        for task in timed:
-            span = span_of(task, self._origin, self._layer_names)
-            name = f"{span.name} {span.layer} [{span.chunk}] {phase_of(task)}"
+        for span in spans_of(timed, self._origin, self._layer_names):
+            name = f"{span.name} {span.layer} [{span.chunk}] {span.phase}"
             self._boxes.append(Box(name, 0, span.lane, span.start_s, span.end_s, span.name))
         if step == self.steps[-1]:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,8 +145,18 @@ def end_table(record: RunRecord) -> Table:
     )
     table.add_column("layer")
     table.add_column("busiest cell / mean", justify="right")
-    for name, balance in record.balance_by_layer().items():
-        table.add_row(name, f"{balance:.2f}")
+    has_placements = record.placements is not None
+    for heading in ("at home only", "copies a step", "changed homes") if has_placements else ():
+        table.add_column(heading, justify="right")
+    for layer, outcome in zip(record.layers, outcomes_by_layer(record)):
+        cells = [layer.name, f"{outcome.balance:.2f}"]
+        if has_placements:
+            cells += [
+                f"{outcome.home_balance:.2f}",
+                f"{outcome.copies:.1f}",
+                str(outcome.num_moved),
+            ]
+        table.add_row(*cells)
     if record.seconds_by_kind:
         table.add_section()
         total = sum(record.seconds_by_kind.values())

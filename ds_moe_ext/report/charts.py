@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,11 +70,26 @@ def balance_scale(highest: float) -> Scale:
     return Scale(step * max(math.ceil(highest / step - 1e-9), round(1 / step) + 1), step)
 
 
-def line_chart(lines: Sequence[Line], bins: Bins, *, scale: Scale, small: bool) -> str:
-    """Balance over the steps: lines on one scale, and a legend that gives their means."""
+def line_chart(
+    lines: Sequence[Line],
+    bins: Bins,
+    *,
+    scale: Scale,
+    small: bool,
+    marks: Mapping[int, str] | None = None,
+) -> str:
+    """Balance over the steps: lines on one scale, and a legend that gives their means.
+
+    Args:
+        lines: what is drawn.
+        bins: of the steps.
+        scale: from bottom to top.
+        small: whether it stands beside others.
+        marks: which homes changed before some columns, in words.
+    """
     ticks = scale.ticks()
     grid = "".join(_grid_line(scale.height(tick)) for tick in ticks)
-    marks = "".join(
+    names = "".join(
         f'<span style="top:{100 * (1 - scale.height(tick)):.4g}%">{tick:.3g}</span>'
         for tick in ticks
     )
@@ -84,12 +99,17 @@ def line_chart(lines: Sequence[Line], bins: Bins, *, scale: Scale, small: bool) 
         f"{ratio_text(line.mean)}</span>"
         for slot, line in enumerate(lines)
     )
+    if marks and not small:
+        legend += '<span><i class="mark"></i>homes changed</span>'
+    happened = "".join(_mark_line(column, bins) for column in marks or ())
+    notes = escaped(json.dumps(marks or {}))
     values = json.dumps([[round(float(v), 3) for v in line.value_B] for line in lines])
     return (
-        f'<figure class="lines" data-values="{values}"><figcaption class="legend">{legend}'
-        f'</figcaption><div class="axes"><div class="marks">{marks}</div>'
-        f'<svg class="plot" height="{_SMALL if small else _TALL}" role="img" '
-        f'aria-label="balance over steps">{grid}'
+        f'<figure class="lines" data-values="{values}" data-notes="{notes}">'
+        f'<figcaption class="legend">{legend}</figcaption>'
+        f'<div class="axes"><div class="marks">{names}</div><svg class="plot" '
+        f'height="{_SMALL if small else _TALL}" role="img" '
+        f'aria-label="balance over steps">{grid}{happened}'
         f'<svg width="100%" height="100%" viewBox="0 0 {len(bins)} {_UNITS}" '
         f'preserveAspectRatio="none">{drawn}</svg></svg>'
         f"{step_axis(bins, max_labels=3 if small else 5)}</div></figure>"
@@ -144,6 +164,11 @@ def _grid_line(height: float) -> str:
     y = f"{100 * (1 - height):.4g}%"
     floor = "" if height else ' class="floor"'
     return f'<line{floor} x1="0" x2="100%" y1="{y}" y2="{y}"/>'
+
+
+def _mark_line(column: int, bins: Bins) -> str:
+    x = f"{100 * column / len(bins):.4g}%"
+    return f'<line class="mark" x1="{x}" x2="{x}" y1="0" y2="100%"/>'
 
 
 def _drawn(line: Line, scale: Scale, slot: int) -> str:

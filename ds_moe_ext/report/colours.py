@@ -1,15 +1,20 @@
-"""Colours of the page: one for each kind of task, and a diverging ramp for loads.
+"""Colours of the page: one for each kind of task, and ramps for loads and for copies.
 
-Under protanopia and deuteranopia the kinds of one lane, which touch, stay apart best. The ramp goes
-from blue over a neutral to red and darkens evenly to both ends; in a dark scheme the page inverts
-its lightness and keeps its hues.
+Under protanopia and deuteranopia the kinds of one lane, which touch, stay apart best. The ramp of
+loads goes from blue over a neutral to red and darkens evenly to both ends, that of copies from the
+same neutral to green; in a dark scheme the page inverts their lightness and keeps their hues.
+Shape letters: P colours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
+
+from ds_moe_ext.report.raster import blend
+from ds_moe_ext.report.units import TIMES
 
 # Kind of task -> (fill, ink on it).
 _KINDS = {
@@ -19,13 +24,15 @@ _KINDS = {
     "expert": ("#2a62b5", "#fff"),
     "combine": ("#b03a2e", "#fff"),
     "restore": ("#c6a6ee", "#111"),
-    "materialize": ("#d655b5", "#111"),
     "gather": ("#f2e660", "#111"),
+    "reduction": ("#d655b5", "#111"),
+    "join": ("#d3d3cb", "#111"),
     "scatter": ("#a98f3a", "#111"),
     "attention": ("#3b7f86", "#fff"),
     "slice": ("#7a4a99", "#fff"),
 }
 _OTHER = ("#a8a8a3", "#111")
+_OF_THE_MEAN = f"{TIMES} the mean expert"
 
 # Lines that share a chart; (light scheme, dark scheme).
 LINES = (
@@ -37,11 +44,32 @@ LINES = (
     ("#4d5766", "#aab4c2"),
 )
 
-_COLD = ((242, 242, 239), (158, 198, 230), (62, 130, 195), (9, 46, 104))
-_HOT = ((242, 242, 239), (247, 184, 141), (209, 78, 52), (98, 4, 30))
+_NEUTRAL = (242, 242, 239)
+_COLD = (_NEUTRAL, (158, 198, 230), (62, 130, 195), (9, 46, 104))
+_HOT = (_NEUTRAL, (247, 184, 141), (209, 78, 52), (98, 4, 30))
+_COPIED = (_NEUTRAL, (171, 217, 176), (44, 141, 105), (4, 61, 53))
+_GAP = (0, 0, 0)  # is transparent
 _LEVELS_A_SIDE = 20
+_FEWEST_LEVELS, _MOST_LEVELS = 20, 250  # of numbers of copies
 NEUTRAL = _LEVELS_A_SIDE + 1
 NUM_LEVELS = 2 * _LEVELS_A_SIDE + 1
+
+
+@dataclass(frozen=True, eq=False)
+class Ramp:
+    """The colours of a heatmap.
+
+    Attributes:
+        name: of its legend in the page.
+        palette_P3: RGB, uint8; index 0 is the gap.
+        value_P: what the colours after the first stand for.
+        unit: said after a value.
+    """
+
+    name: str
+    palette_P3: np.ndarray
+    value_P: np.ndarray
+    unit: str
 
 
 def classes_of(kinds: Iterable[str]) -> dict[str, str]:
@@ -67,19 +95,41 @@ def style_rules() -> str:
     return f"{kinds}{light}@media screen and (prefers-color-scheme:dark){{{dark}}}"
 
 
-def load_palette() -> np.ndarray:
-    """RGB of the gap (index 0, drawn transparent) and of the levels, uint8 ``[42, 3]``."""
+def load_ramp(octaves: int) -> Ramp:
+    """Loads over the mean; a log scale, ``2**-octaves`` to ``2**octaves``."""
     at = np.linspace(0, 1, _LEVELS_A_SIDE + 1)
-    knots = np.linspace(0, 1, len(_HOT))
-    cold, hot = (
-        np.stack([np.interp(at, knots, channel) for channel in zip(*stops)], axis=1)
-        for stops in (_COLD, _HOT)
-    )
-    ramp = np.concatenate([np.zeros((1, 3)), cold[:0:-1], hot])
-    return ramp.round().astype(np.uint8)
+    cold, hot = (blend(knots, at) for knots in (_COLD, _HOT))
+    value_P = 2.0 ** (octaves * np.linspace(-1, 1, NUM_LEVELS))
+    return Ramp("loads", _palette(np.concatenate([cold[:0:-1], hot])), value_P, _OF_THE_MEAN)
 
 
 def load_level(ratio: np.ndarray, *, octaves: int) -> np.ndarray:
-    """Palette index of loads over the mean; a log scale, ``2**-octaves`` to ``2**octaves``."""
+    """Palette index of loads over the mean."""
     octave = np.log2(np.clip(ratio, 2.0**-octaves, 2.0**octaves)) / octaves
     return (NEUTRAL + np.rint(octave * _LEVELS_A_SIDE)).astype(np.uint8)
+
+
+def copies_ramp(most: int) -> Ramp:
+    """Numbers of copies, from none to ``most``; whole ones have a level of their own."""
+    num_levels = min(most * -(-_FEWEST_LEVELS // most), _MOST_LEVELS)
+    at = np.linspace(0, 1, num_levels + 1)
+    return Ramp("copies", _palette(blend(_COPIED, at)), most * at, " copies")
+
+
+def copies_level(copies: np.ndarray, ramp: Ramp) -> np.ndarray:
+    """Palette index of numbers of copies."""
+    num_levels = len(ramp.value_P) - 1
+    return (1 + np.rint(copies / ramp.value_P[-1] * num_levels)).astype(np.uint8)
+
+
+NOT_HELD, HOME, COPY_PAPER, COPY_INK = 1, 2, 3, 4
+
+
+def map_palette() -> np.ndarray:
+    """Who holds an expert: nobody, its home, and the two colours of a hatched copy."""
+    return _palette(np.array([_NEUTRAL, _COLD[2], _COPIED[1], _COPIED[2]]))
+
+
+def _palette(colours_P3: np.ndarray) -> np.ndarray:
+    palette_P3: np.ndarray = np.concatenate([[_GAP], colours_P3]).round().astype(np.uint8)
+    return palette_P3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ds_moe_ext.report.record import RunRecord
-from ds_moe_ext.report.summary import Drift, Summary
+from ds_moe_ext.report.summary import Drift, Summary, outcome_of
 from ds_moe_ext.report.units import (
     bytes_text,
     counted,
@@ -61,7 +61,19 @@ def _verdict(record: RunRecord, summary: Summary) -> str:
     return (
         f"The busiest cell computed <b>{summary.mean:.2f} times the mean</b> on average{where}. "
         f"An average cell waited for the busiest during {100 * idle:.0f} % of the expert time."
-        f"{_drift(summary.drift)}"
+        f"{_placements(record)}{_drift(summary.drift)}"
+    )
+
+
+def _placements(record: RunRecord) -> str:
+    if record.placements is None:
+        return ""
+    outcome = outcome_of(record)
+    moved = f", and homes changed {counted(outcome.num_moved, 'time')}"
+    return (
+        f" With every expert at its home only it would have computed <b>{outcome.home_balance:.2f} "
+        f"times the mean</b>. There were {outcome.copies:.1f} copies a step"
+        f"{moved if outcome.num_moved else ''}."
     )
 
 
@@ -89,7 +101,7 @@ def tiles(record: RunRecord, summary: Summary) -> str:
     """The headline numbers of a run with steps."""
     worst = record.layers[summary.worst_layer].name
     weights = sum(layer.expert_bytes for layer in record.layers)
-    shown = (
+    shown = [
         ("mean balance", ratio_text(summary.mean), "1 is perfect"),
         ("worst layer", ratio_text(float(summary.mean_L[summary.worst_layer])), worst),
         (
@@ -104,9 +116,14 @@ def tiles(record: RunRecord, summary: Summary) -> str:
         ),
         ("rows computed", short_count(summary.num_rows), "in the recorded steps"),
         ("expert weights", bytes_text(weights), "on this rank"),
-    )
+    ]
+    if record.placements is not None:
+        outcome = outcome_of(record)
+        shown[1:1] = [("at home only", ratio_text(outcome.home_balance), "without copies")]
+        moved = f"{outcome.num_moved:,} changed their homes"
+        shown[-2:-2] = [("copies", f"{outcome.copies:.1f}", f"a step; {moved}")]
     return (
-        '<div class="tiles">'
+        f'<div class="tiles" style="--columns:{4 if record.placements else 6}">'
         + "".join(
             f"<div><span>{name}</span><b>{value}</b><span>{dotted(remark)}</span></div>"
             for name, value, remark in shown

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from ds_moe_ext.report import charts, heatmap, timeline
-from ds_moe_ext.report.charts import Bar, Line
-from ds_moe_ext.report.colours import LINES, classes_of, style_rules
+from ds_moe_ext.report import charts, copies, heatmap, timeline
+from ds_moe_ext.report.balance import balance, gain
+from ds_moe_ext.report.charts import Bar
+from ds_moe_ext.report.colours import classes_of, style_rules
 from ds_moe_ext.report.headline import header, tiles
+from ds_moe_ext.report.parts import OPEN, Panel, section, selectable, table, thinned
 from ds_moe_ext.report.record import RunRecord, Span
 from ds_moe_ext.report.skin import CSS, SCRIPT
-from ds_moe_ext.report.summary import Bins, Summary, gather_steps, summarize
+from ds_moe_ext.report.summary import (
+    Bins,
+    Summary,
+    gather_steps,
+    outcomes_by_layer,
+    summarize,
+)
 from ds_moe_ext.report.timeline import Pass
 from ds_moe_ext.report.units import (
     EN_DASH,
@@ -23,7 +29,6 @@ from ds_moe_ext.report.units import (
     escaped,
     ratio_text,
     seconds_text,
-    short_names,
 )
 
 _LINE_BINS = 240  # columns of a line chart
@@ -31,16 +36,6 @@ _LINE_POINTS = 8_000  # of all line charts together
 _HEAT_BINS = 240  # columns of a heatmap
 _HEAT_PIXELS = 1_000_000  # experts x columns of all heatmaps together
 _FEWEST_BINS = 24
-_OPEN = 12  # small charts, or rows of the table, that are shown unasked
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One entry of a selector, and what it shows."""
-
-    name: str
-    remark: str
-    body: str
 
 
 def page_of(record: RunRecord) -> str:
@@ -58,7 +53,9 @@ def page_of(record: RunRecord) -> str:
     parts = [header(record, summary)]
     if summary is not None:
         parts += [tiles(record, summary), _layers(record, summary)]
-        parts += [_balance(record, summary, line_bins), _loads(record, summary, heat_bins)]
+        if record.placements is not None:
+            parts.append(gain(record, record.placements, line_bins))
+        parts += [balance(record, line_bins), _loads(record, summary, heat_bins)]
     else:
         parts += [_layers(record, None), _nothing_recorded()]
     parts += [_seconds(record), _timeline(record)]
@@ -79,113 +76,73 @@ def _bins(record: RunRecord, *, most: int, budget: int) -> Bins:
 
 def _layers(record: RunRecord, summary: Summary | None) -> str:
     if not record.layers:
-        return _section("Replaced layers", "<p>No layer was replaced.</p>")
-    rows = "".join(
-        f"<tr><td><code>{dotted(layer.name)}</code></td><td>{escaped(layer.kind)}</td>"
-        f"<td>{layer.num_experts}</td><td>{layer.top_k or 'unknown'}</td>"
-        f"<td>{bytes_text(layer.expert_bytes)}</td>"
-        f"<td>{ratio_text(float(summary.mean_L[index])) if summary else EN_DASH}</td></tr>"
+        return section("Replaced layers", "<p>No layer was replaced.</p>")
+    headings = ["layer", "kind", "experts", "top k", "expert weights here", "mean balance"]
+    rows = [
+        [
+            f"<code>{dotted(layer.name)}</code>",
+            escaped(layer.kind),
+            f"{layer.num_experts}",
+            f"{layer.top_k or 'unknown'}",
+            bytes_text(layer.expert_bytes),
+            ratio_text(float(summary.mean_L[index])) if summary else EN_DASH,
+        ]
         for index, layer in enumerate(record.layers)
-    )
-    table = (
-        '<div class="wide"><table><thead><tr><th>layer</th><th>kind</th><th>experts</th>'
-        "<th>top k</th><th>expert weights here</th><th>mean balance</th></tr></thead>"
-        f"<tbody>{rows}</tbody></table></div>"
-    )
-    if len(record.layers) > _OPEN:
+    ]
+    if record.placements is not None:
+        headings += ["at home only", "copies a step", "changed homes"]
+        for row, outcome in zip(rows, outcomes_by_layer(record)):
+            row += [ratio_text(outcome.home_balance), f"{outcome.copies:.1f}"]
+            row += [f"{outcome.num_moved:,}"]
+    body = table(headings, rows)
+    if len(record.layers) > OPEN:
         number = counted(len(record.layers), "layer")
-        table = f"<details><summary>{number}</summary>{table}</details>"
-    return _section("Replaced layers", table)
+        body = f"<details><summary>{number}</summary>{body}</details>"
+    return section("Replaced layers", body)
 
 
 def _nothing_recorded() -> str:
-    return _section(
+    return section(
         "Balance and loads",
         "<p>No steps of a replaced layer were recorded, so there is nothing to draw.</p>",
     )
 
 
-def _balance(record: RunRecord, summary: Summary, bins: Bins) -> str:
-    """Balance over the steps: one chart for few layers, a band and small charts for many."""
-    scale = charts.balance_scale(float(summary.balance_IL.max()))
-    lines = [
-        Line(
-            layer.name,
-            float(summary.mean_L[index]),
-            bins.mean(summary.balance_IL[:, index]),
-            bins.lowest(summary.balance_IL[:, index]),
-            bins.highest(summary.balance_IL[:, index]),
-        )
-        for index, layer in enumerate(record.layers)
-    ]
-    note = _thinned(bins, "shows their mean and, as a band, the smallest and the largest")
-    if len(lines) <= len(LINES):
-        body = charts.line_chart(lines, bins, scale=scale, small=False)
-    else:
-        everything = Line(
-            "mean of the layers, and a band from the lowest to the highest",
-            summary.mean,
-            bins.mean(summary.balance_IL.mean(axis=1)),
-            bins.lowest(summary.balance_IL.min(axis=1)),
-            bins.highest(summary.balance_IL.max(axis=1)),
-        )
-        body = charts.line_chart([everything], bins, scale=scale, small=False)
-        body += _small_charts(sorted(lines, key=lambda line: -line.mean), bins, scale=scale)
-    return _section(
-        "Balance over the steps",
-        '<p class="note">Rows of the busiest cell over the mean cell, at each recorded step.'
-        f"{note}</p>"
-        f"{body}",
-    )
-
-
-def _small_charts(lines: Sequence[Line], bins: Bins, *, scale: charts.Scale) -> str:
-    short = short_names([line.name for line in lines])
-    lines = [dataclasses.replace(line, name=short[line.name]) for line in lines]
-    drawn = [charts.line_chart([line], bins, scale=scale, small=True) for line in lines]
-    first = "".join(drawn[:_OPEN])
-    shown = f'<h3>Each layer, worst first</h3><div class="multiples">{first}</div>'
-    if len(drawn) <= _OPEN:
-        return shown
-    rest = "".join(drawn[_OPEN:])
-    number = counted(len(drawn) - _OPEN, "more layer")
-    return (
-        f'{shown}<details><summary>{number}</summary><div class="multiples">{rest}</div></details>'
-    )
-
-
 def _loads(record: RunRecord, summary: Summary, bins: Bins) -> str:
-    octaves = heatmap.octaves_of(record, bins)
-    panels = [
-        Panel(
-            layer.name,
-            f"balance {ratio_text(float(summary.mean_L[index]))}",
-            heatmap.heatmap(record, index, bins=bins, octaves=octaves),
+    octaves = heatmap.load_octaves(record, bins)
+    loads = [
+        heatmap.load_heatmap(record, index, bins=bins, octaves=octaves)
+        for index in range(len(record.layers))
+    ]
+    note = f"Which experts drew the rows, step by step.{thinned(bins, 'adds up their rows')}"
+    title, scales, bodies = "Load of the experts", heatmap.load_scale(octaves), loads
+    if record.placements is not None:
+        placements, ramp = record.placements, copies.ramp_of(record.placements)
+        title = "Load of the experts, and their copies"
+        note += (
+            f" Below: how many copies they had beside their homes, and where in step "
+            f"{placements.last_step:,}, the last. Experts stand where their home was then."
         )
+        scales += copies.copies_scale(ramp)
+        bodies = [
+            body + copies.copies_of_layer(record, placements, index, ramp=ramp, bins=bins)
+            for index, body in enumerate(loads)
+        ]
+    panels = [
+        Panel(layer.name, f"balance {ratio_text(float(summary.mean_L[index]))}", bodies[index])
         for index, layer in enumerate(record.layers)
     ]
-    note = _thinned(bins, "adds up their rows")
-    return _section(
-        "Load of the experts",
-        f'<p class="note">Which experts drew the rows, step by step.{note}</p>'
-        f"{heatmap.legend(octaves)}{_selectable('heat', panels, first=summary.worst_layer)}",
-    )
-
-
-def _thinned(bins: Bins, what: str) -> str:
-    if not bins.is_thinned:
-        return ""
-    return (
-        f" The {len(bins.steps_I):,} recorded steps are drawn in {len(bins)} columns: each takes "
-        f"{len(bins.steps_I) // len(bins)} or {-(-len(bins.steps_I) // len(bins))} neighbouring "
-        f"steps and {what}."
+    return section(
+        title,
+        f'<p class="note">{note}</p><div class="scales">{scales}</div>'
+        f"{selectable('heat', panels, first=summary.worst_layer)}",
     )
 
 
 def _seconds(record: RunRecord) -> str:
     title = "Seconds by kind of task"
     if not record.seconds_by_kind:
-        return _section(title, "<p>No task was timed.</p>")
+        return section(title, "<p>No task was timed.</p>")
     by_phase: dict[str, list[Bar]] = {}
     for key, seconds in record.seconds_by_kind.items():
         phase, kind = _phase_and_kind(key)
@@ -198,7 +155,7 @@ def _seconds(record: RunRecord) -> str:
         f"{charts.bars(by_phase[phase], classes, longest=longest, total=total)}</div>"
         for phase in sorted(by_phase, reverse=True)  # forward, then backward
     )
-    return _section(
+    return section(
         title,
         '<p class="note">Time that this rank spent in tasks, a step on average, waiting included. '
         "Lanes may overlap, so these are not seconds on the clock. Percents are of all "
@@ -226,7 +183,7 @@ def _classes(record: RunRecord) -> dict[str, str]:
 def _timeline(record: RunRecord) -> str:
     title = "Timeline of one step"
     if not record.timeline:
-        return _section(
+        return section(
             title,
             "<p>Nothing was traced; set <code>report.trace_step</code> to the step to trace.</p>",
         )
@@ -246,13 +203,13 @@ def _timeline(record: RunRecord) -> str:
         if left_out
         else ""
     )
-    return _section(
+    return section(
         title,
         '<p class="note">Tasks of this rank, a row a lane, with the percent of the time that the '
-        f"lane was busy.{note}</p>"
+        f"lane was busy.{timeline.copying(record.timeline)}{note}</p>"
         f"{charts.kind_legend({k: c for k, c in classes.items() if k in traced})}"
         f"<h3>The whole step</h3>{timeline.overview(record.timeline, classes)}"
-        f"{_selectable('passes', panels, first=0)}",
+        f"{selectable('passes', panels, first=0)}",
     )
 
 
@@ -264,21 +221,3 @@ def _pass_panel(
         timeline.pass_chart(one, classes, length_s=length_s, drawn=drawn) for one in passes
     )
     return Panel(layer, seconds_text(sum(one.length_s for one in passes)), body)
-
-
-def _selectable(name: str, panels: Sequence[Panel], *, first: int) -> str:
-    """Panels of which the script shows one at a time; without it all stand in a row."""
-    options = "".join(
-        f"<option{' selected' if index == first else ''}>{escaped(panel.name)} "
-        f"({escaped(panel.remark)})</option>"
-        for index, panel in enumerate(panels)
-    )
-    picker = f'<label class="pick">Layer <select name="{name}">{options}</select></label>'
-    return (picker if len(panels) > 1 else "") + "".join(
-        f'<div data-panel="{name}"><h3><code>{escaped(panel.name)}</code></h3>{panel.body}</div>'
-        for panel in panels
-    )
-
-
-def _section(title: str, body: str) -> str:
-    return f"<section><h2>{title}</h2>{body}</section>"

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +26,7 @@ class LayerRecord:
         kind: what was found there, as ``MixtralExperts`` or ``deepspeed.moe``.
         num_experts: experts ``E`` of the layer.
         top_k: choices a token, 0 when the host's gate did not say before the first step.
-        home_E: cell that is home to each expert.
+        home_E: cell that is home to each expert, at the end of the run.
         expert_bytes: bytes of expert weights on this rank.
     """
 
@@ -49,6 +51,37 @@ class Span:
     end_s: float
 
 
+@dataclass(frozen=True)
+class Move:
+    """Experts of one layer that changed their homes between two steps."""
+
+    step: int  # the first with the new homes
+    layer: int  # its index among the layers of the run
+    num_experts: int
+
+
+@dataclass(frozen=True, eq=False)
+class PlacementRecord:
+    """Where experts were, in a run that copied or moved some.
+
+    Attributes:
+        copies_ILE: copies of each expert beyond its home, as planned before the step, int64
+            ``[I, L, E]``, padded with zeros.
+        home_cell_rows_ILC: rows that each cell would have computed, had every expert computed at
+            its home of that step only, int64 ``[I, L, C]``.
+        moves: changes of homes, in the order of steps; every one, in thinned records too.
+        last_step: the last step, recorded or not.
+        copied_to: cells with a copy of each expert beside its home in that step, by layer and
+            expert.
+    """
+
+    copies_ILE: np.ndarray
+    home_cell_rows_ILC: np.ndarray
+    moves: tuple[Move, ...]
+    last_step: int
+    copied_to: tuple[tuple[tuple[int, ...], ...], ...]
+
+
 @dataclass(frozen=True, eq=False)
 class RunRecord:
     """The end of a run, as rank 0 saw it.
@@ -66,6 +99,7 @@ class RunRecord:
             ``phase:kind``, over the steps that were timed.
         timeline: the tasks of one step, for the drawing; empty when nothing was traced.
         versions: package versions.
+        placements: where experts were; None in a run that copied and moved none.
     """
 
     strategy: str
@@ -78,6 +112,7 @@ class RunRecord:
     seconds_by_kind: dict[str, float]
     timeline: tuple[Span, ...]
     versions: dict[str, str]
+    placements: PlacementRecord | None = None
 
     def balance_IL(self) -> np.ndarray:
         """Rows of the busiest cell over the mean, float ``[I, L]``; 1 is perfect."""
@@ -90,15 +125,16 @@ class RunRecord:
         mean_L = self.balance_IL().mean(axis=0)
         return {layer.name: float(mean) for layer, mean in zip(self.layers, mean_L)}
 
+    def home_balance_IL(self) -> np.ndarray:
+        """``balance_IL`` had every expert computed at its home only, float ``[I, L]``."""
+        if self.placements is None:
+            return self.balance_IL()
+        return balance_L(self.placements.home_cell_rows_ILC)
+
     def to_json(self) -> str:
         """The record as JSON text."""
-        data = {
-            **dataclasses.asdict(self),
-            "rows_ILE": self.rows_ILE.tolist(),
-            "cell_rows_ILC": self.cell_rows_ILC.tolist(),
-            "balance_by_layer": self.balance_by_layer(),
-        }
-        return json.dumps(data)
+        data = {**dataclasses.asdict(self), "balance_by_layer": self.balance_by_layer()}
+        return json.dumps(data, default=np.ndarray.tolist)
 
     @classmethod
     def from_json(cls, text: str) -> RunRecord:
@@ -109,18 +145,18 @@ class RunRecord:
             LayerRecord(**{**layer, "home_E": tuple(layer["home_E"])}) for layer in data["layers"]
         )
         num_experts = max((layer.num_experts for layer in layers), default=0)
-        rows = np.asarray(data["rows_ILE"], dtype=np.int64)
-        cell_rows = np.asarray(data["cell_rows_ILC"], dtype=np.int64)
+        shape_IL = len(data["steps_I"]), len(layers)
+        shape_ILE, shape_ILC = (*shape_IL, num_experts), (*shape_IL, data["num_cells"])
+        placements = data.get("placements")
         return cls(
             **{
                 **data,
                 "layers": layers,
                 "steps_I": tuple(data["steps_I"]),
-                "rows_ILE": rows.reshape(len(data["steps_I"]), len(layers), num_experts),
-                "cell_rows_ILC": cell_rows.reshape(
-                    len(data["steps_I"]), len(layers), data["num_cells"]
-                ),
+                "rows_ILE": _integers(data["rows_ILE"], shape_ILE),
+                "cell_rows_ILC": _integers(data["cell_rows_ILC"], shape_ILC),
                 "timeline": tuple(Span(**span) for span in data["timeline"]),
+                "placements": placements and _placements_of(placements, shape_ILE, shape_ILC),
             }
         )
 
@@ -131,3 +167,20 @@ class RunRecord:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.json").write_text(self.to_json(), encoding="utf-8")
         (folder / "report.html").write_text(page_of(self), encoding="utf-8")
+
+
+Shape = tuple[int, int, int]
+
+
+def _integers(nested: list[Any], shape: Shape) -> np.ndarray:
+    return np.asarray(nested, dtype=np.int64).reshape(shape)
+
+
+def _placements_of(data: Mapping[str, Any], shape_ILE: Shape, shape_ILC: Shape) -> PlacementRecord:
+    return PlacementRecord(
+        copies_ILE=_integers(data["copies_ILE"], shape_ILE),
+        home_cell_rows_ILC=_integers(data["home_cell_rows_ILC"], shape_ILC),
+        moves=tuple(Move(**move) for move in data["moves"]),
+        last_step=data["last_step"],
+        copied_to=tuple(tuple(tuple(cells) for cells in experts) for experts in data["copied_to"]),
+    )

@@ -8,18 +8,21 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
 from ds_moe_ext.load import balance_L
 from ds_moe_ext.moe.layer import RoutedExperts
-from ds_moe_ext.moe.observe import TimedTask
-from ds_moe_ext.report.record import LayerRecord, RunRecord, Span
+from ds_moe_ext.moe.observe import Rows, TimedTask
+from ds_moe_ext.report.record import LayerRecord, Move, PlacementRecord, RunRecord, Span
+from ds_moe_ext.schedule.task import COMPUTE, GATHER, PARAM
+from ds_moe_ext.strategies.base import Plan
 
 TIME_EVERY = 10  # steps: timing costs little, but not nothing
+REDUCTION = "reduction"  # a gather's adjoint is known by a name of its own
 PACKAGES = ("torch", "deepspeed", "transformers", "ds-moe-ext")
 
 
@@ -54,11 +57,31 @@ class StepLoads:
         step: its number.
         rows_LE: rows routed to each expert, int64, padded with zeros.
         cell_rows_LC: rows that each cell computed, int64.
+        home_cell_rows_LC: rows that each would have computed without copies, int64.
+        copies_LE: copies of each expert beside its home, int16, padded with zeros.
     """
 
     step: int
     rows_LE: np.ndarray
     cell_rows_LC: np.ndarray
+    home_cell_rows_LC: np.ndarray
+    copies_LE: np.ndarray
+
+    @classmethod
+    def of(cls, step: int, plans: Sequence[Plan], rows: Sequence[Rows]) -> StepLoads:
+        """Args: plans: what the step ran by, one a layer. rows: what each layer routed."""
+        num_experts = max(plan.home.num_experts for plan in plans)
+        num_layers, num_cells = len(plans), plans[0].home.num_cells
+        rows_LE = np.zeros((num_layers, num_experts), dtype=np.int64)
+        copies_LE = np.zeros((num_layers, num_experts), dtype=np.int16)
+        home_cell_rows_LC = np.zeros((num_layers, num_cells), dtype=np.int64)
+        for index, (plan, seen) in enumerate(zip(plans, rows)):
+            routed_E = seen.routed_CE.sum(axis=0)
+            rows_LE[index, : len(routed_E)] = routed_E
+            copies_LE[index, : len(routed_E)] = copied_EC(plan).sum(axis=1)
+            np.add.at(home_cell_rows_LC[index], plan.home.owner_E, routed_E)
+        cell_rows_LC = np.stack([seen.computed_C for seen in rows])
+        return cls(step, rows_LE, cell_rows_LC, home_cell_rows_LC, copies_LE)
 
 
 @dataclass(eq=False)
@@ -80,6 +103,8 @@ class Recorder:
     tracer: StepTracer | None = None
     _kept: list[StepLoads] = field(default_factory=list)
     _latest: StepLoads | None = None
+    _plans: tuple[Plan, ...] = ()  # of the latest step
+    _moves: list[Move] = field(default_factory=list)
     _every: int = 1
     _seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     _num_timed: int = 0
@@ -88,13 +113,16 @@ class Recorder:
     def __post_init__(self) -> None:
         self._time(0)
 
-    def after_step(self, step: int) -> None:
-        """Take what the layers saw since the last step. Call it after each optimizer step.
+    def after_step(self, step: int, rows: Sequence[Rows]) -> None:
+        """Take what the layers saw since the last step. Call it after each optimizer step, while
+        the layers still have the plans that the step ran by.
 
         Args:
             step: number of the step that has ended, from 0.
+            rows: what each layer routed since the last step.
         """
-        self._take_loads(step)
+        self._take_plans(step)
+        self._take_loads(step, rows)
         self._take_times(step)
         self._time(step + 1)
 
@@ -109,24 +137,44 @@ class Recorder:
     def record(self) -> RunRecord:
         """The run up to now."""
         layers = tuple(layer.record() for layer in self.layers)
-        num_cells = self.layers[0].routed.site.plan.target.num_cells
+        if self._plans:  # the layers may already have the homes of the next step
+            homes = (tuple(plan.home.owner_E.tolist()) for plan in self._plans)
+            layers = tuple(replace(layer, home_E=home_E) for layer, home_E in zip(layers, homes))
+        num_cells = self.layers[0].routed.site.plan.home.num_cells
         num_experts = max(layer.num_experts for layer in layers)
-        shape = (len(self._kept), len(layers))
-        rows = [loads.rows_LE for loads in self._kept]
-        cell_rows = [loads.cell_rows_LC for loads in self._kept]
+        kept, shape_IL = self._kept, (len(self._kept), len(layers))
         return RunRecord(
             strategy=self.strategy,
             world_size=self.world_size,
             num_cells=num_cells,
             layers=layers,
-            steps_I=tuple(loads.step for loads in self._kept),
-            rows_ILE=np.asarray(rows, dtype=np.int64).reshape(*shape, num_experts),
-            cell_rows_ILC=np.asarray(cell_rows, dtype=np.int64).reshape(*shape, num_cells),
+            steps_I=tuple(loads.step for loads in kept),
+            rows_ILE=_stacked([loads.rows_LE for loads in kept], (*shape_IL, num_experts)),
+            cell_rows_ILC=_stacked([loads.cell_rows_LC for loads in kept], (*shape_IL, num_cells)),
             seconds_by_kind={
                 kind: seconds / self._num_timed for kind, seconds in self._seconds.items()
             },
             timeline=self._timeline,
             versions=versions(),
+            placements=None if self._latest is None else self._placements(self._latest),
+        )
+
+    def _placements(self, latest: StepLoads) -> PlacementRecord | None:
+        """Where experts were, if any was ever copied or moved."""
+        kept = self._kept
+        if not self._moves and not any(loads.copies_LE.any() for loads in (*kept, latest)):
+            return None
+        shape_ILE = len(kept), *latest.copies_LE.shape
+        shape_ILC = len(kept), *latest.home_cell_rows_LC.shape
+        return PlacementRecord(
+            copies_ILE=_stacked([loads.copies_LE for loads in kept], shape_ILE),
+            home_cell_rows_ILC=_stacked([loads.home_cell_rows_LC for loads in kept], shape_ILC),
+            moves=tuple(self._moves),
+            last_step=latest.step,
+            copied_to=tuple(
+                tuple(tuple(np.flatnonzero(copied_C).tolist()) for copied_C in copied_EC(plan))
+                for plan in self._plans
+            ),
         )
 
     def _time(self, step: int) -> None:
@@ -136,17 +184,16 @@ class Recorder:
         for layer in self.layers:
             layer.routed.tasks.is_on = is_sample or is_traced
 
-    def _take_loads(self, step: int) -> None:
-        sites = [layer.routed.site for layer in self.layers]
-        num_experts = max(site.plan.target.num_experts for site in sites)
-        rows_LE = np.zeros((len(sites), num_experts), dtype=np.int64)
-        cell_rows_LC = np.zeros((len(sites), sites[0].plan.target.num_cells), dtype=np.int64)
-        for index, (layer, site) in enumerate(zip(self.layers, sites)):
-            rows_CE = layer.routed.rows.take()
-            rows_LE[index, : rows_CE.shape[1]] = rows_CE.sum(axis=0)
-            for cell in range(cell_rows_LC.shape[1]):
-                cell_rows_LC[index, cell] = site.plan.share.rows_to(cell, rows_CE[:, None]).sum()
-        self._latest = StepLoads(step, rows_LE, cell_rows_LC)
+    def _take_plans(self, step: int) -> None:
+        plans = tuple(layer.routed.site.plan for layer in self.layers)
+        for index, (before, plan) in enumerate(zip(self._plans, plans)):
+            num_moved = int((plan.home.owner_E != before.home.owner_E).sum())
+            if num_moved:
+                self._moves.append(Move(step, index, num_moved))
+        self._plans = plans
+
+    def _take_loads(self, step: int, rows: Sequence[Rows]) -> None:
+        self._latest = StepLoads.of(step, self._plans, rows)
         if step % self._every == 0:
             self._kept.append(self._latest)
         if len(self._kept) > self.max_steps:
@@ -158,14 +205,23 @@ class Recorder:
         if not timed:
             return
         self._num_timed += 1
-        for task in timed:
-            start, end = task.seconds_from(task)
-            self._seconds[f"{phase_of(task)}:{task.task.op.name}"] += end - start
+        spans = spans_of(timed, timed[0], [layer.name for layer in self.layers])
+        for span in spans:
+            self._seconds[f"{span.phase}:{span.name}"] += span.end_s - span.start_s
         if step == self.trace_step:
-            names = [layer.name for layer in self.layers]
-            self._timeline = tuple(span_of(task, timed[0], names) for task in timed)
+            self._timeline = tuple(spans)
         if self.tracer is not None and step in self.tracer.steps:
             self.tracer(step, timed)
+
+
+def copied_EC(plan: Plan) -> np.ndarray:
+    """Where experts have copies beside their homes, bool ``[E, C]``."""
+    copied: np.ndarray = plan.target.holds_EC & ~plan.home.holds_EC
+    return copied
+
+
+def _stacked(arrays: Sequence[np.ndarray], shape: tuple[int, int, int]) -> np.ndarray:
+    return np.asarray(arrays, dtype=np.int64).reshape(shape)
 
 
 def phase_of(task: TimedTask) -> str:
@@ -173,12 +229,33 @@ def phase_of(task: TimedTask) -> str:
     return "backward" if task.task.adjoint_of else "forward"
 
 
+def spans_of(
+    timed: Iterable[TimedTask], origin: TimedTask, layer_names: Sequence[str]
+) -> list[Span]:
+    """Tasks as the page draws them, in the order in which they began.
+
+    Weights may be gathered for backward too. That is nobody's adjoint: it belongs to the phase of
+    what this rank computes next.
+    """
+    found = (span_of(task, origin, layer_names) for task in timed)
+    spans = sorted(found, key=lambda span: span.start_s)
+    phase = None
+    for position in reversed(range(len(spans))):
+        span = spans[position]
+        if span.lane == COMPUTE.name:
+            phase = span.phase
+        elif (span.name, span.lane) == (GATHER.name, PARAM.name) and phase is not None:
+            spans[position] = replace(span, phase=phase)
+    return spans
+
+
 def span_of(timed: TimedTask, origin: TimedTask, layer_names: Sequence[str]) -> Span:
-    """A task as the page draws it, seconds from the start of ``origin``."""
+    """One task, seconds from the start of ``origin``."""
     start_s, end_s = timed.seconds_from(origin)
     task = timed.task
+    is_reduction = task.op == GATHER and task.adjoint_of
     return Span(
-        name=task.op.name,
+        name=REDUCTION if is_reduction else task.op.name,
         lane=task.lane.name,
         phase=phase_of(timed),
         layer=layer_names[task.layer],

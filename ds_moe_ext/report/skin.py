@@ -13,6 +13,7 @@ main{max-width:1280px;margin:0 auto;padding:28px 20px 60px}
 h1{font-size:28px;line-height:1.2;margin:0 0 4px;letter-spacing:-.01em}
 h2{font-size:18px;margin:0 0 4px}
 h3{font-size:14px;margin:18px 0 6px;overflow-wrap:anywhere}
+h4{font-size:13px;margin:14px 0 2px;overflow-wrap:anywhere}
 p{margin:0 0 10px;max-width:78ch}
 code{font:.93em ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;
 overflow-wrap:anywhere}
@@ -22,7 +23,7 @@ overflow-wrap:anywhere}
 .verdict b{white-space:nowrap}
 section{background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:20px;
 margin-top:18px}
-.tiles{display:grid;grid-template-columns:repeat(6,1fr);gap:12px;
+.tiles{display:grid;grid-template-columns:repeat(var(--columns),1fr);gap:12px;
 margin-top:20px}
 .tiles>div{background:var(--card);border:1px solid var(--rule);border-radius:10px;
 padding:12px 14px}
@@ -43,12 +44,15 @@ color:var(--soft)}
 .legend b{font-weight:500;color:var(--ink)}
 .dash,.box{display:inline-block;vertical-align:middle;margin-right:6px}
 .dash{width:16px;height:3px;border-radius:2px;background:var(--line)}
+.mark{display:inline-block;height:12px;vertical-align:-1px;margin:0 8px 0 6px;
+border-left:1px dashed var(--soft)}
 .box{width:12px;height:12px;border-radius:3px}
 .axes{display:grid;grid-template-columns:44px minmax(0,1fr);position:relative}
 .axes>svg,.axes>img{grid-column:2;width:100%;display:block}
 .plot{overflow:visible}
 .plot line{stroke:var(--grid);stroke-width:1;shape-rendering:crispEdges}
 .plot line.floor{stroke:var(--floor)}
+.plot line.mark{stroke:var(--soft);stroke-dasharray:2 3}
 .line{fill:none;stroke:var(--line);stroke-width:2;stroke-linejoin:round;
 vector-effect:non-scaling-stroke}
 .band{fill:var(--line);opacity:.16}
@@ -61,7 +65,12 @@ margin-top:3px;font-variant-numeric:tabular-nums}
 .multiples{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(270px,100%),1fr));
 gap:6px 26px}
 summary{cursor:pointer;margin:12px 0 4px;color:var(--accent)}
-.heat .axes{grid-template-columns:112px minmax(0,1fr)}
+.heat .axes,.map .axes{grid-template-columns:112px minmax(0,1fr)}
+.beside{display:flex;flex-wrap:wrap;gap:10px 28px;align-items:flex-start}
+.beside .heat{flex:1 1 560px;min-width:0}.beside .map{flex:0 1 auto;min-width:0}
+.map img{display:block;max-width:none}
+.key{width:14px;height:14px;vertical-align:-2px;margin-right:6px}
+.scales{display:flex;flex-wrap:wrap;gap:0 40px;align-items:flex-end}.scales>div{flex:1 1 380px}
 .cells span{position:absolute;left:0;transform:translateY(-50%);white-space:nowrap}
 .cells b{color:var(--ink);font-weight:500}
 .cells i{position:absolute;right:8px;transform:translateY(-50%);font-style:normal;font-size:11px}
@@ -102,7 +111,7 @@ max-width:min(340px,90vw);overflow-wrap:anywhere}
 @media(max-width:640px){.tiles{grid-template-columns:repeat(2,1fr)}
 td:first-child{min-width:104px}th,td{padding:6px 5px}
 .lanes{font-size:11px}.pass-box+text{display:none}main{padding:18px 12px 40px}section{padding:14px}
-.heat .axes,.axes.time{grid-template-columns:88px minmax(0,1fr)}
+.heat .axes,.map .axes,.axes.time{grid-template-columns:88px minmax(0,1fr)}
 .cells i{display:none}.task+svg{display:none}.verdict{font-size:17px}}
 @media print{body{background:#fff;font-size:12px}main{max-width:none;padding:0}
 section,.tiles>div{break-inside:avoid;border-color:#ccc}.pick{display:none!important}
@@ -128,38 +137,52 @@ document.querySelectorAll('.pick select').forEach(select=>{
 document.querySelectorAll('.lines').forEach(figure=>{
  const values=JSON.parse(figure.dataset.values),plot=figure.querySelector('.plot');
  const names=[...figure.querySelectorAll('.legend b')].map(name=>name.textContent);
+ const notes=JSON.parse(figure.dataset.notes);
  const cross=document.createElementNS('http://www.w3.org/2000/svg','line');
  cross.setAttribute('class','cross');cross.setAttribute('y1','0');cross.setAttribute('y2','100%');
  plot.addEventListener('mousemove',event=>{
   const count=steps.lines.length,i=at(event,plot.getBoundingClientRect(),count);
   const x=(i+.5)/count*100+'%';cross.setAttribute('x1',x);cross.setAttribute('x2',x);
   plot.append(cross);show(event,'step '+steps.lines[i]+'\\n'
-   +names.map((name,k)=>name+'  '+values[k][i].toFixed(2)+'\\u00d7').join('\\n'))});
+   +names.map((name,k)=>name+'  '+values[k][i].toFixed(2)+'\\u00d7').join('\\n')
+   +(notes[i]?'\\n'+notes[i]:''))});
  plot.addEventListener('mouseleave',()=>{cross.remove();tip.hidden=true})});
 const pixels=image=>{const canvas=document.createElement('canvas');
  canvas.width=image.naturalWidth;canvas.height=image.naturalHeight;
  const pen=canvas.getContext('2d');pen.drawImage(image,0,0);
  return pen.getImageData(0,0,canvas.width,canvas.height)};
 const colour=(data,i)=>data[4*i]<<16|data[4*i+1]<<8|data[4*i+2];
-const ratios=()=>{const ramp=document.getElementById('ramp'),found=pixels(ramp),n=found.width;
- return new Map([...Array(n).keys()].map(i=>[colour(found.data,i),
-  2**((i/(n-1)*2-1)*ramp.dataset.octaves)]))};
+const scales={};
+const scale=name=>scales[name]??=(()=>{const ramp=document.getElementById(name);
+ const found=pixels(ramp),values=JSON.parse(ramp.dataset.values);
+ return {unit:ramp.dataset.unit,value:new Map(values.map((v,i)=>[colour(found.data,i),v]))}})();
+const held=figure=>{const shelves=JSON.parse(figure.dataset.held),high=+figure.dataset.row;
+ return y=>{const shelf=shelves.findLast(one=>one[1]<=y);
+  return shelf?[shelf[2+Math.floor((y-shelf[1])/high)],shelf[0]]:[]}};
 addEventListener('beforeprint',()=>document.querySelectorAll('details')
  .forEach(one=>one.open=true));
-let scale=null;
 document.querySelectorAll('.heat').forEach(figure=>{
- const image=figure.querySelector('img'),held=JSON.parse(figure.dataset.held);
- const high=+figure.dataset.row;let found=null;
+ const image=figure.querySelector('img'),expertAt=held(figure);let found=null;
  image.addEventListener('mousemove',event=>{
-  scale=scale||ratios();found=found||pixels(image);
+  const {unit,value}=scale(figure.dataset.ramp);found=found||pixels(image);
   const box=image.getBoundingClientRect(),i=at(event,box,found.width);
   const y=Math.floor((event.clientY-box.top)/box.height*found.height);
-  const group=held.findLast(one=>one[1]<=y);if(!group)return;
-  const expert=group[2+Math.floor((y-group[1])/high)];
+  const [expert,home]=expertAt(y);
   if(expert===undefined){tip.hidden=true;return}
-  const ratio=scale.get(colour(found.data,y*found.width+i));
-  show(event,'expert '+expert+', home cell '+group[0]+'\\nstep '+steps.heat[i]+'\\nabout '
-   +ratio.toFixed(2)+'\\u00d7 the mean expert')});
+  const there=value.get(colour(found.data,y*found.width+i));
+  show(event,'expert '+expert+', home cell '+home+'\\nstep '+steps.heat[i]+'\\nabout '
+   +there.toFixed(2)+unit)});
+ image.addEventListener('mouseleave',()=>tip.hidden=true)});
+document.querySelectorAll('.map').forEach(figure=>{
+ const image=figure.querySelector('img'),expertAt=held(figure);
+ const copied=JSON.parse(figure.dataset.copied);
+ image.addEventListener('mousemove',event=>{
+  const box=image.getBoundingClientRect(),cell=at(event,box,figure.dataset.cells);
+  const [expert,home]=expertAt(event.clientY-box.top);
+  if(expert===undefined){tip.hidden=true;return}
+  const cells=copied[expert],what=cell===home?'home':cells.includes(cell)?'copy':'no copy';
+  show(event,'expert '+expert+', cell '+cell+': '+what+'\\nhome cell '+home
+   +(cells.length?', copied to '+cells.join(', '):', not copied'))});
  image.addEventListener('mouseleave',()=>tip.hidden=true)});
 document.addEventListener('mouseover',event=>{
  const title=event.target.querySelector&&event.target.querySelector(':scope>title');

@@ -5,7 +5,10 @@ Shape letters: I recorded steps, B bins of steps, L layers, E experts, C cells.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,6 +40,23 @@ class Drift:
 
     first: float
     last: float
+
+
+class Outcome(NamedTuple):
+    """What copies and new homes came to, in one layer or in all.
+
+    Attributes:
+        home_balance: rows of the busiest cell over the mean, had every expert computed at its
+            home only; mean over the recorded steps (and layers).
+        balance: the same, as it was computed.
+        copies: copies beside the homes, a step on average (all layers together).
+        num_moved: experts that changed their homes, over the run.
+    """
+
+    home_balance: float
+    balance: float
+    copies: float
+    num_moved: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +110,11 @@ class Bins:
         ends = [(self.steps_I[a], self.steps_I[b - 1]) for a, b in zip(self.start_B, stop_B)]
         return [f"{a}" if a == b else f"{a}{EN_DASH}{b}" for a, b in ends]
 
+    def column_of(self, step: int) -> int:
+        """The column of the first recorded step from ``step`` on; the last one if none follows."""
+        position = min(bisect_left(self.steps_I, step), len(self.steps_I) - 1)
+        return int(np.searchsorted(self.start_B, position, side="right")) - 1
+
     def total(self, values: np.ndarray) -> np.ndarray:
         """Sums over the steps of each column: ``[I, ...]`` to ``[B, ...]``."""
         return np.add.reduceat(values, self.start_B, axis=0)
@@ -131,6 +156,38 @@ def summarize(record: RunRecord) -> Summary | None:
         drift=_drift(balance_IL),
         num_rows=int(record.rows_ILE.sum()),
     )
+
+
+def outcome_of(record: RunRecord) -> Outcome:
+    """Of all layers together; a run without steps is balanced. Pure."""
+    of_layers = outcomes_by_layer(record)
+    return Outcome(
+        home_balance=_mean([outcome.home_balance for outcome in of_layers]),
+        balance=_mean([outcome.balance for outcome in of_layers]),
+        copies=sum(outcome.copies for outcome in of_layers),
+        num_moved=sum(outcome.num_moved for outcome in of_layers),
+    )
+
+
+def outcomes_by_layer(record: RunRecord) -> tuple[Outcome, ...]:
+    """Of each layer, in model order. Pure."""
+    placements = record.placements
+    home_IL, balance_IL = record.home_balance_IL(), record.balance_IL()
+    copies_IL = np.zeros(home_IL.shape) if placements is None else placements.copies_ILE.sum(axis=2)
+    moves = () if placements is None else placements.moves
+    return tuple(
+        Outcome(
+            home_balance=_mean(home_IL[:, index]),
+            balance=_mean(balance_IL[:, index]),
+            copies=float(copies_IL[:, index].mean()) if record.steps_I else 0.0,
+            num_moved=sum(move.num_experts for move in moves if move.layer == index),
+        )
+        for index in range(len(record.layers))
+    )
+
+
+def _mean(balances: Sequence[float] | np.ndarray) -> float:
+    return float(np.mean(balances)) if len(balances) else 1.0
 
 
 def _moment(record: RunRecord, balance_IL: np.ndarray) -> Moment:

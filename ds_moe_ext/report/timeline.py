@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ds_moe_ext.report.charts import axis_labels
 from ds_moe_ext.report.record import Span
 from ds_moe_ext.report.units import counted, escaped, round_steps, seconds_text, short_names
+from ds_moe_ext.schedule.task import COMPUTE, INTER, INTRA, JOIN, PARAM
 
 MAX_BOXES = 2500  # tasks drawn as boxes of their own, with tooltips
 _FINE = 2000  # horizontal resolution of the overview
@@ -65,6 +68,36 @@ def boxed(timeline: Sequence[Span]) -> frozenset[Span]:
     return frozenset(ordered[:MAX_BOXES])
 
 
+def copying(timeline: Iterable[Span]) -> str:
+    """How long weights and their gradients travelled, and how much of it was hidden."""
+    ordered = sorted(timeline, key=lambda span: span.start_s)
+    travels = [span for span in ordered if span.lane == PARAM.name]
+    if not travels:
+        return ""
+    total_s = sum(span.end_s - span.start_s for span in travels)
+    busy_s = _Busy([s for s in ordered if s.lane == COMPUTE.name and s.name != JOIN.name])
+    hidden_s = sum(busy_s(span.end_s) - busy_s(span.start_s) for span in travels)
+    return (
+        f" Weights and gradients of copies travelled for {seconds_text(total_s)}, during "
+        f"{100 * hidden_s / max(total_s, 1e-12):.0f} % of which this rank computed."
+    )
+
+
+class _Busy:
+    """Seconds until a moment during which any of some spans ran. Args: spans: by their starts."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._at_s, self._busy_s = [0.0], [0.0]
+        for span in spans:
+            start_s = max(span.start_s, self._at_s[-1])
+            length_s = max(span.end_s - start_s, 0.0)
+            self._at_s += [start_s, start_s + length_s]
+            self._busy_s += [self._busy_s[-1], self._busy_s[-1] + length_s]
+
+    def __call__(self, time_s: float) -> float:
+        return float(np.interp(time_s, self._at_s, self._busy_s))
+
+
 def overview(timeline: Sequence[Span], classes: dict[str, str]) -> str:
     """The whole step: which layer was at work, and every task of every lane."""
     start_s = min(span.start_s for span in timeline)
@@ -118,7 +151,10 @@ def _window(start_s: float, length_s: float) -> Window:
 
 
 def _lanes(spans: Iterable[Span]) -> list[str]:
-    return list(dict.fromkeys(span.lane for span in spans))
+    """Those of weights and of rows on either side of the one that computes; then others."""
+    seen = dict.fromkeys(span.lane for span in spans)
+    known = [lane.name for lane in (PARAM, COMPUTE, INTER, INTRA)]
+    return [lane for lane in known if lane in seen] + [lane for lane in seen if lane not in known]
 
 
 def _lane_names(lanes: list[str], spans: Sequence[Span], length_s: float) -> str:

@@ -118,8 +118,16 @@ def count_experts(engine: Any) -> None:
 
 def mark_expert_groups(engine: Any, optimizer: torch.optim.Optimizer) -> None:
     """Split parameter groups of a user's optimizer, as DeepSpeed does with its own: experts are
-    reduced and partitioned over other ranks than dense weights."""
-    if run_of(engine) is None or any(group.get("moe") for group in optimizer.param_groups):
+    reduced and partitioned over other ranks than dense weights.
+
+    Raises:
+        ValueError: experts that may change places are optimized differently.
+    """
+    run = run_of(engine)
+    if run is None:
+        return
+    _check_alike(run, optimizer)
+    if any(group.get("moe") for group in optimizer.param_groups):
         return
     if not any(is_moe_param(p) for group in optimizer.param_groups for p in group["params"]):
         return
@@ -127,6 +135,29 @@ def mark_expert_groups(engine: Any, optimizer: torch.optim.Optimizer) -> None:
         group.setdefault("name", f"group_{number}")
     split = split_params_into_different_moe_groups_for_optimizer(optimizer.param_groups)
     optimizer.param_groups[:] = [group for group in split if group["params"]]
+
+
+def _check_alike(run: Run, optimizer: torch.optim.Optimizer) -> None:
+    """Where experts move, a slot of one layer comes to hold an expert of another; and where a layer
+    is at home unevenly, a rank may have no expert of it, but must have all groups."""
+    if not run.blueprint.strategy.has_uneven_homes:
+        return
+    group_of = {
+        parameter: number
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+    for pool in run.blueprint.pools:
+        layers = [run.layers[layer] for layer in pool.layers]
+        columns = zip(*(slot.parameters for layer in layers for slot in layer.hosted.slots()))
+        for name, parameters in zip(layers[0].hosted.weight_names, columns):
+            if len({group_of.get(parameter) for parameter in parameters}) > 1:
+                raise ValueError(
+                    f"strategy {run.blueprint.settings.strategy} moves experts between layers, but "
+                    f"the weights {name!r} of {', '.join(layer.name for layer in layers)} are in "
+                    "several parameter groups of the optimizer; put them into one group, or use "
+                    "strategy ep"
+                )
 
 
 def clip_by_global_norm(engine: Any) -> bool:

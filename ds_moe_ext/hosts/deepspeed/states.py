@@ -146,6 +146,10 @@ class OptimizerStates:
                     self._sharers.setdefault(place.held, []).append(parameter)
         is_wrapped = isinstance(engine.optimizer, DeepSpeedOptimizer)
         self._optimizer = engine.optimizer.optimizer if is_wrapped else engine.optimizer
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        self._group: dict[Tensor, int] = {
+            held: number for number, group in enumerate(groups) for held in group["params"]
+        }
 
     def of(self, parameter: nn.Parameter) -> ParameterStates:
         """What is kept of a parameter; its tensors are views, so writing to them changes the states
@@ -203,12 +207,10 @@ class OptimizerStates:
         return self._options(self._place_of(parameter).held)
 
     def _options(self, held: Tensor) -> dict[str, Any] | None:
-        groups = () if self._optimizer is None else self._optimizer.param_groups
-        for group in groups:
-            if any(tensor is held for tensor in group["params"]):
-                options: dict[str, Any] = group
-                return options
-        return None
+        if held not in self._group:
+            return None
+        options: dict[str, Any] = self._optimizer.param_groups[self._group[held]]
+        return options
 
     def _check_groups(self, written: Mapping[nn.Parameter, ParameterStates]) -> None:
         given_of: dict[Tensor, list[ParameterStates]] = {}
@@ -235,7 +237,8 @@ class OptimizerStates:
             if name == MASTER:
                 place.of(place.held).copy_(tensor)
             else:
-                new[name] = old[name] if name in old else torch.zeros_like(place.held)
+                kept = old.get(name)
+                new[name] = torch.zeros_like(place.held) if kept is None else kept
                 place.of(new[name]).copy_(tensor)
         if new:
             self._optimizer.state[place.held] = new

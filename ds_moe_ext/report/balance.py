@@ -1,0 +1,103 @@
+"""Balance over the steps: of each layer, and what copies and new homes did for it.
+
+Shape letters: I recorded steps, L layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ds_moe_ext.report.charts import Line, Scale, balance_scale, line_chart
+from ds_moe_ext.report.colours import LINES
+from ds_moe_ext.report.parts import multiples, section, thinned
+from ds_moe_ext.report.record import Move, PlacementRecord, RunRecord
+from ds_moe_ext.report.summary import Bins
+from ds_moe_ext.report.units import counted, dotted, short_names
+
+_ROWS = "Rows of the busiest cell over the mean cell, at each recorded step."
+_THINNED = "shows their mean and, as a band, the smallest and the largest"
+
+
+def balance(record: RunRecord, bins: Bins) -> str:
+    """One chart for few layers, a band and small charts for many."""
+    balance_IL = record.balance_IL()
+    scale = balance_scale(float(balance_IL.max()))
+    lines = [
+        _line(layer.name, balance_IL[:, [index]], bins) for index, layer in enumerate(record.layers)
+    ]
+    if len(lines) <= len(LINES):
+        body = line_chart(lines, bins, scale=scale, small=False)
+    else:
+        name = "mean of the layers, and a band from the lowest to the highest"
+        body = line_chart([_line(name, balance_IL, bins)], bins, scale=scale, small=False)
+        body += _worst_first(lines, bins, scale=scale)
+    note = f'<p class="note">{_ROWS}{thinned(bins, _THINNED)}</p>'
+    return section("Balance over the steps", note + body)
+
+
+def gain(record: RunRecord, placements: PlacementRecord, bins: Bins) -> str:
+    """Balance as computed beside that without copies: of all layers together, and of each."""
+    home_IL, balance_IL = record.home_balance_IL(), record.balance_IL()
+    scale = balance_scale(float(max(home_IL.max(), balance_IL.max())))
+    every = range(len(record.layers))
+
+    def chart(layers: Sequence[int], *, small: bool) -> str:
+        lines = [
+            _line("as computed", balance_IL[:, layers], bins),
+            _line("at home only", home_IL[:, layers], bins),
+        ]
+        moves = [move for move in placements.moves if move.layer in layers]
+        return line_chart(lines, bins, scale=scale, small=small, marks=_marks(moves, bins))
+
+    body = chart(every, small=False)
+    if len(every) > 1:
+        short = short_names([layer.name for layer in record.layers])
+        saved_L = (home_IL - balance_IL).mean(axis=0)
+        body += multiples(
+            "Each layer, largest gain first",
+            [
+                f"<div><h4>{dotted(short[record.layers[index].name])}</h4>"
+                f"{chart([index], small=True)}</div>"
+                for index in sorted(every, key=lambda index: -saved_L[index])
+            ],
+        )
+    band = " The line is the mean of the layers; the band reaches from the lowest to the highest."
+    note = (
+        f"{_ROWS} At home only is what the same rows would have come to, had every expert computed "
+        f"at its home of that step.{band if len(every) > 1 else ''}{thinned(bins, _THINNED)}"
+    )
+    return section("Balance with copies, and at home only", f'<p class="note">{note}</p>{body}')
+
+
+def _line(name: str, balance_IL: np.ndarray, bins: Bins) -> Line:
+    """The mean of some layers, and a band around it."""
+    return Line(
+        name,
+        float(balance_IL.mean()),
+        bins.mean(balance_IL.mean(axis=1)),
+        bins.lowest(balance_IL.min(axis=1)),
+        bins.highest(balance_IL.max(axis=1)),
+    )
+
+
+def _worst_first(lines: Sequence[Line], bins: Bins, *, scale: Scale) -> str:
+    short = short_names([line.name for line in lines])
+    drawn = [
+        line_chart(
+            [dataclasses.replace(line, name=short[line.name])], bins, scale=scale, small=True
+        )
+        for line in sorted(lines, key=lambda line: -line.mean)
+    ]
+    return multiples("Each layer, worst first", drawn)
+
+
+def _marks(moves: Iterable[Move], bins: Bins) -> dict[int, str]:
+    """How many experts changed their homes before each column, where some did."""
+    moved: dict[int, int] = {}
+    for move in moves:
+        column = bins.column_of(move.step)
+        moved[column] = moved.get(column, 0) + move.num_experts
+    return {column: f"{counted(number, 'home')} changed" for column, number in moved.items()}

@@ -1,0 +1,54 @@
+"""What a training run leaves behind for people and for `compare.py`: `summary.json`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+NAME = "summary.json"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What `summary.json` holds."""
+
+    strategy: str
+    model: str
+    text: str  # what was read
+    seed: int
+    world_size: int
+    tokens_per_step: int  # all ranks
+    first_step: int  # steps that a resumed checkpoint had behind it
+    losses: list[float]  # one a step, nats per byte
+    held_out_losses: dict[int, float]  # by step
+    tokens_per_s: float  # all ranks, without the first step
+    seconds_per_step_s: float
+    balance_by_layer: dict[str, float]
+    versions: dict[str, str]
+
+    def write(self, folder: Path) -> Path:
+        """Write it into `folder`, and tell where."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / NAME
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        return path
+
+    @classmethod
+    def read(cls, folder: Path) -> Summary:
+        """Read what `write` wrote.
+
+        Raises:
+            ValueError: there is none, or it is none.
+        """
+        path = folder / NAME
+        if not path.is_file():
+            raise ValueError(f"{path} is not there; name the --output folder of a finished run")
+        try:
+            data = json.loads(path.read_text())
+            held_out = {int(step): loss for step, loss in data["held_out_losses"].items()}
+            return cls(**{**data, "held_out_losses": held_out})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path} is not a summary of this version ({error!r}); train again"
+            ) from error
