@@ -14,6 +14,7 @@ from rich.table import Table
 
 from ds_moe_ext import _autoload
 from ds_moe_ext.plan_jobs import ALGORITHMS, plan_text
+from ds_moe_ext.profile_run import add_profile
 from ds_moe_ext.report.record import RunRecord
 
 STANDARD_INPUT = "-"  # where a path is asked for
@@ -46,6 +47,7 @@ def main() -> None:
         help="a job or a list of jobs in JSON; - reads standard input",
     )
     plan.set_defaults(run=lambda given: print_plan(given.algorithm, given.path))
+    add_profile(commands)
     given = parser.parse_args()
     try:
         raise SystemExit(given.run(given))

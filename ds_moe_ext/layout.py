@@ -7,7 +7,8 @@ in each, ``esp`` ranks in each cell; neighbours in a cell are neighbours in rank
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +18,23 @@ from ds_moe_ext.comm import gather_texts
 from ds_moe_ext.schedule.task import Lane
 
 AXES = ("edp", "ep", "esp")
+
+
+@contextmanager
+def world(backend: str, rank: int = 0, world_size: int = 1) -> Iterator[None]:
+    """The world of all ranks inside the block: the one that is, or one made for it. Collective.
+
+    Where there are several, a launcher's MASTER_ADDR and MASTER_PORT say where they meet.
+    """
+    if dist.is_initialized():
+        yield
+        return
+    store = dist.HashStore() if world_size == 1 else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,15 @@ automatic.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
-import types
-import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from ds_moe_ext.strategies import ep, fssdp  # noqa: F401  register themselves
 from ds_moe_ext.strategies.base import Strategy, class_at, registered
+from ds_moe_ext.strict import check_object, nearest, read_record
 
 BLOCK = "ds_moe_ext"
 
@@ -129,20 +127,18 @@ def read_settings(document: Mapping[str, Any]) -> tuple[Settings, Strategy | Non
     Raises:
         ValueError: what is wrong, in one sentence.
     """
-    _is_object("the document", document)
+    check_object("the document", document)
     block = document.get(BLOCK)
     if block is None:
         return Settings(), None
-    _is_object(BLOCK, block)
+    check_object(BLOCK, block)
     names = {f.name for f in dataclasses.fields(Settings)}
     for key in block:
         if key not in names and key not in registered():
-            raise ValueError(
-                f"{BLOCK} has no key {key!r}; {_nearest(key, {*names, *registered()})}"
-            )
-    settings = _read(Settings, {k: v for k, v in block.items() if k in names}, BLOCK)
+            raise ValueError(f"{BLOCK} has no key {key!r}; {nearest(key, {*names, *registered()})}")
+    settings = read_record(Settings, {k: v for k, v in block.items() if k in names}, BLOCK)
     blocks: dict[str, Strategy] = {
-        name: _read(cls, {} if block.get(name) is None else block[name], f"{BLOCK}.{name}")
+        name: read_record(cls, {} if block.get(name) is None else block[name], f"{BLOCK}.{name}")
         for name, cls in registered().items()
     }
     strategy = _chosen(settings, blocks)
@@ -152,102 +148,11 @@ def read_settings(document: Mapping[str, Any]) -> tuple[Settings, Strategy | Non
 def _chosen(settings: Settings, blocks: Mapping[str, Strategy]) -> Strategy:
     name = settings.strategy
     if ":" in name:
-        strategy: Strategy = _read(class_at(name), settings.options, f"{BLOCK}.options")
+        strategy: Strategy = read_record(class_at(name), settings.options, f"{BLOCK}.options")
         return strategy
     if name not in blocks:
-        raise ValueError(
-            f"{BLOCK}.strategy is {name!r}, which is unknown; {_nearest(name, blocks)}"
-        )
+        raise ValueError(f"{BLOCK}.strategy is {name!r}, which is unknown; {nearest(name, blocks)}")
     return blocks[name]
-
-
-RecordT = TypeVar("RecordT")
-
-
-def _read(cls: type[RecordT], values: Any, where: str) -> RecordT:
-    """A record from a JSON object, every value checked against its field's type."""
-    _is_object(where, values)
-    hints = typing.get_type_hints(cls)
-    fields = [f for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
-    names = [f.name for f in fields]
-    for key in values:
-        if key not in names:
-            raise ValueError(f"{where} has no key {key!r}; {_nearest(key, names)}")
-    missing = [
-        f.name
-        for f in fields
-        if f.name not in values
-        and f.default is dataclasses.MISSING
-        and f.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise ValueError(f"{where} needs the key {missing[0]!r}; add it")
-    read = {k: _value(hints[k], v, f"{where}.{k}") for k, v in values.items()}
-    return cls(**read)
-
-
-def _value(hint: Any, value: Any, where: str) -> Any:
-    options = typing.get_args(hint) if _is_union(hint) else (hint,)
-    if value is None and type(None) in options:
-        return None
-    for option in options:
-        if dataclasses.is_dataclass(option) and isinstance(option, type):
-            return _read(option, value, where)
-        if _fits(option, value):
-            return _as_float(value) if option is float else value
-    wanted = " or ".join(_in_json(option) for option in options)
-    raise ValueError(f"{where} is {value!r}, but must be {wanted}{_hint_for(value, options)}")
-
-
-def _hint_for(value: Any, options: tuple[Any, ...]) -> str:
-    is_automatic = value == "auto" and type(None) in options
-    return "; write null (or leave the key out) for automatic" if is_automatic else ""
-
-
-def _as_float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # an integer of more than 308 digits
-        return math.inf if value > 0 else -math.inf
-
-
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (typing.Union, types.UnionType)
-
-
-def _fits(option: Any, value: Any) -> bool:
-    plain = typing.get_origin(option) or option
-    if plain is Any:
-        return True
-    if plain is typing.Literal:
-        return any(type(c) is type(value) and c == value for c in typing.get_args(option))
-    if isinstance(value, bool):
-        return plain is bool
-    if plain is float:
-        return isinstance(value, (int, float))
-    return isinstance(plain, type) and isinstance(value, plain)
-
-
-_JSON_NAMES = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    list: "a list",
-}
-
-
-def _in_json(option: Any) -> str:
-    if option is type(None):
-        return "null"
-    if typing.get_origin(option) is typing.Literal:
-        return " or ".join(repr(choice) for choice in typing.get_args(option))
-    return _JSON_NAMES.get(typing.get_origin(option) or option, "an object")
-
-
-def _is_object(where: str, value: Any) -> None:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{where} is {value!r}, but must be an object: {{...}}")
 
 
 def _at_least(key: str, value: int | None, least: int) -> None:
@@ -262,9 +167,3 @@ def _compiles(key: str, pattern: str) -> None:
         raise ValueError(
             f"{BLOCK}.{key} is {pattern!r}, which is no regular expression ({error}); mend it"
         ) from error
-
-
-def _nearest(word: object, known: Iterable[str]) -> str:
-    known = sorted(known)
-    close = difflib.get_close_matches(str(word), known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known) or 'none'}"

@@ -6,16 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ds_moe_ext.comm import all_gather_counts, sum_in_place
+from ds_moe_ext.comm import sum_in_place
 from ds_moe_ext.cost.bench import Bench, clock_of
-from ds_moe_ext.cost.fit import fit_line
-from ds_moe_ext.cost.probe import Level, Sizes, copy_sweep
+from ds_moe_ext.cost.probe import Level, Sizes, least_free_bytes, measure_copies
 from ds_moe_ext.hardware import Hardware, Link
-from ds_moe_ext.hosts.attach import AttachedLayer, bytes_of
+from ds_moe_ext.hosts.attach import AttachedLayer
 from ds_moe_ext.layout import ParallelLayout
 from ds_moe_ext.moe.observe import Rows, TimedTask
 from ds_moe_ext.moe.slab import Weights
@@ -67,17 +65,11 @@ class Links:
             expert: weights of one expert.
         """
         weights = list(expert)
-        num_bytes = sum(weight.nbytes for weight in weights)
         group, device = layout.group("ep", PARAM), weights[0].device
         level = Level("of this run", group, layout.index("ep"), layout.node_C, num_sharers=1)
         bench = Bench(clock_of(device), device, num_warm_ups=1, num_repeats=5, group=group)
-        sweep = copy_sweep(level, Sizes((), num_bytes, NUM_EXPERTS), device)
-        seconds_N = bench.seconds(sweep.works_N)
-        try:
-            fit = fit_line(np.array(sweep.units_N), seconds_N)
-            link = Link(bytes_per_s=1 / fit.unit_s, latency_s=fit.fixed_s)
-        except ValueError:  # so small that larger transfers take no longer
-            link = Link(bytes_per_s=sweep.units_N[-1] / seconds_N[-1])
+        num_bytes = sum(weight.nbytes for weight in weights)
+        link = measure_copies(level, bench, Sizes((), num_bytes, NUM_EXPERTS))
         return cls(link, link, link)
 
 
@@ -137,15 +129,18 @@ class Costs:
         )
 
     def _free_bytes(self) -> int:
-        """Memory for copies on the rank that has least."""
+        """Memory for copies on the rank that has least; where nothing tells, as much as its own
+        experts take."""
         device = self._expert(self.pools[0])[0].device
-        if device.type == "cuda":
-            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            own = int(SHARE_OF_FREE * (torch.cuda.mem_get_info(device)[0] + unused))
-        else:
-            own = sum(bytes_of(layer.parameters) for layer in self.layers)
-        given = torch.tensor([own], device=device)
-        return int(all_gather_counts(given, None).min())
+        free = least_free_bytes(Bench(clock_of(device), device, num_warm_ups=0, num_repeats=1))
+        if free is not None:
+            return int(SHARE_OF_FREE * free)
+        return sum(self._bytes_at_home(pool) for pool in self.pools)
+
+    def _bytes_at_home(self, pool: Pool) -> int:
+        homes = [self.layers[layer].routed.site.plan.home for layer in pool.layers]
+        num_experts = sum(home.num_experts for home in homes) // homes[0].num_cells
+        return num_experts * sum(weight.nbytes for weight in self._expert(pool))
 
     def _expert(self, pool: Pool) -> Weights:
         """Weights of any one expert."""

@@ -1,0 +1,80 @@
+"""What ``ds-moe-ext profile`` does on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import socket
+
+import torch
+from rich.console import Console
+
+from ds_moe_ext.comm import AllToAll, all_to_all_by_pairs, all_to_all_rows, gather_texts
+from ds_moe_ext.cost.bench import Bench, clock_of
+from ds_moe_ext.cost.probe import Sizes, levels_of, measure_cluster
+from ds_moe_ext.hardware import Hardware, ranks_per_node_of
+from ds_moe_ext.hosts.launched import Launched
+from ds_moe_ext.layout import world
+
+
+def measure_here(
+    *, is_quick: bool, expert_bytes: int, ranks_per_node: int | None, device_kind: str | None
+) -> tuple[int, Hardware]:
+    """This rank, and the cluster as all ranks together found it. Collective.
+
+    Args:
+        is_quick: few and small sizes.
+        expert_bytes: weights of one expert, for copies.
+        ranks_per_node: where host names do not tell.
+        device_kind: of ``torch.device``; None takes CUDA where there is one.
+
+    Raises:
+        ValueError: ranks that are spread unevenly over nodes.
+    """
+    launched = Launched.from_environment()
+    device = device_of(launched, device_kind)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    with world(backend, launched.rank, launched.world_size):
+        hosts = gather_texts(socket.gethostname(), None)
+        if ranks_per_node is None:
+            ranks_per_node = ranks_per_node_of(hosts)
+        exchange = exchange_of(device, spans_nodes=len(hosts) > ranks_per_node)
+        levels = levels_of(len(hosts), ranks_per_node, exchange)
+        rank = levels.whole.here
+        with Console(quiet=rank > 0).status("starting") as status:
+            hardware = measure_cluster(
+                levels,
+                Bench(
+                    clock_of(device),
+                    device,
+                    num_warm_ups=1 if is_quick else 3,
+                    num_repeats=15 if is_quick else 50,
+                    budget_s=0.5 if is_quick else 20.0,
+                    begins=status.update,
+                ),
+                sizes_of(is_quick, expert_bytes),
+            )
+    how = "ds-moe-ext profile --quick" if is_quick else "ds-moe-ext profile"
+    source = f"{how}, {datetime.date.today()}, torch {torch.__version__}, {backend}"
+    return rank, dataclasses.replace(hardware, source=f"measured by {source}")
+
+
+def device_of(launched: Launched, kind: str | None) -> torch.device:
+    """This rank's device, made current."""
+    device = torch.device(kind or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda":
+        device = torch.device("cuda", launched.local_rank)
+        torch.cuda.set_device(device)
+    return device
+
+
+def exchange_of(device: torch.device, *, spans_nodes: bool) -> AllToAll:
+    """How layers exchange rows, see ``moe.dispatch.Wire``."""
+    return all_to_all_by_pairs if spans_nodes and device.type == "cpu" else all_to_all_rows
+
+
+def sizes_of(is_quick: bool, expert_bytes: int) -> Sizes:
+    """What is measured."""
+    if is_quick:
+        return Sizes(tuple(2**power for power in range(18, 23)), expert_bytes, (1, 4, 6, 8))
+    return Sizes(tuple(2**power for power in range(17, 26)), expert_bytes, (1, 4, 8, 12, 16))

@@ -1,0 +1,212 @@
+"""The sweeps move what they say, and a cluster is what its times make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ds_moe_ext.comm import all_to_all_by_pairs, all_to_all_rows
+from ds_moe_ext.cost.bench import Bench
+from ds_moe_ext.cost.probe import (
+    Sizes,
+    all_reduce_sweep,
+    all_to_all_sweep,
+    copy_sweep,
+    expert_sweep,
+    least_free_bytes,
+    levels_of,
+    matmul_sweep,
+    measure_cluster,
+)
+from ds_moe_ext.hardware import Hardware, Link
+from tests.ranks import pool_of
+
+CPU = torch.device("cpu")
+KIB = 1024
+SIZES = Sizes((KIB, 2 * KIB, 3 * KIB), expert_bytes=5 * KIB, num_experts_N=(4, 8, 12))
+
+
+class RisingClock:
+    """Does the work; says 1, 2, 3 ms in turn, whatever it took."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def seconds(self, ready: Callable[[], object], work: Callable[[], object]) -> float:
+        ready()
+        work()
+        self.num_calls += 1
+        return ((self.num_calls - 1) % 3 + 1) * 1e-3
+
+
+def measured(rank: int, world_size: int, ranks_per_node: int, by_pairs: bool) -> str:
+    exchange = all_to_all_by_pairs if by_pairs else all_to_all_rows
+    levels = levels_of(world_size, ranks_per_node, exchange)
+    bench = Bench(RisingClock(), CPU, num_warm_ups=1, num_repeats=2)
+    return measure_cluster(levels, bench, SIZES).to_json()
+
+
+def cluster(num_ranks: int, ranks_per_node: int, *, by_pairs: bool = False) -> Hardware:
+    texts = pool_of(num_ranks).run(measured, ranks_per_node, by_pairs)
+    assert len(set(texts)) == 1, "all ranks must find the same cluster"
+    return Hardware.from_json(texts[0])
+
+
+def line(bytes_per_ms: float) -> Link:
+    return Link(bytes_per_s=bytes_per_ms * 1e3, latency_s=0.0, r_squared=1.0)
+
+
+def assert_links(found: Link | None, wanted: Link) -> None:
+    assert found is not None
+    assert found.bytes_per_s == pytest.approx(wanted.bytes_per_s, rel=1e-4)
+    assert found.latency_s == pytest.approx(0, abs=1e-12)
+    assert found.r_squared == pytest.approx(1)
+
+
+@pytest.mark.parametrize("by_pairs", [False, True])
+def test_two_nodes_of_two(by_pairs: bool) -> None:
+    """Each millisecond a rank exchanges 2 KiB (1 to itself), sums 1 KiB, takes in two experts of a
+    pair's four, or three of all ranks' four; and two ranks of a node do it over one link."""
+    found = cluster(4, 2, by_pairs=by_pairs)
+    assert (found.num_nodes, found.ranks_per_node) == (2, 2)
+    for level in (found.intra_collectives, found.inter_collectives):
+        assert_links(level.all_to_all, line(2 * KIB))
+        assert_links(level.all_reduce, line(KIB))
+        assert level.all_gather is None
+    assert_links(found.intra, line(KIB))
+    assert_links(found.inter, line(2 * KIB))
+    assert_links(found.intra_collectives.copy, line(2 * 5 * KIB))
+    assert_links(found.inter_collectives.copy, line(2 * 2 * 5 * KIB))
+    assert_links(found.copy, line(3 * 5 * KIB))
+    assert found.copy_link(4) == found.copy
+
+
+def test_one_node() -> None:
+    found = cluster(2, 2)
+    assert (found.num_nodes, found.ranks_per_node) == (1, 2)
+    assert_links(found.intra, line(KIB))
+    assert found.inter is None
+    assert found.inter_collectives.copy is None
+    assert found.copy is None
+    assert found.copy_link(2) == found.intra_collectives.copy
+
+
+def test_one_rank_a_node() -> None:
+    found = cluster(2, 1)
+    assert found.intra is None
+    assert_links(found.inter, line(KIB))
+    assert_links(found.inter_collectives.copy, line(2 * 5 * KIB))
+    assert found.copy_link(2) == found.inter_collectives.copy
+
+
+def test_one_rank_knows_its_device_only() -> None:
+    found = cluster(1, 1)
+    assert (found.intra, found.inter) == (None, None)
+    assert found.device.flops_per_s.fp32 == pytest.approx(2 * 512**3 / 1e-3, rel=1e-4)
+    assert found.device.memory_bytes is None
+
+
+def refused(rank: int, world_size: int, ranks_per_node: int) -> str:
+    with pytest.raises(ValueError) as raised:
+        levels_of(world_size, ranks_per_node)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("ranks_per_node", [0, 2, 4])
+def test_nodes_that_do_not_fill_the_ranks(ranks_per_node: int) -> None:
+    for message in pool_of(3).run(refused, ranks_per_node):
+        assert message.startswith(f"{ranks_per_node} rank(s) on a node do not divide 3 rank(s)")
+
+
+def moved(rank: int, world_size: int) -> list[list[int]]:
+    """Bytes that copies bring to this rank, by level and number of experts."""
+    levels = levels_of(world_size, 2)
+    received = []
+    for level in (levels.within, levels.between, levels.whole):
+        sweep = copy_sweep(level, SIZES, CPU)
+        traffic = [work() for work in sweep.works_N]
+        received.append([each.received_bytes for each in traffic])  # type: ignore[attr-defined]
+        assert max(received[-1]) <= max(sweep.units_N)
+    return received
+
+
+def test_copies_reach_every_member() -> None:
+    """Six ranks: pairs within a node, threes between nodes; experts live on members in turn."""
+    per_expert = SIZES.expert_bytes
+    within, between, whole = zip(*pool_of(6).run(moved))
+    for received in within:
+        assert received == [2 * per_expert, 4 * per_expert, 6 * per_expert]
+    for received, node in zip(between, (0, 0, 1, 1, 2, 2)):
+        own = [2 if node == 0 else 1, 2 if node == 2 else 3, 4]
+        assert received == [(n - o) * per_expert for n, o in zip((4, 8, 12), own)]
+    for received, rank in zip(whole, range(6)):
+        own = [1 if rank < 4 else 0, 2 if rank < 2 else 1, 2]
+        assert received == [(n - o) * per_expert for n, o in zip((4, 8, 12), own)]
+
+
+def units(rank: int, world_size: int) -> list[list[int]]:
+    level = levels_of(world_size, world_size).within
+    sweeps = (
+        all_to_all_sweep(level, SIZES.bytes_per_peer_N, CPU),
+        all_reduce_sweep(level, SIZES.bytes_per_peer_N, CPU),
+        copy_sweep(level, SIZES, CPU),
+        matmul_sweep((2, 4), 8, torch.float32, CPU),
+    )
+    for sweep in sweeps:
+        for work in sweep.works_N:
+            work()
+    return [list(sweep.units_N) for sweep in sweeps]
+
+
+def test_units_of_the_sweeps() -> None:
+    """Of three members; the busiest of them takes in all experts but its own."""
+    found = pool_of(3).run(units)
+    assert found == [found[0]] * 3
+    exchanged, summed, copied, multiplied = found[0]
+    assert exchanged == [3 * KIB, 6 * KIB, 9 * KIB]
+    assert summed == [KIB, 2 * KIB, 3 * KIB]
+    assert copied == [3 * 5 * KIB, 6 * 5 * KIB, 8 * 5 * KIB]
+    assert multiplied == [2 * 2 * 8 * 8, 2 * 4 * 8 * 8]
+
+
+def test_an_expert_is_run_forward_and_backward_and_left_as_it_was() -> None:
+    expert = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
+    weights = tuple(expert.parameters())
+    seen: list[int] = []
+
+    def forward(rows_RD: torch.Tensor) -> torch.Tensor:
+        assert rows_RD.requires_grad
+        seen.append(rows_RD.shape[0])
+        return expert(rows_RD)
+
+    sweep = expert_sweep(forward, weights, torch.randn(100, 4))
+    with torch.no_grad():
+        for work in sweep.works_N:
+            work()
+    assert seen == list(sweep.units_N) == [25, 50, 75, 100]
+    assert all(weight.grad is None for weight in weights)
+
+
+def seconds_of_a_row(rank: int, world_size: int) -> float:
+    weight = torch.randn(4, 4, requires_grad=True)
+    sweep = expert_sweep(
+        lambda rows_RD: rows_RD @ weight, (weight,), torch.randn(30, 4), num_steps=3
+    )
+    return Bench(RisingClock(), CPU, 0, 3).fit(sweep).unit_s
+
+
+def test_seconds_of_a_row() -> None:
+    """10, 20, 30 rows in 1, 2, 3 ms."""
+    assert pool_of(2).run(seconds_of_a_row) == [pytest.approx(1e-4)] * 2
+
+
+@pytest.mark.parametrize("budget_bytes", [None, 12345])
+def test_free_memory_of_a_host_is_the_budget(budget_bytes: int | None) -> None:
+    assert least_free_bytes(Bench(RisingClock(), CPU, 0, 1), budget_bytes) == budget_bytes
+
+
+def test_experts_without_bytes_are_refused() -> None:
+    with pytest.raises(ValueError, match="an expert has 0 bytes; give the bytes of its weights"):
+        Sizes((KIB,), 0, (1,))

@@ -1,0 +1,182 @@
+"""``ds-moe-ext profile``: as a launcher starts it, and what it prints and writes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_moe_ext.cost.probe import Sizes
+from ds_moe_ext.hardware import Collectives, Device, Flops, Hardware, Link, read_hardware
+from ds_moe_ext.hosts.launched import Launched
+from ds_moe_ext.profile_ranks import sizes_of
+from ds_moe_ext.profile_run import add_options, add_profile, copies_text, notes, profile, tell
+from tests.ranks import free_port, pool_of
+
+ROOT = Path(__file__).parents[1]
+MODULE = ("-m", "ds_moe_ext.profile_run")
+SMALL = ("--quick", "--device", "cpu", "--expert-bytes", "300000")
+
+
+def start(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    clean = {key: value for key, value in os.environ.items() if key not in launchers}
+    settled = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env={**clean, **settled, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+# Launched.
+
+
+def test_two_ranks_by_torchrun(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2")
+    port = ("--master_port", str(free_port()))
+    done = start(
+        tmp_path, *torchrun, *port, *MODULE, *SMALL, "--out", "ours.json", "--window-s", "0.1"
+    )
+    assert done.returncode == 0, done.stderr
+    hardware = read_hardware(tmp_path / "ours.json")
+    assert (hardware.num_nodes, hardware.ranks_per_node) == (1, 2)
+    assert hardware.source.startswith("measured by ds-moe-ext profile --quick, 20")
+    assert hardware.copy_link(2) == hardware.intra_collectives.copy
+    assert hardware.intra is not None
+    assert hardware.intra.r_squared is not None
+    assert hardware.inter is None
+    for words in ("all-to-all", "all-reduce", "copy", "fp32", "between nodes: not measured"):
+        assert words in done.stdout
+    assert done.stdout.count("wrote ours.json") == 1, "one rank tells, for all"
+    assert "one more copy of an expert of 293 KiB everywhere" in done.stdout
+    assert "behind 100 ms" in done.stdout
+
+
+def test_alone_it_says_what_it_cannot_measure(tmp_path: Path) -> None:
+    done = start(tmp_path, *MODULE, *SMALL, "--name", "my laptop")
+    assert done.returncode == 0, done.stderr
+    hardware = read_hardware(tmp_path / "hardware.json")
+    assert (hardware.name, hardware.num_ranks) == ("my laptop", 1)
+    assert hardware.device.flops_per_s.fp32 is not None
+    assert (hardware.intra, hardware.inter) == (None, None)
+    assert "links: not measured, there is one rank; start with torchrun" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "says"),
+    [
+        (("--expert-bytes", "0"), {}, "an expert has 0 bytes"),
+        (("--ranks-per-node", "3"), {}, "3 rank(s) on a node do not divide 1 rank(s)"),
+        ((), {"RANK": "0"}, "the environment has no WORLD_SIZE, LOCAL_RANK, which a launcher"),
+        (("--out", "nowhere/ours.json"), {}, "nowhere/ours.json"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_sentence(
+    options: tuple[str, ...], environment: dict[str, str], says: str, tmp_path: Path
+) -> None:
+    done = start(tmp_path, *MODULE, *SMALL, *options, **environment)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def in_a_world(rank: int, world_size: int, out: str, ranks_per_node: int) -> int:
+    parser = argparse.ArgumentParser()
+    add_profile(parser.add_subparsers())
+    options = (*SMALL, "--out", out, "--ranks-per-node", str(ranks_per_node))
+    given = parser.parse_args(["profile", *options])
+    assert given.run is profile
+    return int(given.run(given))
+
+
+def test_ranks_that_are_joined_already(tmp_path: Path) -> None:
+    out = tmp_path / "ours.json"
+    assert pool_of(4).run(in_a_world, str(out), 2) == [0] * 4
+    hardware = read_hardware(out)
+    assert (hardware.num_nodes, hardware.ranks_per_node) == (2, 2)
+    for link in (hardware.intra, hardware.inter, hardware.inter_collectives.copy, hardware.copy):
+        assert link is not None
+        assert link.bytes_per_s > 0
+    assert pool_of(4).run(in_a_world, str(out), 4) == [0] * 4, "the world is still there"
+
+
+# What it prints.
+
+
+def line(rate: float, r_squared: float | None = None) -> Link:
+    return Link(bytes_per_s=rate, r_squared=r_squared)
+
+
+def cluster(num_nodes: int, ranks_per_node: int, **known: Any) -> Hardware:
+    device = Device(name="a GPU", flops_per_s=Flops(bf16=300e12))
+    sizes = {"num_nodes": num_nodes, "ranks_per_node": ranks_per_node}
+    return Hardware(name="ours", source="a test", device=device, **sizes, **known)
+
+
+def test_overlap_degree_of_the_spec() -> None:
+    """HECATE, H7: 13 copies."""
+    text = copies_text(cluster(4, 8, inter=line(12.5e9)), 4_718_592, 5e-3)
+    assert text.endswith("of 4.5 MiB everywhere: 377 µs; behind 5 ms: 13 (overlap degree t)")
+    assert "behind" not in copies_text(cluster(4, 8, inter=line(12.5e9)), 4_718_592, None)
+
+
+def test_notes_say_what_is_missing_and_what_is_noise() -> None:
+    assert [note[:27] for note in notes(cluster(1, 1))] == ["links: not measured, there "]
+    assert list(notes(cluster(1, 2, intra=line(1e9)))) == [
+        "between nodes: not measured, all ranks are on one"
+    ]
+    assert list(notes(cluster(2, 1, inter=line(1e9, 0.999)))) == [
+        "within a node: not measured, each has one rank"
+    ]
+    noisy = Collectives(copy=line(1e9, 0.5), all_reduce=line(1e9, 0.995))
+    (note,) = notes(cluster(2, 2, intra=line(1e9, 0.9), inter_collectives=noisy))
+    assert "copy between nodes, out of a rank within a node; measure again" in note
+    assert "all-reduce" not in note
+
+
+def test_a_described_cluster_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    stated = {"intra": line(150e9), "inter": line(12.5e9), "copy": line(9e9, 0.8)}
+    tell(cluster(2, 8, **stated), parser.parse_args([]))
+    told = capsys.readouterr().out
+    assert "no good lines" not in told, "copies over all ranks grow in steps"
+    rates = ("9 GB/s", "12.5 GB/s", "150 GB/s", "300 TFLOP/s")
+    for words in ("ours", "out of a node", "over all ranks", *rates):
+        assert words in told
+
+
+# What it reads.
+
+
+def test_the_environment_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert Launched.from_environment() == Launched(0, 1, 0)
+    monkeypatch.setenv("RANK", "9")
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    with pytest.raises(ValueError, match="has no LOCAL_RANK, which a launcher sets"):
+        Launched.from_environment()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert Launched.from_environment() == Launched(rank=9, world_size=16, local_rank=1)
+
+
+@pytest.mark.parametrize("is_quick", [False, True])
+def test_sizes_lie_above_what_buffers_hide(is_quick: bool) -> None:
+    sizes = sizes_of(is_quick, 1000)
+    assert isinstance(sizes, Sizes)
+    assert min(sizes.bytes_per_peer_N) >= 128 * 1024
+    assert {1, 4} <= set(sizes.num_experts_N)
+    for numbers in (sizes.bytes_per_peer_N, sizes.num_experts_N):
+        assert list(numbers) == sorted(set(numbers))
+        assert len(numbers) >= 4
