@@ -1,6 +1,7 @@
-"""Tokens per second of strategy `ep` beside what a DeepSpeed user has today, in one run.
+"""Tokens per second of our strategies beside what a DeepSpeed user has today, in one run.
 
 `torchrun --nproc_per_node 4 launch/bench_hosts.py --model configs/models/mixtral_tiny.json`
+`... --strategies fssdp ep`: the first one named is compared with all others.
 
 All contenders are built in the same processes and take turns, a few steps each, in an order that
 rotates, so that a machine whose speed drifts slows them alike; ratios are paired by round.
@@ -24,8 +25,6 @@ from rich.console import Console
 from rich.table import Table
 from text import Batch, WindowSampler, read_text
 
-OURS = "ds_moe_ext ep"
-
 
 @dataclass(frozen=True, eq=False)
 class Contender:
@@ -46,6 +45,8 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", type=Path, required=True)
     add("--host", type=Path, default=Path("configs/hosts/deepspeed_plain.json"))
+    add("--strategies", nargs="+", default=["ep"], help="of ds_moe_ext; their blocks: --block")
+    add("--block", type=json.loads, default={}, help="JSON: strategy blocks and other keys")
     add("--rounds", type=int, default=12)
     add("--steps_per_round", type=int, default=5)
     add("--sequence_length", type=int, default=128)
@@ -63,12 +64,16 @@ def documents(arguments: argparse.Namespace, family: str, world_size: int) -> di
     plain = read_json(arguments.host, "--host")
     plain["zero_optimization"] = {"stage": arguments.zero_stage}
     plain["bf16"] = {"enabled": arguments.dtype == "bf16"}
-    ours = {
-        "enabled": True,
-        "expert_parallel_size": world_size,
-        "report": {"enabled": False, "trace_step": None},
-    }
-    found = {OURS: {**plain, "ds_moe_ext": ours}}
+    found = {}
+    for strategy in arguments.strategies:
+        ours = {
+            "enabled": True,
+            "strategy": strategy,
+            "expert_parallel_size": world_size,
+            "report": {"enabled": False, "trace_step": None},
+            **arguments.block,
+        }
+        found[f"ds_moe_ext {strategy}"] = {**plain, "ds_moe_ext": ours}
     if family == GPT_MOE:
         found[f"deepspeed.moe, ep_size {world_size}"] = plain
     else:
@@ -122,19 +127,26 @@ def measure(contenders: list[Contender], *, rounds: int, steps: int) -> dict[str
 
 
 def table_of(seconds: dict[str, list[float]], tokens: int, title: str) -> Table:
-    """Medians, and ratios paired by round."""
+    """Medians, and ratios of the others to the first, paired by round."""
+    first = next(iter(seconds))
     table = Table(title=title, title_justify="left")
-    for heading in ("contender", "tokens/s", "ms a step", "ours is faster by", "of rounds won"):
+    for heading in (
+        "contender",
+        "tokens/s",
+        "ms a step",
+        "the first is faster by",
+        "of rounds won",
+    ):
         table.add_column(heading)
     for name, each in seconds.items():
-        ratios = [theirs / ours for theirs, ours in zip(each, seconds[OURS])]
+        ratios = [theirs / ours for theirs, ours in zip(each, seconds[first])]
         won = sum(ratio > 1 for ratio in ratios)
         table.add_row(
             name,
             f"{tokens / statistics.median(each):,.0f}",
             f"{1e3 * statistics.median(each):.1f}",
-            "" if name == OURS else f"{statistics.median(ratios):.3f}",
-            "" if name == OURS else f"{won}/{len(ratios)}",
+            "" if name == first else f"{statistics.median(ratios):.3f}",
+            "" if name == first else f"{won}/{len(ratios)}",
         )
     return table
 
@@ -149,7 +161,7 @@ def main() -> None:
     contenders = [contender(arguments, name, document) for name, document in found.items()]
     seconds = measure(contenders, rounds=arguments.rounds, steps=arguments.steps_per_round)
     if dist.get_rank() == 0:
-        plain = found[OURS]
+        plain = next(iter(found.values()))
         rows = plain["train_micro_batch_size_per_gpu"] * plain["gradient_accumulation_steps"]
         tokens = rows * world_size * arguments.sequence_length
         title = (
