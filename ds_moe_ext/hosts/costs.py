@@ -79,29 +79,33 @@ class Costs:
     layers: in model order.
     pools: layers whose experts are alike.
     hardware: the cluster, if it was described; else its links are looked at.
+
+    Attributes:
+        are_new: they have been measured in the latest step.
     """
 
     layers: Sequence[AttachedLayer]
     pools: tuple[Pool, ...]
     hardware: Hardware | None
-    _window_s: list[float] = field(default_factory=list)
-    _expert_s: list[float] = field(default_factory=list)
-    _rows: list[int] = field(default_factory=list)
+    are_new: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
+        self._num_steps = 0
         self._window_s = [0.0] * len(self.layers)
         self._expert_s = [0.0] * len(self.layers)
         self._rows = [0] * len(self.layers)
         self._num_passes = [0] * len(self.layers)
         self._measured = Measured(pools=self.pools, window_s=tuple(self._window_s), free_bytes=0)
 
-    def after_step(self, step: int, rows: Sequence[Rows]) -> Measured:
+    def after_step(self, rows: Sequence[Rows]) -> Measured:
         """What is known after a step. Collective."""
+        step, self._num_steps = self._num_steps, self._num_steps + 1
+        self.are_new = step == STEPS[-1]
         if step in STEPS:
             self._add(rows)
         for layer in self.layers:
             layer.routed.meter.is_on = step + 1 in STEPS
-        if step == STEPS[-1]:
+        if self.are_new:
             self._measured = self._agreed()
         return self._measured
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from ds_moe_ext.hosts.attach import AttachedLayer, check_agreement
-from ds_moe_ext.hosts.costs import STEPS, Costs
+from ds_moe_ext.hosts.costs import Costs
 from ds_moe_ext.load import LoadWindow
 from ds_moe_ext.moe.observe import Rows
 from ds_moe_ext.placement import Placement
@@ -71,9 +71,9 @@ class Planning:
         if not self._rhythm.plan_every:
             return
         self._window.push(_padded([each.routed_CE for each in rows]))
-        measured = self.costs.after_step(step, rows)
+        measured = self.costs.after_step(rows)
         self.job = replace(self.job, rows=self._predicted(), **measured)
-        if step == STEPS[-1]:
+        if self.costs.are_new:
             self.tell(self.strategy.describe(self.job))
         is_shard_due = self._rhythm.shard_every and (step + 1) % self._rhythm.shard_every == 0
         has_moved = bool(is_shard_due) and self._moved()

@@ -14,13 +14,19 @@ Weights = tuple[Tensor, ...]  # of one expert, in the order of their names
 
 
 class Slab:
-    """Memory for this rank's copies of one layer; kept from step to step."""
+    """Memory for this rank's copies of one layer; kept from step to step.
+
+    Attributes:
+        is_released: the memory was freed, if there was any: what other ranks copy from here is
+            gathered again all the same.
+    """
 
     def __init__(self) -> None:
         self._blocks: list[Weights] = []  # of some slots each, slot first
         self._slots: list[Weights] = []
         self._slot_of: dict[int, int] = {}
-        self._sizes: list[int] = []
+        self._sizes: list[int] = []  # of the freed memory, in bytes
+        self.is_released = False
 
     def clear(self) -> None:
         """Forget whose copies they are; the memory stays."""
@@ -44,15 +50,12 @@ class Slab:
     def tensors(self) -> Weights:
         return tuple(tensor for block in self._blocks for tensor in block)
 
-    @property
-    def is_released(self) -> bool:
-        return bool(self._sizes)
-
     def release(self) -> None:
         """Free the memory; whoever has saved a view of it will find the same values after
         ``restore`` and another gather."""
         storages = [tensor.untyped_storage() for tensor in self.tensors]
         self._sizes = [storage.nbytes() for storage in storages]
+        self.is_released = True
         for storage in storages:
             storage.resize_(0)
 
@@ -60,5 +63,5 @@ class Slab:
         """Have the memory again; where the copies go."""
         for tensor, size in zip(self.tensors, self._sizes):
             tensor.untyped_storage().resize_(size)
-        self._sizes = []
+        self._sizes, self.is_released = [], False
         return {expert: self[expert] for expert in self._slot_of}
