@@ -48,7 +48,7 @@ class Copied(Strategy):
     forward: int = 1
     backward: int = 1
     rematerialize: bool = False
-    revise: Callable[[Placement, np.ndarray], Destination] | None = None
+    revise: Callable[[np.ndarray], Destination] | None = None
 
     def uses(self) -> tuple[tuple[str, Lane], ...]:
         return (("ep", INTER), ("ep", PARAM))

@@ -113,7 +113,8 @@ def layer_of(case: Case, world_size: int) -> tuple[MoELayer, np.ndarray]:
         Grid(world_size, world_size), strategy.uses(), case.ranks_per_node
     )
     if case.revised:
-        strategy = replace(strategy, revise=partial(revised, node_C=layout.node_C))
+        target = case.target(world_size)
+        strategy = replace(strategy, revise=partial(revised, target, node_C=layout.node_C))
     home = case.home(world_size)
     (plan,) = strategy.plan(Job.at_start([home], layout.node_C))
     mine = home.experts_of(layout.index("ep"))

@@ -91,8 +91,8 @@ class Copies:
         self.before: Copies | None = None
         self.is_last = True
         self.traffic = Traffic()
-        self._slab = Slab()
-        self._current: Placement | None = None  # whose copies the slab has; None: they are stale
+        self._slab = Slab()  # of the plan's copies, kept over the micro-batches of a step
+        self._is_current = False  # the weights at home have not changed since it was filled
         self._waiting: dict[int, Weights] = {}  # gradients of copies from earlier micro-batches
         self._released: list[Flight] = []  # passes whose backward is still to come
         self._flight: Flight | None = None
@@ -103,6 +103,12 @@ class Copies:
         if target is self.plan.target:
             return self._part
         return self.place.part(self.plan.home, target)
+
+    def part_beyond_plan(self, target: Placement) -> Part:
+        """The same for the copies that the plan does not have."""
+        home_EC, planned_EC = self.plan.home.holds_EC, self.plan.target.holds_EC
+        beyond = Placement(home_EC | (target.holds_EC & ~planned_EC))
+        return self.place.part(self.plan.home, beyond)
 
     def take(self, plan: Plan) -> None:
         """Copy by a new plan from now on. Call it between steps, on every rank."""
@@ -122,7 +128,7 @@ class Copies:
                 "that were not sent home before the optimizer's step: the last micro-batch did not "
                 "pass through it; let every micro-batch use every MoE layer"
             )
-        self._current = None
+        self._is_current = False
         self._released.clear()
 
     @property
@@ -185,20 +191,15 @@ class Copies:
         }
         if self.plan.rematerialize or not torch.is_grad_enabled():
             # Outside of training a user may have put other weights in for a while.
-            flight = Flight(self, Slab(), own, self.plan.target)
-        elif self._current is not None:
-            return Flight(self, self._slab, own, self._current)
+            flight = Flight(self, Slab(), own)
         else:
+            flight = Flight(self, self._slab, own)
+            if self._is_current:
+                return flight
             self._slab.clear()
-            self._current = self.plan.target
-            flight = Flight(self, self._slab, own, self.plan.target)
+            self._is_current = True
         flight.gather(self._part)
         return flight
-
-    def added(self, slab: Slab, target: Placement) -> None:
-        """More copies were gathered once the rows were known; later micro-batches have them."""
-        if slab is self._slab:
-            self._current = target
 
     def all_waiting(self, grads: Mapping[int, Weights]) -> dict[int, Weights]:
         """Gradients of copies with those of earlier micro-batches, which wait no longer."""
@@ -249,16 +250,17 @@ class Flight:
 
     Args:
         copies: of the layer.
-        slab: where they lie.
+        slab: where those of the plan lie.
         own: weights of the experts at home on this rank, by expert.
-        target: who holds what in this pass.
+
+    Attributes:
+        target: who holds what in this pass: the plan's target, and more if the rows asked for it.
     """
 
-    def __init__(
-        self, copies: Copies, slab: Slab, own: Mapping[int, Weights], target: Placement
-    ) -> None:
-        self.copies, self.target = copies, target
+    def __init__(self, copies: Copies, slab: Slab, own: Mapping[int, Weights]) -> None:
+        self.copies, self.target = copies, copies.plan.target
         self._slab, self._own = slab, own
+        self._added = slab  # where copies lie that the rows asked for
         self._gathers: list[Event] = []
         self._reduction: Event | None = None
         self._arrived: Arrived | None = None
@@ -267,7 +269,7 @@ class Flight:
     # Forward.
 
     def gather(self, part: Part) -> None:
-        """Launch a gather into the slab."""
+        """Launch the gather of the plan's copies."""
         self._launch(part, self._slab.make_room(part.received, self.copies.like), {})
 
     def joined(self, target: Placement) -> Weights:
@@ -278,17 +280,24 @@ class Flight:
         """
         copies = self.copies
         if target is not self.target:
+            if not copies.plan.rematerialize:
+                self._added = Slab()  # the next micro-batch may ask for others
             part = copies.place.part(self.target, target)
-            held = {expert: self._slab[expert] for expert in self._copied()}
-            self._launch(part, self._slab.make_room(part.received, copies.like), held)
+            held = {expert: self._slab[expert] for expert in self._copied(self.target)}
+            self._launch(part, self._added.make_room(part.received, copies.like), held)
             self.target = target
-            copies.added(self._slab, target)
         self._wait()
         return tuple(
             weight.detach()
             for expert in target.experts_of(copies.place.cell).tolist()
-            for weight in (self._own.get(expert) or self._slab[expert])
+            for weight in self._weights(expert)
         )
+
+    def _weights(self, expert: int) -> Weights:
+        for holder in (self._own, self._slab, self._added):
+            if expert in holder:
+                return holder[expert]
+        raise KeyError(expert)
 
     def release(self) -> None:
         """Free the copies until backward, unless it is next."""
@@ -326,11 +335,16 @@ class Flight:
             expert: grads[i * num_weights : (i + 1) * num_weights]
             for i, expert in enumerate(experts)
         }
-        of_copies = {expert: _whole(by_expert[expert], copies.like) for expert in self._copied()}
+        of_copies = {
+            expert: _whole(by_expert[expert], copies.like) for expert in self._copied(self.target)
+        }
         if copies.reduces_now() or copies.plan.rematerialize:
-            self._reduce(copies.all_waiting(of_copies))
+            self._reduce(copies.all_waiting(of_copies), copies.part_to(self.target))
         else:
-            copies.let_wait(of_copies)
+            planned = self._copied(copies.plan.target)
+            copies.let_wait({expert: of_copies.pop(expert) for expert in planned})
+            if self.target is not copies.plan.target:
+                self._reduce(of_copies, copies.part_beyond_plan(self.target))
         if copies.plan.rematerialize:
             self._slab.release()
             if copies.before is not None:
@@ -360,9 +374,9 @@ class Flight:
             finished += own if sums is None else [s.add_(grad) for grad, s in zip(own, sums)]
         return finished
 
-    def _copied(self) -> list[int]:
+    def _copied(self, target: Placement) -> list[int]:
         """Experts that compute here and are at home elsewhere."""
-        experts: list[int] = self.target.experts_of(self.copies.place.cell).tolist()
+        experts: list[int] = target.experts_of(self.copies.place.cell).tolist()
         return [expert for expert in experts if expert not in self._own]
 
     def _launch(
@@ -386,10 +400,10 @@ class Flight:
         lanes = self.copies.lanes
         gathers, self._gathers = self._gathers, []
         lanes.join(gathers)
-        lanes.keep(self._slab.tensors)
+        lanes.keep((*self._slab.tensors, *self._added.tensors))
 
-    def _reduce(self, grads: Mapping[int, Weights]) -> None:
-        copies, part = self.copies, self.copies.part_to(self.target)
+    def _reduce(self, grads: Mapping[int, Weights], part: Part) -> None:
+        copies = self.copies
 
         def work() -> None:
             lanes = copies.lanes

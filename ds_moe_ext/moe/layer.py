@@ -221,11 +221,11 @@ class RoutedExperts:
 
     def _destination(self, rows_CE: np.ndarray) -> Destination:
         """Where the rows of a pass go; the same again if the pass is computed again."""
-        plan, copies = self.site.plan, self.copies
-        assert plan.revise is not None and copies is not None
+        revise = self.site.plan.revise
+        assert revise is not None
         key = rows_CE.tobytes()
         if key not in self._revised:
-            self._revised[key] = plan.revise(copies.flight.target, rows_CE)
+            self._revised[key] = revise(rows_CE)
         return self._revised[key]
 
 

@@ -43,6 +43,9 @@ class Slab:
             self._slot_of[expert] = len(self._slot_of)
         return {expert: self[expert] for expert in experts}
 
+    def __contains__(self, expert: int) -> bool:
+        return expert in self._slot_of
+
     def __getitem__(self, expert: int) -> Weights:
         return self._slots[self._slot_of[expert]]
 

@@ -99,8 +99,8 @@ class Plan:
         forward_degree: spans that the tokens of a forward pass are cut into.
         backward_degree: and of a backward pass.
         rematerialize: free the copies after forward and gather them again for backward.
-        revise: where copies may be added once the rows of a pass are known: from who holds what
-            already and the rows, int64 ``[C, E]``, to another target and share. Pure.
+        revise: where copies may be added once the rows of a pass are known: from the rows, int64
+            ``[C, E]``, to a target that holds what this one does and more, and its share. Pure.
     """
 
     home: Placement
@@ -109,7 +109,7 @@ class Plan:
     forward_degree: int = 1
     backward_degree: int = 1
     rematerialize: bool = False
-    revise: Callable[[Placement, np.ndarray], Destination] | None = None
+    revise: Callable[[np.ndarray], Destination] | None = None
 
     @property
     def has_copies(self) -> bool:

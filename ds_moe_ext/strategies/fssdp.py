@@ -156,11 +156,20 @@ class FullySharded(Strategy):
         return fits_L
 
     def _plan_of(self, job: Job, pool: Pool, home: Placement, target: Placement, fits: int) -> Plan:
-        revise = None
-        if self.calibrate and fits:
-            revise = partial(_calibrated, home, prices=pool.prices, node_C=job.node_C, fits=fits)
         if np.array_equal(target.holds_EC, home.holds_EC):
             target = home
+        copies_C = (target.holds_EC & ~home.holds_EC).sum(axis=0)
+        left = max(fits - int(copies_C.max()), 0)
+        revise = None
+        if self.calibrate and left:
+            revise = partial(
+                _calibrated,
+                home,
+                target,
+                prices=pool.prices,
+                node_C=job.node_C,
+                copies_left=left,
+            )
         share = NearestCopy(target, job.node_C)
         return Plan(home, target, share, rematerialize=self.rematerialize, revise=revise)
 
@@ -178,15 +187,13 @@ def _span(values: np.ndarray, unit: str = "") -> str:
 
 def _calibrated(
     home: Placement,
-    held: Placement,
+    target: Placement,
     rows_CE: np.ndarray,
     *,
     prices: Prices,
     node_C: np.ndarray,
-    fits: int,
+    copies_left: int,
 ) -> Destination:
     """Where the rows of a pass go, now that they are known."""
-    copies_C = (held.holds_EC & ~home.holds_EC).sum(axis=0)
-    left = max(fits - int(copies_C.max()), 0)
-    target = calibrate(home, held, rows_CE, copies_left=left, prices=prices, node_C=node_C)
-    return Destination(target, NearestCopy(target, node_C))
+    better = calibrate(home, target, rows_CE, copies_left=copies_left, prices=prices, node_C=node_C)
+    return Destination(better, NearestCopy(better, node_C))
