@@ -72,7 +72,7 @@ class Copied(Strategy):
 
         def cut(degree: int) -> Schedule:
             tasks = wires.routed_tasks(
-                layer, num_chunks=chunks, degree=degree, copied=plan.has_copies
+                layer, num_chunks=chunks, degree=degree, copied=plan.is_joined
             )
             return wires.layer_schedule(tasks, layer, num_chunks=chunks, gated=gated)
 

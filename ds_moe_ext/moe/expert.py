@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ds_moe_ext.moe.local import gradients, run_with_edges
+from ds_moe_ext.moe.local import gradients, run_apart
 from ds_moe_ext.moe.order import LayerRoute, SlotRows
 from ds_moe_ext.schedule.task import Span
 
@@ -255,12 +255,11 @@ class Expert:
         if self.recompute:
             computed = self.function(rows_RD, layer_route.on(span).slots, weights)
             return (computed,), (rows_RD, layer_route, weights)
-        written, edges = self._run(span, rows_RD, layer_route, weights)
-        return written, (edges,)
+        return self._run(span, rows_RD, layer_route, weights)
 
     def backward(self, span: Span, saved: tuple[Any, ...], grad_RD: Tensor) -> tuple[Any, ...]:
-        edges = self._run(span, *saved)[1] if self.recompute else saved[0]
-        return gradients(edges, (grad_RD,), (True,))
+        apart = self._run(span, *saved)[1] if self.recompute else saved
+        return gradients(apart, (grad_RD,), (True,))
 
     def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
         _, layer_route, weights = pieces[0][1]
@@ -269,8 +268,6 @@ class Expert:
 
     def _run(
         self, span: Span, rows_RD: Tensor, layer_route: LayerRoute, weights: tuple[Tensor, ...]
-    ) -> tuple[tuple[Any, ...], Any]:
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         slots = layer_route.on(span).slots
-        return run_with_edges(
-            lambda rows, own: (self.function(rows, slots, own),), (rows_RD, weights)
-        )
+        return run_apart(lambda rows, own: (self.function(rows, slots, own),), (rows_RD, weights))

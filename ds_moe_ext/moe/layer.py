@@ -132,7 +132,7 @@ class RoutedExperts:
         """
         if self.copies is None:
             return
-        if self.site.plan.has_copies:
+        if self.site.plan.is_joined:
             self._started = self.copies.start(weights)
         if self.copies.is_watched:
             self._begun = self.copies.lanes.mark()
@@ -160,7 +160,7 @@ class RoutedExperts:
         if self.copies is not None and self._begun is not None:
             self.copies.saw(ATTENTION, self._begun)
             self._begun = None
-        if self.copies is None or not self.site.plan.has_copies:
+        if self.copies is None or not self.site.plan.is_joined:
             return self.program(x_TD.device)(x_TD, *given, weights)
         if self._started is None:
             self._started = self.copies.start(weights)

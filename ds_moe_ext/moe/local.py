@@ -8,28 +8,59 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from ds_moe_ext.schedule.task import Span
 
 Function = Callable[..., tuple[Any, ...]]  # (*reads) -> what the task writes
-Edges = tuple[GradientEdge | None, ...]
 
 
-def run_with_edges(function: Function, reads: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """The graph of a function, apart from the tensors that its backward needs.
+
+    Those are saved beside it, in the place where the whole program saves its tensors: hooks that
+    checkpoint or offload activations see them there, once for all stages.
+
+    Attributes:
+        outputs: edges of what it wrote; None where nothing has a gradient.
+        inputs: edges of what it read.
+        kept: the tensors, while backward runs.
+    """
+
+    outputs: tuple[GradientEdge | None, ...]
+    inputs: tuple[Any, ...]
+    kept: list[Tensor]
+
+
+def run_apart(function: Function, reads: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Run a function under autograd, cut off from the graph around it.
 
-    Only the edges of its graph are kept: the tensors that its backward needs are autograd's own
-    saved tensors, which checkpointing and offloading hooks see.
-
     Returns:
-        What it wrote, detached; and the edges that ``gradients`` takes.
+        What it wrote, detached; and what ``gradients`` takes: the graph, then the tensors that its
+        backward needs. Nothing if nothing has a gradient.
+
+    Raises:
+        RuntimeError: the function changed in place what its backward needs.
     """
     leaves = [_leaf(read) for read in reads]
     if not any(leaf.requires_grad for leaf in _flat(leaves)):
-        return function(*leaves), None
-    with torch.enable_grad():
+        return function(*leaves), ()
+    kept: list[Tensor] = []
+    versions: list[int] = []
+
+    def keep(tensor: Tensor) -> int:
+        kept.append(tensor.detach())
+        versions.append(tensor._version)
+        return len(kept) - 1
+
+    with torch.enable_grad(), saved_tensors_hooks(keep, lambda index: kept[index]):
         written = function(*leaves)
+    if [tensor._version for tensor in kept] != versions:
+        raise RuntimeError(
+            "an expert or gate changed in place a tensor that its backward needs; compute the new "
+            "values into a tensor of their own"
+        )
     outputs = tuple(_edge(x) if isinstance(x, Tensor) else None for x in written)
     inputs = tuple(
         tuple(map(_edge, leaf)) if isinstance(leaf, tuple) else _edge(leaf)
@@ -37,29 +68,37 @@ def run_with_edges(function: Function, reads: Sequence[Any]) -> tuple[tuple[Any,
         if isinstance(leaf, (tuple, Tensor)) and _is_differentiable(leaf)
     )
     plain = tuple(x.detach() if isinstance(x, Tensor) else x for x in written)
-    return plain, (outputs, inputs)
+    tensors = tuple(kept)
+    kept.clear()
+    return plain, (Graph(outputs, inputs, kept), *tensors)
 
 
-def gradients(edges: Any, grads: Sequence[Any], graded: Sequence[bool]) -> tuple[Any, ...]:
-    """Gradients of the differentiable reads of ``run_with_edges``, in order; frees the graph.
+def gradients(
+    saved: Sequence[Any], grads: Sequence[Any], graded: Sequence[bool]
+) -> tuple[Any, ...]:
+    """Gradients of the differentiable reads of ``run_apart``, in order; frees the graph.
 
     Args:
-        edges: what ``run_with_edges`` gave.
+        saved: what ``run_apart`` gave.
         grads: of the writes that have a gradient.
         graded: for each write, whether it has one.
     """
-    outputs, inputs = edges
-    outputs = [edge for edge, has_gradient in zip(outputs, graded) if has_gradient]
+    if not saved:
+        return ()
+    graph, *tensors = saved
+    graph.kept.extend(tensors)
+    outputs = [edge for edge, has_gradient in zip(graph.outputs, graded) if has_gradient]
     pairs = [(e, g) for e, g in zip(outputs, grads) if e is not None and g is not None]
-    wanted = [e for e in _flat(inputs) if e is not None]
+    wanted = [e for e in _flat(graph.inputs) if e is not None]
     found = iter(
         torch.autograd.grad([e for e, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
     )
+    graph.kept.clear()
     return tuple(
         tuple(None if e is None else next(found) for e in edge)
         if _is_tuple_of_edges(edge)
         else (None if edge is None else next(found))
-        for edge in inputs
+        for edge in graph.inputs
     )
 
 
@@ -76,11 +115,10 @@ class Local:
     graded: tuple[bool, ...] = (True,)
 
     def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        written, edges = run_with_edges(self.function, reads)
-        return written, (edges,)
+        return run_apart(self.function, reads)
 
     def backward(self, span: Span, saved: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
-        return gradients(saved[0], grads, self.graded)
+        return gradients(saved, grads, self.graded)
 
     def recut(self, span: Span, pieces: Any) -> tuple[Any, ...]:
         raise ValueError("a local stage has one task a layer; it is not cut anew for backward")

@@ -117,6 +117,12 @@ class Plan:
         return self.target is not self.home or self.revise is not None
 
     @property
+    def is_joined(self) -> bool:
+        """Whether the weights are joined from homes and copies; also where a cell is home to none
+        of the experts, so that its rank takes part in backward whatever has a gradient there."""
+        return self.has_copies or not self.home.holds_EC.any(axis=0).all()
+
+    @property
     def num_chunks(self) -> int:
         """Finest chunks: both degrees divide them."""
         return int(np.lcm(self.forward_degree, self.backward_degree))

@@ -119,7 +119,7 @@ class FullySharded(Strategy):
         )
 
     def schedules(self, plan: Plan, layer: int, *, gated: bool) -> tuple[Schedule, Schedule]:
-        return wires.plain_schedules(layer, gated=gated, copied=plan.has_copies)
+        return wires.plain_schedules(layer, gated=gated, copied=plan.is_joined)
 
     def _overlap_degrees(self, job: Job) -> np.ndarray:
         """``t`` of each layer, int64 ``[L]``."""
