@@ -176,7 +176,8 @@ class Copies:
     def finish(self, y: Tensor) -> Tensor:
         """The pass has ended in forward; free its copies until backward, where the plan says so."""
         flight, self._flight = self.flight, None
-        if not self.plan.rematerialize:
+        is_recomputed = torch._C._current_graph_task_id() != -1  # its backward comes next
+        if not self.plan.rematerialize or is_recomputed:
             return y
         flight.release()
         finished: Tensor = _Finish.apply(flight, y) if y.requires_grad else y
@@ -261,7 +262,6 @@ class Flight:
         self.copies, self.target = copies, copies.plan.target
         self._slab, self._own = slab, own
         self._added = slab  # where copies lie that the rows asked for
-        self._gathers: list[Event] = []
         self._reduction: Event | None = None
         self._arrived: Arrived | None = None
         self._begun: Mark | None = None  # when attention's backward began, if anybody asks
@@ -270,7 +270,7 @@ class Flight:
 
     def gather(self, part: Part) -> None:
         """Launch the gather of the plan's copies."""
-        self._launch(part, self._slab.make_room(part.received, self.copies.like), {})
+        self._launch(part, self._slab, self._slab.make_room(part.received, self.copies.like))
 
     def joined(self, target: Placement) -> Weights:
         """Weights of all experts that compute here in this pass, by slot. Waits for the copies.
@@ -284,7 +284,8 @@ class Flight:
                 self._added = Slab()  # the next micro-batch may ask for others
             part = copies.place.part(self.target, target)
             held = {expert: self._slab[expert] for expert in self._copied(self.target)}
-            self._launch(part, self._added.make_room(part.received, copies.like), held)
+            room = self._added.make_room(part.received, copies.like)
+            self._launch(part, self._added, room, held)
             self.target = target
         self._wait()
         return tuple(
@@ -312,7 +313,7 @@ class Flight:
     def recall(self) -> None:
         """Launch another gather of the same copies, if they are not there."""
         if self._slab.is_released:
-            self._launch(self.copies.part_to(self.target), self._slab.restore(), {})
+            self._launch(self.copies.part_to(self.target), self._slab, self._slab.restore())
 
     def have_again(self) -> None:
         """Wait for the copies. Called just before the layer's backward."""
@@ -380,9 +381,13 @@ class Flight:
         return [expert for expert in experts if expert not in self._own]
 
     def _launch(
-        self, part: Part, buffers: Mapping[int, Weights], held: Mapping[int, Weights]
+        self,
+        part: Part,
+        slab: Slab,
+        buffers: Mapping[int, Weights],
+        held: Mapping[int, Weights] | None = None,
     ) -> None:
-        copies, chunks = self.copies, {**self._own, **held}
+        copies, chunks = self.copies, {**self._own, **(held or {})}
 
         def work() -> None:
             lanes, group = copies.lanes, copies.place.group
@@ -394,12 +399,11 @@ class Flight:
                 copies.traffic += sparse_all_gather(part, chunks, buffers, group)
             copies.saw(GATHER, start)
 
-        self._gathers.append(copies.lanes.submit(PARAM, work, ()))
+        slab.gathers.append(copies.lanes.submit(PARAM, work, ()))
 
     def _wait(self) -> None:
         lanes = self.copies.lanes
-        gathers, self._gathers = self._gathers, []
-        lanes.join(gathers)
+        lanes.join((*self._slab.gathers, *self._added.gathers))
         lanes.keep((*self._slab.tensors, *self._added.tensors))
 
     def _reduce(self, grads: Mapping[int, Weights], part: Part) -> None:

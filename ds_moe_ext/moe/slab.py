@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ds_moe_ext.schedule.execute import Event
+
 Weights = tuple[Tensor, ...]  # of one expert, in the order of their names
 
 
@@ -17,6 +19,7 @@ class Slab:
     """Memory for this rank's copies of one layer; kept from step to step.
 
     Attributes:
+        gathers: what fills it; whoever reads a copy joins them first.
         is_released: the memory was freed, if there was any: what other ranks copy from here is
             gathered again all the same.
     """
@@ -26,11 +29,13 @@ class Slab:
         self._slots: list[Weights] = []
         self._slot_of: dict[int, int] = {}
         self._sizes: list[int] = []  # of the freed memory, in bytes
+        self.gathers: list[Event] = []
         self.is_released = False
 
     def clear(self) -> None:
         """Forget whose copies they are; the memory stays."""
         self._slot_of.clear()
+        self.gathers.clear()
 
     def make_room(self, experts: Sequence[int], like: Weights) -> dict[int, Weights]:
         """Where the copies of these experts go, besides those that are there."""
@@ -61,6 +66,7 @@ class Slab:
         self.is_released = True
         for storage in storages:
             storage.resize_(0)
+        self.gathers.clear()
 
     def restore(self) -> dict[int, Weights]:
         """Have the memory again; where the copies go."""
