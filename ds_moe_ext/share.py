@@ -19,6 +19,10 @@ from ds_moe_ext.placement import Placement
 class Share(Protocol):
     """Who computes which rows. The first rows of an expert go to its lowest holder, and so on."""
 
+    def prepare(self, cell: int) -> None:
+        """Work out beforehand what does not depend on rows, for a cell that sends and receives."""
+        ...
+
     def rows_from(self, sender: int, rows_FE: np.ndarray) -> np.ndarray:
         """Rows that one sender sends to each holder of each expert, int64 ``[F, E, C]``.
 
@@ -60,6 +64,9 @@ class LocalElseHome:
     def _first_E(self) -> np.ndarray:
         """Where each expert's holders begin in a flattened ``[E, C]``."""
         return np.arange(self.target.num_experts) * self.target.num_cells
+
+    def prepare(self, cell: int) -> None:
+        _ = self._holder_CE, self._first_E
 
     def rows_from(self, sender: int, rows_FE: np.ndarray) -> np.ndarray:
         rows_FX = np.zeros((len(rows_FE), self.target.holds_EC.size), dtype=np.int64)
@@ -126,6 +133,11 @@ class NearestCopy:
                 f"{self.target.num_cells} cells; name one node a cell"
             )
         self.node_C.setflags(write=False)
+
+    def prepare(self, cell: int) -> None:
+        nothing_E = np.zeros(self.target.num_experts, dtype=np.int64)
+        self.rows_from(cell, nothing_E[None])
+        self.rows_to(cell, np.zeros((self.target.num_cells, 1, nothing_E.size), dtype=np.int64))
 
     def rows_from(self, sender: int, rows_FE: np.ndarray) -> np.ndarray:
         expert_N, holder_N = self._pairs

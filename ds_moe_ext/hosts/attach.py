@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ds_moe_ext.comm import gather_texts
+from ds_moe_ext.comm import connect, gather_texts
 from ds_moe_ext.hardware import Hardware, read_hardware
 from ds_moe_ext.hosts.found import Adopted, ExpertShape, Found, Hosted
 from ds_moe_ext.layout import Grid, ParallelLayout
@@ -23,6 +23,8 @@ from ds_moe_ext.report.record import LayerRecord
 from ds_moe_ext.schedule.task import INTER, PARAM
 from ds_moe_ext.settings import BLOCK, Settings
 from ds_moe_ext.strategies.base import Job, Pool, Site, Strategy
+
+CPU = torch.device("cpu")
 
 Finder = Callable[[nn.Module], Iterable[Found]]
 
@@ -168,6 +170,8 @@ def draw(
                 f"with ep_size {layer.num_cells}; make them equal, or build it with ep_size 1"
             )
     hardware = None if settings.hardware is None else read_hardware(settings.hardware)
+    if hardware is not None and strategy.rhythm().plan_every and num_cells > 1:
+        hardware.copy_link(num_cells)  # it must say
     blueprint = Blueprint(settings, strategy, Grid(world_size, num_cells), tuple(found), hardware)
     for pool in blueprint.pools:
         names = [found[layer].name for layer in pool.layers]
@@ -194,12 +198,18 @@ def _divisors(number: int) -> list[int]:
     return [d for d in range(1, int(number) + 1) if number % d == 0]
 
 
-def build(blueprint: Blueprint) -> list[tuple[AttachedLayer, Adopted]]:
-    """Replace the layers. Collective: it makes the layout's process groups."""
+def build(blueprint: Blueprint, device: torch.device = CPU) -> list[tuple[AttachedLayer, Adopted]]:
+    """Replace the layers. Collective: it makes the layout's process groups.
+
+    Args:
+        device: where this rank's experts will compute.
+    """
     strategy = blueprint.strategy
     hardware = blueprint.hardware
     ranks_per_node = None if hardware is None else hardware.ranks_per_node
     layout = ParallelLayout.build(blueprint.grid, strategy.uses(), ranks_per_node)
+    if ("ep", PARAM) in strategy.uses():
+        connect(layout.group("ep", PARAM), device)
     homes = blueprint.homes()
     plans = strategy.plan(Job.at_start(homes, layout.node_C, blueprint.pools))
     attached = []

@@ -31,10 +31,10 @@ def block_of(model: nn.Module, name: str) -> str:
 
 
 class _Launch:
-    """A pre-forward hook. A class, so that a copied or pickled model can take it along."""
+    """A pre-forward hook."""
 
     def __init__(self, hosted: Hosted) -> None:
         self._hosted = hosted
 
     def __call__(self, block: nn.Module, given: tuple[Any, ...]) -> None:
-        self._hosted.routed.start(self._hosted.weights())
+        self._hosted.routed.start(self._hosted.weights(), is_training=self._hosted.training)

@@ -98,9 +98,13 @@ class Costs:
         self._measured = Measured(pools=self.pools, window_s=tuple(self._window_s), free_bytes=0)
 
     def after_step(self, rows: Sequence[Rows]) -> Measured:
-        """What is known after a step. Collective."""
+        """What is known after a step; nothing more than before it of a strategy that copies no
+        experts. Collective."""
+        if self.layers[0].routed.copies is None:
+            return self._measured
         step, self._num_steps = self._num_steps, self._num_steps + 1
-        self.are_new = step == STEPS[-1]
+        num_cells = self.layers[0].routed.site.layout.grid.num_cells
+        self.are_new = step == STEPS[-1] and num_cells > 1  # alone, there is nothing to copy
         if step in STEPS:
             self._add(rows)
         for layer in self.layers:
@@ -134,12 +138,12 @@ class Costs:
 
     def _free_bytes(self) -> int:
         """Memory for copies on the rank that has least; where nothing tells, as much as its own
-        experts take."""
+        experts and their gradients take."""
         device = self._expert(self.pools[0])[0].device
         free = least_free_bytes(Bench(clock_of(device), device, num_warm_ups=0, num_repeats=1))
         if free is not None:
             return int(SHARE_OF_FREE * free)
-        return sum(self._bytes_at_home(pool) for pool in self.pools)
+        return 2 * sum(self._bytes_at_home(pool) for pool in self.pools)
 
     def _bytes_at_home(self, pool: Pool) -> int:
         homes = [self.layers[layer].routed.site.plan.home for layer in pool.layers]

@@ -40,6 +40,7 @@ class Hosted(Protocol):
 
     routed: RoutedExperts
     weight_names: tuple[str, ...]
+    training: bool
 
     def slots(self) -> list[Slot]:
         """This rank's experts."""

@@ -87,9 +87,27 @@ class Planning:
         if self.debug:
             check_agreement(self.layers, self.rank)
 
-    def live_at(self, homes: Sequence[Placement]) -> None:
-        """The experts live elsewhere now: plan by that."""
-        self.job = replace(self.job, homes=tuple(homes))
+    @property
+    def remembered_ILCE(self) -> np.ndarray:
+        """Rows of the steps that predict the next; see ``LoadWindow.steps``."""
+        return self._window.steps()
+
+    def resume(self, homes: Sequence[Placement], remembered_ILCE: np.ndarray) -> None:
+        """Plan as a run did that was saved: the experts live there now, and these steps are
+        remembered. Between steps, on every rank alike.
+
+        Args:
+            homes: of each layer.
+            remembered_ILCE: as ``remembered_ILCE`` was; no steps to begin anew.
+        """
+        self._window = LoadWindow(self._rhythm.window)
+        if self._rhythm.plan_every:
+            for rows_LCE in remembered_ILCE:
+                self._window.push(rows_LCE)
+        rows = tuple(np.zeros_like(rows_CE) for rows_CE in self.job.rows)
+        self.job = replace(self.job, homes=tuple(homes), rows=rows)
+        if len(self._window):
+            self.job = replace(self.job, rows=self._predicted())
         self.plan()
 
     def _moved(self) -> bool:

@@ -17,8 +17,8 @@ cells, E experts.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_moe_ext.comm import (
-    Arrived,
-    Traffic,
-    connect,
-    sparse_all_gather,
-    sparse_reduce_scatter,
-)
+from ds_moe_ext.comm import Arrived, Traffic, sparse_all_gather, sparse_reduce_scatter
 from ds_moe_ext.moe.observe import TasksSeen
 from ds_moe_ext.moe.order import LayerRoute
 from ds_moe_ext.moe.slab import Slab, Weights
@@ -95,6 +89,7 @@ class Copies:
         self._is_current = False  # the weights at home have not changed since it was filled
         self._waiting: dict[int, Weights] = {}  # gradients of copies from earlier micro-batches
         self._released: list[Flight] = []  # passes whose backward is still to come
+        self._outstanding: list[Event] = []  # of this step, also those that no pass came to join
         self._flight: Flight | None = None
         self.take(plan)
 
@@ -128,12 +123,25 @@ class Copies:
                 "that were not sent home before the optimizer's step: the last micro-batch did not "
                 "pass through it; let every micro-batch use every MoE layer"
             )
+        self.lanes.join(self._outstanding)
+        self._outstanding.clear()
         self._is_current = False
         self._released.clear()
+
+    def submit(self, work: Callable[[], None]) -> Event:
+        """Queue work in the lane of parameters."""
+        event = self.lanes.submit(PARAM, work, ())
+        self._outstanding.append(event)
+        return event
 
     @property
     def lanes(self) -> Lanes:
         return lanes_for(self.like[0].device, overlaps=True)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the experts have gradients, here and on all other ranks."""
+        return any(weight.requires_grad for weight in self.like)
 
     @property
     def is_watched(self) -> bool:
@@ -151,19 +159,19 @@ class Copies:
             if observer.is_on:
                 observer.saw(task, start, end, self.lanes)
 
-    def start(self, weights: Weights) -> Weights:
+    def start(self, weights: Weights, *, is_training: bool) -> Weights:
         """Launch the gather, and give the weights of the experts at home as the program wants them.
 
         Args:
             weights: by slot, of the experts at home on this rank.
+            is_training: the copies may serve later micro-batches of the step.
 
         Returns:
             The same, and a ticket: an empty tensor that makes every rank take part in backward.
         """
-        flight = self._begun(weights)
+        flight = self._begun(weights, is_training)
         self._flight = flight
-        has_gradient = any(tensor.requires_grad for tensor in self.like)
-        ticket = torch.zeros(0, device=self.like[0].device, requires_grad=has_gradient)
+        ticket = torch.zeros(0, device=self.like[0].device, requires_grad=self.is_trained)
         started: Weights = _Start.apply(flight, ticket, *weights)
         return started
 
@@ -173,9 +181,13 @@ class Copies:
         assert self._flight is not None, "no pass was started"
         return self._flight
 
-    def finish(self, y: Tensor) -> Tensor:
-        """The pass has ended in forward; free its copies until backward, where the plan says so."""
+    def taken_flight(self) -> Flight:
+        """The pass that is under way in forward, which the program now takes on."""
         flight, self._flight = self.flight, None
+        return flight
+
+    def finish(self, flight: Flight, y: Tensor) -> Tensor:
+        """The pass has ended in forward; free its copies until backward, where the plan says so."""
         is_recomputed = torch._C._current_graph_task_id() != -1  # its backward comes next
         if not self.plan.rematerialize or is_recomputed:
             return y
@@ -183,14 +195,14 @@ class Copies:
         finished: Tensor = _Finish.apply(flight, y) if y.requires_grad else y
         return finished
 
-    def _begun(self, weights: Weights) -> Flight:
+    def _begun(self, weights: Weights, is_training: bool) -> Flight:
         num_weights = len(self.like)
         home = self.plan.home.experts_of(self.place.cell).tolist()
         own = {
             expert: tuple(w.detach() for w in weights[i * num_weights : (i + 1) * num_weights])
             for i, expert in enumerate(home)
         }
-        if self.plan.rematerialize or not torch.is_grad_enabled():
+        if self.plan.rematerialize or not is_training:
             # Outside of training a user may have put other weights in for a while.
             flight = Flight(self, Slab(), own)
         else:
@@ -205,14 +217,24 @@ class Copies:
     def all_waiting(self, grads: Mapping[int, Weights]) -> dict[int, Weights]:
         """Gradients of copies with those of earlier micro-batches, which wait no longer."""
         waiting, self._waiting = self._waiting, {}
-        for expert, own in grads.items():
-            before = waiting.get(expert)
-            waiting[expert] = own if before is None else _added(before, own)
-        return waiting
+        sums = dict(grads)
+        for expert, before in waiting.items():
+            now = grads.get(expert, self.like)
+            sums[expert] = tuple(
+                (total.add_(grad) if expert in grads else total).to(grad.dtype)
+                for total, grad in zip(before, now)
+            )
+        return sums
 
     def let_wait(self, grads: Mapping[int, Weights]) -> None:
-        """Keep gradients of copies until the last micro-batch."""
-        self._waiting = self.all_waiting(grads)
+        """Keep gradients of copies until the last micro-batch; summed in 32 bits at least."""
+        for expert, own in grads.items():
+            before = self._waiting.get(expert)
+            if before is None:
+                self._waiting[expert] = tuple(grad.to(_sum_type(grad)) for grad in own)
+            else:
+                for total, grad in zip(before, own):
+                    total.add_(grad)
 
     def release(self, flight: Flight) -> None:
         self._released.append(flight)
@@ -237,13 +259,18 @@ def in_order(layers: Iterable[Copies]) -> None:
         before = copies
 
 
+def _unnoticed(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Autograd does not take what is written to tensors for a change: the values are the same."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+
+
 def _whole(grads: Sequence[Tensor | None], like: Weights) -> Weights:
     """Zeros for weights that an expert does not use: every copy sends all."""
     return tuple(torch.zeros_like(w) if g is None else g for g, w in zip(grads, like))
 
 
-def _added(first: Weights, second: Weights) -> Weights:
-    return tuple(a + b for a, b in zip(first, second))
+def _sum_type(grad: Tensor) -> torch.dtype:
+    return torch.promote_types(grad.dtype, torch.float32)
 
 
 class Flight:
@@ -313,7 +340,8 @@ class Flight:
     def recall(self) -> None:
         """Launch another gather of the same copies, if they are not there."""
         if self._slab.is_released:
-            self._launch(self.copies.part_to(self.target), self._slab, self._slab.restore())
+            part = self.copies.part_to(self.target)
+            self._launch(part, self._slab, self._slab.restore(), refills=True)
 
     def have_again(self) -> None:
         """Wait for the copies. Called just before the layer's backward."""
@@ -331,6 +359,8 @@ class Flight:
             Those of the experts at home, by slot, and of the ticket.
         """
         copies, num_weights = self.copies, len(self.copies.like)
+        if not copies.is_trained:
+            return ()
         experts = self.target.experts_of(copies.place.cell).tolist()
         by_expert = {
             expert: grads[i * num_weights : (i + 1) * num_weights]
@@ -386,20 +416,21 @@ class Flight:
         slab: Slab,
         buffers: Mapping[int, Weights],
         held: Mapping[int, Weights] | None = None,
+        *,
+        refills: bool = False,
     ) -> None:
         copies, chunks = self.copies, {**self._own, **(held or {})}
 
         def work() -> None:
             lanes, group = copies.lanes, copies.place.group
             start = lanes.mark()
-            _connect_once(group, copies.like[0].device)
             tensors = tuple(tensor for own in buffers.values() for tensor in own)
             lanes.keep(tensors)
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensors):
+            with torch.no_grad(), _unnoticed(tensors) if refills else nullcontext():
                 copies.traffic += sparse_all_gather(part, chunks, buffers, group)
             copies.saw(GATHER, start)
 
-        slab.gathers.append(copies.lanes.submit(PARAM, work, ()))
+        slab.gathers.append(copies.submit(work))
 
     def _wait(self) -> None:
         lanes = self.copies.lanes
@@ -419,18 +450,13 @@ class Flight:
             self._arrived = arrived
             copies.saw(GATHER, start, is_adjoint=True)
 
-        self._reduction = copies.lanes.submit(PARAM, work, ())
+        self._reduction = copies.submit(work)
 
     def _arrived_grads(self) -> Mapping[int, Weights]:
         self.copies.lanes.join([self._reduction])
         assert self._arrived is not None
         arrived, self._arrived = self._arrived.grads, None
         return arrived
-
-
-@functools.cache
-def _connect_once(group: dist.ProcessGroup, device: torch.device) -> None:
-    connect(group, device)
 
 
 class _Start(torch.autograd.Function):
@@ -467,7 +493,7 @@ class Join:
     def forward(
         self, span: Span, weights: Weights, layer_route: LayerRoute
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        flight = self.copies.flight
+        flight = self.copies.taken_flight()
         return (flight.joined(layer_route.target),), (flight,)
 
     def backward(self, span: Span, saved: tuple[Any, ...], grads: Weights) -> tuple[Any, ...]:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -93,7 +92,6 @@ class RoutedExperts:
         self._gate = gate
         self._started: Weights | None = None
         self._begun: Mark | None = None  # when attention began, if anybody asks
-        self._revised: dict[bytes, Destination] = {}
         self._program: dict[torch.device, Program] = {}
 
     def allow_copies(self, like: Weights) -> None:
@@ -112,16 +110,15 @@ class RoutedExperts:
         self.site = replace(self.site, plan=plan)
         if self.copies is not None:
             self.copies.take(plan)
-        self._revised.clear()
+        plan.share.prepare(self.site.layout.index("ep"))
         self._program.clear()
 
     def after_step(self) -> None:
         """The weights have changed."""
-        self._revised.clear()
         if self.copies is not None:
             self.copies.forget()
 
-    def start(self, weights: Weights) -> None:
+    def start(self, weights: Weights, *, is_training: bool) -> None:
         """Launch what a pass needs beside its rows, before the host computes what comes before it.
 
         Not needed, but what is launched here is hidden behind what the host computes until the
@@ -129,11 +126,12 @@ class RoutedExperts:
 
         Args:
             weights: those of the call that follows.
+            is_training: as the rows of the call will be counted.
         """
         if self.copies is None:
             return
         if self.site.plan.is_joined:
-            self._started = self.copies.start(weights)
+            self._started = self.copies.start(weights, is_training=is_training)
         if self.copies.is_watched:
             self._begun = self.copies.lanes.mark()
 
@@ -163,10 +161,11 @@ class RoutedExperts:
         if self.copies is None or not self.site.plan.is_joined:
             return self.program(x_TD.device)(x_TD, *given, weights)
         if self._started is None:
-            self._started = self.copies.start(weights)
+            self._started = self.copies.start(weights, is_training=self.rows.is_training)
         weights, self._started = self._started, None
+        flight = self.copies.flight
         y_TD, *others = self.program(x_TD.device)(x_TD, *given, weights)
-        return self.copies.finish(y_TD), *others
+        return self.copies.finish(flight, y_TD), *others
 
     def program(self, device: torch.device) -> Program:
         """The program of the present plan; made once a plan."""
@@ -192,7 +191,8 @@ class RoutedExperts:
         orders = self._strategy.schedules(plan, self.site.layer, gated=self._gate is not None)
         placements = plan.home.expert_CS, plan.target.expert_CS
         tables = (str(table.tolist()) for table in placements)
-        return "\n".join((*map(str, orders), *tables, plan.share.describe()))
+        about = f"rematerialize {plan.rematerialize}, revise {plan.revise is not None}"
+        return "\n".join((*map(str, orders), *tables, plan.share.describe(), about))
 
     def _common_stages(self, device: torch.device) -> Mapping[Op, Stage]:
         """One stage for each op that strategies share."""
@@ -206,7 +206,7 @@ class RoutedExperts:
                 capacity_factor=self._options.capacity_factor,
                 gate_may_drop=self._options.gate_may_drop,
                 on_rows=self.rows,
-                revise=None if plan.revise is None else self._destination,
+                revise=plan.revise,
             ),
             DISPATCH: Dispatch(wire, wire),
             EXPERT: Expert(self._function, recompute=plan.forward_degree != plan.backward_degree),
@@ -218,15 +218,6 @@ class RoutedExperts:
         if self._gate is not None:
             stages[GATE] = Local(self._gate, graded=(False, True, True))
         return stages
-
-    def _destination(self, rows_CE: np.ndarray) -> Destination:
-        """Where the rows of a pass go; the same again if the pass is computed again."""
-        revise = self.site.plan.revise
-        assert revise is not None
-        key = rows_CE.tobytes()
-        if key not in self._revised:
-            self._revised[key] = revise(rows_CE)
-        return self._revised[key]
 
 
 class MoEOutput(NamedTuple):

@@ -38,13 +38,14 @@ class RowsSeen:
     num_experts: int
     num_cells: int
     top_k: int = 0  # of the latest micro-batch
+    is_training: bool = True  # the latest pass
     _counts: bool = True
-    _routed: np.ndarray | int = 0  # [C, E]
-    _computed: np.ndarray | int = 0  # [C]
+    _on_host: list[tuple[np.ndarray, Share]] = field(default_factory=list)  # rows [C, E]
     _on_device: Tensor | None = None  # int64 [E], where rows end, summed; the host does not wait
 
     def begin(self, *, is_training: bool) -> None:
         """Say what the coming pass is. Call it in the thread that runs the model."""
+        self.is_training = is_training
         is_recomputed = torch._C._current_graph_task_id() != -1  # inside a backward pass
         self._counts = is_training and not is_recomputed
 
@@ -58,19 +59,22 @@ class RowsSeen:
             before = 0 if self._on_device is None else self._on_device
             self._on_device = before + rows.end_S.long()
         else:
-            self._routed = self._routed + rows
-            self._computed = self._computed + share.computed_C(rows)
+            self._on_host.append((rows, share))
 
     def take(self) -> Rows:
         """Rows since the last call. Waits for the device."""
-        routed_CE = np.zeros((self.num_cells, self.num_experts), dtype=np.int64) + self._routed
-        computed_C = np.zeros(self.num_cells, dtype=np.int64) + self._computed
+        routed_CE = np.zeros((self.num_cells, self.num_experts), dtype=np.int64)
+        computed_C = np.zeros(self.num_cells, dtype=np.int64)
+        for rows_CE, share in self._on_host:
+            routed_CE += rows_CE
+            computed_C += share.computed_C(rows_CE)
         if self._on_device is not None:
             routed_CE += (
                 self._on_device.cpu().diff(prepend=torch.zeros(1, dtype=torch.int64)).numpy()
             )
             computed_C = routed_CE.sum(axis=1)  # one cell holds all experts
-        self._routed, self._computed, self._on_device = 0, 0, None
+        self._on_host.clear()
+        self._on_device = None
         return Rows(routed_CE, computed_C)
 
 

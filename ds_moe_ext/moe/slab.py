@@ -16,7 +16,7 @@ Weights = tuple[Tensor, ...]  # of one expert, in the order of their names
 
 
 class Slab:
-    """Memory for this rank's copies of one layer; kept from step to step.
+    """Memory for this rank's copies of one layer, which can be filled anew or freed.
 
     Attributes:
         gathers: what fills it; whoever reads a copy joins them first.
@@ -44,7 +44,7 @@ class Slab:
             block = tuple(tensor.detach().new_empty(missing, *tensor.shape) for tensor in like)
             self._blocks.append(block)
             self._slots += list(zip(*block))
-        for expert in experts:
+        for expert in sorted(experts):  # as slots are: neighbours compute in one GEMM
             self._slot_of[expert] = len(self._slot_of)
         return {expert: self[expert] for expert in experts}
 
