@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,9 +41,18 @@ class Run:
 
     @classmethod
     def start(
-        cls, blueprint: Blueprint, layers: Sequence[AttachedLayer], planning: Planning, rank: int
+        cls,
+        blueprint: Blueprint,
+        layers: Sequence[AttachedLayer],
+        planning: Planning,
+        rank: int,
+        lives_with: object,
     ) -> Run:
-        """Begin to record, and tell a person what was replaced."""
+        """Begin to record, and tell a person what was replaced.
+
+        Args:
+            lives_with: the host's engine: the run ends with it, or with the process.
+        """
         settings = blueprint.settings
         report, trace = settings.report, settings.trace
         tracer = None
@@ -61,7 +70,7 @@ class Run:
         run = cls(blueprint, tuple(layers), planning, recorder, rank)
         if rank == 0 and report.enabled:
             Console().print(start_table(run))
-            atexit.register(run.finish)
+            weakref.finalize(lives_with, finish, recorder, report.path)
         return run
 
     def after_step(self, step: int) -> None:
@@ -70,19 +79,19 @@ class Run:
         self.recorder.after_step(step, rows)
         self.planning.after_step(step, rows)
 
-    def finish(self) -> None:
-        """Tell a person what the run was like, and write the report if a folder was named."""
-        record = self.recorder.record()
-        if not record.steps_I:
-            return
-        console = Console()
-        console.print(end_table(record))
-        if record.seconds_by_kind:
-            console.print(time_table(record))
-        path = self.blueprint.settings.report.path
-        if path is not None:
-            record.write(Path(path))
-            console.print(f"ds_moe_ext: wrote {path}/report.html and {path}/report.json")
+
+def finish(recorder: Recorder, path: str | None) -> None:
+    """Tell a person what a run was like, and write the report if a folder was named."""
+    record = recorder.record()
+    if not record.steps_I:
+        return
+    console = Console()
+    console.print(end_table(record))
+    if record.seconds_by_kind:
+        console.print(time_table(record))
+    if path is not None:
+        record.write(Path(path))
+        console.print(f"ds_moe_ext: wrote {path}/report.html and {path}/report.json")
 
 
 def teller(settings: Settings, rank: int) -> Callable[[str], None]:

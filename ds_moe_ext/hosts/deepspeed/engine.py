@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +23,7 @@ from ds_moe_ext.comm import sum_in_place, take_first
 from ds_moe_ext.hosts import attach, blocks
 from ds_moe_ext.hosts.attach import AttachedLayer, Blueprint
 from ds_moe_ext.hosts.costs import Costs
+from ds_moe_ext.hosts.deepspeed import buckets
 from ds_moe_ext.hosts.deepspeed.move import ExpertMover
 from ds_moe_ext.hosts.deepspeed.startup import blueprint_of
 from ds_moe_ext.hosts.planning import Planning
@@ -53,7 +56,8 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
     groups._create_expert_and_data_parallel(num_cells)
     if blueprint.grid.world_size > 1:
         _take_first_ranks_weights(model, blueprint, engine.local_rank)
-    built = attach.build(blueprint)
+    device = torch.device(get_accelerator().device_name(engine.local_rank))
+    built = attach.build(blueprint, device)
     for layer, adopted in built:
         for parameter in layer.parameters:
             # DeepSpeed reduces these over the ranks that hold the same experts.
@@ -66,12 +70,25 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
             if all(parameter is not new for new in layer.parameters)
         )
     layers = [layer for layer, _ in built]
+    if blueprint.strategy.has_uneven_homes:
+        for layer in layers:
+            buckets.reduce_last(layer.parameters)
     blocks.launch_with_blocks(model, layers)
     for layer in layers:
         if layer.routed.copies is not None:
-            layer.routed.copies.reduces_now = engine.is_gradient_accumulation_boundary
+            layer.routed.copies.reduces_now = _boundary_of(weakref.ref(engine))
     planning = _planning(engine, blueprint, layers)
-    engine.__dict__[_RUN] = Run.start(blueprint, layers, planning, dist.get_rank())
+    engine.__dict__[_RUN] = Run.start(blueprint, layers, planning, dist.get_rank(), engine)
+
+
+def _boundary_of(engine: weakref.ref[Any]) -> Callable[[], bool]:
+    """Layers must not keep their engine alive."""
+
+    def is_boundary() -> bool:
+        alive = engine()
+        return alive is None or bool(alive.is_gradient_accumulation_boundary())
+
+    return is_boundary
 
 
 def _planning(engine: Any, blueprint: Blueprint, layers: list[AttachedLayer]) -> Planning:

@@ -6,16 +6,17 @@ what is in them changes, and which layer and expert they stand for. ZeRO need no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from ds_moe_ext.comm import exchange
 from ds_moe_ext.hosts.attach import AttachedLayer
-from ds_moe_ext.hosts.deepspeed.states import OptimizerStates, ParameterStates
+from ds_moe_ext.hosts.deepspeed.states import MASTER, OptimizerStates, ParameterStates
 from ds_moe_ext.hosts.found import Slot
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.task import PARAM
@@ -27,6 +28,13 @@ class Expert(NamedTuple):
 
     layer: int
     number: int
+
+
+class Kind(NamedTuple):
+    """One state, by its name, of one weight of an expert, by its number."""
+
+    weight: int
+    state: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,15 +51,23 @@ class ExpertMover:
     layers: Sequence[AttachedLayer]
     pools: Sequence[Pool]
 
+    @property
+    def _cell(self) -> int:
+        return self.layers[0].routed.site.layout.index("ep")
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return self.layers[0].routed.site.layout.group("ep", PARAM)
+
     def __call__(self, old: Sequence[Placement], new: Sequence[Placement]) -> None:
-        """One batch of transfers between pairs of ranks. Between a step and the next. Collective.
+        """Transfers between pairs of ranks, one batch for each kind of state, so that no more than
+        one is in memory twice. Between a step and the next. Collective.
 
         Raises:
-            ValueError: the optimizer's states cannot be moved.
+            ValueError: the optimizer's states cannot be moved; then nothing has been changed.
         """
-        layout = self.layers[0].routed.site.layout
-        cell = layout.index("ep")
-        slots = self._slots(old, cell)
+        cell = self._cell
+        slots = self.slots(old)
         leaving = {e: int(new[e.layer].owner_E[e.number]) for e in slots}
         leaving = {expert: to for expert, to in leaving.items() if to != cell}
         arriving = {
@@ -60,21 +76,66 @@ class ExpertMover:
             for number in home.experts_of(cell).tolist()
             if Expert(layer, number) not in slots
         }
-        states = OptimizerStates(self.engine)
         taken = self._taken(slots, leaving, arriving)
-        sends = [(tensor, to) for e, to in leaving.items() for tensor in _packed(states, slots[e])]
-        # The slot that an expert comes to says what is kept of one.
-        landed = {e: [torch.empty_like(t) for t in _packed(states, taken[e])] for e in arriving}
-        receives = [(tensor, arriving[e]) for e, tensors in landed.items() for tensor in tensors]
-        exchange(receives, sends, layout.group("ep", PARAM))
-        written = {}
-        for expert, tensors in landed.items():
-            written.update(_unpacked(states, taken[expert], tensors))
-        states.write(written)
-        self._hold(slots | taken, new, cell)
+        states = OptimizerStates(self.engine)
+        kept = {p: states.of(p) for slot in slots.values() for p in slot.parameters}
+        given = [(slots[expert], to) for expert, to in leaving.items()]
+        got = [(taken[expert], from_) for expert, from_ in arriving.items()]
+        for kind in sorted({kind for slot in slots.values() for kind in _kinds(slot, kept)}):
+            self._exchange(kind, given, got, kept)
+        self._exchange_scalars(given, got, states)
+        for slot, _ in got:
+            for parameter in slot.parameters:
+                parameter.data.view(-1).copy_(kept[parameter].tensors[MASTER])
+        self.hold(slots | taken, new)
 
-    def _slots(self, homes: Sequence[Placement], cell: int) -> dict[Expert, Slot]:
+    def _exchange(
+        self,
+        kind: Kind,
+        given: Sequence[tuple[Slot, int]],
+        got: Sequence[tuple[Slot, int]],
+        kept: Mapping[nn.Parameter, ParameterStates],
+    ) -> None:
+        """Move one state of one weight of all experts that move."""
+
+        def views(ends: Sequence[tuple[Slot, int]]) -> list[tuple[Tensor, int]]:
+            return [
+                (kept[slot.parameters[kind.weight]].tensors[kind.state], other)
+                for slot, other in ends
+                if kind in _kinds(slot, kept)
+            ]
+
+        sends = [(view.clone(), to) for view, to in views(given)]
+        receives = [(torch.empty_like(view), from_) for view, from_ in views(got)]
+        exchange(receives, sends, self._group)
+        for (view, _), (arrived, _) in zip(views(got), receives):
+            view.copy_(arrived)
+
+    def _exchange_scalars(
+        self,
+        given: Sequence[tuple[Slot, int]],
+        got: Sequence[tuple[Slot, int]],
+        states: OptimizerStates,
+    ) -> None:
+        """Move what is kept once for a weight, such as its number of steps."""
+        sends = [(_scalars(states, slot), to) for slot, to in given]
+        receives = [(torch.empty_like(_scalars(states, slot)), from_) for slot, from_ in got]
+        if not any(tensor.numel() for tensor, _ in (*sends, *receives)):
+            return
+        exchange(receives, sends, self._group)
+        written: dict[nn.Parameter, ParameterStates] = {}
+        for (slot, _), (arrived, _) in zip(got, receives):
+            numbers = iter(arrived.tolist())
+            for parameter in slot.parameters:
+                own = states.of(parameter)
+                scalars = {name: next(numbers) for name in sorted(own.scalars)}
+                if scalars != {name: float(value) for name, value in own.scalars.items()}:
+                    written[parameter] = replace(own.clone(), scalars=scalars)
+        states.write(written)
+
+    def slots(self, homes: Sequence[Placement]) -> dict[Expert, Slot]:
         """Where this rank's experts lie, in the order of layers and experts."""
+        cell = self._cell
         return {
             Expert(index, number): slot
             for index, (layer, home) in enumerate(zip(self.layers, homes))
@@ -95,32 +156,24 @@ class ExpertMover:
             taken.update(zip(come, left, strict=True))
         return taken
 
-    def _hold(self, slots: Mapping[Expert, Slot], homes: Sequence[Placement], cell: int) -> None:
+    def hold(self, slots: Mapping[Expert, Slot], homes: Sequence[Placement]) -> None:
+        """Say which slots this rank's experts lie in from now on; nothing in them changes."""
+        cell = self._cell
         for index, (layer, home) in enumerate(zip(self.layers, homes)):
             numbers = home.experts_of(cell).tolist()
             layer.hosted.hold([slots[Expert(index, number)] for number in numbers])
 
 
-def _packed(states: OptimizerStates, slot: Slot) -> list[Tensor]:
-    """All that is kept of an expert, in memory of its own; scalars as one tensor a weight."""
-    packed = []
-    for parameter in slot.parameters:
-        kept = states.of(parameter)
-        packed += [kept.tensors[name].clone() for name in sorted(kept.tensors)]
-        scalars = [float(kept.scalars[name]) for name in sorted(kept.scalars)]
-        if scalars:
-            packed.append(torch.tensor(scalars, dtype=torch.float64, device=parameter.device))
-    return packed
+def _kinds(slot: Slot, kept: Mapping[nn.Parameter, ParameterStates]) -> list[Kind]:
+    return [
+        Kind(weight, state)
+        for weight, parameter in enumerate(slot.parameters)
+        for state in kept[parameter].tensors
+    ]
 
 
-def _unpacked(
-    states: OptimizerStates, slot: Slot, tensors: Sequence[Tensor]
-) -> dict[torch.nn.Parameter, ParameterStates]:
-    found = iter(tensors)
-    return {parameter: _states_from(states.of(parameter), found) for parameter in slot.parameters}
-
-
-def _states_from(like: ParameterStates, found: Iterator[Tensor]) -> ParameterStates:
-    tensors = {name: next(found) for name in sorted(like.tensors)}
-    numbers = next(found).tolist() if like.scalars else []
-    return ParameterStates(like.start, like.stop, tensors, dict(zip(sorted(like.scalars), numbers)))
+def _scalars(states: OptimizerStates, slot: Slot) -> Tensor:
+    """Of all weights of an expert, by name, float64."""
+    kept = [states.of(parameter).scalars for parameter in slot.parameters]
+    numbers = [float(scalars[name]) for scalars in kept for name in sorted(scalars)]
+    return torch.tensor(numbers, dtype=torch.float64, device=slot.parameters[0].device)

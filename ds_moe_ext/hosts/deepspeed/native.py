@@ -33,6 +33,13 @@ def _found(name: str, moe: MoE) -> Found:
             f"{name} has enable_expert_tensor_parallelism on, which ds_moe_ext does not support; "
             "build it without"
         )
+    first = moe.deepspeed_moe.experts.deepspeed_experts[0]
+    buffers = [buffer for buffer, _ in first.named_buffers()]
+    if buffers:
+        raise ValueError(
+            f"an expert of {name} has buffers {buffers}, but under ds_moe_ext one module computes "
+            "all experts of a rank; make them parameters that are not trained"
+        )
 
     def adopt(held: Tensor, routed_of: RoutedOf) -> Adopted:
         layer = moe.deepspeed_moe
@@ -41,13 +48,13 @@ def _found(name: str, moe: MoE) -> Found:
             kept = [slots[expert] for expert in held.tolist()]
         else:
             kept = slots  # built for as many cells as there are
-        names = tuple(parameter for parameter, _ in kept[0].named_parameters())
-        routed = routed_of(ModuleExperts(_code(kept[0]), names))
+        names = tuple(parameter for parameter, _ in first.named_parameters())
+        routed = routed_of(ModuleExperts(_code(first), names))
         layer.experts.deepspeed_experts = nn.ModuleList(kept)
         layer.experts.num_local_experts = len(kept)
         hosted = HostedMoE(layer.gate, layer.experts, routed, names)
         moe.deepspeed_moe = hosted
-        num_cells = moe.num_experts // len(kept)
+        num_cells = routed.site.layout.grid.num_cells
         moe.ep_size, moe.num_local_experts = num_cells, len(kept)
         moe.expert_group_name = f"ep_size_{num_cells}"
         own = [parameter for module in kept for parameter in module.parameters()]
@@ -56,7 +63,6 @@ def _found(name: str, moe: MoE) -> Found:
         return Adopted(hosted, {p: (p,) for p in own}, gone)
 
     num_cells = moe.num_experts // moe.num_local_experts
-    first = moe.deepspeed_moe.experts.deepspeed_experts[0]
     return Found(
         name=name,
         kind="deepspeed.moe",

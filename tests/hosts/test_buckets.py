@@ -1,0 +1,24 @@
+"""ZeRO's buckets smaller than a model, where ranks hold unequal numbers of a layer's experts."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.hosts.jobs import Job, train
+from tests.hosts.varied import VARIED
+from tests.ranks import pool_of
+from tests.reference import relative_error
+
+
+@pytest.mark.parametrize("stage, overlap", [(1, False), (1, True), (2, False), (2, True)])
+def test_ranks_reduce_in_step(stage: int, overlap: bool) -> None:
+    """Each rank has other experts in each step: homes are shuffled after every one."""
+    zero = {"stage": stage, "reduce_bucket_size": 6000, "overlap_comm": overlap}
+    plain = Job(steps=4, stage=stage, extra=(("zero_optimization", zero),))
+    keys = (("copies", 0.3), ("shard_every", 1))
+    moving = Job(**{**vars(plain), "strategy": VARIED, "keys": keys})
+    (expected, _), (got, _) = (pool_of(2).run(train, job) for job in (plain, moving))
+    assert got.losses == pytest.approx(expected.losses, abs=1e-6)
+    assert got.norms == pytest.approx(expected.norms, rel=1e-5)
+    for name, tensor in expected.state.items():
+        assert relative_error(got.state[name], tensor) <= 1e-4
