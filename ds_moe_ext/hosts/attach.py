@@ -171,7 +171,10 @@ def draw(
             )
     hardware = None if settings.hardware is None else read_hardware(settings.hardware)
     if hardware is not None and strategy.rhythm().plan_every and num_cells > 1:
-        hardware.copy_link(num_cells)  # it must say
+        try:
+            hardware.copy_link(num_cells)
+        except ValueError as error:
+            raise ValueError(f"{BLOCK}.hardware is {settings.hardware!r}, but {error}") from error
     blueprint = Blueprint(settings, strategy, Grid(world_size, num_cells), tuple(found), hardware)
     for pool in blueprint.pools:
         names = [found[layer].name for layer in pool.layers]

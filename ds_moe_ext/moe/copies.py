@@ -191,7 +191,7 @@ class Copies:
         is_recomputed = torch._C._current_graph_task_id() != -1  # its backward comes next
         if not self.plan.rematerialize or is_recomputed:
             return y
-        flight.release()
+        flight.release(has_backward=y.requires_grad)
         finished: Tensor = _Finish.apply(flight, y) if y.requires_grad else y
         return finished
 
@@ -327,12 +327,12 @@ class Flight:
                 return holder[expert]
         raise KeyError(expert)
 
-    def release(self) -> None:
+    def release(self, *, has_backward: bool) -> None:
         """Free the copies until backward, unless it is next."""
-        if torch.is_grad_enabled() and self.copies.is_last:
+        if has_backward and self.copies.is_last:
             return
         self._slab.release()
-        if torch.is_grad_enabled():
+        if has_backward:
             self.copies.release(self)
 
     # Backward.
@@ -349,18 +349,18 @@ class Flight:
         self.copies.recalled(self)
         self._wait()
 
-    def sent_home(self, grads: Weights) -> tuple[Tensor | None, ...]:
+    def sent_home(self, grads: Weights) -> tuple[Tensor | None, ...] | None:
         """Launch the reduction; the gradients that are known here now.
 
         Args:
             grads: of all experts that computed here, by slot.
 
         Returns:
-            Those of the experts at home, by slot, and of the ticket.
+            Those of the experts at home, by slot, and of the ticket; None if none is trained.
         """
         copies, num_weights = self.copies, len(self.copies.like)
         if not copies.is_trained:
-            return ()
+            return None
         experts = self.target.experts_of(copies.place.cell).tolist()
         by_expert = {
             expert: grads[i * num_weights : (i + 1) * num_weights]

@@ -41,7 +41,7 @@ class FullySharded(Strategy):
         reshard_interval: steps between new homes; 0 is never.
         heterogeneous_sharding: a layer may be at home unevenly. False keeps the first, even homes.
         copy_bytes: memory of a rank for copies; null: most of what is free, and on a CPU as much as
-            the rank's own experts take.
+            the rank's own experts and their gradients take.
     """
 
     overlap_degree: int | None = None
