@@ -39,6 +39,10 @@ class LoadWindow:
     def __len__(self) -> int:
         return len(self._steps)
 
+    def steps(self) -> np.ndarray:
+        """The remembered steps, the oldest first, int64 ``[I, L, C, E]``; all 0 long if none."""
+        return np.stack(self._steps) if self._steps else np.zeros((0, 0, 0, 0), dtype=np.int64)
+
     def predicted(self) -> np.ndarray:
         """Mean rows of the remembered steps, float ``[L, C, E]``.
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_moe_ext.hosts import huggingface
+from ds_moe_ext.hosts.found import any_name
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
@@ -135,7 +136,7 @@ def ours_in_hugging_face(problem: Problem) -> Contender:
     """Hugging Face's block with its own router; its experts replaced as the plug-in does it."""
     block = _mixtral_block(problem, "grouped_mm")
     site = _one_cell(problem.shape.num_experts)
-    for found in list(huggingface.find(block)):
+    for found in list(huggingface.find(block, any_name)):
         held = torch.arange(found.num_experts)
         found.adopt(held, lambda function: RoutedExperts(ExpertParallel(), site, function))
     return _hugging_face_contender("ours: experts of a Hugging Face block", block)

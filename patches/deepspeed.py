@@ -6,11 +6,12 @@ import functools
 import inspect
 from typing import Any
 
-from ds_moe_ext.hosts.deepspeed import checkpoint, engine, startup
+from ds_moe_ext.hosts.deepspeed import buckets, checkpoint, engine, export, startup
 from ds_moe_ext.patches.record import Patch, apply_all
 
 VERSIONS = ">=0.19.2,<0.20"
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 
 
 def _check_first(original: Any) -> Any:
@@ -68,47 +69,66 @@ def _then_record(original: Any) -> Any:
     return _take_model_step
 
 
-def _drop_experts(original: Any) -> Any:
-    @functools.wraps(original)
-    def _get_non_moe_state_dict(self: Any, full_state_dict: Any) -> Any:
-        return checkpoint.without_experts(self, original(self, full_state_dict))
-
-    return _get_non_moe_state_dict
-
-
 def _save_experts(original: Any) -> Any:
     @functools.wraps(original)
-    def _save_moe_checkpoint(self: Any, save_dir: Any, tag: Any, *args: Any, **kwargs: Any) -> Any:
-        checkpoint.save_experts(self, save_dir, tag)
-        return original(self, save_dir, tag, *args, **kwargs)
+    def _save_moe_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint.save(self, _arguments(original, (self, *args), kwargs), original)
 
     return _save_moe_checkpoint
 
 
+def _no_zero_files(original: Any) -> Any:
+    @functools.wraps(original)
+    def _save_zero_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if engine.run_of(self) else original(self, *args, **kwargs)
+
+    return _save_zero_checkpoint
+
+
 def _load_experts(original: Any) -> Any:
+    @functools.wraps(original)
+    def _load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint.load(self, _arguments(original, (self, *args), kwargs), original)
+
+    return _load_checkpoint
+
+
+def _no_zero_load(original: Any) -> Any:
+    @functools.wraps(original)
+    def _load_zero_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return True if engine.run_of(self) else original(self, *args, **kwargs)
+
+    return _load_zero_checkpoint
+
+
+def _no_expert_files(original: Any) -> Any:
     loads = original.__func__  # of a staticmethod
 
     @functools.wraps(loads)
     def load_moe_state_dict(*args: Any, **kwargs: Any) -> None:
-        loads(*args, **kwargs)
-        checkpoint.load_experts(_arguments(loads, args, kwargs), _name_of_file())
+        if not checkpoint.is_replaced(_arguments(loads, args, kwargs)["model"]):
+            loads(*args, **kwargs)
 
     return staticmethod(load_moe_state_dict)
 
 
-def _name_of_file() -> Any:
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    return DeepSpeedEngine._get_expert_ckpt_name
-
-
-def _check_layout(original: Any) -> Any:
+def _experts_wait(original: Any) -> Any:
     @functools.wraps(original)
-    def _load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
-        checkpoint.check_layout(self, _arguments(original, (self, *args), kwargs))
-        return original(self, *args, **kwargs)
+    def reduce_independent_p_g_buckets_and_remove_grads(self: Any, param: Any, i: Any) -> None:
+        if not buckets.waits(self, param, i):
+            original(self, param, i)
 
-    return _load_checkpoint
+    return reduce_independent_p_g_buckets_and_remove_grads
+
+
+def _experts_last(original: Any) -> Any:
+    @functools.wraps(original)
+    def independent_gradient_partition_epilogue(self: Any) -> Any:
+        waiting = type(self).reduce_independent_p_g_buckets_and_remove_grads
+        buckets.reduce_waiting(self, waiting.__wrapped__)
+        return original(self)
+
+    return independent_gradient_partition_epilogue
 
 
 def _arguments(function: Any, given: Any, named: Any) -> dict[str, Any]:
@@ -120,7 +140,7 @@ def _arguments(function: Any, given: Any, named: Any) -> dict[str, Any]:
 def _save_whole(original: Any) -> Any:
     @functools.wraps(original)
     def save_16bit_model(self: Any, save_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        with checkpoint.whole_state(self):
+        with export.whole_state(self):
             return original(self, save_dir, *args, **kwargs)
 
     return save_16bit_model
@@ -166,28 +186,46 @@ PATCHES = tuple(
             _then_record,
         ),
         (
-            "drop-experts",
-            f"{ENGINE}._get_non_moe_state_dict",
-            "experts go into files of their own",
-            _drop_experts,
+            "experts-wait",
+            f"{ZERO}.reduce_independent_p_g_buckets_and_remove_grads",
+            "with unequal experts ranks would fill a bucket, and reduce it, at different moments",
+            _experts_wait,
+        ),
+        (
+            "experts-last",
+            f"{ZERO}.independent_gradient_partition_epilogue",
+            "experts are reduced when all others have been",
+            _experts_last,
         ),
         (
             "save-experts",
             f"{ENGINE}._save_moe_checkpoint",
-            "every rank's experts are written, not rank 0's alone",
+            "experts and all states of the optimizer are written by name, for any layout to read",
             _save_experts,
         ),
         (
+            "no-zero-files",
+            f"{ENGINE}._save_zero_checkpoint",
+            "what a rank's ZeRO file would have is written by name",
+            _no_zero_files,
+        ),
+        (
             "load-experts",
-            f"{ENGINE}.load_moe_state_dict",
-            "every rank reads its own experts",
+            f"{ENGINE}._load_checkpoint",
+            "every rank reads what it needs; what does not fit is refused before anything changes",
             _load_experts,
         ),
         (
-            "check-layout",
-            f"{ENGINE}._load_checkpoint",
-            "DeepSpeed loads another expert_parallel_size without a word, and trains differently",
-            _check_layout,
+            "no-zero-load",
+            f"{ENGINE}._load_zero_checkpoint",
+            "there are no ZeRO files; the states have been read",
+            _no_zero_load,
+        ),
+        (
+            "no-expert-files",
+            f"{ENGINE}.load_moe_state_dict",
+            "there are no files of single experts; they have been read",
+            _no_expert_files,
         ),
         (
             "save-whole",

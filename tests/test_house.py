@@ -175,6 +175,7 @@ MAKES_GROUPS = {
     *("new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group"),
     *("init_process_group", "destroy_process_group", "init_device_mesh", "device_mesh"),
 }
+STORES = {"checkpoint"}  # torch.distributed.checkpoint, which moves data to and from files
 DISTRIBUTED = "torch.distributed"
 
 
@@ -202,7 +203,7 @@ def distributed_names(source: Source) -> Iterator[tuple[ast.AST, str]]:
 @rule
 def communication_has_two_files(source: Source) -> Iterator[Finding]:
     for node, name in distributed_names(source):
-        if name in TYPES:
+        if name in TYPES or (name in STORES and source.lies_in("hosts")):
             continue
         if name in QUERIES:
             if not source.lies_in("comm", "layout", "hosts", "patches"):

@@ -17,6 +17,8 @@ def test_window_forgets_the_oldest() -> None:
     assert len(window) == 2
     # (4 + 8) / 2: the 100 is forgotten.
     assert window.predicted().tolist() == [[[6.0, 6.0]]]
+    assert window.steps().tolist() == [[[[4, 4]]], [[[8, 8]]]]
+    assert LoadWindow(2).steps().shape == (0, 0, 0, 0)
 
 
 def test_window_refuses_what_it_cannot_do() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ds_moe_ext.comm import connect, gather_texts
 from ds_moe_ext.hardware import Hardware, read_hardware
-from ds_moe_ext.hosts.found import Adopted, ExpertShape, Found, Hosted
+from ds_moe_ext.hosts.found import Adopted, ExpertShape, Found, Hosted, Wanted
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.moe.copies import in_order
 from ds_moe_ext.moe.expert import ExpertFunction
@@ -26,7 +26,7 @@ from ds_moe_ext.strategies.base import Job, Pool, Site, Strategy
 
 CPU = torch.device("cpu")
 
-Finder = Callable[[nn.Module], Iterable[Found]]
+Finder = Callable[[nn.Module, Wanted], Iterable[Found]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +136,7 @@ def draw(
         ValueError: there is nothing to replace, or sizes do not divide.
     """
     pattern = re.compile(settings.moe_layer_pattern or "")
-    found = [f for finder in finders for f in finder(model) if pattern.search(f.name)]
+    found = [layer for finder in finders for layer in finder(model, pattern.search)]
     if not found:
         raise ValueError(
             f"{BLOCK} is enabled, but {type(model).__name__} has no MoE layer that it knows"

@@ -11,6 +11,7 @@ from rich.table import Table
 from torch import nn
 
 from ds_moe_ext.hosts.deepspeed.startup import FINDERS
+from ds_moe_ext.hosts.found import any_name
 
 
 def layers_table(model: str) -> Table:
@@ -27,7 +28,7 @@ def layers_table(model: str) -> Table:
     table = Table(title=f"layers of {type(built).__name__} to replace", title_justify="left")
     for heading in ("layer", "kind", "experts", "parameters"):
         table.add_column(heading)
-    for found in (found for finder in FINDERS for found in finder(built)):
+    for found in (found for finder in FINDERS for found in finder(built, any_name)):
         module = built.get_submodule(found.name)
         count = sum(p.numel() for p in module.parameters())
         table.add_row(found.name, found.kind, str(found.num_experts), f"{count:,}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ds_moe_ext.hosts.found import Adopted, Found, Slot, set_module, shape_of, weights_of
+from ds_moe_ext.hosts.found import Adopted, Found, Slot, Wanted, set_module, shape_of, weights_of
 from ds_moe_ext.moe.expert import ExpertFunction
 from ds_moe_ext.moe.layer import RoutedExperts
 
@@ -56,11 +56,11 @@ def register_experts(cls: type[nn.Module]) -> Callable[[Describe], Describe]:
     return add
 
 
-def find_registered(model: nn.Module) -> Iterator[Found]:
+def find_registered(model: nn.Module, wanted: Wanted) -> Iterator[Found]:
     """The modules of registered classes, in model order."""
     for name, module in model.named_modules():
         describe = _DESCRIBE.get(type(module))
-        if describe is not None:
+        if describe is not None and wanted(name):
             yield found_experts(model, name, module, describe(module))
 
 

@@ -14,6 +14,14 @@ from ds_moe_ext.moe.layer import RoutedExperts
 ExpertShape = tuple[tuple[str, tuple[int, ...], str, bool], ...]
 """Of each weight of an expert its name, shape, type and whether it is trained."""
 
+Wanted = Callable[[str], object]
+"""Whether a layer of this dotted name is to be replaced, if it can be."""
+
+def any_name(name: str) -> bool:
+    """All layers are wanted."""
+    return True
+
+
 RoutedOf = Callable[[ExpertFunction], RoutedExperts]
 
 

@@ -13,14 +13,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_moe_ext.hosts.experts import ExpertsDescription, found_experts, shell
-from ds_moe_ext.hosts.found import Found
+from ds_moe_ext.hosts.found import Found, Wanted
 from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
 
 
-def find(model: nn.Module) -> Iterator[Found]:
+def find(model: nn.Module, wanted: Wanted) -> Iterator[Found]:
     """The experts modules of Hugging Face's MoE blocks, in model order."""
     for name, module in model.named_modules():
-        if _is_experts(module):
+        if _is_experts(module) and wanted(name):
             yield found_experts(model, name, module, _describe(name, module))
 
 

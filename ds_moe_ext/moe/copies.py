@@ -111,6 +111,11 @@ class Copies:
         self.plan = plan
         self._part = self.place.part(plan.home, plan.target)
 
+    def discard(self) -> None:
+        """Other weights have been put in: what earlier micro-batches left is of no use."""
+        self._waiting.clear()
+        self.forget()
+
     def forget(self) -> None:
         """The weights at home have changed, so that the copies are stale. Call it after each step.
 

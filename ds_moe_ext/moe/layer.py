@@ -113,6 +113,11 @@ class RoutedExperts:
         plan.share.prepare(self.site.layout.index("ep"))
         self._program.clear()
 
+    def start_anew(self) -> None:
+        """Other weights have been put in, as from a checkpoint."""
+        if self.copies is not None:
+            self.copies.discard()
+
     def after_step(self) -> None:
         """The weights have changed."""
         if self.copies is not None:

@@ -10,11 +10,15 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.hosts import families
 
 MICRO_BATCHES = 4  # a step, over all ranks
 VOCABULARY, LENGTH, ROWS = 64, 16, 2
@@ -28,6 +32,10 @@ class Job:
     cells: int | None = None
     strategy: str = "ep"
     keys: tuple[tuple[str, Any], ...] = ()  # of the strategy's block
+    hardware: str | None = None
+    num_experts: int = 4
+    micro_batches: int = MICRO_BATCHES
+    use_reentrant: bool | None = None  # of activation checkpointing; None does none
     dtype: str = "float32"
     steps: int = 10
     clip: float = 0.0
@@ -45,6 +53,7 @@ class Job:
     load_arguments: tuple[tuple[str, Any], ...] = ()
     no_sync: bool = False  # reduce in the last micro-batch only
     evaluate: bool = False  # run an evaluation between the steps
+    evaluate_within: bool = False  # and between each forward and its backward
 
 
 class Result(NamedTuple):
@@ -55,7 +64,18 @@ class Result(NamedTuple):
 
 def model_of(job: Job) -> nn.Module:
     torch.manual_seed(0)
-    return _MODELS[job.family](job)
+    model = _MODELS.get(job.family, _toy)(job)
+    if job.use_reentrant is not None:
+        _checkpoint_activations(model, job.use_reentrant)
+    return model
+
+
+def _checkpoint_activations(model: nn.Module, use_reentrant: bool) -> None:
+    if "blocks" in model._modules:
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=use_reentrant)
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
 
 
 def _mixtral(job: Job) -> nn.Module:
@@ -68,7 +88,7 @@ def _mixtral(job: Job) -> nn.Module:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        num_local_experts=4,
+        num_local_experts=job.num_experts,
         num_experts_per_tok=2,
         max_position_embeddings=LENGTH,
         output_router_logits=True,
@@ -88,7 +108,12 @@ def _mixtral(job: Job) -> nn.Module:
 def _gpt_moe(job: Job) -> nn.Module:
     from gpt_moe import GptMoe, GptMoeConfig, MoeSettings
 
-    moe = MoeSettings(num_experts=4, k=job.top_k, ep_size=job.ep_size, drop_tokens=job.drop_tokens)
+    moe = MoeSettings(
+        num_experts=job.num_experts,
+        k=job.top_k,
+        ep_size=job.ep_size,
+        drop_tokens=job.drop_tokens,
+    )
     shape = GptMoeConfig(
         vocab_size=VOCABULARY,
         sequence_length=LENGTH,
@@ -103,7 +128,24 @@ def _gpt_moe(job: Job) -> nn.Module:
     return GptMoe(shape)
 
 
-_MODELS: dict[str, Callable[[Job], nn.Module]] = {"mixtral": _mixtral, "gpt_moe": _gpt_moe}
+def _of_family(job: Job) -> nn.Module:
+    model = families.build(job.family)
+    if job.dtype == "float64":
+        model.set_experts_implementation("eager")
+    return model
+
+
+def _toy(job: Job) -> nn.Module:
+    from tests.hosts import toy
+
+    return toy.build(job.family)
+
+
+_MODELS: dict[str, Callable[[Job], nn.Module]] = {
+    **dict.fromkeys(families.NAMES, _of_family),
+    "mixtral": _mixtral,
+    "gpt_moe": _gpt_moe,
+}
 
 
 def micro_batch(step: int, number: int) -> Tensor:
@@ -114,7 +156,7 @@ def micro_batch(step: int, number: int) -> Tensor:
 def document_of(job: Job, world_size: int) -> dict[str, Any]:
     document: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": MICRO_BATCHES // world_size,
+        "gradient_accumulation_steps": job.micro_batches // world_size,
         "gradient_clipping": job.clip,
         "zero_optimization": {"stage": job.stage},
         "steps_per_print": 10**9,
@@ -128,12 +170,15 @@ def document_of(job: Job, world_size: int) -> dict[str, Any]:
         }
     if job.dtype == "bfloat16":
         document["bf16"] = {"enabled": True}
+    if job.dtype == "float16":
+        document["fp16"] = {"enabled": True, "initial_scale_power": 20}
     if job.block:
         document["ds_moe_ext"] = {
             "enabled": True,
             "expert_parallel_size": job.cells,
             "strategy": job.strategy,
-            job.strategy: dict(job.keys),
+            "options" if ":" in job.strategy else job.strategy: dict(job.keys),
+            "hardware": job.hardware,
             "report": {"enabled": False},
             "debug": True,
         }
@@ -185,6 +230,8 @@ def _reduce_in_float64(engine: Any, world_size: int) -> None:
     from deepspeed.moe.utils import is_moe_param
 
     for parameter in engine.module.parameters():
+        if not parameter.requires_grad:
+            continue
         if not is_moe_param(parameter):  # each rank has experts of its own
             dist.all_reduce(parameter.grad)
         parameter.grad /= world_size
@@ -236,10 +283,12 @@ def _trained(rank: int, world_size: int, job: Job) -> Result | None:
     losses, norms = [], []
     for step in range(start, job.steps):
         total = torch.zeros((), dtype=torch.float64)
-        for number in range(rank, MICRO_BATCHES, world_size):
-            is_last = number + world_size >= MICRO_BATCHES
+        for number in range(rank, job.micro_batches, world_size):
+            is_last = number + world_size >= job.micro_batches
             with engine.no_sync() if job.no_sync and not is_last else nullcontext():
                 loss = loss_of(engine, micro_batch(step, number))
+                if job.evaluate_within:
+                    _evaluate(engine, step)
                 engine.backward(loss)
             if job.dtype == "float64" and engine.is_gradient_accumulation_boundary():
                 _reduce_in_float64(engine, world_size)
@@ -248,7 +297,7 @@ def _trained(rank: int, world_size: int, job: Job) -> Result | None:
         if job.evaluate:
             _evaluate(engine, step)
         dist.all_reduce(total)
-        losses.append(float(total) / MICRO_BATCHES)
+        losses.append(float(total) / job.micro_batches)
         norms.append(float(engine.get_global_grad_norm() or 0.0))
         if job.save_at == step + 1:
             engine.save_checkpoint(job.folder)

@@ -89,3 +89,22 @@ def test_torchrun_trains_hugging_face_models(model: str, tmp_path: Path) -> None
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert summary["losses"][-1] < summary["losses"][0]
     assert len(summary["balance_by_layer"]) == 3
+
+
+@pytest.mark.slow
+def test_a_run_resumes_on_fewer_ranks_with_another_strategy(tmp_path: Path) -> None:
+    """What seven steps of two ranks have saved goes on for two more on one."""
+    saved = ["--save", str(tmp_path / "saved")]
+    command = arguments(tmp_path, document(tmp_path, strategy="fssdp"), "mixtral_tiny")
+    start(
+        ["torchrun", "--nproc_per_node", "2", "--master_port", str(free_port()), *command, *saved]
+    )
+    before = json.loads((tmp_path / "out/summary.json").read_text())["losses"]
+    command = arguments(tmp_path, document(tmp_path, expert_parallel_size=1), "mixtral_tiny")
+    command[command.index("--steps") + 1] = "9"
+    resumed = ["--resume", str(tmp_path / "saved")]
+    start(
+        ["torchrun", "--nproc_per_node", "1", "--master_port", str(free_port()), *command, *resumed]
+    )
+    after = json.loads((tmp_path / "out/summary.json").read_text())["losses"]
+    assert len(after) == 2 and max(after) < before[0]

@@ -43,10 +43,11 @@ class Case:
     arguments: Document = field(default_factory=dict)
 
 
-def native(num_experts: int = 4, **arguments: Any) -> nn.Module:
+def native(num_experts: int = 4, *, expert: nn.Module | None = None, **arguments: Any) -> nn.Module:
     from deepspeed.moe.layer import MoE
 
-    return nn.ModuleDict({"moe": MoE(8, nn.Linear(8, 8), num_experts=num_experts, **arguments)})
+    expert = expert or nn.Linear(8, 8)
+    return nn.ModuleDict({"moe": MoE(8, expert, num_experts=num_experts, **arguments)})
 
 
 def hugging_face(path: str) -> nn.Module:
@@ -187,6 +188,10 @@ MODELS = {
         ("use_data_before_expert_parallelism", "set it to false"),
         document={"use_data_before_expert_parallelism": True},
     ),
+    "checkpoints in pieces": Case(
+        ("checkpoint.use_node_local_storage is true", "set it to false"),
+        document={"checkpoint": {"use_node_local_storage": True}},
+    ),
     "DeepCompile": Case(
         ("compile.deepcompile is true", "set it to false"),
         document={"compile": {"deepcompile": True}},
@@ -200,6 +205,10 @@ MODELS = {
         model=lambda: native(4, enable_expert_tensor_parallelism=True),
     ),
     # Layers
+    "native experts with buffers": Case(
+        ("an expert of moe has buffers ['running_mean'", "make them parameters"),
+        model=lambda: native(4, expert=nn.BatchNorm1d(8)),
+    ),
     "no MoE layer": Case(
         ("no MoE layer", "register_experts", "doctor"), model=lambda: nn.Linear(4, 4)
     ),
@@ -454,6 +463,7 @@ def test_nothing_is_checked_where_the_block_is_off(
         {"expert_parallel": {}},
         {"compile": {"deepcompile": False}},
         {"hybrid_engine": {"enabled": False}},
+        {"checkpoint": {"use_node_local_storage": False}},
         {"use_data_before_expert_parallelism": False},
         {"bf16": {"enabled": True}, "gradient_clipping": 1.0},
     ],

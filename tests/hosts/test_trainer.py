@@ -59,12 +59,13 @@ SCRIPT = """
     resumes = get_last_checkpoint(output) if len(sys.argv) > 3 else None
     straight.train(resume_from_checkpoint=resumes)
     logged = straight.state.log_history
-    print("answer:", json.dumps({
+    answer = json.dumps({
         "losses": [entry["loss"] for entry in logged if "loss" in entry],
         "norms": [float(entry["grad_norm"]) for entry in logged if "grad_norm" in entry],
         "evaluation": straight.evaluate()["eval_loss"],
-        "experts": straight.model.model.layers[0].mlp.experts.gate_up_proj.shape[0],
-    }))
+        "experts": len(straight.model.model.layers[0].mlp.experts.gate_up_proj),
+    })
+    sys.stdout.write(f"answer: {answer}\\n")  # at once: ranks share the output
     straight.save_model(output + "/saved")
 """
 

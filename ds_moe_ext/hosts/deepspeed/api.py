@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ds_moe_ext.hosts.deepspeed.checkpoint import gathered_state
 from ds_moe_ext.hosts.deepspeed.engine import run_of
+from ds_moe_ext.hosts.deepspeed.export import gathered_state
 from ds_moe_ext.report.recorder import Recorder
 
 

@@ -1,7 +1,9 @@
-"""Every rank's experts in DeepSpeed's checkpoints, one file an expert, by its global number.
+"""Checkpoints that any run of the model can go on from, however it is laid out.
 
-DeepSpeed does this for its own MoE class, and so for the layers of that class that we replaced. For
-the others it would save rank 0's experts and give them to every rank.
+DeepSpeed's own files keep what it says once: dense weights and buffers, the learning rate's
+schedule, counters, the client's state. Experts and all that the optimizer keeps, of dense weights
+too, go into a folder beside them, by name; see ``kept``. No ``zero_pp_rank`` file is written or
+read, so nothing depends on ranks, stages or slots.
 """
 
 from __future__ import annotations
@@ -12,208 +14,228 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from deepspeed.moe.layer import MoE
-from deepspeed.utils import groups
-from torch import Tensor, nn
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import nn
 
-from ds_moe_ext.comm import all_gather_slots
+from ds_moe_ext.comm import gather_texts
+from ds_moe_ext.hosts.deepspeed import stored
 from ds_moe_ext.hosts.deepspeed.engine import run_of
+from ds_moe_ext.hosts.deepspeed.kept import (
+    REMEMBERED,
+    base_optimizer,
+    kept_of,
+    named_parameters,
+    wrapper_name,
+)
+from ds_moe_ext.hosts.deepspeed.layout_file import LAYOUT_FILE, SavedLayout
+from ds_moe_ext.hosts.deepspeed.move import Expert, ExpertMover
 from ds_moe_ext.hosts.deepspeed.native import HostedMoE
+from ds_moe_ext.hosts.deepspeed.staged import (
+    FOLDER,
+    Asked,
+    Staged,
+    check_module,
+    read,
+    slot_name,
+)
+from ds_moe_ext.hosts.deepspeed.states import OptimizerStates
 from ds_moe_ext.hosts.experts import HostedExperts
-from ds_moe_ext.hosts.found import Hosted
+from ds_moe_ext.hosts.found import Slot
 from ds_moe_ext.hosts.run import Run
-from ds_moe_ext.schedule.task import INTER
 
-LAYOUT_FILE = "ds_moe_ext.json"  # beside the checkpoint: how the run was laid out
+Arguments = Mapping[str, Any]  # of a method of DeepSpeed's engine, ``self`` included
 
 
-def hosted(model: nn.Module) -> Iterator[tuple[int, str, HostedExperts]]:
-    """The layers that DeepSpeed does not save itself: number, name and module.
+def save(engine: Any, arguments: Arguments, save_rest: Callable[..., Any]) -> Any:
+    """Write a checkpoint. Collective.
 
-    Numbers go on behind those that DeepSpeed gives to its own MoE layers.
+    Args:
+        engine: DeepSpeed's.
+        arguments: of ``save_rest``.
+        save_rest: DeepSpeed's ``_save_moe_checkpoint``.
     """
-    number = sum(isinstance(module, MoE) for module in model.modules())
-    for name, module in model.named_modules():
-        if isinstance(module, HostedExperts):
-            yield number, name, module
-            number += 1
-
-
-def without_experts(engine: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """A module's state without the weights that go into files of their own."""
-    names = {
-        f"{name}.{parameter}"
-        for _, name, module in hosted(engine.module)
-        for parameter, _ in module.named_parameters()
-    }
-    return {key: value for key, value in state.items() if key not in names}
-
-
-def save_experts(engine: Any, folder: str, tag: str) -> None:
-    """Write this rank's experts, one file each; of ranks with the same experts the first writes."""
     run = run_of(engine)
     if run is None:
-        return
-    save_layout(run, folder, tag)
-    for number, name, module in hosted(engine.module):
-        group = f"ep_size_{run.blueprint.grid.num_cells}"
-        if not engine.checkpoint_engine.is_data_parallel_writer(
-            groups._get_expert_data_parallel_rank(group)
-        ):
-            continue
-        for slot, expert in enumerate(held_by(module)):
-            parameters = module.slots()[slot].parameters
-            state = {
-                f"{name}.{weight}.{expert}": parameter.detach().clone()
-                for weight, parameter in zip(module.weight_names, parameters)
-            }
-            path = engine._get_expert_ckpt_name(
-                folder, number, expert, tag, checkpoint_mp_rank=engine.checkpoint_mp_rank
-            )
-            engine.checkpoint_engine.save(state, path)
-
-
-def load_experts(arguments: Mapping[str, Any], name_of_file: Callable[..., str]) -> None:
-    """Put this rank's experts into the state that the module is about to load.
-
-    Args:
-        arguments: of DeepSpeed's ``load_moe_state_dict``; its ``state_dict`` is changed in place.
-        name_of_file: DeepSpeed's rule for the name of an expert's file.
-    """
-    state, reader = arguments["state_dict"], arguments["checkpoint_engine"]
-    mp_rank = arguments["checkpoint_mp_rank"] or 0
-    for number, name, module in hosted(arguments["model"]):
-        held = held_by(module)
-        paths = [
-            name_of_file(
-                arguments["checkpoint_path"],
-                number,
-                expert,
-                arguments["tag"],
-                checkpoint_mp_rank=mp_rank,
-            )
-            for expert in held
-        ]
-        files = [reader.load(path, map_location="cpu") for path in paths]
-        for weight in module.weight_names:
-            for slot, (file, expert) in enumerate(zip(files, held)):
-                state[f"{name}.{weight}.{slot}"] = file[f"{name}.{weight}.{expert}"]
-
-
-def held_by(module: HostedExperts) -> list[int]:
-    """Global numbers of the experts of a module, in slot order."""
-    site = module.routed.site
-    experts: list[int] = site.plan.home.experts_of(site.layout.index("ep")).tolist()
-    return experts
-
-
-def layout_of(run: Run) -> dict[str, Any]:
-    """What a later run must match to go on with the optimizer states."""
-    grid = run.blueprint.grid
-    return {
-        "strategy": run.blueprint.settings.strategy,
-        "expert_parallel_size": grid.num_cells,
-        "world_size": grid.world_size,
-        "num_experts": {layer.name: layer.record().num_experts for layer in run.layers},
-    }
-
-
-def save_layout(run: Run, folder: str, tag: str) -> None:
-    """Say beside the checkpoint how the run was laid out. Rank 0 alone."""
+        return save_rest(**arguments)
+    folder = Path(arguments["save_dir"]) / str(arguments["tag"])
     if run.rank == 0:
-        (Path(folder) / tag / LAYOUT_FILE).write_text(json.dumps(layout_of(run), indent=1))
+        (folder / LAYOUT_FILE).unlink(missing_ok=True)  # of one that is being overwritten
+    slots = _mover(engine, run).slots(run.planning.job.homes)
+    layout = _layout_of(engine, run, slots)
+    parts, objects = kept_of(
+        engine,
+        named_parameters(engine, run, slots),
+        excludes_frozen=arguments["exclude_frozen_parameters"],
+    )
+    objects[REMEMBERED] = run.planning.remembered_ILCE
+    stored.save(folder / FOLDER, parts, objects)
+    with _experts_apart(engine, run):
+        result = save_rest(**arguments)
+    if run.rank == 0:
+        layout.write(folder)
+    return result
 
 
-def check_layout(engine: Any, arguments: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that would be loaded into the wrong places, before anything is loaded.
+def load(engine: Any, arguments: Arguments, load_rest: Callable[..., Any]) -> Any:
+    """Go on from a checkpoint. Collective.
 
     Args:
-        arguments: of DeepSpeed's ``_load_checkpoint``.
+        engine: DeepSpeed's.
+        arguments: of ``load_rest``.
+        load_rest: DeepSpeed's ``_load_checkpoint``.
+
+    Returns:
+        What it returns: path and the client's state.
 
     Raises:
-        ValueError: what differs, and what to do.
+        ValueError: what differs, and what to do; the engine is as it was.
     """
     run = run_of(engine)
     if run is None:
-        return
-    if engine.load_universal_checkpoint():
-        raise ValueError(
-            "checkpoint.load_universal is true, which is not supported with replaced experts; set "
-            "it to false and load a regular checkpoint"
-        )
-    folder = Path(arguments["load_dir"]) / str(arguments["tag"])
-    path = folder / LAYOUT_FILE
-    if not path.exists():
-        raise ValueError(
-            f"{folder} has no {LAYOUT_FILE}: it was written without ds_moe_ext, or with it "
-            "disabled; load it with ds_moe_ext disabled"
-        )
-    theirs, own = json.loads(path.read_text()), layout_of(run)
-    keys = ["num_experts"]
-    if arguments["load_optimizer_states"] and not arguments["load_module_only"]:
-        keys += ["expert_parallel_size", "world_size"]
-    for key in keys:
-        if theirs[key] != own[key]:
-            raise ValueError(
-                f"the checkpoint {folder} has {key} {theirs[key]}, but this run {own[key]}: its "
-                f"optimizer states would go to the wrong experts; run with {key} {theirs[key]}, or "
-                "load the weights alone with load_module_only=True"
-            )
+        return load_rest(**arguments)
+    asked = Asked.of(engine, arguments)
+    staged = read(engine, run, asked)
+    with _weights_given(engine, staged, asked, arguments["load_lr_scheduler_states"]):
+        path, client = load_rest(**{**arguments, "load_optimizer_states": False})
+    _apply(engine, run, staged, asked)
+    client.pop("optimizer", None)  # DeepSpeed takes it for the client's
+    return path, client
+
+
+def is_replaced(model: nn.Module) -> bool:
+    """Whether the model has experts that are loaded here."""
+    return any(isinstance(module, (HostedExperts, HostedMoE)) for module in model.modules())
+
+
+def _mover(engine: Any, run: Run) -> ExpertMover:
+    return ExpertMover(engine, run.layers, run.blueprint.pools)
+
+
+# Saving.
+
+
+def _layout_of(engine: Any, run: Run, slots: Mapping[Expert, Slot]) -> SavedLayout:
+    """Collective."""
+    own = [(expert, slot_name(engine, slot)) for expert, slot in slots.items()]
+    names = {
+        Expert(*expert): name
+        for text in gather_texts(json.dumps(own), None)
+        for expert, name in json.loads(text)
+    }
+    optimizer, grid = base_optimizer(engine), run.blueprint.grid
+    homes = {layer.name: home for layer, home in zip(run.layers, run.planning.job.homes)}
+    return SavedLayout(
+        strategy=run.blueprint.settings.strategy,
+        expert_parallel_size=grid.num_cells,
+        world_size=grid.world_size,
+        zero_stage=int(engine.zero_optimization_stage()),
+        num_experts={name: home.num_experts for name, home in homes.items()},
+        homes={name: home.owner_E.tolist() for name, home in homes.items()},
+        slots={
+            name: [names[Expert(layer, number)] for number in range(home.num_experts)]
+            for layer, (name, home) in enumerate(homes.items())
+        },
+        optimizer=None if optimizer is None else type(optimizer).__name__,
+        step=engine.global_steps,
+    )
 
 
 @contextmanager
-def whole_state(engine: Any) -> Iterator[None]:
-    """While it lasts, ``engine.module_state_dict`` gives all experts. Collective."""
-    if run_of(engine) is None:
-        yield
-        return
-    engine.module_state_dict = lambda **_: gathered_state(engine.module)
+def _experts_apart(engine: Any, run: Run) -> Iterator[None]:
+    """While it lasts, the states of module and optimizer have nothing that is saved here."""
+    ours = {parameter for layer in run.layers for parameter in layer.parameters}
+
+    def drop(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name, parameter in module.named_parameters():
+            if parameter in ours:
+                state.pop(prefix + name, None)
+
+    hooks = [layer.hosted.register_state_dict_post_hook(drop) for layer in run.layers]  # type: ignore[attr-defined]
+    optimizer = engine.optimizer
+    if optimizer is not None:
+        optimizer.state_dict = lambda: {}
     try:
         yield
     finally:
-        del engine.module_state_dict
+        for hook in hooks:
+            hook.remove()
+        if optimizer is not None:
+            del optimizer.state_dict
 
 
-def gathered_state(model: nn.Module) -> dict[str, Tensor]:
-    """The model's state with all experts under the host's names, as the stock class loads it.
-
-    Collective. Every rank gets it; experts are in host memory, one weight at a time on the device.
-    """
-    state = dict(model.state_dict())
-    for name, module in model.named_modules():
-        if isinstance(module, HostedExperts):
-            slots = module.slots()
-            for index, weight in enumerate(module.weight_names):
-                state[f"{name}.{weight}"] = _joined(module, index)
-                for slot in range(len(slots)):
-                    del state[f"{name}.{weight}.{slot}"]
-        elif isinstance(module, HostedMoE):
-            prefix = f"{name}.experts.deepspeed_experts"
-            slots = module.slots()
-            for index, weight in enumerate(module.weight_names):
-                for expert, tensor in enumerate(_joined(module, index)):
-                    state[f"{prefix}.{expert}.{weight}"] = tensor
-    return state
+# Loading.
 
 
-def _joined(module: Hosted, index: int) -> Tensor:
-    """A weight of all experts, ``[E, ...]``, from this rank's. Collective.
+@contextmanager
+def _weights_given(
+    engine: Any, staged: Staged, asked: Asked, with_scheduler: bool
+) -> Iterator[None]:
+    """While it lasts, the engine loads this rank's experts with what DeepSpeed's file has."""
 
-    Args:
-        index: of the weight among those of an expert.
-    """
-    routed = module.routed
-    weights: list[Tensor] = [slot.parameters[index] for slot in module.slots()]
-    if not weights:  # none of the layer's experts is at home here
-        assert routed.copies is not None
-        weights = [routed.copies.like[index]]
-    local_S = torch.stack([weight.detach() for weight in weights])[: len(module.slots())]
-    home, layout = routed.site.plan.home, routed.site.layout
-    if home.num_cells == 1:
-        return local_S
-    held_C = [home.experts_of(cell) for cell in range(home.num_cells)]
-    joined = all_gather_slots(local_S, [len(held) for held in held_C], layout.group("ep", INTER))
-    order = torch.from_numpy(np.concatenate(held_C).argsort())
-    return joined.cpu().index_select(0, order)  # all experts at once may not fit a device
+    def load_module_state_dict(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        names = {parameter: name for name, parameter in engine.module.named_parameters()}
+        checkpoint["module"].update({names[p]: weight for p, weight in staged.weights.items()})
+        # Frozen weights again, by the names of rank 0's slots; they are in the module's state too.
+        checkpoint["frozen_param_fragments"] = None
+        if kwargs.get("custom_load_fn") is None:
+            check_module(engine, checkpoint["module"], asked)
+        if with_scheduler and not asked.weights_alone:
+            _check_scheduler(engine, checkpoint, asked)
+        return type(engine).load_module_state_dict(engine, checkpoint, *args, **kwargs)
+
+    engine.load_module_state_dict = load_module_state_dict
+    try:
+        yield
+    finally:
+        del engine.load_module_state_dict
+
+
+def _check_scheduler(engine: Any, checkpoint: Mapping[str, Any], asked: Asked) -> None:
+    if engine.lr_scheduler is not None and checkpoint.get("lr_scheduler") is None:
+        raise ValueError(
+            f"the checkpoint {asked.folder} was saved without a schedule of the learning rate, but "
+            f"this run has a {type(engine.lr_scheduler).__name__}; load with "
+            "load_lr_scheduler_states=False"
+        )
+
+
+def _apply(engine: Any, run: Run, staged: Staged, asked: Asked) -> None:
+    """What is left when DeepSpeed has loaded its part. Collective."""
+    for layer in run.layers:
+        layer.routed.start_anew()  # copies are of the weights that were there
+    if not asked.weights_alone:
+        _mover(engine, run).hold(staged.seats.slots, staged.seats.homes)
+        run.planning.resume(staged.seats.homes, staged.remembered_ILCE)
+    if asked.with_optimizer:
+        _apply_states(engine, run, staged)
+    elif hasattr(engine.optimizer, "refresh_fp32_params"):
+        engine.optimizer.refresh_fp32_params()
+
+
+def _apply_states(engine: Any, run: Run, staged: Staged) -> None:
+    states, optimizer = OptimizerStates(engine), engine.optimizer
+    states.write(staged.states)
+    if hasattr(optimizer, "update_lp_params"):
+        optimizer.update_lp_params()  # brings the fragments of other ranks
+    for parameter, saved in staged.options.items():
+        options = states.options(parameter)
+        if options is not None:
+            options.update(saved)
+    settings = staged.settings.get(wrapper_name(engine))
+    if settings is not None:
+        _take_settings(optimizer, settings)
+    elif engine.fp16_enabled():
+        run.planning.tell("the loss scale starts anew: it was saved by another wrapper")
+    if engine.zero_optimization() and not engine.zero_load_from_fp32_weights():
+        optimizer._restore_from_bit16_weights()
+
+
+def _take_settings(optimizer: Any, settings: Mapping[str, Any]) -> None:
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        optimizer._load_global_state(settings)
+    elif isinstance(optimizer, BF16_Optimizer):
+        optimizer.clip_grad = settings["clip_grad"]
+    else:  # FP16_Optimizer and FP16_UnfusedOptimizer, with no master to copy
+        no_masters: dict[str, Any] = {"fp32_groups": [], "fp32_groups_flat": []}
+        optimizer.load_state_dict({**settings, **no_masters}, load_optimizer_states=False)

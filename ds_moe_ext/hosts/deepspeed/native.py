@@ -15,15 +15,15 @@ from deepspeed.moe.layer import MoE
 from torch import Tensor, nn
 
 from ds_moe_ext.hosts.experts import shell
-from ds_moe_ext.hosts.found import Adopted, Found, RoutedOf, Slot, shape_of, weights_of
+from ds_moe_ext.hosts.found import Adopted, Found, RoutedOf, Slot, Wanted, shape_of, weights_of
 from ds_moe_ext.moe.expert import ModuleExperts
 from ds_moe_ext.moe.layer import RoutedExperts
 
 
-def find(model: nn.Module) -> Iterator[Found]:
+def find(model: nn.Module, wanted: Wanted) -> Iterator[Found]:
     """The MoE layers, in model order."""
     for name, module in model.named_modules():
-        if isinstance(module, MoE):
+        if isinstance(module, MoE) and wanted(name):
             yield _found(name, module)
 
 

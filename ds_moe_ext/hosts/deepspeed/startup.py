@@ -134,6 +134,11 @@ def refuse_unsupported(document: Mapping[str, Any], model: nn.Module, mpu: Any, 
             "here; set it to false",
         ),
         (
+            bool(_section(document, "checkpoint").get("use_node_local_storage")),
+            "checkpoint.use_node_local_storage is true, but a checkpoint is one folder here, which "
+            "all ranks write and read; set it to false and save to a file system that they share",
+        ),
+        (
             isinstance(model, PipelineModule),
             f"the model is a PipelineModule ({type(model).__name__}); pipeline parallelism is not "
             "supported: pass a plain nn.Module",

@@ -193,13 +193,21 @@ class OptimizerStates:
         Raises:
             ValueError: they do not fit; then nothing has been changed.
         """
+        self.check(states)
+        with torch.no_grad():
+            for parameter, given in states.items():
+                if given.start < given.stop:
+                    self._write(parameter, given)
+
+    def check(self, states: Mapping[nn.Parameter, ParameterStates]) -> None:
+        """Whether ``write`` would take them.
+
+        Raises:
+            ValueError: why not.
+        """
         for parameter, given in states.items():
             _check_range(self._place_of(parameter), given)
-        written = {p: given for p, given in states.items() if given.start < given.stop}
-        self._check_groups(written)
-        with torch.no_grad():
-            for parameter, given in written.items():
-                self._write(parameter, given)
+        self._check_groups({p: given for p, given in states.items() if given.start < given.stop})
 
     def options(self, parameter: nn.Parameter) -> dict[str, Any] | None:
         """The settings of the parameter group that a parameter is stepped with, such as ``lr``: the

@@ -1,0 +1,131 @@
+"""What a checkpoint keeps of an engine, and by which names.
+
+Everything has a name that tells nothing of ranks, slots or ZeRO stages, so that any later run finds
+it. ``NAME`` is a dense weight's own name, and of an expert ``<layer>.<weight>.<number>``; ``KIND``
+leaves out the number, for what all experts of a layer have in common:
+
+    NAME/master     the weight as the optimizer steps it; the module has it rounded
+    NAME/exp_avg    and every other state, by the optimizer's name for it
+    NAME/scalars    what the optimizer keeps once, such as ``step``
+    KIND/about      shape, and options of the parameter group, such as ``lr``
+    optimizer       settings of DeepSpeed's wrapper, such as the loss scale
+    remembered      rows of the steps that predict the next
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from torch import Tensor, nn
+
+from ds_moe_ext.hosts.deepspeed.move import Expert
+from ds_moe_ext.hosts.deepspeed.states import OptimizerStates
+from ds_moe_ext.hosts.deepspeed.stored import Part
+from ds_moe_ext.hosts.found import Slot
+from ds_moe_ext.hosts.run import Run
+
+SCALARS, ABOUT = "scalars", "about"
+OPTIMIZER, REMEMBERED = "optimizer", "remembered"
+
+
+class Named(NamedTuple):
+    """What a parameter is called in a checkpoint.
+
+    Attributes:
+        name: its own.
+        kind: the part of it that all experts of a layer share.
+        is_expert: whether it is one's weight.
+    """
+
+    name: str
+    kind: str
+    is_expert: bool
+
+
+def named_parameters(
+    engine: Any, run: Run, slots: Mapping[Expert, Slot]
+) -> dict[nn.Parameter, Named]:
+    """All parameters of this rank that have elements, if its experts lie in these slots."""
+    named = {p: Named(name, name, False) for name, p in engine.module.named_parameters()}
+    for expert, slot in slots.items():
+        layer = run.layers[expert.layer]
+        for weight, parameter in zip(layer.hosted.weight_names, slot.parameters):
+            kind = f"{layer.name}.{weight}"
+            named[parameter] = Named(f"{kind}.{expert.number}", kind, True)
+    return {parameter: names for parameter, names in named.items() if parameter.numel()}
+
+
+class Kept(NamedTuple):
+    """What this rank writes."""
+
+    parts: dict[str, Part]
+    objects: dict[str, Any]
+
+
+def kept_of(
+    engine: Any, named: Mapping[nn.Parameter, Named], *, excludes_frozen: bool = False
+) -> Kept:
+    """All that this rank's optimizer keeps, and its experts; frozen dense weights are the host's.
+
+    Args:
+        engine: DeepSpeed's.
+        named: its parameters.
+        excludes_frozen: leave out experts that are not trained.
+
+    Raises:
+        ValueError: the optimizer keeps what has no part for each element.
+    """
+    states = OptimizerStates(engine)
+    kept = Kept({}, {OPTIMIZER: wrapper_settings(engine)})
+    for parameter, names in named.items():
+        options = states.options(parameter)
+        if not names.is_expert and options is None:
+            continue
+        if names.is_expert and excludes_frozen and not parameter.requires_grad:
+            continue
+        _keep(kept, parameter, names, states)
+        kept.objects[f"{names.kind}/{ABOUT}"] = {
+            "shape": tuple(parameter.shape),
+            "options": options and {k: v for k, v in options.items() if k not in _OF_A_GROUP},
+        }
+    return kept
+
+
+_OF_A_GROUP = ("params", "name", "moe")  # what says which parameters a group has
+
+
+def _keep(kept: Kept, parameter: nn.Parameter, names: Named, states: OptimizerStates) -> None:
+    numel, own = parameter.numel(), states.of(parameter)
+    if own.start < own.stop:
+        for state, tensor in own.tensors.items():
+            kept.parts[f"{names.name}/{state}"] = Part(tensor, own.start, numel)
+        kept.objects[f"{names.name}/{SCALARS}"] = dict(own.scalars)
+
+
+def base_optimizer(engine: Any) -> torch.optim.Optimizer | None:
+    """The optimizer inside DeepSpeed's wrapper."""
+    optimizer = engine.optimizer
+    if isinstance(optimizer, DeepSpeedOptimizer):
+        optimizer = optimizer.optimizer
+    inner: torch.optim.Optimizer | None = optimizer
+    return inner
+
+
+def wrapper_settings(engine: Any) -> dict[str, Any]:
+    """What DeepSpeed's wrapper of the optimizer keeps beside tensors and their layout, under a name
+    that tells which wrapper may take it."""
+    optimizer = engine.optimizer
+    if not isinstance(optimizer, DeepSpeedOptimizer):
+        return {}
+    state = type(optimizer).state_dict(optimizer)
+    settings = {k: v for k, v in state.items() if not isinstance(v, (Tensor, list, tuple, dict))}
+    return {wrapper_name(engine): settings}
+
+
+def wrapper_name(engine: Any) -> str:
+    """Wrappers of one name keep the same settings, and mean the same by them."""
+    scaled = " with a loss scale" if engine.fp16_enabled() else ""
+    return f"{type(engine.optimizer).__name__}{scaled}"

@@ -1,0 +1,66 @@
+"""``ds_moe_ext.json`` in a checkpoint: how the run was laid out that wrote it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+LAYOUT_FILE = "ds_moe_ext.json"
+FORMAT = 2  # of the checkpoint; 1 had a file an expert
+
+
+@dataclass(frozen=True)
+class SavedLayout:
+    """What the file says.
+
+    Attributes:
+        strategy: that the run had.
+        expert_parallel_size: cells.
+        world_size: ranks.
+        zero_stage: of DeepSpeed.
+        num_experts: of each layer, in model order.
+        homes: of each layer, the cell where each expert lives.
+        slots: of each layer, the slot there that each expert lies in: the name that the slot's
+            first weight had when the run started.
+        optimizer: class that steps the weights; None without one.
+        step: optimizer steps that were taken.
+    """
+
+    strategy: str
+    expert_parallel_size: int
+    world_size: int
+    zero_stage: int
+    num_experts: Mapping[str, int]
+    homes: Mapping[str, Sequence[int]]
+    slots: Mapping[str, Sequence[str]]
+    optimizer: str | None
+    step: int
+
+    def write(self, folder: Path) -> None:
+        """Write it; that it is there says that all else is."""
+        document = {"format": FORMAT, **asdict(self)}
+        (folder / LAYOUT_FILE).write_text(json.dumps(document, indent=1))
+
+    @classmethod
+    def read(cls, folder: Path) -> SavedLayout:
+        """That of a checkpoint.
+
+        Raises:
+            ValueError: the checkpoint is not one of ours, or not complete.
+        """
+        path = folder / LAYOUT_FILE
+        if not path.exists():
+            raise ValueError(
+                f"{folder} has no {LAYOUT_FILE}: it was written without ds_moe_ext or with it "
+                "disabled, or writing did not end; load it with ds_moe_ext disabled, or choose "
+                "another checkpoint"
+            )
+        document = json.loads(path.read_text())
+        if document.pop("format", 1) != FORMAT:
+            raise ValueError(
+                f"{folder} was written by another version of ds_moe_ext, whose checkpoints have "
+                f"another format than {FORMAT}; load it with that version"
+            )
+        return cls(**document)

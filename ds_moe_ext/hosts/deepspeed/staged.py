@@ -1,0 +1,351 @@
+"""A checkpoint for this rank, read into host memory and checked, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ds_moe_ext.comm import gather_texts
+from ds_moe_ext.hosts.deepspeed import stored
+from ds_moe_ext.hosts.deepspeed.kept import (
+    ABOUT,
+    OPTIMIZER,
+    REMEMBERED,
+    SCALARS,
+    Named,
+    base_optimizer,
+    named_parameters,
+)
+from ds_moe_ext.hosts.deepspeed.layout_file import SavedLayout
+from ds_moe_ext.hosts.deepspeed.move import Expert, ExpertMover
+from ds_moe_ext.hosts.deepspeed.states import MASTER, OptimizerStates, ParameterStates
+from ds_moe_ext.hosts.deepspeed.stored import Part
+from ds_moe_ext.hosts.found import Slot
+from ds_moe_ext.hosts.run import Run
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.strategies.base import Pool
+
+FOLDER = "ds_moe_ext"  # in the checkpoint, beside DeepSpeed's files
+
+
+class Asked(NamedTuple):
+    """What a call of ``load_checkpoint`` asks for.
+
+    Attributes:
+        folder: of the checkpoint.
+        is_strict: no weight may be missing.
+        weights_alone: and no counters, nor where experts live.
+        with_optimizer: the optimizer's states too.
+    """
+
+    folder: Path
+    is_strict: bool
+    weights_alone: bool
+    with_optimizer: bool
+
+    @classmethod
+    def of(cls, engine: Any, arguments: Mapping[str, Any]) -> Asked:
+        """From the arguments of DeepSpeed's ``_load_checkpoint``."""
+        alone = arguments["load_module_only"]
+        return cls(
+            folder=Path(arguments["load_dir"]) / str(arguments["tag"]),
+            is_strict=arguments["load_module_strict"],
+            weights_alone=alone,
+            with_optimizer=bool(
+                arguments["load_optimizer_states"] and not alone and engine.optimizer is not None
+            ),
+        )
+
+
+class Seats(NamedTuple):
+    """Where experts shall lie.
+
+    Attributes:
+        homes: of each layer.
+        slots: of this rank's experts.
+    """
+
+    homes: tuple[Placement, ...]
+    slots: dict[Expert, Slot]
+
+
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """What is to become of an engine.
+
+    Attributes:
+        seats: of its experts.
+        weights: of experts, whole, by the parameter of their seat.
+        states: of all that is trained, and of experts; empty if they were not asked for.
+        options: of the parameter groups, by parameter; empty likewise.
+        settings: of the optimizer's wrapper, by its name; empty likewise.
+        remembered_ILCE: see ``Planning.resume``.
+    """
+
+    seats: Seats
+    weights: Mapping[nn.Parameter, Tensor]
+    states: Mapping[nn.Parameter, ParameterStates]
+    options: Mapping[nn.Parameter, Mapping[str, Any]]
+    settings: Mapping[str, Mapping[str, Any]]
+    remembered_ILCE: np.ndarray
+
+
+def read(engine: Any, run: Run, asked: Asked) -> Staged:
+    """Read what this rank needs. Collective.
+
+    Raises:
+        ValueError: on all ranks, with what is wrong on the first that finds something; nothing has
+            been changed.
+    """
+    layout = _agreed(lambda: _checked_layout(engine, run, asked))
+    seats = _seats(engine, run, layout, asked)
+    return _agreed(lambda: _Reading(engine, run, asked, seats).staged(layout))
+
+
+T = TypeVar("T")
+
+
+def _agreed(step: Callable[[], T]) -> T:
+    """Do it on all ranks or fail on all: one that failed alone would leave the others waiting.
+    Collective."""
+    result: T | None = None
+    text, cause = "", None
+    try:
+        result = step()
+    except Exception as error:
+        is_told = isinstance(error, ValueError)
+        text, cause = str(error) if is_told else f"the checkpoint cannot be read: {error!r}", error
+    wrong = next(filter(None, gather_texts(text, None)), None)
+    if wrong is not None:
+        raise ValueError(wrong) from cause
+    assert result is not None
+    return result
+
+
+# The layout.
+
+
+def _checked_layout(engine: Any, run: Run, asked: Asked) -> SavedLayout:
+    if engine.load_universal_checkpoint():
+        raise ValueError(
+            "checkpoint.load_universal is true, which is not supported with replaced experts; set "
+            "it to false and load a regular checkpoint: it may have been saved by any number of "
+            "ranks"
+        )
+    layout = SavedLayout.read(asked.folder)
+    path = Path(engine._get_ckpt_name(asked.folder.parent, asked.folder.name))
+    if not path.exists():
+        raise ValueError(f"{asked.folder} has no {path.name}: copy the whole folder again")
+    theirs, own = layout.num_experts, _num_experts(run)
+    if theirs != own:
+        names = [name for name in {**theirs, **own} if theirs.get(name) != own.get(name)]
+        differ = "; ".join(
+            f"{name} has {theirs.get(name, 'none')} there and {own.get(name, 'none')} here"
+            for name in names
+        )
+        raise ValueError(
+            f"the checkpoint {asked.folder} has other num_experts than this run: {differ}; build "
+            "the model with as many, and replace the same layers"
+        )
+    optimizer = base_optimizer(engine)
+    if asked.with_optimizer and layout.optimizer != type(optimizer).__name__:
+        raise ValueError(
+            f"the checkpoint {asked.folder} has states of {layout.optimizer}, but this run steps "
+            f"with {type(optimizer).__name__}, to which they mean other things; use "
+            f"{layout.optimizer}, or load_optimizer_states=False"
+        )
+    return layout
+
+
+def _num_experts(run: Run) -> dict[str, int]:
+    return {layer.name: layer.routed.site.plan.home.num_experts for layer in run.layers}
+
+
+def _is_of_these_cells(run: Run, layout: SavedLayout) -> bool:
+    """Whether the same cells route the same layers, in the same order."""
+    has_these_cells = layout.expert_parallel_size == run.blueprint.grid.num_cells
+    return has_these_cells and list(layout.num_experts) == list(_num_experts(run))
+
+
+# Where experts shall lie.
+
+
+def _seats(engine: Any, run: Run, layout: SavedLayout, asked: Asked) -> Seats:
+    """As they were saved, if this run may have them so; as they are otherwise. Collective.
+
+    With the same seats a run goes on to the last digit, in which even the order of slots counts:
+    norms are summed in it.
+    """
+    mover = ExpertMover(engine, run.layers, run.blueprint.pools)
+    homes = run.planning.job.homes
+    present = Seats(homes, mover.slots(homes))
+    if asked.weights_alone or not run.blueprint.moves_experts:
+        return present
+    saved = _saved_seats(engine, run, layout, present) if _is_of_these_cells(run, layout) else None
+    fit = gather_texts("" if saved is None else "fits", None)
+    return saved if saved is not None and all(fit) else present
+
+
+def _saved_seats(engine: Any, run: Run, layout: SavedLayout, present: Seats) -> Seats | None:
+    num_cells = run.blueprint.grid.num_cells
+    homes = tuple(
+        Placement.owned_by(np.array(layout.homes[layer.name]), num_cells) for layer in run.layers
+    )
+    slots: dict[Expert, Slot] = {}
+    for pool in run.blueprint.pools:
+        free = {slot_name(engine, slot): slot for slot in _slots_of(pool, present.slots)}
+        for layer in pool.layers:
+            names = layout.slots[run.layers[layer].name]
+            cell = run.layers[layer].routed.site.layout.index("ep")
+            for number in homes[layer].experts_of(cell).tolist():
+                slot = free.pop(names[number], None)
+                if slot is None:
+                    return None
+                slots[Expert(layer, number)] = slot
+        if free:
+            return None
+    return Seats(homes, slots)
+
+
+def _slots_of(pool: Pool, slots: Mapping[Expert, Slot]) -> Iterator[Slot]:
+    return (slot for expert, slot in slots.items() if expert.layer in pool.layers)
+
+
+def slot_name(engine: Any, slot: Slot) -> str:
+    """What the slot's first weight was called when the engine was made: it keeps its place in the
+    optimizer, whatever expert comes to lie in it."""
+    name: str = engine.param_names[slot.parameters[0]]
+    return name
+
+
+# Tensors.
+
+
+class _Reading:
+    """One rank's reading.
+
+    Args:
+        engine: DeepSpeed's.
+        run: its replaced layers.
+        asked: what for.
+        seats: where its experts shall lie.
+    """
+
+    def __init__(self, engine: Any, run: Run, asked: Asked, seats: Seats) -> None:
+        self._run, self._asked, self._seats = run, asked, seats
+        self._named = named_parameters(engine, run, seats.slots)
+        self._states = OptimizerStates(engine)
+        self._path = asked.folder / FOLDER
+        self._contents = stored.contents(self._path)
+        self._kinds: dict[str, set[str]] = {}  # of states, by parameter
+        for key in self._contents.numels:
+            name, _, kind = key.rpartition("/")
+            self._kinds.setdefault(name, set()).add(kind)
+
+    def staged(self, layout: SavedLayout) -> Staged:
+        wanted = {p: names for p, names in self._named.items() if self._is_wanted(p, names)}
+        objects = self._objects(wanted)
+        for parameter, names in wanted.items():
+            self._check(parameter, names, objects)
+        weights = self._weights({p: names for p, names in wanted.items() if names.is_expert})
+        remembered = objects[REMEMBERED]
+        if not _is_of_these_cells(self._run, layout):
+            remembered = remembered[:0]
+        if not self._asked.with_optimizer:
+            return Staged(self._seats, weights, {}, {}, {}, remembered)
+        states = self._parameter_states(wanted, objects)
+        try:
+            self._states.check(states)
+        except ValueError as error:
+            raise ValueError(
+                f"the states in {self._asked.folder} do not fit this run's optimizer: {error}; or "
+                "load the checkpoint with load_optimizer_states=False"
+            ) from error
+        options = {p: objects[f"{names.kind}/{ABOUT}"]["options"] for p, names in wanted.items()}
+        given = {p: theirs for p, theirs in options.items() if theirs is not None}
+        return Staged(self._seats, weights, states, given, objects[OPTIMIZER], remembered)
+
+    def _is_wanted(self, parameter: nn.Parameter, names: Named) -> bool:
+        """Other dense weights are the host's; a frozen expert may have been left out on saving."""
+        if names.is_expert:
+            may_lack = not (self._asked.is_strict or parameter.requires_grad)
+            return not may_lack or names.name in self._kinds
+        return self._asked.with_optimizer and self._states.options(parameter) is not None
+
+    def _objects(self, wanted: Mapping[nn.Parameter, Named]) -> dict[str, Any]:
+        names = {OPTIMIZER, REMEMBERED}
+        for each in wanted.values():
+            names |= {f"{each.name}/{SCALARS}", f"{each.kind}/{ABOUT}"}
+        return stored.load(self._path, {}, names & self._contents.objects)
+
+    def _check(self, parameter: nn.Parameter, names: Named, objects: Mapping[str, Any]) -> None:
+        """Of one parameter."""
+        about = objects.get(f"{names.kind}/{ABOUT}")
+        if about is None or MASTER not in self._kinds.get(names.name, ()):
+            raise ValueError(
+                f"the checkpoint {self._asked.folder} has nothing of {names.name}, which this run "
+                "has: it was not in the model, or not trained; build the model as it was"
+                + ("" if names.is_expert else ", or load with load_optimizer_states=False")
+            )
+        if about["shape"] != tuple(parameter.shape):
+            raise ValueError(
+                f"the checkpoint {self._asked.folder} has {names.name} of shape {about['shape']}, "
+                f"but this run of shape {tuple(parameter.shape)}; build the model as it was"
+            )
+
+    def _weights(self, experts: Mapping[nn.Parameter, Named]) -> dict[nn.Parameter, Tensor]:
+        """Whole weights, though this rank's optimizer may keep a fragment of them only."""
+        parts, weights = {}, {}
+        for parameter, names in experts.items():
+            flat = torch.empty(parameter.numel(), dtype=parameter.dtype)
+            parts[f"{names.name}/{MASTER}"] = Part(flat, 0, parameter.numel())
+            weights[parameter] = flat.view(parameter.shape)
+        stored.load(self._path, parts)
+        return weights
+
+    def _parameter_states(
+        self, wanted: Mapping[nn.Parameter, Named], objects: Mapping[str, Any]
+    ) -> dict[nn.Parameter, ParameterStates]:
+        parts: dict[str, Part] = {}
+        states = {}
+        for parameter, names in wanted.items():
+            own = self._states.of(parameter)
+            length, dtype = own.stop - own.start, own.tensors[MASTER].dtype
+            kinds = self._kinds[names.name]
+            tensors = {kind: torch.empty(length, dtype=dtype) for kind in kinds}
+            if length:
+                for kind, tensor in tensors.items():
+                    part = Part(tensor, own.start, parameter.numel())
+                    parts[f"{names.name}/{kind}"] = part
+            scalars = objects.get(f"{names.name}/{SCALARS}", {})
+            states[parameter] = ParameterStates(own.start, own.stop, tensors, scalars)
+        stored.load(self._path, parts)
+        return states
+
+
+def check_module(engine: Any, given: Mapping[str, Any], asked: Asked) -> None:
+    """Whether the module would take a state.
+
+    Raises:
+        ValueError: names that it lacks or does not have, or another shape.
+    """
+    own = engine.module.state_dict()
+    missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    if asked.is_strict and (missing or unknown):
+        raise ValueError(
+            f"the checkpoint {asked.folder} has no {missing or 'other names'} and this model no "
+            f"{unknown or 'other names'}; build the model as it was, or load with "
+            "load_module_strict=False"
+        )
+    for name in own.keys() & given.keys():
+        if isinstance(own[name], Tensor) and own[name].shape != given[name].shape:
+            raise ValueError(
+                f"the checkpoint {asked.folder} has {name} of shape {tuple(given[name].shape)}, "
+                f"but this model of shape {tuple(own[name].shape)}; build the model as it was"
+            )

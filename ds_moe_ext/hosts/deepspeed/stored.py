@@ -1,0 +1,182 @@
+"""Named tensors and objects in a folder, in the format of torch.distributed.checkpoint (DCP).
+
+A tensor is kept flat and in parts. A rank writes the part that it has and reads the part that it
+needs, which may be cut otherwise: who writes need not know who will read. DCP finds the parts by
+what its planners tell it, so only they are ours.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Elements ``[start, start + len(tensor))`` of a flattened tensor of ``numel`` elements.
+
+    Attributes:
+        tensor: contiguous, of one dim.
+        start: its first element.
+        numel: of the whole tensor.
+    """
+
+    tensor: Tensor
+    start: int
+    numel: int
+
+    def chunk(self) -> ChunkStorageMetadata:
+        """The same in DCP's words."""
+        return ChunkStorageMetadata(torch.Size([self.start]), self.tensor.shape)
+
+
+class Contents(NamedTuple):
+    """What a folder has.
+
+    Attributes:
+        numels: elements of each tensor.
+        objects: names of the others.
+    """
+
+    numels: Mapping[str, int]
+    objects: frozenset[str]
+
+
+def save(folder: Path, parts: Mapping[str, Part], objects: Mapping[str, Any]) -> None:
+    """Write what all ranks have; of what several have alike, one writes it. Collective.
+
+    Args:
+        folder: made if it is not there; what it had of these names is overwritten.
+        parts: this rank's, by the tensor's name; those of all ranks make up whole tensors.
+        objects: this rank's; of several of one name any is kept.
+
+    Raises:
+        OSError: on all ranks, where one could not write.
+    """
+    try:
+        dcp.save(dict(objects), checkpoint_id=folder, planner=_SaveParts(parts))
+    except CheckpointException as error:
+        raise OSError(f"{folder} could not be written: {_reason(error)!r}") from error
+
+
+def contents(folder: Path) -> Contents:
+    """What can be read.
+
+    Raises:
+        ValueError: nothing was written there, or not to its end.
+    """
+    try:
+        saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    except Exception as error:  # a damaged file may raise anything
+        raise _damaged(folder, error) from error
+    numels = {
+        name: kept.size.numel()
+        for name, kept in saved.items()
+        if isinstance(kept, TensorStorageMetadata)
+    }
+    return Contents(numels, frozenset(saved.keys() - numels.keys()))
+
+
+def load(folder: Path, parts: Mapping[str, Part], names: Iterable[str] = ()) -> dict[str, Any]:
+    """Read into the tensors of the parts, whose type may be another than what was written.
+
+    Not collective: each rank reads what it needs.
+
+    Args:
+        folder: see ``contents`` for what it has.
+        parts: by the tensor's name.
+        names: of objects.
+
+    Returns:
+        The objects.
+
+    Raises:
+        ValueError: a file is missing or damaged.
+    """
+    objects: dict[str, Any] = dict.fromkeys(names)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it does not communicate, as it is told
+            dcp.load(objects, checkpoint_id=folder, planner=_LoadParts(parts), no_dist=True)
+    except CheckpointException as error:
+        raise _damaged(folder, _reason(error)) from error
+    return objects
+
+
+def _damaged(folder: Path, reason: BaseException) -> ValueError:
+    return ValueError(
+        f"{folder} cannot be read ({type(reason).__name__}: {reason}): a file of it is missing or "
+        "damaged; copy the whole folder again, or choose another checkpoint"
+    )
+
+
+def _reason(error: CheckpointException) -> BaseException:
+    """What went wrong on the first rank that failed; DCP's own error is no ``Exception``."""
+    return next(iter(error.failures.values()))[0]
+
+
+class _SaveParts(DefaultSavePlanner):
+    """Writes parts beside the objects of the state dict, in which DCP would take them to pieces."""
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._parts = parts
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        writes = (_write(name, part) for name, part in self._parts.items())
+        self.plan = replace(plan, items=[*plan.items, *writes])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        part = self._parts.get(index.fqn)
+        return super().lookup_object(index) if part is None else part.tensor
+
+
+def _write(name: str, part: Part) -> WriteItem:
+    chunk = part.chunk()
+    properties = TensorProperties.create_from_tensor(part.tensor)
+    data = TensorWriteData(chunk, properties, torch.Size([part.numel]))
+    return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+class _LoadParts(DefaultLoadPlanner):
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._parts = parts
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        assert self.metadata is not None
+        items = list(plan.items)
+        for name, part in self._parts.items():
+            saved = self.metadata.state_dict_metadata[name]
+            assert isinstance(saved, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(name, saved, [part.chunk()])
+        return replace(plan, items=items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._parts[index.fqn].tensor

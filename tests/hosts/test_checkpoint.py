@@ -1,0 +1,611 @@
+"""What a run saved, any other run of the model goes on from: weights and states to the last bit.
+
+Jobs save and load a checkpoint by the engine's own calls; what they hold is compared by names that
+say nothing of ranks or slots.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_moe_ext.hosts.deepspeed import stored
+from ds_moe_ext.hosts.deepspeed.engine import run_of
+from ds_moe_ext.hosts.deepspeed.states import MASTER, OptimizerStates
+from tests.hosts import jobs
+from tests.hosts.jobs import Job, loss_of, micro_batch
+from tests.hosts.test_states import trust_in_float16
+from tests.ranks import pool_of
+
+WEIGHT = "weight"
+Key = tuple[str, str]  # of a parameter, and what of it
+
+COPIES = (("overlap_degree", 2), ("copies_per_rank", 2))
+MOVING = Job(strategy="fssdp", keys=(*COPIES, ("reshard_interval", 1)))
+"""Plans by rows alone in its first five steps, so that two runs plan alike."""
+
+
+class Piece(NamedTuple):
+    """What one rank has of something; of a scalar, ``numel`` is 0."""
+
+    tensor: Tensor
+    start: int
+    numel: int
+
+
+class Held(NamedTuple):
+    """What an engine has and does, of one rank."""
+
+    pieces: dict[Key, Piece]
+    homes: list[list[int]]
+    slots: dict[str, str]  # of each parameter, its name when the engine was made
+    remembered: int  # steps
+    steps: int
+    loss: float  # of a pass, the same on all ranks
+    losses: list[float]  # of the steps that follow
+
+
+def names_of(engine: Any) -> dict[nn.Parameter, str]:
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    for layer in run_of(engine).layers:
+        site = layer.routed.site
+        numbers = site.plan.home.experts_of(site.layout.index("ep"))
+        for number, slot in zip(numbers, layer.hosted.slots(), strict=True):
+            for weight, parameter in zip(layer.hosted.weight_names, slot.parameters):
+                names[parameter] = f"{layer.name}.{weight}.{number}"
+    return names
+
+
+def pieces_of(engine: Any) -> dict[Key, Piece]:
+    states, pieces = OptimizerStates(engine), {}
+    for parameter, name in names_of(engine).items():
+        numel, own = parameter.numel(), states.of(parameter).clone()
+        pieces[name, WEIGHT] = Piece(parameter.detach().clone().reshape(-1), 0, numel)
+        if own.start < own.stop:
+            for kind, tensor in own.tensors.items():
+                pieces[name, kind] = Piece(tensor, own.start, numel)
+            for kind, scalar in own.scalars.items():
+                pieces[name, kind] = Piece(torch.as_tensor(scalar).double(), 0, 0)
+    return pieces
+
+
+def joined(ranks: Iterable[Held]) -> dict[Key, Tensor]:
+    """What all ranks hold together, whole."""
+    found: dict[Key, list[Piece]] = {}
+    for held in ranks:
+        for key, piece in held.pieces.items():
+            found.setdefault(key, []).append(piece)
+    return {key: join(pieces) for key, pieces in found.items()}
+
+
+def join(pieces: list[Piece]) -> Tensor:
+    """Pieces that tile a tensor; those of several ranks are equal where they overlap."""
+    first = pieces[0]
+    if not first.numel:
+        assert all(torch.equal(piece.tensor, first.tensor) for piece in pieces)
+        return first.tensor
+    tensor = torch.full((first.numel,), torch.nan, dtype=first.tensor.dtype)
+    for piece in pieces:
+        tensor[piece.start : piece.start + len(piece.tensor)] = piece.tensor
+    for piece in pieces:
+        assert torch.equal(tensor[piece.start : piece.start + len(piece.tensor)], piece.tensor)
+    assert not tensor.isnan().any()
+    return tensor
+
+
+def assert_equal(got: dict[Key, Tensor], expected: dict[Key, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for key, tensor in got.items():
+        assert torch.equal(tensor, expected[key]), key
+
+
+def run_steps(rank: int, world_size: int, engine: Any, steps: Iterable[int]) -> list[float]:
+    losses = []
+    for step in steps:
+        total = torch.zeros((), dtype=torch.float64)
+        for number in range(rank, jobs.MICRO_BATCHES, world_size):
+            loss = loss_of(engine, micro_batch(step, number))
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach().double()
+        dist.all_reduce(total)
+        losses.append(float(total))
+    return losses
+
+
+def held_by(engine: Any) -> Held:
+    planning = run_of(engine).planning
+    return Held(
+        pieces=pieces_of(engine),
+        homes=[home.owner_E.tolist() for home in planning.job.homes],
+        slots={name: engine.param_names[p] for p, name in names_of(engine).items()},
+        remembered=len(planning.remembered_ILCE),
+        steps=engine.global_steps,
+        loss=float(loss_of(engine, micro_batch(99, 0)).detach()),
+        losses=[],
+    )
+
+
+@dataclass(frozen=True)
+class Call:
+    """One run that loads.
+
+    Attributes:
+        before: steps that it takes first, on other data.
+        after: and when it has loaded.
+        arguments: of ``load_checkpoint``.
+    """
+
+    before: int = 0
+    after: int = 0
+    arguments: tuple[tuple[str, Any], ...] = ()
+
+
+def save(rank: int, world_size: int, job: Job, folder: str, *, steps: int) -> Held:
+    engine = jobs.engine_of(job, world_size)
+    run_steps(rank, world_size, engine, range(steps))
+    engine.save_checkpoint(folder, client_state={"mine": 7})
+    held = held_by(engine)
+    losses = run_steps(rank, world_size, engine, range(steps, steps + 2))
+    return held._replace(losses=losses)
+
+
+def load(rank: int, world_size: int, job: Job, folder: str, call: Call) -> Held:
+    engine = jobs.engine_of(job, world_size)
+    run_steps(rank, world_size, engine, range(50, 50 + call.before))
+    loss_of(engine, micro_batch(98, rank))  # so that there are copies of the weights that go
+    path, client = engine.load_checkpoint(folder, **dict(call.arguments))
+    assert path is not None and client["mine"] == 7 and "optimizer" not in client
+    held = held_by(engine)
+    losses = run_steps(rank, world_size, engine, range(held.steps, held.steps + call.after))
+    return held._replace(losses=losses)
+
+
+class Saved(NamedTuple):
+    """A checkpoint, and what it was made from."""
+
+    folder: Path
+    ranks: list[Held]
+
+    @property
+    def tag(self) -> Path:
+        return self.folder / f"global_step{self.ranks[0].steps}"
+
+
+@functools.cache
+def saved(world_size: int, job: Job, steps: int = 2) -> Saved:
+    folder = tempfile.mkdtemp(prefix="ds_moe_ext_test_")
+    _FOLDERS.append(folder)
+    return Saved(Path(folder), pool_of(world_size).run(save, job, folder, steps=steps))
+
+
+_FOLDERS: list[str] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _remove_checkpoints() -> Any:
+    yield
+    saved.cache_clear()
+    while _FOLDERS:
+        shutil.rmtree(_FOLDERS.pop())
+
+
+def loaded(world_size: int, job: Job, checkpoint: Saved, call: Call | None = None) -> list[Held]:
+    held: list[Held] = pool_of(world_size).run(load, job, str(checkpoint.folder), call or Call())
+    return held
+
+
+# Any layout to any other.
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A run of some ranks."""
+
+    world_size: int
+    job: Job
+
+    def __str__(self) -> str:
+        job = self.job
+        cells = "" if job.cells is None else f"-{job.cells}cells"
+        return f"{job.family}-{job.strategy}-{self.world_size}ranks{cells}-zero{job.stage}"
+
+
+def ep(world_size: int, stage: int, cells: int | None = None) -> Layout:
+    return Layout(world_size, Job(stage=stage, cells=cells))
+
+
+def fssdp(world_size: int, stage: int) -> Layout:
+    return Layout(world_size, replace(MOVING, stage=stage))
+
+
+CROSSES = [
+    ("mixtral", "float32", fssdp(2, 1), [ep(2, 1), ep(1, 2, 1), ep(4, 0, 2), fssdp(4, 2)]),
+    ("gpt_moe", "bfloat16", ep(4, 2, 2), [fssdp(2, 1), ep(2, 0), fssdp(4, 2), ep(1, 1)]),
+    ("gpt_moe", "float32", fssdp(4, 0), [ep(2, 2, 1), fssdp(2, 1)]),
+    ("mixtral", "bfloat16", fssdp(2, 0), [ep(4, 1, 4), fssdp(2, 2)]),
+]
+EVERY = [
+    *(ep(w, stage, cells) for w, cells in ((1, 1), (2, 2), (2, 1), (4, 2)) for stage in (0, 1, 2)),
+    *(fssdp(w, stage) for w in (2, 4) for stage in (0, 1, 2)),
+]
+
+
+def check_cross(family: str, dtype: str, source: Layout, goal: Layout) -> None:
+    """Into a run that has trained on other data."""
+    source, goal = (
+        replace(each, job=replace(each.job, family=family, dtype=dtype)) for each in (source, goal)
+    )
+    checkpoint = saved(source.world_size, source.job)
+    ranks = loaded(goal.world_size, goal.job, checkpoint, Call(before=1, after=1))
+    assert {held.steps for held in ranks} == {2}
+    assert_equal(joined(ranks), joined(checkpoint.ranks))
+    rel = 2e-2 if dtype == "bfloat16" else 1e-4
+    assert ranks[0].loss == pytest.approx(checkpoint.ranks[0].loss, rel=rel)
+    assert ranks[0].losses == pytest.approx(checkpoint.ranks[0].losses[:1], rel=rel)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "source", "goal"),
+    [(family, dtype, source, goal) for family, dtype, source, goals in CROSSES for goal in goals],
+    ids=str,
+)
+def test_another_layout_goes_on(family: str, dtype: str, source: Layout, goal: Layout) -> None:
+    check_cross(family, dtype, source, goal)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("goal", EVERY, ids=str)
+@pytest.mark.parametrize("source", [ep(1, 0, 1), ep(4, 1, 2), fssdp(2, 2), fssdp(4, 0)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_moe"])
+def test_every_layout_goes_on(family: str, dtype: str, source: Layout, goal: Layout) -> None:
+    check_cross(family, dtype, source, goal)
+
+
+def test_experts_had_moved() -> None:
+    """Or the crosses above would show less."""
+    for world_size in (2, 4):
+        job = replace(MOVING, family="mixtral" if world_size == 2 else "gpt_moe", stage=1)
+        first = pool_of(world_size).run(held_at_start, job)
+        assert saved(world_size, job).ranks[0].homes != first[0].homes
+
+
+def held_at_start(rank: int, world_size: int, job: Job) -> Held:
+    return held_by(jobs.engine_of(job, world_size))
+
+
+@pytest.mark.parametrize(("here", "there"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_another_precision_keeps_masters_and_states(here: str, there: str) -> None:
+    checkpoint = saved(2, Job("gpt_moe", 1, dtype=here))
+    got = joined(loaded(4, Job("gpt_moe", 2, dtype=there, cells=2), checkpoint))
+    for key, tensor in joined(checkpoint.ranks).items():
+        expected = joined_master(got, key) if key[1] == WEIGHT else tensor
+        assert torch.equal(got[key], expected), key
+
+
+@trust_in_float16
+def scales(rank: int, world_size: int, job: Job, folder: str, saves: bool) -> tuple[str, float]:
+    """The optimizer's wrapper and its loss scale, of a run that saved or loaded."""
+    engine = jobs.engine_of(job, world_size)
+    if saves:
+        run_steps(rank, world_size, engine, range(3))
+        engine.save_checkpoint(folder)
+    else:
+        engine.load_checkpoint(folder)
+    return type(engine.optimizer).__name__, float(engine.optimizer.loss_scale)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_loss_scale_goes_on(stage: int, tmp_path: Path) -> None:
+    halves = {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 1}
+    job = Job("gpt_moe", stage, extra=(("fp16", halves),))
+    written = pool_of(2).run(scales, job, str(tmp_path), True)
+    assert all(scale > 2**6 for _, scale in written)
+    assert pool_of(2).run(scales, job, str(tmp_path), False) == written
+    other = replace(job, stage=1 - stage)
+    for wrapper, scale in pool_of(2).run(scales, other, str(tmp_path), False):
+        assert wrapper != written[0][0]
+        assert scale == 2**6  # it starts anew
+
+
+def test_bf16_optimizer_goes_on(tmp_path: Path) -> None:
+    """DeepSpeed's wrapper for gradients that accumulate in float32."""
+    job = Job("gpt_moe", 1, dtype="bfloat16", clip=0.5)
+    wrapped = replace(job, extra=(("data_types", {"grad_accum_dtype": "fp32"}),))
+    for source, goals in ((wrapped, (wrapped, job)), (job, (wrapped,))):
+        folder = tmp_path / str(len(goals))
+        ranks = pool_of(2).run(save, source, str(folder), steps=2)
+        for goal in goals:
+            got = loaded(2, goal, Saved(folder, ranks), Call(before=1, after=2))
+            assert_equal(joined(got), joined(ranks))
+            if goal == source:
+                assert got[0].losses == ranks[0].losses
+
+
+def joined_master(contents: dict[Key, Tensor], key: Key) -> Tensor:
+    return contents[key[0], MASTER].to(contents[key].dtype)
+
+
+# The same layout.
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("family", "stage", "dtype"),
+    [("mixtral", 0, "float32"), ("mixtral", 1, "bfloat16"), ("gpt_moe", 2, "float32")],
+)
+def test_fssdp_goes_on_to_the_last_bit(family: str, stage: int, dtype: str, clip: float) -> None:
+    """Homes, slots and what was remembered come back, into an engine that has moved its own."""
+    job = replace(MOVING, family=family, stage=stage, dtype=dtype, clip=clip)
+    checkpoint = saved(2, job, steps=3)
+    for before in (0, 1):
+        ranks = loaded(2, job, checkpoint, Call(before=before, after=2))
+        assert ranks[0].homes == checkpoint.ranks[0].homes
+        assert [held.slots for held in ranks] == [held.slots for held in checkpoint.ranks]
+        assert ranks[0].remembered == checkpoint.ranks[0].remembered == 3
+        assert ranks[0].losses == checkpoint.ranks[0].losses
+        assert_equal(joined(ranks), joined(checkpoint.ranks))
+
+
+def test_other_cells_keep_their_homes_and_remember_nothing() -> None:
+    checkpoint = saved(2, replace(MOVING, stage=1))
+    ranks = loaded(4, replace(MOVING, stage=1), checkpoint)
+    assert ranks[0].homes == [[0, 1, 2, 3]] * 2
+    assert ranks[0].remembered == 0
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_before_the_first_step(dtype: str, stage: int) -> None:
+    checkpoint = saved(2, Job("mixtral", stage, dtype=dtype), steps=0)
+    ranks = loaded(2, Job("mixtral", stage, dtype=dtype), checkpoint, Call(before=1, after=2))
+    assert_equal(joined(ranks), joined(checkpoint.ranks))
+    assert ranks[0].losses == checkpoint.ranks[0].losses
+
+
+# What is asked for.
+
+
+@pytest.mark.parametrize("argument", ["load_module_only", "load_optimizer_states"])
+@pytest.mark.parametrize(
+    "job", [Job("mixtral", 0, dtype="bfloat16"), replace(MOVING, family="gpt_moe", stage=1)]
+)
+def test_weights_without_states(job: Job, argument: str) -> None:
+    """The optimizer goes on from the weights, with the states it had; copies are made anew."""
+    checkpoint = saved(2, job)
+    only = argument == "load_module_only"
+    ranks = loaded(2, job, checkpoint, Call(before=1, arguments=((argument, only),)))
+    expected, got = joined(checkpoint.ranks), joined(ranks)
+    assert ranks[0].steps == (1 if only else 2)
+    for key in got:
+        if key[1] == WEIGHT:
+            assert torch.equal(got[key], expected[key])
+            assert torch.equal(got[key], joined_master(got, key))
+        if key[1] == "exp_avg":
+            assert not torch.equal(got[key], expected[key])
+    rel = 1e-3 if job.dtype == "bfloat16" else 1e-6
+    assert ranks[0].loss == pytest.approx(checkpoint.ranks[0].loss, rel=rel)
+
+
+def schedule_and_groups(rank: int, world_size: int, folder: str) -> list[Any]:
+    """Rates of the parameter groups: of a run, of one that goes on from it, and of that one before;
+    with the steps that a second tag was saved at."""
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 9, "warmup_max_lr": 0.1}}
+    job = Job("mixtral", 1, extra=(("scheduler", schedule),))
+
+    def seen(engine: Any) -> list[Any]:
+        states = OptimizerStates(engine)
+        options = {name: states.options(p) for p, name in names_of(engine).items()}
+        rates = sorted({float(each["lr"]) for each in options.values()})
+        return [rates, engine.lr_scheduler.last_batch_iteration, engine.global_steps]
+
+    engine = jobs.engine_of(job, world_size)
+    run_steps(rank, world_size, engine, range(2))
+    engine.save_checkpoint(folder, tag="two")
+    expected = seen(engine)
+    run_steps(rank, world_size, engine, range(2, 3))
+    engine.save_checkpoint(folder, tag="three")
+    other = jobs.engine_of(replace(job, learning_rate=0.5), world_size)
+    fresh = seen(other)
+    other.load_checkpoint(folder, tag="two")
+    again = seen(other)
+    other.load_checkpoint(folder)  # the latest
+    return [expected, again, fresh, other.global_steps]
+
+
+def test_rates_counters_and_tags(tmp_path: Path) -> None:
+    for expected, again, fresh, latest in pool_of(2).run(schedule_and_groups, str(tmp_path)):
+        assert again == expected != fresh
+        assert latest == 3
+
+
+def freeze(model: nn.Module) -> nn.Module:
+    """Experts' second weights, a router and an embedding."""
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in ("down_proj", "layers.0.mlp.gate", "embed_tokens")):
+            parameter.requires_grad_(False)
+    return model
+
+
+def with_frozen(rank: int, world_size: int, job: Job, folder: str, saves: bool) -> Held:
+    build = jobs.model_of
+    with mock.patch.object(jobs, "model_of", lambda job: freeze(build(job))):
+        if saves:
+            return save(rank, world_size, job, folder, steps=2)
+        engine = jobs.engine_of(job, world_size)
+    for parameter in engine.module.parameters():
+        parameter.data.zero_()
+    engine.load_checkpoint(folder)
+    return held_by(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_frozen_weights_come_back(stage: int, tmp_path: Path) -> None:
+    """DeepSpeed gives every rank those of rank 0's slots, at ZeRO 2."""
+    job = Job("mixtral", stage)
+    expected = pool_of(2).run(with_frozen, job, str(tmp_path), True)
+    for world_size in (2, 1):
+        got = pool_of(world_size).run(with_frozen, job, str(tmp_path), False)
+        assert_equal(joined(got), joined(expected))
+
+
+def test_files_of_a_checkpoint() -> None:
+    checkpoint = saved(2, replace(MOVING, stage=1, family="gpt_moe"))
+    names = sorted(path.name for path in checkpoint.tag.iterdir())
+    assert names == ["ds_moe_ext", "ds_moe_ext.json", "mp_rank_00_model_states.pt"]
+    layout = json.loads((checkpoint.tag / "ds_moe_ext.json").read_text())
+    assert layout["strategy"] == "fssdp" and layout["step"] == 2 and layout["optimizer"] == "AdamW"
+    assert list(layout["homes"].values()) == checkpoint.ranks[0].homes
+    numels = stored.contents(checkpoint.tag / "ds_moe_ext").numels
+    contents = joined(checkpoint.ranks)
+    assert numels == {
+        "/".join(key): tensor.numel()
+        for key, tensor in contents.items()
+        if key[1] != WEIGHT and tensor.dim()
+    }
+    module = torch.load(checkpoint.tag / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+    assert not [name for name in module if "deepspeed_experts" in name]
+
+
+# Refusals.
+
+
+def edit_layout(**changes: Any) -> Callable[[Path], None]:
+    def change(tag: Path) -> None:
+        path = tag / "ds_moe_ext.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def edit_module(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def edit(tag: Path) -> None:
+        path = tag / "mp_rank_00_model_states.pt"
+        state = torch.load(path, weights_only=False)
+        change(state)
+        torch.save(state, path)
+
+    return edit
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "without us": (lambda tag: (tag / "ds_moe_ext.json").unlink(), r"has no ds_moe_ext\.json"),
+    "an earlier format": (edit_layout(format=1), "another version of ds_moe_ext"),
+    "another number of experts": (
+        edit_layout(num_experts={"model.layers.0.mlp.experts": 8}),
+        r"layers\.0\.mlp\.experts has 8 there and 4 here; "
+        r"model\.layers\.1\.mlp\.experts has none there and 4 here",
+    ),
+    "another optimizer": (edit_layout(optimizer="SGD"), "states of SGD, but this run .* AdamW"),
+    "no weights of DeepSpeed's": (
+        lambda tag: (tag / "mp_rank_00_model_states.pt").unlink(),
+        r"has no mp_rank_00_model_states\.pt",
+    ),
+    "no index": (lambda tag: (tag / "ds_moe_ext/.metadata").unlink(), r"\.metadata.*missing"),
+    "a file is missing": (
+        lambda tag: (tag / "ds_moe_ext/__1_0.distcp").unlink(),
+        r"__1_0\.distcp.*missing or damaged",
+    ),
+    "a dense weight is missing": (
+        edit_module(lambda state: state["module"].pop("lm_head.weight")),
+        r"has no \['lm_head\.weight'\]",
+    ),
+    "a dense weight of another shape": (
+        edit_module(lambda state: state["module"].update({"lm_head.weight": torch.zeros(3)})),
+        r"lm_head\.weight of shape \(3,\), but this model of shape \(64, 32\)",
+    ),
+}
+
+
+def refused(
+    rank: int, world_size: int, job: Job, folders: list[str], *, width: int = 48, fails: str = ""
+) -> list[str]:
+    """The message for each folder; the engine is as it was.
+
+    Args:
+        width: of an expert of Mixtral.
+        fails: what rank 1 finds wrong when it reads.
+    """
+    from transformers import MixtralConfig
+
+    def wide(**keys: Any) -> Any:
+        return MixtralConfig(**{**keys, "intermediate_size": width})
+
+    with mock.patch("transformers.MixtralConfig", wide):
+        engine = jobs.engine_of(job, world_size)
+    run_steps(rank, world_size, engine, range(1))
+    before, messages = held_by(engine), []
+    reads = mock.Mock(side_effect=OSError(fails)) if fails and rank == 1 else stored.load
+    for folder in folders:
+        with mock.patch.object(stored, "load", reads), pytest.raises(ValueError) as caught:
+            engine.load_checkpoint(folder)
+        messages.append(str(caught.value))
+        after = held_by(engine)
+        assert after[1:] == before[1:]
+        assert_equal(
+            {key: piece.tensor for key, piece in after.pieces.items()},
+            {key: piece.tensor for key, piece in before.pieces.items()},
+        )
+    run_steps(rank, world_size, engine, range(1, 2))
+    return messages
+
+
+def assert_all_say(messages: Iterable[str], pattern: str) -> None:
+    for message in messages:
+        assert re.search(pattern, message), message
+
+
+def test_damaged_and_foreign_checkpoints_are_refused(tmp_path: Path) -> None:
+    job = replace(MOVING, stage=1)
+    checkpoint = saved(2, job)
+    folders = []
+    for number, (damage, _) in enumerate(DAMAGES.values()):
+        shutil.copytree(checkpoint.folder, tmp_path / str(number))
+        damage(tmp_path / str(number) / checkpoint.tag.name)
+        folders.append(str(tmp_path / str(number)))
+    for (_, says), messages in zip(
+        DAMAGES.values(), zip(*pool_of(2).run(refused, job, folders)), strict=True
+    ):
+        assert_all_say(messages, says)
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "says"),
+    [
+        ({"num_experts": 8}, {}, "has 4 there and 8 here; .*build the model with as many"),
+        ({}, {"width": 40}, r"of shape \(96, 32\), but this run of shape \(80, 32\)"),
+        ({"optimizer": "object", "sgd": True}, {}, "states of AdamW, but .* SGD, .*use AdamW"),
+        ({}, {"fails": "a bad disk"}, r"cannot be read: OSError\('a bad disk'\)"),
+        (
+            {"extra": (("scheduler", {"type": "WarmupLR", "params": {}}),)},
+            {},
+            "without a schedule .* has a WarmupLR; load with load_lr_scheduler_states=False",
+        ),
+        ({"extra": (("checkpoint", {"load_universal": True}),)}, {}, "load_universal is true"),
+    ],
+    ids=["experts", "shape", "optimizer", "one rank", "schedule", "universal"],
+)
+def test_what_differs_is_named(
+    changes: dict[str, Any], arguments: dict[str, Any], says: str
+) -> None:
+    job = Job("mixtral", 1)
+    checkpoint = saved(2, job)
+    folder = str(checkpoint.folder)
+    if "universal" in says:
+        (checkpoint.folder / "latest_universal").write_text(checkpoint.tag.name)
+    messages = pool_of(2).run(refused, replace(job, **changes), [folder], **arguments)
+    assert_all_say([message for each in messages for message in each], says)

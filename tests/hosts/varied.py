@@ -1,0 +1,106 @@
+"""A strategy that plans at random, and anew in every step: what a run must not depend on.
+
+Named in JSON as ``tests.hosts.varied:Varied``. Shape letters: C cells, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import numpy as np
+
+from ds_moe_ext.moe import wires
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.schedule.task import INTER, PARAM, Lane, Schedule
+from ds_moe_ext.share import NearestCopy
+from ds_moe_ext.strategies.base import Destination, Job, Plan, Pool, Rhythm, Strategy
+
+VARIED = f"{__name__}:Varied"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Varied(Strategy):
+    """Copies, further copies once the rows are known, and homes by chance.
+
+    Attributes:
+        layers: chance that a layer has copies.
+        copies: chance that a cell has a copy of an expert of such a layer.
+        revised: chance that a layer's plan adds copies once its rows are known.
+        rematerialized: chance that a layer's copies are freed after forward.
+        plan_every: steps that a plan stays.
+        shard_every: steps between new homes; 0 is never.
+        seed: of all this.
+    """
+
+    layers: float = 0.8
+    copies: float = 0.4
+    revised: float = 0.0
+    rematerialized: float = 0.0
+    plan_every: int = 1
+    shard_every: int = 0
+    seed: int = 0
+
+    has_uneven_homes: ClassVar[bool] = True
+
+    def uses(self) -> tuple[tuple[str, Lane], ...]:
+        return (("ep", INTER), ("ep", PARAM))
+
+    def rhythm(self) -> Rhythm:
+        return Rhythm(plan_every=self.plan_every, shard_every=self.shard_every)
+
+    def plan(self, job: Job) -> tuple[Plan, ...]:
+        rng = self._chance(job)
+        return tuple(self._plan_of(home, job.node_C, rng) for home in job.homes)
+
+    def homes(self, job: Job) -> tuple[Placement, ...]:
+        rng = self._chance(job)
+        homes = dict(enumerate(job.homes))
+        for pool in job.pools:
+            homes.update(zip(pool.layers, _shuffled(pool, job.homes, rng)))
+        return tuple(homes[layer] for layer in range(len(homes)))
+
+    def schedules(self, plan: Plan, layer: int, *, gated: bool) -> tuple[Schedule, Schedule]:
+        return wires.plain_schedules(layer, gated=gated, copied=plan.is_joined)
+
+    def _chance(self, job: Job) -> np.random.Generator:
+        """The same on every rank, and another in every step."""
+        return np.random.default_rng([self.seed, *_digits(np.concatenate(job.rows, axis=1))])
+
+    def _plan_of(self, home: Placement, node_C: np.ndarray, rng: np.random.Generator) -> Plan:
+        is_copied = rng.random() < self.layers
+        copied_EC = is_copied & (rng.random(home.holds_EC.shape) < self.copies)
+        target = home.with_copies(copied_EC) if copied_EC.any() else home
+        is_revised = rng.random() < self.revised
+        revise = partial(_wider, target, node_C=node_C) if is_revised else None
+        return Plan(
+            home,
+            target,
+            NearestCopy(target, node_C),
+            rematerialize=bool(rng.random() < self.rematerialized),
+            revise=revise,
+        )
+
+
+def _digits(table: np.ndarray) -> list[int]:
+    """Numbers that tell tables of whole numbers apart."""
+    flat = table.ravel().astype(np.uint64)
+    return [int(flat.sum()), int((flat * np.arange(1, flat.size + 1, dtype=np.uint64)).sum())]
+
+
+def _wider(planned: Placement, rows_CE: np.ndarray, node_C: np.ndarray) -> Destination:
+    """Copies in places that the rows name."""
+    rng = np.random.default_rng(_digits(rows_CE))
+    target = planned.with_copies(rng.random(planned.holds_EC.shape) < 0.4)
+    return Destination(target, NearestCopy(target, node_C))
+
+
+def _shuffled(
+    pool: Pool, homes: tuple[Placement, ...], rng: np.random.Generator
+) -> list[Placement]:
+    """The experts of a pool on other cells, each of which keeps its number of them."""
+    given = [homes[layer] for layer in pool.layers]
+    owners = rng.permutation(np.concatenate([home.owner_E for home in given]))
+    ends = np.cumsum([home.num_experts for home in given])[:-1]
+    return [Placement.owned_by(owner_E, given[0].num_cells) for owner_E in np.split(owners, ends)]
