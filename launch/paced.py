@@ -1,0 +1,123 @@
+"""A model whose computing only takes time, so that few cores stand for any number of devices.
+
+Attention and experts hold their thread until their time has passed, in proportion to rows. Shape
+letters: T rows of a rank, R rows that arrive, S experts of a rank, F and D the shape of an expert's
+weights.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_moe_ext.hosts.experts import ExpertsDescription, register_experts
+from ds_moe_ext.moe.order import SlotRows
+
+BACKWARD = 2.0  # times as long as forward
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long computing takes, forward.
+
+    Attributes:
+        attention_s: of a layer.
+        row_s: an expert on one row.
+        late_s: by how much the machine let each wait last longer.
+    """
+
+    attention_s: float
+    row_s: float
+    late_s: list[float] = field(default_factory=list)
+
+    def hold_until(self, end_s: float) -> None:
+        """Let the thread sleep until a moment of ``time.perf_counter``."""
+        while (left_s := end_s - time.perf_counter()) > 0:
+            time.sleep(left_s)
+        self.late_s.append(-left_s)
+
+
+class _Attention(torch.autograd.Function):
+    """Hands x on, a while later."""
+
+    @staticmethod
+    def forward(ctx: Any, pace: Pace, x_TD: Tensor) -> Tensor:
+        ctx.pace = pace
+        pace.hold_until(time.perf_counter() + pace.attention_s)
+        return x_TD.view_as(x_TD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[None, Tensor]:
+        ctx.pace.hold_until(time.perf_counter() + BACKWARD * ctx.pace.attention_s)
+        return None, grad_TD
+
+
+class _Experts(torch.autograd.Function):
+    """Multiplies each row by the mean row of its expert's weights ``[F, D]``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, pace: Pace, rows_RD: Tensor, rows_S: tuple[int, ...], *weights_S: Tensor
+    ) -> Tensor:
+        end_s = time.perf_counter() + rows_RD.shape[0] * pace.row_s
+        ctx.pace, ctx.rows_S = pace, rows_S
+        ctx.save_for_backward(rows_RD, *weights_S)
+        parts = zip(rows_RD.split(rows_S), weights_S)
+        computed_RD = torch.cat([rows * weight.mean(dim=0) for rows, weight in parts])
+        pace.hold_until(end_s)
+        return computed_RD
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
+        end_s = time.perf_counter() + BACKWARD * grad_RD.shape[0] * ctx.pace.row_s
+        rows_RD, *weights_S = ctx.saved_tensors
+        parts = list(zip(grad_RD.split(ctx.rows_S), rows_RD.split(ctx.rows_S), weights_S))
+        back_RD = torch.cat([grad * weight.mean(dim=0) for grad, _, weight in parts])
+        grads = [
+            ((grad * rows).sum(dim=0) / weight.shape[0]).expand_as(weight).contiguous()
+            for grad, rows, weight in parts
+        ]
+        ctx.pace.hold_until(end_s)
+        return None, back_RD, None, *grads
+
+
+class PacedExperts(nn.Module):
+    """Experts as a host would have them; the product replaces them."""
+
+    def __init__(self, pace: Pace, shape: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.pace = pace
+        generator = torch.Generator().manual_seed(0)
+        self.weight = nn.Parameter(torch.rand(shape, generator=generator))
+
+
+@register_experts(PacedExperts)
+def describe(experts: nn.Module) -> ExpertsDescription:
+    """What the product has to know of them."""
+    assert isinstance(experts, PacedExperts)
+    pace = experts.pace
+
+    def function(rows_RD: Tensor, slots: SlotRows, weights: tuple[Tensor, ...]) -> Tensor:
+        if not weights:
+            return rows_RD.clone()
+        computed_RD: Tensor = _Experts.apply(pace, rows_RD, slots.on_host(), *weights)
+        return computed_RD
+
+    return ExpertsDescription(len(experts.weight), ("weight",), function)
+
+
+class Block(nn.Module):
+    """A transformer's block: attention, then experts beside a residual."""
+
+    def __init__(self, pace: Pace, shape: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.pace = pace
+        self.experts: nn.Module = PacedExperts(pace, shape)
+
+    def forward(self, x_TD: Tensor, expert_T1: Tensor) -> Tensor:
+        x_TD = _Attention.apply(self.pace, x_TD)
+        return x_TD + self.experts(x_TD, expert_T1, x_TD.new_ones(expert_T1.shape))
