@@ -17,6 +17,7 @@ ExpertShape = tuple[tuple[str, tuple[int, ...], str, bool], ...]
 Wanted = Callable[[str], object]
 """Whether a layer of this dotted name is to be replaced, if it can be."""
 
+
 def any_name(name: str) -> bool:
     """All layers are wanted."""
     return True

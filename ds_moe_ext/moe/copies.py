@@ -236,7 +236,7 @@ class Copies:
         for expert, own in grads.items():
             before = self._waiting.get(expert)
             if before is None:
-                self._waiting[expert] = tuple(grad.to(_sum_type(grad)) for grad in own)
+                self._waiting[expert] = tuple(map(_own_sum, own))
             else:
                 for total, grad in zip(before, own):
                     total.add_(grad)
@@ -274,8 +274,10 @@ def _whole(grads: Sequence[Tensor | None], like: Weights) -> Weights:
     return tuple(torch.zeros_like(w) if g is None else g for g, w in zip(grads, like))
 
 
-def _sum_type(grad: Tensor) -> torch.dtype:
-    return torch.promote_types(grad.dtype, torch.float32)
+def _own_sum(grad: Tensor) -> Tensor:
+    """A sum to add to: autograd may give one tensor to several, or one element many times."""
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    return grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 class Flight:
