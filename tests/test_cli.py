@@ -45,7 +45,7 @@ def test_doctor_names_every_patch_that_is_in(tmp_path: Path) -> None:
     assert "autoload: on" in done.stdout
     rows = [line for line in done.stdout.splitlines() if "│ in " in line]
     patches = (*accelerate.PATCHES, *deepspeed.PATCHES)
-    assert len(rows) == len(patches) == 12
+    assert len(rows) == len(patches) == len({patch.id for patch in patches}) > 10
     for patch, row in zip(patches, rows):
         assert all(part in row for part in (patch.id, patch.target, patch.reason)), row
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -34,7 +35,7 @@ class ExpertsDescription:
     function: ExpertFunction
 
 
-Describe = Callable[[nn.Module], ExpertsDescription]
+Describe = Callable[[Any], ExpertsDescription]
 _DESCRIBE: dict[type, Describe] = {}
 
 

@@ -67,6 +67,7 @@ SCRIPT = """
     })
     sys.stdout.write(f"answer: {answer}\\n")  # at once: ranks share the output
     straight.save_model(output + "/saved")
+    torch.distributed.destroy_process_group()  # or gloo's threads may outlive the interpreter
 """
 
 
