@@ -169,12 +169,7 @@ def draw(
                 f"{BLOCK}.expert_parallel_size is {num_cells}, but the model built {layer.name} "
                 f"with ep_size {layer.num_cells}; make them equal, or build it with ep_size 1"
             )
-    hardware = None if settings.hardware is None else read_hardware(settings.hardware)
-    if hardware is not None and strategy.rhythm().plan_every and num_cells > 1:
-        try:
-            hardware.copy_link(num_cells)
-        except ValueError as error:
-            raise ValueError(f"{BLOCK}.hardware is {settings.hardware!r}, but {error}") from error
+    hardware = _hardware(settings, num_cells if strategy.rhythm().plan_every else 1)
     blueprint = Blueprint(settings, strategy, Grid(world_size, num_cells), tuple(found), hardware)
     for pool in blueprint.pools:
         names = [found[layer].name for layer in pool.layers]
@@ -186,6 +181,19 @@ def draw(
                 f"{[size for size in _divisors(world_size) if size <= count]}"
             )
     return blueprint
+
+
+def _hardware(settings: Settings, num_cells: int) -> Hardware | None:
+    """The cluster of the settings, if they name one; it must say how copies reach all cells."""
+    if settings.hardware is None:
+        return None
+    try:
+        hardware = read_hardware(settings.hardware)
+        if num_cells > 1:
+            hardware.copy_link(num_cells)
+    except ValueError as error:
+        raise ValueError(f"{BLOCK}.hardware is {settings.hardware!r}, but {error}") from error
+    return hardware
 
 
 def _largest_fit(found: Iterable[Found], world_size: int) -> int:
