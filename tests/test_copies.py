@@ -5,6 +5,7 @@ Shape letters: W ranks, T tokens, E experts, D model width, F expert width, C ce
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ds_moe_ext.layout import Grid, ParallelLayout
+from ds_moe_ext.moe.copies import Copies, in_order
 from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import MoELayer
@@ -43,19 +45,23 @@ class Case:
     ranks_per_node: int = 2
     num_micro_batches: int = 2
     num_tokens: int = 14
+    num_layers: int = 1
+    starts_early: bool = False  # all layers' copies are launched before the first layer runs
+    reaches_x: bool = True  # what goes in has a gradient
+    is_trained: bool = True  # experts are
     seed: int = 0
 
-    def home(self, num_cells: int) -> Placement:
-        rng = np.random.default_rng(self.seed)
+    def home(self, layer: int, num_cells: int) -> Placement:
+        rng = np.random.default_rng([self.seed, layer])
         owner_E = np.arange(self.num_experts) * num_cells // self.num_experts
         return Placement.owned_by(
             owner_E if self.even else rng.integers(num_cells, size=self.num_experts), num_cells
         )
 
-    def target(self, num_cells: int) -> Placement:
-        rng = np.random.default_rng(self.seed + 1)
+    def target(self, layer: int, num_cells: int) -> Placement:
+        rng = np.random.default_rng([self.seed + 1, layer])
         held_EC = rng.random((self.num_experts, num_cells)) < self.copies
-        return Placement(self.home(num_cells).holds_EC | held_EC)
+        return Placement(self.home(layer, num_cells).holds_EC | held_EC)
 
 
 def revised(held: Placement, rows_CE: np.ndarray, node_C: np.ndarray) -> Destination:
@@ -66,8 +72,8 @@ def revised(held: Placement, rows_CE: np.ndarray, node_C: np.ndarray) -> Destina
     return Destination(target, NearestCopy(target, node_C))
 
 
-def weights_of(case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(case.num_experts)
+def weights_of(case: Case, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(case.num_experts + 100 * layer)
 
     def rand(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -86,73 +92,112 @@ def tokens_of(case: Case, rank: int, number: int) -> tuple[Tensor, Tensor]:
 
 
 def dense(case: Case, world_size: int) -> dict[str, list[Tensor]]:
-    weights = [w.requires_grad_() for w in weights_of(case)]
+    """Outputs and gradients of x by rank and micro-batch; gradients of weights by layer."""
+    layers = [weights_of(case, layer) for layer in range(case.num_layers)]
+    for gate_ED, *experts in layers:
+        gate_ED.requires_grad_()
+        for weight in experts:
+            weight.requires_grad_(case.is_trained)
     results: dict[str, list[Tensor]] = {"y": [], "x": []}
     for rank in range(world_size):
         for number in range(case.num_micro_batches):
             x, grad = tokens_of(case, rank, number)
-            x.requires_grad_()
-            choice = SoftmaxTopK(top_k=TOP_K)(x, (weights[0],))
-            y = dense_experts(x, choice.expert_TK, choice.score_TK, *weights[1:])
+            y = x.requires_grad_(case.reaches_x)
+            for gate_ED, *experts in layers:
+                choice = SoftmaxTopK(top_k=TOP_K)(y, (gate_ED,))
+                y = y + dense_experts(y, choice.expert_TK, choice.score_TK, *experts)
             torch.sum(y * grad).backward()
             results["y"].append(y.detach())
-            results["x"].append(x.grad)
-    results["weights"] = [w.grad for w in weights]
+            results["x"].append(_grad_of(x))
+    results["weights"] = [_grad_of(weight) for weights in layers for weight in weights]
     return results
 
 
-def layer_of(case: Case, world_size: int) -> tuple[MoELayer, np.ndarray]:
-    """The layer on this rank, and the experts at home here."""
-    strategy = Copied(
-        target=case.target(world_size),
-        forward=case.degrees[0],
-        backward=case.degrees[1],
-        rematerialize=case.rematerialize,
-    )
-    layout = ParallelLayout.build(
-        Grid(world_size, world_size), strategy.uses(), case.ranks_per_node
-    )
+def _grad_of(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def layer_of(
+    case: Case, number: int, layout: ParallelLayout, strategy: Copied
+) -> tuple[MoELayer, np.ndarray]:
+    """A layer on this rank, and the experts at home here."""
+    num_cells = layout.grid.num_cells
+    target = case.target(number, num_cells)
+    strategy = replace(strategy, target=target)
     if case.revised:
-        target = case.target(world_size)
         strategy = replace(strategy, revise=partial(revised, target, node_C=layout.node_C))
-    home = case.home(world_size)
+    home = case.home(number, num_cells)
     (plan,) = strategy.plan(Job.at_start([home], layout.node_C))
     mine = home.experts_of(layout.index("ep"))
-    gate_ED, up, down = weights_of(case)
+    gate_ED, up, down = weights_of(case, number)
+    own = (weight[expert] for expert in mine for weight in (up, down))
     layer = MoELayer(
         nn.ParameterList([gate_ED]),
-        nn.ParameterList([weight[expert] for expert in mine for weight in (up, down)]),
+        nn.ParameterList(nn.Parameter(weight, requires_grad=case.is_trained) for weight in own),
         gate=SoftmaxTopK(top_k=TOP_K),
         function=FeedForwardExperts(silu_gated),
         strategy=strategy,
         plan=plan,
         layout=layout,
+        layer=number,
     )
-    layer.routed.allow_copies((up[0].clone().requires_grad_(), down[0].clone().requires_grad_()))
+    like = (up[0].clone(), down[0].clone())
+    layer.routed.allow_copies(tuple(weight.requires_grad_(case.is_trained) for weight in like))
     return layer, mine
 
 
+def layers_of(case: Case, world_size: int) -> list[tuple[MoELayer, np.ndarray]]:
+    strategy = Copied(
+        forward=case.degrees[0], backward=case.degrees[1], rematerialize=case.rematerialize
+    )
+    layout = ParallelLayout.build(
+        Grid(world_size, world_size), strategy.uses(), case.ranks_per_node
+    )
+    layers = [layer_of(case, number, layout, strategy) for number in range(case.num_layers)]
+    in_order(copies_of(layer) for layer, _ in layers)
+    return layers
+
+
+def copies_of(layer: MoELayer) -> Copies:
+    assert layer.routed.copies is not None
+    return layer.routed.copies
+
+
+def forward(case: Case, layers: Sequence[MoELayer], x: Tensor) -> Tensor:
+    if case.starts_early:
+        for layer in layers:
+            layer.routed.start(tuple(layer.expert_weights), is_training=layer.training)
+    for layer in layers:
+        x = x + layer(x).y
+    return x
+
+
 def run(rank: int, world_size: int, case: Case) -> list[Tensor]:
-    layer, mine = layer_of(case, world_size)
-    copies = layer.routed.copies
-    assert copies is not None
+    """Outputs, gradients of x, then of each layer its gradients and the experts at home here."""
+    pairs = layers_of(case, world_size)
+    layers = [layer for layer, _ in pairs]
     results, inputs = [], []
     for number in range(case.num_micro_batches):
-        copies.reduces_now = lambda number=number: number == case.num_micro_batches - 1
+        for layer in layers:
+            copies_of(layer).reduces_now = lambda now=number: now == case.num_micro_batches - 1
         x, grad = tokens_of(case, rank, number)
-        x.requires_grad_()
-        y = layer(x).y
+        y = forward(case, layers, x.requires_grad_(case.reaches_x))
         torch.sum(y * grad).backward()
         results.append(y.detach())
-        inputs.append(x.grad)
-    layer.routed.after_step()
+        inputs.append(_grad_of(x))
+    for layer in layers:
+        layer.routed.after_step()
     with torch.no_grad():
-        again = layer(tokens_of(case, rank, case.num_micro_batches - 1)[0]).y
+        again = forward(case, layers, tokens_of(case, rank, case.num_micro_batches - 1)[0])
     assert relative_error(again, results[-1]) <= 1e-13
-    slots = [p.grad for p in layer.expert_weights]
+    return [*results, *inputs, *(part for pair in pairs for part in gradients_of(*pair))]
+
+
+def gradients_of(layer: MoELayer, mine: np.ndarray) -> list[Tensor]:
+    slots = [_grad_of(parameter) for parameter in layer.expert_weights]
     up = torch.stack(slots[::2]) if slots else torch.zeros(0, 2 * F, D, dtype=torch.float64)
     down = torch.stack(slots[1::2]) if slots else torch.zeros(0, D, F, dtype=torch.float64)
-    return [*results, *inputs, layer.gate_weights[0].grad, up, down, torch.from_numpy(mine)]
+    return [_grad_of(layer.gate_weights[0]), up, down, torch.from_numpy(mine)]
 
 
 def check(case: Case, world_size: int) -> None:
@@ -160,17 +205,20 @@ def check(case: Case, world_size: int) -> None:
     ranks = pool_of(world_size).run(run, case)
     count = case.num_micro_batches
     errors = {}
-    sums = [torch.zeros_like(w) for w in reference["weights"]]
-    for rank, (*results, gate_grad, up, down, mine) in enumerate(ranks):
+    sums = [torch.zeros_like(weight) for weight in reference["weights"]]
+    for rank, results in enumerate(ranks):
         for number in range(count):
             for name, ours in (("y", results[number]), ("x", results[count + number])):
                 theirs = reference[name][rank * count + number]
                 errors[f"{name} {number} of rank {rank}"] = relative_error(ours, theirs)
-        sums[0] += gate_grad
-        sums[1].index_add_(0, mine, up)
-        sums[2].index_add_(0, mine, down)
-    for name, ours, theirs in zip(("gate", "up", "down"), sums, reference["weights"]):
-        errors[name] = relative_error(ours, theirs)
+        for layer in range(case.num_layers):
+            gate_grad, up, down, mine = results[2 * count + 4 * layer :][:4]
+            sums[3 * layer] += gate_grad
+            sums[3 * layer + 1].index_add_(0, mine, up)
+            sums[3 * layer + 2].index_add_(0, mine, down)
+    for number, (ours, theirs) in enumerate(zip(sums, reference["weights"])):
+        name = ("gate", "up", "down")[number % 3]
+        errors[f"{name} of layer {number // 3}"] = relative_error(ours, theirs)
     assert max(errors.values()) <= 1e-12, errors
 
 
@@ -189,6 +237,19 @@ CASES = {
     "revised and rematerialized": Case(revised=True, rematerialize=True),
     "chunks": Case(degrees=(2, 2)),
     "chunks that differ": Case(degrees=(3, 2), copies=0.7),
+    "three layers": Case(num_layers=3),
+    "three layers, started early": Case(num_layers=3, starts_early=True),
+    "three layers, rematerialized": Case(num_layers=3, rematerialize=True),
+    "three layers, rematerialized, few copies": Case(
+        num_layers=3, rematerialize=True, copies=0.1, even=False, seed=2
+    ),
+    "three layers, rematerialized, revised": Case(num_layers=3, rematerialize=True, revised=True),
+    "three layers, rematerialized, started early": Case(
+        num_layers=3, rematerialize=True, starts_early=True
+    ),
+    "frozen experts": Case(num_layers=2, is_trained=False),
+    "frozen experts, rematerialized": Case(num_layers=2, is_trained=False, rematerialize=True),
+    "x without gradient": Case(num_layers=2, reaches_x=False),
     "one node": Case(ranks_per_node=8),
     "a node each": Case(ranks_per_node=1),
 }
@@ -214,6 +275,10 @@ def test_equals_dense(name: str, world_size: int) -> None:
         ranks_per_node=st.integers(1, 4),
         num_micro_batches=st.integers(1, 3),
         num_tokens=st.sampled_from([0, 1, 9]),
+        num_layers=st.integers(1, 3),
+        starts_early=st.booleans(),
+        reaches_x=st.booleans(),
+        is_trained=st.booleans(),
         seed=st.integers(0, 100),
     )
 )

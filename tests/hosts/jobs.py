@@ -33,6 +33,7 @@ class Job:
     strategy: str = "ep"
     keys: tuple[tuple[str, Any], ...] = ()  # of the strategy's block
     hardware: str | None = None
+    capacity_factor: float | None = None
     num_experts: int = 4
     micro_batches: int = MICRO_BATCHES
     use_reentrant: bool | None = None  # of activation checkpointing; None does none
@@ -179,6 +180,7 @@ def document_of(job: Job, world_size: int) -> dict[str, Any]:
             "strategy": job.strategy,
             "options" if ":" in job.strategy else job.strategy: dict(job.keys),
             "hardware": job.hardware,
+            "capacity_factor": job.capacity_factor,
             "report": {"enabled": False},
             "debug": True,
         }
@@ -250,7 +252,23 @@ def train(rank: int, world_size: int, job: Job) -> Result | None:
     with ExitStack() as stack:
         if job.dtype == "float64":
             stack.enter_context(_float64_everywhere())
+        if job.dtype == "float16":
+            stack.enter_context(_float16_on_a_cpu())
         return _trained(rank, world_size, job)
+
+
+@contextmanager
+def _float16_on_a_cpu() -> Iterator[None]:
+    """DeepSpeed does not let a CPU train in float16, though torch can."""
+    from deepspeed.accelerator import get_accelerator
+
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    cls = type(get_accelerator())
+    with (
+        mock.patch.object(cls, "is_fp16_supported", lambda _: True),
+        mock.patch.object(cls, "supported_dtypes", lambda _: dtypes),
+    ):
+        yield
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from ds_moe_ext import ExpertsDescription, FeedForwardExperts, register_experts
 from ds_moe_ext.moe.expert import silu_gated
+from ds_moe_ext.moe.order import SlotRows
 from tests.reference import dense_experts
 
 VOCABULARY, LENGTH, D, HEADS, TOP_K = 64, 16, 16, 2, 2
@@ -25,7 +26,7 @@ class Shape:
 
     Attributes:
         experts: of each layer.
-        widths: ``F`` of each layer; all alike if there is one.
+        widths: ``F`` of each layer; all alike if there is one; 0 for paired experts.
         shares_first: the last block uses the first one's experts.
         trains: names of the parameters that are trained contain one of these.
     """
@@ -55,10 +56,38 @@ def _describe(experts: Experts) -> ExpertsDescription:
     return ExpertsDescription(experts.num_experts, names, FeedForwardExperts(silu_gated))
 
 
+class PairedExperts(nn.Module):
+    """Experts with two weights that have one gradient: what is added to one must not reach the
+    other."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.first_EDD = nn.Parameter(torch.randn(num_experts, D, D) * 0.2)
+        self.second_EDD = nn.Parameter(torch.randn(num_experts, D, D) * 0.2)
+
+    def forward(self, x_TD: Tensor, expert_TK: Tensor, score_TK: Tensor) -> Tensor:
+        y_ETD = torch.tanh(x_TD @ (self.first_EDD + self.second_EDD))
+        y_TKD = y_ETD.transpose(0, 1).gather(1, expert_TK[..., None].expand(-1, -1, D))
+        return (y_TKD * score_TK[..., None]).sum(dim=1)
+
+
+def _paired(rows_RD: Tensor, slots: SlotRows, weights: tuple[Tensor, ...]) -> Tensor:
+    if not weights:
+        return rows_RD.clone()
+    pairs = zip(rows_RD.split(slots.on_host()), weights[::2], weights[1::2])
+    return torch.cat([torch.tanh(rows @ (first + second)) for rows, first, second in pairs])
+
+
+@register_experts(PairedExperts)
+def _describe_paired(experts: PairedExperts) -> ExpertsDescription:
+    return ExpertsDescription(experts.num_experts, ("first_EDD", "second_EDD"), _paired)
+
+
 class Block(nn.Module):
     """Causal attention, then experts."""
 
-    def __init__(self, experts: Experts) -> None:
+    def __init__(self, experts: Experts | PairedExperts) -> None:
         super().__init__()
         self.attention_norm, self.norm = nn.LayerNorm(D), nn.LayerNorm(D)
         self.query_key_value = nn.Linear(D, 3 * D, bias=False)
@@ -93,7 +122,11 @@ class Toy(nn.Module):
         super().__init__()
         widths = shape.widths * (len(shape.experts) // len(shape.widths))
         self.embedding = nn.Embedding(VOCABULARY, D)
-        self.blocks = nn.ModuleList(map(Block, map(Experts, shape.experts, widths)))
+        experts = (
+            Experts(count, width) if width else PairedExperts(count)
+            for count, width in zip(shape.experts, widths)
+        )
+        self.blocks = nn.ModuleList(map(Block, experts))
         if shape.shares_first:
             self.blocks[-1].experts = self.blocks[0].experts
         self.head = nn.Linear(D, VOCABULARY, bias=False)
@@ -115,6 +148,7 @@ _SHAPES = {
     "toy, uneven layers": Shape((2, 6, 3, 5)),
     "toy, two pools": Shape((2, 6, 3, 5), (12, 12, 20, 20)),
     "toy, shared experts": Shape(shares_first=True),
+    "toy, paired": Shape(widths=(0,)),
     "toy, wide": Shape(widths=(64,)),
     "toy, experts alone": Shape((2, 2, 2, 2), trains=("experts",)),
     "toy, frozen experts": Shape(trains=("norm", "router", "query", "head", "embedding")),

@@ -1,0 +1,309 @@
+"""When copies travel in a real step, how often, and what they read; what may come between."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ds_moe_ext.comm import Arrived, Traffic, sparse_all_gather, sparse_reduce_scatter
+from ds_moe_ext.moe.observe import TimedTask
+from ds_moe_ext.planners.volume import gather_bytes
+from ds_moe_ext.report.recorder import span_of
+from tests.hosts.copied_runs import (
+    COPIES,
+    Step,
+    Watch,
+    check_equal,
+    fssdp,
+    plain,
+    run,
+    train_watched,
+    varied,
+    watching,
+)
+from tests.hosts.jobs import Job, engine_of, loss_of, micro_batch
+from tests.ranks import pool_of
+
+JOB = Job("toy", 0, dtype="float64", steps=5)
+NUM_LAYERS = 3
+EXPERT_BYTES = (2 * 12 * 16 + 16 * 12) * 8
+
+
+def everywhere(job: Job, **keys: Any) -> Job:
+    """All experts of all layers on all ranks, in every step."""
+    return varied(job, layers=1.0, copies=1.0, **keys)
+
+
+# What hides them.
+
+Moment = tuple[float, float]  # start and end, in seconds
+MEETING_S = 20.0
+
+
+@dataclass
+class Meetings:
+    """Attention and what shall be hidden behind it wait for each other, so that neither can be
+    over before the other has begun."""
+
+    is_on: bool = False
+    _barriers: dict[tuple[str, int], threading.Barrier] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _num_gathers: int = 0
+    _num_reductions: int = 0
+
+    def wait(self, what: str, number: int) -> None:
+        if not self.is_on:
+            return
+        with self._lock:
+            barrier = self._barriers.setdefault((what, number), threading.Barrier(2))
+        barrier.wait(MEETING_S)
+
+    def gather(self, *arguments: Any) -> Traffic:
+        """Gathers of a step come in the order of layers, then against it."""
+        self.wait("gather", self._num_gathers)
+        self._num_gathers += self.is_on
+        return sparse_all_gather(*arguments)
+
+    def reduce(self, *arguments: Any) -> Arrived:
+        self.wait("reduction", NUM_LAYERS - 1 - self._num_reductions)
+        self._num_reductions += self.is_on
+        return sparse_reduce_scatter(*arguments)
+
+    def attention_of(self, layer: int, *, gathers_again: bool) -> Any:
+        """A hook on attention's first product."""
+
+        def backward(grad: Tensor) -> None:
+            self.wait("reduction", layer)
+            if gathers_again and layer:
+                self.wait("gather", 2 * NUM_LAYERS - 1 - layer)
+
+        def forward(module: Any, given: Any, output: Tensor) -> None:
+            self.wait("gather", layer)
+            output.register_hook(backward)
+
+        return forward
+
+
+@dataclass
+class Kept:
+    """Keeps a step's tasks, in the place of a tracer."""
+
+    steps: range
+    moments: dict[tuple[str, str, int], Moment] = field(default_factory=dict)
+
+    def __call__(self, step: int, timed: list[TimedTask]) -> None:
+        for task in timed:
+            span = span_of(task, timed[0], [str(layer) for layer in range(NUM_LAYERS)])
+            key = (span.name, span.phase, int(span.layer))
+            while key in self.moments:
+                key = (f"{key[0]} again", *key[1:])
+            self.moments[key] = span.start_s, span.end_s
+
+
+def met(rank: int, world_size: int, job: Job) -> dict[tuple[str, str, int], Moment]:
+    """The moments of a step in which all that should be hidden met what hides it."""
+    from ds_moe_ext.hosts.deepspeed.engine import run_of
+
+    engine = engine_of(job, world_size)
+    meetings, kept = Meetings(), Kept(range(1, 2))
+    run_of(engine).recorder.tracer = kept
+    for layer, block in enumerate(engine.module.blocks):
+        again = "rematerialized" in dict(job.keys)
+        block.query_key_value.register_forward_hook(
+            meetings.attention_of(layer, gathers_again=again)
+        )
+    with (
+        mock.patch(f"{COPIES}.sparse_all_gather", meetings.gather),
+        mock.patch(f"{COPIES}.sparse_reduce_scatter", meetings.reduce),
+    ):
+        for step in range(2):
+            meetings.is_on = step == 1
+            engine.backward(loss_of(engine, micro_batch(step, rank)))
+            engine.step()
+    return kept.moments
+
+
+@pytest.mark.parametrize("rematerialized", [0.0, 1.0])
+def test_attention_hides_what_travels(rematerialized: float) -> None:
+    """Each gather lies between the layer before and the rows' arrival at experts, and begins before
+    attention ends; each reduction begins after the rows' gradients were exchanged and before
+    attention's backward ends, and is over before the next layer's."""
+    keys = {"rematerialized": 1.0} if rematerialized else {}
+    job = everywhere(replace(JOB, dtype="float32", micro_batches=2), **keys)
+    for moments in pool_of(2).run(met, job):
+        for layer in range(NUM_LAYERS):
+            check_forward(layer, moments)
+            check_backward(layer, moments)
+            if rematerialized and layer < NUM_LAYERS - 1:
+                check_gathered_again(layer, moments)
+
+
+def check_forward(layer: int, moments: dict[tuple[str, str, int], Moment]) -> None:
+    start, end = moments["gather", "forward", layer]
+    assert start < moments["attention", "forward", layer][1]
+    assert moments["attention", "forward", layer][1] <= moments["order", "forward", layer][0]
+    assert end <= moments["expert", "forward", layer][0]
+    if layer:
+        assert moments["restore", "forward", layer - 1][1] <= start
+
+
+def check_backward(layer: int, moments: dict[tuple[str, str, int], Moment]) -> None:
+    start, end = moments["reduction", "backward", layer]
+    assert moments["dispatch", "backward", layer][1] <= start
+    assert start < moments["attention", "backward", layer][1]
+    if layer:
+        assert end <= moments["restore", "backward", layer - 1][0]
+
+
+def check_gathered_again(layer: int, moments: dict[tuple[str, str, int], Moment]) -> None:
+    start, end = moments["gather again", "forward", layer]
+    assert start < moments["attention", "backward", layer + 1][1]
+    assert end <= moments["restore", "backward", layer][0]
+    assert moments["dispatch", "backward", layer + 1][1] <= start
+
+
+# Late, and not a number before.
+
+LATE = {
+    "kept": {"layers": 1.0},
+    "rematerialized": {"rematerialized": 1.0},
+    "of all kinds": {"revised": 0.5, "rematerialized": 0.5, "shard_every": 2},
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_late_collectives_change_no_bit(world_size: int, name: str) -> None:
+    job = varied(JOB, **LATE[name])
+    late, _ = run(world_size, job, late_s=0.004)
+    check_equal(late, plain(world_size, JOB), JOB)
+    in_time, _ = run(world_size, job)
+    assert late.losses == in_time.losses
+    assert all(torch.equal(late.state[key], in_time.state[key]) for key in in_time.state)
+
+
+# How often.
+
+
+@pytest.mark.parametrize("no_sync", [False, True])
+@pytest.mark.parametrize("rematerialized", [0.0, 1.0])
+def test_collectives_of_a_step(rematerialized: float, no_sync: bool) -> None:
+    """Copies live for all micro-batches of a step, and what they learn travels in the last; where
+    they are rematerialized, for one pass through one layer."""
+    base = replace(JOB, micro_batches=6, no_sync=no_sync)
+    job = everywhere(base, rematerialized=rematerialized)
+    result, steps = run(2, job)
+    check_equal(result, plain(2, JOB_OF_SIX), JOB)
+    gathers = 3 * (2 * NUM_LAYERS - 1) if rematerialized else NUM_LAYERS
+    reductions = 3 * NUM_LAYERS if rematerialized else NUM_LAYERS
+    assert [len(step.gathers) for step in steps] == [gathers] * JOB.steps
+    assert [len(step.reductions) for step in steps] == [reductions] * JOB.steps
+
+
+JOB_OF_SIX = replace(JOB, micro_batches=6)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputed_passes_keep_their_copies(use_reentrant: bool) -> None:
+    job = everywhere(replace(JOB, use_reentrant=use_reentrant))
+    _, steps = run(2, job)
+    assert [len(step.gathers) for step in steps] == [NUM_LAYERS] * JOB.steps
+    assert [len(step.reductions) for step in steps] == [NUM_LAYERS] * JOB.steps
+
+
+# How much.
+
+NO_COPIES: dict[str, dict[str, Any]] = {
+    "nothing is hidden": {"overlap_degree": 0, "copies_per_rank": 4},
+    "no memory": {"overlap_degree": 4, "copies_per_rank": 0, "calibrate": True},
+    "no bytes": {"overlap_degree": 4, "copy_bytes": 0, "calibrate": True},
+}
+
+
+@pytest.mark.parametrize("name", NO_COPIES)
+def test_without_copies_it_is_expert_parallelism(name: str) -> None:
+    job = fssdp(JOB, **NO_COPIES[name], reshard_interval=0)
+    result, steps = run(4, job)
+    theirs = plain(4, JOB)
+    assert result.losses == theirs.losses
+    assert all(torch.equal(result.state[key], theirs.state[key]) for key in theirs.state)
+    for step in steps:
+        assert step.gathers == step.reductions == ()
+        assert not any(plan.has_copies for plan in step.plans)
+
+
+@pytest.mark.parametrize(("world_size", "seed"), [(2, 0), (4, 1), (4, 2)])
+def test_bytes_are_those_of_the_paper(world_size: int, seed: int) -> None:
+    """Equation (1): no rank receives more in a gather than the experts that move at all."""
+    job = varied(replace(JOB, micro_batches=world_size), seed=seed)
+    ranks = pool_of(world_size).run(train_watched, job)
+    for cell, (_, steps) in enumerate(ranks):
+        for step in steps:
+            check_bytes(step, cell)
+    gathered = sum(sum(step.gathers) for _, steps in ranks for step in steps)
+    assert gathered == sum(sum(step.reductions) for _, steps in ranks for step in steps) > 0
+
+
+def check_bytes(step: Step, cell: int) -> None:
+    copied = [plan for plan in step.plans if plan.has_copies]
+    assert len(step.gathers) == len(step.reductions) == len(copied)
+    for plan, gathered, reduced in zip(copied, step.gathers, reversed(step.reductions)):
+        held = plan.target.holds_EC[:, cell] & ~plan.home.holds_EC[:, cell]
+        assert gathered == reduced == held.sum() * EXPERT_BYTES
+        assert gathered <= gather_bytes(plan.home, plan.target, EXPERT_BYTES)
+
+
+# What may come between.
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_evaluation_changes_nothing(name: str) -> None:
+    """Between steps, between micro-batches, and between a pass and its backward."""
+    job = replace(JOB, evaluate=True, evaluate_within=True)
+    ours, _ = run(2, varied(job, **LATE[name]), late_s=0.002)
+    check_equal(ours, plain(2, JOB), JOB)
+
+
+def train_with_failures(rank: int, world_size: int, job: Job, module: str) -> list[float]:
+    """Losses of this rank in a run in which every pass first fails in a module, then goes well."""
+    losses = []
+    with watching(Watch(late_s=0.02)):
+        engine = engine_of(job, world_size)
+        for step in range(job.steps):
+            for number in range(rank, job.micro_batches, world_size):
+                with _failing(engine.module.get_submodule(module)), pytest.raises(KeyError):
+                    loss_of(engine, micro_batch(step, number))
+                loss = loss_of(engine, micro_batch(step, number))
+                engine.backward(loss)
+                engine.step()
+                losses.append(float(loss))
+    return losses
+
+
+@contextlib.contextmanager
+def _failing(module: nn.Module) -> Iterator[None]:
+    def fail(module: nn.Module, given: Any) -> None:
+        raise KeyError("as the test wants it")
+
+    handle = module.register_forward_pre_hook(fail)
+    yield
+    handle.remove()
+
+
+@pytest.mark.parametrize("module", ["blocks.0.attention_norm", "blocks.1.router", "head"])
+@pytest.mark.parametrize("name", LATE)
+def test_a_pass_may_fail(name: str, module: str) -> None:
+    """What it had launched is waited for, and what it left is not used."""
+    job = replace(JOB, dtype="float32", steps=3)
+    ranks = pool_of(2).run(train_with_failures, varied(job, **LATE[name]), module)
+    losses = np.mean(ranks, axis=0).reshape(job.steps, -1).mean(axis=1)
+    assert losses.tolist() == pytest.approx(plain(2, job).losses, rel=1e-6)
