@@ -22,8 +22,10 @@ from tests.hosts.copied_runs import (
     COPIES,
     Step,
     Watch,
+    alone,
     check_equal,
     fssdp,
+    num_moved,
     plain,
     run,
     train_watched,
@@ -191,6 +193,17 @@ def test_late_collectives_change_no_bit(world_size: int, name: str) -> None:
     assert all(torch.equal(late.state[key], in_time.state[key]) for key in in_time.state)
 
 
+def test_nothing_travels_when_experts_move() -> None:
+    """Copies and moves share a communicator. Only the last layer is trained: those below it need
+    their copies in forward alone, and another pass's would meet what moves."""
+    base = Job("toy, top alone", 0, dtype="float64", steps=6)
+    for rematerialized in (0.0, 1.0):
+        job = varied(base, layers=1.0, copies=0.8, rematerialized=rematerialized, shard_every=1)
+        ours, steps = run(2, job, late_s=0.02)
+        check_equal(ours, alone(base), base)
+        assert num_moved(steps)
+
+
 # How often.
 
 
@@ -271,6 +284,36 @@ def test_evaluation_changes_nothing(name: str) -> None:
     job = replace(JOB, evaluate=True, evaluate_within=True)
     ours, _ = run(2, varied(job, **LATE[name]), late_s=0.002)
     check_equal(ours, plain(2, JOB), JOB)
+
+
+def train_with_other_weights(rank: int, world_size: int, job: Job) -> list[float]:
+    """Losses of this rank, in a run that is evaluated with other weights put in, in every step."""
+    losses = []
+    engine = engine_of(job, world_size)
+    for step in range(job.steps):
+        engine.backward(loss_of(engine, micro_batch(step, rank)))
+        engine.step()
+        with torch.no_grad():
+            kept = [p.clone() for p in engine.module.parameters()]
+            for parameter in engine.module.parameters():
+                parameter.mul_(0.5)
+            engine.eval()
+            losses.append(float(loss_of(engine, micro_batch(step, 99))))
+            for parameter, before in zip(engine.module.parameters(), kept):
+                parameter.copy_(before)
+            losses.append(float(loss_of(engine, micro_batch(step, 99))))
+            engine.train()
+    return losses
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_other_weights_may_be_evaluated(name: str) -> None:
+    """A mean of past weights, say: copies are then of those, and afterwards of the run's own."""
+    job = replace(JOB, dtype="float32", micro_batches=2)
+    theirs = pool_of(2).run(train_with_other_weights, job)
+    ours = pool_of(2).run(train_with_other_weights, varied(job, **LATE[name]))
+    assert np.allclose(ours, theirs, rtol=1e-6)
+    assert not np.allclose(np.ravel(theirs)[::2], np.ravel(theirs)[1::2], rtol=1e-3)
 
 
 def train_with_failures(rank: int, world_size: int, job: Job, module: str) -> list[float]:
