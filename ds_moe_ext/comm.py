@@ -124,12 +124,12 @@ def take_first(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 PACKED = torch.contiguous_format
 
-Wire = tuple[Tensor, int]
+Parcel = tuple[Tensor, int]
 """A contiguous tensor and the member at the other end."""
 
 
 def _post(
-    receives: Sequence[Wire], sends: Sequence[Wire], group: dist.ProcessGroup
+    receives: Sequence[Parcel], sends: Sequence[Parcel], group: dist.ProcessGroup
 ) -> list[dist.Work]:
     """Start to move tensors between pairs of members: one grouped call on NCCL.
 
@@ -152,7 +152,9 @@ def connect(group: dist.ProcessGroup, device: torch.device) -> None:
     dist.all_reduce(torch.zeros((), device=device), group=group)
 
 
-def exchange(receives: Sequence[Wire], sends: Sequence[Wire], group: dist.ProcessGroup) -> Traffic:
+def exchange(
+    receives: Sequence[Parcel], sends: Sequence[Parcel], group: dist.ProcessGroup
+) -> Traffic:
     """Move tensors between pairs of members; see ``_post``. For those who take part in it.
 
     Args:
@@ -235,7 +237,9 @@ def sparse_all_gather(
     else:
         traffic = Traffic()
         for round_ in part.rounds:
-            traffic += exchange(_wires(round_.receives, have), _wires(round_.sends, have), group)
+            traffic += exchange(
+                _parcels(round_.receives, have), _parcels(round_.sends, have), group
+            )
     for expert in part.received:
         for buffer, arrived in zip(buffers[expert], have[expert]):
             if not buffer.is_contiguous():
@@ -350,7 +354,7 @@ def _reduce_round(
     receives = [
         (tensor, cell) for (_, cell), tensors in zip(round_.sends, landed) for tensor in tensors
     ]
-    traffic = exchange(receives, _wires(round_.receives, leaving), group)
+    traffic = exchange(receives, _parcels(round_.receives, leaving), group)
     for (expert, _), tensors in zip(round_.sends, landed):
         if expert in sums:
             for total, tensor in zip(sums[expert], tensors):
@@ -371,12 +375,12 @@ def _sum_dtype(tensor: Tensor, in_float32: bool) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32) if in_float32 else tensor.dtype
 
 
-def _wires(moves: Iterable[Move], have: Mapping[int, Sequence[Tensor]]) -> list[Wire]:
+def _parcels(moves: Iterable[Move], have: Mapping[int, Sequence[Tensor]]) -> list[Parcel]:
     return [(tensor, cell) for expert, cell in moves for tensor in have[expert]]
 
 
 def _whole(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """As the wires need them: apart from autograd and contiguous, copied only if they are not."""
+    """As transfers need them: apart from autograd and contiguous, copied only if they are not."""
     return [tensor.detach().contiguous() for tensor in tensors]
 
 

@@ -81,7 +81,7 @@ class ParallelLayout:
     Attributes:
         grid: the ranks.
         rank: this one.
-        node_of: node of each rank, 0 and up; a machine unless ``build`` was told otherwise.
+        node_of: number of each rank's node; a machine unless ``build`` was told otherwise.
 
     Two lanes never share a communicator: collectives of one communicator must be issued in the
     same order on every rank, and lanes are ordered only among their own tasks.
@@ -104,10 +104,10 @@ class ParallelLayout:
         """
         if ranks_per_node is None:
             hosts = gather_texts(socket.gethostname(), None)
+            nodes = [hosts.index(host) for host in hosts]  # its first rank stands for a node
         else:
-            hosts = [str(rank // ranks_per_node) for rank in range(grid.world_size)]
-        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
-        layout = cls(grid, dist.get_rank(), tuple(numbers[host] for host in hosts))
+            nodes = [rank // ranks_per_node for rank in range(grid.world_size)]
+        layout = cls(grid, dist.get_rank(), tuple(nodes))
         for axis, lane in uses:
             layout._groups[axis, lane] = _own_group(grid.along(axis), layout.rank)
         return layout

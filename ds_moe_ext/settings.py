@@ -16,7 +16,7 @@ from typing import Any
 
 from ds_moe_ext.strategies import ep, fssdp  # noqa: F401  register themselves
 from ds_moe_ext.strategies.base import Strategy, class_at, registered
-from ds_moe_ext.strict import check_object, nearest, read_record
+from ds_moe_ext.strict import at_least, check_object, nearest, read_record
 
 BLOCK = "ds_moe_ext"
 
@@ -38,8 +38,8 @@ class ReportSettings:
     max_steps: int = 400
 
     def __post_init__(self) -> None:
-        _at_least("report.trace_step", self.trace_step, 0)
-        _at_least("report.max_steps", self.max_steps, 2)
+        at_least(f"{BLOCK}.report.trace_step", self.trace_step, 0)
+        at_least(f"{BLOCK}.report.max_steps", self.max_steps, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,8 @@ class TraceSettings:
     num_steps: int = 1
 
     def __post_init__(self) -> None:
-        _at_least("trace.first_step", self.first_step, 0)
-        _at_least("trace.num_steps", self.num_steps, 1)
+        at_least(f"{BLOCK}.trace.first_step", self.first_step, 0)
+        at_least(f"{BLOCK}.trace.num_steps", self.num_steps, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +93,8 @@ class Settings:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        _at_least("expert_parallel_size", self.expert_parallel_size, 1)
-        _at_least("expert_sharding_size", self.expert_sharding_size, 1)
+        at_least(f"{BLOCK}.expert_parallel_size", self.expert_parallel_size, 1)
+        at_least(f"{BLOCK}.expert_sharding_size", self.expert_sharding_size, 1)
         if self.expert_sharding_size not in (None, 1):
             raise ValueError(
                 f"{BLOCK}.expert_sharding_size is {self.expert_sharding_size}, but strategy "
@@ -153,11 +153,6 @@ def _chosen(settings: Settings, blocks: Mapping[str, Strategy]) -> Strategy:
     if name not in blocks:
         raise ValueError(f"{BLOCK}.strategy is {name!r}, which is unknown; {nearest(name, blocks)}")
     return blocks[name]
-
-
-def _at_least(key: str, value: int | None, least: int) -> None:
-    if value is not None and value < least:
-        raise ValueError(f"{BLOCK}.{key} is {value}; it must be at least {least}")
 
 
 def _compiles(key: str, pattern: str) -> None:

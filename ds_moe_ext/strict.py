@@ -120,3 +120,9 @@ def nearest(word: object, known: Iterable[str]) -> str:
     known = sorted(known)
     close = difflib.get_close_matches(str(word), known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known) or 'none'}"
+
+
+def at_least(key: str, value: int | None, least: int) -> None:
+    """Refuse a number below its bound; null is automatic."""
+    if value is not None and value < least:
+        raise ValueError(f"{key} is {value}; it must be at least {least}")

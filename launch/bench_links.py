@@ -42,7 +42,7 @@ from ds_moe_ext.hosts.planning import Planning
 from ds_moe_ext.load import balance_L, zipf_loads
 from ds_moe_ext.moe.observe import TimedTask
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.prices import TRIPS, Prices, nearest_copy_traffic, step_seconds
+from ds_moe_ext.planners.prices import TRIPS, Prices, nearest_copy_flow, step_seconds
 from ds_moe_ext.schedule.task import ATTENTION, GATHER, RESTORE, Op
 from ds_moe_ext.settings import BLOCK, read_settings
 from ds_moe_ext.strategies.base import ROWS_ALONE, Job, Plan
@@ -255,7 +255,7 @@ class Contender:
         before: int,
     ) -> Seen:
         targets, pace, passes = [plan.target for plan in plans], self._pace, 1 + BACKWARD
-        traffic = nearest_copy_traffic(targets, rows, self.node_C)
+        traffic = nearest_copy_flow(targets, rows, self.node_C)
         num_rows = sum(int(rows_CE.sum()) for rows_CE in rows)
         model_L = step_seconds(targets, rows, prices=self.prices, node_C=self.node_C)
         exchange_L = self._cards.seconds(plans, rows, self.node_C)

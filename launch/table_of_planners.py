@@ -27,7 +27,7 @@ from ds_moe_ext.load import LoadWindow, balance_L, read_loads
 from ds_moe_ext.placement import Placement, even_homes
 from ds_moe_ext.planners.calibrate import calibrate, guarded
 from ds_moe_ext.planners.materialize import materialize
-from ds_moe_ext.planners.prices import Prices, nearest_copy_traffic, step_seconds
+from ds_moe_ext.planners.prices import Prices, nearest_copy_flow, step_seconds
 from ds_moe_ext.planners.shard import shard
 from ds_moe_ext.share import NearestCopy
 
@@ -189,7 +189,7 @@ def _score_of_step(
     computed_LC = np.stack(
         [NearestCopy(target, node_C).computed_C(rows_CE) for target, rows_CE in zip(targets, rows)]
     )
-    traffic = nearest_copy_traffic(targets, rows, node_C)
+    traffic = nearest_copy_flow(targets, rows, node_C)
     num_copies = sum(int(t.holds_EC.sum()) - t.num_experts for t in targets)
     return Score(
         balance=float(balance_L(computed_LC).mean()),

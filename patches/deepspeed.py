@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from ds_moe_ext.hosts.deepspeed import buckets, checkpoint, engine, export, startup
@@ -69,36 +70,30 @@ def _then_record(original: Any) -> Any:
     return _take_model_step
 
 
-def _save_experts(original: Any) -> Any:
-    @functools.wraps(original)
-    def _save_moe_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint.save(self, _arguments(original, (self, *args), kwargs), original)
+def _around(ours: Callable[[Any, Any, Any], Any]) -> Callable[[Any], Any]:
+    """A wrap of a method: ours gets the engine, the arguments by name and the original."""
 
-    return _save_moe_checkpoint
+    def wrap(original: Any) -> Any:
+        @functools.wraps(original)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return ours(self, _arguments(original, (self, *args), kwargs), original)
 
+        return method
 
-def _no_zero_files(original: Any) -> Any:
-    @functools.wraps(original)
-    def _save_zero_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return None if engine.run_of(self) else original(self, *args, **kwargs)
-
-    return _save_zero_checkpoint
+    return wrap
 
 
-def _load_experts(original: Any) -> Any:
-    @functools.wraps(original)
-    def _load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint.load(self, _arguments(original, (self, *args), kwargs), original)
+def _answering(answer: Any) -> Callable[[Any], Any]:
+    """A wrap of a method that has nothing to do on an engine with replaced layers."""
 
-    return _load_checkpoint
+    def wrap(original: Any) -> Any:
+        @functools.wraps(original)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return answer if engine.run_of(self) else original(self, *args, **kwargs)
 
+        return method
 
-def _no_zero_load(original: Any) -> Any:
-    @functools.wraps(original)
-    def _load_zero_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return True if engine.run_of(self) else original(self, *args, **kwargs)
-
-    return _load_zero_checkpoint
+    return wrap
 
 
 def _no_expert_files(original: Any) -> Any:
@@ -201,25 +196,25 @@ PATCHES = tuple(
             "save-experts",
             f"{ENGINE}._save_moe_checkpoint",
             "experts and all states of the optimizer are written by name, for any layout to read",
-            _save_experts,
+            _around(checkpoint.save),
         ),
         (
             "no-zero-files",
             f"{ENGINE}._save_zero_checkpoint",
             "what a rank's ZeRO file would have is written by name",
-            _no_zero_files,
+            _answering(None),
         ),
         (
             "load-experts",
             f"{ENGINE}._load_checkpoint",
             "every rank reads what it needs; what does not fit is refused before anything changes",
-            _load_experts,
+            _around(checkpoint.load),
         ),
         (
             "no-zero-load",
             f"{ENGINE}._load_zero_checkpoint",
             "there are no ZeRO files; the states have been read",
-            _no_zero_load,
+            _answering(True),
         ),
         (
             "no-expert-files",

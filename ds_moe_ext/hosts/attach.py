@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ds_moe_ext.comm import connect, gather_texts
 from ds_moe_ext.hardware import Hardware, read_hardware
@@ -78,9 +78,9 @@ class AttachedLayer:
         )
 
 
-def bytes_of(parameters: Iterable[nn.Parameter]) -> int:
+def bytes_of(weights: Iterable[Tensor]) -> int:
     """Bytes of all weights."""
-    return sum(p.numel() * p.element_size() for p in parameters)
+    return sum(weight.nbytes for weight in weights)
 
 
 @dataclass(frozen=True, eq=False)

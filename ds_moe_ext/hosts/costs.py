@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
 import torch
-from torch import Tensor
 
 from ds_moe_ext.comm import sum_in_place
 from ds_moe_ext.cost.bench import Bench, clock_of
 from ds_moe_ext.cost.probe import Level, Sizes, least_free_bytes, measure_copies
 from ds_moe_ext.hardware import Hardware, Link
-from ds_moe_ext.hosts.attach import AttachedLayer
+from ds_moe_ext.hosts.attach import AttachedLayer, bytes_of
 from ds_moe_ext.layout import ParallelLayout
 from ds_moe_ext.moe.observe import Rows, TimedTask
 from ds_moe_ext.moe.slab import Weights
@@ -55,7 +54,7 @@ class Links:
         return cls(copy, hardware.inter or copy, hardware.intra or copy)
 
     @classmethod
-    def measured(cls, layout: ParallelLayout, expert: Iterable[Tensor]) -> Links:
+    def measured(cls, layout: ParallelLayout, expert: Weights) -> Links:
         """A quick look at this run's own communicator for copies. Collective.
 
         Rows are then priced by the link of copies.
@@ -64,12 +63,10 @@ class Links:
             layout: of the run.
             expert: weights of one expert.
         """
-        weights = list(expert)
-        group, device = layout.group("ep", PARAM), weights[0].device
+        group, device = layout.group("ep", PARAM), expert[0].device
         level = Level("of this run", group, layout.index("ep"), layout.node_C, num_sharers=1)
         bench = Bench(clock_of(device), device, num_warm_ups=1, num_repeats=5, group=group)
-        num_bytes = sum(weight.nbytes for weight in weights)
-        link = measure_copies(level, bench, Sizes((), num_bytes, NUM_EXPERTS))
+        link = measure_copies(level, bench, Sizes((), bytes_of(expert), NUM_EXPERTS))
         return cls(link, link, link)
 
 
@@ -126,9 +123,7 @@ class Costs:
 
     def _agreed(self) -> Measured:
         sums = (self._window_s, self._num_passes, self._expert_s, self._rows)
-        total = torch.tensor(
-            sums, dtype=torch.float64, device=self._expert(self.pools[0])[0].device
-        )
+        total = torch.tensor(sums, dtype=torch.float64, device=self._device)
         window_s, num_passes, expert_s, num_rows = sum_in_place(total, None).tolist()
         return Measured(
             pools=tuple(self._priced(pool, expert_s, num_rows) for pool in self.pools),
@@ -139,8 +134,8 @@ class Costs:
     def _free_bytes(self) -> int:
         """Memory for copies on the rank that has least; where nothing tells, as much as its own
         experts and their gradients take."""
-        device = self._expert(self.pools[0])[0].device
-        free = least_free_bytes(Bench(clock_of(device), device, num_warm_ups=0, num_repeats=1))
+        bench = Bench(clock_of(self._device), self._device, num_warm_ups=0, num_repeats=1)
+        free = least_free_bytes(bench)
         if free is not None:
             return int(SHARE_OF_FREE * free)
         return 2 * sum(self._bytes_at_home(pool) for pool in self.pools)
@@ -148,7 +143,11 @@ class Costs:
     def _bytes_at_home(self, pool: Pool) -> int:
         homes = [self.layers[layer].routed.site.plan.home for layer in pool.layers]
         num_experts = sum(home.num_experts for home in homes) // homes[0].num_cells
-        return num_experts * sum(weight.nbytes for weight in self._expert(pool))
+        return num_experts * bytes_of(self._expert(pool))
+
+    @property
+    def _device(self) -> torch.device:
+        return self._expert(self.pools[0])[0].device
 
     def _expert(self, pool: Pool) -> Weights:
         """Weights of any one expert."""
@@ -164,7 +163,7 @@ class Costs:
 
     def _priced(self, pool: Pool, expert_s: list[float], num_rows: list[float]) -> Pool:
         links = self._links(pool)
-        expert_bytes = sum(weight.nbytes for weight in self._expert(pool))
+        expert_bytes = bytes_of(self._expert(pool))
         seconds = sum(expert_s[layer] for layer in pool.layers)
         rows = sum(num_rows[layer] for layer in pool.layers)
         prices = Prices(

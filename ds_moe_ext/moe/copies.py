@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,8 @@ from ds_moe_ext.schedule.execute import Event, Lanes, Mark, lanes_for
 from ds_moe_ext.schedule.task import ATTENTION, GATHER, PARAM, Op, Span, Task, Value
 from ds_moe_ext.strategies.base import Plan
 from ds_moe_ext.transfer import Part, gather_rounds
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,9 +103,14 @@ class Copies:
 
     def part_beyond_plan(self, target: Placement) -> Part:
         """The same for the copies that the plan does not have."""
-        home_EC, planned_EC = self.plan.home.holds_EC, self.plan.target.holds_EC
-        beyond = Placement(home_EC | (target.holds_EC & ~planned_EC))
-        return self.place.part(self.plan.home, beyond)
+        home, planned = self.plan.home, self.plan.target
+        return self.place.part(home, home.with_copies(target.holds_EC & ~planned.holds_EC))
+
+    def by_expert(self, tensors: Sequence[T], placement: Placement) -> dict[int, tuple[T, ...]]:
+        """What lies by slot, one for each weight, by the experts that a placement has here."""
+        size = len(self.like)
+        experts = placement.experts_of(self.place.cell).tolist()
+        return {expert: tuple(tensors[i * size :][:size]) for i, expert in enumerate(experts)}
 
     def take(self, plan: Plan) -> None:
         """Copy by a new plan from now on. Call it between steps, on every rank."""
@@ -201,12 +208,7 @@ class Copies:
         return finished
 
     def _begun(self, weights: Weights, is_training: bool) -> Flight:
-        num_weights = len(self.like)
-        home = self.plan.home.experts_of(self.place.cell).tolist()
-        own = {
-            expert: tuple(w.detach() for w in weights[i * num_weights : (i + 1) * num_weights])
-            for i, expert in enumerate(home)
-        }
+        own = self.by_expert([weight.detach() for weight in weights], self.plan.home)
         if self.plan.rematerialize or not is_training:
             # Outside of training a user may have put other weights in for a while.
             flight = Flight(self, Slab(), own)
@@ -221,15 +223,14 @@ class Copies:
 
     def all_waiting(self, grads: Mapping[int, Weights]) -> dict[int, Weights]:
         """Gradients of copies with those of earlier micro-batches, which wait no longer."""
+        if not self._waiting:
+            return dict(grads)
+        self.let_wait(grads)
         waiting, self._waiting = self._waiting, {}
-        sums = dict(grads)
-        for expert, before in waiting.items():
-            now = grads.get(expert, self.like)
-            sums[expert] = tuple(
-                (total.add_(grad) if expert in grads else total).to(grad.dtype)
-                for total, grad in zip(before, now)
-            )
-        return sums
+        return {
+            expert: tuple(total.to(weight.dtype) for total, weight in zip(totals, self.like))
+            for expert, totals in waiting.items()
+        }
 
     def let_wait(self, grads: Mapping[int, Weights]) -> None:
         """Keep gradients of copies until the last micro-batch; summed in 32 bits at least."""
@@ -365,14 +366,10 @@ class Flight:
         Returns:
             Those of the experts at home, by slot, and of the ticket; None if none is trained.
         """
-        copies, num_weights = self.copies, len(self.copies.like)
+        copies = self.copies
         if not copies.is_trained:
             return None
-        experts = self.target.experts_of(copies.place.cell).tolist()
-        by_expert = {
-            expert: grads[i * num_weights : (i + 1) * num_weights]
-            for i, expert in enumerate(experts)
-        }
+        by_expert = copies.by_expert(grads, self.target)
         of_copies = {
             expert: _whole(by_expert[expert], copies.like) for expert in self._copied(self.target)
         }
@@ -403,10 +400,8 @@ class Flight:
             return list(grads)
         lanes, arrived = self.copies.lanes, self._arrived_grads()
         lanes.keep(tuple(tensor for own in arrived.values() for tensor in own))
-        rows = iter(grads)
-        finished = []
-        for expert, weights in self._own.items():
-            own = [next(rows) for _ in weights]
+        finished: list[Tensor] = []
+        for expert, own in self.copies.by_expert(grads, self.copies.plan.home).items():
             sums = arrived.get(expert)
             # Into the sum, which is ours, and not into autograd's.
             finished += own if sums is None else [s.add_(grad) for grad, s in zip(own, sums)]

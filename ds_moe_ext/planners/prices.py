@@ -50,7 +50,7 @@ class Prices:
 
 
 @dataclass(frozen=True, eq=False)
-class Traffic:
+class RowFlow:
     """Rows of each layer by where they go, rounded down to ``1 / PARTS`` of a row.
 
     Attributes:
@@ -68,9 +68,9 @@ class Traffic:
     in_LN: np.ndarray
 
 
-def nearest_copy_traffic(
+def nearest_copy_flow(
     placements: Sequence[Placement], rows: Sequence[np.ndarray], node_C: np.ndarray
-) -> Traffic:
+) -> RowFlow:
     """Where rows go if nearest copies share them evenly, as ``share.NearestCopy`` does but for the
     remainders of a split.
 
@@ -99,7 +99,7 @@ def nearest_copy_traffic(
         return np.add.reduceat(table, start_L, axis=0)
 
     kept_LC, received_LC = by_layer(kept_XC), by_layer(received_XC) / PARTS
-    return Traffic(
+    return RowFlow(
         computed_LC=kept_LC + received_LC,
         sent_LC=by_layer(rows_XC) - kept_LC,
         received_LC=received_LC,
@@ -119,13 +119,13 @@ def step_seconds(
 
     An all-to-all takes as long as its slowest link: that of a node to the other nodes, or that of a
     cell, which carries all rows that leave or enter the cell. Arguments as of
-    ``nearest_copy_traffic``.
+    ``nearest_copy_flow``.
     """
-    traffic = nearest_copy_traffic(placements, rows, node_C)
-    inter_L = np.maximum(traffic.out_LN, traffic.in_LN).max(axis=1)
-    intra_L = np.maximum(traffic.sent_LC, traffic.received_LC).max(axis=1)
+    flow = nearest_copy_flow(placements, rows, node_C)
+    inter_L = np.maximum(flow.out_LN, flow.in_LN).max(axis=1)
+    intra_L = np.maximum(flow.sent_LC, flow.received_LC).max(axis=1)
     all_to_all_L = prices.row_bytes * np.maximum(
         inter_L / prices.inter_bytes_per_s, intra_L / prices.intra_bytes_per_s
     )
-    seconds_L: np.ndarray = prices.row_s * traffic.computed_LC.max(axis=1) + TRIPS * all_to_all_L
+    seconds_L: np.ndarray = prices.row_s * flow.computed_LC.max(axis=1) + TRIPS * all_to_all_L
     return seconds_L

@@ -24,6 +24,7 @@ from ds_moe_ext.planners.shard import shard
 from ds_moe_ext.schedule.task import INTER, PARAM, Lane, Schedule
 from ds_moe_ext.share import NearestCopy
 from ds_moe_ext.strategies.base import Destination, Job, Plan, Pool, Rhythm, Strategy, register
+from ds_moe_ext.strict import at_least
 
 
 @register("fssdp")
@@ -56,11 +57,9 @@ class FullySharded(Strategy):
     has_uneven_homes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        least = {"overlap_degree": 0, "copies_per_rank": 0, "window": 1, "reshard_interval": 0}
-        for key, bound in {**least, "copy_bytes": 0}.items():
-            value = vars(self)[key]
-            if value is not None and value < bound:
-                raise ValueError(f"ds_moe_ext.fssdp.{key} is {value}; it must be at least {bound}")
+        for key in ("overlap_degree", "copies_per_rank", "reshard_interval", "copy_bytes"):
+            at_least(f"ds_moe_ext.fssdp.{key}", vars(self)[key], 0)
+        at_least("ds_moe_ext.fssdp.window", self.window, 1)
 
     def uses(self) -> tuple[tuple[str, Lane], ...]:
         return (("ep", INTER), ("ep", PARAM))

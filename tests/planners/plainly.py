@@ -6,6 +6,7 @@ Also the topology and loads of the spec's golden tests. Shape letters: L layers,
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 from hypothesis import settings
@@ -154,3 +155,28 @@ def model_homes(draw: st.DrawFn, num_experts: list[int], num_cells: int) -> tupl
     return tuple(
         Placement.owned_by(rng.integers(0, num_cells, count), num_cells) for count in num_experts
     )
+
+
+class SmallModel(NamedTuple):
+    """Some layers on some cells.
+
+    Attributes:
+        homes: of each layer.
+        sizes: experts of each layer.
+        node_C: node of each cell.
+        rng: for what a test draws besides.
+    """
+
+    homes: tuple[Placement, ...]
+    sizes: list[int]
+    node_C: np.ndarray
+    rng: np.random.Generator
+
+
+@st.composite
+def small_models(draw: st.DrawFn) -> SmallModel:
+    """Few layers of few experts, anywhere."""
+    node_C = draw(clusters())
+    sizes = draw(st.lists(st.integers(1, 8), min_size=1, max_size=3))
+    homes = draw(model_homes(sizes, len(node_C)))
+    return SmallModel(homes, sizes, node_C, np.random.default_rng(draw(st.integers(0, 2**32 - 1))))

@@ -16,7 +16,7 @@ from ds_moe_ext.planners.materialize import materialize
 from ds_moe_ext.planners.prices import Prices, step_seconds
 from ds_moe_ext.planners.volume import busiest_link
 from ds_moe_ext.share import NearestCopy
-from tests.planners.plainly import HOME, NODE_C, PROPERTY, clusters, holdings, model_homes
+from tests.planners.plainly import HOME, NODE_C, PROPERTY, holdings, small_models
 
 # Golden test H8: every device has these counts; the forecast copied expert 0 everywhere.
 H8_ROWS_CE = np.array([[2, 2, 1, 1, 3, 2, 12, 1]] * 4)
@@ -104,10 +104,7 @@ def models(
     draw: st.DrawFn,
 ) -> tuple[tuple[Placement, ...], list[np.ndarray], np.ndarray]:
     """Homes, skewed rows of each layer, nodes."""
-    node_C = draw(clusters())
-    sizes = draw(st.lists(st.integers(1, 8), min_size=1, max_size=3))
-    homes = draw(model_homes(sizes, len(node_C)))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    homes, sizes, node_C, rng = draw(small_models())
     rows = [(500 * rng.random((len(node_C), size)) ** 6).astype(np.int64) for size in sizes]
     return homes, rows, node_C
 

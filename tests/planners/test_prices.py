@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.prices import PARTS, Prices, nearest_copy_traffic, step_seconds
+from ds_moe_ext.planners.prices import PARTS, Prices, nearest_copy_flow, step_seconds
 from ds_moe_ext.share import NearestCopy
-from tests.planners.plainly import HOME, NODE_C, PROPERTY, ROWS_CE, clusters, model_homes
+from tests.planners.plainly import HOME, NODE_C, PROPERTY, ROWS_CE, small_models
 
 PRICES = Prices(
     row_s=1e-3, row_bytes=100.0, copy_s=0.0, inter_bytes_per_s=1e4, intra_bytes_per_s=1e5
@@ -22,7 +22,7 @@ PRICES = Prices(
 
 def test_seconds_by_hand() -> None:
     """Plain expert parallelism on the golden rows: 50 rows at the busiest cell; 30 enter node 0."""
-    traffic = nearest_copy_traffic([HOME], [ROWS_CE], NODE_C)
+    traffic = nearest_copy_flow([HOME], [ROWS_CE], NODE_C)
     assert traffic.computed_LC.tolist() == [[50, 10, 28, 12]]
     assert traffic.in_LN.tolist() == [[30, 20]]
     assert traffic.out_LN.tolist() == [[20, 30]]
@@ -57,10 +57,7 @@ def models(
     draw: st.DrawFn,
 ) -> tuple[tuple[Placement, ...], list[np.ndarray], np.ndarray]:
     """Targets with copies, rows of each layer, nodes."""
-    node_C = draw(clusters())
-    sizes = draw(st.lists(st.integers(1, 8), min_size=1, max_size=3))
-    homes = draw(model_homes(sizes, len(node_C)))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    homes, sizes, node_C, rng = draw(small_models())
     targets = tuple(home.with_copies(rng.random(home.holds_EC.shape) < 0.3) for home in homes)
     rows = [rng.integers(0, 500, (len(node_C), size)) for size in sizes]
     return targets, rows, node_C
@@ -73,7 +70,7 @@ def test_traffic_is_that_of_the_share(
 ) -> None:
     """But for remainders: exactly what leaves, what comes within a row for each sender."""
     targets, rows, node_C = model
-    traffic = nearest_copy_traffic(targets, rows, node_C)
+    traffic = nearest_copy_flow(targets, rows, node_C)
     nodes = np.unique(node_C)
     for layer, (target, rows_CE) in enumerate(zip(targets, rows)):
         share, cells = NearestCopy(target, node_C), range(len(node_C))

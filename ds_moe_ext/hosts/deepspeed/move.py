@@ -81,7 +81,7 @@ class ExpertMover:
         kept = {p: states.of(p) for slot in slots.values() for p in slot.parameters}
         given = [(slots[expert], to) for expert, to in leaving.items()]
         got = [(taken[expert], from_) for expert, from_ in arriving.items()]
-        for kind in sorted({kind for slot in slots.values() for kind in _kinds(slot, kept)}):
+        for kind in sorted(set().union(*(_kinds(slot, kept) for slot in slots.values()))):
             self._exchange(kind, given, got, kept)
         self._exchange_scalars(given, got, states)
         for slot, _ in got:
@@ -106,9 +106,10 @@ class ExpertMover:
             ]
 
         sends = [(view.clone(), to) for view, to in views(given)]
-        receives = [(torch.empty_like(view), from_) for view, from_ in views(got)]
+        landing = views(got)
+        receives = [(torch.empty_like(view), from_) for view, from_ in landing]
         exchange(receives, sends, self._group)
-        for (view, _), (arrived, _) in zip(views(got), receives):
+        for (view, _), (arrived, _) in zip(landing, receives):
             view.copy_(arrived)
 
     def _exchange_scalars(
@@ -164,12 +165,12 @@ class ExpertMover:
             layer.hosted.hold([slots[Expert(index, number)] for number in numbers])
 
 
-def _kinds(slot: Slot, kept: Mapping[nn.Parameter, ParameterStates]) -> list[Kind]:
-    return [
+def _kinds(slot: Slot, kept: Mapping[nn.Parameter, ParameterStates]) -> set[Kind]:
+    return {
         Kind(weight, state)
         for weight, parameter in enumerate(slot.parameters)
         for state in kept[parameter].tensors
-    ]
+    }
 
 
 def _scalars(states: OptimizerStates, slot: Slot) -> Tensor:
