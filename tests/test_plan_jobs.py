@@ -11,6 +11,22 @@ import pytest
 from ds_moe_ext.plan_jobs import ALGORITHMS, plan_text
 
 MATERIALIZE, SHARD = "sparse-materialization", "heterogeneous-sharding"
+PROPHET, SHADOW = "prophet", "shadow"
+
+REPLICATION: dict[str, Any] = {
+    "rows": [[10, 2, 3, 1], [8, 4, 2, 2], [9, 1, 4, 2], [7, 3, 3, 3]],
+    "home": [0, 1, 2, 3],
+    "num_excluded": 0,
+    "balance": 0.5,
+    "bytes_per_row": 1,
+    "bandwidth": 1,
+    "rows_per_second": 2,
+    "parameter_bytes": 8,
+    "gradient_bytes": 8,
+    "forward_non_expert_s": 4,
+    "backward_non_expert_s": 8,
+    "scheduled": False,
+}
 
 JOBS: dict[str, dict[str, Any]] = {
     MATERIALIZE: {
@@ -27,12 +43,31 @@ JOBS: dict[str, dict[str, Any]] = {
         "num_ranks": 4,
         "ranks_per_node": 2,
     },
+    PROPHET: REPLICATION,
+    SHADOW: {**REPLICATION, "parameter_bytes": 2, "gradient_bytes": 2},
 }
 H2 = {
     "holders": [[0, 1, 2], [0, 3], [1], [1], [0, 2], [2], [3], [3]],
     "received_per_rank": [1, 1, 1, 1],
 }
 H5 = {"home": [[1, 2, 0, 3], [0, 1, 2, 3]]}
+EVERYWHERE = [0, 1, 2, 3]
+P1 = {
+    "holders": [EVERYWHERE, [1], [2], [3]],
+    "selected": [0],
+    "time_s": 79.5,
+    "time_without_s": 147.0,
+    "rows_computed": [10, 18, 21, 15],
+    "rows_received": [0, 6, 8, 5],
+}
+P7 = {
+    "holders": [EVERYWHERE, EVERYWHERE, EVERYWHERE, [3]],
+    "selected": [0, 2, 1],
+    "time_s": 63.5,
+    "time_without_s": 147.0,
+    "rows_computed": [15, 14, 14, 21],
+    "rows_received": [0, 0, 0, 5],
+}
 
 
 def planned(name: str, document: Any) -> Any:
@@ -47,6 +82,8 @@ def test_goldens() -> None:
     assert set(JOBS) == set(ALGORITHMS)
     assert planned(MATERIALIZE, JOBS[MATERIALIZE]) == H2
     assert planned(SHARD, JOBS[SHARD]) == H5
+    assert planned(PROPHET, JOBS[PROPHET]) == P1
+    assert planned(SHADOW, JOBS[SHADOW]) == P7
 
 
 def test_h1_and_h3() -> None:
@@ -56,6 +93,22 @@ def test_h1_and_h3() -> None:
     h3 = planned(MATERIALIZE, changed(MATERIALIZE, overlap_degree=4, copies_per_rank=2))
     assert h3["received_per_rank"] == [2, 2, 2, 2]
     assert h3["holders"] == [[0, 1, 2, 3], [0, 2], [1], [1], [0, 1, 2, 3], [0, 2], [3], [3]]
+
+
+def test_p1_and_p2() -> None:
+    one_left_out = planned(PROPHET, changed(PROPHET, num_excluded=1))
+    assert (one_left_out["holders"][0], one_left_out["time_s"]) == ([0, 1, 2], 75.5)
+    scheduled = planned(PROPHET, changed(PROPHET, scheduled=True))
+    assert (scheduled["selected"], scheduled["time_s"]) == ([0, 2], 56.0)
+
+
+def test_ranks_without_rows_are_left_out() -> None:
+    rows = [[10, 2, 3, 1], [8, 4, 2, 2], [0, 1, 4, 2], [7, 3, 3, 3]]
+    assert planned(PROPHET, changed(PROPHET, rows=rows, num_excluded=None))["holders"][0] == [
+        0,
+        1,
+        3,
+    ]
 
 
 def test_a_list_of_jobs_is_a_list_of_plans() -> None:
@@ -81,7 +134,7 @@ def test_loads_may_be_means() -> None:
 
 def bad_jobs() -> list[tuple[str, Any, str]]:
     """Name, job and what must be said."""
-    both: list[tuple[dict[str, Any], str]] = [
+    hecate: list[tuple[dict[str, Any], str]] = [
         ({"overlap_degree": -1}, "overlap_degree is -1; it must be an integer of at least 0"),
         ({"overlap_degree": True}, "overlap_degree is True"),
         ({"overlap_degree": 1.5}, "overlap_degree is 1.5"),
@@ -98,9 +151,38 @@ def bad_jobs() -> list[tuple[str, Any, str]]:
         ({"steps": 3}, "has no key 'steps'; known: "),
         ({"num_rank": 4}, "has no key 'num_rank'; did you mean 'num_ranks'?"),
     ]
+    replication: list[tuple[dict[str, Any], str]] = [
+        ({"rows": []}, "rows is []; give a list of rows for each rank"),
+        ({"rows": 3}, "rows is 3, but must be a list"),
+        ({"rows": [[]], "home": []}, "rows[0] is []; give a list of rows for each expert"),
+        ({"rows": [[1, 2, 3, 4], 3]}, "rows[1] is 3"),
+        ({"rows": [[1, 2, 3, 4], [1, 2, 3]]}, "rows[1] has 3 numbers, but home has 4 ranks"),
+        ({"home": [0, 1, 2]}, "rows[0] has 4 numbers, but home has 3 ranks; give both one for"),
+        ({"home": [0, 1, 2, 4]}, "home[3] is 4; it must be an integer from 0 to 3"),
+        ({"home": [0, 1, 2, -1]}, "home[3] is -1"),
+        ({"home": [0, 1, 2, 3.0]}, "home[3] is 3.0"),
+        ({"num_excluded": 4}, "num_excluded is 4, but an expert has 3 cells besides its home"),
+        ({"num_excluded": -1}, "give a number from 0 to 3, or null for automatic"),
+        ({"num_excluded": 0.5}, "num_excluded is 0.5, but must be an integer or null"),
+        ({"num_excluded": "auto"}, "write null"),
+        ({"balance": -1}, "balance is -1.0; it must be a number from 0"),
+        ({"bandwidth": 0}, "bandwidth is 0.0; it must be a number from 1e-09 to 1e+18"),
+        ({"rows_per_second": 0}, "rows_per_second is 0.0"),
+        ({"rows_per_second": -2}, "rows_per_second is -2.0"),
+        ({"bytes_per_row": 10**400}, "bytes_per_row is inf; it must be a number from 0 to 1e+18"),
+        ({"parameter_bytes": -8}, "parameter_bytes is -8.0"),
+        ({"gradient_bytes": "8"}, "gradient_bytes is '8', but must be a number"),
+        ({"forward_non_expert_s": -4}, "forward_non_expert_s is -4.0"),
+        ({"backward_non_expert_s": None}, "backward_non_expert_s is None"),
+        ({"scheduled": 1}, "scheduled is 1, but must be true or false"),
+        ({"bandwith": 1}, "has no key 'bandwith'; did you mean 'bandwidth'?"),
+        *(({"rows": [[1, 2, 3, x]]}, "rows[0][3] is ") for x in [-1, 1.5, True, None, 2**33]),
+    ]
     loads = [-1, True, "7", None, [7], {}, 2**33, 1e300, 10**400]
     return [
-        *((name, changed(name, **values), says) for name in JOBS for values, says in both),
+        *((name, changed(name, **v), says) for name in (MATERIALIZE, SHARD) for v, says in hecate),
+        *((PROPHET, changed(PROPHET, **values), says) for values, says in replication),
+        (SHADOW, changed(SHADOW, rows=[]), "rows is []"),
         *((MATERIALIZE, changed(MATERIALIZE, load=[1] * 7 + [x]), "load[7] is ") for x in loads),
         *((SHARD, changed(SHARD, load=[[1], [1, x]]), "load[1][1] is ") for x in loads),
         (MATERIALIZE, changed(MATERIALIZE, load=[1] * 7), "load has 7 numbers, but home has 8"),

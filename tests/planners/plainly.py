@@ -1,11 +1,13 @@
-"""HECATE's algorithms written down line by line, one layer and one copy at a time, to compare with.
+"""The papers' algorithms written down line by line, one layer and one copy at a time, to compare
+with: HECATE's, Pro-Prophet's and FasterMoE's.
 
-Also the topology and loads of the spec's golden tests. Shape letters: L layers, E experts, C cells.
+Also the topology and loads of the specs' golden tests. Shape letters: L layers, E experts, C cells.
 """
 
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from ds_moe_ext.placement import Placement, even_homes
+from ds_moe_ext.planners.block_costs import BlockPrices
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=150)
 
@@ -27,6 +30,20 @@ ROWS_CE = np.array(
         [10, 3, 1, 1, 5, 2, 1, 2],
         [10, 2, 2, 1, 5, 2, 2, 1],
     ]
+)
+
+# Pro-Prophet's golden tests: 4 devices, one expert each.
+GATING_CE = np.array([[10, 2, 3, 1], [8, 4, 2, 2], [9, 1, 4, 2], [7, 3, 3, 3]])
+ONE_EACH = Placement.block(4, 4)
+BLOCK_PRICES = BlockPrices(
+    row_s=0.5,
+    row_bytes=1.0,
+    bytes_per_s=1.0,
+    weight_bytes=8.0,
+    gradient_bytes=8.0,
+    copy_bytes_per_s=1.0,
+    forward_gap_s=4.0,
+    backward_gap_s=8.0,
 )
 
 
@@ -126,6 +143,135 @@ def sharded(
                 owner[layer][e] = max(range(num_cells), key=lambda d: (slots[d], -d))
                 slots[owner[layer][e]] -= 1
     return owner
+
+
+class Turn(NamedTuple):
+    """One turn of Pro-Prophet's loop.
+
+    Attributes:
+        expert: that it adds to the list.
+        holders: where that one computes.
+        computed: rows of each cell, H, with the whole list copied.
+        received: rows that come to each cell from others, R, likewise.
+        seconds: T' likewise.
+    """
+
+    expert: int
+    holders: list[int]
+    computed: list[int]
+    received: list[int]
+    seconds: float
+
+
+def prophesied(
+    rows: list[list[int]],
+    own: list[int],
+    prices: BlockPrices,
+    *,
+    n: int | None = 0,
+    alpha: float = 1.0,
+) -> tuple[list[Turn], int]:
+    """Pro-Prophet's Algorithm 1 (spec 2.4, choice 8): its turns, and how many it returns."""
+    cells, experts = range(len(rows)), range(len(own))
+    holders: dict[int, list[int]] = {}
+    turns: list[Turn] = []
+    computed, received = home_loads(rows, own, holders)
+    fastest, count = block_time(prices, rows, own, holders), 0
+    while not max(computed) - min(computed) < alpha * sum(map(sum, rows)) / len(own):
+        i = min(cells, key=lambda d: (-computed[d], d))  # type: ignore[misc]
+        unused = [e for e in experts if own[e] == i and e not in holders]
+        if not unused:
+            break
+        e = min(unused, key=lambda e: (-sum(row[e] for row in rows), e))
+        others = sorted((d for d in cells if d != i), key=lambda d: (rows[d][e], d))  # type: ignore[misc]
+        num_excluded = sum(rows[d][e] == 0 for d in others) if n is None else n
+        holders[e] = sorted([i, *others[num_excluded:]])
+        computed, received = home_loads(rows, own, holders)
+        seconds = block_time(prices, rows, own, holders)
+        turns.append(Turn(e, holders[e], computed, received, seconds))
+        if seconds < fastest:
+            fastest, count = seconds, len(turns)
+    return turns, count
+
+
+def home_loads(
+    rows: list[list[int]], own: list[int], holders: dict[int, list[int]]
+) -> tuple[list[int], list[int]]:
+    """H and R (spec 2.2), row by row."""
+    computed, received = [0] * len(rows), [0] * len(rows)
+    for d, row in enumerate(rows):
+        for e, count in enumerate(row):
+            stays = d in holders.get(e, [own[e]])
+            computed[d if stays else own[e]] += count
+            if not stays:
+                received[own[e]] += count
+    return computed, received
+
+
+def block_time(
+    prices: BlockPrices, rows: list[list[int]], own: list[int], holders: dict[int, list[int]]
+) -> float:
+    """Equation (6) or (8), with choices 3 and 4."""
+    computed, received = home_loads(rows, own, holders)
+    moved = sum(len(cells) for cells in holders.values() if len(cells) > 1) / len(rows)
+    a2a = max(received) * prices.row_bytes / prices.bytes_per_s
+    fec, bec = max(computed) * prices.row_s, 2 * (max(computed) * prices.row_s)
+    trans = moved * prices.weight_bytes / prices.copy_bytes_per_s
+    agg = moved * prices.gradient_bytes / prices.copy_bytes_per_s
+    if prices.gathers_again:
+        agg += trans
+    if prices.is_scheduled:
+        trans = max(0.0, trans - fec - prices.forward_gap_s)
+        agg = max(0.0, agg - bec - prices.backward_gap_s)
+    return 4 * a2a + 3 * fec + trans + agg
+
+
+def shadowed(rows: list[list[int]], prices: BlockPrices) -> tuple[list[int], list[float]]:
+    """FasterMoE's policy (spec section 5): its shadows and all the costs that it looked at."""
+    counts = [sum(column) for column in zip(*rows)]
+    order = sorted(range(len(counts)), key=lambda e: (-counts[e], e))
+    per_row = 3 * prices.row_s + 4 * prices.row_bytes / prices.bytes_per_s
+    costs, shadows = [per_row * counts[order[0]]], []
+    shadow_time = 0.0
+    for e, following in pairwise(order):
+        shadow_time += prices.weight_bytes / prices.copy_bytes_per_s
+        costs.append(per_row * counts[following] + shadow_time)
+        if not costs[-1] < costs[-2]:
+            break
+        shadows.append(e)
+    return shadows, costs
+
+
+class Block(NamedTuple):
+    """One layer, what is routed there, and what that costs."""
+
+    home: Placement
+    rows_CE: np.ndarray
+    prices: BlockPrices
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> Block:
+    """Any homes; skewed or flat rows, with ties and zeros; prices in binary fractions."""
+    num_cells, num_experts = draw(st.integers(2, 8)), draw(st.integers(1, 16))
+    (home,) = draw(model_homes([num_experts], num_cells))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    most, power = draw(st.sampled_from([5000, 40, 3])), draw(st.sampled_from([1, 4]))
+    share_CE = rng.random((num_cells, num_experts)) * rng.random(num_experts) ** power
+    alive_CE = rng.random(share_CE.shape) < draw(st.sampled_from([1.0, 0.5, 0.2]))
+    prices = BlockPrices(
+        row_s=draw(st.sampled_from([1.0, 0.25, 0.0])),
+        row_bytes=draw(st.sampled_from([3.0, 1.0, 0.0])),
+        bytes_per_s=draw(st.sampled_from([1.0, 4.0])),
+        weight_bytes=draw(st.sampled_from([4.0, 64.0, 0.0])),
+        gradient_bytes=draw(st.sampled_from([4.0, 128.0, 0.0])),
+        copy_bytes_per_s=draw(st.sampled_from([8.0, 0.5])),
+        forward_gap_s=draw(st.sampled_from([0.0, 16.0])),
+        backward_gap_s=draw(st.sampled_from([0.0, 32.0])),
+        is_scheduled=draw(st.booleans()),
+        gathers_again=draw(st.booleans()),
+    )
+    return Block(home, np.rint(most * share_CE * alive_CE).astype(np.int64), prices)
 
 
 @st.composite

@@ -1,0 +1,193 @@
+"""What a step of an MoE block costs under a placement: Pro-Prophet's model, eqs. (1) to (8). Pure.
+
+A block is an MoE layer and the non-MoE layer after it. Rows stay where a copy of their expert is;
+the others go to its home. Rows are counted in integers, so that all ranks count the same; seconds
+are computed from the counts by one formula. Shape letters: E experts, C cells.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.planners.prices import TRIPS
+
+FORWARD, BACKWARD = 1, 2  # expert computations: equations (2) and (3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockPrices:
+    """The costs of one block, the same on every rank.
+
+    Attributes:
+        row_s: seconds an expert computes on one row in forward: ``1 / t``.
+        row_bytes: bytes of one row on one trip.
+        bytes_per_s: bandwidth of the all-to-all.
+        weight_bytes: bytes of one expert's parameters.
+        gradient_bytes: bytes of one expert's gradients.
+        copy_bytes_per_s: bandwidth of Trans and Agg.
+        forward_gap_s: forward of the non-MoE layer, ``T_FNEC``.
+        backward_gap_s: its backward, ``T_BNEC``.
+        is_scheduled: copies move beside the computations: equation (8) in place of (6).
+        gathers_again: copies are freed after forward and gathered a second time, beside Agg.
+
+    Raises:
+        ValueError: a cost below zero or not finite, or a bandwidth of zero.
+    """
+
+    row_s: float
+    row_bytes: float
+    bytes_per_s: float
+    weight_bytes: float
+    gradient_bytes: float
+    copy_bytes_per_s: float
+    forward_gap_s: float = 0.0
+    backward_gap_s: float = 0.0
+    is_scheduled: bool = False
+    gathers_again: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (f.name for f in fields(self)):
+            value = vars(self)[name]
+            if not 0 <= value < math.inf or (value == 0 and name.endswith("_per_s")):
+                raise ValueError(
+                    f"{name} is {value}; costs are finite and not below zero, bandwidths above it"
+                )
+
+
+@dataclass(frozen=True)
+class BlockSeconds:
+    """Seconds of one block under one placement.
+
+    Attributes:
+        exchange_s: one all-to-all, ``T_A2A``.
+        expert_s: the experts' forward, ``T_FEC``.
+        gather_s: the copies' way to their cells, once, ``T_Trans``.
+        reduce_s: the way of their gradients back, ``T_Agg``.
+        step_s: forward and backward: equation (6), or (8) where copies are scheduled. The non-MoE
+            layer is not in it.
+    """
+
+    exchange_s: float
+    expert_s: float
+    gather_s: float
+    reduce_s: float
+    step_s: float
+
+
+def block_seconds(
+    prices: BlockPrices, *, most_received: float, most_computed: float, copied: float
+) -> BlockSeconds:
+    """The model on a placement's figures: equations (1) to (6) and (8).
+
+    Args:
+        prices: of the block.
+        most_received: rows that the cell which receives most receives, ``max R``.
+        most_computed: rows that the busiest cell computes, ``max H``.
+        copied: experts that are copied, each counted as the share of cells that hold it:
+            ``s (D - n) / D``; see ``copied_experts``.
+    """
+    exchange_s = most_received * prices.row_bytes / prices.bytes_per_s
+    expert_s = most_computed * prices.row_s
+    gather_s = copied * prices.weight_bytes / prices.copy_bytes_per_s
+    reduce_s = copied * prices.gradient_bytes / prices.copy_bytes_per_s
+    before_s, after_s = gather_s, reduce_s + gather_s * prices.gathers_again
+    if prices.is_scheduled:
+        before_s = max(0.0, before_s - FORWARD * expert_s - prices.forward_gap_s)
+        after_s = max(0.0, after_s - BACKWARD * expert_s - prices.backward_gap_s)
+    computed_s = (FORWARD + BACKWARD) * expert_s
+    return BlockSeconds(
+        exchange_s=exchange_s,
+        expert_s=expert_s,
+        gather_s=gather_s,
+        reduce_s=reduce_s,
+        step_s=TRIPS * exchange_s + computed_s + before_s + after_s,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class CellRows:
+    """Rows of one layer by cell.
+
+    Attributes:
+        computed_C: rows that each cell computes, ``H``, int64.
+        received_C: rows that come to each cell from others, ``R``, int64.
+    """
+
+    computed_C: np.ndarray
+    received_C: np.ndarray
+
+
+def cell_rows(home: Placement, target: Placement, rows_CE: np.ndarray) -> CellRows:
+    """Where rows go if a sender with a copy keeps its own and the others send home (spec 2.2).
+
+    Args:
+        home: where each expert lives, one cell an expert.
+        target: where experts compute, homes included.
+        rows_CE: rows that each sender routes to each expert, int64.
+    """
+    kept_CE = rows_CE * target.holds_EC.T
+    received_C = np.zeros(home.num_cells, dtype=np.int64)
+    np.add.at(received_C, home.owner_E, rows_CE.sum(axis=0) - kept_CE.sum(axis=0))
+    return CellRows(computed_C=kept_CE.sum(axis=1) + received_C, received_C=received_C)
+
+
+def copied_experts(target: Placement) -> float:
+    """Experts with copies, each counted as the share of cells that hold it: ``s (D - n) / D``.
+
+    An expert in its home alone is not copied, whatever the formula says (spec choices 3 and 4).
+    """
+    holders_E = target.holds_EC.sum(axis=1)
+    return int(holders_E[holders_E > 1].sum()) / target.num_cells
+
+
+def placement_seconds(
+    home: Placement, target: Placement, rows_CE: np.ndarray, *, prices: BlockPrices
+) -> BlockSeconds:
+    """The model on a placement. Arguments as of ``cell_rows``."""
+    rows = cell_rows(home, target, rows_CE)
+    return block_seconds(
+        prices,
+        most_received=int(rows.received_C.max()),
+        most_computed=int(rows.computed_C.max()),
+        copied=copied_experts(target),
+    )
+
+
+def is_balanced(computed_C: np.ndarray, num_experts: int, balance: float) -> bool:
+    """Whether cells compute about equally many rows: equation (7).
+
+    Args:
+        computed_C: rows that each cell computes, ``H``, int64.
+        num_experts: ``E`` of the layer.
+        balance: ``alpha``: the spread allowed, in mean rows of an expert.
+    """
+    spread = int(computed_C.max()) - int(computed_C.min())
+    return spread < balance * int(computed_C.sum()) / num_experts
+
+
+MOST_ROWS = 2**53  # of a layer: seconds are computed in floats, which count no further
+
+
+def whole_rows(home: Placement, rows_CE: np.ndarray) -> np.ndarray:
+    """Rows as planners count them: int64 ``[C, E]``.
+
+    Raises:
+        ValueError: other than a whole number of rows, from 0, for each cell and expert of ``home``.
+    """
+    if rows_CE.shape != (home.num_cells, home.num_experts):
+        raise ValueError(
+            f"rows have shape {rows_CE.shape}, but the layer has {home.num_cells} cells and "
+            f"{home.num_experts} experts; give each cell a count for each expert"
+        )
+    if rows_CE.dtype.kind not in "iu":
+        raise ValueError(f"rows are {rows_CE.dtype}, but planners count whole rows; round them")
+    most = MOST_ROWS // rows_CE.size
+    if not 0 <= rows_CE.min() <= rows_CE.max() <= most:
+        raise ValueError(
+            f"rows go from {rows_CE.min()} to {rows_CE.max()}; give counts from 0 to {most}"
+        )
+    return rows_CE.astype(np.int64, copy=False)

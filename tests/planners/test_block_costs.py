@@ -1,0 +1,155 @@
+"""Pro-Prophet's model: its equations by hand, rows against the share and row by row. Pure.
+
+Shape letters: E experts, C cells.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.planners.block_costs import (
+    block_seconds,
+    cell_rows,
+    copied_experts,
+    is_balanced,
+    placement_seconds,
+    whole_rows,
+)
+from ds_moe_ext.share import LocalElseHome
+from tests.planners.plainly import (
+    BLOCK_PRICES,
+    GATING_CE,
+    ONE_EACH,
+    PROPERTY,
+    Block,
+    block_time,
+    blocks,
+    home_loads,
+)
+
+
+def test_rows_of_the_papers_figure() -> None:
+    """Golden P5: expert 0 on cells 0 and 1, expert 1 on all three."""
+    home, rows_CE = Placement.block(3, 3), np.array([[2, 1, 0], [3, 0, 0], [0, 1, 2]])
+    before = cell_rows(home, home, rows_CE)
+    assert before.computed_C.tolist() == [5, 2, 2]
+    assert before.received_C.tolist() == [3, 2, 0]
+    copies_EC = np.array([[1, 1, 0], [1, 1, 1], [0, 0, 1]], dtype=bool)
+    after = cell_rows(home, home.with_copies(copies_EC), rows_CE)
+    assert after.computed_C.tolist() == [3, 3, 3]
+    assert after.received_C.tolist() == [0, 0, 0]
+
+
+def test_seconds_by_hand() -> None:
+    """Golden P1 without copies, and with experts 0 and 2 everywhere; golden P2 for the latter."""
+    alone = placement_seconds(ONE_EACH, ONE_EACH, GATING_CE, prices=BLOCK_PRICES)
+    assert (alone.exchange_s, alone.expert_s, alone.gather_s, alone.reduce_s) == (24, 17, 0, 0)
+    assert alone.step_s == 4 * 24 + 3 * 17 == 147
+    target = ONE_EACH.with_copies(np.array([[1], [0], [1], [0]]) * np.ones(4) > 0)
+    given = {"most_received": 6, "most_computed": 20, "copied": 2.0}
+    copied = placement_seconds(ONE_EACH, target, GATING_CE, prices=BLOCK_PRICES)
+    assert copied == block_seconds(BLOCK_PRICES, **given)
+    assert (copied.exchange_s, copied.expert_s, copied.gather_s, copied.reduce_s) == (6, 10, 16, 16)
+    assert copied.step_s == 24 + 30 + 16 + 16
+    scheduled = replace(BLOCK_PRICES, is_scheduled=True)
+    # 16 s behind 10 s of experts and 4 s of the layer; 16 s behind 20 s and 8 s.
+    assert block_seconds(scheduled, **given).step_s == 24 + 30 + 2 + 0
+    # A second gather beside the reduction: 32 s behind the same 28 s.
+    again = replace(scheduled, gathers_again=True)
+    assert block_seconds(again, **given).step_s == 24 + 30 + 2 + 4
+    again = replace(BLOCK_PRICES, gathers_again=True)
+    assert block_seconds(again, **given).step_s == copied.step_s + 16
+
+
+def test_a_copys_share_of_cells() -> None:
+    """Golden P6: two experts on 3 of 4 cells; an expert at home alone is not moved."""
+    holds_EC = np.array([[1, 1, 1, 0], [1, 1, 0, 1], [0, 0, 1, 0], [0, 0, 0, 1]], dtype=bool)
+    copied = copied_experts(Placement(holds_EC))
+    assert copied == 2 * 3 / 4
+    assert (
+        block_seconds(BLOCK_PRICES, most_received=0, most_computed=0, copied=copied).gather_s == 12
+    )
+    assert copied_experts(ONE_EACH) == 0
+
+
+def test_balance() -> None:
+    """Equation (7) is strict: with alpha 0.5, 64 rows and 4 experts, 8 rows are too many."""
+    assert is_balanced(np.array([20, 13, 16, 15]), 4, 0.5)
+    assert not is_balanced(np.array([20, 12, 16, 16]), 4, 0.5)
+    assert not is_balanced(np.array([7, 7]), 2, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("row_s", -1.0),
+        ("row_bytes", float("nan")),
+        ("bytes_per_s", 0.0),
+        ("copy_bytes_per_s", 0.0),
+        ("weight_bytes", float("inf")),
+        ("backward_gap_s", -0.5),
+    ],
+)
+def test_costs_that_no_cluster_has(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{field} is {value}; costs are finite"):
+        replace(BLOCK_PRICES, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("rows_CE", "says"),
+    [
+        (GATING_CE[:3], r"shape \(3, 4\), but the layer has 4 cells and 4 experts"),
+        (GATING_CE / 2, "rows are float64, but planners count whole rows; round them"),
+        (GATING_CE - 2, "rows go from -1 to 8; give counts from 0 to "),
+        (GATING_CE * 2**50, "give counts from 0 to "),
+    ],
+)
+def test_rows_that_cannot_be(rows_CE: np.ndarray, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        whole_rows(ONE_EACH, rows_CE)
+
+
+@PROPERTY
+@given(blocks(), st.integers(0, 2**32 - 1))
+def test_rows_and_seconds_are_those_counted_row_by_row(block: Block, seed: int) -> None:
+    """And rows are those of the share; copies lose none, and never let a cell receive more."""
+    home, rows_CE, prices = block
+    copies_EC = np.random.default_rng(seed).random(home.holds_EC.shape) < 0.3
+    target = home.with_copies(copies_EC)
+    rows = cell_rows(home, target, rows_CE)
+    holders = {e: np.flatnonzero(holds_C).tolist() for e, holds_C in enumerate(target.holds_EC)}
+    own = home.owner_E.tolist()
+    counted = home_loads(rows_CE.tolist(), own, holders)
+    assert (rows.computed_C.tolist(), rows.received_C.tolist()) == counted
+    assert rows.computed_C.tolist() == LocalElseHome(home, target).computed_C(rows_CE).tolist()
+    assert rows.computed_C.sum() == rows_CE.sum()
+    assert (rows.received_C <= cell_rows(home, home, rows_CE).received_C).all()
+    seconds = placement_seconds(home, target, rows_CE, prices=prices).step_s
+    assert seconds == block_time(prices, rows_CE.tolist(), own, holders)
+
+
+@PROPERTY
+@given(blocks(), st.integers(0, 5000), st.integers(0, 5000), st.lists(st.floats(0, 64), min_size=2))
+def test_equation_8_hides_and_copies_cost(
+    block: Block, most_received: int, most_computed: int, copied: list[float]
+) -> None:
+    """Properties 11: (8) is at most (6); neither falls with more copies and the same rows."""
+    modes = [replace(block.prices, is_scheduled=is_scheduled) for is_scheduled in (True, False)]
+    hidden, shown = (
+        [
+            block_seconds(
+                prices, most_received=most_received, most_computed=most_computed, copied=number
+            ).step_s
+            for number in sorted(copied)
+        ]
+        for prices in modes
+    )
+    assert all(less <= more for less, more in zip(hidden, shown))
+    assert hidden == sorted(hidden)
+    assert shown == sorted(shown)

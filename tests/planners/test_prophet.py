@@ -1,0 +1,230 @@
+"""Algorithm 1: the spec's golden tests, the paper's loop line by line, properties. Pure.
+
+Shape letters: E experts, C cells.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.planners.block_costs import is_balanced, placement_seconds
+from ds_moe_ext.planners.prophet import BlockPlan, place_experts
+from tests.planners.plainly import (
+    BLOCK_PRICES,
+    GATING_CE,
+    ONE_EACH,
+    PROPERTY,
+    Block,
+    blocks,
+    prophesied,
+)
+
+SCHEDULED = replace(BLOCK_PRICES, is_scheduled=True)
+OWN = [0, 1, 2, 3]
+
+
+def holders(plan: BlockPlan) -> dict[int, list[int]]:
+    """Of the selected experts, in the order of selection."""
+    return {e: np.flatnonzero(plan.target.holds_EC[e]).tolist() for e in plan.selected}
+
+
+@pytest.mark.parametrize(
+    ("n", "turns", "count"),
+    [
+        (
+            0,
+            [
+                (0, [0, 1, 2, 3], [10, 18, 21, 15], [0, 6, 8, 5], 79.5),
+                (2, [0, 1, 2, 3], [13, 20, 13, 18], [0, 6, 0, 5], 86.0),
+            ],
+            1,
+        ),
+        (
+            1,
+            [
+                (0, [0, 1, 2], [17, 18, 21, 8], [7, 6, 8, 5], 75.5),
+                (2, [0, 2, 3], [20, 18, 15, 11], [7, 6, 2, 5], 82.0),
+            ],
+            1,
+        ),
+        (2, [(0, [0, 2], [25, 10, 21, 8], [15, 6, 8, 5], 105.5)], 1),
+    ],
+)
+def test_golden_p1(n: int, turns: list[tuple[object, ...]], count: int) -> None:
+    """Equation (6): every turn, and what is returned."""
+    assert prophesied(GATING_CE.tolist(), OWN, BLOCK_PRICES, n=n, alpha=0.5) == (turns, count)
+    plan = place_experts(ONE_EACH, GATING_CE, prices=BLOCK_PRICES, num_excluded=n, balance=0.5)
+    expert, cells, computed, received, seconds = turns[0]
+    assert holders(plan) == {expert: cells}
+    assert plan.computed_C.tolist() == computed
+    assert plan.received_C.tolist() == received
+    assert plan.seconds.step_s == seconds
+    assert plan.seconds_without.step_s == 147
+
+
+@pytest.mark.parametrize(
+    ("n", "seconds", "copies"),
+    [
+        (0, [63.5, 56.0], {0: [0, 1, 2, 3], 2: [0, 1, 2, 3]}),
+        (1, [63.5, 58.0], {0: [0, 1, 2], 2: [0, 2, 3]}),
+        (2, [97.5], {0: [0, 2]}),
+    ],
+)
+def test_golden_p2(n: int, seconds: list[float], copies: dict[int, list[int]]) -> None:
+    """Equation (8): what is hidden is free, so that more is copied."""
+    turns, count = prophesied(GATING_CE.tolist(), OWN, SCHEDULED, n=n, alpha=0.5)
+    assert [turn.seconds for turn in turns] == seconds
+    assert count == len(turns)
+    plan = place_experts(ONE_EACH, GATING_CE, prices=SCHEDULED, num_excluded=n, balance=0.5)
+    assert holders(plan) == copies
+    assert plan.seconds.step_s == seconds[-1]
+
+
+def test_golden_p3() -> None:
+    """The best prefix, though two of its steps made things slower."""
+    rows_CE = np.array([[6, 6, 0, 4], [8, 7, 6, 4], [7, 5, 9, 3], [8, 2, 4, 2]])
+    prices = replace(BLOCK_PRICES, weight_bytes=4.0)
+    turns, count = prophesied(rows_CE.tolist(), OWN, prices, alpha=0.25)
+    assert [turn.seconds for turn in turns] == [106.0, 114.5, 120.5, 85.5]
+    plan = place_experts(ONE_EACH, rows_CE, prices=prices, balance=0.25)
+    assert plan.selected == (0, 1, 2, 3)
+    assert count == 4
+    assert (plan.seconds_without.step_s, plan.seconds.step_s) == (135.5, 85.5)
+
+
+def test_more_experts_than_cells() -> None:
+    """Choice 8: cell 0 owns experts 0 and 1, and 1 has more rows; a cell may own none."""
+    home = Placement.owned_by(np.array([0, 0, 1]), 3)
+    rows_CE = np.array([[1, 9, 2], [5, 9, 2], [5, 9, 2]])
+    prices = replace(BLOCK_PRICES, weight_bytes=0.0, gradient_bytes=0.0)
+    plan = place_experts(home, rows_CE, prices=prices, balance=0.0)
+    # H: 38, 6, 0; then 20, 15, 9; then 10, 20, 14; then 12, 16, 16; then 1 owns no other.
+    assert plan.selected == (1, 0, 2)
+    assert plan.computed_C.tolist() == [12, 16, 16]
+
+
+def test_automatic_exclusion_is_per_expert() -> None:
+    """Choices 2 and 4: those without rows get no copy; an expert of its home alone is passed by."""
+    home = Placement.owned_by(np.array([0, 0, 1, 2]), 3)
+    rows_CE = np.array([[50, 4, 0, 0], [0, 6, 0, 0], [0, 0, 0, 1]])
+    prices = replace(BLOCK_PRICES, weight_bytes=3.0, gradient_bytes=0.0)
+    plan = place_experts(home, rows_CE, prices=prices, num_excluded=None)
+    assert holders(plan) == {1: [0, 1]}
+    assert plan.seconds.gather_s == 2 / 3 * 3
+    assert plan.computed_C.tolist() == [54, 6, 1]
+
+
+@pytest.mark.parametrize("num_excluded", [0, None])
+def test_one_cell(num_excluded: int | None) -> None:
+    home = Placement.block(3, 1)
+    plan = place_experts(
+        home, np.array([[5, 0, 7]]), prices=SCHEDULED, num_excluded=num_excluded, balance=0.0
+    )
+    assert plan.target is home
+
+
+def test_no_rows_no_copies() -> None:
+    nothing_CE = np.zeros((4, 4), dtype=np.int64)
+    for prices in (BLOCK_PRICES, SCHEDULED, replace(SCHEDULED, weight_bytes=0.0)):
+        plan = place_experts(ONE_EACH, nothing_CE, prices=prices, balance=0.0)
+        assert plan.target is ONE_EACH
+        assert plan.seconds.step_s == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("num_excluded", 4, "num_excluded is 4, but an expert has 3 cells .* from 0 to 3, or null"),
+        ("num_excluded", -1, "num_excluded is -1"),
+        ("balance", -0.5, "balance is -0.5; it must be finite and at least 0"),
+        ("balance", float("nan"), "balance is nan"),
+        ("balance", float("inf"), "balance is inf"),
+    ],
+)
+def test_what_is_refused(field: str, value: float, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        place_experts(ONE_EACH, GATING_CE, prices=BLOCK_PRICES, **{field: value})  # type: ignore[arg-type]
+
+
+@st.composite
+def searches(draw: st.DrawFn) -> tuple[Block, int | None, float]:
+    """A block, ``num_excluded`` and ``balance``."""
+    block = draw(blocks())
+    num_excluded = draw(st.none() | st.integers(0, block.home.num_cells - 1))
+    return block, num_excluded, draw(st.sampled_from([0.0, 0.25, 1.0, 3.0]))
+
+
+@PROPERTY
+@given(searches())
+def test_the_plan_is_the_papers(search: tuple[Block, int | None, float]) -> None:
+    """Bit for bit, but for experts that the paper selects and copies nowhere."""
+    (home, rows_CE, prices), num_excluded, balance = search
+    own = home.owner_E.tolist()
+    turns, count = prophesied(rows_CE.tolist(), own, prices, n=num_excluded, alpha=balance)
+    plan = place_experts(home, rows_CE, prices=prices, num_excluded=num_excluded, balance=balance)
+    copied = [turn for turn in turns[:count] if len(turn.holders) > 1]
+    assert holders(plan) == {turn.expert: turn.holders for turn in copied}
+    assert plan.selected == tuple(turn.expert for turn in copied)
+    if count:
+        last = turns[count - 1]
+        assert plan.seconds.step_s == last.seconds
+        assert plan.computed_C.tolist() == last.computed
+        assert plan.received_C.tolist() == last.received
+    else:
+        assert plan.target is home
+    assert len(turns) <= home.num_experts
+
+
+@PROPERTY
+@given(searches())
+def test_properties(search: tuple[Block, int | None, float]) -> None:
+    """Properties 1 to 4 of the spec."""
+    (home, rows_CE, prices), num_excluded, balance = search
+    plan = place_experts(home, rows_CE, prices=prices, num_excluded=num_excluded, balance=balance)
+    target, selected = plan.target, list(plan.selected)
+    assert target.holds_EC[home.holds_EC].all()
+    others = np.setdiff1d(np.arange(home.num_experts), selected)
+    assert np.array_equal(target.holds_EC[others], home.holds_EC[others])
+    if num_excluded is not None:
+        assert (target.holds_EC[selected].sum(axis=1) == home.num_cells - num_excluded).all()
+    assert plan.computed_C.sum() == rows_CE.sum()
+
+    assert plan.seconds == placement_seconds(home, target, rows_CE, prices=prices)
+    assert plan.seconds_without == placement_seconds(home, home, rows_CE, prices=prices)
+    if selected:
+        assert plan.seconds.step_s < plan.seconds_without.step_s
+    else:
+        assert target is home
+    alone_C = np.bincount(home.owner_E, rows_CE.sum(axis=0), minlength=home.num_cells)
+    if is_balanced(alone_C, home.num_experts, balance):
+        assert target is home
+
+
+@PROPERTY
+@given(st.integers(2, 8), st.integers(1, 12), st.integers(0, 2**32 - 1), st.booleans())
+def test_a_permutation_of_cells_permutes_the_plan(
+    num_cells: int, num_experts: int, seed: int, is_scheduled: bool
+) -> None:
+    """Property 5, on rows so many that none are equal; how they lie in memory does not matter."""
+    rng = np.random.default_rng(seed)
+    rows_CE = (1e9 * rng.random((num_cells, num_experts)) ** 4).astype(np.int64)
+    home = Placement.owned_by(rng.integers(0, num_cells, num_experts), num_cells)
+    order_C = rng.permutation(num_cells)
+    prices = replace(BLOCK_PRICES, weight_bytes=1e9, is_scheduled=is_scheduled)
+    plan = place_experts(home, rows_CE, prices=prices, num_excluded=1, balance=0.1)
+    permuted = place_experts(
+        Placement(home.holds_EC[:, order_C]),
+        np.asfortranarray(rows_CE[order_C].astype(np.uint32)),
+        prices=prices,
+        num_excluded=1,
+        balance=0.1,
+    )
+    assert permuted.selected == plan.selected
+    assert permuted.seconds == plan.seconds
+    assert np.array_equal(permuted.target.holds_EC, plan.target.holds_EC[:, order_C])
