@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_moe_ext.strategies import ep, fssdp  # noqa: F401  register themselves
+from ds_moe_ext.strategies import ep, fssdp, prophet  # noqa: F401  register themselves
 from ds_moe_ext.strategies.base import Strategy, class_at, registered
 from ds_moe_ext.strict import at_least, check_object, nearest, read_record
 

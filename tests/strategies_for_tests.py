@@ -12,7 +12,7 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.orders import stage_major
 from ds_moe_ext.schedule.task import INTER, PARAM, Lane, Schedule
 from ds_moe_ext.share import LocalElseHome, NearestCopy
-from ds_moe_ext.strategies.base import Destination, Job, Plan, Strategy
+from ds_moe_ext.strategies.base import Destination, Job, Plan, Site, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,9 @@ class Chunked(Strategy):
             for home in job.homes
         )
 
-    def schedules(self, plan: Plan, layer: int, *, gated: bool) -> tuple[Schedule, Schedule]:
+    def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:
+        plan, layer = site.plan, site.layer
+
         def cut(degree: int) -> Schedule:
             tasks = wires.routed_tasks(layer, num_chunks=plan.num_chunks, degree=degree)
             ordered = stage_major(tasks, wires.ROUTED_OPS)
@@ -67,7 +69,8 @@ class Copied(Strategy):
         )
         return (plan,)
 
-    def schedules(self, plan: Plan, layer: int, *, gated: bool) -> tuple[Schedule, Schedule]:
+    def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:
+        plan, layer = site.plan, site.layer
         chunks = plan.num_chunks
 
         def cut(degree: int) -> Schedule:

@@ -179,7 +179,7 @@ def run(rank: int, world_size: int, case: Case) -> list[Tensor]:
     results, inputs = [], []
     for number in range(case.num_micro_batches):
         for layer in layers:
-            copies_of(layer).reduces_now = lambda now=number: now == case.num_micro_batches - 1
+            copies_of(layer).is_last_pass = lambda now=number: now == case.num_micro_batches - 1
         x, grad = tokens_of(case, rank, number)
         y = forward(case, layers, x.requires_grad_(case.reaches_x))
         torch.sum(y * grad).backward()

@@ -226,7 +226,9 @@ def build(blueprint: Blueprint, device: torch.device = CPU) -> list[tuple[Attach
     attached = []
     for index, (found, home, plan) in enumerate(zip(blueprint.found, homes, plans)):
         held = torch.from_numpy(home.experts_of(layout.index("ep")))
-        adopted = found.adopt(held, _factory(blueprint, found, Site(plan, layout, index)))
+        following = plans[index + 1] if index + 1 < len(plans) else None
+        site = Site(plan, layout, index, following)
+        adopted = found.adopt(held, _factory(blueprint, found, site))
         attached.append((AttachedLayer.of(found, adopted), adopted))
     if ("ep", PARAM) in strategy.uses():
         _allow_copies(blueprint.pools, [layer for layer, _ in attached])

@@ -1,23 +1,31 @@
-"""Where a layer's copies are launched: as the transformer block that it belongs to begins."""
+"""What a transformer block does about copies as it begins.
+
+It launches those of its own layer that are not yet on their way, and begins the flight of the next
+layer where the plan says that this block carries its copies. That flight ends in backward behind
+this block's, so that gradients can travel while it computes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ds_moe_ext.hosts.attach import AttachedLayer
 from ds_moe_ext.hosts.found import Hosted
+from ds_moe_ext.schedule.program import in_backward
 
 
-def launch_with_blocks(model: nn.Module, layers: Iterable[AttachedLayer]) -> None:
-    """Launch each layer's copies from its block, so that attention runs while they travel."""
-    for layer in layers:
+def launch_with_blocks(model: nn.Module, layers: Sequence[AttachedLayer]) -> None:
+    """Let each layer's block launch copies as it begins."""
+    for layer, following in pairwise((*layers, None)):
+        assert layer is not None
         if layer.routed.copies is not None:
-            model.get_submodule(block_of(model, layer.name)).register_forward_pre_hook(
-                _Launch(layer.hosted)
-            )
+            after = None if following is None else following.hosted
+            launch = _Launch(layer.hosted, after)
+            model.get_submodule(block_of(model, layer.name)).register_forward_pre_hook(launch)
 
 
 def block_of(model: nn.Module, name: str) -> str:
@@ -33,8 +41,15 @@ def block_of(model: nn.Module, name: str) -> str:
 class _Launch:
     """A pre-forward hook."""
 
-    def __init__(self, hosted: Hosted) -> None:
-        self._hosted = hosted
+    def __init__(self, hosted: Hosted, after: Hosted | None) -> None:
+        self._hosted, self._after = hosted, after
 
     def __call__(self, block: nn.Module, given: tuple[Any, ...]) -> None:
-        self._hosted.routed.start(self._hosted.weights(), is_training=self._hosted.training)
+        hosted, after = self._hosted, self._after
+        hosted.routed.start(
+            hosted.weights(),
+            is_training=hosted.training,
+            block_input=next((x for x in given if isinstance(x, Tensor)), None),
+        )
+        if after is not None and after.routed.site.plan.carried is not None and not in_backward():
+            after.routed.begin(after.weights(), is_training=after.training)

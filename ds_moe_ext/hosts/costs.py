@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
 import torch
+import torch.distributed as dist
 
 from ds_moe_ext.comm import sum_in_place
 from ds_moe_ext.cost.bench import Bench, clock_of
@@ -14,10 +15,12 @@ from ds_moe_ext.cost.probe import Level, Sizes, least_free_bytes, measure_copies
 from ds_moe_ext.hardware import Hardware, Link
 from ds_moe_ext.hosts.attach import AttachedLayer, bytes_of
 from ds_moe_ext.layout import ParallelLayout
+from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.observe import Rows, TimedTask
 from ds_moe_ext.moe.slab import Weights
-from ds_moe_ext.planners.prices import Prices
-from ds_moe_ext.schedule.task import ATTENTION, EXPERT, PARAM
+from ds_moe_ext.planners.block_costs import BACKWARD, cell_rows
+from ds_moe_ext.planners.prices import TRIPS, Prices
+from ds_moe_ext.schedule.task import ATTENTION, COMBINE, DISPATCH, EXPERT, PARAM
 from ds_moe_ext.strategies.base import Pool
 
 STEPS = range(2, 5)  # the first ones are slow: libraries allocate and choose algorithms
@@ -30,6 +33,7 @@ class Measured(TypedDict):
 
     pools: tuple[Pool, ...]
     window_s: tuple[float, ...]
+    back_window_s: tuple[float, ...]
     free_bytes: int
 
 
@@ -70,6 +74,67 @@ class Links:
         return cls(link, link, link)
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What one rank saw of one layer, summed over passes.
+
+    Attributes:
+        window_s: what the host computed before the layer in forward.
+        num_windows: how often.
+        back_window_s: and behind it in backward.
+        num_back_windows: how often.
+        expert_s: experts, forward and backward.
+        rows: that they computed.
+        exchange_s: all exchanges of rows, the wait for others with them.
+        most_received: rows that the cell which received most received, in one of them.
+    """
+
+    window_s: float = 0.0
+    num_windows: float = 0.0
+    back_window_s: float = 0.0
+    num_back_windows: float = 0.0
+    expert_s: float = 0.0
+    rows: float = 0.0
+    exchange_s: float = 0.0
+    most_received: float = 0.0
+
+    def __add__(self, other: Seen) -> Seen:
+        pairs = zip(vars(self).values(), vars(other).values())
+        return Seen(*(mine + its for mine, its in pairs))
+
+    @classmethod
+    def of(cls, routed: RoutedExperts, rows: Rows) -> Seen:
+        """Since its meter was asked last."""
+        seen = [(timed.task, _seconds(timed)) for timed in routed.meter.take()]
+        plan, layout = routed.site.plan, routed.site.layout
+        ahead = [s for task, s in seen if task.op is ATTENTION and not task.adjoint_of]
+        behind = [s for task, s in seen if task.op is ATTENTION and task.adjoint_of]
+        received_C = cell_rows(plan.home, plan.target, rows.routed_CE).received_C
+        return cls(
+            window_s=sum(ahead),
+            num_windows=len(ahead),
+            back_window_s=sum(behind),
+            num_back_windows=len(behind),
+            expert_s=sum(s for task, s in seen if task.op is EXPERT),
+            rows=int(rows.computed_C[layout.index("ep")]),
+            exchange_s=sum(s for task, s in seen if task.op in (DISPATCH, COMBINE)),
+            most_received=int(received_C.max()),
+        )
+
+
+def _seconds(timed: TimedTask) -> float:
+    start_s, end_s = timed.seconds_from(timed)
+    return end_s - start_s
+
+
+def of_all_ranks(seen: Sequence[Seen], device: torch.device) -> list[list[Seen]]:
+    """What each rank saw of each layer. Collective."""
+    own_LX = torch.tensor([list(vars(each).values()) for each in seen], dtype=torch.float64)
+    all_RLX = own_LX.new_zeros(dist.get_world_size(), *own_LX.shape, device=device)
+    all_RLX[dist.get_rank()] = own_LX
+    return [[Seen(*layer) for layer in rank] for rank in sum_in_place(all_RLX, None).tolist()]
+
+
 @dataclass(eq=False)
 class Costs:
     """Args:
@@ -88,11 +153,11 @@ class Costs:
 
     def __post_init__(self) -> None:
         self._num_steps = 0
-        self._window_s = [0.0] * len(self.layers)
-        self._expert_s = [0.0] * len(self.layers)
-        self._rows = [0] * len(self.layers)
-        self._num_passes = [0] * len(self.layers)
-        self._measured = Measured(pools=self.pools, window_s=tuple(self._window_s), free_bytes=0)
+        self._seen = [Seen() for _ in self.layers]
+        unknown_s = (0.0,) * len(self.layers)
+        self._measured = Measured(
+            pools=self.pools, window_s=unknown_s, back_window_s=unknown_s, free_bytes=0
+        )
 
     def after_step(self, rows: Sequence[Rows]) -> Measured:
         """What is known after a step; nothing more than before it of a strategy that copies no
@@ -103,31 +168,26 @@ class Costs:
         num_cells = self.layers[0].routed.site.layout.grid.num_cells
         self.are_new = step == STEPS[-1] and num_cells > 1  # alone, there is nothing to copy
         if step in STEPS:
-            self._add(rows)
+            pairs = zip(self.layers, rows)
+            new = [Seen.of(layer.routed, layer_rows) for layer, layer_rows in pairs]
+            self._seen = [before + seen for before, seen in zip(self._seen, new)]
         for layer in self.layers:
             layer.routed.meter.is_on = step + 1 in STEPS
         if self.are_new:
             self._measured = self._agreed()
         return self._measured
 
-    def _add(self, rows: Sequence[Rows]) -> None:
-        for index, (layer, seen) in enumerate(zip(self.layers, rows)):
-            routed = layer.routed
-            self._rows[index] += int(seen.computed_C[routed.site.layout.index("ep")])
-            for timed in routed.meter.take():
-                if timed.task.op is EXPERT:
-                    self._expert_s[index] += _seconds(timed)
-                if timed.task.op is ATTENTION and not timed.task.adjoint_of:
-                    self._window_s[index] += _seconds(timed)
-                    self._num_passes[index] += 1
-
     def _agreed(self) -> Measured:
-        sums = (self._window_s, self._num_passes, self._expert_s, self._rows)
-        total = torch.tensor(sums, dtype=torch.float64, device=self._device)
-        window_s, num_passes, expert_s, num_rows = sum_in_place(total, None).tolist()
+        seen_RL = of_all_ranks(self._seen, self._device)
+        sums = [sum(column, Seen()) for column in zip(*seen_RL)]
+        # Who comes late to an exchange makes the others wait: the last takes as long as it takes.
+        exchange_s = [min(seen.exchange_s for seen in column) for column in zip(*seen_RL)]
+        window_s = [seen.window_s / max(seen.num_windows, 1) for seen in sums]
+        back_s = [seen.back_window_s / max(seen.num_back_windows, 1) for seen in sums]
         return Measured(
-            pools=tuple(self._priced(pool, expert_s, num_rows) for pool in self.pools),
-            window_s=tuple(s / max(n, 1) for s, n in zip(window_s, num_passes)),
+            pools=tuple(self._priced(pool, sums, exchange_s) for pool in self.pools),
+            window_s=tuple(window_s),
+            back_window_s=tuple(back or BACKWARD * s for back, s in zip(back_s, window_s)),
             free_bytes=self._free_bytes(),
         )
 
@@ -161,26 +221,24 @@ class Costs:
             return Links.of(self.hardware, layout.grid.num_cells)
         return Links.measured(layout, self._expert(pool))
 
-    def _priced(self, pool: Pool, expert_s: list[float], num_rows: list[float]) -> Pool:
+    def _priced(self, pool: Pool, sums: Sequence[Seen], exchange_s: Sequence[float]) -> Pool:
         links = self._links(pool)
         expert_bytes = bytes_of(self._expert(pool))
-        seconds = sum(expert_s[layer] for layer in pool.layers)
-        rows = sum(num_rows[layer] for layer in pool.layers)
-        prices = Prices(
-            row_s=seconds / max(rows, 1),
-            row_bytes=self.layers[pool.layers[0]].routed.row_bytes,
-            copy_s=expert_bytes / links.copy.bytes_per_s,
-            inter_bytes_per_s=links.inter.bytes_per_s,
-            intra_bytes_per_s=links.intra.bytes_per_s,
-        )
+        seen = sum((sums[layer] for layer in pool.layers), Seen())
+        row_bytes = self.layers[pool.layers[0]].routed.row_bytes
+        num_ranks = self.layers[0].routed.site.layout.grid.world_size
+        received_bytes = TRIPS * row_bytes * seen.most_received / num_ranks  # all know all rows
+        waited_s = sum(exchange_s[layer] for layer in pool.layers)
         return replace(
             pool,
-            prices=prices,
+            prices=Prices(
+                row_s=seen.expert_s / max(seen.rows, 1),
+                row_bytes=row_bytes,
+                copy_s=expert_bytes / links.copy.bytes_per_s,
+                inter_bytes_per_s=links.inter.bytes_per_s,
+                intra_bytes_per_s=links.intra.bytes_per_s,
+            ),
             expert_bytes=expert_bytes,
             copy_latency_s=links.copy.latency_s,
+            row_bytes_per_s=received_bytes / waited_s if waited_s else 0.0,
         )
-
-
-def _seconds(timed: TimedTask) -> float:
-    start_s, end_s = timed.seconds_from(timed)
-    return end_s - start_s

@@ -16,7 +16,7 @@ from ds_moe_ext.hosts.costs import Costs
 from ds_moe_ext.load import LoadWindow
 from ds_moe_ext.moe.observe import Rows
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.strategies.base import Job, Rhythm, Strategy
+from ds_moe_ext.strategies.base import Job, Plan, Rhythm, Strategy
 
 
 class Mover(Protocol):
@@ -77,13 +77,24 @@ class Planning:
             self.tell(self.strategy.describe(self.job))
         is_shard_due = self._rhythm.shard_every and (step + 1) % self._rhythm.shard_every == 0
         has_moved = bool(is_shard_due) and self._moved()
-        if has_moved or (step + 1) % self._rhythm.plan_every == 0:
+        plans = [
+            layer.routed.ahead.take(layer.routed.site.plan, seen.routed_CE)
+            for layer, seen in zip(self.layers, rows)
+        ]
+        if has_moved or self.costs.are_new:
+            self.plan()
+        elif any(plan.successor is not None for plan in plans):
+            self._take(plans)
+        elif (step + 1) % self._rhythm.plan_every == 0:
             self.plan()
 
     def plan(self) -> None:
         """Plan by what is known now."""
-        for layer, plan in zip(self.layers, self.strategy.plan(self.job)):
-            layer.routed.take(plan)
+        self._take(self.strategy.plan(self.job))
+
+    def _take(self, plans: Sequence[Plan]) -> None:
+        for layer, plan, following in zip(self.layers, plans, (*plans[1:], None)):
+            layer.routed.take(plan, following)
         if self.debug:
             check_agreement(self.layers, self.rank)
 

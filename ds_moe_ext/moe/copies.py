@@ -1,40 +1,31 @@
 """Copies of experts for one step: under way before they are needed, their gradients summed at home.
 
-A pass through a layer with copies has these moments, in the order of autograd::
-
-    start   before attention            forward: launch the gather
-                                        backward: wait for what came home, add it to the home's own
-    join    in the program, before the  forward: wait for the gather
-            experts                     backward: launch the reduction
-    finish  after the program, where    forward: free the copies
-            they are rematerialized     backward: have them again
-
-Autograd runs backward in reverse order of creation, so that attention's backward lies between the
-two moments of the reduction, as attention's forward lies between those of the gather (HECATE, spec
-rules 34 and 35). Copies are no parameters: the host's optimizer never sees them. Shape letters: C
-cells, E experts.
+A *flight* is the copies of one pass. They travel in pieces, each launched when the strategy says
+so; whoever needs them launches what is left and waits. Copies are no parameters: the host's
+optimizer never sees them. ``join`` has the moments at which a pass meets its flight. Shape letters:
+C cells, E experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_moe_ext.comm import Arrived, Traffic, sparse_all_gather, sparse_reduce_scatter
+from ds_moe_ext.comm import Traffic, sparse_all_gather, sparse_reduce_scatter
 from ds_moe_ext.moe.observe import TasksSeen
-from ds_moe_ext.moe.order import LayerRoute
 from ds_moe_ext.moe.slab import Slab, Weights
 from ds_moe_ext.moe.wires import TARGET_WEIGHTS, WEIGHTS
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.execute import Event, Lanes, Mark, lanes_for
-from ds_moe_ext.schedule.task import ATTENTION, GATHER, PARAM, Op, Span, Task, Value
+from ds_moe_ext.schedule.task import GATHER, PARAM, Op, Span, Task, Value
 from ds_moe_ext.strategies.base import Plan
 from ds_moe_ext.transfer import Part, gather_rounds
 
@@ -62,6 +53,18 @@ class Place:
         return gather_rounds(held, wanted, self.node_C).part_of(self.cell)
 
 
+class Piece(NamedTuple):
+    """Some of the transfers of a plan.
+
+    Attributes:
+        part: what this cell does of them.
+        experts: whose copies these are.
+    """
+
+    part: Part
+    experts: Collection[int]
+
+
 class Copies:
     """One layer's copies on this rank.
 
@@ -72,10 +75,13 @@ class Copies:
         observers: told when copies and gradients travelled.
 
     Attributes:
-        reduces_now: whether the backward pass that runs is the last before the optimizer's step;
-            gradients of copies wait for it.
+        is_last_pass: whether the pass that runs is the last before the optimizer's step; gradients
+            of copies wait for it.
         before: the copies of the layer whose backward pass follows this one's.
-        is_last: no layer follows in forward: its copies are not freed between forward and backward.
+        after: those of the layer whose forward pass follows. Where there is none, copies are not
+            freed between forward and backward.
+        coming: the pass that has begun in forward, until its program takes it on.
+        returning: the pass whose gradients are not all on their way home.
         traffic: payload of this rank so far.
     """
 
@@ -83,17 +89,37 @@ class Copies:
         self, place: Place, plan: Plan, like: Weights, observers: tuple[TasksSeen, ...] = ()
     ) -> None:
         self.place, self.like, self._observers = place, like, observers
-        self.reduces_now: Callable[[], bool] = lambda: True
+        self.is_last_pass: Callable[[], bool] = lambda: True
         self.before: Copies | None = None
-        self.is_last = True
+        self.after: Copies | None = None
+        self.coming: Flight | None = None
+        self.returning: Flight | None = None
         self.traffic = Traffic()
         self._slab = Slab()  # of the plan's copies, kept over the micro-batches of a step
-        self._is_current = False  # the weights at home have not changed since it was filled
+        self._is_current = False  # the weights at home have not changed since it began to be filled
+        self._to_gather: deque[Part] = deque()  # what it still lacks
         self._waiting: dict[int, Weights] = {}  # gradients of copies from earlier micro-batches
         self._released: list[Flight] = []  # passes whose backward is still to come
         self._outstanding: list[Event] = []  # of this step, also those that no pass came to join
-        self._flight: Flight | None = None
         self.take(plan)
+
+    @property
+    def _copied_experts(self) -> Collection[int]:
+        copied_E = (self.plan.target.holds_EC & ~self.plan.home.holds_EC).any(axis=1)
+        return frozenset(np.flatnonzero(copied_E).tolist())
+
+    def _piece(self, experts: Collection[int]) -> Piece:
+        """The transfers of some of the plan's copies."""
+        home, target = self.plan.home, self.plan.target
+        some_EC = np.zeros_like(target.holds_EC)
+        some_EC[list(experts)] = target.holds_EC[list(experts)]
+        return Piece(self.place.part(home, home.with_copies(some_EC)), frozenset(experts))
+
+    def pieces_home(self, target: Placement) -> list[Piece]:
+        """In which gradients of the copies go home."""
+        if target is self.plan.target:
+            return self._reductions
+        return [Piece(self.part_to(target), range(target.num_experts))]
 
     def part_to(self, target: Placement) -> Part:
         """What this cell does for copies to come from the homes."""
@@ -117,6 +143,10 @@ class Copies:
         self.forget()
         self.plan = plan
         self._part = self.place.part(plan.home, plan.target)
+        self._gathers, self._reductions = [self._part], [Piece(self._part, self._copied_experts)]
+        if plan.carried is not None:
+            self._gathers = [self._piece(experts).part for experts in plan.carried.gathers]
+            self._reductions = [self._piece(experts) for experts in plan.carried.reductions]
 
     def discard(self) -> None:
         """Other weights have been put in: what earlier micro-batches left is of no use."""
@@ -171,54 +201,29 @@ class Copies:
             if observer.is_on:
                 observer.saw(task, start, end, self.lanes)
 
-    def start(self, weights: Weights, *, is_training: bool) -> Weights:
-        """Launch the gather, and give the weights of the experts at home as the program wants them.
+    def begin(self, weights: Weights, *, is_training: bool) -> Flight:
+        """Begin a pass; its gather is launched piece by piece.
 
         Args:
             weights: by slot, of the experts at home on this rank.
             is_training: the copies may serve later micro-batches of the step.
-
-        Returns:
-            The same, and a ticket: an empty tensor that makes every rank take part in backward.
         """
-        flight = self._begun(weights, is_training)
-        self._flight = flight
-        ticket = torch.zeros(0, device=self.like[0].device, requires_grad=self.is_trained)
-        started: Weights = _Start.apply(flight, ticket, *weights)
-        return started
-
-    @property
-    def flight(self) -> Flight:
-        """The pass that is under way in forward."""
-        assert self._flight is not None, "no pass was started"
-        return self._flight
-
-    def taken_flight(self) -> Flight:
-        """The pass that is under way in forward, which the program now takes on."""
-        flight, self._flight = self.flight, None
-        return flight
-
-    def finish(self, flight: Flight, y: Tensor) -> Tensor:
-        """The pass has ended in forward; free its copies until backward, where the plan says so."""
-        is_recomputed = torch._C._current_graph_task_id() != -1  # its backward comes next
-        if not self.plan.rematerialize or is_recomputed:
-            return y
-        flight.release(has_backward=y.requires_grad)
-        finished: Tensor = _Finish.apply(flight, y) if y.requires_grad else y
-        return finished
-
-    def _begun(self, weights: Weights, is_training: bool) -> Flight:
         own = self.by_expert([weight.detach() for weight in weights], self.plan.home)
         if self.plan.rematerialize or not is_training:
             # Outside of training a user may have put other weights in for a while.
-            flight = Flight(self, Slab(), own)
-        else:
-            flight = Flight(self, self._slab, own)
-            if self._is_current:
-                return flight
+            self.coming = Flight(self, Slab(), own, deque(self._gathers))
+            return self.coming
+        if not self._is_current:
             self._slab.clear()
+            self._to_gather = deque(self._gathers)
             self._is_current = True
-        flight.gather(self._part)
+        self.coming = Flight(self, self._slab, own, self._to_gather)
+        return self.coming
+
+    def taken(self) -> Flight:
+        """The pass that has begun in forward, which the program now takes on."""
+        assert self.coming is not None, "no pass has begun"
+        flight, self.coming = self.coming, None
         return flight
 
     def all_waiting(self, grads: Mapping[int, Weights]) -> dict[int, Weights]:
@@ -242,13 +247,25 @@ class Copies:
                 for total, grad in zip(before, own):
                     total.add_(grad)
 
+    def launch_following(self) -> None:
+        """Launch the next piece of the gather for the layer after this one."""
+        if self.after is not None and self.after.coming is not None:
+            self.after.coming.launch()
+
+    def send_home(self, piece: int) -> None:
+        """Send gradients of copies home: the first piece of this layer's, the second one of those
+        of the layer after it."""
+        copies = self.after if piece else self
+        if copies is not None and copies.returning is not None:
+            copies.returning.send()
+
+    def recall_before(self) -> None:
+        """Gather again for the layer before this one, if its copies were freed."""
+        if self.before is not None and self.before._released:
+            self.before._released[-1].recall()
+
     def release(self, flight: Flight) -> None:
         self._released.append(flight)
-
-    def recall_latest(self) -> None:
-        """Gather again for the pass whose backward comes next."""
-        if self._released:
-            self._released[-1].recall()
 
     def recalled(self, flight: Flight) -> None:
         if flight in self._released:
@@ -256,12 +273,12 @@ class Copies:
 
 
 def in_order(layers: Iterable[Copies]) -> None:
-    """Tell the copies of a model's layers, given in forward order, which layer comes before."""
+    """Tell the copies of a model's layers, given in forward order, which come before and after."""
     before = None
     for copies in layers:
-        copies.before, copies.is_last = before, True
+        copies.before, copies.after = before, None
         if before is not None:
-            before.is_last = False
+            before.after = copies
         before = copies
 
 
@@ -288,24 +305,35 @@ class Flight:
         copies: of the layer.
         slab: where those of the plan lie.
         own: weights of the experts at home on this rank, by expert.
+        to_gather: what has to travel, piece by piece; the flight takes from it what it launches.
 
     Attributes:
         target: who holds what in this pass: the plan's target, and more if the rows asked for it.
     """
 
-    def __init__(self, copies: Copies, slab: Slab, own: Mapping[int, Weights]) -> None:
+    def __init__(
+        self, copies: Copies, slab: Slab, own: Mapping[int, Weights], to_gather: deque[Part]
+    ) -> None:
         self.copies, self.target = copies, copies.plan.target
         self._slab, self._own = slab, own
+        self._to_gather = to_gather
         self._added = slab  # where copies lie that the rows asked for
-        self._reduction: Event | None = None
-        self._arrived: Arrived | None = None
-        self._begun: Mark | None = None  # when attention's backward began, if anybody asks
+        self._to_send: deque[tuple[Part, Mapping[int, Weights]]] = deque()
+        self._reductions: list[Event] = []
+        self._arrived: dict[int, Weights] = {}
 
     # Forward.
 
-    def gather(self, part: Part) -> None:
-        """Launch the gather of the plan's copies."""
-        self._launch(part, self._slab, self._slab.make_room(part.received, self.copies.like))
+    def launch(self) -> None:
+        """Launch the next piece of the gather, if one is left."""
+        if self._to_gather:
+            part = self._to_gather.popleft()
+            self._launch(part, self._slab, self._slab.make_room(part.received, self.copies.like))
+
+    def launch_rest(self) -> None:
+        """Launch all that is left of the gather."""
+        while self._to_gather:
+            self.launch()
 
     def joined(self, target: Placement) -> Weights:
         """Weights of all experts that compute here in this pass, by slot. Waits for the copies.
@@ -313,6 +341,7 @@ class Flight:
         Args:
             target: who holds what; more than was launched if the rows asked for it.
         """
+        self.launch_rest()
         copies = self.copies
         if target is not self.target:
             if not copies.plan.rematerialize:
@@ -337,7 +366,7 @@ class Flight:
 
     def release(self, *, has_backward: bool) -> None:
         """Free the copies until backward, unless it is next."""
-        if has_backward and self.copies.is_last:
+        if has_backward and self.copies.after is None:
             return
         self._slab.release()
         if has_backward:
@@ -357,8 +386,8 @@ class Flight:
         self.copies.recalled(self)
         self._wait()
 
-    def sent_home(self, grads: Weights) -> tuple[Tensor | None, ...] | None:
-        """Launch the reduction; the gradients that are known here now.
+    def collect(self, grads: Weights) -> tuple[Tensor | None, ...] | None:
+        """Have gradients of the copies ready to be sent; those that are known here now.
 
         Args:
             grads: of all experts that computed here, by slot.
@@ -373,30 +402,38 @@ class Flight:
         of_copies = {
             expert: _whole(by_expert[expert], copies.like) for expert in self._copied(self.target)
         }
-        if copies.reduces_now() or copies.plan.rematerialize:
-            self._reduce(copies.all_waiting(of_copies), copies.part_to(self.target))
+        if copies.is_last_pass() or copies.plan.rematerialize:
+            waiting = copies.all_waiting(of_copies)
+            for part, experts in copies.pieces_home(self.target):
+                piece = {expert: own for expert, own in waiting.items() if expert in experts}
+                self._to_send.append((part, piece))
         else:
             planned = self._copied(copies.plan.target)
             copies.let_wait({expert: of_copies.pop(expert) for expert in planned})
             if self.target is not copies.plan.target:
-                self._reduce(of_copies, copies.part_beyond_plan(self.target))
+                self._to_send.append((copies.part_beyond_plan(self.target), of_copies))
+        copies.returning = self
         if copies.plan.rematerialize:
             self._slab.release()
-            if copies.before is not None:
-                copies.before.recall_latest()
-        self._begun = copies.lanes.mark() if copies.is_watched else None
         own = (grad for expert in self._own for grad in by_expert[expert])
         return *own, None
 
+    def send(self) -> None:
+        """Send the next piece of the gradients home, if one is left."""
+        if self._to_send:
+            part, grads = self._to_send.popleft()
+            self._reduce(grads, part)
+
     def come_home(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """The finished gradients of the experts at home. Waits for the reduction.
+        """The finished gradients of the experts at home. Waits for all that was sent.
 
         Args:
-            grads: as ``sent_home`` gave them, without the ticket's.
+            grads: as ``collect`` gave them, without the ticket's.
         """
-        if self._begun is not None:
-            self.copies.saw(ATTENTION, self._begun, is_adjoint=True)
-        if self._reduction is None:
+        while self._to_send:
+            self.send()
+        self.copies.returning = None
+        if not self._reductions:
             return list(grads)
         lanes, arrived = self.copies.lanes, self._arrived_grads()
         lanes.keep(tuple(tensor for own in arrived.values() for tensor in own))
@@ -422,6 +459,8 @@ class Flight:
         refills: bool = False,
     ) -> None:
         copies, chunks = self.copies, {**self._own, **(held or {})}
+        if not part.rounds:
+            return
 
         def work() -> None:
             lanes, group = copies.lanes, copies.place.group
@@ -441,6 +480,8 @@ class Flight:
 
     def _reduce(self, grads: Mapping[int, Weights], part: Part) -> None:
         copies = self.copies
+        if not part.rounds:
+            return
 
         def work() -> None:
             lanes = copies.lanes
@@ -449,57 +490,12 @@ class Flight:
             with torch.no_grad():
                 arrived = sparse_reduce_scatter(part, {**self._own, **grads}, copies.place.group)
             copies.traffic += arrived.traffic
-            self._arrived = arrived
+            self._arrived.update(arrived.grads)
             copies.saw(GATHER, start, is_adjoint=True)
 
-        self._reduction = copies.submit(work)
+        self._reductions.append(copies.submit(work))
 
     def _arrived_grads(self) -> Mapping[int, Weights]:
-        self.copies.lanes.join([self._reduction])
-        assert self._arrived is not None
-        arrived, self._arrived = self._arrived.grads, None
+        self.copies.lanes.join(self._reductions)
+        arrived, self._arrived = self._arrived, {}
         return arrived
-
-
-class _Start(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, flight: Flight, ticket: Tensor, *weights: Tensor) -> Weights:
-        ctx.flight = flight
-        return (*(weight.view_as(weight) for weight in weights), ticket.view_as(ticket))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, *ctx.flight.come_home(grads[:-1])
-
-
-class _Finish(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, flight: Flight, y: Tensor) -> Tensor:
-        ctx.flight = flight
-        return y.view_as(y)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        ctx.flight.have_again()
-        return None, grad
-
-
-@dataclass(frozen=True, eq=False)
-class Join:
-    """Reads the weights at home and the route; writes the weights of all that compute here."""
-
-    copies: Copies
-
-    def forward(
-        self, span: Span, weights: Weights, layer_route: LayerRoute
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        flight = self.copies.taken_flight()
-        return (flight.joined(layer_route.target),), (flight,)
-
-    def backward(self, span: Span, saved: tuple[Any, ...], grads: Weights) -> tuple[Any, ...]:
-        return (saved[0].sent_home(grads),)
-
-    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
-        return pieces[0][1]

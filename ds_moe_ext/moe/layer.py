@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ds_moe_ext.layout import ParallelLayout
-from ds_moe_ext.moe.copies import Copies, Join, Place
+from ds_moe_ext.moe.aside import Ahead, Aside
+from ds_moe_ext.moe.copies import Copies, Place
 from ds_moe_ext.moe.dispatch import Combine, Dispatch, Wire
 from ds_moe_ext.moe.expert import Expert, ExpertFunction
 from ds_moe_ext.moe.gate import GateFunction
+from ds_moe_ext.moe.join import Join, finished, started
 from ds_moe_ext.moe.local import Local
 from ds_moe_ext.moe.observe import RowsSeen, TasksSeen
 from ds_moe_ext.moe.order import Order, Restore
@@ -32,9 +34,13 @@ from ds_moe_ext.schedule.task import (
     GATE,
     INTER,
     JOIN,
+    LAUNCH,
     ORDER,
     PARAM,
+    PLAN,
+    RECALL,
     RESTORE,
+    SEND_HOME,
     Op,
 )
 from ds_moe_ext.strategies.base import Destination, Plan, Site, Strategy
@@ -69,6 +75,7 @@ class RoutedExperts:
         meter: times for planners to know.
         row_bytes: of the latest pass.
         copies: of other ranks' experts; None where the strategy makes none.
+        ahead: the next plan, where it is made in the program.
     """
 
     def __init__(
@@ -86,12 +93,15 @@ class RoutedExperts:
         self.tasks, self.meter = TasksSeen(), TasksSeen()
         self.row_bytes = 0
         self.copies: Copies | None = None
+        self.ahead = Ahead(self.rows)
         self._strategy = strategy
         self._function = function
         self._options = options or LayerOptions()
         self._gate = gate
         self._started: Weights | None = None
+        self._was_graded = False  # when that was made
         self._begun: Mark | None = None  # when attention began, if anybody asks
+        self._back_begun: Mark | None = None  # and its backward
         self._program: dict[torch.device, Program] = {}
 
     def allow_copies(self, like: Weights) -> None:
@@ -105,9 +115,14 @@ class RoutedExperts:
         place = Place(self.site.layer, layout.index("ep"), layout.node_C, group)
         self.copies = Copies(place, self.site.plan, like, (self.tasks, self.meter))
 
-    def take(self, plan: Plan) -> None:
-        """Run by a new plan from now on. Call it between steps, on every rank."""
-        self.site = replace(self.site, plan=plan)
+    def take(self, plan: Plan, following: Plan | None = None) -> None:
+        """Run by a new plan from now on. Call it between steps, on every rank.
+
+        Args:
+            plan: of this layer.
+            following: of the next one, if there is one.
+        """
+        self.site = replace(self.site, plan=plan, following=following)
         if self.copies is not None:
             self.copies.take(plan)
         plan.share.prepare(self.site.layout.index("ep"))
@@ -123,22 +138,40 @@ class RoutedExperts:
         if self.copies is not None:
             self.copies.forget()
 
-    def start(self, weights: Weights, *, is_training: bool) -> None:
+    def begin(self, weights: Weights, *, is_training: bool) -> None:
+        """Make ready for a pass through copies, so that pieces of them can be launched.
+
+        Args:
+            weights: those of the call that follows.
+            is_training: as the rows of the call will be counted.
+        """
+        if self.copies is not None and self.site.plan.is_joined:
+            flight = self.copies.begin(weights, is_training=is_training)
+            self._started, self._was_graded = started(flight, weights), torch.is_grad_enabled()
+
+    def start(
+        self, weights: Weights, *, is_training: bool, block_input: Tensor | None = None
+    ) -> None:
         """Launch what a pass needs beside its rows, before the host computes what comes before it.
 
         Not needed, but what is launched here is hidden behind what the host computes until the
         layer is called. Collective over the cells.
 
         Args:
-            weights: those of the call that follows.
-            is_training: as the rows of the call will be counted.
+            weights: as of ``begin``.
+            is_training: likewise.
+            block_input: what the host computes from: its gradient ends that in backward.
         """
         if self.copies is None:
             return
-        if self.site.plan.is_joined:
-            self._started = self.copies.start(weights, is_training=is_training)
+        if self._started is None or self._was_graded != torch.is_grad_enabled():
+            self.begin(weights, is_training=is_training)
+        if self.copies.coming is not None:
+            self.copies.coming.launch_rest()
         if self.copies.is_watched:
             self._begun = self.copies.lanes.mark()
+            if block_input is not None and block_input.requires_grad:
+                block_input.register_hook(lambda grad: self._saw_attention(is_adjoint=True))
 
     def __call__(
         self, x_TD: Tensor, expert_TK: Tensor, score_TK: Tensor, weights: tuple[Tensor, ...]
@@ -160,25 +193,33 @@ class RoutedExperts:
     def run(self, x_TD: Tensor, given: tuple[Any, ...], weights: Weights) -> tuple[Tensor, ...]:
         """The program's outputs; ``given`` is what it takes between x and the expert weights."""
         self.row_bytes = x_TD.shape[-1] * x_TD.element_size()
-        if self.copies is not None and self._begun is not None:
-            self.copies.saw(ATTENTION, self._begun)
-            self._begun = None
+        self._saw_attention(is_adjoint=False)
+        if self.copies is not None and self.copies.is_watched and x_TD.requires_grad:
+            x_TD.register_hook(lambda grad: self._began_back())
         if self.copies is None or not self.site.plan.is_joined:
             return self.program(x_TD.device)(x_TD, *given, weights)
-        if self._started is None:
-            self._started = self.copies.start(weights, is_training=self.rows.is_training)
-        weights, self._started = self._started, None
-        flight = self.copies.flight
-        y_TD, *others = self.program(x_TD.device)(x_TD, *given, weights)
-        return self.copies.finish(flight, y_TD), *others
+        if self._started is None or self._was_graded != torch.is_grad_enabled():
+            self.begin(weights, is_training=self.rows.is_training)
+        joined, self._started, flight = self._started, None, self.copies.coming
+        assert joined is not None and flight is not None
+        y_TD, *others = self.program(x_TD.device)(x_TD, *given, joined)
+        return finished(flight, y_TD), *others
+
+    def _began_back(self) -> None:
+        if self.copies is not None:
+            self._back_begun = self.copies.lanes.mark()
+
+    def _saw_attention(self, *, is_adjoint: bool) -> None:
+        begun = self._back_begun if is_adjoint else self._begun
+        if self.copies is not None and begun is not None:
+            self.copies.saw(ATTENTION, begun, is_adjoint=is_adjoint)
+            self._begun = self._back_begun = None
 
     def program(self, device: torch.device) -> Program:
         """The program of the present plan; made once a plan."""
         if device not in self._program:
             site = self.site
-            forward, backward = self._strategy.schedules(
-                site.plan, site.layer, gated=self._gate is not None
-            )
+            forward, backward = self._strategy.schedules(site, gated=self._gate is not None)
             stages = {**self._common_stages(device), **self._strategy.stages(site)}
             # On one rank nothing is sent, so there is nothing to hide behind anything.
             alone = site.layout.grid.num_cells * site.layout.grid.cell_size == 1
@@ -193,11 +234,16 @@ class RoutedExperts:
         """The plan and the issue orders as text: equal on all ranks, or they would wait for each
         other in vain."""
         plan = self.site.plan
-        orders = self._strategy.schedules(plan, self.site.layer, gated=self._gate is not None)
+        orders = self._strategy.schedules(self.site, gated=self._gate is not None)
         placements = plan.home.expert_CS, plan.target.expert_CS
         tables = (str(table.tolist()) for table in placements)
-        about = f"rematerialize {plan.rematerialize}, revise {plan.revise is not None}"
+        about = f"rematerialize {plan.rematerialize}, revise {plan.revise is not None}, "
+        about += f"carried {plan.carried}"
         return "\n".join((*map(str, orders), *tables, plan.share.describe(), about))
+
+    def _plan_ahead(self, copies: Copies) -> None:
+        if copies.is_last_pass():
+            self.ahead.plan(self.site.plan)
 
     def _common_stages(self, device: torch.device) -> Mapping[Op, Stage]:
         """One stage for each op that strategies share."""
@@ -219,7 +265,12 @@ class RoutedExperts:
             RESTORE: Restore(),
         }
         if self.copies is not None:
-            stages[JOIN] = Join(self.copies)
+            copies = self.copies
+            stages[JOIN] = Join(copies)
+            stages[LAUNCH] = Aside(lambda span: copies.launch_following())
+            stages[SEND_HOME] = Aside(lambda span: copies.send_home(span.start))
+            stages[RECALL] = Aside(lambda span: copies.recall_before())
+            stages[PLAN] = Aside(lambda span: self._plan_ahead(copies))
         if self._gate is not None:
             stages[GATE] = Local(self._gate, graded=(False, True, True))
         return stages

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ds_moe_ext.moe.order import SlotRows
 from ds_moe_ext.schedule.execute import Lanes, Mark
+from ds_moe_ext.schedule.program import in_backward
 from ds_moe_ext.schedule.task import Task
 from ds_moe_ext.share import Share
 
@@ -39,21 +40,20 @@ class RowsSeen:
     num_cells: int
     top_k: int = 0  # of the latest micro-batch
     is_training: bool = True  # the latest pass
-    _counts: bool = True
+    counts: bool = True  # and it is counted
     _on_host: list[tuple[np.ndarray, Share]] = field(default_factory=list)  # rows [C, E]
     _on_device: Tensor | None = None  # int64 [E], where rows end, summed; the host does not wait
 
     def begin(self, *, is_training: bool) -> None:
         """Say what the coming pass is. Call it in the thread that runs the model."""
         self.is_training = is_training
-        is_recomputed = torch._C._current_graph_task_id() != -1  # inside a backward pass
-        self._counts = is_training and not is_recomputed
+        self.counts = is_training and not in_backward()
 
     def __call__(self, rows: np.ndarray | SlotRows, top_k: int, share: Share) -> None:
         """Args: rows: int64 ``[C, E]`` by sender and expert, or rows by slot where one cell holds
         all experts and the host does not know them yet. share: who computes them."""
         self.top_k = top_k
-        if not self._counts:
+        if not self.counts:
             return
         if isinstance(rows, SlotRows):
             before = 0 if self._on_device is None else self._on_device
@@ -61,12 +61,18 @@ class RowsSeen:
         else:
             self._on_host.append((rows, share))
 
+    @property
+    def so_far_CE(self) -> np.ndarray:
+        """Rows by sender and expert since the last ``take``, of those the host knows, int64."""
+        zero_CE = np.zeros((self.num_cells, self.num_experts), dtype=np.int64)
+        total_CE: np.ndarray = sum((rows_CE for rows_CE, _ in self._on_host), zero_CE)
+        return total_CE
+
     def take(self) -> Rows:
         """Rows since the last call. Waits for the device."""
-        routed_CE = np.zeros((self.num_cells, self.num_experts), dtype=np.int64)
+        routed_CE = self.so_far_CE
         computed_C = np.zeros(self.num_cells, dtype=np.int64)
         for rows_CE, share in self._on_host:
-            routed_CE += rows_CE
             computed_C += share.computed_C(rows_CE)
         if self._on_device is not None:
             routed_CE += (

@@ -6,7 +6,8 @@ The way of one batch::
     x, route --dispatch--> arrived --expert--> computed --combine--> returned --restore--> y
 
 Where the host keeps its own gate, the program starts after it, with ids and scores as inputs.
-Where experts have copies, ``weights --join--> target_weights`` stands before the experts.
+Where experts have copies, ``weights --join--> target_weights`` stands before the experts. Copies
+travel beside all this: tasks launch them, recall them for backward and send their gradients home.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ from ds_moe_ext.schedule.task import (
     EXPERT,
     GATE,
     JOIN,
+    LAUNCH,
     ORDER,
+    PLAN,
+    RECALL,
     RESTORE,
+    SEND_HOME,
     Kind,
     Schedule,
     Span,
@@ -43,6 +48,10 @@ ARRIVED = Kind("arrived")  # rows at the experts [R, D], by slot
 COMPUTED = Kind("computed")  # expert outputs [R, D], by slot
 RETURNED = Kind("returned")  # expert outputs [N, D], in send order
 Y = Kind("y", by_token=True)  # output [T, D]
+LAUNCHED = Kind("launched", has_gradient=False)  # a piece of the copies is on its way
+RECALLED = Kind("recalled", has_gradient=False)  # the copies are, once more
+SENT = Kind("sent", has_gradient=False)  # a piece of their gradients is
+PLANNED = Kind("planned", has_gradient=False)  # the plan of the next step
 
 ROUTED_OPS = (ORDER, DISPATCH, EXPERT, COMBINE, RESTORE)  # of a layer whose gate is the host's
 
@@ -72,6 +81,28 @@ def join(layer: int, whole: Span) -> Task:
     """Wait for the copies that this pass computes with; its adjoint sends their gradients home."""
     reads = (Value(WEIGHTS, layer), Value(ROUTE, layer, whole))
     return Task(JOIN, layer, whole, reads, (Value(TARGET_WEIGHTS, layer),))
+
+
+def launch(layer: int, piece: int, after: Value) -> Task:
+    """Begin to gather a piece of a layer's copies."""
+    span = Span(piece, piece + 1)
+    return Task(LAUNCH, layer, span, (after,), (Value(LAUNCHED, layer, span),))
+
+
+def recall(layer: int, after: Value) -> Task:
+    """Begin to gather a layer's copies again, for its backward."""
+    return Task(RECALL, layer, Span(0, 1), (after,), (Value(RECALLED, layer),))
+
+
+def send_home(layer: int, piece: int, after: Value) -> Task:
+    """Begin to send a piece of the gradients of a layer's copies home."""
+    span = Span(piece, piece + 1)
+    return Task(SEND_HOME, layer, span, (after,), (Value(SENT, layer, span),))
+
+
+def plan_ahead(layer: int, whole: Span) -> Task:
+    """Plan the layer's next step by the rows of this one."""
+    return Task(PLAN, layer, whole, (Value(ROUTE, layer, whole),), (Value(PLANNED, layer),))
 
 
 def expert(layer: int, span: Span, weights: Kind = WEIGHTS) -> Task:
@@ -125,14 +156,30 @@ def layer_schedule(tasks: Iterable[Task], layer: int, *, num_chunks: int, gated:
     return Schedule(tuple(tasks), (x, *chosen, weights), (y,))
 
 
+def backward_of(forward: Schedule, layer: int) -> Schedule:
+    """The backward pass, with what is to be done about copies once the experts have computed.
+
+    That begins when the gradients of the rows have been exchanged: that window is left to the rows
+    (HECATE, spec rule 34). The gradients of this layer's copies go home, and the copies of the
+    layer before are had again, if they were freed.
+    """
+    back = forward.reversed()
+    tasks = issued_last(back.tasks, JOIN)
+    if tasks[-1].op == JOIN:
+        joined = Value(WEIGHTS, layer)
+        tasks += [send_home(layer, 0, after=joined), recall(layer - 1, after=joined)]
+    return Schedule(tuple(tasks), back.inputs, back.outputs)
+
+
 @cache
 def plain_schedules(layer: int, *, gated: bool, copied: bool) -> tuple[Schedule, Schedule]:
     """Forward and backward of a layer in one chunk, nothing reordered.
 
-    The gradients of copies go home when the gradients of the rows have been exchanged: that window
-    is left to the rows (HECATE, spec rule 34).
+    Args:
+        layer: number of the layer.
+        gated: as in ``layer_schedule``.
+        copied: as in ``routed_tasks``.
     """
     tasks = routed_tasks(layer, num_chunks=1, degree=1, copied=copied)
     forward = layer_schedule(tasks, layer, num_chunks=1, gated=gated)
-    back = forward.reversed()
-    return forward, Schedule(tuple(issued_last(back.tasks, JOIN)), back.inputs, back.outputs)
+    return forward, backward_of(forward, layer)

@@ -94,6 +94,12 @@ class Program:
         return _Node.apply(self, arity, *flat)
 
 
+def in_backward() -> bool:
+    """Whether autograd runs a backward pass around the caller: what is computed in it is what
+    activation checkpointing computes again."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class _Node(torch.autograd.Function):
     # What a stage saved is freed when its adjoint is done, not after the last adjoint.
     clear_saved_tensors_on_access = True
@@ -207,7 +213,8 @@ class _Pass:
 
     def _run(self, position: int) -> None:
         program, task = self.program, self.schedule.tasks[position]
-        start = program.lanes.mark() if self._watched_by else None
+        watched_by = self._watched_by if task.op.begins is None else ()
+        start = program.lanes.mark() if watched_by else None
         with torch.no_grad():
             reads = [self._read(value) for value in task.reads]
             # Not a bound method kept on self: a cycle would hold the values until the next
@@ -218,7 +225,7 @@ class _Pass:
             if piece is not None:
                 self._table[value][position] = piece
         self._drop(task.reads)
-        for observer in self._watched_by:
+        for observer in watched_by:
             observer.saw(task, start, program.lanes.mark(), program.lanes)
 
     def _forward(self, position: int, task: Task, reads: list[Any]) -> tuple[Any, ...]:

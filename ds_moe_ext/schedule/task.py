@@ -26,6 +26,19 @@ COMPUTE = Lane("compute")
 INTER = Lane("inter")  # collectives between cells, over the slow links
 INTRA = Lane("intra")  # collectives inside a cell, over the fast links
 PARAM = Lane("param")  # expert weights and their gradients
+HOST = Lane("host")  # what the CPU works out while a device or the links are busy
+
+
+class Begun(NamedTuple):
+    """Work that a task of another op begins.
+
+    Attributes:
+        op: its kind.
+        is_adjoint: it is what ``op`` is in backward.
+    """
+
+    op: Op
+    is_adjoint: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +50,19 @@ class Op:
         lane: where it runs.
         back: lane of the adjoint, where it is another one.
         is_wait: it only waits for what was begun elsewhere.
+        begins: the work in another lane that it only begins; whoever needs that waits for it.
     """
 
     name: str
     lane: Lane
     back: Lane | None = None
     is_wait: bool = False
+    begins: Begun | None = None
+
+    @property
+    def is_work(self) -> bool:
+        """Whether it takes time in its own lane."""
+        return not self.is_wait and self.begins is None
 
 
 # The six sub-modules of an MoE layer.
@@ -57,6 +77,10 @@ RESTORE = Op("restore", COMPUTE)  # the papers' I-Order
 ATTENTION = Op("attention", COMPUTE)  # what the host computes between two MoE layers
 GATHER = Op("gather", PARAM)  # weights to their copies; its adjoint sums gradients at home
 JOIN = Op("join", COMPUTE, is_wait=True)
+LAUNCH = Op("launch", COMPUTE, begins=Begun(GATHER))
+RECALL = Op("recall", COMPUTE, begins=Begun(GATHER))  # the same copies again, for backward
+SEND_HOME = Op("send_home", COMPUTE, begins=Begun(GATHER, is_adjoint=True))
+PLAN = Op("plan", HOST)  # of the next step
 
 
 class Span(NamedTuple):
@@ -238,7 +262,7 @@ class Schedule:
     @cached_property
     def is_chain(self) -> bool:
         """Whether work could never overlap: each task waits for the one issued before it."""
-        work = [position for position, task in enumerate(self.tasks) if not task.op.is_wait]
+        work = [position for position, task in enumerate(self.tasks) if task.op.is_work]
         return all(
             before in self.after[position] or self.tasks[position].lane == self.tasks[before].lane
             for before, position in pairwise(work)

@@ -18,6 +18,7 @@ import numpy as np
 from ds_moe_ext.layout import ParallelLayout
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.prices import Prices
+from ds_moe_ext.planners.split import Split
 from ds_moe_ext.schedule.program import Stage
 from ds_moe_ext.schedule.task import INTER, Lane, Op, Schedule
 from ds_moe_ext.share import Share
@@ -37,12 +38,14 @@ class Pool:
         prices: of their rows and copies.
         expert_bytes: weights of one expert; 0 until costs have been measured.
         copy_latency_s: seconds until the first byte of a copy arrives.
+        row_bytes_per_s: what a cell receives in an exchange of rows, as measured; 0 until then.
     """
 
     layers: tuple[int, ...]
     prices: Prices = ROWS_ALONE
     expert_bytes: int = 0
     copy_latency_s: float = 0.0
+    row_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +60,7 @@ class Job:
         pools: every layer is in one of them.
         window_s: seconds that the host computes before each layer in forward, which can hide
             copies; 0 until it has been measured.
+        back_window_s: and behind each layer in backward.
         free_bytes: memory of a rank for copies, of all layers together.
         accumulates: several micro-batches make a step.
     """
@@ -66,6 +70,7 @@ class Job:
     node_C: np.ndarray
     pools: tuple[Pool, ...]
     window_s: tuple[float, ...] = ()
+    back_window_s: tuple[float, ...] = ()
     free_bytes: int = 0
     accumulates: bool = False
 
@@ -78,7 +83,8 @@ class Job:
         layers = tuple(range(len(homes)))
         rows = tuple(np.zeros(home.holds_EC.T.shape, dtype=np.int64) for home in homes)
         given = (Pool(layers=layers),) if pools is None else tuple(pools)
-        return cls(rows, homes, node_C, given, (0.0,) * len(homes))
+        unknown_s = (0.0,) * len(homes)
+        return cls(rows, homes, node_C, given, unknown_s, unknown_s)
 
 
 class Destination(NamedTuple):
@@ -86,6 +92,20 @@ class Destination(NamedTuple):
 
     target: Placement
     share: Share
+
+
+class Carried(NamedTuple):
+    """How the block before a layer hides the transfers of its copies.
+
+    Attributes:
+        gathers: experts that are copied while the block before computes its experts, and those
+            while it computes what follows them.
+        reductions: experts whose gradients travel home before the backward of the block before
+            comes to its experts, and those during it.
+    """
+
+    gathers: Split
+    reductions: Split
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +121,9 @@ class Plan:
         rematerialize: free the copies after forward and gather them again for backward.
         revise: where copies may be added once the rows of a pass are known: from the rows, int64
             ``[C, E]``, to a target that holds what this one does and more, and its share. Pure.
+        carried: the block before launches the copies; else the layer's own, as it begins.
+        successor: the plan of the next step, from the rows of this one, int64 ``[C, E]``; None asks
+            the strategy, for all layers together. Pure.
     """
 
     home: Placement
@@ -110,6 +133,8 @@ class Plan:
     backward_degree: int = 1
     rematerialize: bool = False
     revise: Callable[[np.ndarray], Destination] | None = None
+    carried: Carried | None = None
+    successor: Callable[[np.ndarray], Plan] | None = None
 
     @property
     def has_copies(self) -> bool:
@@ -130,11 +155,19 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """What a stage may know about the layer it serves."""
+    """A layer and what it runs by.
+
+    Attributes:
+        plan: the present plan.
+        layout: the ranks' grid and groups.
+        layer: number of the layer.
+        following: the present plan of the next layer; None after the last.
+    """
 
     plan: Plan
     layout: ParallelLayout
     layer: int
+    following: Plan | None = None
 
 
 @dataclass(frozen=True)
@@ -178,7 +211,7 @@ class Strategy(ABC):
         return ""
 
     @abstractmethod
-    def schedules(self, plan: Plan, layer: int, *, gated: bool) -> tuple[Schedule, Schedule]:
+    def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:
         """Forward and backward of one layer; ``gated`` as in ``wires.layer_schedule``. Pure."""
 
     def stages(self, site: Site) -> Mapping[Op, Stage]:

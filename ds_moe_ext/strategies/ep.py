@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ds_moe_ext.moe import wires
 from ds_moe_ext.schedule.task import Schedule
 from ds_moe_ext.share import LocalElseHome
-from ds_moe_ext.strategies.base import Job, Plan, Strategy, register
+from ds_moe_ext.strategies.base import Job, Plan, Site, Strategy, register
 
 
 @register("ep")
@@ -18,5 +18,5 @@ class ExpertParallel(Strategy):
     def plan(self, job: Job) -> tuple[Plan, ...]:
         return tuple(Plan(home, home, LocalElseHome(home, home)) for home in job.homes)
 
-    def schedules(self, plan: Plan, layer: int, *, gated: bool) -> tuple[Schedule, Schedule]:
-        return wires.plain_schedules(layer, gated=gated, copied=False)
+    def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:
+        return wires.plain_schedules(site.layer, gated=gated, copied=False)

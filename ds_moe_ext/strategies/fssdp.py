@@ -23,7 +23,16 @@ from ds_moe_ext.planners.prices import Prices
 from ds_moe_ext.planners.shard import shard
 from ds_moe_ext.schedule.task import INTER, PARAM, Lane, Schedule
 from ds_moe_ext.share import NearestCopy
-from ds_moe_ext.strategies.base import Destination, Job, Plan, Pool, Rhythm, Strategy, register
+from ds_moe_ext.strategies.base import (
+    Destination,
+    Job,
+    Plan,
+    Pool,
+    Rhythm,
+    Site,
+    Strategy,
+    register,
+)
 from ds_moe_ext.strict import at_least
 
 
@@ -117,8 +126,8 @@ class FullySharded(Strategy):
             f"a rank holds up to {_span(fits_L)} copies of a layer (m)"
         )
 
-    def schedules(self, plan: Plan, layer: int, *, gated: bool) -> tuple[Schedule, Schedule]:
-        return wires.plain_schedules(layer, gated=gated, copied=plan.is_joined)
+    def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:
+        return wires.plain_schedules(site.layer, gated=gated, copied=site.plan.is_joined)
 
     def _overlap_degrees(self, job: Job) -> np.ndarray:
         """``t`` of each layer, int64 ``[L]``."""

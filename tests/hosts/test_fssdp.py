@@ -64,6 +64,7 @@ def test_any_plans_equal_expert_parallelism(
             on_nodes(job, world_size // num_nodes, tmp_path),
             revised=0.3,
             rematerialized=0.3,
+            carried=0.5,
             shard_every=6,
             seed=num_nodes,
         ),

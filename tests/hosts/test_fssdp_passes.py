@@ -178,7 +178,8 @@ def check_gathered_again(layer: int, moments: dict[tuple[str, str, int], Moment]
 LATE = {
     "kept": {"layers": 1.0},
     "rematerialized": {"rematerialized": 1.0},
-    "of all kinds": {"revised": 0.5, "rematerialized": 0.5, "shard_every": 2},
+    "carried": {"layers": 1.0, "carried": 1.0},
+    "of all kinds": {"revised": 0.5, "rematerialized": 0.5, "carried": 0.5, "shard_every": 2},
 }
 
 

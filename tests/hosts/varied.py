@@ -5,17 +5,27 @@ Named in JSON as ``tests.hosts.varied:Varied``. Shape letters: C cells, E expert
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
 import numpy as np
 
-from ds_moe_ext.moe import wires
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.planners.split import Split
 from ds_moe_ext.schedule.task import INTER, PARAM, Lane, Schedule
 from ds_moe_ext.share import NearestCopy
-from ds_moe_ext.strategies.base import Destination, Job, Plan, Pool, Rhythm, Strategy
+from ds_moe_ext.strategies.base import (
+    Carried,
+    Destination,
+    Job,
+    Plan,
+    Pool,
+    Rhythm,
+    Site,
+    Strategy,
+)
+from ds_moe_ext.strategies.prophet import blockwise_schedules
 
 VARIED = f"{__name__}:Varied"
 
@@ -29,6 +39,7 @@ class Varied(Strategy):
         copies: chance that a cell has a copy of an expert of such a layer.
         revised: chance that a layer's plan adds copies once its rows are known.
         rematerialized: chance that a layer's copies are freed after forward.
+        carried: chance that the layer before launches a layer's copies.
         plan_every: steps that a plan stays.
         shard_every: steps between new homes; 0 is never.
         seed: of all this.
@@ -38,6 +49,7 @@ class Varied(Strategy):
     copies: float = 0.4
     revised: float = 0.0
     rematerialized: float = 0.0
+    carried: float = 0.0
     plan_every: int = 1
     shard_every: int = 0
     seed: int = 0
@@ -52,7 +64,9 @@ class Varied(Strategy):
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
         rng = self._chance(job)
-        return tuple(self._plan_of(home, job.node_C, rng) for home in job.homes)
+        plans = [self._plan_of(home, job.node_C, rng) for home in job.homes]
+        # The first layer has nobody who could carry its copies.
+        return plans[0], *(self._carried(plan, rng) for plan in plans[1:])
 
     def homes(self, job: Job) -> tuple[Placement, ...]:
         rng = self._chance(job)
@@ -61,8 +75,8 @@ class Varied(Strategy):
             homes.update(zip(pool.layers, _shuffled(pool, job.homes, rng)))
         return tuple(homes[layer] for layer in range(len(homes)))
 
-    def schedules(self, plan: Plan, layer: int, *, gated: bool) -> tuple[Schedule, Schedule]:
-        return wires.plain_schedules(layer, gated=gated, copied=plan.is_joined)
+    def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:
+        return blockwise_schedules(site, gated=gated, plans=False)
 
     def _chance(self, job: Job) -> np.random.Generator:
         """The same on every rank, and another in every step."""
@@ -81,6 +95,19 @@ class Varied(Strategy):
             rematerialize=bool(rng.random() < self.rematerialized),
             revise=revise,
         )
+
+    def _carried(self, plan: Plan, rng: np.random.Generator) -> Plan:
+        """The plan with its copies in two pieces, somehow, if chance says so."""
+        copied_E = (plan.target.holds_EC & ~plan.home.holds_EC).any(axis=1)
+        if rng.random() >= self.carried:
+            return plan
+        return replace(plan, carried=Carried(_cut(copied_E, rng), _cut(copied_E, rng)))
+
+
+def _cut(copied_E: np.ndarray, rng: np.random.Generator) -> Split:
+    experts = rng.permutation(np.flatnonzero(copied_E)).tolist()
+    first = int(rng.integers(0, len(experts) + 1))
+    return Split(tuple(experts[:first]), tuple(experts[first:]))
 
 
 def _digits(table: np.ndarray) -> list[int]:

@@ -76,7 +76,7 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
     blocks.launch_with_blocks(model, layers)
     for layer in layers:
         if layer.routed.copies is not None:
-            layer.routed.copies.reduces_now = _boundary_of(weakref.ref(engine))
+            layer.routed.copies.is_last_pass = _boundary_of(weakref.ref(engine))
     planning = _planning(engine, blueprint, layers)
     engine.__dict__[_RUN] = Run.start(blueprint, layers, planning, dist.get_rank(), engine)
 

@@ -1,0 +1,291 @@
+"""Pro-Prophet: copies of busy experts where they pay, moved while the block before computes.
+
+After each step the experts of the busiest cells are copied to where their rows come from, by the
+rows of that step. A layer's copies travel in two pieces under the experts of the layer before and
+under what follows those, their gradients likewise in backward; the plan of the next step is made
+while rows travel (Algorithms 1 and 2 of the paper). Shape letters: C cells, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import numpy as np
+
+from ds_moe_ext.moe import wires
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.planners.block_costs import (
+    BACKWARD,
+    FORWARD,
+    BlockPrices,
+    cell_rows,
+    is_balanced,
+)
+from ds_moe_ext.planners.prophet import BlockPlan, place_experts
+from ds_moe_ext.planners.shadow import shadow_experts
+from ds_moe_ext.planners.split import SPLITS, split_backward, split_forward
+from ds_moe_ext.schedule.orders import issued_last
+from ds_moe_ext.schedule.task import (
+    COMBINE,
+    DISPATCH,
+    EXPERT,
+    INTER,
+    PARAM,
+    SEND_HOME,
+    Lane,
+    Schedule,
+    Span,
+    Task,
+    Value,
+)
+from ds_moe_ext.share import LocalElseHome
+from ds_moe_ext.strategies.base import Carried, Job, Plan, Pool, Rhythm, Site, Strategy, register
+from ds_moe_ext.strict import at_least, nearest
+
+Planner = Callable[["ProProphet", Placement, np.ndarray, BlockPrices], BlockPlan]
+
+
+def _greedy(
+    strategy: ProProphet, home: Placement, rows_CE: np.ndarray, prices: BlockPrices
+) -> BlockPlan:
+    return place_experts(
+        home,
+        rows_CE,
+        prices=prices,
+        num_excluded=strategy.num_excluded,
+        balance=strategy.balance,
+    )
+
+
+def _shadow(
+    strategy: ProProphet, home: Placement, rows_CE: np.ndarray, prices: BlockPrices
+) -> BlockPlan:
+    return shadow_experts(home, rows_CE, prices=prices)
+
+
+PLANNERS: Mapping[str, Planner] = {"prophet": _greedy, "shadow": _shadow}
+
+
+@register("prophet")
+@dataclass(frozen=True, kw_only=True)
+class ProProphet(Strategy):
+    """Pro-Prophet's planner and scheduler (sections 4 and 5 of the paper).
+
+    Attributes:
+        frequency: steps that a plan is kept, unless cells become unbalanced under it; null: 1 with
+            the scheduler, which hides the planning, 10 without.
+        num_excluded: cells that get no copy of a copied expert (n), those with the fewest rows for
+            it; null: those without any.
+        balance: rows by which the busiest cell may exceed the idlest, in mean rows of an expert
+            (alpha); planning ends there.
+        scheduler: hide copies and gradients behind the block before; false sends them as the
+            layer's own block begins and waits.
+        split: under which computation a copy travels: "fnec_first" fills the time between two
+            layers first, "half" halves.
+        planner: "prophet", or "shadow" for FasterMoE's.
+        rematerialize: free the copies after forward and gather them again for backward: copies of
+            two layers take memory at a time. False keeps those of all layers until backward.
+    """
+
+    frequency: int | None = None
+    num_excluded: int | None = 0
+    balance: float = 1.0
+    scheduler: bool = True
+    split: str = "fnec_first"
+    planner: str = "prophet"
+    rematerialize: bool = True
+
+    def __post_init__(self) -> None:
+        at_least("ds_moe_ext.prophet.frequency", self.frequency, 1)
+        at_least("ds_moe_ext.prophet.num_excluded", self.num_excluded, 0)
+        if not 0 < self.balance < np.inf:
+            raise ValueError(
+                f"ds_moe_ext.prophet.balance is {self.balance}; it must be above 0 and finite"
+            )
+        for key, known in (("split", SPLITS), ("planner", PLANNERS)):
+            value = vars(self)[key]
+            if value not in known:
+                raise ValueError(
+                    f"ds_moe_ext.prophet.{key} is {value!r}, which is unknown; "
+                    f"{nearest(value, known)}"
+                )
+
+    def uses(self) -> tuple[tuple[str, Lane], ...]:
+        return (("ep", INTER), ("ep", PARAM))
+
+    def rhythm(self) -> Rhythm:
+        return Rhythm(window=1, plan_every=1)
+
+    def plan(self, job: Job) -> tuple[Plan, ...]:
+        num_cells = job.homes[0].num_cells
+        if self.num_excluded is not None and self.num_excluded >= num_cells:
+            raise ValueError(
+                f"ds_moe_ext.prophet.num_excluded is {self.num_excluded}, but experts are spread "
+                f"over {num_cells} cells, of which one is an expert's home; give at most "
+                f"{num_cells - 1}, or null"
+            )
+        plans = {
+            layer: _Search(self, job.homes[layer], layer, prices)(job.rows[layer])
+            if (prices := self._prices(job, pool, layer))
+            else _at_home(job.homes[layer])
+            for pool in job.pools
+            for layer in pool.layers
+        }
+        return tuple(plans[layer] for layer in range(len(job.homes)))
+
+    def describe(self, job: Job) -> str:
+        each = [p for pool in job.pools if (p := self._prices(job, pool, pool.layers[0]))]
+        rows_per_s = min(1 / prices.row_s for prices in each)
+        row_speed = min(prices.bytes_per_s for prices in each)
+        copy_speed = min(prices.copy_bytes_per_s for prices in each)
+        window_s = float(np.mean(job.window_s)), float(np.mean(job.back_window_s))
+        hidden = "hidden behind" if self.scheduler else "not hidden, beside"
+        return (
+            f"experts are copied where that pays by Pro-Prophet's model: a rank computes "
+            f"{rows_per_s:,.0f} rows a second, receives rows at {row_speed / 1e6:,.0f} MB/s and "
+            f"weights at {copy_speed / 1e6:,.0f} MB/s, {hidden} {window_s[0] * 1e3:.3g} ms between "
+            f"two layers in forward and {window_s[1] * 1e3:.3g} ms in backward"
+        )
+
+    def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:
+        plans = self.scheduler and site.plan.successor is not None
+        return blockwise_schedules(site, gated=gated, plans=plans)
+
+    @property
+    def steps_kept(self) -> int:
+        """Steps that a plan stays, if nothing becomes unbalanced."""
+        return self.frequency or (1 if self.scheduler else 10)
+
+    def _prices(self, job: Job, pool: Pool, layer: int) -> BlockPrices | None:
+        """Of one layer's block; None before costs have been measured."""
+        if not pool.expert_bytes:
+            return None
+        return BlockPrices(
+            row_s=pool.prices.row_s / (FORWARD + BACKWARD),
+            row_bytes=pool.prices.row_bytes,
+            bytes_per_s=pool.row_bytes_per_s or pool.prices.intra_bytes_per_s,
+            weight_bytes=pool.expert_bytes,
+            gradient_bytes=pool.expert_bytes,
+            copy_bytes_per_s=pool.expert_bytes / pool.prices.copy_s,
+            forward_gap_s=job.window_s[layer],
+            backward_gap_s=job.back_window_s[layer],
+            is_scheduled=self.scheduler,
+            gathers_again=self.rematerialize,
+        )
+
+
+def _at_home(home: Placement) -> Plan:
+    return Plan(home, home, LocalElseHome(home, home))
+
+
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """Plans for one layer, from the rows of a step.
+
+    Attributes:
+        strategy: its keys.
+        home: where the experts live.
+        layer: number of the layer.
+        prices: of its block.
+    """
+
+    strategy: ProProphet
+    home: Placement
+    layer: int
+    prices: BlockPrices
+
+    def __call__(self, rows_CE: np.ndarray) -> Plan:
+        """The plan by the chosen planner, int64 ``[C, E]``."""
+        strategy, home = self.strategy, self.home
+        found = PLANNERS[strategy.planner](strategy, home, rows_CE, self.prices)
+        if not found.selected:
+            return self._followed(_at_home(home), age=0)
+        target = found.target
+        plan = Plan(
+            home,
+            target,
+            LocalElseHome(home, target),
+            rematerialize=strategy.rematerialize,
+            carried=self._carried(found) if strategy.scheduler and self.layer else None,
+        )
+        return self._followed(plan, age=0)
+
+    def _carried(self, found: BlockPlan) -> Carried:
+        rule, num_experts = SPLITS[self.strategy.split], len(found.selected)
+        return Carried(
+            gathers=split_forward(
+                found.selected,
+                rule=rule,
+                layer_s=self.prices.forward_gap_s,
+                move_s=found.seconds.gather_s / num_experts,
+            ),
+            reductions=split_backward(
+                found.selected,
+                rule=rule,
+                layer_s=self.prices.backward_gap_s,
+                move_s=found.seconds.reduce_s / num_experts,
+            ),
+        )
+
+    def _followed(self, plan: Plan, *, age: int) -> Plan:
+        """The plan, and how it is followed.
+
+        Args:
+            plan: of a search.
+            age: steps that it has been in force before.
+        """
+        return replace(plan, successor=partial(self._next, plan, age))
+
+    def _next(self, plan: Plan, age: int, rows_CE: np.ndarray) -> Plan:
+        computed_C = cell_rows(self.home, plan.target, rows_CE).computed_C
+        strategy = self.strategy
+        if age + 1 < strategy.steps_kept and is_balanced(
+            computed_C, self.home.num_experts, strategy.balance
+        ):
+            return self._followed(plan, age=age + 1)
+        return self(rows_CE)
+
+
+def blockwise_schedules(site: Site, *, gated: bool, plans: bool) -> tuple[Schedule, Schedule]:
+    """Forward and backward of a layer that may carry copies of the next: Algorithm 2 (spec 3.4).
+
+    Args:
+        site: the layer.
+        gated: as in ``wires.layer_schedule``.
+        plans: the next step is planned while the rows are on their way.
+    """
+    following = site.following
+    return _blockwise(
+        site.layer,
+        gated=gated,
+        copied=site.plan.is_joined,
+        carried=site.plan.carried is not None,
+        carries=following is not None and following.carried is not None,
+        plans=plans,
+    )
+
+
+@cache
+def _blockwise(
+    layer: int, *, gated: bool, copied: bool, carried: bool, carries: bool, plans: bool
+) -> tuple[Schedule, Schedule]:
+    whole, after = Span(0, 1), layer + 1
+    tasks: list[Task] = []
+    for task in wires.routed_tasks(layer, num_chunks=1, degree=1, copied=copied):
+        if task.op is EXPERT and carries:
+            tasks.append(wires.launch(after, 0, after=Value(wires.ARRIVED, layer, whole)))
+        tasks.append(task)
+        if task.op is DISPATCH and plans:
+            tasks.append(wires.plan_ahead(layer, whole))
+        if task.op is COMBINE and carries:
+            tasks.append(wires.launch(after, 1, after=Value(wires.RETURNED, layer, whole)))
+    forward = wires.layer_schedule(tasks, layer, num_chunks=1, gated=gated)
+    back = wires.backward_of(forward, layer)
+    # The layer before needs its copies for its experts; the gradients have until after those.
+    reversed_ = issued_last(back.tasks, SEND_HOME) if carried else list(back.tasks)
+    if carries:
+        returning = wires.send_home(after, 1, after=Value(wires.COMPUTED, layer, whole))
+        reversed_.insert([task.op for task in reversed_].index(EXPERT), returning)
+    return forward, Schedule(tuple(reversed_), back.inputs, back.outputs)
