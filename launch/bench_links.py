@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from ds_moe_ext.comm import Traffic, all_gather_counts
 from ds_moe_ext.hosts.attach import build, draw
 from ds_moe_ext.hosts.blocks import launch_with_blocks
+from ds_moe_ext.hosts.checks import Checks
 from ds_moe_ext.hosts.costs import STEPS, Costs
 from ds_moe_ext.hosts.experts import find_registered
 from ds_moe_ext.hosts.planning import Planning
@@ -207,6 +208,7 @@ class Contender:
             layers=self._layers,
             job=Job.at_start(homes, self.node_C, blueprint.pools),
             costs=Costs(self._layers, blueprint.pools, None),
+            checks=Checks(strategy, self._layers),
             mover=_stay,
             debug=False,
             rank=dist.get_rank(),

@@ -20,10 +20,11 @@ from ds_moe_ext.moe.observe import Rows, TimedTask
 from ds_moe_ext.moe.slab import Weights
 from ds_moe_ext.planners.block_costs import BACKWARD, cell_rows
 from ds_moe_ext.planners.prices import TRIPS, Prices
-from ds_moe_ext.schedule.task import ATTENTION, COMBINE, DISPATCH, EXPERT, PARAM
+from ds_moe_ext.schedule.task import ATTENTION, COMBINE, DISPATCH, EXPERT, GATHER, PARAM, Op
 from ds_moe_ext.strategies.base import Pool
 
 STEPS = range(2, 5)  # the first ones are slow: libraries allocate and choose algorithms
+CHECKED = range(6, 9)  # by then layers run by plans that were made from what was measured
 SHARE_OF_FREE = 0.7  # that copies may take of a device's free memory
 NUM_EXPERTS = (1, 4, 8)  # that a quick look copies at once
 
@@ -87,6 +88,8 @@ class Seen:
         rows: that they computed.
         exchange_s: all exchanges of rows, the wait for others with them.
         most_received: rows that the cell which received most received, in one of them.
+        gather_s: copies on their way.
+        reduce_s: their gradients.
     """
 
     window_s: float = 0.0
@@ -97,6 +100,8 @@ class Seen:
     rows: float = 0.0
     exchange_s: float = 0.0
     most_received: float = 0.0
+    gather_s: float = 0.0
+    reduce_s: float = 0.0
 
     def __add__(self, other: Seen) -> Seen:
         pairs = zip(vars(self).values(), vars(other).values())
@@ -107,8 +112,11 @@ class Seen:
         """Since its meter was asked last."""
         seen = [(timed.task, _seconds(timed)) for timed in routed.meter.take()]
         plan, layout = routed.site.plan, routed.site.layout
-        ahead = [s for task, s in seen if task.op is ATTENTION and not task.adjoint_of]
-        behind = [s for task, s in seen if task.op is ATTENTION and task.adjoint_of]
+
+        def times(op: Op, *, is_adjoint: bool) -> list[float]:
+            return [s for task, s in seen if task.op is op and bool(task.adjoint_of) == is_adjoint]
+
+        ahead, behind = (times(ATTENTION, is_adjoint=back) for back in (False, True))
         received_C = cell_rows(plan.home, plan.target, rows.routed_CE).received_C
         return cls(
             window_s=sum(ahead),
@@ -119,6 +127,8 @@ class Seen:
             rows=int(rows.computed_C[layout.index("ep")]),
             exchange_s=sum(s for task, s in seen if task.op in (DISPATCH, COMBINE)),
             most_received=int(received_C.max()),
+            gather_s=sum(times(GATHER, is_adjoint=False)),
+            reduce_s=sum(times(GATHER, is_adjoint=True)),
         )
 
 
@@ -144,12 +154,14 @@ class Costs:
 
     Attributes:
         are_new: they have been measured in the latest step.
+        seen: what this rank saw in the latest step, of each layer, if it was to be checked.
     """
 
     layers: Sequence[AttachedLayer]
     pools: tuple[Pool, ...]
     hardware: Hardware | None
     are_new: bool = field(default=False, init=False)
+    seen: Sequence[Seen] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         self._num_steps = 0
@@ -167,12 +179,12 @@ class Costs:
         step, self._num_steps = self._num_steps, self._num_steps + 1
         num_cells = self.layers[0].routed.site.layout.grid.num_cells
         self.are_new = step == STEPS[-1] and num_cells > 1  # alone, there is nothing to copy
+        new = [Seen.of(layer.routed, seen) for layer, seen in zip(self.layers, rows)]
         if step in STEPS:
-            pairs = zip(self.layers, rows)
-            new = [Seen.of(layer.routed, layer_rows) for layer, layer_rows in pairs]
             self._seen = [before + seen for before, seen in zip(self._seen, new)]
+        self.seen = new if step in CHECKED else ()
         for layer in self.layers:
-            layer.routed.meter.is_on = step + 1 in STEPS
+            layer.routed.meter.is_on = step + 1 in STEPS or step + 1 in CHECKED
         if self.are_new:
             self._measured = self._agreed()
         return self._measured

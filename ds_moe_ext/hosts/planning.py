@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from ds_moe_ext.hosts.attach import AttachedLayer, check_agreement
+from ds_moe_ext.hosts.checks import Checks
 from ds_moe_ext.hosts.costs import Costs
 from ds_moe_ext.load import LoadWindow
 from ds_moe_ext.moe.observe import Rows
@@ -36,6 +37,7 @@ class Planning:
         layers: in model order.
         job: what is known; the homes in it are where experts live now.
         costs: measures what the job lacks.
+        checks: compares what the strategy expects with what happens.
         mover: moves experts.
         debug: check that all ranks made the same plans.
         rank: this rank.
@@ -46,6 +48,7 @@ class Planning:
     layers: Sequence[AttachedLayer]
     job: Job
     costs: Costs
+    checks: Checks
     mover: Mover
     debug: bool
     rank: int
@@ -72,6 +75,7 @@ class Planning:
             return
         self._window.push(_padded([each.routed_CE for each in rows]))
         measured = self.costs.after_step(rows)
+        self.checks.after_step(self.job, rows, self.costs.seen)
         self.job = replace(self.job, rows=self._predicted(), **measured)
         if self.costs.are_new:
             self.tell(self.strategy.describe(self.job))

@@ -16,7 +16,7 @@ from ds_moe_ext.moe.observe import TimedTask
 from ds_moe_ext.report.record import RunRecord
 from ds_moe_ext.report.recorder import Recorder, spans_of
 from ds_moe_ext.report.summary import outcomes_by_layer
-from ds_moe_ext.report.units import bytes_text
+from ds_moe_ext.report.units import bytes_text, seconds_text
 from ds_moe_ext.schedule.trace import Box, chrome_trace
 from ds_moe_ext.settings import Settings
 
@@ -78,6 +78,7 @@ class Run:
         rows = [layer.routed.rows.take() for layer in self.layers]
         self.recorder.after_step(step, rows)
         self.planning.after_step(step, rows)
+        self.recorder.terms = self.planning.checks.terms
 
 
 def finish(recorder: Recorder, path: str | None) -> None:
@@ -89,6 +90,8 @@ def finish(recorder: Recorder, path: str | None) -> None:
     console.print(end_table(record))
     if record.seconds_by_kind:
         console.print(time_table(record))
+    if record.terms:
+        console.print(terms_table(record))
     if path is not None:
         record.write(Path(path))
         console.print(f"ds_moe_ext: wrote {path}/report.html and {path}/report.json")
@@ -180,4 +183,19 @@ def time_table(record: RunRecord) -> Table:
     total = sum(record.seconds_by_kind.values())
     for kind, seconds in sorted(record.seconds_by_kind.items(), key=lambda item: -item[1]):
         table.add_row(kind, f"{seconds * 1e3:.2f}", f"{100 * seconds / total:.0f} %")
+    return table
+
+
+def terms_table(record: RunRecord) -> Table:
+    """How good the strategy's model of costs was."""
+    table = Table(
+        title=f"ds_moe_ext: what {record.strategy} expected of a layer, and what it took",
+        title_justify="left",
+    )
+    table.add_column("term")
+    for heading in ("expected", "took", "mean error"):
+        table.add_column(heading, justify="right")
+    for term in record.terms:
+        times = seconds_text(term.said_s), seconds_text(term.found_s)
+        table.add_row(term.name, *times, f"{100 * term.error:.0f} %")
     return table

@@ -24,6 +24,7 @@ from ds_moe_ext.moe.observe import TasksSeen
 from ds_moe_ext.moe.slab import Slab, Weights
 from ds_moe_ext.moe.wires import TARGET_WEIGHTS, WEIGHTS
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.planners.split import Split
 from ds_moe_ext.schedule.execute import Event, Lanes, Mark, lanes_for
 from ds_moe_ext.schedule.task import GATHER, PARAM, Op, Span, Task, Value
 from ds_moe_ext.strategies.base import Plan
@@ -59,10 +60,12 @@ class Piece(NamedTuple):
     Attributes:
         part: what this cell does of them.
         experts: whose copies these are.
+        number: of the piece, for traces.
     """
 
     part: Part
     experts: Collection[int]
+    number: int = 0
 
 
 class Copies:
@@ -97,7 +100,7 @@ class Copies:
         self.traffic = Traffic()
         self._slab = Slab()  # of the plan's copies, kept over the micro-batches of a step
         self._is_current = False  # the weights at home have not changed since it began to be filled
-        self._to_gather: deque[Part] = deque()  # what it still lacks
+        self._to_gather: deque[Piece] = deque()  # what it still lacks
         self._waiting: dict[int, Weights] = {}  # gradients of copies from earlier micro-batches
         self._released: list[Flight] = []  # passes whose backward is still to come
         self._outstanding: list[Event] = []  # of this step, also those that no pass came to join
@@ -108,12 +111,16 @@ class Copies:
         copied_E = (self.plan.target.holds_EC & ~self.plan.home.holds_EC).any(axis=1)
         return frozenset(np.flatnonzero(copied_E).tolist())
 
-    def _piece(self, experts: Collection[int]) -> Piece:
-        """The transfers of some of the plan's copies."""
+    def _pieces(self, split: Split) -> list[Piece]:
+        """The transfers of the plan's copies, cut."""
         home, target = self.plan.home, self.plan.target
-        some_EC = np.zeros_like(target.holds_EC)
-        some_EC[list(experts)] = target.holds_EC[list(experts)]
-        return Piece(self.place.part(home, home.with_copies(some_EC)), frozenset(experts))
+        pieces = []
+        for number, experts in enumerate(split):
+            some_EC = np.zeros_like(target.holds_EC)
+            some_EC[list(experts)] = target.holds_EC[list(experts)]
+            part = self.place.part(home, home.with_copies(some_EC))
+            pieces.append(Piece(part, frozenset(experts), number))
+        return pieces
 
     def pieces_home(self, target: Placement) -> list[Piece]:
         """In which gradients of the copies go home."""
@@ -143,10 +150,10 @@ class Copies:
         self.forget()
         self.plan = plan
         self._part = self.place.part(plan.home, plan.target)
-        self._gathers, self._reductions = [self._part], [Piece(self._part, self._copied_experts)]
-        if plan.carried is not None:
-            self._gathers = [self._piece(experts).part for experts in plan.carried.gathers]
-            self._reductions = [self._piece(experts) for experts in plan.carried.reductions]
+        whole = [Piece(self._part, self._copied_experts)]
+        carried = plan.carried
+        self._gathers = whole if carried is None else self._pieces(carried.gathers)
+        self._reductions = whole if carried is None else self._pieces(carried.reductions)
 
     def discard(self) -> None:
         """Other weights have been put in: what earlier micro-batches left is of no use."""
@@ -189,13 +196,14 @@ class Copies:
     def is_watched(self) -> bool:
         return any(observer.is_on for observer in self._observers)
 
-    def saw(self, op: Op, start: Mark, *, is_adjoint: bool = False) -> None:
+    def saw(self, op: Op, start: Mark, *, is_adjoint: bool = False, piece: int = 0) -> None:
         """Tell the observers of a task that ends now."""
         layer = self.place.layer
         reads, writes = (Value(WEIGHTS, layer),), (Value(TARGET_WEIGHTS, layer),)
-        task = Task(op, layer, Span(0, 1), reads, writes)
+        span = Span(piece, piece + 1)
+        task = Task(op, layer, span, reads, writes)
         if is_adjoint:
-            task = Task(op, layer, Span(0, 1), writes, reads, adjoint_of=(0,))
+            task = Task(op, layer, span, writes, reads, adjoint_of=(0,))
         end = self.lanes.mark()
         for observer in self._observers:
             if observer.is_on:
@@ -312,13 +320,13 @@ class Flight:
     """
 
     def __init__(
-        self, copies: Copies, slab: Slab, own: Mapping[int, Weights], to_gather: deque[Part]
+        self, copies: Copies, slab: Slab, own: Mapping[int, Weights], to_gather: deque[Piece]
     ) -> None:
         self.copies, self.target = copies, copies.plan.target
         self._slab, self._own = slab, own
         self._to_gather = to_gather
         self._added = slab  # where copies lie that the rows asked for
-        self._to_send: deque[tuple[Part, Mapping[int, Weights]]] = deque()
+        self._to_send: deque[tuple[Piece, Mapping[int, Weights]]] = deque()
         self._reductions: list[Event] = []
         self._arrived: dict[int, Weights] = {}
 
@@ -327,8 +335,9 @@ class Flight:
     def launch(self) -> None:
         """Launch the next piece of the gather, if one is left."""
         if self._to_gather:
-            part = self._to_gather.popleft()
-            self._launch(part, self._slab, self._slab.make_room(part.received, self.copies.like))
+            piece = self._to_gather.popleft()
+            room = self._slab.make_room(piece.part.received, self.copies.like)
+            self._launch(piece.part, self._slab, room, number=piece.number)
 
     def launch_rest(self) -> None:
         """Launch all that is left of the gather."""
@@ -404,14 +413,15 @@ class Flight:
         }
         if copies.is_last_pass() or copies.plan.rematerialize:
             waiting = copies.all_waiting(of_copies)
-            for part, experts in copies.pieces_home(self.target):
-                piece = {expert: own for expert, own in waiting.items() if expert in experts}
-                self._to_send.append((part, piece))
+            for piece in copies.pieces_home(self.target):
+                some = {expert: own for expert, own in waiting.items() if expert in piece.experts}
+                self._to_send.append((piece, some))
         else:
             planned = self._copied(copies.plan.target)
             copies.let_wait({expert: of_copies.pop(expert) for expert in planned})
             if self.target is not copies.plan.target:
-                self._to_send.append((copies.part_beyond_plan(self.target), of_copies))
+                part = copies.part_beyond_plan(self.target)
+                self._to_send.append((Piece(part, of_copies), of_copies))
         copies.returning = self
         if copies.plan.rematerialize:
             self._slab.release()
@@ -421,8 +431,8 @@ class Flight:
     def send(self) -> None:
         """Send the next piece of the gradients home, if one is left."""
         if self._to_send:
-            part, grads = self._to_send.popleft()
-            self._reduce(grads, part)
+            piece, grads = self._to_send.popleft()
+            self._reduce(grads, piece)
 
     def come_home(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """The finished gradients of the experts at home. Waits for all that was sent.
@@ -457,6 +467,7 @@ class Flight:
         held: Mapping[int, Weights] | None = None,
         *,
         refills: bool = False,
+        number: int = 0,
     ) -> None:
         copies, chunks = self.copies, {**self._own, **(held or {})}
         if not part.rounds:
@@ -469,7 +480,7 @@ class Flight:
             lanes.keep(tensors)
             with torch.no_grad(), _unnoticed(tensors) if refills else nullcontext():
                 copies.traffic += sparse_all_gather(part, chunks, buffers, group)
-            copies.saw(GATHER, start)
+            copies.saw(GATHER, start, piece=number)
 
         slab.gathers.append(copies.submit(work))
 
@@ -478,8 +489,8 @@ class Flight:
         lanes.join((*self._slab.gathers, *self._added.gathers))
         lanes.keep((*self._slab.tensors, *self._added.tensors))
 
-    def _reduce(self, grads: Mapping[int, Weights], part: Part) -> None:
-        copies = self.copies
+    def _reduce(self, grads: Mapping[int, Weights], piece: Piece) -> None:
+        copies, part = self.copies, piece.part
         if not part.rounds:
             return
 
@@ -491,7 +502,7 @@ class Flight:
                 arrived = sparse_reduce_scatter(part, {**self._own, **grads}, copies.place.group)
             copies.traffic += arrived.traffic
             self._arrived.update(arrived.grads)
-            copies.saw(GATHER, start, is_adjoint=True)
+            copies.saw(GATHER, start, is_adjoint=True, piece=piece.number)
 
         self._reductions.append(copies.submit(work))
 

@@ -82,6 +82,23 @@ class PlacementRecord:
     copied_to: tuple[tuple[tuple[int, ...], ...], ...]
 
 
+@dataclass(frozen=True)
+class TermRecord:
+    """One term of the strategy's model of costs, in the steps that were checked.
+
+    Attributes:
+        name: for a person.
+        said_s: seconds a layer and step by the model, mean over layers and steps.
+        found_s: seconds that it took.
+        error: mean of the relative errors.
+    """
+
+    name: str
+    said_s: float
+    found_s: float
+    error: float
+
+
 @dataclass(frozen=True, eq=False)
 class RunRecord:
     """The end of a run, as rank 0 saw it.
@@ -100,6 +117,7 @@ class RunRecord:
         timeline: the tasks of one step, for the drawing; empty when nothing was traced.
         versions: package versions.
         placements: where experts were; None in a run that copied and moved none.
+        terms: how good the strategy's model of costs was, if it has one and was checked.
     """
 
     strategy: str
@@ -113,6 +131,7 @@ class RunRecord:
     timeline: tuple[Span, ...]
     versions: dict[str, str]
     placements: PlacementRecord | None = None
+    terms: tuple[TermRecord, ...] = ()
 
     def balance_IL(self) -> np.ndarray:
         """Rows of the busiest cell over the mean, float ``[I, L]``; 1 is perfect."""
@@ -156,6 +175,7 @@ class RunRecord:
                 "rows_ILE": _integers(data["rows_ILE"], shape_ILE),
                 "cell_rows_ILC": _integers(data["cell_rows_ILC"], shape_ILC),
                 "timeline": tuple(Span(**span) for span in data["timeline"]),
+                "terms": tuple(TermRecord(**term) for term in data.get("terms", ())),
                 "placements": placements and _placements_of(placements, shape_ILE, shape_ILC),
             }
         )

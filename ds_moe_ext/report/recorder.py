@@ -17,7 +17,7 @@ import numpy as np
 from ds_moe_ext.load import balance_L
 from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.observe import Rows, TimedTask
-from ds_moe_ext.report.record import LayerRecord, Move, PlacementRecord, RunRecord, Span
+from ds_moe_ext.report.record import LayerRecord, Move, PlacementRecord, RunRecord, Span, TermRecord
 from ds_moe_ext.schedule.task import COMPUTE, GATHER, PARAM
 from ds_moe_ext.strategies.base import Plan
 
@@ -93,6 +93,7 @@ class Recorder:
     trace_step: step whose tasks are kept as a timeline; None for none.
     max_steps: steps whose loads are kept; a longer run is thinned evenly.
     tracer: given the tasks of its steps.
+    terms: how good the strategy's model of costs is, once that is known.
     """
 
     strategy: str
@@ -101,6 +102,7 @@ class Recorder:
     trace_step: int | None = None
     max_steps: int = 400
     tracer: StepTracer | None = None
+    terms: tuple[TermRecord, ...] = ()
     _kept: list[StepLoads] = field(default_factory=list)
     _latest: StepLoads | None = None
     _plans: tuple[Plan, ...] = ()  # of the latest step
@@ -157,6 +159,7 @@ class Recorder:
             timeline=self._timeline,
             versions=versions(),
             placements=None if self._latest is None else self._placements(self._latest),
+            terms=self.terms,
         )
 
     def _placements(self, latest: StepLoads) -> PlacementRecord | None:

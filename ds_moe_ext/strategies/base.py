@@ -171,6 +171,23 @@ class Site:
 
 
 @dataclass(frozen=True)
+class Forecast:
+    """What a strategy expects of one layer in one step, forward and backward, in seconds.
+
+    Attributes:
+        exchange_s: all exchanges of rows.
+        expert_s: experts, where most is computed.
+        gather_s: copies, as often as they travel in one pass.
+        reduce_s: their gradients.
+    """
+
+    exchange_s: float
+    expert_s: float
+    gather_s: float
+    reduce_s: float
+
+
+@dataclass(frozen=True)
 class Rhythm:
     """When a strategy decides anew, in optimizer steps; 0 is never.
 
@@ -209,6 +226,13 @@ class Strategy(ABC):
     def describe(self, job: Job) -> str:
         """What it makes of what was measured, for a person; empty if it has nothing to say."""
         return ""
+
+    def forecast(self, job: Job, layer: int, plan: Plan, rows_CE: np.ndarray) -> Forecast | None:
+        """What its model says of rows by cell and expert under a plan; None if it has none. Pure.
+
+        Costs must have been measured.
+        """
+        return None
 
     @abstractmethod
     def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:

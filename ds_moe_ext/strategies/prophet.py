@@ -22,7 +22,9 @@ from ds_moe_ext.planners.block_costs import (
     BlockPrices,
     cell_rows,
     is_balanced,
+    placement_seconds,
 )
+from ds_moe_ext.planners.prices import TRIPS
 from ds_moe_ext.planners.prophet import BlockPlan, place_experts
 from ds_moe_ext.planners.shadow import shadow_experts
 from ds_moe_ext.planners.split import SPLITS, split_backward, split_forward
@@ -41,7 +43,17 @@ from ds_moe_ext.schedule.task import (
     Value,
 )
 from ds_moe_ext.share import LocalElseHome
-from ds_moe_ext.strategies.base import Carried, Job, Plan, Pool, Rhythm, Site, Strategy, register
+from ds_moe_ext.strategies.base import (
+    Carried,
+    Forecast,
+    Job,
+    Plan,
+    Pool,
+    Rhythm,
+    Site,
+    Strategy,
+    register,
+)
 from ds_moe_ext.strict import at_least, nearest
 
 Planner = Callable[["ProProphet", Placement, np.ndarray, BlockPrices], BlockPlan]
@@ -147,6 +159,21 @@ class ProProphet(Strategy):
             f"{rows_per_s:,.0f} rows a second, receives rows at {row_speed / 1e6:,.0f} MB/s and "
             f"weights at {copy_speed / 1e6:,.0f} MB/s, {hidden} {window_s[0] * 1e3:.3g} ms between "
             f"two layers in forward and {window_s[1] * 1e3:.3g} ms in backward"
+        )
+
+    def forecast(self, job: Job, layer: int, plan: Plan, rows_CE: np.ndarray) -> Forecast | None:
+        pool = next(pool for pool in job.pools if layer in pool.layers)
+        prices = self._prices(job, pool, layer)
+        if prices is None:
+            return None
+        seconds = placement_seconds(plan.home, plan.target, rows_CE, prices=prices)
+        is_last = layer + 1 == len(job.homes)
+        gathers = 2 if plan.rematerialize and not is_last else 1
+        return Forecast(
+            exchange_s=TRIPS * seconds.exchange_s,
+            expert_s=(FORWARD + BACKWARD) * seconds.expert_s,
+            gather_s=gathers * seconds.gather_s,
+            reduce_s=seconds.reduce_s,
         )
 
     def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:

@@ -11,7 +11,7 @@ from tests.hosts.copied_runs import alone, check_equal, fssdp, num_copied, plain
 from tests.hosts.jobs import Job
 
 ALL = {"revised": 0.4, "rematerialized": 0.4, "carried": 0.5, "shard_every": 2}
-TOYS = sorted(set(toy.NAMES) - {"toy", "toy, wide"})
+TOYS = sorted(set(toy.NAMES) - {"toy", "toy, wide", "toy, deep"})
 
 
 def tolerance(family: str) -> float:

@@ -150,6 +150,7 @@ _SHAPES = {
     "toy, shared experts": Shape(shares_first=True),
     "toy, paired": Shape(widths=(0,)),
     "toy, wide": Shape(widths=(64,)),
+    "toy, deep": Shape(experts=(8,) * 7, widths=(64,)),
     "toy, experts alone": Shape((2, 2, 2, 2), trains=("experts",)),
     "toy, frozen experts": Shape(trains=("norm", "router", "query", "head", "embedding")),
     "toy, some experts frozen": Shape(trains=("norm", "router", "query", "blocks.1.", "head")),

@@ -98,16 +98,24 @@ class Varied(Strategy):
 
     def _carried(self, plan: Plan, rng: np.random.Generator) -> Plan:
         """The plan with its copies in two pieces, somehow, if chance says so."""
-        copied_E = (plan.target.holds_EC & ~plan.home.holds_EC).any(axis=1)
         if rng.random() >= self.carried:
             return plan
-        return replace(plan, carried=Carried(_cut(copied_E, rng), _cut(copied_E, rng)))
+        copied_E = (plan.target.holds_EC & ~plan.home.holds_EC).any(axis=1)
+        experts = rng.permutation(np.flatnonzero(copied_E)).tolist()
+        return replace(plan, carried=Carried(self._cut(experts, rng), self._cut(experts, rng)))
+
+    def _cut(self, experts: list[int], rng: np.random.Generator) -> Split:
+        first = int(rng.integers(0, len(experts) + 1))
+        return Split(tuple(experts[:first]), tuple(experts[first:]))
 
 
-def _cut(copied_E: np.ndarray, rng: np.random.Generator) -> Split:
-    experts = rng.permutation(np.flatnonzero(copied_E)).tolist()
-    first = int(rng.integers(0, len(experts) + 1))
-    return Split(tuple(experts[:first]), tuple(experts[first:]))
+@dataclass(frozen=True, kw_only=True)
+class Halved(Varied):
+    """Its pieces are halves."""
+
+    def _cut(self, experts: list[int], rng: np.random.Generator) -> Split:
+        half = len(experts) // 2
+        return Split(tuple(experts[:half]), tuple(experts[half:]))
 
 
 def _digits(table: np.ndarray) -> list[int]:

@@ -22,6 +22,7 @@ from torch import nn
 from ds_moe_ext.comm import sum_in_place, take_first
 from ds_moe_ext.hosts import attach, blocks
 from ds_moe_ext.hosts.attach import AttachedLayer, Blueprint
+from ds_moe_ext.hosts.checks import Checks
 from ds_moe_ext.hosts.costs import Costs
 from ds_moe_ext.hosts.deepspeed import buckets
 from ds_moe_ext.hosts.deepspeed.move import ExpertMover
@@ -101,6 +102,7 @@ def _planning(engine: Any, blueprint: Blueprint, layers: list[AttachedLayer]) ->
         layers=layers,
         job=replace(job, accumulates=accumulates),
         costs=Costs(layers, blueprint.pools, blueprint.hardware),
+        checks=Checks(blueprint.strategy, layers),
         mover=ExpertMover(engine, layers, blueprint.pools),
         debug=blueprint.settings.debug,
         rank=dist.get_rank(),

@@ -1,0 +1,210 @@
+"""The strategy ``prophet`` without ranks: its plans, how they follow each other, its schedules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ds_moe_ext.load import zipf_loads
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.planners.prices import Prices
+from ds_moe_ext.planners.split import Split
+from ds_moe_ext.schedule.task import (
+    COMBINE,
+    DISPATCH,
+    EXPERT,
+    JOIN,
+    LAUNCH,
+    ORDER,
+    PLAN,
+    RECALL,
+    RESTORE,
+    SEND_HOME,
+    Op,
+    Schedule,
+)
+from ds_moe_ext.settings import read_settings
+from ds_moe_ext.strategies.base import Carried, Job, Plan, Pool, Site
+from ds_moe_ext.strategies.prophet import ProProphet, blockwise_schedules
+
+NUM_LAYERS, NUM_CELLS, NUM_EXPERTS = 3, 4, 8
+HOMES = (Placement.block(NUM_EXPERTS, NUM_CELLS),) * NUM_LAYERS
+ROWS_ILCE = zipf_loads((12, NUM_LAYERS, NUM_CELLS, NUM_EXPERTS), rows=200, skew=1.2, seed=1)
+
+
+def job_of(rows_LCE: np.ndarray, *, window_s: float = 0.02) -> Job:
+    """After costs were measured: copies are cheap enough to pay, and dear enough to be cut."""
+    prices = Prices(
+        row_s=1e-4, row_bytes=100.0, copy_s=1e-2, inter_bytes_per_s=1e6, intra_bytes_per_s=1e6
+    )
+    pool = Pool(layers=tuple(range(NUM_LAYERS)), prices=prices, expert_bytes=10_000)
+    windows_s = (window_s,) * NUM_LAYERS
+    job = Job.at_start(HOMES, np.zeros(NUM_CELLS, dtype=np.int64), [pool])
+    return replace(job, rows=tuple(rows_LCE), window_s=windows_s, back_window_s=windows_s)
+
+
+def same(ours: Plan, theirs: Plan) -> bool:
+    return (
+        np.array_equal(ours.target.holds_EC, theirs.target.holds_EC)
+        and ours.carried == theirs.carried
+        and ours.rematerialize == theirs.rematerialize
+    )
+
+
+# One plan after another.
+
+
+def test_nothing_is_copied_before_costs_are_known() -> None:
+    job = Job.at_start(HOMES, np.zeros(NUM_CELLS, dtype=np.int64))
+    plans = ProProphet().plan(replace(job, rows=tuple(ROWS_ILCE[0])))
+    assert not any(plan.has_copies or plan.successor for plan in plans)
+
+
+def test_a_successor_is_the_plan_by_the_rows_of_the_step() -> None:
+    """Property 13: with frequency 1 each step is planned by the step before; and nothing but the
+    rows counts (12), not what was planned before."""
+    strategy = ProProphet(frequency=1)
+    plans = strategy.plan(job_of(ROWS_ILCE[0]))
+    assert all(plan.has_copies for plan in plans)
+    for rows_LCE in ROWS_ILCE[1:]:
+        plans = tuple(followed(plan, rows_CE) for plan, rows_CE in zip(plans, rows_LCE))
+        assert all(map(same, plans, strategy.plan(job_of(rows_LCE))))
+
+
+def followed(plan: Plan, rows_CE: np.ndarray) -> Plan:
+    assert plan.successor is not None
+    return plan.successor(rows_CE)
+
+
+@pytest.mark.parametrize("frequency", [2, 3, 5])
+def test_a_plan_is_kept_for_so_many_steps(frequency: int) -> None:
+    """Property 13: as long as cells stay balanced under it, which is said of any rows here."""
+    strategy = ProProphet(frequency=frequency, planner="shadow", balance=1e9)
+    (plan, *_) = strategy.plan(job_of(ROWS_ILCE[0]))
+    targets = [plan.target]
+    for rows_LCE in ROWS_ILCE[1:]:
+        plan = followed(plan, rows_LCE[0])
+        targets.append(plan.target)
+    changes = [step for step in range(1, 12) if targets[step] is not targets[step - 1]]
+    assert changes == list(range(frequency, 12, frequency))
+
+
+def test_an_unbalanced_plan_is_not_kept() -> None:
+    strategy = ProProphet(frequency=100, planner="shadow", balance=3.0)
+    (plan, *_) = strategy.plan(job_of(ROWS_ILCE[0]))
+    assert followed(plan, np.full((NUM_CELLS, NUM_EXPERTS), 25)).target is plan.target
+    skewed_CE = np.zeros((NUM_CELLS, NUM_EXPERTS), dtype=np.int64)
+    skewed_CE[:, 7] = 200  # all to an expert that has no copy
+    assert not plan.target.holds_EC[7].all()
+    replanned = followed(plan, skewed_CE)
+    assert replanned.target.holds_EC[7].all()
+
+
+@pytest.mark.parametrize(("keys", "steps"), [({}, 1), ({"scheduler": False}, 10)])
+def test_how_long_a_plan_is_kept_if_nobody_says(keys: dict[str, Any], steps: int) -> None:
+    assert ProProphet(**keys).steps_kept == steps
+
+
+def test_balanced_rows_need_no_copies() -> None:
+    """Property 3: nor anything that would move or wait for one."""
+    even_LCE = np.full((NUM_LAYERS, NUM_CELLS, NUM_EXPERTS), 25)
+    for plan in ProProphet().plan(job_of(even_LCE)):
+        assert plan.target is plan.home
+        assert not plan.is_joined
+        assert plan.carried is None
+
+
+# How copies travel.
+
+
+def test_the_block_before_carries_copies() -> None:
+    """What fits between two layers goes there; the first layer has nobody before it."""
+    for window_s in (0.0, 0.021, 10.0):
+        first, *others = ProProphet().plan(job_of(ROWS_ILCE[0], window_s=window_s))
+        assert first.carried is None
+        for plan in others:
+            assert plan.carried is not None
+            copied_E = (plan.target.holds_EC & ~plan.home.holds_EC).any(axis=1)
+            for split in plan.carried:
+                assert sorted((*split.first, *split.second)) == np.flatnonzero(copied_E).tolist()
+            beside_layer = len(plan.carried.gathers.second), len(plan.carried.reductions.first)
+            fit = min(int(copied_E.sum()), int(window_s / 1e-2))  # a move takes 10 ms
+            assert beside_layer == (fit, fit)
+
+
+def test_without_the_scheduler_nobody_carries_them() -> None:
+    plans = ProProphet(scheduler=False).plan(job_of(ROWS_ILCE[0]))
+    assert any(plan.has_copies for plan in plans)
+    assert not any(plan.carried for plan in plans)
+
+
+def test_hidden_copies_are_cheaper_so_more_are_made() -> None:
+    """Golden test P2: equation (8) selects more experts than (6)."""
+
+    def copies(**keys: Any) -> int:
+        plans = ProProphet(balance=0.1, **keys).plan(job_of(ROWS_ILCE[0], window_s=1.0))
+        return sum(int((plan.target.holds_EC & ~plan.home.holds_EC).sum()) for plan in plans)
+
+    assert copies() > copies(scheduler=False) > 0
+
+
+COPIED = HOMES[0].with_copies(np.ones_like(HOMES[0].holds_EC))
+ALONE = ProProphet().plan(Job.at_start(HOMES, np.zeros(NUM_CELLS, dtype=np.int64)))[0]
+JOINED = replace(ALONE, target=COPIED)
+CARRIED = replace(JOINED, carried=Carried(Split((0,), (1,)), Split((0,), (1,))))
+PLAIN = [ORDER, DISPATCH, EXPERT, COMBINE, RESTORE]
+
+
+def ops(schedule: Schedule) -> list[Op]:
+    return [task.op for task in schedule.tasks]
+
+
+def schedules(plan: Plan, following: Plan | None, *, plans: bool = False) -> list[list[Op]]:
+    site = Site(plan, layout=None, layer=1, following=following)  # type: ignore[arg-type]
+    return [ops(each) for each in blockwise_schedules(site, gated=False, plans=plans)]
+
+
+def test_a_layer_without_copies_runs_as_in_expert_parallelism() -> None:
+    for following in (None, ALONE, JOINED):
+        assert schedules(ALONE, following) == [PLAIN, PLAIN[:0:-1]]
+
+
+def test_order_of_a_layer_that_is_carried_and_carries() -> None:
+    """Algorithm 2, spec 3.4; JOIN in backward has the gradients of copies ready."""
+    forward, backward = schedules(CARRIED, CARRIED, plans=True)
+    assert forward == [ORDER, DISPATCH, PLAN, JOIN, LAUNCH, EXPERT, COMBINE, LAUNCH, RESTORE]
+    assert backward == [RESTORE, COMBINE, SEND_HOME, EXPERT, DISPATCH, JOIN, RECALL, SEND_HOME]
+
+
+def test_order_of_a_layer_that_only_carries() -> None:
+    forward, backward = schedules(ALONE, CARRIED)
+    assert forward == [ORDER, DISPATCH, LAUNCH, EXPERT, COMBINE, LAUNCH, RESTORE]
+    assert backward == [RESTORE, COMBINE, SEND_HOME, EXPERT, DISPATCH]
+
+
+# Keys.
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "frequency": ({"frequency": 0}, "prophet.frequency is 0; it must be at least 1"),
+    "num_excluded": ({"num_excluded": -1}, "prophet.num_excluded is -1"),
+    "balance": ({"balance": 0.0}, "prophet.balance is 0.0; it must be above 0"),
+    "split": ({"split": "halves"}, "'halves', which is unknown; did you mean 'half'"),
+    "planner": ({"planner": "profet"}, "'profet', which is unknown; did you mean 'prophet'"),
+    "another": ({"alpha": 1.0}, "prophet has no key 'alpha'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    keys, message = REFUSED[name]
+    with pytest.raises(ValueError, match=r"ds_moe_ext\.prophet") as error:
+        read_settings({"ds_moe_ext": {"enabled": True, "strategy": "prophet", "prophet": keys}})
+    assert message in str(error.value)
+
+
+def test_more_cells_cannot_be_excluded_than_there_are() -> None:
+    with pytest.raises(ValueError, match="num_excluded is 4, but experts are spread over 4 cells"):
+        ProProphet(num_excluded=4).plan(job_of(ROWS_ILCE[0]))
