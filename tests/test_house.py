@@ -22,7 +22,7 @@ LAYERS = (
     ("_autoload",),  # names the patches, and imports nothing of ours
     ("strict", "placement", "share", "transfer", "hardware"),
     ("schedule.task",),
-    ("schedule.orders", "schedule.simulate"),
+    ("schedule.orders", "schedule.simulate", "schedule.step"),
     ("schedule.trace",),
     ("layout", "comm", "load"),
     ("cost",),
@@ -42,7 +42,7 @@ LAYERS = (
 """Imports go up this list only; modules of one row may import each other."""
 
 PURE = ("placement", "planners", "schedule.task", "schedule.orders", "schedule.simulate")
-PURE += ("share", "transfer", "schedule.trace", "strict", "hardware", "cost.fit")
+PURE += ("share", "transfer", "schedule.step", "schedule.trace", "strict", "hardware", "cost.fit")
 HOST_PACKAGES = {"deepspeed", "megatron", "transformers", "accelerate"}
 
 

@@ -166,8 +166,8 @@ def backward_of(forward: Schedule, layer: int) -> Schedule:
     back = forward.reversed()
     tasks = issued_last(back.tasks, JOIN)
     if tasks[-1].op == JOIN:
-        joined = Value(WEIGHTS, layer)
-        tasks += [send_home(layer, 0, after=joined), recall(layer - 1, after=joined)]
+        x = forward.inputs[0]  # whose gradient dispatch's adjoint writes
+        tasks += [send_home(layer, 0, after=x), recall(layer - 1, after=x)]
     return Schedule(tuple(tasks), back.inputs, back.outputs)
 
 

@@ -1,14 +1,12 @@
 """One optimizer step of a model as one schedule, made of those that its layers run by. Pure.
 
-Forward of all layers, then backward of all in reverse. Behind each MoE layer the host computes
-what is no MoE layer: task ATTENTION, which makes the next layer's tokens of this one's. Where a
-layer's program only begins a transfer of copies, the transfer is a task here, in its own lane::
+Forward of all layers, then backward from the last to the first. Behind each MoE layer the host
+computes: task ATTENTION, from the layer's tokens to the next layer's. Where a layer's program only
+begins to move copies, the move is a task of its own here, GATHER. Its span is the pieces it moves:
+a layer whose copies the layer before launches has two, any other has one::
 
-    forward   expert[i]    || gather[i+1,0]      attention[i]    || gather[i+1,1]
-    backward  attention'[i] || gather'[i+1,0]    expert'[i]      || gather'[i+1,1]
-
-The span of a gather is the pieces that it moves: a layer whose copies are carried by the layer
-before it has two, any other has one.
+    forward     expert[i]       beside  gather[i+1,0]     attention[i]  beside  gather[i+1,1]
+    backward    attention'[i]   beside  gather'[i+1,0]    expert'[i]    beside  gather'[i+1,1]
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from ds_moe_ext.schedule.task import (
     RECALL,
     Kind,
     Lane,
+    Op,
     Schedule,
     Span,
     Task,
@@ -32,46 +31,49 @@ from ds_moe_ext.schedule.task import (
 )
 
 LOSS = Kind("loss")  # what the host makes of the last layer's tokens
-COPIES = Kind("copies")  # pieces of a layer's copies, where they compute
-SUMMED = Kind("summed")  # the gradients of such pieces, at home
+COPIES = Kind("copies")  # a piece of a layer's copies, arrived
+AGAIN = Kind("copies_again")  # all of them, in backward
+SUMMED = Kind("summed")  # gradients of a piece, at home
 
 Programs = tuple[Schedule, Schedule]  # forward and backward of one layer
 
 
 def whole_step(layers: Sequence[Programs], *, freed: Collection[int] = ()) -> Schedule:
-    """A step of a model, as ``simulate`` can price it.
+    """A step of a model, for ``simulate``.
 
-    Values of backward have a prime to their kind's name. A task that begins work is no work itself:
-    it takes no seconds. Copies that no layer launches travel while the host computes what comes
-    before their layer; those of the first layer at the very start, where nothing hides them.
+    Tasks that begin a move, or wait for one, take no seconds. What no layer launches or recalls,
+    the host does: copies set out when the layer before has its output, the first layer's at the
+    very start, where nothing hides them; freed copies, when the layer's backward begins. The step
+    ends when all gradients are at home. Kinds of values of backward have a prime.
 
     Args:
-        layers: forward and backward of each layer, in the order of the model, each with the number
-            of its own layer in its values.
-        freed: numbers of the layers whose copies are freed after forward, so that they are gathered
-            again, in one piece, before their experts' backward.
+        layers: forward and backward of each layer, in the order of the model. Tokens pass from one
+            to the next; weights are given.
+        freed: numbers of layers whose copies are freed after forward and gathered again, in one
+            piece, before the backward of their experts. The last layer's are not: it is next.
 
     Raises:
-        ValueError: two layers have the same number.
+        ValueError: there is no layer, or two have one number.
     """
-    numbers = [_number(forward) for forward, _ in layers]
-    if len(set(numbers)) < len(numbers):
+    numbers = [forward.outputs[0].layer for forward, _ in layers]
+    if not numbers or len(set(numbers)) < len(numbers):
         raise ValueError(
-            f"the layers of a step have the numbers {numbers}; give each layer's schedules a "
-            "number of their own"
+            f"the layers of the step have the numbers {numbers}; give one layer at least, and each "
+            "a number of its own"
         )
-    return _Step(layers, freed).schedule()
+    programs = [(forward, _primed(backward)) for forward, backward in layers]
+    step = _Step(freed=set(freed) - {numbers[-1]})
+    step.launch_rest(programs[0][0], after=())
+    step.run(programs)
+    return Schedule(tuple(step.tasks), _inputs(programs), _outputs(programs, step.tasks))
 
 
 def in_lanes(schedule: Schedule, lanes: Mapping[Lane, Lane]) -> Schedule:
-    """The same tasks, issued in the same order, with some lanes made one.
-
-    What a step takes if all transfers stand in one queue, ``{PARAM: INTER}``, or if nothing runs
-    beside anything. Ops keep their names, but are others.
+    """The same tasks in the same order, some in other lanes: all that is sent in one queue, say.
 
     Args:
         schedule: tasks in issue order.
-        lanes: where the tasks of a lane run instead; those of lanes not named stay.
+        lanes: for a lane, the one that its tasks move to; the others stay. Ops keep their names.
     """
     tasks = []
     for task in schedule.tasks:
@@ -81,46 +83,117 @@ def in_lanes(schedule: Schedule, lanes: Mapping[Lane, Lane]) -> Schedule:
 
 
 class _Step:
-    """The tasks of a step, added layer by layer."""
+    """The tasks of a step, as they are added.
 
-    def __init__(self, layers: Sequence[Programs], freed: Collection[int]) -> None:
-        self._layers, self._freed = layers, freed
-        self._tasks: list[Task] = []
-        self._places: list[list[int]] = []  # of each layer's forward tasks
-        self._attention: list[int] = []  # position behind each layer, in forward
-        self._gathers: dict[int, list[int]] = defaultdict(list)  # positions by layer, in forward
-        self._recalled: dict[int, tuple[Value, ...]] = {}  # copies gathered again, by layer
+    Args:
+        freed: layers whose copies are gathered again.
+    """
 
-    def schedule(self) -> Schedule:
-        self._gather_rest(0, after=())
-        for place in range(len(self._layers)):
-            self._forward(place)
-        for place in reversed(range(len(self._layers))):
-            self._backward(place)
-        written = [value for task in self._tasks for value in task.writes]
-        read = {value for task in self._tasks for value in task.reads}
-        ends = [value for _, backward in self._layers for value in map(_primed, backward.outputs)]
-        inputs = dict.fromkeys(value for value in read if not any(map(value.touches, written)))
-        outputs = [value for value in ends if value not in read]
-        outputs += [value for value in written if value.kind == SUMMED]
-        return Schedule(tuple(self._tasks), tuple(inputs), tuple(outputs))
+    def __init__(self, freed: Collection[int]) -> None:
+        self.tasks: list[Task] = []
+        self._freed = freed
+        self._gathers: dict[int, list[int]] = defaultdict(list)  # of forward, by layer
+        self._recalled: set[int] = set()
 
-    def _forward(self, place: int) -> None:
-        forward, _ = self._layers[place]
-        self._places.append([])
+    def run(self, layers: Sequence[Programs]) -> None:
+        """Forward of the first layer, both of all layers after it, backward of the first."""
+        (forward, backward), *others = layers
+        places = [self._add(self._with_copies(task)) for task in forward.tasks]
+        y = _tokens(forward.outputs)
+        layer = y[0].layer
+        passed: tuple[Value, ...] = (Value(LOSS, layer),)
+        graded = passed
+        if others:
+            following, its_backward = others[0]
+            passed, graded = _tokens(following.inputs), _tokens(its_backward.outputs)
+            self.launch_rest(following, after=y)
+        host = self._add(Task(ATTENTION, layer, Span(0, 1), y, passed))
+        if others:
+            self.run(others)
+        grads = _tokens(backward.inputs)
+        self._add(Task(ATTENTION, layer, Span(0, 1), graded, grads, (host,)))
+        if self._is_freed(layer) and layer not in self._recalled:
+            self._gather_again(GATHER, layer, after=grads)
+        for task in backward.tasks:
+            adjoint_of = tuple(places[position] for position in task.adjoint_of)
+            self._add(self._with_copies(replace(task, adjoint_of=adjoint_of)))
+
+    def launch_rest(self, forward: Schedule, after: tuple[Value, ...]) -> None:
+        """Gather the copies that a program waits for, if no layer has launched them."""
         for task in forward.tasks:
-            if task.op == JOIN:
-                task = _reading(task, self._copies(task.layer))
-            self._places[place].append(self._add(task))
-        y, layer = _tokens(forward.outputs), _number(forward)
-        self._gather_rest(place + 1, after=y)
-        is_last = place + 1 == len(self._layers)
-        writes = (Value(LOSS, layer),) if is_last else _tokens(self._layers[place + 1][0].inputs)
-        self._attention.append(self._add(Task(ATTENTION, layer, Span(0, 1), y, writes)))
+            if task.op == JOIN and not self._gathers[task.layer]:
+                self._gather(GATHER, task.layer, Span(0, 1), after)
 
-    def _backward(self, place: int) -> None:
-        _, backward = self._layers[place]
-        attention = self._attention[place]
-        is_last = place + 1 == len(self._layers)
-        given = () if is_last else _tokens(self._layers[place + 1][1].outputs)
-        ...
+    def _with_copies(self, task: Task) -> Task:
+        """The task, waiting for the copies that it needs."""
+        needs: list[Value] = []
+        if task.op == JOIN and not task.adjoint_of:
+            needs = [self.tasks[position].writes[0] for position in self._gathers[task.layer]]
+        if task.op == EXPERT and task.adjoint_of and self._is_freed(task.layer):
+            needs = [Value(AGAIN, task.layer)]
+        return replace(task, reads=(*task.reads, *needs))
+
+    def _is_freed(self, layer: int) -> bool:
+        return layer in self._freed and bool(self._gathers[layer])
+
+    def _add(self, task: Task) -> int:
+        """Add a task, and behind it what it begins; the task's position."""
+        position = len(self.tasks)
+        self.tasks.append(task)
+        begun = task.op.begins
+        if begun is not None and begun.is_adjoint:
+            self._send_home(begun.op, task)
+        elif begun is not None and task.op != RECALL:
+            self._gather(begun.op, task.layer, task.span, task.writes)
+        elif begun is not None and self._is_freed(task.layer):
+            self._gather_again(begun.op, task.layer, task.writes)
+        return position
+
+    def _gather(self, op: Op, layer: int, pieces: Span, after: tuple[Value, ...]) -> None:
+        self._gathers[layer].append(len(self.tasks))
+        self.tasks.append(Task(op, layer, pieces, after, (Value(COPIES, layer, pieces),)))
+
+    def _gather_again(self, op: Op, layer: int, after: tuple[Value, ...]) -> None:
+        self._recalled.add(layer)
+        pieces = Span(0, len(self._gathers[layer]))
+        self.tasks.append(Task(op, layer, pieces, after, (Value(AGAIN, layer),)))
+
+    def _send_home(self, op: Op, by: Task) -> None:
+        sums = (Value(SUMMED, by.layer, by.span),)
+        gathers = tuple(self._gathers[by.layer])
+        self.tasks.append(Task(op, by.layer, by.span, by.writes, sums, gathers))
+
+
+def _tokens(values: Iterable[Value]) -> tuple[Value, ...]:
+    """What passes from layer to layer."""
+    return tuple(value for value in values if value.kind.by_token)
+
+
+def _primed(backward: Schedule) -> Schedule:
+    """Backward with values that are not forward's."""
+    tasks = (
+        replace(task, reads=_with_prime(task.reads), writes=_with_prime(task.writes))
+        for task in backward.tasks
+    )
+    return Schedule(tuple(tasks), _with_prime(backward.inputs), _with_prime(backward.outputs))
+
+
+def _with_prime(values: Iterable[Value]) -> tuple[Value, ...]:
+    return tuple(
+        value._replace(kind=replace(value.kind, name=f"{value.kind.name}'")) for value in values
+    )
+
+
+def _inputs(layers: Sequence[Programs]) -> tuple[Value, ...]:
+    """The first layer's tokens, and what every program takes besides tokens."""
+    taken = (value for programs in layers for program in programs for value in program.inputs)
+    rest = (value for value in taken if not value.kind.by_token)
+    return (*_tokens(layers[0][0].inputs), *rest)
+
+
+def _outputs(layers: Sequence[Programs], tasks: Sequence[Task]) -> tuple[Value, ...]:
+    """Gradients: of the first layer's tokens, of all weights, and of their copies."""
+    given = (value for _, backward in layers for value in backward.outputs)
+    rest = (value for value in given if not value.kind.by_token)
+    sums = (value for task in tasks for value in task.writes if value.kind == SUMMED)
+    return (*_tokens(layers[0][1].outputs), *rest, *sums)
