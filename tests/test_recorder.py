@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ds_moe_ext.moe.observe import Rows, TasksSeen, TimedTask
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.report.record import LayerRecord, Move, RunRecord, Span
+from ds_moe_ext.report.record import LayerRecord, Move, RunRecord, Span, TermRecord
 from ds_moe_ext.report.recorder import Recorder, spans_of
 from ds_moe_ext.schedule.task import ATTENTION, EXPERT, GATHER, JOIN, Op, Task
 from ds_moe_ext.schedule.task import Span as Chunks
@@ -114,6 +114,14 @@ def test_nothing_is_said_of_placements_where_nothing_was_copied_or_moved() -> No
     run = recorded([[plain]] * 3, [[np.ones((2, 2), dtype=np.int64)]] * 3)
     assert run.placements is None
     np.testing.assert_array_equal(run.home_balance_IL(), run.balance_IL())
+
+
+def test_what_is_known_of_the_model_is_recorded() -> None:
+    plain = plan_of([0, 1], [[0, 0], [0, 0]])
+    rows = [[np.ones((2, 2), dtype=np.int64)]]
+    term = TermRecord("experts", 1.0, 2.0, 0.5, (6, 7))
+    assert recorded([[plain]], rows, terms=(term,)).terms == (term,)
+    assert recorded([[plain]], rows).terms == ()
 
 
 @settings(deadline=None, derandomize=True, max_examples=50)

@@ -28,9 +28,16 @@ from ds_moe_ext.report.colours import (
     copies_ramp,
 )
 from ds_moe_ext.report.page import page_of
-from ds_moe_ext.report.record import LayerRecord, Move, PlacementRecord, RunRecord, Span
+from ds_moe_ext.report.record import (
+    LayerRecord,
+    Move,
+    PlacementRecord,
+    RunRecord,
+    Span,
+    TermRecord,
+)
 from ds_moe_ext.report.summary import gather_steps, outcome_of, outcomes_by_layer, summarize
-from ds_moe_ext.report.timeline import MAX_BOXES
+from ds_moe_ext.report.timeline import MAX_BOXES, passes_of
 from ds_moe_ext.report.units import EN_DASH, TIMES, bytes_text, seconds_text, short_names
 
 VOID = {"meta", "img", "wbr", "br", "link"}
@@ -91,6 +98,12 @@ def copied() -> RunRecord:
         copied_to=(((1,), (), (), (0,)), ((), ())),
     )
     return dataclasses.replace(run, strategy="fssdp", placements=placements)
+
+
+TERMS = (
+    TermRecord("exchange of rows", 3e-3, 4e-3, 0.25, (6, 7, 8)),
+    TermRecord("experts", 1e-3, 1e-3, 0.046, (6, 7, 8)),
+)
 
 
 def traced(num_tasks: int, name: str = "expert") -> tuple[Span, ...]:
@@ -212,11 +225,19 @@ def test_json_round_trip_with_copies() -> None:
     assert again.to_json() == run.to_json() and page_of(again) == page_of(run)
 
 
+def test_json_round_trip_with_terms() -> None:
+    run = dataclasses.replace(worked(), terms=TERMS)
+    again = RunRecord.from_json(run.to_json())
+    assert again.terms == TERMS
+    assert page_of(again) == page_of(run)
+
+
 def test_json_of_an_earlier_version() -> None:
     data = json.loads(worked().to_json())
-    del data["placements"]
+    del data["placements"], data["terms"]
     again = RunRecord.from_json(json.dumps(data))
-    assert again.placements is None and page_of(again) == page_of(worked())
+    assert again.placements is None and again.terms == ()
+    assert page_of(again) == page_of(worked())
 
 
 def test_json_round_trip_without_steps() -> None:
@@ -297,6 +318,32 @@ def test_page_of_a_run_without_copies_says_nothing_of_them() -> None:
     style = page[: page.index("</style>")]
     assert "copies" not in page.removeprefix(style).partition("<script>")[0]
     assert 'class="map"' not in page and 'class="mark"' not in page
+
+
+def test_page_of_a_run_whose_model_was_checked() -> None:
+    page = checked(dataclasses.replace(worked(), terms=TERMS))
+    section = page[page.index("<h2>What the plan expected") : page.index("<h2>Timeline")]
+    assert "Steps 6 to 8 were checked" in section and "less than 5 % on its cluster" in section
+    assert re.findall(r"<td>([^<]*)</td>", section) == [
+        *("exchange of rows", "3 ms", "4 ms", "25.0 %"),
+        *("experts", "1 ms", "1 ms", "4.6 %"),
+    ]
+    widths = [float(width) for width in re.findall(r'<rect [^>]*width="([^"]*)%"', section)]
+    assert widths == [75.0, 100.0, 25.0, 25.0]  # of the longest, expected first
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [((), "A few early steps were"), ((6,), "Step 6 was"), ((1006, 1007), "Steps 1,006 to 1,007")],
+)
+def test_page_says_which_steps_were_checked(steps: tuple[int, ...], words: str) -> None:
+    term = TermRecord(NASTY, 0.0, 0.0, 12.5, steps)
+    page = checked(dataclasses.replace(worked(), terms=(term,)))
+    assert f"{words} " in page and "1,250.0 %" in page
+
+
+def test_page_of_a_run_whose_model_was_not_checked() -> None:
+    assert "What the plan expected" not in checked(worked())
 
 
 def test_copies_are_drawn_over_the_steps_and_on_a_map() -> None:
@@ -412,6 +459,47 @@ def test_lanes_of_weights_stand_by_the_one_that_computes() -> None:
     assert "gradients of copies travelled for 8 s, during 38 % of which this rank computed" in page
 
 
+def test_the_host_plans_while_rows_are_on_their_way() -> None:
+    def span(name: str, lane: str, start_s: float, end_s: float) -> Span:
+        return Span(name, lane, "forward", "m.0.a", "0", start_s, end_s)
+
+    tasks = (
+        span("dispatch", "inter", 0.0, 2.0),
+        span("plan", "host", 1.0, 5.0),  # 1 of 4 seconds under dispatch, 2 under the sum in a cell
+        span("expert", "compute", 2.0, 6.0),
+        span("sum", "intra", 3.0, 8.0),
+        span("mine", "other", 4.0, 5.0),
+    )
+    page = checked(dataclasses.replace(worked(), timeline=tasks))
+    at = [page.index(f"<b>{lane}</b>") for lane in ("compute", "inter", "intra", "host", "other")]
+    assert at == sorted(at)
+    assert "The host planned the next step for 4 s, during 75 % of which rows were on" in page
+    assert "planned" not in checked(dataclasses.replace(worked(), timeline=tasks[:1]))
+
+
+def test_a_layer_is_at_work_when_its_own_tasks_are() -> None:
+    def span(layer: str, name: str, lane: str, start_s: float, end_s: float) -> Span:
+        return Span(name, lane, "forward", layer, "0", start_s, end_s)
+
+    tasks = (
+        span("m.0", "expert", "compute", 0.0, 4.0),
+        span("m.1", "gather", "param", 1.0, 3.0),  # beside the layer before
+        span("m.0", "plan", "host", 3.0, 5.0),  # beside the layer behind
+        span("m.1", "expert", "compute", 4.0, 8.0),
+        span("m.2", "gather", "param", 5.0, 6.0),  # of a layer without any others
+    )
+    first, second, third = passes_of(tasks)
+    assert [(one.own.start_s, one.own.end_s) for one in (first, second, third)] == [
+        (0.0, 4.0),
+        (4.0, 8.0),
+        (5.0, 6.0),
+    ]
+    page = checked(dataclasses.replace(worked(), timeline=tasks))
+    assert '<svg x="0.000%" y="3" width="50.000%"' in page
+    assert '<svg x="50.000%" y="3" width="50.000%"' in page
+    assert page.count(' task"') == 5 and "2 tasks in 7 s, from 1 s into the step" in page
+
+
 def test_tasks_without_length() -> None:
     checked(dataclasses.replace(worked(), timeline=(Span("gate", "c", "f", "m", "0", 1.0, 1.0),)))
 
@@ -474,7 +562,7 @@ def test_kinds_keep_their_colours() -> None:
     assert few.items() <= more.items()
     assert len(set(more.values())) == 4
     many = classes_of(f"kind{i}" for i in range(30))
-    assert len(many) == 30 and len(set(many.values())) == 13  # the last share grey
+    assert len(many) == 30 and len(set(many.values())) == 14  # the last share grey
 
 
 def test_units() -> None:
@@ -517,7 +605,9 @@ def test_any_small_record_makes_a_sound_page(data: st.DataObject) -> None:
     )
     run = record(layers, rows_ILE, num_cells=num_cells, timeline=spans)
     placements = data.draw(st.none() | st.just(any_placements(run, rng)))
-    checked(dataclasses.replace(run, placements=placements))
+    seconds = st.floats(0, 1e6)
+    terms = data.draw(st.lists(st.builds(TermRecord, names, seconds, seconds, seconds), max_size=3))
+    checked(dataclasses.replace(run, placements=placements, terms=tuple(terms)))
 
 
 def any_placements(run: RunRecord, rng: np.random.Generator) -> PlacementRecord:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -35,12 +35,14 @@ class Checks:
     strategy: Strategy
     layers: Sequence[AttachedLayer]
     terms: tuple[TermRecord, ...] = field(default=(), init=False)
+    _steps: list[int] = field(default_factory=list, init=False)
     _pairs: list[list[tuple[Forecast, Seen]]] = field(default_factory=list, init=False)
 
-    def after_step(self, job: Job, rows: Sequence[Rows], seen: Sequence[Seen]) -> None:
+    def after_step(self, step: int, job: Job, rows: Sequence[Rows], seen: Sequence[Seen]) -> None:
         """Take a step that was looked at; the layers still have the plans it ran by. Collective.
 
         Args:
+            step: its number.
             job: what the strategy knew.
             rows: what each layer routed.
             seen: what this rank saw of each layer; of no layer if nobody looked.
@@ -55,6 +57,7 @@ class Checks:
         known = [(said, its) for said, its in zip(forecasts, seen) if said is not None]
         if len(known) < len(seen):
             return
+        self._steps.append(step)
         self._pairs.append(known)
         if len(self._pairs) == len(CHECKED):
             self.terms = self._compared()
@@ -73,9 +76,9 @@ class Checks:
             "reduce_s": _over_ranks(steps, "reduce_s", np.mean),
         }
         return tuple(
-            term_of(name, said_s[term], found_s[term])
+            replace(term_of(name, said_s[term], found_s[term]), steps=tuple(self._steps))
             for term, name in TERMS.items()
-            if found_s[term].any() and said_s[term].any()
+            if found_s[term].any()
         )
 
 

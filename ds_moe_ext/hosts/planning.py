@@ -75,7 +75,7 @@ class Planning:
             return
         self._window.push(_padded([each.routed_CE for each in rows]))
         measured = self.costs.after_step(rows)
-        self.checks.after_step(self.job, rows, self.costs.seen)
+        self.checks.after_step(step, self.job, rows, self.costs.seen)
         self.job = replace(self.job, rows=self._predicted(), **measured)
         if self.costs.are_new:
             self.tell(self.strategy.describe(self.job))

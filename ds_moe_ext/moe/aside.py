@@ -45,10 +45,11 @@ class Ahead:
     rows: RowsSeen
     _planned: Plan | None = None
 
-    def plan(self, plan: Plan) -> None:
+    def plan(self, plan: Plan) -> Plan:
         """Make the successor of the present plan. Call it in the last micro-batch of a step."""
         if self.rows.counts and plan.successor is not None:
             self._planned = plan.successor(self.rows.so_far_CE)
+        return self._planned or plan
 
     def take(self, plan: Plan, routed_CE: np.ndarray) -> Plan:
         """The successor of the present plan, from all rows of the step, int64 ``[C, E]``."""

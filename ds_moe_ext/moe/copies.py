@@ -9,63 +9,25 @@ C cells, E experts.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ds_moe_ext.comm import Traffic, sparse_all_gather, sparse_reduce_scatter
 from ds_moe_ext.moe.observe import TasksSeen
 from ds_moe_ext.moe.slab import Slab, Weights
+from ds_moe_ext.moe.trips import Piece, Place, Trips
 from ds_moe_ext.moe.wires import TARGET_WEIGHTS, WEIGHTS
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.split import Split
 from ds_moe_ext.schedule.execute import Event, Lanes, Mark, lanes_for
 from ds_moe_ext.schedule.task import GATHER, PARAM, Op, Span, Task, Value
 from ds_moe_ext.strategies.base import Plan
-from ds_moe_ext.transfer import Part, gather_rounds
+from ds_moe_ext.transfer import Part
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, eq=False)
-class Place:
-    """Where this rank stands among those that hold a layer's experts.
-
-    Attributes:
-        layer: number of the layer.
-        cell: this rank's cell.
-        node_C: node of each cell.
-        group: the cells, in a communicator that only the parameter lane uses.
-    """
-
-    layer: int
-    cell: int
-    node_C: np.ndarray
-    group: dist.ProcessGroup
-
-    def part(self, held: Placement, wanted: Placement) -> Part:
-        """What this cell does for the others to get their copies."""
-        return gather_rounds(held, wanted, self.node_C).part_of(self.cell)
-
-
-class Piece(NamedTuple):
-    """Some of the transfers of a plan.
-
-    Attributes:
-        part: what this cell does of them.
-        experts: whose copies these are.
-        number: of the piece, for traces.
-    """
-
-    part: Part
-    experts: Collection[int]
-    number: int = 0
 
 
 class Copies:
@@ -85,6 +47,8 @@ class Copies:
             freed between forward and backward.
         coming: the pass that has begun in forward, until its program takes it on.
         returning: the pass whose gradients are not all on their way home.
+        plan: the present plan.
+        trips: its transfers.
         traffic: payload of this rank so far.
     """
 
@@ -104,40 +68,8 @@ class Copies:
         self._waiting: dict[int, Weights] = {}  # gradients of copies from earlier micro-batches
         self._released: list[Flight] = []  # passes whose backward is still to come
         self._outstanding: list[Event] = []  # of this step, also those that no pass came to join
-        self.take(plan)
-
-    @property
-    def _copied_experts(self) -> Collection[int]:
-        copied_E = (self.plan.target.holds_EC & ~self.plan.home.holds_EC).any(axis=1)
-        return frozenset(np.flatnonzero(copied_E).tolist())
-
-    def _pieces(self, split: Split) -> list[Piece]:
-        """The transfers of the plan's copies, cut."""
-        home, target = self.plan.home, self.plan.target
-        pieces = []
-        for number, experts in enumerate(split):
-            some_EC = np.zeros_like(target.holds_EC)
-            some_EC[list(experts)] = target.holds_EC[list(experts)]
-            part = self.place.part(home, home.with_copies(some_EC))
-            pieces.append(Piece(part, frozenset(experts), number))
-        return pieces
-
-    def pieces_home(self, target: Placement) -> list[Piece]:
-        """In which gradients of the copies go home."""
-        if target is self.plan.target:
-            return self._reductions
-        return [Piece(self.part_to(target), range(target.num_experts))]
-
-    def part_to(self, target: Placement) -> Part:
-        """What this cell does for copies to come from the homes."""
-        if target is self.plan.target:
-            return self._part
-        return self.place.part(self.plan.home, target)
-
-    def part_beyond_plan(self, target: Placement) -> Part:
-        """The same for the copies that the plan does not have."""
-        home, planned = self.plan.home, self.plan.target
-        return self.place.part(home, home.with_copies(target.holds_EC & ~planned.holds_EC))
+        self.plan = plan
+        self.trips = self._prepared = Trips.of(place, plan)
 
     def by_expert(self, tensors: Sequence[T], placement: Placement) -> dict[int, tuple[T, ...]]:
         """What lies by slot, one for each weight, by the experts that a placement has here."""
@@ -148,12 +80,13 @@ class Copies:
     def take(self, plan: Plan) -> None:
         """Copy by a new plan from now on. Call it between steps, on every rank."""
         self.forget()
-        self.plan = plan
-        self._part = self.place.part(plan.home, plan.target)
-        whole = [Piece(self._part, self._copied_experts)]
-        carried = plan.carried
-        self._gathers = whole if carried is None else self._pieces(carried.gathers)
-        self._reductions = whole if carried is None else self._pieces(carried.reductions)
+        self.prepare(plan)
+        self.plan, self.trips = plan, self._prepared
+
+    def prepare(self, plan: Plan) -> None:
+        """Work out what a plan asks for, so that it is soon taken."""
+        if not self._prepared.serve(plan):
+            self._prepared = Trips.of(self.place, plan)
 
     def discard(self) -> None:
         """Other weights have been put in: what earlier micro-batches left is of no use."""
@@ -219,11 +152,11 @@ class Copies:
         own = self.by_expert([weight.detach() for weight in weights], self.plan.home)
         if self.plan.rematerialize or not is_training:
             # Outside of training a user may have put other weights in for a while.
-            self.coming = Flight(self, Slab(), own, deque(self._gathers))
+            self.coming = Flight(self, Slab(), own, deque(self.trips.gathers))
             return self.coming
         if not self._is_current:
             self._slab.clear()
-            self._to_gather = deque(self._gathers)
+            self._to_gather = deque(self.trips.gathers)
             self._is_current = True
         self.coming = Flight(self, self._slab, own, self._to_gather)
         return self.coming
@@ -386,7 +319,7 @@ class Flight:
     def recall(self) -> None:
         """Launch another gather of the same copies, if they are not there."""
         if self._slab.is_released:
-            part = self.copies.part_to(self.target)
+            part = self.copies.trips.part_to(self.target)
             self._launch(part, self._slab, self._slab.restore(), refills=True)
 
     def have_again(self) -> None:
@@ -413,14 +346,14 @@ class Flight:
         }
         if copies.is_last_pass() or copies.plan.rematerialize:
             waiting = copies.all_waiting(of_copies)
-            for piece in copies.pieces_home(self.target):
+            for piece in copies.trips.pieces_home(self.target):
                 some = {expert: own for expert, own in waiting.items() if expert in piece.experts}
                 self._to_send.append((piece, some))
         else:
             planned = self._copied(copies.plan.target)
             copies.let_wait({expert: of_copies.pop(expert) for expert in planned})
             if self.target is not copies.plan.target:
-                part = copies.part_beyond_plan(self.target)
+                part = copies.trips.part_beyond_plan(self.target)
                 self._to_send.append((Piece(part, of_copies), of_copies))
         copies.returning = self
         if copies.plan.rematerialize:

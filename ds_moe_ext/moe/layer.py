@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ds_moe_ext.layout import ParallelLayout
 from ds_moe_ext.moe.aside import Ahead, Aside
-from ds_moe_ext.moe.copies import Copies, Place
+from ds_moe_ext.moe.copies import Copies
 from ds_moe_ext.moe.dispatch import Combine, Dispatch, Wire
 from ds_moe_ext.moe.expert import Expert, ExpertFunction
 from ds_moe_ext.moe.gate import GateFunction
@@ -24,6 +24,7 @@ from ds_moe_ext.moe.local import Local
 from ds_moe_ext.moe.observe import RowsSeen, TasksSeen
 from ds_moe_ext.moe.order import Order, Restore
 from ds_moe_ext.moe.slab import Weights
+from ds_moe_ext.moe.trips import Place
 from ds_moe_ext.schedule.execute import Mark, lanes_for
 from ds_moe_ext.schedule.program import Program, Stage
 from ds_moe_ext.schedule.task import (
@@ -243,7 +244,9 @@ class RoutedExperts:
 
     def _plan_ahead(self, copies: Copies) -> None:
         if copies.is_last_pass():
-            self.ahead.plan(self.site.plan)
+            planned = self.ahead.plan(self.site.plan)
+            copies.prepare(planned)
+            planned.share.prepare(copies.place.cell)
 
     def _common_stages(self, device: torch.device) -> Mapping[Op, Stage]:
         """One stage for each op that strategies share."""

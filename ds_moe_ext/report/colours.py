@@ -27,6 +27,7 @@ _KINDS = {
     "gather": ("#f2e660", "#111"),
     "reduction": ("#d655b5", "#111"),
     "join": ("#d3d3cb", "#111"),
+    "plan": ("#7b6bf2", "#111"),
     "scatter": ("#a98f3a", "#111"),
     "attention": ("#3b7f86", "#fff"),
     "slice": ("#7a4a99", "#fff"),

@@ -9,6 +9,7 @@ from ds_moe_ext.report import charts, copies, heatmap, timeline
 from ds_moe_ext.report.balance import balance, gain
 from ds_moe_ext.report.charts import Bar
 from ds_moe_ext.report.colours import classes_of, style_rules
+from ds_moe_ext.report.expected import expected
 from ds_moe_ext.report.headline import header, tiles
 from ds_moe_ext.report.parts import OPEN, Panel, section, selectable, table, thinned
 from ds_moe_ext.report.record import RunRecord, Span
@@ -58,7 +59,7 @@ def page_of(record: RunRecord) -> str:
         parts += [balance(record, line_bins), _loads(record, summary, heat_bins)]
     else:
         parts += [_layers(record, None), _nothing_recorded()]
-    parts += [_seconds(record), _timeline(record)]
+    parts += [_seconds(record), expected(record), _timeline(record)]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -196,6 +197,7 @@ def _timeline(record: RunRecord) -> str:
     panels = [
         _pass_panel(layer, passes, classes=classes, drawn=drawn) for layer, passes in held.items()
     ]
+    aside = timeline.copying(record.timeline) + timeline.planning(record.timeline)
     left_out = len(record.timeline) - len(drawn)
     note = (
         f" The {len(drawn):,} longest of {len(record.timeline):,} tasks are drawn layer by layer; "
@@ -206,7 +208,7 @@ def _timeline(record: RunRecord) -> str:
     return section(
         title,
         '<p class="note">Tasks of this rank, a row a lane, with the percent of the time that the '
-        f"lane was busy.{timeline.copying(record.timeline)}{note}</p>"
+        f"lane was busy.{aside}{note}</p>"
         f"{charts.kind_legend({k: c for k, c in classes.items() if k in traced})}"
         f"<h3>The whole step</h3>{timeline.overview(record.timeline, classes)}"
         f"{selectable('passes', panels, first=0)}",

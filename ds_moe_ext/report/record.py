@@ -91,12 +91,14 @@ class TermRecord:
         said_s: seconds a layer and step by the model, mean over layers and steps.
         found_s: seconds that it took.
         error: mean of the relative errors.
+        steps: that were checked; empty if that is not known.
     """
 
     name: str
     said_s: float
     found_s: float
     error: float
+    steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +177,10 @@ class RunRecord:
                 "rows_ILE": _integers(data["rows_ILE"], shape_ILE),
                 "cell_rows_ILC": _integers(data["cell_rows_ILC"], shape_ILC),
                 "timeline": tuple(Span(**span) for span in data["timeline"]),
-                "terms": tuple(TermRecord(**term) for term in data.get("terms", ())),
+                "terms": tuple(
+                    TermRecord(**{**term, "steps": tuple(term.get("steps", ()))})
+                    for term in data.get("terms", ())
+                ),
                 "placements": placements and _placements_of(placements, shape_ILE, shape_ILC),
             }
         )

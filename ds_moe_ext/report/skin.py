@@ -86,6 +86,8 @@ gap:7px 12px;align-items:center;font-size:14px;font-variant-numeric:tabular-nums
 .bars span{text-align:right}
 .bars span:last-child,.bars span:nth-child(4n){color:var(--soft)}
 .bars svg{width:100%;display:block}
+.terms td:nth-child(2){width:56%;min-width:120px}
+.terms svg{width:100%;display:block}.terms rect{fill:var(--line)}
 rect,.box{print-color-adjust:exact;-webkit-print-color-adjust:exact}
 .time{grid-template-columns:112px minmax(0,1fr)}
 .lanes{font-size:12px;color:var(--soft)}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ds_moe_ext.report.charts import axis_labels
 from ds_moe_ext.report.record import Span
 from ds_moe_ext.report.units import counted, escaped, round_steps, seconds_text, short_names
-from ds_moe_ext.schedule.task import COMPUTE, INTER, INTRA, JOIN, PARAM
+from ds_moe_ext.schedule.task import COMPUTE, HOST, INTER, INTRA, JOIN, PARAM, PLAN
 
 MAX_BOXES = 2500  # tasks drawn as boxes of their own, with tooltips
 _FINE = 2000  # horizontal resolution of the overview
@@ -52,6 +52,13 @@ class Pass:
         """From the first start to the last end."""
         return self.end_s - self.start_s
 
+    @property
+    def own(self) -> Pass:
+        """Without what may happen while another layer is at work: weights travel, and the host
+        plans."""
+        spans = tuple(s for s in self.spans if s.lane not in (PARAM.name, HOST.name))
+        return replace(self, spans=spans or self.spans)
+
 
 def passes_of(timeline: Iterable[Span]) -> list[Pass]:
     """The timeline by layer and phase, in the order in which they start."""
@@ -70,25 +77,42 @@ def boxed(timeline: Sequence[Span]) -> frozenset[Span]:
 
 def copying(timeline: Iterable[Span]) -> str:
     """How long weights and their gradients travelled, and how much of it was hidden."""
-    ordered = sorted(timeline, key=lambda span: span.start_s)
-    travels = [span for span in ordered if span.lane == PARAM.name]
+    spans = list(timeline)
+    travels = [span for span in spans if span.lane == PARAM.name]
     if not travels:
         return ""
-    total_s = sum(span.end_s - span.start_s for span in travels)
-    busy_s = _Busy([s for s in ordered if s.lane == COMPUTE.name and s.name != JOIN.name])
-    hidden_s = sum(busy_s(span.end_s) - busy_s(span.start_s) for span in travels)
+    computed = [s for s in spans if s.lane == COMPUTE.name and s.name != JOIN.name]
     return (
-        f" Weights and gradients of copies travelled for {seconds_text(total_s)}, during "
-        f"{100 * hidden_s / max(total_s, 1e-12):.0f} % of which this rank computed."
+        f" Weights and gradients of copies travelled for {_beside(travels, computed)} this rank "
+        "computed. They may travel while another layer is at work; a layer's drawing has them all."
     )
 
 
-class _Busy:
-    """Seconds until a moment during which any of some spans ran. Args: spans: by their starts."""
+def planning(timeline: Iterable[Span]) -> str:
+    """How long the next step was planned, and how much of it was hidden."""
+    spans = list(timeline)
+    plans = [span for span in spans if span.name == PLAN.name]
+    if not plans:
+        return ""
+    sent = [span for span in spans if span.lane in (INTER.name, INTRA.name)]
+    return f" The host planned the next step for {_beside(plans, sent)} rows were on their way."
 
-    def __init__(self, spans: Sequence[Span]) -> None:
+
+def _beside(spans: Sequence[Span], others: Iterable[Span]) -> str:
+    """How long some spans took, and which share of that others ran beside them."""
+    total_s = sum(span.end_s - span.start_s for span in spans)
+    busy_s = _Busy(others)
+    beside_s = sum(busy_s(span.end_s) - busy_s(span.start_s) for span in spans)
+    share = 100 * beside_s / max(total_s, 1e-12)
+    return f"{seconds_text(total_s)}, during {share:.0f} % of which"
+
+
+class _Busy:
+    """Seconds until a moment during which any of some spans ran."""
+
+    def __init__(self, spans: Iterable[Span]) -> None:
         self._at_s, self._busy_s = [0.0], [0.0]
-        for span in spans:
+        for span in sorted(spans, key=lambda span: span.start_s):
             start_s = max(span.start_s, self._at_s[-1])
             length_s = max(span.end_s - start_s, 0.0)
             self._at_s += [start_s, start_s + length_s]
@@ -106,7 +130,7 @@ def overview(timeline: Sequence[Span], classes: dict[str, str]) -> str:
     height = _ROW * len(lanes)
     passes = passes_of(timeline)
     short = short_names(list(dict.fromkeys(one.layer for one in passes)))
-    rows = "".join(_pass_box(one, window, short=short[one.layer]) for one in passes)
+    rows = "".join(_pass_box(one.own, window, short=short[one.layer]) for one in passes)
     paths = "".join(
         f'<path class="{classes[kind]}" d="{_merged(timeline, window, lanes=lanes, kind=kind)}"/>'
         for kind in sorted({span.name for span in timeline})
@@ -151,9 +175,9 @@ def _window(start_s: float, length_s: float) -> Window:
 
 
 def _lanes(spans: Iterable[Span]) -> list[str]:
-    """Those of weights and of rows on either side of the one that computes; then others."""
+    """Those of weights and of rows on either side of the one that computes; the host's; others."""
     seen = dict.fromkeys(span.lane for span in spans)
-    known = [lane.name for lane in (PARAM, COMPUTE, INTER, INTRA)]
+    known = [lane.name for lane in (PARAM, COMPUTE, INTER, INTRA, HOST)]
     return [lane for lane in known if lane in seen] + [lane for lane in seen if lane not in known]
 
 

@@ -160,9 +160,9 @@ def planned_ahead(rank: int, world_size: int, job: Job) -> int:
         meetings.meet("plan", meetings.next_of("dispatch"))
         return dispatch(stage, *arguments)
 
-    def meet_dispatch(ahead: Ahead, *arguments: Any) -> None:
+    def meet_dispatch(ahead: Ahead, *arguments: Any) -> Any:
         meetings.meet("plan", meetings.next_of("plan"))
-        plan(ahead, *arguments)
+        return plan(ahead, *arguments)
 
     with (
         mock.patch.object(Dispatch, "forward", meet_plan),

@@ -1,0 +1,206 @@
+"""What a model of costs said beside what ranks saw: worked by hand, without ranks.
+
+Shape letters: I steps, L layers, N steps and layers that count, C cells, E experts.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from rich.console import Console
+
+from ds_moe_ext.hosts import checks
+from ds_moe_ext.hosts.checks import Checks, term_of
+from ds_moe_ext.hosts.costs import CHECKED, STEPS, Seen
+from ds_moe_ext.hosts.run import terms_table
+from ds_moe_ext.moe.observe import Rows
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.report.record import RunRecord, TermRecord
+from ds_moe_ext.share import LocalElseHome
+from ds_moe_ext.strategies.base import Forecast, Job, Plan
+
+HOMES = tuple(Placement.owned_by(np.array([0, 1]), 2) for _ in range(2))
+JOB = Job.at_start(HOMES, np.array([0, 0]))
+PLANS = tuple(Plan(home, home, LocalElseHome(home, home)) for home in HOMES)
+
+Model = Callable[[int, np.ndarray], Forecast | None]
+
+
+# One term.
+
+
+def test_a_term_worked_by_hand() -> None:
+    term = term_of("experts", np.array([[1.0, 4.0], [9.0, 2.0]]), np.array([[2, 4], [10, 1.0]]))
+    assert (term.name, term.said_s, term.found_s) == ("experts", 4.0, 4.25)
+    assert term.error == pytest.approx((0.5 + 0.0 + 0.1 + 1.0) / 4)
+
+
+def test_where_nothing_was_found_does_not_count() -> None:
+    term = term_of("copies", np.array([[1.0, 5.0], [0.0, 0.0]]), np.array([[2.0, 0], [1.0, 0.0]]))
+    assert (term.said_s, term.found_s) == (0.5, 1.5)
+    assert term.error == pytest.approx((0.5 + 1.0) / 2)
+
+
+TIMES = arrays(float, (3, 2), elements=st.floats(1e-6, 1e3))
+
+
+@settings(deadline=None, derandomize=True)
+@given(TIMES, st.floats(0, 8), arrays(bool, (3, 2)))
+def test_a_model_wrong_by_one_factor_has_that_error(
+    found_IL: np.ndarray, factor: float, happened_IL: np.ndarray
+) -> None:
+    happened_IL[0, 0] = True
+    term = term_of("experts", factor * found_IL, np.where(happened_IL, found_IL, 0.0))
+    assert term.error == pytest.approx(abs(factor - 1), abs=1e-9)
+    assert term.said_s == pytest.approx(factor * term.found_s)
+    assert term.found_s == pytest.approx(found_IL[happened_IL].mean())
+
+
+# Steps.
+
+
+class Fakes:
+    """Checks of two layers on two ranks; this is rank 0.
+
+    Args:
+        model: says what a layer with some rows takes.
+
+    Attributes:
+        asked: what the model was asked about.
+        next_step: number of the coming step.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, model: Model) -> None:
+        self.asked: list[tuple[Job, Plan]] = []
+        self.next_step = 100
+        copies = SimpleNamespace(like=(torch.zeros(1),))
+        layers: Any = [
+            SimpleNamespace(routed=SimpleNamespace(site=SimpleNamespace(plan=plan), copies=copies))
+            for plan in PLANS
+        ]
+
+        def forecast(job: Job, layer: int, plan: Plan, rows_CE: np.ndarray) -> Forecast | None:
+            self.asked.append((job, plan))
+            return model(layer, rows_CE)
+
+        strategy: Any = SimpleNamespace(forecast=forecast)
+        self.checks = Checks(strategy, layers)
+        monkeypatch.setattr(checks, "of_all_ranks", two_ranks)
+
+    def step(self, *, num_rows: int, seen: Sequence[Seen], job: Job = JOB) -> None:
+        """A step in which each layer routed so many rows from each sender to each expert."""
+        rows_CE = np.full((2, 2), num_rows)
+        rows = [Rows(rows_CE, rows_CE.sum(axis=0)) for _ in PLANS]
+        self.checks.after_step(self.next_step, job, rows, seen)
+        self.next_step += 1
+
+
+def two_ranks(seen: Sequence[Seen], device: torch.device) -> list[list[Seen]]:
+    """Rank 1 waits less, computes longer, and sees the same copies; no gradients come to it."""
+    others = [
+        replace(
+            each,
+            exchange_s=each.exchange_s / 2,
+            expert_s=3 * each.expert_s,
+            reduce_s=0.0,
+        )
+        for each in seen
+    ]
+    return [list(seen), others]
+
+
+def by_rows(layer: int, rows_CE: np.ndarray) -> Forecast:
+    """A second a row for exchanges, half of that for experts; copies from the second layer on."""
+    total = float(rows_CE.sum())
+    return Forecast(total, total / 2, 6.0 * layer, 2.0 * layer)
+
+
+FIRST = Seen(exchange_s=8.0, expert_s=1.0, most_received=4, rows=8)
+SECOND = Seen(exchange_s=16.0, expert_s=2.0, gather_s=4.0, reduce_s=8.0)
+
+
+def test_steps_worked_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes = Fakes(monkeypatch, by_rows)
+    for number, _ in enumerate(CHECKED):
+        assert fakes.checks.terms == ()  # before all steps have ended
+        fakes.step(num_rows=number + 1, seen=[FIRST, SECOND])
+    # Each layer has 4, 8 and 12 rows. Its exchange takes 4 and 8 s on the rank that waits less,
+    # its experts 3 and 6 s on the slower one; copies are of the second layer only.
+    found = {term.name: (term.said_s, term.found_s, term.error) for term in fakes.checks.terms}
+    assert found == {
+        "exchange of rows": pytest.approx((8.0, 6.0, (0 + 1 + 2 + 0.5 + 0 + 0.5) / 6)),
+        "experts": pytest.approx((4.0, 4.5, (1 / 3 + 1 / 3 + 1 + 2 / 3 + 1 / 3 + 0) / 6)),
+        "copies": pytest.approx((6.0, 4.0, 0.5)),
+        "their gradients": pytest.approx((2.0, 4.0, 0.5)),
+    }
+    assert {term.steps for term in fakes.checks.terms} == {(100, 101, 102)}
+    assert fakes.asked == [(JOB, plan) for _ in CHECKED for plan in PLANS]
+    terms = fakes.checks.terms
+    fakes.step(num_rows=1, seen=[FIRST, SECOND])
+    assert fakes.checks.terms is terms  # they stay
+
+
+def test_terms_that_never_happened_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes = Fakes(monkeypatch, lambda layer, rows_CE: Forecast(1.0, 1.0, 0.0, 5.0))
+    for _ in CHECKED:
+        fakes.step(num_rows=1, seen=[FIRST, replace(SECOND, reduce_s=0.0)])
+    # Gradients that were expected never came; copies that the model forgot do show.
+    assert [term.name for term in fakes.checks.terms] == ["exchange of rows", "experts", "copies"]
+    assert fakes.checks.terms[2].error == 1.0
+
+
+def test_steps_that_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes = Fakes(monkeypatch, by_rows)
+    for _ in CHECKED:
+        fakes.step(num_rows=1, seen=())  # nobody looked
+        fakes.step(num_rows=1, seen=[FIRST, SECOND], job=replace(JOB, accumulates=True))
+    assert fakes.checks.terms == () and fakes.asked == []
+    for _ in CHECKED:
+        fakes.step(num_rows=1, seen=[FIRST, SECOND])
+    assert fakes.checks.terms[0].said_s == 4.0
+
+
+@pytest.mark.parametrize("known", [[], [1]])
+def test_a_model_that_does_not_know_all_layers_is_not_checked(
+    known: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def model(layer: int, rows_CE: np.ndarray) -> Forecast | None:
+        return by_rows(layer, rows_CE) if layer in known else None
+
+    fakes = Fakes(monkeypatch, model)
+    for _ in CHECKED:
+        fakes.step(num_rows=1, seen=[FIRST, SECOND])
+    assert len(fakes.asked) == 2 * len(CHECKED) and fakes.checks.terms == ()
+
+
+def test_steps_are_checked_when_plans_know_what_was_measured() -> None:
+    # Costs are known after the last step that is measured; the next one runs by a plan from them.
+    assert CHECKED[0] > STEPS[-1] + 1
+
+
+# What a person is shown.
+
+
+def test_terms_are_printed() -> None:
+    terms = (TermRecord("experts", 2e-3, 2.5e-3, 0.2), TermRecord("copies", 0.01, 1e-3, 9.0))
+    nothing = np.zeros((0, 0, 0), dtype=np.int64)
+    record = RunRecord("prophet", 1, 1, (), (), nothing, nothing, {}, (), {}, terms=terms)
+    console = Console(file=io.StringIO(), width=100)
+    console.print(terms_table(record))
+    printed: Any = console.file
+    text = printed.getvalue()
+    title = "ds_moe_ext: what prophet expected of a layer, and what it took"
+    assert " ".join(text.split()).startswith(title)
+    lines = [line.split("│")[1:-1] for line in text.splitlines() if "│" in line]
+    shown = [[cell.strip() for cell in line] for line in lines]
+    assert shown == [["experts", "2 ms", "2.5 ms", "20 %"], ["copies", "10 ms", "1 ms", "900 %"]]
