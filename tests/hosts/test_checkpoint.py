@@ -28,6 +28,7 @@ from ds_moe_ext.hosts.deepspeed.states import MASTER, OptimizerStates
 from tests.hosts import jobs
 from tests.hosts.jobs import Job, loss_of, micro_batch
 from tests.hosts.test_states import trust_in_float16
+from tests.marks import slow
 from tests.ranks import pool_of
 
 WEIGHT = "weight"
@@ -232,8 +233,14 @@ def fssdp(world_size: int, stage: int) -> Layout:
     return Layout(world_size, replace(MOVING, stage=stage))
 
 
+def prophet(world_size: int, stage: int) -> Layout:
+    return Layout(world_size, Job(strategy="prophet", stage=stage))
+
+
 CROSSES = [
-    ("mixtral", "float32", fssdp(2, 1), [ep(2, 1), ep(1, 2, 1), ep(4, 0, 2), fssdp(4, 2)]),
+    ("mixtral", "float32", fssdp(2, 1), [ep(1, 2, 1), fssdp(4, 2), ep(2, 1), ep(4, 0, 2)]),
+    ("mixtral", "float32", fssdp(4, 2), [prophet(2, 1)]),
+    ("gpt_moe", "bfloat16", prophet(4, 2), [ep(2, 1), fssdp(2, 2)]),
     ("gpt_moe", "bfloat16", ep(4, 2, 2), [fssdp(2, 1), ep(2, 0), fssdp(4, 2), ep(1, 1)]),
     ("gpt_moe", "float32", fssdp(4, 0), [ep(2, 2, 1), fssdp(2, 1)]),
     ("mixtral", "bfloat16", fssdp(2, 0), [ep(4, 1, 4), fssdp(2, 2)]),
@@ -241,6 +248,7 @@ CROSSES = [
 EVERY = [
     *(ep(w, stage, cells) for w, cells in ((1, 1), (2, 2), (2, 1), (4, 2)) for stage in (0, 1, 2)),
     *(fssdp(w, stage) for w in (2, 4) for stage in (0, 1, 2)),
+    *(prophet(w, stage) for w in (2, 4) for stage in (0, 1, 2)),
 ]
 
 
@@ -260,7 +268,11 @@ def check_cross(family: str, dtype: str, source: Layout, goal: Layout) -> None:
 
 @pytest.mark.parametrize(
     ("family", "dtype", "source", "goal"),
-    [(family, dtype, source, goal) for family, dtype, source, goals in CROSSES for goal in goals],
+    [
+        slow(family, dtype, source, goal) if number > 1 else (family, dtype, source, goal)
+        for family, dtype, source, goals in CROSSES
+        for number, goal in enumerate(goals)
+    ],
     ids=str,
 )
 def test_another_layout_goes_on(family: str, dtype: str, source: Layout, goal: Layout) -> None:
@@ -343,10 +355,16 @@ def joined_master(contents: dict[Key, Tensor], key: Key) -> Tensor:
 # The same layout.
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.1])
 @pytest.mark.parametrize(
-    ("family", "stage", "dtype"),
-    [("mixtral", 0, "float32"), ("mixtral", 1, "bfloat16"), ("gpt_moe", 2, "float32")],
+    ("family", "stage", "dtype", "clip"),
+    [
+        ("mixtral", 0, "float32", 0.1),
+        ("mixtral", 1, "bfloat16", 0.0),
+        ("gpt_moe", 2, "float32", 0.1),
+        slow("mixtral", 0, "float32", 0.0),
+        slow("mixtral", 1, "bfloat16", 0.1),
+        slow("gpt_moe", 2, "float32", 0.0),
+    ],
 )
 def test_fssdp_goes_on_to_the_last_bit(family: str, stage: int, dtype: str, clip: float) -> None:
     """Homes, slots and what was remembered come back, into an engine that has moved its own."""

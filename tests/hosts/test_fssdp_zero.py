@@ -17,6 +17,7 @@ from tests.hosts.copied_runs import (
     worst,
 )
 from tests.hosts.jobs import Job
+from tests.marks import slow
 
 GRADIENT = {"sgd": True, "optimizer": "object", "learning_rate": 1e4, "steps": 1}
 
@@ -36,11 +37,10 @@ def test_first_gradients_equal_one_rank(family: str, stage: int, rematerialized:
     check_equal(ours, theirs, job, tolerance=1e-6)
 
 
-KEYS = {"shard_every": 4, "revised": 0.3, "rematerialized": 0.3}
+KEYS = {"shard_every": 4, "revised": 0.3, "rematerialized": 0.3, "carried": 0.5}
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 1), (4, 2), slow(2, 2), slow(4, 1)])
 def test_curves_in_float32(world_size: int, stage: int) -> None:
     """A flipped choice may move a curve, but not far in ten steps."""
     job = Job("mixtral", stage, clip=0.5)
@@ -51,8 +51,13 @@ def test_curves_in_float32(world_size: int, stage: int) -> None:
     assert ours.norms == pytest.approx(theirs.norms, rel=1e-4)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "stage"),
+    [
+        *(("bfloat16", 2), ("float16", 0), ("float16", 1)),
+        *(slow("bfloat16", 0), slow("bfloat16", 1), slow("float16", 2)),
+    ],
+)
 def test_curves_in_half_precision(dtype: str, stage: int) -> None:
     """In float16 the first gradients overflow on purpose: their steps are skipped."""
     job = Job("gpt_moe", stage, dtype=dtype, clip=0.5)
@@ -70,7 +75,7 @@ def test_first_gradients_in_bfloat16(stage: int) -> None:
     check_equal(ours, plain(2, job), job, tolerance=2e-2)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [slow(0), 1, slow(2)])
 @pytest.mark.parametrize(("optimizer", "parameters"), [("object", "groups"), ("callable", "list")])
 def test_users_own_optimizer(optimizer: str, parameters: str, stage: int) -> None:
     job = Job("mixtral", stage, steps=5, optimizer=optimizer, parameters=parameters)
@@ -79,7 +84,7 @@ def test_users_own_optimizer(optimizer: str, parameters: str, stage: int) -> Non
     assert ours.losses == pytest.approx(alone(replace(job, stage=0)).losses, rel=2e-5)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [slow(1), 2])
 def test_adam_goes_with_its_expert(stage: int) -> None:
     """Weights after steps of Adam with homes that are drawn anew in each: in float32 close to those
     of experts that stay."""

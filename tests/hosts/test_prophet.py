@@ -57,3 +57,34 @@ def test_equals_expert_parallelism(world_size: int, name: str, tmp_path: Path) -
 
 def copied(steps: list[Step]) -> list[Any]:
     return [plan for step in steps for plan in step.plans if plan.has_copies]
+
+
+EAGER = {"planner": "shadow", "split": "half"}
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "float32"), (2, "float32"), (2, "bfloat16")])
+def test_curves_at_zero_stages(stage: int, dtype: str, tmp_path: Path) -> None:
+    """A flipped choice may move a curve, but not far in ten steps."""
+    job = Job("mixtral", stage, dtype=dtype, clip=0.5)
+    ours, steps = run(2, prophet(job, tmp_path, **EAGER))
+    assert any(plan.carried is not None for plan in copied(steps))
+    rel = 1e-5 if dtype == "float32" else 5e-3
+    assert ours.losses == pytest.approx(plain(2, job).losses, rel=rel)
+
+
+@pytest.mark.parametrize("cells", [2, None])
+def test_grids_of_some_ranks_plan_for_themselves(cells: int | None, tmp_path: Path) -> None:
+    job = Job("toy", 0, dtype="float64", steps=8, cells=cells)
+    ours, steps = run(4, prophet(job, tmp_path, **EAGER))
+    check_equal(ours, plain(4, job), job)
+    assert any(num_copied(steps))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(use_reentrant: bool, tmp_path: Path) -> None:
+    """A block computed again finds its copies; gradients that nobody carries travel at once."""
+    job = Job("mixtral", 0, dtype="float64", steps=8, use_reentrant=use_reentrant)
+    for rematerialize in (False, True):
+        ours, steps = run(2, prophet(job, tmp_path, **EAGER, rematerialize=rematerialize))
+        check_equal(ours, plain(2, job), job)
+        assert any(num_copied(steps))
