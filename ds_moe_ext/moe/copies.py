@@ -109,6 +109,7 @@ class Copies:
         self._outstanding.clear()
         self._is_current = False
         self._released.clear()
+        self.coming = self.returning = None  # of a pass that failed
 
     def submit(self, work: Callable[[], None]) -> Event:
         """Queue work in the lane of parameters."""

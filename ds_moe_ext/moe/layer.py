@@ -26,7 +26,7 @@ from ds_moe_ext.moe.order import Order, Restore
 from ds_moe_ext.moe.slab import Weights
 from ds_moe_ext.moe.trips import Place
 from ds_moe_ext.schedule.execute import Mark, lanes_for
-from ds_moe_ext.schedule.program import Program, Stage
+from ds_moe_ext.schedule.program import Program, Stage, in_backward
 from ds_moe_ext.schedule.task import (
     ATTENTION,
     COMBINE,
@@ -124,6 +124,7 @@ class RoutedExperts:
             following: of the next one, if there is one.
         """
         self.site = replace(self.site, plan=plan, following=following)
+        self._started = None
         if self.copies is not None:
             self.copies.take(plan)
         plan.share.prepare(self.site.layout.index("ep"))
@@ -131,11 +132,13 @@ class RoutedExperts:
 
     def start_anew(self) -> None:
         """Other weights have been put in, as from a checkpoint."""
+        self._started = None
         if self.copies is not None:
             self.copies.discard()
 
     def after_step(self) -> None:
         """The weights have changed."""
+        self._started = None
         if self.copies is not None:
             self.copies.forget()
 
@@ -149,6 +152,11 @@ class RoutedExperts:
         if self.copies is not None and self.site.plan.is_joined:
             flight = self.copies.begin(weights, is_training=is_training)
             self._started, self._was_graded = started(flight, weights), torch.is_grad_enabled()
+
+    @property
+    def _is_begun(self) -> bool:
+        """Whether the coming pass has begun, in the mode that it runs in."""
+        return self._started is not None and self._was_graded == torch.is_grad_enabled()
 
     def start(
         self, weights: Weights, *, is_training: bool, block_input: Tensor | None = None
@@ -165,7 +173,7 @@ class RoutedExperts:
         """
         if self.copies is None:
             return
-        if self._started is None or self._was_graded != torch.is_grad_enabled():
+        if not self._is_begun or self.site.plan.carried is None or in_backward():
             self.begin(weights, is_training=is_training)
         if self.copies.coming is not None:
             self.copies.coming.launch_rest()
@@ -199,7 +207,7 @@ class RoutedExperts:
             x_TD.register_hook(lambda grad: self._began_back())
         if self.copies is None or not self.site.plan.is_joined:
             return self.program(x_TD.device)(x_TD, *given, weights)
-        if self._started is None or self._was_graded != torch.is_grad_enabled():
+        if not self._is_begun:
             self.begin(weights, is_training=self.rows.is_training)
         joined, self._started, flight = self._started, None, self.copies.coming
         assert joined is not None and flight is not None
