@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,20 @@ from ds_moe_ext.moe.order import SlotRows
 BACKWARD = 2.0  # times as long as forward
 
 
+class Held(NamedTuple):
+    """Computing that was stood in for, by moments of ``time.perf_counter``.
+
+    Attributes:
+        start_s: when it began.
+        end_s: when it ended.
+        late_s: by how much the machine let it last longer.
+    """
+
+    start_s: float
+    end_s: float
+    late_s: float
+
+
 @dataclass(frozen=True)
 class Pace:
     """How long computing takes, forward.
@@ -27,18 +41,23 @@ class Pace:
     Attributes:
         attention_s: of a layer.
         row_s: an expert on one row.
-        late_s: by how much the machine let each wait last longer.
     """
 
     attention_s: float
     row_s: float
-    late_s: list[float] = field(default_factory=list)
+    _held: list[Held] = field(default_factory=list, init=False)
 
-    def hold_until(self, end_s: float) -> None:
-        """Let the thread sleep until a moment of ``time.perf_counter``."""
-        while (left_s := end_s - time.perf_counter()) > 0:
+    def hold(self, start_s: float, seconds: float) -> None:
+        """Let the thread sleep until so long after a moment of ``time.perf_counter``."""
+        while (left_s := start_s + seconds - time.perf_counter()) > 0:
             time.sleep(left_s)
-        self.late_s.append(-left_s)
+        self._held.append(Held(start_s, start_s + seconds - left_s, -left_s))
+
+    def take(self) -> list[Held]:
+        """What was held since the last call."""
+        held = list(self._held)
+        self._held.clear()
+        return held
 
 
 class _Attention(torch.autograd.Function):
@@ -47,12 +66,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pace: Pace, x_TD: Tensor) -> Tensor:
         ctx.pace = pace
-        pace.hold_until(time.perf_counter() + pace.attention_s)
+        pace.hold(time.perf_counter(), pace.attention_s)
         return x_TD.view_as(x_TD)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[None, Tensor]:
-        ctx.pace.hold_until(time.perf_counter() + BACKWARD * ctx.pace.attention_s)
+        ctx.pace.hold(time.perf_counter(), BACKWARD * ctx.pace.attention_s)
         return None, grad_TD
 
 
@@ -63,17 +82,17 @@ class _Experts(torch.autograd.Function):
     def forward(
         ctx: Any, pace: Pace, rows_RD: Tensor, rows_S: tuple[int, ...], *weights_S: Tensor
     ) -> Tensor:
-        end_s = time.perf_counter() + rows_RD.shape[0] * pace.row_s
+        start_s = time.perf_counter()
         ctx.pace, ctx.rows_S = pace, rows_S
         ctx.save_for_backward(rows_RD, *weights_S)
         parts = zip(rows_RD.split(rows_S), weights_S)
         computed_RD = torch.cat([rows * weight.mean(dim=0) for rows, weight in parts])
-        pace.hold_until(end_s)
+        pace.hold(start_s, rows_RD.shape[0] * pace.row_s)
         return computed_RD
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
-        end_s = time.perf_counter() + BACKWARD * grad_RD.shape[0] * ctx.pace.row_s
+        start_s = time.perf_counter()
         rows_RD, *weights_S = ctx.saved_tensors
         parts = list(zip(grad_RD.split(ctx.rows_S), rows_RD.split(ctx.rows_S), weights_S))
         back_RD = torch.cat([grad * weight.mean(dim=0) for grad, _, weight in parts])
@@ -81,7 +100,7 @@ class _Experts(torch.autograd.Function):
             ((grad * rows).sum(dim=0) / weight.shape[0]).expand_as(weight).contiguous()
             for grad, rows, weight in parts
         ]
-        ctx.pace.hold_until(end_s)
+        ctx.pace.hold(start_s, BACKWARD * grad_RD.shape[0] * ctx.pace.row_s)
         return None, back_RD, None, *grads
 
 

@@ -6,22 +6,31 @@ import functools
 import subprocess
 import sys
 import textwrap
+from itertools import pairwise
 from pathlib import Path
 
 import bench_links
 import links
+import links_seen
+import links_table
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paced import Pace
 
 from ds_moe_ext.load import write_loads, zipf_loads
 from ds_moe_ext.moe.observe import TimedTask
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.planners.block_costs import cell_rows
+from ds_moe_ext.planners.prices import (
+    Prices,
+    flow_seconds,
+    nearest_copy_flow,
+    step_seconds,
+)
 from ds_moe_ext.schedule.execute import InlineLanes
-from ds_moe_ext.schedule.task import ATTENTION, GATHER, RESTORE, Op, Span, Task
-from ds_moe_ext.share import NearestCopy
+from ds_moe_ext.schedule.task import ATTENTION, EXPERT, GATHER, JOIN, RESTORE, Op, Span, Task
+from ds_moe_ext.share import LocalElseHome, NearestCopy
 from ds_moe_ext.strategies.base import Plan
 from tests.ranks import pool_of
 
@@ -122,43 +131,51 @@ def test_clusters_that_cannot_be(sizes: tuple[int, int, int, int], said: str) ->
 # The benchmark.
 
 SMALL = (
-    *("--rows", "64", "--width", "8", "--expert_rows", "4", "--experts", "8", "--layers", "3"),
-    *("--attention_ms", "0.1", "--row_us", "1", "--rounds", "1", "--steps_per_round", "2"),
-    *("--copies", "1", "2", "--skews", "1.5"),
+    *("--rows", "64", "--width", "8", "--expert_rows", "4", "--experts", "8", "--layers", "2"),
+    *("--attention_ms", "0.1", "--row_us", "1", "--rounds", "1", "--steps_per_round", "1"),
+    *("--copies", "2", "--skews", "1.5"),
 )
+CHOSEN = ("ep", "m = 2", "the same, late", "prophet", "prophet, not hidden")
 
 
-def compared(rank: int, world_size: int, words: tuple[str, ...]) -> list[bench_links.Result]:
+def compared(rank: int, world_size: int, words: tuple[str, ...]) -> list[links_table.Result]:
     given = bench_links.parse_arguments(words)
     (load,) = bench_links.loads(given, world_size)
-    pace = Pace(given.attention_ms / 1e3, given.row_us / 1e6)
-    num_experts = load.rows_ILCE.shape[-1]
-    contenders = [
-        bench_links.Contender(way, pace, given, num_experts) for way in bench_links.ways(given)
-    ]
-    return bench_links.compare(contenders, load, given, pace)
+    chosen = [way for way in bench_links.ways(given) if way.name in CHOSEN]
+    contenders = bench_links.contenders(given, chosen, load)
+    return bench_links.compare(contenders, load, num_rounds=1, steps_per_round=1)
 
 
 def test_contenders_agree_and_copies_level_the_ranks() -> None:
     """Of all links the fastest: what is timed means nothing, what is counted does."""
     results, *others = pool_of(4).run(compared, SMALL)
-    assert [each.name for each in results] == [
-        *("ep", "m = 1", "m = 2", "the same, rematerialized", "the same, late"),
-        "fssdp, t and m measured",
-    ]
     for theirs in others:
         for ours, other in zip(results, theirs):
             assert (ours.remote, ours.sent_bytes) == (other.remote, other.sent_bytes)
-    plain, *copied, late, _ = results
+    assert tuple(each.name for each in results) == CHOSEN
+    plain, *copied, scheduled, bare = results
     assert plain.copy_bytes == 0 and plain.hidden_gather is None
-    for each in (*copied, late):
+    assert plain.faster == [1.0] and plain.faster_by_model == 1.0
+    for each in copied:
         assert each.copy_bytes > 0
         assert each.remote < plain.remote
         assert each.balance < plain.balance
-    assert late.hidden_gather == 0.0
-    assert plain.faster == [1.0] and plain.faster_by_model == 1.0
-    table = list(bench_links.markdown(results))
-    assert len({row.count("|") for row in table[1:]}) == 1
+    assert copied[-1].hidden_gather == 0.0
+    for each in (scheduled, bare):  # warmed up so long that their models are checked
+        assert {"exchange of rows", "experts"} <= {term.name for term in each.told.terms}
+    table = list(links_table.markdown(results))
+    rows = [row for row in table if row.startswith("|")]
+    assert len(rows) == 2 + len(results) and len({row.count("|") for row in rows}) == 1
+    notes = [row for row in table if row.startswith("- prophet: ")]
+    assert len(notes) == 1 and " off (" in notes[0]
+
+
+def test_contenders_of_the_command_line() -> None:
+    """Without copies given, HECATE's strategy finds its own."""
+    chosen = bench_links.parse_arguments(("--strategies", "fssdp", "--copies"))
+    assert [way.name for way in bench_links.ways(chosen)] == ["ep", "fssdp, t and m measured"]
+    names = [way.name for way in bench_links.ways(bench_links.parse_arguments(()))]
+    assert len(set(names)) == len(names) == 12
 
 
 def test_loads_of_a_trace(tmp_path: Path) -> None:
@@ -182,23 +199,80 @@ def test_scaled_rows(rows: list[int], total: int) -> None:
     assert (abs(scaled_E - rows_E * total / rows_E.sum()) < 1).all()
 
 
-def test_seconds_of_an_exchange() -> None:
-    """Two nodes of two; each rank is home to one expert, and expert 3 has a copy on rank 0."""
-    rows_CE = np.array([[9, 9, 0, 9], [0, 9, 2, 1], [4, 0, 9, 0], [5, 0, 3, 9]])
-    home = Placement.block(4, 4)
-    node_C = np.array([0, 0, 1, 1])
-    cards = bench_links.Cards(row_bytes=10, inter_bytes_per_s=100.0, intra_bytes_per_s=1000.0)
+NODE_C = np.array([0, 0, 1, 1])
+HOME = Placement.block(4, 4)
 
-    def seconds(target: Placement) -> float:
-        plan = Plan(home, target, NearestCopy(target, node_C))
-        (exchange_s,) = cards.seconds([plan], [rows_CE], node_C)
+
+def with_a_copy() -> Placement:
+    """Expert 3, whose home is rank 3, on rank 0 too."""
+    holds_EC = HOME.holds_EC.copy()
+    holds_EC[3, 0] = True
+    return Placement(holds_EC)
+
+
+def test_seconds_of_an_exchange() -> None:
+    """Two nodes of two; each rank is home to one expert."""
+    rows_CE = np.array([[9, 9, 0, 9], [0, 9, 2, 1], [4, 0, 9, 0], [5, 0, 3, 9]])
+    cards = links_seen.Cards(row_bytes=10, inter_bytes_per_s=100.0, intra_bytes_per_s=1000.0)
+
+    def seconds(plan: Plan) -> float:
+        (exchange_s,) = cards.seconds(links_seen.rows_between([plan], [rows_CE]), NODE_C)
         return float(exchange_s)
 
     # Between nodes rank 3 receives 9 + 1 rows; with the copy rank 0 still receives 4 + 5.
-    assert seconds(home) == pytest.approx(10 * (9 + 1) / 100)
-    copied = home.holds_EC.copy()
-    copied[3, 0] = True
-    assert seconds(Placement(copied)) == pytest.approx(10 * (4 + 5) / 100)
+    copied = with_a_copy()
+    assert seconds(Plan(HOME, HOME, LocalElseHome(HOME, HOME))) == pytest.approx(10 * 10 / 100)
+    assert seconds(Plan(HOME, copied, NearestCopy(copied, NODE_C))) == pytest.approx(10 * 9 / 100)
+
+
+def test_rows_go_as_the_plan_shares_them() -> None:
+    """Rank 1's rows for expert 3 go to the copy on its node, or home to the other node."""
+    rows_CE = np.array([[0, 0, 0, 8], [0, 0, 0, 6], [0, 0, 0, 0], [0, 0, 0, 1]])
+    copied = with_a_copy()
+    shares = (NearestCopy(copied, NODE_C), LocalElseHome(HOME, copied))
+    nearest, home = (
+        links_seen.flow_of(links_seen.rows_between([Plan(HOME, copied, share)], [rows_CE]), NODE_C)
+        for share in shares
+    )
+    assert nearest.computed_LC.tolist() == [[14, 0, 0, 1]]
+    assert nearest.out_LN.tolist() == [[0, 0]]
+    assert home.computed_LC.tolist() == [[8, 0, 0, 7]]
+    assert home.sent_LC.tolist() == [[0, 6, 0, 0]]
+    assert home.received_LC.tolist() == [[0, 0, 0, 6]]
+    assert (home.out_LN.tolist(), home.in_LN.tolist()) == ([[6, 0]], [[0, 6]])
+
+
+@given(st.integers(0, 10**6))
+@settings(deadline=None, derandomize=True)
+def test_flow_is_that_of_the_planners(seed: int) -> None:
+    """Exact where rows are not split; else within a row for each sender and expert."""
+    random = np.random.default_rng(seed)
+    num_cells, num_experts = 4, 8
+    rows_CE = random.integers(0, 50, (num_cells, num_experts))
+    home = Placement.block(num_experts, num_cells)
+    target = home.with_copies(random.random((num_experts, num_cells)) < 0.3)
+
+    def flow(plan: Plan) -> links_seen.RowFlow:
+        return links_seen.flow_of(links_seen.rows_between([plan], [rows_CE]), NODE_C)
+
+    local = flow(Plan(home, target, LocalElseHome(home, target)))
+    cells = cell_rows(home, target, rows_CE)
+    assert np.array_equal(local.computed_LC, [cells.computed_C])
+    assert np.array_equal(local.received_LC, [cells.received_C])
+
+    nearest = flow(Plan(home, target, NearestCopy(target, NODE_C)))
+    planned = nearest_copy_flow([target], [rows_CE], NODE_C)
+    for name, values in vars(nearest).items():
+        assert (abs(values - vars(planned)[name]) <= rows_CE.size).all()
+    assert np.array_equal(nearest.sent_LC, planned.sent_LC)
+    assert np.array_equal(nearest.out_LN, planned.out_LN)
+
+    prices = Prices(
+        row_s=1.0, row_bytes=2.0, copy_s=0.0, inter_bytes_per_s=3.0, intra_bytes_per_s=5.0
+    )
+    plain = flow(Plan(home, home, LocalElseHome(home, home)))
+    expected_L = step_seconds([home], [rows_CE], prices=prices, node_C=NODE_C)
+    assert flow_seconds(plain, prices=prices) == pytest.approx(expected_L)
 
 
 def timed(op: Op, start_s: float, end_s: float, *, is_adjoint: bool = False) -> TimedTask:
@@ -206,24 +280,31 @@ def timed(op: Op, start_s: float, end_s: float, *, is_adjoint: bool = False) -> 
     return TimedTask(task, start_s, end_s, InlineLanes())
 
 
-def test_what_attention_hides() -> None:
-    """Two layers, by hand: forward from 0 to 20, backward of layer 1 from 20 and of 0 from 30."""
-    first = [
-        timed(ATTENTION, 0, 4),
-        timed(GATHER, 1, 6),  # 2 after attention
-        timed(RESTORE, 9, 10),
-        timed(GATHER, 22, 29),  # again, beside layer 1's attention: 3 after it
-        timed(GATHER, 35, 36, is_adjoint=True),
-        timed(ATTENTION, 34, 38, is_adjoint=True),
+def test_what_computing_hides() -> None:
+    """Of any layer; a wait is no computing, and observed attention may end with a wait."""
+    tasks = [
+        timed(ATTENTION, 0, 40),
+        timed(GATHER, 1, 6),  # held until 4: 2 bare
+        timed(JOIN, 4, 8),
+        timed(EXPERT, 8, 12),
+        timed(RESTORE, 12, 13),
+        timed(GATHER, 9, 15),  # of the layer after it, beside experts: 2 bare
+        timed(EXPERT, 20, 24, is_adjoint=True),
+        timed(GATHER, 19, 30, is_adjoint=True),  # 1 before the experts, then 5 of which 3 are held
     ]
-    second = [
-        timed(ATTENTION, 10, 14),
-        timed(GATHER, 10, 12),
-        timed(RESTORE, 19, 20),
-        timed(ATTENTION, 22, 26, is_adjoint=True),
-        timed(GATHER, 24, 28, is_adjoint=True),  # 2 after attention
-    ]
-    assert bench_links.travel([first, second]) == bench_links.Travel(
-        gather_s=5 + 7 + 2, gather_bare_s=2 + 3, reduction_s=1 + 4, reduction_bare_s=2
+    held = [(0.0, 4.0), (26.0, 29.0), (27.0, 28.0)]
+    assert links_seen.travel(tasks, held) == links_seen.Travel(
+        gather_s=5 + 6, gather_bare_s=2 + 2, reduction_s=11, reduction_bare_s=1 + 2 + 1
     )
-    assert bench_links.travel([[timed(RESTORE, 0, 1)]]) == bench_links.Travel()
+    assert links_seen.travel([timed(RESTORE, 0, 1)], []) == links_seen.Travel()
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=8))
+@settings(deadline=None, derandomize=True)
+def test_union_of_spans(given_spans: list[tuple[int, int]]) -> None:
+    """The same whole seconds are covered, once each."""
+    spans = [(float(start), float(start + length)) for start, length in given_spans]
+    apart = links_seen.union(spans)
+    assert all(end < later for (_, end), (later, _) in pairwise(apart))
+    covered = {s for start, end in spans for s in range(int(start), int(end))}
+    assert links_seen.bare(0.0, 40.0, apart) == 40 - len(covered)

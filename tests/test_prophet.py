@@ -151,6 +151,16 @@ def test_hidden_copies_are_cheaper_so_more_are_made() -> None:
     assert copies() > copies(scheduler=False) > 0
 
 
+def test_copies_that_were_seen_to_be_slow_are_not_made() -> None:
+    """What running steps say of their speed counts more than what a quick look said."""
+    job = job_of(ROWS_ILCE[0])
+    (pool,) = job.pools
+    for speed, pays in ((1e6, True), (1e3, False)):
+        pools = (replace(pool, copy_bytes_per_s=speed),)
+        plans = ProProphet().plan(replace(job, pools=pools))
+        assert all(plan.has_copies == pays for plan in plans)
+
+
 COPIED = HOMES[0].with_copies(np.ones_like(HOMES[0].holds_EC))
 ALONE = ProProphet().plan(Job.at_start(HOMES, np.zeros(NUM_CELLS, dtype=np.int64)))[0]
 JOINED = replace(ALONE, target=COPIED)

@@ -1,15 +1,19 @@
-"""How good a strategy's model of costs is: what it said of some steps beside what they took."""
+"""How good a strategy's model of costs is: what it said of some steps beside what they took.
+
+First it is tried, which tells how fast copies really are: that depends on who sends how many to
+whom, beside what. Then it is checked, for a person to know.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ds_moe_ext.hosts.attach import AttachedLayer
-from ds_moe_ext.hosts.costs import CHECKED, Seen, of_all_ranks
+from ds_moe_ext.hosts.costs import CHECKED, TRIED, Seen, of_all_ranks
 from ds_moe_ext.moe.observe import Rows
 from ds_moe_ext.report.record import TermRecord
 from ds_moe_ext.strategies.base import Forecast, Job, Strategy
@@ -22,6 +26,13 @@ TERMS = {
 }
 
 
+class Times(NamedTuple):
+    """Of one term of the model, float ``[I, L]``."""
+
+    said_IL: np.ndarray
+    found_IL: np.ndarray
+
+
 @dataclass(eq=False)
 class Checks:
     """Args:
@@ -29,12 +40,16 @@ class Checks:
     layers: in model order.
 
     Attributes:
+        copy_speed: of copies and their gradients, as a multiple of what the model takes it for,
+            just after the last of the steps in which it is tried; else None.
         terms: what came out, once all steps to be checked have ended.
     """
 
     strategy: Strategy
     layers: Sequence[AttachedLayer]
+    copy_speed: float | None = field(default=None, init=False)
     terms: tuple[TermRecord, ...] = field(default=(), init=False)
+    _is_tried: bool = field(default=False, init=False)
     _steps: list[int] = field(default_factory=list, init=False)
     _pairs: list[list[tuple[Forecast, Seen]]] = field(default_factory=list, init=False)
 
@@ -47,6 +62,7 @@ class Checks:
             rows: what each layer routed.
             seen: what this rank saw of each layer; of no layer if nobody looked.
         """
+        self.copy_speed = None
         if not seen or job.accumulates:  # how often copies travel is then another matter
             return
         plans = [layer.routed.site.plan for layer in self.layers]
@@ -59,27 +75,49 @@ class Checks:
             return
         self._steps.append(step)
         self._pairs.append(known)
-        if len(self._pairs) == len(CHECKED):
-            self.terms = self._compared()
+        if len(self._pairs) < len(CHECKED if self._is_tried else TRIED):
+            return
+        times = self._times()
+        if self._is_tried:
+            self.terms = self.terms or self._terms(times)
+        else:
+            self._is_tried, self.copy_speed = True, _speed(times["gather_s"], times["reduce_s"])
+        self._steps.clear()
+        self._pairs.clear()
 
-    def _compared(self) -> tuple[TermRecord, ...]:
+    def _times(self) -> Mapping[str, Times]:
+        """What was said and found of each term."""
         copies = self.layers[0].routed.copies
         assert copies is not None
         device = copies.like[0].device
-        said_s = {term: _table(self._pairs, term) for term in TERMS}
         steps = [of_all_ranks([seen for _, seen in step], device) for step in self._pairs]
-        found_s = {
+
+        def times(term: str, pick: Callable[..., Any]) -> Times:
+            said = [[vars(said)[term] for said, _ in step] for step in self._pairs]
+            found = [[[vars(seen)[term] for seen in rank] for rank in step] for step in steps]
+            return Times(np.array(said), pick(np.array(found), axis=1))
+
+        return {
             # The last to come to an exchange does not wait for others.
-            "exchange_s": _over_ranks(steps, "exchange_s", np.min),
-            "expert_s": _over_ranks(steps, "expert_s", np.max),
-            "gather_s": _over_ranks(steps, "gather_s", np.mean),
-            "reduce_s": _over_ranks(steps, "reduce_s", np.mean),
+            "exchange_s": times("exchange_s", np.min),
+            "expert_s": times("expert_s", np.max),
+            "gather_s": times("gather_s", np.mean),
+            "reduce_s": times("reduce_s", np.mean),
         }
+
+    def _terms(self, times: Mapping[str, Times]) -> tuple[TermRecord, ...]:
         return tuple(
-            replace(term_of(name, said_s[term], found_s[term]), steps=tuple(self._steps))
+            replace(term_of(name, *times[term]), steps=tuple(self._steps))
             for term, name in TERMS.items()
-            if found_s[term].any()
+            if times[term].found_IL.any()
         )
+
+
+def _speed(*times: Times) -> float | None:
+    """Seconds said over seconds found; None where one of the two is nothing."""
+    said_s = sum(float(each.said_IL.sum()) for each in times)
+    found_s = sum(float(each.found_IL.sum()) for each in times)
+    return said_s / found_s if said_s and found_s else None
 
 
 def term_of(name: str, said_IL: np.ndarray, found_IL: np.ndarray) -> TermRecord:
@@ -93,15 +131,3 @@ def term_of(name: str, said_IL: np.ndarray, found_IL: np.ndarray) -> TermRecord:
         found_s=float(found_IL[counts_IL].mean()),
         error=float(error_N.mean()),
     )
-
-
-def _table(pairs: Sequence[Sequence[tuple[Forecast, Seen]]], term: str) -> np.ndarray:
-    return np.array([[vars(said)[term] for said, _ in step] for step in pairs])
-
-
-def _over_ranks(
-    steps: Sequence[Sequence[Sequence[Seen]]], term: str, pick: Callable[..., Any]
-) -> np.ndarray:
-    seen_IRL = np.array([[[vars(seen)[term] for seen in rank] for rank in step] for step in steps])
-    found_IL: np.ndarray = pick(seen_IRL, axis=1)
-    return found_IL

@@ -24,7 +24,9 @@ from ds_moe_ext.schedule.task import ATTENTION, COMBINE, DISPATCH, EXPERT, GATHE
 from ds_moe_ext.strategies.base import Pool
 
 STEPS = range(2, 5)  # the first ones are slow: libraries allocate and choose algorithms
-CHECKED = range(6, 9)  # by then layers run by plans that were made from what was measured
+TRIED = range(6, 9)  # by then layers run by plans that were made from what was measured
+CHECKED = range(10, 13)  # and by then from what copies took, too
+WATCHED = (STEPS, TRIED, CHECKED)
 SHARE_OF_FREE = 0.7  # that copies may take of a device's free memory
 NUM_EXPERTS = (1, 4, 8)  # that a quick look copies at once
 
@@ -182,11 +184,25 @@ class Costs:
         new = [Seen.of(layer.routed, seen) for layer, seen in zip(self.layers, rows)]
         if step in STEPS:
             self._seen = [before + seen for before, seen in zip(self._seen, new)]
-        self.seen = new if step in CHECKED else ()
+        self.seen = new if step in TRIED or step in CHECKED else ()
         for layer in self.layers:
-            layer.routed.meter.is_on = step + 1 in STEPS or step + 1 in CHECKED
+            layer.routed.meter.is_on = any(step + 1 in watched for watched in WATCHED)
         if self.are_new:
             self._measured = self._agreed()
+        return self._measured
+
+    def corrected(self, copy_speed: float) -> Measured:
+        """What is known now that copies have been seen to travel.
+
+        Args:
+            copy_speed: of copies, as a multiple of what they were thought to have.
+        """
+        pools = tuple(
+            replace(pool, copy_bytes_per_s=copy_speed * pool.expert_bytes / pool.prices.copy_s)
+            for pool in self._measured["pools"]
+        )
+        self._measured = {**self._measured, "pools": pools}
+        self.are_new = True
         return self._measured
 
     def _agreed(self) -> Measured:

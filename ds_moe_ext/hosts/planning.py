@@ -76,6 +76,8 @@ class Planning:
         self._window.push(_padded([each.routed_CE for each in rows]))
         measured = self.costs.after_step(rows)
         self.checks.after_step(step, self.job, rows, self.costs.seen)
+        if self.checks.copy_speed is not None:
+            measured = self.costs.corrected(self.checks.copy_speed)
         self.job = replace(self.job, rows=self._predicted(), **measured)
         if self.costs.are_new:
             self.tell(self.strategy.describe(self.job))

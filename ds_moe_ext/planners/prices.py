@@ -121,7 +121,11 @@ def step_seconds(
     cell, which carries all rows that leave or enter the cell. Arguments as of
     ``nearest_copy_flow``.
     """
-    flow = nearest_copy_flow(placements, rows, node_C)
+    return flow_seconds(nearest_copy_flow(placements, rows, node_C), prices=prices)
+
+
+def flow_seconds(flow: RowFlow, *, prices: Prices) -> np.ndarray:
+    """The same of rows that go any way."""
     inter_L = np.maximum(flow.out_LN, flow.in_LN).max(axis=1)
     intra_L = np.maximum(flow.sent_LC, flow.received_LC).max(axis=1)
     all_to_all_L = prices.row_bytes * np.maximum(

@@ -39,6 +39,7 @@ class Pool:
         expert_bytes: weights of one expert; 0 until costs have been measured.
         copy_latency_s: seconds until the first byte of a copy arrives.
         row_bytes_per_s: what a cell receives in an exchange of rows, as measured; 0 until then.
+        copy_bytes_per_s: likewise of copies, in steps that had some.
     """
 
     layers: tuple[int, ...]
@@ -46,6 +47,7 @@ class Pool:
     expert_bytes: int = 0
     copy_latency_s: float = 0.0
     row_bytes_per_s: float = 0.0
+    copy_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -93,7 +93,7 @@ class ProProphet(Strategy):
         balance: rows by which the busiest cell may exceed the idlest, in mean rows of an expert
             (alpha); planning ends there.
         scheduler: hide copies and gradients behind the block before; false sends them as the
-            layer's own block begins and waits.
+            layer's own block begins, and plans as if nothing hid them.
         split: under which computation a copy travels: "fnec_first" fills the time between two
             layers first, "half" halves.
         planner: "prophet", or "shadow" for FasterMoE's.
@@ -195,7 +195,7 @@ class ProProphet(Strategy):
             bytes_per_s=pool.row_bytes_per_s or pool.prices.intra_bytes_per_s,
             weight_bytes=pool.expert_bytes,
             gradient_bytes=pool.expert_bytes,
-            copy_bytes_per_s=pool.expert_bytes / pool.prices.copy_s,
+            copy_bytes_per_s=pool.copy_bytes_per_s or pool.expert_bytes / pool.prices.copy_s,
             forward_gap_s=job.window_s[layer],
             backward_gap_s=job.back_window_s[layer],
             is_scheduled=self.scheduler,

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from ds_moe_ext.hosts import checks
 from ds_moe_ext.hosts.checks import Checks, term_of
-from ds_moe_ext.hosts.costs import CHECKED, STEPS, Seen
+from ds_moe_ext.hosts.costs import CHECKED, STEPS, TRIED, Seen
 from ds_moe_ext.hosts.run import terms_table
 from ds_moe_ext.moe.observe import Rows
 from ds_moe_ext.placement import Placement
@@ -97,6 +97,13 @@ class Fakes:
         self.checks = Checks(strategy, layers)
         monkeypatch.setattr(checks, "of_all_ranks", two_ranks)
 
+    def are_tried(self) -> None:
+        """The steps that come before those to be checked."""
+        for _ in TRIED:
+            self.step(num_rows=1, seen=[FIRST, SECOND])
+        self.asked.clear()
+        self.next_step = 100
+
     def step(self, *, num_rows: int, seen: Sequence[Seen], job: Job = JOB) -> None:
         """A step in which each layer routed so many rows from each sender to each expert."""
         rows_CE = np.full((2, 2), num_rows)
@@ -131,6 +138,7 @@ SECOND = Seen(exchange_s=16.0, expert_s=2.0, gather_s=4.0, reduce_s=8.0)
 
 def test_steps_worked_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes = Fakes(monkeypatch, by_rows)
+    fakes.are_tried()
     for number, _ in enumerate(CHECKED):
         assert fakes.checks.terms == ()  # before all steps have ended
         fakes.step(num_rows=number + 1, seen=[FIRST, SECOND])
@@ -152,6 +160,7 @@ def test_steps_worked_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_terms_that_never_happened_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes = Fakes(monkeypatch, lambda layer, rows_CE: Forecast(1.0, 1.0, 0.0, 5.0))
+    fakes.are_tried()
     for _ in CHECKED:
         fakes.step(num_rows=1, seen=[FIRST, replace(SECOND, reduce_s=0.0)])
     # Gradients that were expected never came; copies that the model forgot do show.
@@ -161,6 +170,7 @@ def test_terms_that_never_happened_are_left_out(monkeypatch: pytest.MonkeyPatch)
 
 def test_steps_that_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes = Fakes(monkeypatch, by_rows)
+    fakes.are_tried()
     for _ in CHECKED:
         fakes.step(num_rows=1, seen=())  # nobody looked
         fakes.step(num_rows=1, seen=[FIRST, SECOND], job=replace(JOB, accumulates=True))
@@ -178,14 +188,32 @@ def test_a_model_that_does_not_know_all_layers_is_not_checked(
         return by_rows(layer, rows_CE) if layer in known else None
 
     fakes = Fakes(monkeypatch, model)
-    for _ in CHECKED:
+    for _ in range(2 * len(CHECKED)):
         fakes.step(num_rows=1, seen=[FIRST, SECOND])
-    assert len(fakes.asked) == 2 * len(CHECKED) and fakes.checks.terms == ()
+        assert fakes.checks.copy_speed is None
+    assert len(fakes.asked) == 4 * len(CHECKED) and fakes.checks.terms == ()
 
 
-def test_steps_are_checked_when_plans_know_what_was_measured() -> None:
+def test_how_fast_copies_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said are 6 and 2 s of the second layer, found 8 and, as a mean of the ranks, 4."""
+    fakes = Fakes(monkeypatch, by_rows)
+    speeds = []
+    for _ in range(2 * len(TRIED)):
+        fakes.step(num_rows=1, seen=[FIRST, replace(SECOND, gather_s=8.0)])
+        speeds.append(fakes.checks.copy_speed)
+    assert speeds == [None, None, pytest.approx(8 / 12), None, None, None]
+
+
+def test_without_copies_their_speed_stays_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes = Fakes(monkeypatch, by_rows)
+    for _ in TRIED:
+        fakes.step(num_rows=1, seen=[FIRST, FIRST])
+    assert fakes.checks.copy_speed is None
+
+
+def test_steps_are_tried_and_checked_when_plans_know_what_was_measured() -> None:
     # Costs are known after the last step that is measured; the next one runs by a plan from them.
-    assert CHECKED[0] > STEPS[-1] + 1
+    assert TRIED[0] > STEPS[-1] + 1 and CHECKED[0] > TRIED[-1] + 1
 
 
 # What a person is shown.

@@ -11,6 +11,7 @@ import pytest
 from ds_moe_ext.hardware import Device, Hardware, Link
 from tests.hosts.copied_runs import Step, check_equal, num_copied, plain, run
 from tests.hosts.jobs import Job
+from tests.marks import slow
 
 
 def prophet(job: Job, folder: Path, *, links: float = 1e12, **keys: Any) -> Job:
@@ -28,9 +29,10 @@ def prophet(job: Job, folder: Path, *, links: float = 1e12, **keys: Any) -> Job:
     return replace(job, strategy="prophet", keys=tuple(keys.items()), hardware=str(path))
 
 
-def job_of(world_size: int, steps: int = 20) -> Job:
-    """On two ranks each accumulates two micro-batches."""
-    return Job("toy", 0, dtype="float64", steps=steps, clip=0.5, micro_batches=max(4, world_size))
+def job_of(world_size: int) -> Job:
+    """On few ranks each accumulates two micro-batches; then it stays what links are said to do."""
+    micro_batches = 8 if world_size == 8 else 2 * world_size
+    return Job("toy", 0, dtype="float64", steps=20, clip=0.5, micro_batches=micro_batches)
 
 
 KEYS: dict[str, dict[str, Any]] = {
@@ -41,7 +43,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "shadows": {"planner": "shadow"},
     "stale": {"planner": "shadow", "frequency": 7, "balance": 1e6},
 }
-CASES = [(4, name) for name in KEYS] + [(2, "as they are"), (8, "kept copies")]
+CASES = [(4, name) for name in KEYS] + [(2, "as they are"), slow(8, "kept copies")]
 
 
 @pytest.mark.parametrize(("world_size", "name"), CASES)
@@ -50,7 +52,7 @@ def test_equals_expert_parallelism(world_size: int, name: str, tmp_path: Path) -
     ours, steps = run(world_size, prophet(job, tmp_path, **KEYS[name]))
     check_equal(ours, plain(1 if world_size == 8 else world_size, job), job)
     assert not any(num_copied(steps[:5]))  # nothing before costs are known
-    assert sum(map(bool, num_copied(steps[5:]))) > 5
+    assert sum(map(bool, num_copied(steps[5:]))) > 2
     carried = [plan.carried is not None for plan in copied(steps)]
     assert any(carried) == (name != "not hidden")
 
