@@ -60,7 +60,8 @@ def _serve(rank: int, world_size: int, port: int, jobs: Connection) -> None:
 def _close_groups() -> None:
     """Close the process groups that earlier jobs left, now that all ranks have ended those: each
     has three threads that wake a hundred times a second. DeepSpeed goes on using its own, and its
-    engines stay for ever; so what they hold is taken from them."""
+    engines stay for ever; so what they hold is taken from them. What is left then is frozen: to
+    go through all objects of DeepSpeed before every job would take a second."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
 
@@ -77,6 +78,9 @@ def _close_groups() -> None:
     for group in list(_world.pg_map):
         if id(group) not in kept:
             dist.destroy_process_group(group)
+    if runtime is not None:
+        gc.collect()
+        gc.freeze()
 
 
 class Pool:

@@ -1,16 +1,24 @@
-"""``ds-moe-ext`` as a person runs it: in a process of its own, from some folder."""
+"""``ds-moe-ext`` as a person runs it: in a process of its own, from some folder.
+
+What it merely says is asked in the process of the tests, which has loaded the hosts already.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+from torch import nn
 
+from ds_moe_ext import cli
 from ds_moe_ext.report.record import LayerRecord, RunRecord
 
 COMMAND = Path(sys.executable).parent / "ds-moe-ext"
@@ -37,6 +45,32 @@ def start(
     )
 
 
+class Done(NamedTuple):
+    """How a command ended, and what it said."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Done]:
+    """Runs the command in this process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def run(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["ds-moe-ext", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return Done(int(str(ended.value)), *capsys.readouterr())
+
+    return run
+
+
 def test_doctor_names_every_patch_that_is_in(tmp_path: Path) -> None:
     from ds_moe_ext.patches import accelerate, deepspeed
 
@@ -51,47 +85,52 @@ def test_doctor_names_every_patch_that_is_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variable", ["DS_MOE_EXT_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])
-def test_doctor_says_what_switches_us_off(variable: str, tmp_path: Path) -> None:
-    done = start(tmp_path, "doctor", **{variable: "0"})
+def test_doctor_says_what_switches_us_off(
+    variable: str, here: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "0")
+    done = here("doctor")
     assert done.returncode == 0
     assert f"autoload: off, by {variable}=0" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("breaks", "says"),
-    [
-        (
-            "import importlib.metadata as m; v = m.version; "
-            "m.version = lambda name: '9.0.0' if name == 'deepspeed' else v(name)",
-            "patch 'check-first' is for deepspeed>=0.19.2,<0.20, but 9.0.0 is installed",
-        ),
-        (
-            "import sys; sys.modules['ds_moe_ext.patches.deepspeed'] = None",
-            "ModuleNotFoundError",
-        ),
-    ],
-    ids=["another version", "broken patches"],
-)
-def test_doctor_fails_where_a_host_cannot_be_patched(
-    breaks: str, says: str, tmp_path: Path
+def test_doctor_fails_where_a_host_has_another_version(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.metadata as m; v = m.version; "
+        "m.version = lambda name: '9.0.0' if name == 'deepspeed' else v(name)"
+    )
+    check_cannot_patch(
+        start(tmp_path, "doctor", PYTHONPATH=str(tmp_path)),
+        "patch 'check-first' is for deepspeed>=0.19.2,<0.20, but 9.0.0 is installed",
+    )
+
+
+def test_doctor_fails_where_patches_are_broken(
+    here: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(breaks)
-    done = start(tmp_path, "doctor", PYTHONPATH=str(tmp_path))
+    monkeypatch.setitem(sys.modules, "ds_moe_ext.patches.deepspeed", None)
+    check_cannot_patch(here("doctor"), "ModuleNotFoundError")
+
+
+def check_cannot_patch(done: subprocess.CompletedProcess[str] | Done, says: str) -> None:
     assert done.returncode == 1
     assert done.stdout.count(says) == 1
     assert "│ out" in done.stdout
     assert "whole-state" in done.stdout  # of accelerate, which is well
 
 
-def test_doctor_goes_without_a_host(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.metadata as m; v = m.version\n"
-        "def version(name):\n"
-        "    if name == 'accelerate': raise m.PackageNotFoundError(name)\n"
-        "    return v(name)\n"
-        "m.version = version"
-    )
-    done = start(tmp_path, "doctor", PYTHONPATH=str(tmp_path))
+def test_doctor_goes_without_a_host(
+    here: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = importlib.metadata.version
+
+    def without_accelerate(name: str) -> str:
+        if name == "accelerate":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", without_accelerate)
+    done = here("doctor")
     assert done.returncode == 0
     assert "accelerate: not installed" in done.stdout
 
@@ -110,10 +149,12 @@ MIXTRAL = {
 
 
 @pytest.mark.parametrize("names", ["", "config.json"], ids=["folder", "file"])
-def test_doctor_lists_the_layers_of_a_config(names: str, tmp_path: Path) -> None:
+def test_doctor_lists_the_layers_of_a_config(
+    names: str, here: Callable[..., Done], tmp_path: Path
+) -> None:
     """A model of 4 billion weights: built without memory."""
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
-    done = start(tmp_path, "doctor", "--model", str(tmp_path / names))
+    done = here("doctor", "--model", str(tmp_path / names))
     assert done.returncode == 0, done.stderr
     assert "layers of MixtralForCausalLM to replace" in done.stdout
     rows = [line for line in done.stdout.splitlines() if "mlp.experts" in line]
@@ -124,6 +165,14 @@ def test_doctor_lists_the_layers_of_a_config(names: str, tmp_path: Path) -> None
     assert all("MixtralExperts" in row and f"{count:,}" in row for row in rows)
 
 
+def dense() -> nn.Module:
+    return nn.Linear(8, 8)
+
+
+def nothing() -> str:
+    return "a model"
+
+
 def test_doctor_lists_the_layers_of_a_function(tmp_path: Path) -> None:
     """Of a module that lies where the person is."""
     (tmp_path / "mine.py").write_text(
@@ -131,20 +180,18 @@ def test_doctor_lists_the_layers_of_a_function(tmp_path: Path) -> None:
         "from deepspeed.moe.layer import MoE\n"
         "def build():\n"
         "    return nn.Sequential(nn.Linear(8, 8), MoE(8, nn.Linear(8, 8), num_experts=4))\n"
-        "def dense():\n"
-        "    return nn.Linear(8, 8)\n"
-        "def nothing():\n"
-        "    return 'a model'\n"
     )
     done = start(tmp_path, "doctor", "--model", "mine:build")
     assert done.returncode == 0, done.stderr
     (row,) = [line for line in done.stdout.splitlines() if "deepspeed.moe" in line and "4" in line]
     assert row.split("│")[1].strip() == "1"
-    dense = start(tmp_path, "doctor", "--model", "mine:dense")
-    assert "none found" in dense.stdout
-    nothing = start(tmp_path, "doctor", "--model", "mine:nothing")
-    assert nothing.returncode == 2
-    assert "'mine:nothing', which gives no module" in nothing.stderr
+
+
+def test_doctor_lists_no_layers(here: Callable[..., Done]) -> None:
+    assert "none found" in here("doctor", "--model", f"{__name__}:dense").stdout
+    done = here("doctor", "--model", f"{__name__}:nothing")
+    assert done.returncode == 2
+    assert f"'{__name__}:nothing', which gives no module" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -155,8 +202,8 @@ def test_doctor_lists_the_layers_of_a_function(tmp_path: Path) -> None:
         ("json:no_such_function", "cannot be imported"),
     ],
 )
-def test_doctor_says_what_is_no_model(model: str, says: str, tmp_path: Path) -> None:
-    done = start(tmp_path, "doctor", "--model", model)
+def test_doctor_says_what_is_no_model(model: str, says: str, here: Callable[..., Done]) -> None:
+    done = here("doctor", "--model", model)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(f"ds-moe-ext: --model is {model!r}, which")
     assert says in done.stderr

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from ds_moe_ext import profile_run
 from ds_moe_ext.cost.probe import Sizes
 from ds_moe_ext.hardware import Collectives, Device, Flops, Hardware, Link, read_hardware
 from ds_moe_ext.hosts.launched import Launched
@@ -23,14 +29,14 @@ MODULE = ("-m", "ds_moe_ext.profile_run")
 SMALL = ("--quick", "--device", "cpu", "--expert-bytes", "300000")
 
 
-def start(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def start(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     clean = {key: value for key, value in os.environ.items() if key not in launchers}
     settled = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, *command],
         cwd=folder,
-        env={**clean, **settled, **environment},
+        env={**clean, **settled},
         capture_output=True,
         text=True,
         timeout=120,
@@ -72,6 +78,23 @@ def test_alone_it_says_what_it_cannot_measure(tmp_path: Path) -> None:
     assert "links: not measured, there is one rank; start with torchrun" in done.stdout
 
 
+def exit_of(
+    rank: int, world_size: int, options: tuple[str, ...], environment: dict[str, str], folder: Path
+) -> tuple[object, str]:
+    """Exit code and standard error of a rank that starts in a folder."""
+    said = io.StringIO()
+    arguments = ["profile_run", *SMALL, *options]
+    with (
+        contextlib.chdir(folder),
+        contextlib.redirect_stderr(said),
+        mock.patch.object(sys, "argv", arguments),
+        mock.patch.dict(os.environ, environment, clear=bool(environment)),
+        pytest.raises(SystemExit) as ended,
+    ):
+        profile_run.main()
+    return ended.value.code, said.getvalue()
+
+
 @pytest.mark.parametrize(
     ("options", "environment", "says"),
     [
@@ -84,10 +107,10 @@ def test_alone_it_says_what_it_cannot_measure(tmp_path: Path) -> None:
 def test_what_is_wrong_is_said_in_a_sentence(
     options: tuple[str, ...], environment: dict[str, str], says: str, tmp_path: Path
 ) -> None:
-    done = start(tmp_path, *MODULE, *SMALL, *options, **environment)
-    assert done.returncode == 2
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
+    ((code, said),) = pool_of(1).run(exit_of, options, environment, tmp_path)
+    assert code == 2
+    assert says in said
+    assert "Traceback" not in said
 
 
 def in_a_world(rank: int, world_size: int, out: str, ranks_per_node: int) -> int:
@@ -107,7 +130,13 @@ def test_ranks_that_are_joined_already(tmp_path: Path) -> None:
     for link in (hardware.intra, hardware.inter, hardware.inter_collectives.copy, hardware.copy):
         assert link is not None
         assert link.bytes_per_s > 0
-    assert pool_of(4).run(in_a_world, str(out), 4) == [0] * 4, "the world is still there"
+    assert pool_of(4).run(size_of_the_world) == [4] * 4, "the world is still there"
+
+
+def size_of_the_world(rank: int, world_size: int) -> int:
+    ranks = torch.ones(1)
+    dist.all_reduce(ranks)
+    return int(ranks)
 
 
 # What it prints.

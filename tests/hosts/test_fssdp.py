@@ -19,6 +19,7 @@ from tests.hosts.copied_runs import (
     varied,
 )
 from tests.hosts.jobs import Job
+from tests.marks import slow
 
 
 def job_of(world_size: int, steps: int = 20) -> Job:
@@ -44,11 +45,8 @@ def on_nodes(job: Job, ranks_per_node: int, folder: Path) -> Job:
 
 GRIDS = [
     (2, 1),
-    (2, 2),
     (4, 2),
-    (4, 4),
-    (8, 4),
-    *(pytest.param(*grid, marks=pytest.mark.slow) for grid in ((4, 1), (8, 1), (8, 2))),
+    *(slow(*grid) for grid in ((2, 2), (4, 1), (4, 4), (8, 1), (8, 2), (8, 4))),
 ]
 
 
@@ -107,7 +105,10 @@ KEYS: dict[str, dict[str, Any]] = {
 }
 
 
-CASES = [(4, name) for name in KEYS] + [(2, "all at once")]
+ON_FOUR = {"some copies", "calibrated", "all at once"}
+CASES = [(4 if name in ON_FOUR else 2, name) for name in KEYS] + [
+    slow(2 if name in ON_FOUR else 4, name) for name in KEYS
+]
 
 
 @pytest.mark.parametrize(("world_size", "name"), CASES)

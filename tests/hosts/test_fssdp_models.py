@@ -9,6 +9,7 @@ import pytest
 from tests.hosts import toy
 from tests.hosts.copied_runs import alone, check_equal, fssdp, num_copied, plain, run, varied
 from tests.hosts.jobs import Job
+from tests.marks import slow
 
 ALL = {"revised": 0.4, "rematerialized": 0.4, "carried": 0.5, "shard_every": 2}
 TOYS = sorted(set(toy.NAMES) - {"toy", "toy, wide", "toy, deep"})
@@ -29,7 +30,9 @@ def test_toys_equal_one_rank(family: str) -> None:
     assert any(num_copied(steps))
 
 
-@pytest.mark.parametrize("family", ["toy, paired", "toy, shared experts", "toy, top alone"])
+@pytest.mark.parametrize(
+    "family", ["toy, paired", slow("toy, shared experts"), slow("toy, top alone")]
+)
 def test_toys_that_accumulate(family: str) -> None:
     job = Job(family, 0, dtype="float64", steps=4, micro_batches=6)
     ours, _ = run(2, varied(job, layers=1.0, shard_every=2))
@@ -52,7 +55,7 @@ def test_ranks_without_experts_of_a_layer(layers: float) -> None:
     check_equal(ours, alone(job), job)
 
 
-FAMILIES = ["mixtral", "gpt_moe", "qwen3_moe", "gpt_oss", "deepseek_v3"]
+FAMILIES = ["mixtral", "gpt_moe", "gpt_oss", slow("qwen3_moe"), slow("deepseek_v3")]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,7 +80,7 @@ CHECKPOINTED = {
 }
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("use_reentrant", [slow(False), True])
 @pytest.mark.parametrize("family", CHECKPOINTED)
 def test_activation_checkpointing(family: str, use_reentrant: bool) -> None:
     job = Job(family, 0, dtype="float64", steps=3, use_reentrant=use_reentrant)

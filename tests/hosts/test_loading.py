@@ -13,6 +13,7 @@ import pytest
 
 from ds_moe_ext.patches.record import Patch, PatchError, apply_all
 from tests.hosts.processes import ROOT, answers, run_script
+from tests.marks import slow
 
 IS_ATTACHED = """
 import sys
@@ -40,11 +41,11 @@ def attached(folder: Path, code: str, **environment: str) -> list[str]:
 @pytest.mark.parametrize(
     "code",
     [
-        "import torch, deepspeed",
-        "import deepspeed",
-        "import deepspeed, torch",
         "from deepspeed.runtime.engine import DeepSpeedEngine",
         "import torch, transformers, accelerate, deepspeed",
+        slow("import torch, deepspeed"),
+        slow("import deepspeed"),
+        slow("import deepspeed, torch"),
     ],
 )
 def test_autoload_whatever_is_imported_first(code: str, tmp_path: Path) -> None:
@@ -52,7 +53,7 @@ def test_autoload_whatever_is_imported_first(code: str, tmp_path: Path) -> None:
     assert attached(tmp_path, code) == both[: 1 + ("accelerate" in code)]
 
 
-@pytest.mark.parametrize("switch", [OFF, OFF_IN_TORCH], ids=["ours", "torch's"])
+@pytest.mark.parametrize("switch", [OFF, slow(OFF_IN_TORCH)], ids=["ours", "torch's"])
 def test_switched_off_hosts_are_left_alone(switch: dict[str, str], tmp_path: Path) -> None:
     assert attached(tmp_path, "import torch, deepspeed, accelerate", **switch) == [
         "False False",
@@ -162,8 +163,10 @@ for enabled in (False, True):
 """
 
 
-@pytest.mark.parametrize("first", ["torch", "deepspeed"])
-@pytest.mark.parametrize("name", BREAKAGES)
+BROKEN = [(name, "deepspeed") for name in BREAKAGES] + [slow(name, "torch") for name in BREAKAGES]
+
+
+@pytest.mark.parametrize(("name", "first"), BROKEN)
 def test_broken_we_break_nothing_and_nobody_trains_unawares(
     name: str, first: str, tmp_path: Path
 ) -> None:
@@ -302,7 +305,7 @@ def test_our_patches_leave_the_host_as_it_was(name: str) -> None:
 # Where nobody asks for us.
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_without_the_block_a_run_is_the_same_to_the_last_bit(
     world_size: int, tmp_path: Path
 ) -> None:

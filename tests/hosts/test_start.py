@@ -10,6 +10,7 @@ import torch
 
 from tests.hosts import jobs
 from tests.hosts.jobs import Job, Result
+from tests.marks import slow
 from tests.ranks import pool_of
 
 
@@ -24,8 +25,10 @@ def train_unseeded(rank: int, world_size: int, job: Job) -> Result | None:
         return jobs.train(rank, world_size, job)
 
 
-@pytest.mark.parametrize(("world_size", "cells"), [(2, None), (4, 2)])
-@pytest.mark.parametrize("family", ["mixtral", "gpt_moe"])
+@pytest.mark.parametrize(
+    ("family", "world_size", "cells"),
+    [("mixtral", 4, 2), ("gpt_moe", 2, None), slow("mixtral", 2, None), slow("gpt_moe", 4, 2)],
+)
 def test_ranks_that_drew_their_own_weights(family: str, world_size: int, cells: int | None) -> None:
     ours = pool_of(world_size).run(train_unseeded, Job(family, steps=2, cells=cells))[0]
     seeded = pool_of(world_size).run(jobs.train, Job(family, steps=2, cells=cells))[0]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.hosts.jobs import Job, Result, train
+from tests.marks import slow
 from tests.ranks import pool_of
 from tests.reference import relative_error
 
@@ -45,7 +46,7 @@ def test_first_gradients_equal_one_rank(family: str, stage: int, world_size: int
     assert worst(ours.state, plain.state) <= 1e-6
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, slow(4)])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ten_steps_equal_one_rank(family: str, stage: int, world_size: int) -> None:
@@ -64,8 +65,10 @@ def norms_at_zero_1(job: Job) -> list[float]:
     return run(1, replace(job, stage=1, block=False)).norms
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "world_size"),
+    [("mixtral", 4), ("gpt_moe", 2), slow("mixtral", 2), slow("gpt_moe", 4)],
+)
 def test_float64_curves_equal_one_rank(family: str, world_size: int) -> None:
     """ZeRO 1 and 2 keep masters in float32; ZeRO 0 keeps float64, but for the reduction, which the
     job does itself."""
@@ -100,7 +103,7 @@ def test_gates_of_deepspeed(drop_tokens: bool, top_k: int) -> None:
     assert worst(ours.state, plain.state) <= 2e-6
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [slow(0), 1, slow(2)])
 @pytest.mark.parametrize("optimizer", ["object", "callable"])
 @pytest.mark.parametrize("parameters", ["list", "generator", "groups"])
 def test_users_own_optimizer_and_parameters(stage: int, optimizer: str, parameters: str) -> None:
@@ -114,7 +117,7 @@ def test_users_own_optimizer_and_parameters(stage: int, optimizer: str, paramete
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["mixtral", slow("gpt_moe")])
 def test_bfloat16_trains(family: str, stage: int) -> None:
     job = Job(family, stage, dtype="bfloat16")
     plain = run(1, replace(job, block=False))
@@ -130,9 +133,16 @@ def test_no_sync_and_evaluation_change_nothing(family: str, stage: int) -> None:
     assert ours.losses == pytest.approx(run(2, job).losses, rel=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("mixtral", "float32"),
+        ("gpt_moe", "bfloat16"),
+        slow("mixtral", "bfloat16"),
+        slow("gpt_moe", "float32"),
+    ],
+)
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
 def test_resumed_run_goes_on_exactly(family: str, stage: int, dtype: str, tmp_path: Path) -> None:
     job = Job(family, stage, dtype=dtype, steps=5, save_at=2, folder=str(tmp_path))
     straight = run(2, job)
