@@ -51,6 +51,7 @@ class Copied(Strategy):
     backward: int = 1
     rematerialize: bool = False
     revise: Callable[[np.ndarray], Destination] | None = None
+    goes_home: bool = False  # what has no copy at its sender, as in Pro-Prophet
 
     def uses(self) -> tuple[tuple[str, Lane], ...]:
         return (("ep", INTER), ("ep", PARAM))
@@ -61,7 +62,7 @@ class Copied(Strategy):
         plan = Plan(
             home,
             target,
-            NearestCopy(target, job.node_C),
+            LocalElseHome(home, target) if self.goes_home else NearestCopy(target, job.node_C),
             self.forward,
             self.backward,
             self.rematerialize,

@@ -50,6 +50,8 @@ class Case:
     starts_early: bool = False  # all layers' copies are launched before the first layer runs
     reaches_x: bool = True  # what goes in has a gradient
     is_trained: bool = True  # experts are
+    holders: tuple[tuple[int, tuple[int, ...]], ...] = ()  # of some experts, in place of chance
+    goes_home: bool = False  # what has no copy at its sender
     seed: int = 0
 
     def home(self, layer: int, num_cells: int) -> Placement:
@@ -62,6 +64,8 @@ class Case:
     def target(self, layer: int, num_cells: int) -> Placement:
         rng = np.random.default_rng([self.seed + 1, layer])
         held_EC = rng.random((self.num_experts, num_cells)) < self.copies
+        for expert, cells in self.holders:
+            held_EC[expert, list(cells)] = True
         return Placement(self.home(layer, num_cells).holds_EC | held_EC)
 
 
@@ -149,7 +153,10 @@ def layer_of(
 
 def layers_of(case: Case, world_size: int) -> list[tuple[MoELayer, np.ndarray]]:
     strategy = Copied(
-        forward=case.degrees[0], backward=case.degrees[1], rematerialize=case.rematerialize
+        forward=case.degrees[0],
+        backward=case.degrees[1],
+        rematerialize=case.rematerialize,
+        goes_home=case.goes_home,
     )
     layout = ParallelLayout.build(
         Grid(world_size, world_size), strategy.uses(), case.ranks_per_node
@@ -271,6 +278,20 @@ def test_equals_dense(name: str, world_size: int) -> None:
     check(CASES[name], world_size)
 
 
+EVERYWHERE = (0, 1, 2, 3)
+PLACEMENTS = [
+    ((0, EVERYWHERE),),
+    ((0, (0, 2)), (1, (1, 3))),
+    ((3, EVERYWHERE), (2, (1, 2))),
+]
+
+
+@pytest.mark.parametrize("holders", PLACEMENTS)
+def test_golden_p8(holders: tuple[tuple[int, tuple[int, ...]], ...]) -> None:
+    """Pro-Prophet's placements of four experts on four devices."""
+    check(Case(num_experts=4, copies=0.0, holders=holders, goes_home=True), 4)
+
+
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     st.builds(
@@ -282,6 +303,7 @@ def test_equals_dense(name: str, world_size: int) -> None:
         degrees=st.tuples(st.integers(1, 3), st.integers(1, 3)),
         rematerialize=st.booleans(),
         revised=st.booleans(),
+        goes_home=st.booleans(),
         ranks_per_node=st.integers(1, 4),
         num_micro_batches=st.integers(1, 3),
         num_tokens=st.sampled_from([0, 1, 9]),

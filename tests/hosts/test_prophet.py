@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from ds_moe_ext.hardware import Device, Hardware, Link
-from tests.hosts.copied_runs import Step, check_equal, num_copied, plain, run
+from tests.hosts.copied_runs import Step, check_equal, num_copied, plain, run, train_watched
 from tests.hosts.jobs import Job
 from tests.marks import slow
+from tests.ranks import pool_of
 
 
 def prophet(job: Job, folder: Path, *, links: float = 1e12, **keys: Any) -> Job:
@@ -55,6 +56,17 @@ def test_equals_expert_parallelism(world_size: int, name: str, tmp_path: Path) -
     assert sum(map(bool, num_copied(steps[5:]))) > 2
     carried = [plan.carried is not None for plan in copied(steps)]
     assert any(carried) == (name != "not hidden")
+
+
+def test_all_ranks_plan_alike(tmp_path: Path) -> None:
+    """Property 6; with debug they also compare all that they run by, and would raise."""
+    job = replace(prophet(job_of(2), tmp_path, **EAGER), steps=8)
+    ranks = [steps for _, steps in pool_of(2).run(train_watched, job)]
+    for own, *others in zip(*ranks):
+        for plans in zip(own.plans, *(step.plans for step in others)):
+            texts = {(plan.target.describe(), plan.carried) for plan in plans}
+            assert len(texts) == 1
+    assert any(num_copied(ranks[0]))
 
 
 def copied(steps: list[Step]) -> list[Any]:
