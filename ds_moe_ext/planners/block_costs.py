@@ -7,13 +7,12 @@ are computed from the counts by one formula. Shape letters: E experts, C cells.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.prices import TRIPS
+from ds_moe_ext.planners.prices import TRIPS, check_costs
 
 FORWARD, BACKWARD = 1, 2  # expert computations: equations (2) and (3)
 
@@ -50,12 +49,7 @@ class BlockPrices:
     gathers_again: bool = False
 
     def __post_init__(self) -> None:
-        for name in (f.name for f in fields(self)):
-            value = vars(self)[name]
-            if not 0 <= value < math.inf or (value == 0 and name.endswith("_per_s")):
-                raise ValueError(
-                    f"{name} is {value}; costs are finite and not below zero, bandwidths above it"
-                )
+        check_costs(vars(self))
 
 
 @dataclass(frozen=True)

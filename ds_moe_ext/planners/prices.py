@@ -8,8 +8,8 @@ all layers, C cells, N nodes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -41,12 +41,20 @@ class Prices:
     intra_bytes_per_s: float
 
     def __post_init__(self) -> None:
-        for name in (f.name for f in fields(self)):
-            value = vars(self)[name]
-            if not 0 <= value < math.inf or (value == 0 and name.endswith("_per_s")):
-                raise ValueError(
-                    f"{name} is {value}; costs are finite and not below zero, bandwidths above it"
-                )
+        check_costs(vars(self))
+
+
+def check_costs(costs: Mapping[str, float]) -> None:
+    """Refuse costs by name that cannot be; bandwidths end in ``_per_s``.
+
+    Raises:
+        ValueError: one is below zero or not finite, or a bandwidth is zero.
+    """
+    for name, value in costs.items():
+        if not 0 <= value < math.inf or (value == 0 and name.endswith("_per_s")):
+            raise ValueError(
+                f"{name} is {value}; costs are finite and not below zero, bandwidths above it"
+            )
 
 
 @dataclass(frozen=True, eq=False)
