@@ -78,6 +78,16 @@ def test_scores_are_float32_at_least() -> None:
         assert choice.expert_TK.dtype == torch.int64
 
 
+def test_choices_are_the_best_where_probabilities_vanish() -> None:
+    """Of logits 500, 0, 100, 200, 300 all but the first have probability 0 in float32."""
+    weight_ED = torch.tensor([[500.0], [0.0], [100.0], [200.0], [300.0]])
+    for renormalize in (True, False):
+        gate = SoftmaxTopK(top_k=4, renormalize=renormalize)
+        choice = gate(torch.ones(1, 1), (weight_ED,))
+        assert choice.expert_TK.tolist() == [[0, 4, 3, 2]]
+        assert choice.score_TK.tolist() == [[1.0, 0.0, 0.0, 0.0]]
+
+
 def test_gradients_reach_the_gates_weights() -> None:
     x_TD, weight_ED = inputs()
 
@@ -133,6 +143,9 @@ def test_losses_of_no_tokens_are_zero() -> None:
         (3, 8, 0.1, 1),
         (0, 8, 1.0, 0),
         (16, 4, 2, 8),
+        (2 * 4 * 1024, 6, 1.2, 1639),  # the spec's G7: choices x samples x length
+        (1 * 2 * 4, 2, 2, 8),
+        (2 * 1 * 10, 4, 1.2, 6),
     ],
 )
 def test_capacity(num_rows: int, num_experts: int, factor: float, capacity: int) -> None:

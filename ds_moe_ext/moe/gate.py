@@ -1,7 +1,8 @@
 """Gate: which experts a token goes to, with what score, and what the choice costs.
 
 A gate is a function of hidden states and its own weights; another one is another function with
-the same signature. Shape letters: T tokens, K choices a token, E experts, D model width.
+the same signature, as in ``gates/``. Shape letters: T tokens, K choices a token, E experts, D model
+width.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Choice(NamedTuple):
     """What a gate decides.
 
     Attributes:
-        expert_TK: chosen experts, int64 ``[T, K]``, best first.
+        expert_TK: chosen experts, int64 ``[T, K]``, best first; -1 where a choice is not used.
         score_TK: weight of each choice in the output, ``[T, K]``.
         losses: load-balance loss and z-loss, unscaled, ``[2]``.
     """
@@ -46,14 +47,23 @@ class SoftmaxTopK:
 
     def __call__(self, x_TD: Tensor, weights: tuple[Tensor, ...]) -> Choice:
         """Choose by ``weights[0]`` ``[E, D]``. Scores are at least float32."""
-        logit_TE = torch.nn.functional.linear(x_TD, weights[0].to(x_TD.dtype))
-        logit_TE = logit_TE.to(torch.promote_types(logit_TE.dtype, torch.float32))
-        probability_TE = logit_TE.softmax(dim=-1)
-        score_TK, expert_TK = probability_TE.topk(self.top_k, dim=-1)
-        if self.renormalize:
-            score_TK = score_TK / score_TK.sum(dim=-1, keepdim=True)
-        losses = torch.stack((balance_loss(probability_TE, expert_TK), z_loss(logit_TE)))
-        return Choice(expert_TK, score_TK, losses)
+        logit_TE = logits(x_TD, weights[0])
+        return choose_by_softmax(logit_TE, self.top_k, renormalize=self.renormalize)
+
+
+def logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """``x W^T``, ``[T, E]``: multiplied in x's precision, given in float32 at least."""
+    logit_TE = torch.nn.functional.linear(x_TD, weight_ED.to(x_TD.dtype))
+    return logit_TE.to(torch.promote_types(logit_TE.dtype, torch.float32))
+
+
+def choose_by_softmax(logit_TE: Tensor, top_k: int, *, renormalize: bool = True) -> Choice:
+    """The ``top_k`` best, scored by softmax over those kept, or over all if not renormalized."""
+    probability_TE = logit_TE.softmax(dim=-1)
+    logit_TK, expert_TK = logit_TE.topk(top_k, dim=-1)  # probabilities may be zero in float32
+    score_TK = logit_TK.softmax(dim=-1) if renormalize else probability_TE.gather(-1, expert_TK)
+    losses = torch.stack((balance_loss(probability_TE, expert_TK), z_loss(logit_TE)))
+    return Choice(expert_TK, score_TK, losses)
 
 
 def balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:

@@ -1,0 +1,416 @@
+"""The other gates against numbers by hand, plain formulas, and a dense layer.
+
+Shape letters: W ranks, T tokens, K choices, E experts, D model width, F expert width.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+from torch.utils.checkpoint import checkpoint
+
+from ds_moe_ext.layout import Grid, ParallelLayout
+from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
+from ds_moe_ext.moe.gate import Choice, GateFunction, SoftmaxTopK
+from ds_moe_ext.moe.gates.cosine_top_k import CosineTopK, cosines
+from ds_moe_ext.moe.gates.expert_choice import ExpertChoice
+from ds_moe_ext.moe.gates.noisy_top_k import NoisyTopK
+from ds_moe_ext.moe.gates.sigmoid_top_k import SigmoidTopK
+from ds_moe_ext.moe.layer import LayerOptions, MoELayer
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.strategies.base import Job
+from tests.ranks import pool_of
+from tests.reference import dense_experts, relative_error
+from tests.strategies_for_tests import Chunked
+
+# The spec's golden example G6; our weights are its transposed.
+X_TD = torch.tensor([[1, 0], [0, 2], [1, 1], [2, -1]], dtype=torch.float64)
+WEIGHT_ED = torch.tensor([[1, 0], [0, 1], [-1, 0.5]], dtype=torch.float64)
+
+
+def by_expert(choice: Choice, num_experts: int) -> Tensor:
+    """Scores, ``[T, E]``; zero where an expert is not chosen."""
+    used_TK = choice.expert_TK >= 0
+    zero_TE = choice.score_TK.new_zeros(len(choice.expert_TK), num_experts)
+    score_TK = choice.score_TK.where(used_TK, 0)
+    return zero_TE.scatter_add(1, choice.expert_TK.clamp(min=0), score_TK)
+
+
+def near(ours: Tensor, numbers: list[list[float]]) -> bool:
+    return torch.allclose(ours, torch.tensor(numbers, dtype=ours.dtype), rtol=0, atol=5e-7)
+
+
+# Numbers by hand.
+
+
+def test_noisy_top_2_by_hand_in_evaluation() -> None:
+    choice = NoisyTopK(top_k=2, is_training=lambda: False)(X_TD, (WEIGHT_ED, WEIGHT_ED))
+    assert near(
+        by_expert(choice, 3),
+        [[0.731059, 0.268941, 0], [0, 0.731059, 0.268941], [0.5, 0.5, 0], [0.952574, 0.047426, 0]],
+    )
+
+
+def test_noisy_top_2_by_hand_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn_E = torch.tensor([1, -1, 0.5], dtype=torch.float64)
+    monkeypatch.setattr(torch, "randn_like", drawn_E.expand_as)
+    noise_ED = torch.tensor([[0.5, 0], [0, 0.5], [0, 0]], dtype=torch.float64)
+    choice = NoisyTopK(top_k=2, is_training=lambda: True)(X_TD, (WEIGHT_ED, noise_ED))
+    assert choice.expert_TK.tolist() == [[0, 2], [2, 0], [0, 1], [0, 1]]
+    assert near(choice.score_TK[:1], [[0.932611, 0.067389]])
+
+
+def test_sigmoid_top_1_by_hand() -> None:
+    choice = SigmoidTopK(top_k=1)(X_TD, (WEIGHT_ED,))
+    assert choice.expert_TK[[0, 1, 3], 0].tolist() == [0, 1, 0]
+    assert int(choice.expert_TK[2, 0]) in (0, 1)  # a tie
+    assert near(choice.score_TK, [[0.731059], [0.880797], [0.731059], [0.880797]])
+
+
+def test_cosines_by_hand() -> None:
+    projection_PD = torch.tensor([[1, 0], [1, 1]], dtype=torch.float64)
+    expert_EP = torch.tensor([[1, 0], [0, 1], [1, 1]], dtype=torch.float64)
+    expected = [
+        [0.707107, 0.707107, 1],
+        [0, 1, 0.707107],
+        [0.447214, 0.894427, 0.948683],
+        [0.894427, 0.447214, 0.948683],
+    ]
+    assert near(cosines(X_TD @ projection_PD.T, expert_EP), expected)
+    weights = projection_PD, expert_EP, torch.zeros(1, dtype=torch.float64)
+    choice = CosineTopK(top_k=2)(X_TD, weights)
+    assert choice.expert_TK[1:].tolist() == [[1, 2], [2, 1], [2, 0]]
+    ratio_T = choice.score_TK[:, 0] / choice.score_TK[:, 1]
+    assert near(ratio_T.log()[None], [[0.292893, 0.292893, 0.054256, 0.054256]])
+
+
+def test_expert_choice_by_hand() -> None:
+    """Four tokens, three experts, 1.5 experts a token: each expert keeps two."""
+    gate = ExpertChoice(top_k=1, capacity_factor=1.5, is_causal=False)
+    choice = gate(X_TD, (WEIGHT_ED,))
+    score_TE = by_expert(choice, 3)
+    tied = score_TE[[0, 2], 0].sort().values  # expert 0 keeps token 3, and token 0 or 2
+    assert near(tied[None], [[0, 0.268941]])
+    assert near(score_TE[[1, 3], :1], [[0], [0.731059]])
+    assert near(score_TE[:, 1:], [[0, 0], [0.731059, 0.817574], [0.268941, 0.182426], [0, 0]])
+    assert choice.expert_TK[1, :2].tolist() == [2, 1]  # best first
+    assert float(choice.losses[0]) == 1
+
+
+# What each promises.
+
+
+def rand(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def test_noise_comes_from_the_default_generator_in_training_only() -> None:
+    x_TD, weights = rand(40, 5), (rand(6, 5), torch.zeros(6, 5, dtype=torch.float64))
+    training = NoisyTopK(top_k=2, is_training=lambda: True)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        first, second = training(x_TD, weights), training(x_TD, weights)
+        torch.manual_seed(3)
+        again = training(x_TD, weights)
+        state = torch.get_rng_state()
+        evaluated = NoisyTopK(top_k=2, is_training=lambda: False)(x_TD, weights)
+        assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first.score_TK, again.score_TK)
+    assert not torch.equal(first.expert_TK, second.expert_TK)
+    plain = SoftmaxTopK(top_k=2)(x_TD, weights)
+    assert all(map(torch.equal, evaluated, plain))
+
+
+def test_noise_tries_all_experts_alike() -> None:
+    """Logits of zero: 4000 tokens over 4 experts, 1000 each, to five standard deviations."""
+    gate = NoisyTopK(top_k=1, is_training=lambda: True)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        choice = gate(torch.ones(4000, 1), (torch.zeros(4, 1), torch.zeros(4, 1)))
+    rows_E = choice.expert_TK.flatten().bincount(minlength=4)
+    assert (rows_E - 1000).abs().max() < 5 * math.sqrt(4000 * 0.25 * 0.75)
+
+
+def test_sigmoid_losses_stay_finite_where_sigmoids_vanish() -> None:
+    weight_ED = torch.full((3, 1), -200.0).requires_grad_()
+    choice = SigmoidTopK(top_k=1)(torch.ones(2, 1), (weight_ED,))
+    assert choice.score_TK.tolist() == [[0.0], [0.0]]
+    choice.losses.sum().backward()
+    assert choice.losses.isfinite().all() and weight_ED.grad.isfinite().all()
+
+
+def test_cosine_does_not_see_a_tokens_length() -> None:
+    x_TD, weights = rand(20, 5), (rand(3, 5), rand(6, 3), torch.tensor([0.7]).double())
+    for renormalize in (True, False):
+        gate = CosineTopK(top_k=2, renormalize=renormalize)
+        short, long = gate(x_TD, weights), gate(x_TD * 100, weights)
+        assert torch.equal(short.expert_TK, long.expert_TK)
+        assert torch.allclose(short.score_TK, long.score_TK, rtol=1e-12, atol=0)
+
+
+def test_cosine_without_renormalization_is_softmax_over_all() -> None:
+    x_TD, projection_PD, expert_EP = rand(20, 5), rand(3, 5), rand(6, 3)
+    weights = projection_PD, expert_EP, torch.tensor([math.log(4)], dtype=torch.float64)
+    choice = CosineTopK(top_k=1, renormalize=False)(x_TD, weights)
+    score_TE = (4 * cosines(x_TD @ projection_PD.T, expert_EP)).softmax(dim=1)
+    assert torch.allclose(choice.score_TK, score_TE.max(dim=1, keepdim=True).values, atol=1e-12)
+
+
+def test_cosine_over_temperature_is_at_most_so_large() -> None:
+    x_TD, weights = rand(20, 5), (rand(3, 5), rand(6, 3))
+    gate = CosineTopK(top_k=2)
+    at_most, beyond = (
+        gate(x_TD, (*weights, torch.tensor([math.log(scale)]))) for scale in (100, 1e6)
+    )
+    assert all(map(torch.equal, at_most, beyond))
+
+
+def test_cosine_of_nothing_is_zero_and_has_a_gradient() -> None:
+    x_TD = torch.zeros(1, 5, requires_grad=True)
+    choice = CosineTopK(top_k=2)(x_TD, (rand(3, 5), rand(6, 3), torch.zeros(1)))
+    assert choice.score_TK.tolist() == [[0.5, 0.5]]
+    (choice.score_TK[0, 0] + choice.losses.sum()).backward()
+    assert x_TD.grad.abs().max() < 1e6
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.integers(0, 12), st.integers(1, 6), st.integers(1, 3), st.sampled_from([0.3, 1.0, 2.5]))
+def test_experts_choose_as_the_plain_loop(
+    num_tokens: int, num_experts: int, top_k: int, factor: float
+) -> None:
+    x_TD, weight_ED = rand(num_tokens, 4, seed=num_tokens), rand(num_experts, 4)
+    gate = ExpertChoice(top_k=top_k, capacity_factor=factor, is_causal=False)
+    choice = gate(x_TD, (weight_ED,))
+    rows = min(num_tokens, math.ceil(top_k * factor * num_tokens / num_experts - 1e-9))
+    expected_TE = torch.zeros(num_tokens, num_experts, dtype=torch.float64)
+    for e in range(num_experts):
+        logit_T = x_TD @ weight_ED[e]
+        kept = sorted(range(num_tokens), key=lambda t: -float(logit_T[t]))[:rows]
+        expected_TE[kept, e] = logit_T[kept].exp() / logit_T[kept].exp().sum()
+    assert torch.allclose(by_expert(choice, num_experts), expected_TE, rtol=1e-12, atol=1e-15)
+    used_TK = choice.expert_TK >= 0
+    assert int(used_TK.sum()) == rows * num_experts
+    most = max((expected_TE > 0).sum(dim=1).tolist(), default=1)
+    assert choice.expert_TK.shape == (num_tokens, most)
+    assert (choice.score_TK[~used_TK] == 0).all()
+    assert (choice.score_TK.diff(dim=1) <= 0).all()  # best first, unused ones last
+
+
+def test_a_kept_token_stays_though_its_score_vanishes() -> None:
+    """Each of three experts keeps two of three tokens, with scores 1 and 0."""
+    logit_TE = torch.tensor([[1e3, 1e3, -9e3], [0, -9e3, 1e3], [-9e3, 0, 0]])
+    choice = ExpertChoice(top_k=2, is_causal=False)(torch.eye(3), (logit_TE.T,))
+    assert choice.expert_TK.tolist() == [[0, 1], [2, 0], [1, 2]]
+    assert choice.score_TK.tolist() == [[1, 1], [1, 0], [0, 0]]
+
+
+def test_expert_choice_warns_of_causal_models_once() -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for _ in range(3):  # layers
+            ExpertChoice(top_k=2, is_causal=True)
+        ExpertChoice(top_k=2, is_causal=False)
+    assert [str(warning.message).partition(":")[0] for warning in seen] == [
+        "expert choice looks at future tokens"
+    ]
+    assert seen[0].filename == __file__
+
+
+def test_expert_choice_without_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"capacity_factor 0\.0 leave experts no rows; give"):
+        ExpertChoice(top_k=2, capacity_factor=0.0, is_causal=False)
+    with pytest.raises(ValueError, match="top_k 0"):
+        ExpertChoice(top_k=0, is_causal=False)
+
+
+# All of them.
+
+
+@dataclass(frozen=True)
+class Case:
+    """A gate and its formula.
+
+    Attributes:
+        gate: made from what says whether it trains.
+        shapes: of the weights.
+        formula: hidden states, weights and normal noise ``[T, E]`` to scores, to the probabilities
+            of the load-balance loss and to logits, ``[T, E]`` each.
+    """
+
+    gate: Callable[[Callable[[], bool]], GateFunction]
+    shapes: tuple[tuple[int, ...], ...]
+    formula: Callable[[Tensor, tuple[Tensor, ...], Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+T, E, D, F, P, K = 22, 6, 8, 5, 3, 2
+
+
+def kept(h: Tensor, k: int) -> Tensor:
+    return h >= h.sort(dim=1).values[:, -k:][:, :1]
+
+
+def softmax_of_kept(h_TE: Tensor) -> Tensor:
+    return h_TE.where(kept(h_TE, K), -math.inf).softmax(dim=1)
+
+
+def noisy(x: Tensor, weights: tuple[Tensor, ...], z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    h = x @ weights[0].T + z * softplus(x @ weights[1].T)
+    return softmax_of_kept(h), h.softmax(dim=1), h
+
+
+def sigmoid(x: Tensor, weights: tuple[Tensor, ...], z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    h = x @ weights[0].T
+    scores = h.sigmoid()
+    return scores * kept(h, K), scores / scores.sum(dim=1, keepdim=True), h
+
+
+def cosine(x: Tensor, weights: tuple[Tensor, ...], z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    token, expert = x @ weights[0].T, weights[1]
+    h = token @ expert.T / token.norm(dim=1)[:, None] / expert.norm(dim=1) * weights[2].exp()
+    return softmax_of_kept(h), h.softmax(dim=1), h
+
+
+def chosen(x: Tensor, weights: tuple[Tensor, ...], z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    h = x @ weights[0].T
+    rows = math.ceil(K * len(x) / E)
+    scores = h.T.where(kept(h.T, rows), -math.inf).softmax(dim=1).T
+    return scores, torch.full_like(h, 1 / E), h  # even: a loss of one
+
+
+CASES = {
+    "noisy": Case(lambda on: NoisyTopK(top_k=K, is_training=on), ((E, D), (E, D)), noisy),
+    "sigmoid": Case(lambda on: SigmoidTopK(top_k=K), ((E, D),), sigmoid),
+    "cosine": Case(lambda on: CosineTopK(top_k=K), ((P, D), (E, P), (1,)), cosine),
+    "expert choice": Case(lambda on: ExpertChoice(top_k=K, is_causal=False), ((E, D),), chosen),
+}
+
+
+def weights_of(case: Case) -> tuple[Tensor, ...]:
+    return tuple(rand(*shape, seed=i) for i, shape in enumerate(case.shapes))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name: str) -> None:
+    case = CASES[name]
+    gate = case.gate(lambda: True)
+
+    def scores_and_losses(x_TD: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)  # of the noise
+            choice = gate(x_TD, weights)
+        return choice.score_TK, choice.losses
+
+    inputs = (rand(7, D, seed=9), *weights_of(case))
+    assert torch.autograd.gradcheck(scores_and_losses, [t.requires_grad_() for t in inputs])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_types_and_no_tokens(name: str) -> None:
+    case = CASES[name]
+    gate = case.gate(lambda: False)
+    for dtype in (torch.bfloat16, torch.float32):
+        choice = gate(rand(T, D).to(dtype), tuple(w.float() for w in weights_of(case)))
+        assert choice.score_TK.dtype == choice.losses.dtype == torch.float32
+        assert choice.expert_TK.dtype == torch.int64
+    nothing = gate(rand(0, D), weights_of(case))
+    assert nothing.expert_TK.shape == nothing.score_TK.shape
+    assert nothing.expert_TK.shape[1] >= 1
+    assert nothing.losses.tolist() == [0.0, 0.0]
+
+
+def tokens(rank: int) -> tuple[Tensor, Tensor]:
+    """Hidden states and the gradient of the output, of a rank; not as many on each."""
+    x, grad = rand(2, T + 5 * rank, D, seed=100 + rank)
+    return x, grad
+
+
+def experts() -> tuple[Tensor, Tensor]:
+    return rand(E, 2 * F, D, seed=20) * 0.3, rand(E, D, F, seed=21) * 0.3
+
+
+def dense(case: Case, world_size: int, *, is_training: bool) -> list[list[Tensor]]:
+    """Output, gradient of x and losses of each rank; then gradients of gate and experts."""
+    weights = [w.requires_grad_() for w in (*weights_of(case), *experts())]
+    results = []
+    for rank in range(world_size):
+        x, grad = tokens(rank)
+        x.requires_grad_()
+        with torch.random.fork_rng():
+            torch.manual_seed(7 + rank)
+            z_TE = torch.randn(len(x), E, dtype=x.dtype) * is_training
+        scores, probability, h = case.formula(x, tuple(weights[:-2]), z_TE)
+        everyone_TE = torch.arange(E).expand(len(x), E)
+        y = dense_experts(x, everyone_TE, scores, *weights[-2:])
+        rows_E = (scores > 0).sum(dim=0).to(x.dtype)
+        share_E = rows_E / rows_E.sum()
+        balance = E * (share_E * probability.mean(dim=0)).sum()
+        losses = torch.stack((balance, h.exp().sum(dim=1).log().square().mean()))
+        (torch.sum(y * grad) + losses @ losses.new_tensor([0.3, 0.1])).backward()
+        results.append([y.detach(), x.grad, losses.detach()])
+    return [*results, [w.grad for w in weights]]
+
+
+def sharded(
+    rank: int, world_size: int, name: str, *, is_training: bool, is_checkpointed: bool = False
+) -> list[Tensor]:
+    case = CASES[name]
+    strategy = Chunked(forward=2, backward=3)
+    layout = ParallelLayout.build(Grid(world_size, world_size), strategy.uses())
+    home = Placement.block(E, world_size)
+    (plan,) = strategy.plan(Job.at_start([home], layout.node_C))
+    mine = home.experts_of(rank)
+    layer = MoELayer(
+        nn.ParameterList(weights_of(case)),
+        nn.ParameterList([weight[expert] for expert in mine for weight in experts()]),
+        gate=case.gate(lambda: layer.training),
+        function=FeedForwardExperts(silu_gated),
+        strategy=strategy,
+        plan=plan,
+        layout=layout,
+        options=LayerOptions(gate_may_drop=True),
+    ).train(is_training)
+    x, grad = tokens(rank)
+    x.requires_grad_()
+    torch.manual_seed(7 + rank)
+    out = checkpoint(layer, x, use_reentrant=False) if is_checkpointed else layer(x)
+    (torch.sum(out.y * grad) + 0.3 * out.balance_loss + 0.1 * out.z_loss).backward()
+    losses = torch.stack((out.balance_loss, out.z_loss)).detach()
+    of_experts = [p.grad for p in layer.expert_weights]
+    of_gate = [p.grad for p in layer.gate_weights]
+    slots = [torch.stack(of_experts[::2]), torch.stack(of_experts[1::2])]
+    return [out.y.detach(), x.grad, losses, *of_gate, *slots]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "is_training"), [*((name, True) for name in CASES), ("noisy", False)]
+)
+def test_layer_equals_dense(name: str, is_training: bool, world_size: int) -> None:
+    *of_ranks, of_weights = dense(CASES[name], world_size, is_training=is_training)
+    ranks = pool_of(world_size).run(sharded, name, is_training=is_training)
+    pairs = [pair for ours, theirs in zip(ranks, of_ranks) for pair in zip(ours[:3], theirs)]
+    by_weight = list(zip(*(ours[3:] for ours in ranks)))
+    summed = [sum(parts) for parts in by_weight[:-2]]
+    joined = [torch.cat(parts) for parts in by_weight[-2:]]
+    pairs += zip((*summed, *joined), of_weights)
+    errors = [relative_error(ours, theirs) for ours, theirs in pairs]
+    assert len(errors) == 3 * world_size + len(of_weights)
+    assert max(errors) <= 1e-12, errors
+
+
+def test_noise_is_the_same_when_activations_are_computed_again() -> None:
+    pool = pool_of(2)
+    once = pool.run(sharded, "noisy", is_training=True)
+    twice = pool.run(sharded, "noisy", is_training=True, is_checkpointed=True)
+    for ours, again in zip(once, twice):
+        assert all(map(torch.equal, ours, again))
