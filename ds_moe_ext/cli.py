@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_moe_ext import _autoload
-from ds_moe_ext.plan_jobs import ALGORITHMS, plan_text
+from ds_moe_ext.plan_jobs.algorithms import ALGORITHMS, plan_text
 from ds_moe_ext.profile_run import add_profile
 from ds_moe_ext.report.record import RunRecord
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from ds_moe_ext.plan_jobs import ALGORITHMS, plan_text
+from ds_moe_ext.plan_jobs.algorithms import ALGORITHMS, plan_text
 
 MATERIALIZE, SHARD = "sparse-materialization", "heterogeneous-sharding"
 PROPHET, SHADOW = "prophet", "shadow"
+DEGREE, PARTITION = "pipeline-degree", "gradient-partition"
 
 REPLICATION: dict[str, Any] = {
     "rows": [[10, 2, 3, 1], [8, 4, 2, 2], [9, 1, 4, 2], [7, 3, 3, 3]],
@@ -26,6 +27,15 @@ REPLICATION: dict[str, Any] = {
     "forward_non_expert_s": 4,
     "backward_non_expert_s": 8,
     "scheduled": False,
+}
+
+BACKWARD: dict[str, Any] = {
+    "all_to_all": {"alpha_s": 0.2, "beta_s": 1e-3, "n": 4000},
+    "all_gather": {"alpha_s": 0.1, "beta_s": 1e-3, "n": 1000},
+    "reduce_scatter": {"alpha_s": 0.1, "beta_s": 1e-3, "n": 1000},
+    "expert": {"alpha_s": 0.6, "beta_s": 2e-3, "n": 5000},
+    "dense_window_s": 2,
+    "gradient_elements": 8000,
 }
 
 JOBS: dict[str, dict[str, Any]] = {
@@ -45,6 +55,20 @@ JOBS: dict[str, dict[str, Any]] = {
     },
     PROPHET: REPLICATION,
     SHADOW: {**REPLICATION, "parameter_bytes": 2, "gradient_bytes": 2},
+    DEGREE: {
+        "all_to_all": {"alpha_s": 0.2, "beta_s": 1e-3, "n": 4000},
+        "all_gather": {"alpha_s": 0.1, "beta_s": 1e-3, "n": 1000},
+        "reduce_scatter": {"alpha_s": 0.1, "beta_s": 1e-3, "n": 1000},
+        "expert": {"alpha_s": 0.3, "beta_s": 1e-3, "n": 5000},
+        "gradient_s": 0,
+        "max_degree": 8,
+    },
+    PARTITION: {
+        "layers": [BACKWARD] * 3,
+        "all_reduce": {"alpha_s": 0.5, "beta_s": 1e-3},
+        "tail_elements": 0,
+        "max_degree": 8,
+    },
 }
 H2 = {
     "holders": [[0, 1, 2], [0, 3], [1], [1], [0, 2], [2], [3], [3]],
@@ -109,6 +133,37 @@ def test_ranks_without_rows_are_left_out() -> None:
         1,
         3,
     ]
+
+
+def test_degrees_of_fsmoe() -> None:
+    """Its golden test G1: forward, backward, and backward with an all-reduce."""
+    forward = planned(DEGREE, JOBS[DEGREE])
+    assert (forward["degree"], forward["case"]) == (3, 3)
+    assert forward["times_s"][:4] == pytest.approx([15.9, 11.2, 10.0667, 10.3], abs=5e-5)
+    assert len(forward["times_s"]) == 8
+    assert forward["time_s"] == forward["times_s"][2]
+    expert = {"alpha_s": 0.6, "beta_s": 2e-3, "n": 5000}
+    backward = planned(DEGREE, changed(DEGREE, expert=expert))
+    assert (backward["degree"], backward["case"]) == (4, 2)
+    assert backward["time_s"] == pytest.approx(15.5)
+    reducing = planned(DEGREE, changed(DEGREE, expert=expert, gradient_s=9))
+    assert (reducing["degree"], reducing["case"]) == (2, 1)
+    assert reducing["time_s"] == pytest.approx(17.8)
+    assert planned(DEGREE, changed(DEGREE, max_degree=2))["degree"] == 2
+
+
+def test_partition_of_fsmoe() -> None:
+    """Its golden tests G2 and G8."""
+    plan = planned(PARTITION, JOBS[PARTITION])
+    assert (plan["dense"], plan["moe"]) == ([1500] * 3, [5400] * 3)
+    assert sum(plan["extra"]) == 3300
+    assert plan["degrees"] == [3, 3, 2]
+    assert plan["time_s"] == pytest.approx(48.2667, abs=5e-5)
+    layers = [{**BACKWARD, "gradient_elements": n} for n in (0, 6900)]
+    last = planned(PARTITION, changed(PARTITION, layers=layers, tail_elements=6900))
+    assert (last["dense"], last["moe"]) == ([0, 1500], [0, 5400])
+    assert (last["extra"], last["degrees"]) == ([0, 0], [4, 4])
+    assert last["time_s"] == pytest.approx(2 * 15.5 + 7.4)
 
 
 def test_a_list_of_jobs_is_a_list_of_plans() -> None:
@@ -178,10 +233,55 @@ def bad_jobs() -> list[tuple[str, Any, str]]:
         ({"bandwith": 1}, "has no key 'bandwith'; did you mean 'bandwidth'?"),
         *(({"rows": [[1, 2, 3, x]]}, "rows[0][3] is ") for x in [-1, 1.5, True, None, 2**33]),
     ]
+    gather = JOBS[DEGREE]["all_gather"]
+    degree: list[tuple[dict[str, Any], str]] = [
+        ({"all_to_all": 3}, "input.all_to_all is 3, but must be an object"),
+        ({"all_to_all": {"alpha_s": 1, "beta_s": 1}}, "input.all_to_all needs the key 'n'"),
+        ({"all_gather": {**gather, "alpha": 1}}, "did you mean 'alpha_s'?"),
+        ({"all_gather": {**gather, "alpha_s": -1}}, "all_gather.alpha_s is -1.0; it must be a"),
+        ({"reduce_scatter": {**gather, "n": 1e19}}, "reduce_scatter.n is 1e+19; it must be a"),
+        ({"expert": {**gather, "beta_s": "1"}}, "expert.beta_s is '1', but must be a number"),
+        ({"expert": {**gather, "beta_s": 10**400}}, "expert.beta_s is inf; it must be a number"),
+        ({"gradient_s": -0.5}, "gradient_s is -0.5; it must be a number from 0"),
+        ({"gradient_s": None}, "gradient_s is None, but must be a number"),
+        ({"max_degree": 0}, "max_degree is 0; it must be an integer from 1 to 4096"),
+        ({"max_degree": 5000}, "max_degree is 5000"),
+        ({"max_degree": 2.0}, "max_degree is 2.0"),
+        ({"max_degree": True}, "max_degree is True"),
+        ({"degree": 2}, "has no key 'degree'; did you mean 'max_degree'?"),
+    ]
+    reduce = JOBS[PARTITION]["all_reduce"]
+    partition: list[tuple[dict[str, Any], str]] = [
+        ({"layers": 3}, "layers is 3, but must be a list"),
+        ({"layers": []}, "layers has 0 objects; give one for each layer, from 1 to 1024"),
+        ({"layers": [BACKWARD] * 1025}, "layers has 1025 objects"),
+        ({"all_reduce": {"alpha_s": 1}}, "input.all_reduce needs the key 'beta_s'"),
+        ({"all_reduce": {**reduce, "n": 1}}, "input.all_reduce has no key 'n'"),
+        ({"all_reduce": {**reduce, "beta_s": -1}}, "all_reduce.beta_s is -1.0; it must be a"),
+        ({"tail_elements": -1}, "tail_elements is -1; it must be an integer from 0"),
+        ({"tail_elements": 2**41}, "tail_elements is 2199023255552"),
+        ({"tail_elements": 0.5}, "tail_elements is 0.5, but must be an integer"),
+        ({"max_degree": 0}, "max_degree is 0; it must be an integer from 1 to 4096"),
+        ({"head_elements": 0}, "has no key 'head_elements'; did you mean 'tail_elements'?"),
+    ]
+    layer: list[tuple[Any, str]] = [
+        (3, "layers[1]: layer is 3, but must be an object"),
+        ({}, "layer needs the key 'all_to_all'; add it"),
+        ({**BACKWARD, "expert": {}}, "layer.expert needs the key 'alpha_s'"),
+        ({**BACKWARD, "expert": {**reduce, "n": -5}}, "layers[1]: expert.n is -5.0; it must be"),
+        ({**BACKWARD, "dense_window_s": -2}, "layers[1]: dense_window_s is -2.0; it"),
+        ({**BACKWARD, "dense_window": 2}, "did you mean 'dense_window_s'?"),
+        ({**BACKWARD, "gradient_elements": -1}, "gradient_elements is -1; it must be an integer"),
+        ({**BACKWARD, "gradient_elements": True}, "gradient_elements is True"),
+        ({**BACKWARD, "gradient_elements": 10**30}, "gradient_elements is 1000000000"),
+    ]
     loads = [-1, True, "7", None, [7], {}, 2**33, 1e300, 10**400]
     return [
         *((name, changed(name, **v), says) for name in (MATERIALIZE, SHARD) for v, says in hecate),
         *((PROPHET, changed(PROPHET, **values), says) for values, says in replication),
+        *((DEGREE, changed(DEGREE, **values), says) for values, says in degree),
+        *((PARTITION, changed(PARTITION, **values), says) for values, says in partition),
+        *((PARTITION, changed(PARTITION, layers=[BACKWARD, x]), says) for x, says in layer),
         (SHADOW, changed(SHADOW, rows=[]), "rows is []"),
         *((MATERIALIZE, changed(MATERIALIZE, load=[1] * 7 + [x]), "load[7] is ") for x in loads),
         *((SHARD, changed(SHARD, load=[[1], [1, x]]), "load[1][1] is ") for x in loads),
