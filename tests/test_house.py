@@ -24,7 +24,7 @@ LAYERS = (
     ("schedule.task",),
     ("schedule.orders", "schedule.simulate", "schedule.step"),
     ("schedule.trace",),
-    ("layout", "comm", "load"),
+    ("layout", "comm", "all_to_all", "load"),
     ("cost",),
     ("planners",),
     ("schedule.execute",),
