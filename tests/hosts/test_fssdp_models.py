@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 
 from tests.hosts import toy
-from tests.hosts.copied_runs import alone, check_equal, fssdp, num_copied, plain, run, varied
+from tests.hosts.copied_runs import alone,
+    check_equal,
+    fssdp,
+    num_copied,
+    num_moved,
+    plain,
+    run,
+    varied,
+
 from tests.hosts.jobs import Job
 from tests.marks import slow
 
@@ -45,6 +53,14 @@ def test_toys_on_more_ranks_than_experts(family: str) -> None:
     job = Job(family, 0, dtype="float64", steps=5, micro_batches=8)
     ours, _ = run(8, varied(job, **ALL))
     check_equal(ours, alone(job), job)
+
+
+def test_frozen_experts_move_beside_trained_ones() -> None:
+    """Nothing of the optimizer is kept of them; some ranks have only such to move."""
+    job = Job("toy, some experts frozen", 0, dtype="float64", steps=6)
+    ours, steps = run(4, varied(job, layers=0.0, shard_every=1, seed=1))
+    check_equal(ours, alone(job), job)
+    assert num_moved(steps)
 
 
 @pytest.mark.parametrize("layers", [0.0, 1.0])

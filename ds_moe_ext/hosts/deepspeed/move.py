@@ -118,12 +118,14 @@ class ExpertMover:
         got: Sequence[tuple[Slot, int]],
         states: OptimizerStates,
     ) -> None:
-        """Move what is kept once for a weight, such as its number of steps."""
+        """Move what is kept once for a weight, such as its number of steps.
+
+        Of frozen experts nothing is kept, so that nothing is sent: a rank may have none but these.
+        """
         sends = [(_scalars(states, slot), to) for slot, to in given]
         receives = [(torch.empty_like(_scalars(states, slot)), from_) for slot, from_ in got]
-        if not any(tensor.numel() for tensor, _ in (*sends, *receives)):
-            return
-        exchange(receives, sends, self._group)
+        pairs = [(tensor, other) for tensor, other in receives if tensor.numel()]
+        exchange(pairs, [(tensor, other) for tensor, other in sends if tensor.numel()], self._group)
         written: dict[nn.Parameter, ParameterStates] = {}
         for (slot, _), (arrived, _) in zip(got, receives):
             numbers = iter(arrived.tolist())
