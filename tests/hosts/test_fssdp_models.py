@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.hosts import toy
-from tests.hosts.copied_runs import alone,
+from tests.hosts.copied_runs import (
+    alone,
     check_equal,
     fssdp,
     num_copied,
@@ -15,7 +16,7 @@ from tests.hosts.copied_runs import alone,
     plain,
     run,
     varied,
-
+)
 from tests.hosts.jobs import Job
 from tests.marks import slow
 
