@@ -22,7 +22,7 @@ LAYERS = (
     ("_autoload",),  # names the patches, and imports nothing of ours
     ("strict", "placement", "share", "transfer", "hardware"),
     ("schedule.task",),
-    ("schedule.orders", "schedule.simulate", "schedule.step"),
+    ("schedule.orders", "schedule.simulate", "schedule.step", "schedule.pipelines"),
     ("schedule.trace",),
     ("layout", "comm", "all_to_all", "load"),
     ("cost",),
@@ -43,6 +43,7 @@ LAYERS = (
 
 PURE = ("placement", "planners", "schedule.task", "schedule.orders", "schedule.simulate")
 PURE += ("share", "transfer", "schedule.step", "schedule.trace", "strict", "hardware", "cost.fit")
+PURE += ("schedule.pipelines",)
 HOST_PACKAGES = {"deepspeed", "megatron", "transformers", "accelerate"}
 
 

@@ -5,6 +5,10 @@ The way of one batch::
     x --gate--> expert_ids, scores --order--> route
     x, route --dispatch--> arrived --expert--> computed --combine--> returned --restore--> y
 
+Where the ranks of a cell split each expert, two collectives of the cell stand around it::
+
+    arrived --cell_gather--> gathered --expert--> partial --cell_scatter--> computed
+
 Where the host keeps its own gate, the program starts after it, with ids and scores as inputs.
 Where experts have copies, ``weights --join--> target_weights`` stands before the experts. Copies
 travel beside all this: tasks launch them, recall them for backward and send their gradients home.
@@ -17,6 +21,8 @@ from functools import cache
 
 from ds_moe_ext.schedule.orders import issued_last
 from ds_moe_ext.schedule.task import (
+    CELL_GATHER,
+    CELL_SCATTER,
     COMBINE,
     DISPATCH,
     EXPERT,
@@ -45,6 +51,8 @@ ROUTE = Kind("route", has_gradient=False)  # LayerRoute
 WEIGHTS = Kind("weights")  # tuple of tensors: of the experts at home on this rank, by slot
 TARGET_WEIGHTS = Kind("target_weights")  # and of all that compute here
 ARRIVED = Kind("arrived")  # rows at the experts [R, D], by slot
+GATHERED = Kind("gathered")  # rows at all ranks of the cell [G, D], by slot
+PARTIAL = Kind("partial")  # outputs of the splits of experts on this rank [G, D], to be summed
 COMPUTED = Kind("computed")  # expert outputs [R, D], by slot
 RETURNED = Kind("returned")  # expert outputs [N, D], in send order
 Y = Kind("y", by_token=True)  # output [T, D]
@@ -105,9 +113,22 @@ def plan_ahead(layer: int, whole: Span) -> Task:
     return Task(PLAN, layer, whole, (Value(ROUTE, layer, whole),), (Value(PLANNED, layer),))
 
 
-def expert(layer: int, span: Span, weights: Kind = WEIGHTS) -> Task:
-    reads = (Value(ARRIVED, layer, span), Value(ROUTE, layer, span), Value(weights, layer))
-    return Task(EXPERT, layer, span, reads, (Value(COMPUTED, layer, span),))
+def cell_gather(layer: int, span: Span) -> Task:
+    """The rows of all ranks of the cell, each of which computes with its part of every expert."""
+    reads = (Value(ARRIVED, layer, span), Value(ROUTE, layer, span))
+    return Task(CELL_GATHER, layer, span, reads, (Value(GATHERED, layer, span),))
+
+
+def expert(layer: int, span: Span, weights: Kind = WEIGHTS, *, sharded: bool = False) -> Task:
+    read, written = (GATHERED, PARTIAL) if sharded else (ARRIVED, COMPUTED)
+    reads = (Value(read, layer, span), Value(ROUTE, layer, span), Value(weights, layer))
+    return Task(EXPERT, layer, span, reads, (Value(written, layer, span),))
+
+
+def cell_scatter(layer: int, span: Span) -> Task:
+    """Sums over the cell, of each rank the rows that arrived there."""
+    reads = (Value(PARTIAL, layer, span), Value(ROUTE, layer, span))
+    return Task(CELL_SCATTER, layer, span, reads, (Value(COMPUTED, layer, span),))
 
 
 def combine(layer: int, span: Span) -> Task:
@@ -120,11 +141,15 @@ def restore(layer: int, span: Span) -> Task:
     return Task(RESTORE, layer, span, reads, (Value(Y, layer, span),))
 
 
-def routed_tasks(layer: int, *, num_chunks: int, degree: int, copied: bool = False) -> list[Task]:
+def routed_tasks(
+    layer: int, *, num_chunks: int, degree: int, copied: bool = False, sharded: bool = False
+) -> list[Task]:
     """Order to restore, chunk by chunk: what every strategy starts from.
 
     Args:
         copied: experts may have copies here, which are joined when the first rows are on their way.
+        sharded: the ranks of a cell split each expert, so that rows are gathered and sums scattered
+            within it.
     """
     whole = Span(0, num_chunks)
     weights = TARGET_WEIGHTS if copied else WEIGHTS
@@ -133,7 +158,10 @@ def routed_tasks(layer: int, *, num_chunks: int, degree: int, copied: bool = Fal
         tasks.append(dispatch(layer, span))
         if copied and span.start == 0:
             tasks.append(join(layer, whole))
-        tasks += [expert(layer, span, weights), combine(layer, span), restore(layer, span)]
+        computing = [expert(layer, span, weights, sharded=sharded)]
+        if sharded:
+            computing = [cell_gather(layer, span), *computing, cell_scatter(layer, span)]
+        tasks += [*computing, combine(layer, span), restore(layer, span)]
     return tasks
 
 

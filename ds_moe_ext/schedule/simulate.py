@@ -11,6 +11,9 @@ from ds_moe_ext.schedule.task import Lane, Schedule, Task
 Seconds = Callable[[int, Task], float]  # (rank, task) -> seconds, alone on its link
 Peers = Callable[[int, Task], Sequence[int]]  # ranks that must all reach the task
 Wire = Callable[[int, Task], str | None]  # link that the task's bytes cross, None for none
+Crowding = Callable[[Task, Sequence[Task]], float]
+"""How many times the seconds that a task takes alone, from what is under way on its rank, itself
+among it."""
 
 
 def alone(rank: int, task: Task) -> Sequence[int]:
@@ -21,6 +24,11 @@ def alone(rank: int, task: Task) -> Sequence[int]:
 def no_link(rank: int, task: Task) -> str | None:
     """Wire of tasks that never meet on one."""
     return None
+
+
+def not_crowded(task: Task, under_way: Sequence[Task]) -> float:
+    """Crowding where tasks slow each other on links only."""
+    return 1.0
 
 
 @dataclass(frozen=True)
@@ -42,11 +50,13 @@ def simulate(
     num_ranks: int = 1,
     peers_of: Peers = alone,
     link_of: Wire = no_link,
+    crowding_of: Crowding = not_crowded,
 ) -> Timeline:
     """Start every task as early as its lane, its inputs and its peers allow.
 
     All ranks run the same schedule. Tasks that are under way on one link share its rate equally;
-    the others run at full speed. A collective starts when its last peer is ready.
+    the others run at full speed, unless what is under way beside them on their rank slows them. A
+    collective starts when its last peer is ready.
 
     Args:
         schedule: tasks in issue order.
@@ -54,11 +64,14 @@ def simulate(
         num_ranks: ranks that run it.
         peers_of: ranks (its own among them) that a task starts together with.
         link_of: the link a task occupies.
+        crowding_of: by how much what is under way on a rank slows a task, besides shared links.
 
     Raises:
         ValueError: a task never starts, because a peer does not wait for it.
     """
-    return _Simulation(schedule, seconds_of, num_ranks, peers_of, link_of).run()
+    return _Simulation(
+        schedule, seconds_of, num_ranks, peers_of, link_of, crowding_of=crowding_of
+    ).run()
 
 
 class _Simulation:
@@ -71,9 +84,12 @@ class _Simulation:
         num_ranks: int,
         peers_of: Peers,
         link_of: Wire,
+        *,
+        crowding_of: Crowding,
     ) -> None:
         self._tasks, self._after = schedule.tasks, schedule.after
         self._seconds_of, self._peers_of, self._link_of = seconds_of, peers_of, link_of
+        self._crowding_of = crowding_of
         self._ranks = range(num_ranks)
         self._start = [[math.nan] * len(self._tasks) for _ in self._ranks]
         self._end = [[math.nan] * len(self._tasks) for _ in self._ranks]
@@ -134,13 +150,25 @@ class _Simulation:
         self._left[rank, position] = self._seconds_of(rank, task)
 
     def _advance(self) -> None:
-        """To the end of the next task: each shares its link with all that are under way on it."""
-        links = [self._link_of(rank, self._tasks[position]) for rank, position in self._left]
-        sharers = [1 if link is None else links.count(link) for link in links]
-        step = min(left * by for left, by in zip(self._left.values(), sharers))
+        """To the end of the next task."""
+        slowed = self._slowed()
+        step = min(left * by for left, by in zip(self._left.values(), slowed))
         self._now += step
-        for (rank, position), by in zip(list(self._left), sharers):
+        for (rank, position), by in zip(list(self._left), slowed):
             self._left[rank, position] -= step / by
             if self._left[rank, position] <= 1e-12:
                 del self._left[rank, position]
                 self._end[rank][position] = self._now
+
+    def _slowed(self) -> list[float]:
+        """Times the seconds alone of each task under way: it shares its link with all that are on
+        it, and its rank with all that are there."""
+        links = [self._link_of(rank, self._tasks[position]) for rank, position in self._left]
+        beside: dict[int, list[Task]] = {rank: [] for rank, _ in self._left}
+        for rank, position in self._left:
+            beside[rank].append(self._tasks[position])
+        return [
+            (1 if link is None else links.count(link))
+            * self._crowding_of(self._tasks[position], beside[rank])
+            for link, (rank, position) in zip(links, self._left)
+        ]

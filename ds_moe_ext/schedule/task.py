@@ -82,6 +82,11 @@ RECALL = Op("recall", COMPUTE, begins=Begun(GATHER))  # the same copies again, f
 SEND_HOME = Op("send_home", COMPUTE, begins=Begun(GATHER, is_adjoint=True))
 PLAN = Op("plan", HOST)  # of the next step
 
+# Where the ranks of a cell split each expert, and where dense gradients are summed in slices.
+CELL_GATHER = Op("cell_gather", INTRA)  # rows that arrived at any rank of the cell, to all of it
+CELL_SCATTER = Op("cell_scatter", INTRA)  # sums what the splits computed, to the rank of each row
+GRADIENTS = Op("gradients", INTER)  # the all-reduce of a slice
+
 
 class Span(NamedTuple):
     """Finest chunks ``start`` to ``stop``, the end excluded."""
