@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_moe_ext.comm import AllToAll, all_to_all_rows
+from ds_moe_ext.rows import on_device, ranges, starts_of
 
 # Planning, pure. A block is what one rank has for another; all of it is known to every rank.
 
@@ -278,11 +279,7 @@ def _taken(lengths: np.ndarray, order: np.ndarray) -> np.ndarray | None:
     order_B = order_B[lengths_B[order_B] > 0]
     if (np.diff(order_B) > 0).all():
         return None
-    starts_B = np.cumsum(lengths_B) - lengths_B
-    taken_B = lengths_B[order_B]
-    shift_N = np.repeat(starts_B[order_B] - (np.cumsum(taken_B) - taken_B), taken_B)
-    rows_N: np.ndarray = shift_N + np.arange(shift_N.size)
-    return rows_N
+    return ranges(starts_of(lengths_B)[order_B], lengths_B[order_B])
 
 
 # Running.
@@ -318,7 +315,8 @@ class Relay:
     def of(cls, itinerary: Itinerary, device: torch.device) -> Relay:
         """Copy the itinerary's arrays to the device; the host does not wait."""
         arrays = (*(hop.taken_N for hop in itinerary.hops), itinerary.taken_R)
-        return cls(itinerary, tuple(_on_device(array, device) for array in arrays))
+        taken = (None if array is None else on_device(array, device) for array in arrays)
+        return cls(itinerary, tuple(taken))
 
     def run(self, rows_N: Tensor, channels: Mapping[Reach, Channel]) -> Tensor:
         """Send the rows. Collective, in the same order on every rank.
@@ -347,13 +345,3 @@ class Relay:
 
 def _in_order(rows: Tensor, taken: Tensor | None) -> Tensor:
     return rows if taken is None else rows.index_select(0, taken)
-
-
-def _on_device(array: np.ndarray | None, device: torch.device) -> Tensor | None:
-    if array is None:
-        return None
-    host = torch.from_numpy(array)
-    if device.type != "cuda":
-        return host.to(device)
-    # From pageable memory the host would wait for what its lane still has to do.
-    return host.pin_memory().to(device, non_blocking=True)

@@ -24,7 +24,7 @@ LAYERS = (
     ("schedule.task",),
     ("schedule.orders", "schedule.simulate", "schedule.step", "schedule.pipelines"),
     ("schedule.trace",),
-    ("layout", "comm", "all_to_all", "load"),
+    ("layout", "comm", "all_to_all", "load", "rows"),
     ("cost",),
     ("planners",),
     ("schedule.execute",),

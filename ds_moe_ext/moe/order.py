@@ -20,6 +20,7 @@ from torch import Tensor
 from ds_moe_ext.comm import all_gather_counts
 from ds_moe_ext.moe.gate import capacity_of, count, drop_over_capacity
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.rows import on_device, ranges, starts_of
 from ds_moe_ext.schedule.execute import OnDevice
 from ds_moe_ext.schedule.task import Cut, Span
 from ds_moe_ext.share import Share
@@ -42,7 +43,7 @@ class SlotRows:
     @classmethod
     def of(cls, rows_S: np.ndarray, device: torch.device) -> SlotRows:
         """From counts that the host knows."""
-        end_S = _on_device(np.cumsum(rows_S).astype(np.int32), device)
+        end_S = on_device(np.cumsum(rows_S).astype(np.int32), device)
         return cls(end_S, int(rows_S.sum()), [tuple(rows_S.tolist())])
 
     def on_host(self) -> tuple[int, ...]:
@@ -203,34 +204,13 @@ class LayerRoute(OnDevice):
         for piece_span, rows in pieces:
             chunks = slice(piece_span.start, piece_span.stop)
             lengths = self.received_CFS[:, chunks].transpose(2, 0, 1)
-            starts_SCF[:, :, chunks] = before + _starts(lengths)
+            starts_SCF[:, :, chunks] = before + starts_of(lengths)
             before += rows.shape[0]
         chunks = slice(span.start, span.stop)
         lengths = self.received_CFS[:, chunks].transpose(2, 0, 1)
         joined = torch.cat([rows for _, rows in pieces])
-        index = _ranges(starts_SCF[:, :, chunks].ravel(), lengths.ravel(), joined.device)
-        return joined.index_select(0, index)
-
-
-def _starts(lengths: np.ndarray) -> np.ndarray:
-    """Where each block begins, blocks stored one behind the other in C order."""
-    flat = lengths.ravel()
-    starts: np.ndarray = (np.cumsum(flat) - flat).reshape(lengths.shape)
-    return starts
-
-
-def _ranges(starts: np.ndarray, lengths: np.ndarray, device: torch.device) -> Tensor:
-    """``start, start + 1, ...`` for each block, one behind the other, int64."""
-    shift = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
-    return _on_device(shift + np.arange(shift.size), device)
-
-
-def _on_device(array: np.ndarray, device: torch.device) -> Tensor:
-    host = torch.from_numpy(array)
-    if device.type != "cuda":
-        return host.to(device)
-    # From pageable memory the host would wait for what its lane still has to do.
-    return host.pin_memory().to(device, non_blocking=True)
+        index = ranges(starts_SCF[:, :, chunks].ravel(), lengths.ravel())
+        return joined.index_select(0, on_device(index, joined.device))
 
 
 def transposed_blocks(lengths: np.ndarray, axes: tuple[int, ...], device: torch.device) -> Tensor:
@@ -240,9 +220,8 @@ def transposed_blocks(lengths: np.ndarray, axes: tuple[int, ...], device: torch.
         lengths: rows of each block, int64 of any number of dims.
         axes: as in ``numpy.transpose``.
     """
-    return _ranges(
-        _starts(lengths).transpose(axes).ravel(), lengths.transpose(axes).ravel(), device
-    )
+    starts, moved = starts_of(lengths).transpose(axes), lengths.transpose(axes)
+    return on_device(ranges(starts.ravel(), moved.ravel()), device)
 
 
 def one_cell_route(expert_TK: Tensor, target: Placement) -> LayerRoute:
@@ -362,10 +341,11 @@ def _by_destination(choice_N: Tensor, rows_FEC: np.ndarray, target: Placement) -
     expert, cell = np.nonzero(target.holds_EC)
     slot = target.slot_EC[expert, cell]
     lengths_FCS[:, cell, slot] = rows_FEC[:, expert, cell]
-    starts_FCS[:, cell, slot] = _starts(rows_FEC)[:, expert, cell]
-    if np.array_equal(starts_FCS[lengths_FCS > 0], _starts(lengths_FCS)[lengths_FCS > 0]):
+    starts_FCS[:, cell, slot] = starts_of(rows_FEC)[:, expert, cell]
+    if np.array_equal(starts_FCS[lengths_FCS > 0], starts_of(lengths_FCS)[lengths_FCS > 0]):
         return choice_N  # experts lie in index order, as in plain expert parallelism
-    return choice_N[_ranges(starts_FCS.ravel(), lengths_FCS.ravel(), choice_N.device)]
+    index = ranges(starts_FCS.ravel(), lengths_FCS.ravel())
+    return choice_N[on_device(index, choice_N.device)]
 
 
 @dataclass(frozen=True)
