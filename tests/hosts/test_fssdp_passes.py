@@ -53,31 +53,37 @@ MEETING_S = 20.0
 
 
 @dataclass
-class Meetings:
-    """Attention and what shall be hidden behind it wait for each other, so that neither can be
+class Barriers:
+    """What computes and what shall be hidden behind it wait for each other, so that neither can be
     over before the other has begun."""
 
     is_on: bool = False
     _barriers: dict[tuple[str, int], threading.Barrier] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _num_gathers: int = 0
-    _num_reductions: int = 0
 
-    def wait(self, what: str, number: int) -> None:
+    def meet(self, what: str, number: int) -> None:
         if not self.is_on:
             return
         with self._lock:
             barrier = self._barriers.setdefault((what, number), threading.Barrier(2))
         barrier.wait(MEETING_S)
 
+
+@dataclass
+class Meetings(Barriers):
+    """Of attention and the copies of its own layer."""
+
+    _num_gathers: int = 0
+    _num_reductions: int = 0
+
     def gather(self, *arguments: Any) -> Traffic:
         """Gathers of a step come in the order of layers, then against it."""
-        self.wait("gather", self._num_gathers)
+        self.meet("gather", self._num_gathers)
         self._num_gathers += self.is_on
         return sparse_all_gather(*arguments)
 
     def reduce(self, *arguments: Any) -> Arrived:
-        self.wait("reduction", NUM_LAYERS - 1 - self._num_reductions)
+        self.meet("reduction", NUM_LAYERS - 1 - self._num_reductions)
         self._num_reductions += self.is_on
         return sparse_reduce_scatter(*arguments)
 
@@ -85,12 +91,12 @@ class Meetings:
         """A hook on attention's first product."""
 
         def backward(grad: Tensor) -> None:
-            self.wait("reduction", layer)
+            self.meet("reduction", layer)
             if gathers_again and layer:
-                self.wait("gather", 2 * NUM_LAYERS - 1 - layer)
+                self.meet("gather", 2 * NUM_LAYERS - 1 - layer)
 
         def forward(module: Any, given: Any, output: Tensor) -> None:
-            self.wait("gather", layer)
+            self.meet("gather", layer)
             output.register_hook(backward)
 
         return forward

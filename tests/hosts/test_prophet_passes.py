@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -17,11 +16,10 @@ from ds_moe_ext.moe.expert import Expert
 from tests.hosts.copied_runs import COPIES, check_equal, plain, run, varied
 from tests.hosts.jobs import Job, engine_of, loss_of, micro_batch
 from tests.hosts.test_fssdp_memory import Counted, counted
-from tests.hosts.test_fssdp_passes import Kept, Moment
+from tests.hosts.test_fssdp_passes import Barriers, Kept, Moment
 from tests.ranks import pool_of
 
 NUM_LAYERS = 3
-MEETING_S = 20.0
 HALVED = "tests.hosts.varied:Halved"
 
 
@@ -35,21 +33,10 @@ def carried(job: Job, **keys: Any) -> Job:
 
 
 @dataclass
-class Meetings:
-    """What computes and what shall be hidden behind it wait for each other, so that neither can be
-    over before the other has begun."""
+class Meetings(Barriers):
+    """Of what a block computes and the copies that it carries."""
 
-    is_on: bool = False
-    _barriers: dict[tuple[str, int], threading.Barrier] = field(default_factory=dict)
     _counts: dict[str, int] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def meet(self, what: str, number: int) -> None:
-        if not self.is_on:
-            return
-        with self._lock:
-            barrier = self._barriers.setdefault((what, number), threading.Barrier(2))
-        barrier.wait(MEETING_S)
 
     def next_of(self, what: str) -> int:
         """How often this was asked before, while it is on."""
