@@ -224,9 +224,9 @@ def build(blueprint: Blueprint, device: torch.device = CPU) -> list[tuple[Attach
     homes = blueprint.homes()
     plans = strategy.plan(Job.at_start(homes, layout.node_C, blueprint.pools))
     attached = []
-    for index, (found, home, plan) in enumerate(zip(blueprint.found, homes, plans)):
+    planned = zip(blueprint.found, homes, plans, (*plans[1:], None))
+    for index, (found, home, plan, following) in enumerate(planned):
         held = torch.from_numpy(home.experts_of(layout.index("ep")))
-        following = plans[index + 1] if index + 1 < len(plans) else None
         site = Site(plan, layout, index, following)
         adopted = found.adopt(held, _factory(blueprint, found, site))
         attached.append((AttachedLayer.of(found, adopted), adopted))

@@ -8,7 +8,6 @@ this block's, so that gradients can travel while it computes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,8 +19,7 @@ from ds_moe_ext.schedule.program import in_backward
 
 def launch_with_blocks(model: nn.Module, layers: Sequence[AttachedLayer]) -> None:
     """Let each layer's block launch copies as it begins."""
-    for layer, following in pairwise((*layers, None)):
-        assert layer is not None
+    for layer, following in zip(layers, (*layers[1:], None)):
         if layer.routed.copies is not None:
             after = None if following is None else following.hosted
             launch = _Launch(layer.hosted, after)

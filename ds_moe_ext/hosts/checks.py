@@ -18,11 +18,24 @@ from ds_moe_ext.moe.observe import Rows
 from ds_moe_ext.report.record import TermRecord
 from ds_moe_ext.strategies.base import Forecast, Job, Strategy
 
+
+class Term(NamedTuple):
+    """One term of a model; its key is its name in ``Forecast`` and in ``Seen``.
+
+    Attributes:
+        name: for a person.
+        of_ranks: what counts of the ranks' seconds.
+    """
+
+    name: str
+    of_ranks: Callable[..., Any]
+
+
 TERMS = {
-    "exchange_s": "exchange of rows",
-    "expert_s": "experts",
-    "gather_s": "copies",
-    "reduce_s": "their gradients",
+    "exchange_s": Term("exchange of rows", np.min),  # the last to come does not wait for others
+    "expert_s": Term("experts", np.max),
+    "gather_s": Term("copies", np.mean),
+    "reduce_s": Term("their gradients", np.mean),
 }
 
 
@@ -92,24 +105,18 @@ class Checks:
         device = copies.like[0].device
         steps = [of_all_ranks([seen for _, seen in step], device) for step in self._pairs]
 
-        def times(term: str, pick: Callable[..., Any]) -> Times:
-            said = [[vars(said)[term] for said, _ in step] for step in self._pairs]
-            found = [[[vars(seen)[term] for seen in rank] for rank in step] for step in steps]
-            return Times(np.array(said), pick(np.array(found), axis=1))
+        def times(key: str, term: Term) -> Times:
+            said = [[vars(said)[key] for said, _ in step] for step in self._pairs]
+            found = [[[vars(seen)[key] for seen in rank] for rank in step] for step in steps]
+            return Times(np.array(said), term.of_ranks(np.array(found), axis=1))
 
-        return {
-            # The last to come to an exchange does not wait for others.
-            "exchange_s": times("exchange_s", np.min),
-            "expert_s": times("expert_s", np.max),
-            "gather_s": times("gather_s", np.mean),
-            "reduce_s": times("reduce_s", np.mean),
-        }
+        return {key: times(key, term) for key, term in TERMS.items()}
 
     def _terms(self, times: Mapping[str, Times]) -> tuple[TermRecord, ...]:
         return tuple(
-            replace(term_of(name, *times[term]), steps=tuple(self._steps))
-            for term, name in TERMS.items()
-            if times[term].found_IL.any()
+            replace(term_of(term.name, *times[key]), steps=tuple(self._steps))
+            for key, term in TERMS.items()
+            if times[key].found_IL.any()
         )
 
 

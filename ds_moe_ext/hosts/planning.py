@@ -83,14 +83,11 @@ class Planning:
             self.tell(self.strategy.describe(self.job))
         is_shard_due = self._rhythm.shard_every and (step + 1) % self._rhythm.shard_every == 0
         has_moved = bool(is_shard_due) and self._moved()
-        plans = [
-            layer.routed.ahead.take(layer.routed.site.plan, seen.routed_CE)
-            for layer, seen in zip(self.layers, rows)
-        ]
         if has_moved or self.costs.are_new:
             self.plan()
-        elif any(plan.successor is not None for plan in plans):
-            self._take(plans)
+        elif any(layer.routed.site.plan.successor is not None for layer in self.layers):
+            pairs = zip((layer.routed for layer in self.layers), rows)
+            self._take([r.ahead.successor(r.site.plan, seen.routed_CE) for r, seen in pairs])
         elif (step + 1) % self._rhythm.plan_every == 0:
             self.plan()
 

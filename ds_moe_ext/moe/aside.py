@@ -51,9 +51,9 @@ class Ahead:
             self._planned = plan.successor(self.rows.so_far_CE)
         return self._planned or plan
 
-    def take(self, plan: Plan, routed_CE: np.ndarray) -> Plan:
-        """The successor of the present plan, from all rows of the step, int64 ``[C, E]``."""
-        planned, self._planned = self._planned, None
-        if planned is None and plan.successor is not None:
-            planned = plan.successor(routed_CE)
-        return planned or plan
+    def successor(self, plan: Plan, routed_CE: np.ndarray) -> Plan:
+        """The successor of the present plan, from all rows of the step, int64 ``[C, E]``; the plan
+        itself if it has none."""
+        if self._planned is not None or plan.successor is None:
+            return self._planned or plan
+        return plan.successor(routed_CE)

@@ -124,6 +124,7 @@ class RoutedExperts:
             following: of the next one, if there is one.
         """
         self.site = replace(self.site, plan=plan, following=following)
+        self.ahead = Ahead(self.rows)
         self._started = None
         if self.copies is not None:
             self.copies.take(plan)
