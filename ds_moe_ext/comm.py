@@ -1,6 +1,7 @@
 """The collectives we use: no other file moves data between ranks.
 
-Shape letters: N rows sent, R rows received, C members of the group.
+Shape letters: N rows sent, R rows received, C members of the group. Inside a cell: P its ranks, R
+rows of one of them, G rows of all.
 """
 
 from __future__ import annotations
@@ -55,20 +56,53 @@ def all_to_all_by_pairs(
     """
     if len(sent_C) == 1:
         return rows_N
-    arrived_R = rows_N.new_empty(sum(received_C), *rows_N.shape[1:])
-    here = dist.get_rank(group)
-    outgoing = rows_N.contiguous().split(list(sent_C))
-    incoming = arrived_R.split(list(received_C))
-    peers = [(here + step) % len(sent_C) for step in range(1, len(sent_C))]
-    works = _post(
-        [(incoming[peer], peer) for peer in peers if received_C[peer]],
-        [(outgoing[peer], peer) for peer in peers if sent_C[peer]],
-        group,
-    )
-    incoming[here].copy_(outgoing[here])
-    for work in works:
-        work.wait()
-    return arrived_R
+    return _by_pairs(rows_N.contiguous().split(list(sent_C)), received_C, group)
+
+
+def all_gather_rows(rows_R: Tensor, num_rows_P: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """The rows of every rank of a cell, ``[G, ...]``, in the order of the ranks. Collective.
+
+    Its adjoint is ``reduce_scatter_rows``. Nothing is padded. On NCCL ``connect`` the group first:
+    ranks that move no rows do not call it.
+
+    Args:
+        rows_R: this rank's, ``[num_rows_P[here], ...]``; a lone rank gets them back as they are.
+        num_rows_P: rows of each rank, the same on all of them.
+        group: the ranks of the cell; a communicator that only the calling lane uses.
+    """
+    if len(num_rows_P) == 1:
+        return rows_R
+    return _by_pairs([rows_R.contiguous()] * len(num_rows_P), num_rows_P, group)
+
+
+def reduce_scatter_rows(
+    rows_G: Tensor,
+    num_rows_P: Sequence[int],
+    group: dist.ProcessGroup,
+    all_to_all: AllToAll = all_to_all_rows,
+) -> Tensor:
+    """The sum over a cell's ranks of the rows that are this rank's, ``[R, ...]``. Collective.
+
+    Its adjoint is ``all_gather_rows``. Summands are added in the order of the ranks, so that the
+    bits depend on nothing else; those of narrow types in float32, which is rounded once.
+
+    Args:
+        rows_G: this rank's summands for the rows of every rank, in the order of the ranks,
+            ``[sum(num_rows_P), ...]``; a lone rank gets them back as they are.
+        num_rows_P: rows of each rank, the same on all of them.
+        group: see ``all_gather_rows``.
+        all_to_all: how the summands travel.
+    """
+    num_ranks = len(num_rows_P)
+    if num_ranks == 1:
+        return rows_G
+    num_rows = num_rows_P[dist.get_rank(group)]
+    arrived = all_to_all(rows_G, num_rows_P, [num_rows] * num_ranks, group)
+    first, second, *others = arrived.view(num_ranks, num_rows, *rows_G.shape[1:])
+    total_R = first.to(_sum_dtype(first, in_float32=True)) + second
+    for summand_R in others:
+        total_R += summand_R
+    return total_R.to(rows_G.dtype)
 
 
 def all_gather_counts(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -142,6 +176,30 @@ def _post(
     ops += [dist.P2POp(dist.isend, out, group=group, group_peer=peer) for out, peer in sends]
     works: list[dist.Work] = dist.batch_isend_irecv(ops)
     return works
+
+
+def _by_pairs(
+    outgoing_C: Sequence[Tensor], received_C: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Send each member a contiguous tensor; rows arrive in their order, ``[R, ...]``. Collective.
+
+    Args:
+        outgoing_C: what each member gets.
+        received_C: rows from each member.
+    """
+    num_members, here = len(outgoing_C), dist.get_rank(group)
+    arrived_R = outgoing_C[here].new_empty(sum(received_C), *outgoing_C[here].shape[1:])
+    incoming_C = arrived_R.split(list(received_C))
+    peers = [(here + step) % num_members for step in range(1, num_members)]
+    works = _post(
+        [(incoming_C[peer], peer) for peer in peers if received_C[peer]],
+        [(outgoing_C[peer], peer) for peer in peers if outgoing_C[peer].shape[0]],
+        group,
+    )
+    incoming_C[here].copy_(outgoing_C[here])
+    for work in works:
+        work.wait()
+    return arrived_R
 
 
 def connect(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -15,9 +15,10 @@ import numpy as np
 import torch.distributed as dist
 
 from ds_moe_ext.comm import gather_texts
-from ds_moe_ext.schedule.task import Lane
+from ds_moe_ext.schedule.task import INTER, INTRA, Lane
 
 AXES = ("edp", "ep", "esp")
+GRID = "grid"  # the cells of one grid and the ranks in them: two axes as one
 
 
 @contextmanager
@@ -59,12 +60,19 @@ class Grid:
     @property
     def ranks(self) -> np.ndarray:
         """Ranks, int64 ``[edp, ep, esp]``."""
-        grid_size = self.num_cells * self.cell_size
-        shape = (self.world_size // grid_size, self.num_cells, self.cell_size)
+        shape = (self.world_size // self.size, self.num_cells, self.cell_size)
         return np.arange(self.world_size).reshape(shape)
+
+    @property
+    def size(self) -> int:
+        """Ranks of one expert-parallel grid: together they hold every expert once."""
+        return self.num_cells * self.cell_size
 
     def along(self, axis: str) -> list[list[int]]:
         """The lists of ranks that differ along one axis only."""
+        if axis == GRID:
+            whole: list[list[int]] = self.ranks.reshape(-1, self.size).tolist()
+            return whole
         moved = np.moveaxis(self.ranks, AXES.index(axis), -1)
         lists: list[list[int]] = moved.reshape(-1, moved.shape[-1]).tolist()
         return lists
@@ -96,8 +104,8 @@ class ParallelLayout:
     def build(
         cls, grid: Grid, uses: Iterable[tuple[str, Lane]], ranks_per_node: int | None = None
     ) -> ParallelLayout:
-        """Make a communicator for each (axis, lane) in ``uses``. Collective, in the same order on
-        every rank.
+        """Make a communicator for each (axis, lane) in ``uses``, and where cells have several
+        ranks those that every strategy needs then. Collective, in the same order on every rank.
 
         Args:
             ranks_per_node: ranks that share fast links; None for those of one machine.
@@ -110,6 +118,9 @@ class ParallelLayout:
         layout = cls(grid, dist.get_rank(), tuple(nodes))
         for axis, lane in uses:
             layout._groups[axis, lane] = _own_group(grid.along(axis), layout.rank)
+        if grid.cell_size > 1:
+            layout._groups[GRID, INTER] = _own_group(grid.along(GRID), layout.rank)
+            layout._groups["esp", INTRA] = _own_group(grid.along("esp"), layout.rank)
         return layout
 
     @property
@@ -129,8 +140,10 @@ class ParallelLayout:
         return self.grid.index(axis, self.rank)
 
     def group(self, axis: str, lane: Lane) -> dist.ProcessGroup:
-        """The communicator of a lane along an axis, made by ``build``."""
-        return self._groups[axis, lane]
+        """The communicator of a lane along an axis, made by ``build``. Where cells have one rank,
+        the whole grid is the axis of cells."""
+        is_row = axis == GRID and self.grid.cell_size == 1
+        return self._groups["ep" if is_row else axis, lane]
 
 
 def _own_group(lists: list[list[int]], rank: int) -> dist.ProcessGroup:

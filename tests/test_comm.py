@@ -62,6 +62,85 @@ def test_gathers() -> None:
         assert texts == ["rank 0", "rank 1", "rank 2"]
 
 
+# Inside a cell.
+
+
+def _cell_rows(world_size: int, seed: int) -> tuple[list[int], int]:
+    """Rows of each rank, some of which have none, and their width; for the last seed no rows."""
+    rng = np.random.default_rng([world_size, seed])
+    num_rows_P = rng.integers(1, 6, world_size) * (rng.random(world_size) < 0.7)
+    return (num_rows_P * (seed < NUM_CELLS - 1)).tolist(), int(rng.integers(1, 5))
+
+
+NUM_CELLS = 12
+
+
+def _gather_cell(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    for seed in range(NUM_CELLS):
+        num_rows_P, width = _cell_rows(world_size, seed)
+        rows_P = [
+            torch.randn(width, n, generator=torch.Generator().manual_seed(place)).to(dtype).t()
+            for place, n in enumerate(num_rows_P)
+        ]
+        gathered_G = comm.all_gather_rows(rows_P[rank], num_rows_P, dist.group.WORLD)
+        assert torch.equal(gathered_G, torch.cat(rows_P))
+        assert (gathered_G is rows_P[rank]) == (world_size == 1)
+
+
+def _scatter_cell(rank: int, world_size: int, dtype: torch.dtype, by_pairs: bool) -> None:
+    all_to_all = comm.all_to_all_by_pairs if by_pairs else comm.all_to_all_rows
+    for seed in range(NUM_CELLS):
+        num_rows_P, width = _cell_rows(world_size, seed)
+        shape = (world_size, sum(num_rows_P), 2, width)
+        rows_PG = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        given_G = rows_PG[rank].clone()
+        first_R, again_R = (
+            comm.reduce_scatter_rows(given_G, num_rows_P, dist.group.WORLD, all_to_all)
+            for _ in range(2)
+        )
+        wide = torch.promote_types(dtype, torch.float32)
+        total_G = rows_PG[0].to(wide)
+        for summand_G in rows_PG[1:]:
+            total_G = total_G + summand_G.to(wide)
+        mine_R = total_G.to(dtype).split(num_rows_P)[rank]
+        assert first_R.dtype == dtype
+        assert torch.equal(first_R, mine_R)
+        assert torch.equal(again_R, mine_R)
+        assert torch.equal(given_G, rows_PG[rank]), "what was given is as it was"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_a_cell_gathers_its_rows(world_size: int, dtype: torch.dtype) -> None:
+    pool_of(world_size).run(_gather_cell, dtype)
+
+
+@pytest.mark.parametrize("by_pairs", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_a_cell_sums_rows_in_the_order_of_its_ranks(
+    world_size: int, dtype: torch.dtype, by_pairs: bool
+) -> None:
+    pool_of(world_size).run(_scatter_cell, dtype, by_pairs)
+
+
+def _adjoint(rank: int, world_size: int) -> tuple[float, float]:
+    """This rank's shares of ``<gather(x), y>`` and of ``<x, scatter(y)>``."""
+    num_rows_P = [2, 0, 3]
+    draw = torch.Generator().manual_seed(rank)
+    x_R = torch.randn(num_rows_P[rank], 4, generator=draw, dtype=torch.float64)
+    y_G = torch.randn(sum(num_rows_P), 4, generator=draw, dtype=torch.float64)
+    gathered_G = comm.all_gather_rows(x_R, num_rows_P, dist.group.WORLD)
+    scattered_R = comm.reduce_scatter_rows(y_G, num_rows_P, dist.group.WORLD)
+    return float((gathered_G * y_G).sum()), float((x_R * scattered_R).sum())
+
+
+def test_gather_and_scatter_are_adjoint() -> None:
+    left, right = np.array(pool_of(3).run(_adjoint)).sum(axis=0)
+    assert left == pytest.approx(right, rel=1e-13)
+    assert left != 0
+
+
 # Sparse collectives.
 
 SHAPES = (

@@ -5,7 +5,7 @@ Shape letters: W ranks, T tokens, E experts, D model width, F expert width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -17,9 +17,11 @@ from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK, capacity_of, drop_over_capacity
 from ds_moe_ext.moe.layer import LayerOptions, MoELayer
+from ds_moe_ext.moe.sharding import Along, Shard
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.strategies.base import Job
+from ds_moe_ext.strategies.base import Job, Strategy
 from ds_moe_ext.strategies.ep import ExpertParallel
+from ds_moe_ext.strategies.esp import ExpertSharding, TwoDegrees
 from tests.marks import slow
 from tests.ranks import pool_of
 from tests.reference import dense_experts, relative_error
@@ -35,6 +37,8 @@ class Case:
     dead: int = 0  # experts that no token chooses
     degrees: tuple[int, int] = (1, 1)
     num_cells: int | None = None
+    cell_size: int = 1
+    schedule: str | None = None  # of strategy esp
     capacity_factor: float | None = None
 
 
@@ -84,18 +88,18 @@ def _dense(case: Case, world_size: int) -> dict[str, list[Tensor]]:
 
 
 def _sharded(rank: int, world_size: int, case: Case) -> list[Tensor]:
-    num_cells = case.num_cells or world_size
-    forward, backward = case.degrees
-    plain = case.degrees == (1, 1)
-    strategy = ExpertParallel() if plain else Chunked(forward=forward, backward=backward)
-    layout = ParallelLayout.build(Grid(world_size, num_cells), strategy.uses())
+    num_cells = case.num_cells or world_size // case.cell_size
+    strategy = _strategy(case)
+    layout = ParallelLayout.build(Grid(world_size, num_cells, case.cell_size), strategy.uses())
     home = Placement.block(case.num_experts, num_cells)
     (plan,) = strategy.plan(Job.at_start([home], layout.node_C))
     mine = home.experts_of(layout.index("ep"))
-    gate_ED, up, down = _weights(case)
+    gate_ED, *weights = _weights(case)
+    shard = _shard(case, layout.index("esp"))
+    parts = [shard.of(number, weight, first_dim=1) for number, weight in enumerate(weights)]
     layer = MoELayer(
         nn.ParameterList([gate_ED]),
-        nn.ParameterList([weight[expert] for expert in mine for weight in (up, down)]),
+        nn.ParameterList([part[expert] for expert in mine for part in parts]),
         gate=SoftmaxTopK(top_k=case.top_k),
         function=FeedForwardExperts(silu_gated),
         strategy=strategy,
@@ -117,6 +121,20 @@ def _sharded(rank: int, world_size: int, case: Case) -> list[Tensor]:
     return [out.y.detach(), x.grad, losses, *grads, torch.from_numpy(mine)]
 
 
+def _strategy(case: Case) -> Strategy:
+    forward, backward = case.degrees
+    if case.schedule is not None:
+        degree = TwoDegrees(forward=forward, backward=backward)
+        return ExpertSharding(degree=degree, schedule=case.schedule).over()
+    if case.degrees == (1, 1) and case.cell_size == 1:
+        return ExpertParallel()
+    return Chunked(forward=forward, backward=backward)
+
+
+def _shard(case: Case, place: int) -> Shard:
+    return Shard((Along(0, num_blocks=2), Along(1)), place, case.cell_size)
+
+
 def _check(case: Case, world_size: int) -> None:
     reference = _dense(case, world_size)
     ranks = pool_of(world_size).run(_sharded, case)
@@ -128,8 +146,15 @@ def _check(case: Case, world_size: int) -> None:
         errors[f"x of rank {rank}"] = relative_error(x_grad, reference["x"][rank])
         errors[f"losses of rank {rank}"] = relative_error(losses, reference["losses"][rank])
         gate_sum += gate_grad
-        up_sum.index_add_(0, mine, up_grad)
-        down_sum.index_add_(0, mine, down_grad)
+        shard = _shard(case, rank % case.cell_size)
+        for number, (total, own) in enumerate(((up_sum, up_grad), (down_sum, down_grad))):
+            dim = shard.alongs[number].dim + 1
+            stretches = shard.stretches(number, total.shape[dim])
+            for start, own_start, length in (
+                stretches if case.cell_size > 1 else [(0, 0, own.shape[dim])]
+            ):
+                part = total.narrow(dim, start, length)
+                part.index_add_(0, mine, own.narrow(dim, own_start, length))
     for name, ours, theirs in zip(
         ("gate", "up", "down"), (gate_sum, up_sum, down_sum), reference["weights"]
     ):
@@ -170,6 +195,35 @@ ON_EIGHT = {"ragged", "64 experts", "capacity in chunks"}
 )
 def test_equals_dense(name: str, world_size: int) -> None:
     _check(CASES[name], world_size)
+
+
+SPLIT = {
+    "fsmoe": Case(schedule="fsmoe", degrees=(3, 2)),
+    "no_iio": Case(schedule="fsmoe_no_iio", degrees=(2, 3)),
+    "default": Case(schedule="default"),
+    "tutel": Case(schedule="tutel", degrees=(2, 2), hot=50.0),
+    "dead experts": Case(schedule="fsmoe", degrees=(2, 4), dead=3),
+    "ragged": Case(schedule="fsmoe", degrees=(2, 1), tokens_W=(24, 7, 1, 30, 3, 0, 12, 9)),
+    "no rows at all": Case(schedule="fsmoe", degrees=(2, 2), tokens_W=(0,) * 8),
+    "capacity": Case(schedule="fsmoe", degrees=(1, 3), capacity_factor=0.7, top_k=4),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "cell_size"),
+    [
+        (name, *sizes) if sizes[0] < 8 or name == "ragged" else slow(name, *sizes)
+        for name in SPLIT
+        for sizes in ((1, 1), (2, 2), (4, 2), (4, 4), (8, 2), (8, 4))
+    ],
+)
+def test_split_experts_equal_dense(name: str, world_size: int, cell_size: int) -> None:
+    _check(replace(SPLIT[name], cell_size=cell_size), world_size)
+
+
+def test_several_grids_of_cells_equal_dense() -> None:
+    _check(replace(SPLIT["fsmoe"], cell_size=2, num_cells=2), 8)
+    _check(replace(SPLIT["fsmoe"], cell_size=2, num_cells=1), 4)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -21,6 +21,7 @@ from ds_moe_ext.moe.order import (
     LayerRoute,
     Order,
     Restore,
+    Seat,
     SlotRows,
     one_cell_route,
     rows_of_experts,
@@ -63,7 +64,7 @@ class Layer:
         told: list[np.ndarray] = []
         stage = Order(
             destination=Destination(self.target, self.share),
-            cell=cell,
+            seat=Seat(cell),
             group=cell,  # all that the replaced exchange wants to know
             capacity_factor=None,
             gate_may_drop=True,
@@ -215,7 +216,7 @@ def one_cell(ids: Tensor, num_experts: int, *, gate_may_drop: bool) -> LayerRout
     told: list[object] = []
     stage = Order(
         destination=Destination(target, LocalElseHome(target, target)),
-        cell=0,
+        seat=Seat(0),
         group=None,
         capacity_factor=None,
         gate_may_drop=gate_may_drop,
@@ -256,7 +257,7 @@ def test_capacity_drops_before_the_exchange() -> None:
     told: list[np.ndarray] = []
     stage = Order(
         destination=Destination(target, LocalElseHome(target, target)),
-        cell=0,
+        seat=Seat(0),
         group=None,
         capacity_factor=1.0,
         gate_may_drop=True,

@@ -47,14 +47,16 @@ def forward_of(degree: int, layer: int = 0) -> Schedule:
     return wires.layer_schedule(tasks, layer, num_chunks=degree, gated=False)
 
 
-def cut_layer(degree: int, layer: int = 0) -> Schedule:
-    """As ``forward_of``, in finest chunks of degrees up to 4."""
-    tasks = wires.routed_tasks(layer, num_chunks=12, degree=degree, sharded=True)
-    return wires.layer_schedule(tasks, layer, num_chunks=12, gated=False)
-
-
 def backward_of(degree: int, layer: int = 0) -> Schedule:
-    return wires.backward_of(forward_of(degree, layer), layer)
+    return forward_of(degree, layer).reversed()
+
+
+def programs(
+    pipeline: Pipeline, degrees: tuple[int, int], slices: Slices, layer: int = 0
+) -> tuple[Schedule, Schedule]:
+    """Those of a layer, as it runs by them."""
+    cutting = wires.Cutting(pipeline, *degrees, sharded=True, slices=slices)
+    return wires.programs(layer, gated=False, cutting=cutting)
 
 
 class Seconds(NamedTuple):
@@ -149,8 +151,7 @@ def test_every_pipeline_issues_every_task_once(pipeline: Pipeline, schedule: Sch
 @pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=PIPELINES)
 def test_adjoints_are_of_the_tasks_they_name(pipeline: Pipeline) -> None:
     degrees = (2, 3) if pipeline.is_cut else (1, 1)
-    first, template = (cut_layer(degree) for degree in degrees)
-    forward, backward = pipeline.programs(first, template, Slices(tail=1))
+    forward, backward = programs(pipeline, degrees, Slices(tail=1))
     for task in backward.tasks:
         for position in task.adjoint_of:
             assert forward.tasks[position].op == task.op
@@ -275,10 +276,7 @@ def g8(pipeline: Pipeline, slices: Sequence[Slices], elements: dict[tuple[int, i
             return 2.0 if task.adjoint_of else 1.2
         return (backward if task.adjoint_of else forward).of(rank, task)
 
-    layers = [
-        pipeline.programs(*(cut_layer(degree, layer) for degree in degrees), each)
-        for layer, each in enumerate(slices)
-    ]
+    layers = [programs(pipeline, degrees, each, layer) for layer, each in enumerate(slices)]
     return simulate(whole_step(layers), seconds_of).makespan_s
 
 

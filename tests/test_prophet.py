@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ds_moe_ext.load import zipf_loads
+from ds_moe_ext.moe import wires
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.prices import Prices
 from ds_moe_ext.planners.split import Split
@@ -28,7 +29,7 @@ from ds_moe_ext.schedule.task import (
 )
 from ds_moe_ext.settings import read_settings
 from ds_moe_ext.strategies.base import Carried, Job, Plan, Pool, Site
-from ds_moe_ext.strategies.prophet import ProProphet, blockwise_schedules
+from ds_moe_ext.strategies.prophet import ProProphet, blockwise
 
 NUM_LAYERS, NUM_CELLS, NUM_EXPERTS = 3, 4, 8
 HOMES = (Placement.block(NUM_EXPERTS, NUM_CELLS),) * NUM_LAYERS
@@ -174,7 +175,8 @@ def ops(schedule: Schedule) -> list[Op]:
 
 def schedules(plan: Plan, following: Plan | None, *, plans: bool = False) -> list[list[Op]]:
     site = Site(plan, layout=None, layer=1, following=following)  # type: ignore[arg-type]
-    return [ops(each) for each in blockwise_schedules(site, gated=False, plans=plans)]
+    beside = blockwise(site, plans=plans)
+    return [ops(each) for each in wires.programs(site.layer, gated=False, beside=beside)]
 
 
 def test_a_layer_without_copies_runs_as_in_expert_parallelism() -> None:

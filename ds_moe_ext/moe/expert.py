@@ -253,7 +253,7 @@ class Expert:
         self, span: Span, rows_RD: Tensor, layer_route: LayerRoute, weights: tuple[Tensor, ...]
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         if self.recompute:
-            computed = self.function(rows_RD, layer_route.on(span).slots, weights)
+            computed = self.function(rows_RD, layer_route.computed(span), weights)
             return (computed,), (rows_RD, layer_route, weights)
         return self._run(span, rows_RD, layer_route, weights)
 
@@ -269,5 +269,5 @@ class Expert:
     def _run(
         self, span: Span, rows_RD: Tensor, layer_route: LayerRoute, weights: tuple[Tensor, ...]
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        slots = layer_route.on(span).slots
+        slots = layer_route.computed(span)
         return run_apart(lambda rows, own: (self.function(rows, slots, own),), (rows_RD, weights))

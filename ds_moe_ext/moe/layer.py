@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ds_moe_ext.layout import ParallelLayout
+from ds_moe_ext.layout import GRID, ParallelLayout
 from ds_moe_ext.moe.aside import Ahead, Aside
+from ds_moe_ext.moe.cell import CellGather, CellScatter, CellWire
 from ds_moe_ext.moe.copies import Copies
 from ds_moe_ext.moe.dispatch import Combine, Dispatch, Wire
 from ds_moe_ext.moe.expert import Expert, ExpertFunction
@@ -22,18 +23,22 @@ from ds_moe_ext.moe.gate import GateFunction
 from ds_moe_ext.moe.join import Join, finished, started
 from ds_moe_ext.moe.local import Local
 from ds_moe_ext.moe.observe import RowsSeen, TasksSeen
-from ds_moe_ext.moe.order import Order, Restore
+from ds_moe_ext.moe.order import Order, Restore, Seat
 from ds_moe_ext.moe.slab import Weights
 from ds_moe_ext.moe.trips import Place
 from ds_moe_ext.schedule.execute import Mark, lanes_for
+from ds_moe_ext.schedule.pipelines import QUEUED
 from ds_moe_ext.schedule.program import Program, Stage, in_backward
 from ds_moe_ext.schedule.task import (
     ATTENTION,
+    CELL_GATHER,
+    CELL_SCATTER,
     COMBINE,
     DISPATCH,
     EXPERT,
     GATE,
     INTER,
+    INTRA,
     JOIN,
     LAUNCH,
     ORDER,
@@ -232,7 +237,7 @@ class RoutedExperts:
             forward, backward = self._strategy.schedules(site, gated=self._gate is not None)
             stages = {**self._common_stages(device), **self._strategy.stages(site)}
             # On one rank nothing is sent, so there is nothing to hide behind anything.
-            alone = site.layout.grid.num_cells * site.layout.grid.cell_size == 1
+            alone = site.layout.grid.size == 1
             chain = forward.is_chain and backward.is_chain
             lanes = lanes_for(device, overlaps=not (alone or chain))
             self._program[device] = Program(
@@ -260,12 +265,12 @@ class RoutedExperts:
     def _common_stages(self, device: torch.device) -> Mapping[Op, Stage]:
         """One stage for each op that strategies share."""
         plan, layout = self.site.plan, self.site.layout
-        wire = Wire.between(layout, INTER, device)
+        wire, cell_size = Wire.between(layout, INTER, device), layout.grid.cell_size
         stages: dict[Op, Stage] = {
             ORDER: Order(
                 destination=Destination(plan.target, plan.share),
-                cell=layout.index("ep"),
-                group=wire.group,
+                seat=Seat(layout.index("ep"), layout.index("esp"), cell_size),
+                group=None if layout.grid.size == 1 else layout.group(GRID, INTER),
                 capacity_factor=self._options.capacity_factor,
                 gate_may_drop=self._options.gate_may_drop,
                 on_rows=self.rows,
@@ -276,6 +281,10 @@ class RoutedExperts:
             COMBINE: Combine(wire, wire),
             RESTORE: Restore(),
         }
+        if cell_size > 1:
+            cell = CellWire(layout.group("esp", INTRA), wire.all_to_all)
+            stages |= {CELL_GATHER: CellGather(cell), CELL_SCATTER: CellScatter(cell)}
+            stages |= {queued: stages[op] for op, queued in QUEUED.items()}
         if self.copies is not None:
             copies = self.copies
             stages[JOIN] = Join(copies)

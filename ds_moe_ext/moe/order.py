@@ -1,7 +1,7 @@
 """Order and I-Order: which row goes where, and rows back to their tokens.
 
-Shape letters: T tokens, K choices a token, N rows sent, R rows received, F finest chunks, C cells,
-S expert slots, E experts, D model width.
+Shape letters: T tokens, K choices a token, N rows sent, R rows received, G rows gathered in a cell,
+F finest chunks, C cells, P places in a cell, S expert slots, E experts, D model width.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -144,6 +144,49 @@ class Route:
 
 
 @dataclass(frozen=True, eq=False)
+class CellRoute:
+    """How the rows of one span meet on the ranks of a cell, which split every expert.
+
+    Gathered, rows lie place by place and there slot by slot; they are computed slot by slot.
+
+    Attributes:
+        rows_P: rows that arrived at each place.
+        slots: rows of each slot, of all places.
+        by_slot_G: takes gathered rows to slot order; None where they lie so.
+        by_place_G: its inverse.
+    """
+
+    rows_P: tuple[int, ...]
+    slots: SlotRows
+    by_slot_G: Tensor | None
+    by_place_G: Tensor | None
+
+    @classmethod
+    def of(cls, rows_PS: np.ndarray, device: torch.device) -> CellRoute:
+        """From the rows that each place has for each slot, on the host."""
+        in_order = min(rows_PS.shape) == 1
+        return cls(
+            rows_P=tuple(rows_PS.sum(axis=1).tolist()),
+            slots=SlotRows.of(rows_PS.sum(axis=0), device),
+            by_slot_G=None if in_order else transposed_blocks(rows_PS, (1, 0), device),
+            by_place_G=None if in_order else transposed_blocks(rows_PS.T, (1, 0), device),
+        )
+
+    def to_slots(self, rows_GD: Tensor) -> Tensor:
+        """Gathered order to slot order."""
+        return rows_GD if self.by_slot_G is None else rows_GD.index_select(0, self.by_slot_G)
+
+    def to_places(self, rows_GD: Tensor) -> Tensor:
+        """Slot order to gathered order."""
+        return rows_GD if self.by_place_G is None else rows_GD.index_select(0, self.by_place_G)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All index tensors."""
+        made = (self.slots.end_S, self.by_slot_G, self.by_place_G)
+        return tuple(x for x in made if x is not None)
+
+
+@dataclass(frozen=True, eq=False)
 class LayerRoute(OnDevice):
     """The routes of all spans of one layer's pass; each is made when first asked for.
 
@@ -153,7 +196,9 @@ class LayerRoute(OnDevice):
         top_k: choices ``K`` a token.
         choice_N: sent choices by chunk, cell, slot and token, int64 ``[N]``.
         sent_FC: rows of each chunk for each cell, on the host.
-        received_CFS: rows from each cell, of each chunk, for each of this cell's slots.
+        received_PCFS: rows that each rank of this cell has from each cell, of each chunk, for each
+            of the cell's slots.
+        place: this rank's place in its cell.
     """
 
     cut: Cut
@@ -161,8 +206,10 @@ class LayerRoute(OnDevice):
     top_k: int
     choice_N: Tensor
     sent_FC: np.ndarray
-    received_CFS: np.ndarray
+    received_PCFS: np.ndarray
+    place: int = 0
     _routes: dict[Span, Route] = field(default_factory=dict)
+    _cells: dict[Span, CellRoute] = field(default_factory=dict)
 
     def on(self, span: Span) -> Route:
         """The route of a span of finest chunks."""
@@ -170,9 +217,21 @@ class LayerRoute(OnDevice):
             self._routes[span] = self._route(span)
         return self._routes[span]
 
+    def in_cell(self, span: Span) -> CellRoute:
+        """How the rows of a span meet in the cell."""
+        if span not in self._cells:
+            rows_PS = self.received_PCFS[:, :, span.start : span.stop].sum(axis=(1, 2))
+            self._cells[span] = CellRoute.of(rows_PS, self.choice_N.device)
+        return self._cells[span]
+
+    def computed(self, span: Span) -> SlotRows:
+        """Rows of each slot that this rank computes with its part of the experts."""
+        is_alone = self.received_PCFS.shape[0] == 1
+        return self.on(span).slots if is_alone else self.in_cell(span).slots
+
     def _route(self, span: Span) -> Route:
         chunks = slice(span.start, span.stop)
-        sent_FC, received_CFS = self.sent_FC[chunks], self.received_CFS[:, chunks]
+        sent_FC, received_CFS = self.sent_FC[chunks], self.received_PCFS[self.place][:, chunks]
         before = int(self.sent_FC[: span.start].sum())
         choice_N = self.choice_N[before : before + int(sent_FC.sum())]
         if sent_FC.shape[0] > 1:  # by chunk and cell, to by cell and chunk
@@ -194,22 +253,22 @@ class LayerRoute(OnDevice):
         )
 
     def tensors(self) -> tuple[Tensor, ...]:
-        parts = (route.tensors() for route in self._routes.values())
-        return (self.choice_N, *chain.from_iterable(parts))
+        routes = (route.tensors() for route in self._routes.values())
+        cells = (route.tensors() for route in self._cells.values())
+        return (self.choice_N, *chain.from_iterable(routes), *chain.from_iterable(cells))
 
     def rows_of(self, span: Span, pieces: Sequence[tuple[Span, Tensor]]) -> Tensor:
-        """Rows of a span in slot order, from rows of overlapping spans in slot order."""
-        starts_SCF = np.zeros(self.received_CFS.transpose(2, 0, 1).shape, dtype=np.int64)
+        """Computed rows of a span in slot order, from those of overlapping spans in slot order."""
+        rows_SPCF = self.received_PCFS.transpose(3, 0, 1, 2)
+        starts_SPCF = np.zeros(rows_SPCF.shape, dtype=np.int64)
         before = 0
         for piece_span, rows in pieces:
             chunks = slice(piece_span.start, piece_span.stop)
-            lengths = self.received_CFS[:, chunks].transpose(2, 0, 1)
-            starts_SCF[:, :, chunks] = before + starts_of(lengths)
+            starts_SPCF[..., chunks] = before + starts_of(rows_SPCF[..., chunks])
             before += rows.shape[0]
         chunks = slice(span.start, span.stop)
-        lengths = self.received_CFS[:, chunks].transpose(2, 0, 1)
         joined = torch.cat([rows for _, rows in pieces])
-        index = ranges(starts_SCF[:, :, chunks].ravel(), lengths.ravel())
+        index = ranges(starts_SPCF[..., chunks].ravel(), rows_SPCF[..., chunks].ravel())
         return joined.index_select(0, on_device(index, joined.device))
 
 
@@ -246,7 +305,8 @@ def one_cell_route(expert_TK: Tensor, target: Placement) -> LayerRoute:
     )
     nothing = np.zeros((1, 1), dtype=np.int64)  # spans other than the whole are never asked for
     cut = Cut.equal(num_tokens, 1)
-    return LayerRoute(cut, target, top_k, choice_N, nothing, nothing[..., None], {whole: route})
+    rows_PCFS = nothing[..., None, None]
+    return LayerRoute(cut, target, top_k, choice_N, nothing, rows_PCFS, 0, {whole: route})
 
 
 def rows_of_experts(expert_TK: Tensor, cut: Cut, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -267,6 +327,20 @@ def rows_of_experts(expert_TK: Tensor, cut: Cut, num_experts: int) -> tuple[Tens
     return key_N, rows.view(cut.num_chunks, num_experts)
 
 
+class Seat(NamedTuple):
+    """Where a rank sits among those that hold a layer's experts.
+
+    Attributes:
+        cell: its cell.
+        place: its place there.
+        cell_size: places ``P`` of a cell.
+    """
+
+    cell: int
+    place: int = 0
+    cell_size: int = 1
+
+
 @dataclass(frozen=True, eq=False)
 class Order:
     """Reads expert ids ``[T, K]``, -1 where a row was dropped; writes the layer's route.
@@ -276,8 +350,8 @@ class Order:
 
     Attributes:
         destination: where experts compute, and how their copies divide rows.
-        cell: this rank's cell.
-        group: the cells; None where there is one cell.
+        seat: this rank's.
+        group: the ranks of all cells; None where there is one rank.
         capacity_factor: rows an expert takes from one rank, over the mean; None for all.
         gate_may_drop: whether ids may be -1.
         on_rows: told the rows of each sender and expert, int64 ``[C, E]``, on the host; or, where
@@ -287,7 +361,7 @@ class Order:
     """
 
     destination: Destination
-    cell: int
+    seat: Seat
     group: dist.ProcessGroup | None
     capacity_factor: float | None
     gate_may_drop: bool
@@ -317,12 +391,16 @@ class Order:
         num_experts = self.destination.target.num_experts
         key_N, rows_FE = rows_of_experts(expert_TK, cut, num_experts)
         gathered = rows_FE[None] if self.group is None else all_gather_counts(rows_FE, self.group)
-        rows_CFE = gathered.cpu().numpy()  # the one wait for the device: splits must be known
-        rows_CE = rows_CFE.sum(axis=1)
+        cell, place, cell_size = self.seat
+        # The one wait for the device: splits must be known.
+        rows_CPFE = gathered.cpu().numpy().reshape(-1, cell_size, *rows_FE.shape)
+        rows_CE = rows_CPFE.sum(axis=(1, 2))
         target, share = self.destination if self.revise is None else self.revise(rows_CE)
         self.on_rows(rows_CE, expert_TK.shape[1], share)
-        own_FEC = share.rows_from(self.cell, rows_CFE[self.cell])
-        received_CFE = share.rows_to(self.cell, rows_CFE)
+        own_FEC = share.rows_from(cell, rows_CPFE[cell, place])
+        # Rows go to the rank of the sender's place, so each place is a plane of its own.
+        received = [share.rows_to(cell, rows_CPFE[:, each]) for each in range(cell_size)]
+        received_PCFE = np.stack(received)
         by_key_N = key_N.argsort(stable=True)[: int(own_FEC.sum())]
         return LayerRoute(
             cut=cut,
@@ -330,7 +408,8 @@ class Order:
             top_k=expert_TK.shape[1],
             choice_N=_by_destination(by_key_N, own_FEC, target),
             sent_FC=own_FEC.sum(axis=1),
-            received_CFS=received_CFE[:, :, target.experts_of(self.cell)],
+            received_PCFS=received_PCFE[..., target.experts_of(cell)],
+            place=place,
         )
 
 

@@ -16,17 +16,23 @@ travel beside all this: tasks launch them, recall them for backward and send the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
+from math import lcm
+from typing import NamedTuple
 
 from ds_moe_ext.schedule.orders import issued_last
+from ds_moe_ext.schedule.pipelines import NO_SLICES, PIPELINES, Pipeline, Slices, in_halves
 from ds_moe_ext.schedule.task import (
+    BEGIN_GRADIENTS,
     CELL_GATHER,
     CELL_SCATTER,
     COMBINE,
     DISPATCH,
     EXPERT,
     GATE,
+    GRADIENTS,
     JOIN,
     LAUNCH,
     ORDER,
@@ -184,30 +190,119 @@ def layer_schedule(tasks: Iterable[Task], layer: int, *, num_chunks: int, gated:
     return Schedule(tuple(tasks), (x, *chosen, weights), (y,))
 
 
-def backward_of(forward: Schedule, layer: int) -> Schedule:
-    """The backward pass, with what is to be done about copies once the experts have computed.
+class Beside(NamedTuple):
+    """What goes on beside the rows of a layer.
 
-    That begins when the gradients of the rows have been exchanged: that window is left to the rows
-    (HECATE, spec rule 34). The gradients of this layer's copies go home, and the copies of the
-    layer before are had again, if they were freed.
+    Attributes:
+        copied: experts may compute elsewhere than at home.
+        carried: the block before launches the copies; else the layer's own, as it begins.
+        carries: this layer's block launches those of the next.
+        plans: the next step is planned while rows travel.
     """
-    back = forward.reversed()
-    tasks = issued_last(back.tasks, JOIN)
-    if tasks[-1].op == JOIN:
-        x = forward.inputs[0]  # whose gradient dispatch's adjoint writes
-        tasks += [send_home(layer, 0, after=x), recall(layer - 1, after=x)]
-    return Schedule(tuple(tasks), back.inputs, back.outputs)
+
+    copied: bool = False
+    carried: bool = False
+    carries: bool = False
+    plans: bool = False
+
+
+class Cutting(NamedTuple):
+    """How the rows of a layer travel.
+
+    Attributes:
+        pipeline: in which order and lanes.
+        forward_degree: spans that the tokens of a forward pass are cut into.
+        backward_degree: and of a backward pass.
+        sharded: as in ``routed_tasks``.
+        slices: reductions of dense gradients that the layer begins in backward.
+    """
+
+    pipeline: Pipeline = PIPELINES["default"]
+    forward_degree: int = 1
+    backward_degree: int = 1
+    sharded: bool = False
+    slices: Slices = NO_SLICES
+
+
+ALONE, WHOLE = Beside(), Cutting()
 
 
 @cache
-def plain_schedules(layer: int, *, gated: bool, copied: bool) -> tuple[Schedule, Schedule]:
-    """Forward and backward of a layer in one chunk, nothing reordered.
+def programs(
+    layer: int, *, gated: bool, beside: Beside = ALONE, cutting: Cutting = WHOLE
+) -> tuple[Schedule, Schedule]:
+    """Forward and backward of one layer.
 
     Args:
-        layer: number of the layer.
+        layer: its number.
         gated: as in ``layer_schedule``.
-        copied: as in ``routed_tasks``.
+        beside: what goes on beside its rows.
+        cutting: how these travel.
+
+    Raises:
+        ValueError: as of ``Pipeline.arranged``.
     """
-    tasks = routed_tasks(layer, num_chunks=1, degree=1, copied=copied)
-    forward = layer_schedule(tasks, layer, num_chunks=1, gated=gated)
-    return forward, backward_of(forward, layer)
+    pipeline, *degrees, sharded, slices = cutting
+    num_chunks = lcm(*degrees)
+
+    def cut(degree: int) -> Schedule:
+        tasks = routed_tasks(
+            layer, num_chunks=num_chunks, degree=degree, copied=beside.copied, sharded=sharded
+        )
+        return layer_schedule(tasks, layer, num_chunks=num_chunks, gated=gated)
+
+    forward, template = map(cut, degrees)
+    forward = replace(forward, tasks=tuple(_forward(in_halves(forward.tasks), beside)))
+    back = pipeline.arranged(forward.backward_cut_as(template), slices)
+    end = forward.inputs[0]  # x, whose gradient dispatch's adjoint writes
+    tasks = _backward(_begun(back.tasks, slices, end), end, beside)
+    return pipeline.queued(forward), replace(back, tasks=tuple(tasks))
+
+
+def _forward(tasks: list[Task], beside: Beside) -> list[Task]:
+    """With what the layer launches and plans: the next one's copies under its experts and under
+    what follows them (Pro-Prophet, Algorithm 2; spec 3.4)."""
+    layer = tasks[0].layer
+    arrives, computes, returns = ([t for t in tasks if t.op is op] for op in _TURNS)
+    if beside.carries:
+        under_experts = launch(layer + 1, 0, after=arrives[0].writes[0])
+        tasks.insert(tasks.index(computes[0]), under_experts)
+        rest = launch(layer + 1, 1, after=returns[-1].writes[0])
+        tasks.insert(tasks.index(returns[-1]) + 1, rest)
+    if beside.plans:
+        (ordered,) = (task for task in tasks if task.op is ORDER)
+        tasks.insert(tasks.index(arrives[-1]) + 1, plan_ahead(layer, ordered.span))
+    return tasks
+
+
+_TURNS = (DISPATCH, EXPERT, COMBINE)
+
+
+def _backward(tasks: Sequence[Task], end: Value, beside: Beside) -> list[Task]:
+    """With what is to be done about copies once the experts have computed.
+
+    That begins when the gradients of the rows have been exchanged: that window is left to the rows
+    (HECATE, spec rule 34). The gradients of this layer's copies go home, and the copies of the
+    layer before are had again, if they were freed. Where that one carries this layer's, it needs
+    its own for its experts, and the gradients have until after those.
+    """
+    layer, tasks = end.layer, issued_last(tasks, JOIN)
+    if beside.copied:
+        asides = [send_home(layer, 0, after=end), recall(layer - 1, after=end)]
+        tasks += reversed(asides) if beside.carried else asides
+    if beside.carries:
+        first = next(task for task in tasks if task.op is EXPERT)
+        returning = send_home(layer + 1, 1, after=Value(COMPUTED, layer, first.span))
+        tasks.insert(tasks.index(first), returning)
+    return tasks
+
+
+def _begun(tasks: Iterable[Task], slices: Slices, end: Value) -> list[Task]:
+    """The reductions beside the dense part are only begun: they end while the host computes."""
+    dense = range(slices.within_moe, slices.within_moe + slices.dense)
+    return [
+        replace(task, op=BEGIN_GRADIENTS, reads=(end,))
+        if task.op is GRADIENTS and task.span.start in dense
+        else task
+        for task in tasks
+    ]

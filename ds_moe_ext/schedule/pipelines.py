@@ -29,6 +29,7 @@ from ds_moe_ext.schedule.task import (
     EXPERT,
     GRADIENTS,
     INTER,
+    JOIN,
     RESTORE,
     Kind,
     Op,
@@ -86,23 +87,6 @@ class Pipeline:
     slices_dense: bool = False
     piece_bytes: int | None = None
 
-    def programs(
-        self, forward: Schedule, template: Schedule, slices: Slices = NO_SLICES
-    ) -> tuple[Schedule, Schedule]:
-        """Forward and backward of a layer.
-
-        Args:
-            forward: the layer, cut by the forward degree.
-            template: the layer, cut by the backward degree.
-            slices: reductions to put into backward.
-
-        Raises:
-            ValueError: as of ``arranged``.
-        """
-        issued = replace(forward, tasks=tuple(in_halves(forward.tasks)))
-        backward = issued.backward_cut_as(template)
-        return self.arranged(issued), self.arranged(backward, slices)
-
     def arranged(self, schedule: Schedule, slices: Slices = NO_SLICES) -> Schedule:
         """The schedule of a layer in one direction, in this order and these lanes.
 
@@ -115,7 +99,7 @@ class Pipeline:
         Raises:
             ValueError: tokens are cut, or a slice stands, where this pipeline has none.
         """
-        self._check(schedule, slices)
+        self._check(slices)
         layer, tasks = schedule.tasks[0].layer, in_halves(schedule.tasks)
         within, dense, tail = accumulate(slices)
         ends = tuple(value for value in schedule.outputs if value.kind.by_token)
@@ -127,17 +111,26 @@ class Pipeline:
             *reductions(layer, Span(within, dense)),
             *reductions(layer, Span(dense, tail), after=ends),
         )
-        if self.has_one_queue:
-            issued = tuple(replace(task, op=QUEUED.get(task.op, task.op)) for task in issued)
-        return replace(schedule, tasks=issued)
+        return self.queued(replace(schedule, tasks=issued))
 
-    def _check(self, schedule: Schedule, slices: Slices) -> None:
+    def queued(self, schedule: Schedule) -> Schedule:
+        """The same tasks in the same order, in the lanes of this pipeline.
+
+        Raises:
+            ValueError: tokens are cut where this pipeline cuts none.
+        """
         num_chunks = sum(task.op == EXPERT for task in schedule.tasks)
         if num_chunks > 1 and not self.is_cut:
             raise ValueError(
                 f"the layer is cut into {num_chunks} chunks, but the pipeline cuts no tokens; "
                 "build its schedule with degree 1"
             )
+        if not self.has_one_queue:
+            return schedule
+        tasks = (replace(task, op=QUEUED.get(task.op, task.op)) for task in schedule.tasks)
+        return replace(schedule, tasks=tuple(tasks))
+
+    def _check(self, slices: Slices) -> None:
         allowed = Slices(self.slices_moe, self.slices_dense, tail=True)
         for name, count, is_allowed in zip(Slices._fields, slices, allowed):
             if count and not is_allowed:
@@ -166,6 +159,8 @@ PIPELINES: Mapping[str, Pipeline] = MappingProxyType(
 def in_halves(tasks: Iterable[Task]) -> list[Task]:
     """What brings chunks to the experts, chunk by chunk, the experts, and what brings chunks back.
 
+    Copies of experts are joined just before the experts.
+
     Tasks of other ops stay before or behind all these, as they stood to the first of them.
 
     Raises:
@@ -173,7 +168,7 @@ def in_halves(tasks: Iterable[Task]) -> list[Task]:
     """
     tasks = list(tasks)
     is_backward = any(task.op == EXPERT and task.adjoint_of for task in tasks)
-    stages: tuple[tuple[Op, ...], ...] = (ARRIVALS, (EXPERT,), RETURNS)
+    stages: tuple[tuple[Op, ...], ...] = (ARRIVALS, (JOIN,), (EXPERT,), RETURNS)
     if is_backward:
         stages = tuple(stage[::-1] for stage in stages[::-1])
     place = {op: (half, rank) for half, ops in enumerate(stages) for rank, op in enumerate(ops)}

@@ -19,6 +19,7 @@ from ds_moe_ext.schedule.task import (
     ATTENTION,
     EXPERT,
     GATHER,
+    GRADIENTS,
     JOIN,
     RECALL,
     Kind,
@@ -34,6 +35,7 @@ LOSS = Kind("loss")  # what the host makes of the last layer's tokens
 COPIES = Kind("copies")  # a piece of a layer's copies, arrived
 AGAIN = Kind("copies_again")  # all of them, in backward
 SUMMED = Kind("summed")  # gradients of a piece, at home
+SLICE = Kind("slice", has_gradient=False)  # of the dense gradients, summed
 
 Programs = tuple[Schedule, Schedule]  # forward and backward of one layer
 
@@ -141,7 +143,10 @@ class _Step:
         position = len(self.tasks)
         self.tasks.append(task)
         begun = task.op.begins
-        if begun is not None and begun.is_adjoint:
+        if begun is not None and begun.op is GRADIENTS:
+            sums = (Value(SLICE, task.layer, task.span),)
+            self.tasks.append(Task(GRADIENTS, task.layer, task.span, task.writes, sums))
+        elif begun is not None and begun.is_adjoint:
             self._send_home(begun.op, task)
         elif begun is not None and task.op != RECALL:
             self._gather(begun.op, task.layer, task.span, task.writes)

@@ -86,6 +86,7 @@ PLAN = Op("plan", HOST)  # of the next step
 CELL_GATHER = Op("cell_gather", INTRA)  # rows that arrived at any rank of the cell, to all of it
 CELL_SCATTER = Op("cell_scatter", INTRA)  # sums what the splits computed, to the rank of each row
 GRADIENTS = Op("gradients", INTER)  # the all-reduce of a slice
+BEGIN_GRADIENTS = Op("begin_gradients", COMPUTE, begins=Begun(GRADIENTS))
 
 
 class Span(NamedTuple):

@@ -11,12 +11,13 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from ds_moe_ext.layout import ParallelLayout
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.planners.pipelining import NOWHERE, Measured, Placed
 from ds_moe_ext.planners.prices import Prices
 from ds_moe_ext.planners.split import Split
 from ds_moe_ext.schedule.program import Stage
@@ -65,6 +66,7 @@ class Job:
         back_window_s: and behind each layer in backward.
         free_bytes: memory of a rank for copies, of all layers together.
         accumulates: several micro-batches make a step.
+        pipelines: what pipelines cost; None until it has been measured.
     """
 
     rows: tuple[np.ndarray, ...]
@@ -75,6 +77,7 @@ class Job:
     back_window_s: tuple[float, ...] = ()
     free_bytes: int = 0
     accumulates: bool = False
+    pipelines: Measured | None = None
 
     @classmethod
     def at_start(
@@ -126,6 +129,7 @@ class Plan:
         carried: the block before launches the copies; else the layer's own, as it begins.
         successor: the plan of the next step, from the rows of this one, int64 ``[C, E]``; None asks
             the strategy, for all layers together. Pure.
+        reductions: of dense gradients, beside the layer's backward.
     """
 
     home: Placement
@@ -137,6 +141,7 @@ class Plan:
     revise: Callable[[np.ndarray], Destination] | None = None
     carried: Carried | None = None
     successor: Callable[[np.ndarray], Plan] | None = None
+    reductions: Placed = NOWHERE
 
     @property
     def has_copies(self) -> bool:
@@ -197,17 +202,27 @@ class Rhythm:
         window: steps whose mean load predicts the next.
         plan_every: steps between plans.
         shard_every: steps between new homes.
+        measures: what pipelines cost is measured in the first steps, and then planned for.
     """
 
     window: int = 1
     plan_every: int = 0
     shard_every: int = 0
+    measures: bool = False
 
 
 class Strategy(ABC):
     """One way to run MoE layers. A subclass is a frozen dataclass."""
 
-    has_uneven_homes: ClassVar[bool] = False  # a layer's experts need not divide over the cells
+    @property
+    def has_uneven_homes(self) -> bool:
+        """Whether a layer's experts need not divide over the cells."""
+        return False
+
+    @property
+    def splits_experts(self) -> bool:
+        """Whether the ranks of a cell may split every expert."""
+        return False
 
     def uses(self) -> tuple[tuple[str, Lane], ...]:
         """The (axis, lane) pairs that need a communicator. Pure."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_moe_ext.moe import wires
-from ds_moe_ext.schedule.task import Schedule
+from ds_moe_ext.moe.wires import ALONE, Beside
 from ds_moe_ext.share import LocalElseHome
-from ds_moe_ext.strategies.base import Job, Plan, Site, Strategy, register
+from ds_moe_ext.strategies.base import Job, Plan, Site, register
+from ds_moe_ext.strategies.placing import Placing
 
 
 @register("ep")
 @dataclass(frozen=True, kw_only=True)
-class ExpertParallel(Strategy):
+class ExpertParallel(Placing):
     """No keys: nothing is planned."""
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
         return tuple(Plan(home, home, LocalElseHome(home, home)) for home in job.homes)
 
-    def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:
-        return wires.plain_schedules(site.layer, gated=gated, copied=False)
+    def beside(self, site: Site) -> Beside:
+        return ALONE

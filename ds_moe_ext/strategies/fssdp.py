@@ -10,18 +10,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import numpy as np
 
-from ds_moe_ext.moe import wires
+from ds_moe_ext.moe.wires import Beside
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.calibrate import calibrate, guarded
 from ds_moe_ext.planners.materialize import materialize
 from ds_moe_ext.planners.overlap import copies_that_fit, overlap_degree
 from ds_moe_ext.planners.prices import Prices
 from ds_moe_ext.planners.shard import shard
-from ds_moe_ext.schedule.task import INTER, PARAM, Lane, Schedule
+from ds_moe_ext.schedule.task import INTER, PARAM, Lane
 from ds_moe_ext.share import NearestCopy
 from ds_moe_ext.strategies.base import (
     Destination,
@@ -30,15 +29,15 @@ from ds_moe_ext.strategies.base import (
     Pool,
     Rhythm,
     Site,
-    Strategy,
     register,
 )
+from ds_moe_ext.strategies.placing import Placing
 from ds_moe_ext.strict import at_least
 
 
 @register("fssdp")
 @dataclass(frozen=True, kw_only=True)
-class FullySharded(Strategy):
+class FullySharded(Placing):
     """HECATE's two planners and its calibration (sections 4 and 5 of the paper).
 
     Attributes:
@@ -63,12 +62,14 @@ class FullySharded(Strategy):
     heterogeneous_sharding: bool = True
     copy_bytes: int | None = None
 
-    has_uneven_homes: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         for key in ("overlap_degree", "copies_per_rank", "reshard_interval", "copy_bytes"):
             at_least(f"ds_moe_ext.fssdp.{key}", vars(self)[key], 0)
         at_least("ds_moe_ext.fssdp.window", self.window, 1)
+
+    @property
+    def has_uneven_homes(self) -> bool:
+        return True
 
     def uses(self) -> tuple[tuple[str, Lane], ...]:
         return (("ep", INTER), ("ep", PARAM))
@@ -126,8 +127,8 @@ class FullySharded(Strategy):
             f"a rank holds up to {_span(fits_L)} copies of a layer (m)"
         )
 
-    def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:
-        return wires.plain_schedules(site.layer, gated=gated, copied=site.plan.is_joined)
+    def beside(self, site: Site) -> Beside:
+        return Beside(copied=site.plan.is_joined)
 
     def _overlap_degrees(self, job: Job) -> np.ndarray:
         """``t`` of each layer, int64 ``[L]``."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 
-from ds_moe_ext.moe import wires
+from ds_moe_ext.moe.wires import Beside
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.block_costs import (
     BACKWARD,
@@ -28,20 +28,7 @@ from ds_moe_ext.planners.prices import TRIPS
 from ds_moe_ext.planners.prophet import BlockPlan, place_experts
 from ds_moe_ext.planners.shadow import shadow_experts
 from ds_moe_ext.planners.split import SPLITS, split_backward, split_forward
-from ds_moe_ext.schedule.orders import issued_last
-from ds_moe_ext.schedule.task import (
-    COMBINE,
-    DISPATCH,
-    EXPERT,
-    INTER,
-    PARAM,
-    SEND_HOME,
-    Lane,
-    Schedule,
-    Span,
-    Task,
-    Value,
-)
+from ds_moe_ext.schedule.task import INTER, PARAM, Lane
 from ds_moe_ext.share import LocalElseHome
 from ds_moe_ext.strategies.base import (
     Carried,
@@ -51,9 +38,9 @@ from ds_moe_ext.strategies.base import (
     Pool,
     Rhythm,
     Site,
-    Strategy,
     register,
 )
+from ds_moe_ext.strategies.placing import Placing
 from ds_moe_ext.strict import at_least, nearest
 
 Planner = Callable[["ProProphet", Placement, np.ndarray, BlockPrices], BlockPlan]
@@ -82,7 +69,7 @@ PLANNERS: Mapping[str, Planner] = {"prophet": _greedy, "shadow": _shadow}
 
 @register("prophet")
 @dataclass(frozen=True, kw_only=True)
-class ProProphet(Strategy):
+class ProProphet(Placing):
     """Pro-Prophet's planner and scheduler (sections 4 and 5 of the paper).
 
     Attributes:
@@ -176,9 +163,8 @@ class ProProphet(Strategy):
             reduce_s=seconds.reduce_s,
         )
 
-    def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:
-        plans = self.scheduler and site.plan.successor is not None
-        return blockwise_schedules(site, gated=gated, plans=plans)
+    def beside(self, site: Site) -> Beside:
+        return blockwise(site, plans=self.scheduler and site.plan.successor is not None)
 
     @property
     def steps_kept(self) -> int:
@@ -275,44 +261,17 @@ class _Search:
         return self(rows_CE)
 
 
-def blockwise_schedules(site: Site, *, gated: bool, plans: bool) -> tuple[Schedule, Schedule]:
-    """Forward and backward of a layer that may carry copies of the next: Algorithm 2 (spec 3.4).
+def blockwise(site: Site, *, plans: bool) -> Beside:
+    """What a layer does that may carry copies of the next: Algorithm 2 (spec 3.4).
 
     Args:
         site: the layer.
-        gated: as in ``wires.layer_schedule``.
         plans: the next step is planned while the rows are on their way.
     """
     following = site.following
-    return _blockwise(
-        site.layer,
-        gated=gated,
+    return Beside(
         copied=site.plan.is_joined,
         carried=site.plan.carried is not None,
         carries=following is not None and following.carried is not None,
         plans=plans,
     )
-
-
-@cache
-def _blockwise(
-    layer: int, *, gated: bool, copied: bool, carried: bool, carries: bool, plans: bool
-) -> tuple[Schedule, Schedule]:
-    whole, after = Span(0, 1), layer + 1
-    tasks: list[Task] = []
-    for task in wires.routed_tasks(layer, num_chunks=1, degree=1, copied=copied):
-        if task.op is EXPERT and carries:
-            tasks.append(wires.launch(after, 0, after=Value(wires.ARRIVED, layer, whole)))
-        tasks.append(task)
-        if task.op is DISPATCH and plans:
-            tasks.append(wires.plan_ahead(layer, whole))
-        if task.op is COMBINE and carries:
-            tasks.append(wires.launch(after, 1, after=Value(wires.RETURNED, layer, whole)))
-    forward = wires.layer_schedule(tasks, layer, num_chunks=1, gated=gated)
-    back = wires.backward_of(forward, layer)
-    # The layer before needs its copies for its experts; the gradients have until after those.
-    reversed_ = issued_last(back.tasks, SEND_HOME) if carried else list(back.tasks)
-    if carries:
-        returning = wires.send_home(after, 1, after=Value(wires.COMPUTED, layer, whole))
-        reversed_.insert([task.op for task in reversed_].index(EXPERT), returning)
-    return forward, Schedule(tuple(reversed_), back.inputs, back.outputs)

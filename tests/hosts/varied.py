@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
 
 import numpy as np
 
+from ds_moe_ext.moe.wires import Beside
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.split import Split
-from ds_moe_ext.schedule.task import INTER, PARAM, Lane, Schedule
+from ds_moe_ext.schedule.task import INTER, PARAM, Lane
 from ds_moe_ext.share import NearestCopy
 from ds_moe_ext.strategies.base import (
     Carried,
@@ -23,15 +23,15 @@ from ds_moe_ext.strategies.base import (
     Pool,
     Rhythm,
     Site,
-    Strategy,
 )
-from ds_moe_ext.strategies.prophet import blockwise_schedules
+from ds_moe_ext.strategies.placing import Placing
+from ds_moe_ext.strategies.prophet import blockwise
 
 VARIED = f"{__name__}:Varied"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Varied(Strategy):
+class Varied(Placing):
     """Copies, further copies once the rows are known, and homes by chance.
 
     Attributes:
@@ -54,7 +54,9 @@ class Varied(Strategy):
     shard_every: int = 0
     seed: int = 0
 
-    has_uneven_homes: ClassVar[bool] = True
+    @property
+    def has_uneven_homes(self) -> bool:
+        return True
 
     def uses(self) -> tuple[tuple[str, Lane], ...]:
         return (("ep", INTER), ("ep", PARAM))
@@ -75,8 +77,8 @@ class Varied(Strategy):
             homes.update(zip(pool.layers, _shuffled(pool, job.homes, rng)))
         return tuple(homes[layer] for layer in range(len(homes)))
 
-    def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:
-        return blockwise_schedules(site, gated=gated, plans=False)
+    def beside(self, site: Site) -> Beside:
+        return blockwise(site, plans=False)
 
     def _chance(self, job: Job) -> np.random.Generator:
         """The same on every rank, and another in every step."""

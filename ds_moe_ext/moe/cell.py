@@ -1,0 +1,78 @@
+"""The cell: its ranks gather each other's rows, and scatter the sums of what they computed of them.
+
+Where the ranks of a cell split every expert, each computes with its part on the rows of all; the
+outputs are partial sums. Each stage is the other's adjoint (FSMoE, spec 1.7). Shape letters: R rows
+that arrived here, G rows of the whole cell, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_moe_ext.comm import AllToAll, all_gather_rows, all_to_all_rows, reduce_scatter_rows
+from ds_moe_ext.moe.order import CellRoute, LayerRoute
+from ds_moe_ext.schedule.task import Span
+
+
+@dataclass(frozen=True)
+class CellWire:
+    """The communicator of a cell.
+
+    Attributes:
+        group: the ranks of the cell, in a communicator that only one lane uses.
+        all_to_all: how partial sums are exchanged.
+    """
+
+    group: dist.ProcessGroup
+    all_to_all: AllToAll = all_to_all_rows
+
+    def gather(self, rows_RD: Tensor, route: CellRoute) -> Tensor:
+        """Rows ``[R, D]`` to those of the cell, ``[G, D]``; both in slot order."""
+        return route.to_slots(all_gather_rows(rows_RD, route.rows_P, self.group))
+
+    def scatter(self, partial_GD: Tensor, route: CellRoute) -> Tensor:
+        """Partial sums ``[G, D]`` to the sums of the rows that are here, ``[R, D]``."""
+        by_place_GD = route.to_places(partial_GD)
+        return reduce_scatter_rows(by_place_GD, route.rows_P, self.group, self.all_to_all)
+
+
+@dataclass(frozen=True)
+class CellGather:
+    """Reads rows ``[R, D]`` and the route; writes those of all ranks of the cell, ``[G, D]``."""
+
+    wire: CellWire
+
+    def forward(
+        self, span: Span, rows_RD: Tensor, layer_route: LayerRoute
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return (self.wire.gather(rows_RD.detach(), layer_route.in_cell(span)),), (layer_route,)
+
+    def backward(self, span: Span, saved: tuple[Any, ...], grad_GD: Tensor) -> tuple[Any, ...]:
+        return (self.wire.scatter(grad_GD, saved[0].in_cell(span)),)
+
+    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
+        return pieces[0][1]
+
+
+@dataclass(frozen=True)
+class CellScatter:
+    """Reads partial sums ``[G, D]`` and the route; writes the sums of this rank's rows,
+    ``[R, D]``."""
+
+    wire: CellWire
+
+    def forward(
+        self, span: Span, partial_GD: Tensor, layer_route: LayerRoute
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return (self.wire.scatter(partial_GD.detach(), layer_route.in_cell(span)),), (layer_route,)
+
+    def backward(self, span: Span, saved: tuple[Any, ...], grad_RD: Tensor) -> tuple[Any, ...]:
+        return (self.wire.gather(grad_RD, saved[0].in_cell(span)),)
+
+    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
+        return pieces[0][1]

@@ -1,0 +1,245 @@
+"""What each layer of a model does by a pipeline: its degrees, and which reductions beside it. Pure.
+
+FSMoE's planner for any of the schedules of ``schedule.pipelines``. Layers here are in the order of
+the model; the partition of gradients wants that of backward. Shape letters: R degrees, G
+reductions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_moe_ext.planners.degree import TIE, Chunks, LayerCosts, link_seconds, path_seconds
+from ds_moe_ext.planners.partition import AllReduce, BackwardLayer, partition_gradients
+from ds_moe_ext.schedule.pipelines import Pipeline
+
+
+@dataclass(frozen=True, eq=False)
+class MoePart:
+    """The MoE part of one layer in one direction, at each degree.
+
+    Attributes:
+        degree_R: number of chunks.
+        alone_R: seconds without a reduction.
+        queue_R: seconds that what a reduction queues with takes.
+    """
+
+    degree_R: np.ndarray
+    alone_R: np.ndarray
+    queue_R: np.ndarray
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, costs: LayerCosts, degrees: Sequence[int]) -> MoePart:
+        """What a pipeline takes at the degrees that it may choose from.
+
+        Args:
+            pipeline: which.
+            costs: of the direction; see ``LayerCosts.in_backward``.
+            degrees: to choose from; a pipeline that cuts no tokens has degree 1.
+        """
+        degree_R = np.array(degrees if pipeline.is_cut else (1,))
+        chunks = costs.cut(degree_R)
+        if pipeline.has_one_queue:
+            return cls(degree_R, *_in_one_queue(chunks))
+        queue_R = link_seconds(chunks)
+        return cls(degree_R, np.maximum(path_seconds(chunks).max(axis=0), queue_R), queue_R)
+
+    def seconds(self, gradient_G: np.ndarray) -> np.ndarray:
+        """Under each of many reductions, at each degree, float ``[G, R]``."""
+        return np.maximum(self.alone_R, self.queue_R + gradient_G[:, None])
+
+    def fastest_seconds(self, gradient_G: np.ndarray) -> np.ndarray:
+        """Under each of many reductions, at the degree that suits it, float ``[G]``."""
+        return self.seconds(gradient_G).min(axis=1)
+
+    def best(self, gradient_s: float = 0.0) -> int:
+        """Position of the fastest degree; of equals the smallest."""
+        times_R = self.seconds(np.array([gradient_s]))[0]
+        return int((times_R <= times_R.min() * (1 + TIE)).argmax())
+
+    def degree(self, gradient_s: float = 0.0) -> int:
+        """The fastest degree."""
+        return int(self.degree_R[self.best(gradient_s)])
+
+    @property
+    def window_s(self) -> float:
+        """Seconds of reduction that the part hides at its best degree without one."""
+        best = self.best()
+        return float(self.alone_R[best] - self.queue_R[best])
+
+
+def _in_one_queue(chunks: Chunks) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds without a reduction, and of the queue of all collectives, each float ``[R]``."""
+    r, a, g, s, e = chunks
+    there, back = a + g, s + a
+    queue_R = r * (there + back)
+    ends = (queue_R, there + r * e + back, r * there + e + back, there + e + r * back)
+    return np.max(ends, axis=0), queue_R
+
+
+class Placed(NamedTuple):
+    """Elements of each reduction of dense gradients beside one layer's backward, by place.
+
+    Attributes:
+        within_moe: between the two halves of its MoE part.
+        dense: beside its dense part.
+    """
+
+    within_moe: tuple[int, ...] = ()
+    dense: tuple[int, ...] = ()
+
+
+NOWHERE = Placed()
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredLayer:
+    """What is known of one layer, with all that follows its MoE part in backward.
+
+    Attributes:
+        costs: of its MoE part in forward.
+        dense_window_s: seconds of backward behind its MoE part, up to the next.
+        gradient_elements: of dense gradients that become ready in the layer's backward, behind its
+            MoE part.
+    """
+
+    costs: LayerCosts
+    dense_window_s: float
+    gradient_elements: int
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What is known of a model.
+
+    Attributes:
+        layers: in model order.
+        head_elements: of dense gradients that are ready when the last layer's backward begins.
+        all_reduce: what reductions cost.
+        element_bytes: of a gradient.
+    """
+
+    layers: tuple[MeasuredLayer, ...]
+    head_elements: int
+    all_reduce: AllReduce
+    element_bytes: int
+
+
+class Piped(NamedTuple):
+    """How one layer runs.
+
+    Attributes:
+        forward_degree: chunks in forward.
+        backward_degree: and in backward.
+        placed: reductions beside backward.
+    """
+
+    forward_degree: int = 1
+    backward_degree: int = 1
+    placed: Placed = NOWHERE
+
+
+Degrees = tuple[int | None, int | None]
+"""Of forward and of backward; None lets the planner choose."""
+
+
+def plan_pipelines(
+    pipeline: Pipeline,
+    measured: Measured,
+    *,
+    max_degree: int,
+    degrees: Degrees = (None, None),
+    slices: bool = True,
+) -> tuple[Piped, ...]:
+    """How each layer runs, in model order.
+
+    Args:
+        pipeline: which.
+        measured: the model.
+        max_degree: the largest degree to try.
+        degrees: that are given.
+        slices: gradients may be reduced beside layers, where the pipeline has places for them.
+    """
+    choices = [range(1, max_degree + 1) if given is None else (given,) for given in degrees]
+    costs = [layer.costs for layer in measured.layers]
+    forward = [MoePart.of(pipeline, each, choices[0]) for each in costs]
+    backward = [MoePart.of(pipeline, each.in_backward(), choices[1]) for each in costs]
+    placed = place(pipeline, measured, backward) if slices else [NOWHERE] * len(costs)
+    return tuple(
+        Piped(
+            ahead.degree(),
+            behind.degree(sum(map(measured.all_reduce.seconds, each.within_moe))),
+            each,
+        )
+        for ahead, behind, each in zip(forward, backward, placed)
+    )
+
+
+def place(pipeline: Pipeline, measured: Measured, parts: Sequence[MoePart]) -> list[Placed]:
+    """Where gradients are reduced beside which layer's backward, in model order.
+
+    Args:
+        pipeline: what has no place in it is left to the end of backward.
+        measured: the model.
+        parts: MoE parts of backward.
+    """
+    cost = measured.all_reduce
+    last_first = list(zip(measured.layers[::-1], parts[::-1], strict=True))
+    ready = [measured.head_elements]
+    ready += [layer.gradient_elements for layer, _ in last_first[:-1]]
+    if pipeline.slices_moe and pipeline.piece_bytes is None:
+        beside = [
+            BackwardLayer(
+                moe_seconds=part.fastest_seconds,
+                moe_window_s=part.window_s,
+                dense_window_s=layer.dense_window_s,
+                gradient_elements=elements,
+            )
+            for (layer, part), elements in zip(last_first, ready)
+        ]
+        tail = measured.layers[0].gradient_elements
+        found = partition_gradients(beside, all_reduce=cost, tail_elements=tail)
+        placed = [
+            Placed(_some(moe), _some(dense)) for moe, dense in zip(found.within_moe, found.dense)
+        ]
+    elif pipeline.piece_bytes is not None:
+        size = max(pipeline.piece_bytes // measured.element_bytes, 1)
+        windows = [(layer.dense_window_s, part.window_s) for layer, part in last_first]
+        placed = _in_pieces(ready, size, cost.seconds, windows)
+    elif pipeline.slices_dense:
+        placed = [Placed(dense=_some(elements)) for elements in ready]
+    else:
+        placed = [NOWHERE] * len(parts)
+    return placed[::-1]
+
+
+def _in_pieces(
+    ready: Sequence[int],
+    size: int,
+    seconds: Callable[[int], float],
+    windows: Sequence[tuple[float, float]],
+) -> list[Placed]:
+    """Whole pieces in each window, a layer's dense one first: what a low priority does (Lina)."""
+    placed, left = [], []
+    for elements, windows_s in zip(ready, windows):
+        count, rest = divmod(elements, size)
+        left += [size] * count + [rest] * (rest > 0)
+        fitting = []
+        for window_s in windows_s:
+            ends_s = accumulate(map(seconds, left))
+            num = sum(end_s <= window_s for end_s in ends_s)
+            fitting.append(tuple(left[:num]))
+            left = left[num:]
+        dense, within_moe = fitting
+        placed.append(Placed(within_moe, dense))
+    return placed
+
+
+def _some(elements: int) -> tuple[int, ...]:
+    """One reduction, or none of nothing."""
+    return (elements,) if elements else ()

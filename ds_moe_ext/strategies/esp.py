@@ -1,0 +1,198 @@
+"""Expert-sharding parallelism and pipelining: FSMoE.
+
+The ranks of a cell split every expert. Rows travel in chunks, between cells and within them at the
+same time, behind the experts; in backward slices of the dense gradients are reduced in the gaps.
+How the experts are spread and copied is another strategy's to decide (``balance``): this one lays
+its pipeline over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+import numpy as np
+
+from ds_moe_ext.moe import wires
+from ds_moe_ext.moe.wires import Cutting
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.planners.pipelining import Measured, Piped, plan_pipelines
+from ds_moe_ext.schedule.pipelines import PIPELINES, Pipeline, Slices
+from ds_moe_ext.schedule.task import Lane, Schedule
+from ds_moe_ext.strategies.base import (
+    Forecast,
+    Job,
+    Plan,
+    Rhythm,
+    Site,
+    Strategy,
+    register,
+)
+from ds_moe_ext.strategies.ep import ExpertParallel
+from ds_moe_ext.strategies.placing import Placing
+from ds_moe_ext.strict import at_least, nearest
+
+KEY = "ds_moe_ext.esp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoDegrees:
+    """Chunks that a layer's tokens are cut into; null: as many as is fastest, layer by layer.
+
+    Attributes:
+        forward: in forward.
+        backward: in backward.
+    """
+
+    forward: int | None = None
+    backward: int | None = None
+
+    def __post_init__(self) -> None:
+        for direction, degree in vars(self).items():
+            at_least(f"{KEY}.degree.{direction}", degree, 1)
+
+
+@register("esp")
+@dataclass(frozen=True, kw_only=True)
+class ExpertSharding:
+    """FSMoE's scheduler (sections 4 and 5 of the paper).
+
+    Attributes:
+        degree: chunks that a layer's tokens are cut into, one number for both directions or one
+            each; null: as many as is fastest by what was measured, layer by layer.
+        max_degree: the most that are tried.
+        schedule: which of the compared schedules: "fsmoe", or one of the others.
+        slice_gradients: reduce dense gradients in slices beside MoE layers, where the schedule has
+            places for them; false leaves them to the host.
+    """
+
+    degree: int | TwoDegrees | None = None
+    max_degree: int = 8
+    schedule: str = "fsmoe"
+    slice_gradients: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.degree, int):
+            at_least(f"{KEY}.degree", self.degree, 1)
+        at_least(f"{KEY}.max_degree", self.max_degree, 1)
+        if self.schedule not in PIPELINES:
+            raise ValueError(
+                f"{KEY}.schedule is {self.schedule!r}, which is unknown; "
+                f"{nearest(self.schedule, PIPELINES)}"
+            )
+        if not self.pipeline.is_cut and any(d not in (None, 1) for d in self.degrees):
+            raise ValueError(
+                f"{KEY}.degree is {self.degree}, but schedule {self.schedule!r} cuts no tokens; "
+                "leave degree out, or choose another schedule"
+            )
+
+    @property
+    def pipeline(self) -> Pipeline:
+        return PIPELINES[self.schedule]
+
+    @property
+    def degrees(self) -> tuple[int | None, int | None]:
+        """Of forward and backward, where they are given."""
+        if isinstance(self.degree, TwoDegrees):
+            return self.degree.forward, self.degree.backward
+        return self.degree, self.degree
+
+    @property
+    def slices(self) -> bool:
+        """Whether gradients are reduced beside layers."""
+        return self.slice_gradients and (self.pipeline.slices_moe or self.pipeline.slices_dense)
+
+    @property
+    def measures(self) -> bool:
+        """Whether anything depends on what operations cost."""
+        return (self.pipeline.is_cut and None in self.degrees) or self.slices
+
+    def over(self, placing: Placing | None = None) -> Pipelined:
+        """The strategy: this pipeline over where another one has experts compute.
+
+        Args:
+            placing: where; None: at home, whole or split.
+        """
+        return Pipelined(esp=self, placing=placing or ExpertParallel())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipelined(Strategy):
+    """A pipeline laid over another strategy.
+
+    Attributes:
+        esp: how rows travel.
+        placing: where experts compute.
+    """
+
+    esp: ExpertSharding
+    placing: Placing
+
+    @property
+    def has_uneven_homes(self) -> bool:
+        return self.placing.has_uneven_homes
+
+    @property
+    def splits_experts(self) -> bool:
+        return True
+
+    def uses(self) -> tuple[tuple[str, Lane], ...]:
+        return self.placing.uses()
+
+    def rhythm(self) -> Rhythm:
+        return replace(self.placing.rhythm(), measures=self.esp.measures)
+
+    def homes(self, job: Job) -> tuple[Placement, ...]:
+        return self.placing.homes(job)
+
+    def plan(self, job: Job) -> tuple[Plan, ...]:
+        plans = self.placing.plan(job)
+        if job.pipelines is None:
+            forward, backward = self.esp.degrees
+            return tuple(_piped(Piped(forward or 1, backward or 1), plan) for plan in plans)
+        pipes = _pipes(self.esp, job.pipelines)
+        return tuple(_piped(piped, plan) for piped, plan in zip(pipes, plans))
+
+    def forecast(self, job: Job, layer: int, plan: Plan, rows_CE: np.ndarray) -> Forecast | None:
+        return self.placing.forecast(job, layer, plan, rows_CE)
+
+    def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:
+        plan = site.plan
+        cutting = Cutting(
+            self.esp.pipeline,
+            plan.forward_degree,
+            plan.backward_degree,
+            sharded=site.layout.grid.cell_size > 1,
+            slices=Slices(*map(len, plan.reductions)),
+        )
+        beside = self.placing.beside(site)
+        return wires.programs(site.layer, gated=gated, beside=beside, cutting=cutting)
+
+
+@lru_cache(maxsize=4)
+def _pipes(esp: ExpertSharding, measured: Measured) -> tuple[Piped, ...]:
+    """How each layer runs, worked out once for what was measured."""
+    return plan_pipelines(
+        esp.pipeline,
+        measured,
+        max_degree=esp.max_degree,
+        degrees=esp.degrees,
+        slices=esp.slices,
+    )
+
+
+def _piped(piped: Piped, plan: Plan) -> Plan:
+    """The plan of where experts compute, and all that follow it, with how rows travel."""
+    successor = plan.successor
+    return replace(
+        plan,
+        forward_degree=piped.forward_degree,
+        backward_degree=piped.backward_degree,
+        reductions=piped.placed,
+        successor=None if successor is None else partial(_next, piped, successor),
+    )
+
+
+def _next(piped: Piped, successor: Callable[[np.ndarray], Plan], rows_CE: np.ndarray) -> Plan:
+    return _piped(piped, successor(rows_CE))
