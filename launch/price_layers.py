@@ -4,8 +4,6 @@ Each schedule is planned without interference. Without it, prices are closed for
 show to be the simulator's; with it, the simulator runs every schedule. No device is needed::
 
     python launch/price_layers.py > layers.md
-
-Shape letters: R degrees, G reductions.
 """
 
 from __future__ import annotations
@@ -14,15 +12,16 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, product
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 from layer_grid import CLUSTERS, ELEMENT_BYTES, ROUTE_S, Cluster, PricedLayer, Shape, grid
 
 from ds_moe_ext.moe import wires
-from ds_moe_ext.planners.degree import TIE, Chunks, LayerCosts, link_seconds, path_seconds
-from ds_moe_ext.planners.partition import AllReduce, BackwardLayer, partition_gradients
+from ds_moe_ext.planners.degree import LayerCosts
+from ds_moe_ext.planners.partition import AllReduce
+from ds_moe_ext.planners.pipelining import Measured, MeasuredLayer, MoePart, place
 from ds_moe_ext.schedule.pipelines import PIPELINES, Pipeline, Slices, reductions
 from ds_moe_ext.schedule.simulate import simulate
 from ds_moe_ext.schedule.task import (
@@ -57,59 +56,7 @@ OVER = "tutel"
 # Plans.
 
 
-class MoePart(NamedTuple):
-    """The MoE part of one layer in one direction, at each degree.
-
-    Attributes:
-        degree_R: number of chunks.
-        alone_R: seconds without a reduction.
-        queue_R: seconds that what a reduction queues with takes.
-    """
-
-    degree_R: np.ndarray
-    alone_R: np.ndarray
-    queue_R: np.ndarray
-
-    def seconds(self, gradient_G: np.ndarray) -> np.ndarray:
-        """Under each of many reductions, at each degree, float ``[G, R]``."""
-        return np.maximum(self.alone_R, self.queue_R + gradient_G[:, None])
-
-    def fastest_seconds(self, gradient_G: np.ndarray) -> np.ndarray:
-        """Under each of many reductions, at the degree that suits it, float ``[G]``."""
-        return self.seconds(gradient_G).min(axis=1)
-
-    def best(self, gradient_s: float = 0.0) -> int:
-        """Position of the fastest degree; of equals the smallest."""
-        times_R = self.seconds(np.array([gradient_s]))[0]
-        return int((times_R <= times_R.min() * (1 + TIE)).argmax())
-
-    @property
-    def window_s(self) -> float:
-        """Seconds of reduction that the part hides at its best degree without one."""
-        best = self.best()
-        return float(self.alone_R[best] - self.queue_R[best])
-
-
-def in_one_queue(chunks: Chunks) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds without a reduction, and of the queue of all collectives, each float ``[R]``."""
-    r, a, g, s, e = chunks
-    there, back = a + g, s + a
-    queue_R = r * (there + back)
-    ends = (queue_R, there + r * e + back, r * there + e + back, there + e + r * back)
-    return np.max(ends, axis=0), queue_R
-
-
-def moe_part(pipeline: Pipeline, costs: LayerCosts, degrees: Sequence[int]) -> MoePart:
-    """What a pipeline takes at the degrees that it may choose from."""
-    degree_R = np.array(degrees if pipeline.is_cut else (1,))
-    chunks = costs.cut(degree_R)
-    if pipeline.has_one_queue:
-        return MoePart(degree_R, *in_one_queue(chunks))
-    queue_R = link_seconds(chunks)
-    return MoePart(degree_R, np.maximum(path_seconds(chunks).max(axis=0), queue_R), queue_R)
-
-
-class Placed(NamedTuple):
+class Reduced(NamedTuple):
     """Elements of each reduction of dense gradients, by place; see ``Slices``."""
 
     within_moe: tuple[int, ...] = ()
@@ -121,49 +68,19 @@ class Placed(NamedTuple):
         return Slices(*map(len, self))
 
 
-def placed(pipeline: Pipeline, layer: PricedLayer, backward: MoePart) -> Placed:
+def reduced(pipeline: Pipeline, layer: PricedLayer, backward: MoePart) -> Reduced:
     """Where the gradients of one attention are reduced beside the next layer's backward.
 
-    All layers are equal, so that each reduces what the one before leaves it. Gradients with one
-    place are not sliced. Pieces of one size go where they fit whole: what a low priority does.
+    All layers are equal, so that each reduces what the one before leaves it.
     """
-    elements, cost = layer.gradient_elements, layer.all_reduce
-    windows_s = (backward.window_s, layer.back_dense_s)
-    if pipeline.piece_bytes is not None:
-        return in_pieces(elements, pipeline.piece_bytes // ELEMENT_BYTES, cost, windows_s)
-    if pipeline.slices_moe:
-        return in_slices(elements, cost, windows_s, backward)
-    return Placed(dense=(elements,)) if pipeline.slices_dense else Placed(tail=(elements,))
-
-
-def in_pieces(elements: int, size: int, cost: AllReduce, windows_s: tuple[float, float]) -> Placed:
-    """Whole pieces in each window, the dense one first."""
-    count, rest = divmod(elements, size)
-    left = [size] * count + [rest] * (rest > 0)
-    fitting = []
-    for window_s in reversed(windows_s):
-        ends_s = list(accumulate(map(cost.seconds, left)))
-        num = sum(end_s <= window_s for end_s in ends_s)
-        fitting.append(tuple(left[:num]))
-        left = left[num:]
-    dense, within_moe = fitting
-    return Placed(within_moe, dense, tuple(left))
-
-
-def in_slices(
-    elements: int, cost: AllReduce, windows_s: tuple[float, float], backward: MoePart
-) -> Placed:
-    """FSMoE's partition: a slice a window, and a tail where that is cheaper than a longer slice."""
-    moe_s, dense_s = windows_s
-    beside = BackwardLayer(
-        moe_seconds=backward.fastest_seconds,
-        moe_window_s=moe_s,
-        dense_window_s=dense_s,
-        gradient_elements=elements,
-    )
-    found = partition_gradients([beside], all_reduce=cost, num_quanta=QUANTA)
-    sizes = (found.moe[0] + found.extra[0], found.dense[0], found.tail)
-    return Placed(*((size,) if size else () for size in sizes))
+    cost, elements = layer.all_reduce, layer.gradient_elements
+    beside = MeasuredLayer(layer.forward, layer.back_dense_s, gradient_elements=0)
+    measured = Measured((beside,), elements, cost, ELEMENT_BYTES)
+    (placed,) = place(pipeline, measured, [backward], num_quanta=QUANTA)
+    left = elements - sum(map(sum, placed))
+    size = left if pipeline.piece_bytes is None else pipeline.piece_bytes // ELEMENT_BYTES
+    tail = [size] * (left // size) + [left % size] * (left % size > 0) if left else []
+    return Reduced(*placed, tuple(tail))
 
 
 @dataclass(frozen=True)
@@ -173,13 +90,13 @@ class Plan:
     Attributes:
         forward: the MoE part in forward.
         backward: and in backward.
-        placed: reductions beside backward.
+        reduced: reductions beside backward.
         all_reduce: what they cost.
     """
 
     forward: MoePart
     backward: MoePart
-    placed: Placed
+    reduced: Reduced
     all_reduce: AllReduce
 
     @classmethod
@@ -191,28 +108,28 @@ class Plan:
             layer: what operations cost.
             degrees: to choose from.
         """
-        forward = moe_part(pipeline, layer.forward, degrees)
-        backward = moe_part(pipeline, layer.forward.in_backward(), degrees)
-        return cls(forward, backward, placed(pipeline, layer, backward), layer.all_reduce)
+        forward = MoePart.of(pipeline, layer.forward, degrees)
+        backward = MoePart.of(pipeline, layer.forward.in_backward(), degrees)
+        return cls(forward, backward, reduced(pipeline, layer, backward), layer.all_reduce)
 
     @property
     def place_s(self) -> tuple[float, ...]:
         """Seconds of the reductions of each place."""
-        return tuple(sum(map(self.all_reduce.seconds, place)) for place in self.placed)
+        return tuple(sum(map(self.all_reduce.seconds, place)) for place in self.reduced)
 
     @property
     def slice_s(self) -> tuple[float, ...]:
         """Seconds of each reduction, in the order of issue."""
-        return tuple(self.all_reduce.seconds(n) for place in self.placed for n in place)
+        return tuple(self.all_reduce.seconds(n) for place in self.reduced for n in place)
 
     @property
     def forward_degree(self) -> int:
-        return int(self.forward.degree_R[self.forward.best()])
+        return self.forward.degree()
 
     @property
     def backward_degree(self) -> int:
         """It suits the reductions within the MoE part."""
-        return int(self.backward.degree_R[self.backward.best(self.place_s[0])])
+        return self.backward.degree(self.place_s[0])
 
 
 # Prices.
@@ -281,7 +198,7 @@ def simulated_s(
 ) -> float:
     """Forward and backward, tasks slowing each other."""
     forward = forward_schedule(pipeline, plan.forward_degree)
-    backward = backward_schedule(pipeline, plan.backward_degree, plan.placed.slices)
+    backward = backward_schedule(pipeline, plan.backward_degree, plan.reduced.slices)
     slice_s = plan.slice_s
     in_forward = task_seconds(layer, layer.forward, plan.forward_degree)
     in_backward = task_seconds(layer, layer.forward.in_backward(), plan.backward_degree)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_grid import CLUSTERS, Cluster, PricedLayer, Shape, grid
-from price_layers import Interference, Placed, Plan, closed_s, simulated_s, summed
+from price_layers import Interference, Plan, Reduced, closed_s, simulated_s, summed
 
 from ds_moe_ext.planners.degree import LayerCosts
 from ds_moe_ext.planners.linear import LinearCost
@@ -84,18 +84,9 @@ def test_costs_grow_with_choices_in_the_moe_part_only() -> None:
 def test_every_gradient_is_reduced_once(cluster: Cluster, name: str) -> None:
     for shape in sample(cluster, 53):
         layer = cluster.priced(shape, choices=1)
-        placed = Plan.of(PIPELINES[name], layer, DEGREES).placed
+        placed = Plan.of(PIPELINES[name], layer, DEGREES).reduced
         assert sum(map(sum, placed)) == layer.gradient_elements
         assert all(size > 0 for place in placed for size in place)
-
-
-def test_pieces_go_where_they_fit() -> None:
-    """Of 10 elements and 12 s each; the MoE window is a tenth too short for two."""
-    cost = AllReduce(alpha_s=2.0, beta_s=1.0)
-    placed = price_layers.in_pieces(47, 10, cost, windows_s=(23.9, 24.0))
-    assert placed == Placed(within_moe=(10,), dense=(10, 10), tail=(10, 7))
-    assert placed.slices == Slices(1, 2, 2)
-    assert price_layers.in_pieces(20, 10, cost, windows_s=(0, 99)) == Placed((), (10, 10), ())
 
 
 def test_places_of_each_pipeline() -> None:
@@ -103,10 +94,10 @@ def test_places_of_each_pipeline() -> None:
     layer = A.priced(Shape(1, 32, 512, 4096, 2, 1.0, 2), choices=1)
     plans = {name: Plan.of(pipeline, layer, DEGREES) for name, pipeline in PIPELINES.items()}
     whole = layer.gradient_elements
-    assert plans["default"].placed == plans["tutel"].placed == Placed(tail=(whole,))
-    assert plans["tutel_improved"].placed == Placed(dense=(whole,))
-    assert plans["fsmoe_unsliced"].placed == Placed(dense=(whole,))
-    fsmoe = plans["fsmoe"].placed
+    assert plans["default"].reduced == plans["tutel"].reduced == Reduced(tail=(whole,))
+    assert plans["tutel_improved"].reduced == Reduced(dense=(whole,))
+    assert plans["fsmoe_unsliced"].reduced == Reduced(dense=(whole,))
+    fsmoe = plans["fsmoe"].reduced
     assert all(map(len, fsmoe[:2]))
     dense_s = layer.all_reduce.seconds(fsmoe.dense[0])
     assert dense_s == pytest.approx(layer.back_dense_s, rel=1e-6)

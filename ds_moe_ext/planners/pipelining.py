@@ -15,7 +15,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_moe_ext.planners.degree import TIE, Chunks, LayerCosts, link_seconds, path_seconds
-from ds_moe_ext.planners.partition import AllReduce, BackwardLayer, partition_gradients
+from ds_moe_ext.planners.partition import (
+    QUANTA,
+    AllReduce,
+    BackwardLayer,
+    partition_gradients,
+)
 from ds_moe_ext.schedule.pipelines import Pipeline
 
 
@@ -180,13 +185,20 @@ def plan_pipelines(
     )
 
 
-def place(pipeline: Pipeline, measured: Measured, parts: Sequence[MoePart]) -> list[Placed]:
+def place(
+    pipeline: Pipeline,
+    measured: Measured,
+    parts: Sequence[MoePart],
+    *,
+    num_quanta: int = QUANTA,
+) -> list[Placed]:
     """Where gradients are reduced beside which layer's backward, in model order.
 
     Args:
         pipeline: what has no place in it is left to the end of backward.
         measured: the model.
         parts: MoE parts of backward.
+        num_quanta: as of ``partition_gradients``.
     """
     cost = measured.all_reduce
     last_first = list(zip(measured.layers[::-1], parts[::-1], strict=True))
@@ -203,7 +215,9 @@ def place(pipeline: Pipeline, measured: Measured, parts: Sequence[MoePart]) -> l
             for (layer, part), elements in zip(last_first, ready)
         ]
         tail = measured.layers[0].gradient_elements
-        found = partition_gradients(beside, all_reduce=cost, tail_elements=tail)
+        found = partition_gradients(
+            beside, all_reduce=cost, tail_elements=tail, num_quanta=num_quanta
+        )
         placed = [
             Placed(_some(moe), _some(dense)) for moe, dense in zip(found.within_moe, found.dense)
         ]

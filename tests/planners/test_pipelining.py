@@ -1,0 +1,112 @@
+"""How layers run by a pipeline: degrees, and which gradients are reduced beside which layer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_moe_ext.planners.degree import LayerCosts, best_degree
+from ds_moe_ext.planners.linear import LinearCost
+from ds_moe_ext.planners.partition import AllReduce
+from ds_moe_ext.planners.pipelining import (
+    NOWHERE,
+    Measured,
+    MeasuredLayer,
+    MoePart,
+    Placed,
+    place,
+    plan_pipelines,
+)
+from ds_moe_ext.schedule.pipelines import PIPELINES, Pipeline
+
+GATHER = LinearCost(alpha_s=0.1, beta_s=1e-3, n=1000)
+G1 = LayerCosts(
+    all_to_all=LinearCost(alpha_s=0.2, beta_s=1e-3, n=4000),
+    all_gather=GATHER,
+    reduce_scatter=GATHER,
+    expert=LinearCost(alpha_s=0.3, beta_s=1e-3, n=5000),
+)
+COST = AllReduce(alpha_s=0.5, beta_s=1e-3)
+FSMOE = PIPELINES["fsmoe"]
+
+
+def model(num_layers: int, elements: int, *, window_s: float = 2.0, tail: int = 0) -> Measured:
+    """Equal layers; each begins its backward with as many gradients ready."""
+    layers = [MeasuredLayer(G1, window_s, elements) for _ in range(num_layers)]
+    layers[0] = MeasuredLayer(G1, window_s, tail)
+    return Measured(tuple(layers), elements, COST, element_bytes=4)
+
+
+def test_g1_through_the_planner() -> None:
+    piped = plan_pipelines(FSMOE, model(1, 0), max_degree=8)
+    assert [(p.forward_degree, p.backward_degree, p.placed) for p in piped] == [(3, 4, NOWHERE)]
+
+
+def test_g2_step_1() -> None:
+    """Without a costly tail nothing moves beyond the windows: spec G2, dense 1500 and MoE 5400."""
+    (last, middle, first) = place(FSMOE, model(3, 6900), parts_of(FSMOE, model(3, 6900)))[::-1]
+    assert last == middle == first == Placed((5400,), (1500,))
+
+
+def test_given_degrees_are_kept() -> None:
+    (piped,) = plan_pipelines(FSMOE, model(1, 0), max_degree=8, degrees=(2, None))
+    assert (piped.forward_degree, piped.backward_degree) == (2, 4)
+
+
+def test_longer_reductions_want_fewer_chunks() -> None:
+    """Spec G1: with 9 ms of reduction inside, backward is fastest at 2 chunks instead of 4."""
+    (piped,) = plan_pipelines(FSMOE, model(1, 8500, window_s=0.0), max_degree=8)
+    within_s = sum(map(COST.seconds, piped.placed.within_moe))
+    assert piped.backward_degree == best_degree(G1.in_backward(), within_s, 8).degree
+
+
+def test_one_queue_has_another_best_degree() -> None:
+    no_iio = MoePart.of(PIPELINES["fsmoe_no_iio"], G1, range(1, 9))
+    two = MoePart.of(FSMOE, G1, range(1, 9))
+    assert (no_iio.alone_R >= two.alone_R).all()
+
+
+def test_pieces_go_where_they_fit() -> None:
+    """Of 10 elements and 12 s each; the MoE window is a tenth too short for two."""
+    cost = AllReduce(alpha_s=2.0, beta_s=1.0)
+    lina = Pipeline(slices_moe=True, slices_dense=True, piece_bytes=40)
+    part = MoePart(np.array([1]), np.array([123.9]), np.array([100.0]))
+    measured = Measured((MeasuredLayer(G1, 24.0, 0),), 47, cost, element_bytes=4)
+    assert place(lina, measured, [part]) == [Placed(within_moe=(10,), dense=(10, 10))]
+
+
+def test_what_fits_nowhere_waits_for_the_next_layer() -> None:
+    lina = Pipeline(slices_moe=True, slices_dense=True, piece_bytes=40)
+    cost = AllReduce(alpha_s=2.0, beta_s=1.0)
+    layers = MeasuredLayer(G1, 50.0, 0), MeasuredLayer(G1, 11.0, 5)
+    parts = [MoePart(np.array([1]), np.array([1.0]), np.array([1.0]))] * 2
+    found = place(lina, Measured(layers, 20, cost, element_bytes=4), parts)
+    assert found == [Placed((), (10, 10, 5)), NOWHERE]
+
+
+def parts_of(pipeline: Pipeline, measured: Measured) -> list[MoePart]:
+    backward = [layer.costs.in_backward() for layer in measured.layers]
+    return [MoePart.of(pipeline, costs, range(1, 9)) for costs in backward]
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    elements=st.lists(st.integers(0, 20_000), min_size=1, max_size=5),
+    window_s=st.floats(0, 20),
+)
+def test_slices_are_causal_and_cover_at_most_once(
+    name: str, elements: list[int], window_s: float
+) -> None:
+    """No layer reduces what is not ready yet, and nothing is reduced twice."""
+    layers = tuple(MeasuredLayer(G1, window_s, n) for n in elements)
+    measured = Measured(layers, elements[-1], COST, element_bytes=4)
+    placed = place(PIPELINES[name], measured, parts_of(PIPELINES[name], measured), num_quanta=16)
+    ready = [measured.head_elements, *(layer.gradient_elements for layer in layers[:0:-1])]
+    left = 0
+    for each, now in zip(placed[::-1], ready, strict=True):
+        left += now - sum(map(sum, each))
+        assert left >= 0
+        assert all(size > 0 for sizes in each for size in sizes)
