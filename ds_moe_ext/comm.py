@@ -115,6 +115,12 @@ def all_gather_counts(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor
     return gathered.view(num_members, *counts.shape)
 
 
+def max_in_place(most: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The largest of the members' values, element by element, in place. Collective."""
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    return most
+
+
 def sum_in_place(total: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Add the members' tensors, in place. Collective."""
     dist.all_reduce(total, group=group)

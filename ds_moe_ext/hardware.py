@@ -38,13 +38,7 @@ class Link:
 
     def __post_init__(self) -> None:
         _positive("a link's bytes_per_s", self.bytes_per_s)
-        if not 0 <= self.latency_s < math.inf:
-            raise ValueError(
-                f"a link's latency_s is {self.latency_s}; it must be at least 0 and finite: write "
-                "seconds, or leave it out where it is not known"
-            )
-        if self.r_squared is not None and not self.r_squared <= 1:
-            raise ValueError(f"a link's r_squared is {self.r_squared}; it must be at most 1")
+        _check_line("a link", "latency_s", self.latency_s, self.r_squared)
 
     def seconds(self, num_bytes: float) -> float:
         """How long a transfer takes."""
@@ -53,6 +47,42 @@ class Link:
     def bytes_within(self, window_s: float) -> float:
         """What can be moved behind ``window_s`` seconds of other work (HECATE, spec rule 50)."""
         return max(0.0, window_s - self.latency_s) * self.bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """A straight line from multiply-adds to seconds, of dense matrix products (FSMoE, spec 4).
+
+    Attributes:
+        multiply_adds_per_s: rate; half of the operations per second.
+        start_s: seconds of a product of nothing.
+        r_squared: of the line through what was measured; null for a datasheet's.
+
+    Raises:
+        ValueError: a value that no product has.
+    """
+
+    multiply_adds_per_s: float
+    start_s: float = 0.0
+    r_squared: float | None = None
+
+    def __post_init__(self) -> None:
+        _positive("a product's multiply_adds_per_s", self.multiply_adds_per_s)
+        _check_line("a product", "start_s", self.start_s, self.r_squared)
+
+    def seconds(self, num_multiply_adds: float) -> float:
+        """How long a product takes."""
+        return self.start_s + num_multiply_adds / self.multiply_adds_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Products:
+    """Measured lines of dense matrix products, by type; null: unknown."""
+
+    fp32: Product | None = None
+    tf32: Product | None = None
+    fp16: Product | None = None
+    bf16: Product | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,16 +111,37 @@ class Device:
         memory_bytes: in all; null where it is not the device's own.
         memory_bytes_per_s: rate of its memory.
         flops_per_s: rates of matrix products.
+        products: what was measured of them.
     """
 
     name: str
     memory_bytes: int | None = None
     memory_bytes_per_s: float | None = None
     flops_per_s: Flops = field(default_factory=Flops)
+    products: Products = field(default_factory=Products)
 
     def __post_init__(self) -> None:
         _positive("a device's memory_bytes", self.memory_bytes)
         _positive("a device's memory_bytes_per_s", self.memory_bytes_per_s)
+
+    def product(self, number_type: str) -> Product | None:
+        """The line of matrix products: what was measured, else by ``flops_per_s``, else None.
+
+        Args:
+            number_type: a name of ``Flops``.
+
+        Raises:
+            ValueError: no such name.
+        """
+        if number_type not in vars(self.flops_per_s):
+            raise ValueError(
+                f"number_type is {number_type!r}; choose {', '.join(vars(self.flops_per_s))}"
+            )
+        measured: Product | None = vars(self.products)[number_type]
+        flops_per_s: float | None = vars(self.flops_per_s)[number_type]
+        if measured is not None or flops_per_s is None:
+            return measured
+        return Product(multiply_adds_per_s=flops_per_s / 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +279,16 @@ def read_hardware(path: str | Path) -> Hardware:
         ) from error
     except ValueError as error:
         raise ValueError(f"hardware file {str(path)!r}: {error}") from error
+
+
+def _check_line(whose: str, start_name: str, start_s: float, r_squared: float | None) -> None:
+    if not 0 <= start_s < math.inf:
+        raise ValueError(
+            f"{whose}'s {start_name} is {start_s}; it must be at least 0 and finite: write "
+            "seconds, or leave it out where it is not known"
+        )
+    if r_squared is not None and not r_squared <= 1:
+        raise ValueError(f"{whose}'s r_squared is {r_squared}; it must be at most 1")
 
 
 def _positive(what: str, value: float | None) -> None:

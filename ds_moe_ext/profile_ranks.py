@@ -49,7 +49,7 @@ def measure_here(
                     device,
                     num_warm_ups=1 if is_quick else 3,
                     num_repeats=15 if is_quick else 50,
-                    budget_s=0.5 if is_quick else 20.0,
+                    budget_s=0.3 if is_quick else 5.0,
                     begins=status.update,
                 ),
                 sizes_of(is_quick, expert_bytes),
@@ -75,6 +75,10 @@ def exchange_of(device: torch.device, *, spans_nodes: bool) -> AllToAll:
 
 def sizes_of(is_quick: bool, expert_bytes: int) -> Sizes:
     """What is measured."""
-    if is_quick:
-        return Sizes(tuple(2**power for power in range(18, 23)), expert_bytes, (1, 4, 6, 8))
-    return Sizes(tuple(2**power for power in range(17, 26)), expert_bytes, (1, 4, 8, 12, 16))
+    powers = range(18, 23) if is_quick else range(17, 26)
+    return Sizes(
+        bytes_per_peer_N=tuple(2**power for power in powers),
+        expert_bytes=expert_bytes,
+        num_experts_N=(1, 4, 6, 8) if is_quick else (1, 4, 8, 12, 16),
+        product_N=tuple(range(1, 4 if is_quick else 13)),
+    )

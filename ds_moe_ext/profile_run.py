@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ds_moe_ext.hardware import Collectives, Flops, Hardware, Link
+from ds_moe_ext.hardware import Collectives, Flops, Hardware, Link, Product
 from ds_moe_ext.report.units import bytes_text, seconds_text, short_count
 
 EXPERT_BYTES = 4 * 768**2 * 2  # HECATE's GPT-MoE-S: 768 x 1536, twice, of two bytes each
@@ -85,15 +85,17 @@ def table_of(hardware: Hardware) -> Table:
         table.add_column(heading, justify="right")
     whole = [] if hardware.copy is None else [("over all ranks", "copy", hardware.copy)]
     for where, what, link in (*links(hardware), *whole):
-        fit = "" if link.r_squared is None else f"{link.r_squared:.4f}"
         rate = f"{short_count(link.bytes_per_s)}B/s"
-        table.add_row(where, what, seconds_text(link.latency_s), rate, fit)
-    for each in dataclasses.fields(Flops):
-        rate_per_s = vars(hardware.device.flops_per_s)[each.name]
-        if rate_per_s is not None:
-            rate = f"{short_count(rate_per_s)}FLOP/s"
-            table.add_row("device", f"matrix products, {each.name}", "", rate, "")
+        table.add_row(where, what, seconds_text(link.latency_s), rate, _fit_text(link.r_squared))
+    for what, product in products(hardware):
+        rate = f"{short_count(2 * product.multiply_adds_per_s)}FLOP/s"
+        start = "" if product.r_squared is None else seconds_text(product.start_s)
+        table.add_row("device", what, start, rate, _fit_text(product.r_squared))
     return table
+
+
+def _fit_text(r_squared: float | None) -> str:
+    return "" if r_squared is None else f"{r_squared:.4f}"
 
 
 def links(hardware: Hardware) -> Iterator[tuple[str, str, Link]]:
@@ -111,6 +113,14 @@ def links(hardware: Hardware) -> Iterator[tuple[str, str, Link]]:
                 yield where, each.name.replace("_", "-"), link
 
 
+def products(hardware: Hardware) -> Iterator[tuple[str, Product]]:
+    """What, line: of all that is known of matrix products."""
+    for each in dataclasses.fields(Flops):
+        product = hardware.device.product(each.name)
+        if product is not None:
+            yield f"matrix products, {each.name}", product
+
+
 def notes(hardware: Hardware) -> Iterator[str]:
     """What was not measured, or not well."""
     if hardware.num_ranks == 1:
@@ -122,11 +132,9 @@ def notes(hardware: Hardware) -> Iterator[str]:
         yield "between nodes: not measured, all ranks are on one"
     elif hardware.ranks_per_node == 1:
         yield "within a node: not measured, each has one rank"
-    noisy = [
-        f"{what} {where}"
-        for where, what, link in links(hardware)
-        if link.r_squared is not None and link.r_squared < NOISY
-    ]
+    fits = [(f"{what} {where}", link.r_squared) for where, what, link in links(hardware)]
+    fits += [(what, product.r_squared) for what, product in products(hardware)]
+    noisy = [what for what, r_squared in fits if r_squared is not None and r_squared < NOISY]
     if noisy:
         yield (
             f"no good lines, r² below {NOISY}: {', '.join(noisy)}; measure again on a quiet "

@@ -14,8 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ds_moe_ext.moe.gate import Gate
+from ds_moe_ext.moe.gates.named import read_gate
 from ds_moe_ext.strategies import ep, fssdp, prophet  # noqa: F401  register themselves
 from ds_moe_ext.strategies.base import Strategy, class_at, registered
+from ds_moe_ext.strategies.esp import ExpertSharding
 from ds_moe_ext.strict import at_least, check_object, nearest, read_record
 
 BLOCK = "ds_moe_ext"
@@ -68,9 +71,12 @@ class Settings:
     Attributes:
         enabled: replace the MoE layers of the model.
         strategy: registered name, or ``"package.module:Class"`` of the user's own.
+        balance: strategy that decides where experts compute, where ``strategy`` is one that lays a
+            pipeline over it (esp); null leaves them at home.
         expert_parallel_size: cells that the experts of a layer are spread over; null chooses.
         expert_sharding_size: ranks of a cell that split each expert; null chooses.
         capacity_factor: rows that an expert takes from one rank, over the mean; null drops none.
+        gate: which experts a token goes to; null leaves that to the host's router.
         moe_layer_pattern: regular expression on module names: replace only what it finds.
         hardware: file that describes the cluster, as ``ds-moe-ext profile`` writes it; null
             measures in the first steps what the strategy needs to know.
@@ -82,9 +88,11 @@ class Settings:
 
     enabled: bool = False
     strategy: str = "ep"
+    balance: str | None = None
     expert_parallel_size: int | None = None
     expert_sharding_size: int | None = None
     capacity_factor: float | None = None
+    gate: Gate | None = None
     moe_layer_pattern: str | None = None
     hardware: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -95,22 +103,23 @@ class Settings:
     def __post_init__(self) -> None:
         at_least(f"{BLOCK}.expert_parallel_size", self.expert_parallel_size, 1)
         at_least(f"{BLOCK}.expert_sharding_size", self.expert_sharding_size, 1)
-        if self.expert_sharding_size not in (None, 1):
-            raise ValueError(
-                f"{BLOCK}.expert_sharding_size is {self.expert_sharding_size}, but strategy "
-                f"{self.strategy!r} keeps every expert whole on one rank; set it to 1 or null"
-            )
         if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
             raise ValueError(
                 f"{BLOCK}.capacity_factor is {self.capacity_factor}; it must be above 0 and "
                 "finite, or null to drop no rows"
             )
+        if self.capacity_factor is not None and self.gate is not None and self.gate.is_even:
+            raise ValueError(
+                f"{BLOCK}.capacity_factor is {self.capacity_factor}, but {BLOCK}.gate is "
+                f"{self.gate}, which gives every expert as many rows; leave capacity_factor out"
+            )
         if self.moe_layer_pattern is not None:
             _compiles("moe_layer_pattern", self.moe_layer_pattern)
-        if self.options and self.strategy in registered():
+        built_in = self.balance or self.strategy
+        if self.options and built_in in registered():
             raise ValueError(
-                f"{BLOCK}.options has no effect with the built-in strategy {self.strategy!r}; its "
-                f"keys go into the block {BLOCK}.{self.strategy}"
+                f"{BLOCK}.options has no effect with the built-in strategy {built_in!r}; its "
+                f"keys go into the block {BLOCK}.{built_in}"
             )
 
 
@@ -136,8 +145,10 @@ def read_settings(document: Mapping[str, Any]) -> tuple[Settings, Strategy | Non
     for key in block:
         if key not in names and key not in registered():
             raise ValueError(f"{BLOCK} has no key {key!r}; {nearest(key, {*names, *registered()})}")
-    settings = read_record(Settings, {k: v for k, v in block.items() if k in names}, BLOCK)
-    blocks: dict[str, Strategy] = {
+    gate = None if block.get("gate") is None else read_gate(block["gate"], f"{BLOCK}.gate")
+    plain = {k: v for k, v in block.items() if k in names and k != "gate"}
+    settings = dataclasses.replace(read_record(Settings, plain, BLOCK), gate=gate)
+    blocks: dict[str, Any] = {
         name: read_record(cls, {} if block.get(name) is None else block[name], f"{BLOCK}.{name}")
         for name, cls in registered().items()
     }
@@ -145,13 +156,38 @@ def read_settings(document: Mapping[str, Any]) -> tuple[Settings, Strategy | Non
     return settings, strategy if settings.enabled else None
 
 
-def _chosen(settings: Settings, blocks: Mapping[str, Strategy]) -> Strategy:
+def _chosen(settings: Settings, blocks: Mapping[str, Any]) -> Strategy:
     name = settings.strategy
+    chosen = _named("strategy", name, settings, blocks)
+    if isinstance(chosen, ExpertSharding):
+        return chosen.over(_balance(settings, blocks))
+    if settings.balance is not None:
+        raise ValueError(
+            f"{BLOCK}.balance is {settings.balance!r}, but strategy {name!r} decides itself where "
+            "experts compute; leave balance out, or set strategy to 'esp'"
+        )
+    strategy: Strategy = chosen
+    return strategy
+
+
+def _balance(settings: Settings, blocks: Mapping[str, Any]) -> Strategy | None:
+    if settings.balance is None:
+        return None
+    placing = _named("balance", settings.balance, settings, blocks)
+    if not isinstance(placing, Strategy):
+        raise ValueError(
+            f"{BLOCK}.balance is {settings.balance!r}, which does not place experts; "
+            f"{nearest('', (name for name, each in blocks.items() if isinstance(each, Strategy)))}"
+        )
+    return placing
+
+
+def _named(key: str, name: str, settings: Settings, blocks: Mapping[str, Any]) -> Any:
+    """A built-in strategy, or one of the user's own."""
     if ":" in name:
-        strategy: Strategy = read_record(class_at(name), settings.options, f"{BLOCK}.options")
-        return strategy
+        return read_record(class_at(name), settings.options, f"{BLOCK}.options")
     if name not in blocks:
-        raise ValueError(f"{BLOCK}.strategy is {name!r}, which is unknown; {nearest(name, blocks)}")
+        raise ValueError(f"{BLOCK}.{key} is {name!r}, which is unknown; {nearest(name, blocks)}")
     return blocks[name]
 
 

@@ -21,6 +21,7 @@ from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import MoELayer, RoutedExperts
+from ds_moe_ext.moe.sharding import WHOLE
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.strategies.base import Job, Site
 from ds_moe_ext.strategies.ep import ExpertParallel
@@ -138,7 +139,7 @@ def ours_in_hugging_face(problem: Problem) -> Contender:
     site = _one_cell(problem.shape.num_experts)
     for found in list(huggingface.find(block, any_name)):
         held = torch.arange(found.num_experts)
-        found.adopt(held, lambda function: RoutedExperts(ExpertParallel(), site, function))
+        found.adopt(held, WHOLE, lambda function: RoutedExperts(ExpertParallel(), site, function))
     return _hugging_face_contender("ours: experts of a Hugging Face block", block)
 
 

@@ -141,7 +141,7 @@ class Contender:
         blueprint = draw(settings, strategy, model, [find_registered], world_size)
         self._layers = [layer for layer, _ in build(blueprint)]
         if way.is_early:
-            launch_with_blocks(model, self._layers)
+            launch_with_blocks(model, self._layers, measures=False)
         for layer in self._layers:
             layer.routed.tasks.is_on = True
         homes = [layer.routed.site.plan.home for layer in self._layers]

@@ -7,7 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from ds_moe_ext.hosts.deepspeed import buckets, checkpoint, engine, export, startup
+from ds_moe_ext.hosts.deepspeed import buckets, checkpoint, engine, export, startup, unsharded
+from ds_moe_ext.hosts.deepspeed.slices import slices_of
 from ds_moe_ext.patches.record import Patch, apply_all
 
 VERSIONS = ">=0.19.2,<0.20"
@@ -107,7 +108,29 @@ def _no_expert_files(original: Any) -> Any:
     return staticmethod(load_moe_state_dict)
 
 
-def _experts_wait(original: Any) -> Any:
+def _then_slice(original: Any) -> Any:
+    @functools.wraps(original)
+    def _configure_optimizer(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        slices = slices_of(self)
+        if slices is not None and self.zero_optimization():
+            buckets.slice_gradients(self.optimizer, slices)
+        elif slices is not None:
+            unsharded.slice_gradients(self, slices)
+
+    return _configure_optimizer
+
+
+def _then_see(original: Any) -> Any:
+    @functools.wraps(original)
+    def process_gradients(self: Any, param: Any, i: Any) -> None:
+        original(self, param, i)
+        buckets.saw_ready(self, param, i)
+
+    return process_gradients
+
+
+def _unless_waiting(original: Any) -> Any:
     @functools.wraps(original)
     def reduce_independent_p_g_buckets_and_remove_grads(self: Any, param: Any, i: Any) -> None:
         if not buckets.waits(self, param, i):
@@ -116,14 +139,30 @@ def _experts_wait(original: Any) -> Any:
     return reduce_independent_p_g_buckets_and_remove_grads
 
 
-def _experts_last(original: Any) -> Any:
+def _unless_averaged(original: Any) -> Any:
+    @functools.wraps(original)
+    def allreduce_bucket(self: Any, bucket: Any, *args: Any, **kwargs: Any) -> Any:
+        means = buckets.means_of(self, bucket)
+        return original(self, bucket, *args, **kwargs) if means is None else means
+
+    return allreduce_bucket
+
+
+def _waiting_last(original: Any) -> Any:
     @functools.wraps(original)
     def independent_gradient_partition_epilogue(self: Any) -> Any:
-        waiting = type(self).reduce_independent_p_g_buckets_and_remove_grads
-        buckets.reduce_waiting(self, waiting.__wrapped__)
+        buckets.reduce_waiting(self)
         return original(self)
 
     return independent_gradient_partition_epilogue
+
+
+def _only_unaveraged(original: Any) -> Any:
+    @functools.wraps(original)
+    def _reduce_non_expert_gradients(self: Any, grads: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, unsharded.unaveraged(self, grads), *args, **kwargs)
+
+    return _reduce_non_expert_gradients
 
 
 def _arguments(function: Any, given: Any, named: Any) -> dict[str, Any]:
@@ -181,16 +220,41 @@ PATCHES = tuple(
             _then_record,
         ),
         (
-            "experts-wait",
-            f"{ZERO}.reduce_independent_p_g_buckets_and_remove_grads",
-            "with unequal experts ranks would fill a bucket, and reduce it, at different moments",
-            _experts_wait,
+            "slice-gradients",
+            f"{ENGINE}._configure_optimizer",
+            "what reduces gradients has to know the slices in which they are reduced",
+            _then_slice,
         ),
         (
-            "experts-last",
+            "see-ready",
+            f"{ZERO}.process_gradients",
+            "ZeRO 1 without overlap_comm looks at gradients after backward only",
+            _then_see,
+        ),
+        (
+            "unless-waiting",
+            f"{ZERO}.reduce_independent_p_g_buckets_and_remove_grads",
+            "with unequal experts ranks would fill a bucket, and reduce it, at different moments; "
+            "dense gradients wait for a slice",
+            _unless_waiting,
+        ),
+        (
+            "unless-averaged",
+            f"{ZERO}.allreduce_bucket",
+            "what slices averaged goes through ZeRO's own code, but not over the network again",
+            _unless_averaged,
+        ),
+        (
+            "waiting-last",
             f"{ZERO}.independent_gradient_partition_epilogue",
-            "experts are reduced when all others have been",
-            _experts_last,
+            "what no slice took is reduced at the end, and experts when all others have been",
+            _waiting_last,
+        ),
+        (
+            "only-unaveraged",
+            f"{ENGINE}._reduce_non_expert_gradients",
+            "at ZeRO 0 the engine averages what no slice did",
+            _only_unaveraged,
         ),
         (
             "save-experts",

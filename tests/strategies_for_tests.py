@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_moe_ext.moe import wires
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.schedule import wires
 from ds_moe_ext.schedule.orders import stage_major
 from ds_moe_ext.schedule.task import INTER, PARAM, Lane, Schedule
 from ds_moe_ext.share import LocalElseHome, NearestCopy

@@ -6,9 +6,9 @@ Shape letters: W ranks, T tokens, K choices, E experts, D model width, F expert 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -20,14 +20,16 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
-from ds_moe_ext.moe.gate import Choice, GateFunction, SoftmaxTopK
+from ds_moe_ext.moe.gate import Choice, Gate, SoftmaxTopK
 from ds_moe_ext.moe.gates.cosine_top_k import CosineTopK, cosines
 from ds_moe_ext.moe.gates.expert_choice import ExpertChoice
+from ds_moe_ext.moe.gates.named import GATES
 from ds_moe_ext.moe.gates.noisy_top_k import NoisyTopK
 from ds_moe_ext.moe.gates.sigmoid_top_k import SigmoidTopK
-from ds_moe_ext.moe.layer import LayerOptions, MoELayer
+from ds_moe_ext.moe.gates.soft import SoftMixture
+from ds_moe_ext.moe.layer import LayerOptions, MoELayer, RoutedExperts
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.strategies.base import Job
+from ds_moe_ext.strategies.base import Job, Site
 from tests.ranks import pool_of
 from tests.reference import dense_experts, relative_error
 from tests.strategies_for_tests import Chunked
@@ -53,7 +55,7 @@ def near(ours: Tensor, numbers: list[list[float]]) -> bool:
 
 
 def test_noisy_top_2_by_hand_in_evaluation() -> None:
-    choice = NoisyTopK(top_k=2, is_training=lambda: False)(X_TD, (WEIGHT_ED, WEIGHT_ED))
+    choice = NoisyTopK(top_k=2)(X_TD, (WEIGHT_ED, WEIGHT_ED))
     assert near(
         by_expert(choice, 3),
         [[0.731059, 0.268941, 0], [0, 0.731059, 0.268941], [0.5, 0.5, 0], [0.952574, 0.047426, 0]],
@@ -64,7 +66,7 @@ def test_noisy_top_2_by_hand_in_training(monkeypatch: pytest.MonkeyPatch) -> Non
     drawn_E = torch.tensor([1, -1, 0.5], dtype=torch.float64)
     monkeypatch.setattr(torch, "randn_like", drawn_E.expand_as)
     noise_ED = torch.tensor([[0.5, 0], [0, 0.5], [0, 0]], dtype=torch.float64)
-    choice = NoisyTopK(top_k=2, is_training=lambda: True)(X_TD, (WEIGHT_ED, noise_ED))
+    choice = NoisyTopK(top_k=2)(X_TD, (WEIGHT_ED, noise_ED), is_training=True)
     assert choice.expert_TK.tolist() == [[0, 2], [2, 0], [0, 1], [0, 1]]
     assert near(choice.score_TK[:1], [[0.932611, 0.067389]])
 
@@ -95,7 +97,7 @@ def test_cosines_by_hand() -> None:
 
 def test_expert_choice_by_hand() -> None:
     """Four tokens, three experts, 1.5 experts a token: each expert keeps two."""
-    gate = ExpertChoice(top_k=1, capacity_factor=1.5, is_causal=False)
+    gate = ExpertChoice(top_k=1, capacity_factor=1.5)
     choice = gate(X_TD, (WEIGHT_ED,))
     score_TE = by_expert(choice, 3)
     tied = score_TE[[0, 2], 0].sort().values  # expert 0 keeps token 3, and token 0 or 2
@@ -116,14 +118,14 @@ def rand(*shape: int, seed: int = 0) -> Tensor:
 
 def test_noise_comes_from_the_default_generator_in_training_only() -> None:
     x_TD, weights = rand(40, 5), (rand(6, 5), torch.zeros(6, 5, dtype=torch.float64))
-    training = NoisyTopK(top_k=2, is_training=lambda: True)
+    gate = NoisyTopK(top_k=2)
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        first, second = training(x_TD, weights), training(x_TD, weights)
+        first, second = (gate(x_TD, weights, is_training=True) for _ in range(2))
         torch.manual_seed(3)
-        again = training(x_TD, weights)
+        again = gate(x_TD, weights, is_training=True)
         state = torch.get_rng_state()
-        evaluated = NoisyTopK(top_k=2, is_training=lambda: False)(x_TD, weights)
+        evaluated = gate(x_TD, weights)
         assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(first.score_TK, again.score_TK)
     assert not torch.equal(first.expert_TK, second.expert_TK)
@@ -133,10 +135,10 @@ def test_noise_comes_from_the_default_generator_in_training_only() -> None:
 
 def test_noise_tries_all_experts_alike() -> None:
     """Logits of zero: 4000 tokens over 4 experts, 1000 each, to five standard deviations."""
-    gate = NoisyTopK(top_k=1, is_training=lambda: True)
+    weights = torch.zeros(4, 1), torch.zeros(4, 1)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        choice = gate(torch.ones(4000, 1), (torch.zeros(4, 1), torch.zeros(4, 1)))
+        choice = NoisyTopK(top_k=1)(torch.ones(4000, 1), weights, is_training=True)
     rows_E = choice.expert_TK.flatten().bincount(minlength=4)
     assert (rows_E - 1000).abs().max() < 5 * math.sqrt(4000 * 0.25 * 0.75)
 
@@ -189,7 +191,7 @@ def test_experts_choose_as_the_plain_loop(
     num_tokens: int, num_experts: int, top_k: int, factor: float
 ) -> None:
     x_TD, weight_ED = rand(num_tokens, 4, seed=num_tokens), rand(num_experts, 4)
-    gate = ExpertChoice(top_k=top_k, capacity_factor=factor, is_causal=False)
+    gate = ExpertChoice(top_k=top_k, capacity_factor=factor)
     choice = gate(x_TD, (weight_ED,))
     rows = min(num_tokens, math.ceil(top_k * factor * num_tokens / num_experts - 1e-9))
     expected_TE = torch.zeros(num_tokens, num_experts, dtype=torch.float64)
@@ -209,28 +211,137 @@ def test_experts_choose_as_the_plain_loop(
 def test_a_kept_token_stays_though_its_score_vanishes() -> None:
     """Each of three experts keeps two of three tokens, with scores 1 and 0."""
     logit_TE = torch.tensor([[1e3, 1e3, -9e3], [0, -9e3, 1e3], [-9e3, 0, 0]])
-    choice = ExpertChoice(top_k=2, is_causal=False)(torch.eye(3), (logit_TE.T,))
+    choice = ExpertChoice(top_k=2)(torch.eye(3), (logit_TE.T,))
     assert choice.expert_TK.tolist() == [[0, 1], [2, 0], [1, 2]]
     assert choice.score_TK.tolist() == [[1, 1], [1, 0], [0, 0]]
 
 
-def test_expert_choice_warns_of_causal_models_once() -> None:
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("default")
-        for _ in range(3):  # layers
-            ExpertChoice(top_k=2, is_causal=True)
-        ExpertChoice(top_k=2, is_causal=False)
-    assert [str(warning.message).partition(":")[0] for warning in seen] == [
-        "expert choice looks at future tokens"
+@pytest.mark.parametrize(
+    ("gate", "keys", "says"),
+    [
+        (
+            ExpertChoice,
+            {"capacity_factor": 0.0},
+            r"capacity_factor 0\.0 leaves experts no rows; give",
+        ),
+        (ExpertChoice, {"top_k": 0}, "top_k is 0; a token needs 1 expert or more"),
+        (SigmoidTopK, {"top_k": -1}, "top_k is -1"),
+        (CosineTopK, {"most": 0.0}, r"most 0\.0 and projection_size 256 leave no logits; give"),
+        (CosineTopK, {"projection_size": 0}, "projection_size 0 leave no logits"),
+        (SoftMixture, {"top_k": 2}, "SoftMoE does not choose; leave it out"),
+        (SoftMixture, {"slots_per_expert": 0}, "slots_per_expert is 0; it must be 1 or more"),
+    ],
+)
+def test_what_leaves_nothing_to_do_is_refused(
+    gate: type[Gate], keys: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        gate(**keys)
+
+
+def test_top_k_is_the_hosts_unless_given() -> None:
+    assert SoftmaxTopK().with_top_k(3) == SoftmaxTopK(top_k=3)
+    assert SoftmaxTopK(top_k=2).with_top_k(3) == SoftmaxTopK(top_k=2)
+    assert SoftMixture().with_top_k(3) == SoftMixture()
+    with pytest.raises(ValueError, match="top_k of SoftmaxTopK is null and no host has one"):
+        SoftmaxTopK()(X_TD, (WEIGHT_ED,))
+
+
+@pytest.mark.parametrize("gate", [gate() for gate in GATES.values()], ids=list(GATES))
+def test_first_weights_choose_finitely(gate: Gate) -> None:
+    """As hosts make them: filled in place, in the gate's order."""
+    weights = []
+    for wanted in gate.weights(6, 5):
+        weights.append(torch.full(wanted.shape, math.nan))
+        wanted.fill(weights[-1])
+    choice = gate.with_top_k(2)(rand(8, 5).float(), tuple(weights), is_training=True)
+    assert choice.score_TK.isfinite().all() and choice.losses.isfinite().all()
+
+
+# SoftMoE.
+
+
+def doubled(
+    x_ND: Tensor, expert_N1: Tensor, score_N1: Tensor, weights: tuple[Tensor, ...]
+) -> Tensor:
+    return 2 * x_ND
+
+
+def test_soft_by_hand() -> None:
+    """The spec's G6: one slot an expert, experts that double; then twice the same sequence."""
+    soft, seen = SoftMixture(), []
+
+    def run(x_ND: Tensor, expert_N1: Tensor, *others: Any) -> Tensor:
+        seen.append((x_ND, expert_N1.flatten().tolist()))
+        return doubled(x_ND, expert_N1, *others)
+
+    slots = [[1.462117, -0.193176], [0.388144, 1.492653], [0.301628, 1.579169]]
+    expected = [
+        [2.189612, 0.757919],
+        [0.927324, 2.724099],
+        [1.725103, 1.486046],
+        [2.799129, -0.191004],
     ]
-    assert seen[0].filename == __file__
+    for count in (1, 2):
+        x_TD = X_TD.repeat(count, 1)
+        choice = soft(x_TD, (WEIGHT_ED,))
+        y_TD = soft.around(run, lambda n=count: n)(x_TD, choice.expert_TK, choice.score_TK, ())
+        assert near(seen[-1][0], slots * count) and seen[-1][1] == [0, 1, 2] * count
+        assert near(y_TD, expected * count)
+    assert float(choice.losses[0]) == 1
 
 
-def test_expert_choice_without_rows_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"capacity_factor 0\.0 leave experts no rows; give"):
-        ExpertChoice(top_k=2, capacity_factor=0.0, is_causal=False)
-    with pytest.raises(ValueError, match="top_k 0"):
-        ExpertChoice(top_k=0, is_causal=False)
+def soft_formula(x: Tensor, phi: Tensor, *weights: Tensor, slots: int) -> Tensor:
+    """Of one sequence ``[L, D]``."""
+    logit_LS = x @ phi.T
+    inputs_SD = logit_LS.softmax(dim=0).T @ x
+    expert_S1 = torch.arange(len(phi))[:, None] // slots
+    outputs_SD = dense_experts(inputs_SD, expert_S1, torch.ones_like(inputs_SD[:, :1]), *weights)
+    return logit_LS.softmax(dim=1) @ outputs_SD
+
+
+def soft_layer(rank: int, world_size: int, slots: int) -> list[float]:
+    """Errors of output and gradients, of two sequences a rank; experts' summed over ranks."""
+    strategy = Chunked(forward=2, backward=3)
+    layout = ParallelLayout.build(Grid(world_size, world_size), strategy.uses())
+    home = Placement.block(E, world_size)
+    (plan,) = strategy.plan(Job.at_start([home], layout.node_C))
+    function = FeedForwardExperts(silu_gated)
+    routed = RoutedExperts(strategy, Site(plan, layout, 0), function)
+    soft = SoftMixture(slots_per_expert=slots)
+    mine = home.experts_of(rank)
+    own = [weight[e].clone().requires_grad_() for e in mine for weight in experts()]
+    ours = [rand(2 * T, D, seed=rank), rand(E * slots, D, seed=50)]
+    ours = [t.requires_grad_() for t in ours]
+    choice = soft(ours[0], (ours[1],))
+    y_TD = soft.around(routed, lambda: 2)(ours[0], choice.expert_TK, choice.score_TK, tuple(own))
+    y_TD.square().sum().backward()
+    of_experts = [weight.requires_grad_() for weight in experts()]
+    for other in range(world_size):
+        x, phi = rand(2 * T, D, seed=other), rand(E * slots, D, seed=50)
+        theirs = [t.requires_grad_() for t in (x, phi)]
+        parts = [soft_formula(part, phi, *of_experts, slots=slots) for part in x.split(T)]
+        torch.cat(parts).square().sum().backward()
+        if other == rank:
+            pairs = [(y_TD, torch.cat(parts)), *((a.grad, b.grad) for a, b in zip(ours, theirs))]
+    grads = [torch.stack([w.grad for w in own[i::2]]) for i in range(2)]
+    pairs += [(grad, whole.grad[mine]) for grad, whole in zip(grads, of_experts)]
+    return [relative_error(*pair) for pair in pairs]
+
+
+@pytest.mark.parametrize(("world_size", "slots"), [(1, 1), (2, 1), (2, 3)])
+def test_soft_layer_equals_the_formula(world_size: int, slots: int) -> None:
+    """With a strategy that cuts the slots into chunks, other ones in backward."""
+    for errors in pool_of(world_size).run(soft_layer, slots):
+        assert len(errors) == 5 and max(errors) <= 1e-12, errors
+
+
+def test_a_slots_logits_make_an_experts() -> None:
+    """Their softmax is what the expert's slots weigh together."""
+    logit_TS = rand(7, 6)
+    by_expert_TE = SoftMixture(slots_per_expert=2).by_expert(logit_TS).softmax(dim=-1)
+    together_TE = logit_TS.softmax(dim=-1).view(7, 3, 2).sum(dim=-1)
+    assert torch.allclose(by_expert_TE, together_TE, rtol=1e-12, atol=0)
 
 
 # All of them.
@@ -241,13 +352,13 @@ class Case:
     """A gate and its formula.
 
     Attributes:
-        gate: made from what says whether it trains.
+        gate: how it chooses.
         shapes: of the weights.
         formula: hidden states, weights and normal noise ``[T, E]`` to scores, to the probabilities
             of the load-balance loss and to logits, ``[T, E]`` each.
     """
 
-    gate: Callable[[Callable[[], bool]], GateFunction]
+    gate: Gate
     shapes: tuple[tuple[int, ...], ...]
     formula: Callable[[Tensor, tuple[Tensor, ...], Tensor], tuple[Tensor, Tensor, Tensor]]
 
@@ -288,10 +399,10 @@ def chosen(x: Tensor, weights: tuple[Tensor, ...], z: Tensor) -> tuple[Tensor, T
 
 
 CASES = {
-    "noisy": Case(lambda on: NoisyTopK(top_k=K, is_training=on), ((E, D), (E, D)), noisy),
-    "sigmoid": Case(lambda on: SigmoidTopK(top_k=K), ((E, D),), sigmoid),
-    "cosine": Case(lambda on: CosineTopK(top_k=K), ((P, D), (E, P), (1,)), cosine),
-    "expert choice": Case(lambda on: ExpertChoice(top_k=K, is_causal=False), ((E, D),), chosen),
+    "noisy": Case(NoisyTopK(top_k=K), ((E, D), (E, D)), noisy),
+    "sigmoid": Case(SigmoidTopK(top_k=K), ((E, D),), sigmoid),
+    "cosine": Case(CosineTopK(top_k=K), ((P, D), (E, P), (1,)), cosine),
+    "expert choice": Case(ExpertChoice(top_k=K), ((E, D),), chosen),
 }
 
 
@@ -302,12 +413,11 @@ def weights_of(case: Case) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(name: str) -> None:
     case = CASES[name]
-    gate = case.gate(lambda: True)
 
     def scores_and_losses(x_TD: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
         with torch.random.fork_rng():
             torch.manual_seed(0)  # of the noise
-            choice = gate(x_TD, weights)
+            choice = case.gate(x_TD, weights, is_training=True)
         return choice.score_TK, choice.losses
 
     inputs = (rand(7, D, seed=9), *weights_of(case))
@@ -317,7 +427,7 @@ def test_gradients(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_types_and_no_tokens(name: str) -> None:
     case = CASES[name]
-    gate = case.gate(lambda: False)
+    gate = case.gate
     for dtype in (torch.bfloat16, torch.float32):
         choice = gate(rand(T, D).to(dtype), tuple(w.float() for w in weights_of(case)))
         assert choice.score_TK.dtype == choice.losses.dtype == torch.float32
@@ -372,7 +482,7 @@ def sharded(
     layer = MoELayer(
         nn.ParameterList(weights_of(case)),
         nn.ParameterList([weight[expert] for expert in mine for weight in experts()]),
-        gate=case.gate(lambda: layer.training),
+        gate=lambda x_TD, weights: case.gate(x_TD, weights, is_training=layer.training),
         function=FeedForwardExperts(silu_gated),
         strategy=strategy,
         plan=plan,

@@ -18,6 +18,8 @@ from ds_moe_ext.hardware import (
     Flops,
     Hardware,
     Link,
+    Product,
+    Products,
     ranks_per_node_of,
     read_hardware,
 )
@@ -30,6 +32,9 @@ FAST, SLOW, MEASURED = (Link(bytes_per_s=rate) for rate in (100e9, 12.5e9, 11e9)
 positive = st.floats(1e-9, 1e15)
 links = st.builds(Link, bytes_per_s=positive, latency_s=st.floats(0, 1), r_squared=st.none())
 maybe_links = st.none() | links
+products = st.builds(
+    Product, multiply_adds_per_s=positive, start_s=st.floats(0, 1), r_squared=st.floats(-1, 1)
+)
 collectives = st.builds(
     Collectives, all_to_all=maybe_links, all_reduce=maybe_links, copy=maybe_links
 )
@@ -44,6 +49,7 @@ clusters = st.builds(
         name=st.text(),
         memory_bytes=st.none() | st.integers(1, 2**50),
         flops_per_s=st.builds(Flops, fp32=st.none() | positive, bf16=st.none() | positive),
+        products=st.builds(Products, fp32=st.none() | products, bf16=st.none() | products),
     ),
     intra=maybe_links,
     inter=maybe_links,
@@ -125,6 +131,21 @@ def test_uneven_hosts_are_refused(hosts: str) -> None:
         ranks_per_node_of(list(hosts))
 
 
+def test_products_measured_go_before_a_peak() -> None:
+    measured = Product(multiply_adds_per_s=100e12, start_s=1e-6, r_squared=0.999)
+    gpu = Device(
+        name="a GPU",
+        flops_per_s=Flops(bf16=300e12, fp16=250e12),
+        products=Products(bf16=measured),
+    )
+    assert gpu.product("bf16") == measured
+    assert gpu.product("fp16") == Product(multiply_adds_per_s=125e12)
+    assert gpu.product("fp32") is None
+    assert measured.seconds(200e12) == pytest.approx(2 + 1e-6)
+    with pytest.raises(ValueError, match="number_type is 'int8'; choose fp32, tf32, fp16, bf16"):
+        gpu.product("int8")
+
+
 # The files.
 
 
@@ -190,6 +211,11 @@ def test_lines_of_fsmoe(name: str, where: str, what: str, alpha_ms: float, beta_
 # What is refused.
 
 
+def product(**changed: float) -> dict[str, Any]:
+    """A device with one measured product."""
+    return {"name": "x", "products": {"fp16": {"multiply_adds_per_s": 1, **changed}}}
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
@@ -211,6 +237,9 @@ def test_lines_of_fsmoe(name: str, where: str, what: str, alpha_ms: float, beta_
             "no key 'fp322'; did you mean",
         ),
         ({"device": {"name": "x", "flops_per_s": {"fp16": -1}}}, "fp16 is -1.0; it must be above"),
+        ({"device": product(multiply_adds_per_s=0)}, "product's multiply_adds_per_s is 0.0; it mu"),
+        ({"device": product(start_s=-1)}, "a product's start_s is -1.0; it must be at least 0"),
+        ({"device": product(r_squared=2)}, "a product's r_squared is 2.0; it must be at most 1"),
     ],
 )
 def test_what_is_wrong_is_named(changed: dict[str, Any], says: str, tmp_path: Path) -> None:

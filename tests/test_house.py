@@ -23,10 +23,12 @@ LAYERS = (
     ("strict", "placement", "share", "transfer", "hardware"),
     ("schedule.task",),
     ("schedule.orders", "schedule.simulate", "schedule.step", "schedule.pipelines"),
+    ("schedule.wires",),
     ("schedule.trace",),
     ("layout", "comm", "all_to_all", "load", "rows"),
     ("cost",),
     ("planners",),
+    ("cost.pipeline",),  # what planners of pipelines take in
     ("schedule.execute",),
     ("schedule.program",),
     ("strategies.base",),  # what a strategy is: the layer takes one
@@ -43,7 +45,7 @@ LAYERS = (
 
 PURE = ("placement", "planners", "schedule.task", "schedule.orders", "schedule.simulate")
 PURE += ("share", "transfer", "schedule.step", "schedule.trace", "strict", "hardware", "cost.fit")
-PURE += ("schedule.pipelines",)
+PURE += ("schedule.pipelines", "schedule.wires")
 HOST_PACKAGES = {"deepspeed", "megatron", "transformers", "accelerate"}
 
 

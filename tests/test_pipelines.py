@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_moe_ext.moe import wires
 from ds_moe_ext.planners.degree import Chunks, LayerCosts, best_degree, makespans
 from ds_moe_ext.planners.linear import LinearCost
+from ds_moe_ext.schedule import wires
 from ds_moe_ext.schedule.pipelines import NO_SLICES, PIPELINES, QUEUED, Pipeline, Slices, in_halves
 from ds_moe_ext.schedule.simulate import Timeline, simulate
 from ds_moe_ext.schedule.step import whole_step

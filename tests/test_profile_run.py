@@ -8,6 +8,7 @@ import io
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +19,16 @@ import torch.distributed as dist
 
 from ds_moe_ext import profile_run
 from ds_moe_ext.cost.probe import Sizes
-from ds_moe_ext.hardware import Collectives, Device, Flops, Hardware, Link, read_hardware
+from ds_moe_ext.hardware import (
+    Collectives,
+    Device,
+    Flops,
+    Hardware,
+    Link,
+    Product,
+    Products,
+    read_hardware,
+)
 from ds_moe_ext.hosts.launched import Launched
 from ds_moe_ext.profile_ranks import sizes_of
 from ds_moe_ext.profile_run import add_options, add_profile, copies_text, notes, profile, tell
@@ -61,7 +71,14 @@ def test_two_ranks_by_torchrun(tmp_path: Path) -> None:
     assert hardware.intra is not None
     assert hardware.intra.r_squared is not None
     assert hardware.inter is None
-    for words in ("all-to-all", "all-reduce", "copy", "fp32", "between nodes: not measured"):
+    for each in ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "copy"):
+        link = vars(hardware.intra_collectives)[each]
+        assert link.r_squared is not None, each
+        assert each.replace("_", "-") in done.stdout
+    product = hardware.device.products.fp32
+    assert product is not None
+    assert product.r_squared is not None
+    for words in ("matrix products, fp32", "between nodes: not measured"):
         assert words in done.stdout
     assert done.stdout.count("wrote ours.json") == 1, "one rank tells, for all"
     assert "one more copy of an expert of 293 KiB everywhere" in done.stdout
@@ -173,6 +190,20 @@ def test_notes_say_what_is_missing_and_what_is_noise() -> None:
     assert "all-reduce" not in note
 
 
+def test_matrix_products_have_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """The measured line goes before the rate; multiply-adds are two operations each."""
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    noisy = Product(multiply_adds_per_s=100e12, start_s=7e-6, r_squared=0.9)
+    device = Device(name="a GPU", flops_per_s=Flops(bf16=1e12), products=Products(bf16=noisy))
+    tell(replace(cluster(1, 1), device=device), parser.parse_args([]))
+    told = capsys.readouterr().out
+    for words in ("matrix products, bf16", "7 µs", "200 TFLOP/s", "0.9000"):
+        assert words in told
+    assert "no good lines, r² below 0.99: matrix products, bf16" in told
+    assert "1 TFLOP/s" not in told
+
+
 def test_a_described_cluster_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     add_options(parser)
@@ -206,6 +237,7 @@ def test_sizes_lie_above_what_buffers_hide(is_quick: bool) -> None:
     assert isinstance(sizes, Sizes)
     assert min(sizes.bytes_per_peer_N) >= 128 * 1024
     assert {1, 4} <= set(sizes.num_experts_N)
-    for numbers in (sizes.bytes_per_peer_N, sizes.num_experts_N):
+    assert sizes.product_N[0] == 1, "multiples of FSMoE's 2^19 elements"
+    for numbers in (sizes.bytes_per_peer_N, sizes.num_experts_N, sizes.product_N):
         assert list(numbers) == sorted(set(numbers))
-        assert len(numbers) >= 4
+        assert len(numbers) >= 3

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_moe_ext.moe import wires
+from ds_moe_ext.schedule import wires
 from ds_moe_ext.schedule.orders import chunk_major, stage_major
 from ds_moe_ext.schedule.simulate import Timeline, simulate
 from ds_moe_ext.schedule.task import (

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from ds_moe_ext.moe.gates.noisy_top_k import NoisyTopK
 from ds_moe_ext.settings import ReportSettings, Settings, TraceSettings, read_settings
 from ds_moe_ext.strategies.ep import ExpertParallel
 from tests.strategies_for_tests import Chunked
@@ -77,6 +78,7 @@ def test_defaults() -> None:
         expert_parallel_size=None,
         expert_sharding_size=None,
         capacity_factor=None,
+        gate=None,
         moe_layer_pattern=None,
         options={},
         report=ReportSettings(enabled=True, path=None, trace_step=5, max_steps=400),
@@ -90,7 +92,7 @@ def test_every_key() -> None:
         """{"ds_moe_ext": {
             "enabled": true, "strategy": "ep", "expert_parallel_size": 8,
             "expert_sharding_size": 1, "capacity_factor": 1.25, "moe_layer_pattern": "layers.[02]",
-            "options": {}, "ep": {}, "debug": true,
+            "gate": {"type": "noisy_top_k", "top_k": 2}, "options": {}, "ep": {}, "debug": true,
             "report": {"enabled": false, "path": "out", "trace_step": 0, "max_steps": 2},
             "trace": {"path": "t.json", "first_step": 0, "num_steps": 3}}}"""
     )
@@ -101,6 +103,7 @@ def test_every_key() -> None:
         expert_parallel_size=8,
         expert_sharding_size=1,
         capacity_factor=1.25,
+        gate=NoisyTopK(top_k=2),
         moe_layer_pattern="layers.[02]",
         report=ReportSettings(enabled=False, path="out", trace_step=0, max_steps=2),
         trace=TraceSettings(path="t.json", first_step=0, num_steps=3),
@@ -238,6 +241,7 @@ KEYS = {
     ("trace", "num_steps"): IS_INTEGER,
     ("debug",): IS_BOOL,
     ("ep",): IS_OBJECT,
+    ("gate",): IS_OBJECT,
 }
 """Every key and the rule that its error names."""
 
@@ -253,7 +257,7 @@ FITS = {
 FITS[IS_TEXT_OR_NULL] = lambda value: value is None or FITS[IS_TEXT](value)
 FITS[IS_INTEGER_OR_NULL] = lambda value: value is None or FITS[IS_INTEGER](value)
 
-MAY_BE_ABSENT = {("ep",)}  # null in place of the object is the same as no object
+MAY_BE_ABSENT = {("ep",), ("gate",)}  # null in place of the object is the same as no object
 
 
 def at(path: tuple[str, ...], value: Any) -> dict[str, Any]:
@@ -297,7 +301,7 @@ def mistyped() -> Iterator[Bad]:
 
 def unknown() -> Iterator[Bad]:
     for key in ("zzz", "", "ZERO", "0", "gpus"):
-        yield Bad(at((key,), 1), "ds_moe_ext", repr(key), "known: capacity_factor, debug,")
+        yield Bad(at((key,), 1), "ds_moe_ext", repr(key), "known: balance, capacity_factor, debug,")
         yield Bad(
             at(("report", key), 1), "ds_moe_ext.report", repr(key), "known: enabled, max_steps,"
         )
@@ -323,9 +327,11 @@ def out_of_range() -> Iterator[Bad]:
         for low in (value - 1, value - 2, -(10**30)):
             key = ".".join(("ds_moe_ext", *path))
             yield Bad(at(path, low), key, f"is {low};", f"must be at least {value}")
-    for size in (2, 3, 8):
-        path = ("expert_sharding_size",)
-        yield Bad(at(path, size), "ds_moe_ext.expert_sharding_size", f"is {size},", "set it to 1")
+    for name, remedy in (("zzz", "known:"), ("fsdp", "'fssdp'?"), ("esp", "known:")):
+        document = at(("balance",), name) | {}
+        document["ds_moe_ext"]["strategy"] = "esp"
+        yield Bad(document, "ds_moe_ext.balance", f"is {name!r}", remedy)
+    yield Bad(at(("balance",), "fssdp"), "ds_moe_ext.balance", "is 'fssdp'", "set strategy to 'esp'")
     for factor in (0, 0.0, -0.0, -1, -1.5, math.nan, math.inf, -math.inf, 10**400, -(10**400)):
         shown = "inf" if abs(factor) > 1e308 else f" is {float(factor)};"
         path = ("capacity_factor",)

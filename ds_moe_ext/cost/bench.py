@@ -21,6 +21,9 @@ import torch.distributed as dist
 from ds_moe_ext.comm import all_gather_counts, sum_in_place
 from ds_moe_ext.cost.fit import LinearFit, fit_line
 
+LineThrough = Callable[[np.ndarray, np.ndarray], LinearFit]
+"""Of sizes and seconds, both ``[N]``."""
+
 LEAST_REPEATS = 3
 AHEAD_CYCLES = 2_000_000  # about 1 ms in which the host issues work while the device spins
 
@@ -108,10 +111,10 @@ class Bench:
     group: dist.ProcessGroup | None = None
     begins: Callable[[str], object] = silent
 
-    def fit(self, sweep: Sweep) -> LinearFit:
+    def fit(self, sweep: Sweep, line_through: LineThrough = fit_line) -> LinearFit:
         """The line through a sweep's times, the same on every rank. Collective."""
         self.begins(sweep.name)
-        return fit_line(np.array(sweep.units_N), self.seconds(sweep.works_N))
+        return line_through(np.array(sweep.units_N), self.seconds(sweep.works_N))
 
     def seconds(self, works_N: Sequence[Callable[[], object]]) -> np.ndarray:
         """Seconds of each work on the slowest rank, float64 ``[N]``. Collective.

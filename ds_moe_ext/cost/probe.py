@@ -9,6 +9,7 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,20 +18,46 @@ from torch import Tensor
 
 from ds_moe_ext.comm import (
     AllToAll,
+    all_gather_rows,
     all_to_all_rows,
     connect,
+    reduce_scatter_rows,
     sparse_all_gather,
     sum_in_place,
 )
 from ds_moe_ext.cost.bench import Bench, Sweep
 from ds_moe_ext.cost.fit import LinearFit
-from ds_moe_ext.hardware import Collectives, Device, Flops, Hardware, Link
+from ds_moe_ext.hardware import (
+    Collectives,
+    Device,
+    Flops,
+    Hardware,
+    Link,
+    Product,
+    Products,
+)
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.task import INTER, INTRA, PARAM
 from ds_moe_ext.transfer import gather_rounds
 
 NUM_DIGITS = 5  # significant, of what is measured
+
+
+class LeastProduct(NamedTuple):
+    """The least matrix product of a sweep, ``[R, D]`` and ``[D, D]``.
+
+    Attributes:
+        num_rows: R.
+        width: D.
+    """
+
+    num_rows: int
+    width: int
+
+
+LEAST_ON_CPU = LeastProduct(1024, 512)  # 2^19 elements of rows: FSMoE, spec 4
+LEAST_ON_CUDA = LeastProduct(1024, 4096)  # 2^22, as smaller ones do not fill today's devices
 
 
 @dataclass(frozen=True)
@@ -41,11 +68,13 @@ class Sizes:
         bytes_per_peer_N: of exchanges and sums; below 128 KiB buffers hide the link.
         expert_bytes: weights of one expert.
         num_experts_N: experts that are copied at once.
+        product_N: sizes of matrix products, as multiples of the least.
     """
 
     bytes_per_peer_N: tuple[int, ...]
     expert_bytes: int
     num_experts_N: tuple[int, ...]
+    product_N: tuple[int, ...] = (1, 2, 3)
 
     def __post_init__(self) -> None:
         if self.expert_bytes < 1:
@@ -65,6 +94,7 @@ class Level:
         node_C: node of each member, from 0, int64 ``[C]``.
         num_sharers: ranks that send over one link.
         exchange: how rows are exchanged.
+        has_cells: cells lie in it, whose ranks gather rows and scatter sums of them.
     """
 
     name: str
@@ -73,6 +103,7 @@ class Level:
     node_C: np.ndarray
     num_sharers: int
     exchange: AllToAll = all_to_all_rows
+    has_cells: bool = False
 
     @property
     def num_members(self) -> int:
@@ -130,6 +161,7 @@ def levels_of(num_ranks: int, ranks_per_node: int, exchange: AllToAll = all_to_a
             node_C=np.zeros(ranks_per_node, np.int64),
             num_sharers=1,
             exchange=exchange,
+            has_cells=True,
         ),
         whole=Level(
             name="over all ranks",
@@ -145,7 +177,7 @@ def levels_of(num_ranks: int, ranks_per_node: int, exchange: AllToAll = all_to_a
 def measure_cluster(levels: Levels, bench: Bench, sizes: Sizes) -> Hardware:
     """The cluster; the same on every rank. Collective, over all ranks."""
     between, within = levels.between, levels.within
-    device = measure_device(bench)
+    device = measure_device(bench, sizes.product_N)
     inter, intra = (measure_level(level, bench, sizes) for level in (between, within))
     has_two = between.num_members > 1 and within.num_members > 1
     copy = measure_copies(levels.whole, bench, sizes) if has_two else None
@@ -163,15 +195,25 @@ def measure_cluster(levels: Levels, bench: Bench, sizes: Sizes) -> Hardware:
     )
 
 
+SweepOf = Callable[[Level, Sequence[int], Tensor], Sweep]
+"""One collective of a level: the level, numbers of rows for each member, a row like these."""
+
+
 def measure_level(level: Level, bench: Bench, sizes: Sizes) -> Collectives:
     """Lines through the times of a level's collectives; nothing for a lone member. Collective."""
     if level.num_members == 1:
         return Collectives()
-    exchange = all_to_all_sweep(level, sizes.bytes_per_peer_N, bench.device)
-    total = all_reduce_sweep(level, sizes.bytes_per_peer_N, bench.device)
+    row = torch.zeros((), device=bench.device)
+    num_rows_N = [num_bytes // row.itemsize for num_bytes in sizes.bytes_per_peer_N]
+
+    def link(sweep_of: SweepOf) -> Link:
+        return link_of(bench.fit(sweep_of(level, num_rows_N, row)))
+
     return Collectives(
-        all_to_all=link_of(bench.fit(exchange)),
-        all_reduce=link_of(bench.fit(total)),
+        all_to_all=link(all_to_all_sweep),
+        all_gather=link(all_gather_sweep) if level.has_cells else None,
+        reduce_scatter=link(reduce_scatter_sweep) if level.has_cells else None,
+        all_reduce=link(all_reduce_sweep),
         copy=measure_copies(level, bench, sizes),
     )
 
@@ -202,25 +244,51 @@ def _rounded(value: float) -> float:
     return float(f"{value:.{NUM_DIGITS}g}")
 
 
-def all_to_all_sweep(level: Level, num_bytes_N: Sequence[int], device: torch.device) -> Sweep:
-    """An even exchange, ``num_bytes_N`` for each member; units are the bytes that a rank gives."""
-    rows_N = [
-        torch.zeros(num_bytes // 4 * level.num_members, device=device) for num_bytes in num_bytes_N
-    ]
+def all_to_all_sweep(level: Level, num_rows_N: Sequence[int], row: Tensor) -> Sweep:
+    """An even exchange, ``num_rows_N`` for each member; units are the bytes that a rank gives."""
+    rows_N = _rows(row, num_rows_N, level.num_members)
 
     def work(rows: Tensor) -> Tensor:
-        even_C = [rows.numel() // level.num_members] * level.num_members
+        even_C = [rows.shape[0] // level.num_members] * level.num_members
         return level.exchange(rows, even_C, even_C, level.group)
 
-    units_N = [rows.nbytes for rows in rows_N]
-    return Sweep(f"all-to-all {level.name}", units_N, [partial(work, rows) for rows in rows_N])
+    return _sweep(f"all-to-all {level.name}", work, rows_N)
 
 
-def all_reduce_sweep(level: Level, num_bytes_N: Sequence[int], device: torch.device) -> Sweep:
-    """A sum over the members; units are the bytes that a rank gives."""
-    totals_N = [torch.zeros(num_bytes // 4, device=device) for num_bytes in num_bytes_N]
-    works_N = [partial(sum_in_place, total, level.group) for total in totals_N]
-    return Sweep(f"all-reduce {level.name}", [total.nbytes for total in totals_N], works_N)
+def all_gather_sweep(level: Level, num_rows_N: Sequence[int], row: Tensor) -> Sweep:
+    """``num_rows_N`` of each member to all; units are the bytes that a rank ends up with."""
+
+    def work(rows: Tensor) -> Tensor:
+        return all_gather_rows(rows, [rows.shape[0]] * level.num_members, level.group)
+
+    sweep = _sweep(f"all-gather {level.name}", work, _rows(row, num_rows_N))
+    return replace(sweep, units_N=[level.num_members * units for units in sweep.units_N])
+
+
+def reduce_scatter_sweep(level: Level, num_rows_N: Sequence[int], row: Tensor) -> Sweep:
+    """Sums of ``num_rows_N`` to each member; units are the bytes that a rank gives."""
+    rows_N = _rows(row, num_rows_N, level.num_members)
+
+    def work(rows: Tensor) -> Tensor:
+        even_C = [rows.shape[0] // level.num_members] * level.num_members
+        return reduce_scatter_rows(rows, even_C, level.group, level.exchange)
+
+    return _sweep(f"reduce-scatter {level.name}", work, rows_N)
+
+
+def all_reduce_sweep(level: Level, num_rows_N: Sequence[int], row: Tensor) -> Sweep:
+    """A sum of ``num_rows_N`` over the members; units are the bytes that a rank gives."""
+    work = partial(sum_in_place, group=level.group)
+    return _sweep(f"all-reduce {level.name}", work, _rows(row, num_rows_N))
+
+
+def _rows(row: Tensor, num_rows_N: Sequence[int], times: int = 1) -> list[Tensor]:
+    return [row.new_zeros(num_rows * times, *row.shape) for num_rows in num_rows_N]
+
+
+def _sweep(name: str, work: Callable[[Tensor], object], rows_N: Sequence[Tensor]) -> Sweep:
+    works_N = [partial(work, rows) for rows in rows_N]
+    return Sweep(name, [rows.nbytes for rows in rows_N], works_N)
 
 
 def copy_sweep(level: Level, sizes: Sizes, device: torch.device) -> Sweep:
@@ -244,33 +312,52 @@ def copy_sweep(level: Level, sizes: Sizes, device: torch.device) -> Sweep:
     return Sweep(f"copies of experts {level.name}", units_N, works_N)
 
 
-def measure_device(bench: Bench) -> Device:
-    """What this rank computes on, while all ranks compute. Collective."""
-    rates = partial(_flops_per_s, bench)
-    if bench.device.type != "cuda":
-        flops = Flops(fp32=rates(torch.float32))
-        return Device(name=f"{platform.machine()} CPU", flops_per_s=flops)
+def measure_device(bench: Bench, product_N: Sequence[int]) -> Device:
+    """What this rank computes on, while all ranks compute. Collective.
+
+    Args:
+        bench: where is measured.
+        product_N: see ``Sizes``.
+    """
+    is_cuda = bench.device.type == "cuda"
+    line = partial(_product, bench, product_N, LEAST_ON_CUDA if is_cuda else LEAST_ON_CPU)
+    products = Products(
+        fp32=line(torch.float32),
+        fp16=line(torch.float16) if is_cuda else None,
+        bf16=line(torch.bfloat16) if is_cuda else None,
+    )
+    known = {name: each for name, each in vars(products).items() if each is not None}
+    flops = Flops(**{name: 2 * each.multiply_adds_per_s for name, each in known.items()})
+    if not is_cuda:
+        return Device(name=f"{platform.machine()} CPU", flops_per_s=flops, products=products)
     return Device(
         name=torch.cuda.get_device_name(bench.device),
         memory_bytes=torch.cuda.get_device_properties(bench.device).total_memory,
-        flops_per_s=Flops(fp32=rates(torch.float32), bf16=rates(torch.bfloat16)),
+        flops_per_s=flops,
+        products=products,
     )
 
 
-def _flops_per_s(bench: Bench, dtype: torch.dtype) -> float:
-    width = 4096 if bench.device.type == "cuda" else 512
-    sweep = matmul_sweep((width, 2 * width, 3 * width), width, dtype, bench.device)
-    return _rounded(1 / bench.fit(sweep).unit_s)
+def _product(
+    bench: Bench, product_N: Sequence[int], least: LeastProduct, dtype: torch.dtype
+) -> Product:
+    num_rows_N = [least.num_rows * multiple for multiple in product_N]
+    fit = bench.fit(matmul_sweep(num_rows_N, least.width, dtype, bench.device))
+    return Product(
+        multiply_adds_per_s=_rounded(1 / fit.unit_s),
+        start_s=_rounded(fit.fixed_s),
+        r_squared=_rounded(fit.r_squared),
+    )
 
 
 def matmul_sweep(
     num_rows_N: Sequence[int], width: int, dtype: torch.dtype, device: torch.device
 ) -> Sweep:
-    """Products of ``[R, D]`` and ``[D, D]``; units are operations, a multiply-add being two."""
+    """Products of ``[R, D]`` and ``[D, D]``; units are multiply-adds."""
     weight_DD = torch.ones(width, width, dtype=dtype, device=device)
     rows_NRD = [torch.ones(rows, width, dtype=dtype, device=device) for rows in num_rows_N]
     works_N = [partial(torch.matmul, rows_RD, weight_DD) for rows_RD in rows_NRD]
-    return Sweep(f"matmul {dtype}", [2 * rows * width**2 for rows in num_rows_N], works_N)
+    return Sweep(f"matmul {dtype}", [rows * width**2 for rows in num_rows_N], works_N)
 
 
 def expert_sweep(

@@ -7,20 +7,22 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ds_moe_ext.comm import connect, gather_texts
 from ds_moe_ext.hardware import Hardware, read_hardware
 from ds_moe_ext.hosts.found import Adopted, ExpertShape, Found, Hosted, Wanted
-from ds_moe_ext.layout import Grid, ParallelLayout
+from ds_moe_ext.hosts.gates import Router, host, routers_of
+from ds_moe_ext.hosts.sizes import divisors, grid_of
+from ds_moe_ext.layout import GRID, Grid, ParallelLayout
 from ds_moe_ext.moe.copies import in_order
 from ds_moe_ext.moe.expert import ExpertFunction
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
+from ds_moe_ext.moe.sharding import WHOLE, Shard
 from ds_moe_ext.placement import Placement, even_homes
 from ds_moe_ext.report.record import LayerRecord
-from ds_moe_ext.schedule.task import INTER, PARAM
+from ds_moe_ext.schedule.task import INTER, INTRA, PARAM
 from ds_moe_ext.settings import BLOCK, Settings
 from ds_moe_ext.strategies.base import Job, Pool, Site, Strategy
 
@@ -93,6 +95,7 @@ class Blueprint:
         grid: the ranks.
         found: the layers, in model order.
         hardware: the cluster, if the settings name a file.
+        routers: of the layers, where the settings have a gate; else none.
     """
 
     settings: Settings
@@ -100,6 +103,7 @@ class Blueprint:
     grid: Grid
     found: tuple[Found, ...]
     hardware: Hardware | None
+    routers: tuple[Router, ...] = ()
 
     @property
     def pools(self) -> tuple[Pool, ...]:
@@ -144,69 +148,33 @@ def draw(
             + "; known are the MoE blocks of Hugging Face transformers 5, deepspeed.moe.layer.MoE "
             "and classes given to ds_moe_ext.register_experts; 'ds-moe-ext doctor' tells more"
         )
-    largest = world_size if strategy.has_uneven_homes else _largest_fit(found, world_size)
-    num_cells = settings.expert_parallel_size or largest
-    if world_size % num_cells:
-        raise ValueError(
-            f"{BLOCK}.expert_parallel_size is {num_cells}, which does not divide the world size "
-            f"{world_size}; choose one of {_divisors(world_size)}"
-        )
-    if num_cells < world_size and strategy.rhythm().shard_every:
-        raise ValueError(
-            f"{BLOCK}.expert_parallel_size is {num_cells} of {world_size} ranks, but strategy "
-            f"{settings.strategy} moves experts to new homes, which needs one home an expert in "
-            f"the whole world; leave expert_parallel_size out, or set reshard_interval to 0"
-        )
-    for layer in found:
-        if layer.num_experts % num_cells and not strategy.has_uneven_homes:
-            raise ValueError(
-                f"{BLOCK}.expert_parallel_size is {num_cells}, which does not divide the "
-                f"{layer.num_experts} experts of {layer.name}; choose one of "
-                f"{_divisors(np.gcd(layer.num_experts, world_size))}"
-            )
-        if layer.num_cells not in (1, num_cells):
-            raise ValueError(
-                f"{BLOCK}.expert_parallel_size is {num_cells}, but the model built {layer.name} "
-                f"with ep_size {layer.num_cells}; make them equal, or build it with ep_size 1"
-            )
-    hardware = _hardware(settings, num_cells if strategy.rhythm().plan_every else 1)
-    blueprint = Blueprint(settings, strategy, Grid(world_size, num_cells), tuple(found), hardware)
+    grid = grid_of(settings, strategy, found, world_size)
+    hardware = _hardware(settings, grid.size if strategy.rhythm().plan_every else 1)
+    routers = routers_of(model, found, settings.gate)
+    blueprint = Blueprint(settings, strategy, grid, tuple(found), hardware, routers)
     for pool in blueprint.pools:
         names = [found[layer].name for layer in pool.layers]
         count = sum(found[layer].num_experts for layer in pool.layers)
-        if count < num_cells:
+        if count < grid.num_cells:
             raise ValueError(
-                f"{BLOCK}.expert_parallel_size is {num_cells}, but {', '.join(names)} have only "
-                f"{count} experts of their shape: some ranks would have none; choose one of "
-                f"{[size for size in _divisors(world_size) if size <= count]}"
+                f"{BLOCK}.expert_parallel_size is {grid.num_cells}, but {', '.join(names)} have "
+                f"only {count} experts of their shape: some ranks would have none; choose one of "
+                f"{[size for size in divisors(world_size // grid.cell_size) if size <= count]}"
             )
     return blueprint
 
 
-def _hardware(settings: Settings, num_cells: int) -> Hardware | None:
-    """The cluster of the settings, if they name one; it must say how copies reach all cells."""
+def _hardware(settings: Settings, num_ranks: int) -> Hardware | None:
+    """The cluster of the settings, if they name one; it must say how copies reach all ranks."""
     if settings.hardware is None:
         return None
     try:
         hardware = read_hardware(settings.hardware)
-        if num_cells > 1:
-            hardware.copy_link(num_cells)
+        if num_ranks > 1:
+            hardware.copy_link(num_ranks)
     except ValueError as error:
         raise ValueError(f"{BLOCK}.hardware is {settings.hardware!r}, but {error}") from error
     return hardware
-
-
-def _largest_fit(found: Iterable[Found], world_size: int) -> int:
-    """As many cells as divide everything; what the model was built with, if it was."""
-    found = list(found)
-    built = {layer.num_cells for layer in found} - {1}
-    if built:
-        return built.pop()
-    return int(np.gcd.reduce([world_size, *(layer.num_experts for layer in found)]))
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, int(number) + 1) if number % d == 0]
 
 
 def build(blueprint: Blueprint, device: torch.device = CPU) -> list[tuple[AttachedLayer, Adopted]]:
@@ -221,6 +189,8 @@ def build(blueprint: Blueprint, device: torch.device = CPU) -> list[tuple[Attach
     layout = ParallelLayout.build(blueprint.grid, strategy.uses(), ranks_per_node)
     if ("ep", PARAM) in strategy.uses():
         connect(layout.group("ep", PARAM), device)
+    if layout.grid.cell_size > 1:
+        connect(layout.group("esp", INTRA), device)
     homes = blueprint.homes()
     plans = strategy.plan(Job.at_start(homes, layout.node_C, blueprint.pools))
     attached = []
@@ -228,11 +198,21 @@ def build(blueprint: Blueprint, device: torch.device = CPU) -> list[tuple[Attach
     for index, (found, home, plan, following) in enumerate(planned):
         held = torch.from_numpy(home.experts_of(layout.index("ep")))
         site = Site(plan, layout, index, following)
-        adopted = found.adopt(held, _factory(blueprint, found, site))
-        attached.append((AttachedLayer.of(found, adopted), adopted))
+        router = blueprint.routers[index] if blueprint.routers else None
+        may_drop = found.may_drop if router is None else router.gate.may_drop
+        shard = _shard(found, layout)
+        adopted = found.adopt(held, shard, _factory(blueprint, may_drop, site))
+        layer = AttachedLayer.of(found, adopted)
+        attached.append((layer, adopted if router is None else host(router, adopted)))
     if ("ep", PARAM) in strategy.uses():
         _allow_copies(blueprint.pools, [layer for layer, _ in attached])
     return attached
+
+
+def _shard(found: Found, layout: ParallelLayout) -> Shard:
+    """The part of a layer's experts that this rank has."""
+    size = layout.grid.cell_size
+    return WHOLE if size == 1 else Shard(found.split(size), layout.index("esp"), size)
 
 
 def _allow_copies(pools: Iterable[Pool], layers: Sequence[AttachedLayer]) -> None:
@@ -252,7 +232,7 @@ def check_agreement(layers: Iterable[AttachedLayer], rank: int) -> None:
     """
     for layer in layers:
         text = layer.routed.describe()
-        group = layer.routed.site.layout.group("ep", INTER)
+        group = layer.routed.site.layout.group(GRID, INTER)
         digests = gather_texts(hashlib.sha256(text.encode()).hexdigest()[:8], group)
         if len(set(digests)) > 1:
             raise RuntimeError(
@@ -262,9 +242,9 @@ def check_agreement(layers: Iterable[AttachedLayer], rank: int) -> None:
 
 
 def _factory(
-    blueprint: Blueprint, found: Found, site: Site
+    blueprint: Blueprint, may_drop: bool, site: Site
 ) -> Callable[[ExpertFunction], RoutedExperts]:
     options = LayerOptions(
-        capacity_factor=blueprint.settings.capacity_factor, gate_may_drop=found.may_drop
+        capacity_factor=blueprint.settings.capacity_factor, gate_may_drop=may_drop
     )
     return lambda function: RoutedExperts(blueprint.strategy, site, function, options=options)

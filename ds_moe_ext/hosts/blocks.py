@@ -17,10 +17,16 @@ from ds_moe_ext.hosts.found import Hosted
 from ds_moe_ext.schedule.program import in_backward
 
 
-def launch_with_blocks(model: nn.Module, layers: Sequence[AttachedLayer]) -> None:
-    """Let each layer's block launch copies as it begins."""
+def launch_with_blocks(
+    model: nn.Module, layers: Sequence[AttachedLayer], *, measures: bool
+) -> None:
+    """Let each layer's block launch copies as it begins.
+
+    Args:
+        measures: what blocks compute beside their MoE layer is timed also where none has copies.
+    """
     for layer, following in zip(layers, (*layers[1:], None)):
-        if layer.routed.copies is not None:
+        if measures or layer.routed.copies is not None:
             after = None if following is None else following.hosted
             launch = _Launch(layer.hosted, after)
             model.get_submodule(block_of(model, layer.name)).register_forward_pre_hook(launch)

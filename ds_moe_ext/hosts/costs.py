@@ -14,10 +14,12 @@ from ds_moe_ext.cost.bench import Bench, clock_of
 from ds_moe_ext.cost.probe import Level, Sizes, least_free_bytes, measure_copies
 from ds_moe_ext.hardware import Hardware, Link
 from ds_moe_ext.hosts.attach import AttachedLayer, bytes_of
+from ds_moe_ext.hosts.pipelines import Pipelines
 from ds_moe_ext.layout import ParallelLayout
 from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.observe import Rows, TimedTask
 from ds_moe_ext.moe.slab import Weights
+from ds_moe_ext.planners import pipelining
 from ds_moe_ext.planners.block_costs import BACKWARD, cell_rows
 from ds_moe_ext.planners.prices import TRIPS, Prices
 from ds_moe_ext.schedule.task import ATTENTION, COMBINE, DISPATCH, EXPERT, GATHER, PARAM, Op
@@ -38,6 +40,7 @@ class Measured(TypedDict):
     window_s: tuple[float, ...]
     back_window_s: tuple[float, ...]
     free_bytes: int
+    pipelines: pipelining.Measured | None
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,7 @@ class Costs:
     layers: in model order.
     pools: layers whose experts are alike.
     hardware: the cluster, if it was described; else its links are looked at.
+    pipelines: measures these too, where a strategy plans by it.
 
     Attributes:
         are_new: they have been measured in the latest step.
@@ -162,6 +166,7 @@ class Costs:
     layers: Sequence[AttachedLayer]
     pools: tuple[Pool, ...]
     hardware: Hardware | None
+    pipelines: Pipelines | None = None
     are_new: bool = field(default=False, init=False)
     seen: Sequence[Seen] = field(default=(), init=False)
 
@@ -170,17 +175,21 @@ class Costs:
         self._seen = [Seen() for _ in self.layers]
         unknown_s = (0.0,) * len(self.layers)
         self._measured = Measured(
-            pools=self.pools, window_s=unknown_s, back_window_s=unknown_s, free_bytes=0
+            pools=self.pools,
+            window_s=unknown_s,
+            back_window_s=unknown_s,
+            free_bytes=0,
+            pipelines=None,
         )
 
     def after_step(self, rows: Sequence[Rows]) -> Measured:
-        """What is known after a step; nothing more than before it of a strategy that copies no
-        experts. Collective."""
-        if self.layers[0].routed.copies is None:
+        """What is known after a step; nothing more than before it of a strategy that wants to know
+        nothing. Collective."""
+        if not self._copies and self.pipelines is None:
             return self._measured
         step, self._num_steps = self._num_steps, self._num_steps + 1
-        num_cells = self.layers[0].routed.site.layout.grid.num_cells
-        self.are_new = step == STEPS[-1] and num_cells > 1  # alone, there is nothing to copy
+        size = self.layers[0].routed.site.layout.grid.size
+        self.are_new = step == STEPS[-1] and size > 1  # alone, there is nothing to send
         new = [Seen.of(layer.routed, seen) for layer, seen in zip(self.layers, rows)]
         if step in STEPS:
             self._seen = [before + seen for before, seen in zip(self._seen, new)]
@@ -188,7 +197,7 @@ class Costs:
         for layer in self.layers:
             layer.routed.meter.is_on = any(step + 1 in watched for watched in WATCHED)
         if self.are_new:
-            self._measured = self._agreed()
+            self._measured = self._agreed(rows)
         return self._measured
 
     def corrected(self, copy_speed: float) -> Measured:
@@ -205,18 +214,26 @@ class Costs:
         self.are_new = True
         return self._measured
 
-    def _agreed(self) -> Measured:
+    @property
+    def _copies(self) -> bool:
+        """Whether experts are copied."""
+        return self.layers[0].routed.copies is not None
+
+    def _agreed(self, rows: Sequence[Rows]) -> Measured:
         seen_RL = of_all_ranks(self._seen, self._device)
         sums = [sum(column, Seen()) for column in zip(*seen_RL)]
         # Who comes late to an exchange makes the others wait: the last takes as long as it takes.
         exchange_s = [min(seen.exchange_s for seen in column) for column in zip(*seen_RL)]
         window_s = [seen.window_s / max(seen.num_windows, 1) for seen in sums]
         back_s = [seen.back_window_s / max(seen.num_back_windows, 1) for seen in sums]
+        behind_s = tuple(back or BACKWARD * s for back, s in zip(back_s, window_s))
+        prices = (self._priced(pool, sums, exchange_s) for pool in self.pools)
         return Measured(
-            pools=tuple(self._priced(pool, sums, exchange_s) for pool in self.pools),
+            pools=tuple(prices) if self._copies else self.pools,
             window_s=tuple(window_s),
-            back_window_s=tuple(back or BACKWARD * s for back, s in zip(back_s, window_s)),
-            free_bytes=self._free_bytes(),
+            back_window_s=behind_s,
+            free_bytes=self._free_bytes() if self._copies else 0,
+            pipelines=None if self.pipelines is None else self.pipelines.measured(rows, behind_s),
         )
 
     def _free_bytes(self) -> int:
@@ -235,7 +252,8 @@ class Costs:
 
     @property
     def _device(self) -> torch.device:
-        return self._expert(self.pools[0])[0].device
+        held = (parameter for layer in self.layers for parameter in layer.parameters)
+        return next(held).device
 
     def _expert(self, pool: Pool) -> Weights:
         """Weights of any one expert."""

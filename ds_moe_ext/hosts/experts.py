@@ -14,9 +14,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ds_moe_ext.hosts.found import Adopted, Found, Slot, Wanted, set_module, shape_of, weights_of
-from ds_moe_ext.moe.expert import ExpertFunction
+from ds_moe_ext.hosts.found import (
+    Adopted,
+    Found,
+    RoutedOf,
+    Slot,
+    Wanted,
+    set_module,
+    shape_of,
+    weights_of,
+)
+from ds_moe_ext.hosts.splitting import ways_to_split
+from ds_moe_ext.moe.expert import ExpertFunction, on_shard
+from ds_moe_ext.moe.gate import RunRows
 from ds_moe_ext.moe.layer import RoutedExperts
+from ds_moe_ext.moe.sharding import Shard
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +82,9 @@ def found_experts(
 ) -> Found:
     """A layer to replace, from a module and its description."""
 
-    def adopt(held: Tensor, routed_of: Callable[[ExpertFunction], RoutedExperts]) -> Adopted:
-        hosted = HostedExperts(module, description, held, routed_of(description.function))
+    def adopt(held: Tensor, shard: Shard, routed_of: RoutedOf) -> Adopted:
+        routed = routed_of(on_shard(description.function, shard))
+        hosted = HostedExperts(module, description, held, shard, routed)
         set_module(model, name, hosted)
         whole = tuple(module.get_parameter(weight) for weight in description.weight_names)
         sources = {
@@ -89,6 +102,9 @@ def found_experts(
         expert=shape_of((each, weight[0], weight.requires_grad) for each, weight in whole),
         num_cells=1,
         may_drop=False,
+        split=lambda num_shards: ways_to_split(
+            name, description.function, [weight[0] for _, weight in whole], num_shards
+        ),
         adopt=adopt,
     )
 
@@ -103,6 +119,7 @@ class HostedExperts(nn.Module):
         source: the host's module; its weights are copied, it is not kept.
         description: what it holds.
         held: experts that this rank is home to, int64 ``[S]``, in slot order.
+        shard: the part of them that it has.
         routed: the program of the layer.
     """
 
@@ -111,13 +128,19 @@ class HostedExperts(nn.Module):
         source: nn.Module,
         description: ExpertsDescription,
         held: Tensor,
+        shard: Shard,
         routed: RoutedExperts,
     ) -> None:
         super().__init__()
         self.num_experts = description.num_experts
         self.weight_names = description.weight_names
         self.routed = routed
-        columns = [_own_slots(source.get_parameter(name), held) for name in self.weight_names]
+        self.run: RunRows = routed
+        self.shard = shard
+        columns = [
+            _own_slots(source.get_parameter(name), held, shard, number)
+            for number, name in enumerate(self.weight_names)
+        ]
         self.hold([Slot(tuple(parameters)) for parameters in zip(*columns)])
         self.train(source.training)
 
@@ -139,13 +162,17 @@ class HostedExperts(nn.Module):
         """``[..., D]`` to ``[..., D]``. Collective over the cells."""
         self.routed.rows.begin(is_training=self.training)
         x_TD = hidden.reshape(-1, hidden.shape[-1])
-        y_TD = self.routed(x_TD, expert_ids.long(), scores, self.weights())
+        y_TD = self.run(x_TD, expert_ids.long(), scores, self.weights())
         return y_TD.view_as(hidden)
 
 
-def _own_slots(weight_E: nn.Parameter, held: Tensor) -> list[nn.Parameter]:
-    """A parameter for each held expert; they are views of one piece of memory."""
+def _own_slots(
+    weight_E: nn.Parameter, held: Tensor, shard: Shard, number: int
+) -> list[nn.Parameter]:
+    """A parameter for each held expert, or this rank's part of it; they are views of one piece of
+    memory."""
     own_S = weight_E.detach().index_select(0, held.to(weight_E.device))
+    own_S = shard.of(number, own_S, first_dim=1)
     parameters = []
     for own in own_S:
         parameter = nn.Parameter(own, requires_grad=weight_E.requires_grad)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ds_moe_ext.moe.expert import ExpertFunction
 from ds_moe_ext.moe.layer import RoutedExperts
+from ds_moe_ext.moe.sharding import Along, Shard
 
 ExpertShape = tuple[tuple[str, tuple[int, ...], str, bool], ...]
 """Of each weight of an expert its name, shape, type and whether it is trained."""
@@ -49,6 +50,7 @@ class Hosted(Protocol):
 
     routed: RoutedExperts
     weight_names: tuple[str, ...]
+    shard: Shard
     training: bool
 
     def slots(self) -> list[Slot]:
@@ -91,8 +93,11 @@ class Found:
             two layers could change places.
         num_cells: cells over which the model was built already; 1 if every rank has all experts.
         may_drop: its gate marks dropped choices with -1.
-        adopt: replace it: called with the experts that this rank is home to, int64 ``[S]``, and a
-            function that makes the layer's program from its expert function.
+        split: how each weight of an expert is split into a number of parts; raises ValueError
+            where that cannot be.
+        adopt: replace it: called with the experts that this rank is home to, int64 ``[S]``, the
+            part of them that it has, and a function that makes the layer's program from its expert
+            function.
     """
 
     name: str
@@ -101,7 +106,8 @@ class Found:
     expert: ExpertShape
     num_cells: int
     may_drop: bool
-    adopt: Callable[[Tensor, RoutedOf], Adopted]
+    split: Callable[[int], tuple[Along, ...]]
+    adopt: Callable[[Tensor, Shard, RoutedOf], Adopted]
 
 
 def shape_of(weights: Iterable[tuple[str, Tensor, bool]]) -> ExpertShape:

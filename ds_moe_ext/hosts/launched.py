@@ -38,3 +38,9 @@ class Launched:
                 f"{', '.join(names)}; start with torchrun or deepspeed, or unset them all"
             )
         return cls(*map(int, found))
+
+
+def ranks_on_this_node() -> int | None:
+    """As torchrun or DeepSpeed's launcher says; None where neither does."""
+    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+    return next((int(os.environ[name]) for name in names if name in os.environ), None)

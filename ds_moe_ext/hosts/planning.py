@@ -71,7 +71,7 @@ class Planning:
         """
         for layer in self.layers:
             layer.routed.after_step()
-        if not self._rhythm.plan_every:
+        if not (self._rhythm.plan_every or self._rhythm.measures):
             return
         self._window.push(_padded([each.routed_CE for each in rows]))
         measured = self.costs.after_step(rows)
@@ -88,7 +88,7 @@ class Planning:
         elif any(layer.routed.site.plan.successor is not None for layer in self.layers):
             pairs = zip((layer.routed for layer in self.layers), rows)
             self._take([r.ahead.successor(r.site.plan, seen.routed_CE) for r, seen in pairs])
-        elif (step + 1) % self._rhythm.plan_every == 0:
+        elif self._rhythm.plan_every and (step + 1) % self._rhythm.plan_every == 0:
             self.plan()
 
     def plan(self) -> None:

@@ -20,10 +20,10 @@ from ds_moe_ext.comm import Traffic, sparse_all_gather, sparse_reduce_scatter
 from ds_moe_ext.moe.observe import TasksSeen
 from ds_moe_ext.moe.slab import Slab, Weights
 from ds_moe_ext.moe.trips import Piece, Place, Trips
-from ds_moe_ext.moe.wires import TARGET_WEIGHTS, WEIGHTS
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.execute import Event, Lanes, Mark, lanes_for
 from ds_moe_ext.schedule.task import GATHER, PARAM, Op, Span, Task, Value
+from ds_moe_ext.schedule.wires import TARGET_WEIGHTS, WEIGHTS
 from ds_moe_ext.strategies.base import Plan
 from ds_moe_ext.transfer import Part
 
@@ -125,10 +125,6 @@ class Copies:
     def is_trained(self) -> bool:
         """Whether the experts have gradients, here and on all other ranks."""
         return any(weight.requires_grad for weight in self.like)
-
-    @property
-    def is_watched(self) -> bool:
-        return any(observer.is_on for observer in self._observers)
 
     def saw(self, op: Op, start: Mark, *, is_adjoint: bool = False, piece: int = 0) -> None:
         """Tell the observers of a task that ends now."""

@@ -9,7 +9,7 @@ S slots, D model width, F expert width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.func import functional_call
 
 from ds_moe_ext.moe.local import gradients, run_apart
 from ds_moe_ext.moe.order import LayerRoute, SlotRows
+from ds_moe_ext.moe.sharding import WHOLE, Shard
 from ds_moe_ext.schedule.task import Span
 
 ExpertFunction = Callable[[Tensor, SlotRows, tuple[Tensor, ...]], Tensor]
@@ -78,11 +79,13 @@ class FeedForwardExperts:
         activation: ``[R, F'] -> [R, F]``.
         is_transposed: weights are stored ``[D, F']`` and ``[F, D]``.
         has_bias: two more weights.
+        shard: the part of every expert that is computed here.
     """
 
     activation: Callable[[Tensor], Tensor]
     is_transposed: bool = False
     has_bias: bool = False
+    shard: Shard = WHOLE
 
     def __call__(self, rows_RD: Tensor, slots: SlotRows, weights: tuple[Tensor, ...]) -> Tensor:
         if not weights:
@@ -109,6 +112,8 @@ class FeedForwardExperts:
         """One grouped GEMM a matrix, for slots whose weights are ``[S, ...]``."""
         up, down = weights[:: 2 if self.has_bias else 1]
         up_bias, down_bias = weights[1::2] if self.has_bias else (None, None)
+        if down_bias is not None:
+            down_bias = self.shard.widened(3, down_bias)
         if not self.is_transposed:
             up, down = up.mT, down.mT
         hidden_RF = self.activation(grouped_linear(rows_RD, slots, up, up_bias))
@@ -218,10 +223,12 @@ class ModuleExperts:
     Attributes:
         template: a module of the experts' class; only its code is used.
         names: names of its parameters.
+        shard: the part of every expert that is computed here.
     """
 
     template: nn.Module
     names: tuple[str, ...]
+    shard: Shard = WHOLE
 
     def __call__(self, rows_RD: Tensor, slots: SlotRows, weights: tuple[Tensor, ...]) -> Tensor:
         if not weights:
@@ -229,11 +236,22 @@ class ModuleExperts:
         num_names = len(self.names)
         outs = []
         for slot, rows in enumerate(rows_RD.split(slots.on_host())):
-            own = weights[slot * num_names : (slot + 1) * num_names]
+            own = [
+                self.shard.widened(number, weight)
+                for number, weight in enumerate(weights[slot * num_names : (slot + 1) * num_names])
+            ]
             # A slot without rows is called too: its weights stay in the graph.
             out = functional_call(self.template, dict(zip(self.names, own)), (rows,))
             outs.append(out[0] if isinstance(out, tuple) else out)
         return torch.cat(outs)
+
+
+def on_shard(function: ExpertFunction, shard: Shard) -> ExpertFunction:
+    """What a rank computes that has a part of every expert. A function of the user's own computes
+    the same with smaller weights."""
+    if isinstance(function, (FeedForwardExperts, ModuleExperts)):
+        return replace(function, shard=shard)
+    return function
 
 
 @dataclass(frozen=True, eq=False)

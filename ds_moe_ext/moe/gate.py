@@ -1,16 +1,17 @@
 """Gate: which experts a token goes to, with what score, and what the choice costs.
 
-A gate is a function of hidden states and its own weights; another one is another function with
-the same signature, as in ``gates/``. Shape letters: T tokens, K choices a token, E experts, D model
+A gate is a function of hidden states and its own weights. ``Gate`` makes one that JSON can name;
+more of them are in ``gates/``. Shape letters: T tokens, K choices a token, E experts, D model
 width.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,22 +34,107 @@ class Choice(NamedTuple):
 GateFunction = Callable[[Tensor, tuple[Tensor, ...]], Choice]
 
 
+RunRows = Callable[[Tensor, Tensor, Tensor, tuple[Tensor, ...]], Tensor]
+"""Rows ``[T, D]``, experts and scores ``[T, K]`` and the experts' weights to outputs ``[T, D]``."""
+
+
+@dataclass(frozen=True)
+class GateWeight:
+    """One weight that a gate learns.
+
+    Attributes:
+        name: of the parameter. "weight" is the one that a host's router has already: its values
+            stay where the shape is the same.
+        shape: of the parameter.
+        fill: draws its first values in place, with torch's default generator.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    fill: Callable[[Tensor], object]
+
+
 @dataclass(frozen=True, kw_only=True)
-class SoftmaxTopK:
+class Gate(ABC):
+    """A gate. A subclass is a frozen dataclass: its fields are its JSON keys.
+
+    Attributes:
+        top_k: choices ``K``; null takes as many as the host's router.
+        looks_ahead: a token's experts depend on tokens after it.
+        may_drop: ids may be -1, for choices that are not used.
+        is_even: every expert gets as many rows, so that none is over capacity.
+    """
+
+    top_k: int | None = None
+    looks_ahead: ClassVar[bool] = False
+    may_drop: ClassVar[bool] = False
+    is_even: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k}; a token needs 1 expert or more")
+
+    def __call__(
+        self, x_TD: Tensor, weights: tuple[Tensor, ...], *, is_training: bool = False
+    ) -> Choice:
+        """Choose. Scores are at least float32."""
+        return self.choose(self.logits_of(x_TD, weights, is_training=is_training))
+
+    def weights(self, num_experts: int, width: int) -> tuple[GateWeight, ...]:
+        """What it learns for ``E`` experts of width ``D``; one ``[E, D]`` unless overridden."""
+        return (projection("weight", num_experts, width),)
+
+    def logits_of(self, x_TD: Tensor, weights: tuple[Tensor, ...], *, is_training: bool) -> Tensor:
+        """What is compared, ``[T, E]``; ``x W^T`` unless overridden. Hosts take their own
+        load-balance loss from it."""
+        return logits(x_TD, weights[0])
+
+    @abstractmethod
+    def choose(self, logit_TE: Tensor) -> Choice:
+        """Experts, scores and losses."""
+
+    def by_expert(self, logit_TE: Tensor) -> Tensor:
+        """The logits of ``logits_of`` as one for each expert, ``[T, E]``."""
+        return logit_TE
+
+    def around(self, run: RunRows, num_sequences: Callable[[], int]) -> RunRows:
+        """What to do before and behind the experts: nothing, for tokens are the rows.
+
+        Args:
+            run: the experts.
+            num_sequences: how many sequences of one length the tokens of the coming call are.
+        """
+        return run
+
+    def with_top_k(self, top_k: int | None) -> Gate:
+        """The gate with this ``top_k`` if it has none."""
+        return self if self.top_k is not None else replace(self, top_k=top_k)
+
+    @property
+    def num_choices(self) -> int:
+        """``top_k``, which must be known by now."""
+        if self.top_k is None:
+            raise ValueError(f"top_k of {type(self).__name__} is null and no host has one; give it")
+        return self.top_k
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftmaxTopK(Gate):
     """Softmax over all experts, the k best of them (GShard, Switch Transformer, Mixtral, Qwen3).
 
     Attributes:
-        top_k: choices ``K``.
         renormalize: scale the scores of a token to sum to one (Mixtral; Qwen3's norm_topk_prob).
     """
 
-    top_k: int
     renormalize: bool = True
 
-    def __call__(self, x_TD: Tensor, weights: tuple[Tensor, ...]) -> Choice:
-        """Choose by ``weights[0]`` ``[E, D]``. Scores are at least float32."""
-        logit_TE = logits(x_TD, weights[0])
-        return choose_by_softmax(logit_TE, self.top_k, renormalize=self.renormalize)
+    def choose(self, logit_TE: Tensor) -> Choice:
+        return choose_by_softmax(logit_TE, self.num_choices, renormalize=self.renormalize)
+
+
+def projection(name: str, rows: int, width: int) -> GateWeight:
+    """A weight ``[rows, D]`` whose products with hidden states of size 1 are of size 1."""
+    return GateWeight(name, (rows, width), lambda w: torch.nn.init.normal_(w, std=width**-0.5))
 
 
 def logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:

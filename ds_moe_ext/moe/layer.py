@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,17 +26,19 @@ from ds_moe_ext.moe.observe import RowsSeen, TasksSeen
 from ds_moe_ext.moe.order import Order, Restore, Seat
 from ds_moe_ext.moe.slab import Weights
 from ds_moe_ext.moe.trips import Place
-from ds_moe_ext.schedule.execute import Mark, lanes_for
+from ds_moe_ext.moe.windows import Windows
+from ds_moe_ext.schedule.execute import lanes_for
 from ds_moe_ext.schedule.pipelines import QUEUED
 from ds_moe_ext.schedule.program import Program, Stage, in_backward
 from ds_moe_ext.schedule.task import (
-    ATTENTION,
+    BEGIN_GRADIENTS,
     CELL_GATHER,
     CELL_SCATTER,
     COMBINE,
     DISPATCH,
     EXPERT,
     GATE,
+    GRADIENTS,
     INTER,
     INTRA,
     JOIN,
@@ -65,6 +67,18 @@ class LayerOptions:
     gate_may_drop: bool = False
 
 
+class GradientSlices(Protocol):
+    """Dense gradients of the host, reduced in slices: those that are ready, in order."""
+
+    def reduce(self, elements: int) -> None:
+        """So many, now, in the lane that calls."""
+        ...
+
+    def begin(self, elements: int) -> None:
+        """So many, beside what the host computes next."""
+        ...
+
+
 class RoutedExperts:
     """The program of one layer by the present plan. Not a module: it owns no parameters.
 
@@ -79,9 +93,13 @@ class RoutedExperts:
         rows: what was routed.
         tasks: times for a person to see.
         meter: times for planners to know.
-        row_bytes: of the latest pass.
+        row_width: elements of a row, in the latest pass.
+        row_dtype: their type.
+        function: what an expert computes.
         copies: of other ranks' experts; None where the strategy makes none.
         ahead: the next plan, where it is made in the program.
+        windows: times of what the host computes between this layer and the one before.
+        slices: what reduces dense gradients beside this layer; None where the host does it alone.
     """
 
     def __init__(
@@ -97,18 +115,23 @@ class RoutedExperts:
         target = site.plan.target
         self.rows = RowsSeen(target.num_experts, target.num_cells)
         self.tasks, self.meter = TasksSeen(), TasksSeen()
-        self.row_bytes = 0
+        self.row_width, self.row_dtype = 0, torch.float32
         self.copies: Copies | None = None
         self.ahead = Ahead(self.rows)
+        self.windows = Windows(site.layer, (self.tasks, self.meter))
+        self.slices: GradientSlices | None = None
         self._strategy = strategy
-        self._function = function
+        self.function = function
         self._options = options or LayerOptions()
         self._gate = gate
         self._started: Weights | None = None
         self._was_graded = False  # when that was made
-        self._begun: Mark | None = None  # when attention began, if anybody asks
-        self._back_begun: Mark | None = None  # and its backward
         self._program: dict[torch.device, Program] = {}
+
+    @property
+    def row_bytes(self) -> int:
+        """Of the latest pass."""
+        return self.row_width * self.row_dtype.itemsize
 
     def allow_copies(self, like: Weights) -> None:
         """Say what the weights of an expert are like. Needed before a plan with copies.
@@ -177,16 +200,13 @@ class RoutedExperts:
             is_training: likewise.
             block_input: what the host computes from: its gradient ends that in backward.
         """
+        self.windows.block_begins(block_input)
         if self.copies is None:
             return
         if not self._is_begun or self.site.plan.carried is None or in_backward():
             self.begin(weights, is_training=is_training)
         if self.copies.coming is not None:
             self.copies.coming.launch_rest()
-        if self.copies.is_watched:
-            self._begun = self.copies.lanes.mark()
-            if block_input is not None and block_input.requires_grad:
-                block_input.register_hook(lambda grad: self._saw_attention(is_adjoint=True))
 
     def __call__(
         self, x_TD: Tensor, expert_TK: Tensor, score_TK: Tensor, weights: tuple[Tensor, ...]
@@ -207,10 +227,8 @@ class RoutedExperts:
 
     def run(self, x_TD: Tensor, given: tuple[Any, ...], weights: Weights) -> tuple[Tensor, ...]:
         """The program's outputs; ``given`` is what it takes between x and the expert weights."""
-        self.row_bytes = x_TD.shape[-1] * x_TD.element_size()
-        self._saw_attention(is_adjoint=False)
-        if self.copies is not None and self.copies.is_watched and x_TD.requires_grad:
-            x_TD.register_hook(lambda grad: self._began_back())
+        self.row_width, self.row_dtype = x_TD.shape[-1], x_TD.dtype
+        self.windows.layer_begins(x_TD)
         if self.copies is None or not self.site.plan.is_joined:
             return self.program(x_TD.device)(x_TD, *given, weights)
         if not self._is_begun:
@@ -219,16 +237,6 @@ class RoutedExperts:
         assert joined is not None and flight is not None
         y_TD, *others = self.program(x_TD.device)(x_TD, *given, joined)
         return finished(flight, y_TD), *others
-
-    def _began_back(self) -> None:
-        if self.copies is not None:
-            self._back_begun = self.copies.lanes.mark()
-
-    def _saw_attention(self, *, is_adjoint: bool) -> None:
-        begun = self._back_begun if is_adjoint else self._begun
-        if self.copies is not None and begun is not None:
-            self.copies.saw(ATTENTION, begun, is_adjoint=is_adjoint)
-            self._begun = self._back_begun = None
 
     def program(self, device: torch.device) -> Program:
         """The program of the present plan; made once a plan."""
@@ -253,7 +261,7 @@ class RoutedExperts:
         placements = plan.home.expert_CS, plan.target.expert_CS
         tables = (str(table.tolist()) for table in placements)
         about = f"rematerialize {plan.rematerialize}, revise {plan.revise is not None}, "
-        about += f"carried {plan.carried}"
+        about += f"carried {plan.carried}, reductions {plan.reductions}"
         return "\n".join((*map(str, orders), *tables, plan.share.describe(), about))
 
     def _plan_ahead(self, copies: Copies) -> None:
@@ -277,7 +285,7 @@ class RoutedExperts:
                 revise=plan.revise,
             ),
             DISPATCH: Dispatch(wire, wire),
-            EXPERT: Expert(self._function, recompute=plan.forward_degree != plan.backward_degree),
+            EXPERT: Expert(self.function, recompute=plan.forward_degree != plan.backward_degree),
             COMBINE: Combine(wire, wire),
             RESTORE: Restore(),
         }
@@ -292,6 +300,12 @@ class RoutedExperts:
             stages[SEND_HOME] = Aside(lambda span: copies.send_home(span.start))
             stages[RECALL] = Aside(lambda span: copies.recall_before())
             stages[PLAN] = Aside(lambda span: self._plan_ahead(copies))
+        if self.slices is not None:
+            slices, (within_moe, dense) = self.slices, plan.reductions
+            stages[GRADIENTS] = Aside(lambda span: slices.reduce(within_moe[span.start]))
+            stages[BEGIN_GRADIENTS] = Aside(
+                lambda span: slices.begin(dense[span.start - len(within_moe)])
+            )
         if self._gate is not None:
             stages[GATE] = Local(self._gate, graded=(False, True, True))
         return stages

@@ -20,10 +20,12 @@ class Along(NamedTuple):
     Attributes:
         dim: along which.
         num_blocks: equal blocks of that dim, each split by itself: 2 where gate and up are joined.
+        adds: it is added to the output, as a bias is: a part adds to its own places only.
     """
 
     dim: int
     num_blocks: int = 1
+    adds: bool = False
 
 
 class Stretch(NamedTuple):
@@ -59,22 +61,6 @@ class Shard:
     def is_whole(self) -> bool:
         return self.num_shards == 1
 
-    def check(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
-        """Whether weights of these shapes can be split.
-
-        Raises:
-            ValueError: a dim does not divide.
-        """
-        if self.is_whole:
-            return
-        for name, shape, along in zip(names, shapes, self.alongs):
-            if shape[along.dim] % (along.num_blocks * self.num_shards):
-                raise ValueError(
-                    f"expert_sharding_size is {self.num_shards}, which does not divide the "
-                    f"{shape[along.dim] // along.num_blocks} places of dim {along.dim} of {name}; "
-                    "choose a divisor"
-                )
-
     def stretches(self, number: int, whole_length: int) -> Iterator[Stretch]:
         """What the part has of the dim that a weight is split along.
 
@@ -82,6 +68,9 @@ class Shard:
             number: of the weight.
             whole_length: of that dim in the whole weight.
         """
+        if self.is_whole:
+            yield Stretch(0, 0, whole_length)
+            return
         block = whole_length // self.alongs[number].num_blocks
         length = block // self.num_shards
         for i in range(self.alongs[number].num_blocks):
@@ -93,6 +82,20 @@ class Shard:
         if not self.is_whole:
             whole[self.alongs[number].dim] *= self.num_shards
         return tuple(whole)
+
+    def widened(self, number: int, weight: Tensor) -> Tensor:
+        """What is added to the output, ``[..., D]``, from this rank's part of it: zeros elsewhere.
+
+        Args:
+            number: of the weight.
+            weight: this rank's part.
+        """
+        if self.is_whole or not self.alongs[number].adds:
+            return weight
+        length = weight.shape[-1]
+        before = self.index * length
+        after = (self.num_shards - 1) * length - before
+        return torch.nn.functional.pad(weight, (before, after))
 
     def of(self, number: int, weight: Tensor, *, first_dim: int = 0) -> Tensor:
         """The part of a weight; the weight itself if experts are whole.
@@ -108,3 +111,7 @@ class Shard:
         places = self.stretches(number, weight.shape[dim])
         parts = [weight.narrow(dim, start, length) for start, _, length in places]
         return torch.cat(parts, dim)
+
+
+WHOLE = Shard()
+"""Of experts that nobody splits."""

@@ -22,6 +22,7 @@ from ds_moe_ext.planners.prices import Prices
 from ds_moe_ext.planners.split import Split
 from ds_moe_ext.schedule.program import Stage
 from ds_moe_ext.schedule.task import INTER, Lane, Op, Schedule
+from ds_moe_ext.schedule.wires import ALONE, Beside, programs
 from ds_moe_ext.share import Share
 
 ROWS_ALONE = Prices(
@@ -220,6 +221,11 @@ class Strategy(ABC):
         return False
 
     @property
+    def slices_gradients(self) -> bool:
+        """Whether plans have reductions of dense gradients."""
+        return False
+
+    @property
     def splits_experts(self) -> bool:
         """Whether the ranks of a cell may split every expert."""
         return False
@@ -251,9 +257,17 @@ class Strategy(ABC):
         """
         return None
 
-    @abstractmethod
+    def beside(self, site: Site) -> Beside:
+        """What goes on beside the rows of a layer. Pure."""
+        return ALONE
+
     def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:
-        """Forward and backward of one layer; ``gated`` as in ``wires.layer_schedule``. Pure."""
+        """Forward and backward of one layer; ``gated`` as in ``wires.layer_schedule``. Pure.
+
+        The rows travel all at once; or, where a pipeline is laid over the strategy, as that says.
+        None can be laid over a strategy with schedules of its own.
+        """
+        return programs(site.layer, gated=gated, beside=self.beside(site))
 
     def stages(self, site: Site) -> Mapping[Op, Stage]:
         """Stages that differ from the common ones; usually none."""

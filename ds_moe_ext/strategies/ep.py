@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_moe_ext.moe.wires import ALONE, Beside
 from ds_moe_ext.share import LocalElseHome
-from ds_moe_ext.strategies.base import Job, Plan, Site, register
-from ds_moe_ext.strategies.placing import Placing
+from ds_moe_ext.strategies.base import Job, Plan, Strategy, register
 
 
 @register("ep")
 @dataclass(frozen=True, kw_only=True)
-class ExpertParallel(Placing):
+class ExpertParallel(Strategy):
     """No keys: nothing is planned."""
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
         return tuple(Plan(home, home, LocalElseHome(home, home)) for home in job.homes)
-
-    def beside(self, site: Site) -> Beside:
-        return ALONE

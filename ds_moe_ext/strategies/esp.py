@@ -8,18 +8,18 @@ its pipeline over it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import numpy as np
 
-from ds_moe_ext.moe import wires
-from ds_moe_ext.moe.wires import Cutting
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.pipelining import Measured, Piped, plan_pipelines
+from ds_moe_ext.schedule import wires
 from ds_moe_ext.schedule.pipelines import PIPELINES, Pipeline, Slices
 from ds_moe_ext.schedule.task import Lane, Schedule
+from ds_moe_ext.schedule.wires import Cutting
 from ds_moe_ext.strategies.base import (
     Forecast,
     Job,
@@ -30,7 +30,6 @@ from ds_moe_ext.strategies.base import (
     register,
 )
 from ds_moe_ext.strategies.ep import ExpertParallel
-from ds_moe_ext.strategies.placing import Placing
 from ds_moe_ext.strict import at_least, nearest
 
 KEY = "ds_moe_ext.esp"
@@ -108,12 +107,21 @@ class ExpertSharding:
         """Whether anything depends on what operations cost."""
         return (self.pipeline.is_cut and None in self.degrees) or self.slices
 
-    def over(self, placing: Placing | None = None) -> Pipelined:
+    def over(self, placing: Strategy | None = None) -> Pipelined:
         """The strategy: this pipeline over where another one has experts compute.
 
         Args:
             placing: where; None: at home, whole or split.
+
+        Raises:
+            ValueError: it has schedules of its own.
         """
+        if placing is not None and type(placing).schedules is not Strategy.schedules:
+            raise ValueError(
+                f"{type(placing).__qualname__} decides itself how rows travel, so that strategy "
+                "'esp' cannot be laid over it; choose another balance, or leave its schedules to "
+                "the base class"
+            )
         return Pipelined(esp=self, placing=placing or ExpertParallel())
 
 
@@ -127,11 +135,15 @@ class Pipelined(Strategy):
     """
 
     esp: ExpertSharding
-    placing: Placing
+    placing: Strategy
 
     @property
     def has_uneven_homes(self) -> bool:
         return self.placing.has_uneven_homes
+
+    @property
+    def slices_gradients(self) -> bool:
+        return self.esp.slices
 
     @property
     def splits_experts(self) -> bool:
@@ -157,6 +169,12 @@ class Pipelined(Strategy):
     def forecast(self, job: Job, layer: int, plan: Plan, rows_CE: np.ndarray) -> Forecast | None:
         return self.placing.forecast(job, layer, plan, rows_CE)
 
+    def describe(self, job: Job) -> str:
+        told = [self.placing.describe(job)] if any(pool.expert_bytes for pool in job.pools) else []
+        if job.pipelines is not None:
+            told.append(_told(_pipes(self.esp, job.pipelines), job.pipelines))
+        return "; ".join(filter(None, told))
+
     def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:
         plan = site.plan
         cutting = Cutting(
@@ -180,6 +198,31 @@ def _pipes(esp: ExpertSharding, measured: Measured) -> tuple[Piped, ...]:
         degrees=esp.degrees,
         slices=esp.slices,
     )
+
+
+def _told(pipes: Sequence[Piped], measured: Measured) -> str:
+    """What was chosen, for a person."""
+    within, dense = (
+        sum(sum(sizes) for sizes in places) for places in zip(*(p.placed for p in pipes))
+    )
+    elements = measured.head_elements + sum(layer.gradient_elements for layer in measured.layers)
+    text = (
+        f"rows travel in {_each(p.forward_degree for p in pipes)} chunks forward and "
+        f"{_each(p.backward_degree for p in pipes)} backward"
+    )
+    if not within + dense:
+        return text
+    left = elements - within - dense
+    return (
+        f"{text}; of {elements:,} dense gradients {within:,} are reduced within MoE layers, "
+        f"{dense:,} beside what lies between these, and {left:,} at the end"
+    )
+
+
+def _each(degrees: Iterable[int]) -> str:
+    """The one of all layers, or that of each."""
+    texts = [str(degree) for degree in degrees]
+    return texts[0] if len(set(texts)) == 1 else ", ".join(texts)
 
 
 def _piped(piped: Piped, plan: Plan) -> Plan:

@@ -13,7 +13,6 @@ from functools import partial
 
 import numpy as np
 
-from ds_moe_ext.moe.wires import Beside
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.calibrate import calibrate, guarded
 from ds_moe_ext.planners.materialize import materialize
@@ -21,6 +20,7 @@ from ds_moe_ext.planners.overlap import copies_that_fit, overlap_degree
 from ds_moe_ext.planners.prices import Prices
 from ds_moe_ext.planners.shard import shard
 from ds_moe_ext.schedule.task import INTER, PARAM, Lane
+from ds_moe_ext.schedule.wires import Beside
 from ds_moe_ext.share import NearestCopy
 from ds_moe_ext.strategies.base import (
     Destination,
@@ -29,15 +29,15 @@ from ds_moe_ext.strategies.base import (
     Pool,
     Rhythm,
     Site,
+    Strategy,
     register,
 )
-from ds_moe_ext.strategies.placing import Placing
 from ds_moe_ext.strict import at_least
 
 
 @register("fssdp")
 @dataclass(frozen=True, kw_only=True)
-class FullySharded(Placing):
+class FullySharded(Strategy):
     """HECATE's two planners and its calibration (sections 4 and 5 of the paper).
 
     Attributes:

@@ -14,7 +14,6 @@ from functools import partial
 
 import numpy as np
 
-from ds_moe_ext.moe.wires import Beside
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.block_costs import (
     BACKWARD,
@@ -29,6 +28,7 @@ from ds_moe_ext.planners.prophet import BlockPlan, place_experts
 from ds_moe_ext.planners.shadow import shadow_experts
 from ds_moe_ext.planners.split import SPLITS, split_backward, split_forward
 from ds_moe_ext.schedule.task import INTER, PARAM, Lane
+from ds_moe_ext.schedule.wires import Beside
 from ds_moe_ext.share import LocalElseHome
 from ds_moe_ext.strategies.base import (
     Carried,
@@ -38,9 +38,9 @@ from ds_moe_ext.strategies.base import (
     Pool,
     Rhythm,
     Site,
+    Strategy,
     register,
 )
-from ds_moe_ext.strategies.placing import Placing
 from ds_moe_ext.strict import at_least, nearest
 
 Planner = Callable[["ProProphet", Placement, np.ndarray, BlockPrices], BlockPlan]
@@ -69,7 +69,7 @@ PLANNERS: Mapping[str, Planner] = {"prophet": _greedy, "shadow": _shadow}
 
 @register("prophet")
 @dataclass(frozen=True, kw_only=True)
-class ProProphet(Placing):
+class ProProphet(Strategy):
     """Pro-Prophet's planner and scheduler (sections 4 and 5 of the paper).
 
     Attributes:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.cost.fit import LinearFit, fit_line
+from ds_moe_ext.cost.fit import LinearFit, fit_line, fit_straight
 
 SIZES_N = 2.0 ** np.arange(10, 25)
 
@@ -91,3 +91,42 @@ def test_times_that_do_not_grow_give_the_largest_and_no_good_fit(seconds: list[f
 def test_no_line(units: list[int], seconds: list[float], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         fit_line(np.array(units), np.array(seconds))
+
+
+# Of what is cut into parts.
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.floats(0, 1e-1), st.floats(1e-10, 1e-5))
+def test_a_straight_line_is_found(fixed_s: float, unit_s: float) -> None:
+    assume(unit_s * np.ptp(SIZES_N) > 1e-4 * fixed_s)
+    fit = fit_straight(SIZES_N, fixed_s + unit_s * SIZES_N)
+    assert fit.fixed_s == pytest.approx(fixed_s, rel=1e-6, abs=1e-9 * unit_s * SIZES_N[-1])
+    assert fit.unit_s == pytest.approx(unit_s, rel=1e-6)
+    assert fit.r_squared == pytest.approx(1, abs=1e-6)
+
+
+def test_a_flat_beginning_is_a_start() -> None:
+    """A part pays it, however small: 1 ms up to the sixth size."""
+    seconds_N = np.maximum(1e-3, 1e-3 / SIZES_N[5] * SIZES_N)
+    straight, bent = fit_straight(SIZES_N, seconds_N), fit_line(SIZES_N, seconds_N)
+    assert bent.fixed_s < 1e-6
+    assert straight.fixed_s > 0.5e-3
+    assert straight.floor_s == 0.0
+
+
+def test_times_that_do_not_grow_are_all_start() -> None:
+    fit = fit_straight(SIZES_N[:4], np.array([2.0, 1.9, 2.1, 1.9]))
+    assert fit.fixed_s == pytest.approx(2, rel=0.05)
+    assert (fit.unit_s, fit.r_squared, fit.floor_s) == (0, 0, 0)
+
+
+def test_a_straight_line_from_below_zero_goes_through_zero() -> None:
+    fit = fit_straight(np.array([1, 2, 4]), np.array([0.5, 1.5, 3.5]))
+    assert fit.fixed_s == 0.0
+    assert 0.5 < fit.unit_s < 1
+
+
+def test_a_straight_line_needs_two_growing_sizes() -> None:
+    with pytest.raises(ValueError, match="give two growing sizes or more, with times above 0"):
+        fit_straight(np.array([2, 2]), np.array([1.0, 2.0]))

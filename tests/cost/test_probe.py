@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from ds_moe_ext.comm import all_to_all_by_pairs, all_to_all_rows
 from ds_moe_ext.cost.bench import Bench
 from ds_moe_ext.cost.probe import (
     Sizes,
+    all_gather_sweep,
     all_reduce_sweep,
     all_to_all_sweep,
     copy_sweep,
@@ -19,6 +22,7 @@ from ds_moe_ext.cost.probe import (
     levels_of,
     matmul_sweep,
     measure_cluster,
+    reduce_scatter_sweep,
 )
 from ds_moe_ext.hardware import Hardware, Link
 from tests.ranks import pool_of
@@ -67,14 +71,18 @@ def assert_links(found: Link | None, wanted: Link) -> None:
 
 @pytest.mark.parametrize("by_pairs", [False, True])
 def test_two_nodes_of_two(by_pairs: bool) -> None:
-    """Each millisecond a rank exchanges 2 KiB (1 to itself), sums 1 KiB, takes in two experts of a
-    pair's four, or three of all ranks' four; and two ranks of a node do it over one link."""
+    """Each millisecond a rank exchanges 2 KiB (1 to itself), gathers as many, gives as many to be
+    summed by place, or 1 KiB by all, and takes in two experts of a pair's four, or three of all
+    ranks' four; and two ranks of a node do it over one link."""
     found = cluster(4, 2, by_pairs=by_pairs)
     assert (found.num_nodes, found.ranks_per_node) == (2, 2)
     for level in (found.intra_collectives, found.inter_collectives):
         assert_links(level.all_to_all, line(2 * KIB))
         assert_links(level.all_reduce, line(KIB))
-        assert level.all_gather is None
+    assert_links(found.intra_collectives.all_gather, line(2 * KIB))
+    assert_links(found.intra_collectives.reduce_scatter, line(2 * KIB))
+    between = found.inter_collectives
+    assert (between.all_gather, between.reduce_scatter) == (None, None), "cells lie in nodes"
     assert_links(found.intra, line(KIB))
     assert_links(found.inter, line(2 * KIB))
     assert_links(found.intra_collectives.copy, line(2 * 5 * KIB))
@@ -104,7 +112,12 @@ def test_one_rank_a_node() -> None:
 def test_one_rank_knows_its_device_only() -> None:
     found = cluster(1, 1)
     assert (found.intra, found.inter) == (None, None)
-    assert found.device.flops_per_s.fp32 == pytest.approx(2 * 512**3 / 1e-3, rel=1e-4)
+    product = found.device.products.fp32
+    assert product is not None
+    assert product.multiply_adds_per_s == pytest.approx(2**19 * 512 / 1e-3, rel=1e-4)
+    assert product.start_s == pytest.approx(0, abs=1e-12)
+    assert product.r_squared == pytest.approx(1)
+    assert found.device.flops_per_s.fp32 == 2 * product.multiply_adds_per_s
     assert found.device.memory_bytes is None
 
 
@@ -118,6 +131,25 @@ def refused(rank: int, world_size: int, ranks_per_node: int) -> str:
 def test_nodes_that_do_not_fill_the_ranks(ranks_per_node: int) -> None:
     for message in pool_of(3).run(refused, ranks_per_node):
         assert message.startswith(f"{ranks_per_node} rank(s) on a node do not divide 3 rank(s)")
+
+
+def results(rank: int, world_size: int) -> list[list[float]]:
+    """What came of gathering this rank's number, and of a sum by place of the ranks' numbers."""
+    level = levels_of(world_size, world_size).within
+    row = torch.full((), float(rank))
+    with mock.patch.object(Tensor, "new_zeros", _repeated):
+        sweeps = [sweep(level, (1, 2), row) for sweep in (all_gather_sweep, reduce_scatter_sweep)]
+    return [sweep.works_N[1]().tolist() for sweep in sweeps]  # type: ignore[attr-defined]
+
+
+def _repeated(number: Tensor, size: int) -> Tensor:
+    return number.expand(size).clone()
+
+
+def test_cells_are_measured_by_what_they_do() -> None:
+    for gathered, scattered in pool_of(3).run(results):
+        assert gathered == [0, 0, 1, 1, 2, 2]
+        assert scattered == [3, 3]
 
 
 def moved(rank: int, world_size: int) -> list[list[int]]:
@@ -148,9 +180,12 @@ def test_copies_reach_every_member() -> None:
 
 def units(rank: int, world_size: int) -> list[list[int]]:
     level = levels_of(world_size, world_size).within
+    row = torch.zeros(64, dtype=torch.float64)  # half a KiB
     sweeps = (
-        all_to_all_sweep(level, SIZES.bytes_per_peer_N, CPU),
-        all_reduce_sweep(level, SIZES.bytes_per_peer_N, CPU),
+        all_to_all_sweep(level, (2, 4, 6), row),
+        all_gather_sweep(level, (2, 4, 6), row),
+        reduce_scatter_sweep(level, (2, 4, 6), row),
+        all_reduce_sweep(level, (2, 4, 6), row),
         copy_sweep(level, SIZES, CPU),
         matmul_sweep((2, 4), 8, torch.float32, CPU),
     )
@@ -164,11 +199,11 @@ def test_units_of_the_sweeps() -> None:
     """Of three members; the busiest of them takes in all experts but its own."""
     found = pool_of(3).run(units)
     assert found == [found[0]] * 3
-    exchanged, summed, copied, multiplied = found[0]
-    assert exchanged == [3 * KIB, 6 * KIB, 9 * KIB]
+    exchanged, gathered, scattered, summed, copied, multiplied = found[0]
+    assert exchanged == gathered == scattered == [3 * KIB, 6 * KIB, 9 * KIB]
     assert summed == [KIB, 2 * KIB, 3 * KIB]
     assert copied == [3 * 5 * KIB, 6 * 5 * KIB, 8 * 5 * KIB]
-    assert multiplied == [2 * 2 * 8 * 8, 2 * 4 * 8 * 8]
+    assert multiplied == [2 * 8 * 8, 4 * 8 * 8]
 
 
 def test_an_expert_is_run_forward_and_backward_and_left_as_it_was() -> None:

@@ -32,8 +32,12 @@ class Job:
     cells: int | None = None
     strategy: str = "ep"
     keys: tuple[tuple[str, Any], ...] = ()  # of the strategy's block
+    cell_size: int | None = None
+    balance: str | None = None
+    balance_keys: tuple[tuple[str, Any], ...] = ()  # of its block
     hardware: str | None = None
     capacity_factor: float | None = None
+    gate: tuple[tuple[str, Any], ...] = ()  # keys of a gate of ours; the host's without
     num_experts: int = 4
     micro_batches: int = MICRO_BATCHES
     use_reentrant: bool | None = None  # of activation checkpointing; None does none
@@ -154,6 +158,12 @@ def micro_batch(step: int, number: int) -> Tensor:
     return torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
 
 
+def _balance_block(job: Job) -> dict[str, Any]:
+    if job.balance is None:
+        return {}
+    return {"options" if ":" in job.balance else job.balance: dict(job.balance_keys)}
+
+
 def document_of(job: Job, world_size: int) -> dict[str, Any]:
     document: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": ROWS,
@@ -177,10 +187,14 @@ def document_of(job: Job, world_size: int) -> dict[str, Any]:
         document["ds_moe_ext"] = {
             "enabled": True,
             "expert_parallel_size": job.cells,
+            "expert_sharding_size": job.cell_size,
             "strategy": job.strategy,
+            "balance": job.balance,
             "options" if ":" in job.strategy else job.strategy: dict(job.keys),
+            **_balance_block(job),
             "hardware": job.hardware,
             "capacity_factor": job.capacity_factor,
+            "gate": dict(job.gate) or None,
             "report": {"enabled": False},
             "debug": True,
         }

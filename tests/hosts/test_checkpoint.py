@@ -1,240 +1,59 @@
-"""What a run saved, any other run of the model goes on from: weights and states to the last bit.
-
-Jobs save and load a checkpoint by the engine's own calls; what they hold is compared by names that
-say nothing of ranks or slots.
-"""
+"""What a run saved, any other run of the model goes on from: weights and states to the last bit."""
 
 from __future__ import annotations
 
-import functools
 import json
-import re
+import math
 import shutil
-import tempfile
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 
 from ds_moe_ext.hosts.deepspeed import stored
-from ds_moe_ext.hosts.deepspeed.engine import run_of
-from ds_moe_ext.hosts.deepspeed.states import MASTER, OptimizerStates
+from ds_moe_ext.hosts.deepspeed.states import OptimizerStates
 from tests.hosts import jobs
-from tests.hosts.jobs import Job, loss_of, micro_batch
+from tests.hosts.checkpoints import (
+    MOVING,
+    WEIGHT,
+    Call,
+    Held,
+    Layout,
+    Saved,
+    assert_all_say,
+    assert_equal,
+    check_cross,
+    ep,
+    fssdp,
+    held_by,
+    joined,
+    joined_master,
+    loaded,
+    names_of,
+    prophet,
+    refused,
+    remove_saved,
+    run_steps,
+    save,
+    saved,
+    with_frozen,
+)
+from tests.hosts.jobs import Job
 from tests.hosts.test_states import trust_in_float16
 from tests.marks import slow
 from tests.ranks import pool_of
-
-WEIGHT = "weight"
-Key = tuple[str, str]  # of a parameter, and what of it
-
-COPIES = (("overlap_degree", 2), ("copies_per_rank", 2))
-MOVING = Job(strategy="fssdp", keys=(*COPIES, ("reshard_interval", 1)))
-"""Plans by rows alone in its first five steps, so that two runs plan alike."""
-
-
-class Piece(NamedTuple):
-    """What one rank has of something; of a scalar, ``numel`` is 0."""
-
-    tensor: Tensor
-    start: int
-    numel: int
-
-
-class Held(NamedTuple):
-    """What an engine has and does, of one rank."""
-
-    pieces: dict[Key, Piece]
-    homes: list[list[int]]
-    slots: dict[str, str]  # of each parameter, its name when the engine was made
-    remembered: int  # steps
-    steps: int
-    loss: float  # of a pass, the same on all ranks
-    losses: list[float]  # of the steps that follow
-
-
-def names_of(engine: Any) -> dict[nn.Parameter, str]:
-    names = {parameter: name for name, parameter in engine.module.named_parameters()}
-    for layer in run_of(engine).layers:
-        site = layer.routed.site
-        numbers = site.plan.home.experts_of(site.layout.index("ep"))
-        for number, slot in zip(numbers, layer.hosted.slots(), strict=True):
-            for weight, parameter in zip(layer.hosted.weight_names, slot.parameters):
-                names[parameter] = f"{layer.name}.{weight}.{number}"
-    return names
-
-
-def pieces_of(engine: Any) -> dict[Key, Piece]:
-    states, pieces = OptimizerStates(engine), {}
-    for parameter, name in names_of(engine).items():
-        numel, own = parameter.numel(), states.of(parameter).clone()
-        pieces[name, WEIGHT] = Piece(parameter.detach().clone().reshape(-1), 0, numel)
-        if own.start < own.stop:
-            for kind, tensor in own.tensors.items():
-                pieces[name, kind] = Piece(tensor, own.start, numel)
-            for kind, scalar in own.scalars.items():
-                pieces[name, kind] = Piece(torch.as_tensor(scalar).double(), 0, 0)
-    return pieces
-
-
-def joined(ranks: Iterable[Held]) -> dict[Key, Tensor]:
-    """What all ranks hold together, whole."""
-    found: dict[Key, list[Piece]] = {}
-    for held in ranks:
-        for key, piece in held.pieces.items():
-            found.setdefault(key, []).append(piece)
-    return {key: join(pieces) for key, pieces in found.items()}
-
-
-def join(pieces: list[Piece]) -> Tensor:
-    """Pieces that tile a tensor; those of several ranks are equal where they overlap."""
-    first = pieces[0]
-    if not first.numel:
-        assert all(torch.equal(piece.tensor, first.tensor) for piece in pieces)
-        return first.tensor
-    tensor = torch.full((first.numel,), torch.nan, dtype=first.tensor.dtype)
-    for piece in pieces:
-        tensor[piece.start : piece.start + len(piece.tensor)] = piece.tensor
-    for piece in pieces:
-        assert torch.equal(tensor[piece.start : piece.start + len(piece.tensor)], piece.tensor)
-    assert not tensor.isnan().any()
-    return tensor
-
-
-def assert_equal(got: dict[Key, Tensor], expected: dict[Key, Tensor]) -> None:
-    assert got.keys() == expected.keys()
-    for key, tensor in got.items():
-        assert torch.equal(tensor, expected[key]), key
-
-
-def run_steps(rank: int, world_size: int, engine: Any, steps: Iterable[int]) -> list[float]:
-    losses = []
-    for step in steps:
-        total = torch.zeros((), dtype=torch.float64)
-        for number in range(rank, jobs.MICRO_BATCHES, world_size):
-            loss = loss_of(engine, micro_batch(step, number))
-            engine.backward(loss)
-            engine.step()
-            total += loss.detach().double()
-        dist.all_reduce(total)
-        losses.append(float(total))
-    return losses
-
-
-def held_by(engine: Any) -> Held:
-    planning = run_of(engine).planning
-    return Held(
-        pieces=pieces_of(engine),
-        homes=[home.owner_E.tolist() for home in planning.job.homes],
-        slots={name: engine.param_names[p] for p, name in names_of(engine).items()},
-        remembered=len(planning.remembered_ILCE),
-        steps=engine.global_steps,
-        loss=float(loss_of(engine, micro_batch(99, 0)).detach()),
-        losses=[],
-    )
-
-
-@dataclass(frozen=True)
-class Call:
-    """One run that loads.
-
-    Attributes:
-        before: steps that it takes first, on other data.
-        after: and when it has loaded.
-        arguments: of ``load_checkpoint``.
-    """
-
-    before: int = 0
-    after: int = 0
-    arguments: tuple[tuple[str, Any], ...] = ()
-
-
-def save(rank: int, world_size: int, job: Job, folder: str, *, steps: int) -> Held:
-    engine = jobs.engine_of(job, world_size)
-    run_steps(rank, world_size, engine, range(steps))
-    engine.save_checkpoint(folder, client_state={"mine": 7})
-    held = held_by(engine)
-    losses = run_steps(rank, world_size, engine, range(steps, steps + 2))
-    return held._replace(losses=losses)
-
-
-def load(rank: int, world_size: int, job: Job, folder: str, call: Call) -> Held:
-    engine = jobs.engine_of(job, world_size)
-    run_steps(rank, world_size, engine, range(50, 50 + call.before))
-    loss_of(engine, micro_batch(98, rank))  # so that there are copies of the weights that go
-    path, client = engine.load_checkpoint(folder, **dict(call.arguments))
-    assert path is not None and client["mine"] == 7 and "optimizer" not in client
-    held = held_by(engine)
-    losses = run_steps(rank, world_size, engine, range(held.steps, held.steps + call.after))
-    return held._replace(losses=losses)
-
-
-class Saved(NamedTuple):
-    """A checkpoint, and what it was made from."""
-
-    folder: Path
-    ranks: list[Held]
-
-    @property
-    def tag(self) -> Path:
-        return self.folder / f"global_step{self.ranks[0].steps}"
-
-
-@functools.cache
-def saved(world_size: int, job: Job, steps: int = 2) -> Saved:
-    folder = tempfile.mkdtemp(prefix="ds_moe_ext_test_")
-    _FOLDERS.append(folder)
-    return Saved(Path(folder), pool_of(world_size).run(save, job, folder, steps=steps))
-
-
-_FOLDERS: list[str] = []
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _remove_checkpoints() -> Any:
     yield
-    saved.cache_clear()
-    while _FOLDERS:
-        shutil.rmtree(_FOLDERS.pop())
-
-
-def loaded(world_size: int, job: Job, checkpoint: Saved, call: Call | None = None) -> list[Held]:
-    held: list[Held] = pool_of(world_size).run(load, job, str(checkpoint.folder), call or Call())
-    return held
+    remove_saved()
 
 
 # Any layout to any other.
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A run of some ranks."""
-
-    world_size: int
-    job: Job
-
-    def __str__(self) -> str:
-        job = self.job
-        cells = "" if job.cells is None else f"-{job.cells}cells"
-        return f"{job.family}-{job.strategy}-{self.world_size}ranks{cells}-zero{job.stage}"
-
-
-def ep(world_size: int, stage: int, cells: int | None = None) -> Layout:
-    return Layout(world_size, Job(stage=stage, cells=cells))
-
-
-def fssdp(world_size: int, stage: int) -> Layout:
-    return Layout(world_size, replace(MOVING, stage=stage))
-
-
-def prophet(world_size: int, stage: int) -> Layout:
-    return Layout(world_size, Job(strategy="prophet", stage=stage))
 
 
 CROSSES = [
@@ -250,20 +69,6 @@ EVERY = [
     *(fssdp(w, stage) for w in (2, 4) for stage in (0, 1, 2)),
     *(prophet(w, stage) for w in (2, 4) for stage in (0, 1, 2)),
 ]
-
-
-def check_cross(family: str, dtype: str, source: Layout, goal: Layout) -> None:
-    """Into a run that has trained on other data."""
-    source, goal = (
-        replace(each, job=replace(each.job, family=family, dtype=dtype)) for each in (source, goal)
-    )
-    checkpoint = saved(source.world_size, source.job)
-    ranks = loaded(goal.world_size, goal.job, checkpoint, Call(before=1, after=1))
-    assert {held.steps for held in ranks} == {2}
-    assert_equal(joined(ranks), joined(checkpoint.ranks))
-    rel = 2e-2 if dtype == "bfloat16" else 1e-4
-    assert ranks[0].loss == pytest.approx(checkpoint.ranks[0].loss, rel=rel)
-    assert ranks[0].losses == pytest.approx(checkpoint.ranks[0].losses[:1], rel=rel)
 
 
 @pytest.mark.parametrize(
@@ -346,10 +151,6 @@ def test_bf16_optimizer_goes_on(tmp_path: Path) -> None:
             assert_equal(joined(got), joined(ranks))
             if goal == source:
                 assert got[0].losses == ranks[0].losses
-
-
-def joined_master(contents: dict[Key, Tensor], key: Key) -> Tensor:
-    return contents[key[0], MASTER].to(contents[key].dtype)
 
 
 # The same layout.
@@ -451,26 +252,6 @@ def test_rates_counters_and_tags(tmp_path: Path) -> None:
         assert latest == 3
 
 
-def freeze(model: nn.Module) -> nn.Module:
-    """Experts' second weights, a router and an embedding."""
-    for name, parameter in model.named_parameters():
-        if any(part in name for part in ("down_proj", "layers.0.mlp.gate", "embed_tokens")):
-            parameter.requires_grad_(False)
-    return model
-
-
-def with_frozen(rank: int, world_size: int, job: Job, folder: str, saves: bool) -> Held:
-    build = jobs.model_of
-    with mock.patch.object(jobs, "model_of", lambda job: freeze(build(job))):
-        if saves:
-            return save(rank, world_size, job, folder, steps=2)
-        engine = jobs.engine_of(job, world_size)
-    for parameter in engine.module.parameters():
-        parameter.data.zero_()
-    engine.load_checkpoint(folder)
-    return held_by(engine)
-
-
 @pytest.mark.parametrize("stage", [0, 2])
 def test_frozen_weights_come_back(stage: int, tmp_path: Path) -> None:
     """DeepSpeed gives every rank those of rank 0's slots, at ZeRO 2."""
@@ -488,13 +269,14 @@ def test_files_of_a_checkpoint() -> None:
     layout = json.loads((checkpoint.tag / "ds_moe_ext.json").read_text())
     assert layout["strategy"] == "fssdp" and layout["step"] == 2 and layout["optimizer"] == "AdamW"
     assert list(layout["homes"].values()) == checkpoint.ranks[0].homes
-    numels = stored.contents(checkpoint.tag / "ds_moe_ext").numels
+    shapes = stored.contents(checkpoint.tag / "ds_moe_ext").shapes
     contents = joined(checkpoint.ranks)
-    assert numels == {
+    assert {name: math.prod(shape) for name, shape in shapes.items()} == {
         "/".join(key): tensor.numel()
         for key, tensor in contents.items()
         if key[1] != WEIGHT and tensor.dim()
     }
+    assert shapes["blocks.0.ffn.2.weight.3/exp_avg"] == (32, 48)
     module = torch.load(checkpoint.tag / "mp_rank_00_model_states.pt", weights_only=False)["module"]
     assert not [name for name in module if "deepspeed_experts" in name]
 
@@ -547,44 +329,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"lm_head\.weight of shape \(3,\), but this model of shape \(64, 32\)",
     ),
 }
-
-
-def refused(
-    rank: int, world_size: int, job: Job, folders: list[str], *, width: int = 48, fails: str = ""
-) -> list[str]:
-    """The message for each folder; the engine is as it was.
-
-    Args:
-        width: of an expert of Mixtral.
-        fails: what rank 1 finds wrong when it reads.
-    """
-    from transformers import MixtralConfig
-
-    def wide(**keys: Any) -> Any:
-        return MixtralConfig(**{**keys, "intermediate_size": width})
-
-    with mock.patch("transformers.MixtralConfig", wide):
-        engine = jobs.engine_of(job, world_size)
-    run_steps(rank, world_size, engine, range(1))
-    before, messages = held_by(engine), []
-    reads = mock.Mock(side_effect=OSError(fails)) if fails and rank == 1 else stored.load
-    for folder in folders:
-        with mock.patch.object(stored, "load", reads), pytest.raises(ValueError) as caught:
-            engine.load_checkpoint(folder)
-        messages.append(str(caught.value))
-        after = held_by(engine)
-        assert after[1:] == before[1:]
-        assert_equal(
-            {key: piece.tensor for key, piece in after.pieces.items()},
-            {key: piece.tensor for key, piece in before.pieces.items()},
-        )
-    run_steps(rank, world_size, engine, range(1, 2))
-    return messages
-
-
-def assert_all_say(messages: Iterable[str], pattern: str) -> None:
-    for message in messages:
-        assert re.search(pattern, message), message
 
 
 def test_damaged_and_foreign_checkpoints_are_refused(tmp_path: Path) -> None:

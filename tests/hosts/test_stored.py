@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_moe_ext.hosts.deepspeed import stored
+from ds_moe_ext.hosts.deepspeed.regions import Region
 from ds_moe_ext.hosts.deepspeed.stored import Part
 from tests.ranks import pool_of
 
@@ -22,6 +23,11 @@ Cuts = list[int]
 
 def whole(numel: int) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+
+
+def flat(tensor: Tensor, start: int, numel: int) -> Part:
+    """Elements from ``start`` on of a flattened tensor of so many."""
+    return Region.all_of((numel,)).part(tensor, start)
 
 
 def pieces(numel: int, cuts: Cuts) -> list[range]:
@@ -39,12 +45,12 @@ def write(
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Each piece of each tensor by one rank; the first tensor whole by all of them."""
-    parts = {"whole": Part(whole(numels[0]), 0, numels[0])}
+    parts = {"whole": flat(whole(numels[0]), 0, numels[0])}
     for number, numel in enumerate(numels):
         for index, piece in enumerate(pieces(numel, cuts)):
             if index % world_size == rank and f"t{number}" not in parts:
                 tensor = whole(numel).to(dtype)[piece.start : piece.stop]
-                parts[f"t{number}"] = Part(tensor, piece.start, numel)
+                parts[f"t{number}"] = flat(tensor, piece.start, numel)
     stored.save(Path(folder), parts, {"ours": {"rank": world_size}, f"of/{rank}": rank})
 
 
@@ -67,13 +73,15 @@ def test_any_cuts_give_the_tensors_back(
     with tempfile.TemporaryDirectory() as folder:
         pool_of(world_size).run(write, folder, numels, cuts=[written], dtype=dtypes[0])
         held = stored.contents(Path(folder))
-        assert held.numels == {"whole": numels[0]} | {f"t{i}": n for i, n in enumerate(numels)}
+        assert held.shapes == {"whole": (numels[0],)} | {
+            f"t{i}": (n,) for i, n in enumerate(numels)
+        }
         assert held.objects == {"ours", *(f"of/{rank}" for rank in range(world_size))}
         for number, numel in enumerate(numels):
             for piece in pieces(numel, read):
                 into = torch.empty(len(piece), dtype=dtypes[1])
                 objects = stored.load(
-                    Path(folder), {f"t{number}": Part(into, piece.start, numel)}, ["ours", "of/1"]
+                    Path(folder), {f"t{number}": flat(into, piece.start, numel)}, ["ours", "of/1"]
                 )
                 expected = whole(numel).to(dtypes[0])[piece.start : piece.stop].to(dtypes[1])
                 assert torch.equal(into, expected)
@@ -95,7 +103,7 @@ def test_what_all_ranks_have_is_written_once(folder: Path) -> None:
 def test_a_folder_may_be_overwritten(folder: Path) -> None:
     pool_of(4).run(write, str(folder), [12], cuts=[5])
     into = torch.empty(12)
-    stored.load(folder, {"t0": Part(into, 0, 12)})
+    stored.load(folder, {"t0": flat(into, 0, 12)})
     assert torch.equal(into, whole(12))
 
 
@@ -104,7 +112,7 @@ def test_a_missing_or_empty_file_is_named(damage: Any, folder: Path) -> None:
     for path in folder.glob("*.distcp"):
         damage(path)
     with pytest.raises(ValueError, match=r"cannot be read .* missing or damaged"):
-        stored.load(folder, {"t0": Part(torch.empty(16), 0, 16)})
+        stored.load(folder, {"t0": flat(torch.empty(16), 0, 16)})
 
 
 def test_nothing_was_written(tmp_path: Path) -> None:
@@ -115,7 +123,7 @@ def test_nothing_was_written(tmp_path: Path) -> None:
 def write_where_one_cannot(rank: int, world_size: int, folder: str) -> str:
     path = Path(folder) / "a_file"
     path.touch()
-    parts = {"t": Part(torch.zeros(2), 2 * rank, 2 * world_size)}
+    parts = {"t": flat(torch.zeros(2), 2 * rank, 2 * world_size)}
     try:
         stored.save(path, parts, {})
     except OSError as error:

@@ -10,10 +10,10 @@ from functools import partial
 
 import numpy as np
 
-from ds_moe_ext.moe.wires import Beside
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.split import Split
 from ds_moe_ext.schedule.task import INTER, PARAM, Lane
+from ds_moe_ext.schedule.wires import Beside
 from ds_moe_ext.share import NearestCopy
 from ds_moe_ext.strategies.base import (
     Carried,
@@ -23,15 +23,15 @@ from ds_moe_ext.strategies.base import (
     Pool,
     Rhythm,
     Site,
+    Strategy,
 )
-from ds_moe_ext.strategies.placing import Placing
 from ds_moe_ext.strategies.prophet import blockwise
 
 VARIED = f"{__name__}:Varied"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Varied(Placing):
+class Varied(Strategy):
     """Copies, further copies once the rows are known, and homes by chance.
 
     Attributes:

@@ -128,6 +128,7 @@ def _layout_of(engine: Any, run: Run, slots: Mapping[Expert, Slot]) -> SavedLayo
     return SavedLayout(
         strategy=run.blueprint.settings.strategy,
         expert_parallel_size=grid.num_cells,
+        expert_sharding_size=grid.cell_size,
         world_size=grid.world_size,
         zero_stage=int(engine.zero_optimization_stage()),
         num_experts={name: home.num_experts for name, home in homes.items()},

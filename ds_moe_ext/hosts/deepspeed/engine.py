@@ -26,7 +26,10 @@ from ds_moe_ext.hosts.checks import Checks
 from ds_moe_ext.hosts.costs import Costs
 from ds_moe_ext.hosts.deepspeed import buckets
 from ds_moe_ext.hosts.deepspeed.move import ExpertMover
+from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
 from ds_moe_ext.hosts.deepspeed.startup import blueprint_of
+from ds_moe_ext.hosts.gates import warn_if_causal
+from ds_moe_ext.hosts.pipelines import DenseGradients, Pipelines
 from ds_moe_ext.hosts.planning import Planning
 from ds_moe_ext.hosts.run import Run, teller
 from ds_moe_ext.strategies.base import Job
@@ -53,8 +56,10 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
     blueprint = blueprint_of(config, model, engine.mpu, engine.mesh_device)
     if blueprint is None:
         return
-    num_cells = blueprint.grid.num_cells
-    groups._create_expert_and_data_parallel(num_cells)
+    if dist.get_rank() == 0:
+        warn_if_causal(blueprint.settings.gate, model)
+    grid = blueprint.grid
+    groups._create_expert_and_data_parallel(grid.size)
     if blueprint.grid.world_size > 1:
         _take_first_ranks_weights(model, blueprint, engine.local_rank)
     device = torch.device(get_accelerator().device_name(engine.local_rank))
@@ -63,7 +68,7 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
         for parameter in layer.parameters:
             # DeepSpeed reduces these over the ranks that hold the same experts.
             parameter.allreduce = False  # type: ignore[attr-defined]
-            parameter.group_name = f"ep_size_{num_cells}"  # type: ignore[attr-defined]
+            parameter.group_name = f"ep_size_{grid.size}"  # type: ignore[attr-defined]
         sources.sources.update({id(new): list(old) for new, old in adopted.sources.items()})
         sources.discarded.update(
             id(parameter)
@@ -74,11 +79,20 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
     if blueprint.strategy.has_uneven_homes:
         for layer in layers:
             buckets.reduce_last(layer.parameters)
-    blocks.launch_with_blocks(model, layers)
+    strategy = blueprint.strategy
+    blocks.launch_with_blocks(model, layers, measures=strategy.rhythm().measures)
+    slices = None
+    if strategy.slices_gradients and grid.world_size > 1:
+        slices = GradientSlices.of(engine)
+        for layer in layers:
+            layer.routed.slices = slices
     for layer in layers:
         if layer.routed.copies is not None:
             layer.routed.copies.is_last_pass = _boundary_of(weakref.ref(engine))
-    planning = _planning(engine, blueprint, layers)
+    gradients = DenseGradients.of(
+        model, layers, engine.communication_data_type, None if slices is None else slices.group
+    )
+    planning = _planning(engine, blueprint, layers, gradients)
     engine.__dict__[_RUN] = Run.start(blueprint, layers, planning, dist.get_rank(), engine)
 
 
@@ -92,7 +106,9 @@ def _boundary_of(engine: weakref.ref[Any]) -> Callable[[], bool]:
     return is_boundary
 
 
-def _planning(engine: Any, blueprint: Blueprint, layers: list[AttachedLayer]) -> Planning:
+def _planning(
+    engine: Any, blueprint: Blueprint, layers: list[AttachedLayer], gradients: DenseGradients
+) -> Planning:
     homes = [layer.routed.site.plan.home for layer in layers]
     node_C = layers[0].routed.site.layout.node_C
     accumulates = engine.gradient_accumulation_steps() > 1
@@ -101,12 +117,33 @@ def _planning(engine: Any, blueprint: Blueprint, layers: list[AttachedLayer]) ->
         strategy=blueprint.strategy,
         layers=layers,
         job=replace(job, accumulates=accumulates),
-        costs=Costs(layers, blueprint.pools, blueprint.hardware),
+        costs=Costs(
+            layers,
+            blueprint.pools,
+            blueprint.hardware,
+            _pipelines(engine, blueprint, layers, gradients),
+        ),
         checks=Checks(blueprint.strategy, layers),
         mover=ExpertMover(engine, layers, blueprint.pools),
         debug=blueprint.settings.debug,
         rank=dist.get_rank(),
         tell=teller(blueprint.settings, dist.get_rank()),
+    )
+
+
+def _pipelines(
+    engine: Any, blueprint: Blueprint, layers: list[AttachedLayer], gradients: DenseGradients
+) -> Pipelines | None:
+    """What measures them, where the strategy plans by it."""
+    if not blueprint.strategy.rhythm().measures:
+        return None
+    return Pipelines(
+        layers,
+        blueprint.pools,
+        blueprint.hardware,
+        gradients,
+        engine.gradient_accumulation_steps(),
+        torch.device(get_accelerator().device_name(engine.local_rank)),
     )
 
 
@@ -196,7 +233,7 @@ def clip_by_global_norm(engine: Any) -> bool:
     for parameter in parameters:
         norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
         squares[is_moe_param(parameter)] += norm**2
-    name = f"ep_size_{run.blueprint.grid.num_cells}"
+    name = f"ep_size_{run.blueprint.grid.size}"
     sum_in_place(squares[True], groups._get_expert_parallel_group(name))
     total = (squares[False] + squares[True]).sqrt()
     factor = (engine.gradient_clipping() / (total + 1e-6)).clamp(max=1.0)

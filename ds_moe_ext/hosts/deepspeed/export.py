@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from ds_moe_ext.comm import all_gather_slots
 from ds_moe_ext.hosts.deepspeed.engine import run_of
 from ds_moe_ext.hosts.deepspeed.native import HostedMoE
+from ds_moe_ext.hosts.deepspeed.regions import Region
 from ds_moe_ext.hosts.experts import HostedExperts
 from ds_moe_ext.hosts.found import Hosted
-from ds_moe_ext.schedule.task import INTER
+from ds_moe_ext.schedule.task import INTER, INTRA
 
 
 @contextmanager
@@ -64,7 +66,8 @@ def _joined(module: Hosted, index: int) -> Tensor:
     if not weights:  # none of the layer's experts is at home here
         assert routed.copies is not None
         weights = [routed.copies.like[index]]
-    local_S = torch.stack([weight.detach() for weight in weights])[: len(module.slots())]
+    part_S = torch.stack([weight.detach() for weight in weights])[: len(module.slots())]
+    local_S = _of_cell(module, index, part_S)
     home, layout = routed.site.plan.home, routed.site.layout
     if home.num_cells == 1:
         return local_S
@@ -72,3 +75,23 @@ def _joined(module: Hosted, index: int) -> Tensor:
     joined = all_gather_slots(local_S, [len(held) for held in held_C], layout.group("ep", INTER))
     order = torch.from_numpy(np.concatenate(held_C).argsort())
     return joined.cpu().index_select(0, order)  # all experts at once may not fit a device
+
+
+def _of_cell(module: Hosted, index: int, part_S: Tensor) -> Tensor:
+    """A weight of the cell's experts, ``[S, ...]``, from the part of it that each of the cell's
+    ranks has. Collective."""
+    shard = module.shard
+    if shard.is_whole:
+        return part_S
+    num_experts, *shape = part_S.shape
+    whole_S = part_S.new_empty(num_experts, *shard.whole_shape(index, shape))
+    if not num_experts:
+        return whole_S
+    group = module.routed.site.layout.group("esp", INTRA)
+    parts = all_gather_slots(part_S, [num_experts] * shard.num_shards, group)
+    for place, part in enumerate(parts.split(num_experts)):
+        region = Region.of_shard(replace(shard, index=place), index, shape)
+        dim = region.dim + 1
+        for start, own_start, length in region.stretches:
+            whole_S.narrow(dim, start, length).copy_(part.narrow(dim, own_start, length))
+    return whole_S

@@ -10,6 +10,9 @@ leaves out the number, for what all experts of a layer have in common:
     KIND/about      shape, and options of the parameter group, such as ``lr``
     optimizer       settings of DeepSpeed's wrapper, such as the loss scale
     remembered      rows of the steps that predict the next
+
+An expert's tensors have the shape of its weight, whichever part of it a rank has; dense ones are
+flat.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from torch import Tensor, nn
 
 from ds_moe_ext.hosts.deepspeed.move import Expert
+from ds_moe_ext.hosts.deepspeed.regions import Region
 from ds_moe_ext.hosts.deepspeed.states import OptimizerStates
 from ds_moe_ext.hosts.deepspeed.stored import Part
 from ds_moe_ext.hosts.found import Slot
@@ -32,29 +36,41 @@ OPTIMIZER, REMEMBERED = "optimizer", "remembered"
 
 
 class Named(NamedTuple):
-    """What a parameter is called in a checkpoint.
+    """What a parameter is called in a checkpoint, and which part of what is kept there it is.
 
     Attributes:
         name: its own.
         kind: the part of it that all experts of a layer share.
+        shape: of the weight, whole.
+        region: what this rank has of it, as its tensors are kept.
         is_expert: whether it is one's weight.
     """
 
     name: str
     kind: str
+    shape: tuple[int, ...]
+    region: Region
     is_expert: bool
+
+    @classmethod
+    def dense(cls, name: str, parameter: nn.Parameter) -> Named:
+        """Of a weight that is no expert's."""
+        flat = Region.all_of((parameter.numel(),))
+        return cls(name, name, tuple(parameter.shape), flat, False)
 
 
 def named_parameters(
     engine: Any, run: Run, slots: Mapping[Expert, Slot]
 ) -> dict[nn.Parameter, Named]:
     """All parameters of this rank that have elements, if its experts lie in these slots."""
-    named = {p: Named(name, name, False) for name, p in engine.module.named_parameters()}
+    named = {p: Named.dense(name, p) for name, p in engine.module.named_parameters()}
     for expert, slot in slots.items():
         layer = run.layers[expert.layer]
-        for weight, parameter in zip(layer.hosted.weight_names, slot.parameters):
-            kind = f"{layer.name}.{weight}"
-            named[parameter] = Named(f"{kind}.{expert.number}", kind, True)
+        shard = layer.hosted.shard
+        for index, (weight, p) in enumerate(zip(layer.hosted.weight_names, slot.parameters)):
+            kind, shape = f"{layer.name}.{weight}", shard.whole_shape(index, p.shape)
+            region = Region.of_shard(shard, index, p.shape)
+            named[p] = Named(f"{kind}.{expert.number}", kind, shape, region, True)
     return {parameter: names for parameter, names in named.items() if parameter.numel()}
 
 
@@ -88,7 +104,7 @@ def kept_of(
             continue
         _keep(kept, parameter, names, states)
         kept.objects[f"{names.kind}/{ABOUT}"] = {
-            "shape": tuple(parameter.shape),
+            "shape": names.shape,
             "options": options and {k: v for k, v in options.items() if k not in _OF_A_GROUP},
         }
     return kept
@@ -98,10 +114,10 @@ _OF_A_GROUP = ("params", "name", "moe")  # what says which parameters a group ha
 
 
 def _keep(kept: Kept, parameter: nn.Parameter, names: Named, states: OptimizerStates) -> None:
-    numel, own = parameter.numel(), states.of(parameter)
+    own = states.of(parameter)
     if own.start < own.stop:
         for state, tensor in own.tensors.items():
-            kept.parts[f"{names.name}/{state}"] = Part(tensor, own.start, numel)
+            kept.parts[f"{names.name}/{state}"] = names.region.part(tensor, own.start)
         kept.objects[f"{names.name}/{SCALARS}"] = dict(own.scalars)
 
 

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 LAYOUT_FILE = "ds_moe_ext.json"
-FORMAT = 2  # of the checkpoint; 1 had a file an expert
+FORMAT = 3  # of the checkpoint; 1 had a file an expert
+READ = (2, FORMAT)  # 2 had experts flattened, as dense weights still are, and none was split
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class SavedLayout:
     Attributes:
         strategy: that the run had.
         expert_parallel_size: cells.
+        expert_sharding_size: ranks of a cell, which split its experts between them.
         world_size: ranks.
         zero_stage: of DeepSpeed.
         num_experts: of each layer, in model order.
@@ -30,6 +32,7 @@ class SavedLayout:
 
     strategy: str
     expert_parallel_size: int
+    expert_sharding_size: int
     world_size: int
     zero_stage: int
     num_experts: Mapping[str, int]
@@ -58,9 +61,9 @@ class SavedLayout:
                 "another checkpoint"
             )
         document = json.loads(path.read_text())
-        if document.pop("format", 1) != FORMAT:
+        if document.pop("format", 1) not in READ:
             raise ValueError(
                 f"{folder} was written by another version of ds_moe_ext, whose checkpoints have "
-                f"another format than {FORMAT}; load it with that version"
+                f"another format than {' and '.join(map(str, READ))}; load it with that version"
             )
-        return cls(**document)
+        return cls(**{"expert_sharding_size": 1, **document})

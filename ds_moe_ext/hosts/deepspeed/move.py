@@ -1,7 +1,8 @@
 """Experts to new homes, with all that DeepSpeed's optimizer keeps of them.
 
 A rank gives away as many experts as it gets, so that its parameters stay the same objects: only
-what is in them changes, and which layer and expert they stand for. ZeRO need not know.
+what is in them changes, and which layer and expert they stand for. ZeRO need not know. Where the
+ranks of a cell split its experts, each moves its part between the ranks in its place of the cells.
 """
 
 from __future__ import annotations

@@ -16,8 +16,11 @@ from torch import Tensor, nn
 
 from ds_moe_ext.hosts.experts import shell
 from ds_moe_ext.hosts.found import Adopted, Found, RoutedOf, Slot, Wanted, shape_of, weights_of
-from ds_moe_ext.moe.expert import ModuleExperts
+from ds_moe_ext.hosts.splitting import ways_to_split
+from ds_moe_ext.moe.expert import ModuleExperts, on_shard
+from ds_moe_ext.moe.gate import RunRows
 from ds_moe_ext.moe.layer import RoutedExperts
+from ds_moe_ext.moe.sharding import Shard
 
 
 def find(model: nn.Module, wanted: Wanted) -> Iterator[Found]:
@@ -41,26 +44,34 @@ def _found(name: str, moe: MoE) -> Found:
             "all experts of a rank; make them parameters that are not trained"
         )
 
-    def adopt(held: Tensor, routed_of: RoutedOf) -> Adopted:
+    function = ModuleExperts(_code(first), tuple(name for name, _ in first.named_parameters()))
+
+    def adopt(held: Tensor, shard: Shard, routed_of: RoutedOf) -> Adopted:
         layer = moe.deepspeed_moe
         slots = list(layer.experts.deepspeed_experts)
+        built = [parameter for module in slots for parameter in module.parameters()]
         if len(slots) == moe.num_experts:  # every rank has all: keep this rank's
             kept = [slots[expert] for expert in held.tolist()]
         else:
             kept = slots  # built for as many cells as there are
-        names = tuple(parameter for parameter, _ in first.named_parameters())
-        routed = routed_of(ModuleExperts(_code(first), names))
+        before = [dict(module.named_parameters()) for module in kept]
+        for module in kept:
+            _keep_part(module, function.names, shard)
+        routed = routed_of(on_shard(function, shard))
         layer.experts.deepspeed_experts = nn.ModuleList(kept)
         layer.experts.num_local_experts = len(kept)
-        hosted = HostedMoE(layer.gate, layer.experts, routed, names)
+        hosted = HostedMoE(layer.gate, layer.experts, shard, routed, function.names)
         moe.deepspeed_moe = hosted
-        num_cells = routed.site.layout.grid.num_cells
-        moe.ep_size, moe.num_local_experts = num_cells, len(kept)
-        moe.expert_group_name = f"ep_size_{num_cells}"
-        own = [parameter for module in kept for parameter in module.parameters()]
-        left = {id(p) for p in own}
-        gone = tuple(p for module in slots for p in module.parameters() if id(p) not in left)
-        return Adopted(hosted, {p: (p,) for p in own}, gone)
+        grid = routed.site.layout.grid
+        moe.ep_size, moe.num_local_experts = grid.num_cells, len(kept)
+        moe.expert_group_name = f"ep_size_{grid.size}"
+        sources = {
+            module.get_parameter(name): (whole,)
+            for module, parameters in zip(kept, before)
+            for name, whole in parameters.items()
+        }
+        left = {id(p) for p in sources}
+        return Adopted(hosted, sources, tuple(p for p in built if id(p) not in left))
 
     num_cells = moe.num_experts // moe.num_local_experts
     return Found(
@@ -70,8 +81,21 @@ def _found(name: str, moe: MoE) -> Found:
         expert=shape_of((each, p, p.requires_grad) for each, p in first.named_parameters()),
         num_cells=num_cells,
         may_drop=bool(moe.deepspeed_moe.gate.drop_tokens),
+        split=lambda num_shards: ways_to_split(name, function, [*first.parameters()], num_shards),
         adopt=adopt,
     )
+
+
+def _keep_part(expert: nn.Module, names: Sequence[str], shard: Shard) -> None:
+    """Leave an expert this rank's part of its weights."""
+    if shard.is_whole:
+        return
+    for number, name in enumerate(names):
+        path, _, key = name.rpartition(".")
+        owner, whole = expert.get_submodule(path), expert.get_parameter(name)
+        part = nn.Parameter(shard.of(number, whole.detach()), requires_grad=whole.requires_grad)
+        part.__dict__.update(whole.__dict__)
+        owner.register_parameter(key, part)
 
 
 def _code(expert: nn.Module) -> nn.Module:
@@ -87,6 +111,7 @@ class HostedMoE(nn.Module):
     Args:
         gate: DeepSpeed's ``TopKGate``.
         experts: DeepSpeed's ``Experts`` with this rank's experts.
+        shard: the part of them that it has.
         routed: the program of the layer.
         weight_names: parameter names of one expert, in the order that the program takes them.
     """
@@ -95,6 +120,7 @@ class HostedMoE(nn.Module):
         self,
         gate: nn.Module,
         experts: nn.Module,
+        shard: Shard,
         routed: RoutedExperts,
         weight_names: tuple[str, ...],
     ) -> None:
@@ -102,9 +128,11 @@ class HostedMoE(nn.Module):
         self.gate = gate
         self.experts = experts
         self.routed = routed
+        self.run: RunRows = routed
         self.l_aux: Tensor | None = None
         self.exp_counts: Tensor | None = None
         self.weight_names = weight_names
+        self.shard = shard
 
     def _set_ep_group(self, group: Any) -> None:
         """DeepSpeed hands over its expert-parallel group; our rows travel by the layout's.
@@ -135,5 +163,5 @@ class HostedMoE(nn.Module):
         x_TD = hidden.reshape(-1, hidden.shape[-1])
         self.l_aux, _, _, ids_KT, _, score_KT, self.exp_counts = self.gate(x_TD, used_token, True)
         expert_TK = ids_KT.T.contiguous().to(torch.int64)
-        y_TD = self.routed(x_TD, expert_TK, score_KT.T.contiguous(), self.weights())
+        y_TD = self.run(x_TD, expert_TK, score_KT.T.contiguous(), self.weights())
         return y_TD.view_as(hidden)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from ds_moe_ext.comm import gather_texts
-from ds_moe_ext.hosts.deepspeed import stored
+from ds_moe_ext.hosts.deepspeed import fragments, stored
+from ds_moe_ext.hosts.deepspeed.fragments import Fragment
 from ds_moe_ext.hosts.deepspeed.kept import (
     ABOUT,
     OPTIMIZER,
@@ -25,7 +25,6 @@ from ds_moe_ext.hosts.deepspeed.kept import (
 from ds_moe_ext.hosts.deepspeed.layout_file import SavedLayout
 from ds_moe_ext.hosts.deepspeed.move import Expert, ExpertMover
 from ds_moe_ext.hosts.deepspeed.states import MASTER, OptimizerStates, ParameterStates
-from ds_moe_ext.hosts.deepspeed.stored import Part
 from ds_moe_ext.hosts.found import Slot
 from ds_moe_ext.hosts.run import Run
 from ds_moe_ext.placement import Placement
@@ -81,7 +80,7 @@ class Staged:
 
     Attributes:
         seats: of its experts.
-        weights: of experts, whole, by the parameter of their seat.
+        weights: of experts, all that this rank has of them, by the parameter of their seat.
         states: of all that is trained, and of experts; empty if they were not asked for.
         options: of the parameter groups, by parameter; empty likewise.
         settings: of the optimizer's wrapper, by its name; empty likewise.
@@ -244,7 +243,7 @@ class _Reading:
         self._path = asked.folder / FOLDER
         self._contents = stored.contents(self._path)
         self._kinds: dict[str, set[str]] = {}  # of states, by parameter
-        for key in self._contents.numels:
+        for key in self._contents.shapes:
             name, _, kind = key.rpartition("/")
             self._kinds.setdefault(name, set()).add(kind)
 
@@ -293,40 +292,50 @@ class _Reading:
                 "has: it was not in the model, or not trained; build the model as it was"
                 + ("" if names.is_expert else ", or load with load_optimizer_states=False")
             )
-        if about["shape"] != tuple(parameter.shape):
+        if about["shape"] != names.shape:
             raise ValueError(
                 f"the checkpoint {self._asked.folder} has {names.name} of shape {about['shape']}, "
-                f"but this run of shape {tuple(parameter.shape)}; build the model as it was"
+                f"but this run of shape {names.shape}; build the model as it was"
             )
 
     def _weights(self, experts: Mapping[nn.Parameter, Named]) -> dict[nn.Parameter, Tensor]:
-        """Whole weights, though this rank's optimizer may keep a fragment of them only."""
-        parts, weights = {}, {}
-        for parameter, names in experts.items():
-            flat = torch.empty(parameter.numel(), dtype=parameter.dtype)
-            parts[f"{names.name}/{MASTER}"] = Part(flat, 0, parameter.numel())
-            weights[parameter] = flat.view(parameter.shape)
-        stored.load(self._path, parts)
-        return weights
+        """All of this rank's, though its optimizer may keep a fragment of them only."""
+        masters = {p: f"{names.name}/{MASTER}" for p, names in experts.items()}
+        read = self._read(
+            {
+                masters[p]: Fragment(names.region, 0, p.numel(), p.dtype)
+                for p, names in experts.items()
+            }
+        )
+        return {p: read[master].view(p.shape) for p, master in masters.items()}
 
     def _parameter_states(
         self, wanted: Mapping[nn.Parameter, Named], objects: Mapping[str, Any]
     ) -> dict[nn.Parameter, ParameterStates]:
-        parts: dict[str, Part] = {}
-        states = {}
-        for parameter, names in wanted.items():
-            own = self._states.of(parameter)
-            length, dtype = own.stop - own.start, own.tensors[MASTER].dtype
-            kinds = self._kinds[names.name]
-            tensors = {kind: torch.empty(length, dtype=dtype) for kind in kinds}
-            if length:
-                for kind, tensor in tensors.items():
-                    part = Part(tensor, own.start, parameter.numel())
-                    parts[f"{names.name}/{kind}"] = part
-            scalars = objects.get(f"{names.name}/{SCALARS}", {})
-            states[parameter] = ParameterStates(own.start, own.stop, tensors, scalars)
-        stored.load(self._path, parts)
-        return states
+        keys = {
+            p: {kind: f"{names.name}/{kind}" for kind in self._kinds[names.name]}
+            for p, names in wanted.items()
+        }
+        own = {p: self._states.of(p) for p in wanted}
+        read = self._read(
+            {
+                key: Fragment(names.region, own[p].start, own[p].stop, own[p].tensors[MASTER].dtype)
+                for p, names in wanted.items()
+                for key in keys[p].values()
+            }
+        )
+        return {
+            p: ParameterStates(
+                start=own[p].start,
+                stop=own[p].stop,
+                tensors={kind: read[key] for kind, key in keys[p].items()},
+                scalars=objects.get(f"{names.name}/{SCALARS}", {}),
+            )
+            for p, names in wanted.items()
+        }
+
+    def _read(self, wanted: Mapping[str, Fragment]) -> dict[str, Tensor]:
+        return fragments.read(self._path, self._contents.shapes, wanted)
 
 
 def check_module(engine: Any, given: Mapping[str, Any], asked: Asked) -> None:

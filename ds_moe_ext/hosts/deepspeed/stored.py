@@ -1,15 +1,15 @@
 """Named tensors and objects in a folder, in the format of torch.distributed.checkpoint (DCP).
 
-A tensor is kept flat and in parts. A rank writes the part that it has and reads the part that it
-needs, which may be cut otherwise: who writes need not know who will read. DCP finds the parts by
-what its planners tell it, so only they are ours.
+A tensor is kept in boxes. A rank writes those that it has and reads those that it needs, which may
+be cut otherwise: who writes need not know who will read. DCP finds the boxes by what its planners
+tell it, so only they are ours.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,34 +34,43 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
-    """Elements ``[start, start + len(tensor))`` of a flattened tensor of ``numel`` elements.
+class Box(NamedTuple):
+    """A rectangle of a tensor.
 
     Attributes:
-        tensor: contiguous, of one dim.
-        start: its first element.
-        numel: of the whole tensor.
+        tensor: what it has, in the dims of the whole tensor.
+        offsets: where it starts in the whole tensor, in each dim.
     """
 
     tensor: Tensor
-    start: int
-    numel: int
+    offsets: tuple[int, ...]
 
     def chunk(self) -> ChunkStorageMetadata:
         """The same in DCP's words."""
-        return ChunkStorageMetadata(torch.Size([self.start]), self.tensor.shape)
+        return ChunkStorageMetadata(torch.Size(self.offsets), self.tensor.shape)
+
+
+class Part(NamedTuple):
+    """What a rank has of a tensor.
+
+    Attributes:
+        shape: of the whole tensor.
+        boxes: none of which overlap.
+    """
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
 
 
 class Contents(NamedTuple):
     """What a folder has.
 
     Attributes:
-        numels: elements of each tensor.
+        shapes: of each tensor.
         objects: names of the others.
     """
 
-    numels: Mapping[str, int]
+    shapes: Mapping[str, tuple[int, ...]]
     objects: frozenset[str]
 
 
@@ -92,12 +101,12 @@ def contents(folder: Path) -> Contents:
         saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     except Exception as error:  # a damaged file may raise anything
         raise _damaged(folder, error) from error
-    numels = {
-        name: kept.size.numel()
+    shapes = {
+        name: tuple(kept.size)
         for name, kept in saved.items()
         if isinstance(kept, TensorStorageMetadata)
     }
-    return Contents(numels, frozenset(saved.keys() - numels.keys()))
+    return Contents(shapes, frozenset(saved.keys() - shapes.keys()))
 
 
 def load(folder: Path, parts: Mapping[str, Part], names: Iterable[str] = ()) -> dict[str, Any]:
@@ -138,35 +147,42 @@ def _reason(error: CheckpointException) -> BaseException:
     return next(iter(error.failures.values()))[0]
 
 
+def _indices(parts: Mapping[str, Part]) -> dict[MetadataIndex, Box]:
+    """Each box by what DCP calls it."""
+    return {
+        MetadataIndex(name, box.offsets): box for name, part in parts.items() for box in part.boxes
+    }
+
+
 class _SaveParts(DefaultSavePlanner):
     """Writes parts beside the objects of the state dict, in which DCP would take them to pieces."""
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._parts = parts
+        self._shapes = {name: torch.Size(part.shape) for name, part in parts.items()}
+        self._boxes = _indices(parts)
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
-        writes = (_write(name, part) for name, part in self._parts.items())
-        self.plan = replace(plan, items=[*plan.items, *writes])
+        self.plan = replace(plan, items=[*plan.items, *map(self._write, self._boxes)])
         return self.plan
 
+    def _write(self, index: MetadataIndex) -> WriteItem:
+        box = self._boxes[index]
+        properties = TensorProperties.create_from_tensor(box.tensor)
+        data = TensorWriteData(box.chunk(), properties, self._shapes[index.fqn])
+        return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+
     def lookup_object(self, index: MetadataIndex) -> Any:
-        part = self._parts.get(index.fqn)
-        return super().lookup_object(index) if part is None else part.tensor
-
-
-def _write(name: str, part: Part) -> WriteItem:
-    chunk = part.chunk()
-    properties = TensorProperties.create_from_tensor(part.tensor)
-    data = TensorWriteData(chunk, properties, torch.Size([part.numel]))
-    return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+        box = self._boxes.get(index)
+        return super().lookup_object(index) if box is None else box.tensor
 
 
 class _LoadParts(DefaultLoadPlanner):
     def __init__(self, parts: Mapping[str, Part]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._parts = parts
+        self._boxes = _indices(parts)
 
     def create_local_plan(self) -> LoadPlan:
         plan = super().create_local_plan()
@@ -175,8 +191,9 @@ class _LoadParts(DefaultLoadPlanner):
         for name, part in self._parts.items():
             saved = self.metadata.state_dict_metadata[name]
             assert isinstance(saved, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(name, saved, [part.chunk()])
+            chunks = [box.chunk() for box in part.boxes]
+            items += create_read_items_for_chunk_list(name, saved, chunks)
         return replace(plan, items=items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._parts[index.fqn].tensor
+        return self._boxes[index].tensor

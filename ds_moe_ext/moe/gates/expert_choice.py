@@ -1,63 +1,54 @@
 """Expert choice: experts choose tokens, each as many, so that the load is even by construction.
 
-Shape letters: T tokens, K choices, E experts, D model width, R rows that each expert takes.
+Shape letters: T tokens, K choices, E experts, R rows that each expert takes.
 """
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ds_moe_ext.moe.gate import Choice, capacity_of, logits, z_loss
+from ds_moe_ext.moe.gate import Choice, Gate, capacity_of, z_loss
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertChoice:
+class ExpertChoice(Gate):
     """Each expert keeps its best tokens, scored by softmax over those kept (FSMoE, section 3.1;
     the idea is Zhou et al. 2022's, who take the softmax over experts).
 
-    A token may have any number of experts, or none. Experts choose among the tokens of one call,
-    that is of one rank. The layer needs ``LayerOptions(gate_may_drop=True)``.
+    A token may have any number of experts, or none; ``top_k`` is how many it has on average.
+    Experts choose among the tokens of one call, that is of one rank. The layer needs
+    ``LayerOptions(gate_may_drop=True)``. Not for causal models: whether an expert keeps a token
+    depends on later tokens, which are not there when text is generated.
 
     Attributes:
-        top_k: experts that a token has on average.
-        is_causal: the model predicts what comes next. Then it warns: whether an expert keeps a
-            token depends on later tokens, which are not there when text is generated.
-        capacity_factor: scales that average.
+        capacity_factor: scales the average.
 
     Raises:
         ValueError: no expert could take a row.
     """
 
-    top_k: int
-    is_causal: bool
     capacity_factor: float = 1.0
+    looks_ahead: ClassVar[bool] = True
+    may_drop: ClassVar[bool] = True
+    is_even: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.top_k < 1 or self.capacity_factor <= 0:
+        super().__post_init__()
+        if self.capacity_factor <= 0:
             raise ValueError(
-                f"top_k {self.top_k} and capacity_factor {self.capacity_factor} leave experts no "
-                "rows; give a top_k of 1 or more and a factor above 0"
-            )
-        if self.is_causal:
-            warnings.warn(
-                "expert choice looks at future tokens: a causal model's training loss is then too "
-                "good, and generation routes otherwise than training; choose another gate",
-                stacklevel=3,
+                f"capacity_factor {self.capacity_factor} leaves experts no rows; give a factor "
+                "above 0"
             )
 
-    def __call__(self, x_TD: Tensor, weights: tuple[Tensor, ...]) -> Choice:
-        """Choose by ``weights[0]`` ``[E, D]``.
-
-        ``K`` is the most experts that any token has, at least 1; the host waits for the device to
-        know it. The load-balance loss is a constant: there is nothing to balance.
-        """
-        logit_TE = logits(x_TD, weights[0])
+    def choose(self, logit_TE: Tensor) -> Choice:
+        """``K`` is the most experts that any token has, at least 1; the host waits for the device
+        to know it. The load-balance loss is a constant: there is nothing to balance."""
         num_tokens, num_experts = logit_TE.shape
-        rows = capacity_of(num_tokens * self.top_k, num_experts, self.capacity_factor)
+        rows = capacity_of(num_tokens * self.num_choices, num_experts, self.capacity_factor)
         kept_ER, token_ER = logit_TE.T.topk(min(rows, num_tokens), dim=-1)
         score_TE = torch.zeros_like(logit_TE).scatter(0, token_ER.T, kept_ER.softmax(dim=-1).T)
         is_kept_TE = torch.zeros_like(logit_TE, dtype=torch.bool).scatter_(0, token_ER.T, True)

@@ -1,0 +1,340 @@
+"""Dense gradients, averaged in slices where backward leaves the network idle.
+
+FSMoE, section 5 (spec section 3, runtime). DeepSpeed puts gradients into buckets and reduces a
+bucket when it is full, or all after backward. Here they wait in the order in which they become
+ready, and an MoE layer says when to average how many elements of them. A gradient that is whole
+goes back to DeepSpeed, and what no layer took is reduced by DeepSpeed as ever. What differs between
+ZeRO stages is in ``buckets`` and ``unsharded``.
+
+Shape letters: N elements.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from deepspeed.moe.utils import is_moe_param
+from torch import Tensor, nn
+
+from ds_moe_ext.layout import Grid, ParallelLayout
+from ds_moe_ext.schedule.execute import Event, Lanes, lanes_for
+from ds_moe_ext.schedule.task import INTER
+
+_SLICES = "ds_moe_ext_slices"  # attribute of the engine
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """Elements of dense gradients by where they were reduced.
+
+    Attributes:
+        within_moe: in the window of an MoE part.
+        beside_dense: beside what the host computes between two MoE layers.
+        tail: at the end of backward.
+        num_slices: pieces in which those that are not the tail travelled.
+    """
+
+    within_moe: int = 0
+    beside_dense: int = 0
+    tail: int = 0
+    num_slices: int = 0
+
+    def __add__(self, other: Reduced) -> Reduced:
+        return Reduced(
+            self.within_moe + other.within_moe,
+            self.beside_dense + other.beside_dense,
+            self.tail + other.tail,
+            self.num_slices + other.num_slices,
+        )
+
+    @property
+    def elements(self) -> int:
+        return self.within_moe + self.beside_dense + self.tail
+
+
+class Averaging(Protocol):
+    """How DeepSpeed averages a gradient; equal ones may travel together."""
+
+    def mean(self, flat_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Over the ranks, in the type that travels; ``flat_N`` may be overwritten. Collective."""
+        ...
+
+
+@dataclass(eq=False)
+class Gradient:
+    """A gradient on its way.
+
+    Attributes:
+        parameter: whose it is.
+        flat_N: its elements.
+        averaging: how to average it.
+        keep: gives its mean to DeepSpeed, flat.
+        leave: leaves it to DeepSpeed to average.
+        taken: elements that slices took, from the first on.
+        landed: those of them that have been averaged.
+        means: what came of them, in order.
+    """
+
+    parameter: nn.Parameter
+    flat_N: Tensor
+    averaging: Averaging
+    keep: Callable[[Tensor], None]
+    leave: Callable[[], None]
+    taken: int = 0
+    landed: int = 0
+    means: list[Tensor] = field(default_factory=list)
+
+    @property
+    def left(self) -> int:
+        return self.flat_N.numel() - self.taken
+
+    @property
+    def is_whole(self) -> bool:
+        return self.landed == self.flat_N.numel()
+
+
+class _Piece(NamedTuple):
+    """Elements ``start`` to ``stop`` of a gradient, in a slice."""
+
+    gradient: Gradient
+    start: int
+    stop: int
+
+
+_Slice = list[_Piece]
+
+
+class _Begun(NamedTuple):
+    """Slices that a lane averages while backward goes on."""
+
+    event: Event
+    lanes: Lanes
+    slices: list[_Slice]
+
+
+class GradientSlices:
+    """The dense gradients of one engine on their way through slices.
+
+    ``reduce`` and ``begin`` are called by the thread of backward, or while it waits: by the lanes
+    of an MoE layer's program. Every rank takes the same elements, for gradients become ready in the
+    same order on all.
+
+    Args:
+        engine: whose gradients; it is not kept alive.
+        group: a communicator of all ranks that nobody else uses.
+        piece_elements: what travels has this size, and what does not fill a piece waits (Lina);
+            None cuts at the elements asked for.
+
+    Attributes:
+        group: as given.
+        reduced: what has been, since the start.
+    """
+
+    def __init__(
+        self, engine: Any, group: dist.ProcessGroup, piece_elements: int | None = None
+    ) -> None:
+        self.reduced = Reduced()
+        self._engine = weakref.ref(engine)
+        self.group = group
+        self._piece_elements = piece_elements
+        self._known: set[int] = set()  # ids of parameters whose gradients were ready
+        self._ready: deque[Gradient] = deque()  # with elements that no slice took
+        self._begun: list[_Begun] = []
+        self._whole: deque[Gradient] = deque()  # that DeepSpeed may have back
+
+    @classmethod
+    def of(cls, engine: Any, piece_bytes: int | None = None) -> GradientSlices:
+        """Slices of an engine under construction, which is given its gradients when it has an
+        optimizer. Collective.
+
+        Args:
+            engine: DeepSpeed's.
+            piece_bytes: fixed size of what travels; Lina's is 30 MB.
+
+        Raises:
+            ValueError: DeepSpeed does not show it each gradient as it becomes ready.
+        """
+        _refuse_unsupported(engine)
+        size = dist.get_world_size()
+        layout = ParallelLayout.build(Grid(size, size), [("ep", INTER)], ranks_per_node=1)
+        piece_elements = None
+        if piece_bytes is not None:
+            piece_elements = max(1, piece_bytes // engine.communication_data_type.itemsize)
+        slices = cls(engine, layout.group("ep", INTER), piece_elements)
+        engine.__dict__[_SLICES] = slices
+        return slices
+
+    @property
+    def ready_elements(self) -> int:
+        """Elements that are ready and that no slice took."""
+        return sum(gradient.left for gradient in self._ready)
+
+    def reduce(self, elements: int) -> None:
+        """Average so many elements, or as many as are ready, in the caller's lane. Collective."""
+        self._land_begun()
+        slices = self._cut(elements)
+        self._average(slices)
+        self._land(slices)
+        self.reduced += Reduced(within_moe=_elements(slices), num_slices=len(slices))
+
+    def begin(self, elements: int) -> None:
+        """Begin to average so many elements, or as many as are ready, in the lane between cells,
+        and return at once. Collective.
+
+        The slices begun before have ended by then if the layer's own exchanges ran in that lane;
+        else they are waited for.
+        """
+        self._land_begun()
+        slices = self._cut(elements)
+        if slices:
+            lanes = lanes_for(slices[0][0].gradient.flat_N.device, overlaps=True)
+            event = lanes.submit(INTER, lambda: self._average(slices), ())
+            self._begun.append(_Begun(event, lanes, slices))
+            self.reduced += Reduced(beside_dense=_elements(slices), num_slices=len(slices))
+
+    # For the thread of backward, which alone touches what DeepSpeed keeps.
+
+    def is_awaited(self, parameter: nn.Parameter) -> bool:
+        """Whether a gradient that is ready is dense and about to be reduced."""
+        engine = self._engine()
+        return (
+            engine is not None
+            and engine.enable_backward_allreduce
+            and not engine.inside_no_sync_ctxt
+            and not is_moe_param(parameter)
+            and parameter.numel() > 0
+        )
+
+    def knows(self, parameter: nn.Parameter) -> bool:
+        """Whether its gradient became ready in this backward."""
+        return id(parameter) in self._known
+
+    def add(self, gradient: Gradient) -> None:
+        """Take a gradient that is ready, and give back those that are whole.
+
+        Raises:
+            RuntimeError: it has been ready before, and may have been reduced.
+        """
+        if self.knows(gradient.parameter):
+            raise RuntimeError(
+                f"a gradient of shape {tuple(gradient.parameter.shape)} became ready twice in one "
+                "backward pass, as when reentrant activation checkpoints share a weight, but may "
+                "have been reduced after the first time; set use_reentrant to false"
+            )
+        self._known.add(id(gradient.parameter))
+        self._ready.append(gradient)
+        self._give_back()
+
+    def finish(self) -> None:
+        """Average the rest of a gradient that a slice cut, and leave the others. Collective."""
+        self._land_begun()
+        self.reduced += Reduced(tail=self.ready_elements)
+        if self._ready and self._ready[0].taken:
+            rest = [self._take(self._ready[0].left)]
+            self._average(rest)
+            self._land(rest)
+        self._give_back()
+        while self._ready:
+            self._ready.popleft().leave()
+        self._known.clear()
+
+    def _give_back(self) -> None:
+        while self._whole:
+            gradient = self._whole.popleft()
+            gradient.keep(torch.cat(gradient.means))
+
+    # Slices.
+
+    def _cut(self, elements: int) -> list[_Slice]:
+        """Slices of the first elements that are ready."""
+        elements = min(elements, self.ready_elements)
+        if self._piece_elements is None:
+            return [self._take(elements)] if elements else []
+        return [self._take(self._piece_elements) for _ in range(elements // self._piece_elements)]
+
+    def _take(self, elements: int) -> _Slice:
+        pieces = []
+        while elements:
+            gradient = self._ready[0]
+            start = gradient.taken
+            gradient.taken += min(elements, gradient.left)
+            elements -= gradient.taken - start
+            pieces.append(_Piece(gradient, start, gradient.taken))
+            if not gradient.left:
+                self._ready.popleft()
+        return pieces
+
+    def _average(self, slices: list[_Slice]) -> None:
+        """Average each over the ranks: in one collective, or one for each way of averaging."""
+        for pieces in slices:
+            for averaging, run in groupby(pieces, key=lambda piece: piece.gradient.averaging):
+                own = list(run)
+                parts = [piece.gradient.flat_N[piece.start : piece.stop] for piece in own]
+                mean_N = averaging.mean(torch.cat(parts), self.group)
+                for piece, part in zip(own, mean_N.split([len(part) for part in parts])):
+                    piece.gradient.means.append(part)
+
+    def _land_begun(self) -> None:
+        """Make the caller's lane see what was begun: a group is used in one lane at a time."""
+        for begun in self._begun:
+            begun.lanes.join([begun.event])
+            self._land(begun.slices)
+        self._begun.clear()
+
+    def _land(self, slices: list[_Slice]) -> None:
+        for gradient, start, stop in (piece for pieces in slices for piece in pieces):
+            gradient.landed += stop - start
+            if gradient.is_whole:
+                self._whole.append(gradient)
+
+
+def slices_of(engine: Any) -> GradientSlices | None:
+    """The engine's, if it has any."""
+    slices: GradientSlices | None = engine.__dict__.get(_SLICES)
+    return slices
+
+
+def _elements(slices: Iterable[_Slice]) -> int:
+    return sum(stop - start for pieces in slices for _, start, stop in pieces)
+
+
+def _refuse_unsupported(engine: Any) -> None:
+    stage = engine.zero_optimization_stage()
+    model_dtype, sum_dtype = engine.get_data_types()
+    refused = [
+        (
+            stage not in (0, 1, 2),
+            f"zero_optimization.stage is {stage}, which shards weights; use stage 0, 1 or 2",
+        ),
+        (
+            stage == 1 and (model_dtype, sum_dtype) == (torch.bfloat16, torch.float32),
+            "bfloat16 weights with float32 sums at stage 1 take DeepSpeed's BF16_Optimizer, which "
+            "makes the gradients it reduces after backward; use stage 2, or leave out "
+            "data_types.grad_accum_dtype",
+        ),
+        (
+            engine.zenflow_config() is not None,
+            "zero_optimization.zenflow is set, which keeps gradients in an order of its own; "
+            "remove it",
+        ),
+        (
+            stage > 0 and not engine.zero_contiguous_gradients(),
+            "zero_optimization.contiguous_gradients is false, and then ZeRO has no buckets that "
+            "averaged gradients could go back through; set it to true",
+        ),
+        (
+            stage > 0 and not engine.zero_reduce_scatter(),
+            "zero_optimization.reduce_scatter is false, which DeepSpeed refuses with experts; set "
+            "it to true",
+        ),
+    ]
+    for is_set, reason in refused:
+        if is_set:
+            raise ValueError(f"dense gradients cannot be reduced in slices: {reason}")

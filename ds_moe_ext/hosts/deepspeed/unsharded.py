@@ -1,0 +1,87 @@
+"""Dense gradients at ZeRO 0, where DeepSpeed averages all of them after backward.
+
+Where an engine has ``GradientSlices``, a hook shows them each gradient as it becomes ready; what is
+averaged is written where it was, and DeepSpeed averages the others. Shape letters: N elements.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_moe_ext.comm import sum_in_place
+from ds_moe_ext.hosts.deepspeed.slices import Gradient, GradientSlices, slices_of
+
+_AVERAGED = "ds_moe_ext_averaged"  # attribute of the engine: addresses of gradients
+
+
+def slice_gradients(engine: Any, slices: GradientSlices) -> None:
+    """Reduce its dense gradients in slices from now on."""
+    engine.__dict__[_AVERAGED] = set()
+    show = partial(_show, weakref.ref(engine), slices)
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(show)
+
+
+def unaveraged(engine: Any, gradients: list[Any]) -> list[Any]:
+    """Those of the gradients that slices have not averaged. Collective."""
+    slices = slices_of(engine)
+    if slices is None:
+        return gradients
+    slices.finish()
+    averaged = engine.__dict__[_AVERAGED]
+    # DeepSpeed's own class of sparse ones is no tensor.
+    left = [g for g in gradients if not (torch.is_tensor(g) and g.data_ptr() in averaged)]
+    averaged.clear()
+    return left
+
+
+def _show(engine: weakref.ref[Any], slices: GradientSlices, parameter: Tensor) -> None:
+    alive = engine()
+    if alive is None or not alive.is_gradient_accumulation_boundary():
+        return
+    assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+    if parameter.grad.is_sparse or not slices.is_awaited(parameter):
+        return
+    flat_N = parameter.grad.data.view(-1)
+    averaged = alive.__dict__[_AVERAGED]
+    keep = partial(_keep, flat_N, averaged)
+    slices.add(Gradient(parameter, flat_N, _Averaging.of(alive), keep, leave=_leave))
+
+
+def _keep(flat_N: Tensor, averaged: set[int], mean_N: Tensor) -> None:
+    flat_N.copy_(mean_N)
+    averaged.add(flat_N.data_ptr())
+
+
+def _leave() -> None:
+    """DeepSpeed finds it by itself."""
+
+
+@dataclass(frozen=True)
+class _Averaging:
+    """As the engine does it: it scales what travels, before and after."""
+
+    summed_in: torch.dtype
+    before: float
+    after: float
+
+    @classmethod
+    def of(cls, engine: Any) -> _Averaging:
+        summed_in, num_ranks = engine.communication_data_type, dist.get_world_size()
+        if not engine.gradient_average:
+            return cls(summed_in, 1.0, 1.0)
+        if not engine.postscale_gradients():
+            return cls(summed_in, 1.0 / num_ranks, 1.0)
+        divided = engine.gradient_predivide_factor()
+        return cls(summed_in, 1.0 / divided, divided / num_ranks)
+
+    def mean(self, flat_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return sum_in_place(flat_N.to(self.summed_in).mul_(self.before), group).mul_(self.after)

@@ -1,0 +1,193 @@
+"""What a run's pipelines cost: measured on its own ranks once libraries have warmed up, or taken
+from a hardware file. Shape letters: L layers, C cells, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_moe_ext.all_to_all import Channel
+from ds_moe_ext.comm import max_in_place
+from ds_moe_ext.cost.pipeline import Paths, Payload, measure_pipeline, quick_bench
+from ds_moe_ext.hardware import Hardware
+from ds_moe_ext.hosts.attach import AttachedLayer
+from ds_moe_ext.layout import ParallelLayout
+from ds_moe_ext.moe.dispatch import Wire
+from ds_moe_ext.moe.observe import Rows
+from ds_moe_ext.moe.order import SlotRows
+from ds_moe_ext.planners.pipeline_lines import (
+    LayerRows,
+    PipelineLines,
+    Usage,
+    described_lines,
+    layer_costs,
+)
+from ds_moe_ext.planners.pipelining import Measured, MeasuredLayer
+from ds_moe_ext.schedule.task import INTER, INTRA
+from ds_moe_ext.strategies.base import Pool
+
+
+@dataclass(frozen=True, eq=False)
+class DenseGradients:
+    """What the host reduces beside the MoE layers.
+
+    Attributes:
+        elements_L: that become ready in each layer's backward, behind its MoE part.
+        head_elements: that are ready when the last layer's backward begins.
+        dtype: of a gradient as it travels.
+        group: the ranks that reduce slices of it; None where it is not sliced.
+    """
+
+    elements_L: tuple[int, ...]
+    head_elements: int
+    dtype: torch.dtype
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        layers: Sequence[AttachedLayer],
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None,
+    ) -> DenseGradients:
+        """By the order of the model's parameters, which is about that in which they are used."""
+        numbers = {id(p): number for number, layer in enumerate(layers) for p in layer.parameters}
+        elements = [0] * (len(layers) + 1)
+        following = 0
+        for parameter in model.parameters():
+            own = numbers.get(id(parameter))
+            if own is not None:
+                following = own + 1
+            elif parameter.requires_grad:
+                elements[following] += parameter.numel()
+        return cls(tuple(elements[:-1]), elements[-1], dtype, group)
+
+
+@dataclass(frozen=True, eq=False)
+class Pipelines:
+    """Measures what pipelines are planned by.
+
+    Attributes:
+        layers: in model order.
+        pools: layers whose experts are alike.
+        hardware: the cluster, if it was described.
+        gradients: dense ones.
+        micro_batches: of a step.
+        device: of this rank.
+    """
+
+    layers: Sequence[AttachedLayer]
+    pools: tuple[Pool, ...]
+    hardware: Hardware | None
+    gradients: DenseGradients
+    micro_batches: int
+    device: torch.device
+
+    def measured(self, rows: Sequence[Rows], dense_window_L: Sequence[float]) -> Measured:
+        """By the rows of a step, of the busiest ranks. Collective, over all ranks.
+
+        Args:
+            rows: what each layer routed in it.
+            dense_window_L: seconds behind each layer in backward, the same on all ranks.
+        """
+        numbers = np.array([(each.routed_CE.sum(), each.computed_C.max()) for each in rows])
+        # Grids of cells see their own rows only; all ranks must plan alike.
+        agreed_L2 = max_in_place(torch.from_numpy(numbers).to(self.device), None).tolist()
+        measured: dict[int, MeasuredLayer] = {}
+        all_reduce = None
+        for pool in self.pools:
+            of_layers = [self._rows(layer, *agreed_L2[layer]) for layer in pool.layers]
+            having = [self.layers[layer] for layer in pool.layers if self.layers[layer].parameters]
+            lines = self._lines(having[0], of_layers)
+            all_reduce = all_reduce or lines.gradients
+            for layer, layer_rows in zip(pool.layers, of_layers):
+                measured[layer] = MeasuredLayer(
+                    layer_costs(lines, layer_rows),
+                    dense_window_L[layer],
+                    self.gradients.elements_L[layer],
+                )
+        assert all_reduce is not None
+        return Measured(
+            tuple(measured[layer] for layer in range(len(self.layers))),
+            self.gradients.head_elements,
+            all_reduce,
+            self.gradients.dtype.itemsize,
+        )
+
+    def _rows(self, layer: int, routed: int, computed: int) -> LayerRows:
+        routed_experts = self.layers[layer].routed
+        grid = routed_experts.site.layout.grid
+        return LayerRows(
+            sent=routed / grid.size / self.micro_batches,
+            gathered=computed / self.micro_batches,
+            row_bytes=routed_experts.row_bytes,
+        )
+
+    def _lines(self, layer: AttachedLayer, rows: Sequence[LayerRows]) -> PipelineLines:
+        """Of layers like this one."""
+        layout = layer.routed.site.layout
+        if self.hardware is not None:
+            return described_lines(self.hardware, self._usage(layer, layout))
+        payload = Payload(
+            num_rows=max(1, round(max(each.sent for each in rows))),
+            width=layer.routed.row_width,
+            row_dtype=layer.routed.row_dtype,
+            num_elements=max(1, *self.gradients.elements_L),
+            gradient_dtype=self.gradients.dtype,
+        )
+        forward = partial(_forward, layer, self.device)
+        paths = _paths(layout, self.device, self.gradients.group)
+        return measure_pipeline(paths, payload, forward, quick_bench(self.device))
+
+    def _usage(self, layer: AttachedLayer, layout: ParallelLayout) -> Usage:
+        matrices = [weight for weight in layer.hosted.slots()[0].parameters if weight.dim() > 1]
+        grid = layout.grid
+        assert self.hardware is not None
+        return Usage(
+            num_ranks=grid.world_size,
+            num_cells=grid.num_cells,
+            cell_size=grid.cell_size,
+            dense_ranks_per_node=min(self.hardware.ranks_per_node, grid.world_size),
+            number_type=NUMBER_TYPES[layer.routed.row_dtype],
+            row_multiply_adds=sum(weight.numel() for weight in matrices),
+            num_products=len(matrices) * len(layer.hosted.slots()),
+            element_bytes=self.gradients.dtype.itemsize,
+        )
+
+
+NUMBER_TYPES = {
+    torch.float64: "fp32",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+}
+
+
+def _paths(layout: ParallelLayout, device: torch.device, dense: dist.ProcessGroup | None) -> Paths:
+    wire = Wire.between(layout, INTER, device)
+    is_split = layout.grid.cell_size > 1
+    cell = Channel(layout.group("esp", INTRA), wire.all_to_all) if is_split else None
+    return Paths(
+        cells=None if wire.group is None else Channel(wire.group, wire.all_to_all),
+        cell=cell,
+        dense=dense,
+    )
+
+
+def _forward(layer: AttachedLayer, device: torch.device, num_rows: int) -> object:
+    """This rank's experts on rows that are spread evenly over them."""
+    num_slots = max(1, len(layer.hosted.slots()))
+    rows_S = np.full(num_slots, num_rows // num_slots)
+    rows_S[: num_rows % num_slots] += 1
+    rows = torch.zeros(
+        num_rows, layer.routed.row_width, dtype=layer.routed.row_dtype, device=device
+    )
+    return layer.routed.function(rows, SlotRows.of(rows_S, device), layer.hosted.weights())

@@ -1,0 +1,112 @@
+"""How many ranks split an expert, and over how many cells the experts of a layer are spread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ds_moe_ext.hosts.found import Found
+from ds_moe_ext.hosts.launched import ranks_on_this_node
+from ds_moe_ext.layout import Grid
+from ds_moe_ext.settings import BLOCK, Settings
+from ds_moe_ext.strategies.base import Strategy
+
+
+def grid_of(
+    settings: Settings, strategy: Strategy, found: Sequence[Found], world_size: int
+) -> Grid:
+    """The grid that the settings ask for, or the best for the model.
+
+    Raises:
+        ValueError: sizes do not divide.
+    """
+    cell_size = _cell_size(settings, strategy, found, world_size)
+    max_cells = world_size // cell_size
+    largest = max_cells if strategy.has_uneven_homes else _largest_fit(found, max_cells)
+    num_cells = settings.expert_parallel_size or largest
+    if max_cells % num_cells:
+        cells = "" if cell_size == 1 else f" in cells of {cell_size} ranks"
+        raise ValueError(
+            f"{BLOCK}.expert_parallel_size is {num_cells}, which does not divide the world size "
+            f"{world_size}{cells}; choose one of {divisors(max_cells)}"
+        )
+    if num_cells < max_cells and strategy.rhythm().shard_every:
+        raise ValueError(
+            f"{BLOCK}.expert_parallel_size is {num_cells} of {max_cells} cells, but strategy "
+            f"{settings.strategy} moves experts to new homes, which needs one home an expert in "
+            f"the whole world; leave expert_parallel_size out, or set reshard_interval to 0"
+        )
+    for layer in found:
+        if layer.num_experts % num_cells and not strategy.has_uneven_homes:
+            raise ValueError(
+                f"{BLOCK}.expert_parallel_size is {num_cells}, which does not divide the "
+                f"{layer.num_experts} experts of {layer.name}; choose one of "
+                f"{divisors(np.gcd(layer.num_experts, max_cells))}"
+            )
+        if layer.num_cells not in (1, num_cells):
+            raise ValueError(
+                f"{BLOCK}.expert_parallel_size is {num_cells}, but the model built {layer.name} "
+                f"with ep_size {layer.num_cells}; make them equal, or build it with ep_size 1"
+            )
+    return Grid(world_size, num_cells, cell_size)
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, ascending."""
+    return [d for d in range(1, int(number) + 1) if number % d == 0]
+
+
+def _largest_fit(found: Iterable[Found], max_cells: int) -> int:
+    """As many cells as divide everything; what the model was built with, if it was."""
+    found = list(found)
+    built = {layer.num_cells for layer in found} - {1}
+    if built:
+        return built.pop()
+    return int(np.gcd.reduce([max_cells, *(layer.num_experts for layer in found)]))
+
+
+def _cell_size(
+    settings: Settings, strategy: Strategy, found: Sequence[Found], world_size: int
+) -> int:
+    """As asked for; else, where there are several nodes, the ranks of a node if all experts can be
+    split by them (FSMoE's own layout)."""
+    asked = settings.expert_sharding_size
+    if asked is None:
+        size = ranks_on_this_node() or 1
+        spans_nodes = size < world_size and world_size % size == 0
+        fits = strategy.splits_experts and spans_nodes and _can_split(found, size)
+        return size if fits else 1
+    if asked == 1:
+        return 1
+    if not strategy.splits_experts:
+        raise ValueError(
+            f"{BLOCK}.expert_sharding_size is {asked}, but strategy {settings.strategy!r} keeps "
+            f"every expert whole on one rank; set it to 1 or null, or use strategy 'esp', with "
+            f"{BLOCK}.balance {settings.strategy!r} if experts shall be placed so"
+        )
+    if world_size % asked:
+        raise ValueError(
+            f"{BLOCK}.expert_sharding_size is {asked}, which does not divide the world size "
+            f"{world_size}; choose one of {divisors(world_size)}"
+        )
+    for layer in found:
+        if layer.num_cells > 1:
+            raise ValueError(
+                f"{BLOCK}.expert_sharding_size is {asked}, but the model built {layer.name} with "
+                f"ep_size {layer.num_cells}, so that a rank lacks experts of its cell; build it "
+                "with ep_size 1"
+            )
+        layer.split(asked)
+    return asked
+
+
+def _can_split(found: Iterable[Found], num_shards: int) -> bool:
+    try:
+        for layer in found:
+            if layer.num_cells > 1:
+                return False
+            layer.split(num_shards)
+    except ValueError:
+        return False
+    return True

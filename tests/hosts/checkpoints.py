@@ -1,0 +1,319 @@
+"""What an engine holds, saved and loaded by runs of any layout.
+
+Jobs save and load a checkpoint by the engine's own calls; what they hold is compared by names that
+say nothing of ranks or slots.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_moe_ext.hosts.deepspeed import stored
+from ds_moe_ext.hosts.deepspeed.engine import run_of
+from ds_moe_ext.hosts.deepspeed.regions import Region
+from ds_moe_ext.hosts.deepspeed.states import MASTER, OptimizerStates
+from tests.hosts import jobs
+from tests.hosts.jobs import Job, loss_of, micro_batch
+from tests.hosts.test_regions import in_whole
+from tests.ranks import pool_of
+
+WEIGHT = "weight"
+Key = tuple[str, str]  # of a parameter, and what of it
+
+COPIES = (("overlap_degree", 2), ("copies_per_rank", 2))
+MOVING = Job(strategy="fssdp", keys=(*COPIES, ("reshard_interval", 1)))
+"""Plans by rows alone in its first five steps, so that two runs plan alike."""
+
+
+class Piece(NamedTuple):
+    """What one rank has of something: elements of its region; a scalar has none."""
+
+    tensor: Tensor
+    start: int
+    region: Region | None
+
+
+class Held(NamedTuple):
+    """What an engine has and does, of one rank."""
+
+    pieces: dict[Key, Piece]
+    homes: list[list[int]]
+    slots: dict[str, str]  # of each parameter, its name when the engine was made
+    remembered: int  # steps
+    steps: int
+    loss: float  # of a pass, the same on all ranks
+    losses: list[float]  # of the steps that follow
+
+
+def regions_of(engine: Any) -> dict[nn.Parameter, tuple[str, Region]]:
+    """Of each parameter its name and what this rank has of it."""
+    named = {p: (name, Region.all_of(p.shape)) for name, p in engine.module.named_parameters()}
+    for layer in run_of(engine).layers:
+        site = layer.routed.site
+        numbers = site.plan.home.experts_of(site.layout.index("ep"))
+        for number, slot in zip(numbers, layer.hosted.slots(), strict=True):
+            weights = zip(layer.hosted.weight_names, slot.parameters)
+            for index, (weight, parameter) in enumerate(weights):
+                region = Region.of_shard(layer.hosted.shard, index, parameter.shape)
+                named[parameter] = f"{layer.name}.{weight}.{number}", region
+    return named
+
+
+def names_of(engine: Any) -> dict[nn.Parameter, str]:
+    return {parameter: name for parameter, (name, _) in regions_of(engine).items()}
+
+
+def pieces_of(engine: Any) -> dict[Key, Piece]:
+    states, pieces = OptimizerStates(engine), {}
+    for parameter, (name, region) in regions_of(engine).items():
+        own = states.of(parameter).clone()
+        pieces[name, WEIGHT] = Piece(parameter.detach().clone().reshape(-1), 0, region)
+        if own.start < own.stop:
+            for kind, tensor in own.tensors.items():
+                pieces[name, kind] = Piece(tensor, own.start, region)
+            for kind, scalar in own.scalars.items():
+                pieces[name, kind] = Piece(torch.as_tensor(scalar).double(), 0, None)
+    return pieces
+
+
+def joined(ranks: Iterable[Held]) -> dict[Key, Tensor]:
+    """What all ranks hold together, whole."""
+    found: dict[Key, list[Piece]] = {}
+    for held in ranks:
+        for key, piece in held.pieces.items():
+            found.setdefault(key, []).append(piece)
+    return {key: join(pieces) for key, pieces in found.items()}
+
+
+def join(pieces: list[Piece]) -> Tensor:
+    """Pieces that tile a tensor; those of several ranks are equal where they overlap."""
+    first = pieces[0]
+    if first.region is None:
+        assert all(torch.equal(piece.tensor, first.tensor) for piece in pieces)
+        return first.tensor
+    tensor = torch.full(first.region.shape, torch.nan, dtype=first.tensor.dtype)
+    parts = [piece.region.part(piece.tensor, piece.start) for piece in pieces if piece.region]
+    boxes = [box for part in parts for box in part.boxes]
+    for box in boxes:
+        in_whole(tensor, box).copy_(box.tensor)
+    for box in boxes:
+        assert torch.equal(in_whole(tensor, box), box.tensor)
+    assert not tensor.isnan().any()
+    return tensor
+
+
+def assert_equal(got: dict[Key, Tensor], expected: dict[Key, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for key, tensor in got.items():
+        assert torch.equal(tensor, expected[key]), key
+
+
+def run_steps(rank: int, world_size: int, engine: Any, steps: Iterable[int]) -> list[float]:
+    losses = []
+    for step in steps:
+        total = torch.zeros((), dtype=torch.float64)
+        for number in range(rank, jobs.MICRO_BATCHES, world_size):
+            loss = loss_of(engine, micro_batch(step, number))
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach().double()
+        dist.all_reduce(total)
+        losses.append(float(total))
+    return losses
+
+
+def held_by(engine: Any) -> Held:
+    planning = run_of(engine).planning
+    return Held(
+        pieces=pieces_of(engine),
+        homes=[home.owner_E.tolist() for home in planning.job.homes],
+        slots={name: engine.param_names[p] for p, name in names_of(engine).items()},
+        remembered=len(planning.remembered_ILCE),
+        steps=engine.global_steps,
+        loss=float(loss_of(engine, micro_batch(99, 0)).detach()),
+        losses=[],
+    )
+
+
+@dataclass(frozen=True)
+class Call:
+    """One run that loads.
+
+    Attributes:
+        before: steps that it takes first, on other data.
+        after: and when it has loaded.
+        arguments: of ``load_checkpoint``.
+    """
+
+    before: int = 0
+    after: int = 0
+    arguments: tuple[tuple[str, Any], ...] = ()
+
+
+def save(rank: int, world_size: int, job: Job, folder: str, *, steps: int) -> Held:
+    engine = jobs.engine_of(job, world_size)
+    run_steps(rank, world_size, engine, range(steps))
+    engine.save_checkpoint(folder, client_state={"mine": 7})
+    held = held_by(engine)
+    losses = run_steps(rank, world_size, engine, range(steps, steps + 2))
+    return held._replace(losses=losses)
+
+
+def load(rank: int, world_size: int, job: Job, folder: str, call: Call) -> Held:
+    engine = jobs.engine_of(job, world_size)
+    run_steps(rank, world_size, engine, range(50, 50 + call.before))
+    loss_of(engine, micro_batch(98, rank))  # so that there are copies of the weights that go
+    path, client = engine.load_checkpoint(folder, **dict(call.arguments))
+    assert path is not None and client["mine"] == 7 and "optimizer" not in client
+    held = held_by(engine)
+    losses = run_steps(rank, world_size, engine, range(held.steps, held.steps + call.after))
+    return held._replace(losses=losses)
+
+
+class Saved(NamedTuple):
+    """A checkpoint, and what it was made from."""
+
+    folder: Path
+    ranks: list[Held]
+
+    @property
+    def tag(self) -> Path:
+        return self.folder / f"global_step{self.ranks[0].steps}"
+
+
+@functools.cache
+def saved(world_size: int, job: Job, steps: int = 2) -> Saved:
+    folder = tempfile.mkdtemp(prefix="ds_moe_ext_test_")
+    _FOLDERS.append(folder)
+    return Saved(Path(folder), pool_of(world_size).run(save, job, folder, steps=steps))
+
+
+_FOLDERS: list[str] = []
+
+
+def remove_saved() -> None:
+    """Of this module's tests."""
+    saved.cache_clear()
+    while _FOLDERS:
+        shutil.rmtree(_FOLDERS.pop())
+
+
+def loaded(world_size: int, job: Job, checkpoint: Saved, call: Call | None = None) -> list[Held]:
+    held: list[Held] = pool_of(world_size).run(load, job, str(checkpoint.folder), call or Call())
+    return held
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A run of some ranks."""
+
+    world_size: int
+    job: Job
+
+    def __str__(self) -> str:
+        job = self.job
+        cells = "" if job.cells is None else f"-{job.cells}cells"
+        size = "" if job.cell_size is None else f"-of{job.cell_size}"
+        strategy = job.strategy if job.balance is None else f"{job.strategy}-{job.balance}"
+        return f"{job.family}-{strategy}-{self.world_size}ranks{cells}{size}-zero{job.stage}"
+
+
+def ep(world_size: int, stage: int, cells: int | None = None) -> Layout:
+    return Layout(world_size, Job(stage=stage, cells=cells))
+
+
+def fssdp(world_size: int, stage: int) -> Layout:
+    return Layout(world_size, replace(MOVING, stage=stage))
+
+
+def prophet(world_size: int, stage: int) -> Layout:
+    return Layout(world_size, Job(strategy="prophet", stage=stage))
+
+
+def check_cross(family: str, dtype: str, source: Layout, goal: Layout) -> None:
+    """Into a run that has trained on other data."""
+    source, goal = (
+        replace(each, job=replace(each.job, family=family, dtype=dtype)) for each in (source, goal)
+    )
+    checkpoint = saved(source.world_size, source.job)
+    ranks = loaded(goal.world_size, goal.job, checkpoint, Call(before=1, after=1))
+    assert {held.steps for held in ranks} == {2}
+    assert_equal(joined(ranks), joined(checkpoint.ranks))
+    rel = 2e-2 if dtype == "bfloat16" else 1e-4
+    assert ranks[0].loss == pytest.approx(checkpoint.ranks[0].loss, rel=rel)
+    assert ranks[0].losses == pytest.approx(checkpoint.ranks[0].losses[:1], rel=rel)
+
+
+def joined_master(contents: dict[Key, Tensor], key: Key) -> Tensor:
+    return contents[key[0], MASTER].to(contents[key].dtype)
+
+
+def freeze(model: nn.Module) -> nn.Module:
+    """Experts' second weights, a router and an embedding."""
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in ("down_proj", "layers.0.mlp.gate", "embed_tokens")):
+            parameter.requires_grad_(False)
+    return model
+
+
+def with_frozen(rank: int, world_size: int, job: Job, folder: str, saves: bool) -> Held:
+    build = jobs.model_of
+    with mock.patch.object(jobs, "model_of", lambda job: freeze(build(job))):
+        if saves:
+            return save(rank, world_size, job, folder, steps=2)
+        engine = jobs.engine_of(job, world_size)
+    for parameter in engine.module.parameters():
+        parameter.data.zero_()
+    engine.load_checkpoint(folder)
+    return held_by(engine)
+
+
+def refused(
+    rank: int, world_size: int, job: Job, folders: list[str], *, width: int = 48, fails: str = ""
+) -> list[str]:
+    """The message for each folder; the engine is as it was.
+
+    Args:
+        width: of an expert of Mixtral.
+        fails: what rank 1 finds wrong when it reads.
+    """
+    from transformers import MixtralConfig
+
+    def wide(**keys: Any) -> Any:
+        return MixtralConfig(**{**keys, "intermediate_size": width})
+
+    with mock.patch("transformers.MixtralConfig", wide):
+        engine = jobs.engine_of(job, world_size)
+    run_steps(rank, world_size, engine, range(1))
+    before, messages = held_by(engine), []
+    reads = mock.Mock(side_effect=OSError(fails)) if fails and rank == 1 else stored.load
+    for folder in folders:
+        with mock.patch.object(stored, "load", reads), pytest.raises(ValueError) as caught:
+            engine.load_checkpoint(folder)
+        messages.append(str(caught.value))
+        after = held_by(engine)
+        assert after[1:] == before[1:]
+        assert_equal(
+            {key: piece.tensor for key, piece in after.pieces.items()},
+            {key: piece.tensor for key, piece in before.pieces.items()},
+        )
+    run_steps(rank, world_size, engine, range(1, 2))
+    return messages
+
+
+def assert_all_say(messages: Iterable[str], pattern: str) -> None:
+    for message in messages:
+        assert re.search(pattern, message), message

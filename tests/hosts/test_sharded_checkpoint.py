@@ -1,0 +1,351 @@
+"""Experts that the ranks of a cell split between them are saved and loaded by any layout."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ds_moe_ext.hosts.deepspeed import fragments, stored
+from ds_moe_ext.hosts.deepspeed.fragments import Fragment
+from ds_moe_ext.hosts.deepspeed.layout_file import LAYOUT_FILE
+from ds_moe_ext.hosts.deepspeed.regions import Region
+from ds_moe_ext.layout import Grid
+from ds_moe_ext.moe.sharding import Along, Shard
+from tests.hosts import jobs
+from tests.hosts.checkpoints import (
+    MOVING,
+    WEIGHT,
+    Call,
+    Held,
+    Layout,
+    Saved,
+    assert_all_say,
+    assert_equal,
+    check_cross,
+    ep,
+    freeze,
+    fssdp,
+    held_by,
+    joined,
+    loaded,
+    refused,
+    remove_saved,
+    run_steps,
+    saved,
+    with_frozen,
+)
+from tests.hosts.jobs import Job
+from tests.marks import slow
+from tests.ranks import pool_of
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _remove_checkpoints() -> Any:
+    yield
+    remove_saved()
+
+
+# Layouts through files, without an engine.
+
+NUM_EXPERTS = 4
+SHAPES = {"gate_up": (16, 3), "down": (5, 8), "bias": (4,), "cube": (2, 8, 3)}
+ALONGS = (Along(0, 2), Along(1), Along(0), Along(1, 2))
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A layout of ranks, and what copies of a part keep of it.
+
+    Attributes:
+        cut: in percent of a part, where the first copy's fragment ends and the second's starts, as
+            ZeRO has it; None: each keeps all.
+    """
+
+    grid: Grid
+    cut: int | None
+
+    def fragments(self, rank: int, dtype: torch.dtype) -> Iterator[tuple[str, Fragment]]:
+        cell, place = self.grid.index("ep", rank), self.grid.index("esp", rank)
+        shard = Shard(ALONGS, place, self.grid.cell_size)
+        for number in range(cell, NUM_EXPERTS, self.grid.num_cells):
+            for index, name in enumerate(SHAPES):
+                part = shard.of(index, whole(name, number))
+                region = Region.of_shard(shard, index, part.shape)
+                ends = self._ends(rank, part.numel())
+                yield f"{name}.{number}/master", Fragment(region, *ends, dtype)
+
+    def _ends(self, rank: int, numel: int) -> tuple[int, int]:
+        copy, copies = self.grid.index("edp", rank), len(self.grid.along("edp")[0])
+        if self.cut is None or copies == 1:
+            return 0, numel
+        ends = (0, numel * self.cut // 100, *[numel] * copies)
+        return ends[copy], ends[copy + 1]
+
+
+def whole(name: str, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(len(name) + 10 * number)
+    return torch.randn(SHAPES[name], generator=generator)
+
+
+def expected(key: str, fragment: Fragment) -> Tensor:
+    name, _, number = key.removesuffix("/master").partition(".")
+    part = fragment.region.of(whole(name, int(number)))
+    return part.reshape(-1)[fragment.start : fragment.stop].to(fragment.dtype)
+
+
+def write(rank: int, world_size: int, folder: str, cells: Cells) -> None:
+    parts = {
+        key: fragment.region.part(expected(key, fragment), fragment.start)
+        for key, fragment in cells.fragments(rank, torch.float32)
+        if fragment.start < fragment.stop
+    }
+    stored.save(Path(folder), parts, {})
+
+
+def check(folder: Path, cells: Cells, dtype: torch.dtype) -> None:
+    """What each rank of the layout reads."""
+    shapes = stored.contents(folder).shapes
+    for rank in range(cells.grid.world_size):
+        wanted = dict(cells.fragments(rank, dtype))
+        for key, tensor in fragments.read(folder, shapes, wanted).items():
+            assert torch.equal(tensor, expected(key, wanted[key])), key
+
+
+@st.composite
+def layouts(draw: st.DrawFn, world_sizes: tuple[int, ...]) -> Cells:
+    world_size = draw(st.sampled_from(world_sizes))
+    sizes = [
+        (num, size) for num in (1, 2, 4) for size in (1, 2, 4) if world_size % (num * size) == 0
+    ]
+    num_cells, cell_size = draw(st.sampled_from(sizes))
+    return Cells(
+        Grid(world_size, num_cells, cell_size), draw(st.sampled_from([None, 0, 33, 71, 100]))
+    )
+
+
+@settings(deadline=None, derandomize=True, max_examples=8)
+@given(
+    source=layouts((2, 4)),
+    goals=st.lists(layouts((1, 2, 4)), min_size=1, max_size=4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_any_layout_reads_any_other(source: Cells, goals: list[Cells], dtype: torch.dtype) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        pool_of(source.grid.world_size).run(write, folder, source)
+        shapes = stored.contents(Path(folder)).shapes
+        assert shapes == {
+            f"{name}.{number}/master": shape
+            for name, shape in SHAPES.items()
+            for number in range(NUM_EXPERTS)
+        }
+        for goal in goals:
+            check(Path(folder), goal, dtype)
+
+
+def write_flat(rank: int, world_size: int, folder: str) -> None:
+    """As format 2 had them."""
+    parts = {}
+    for number in range(rank, NUM_EXPERTS, world_size):
+        for name in SHAPES:
+            flat = whole(name, number).view(-1)
+            parts[f"{name}.{number}/master"] = Region.all_of(flat.shape).part(flat, 0)
+    stored.save(Path(folder), parts, {})
+
+
+def test_any_layout_reads_flat_experts(tmp_path: Path) -> None:
+    pool_of(2).run(write_flat, str(tmp_path))
+
+    @settings(deadline=None, derandomize=True, max_examples=60)
+    @given(goal=layouts((1, 2, 4)))
+    def reads(goal: Cells) -> None:
+        check(tmp_path, goal, torch.float32)
+
+    reads()
+
+
+# Engines.
+
+
+@pytest.mark.slow
+def test_an_engine_goes_on_from_format_2(tmp_path: Path) -> None:
+    checkpoint = saved(2, Job("gpt_moe", 1))
+    shutil.copytree(checkpoint.folder, tmp_path, dirs_exist_ok=True)
+    flatten(tmp_path / checkpoint.tag.name)
+    got = loaded(4, Job("gpt_moe", 2, cells=2), Saved(tmp_path, checkpoint.ranks), Call(before=1))
+    assert_equal(joined(got), joined(checkpoint.ranks))
+
+
+def flatten(tag: Path) -> None:
+    """Write a checkpoint of whole experts anew in format 2."""
+    folder = tag / "ds_moe_ext"
+    contents = stored.contents(folder)
+    tensors = {name: torch.empty(shape) for name, shape in contents.shapes.items()}
+    parts = {name: Region.all_of(t.shape).part(t.view(-1), 0) for name, t in tensors.items()}
+    objects = stored.load(folder, parts, contents.objects)
+    flats = {name: tensor.view(-1) for name, tensor in tensors.items()}
+    shutil.rmtree(folder)
+    stored.save(
+        folder, {name: Region.all_of(t.shape).part(t, 0) for name, t in flats.items()}, objects
+    )
+    layout = json.loads((tag / LAYOUT_FILE).read_text())
+    del layout["expert_sharding_size"]
+    (tag / LAYOUT_FILE).write_text(json.dumps({**layout, "format": 2}))
+
+
+def esp(world_size: int, stage: int, cells: int, cell_size: int) -> Layout:
+    job = Job(strategy="esp", stage=stage, cells=cells, cell_size=cell_size)
+    return Layout(world_size, replace(job, keys=(("degree", 2),)))
+
+
+def moving(stage: int) -> Layout:
+    """Two cells of two ranks; experts change cells after every step."""
+    layout = esp(4, stage, 2, 2)
+    return replace(layout, job=replace(layout.job, balance="fssdp", balance_keys=MOVING.keys))
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "source", "goal"),
+    [
+        ("mixtral", "float32", esp(2, 1, 1, 2), ep(1, 2, 1)),
+        ("mixtral", "float32", esp(2, 1, 1, 2), esp(4, 2, 2, 2)),
+        ("mixtral", "bfloat16", esp(4, 2, 1, 2), esp(4, 1, 1, 4)),
+        ("gpt_moe", "bfloat16", ep(2, 2), esp(4, 2, 1, 2)),
+        slow("gpt_moe", "float32", fssdp(2, 1), esp(2, 0, 1, 2)),
+        ("gpt_moe", "float32", moving(1), fssdp(2, 2)),
+        slow("gpt_moe", "float32", esp(2, 1, 1, 2), moving(2)),
+        slow("gpt_moe", "bfloat16", moving(2), ep(2, 1)),
+        slow("mixtral", "float32", esp(2, 1, 1, 2), fssdp(2, 1)),
+        slow("mixtral", "float32", esp(4, 1, 2, 2), esp(4, 2, 4, 1)),
+        slow("mixtral", "float32", esp(4, 0, 1, 4), esp(2, 2, 2, 1)),
+        slow("gpt_moe", "bfloat16", esp(4, 1, 1, 4), ep(2, 1, 1)),
+        slow("mixtral", "bfloat16", ep(1, 0, 1), esp(4, 2, 1, 4)),
+    ],
+    ids=str,
+)
+def test_another_layout_goes_on(family: str, dtype: str, source: Layout, goal: Layout) -> None:
+    """From split experts to whole ones, back, and split otherwise."""
+    check_cross(family, dtype, source, goal)
+
+
+def test_split_experts_that_moved_go_on_to_the_last_bit() -> None:
+    layout = moving(1)
+    checkpoint = saved(4, replace(layout.job, family="gpt_moe"))
+    ranks = loaded(4, replace(layout.job, family="gpt_moe"), checkpoint, Call(before=1, after=2))
+    assert ranks[0].homes == checkpoint.ranks[0].homes != [[0, 0, 1, 1]] * 2
+    assert [held.slots for held in ranks] == [held.slots for held in checkpoint.ranks]
+    assert_equal(joined(ranks), joined(checkpoint.ranks))
+    assert ranks[0].losses == checkpoint.ranks[0].losses
+
+
+@pytest.mark.parametrize("stage", [slow(0), 1, slow(2)])
+def test_the_same_layout_goes_on_to_the_last_bit(stage: int) -> None:
+    layout = esp(4, stage, 1, 2)
+    checkpoint = saved(4, layout.job)
+    ranks = loaded(4, layout.job, checkpoint, Call(before=1, after=2))
+    assert_equal(joined(ranks), joined(checkpoint.ranks))
+    assert ranks[0].losses == checkpoint.ranks[0].losses
+
+
+@pytest.mark.parametrize("goal", [slow(ep(2, 1)), esp(4, 2, 2, 2)], ids=str)
+def test_a_split_engine_loads_weights_alone(goal: Layout) -> None:
+    checkpoint = saved(2, esp(2, 1, 1, 2).job)
+    call = Call(before=1, arguments=(("load_module_only", True),))
+    got = joined(loaded(goal.world_size, goal.job, checkpoint, call))
+    expected = joined(checkpoint.ranks)
+    for key in (key for key in got if key[1] == WEIGHT):
+        assert torch.equal(got[key], expected[key]), key
+
+
+@pytest.mark.parametrize("stage", [slow(0), 2])
+def test_frozen_experts_come_back(stage: int, tmp_path: Path) -> None:
+    split, whole = esp(2, stage, 1, 2), ep(2, stage)
+    for number, (source, goal) in enumerate([(split, whole), (whole, split), (split, split)]):
+        folder = str(tmp_path / str(number))
+        expected = pool_of(2).run(with_frozen, source.job, folder, True)
+        got = pool_of(2).run(with_frozen, goal.job, folder, False)
+        assert_equal(joined(got), joined(expected))
+
+
+def without_frozen(
+    rank: int, world_size: int, job: Job, folder: str
+) -> tuple[str, list[Held], list[str]]:
+    """Why a checkpoint without frozen weights is refused; what an engine held when it wrote one and
+    when it had gone on, trained and read it; and the names in it."""
+    build = jobs.model_of
+    with mock.patch.object(jobs, "model_of", lambda job: freeze(build(job))):
+        engine = jobs.engine_of(job, world_size)
+    run_steps(rank, world_size, engine, range(1))
+    engine.save_checkpoint(folder, exclude_frozen_parameters=True)
+    held = [held_by(engine)]
+    with pytest.raises(ValueError) as refused:
+        engine.load_checkpoint(folder)
+    run_steps(rank, world_size, engine, range(1, 2))
+    engine.load_checkpoint(folder, load_module_strict=False)
+    names = stored.contents(Path(folder) / "global_step1/ds_moe_ext").shapes
+    return str(refused.value), [*held, held_by(engine)], list(names)
+
+
+@pytest.mark.parametrize("layout", [slow(ep(2, 1)), esp(2, 1, 1, 2)], ids=str)
+def test_frozen_experts_may_be_left_out(layout: Layout, tmp_path: Path) -> None:
+    ranks = pool_of(2).run(without_frozen, layout.job, str(tmp_path))
+    for message, _, names in ranks:
+        assert re.search(r"has nothing of model\.layers\.0\.mlp\.experts\.down_proj\.0", message)
+        assert any(".gate_up_proj." in name for name in names)
+        assert not any(".down_proj." in name for name in names)
+    before, after = (joined(held[i] for _, held, _ in ranks) for i in range(2))
+    assert_equal(after, before)
+
+
+@pytest.mark.parametrize("source", [ep(2, 1), esp(2, 1, 1, 2)], ids=str)
+def test_another_shape_is_named_whole(source: Layout) -> None:
+    folders = [str(saved(2, source.job).folder)]
+    for messages in pool_of(2).run(refused, esp(2, 1, 1, 2).job, folders, width=40):
+        assert_all_say(messages, r"of shape \(96, 32\), but this run of shape \(80, 32\)")
+
+
+def test_files_of_split_experts() -> None:
+    """Whole shapes, by names that tell nothing of ranks."""
+    split, whole = saved(2, esp(2, 1, 1, 2).job), saved(2, ep(2, 1).job)
+    shapes, expected = (stored.contents(each.tag / "ds_moe_ext").shapes for each in (split, whole))
+    assert shapes == expected
+    assert json.loads((split.tag / LAYOUT_FILE).read_text())["expert_sharding_size"] == 2
+
+
+def test_an_engine_of_split_experts_goes_on_from_format_2(tmp_path: Path) -> None:
+    checkpoint = saved(2, ep(2, 1).job)
+    shutil.copytree(checkpoint.folder, tmp_path, dirs_exist_ok=True)
+    flatten(tmp_path / checkpoint.tag.name)
+    got = loaded(4, esp(4, 2, 1, 2).job, Saved(tmp_path, checkpoint.ranks), Call(before=1))
+    assert_equal(joined(got), joined(checkpoint.ranks))
+
+
+def exported(rank: int, world_size: int, job: Job) -> dict[str, Tensor]:
+    """The model's whole state, of one that was not trained."""
+    from ds_moe_ext import full_state_dict
+
+    engine = jobs.engine_of(job, world_size)
+    return {k: v.detach().clone() for k, v in full_state_dict(engine.module).items()}
+
+
+@pytest.mark.parametrize(
+    "layout", [slow(esp(2, 1, 1, 2)), esp(4, 1, 2, 2), slow(esp(4, 2, 1, 4))], ids=str
+)
+def test_a_whole_state_is_gathered(layout: Layout) -> None:
+    """The stock model's own, on every rank."""
+    stock = jobs.model_of(layout.job).state_dict()
+    for state in pool_of(layout.world_size).run(exported, layout.job):
+        assert state.keys() == stock.keys()
+        assert all(torch.equal(state[name], tensor) for name, tensor in stock.items())
