@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -341,6 +342,77 @@ class Relay:
             ready = _in_order(rows_N, taken)
             rows_N = channel.all_to_all(ready, hop.sent_C, hop.received_C, channel.group)
         return _in_order(rows_N, self.taken[-1])
+
+
+class Trip(Protocol):
+    """Rows of certain counts there, and rows that were worked on back; as often as one likes."""
+
+    def out(self, rows_N: Tensor) -> Tensor:
+        """Rows in the order of their receivers to rows in that of their senders. Collective."""
+        ...
+
+    def home(self, rows_R: Tensor) -> Tensor:
+        """And back. Collective; not before the first rows went out."""
+        ...
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it holds on the device."""
+        ...
+
+
+class Carrier(Protocol):
+    """One rank's part in exchanges that are more than a call of an all-to-all."""
+
+    def trip(self, counts_PP: np.ndarray, device: torch.device) -> Trip:
+        """Make ready for rows from each rank to each, int ``[P, P]`` on the host."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class RoundTrip:
+    """A ``Trip`` by way of the nodes.
+
+    Attributes:
+        there: of the counts.
+        back: of the transposed counts.
+        channels: of every reach that they need.
+    """
+
+    there: Relay
+    back: Relay
+    channels: Mapping[Reach, Channel]
+
+    def out(self, rows_N: Tensor) -> Tensor:
+        return self.there.run(rows_N, self.channels)
+
+    def home(self, rows_R: Tensor) -> Tensor:
+        return self.back.run(rows_R, self.channels)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        taken = (*self.there.taken, *self.back.taken)
+        return tuple(rows for rows in taken if rows is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class Relays:
+    """A ``Carrier`` by way of the nodes.
+
+    Attributes:
+        planner: which way.
+        nodes: where the ranks are that exchange rows.
+        rank: this one's number among them.
+        channels: of every reach that the way needs.
+    """
+
+    planner: Planner
+    nodes: Nodes
+    rank: int
+    channels: Mapping[Reach, Channel]
+
+    def trip(self, counts_PP: np.ndarray, device: torch.device) -> RoundTrip:
+        plans = (self.planner(self.nodes, counts, self.rank) for counts in (counts_PP, counts_PP.T))
+        there, back = (Relay.of(itinerary, device) for itinerary in plans)
+        return RoundTrip(there, back, self.channels)
 
 
 def _in_order(rows: Tensor, taken: Tensor | None) -> Tensor:

@@ -10,15 +10,22 @@ import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch.distributed as dist
 
+from ds_moe_ext.all_to_all import Nodes, Reach
 from ds_moe_ext.comm import gather_texts
 from ds_moe_ext.schedule.task import INTER, INTRA, Lane
 
 AXES = ("edp", "ep", "esp")
 GRID = "grid"  # the cells of one grid and the ranks in them: two axes as one
+
+WITHIN_NODES = "within nodes"  # of the cells that exchange rows, those of one node
+BETWEEN_NODES = "between nodes"  # and those of equal place in their nodes
+NODE_AXES = {WITHIN_NODES: Reach.WITHIN, BETWEEN_NODES: Reach.BETWEEN}
+"""What the axis of cells falls into where ways lead by the nodes; see ``all_to_all.Nodes``."""
 
 
 @contextmanager
@@ -117,7 +124,8 @@ class ParallelLayout:
             nodes = [rank // ranks_per_node for rank in range(grid.world_size)]
         layout = cls(grid, dist.get_rank(), tuple(nodes))
         for axis, lane in uses:
-            layout._groups[axis, lane] = _own_group(grid.along(axis), layout.rank)
+            if lists := layout.lists_along(axis):
+                layout._groups[axis, lane] = _own_group(lists, layout.rank)
         if grid.cell_size > 1:
             layout._groups[GRID, INTER] = _own_group(grid.along(GRID), layout.rank)
             layout._groups["esp", INTRA] = _own_group(grid.along("esp"), layout.rank)
@@ -132,8 +140,50 @@ class ParallelLayout:
     def node_C(self) -> np.ndarray:
         """Node of each cell of this rank's grid, 0 and up, int64: that of its first rank."""
         ranks_CS = self.grid.ranks[self.index("edp")]
-        nodes = [self.node_of[rank] if self.node_of else 0 for rank in ranks_CS[:, 0]]
-        return np.unique(nodes, return_inverse=True)[1]
+        return np.unique(self._nodes_of(ranks_CS[:, 0]), return_inverse=True)[1]
+
+    @property
+    def nodes(self) -> Nodes:
+        """Where the ranks are that this one exchanges rows with: one of each cell.
+
+        Raises:
+            ValueError: nodes have not equally many of them.
+        """
+        return Nodes(self.node_of_cells)
+
+    @property
+    def node_of_cells(self) -> np.ndarray:
+        """Node of each rank that this one exchanges rows with, int64."""
+        return self._nodes_of(next(row for row in self.grid.along("ep") if self.rank in row))
+
+    def _nodes_of(self, ranks: Iterable[int]) -> np.ndarray:
+        return np.array([self.node_of[rank] if self.node_of else 0 for rank in ranks])
+
+    @cached_property
+    def why_flat(self) -> str:
+        """Why no way between cells leads by the nodes, the same on every rank; empty if some do."""
+        for row in self.grid.along("ep"):
+            cells_V = np.unique(self._nodes_of(row), return_counts=True)[1]
+            if cells_V.size == 1:
+                return "all cells are on one node"
+            if cells_V.max() == 1:
+                return "every node has one cell"
+            if cells_V.min() < cells_V.max():
+                return f"nodes have {', '.join(map(str, cells_V))} cells: not equally many"
+        return ""
+
+    def lists_along(self, axis: str) -> list[list[int]]:
+        """The lists of ranks along an axis; none along those of the nodes where no way leads by
+        the nodes."""
+        if axis not in NODE_AXES:
+            return self.grid.along(axis)
+        if self.why_flat:
+            return []
+        return [
+            [row[cell] for cell in cells]
+            for row in self.grid.along("ep")
+            for cells in Nodes(self._nodes_of(row)).groups(NODE_AXES[axis])
+        ]
 
     def index(self, axis: str) -> int:
         """This rank's place along an axis."""

@@ -16,6 +16,8 @@ from typing import Any
 
 from ds_moe_ext.moe.gate import Gate
 from ds_moe_ext.moe.gates.named import read_gate
+from ds_moe_ext.moe.hooks import NO_HOOKS, Hooked
+from ds_moe_ext.moe.named_hooks import read_hooks
 from ds_moe_ext.strategies import ep, fssdp, prophet  # noqa: F401  register themselves
 from ds_moe_ext.strategies.base import Strategy, class_at, registered
 from ds_moe_ext.strategies.esp import ExpertSharding
@@ -75,8 +77,11 @@ class Settings:
             pipeline over it (esp); null leaves them at home.
         expert_parallel_size: cells that the experts of a layer are spread over; null chooses.
         expert_sharding_size: ranks of a cell that split each expert; null chooses.
+        sequence_parallel: under tensor parallelism, each rank's hidden states at the MoE layers are
+            a part of the sequence; false: all ranks have the same, and share the work.
         capacity_factor: rows that an expert takes from one rank, over the mean; null drops none.
         gate: which experts a token goes to; null leaves that to the host's router.
+        hooks: who is told of the layers' rows, and what these travel as; null for nobody, as is.
         moe_layer_pattern: regular expression on module names: replace only what it finds.
         hardware: file that describes the cluster, as ``ds-moe-ext profile`` writes it; null
             measures in the first steps what the strategy needs to know.
@@ -91,8 +96,10 @@ class Settings:
     balance: str | None = None
     expert_parallel_size: int | None = None
     expert_sharding_size: int | None = None
+    sequence_parallel: bool = False
     capacity_factor: float | None = None
     gate: Gate | None = None
+    hooks: Hooked = NO_HOOKS
     moe_layer_pattern: str | None = None
     hardware: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -146,8 +153,10 @@ def read_settings(document: Mapping[str, Any]) -> tuple[Settings, Strategy | Non
         if key not in names and key not in registered():
             raise ValueError(f"{BLOCK} has no key {key!r}; {nearest(key, {*names, *registered()})}")
     gate = None if block.get("gate") is None else read_gate(block["gate"], f"{BLOCK}.gate")
-    plain = {k: v for k, v in block.items() if k in names and k != "gate"}
-    settings = dataclasses.replace(read_record(Settings, plain, BLOCK), gate=gate)
+    named = block.get("hooks")
+    hooks = NO_HOOKS if named is None else read_hooks(named, f"{BLOCK}.hooks")
+    plain = {k: v for k, v in block.items() if k in names and k not in ("gate", "hooks")}
+    settings = dataclasses.replace(read_record(Settings, plain, BLOCK), gate=gate, hooks=hooks)
     blocks: dict[str, Any] = {
         name: read_record(cls, {} if block.get(name) is None else block[name], f"{BLOCK}.{name}")
         for name, cls in registered().items()

@@ -36,6 +36,10 @@ class Share(Protocol):
         """Rows that each sender sends to one holder, int64 ``[C, F, E]``; see ``rows_from``."""
         ...
 
+    def rows_between(self, rows_CFE: np.ndarray) -> np.ndarray:
+        """Rows of each chunk from each sender to each holder, int64 ``[F, C, C]``."""
+        ...
+
     def computed_C(self, rows_CE: np.ndarray) -> np.ndarray:
         """Rows that each cell computes, int64 ``[C]``, of what each sender routes, ``[C, E]``."""
         ...
@@ -77,6 +81,9 @@ class LocalElseHome:
         rows: np.ndarray = rows_CFE * (self._holder_CE == holder)[:, None]
         return rows
 
+    def rows_between(self, rows_CFE: np.ndarray) -> np.ndarray:
+        return _by_holder(rows_CFE, self._holder_CE)
+
     def computed_C(self, rows_CE: np.ndarray) -> np.ndarray:
         computed_C = np.zeros(self.target.num_cells, dtype=np.int64)
         np.add.at(computed_C, self._holder_CE, rows_CE)
@@ -84,6 +91,24 @@ class LocalElseHome:
 
     def describe(self) -> str:
         return f"local else home\n{self.home.describe()}\n{self.target.describe()}"
+
+
+def _by_holder(rows_CFN: np.ndarray, holder: np.ndarray) -> np.ndarray:
+    """Sums of rows by chunk, sender and holder, int64 ``[F, C, C]``.
+
+    Args:
+        rows_CFN: rows of each sender, ``[C, F, N]``.
+        holder: cell that they go to, ``[C, N]`` or ``[N]``.
+    """
+    num_cells, num_chunks, _ = rows_CFN.shape
+    sender_C11 = np.arange(num_cells)[:, None, None]
+    chunk_F1 = np.arange(num_chunks)[:, None]
+    holder_C1N = np.broadcast_to(holder, (num_cells, rows_CFN.shape[2]))[:, None]
+    key_CFN = (chunk_F1 * num_cells + sender_C11) * num_cells + holder_C1N
+    # Sums in float64: whole numbers, and exact.
+    shape = (num_chunks, num_cells, num_cells)
+    rows = np.bincount(key_CFN.ravel(), rows_CFN.ravel(), minlength=int(np.prod(shape)))
+    return rows.astype(np.int64).reshape(shape)
 
 
 NEVER = np.iinfo(np.int64).max
@@ -157,6 +182,10 @@ class NearestCopy:
         rows[:, :, expert_S] = self._to[holder].quotas(rows_CFE[:, :, expert_S])
         return rows
 
+    def rows_between(self, rows_CFE: np.ndarray) -> np.ndarray:
+        expert_N, holder_N = self._pairs
+        return _by_holder(self._all_turns.quotas(rows_CFE[:, :, expert_N]), holder_N)
+
     def computed_C(self, rows_CE: np.ndarray) -> np.ndarray:
         alone_E = self._up_to_EC[:, -1] == 1
         expert_N, holder_N = self._copied_pairs
@@ -186,6 +215,11 @@ class NearestCopy:
     def _copied_turns(self) -> _Turns:
         """Of all senders and the copied pairs, ``[C, N]``."""
         return self._turns(np.arange(self.target.num_cells)[:, None], *self._copied_pairs)
+
+    @cached_property
+    def _all_turns(self) -> _Turns:
+        """Of all senders and pairs, ``[C, 1, N]``."""
+        return self._turns(np.arange(self.target.num_cells)[:, None, None], *self._pairs)
 
     @cached_property
     def _flat_N(self) -> np.ndarray:

@@ -112,7 +112,7 @@ class Contender:
 
 def ours(problem: Problem) -> Contender:
     """All six sub-modules in one program, one cell, strategy ep."""
-    shape, site = problem.shape, _one_cell(problem.shape.num_experts)
+    shape, site = problem.shape, one_cell(problem.shape.num_experts)
     up_EFD, down_EDF = problem.up_EFD.clone(), problem.down_EDF.clone()
     layer = MoELayer(
         nn.ParameterList([problem.gate_ED.clone()]),
@@ -126,7 +126,7 @@ def ours(problem: Problem) -> Contender:
     return Contender(OURS, lambda x: layer(x).y, tuple(layer.parameters()))
 
 
-def _one_cell(num_experts: int) -> Site:
+def one_cell(num_experts: int) -> Site:
     strategy, home = ExpertParallel(), Placement.block(num_experts, 1)
     layout = ParallelLayout.build(Grid(1, 1), strategy.uses())
     (plan,) = strategy.plan(Job.at_start([home], layout.node_C))
@@ -136,7 +136,7 @@ def _one_cell(num_experts: int) -> Site:
 def ours_in_hugging_face(problem: Problem) -> Contender:
     """Hugging Face's block with its own router; its experts replaced as the plug-in does it."""
     block = _mixtral_block(problem, "grouped_mm")
-    site = _one_cell(problem.shape.num_experts)
+    site = one_cell(problem.shape.num_experts)
     for found in list(huggingface.find(block, any_name)):
         held = torch.arange(found.num_experts)
         found.adopt(held, WHOLE, lambda function: RoutedExperts(ExpertParallel(), site, function))
@@ -275,8 +275,10 @@ def dense(problem: Problem) -> Contender:
     return Contender(CEILING, call, tuple(ffn.parameters()), is_exact=False)
 
 
+Builder = Callable[[Problem], Contender]
+
 FUSED = {"gate_up_impl": "fused", "combine_impl": "fused_weighted_sum"}
-BUILDERS: Mapping[str, Callable[[Problem], Contender]] = {
+BUILDERS: Mapping[str, Builder] = {
     OURS: ours,
     "ours: experts of a Hugging Face block": ours_in_hugging_face,
     "Hugging Face grouped_mm": partial(hugging_face, "grouped_mm"),

@@ -4,6 +4,7 @@ One process, one device; all contenders take turns, repetition by repetition::
 
     python launch/bench_layer.py --shapes small --dtype fp32          # a laptop, seconds
     python launch/bench_layer.py --shapes mixtral_8x7b qwen3_30b_a3b  # a GPU
+    python launch/bench_layer.py --what gates orders --dtype fp32     # parts of a layer
 
 Before anything is timed, contenders that compute the same function get the same weights, and their
 outputs and input gradients are compared. Shape letters: T tokens, K choices a token, E experts,
@@ -24,6 +25,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -31,16 +33,24 @@ import torch.distributed as dist
 from bench_contenders import (
     BUILDERS,
     CEILING,
-    OURS,
     SHAPES,
+    Builder,
     Contender,
     Problem,
     reason_to_leave_out,
 )
+from part_contenders import GATE_BUILDERS, ORDER_BUILDERS
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
+
+WHAT: Mapping[str, Mapping[str, Builder]] = {
+    "layer": BUILDERS,
+    "gates": GATE_BUILDERS,
+    "orders": ORDER_BUILDERS,
+}
+"""Each list begins with what the others are compared with."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
@@ -52,9 +62,9 @@ AHEAD_CYCLES = 20_000_000  # about 10 ms in which the host issues work while the
 
 def step(contender: Contender, x_TD: Tensor, grad_TD: Tensor) -> Tensor:
     """Forward and backward; gradients end up in ``.grad``."""
-    y_TD = contender.layer(x_TD)
-    y_TD.backward(grad_TD.expand_as(y_TD))
-    return y_TD.detach()
+    y = contender.layer(x_TD)
+    y.backward(grad_TD[:, : y.shape[-1]].expand_as(y))  # scores of a gate are narrower than rows
+    return y.detach()
 
 
 def cleared(contender: Contender, problem: Problem) -> Tensor:
@@ -73,7 +83,8 @@ class Measured:
         host_s: until the host has issued them; on a CPU the processor time of all threads, which
             other programs on the machine disturb less.
         peak_bytes: allocated at the peak, beyond what was there before the step; None on a CPU.
-        y_error: largest difference from ours over ours' largest value; None where not comparable.
+        y_error: largest difference from the first's over its largest value; None where not
+            comparable.
         x_grad_error: likewise, of the input gradient.
     """
 
@@ -86,6 +97,12 @@ class Measured:
     @property
     def median_s(self) -> float:
         return statistics.median(self.device_s)
+
+    def over(self, other: Measured) -> tuple[float, float, float]:
+        """Its time over another's, turn by turn: the three quartiles."""
+        ratios = [own / others for own, others in zip(self.device_s, other.device_s)]
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        return low, middle, high
 
 
 class Clock:
@@ -140,11 +157,13 @@ def reasons(name: str, skipped: dict[str, str]) -> Iterator[None]:
         skipped[name] = f"{type(error).__name__}: {first_line}"
 
 
-def gather(problem: Problem) -> tuple[list[Contender], dict[str, str]]:
+def gather(
+    builders: Mapping[str, Builder], problem: Problem
+) -> tuple[list[Contender], dict[str, str]]:
     """The contenders that can run here, each warmed up once, and why the others cannot."""
     contenders: list[Contender] = []
     skipped: dict[str, str] = {}
-    for name, build in BUILDERS.items():
+    for name, build in builders.items():
         reason = reason_to_leave_out(name, problem)
         if reason is not None:
             skipped[name] = reason
@@ -154,13 +173,14 @@ def gather(problem: Problem) -> tuple[list[Contender], dict[str, str]]:
             step(contender, cleared(contender, problem), problem.grad_TD)
             cleared(contender, problem)
             contenders.append(contender)
-    if not contenders or contenders[0].name != OURS:
-        raise RuntimeError(f"{OURS} cannot run: {skipped[OURS]}")
+    first = next(iter(builders))
+    if first in skipped:
+        raise RuntimeError(f"{first} cannot run: {skipped[first]}")
     return contenders, skipped
 
 
 def errors(contenders: Sequence[Contender], problem: Problem) -> dict[str, tuple[float, float]]:
-    """Differences from ours of outputs and input gradients, relative to the largest value."""
+    """Differences of outputs and input gradients from the first's, over the largest value."""
     found: dict[str, tuple[float, float]] = {}
     reference: tuple[Tensor, Tensor] | None = None
     for contender in contenders:
@@ -211,24 +231,27 @@ def measure(
 
 
 def table_of(title: str, measured: Mapping[str, Measured], num_flops: float) -> Table:
-    """The results as a person reads them."""
+    """The results as a person reads them; those that say something of experts where there are
+    some."""
     table = Table(title=title, title_justify="left")
     table.add_column("contender")
     for column in (
-        "median ms", "min", "max", "host ms", "x ours", "of ceiling", "TFLOP/s", "peak MiB",
-        "y error", "x.grad error",
+        "median ms", "min", "max", "host ms", "x first", "quartiles", "of ceiling", "TFLOP/s",
+        "peak MiB", "y error", "x.grad error",
     ):  # fmt: skip
         table.add_column(column, justify="right")
-    ours_s = measured[OURS].median_s
+    first = next(iter(measured.values()))
     ceiling_s = measured[CEILING].median_s if CEILING in measured else None
     for name, m in measured.items():
+        low, middle, high = m.over(first)
         table.add_row(
             name,
             *(f"{s * 1e3:.2f}" for s in (m.median_s, min(m.device_s), max(m.device_s))),
             f"{statistics.median(m.host_s) * 1e3:.2f}",
-            f"{m.median_s / ours_s:.2f}",
+            f"{middle:.2f}",
+            f"{low:.2f}-{high:.2f}",
             f"{ceiling_s / m.median_s:.0%}" if ceiling_s else "-",
-            f"{num_flops / m.median_s / 1e12:.2f}",
+            f"{num_flops / m.median_s / 1e12:.2f}" if ceiling_s else "-",
             f"{m.peak_bytes / 2**20:,.0f}" if m.peak_bytes is not None else "-",
             *("-" if e is None else f"{e:.1e}" for e in (m.y_error, m.x_grad_error)),
         )
@@ -241,6 +264,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
+    add("--what", nargs="+", choices=WHAT, default=["layer"])
     add("--shapes", nargs="+", choices=SHAPES, default=["small"])
     add("--tokens", type=int, help="tokens in the batch; default: 8192, for small 1024")
     add("--dtype", choices=DTYPES, help="default: bf16 on CUDA, fp32 on a CPU")
@@ -294,30 +318,35 @@ def main() -> int:
         keep_freed_memory()
     start_one_rank(device)
     console, results, disagree = Console(width=None if sys.stdout.isatty() else 150), [], []
-    for name in arguments.shapes:
+    for what, name in product(arguments.what, arguments.shapes):
         shape = SHAPES[name]
         num_tokens = arguments.tokens or shape.num_tokens
         skew = 1.0 if arguments.routing == "skewed" else 0.0
         problem = Problem.of(shape, num_tokens, skew=skew, device=device, dtype=dtype)
-        contenders, skipped = gather(problem)
+        contenders, skipped = gather(WHAT[what], problem)
         measured = measure(contenders, problem, arguments.repetitions, console)
-        title = f"{name}, {num_tokens} tokens, {arguments.routing} routing, {dtype}, {device}"
+        title = (
+            f"{what}: {name}, {num_tokens} tokens, {arguments.routing} routing, {dtype}, {device}"
+        )
         console.print(table_of(title, measured, shape.num_flops(num_tokens)))
         for contender, reason in skipped.items():
             console.print(f"[yellow]not run: {contender}: {reason}[/]")
         disagree += [
-            f"{name}: {contender}: y {m.y_error:.1e}, x.grad {m.x_grad_error:.1e}"
+            f"{what}: {name}: {contender}: y {m.y_error:.1e}, x.grad {m.x_grad_error:.1e}"
             for contender, m in measured.items()
             if m.y_error is not None and max(m.y_error, m.x_grad_error or 0) > TOLERANCES[dtype]
         ]
         rows = {contender: asdict(m) for contender, m in measured.items()}
-        results.append({"shape": name, "tokens": num_tokens, "measured": rows, "skipped": skipped})
+        about = {"what": what, "shape": name, "tokens": num_tokens}
+        results.append({**about, "measured": rows, "skipped": skipped})
     if arguments.json:
         device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         setup = {"command": sys.argv, "device": device_name, "versions": versions()}
         arguments.json.write_text(json.dumps({**setup, "dtype": str(dtype), "results": results}))
     for line in disagree:
-        console.print(f"[red]differs from {OURS} by more than {TOLERANCES[dtype]:.0e}: {line}[/]")
+        console.print(
+            f"[red]differs from the first by more than {TOLERANCES[dtype]:.0e}: {line}[/]"
+        )
     dist.destroy_process_group()
     return int(bool(disagree))
 

@@ -15,7 +15,9 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from ds_moe_ext.moe.codecs import BFloat16
 from ds_moe_ext.moe.gates.noisy_top_k import NoisyTopK
+from ds_moe_ext.moe.hooks import Hooked
 from ds_moe_ext.settings import ReportSettings, Settings, TraceSettings, read_settings
 from ds_moe_ext.strategies.ep import ExpertParallel
 from tests.strategies_for_tests import Chunked
@@ -79,6 +81,7 @@ def test_defaults() -> None:
         expert_sharding_size=None,
         capacity_factor=None,
         gate=None,
+        hooks=Hooked(),
         moe_layer_pattern=None,
         options={},
         report=ReportSettings(enabled=True, path=None, trace_step=5, max_steps=400),
@@ -93,6 +96,7 @@ def test_every_key() -> None:
             "enabled": true, "strategy": "ep", "expert_parallel_size": 8,
             "expert_sharding_size": 1, "capacity_factor": 1.25, "moe_layer_pattern": "layers.[02]",
             "gate": {"type": "noisy_top_k", "top_k": 2}, "options": {}, "ep": {}, "debug": true,
+            "hooks": ["bf16"],
             "report": {"enabled": false, "path": "out", "trace_step": 0, "max_steps": 2},
             "trace": {"path": "t.json", "first_step": 0, "num_steps": 3}}}"""
     )
@@ -104,6 +108,7 @@ def test_every_key() -> None:
         expert_sharding_size=1,
         capacity_factor=1.25,
         gate=NoisyTopK(top_k=2),
+        hooks=Hooked(codecs=(BFloat16(),)),
         moe_layer_pattern="layers.[02]",
         report=ReportSettings(enabled=False, path="out", trace_step=0, max_steps=2),
         trace=TraceSettings(path="t.json", first_step=0, num_steps=3),
@@ -221,6 +226,7 @@ IS_INTEGER = "must be an integer"
 IS_INTEGER_OR_NULL = "must be an integer or null"
 IS_NUMBER_OR_NULL = "must be a number or null"
 IS_OBJECT = "must be an object"
+IS_LIST = "must be a list"
 
 KEYS = {
     ("enabled",): IS_BOOL,
@@ -242,6 +248,7 @@ KEYS = {
     ("debug",): IS_BOOL,
     ("ep",): IS_OBJECT,
     ("gate",): IS_OBJECT,
+    ("hooks",): IS_LIST,
 }
 """Every key and the rule that its error names."""
 
@@ -250,6 +257,7 @@ FITS = {
     IS_TEXT: lambda value: isinstance(value, str),
     IS_INTEGER: lambda value: isinstance(value, int) and not isinstance(value, bool),
     IS_OBJECT: lambda value: isinstance(value, dict),
+    IS_LIST: lambda value: isinstance(value, list),
     IS_NUMBER_OR_NULL: lambda value: (
         value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
     ),
@@ -257,7 +265,7 @@ FITS = {
 FITS[IS_TEXT_OR_NULL] = lambda value: value is None or FITS[IS_TEXT](value)
 FITS[IS_INTEGER_OR_NULL] = lambda value: value is None or FITS[IS_INTEGER](value)
 
-MAY_BE_ABSENT = {("ep",), ("gate",)}  # null in place of the object is the same as no object
+MAY_BE_ABSENT = {("ep",), ("gate",), ("hooks",)}  # null in place of them is the same as none
 
 
 def at(path: tuple[str, ...], value: Any) -> dict[str, Any]:
@@ -331,7 +339,9 @@ def out_of_range() -> Iterator[Bad]:
         document = at(("balance",), name) | {}
         document["ds_moe_ext"]["strategy"] = "esp"
         yield Bad(document, "ds_moe_ext.balance", f"is {name!r}", remedy)
-    yield Bad(at(("balance",), "fssdp"), "ds_moe_ext.balance", "is 'fssdp'", "set strategy to 'esp'")
+    yield Bad(
+        at(("balance",), "fssdp"), "ds_moe_ext.balance", "is 'fssdp'", "set strategy to 'esp'"
+    )
     for factor in (0, 0.0, -0.0, -1, -1.5, math.nan, math.inf, -math.inf, 10**400, -(10**400)):
         shown = "inf" if abs(factor) > 1e308 else f" is {float(factor)};"
         path = ("capacity_factor",)

@@ -205,6 +205,8 @@ def test_all_agree_on_every_row(
         assert not sent_CFEC[:, :, ~target.holds_EC].any()
         for holder in range(target.num_cells):
             assert np.array_equal(share.rows_to(holder, rows_CFE), sent_CFEC[..., holder])
+        between_CFC = sent_CFEC.sum(axis=2)
+        assert np.array_equal(share.rows_between(rows_CFE), between_CFC.transpose(1, 0, 2))
         for chunk in range(rows_CFE.shape[1]):
             computed_C = share.computed_C(rows_CFE[:, chunk])
             assert computed_C.tolist() == sent_CFEC[:, chunk].sum(axis=(0, 1)).tolist()

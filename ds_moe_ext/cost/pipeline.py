@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_moe_ext.all_to_all import Channel
+from ds_moe_ext.all_to_all import Carrier, Channel
 from ds_moe_ext.cost.bench import Bench, Sweep, clock_of
 from ds_moe_ext.cost.fit import fit_straight
 from ds_moe_ext.cost.probe import (
@@ -105,6 +105,27 @@ def measure_pipeline(
         expert=line(forward_sweep(forward, _steps(payload.num_rows * cell_size))),
         all_reduce=replace(all_reduce, beta_s=element.itemsize * all_reduce.beta_s),
     )
+
+
+def measure_carrier(carrier: Carrier, num_cells: int, payload: Payload, bench: Bench) -> Line:
+    """The line of even all-to-alls by a carrier; see ``measure_pipeline``. Collective.
+
+    Args:
+        carrier: between the cells.
+        num_cells: how many.
+        payload: what travels at most.
+        bench: times it.
+    """
+    row = torch.zeros(payload.width, dtype=payload.row_dtype, device=bench.device)
+    num_rows_N = _steps(payload.num_rows // num_cells)
+    trips = [carrier.trip(np.full((num_cells,) * 2, num), bench.device) for num in num_rows_N]
+    works = [
+        partial(trip.out, row.new_zeros(num_cells * num, *row.shape))
+        for trip, num in zip(trips, num_rows_N)
+    ]
+    num_bytes_N = [num_cells * num * row.nbytes for num in num_rows_N]
+    fit = bench.fit(Sweep("all-to-all by a carrier", num_bytes_N, works), fit_straight)
+    return Line(alpha_s=fit.fixed_s, beta_s=fit.unit_s, r_squared=fit.r_squared)
 
 
 def forward_sweep(forward: Callable[[int], object], num_rows_N: Sequence[int]) -> Sweep:

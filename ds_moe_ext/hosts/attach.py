@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import re
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_moe_ext.comm import connect, gather_texts
@@ -15,12 +17,15 @@ from ds_moe_ext.hardware import Hardware, read_hardware
 from ds_moe_ext.hosts.found import Adopted, ExpertShape, Found, Hosted, Wanted
 from ds_moe_ext.hosts.gates import Router, host, routers_of
 from ds_moe_ext.hosts.sizes import divisors, grid_of
-from ds_moe_ext.layout import GRID, Grid, ParallelLayout
+from ds_moe_ext.layout import GRID, NODE_AXES, Grid, ParallelLayout
+from ds_moe_ext.moe import deep_ep
 from ds_moe_ext.moe.copies import in_order
 from ds_moe_ext.moe.expert import ExpertFunction
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
 from ds_moe_ext.moe.sharding import WHOLE, Shard
+from ds_moe_ext.moe.tokens import Divided
 from ds_moe_ext.placement import Placement, even_homes
+from ds_moe_ext.planners.exchange import BY_NODES, Way
 from ds_moe_ext.report.record import LayerRecord
 from ds_moe_ext.schedule.task import INTER, INTRA, PARAM
 from ds_moe_ext.settings import BLOCK, Settings
@@ -177,20 +182,36 @@ def _hardware(settings: Settings, num_ranks: int) -> Hardware | None:
     return hardware
 
 
-def build(blueprint: Blueprint, device: torch.device = CPU) -> list[tuple[AttachedLayer, Adopted]]:
+def build(
+    blueprint: Blueprint,
+    device: torch.device = CPU,
+    shares_tokens: dist.ProcessGroup | None = None,
+) -> list[tuple[AttachedLayer, Adopted]]:
     """Replace the layers. Collective: it makes the layout's process groups.
 
     Args:
         device: where this rank's experts will compute.
+        shares_tokens: ranks that have the same tokens, of which each shall route a part; None where
+            every rank has tokens of its own.
     """
     strategy = blueprint.strategy
     hardware = blueprint.hardware
     ranks_per_node = None if hardware is None else hardware.ranks_per_node
     layout = ParallelLayout.build(blueprint.grid, strategy.uses(), ranks_per_node)
+    if Way.DEEP_EP in strategy.ways and (reason := deep_ep.why_not(layout, device)):
+        raise ValueError(
+            f"{BLOCK}.esp.all_to_all is {Way.DEEP_EP.value!r}, but {reason}; choose another, or "
+            "leave it out"
+        )
+    if layout.rank == 0:
+        _warn_of_idle_codecs(blueprint)
     if ("ep", PARAM) in strategy.uses():
         connect(layout.group("ep", PARAM), device)
     if layout.grid.cell_size > 1:
         connect(layout.group("esp", INTRA), device)
+    for axis in NODE_AXES:
+        if (axis, INTER) in strategy.uses() and not layout.why_flat:
+            connect(layout.group(axis, INTER), device)
     homes = blueprint.homes()
     plans = strategy.plan(Job.at_start(homes, layout.node_C, blueprint.pools))
     attached = []
@@ -201,12 +222,33 @@ def build(blueprint: Blueprint, device: torch.device = CPU) -> list[tuple[Attach
         router = blueprint.routers[index] if blueprint.routers else None
         may_drop = found.may_drop if router is None else router.gate.may_drop
         shard = _shard(found, layout)
-        adopted = found.adopt(held, shard, _factory(blueprint, may_drop, site))
+        adopted = found.adopt(held, shard, _factory(blueprint, found.name, may_drop, site))
+        if shares_tokens is not None:
+            adopted.hosted.run = Divided(adopted.hosted.run, shares_tokens)
         layer = AttachedLayer.of(found, adopted)
         attached.append((layer, adopted if router is None else host(router, adopted)))
     if ("ep", PARAM) in strategy.uses():
         _allow_copies(blueprint.pools, [layer for layer, _ in attached])
     return attached
+
+
+def told_way(strategy: Strategy, layout: ParallelLayout) -> str:
+    """That the way which was asked for is the direct one here, for a person; else empty."""
+    ways = strategy.ways
+    if Way.DIRECT in ways or BY_NODES.isdisjoint(ways) or not layout.why_flat:
+        return ""
+    return f"{ways[0].value} all-to-alls are direct here: {layout.why_flat}"
+
+
+def _warn_of_idle_codecs(blueprint: Blueprint) -> None:
+    codecs = blueprint.settings.hooks.codecs
+    if codecs and blueprint.grid.num_cells == 1:
+        warnings.warn(
+            f"{BLOCK}.hooks has {', '.join(map(str, codecs))}, which has no effect: there is one "
+            "cell, so that no rows travel between cells; leave it out, or raise "
+            "expert_parallel_size",
+            stacklevel=2,
+        )
 
 
 def _shard(found: Found, layout: ParallelLayout) -> Shard:
@@ -242,9 +284,12 @@ def check_agreement(layers: Iterable[AttachedLayer], rank: int) -> None:
 
 
 def _factory(
-    blueprint: Blueprint, may_drop: bool, site: Site
+    blueprint: Blueprint, name: str, may_drop: bool, site: Site
 ) -> Callable[[ExpertFunction], RoutedExperts]:
     options = LayerOptions(
-        capacity_factor=blueprint.settings.capacity_factor, gate_may_drop=may_drop
+        capacity_factor=blueprint.settings.capacity_factor,
+        gate_may_drop=may_drop,
+        hooks=blueprint.settings.hooks,
+        name=name,
     )
     return lambda function: RoutedExperts(blueprint.strategy, site, function, options=options)

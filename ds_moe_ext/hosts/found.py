@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from ds_moe_ext.moe.expert import ExpertFunction
+from ds_moe_ext.moe.gate import RunRows
 from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.sharding import Along, Shard
 
@@ -49,6 +50,7 @@ class Hosted(Protocol):
     """The module in the place of a replaced one."""
 
     routed: RoutedExperts
+    run: RunRows
     weight_names: tuple[str, ...]
     shard: Shard
     training: bool

@@ -186,8 +186,8 @@ def host(router: Router, adopted: Adopted) -> Adopted:
     router.module.forward = HostedGate(router, names)
     sequences = Sequences()
     hosted: Any = adopted.hosted
-    hosted.run = router.gate.around(hosted.routed, sequences.count)
-    if hosted.run is not hosted.routed:
+    experts, hosted.run = hosted.run, router.gate.around(hosted.run, sequences.count)
+    if hosted.run is not experts:
         router.block.register_forward_pre_hook(sequences.see, with_kwargs=True)
     return replace(
         adopted,

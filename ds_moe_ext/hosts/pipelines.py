@@ -15,15 +15,23 @@ from torch import nn
 
 from ds_moe_ext.all_to_all import Channel
 from ds_moe_ext.comm import max_in_place
-from ds_moe_ext.cost.pipeline import Paths, Payload, measure_pipeline, quick_bench
+from ds_moe_ext.cost.pipeline import (
+    Paths,
+    Payload,
+    measure_carrier,
+    measure_pipeline,
+    quick_bench,
+)
 from ds_moe_ext.hardware import Hardware
 from ds_moe_ext.hosts.attach import AttachedLayer
 from ds_moe_ext.layout import ParallelLayout
 from ds_moe_ext.moe.dispatch import Wire
 from ds_moe_ext.moe.observe import Rows
 from ds_moe_ext.moe.order import SlotRows
+from ds_moe_ext.planners.exchange import BY_NODES, Way, described_links, line_of_way
 from ds_moe_ext.planners.pipeline_lines import (
     LayerRows,
+    Line,
     PipelineLines,
     Usage,
     described_lines,
@@ -107,12 +115,17 @@ class Pipelines:
             of_layers = [self._rows(layer, *agreed_L2[layer]) for layer in pool.layers]
             having = [self.layers[layer] for layer in pool.layers if self.layers[layer].parameters]
             lines = self._lines(having[0], of_layers)
+            lines_by_way = self._lines_by_way(having[0], of_layers, lines)
             all_reduce = all_reduce or lines.gradients
             for layer, layer_rows in zip(pool.layers, of_layers):
                 measured[layer] = MeasuredLayer(
                     layer_costs(lines, layer_rows),
                     dense_window_L[layer],
                     self.gradients.elements_L[layer],
+                    {
+                        way: line.over(layer_rows.sent * layer_rows.row_bytes)
+                        for way, line in lines_by_way.items()
+                    },
                 )
         assert all_reduce is not None
         return Measured(
@@ -136,16 +149,42 @@ class Pipelines:
         layout = layer.routed.site.layout
         if self.hardware is not None:
             return described_lines(self.hardware, self._usage(layer, layout))
-        payload = Payload(
+        forward = partial(_forward, layer, self.device)
+        paths = _paths(layout, self.device, self.gradients.group)
+        bench = quick_bench(self.device)
+        return measure_pipeline(paths, self._payload(layer, rows), forward, bench)
+
+    def _lines_by_way(
+        self, layer: AttachedLayer, rows: Sequence[LayerRows], lines: PipelineLines
+    ) -> dict[Way, Line]:
+        """Of all-to-alls by each way; none where the direct one is the only one."""
+        layout, ways = layer.routed.site.layout, layer.routed.ways
+        if ways == (Way.DIRECT,):
+            return {}
+        if self.hardware is not None:
+            if BY_NODES.isdisjoint(ways):
+                return dict.fromkeys(ways, lines.all_to_all)  # files know nothing of others
+            num_nodes, node_size = layout.nodes.ranks_VG.shape
+            links = described_links(self.hardware, num_nodes, node_size, layout.grid.cell_size)
+            return {way: line_of_way(way, links) for way in ways}
+        payload = self._payload(layer, rows)
+        measured = {}
+        for way in ways:
+            carrier = Wire.between(layout, INTER, self.device, way).carrier
+            measured[way] = lines.all_to_all
+            if carrier is not None:
+                bench = quick_bench(self.device)
+                measured[way] = measure_carrier(carrier, layout.grid.num_cells, payload, bench)
+        return measured
+
+    def _payload(self, layer: AttachedLayer, rows: Sequence[LayerRows]) -> Payload:
+        return Payload(
             num_rows=max(1, round(max(each.sent for each in rows))),
             width=layer.routed.row_width,
             row_dtype=layer.routed.row_dtype,
             num_elements=max(1, *self.gradients.elements_L),
             gradient_dtype=self.gradients.dtype,
         )
-        forward = partial(_forward, layer, self.device)
-        paths = _paths(layout, self.device, self.gradients.group)
-        return measure_pipeline(paths, payload, forward, quick_bench(self.device))
 
     def _usage(self, layer: AttachedLayer, layout: ParallelLayout) -> Usage:
         matrices = [weight for weight in layer.hosted.slots()[0].parameters if weight.dim() > 1]

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ds_moe_ext.hosts.attach import AttachedLayer, Blueprint, bytes_of
+from ds_moe_ext.hosts.attach import AttachedLayer, Blueprint, bytes_of, told_way
 from ds_moe_ext.hosts.planning import Planning
 from ds_moe_ext.moe.observe import TimedTask
 from ds_moe_ext.report.record import RunRecord
@@ -70,6 +70,8 @@ class Run:
         run = cls(blueprint, tuple(layers), planning, recorder, rank)
         if rank == 0 and report.enabled:
             Console().print(start_table(run))
+            layout = layers[0].routed.site.layout
+            teller(settings, rank)(told_way(blueprint.strategy, layout))
             weakref.finalize(lives_with, finish, recorder, report.path)
         return run
 

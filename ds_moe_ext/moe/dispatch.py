@@ -5,17 +5,21 @@ Shape letters: T tokens, N rows sent, R rows received, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_moe_ext.all_to_all import Carrier, Channel
 from ds_moe_ext.comm import AllToAll, all_to_all_by_pairs, all_to_all_rows
 from ds_moe_ext.layout import ParallelLayout
-from ds_moe_ext.moe.order import LayerRoute, Route
+from ds_moe_ext.moe.codecs import Coding
+from ds_moe_ext.moe.order import LayerRoute
+from ds_moe_ext.moe.relay import carrier_of
+from ds_moe_ext.planners.exchange import Way
 from ds_moe_ext.schedule.task import Lane, Span
 
 
@@ -26,31 +30,56 @@ class Wire:
     Attributes:
         group: the cells, in a communicator that only this lane uses; None where there is one cell.
         all_to_all: how rows are exchanged.
+        coding: what they travel as; None: as they are. Where nothing travels nothing is encoded.
+        carrier: how they go another way than straight from each cell to each; None: so.
     """
 
     group: dist.ProcessGroup | None
     all_to_all: AllToAll = all_to_all_rows
+    coding: Coding | None = None
+    carrier: Carrier | None = None
 
     @classmethod
-    def between(cls, layout: ParallelLayout, lane: Lane, device: torch.device) -> Wire:
+    def between(
+        cls, layout: ParallelLayout, lane: Lane, device: torch.device, way: Way = Way.DIRECT
+    ) -> Wire:
         """The wire of a lane between the cells."""
         if layout.grid.num_cells == 1:
             return cls(None)
         by_pairs = layout.num_hosts > 1 and device.type == "cpu"
-        return cls(layout.group("ep", lane), all_to_all_by_pairs if by_pairs else all_to_all_rows)
+        all_to_all = all_to_all_by_pairs if by_pairs else all_to_all_rows
+        direct = Channel(layout.group("ep", lane), all_to_all)
+        return cls(direct.group, all_to_all, carrier=carrier_of(layout, lane, way, direct))
 
-    def out(self, rows_ND: Tensor, route: Route) -> Tensor:
+    def through(self, coding: Coding | None) -> Wire:
+        """The same wire, on which rows travel encoded."""
+        return replace(self, coding=coding)
+
+    def out(self, rows_ND: Tensor, span: Span, layer_route: LayerRoute) -> Tensor:
         """Rows ``[N, D]`` in send order to ``[R, D]`` in slot order at their experts."""
-        if self.group is not None:
-            rows_ND = self.all_to_all(rows_ND, route.sent_C, route.received_C, self.group)
-        return route.to_slots(rows_ND)
+        route = layer_route.on(span)
+        if self.carrier is None:
+            arrived_RD = self._directly(rows_ND, route.sent_C, route.received_C)
+        else:
+            arrived_RD = self._coded(layer_route.trip(span, self.carrier).out, rows_ND)
+        return route.to_slots(arrived_RD)
 
-    def home(self, rows_RD: Tensor, route: Route) -> Tensor:
+    def home(self, rows_RD: Tensor, span: Span, layer_route: LayerRoute) -> Tensor:
         """Rows ``[R, D]`` in slot order back to ``[N, D]`` in send order at their tokens."""
+        route = layer_route.on(span)
         rows_RD = route.to_arrival(rows_RD)
-        if self.group is None:
-            return rows_RD
-        return self.all_to_all(rows_RD, route.received_C, route.sent_C, self.group)
+        if self.carrier is None:
+            return self._directly(rows_RD, route.received_C, route.sent_C)
+        return self._coded(layer_route.trip(span, self.carrier).home, rows_RD)
+
+    def _directly(self, rows: Tensor, sent_C: Sequence[int], received_C: Sequence[int]) -> Tensor:
+        group = self.group
+        if group is None:
+            return rows
+        return self._coded(lambda sent: self.all_to_all(sent, sent_C, received_C, group), rows)
+
+    def _coded(self, travel: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+        return travel(rows) if self.coding is None else self.coding.around(travel, rows)
 
 
 @dataclass(frozen=True)
@@ -65,11 +94,11 @@ class Dispatch:
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         route = layer_route.on(span)
         sent_ND = x_TD.detach().index_select(0, route.token_N)
-        return (self.wire.out(sent_ND, route),), (layer_route,)
+        return (self.wire.out(sent_ND, span, layer_route),), (layer_route,)
 
     def backward(self, span: Span, saved: tuple[Any, ...], grad_RD: Tensor) -> tuple[Any, ...]:
-        route = saved[0].on(span)
-        return (route.sum_by_token(self.back_wire.home(grad_RD, route)),)
+        returned_ND = self.back_wire.home(grad_RD, span, saved[0])
+        return (saved[0].on(span).sum_by_token(returned_ND),)
 
     def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
         return pieces[0][1]
@@ -85,11 +114,11 @@ class Combine:
     def forward(
         self, span: Span, computed_RD: Tensor, layer_route: LayerRoute
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        returned_ND = self.wire.home(computed_RD.detach(), layer_route.on(span))
+        returned_ND = self.wire.home(computed_RD.detach(), span, layer_route)
         return (returned_ND,), (layer_route,)
 
     def backward(self, span: Span, saved: tuple[Any, ...], grad_ND: Tensor) -> tuple[Any, ...]:
-        return (self.back_wire.out(grad_ND, saved[0].on(span)),)
+        return (self.back_wire.out(grad_ND, span, saved[0]),)
 
     def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
         return pieces[0][1]

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from ds_moe_ext.layout import GRID, ParallelLayout
 from ds_moe_ext.moe.aside import Ahead, Aside
 from ds_moe_ext.moe.cell import CellGather, CellScatter, CellWire
+from ds_moe_ext.moe.codecs import Codec
 from ds_moe_ext.moe.copies import Copies
 from ds_moe_ext.moe.dispatch import Combine, Dispatch, Wire
 from ds_moe_ext.moe.expert import Expert, ExpertFunction
 from ds_moe_ext.moe.gate import GateFunction
+from ds_moe_ext.moe.hooks import NO_HOOKS, Batch, Hook, Hooked, Moe, watched
 from ds_moe_ext.moe.join import Join, finished, started
 from ds_moe_ext.moe.local import Local
 from ds_moe_ext.moe.observe import RowsSeen, TasksSeen
@@ -27,6 +29,7 @@ from ds_moe_ext.moe.order import Order, Restore, Seat
 from ds_moe_ext.moe.slab import Weights
 from ds_moe_ext.moe.trips import Place
 from ds_moe_ext.moe.windows import Windows
+from ds_moe_ext.planners.exchange import BY_NODES, Way
 from ds_moe_ext.schedule.execute import lanes_for
 from ds_moe_ext.schedule.pipelines import QUEUED
 from ds_moe_ext.schedule.program import Program, Stage, in_backward
@@ -61,10 +64,14 @@ class LayerOptions:
     Attributes:
         capacity_factor: rows an expert takes from one rank, over the mean; None drops nothing.
         gate_may_drop: the gate marks choices that it dropped with -1.
+        hooks: who is told of its rows, and what they travel as.
+        name: dotted module name, for hooks.
     """
 
     capacity_factor: float | None = None
     gate_may_drop: bool = False
+    hooks: Hooked = NO_HOOKS
+    name: str = ""
 
 
 class GradientSlices(Protocol):
@@ -132,6 +139,13 @@ class RoutedExperts:
     def row_bytes(self) -> int:
         """Of the latest pass."""
         return self.row_width * self.row_dtype.itemsize
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """Ways of rows between the cells; see ``Strategy.ways``."""
+        ways = self._strategy.ways
+        is_direct = self.site.layout.why_flat and not BY_NODES.isdisjoint(ways)
+        return (Way.DIRECT,) if is_direct else ways
 
     def allow_copies(self, like: Weights) -> None:
         """Say what the weights of an expert are like. Needed before a plan with copies.
@@ -227,6 +241,19 @@ class RoutedExperts:
 
     def run(self, x_TD: Tensor, given: tuple[Any, ...], weights: Weights) -> tuple[Tensor, ...]:
         """The program's outputs; ``given`` is what it takes between x and the expert weights."""
+        hooks, moe = self._options.hooks, self._moe
+        if not hooks.observers:
+            return self._run(x_TD, given, weights)
+        hooks.tell(Hook.BEFORE_MOE_START, moe, Batch(x_TD.detach()))
+        outputs = self._run(x_TD, given, weights)
+        hooks.tell(Hook.BEFORE_MOE_END, moe, Batch(outputs[0].detach()))
+        return outputs
+
+    @property
+    def _moe(self) -> Moe:
+        return Moe(self.site.layer, self._options.name)
+
+    def _run(self, x_TD: Tensor, given: tuple[Any, ...], weights: Weights) -> tuple[Tensor, ...]:
         self.row_width, self.row_dtype = x_TD.shape[-1], x_TD.dtype
         self.windows.layer_begins(x_TD)
         if self.copies is None or not self.site.plan.is_joined:
@@ -261,7 +288,8 @@ class RoutedExperts:
         placements = plan.home.expert_CS, plan.target.expert_CS
         tables = (str(table.tolist()) for table in placements)
         about = f"rematerialize {plan.rematerialize}, revise {plan.revise is not None}, "
-        about += f"carried {plan.carried}, reductions {plan.reductions}"
+        about += f"carried {plan.carried}, reductions {plan.reductions}, way {plan.way.value}, "
+        about += f"codecs {self._options.hooks.codecs}"
         return "\n".join((*map(str, orders), *tables, plan.share.describe(), about))
 
     def _plan_ahead(self, copies: Copies) -> None:
@@ -273,7 +301,9 @@ class RoutedExperts:
     def _common_stages(self, device: torch.device) -> Mapping[Op, Stage]:
         """One stage for each op that strategies share."""
         plan, layout = self.site.plan, self.site.layout
-        wire, cell_size = Wire.between(layout, INTER, device), layout.grid.cell_size
+        wire = Wire.between(layout, INTER, device, plan.way)
+        cell_size = layout.grid.cell_size
+        hooks = self._options.hooks
         stages: dict[Op, Stage] = {
             ORDER: Order(
                 destination=Destination(plan.target, plan.share),
@@ -284,15 +314,16 @@ class RoutedExperts:
                 on_rows=self.rows,
                 revise=plan.revise,
             ),
-            DISPATCH: Dispatch(wire, wire),
+            DISPATCH: Dispatch(*_both_ways(wire, hooks.of_dispatch)),
             EXPERT: Expert(self.function, recompute=plan.forward_degree != plan.backward_degree),
-            COMBINE: Combine(wire, wire),
+            COMBINE: Combine(*_both_ways(wire, hooks.of_combine)),
             RESTORE: Restore(),
         }
         if cell_size > 1:
             cell = CellWire(layout.group("esp", INTRA), wire.all_to_all)
             stages |= {CELL_GATHER: CellGather(cell), CELL_SCATTER: CellScatter(cell)}
-            stages |= {queued: stages[op] for op, queued in QUEUED.items()}
+        stages |= watched(stages, hooks, self._moe)
+        stages |= {queued: stages[op] for op, queued in QUEUED.items() if op in stages}
         if self.copies is not None:
             copies = self.copies
             stages[JOIN] = Join(copies)
@@ -309,6 +340,13 @@ class RoutedExperts:
         if self._gate is not None:
             stages[GATE] = Local(self._gate, graded=(False, True, True))
         return stages
+
+
+def _both_ways(wire: Wire, codec: Codec | None) -> tuple[Wire, Wire]:
+    """Of rows, and of their gradients."""
+    if codec is None:
+        return wire, wire
+    return wire.through(codec.of_rows), wire.through(codec.of_gradients)
 
 
 class MoEOutput(NamedTuple):

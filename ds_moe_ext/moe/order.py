@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_moe_ext.all_to_all import Carrier, Trip
 from ds_moe_ext.comm import all_gather_counts
 from ds_moe_ext.moe.gate import capacity_of, count, drop_over_capacity
 from ds_moe_ext.placement import Placement
@@ -199,6 +200,8 @@ class LayerRoute(OnDevice):
         received_PCFS: rows that each rank of this cell has from each cell, of each chunk, for each
             of the cell's slots.
         place: this rank's place in its cell.
+        count_between: gives the rows of each chunk from each cell to each, of this rank's place,
+            int64 ``[F, C, C]``; asked once, and only where a carrier needs them.
     """
 
     cut: Cut
@@ -208,8 +211,10 @@ class LayerRoute(OnDevice):
     sent_FC: np.ndarray
     received_PCFS: np.ndarray
     place: int = 0
+    count_between: Callable[[], np.ndarray] | None = None
     _routes: dict[Span, Route] = field(default_factory=dict)
     _cells: dict[Span, CellRoute] = field(default_factory=dict)
+    _trips: dict[Span, Trip] = field(default_factory=dict)
 
     def on(self, span: Span) -> Route:
         """The route of a span of finest chunks."""
@@ -223,6 +228,18 @@ class LayerRoute(OnDevice):
             rows_PS = self.received_PCFS[:, :, span.start : span.stop].sum(axis=(1, 2))
             self._cells[span] = CellRoute.of(rows_PS, self.choice_N.device)
         return self._cells[span]
+
+    @cached_property
+    def _between_FCC(self) -> np.ndarray:
+        assert self.count_between is not None, "one cell sends nothing"
+        return self.count_between()
+
+    def trip(self, span: Span, carrier: Carrier) -> Trip:
+        """How the rows of a span travel by a carrier; the same one every time."""
+        if span not in self._trips:
+            counts_CC = self._between_FCC[span.start : span.stop].sum(axis=0)
+            self._trips[span] = carrier.trip(counts_CC, self.choice_N.device)
+        return self._trips[span]
 
     def computed(self, span: Span) -> SlotRows:
         """Rows of each slot that this rank computes with its part of the experts."""
@@ -255,7 +272,8 @@ class LayerRoute(OnDevice):
     def tensors(self) -> tuple[Tensor, ...]:
         routes = (route.tensors() for route in self._routes.values())
         cells = (route.tensors() for route in self._cells.values())
-        return (self.choice_N, *chain.from_iterable(routes), *chain.from_iterable(cells))
+        trips = (trip.tensors() for trip in self._trips.values())
+        return (self.choice_N, *chain.from_iterable(chain(routes, cells, trips)))
 
     def rows_of(self, span: Span, pieces: Sequence[tuple[Span, Tensor]]) -> Tensor:
         """Computed rows of a span in slot order, from those of overlapping spans in slot order."""
@@ -306,7 +324,8 @@ def one_cell_route(expert_TK: Tensor, target: Placement) -> LayerRoute:
     nothing = np.zeros((1, 1), dtype=np.int64)  # spans other than the whole are never asked for
     cut = Cut.equal(num_tokens, 1)
     rows_PCFS = nothing[..., None, None]
-    return LayerRoute(cut, target, top_k, choice_N, nothing, rows_PCFS, 0, {whole: route})
+    routes = {whole: route}
+    return LayerRoute(cut, target, top_k, choice_N, nothing, rows_PCFS, _routes=routes)
 
 
 def rows_of_experts(expert_TK: Tensor, cut: Cut, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -410,6 +429,7 @@ class Order:
             sent_FC=own_FEC.sum(axis=1),
             received_PCFS=received_PCFE[..., target.experts_of(cell)],
             place=place,
+            count_between=partial(share.rows_between, rows_CPFE[:, place]),
         )
 
 

@@ -141,7 +141,7 @@ def described_lines(hardware: Hardware, usage: Usage) -> PipelineLines:
             f"cells of {cell_size} ranks do not fit into the nodes of hardware {hardware.name!r}, "
             f"which have {hardware.ranks_per_node}; choose cells of at most that"
         )
-    line = partial(_line, hardware)
+    line = partial(described_line, hardware)
     spans_nodes = num_ranks > hardware.ranks_per_node
     num_members = num_ranks if spans_nodes else usage.dense_ranks_per_node
     all_reduce = line("all_reduce", num_ranks, num_members=num_members, trips=2)  # as in a ring
@@ -155,10 +155,10 @@ def described_lines(hardware: Hardware, usage: Usage) -> PipelineLines:
     )
 
 
-def _line(
+def described_line(
     hardware: Hardware, what: str, num_ranks: int, *, num_members: int, trips: int = 1
 ) -> Line:
-    """By bytes of one rank.
+    """The line of one collective by a hardware file, by bytes of one rank.
 
     Args:
         hardware: the cluster.

@@ -7,14 +7,16 @@ reductions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
 from ds_moe_ext.planners.degree import TIE, Chunks, LayerCosts, link_seconds, path_seconds
+from ds_moe_ext.planners.exchange import Way
+from ds_moe_ext.planners.linear import LinearCost
 from ds_moe_ext.planners.partition import (
     QUANTA,
     AllReduce,
@@ -111,11 +113,20 @@ class MeasuredLayer:
         dense_window_s: seconds of backward behind its MoE part, up to the next.
         gradient_elements: of dense gradients that become ready in the layer's backward, behind its
             MoE part.
+        exchanges: what all-to-alls cost by each way that rows may go; empty where that is the
+            direct one.
     """
 
     costs: LayerCosts
     dense_window_s: float
     gradient_elements: int
+    exchanges: Mapping[Way, LinearCost] = field(default_factory=dict)
+
+    @property
+    def costs_by_way(self) -> dict[Way, LayerCosts]:
+        """The costs by each way that rows may go."""
+        ways = self.exchanges or {Way.DIRECT: self.costs.all_to_all}
+        return {way: replace(self.costs, all_to_all=cost) for way, cost in ways.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,11 +153,26 @@ class Piped(NamedTuple):
         forward_degree: chunks in forward.
         backward_degree: and in backward.
         placed: reductions beside backward.
+        way: of rows between cells.
     """
 
     forward_degree: int = 1
     backward_degree: int = 1
     placed: Placed = NOWHERE
+    way: Way = Way.DIRECT
+
+
+class _Parts(NamedTuple):
+    """One layer's MoE parts as rows go one way."""
+
+    way: Way
+    forward: MoePart
+    backward: MoePart
+
+    @property
+    def seconds(self) -> float:
+        """Of both, each at its best degree; without reductions."""
+        return float(self.forward.alone_R.min() + self.backward.alone_R.min())
 
 
 Degrees = tuple[int | None, int | None]
@@ -163,6 +189,9 @@ def plan_pipelines(
 ) -> tuple[Piped, ...]:
     """How each layer runs, in model order.
 
+    Rows go the way by which both directions are fastest together, without reductions; of equals
+    the first.
+
     Args:
         pipeline: which.
         measured: the model.
@@ -171,17 +200,30 @@ def plan_pipelines(
         slices: gradients may be reduced beside layers, where the pipeline has places for them.
     """
     choices = [range(1, max_degree + 1) if given is None else (given,) for given in degrees]
-    costs = [layer.costs for layer in measured.layers]
-    forward = [MoePart.of(pipeline, each, choices[0]) for each in costs]
-    backward = [MoePart.of(pipeline, each.in_backward(), choices[1]) for each in costs]
-    placed = place(pipeline, measured, backward) if slices else [NOWHERE] * len(costs)
+    chosen = [
+        min(
+            (
+                _Parts(
+                    way,
+                    MoePart.of(pipeline, costs, choices[0]),
+                    MoePart.of(pipeline, costs.in_backward(), choices[1]),
+                )
+                for way, costs in layer.costs_by_way.items()
+            ),
+            key=lambda parts: parts.seconds,
+        )
+        for layer in measured.layers
+    ]
+    backward = [parts.backward for parts in chosen]
+    placed = place(pipeline, measured, backward) if slices else [NOWHERE] * len(chosen)
     return tuple(
         Piped(
-            ahead.degree(),
-            behind.degree(sum(map(measured.all_reduce.seconds, each.within_moe))),
+            parts.forward.degree(),
+            parts.backward.degree(sum(map(measured.all_reduce.seconds, each.within_moe))),
             each,
+            parts.way,
         )
-        for ahead, behind, each in zip(forward, backward, placed)
+        for parts, each in zip(chosen, placed)
     )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from ds_moe_ext.layout import ParallelLayout
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.planners.exchange import Way
 from ds_moe_ext.planners.pipelining import NOWHERE, Measured, Placed
 from ds_moe_ext.planners.prices import Prices
 from ds_moe_ext.planners.split import Split
@@ -131,6 +132,7 @@ class Plan:
         successor: the plan of the next step, from the rows of this one, int64 ``[C, E]``; None asks
             the strategy, for all layers together. Pure.
         reductions: of dense gradients, beside the layer's backward.
+        way: of rows between the cells.
     """
 
     home: Placement
@@ -143,6 +145,7 @@ class Plan:
     carried: Carried | None = None
     successor: Callable[[np.ndarray], Plan] | None = None
     reductions: Placed = NOWHERE
+    way: Way = Way.DIRECT
 
     @property
     def has_copies(self) -> bool:
@@ -229,6 +232,11 @@ class Strategy(ABC):
     def splits_experts(self) -> bool:
         """Whether the ranks of a cell may split every expert."""
         return False
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """Ways of rows between the cells that plans may say; the first until costs are known."""
+        return (Way.DIRECT,)
 
     def uses(self) -> tuple[tuple[str, Lane], ...]:
         """The (axis, lane) pairs that need a communicator. Pure."""

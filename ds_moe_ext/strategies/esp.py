@@ -14,11 +14,13 @@ from functools import lru_cache, partial
 
 import numpy as np
 
+from ds_moe_ext.layout import NODE_AXES
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.planners.exchange import BY_COST, BY_NODES, WAYS, Way
 from ds_moe_ext.planners.pipelining import Measured, Piped, plan_pipelines
 from ds_moe_ext.schedule import wires
 from ds_moe_ext.schedule.pipelines import PIPELINES, Pipeline, Slices
-from ds_moe_ext.schedule.task import Lane, Schedule
+from ds_moe_ext.schedule.task import INTER, Lane, Schedule
 from ds_moe_ext.schedule.wires import Cutting
 from ds_moe_ext.strategies.base import (
     Forecast,
@@ -64,12 +66,16 @@ class ExpertSharding:
         schedule: which of the compared schedules: "fsmoe", or one of the others.
         slice_gradients: reduce dense gradients in slices beside MoE layers, where the schedule has
             places for them; false leaves them to the host.
+        all_to_all: the way of rows between cells: "direct", "1dh", "2dh" or "deepep"; null: the
+            direct one, and once costs have been measured the fastest of the first three, layer by
+            layer.
     """
 
     degree: int | TwoDegrees | None = None
     max_degree: int = 8
     schedule: str = "fsmoe"
     slice_gradients: bool = True
+    all_to_all: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.degree, int):
@@ -79,6 +85,11 @@ class ExpertSharding:
             raise ValueError(
                 f"{KEY}.schedule is {self.schedule!r}, which is unknown; "
                 f"{nearest(self.schedule, PIPELINES)}"
+            )
+        if self.all_to_all is not None and self.all_to_all not in WAYS:
+            raise ValueError(
+                f"{KEY}.all_to_all is {self.all_to_all!r}, which is unknown; "
+                f"{nearest(self.all_to_all, WAYS)}"
             )
         if not self.pipeline.is_cut and any(d not in (None, 1) for d in self.degrees):
             raise ValueError(
@@ -96,6 +107,11 @@ class ExpertSharding:
         if isinstance(self.degree, TwoDegrees):
             return self.degree.forward, self.degree.backward
         return self.degree, self.degree
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """Of rows between cells: the given one, or all to choose from."""
+        return BY_COST if self.all_to_all is None else (WAYS[self.all_to_all],)
 
     @property
     def slices(self) -> bool:
@@ -149,8 +165,14 @@ class Pipelined(Strategy):
     def splits_experts(self) -> bool:
         return True
 
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        return self.esp.ways
+
     def uses(self) -> tuple[tuple[str, Lane], ...]:
-        return self.placing.uses()
+        leads_by_nodes = not BY_NODES.isdisjoint(self.ways)
+        node_axes = tuple((axis, INTER) for axis in NODE_AXES if leads_by_nodes)
+        return (*self.placing.uses(), *node_axes)
 
     def rhythm(self) -> Rhythm:
         return replace(self.placing.rhythm(), measures=self.esp.measures)
@@ -162,7 +184,8 @@ class Pipelined(Strategy):
         plans = self.placing.plan(job)
         if job.pipelines is None:
             forward, backward = self.esp.degrees
-            return tuple(_piped(Piped(forward or 1, backward or 1), plan) for plan in plans)
+            piped = Piped(forward or 1, backward or 1, way=self.ways[0])
+            return tuple(_piped(piped, plan) for plan in plans)
         pipes = _pipes(self.esp, job.pipelines)
         return tuple(_piped(piped, plan) for piped, plan in zip(pipes, plans))
 
@@ -210,6 +233,8 @@ def _told(pipes: Sequence[Piped], measured: Measured) -> str:
         f"rows travel in {_each(p.forward_degree for p in pipes)} chunks forward and "
         f"{_each(p.backward_degree for p in pipes)} backward"
     )
+    if any(layer.exchanges for layer in measured.layers):
+        text += f", between cells by {_each(p.way.value for p in pipes)} all-to-alls"
     if not within + dense:
         return text
     left = elements - within - dense
@@ -219,9 +244,9 @@ def _told(pipes: Sequence[Piped], measured: Measured) -> str:
     )
 
 
-def _each(degrees: Iterable[int]) -> str:
+def _each(choices: Iterable[int | str]) -> str:
     """The one of all layers, or that of each."""
-    texts = [str(degree) for degree in degrees]
+    texts = [str(choice) for choice in choices]
     return texts[0] if len(set(texts)) == 1 else ", ".join(texts)
 
 
@@ -233,6 +258,7 @@ def _piped(piped: Piped, plan: Plan) -> Plan:
         forward_degree=piped.forward_degree,
         backward_degree=piped.backward_degree,
         reductions=piped.placed,
+        way=piped.way,
         successor=None if successor is None else partial(_next, piped, successor),
     )
 

@@ -26,6 +26,7 @@ from ds_moe_ext.schedule.execute import lanes_for
 from ds_moe_ext.schedule.task import COMPUTE, INTER
 from tests.hosts import jobs
 from tests.hosts.jobs import Job
+from tests.hosts.tensor_parallel import Mpu
 from tests.hosts.varied import VARIED
 from tests.marks import slow
 from tests.ranks import pool_of
@@ -107,6 +108,7 @@ class Case:
     no_sync: bool = False  # reduce in the last micro-batch only, where each is a boundary
     coalesce: bool = False  # reduce once after all micro-batches
     managed: bool = True
+    tensor_parallel: int = 1
     zero: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -162,7 +164,10 @@ def engine_of(case: Case, windows: Windows, is_sliced: bool) -> Any:
     }
     with sliced(windows, case.piece_bytes) if is_sliced else nullcontext():
         engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=list(model.parameters()), config=document
+            model=model,
+            model_parameters=list(model.parameters()),
+            config=document,
+            mpu=Mpu.of(case.tensor_parallel) if case.tensor_parallel > 1 else None,
         )
     return engine
 
@@ -311,6 +316,19 @@ def test_four_ranks_train_bit_equal(stage: int, overlap: bool) -> None:
         assert got.reduced[-1].within_moe
 
 
+@pytest.mark.parametrize("stage", [0, slow(1), 2])
+def test_dense_weights_of_tensor_parallel_ranks(stage: int) -> None:
+    """Each is reduced over the ranks that have the same; here the others get other batches too."""
+    check(Case(stage, sizes="random", steps=2, tensor_parallel=2), 4, rel=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_three_ranks_train_bit_equal(stage: int) -> None:
+    """A third is not the same in every type, nor by a factor as by a divisor."""
+    check(replace(BFLOAT16, stage=stage, travels="fp32", sizes="random"), 3, rel=0.0)
+
+
 @pytest.mark.parametrize("case", [Case(2, True), slow(Case(1)), slow(Case(1, True))], ids=str)
 def test_four_ranks_to_the_last_digits(case: Case) -> None:
     check(replace(case, clip=0.05, sizes="random", steps=2), 4, rel=1e-5)
@@ -390,7 +408,7 @@ def test_dense_slices_run_beside_backward(stage: int, overlap: bool) -> None:
 
 def kept_within(rank: int, world_size: int, stage: int) -> list[int]:
     """Elements that ZeRO has taken back at each window of a backward, in which all is sliced."""
-    kept = []
+    kept: list[int] = []
 
     def sizes(passes: int, window: int) -> tuple[int, int]:
         zero = engine.optimizer
@@ -432,7 +450,7 @@ UNEVEN = {"strategy": VARIED, "keys": (("copies", 0.3), ("shard_every", 1))}
 def test_experts_are_not_sliced(stage: int, overlap: bool, strategy: dict[str, Any]) -> None:
     """They are reduced as they were, and last where ranks have unequal numbers of them; one may be
     larger than a bucket."""
-    zero = {"stage": stage, "overlap_comm": overlap, "reduce_bucket_size": 300}
+    zero = {"stage": stage, "overlap_comm": overlap, "reduce_bucket_size": 100}
     extra = (("zero_optimization", zero),)
     job = Job(family="toy", steps=3, stage=stage, clip=0.05, extra=extra, **strategy)
     (expected, _), _ = pool_of(2).run(with_experts, job, False)

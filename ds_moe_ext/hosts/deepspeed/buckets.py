@@ -5,7 +5,7 @@ it when it is full. With unequal experts it would be full at other moments on ot
 would wait for each other's dense gradients for ever. So experts wait until the others have been
 reduced.
 
-*Slices*: where an engine has ``GradientSlices``, dense gradients wait for them. One that is averaged
+*Slices*: where an engine has ``GradientSlices``, dense gradients wait for them. An averaged one
 goes through ZeRO's own code in a bucket of its own, where its mean takes the place of what ZeRO
 would have received: so ZeRO keeps what this rank needs, in the form that it needs. The arithmetic
 is ZeRO's too. But slices are all-reduced even where ``use_multi_rank_bucket_allreduce`` is false,
@@ -115,10 +115,11 @@ class _Averaging:
 
 def _gradient(optimizer: Any, parameter: nn.Parameter, group: int) -> Gradient:
     num_ranks = dist.get_world_size(optimizer.dp_process_group)
+    summed_in = optimizer.get_param_comm_dtype(parameter)
     averaging = _Averaging(
         divisor=float(num_ranks) if optimizer.gradient_average else 1.0,
-        divided_in=optimizer._gradient_reduction_buffer_dtype(),
-        summed_in=optimizer.get_param_comm_dtype(parameter),
+        divided_in=optimizer.ipg_buckets[summed_in].buffer[0].dtype,
+        summed_in=summed_in,
     )
     return Gradient(
         parameter,

@@ -16,6 +16,7 @@ from deepspeed.moe.utils import (
     is_moe_param,
     split_params_into_different_moe_groups_for_optimizer,
 )
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
 from torch import nn
 
@@ -28,10 +29,12 @@ from ds_moe_ext.hosts.deepspeed import buckets
 from ds_moe_ext.hosts.deepspeed.move import ExpertMover
 from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
 from ds_moe_ext.hosts.deepspeed.startup import blueprint_of
+from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.hosts.gates import warn_if_causal
 from ds_moe_ext.hosts.pipelines import DenseGradients, Pipelines
 from ds_moe_ext.hosts.planning import Planning
 from ds_moe_ext.hosts.run import Run, teller
+from ds_moe_ext.settings import BLOCK
 from ds_moe_ext.strategies.base import Job
 
 _RUN = "ds_moe_ext_run"  # attribute of the engine
@@ -63,11 +66,21 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
     if blueprint.grid.world_size > 1:
         _take_first_ranks_weights(model, blueprint, engine.local_rank)
     device = torch.device(get_accelerator().device_name(engine.local_rank))
-    built = attach.build(blueprint, device)
+    tensor_parallel = TensorParallel.of(engine.mpu)
+    tensor_parallel.check()
+    has_own_tokens = blueprint.settings.sequence_parallel
+    if has_own_tokens and tensor_parallel.group is None:
+        raise ValueError(
+            f"{BLOCK}.sequence_parallel is true, but no mpu with tensor parallel groups was passed "
+            "to deepspeed.initialize; pass it, or leave sequence_parallel out"
+        )
+    shares_tokens = None if has_own_tokens else tensor_parallel.group
+    built = attach.build(blueprint, device, shares_tokens)
     for layer, adopted in built:
         for parameter in layer.parameters:
             # DeepSpeed reduces these over the ranks that hold the same experts.
             parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # counted in norms
             parameter.group_name = f"ep_size_{grid.size}"  # type: ignore[attr-defined]
         sources.sources.update({id(new): list(old) for new, old in adopted.sources.items()})
         sources.discarded.update(
@@ -228,14 +241,21 @@ def clip_by_global_norm(engine: Any) -> bool:
     if run is None:
         return False
     parameters = [p for p in engine.module.parameters() if p.grad is not None]
-    squares = {False: torch.zeros((), dtype=torch.float64, device=engine.device)}
-    squares[True] = squares[False].clone()
+    of_experts, of_parts, of_wholes = torch.zeros(3, dtype=torch.float64, device=engine.device)
     for parameter in parameters:
-        norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
-        squares[is_moe_param(parameter)] += norm**2
+        square = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) ** 2
+        if is_moe_param(parameter):
+            of_experts += square
+        elif is_model_parallel_parameter(parameter):
+            of_parts += square
+        else:
+            of_wholes += square
     name = f"ep_size_{run.blueprint.grid.size}"
-    sum_in_place(squares[True], groups._get_expert_parallel_group(name))
-    total = (squares[False] + squares[True]).sqrt()
+    sum_in_place(of_experts, groups._get_expert_parallel_group(name))
+    tensor_parallel = TensorParallel.of(engine.mpu)
+    if tensor_parallel.group is not None:
+        sum_in_place(of_parts, tensor_parallel.group)
+    total = (of_experts + of_parts + of_wholes).sqrt()
     factor = (engine.gradient_clipping() / (total + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         assert parameter.grad is not None

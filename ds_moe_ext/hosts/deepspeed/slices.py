@@ -23,6 +23,7 @@ import torch.distributed as dist
 from deepspeed.moe.utils import is_moe_param
 from torch import Tensor, nn
 
+from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.schedule.execute import Event, Lanes, lanes_for
 from ds_moe_ext.schedule.task import INTER
@@ -128,7 +129,7 @@ class GradientSlices:
 
     Args:
         engine: whose gradients; it is not kept alive.
-        group: a communicator of all ranks that nobody else uses.
+        group: a communicator of the ranks that reduce dense gradients, which nobody else uses.
         piece_elements: what travels has this size, and what does not fill a piece waits (Lina);
             None cuts at the elements asked for.
 
@@ -140,9 +141,9 @@ class GradientSlices:
     def __init__(
         self, engine: Any, group: dist.ProcessGroup, piece_elements: int | None = None
     ) -> None:
+        self.group = group
         self.reduced = Reduced()
         self._engine = weakref.ref(engine)
-        self.group = group
         self._piece_elements = piece_elements
         self._known: set[int] = set()  # ids of parameters whose gradients were ready
         self._ready: deque[Gradient] = deque()  # with elements that no slice took
@@ -162,12 +163,13 @@ class GradientSlices:
             ValueError: DeepSpeed does not show it each gradient as it becomes ready.
         """
         _refuse_unsupported(engine)
-        size = dist.get_world_size()
-        layout = ParallelLayout.build(Grid(size, size), [("ep", INTER)], ranks_per_node=1)
+        # Ranks that share dense weights are neighbours; the others reduce those of one place.
+        grid = Grid(dist.get_world_size(), TensorParallel.of(engine.mpu).size)
+        group = ParallelLayout.build(grid, [("edp", INTER)], ranks_per_node=1).group("edp", INTER)
         piece_elements = None
         if piece_bytes is not None:
             piece_elements = max(1, piece_bytes // engine.communication_data_type.itemsize)
-        slices = cls(engine, layout.group("ep", INTER), piece_elements)
+        slices = cls(engine, group, piece_elements)
         engine.__dict__[_SLICES] = slices
         return slices
 

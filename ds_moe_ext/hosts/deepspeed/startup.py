@@ -17,6 +17,7 @@ from torch import nn
 from ds_moe_ext.hosts import experts, huggingface
 from ds_moe_ext.hosts.attach import Blueprint, draw
 from ds_moe_ext.hosts.deepspeed import native
+from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.settings import BLOCK, read_settings
 
 FINDERS = (huggingface.find, native.find, experts.find_registered)
@@ -144,11 +145,6 @@ def refuse_unsupported(document: Mapping[str, Any], model: nn.Module, mpu: Any, 
             "supported: pass a plain nn.Module",
         ),
         (
-            mpu is not None,
-            "an mpu was passed to deepspeed.initialize: tensor, sequence and pipeline parallel "
-            "groups of a model are not supported; leave mpu out",
-        ),
-        (
             mesh is not None,
             "a mesh_param was passed to deepspeed.initialize: sequence parallel groups are not "
             "supported; leave mesh_param out",
@@ -167,6 +163,7 @@ def refuse_unsupported(document: Mapping[str, Any], model: nn.Module, mpu: Any, 
     for is_set, reason in refused:
         if is_set:
             raise ValueError(f"{BLOCK} is enabled, but {reason}")
+    TensorParallel.of(mpu)
 
 
 OFFLOADS = ("offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_param")

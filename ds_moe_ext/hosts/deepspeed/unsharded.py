@@ -51,9 +51,9 @@ def _show(engine: weakref.ref[Any], slices: GradientSlices, parameter: Tensor) -
     if parameter.grad.is_sparse or not slices.is_awaited(parameter):
         return
     flat_N = parameter.grad.data.view(-1)
-    averaged = alive.__dict__[_AVERAGED]
-    keep = partial(_keep, flat_N, averaged)
-    slices.add(Gradient(parameter, flat_N, _Averaging.of(alive), keep, leave=_leave))
+    averaging = _Averaging.of(alive, dist.get_world_size(slices.group))
+    keep = partial(_keep, flat_N, alive.__dict__[_AVERAGED])
+    slices.add(Gradient(parameter, flat_N, averaging, keep, leave=_leave))
 
 
 def _keep(flat_N: Tensor, averaged: set[int], mean_N: Tensor) -> None:
@@ -74,8 +74,8 @@ class _Averaging:
     after: float
 
     @classmethod
-    def of(cls, engine: Any) -> _Averaging:
-        summed_in, num_ranks = engine.communication_data_type, dist.get_world_size()
+    def of(cls, engine: Any, num_ranks: int) -> _Averaging:
+        summed_in = engine.communication_data_type
         if not engine.gradient_average:
             return cls(summed_in, 1.0, 1.0)
         if not engine.postscale_gradients():

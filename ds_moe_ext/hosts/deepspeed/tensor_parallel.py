@@ -1,0 +1,72 @@
+"""Tensor parallelism of the user's model, as the ``mpu`` that is passed to DeepSpeed tells it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.utils.bwc import (
+    bwc_pipeline_parallel_world_size,
+    bwc_tensor_model_parallel_group,
+    bwc_tensor_model_parallel_rank,
+    bwc_tensor_model_parallel_world_size,
+)
+
+from ds_moe_ext.comm import gather_texts
+
+
+@dataclass(frozen=True, eq=False)
+class TensorParallel:
+    """The ranks that share the dense weights of one copy of the model.
+
+    Attributes:
+        size: their number; 1 without tensor parallelism.
+        rank: this one's place among them.
+        group: them; None where there is one.
+    """
+
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, mpu: Any) -> TensorParallel:
+        """From an mpu, or None.
+
+        Raises:
+            ValueError: it has parallelism of a kind that we do not support.
+        """
+        if mpu is None:
+            return cls()
+        if hasattr(mpu, "initialize_sequence_parallel"):
+            raise ValueError(
+                "the mpu passed to deepspeed.initialize has sequence parallel groups, which are "
+                "not supported; pass one with tensor and data parallel groups only"
+            )
+        num_stages = bwc_pipeline_parallel_world_size(mpu)
+        if num_stages > 1:
+            raise ValueError(
+                f"the mpu passed to deepspeed.initialize has {num_stages} pipeline stages; "
+                "pipeline parallelism is not supported: use 1"
+            )
+        size = bwc_tensor_model_parallel_world_size(mpu)
+        if size == 1:
+            return cls()
+        return cls(size, bwc_tensor_model_parallel_rank(mpu), bwc_tensor_model_parallel_group(mpu))
+
+    def check(self) -> None:
+        """Collective.
+
+        Raises:
+            ValueError: the ranks are not neighbours.
+        """
+        if self.group is None:
+            return
+        ranks = [int(text) for text in gather_texts(str(dist.get_rank()), self.group)]
+        first = ranks[0]
+        if first % self.size or ranks != list(range(first, first + self.size)):
+            raise ValueError(
+                f"tensor parallel ranks {ranks} are not neighbours; ds_moe_ext needs mpu groups of "
+                f"{self.size} consecutive ranks, as Megatron makes them"
+            )

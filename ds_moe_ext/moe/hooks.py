@@ -1,0 +1,256 @@
+"""Hooks: who is told of the rows of a layer, at the six places of FSMoE, and what rows travel as.
+
+Where, in the way of one chunk; the two in brackets stand once around all chunks::
+
+    [before_moe_start]  gate, order
+    before_dispatch     all-to-all, gather of the cell      after_dispatch
+    expert
+    before_combine      scatter of the cell, all-to-all     after_combine
+    restore             [before_moe_end]
+
+In backward the same happens to gradients, which take the same way from behind: they are dispatched
+to the experts and combined at the tokens, and the four hooks between are called in this order
+(FSMoE's code; spec 1.2). Shape letters: T tokens, N rows sent, R rows received, G rows of a cell, D
+model width.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from operator import methodcaller
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ds_moe_ext.moe.codecs import Codec
+from ds_moe_ext.schedule.program import Stage
+from ds_moe_ext.schedule.task import CELL_GATHER, CELL_SCATTER, COMBINE, DISPATCH, Op, Span
+
+
+class Moe(NamedTuple):
+    """Which layer.
+
+    Attributes:
+        number: from 0, in the order of the model.
+        name: dotted module name; empty where no host has given one.
+    """
+
+    number: int
+    name: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What is there at a hook.
+
+    Attributes:
+        data: to be read, not written; no gradient goes through it. At the start and the end it is
+            the layer's input and output, ``[T, D]``; before dispatch a chunk's tokens, ``[T, D]``;
+            between dispatch and combine rows by expert, ``[R, D]``, or those of the whole cell,
+            ``[G, D]``; after combine rows in send order, ``[N, D]``. Gradients likewise, but
+            ``[N, D]`` before dispatch, and ``[T, D]`` after combine.
+        span: finest chunks that it is of; None at the start and the end.
+        is_backward: whether they are gradients.
+    """
+
+    data: Tensor
+    span: Span | None = None
+    is_backward: bool = False
+
+
+class Hooks:
+    """Sees what goes through MoE layers; changes nothing. Derive from it and override any method.
+
+    One object sees all layers, one call at a time; which thread calls, and in which order chunks
+    come, is up to the schedule. On CUDA the call is made in the stream that owns the data: work on
+    them in that stream, and do not wait for the device. Do not communicate. What is computed again
+    (activation checkpointing) is seen again.
+
+    Attributes:
+        in_backward: whether the four hooks of the chunks see gradients too.
+    """
+
+    in_backward: bool = True
+
+    def before_moe_start_hook(self, moe: Moe, batch: Batch) -> None:
+        """Once, before the gate (where the host has one: behind that, before order)."""
+
+    def before_dispatch_hook(self, moe: Moe, batch: Batch) -> None:
+        """Of each chunk, before its rows leave for the experts."""
+
+    def after_dispatch_hook(self, moe: Moe, batch: Batch) -> None:
+        """When they are there, on all ranks of the cell."""
+
+    def before_combine_hook(self, moe: Moe, batch: Batch) -> None:
+        """When the experts have computed."""
+
+    def after_combine_hook(self, moe: Moe, batch: Batch) -> None:
+        """When the rows are back."""
+
+    def before_moe_end_hook(self, moe: Moe, batch: Batch) -> None:
+        """Once, when every token has its output."""
+
+
+CallbackBase = Hooks
+"""FSMoE's name of it."""
+
+
+class Hook(Enum):
+    """Where hooks are called: the paper's name, and the method."""
+
+    BEFORE_MOE_START = "before_moe_start_hook"
+    BEFORE_DISPATCH = "before_dispatch_hook"
+    AFTER_DISPATCH = "after_dispatch_hook"
+    BEFORE_COMBINE = "before_combine_hook"
+    AFTER_COMBINE = "after_combine_hook"
+    BEFORE_MOE_END = "before_moe_end_hook"
+
+
+_ONE_AT_A_TIME = threading.Lock()  # lanes are threads, on a CPU
+
+
+@dataclass(frozen=True)
+class Hooked:
+    """What a run's layers have at the six places.
+
+    Attributes:
+        observers: called in order.
+        codecs: of rows that travel; one at most for each of dispatch and combine.
+
+    Raises:
+        ValueError: two codecs for the same rows.
+    """
+
+    observers: tuple[Hooks, ...] = ()
+    codecs: tuple[Codec, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, found in (("dispatch", self._of_dispatch), ("combine", self._of_combine)):
+            if len(found) > 1:
+                raise ValueError(
+                    f"{' and '.join(map(str, found))} both encode the rows of {name}; set "
+                    f"{name!r} to false in all but one of them"
+                )
+
+    @property
+    def of_dispatch(self) -> Codec | None:
+        """What rows travel as to the experts."""
+        return next(iter(self._of_dispatch), None)
+
+    @property
+    def of_combine(self) -> Codec | None:
+        """And back."""
+        return next(iter(self._of_combine), None)
+
+    @property
+    def _of_dispatch(self) -> list[Codec]:
+        return [codec for codec in self.codecs if codec.dispatch]
+
+    @property
+    def _of_combine(self) -> list[Codec]:
+        return [codec for codec in self.codecs if codec.combine]
+
+    def tell(self, hook: Hook, moe: Moe, batch: Batch) -> None:
+        """Call the observers.
+
+        Raises:
+            RuntimeError: one of them has changed the data.
+        """
+        for observer in self.observers:
+            if batch.is_backward and not observer.in_backward:
+                continue
+            before = _version(batch.data)
+            with _ONE_AT_A_TIME:
+                methodcaller(hook.value, moe, batch)(observer)
+            if _version(batch.data) != before:
+                raise RuntimeError(
+                    f"{type(observer).__qualname__}.{hook.value} has changed the data of layer "
+                    f"{moe.number} {moe.name!r} in place; a hook only reads them: clone what you "
+                    "want to change, or derive from ds_moe_ext.moe.codecs.Codec to change what "
+                    "travels"
+                )
+
+
+NO_HOOKS = Hooked()
+
+
+def _version(tensor: Tensor) -> int:
+    """Counts changes in place, where torch counts them."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A stage with hooks before and behind it; of its adjoint too.
+
+    Attributes:
+        stage: what is done.
+        hooks: who is told.
+        moe: the layer.
+        before: told of the first read of ``forward``.
+        after: of what that writes.
+        before_adjoint: of the gradient that ``backward`` gets.
+        after_adjoint: of what that gives.
+    """
+
+    stage: Stage
+    hooks: Hooked
+    moe: Moe
+    before: Hook | None = None
+    after: Hook | None = None
+    before_adjoint: Hook | None = None
+    after_adjoint: Hook | None = None
+
+    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        self._tell(self.before, reads[0], span)
+        written, saved = self.stage.forward(span, *reads)
+        self._tell(self.after, written[0], span)
+        return written, saved
+
+    def backward(self, span: Span, saved: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
+        self._tell(self.before_adjoint, grads[0], span, is_backward=True)
+        given = self.stage.backward(span, saved, *grads)
+        self._tell(self.after_adjoint, given[0], span, is_backward=True)
+        return given
+
+    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
+        return self.stage.recut(span, pieces)
+
+    def _tell(
+        self, hook: Hook | None, data: Tensor, span: Span, *, is_backward: bool = False
+    ) -> None:
+        if hook is not None:
+            self.hooks.tell(hook, self.moe, Batch(data.detach(), span, is_backward))
+
+
+_BEFORE, _ARRIVED = Hook.BEFORE_DISPATCH, Hook.AFTER_DISPATCH
+_COMPUTED, _AFTER = Hook.BEFORE_COMBINE, Hook.AFTER_COMBINE
+
+_OF_WHOLE = {
+    DISPATCH: (_BEFORE, _ARRIVED, _COMPUTED, _AFTER),
+    COMBINE: (_COMPUTED, _AFTER, _BEFORE, _ARRIVED),
+}
+_OF_SPLIT = {
+    DISPATCH: (_BEFORE, None, None, _AFTER),
+    CELL_GATHER: (None, _ARRIVED, _COMPUTED, None),
+    CELL_SCATTER: (_COMPUTED, None, None, _ARRIVED),
+    COMBINE: (None, _AFTER, _BEFORE, None),
+}
+"""By op: the hooks before and behind its stage, and before and behind that one's adjoint."""
+
+
+def watched(stages: Mapping[Op, Stage], hooks: Hooked, moe: Moe) -> Mapping[Op, Stage]:
+    """The stages that move rows, with hooks around them; none where nobody wants to be told.
+
+    Args:
+        stages: of a layer. With those of a cell, rows have arrived once the cell has gathered them.
+        hooks: who is told.
+        moe: the layer.
+    """
+    if not hooks.observers:
+        return {}
+    around = _OF_SPLIT if CELL_GATHER in stages else _OF_WHOLE
+    return {op: Watched(stages[op], hooks, moe, *where) for op, where in around.items()}

@@ -1,0 +1,125 @@
+"""Split experts beside tensor parallel attention: FSMoE's ten steps under a real DeepSpeed engine.
+
+Losses, gradient norms and the gradients of the first step equal those of the undivided model.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.hosts.jobs import micro_batch
+from tests.marks import slow
+from tests.ranks import pool_of
+
+
+class Case(NamedTuple):
+    tensor_parallel: int = 2
+    cell_size: int = 2
+    sequence_parallel: bool = False
+    stage: int = 1
+    micro_batches: int = 4  # of a step, over all copies of the model
+    steps: int = 6
+
+
+class Run(NamedTuple):
+    losses: list[float]
+    norms: list[float]
+
+
+def _train(rank: int, world_size: int, case: Case) -> Run:
+    from deepspeed.utils import groups
+
+    try:
+        return _trained(rank, world_size, case)
+    finally:
+        groups.mpu = None  # or the engines of later tests would take it for theirs
+
+
+def _trained(rank: int, world_size: int, case: Case) -> Run:
+    import deepspeed
+    import torch.distributed as dist
+
+    from tests.hosts import tensor_parallel as tp
+
+    size = case.tensor_parallel
+    mpu = tp.Mpu.of(size) if size > 1 else None
+    ranks = tp.Ranks(mpu.model, size, dist.get_rank(mpu.model)) if mpu else None
+    model = tp.build(ranks, has_own_tokens=case.sequence_parallel)
+    copies, here = world_size // size, rank // size
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        mpu=mpu,
+        config=_document(case, copies),
+    )
+    losses, norms = [], []
+    for step in range(case.steps):
+        total = torch.zeros((), dtype=torch.float64)
+        for number in range(here, case.micro_batches, copies):
+            tokens = micro_batch(step, number)
+            loss = engine(input_ids=tokens, labels=tokens.roll(-1, 1)).loss
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach().double()
+        dist.all_reduce(total)
+        losses.append(float(total) / case.micro_batches / size)
+        norms.append(float(engine.get_global_grad_norm()))
+    return Run(losses, norms)
+
+
+def _document(case: Case, copies: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": case.micro_batches // copies,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": case.stage},
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}},
+        "ds_moe_ext": {
+            "enabled": True,
+            "strategy": "esp",
+            "expert_sharding_size": case.cell_size,
+            "sequence_parallel": case.sequence_parallel,
+            "esp": {"degree": {"forward": 2, "backward": 3}, "slice_gradients": False},
+            "report": {"enabled": False},
+            "debug": True,
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def undivided() -> Run:
+    run: Run = pool_of(1).run(_train, Case(1, 1))[0]
+    return run
+
+
+@pytest.mark.parametrize(
+    ("world_size", "case"),
+    [
+        (4, Case(2, 2)),
+        (4, Case(2, 2, sequence_parallel=True)),
+        (4, Case(1, 2)),
+        (4, Case(2, 2, sequence_parallel=True, stage=2)),
+        slow(4, Case(2, 4, sequence_parallel=True)),
+        slow(4, Case(4, 2)),
+        slow(4, Case(2, 1)),
+        slow(8, Case(2, 2)),
+        slow(8, Case(2, 4)),
+        slow(8, Case(2, 2, sequence_parallel=True)),
+        slow(8, Case(4, 4, sequence_parallel=True)),
+        slow(8, Case(1, 2, micro_batches=8)),
+        slow(8, Case(1, 4, micro_batches=8)),
+    ],
+)
+def test_ten_steps_equal_the_undivided_model(world_size: int, case: Case, undivided: Run) -> None:
+    """DP 2, MP 2, EP 2 and ESP 2 on four ranks, and larger layouts."""
+    reference = undivided
+    if case.micro_batches != Case().micro_batches:
+        reference = pool_of(1).run(_train, Case(1, 1, micro_batches=case.micro_batches))[0]
+    for ours in pool_of(world_size).run(_train, case):
+        assert ours.losses == pytest.approx(reference.losses, rel=2e-5)
+        assert ours.norms == pytest.approx(reference.norms, rel=1e-4)

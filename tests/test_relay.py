@@ -1,0 +1,377 @@
+"""Layers whose rows go by way of the nodes: bit for bit as they go directly, and as dense experts.
+
+Shape letters: W ranks, E experts, C cells, P ranks that exchange rows, D model width, F expert
+width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ds_moe_ext.all_to_all import Channel, Reach, Relay, Relays, by_places
+from ds_moe_ext.comm import all_to_all_rows
+from ds_moe_ext.layout import BETWEEN_NODES, NODE_AXES, WITHIN_NODES, Grid, ParallelLayout
+from ds_moe_ext.moe.codecs import Coding
+from ds_moe_ext.moe.dispatch import Wire
+from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
+from ds_moe_ext.moe.gate import SoftmaxTopK
+from ds_moe_ext.moe.layer import LayerOptions, MoELayer
+from ds_moe_ext.moe.order import LayerRoute
+from ds_moe_ext.moe.relay import carrier_of
+from ds_moe_ext.moe.sharding import Along, Shard
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.planners.degree import LayerCosts
+from ds_moe_ext.planners.exchange import BY_COST, WAYS, Way
+from ds_moe_ext.planners.linear import LinearCost
+from ds_moe_ext.planners.partition import AllReduce
+from ds_moe_ext.planners.pipelining import Measured, MeasuredLayer
+from ds_moe_ext.schedule.task import INTER, Cut, Lane, Span
+from ds_moe_ext.share import NearestCopy
+from ds_moe_ext.strategies.base import Destination, Job, Plan, Strategy
+from ds_moe_ext.strategies.esp import ExpertSharding, TwoDegrees
+from tests.ranks import pool_of
+from tests.reference import dense_experts, relative_error
+from tests.strategies_for_tests import Copied
+
+D, F = 8, 6
+BY_NODES = [Way.BY_LEADERS, Way.BY_PLACES]
+
+
+@dataclass(frozen=True)
+class Case:
+    world_size: int = 4
+    ranks_per_node: int = 2
+    cell_size: int = 1
+    num_cells: int | None = None
+    num_experts: int = 8
+    tokens_W: tuple[int, ...] = (24,) * 8  # tokens of each rank
+    hot: float = 0.0  # added to the first expert's logits
+    degrees: tuple[int, int] = (1, 1)
+    capacity_factor: float | None = None
+    copied: bool = False
+    revised: bool = False  # more copies once the rows are known
+
+    @property
+    def grid(self) -> Grid:
+        num_cells = self.num_cells or self.world_size // self.cell_size
+        return Grid(self.world_size, num_cells, self.cell_size)
+
+
+CASES = {
+    "two nodes": Case(),
+    "four nodes": Case(world_size=8),
+    "two nodes of four": Case(world_size=8, ranks_per_node=4),
+    "chunks": Case(degrees=(3, 2)),
+    "more chunks than tokens": Case(degrees=(4, 3), tokens_W=(2, 0, 1, 3)),
+    "ragged": Case(world_size=8, ranks_per_node=4, tokens_W=(24, 7, 1, 30, 3, 24, 0, 9)),
+    "one hot expert": Case(hot=50.0),
+    "no rows at all": Case(tokens_W=(0,) * 4),
+    "capacity": Case(capacity_factor=0.7, degrees=(2, 3)),
+    "cells of two": Case(world_size=8, ranks_per_node=4, cell_size=2, degrees=(2, 3)),
+    "two grids": Case(world_size=8, num_cells=4),
+    "copies": Case(copied=True),
+    "copies in chunks": Case(copied=True, degrees=(3, 2)),
+    "revised copies": Case(world_size=8, ranks_per_node=4, copied=True, revised=True, hot=3.0),
+    "one node": Case(ranks_per_node=4),
+    "one cell a node": Case(cell_size=2),
+    "unlike nodes": Case(ranks_per_node=3),
+}
+FLAT = {"one node", "one cell a node", "unlike nodes"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopiedBy(Copied):
+    """Copies, and a way of the rows."""
+
+    way: Way
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        return (self.way,)
+
+    def uses(self) -> tuple[tuple[str, Lane], ...]:
+        return (*super().uses(), *((axis, INTER) for axis in NODE_AXES))
+
+    def plan(self, job: Job) -> tuple[Plan, ...]:
+        return tuple(replace(plan, way=self.way) for plan in super().plan(job))
+
+
+def revised(held: Placement, rows_CE: np.ndarray, node_C: np.ndarray) -> Destination:
+    """The busiest expert everywhere."""
+    holds_EC = held.holds_EC.copy()
+    holds_EC[rows_CE.sum(axis=0).argmax()] = True
+    target = Placement(holds_EC)
+    return Destination(target, NearestCopy(target, node_C))
+
+
+def strategy_of(case: Case, way: Way, layout: ParallelLayout | None = None) -> Strategy:
+    forward, backward = case.degrees
+    if not case.copied:
+        degree = TwoDegrees(forward=forward, backward=backward)
+        return ExpertSharding(degree=degree, slice_gradients=False, all_to_all=way.value).over()
+    num_cells = case.grid.num_cells
+    home = Placement.block(case.num_experts, num_cells)
+    chance = np.random.default_rng(0).random(home.holds_EC.shape) < 0.4
+    target = Placement(home.holds_EC | chance)
+    revise = None
+    if case.revised and layout is not None:
+        revise = partial(revised, target, node_C=layout.node_C)
+    return CopiedBy(target=target, forward=forward, backward=backward, revise=revise, way=way)
+
+
+def weights_of(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(case.num_experts)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    gate_ED = rand(case.num_experts, D)
+    gate_ED[0, -1] += case.hot  # the last input is always one
+    return gate_ED, rand(case.num_experts, 2 * F, D), rand(case.num_experts, D, F)
+
+
+def tokens_of(case: Case, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 + rank)
+    shape = (2, case.tokens_W[rank], D)
+    x, grad = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    x[:, -1] = 1.0
+    return x, grad
+
+
+@contextmanager
+def relays_counted() -> Iterator[list[int]]:
+    """The hops of each relay that is run inside the block."""
+    hops: list[int] = []
+    run = Relay.run
+
+    def counted(relay: Relay, rows_N: Tensor, channels: object) -> Tensor:
+        hops.append(len(relay.itinerary.hops))
+        return run(relay, rows_N, channels)  # type: ignore[arg-type]
+
+    with mock.patch.object(Relay, "run", counted):
+        yield hops
+
+
+def _one_way(rank: int, case: Case, way: Way) -> tuple[list[Tensor], list[int]]:
+    """Output, gradients of x, gate and experts; and hops of relays."""
+    uses = strategy_of(case, way).uses()
+    layout = ParallelLayout.build(case.grid, uses, case.ranks_per_node)
+    strategy = strategy_of(case, way, layout)
+    home = Placement.block(case.num_experts, case.grid.num_cells)
+    (plan,) = strategy.plan(Job.at_start([home], layout.node_C))
+    gate_ED, up, down = weights_of(case)
+    shard = Shard((Along(0, num_blocks=2), Along(1)), layout.index("esp"), case.cell_size)
+    parts = [shard.of(number, weight, first_dim=1) for number, weight in enumerate((up, down))]
+    mine = home.experts_of(layout.index("ep"))
+    layer = MoELayer(
+        nn.ParameterList([gate_ED]),
+        nn.ParameterList([part[expert] for expert in mine for part in parts]),
+        gate=SoftmaxTopK(top_k=2),
+        function=FeedForwardExperts(silu_gated),
+        strategy=strategy,
+        plan=plan,
+        layout=layout,
+        options=LayerOptions(capacity_factor=case.capacity_factor),
+    )
+    assert f"way {way.value}" in layer.routed.describe()
+    if case.copied:
+        layer.routed.allow_copies((up[0].requires_grad_(), down[0].requires_grad_()))
+    x, grad = tokens_of(case, rank)
+    with relays_counted() as hops:
+        y = layer(x.requires_grad_()).y
+        torch.sum(y * grad).backward()
+    grads = [p.grad for p in (x, *layer.gate_weights, *layer.expert_weights)]
+    return [y.detach(), *grads], hops
+
+
+def _all_ways(rank: int, world_size: int, case: Case) -> tuple[list[Tensor], dict[Way, list[int]]]:
+    results = {way: _one_way(rank, case, way) for way in (Way.DIRECT, *BY_NODES)}
+    direct, _ = results[Way.DIRECT]
+    for way in BY_NODES:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(results[way][0], direct)), way
+    return direct, {way: hops for way, (_, hops) in results.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_way_is_the_direct_one(name: str) -> None:
+    case = CASES[name]
+    ranks = pool_of(case.world_size).run(_all_ways, case)
+    weights = weights_of(case)
+    for rank, ((y, x_grad, *_), hops) in enumerate(ranks):
+        if case.capacity_factor is None:
+            x, grad = tokens_of(case, rank)
+            choice = SoftmaxTopK(top_k=2)(x.requires_grad_(), (weights[0],))
+            dense = dense_experts(x, choice.expert_TK, choice.score_TK, *weights[1:])
+            torch.sum(dense * grad).backward()
+            assert relative_error(y, dense) <= 1e-12
+            assert relative_error(x_grad, x.grad) <= 1e-12
+        # Two all-to-alls a chunk in each direction; a leader has one hop more than the others.
+        count = 0 if name in FLAT else 2 * sum(case.degrees)
+        leads = rank % case.ranks_per_node < case.cell_size
+        assert hops == {
+            Way.DIRECT: [],
+            Way.BY_LEADERS: [2 + leads] * count,
+            Way.BY_PLACES: [2] * count,
+        }
+
+
+# The pieces.
+
+
+def layout_of(grid: Grid, rank: int, ranks_per_node: int) -> ParallelLayout:
+    return ParallelLayout(grid, rank, tuple(r // ranks_per_node for r in range(grid.world_size)))
+
+
+def test_lists_of_the_nodes() -> None:
+    layout = layout_of(Grid(8, 8), 5, 4)
+    assert layout.lists_along(WITHIN_NODES) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert layout.lists_along(BETWEEN_NODES) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    # Cells 01, 23, 45, 67: one rank of each exchanges rows.
+    layout = layout_of(Grid(8, 4, 2), 5, 4)
+    assert layout.lists_along(WITHIN_NODES) == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert layout.lists_along(BETWEEN_NODES) == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    assert layout.nodes.node_P.tolist() == [0, 0, 1, 1]
+    # Two grids of four.
+    assert layout_of(Grid(8, 4), 5, 2).lists_along(BETWEEN_NODES) == [
+        [0, 2],
+        [1, 3],
+        [4, 6],
+        [5, 7],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("grid", "ranks_per_node", "why"),
+    [
+        (Grid(4, 4), 4, "all cells are on one node"),
+        (Grid(8, 4), 4, "all cells are on one node"),
+        (Grid(4, 2, 2), 2, "every node has one cell"),
+        (Grid(4, 4), 3, "nodes have 3, 1 cells: not equally many"),
+        (Grid(8, 8), 4, ""),
+    ],
+)
+def test_why_no_way_leads_by_the_nodes(grid: Grid, ranks_per_node: int, why: str) -> None:
+    layout = layout_of(grid, 0, ranks_per_node)
+    assert layout.why_flat == why
+    assert bool(layout.lists_along(BETWEEN_NODES)) == (not why)
+    if why:
+        channel = mock.sentinel.channel
+        assert all(carrier_of(layout, INTER, way, channel) is None for way in BY_COST)
+
+
+def _encoded(rank: int, world_size: int) -> None:
+    """Rows that travel as halves in float32 come back by the nodes as they do directly."""
+    uses = [("ep", INTER), *((axis, INTER) for axis in NODE_AXES)]
+    layout = ParallelLayout.build(Grid(world_size, world_size), uses, 2)
+    counts_CC = np.arange(world_size**2).reshape(world_size, world_size)
+    num_rows = int(counts_CC[rank].sum())
+    coding = Coding(lambda rows: rows.float() / 2, lambda arrived, like: 2 * arrived.to(like.dtype))
+    rows_ND = torch.randn(num_rows, 3, dtype=torch.float64)
+    arrived = {}
+    for way in BY_COST:
+        route = LayerRoute(
+            cut=Cut.equal(num_rows, 1),
+            target=Placement.block(world_size, world_size),
+            top_k=1,
+            choice_N=torch.arange(num_rows),
+            sent_FC=counts_CC[rank][None],
+            received_PCFS=counts_CC[:, rank].reshape(1, world_size, 1, 1),
+            count_between=lambda: counts_CC[None],
+        )
+        wire = Wire.between(layout, INTER, torch.device("cpu"), way).through(coding)
+        assert (wire.carrier is None) == (way is Way.DIRECT)
+        arrived[way] = wire.out(rows_ND, Span(0, 1), route)
+        home_ND = wire.home(arrived[way], Span(0, 1), route)
+        assert torch.equal(home_ND, rows_ND.float().double())
+    assert all(torch.equal(rows, arrived[Way.DIRECT]) for rows in arrived.values())
+
+
+def test_encoded_rows_go_every_way() -> None:
+    pool_of(4).run(_encoded)
+
+
+def test_between_nodes_as_between_all() -> None:
+    """Gloo between hosts wants pairs; within a host it does not."""
+    layout = layout_of(Grid(4, 4), 3, 2)
+    layout._groups.update(
+        {
+            (WITHIN_NODES, INTER): mock.sentinel.within,
+            (BETWEEN_NODES, INTER): mock.sentinel.between,
+        }
+    )
+    direct = Channel(mock.sentinel.all, mock.sentinel.by_pairs)
+    relays = carrier_of(layout, INTER, Way.BY_PLACES, direct)
+    assert isinstance(relays, Relays)
+    assert (relays.planner, relays.rank) == (by_places, 3)
+    assert relays.channels == {
+        Reach.WITHIN: Channel(mock.sentinel.within, all_to_all_rows),
+        Reach.BETWEEN: Channel(mock.sentinel.between, mock.sentinel.by_pairs),
+    }
+
+
+# The strategy.
+
+
+def test_what_a_way_uses() -> None:
+    own = {(axis, INTER) for axis in NODE_AXES}
+    uses = {name: own & set(esp(all_to_all=name).uses()) for name in (None, *WAYS)}
+    assert uses == {None: own, "direct": set(), "1dh": own, "2dh": own, "deepep": set()}
+
+
+def esp(**keys: Any) -> Strategy:
+    return ExpertSharding(**keys).over()
+
+
+def job_of(ways: Sequence[Mapping[Way, LinearCost]]) -> Job:
+    """One layer for each, whose other operations cost nothing."""
+    home = Placement.block(4, 4)
+    nothing = LinearCost(alpha_s=0.0, beta_s=0.0, n=1)
+    layers = tuple(
+        MeasuredLayer(LayerCosts(*[nothing] * 4), 0.0, 0, exchanges) for exchanges in ways
+    )
+    measured = Measured(layers, 0, AllReduce(1.0, 1.0), 4)
+    job = Job.at_start([home] * len(layers), np.array([0, 0, 1, 1]))
+    return replace(job, pipelines=measured)
+
+
+def costs(direct_s: float, leaders_s: float, places_s: float) -> dict[Way, LinearCost]:
+    seconds = (direct_s, leaders_s, places_s)
+    return {way: LinearCost(alpha_s=s, beta_s=0.0, n=1) for way, s in zip(BY_COST, seconds)}
+
+
+def test_plans_say_the_fastest_way() -> None:
+    job = job_of([costs(1, 2, 3), costs(3, 2, 1), costs(3, 1, 2)])
+    plans = esp().plan(job)
+    assert [plan.way for plan in plans] == [Way.DIRECT, Way.BY_PLACES, Way.BY_LEADERS]
+    told = "rows travel in 1 chunks forward and 1 backward, between cells by "
+    assert esp().describe(job) == f"{told}direct, 2dh, 1dh all-to-alls"
+    same = job_of([costs(3, 2, 1)] * 2)
+    assert esp().describe(same) == f"{told}2dh all-to-alls"
+    assert "all-to-all" not in esp().describe(job_of([{}]))
+
+
+def test_plans_before_costs_are_known() -> None:
+    job = replace(job_of([{}]), pipelines=None)
+    ways = {name: esp(all_to_all=name).plan(job)[0].way.value for name in (None, *WAYS)}
+    assert ways == {None: "direct", **{name: name for name in WAYS}}
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("2d", "did you mean '2dh'?"), ("nccl", "known: 1dh, 2dh, deepep, direct")]
+)
+def test_unknown_ways_are_refused(name: str, remedy: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        ExpertSharding(all_to_all=name)
+    assert str(caught.value) == (
+        f"ds_moe_ext.esp.all_to_all is {name!r}, which is unknown; {remedy}"
+    )
