@@ -44,6 +44,7 @@ class Case:
     degrees: tuple[int, int] = (1, 1)
     cell_size: int = 1
     schedule: str = "fsmoe"
+    way: str = "direct"  # between cells, of two a node
     has_own_gate: bool = True
 
 
@@ -135,13 +136,15 @@ class Results(dict[str, Tensor]):
 def strategy_of(case: Case) -> Strategy:
     forward, backward = case.degrees
     degree = TwoDegrees(forward=forward, backward=backward)
-    return ExpertSharding(degree=degree, schedule=case.schedule).over()
+    return ExpertSharding(degree=degree, schedule=case.schedule, all_to_all=case.way).over()
 
 
 def layer_of(world_size: int, case: Case, options: LayerOptions) -> MoELayer:
     strategy = strategy_of(case)
     layout = ParallelLayout.build(
-        Grid(world_size, world_size // case.cell_size, case.cell_size), strategy.uses()
+        Grid(world_size, world_size // case.cell_size, case.cell_size),
+        strategy.uses(),
+        ranks_per_node=2 * case.cell_size,
     )
     home = Placement.block(E, layout.grid.num_cells)
     (plan,) = strategy.plan(Job.at_start([home], layout.node_C))
@@ -360,6 +363,8 @@ CODED = (
     (4, Case(degrees=(2, 3), cell_size=2)),
     (4, Case(degrees=(2, 2), cell_size=2, schedule="tutel")),
     (2, Case(cell_size=2)),
+    (4, Case(degrees=(3, 2), way="2dh")),
+    (4, Case(degrees=(1, 2), way="1dh")),
 )
 
 

@@ -336,9 +336,10 @@ def job_of(ways: Sequence[Mapping[Way, LinearCost]]) -> Job:
     """One layer for each, whose other operations cost nothing."""
     home = Placement.block(4, 4)
     nothing = LinearCost(alpha_s=0.0, beta_s=0.0, n=1)
-    layers = tuple(
-        MeasuredLayer(LayerCosts(*[nothing] * 4), 0.0, 0, exchanges) for exchanges in ways
+    free = LayerCosts(
+        all_to_all=nothing, all_gather=nothing, reduce_scatter=nothing, expert=nothing
     )
+    layers = tuple(MeasuredLayer(free, 0.0, 0, exchanges) for exchanges in ways)
     measured = Measured(layers, 0, AllReduce(1.0, 1.0), 4)
     job = Job.at_start([home] * len(layers), np.array([0, 0, 1, 1]))
     return replace(job, pipelines=measured)

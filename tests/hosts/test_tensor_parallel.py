@@ -5,6 +5,7 @@ Losses, gradient norms and the gradients of the first step equal those of the un
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,6 +23,8 @@ class Case(NamedTuple):
     stage: int = 1
     micro_batches: int = 4  # of a step, over all copies of the model
     steps: int = 6
+    folder: str | None = None
+    resumes: bool = False  # from the folder, where half of the steps were saved
 
 
 class Run(NamedTuple):
@@ -55,8 +58,10 @@ def _trained(rank: int, world_size: int, case: Case) -> Run:
         mpu=mpu,
         config=_document(case, copies),
     )
+    if case.resumes:
+        engine.load_checkpoint(case.folder)
     losses, norms = [], []
-    for step in range(case.steps):
+    for step in range(engine.global_steps, case.steps):
         total = torch.zeros((), dtype=torch.float64)
         for number in range(here, case.micro_batches, copies):
             tokens = micro_batch(step, number)
@@ -67,6 +72,8 @@ def _trained(rank: int, world_size: int, case: Case) -> Run:
         dist.all_reduce(total)
         losses.append(float(total) / case.micro_batches / size)
         norms.append(float(engine.get_global_grad_norm()))
+        if case.folder and not case.resumes and 2 * (step + 1) == case.steps:
+            engine.save_checkpoint(case.folder)
     return Run(losses, norms)
 
 
@@ -123,3 +130,17 @@ def test_ten_steps_equal_the_undivided_model(world_size: int, case: Case, undivi
     for ours in pool_of(world_size).run(_train, case):
         assert ours.losses == pytest.approx(reference.losses, rel=2e-5)
         assert ours.norms == pytest.approx(reference.norms, rel=1e-4)
+
+
+def test_checkpoints_keep_every_ranks_part(tmp_path: Path) -> None:
+    """Dense weights have one name on all tensor parallel ranks, and other values."""
+    case = Case(2, 2, sequence_parallel=True, folder=str(tmp_path))
+    whole = pool_of(4).run(_train, case)[0]
+    half = case.steps // 2
+    resumed = pool_of(4).run(_train, case._replace(resumes=True))[0]
+    assert resumed.losses == whole.losses[half:]
+    assert resumed.norms == whole.norms[half:]
+    with pytest.raises(AssertionError, match="2 tensor parallel rank"):
+        pool_of(4).run(
+            _train, case._replace(tensor_parallel=1, sequence_parallel=False, resumes=True)
+        )

@@ -40,6 +40,7 @@ from ds_moe_ext.hosts.deepspeed.staged import (
     slot_name,
 )
 from ds_moe_ext.hosts.deepspeed.states import OptimizerStates
+from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.hosts.experts import HostedExperts
 from ds_moe_ext.hosts.found import Slot
 from ds_moe_ext.hosts.run import Run
@@ -139,6 +140,7 @@ def _layout_of(engine: Any, run: Run, slots: Mapping[Expert, Slot]) -> SavedLayo
         },
         optimizer=None if optimizer is None else type(optimizer).__name__,
         step=engine.global_steps,
+        tensor_parallel_size=TensorParallel.of(engine.mpu).size,
     )
 
 

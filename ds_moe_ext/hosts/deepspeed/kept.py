@@ -28,6 +28,7 @@ from ds_moe_ext.hosts.deepspeed.move import Expert
 from ds_moe_ext.hosts.deepspeed.regions import Region
 from ds_moe_ext.hosts.deepspeed.states import OptimizerStates
 from ds_moe_ext.hosts.deepspeed.stored import Part
+from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.hosts.found import Slot
 from ds_moe_ext.hosts.run import Run
 
@@ -53,8 +54,10 @@ class Named(NamedTuple):
     is_expert: bool
 
     @classmethod
-    def dense(cls, name: str, parameter: nn.Parameter) -> Named:
-        """Of a weight that is no expert's."""
+    def dense(cls, name: str, parameter: nn.Parameter, tensor_parallel: TensorParallel) -> Named:
+        """Of a weight that is no expert's. Tensor parallel ranks have others by the same name."""
+        if tensor_parallel.size > 1:
+            name = f"part {tensor_parallel.rank} of {name}"
         flat = Region.all_of((parameter.numel(),))
         return cls(name, name, tuple(parameter.shape), flat, False)
 
@@ -63,7 +66,10 @@ def named_parameters(
     engine: Any, run: Run, slots: Mapping[Expert, Slot]
 ) -> dict[nn.Parameter, Named]:
     """All parameters of this rank that have elements, if its experts lie in these slots."""
-    named = {p: Named.dense(name, p) for name, p in engine.module.named_parameters()}
+    tensor_parallel = TensorParallel.of(engine.mpu)
+    named = {
+        p: Named.dense(name, p, tensor_parallel) for name, p in engine.module.named_parameters()
+    }
     for expert, slot in slots.items():
         layer = run.layers[expert.layer]
         shard = layer.hosted.shard

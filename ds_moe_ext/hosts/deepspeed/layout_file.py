@@ -28,6 +28,7 @@ class SavedLayout:
             first weight had when the run started.
         optimizer: class that steps the weights; None without one.
         step: optimizer steps that were taken.
+        tensor_parallel_size: ranks that share the dense weights of one copy of the model.
     """
 
     strategy: str
@@ -40,6 +41,7 @@ class SavedLayout:
     slots: Mapping[str, Sequence[str]]
     optimizer: str | None
     step: int
+    tensor_parallel_size: int = 1
 
     def write(self, folder: Path) -> None:
         """Write it; that it is there says that all else is."""

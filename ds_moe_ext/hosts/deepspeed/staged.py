@@ -25,6 +25,7 @@ from ds_moe_ext.hosts.deepspeed.kept import (
 from ds_moe_ext.hosts.deepspeed.layout_file import SavedLayout
 from ds_moe_ext.hosts.deepspeed.move import Expert, ExpertMover
 from ds_moe_ext.hosts.deepspeed.states import MASTER, OptimizerStates, ParameterStates
+from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.hosts.found import Slot
 from ds_moe_ext.hosts.run import Run
 from ds_moe_ext.placement import Placement
@@ -138,6 +139,13 @@ def _checked_layout(engine: Any, run: Run, asked: Asked) -> SavedLayout:
             "ranks"
         )
     layout = SavedLayout.read(asked.folder)
+    size = TensorParallel.of(engine.mpu).size
+    if layout.tensor_parallel_size != size:
+        raise ValueError(
+            f"the checkpoint {asked.folder} was saved by {layout.tensor_parallel_size} tensor "
+            f"parallel rank(s), but this run has {size}, which have other parts of the dense "
+            f"weights; run with {layout.tensor_parallel_size}"
+        )
     path = Path(engine._get_ckpt_name(asked.folder.parent, asked.folder.name))
     if not path.exists():
         raise ValueError(f"{asked.folder} has no {path.name}: copy the whole folder again")
