@@ -51,7 +51,7 @@ def main() -> None:
     given = parser.parse_args()
     try:
         raise SystemExit(given.run(given))
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         parser.exit(2, f"ds-moe-ext: {error}\n")
 
 

@@ -6,9 +6,12 @@ Shape letters: W ranks, T tokens, N rows, D model width, E experts, F expert wid
 from __future__ import annotations
 
 import math
+import re
+import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -397,15 +400,15 @@ def test_one_direction_alone_is_encoded(codec: Codec) -> None:
             assert not torch.equal(coded[name], all_coded[name])
 
 
-def test_plain_gradients_travel_as_they_are() -> None:
-    """With the combine alone encoded, and gradients plain, the input's gradient through the experts
-    is exact, for what dispatch brought is."""
+@pytest.mark.parametrize("are_encoded", [False, True])
+def test_gradients_travel_encoded_or_plain(are_encoded: bool) -> None:
+    """What the experts learn depends on the rows that come, here exact, and on the gradients."""
     case = Case(degrees=(2, 2), has_own_gate=False)
-    codec = Int8(dispatch=False, gradients=False)
+    codec = Int8(dispatch=False, gradients=are_encoded)
     for (coded, _), (exact, _) in zip(run(2, case, codec), run(2, case)):
         assert not torch.equal(coded["y"], exact["y"])
         for name in ("weight 1", "weight 2"):  # of experts
-            assert relative_error(coded[name], exact[name]) <= 1e-12
+            assert (relative_error(coded[name], exact[name]) <= 1e-12) != are_encoded
 
 
 def test_where_nothing_travels_nothing_is_encoded() -> None:
@@ -589,6 +592,18 @@ def test_refused_in_one_sentence(values: Any, key: str, shown: str, remedy: str)
     assert len(message.splitlines()) == 1
 
 
+def test_examples_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "hooks.md").read_text()
+    scope: dict[str, Any] = {"__name__": HERE}
+    for example in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
+        exec(example, scope)
+    rows_ND = torch.randn(20, D, generator=torch.Generator().manual_seed(0))
+    assert relative_error(there_and_back(scope["Float8"](), rows_ND), rows_ND) < 2**-4
+    observers = (scope["Sizes"](),)
+    Hooked(observers).tell(Hook.AFTER_DISPATCH, Moe(1, "a"), Batch(rows_ND))
+    assert capsys.readouterr().out == "1 a None 20\n"
+
+
 # Under a DeepSpeed engine.
 
 
@@ -624,15 +639,22 @@ def engine_run(job: jobs.Job, *hooks: Any) -> tuple[jobs.Result, Counter[tuple[s
     return result, seen
 
 
-PIPED = (("degree", 2), ("slice_gradients", False))
+STRATEGIES = {
+    "esp": (("degree", 2), ("slice_gradients", False)),
+    "fssdp": (("copies_per_rank", 1),),
+    "prophet": (),
+}
 
 
-def test_an_engine_trains_alike_with_observers_and_exact_codecs() -> None:
-    job = jobs.Job("mixtral", 0, dtype="float64", steps=3, strategy="esp", keys=PIPED)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_engine_trains_alike_with_observers_and_exact_codecs(strategy: str) -> None:
+    job = jobs.Job("mixtral", 0, dtype="float64", steps=4, strategy=strategy)
+    job = replace(job, keys=STRATEGIES[strategy])
     plain, _ = engine_run(job)
     hooked, seen = engine_run(job, f"{HERE}:Counts", f"{HERE}:InHalves")
     assert hooked.losses == pytest.approx(plain.losses, rel=1e-12)
-    chunks = 3 * 2 * 2  # steps, micro-batches of a rank, chunks
+    degree = dict(job.keys).get("degree", 1)
+    chunks = 4 * 2 * degree  # steps, micro-batches of a rank, chunks
     names = [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
     assert seen == {(name, 32, back): chunks for name in names for back in (False, True)}
 
@@ -645,3 +667,18 @@ def test_an_engine_trains_with_compressed_rows(name: str) -> None:
     assert coded.losses != plain.losses
     assert coded.losses == pytest.approx(plain.losses, rel=5e-3)
     assert coded.norms == pytest.approx(plain.norms, rel=0.05)
+
+
+def _warnings(rank: int, world_size: int, job: jobs.Job) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _trained(rank, world_size, job, ("int8",))
+    return [str(each.message) for each in caught if "ds_moe_ext.hooks" in str(each.message)]
+
+
+def test_a_codec_without_effect_is_told_once() -> None:
+    """All experts are on each rank: rows travel nowhere."""
+    told = pool_of(2).run(_warnings, jobs.Job("mixtral", 1, steps=1, cells=1))
+    assert [len(messages) for messages in told] == [1, 0]
+    assert "has no effect: there is one cell" in told[0][0]
+    assert "raise expert_parallel_size" in told[0][0]

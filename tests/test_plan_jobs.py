@@ -311,7 +311,8 @@ def test_bad_jobs(name: str, job: Any, says: str) -> None:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_every_key_is_needed(name: str) -> None:
-    for key in JOBS[name]:
+    """But those that have a default."""
+    for key in JOBS[name].keys() - ({"max_degree"} if name == "gradient-partition" else set()):
         rest = {k: v for k, v in JOBS[name].items() if k != key}
         with pytest.raises(ValueError, match=f"needs the key '{key}'; add it"):
             planned(name, rest)

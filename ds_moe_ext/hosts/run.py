@@ -70,9 +70,9 @@ class Run:
         run = cls(blueprint, tuple(layers), planning, recorder, rank)
         if rank == 0 and report.enabled:
             Console().print(start_table(run))
-            layout = layers[0].routed.site.layout
-            teller(settings, rank)(told_way(blueprint.strategy, layout))
             weakref.finalize(lives_with, finish, recorder, report.path)
+        layout = layers[0].routed.site.layout
+        teller(settings, rank)(told_way(blueprint.strategy, layout))
         return run
 
     def after_step(self, step: int) -> None:

@@ -10,7 +10,8 @@ from ds_moe_ext.plan_jobs.checks import MOST_COST, check_number
 from ds_moe_ext.planners.degree import LayerCosts, best_degree
 from ds_moe_ext.planners.linear import LinearCost
 from ds_moe_ext.planners.partition import AllReduce, BackwardLayer, partition_gradients
-from ds_moe_ext.strict import read_record
+from ds_moe_ext.planners.pipelining import SOLVERS
+from ds_moe_ext.strict import nearest, read_record
 
 MOST_DEGREE = 2**12  # chunks of a layer
 MOST_LAYERS = 2**10
@@ -76,15 +77,23 @@ class DegreeJob(LayerInput):
     Attributes:
         gradient_s: seconds of the all-reduce inside the layer; 0 in forward.
         max_degree: the largest degree to try.
+        solver: "exact", or "paper" for SciPy's SLSQP.
     """
 
     gradient_s: float
     max_degree: int
+    solver: str = "exact"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number("gradient_s", self.gradient_s, float, most=MOST_COST)
         check_number("max_degree", self.max_degree, int, least=1, most=MOST_DEGREE)
+        _check_solver(self.solver)
+
+
+def _check_solver(solver: str) -> None:
+    if solver not in SOLVERS:
+        raise ValueError(f"solver is {solver!r}, which is unknown; {nearest(solver, SOLVERS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +116,7 @@ class DegreePlan:
 
 def pipeline_degree(job: DegreeJob) -> DegreePlan:
     """FSMoE's Algorithm 1."""
-    plan = best_degree(job.costs, job.gradient_s, job.max_degree)
+    plan = SOLVERS[job.solver].degree(job.costs, job.gradient_s, job.max_degree)
     return DegreePlan(
         degree=plan.degree, time_s=plan.time_s, case=plan.case, times_s=plan.times_R.tolist()
     )
@@ -149,12 +158,14 @@ class PartitionJob:
         all_reduce: costs of reducing gradients.
         tail_elements: gradients of the last layer, which no layer is left to hide.
         max_degree: the largest degree to try.
+        solver: "exact", or "paper" for SciPy's differential evolution.
     """
 
     layers: list[Any]
     all_reduce: AllReduceInput
     tail_elements: int
-    max_degree: int
+    max_degree: int = 8
+    solver: str = "exact"
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.layers) <= MOST_LAYERS:
@@ -166,6 +177,7 @@ class PartitionJob:
             check_number(f"all_reduce.{key}", value, float, most=MOST_COST)
         check_number("tail_elements", self.tail_elements, int, most=MOST_ELEMENTS)
         check_number("max_degree", self.max_degree, int, least=1, most=MOST_DEGREE)
+        _check_solver(self.solver)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +212,12 @@ def gradient_partition(job: PartitionJob) -> PartitionPlan:
         )
         for layer in inputs
     ]
-    partition = partition_gradients(layers, all_reduce=all_reduce, tail_elements=job.tail_elements)
+    partition = partition_gradients(
+        layers,
+        all_reduce=all_reduce,
+        tail_elements=job.tail_elements,
+        step_2=SOLVERS[job.solver].step_2,
+    )
     return PartitionPlan(
         dense=list(partition.dense),
         moe=list(partition.moe),

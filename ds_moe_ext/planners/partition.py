@@ -189,12 +189,18 @@ class GradientPartition:
         return tuple(LayerSpans(range(lo, mid), range(mid, hi)) for lo, mid, hi in pairs)
 
 
+Step2 = Callable[[Sequence[BackwardLayer], HiddenSlices, AllReduce, int, int], tuple[int, ...]]
+"""``(layers, what Step 1 hid, costs, tail elements, parts) -> elements moved into each MoE part``;
+there is something left to move."""
+
+
 def partition_gradients(
     layers: Sequence[BackwardLayer],
     *,
     all_reduce: AllReduce,
     tail_elements: int = 0,
     num_quanta: int = QUANTA,
+    step_2: Step2 | None = None,
 ) -> GradientPartition:
     """Both steps. Costs ``Q`` values of ``moe_seconds`` and ``Q * Q`` sums a layer.
 
@@ -208,6 +214,7 @@ def partition_gradients(
         all_reduce: cost of reducing gradients.
         tail_elements: gradients that become ready after the last layer: its own.
         num_quanta: parts in which elements move; of one element if there are fewer elements.
+        step_2: another way to solve it, as ``evolution.evolved``.
 
     Raises:
         ValueError: ``tail_elements`` below 0 or ``num_quanta`` below 1.
@@ -218,7 +225,8 @@ def partition_gradients(
     left = hidden.left[-1] if layers else 0
     extra = (0,) * len(layers)
     if left:
-        extra = _move(layers, hidden, all_reduce, tail_elements, min(num_quanta, left))
+        move = step_2 or _move
+        extra = move(layers, hidden, all_reduce, tail_elements, min(num_quanta, left))
     tail = tail_elements + left - sum(extra)
     reduced_s_N = all_reduce.seconds_of_each(np.array(hidden.moe) + np.array(extra))
     moe_s = sum(

@@ -10,17 +10,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from ds_moe_ext.planners.degree import TIE, Chunks, LayerCosts, link_seconds, path_seconds
+from ds_moe_ext.planners.degree import (
+    TIE,
+    Chunks,
+    LayerCosts,
+    Planner,
+    best_degree,
+    link_seconds,
+    path_seconds,
+    solved_degree,
+)
+from ds_moe_ext.planners.evolution import evolved
 from ds_moe_ext.planners.exchange import Way
 from ds_moe_ext.planners.linear import LinearCost
 from ds_moe_ext.planners.partition import (
     QUANTA,
     AllReduce,
     BackwardLayer,
+    Step2,
     partition_gradients,
 )
 from ds_moe_ext.schedule.pipelines import Pipeline
@@ -31,11 +43,13 @@ class MoePart:
     """The MoE part of one layer in one direction, at each degree.
 
     Attributes:
+        costs: of its operations.
         degree_R: number of chunks.
         alone_R: seconds without a reduction.
         queue_R: seconds that what a reduction queues with takes.
     """
 
+    costs: LayerCosts
     degree_R: np.ndarray
     alone_R: np.ndarray
     queue_R: np.ndarray
@@ -52,9 +66,10 @@ class MoePart:
         degree_R = np.array(degrees if pipeline.is_cut else (1,))
         chunks = costs.cut(degree_R)
         if pipeline.has_one_queue:
-            return cls(degree_R, *_in_one_queue(chunks))
+            return cls(costs, degree_R, *_in_one_queue(chunks))
         queue_R = link_seconds(chunks)
-        return cls(degree_R, np.maximum(path_seconds(chunks).max(axis=0), queue_R), queue_R)
+        alone_R = np.maximum(path_seconds(chunks).max(axis=0), queue_R)
+        return cls(costs, degree_R, alone_R, queue_R)
 
     def seconds(self, gradient_G: np.ndarray) -> np.ndarray:
         """Under each of many reductions, at each degree, float ``[G, R]``."""
@@ -179,6 +194,25 @@ Degrees = tuple[int | None, int | None]
 """Of forward and of backward; None lets the planner choose."""
 
 
+@dataclass(frozen=True)
+class Solver:
+    """How degrees and partitions are found.
+
+    Attributes:
+        degree: of a layer whose collectives have a queue for each kind of link.
+        step_2: of the partition; None is the exact one.
+    """
+
+    degree: Planner
+    step_2: Step2 | None
+
+
+SOLVERS: Mapping[str, Solver] = MappingProxyType(
+    {"exact": Solver(best_degree, None), "paper": Solver(solved_degree, evolved)}
+)
+"""By the name of a strategy's key; "paper" takes SciPy's solvers, as FSMoE's authors did."""
+
+
 def plan_pipelines(
     pipeline: Pipeline,
     measured: Measured,
@@ -186,6 +220,7 @@ def plan_pipelines(
     max_degree: int,
     degrees: Degrees = (None, None),
     slices: bool = True,
+    solver: Solver = SOLVERS["exact"],
 ) -> tuple[Piped, ...]:
     """How each layer runs, in model order.
 
@@ -198,6 +233,7 @@ def plan_pipelines(
         max_degree: the largest degree to try.
         degrees: that are given.
         slices: gradients may be reduced beside layers, where the pipeline has places for them.
+        solver: what finds degrees and partitions; of one queue degrees are always the exact ones.
     """
     choices = [range(1, max_degree + 1) if given is None else (given,) for given in degrees]
     chosen = [
@@ -215,11 +251,22 @@ def plan_pipelines(
         for layer in measured.layers
     ]
     backward = [parts.backward for parts in chosen]
-    placed = place(pipeline, measured, backward) if slices else [NOWHERE] * len(chosen)
+    placed = [NOWHERE] * len(chosen)
+    if slices:
+        placed = place(pipeline, measured, backward, step_2=solver.step_2)
+    solved = not pipeline.has_one_queue and solver.degree is not best_degree
+
+    def degree(part: MoePart, given: int | None, gradient_s: float) -> int:
+        if given is not None or not solved:
+            return part.degree(gradient_s)
+        return solver.degree(part.costs, gradient_s, max_degree).degree
+
     return tuple(
         Piped(
-            parts.forward.degree(),
-            parts.backward.degree(sum(map(measured.all_reduce.seconds, each.within_moe))),
+            degree(parts.forward, degrees[0], 0.0),
+            degree(
+                parts.backward, degrees[1], sum(map(measured.all_reduce.seconds, each.within_moe))
+            ),
             each,
             parts.way,
         )
@@ -233,6 +280,7 @@ def place(
     parts: Sequence[MoePart],
     *,
     num_quanta: int = QUANTA,
+    step_2: Step2 | None = None,
 ) -> list[Placed]:
     """Where gradients are reduced beside which layer's backward, in model order.
 
@@ -241,6 +289,7 @@ def place(
         measured: the model.
         parts: MoE parts of backward.
         num_quanta: as of ``partition_gradients``.
+        step_2: likewise.
     """
     cost = measured.all_reduce
     last_first = list(zip(measured.layers[::-1], parts[::-1], strict=True))
@@ -258,7 +307,11 @@ def place(
         ]
         tail = measured.layers[0].gradient_elements
         found = partition_gradients(
-            beside, all_reduce=cost, tail_elements=tail, num_quanta=num_quanta
+            beside,
+            all_reduce=cost,
+            tail_elements=tail,
+            num_quanta=num_quanta,
+            step_2=step_2,
         )
         placed = [
             Placed(_some(moe), _some(dense)) for moe, dense in zip(found.within_moe, found.dense)

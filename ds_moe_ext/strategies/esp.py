@@ -17,7 +17,7 @@ import numpy as np
 from ds_moe_ext.layout import NODE_AXES
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.exchange import BY_COST, BY_NODES, WAYS, Way
-from ds_moe_ext.planners.pipelining import Measured, Piped, plan_pipelines
+from ds_moe_ext.planners.pipelining import SOLVERS, Measured, Piped, plan_pipelines
 from ds_moe_ext.schedule import wires
 from ds_moe_ext.schedule.pipelines import PIPELINES, Pipeline, Slices
 from ds_moe_ext.schedule.task import INTER, Lane, Schedule
@@ -64,6 +64,7 @@ class ExpertSharding:
             each; null: as many as is fastest by what was measured, layer by layer.
         max_degree: the most that are tried.
         schedule: which of the compared schedules: "fsmoe", or one of the others.
+        solver: "exact", or "paper" for SLSQP and differential evolution, which need SciPy.
         slice_gradients: reduce dense gradients in slices beside MoE layers, where the schedule has
             places for them; false leaves them to the host.
         all_to_all: the way of rows between cells: "direct", "1dh", "2dh" or "deepep"; null: the
@@ -74,6 +75,7 @@ class ExpertSharding:
     degree: int | TwoDegrees | None = None
     max_degree: int = 8
     schedule: str = "fsmoe"
+    solver: str = "exact"
     slice_gradients: bool = True
     all_to_all: str | None = None
 
@@ -81,11 +83,12 @@ class ExpertSharding:
         if isinstance(self.degree, int):
             at_least(f"{KEY}.degree", self.degree, 1)
         at_least(f"{KEY}.max_degree", self.max_degree, 1)
-        if self.schedule not in PIPELINES:
-            raise ValueError(
-                f"{KEY}.schedule is {self.schedule!r}, which is unknown; "
-                f"{nearest(self.schedule, PIPELINES)}"
-            )
+        for key, known in (("schedule", PIPELINES), ("solver", SOLVERS)):
+            if vars(self)[key] not in known:
+                raise ValueError(
+                    f"{KEY}.{key} is {vars(self)[key]!r}, which is unknown; "
+                    f"{nearest(vars(self)[key], known)}"
+                )
         if self.all_to_all is not None and self.all_to_all not in WAYS:
             raise ValueError(
                 f"{KEY}.all_to_all is {self.all_to_all!r}, which is unknown; "
@@ -220,6 +223,7 @@ def _pipes(esp: ExpertSharding, measured: Measured) -> tuple[Piped, ...]:
         max_degree=esp.max_degree,
         degrees=esp.degrees,
         slices=esp.slices,
+        solver=SOLVERS[esp.solver],
     )
 
 

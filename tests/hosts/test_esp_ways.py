@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from ds_moe_ext.hardware import Device, Flops, Hardware, Link
-from ds_moe_ext.hosts import run as hosts_run
-from ds_moe_ext.hosts.deepspeed.engine import run_of
+from ds_moe_ext.hosts import run
+from ds_moe_ext.hosts.deepspeed import engine
 from tests.hosts.copied_runs import check_equal, plain
 from tests.hosts.jobs import Job, Result, engine_of, loss_of, micro_batch, train
 from tests.ranks import pool_of
 
 JOB = Job("mixtral", 0, dtype="float64", steps=3, clip=0.5)
+CURVE = Job("mixtral", 1, steps=6)
 
 
-def on_nodes(job: Job, ranks_per_node: int, folder: Path, **links: Link) -> Job:
+def on_nodes(job: Job, ranks_per_node: int, folder: Path) -> Job:
     """The job on a described cluster of equal nodes."""
     hardware = Hardware(
         name="of a test",
@@ -46,19 +49,59 @@ def test_relayed_rows_train_alike(way: str, tmp_path: Path) -> None:
     check_equal(ours, plain(4, JOB), JOB)
 
 
-def _told(rank: int, world_size: int, job: Job, steps: int) -> tuple[list[str], list[str]]:
-    """What a person is told, and the way of each layer at the end."""
+def _told(rank: int, world_size: int, job: Job, ranks_per_host: int) -> tuple[list[str], list[str]]:
+    """What a person is told, and the way of each layer once costs are known."""
     lines: list[str] = []
-    tell = hosts_run.teller
-    hosts_run.teller = lambda *_: lines.append  # type: ignore[assignment]
-    try:
-        engine = engine_of(job, world_size)
-    finally:
-        hosts_run.teller = tell
-    run = run_of(engine)
-    assert run is not None
-    run.planning.tell = lines.append
-    for step in range(steps):
-        engine.backward(loss_of(engine, micro_batch(step, rank)))
-        engine.step()
-    return lines, [layer.routed.site.plan.way.value for layer in run.layers]
+    with (
+        mock.patch.object(run, "teller", lambda *_: lines.append),
+        mock.patch.object(engine, "teller", lambda *_: lines.append),
+        mock.patch.object(socket, "gethostname", lambda: f"host{rank // ranks_per_host}"),
+    ):
+        given = engine_of(job, world_size)
+    for step in range(job.steps):
+        given.backward(loss_of(given, micro_batch(step, rank)))
+        given.step()
+    ways = [layer.routed.site.plan.way.value for layer in engine.run_of(given).layers]
+    return lines, ways
+
+
+@pytest.mark.parametrize(("name", "ranks_per_host"), [("1dh", 4), ("2dh", 1), ("2dh", 3)])
+def test_flat_nodes_are_told(name: str, ranks_per_host: int) -> None:
+    why = {
+        4: "all cells are on one node",
+        1: "every node has one cell",
+        3: "nodes have 3, 1 cells: not equally many",
+    }[ranks_per_host]
+    job = replace(esp(CURVE, all_to_all=name), steps=1)
+    for lines, ways in pool_of(4).run(_told, job, ranks_per_host):
+        assert f"{name} all-to-alls are direct here: {why}" in lines
+        assert set(ways) == {name}
+
+
+def test_the_fastest_way_by_a_hardware_file(tmp_path: Path) -> None:
+    """10 ms a message between nodes: two fewer are worth to carry rows over inside a node."""
+    job = on_nodes(esp(CURVE, degree=None), 2, tmp_path)
+    for lines, ways in pool_of(4).run(_told, job, 4):
+        assert any("between cells by 2dh all-to-alls" in line for line in lines)
+        assert ways == ["2dh", "2dh"]
+
+
+def test_the_fastest_way_by_what_was_measured() -> None:
+    job = esp(CURVE, degree=None)
+    told = pool_of(4).run(_told, job, 2)
+    assert all(set(ways) <= {"direct", "1dh", "2dh"} for _, ways in told)
+    assert all(ways == told[0][1] for _, ways in told), "the same on every rank"
+    assert any("between cells by" in line for line in told[0][0])
+    assert not any("direct here" in line for line in told[0][0])
+
+
+def _refused(rank: int, world_size: int, job: Job) -> str:
+    with pytest.raises(ValueError) as caught:
+        engine_of(job, world_size)
+    return str(caught.value)
+
+
+def test_deep_ep_is_refused_on_a_cpu() -> None:
+    for text in pool_of(2).run(_refused, esp(JOB, all_to_all="deepep")):
+        assert "ds_moe_ext.esp.all_to_all is 'deepep', but rows are on cpu" in text
+        assert text.endswith("choose another, or leave it out")

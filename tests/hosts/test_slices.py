@@ -201,6 +201,8 @@ def batch(rank: int, number: int, dtype: torch.dtype) -> Tensor:
 
 
 def train(rank: int, world_size: int, case: Case, is_sliced: bool) -> Trained:
+    from deepspeed.utils import groups
+
     windows = Windows(SIZES[case.sizes])
     engine = engine_of(case, windows, is_sliced)
     dtype = next(engine.module.parameters()).dtype
@@ -220,6 +222,7 @@ def train(rank: int, world_size: int, case: Case, is_sliced: bool) -> Trained:
             engine.step()
         norms.append(float(engine.get_global_grad_norm() or 0.0))
         reduced.append(windows.slices and windows.slices.reduced)
+    groups.mpu = None  # or later engines would take it for theirs
     weights = [parameter.detach().clone() for parameter in engine.module.parameters()]
     return Trained(losses, norms, weights, reduced)
 
