@@ -325,6 +325,16 @@ def test_makespans(degree: int, has_slice: int, seconds: Seconds) -> None:
     )
 
 
+def test_makespans_of_ten_thousand_layers() -> None:
+    """Quarters of seconds, so that sums are exact; every degree, with and without a slice."""
+    rng = np.random.default_rng(0)
+    for numbers in rng.integers(0, 41, size=(10_000, 5)) / 4:
+        seconds = Seconds(*numbers.tolist())
+        degree, has_slice = int(rng.integers(1, 9)), int(rng.integers(2))
+        expected = makespans(chunks_of(degree, seconds), seconds.t * has_slice)
+        assert simulated(FSMOES[degree, has_slice], seconds) == expected
+
+
 @PROPERTY
 @given(st.integers(1, 8), ALL_SECONDS)
 def test_order_at_one_degree(degree: int, seconds: Seconds) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ds_moe_ext.all_to_all import Channel, Reach, Relay, Relays, by_places
 from ds_moe_ext.comm import all_to_all_rows
+from ds_moe_ext.cost.pipeline import Payload, measure_carrier, quick_bench
 from ds_moe_ext.layout import BETWEEN_NODES, NODE_AXES, WITHIN_NODES, Grid, ParallelLayout
 from ds_moe_ext.moe.codecs import Coding
 from ds_moe_ext.moe.dispatch import Wire
@@ -34,6 +35,7 @@ from ds_moe_ext.planners.degree import LayerCosts
 from ds_moe_ext.planners.exchange import BY_COST, WAYS, Way
 from ds_moe_ext.planners.linear import LinearCost
 from ds_moe_ext.planners.partition import AllReduce
+from ds_moe_ext.planners.pipeline_lines import Line
 from ds_moe_ext.planners.pipelining import Measured, MeasuredLayer
 from ds_moe_ext.schedule.task import INTER, Cut, Lane, Span
 from ds_moe_ext.share import NearestCopy
@@ -317,6 +319,25 @@ def test_between_nodes_as_between_all() -> None:
         Reach.WITHIN: Channel(mock.sentinel.within, all_to_all_rows),
         Reach.BETWEEN: Channel(mock.sentinel.between, mock.sentinel.by_pairs),
     }
+
+
+def _measured(rank: int, world_size: int) -> Line:
+    uses = [("ep", INTER), *((axis, INTER) for axis in NODE_AXES)]
+    layout = ParallelLayout.build(Grid(world_size, world_size), uses, 2)
+    carrier = Wire.between(layout, INTER, torch.device("cpu"), Way.BY_PLACES).carrier
+    assert carrier is not None
+    payload = Payload(4096, 64, torch.float32, 1, torch.float32)
+    with relays_counted() as hops:
+        line = measure_carrier(carrier, world_size, payload, quick_bench(torch.device("cpu")))
+    assert len(hops) >= 4, "each size was sent"
+    return line
+
+
+def test_a_way_is_timed_alike_on_all_ranks() -> None:
+    lines = pool_of(4).run(_measured)
+    assert lines == lines[:1] * 4
+    # 1 MiB a rank on one host: more than a microsecond, less than a second.
+    assert 1e-6 < lines[0].alpha_s + 4096 * 64 * 4 * lines[0].beta_s < 1
 
 
 # The strategy.

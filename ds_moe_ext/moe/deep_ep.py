@@ -33,7 +33,7 @@ MakeBuffer = Callable[[torch.device, int], Any]
 
 
 def why_not(layout: ParallelLayout, device: torch.device) -> str:
-    """Why DeepEP cannot carry the rows of a layout, the same on every rank; empty if it can."""
+    """Why DeepEP cannot carry the rows of a layout; empty if it can."""
     node_P = layout.node_of_cells
     eights_P = np.arange(node_P.size) // NODE_SIZE
     if device.type != "cuda":

@@ -40,9 +40,10 @@ Sizes = Callable[[int, int], tuple[int, int]]
 class Windows:
     """What the layers of a model ask of their slices."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, *, is_inline: bool = False) -> None:
         self.slices: Any = None
         self.sizes = sizes
+        self.is_inline = is_inline
         self.passes = 0
 
     def run(self, window: int) -> None:
@@ -50,7 +51,7 @@ class Windows:
         if self.slices is None:
             return
         within, beside = self.sizes(self.passes, window)
-        lanes = lanes_for(torch.device("cpu"), overlaps=True)
+        lanes = lanes_for(torch.device("cpu"), overlaps=not self.is_inline)
         reduced = lanes.submit(INTER, lambda: self.slices.reduce(within), ())
         begun = lanes.submit(COMPUTE, lambda: self.slices.begin(beside), [reduced])
         lanes.join([reduced, begun])
@@ -109,6 +110,7 @@ class Case:
     coalesce: bool = False  # reduce once after all micro-batches
     managed: bool = True
     tensor_parallel: int = 1
+    is_inline: bool = False  # windows run in the thread of backward, not in lanes
     zero: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -203,7 +205,7 @@ def batch(rank: int, number: int, dtype: torch.dtype) -> Tensor:
 def train(rank: int, world_size: int, case: Case, is_sliced: bool) -> Trained:
     from deepspeed.utils import groups
 
-    windows = Windows(SIZES[case.sizes])
+    windows = Windows(SIZES[case.sizes], is_inline=case.is_inline)
     engine = engine_of(case, windows, is_sliced)
     dtype = next(engine.module.parameters()).dtype
     losses, norms, reduced = [], [], []
@@ -276,6 +278,12 @@ def test_any_sizes_are_taken_once(sizes: str, stage: int, overlap: bool) -> None
     assert bool(reduced.num_slices) == (sizes != "none")
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_slices_without_lanes(stage: int) -> None:
+    """A slice that was begun still runs in a lane: the next one waits for it."""
+    check(Case(stage, sizes="planned", is_inline=True, steps=4), 2, rel=0.0)
+
+
 BFLOAT16 = Case(dtype="bfloat16", clip=0.05, steps=4)
 TYPES = [
     replace(BFLOAT16, stage=0),
@@ -332,7 +340,7 @@ def test_three_ranks_train_bit_equal(stage: int) -> None:
     check(replace(BFLOAT16, stage=stage, travels="fp32", sizes="random"), 3, rel=0.0)
 
 
-@pytest.mark.parametrize("case", [Case(2, True), slow(Case(1)), slow(Case(1, True))], ids=str)
+@pytest.mark.parametrize("case", [Case(2, True), slow(Case(1)), slow(Case(1, True))])
 def test_four_ranks_to_the_last_digits(case: Case) -> None:
     check(replace(case, clip=0.05, sizes="random", steps=2), 4, rel=1e-5)
 
@@ -348,7 +356,7 @@ BOUNDARIES = [
 ]
 
 
-@pytest.mark.parametrize("case", BOUNDARIES, ids=str)
+@pytest.mark.parametrize("case", BOUNDARIES)
 def test_any_way_to_accumulate(case: Case) -> None:
     """Gradients that are not reduced yet are in no slice."""
     got, _ = check(replace(case, steps=3, clip=0.05), 2, rel=0.0)
@@ -433,6 +441,29 @@ def test_gradients_go_back_within_backward(stage: int) -> None:
     head, block = 3 * D + 3, 2 * D + 8 * D * D + 5 * D
     for kept in pool_of(2).run(kept_within, stage):
         assert kept == [0, head, head + block, head + 2 * block]
+
+
+def sent_by_deepspeed(rank: int, world_size: int, stage: int) -> int:
+    """Elements that DeepSpeed all-reduces in a backward in which windows take all there is."""
+    from deepspeed import comm
+
+    sizes: list[int] = []
+    all_reduce = comm.all_reduce
+
+    def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(tensor.numel())
+        return all_reduce(tensor, *args, **kwargs)
+
+    engine = engine_of(Case(stage), Windows(SIZES["all in windows"]), True)
+    with mock.patch.object(comm, "all_reduce", noted):
+        engine.backward(engine(batch(rank, 0, torch.float32)))
+    return sum(sizes)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_nothing_is_sent_twice(stage: int) -> None:
+    """What becomes ready after the last window is left to DeepSpeed: the first weights."""
+    assert pool_of(2).run(sent_by_deepspeed, stage) == [D * D + D] * 2
 
 
 def with_experts(rank: int, world_size: int, job: Job, is_sliced: bool) -> tuple[Any, Any]:

@@ -1,0 +1,166 @@
+"""How experts can be split is found by trying; and how large cells are. No ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ds_moe_ext.hosts.found import any_name
+from ds_moe_ext.hosts.huggingface import find
+from ds_moe_ext.hosts.sizes import grid_of
+from ds_moe_ext.hosts.splitting import ways_to_split
+from ds_moe_ext.moe.expert import FeedForwardExperts, ModuleExperts, silu_gated
+from ds_moe_ext.moe.sharding import Along
+from ds_moe_ext.settings import read_settings
+from tests.hosts import families
+
+D, F = 6, 8
+
+
+def drawn(*shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def interleaved(gate_up: Tensor) -> Tensor:
+    """As in gpt-oss: gate and up take turns."""
+    return nn.functional.silu(gate_up[..., ::2]) * gate_up[..., 1::2]
+
+
+ROWS, COLUMNS = Along(0), Along(1)
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "alongs"),
+    [
+        (FeedForwardExperts(nn.functional.gelu), [(F, D), (D, F)], (ROWS, COLUMNS)),
+        (FeedForwardExperts(silu_gated), [(2 * F, D), (D, F)], (Along(0, 2), COLUMNS)),
+        (
+            FeedForwardExperts(silu_gated, is_transposed=True),
+            [(D, 2 * F), (F, D)],
+            (Along(1, 2), ROWS),
+        ),
+        (
+            FeedForwardExperts(nn.functional.gelu, has_bias=True),
+            [(F, D), (F,), (D, F), (D,)],
+            (ROWS, ROWS, COLUMNS, Along(0, adds=True)),
+        ),
+        (
+            FeedForwardExperts(silu_gated, has_bias=True),
+            [(2 * F, D), (2 * F,), (D, F), (D,)],
+            (Along(0, 2), Along(0, 2), COLUMNS, Along(0, adds=True)),
+        ),
+    ],
+)
+def test_feed_forward(
+    function: Any, shapes: list[tuple[int, ...]], alongs: tuple[Along, ...]
+) -> None:
+    found = ways_to_split("layer", function, drawn(*shapes), 2)
+    # One block is two where its halves are cut anyway: both are right for plain weights.
+    assert [(a.dim, a.adds) for a in found] == [(a.dim, a.adds) for a in alongs]
+    if function.activation is silu_gated:
+        assert found == alongs
+
+
+def test_gate_and_up_in_turns() -> None:
+    """As in gpt-oss. Two halves may each be cut, if the columns behind them are cut alike."""
+    function = FeedForwardExperts(interleaved)
+    up, down = ways_to_split("layer", function, drawn((2 * F, D), (D, F)), 2)
+    assert (up.dim, down.dim) == (0, 1)
+    assert up.num_blocks == down.num_blocks
+
+
+def test_a_module_of_the_users() -> None:
+    """Biases are zeros as they start; how they are split shows all the same."""
+    module = nn.Sequential(nn.Linear(D, F), nn.GELU(), nn.Linear(F, D)).double()
+    for name, parameter in module.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
+    names = tuple(name for name, _ in module.named_parameters())
+    found = ways_to_split("layer", ModuleExperts(module, names), [*module.parameters()], 2)
+    assert [(a.dim, a.adds) for a in found] == [(0, False), (0, False), (1, False), (0, True)]
+
+
+class NormAfter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, F, bias=False), nn.Linear(F, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(self.down(self.up(x).relu()), (D,))
+
+
+@pytest.mark.parametrize("num_shards", [2, 3])
+def test_what_does_not_add_up_is_refused(num_shards: int) -> None:
+    module = NormAfter()
+    function = ModuleExperts(module, ("up.weight", "down.weight"))
+    with pytest.raises(ValueError, match=r"experts of blocks\.3, .* cannot be split") as caught:
+        ways_to_split("blocks.3", function, [*module.parameters()], num_shards)
+    assert f"expert_sharding_size is {num_shards}" in str(caught.value)
+    assert "set it to 1" in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_published_families(family: str) -> None:
+    (first, *_) = find(families.build(family), any_name)
+    assert first.split(2) == (Along(0, 2), COLUMNS)
+
+
+# Sizes.
+
+
+@pytest.fixture
+def mixtral() -> Any:
+    return list(find(families.build("mixtral"), any_name))
+
+
+Sized = Callable[..., tuple[int, int]]
+
+
+@pytest.fixture
+def sized(mixtral: Any, monkeypatch: pytest.MonkeyPatch) -> Sized:
+    def sizes(world_size: int, ranks_here: int | None = None, **block: Any) -> tuple[int, int]:
+        for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        if ranks_here is not None:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_here))
+        document = {"ds_moe_ext": {"enabled": True, "strategy": "esp", **block}}
+        settings, strategy = read_settings(document)
+        assert strategy is not None
+        grid = grid_of(settings, strategy, mixtral, world_size)
+        return grid.num_cells, grid.cell_size
+
+    return sizes
+
+
+def test_cells_are_nodes_where_there_are_several(sized: Sized) -> None:
+    assert sized(4, 2) == (2, 2)
+    assert sized(8, 4) == (2, 4)
+    assert sized(8, 4, expert_sharding_size=2) == (4, 2)
+
+
+def test_experts_stay_whole_elsewhere(sized: Sized) -> None:
+    assert sized(4) == sized(4, 4) == sized(4, 2, expert_sharding_size=1) == (4, 1)
+    assert sized(10, 5) == (2, 1)  # experts cannot be split into five parts
+    assert sized(4, 2, strategy="ep") == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("block", "says"),
+    [
+        ({"expert_sharding_size": 3}, ("is 3", "world size 4", "[1, 2, 4]")),
+        ({"strategy": "fssdp", "expert_sharding_size": 2}, ("is 2", "'fssdp'", "strategy 'esp'")),
+        (
+            {"expert_sharding_size": 2, "expert_parallel_size": 4},
+            ("expert_parallel_size is 4", "in cells of 2 ranks", "[1, 2]"),
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit(sized: Sized, block: dict[str, Any], says: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=says[0]) as caught:
+        sized(4, **block)
+    assert all(part in str(caught.value) for part in says)
