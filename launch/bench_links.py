@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from links_contenders import PLAIN, Contender, Sizes, Way, fssdp_ways, prophet_ways
+from links_contenders import PLAIN, Contender, Sizes, Way, esp_ways, fssdp_ways, prophet_ways
 from links_seen import Seen
 from links_table import Result, Tally, markdown
 from paced import Pace
@@ -43,8 +43,9 @@ TOLERANCE = 1e-5  # of the largest gradient: sums are taken in another order
 
 def ways(given: argparse.Namespace) -> tuple[Way, ...]:
     """The contenders of the command line."""
-    copied = {"fssdp": fssdp_ways(given.copies, given.overlap_degree), "prophet": prophet_ways()}
-    return PLAIN, *(way for name in given.strategies for way in copied[name])
+    fssdp = fssdp_ways(given.copies, given.overlap_degree)
+    by_strategy = {"fssdp": fssdp, "prophet": prophet_ways(), "esp": esp_ways()}
+    return PLAIN, *(way for name in given.strategies for way in by_strategy[name])
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,8 +167,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--skews", type=float, nargs="+", default=[0.0, 0.6, 1.2], help="of Zipf loads")
     add("--trace", type=Path, help="of loads, instead; see table_of_planners.py")
-    copying = ["fssdp", "prophet"]
-    add("--strategies", nargs="+", choices=copying, default=copying, help="beside ep")
+    names = ["fssdp", "prophet", "esp"]
+    add("--strategies", nargs="+", choices=names, default=names[:2], help="beside ep")
     add("--copies", type=int, nargs="*", default=[1, 2, 4], help="m of fssdp beside what it finds")
     add("--overlap_degree", type=int, default=4, help="t of those")
     add("--layers", type=int, default=3)

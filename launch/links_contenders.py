@@ -22,6 +22,7 @@ from ds_moe_ext.hosts.blocks import launch_with_blocks
 from ds_moe_ext.hosts.checks import Checks
 from ds_moe_ext.hosts.costs import Costs
 from ds_moe_ext.hosts.experts import find_registered
+from ds_moe_ext.hosts.pipelines import DenseGradients, Pipelines
 from ds_moe_ext.hosts.planning import Planning
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.prices import Prices
@@ -47,6 +48,8 @@ class Way:
 
 
 PLAIN = Way("ep", {"strategy": "ep"})
+
+CPU = torch.device("cpu")
 
 
 def fssdp_ways(copies_per_rank: Sequence[int], overlap_degree: int) -> Iterator[Way]:
@@ -81,6 +84,23 @@ def prophet_ways() -> Iterator[Way]:
 
 def _prophet(name: str, **keys: Any) -> Way:
     return Way(name, {"strategy": "prophet", "prophet": keys})
+
+
+def esp_ways() -> Iterator[Way]:
+    """Whole experts uncut, in one queue, in two; and so with experts split in the nodes; last the
+    pipeline over copies."""
+    for size, name in ((1, "esp"), (2, "esp, cells of 2")):
+        yield _esp(f"{name}, uncut", size, degree=1)
+        yield _esp(f"{name}, tutel", size, schedule="tutel")
+        yield _esp(f"{name}, fsmoe", size)
+    for balance, keys in (("fssdp", {"reshard_interval": 0}), ("prophet", {})):
+        way = _esp(f"esp over {balance}", 1)
+        yield replace(way, block={**way.block, "balance": balance, balance: keys})
+
+
+def _esp(name: str, cell_size: int, **keys: Any) -> Way:
+    block = {"strategy": "esp", "expert_sharding_size": cell_size}
+    return Way(name, {**block, "esp": {"slice_gradients": False, **keys}})
 
 
 @dataclass(frozen=True)
@@ -140,8 +160,9 @@ class Contender:
         world_size = dist.get_world_size()
         blueprint = draw(settings, strategy, model, [find_registered], world_size)
         self._layers = [layer for layer, _ in build(blueprint)]
+        measures = strategy.rhythm().measures
         if way.is_early:
-            launch_with_blocks(model, self._layers, measures=False)
+            launch_with_blocks(model, self._layers, measures=measures)
         for layer in self._layers:
             layer.routed.tasks.is_on = True
         homes = [layer.routed.site.plan.home for layer in self._layers]
@@ -149,7 +170,21 @@ class Contender:
             strategy=strategy,
             layers=self._layers,
             job=Job.at_start(homes, self.node_C, blueprint.pools),
-            costs=Costs(self._layers, blueprint.pools, None),
+            costs=Costs(
+                self._layers,
+                blueprint.pools,
+                None,
+                Pipelines(
+                    self._layers,
+                    blueprint.pools,
+                    None,
+                    DenseGradients((0,) * sizes.layers, 0, torch.float32, None),
+                    1,
+                    CPU,
+                )
+                if measures
+                else None,
+            ),
             checks=Checks(strategy, self._layers),
             mover=_stay,
             debug=False,

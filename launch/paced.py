@@ -76,18 +76,25 @@ class _Attention(torch.autograd.Function):
 
 
 class _Experts(torch.autograd.Function):
-    """Multiplies each row by the mean row of its expert's weights ``[F, D]``."""
+    """Multiplies each row by the mean row of its expert's weights ``[F, D]``; or, with a part of
+    those, by its share of that, which takes its share of the time."""
 
     @staticmethod
     def forward(
-        ctx: Any, pace: Pace, rows_RD: Tensor, rows_S: tuple[int, ...], *weights_S: Tensor
+        ctx: Any,
+        pace: Pace,
+        length: int,
+        rows_RD: Tensor,
+        rows_S: tuple[int, ...],
+        *weights_S: Tensor,
     ) -> Tensor:
         start_s = time.perf_counter()
-        ctx.pace, ctx.rows_S = pace, rows_S
+        ctx.pace, ctx.length, ctx.rows_S = pace, length, rows_S
         ctx.save_for_backward(rows_RD, *weights_S)
         parts = zip(rows_RD.split(rows_S), weights_S)
-        computed_RD = torch.cat([rows * weight.mean(dim=0) for rows, weight in parts])
-        pace.hold(start_s, rows_RD.shape[0] * pace.row_s)
+        computed_RD = torch.cat([rows * (weight.sum(dim=0) / length) for rows, weight in parts])
+        ctx.row_s = pace.row_s * weights_S[0].shape[0] / length
+        pace.hold(start_s, rows_RD.shape[0] * ctx.row_s)
         return computed_RD
 
     @staticmethod
@@ -95,13 +102,14 @@ class _Experts(torch.autograd.Function):
         start_s = time.perf_counter()
         rows_RD, *weights_S = ctx.saved_tensors
         parts = list(zip(grad_RD.split(ctx.rows_S), rows_RD.split(ctx.rows_S), weights_S))
-        back_RD = torch.cat([grad * weight.mean(dim=0) for grad, _, weight in parts])
+        length = ctx.length
+        back_RD = torch.cat([grad * (weight.sum(dim=0) / length) for grad, _, weight in parts])
         grads = [
-            ((grad * rows).sum(dim=0) / weight.shape[0]).expand_as(weight).contiguous()
+            ((grad * rows).sum(dim=0) / length).expand_as(weight).contiguous()
             for grad, rows, weight in parts
         ]
-        ctx.pace.hold(start_s, BACKWARD * grad_RD.shape[0] * ctx.pace.row_s)
-        return None, back_RD, None, *grads
+        ctx.pace.hold(start_s, BACKWARD * grad_RD.shape[0] * ctx.row_s)
+        return None, None, back_RD, None, *grads
 
 
 class PacedExperts(nn.Module):
@@ -118,12 +126,12 @@ class PacedExperts(nn.Module):
 def describe(experts: nn.Module) -> ExpertsDescription:
     """What the product has to know of them."""
     assert isinstance(experts, PacedExperts)
-    pace = experts.pace
+    pace, length = experts.pace, experts.weight.shape[1]
 
     def function(rows_RD: Tensor, slots: SlotRows, weights: tuple[Tensor, ...]) -> Tensor:
         if not weights:
             return rows_RD.clone()
-        computed_RD: Tensor = _Experts.apply(pace, rows_RD, slots.on_host(), *weights)
+        computed_RD: Tensor = _Experts.apply(pace, length, rows_RD, slots.on_host(), *weights)
         return computed_RD
 
     return ExpertsDescription(len(experts.weight), ("weight",), function)

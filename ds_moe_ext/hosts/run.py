@@ -129,14 +129,7 @@ class _Tracer:
 
 def start_table(run: Run) -> Table:
     """What was replaced, by what, and what it costs."""
-    grid, settings = run.blueprint.grid, run.blueprint.settings
-    copies = grid.world_size // (grid.num_cells * grid.cell_size)
-    drops = "dropless" if settings.capacity_factor is None else f"x{settings.capacity_factor}"
-    table = Table(
-        title=f"ds_moe_ext: strategy {settings.strategy}, {grid.world_size} ranks = {copies} x "
-        f"{grid.num_cells} cells, {drops}",
-        title_justify="left",
-    )
+    table = Table(title=f"ds_moe_ext: {_told(run.blueprint)}", title_justify="left")
     table.add_column("layer", no_wrap=True, overflow="fold")
     for heading in ("was", "experts", "a cell", "bytes a rank", "before"):
         table.add_column(heading)
@@ -151,6 +144,20 @@ def start_table(run: Run) -> Table:
             bytes_text(layer.bytes_before),
         )
     return table
+
+
+def _told(blueprint: Blueprint) -> str:
+    """How the layers will run."""
+    grid, settings = blueprint.grid, blueprint.settings
+    copies = grid.world_size // (grid.num_cells * grid.cell_size)
+    over = "" if settings.balance is None else f" over {settings.balance}"
+    split = "" if grid.cell_size == 1 else f" of {grid.cell_size} ranks"
+    drops = "dropless" if settings.capacity_factor is None else f"x{settings.capacity_factor}"
+    gate = "" if settings.gate is None else f", gate {settings.gate}"
+    return (
+        f"strategy {settings.strategy}{over}, {grid.world_size} ranks = {copies} x "
+        f"{grid.num_cells} cells{split}, {drops}{gate}"
+    )
 
 
 def end_table(record: RunRecord) -> Table:

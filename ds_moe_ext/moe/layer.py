@@ -6,7 +6,7 @@ tokens, K choices, E experts, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -30,8 +30,8 @@ from ds_moe_ext.moe.slab import Weights
 from ds_moe_ext.moe.trips import Place
 from ds_moe_ext.moe.windows import Windows
 from ds_moe_ext.planners.exchange import BY_NODES, Way
-from ds_moe_ext.schedule.execute import lanes_for
-from ds_moe_ext.schedule.pipelines import QUEUED
+from ds_moe_ext.schedule.execute import Lanes, Mark, lanes_for
+from ds_moe_ext.schedule.pipelines import QUEUED, reductions
 from ds_moe_ext.schedule.program import Program, Stage, in_backward
 from ds_moe_ext.schedule.task import (
     BEGIN_GRADIENTS,
@@ -53,6 +53,7 @@ from ds_moe_ext.schedule.task import (
     RESTORE,
     SEND_HOME,
     Op,
+    Span,
 )
 from ds_moe_ext.strategies.base import Destination, Plan, Site, Strategy
 
@@ -74,6 +75,10 @@ class LayerOptions:
     name: str = ""
 
 
+SawSlice = Callable[[Mark, Mark, Lanes], None]
+"""Told when a lane began and ended to reduce a slice."""
+
+
 class GradientSlices(Protocol):
     """Dense gradients of the host, reduced in slices: those that are ready, in order."""
 
@@ -81,8 +86,8 @@ class GradientSlices(Protocol):
         """So many, now, in the lane that calls."""
         ...
 
-    def begin(self, elements: int) -> None:
-        """So many, beside what the host computes next."""
+    def begin(self, elements: int, saw: SawSlice) -> None:
+        """So many, beside what the host computes next; ``saw`` is told when."""
         ...
 
 
@@ -292,6 +297,17 @@ class RoutedExperts:
         about += f"codecs {self._options.hooks.codecs}"
         return "\n".join((*map(str, orders), *tables, plan.share.describe(), about))
 
+    def _sees(self, number: Span) -> SawSlice:
+        """Tells the observers of a slice that is reduced beside what the host computes."""
+        (task,) = reductions(self.site.layer, number)
+
+        def saw(start: Mark, end: Mark, lanes: Lanes) -> None:
+            for observer in (self.tasks, self.meter):
+                if observer.is_on:
+                    observer.saw(task, start, end, lanes)
+
+        return saw
+
     def _plan_ahead(self, copies: Copies) -> None:
         if copies.is_last_pass():
             planned = self.ahead.plan(self.site.plan)
@@ -335,7 +351,7 @@ class RoutedExperts:
             slices, (within_moe, dense) = self.slices, plan.reductions
             stages[GRADIENTS] = Aside(lambda span: slices.reduce(within_moe[span.start]))
             stages[BEGIN_GRADIENTS] = Aside(
-                lambda span: slices.begin(dense[span.start - len(within_moe)])
+                lambda span: slices.begin(dense[span.start - len(within_moe)], self._sees(span))
             )
         if self._gate is not None:
             stages[GATE] = Local(self._gate, graded=(False, True, True))

@@ -39,8 +39,8 @@ class Divided:
     def __call__(
         self, x_TD: Tensor, expert_TK: Tensor, score_TK: Tensor, weights: tuple[Tensor, ...]
     ) -> Tensor:
-        bounds = Cut.equal(x_TD.shape[0], dist.get_world_size(self.group)).bounds
-        here = dist.get_rank(self.group)
+        bounds = Cut.equal(x_TD.shape[0], self.group.size()).bounds
+        here = self.group.rank()
         own_TK = expert_TK[bounds[here] : bounds[here + 1]]
         x_part, score_part = (_Part.apply(whole, bounds, self.group) for whole in (x_TD, score_TK))
         y_part = self.run(x_part, own_TK, score_part, weights)
@@ -49,7 +49,7 @@ class Divided:
 
 
 def _part(whole: Tensor, bounds: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    here = dist.get_rank(group)
+    here = group.rank()
     return whole[bounds[here] : bounds[here + 1]]
 
 

@@ -28,9 +28,10 @@ _KINDS = {
     "reduction": ("#d655b5", "#111"),
     "join": ("#d3d3cb", "#111"),
     "plan": ("#7b6bf2", "#111"),
-    "scatter": ("#a98f3a", "#111"),
+    "cell_gather": ("#dae198", "#111"),
     "attention": ("#3b7f86", "#fff"),
-    "slice": ("#7a4a99", "#fff"),
+    "gradients": ("#7a4a99", "#fff"),
+    "cell_scatter": ("#4340e2", "#fff"),
 }
 _OTHER = ("#a8a8a3", "#111")
 _OF_THE_MEAN = f"{TIMES} the mean expert"

@@ -18,7 +18,7 @@ from ds_moe_ext.load import balance_L
 from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.observe import Rows, TimedTask
 from ds_moe_ext.report.record import LayerRecord, Move, PlacementRecord, RunRecord, Span, TermRecord
-from ds_moe_ext.schedule.task import COMPUTE, GATHER, PARAM
+from ds_moe_ext.schedule.task import COMPUTE, GATHER, GRADIENTS, PARAM
 from ds_moe_ext.strategies.base import Plan
 
 TIME_EVERY = 10  # steps: timing costs little, but not nothing
@@ -228,8 +228,8 @@ def _stacked(arrays: Sequence[np.ndarray], shape: tuple[int, int, int]) -> np.nd
 
 
 def phase_of(task: TimedTask) -> str:
-    """ "forward" or "backward"."""
-    return "backward" if task.task.adjoint_of else "forward"
+    """ "forward" or "backward"; dense gradients are nobody's adjoint, but made in backward."""
+    return "backward" if task.task.adjoint_of or task.task.op == GRADIENTS else "forward"
 
 
 def spans_of(

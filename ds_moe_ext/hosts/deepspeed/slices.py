@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.layout import Grid, ParallelLayout
+from ds_moe_ext.moe.layer import SawSlice
 from ds_moe_ext.schedule.execute import Event, Lanes, lanes_for
 from ds_moe_ext.schedule.task import INTER
 
@@ -186,18 +187,29 @@ class GradientSlices:
         self._land(slices)
         self.reduced += Reduced(within_moe=_elements(slices), num_slices=len(slices))
 
-    def begin(self, elements: int) -> None:
+    def begin(self, elements: int, saw: SawSlice | None = None) -> None:
         """Begin to average so many elements, or as many as are ready, in the lane between cells,
         and return at once. Collective.
 
         The slices begun before have ended by then if the layer's own exchanges ran in that lane;
         else they are waited for.
+
+        Args:
+            elements: of gradients.
+            saw: told when the lane began and ended; None tells nobody.
         """
         self._land_begun()
         slices = self._cut(elements)
         if slices:
             lanes = lanes_for(slices[0][0].gradient.flat_N.device, overlaps=True)
-            event = lanes.submit(INTER, lambda: self._average(slices), ())
+
+            def work() -> None:
+                start = lanes.mark()
+                self._average(slices)
+                if saw is not None:
+                    saw(start, lanes.mark(), lanes)
+
+            event = lanes.submit(INTER, work, ())
             self._begun.append(_Begun(event, lanes, slices))
             self.reduced += Reduced(beside_dense=_elements(slices), num_slices=len(slices))
 
