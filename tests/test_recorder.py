@@ -14,7 +14,7 @@ from ds_moe_ext.moe.observe import Rows, TasksSeen, TimedTask
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.report.record import LayerRecord, Move, RunRecord, Span, TermRecord
 from ds_moe_ext.report.recorder import Recorder, spans_of
-from ds_moe_ext.schedule.task import ATTENTION, EXPERT, GATHER, JOIN, Op, Task
+from ds_moe_ext.schedule.task import ATTENTION, EXPERT, GATHER, GRADIENTS, JOIN, Op, Task
 from ds_moe_ext.schedule.task import Span as Chunks
 from ds_moe_ext.share import LocalElseHome
 from ds_moe_ext.strategies.base import Plan
@@ -200,3 +200,11 @@ def test_a_gather_for_backward_is_of_the_backward_phase() -> None:
     )
     gathers = [span.phase for span in found if span.name == GATHER.name]
     assert gathers == ["forward", "backward", "forward"]
+
+
+def test_slices_of_dense_gradients_are_of_the_backward_phase() -> None:
+    found = spans(timed(EXPERT, 0.0, 1.0), timed(GRADIENTS, 1.0, 2.0))
+    assert [(span.name, span.phase, span.lane) for span in found] == [
+        ("expert", "forward", "compute"),
+        ("gradients", "backward", "inter"),
+    ]

@@ -459,6 +459,27 @@ def test_lanes_of_weights_stand_by_the_one_that_computes() -> None:
     assert "gradients of copies travelled for 8 s, during 38 % of which this rank computed" in page
 
 
+def test_cells_and_slices_of_gradients_are_drawn() -> None:
+    def span(name: str, lane: str, start_s: float, end_s: float) -> Span:
+        return Span(name, lane, "backward", "m.0.a", "0", start_s, end_s)
+
+    tasks = (
+        span("cell_gather", "intra", 0.0, 1.0),
+        span("expert", "compute", 1.0, 4.0),
+        span("gradients", "inter", 2.0, 5.0),  # 2 of 3 seconds under the experts
+        span("cell_scatter", "intra", 4.0, 5.0),
+        span("attention", "compute", 6.0, 8.0),
+        span("gradients", "inter", 6.0, 7.0),
+    )
+    page = checked(dataclasses.replace(worked(), timeline=tasks))
+    assert "dense gradients were reduced for 4 s, during 75 % of which this rank computed" in page
+    assert "dense gradients" not in checked(dataclasses.replace(worked(), timeline=tasks[:2]))
+    names = {task.name for task in tasks}
+    known = classes_of(names)
+    assert len(set(known.values())) == len(names)
+    assert known.items() <= classes_of([*names, "a", "b"]).items()  # not those of unknown kinds
+
+
 def test_the_host_plans_while_rows_are_on_their_way() -> None:
     def span(name: str, lane: str, start_s: float, end_s: float) -> Span:
         return Span(name, lane, "forward", "m.0.a", "0", start_s, end_s)
@@ -562,7 +583,7 @@ def test_kinds_keep_their_colours() -> None:
     assert few.items() <= more.items()
     assert len(set(more.values())) == 4
     many = classes_of(f"kind{i}" for i in range(30))
-    assert len(many) == 30 and len(set(many.values())) == 14  # the last share grey
+    assert len(many) == 30 and len(set(many.values())) == 15  # the last share grey
 
 
 def test_units() -> None:

@@ -197,7 +197,8 @@ def _timeline(record: RunRecord) -> str:
     panels = [
         _pass_panel(layer, passes, classes=classes, drawn=drawn) for layer, passes in held.items()
     ]
-    aside = timeline.copying(record.timeline) + timeline.planning(record.timeline)
+    told = (timeline.copying, timeline.slicing, timeline.planning)
+    aside = "".join(tell(record.timeline) for tell in told)
     left_out = len(record.timeline) - len(drawn)
     note = (
         f" The {len(drawn):,} longest of {len(record.timeline):,} tasks are drawn layer by layer; "

@@ -10,7 +10,7 @@ import numpy as np
 from ds_moe_ext.report.charts import axis_labels
 from ds_moe_ext.report.record import Span
 from ds_moe_ext.report.units import counted, escaped, round_steps, seconds_text, short_names
-from ds_moe_ext.schedule.task import COMPUTE, HOST, INTER, INTRA, JOIN, PARAM, PLAN
+from ds_moe_ext.schedule.task import COMPUTE, GRADIENTS, HOST, INTER, INTRA, JOIN, PARAM, PLAN
 
 MAX_BOXES = 2500  # tasks drawn as boxes of their own, with tooltips
 _FINE = 2000  # horizontal resolution of the overview
@@ -81,10 +81,21 @@ def copying(timeline: Iterable[Span]) -> str:
     travels = [span for span in spans if span.lane == PARAM.name]
     if not travels:
         return ""
-    computed = [s for s in spans if s.lane == COMPUTE.name and s.name != JOIN.name]
     return (
-        f" Weights and gradients of copies travelled for {_beside(travels, computed)} this rank "
-        "computed. They may travel while another layer is at work; a layer's drawing has them all."
+        f" Weights and gradients of copies travelled for {_beside(travels, _computed(spans))} this "
+        "rank computed. They may travel while another layer is at work; a layer's drawing has them all."
+    )
+
+
+def slicing(timeline: Iterable[Span]) -> str:
+    """How long dense gradients were reduced in slices, and how much of it was hidden."""
+    spans = list(timeline)
+    slices = [span for span in spans if span.name == GRADIENTS.name]
+    if not slices:
+        return ""
+    return (
+        " Slices of the dense gradients were reduced for "
+        f"{_beside(slices, _computed(spans))} this rank computed."
     )
 
 
@@ -96,6 +107,11 @@ def planning(timeline: Iterable[Span]) -> str:
         return ""
     sent = [span for span in spans if span.lane in (INTER.name, INTRA.name)]
     return f" The host planned the next step for {_beside(plans, sent)} rows were on their way."
+
+
+def _computed(spans: Iterable[Span]) -> list[Span]:
+    """When this rank computed; a join only waits."""
+    return [s for s in spans if s.lane == COMPUTE.name and s.name != JOIN.name]
 
 
 def _beside(spans: Sequence[Span], others: Iterable[Span]) -> str:
