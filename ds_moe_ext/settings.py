@@ -122,12 +122,16 @@ class Settings:
             )
         if self.moe_layer_pattern is not None:
             _compiles("moe_layer_pattern", self.moe_layer_pattern)
-        built_in = self.balance or self.strategy
-        if self.options and built_in in registered():
+        if self.options and self.placing in registered():
             raise ValueError(
-                f"{BLOCK}.options has no effect with the built-in strategy {built_in!r}; its "
-                f"keys go into the block {BLOCK}.{built_in}"
+                f"{BLOCK}.options has no effect with the built-in strategy {self.placing!r}; its "
+                f"keys go into the block {BLOCK}.{self.placing}"
             )
+
+    @property
+    def placing(self) -> str:
+        """The strategy that decides where experts compute."""
+        return self.balance or self.strategy
 
 
 def read_settings(document: Mapping[str, Any]) -> tuple[Settings, Strategy | None]:
@@ -194,7 +198,7 @@ def _balance(settings: Settings, blocks: Mapping[str, Any]) -> Strategy | None:
 def _named(key: str, name: str, settings: Settings, blocks: Mapping[str, Any]) -> Any:
     """A built-in strategy, or one of the user's own."""
     if ":" in name:
-        return read_record(class_at(name), settings.options, f"{BLOCK}.options")
+        return read_record(class_at(name, f"{BLOCK}.{key}"), settings.options, f"{BLOCK}.options")
     if name not in blocks:
         raise ValueError(f"{BLOCK}.{key} is {name!r}, which is unknown; {nearest(name, blocks)}")
     return blocks[name]

@@ -55,7 +55,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if value is None and type(None) in options:
         return None
     for option in options:
-        if dataclasses.is_dataclass(option) and isinstance(option, type):
+        is_record = dataclasses.is_dataclass(option) and isinstance(option, type)
+        if is_record and (isinstance(value, Mapping) or len(options) == 1):
             return read_record(option, value, where)
         if _fits(option, value):
             return _as_float(value) if option is float else value

@@ -226,8 +226,10 @@ class Contender:
         before = self._sent_bytes
         self._blocks.zero_grad(set_to_none=True)
         x_TD = self._x_TD = self._x_TD.detach().requires_grad_()
+        mixing = torch.Generator().manual_seed(number)  # as tokens of a text are
         for block, rows_E in zip(self._blocks, rows_LE):
             expert_T = torch.repeat_interleave(torch.from_numpy(rows_E))
+            expert_T = expert_T[torch.randperm(len(expert_T), generator=mixing)]
             x_TD = block(x_TD, expert_T[:, None])
         x_TD.backward(torch.ones_like(x_TD))
         rows = [layer.routed.rows.take() for layer in self._layers]
@@ -245,10 +247,11 @@ class Contender:
         )
 
     def gradients(self) -> list[Tensor]:
-        """Of the experts at home on this rank, and of the input."""
-        weights = (parameter for layer in self._layers for parameter in layer.parameters)
+        """Of the input; and of the experts at home on this rank, if they are whole."""
+        whole = (layer for layer in self._layers if layer.hosted.shard.is_whole)
+        weights = (parameter for layer in whole for parameter in layer.parameters)
         grads = [parameter.grad for parameter in weights]
-        return [grad for grad in (*grads, self._x_TD.grad) if grad is not None]
+        return [grad for grad in (self._x_TD.grad, *grads) if grad is not None]
 
 
 def _stay(old: Sequence[Placement], new: Sequence[Placement]) -> None:

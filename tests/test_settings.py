@@ -231,6 +231,9 @@ IS_LIST = "must be a list"
 KEYS = {
     ("enabled",): IS_BOOL,
     ("strategy",): IS_TEXT,
+    ("balance",): IS_TEXT_OR_NULL,
+    ("sequence_parallel",): IS_BOOL,
+    ("hardware",): IS_TEXT_OR_NULL,
     ("expert_parallel_size",): IS_INTEGER_OR_NULL,
     ("expert_sharding_size",): IS_INTEGER_OR_NULL,
     ("capacity_factor",): IS_NUMBER_OR_NULL,

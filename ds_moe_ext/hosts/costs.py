@@ -9,7 +9,7 @@ from typing import TypedDict
 import torch
 import torch.distributed as dist
 
-from ds_moe_ext.comm import sum_in_place
+from ds_moe_ext.comm import max_in_place, sum_in_place
 from ds_moe_ext.cost.bench import Bench, clock_of
 from ds_moe_ext.cost.probe import Level, Sizes, least_free_bytes, measure_copies
 from ds_moe_ext.hardware import Hardware, Link
@@ -77,7 +77,19 @@ class Links:
         level = Level("of this run", group, layout.index("ep"), layout.node_C, num_sharers=1)
         bench = Bench(clock_of(device), device, num_warm_ups=1, num_repeats=5, group=group)
         link = measure_copies(level, bench, Sizes((), bytes_of(expert), NUM_EXPERTS))
+        link = slowest(link, device)
         return cls(link, link, link)
+
+
+def slowest(link: Link, device: torch.device) -> Link:
+    """The slowest of what all ranks have measured. Collective.
+
+    The ranks of a cell copy their parts of an expert each over a communicator of its own, and must
+    plan alike.
+    """
+    seconds = torch.tensor([link.latency_s, 1 / link.bytes_per_s], dtype=torch.float64)
+    latency_s, byte_s = max_in_place(seconds.to(device), None).tolist()
+    return Link(bytes_per_s=1 / byte_s, latency_s=latency_s)
 
 
 @dataclass(frozen=True)

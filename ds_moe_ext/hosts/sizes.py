@@ -34,7 +34,7 @@ def grid_of(
     if num_cells < max_cells and strategy.rhythm().shard_every:
         raise ValueError(
             f"{BLOCK}.expert_parallel_size is {num_cells} of {max_cells} cells, but strategy "
-            f"{settings.strategy} moves experts to new homes, which needs one home an expert in "
+            f"{settings.placing} moves experts to new homes, which needs one home an expert in "
             f"the whole world; leave expert_parallel_size out, or set reshard_interval to 0"
         )
     for layer in found:

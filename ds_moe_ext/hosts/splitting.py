@@ -58,10 +58,10 @@ def ways_to_split(
                 return alongs
     shapes = ", ".join(str(tuple(weight.shape)) for weight in weights)
     raise ValueError(
-        f"expert_sharding_size is {num_shards}, but the experts of {name}, with weights of shapes "
-        f"{shapes}, cannot be split into {num_shards} parts whose outputs add up: their hidden "
-        f"width must be a multiple of {num_shards}, and nothing may stand between that and the "
-        "output but sums; set it to 1, or leave the layer out with ds_moe_ext.moe_layer_pattern"
+        f"ds_moe_ext.expert_sharding_size is {num_shards}, but the experts of {name}, with weights "
+        f"of shapes {shapes}, cannot be split into {num_shards} parts whose outputs add up: their "
+        f"hidden width must be a multiple of {num_shards}, and nothing may stand between that and "
+        "the output but sums; set it to 1, or leave the layer out with ds_moe_ext.moe_layer_pattern"
     )
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any
+from itertools import chain, islice, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.func import functional_call
 from ds_moe_ext.moe.local import gradients, run_apart
 from ds_moe_ext.moe.order import LayerRoute, SlotRows
 from ds_moe_ext.moe.sharding import WHOLE, Shard
+from ds_moe_ext.schedule.program import added
 from ds_moe_ext.schedule.task import Span
 
 ExpertFunction = Callable[[Tensor, SlotRows, tuple[Tensor, ...]], Tensor]
@@ -254,38 +255,87 @@ def on_shard(function: ExpertFunction, shard: Shard) -> ExpertFunction:
     return function
 
 
+class _Kept(NamedTuple):
+    """What backward needs besides tensors.
+
+    Attributes:
+        layer_route: of the pass.
+        pieces: that were computed one by one, each with the number of things saved for it.
+    """
+
+    layer_route: LayerRoute
+    pieces: tuple[tuple[Span, int], ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Expert:
     """Reads rows ``[R, D]`` in slot order, the route and the weights; writes rows ``[R, D]``.
 
+    Where backward is cut otherwise than forward, rows are computed in pieces that the spans of both
+    are made of: a graph of autograd can only be gone back through as a whole.
+
     Attributes:
         function: what an expert computes.
-        recompute: keep only the rows, and compute again in backward. Needed where backward is cut
-            otherwise than forward.
+        pieces: these spans; none where both directions are cut alike.
     """
 
     function: ExpertFunction
-    recompute: bool = False
+    pieces: tuple[Span, ...] = ()
 
     def forward(
         self, span: Span, rows_RD: Tensor, layer_route: LayerRoute, weights: tuple[Tensor, ...]
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        if self.recompute:
-            computed = self.function(rows_RD, layer_route.computed(span), weights)
-            return (computed,), (rows_RD, layer_route, weights)
-        return self._run(span, rows_RD, layer_route, weights)
+        own = [piece for piece in self.pieces if piece.overlaps(span)] or [span]
+        parts = _parts(layer_route, rows_RD, span, own)
+        runs = [self._run(layer_route.computed(p), part, weights) for p, part in zip(own, parts)]
+        computed = _whole(layer_route, span, own, [written for (written,), _ in runs])
+        kept = _Kept(layer_route, tuple((p, len(saved)) for p, (_, saved) in zip(own, runs)))
+        return (computed,), (kept, *chain.from_iterable(saved for _, saved in runs))
 
     def backward(self, span: Span, saved: tuple[Any, ...], grad_RD: Tensor) -> tuple[Any, ...]:
-        apart = self._run(span, *saved)[1] if self.recompute else saved
-        return gradients(apart, (grad_RD,), (True,))
+        (layer_route, pieces), *rest = saved
+        things = iter(rest)
+        own = [piece for piece, _ in pieces]
+        found = [
+            gradients(tuple(islice(things, length)), (part,), (True,))
+            for (_, length), part in zip(pieces, _parts(layer_route, grad_RD, span, own))
+        ]
+        if not all(found):
+            return ()
+        rows, weights = zip(*found)
+        whole = None if rows[0] is None else _whole(layer_route, span, own, rows)
+        return whole, tuple(map(added, zip(*weights)))
 
     def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
-        _, layer_route, weights = pieces[0][1]
-        rows = layer_route.rows_of(span, [(other, saved[0]) for other, saved in pieces])
-        return rows.requires_grad_(pieces[0][1][0].requires_grad), layer_route, weights
+        own: list[tuple[Span, int]] = []
+        things: list[Any] = []
+        for _, ((_, kept), *rest) in pieces:
+            saved = iter(rest)
+            for piece, length in kept:
+                part = tuple(islice(saved, length))
+                if piece.overlaps(span):
+                    own.append((piece, length))
+                    things += part
+        return _Kept(pieces[0][1][0].layer_route, tuple(own)), *things
 
     def _run(
-        self, span: Span, rows_RD: Tensor, layer_route: LayerRoute, weights: tuple[Tensor, ...]
+        self, slots: SlotRows, rows_RD: Tensor, weights: tuple[Tensor, ...]
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        slots = layer_route.computed(span)
         return run_apart(lambda rows, own: (self.function(rows, slots, own),), (rows_RD, weights))
+
+
+def _parts(
+    layer_route: LayerRoute, rows_RD: Tensor, span: Span, pieces: Sequence[Span]
+) -> list[Tensor]:
+    """The rows of each piece of a span, in slot order each."""
+    if len(pieces) == 1:
+        return [rows_RD]
+    parts = (layer_route.rows_of(piece, [(span, rows_RD.detach())]) for piece in pieces)
+    return [part.requires_grad_(rows_RD.requires_grad) for part in parts]
+
+
+def _whole(
+    layer_route: LayerRoute, span: Span, pieces: Sequence[Span], parts: Sequence[Tensor]
+) -> Tensor:
+    """The rows of a span in slot order, from those of its pieces."""
+    return parts[0] if len(parts) == 1 else layer_route.rows_of(span, list(zip(pieces, parts)))

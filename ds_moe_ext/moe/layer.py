@@ -331,7 +331,7 @@ class RoutedExperts:
                 revise=plan.revise,
             ),
             DISPATCH: Dispatch(*_both_ways(wire, hooks.of_dispatch)),
-            EXPERT: Expert(self.function, recompute=plan.forward_degree != plan.backward_degree),
+            EXPERT: Expert(self.function, plan.pieces),
             COMBINE: Combine(*_both_ways(wire, hooks.of_combine)),
             RESTORE: Restore(),
         }

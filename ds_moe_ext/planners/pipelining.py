@@ -64,12 +64,7 @@ class MoePart:
             degrees: to choose from; a pipeline that cuts no tokens has degree 1.
         """
         degree_R = np.array(degrees if pipeline.is_cut else (1,))
-        chunks = costs.cut(degree_R)
-        if pipeline.has_one_queue:
-            return cls(costs, degree_R, *_in_one_queue(chunks))
-        queue_R = link_seconds(chunks)
-        alone_R = np.maximum(path_seconds(chunks).max(axis=0), queue_R)
-        return cls(costs, degree_R, alone_R, queue_R)
+        return cls(costs, degree_R, *_seconds(pipeline, costs.cut(degree_R)))
 
     def seconds(self, gradient_G: np.ndarray) -> np.ndarray:
         """Under each of many reductions, at each degree, float ``[G, R]``."""
@@ -93,6 +88,14 @@ class MoePart:
         """Seconds of reduction that the part hides at its best degree without one."""
         best = self.best()
         return float(self.alone_R[best] - self.queue_R[best])
+
+
+def _seconds(pipeline: Pipeline, chunks: Chunks) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds without a reduction, and of what a reduction queues with, each float ``[R]``."""
+    if pipeline.has_one_queue:
+        return _in_one_queue(chunks)
+    queue_R = link_seconds(chunks)
+    return np.maximum(path_seconds(chunks).max(axis=0), queue_R), queue_R
 
 
 def _in_one_queue(chunks: Chunks) -> tuple[np.ndarray, np.ndarray]:
@@ -177,17 +180,53 @@ class Piped(NamedTuple):
     way: Way = Way.DIRECT
 
 
-class _Parts(NamedTuple):
-    """One layer's MoE parts as rows go one way."""
+class Pair(NamedTuple):
+    """The degrees of one layer, and what its MoE parts take with them."""
 
-    way: Way
-    forward: MoePart
-    backward: MoePart
+    forward_degree: int
+    backward_degree: int
+    seconds: float
 
-    @property
-    def seconds(self) -> float:
-        """Of both, each at its best degree; without reductions."""
-        return float(self.forward.alone_R.min() + self.backward.alone_R.min())
+
+Choices = tuple[Sequence[int], Sequence[int]]  # degrees of forward and of backward
+
+
+def best_pair(
+    pipeline: Pipeline, costs: LayerCosts, choices: Choices, gradient_s: float = 0.0
+) -> Pair:
+    """The fastest pair of degrees; of equals the smallest.
+
+    Where the two differ, experts compute in the pieces that both kinds of chunks are made of, which
+    are more calls than either has chunks: ``f + b - gcd(f, b)``.
+
+    Args:
+        pipeline: which.
+        costs: of forward.
+        choices: to choose from.
+        gradient_s: seconds of reductions within the MoE part of backward.
+    """
+    if not pipeline.is_cut:
+        choices = (1,), (1,)
+    forward_R, backward_R = map(np.array, choices)
+    pairs = []
+    for degree in forward_R:
+        calls_R = degree + backward_R - np.gcd(degree, backward_R)
+        ahead = _called(costs, np.full_like(backward_R, degree), calls_R)
+        behind = _called(costs.in_backward(), backward_R, calls_R)
+        ahead_R, _ = _seconds(pipeline, ahead)
+        alone_R, queue_R = _seconds(pipeline, behind)
+        total_R = ahead_R + np.maximum(alone_R, queue_R + gradient_s)
+        best = int((total_R <= total_R.min() * (1 + TIE)).argmax())
+        pairs.append(Pair(int(degree), int(backward_R[best]), float(total_R[best])))
+    least_s = min(pair.seconds for pair in pairs)
+    return next(pair for pair in pairs if pair.seconds <= least_s * (1 + TIE))
+
+
+def _called(costs: LayerCosts, degree_R: np.ndarray, calls_R: np.ndarray) -> Chunks:
+    """Chunks whose experts take so many calls in all."""
+    chunks = costs.cut(degree_R)
+    more_R = costs.expert.alpha_s * (calls_R / degree_R - 1)
+    return chunks._replace(expert_R=chunks.expert_R + more_R)
 
 
 Degrees = tuple[int | None, int | None]
@@ -224,7 +263,8 @@ def plan_pipelines(
 ) -> tuple[Piped, ...]:
     """How each layer runs, in model order.
 
-    Rows go the way by which both directions are fastest together, without reductions; of equals
+    Degrees are chosen in pairs (``best_pair``), by the solver "paper" each for itself. Rows go the
+    way by which both directions are fastest together, without reductions; of equals
     the first.
 
     Args:
@@ -235,42 +275,34 @@ def plan_pipelines(
         slices: gradients may be reduced beside layers, where the pipeline has places for them.
         solver: what finds degrees and partitions; of one queue degrees are always the exact ones.
     """
-    choices = [range(1, max_degree + 1) if given is None else (given,) for given in degrees]
-    chosen = [
-        min(
-            (
-                _Parts(
-                    way,
-                    MoePart.of(pipeline, costs, choices[0]),
-                    MoePart.of(pipeline, costs.in_backward(), choices[1]),
-                )
-                for way, costs in layer.costs_by_way.items()
-            ),
-            key=lambda parts: parts.seconds,
-        )
-        for layer in measured.layers
-    ]
-    backward = [parts.backward for parts in chosen]
+    every = range(1, max_degree + 1)
+    choices = tuple(every if given is None else (given,) for given in degrees)
+    assert len(choices) == 2
+    chosen = [_fastest_way(pipeline, layer, choices) for layer in measured.layers]
     placed = [NOWHERE] * len(chosen)
     if slices:
-        placed = place(pipeline, measured, backward, step_2=solver.step_2)
-    solved = not pipeline.has_one_queue and solver.degree is not best_degree
+        parts = [MoePart.of(pipeline, c.in_backward(), choices[1]) for _, c in chosen]
+        placed = place(pipeline, measured, parts, step_2=solver.step_2)
+    piped = []
+    for (way, costs), each in zip(chosen, placed):
+        within_s = sum(map(measured.all_reduce.seconds, each.within_moe))
+        pair = best_pair(pipeline, costs, choices, within_s)[:2]
+        if solver.degree is not best_degree and not pipeline.has_one_queue:
+            found = (
+                solver.degree(costs, 0.0, max_degree).degree,
+                solver.degree(costs.in_backward(), within_s, max_degree).degree,
+            )
+            pair = degrees[0] or found[0], degrees[1] or found[1]
+        piped.append(Piped(*pair, each, way))
+    return tuple(piped)
 
-    def degree(part: MoePart, given: int | None, gradient_s: float) -> int:
-        if given is not None or not solved:
-            return part.degree(gradient_s)
-        return solver.degree(part.costs, gradient_s, max_degree).degree
 
-    return tuple(
-        Piped(
-            degree(parts.forward, degrees[0], 0.0),
-            degree(
-                parts.backward, degrees[1], sum(map(measured.all_reduce.seconds, each.within_moe))
-            ),
-            each,
-            parts.way,
-        )
-        for parts, each in zip(chosen, placed)
+def _fastest_way(
+    pipeline: Pipeline, layer: MeasuredLayer, choices: Choices
+) -> tuple[Way, LayerCosts]:
+    """The way of rows by which both directions are fastest, and the costs by it."""
+    return min(
+        layer.costs_by_way.items(), key=lambda item: best_pair(pipeline, item[1], choices).seconds
     )
 
 

@@ -83,7 +83,8 @@ def copying(timeline: Iterable[Span]) -> str:
         return ""
     return (
         f" Weights and gradients of copies travelled for {_beside(travels, _computed(spans))} this "
-        "rank computed. They may travel while another layer is at work; a layer's drawing has them all."
+        "rank computed. They may travel while another layer is at work; a layer's drawing has them "
+        "all."
     )
 
 

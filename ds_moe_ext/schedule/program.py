@@ -325,11 +325,12 @@ def _sum(parts: Mapping[int, Any]) -> Any:
     if len(pieces) <= 1:
         return pieces[0] if pieces else None
     if isinstance(pieces[0], tuple):
-        return tuple(_added([piece[i] for piece in pieces]) for i in range(len(pieces[0])))
-    return _added(pieces)
+        return tuple(added([piece[i] for piece in pieces]) for i in range(len(pieces[0])))
+    return added(pieces)
 
 
-def _added(pieces: list[Tensor | None]) -> Tensor | None:
+def added(pieces: Sequence[Tensor | None]) -> Tensor | None:
+    """The sum of those that are there; None of none."""
     given = [piece for piece in pieces if piece is not None]
     if not given:
         return None

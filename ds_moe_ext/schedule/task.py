@@ -145,6 +145,12 @@ def spans(num_chunks: int, degree: int) -> tuple[Span, ...]:
     return tuple(Span(i * width, (i + 1) * width) for i in range(degree))
 
 
+def refined(num_chunks: int, *degrees: int) -> tuple[Span, ...]:
+    """The fewest spans that the spans of each degree are made of."""
+    ends = sorted({span.stop for degree in degrees for span in spans(num_chunks, degree)})
+    return tuple(Span(start, stop) for start, stop in pairwise((0, *ends)))
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A kind of value, and how it can be handed on.

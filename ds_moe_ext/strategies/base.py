@@ -22,7 +22,7 @@ from ds_moe_ext.planners.pipelining import NOWHERE, Measured, Placed
 from ds_moe_ext.planners.prices import Prices
 from ds_moe_ext.planners.split import Split
 from ds_moe_ext.schedule.program import Stage
-from ds_moe_ext.schedule.task import INTER, Lane, Op, Schedule
+from ds_moe_ext.schedule.task import INTER, Lane, Op, Schedule, Span, refined
 from ds_moe_ext.schedule.wires import ALONE, Beside, programs
 from ds_moe_ext.share import Share
 
@@ -157,6 +157,13 @@ class Plan:
         """Whether the weights are joined from homes and copies; also where a cell is home to none
         of the experts, so that its rank takes part in backward whatever has a gradient there."""
         return self.has_copies or not self.home.holds_EC.any(axis=0).all()
+
+    @property
+    def pieces(self) -> tuple[Span, ...]:
+        """Spans that those of both directions are made of; none where they are cut alike."""
+        if self.forward_degree == self.backward_degree:
+            return ()
+        return refined(self.num_chunks, self.forward_degree, self.backward_degree)
 
     @property
     def num_chunks(self) -> int:
@@ -305,8 +312,12 @@ def registered() -> Mapping[str, type]:
     return _STRATEGIES
 
 
-def class_at(path: str) -> type:
+def class_at(path: str, where: str) -> type:
     """The strategy class at ``"package.module:Class"``.
+
+    Args:
+        path: as JSON gives it.
+        where: dotted name of the key, for errors.
 
     Raises:
         ValueError: there is none, or it is not a dataclass.
@@ -316,12 +327,12 @@ def class_at(path: str) -> type:
         cls = vars(importlib.import_module(module))[attribute]
     except Exception as error:  # whatever the user's module raises
         raise ValueError(
-            f"ds_moe_ext.strategy is {path!r}, which cannot be imported ({error!r}); give the "
+            f"{where} is {path!r}, which cannot be imported ({error!r}); give the "
             "importable module and the class in it, as 'my_package.my_module:MyStrategy'"
         ) from error
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise ValueError(
-            f"ds_moe_ext.strategy is {path!r}, which is not a dataclass; make it one: its fields "
+            f"{where} is {path!r}, which is not a dataclass; make it one: its fields "
             "are its JSON keys"
         )
     return cls

@@ -137,9 +137,9 @@ class ExpertSharding:
         """
         if placing is not None and type(placing).schedules is not Strategy.schedules:
             raise ValueError(
-                f"{type(placing).__qualname__} decides itself how rows travel, so that strategy "
-                "'esp' cannot be laid over it; choose another balance, or leave its schedules to "
-                "the base class"
+                f"ds_moe_ext.balance is {type(placing).__qualname__}, which decides itself how "
+                "rows travel, so that strategy 'esp' cannot be laid over it; choose another, or "
+                "leave its schedules to the base class"
             )
         return Pipelined(esp=self, placing=placing or ExpertParallel())
 

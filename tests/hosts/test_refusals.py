@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,6 +91,9 @@ def zero(**keys: Any) -> Document:
     return {"zero_optimization": keys}
 
 
+ESP: Document = {"strategy": "esp"}
+OWN_SCHEDULES = "tests.strategies_for_tests:Chunked"
+
 MODELS = {
     # Sizes
     "cells do not divide the world": Case(
@@ -131,7 +135,39 @@ MODELS = {
         model=lambda: nn.Sequential(native(4, ep_size=2), native(4, ep_size=4)),
     ),
     "sharded experts": Case(
-        ("expert_sharding_size is 2", "set it to 1 or null"), {"expert_sharding_size": 2}
+        ("expert_sharding_size is 2", "set it to 1 or null", "use strategy 'esp'"),
+        {"expert_sharding_size": 2},
+    ),
+    "split experts do not divide the world": Case(
+        ("expert_sharding_size is 3", "world size 4", "[1, 2, 4]"),
+        {**ESP, "expert_sharding_size": 3},
+        world_size=4,
+    ),
+    "cells of several ranks do not divide the world": Case(
+        ("expert_parallel_size is 4", "world size 4 in cells of 2 ranks", "[1, 2]"),
+        {**ESP, "expert_sharding_size": 2, "expert_parallel_size": 4},
+        world_size=4,
+    ),
+    "widths that do not divide": Case(
+        ("expert_sharding_size is 5", "experts of model.layers.0", "a multiple of 5", "set it to"),
+        {**ESP, "expert_sharding_size": 5},
+        world_size=5,
+    ),
+    "experts whose parts do not add up": Case(
+        ("expert_sharding_size is 2", "experts of moe", "(8, 8)", "moe_layer_pattern"),
+        {**ESP, "expert_sharding_size": 2},
+        model=native,
+    ),
+    "split experts that the model has spread": Case(
+        ("expert_sharding_size is 2", "ep_size 2", "build it with ep_size 1"),
+        {**ESP, "expert_sharding_size": 2},
+        world_size=4,
+        model=lambda: native(4, ep_size=2),
+    ),
+    "homes in a part of the world": Case(
+        ("expert_parallel_size is 2 of 4 cells", "strategy fssdp moves", "leave expert_parallel"),
+        {**ESP, "balance": "fssdp", "expert_parallel_size": 2},
+        world_size=4,
     ),
     # ZeRO
     "stage 3": Case(
@@ -166,7 +202,18 @@ MODELS = {
     ),
     # Other parallelism
     "pipeline": Case(("PipelineModule", "plain nn.Module"), model=pipeline),
-    "mpu": Case(("mpu", "leave mpu out"), arguments={"mpu": object()}),
+    "pipeline stages of an mpu": Case(
+        ("mpu", "2 pipeline stages", "use 1"),
+        arguments={"mpu": SimpleNamespace(get_pipeline_model_parallel_world_size=lambda: 2)},
+    ),
+    "sequence parallel groups of an mpu": Case(
+        ("mpu", "sequence parallel groups", "tensor and data parallel groups only"),
+        arguments={"mpu": SimpleNamespace(initialize_sequence_parallel=None)},
+    ),
+    "parts of sequences without an mpu": Case(
+        ("ds_moe_ext.sequence_parallel is true", "no mpu", "leave sequence_parallel out"),
+        {"sequence_parallel": True},
+    ),
     "mesh": Case(("mesh_param", "leave mesh_param out"), arguments={"mesh_param": (1, 2)}),
     "sequence parallel": Case(
         ("sequence_parallel_size is 2", "set it to 1"),
@@ -273,7 +320,64 @@ BLOCKS = {
         {"options": {"degree": 1}},
         ("ds_moe_ext.options", "no effect", "ds_moe_ext.ep"),
     ),
+    # Pipelines, and what they are laid over
+    "chunks in words": (
+        {"esp": {"degree": "auto"}},
+        ("ds_moe_ext.esp.degree is 'auto'", "an integer or an object or null", "write null"),
+    ),
+    "no chunks": ({"esp": {"degree": 0}}, ("ds_moe_ext.esp.degree is 0", "at least 1")),
+    "no chunks forward": (
+        {"esp": {"degree": {"forward": 0}}},
+        ("ds_moe_ext.esp.degree.forward is 0", "at least 1"),
+    ),
+    "chunks of a mistyped direction": (
+        {"esp": {"degree": {"backwards": 2}}},
+        ("ds_moe_ext.esp.degree", "'backwards'", "did you mean 'backward'"),
+    ),
+    "no degree to try": ({"esp": {"max_degree": 0}}, ("esp.max_degree is 0", "at least 1")),
+    "an unknown schedule": (
+        {"esp": {"schedule": "tutl"}},
+        ("ds_moe_ext.esp.schedule is 'tutl'", "did you mean 'tutel'"),
+    ),
+    "an unknown solver": ({"esp": {"solver": "x"}}, ("esp.solver is 'x'", "known: exact, paper")),
+    "an unknown way": ({"esp": {"all_to_all": "2d"}}, ("esp.all_to_all is '2d'", "'2dh'")),
+    "chunks where none are cut": (
+        {"esp": {"degree": 2, "schedule": "default"}},
+        ("ds_moe_ext.esp.degree is 2", "'default' cuts no tokens", "leave degree out"),
+    ),
+    "slices in words": (
+        {"esp": {"slice_gradients": "yes"}},
+        ("esp.slice_gradients is 'yes'", "true or false"),
+    ),
+    "balance of a strategy that balances": (
+        {"strategy": "prophet", "balance": "fssdp"},
+        ("balance is 'fssdp'", "'prophet' decides itself", "set strategy to 'esp'"),
+    ),
+    "a balance that places nothing": (
+        {"strategy": "esp", "balance": "esp"},
+        ("balance is 'esp'", "does not place experts", "known: ep, fssdp, prophet"),
+    ),
+    "a balance in no module": (
+        {"strategy": "esp", "balance": "no_such_module:Mine"},
+        ("ds_moe_ext.balance is 'no_such_module:Mine'", "cannot be imported", "my_package"),
+    ),
+    "a balance with schedules of its own": (
+        {**ESP, "balance": OWN_SCHEDULES, "options": {"forward": 1, "backward": 1}},
+        ("ds_moe_ext.balance is Chunked", "decides itself how rows travel", "choose another"),
+    ),
+    "options of a built-in balance": (
+        {"strategy": "esp", "balance": "fssdp", "options": {"window": 1}},
+        ("ds_moe_ext.options", "no effect", "ds_moe_ext.fssdp"),
+    ),
     # Values
+    "no part of an expert": (
+        {"expert_sharding_size": 0},
+        ("expert_sharding_size is 0", "at least 1"),
+    ),
+    "parts of sequences in words": (
+        {"sequence_parallel": "yes"},
+        ("sequence_parallel is 'yes'", "true or false"),
+    ),
     "enabled in words": ({"enabled": "yes"}, ("enabled is 'yes'", "true or false")),
     "enabled as a number": ({"enabled": 1}, ("enabled is 1", "true or false")),
     "enabled as null": ({"enabled": None}, ("enabled is None", "true or false")),

@@ -18,10 +18,10 @@ from ds_moe_ext.settings import read_settings
         ({}, Grid(4, 2), "strategy ep, 4 ranks = 2 x 2 cells, dropless"),
         ({"capacity_factor": 1.5}, Grid(4, 4), "strategy ep, 4 ranks = 1 x 4 cells, x1.5"),
         (
-            {"strategy": "esp", "balance": "fssdp", "gate": {"type": "sigmoid", "top_k": 1}},
+            {"strategy": "esp", "balance": "fssdp", "gate": {"type": "sigmoid_top_k", "top_k": 1}},
             Grid(8, 2, 2),
             "strategy esp over fssdp, 8 ranks = 2 x 2 cells of 2 ranks, dropless, gate "
-            "Sigmoid(top_k=1)",
+            "SigmoidTopK(top_k=1)",
         ),
     ],
 )

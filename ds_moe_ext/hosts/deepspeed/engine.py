@@ -34,7 +34,6 @@ from ds_moe_ext.hosts.gates import warn_if_causal
 from ds_moe_ext.hosts.pipelines import DenseGradients, Pipelines
 from ds_moe_ext.hosts.planning import Planning
 from ds_moe_ext.hosts.run import Run, teller
-from ds_moe_ext.settings import BLOCK
 from ds_moe_ext.strategies.base import Job
 
 _RUN = "ds_moe_ext_run"  # attribute of the engine
@@ -69,11 +68,6 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
     tensor_parallel = TensorParallel.of(engine.mpu)
     tensor_parallel.check()
     has_own_tokens = blueprint.settings.sequence_parallel
-    if has_own_tokens and tensor_parallel.group is None:
-        raise ValueError(
-            f"{BLOCK}.sequence_parallel is true, but no mpu with tensor parallel groups was passed "
-            "to deepspeed.initialize; pass it, or leave sequence_parallel out"
-        )
     shares_tokens = None if has_own_tokens else tensor_parallel.group
     built = attach.build(blueprint, device, shares_tokens)
     for layer, adopted in built:
@@ -222,10 +216,10 @@ def _check_alike(run: Run, optimizer: torch.optim.Optimizer) -> None:
         for name, parameters in zip(layers[0].hosted.weight_names, columns):
             if len({group_of.get(parameter) for parameter in parameters}) > 1:
                 raise ValueError(
-                    f"strategy {run.blueprint.settings.strategy} moves experts between layers, but "
+                    f"strategy {run.blueprint.settings.placing} moves experts between layers, but "
                     f"the weights {name!r} of {', '.join(layer.name for layer in layers)} are in "
                     "several parameter groups of the optimizer; put them into one group, or use "
-                    "strategy ep"
+                    "ep in its place"
                 )
 
 

@@ -240,7 +240,8 @@ class GradientSlices:
             raise RuntimeError(
                 f"a gradient of shape {tuple(gradient.parameter.shape)} became ready twice in one "
                 "backward pass, as when reentrant activation checkpoints share a weight, but may "
-                "have been reduced after the first time; set use_reentrant to false"
+                "have been reduced after the first time; set use_reentrant to false, or "
+                "ds_moe_ext.esp.slice_gradients"
             )
         self._known.add(id(gradient.parameter))
         self._ready.append(gradient)
@@ -351,4 +352,7 @@ def _refuse_unsupported(engine: Any) -> None:
     ]
     for is_set, reason in refused:
         if is_set:
-            raise ValueError(f"dense gradients cannot be reduced in slices: {reason}")
+            raise ValueError(
+                f"dense gradients cannot be reduced in slices: {reason}; or set "
+                "ds_moe_ext.esp.slice_gradients to false"
+            )

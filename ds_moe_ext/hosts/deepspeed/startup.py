@@ -42,6 +42,11 @@ def blueprint_of(
     if strategy is None:
         return None
     refuse_unsupported(document, model, mpu, mesh)
+    if settings.sequence_parallel and TensorParallel.of(mpu).group is None:
+        raise ValueError(
+            f"{BLOCK}.sequence_parallel is true, but no mpu with tensor parallel groups was passed "
+            "to deepspeed.initialize; pass it, or leave sequence_parallel out"
+        )
     size = world_size()
     return None if size is None else draw(settings, strategy, model, FINDERS, size)
 

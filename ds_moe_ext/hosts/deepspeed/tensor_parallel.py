@@ -41,14 +41,15 @@ class TensorParallel:
             return cls()
         if hasattr(mpu, "initialize_sequence_parallel"):
             raise ValueError(
-                "the mpu passed to deepspeed.initialize has sequence parallel groups, which are "
-                "not supported; pass one with tensor and data parallel groups only"
+                "ds_moe_ext is enabled, but the mpu passed to deepspeed.initialize has sequence "
+                "parallel groups, which are not supported; pass one with tensor and data parallel "
+                "groups only"
             )
         num_stages = bwc_pipeline_parallel_world_size(mpu)
         if num_stages > 1:
             raise ValueError(
-                f"the mpu passed to deepspeed.initialize has {num_stages} pipeline stages; "
-                "pipeline parallelism is not supported: use 1"
+                f"ds_moe_ext is enabled, but the mpu passed to deepspeed.initialize has "
+                f"{num_stages} pipeline stages; pipeline parallelism is not supported: use 1"
             )
         size = bwc_tensor_model_parallel_world_size(mpu)
         if size == 1:
