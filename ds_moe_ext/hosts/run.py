@@ -60,7 +60,7 @@ class Run:
             steps = range(trace.first_step, trace.first_step + trace.num_steps)
             tracer = _Tracer(Path(trace.path), steps, [layer.name for layer in layers])
         recorder = Recorder(
-            strategy=settings.strategy,
+            strategy=_strategy(settings),
             world_size=blueprint.grid.world_size,
             layers=layers,
             trace_step=report.trace_step,
@@ -146,16 +146,21 @@ def start_table(run: Run) -> Table:
     return table
 
 
+def _strategy(settings: Settings) -> str:
+    """What was chosen, by name."""
+    over = "" if settings.balance is None else f" over {settings.balance}"
+    return f"{settings.strategy}{over}"
+
+
 def _told(blueprint: Blueprint) -> str:
     """How the layers will run."""
     grid, settings = blueprint.grid, blueprint.settings
     copies = grid.world_size // (grid.num_cells * grid.cell_size)
-    over = "" if settings.balance is None else f" over {settings.balance}"
     split = "" if grid.cell_size == 1 else f" of {grid.cell_size} ranks"
     drops = "dropless" if settings.capacity_factor is None else f"x{settings.capacity_factor}"
     gate = "" if settings.gate is None else f", gate {settings.gate}"
     return (
-        f"strategy {settings.strategy}{over}, {grid.world_size} ranks = {copies} x "
+        f"strategy {_strategy(settings)}, {grid.world_size} ranks = {copies} x "
         f"{grid.num_cells} cells{split}, {drops}{gate}"
     )
 

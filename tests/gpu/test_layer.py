@@ -6,7 +6,6 @@ Shape letters: T tokens, K choices a token, E experts, D model width, F expert w
 from __future__ import annotations
 
 import math
-
 from unittest import mock
 
 import pytest

@@ -1,4 +1,4 @@
-"""What a person is told at the start of a run."""
+"""What a person is told at the start of a run, and what its timeline shows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import pytest
 
 from ds_moe_ext.hosts.run import start_table
 from ds_moe_ext.layout import Grid
+from ds_moe_ext.report.record import RunRecord
 from ds_moe_ext.settings import read_settings
+from tests.hosts.jobs import Job, micro_batch, model_of
+from tests.ranks import pool_of
 
 
 @pytest.mark.parametrize(
@@ -29,3 +32,52 @@ def test_the_title_says_how_layers_run(block: dict[str, Any], grid: Grid, title:
     settings, _ = read_settings({"ds_moe_ext": block})
     run: Any = SimpleNamespace(blueprint=SimpleNamespace(settings=settings, grid=grid), layers=())
     assert start_table(run).title == f"ds_moe_ext: {title}"
+
+
+def _recorded(rank: int, world_size: int) -> RunRecord:
+    """Seven steps of split experts, with all that is ready reduced behind each layer."""
+    import deepspeed
+
+    import ds_moe_ext
+
+    model = model_of(Job())
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": 1},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+            "ds_moe_ext": {
+                "enabled": True,
+                "strategy": "esp",
+                "balance": "ep",
+                "expert_sharding_size": 2,
+                "esp": {"degree": 2, "schedule": "tutel_improved"},
+                "report": {"enabled": False, "trace_step": 6},
+            },
+        },
+    )
+    for step in range(7):
+        tokens = micro_batch(step, rank)
+        engine.backward(engine(input_ids=tokens, labels=tokens.roll(-1, 1)).loss)
+        engine.step()
+    return ds_moe_ext.recorder_of(engine).record()
+
+
+def test_tasks_of_cells_and_slices_are_in_the_timeline() -> None:
+    record = pool_of(2).run(_recorded)[0]
+    assert (record.strategy, record.num_cells) == ("esp over ep", 1)
+    found = {(span.name, span.lane, span.phase) for span in record.timeline}
+    assert found >= {
+        ("cell_gather", "inter", "forward"),  # in the one queue of this schedule
+        ("cell_scatter", "inter", "backward"),
+        ("attention", "compute", "forward"),
+        ("attention", "compute", "backward"),
+        ("gradients", "inter", "backward"),
+    }
+    assert ("gradients", "inter", "forward") not in found
+    slices = [span for span in record.timeline if span.name == "gradients"]
+    assert [span.layer for span in slices] == [layer.name for layer in record.layers[::-1]]
+    assert all(span.end_s > span.start_s for span in slices)
+    assert record.seconds_by_kind["backward:gradients"] > 0
