@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+import ds_moe_ext.strategies.esp
 from ds_moe_ext.moe.codecs import BFloat16
 from ds_moe_ext.moe.gates.noisy_top_k import NoisyTopK
 from ds_moe_ext.moe.hooks import Hooked
@@ -479,6 +480,14 @@ def test_the_hint_to_write_null_stands_only_where_null_is_allowed() -> None:
 def test_what_a_users_strategy_says_is_passed_through() -> None:
     message = refusal_of(block(strategy=PICKY, options={"level": 10}))
     assert message == "level 10 is past\t9: take a smaller one"
+
+
+def test_a_solver_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    document = block(esp={"solver": "paper"})
+    read_settings(document)
+    monkeypatch.setattr(ds_moe_ext.strategies.esp, "find_spec", lambda package: None)
+    message = refusal_of(document)
+    assert "ds_moe_ext.esp.solver is 'paper'" in message and "pip install scipy" in message
 
 
 def test_a_strategy_is_checked_where_it_is_not_enabled() -> None:

@@ -99,6 +99,21 @@ class Pipelines:
     micro_batches: int
     device: torch.device
 
+    def check(self, dtype: torch.dtype) -> None:
+        """Refuse a hardware file that lacks what pipelines are planned by.
+
+        Args:
+            dtype: in which experts compute.
+
+        Raises:
+            ValueError: what it lacks.
+        """
+        if self.hardware is None:
+            return
+        for pool in self.pools:
+            lines = described_lines(self.hardware, self._usage(pool, dtype))
+            self._lines_by_way(self._held(pool), (), lines)
+
     def measured(self, rows: Sequence[Rows], dense_window_L: Sequence[float]) -> Measured:
         """By the rows of a step, of the busiest ranks. Collective, over all ranks.
 
@@ -113,9 +128,8 @@ class Pipelines:
         all_reduce = None
         for pool in self.pools:
             of_layers = [self._rows(layer, *agreed_L2[layer]) for layer in pool.layers]
-            having = [self.layers[layer] for layer in pool.layers if self.layers[layer].parameters]
-            lines = self._lines(having[0], of_layers)
-            lines_by_way = self._lines_by_way(having[0], of_layers, lines)
+            lines = self._lines(pool, of_layers)
+            lines_by_way = self._lines_by_way(self._held(pool), of_layers, lines)
             all_reduce = all_reduce or lines.gradients
             for layer, layer_rows in zip(pool.layers, of_layers):
                 measured[layer] = MeasuredLayer(
@@ -144,13 +158,18 @@ class Pipelines:
             row_bytes=routed_experts.row_bytes,
         )
 
-    def _lines(self, layer: AttachedLayer, rows: Sequence[LayerRows]) -> PipelineLines:
-        """Of layers like this one."""
-        layout = layer.routed.site.layout
+    def _held(self, pool: Pool) -> AttachedLayer:
+        """A layer of which this rank has experts."""
+        layers = (self.layers[layer] for layer in pool.layers)
+        return next(layer for layer in layers if layer.parameters)
+
+    def _lines(self, pool: Pool, rows: Sequence[LayerRows]) -> PipelineLines:
+        """Of layers like these, the same on all ranks."""
+        layer = self._held(pool)
         if self.hardware is not None:
-            return described_lines(self.hardware, self._usage(layer, layout))
+            return described_lines(self.hardware, self._usage(pool, layer.routed.row_dtype))
         forward = partial(_forward, layer, self.device)
-        paths = _paths(layout, self.device, self.gradients.group)
+        paths = _paths(layer.routed.site.layout, self.device, self.gradients.group)
         bench = quick_bench(self.device)
         return measure_pipeline(paths, self._payload(layer, rows), forward, bench)
 
@@ -186,18 +205,21 @@ class Pipelines:
             gradient_dtype=self.gradients.dtype,
         )
 
-    def _usage(self, layer: AttachedLayer, layout: ParallelLayout) -> Usage:
-        matrices = [weight for weight in layer.hosted.slots()[0].parameters if weight.dim() > 1]
-        grid = layout.grid
+    def _usage(self, pool: Pool, dtype: torch.dtype) -> Usage:
+        expert = self._held(pool).hosted.slots()[0].parameters
+        matrices = [weight for weight in expert if weight.dim() > 1]
+        sites = [self.layers[layer].routed.site for layer in pool.layers]
+        num_slots = max(site.plan.home.num_slots for site in sites)  # ranks may have fewer
+        grid = sites[0].layout.grid
         assert self.hardware is not None
         return Usage(
             num_ranks=grid.world_size,
             num_cells=grid.num_cells,
             cell_size=grid.cell_size,
             dense_ranks_per_node=min(self.hardware.ranks_per_node, grid.world_size),
-            number_type=NUMBER_TYPES[layer.routed.row_dtype],
+            number_type=NUMBER_TYPES[dtype],
             row_multiply_adds=sum(weight.numel() for weight in matrices),
-            num_products=len(matrices) * len(layer.hosted.slots()),
+            num_products=len(matrices) * num_slots,
             element_bytes=self.gradients.dtype.itemsize,
         )
 

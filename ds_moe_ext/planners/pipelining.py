@@ -240,14 +240,16 @@ class Solver:
     Attributes:
         degree: of a layer whose collectives have a queue for each kind of link.
         step_2: of the partition; None is the exact one.
+        package: that they need, where it is not one of ours.
     """
 
     degree: Planner
     step_2: Step2 | None
+    package: str | None = None
 
 
 SOLVERS: Mapping[str, Solver] = MappingProxyType(
-    {"exact": Solver(best_degree, None), "paper": Solver(solved_degree, evolved)}
+    {"exact": Solver(best_degree, None), "paper": Solver(solved_degree, evolved, "scipy")}
 )
 """By the name of a strategy's key; "paper" takes SciPy's solvers, as FSMoE's authors did."""
 

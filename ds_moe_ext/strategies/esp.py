@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from importlib.util import find_spec
 
 import numpy as np
 
@@ -89,6 +90,12 @@ class ExpertSharding:
                     f"{KEY}.{key} is {vars(self)[key]!r}, which is unknown; "
                     f"{nearest(vars(self)[key], known)}"
                 )
+        package = SOLVERS[self.solver].package
+        if package is not None and find_spec(package) is None:
+            raise ValueError(
+                f"{KEY}.solver is {self.solver!r}, which needs {package}, and that is not "
+                f"installed; pip install {package}, or set solver to 'exact'"
+            )
         if self.all_to_all is not None and self.all_to_all not in WAYS:
             raise ValueError(
                 f"{KEY}.all_to_all is {self.all_to_all!r}, which is unknown; "

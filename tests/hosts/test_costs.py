@@ -1,10 +1,13 @@
-"""What planners know of a run's costs is the same on all ranks."""
+"""What planners know of a run's costs is the same on all ranks, and known to be there at start."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.hosts.jobs import Job, train
 from tests.ranks import pool_of
 
 
@@ -20,3 +23,26 @@ def _slowest(rank: int, world_size: int) -> tuple[float, float]:
 def test_the_places_of_a_cell_reckon_with_one_link() -> None:
     found = pool_of(2).run(_slowest)
     assert found[0] == found[1] == (pytest.approx(10.0), 0.25)
+
+
+CLUSTERS = Path(__file__).parents[2] / "configs" / "hardware"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "dtype", "says"),
+    [
+        ("proprophet_hpwnv", "float32", "does not say what .* costs; measure it"),
+        ("fsmoe_a", "bfloat16", "'device.products.bf16'"),
+    ],
+)
+def test_a_file_that_lacks_lines_is_refused_at_start(cluster: str, dtype: str, says: str) -> None:
+    path = str(CLUSTERS / f"{cluster}.json")
+    job = Job(strategy="esp", cell_size=2, hardware=path, dtype=dtype, steps=1)
+    with pytest.raises(AssertionError, match=f"ds_moe_ext.hardware is '{path}', but .*{says}"):
+        pool_of(2).run(train, job)
+
+
+def test_a_file_takes_the_place_of_measuring() -> None:
+    job = Job(strategy="esp", cell_size=2, hardware=str(CLUSTERS / "fsmoe_a.json"), steps=6)
+    described, plain = (pool_of(2).run(train, each)[0] for each in (job, Job(steps=6)))
+    assert described.losses == pytest.approx(plain.losses, rel=1e-5)

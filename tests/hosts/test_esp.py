@@ -91,9 +91,7 @@ def test_curves_at_zero_stages(stage: int, dtype: str) -> None:
 
 @pytest.mark.parametrize(("world_size", "cell_size"), [(2, 2), (4, 2), slow(4, 1)])
 @pytest.mark.parametrize("micro_batches", [4, 8])
-def test_planned_pipelines_train_alike(
-    world_size: int, cell_size: int, micro_batches: int
-) -> None:
+def test_planned_pipelines_train_alike(world_size: int, cell_size: int, micro_batches: int) -> None:
     """Costs are measured in step 4; by then dense gradients are reduced in slices."""
     job = replace(job_of("mixtral"), steps=8, micro_batches=micro_batches)
     planned = esp(job, cell_size, degree=None, slice_gradients=True)

@@ -34,6 +34,7 @@ from ds_moe_ext.hosts.gates import warn_if_causal
 from ds_moe_ext.hosts.pipelines import DenseGradients, Pipelines
 from ds_moe_ext.hosts.planning import Planning
 from ds_moe_ext.hosts.run import Run, teller
+from ds_moe_ext.settings import BLOCK
 from ds_moe_ext.strategies.base import Job
 
 _RUN = "ds_moe_ext_run"  # attribute of the engine
@@ -144,7 +145,7 @@ def _pipelines(
     """What measures them, where the strategy plans by it."""
     if not blueprint.strategy.rhythm().measures:
         return None
-    return Pipelines(
+    pipelines = Pipelines(
         layers,
         blueprint.pools,
         blueprint.hardware,
@@ -152,6 +153,12 @@ def _pipelines(
         engine.gradient_accumulation_steps(),
         torch.device(get_accelerator().device_name(engine.local_rank)),
     )
+    try:
+        pipelines.check(engine.get_data_types()[0])
+    except ValueError as error:
+        named = blueprint.settings.hardware
+        raise ValueError(f"{BLOCK}.hardware is {named!r}, but {error}") from error
+    return pipelines
 
 
 def _take_first_ranks_weights(model: nn.Module, blueprint: Blueprint, local_rank: int) -> None:
