@@ -20,7 +20,7 @@ PACKAGE = "ds_moe_ext"
 
 LAYERS = (
     ("_autoload",),  # names the patches, and imports nothing of ours
-    ("strict", "placement", "share", "transfer", "hardware"),
+    ("strict", "named", "placement", "share", "transfer", "hardware"),
     ("schedule.task",),
     ("schedule.orders", "schedule.simulate", "schedule.step", "schedule.pipelines"),
     ("schedule.wires",),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from ds_moe_ext.moe.codecs import BFloat16, Codec, Int8
 from ds_moe_ext.moe.hooks import Hooked, Hooks
+from ds_moe_ext.named import found_at
 from ds_moe_ext.strict import check_object, nearest, read_record
 
 CODECS: Mapping[str, type[Codec]] = {"bf16": BFloat16, "int8": Int8}
@@ -84,14 +84,7 @@ def _named(name: Any, where: str) -> type[Hooks] | type[Codec]:
 
 
 def _class_at(path: str, where: str) -> type[Hooks] | type[Codec]:
-    module, _, attribute = path.partition(":")
-    try:
-        cls = vars(importlib.import_module(module))[attribute]
-    except Exception as error:  # whatever the user's module raises
-        raise ValueError(
-            f"{where} is {path!r}, which cannot be imported ({error!r}); give the importable "
-            f"module and the class in it, as {EXAMPLE}"
-        ) from error
+    cls = found_at(path, where, EXAMPLE)
     if not (isinstance(cls, type) and issubclass(cls, (Hooks, Codec))) or inspect.isabstract(cls):
         raise ValueError(
             f"{where} is {path!r}, which is no hook; derive it from ds_moe_ext.moe.hooks.Hooks, or "

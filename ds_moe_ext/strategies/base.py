@@ -7,7 +7,6 @@ A strategy is a frozen dataclass: its fields are its JSON keys. One of the user'
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from ds_moe_ext.layout import ParallelLayout
+from ds_moe_ext.named import found_at
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.exchange import Way
 from ds_moe_ext.planners.pipelining import NOWHERE, Measured, Placed
@@ -322,14 +322,7 @@ def class_at(path: str, where: str) -> type:
     Raises:
         ValueError: there is none, or it is not a dataclass.
     """
-    module, _, attribute = path.partition(":")
-    try:
-        cls = vars(importlib.import_module(module))[attribute]
-    except Exception as error:  # whatever the user's module raises
-        raise ValueError(
-            f"{where} is {path!r}, which cannot be imported ({error!r}); give the "
-            "importable module and the class in it, as 'my_package.my_module:MyStrategy'"
-        ) from error
+    cls = found_at(path, where, "'my_package.my_module:MyStrategy'")
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise ValueError(
             f"{where} is {path!r}, which is not a dataclass; make it one: its fields "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from ds_moe_ext.moe.gates.expert_choice import ExpertChoice
 from ds_moe_ext.moe.gates.noisy_top_k import NoisyTopK
 from ds_moe_ext.moe.gates.sigmoid_top_k import SigmoidTopK
 from ds_moe_ext.moe.gates.soft import SoftMixture
+from ds_moe_ext.named import found_at
 from ds_moe_ext.strict import check_object, nearest, read_record
 
 GATES: Mapping[str, type[Gate]] = {
@@ -56,21 +56,14 @@ def _named(name: Any, where: str) -> type[Gate]:
         return _class_at(name, where)
     if name not in GATES:
         raise ValueError(
-            f"{where} is {name!r}, which is unknown; {nearest(name, GATES)}; a gate of your own is "
+            f"{where} is {name!r}, which is unknown; {nearest(name, GATES)} A gate of your own is "
             "'my_package.my_module:MyGate'"
         )
     return GATES[name]
 
 
 def _class_at(path: str, where: str) -> type[Gate]:
-    module, _, attribute = path.partition(":")
-    try:
-        cls = vars(importlib.import_module(module))[attribute]
-    except Exception as error:  # whatever the user's module raises
-        raise ValueError(
-            f"{where} is {path!r}, which cannot be imported ({error!r}); give the importable "
-            "module and the class in it, as 'my_package.my_module:MyGate'"
-        ) from error
+    cls = found_at(path, where, "'my_package.my_module:MyGate'")
     if not (isinstance(cls, type) and issubclass(cls, Gate)) or inspect.isabstract(cls):
         raise ValueError(
             f"{where} is {path!r}, which is no gate; derive it from ds_moe_ext.moe.gate.Gate, and "
