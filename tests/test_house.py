@@ -23,7 +23,7 @@ LAYERS = (
     ("strict", "named", "placement", "share", "transfer", "hardware"),
     ("schedule.task",),
     ("schedule.orders", "schedule.simulate", "schedule.step", "schedule.pipelines"),
-    ("schedule.wires",),
+    ("schedule.wires", "schedule.stripes"),
     ("schedule.trace",),
     ("layout", "comm", "all_to_all", "load", "rows"),
     ("cost",),
@@ -45,7 +45,7 @@ LAYERS = (
 
 PURE = ("placement", "planners", "schedule.task", "schedule.orders", "schedule.simulate")
 PURE += ("share", "transfer", "schedule.step", "schedule.trace", "strict", "hardware", "cost.fit")
-PURE += ("schedule.pipelines", "schedule.wires")
+PURE += ("schedule.pipelines", "schedule.wires", "schedule.stripes")
 HOST_PACKAGES = {"deepspeed", "megatron", "transformers", "accelerate"}
 
 

@@ -228,8 +228,9 @@ class Costs:
 
     @property
     def _copies(self) -> bool:
-        """Whether experts are copied."""
-        return self.layers[0].routed.copies is not None
+        """Whether experts are copied: from cell to cell, of which there may be one."""
+        routed = self.layers[0].routed
+        return routed.copies is not None and routed.site.layout.grid.num_cells > 1
 
     def _agreed(self, rows: Sequence[Rows]) -> Measured:
         seen_RL = of_all_ranks(self._seen, self._device)
@@ -276,7 +277,7 @@ class Costs:
     def _links(self, pool: Pool) -> Links:
         layout = self.layers[pool.layers[0]].routed.site.layout
         if self.hardware is not None:
-            return Links.of(self.hardware, layout.grid.num_cells)
+            return Links.of(self.hardware, layout.grid.size)
         return Links.measured(layout, self._expert(pool))
 
     def _priced(self, pool: Pool, sums: Sequence[Seen], exchange_s: Sequence[float]) -> Pool:

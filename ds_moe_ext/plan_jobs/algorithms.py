@@ -25,6 +25,7 @@ from ds_moe_ext.plan_jobs.pipelining import (
     pipeline_degree,
 )
 from ds_moe_ext.plan_jobs.replication import ReplicationJob, prophet, shadow
+from ds_moe_ext.plan_jobs.zebra import AsymmetricJob, asymmetric_assignment
 from ds_moe_ext.strict import nearest, read_record
 
 
@@ -42,6 +43,7 @@ class Algorithm:
 
 
 ALGORITHMS: Mapping[str, Algorithm] = {
+    "asym-ea": Algorithm(AsymmetricJob, asymmetric_assignment),
     "gradient-partition": Algorithm(PartitionJob, gradient_partition),
     "heterogeneous-sharding": Algorithm(ShardingJob, heterogeneous_sharding),
     "pipeline-degree": Algorithm(DegreeJob, pipeline_degree),

@@ -132,7 +132,7 @@ NO_LINKS = {
 
 
 def some_grids(folder: Path) -> tuple[int, dict[str, Any], tuple[str, ...]]:
-    return 4, {"expert_parallel_size": 2}, ("2 of 4 ranks", "fssdp", "set reshard_interval to 0")
+    return 4, {"expert_parallel_size": 2}, ("2 of 4 cells", "fssdp", "set reshard_interval to 0")
 
 
 def too_few_experts(folder: Path) -> tuple[int, dict[str, Any], tuple[str, ...]]:

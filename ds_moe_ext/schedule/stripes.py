@@ -1,0 +1,242 @@
+"""Zebra parallelism: attention and experts on ranks of their own, in stripes of micro-batches. Pure.
+
+HeterMoE, section 4.1 (spec 2.3, 2.4, 2.7). Layers and micro-batches are numbered from 0. A layer's
+stage on the attention side is what lies between the experts of the layer before and its own; one
+stage more, the head, ends in the loss. Both sides have a lane, and so has each direction between
+them. Two layers, two micro-batches; ``a`` attention, ``h`` head, ``e`` expert, primes are backward::
+
+    attention  a00 a01     a10 a11     h0 h'0 h1 h'1 a'10 a'11     a'00 a'01
+    expert         e00 e01     e10 e11    e'10 e'11       e'00 e'01
+    a2e           d00 d01     d10 d11      c'10 c'11     c'00 c'01
+    e2a               c00 c01     c10 c11      d'10 d'11       d'00 d'01
+
+What was sent to the experts comes back, with its gradients, against the direction it had: a lane is
+a direction, not a task's name (spec rule 10), and so both sides issue each lane in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from ds_moe_ext.schedule import task as ops
+from ds_moe_ext.schedule.step import LOSS, in_lanes
+from ds_moe_ext.schedule.task import Kind, Lane, Op, Schedule, Span, Task, Value, spans
+from ds_moe_ext.schedule.wires import ARRIVED, COMPUTED, RETURNED, WEIGHTS
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Ranks of one role.
+
+    Attributes:
+        computes: the lane that only they have; they share those of both directions.
+    """
+
+    computes: Lane
+
+
+ATTENTION_SIDE = Side(Lane("attention"))
+EXPERT_SIDE = Side(Lane("expert"))
+SIDES = (ATTENTION_SIDE, EXPERT_SIDE)
+A2E = Lane("a2e")  # from attention ranks to expert ranks
+E2A = Lane("e2a")
+
+ATTENTION = replace(ops.ATTENTION, lane=ATTENTION_SIDE.computes)
+HEAD = Op("head", ATTENTION_SIDE.computes)
+EXPERT = replace(ops.EXPERT, lane=EXPERT_SIDE.computes)
+OFFLOADED = Op("offloaded", ATTENTION_SIDE.computes)  # experts that attention ranks hold
+DISPATCH = replace(ops.DISPATCH, lane=A2E, back=E2A)
+COMBINE = replace(ops.COMBINE, lane=E2A, back=A2E)
+
+TOKENS = Kind("tokens", has_gradient=False)  # of a micro-batch, and what is to follow them
+DENSE = Kind("dense")  # weights of a stage of the attention side
+HIDDEN = Kind("hidden")  # what a stage leaves to the next on the spot: residual stream and scores
+ROWS = Kind("rows")  # what it sends
+OFFLOADED_WEIGHTS = Kind("offloaded_weights")
+COMPUTED_HERE = Kind("computed_here")  # outputs of experts that attention ranks hold
+
+
+def striped_step(
+    num_layers: int, num_micro_batches: int, *, offloaded: Collection[int] = ()
+) -> Schedule:
+    """Forward and backward of a stack of MoE layers on both sides, in the order of Theorem 1.
+
+    Layer by layer, micro-batches ascending, in backward too. In the last stage the backward of each
+    micro-batch follows its forward at once, so that the expert side has work early. Experts that
+    attention ranks hold compute behind the attention of all micro-batches, and their adjoints
+    before it (spec rule 27). One collective brings rows to both sides, and one brings them back.
+
+    Losses and gradients of all weights come out; those of a layer are final with its last task.
+
+    Args:
+        num_layers: MoE layers, each with its experts.
+        num_micro_batches: stripes that the tokens of an attention rank are cut into; each is the
+            span of one finest chunk. With one, nothing overlaps.
+        offloaded: numbers of the layers some of whose experts attention ranks hold.
+
+    Raises:
+        ValueError: there is no layer or no micro-batch, or an offloaded layer is not among them.
+    """
+    strange = sorted(set(offloaded) - set(range(num_layers)))
+    if num_layers < 1 or num_micro_batches < 1 or strange:
+        raise ValueError(
+            f"{num_micro_batches} micro-batches of {num_layers} layers, of which {list(offloaded)} "
+            "are offloaded; give one of both at least, and numbers of these layers, from 0"
+        )
+    step = _Step(spans(num_micro_batches, num_micro_batches))
+    for layer in range(num_layers):
+        step.forward(layer, is_offloaded=layer in offloaded)
+    step.turn(num_layers)
+    for layer in reversed(range(num_layers)):
+        step.backward(layer, is_offloaded=layer in offloaded)
+    return step.schedule()
+
+
+def part_of(schedule: Schedule, side: Side) -> Schedule:
+    """What the ranks of one side issue, in the order of the whole.
+
+    What the other side computes counts as given, though a rank here has none of it: of a collective
+    it does its own half.
+    """
+    others = {other.computes for other in SIDES if other != side}
+    return picked(schedule, [i for i, task in enumerate(schedule.tasks) if task.lane not in others])
+
+
+def forward_first(schedule: Schedule) -> Schedule:
+    """All of forward before all of backward: the last stage does not alternate."""
+    positions = range(len(schedule.tasks))
+    return picked(schedule, sorted(positions, key=lambda i: bool(schedule.tasks[i].adjoint_of)))
+
+
+def one_at_a_time(schedule: Schedule) -> Schedule:
+    """One side computes or one direction is sent at a time: DistEP, the baseline without overlap."""
+    (lane, *others) = (*(side.computes for side in SIDES), A2E, E2A)
+    return in_lanes(schedule, dict.fromkeys(others, lane))
+
+
+def picked(schedule: Schedule, positions: Sequence[int]) -> Schedule:
+    """Some tasks of a schedule, in the order of their positions here.
+
+    What none of them writes counts as given.
+
+    Args:
+        schedule: with forward and backward.
+        positions: in it; with each adjoint what it is of.
+    """
+    place = {position: i for i, position in enumerate(positions)}
+    tasks = [schedule.tasks[position] for position in positions]
+    written = {value for task in tasks for value in task.writes}
+    given = (value for task in tasks for value in task.reads if value not in written)
+    return Schedule(
+        tuple(replace(t, adjoint_of=tuple(place[w] for w in t.adjoint_of)) for t in tasks),
+        tuple(dict.fromkeys(given)),
+        tuple(value for value in schedule.outputs if value in written),
+    )
+
+
+class _Step:
+    """The tasks of a step, as they are issued.
+
+    Args:
+        micro_batches: the span of each.
+    """
+
+    def __init__(self, micro_batches: Sequence[Span]) -> None:
+        self._micro_batches = micro_batches
+        self._tasks: list[Task] = []
+        self._places: dict[tuple[Op, int, Span], int] = {}  # of forward
+
+    def forward(self, layer: int, *, is_offloaded: bool) -> None:
+        for span in self._micro_batches:
+            self._run(_attention(layer, span))
+            self._run(_dispatch(layer, span))
+        for span in self._micro_batches:
+            self._run(_expert(layer, span))
+            if is_offloaded:
+                self._run(_offloaded(layer, span))
+            self._run(_combine(layer, span, is_offloaded=is_offloaded))
+
+    def turn(self, layer: int) -> None:
+        """The last stage, forward and backward of each micro-batch."""
+        for span in self._micro_batches:
+            self._run(_head(layer, span))
+            self._undo(HEAD, layer, span)
+            self._undo(COMBINE, layer - 1, span)
+
+    def backward(self, layer: int, *, is_offloaded: bool) -> None:
+        for span in self._micro_batches:
+            self._undo(EXPERT, layer, span)
+            if is_offloaded:
+                self._undo(OFFLOADED, layer, span)
+            self._undo(DISPATCH, layer, span)
+        for span in self._micro_batches:
+            self._undo(ATTENTION, layer, span)
+            if layer:
+                self._undo(COMBINE, layer - 1, span)
+
+    def schedule(self) -> Schedule:
+        written = [value for task in self._tasks for value in task.writes]
+        read = [value for task in self._tasks for value in task.reads]
+        given = (value for value in read if value not in set(written))
+        left = (value for value in written if value.kind == LOSS or value not in set(read))
+        return Schedule(tuple(self._tasks), tuple(dict.fromkeys(given)), tuple(dict.fromkeys(left)))
+
+    def _run(self, task: Task) -> None:
+        self._places[task.op, task.layer, task.span] = len(self._tasks)
+        self._tasks.append(task)
+
+    def _undo(self, op: Op, layer: int, span: Span) -> None:
+        """The adjoint: it reads the gradients of what was written, and of a loss the loss."""
+        place = self._places[op, layer, span]
+        task = self._tasks[place]
+        self._tasks.append(
+            replace(task, reads=_grads(task.writes), writes=_grads(task.reads), adjoint_of=(place,))
+        )
+
+
+def _attention(layer: int, span: Span) -> Task:
+    """From the outputs of the experts of the layer before to the rows for this layer's."""
+    before = _handed_on(layer, span) if layer else (Value(TOKENS, 0, span),)
+    writes = (Value(HIDDEN, layer, span), Value(ROWS, layer, span))
+    return Task(ATTENTION, layer, span, (*before, Value(DENSE, layer)), writes)
+
+
+def _head(layer: int, span: Span) -> Task:
+    reads = (*_handed_on(layer, span), Value(TOKENS, 0, span), Value(DENSE, layer))
+    return Task(HEAD, layer, span, reads, (Value(LOSS, layer, span),))
+
+
+def _handed_on(layer: int, span: Span) -> tuple[Value, ...]:
+    return Value(HIDDEN, layer - 1, span), Value(RETURNED, layer - 1, span)
+
+
+def _dispatch(layer: int, span: Span) -> Task:
+    return Task(DISPATCH, layer, span, (Value(ROWS, layer, span),), (Value(ARRIVED, layer, span),))
+
+
+def _expert(layer: int, span: Span) -> Task:
+    reads = (Value(ARRIVED, layer, span), Value(WEIGHTS, layer))
+    return Task(EXPERT, layer, span, reads, (Value(COMPUTED, layer, span),))
+
+
+def _offloaded(layer: int, span: Span) -> Task:
+    reads = (Value(ARRIVED, layer, span), Value(OFFLOADED_WEIGHTS, layer))
+    return Task(OFFLOADED, layer, span, reads, (Value(COMPUTED_HERE, layer, span),))
+
+
+def _combine(layer: int, span: Span, *, is_offloaded: bool) -> Task:
+    kinds = (COMPUTED, COMPUTED_HERE) if is_offloaded else (COMPUTED,)
+    reads = tuple(Value(kind, layer, span) for kind in kinds)
+    return Task(COMBINE, layer, span, reads, (Value(RETURNED, layer, span),))
+
+
+def _grads(values: Iterable[Value]) -> tuple[Value, ...]:
+    """With a prime; the loss begins them."""
+    return tuple(
+        value
+        if value.kind == LOSS
+        else value._replace(kind=replace(value.kind, name=f"{value.kind.name}'"))
+        for value in values
+        if value.kind.has_gradient
+    )

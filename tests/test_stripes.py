@@ -1,0 +1,528 @@
+"""Zebra steps: Theorem 1's order, the goldens of HeterMoE's spec, and what holds at any size.
+
+Tasks have short names here: letter, prime of an adjoint, layer, micro-batch. ``a`` attention, ``h``
+head, ``e`` expert, ``o`` offloaded experts, ``d`` dispatch, ``c`` combine. Pure: nothing runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pytest import approx
+
+from ds_moe_ext.schedule.simulate import Timeline, simulate
+from ds_moe_ext.schedule.stripes import (
+    A2E,
+    ATTENTION_SIDE,
+    E2A,
+    EXPERT_SIDE,
+    HEAD,
+    SIDES,
+    Side,
+    forward_first,
+    one_at_a_time,
+    part_of,
+    picked,
+    striped_step,
+)
+from ds_moe_ext.schedule.task import Lane, Schedule, Task
+
+LANES = (ATTENTION_SIDE.computes, EXPERT_SIDE.computes, A2E, E2A)
+
+
+def name(task: Task) -> str:
+    return f"{task.op.name[0]}{chr(39) if task.adjoint_of else ''}{task.layer}{task.span}"
+
+
+def names(tasks: Sequence[Task]) -> str:
+    return " ".join(map(name, tasks))
+
+
+def lane_of(schedule: Schedule, lane: Lane) -> list[Task]:
+    return [task for task in schedule.tasks if task.lane == lane]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """Of one micro-batch.
+
+    Attributes:
+        attention: of a layer.
+        expert: of all experts of a layer, where none is offloaded.
+        sent: of a dispatch or combine.
+        head: of the last stage.
+        backward: times forward that computing takes; the head takes twice.
+        moved: share of the experts' seconds that leaves the expert side, by layer.
+        speed: seconds of offloaded experts for each second that they save there.
+    """
+
+    attention: float = 3
+    expert: float = 4
+    sent: float = 1
+    head: float = 3
+    backward: float = 2
+    moved: Mapping[int, float] | None = None
+    speed: float = 1
+
+    def __call__(self, rank: int, task: Task) -> float:
+        moved = (self.moved or {}).get(task.layer, 0.0)
+        forward = {
+            "attention": self.attention,
+            "head": self.head,
+            "expert": self.expert * (1 - moved),
+            "offloaded": self.expert * moved * self.speed,
+            "dispatch": self.sent,
+            "combine": self.sent,
+        }[task.op.name]
+        if not task.adjoint_of or task.lane in (A2E, E2A):
+            return forward
+        return forward * (2 if task.op == HEAD else self.backward)
+
+    def busy(self, schedule: Schedule, lane: Lane) -> float:
+        return sum(self(0, task) for task in lane_of(schedule, lane))
+
+
+GOLDEN = Seconds()
+
+
+def makespan(schedule: Schedule, seconds: Seconds = GOLDEN) -> float:
+    return simulate(schedule, seconds).makespan_s
+
+
+def started(schedule: Schedule, timeline: Timeline, lane: Lane) -> str:
+    tasks = zip(schedule.tasks, timeline.start_s[0])
+    return " ".join(f"{name(task)}@{at:g}" for task, at in tasks if task.lane == lane)
+
+
+# Theorem 1, written out.
+
+
+def theorem(num_layers: int, num_micro_batches: int) -> dict[Lane, list[str]]:
+    """Spec rules 15, 16 and 10, layers and micro-batches from 0."""
+    layers, each = range(num_layers), range(num_micro_batches)
+    up = [(i, j) for i in layers for j in each]
+    down = [(i, j) for i in reversed(layers) for j in each]
+    return {
+        ATTENTION_SIDE.computes: [
+            *(f"a{i}{j}" for i, j in up),
+            *(f"{h}{num_layers}{j}" for j in each for h in ("h", "h'")),
+            *(f"a'{i}{j}" for i, j in down),
+        ],
+        EXPERT_SIDE.computes: [*(f"e{i}{j}" for i, j in up), *(f"e'{i}{j}" for i, j in down)],
+        A2E: [*(f"d{i}{j}" for i, j in up), *(f"c'{i}{j}" for i, j in down)],
+        E2A: [*(f"c{i}{j}" for i, j in up), *(f"d'{i}{j}" for i, j in down)],
+    }
+
+
+def test_a_step_of_two_layers() -> None:
+    step = striped_step(2, 2)
+    assert names(step.tasks) == (
+        "a00 d00 a01 d01 e00 c00 e01 c01 a10 d10 a11 d11 e10 c10 e11 c11 "
+        "h20 h'20 c'10 h21 h'21 c'11 "
+        "e'10 d'10 e'11 d'11 a'10 c'00 a'11 c'01 e'00 d'00 e'01 d'01 a'00 a'01"
+    )
+    attention, back = (t for t in step.tasks if name(t) in ("a10", "a'10"))
+    assert [str(v) for v in attention.reads] == ["hidden[0,0]", "returned[0,0]", "dense[1]"]
+    assert [str(v) for v in attention.writes] == ["hidden[1,0]", "rows[1,0]"]
+    assert [str(v) for v in back.reads] == ["hidden'[1,0]", "rows'[1,0]"]
+    assert [str(v) for v in back.writes] == ["hidden'[0,0]", "returned'[0,0]", "dense'[1]"]
+    assert [str(v) for v in step.inputs] == [
+        *("tokens[0,0]", "dense[0]", "tokens[0,1]", "weights[0]", "dense[1]", "weights[1]"),
+        "dense[2]",
+    ]
+    assert [str(v) for v in step.outputs] == [
+        *("loss[2,0]", "dense'[2]", "loss[2,1]", "weights'[1]", "dense'[1]", "weights'[0]"),
+        "dense'[0]",
+    ]
+
+
+def test_offloaded_experts_stand_behind_attention_and_before_its_adjoint() -> None:
+    step = striped_step(2, 2, offloaded=[1])
+    assert names(lane_of(step, ATTENTION_SIDE.computes)) == (
+        "a00 a01 a10 a11 o10 o11 h20 h'20 h21 h'21 o'10 o'11 a'10 a'11 a'00 a'01"
+    )
+    assert names(lane_of(step, EXPERT_SIDE.computes)) == (
+        names(lane_of(striped_step(2, 2), EXPERT_SIDE.computes))
+    )
+    waits = {name(step.tasks[i]): names([step.tasks[w] for w in step.after[i]]) for i in range(40)}
+    assert (waits["c10"], waits["c00"]) == ("e10 o10", "e00")  # one collective waits for both
+    assert waits["o10"] == "d10"
+    assert waits["o'10"] == "c'10"
+    assert waits["d'10"] == "e'10 o'10"
+
+
+@pytest.mark.parametrize(("layers", "micro_batches"), [(0, 2), (2, 0)])
+def test_there_is_something_to_do(layers: int, micro_batches: int) -> None:
+    match = f"{micro_batches} micro-batches of {layers} layers, .* give one of both at least"
+    with pytest.raises(ValueError, match=match):
+        striped_step(layers, micro_batches)
+
+
+def test_only_layers_of_the_stack_are_offloaded() -> None:
+    with pytest.raises(ValueError, match=r"of which \[1, 2\] are offloaded"):
+        striped_step(2, 2, offloaded=[1, 2])
+
+
+# G6: whole steps.
+
+
+def test_golden_starts() -> None:
+    step = striped_step(2, 2)
+    timeline = simulate(step, GOLDEN)
+    assert {lane.name: started(step, timeline, lane) for lane in LANES} == {
+        "attention": "a00@0 a01@3 a10@9 a11@13 h20@18 h'20@21 h21@27 h'21@30 "
+        "a'10@37 a'11@46 a'00@54 a'01@62",
+        "expert": "e00@4 e01@8 e10@13 e11@17 e'10@28 e'11@37 e'00@45 e'01@53",
+        "a2e": "d00@3 d01@6 d10@12 d11@16 c'10@27 c'11@36 c'00@43 c'01@52",
+        "e2a": "c00@8 c01@12 c10@17 c11@21 d'10@36 d'11@45 d'00@53 d'01@61",
+    }
+    assert timeline.makespan_s == 68
+    assert [GOLDEN.busy(step, lane) for lane in LANES] == [54, 48, 8, 8]
+
+
+def test_golden_makespans() -> None:
+    assert makespan(forward_first(striped_step(2, 2))) == 71
+    assert makespan(one_at_a_time(striped_step(2, 2))) == 118
+    assert makespan(striped_step(3, 3)) == 124
+    assert makespan(striped_step(3, 4)) == 157
+    assert makespan(forward_first(striped_step(3, 4))) == 166
+    deep, recomputed = striped_step(8, 4), Seconds(backward=3)  # the head is not recomputed
+    assert makespan(deep, recomputed) == 526
+    assert [recomputed.busy(deep, lane) for lane in LANES[:2]] == [420, 512]
+    assert makespan(deep) == 395
+
+
+# G7: Fig. 6, forward only.
+
+
+def forward_of(schedule: Schedule) -> Schedule:
+    """Without the last stage."""
+    return picked(
+        schedule,
+        [i for i, t in enumerate(schedule.tasks) if not t.adjoint_of and t.op != HEAD],
+    )
+
+
+def sixths(*moved: int) -> Seconds:
+    """Of 6 experts that take 2/3 s each on either side."""
+    return Seconds(moved={layer: count / 6 for layer, count in enumerate(moved)})
+
+
+def figure_6(*moved: int) -> tuple[Schedule, Timeline]:
+    step = striped_step(3, 3, offloaded=[layer for layer, count in enumerate(moved) if count])
+    return forward_of(step), simulate(forward_of(step), sixths(*moved))
+
+
+def window(forward: Schedule, timeline: Timeline, lane: Lane) -> tuple[float, float]:
+    """Seconds that a lane is busy, and that pass from its first start to its last end."""
+    spans = [
+        (start, end)
+        for task, start, end in zip(forward.tasks, timeline.start_s[0], timeline.end_s[0])
+        if task.lane == lane
+    ]
+    return sum(end - start for start, end in spans), spans[-1][1] - spans[0][0]
+
+
+@pytest.mark.parametrize(
+    ("moved", "ends", "attention", "expert"),
+    [
+        ((0, 0, 0), 41, (27, 32), (36, 36)),
+        ((0, 1, 1), 37, (31, 33), (32, 32)),
+        ((1, 1, 1), 37, (33, 33), (30, 32)),
+    ],
+)
+def test_figure_6(
+    moved: Sequence[int], ends: float, attention: Sequence[float], expert: Sequence[float]
+) -> None:
+    forward, timeline = figure_6(*moved)
+    assert timeline.makespan_s == approx(ends)
+    assert window(forward, timeline, ATTENTION_SIDE.computes) == approx(attention)
+    assert window(forward, timeline, EXPERT_SIDE.computes) == approx(expert)
+
+
+def test_figure_6_as_published() -> None:
+    """75 % of the experts' window is attention; the gaps shrink by 60 %, the time by 10 %; one
+    layer more does not pay, and idles the experts for 6 %."""
+    plain, moved, more = figure_6(0, 0, 0), figure_6(0, 1, 1), figure_6(1, 1, 1)
+    (busy, open_s), (busy_moved, open_moved) = (
+        window(*of, ATTENTION_SIDE.computes) for of in (plain, moved)
+    )
+    assert busy / window(*plain, EXPERT_SIDE.computes)[1] == approx(0.75)
+    assert (open_moved - busy_moved) / (open_s - busy) - 1 == approx(-0.60)
+    assert plain[1].makespan_s / moved[1].makespan_s == approx(1.108, abs=5e-4)
+    assert more[1].makespan_s == approx(moved[1].makespan_s)
+    expert, expert_open = window(*more, EXPERT_SIDE.computes)
+    assert 1 - expert / expert_open == approx(0.0625)
+
+
+def test_figure_6_starts() -> None:
+    forward, timeline = figure_6(0, 1, 1)
+    starts: dict[Lane, list[float]] = {lane: [] for lane in LANES}
+    for task, start in zip(forward.tasks, timeline.start_s[0]):
+        starts[task.lane].append(start)
+    assert starts[ATTENTION_SIDE.computes] == approx(
+        [0, 3, 6, 9, 13, 17, 20, 62 / 3, 64 / 3, 22, 25, 28, 31, 95 / 3, 97 / 3]
+    )
+    assert starts[EXPERT_SIDE.computes] == approx(
+        [4, 8, 12, 16, 58 / 3, 68 / 3, 26, 88 / 3, 98 / 3]
+    )
+
+
+# G8 and G10: what the order does not promise.
+
+
+def test_offloading_does_not_pay_in_a_shallow_stack() -> None:
+    step, seconds = striped_step(2, 2, offloaded=[1]), sixths(0, 1)
+    assert makespan(step, seconds) == approx(205 / 3)
+    assert [seconds.busy(step, lane) for lane in LANES[:2]] == approx([58, 44])
+
+
+def computed_in_order(schedule: Schedule, attention: str, expert: str) -> Schedule:
+    """With other orders of computing; what is sent follows the task that has it (spec rule 11)."""
+    place = {name(task): position for position, task in enumerate(schedule.tasks)}
+    queues = [[place[word] for word in words.split()] for words in (attention, expert)]
+    sent = [i for i, task in enumerate(schedule.tasks) if task.lane in (A2E, E2A)]
+    issued: list[int] = []
+    while any(queues):
+        (queue, *_) = (q for q in queues if q and set(schedule.after[q[0]]) <= set(issued))
+        issued.append(queue.pop(0))
+        issued += [i for i in sent if i not in issued and set(schedule.after[i]) <= set(issued)]
+    return picked(schedule, issued)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "by_theorem", "better", "attention", "expert"),
+    [
+        (
+            GOLDEN,
+            109,
+            108,
+            "a00 a01 a03 a10 a02 a11 h20 h'20 a12 a13 h21 h'21 a'10 h23 h22 h'23 h'22 "
+            "a'11 a'13 a'00 a'12 a'01 a'03 a'02",
+            "e00 e01 e10 e03 e02 e11 e'10 e12 e13 e'11 e'00 e'13 e'12 e'01 e'03 e'02",
+        ),
+        (
+            Seconds(attention=1, expert=6, head=10, sent=0),
+            213,
+            173,
+            "a00 a01 a02 a10 a03 h20 a12 h'20 a11 h22 h'22 a13 a'10 h21 h'21 a'12 h23 "
+            "a'00 a'11 h'23 a'13 a'02 a'01 a'03",
+            "e00 e10 e02 e01 e12 e11 e03 e'10 e'00 e'12 e13 e'11 e'02 e'01 e'13 e'03",
+        ),
+    ],
+)
+def test_theorem_1_is_not_always_the_best(
+    seconds: Seconds, by_theorem: float, better: float, attention: str, expert: str
+) -> None:
+    step = striped_step(2, 4)
+    assert makespan(step, seconds) == by_theorem
+    other = computed_in_order(step, attention, expert)
+    assert sorted(map(name, other.tasks)) == sorted(map(name, step.tasks))
+    assert makespan(other, seconds) == better
+
+
+# Section 6.4, rule 4: Table 3 on O1 at 8K, 24 experts of which each GPU has 4.
+
+
+@pytest.mark.parametrize(
+    ("moved", "attention", "expert"),
+    [((0,) * 8, 0.59, 0.96), ((0, 1, 1, 1, 1, 1, 0, 1), 0.84, 0.89)],
+)
+def test_utilisation_of_table_3(moved: Sequence[int], attention: float, expert: float) -> None:
+    step = striped_step(8, 2, offloaded=[layer for layer, count in enumerate(moved) if count])
+    seconds = Seconds(
+        attention=0.62,
+        expert=1,
+        sent=0.155,
+        head=0,
+        backward=3,
+        moved={layer: count / 4 for layer, count in enumerate(moved)},
+        speed=0.8,
+    )
+    taken = makespan(step, seconds)
+    assert seconds.busy(step, ATTENTION_SIDE.computes) / taken == approx(attention, abs=0.005)
+    assert seconds.busy(step, EXPERT_SIDE.computes) / taken == approx(expert, abs=0.005)
+
+
+# What holds at any size.
+
+sizes = st.tuples(st.integers(1, 3), st.integers(1, 4))
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Schedule:
+    num_layers, num_micro_batches = draw(sizes)
+    offloaded = draw(st.sets(st.integers(0, num_layers - 1)))
+    return striped_step(num_layers, num_micro_batches, offloaded=offloaded)
+
+
+whole = st.integers(0, 9)
+any_seconds = st.builds(
+    Seconds,
+    attention=whole,
+    expert=whole,
+    sent=whole,
+    head=whole,
+    backward=st.integers(1, 3),
+    moved=st.just({0: 0.5}),
+)
+
+at_any_size = settings(deadline=None, derandomize=True, max_examples=50)
+
+
+@at_any_size
+@given(sizes)
+def test_lanes_are_in_the_order_of_the_theorem(size: tuple[int, int]) -> None:
+    step = striped_step(*size)
+    assert {lane: [name(t) for t in lane_of(step, lane)] for lane in LANES} == theorem(*size)
+
+
+@at_any_size
+@given(steps())
+def test_nothing_is_read_before_it_is_written(step: Schedule) -> None:
+    for schedule in (step, forward_first(step), one_at_a_time(step)):
+        assert len(schedule.after) == len(schedule.tasks)
+        assert set(schedule.inputs) == set(step.inputs)
+        assert set(schedule.outputs) == set(step.outputs)
+    assert len({name(task) for task in step.tasks}) == len(step.tasks)
+
+
+@at_any_size
+@given(steps())
+def test_each_task_has_one_adjoint(step: Schedule) -> None:
+    """So attention goes back once for each layer and micro-batch, when both branches are there."""
+    for schedule in (step, forward_first(step), *(part_of(step, side) for side in SIDES)):
+        of = [place for task in schedule.tasks for place in task.adjoint_of]
+        assert sorted(of) == [i for i, t in enumerate(schedule.tasks) if not t.adjoint_of]
+        for task in schedule.tasks:
+            for place in task.adjoint_of:
+                assert name(schedule.tasks[place]) == name(task).replace("'", "")
+    last = max(task.layer for task in step.tasks)
+    for position, task in enumerate(step.tasks):
+        if name(task).startswith("a'"):
+            layer, micro_batch = task.layer, task.span
+            later = f"{'h' if layer + 1 == last else 'a'}'{layer + 1}{micro_batch}"
+            branches = {name(step.tasks[w]) for w in step.after[position]}
+            assert branches == {later, f"d'{layer}{micro_batch}"}
+
+
+@at_any_size
+@given(steps(), any_seconds)
+def test_order_of_a_lane_and_bounds_of_a_step(step: Schedule, seconds: Seconds) -> None:
+    timeline = simulate(step, seconds)
+    for lane in LANES:
+        at = [i for i, task in enumerate(step.tasks) if task.lane == lane]
+        for before, after in pairwise(at):
+            assert timeline.end_s[0][before] <= timeline.start_s[0][after]
+    for position, waits in enumerate(step.after):
+        for writer in waits:
+            assert timeline.end_s[0][writer] <= timeline.start_s[0][position]
+    alone = picked(step, [i for i, task in enumerate(step.tasks) if task.span.start == 0])
+    least = max(*(seconds.busy(step, lane) for lane in LANES), makespan(alone, seconds))
+    assert least <= timeline.makespan_s
+    serial = sum(seconds(0, task) for task in step.tasks)
+    assert timeline.makespan_s <= makespan(one_at_a_time(step), seconds) == serial
+
+
+@at_any_size
+@given(st.integers(1, 4), any_seconds)
+def test_one_micro_batch_overlaps_nothing(num_layers: int, seconds: Seconds) -> None:
+    step = striped_step(num_layers, 1)
+    assert makespan(step, seconds) == makespan(one_at_a_time(step), seconds)
+
+
+# Both sides.
+
+
+def of_host(num_layers: int, num_micro_batches: int, offloaded: bool) -> dict[Side, list[str]]:
+    """The loops of spec rules 41 and 42; receives of an expert rank are issued a layer ahead."""
+    each = range(num_micro_batches)
+    attention, expert = [], []
+    for i in range(num_layers):
+        attention += [f"{task}{i}{j}" for j in each for task in "ad"]
+        attention += [f"{task}{i}{j}" for j in each for task in ("oc" if offloaded else "c")]
+        expert += [f"d{i}{j}" for j in each]
+        expert += [f"{task}{i}{j}" for j in each for task in "ec"]
+    for j in each:
+        attention += [f"h{num_layers}{j}", f"h'{num_layers}{j}", f"c'{num_layers - 1}{j}"]
+    expert += [f"c'{num_layers - 1}{j}" for j in each]
+    for i in reversed(range(num_layers)):
+        attention += [f"{t}'{i}{j}" for j in each for t in ("od" if offloaded else "d")]
+        expert += [f"{t}'{i}{j}" for j in each for t in "ed"]
+        for j in each:
+            attention += [f"a'{i}{j}", *([f"c'{i - 1}{j}"] if i else [])]
+        expert += [f"c'{i - 1}{j}" for j in each if i]
+    return {ATTENTION_SIDE: attention, EXPERT_SIDE: expert}
+
+
+@at_any_size
+@given(sizes, st.booleans())
+def test_each_side_issues_its_part(size: tuple[int, int], is_offloaded: bool) -> None:
+    step = striped_step(*size, offloaded=range(size[0]) if is_offloaded else ())
+    for side, wanted in of_host(*size, is_offloaded).items():
+        part = part_of(step, side)
+        assert [name(task) for task in part.tasks] == wanted
+        assert len(part.after) == len(part.tasks)
+        for lane in (A2E, E2A):  # what a communicator must see is the same on all ranks
+            assert names(lane_of(part, lane)) == names(lane_of(step, lane))
+
+
+@at_any_size
+@given(steps())
+def test_sides_never_wait_for_each_other_in_a_circle(step: Schedule) -> None:
+    """Each side starts what is next in a lane and has its inputs there; collectives need both."""
+    parts = [part_of(step, side) for side in SIDES]
+    left = [{lane: lane_of(part, lane) for lane in LANES} for part in parts]
+    done: list[set[str]] = [set(), set()]
+
+    def is_next(side: int, task: Task) -> bool:
+        position = parts[side].tasks.index(task)
+        waits = {name(parts[side].tasks[w]) for w in parts[side].after[position]}
+        queue = left[side][task.lane]
+        return bool(queue) and name(queue[0]) == name(task) and waits <= done[side]
+
+    def run(side: int, lane: Lane) -> Callable[[], bool]:
+        def try_next() -> bool:
+            if not left[side][lane]:
+                return False
+            who = (0, 1) if lane in (A2E, E2A) else (side,)
+            tasks = [left[other][lane][0] for other in who]
+            if not all(map(is_next, who, tasks)):
+                return False
+            for other in who:
+                done[other].add(name(left[other][lane].pop(0)))
+            return True
+
+        return try_next
+
+    moves = [run(side, lane) for side in (0, 1) for lane in LANES]
+    while any(move() for move in moves):
+        pass
+    assert [len(names) for names in done] == [len(part.tasks) for part in parts]
+
+
+@at_any_size
+@given(steps(), any_seconds, st.integers(1, 2), st.integers(1, 2))
+def test_several_ranks_of_a_side_that_are_alike_are_as_one(
+    step: Schedule, seconds: Seconds, num_attention: int, num_expert: int
+) -> None:
+    """A rank has no work in the other side's lane, and meets all in those between."""
+    ranks = range(num_attention + num_expert)
+
+    def of_rank(rank: int, task: Task) -> float:
+        side = ATTENTION_SIDE if rank < num_attention else EXPERT_SIDE
+        others = {other.computes for other in SIDES if other != side}
+        return 0.0 if task.lane in others else seconds(rank, task)
+
+    timeline = simulate(
+        step,
+        of_rank,
+        num_ranks=len(ranks),
+        peers_of=lambda rank, task: ranks if task.lane in (A2E, E2A) else (rank,),
+    )
+    assert timeline.makespan_s == makespan(step, seconds)
