@@ -13,6 +13,7 @@ from ds_moe_ext.plan_jobs.algorithms import ALGORITHMS, plan_text
 MATERIALIZE, SHARD = "sparse-materialization", "heterogeneous-sharding"
 PROPHET, SHADOW = "prophet", "shadow"
 DEGREE, PARTITION = "pipeline-degree", "gradient-partition"
+ASYMMETRIC = "asym-ea"
 
 REPLICATION: dict[str, Any] = {
     "rows": [[10, 2, 3, 1], [8, 4, 2, 2], [9, 1, 4, 2], [7, 3, 3, 3]],
@@ -68,6 +69,17 @@ JOBS: dict[str, dict[str, Any]] = {
         "all_reduce": {"alpha_s": 0.5, "beta_s": 1e-3},
         "tail_elements": 0,
         "max_degree": 8,
+    },
+    ASYMMETRIC: {
+        "num_experts": 24,
+        "num_layers": 10,
+        "attention_ranks": 4,
+        "expert_ranks": 8,
+        "attention_s": 6,
+        "expert_s": 10,
+        "expert_on_attention_s": 8,
+        "min_moved": 0,
+        "max_moved": None,
     },
 }
 H2 = {
@@ -164,6 +176,24 @@ def test_partition_of_fsmoe() -> None:
     assert (last["dense"], last["moe"]) == ([0, 1500], [0, 5400])
     assert (last["extra"], last["degrees"]) == ([0, 0], [4, 4])
     assert last["time_s"] == pytest.approx(2 * 15.5 + 7.4)
+
+
+def test_asymmetric_assignment_of_hetermoe() -> None:
+    """Its golden tests G2 and G3; bounds in experts of all ranks, and of an attention rank."""
+    assert planned(ASYMMETRIC, JOBS[ASYMMETRIC]) == {
+        "moved_per_expert_rank": [0, 0, 1, 0, 1, 0, 1, 0, 1, 0],
+        "chunk": {"per_attention_rank": 2, "per_expert_rank": 1},
+    }
+    fewer = changed(ASYMMETRIC, expert_ranks=2, num_layers=8)
+    assert planned(ASYMMETRIC, fewer) == {
+        "moved_per_expert_rank": [2, 4, 4, 2, 4, 4, 4, 2],
+        "chunk": {"per_attention_rank": 1, "per_expert_rank": 2},
+    }
+    printed = planned(ASYMMETRIC, changed(ASYMMETRIC, variant="printed"))
+    assert printed["moved_per_expert_rank"] == [0, 0, 1, 0, 1, 0, 1, 0, 0, 1]
+    for bound, moved in (({"max_moved": 5}, 2), ({"min_moved": 41}, 6)):
+        plan = planned(ASYMMETRIC, changed(ASYMMETRIC, **bound))
+        assert sum(plan["moved_per_expert_rank"]) == moved
 
 
 def test_a_list_of_jobs_is_a_list_of_plans() -> None:
@@ -275,6 +305,28 @@ def bad_jobs() -> list[tuple[str, Any, str]]:
         ({**BACKWARD, "gradient_elements": True}, "gradient_elements is True"),
         ({**BACKWARD, "gradient_elements": 10**30}, "gradient_elements is 1000000000"),
     ]
+    asymmetric: list[tuple[dict[str, Any], str]] = [
+        ({"num_experts": 0}, "num_experts is 0; it must be an integer from 1 to 1048576"),
+        ({"num_experts": 12.0}, "num_experts is 12.0, but must be an integer"),
+        ({"num_experts": 25}, "num_experts is 25, which expert_ranks, 8, does not divide"),
+        ({"num_layers": 0}, "num_layers is 0; it must be an integer from 1 to 1024"),
+        ({"num_layers": 10**9}, "num_layers is 1000000000"),
+        ({"attention_ranks": 3}, "attention_ranks is 3 and expert_ranks 8, of which neither"),
+        ({"attention_ranks": True}, "attention_ranks is True"),
+        ({"expert_ranks": -8}, "expert_ranks is -8"),
+        ({"attention_s": -1}, "attention_s is -1.0; it must be a number from 0 to 1e+18"),
+        ({"expert_s": 10**400}, "expert_s is inf"),
+        ({"expert_on_attention_s": None}, "expert_on_attention_s is None, but must be a number"),
+        ({"min_moved": -1}, "min_moved is -1; it must be an integer of at least 0"),
+        ({"min_moved": None}, "min_moved is None"),
+        ({"min_moved": 241}, "min_moved is 241, but 10 layers can give 240 experts, 8 at a time"),
+        ({"min_moved": 9, "max_moved": 3}, "on each of 4 attention ranks, has room for 8; the"),
+        ({"max_moved": -1}, "max_moved is -1; it must be an integer of at least 0"),
+        ({"max_moved": "auto"}, "write null"),
+        ({"variant": "print"}, "variant is 'print', which is unknown; did you mean 'printed'?"),
+        ({"variant": 1}, "variant is 1, but must be a string"),
+        ({"layers": 4}, "has no key 'layers'; did you mean 'num_layers'?"),
+    ]
     loads = [-1, True, "7", None, [7], {}, 2**33, 1e300, 10**400]
     return [
         *((name, changed(name, **v), says) for name in (MATERIALIZE, SHARD) for v, says in hecate),
@@ -282,6 +334,7 @@ def bad_jobs() -> list[tuple[str, Any, str]]:
         *((DEGREE, changed(DEGREE, **values), says) for values, says in degree),
         *((PARTITION, changed(PARTITION, **values), says) for values, says in partition),
         *((PARTITION, changed(PARTITION, layers=[BACKWARD, x]), says) for x, says in layer),
+        *((ASYMMETRIC, changed(ASYMMETRIC, **values), says) for values, says in asymmetric),
         (SHADOW, changed(SHADOW, rows=[]), "rows is []"),
         *((MATERIALIZE, changed(MATERIALIZE, load=[1] * 7 + [x]), "load[7] is ") for x in loads),
         *((SHARD, changed(SHARD, load=[[1], [1, x]]), "load[1][1] is ") for x in loads),

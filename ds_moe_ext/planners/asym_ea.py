@@ -4,7 +4,8 @@
 micro-batches. Where experts take longer than attention, each layer leaves the attention ranks idle
 for the difference; it *gathers* a bubble. A *chunk* of experts, as many from each expert rank and
 as many to each attention rank, *squeezes* it: one side saves, the other pays. A layer moves as many
-chunks as its own bubble and what layers before it left are long.
+chunks as its own bubble and what layers before it left are long. When they compute is a matter of
+``schedule.stripes``.
 
 Counts are taken from fractions, so that bounds are met to the chunk and ranks cannot differ. Times
 are of forward; backward is taken as proportional (rule 32). Shape letter: L layers.
@@ -13,13 +14,10 @@ are of forward; backward is taken as proportional (rule 32). Shape letter: L lay
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import NamedTuple
-
-from ds_moe_ext.schedule.task import ATTENTION, EXPERT, Op
 
 TIE = Fraction(1, 10**9)  # of a chunk: what rounding of the measured times may lack of a whole one
 
@@ -207,63 +205,18 @@ def _bounds_in_chunks(group: ZebraGroup, min_moved: int, max_moved: int | None) 
     most = group.num_layers * group.layer_chunks
     if least > most:
         raise ValueError(
-            f"min_moved is {min_moved}, but {group.num_layers} layers have {most} chunks of "
-            f"{group.chunk_experts} experts to give; the model does not fit: lower min_moved, or "
-            "add expert ranks"
+            f"min_moved is {min_moved}, but {group.num_layers} layers can give "
+            f"{most * group.chunk_experts} experts, {group.chunk_experts} at a time; the model "
+            "does not fit: lower min_moved, or add expert ranks, which hold more"
         )
     if max_moved is None:
         return least, most
     room = max_moved // group.chunk.per_attention_rank
     if least > room:
         raise ValueError(
-            f"min_moved is {min_moved}, {least} chunks of {group.chunk_experts} experts, but "
-            f"max_moved, {max_moved} on each of {group.attention_ranks} attention ranks, has room "
-            f"for {room}; the model does not fit: add ranks, or memory for one of the two"
+            f"min_moved is {min_moved}, for which {least * group.chunk_experts} experts must move, "
+            f"{group.chunk_experts} at a time, but max_moved, {max_moved} on each of "
+            f"{group.attention_ranks} attention ranks, has room for {room * group.chunk_experts}; "
+            "the model does not fit: lower min_moved or raise max_moved, with ranks or memory"
         )
     return least, min(most, room)
-
-
-class Turn(NamedTuple):
-    """One task in the compute lane of an attention rank.
-
-    Attributes:
-        op: ``ATTENTION``, or ``EXPERT`` for the experts that moved.
-        layer: from 0; behind the last comes the head, as a layer without experts.
-        micro_batch: from 0.
-        is_backward: of the backward pass.
-    """
-
-    op: Op
-    layer: int
-    micro_batch: int
-    is_backward: bool
-
-
-def attention_order(moved_L: Sequence[int], num_micro_batches: int) -> tuple[Turn, ...]:
-    """The order of an attention rank's computations (rules 15 and 27).
-
-    Experts that moved compute behind the attention of all micro-batches of their layer, since they
-    need rows from every attention rank; backward mirrors the layers, and keeps the order of
-    micro-batches. In the head each micro-batch's backward follows its forward.
-
-    Args:
-        moved_L: experts that moved, in each layer; see ``AsymmetricAssignment``.
-        num_micro_batches: of an iteration, ``R``.
-    """
-    parts = [
-        (op, layer)
-        for layer, moved in enumerate(moved_L)
-        for op in ((ATTENTION, EXPERT) if moved else (ATTENTION,))
-    ]
-
-    def turns(parts: Iterable[tuple[Op, int]], is_backward: bool) -> Iterable[Turn]:
-        for op, layer in parts:
-            for micro_batch in range(num_micro_batches):
-                yield Turn(op, layer, micro_batch, is_backward)
-
-    head = [
-        Turn(ATTENTION, len(moved_L), micro_batch, is_backward)
-        for micro_batch in range(num_micro_batches)
-        for is_backward in (False, True)
-    ]
-    return (*turns(parts, False), *head, *turns(reversed(parts), True))

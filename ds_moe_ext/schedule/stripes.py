@@ -1,9 +1,10 @@
-"""Zebra parallelism: attention and experts on ranks of their own, in stripes of micro-batches. Pure.
+"""Zebra parallelism: attention and experts on ranks of their own, striped by micro-batches. Pure.
 
 HeterMoE, section 4.1 (spec 2.3, 2.4, 2.7). Layers and micro-batches are numbered from 0. A layer's
 stage on the attention side is what lies between the experts of the layer before and its own; one
-stage more, the head, ends in the loss. Both sides have a lane, and so has each direction between
-them. Two layers, two micro-batches; ``a`` attention, ``h`` head, ``e`` expert, primes are backward::
+stage more, the head, ends in the loss. Each side has a lane, and so has each direction between
+them. Here two micro-batches pass two layers: ``a`` attention, ``h`` head, ``e`` expert, ``d``
+dispatch, ``c`` combine; adjoints have a prime::
 
     attention  a00 a01     a10 a11     h0 h'0 h1 h'1 a'10 a'11     a'00 a'01
     expert         e00 e01     e10 e11    e'10 e'11       e'00 e'01
@@ -17,35 +18,24 @@ a direction, not a task's name (spec rule 10), and so both sides issue each lane
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ds_moe_ext.schedule import task as ops
 from ds_moe_ext.schedule.step import LOSS, in_lanes
 from ds_moe_ext.schedule.task import Kind, Lane, Op, Schedule, Span, Task, Value, spans
 from ds_moe_ext.schedule.wires import ARRIVED, COMPUTED, RETURNED, WEIGHTS
 
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """Ranks of one role.
-
-    Attributes:
-        computes: the lane that only they have; they share those of both directions.
-    """
-
-    computes: Lane
-
-
-ATTENTION_SIDE = Side(Lane("attention"))
-EXPERT_SIDE = Side(Lane("expert"))
+# A side, the ranks of one role, by the lane that only they have.
+ATTENTION_SIDE = Lane("attention")
+EXPERT_SIDE = Lane("expert")
 SIDES = (ATTENTION_SIDE, EXPERT_SIDE)
 A2E = Lane("a2e")  # from attention ranks to expert ranks
 E2A = Lane("e2a")
 
-ATTENTION = replace(ops.ATTENTION, lane=ATTENTION_SIDE.computes)
-HEAD = Op("head", ATTENTION_SIDE.computes)
-EXPERT = replace(ops.EXPERT, lane=EXPERT_SIDE.computes)
-OFFLOADED = Op("offloaded", ATTENTION_SIDE.computes)  # experts that attention ranks hold
+ATTENTION = replace(ops.ATTENTION, lane=ATTENTION_SIDE)
+HEAD = Op("head", ATTENTION_SIDE)
+EXPERT = replace(ops.EXPERT, lane=EXPERT_SIDE)
+OFFLOADED = Op("offloaded", ATTENTION_SIDE)  # experts that attention ranks hold
 DISPATCH = replace(ops.DISPATCH, lane=A2E, back=E2A)
 COMBINE = replace(ops.COMBINE, lane=E2A, back=A2E)
 
@@ -93,14 +83,14 @@ def striped_step(
     return step.schedule()
 
 
-def part_of(schedule: Schedule, side: Side) -> Schedule:
+def part_of(schedule: Schedule, side: Lane) -> Schedule:
     """What the ranks of one side issue, in the order of the whole.
 
     What the other side computes counts as given, though a rank here has none of it: of a collective
     it does its own half.
     """
-    others = {other.computes for other in SIDES if other != side}
-    return picked(schedule, [i for i, task in enumerate(schedule.tasks) if task.lane not in others])
+    own = {side, A2E, E2A}
+    return picked(schedule, [i for i, task in enumerate(schedule.tasks) if task.lane in own])
 
 
 def forward_first(schedule: Schedule) -> Schedule:
@@ -110,9 +100,8 @@ def forward_first(schedule: Schedule) -> Schedule:
 
 
 def one_at_a_time(schedule: Schedule) -> Schedule:
-    """One side computes or one direction is sent at a time: DistEP, the baseline without overlap."""
-    (lane, *others) = (*(side.computes for side in SIDES), A2E, E2A)
-    return in_lanes(schedule, dict.fromkeys(others, lane))
+    """With one lane for all: DistEP, the baseline whose sides never work at the same time."""
+    return in_lanes(schedule, dict.fromkeys((EXPERT_SIDE, A2E, E2A), ATTENTION_SIDE))
 
 
 def picked(schedule: Schedule, positions: Sequence[int]) -> Schedule:
@@ -123,9 +112,15 @@ def picked(schedule: Schedule, positions: Sequence[int]) -> Schedule:
     Args:
         schedule: with forward and backward.
         positions: in it; with each adjoint what it is of.
+
+    Raises:
+        ValueError: an adjoint is picked without that.
     """
     place = {position: i for i, position in enumerate(positions)}
     tasks = [schedule.tasks[position] for position in positions]
+    for task in tasks:
+        if not place.keys() >= set(task.adjoint_of):
+            raise ValueError(f"{task} is picked without what it is the adjoint of; pick both")
     written = {value for task in tasks for value in task.writes}
     given = (value for task in tasks for value in task.reads if value not in written)
     return Schedule(
@@ -176,11 +171,11 @@ class _Step:
                 self._undo(COMBINE, layer - 1, span)
 
     def schedule(self) -> Schedule:
-        written = [value for task in self._tasks for value in task.writes]
-        read = [value for task in self._tasks for value in task.reads]
-        given = (value for value in read if value not in set(written))
-        left = (value for value in written if value.kind == LOSS or value not in set(read))
-        return Schedule(tuple(self._tasks), tuple(dict.fromkeys(given)), tuple(dict.fromkeys(left)))
+        read = dict.fromkeys(value for task in self._tasks for value in task.reads)
+        written = dict.fromkeys(value for task in self._tasks for value in task.writes)
+        given = tuple(value for value in read if value not in written)
+        left = tuple(value for value in written if value.kind == LOSS or value not in read)
+        return Schedule(tuple(self._tasks), given, left)
 
     def _run(self, task: Task) -> None:
         self._places[task.op, task.layer, task.span] = len(self._tasks)

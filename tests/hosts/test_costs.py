@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from ds_moe_ext.hardware import Device, Flops, Hardware, Link
+from tests.hosts.copied_runs import check_equal, plain
 from tests.hosts.jobs import Job, train
 from tests.ranks import pool_of
 
@@ -46,3 +49,33 @@ def test_a_file_takes_the_place_of_measuring() -> None:
     job = Job(strategy="esp", cell_size=2, hardware=str(CLUSTERS / "fsmoe_a.json"), steps=6)
     described, plain = (pool_of(2).run(train, each)[0] for each in (job, Job(steps=6)))
     assert described.losses == pytest.approx(plain.losses, rel=1e-5)
+
+
+PLACED = Job("toy", 0, dtype="float64", steps=6, cell_size=2, balance="fssdp")
+"""Costs are measured in its fifth step."""
+
+
+def placed(world_size: int, job: Job) -> None:
+    keys = (("degree", 2), ("slice_gradients", False))
+    ours = pool_of(world_size).run(train, replace(job, strategy="esp", keys=keys))[0]
+    whole = replace(job, cell_size=None, balance=None, hardware=None)
+    check_equal(ours, plain(world_size, whole), whole)
+
+
+def test_one_cell_has_nobody_to_copy_to() -> None:
+    placed(2, PLACED)
+
+
+def test_copies_between_cells_meet_the_links_between_nodes(tmp_path: Path) -> None:
+    """A cell fills a node of this file, which says nothing of links within nodes."""
+    hardware = Hardware(
+        name="of a test",
+        source="made up",
+        num_nodes=2,
+        ranks_per_node=2,
+        device=Device(name="CPU", flops_per_s=Flops(fp32=1e9)),
+        inter=Link(bytes_per_s=1e10, latency_s=1e-5),
+    )
+    path = tmp_path / "hardware.json"
+    path.write_text(hardware.to_json())
+    placed(4, replace(PLACED, hardware=str(path)))

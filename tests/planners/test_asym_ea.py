@@ -1,15 +1,14 @@
-"""HeterMoE's Asym-EA: golden tests, Algorithm 1 line by line, every assignment, and running orders.
+"""HeterMoE's Asym-EA: golden tests, Algorithm 1 line by line, and all small assignments.
 
 Shape letter: L layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate, product
-from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -19,14 +18,12 @@ from ds_moe_ext.planners.asym_ea import (
     VARIANTS,
     Chunk,
     LayerTimes,
-    Turn,
+    Squeeze,
     ZebraGroup,
     assign_experts,
-    attention_order,
     squeeze_seconds,
     squeeze_seconds_as_printed,
 )
-from ds_moe_ext.schedule.task import ATTENTION, EXPERT, Op
 from tests.planners.plainly import PROPERTY
 
 
@@ -193,9 +190,13 @@ def test_measured_times_are_rounded() -> None:
     [
         (-1, None, "min_moved is -1; it must be at least 0"),
         (0, -1, "max_moved is -1; it must be at least 0"),
-        (49, None, "min_moved is 49, but 8 layers have 48 chunks of 1 experts to give; the model"),
-        (4, 3, "min_moved is 4, 4 chunks of 1 experts, but max_moved, 3 on each of 1 attention"),
-        (1, 0, "has room for 0; the model does not fit: add ranks, or memory for one of the two"),
+        (
+            49,
+            None,
+            "min_moved is 49, but 8 layers can give 48 experts, 1 at a time; the model does",
+        ),
+        (4, 3, "min_moved is 4, for which 4 experts must move, 1 at a time, but max_moved, 3 on"),
+        (1, 0, "has room for 0; the model does not fit: lower min_moved or raise max_moved"),
     ],
 )
 def test_bad_bounds(min_moved: int, max_moved: int | None, says: str) -> None:
@@ -223,7 +224,7 @@ def test_bad_groups(numbers: tuple[int, int, int, int], says: str) -> None:
 
 @pytest.mark.parametrize("time_s", [-1.0, float("inf"), float("nan")])
 def test_bad_times(time_s: float) -> None:
-    with pytest.raises(ValueError, match="expert_s is .*; it must be a finite time of at least 0"):
+    with pytest.raises(ValueError, match=r"expert_s is .*; it must be a finite time of at least 0"):
         times_of(3, time_s, 4)
 
 
@@ -259,7 +260,9 @@ def algorithm_1(group: ZebraGroup, gather_s: Fraction, squeeze_s: Fraction) -> l
 
 @PROPERTY
 @given(group=groups(), times=WHOLE_TIMES, variant=SQUEEZES, data=st.data())
-def test_algorithm_1(group: ZebraGroup, times: LayerTimes, variant, data: st.DataObject) -> None:
+def test_algorithm_1(
+    group: ZebraGroup, times: LayerTimes, variant: Squeeze, data: st.DataObject
+) -> None:
     """In fractions, with alpha and beta as rule 30 has them, in the units of A5."""
     room = group.num_layers * group.layer_chunks
     least = data.draw(st.integers(0, room))
@@ -279,7 +282,7 @@ def test_algorithm_1(group: ZebraGroup, times: LayerTimes, variant, data: st.Dat
 @PROPERTY
 @given(group=groups(), times=TIMES, variant=SQUEEZES, data=st.data())
 def test_bounds_hold_in_any_time(
-    group: ZebraGroup, times: LayerTimes, variant, data: st.DataObject
+    group: ZebraGroup, times: LayerTimes, variant: Squeeze, data: st.DataObject
 ) -> None:
     """Also a bound that is not whole chunks; and no layer gives what it does not have."""
     per_rank = group.num_experts // group.expert_ranks
@@ -371,7 +374,7 @@ def test_no_assignment_squeezes_more(per_rank: int, num_layers: int, times: Laye
 @PROPERTY
 @given(per_rank=st.integers(1, 3), num_layers=st.integers(1, 4), data=st.data())
 def test_a_bound_is_spread_evenly(per_rank: int, num_layers: int, data: st.DataObject) -> None:
-    """Of all assignments of so many chunks, none has less between its fullest and emptiest layer."""
+    """Of all assignments of so many chunks, in none are the fullest and emptiest layer closer."""
     total = data.draw(st.integers(0, per_rank * num_layers))
     group = group_of(per_rank, num_layers, 1, 1)
     chunks_L = assign_experts(group, times_of(1, 1, 1), min_moved=total).chunks_L
@@ -381,184 +384,3 @@ def test_a_bound_is_spread_evenly(per_rank: int, num_layers: int, data: st.DataO
         for other in product(range(per_rank + 1), repeat=num_layers)
         if sum(other) == total
     )
-
-
-# The order of an attention rank's computations.
-
-
-def written(turns: Iterable[Turn]) -> str:
-    """As the paper writes them, from 1; X is an expert that moved."""
-    letters = {ATTENTION: "A", EXPERT: "X"}
-    return " ".join(
-        f"{letters[t.op]}{'FB'[t.is_backward]}{t.layer + 1}{t.micro_batch + 1}" for t in turns
-    )
-
-
-def test_order_of_theorem_1() -> None:
-    assert written(attention_order((0, 0), 2)) == (
-        "AF11 AF12 AF21 AF22 AF31 AB31 AF32 AB32 AB21 AB22 AB11 AB12"
-    )
-
-
-def test_experts_that_moved_follow_their_layer() -> None:
-    assert written(attention_order((1, 0), 2)) == (
-        "AF11 AF12 XF11 XF12 AF21 AF22 AF31 AB31 AF32 AB32 AB21 AB22 XB11 XB12 AB11 AB12"
-    )
-    assert written(attention_order((0, 2), 1)) == "AF11 AF21 XF21 AF31 AB31 XB21 AB21 AB11"
-
-
-@PROPERTY
-@given(moved_L=st.lists(st.integers(0, 3), min_size=1, max_size=5), num=st.integers(1, 4))
-def test_every_task_stands_once(moved_L: list[int], num: int) -> None:
-    order = attention_order(moved_L, num)
-    stages = [(ATTENTION, layer) for layer in range(len(moved_L) + 1)]
-    stages += [(EXPERT, layer) for layer, moved in enumerate(moved_L) if moved]
-    wanted = {Turn(*s, j, b) for s, j, b in product(stages, range(num), (False, True))}
-    assert len(order) == len(wanted)
-    assert set(order) == wanted
-
-
-class Iteration(NamedTuple):
-    """When tasks begin, by lane, in the order of the lane; and how long each takes."""
-
-    begins: dict[str, dict[Turn, Fraction]]
-    seconds: dict[str, dict[Turn, Fraction]]
-
-    def ends(self, lane: str) -> dict[Turn, Fraction]:
-        return {turn: at + self.seconds[lane][turn] for turn, at in self.begins[lane].items()}
-
-    @property
-    def makespan(self) -> Fraction:
-        return max(max(self.ends(lane).values()) for lane in self.begins)
-
-    def busy(self, lane: str) -> Fraction:
-        return sum(self.seconds[lane].values(), Fraction(0))
-
-
-LINK, LINK_S = Op("link", ATTENTION.lane), Fraction(1)
-
-
-def run(
-    order: Sequence[Turn],
-    moved_L: Sequence[int],
-    *,
-    num_experts: int = 6,
-    attention_s: int = 3,
-    expert_s: int = 4,
-    backward: int = 2,
-) -> Iteration:
-    """Golden tests G6 to G8: one rank of each role, equally fast at experts.
-
-    Lanes: the attention rank, the expert rank, and a link for each direction. ``order`` is the
-    attention rank's; links and the expert rank follow from theorem 1, and each task begins when the
-    one before it in its lane and those that it waits for (rules 12 and 27) have ended.
-    """
-    num_micro = 1 + max(turn.micro_batch for turn in order)
-    passes = sorted({turn.is_backward for turn in order})
-    layers = [(b, l) for b in passes for l in range(len(moved_L))[:: -1 if b else 1]]
-    each = [(l, j, b) for b, l in layers for j in range(num_micro)]
-    experts = [Turn(EXPERT, *at) for at in each]
-    links = [Turn(LINK, *at) for at in each]
-    lanes = {"A": list(order), "a2e": links, "E": experts, "e2a": links}
-
-    def seconds(lane: str, turn: Turn) -> Fraction:
-        if turn.op is LINK:
-            return LINK_S
-        factor = backward if turn.is_backward else 1
-        if turn.op is ATTENTION:
-            return Fraction(factor * attention_s)
-        moved = moved_L[turn.layer]
-        there = num_experts - moved if lane == "E" else moved
-        return Fraction(factor * expert_s * there, num_experts)
-
-    def waits(lane: str, turn: Turn) -> list[tuple[str, Turn]]:
-        op, layer, micro, back = turn
-        link = Turn(LINK, layer, micro, back)
-        if lane == "a2e":  # a layer's attention, or backward that of the layer behind it
-            return [("A", Turn(ATTENTION, layer + back, micro, back))]
-        if lane == "e2a":
-            there = [("A", Turn(EXPERT, layer, micro, back))] if moved_L[layer] else []
-            return [("E", Turn(EXPERT, layer, micro, back)), *there]
-        if op is EXPERT:
-            return [("a2e", link)]
-        if back and layer == len(moved_L):
-            return [("A", turn._replace(is_backward=False))]
-        before = layer - (not back)
-        return [("e2a", link._replace(layer=before))] if before >= 0 else []
-
-    begins: dict[str, dict[Turn, Fraction]] = {lane: {} for lane in lanes}
-    ended: dict[tuple[str, Turn], Fraction] = {}
-    left = {lane: list(turns) for lane, turns in lanes.items()}
-    free = dict.fromkeys(lanes, Fraction(0))
-    while any(left.values()):
-        ready = [
-            lane
-            for lane, turns in left.items()
-            if turns and all(wait in ended for wait in waits(lane, turns[0]))
-        ]
-        assert ready, f"these wait for each other: {left}"
-        for lane in ready:
-            turn = left[lane].pop(0)
-            begin = max([free[lane], *(ended[wait] for wait in waits(lane, turn))])
-            begins[lane][turn] = begin
-            free[lane] = ended[lane, turn] = begin + seconds(lane, turn)
-    return Iteration(
-        begins, {lane: {t: seconds(lane, t) for t in turns} for lane, turns in lanes.items()}
-    )
-
-
-def test_g6_an_iteration() -> None:
-    iteration = run(attention_order((0, 0), 2), (0, 0))
-    assert iteration.makespan == 68
-    assert (iteration.busy("A"), iteration.busy("E"), iteration.busy("a2e")) == (54, 48, 8)
-    assert list(iteration.begins["A"].values()) == [0, 3, 9, 13, 18, 21, 27, 30, 37, 46, 54, 62]
-    assert list(iteration.begins["E"].values()) == [4, 8, 13, 17, 28, 37, 45, 53]
-    assert list(iteration.begins["a2e"].values()) == [3, 6, 12, 16, 27, 36, 43, 52]
-    assert list(iteration.begins["e2a"].values()) == [8, 12, 17, 21, 36, 45, 53, 61]
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "num_micro", "backward", "makespan"),
-    [(3, 3, 2, 124), (3, 4, 2, 157), (8, 4, 3, 526), (2, 4, 2, 109)],
-)
-def test_g6_and_g10_longer(num_layers: int, num_micro: int, backward: int, makespan: int) -> None:
-    moved_L = (0,) * num_layers
-    order = attention_order(moved_L, num_micro)
-    assert run(order, moved_L, backward=backward).makespan == makespan
-
-
-@pytest.mark.parametrize(
-    ("moved_L", "makespan", "idle_s", "busy"),
-    [((0, 0, 0), 41, 5, (27, 36)), ((0, 1, 1), 37, 2, (31, 32)), ((1, 1, 1), 37, 0, (33, 30))],
-)
-def test_g7_figure_6(
-    moved_L: tuple[int, ...], makespan: int, idle_s: int, busy: tuple[int, int]
-) -> None:
-    """Forward of three layers: the middle row is Algorithm 1's."""
-    iteration = run(forward_of(moved_L), moved_L)
-    attention = iteration.ends("A").values()
-    assert iteration.makespan == makespan
-    assert max(attention) - iteration.busy("A") == idle_s
-    assert (iteration.busy("A"), iteration.busy("E")) == busy
-
-
-def forward_of(moved_L: Sequence[int]) -> list[Turn]:
-    """Of three micro-batches, without the head."""
-    order = attention_order(moved_L, 3)
-    return [t for t in order if not t.is_backward and t.layer < len(moved_L)]
-
-
-def test_g7_where_tasks_begin() -> None:
-    moved_L = assign_experts(replace(G1, num_layers=3), G1_TIMES).moved_L
-    begins = run(forward_of(moved_L), moved_L).begins
-    attention = [0, 3, 6, 9, 13, 17, 20, "62/3", "64/3", 22, 25, 28, 31, "95/3", "97/3"]
-    expert = [4, 8, 12, 16, "58/3", "68/3", 26, "88/3", "98/3"]
-    assert list(begins["A"].values()) == [Fraction(at) for at in attention]
-    assert list(begins["E"].values()) == [Fraction(at) for at in expert]
-
-
-def test_g8_two_micro_batches_are_too_few() -> None:
-    """What moved makes the iteration longer: the algorithm assumes many micro-batches."""
-    iteration = run(attention_order((0, 1), 2), (0, 1))
-    assert iteration.makespan == Fraction(205, 3)
-    assert (iteration.busy("A"), iteration.busy("E")) == (58, 44)
