@@ -526,6 +526,23 @@ def test_a_gradient_that_is_ready_twice(stage: int) -> None:
         assert "set use_reentrant to false" in message
 
 
+def one_rank_leaves_out(rank: int, world_size: int) -> str:
+    engine = engine_of(Case(0), Windows(SIZES["planned"]), True)
+    with pytest.raises(RuntimeError) as error:
+        for number in range(2):
+            if rank == number == 1:
+                engine.module.blocks[1].forward = torch.zeros_like
+            engine.backward(engine(batch(rank, number, torch.float32)))
+            engine.step()
+    return f"after {engine.global_steps} steps: {error.value}"
+
+
+def test_ranks_that_use_other_weights() -> None:
+    """DeepSpeed alone could do it at ZeRO 0: in slices other gradients would be summed."""
+    for message in pool_of(2).run(one_rank_leaves_out):
+        assert message.startswith("after 1 steps: ranks have gradients of other dense weights")
+
+
 def refused(rank: int, world_size: int, case: Case) -> str:
     with pytest.raises(ValueError) as error:
         engine_of(case, Windows(SIZES["none"]), True)

@@ -176,6 +176,7 @@ def test_half_a_chunk_of_a_layer_stays() -> None:
     """Three experts a rank, chunks of two: the bubble would pay for three halves."""
     group = group_of(3, 4, 2, 1)
     assert assign_experts(group, times_of(0, 9, 0)).moved_L == (2,) * 4
+    assert assign_experts(group, times_of(0, 9, 0), max_moved=99).moved_L == (2,) * 4
 
 
 def test_measured_times_are_rounded() -> None:

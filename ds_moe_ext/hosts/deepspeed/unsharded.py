@@ -7,6 +7,7 @@ averaged is written where it was, and DeepSpeed averages the others. Shape lette
 from __future__ import annotations
 
 import weakref
+import zlib
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,26 +16,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_moe_ext.comm import sum_in_place
+from ds_moe_ext.comm import max_in_place, sum_in_place
 from ds_moe_ext.hosts.deepspeed.slices import Gradient, GradientSlices, slices_of
 
 _AVERAGED = "ds_moe_ext_averaged"  # attribute of the engine: addresses of gradients
+_ORDER = "ds_moe_ext_order"  # likewise: numbers of the weights whose gradients slices were shown
 
 
 def slice_gradients(engine: Any, slices: GradientSlices) -> None:
     """Reduce its dense gradients in slices from now on."""
-    engine.__dict__[_AVERAGED] = set()
-    show = partial(_show, weakref.ref(engine), slices)
-    for parameter in engine.module.parameters():
+    engine.__dict__[_AVERAGED], engine.__dict__[_ORDER] = set(), []
+    for number, parameter in enumerate(engine.module.parameters()):
         if parameter.requires_grad:
+            show = partial(_show, weakref.ref(engine), slices, number)
             parameter.register_post_accumulate_grad_hook(show)
 
 
 def unaveraged(engine: Any, gradients: list[Any]) -> list[Any]:
-    """Those of the gradients that slices have not averaged. Collective."""
+    """Those of the gradients that slices have not averaged. Collective.
+
+    Raises:
+        RuntimeError: on all ranks; see ``_check_alike``.
+    """
     slices = slices_of(engine)
     if slices is None:
         return gradients
+    _check_alike(engine)
     slices.finish()
     averaged = engine.__dict__[_AVERAGED]
     # DeepSpeed's own class of sparse ones is no tensor.
@@ -43,7 +50,26 @@ def unaveraged(engine: Any, gradients: list[Any]) -> list[Any]:
     return left
 
 
-def _show(engine: weakref.ref[Any], slices: GradientSlices, parameter: Tensor) -> None:
+def _check_alike(engine: Any) -> None:
+    """DeepSpeed takes zeros for a gradient that a rank does not have; slices cannot. Collective.
+
+    Raises:
+        RuntimeError: the ranks' gradients were not of the same weights in the same order.
+    """
+    order = engine.__dict__[_ORDER]
+    digest = zlib.crc32(repr(order).encode())
+    order.clear()
+    ends = torch.tensor([digest, -digest], device=engine.device)
+    most, negative_least = max_in_place(ends, engine.seq_data_parallel_group).tolist()
+    if most != -negative_least:
+        raise RuntimeError(
+            "ranks have gradients of other dense weights, as where a model leaves out a layer on "
+            "one of them, so that their slices were of different weights; let all ranks use the "
+            "same weights, or set ds_moe_ext.esp.slice_gradients to false"
+        )
+
+
+def _show(engine: weakref.ref[Any], slices: GradientSlices, number: int, parameter: Tensor) -> None:
     alive = engine()
     if alive is None or not alive.is_gradient_accumulation_boundary():
         return
@@ -53,6 +79,7 @@ def _show(engine: weakref.ref[Any], slices: GradientSlices, parameter: Tensor) -
     flat_N = parameter.grad.data.view(-1)
     averaging = _Averaging.of(alive, dist.get_world_size(slices.group))
     keep = partial(_keep, flat_N, alive.__dict__[_AVERAGED])
+    alive.__dict__[_ORDER].append(number)
     slices.add(Gradient(parameter, flat_N, averaging, keep, leave=_leave))
 
 
