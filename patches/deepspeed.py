@@ -234,8 +234,7 @@ PATCHES = tuple(
         (
             "unless-waiting",
             f"{ZERO}.reduce_independent_p_g_buckets_and_remove_grads",
-            "with unequal experts ranks would fill a bucket, and reduce it, at different moments; "
-            "dense gradients wait for a slice",
+            "ranks with unequal experts would fill buckets at different moments",
             _unless_waiting,
         ),
         (
