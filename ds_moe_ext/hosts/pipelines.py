@@ -66,16 +66,23 @@ class DenseGradients:
         dtype: torch.dtype,
         group: dist.ProcessGroup | None,
     ) -> DenseGradients:
-        """By the order of the model's parameters, which is about that in which they are used."""
-        numbers = {id(p): number for number, layer in enumerate(layers) for p in layer.parameters}
+        """By the order of the model's modules, which is about that in which they are used. The same
+        on all ranks, also on those that have no expert of a layer."""
+        inside = {
+            module: number
+            for number, layer in enumerate(layers)
+            for module in model.get_submodule(layer.name).modules()
+        }
+        counted = {parameter for layer in layers for parameter in layer.parameters}
         elements = [0] * (len(layers) + 1)
         following = 0
-        for parameter in model.parameters():
-            own = numbers.get(id(parameter))
-            if own is not None:
-                following = own + 1
-            elif parameter.requires_grad:
-                elements[following] += parameter.numel()
+        for module in model.modules():
+            number = inside.get(module, following)
+            following = number + 1 if module in inside else following
+            for parameter in module.parameters(recurse=False):
+                if parameter.requires_grad and parameter not in counted:
+                    elements[number] += parameter.numel()
+                counted.add(parameter)
         return cls(tuple(elements[:-1]), elements[-1], dtype, group)
 
 

@@ -70,11 +70,11 @@ def _cell_size(
     settings: Settings, strategy: Strategy, found: Sequence[Found], world_size: int
 ) -> int:
     """As asked for; else, where there are several nodes, the ranks of a node if all experts can be
-    split by them (FSMoE's own layout)."""
+    split by them and as many cells as were asked for are left (FSMoE's own layout)."""
     asked = settings.expert_sharding_size
     if asked is None:
-        size = ranks_on_this_node() or 1
-        spans_nodes = size < world_size and world_size % size == 0
+        size, num_cells = ranks_on_this_node() or 1, settings.expert_parallel_size or 1
+        spans_nodes = size < world_size and world_size % (size * num_cells) == 0
         fits = strategy.splits_experts and spans_nodes and _can_split(found, size)
         return size if fits else 1
     if asked == 1:

@@ -141,12 +141,14 @@ def test_cells_are_nodes_where_there_are_several(sized: Sized) -> None:
     assert sized(4, 2) == (2, 2)
     assert sized(8, 4) == (2, 4)
     assert sized(8, 4, expert_sharding_size=2) == (4, 2)
+    assert sized(8, 4, expert_parallel_size=2) == (2, 4)
 
 
 def test_experts_stay_whole_elsewhere(sized: Sized) -> None:
     assert sized(4) == sized(4, 4) == sized(4, 2, expert_sharding_size=1) == (4, 1)
     assert sized(10, 5) == (2, 1)  # experts cannot be split into five parts
     assert sized(4, 2, strategy="ep") == (4, 1)
+    assert sized(4, 2, expert_parallel_size=4) == (4, 1)  # nodes would be two cells
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
 from torch import nn
 
-from ds_moe_ext.comm import sum_in_place, take_first
+from ds_moe_ext.comm import gather_texts, sum_in_place, take_first
 from ds_moe_ext.hosts import attach, blocks
 from ds_moe_ext.hosts.attach import AttachedLayer, Blueprint
 from ds_moe_ext.hosts.checks import Checks
@@ -34,6 +34,7 @@ from ds_moe_ext.hosts.gates import warn_if_causal
 from ds_moe_ext.hosts.pipelines import DenseGradients, Pipelines
 from ds_moe_ext.hosts.planning import Planning
 from ds_moe_ext.hosts.run import Run, teller
+from ds_moe_ext.layout import Grid
 from ds_moe_ext.settings import BLOCK
 from ds_moe_ext.strategies.base import Job
 
@@ -62,6 +63,7 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
     if dist.get_rank() == 0:
         warn_if_causal(blueprint.settings.gate, model)
     grid = blueprint.grid
+    _check_alike_on_all(grid)
     groups._create_expert_and_data_parallel(grid.size)
     if blueprint.grid.world_size > 1:
         _take_first_ranks_weights(model, blueprint, engine.local_rank)
@@ -102,6 +104,20 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
     )
     planning = _planning(engine, blueprint, layers, gradients)
     engine.__dict__[_RUN] = Run.start(blueprint, layers, planning, dist.get_rank(), engine)
+
+
+def _check_alike_on_all(grid: Grid) -> None:
+    """Collective. A launcher tells each node how many ranks it has; others may have others.
+
+    Raises:
+        ValueError: on all ranks, where sizes that the settings leave open differ.
+    """
+    asked = sorted(set(gather_texts(f"{grid.num_cells} cells of {grid.cell_size} ranks", None)))
+    if len(asked) > 1:
+        raise ValueError(
+            f"{BLOCK}: ranks chose {' and '.join(asked)}, as where nodes have unequally many "
+            "ranks; set expert_sharding_size and expert_parallel_size"
+        )
 
 
 def _boundary_of(engine: weakref.ref[Any]) -> Callable[[], bool]:
