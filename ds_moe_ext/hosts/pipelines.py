@@ -258,4 +258,10 @@ def _forward(layer: AttachedLayer, device: torch.device, num_rows: int) -> objec
     rows = torch.zeros(
         num_rows, layer.routed.row_width, dtype=layer.routed.row_dtype, device=device
     )
-    return layer.routed.function(rows, SlotRows.of(rows_S, device), layer.hosted.weights())
+    weights = layer.hosted.weights()
+    is_mixed = rows.dtype in _NARROW and any(w.dtype == torch.float32 for w in weights)
+    with torch.autocast(device.type, rows.dtype if is_mixed else None, enabled=is_mixed):
+        return layer.routed.function(rows, SlotRows.of(rows_S, device), weights)
+
+
+_NARROW = (torch.float16, torch.bfloat16)  # types of rows that autocast makes

@@ -3,13 +3,15 @@ placement of experts. Every loss, norm and weight is that of ``ep``, to 1e-12.""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from tests.hosts.copied_runs import check_equal, plain
-from tests.hosts.jobs import Job, Result, train
+from tests.hosts.jobs import Job, Result, engine_of, train
 from tests.hosts.varied import VARIED
 from tests.marks import slow
 from tests.ranks import pool_of
@@ -105,3 +107,17 @@ def test_sliced_curves_at_zero_stages(stage: int, dtype: str, schedule: str) -> 
     ours = run(4, esp(job, 2, slice_gradients=True, degree=2, schedule=schedule))
     rel = 1e-5 if dtype == "float32" else 5e-3
     assert ours.losses == pytest.approx(plain(4, job).losses, rel=rel)
+
+
+def on_unequal_nodes(rank: int, world_size: int) -> str:
+    """A node of two ranks, and two of one."""
+    here = {"LOCAL_WORLD_SIZE": "2" if rank < 2 else "1"}
+    with mock.patch.dict(os.environ, here), pytest.raises(ValueError) as caught:
+        engine_of(Job("toy", strategy="esp"), world_size)
+    return str(caught.value)
+
+
+def test_ranks_that_choose_other_sizes() -> None:
+    for message in pool_of(4).run(on_unequal_nodes):
+        assert "2 cells of 2 ranks and 4 cells of 1 ranks" in message
+        assert message.endswith("set expert_sharding_size and expert_parallel_size")

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ds_moe_ext.hosts.pipelines import DenseGradients
+from ds_moe_ext.hosts.pipelines import DenseGradients, _forward
+from ds_moe_ext.moe.expert import ModuleExperts
 from tests.hosts import toy
 
 HEAD = toy.VOCABULARY * toy.D
@@ -46,3 +47,17 @@ def test_what_is_tied_or_frozen_counts_once_or_not_at_all() -> None:
     block = 4 * toy.D + 3 * toy.D * toy.D + 8 * toy.D
     assert gradients.elements_L == (HEAD + block, block - 2 * toy.D, block)
     assert gradients.head_elements == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_are_timed_on_rows_of_autocast(dtype: torch.dtype) -> None:
+    """What comes before has made narrow rows, and weights are float32: so they train."""
+    expert = nn.Linear(toy.D, toy.D)
+    weights = (*expert.parameters(),)
+    function = ModuleExperts(expert, ("weight", "bias"))
+    layer: Any = SimpleNamespace(
+        hosted=SimpleNamespace(slots=lambda: [weights], weights=lambda: weights),
+        routed=SimpleNamespace(row_width=toy.D, row_dtype=dtype, function=function),
+    )
+    computed: Any = _forward(layer, torch.device("cpu"), 5)
+    assert computed.shape == (5, toy.D) and computed.dtype == dtype

@@ -63,7 +63,7 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
     if dist.get_rank() == 0:
         warn_if_causal(blueprint.settings.gate, model)
     grid = blueprint.grid
-    _check_alike_on_all(grid)
+    _check_grid(grid)
     groups._create_expert_and_data_parallel(grid.size)
     if blueprint.grid.world_size > 1:
         _take_first_ranks_weights(model, blueprint, engine.local_rank)
@@ -106,7 +106,7 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
     engine.__dict__[_RUN] = Run.start(blueprint, layers, planning, dist.get_rank(), engine)
 
 
-def _check_alike_on_all(grid: Grid) -> None:
+def _check_grid(grid: Grid) -> None:
     """Collective. A launcher tells each node how many ranks it has; others may have others.
 
     Raises:
