@@ -375,7 +375,7 @@ def test_plans_say_the_fastest_way() -> None:
     job = job_of([costs(1, 2, 3), costs(3, 2, 1), costs(3, 1, 2)])
     plans = esp().plan(job)
     assert [plan.way for plan in plans] == [Way.DIRECT, Way.BY_PLACES, Way.BY_LEADERS]
-    told = "rows travel in 1 chunks forward and 1 backward, between cells by "
+    told = "rows travel in 1 chunk forward and 1 chunk backward, between cells by "
     assert esp().describe(job) == f"{told}direct, 2dh, 1dh all-to-alls"
     same = job_of([costs(3, 2, 1)] * 2)
     assert esp().describe(same) == f"{told}2dh all-to-alls"

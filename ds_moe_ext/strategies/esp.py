@@ -241,8 +241,8 @@ def _told(pipes: Sequence[Piped], measured: Measured) -> str:
     )
     elements = measured.head_elements + sum(layer.gradient_elements for layer in measured.layers)
     text = (
-        f"rows travel in {_each(p.forward_degree for p in pipes)} chunks forward and "
-        f"{_each(p.backward_degree for p in pipes)} backward"
+        f"rows travel in {_chunks([p.forward_degree for p in pipes])} forward and "
+        f"{_chunks([p.backward_degree for p in pipes])} backward"
     )
     if any(layer.exchanges for layer in measured.layers):
         text += f", between cells by {_each(p.way.value for p in pipes)} all-to-alls"
@@ -253,6 +253,10 @@ def _told(pipes: Sequence[Piped], measured: Measured) -> str:
         f"{text}; of {elements:,} dense gradients {within:,} are reduced within MoE layers, "
         f"{dense:,} beside what lies between these, and {left:,} at the end"
     )
+
+
+def _chunks(degrees: Sequence[int]) -> str:
+    return f"{_each(degrees)} chunk{'s' if max(degrees) > 1 else ''}"
 
 
 def _each(choices: Iterable[int | str]) -> str:
