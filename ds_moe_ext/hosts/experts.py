@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -102,8 +103,10 @@ def found_experts(
         expert=shape_of((each, weight[0], weight.requires_grad) for each, weight in whole),
         num_cells=1,
         may_drop=False,
-        split=lambda num_shards: ways_to_split(
-            name, description.function, [weight[0] for _, weight in whole], num_shards
+        split=cache(
+            lambda num_shards: ways_to_split(
+                name, description.function, [weight[0] for _, weight in whole], num_shards
+            )
         ),
         adopt=adopt,
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.comm import Traffic, sparse_all_gather, sparse_reduce_scatter
-from ds_moe_ext.moe.observe import TasksSeen
+from ds_moe_ext.moe.observe import TasksSeen, tell
 from ds_moe_ext.moe.slab import Slab, Weights
 from ds_moe_ext.moe.trips import Piece, Place, Trips
 from ds_moe_ext.placement import Placement
@@ -134,10 +134,7 @@ class Copies:
         task = Task(op, layer, span, reads, writes)
         if is_adjoint:
             task = Task(op, layer, span, writes, reads, adjoint_of=(0,))
-        end = self.lanes.mark()
-        for observer in self._observers:
-            if observer.is_on:
-                observer.saw(task, start, end, self.lanes)
+        tell(self._observers, task, start, self.lanes)
 
     def begin(self, weights: Weights, *, is_training: bool) -> Flight:
         """Begin a pass; its gather is launched piece by piece.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,7 +25,7 @@ from ds_moe_ext.moe.gate import GateFunction
 from ds_moe_ext.moe.hooks import NO_HOOKS, Batch, Hook, Hooked, Moe, watched
 from ds_moe_ext.moe.join import Join, finished, started
 from ds_moe_ext.moe.local import Local
-from ds_moe_ext.moe.observe import RowsSeen, TasksSeen
+from ds_moe_ext.moe.observe import RowsSeen, TasksSeen, tell
 from ds_moe_ext.moe.order import Order, Restore, Seat
 from ds_moe_ext.moe.slab import Weights
 from ds_moe_ext.moe.trips import Place
@@ -75,8 +76,8 @@ class LayerOptions:
     name: str = ""
 
 
-SawSlice = Callable[[Mark, Mark, Lanes], None]
-"""Told when a lane began and ended to reduce a slice."""
+SawSlice = Callable[[Mark, Lanes], None]
+"""Told when a lane began to reduce a slice, as it ends that."""
 
 
 class GradientSlices(Protocol):
@@ -246,9 +247,10 @@ class RoutedExperts:
 
     def run(self, x_TD: Tensor, given: tuple[Any, ...], weights: Weights) -> tuple[Tensor, ...]:
         """The program's outputs; ``given`` is what it takes between x and the expert weights."""
-        hooks, moe = self._options.hooks, self._moe
+        hooks = self._options.hooks
         if not hooks.observers:
             return self._run(x_TD, given, weights)
+        moe = self._moe
         hooks.tell(Hook.BEFORE_MOE_START, moe, Batch(x_TD.detach()))
         outputs = self._run(x_TD, given, weights)
         hooks.tell(Hook.BEFORE_MOE_END, moe, Batch(outputs[0].detach()))
@@ -300,13 +302,7 @@ class RoutedExperts:
     def _sees(self, number: Span) -> SawSlice:
         """Tells the observers of a slice that is reduced beside what the host computes."""
         (task,) = reductions(self.site.layer, number)
-
-        def saw(start: Mark, end: Mark, lanes: Lanes) -> None:
-            for observer in (self.tasks, self.meter):
-                if observer.is_on:
-                    observer.saw(task, start, end, lanes)
-
-        return saw
+        return partial(tell, (self.tasks, self.meter), task)
 
     def _plan_ahead(self, copies: Copies) -> None:
         if copies.is_last_pass():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -98,6 +99,14 @@ class TasksSeen:
         """The tasks in the order in which they began, since the last call."""
         seen, self._seen = self._seen, []  # in the order in which they ended
         return sorted(seen, key=lambda timed: timed.seconds_from(seen[0]))
+
+
+def tell(observers: Iterable[TasksSeen], task: Task, start: Mark, lanes: Lanes) -> None:
+    """Tell those who want to know of a task that ends now, in the lane that calls."""
+    end = lanes.mark()
+    for observer in observers:
+        if observer.is_on:
+            observer.saw(task, start, end, lanes)
 
 
 @dataclass(frozen=True)

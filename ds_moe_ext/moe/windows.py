@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ds_moe_ext.moe.observe import TasksSeen
+from ds_moe_ext.moe.observe import TasksSeen, tell
 from ds_moe_ext.schedule.execute import Lanes, Mark, lanes_for
 from ds_moe_ext.schedule.task import ATTENTION, Span, Task, Value
 from ds_moe_ext.schedule.wires import X, Y
@@ -67,10 +67,7 @@ class Windows:
         if adjoint_of:
             reads, writes = writes, reads
         task = Task(ATTENTION, self._layer, whole, reads, writes, adjoint_of)
-        end = lanes.mark()
-        for observer in self._observers:
-            if observer.is_on:
-                observer.saw(task, start, end, lanes)
+        tell(self._observers, task, start, lanes)
 
 
 def _lanes_of(device: torch.device) -> Lanes:

@@ -43,13 +43,11 @@ class MoePart:
     """The MoE part of one layer in one direction, at each degree.
 
     Attributes:
-        costs: of its operations.
         degree_R: number of chunks.
         alone_R: seconds without a reduction.
         queue_R: seconds that what a reduction queues with takes.
     """
 
-    costs: LayerCosts
     degree_R: np.ndarray
     alone_R: np.ndarray
     queue_R: np.ndarray
@@ -64,7 +62,7 @@ class MoePart:
             degrees: to choose from; a pipeline that cuts no tokens has degree 1.
         """
         degree_R = np.array(degrees if pipeline.is_cut else (1,))
-        return cls(costs, degree_R, *_seconds(pipeline, costs.cut(degree_R)))
+        return cls(degree_R, *_seconds(pipeline, costs.cut(degree_R)))
 
     def seconds(self, gradient_G: np.ndarray) -> np.ndarray:
         """Under each of many reductions, at each degree, float ``[G, R]``."""

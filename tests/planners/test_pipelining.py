@@ -114,7 +114,7 @@ def test_pieces_go_where_they_fit() -> None:
     """Of 10 elements and 12 s each; the MoE window is a tenth too short for two."""
     cost = AllReduce(alpha_s=2.0, beta_s=1.0)
     lina = Pipeline(slices_moe=True, slices_dense=True, piece_bytes=40)
-    part = MoePart(G1, np.array([1]), np.array([123.9]), np.array([100.0]))
+    part = MoePart(np.array([1]), np.array([123.9]), np.array([100.0]))
     measured = Measured((MeasuredLayer(G1, 24.0, 0),), 47, cost, element_bytes=4)
     assert place(lina, measured, [part]) == [Placed(within_moe=(10,), dense=(10, 10))]
 
@@ -123,7 +123,7 @@ def test_what_fits_nowhere_waits_for_the_next_layer() -> None:
     lina = Pipeline(slices_moe=True, slices_dense=True, piece_bytes=40)
     cost = AllReduce(alpha_s=2.0, beta_s=1.0)
     layers = MeasuredLayer(G1, 50.0, 0), MeasuredLayer(G1, 11.0, 5)
-    parts = [MoePart(G1, np.array([1]), np.array([1.0]), np.array([1.0]))] * 2
+    parts = [MoePart(np.array([1]), np.array([1.0]), np.array([1.0]))] * 2
     found = place(lina, Measured(layers, 20, cost, element_bytes=4), parts)
     assert found == [Placed((), (10, 10, 5)), NOWHERE]
 

@@ -8,6 +8,7 @@ Parameter names stay as DeepSpeed's checkpoints have them
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def _found(name: str, moe: MoE) -> Found:
         expert=shape_of((each, p, p.requires_grad) for each, p in first.named_parameters()),
         num_cells=num_cells,
         may_drop=bool(moe.deepspeed_moe.gate.drop_tokens),
-        split=lambda num_shards: ways_to_split(name, function, [*first.parameters()], num_shards),
+        split=cache(lambda size: ways_to_split(name, function, [*first.parameters()], size)),
         adopt=adopt,
     )
 

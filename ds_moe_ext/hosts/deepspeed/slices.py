@@ -196,7 +196,7 @@ class GradientSlices:
 
         Args:
             elements: of gradients.
-            saw: told when the lane began and ended; None tells nobody.
+            saw: told as the lane ends, when it began; None tells nobody.
         """
         self._land_begun()
         slices = self._cut(elements)
@@ -207,7 +207,7 @@ class GradientSlices:
                 start = lanes.mark()
                 self._average(slices)
                 if saw is not None:
-                    saw(start, lanes.mark(), lanes)
+                    saw(start, lanes)
 
             event = lanes.submit(INTER, work, ())
             self._begun.append(_Begun(event, lanes, slices))
