@@ -196,6 +196,16 @@ class ParallelLayout:
         return self._groups["ep" if is_row else axis, lane]
 
 
-def _own_group(lists: list[list[int]], rank: int) -> dist.ProcessGroup:
-    groups = [(ranks, dist.new_group(ranks)) for ranks in lists]
+def group_among(lists: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
+    """A communicator of each of these lists of ranks, which share none: this rank's. Collective,
+    with the same lists in the same order on every rank.
+
+    Args:
+        backend: of the communicators; None takes that of the world.
+    """
+    return _own_group(lists, dist.get_rank(), backend)
+
+
+def _own_group(lists: list[list[int]], rank: int, backend: str | None = None) -> dist.ProcessGroup:
+    groups = [(ranks, dist.new_group(ranks, backend=backend)) for ranks in lists]
     return next(group for ranks, group in groups if rank in ranks)

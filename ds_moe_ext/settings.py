@@ -18,7 +18,7 @@ from ds_moe_ext.moe.gate import Gate
 from ds_moe_ext.moe.gates.named import read_gate
 from ds_moe_ext.moe.hooks import NO_HOOKS, Hooked
 from ds_moe_ext.moe.named_hooks import read_hooks
-from ds_moe_ext.strategies import ep, fssdp, prophet  # noqa: F401  register themselves
+from ds_moe_ext.strategies import ep, fssdp, prophet, zebra  # noqa: F401  register themselves
 from ds_moe_ext.strategies.base import Strategy, class_at, registered
 from ds_moe_ext.strategies.esp import ExpertSharding
 from ds_moe_ext.strict import at_least, check_object, nearest, read_record

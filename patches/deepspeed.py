@@ -7,7 +7,15 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from ds_moe_ext.hosts.deepspeed import buckets, checkpoint, engine, export, startup, unsharded
+from ds_moe_ext.hosts.deepspeed import (
+    buckets,
+    checkpoint,
+    engine,
+    export,
+    roles,
+    startup,
+    unsharded,
+)
 from ds_moe_ext.hosts.deepspeed.slices import slices_of
 from ds_moe_ext.patches.record import Patch, apply_all
 
@@ -19,8 +27,8 @@ ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 def _check_first(original: Any) -> Any:
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
-        startup.check_initialize(original, args, kwargs)
-        return original(*args, **kwargs)
+        checked = startup.check_initialize(original, args, kwargs)
+        return original(*checked.args, **checked.kwargs)
 
     return initialize
 
@@ -38,8 +46,10 @@ def _then_replace(original: Any) -> Any:
 def _then_count(original: Any) -> Any:
     @functools.wraps(original)
     def _configure_distributed_model(self: Any, model: Any) -> Any:
-        original(self, model)
+        with roles.own_groups(self):
+            original(self, model)
         engine.count_experts(self)
+        roles.tell_of_experts(self)
 
     return _configure_distributed_model
 
@@ -56,7 +66,8 @@ def _mark_first(original: Any) -> Any:
 def _clip_exactly(original: Any) -> Any:
     @functools.wraps(original)
     def clip_fp32_gradients(self: Any) -> Any:
-        return None if engine.clip_by_global_norm(self) else original(self)
+        is_clipped = roles.clip(self) or engine.clip_by_global_norm(self)
+        return None if is_clipped else original(self)
 
     return clip_fp32_gradients
 
@@ -112,6 +123,7 @@ def _then_slice(original: Any) -> Any:
     @functools.wraps(original)
     def _configure_optimizer(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
+        roles.join(self)
         slices = slices_of(self)
         if slices is not None and self.zero_optimization():
             buckets.slice_gradients(self.optimizer, slices)
@@ -155,6 +167,15 @@ def _waiting_last(original: Any) -> Any:
         return original(self)
 
     return independent_gradient_partition_epilogue
+
+
+def _among_own_role(original: Any) -> Any:
+    @functools.wraps(original)
+    def buffered_allreduce_fallback(self: Any, *args: Any, **kwargs: Any) -> None:
+        with roles.own_groups(self):
+            original(self, *args, **kwargs)
+
+    return buffered_allreduce_fallback
 
 
 def _only_unaveraged(original: Any) -> Any:
@@ -222,7 +243,7 @@ PATCHES = tuple(
         (
             "slice-gradients",
             f"{ENGINE}._configure_optimizer",
-            "what reduces gradients has to know the slices in which they are reduced",
+            "what reduces gradients is told their slices; ranks of two roles clip by one norm",
             _then_slice,
         ),
         (
@@ -248,6 +269,12 @@ PATCHES = tuple(
             f"{ZERO}.independent_gradient_partition_epilogue",
             "what no slice took is reduced at the end, and experts when all others have been",
             _waiting_last,
+        ),
+        (
+            "among-own-role",
+            f"{ENGINE}.buffered_allreduce_fallback",
+            "DeepSpeed has one mpu for all engines of a process; one with roles has its own",
+            _among_own_role,
         ),
         (
             "only-unaveraged",

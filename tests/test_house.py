@@ -20,7 +20,7 @@ PACKAGE = "ds_moe_ext"
 
 LAYERS = (
     ("_autoload",),  # names the patches, and imports nothing of ours
-    ("strict", "named", "placement", "share", "transfer", "hardware"),
+    ("strict", "named", "placement", "share", "transfer", "hardware", "pieces", "roles"),
     ("schedule.task",),
     ("schedule.orders", "schedule.simulate", "schedule.step", "schedule.pipelines"),
     ("schedule.wires", "schedule.stripes"),
@@ -45,7 +45,7 @@ LAYERS = (
 
 PURE = ("placement", "planners", "schedule.task", "schedule.orders", "schedule.simulate")
 PURE += ("share", "transfer", "schedule.step", "schedule.trace", "strict", "hardware", "cost.fit")
-PURE += ("schedule.pipelines", "schedule.wires", "schedule.stripes")
+PURE += ("schedule.pipelines", "schedule.wires", "schedule.stripes", "pieces")
 HOST_PACKAGES = {"deepspeed", "megatron", "transformers", "accelerate"}
 
 

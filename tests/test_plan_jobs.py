@@ -14,6 +14,7 @@ MATERIALIZE, SHARD = "sparse-materialization", "heterogeneous-sharding"
 PROPHET, SHADOW = "prophet", "shadow"
 DEGREE, PARTITION = "pipeline-degree", "gradient-partition"
 ASYMMETRIC = "asym-ea"
+RATIO = "zebra-ratio"
 
 REPLICATION: dict[str, Any] = {
     "rows": [[10, 2, 3, 1], [8, 4, 2, 2], [9, 1, 4, 2], [7, 3, 3, 3]],
@@ -80,6 +81,22 @@ JOBS: dict[str, dict[str, Any]] = {
         "expert_on_attention_s": 8,
         "min_moved": 0,
         "max_moved": None,
+    },
+    RATIO: {
+        "model": {
+            "num_layers": 4,
+            "num_experts": 12,
+            "top_k": 2,
+            "width": 4,
+            "expert_width": 8,
+            "length": 1,
+        },
+        "attention": {"attention_s": 0.5, "expert_s": 0.8},
+        "expert": {"attention_s": 1.5, "expert_s": 1},
+        "samples_per_attention_rank": 8,
+        "ratios": [[3, 3], [2, 3]],
+        "stripes": [2, 8],
+        "link": {"bytes_per_s": 160},
     },
 }
 H2 = {

@@ -24,7 +24,7 @@ from ds_moe_ext.moe.expert import ExpertFunction
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
 from ds_moe_ext.moe.sharding import WHOLE, Shard
 from ds_moe_ext.moe.tokens import Divided
-from ds_moe_ext.placement import Placement, even_homes
+from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.exchange import BY_NODES, Way
 from ds_moe_ext.report.record import LayerRecord
 from ds_moe_ext.schedule.task import INTER, INTRA, PARAM
@@ -128,7 +128,8 @@ class Blueprint:
         homes: dict[int, Placement] = {}
         for pool in self.pools:
             counts = [self.found[layer].num_experts for layer in pool.layers]
-            homes.update(zip(pool.layers, even_homes(counts, self.grid.num_cells)))
+            first = self.strategy.first_homes(counts, self.grid.num_cells)
+            homes.update(zip(pool.layers, first))
         return tuple(homes[layer] for layer in range(len(self.found)))
 
 
@@ -160,7 +161,7 @@ def draw(
     for pool in blueprint.pools:
         names = [found[layer].name for layer in pool.layers]
         count = sum(found[layer].num_experts for layer in pool.layers)
-        if count < grid.num_cells:
+        if count < grid.num_cells and strategy.roles is None:
             raise ValueError(
                 f"{BLOCK}.expert_parallel_size is {grid.num_cells}, but {', '.join(names)} have "
                 f"only {count} experts of their shape: some ranks would have none; choose one of "

@@ -9,6 +9,7 @@ import numpy as np
 from ds_moe_ext.hosts.found import Found
 from ds_moe_ext.hosts.launched import ranks_on_this_node
 from ds_moe_ext.layout import Grid
+from ds_moe_ext.roles import Roles
 from ds_moe_ext.settings import BLOCK, Settings
 from ds_moe_ext.strategies.base import Strategy
 
@@ -21,6 +22,8 @@ def grid_of(
     Raises:
         ValueError: sizes do not divide.
     """
+    if strategy.roles is not None:
+        return _grid_of_roles(settings, strategy.roles, found, world_size)
     cell_size = _cell_size(settings, strategy, found, world_size)
     max_cells = world_size // cell_size
     largest = max_cells if strategy.has_uneven_homes else _largest_fit(found, max_cells)
@@ -50,6 +53,31 @@ def grid_of(
                 f"with ep_size {layer.num_cells}; make them equal, or build it with ep_size 1"
             )
     return Grid(world_size, num_cells, cell_size)
+
+
+def _grid_of_roles(
+    settings: Settings, roles: Roles, found: Sequence[Found], world_size: int
+) -> Grid:
+    """A cell for each rank of a group."""
+    for key in ("expert_parallel_size", "expert_sharding_size"):
+        if vars(settings)[key] not in (None, 1):
+            raise ValueError(
+                f"{BLOCK}.{key} is {vars(settings)[key]}, but strategy {settings.strategy!r} has "
+                "roles for the ranks, whose sizes are keys of its own block; leave it out"
+            )
+    if world_size % roles.size:
+        sizes = f"{len(roles.attention_cells)} attention and {len(roles.expert_cells)} expert ranks"
+        raise ValueError(
+            f"{BLOCK}.{settings.strategy} makes groups of {sizes}, which do not divide the "
+            f"{world_size} ranks of the run; choose sizes whose sum divides {world_size}"
+        )
+    for layer in found:
+        if layer.num_cells != 1:
+            raise ValueError(
+                f"the model built {layer.name} with ep_size {layer.num_cells}, so that no rank has "
+                f"all experts; for strategy {settings.strategy!r} build it with ep_size 1"
+            )
+    return Grid(world_size, roles.size)
 
 
 def divisors(number: int) -> list[int]:

@@ -53,9 +53,12 @@ class RowsSeen:
     def __call__(self, rows: np.ndarray | SlotRows, top_k: int, share: Share) -> None:
         """Args: rows: int64 ``[C, E]`` by sender and expert, or rows by slot where one cell holds
         all experts and the host does not know them yet. share: who computes them."""
+        if self.counts:
+            self.add(rows, top_k, share)
+
+    def add(self, rows: np.ndarray | SlotRows, top_k: int, share: Share) -> None:
+        """Count rows, whatever the pass is. Takes what a call takes."""
         self.top_k = top_k
-        if not self.counts:
-            return
         if isinstance(rows, SlotRows):
             before = 0 if self._on_device is None else self._on_device
             self._on_device = before + rows.end_S.long()

@@ -410,12 +410,23 @@ class Order:
         num_experts = self.destination.target.num_experts
         key_N, rows_FE = rows_of_experts(expert_TK, cut, num_experts)
         gathered = rows_FE[None] if self.group is None else all_gather_counts(rows_FE, self.group)
-        cell, place, cell_size = self.seat
         # The one wait for the device: splits must be known.
-        rows_CPFE = gathered.cpu().numpy().reshape(-1, cell_size, *rows_FE.shape)
+        rows_CPFE = gathered.cpu().numpy().reshape(-1, self.seat.cell_size, *rows_FE.shape)
+        return self.routed(key_N, rows_CPFE, cut, expert_TK.shape[1])
+
+    def routed(self, key_N: Tensor, rows_CPFE: np.ndarray, cut: Cut, top_k: int) -> LayerRoute:
+        """The route, once the rows of every rank are known.
+
+        Args:
+            key_N: of this rank's choices, as ``rows_of_experts`` gives them.
+            rows_CPFE: of every rank, on the host.
+            cut: of this rank's tokens.
+            top_k: choices ``K`` a token.
+        """
+        cell, place, cell_size = self.seat
         rows_CE = rows_CPFE.sum(axis=(1, 2))
         target, share = self.destination if self.revise is None else self.revise(rows_CE)
-        self.on_rows(rows_CE, expert_TK.shape[1], share)
+        self.on_rows(rows_CE, top_k, share)
         own_FEC = share.rows_from(cell, rows_CPFE[cell, place])
         # Rows go to the rank of the sender's place, so each place is a plane of its own.
         received = [share.rows_to(cell, rows_CPFE[:, each]) for each in range(cell_size)]
@@ -424,7 +435,7 @@ class Order:
         return LayerRoute(
             cut=cut,
             target=target,
-            top_k=expert_TK.shape[1],
+            top_k=top_k,
             choice_N=_by_destination(by_key_N, own_FEC, target),
             sent_FC=own_FEC.sum(axis=1),
             received_PCFS=received_PCFE[..., target.experts_of(cell)],
@@ -465,14 +476,7 @@ class Restore:
         self, span: Span, saved: tuple[Any, ...], grad_TD: Tensor
     ) -> tuple[Tensor, Tensor]:
         returned_ND, score_TK, layer_route = saved
-        route = layer_route.on(span)
-        grad_ND = grad_TD.index_select(0, route.token_N)
-        grad_score_N = torch.sum(returned_ND * grad_ND, dim=1, dtype=score_TK.dtype)
-        grad_score_TK = torch.zeros_like(score_TK)
-        grad_score_TK.view(-1).index_copy_(0, route.choice_N, grad_score_N)
-        # In place: the product is rounded once, and never there in the scores' precision.
-        grad_ND *= score_TK.flatten().index_select(0, route.choice_N)[:, None]
-        return grad_ND, grad_score_TK
+        return weighing_grads(layer_route.on(span), returned_ND, score_TK, grad_TD)
 
     def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
         layer_route: LayerRoute = pieces[0][1][2]
@@ -482,3 +486,16 @@ class Restore:
         y_TKD = y.narrow(0, start, route.num_tokens)
         score = torch.cat([saved[1] for _, saved in pieces]).narrow(0, start, route.num_tokens)
         return y_TKD.flatten(0, 1).index_select(0, route.choice_N), score, layer_route
+
+
+def weighing_grads(
+    route: Route, returned_ND: Tensor, score_TK: Tensor, grad_TD: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of ``route.sum_by_token``: of rows ``[N, D]`` and of their weights ``[T, K]``."""
+    grad_ND = grad_TD.index_select(0, route.token_N)
+    grad_score_N = torch.sum(returned_ND * grad_ND, dim=1, dtype=score_TK.dtype)
+    grad_score_TK = torch.zeros_like(score_TK)
+    grad_score_TK.view(-1).index_copy_(0, route.choice_N, grad_score_N)
+    # In place: the product is rounded once, and never there in the scores' precision.
+    grad_ND *= score_TK.flatten().index_select(0, route.choice_N)[:, None]
+    return grad_ND, grad_score_TK

@@ -26,6 +26,7 @@ from ds_moe_ext.plan_jobs.pipelining import (
 )
 from ds_moe_ext.plan_jobs.replication import ReplicationJob, prophet, shadow
 from ds_moe_ext.plan_jobs.zebra import AsymmetricJob, asymmetric_assignment
+from ds_moe_ext.plan_jobs.zebra_ratio import ZebraRatioJob, zebra_ratio
 from ds_moe_ext.strict import nearest, read_record
 
 
@@ -50,6 +51,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "prophet": Algorithm(ReplicationJob, prophet),
     "shadow": Algorithm(ReplicationJob, shadow),
     "sparse-materialization": Algorithm(MaterializationJob, sparse_materialization),
+    "zebra-ratio": Algorithm(ZebraRatioJob, zebra_ratio),
 }
 
 

@@ -7,6 +7,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -77,6 +79,44 @@ class InlineLanes:
         return None
 
 
+@dataclass(frozen=True)
+class Carried:
+    """State of a thread that another thread takes over: autocast, and the stream on CUDA.
+
+    Attributes:
+        autocasts: device, dtype and whether it is on, of each kind of device.
+        stream: the current one; None without CUDA.
+    """
+
+    autocasts: tuple[tuple[str, torch.dtype, bool], ...]
+    stream: torch.cuda.Stream | None
+
+    @classmethod
+    def of_caller(cls) -> Carried:
+        """That of the thread that calls."""
+        has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        devices = ("cpu", "cuda") if has_cuda else ("cpu",)
+        autocasts = (
+            (d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in devices
+        )
+        return cls(tuple(autocasts), torch.cuda.current_stream() if has_cuda else None)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """The thread that calls has it, inside the block."""
+        with ExitStack() as stack:
+            for device, dtype, is_on in self.autocasts:
+                stack.enter_context(torch.autocast(device, dtype, is_on))
+            self.follow()
+            yield
+
+    def follow(self) -> None:
+        """Let the thread that calls issue its work where the other one does."""
+        if self.stream is not None:
+            torch.cuda.set_device(self.stream.device)
+            torch.cuda.set_stream(self.stream)
+
+
 class ThreadLanes(InlineLanes):
     """One worker thread a lane. For CPU hosts: a collective that waits blocks its thread only."""
 
@@ -85,15 +125,12 @@ class ThreadLanes(InlineLanes):
 
     def submit(self, lane: Lane, work: Callable[[], None], after: Iterable[Future]) -> Future:
         after = tuple(after)
-        # Autocast is a state of the thread: the worker takes the caller's.
-        autocast = torch.autocast(
-            "cpu", torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
-        )
+        state = Carried.of_caller()
 
         def body() -> None:
             for event in after:
                 event.result()  # raises here what the earlier task raised
-            with autocast:
+            with state.entered():
                 work()
 
         if lane not in self._worker:

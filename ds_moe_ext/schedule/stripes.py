@@ -23,7 +23,7 @@ from dataclasses import replace
 from ds_moe_ext.schedule import task as ops
 from ds_moe_ext.schedule.step import LOSS, in_lanes
 from ds_moe_ext.schedule.task import Kind, Lane, Op, Schedule, Span, Task, Value, spans
-from ds_moe_ext.schedule.wires import ARRIVED, COMPUTED, RETURNED, WEIGHTS
+from ds_moe_ext.schedule.wires import ARRIVED, COMPUTED, RETURNED, ROUTE, WEIGHTS
 
 # A side, the ranks of one role, by the lane that only they have.
 ATTENTION_SIDE = Lane("attention")
@@ -182,11 +182,14 @@ class _Step:
         self._tasks.append(task)
 
     def _undo(self, op: Op, layer: int, span: Span) -> None:
-        """The adjoint: it reads the gradients of what was written, and of a loss the loss."""
+        """The adjoint: it reads the gradients of what was written, and of a loss the loss. Rows
+        that travel do so by the route that they have."""
         place = self._places[op, layer, span]
         task = self._tasks[place]
+        route = (Value(ROUTE, layer, span),) if op in (DISPATCH, COMBINE) else ()
+        reads = (*_grads(task.writes), *route)
         self._tasks.append(
-            replace(task, reads=_grads(task.writes), writes=_grads(task.reads), adjoint_of=(place,))
+            replace(task, reads=reads, writes=_grads(task.reads), adjoint_of=(place,))
         )
 
 
@@ -207,22 +210,24 @@ def _handed_on(layer: int, span: Span) -> tuple[Value, ...]:
 
 
 def _dispatch(layer: int, span: Span) -> Task:
-    return Task(DISPATCH, layer, span, (Value(ROWS, layer, span),), (Value(ARRIVED, layer, span),))
+    writes = (Value(ARRIVED, layer, span), Value(ROUTE, layer, span))
+    return Task(DISPATCH, layer, span, (Value(ROWS, layer, span),), writes)
 
 
 def _expert(layer: int, span: Span) -> Task:
-    reads = (Value(ARRIVED, layer, span), Value(WEIGHTS, layer))
+    reads = (Value(ARRIVED, layer, span), Value(ROUTE, layer, span), Value(WEIGHTS, layer))
     return Task(EXPERT, layer, span, reads, (Value(COMPUTED, layer, span),))
 
 
 def _offloaded(layer: int, span: Span) -> Task:
-    reads = (Value(ARRIVED, layer, span), Value(OFFLOADED_WEIGHTS, layer))
+    route, weights = Value(ROUTE, layer, span), Value(OFFLOADED_WEIGHTS, layer)
+    reads = (Value(ARRIVED, layer, span), route, weights)
     return Task(OFFLOADED, layer, span, reads, (Value(COMPUTED_HERE, layer, span),))
 
 
 def _combine(layer: int, span: Span, *, is_offloaded: bool) -> Task:
     kinds = (COMPUTED, COMPUTED_HERE) if is_offloaded else (COMPUTED,)
-    reads = tuple(Value(kind, layer, span) for kind in kinds)
+    reads = tuple(Value(kind, layer, span) for kind in (*kinds, ROUTE))
     return Task(COMBINE, layer, span, reads, (Value(RETURNED, layer, span),))
 
 

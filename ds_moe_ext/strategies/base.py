@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -16,11 +16,12 @@ import numpy as np
 
 from ds_moe_ext.layout import ParallelLayout
 from ds_moe_ext.named import found_at
-from ds_moe_ext.placement import Placement
+from ds_moe_ext.placement import Placement, even_homes
 from ds_moe_ext.planners.exchange import Way
 from ds_moe_ext.planners.pipelining import NOWHERE, Measured, Placed
 from ds_moe_ext.planners.prices import Prices
 from ds_moe_ext.planners.split import Split
+from ds_moe_ext.roles import Roles
 from ds_moe_ext.schedule.program import Stage
 from ds_moe_ext.schedule.task import INTER, Lane, Op, Schedule, Span, refined
 from ds_moe_ext.schedule.wires import ALONE, Beside, programs
@@ -244,6 +245,19 @@ class Strategy(ABC):
     def ways(self) -> tuple[Way, ...]:
         """Ways of rows between the cells that plans may say; the first until costs are known."""
         return (Way.DIRECT,)
+
+    @property
+    def roles(self) -> Roles | None:
+        """What the ranks of each grid do, where they do not all do the same."""
+        return None
+
+    def settled(self, devices: Callable[[], Sequence[str]]) -> Strategy:
+        """The same, once the names of all ranks' devices can be had. Pure but for asking them."""
+        return self
+
+    def first_homes(self, num_experts: Sequence[int], num_cells: int) -> tuple[Placement, ...]:
+        """Where the experts of each layer of a pool live at first. Pure."""
+        return even_homes(num_experts, num_cells)
 
     def uses(self) -> tuple[tuple[str, Lane], ...]:
         """The (axis, lane) pairs that need a communicator. Pure."""

@@ -240,17 +240,18 @@ def loss_of(engine: Any, tokens: Tensor) -> Tensor:
     return loss
 
 
-def _reduce_in_float64(engine: Any, world_size: int) -> None:
+def _reduce_in_float64(engine: Any) -> None:
     """What DeepSpeed does at ZeRO 0, but it refuses to do it in float64."""
     import torch.distributed as dist
     from deepspeed.moe.utils import is_moe_param
 
+    group = None if engine.mpu is None else engine.mpu.get_data_parallel_group()
     for parameter in engine.module.parameters():
         if not parameter.requires_grad:
             continue
         if not is_moe_param(parameter):  # each rank has experts of its own
-            dist.all_reduce(parameter.grad)
-        parameter.grad /= world_size
+            dist.all_reduce(parameter.grad, group=group)
+        parameter.grad /= dist.get_world_size(group)
 
 
 def _evaluate(engine: Any, step: int) -> None:
@@ -323,7 +324,7 @@ def _trained(rank: int, world_size: int, job: Job) -> Result | None:
                     _evaluate(engine, step)
                 engine.backward(loss)
             if job.dtype == "float64" and engine.is_gradient_accumulation_boundary():
-                _reduce_in_float64(engine, world_size)
+                _reduce_in_float64(engine)
             engine.step()
             total += loss.detach().double()
         if job.evaluate:

@@ -27,6 +27,7 @@ from ds_moe_ext.hosts.checks import Checks
 from ds_moe_ext.hosts.costs import Costs
 from ds_moe_ext.hosts.deepspeed import buckets
 from ds_moe_ext.hosts.deepspeed.move import ExpertMover
+from ds_moe_ext.hosts.deepspeed.roles import experts_factor
 from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
 from ds_moe_ext.hosts.deepspeed.startup import blueprint_of
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
@@ -34,6 +35,7 @@ from ds_moe_ext.hosts.gates import warn_if_causal
 from ds_moe_ext.hosts.pipelines import DenseGradients, Pipelines
 from ds_moe_ext.hosts.planning import Planning
 from ds_moe_ext.hosts.run import Run, teller
+from ds_moe_ext.hosts.striped import Gradients, stripe
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.settings import BLOCK
 from ds_moe_ext.strategies.base import Job
@@ -90,6 +92,10 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
         for layer in layers:
             buckets.reduce_last(layer.parameters)
     strategy = blueprint.strategy
+    if strategy.roles is not None:
+        wanted = Gradients(experts_factor(strategy.roles, dist.get_rank()), _scale_of(engine))
+        left = stripe(model, blueprint, layers, wanted, device)
+        sources.discarded.update(map(id, left))
     blocks.launch_with_blocks(model, layers, measures=strategy.rhythm().measures)
     slices = None
     if strategy.slices_gradients and grid.world_size > 1:
@@ -118,6 +124,18 @@ def _check_grid(grid: Grid) -> None:
             f"{BLOCK}: ranks chose {' and '.join(asked)}, as where nodes have unequally many "
             "ranks; set expert_sharding_size and expert_parallel_size"
         )
+
+
+def _scale_of(engine: Any) -> Callable[[], float]:
+    """Scale of losses, which optimizers of float16 change; layers must not keep their engine
+    alive."""
+    alive = weakref.ref(engine)
+
+    def scale() -> float:
+        optimizer = getattr(alive(), "optimizer", None)
+        return float(getattr(optimizer, "loss_scale", 1.0))
+
+    return scale
 
 
 def _boundary_of(engine: weakref.ref[Any]) -> Callable[[], bool]:

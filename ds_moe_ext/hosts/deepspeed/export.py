@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from ds_moe_ext.comm import all_gather_slots
+from ds_moe_ext.comm import all_gather_slots, gather_texts
 from ds_moe_ext.hosts.deepspeed.engine import run_of
 from ds_moe_ext.hosts.deepspeed.native import HostedMoE
 from ds_moe_ext.hosts.deepspeed.regions import Region
@@ -61,20 +64,30 @@ def _joined(module: Hosted, index: int) -> Tensor:
     Args:
         index: of the weight among those of an expert.
     """
-    routed = module.routed
-    weights: list[Tensor] = [slot.parameters[index] for slot in module.slots()]
-    if not weights:  # none of the layer's experts is at home here
-        assert routed.copies is not None
-        weights = [routed.copies.like[index]]
-    part_S = torch.stack([weight.detach() for weight in weights])[: len(module.slots())]
-    local_S = _of_cell(module, index, part_S)
-    home, layout = routed.site.plan.home, routed.site.layout
+    home, layout = module.routed.site.plan.home, module.routed.site.layout
+    weights: list[Tensor] = [slot.parameters[index].detach() for slot in module.slots()]
     if home.num_cells == 1:
-        return local_S
+        return _of_cell(module, index, torch.stack(weights))
+    group = layout.group("ep", INTER)
+    part_S = torch.stack(weights) if weights else None
+    part_S = _like_others(part_S, group)
+    local_S = _of_cell(module, index, part_S)
     held_C = [home.experts_of(cell) for cell in range(home.num_cells)]
-    joined = all_gather_slots(local_S, [len(held) for held in held_C], layout.group("ep", INTER))
+    joined = all_gather_slots(local_S, [len(held) for held in held_C], group)
     order = torch.from_numpy(np.concatenate(held_C).argsort())
     return joined.cpu().index_select(0, order)  # all experts at once may not fit a device
+
+
+def _like_others(part_S: Tensor | None, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part; where it has none, no experts of the shape and type of the others'.
+    Collective."""
+    own = "" if part_S is None else json.dumps([str(part_S.dtype), *part_S.shape[1:]])
+    told = gather_texts(own, group)
+    if part_S is not None:
+        return part_S
+    dtype, *shape = json.loads(next(text for text in told if text))
+    device = get_accelerator().current_device_name()
+    return torch.empty(0, *shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
 
 
 def _of_cell(module: Hosted, index: int, part_S: Tensor) -> Tensor:

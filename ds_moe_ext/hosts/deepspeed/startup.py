@@ -5,18 +5,24 @@ from __future__ import annotations
 import base64
 import inspect
 import os
+import platform
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import hjson
+import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import init_distributed
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
+from ds_moe_ext.comm import gather_texts
 from ds_moe_ext.hosts import experts, huggingface
 from ds_moe_ext.hosts.attach import Blueprint, draw
 from ds_moe_ext.hosts.deepspeed import native
+from ds_moe_ext.hosts.deepspeed.roles import RoleUnit
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.settings import BLOCK, read_settings
 
@@ -41,6 +47,7 @@ def blueprint_of(
     settings, strategy = read_settings(document)
     if strategy is None:
         return None
+    strategy = strategy.settled(_devices)
     refuse_unsupported(document, model, mpu, mesh)
     if settings.sequence_parallel and TensorParallel.of(mpu).group is None:
         raise ValueError(
@@ -51,14 +58,40 @@ def blueprint_of(
     return None if size is None else draw(settings, strategy, model, FINDERS, size)
 
 
-def check_initialize(initialize: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
-    """Check the arguments of ``deepspeed.initialize`` before it makes any process group."""
+def check_initialize(
+    initialize: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+) -> inspect.BoundArguments:
+    """Check the arguments of ``deepspeed.initialize`` before it makes any process group.
+
+    Returns:
+        The arguments; where ranks have roles, with an mpu that says so.
+    """
     bound = inspect.signature(initialize).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
     document = _document(given)
     if document is not None and given["model"] is not None:
-        blueprint_of(document, given["model"], given["mpu"], given["mesh_param"])
+        blueprint = blueprint_of(document, given["model"], given["mpu"], given["mesh_param"])
+        if blueprint is not None and blueprint.strategy.roles is not None:
+            _begin()
+            given["mpu"] = RoleUnit.build(blueprint.strategy.roles)
+    return bound
+
+
+def _begin() -> None:
+    """Make the world of all ranks, as ``deepspeed.initialize`` would."""
+    if not dist.is_initialized():
+        backend = get_accelerator().communication_backend_name()
+        init_distributed(dist_backend=backend, dist_init_required=True)
+
+
+def _devices() -> list[str]:
+    """Name of each rank's device. Collective."""
+    _begin()
+    device = torch.device(get_accelerator().current_device_name())
+    has_name = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if has_name else platform.processor()
+    return gather_texts(name or device.type, None)
 
 
 def _document(given: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -1,0 +1,297 @@
+"""An unmodified DeepSpeed engine whose ranks have two roles: attention, and experts only.
+
+HeterMoE, section 3 (spec 2.1, rule 47, A10). DeepSpeed takes every rank for a replica of the others
+but for its experts. Here only ranks of one role are replicas, and no rank has all weights; so
+
+* an ``mpu``, ``RoleUnit``, answers that the data-parallel group is the ranks of the own role, over
+  which DeepSpeed averages, partitions and broadcasts dense weights;
+* the gradient norm and the vote on overflow are over all ranks: ``join`` sees to it;
+* experts are reduced as DeepSpeed always does it: over the ranks at the same place of all groups.
+
+DeepSpeed divides every gradient of a rank, an expert's too, by the size of the rank's data-parallel
+group, at ZeRO 0, 1 and 2 alike; see ``experts_factor``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import groups
+from torch import Tensor, nn
+
+from ds_moe_ext.comm import max_in_place, sum_in_place
+from ds_moe_ext.layout import group_among
+from ds_moe_ext.roles import Roles
+
+LARGEST_SQUARE = 1e36
+"""Of a norm that is not taken for an overflow. DeepSpeed squares in float32, which ends at 3e38; a
+rank that found its own part beyond that would skip a step by itself."""
+
+
+@dataclass(frozen=True, eq=False)
+class RoleUnit:
+    """The ``mpu`` of an engine with roles.
+
+    Attributes:
+        roles: of the ranks of every ZP group.
+        rank: this one.
+        world_size: ranks, of both roles and all groups.
+        group: the ranks of the own role.
+        alone: this rank, which shares its weights with no other.
+
+    All ranks read data: the batches of expert ranks are adopted by attention ranks. So what
+    DeepSpeed's batch arithmetic and its data loader get to know is the whole world, whereas what it
+    averages over is ``group``.
+    """
+
+    roles: Roles
+    rank: int
+    world_size: int
+    group: dist.ProcessGroup
+    alone: dist.ProcessGroup
+
+    @classmethod
+    def build(cls, roles: Roles) -> RoleUnit:
+        """Make the communicators. Collective."""
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        firsts = (roles.attention_cells[0], roles.expert_cells[0])
+        return cls(
+            roles,
+            rank,
+            world_size,
+            group=group_among([roles.ranks_like(first, world_size) for first in firsts]),
+            alone=group_among([[other] for other in range(world_size)]),
+        )
+
+    # What DeepSpeed asks.
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self.group
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return self.roles.ranks_like(self.rank, self.world_size)
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.world_size
+
+    def get_data_parallel_rank(self) -> int:
+        return self.rank
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self.alone
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    # What we ask.
+
+    def stands_for(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank's gradient stands for its replicas' where each has the whole: the first
+        rank of the role for dense weights, the first ZP group for experts."""
+        if is_moe_param(parameter):
+            return self.rank < self.roles.size
+        return self.rank == self.get_data_parallel_group_ranks()[0]
+
+    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Norm of the gradients of all weights of both roles, each counted once; float64 scalar,
+        the same on all ranks, inf where any of them is not finite. Collective.
+
+        Args:
+            parameters: this rank's, their gradients averaged and whole.
+        """
+        return joint_norm(
+            parameter.grad
+            for parameter in parameters
+            if parameter.grad is not None and self.stands_for(parameter)
+        )
+
+
+def experts_factor(roles: Roles, rank: int) -> float:
+    """By what a rank has to multiply the gradients of its experts before DeepSpeed gets them.
+
+    With M attention and N expert ranks in each of G groups, DeepSpeed sums an expert over the G
+    ranks that hold it, and divides by the M G or N G ranks of the rank's role; so it does at ZeRO
+    0, 1 and 2, with all of its optimizers. Wanted is the mean over the M G attention ranks of what
+    their losses contribute. So, for gradients that are sums of the contributions of a group's M
+    attention ranks: N / M on expert ranks, and 1 for experts on attention ranks, as for dense
+    weights, to which an attention rank gives its own contribution only.
+    """
+    num_attention = len(roles.attention_cells)
+    return 1.0 if roles.is_attention(rank) else len(roles.expert_cells) / num_attention
+
+
+def joint_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """Norm of all ranks' gradients as of one vector; float64 scalar, inf where it is not finite.
+    Collective."""
+    square = _sum_of_squares(gradients)
+    is_sound = square < LARGEST_SQUARE  # false for NaN
+    return torch.where(is_sound, square, torch.inf).sqrt()
+
+
+def _sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
+    device = get_accelerator().current_device_name()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in gradients:
+        total += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
+    return sum_in_place(total, None)
+
+
+@contextmanager
+def own_groups(engine: Any) -> Iterator[None]:
+    """Let DeepSpeed's module of groups answer for this engine. It keeps the last ``mpu`` for ever,
+    by which an engine without roles would be built next to one that has them."""
+    if not isinstance(engine.mpu, RoleUnit):
+        yield
+        return
+    before, groups.mpu = groups.mpu, engine.mpu
+    try:
+        yield
+    finally:
+        groups.mpu = before
+
+
+def tell_of_experts(engine: Any) -> None:
+    """Tell an engine with roles, before it makes its optimizer, whether this rank has experts: told
+    of MoE layers, ZeRO 1 and 2 want a parameter group of experts."""
+    if isinstance(engine.mpu, RoleUnit):
+        engine.has_moe_layers = any(is_moe_param(p) for p in engine.module.parameters())
+
+
+def clip(engine: Any) -> bool:
+    """Clip at ZeRO stage 0 in float32 by the norm over both roles.
+
+    Returns:
+        Whether the engine has roles, and was clipped.
+    """
+    if not isinstance(engine.mpu, RoleUnit):
+        return False
+    parameters = [p for p in engine.module.parameters() if p.grad is not None]
+    norm = engine.mpu.norm(parameters)
+    factor = (engine.gradient_clipping() / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad.mul_(factor.to(parameter.grad.dtype))
+    engine._global_grad_norm = float(norm)
+    return True
+
+
+def join(engine: Any) -> None:
+    """Let both roles clip by one norm, skip a step together, and save in one way. Does nothing
+    without roles.
+
+    Args:
+        engine: whose optimizer has just been made.
+    """
+    if not isinstance(engine.mpu, RoleUnit):
+        return
+    engine.has_moe_layers = True
+    joins: tuple[tuple[type, Callable[[Any, RoleUnit], None]], ...] = (
+        (DeepSpeedZeroOptimizer, _join_zero),
+        (BF16_Optimizer, _join_bf16),
+        (FP16_Optimizer, _join_fused),
+        (FP16_UnfusedOptimizer, _join_unfused),
+    )
+    for kind, join_kind in joins:
+        if isinstance(engine.optimizer, kind):
+            join_kind(engine.optimizer, engine.mpu)
+
+
+def _join_zero(optimizer: Any, unit: RoleUnit) -> None:
+    """ZeRO 1 and 2: a gradient is partitioned over its replicas, so parts are counted once."""
+
+    def scaled_global_norm(norm_type: int = 2) -> Tensor:
+        assert norm_type == 2, "only L2 norm supported"
+        parts = (part for group in optimizer.averaged_gradients.values() for part in group)
+        return joint_norm(parts).to(optimizer.device, torch.float32)
+
+    optimizer.scaled_global_norm = scaled_global_norm
+    optimizer.has_overflow = _of_any_rank(optimizer.has_overflow)
+
+
+def _join_bf16(optimizer: Any, unit: RoleUnit) -> None:
+    """Bfloat16 with float32 gradients, ZeRO 1."""
+    reduced = optimizer.get_grads_for_reduction()
+    all_for_norm = optimizer.get_grads_for_norm
+    optimizer.get_grads_for_reduction = lambda: reduced
+    optimizer.has_moe_layers = False  # or it would add up norms over ranks of which some have none
+
+    def get_grads_for_norm(for_clipping: bool = False) -> Any:
+        if for_clipping:
+            return all_for_norm(for_clipping=True)
+        norm = joint_norm(
+            gradient
+            for group, gradients in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients)
+            for parameter, gradient in zip(group, gradients)
+            if unit.stands_for(parameter)
+        )
+        return [norm.float().reshape(1)], {}  # whose norm it is
+
+    optimizer.get_grads_for_norm = get_grads_for_norm
+
+
+def _join_fused(optimizer: Any, unit: RoleUnit) -> None:
+    """Float16 or bfloat16 at ZeRO 0, with an optimizer that takes flat weights."""
+    clips = optimizer.unscale_and_clip_grads
+    optimizer.has_moe_layers = False
+
+    def unscale_and_clip_grads(flat_gradients: Any, total_norm: Any, **named: Any) -> Any:
+        norm = joint_norm(
+            gradient
+            for gradient, group in zip(flat_gradients, optimizer.fp16_groups)
+            if unit.stands_for(group[0])
+        )
+        optimizer._global_grad_norm = float(norm) / optimizer.loss_scale_config.cur_scale
+        return clips(flat_gradients, float(norm), **named)
+
+    optimizer.unscale_and_clip_grads = unscale_and_clip_grads
+    _join_checks(optimizer.overflow_checker)
+
+
+def _join_unfused(optimizer: Any, unit: RoleUnit) -> None:
+    """Float16 or bfloat16 at ZeRO 0, with any other optimizer. The norm that it reports is that of
+    the scaled gradients."""
+    clips = optimizer.unscale_and_clip_grads
+
+    def unscale_and_clip_grads(total_norm: Any, **named: Any) -> Any:
+        norm = unit.norm(parameter for group in optimizer.fp16_groups for parameter in group)
+        optimizer._global_grad_norm = float(norm)
+        return clips(float(norm), **named)
+
+    optimizer.unscale_and_clip_grads = unscale_and_clip_grads
+    _join_checks(optimizer.overflow_checker)
+
+
+def _join_checks(checker: Any) -> None:
+    """The vote before a float16 step at ZeRO 0."""
+    checker.has_moe_params = False  # or ranks with experts would vote among those at one place
+
+    def has_overflow(parameters: Iterable[nn.Parameter], **_: Any) -> bool:
+        gradients = (p.grad for p in parameters if p.grad is not None)
+        return bool(joint_norm(gradients).isinf())
+
+    checker.has_overflow = has_overflow
+    checker.check_using_norm = _of_any_rank(checker.check_using_norm)
+
+
+def _of_any_rank(votes: Callable[..., bool]) -> Callable[..., bool]:
+    """A vote of the own role, made one of all ranks."""
+
+    def vote(*given: Any, **named: Any) -> bool:
+        device = get_accelerator().current_device_name()
+        return bool(max_in_place(torch.tensor(int(votes(*given, **named)), device=device), None))
+
+    return vote

@@ -1,0 +1,276 @@
+"""A model whose forward is a whole step of zebra parallelism, in the place of the user's.
+
+Attention ranks run the model itself, piece by piece, and expert ranks serve experts. On both,
+``forward`` is one node of autograd: backward has been done when it returns, with a gradient of the
+loss that is known before, and what autograd brings later only scales what was found.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_moe_ext.comm import gather_texts
+from ds_moe_ext.hosts.adoption import Adoption, Call, Outcome
+from ds_moe_ext.hosts.attach import AttachedLayer, Blueprint
+from ds_moe_ext.hosts.blocks import block_of
+from ds_moe_ext.hosts.found import Hosted
+from ds_moe_ext.layout import group_among
+from ds_moe_ext.moe.gate import capacity_of, drop_over_capacity
+from ds_moe_ext.moe.passage import Here, Passage
+from ds_moe_ext.moe.striped import GradientSums, Issued, Stack, Stripe
+from ds_moe_ext.pieces import default_stripes
+from ds_moe_ext.schedule.execute import lanes_for
+from ds_moe_ext.schedule.program import in_backward
+from ds_moe_ext.schedule.stripes import A2E
+from ds_moe_ext.strategies.zebra import Zebra
+
+Scale = Callable[[], float]
+"""What losses are multiplied with before backward, as float16 wants it."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What a host does with them.
+
+    Attributes:
+        factor: it wants this rank's multiplied by.
+        scale: of losses.
+    """
+
+    factor: float
+    scale: Scale
+
+
+@dataclass(frozen=True, eq=False)
+class StripedModel:
+    """What is called in the place of the model's forward. Collective over the ZP group.
+
+    Attributes:
+        model: the user's.
+        forward: its own forward.
+        stack: its layers.
+        adoption: of the batches of expert ranks.
+        gradients: what the host does with them.
+        checks: compare what all ranks issued, after every pass.
+    """
+
+    model: nn.Module
+    forward: Callable[..., Any]
+    stack: Stack
+    adoption: Adoption
+    gradients: Gradients
+    checks: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        is_graded, is_training = torch.is_grad_enabled(), self.model.training
+        mode = f"{'train' if is_training else 'eval'}{'' if is_graded else ', no gradients'}"
+        shared = self.adoption.share(args, kwargs, mode)
+        sums = GradientSums() if is_graded else None
+        scale = self.gradients.scale() if is_graded else 1.0
+        stripes = [self._stripe(calls, sums, scale) for calls in shared.calls if calls]
+        issued = self.stack.run(self.adoption.num_stripes, stripes, sums, counts=is_training)
+        if self.checks:
+            _check_orders(issued, self.adoption.control)
+        outcomes = [[passage.output for passage in stripe.passages] for stripe in stripes]
+        returned = self.adoption.return_scalars(shared, outcomes)
+        loss = returned.loss
+        if sums is not None:
+            wanted = [p for p in self.model.parameters() if p.requires_grad]
+            loss = _HandedOver.apply(loss, sums, self.gradients.factor / scale, *wanted)
+        return returned.output(loss)
+
+    def _stripe(self, calls: Sequence[Call], sums: GradientSums | None, scale: float) -> Stripe:
+        roles, stack = self.stack.roles, self.stack
+        share = (
+            len(roles.attention_cells) / roles.size
+        )  # of an attention rank's mean in the group's
+        passages = [
+            Passage(
+                functools.partial(self._outcome, call),
+                None if sums is None else sums.add,
+                stack.threads,
+                stack.here,
+            )
+            for call in calls
+        ]
+        return Stripe(passages, [scale * share * call.weight for call in calls])
+
+    def _outcome(self, call: Call) -> Outcome:
+        return Outcome.of(self.forward(*call.args, **call.kwargs))
+
+
+class _HandedOver(torch.autograd.Function):
+    """The loss. Its backward gives the gradients that were found, in proportion to its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: Tensor, sums: GradientSums, factor: float, *parameters: Tensor
+    ) -> Tensor:
+        ctx.sums, ctx.factor, ctx.parameters = sums, factor, parameters
+        return loss.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if ctx.sums is None:
+            raise RuntimeError(
+                "backward ran through this loss before; run one backward a forward (retain_graph "
+                "is not supported)"
+            )
+        sums, ctx.sums = ctx.sums, None
+        factor = grad.double() * ctx.factor
+        return None, None, None, *(sums.take(p, factor) for p in ctx.parameters)
+
+
+def stripe(
+    model: nn.Module,
+    blueprint: Blueprint,
+    layers: Sequence[AttachedLayer],
+    gradients: Gradients,
+    device: torch.device,
+) -> tuple[nn.Parameter, ...]:
+    """Make a model's forward a striped step. Collective.
+
+    Args:
+        model: whose layers have been replaced; it is changed in place.
+        blueprint: what was asked for.
+        layers: in the order in which the model calls them.
+        gradients: what the host does with them.
+        device: where this rank computes.
+
+    Returns:
+        The weights that left the model, for an expert rank keeps experts only.
+    """
+    strategy = blueprint.strategy
+    assert isinstance(strategy, Zebra)
+    roles = strategy.roles
+    sizes = len(roles.attention_cells), len(roles.expert_cells)
+    layout = layers[0].routed.site.layout
+    hosted = [layer.hosted for layer in layers]
+    stack = Stack(
+        layers=[layer.routed for layer in layers],
+        weights=lambda layer: hosted[layer].weights(),
+        roles=roles,
+        device=device,
+        lanes=lanes_for(device, overlaps=True),
+        recomputes=strategy.recompute_experts,
+    )
+    adoption = Adoption(
+        layout.group("ep", A2E),
+        group_among(blueprint.grid.along("ep"), backend="gloo"),
+        place=layout.index("ep"),
+        roles=roles,
+        num_stripes=strategy.num_micro_batches or default_stripes(*sizes),
+        device=device,
+    )
+    striped = StripedModel(
+        model, model.forward, stack, adoption, gradients, blueprint.settings.debug
+    )
+    left: tuple[nn.Parameter, ...] = ()
+    if stack.is_attention:
+        _pause_at_experts(model, layers, stack.here, blueprint.settings.capacity_factor)
+    else:
+        left = _keep_experts(model, layers)
+
+    @functools.wraps(model.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return striped(*args, **kwargs)
+
+    model.forward = forward
+    return left
+
+
+def _check_orders(issued: Issued, control: dist.ProcessGroup) -> None:
+    """Collective. Raises RuntimeError on all ranks where they issued collectives in other orders,
+    by which they would wait for each other in vain sooner or later."""
+    own = "; ".join(f"{lane.name}: {' '.join(map(str, tasks))}" for lane, tasks in issued.items())
+    told = gather_texts(own, control)
+    if len(set(told)) > 1:
+        raise RuntimeError(
+            "ranks of a ZP group issued collectives in different orders: "
+            + " | ".join(f"place {place} {text}" for place, text in enumerate(told))
+        )
+
+
+def _keep_experts(model: nn.Module, layers: Iterable[AttachedLayer]) -> tuple[nn.Parameter, ...]:
+    """Drop all weights but the experts'; those that were dropped."""
+    kept = {id(parameter) for layer in layers for parameter in layer.parameters}
+    left = tuple(p for p in model.parameters() if id(p) not in kept)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in kept:
+                module._parameters[name] = None
+    return left
+
+
+# The model on attention ranks.
+
+
+def _pause_at_experts(
+    model: nn.Module, layers: Sequence[AttachedLayer], here: Here, capacity_factor: float | None
+) -> None:
+    blocks: dict[str, str] = {}
+    for number, layer in enumerate(layers):
+        name = block_of(model, layer.name)
+        if name in blocks:
+            raise ValueError(
+                f"{name} has two MoE layers, {blocks[name]} and {layer.name}; strategy zebra takes "
+                "one a block: leave one out with ds_moe_ext.moe_layer_pattern"
+            )
+        blocks[name] = layer.name
+        _cut_at(model.get_submodule(name), here)
+        layer.hosted.run = _Paused(number, here, layer.hosted, capacity_factor)
+
+
+def _cut_at(block: nn.Module, here: Here) -> None:
+    """Cut the graph of autograd where a block begins and ends."""
+    original = block.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        passage = here.passage
+        if passage is None or in_backward():
+            return original(*args, **kwargs)
+        args, kwargs = passage.enter((args, kwargs))
+        return passage.leave(original(*args, **kwargs))
+
+    block.forward = forward
+
+
+@dataclass(frozen=True, eq=False)
+class _Paused:
+    """The experts of a layer, which are on other ranks: the model pauses here.
+
+    Attributes:
+        layer: number of the layer.
+        here: whose model it is.
+        hosted: the layer's module.
+        capacity_factor: rows that an expert takes of a piece, over the mean; None for all.
+    """
+
+    layer: int
+    here: Here
+    hosted: Hosted
+    capacity_factor: float | None
+
+    def __call__(
+        self, x_TD: Tensor, expert_TK: Tensor, score_TK: Tensor, weights: tuple[Tensor, ...]
+    ) -> Tensor:
+        passage = self.here.passage
+        if passage is None:
+            raise RuntimeError(
+                f"the experts of MoE layer {self.layer} were called outside of its forward; "
+                "under strategy zebra call the model itself, on all ranks together"
+            )
+        if self.capacity_factor is not None:
+            num_experts = self.hosted.routed.site.plan.home.num_experts
+            capacity = capacity_of(expert_TK.numel(), num_experts, self.capacity_factor)
+            expert_TK = drop_over_capacity(expert_TK, num_experts, capacity)
+        return passage.experts(self.layer, x_TD, expert_TK, score_TK)

@@ -1,0 +1,126 @@
+"""A graph of autograd in parts: backward through one part now, through what came before it later.
+
+HeterMoE cuts the graph at each layer's attention outputs (section 4.1; spec 2.5, rules 19 to 21).
+Autograd numbers its nodes as they are made, thread by thread, so that "what came before" is known
+without help from the model: nodes with lower numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+
+def _probe() -> Node:
+    node = torch.zeros((), requires_grad=True).view(()).grad_fn
+    assert node is not None
+    return node
+
+
+_AccumulateGrad: Any = type(_probe().next_functions[0][0])  # torch gives it no name
+
+Root = tuple[GradientEdge, Tensor]
+"""An output of a node and its gradient."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The nodes that some outputs are made by, up to where the part began.
+
+    Attributes:
+        leaves: tensors that gradients are accumulated in: parameters, and where the graph was cut
+            by detaching.
+        before: outputs of earlier nodes that the part read.
+    """
+
+    leaves: tuple[Tensor, ...]
+    before: tuple[GradientEdge, ...]
+
+    @classmethod
+    def behind(cls, outputs: Iterable[GradientEdge], first: int) -> Part:
+        """What is behind outputs of the part.
+
+        Args:
+            outputs: of nodes of the part.
+            first: number of the part's first node.
+        """
+        waiting = [edge.node for edge in outputs]
+        seen = set(waiting)
+        leaves: dict[int, Tensor] = {}
+        before: dict[tuple[Node, int], GradientEdge] = {}
+        while waiting:
+            for node, number in waiting.pop().next_functions:
+                if node is None or node in seen:
+                    continue
+                if isinstance(node, _AccumulateGrad):
+                    leaves[id(node.variable)] = node.variable
+                elif node._sequence_nr() < first:
+                    before[node, number] = GradientEdge(node, number)
+                else:
+                    seen.add(node)
+                    waiting.append(node)
+        return cls(tuple(leaves.values()), tuple(before.values()))
+
+
+@dataclass(eq=False)
+class Pending:
+    """Gradients of outputs that later parts read, until the turn of the part that made them."""
+
+    _grads: dict[tuple[Node, int], Root] = field(default_factory=dict)
+
+    def add(self, edge: GradientEdge, grad: Tensor) -> None:
+        """One more."""
+        key = (edge.node, edge.output_nr)
+        _, before = self._grads.get(key, (edge, None))
+        self._grads[key] = (edge, grad if before is None else before + grad)
+
+    def take(self, first: int) -> list[Root]:
+        """Those of nodes numbered ``first`` and up; they are forgotten."""
+        keys = [key for key in self._grads if key[0]._sequence_nr() >= first]
+        return [self._grads.pop(key) for key in keys]
+
+
+def backward_of_part(
+    roots: Sequence[Root], first: int, pending: Pending
+) -> list[tuple[Tensor, Tensor]]:
+    """Backward through one part, whose nodes are freed.
+
+    Args:
+        roots: of the part, with the gradients that came from outside.
+        first: number of its first node.
+        pending: in and out: what later parts left for this one, and this for earlier ones.
+
+    Returns:
+        Its leaves that have a gradient, with that.
+    """
+    found: list[tuple[Tensor, Tensor]] = []
+    own: list[Root] = []
+    for edge, grad in (*roots, *pending.take(first)):
+        if isinstance(edge.node, _AccumulateGrad):
+            found.append((edge.node.variable, grad))
+        elif edge.node._sequence_nr() < first:
+            pending.add(edge, grad)
+        else:
+            own.append((edge, grad))
+    part = Part.behind([edge for edge, _ in own], first)
+    wanted: list[Any] = [*part.leaves, *part.before]
+    if not wanted:
+        return found
+    grads = torch.autograd.grad(
+        [edge for edge, _ in own], wanted, [grad for _, grad in own], allow_unused=True
+    )
+    for edge, grad in zip(part.before, grads[len(part.leaves) :]):
+        if grad is not None:
+            pending.add(edge, grad)
+    return found + [(leaf, grad) for leaf, grad in zip(part.leaves, grads) if grad is not None]
+
+
+def next_number() -> int:
+    """Number of the node that the calling thread will make next, or lower than that and higher than
+    all before."""
+    return int(_probe()._sequence_nr())

@@ -1,0 +1,127 @@
+"""Which attention rank runs which samples of a ZP group, in which stripe. Pure.
+
+HeterMoE cuts the batch of an attention rank into R micro-batches, here *stripes* (spec 2.1). All
+ranks of the group bring batches, of which those of expert ranks are adopted by attention ranks.
+Shape letter: C ranks of the group, those with attention first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Samples ``start`` to ``stop`` of one rank's batch, which run together.
+
+    Attributes:
+        sender: place in the ZP group of the rank whose batch it is.
+        start: its first sample there.
+        stop: the one after its last.
+    """
+
+    sender: int
+    start: int
+    stop: int
+
+    @property
+    def num_samples(self) -> int:
+        return self.stop - self.start
+
+    def weight(self, num_samples_C: Sequence[int]) -> float:
+        """Its share of the batch that it is of."""
+        return self.num_samples / num_samples_C[self.sender]
+
+
+Stripes = tuple[tuple[Piece, ...], ...]
+"""The pieces of each stripe of an attention rank."""
+
+Pieces = tuple[Stripes, ...]
+"""The stripes of each attention rank: ``[attention rank][stripe]``."""
+
+
+def pieces_of(num_samples_C: Sequence[int], attention_size: int, num_stripes: int) -> Pieces:
+    """Cut the batches of a group into stripes as equal as can be.
+
+    All samples lie on one line, which is cut into intervals, ``num_stripes`` for each attention
+    rank. On the line, an attention rank's own batch comes before the samples that it adopts, and
+    only what it has no room for goes to others: nothing travels that need not. An interval that
+    reaches into another batch has a piece of each. Of equal batches none does so if the number of
+    intervals is a multiple of theirs, and if it divides theirs no batch is cut.
+
+    Args:
+        num_samples_C: samples of each rank, attention ranks first; a piece's ``sender`` is an
+            index into it.
+        attention_size: attention ranks of the group.
+        num_stripes: stripes of each.
+
+    Raises:
+        ValueError: a rank has no samples, or there are fewer samples than stripes.
+    """
+    total, num_intervals = sum(num_samples_C), attention_size * num_stripes
+    if min(num_samples_C) < 1:
+        raise ValueError(
+            f"the batches of a ZP group have {', '.join(map(str, num_samples_C))} samples; every "
+            "rank needs one at least, or it has no loss"
+        )
+    if total < num_intervals:
+        most = total // attention_size
+        raise ValueError(
+            f"zebra.num_micro_batches is {num_stripes}, so that {attention_size} attention rank(s) "
+            f"run {num_intervals} stripes, but the ZP group has {total} samples; set it to {most} "
+            f"or less, or raise train_micro_batch_size_per_gpu"
+        )
+    # Where equal batches end, one of these borders lies, whatever is left over.
+    borders = [total * interval // num_intervals for interval in range(num_intervals + 1)]
+    shares = [
+        borders[(m + 1) * num_stripes] - borders[m * num_stripes] for m in range(attention_size)
+    ]
+    lines = _lines(num_samples_C, shares)
+    sizes = [stop - start for start, stop in pairwise(borders)]
+    return tuple(
+        tuple(_cut(line, sizes[m * num_stripes : (m + 1) * num_stripes]))
+        for m, line in enumerate(lines)
+    )
+
+
+def default_stripes(attention_size: int, expert_size: int) -> int:
+    """The least number of stripes that lets each be of one batch if all batches are equal.
+
+    With an expert rank in the group it is two or more, as overlap needs.
+    """
+    return (attention_size + expert_size) // math.gcd(attention_size, expert_size)
+
+
+def _lines(num_samples_C: Sequence[int], shares: Sequence[int]) -> list[list[Piece]]:
+    """What each attention rank runs, ``shares`` samples of it: its own first, then adopted ones."""
+    kept = [min(share, own) for share, own in zip(shares, num_samples_C)]
+    kept += [0] * (len(num_samples_C) - len(kept))
+    rest = [
+        Piece(sender, start, stop)
+        for sender, (start, stop) in enumerate(zip(kept, num_samples_C))
+        if start < stop
+    ]
+    adopted = _cut(rest, [share - own for share, own in zip(shares, kept)])
+    return [[Piece(m, 0, kept[m]), *pieces] for m, pieces in enumerate(adopted)]
+
+
+def _cut(line: Sequence[Piece], sizes: Sequence[int]) -> Iterator[tuple[Piece, ...]]:
+    """Cut pieces that lie one behind the other into intervals of these sizes."""
+    start = 0
+    for size in sizes:
+        yield tuple(_within(line, start, start + size))
+        start += size
+
+
+def _within(line: Sequence[Piece], start: int, stop: int) -> Iterator[Piece]:
+    """The parts of the pieces that lie in an interval of the line."""
+    begin = 0
+    for piece in line:
+        first, last = max(start, begin), min(stop, begin + piece.num_samples)
+        if first < last:
+            shift = piece.start - begin
+            yield Piece(piece.sender, first + shift, last + shift)
+        begin += piece.num_samples

@@ -1,0 +1,79 @@
+"""Which ranks have attention and which have experts: the roles of zebra parallelism. Pure.
+
+HeterMoE, section 3 (spec 2.1). A *ZP group* is M + N neighbouring ranks; it takes the place of an
+expert-parallel grid, and each of its ranks is a cell. Data are parallel across the groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The roles in every ZP group.
+
+    Attributes:
+        attention_cells: places in the group, ascending, whose ranks have attention, gates,
+            embeddings and head.
+        expert_cells: those whose ranks have experts only.
+    """
+
+    attention_cells: tuple[int, ...]
+    expert_cells: tuple[int, ...]
+
+    @classmethod
+    def first(cls, attention_size: int, expert_size: int) -> Roles:
+        """Attention ranks first."""
+        size = attention_size + expert_size
+        return cls(tuple(range(attention_size)), tuple(range(attention_size, size)))
+
+    @property
+    def size(self) -> int:
+        """Ranks of a group."""
+        return len(self.attention_cells) + len(self.expert_cells)
+
+    def is_attention(self, rank: int) -> bool:
+        """Whether a rank of the world has attention."""
+        return rank % self.size in self.attention_cells
+
+    def ranks_like(self, rank: int, world_size: int) -> list[int]:
+        """The ranks of the world that have the role of a rank."""
+        role = self.is_attention(rank)
+        return [other for other in range(world_size) if self.is_attention(other) == role]
+
+
+def roles_by_device(devices: Sequence[str], attention_device: str, size: int | None) -> Roles:
+    """The roles that follow from the devices.
+
+    Args:
+        devices: name of each rank's.
+        attention_device: part of the names of those that have attention.
+        size: ranks of a ZP group; None takes all ranks for one.
+
+    Raises:
+        ValueError: no device is named so, or all are, or the groups are not alike.
+    """
+    size = len(devices) if size is None else size
+    found = [attention_device.lower() in device.lower() for device in devices]
+    patterns = sorted({tuple(found[i : i + size]) for i in range(0, len(found), size)})
+    if len(patterns) > 1:
+        raise ValueError(
+            f"zebra.attention_device is {attention_device!r}, but the groups of {size} ranks "
+            f"differ in where such devices are: the ranks have {', '.join(devices)}; order the "
+            "hostfile so that all groups are alike"
+        )
+    (pattern,) = patterns
+    if all(pattern) or not any(pattern):
+        raise ValueError(
+            f"zebra.attention_device is {attention_device!r}, which "
+            f"{'all' if all(pattern) else 'no'} ranks have: "
+            f"{', '.join(sorted(set(devices)))}; name one of two kinds of device, or give "
+            " attention_size and expert_size"
+        )
+    cells = range(size)
+    return Roles(
+        tuple(cell for cell in cells if pattern[cell]),
+        tuple(cell for cell in cells if not pattern[cell]),
+    )

@@ -1,0 +1,160 @@
+"""Zebra parallelism: attention and experts on ranks of their own, striped by micro-batches.
+
+HeterMoE (spec hetermoe.md). New GPUs are much faster than old ones in attention and little faster
+in experts, so each does what it is good at. Shape letters: E experts, C cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.roles import Roles, roles_by_device
+from ds_moe_ext.schedule.stripes import A2E, E2A
+from ds_moe_ext.schedule.task import INTER, Lane
+from ds_moe_ext.share import LocalElseHome
+from ds_moe_ext.strategies.base import Job, Plan, Strategy, register
+from ds_moe_ext.strict import at_least
+
+WHERE = "ds_moe_ext.zebra"
+
+
+@register("zebra")
+@dataclass(frozen=True, kw_only=True)
+class Zebra(Strategy):
+    """Roles for the ranks of each ZP group.
+
+    Attributes:
+        attention_size: ranks of a group that have attention, ``M``; null counts devices.
+        expert_size: ranks that have experts only, ``N``; likewise.
+        attention_device: part of the device name of attention ranks, as "A40"; null: the first
+            ranks of a group are attention ranks.
+        num_micro_batches: stripes that the samples of an attention rank are cut into, ``R``; null
+            takes the fewest that overlap and cut no rank's batch.
+        moved: experts that each expert rank leaves to the attention ranks, layer by layer
+            (Asym-EA); null leaves none.
+        recompute_experts: expert ranks keep the rows that came in, and compute the rest again in
+            backward.
+        attention_cells: places of the attention ranks in a group; null: as said above.
+    """
+
+    attention_size: int | None = None
+    expert_size: int | None = None
+    attention_device: str | None = None
+    num_micro_batches: int | None = None
+    moved: list[int] | None = None
+    recompute_experts: bool = False
+    attention_cells: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("attention_size", "expert_size", "num_micro_batches"):
+            at_least(f"{WHERE}.{name}", vars(self)[name], 1)
+        for number in (*(self.moved or ()), *(self.attention_cells or ())):
+            if not isinstance(number, int) or number < 0:
+                raise ValueError(
+                    f"{WHERE}.moved and attention_cells are lists of integers from 0; one is "
+                    f"{number!r}"
+                )
+        if self.attention_cells is not None:
+            self._check_cells(self.attention_cells)
+
+    def _check_cells(self, cells: Sequence[int]) -> None:
+        if self.attention_size is None or self.expert_size is None:
+            raise ValueError(
+                f"{WHERE}.attention_cells is {cells}, but attention_size or expert_size is null; "
+                "set both"
+            )
+        size = self.attention_size + self.expert_size
+        if len(set(cells)) != self.attention_size or max(cells) >= size:
+            raise ValueError(
+                f"{WHERE}.attention_cells is {cells}, which are not {self.attention_size} of the "
+                f"{size} places of a group, 0 to {size - 1}; mend it, or leave it out"
+            )
+
+    @property
+    def has_uneven_homes(self) -> bool:
+        return True
+
+    @property
+    def roles(self) -> Roles:
+        if self.attention_size is None or self.expert_size is None:
+            raise ValueError(
+                f"{WHERE}.attention_size is {self.attention_size} and expert_size "
+                f"{self.expert_size}; set both, or name the attention ranks' attention_device"
+            )
+        if self.attention_cells is None:
+            return Roles.first(self.attention_size, self.expert_size)
+        cells = range(self.attention_size + self.expert_size)
+        own = tuple(sorted(self.attention_cells))
+        return Roles(own, tuple(cell for cell in cells if cell not in own))
+
+    def settled(self, devices: Callable[[], Sequence[str]]) -> Zebra:
+        if self.attention_device is None or self.attention_cells is not None:
+            return self
+        sizes = (self.attention_size, self.expert_size)
+        size = None if None in sizes else sum(each or 0 for each in sizes)
+        roles = roles_by_device(devices(), self.attention_device, size)
+        found = (len(roles.attention_cells), len(roles.expert_cells))
+        for name, asked, counted in zip(("attention_size", "expert_size"), sizes, found):
+            if asked not in (None, counted):
+                raise ValueError(
+                    f"{WHERE}.{name} is {asked}, but {counted} ranks of a group are so by "
+                    f"attention_device {self.attention_device!r}; set it to null"
+                )
+        return replace(
+            self,
+            attention_size=found[0],
+            expert_size=found[1],
+            attention_cells=list(roles.attention_cells),
+        )
+
+    def uses(self) -> tuple[tuple[str, Lane], ...]:
+        return (("ep", INTER), ("ep", A2E), ("ep", E2A))
+
+    def first_homes(self, num_experts: Sequence[int], num_cells: int) -> tuple[Placement, ...]:
+        moved = self.moved or [0] * len(num_experts)
+        if len(moved) != len(num_experts):
+            raise ValueError(
+                f"{WHERE}.moved has {len(moved)} numbers, but there are {len(num_experts)} MoE "
+                "layers; give one a layer"
+            )
+        return tuple(asymmetric_home(n, self.roles, o) for n, o in zip(num_experts, moved))
+
+    def plan(self, job: Job) -> tuple[Plan, ...]:
+        return tuple(Plan(home, home, LocalElseHome(home, home)) for home in job.homes)
+
+
+def asymmetric_home(num_experts: int, roles: Roles, moved: int) -> Placement:
+    """Where the experts of a layer live: Asym-EA's rule 33.
+
+    The expert ranks hold equally many, in the order of their places. Of each the last ones move;
+    these, in the same order, are cut into equal blocks for the attention ranks.
+
+    Args:
+        num_experts: of the layer, ``E``.
+        roles: of the ranks of a group.
+        moved: experts that each expert rank gives up.
+
+    Raises:
+        ValueError: they do not divide.
+    """
+    attention, expert = np.array(roles.attention_cells), np.array(roles.expert_cells)
+    if num_experts % expert.size:
+        raise ValueError(
+            f"{WHERE}.expert_size is {expert.size}, which does not divide the {num_experts} "
+            "experts of a layer; choose a divisor"
+        )
+    per_rank = num_experts // expert.size
+    if moved > per_rank or moved * expert.size % attention.size:
+        raise ValueError(
+            f"{WHERE}.moved has {moved}, but each of {expert.size} expert ranks has {per_rank} "
+            f"experts of a layer, and what they give up must divide over {attention.size} "
+            "attention ranks; choose fewer, or another multiple"
+        )
+    owner_E = np.repeat(expert, per_rank)
+    leaving = np.arange(num_experts) % per_rank >= per_rank - moved
+    owner_E[leaving] = np.repeat(attention, moved * expert.size // attention.size)
+    return Placement.owned_by(owner_E, roles.size)
