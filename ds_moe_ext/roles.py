@@ -29,6 +29,9 @@ class Roles:
         size = attention_size + expert_size
         return cls(tuple(range(attention_size)), tuple(range(attention_size, size)))
 
+    def __str__(self) -> str:
+        return f"{len(self.attention_cells)} attention + {len(self.expert_cells)} expert ranks"
+
     @property
     def size(self) -> int:
         """Ranks of a group."""

@@ -156,12 +156,14 @@ def _told(blueprint: Blueprint) -> str:
     """How the layers will run."""
     grid, settings = blueprint.grid, blueprint.settings
     copies = grid.world_size // (grid.num_cells * grid.cell_size)
+    roles = blueprint.strategy.roles
     split = "" if grid.cell_size == 1 else f" of {grid.cell_size} ranks"
     drops = "dropless" if settings.capacity_factor is None else f"x{settings.capacity_factor}"
     gate = "" if settings.gate is None else f", gate {settings.gate}"
+    cells = f"{grid.num_cells} cells{split}" if roles is None else f"({roles})"
     return (
-        f"strategy {_strategy(settings)}, {grid.world_size} ranks = {copies} x "
-        f"{grid.num_cells} cells{split}, {drops}{gate}"
+        f"strategy {_strategy(settings)}, {grid.world_size} ranks = {copies} x {cells}, "
+        f"{drops}{gate}"
     )
 
 

@@ -66,9 +66,8 @@ def _grid_of_roles(
                 "roles for the ranks, whose sizes are keys of its own block; leave it out"
             )
     if world_size % roles.size:
-        sizes = f"{len(roles.attention_cells)} attention and {len(roles.expert_cells)} expert ranks"
         raise ValueError(
-            f"{BLOCK}.{settings.strategy} makes groups of {sizes}, which do not divide the "
+            f"{BLOCK}.{settings.strategy} makes groups of {roles}, which do not divide the "
             f"{world_size} ranks of the run; choose sizes whose sum divides {world_size}"
         )
     for layer in found:

@@ -22,6 +22,7 @@ from ds_moe_ext.schedule.task import COMPUTE, GATHER, GRADIENTS, PARAM
 from ds_moe_ext.strategies.base import Plan
 
 TIME_EVERY = 10  # steps: timing costs little, but not nothing
+HEAD_NAME = "head"  # what follows the last layer, where a step is one pass
 REDUCTION = "reduction"  # a gather's adjoint is known by a name of its own
 PACKAGES = ("torch", "deepspeed", "transformers", "ds-moe-ext")
 
@@ -129,8 +130,12 @@ class Recorder:
         self._time(step + 1)
 
     def latest_balance(self) -> float:
-        """Rows of the busiest cell over the mean, in the latest step, mean over layers."""
-        return 1.0 if self._latest is None else float(balance_L(self._latest.cell_rows_LC).mean())
+        """Rows of the busiest cell over the mean of those that are home to experts, in the latest
+        step, mean over layers."""
+        if self._latest is None:
+            return 1.0
+        homes = np.unique(np.concatenate([plan.home.owner_E for plan in self._plans]))
+        return float(balance_L(self._latest.cell_rows_LC[:, homes]).mean())
 
     def balance_by_layer(self) -> dict[str, float]:
         """Mean over the kept steps of the busiest cell's rows over the mean, by layer."""
@@ -261,7 +266,7 @@ def span_of(timed: TimedTask, origin: TimedTask, layer_names: Sequence[str]) -> 
         name=REDUCTION if is_reduction else task.op.name,
         lane=task.lane.name,
         phase=phase_of(timed),
-        layer=layer_names[task.layer],
+        layer=HEAD_NAME if task.layer == len(layer_names) else layer_names[task.layer],
         chunk=str(task.span),
         start_s=start_s,
         end_s=end_s,

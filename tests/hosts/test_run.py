@@ -26,11 +26,17 @@ from tests.ranks import pool_of
             "strategy esp over fssdp, 8 ranks = 2 x 2 cells of 2 ranks, dropless, gate "
             "SigmoidTopK(top_k=1)",
         ),
+        (
+            {"strategy": "zebra", "zebra": {"attention_size": 1, "expert_size": 3}},
+            Grid(8, 4),
+            "strategy zebra, 8 ranks = 2 x (1 attention + 3 expert ranks), dropless",
+        ),
     ],
 )
 def test_the_title_says_how_layers_run(block: dict[str, Any], grid: Grid, title: str) -> None:
-    settings, _ = read_settings({"ds_moe_ext": block})
-    run: Any = SimpleNamespace(blueprint=SimpleNamespace(settings=settings, grid=grid), layers=())
+    settings, strategy = read_settings({"ds_moe_ext": {"enabled": True, **block}})
+    blueprint = SimpleNamespace(settings=settings, strategy=strategy, grid=grid)
+    run: Any = SimpleNamespace(blueprint=blueprint, layers=())
     assert start_table(run).title == f"ds_moe_ext: {title}"
 
 

@@ -24,6 +24,7 @@ from ds_moe_ext.hosts.deepspeed.engine import run_of
 from ds_moe_ext.hosts.deepspeed.kept import (
     REMEMBERED,
     base_optimizer,
+    has_dense_weights,
     kept_of,
     named_parameters,
     wrapper_name,
@@ -31,10 +32,12 @@ from ds_moe_ext.hosts.deepspeed.kept import (
 from ds_moe_ext.hosts.deepspeed.layout_file import LAYOUT_FILE, SavedLayout
 from ds_moe_ext.hosts.deepspeed.move import Expert, ExpertMover
 from ds_moe_ext.hosts.deepspeed.native import HostedMoE
+from ds_moe_ext.hosts.deepspeed.roles import own_groups
 from ds_moe_ext.hosts.deepspeed.staged import (
     FOLDER,
     Asked,
     Staged,
+    agreed,
     check_module,
     read,
     slot_name,
@@ -60,7 +63,9 @@ def save(engine: Any, arguments: Arguments, save_rest: Callable[..., Any]) -> An
     if run is None:
         return save_rest(**arguments)
     folder = Path(arguments["save_dir"]) / str(arguments["tag"])
-    if run.rank == 0:
+    roles = run.blueprint.strategy.roles
+    is_writer = run.rank == (0 if roles is None else roles.attention_cells[0])
+    if is_writer:
         (folder / LAYOUT_FILE).unlink(missing_ok=True)  # of one that is being overwritten
     slots = _mover(engine, run).slots(run.planning.job.homes)
     layout = _layout_of(engine, run, slots)
@@ -71,9 +76,11 @@ def save(engine: Any, arguments: Arguments, save_rest: Callable[..., Any]) -> An
     )
     objects[REMEMBERED] = run.planning.remembered_ILCE
     stored.save(folder / FOLDER, parts, objects)
-    with _experts_apart(engine, run):
-        result = save_rest(**arguments)
-    if run.rank == 0:
+    result = None
+    if has_dense_weights(run):
+        with _experts_apart(engine, run), own_groups(engine):
+            result = save_rest(**arguments)
+    if is_writer:
         layout.write(folder)
     return result
 
@@ -97,7 +104,7 @@ def load(engine: Any, arguments: Arguments, load_rest: Callable[..., Any]) -> An
         return load_rest(**arguments)
     asked = Asked.of(engine, arguments)
     staged = read(engine, run, asked)
-    with _weights_given(engine, staged, asked, arguments["load_lr_scheduler_states"]):
+    with _weights_given(engine, run, staged, asked, arguments["load_lr_scheduler_states"]):
         path, client = load_rest(**{**arguments, "load_optimizer_states": False})
     _apply(engine, run, staged, asked)
     client.pop("optimizer", None)  # DeepSpeed takes it for the client's
@@ -172,7 +179,7 @@ def _experts_apart(engine: Any, run: Run) -> Iterator[None]:
 
 @contextmanager
 def _weights_given(
-    engine: Any, staged: Staged, asked: Asked, with_scheduler: bool
+    engine: Any, run: Run, staged: Staged, asked: Asked, with_scheduler: bool
 ) -> Iterator[None]:
     """While it lasts, the engine loads this rank's experts with what DeepSpeed's file has."""
 
@@ -181,10 +188,17 @@ def _weights_given(
         checkpoint["module"].update({names[p]: weight for p, weight in staged.weights.items()})
         # Frozen weights again, by the names of rank 0's slots; they are in the module's state too.
         checkpoint["frozen_param_fragments"] = None
-        if kwargs.get("custom_load_fn") is None:
-            check_module(engine, checkpoint["module"], asked)
-        if with_scheduler and not asked.weights_alone:
-            _check_scheduler(engine, checkpoint, asked)
+        if not has_dense_weights(run):
+            own = engine.module.state_dict().keys()
+            checkpoint["module"] = {k: v for k, v in checkpoint["module"].items() if k in own}
+
+        def check() -> None:
+            if kwargs.get("custom_load_fn") is None:
+                check_module(engine, checkpoint["module"], asked)
+            if with_scheduler and not asked.weights_alone:
+                _check_scheduler(engine, checkpoint, asked)
+
+        agreed(check)
         return type(engine).load_module_state_dict(engine, checkpoint, *args, **kwargs)
 
     engine.load_module_state_dict = load_module_state_dict

@@ -39,9 +39,10 @@ def whole_state(engine: Any) -> Iterator[None]:
 def gathered_state(model: nn.Module) -> dict[str, Tensor]:
     """The model's state with all experts under the host's names, as the stock class loads it.
 
-    Collective. Every rank gets it; experts are in host memory, one weight at a time on the device.
+    Collective. Every rank gets all of it, also one that has experts only; what comes from other
+    ranks is in host memory, one weight at a time on the device.
     """
-    state = dict(model.state_dict())
+    state = _with_dense(model)
     for name, module in model.named_modules(remove_duplicate=False):  # some blocks share experts
         if isinstance(module, HostedExperts):
             slots = module.slots()

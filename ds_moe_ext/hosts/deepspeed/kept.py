@@ -127,6 +127,12 @@ def _keep(kept: Kept, parameter: nn.Parameter, names: Named, states: OptimizerSt
         kept.objects[f"{names.name}/{SCALARS}"] = dict(own.scalars)
 
 
+def has_dense_weights(run: Run) -> bool:
+    """Whether this rank has weights that are no expert's."""
+    roles = run.blueprint.strategy.roles
+    return roles is None or roles.is_attention(run.rank)
+
+
 def base_optimizer(engine: Any) -> torch.optim.Optimizer | None:
     """The optimizer inside DeepSpeed's wrapper."""
     optimizer = engine.optimizer

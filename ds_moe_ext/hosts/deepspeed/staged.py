@@ -103,29 +103,28 @@ def read(engine: Any, run: Run, asked: Asked) -> Staged:
         ValueError: on all ranks, with what is wrong on the first that finds something; nothing has
             been changed.
     """
-    layout = _agreed(lambda: _checked_layout(engine, run, asked))
+    layout = agreed(lambda: _checked_layout(engine, run, asked))
     seats = _seats(engine, run, layout, asked)
-    return _agreed(lambda: _Reading(engine, run, asked, seats).staged(layout))
+    return agreed(lambda: _Reading(engine, run, asked, seats).staged(layout))
 
 
 T = TypeVar("T")
 
 
-def _agreed(step: Callable[[], T]) -> T:
+def agreed(step: Callable[[], T]) -> T:
     """Do it on all ranks or fail on all: one that failed alone would leave the others waiting.
     Collective."""
-    result: T | None = None
+    results: list[T] = []
     text, cause = "", None
     try:
-        result = step()
+        results.append(step())
     except Exception as error:
         is_told = isinstance(error, ValueError)
         text, cause = str(error) if is_told else f"the checkpoint cannot be read: {error!r}", error
     wrong = next(filter(None, gather_texts(text, None)), None)
     if wrong is not None:
         raise ValueError(wrong) from cause
-    assert result is not None
-    return result
+    return results[0]
 
 
 # The layout.
