@@ -138,12 +138,12 @@ class RunRecord:
     def balance_IL(self) -> np.ndarray:
         """Rows of the busiest cell over the mean of those that are home to experts, float
         ``[I, L]``; 1 is perfect."""
-        return balance_L(self.cell_rows_ILC[..., self._homes])
+        return balance_L(self._at_homes(self.cell_rows_ILC))
 
-    @property
-    def _homes(self) -> list[int]:
-        """Cells that are home to experts, of whichever layer."""
-        return sorted({cell for layer in self.layers for cell in layer.home_E})
+    def _at_homes(self, cell_rows_ILC: np.ndarray) -> np.ndarray:
+        """Without the cells that are home to no expert of any layer."""
+        homes = sorted({cell for layer in self.layers for cell in layer.home_E})
+        return cell_rows_ILC[..., homes] if homes else cell_rows_ILC
 
     def balance_by_layer(self) -> dict[str, float]:
         """Mean over the recorded steps of ``balance_IL``, by layer name."""
@@ -156,7 +156,7 @@ class RunRecord:
         """``balance_IL`` had every expert computed at its home only, float ``[I, L]``."""
         if self.placements is None:
             return self.balance_IL()
-        return balance_L(self.placements.home_cell_rows_ILC[..., self._homes])
+        return balance_L(self._at_homes(self.placements.home_cell_rows_ILC))
 
     def to_json(self) -> str:
         """The record as JSON text."""

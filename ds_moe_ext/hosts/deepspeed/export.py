@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from ds_moe_ext.comm import all_gather_slots, gather_texts
+from ds_moe_ext.comm import all_gather_slots, exchange, gather_texts
 from ds_moe_ext.hosts.deepspeed.engine import run_of
 from ds_moe_ext.hosts.deepspeed.native import HostedMoE
 from ds_moe_ext.hosts.deepspeed.regions import Region
@@ -39,24 +39,67 @@ def whole_state(engine: Any) -> Iterator[None]:
 def gathered_state(model: nn.Module) -> dict[str, Tensor]:
     """The model's state with all experts under the host's names, as the stock class loads it.
 
-    Collective. Every rank gets all of it, also one that has experts only; what comes from other
-    ranks is in host memory, one weight at a time on the device.
+    Collective. Every rank gets all of it, one that has experts only too; experts, and what an
+    expert rank gets from others, are in host memory, one weight at a time on the device.
     """
-    state = _with_dense(model)
+    state, experts = dict(model.state_dict()), dict[str, Tensor]()
     for name, module in model.named_modules(remove_duplicate=False):  # some blocks share experts
         if isinstance(module, HostedExperts):
-            slots = module.slots()
             for index, weight in enumerate(module.weight_names):
-                state[f"{name}.{weight}"] = _joined(module, index)
-                for slot in range(len(slots)):
+                for slot in range(len(module.slots())):
                     del state[f"{name}.{weight}.{slot}"]
+                experts[f"{name}.{weight}"] = _joined(module, index)
         elif isinstance(module, HostedMoE):
             prefix = f"{name}.experts.deepspeed_experts"
-            slots = module.slots()
             for index, weight in enumerate(module.weight_names):
+                for slot in range(len(module.slots())):
+                    del state[f"{prefix}.{slot}.{weight}"]
                 for expert, tensor in enumerate(_joined(module, index)):
-                    state[f"{prefix}.{expert}.{weight}"] = tensor
+                    experts[f"{prefix}.{expert}.{weight}"] = tensor
+    hosted = (m for m in model.modules() if isinstance(m, (HostedExperts, HostedMoE)))
+    layout = next(hosted).routed.site.layout
+    return _completed(state, layout.group("ep", INTER)) | experts
+
+
+class _Shape(NamedTuple):
+    """What a tensor is like, for other ranks to make room for it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Shape:
+        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    def empty(self) -> Tensor:
+        device = get_accelerator().current_device_name()
+        return torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=device)
+
+
+def _completed(state: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """A rank's state without experts. One that has fewer tensors than others, as it has no dense
+    weights, gets all that the first of those with most has; its buffers too, for its own have seen
+    no data. Collective."""
+    own = {name: _Shape.of(t) for name, t in state.items() if isinstance(t, Tensor)}
+    told_C = [json.loads(text) for text in gather_texts(json.dumps(own), group)]
+    whole = max(told_C, key=len)
+    source = told_C.index(whole)
+    lacking = [place for place, told in enumerate(told_C) if len(told) < len(whole)]
+    if dist.get_rank(group) == source:
+        for name in whole if lacking else ():
+            flat = _bytes(state[name].detach().to(get_accelerator().current_device_name()))
+            exchange([], [(flat, place) for place in lacking], group)
+    if dist.get_rank(group) in lacking:
+        for name, (dtype, shape) in whole.items():
+            state[name] = _Shape(dtype, shape).empty()
+            exchange([(_bytes(state[name]), source)], [], group)
+            state[name] = state[name].cpu()
     return state
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """As any communicator takes it: NCCL knows no bool, for one."""
+    return tensor.contiguous().flatten().view(torch.uint8)
 
 
 def _joined(module: Hosted, index: int) -> Tensor:
@@ -82,13 +125,12 @@ def _joined(module: Hosted, index: int) -> Tensor:
 def _like_others(part_S: Tensor | None, group: dist.ProcessGroup) -> Tensor:
     """This rank's part; where it has none, no experts of the shape and type of the others'.
     Collective."""
-    own = "" if part_S is None else json.dumps([str(part_S.dtype), *part_S.shape[1:]])
+    own = "" if part_S is None else json.dumps(_Shape.of(part_S))
     told = gather_texts(own, group)
     if part_S is not None:
         return part_S
-    dtype, *shape = json.loads(next(text for text in told if text))
-    device = get_accelerator().current_device_name()
-    return torch.empty(0, *shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
+    dtype, (_, *shape) = json.loads(next(text for text in told if text))
+    return _Shape(dtype, (0, *shape)).empty()
 
 
 def _of_cell(module: Hosted, index: int, part_S: Tensor) -> Tensor:

@@ -1,0 +1,493 @@
+"""Pieces through a model in turns, all in one process, beside plain autograd on the same model.
+
+Spec hetermoe.md: rules 15 to 21 and G11. Shape letters: B samples, T positions or tokens, K
+choices, N rows, E experts, D model width, F expert width.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from ds_moe_ext.hosts import striped
+from ds_moe_ext.moe import passage as passages
+from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
+from ds_moe_ext.moe.order import one_cell_route
+from ds_moe_ext.moe.passage import Answer, Here, Passage, Question
+from ds_moe_ext.moe.striped import GradientSums
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.schedule.program import in_backward
+from ds_moe_ext.schedule.task import Span
+from tests.reference import dense_experts
+
+VOCABULARY, LENGTH, D, F, EXPERTS, TOP_K = 19, 5, 8, 6, 4, 2
+STRIPE = Span(0, 1)
+
+
+# Models.
+
+
+class Experts(nn.Module):
+    """All experts on the spot; or, in a passage, a question."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_EFD = nn.Parameter(torch.randn(EXPERTS, 2 * F, D) * 0.4)
+        self.down_EDF = nn.Parameter(torch.randn(EXPERTS, D, F) * 0.4)
+        self.layer, self.here = 0, Here()
+
+    def forward(self, x_TD: Tensor, expert_TK: Tensor, score_TK: Tensor) -> Tensor:
+        passage = self.here.passage
+        if passage is None:
+            return dense_experts(x_TD, expert_TK, score_TK, self.up_EFD, self.down_EDF)
+        return passage.experts(self.layer, x_TD, expert_TK, score_TK)
+
+
+class Attention(nn.Module):
+    """Causal mean of values, gated: quick, and mixes positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value, self.gate = nn.Linear(D, D), nn.Linear(D, D)
+        self.forwards = 0
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        self.forwards += 1
+        count_T1 = torch.arange(1, x_BTD.shape[1] + 1)[:, None]
+        return self.value(x_BTD).cumsum(dim=1) / count_T1 * torch.sigmoid(self.gate(x_BTD))
+
+
+_CAPTURED: ContextVar[list[Tensor] | None] = ContextVar("captured", default=None)
+
+
+def _capture(_: nn.Module, given: Any, logits_TE: Tensor) -> None:
+    captured = _CAPTURED.get()
+    if captured is not None:
+        captured.append(logits_TE)
+
+
+class Moe(nn.Module):
+    """Router and experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, EXPERTS, bias=False)
+        nn.init.normal_(self.router.weight, std=0.7)
+        self.router.register_forward_hook(_capture)
+        self.experts = Experts()
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and balance loss."""
+        x_TD = x_BTD.flatten(0, 1)
+        probability_TE = self.router(x_TD).softmax(dim=-1)
+        score_TK, expert_TK = probability_TE.topk(TOP_K)
+        y_TD = self.experts(x_TD, expert_TK, score_TK)
+        share_E = functional.one_hot(expert_TK, EXPERTS).sum(dim=(0, 1)) / expert_TK.numel()
+        return y_TD.view_as(x_BTD), (probability_TE.mean(dim=0) * share_E).sum() * EXPERTS
+
+
+class Block(nn.Module):
+    """Attention and experts with a residual around each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.norm = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.attention, self.moe = Attention(), Moe()
+
+    def forward(self, x_BTD: Tensor) -> Any:
+        u_BTD = self.attended(x_BTD)
+        y_BTD, aux = self.moe(self.norm(u_BTD))
+        return u_BTD + y_BTD, aux
+
+    def attended(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD + self.attention(self.attention_norm(x_BTD))
+
+
+class SharedAfter(Block):
+    """A shared expert reads the same hidden states behind the experts; so does a gate of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.shared_gate = nn.Linear(D, D), nn.Linear(D, 1)
+
+    def forward(self, x_BTD: Tensor) -> Any:
+        u_BTD = self.attended(x_BTD)
+        z_BTD = self.norm(u_BTD)
+        y_BTD, aux = self.moe(z_BTD)
+        shared_BTD = torch.sigmoid(self.shared_gate(z_BTD)) * self.shared(z_BTD).tanh()
+        return x_BTD * 0.5 + u_BTD + y_BTD * shared_BTD.sigmoid() + shared_BTD, aux
+
+
+class PostNorm(Block):
+    """What follows the experts keeps tensors: dropout and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.last_norm = nn.Dropout(0.3), nn.LayerNorm(D)
+
+    def forward(self, x_BTD: Tensor) -> Any:
+        u_BTD = self.dropout(self.attended(x_BTD))
+        y_BTD, aux = self.moe(self.norm(u_BTD))
+        return self.last_norm(u_BTD + self.dropout(y_BTD)), aux
+
+
+class NoAux(Block):
+    """Returns a tensor; the loss reads the router by a hook."""
+
+    def forward(self, x_BTD: Tensor) -> Any:
+        return super().forward(x_BTD)[0]
+
+
+class InPlace(Block):
+    """Writes the residual over what it was given, and over what the experts returned."""
+
+    def forward(self, x_BTD: Tensor) -> Any:
+        x_BTD += self.attention(self.attention_norm(x_BTD))
+        y_BTD, aux = self.moe(self.norm(x_BTD))
+        y_BTD += x_BTD
+        return y_BTD, aux
+
+
+class Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(D), nn.Linear(D, D)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD + torch.tanh(self.linear(self.norm(x_BTD)))
+
+
+class Result(NamedTuple):
+    loss: Tensor
+
+
+class Model(nn.Module):
+    """Embedding, blocks with experts or without, head.
+
+    Args:
+        blocks: a type of each.
+    """
+
+    is_tied = False
+    captures = False
+
+    def __init__(self, *blocks: type[nn.Module]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, D)
+        self.blocks = nn.ModuleList(kind() for kind in blocks)
+        self.norm, self.head = nn.LayerNorm(D), nn.Linear(D, VOCABULARY, bias=False)
+        if self.is_tied:
+            self.head.weight = self.embedding.weight
+
+    @property
+    def cut(self) -> list[nn.Module]:
+        """What the graph is cut around."""
+        return [block for block in self.blocks if isinstance(block, Block)]
+
+    def hidden(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        total = torch.zeros(())
+        for block in self.blocks:
+            out = block(x_BTD)
+            x_BTD, aux = out if isinstance(out, tuple) else (out, 0.0)
+            total = total + aux
+        return x_BTD, total
+
+    def forward(self, token_BT: Tensor) -> Result:
+        token = _CAPTURED.set([] if self.captures else None)
+        x_BTD, aux = self.hidden(self.embedding(token_BT))
+        captured = _CAPTURED.get() or []
+        _CAPTURED.reset(token)
+        of_routers = sum((logits.square().mean() for logits in captured), torch.zeros(()))
+        logits_BTV = self.head(self.norm(x_BTD))
+        loss = functional.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), token_BT[:, 1:].flatten())
+        return Result(loss + 0.3 * aux + 0.2 * of_routers)
+
+
+class Tied(Model):
+    is_tied = True
+
+
+class Captured(Model):
+    captures = True
+
+
+class WithoutList(Model):
+    """Its layers are attributes: no list of modules is around the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Block(), SharedAfter(), NoAux()
+
+    @property
+    def cut(self) -> list[nn.Module]:
+        return [block.moe for block in (self.first, self.second, self.third)]
+
+    def hidden(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        x_BTD, first_aux = self.first(x_BTD)
+        x_BTD, second_aux = self.second(x_BTD)
+        return self.third(x_BTD), first_aux + second_aux
+
+
+class Biased(Model):
+    """Blocks are handed a weight that they hand on; and what the first one made, at the end."""
+
+    def __init__(self) -> None:
+        super().__init__(*[Handing] * 3)
+        self.bias = nn.Parameter(torch.randn(D) * 0.1)
+
+    def hidden(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        bias, kept = self.bias, []
+        for block in self.blocks:
+            x_BTD, bias, made_BTD = block(x_BTD, bias=bias)
+            kept.append(made_BTD)
+        return x_BTD + kept[0] * kept[1].sigmoid(), bias.sum()
+
+
+class Handing(Block):
+    def forward(self, x_BTD: Tensor, bias: Tensor | None = None) -> Any:
+        y_BTD, _ = super().forward(x_BTD + bias)
+        return y_BTD, bias, self.norm(y_BTD)
+
+
+class Aside(Model):
+    """Blocks have one input, which is handed to all of them beside what they make."""
+
+    def hidden(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        first_BTD, total = x_BTD, torch.zeros(())
+        for block in self.blocks:
+            y_BTD, aux = block((x_BTD + first_BTD) / 2)
+            x_BTD, total = x_BTD + y_BTD.tanh(), total + aux
+        return x_BTD + first_BTD, total
+
+
+class Frozen(Model):
+    """The first experts get what has no gradient, and no score has one there."""
+
+    def __init__(self, *blocks: type[nn.Module]) -> None:
+        super().__init__(*blocks)
+        first = self.blocks[0]
+        for frozen in (self.embedding, first.attention, first.attention_norm, first.norm):
+            frozen.requires_grad_(False)
+        first.moe.router.requires_grad_(False)
+
+
+class ExpertsAlone(Model):
+    def __init__(self, *blocks: type[nn.Module]) -> None:
+        super().__init__(*blocks)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_("experts" in name)
+
+
+class Ignoring(Model):
+    """The loss does not depend on the last block."""
+
+    def hidden(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        *others, last = self.blocks
+        for block in others:
+            x_BTD, aux = block(x_BTD)
+        last(x_BTD)
+        return x_BTD, aux
+
+
+# Pieces in turns.
+
+
+@contextmanager
+def cut(model: Model, here: Here) -> Iterator[None]:
+    """The model as it is under the strategy: blocks cut the graph, experts ask."""
+    forwards = {block: block.forward for block in model.cut}
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    for layer, own in enumerate(experts):
+        own.layer, own.here = layer, here
+    for block in forwards:
+        striped._cut_at(block, here)
+    try:
+        yield
+    finally:
+        for own in experts:
+            own.here = Here()
+        for block, forward in forwards.items():
+            block.forward = forward
+
+
+class Computed(NamedTuple):
+    """What the experts of a layer made of a piece's rows."""
+
+    rows_ND: Tensor
+    answer: Answer
+    weights: tuple[Tensor, ...]
+
+
+class Local:
+    """The experts of all layers, in this process."""
+
+    def __init__(self, model: Model, add: Callable[[Tensor, Tensor], None] | None) -> None:
+        self.layers = [module for module in model.modules() if isinstance(module, Experts)]
+        self.add = add
+        self._function = FeedForwardExperts(silu_gated)
+        self._placement = Placement.block(EXPERTS, 1)
+
+    def forward(self, question: Question) -> Computed:
+        own = self.layers[question.layer]
+        route = one_cell_route(question.expert_TK, self._placement).on(STRIPE)
+        with torch.set_grad_enabled(self.add is not None):
+            weights = (own.up_EFD, own.down_EDF)
+            slots = [weight[e] for e in range(EXPERTS) for weight in weights]
+            rows_ND = question.x_TD[route.token_N].requires_grad_(self.add is not None)
+            answer = Answer(self._function(rows_ND, route.slots, tuple(slots)), route)
+        return Computed(rows_ND, answer, weights)
+
+    def backward(self, computed: Computed, grad_ND: Tensor) -> Tensor:
+        rows_ND, (returned_ND, route), weights = computed
+        wanted = [rows_ND, *(weight for weight in weights if weight.requires_grad)]
+        grad_rows_ND, *grads = torch.autograd.grad(returned_ND, wanted, grad_ND)
+        assert self.add is not None
+        for weight, grad in zip(wanted[1:], grads):
+            self.add(weight, grad)
+        return route.sum_by_token(grad_rows_ND)
+
+
+def step(
+    model: Model,
+    batches: Sequence[Tensor],
+    seeds: Sequence[float],
+    add: Callable[[Tensor, Tensor], None] | None,
+    threads: ThreadPoolExecutor,
+) -> list[Tensor]:
+    """The losses of pieces in the order of Theorem 1; ``add`` gets the gradients."""
+    here, local = Here(), Local(model, add)
+    pieces = [Passage(partial(model, batch), add, threads, here) for batch in batches]
+    with cut(model, here):
+        try:
+            return _in_turns(pieces, local, seeds)
+        finally:
+            for piece in pieces:
+                piece.abandon()
+
+
+def _in_turns(pieces: Sequence[Passage], local: Local, seeds: Sequence[float]) -> list[Tensor]:
+    computed: list[list[Computed]] = []
+    for layer in range(len(local.layers)):
+        before = computed[-1] if computed else None
+        answers = [None if before is None else before[j].answer for j in range(len(pieces))]
+        asked = [piece.forward(answer) for piece, answer in zip(pieces, answers)]
+        assert [question.layer for question in asked] == [layer] * len(pieces)
+        computed.append([local.forward(question) for question in asked])
+    grads = []
+    for piece, last, seed in zip(pieces, computed[-1], seeds):
+        assert piece.forward(last.answer) is None
+        if local.add is not None:
+            grads.append(piece.turn(seed))
+    for layer in reversed(range(len(computed) if grads else 0)):
+        grads_TD = [local.backward(*pair) for pair in zip(computed[layer], grads)]
+        grads = [piece.backward(layer, grad) for piece, grad in zip(pieces, grads_TD)]
+    return [piece.output.loss for piece in pieces]
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as executor:
+        yield executor
+
+
+# Beside plain autograd.
+
+
+def built(build: Callable[[], Model], dtype: torch.dtype = torch.float64) -> Model:
+    torch.manual_seed(3)
+    return build().to(dtype)
+
+
+def batches_of(num_pieces: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        torch.randint(0, VOCABULARY, (2 + j % 2, LENGTH), generator=generator)
+        for j in range(num_pieces)
+    ]
+
+
+def seeds_of(num_pieces: int) -> list[float]:
+    return [0.5 + j for j in range(num_pieces)]
+
+
+Grads = dict[str, Tensor]
+
+
+def plain(model: Model, batches: Sequence[Tensor]) -> tuple[list[Tensor], Grads]:
+    """Losses and gradients of their weighted sum."""
+    losses = [model(batch).loss for batch in batches]
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    total = sum(seed * loss for seed, loss in zip(seeds_of(len(batches)), losses))
+    grads = torch.autograd.grad(total, list(named.values()), allow_unused=True)
+    return losses, {name: grad for name, grad in zip(named, grads) if grad is not None}
+
+
+def in_turns(
+    model: Model, batches: Sequence[Tensor], threads: ThreadPoolExecutor
+) -> tuple[list[Tensor], Grads]:
+    """The same, piece by piece."""
+    sums = GradientSums()
+    losses = step(model, batches, seeds_of(len(batches)), sums.add, threads)
+    one = torch.ones(())
+    taken = {name: sums.take(p, one) for name, p in model.named_parameters()}
+    return losses, {name: grad for name, grad in taken.items() if grad is not None}
+
+
+def worst(ours: Grads, theirs: Grads) -> float:
+    """Largest error of a gradient, over the largest of the parameter's."""
+    assert ours.keys() == theirs.keys()
+    return max(
+        float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp(min=1e-12))
+        for name in theirs
+    )
+
+
+def check(model: Model, threads: ThreadPoolExecutor, num_pieces: int = 2) -> None:
+    batches = batches_of(num_pieces)
+    expected_losses, expected = plain(model, batches)
+    losses, found = in_turns(model, batches, threads)
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-13, atol=0.0)
+    assert worst(found, expected) < 1e-12
+    assert threading.active_count() < 12
+
+
+MODELS: dict[str, Callable[[], Model]] = {
+    "residuals": partial(Model, Block, Block, Block),
+    "no auxiliary loss": partial(Model, NoAux, NoAux),
+    "shared experts behind the experts": partial(Model, SharedAfter, SharedAfter),
+    "a norm behind the experts": partial(Model, *[type("P", (PostNorm,), {})] * 2),
+    "one layer": partial(Model, Block),
+    "no list of modules": WithoutList,
+    "dense blocks between": partial(Model, Dense, Block, Dense, Dense, Block, Dense),
+    "tied embeddings": partial(Tied, Block, Dense, Block),
+    "router logits by hooks": partial(Captured, NoAux, NoAux, NoAux),
+    "a weight handed through": Biased,
+    "an input of all blocks": partial(Aside, Block, Block, Block),
+    "frozen below": partial(Frozen, Block, Block),
+    "experts alone": partial(ExpertsAlone, Block, Block),
+    "the last block ignored": partial(Ignoring, Block, Block),
+}
+
+
+@pytest.mark.parametrize("num_pieces", [1, 2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_plain_autograd(name: str, num_pieces: int, threads: ThreadPoolExecutor) -> None:
+    """G11, and models that are cut otherwise."""
+    model = built(MODELS[name])
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    check(model, threads, num_pieces)
