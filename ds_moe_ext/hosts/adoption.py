@@ -8,21 +8,14 @@ Shape letters: C ranks of the group, in its order; V scalars of an output.
 
 from __future__ import annotations
 
-import base64
-import copy
-import hashlib
-import json
-import pickle
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from enum import Enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ds_moe_ext.comm import (
     Parcel,
@@ -32,37 +25,17 @@ from ds_moe_ext.comm import (
     gather_texts,
     sum_in_place,
 )
+from ds_moe_ext.hosts.arguments import (
+    Arguments,
+    Batch,
+    Call,
+    Signature,
+    check_alike,
+    names_of_batches,
+)
+from ds_moe_ext.hosts.outcomes import Outcome, Template, digest_of
 from ds_moe_ext.pieces import Piece, Pieces, Stripes, pieces_of
 from ds_moe_ext.roles import Roles
-
-PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
-"""Values that do not travel."""
-
-NUM_ITEMS = "['num_items_in_batch']"
-"""What Hugging Face divides a sum by, in the place of a mean over the items of one call."""
-
-Batch = Mapping[str, Tensor]
-"""The tensors of a call that are cut, by name."""
-
-
-# What moves.
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """One call of the user's model.
-
-    Attributes:
-        piece: whose samples these are.
-        weight: their share of the batch that they are of.
-        args: by position. Of another rank's batch, what is not cut is this rank's own.
-        kwargs: by name.
-    """
-
-    piece: Piece
-    weight: float
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,8 +126,8 @@ class Adoption:
         own = Arguments.of(args, kwargs)
         told = gather_texts(own.signature(mode).to_text(), self.control)
         signatures = [Signature.from_text(text) for text in told]
-        names = _names_of_batches(signatures)
-        _check(signatures, names)
+        names = names_of_batches(signatures)
+        check_alike(signatures, names)
         num_samples_C = tuple(signature.num_samples for signature in signatures)
         pieces = self._pieces(num_samples_C)
         stripes = dict(zip(self.roles.attention_cells, pieces))
@@ -253,7 +226,7 @@ class Adoption:
     def _agree(self, templates: Sequence[Template]) -> Template:
         """What an output looks like; the first attention rank tells when that changes."""
         texts = sorted({template.text for template in templates})
-        digest = _digest(texts[0]) if len(texts) == 1 else 0
+        digest = digest_of(texts[0]) if len(texts) == 1 else 0
         digests_C = all_gather_counts(torch.tensor([digest]), self.control)[:, 0].tolist()
         first, *others = (digests_C[cell] for cell in self.roles.attention_cells)
         if first == 0 or any(other != first for other in others):
@@ -263,7 +236,7 @@ class Adoption:
                 + "; ".join(f"place {place}: {text}" for place, text in enumerate(told) if text)
                 + "; let it return the same fields for all samples, and numbers as 0-dim tensors"
             )
-        if self._template is None or _digest(self._template.text) != first:
+        if self._template is None or digest_of(self._template.text) != first:
             self._template = self._tell(templates)
         return self._template
 
@@ -288,327 +261,3 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _on(parcels: Sequence[Parcel], on_host: bool) -> list[Parcel]:
     return [(part, peer) for part, peer in parcels if part.is_cpu == on_host and part.numel()]
-
-
-# Arguments.
-
-
-class Leaf(NamedTuple):
-    """One value of a call, as other ranks are told of it.
-
-    Attributes:
-        what: it is; the same on every rank.
-        shape: a tensor's; empty for anything else.
-    """
-
-    what: str
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, value: Any) -> Leaf:
-        if isinstance(value, Tensor):
-            kind = f"{value.dtype} tensor of {value.dim()} dims on {value.device.type}"
-            return cls(kind, tuple(value.shape))
-        return cls(repr(value) if isinstance(value, PLAIN) else type(value).__qualname__, ())
-
-    def __str__(self) -> str:
-        return f"{self.what}, {list(self.shape)}" if self.shape else self.what
-
-
-ABSENT = Leaf("missing", ())
-
-
-@dataclass(frozen=True)
-class Signature:
-    """What a rank tells the others of its call.
-
-    Attributes:
-        mode: what the pass is for.
-        fault: why the batch cannot be shared; empty if it can.
-        num_samples: samples of the batch; 0 if there is none.
-        leaves: the values by name.
-    """
-
-    mode: str
-    fault: str
-    num_samples: int
-    leaves: Mapping[str, Leaf]
-
-    def to_text(self) -> str:
-        return json.dumps([self.mode, self.fault, self.num_samples, self.leaves])
-
-    @classmethod
-    def from_text(cls, text: str) -> Signature:
-        mode, fault, num_samples, leaves = json.loads(text)
-        named = {name: Leaf(what, tuple(shape)) for name, (what, shape) in leaves.items()}
-        return cls(mode, fault, num_samples, named)
-
-
-@dataclass(frozen=True, eq=False)
-class Arguments:
-    """A call's arguments, taken apart.
-
-    Attributes:
-        leaves: its values by name: ``['labels']``, or ``[0]`` by position.
-        structure: how they lie in it.
-    """
-
-    leaves: Mapping[str, Any]
-    structure: pytree.TreeSpec
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        found, structure = pytree.tree_flatten_with_path((args, kwargs))
-        return cls({pytree.keystr(path[1:]): leaf for path, leaf in found}, structure)
-
-    def signature(self, mode: str) -> Signature:
-        leaves = {name: Leaf.of(value) for name, value in self.leaves.items()}
-        sizes = [leaf.shape[0] for leaf in leaves.values() if leaf.shape]
-        faults = [fault for name, value in self.leaves.items() if (fault := _fault(name, value))]
-        if not sizes:
-            faults.append("no argument is a tensor with a dim for samples; pass the batch")
-        return Signature(mode, "; ".join(faults), sizes[0] if sizes else 0, leaves)
-
-    def landing(self, name: str, span: Piece, leaf: Leaf) -> Tensor:
-        """Where a part of another rank's tensor goes."""
-        like: Tensor = self.leaves[name]
-        return like.new_empty(span.num_samples, *leaf.shape[1:])
-
-    def call(self, piece: Piece, weight: float, here: Mapping[int, tuple[int, Batch]]) -> Call:
-        """The call of a piece.
-
-        Args:
-            piece: of one of the batches that are here.
-            weight: its share of the batch.
-            here: for each sender, its first sample that is here, and what is here of its batch.
-        """
-        values = dict(self.leaves)
-        first, batch = here[piece.sender]
-        for name, tensor in batch.items():
-            values[name] = tensor[piece.start - first : piece.stop - first]
-        if values.get(NUM_ITEMS) is not None:
-            # The sums of the pieces add up to the batch's; their mean would be too small.
-            values[NUM_ITEMS] = values[NUM_ITEMS] * weight
-        args, kwargs = pytree.tree_unflatten(values.values(), self.structure)
-        return Call(piece, weight, args, kwargs)
-
-
-def _fault(name: str, value: Any) -> str:
-    if isinstance(value, Tensor):
-        if value.requires_grad and torch.is_grad_enabled():
-            return f"{name} requires a gradient, which cannot go back to its rank; detach it"
-    elif not isinstance(value, PLAIN):
-        return (
-            f"{name} is a {type(value).__qualname__}, which cannot be cut; pass tensors in tuples, "
-            "lists and dicts, or register it with torch.utils._pytree.register_pytree_node"
-        )
-    return ""
-
-
-def _names_of_batches(signatures: Sequence[Signature]) -> list[str]:
-    """Names of the tensors that are cut."""
-    return sorted(
-        name
-        for name in signatures[0].leaves
-        if all(
-            signature.leaves.get(name, ABSENT).shape[:1] == (signature.num_samples,)
-            for signature in signatures
-        )
-    )
-
-
-def _check(signatures: Sequence[Signature], names: Sequence[str]) -> None:
-    """Raise what is wrong with the calls of a group, the same on every rank."""
-    faults = [f"place {place}: {own.fault}" for place, own in enumerate(signatures) if own.fault]
-    if faults:
-        raise ValueError(f"the batches of a ZP group cannot be shared: {'; '.join(faults)}")
-    unlike = [
-        difference
-        for place, other in enumerate(signatures)
-        for difference in _differences(signatures[0], other, place, names)
-    ]
-    if unlike:
-        raise ValueError(
-            "the ranks of a ZP group must call the model together, in the same mode and with "
-            f"arguments that differ in the size of the batch only: {'; '.join(unlike)}; attention "
-            "ranks run the samples of all"
-        )
-
-
-def _differences(
-    first: Signature, other: Signature, place: int, names: Sequence[str]
-) -> Iterator[str]:
-    if other.mode != first.mode:
-        yield f"the mode is {first.mode!r} at place 0 and {other.mode!r} at place {place}"
-    for name in sorted(first.leaves.keys() | other.leaves.keys()):
-        ours, theirs = first.leaves.get(name, ABSENT), other.leaves.get(name, ABSENT)
-        if ours.what != theirs.what or (name not in names and ours.shape != theirs.shape):
-            yield f"{name} is {ours} at place 0 and {theirs} at place {place}"
-
-
-# Outputs.
-
-Path = tuple[Hashable, ...]
-"""Names on the way to a value in an output."""
-
-
-@dataclass(frozen=True)
-class Hole:
-    """The place of a scalar in an output."""
-
-    index: int
-
-
-@dataclass(frozen=True, eq=False)
-class Template:
-    """What an output of the user's model looks like, without its values.
-
-    Attributes:
-        tree: of the user's type: holes for its scalars, None for its other tensors.
-        dtypes: types of the scalars.
-        loss: which of them is the loss.
-        text: what templates that are alike have in common.
-    """
-
-    tree: Any
-    dtypes: tuple[torch.dtype, ...]
-    loss: int
-    text: str
-
-    def rebuild(self, scalars: Sequence[Tensor]) -> Any:
-        """The output with these scalars."""
-
-        def fill(_: Path, leaf: Any) -> Any:
-            return scalars[leaf.index] if isinstance(leaf, Hole) else leaf
-
-        return _changed(self.tree, fill)
-
-    def to_text(self) -> str:
-        """For ``from_text`` on another rank; it raises there what is wrong here."""
-        try:
-            return base64.b64encode(pickle.dumps(self)).decode()
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            return f"!{error}"
-
-    @classmethod
-    def from_text(cls, text: str) -> Template:
-        """What another rank's ``to_text`` told.
-
-        Raises:
-            ValueError: it could not be pickled there.
-        """
-        if text.startswith("!"):
-            raise ValueError(
-                f"the model's output cannot be sent to the expert ranks: {text[1:]}; let it return "
-                "a tensor, a tuple, a dict, or a class defined at the top of a module"
-            )
-        template: Template = pickle.loads(base64.b64decode(text))
-        return template
-
-
-@dataclass(frozen=True, eq=False)
-class Outcome:
-    """What the user's model returned for one piece.
-
-    Attributes:
-        template: what it looks like.
-        scalars: its floating-point tensors of no dims, ``[]`` each, with their graphs.
-    """
-
-    template: Template
-    scalars: tuple[Tensor, ...]
-
-    @property
-    def loss(self) -> Tensor:
-        return self.scalars[self.template.loss]
-
-    @classmethod
-    def of(cls, output: Any) -> Outcome:
-        """Take an output apart.
-
-        The loss is the field ``loss``, else the first scalar; if anything in the output requires a
-        gradient, of those that do.
-
-        Raises:
-            ValueError: it has no loss.
-        """
-        leaves = dict(_leaves(output))
-        tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
-        scalars = {path: t for path, t in tensors.items() if _is_scalar(t)}
-        learns = any(tensor.requires_grad for tensor in tensors.values())
-        losses = [path for path, t in scalars.items() if t.requires_grad or not learns]
-        if not losses:
-            raise ValueError(
-                f"the model returned a {type(output).__qualname__} without a loss, but under "
-                "strategy zebra its attention ranks run the batches of all ranks, so that logits "
-                "do not come back to these: let the model compute its loss (in Hugging Face's "
-                "pass labels=...) and return it as a 0-dim floating-point tensor"
-            )
-        holes = {path: Hole(index) for index, path in enumerate(scalars)}
-        kept = {path: v for path, v in leaves.items() if isinstance(v, PLAIN) and v is not None}
-        told = [f"{_name(path)}: {t.dtype}" for path, t in scalars.items()]
-        told += [f"{_name(path)}: {value!r}" for path, value in kept.items()]
-        template = Template(
-            tree=_changed(output, lambda path, _: holes.get(path, kept.get(path))),
-            dtypes=tuple(scalar.dtype for scalar in scalars.values()),
-            loss=list(scalars).index(("loss",) if ("loss",) in losses else losses[0]),
-            text=f"{type(output).__qualname__}({', '.join(told)})",
-        )
-        return cls(template, tuple(scalars.values()))
-
-
-def _is_scalar(tensor: Tensor) -> bool:
-    return tensor.dim() == 0 and tensor.is_floating_point()
-
-
-def _name(path: Path) -> str:
-    return ".".join(map(str, path)) or "itself"
-
-
-def _digest(text: str) -> int:
-    """Tells texts apart; never 0."""
-    digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
-    return 1 + int.from_bytes(digest, "big")
-
-
-def _children(thing: Any) -> dict[Hashable, Any] | None:
-    """What lies in a container, by name; None if it is none."""
-    if isinstance(thing, (Hole, type)):
-        return None
-    if is_dataclass(thing):
-        return {field.name: getattr(thing, field.name) for field in fields(thing) if field.init}
-    if isinstance(thing, Mapping):
-        return dict(thing)
-    if isinstance(thing, (tuple, list)):
-        return dict(zip(getattr(thing, "_fields", range(len(thing))), thing))
-    return None
-
-
-def _leaves(thing: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    children = _children(thing)
-    if children is None:
-        yield path, thing
-    else:
-        for name, child in children.items():
-            yield from _leaves(child, (*path, name))
-
-
-def _changed(thing: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """The same with changed leaves; None for a container in which all are None."""
-    children = _children(thing)
-    if children is None:
-        return change(path, thing)
-    changed = {name: _changed(child, change, (*path, name)) for name, child in children.items()}
-    if all(child is None for child in changed.values()):
-        return None
-    if is_dataclass(thing) and not isinstance(thing, type):
-        return replace(thing, **{str(name): child for name, child in changed.items()})
-    if isinstance(thing, Mapping):
-        filled: Any = copy.copy(thing)
-        filled.update(changed)
-        return filled
-    return (
-        thing._make(changed.values())
-        if hasattr(thing, "_fields")
-        else type(thing)(changed.values())
-    )

@@ -17,10 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_moe_ext.comm import gather_texts
-from ds_moe_ext.hosts.adoption import Adoption, Call, Outcome
+from ds_moe_ext.hosts.adoption import Adoption
+from ds_moe_ext.hosts.arguments import Call
 from ds_moe_ext.hosts.attach import AttachedLayer, Blueprint
 from ds_moe_ext.hosts.blocks import block_of
 from ds_moe_ext.hosts.found import Hosted
+from ds_moe_ext.hosts.outcomes import Outcome
 from ds_moe_ext.layout import group_among
 from ds_moe_ext.moe.gate import capacity_of, drop_over_capacity
 from ds_moe_ext.moe.passage import Here, Passage

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_moe_ext.hosts.adoption import Adoption, Outcome, Shared
+from ds_moe_ext.hosts.adoption import Adoption, Shared
+from ds_moe_ext.hosts.outcomes import Outcome
 from ds_moe_ext.pieces import Piece
 from ds_moe_ext.roles import Roles
 from tests.hosts.families import build

@@ -96,6 +96,9 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
         wanted = Gradients(experts_factor(strategy.roles, dist.get_rank()), _scale_of(engine))
         left = stripe(model, blueprint, layers, wanted, device)
         sources.discarded.update(map(id, left))
+    if not sources.sources:  # a rank without experts; of an empty map nothing is dropped
+        kept = next(model.parameters())
+        sources.sources[id(kept)] = [kept]
     blocks.launch_with_blocks(model, layers, measures=strategy.rhythm().measures)
     slices = None
     if strategy.slices_gradients and grid.world_size > 1:
