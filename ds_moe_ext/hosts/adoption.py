@@ -113,7 +113,8 @@ class Adoption:
         """Bring every sample of the group to the attention rank that runs it. Collective.
 
         A tensor is cut along its first dim if that is, on every rank, as long as the first dim of
-        the rank's first tensor; its other dims may differ between ranks. All else must be alike.
+        the rank's first tensor; its other dims may differ between ranks. Other tensors, of equal
+        shapes, go with their batch. All else must be alike.
 
         Args:
             args: what this rank's model was called with, by position.
@@ -190,16 +191,13 @@ class Adoption:
         Returns:
             For each sender, its first sample that is here now, and what is here of its batch.
         """
-        batch = {name: own.leaves[name].detach() for name in names}
-        landed: dict[Piece, Batch] = {
-            span: {
-                name: own.landing(name, span, signatures[span.sender].leaves[name])
-                for name in names
-            }
+        batch = own.batch(names)
+        landed = {
+            span: batch.landing(span.num_samples, signatures[span.sender].leaves)
             for span in _spans(stripes.get(self.place, ()), self.place)
         }
         leaving = {
-            cell: {name: tensor[span.start : span.stop] for name, tensor in batch.items()}
+            cell: batch.part(span.start, span.stop)
             for cell in stripes
             for span in _spans(stripes[cell], cell)
             if span.sender == self.place
@@ -213,10 +211,10 @@ class Adoption:
         receives = [
             (_bytes(tensor), span.sender)
             for span, batch in landed.items()
-            for tensor in batch.values()
+            for tensor in batch.tensors()
         ]
         sends = [
-            (_bytes(tensor), cell) for cell, batch in leaving.items() for tensor in batch.values()
+            (_bytes(tensor), cell) for cell, batch in leaving.items() for tensor in batch.tensors()
         ]
         traffic = Traffic()
         for group, on_host in ((self.group, False), (self.control, True)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,9 +17,6 @@ from ds_moe_ext.pieces import Piece
 NUM_ITEMS = "['num_items_in_batch']"
 """What Hugging Face divides a sum by, in the place of a mean over the items of one call."""
 
-Batch = Mapping[str, Tensor]
-"""The tensors of a call that are cut, by name."""
-
 
 @dataclass(frozen=True, eq=False)
 class Call:
@@ -28,7 +25,7 @@ class Call:
     Attributes:
         piece: whose samples these are.
         weight: their share of the batch that they are of.
-        args: by position. Of another rank's batch, what is not cut is this rank's own.
+        args: by position.
         kwargs: by name.
     """
 
@@ -61,6 +58,38 @@ class Leaf(NamedTuple):
 
 
 ABSENT = Leaf("missing", ())
+
+
+class Batch(NamedTuple):
+    """The tensors of a call, by name.
+
+    Attributes:
+        cut: those with a dim for samples, which comes first.
+        whole: the others.
+    """
+
+    cut: Mapping[str, Tensor]
+    whole: Mapping[str, Tensor]
+
+    def part(self, start: int, stop: int) -> Batch:
+        """Some samples, and what goes with them."""
+        return Batch({name: x[start:stop] for name, x in self.cut.items()}, self.whole)
+
+    def landing(self, num_samples: int, leaves: Mapping[str, Leaf]) -> Batch:
+        """Where samples of another rank's batch go.
+
+        Args:
+            num_samples: how many.
+            leaves: of that batch.
+        """
+        return Batch(
+            {n: x.new_empty(num_samples, *leaves[n].shape[1:]) for n, x in self.cut.items()},
+            {name: torch.empty_like(x) for name, x in self.whole.items()},
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """All, in the same order on every rank."""
+        return [*self.cut.values(), *self.whole.values()]
 
 
 @dataclass(frozen=True)
@@ -114,10 +143,12 @@ class Arguments:
             faults.append("no argument is a tensor with a dim for samples; pass the batch")
         return Signature(mode, "; ".join(faults), sizes[0] if sizes else 0, leaves)
 
-    def landing(self, name: str, span: Piece, leaf: Leaf) -> Tensor:
-        """Where a part of another rank's tensor goes."""
-        like: Tensor = self.leaves[name]
-        return like.new_empty(span.num_samples, *leaf.shape[1:])
+    def batch(self, names: Collection[str]) -> Batch:
+        """Its tensors, of which those of these names are cut."""
+        tensors = sorted(name for name, value in self.leaves.items() if isinstance(value, Tensor))
+        found = {name: self.leaves[name].detach() for name in tensors}
+        cut = {name: found.pop(name) for name in names}
+        return Batch(cut, found)
 
     def call(self, piece: Piece, weight: float, here: Mapping[int, tuple[int, Batch]]) -> Call:
         """The call of a piece.
@@ -129,8 +160,8 @@ class Arguments:
         """
         values = dict(self.leaves)
         first, batch = here[piece.sender]
-        for name, tensor in batch.items():
-            values[name] = tensor[piece.start - first : piece.stop - first]
+        part = batch.part(piece.start - first, piece.stop - first)
+        values.update({**part.cut, **part.whole})
         if values.get(NUM_ITEMS) is not None:
             # The sums of the pieces add up to the batch's; their mean would be too small.
             values[NUM_ITEMS] = values[NUM_ITEMS] * weight

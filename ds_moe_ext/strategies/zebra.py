@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -20,6 +21,27 @@ from ds_moe_ext.strategies.base import Job, Plan, Strategy, register
 from ds_moe_ext.strict import at_least
 
 WHERE = "ds_moe_ext.zebra"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What is measured at the start of a run, to choose the experts that move (rules 34 to 38).
+
+    Attributes:
+        sequence_length: tokens of a sample.
+        samples: of a stripe; null: those of train_micro_batch_size_per_gpu, as stripes cut them.
+        num_repeats: measurements, of which the median is taken; 20 or more for a run that matters.
+        variant: "corrected", or "printed" for the paper's listing of Algorithm 1 as it stands.
+    """
+
+    sequence_length: int
+    samples: int | None = None
+    num_repeats: int = 20
+    variant: Literal["corrected", "printed"] = "corrected"
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "samples", "num_repeats"):
+            at_least(f"{WHERE}.profile.{name}", vars(self)[name], 1)
 
 
 @register("zebra")
@@ -35,7 +57,9 @@ class Zebra(Strategy):
         num_micro_batches: stripes that the samples of an attention rank are cut into, ``R``; null
             takes the fewest that overlap and cut no rank's batch.
         moved: experts that each expert rank leaves to the attention ranks, layer by layer
-            (Asym-EA); null leaves none.
+            (Asym-EA); null leaves none, or as many as the profile says.
+        profile: choose the experts that move by what is measured as the run starts; null measures
+            nothing.
         recompute_experts: expert ranks keep the rows that came in, and compute the rest again in
             backward.
         attention_cells: places of the attention ranks in a group; null: as said above.
@@ -46,6 +70,7 @@ class Zebra(Strategy):
     attention_device: str | None = None
     num_micro_batches: int | None = None
     moved: list[int] | None = None
+    profile: Profile | None = None
     recompute_experts: bool = False
     attention_cells: list[int] | None = None
 
@@ -60,6 +85,11 @@ class Zebra(Strategy):
                 )
         if self.attention_cells is not None:
             self._check_cells(self.attention_cells)
+        if self.moved is not None and self.profile is not None:
+            raise ValueError(
+                f"{WHERE}.moved is {self.moved}, but {WHERE}.profile would choose it; set one of "
+                "them to null"
+            )
 
     def _check_cells(self, cells: Sequence[int]) -> None:
         if self.attention_size is None or self.expert_size is None:

@@ -75,12 +75,13 @@ def _share(rank: int, world_size: int, roles: Roles, num_stripes: int) -> Shared
     for stripe in shared.calls:
         for call in stripe:
             assert set(call.kwargs) == set(kwargs)
-            assert call.kwargs["temperature"] is kwargs["temperature"]
-            assert call.kwargs["table"] is kwargs["table"]
+            theirs = batch_of(call.piece.sender)
+            assert torch.equal(call.kwargs["temperature"], theirs["temperature"])
+            assert torch.equal(call.kwargs["table"], theirs["table"])
             assert (call.kwargs["return_dict"], call.kwargs["name"]) == (True, "a")
             assert call.kwargs["more"][1] is None
             found = cut({"input_ids": call.args[0], **call.kwargs}, Piece(0, 0, 9))
-            for tensor, expected in zip(found, cut(batch_of(call.piece.sender), call.piece)):
+            for tensor, expected in zip(found, cut(theirs, call.piece)):
                 assert tensor.dtype == expected.dtype
                 assert torch.equal(tensor, expected)
     return shared
@@ -117,10 +118,14 @@ def test_ragged_batches(roles: Roles, num_stripes: int) -> None:
 @pytest.mark.parametrize("roles", [FIRST, IN_TURNS], ids=["first", "in_turns"])
 def test_only_adopted_samples_travel(roles: Roles) -> None:
     """Both attention ranks keep their batches, of 3 and 5 or 2 samples, and 7 samples are each's
-    share; a sample takes 8 + 1 + 12 bytes for each token and 2 more."""
+    share; a sample takes 8 + 1 + 12 bytes for each token and 2 more, and to each that adopts some go
+    4 + 72 of what is not cut."""
     every = pool_of(4).run(_share, roles, 1)
     for rank, shared in enumerate(every):
-        sent = SIZES[rank] * (21 * LENGTHS[rank] + 2)
+        adopters = [
+            stripes for stripes in shared.pieces if rank in {p.sender for s in stripes for p in s}
+        ]
+        sent = SIZES[rank] * (21 * LENGTHS[rank] + 2) + 76 * len(adopters)
         assert shared.traffic.sent_bytes == (0 if rank in roles.attention_cells else sent)
         assert (shared.traffic.received_bytes > 0) == (rank in roles.attention_cells)
     sent, received = (

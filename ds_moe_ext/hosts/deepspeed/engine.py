@@ -92,10 +92,8 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
         for layer in layers:
             buckets.reduce_last(layer.parameters)
     strategy = blueprint.strategy
-    if strategy.roles is not None:
-        wanted = Gradients(experts_factor(strategy.roles, dist.get_rank()), _scale_of(engine))
-        left = stripe(model, blueprint, layers, wanted, device)
-        sources.discarded.update(map(id, left))
+    left = _take_roles(engine, model, blueprint, layers)
+    sources.discarded.update(map(id, left))
     if not sources.sources:  # a rank without experts; of an empty map nothing is dropped
         kept = next(model.parameters())
         sources.sources[id(kept)] = [kept]
@@ -127,6 +125,22 @@ def _check_grid(grid: Grid) -> None:
             f"{BLOCK}: ranks chose {' and '.join(asked)}, as where nodes have unequally many "
             "ranks; set expert_sharding_size and expert_parallel_size"
         )
+
+
+def _take_roles(
+    engine: Any, model: nn.Module, blueprint: Blueprint, layers: list[AttachedLayer]
+) -> tuple[nn.Parameter, ...]:
+    """Where ranks have roles, make the model do what this one's is. Collective.
+
+    Returns:
+        The weights that left it.
+    """
+    roles = blueprint.strategy.roles
+    if roles is None:
+        return ()
+    gradients = Gradients(experts_factor(roles, dist.get_rank()), _scale_of(engine))
+    device = torch.device(get_accelerator().device_name(engine.local_rank))
+    return stripe(model, blueprint, layers, gradients, device)
 
 
 def _scale_of(engine: Any) -> Callable[[], float]:

@@ -1,0 +1,60 @@
+"""Zebra parallelism under DeepSpeed's ZeRO stages, precisions, optimizers and clipping."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ds_moe_ext.hosts.deepspeed.states import OptimizerStates
+from tests.hosts import jobs
+from tests.hosts.copied_runs import check_equal, plain, worst
+from tests.hosts.jobs import Job, Result, train
+from tests.hosts.zebra_runs import zebra
+from tests.marks import slow
+from tests.ranks import pool_of
+
+GRADIENT = {"sgd": True, "optimizer": "object", "learning_rate": 1e4, "steps": 1}
+
+SHAPES = {  # ranks, attention ranks and expert ranks of a group, experts moved of each layer
+    "1+1": (2, 1, 1, [0, 0]),
+    "1+1 moved": (2, 1, 1, [0, 2]),
+    "2+2": (4, 2, 2, [1, 0]),
+    "3+1": (4, 3, 1, [0, 3]),
+    "2 groups": (4, 1, 1, [1, 0]),
+}
+
+
+def run(shape: str, job: Job) -> Result:
+    """The job by zebra parallelism. Four samples a rank, so that no rank's batch is cut."""
+    world_size, attention, experts, moved = SHAPES[shape]
+    striped = zebra(job, attention, experts, moved=moved, num_micro_batches=1)
+    result: Result = pool_of(world_size).run(train, striped)[0]
+    return result
+
+
+def by_ep(shape: str, job: Job) -> Result:
+    """The same job by plain expert parallelism, on as many ranks."""
+    return plain(SHAPES[shape][0], job)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("shape", ["1+1", "1+1 moved", slow("2+2"), slow("3+1"), slow("2 groups")])
+@pytest.mark.parametrize("family", ["mixtral", slow("gpt_moe")])
+def test_first_gradients_equal_ep(family: str, shape: str, stage: int) -> None:
+    """One step of SGD at a huge rate is the gradient, whatever ZeRO does with it; of two
+    micro-batches a rank, in groups of two."""
+    job = Job(family, stage, **GRADIENT)
+    check_equal(run(shape, job), by_ep(shape, job), job, tolerance=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "stage"), [("1+1 moved", 1), ("2+2", 2), slow("3+1", 1), slow("2 groups", 2)]
+)
+def test_curves_in_float32(shape: str, stage: int) -> None:
+    job = Job("mixtral", stage, clip=0.5)
+    ours, theirs = run(shape, job), by_ep(shape, job)
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
+    assert ours.norms == pytest.approx(theirs.norms, rel=1e-4)
