@@ -246,38 +246,46 @@ def check_agree(first: Result, other: Result) -> None:
 
 # The table.
 
+NUM_RIVALS = 2  # `ep` and DistEP come first
 COLUMNS = (
-    *("contender", "ms a step", "by the simulator", "zebra / it, found", "range", "said", "error"),
+    *("contender", "ms a step", "said", "`ep` / it", "said", "DistEP / it", "said"),
     *("use of new / old ranks", "nobody computes, ms", "late, ms"),
 )
 
 
 def markdown(results: Sequence[Result], group: Group) -> Iterator[str]:
-    """Each beside the last, which all ratios are to: its speed over theirs, paired by round."""
-    last = results[-1]
+    """Seconds of the rivals over each one's, paired by round: median, range. Beside them what the
+    simulator says, and by how much that is off."""
     yield f"| {' | '.join(COLUMNS)} |"
     yield "|---" * len(COLUMNS) + "|"
     for each in results:
-        yield f"| {' | '.join(_cells(each, last, group))} |"
+        yield f"| {' | '.join(_cells(each, results[:NUM_RIVALS], group))} |"
 
 
-def _cells(each: Result, last: Result, group: Group) -> tuple[str, ...]:
-    ratios = [theirs / ours for theirs, ours in zip(each.seconds, last.seconds)]
-    found, said = statistics.median(ratios), each.said_s / last.said_s
-    compared = ("", "", "", "")
-    if each is not last:
-        spread = f"{min(ratios):.3f}-{max(ratios):.3f}"
-        compared = f"{found:.3f}", spread, f"{said:.3f}", f"{said / found - 1:+.1%}"
+def _cells(each: Result, rivals: Sequence[Result], group: Group) -> tuple[str, ...]:
+    found_s = statistics.median(each.seconds)
     new = statistics.mean(each.use_C[: group.attention_ranks])
     old = statistics.mean(each.use_C[group.attention_ranks :])
     return (
         each.name,
-        f"{1e3 * statistics.median(each.seconds):.0f}",
-        f"{1e3 * each.said_s:.0f}",
-        *compared,
+        f"{1e3 * found_s:.0f}",
+        f"{1e3 * each.said_s:.0f} ({each.said_s / found_s - 1:+.1%})",
+        *(cell for rival in rivals for cell in _ratio(each, rival)),
         f"{new:.0%} / {old:.0%}",
         f"{1e3 * statistics.median(each.idle_s):.0f}",
         f"{1e3 * each.late_s:.1f}",
+    )
+
+
+def _ratio(each: Result, rival: Result) -> tuple[str, str]:
+    """As found, and as said."""
+    if each is rival:
+        return "", ""
+    ratios = [theirs / ours for theirs, ours in zip(rival.seconds, each.seconds)]
+    found, said = statistics.median(ratios), rival.said_s / each.said_s
+    return (
+        f"{found:.3f} ({min(ratios):.3f}-{max(ratios):.3f})",
+        f"{said:.3f} ({said / found - 1:+.1%})",
     )
 
 

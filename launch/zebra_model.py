@@ -1,9 +1,10 @@
 """A small language model whose blocks take as long as they are told: see ``paced.py``.
 
-Embeddings, norms, gates, head and loss are real and trained; attention is one matrix product and a
-pause for each token, and experts are ``PacedExperts``. All experts have equally many rows, for a
-token's experts follow from its place; the gate weighs them only. Shape letters: B samples, T tokens
-of a sample or of all, K choices of a token, E experts, D model width.
+Embeddings, norms, gates, head and loss are real and trained; attention is one matrix product. What
+a block computes before its experts ends when its time has passed, and so do the experts, which are
+``PacedExperts``. All experts have equally many rows, for a token's experts follow from its place:
+the gate only weighs them. Shape letters: B samples, T tokens of a sample or of all, K choices of a
+token, E experts, D model width.
 """
 
 from __future__ import annotations
@@ -48,19 +49,56 @@ class Shape:
         return self.samples * self.length
 
 
-class _Attended(torch.autograd.Function):
-    """Hands x on, a while later; ``pace.attention_s`` is that of a rank's whole batch."""
+@dataclass
+class _Begun:
+    """What a block computes before its experts, in one direction.
+
+    Attributes:
+        pace: of the rank; ``attention_s`` is that of its whole batch.
+        share: of that batch.
+        at_s: moment of ``time.perf_counter`` at which it began.
+    """
+
+    pace: Pace
+    share: float
+    at_s: float = 0.0
+
+    def begin(self) -> None:
+        self.at_s = time.perf_counter()
+
+    def end(self, times: float) -> None:
+        """Let the thread sleep until it has taken so many times as long as forward."""
+        self.pace.hold(self.at_s, times * self.share * self.pace.attention_s)
+
+
+class _Enter(torch.autograd.Function):
+    """Begins forward, and ends backward."""
 
     @staticmethod
-    def forward(ctx: Any, pace: Pace, share: float, x: Tensor) -> Tensor:
-        ctx.pace, ctx.share = pace, share
-        pace.hold(time.perf_counter(), share * pace.attention_s)
-        return x.view_as(x)
+    def forward(ctx: Any, begun: _Begun, x_BTD: Tensor) -> Tensor:
+        ctx.begun = begun
+        begun.begin()
+        return x_BTD.view_as(x_BTD)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
-        ctx.pace.hold(time.perf_counter(), BACKWARD * ctx.share * ctx.pace.attention_s)
-        return None, None, grad
+    def backward(ctx: Any, grad_BTD: Tensor) -> tuple[None, Tensor]:
+        ctx.begun.end(BACKWARD)
+        return None, grad_BTD
+
+
+class _Leave(torch.autograd.Function):
+    """Ends forward, and begins backward."""
+
+    @staticmethod
+    def forward(ctx: Any, begun: _Begun, x_TD: Tensor, score_TK: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.begun = begun
+        begun.end(1.0)
+        return x_TD.view_as(x_TD), score_TK.view_as(score_TK)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor, grad_TK: Tensor) -> tuple[None, Tensor, Tensor]:
+        ctx.begun.begin()
+        return None, grad_TD, grad_TK
 
 
 class Block(nn.Module):
@@ -82,12 +120,13 @@ class Block(nn.Module):
         )
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        attended_BTD = self.attention(self.attention_norm(x_BTD))
-        share = x_BTD.shape[0] / self.shape.samples
-        x_BTD = x_BTD + _Attended.apply(self.pace, share, attended_BTD)
+        begun = _Begun(self.pace, x_BTD.shape[0] / self.shape.samples)
+        x_BTD = _Enter.apply(begun, x_BTD)
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
         x_TD = self.norm(x_BTD).flatten(0, 1)
         expert_TK = balanced(len(x_TD), self.shape.top_k, self.shape.experts)
         score_TK = self.gate(x_TD).gather(1, expert_TK).softmax(dim=-1)
+        x_TD, score_TK = _Leave.apply(begun, x_TD, score_TK)
         return x_BTD + self.experts(x_TD, expert_TK, score_TK).view_as(x_BTD)
 
 

@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -141,6 +142,7 @@ def rehearse_dense(
     blueprint: Blueprint,
     finders: Iterable[Finder],
     stage: Stage,
+    *,
     tokens: tuple[int, int],
     num_repeats: int,
 ) -> Dense:
@@ -161,9 +163,8 @@ def rehearse_dense(
     """
     with stage.entered():
         hollow, layers = _hollow(model, blueprint, finders)
-        for parameter in hollow.parameters():
-            parameter.data = stage.brought(parameter)
-        hollow.to(stage.device).train()
+        _bring(hollow, stage)
+        hollow.train()
         weights = [*hollow.parameters()]
         calls: list[_Call] = []
         blocks = _blocks(hollow, [found.name for found in blueprint.found])
@@ -174,9 +175,8 @@ def rehearse_dense(
         whole_bytes = stage.kept_bytes(lambda: hollow(**inputs), weights)
         for watch in watches:
             watch.remove()
-        calls = calls[:]  # what checkpointing calls again in backward is not meant
         blocks_bytes = stage.kept_bytes(lambda: [call() for call in calls], weights)
-        seconds = stage.timed(lambda: [_backward(call()) for call in calls], num_repeats)
+        seconds = stage.timed(partial(_both_ways, calls), num_repeats)
     routed = layers[0]
     trained = [weight.numel() for weight in weights if weight.requires_grad]
     return Dense(
@@ -194,7 +194,7 @@ def rehearse_dense(
 def _hollow(
     model: nn.Module, blueprint: Blueprint, finders: Iterable[Finder]
 ) -> tuple[nn.Module, list[RoutedExperts]]:
-    """A copy without experts, in a program of its own, and its layers."""
+    """A copy without experts, whose weights are those of the model itself; and its layers."""
     shell = _shell(model)
     found = _found_again(shell, blueprint, finders)
     settings, layers = blueprint.settings, []
@@ -208,17 +208,26 @@ def _hollow(
         layers.append(adopted.hosted.routed)
         if router is not None:
             host(router, adopted)
-    return copy.deepcopy(shell), layers
+    return shell, layers
+
+
+def _bring(shell: nn.Module, stage: Stage) -> None:
+    """Give a copy weights of its own, where it will run."""
+    own: dict[int, nn.Parameter] = {}
+    for module in shell.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None and id(weight) not in own:
+                own[id(weight)] = nn.Parameter(stage.brought(weight), weight.requires_grad)
+            module._parameters[name] = None if weight is None else own[id(weight)]
+    shell.to(stage.device)
 
 
 def _shell(model: nn.Module) -> nn.Module:
-    """A copy that has the weights of the model itself."""
+    """A copy of all modules and buffers, which has the weights of the model itself."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
-def _found_again(
-    shell: nn.Module, blueprint: Blueprint, finders: Iterable[Finder]
-) -> list[Found]:
+def _found_again(shell: nn.Module, blueprint: Blueprint, finders: Iterable[Finder]) -> list[Found]:
     names = {found.name for found in blueprint.found}
     return [found for finder in finders for found in finder(shell, names.__contains__)]
 
@@ -272,11 +281,12 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _backward(output: Any) -> None:
-    graded = [
-        each for each in pytree.tree_leaves(output) if isinstance(each, Tensor) and each.grad_fn
-    ]
-    torch.autograd.backward(graded, [torch.ones_like(each) for each in graded])
+def _both_ways(calls: Iterable[_Call]) -> None:
+    """Forward and backward of each."""
+    for call in calls:
+        leaves = pytree.tree_leaves(call())
+        graded = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+        torch.autograd.backward(graded, [torch.ones_like(leaf) for leaf in graded])
 
 
 def token_inputs(

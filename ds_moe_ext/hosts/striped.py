@@ -21,6 +21,7 @@ from ds_moe_ext.hosts.adoption import Adoption
 from ds_moe_ext.hosts.arguments import Call
 from ds_moe_ext.hosts.attach import AttachedLayer, Blueprint
 from ds_moe_ext.hosts.blocks import block_of
+from ds_moe_ext.hosts.both_sides import BothSides
 from ds_moe_ext.hosts.found import Hosted
 from ds_moe_ext.hosts.outcomes import Outcome
 from ds_moe_ext.layout import group_among
@@ -131,13 +132,26 @@ class _HandedOver(torch.autograd.Function):
         return None, None, None, *(sums.take(p, factor) for p in ctx.parameters)
 
 
+@dataclass(frozen=True, eq=False)
+class Role:
+    """What has become of a rank.
+
+    Attributes:
+        left: weights that left its model, for an expert rank keeps experts only.
+        both_sides: shows an attention rank what an expert rank does.
+    """
+
+    left: tuple[nn.Parameter, ...]
+    both_sides: BothSides
+
+
 def stripe(
     model: nn.Module,
     blueprint: Blueprint,
     layers: Sequence[AttachedLayer],
     gradients: Gradients,
     device: torch.device,
-) -> tuple[nn.Parameter, ...]:
+) -> Role:
     """Make a model's forward a striped step. Collective.
 
     Args:
@@ -147,8 +161,6 @@ def stripe(
         gradients: what the host does with them.
         device: where this rank computes.
 
-    Returns:
-        The weights that left the model, for an expert rank keeps experts only.
     """
     strategy = blueprint.strategy
     assert isinstance(strategy, Zebra)
@@ -186,7 +198,7 @@ def stripe(
         return striped(*args, **kwargs)
 
     model.forward = forward
-    return left
+    return Role(left, BothSides(adoption.control, adoption.place, roles))
 
 
 def _check_orders(issued: Issued, control: dist.ProcessGroup) -> None:

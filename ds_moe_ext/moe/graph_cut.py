@@ -17,7 +17,8 @@ from torch.autograd.graph import GradientEdge, Node
 
 
 def _probe() -> Node:
-    node = torch.zeros((), requires_grad=True).view(()).grad_fn
+    with torch.enable_grad():
+        node = torch.zeros((), requires_grad=True).view(()).grad_fn
     assert node is not None
     return node
 

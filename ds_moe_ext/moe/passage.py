@@ -154,6 +154,7 @@ class Passage:
 
     def forward(self, answer: Answer | None) -> Question | None:
         """Run on, to the experts of the next layer; None at the end."""
+        torch.clear_autocast_cache()  # of all threads: casts of weights are nodes of other pieces
         turn = self._coroutine.resume(answer)
         if isinstance(turn, Returned):
             return None

@@ -228,8 +228,6 @@ def step_seconds(
         link=rows.link or NO_TRAVEL,
         backward=BACKWARD,
     )
-    shape = ZebraShape(
-        attention_ranks=attention, expert_ranks=expert, num_stripes=rows.num_stripes
-    )
+    shape = ZebraShape(attention_ranks=attention, expert_ranks=expert, num_stripes=rows.num_stripes)
     num_stripes = attention * rows.num_stripes
     return price_step(ranks, shape, num_samples=num_stripes, moved_L=moved_L).step_s

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -86,6 +86,21 @@ class StepLoads:
 
 
 @dataclass(eq=False)
+class _Times:
+    """Of the timed steps.
+
+    Attributes:
+        seconds: of all, by phase and task.
+        num_steps: how many there were.
+        timeline: tasks of one of them.
+    """
+
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    num_steps: int = 0
+    timeline: tuple[Span, ...] = ()
+
+
+@dataclass(eq=False)
 class Recorder:
     """Args:
     strategy: JSON name of the strategy.
@@ -95,6 +110,7 @@ class Recorder:
     max_steps: steps whose loads are kept; a longer run is thinned evenly.
     tracer: given the tasks of its steps.
     terms: how good the strategy's model of costs is, once that is known.
+    beside: adds what another rank did in a timed step; collective over the two.
     """
 
     strategy: str
@@ -104,14 +120,13 @@ class Recorder:
     max_steps: int = 400
     tracer: StepTracer | None = None
     terms: tuple[TermRecord, ...] = ()
+    beside: Callable[[list[Span]], list[Span]] | None = None
     _kept: list[StepLoads] = field(default_factory=list)
     _latest: StepLoads | None = None
     _plans: tuple[Plan, ...] = ()  # of the latest step
     _moves: list[Move] = field(default_factory=list)
     _every: int = 1
-    _seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    _num_timed: int = 0
-    _timeline: tuple[Span, ...] = ()
+    _times: _Times = field(default_factory=_Times)
 
     def __post_init__(self) -> None:
         self._time(0)
@@ -159,9 +174,10 @@ class Recorder:
             rows_ILE=_stacked([loads.rows_LE for loads in kept], (*shape_IL, num_experts)),
             cell_rows_ILC=_stacked([loads.cell_rows_LC for loads in kept], (*shape_IL, num_cells)),
             seconds_by_kind={
-                kind: seconds / self._num_timed for kind, seconds in self._seconds.items()
+                kind: seconds / self._times.num_steps
+                for kind, seconds in self._times.seconds.items()
             },
-            timeline=self._timeline,
+            timeline=self._times.timeline,
             versions=versions(),
             placements=None if self._latest is None else self._placements(self._latest),
             terms=self.terms,
@@ -212,12 +228,14 @@ class Recorder:
         timed = [task for layer in self.layers for task in layer.routed.tasks.take()]
         if not timed:
             return
-        self._num_timed += 1
+        self._times.num_steps += 1
         spans = spans_of(timed, timed[0], [layer.name for layer in self.layers])
+        if self.beside is not None:
+            spans = self.beside(spans)
         for span in spans:
-            self._seconds[f"{span.phase}:{span.name}"] += span.end_s - span.start_s
+            self._times.seconds[f"{span.phase}:{span.name}"] += span.end_s - span.start_s
         if step == self.trace_step:
-            self._timeline = tuple(spans)
+            self._times.timeline = tuple(spans)
         if self.tracer is not None and step in self.tracer.steps:
             self.tracer(step, timed)
 

@@ -29,13 +29,16 @@ from ds_moe_ext.hosts.deepspeed import buckets
 from ds_moe_ext.hosts.deepspeed.move import ExpertMover
 from ds_moe_ext.hosts.deepspeed.roles import experts_factor
 from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
-from ds_moe_ext.hosts.deepspeed.startup import blueprint_of
+from ds_moe_ext.hosts.deepspeed.startup import FINDERS, blueprint_of
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
+from ds_moe_ext.hosts.deepspeed.training import training_of
+from ds_moe_ext.hosts.found import Adopted
 from ds_moe_ext.hosts.gates import warn_if_causal
 from ds_moe_ext.hosts.pipelines import DenseGradients, Pipelines
 from ds_moe_ext.hosts.planning import Planning
 from ds_moe_ext.hosts.run import Run, teller
-from ds_moe_ext.hosts.striped import Gradients, stripe
+from ds_moe_ext.hosts.striped import Gradients, Role, stripe
+from ds_moe_ext.hosts.zebra_profile import profiled
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.settings import BLOCK
 from ds_moe_ext.strategies.base import Job
@@ -66,34 +69,26 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
         warn_if_causal(blueprint.settings.gate, model)
     grid = blueprint.grid
     _check_grid(grid)
+    device = torch.device(get_accelerator().device_name(engine.local_rank))
+    blueprint = profiled(blueprint, model, FINDERS, training_of(engine, device))
     groups._create_expert_and_data_parallel(grid.size)
     if blueprint.grid.world_size > 1:
         _take_first_ranks_weights(model, blueprint, engine.local_rank)
-    device = torch.device(get_accelerator().device_name(engine.local_rank))
     tensor_parallel = TensorParallel.of(engine.mpu)
     tensor_parallel.check()
     has_own_tokens = blueprint.settings.sequence_parallel
     shares_tokens = None if has_own_tokens else tensor_parallel.group
     built = attach.build(blueprint, device, shares_tokens)
     for layer, adopted in built:
-        for parameter in layer.parameters:
-            # DeepSpeed reduces these over the ranks that hold the same experts.
-            parameter.allreduce = False  # type: ignore[attr-defined]
-            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # counted in norms
-            parameter.group_name = f"ep_size_{grid.size}"  # type: ignore[attr-defined]
-        sources.sources.update({id(new): list(old) for new, old in adopted.sources.items()})
-        sources.discarded.update(
-            id(parameter)
-            for parameter in adopted.discarded
-            if all(parameter is not new for new in layer.parameters)
-        )
+        _make_known(layer, adopted, grid, sources)
     layers = [layer for layer, _ in built]
     if blueprint.strategy.has_uneven_homes:
         for layer in layers:
             buckets.reduce_last(layer.parameters)
     strategy = blueprint.strategy
-    left = _take_roles(engine, model, blueprint, layers)
-    sources.discarded.update(map(id, left))
+    role = _role_of(engine, model, blueprint, layers)
+    if role is not None:
+        sources.discarded.update(map(id, role.left))
     if not sources.sources:  # a rank without experts; of an empty map nothing is dropped
         kept = next(model.parameters())
         sources.sources[id(kept)] = [kept]
@@ -110,7 +105,26 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
         model, layers, engine.communication_data_type, None if slices is None else slices.group
     )
     planning = _planning(engine, blueprint, layers, gradients)
-    engine.__dict__[_RUN] = Run.start(blueprint, layers, planning, dist.get_rank(), engine)
+    run = Run.start(blueprint, layers, planning, dist.get_rank(), engine)
+    run.recorder.beside = None if role is None else role.both_sides
+    engine.__dict__[_RUN] = run
+
+
+def _make_known(
+    layer: AttachedLayer, adopted: Adopted, grid: Grid, sources: ReplacementSourceMap
+) -> None:
+    """Tell the engine which parameters are experts', and what became of the model's."""
+    for parameter in layer.parameters:
+        # DeepSpeed reduces these over the ranks that hold the same experts.
+        parameter.allreduce = False  # type: ignore[attr-defined]
+        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # counted in norms
+        parameter.group_name = f"ep_size_{grid.size}"  # type: ignore[attr-defined]
+    sources.sources.update({id(new): list(old) for new, old in adopted.sources.items()})
+    sources.discarded.update(
+        id(parameter)
+        for parameter in adopted.discarded
+        if all(parameter is not new for new in layer.parameters)
+    )
 
 
 def _check_grid(grid: Grid) -> None:
@@ -127,17 +141,13 @@ def _check_grid(grid: Grid) -> None:
         )
 
 
-def _take_roles(
+def _role_of(
     engine: Any, model: nn.Module, blueprint: Blueprint, layers: list[AttachedLayer]
-) -> tuple[nn.Parameter, ...]:
-    """Where ranks have roles, make the model do what this one's is. Collective.
-
-    Returns:
-        The weights that left it.
-    """
+) -> Role | None:
+    """Where ranks have roles, make the model do what this one's is. Collective."""
     roles = blueprint.strategy.roles
     if roles is None:
-        return ()
+        return None
     gradients = Gradients(experts_factor(roles, dist.get_rank()), _scale_of(engine))
     device = torch.device(get_accelerator().device_name(engine.local_rank))
     return stripe(model, blueprint, layers, gradients, device)
