@@ -59,11 +59,11 @@ def _grid_of_roles(
     settings: Settings, roles: Roles, found: Sequence[Found], world_size: int
 ) -> Grid:
     """A cell for each rank of a group."""
-    for key in ("expert_parallel_size", "expert_sharding_size"):
-        if vars(settings)[key] not in (None, 1):
+    for key, only in (("expert_parallel_size", roles.size), ("expert_sharding_size", 1)):
+        if vars(settings)[key] not in (None, only):
             raise ValueError(
                 f"{BLOCK}.{key} is {vars(settings)[key]}, but strategy {settings.strategy!r} has "
-                "roles for the ranks, whose sizes are keys of its own block; leave it out"
+                f"groups of {roles}, by the keys of its own block; leave it out"
             )
     if world_size % roles.size:
         raise ValueError(

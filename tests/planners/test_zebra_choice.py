@@ -1,0 +1,189 @@
+"""What is made of a profile: bounds of memory by hand, and the choice beside the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pytest import approx
+
+from ds_moe_ext.hardware import Link
+from ds_moe_ext.planners.asym_ea import VARIANTS, LayerTimes, ZebraGroup, assign_experts
+from ds_moe_ext.planners.zebra_choice import (
+    USABLE,
+    Memory,
+    MovedBounds,
+    StripeRows,
+    Timed,
+    WeightBytes,
+    choose_moved,
+    moved_bounds,
+    step_seconds,
+)
+from ds_moe_ext.schedule.simulate import simulate
+from ds_moe_ext.schedule.stripes import ATTENTION, EXPERT, OFFLOADED, striped_step
+from ds_moe_ext.schedule.task import Task
+from tests.planners.plainly import PROPERTY
+
+GROUP = ZebraGroup(num_experts=6, num_layers=8, attention_ranks=1, expert_ranks=1)
+TIMES = LayerTimes(attention_s=3, expert_s=4, expert_on_attention_s=4)  # G1
+ROWS = StripeRows(num_stripes=16, num_tokens=128, top_k=2, width=32, element_bytes=2)
+SECOND = Link(bytes_per_s=128 * 2 * 32 * 2)  # that the rows of a stripe take
+PLENTY = Memory(
+    expert_bytes=1,
+    rows_bytes=0,
+    dense_bytes=0,
+    expert_free_bytes=10**9,
+    attention_free_bytes=10**9,
+)
+
+
+def free(num_bytes: int) -> int:
+    """Free bytes of which so many may be used."""
+    return round(num_bytes / USABLE)
+
+
+# Memory.
+
+
+@pytest.mark.parametrize(
+    ("stage", "replicas", "expected"), [(0, 4, 16), (1, 4, 2 + 2 + 3), (2, 4, 2 + 0.5 + 3)]
+)
+def test_bytes_of_a_weight(stage: int, replicas: int, expected: float) -> None:
+    """Half-precision weight and gradient, and Adam's three in float32, by ZeRO's stage."""
+    weights = WeightBytes(weight=2, gradient=2, optimizer=12, zero_stage=stage)
+    assert weights.of(10, 0, replicas) == 10 * expected
+    assert weights.of(10, 5, replicas) == 10 * expected + 5 * 2
+
+
+def test_bounds_by_hand() -> None:
+    """Two expert ranks hold 2 layers x 12 experts. Rows of 2 layers x 3 stripes take 60 bytes; in
+    the other 95 there is room for 9 experts of 10 bytes: 24 - 2 x 9 have none. An attention rank
+    has 84 bytes beside attention; an expert takes 10 there, and in 3 stripes 2/12 of 10 bytes."""
+    group = ZebraGroup(num_experts=12, num_layers=2, attention_ranks=1, expert_ranks=2)
+    memory = Memory(
+        expert_bytes=10,
+        rows_bytes=10,
+        dense_bytes=16,
+        expert_free_bytes=free(155),
+        attention_free_bytes=free(100),
+    )
+    assert moved_bounds(group, memory, num_stripes=3) == MovedBounds(least=6, most=5)
+    assert moved_bounds(group, replace(memory, dense_bytes=10**9), num_stripes=3).most == 0
+    assert moved_bounds(group, replace(memory, rows_bytes=10**9), num_stripes=3).least == 24
+
+
+@PROPERTY
+@given(
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 8),
+    st.integers(0, 100),
+    st.integers(0, 3000),
+)
+def test_what_may_stay_fits_and_one_more_does_not(
+    expert_ranks: int, per_rank: int, num_stripes: int, rows_bytes: int, free_bytes: int
+) -> None:
+    group = ZebraGroup(
+        num_experts=expert_ranks * per_rank,
+        num_layers=3,
+        attention_ranks=1,
+        expert_ranks=expert_ranks,
+    )
+    memory = replace(
+        PLENTY, expert_bytes=7, rows_bytes=rows_bytes, expert_free_bytes=free_bytes
+    )
+    least = moved_bounds(group, memory, num_stripes).least
+    rest = USABLE * free_bytes - 3 * num_stripes * rows_bytes
+    stays = (3 * group.num_experts - least) / expert_ranks  # on each expert rank
+    assert 0 <= least <= 3 * group.num_experts
+    assert stays == 0 or 7 * stays <= rest
+    assert least == 0 or 7 * (stays + 1) > rest
+
+
+# The choice.
+
+
+def test_algorithm_1_chooses_where_stripes_are_many() -> None:
+    """G1: [0, 1, 1, 1, 0, 1, 1, 1]."""
+    choice = choose_moved(GROUP, TIMES, ROWS, PLENTY)
+    assert choice.moved_L == choice.proposed_L == (0, 1, 1, 1, 0, 1, 1, 1)
+    assert choice.after_s < choice.before_s
+    assert choice.bounds == MovedBounds(0, 9 * 10**8)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_variant_is_that_of_the_settings(variant: str) -> None:
+    group = ZebraGroup(num_experts=24, num_layers=10, attention_ranks=4, expert_ranks=8)
+    times = LayerTimes(attention_s=6, expert_s=10, expert_on_attention_s=8)  # G2
+    squeeze = VARIANTS[variant]
+    choice = choose_moved(group, times, ROWS, PLENTY, squeeze)
+    assert choice.proposed_L == assign_experts(group, times, squeeze=squeeze).moved_L
+
+
+def test_nothing_moves_where_a_step_would_take_longer() -> None:
+    """G8: with two layers and two stripes what Algorithm 1 moves does not pay."""
+    group = replace(GROUP, num_layers=2)
+    times = LayerTimes(attention_s=9, expert_s=12, expert_on_attention_s=12)
+    rows = replace(ROWS, num_stripes=2, link=SECOND)
+    choice = choose_moved(group, times, rows, PLENTY)
+    assert choice.proposed_L == (0, 1)
+    assert choice.moved_L == (0, 0)
+    assert choice.after_s > choice.before_s
+
+
+def test_what_has_no_room_moves_whether_it_pays_or_not() -> None:
+    times = replace(TIMES, attention_s=9)
+    memory = replace(PLENTY, expert_bytes=10, expert_free_bytes=free(10 * 44 + 5))
+    choice = choose_moved(GROUP, times, ROWS, memory)
+    assert choice.bounds.least == 4
+    assert choice.moved_L == (0, 1, 0, 1, 0, 1, 0, 1)
+    assert choice.after_s > choice.before_s
+
+
+def test_a_model_that_does_not_fit_is_refused() -> None:
+    memory = replace(PLENTY, expert_free_bytes=40, attention_free_bytes=5)
+    with pytest.raises(ValueError, match="does not fit"):
+        choose_moved(GROUP, TIMES, ROWS, memory)
+
+
+# The simulator.
+
+
+@PROPERTY
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=4), st.integers(1, 4), st.data())
+def test_a_step_is_as_long_as_its_schedule(
+    moved_L: list[int], num_stripes: int, data: st.DataObject
+) -> None:
+    """Half the experts of two expert ranks to one attention rank: tasks priced by hand."""
+    times = LayerTimes(*(data.draw(st.integers(1, 9)) for _ in range(3)))
+    group = ZebraGroup(
+        num_experts=6, num_layers=len(moved_L), attention_ranks=1, expert_ranks=2
+    )
+
+    def seconds(rank: int, task: Task) -> float:
+        of_rank = {
+            ATTENTION.name: lambda moved: times.attention_s,
+            EXPERT.name: lambda moved: times.expert_s * (3 - moved) / 3,
+            OFFLOADED.name: lambda moved: times.expert_on_attention_s * 2 * moved / 3,
+        }.get(task.op.name)
+        share = 2 / 3 if task.adjoint_of else 1 / 3
+        return of_rank(moved_L[task.layer]) * share if of_rank else 0.0
+
+    offloaded = [layer for layer, moved in enumerate(moved_L) if moved]
+    step = striped_step(len(moved_L), num_stripes, offloaded=offloaded)
+    expected = simulate(step, seconds).makespan_s
+    rows = replace(ROWS, num_stripes=num_stripes)
+    assert step_seconds(group, times, rows, moved_L) == approx(expected)
+
+
+def test_what_travels_counts_where_the_card_is_known() -> None:
+    none_L = (0,) * 8
+    slow = replace(ROWS, link=SECOND)
+    assert step_seconds(GROUP, TIMES, slow, none_L) > step_seconds(GROUP, TIMES, ROWS, none_L)
+
+
+def test_the_median_is_told_with_its_spread() -> None:
+    assert Timed.of([3.0, 1.0, 5.0]) == Timed(3.0, approx((8 / 3) ** 0.5))

@@ -1,0 +1,502 @@
+"""Steps of zebra parallelism on several ranks, without a host, beside plain autograd.
+
+Spec hetermoe.md: G9, G12, rule 33 and invariants 1 to 4. Shape letters: B samples, T tokens, K
+choices, E experts, C ranks of a ZP group, L layers, D model width.
+"""
+
+from __future__ import annotations
+
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from ds_moe_ext.hosts import striped
+from ds_moe_ext.layout import Grid, ParallelLayout, group_among
+from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
+from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
+from ds_moe_ext.moe.order import LayerRoute, Order, one_cell_route
+from ds_moe_ext.moe.passage import Here, Passage
+from ds_moe_ext.moe.striped import GradientSums, Met, Stack, Stripe
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.roles import Roles
+from ds_moe_ext.schedule.execute import ThreadLanes
+from ds_moe_ext.share import LocalElseHome
+from ds_moe_ext.strategies.base import Plan, Site
+from ds_moe_ext.strategies.zebra import Zebra, asymmetric_home
+from tests.ranks import pool_of
+from tests.test_passage import (
+    EXPERTS,
+    LENGTH,
+    STRIPE,
+    TOP_K,
+    VOCABULARY,
+    Block,
+    D,
+    Experts,
+    Grads,
+    Model,
+    Moe,
+    NoAux,
+    SharedAfter,
+    cut,
+    worst,
+)
+
+# Where experts live.
+
+
+def splits(num_experts: int, roles: Roles, moved: int, capacity: int) -> np.ndarray:
+    """Rows from each rank to each, where every attention rank has as many for each expert."""
+    home = asymmetric_home(num_experts, roles, moved)
+    rows_CFE = np.zeros((roles.size, 1, num_experts), dtype=np.int64)
+    rows_CFE[list(roles.attention_cells)] = capacity
+    share = LocalElseHome(home, home)
+    (between_CC,) = share.rows_between(rows_CFE)
+    return between_CC
+
+
+def test_splits_of_plain_zebra() -> None:
+    """G9, o = 0."""
+    between_CC = splits(8, Roles.first(2, 4), 0, 3)
+    assert between_CC[:2].tolist() == [[0, 0, 6, 6, 6, 6]] * 2
+    assert between_CC[:, 2:].T.tolist() == [[6, 6, 0, 0, 0, 0]] * 4
+
+
+def test_splits_with_an_expert_of_each_rank_moved() -> None:
+    """G9, o = 1."""
+    home = asymmetric_home(8, Roles.first(2, 4), 1)
+    owned = [home.experts_of(cell).tolist() for cell in range(6)]
+    assert owned == [[1, 3], [5, 7], [0], [2], [4], [6]]
+    between_CC = splits(8, Roles.first(2, 4), 1, 3)
+    assert between_CC[:2].tolist() == [[6, 6, 3, 3, 3, 3]] * 2
+    assert between_CC[:, :2].T.tolist() == [[6, 6, 0, 0, 0, 0]] * 2
+    assert between_CC[:, 2:].T.tolist() == [[3, 3, 0, 0, 0, 0]] * 4
+    assert not between_CC[2:].any()
+
+
+@st.composite
+def assignments(draw: st.DrawFn) -> tuple[int, Roles, int]:
+    """Experts, roles at any places, and how many move: n1 M = n2 N."""
+    attention, experts = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    cells = draw(st.permutations(range(attention + experts)))
+    own = tuple(sorted(cells[:attention]))
+    roles = Roles(own, tuple(sorted(cells[attention:])))
+    step = int(np.lcm(attention, experts)) // experts
+    moved = step * draw(st.integers(0, 3))
+    per_rank = max(moved, 1) + draw(st.integers(0, 2))
+    return per_rank * experts, roles, moved
+
+
+@given(assignments())
+@settings(deadline=None, derandomize=True, max_examples=200)
+def test_every_expert_is_on_one_rank(case: tuple[int, Roles, int]) -> None:
+    """Invariant 4; and rule 33: the last ones of each expert rank move, in order."""
+    num_experts, roles, moved = case
+    home = asymmetric_home(num_experts, roles, moved)
+    attention, experts = roles.attention_cells, roles.expert_cells
+    assert home.holds_EC.sum(axis=1).tolist() == [1] * num_experts
+    held_C = home.holds_EC.sum(axis=0)
+    per_rank = num_experts // len(experts)
+    assert set(held_C[list(experts)]) == {per_rank - moved}
+    assert set(held_C[list(attention)]) == {moved * len(experts) // len(attention)}
+    gone = [e for e in range(num_experts) if e % per_rank >= per_rank - moved]
+    assert [e for cell in attention for e in home.experts_of(cell)] == gone
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "roles", "moved", "named"),
+    [
+        (8, Roles.first(1, 3), 0, "expert_size is 3"),
+        (4, Roles.first(2, 2), 3, "moved has 3"),
+        (4, Roles.first(3, 2), 1, "moved has 1"),
+    ],
+)
+def test_homes_that_do_not_divide(num_experts: int, roles: Roles, moved: int, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        asymmetric_home(num_experts, roles, moved)
+
+
+# On several ranks.
+
+
+class Case(NamedTuple):
+    """What a group of ranks runs, in float64.
+
+    Attributes:
+        moved: experts that each expert rank leaves to attention ranks, layer by layer.
+        num_pieces: of every stripe.
+        router: "drawn"; "one": all tokens choose the same two experts; "dropped": of every second
+            token all choices are dropped.
+    """
+
+    attention: int = 2
+    experts: int = 2
+    moved: tuple[int, ...] = (0, 0)
+    num_stripes: int = 3
+    num_pieces: int = 1
+    recomputes: bool = False
+    router: str = "drawn"
+    is_graded: bool = True
+    kinds: tuple[type[Block], ...] = ()
+    attention_cells: tuple[int, ...] = ()
+
+    @property
+    def roles(self) -> Roles:
+        if not self.attention_cells:
+            return Roles.first(self.attention, self.experts)
+        cells = range(self.attention + self.experts)
+        others = tuple(cell for cell in cells if cell not in self.attention_cells)
+        return Roles(self.attention_cells, others)
+
+    def model(self) -> Model:
+        torch.manual_seed(2)
+        model = Model(*(self.kinds or (Block,) * len(self.moved))).double()
+        for moe in (module for module in model.modules() if isinstance(module, Moe)):
+            moe.experts.forward = partial(_rerouted, moe.experts.forward, self.router)
+        return model
+
+    def batch(self, cell: int, stripe: int, piece: int) -> Tensor:
+        """Pieces differ in size."""
+        number = (cell * self.num_stripes + stripe) * self.num_pieces + piece
+        generator = torch.Generator().manual_seed(100 + number)
+        return torch.randint(0, VOCABULARY, (1 + number % 2, LENGTH), generator=generator)
+
+    def seed(self, cell: int, stripe: int, piece: int) -> float:
+        return 1.0 + 0.3 * cell + 0.1 * stripe + 0.05 * piece
+
+    def pieces(self, cell: int) -> list[tuple[int, int, int]]:
+        shape = (self.num_stripes, self.num_pieces)
+        return [(cell, int(stripe), int(piece)) for stripe, piece in np.ndindex(*shape)]
+
+
+def _rerouted(
+    forward: Any, router: str, x_TD: Tensor, expert_TK: Tensor, score_TK: Tensor
+) -> Tensor:
+    if router == "one":
+        expert_TK = torch.arange(TOP_K).expand_as(expert_TK) + 1
+    if router == "dropped":
+        odd_T1 = torch.arange(len(expert_TK))[:, None] % 2 == 1
+        expert_TK = expert_TK.masked_fill(odd_T1, -1)
+    out: Tensor = forward(x_TD, expert_TK, score_TK)
+    return out
+
+
+class Outcome(NamedTuple):
+    """Of one rank.
+
+    Attributes:
+        losses: of its pieces.
+        grads: by name; of an expert's part of a weight by name and expert.
+        issued: between the sides, in words.
+        routed_LE: rows that it sent to each expert, of each layer.
+        splits: rows sent to each rank and received from each, of each layer and stripe.
+    """
+
+    losses: list[float]
+    grads: Grads
+    issued: tuple[tuple[str, tuple[str, ...]], ...]
+    routed_LE: np.ndarray
+    splits: list[tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+def run_case(rank: int, world_size: int, case: Case) -> Outcome:
+    """A step of one rank."""
+    roles, model = case.roles, case.model()
+    strategy = Zebra(attention_size=case.attention, expert_size=case.experts)
+    layout = ParallelLayout.build(Grid(world_size, roles.size), strategy.uses())
+    homes = [asymmetric_home(EXPERTS, roles, moved) for moved in case.moved]
+    plans = [Plan(home, home, LocalElseHome(home, home)) for home in homes]
+    routed = [
+        RoutedExperts(
+            strategy,
+            Site(plan, layout, layer),
+            FeedForwardExperts(silu_gated),
+            options=LayerOptions(gate_may_drop=True),
+        )
+        for layer, plan in enumerate(plans)
+    ]
+    cell = layout.index("ep")
+    named = _own_weights(model, homes, cell)
+    weights = [tuple(own.values()) for own in named]
+    sums = GradientSums() if case.is_graded else None
+    with ThreadPoolExecutor(16) as threads, mock.patch.object(Order, "routed", seeing()) as seen:
+        stack = Stack(
+            layers=routed,
+            weights=weights.__getitem__,
+            roles=roles,
+            device=torch.device("cpu"),
+            lanes=_lanes(),
+            recomputes=case.recomputes,
+            threads=threads,
+        )
+        stripes = _stripes(case, model, stack, sums) if stack.is_attention else []
+        with cut(model, stack.here):
+            issued = stack.run(case.num_stripes, stripes, sums, counts=True)
+    _in_one_order(issued, layout)
+    parameters = {name: p for own in named for name, p in own.items()}
+    parameters |= {n: p for n, p in model.named_parameters() if ".experts." not in n}
+    one = torch.ones(())
+    taken = {} if sums is None else {name: sums.take(p, one) for name, p in parameters.items()}
+    passages = [passage for stripe in stripes for passage in stripe.passages]
+    return Outcome(
+        losses=[float(passage.output.loss) for passage in passages],
+        grads={name: grad for name, grad in taken.items() if grad is not None},
+        issued=tuple((lane.name, tuple(map(str, tasks))) for lane, tasks in issued.items()),
+        routed_LE=np.stack([layer.rows.take().routed_CE[cell] for layer in routed]),
+        splits=seen.splits,
+    )
+
+
+@functools.cache
+def _lanes() -> ThreadLanes:
+    return ThreadLanes()
+
+
+class seeing:
+    """In the place of ``Order.routed``: keeps the splits."""
+
+    def __init__(self) -> None:
+        self.splits: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        self._routed = Order.routed
+
+    def __get__(self, order: Order, _: type) -> Any:
+        return partial(self, order)
+
+    def __call__(self, order: Order, *given: Any) -> LayerRoute:
+        made = self._routed(order, *given)
+        route = made.on(STRIPE)
+        self.splits.append((route.sent_C, route.received_C))
+        return made
+
+
+def _own_weights(model: Model, homes: list[Placement], cell: int) -> list[dict[str, nn.Parameter]]:
+    """Weights of the experts of each layer that live here, slot by slot."""
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, Experts)]
+    return [
+        {
+            f"{name}.{weight}.{expert}": nn.Parameter(getattr(module, weight)[expert].detach())
+            for expert in home.experts_of(cell)
+            for weight in ("up_EFD", "down_EDF")
+        }
+        for (name, module), home in zip(layers, homes)
+    ]
+
+
+def _stripes(case: Case, model: Model, stack: Stack, sums: GradientSums | None) -> list[Stripe]:
+    cell = stack.layers[0].site.layout.index("ep")
+    passages = {
+        numbers: Passage(
+            partial(model, case.batch(*numbers)),
+            None if sums is None else sums.add,
+            stack.threads,
+            stack.here,
+        )
+        for numbers in case.pieces(cell)
+    }
+    return [
+        Stripe(
+            [passage for numbers, passage in passages.items() if numbers[1] == stripe],
+            [case.seed(*numbers) for numbers in passages if numbers[1] == stripe],
+        )
+        for stripe in range(case.num_stripes)
+    ]
+
+
+def _in_one_order(issued: Any, layout: ParallelLayout) -> None:
+    striped._check_orders(issued, group_among(layout.grid.along("ep"), backend="gloo"))
+
+
+@functools.cache
+def expected(case: Case) -> tuple[dict[int, list[float]], Grads]:
+    """Losses of each attention rank and gradients of all, by plain autograd in one process."""
+    model = case.model()
+    total, losses = torch.zeros(()), {}
+    for cell in case.roles.attention_cells:
+        losses[cell] = []
+        for numbers in case.pieces(cell):
+            loss = model(case.batch(*numbers)).loss
+            losses[cell].append(float(loss))
+            total = total + case.seed(*numbers) * loss
+    named = dict(model.named_parameters())
+    grads: Grads = {}
+    for name, grad in zip(named, torch.autograd.grad(total, list(named.values()))):
+        if ".experts." in name:
+            grads.update({f"{name}.{expert}": part for expert, part in enumerate(grad)})
+        else:
+            grads[name] = grad
+    return losses, grads
+
+
+def check(case: Case) -> list[Outcome]:
+    outcomes: list[Outcome] = pool_of(case.roles.size).run(run_case, case)
+    losses, grads = expected(case)
+    found: Grads = {}
+    for cell, outcome in enumerate(outcomes):
+        assert outcome.losses == pytest.approx(losses.get(cell, []), rel=1e-13)
+        for name, grad in outcome.grads.items():
+            found[name] = found[name] + grad if name in found else grad
+    if case.is_graded:
+        assert worst(found, grads) < 1e-12
+    assert len({outcome.issued for outcome in outcomes}) == 1
+    _check_rows(case, outcomes)
+    return outcomes
+
+
+def _check_rows(case: Case, outcomes: list[Outcome]) -> None:
+    """Invariant 3: what is sent is received, and all that was chosen is sent."""
+    splits_SPCC = np.array([outcome.splits for outcome in outcomes])  # rank, pass, way, other
+    sent, received = splits_SPCC[:, :, 0], splits_SPCC[:, :, 1]
+    np.testing.assert_array_equal(sent, received.transpose(2, 1, 0))
+    for cell, outcome in enumerate(outcomes):
+        if cell not in case.roles.attention_cells:
+            assert not outcome.routed_LE.any()
+            continue
+        num_tokens = sum(case.batch(*numbers).numel() for numbers in case.pieces(cell))
+        if case.router != "dropped":
+            assert set(outcome.routed_LE.sum(axis=1)) == {TOP_K * num_tokens}
+
+
+@pytest.mark.parametrize("moved", [(0, 0), (0, 1), (1, 1), (2, 0)])
+def test_equals_one_process(moved: tuple[int, int]) -> None:
+    """G12; with (2, 0) expert ranks have no experts in the first layer."""
+    check(Case(moved=moved))
+
+
+CASES = {
+    "one of each": Case(1, 1, (0, 2), 2),
+    "one stripe": Case(1, 1, (1, 0), 1),
+    "more expert ranks": Case(1, 2, (0, 1), 2, kinds=(SharedAfter, SharedAfter)),
+    "more attention ranks": Case(2, 1, (2, 0, 4), 2),
+    "all experts moved": Case(2, 2, (2, 2), 2),
+    "computed again": Case(2, 2, (0, 1), 3, recomputes=True),
+    "pieces": Case(2, 2, (0, 1), 2, num_pieces=3),
+    "all to the same experts": Case(2, 2, (0, 1), 3, router="one"),
+    "the same experts, computed again": Case(1, 2, (0, 0), 2, router="one", recomputes=True),
+    "dropped": Case(2, 2, (1, 0), 2, router="dropped", num_pieces=2),
+    "one layer": Case(1, 1, (0,), 4),
+    "attention ranks last": Case(2, 2, (1, 0), 2, attention_cells=(1, 3)),
+    "no gradients": Case(2, 2, (0, 1), 3, is_graded=False, num_pieces=2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cases_equal_one_process(name: str) -> None:
+    outcomes = check(CASES[name])
+    if CASES[name].router == "one":
+        received = np.array([outcome.splits for outcome in outcomes])[:, :, 1].sum(axis=(1, 2))
+        assert 0 in received  # a rank that no row comes to
+
+
+def test_order_of_theorem_1() -> None:
+    """Rule 10: a2e carries D^F and C^B, e2a carries C^F and D^B; stripes ascend in both."""
+    outcomes = check(Case(1, 1, (0, 0), 2))
+    (a2e, there), (e2a, back) = outcomes[0].issued
+    assert (a2e, e2a) == ("a2e", "e2a")
+    ops = [task.split("(")[0].split("[")[0] for task in (*there, *back)]
+    assert len(set(ops[:4])) == len(set(ops[4:8])) == 1
+    assert set(ops[:4]) != set(ops[4:8])
+    assert len(there) == len(back) == 8
+
+
+def _tampered(rank: int, world_size: int) -> str:
+    """A rank that swaps two collectives is found out, on all ranks."""
+    case = Case(1, 1, (0, 0), 2)
+    check_orders = striped._check_orders
+
+    def swapped(issued: Any, control: dist.ProcessGroup) -> None:
+        if rank == 1:
+            tasks = next(iter(issued.values()))
+            tasks[0], tasks[1] = tasks[1], tasks[0]
+        check_orders(issued, control)
+
+    with (
+        mock.patch.object(striped, "_check_orders", swapped),
+        pytest.raises(RuntimeError) as raised,
+    ):
+        run_case(rank, world_size, case)
+    return str(raised.value)
+
+
+def test_another_order_is_reported() -> None:
+    first, second = pool_of(2).run(_tampered)
+    assert first == second
+    assert "in different orders: place 0 a2e" in first
+    assert "| place 1 a2e" in first
+
+
+# Models that call their layers in another way.
+
+
+class Ways(Model):
+    """Calls blocks in an order of its own."""
+
+    order = (0, 1, 2)
+
+    def hidden(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        for number in self.order:
+            x_BTD = self.blocks[number](x_BTD)
+        return x_BTD, torch.zeros(())
+
+
+def _asked(order: tuple[int, ...], stages: int) -> None:
+    """Some stages of a stripe on the spot."""
+    torch.manual_seed(0)
+    model = Ways(NoAux, NoAux, NoAux)
+    model.order = order
+    here, sums = Here(), GradientSums()
+    batch = torch.zeros(1, LENGTH, dtype=torch.int64)
+    with ThreadPoolExecutor(2) as threads, cut(model, here):
+        passage = Passage(partial(model, batch), sums.add, threads, here)
+        stripe = Stripe([passage], [1.0])
+        returned = None
+        try:
+            for layer in range(stages):
+                question = stripe.forward(layer, returned)
+                if question is None:
+                    return
+                route = one_cell_route(question.expert_TK, Placement.block(EXPERTS, 1))
+                rows_ND = question.x_TD[route.on(STRIPE).token_N]
+                returned = rows_ND, Met(route, torch.empty(0, D))
+        finally:
+            passage.abandon()
+
+
+def test_layers_in_their_order() -> None:
+    _asked((0, 1, 2), 4)
+
+
+@pytest.mark.parametrize("order", [(0, 0, 1, 2), (0, 2), (1, 0, 2), (0, 1, 2, 1)])
+def test_layers_in_another_order_are_refused(order: tuple[int, ...]) -> None:
+    with pytest.raises(RuntimeError, match="every forward calls every layer once"):
+        _asked(order, 4)
+
+
+@pytest.mark.xfail(strict=True, reason="the model ends where a layer was to come: taken for an end")
+@pytest.mark.parametrize("order", [(0, 1), ()])
+def test_a_last_layer_that_is_not_called_is_refused(order: tuple[int, ...]) -> None:
+    with pytest.raises(RuntimeError, match="every forward calls every layer once"):
+        _asked(order, 3)
+
+
+class TwoInABlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.ModuleDict({"first": Experts(), "second": Experts()})])
+
+
+def test_two_layers_in_a_block_are_refused() -> None:
+    names = ("blocks.0.first", "blocks.0.second")
+    layers: Any = [SimpleNamespace(name=name, hosted=SimpleNamespace(run=None)) for name in names]
+    with pytest.raises(ValueError, match=r"blocks\.0 has two MoE layers"):
+        striped._pause_at_experts(TwoInABlock(), layers, Here(), None)
