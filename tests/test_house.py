@@ -31,6 +31,7 @@ LAYERS = (
     ("cost.pipeline",),  # what planners of pipelines take in
     ("schedule.execute",),
     ("schedule.program",),
+    ("schedule.round_trip",),
     ("strategies.base",),  # what a strategy is: the layer takes one
     ("moe",),
     ("strategies",),

@@ -26,7 +26,7 @@ from ds_moe_ext.hosts import striped
 from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.order import one_cell_route
 from ds_moe_ext.moe.passage import Answer, Here, Passage, Question
-from ds_moe_ext.moe.striped import GradientSums
+from ds_moe_ext.moe.serving import GradientSums
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.task import Span
 from tests.reference import dense_experts

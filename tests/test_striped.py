@@ -23,11 +23,14 @@ from torch import Tensor, nn
 
 from ds_moe_ext.hosts import striped
 from ds_moe_ext.layout import Grid, ParallelLayout, group_among
+from ds_moe_ext.moe.crossing import Met
 from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
 from ds_moe_ext.moe.order import LayerRoute, Order, one_cell_route
 from ds_moe_ext.moe.passage import Here, Passage
-from ds_moe_ext.moe.striped import GradientSums, Met, Stack, Stripe
+from ds_moe_ext.moe.serving import GradientSums
+from ds_moe_ext.moe.stripe import Stripe
+from ds_moe_ext.moe.striped import Stack
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.roles import Roles
 from ds_moe_ext.schedule.execute import ThreadLanes
@@ -252,7 +255,7 @@ def run_case(rank: int, world_size: int, case: Case) -> Outcome:
     return Outcome(
         losses=[float(passage.output.loss) for passage in passages],
         grads={name: grad for name, grad in taken.items() if grad is not None},
-        issued=tuple((lane.name, tuple(map(str, tasks))) for lane, tasks in issued.items()),
+        issued=tuple((lane.name, tuple(map(str, issued[lane]))) for lane in (A2E, E2A)),
         routed_LE=np.stack([layer.rows.take().routed_CE[cell] for layer in routed]),
         splits=seen.splits,
     )
@@ -416,7 +419,7 @@ def _tampered(rank: int, world_size: int) -> str:
 
     def swapped(issued: Any, control: dist.ProcessGroup) -> None:
         if rank == 1:
-            tasks = next(iter(issued.values()))
+            tasks = issued[A2E]
             tasks[0], tasks[1] = tasks[1], tasks[0]
         check_orders(issued, control)
 

@@ -10,8 +10,9 @@ Shape letters: B samples, L length, R rows, D model width.
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -46,7 +47,7 @@ Context = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, eq=False)
-class Stage:
+class Scene:
     """Where and as what the model will train.
 
     Attributes:
@@ -75,6 +76,12 @@ class Stage:
             self.context(),
         ):
             yield
+
+    def clear(self) -> None:
+        """Give the device back what nobody uses any more."""
+        gc.collect()  # copies of models may hold themselves
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def timed(self, work: Callable[[], object], num_repeats: int) -> Timed:
         """How long it takes (rule 38)."""
@@ -117,7 +124,8 @@ class Dense:
     """All of a model but experts, for one stripe.
 
     Attributes:
-        seconds: of all blocks, forward and backward.
+        blocks: seconds of all of them, forward and backward.
+        whole: seconds of all of the model.
         blocks_bytes: that they keep for backward.
         others_bytes: that embeddings, head and loss keep.
         top_k: rows of a token.
@@ -127,7 +135,8 @@ class Dense:
         num_frozen: weights that are not.
     """
 
-    seconds: Timed
+    blocks: Timed
+    whole: Timed
     blocks_bytes: int
     others_bytes: int
     top_k: int
@@ -141,12 +150,12 @@ def rehearse_dense(
     model: nn.Module,
     blueprint: Blueprint,
     finders: Iterable[Finder],
-    stage: Stage,
+    scene: Scene,
     *,
     tokens: tuple[int, int],
     num_repeats: int,
 ) -> Dense:
-    """Run a model without its experts: the blocks again and again, all of it once.
+    """Run a model without its experts, the blocks alone and all of it.
 
     Blocks are the elements of lists of modules in which a layer with experts is.
 
@@ -154,16 +163,16 @@ def rehearse_dense(
         model: before its layers are replaced.
         blueprint: what will be replaced.
         finders: that found it.
-        stage: where it runs.
+        scene: where it runs.
         tokens: samples and their length.
         num_repeats: of the blocks.
 
     Raises:
         ValueError: it cannot be called with tokens alone.
     """
-    with stage.entered():
+    with scene.entered():
         hollow, layers = _hollow(model, blueprint, finders)
-        _bring(hollow, stage)
+        _bring(hollow, scene)
         hollow.train()
         weights = [*hollow.parameters()]
         calls: list[_Call] = []
@@ -171,16 +180,20 @@ def rehearse_dense(
         watches = [
             block.register_forward_pre_hook(_Recorder(calls), with_kwargs=True) for block in blocks
         ]
-        inputs = token_inputs(hollow, tokens, stage.device)
-        whole_bytes = stage.kept_bytes(lambda: hollow(**inputs), weights)
+        inputs = token_inputs(hollow, tokens, scene.device)
+        whole_bytes = scene.kept_bytes(lambda: hollow(**inputs), weights)
         for watch in watches:
             watch.remove()
-        blocks_bytes = stage.kept_bytes(lambda: [call() for call in calls], weights)
-        seconds = stage.timed(partial(_both_ways, calls), num_repeats)
+        blocks_bytes = scene.kept_bytes(lambda: [call() for call in calls], weights)
+        times = [
+            scene.timed(partial(_both_ways, each), num_repeats)
+            for each in (calls, [_Call(hollow, (), inputs)])
+        ]
     routed = layers[0]
     trained = [weight.numel() for weight in weights if weight.requires_grad]
     return Dense(
-        seconds=seconds,
+        blocks=times[0],
+        whole=times[1],
         blocks_bytes=blocks_bytes,
         others_bytes=max(0, whole_bytes - blocks_bytes),
         top_k=routed.rows.top_k,
@@ -211,15 +224,15 @@ def _hollow(
     return shell, layers
 
 
-def _bring(shell: nn.Module, stage: Stage) -> None:
+def _bring(shell: nn.Module, scene: Scene) -> None:
     """Give a copy weights of its own, where it will run."""
     own: dict[int, nn.Parameter] = {}
     for module in shell.modules():
         for name, weight in module._parameters.items():
             if weight is not None and id(weight) not in own:
-                own[id(weight)] = nn.Parameter(stage.brought(weight), weight.requires_grad)
+                own[id(weight)] = nn.Parameter(scene.brought(weight), weight.requires_grad)
             module._parameters[name] = None if weight is None else own[id(weight)]
-    shell.to(stage.device)
+    shell.to(scene.device)
 
 
 def _shell(model: nn.Module) -> nn.Module:
@@ -289,9 +302,7 @@ def _both_ways(calls: Iterable[_Call]) -> None:
         torch.autograd.backward(graded, [torch.ones_like(leaf) for leaf in graded])
 
 
-def token_inputs(
-    model: nn.Module, tokens: tuple[int, int], device: torch.device
-) -> Mapping[str, Any]:
+def token_inputs(model: nn.Module, tokens: tuple[int, int], device: torch.device) -> dict[str, Any]:
     """Arguments for a model of tokens, int64 ``[B, L]``.
 
     Args:
@@ -341,7 +352,7 @@ def rehearse_experts(
     model: nn.Module,
     blueprint: Blueprint,
     finders: Iterable[Finder],
-    stage: Stage,
+    scene: Scene,
     rows_RD: Tensor,
     *,
     num_repeats: int,
@@ -353,15 +364,15 @@ def rehearse_experts(
         model: before its layers are replaced.
         blueprint: what will be replaced.
         finders: that found it.
-        stage: where it runs.
+        scene: where it runs.
         rows_RD: like those that arrive, ``[R, D]``.
         num_repeats: of it.
         recomputes: backward begins with forward again, and only rows are kept.
     """
-    with stage.entered():
-        function, weights = _first_expert(model, blueprint, finders, stage)
-        rows_RD = torch.randn_like(rows_RD, device=stage.device)
-        slots = SlotRows.of(np.array([rows_RD.shape[0]]), stage.device)
+    with scene.entered():
+        function, weights = _first_expert(model, blueprint, finders, scene)
+        rows_RD = torch.randn_like(rows_RD, device=scene.device)
+        slots = SlotRows.of(np.array([rows_RD.shape[0]]), scene.device)
 
         def forward(given_RD: Tensor) -> Tensor:
             return function(given_RD, slots, weights)
@@ -374,16 +385,16 @@ def rehearse_experts(
                 forward(rows_RD)
             both_ways()
 
-        seconds = stage.timed(again if recomputes else both_ways, num_repeats)
+        seconds = scene.timed(again if recomputes else both_ways, num_repeats)
         if recomputes:
             return Experts(seconds=seconds, kept_bytes=rows_RD.nbytes)
         leaf_RD = rows_RD.requires_grad_()
-        kept_bytes = stage.kept_bytes(lambda: forward(leaf_RD), weights)
+        kept_bytes = scene.kept_bytes(lambda: forward(leaf_RD), weights)
     return Experts(seconds=seconds, kept_bytes=max(kept_bytes, rows_RD.nbytes))
 
 
 def _first_expert(
-    model: nn.Module, blueprint: Blueprint, finders: Iterable[Finder], stage: Stage
+    model: nn.Module, blueprint: Blueprint, finders: Iterable[Finder], scene: Scene
 ) -> tuple[ExpertFunction, tuple[Tensor, ...]]:
     first = _found_again(_shell(model), blueprint, finders)[0]
     functions: list[ExpertFunction] = []
@@ -394,5 +405,5 @@ def _first_expert(
 
     hosted = first.adopt(torch.zeros(1, dtype=torch.int64), WHOLE, routed_of).hosted
     weights = hosted.slots()[0].parameters
-    brought = (stage.brought(each).requires_grad_(each.requires_grad) for each in weights)
+    brought = (scene.brought(each).requires_grad_(each.requires_grad) for each in weights)
     return functions[0], tuple(brought)

@@ -27,11 +27,14 @@ from ds_moe_ext.hosts.outcomes import Outcome
 from ds_moe_ext.layout import group_among
 from ds_moe_ext.moe.gate import capacity_of, drop_over_capacity
 from ds_moe_ext.moe.passage import Here, Passage
-from ds_moe_ext.moe.striped import GradientSums, Issued, Stack, Stripe
+from ds_moe_ext.moe.serving import GradientSums
+from ds_moe_ext.moe.stripe import Stripe
+from ds_moe_ext.moe.striped import Stack
 from ds_moe_ext.pieces import default_stripes
 from ds_moe_ext.schedule.execute import lanes_for
 from ds_moe_ext.schedule.program import in_backward
-from ds_moe_ext.schedule.stripes import A2E
+from ds_moe_ext.schedule.round_trip import Done
+from ds_moe_ext.schedule.stripes import A2E, E2A
 from ds_moe_ext.strategies.zebra import Zebra
 
 Scale = Callable[[], float]
@@ -78,9 +81,9 @@ class StripedModel:
         sums = GradientSums() if is_graded else None
         scale = self.gradients.scale() if is_graded else 1.0
         stripes = [self._stripe(calls, sums, scale) for calls in shared.calls if calls]
-        issued = self.stack.run(self.adoption.num_stripes, stripes, sums, counts=is_training)
+        done = self.stack.run(self.adoption.num_stripes, stripes, sums, counts=is_training)
         if self.checks:
-            _check_orders(issued, self.adoption.control)
+            _check_orders(done, self.adoption.control)
         outcomes = [[passage.output for passage in stripe.passages] for stripe in stripes]
         returned = self.adoption.return_scalars(shared, outcomes)
         loss = returned.loss
@@ -201,10 +204,10 @@ def stripe(
     return Role(left, BothSides(adoption.control, adoption.place, roles))
 
 
-def _check_orders(issued: Issued, control: dist.ProcessGroup) -> None:
+def _check_orders(done: Done, control: dist.ProcessGroup) -> None:
     """Collective. Raises RuntimeError on all ranks where they issued collectives in other orders,
     by which they would wait for each other in vain sooner or later."""
-    own = "; ".join(f"{lane.name}: {' '.join(map(str, tasks))}" for lane, tasks in issued.items())
+    own = "; ".join(f"{lane.name}: {' '.join(map(str, done[lane]))}" for lane in (A2E, E2A))
     told = gather_texts(own, control)
     if len(set(told)) > 1:
         raise RuntimeError(

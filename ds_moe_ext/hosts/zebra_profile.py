@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from ds_moe_ext.comm import gather_texts
 from ds_moe_ext.hosts.attach import Blueprint, Finder
-from ds_moe_ext.hosts.rehearsal import Stage, rehearse_dense, rehearse_experts
+from ds_moe_ext.hosts.rehearsal import Scene, rehearse_dense, rehearse_experts
 from ds_moe_ext.hosts.run import teller
 from ds_moe_ext.pieces import default_stripes
 from ds_moe_ext.planners.asym_ea import VARIANTS, LayerTimes, ZebraGroup
 from ds_moe_ext.planners.zebra_choice import (
     Choice,
     Memory,
-    StripeRows,
+    Stripes,
     Timed,
     WeightBytes,
     choose_moved,
@@ -48,12 +48,12 @@ class Training:
     """How the host will train.
 
     Attributes:
-        stage: where, and in which types.
+        scene: where, and in which types.
         micro_batch: samples of a rank.
         weight_bytes: of a weight and what belongs to it.
     """
 
-    stage: Stage
+    scene: Scene
     micro_batch: int
     weight_bytes: WeightBytes
 
@@ -88,6 +88,7 @@ def profiled(
     else:
         rehearsal = _Rehearsal.of(blueprint, strategy, strategy.profile, training)
         seen = rehearsal.measure(model, tuple(finders))
+        training.scene.clear()
         choice = rehearsal.choose(seen)
         moved = list(choice.moved_L)
         tell(_seen_text(rehearsal, seen, choice))
@@ -107,14 +108,16 @@ class AllButExperts:
     """Of the first attention rank.
 
     Attributes:
-        seconds: of all blocks and one stripe, forward and backward.
+        blocks: seconds of all of them and one stripe, forward and backward.
+        head_s: of embeddings, head and loss.
         bytes: of weights and what belongs to them, and of all that a step keeps.
         top_k: rows of a token.
         width: elements of a row.
         row_dtype: name of their type.
     """
 
-    seconds: Timed
+    blocks: Timed
+    head_s: float
     bytes: float
     top_k: int
     width: int
@@ -265,7 +268,7 @@ class _Rehearsal:
         )
 
     def _here(self, model: nn.Module, finders: Sequence[Finder], runs: bool) -> RankHere:
-        device = self.training.stage.device
+        device = self.training.scene.device
         weights = [*model.parameters()]
         there = [weight.nbytes for weight in weights if weight.device.type == device.type]
         free_bytes = free_bytes_of(device)
@@ -282,7 +285,7 @@ class _Rehearsal:
             model,
             self.blueprint,
             finders,
-            self.training.stage,
+            self.training.scene,
             tokens=(self.num_samples, self.profile.sequence_length),
             num_repeats=self.profile.num_repeats,
         )
@@ -291,7 +294,8 @@ class _Rehearsal:
         state = weights.of(found.num_trained, found.num_frozen, num_replicas)
         kept = self.num_stripes * found.blocks_bytes + HEAD_COPIES * found.others_bytes
         return AllButExperts(
-            seconds=found.seconds,
+            blocks=found.blocks,
+            head_s=max(0.0, found.whole.median_s - found.blocks.median_s),
             bytes=state + kept,
             top_k=found.top_k,
             width=found.width,
@@ -307,7 +311,7 @@ class _Rehearsal:
             model,
             self.blueprint,
             finders,
-            self.training.stage,
+            self.training.scene,
             self._rows(dense),
             num_repeats=self.profile.num_repeats,
             recomputes=self.strategy.recompute_experts,
@@ -333,9 +337,10 @@ class _Rehearsal:
             ValueError: the model does not fit.
         """
         hardware = self.blueprint.hardware
-        rows = StripeRows(
+        stripes = Stripes(
             num_stripes=self.num_stripes,
             num_tokens=self.num_tokens,
+            head_s=seen.dense.head_s,
             top_k=seen.dense.top_k,
             width=seen.dense.width,
             element_bytes=getattr(torch, seen.dense.row_dtype).itemsize,
@@ -343,7 +348,7 @@ class _Rehearsal:
         )
         squeeze = VARIANTS[self.profile.variant]
         try:
-            return choose_moved(self.group, self.times(seen), rows, self._memory(seen), squeeze)
+            return choose_moved(self.group, self.times(seen), stripes, self._memory(seen), squeeze)
         except ValueError as error:
             raise ValueError(
                 f"{WHERE}.profile found too little memory: {error}; or set {WHERE}.moved in its "
@@ -353,7 +358,7 @@ class _Rehearsal:
     def times(self, seen: Seen) -> LayerTimes:
         """Of one layer and stripe."""
         return LayerTimes(
-            attention_s=seen.dense.seconds.median_s / self.group.num_layers,
+            attention_s=seen.dense.blocks.median_s / self.group.num_layers,
             expert_s=seen.experts.median_s,
             expert_on_attention_s=seen.on_attention.median_s,
         )
@@ -415,7 +420,7 @@ def least_free_bytes(here: Sequence[RankHere]) -> list[int]:
 def _seen_text(rehearsal: _Rehearsal, seen: Seen, choice: Choice) -> str:
     """What was measured."""
     num_layers = rehearsal.group.num_layers
-    dense = seen.dense.seconds
+    dense = seen.dense.blocks
     attention = Timed(dense.median_s / num_layers, dense.std_s / num_layers)
     bounds = choice.bounds
     return (
@@ -437,16 +442,16 @@ def _choice_text(rehearsal: _Rehearsal, seen: Seen, choice: Choice) -> str:
     if not any(choice.proposed_L):
         is_slower = rehearsal.times(seen).gather_s <= 0
         why = "attention takes longer than they do" if is_slower else "too little would be gained"
-        return f"zebra: no experts move: {why}; a step's layers take {before}, simulated"
+        return f"zebra: no experts move: {why}; a step takes {before}, simulated"
     if not any(choice.moved_L):
         return (
-            f"zebra: no experts move: with {list(choice.proposed_L)}, by Algorithm 1, a step's "
-            f"layers take {after} in place of {before}, simulated; more stripes "
+            f"zebra: no experts move: with {list(choice.proposed_L)}, by Algorithm 1, a step "
+            f"takes {after} in place of {before}, simulated; more stripes "
             f"({WHERE}.num_micro_batches) make it pay sooner"
         )
     per_rank = rehearsal.group.num_experts // rehearsal.group.expert_ranks
     return (
         f"zebra: each expert rank leaves {list(choice.moved_L)} of the {per_rank} experts that it "
-        f"has of each layer to attention ranks; a step's layers take {after} in place of {before}, "
+        f"has of each layer to attention ranks; a step takes {after} in place of {before}, "
         f"simulated ({choice.after_s / choice.before_s - 1:+.1%})"
     )

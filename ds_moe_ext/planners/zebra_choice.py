@@ -125,12 +125,13 @@ def _that_fit(free_bytes: int, taken_bytes: float, one_bytes: float) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StripeRows:
-    """What travels of a stripe.
+class Stripes:
+    """What a step is cut into.
 
     Attributes:
         num_stripes: of an attention rank, ``R``.
         num_tokens: of a stripe, on one attention rank.
+        head_s: of what is not in layers: embeddings, head and loss, of one stripe.
         top_k: rows of a token.
         width: elements of a row.
         element_bytes: of each.
@@ -139,6 +140,7 @@ class StripeRows:
 
     num_stripes: int
     num_tokens: int
+    head_s: float
     top_k: int
     width: int
     element_bytes: int
@@ -153,7 +155,7 @@ class Choice:
         moved_L: experts that each expert rank leaves, layer by layer.
         proposed_L: by Algorithm 1; others than those that move where these make no step faster.
         bounds: of memory.
-        before_s: seconds of a step's layers if no expert moved.
+        before_s: seconds of a step if no expert moved.
         after_s: seconds by the proposal.
     """
 
@@ -167,7 +169,7 @@ class Choice:
 def choose_moved(
     group: ZebraGroup,
     times: LayerTimes,
-    rows: StripeRows,
+    stripes: Stripes,
     memory: Memory,
     squeeze: Squeeze = squeeze_seconds,
 ) -> Choice:
@@ -179,55 +181,58 @@ def choose_moved(
     Args:
         group: ranks and experts; all layers are alike.
         times: of one layer and stripe, forward and backward.
-        rows: of a stripe.
+        stripes: of a step.
         memory: of the ranks.
         squeeze: one of ``asym_ea.VARIANTS``.
 
     Raises:
         ValueError: the model does not fit.
     """
-    bounds = moved_bounds(group, memory, rows.num_stripes)
+    bounds = moved_bounds(group, memory, stripes.num_stripes)
     plan = assign_experts(
         group, times, min_moved=bounds.least, max_moved=bounds.most, squeeze=squeeze
     )
     none_L = (0,) * group.num_layers
-    before_s, after_s = (step_seconds(group, times, rows, o_L) for o_L in (none_L, plan.moved_L))
+    before_s, after_s = (step_seconds(group, times, stripes, o_L) for o_L in (none_L, plan.moved_L))
     pays = bounds.least > 0 or after_s < before_s
     return Choice(plan.moved_L if pays else none_L, plan.moved_L, bounds, before_s, after_s)
 
 
 def step_seconds(
-    group: ZebraGroup, times: LayerTimes, rows: StripeRows, moved_L: Sequence[int]
+    group: ZebraGroup, times: LayerTimes, stripes: Stripes, moved_L: Sequence[int]
 ) -> float:
-    """A step's layers by the simulator, without embeddings and head.
+    """A step by the simulator, which takes embeddings for a part of the head.
 
     Args:
         group: ranks and experts.
         times: of one layer and stripe, forward and backward.
-        rows: of a stripe.
+        stripes: of a step.
         moved_L: experts that each expert rank has lost.
     """
     attention, expert = group.attention_ranks, group.expert_ranks
-    share = 1 / (1 + BACKWARD) / rows.num_tokens  # of forward, and of one token
+    share = 1 / (1 + BACKWARD) / stripes.num_tokens  # of forward, and of one token
     arriving = attention / expert
     ranks = TwoClasses(
         model=MoeModel(
             num_layers=group.num_layers,
             num_experts=group.num_experts,
-            top_k=rows.top_k,
-            width=rows.width,
-            expert_width=rows.width,  # of no effect: seconds are given
-            length=rows.num_tokens,
-            element_bytes=rows.element_bytes,
+            top_k=stripes.top_k,
+            width=stripes.width,
+            expert_width=stripes.width,  # of no effect: seconds are given
+            length=stripes.num_tokens,
+            element_bytes=stripes.element_bytes,
         ),
         new=RankClass(
             attention_s=times.attention_s * share,
             expert_s=times.expert_on_attention_s * share / arriving,
+            head_s=stripes.head_s * share,
         ),
         old=RankClass(attention_s=0.0, expert_s=times.expert_s * share / arriving),
-        link=rows.link or NO_TRAVEL,
+        link=stripes.link or NO_TRAVEL,
         backward=BACKWARD,
     )
-    shape = ZebraShape(attention_ranks=attention, expert_ranks=expert, num_stripes=rows.num_stripes)
-    num_stripes = attention * rows.num_stripes
+    shape = ZebraShape(
+        attention_ranks=attention, expert_ranks=expert, num_stripes=stripes.num_stripes
+    )
+    num_stripes = attention * stripes.num_stripes
     return price_step(ranks, shape, num_samples=num_stripes, moved_L=moved_L).step_s

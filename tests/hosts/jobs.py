@@ -39,6 +39,8 @@ class Job:
     capacity_factor: float | None = None
     gate: tuple[tuple[str, Any], ...] = ()  # keys of a gate of ours; the host's without
     num_experts: int = 4
+    num_layers: int = 2  # of mixtral and gpt_moe; likewise the next
+    aux_coefficient: float = 0.02  # of the balance loss
     micro_batches: int = MICRO_BATCHES
     use_reentrant: bool | None = None  # of activation checkpointing; None does none
     dtype: str = "float32"
@@ -90,14 +92,14 @@ def _mixtral(job: Job) -> nn.Module:
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=job.num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         num_local_experts=job.num_experts,
         num_experts_per_tok=2,
         max_position_embeddings=LENGTH,
         output_router_logits=True,
-        router_aux_loss_coef=0.02,
+        router_aux_loss_coef=job.aux_coefficient,
         sliding_window=None,
         attn_implementation="sdpa",
     )
@@ -122,13 +124,13 @@ def _gpt_moe(job: Job) -> nn.Module:
     shape = GptMoeConfig(
         vocab_size=VOCABULARY,
         sequence_length=LENGTH,
-        num_layers=2,
+        num_layers=job.num_layers,
         hidden_size=32,
         num_heads=4,
         ffn_hidden_size=48,
         moe=moe,
         moe_every=1,
-        aux_loss_coef=0.02,
+        aux_loss_coef=job.aux_coefficient,
     )
     return GptMoe(shape)
 
@@ -244,13 +246,15 @@ def _reduce_in_float64(engine: Any) -> None:
     """What DeepSpeed does at ZeRO 0, but it refuses to do it in float64."""
     import torch.distributed as dist
     from deepspeed.moe.utils import is_moe_param
+    from deepspeed.utils import groups
 
     group = None if engine.mpu is None else engine.mpu.get_data_parallel_group()
     for parameter in engine.module.parameters():
         if not parameter.requires_grad:
             continue
-        if not is_moe_param(parameter):  # each rank has experts of its own
-            dist.all_reduce(parameter.grad, group=group)
+        is_expert = is_moe_param(parameter)
+        over = groups._get_expert_data_parallel_group(parameter.group_name) if is_expert else group
+        dist.all_reduce(parameter.grad, group=over)
         parameter.grad /= dist.get_world_size(group)
 
 

@@ -118,8 +118,8 @@ def test_ragged_batches(roles: Roles, num_stripes: int) -> None:
 @pytest.mark.parametrize("roles", [FIRST, IN_TURNS], ids=["first", "in_turns"])
 def test_only_adopted_samples_travel(roles: Roles) -> None:
     """Both attention ranks keep their batches, of 3 and 5 or 2 samples, and 7 samples are each's
-    share; a sample takes 8 + 1 + 12 bytes for each token and 2 more, and to each that adopts some go
-    4 + 72 of what is not cut."""
+    share; a sample takes 8 + 1 + 12 bytes for each token and 2 more, and to each that adopts some
+    go 4 + 72 of what is not cut."""
     every = pool_of(4).run(_share, roles, 1)
     for rank, shared in enumerate(every):
         adopters = [

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-from ds_moe_ext.hosts.deepspeed.states import OptimizerStates
-from tests.hosts import jobs
-from tests.hosts.copied_runs import check_equal, plain, worst
+from tests.hosts.copied_runs import check_equal, plain
 from tests.hosts.jobs import Job, Result, train
 from tests.hosts.zebra_runs import zebra
 from tests.marks import slow
@@ -99,7 +95,6 @@ def test_first_gradients_in_bfloat16(stage: int) -> None:
         slow("object", "list"),
         slow("callable", "groups"),
         slow("callable", "generator"),
-        slow("json", "groups"),
         slow("json", "generator"),
     ],
 )

@@ -15,7 +15,7 @@ from ds_moe_ext.planners.zebra_choice import (
     USABLE,
     Memory,
     MovedBounds,
-    StripeRows,
+    Stripes,
     Timed,
     WeightBytes,
     choose_moved,
@@ -23,13 +23,13 @@ from ds_moe_ext.planners.zebra_choice import (
     step_seconds,
 )
 from ds_moe_ext.schedule.simulate import simulate
-from ds_moe_ext.schedule.stripes import ATTENTION, EXPERT, OFFLOADED, striped_step
+from ds_moe_ext.schedule.stripes import ATTENTION, EXPERT, HEAD, OFFLOADED, striped_step
 from ds_moe_ext.schedule.task import Task
 from tests.planners.plainly import PROPERTY
 
 GROUP = ZebraGroup(num_experts=6, num_layers=8, attention_ranks=1, expert_ranks=1)
 TIMES = LayerTimes(attention_s=3, expert_s=4, expert_on_attention_s=4)  # G1
-ROWS = StripeRows(num_stripes=16, num_tokens=128, top_k=2, width=32, element_bytes=2)
+STRIPES = Stripes(num_stripes=16, num_tokens=128, head_s=0.0, top_k=2, width=32, element_bytes=2)
 SECOND = Link(bytes_per_s=128 * 2 * 32 * 2)  # that the rows of a stripe take
 PLENTY = Memory(
     expert_bytes=1,
@@ -92,9 +92,7 @@ def test_what_may_stay_fits_and_one_more_does_not(
         attention_ranks=1,
         expert_ranks=expert_ranks,
     )
-    memory = replace(
-        PLENTY, expert_bytes=7, rows_bytes=rows_bytes, expert_free_bytes=free_bytes
-    )
+    memory = replace(PLENTY, expert_bytes=7, rows_bytes=rows_bytes, expert_free_bytes=free_bytes)
     least = moved_bounds(group, memory, num_stripes).least
     rest = USABLE * free_bytes - 3 * num_stripes * rows_bytes
     stays = (3 * group.num_experts - least) / expert_ranks  # on each expert rank
@@ -108,7 +106,7 @@ def test_what_may_stay_fits_and_one_more_does_not(
 
 def test_algorithm_1_chooses_where_stripes_are_many() -> None:
     """G1: [0, 1, 1, 1, 0, 1, 1, 1]."""
-    choice = choose_moved(GROUP, TIMES, ROWS, PLENTY)
+    choice = choose_moved(GROUP, TIMES, STRIPES, PLENTY)
     assert choice.moved_L == choice.proposed_L == (0, 1, 1, 1, 0, 1, 1, 1)
     assert choice.after_s < choice.before_s
     assert choice.bounds == MovedBounds(0, 9 * 10**8)
@@ -119,25 +117,27 @@ def test_the_variant_is_that_of_the_settings(variant: str) -> None:
     group = ZebraGroup(num_experts=24, num_layers=10, attention_ranks=4, expert_ranks=8)
     times = LayerTimes(attention_s=6, expert_s=10, expert_on_attention_s=8)  # G2
     squeeze = VARIANTS[variant]
-    choice = choose_moved(group, times, ROWS, PLENTY, squeeze)
+    choice = choose_moved(group, times, STRIPES, PLENTY, squeeze)
     assert choice.proposed_L == assign_experts(group, times, squeeze=squeeze).moved_L
 
 
 def test_nothing_moves_where_a_step_would_take_longer() -> None:
-    """G8: with two layers and two stripes what Algorithm 1 moves does not pay."""
+    """G8: with two layers and two stripes what Algorithm 1 moves does not pay, 68 against 68.33; or
+    a little less, for here what an attention rank keeps is on no card."""
     group = replace(GROUP, num_layers=2)
     times = LayerTimes(attention_s=9, expert_s=12, expert_on_attention_s=12)
-    rows = replace(ROWS, num_stripes=2, link=SECOND)
-    choice = choose_moved(group, times, rows, PLENTY)
+    stripes = replace(STRIPES, num_stripes=2, head_s=9, link=SECOND)
+    choice = choose_moved(group, times, stripes, PLENTY)
     assert choice.proposed_L == (0, 1)
     assert choice.moved_L == (0, 0)
-    assert choice.after_s > choice.before_s
+    assert choice.before_s == approx(68)
+    assert 68.1 < choice.after_s < 205 / 3
 
 
 def test_what_has_no_room_moves_whether_it_pays_or_not() -> None:
     times = replace(TIMES, attention_s=9)
     memory = replace(PLENTY, expert_bytes=10, expert_free_bytes=free(10 * 44 + 5))
-    choice = choose_moved(GROUP, times, ROWS, memory)
+    choice = choose_moved(GROUP, times, STRIPES, memory)
     assert choice.bounds.least == 4
     assert choice.moved_L == (0, 1, 0, 1, 0, 1, 0, 1)
     assert choice.after_s > choice.before_s
@@ -146,7 +146,7 @@ def test_what_has_no_room_moves_whether_it_pays_or_not() -> None:
 def test_a_model_that_does_not_fit_is_refused() -> None:
     memory = replace(PLENTY, expert_free_bytes=40, attention_free_bytes=5)
     with pytest.raises(ValueError, match="does not fit"):
-        choose_moved(GROUP, TIMES, ROWS, memory)
+        choose_moved(GROUP, TIMES, STRIPES, memory)
 
 
 # The simulator.
@@ -158,31 +158,33 @@ def test_a_step_is_as_long_as_its_schedule(
     moved_L: list[int], num_stripes: int, data: st.DataObject
 ) -> None:
     """Half the experts of two expert ranks to one attention rank: tasks priced by hand."""
-    times = LayerTimes(*(data.draw(st.integers(1, 9)) for _ in range(3)))
-    group = ZebraGroup(
-        num_experts=6, num_layers=len(moved_L), attention_ranks=1, expert_ranks=2
+    attention_s, expert_s, on_attention_s, head_s = (data.draw(st.integers(1, 9)) for _ in range(4))
+    times = LayerTimes(
+        attention_s=attention_s, expert_s=expert_s, expert_on_attention_s=on_attention_s
     )
+    group = ZebraGroup(num_experts=6, num_layers=len(moved_L), attention_ranks=1, expert_ranks=2)
 
     def seconds(rank: int, task: Task) -> float:
-        of_rank = {
-            ATTENTION.name: lambda moved: times.attention_s,
-            EXPERT.name: lambda moved: times.expert_s * (3 - moved) / 3,
-            OFFLOADED.name: lambda moved: times.expert_on_attention_s * 2 * moved / 3,
-        }.get(task.op.name)
-        share = 2 / 3 if task.adjoint_of else 1 / 3
-        return of_rank(moved_L[task.layer]) * share if of_rank else 0.0
+        moved = (*moved_L, 0)[task.layer]
+        whole_s = {
+            ATTENTION.name: times.attention_s,
+            EXPERT.name: times.expert_s * (3 - moved) / 3,
+            OFFLOADED.name: times.expert_on_attention_s * 2 * moved / 3,
+            HEAD.name: head_s,
+        }.get(task.op.name, 0.0)
+        return whole_s * (2 / 3 if task.adjoint_of else 1 / 3)
 
     offloaded = [layer for layer, moved in enumerate(moved_L) if moved]
     step = striped_step(len(moved_L), num_stripes, offloaded=offloaded)
     expected = simulate(step, seconds).makespan_s
-    rows = replace(ROWS, num_stripes=num_stripes)
-    assert step_seconds(group, times, rows, moved_L) == approx(expected)
+    stripes = replace(STRIPES, num_stripes=num_stripes, head_s=head_s)
+    assert step_seconds(group, times, stripes, moved_L) == approx(expected)
 
 
 def test_what_travels_counts_where_the_card_is_known() -> None:
     none_L = (0,) * 8
-    slow = replace(ROWS, link=SECOND)
-    assert step_seconds(GROUP, TIMES, slow, none_L) > step_seconds(GROUP, TIMES, ROWS, none_L)
+    slow = replace(STRIPES, link=SECOND)
+    assert step_seconds(GROUP, TIMES, slow, none_L) > step_seconds(GROUP, TIMES, STRIPES, none_L)
 
 
 def test_the_median_is_told_with_its_spread() -> None:

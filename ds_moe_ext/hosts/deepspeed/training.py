@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
-from ds_moe_ext.hosts.rehearsal import Stage
+from ds_moe_ext.hosts.rehearsal import Scene
 from ds_moe_ext.hosts.zebra_profile import Training
 from ds_moe_ext.planners.zebra_choice import WeightBytes
 
@@ -23,7 +23,7 @@ def training_of(engine: Any, device: torch.device) -> Training:
     optimizer = engine.optimizer_name() or type(engine.client_optimizer).__name__
     num_states = STATES.get(optimizer.lower(), 2)
     return Training(
-        stage=Stage(device, dtype if is_cast else None, partial(autocast_if_enabled, engine)),
+        scene=Scene(device, dtype if is_cast else None, partial(autocast_if_enabled, engine)),
         micro_batch=engine.train_micro_batch_size_per_gpu(),
         weight_bytes=WeightBytes(
             weight=dtype.itemsize,
