@@ -34,6 +34,7 @@ from ds_moe_ext.moe.striped import Stack
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.roles import Roles
 from ds_moe_ext.schedule.execute import ThreadLanes
+from ds_moe_ext.schedule.stripes import A2E, E2A
 from ds_moe_ext.share import LocalElseHome
 from ds_moe_ext.strategies.base import Plan, Site
 from ds_moe_ext.strategies.zebra import Zebra, asymmetric_home

@@ -1,0 +1,358 @@
+"""Checkpoints of zebra parallelism: any other run goes on from them, and it from any other's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.hosts import jobs
+from tests.hosts.checkpoints import (
+    WEIGHT,
+    Call,
+    Held,
+    Layout,
+    assert_all_say,
+    assert_equal,
+    check_cross,
+    ep,
+    freeze,
+    fssdp,
+    joined,
+    joined_master,
+    loaded,
+    prophet,
+    refused,
+    remove_saved,
+    run_steps,
+    saved,
+    with_frozen,
+)
+from tests.hosts.copied_runs import check_equal
+from tests.hosts.jobs import Job, Result, train
+from tests.hosts.test_checkpoint import edit_module
+from tests.hosts.test_states import trust_in_float16
+from tests.hosts.zebra_runs import zebra
+from tests.marks import slow
+from tests.ranks import pool_of
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _remove_checkpoints() -> Any:
+    yield
+    remove_saved()
+
+
+def striped(world_size: int, stage: int, *sizes: int, **keys: Any) -> Layout:
+    """Of ZP groups of so many attention and expert ranks."""
+    return Layout(world_size, zebra(Job(stage=stage), *sizes, num_micro_batches=1, **keys))
+
+
+LAST = {"attention_cells": [1]}  # of two ranks the first has experts only
+
+
+# Any layout to any other.
+
+MOVED = striped(2, 1, moved=[0, 1])
+GROUPS = striped(4, 2, moved=[1, 0])
+CROSSES = [
+    ("mixtral", "float32", MOVED, [ep(4, 2, 2), striped(4, 0, 3, 1), fssdp(2, 2)]),
+    ("mixtral", "float32", fssdp(2, 1), [striped(4, 2, 2, 2), striped(2, 0, moved=[2, 0])]),
+    ("gpt_moe", "bfloat16", GROUPS, [striped(2, 1), ep(1, 1), prophet(4, 2), ep(2, 0)]),
+    ("gpt_moe", "bfloat16", ep(2, 1), [striped(2, 2, **LAST), striped(4, 1, 2, 2, moved=[1, 0])]),
+    ("gpt_moe", "float32", striped(2, 0, **LAST), [ep(2, 1), striped(2, 2), striped(4, 1)]),
+    ("mixtral", "float32", striped(4, 2, 3, 1), [striped(4, 2, 1, 1), ep(4, 0), prophet(2, 1)]),
+]
+QUICK = {(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1), (3, 0), (4, 0)}
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "source", "goal"),
+    [
+        case if (row, column) in QUICK else slow(*case)
+        for row, (*rest, goals) in enumerate(CROSSES)
+        for column, goal in enumerate(goals)
+        if (case := (*rest, goal))
+    ],
+    ids=str,
+)
+def test_another_layout_goes_on(family: str, dtype: str, source: Layout, goal: Layout) -> None:
+    check_cross(family, dtype, source, goal)
+
+
+def trained(layout: Layout, job: Job) -> Result:
+    """A job by a layout's strategy."""
+    theirs = layout.job
+    job = replace(job, strategy=theirs.strategy, keys=theirs.keys, stage=theirs.stage)
+    result: Result = pool_of(layout.world_size).run(train, job)[0]
+    return result
+
+
+@pytest.mark.parametrize(
+    ("source", "goal"),
+    [
+        (striped(2, 0, moved=[0, 1]), striped(2, 0, moved=[2, 0])),
+        (striped(2, 0), ep(2, 0)),
+        slow(ep(2, 0), striped(2, 0, moved=[0, 3])),
+        slow(striped(4, 0, 2, 2, moved=[1, 0]), striped(2, 0)),
+        slow(striped(2, 0), striped(4, 0)),
+        slow(striped(4, 0), fssdp(2, 0)),
+    ],
+    ids=str,
+)
+def test_in_float64_nothing_has_happened(source: Layout, goal: Layout, tmp_path: Path) -> None:
+    job = Job("mixtral", dtype="float64", clip=0.5, steps=4)
+    straight = trained(goal, job)
+    trained(source, replace(job, steps=2, save_at=2, folder=str(tmp_path)))
+    resumed = trained(goal, replace(job, folder=str(tmp_path), resume=True))
+    rest = Result(straight.losses[2:], straight.norms[2:], straight.state)
+    check_equal(resumed, rest, job)
+
+
+@pytest.mark.parametrize("stage", [1, slow(2)])
+def test_in_float32_nothing_has_happened(stage: int, tmp_path: Path) -> None:
+    """Saved on two ranks, resumed on four: four roundings of a sum in place of two."""
+    job = Job("mixtral", clip=0.5, steps=4)
+    straight = trained(striped(2, stage, moved=[0, 1]), job)
+    trained(
+        striped(2, stage, moved=[0, 1]), replace(job, steps=2, save_at=2, folder=str(tmp_path))
+    )
+    resumed = trained(striped(4, stage, 2, 2), replace(job, folder=str(tmp_path), resume=True))
+    assert resumed.losses == pytest.approx(straight.losses[2:], rel=2e-6)
+    assert resumed.norms == pytest.approx(straight.norms[2:], rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "layout"),
+    [
+        ("mixtral", "float32", striped(2, 1, moved=[0, 1])),
+        ("gpt_moe", "bfloat16", striped(4, 2, 2, 2, moved=[1, 0])),
+        slow("gpt_moe", "float32", striped(2, 0, **LAST)),
+        slow("mixtral", "bfloat16", striped(4, 0)),
+        slow("gpt_moe", "bfloat16", striped(4, 1, 3, 1)),
+    ],
+    ids=str,
+)
+def test_the_same_layout_goes_on_to_the_last_bit(family: str, dtype: str, layout: Layout) -> None:
+    job = replace(layout.job, family=family, dtype=dtype, clip=0.1)
+    checkpoint = saved(layout.world_size, job)
+    ranks = loaded(layout.world_size, job, checkpoint, Call(before=1, after=2))
+    assert_equal(joined(ranks), joined(checkpoint.ranks))
+    assert ranks[0].losses == checkpoint.ranks[0].losses
+
+
+# Beside weights and states.
+
+
+class Counted(NamedTuple):
+    """What a rank's engine counts."""
+
+    scale: float
+    batches: int  # of the schedule
+    rates: list[float]
+    steps: int
+    skipped: int
+    samples: int
+    client: dict[str, Any]
+
+
+@trust_in_float16
+def counted(rank: int, world_size: int, job: Job, folder: str, saves: bool) -> Counted:
+    """Of a run that saved or loaded."""
+    engine = jobs.engine_of(job, world_size)
+    client = {"mine": [7]}
+    if saves:
+        run_steps(rank, world_size, engine, range(4))
+        engine.save_checkpoint(folder, client_state=client)
+    else:
+        client = engine.load_checkpoint(folder)[1]
+    return Counted(
+        float(engine.optimizer.loss_scale),
+        engine.lr_scheduler.last_batch_iteration,
+        engine.lr_scheduler.get_lr()[:1],
+        engine.global_steps,
+        engine.skipped_steps,
+        engine.global_samples,
+        {"mine": client["mine"]},
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 1, slow(2)])
+def test_scale_schedule_and_counters_go_on(stage: int, tmp_path: Path) -> None:
+    """The first steps overflow, on all ranks."""
+    halves = {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 9, "warmup_max_lr": 0.1}}
+    job = Job("gpt_moe", stage, extra=(("fp16", halves), ("scheduler", schedule)))
+    by_zebra = zebra(job, moved=[0, 1], num_micro_batches=1)
+    others = zebra(job, 2, 2, num_micro_batches=1)
+    written = pool_of(2).run(counted, by_zebra, str(tmp_path / "zebra"), True)
+    assert written[0].skipped and written[0].scale < 2**20 and written[0] == written[1]
+    for world_size, goal in ((2, by_zebra), (2, job), (4, others)):
+        got = pool_of(world_size).run(counted, goal, str(tmp_path / "zebra"), False)
+        assert got == [written[0]] * world_size
+    expected = pool_of(2).run(counted, job, str(tmp_path / "ep"), True)[0]
+    for each in pool_of(2).run(counted, by_zebra, str(tmp_path / "ep"), False):
+        assert each == expected
+
+
+# What is asked for.
+
+
+@pytest.mark.parametrize("argument", ["load_module_only", "load_optimizer_states"])
+@pytest.mark.parametrize(
+    ("family", "dtype", "layout"),
+    [
+        ("mixtral", "bfloat16", striped(2, 1, moved=[0, 1])),
+        slow("gpt_moe", "float32", striped(2, 0)),
+        slow("gpt_moe", "bfloat16", striped(4, 2, 2, 2)),
+    ],
+    ids=str,
+)
+def test_weights_without_states(family: str, dtype: str, layout: Layout, argument: str) -> None:
+    """The optimizer goes on from the weights, with the states it had."""
+    job = replace(layout.job, family=family, dtype=dtype)
+    checkpoint = saved(2, replace(ep(2, 1).job, family=family, dtype=dtype))
+    only = argument == "load_module_only"
+    call = Call(before=1, arguments=((argument, only),))
+    ranks = loaded(layout.world_size, job, checkpoint, call)
+    expected, got = joined(checkpoint.ranks), joined(ranks)
+    assert {held.steps for held in ranks} == {1 if only else 2}
+    for key in got:
+        if key[1] == WEIGHT:
+            assert torch.equal(got[key], expected[key])
+            assert torch.equal(got[key], joined_master(got, key))
+        if key[1] == "exp_avg":
+            assert not torch.equal(got[key], expected[key])
+
+
+@pytest.mark.parametrize("stage", [slow(0), 2])
+def test_frozen_weights_come_back(stage: int, tmp_path: Path) -> None:
+    """Of an expert rank all weights may be."""
+    ours, theirs = striped(2, stage, moved=[0, 1]), ep(2, stage)
+    for number, (source, goal) in enumerate([(ours, theirs), (theirs, ours), (ours, ours)]):
+        folder = str(tmp_path / str(number))
+        expected = pool_of(2).run(with_frozen, source.job, folder, True)
+        got = pool_of(2).run(with_frozen, goal.job, folder, False)
+        assert_equal(joined(got), joined(expected))
+
+
+def by_own_function(rank: int, world_size: int, job: Job, folder: str) -> list[list[str]]:
+    """Names that a function of the user's is given to load, and those that it is to load into."""
+    engine, seen = jobs.engine_of(job, world_size), []
+
+    def take(src: dict[str, Tensor], dst: nn.Module) -> None:
+        seen.append(sorted(src))
+        dst.load_state_dict(src)
+
+    engine.load_checkpoint(folder, load_module_only=True, custom_load_fn=take)
+    return [*seen, sorted(engine.module.state_dict())]
+
+
+def test_a_function_of_the_users_loads() -> None:
+    folder = str(saved(2, MOVED.job).folder)
+    for given, wanted in pool_of(2).run(by_own_function, striped(2, 0).job, folder):
+        assert given == wanted
+
+
+# Refusals.
+
+DENSE = {
+    "missing": (lambda module: module.pop("lm_head.weight"), r"has no \['lm_head\.weight'\]"),
+    "of another shape": (
+        lambda module: module.update({"lm_head.weight": torch.zeros(3)}),
+        r"lm_head\.weight of shape \(3,\), but this model of shape \(64, 32\)",
+    ),
+    "unknown": (
+        lambda module: module.update({"lm_tail.weight": torch.zeros(3)}),
+        r"this model no \['lm_tail\.weight'\]",
+    ),
+}
+
+
+def test_what_only_attention_ranks_can_tell_is_refused_by_all(tmp_path: Path) -> None:
+    checkpoint = saved(2, MOVED.job)
+    folders = []
+    for name, (change, _) in DENSE.items():
+        shutil.copytree(checkpoint.folder, tmp_path / name)
+        edit_module(lambda state, change=change: change(state["module"]))(
+            tmp_path / name / checkpoint.tag.name
+        )
+        folders.append(str(tmp_path / name))
+    for layout in (MOVED, striped(2, 2, **LAST)):
+        ranks = pool_of(2).run(refused, layout.job, folders)
+        for (_, says), messages in zip(DENSE.values(), zip(*ranks), strict=True):
+            assert_all_say(messages, says)
+
+
+def test_other_experts_are_refused() -> None:
+    folders = [str(saved(2, MOVED.job).folder)]
+    for changes, arguments, says in (
+        ({"num_experts": 8}, {}, "has 4 there and 8 here"),
+        ({}, {"width": 40}, r"of shape \(96, 32\), but this run of shape \(80, 32\)"),
+        ({}, {"fails": "a bad disk"}, r"cannot be read: OSError\('a bad disk'\)"),
+    ):
+        job = replace(MOVED.job, **changes)
+        for messages in pool_of(2).run(refused, job, folders, **arguments):
+            assert_all_say(messages, says)
+
+
+# Files.
+
+
+@pytest.mark.parametrize("layout", [MOVED, striped(2, 1, **LAST)], ids=str)
+def test_files_of_a_checkpoint(layout: Layout) -> None:
+    """Those of any other run: the dense weights once, by an attention rank."""
+    job = replace(layout.job, family="gpt_moe")
+    checkpoint, other = saved(2, job), saved(2, replace(ep(2, 1).job, family="gpt_moe"))
+    names = sorted(path.name for path in checkpoint.tag.iterdir())
+    assert names == ["ds_moe_ext", "ds_moe_ext.json", "mp_rank_00_model_states.pt"]
+    document = json.loads((checkpoint.tag / "ds_moe_ext.json").read_text())
+    assert document["strategy"] == "zebra"
+    assert list(document["homes"].values()) == checkpoint.ranks[0].homes
+    own, theirs = (
+        torch.load(each.tag / "mp_rank_00_model_states.pt", weights_only=False)["module"].keys()
+        for each in (checkpoint, other)
+    )
+    assert own == theirs
+
+
+# Exported.
+
+
+def exported(rank: int, world_size: int, job: Job, folder: str) -> dict[str, Tensor]:
+    """The model's whole state, of one that was not trained but for a buffer."""
+    from ds_moe_ext import full_state_dict
+
+    def with_counter(job: Job) -> nn.Module:
+        model = build(job)
+        model.register_buffer("counter", torch.tensor([True]))
+        return model
+
+    build = jobs.model_of
+    with mock.patch.object(jobs, "model_of", with_counter):
+        engine = jobs.engine_of(job, world_size)
+    if any("lm_head" in name or "head.weight" in name for name, _ in engine.module.named_parameters()):
+        engine.module.counter.fill_(False)
+    engine.save_16bit_model(folder)
+    return {k: v.detach().clone() for k, v in full_state_dict(engine.module).items()}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_moe"])
+@pytest.mark.parametrize(
+    "layout", [striped(2, 1, moved=[0, 1]), striped(2, 0, **LAST), slow(striped(4, 2, 2, 2))], ids=str
+)
+def test_a_whole_state_is_gathered(family: str, layout: Layout, tmp_path: Path) -> None:
+    """The stock model's own, on every rank; what attention ranks have in their buffers."""
+    job = replace(layout.job, family=family)
+    stock = jobs.model_of(job).state_dict() | {"counter": torch.tensor([False])}
+    states = pool_of(layout.world_size).run(exported, job, str(tmp_path))
+    for state in (*states, torch.load(tmp_path / "pytorch_model.bin")):
+        assert state.keys() == stock.keys()
+        assert all(torch.equal(state[name], tensor) for name, tensor in stock.items())
