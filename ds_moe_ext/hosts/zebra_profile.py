@@ -7,21 +7,26 @@ All ranks then know the same numbers and choose by them.
 
 from __future__ import annotations
 
-import json
 import socket
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_moe_ext.comm import gather_texts
 from ds_moe_ext.hosts.attach import Blueprint, Finder
 from ds_moe_ext.hosts.rehearsal import Scene, rehearse_dense, rehearse_experts
 from ds_moe_ext.hosts.run import teller
+from ds_moe_ext.hosts.zebra_seen import (
+    AllButExperts,
+    ExpertHere,
+    RankHere,
+    Seen,
+    agreed,
+    free_bytes_of,
+    least_free_bytes,
+)
 from ds_moe_ext.pieces import default_stripes
 from ds_moe_ext.planners.asym_ea import VARIANTS, LayerTimes, ZebraGroup
 from ds_moe_ext.planners.zebra_choice import (
@@ -36,11 +41,8 @@ from ds_moe_ext.planners.zebra_step import ZebraShape
 from ds_moe_ext.planners.zebra_work import card_of
 from ds_moe_ext.report.units import seconds_text
 from ds_moe_ext.strategies.zebra import WHERE, Profile, Zebra
-from ds_moe_ext.strict import read_record
 
 HEAD_COPIES = 2  # what head and loss keep, and its gradient
-
-RecordT = TypeVar("RecordT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,103 +100,6 @@ def profiled(
 
 def _cells(strategy: Zebra) -> tuple[Sequence[int], Sequence[int]]:
     return strategy.roles.attention_cells, strategy.roles.expert_cells
-
-
-# What ranks tell each other.
-
-
-@dataclass(frozen=True, kw_only=True)
-class AllButExperts:
-    """Of the first attention rank.
-
-    Attributes:
-        blocks: seconds of all of them and one stripe, forward and backward.
-        head_s: of embeddings, head and loss.
-        bytes: of weights and what belongs to them, and of all that a step keeps.
-        top_k: rows of a token.
-        width: elements of a row.
-        row_dtype: name of their type.
-    """
-
-    blocks: Timed
-    head_s: float
-    bytes: float
-    top_k: int
-    width: int
-    row_dtype: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankHere:
-    """What a rank tells first.
-
-    Attributes:
-        node: its name.
-        free_bytes: of its device, or of its node, before anything was brought there.
-        model_bytes: weights of the model that are there already.
-        is_shared: the ranks of a node share that memory.
-        dense: of the first attention rank.
-    """
-
-    node: str
-    free_bytes: int
-    model_bytes: int
-    is_shared: bool
-    dense: AllButExperts | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertHere:
-    """What a rank tells of an expert; nothing but of the first rank of each role.
-
-    Attributes:
-        seconds: forward and backward, of the rows of an expert rank.
-        rows_bytes: that it keeps for backward.
-    """
-
-    seconds: Timed | None = None
-    rows_bytes: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Seen:
-    """What all ranks know then.
-
-    Attributes:
-        dense: of the first attention rank.
-        experts: an expert rank's rows on an expert rank.
-        on_attention: the same rows on an attention rank.
-        rows_bytes: that they keep for backward.
-        attention_free_bytes: of the attention rank that has least.
-        expert_free_bytes: of the expert rank that has least.
-    """
-
-    dense: AllButExperts
-    experts: Timed
-    on_attention: Timed
-    rows_bytes: int
-    attention_free_bytes: int
-    expert_free_bytes: int
-
-
-def agreed(measure: Callable[[], RecordT], cls: type[RecordT]) -> list[RecordT]:
-    """What every rank has measured, in the order of the ranks. Collective.
-
-    Raises:
-        ValueError: on every rank, where one of them failed.
-    """
-    try:
-        own = json.dumps(asdict(measure()))  # type: ignore[call-overload]
-    except Exception as error:
-        own = f"!{type(error).__name__}: {error}"
-    told = gather_texts(own, None)
-    faults = [f"rank {rank}: {text[1:]}" for rank, text in enumerate(told) if text[0] == "!"]
-    if faults:
-        raise ValueError(
-            f"{WHERE}.profile could not be measured ({'; '.join(faults)}); set {WHERE}.moved in "
-            "its place, a number for each MoE layer"
-        )
-    return [read_record(cls, json.loads(text), f"{WHERE}.profile") for text in told]
 
 
 # Measuring and choosing.
@@ -392,28 +297,6 @@ def _experts_of_all_layers(blueprint: Blueprint) -> int:
     return blueprint.found[0].num_experts
 
 
-# Memory.
-
-
-def free_bytes_of(device: torch.device) -> int:
-    """What the device could still give; of a CPU, what the node could."""
-    if device.type == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free_bytes + cached)
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    available = next(line for line in lines if line.startswith("MemAvailable:"))
-    return 1024 * int(available.split()[1])
-
-
-def least_free_bytes(here: Sequence[RankHere]) -> list[int]:
-    """Memory of each rank for training. The ranks of a node share that of a CPU; and the model
-    leaves it what it takes there now."""
-    nodes = [own.node for own in here]
-    shares = [nodes.count(own.node) if own.is_shared else 1 for own in here]
-    return [own.free_bytes // share + own.model_bytes for own, share in zip(here, shares)]
-
-
 # What a person is told.
 
 
@@ -440,8 +323,7 @@ def _choice_text(rehearsal: _Rehearsal, seen: Seen, choice: Choice) -> str:
     """What follows."""
     before, after = seconds_text(choice.before_s), seconds_text(choice.after_s)
     if not any(choice.proposed_L):
-        is_slower = rehearsal.times(seen).gather_s <= 0
-        why = "attention takes longer than they do" if is_slower else "too little would be gained"
+        why = _why_none(rehearsal, seen, choice)
         return f"zebra: no experts move: {why}; a step takes {before}, simulated"
     if not any(choice.moved_L):
         return (
@@ -455,3 +337,12 @@ def _choice_text(rehearsal: _Rehearsal, seen: Seen, choice: Choice) -> str:
         f"has of each layer to attention ranks; a step takes {after} in place of {before}, "
         f"simulated ({choice.after_s / choice.before_s - 1:+.1%})"
     )
+
+
+def _why_none(rehearsal: _Rehearsal, seen: Seen, choice: Choice) -> str:
+    """By Algorithm 1."""
+    if rehearsal.times(seen).gather_s <= 0:
+        return "attention takes longer than they do"
+    if choice.bounds.most < rehearsal.group.chunk.per_attention_rank:
+        return "attention ranks have no memory for them"
+    return "they are too large for the bubbles that they would fill"

@@ -80,6 +80,7 @@ class Coroutine:
         self._turns.put(Asked(question))
         answer, state = self._answers.get()
         if isinstance(answer, Abandoned):
+            self._answers.put((answer, None))  # for code that caught it, and asks again
             raise answer
         state.follow()
         return answer

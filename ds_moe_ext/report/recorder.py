@@ -203,10 +203,13 @@ class Recorder:
 
     def _time(self, step: int) -> None:
         """Time the tasks of the coming step, if anybody wants to know."""
-        is_sample = step % TIME_EVERY == TIME_EVERY // 2 or step == self.trace_step
         is_traced = self.tracer is not None and step in self.tracer.steps
         for layer in self.layers:
-            layer.routed.tasks.is_on = is_sample or is_traced
+            layer.routed.tasks.is_on = self._is_sample(step) or is_traced
+
+    def _is_sample(self, step: int) -> bool:
+        """Whether the tasks of a step are timed, by all ranks."""
+        return step % TIME_EVERY == TIME_EVERY // 2 or step == self.trace_step
 
     def _take_plans(self, step: int) -> None:
         plans = tuple(layer.routed.site.plan for layer in self.layers)
@@ -230,7 +233,7 @@ class Recorder:
             return
         self._times.num_steps += 1
         spans = spans_of(timed, timed[0], [layer.name for layer in self.layers])
-        if self.beside is not None:
+        if self.beside is not None and self._is_sample(step):
             spans = self.beside(spans)
         for span in spans:
             self._times.seconds[f"{span.phase}:{span.name}"] += span.end_s - span.start_s

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
+from deepspeed.moe.utils import is_moe_param
 from torch import Tensor, nn
 
+from ds_moe_ext.hosts.deepspeed.states import OptimizerStates
 from tests.hosts import jobs
 from tests.hosts.checkpoints import (
     WEIGHT,
@@ -121,9 +124,7 @@ def test_in_float32_nothing_has_happened(stage: int, tmp_path: Path) -> None:
     """Saved on two ranks, resumed on four: four roundings of a sum in place of two."""
     job = Job("mixtral", clip=0.5, steps=4)
     straight = trained(striped(2, stage, moved=[0, 1]), job)
-    trained(
-        striped(2, stage, moved=[0, 1]), replace(job, steps=2, save_at=2, folder=str(tmp_path))
-    )
+    trained(striped(2, stage, moved=[0, 1]), replace(job, steps=2, save_at=2, folder=str(tmp_path)))
     resumed = trained(striped(4, stage, 2, 2), replace(job, folder=str(tmp_path), resume=True))
     assert resumed.losses == pytest.approx(straight.losses[2:], rel=2e-6)
     assert resumed.norms == pytest.approx(straight.norms[2:], rel=2e-5)
@@ -200,6 +201,81 @@ def test_scale_schedule_and_counters_go_on(stage: int, tmp_path: Path) -> None:
     expected = pool_of(2).run(counted, job, str(tmp_path / "ep"), True)[0]
     for each in pool_of(2).run(counted, by_zebra, str(tmp_path / "ep"), False):
         assert each == expected
+
+
+def rates(rank: int, world_size: int, job: Job, folder: str, saves: bool) -> list[Rates]:
+    """Rates of weights, and what the schedule tells, of a run that saved, or loaded after a step on
+    other data; then after a further step."""
+    import deepspeed
+
+    def optimizer(job: Job, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        experts = [p for p in parameters if is_moe_param(p)]
+        dense = [p for p in parameters if not is_moe_param(p)]
+        groups = [{"params": dense, "lr": 1e-3}, {"params": experts, "lr": 1e-2}]
+        return torch.optim.AdamW([group for group in groups if group["params"]])
+
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        falling = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        bending = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, [falling, bending], [4])
+
+    with (
+        mock.patch.object(jobs, "_torch_optimizer", optimizer),
+        mock.patch.object(
+            deepspeed, "initialize", partial(deepspeed.initialize, lr_scheduler=schedule)
+        ),
+    ):
+        engine = jobs.engine_of(replace(job, optimizer="callable"), world_size)
+
+    def seen() -> Rates:
+        states = OptimizerStates(engine)
+        of_kinds = {
+            is_moe_param(p): float(states.options(p)["lr"]) for p in engine.module.parameters()
+        }
+        return Rates(of_kinds, sorted(engine.get_lr()), sorted(engine.lr_scheduler.get_last_lr()))
+
+    run_steps(rank, world_size, engine, range(3) if saves else range(1))
+    if saves:
+        engine.save_checkpoint(folder)
+    else:
+        engine.load_checkpoint(folder)
+    found = [seen()]
+    for step in range(3, 6):
+        run_steps(rank, world_size, engine, [step])
+        found.append(seen())
+    return found
+
+
+class Rates(NamedTuple):
+    of_kinds: dict[bool, float]  # by whether a weight is an expert's
+    used: list[float]  # by the optimizer
+    told: list[float]  # by the schedule
+
+
+@pytest.mark.parametrize("stage", [slow(0), 1, slow(2)])
+def test_rates_of_groups_that_a_rank_lacks(stage: int, tmp_path: Path) -> None:
+    """Experts have another rate than dense weights; torch keeps it in the schedule's state, in the
+    order of the groups of the rank that saved."""
+    layouts = [ep(2, stage), striped(2, stage), striped(2, stage, moved=[0, 1])]
+    for number, source in enumerate(layouts):
+        folder = str(tmp_path / str(number))
+        expected = merged(pool_of(2).run(rates, source.job, folder, True))
+        assert expected[0] == {False: 1e-3 / 8, True: 1e-2 / 8}
+        for goal in layouts:
+            ranks = pool_of(2).run(rates, goal.job, folder, False)
+            assert merged(ranks) == [pytest.approx(each) for each in expected]
+
+
+def merged(ranks: list[list[Rates]]) -> list[dict[bool, float]]:
+    """The rates of both kinds after each step, on which ranks agree."""
+    found: list[dict[bool, float]] = []
+    for of_ranks in zip(*ranks, strict=True):
+        pairs = {pair for each in of_ranks for pair in each.of_kinds.items()}
+        for each in of_ranks:
+            assert each.used == each.told == sorted(each.of_kinds.values())
+        assert len(pairs) == 2
+        found.append(dict(pairs))
+    return found
 
 
 # What is asked for.
@@ -338,7 +414,7 @@ def exported(rank: int, world_size: int, job: Job, folder: str) -> dict[str, Ten
     build = jobs.model_of
     with mock.patch.object(jobs, "model_of", with_counter):
         engine = jobs.engine_of(job, world_size)
-    if any("lm_head" in name or "head.weight" in name for name, _ in engine.module.named_parameters()):
+    if not all(map(is_moe_param, engine.module.parameters())):  # an attention rank
         engine.module.counter.fill_(False)
     engine.save_16bit_model(folder)
     return {k: v.detach().clone() for k, v in full_state_dict(engine.module).items()}
@@ -346,7 +422,9 @@ def exported(rank: int, world_size: int, job: Job, folder: str) -> dict[str, Ten
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_moe"])
 @pytest.mark.parametrize(
-    "layout", [striped(2, 1, moved=[0, 1]), striped(2, 0, **LAST), slow(striped(4, 2, 2, 2))], ids=str
+    "layout",
+    [striped(2, 1, moved=[0, 1]), striped(2, 0, **LAST), slow(striped(4, 2, 2, 2))],
+    ids=str,
 )
 def test_a_whole_state_is_gathered(family: str, layout: Layout, tmp_path: Path) -> None:
     """The stock model's own, on every rank; what attention ranks have in their buffers."""

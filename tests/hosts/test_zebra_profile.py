@@ -5,6 +5,7 @@ Ranks are made slow by sleeping, so that what is chosen does not depend on the m
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,8 +17,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ds_moe_ext.layout import world
 from ds_moe_ext.planners.asym_ea import LayerTimes, ZebraGroup
-from ds_moe_ext.planners.zebra_choice import Stripes, step_seconds
+from ds_moe_ext.planners.zebra_choice import Stripes, Timed, step_seconds
 from ds_moe_ext.report.units import seconds_text
 from tests.hosts import jobs
 from tests.hosts.copied_runs import worst
@@ -97,20 +99,20 @@ def late(case: Case, rank: int) -> Iterator[None]:
         yield
 
 
-def profiled_on(rank: int, world_size: int, case: Case, world: int | None = None) -> Outcome:
+def profiled_on(rank: int, world_size: int, case: Case, num_ranks: int | None = None) -> Outcome:
     """Profile a model as the engine does, and compare it with what it was."""
     from ds_moe_ext.hosts import zebra_profile
     from ds_moe_ext.hosts.attach import draw
     from ds_moe_ext.hosts.deepspeed.startup import FINDERS
     from ds_moe_ext.hosts.rehearsal import Scene
-    from ds_moe_ext.planners.zebra_choice import Timed, WeightBytes
+    from ds_moe_ext.planners.zebra_choice import WeightBytes
     from ds_moe_ext.settings import read_settings
 
     job = case.job_with_keys
     model = jobs.model_of(job)
     settings, strategy = read_settings(jobs.document_of(job, world_size))
     assert strategy is not None
-    blueprint = draw(settings, strategy, model, FINDERS, world or world_size)
+    blueprint = draw(settings, strategy, model, FINDERS, num_ranks or world_size)
     training = zebra_profile.Training(
         scene=Scene(torch.device("cpu"), torch.bfloat16 if case.bfloat16 else None),
         micro_batch=jobs.ROWS,
@@ -211,6 +213,62 @@ def test_the_variant_counts(variant: str, expected: list[int]) -> None:
     assert outcomes(case)[0].moved == expected
 
 
+def profiled_by_hand(
+    rank: int, world_size: int, case: Case
+) -> tuple[Outcome, list[tuple[int, ...]]]:
+    """Profile with numbers for what a model takes; and the shapes of what experts compute."""
+    from ds_moe_ext.hosts import zebra_profile
+    from ds_moe_ext.hosts.rehearsal import Dense, Experts
+
+    shapes: list[tuple[int, ...]] = []
+
+    def experts(
+        model: Any, blueprint: Any, finders: Any, scene: Any, rows_RD: Tensor, **_: Any
+    ) -> Any:
+        shapes.append(tuple(rows_RD.shape))
+        return Experts(seconds=Timed(1.0, 0.0), kept_bytes=400)
+
+    dense = Dense(
+        blocks=Timed(8.0, 0.0),
+        whole=Timed(8.0, 0.0),
+        blocks_bytes=1000,
+        others_bytes=100,
+        top_k=2,
+        width=32,
+        row_dtype=torch.float32,
+        num_trained=50,
+        num_frozen=10,
+    )
+    with (
+        mock.patch.object(zebra_profile, "rehearse_dense", lambda *given, **named: dense),
+        mock.patch.object(zebra_profile, "rehearse_experts", experts),
+    ):
+        return profiled_on(rank, world_size, case), shapes
+
+
+@pytest.mark.parametrize(("spare_bytes", "expected"), [(1, 5), (-10, 4)])
+def test_room_on_attention_ranks_by_hand(spare_bytes: int, expected: int) -> None:
+    """50 trained weights take 16 bytes and 10 frozen ones 2. Blocks keep 1000 bytes in each of two
+    stripes, the head 100 with its gradient. An expert takes 16 bytes a weight, and keeps a quarter
+    of 400 bytes in each stripe. What the model takes now will be free."""
+    needed = 50 * 16 + 10 * 2 + 2 * 1000 + 2 * 100 + 5 * (3 * 32 * 48 * 16 + 2 * 100)
+    there = sum(parameter.nbytes for parameter in jobs.model_of(MIXTRAL).parameters())
+    free_bytes = math.ceil((needed + spare_bytes) / 0.9) - there
+    found = pool_of(2).run(profiled_by_hand, Case(free_bytes=(free_bytes, 10**9)))
+    assert [f"has room for {expected}" in outcome.told[0] for outcome, _ in found] == [True] * 2
+
+
+@pytest.mark.parametrize(("attention", "expert", "num_rows"), [(2, 1, 64), (1, 2, 32)])
+def test_the_first_rank_of_each_role_computes_an_expert_ranks_rows(
+    attention: int, expert: int, num_rows: int
+) -> None:
+    """Three stripes: of 3 x 2 samples each has one on each of two attention ranks, two on one. An
+    expert rank gets two rows of each of the 2 x 16 tokens, or those of half of 1 x 32."""
+    found = pool_of(3).run(profiled_by_hand, Case(attention=attention, expert=expert))
+    computes = [rank in (0, attention) for rank in range(3)]
+    assert [shapes for _, shapes in found] == [[(num_rows, 32)] if own else [] for own in computes]
+
+
 def test_slow_experts_move() -> None:
     moved, told, _ = outcomes(Case(late_expert_s=SLOW_S))[0]
     assert moved is not None
@@ -257,6 +315,20 @@ def test_models_stay_as_they_are(job: Job) -> None:
     assert moved is not None, told
 
 
+@pytest.mark.parametrize(
+    ("expert_s", "free_bytes", "why"),
+    [
+        (9.0, (-(10**9), 10**9), "attention ranks have no memory for them"),
+        (4.5, (10**9, 10**9), "they are too large for the bubbles that they would fill"),
+    ],
+)
+def test_why_none_move(expert_s: float, free_bytes: tuple[int, int], why: str) -> None:
+    case = Case(seconds=((8.0, 8.0, 3.0), (expert_s,)), free_bytes=free_bytes)
+    moved, told, _ = outcomes(case)[0]
+    assert moved == [0, 0]
+    assert f"no experts move: {why}; a step takes" in told[1]
+
+
 def test_what_fits_nowhere_else_moves() -> None:
     """An expert has 3 x 32 x 48 weights of 16 bytes. Memory for 5 of 8 on the expert rank: 3 move,
     though attention takes longer."""
@@ -290,7 +362,8 @@ def test_unlike_layers_are_refused() -> None:
 
 
 def test_nothing_is_measured_where_neither_number_divides_the_other() -> None:
-    (found,) = pool_of(1).run(profiled_on, Case(attention=2, expert=3), 5)
+    with world("gloo"):
+        found = profiled_on(0, 1, Case(attention=2, expert=3), 5)
     assert found.moved == [0, 0]
     assert "of 2 attention and 3 expert ranks neither number divides the other" in found.told[0]
 
@@ -344,7 +417,7 @@ def test_a_run_in_half_precision_takes_the_profile() -> None:
 
 def test_memory_of_a_node_is_shared_by_its_ranks() -> None:
     """The model that is there now will have left; a device is nobody else's."""
-    from ds_moe_ext.hosts.zebra_profile import RankHere, least_free_bytes
+    from ds_moe_ext.hosts.zebra_seen import RankHere, least_free_bytes
 
     def here(node: str, *, is_shared: bool) -> RankHere:
         return RankHere(node=node, free_bytes=100, model_bytes=7, is_shared=is_shared, dense=None)

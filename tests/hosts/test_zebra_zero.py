@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
+import torch
+from torch import nn
 
+from tests.hosts import jobs
 from tests.hosts.copied_runs import check_equal, plain
 from tests.hosts.jobs import Job, Result, train
+from tests.hosts.test_states import trust_in_float16
 from tests.hosts.zebra_runs import zebra
 from tests.marks import slow
 from tests.ranks import pool_of
@@ -57,7 +63,8 @@ def test_first_gradients_equal_ep(family: str, shape: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "stage"), [("1+1 moved", 1), ("2+2", 2), slow("1+2", 1), slow("2 groups", 2)]
+    ("shape", "stage"),
+    [("1+1 moved", 1), ("1+1", 2), slow("2+2", 2), slow("1+2", 1), slow("2 groups", 2)],
 )
 def test_curves_in_float32(shape: str, stage: int) -> None:
     job = job_of(shape, "mixtral", stage, clip=0.5)
@@ -145,3 +152,29 @@ def test_first_gradients_in_bfloat16(stage: int) -> None:
 def test_users_own_optimizer(optimizer: str, parameters: str, shape: str, stage: int) -> None:
     job = Job("mixtral", stage, steps=5, optimizer=optimizer, parameters=parameters)
     assert run(shape, job).losses == pytest.approx(by_ep(shape, job).losses, rel=2e-5)
+
+
+def in_two_groups(rank: int, world_size: int, job: Job) -> Result | None:
+    """With a rate for matrices and another for the rest, of which expert ranks have nothing."""
+
+    def optimizer(job: Job, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        matrices = [p for p in parameters if p.dim() > 1]
+        others = [p for p in parameters if p.dim() <= 1]
+        rate = job.learning_rate
+        groups = [{"params": others, "lr": 10 * rate}, {"params": matrices, "weight_decay": 0.1}]
+        return torch.optim.AdamW(groups, lr=rate)
+
+    with mock.patch.object(jobs, "_torch_optimizer", optimizer):
+        return train(rank, world_size, job)
+
+
+@pytest.mark.parametrize("stage", [0, 1, slow(2)])
+@pytest.mark.parametrize("shape", ["1+1", slow("1+1 moved"), slow("2 groups")])
+@pytest.mark.parametrize("optimizer", ["object", slow("callable")])
+def test_parameter_groups_of_one_role(optimizer: str, shape: str, stage: int) -> None:
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 3e-3}}
+    job = Job("mixtral", stage, steps=5, optimizer=optimizer, extra=(("scheduler", schedule),))
+    world_size = SHAPES[shape][0]
+    ours = pool_of(world_size).run(in_two_groups, by_zebra(shape, job))[0]
+    theirs = pool_of(world_size).run(in_two_groups, job)[0]
+    assert ours.losses == pytest.approx(theirs.losses, rel=2e-5)
