@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,11 +14,6 @@ from torch.autograd.graph import get_gradient_edge
 from ds_moe_ext.moe.graph_cut import Part, Pending, Root, backward_of_part, next_number
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=150)
-
-
-ENTANGLED = pytest.mark.xfail(
-    strict=True, reason="autograd goes through one earlier node to reach another: counted twice"
-)
 
 
 def seed(x: Tensor) -> Root:
@@ -44,7 +39,8 @@ def check(leaves: Sequence[Tensor], total: Tensor, firsts: Sequence[int]) -> Non
         if grad is None:
             assert id(leaf) not in found or not found[id(leaf)].any()
         else:
-            torch.testing.assert_close(found[id(leaf)], grad, rtol=1e-12, atol=1e-14)
+            # Single precision in between.
+            torch.testing.assert_close(found[id(leaf)], grad, rtol=1e-5, atol=1e-6)
 
 
 def leaves_of(count: int) -> list[Tensor]:
@@ -76,11 +72,10 @@ def test_a_part_and_what_it_read() -> None:
     first = next_number()
     y = before * w + w
     part = Part.behind([get_gradient_edge(y)], first)
-    assert part.leaves == (w,)
+    assert [edge.node.variable is w for edge in part.leaves] == [True]
     assert [edge.node for edge in part.before] == [before.grad_fn]
 
 
-@ENTANGLED
 def test_a_leaf_of_all_parts() -> None:
     """As tied weights; parts see it once each."""
     (w,) = leaves_of(1)
@@ -116,7 +111,6 @@ def test_outputs_of_one_node() -> None:
     check([w], first * others[0].sin() + first, firsts)
 
 
-@ENTANGLED
 def test_two_earlier_outputs_of_which_one_leads_to_the_other() -> None:
     (w,) = leaves_of(1)
     firsts = [next_number()]
@@ -126,7 +120,6 @@ def test_two_earlier_outputs_of_which_one_leads_to_the_other() -> None:
     check([w], (x * y).sum(), firsts)
 
 
-@ENTANGLED
 def test_a_leaf_that_an_earlier_output_leads_to() -> None:
     """As tied weights, where the head reads what the embedding gave."""
     (w,) = leaves_of(1)
@@ -134,6 +127,40 @@ def test_a_leaf_that_an_earlier_output_leads_to() -> None:
     x = w + 1
     firsts.append(next_number())
     check([w], (x * w).sum(), firsts)
+
+
+class _Pair(torch.autograd.Function):
+    """Two outputs; backward wants both gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
+        return first * 2 + second * 3
+
+
+def test_an_output_that_nobody_used() -> None:
+    (w,) = leaves_of(1)
+    firsts = [next_number()]
+    x = w + 1
+    firsts.append(next_number())
+    check([w], (_Pair.apply(x)[0] * w).sum(), firsts)
+
+
+def test_hooks_within_a_part() -> None:
+    """Those of tensors between nodes run, and change gradients, as ever; those of leaves do not."""
+    (w,) = leaves_of(1)
+    firsts = [next_number()]
+    x = w + 1
+    firsts.append(next_number())
+    y = x * w
+    y.register_hook(lambda grad: grad * 10)
+    total = (y * w).sum()
+    (expected,) = torch.autograd.grad(total, [w], retain_graph=True)
+    w.register_hook(lambda grad: grad * 1000)
+    torch.testing.assert_close(in_parts([seed(total)], firsts)[id(w)], expected)
 
 
 @st.composite
@@ -144,16 +171,23 @@ def graphs(draw: st.DrawFn) -> list[list[tuple[int, int, int]]]:
         steps = []
         for _ in range(draw(st.integers(1, 4))):
             value = st.integers(0, num_values - 1)
-            steps.append((draw(st.integers(0, 3)), draw(value), draw(value)))
+            steps.append((draw(st.integers(0, 6)), draw(value), draw(value)))
             num_values += 1
         parts.append(steps)
     return parts
 
 
-OPERATIONS = (torch.add, torch.mul, lambda a, b: (a - b).sin(), lambda a, b: a.tanh() + b * 0.5)
+OPERATIONS = (
+    torch.add,
+    torch.mul,
+    lambda a, b: (a - b).sin(),
+    lambda a, b: a.tanh() + b * 0.5,
+    lambda a, b: a[:1] * b + a.mean(),  # gradients that autograd sums to a shape
+    lambda a, b: torch.stack([a, b]).unbind()[0] * b,
+    lambda a, b: (a.float() * b.float()).to(a.dtype),
+)
 
 
-@ENTANGLED
 @given(graphs())
 @PROPERTY
 def test_any_graph(parts: list[list[tuple[int, int, int]]]) -> None:

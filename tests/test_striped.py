@@ -453,8 +453,8 @@ class Ways(Model):
         return x_BTD, torch.zeros(())
 
 
-def _asked(order: tuple[int, ...], stages: int) -> None:
-    """Some stages of a stripe on the spot."""
+def _run(*order: int) -> None:
+    """Forward of a stripe on the spot, its model calling layers in some order."""
     torch.manual_seed(0)
     model = Ways(NoAux, NoAux, NoAux)
     model.order = order
@@ -465,32 +465,27 @@ def _asked(order: tuple[int, ...], stages: int) -> None:
         stripe = Stripe([passage], [1.0])
         returned = None
         try:
-            for layer in range(stages):
+            for layer in range(3):
                 question = stripe.forward(layer, returned)
-                if question is None:
-                    return
                 route = one_cell_route(question.expert_TK, Placement.block(EXPERTS, 1))
                 rows_ND = question.x_TD[route.on(STRIPE).token_N]
                 returned = rows_ND, Met(route, torch.empty(0, D))
+            assert returned is not None
+            stripe.finish(3, returned)
         finally:
             passage.abandon()
 
 
 def test_layers_in_their_order() -> None:
-    _asked((0, 1, 2), 4)
+    _run(0, 1, 2)
 
 
-@pytest.mark.parametrize("order", [(0, 0, 1, 2), (0, 2), (1, 0, 2), (0, 1, 2, 1)])
+@pytest.mark.parametrize(
+    "order", [(0, 0, 1, 2), (0, 2), (1, 0, 2), (0, 1, 2, 1), (0, 1), ()], ids=str
+)
 def test_layers_in_another_order_are_refused(order: tuple[int, ...]) -> None:
     with pytest.raises(RuntimeError, match="every forward calls every layer once"):
-        _asked(order, 4)
-
-
-@pytest.mark.xfail(strict=True, reason="the model ends where a layer was to come: taken for an end")
-@pytest.mark.parametrize("order", [(0, 1), ()])
-def test_a_last_layer_that_is_not_called_is_refused(order: tuple[int, ...]) -> None:
-    with pytest.raises(RuntimeError, match="every forward calls every layer once"):
-        _asked(order, 3)
+        _run(*order)
 
 
 class TwoInABlock(nn.Module):

@@ -89,6 +89,7 @@ class StripedModel:
         loss = returned.loss
         if sums is not None:
             wanted = [p for p in self.model.parameters() if p.requires_grad]
+            loss.requires_grad_()  # though all weights of this rank may be frozen
             loss = _HandedOver.apply(loss, sums, self.gradients.factor / scale, *wanted)
         return returned.output(loss)
 

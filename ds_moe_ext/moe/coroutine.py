@@ -6,10 +6,14 @@ micro-batches go on. Only one of the two threads runs at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from ds_moe_ext.schedule.execute import Carried
 
@@ -84,6 +88,34 @@ class Coroutine:
             raise answer
         state.follow()
         return answer
+
+
+class RandomNumbers:
+    """Of a coroutine's own: it draws as if it never paused, whoever draws in between.
+
+    Activation checkpointing relies on that: what it computes again it computes in one go.
+    """
+
+    def __init__(self) -> None:
+        self._host: Tensor | None = None
+        self._device: Tensor | None = None
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """They are torch's inside the block, and are kept for the next one."""
+        has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        devices = [torch.cuda.current_device()] if has_cuda else []
+        seed = int(torch.randint(2**62, ())) if self._host is None else 0
+        with torch.random.fork_rng(devices):
+            if self._host is None:
+                torch.manual_seed(seed)
+            else:
+                torch.set_rng_state(self._host)
+                if self._device is not None:
+                    torch.cuda.set_rng_state(self._device)
+            yield
+            self._host = torch.get_rng_state()
+            self._device = torch.cuda.get_rng_state() if has_cuda else None
 
 
 Ask = Callable[[Any], Any]

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map
 
-from ds_moe_ext.moe.coroutine import Ask, Coroutine, Returned
+from ds_moe_ext.moe.coroutine import Ask, Coroutine, RandomNumbers, Returned
 from ds_moe_ext.moe.graph_cut import Pending, Root, backward_of_part, next_number
 from ds_moe_ext.moe.order import Route, weighing_grads
 from ds_moe_ext.schedule.program import in_backward
@@ -142,6 +142,7 @@ class Passage:
     ) -> None:
         self._call, self._add_grad, self._here = call, add_grad, here
         self._coroutine = Coroutine(self._body, threads)
+        self._random = RandomNumbers()
         self._ask: Ask | None = None
         self._blocks: list[_Block] = []
         self._firsts: list[int] = []  # of the parts between blocks
@@ -155,7 +156,8 @@ class Passage:
     def forward(self, answer: Answer | None) -> Question | None:
         """Run on, to the experts of the next layer; None at the end."""
         torch.clear_autocast_cache()  # of all threads: casts of weights are nodes of other pieces
-        turn = self._coroutine.resume(answer)
+        with self._random.own():
+            turn = self._coroutine.resume(answer)
         if isinstance(turn, Returned):
             return None
         question: Question = turn.question
@@ -214,9 +216,8 @@ class Passage:
         """A block ends: what its caller is to get in the place of what it returned."""
         if not torch.is_grad_enabled():
             return out
-        out = tree_map(lambda x: _cut(x, self._blocks[-1].left), out)
         self._firsts.append(next_number())
-        return out
+        return tree_map(lambda x: _cut(x, self._blocks[-1].left), out)
 
     def experts(self, layer: int, x_TD: Tensor, expert_TK: Tensor, score_TK: Tensor) -> Tensor:
         """What the experts of a layer make of hidden states, ``[T, D]``."""
@@ -286,7 +287,19 @@ def _cut(x: Any, cuts: list[tuple[Tensor, GradientEdge]]) -> Any:
         return x
     leaf = x.detach().requires_grad_()
     cuts.append((leaf, get_gradient_edge(x)))
-    return leaf
+    return _Same.apply(leaf)
+
+
+class _Same(torch.autograd.Function):
+    """The tensor itself; a model may write over it, as it may not over a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def _restored(answer: Answer, score_TK: Tensor) -> Tensor:

@@ -18,6 +18,11 @@ from ds_moe_ext.moe.order import Route
 from ds_moe_ext.moe.passage import Answer, Passage, Question
 from ds_moe_ext.schedule.task import Task
 
+IN_ORDER = (
+    "; under strategy zebra every forward calls every layer once, in the order in which the model "
+    "has them; leave a layer out with moe_layer_pattern"
+)
+
 
 @dataclass(eq=False)
 class Stripe:
@@ -33,25 +38,35 @@ class Stripe:
     _lengths: dict[int, list[int]] = field(default_factory=dict)  # tokens of the pieces, by layer
     _rows: dict[int, list[Tensor]] = field(default_factory=dict)  # which of them are whose
 
-    def forward(self, layer: int, returned: tuple[Tensor, Met] | None) -> Question | None:
-        """On to the experts of a layer; or to the end, behind the last one."""
-        answers = self._answers(layer - 1, returned)
-        asked = [passage.forward(answer) for passage, answer in zip(self.passages, answers)]
+    def forward(self, layer: int, returned: tuple[Tensor, Met] | None) -> Question:
+        """On to the experts of a layer."""
+        asked = self._resumed(layer, returned)
         questions = [question for question in asked if question is not None]
-        if not questions:
-            return None
-        wrong = [question.layer for question in questions if question.layer != layer]
-        if wrong or len(questions) < len(asked):
+        where = [question.layer for question in questions]
+        if where != [layer] * len(asked):
             raise RuntimeError(
-                f"the model called the experts of MoE layer {wrong or 'none'} where layer {layer} "
-                "was to come; under strategy zebra every forward calls every layer once, in the "
-                "order in which the model has them; leave a layer out with moe_layer_pattern"
+                f"the model called the experts of MoE layer {where or 'none'} where layer {layer} "
+                f"was to come{IN_ORDER}"
             )
         self._lengths[layer] = [question.x_TD.shape[0] for question in questions]
         if len(questions) == 1:
             return questions[0]
         x_TD = torch.cat([question.x_TD for question in questions])
         return Question(layer, x_TD, torch.cat([question.expert_TK for question in questions]))
+
+    def finish(self, layer: int, returned: tuple[Tensor, Met]) -> None:
+        """On to the end, behind the experts of the last layer.
+
+        Args:
+            layer: how many layers there are.
+            returned: what its experts returned.
+        """
+        for question in self._resumed(layer, returned):
+            if question is not None:
+                raise RuntimeError(
+                    f"the model called the experts of MoE layer {question.layer} behind those of "
+                    f"all {layer}{IN_ORDER}"
+                )
 
     def turn(self, layer: int) -> Tensor:
         """Backward from the losses to what the last layer's experts returned."""
@@ -64,6 +79,10 @@ class Stripe:
         found = [passage.backward(layer, grad) for passage, grad in zip(self.passages, parts)]
         grads = [grad for grad in found if grad is not None]
         return self._joined(layer - 1, grads) if grads else None
+
+    def _resumed(self, layer: int, returned: tuple[Tensor, Met] | None) -> list[Question | None]:
+        answers = self._answers(layer - 1, returned)
+        return [passage.forward(answer) for passage, answer in zip(self.passages, answers)]
 
     def _answers(self, layer: int, returned: tuple[Tensor, Met] | None) -> Sequence[Answer | None]:
         if returned is None:
@@ -126,7 +145,7 @@ class HeadWork:
     stripes: Sequence[Stripe]
 
     def forward(self, task: Task, _: Any, returned: Any, *rest: Any) -> tuple[tuple[Any, ...], Any]:
-        self.stripes[task.span.start].forward(task.layer, returned)
+        self.stripes[task.span.start].finish(task.layer, returned)
         return (None,), None
 
     def backward(self, task: Task, saved: Any, *grads: Any) -> tuple[Any, ...]:

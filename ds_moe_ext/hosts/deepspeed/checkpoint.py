@@ -12,14 +12,14 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from ds_moe_ext.comm import gather_texts
-from ds_moe_ext.hosts.deepspeed import stored
+from ds_moe_ext.hosts.deepspeed import rates, stored
 from ds_moe_ext.hosts.deepspeed.engine import run_of
 from ds_moe_ext.hosts.deepspeed.kept import (
     REMEMBERED,
@@ -201,9 +201,7 @@ def _weights_given(
 
         agreed(check)
         if wants_schedule and engine.lr_scheduler is not None:
-            fit = _Fit.of(engine, run)
-            own_schedule = engine.lr_scheduler.state_dict()
-            checkpoint["lr_scheduler"] = fit(checkpoint["lr_scheduler"], own_schedule)
+            checkpoint["lr_scheduler"] = rates.fitting(engine, run, checkpoint["lr_scheduler"])
         return type(engine).load_module_state_dict(engine, checkpoint, *args, **kwargs)
 
     engine.load_module_state_dict = load_module_state_dict
@@ -220,43 +218,6 @@ def _check_scheduler(engine: Any, checkpoint: Mapping[str, Any], asked: Asked) -
             f"this run has a {type(engine.lr_scheduler).__name__}; load with "
             "load_lr_scheduler_states=False"
         )
-
-
-class _Fit(NamedTuple):
-    """Fits a schedule of the learning rate to this rank's parameter groups: lists that have an
-    entry for each, as base rates do, stay the rank's own where those that were saved are of other
-    groups. The groups of an attention rank may have no experts, those of an expert rank nothing
-    else.
-
-    Attributes:
-        num_groups: of the optimizer.
-        has_others: they are not those of the rank that saved, though they be as many.
-    """
-
-    num_groups: int
-    has_others: bool
-
-    @classmethod
-    def of(cls, engine: Any, run: Run) -> _Fit:
-        optimizer = base_optimizer(engine)
-        groups = [] if optimizer is None else optimizer.param_groups
-        return cls(len(groups), not has_dense_weights(run))
-
-    def __call__(self, saved: Any, own: Any) -> Any:
-        if isinstance(saved, dict) and isinstance(own, dict):
-            return {key: self(value, own.get(key)) for key, value in saved.items()}
-        if not (isinstance(saved, list) and isinstance(own, list)):
-            return saved
-        if len(own) == self.num_groups and (self.has_others or len(saved) != len(own)):
-            return own
-        return [self(*pair) for pair in zip(saved, own)] if len(saved) == len(own) else saved
-
-
-def _tell_rates(engine: Any) -> None:
-    """Let the schedule tell the rates that have been loaded, as torch's and DeepSpeed's do."""
-    schedule, optimizer = engine.lr_scheduler, base_optimizer(engine)
-    if optimizer is not None and isinstance(getattr(schedule, "_last_lr", None), list):
-        schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
 def _apply(engine: Any, run: Run, staged: Staged, asked: Asked) -> None:
@@ -286,7 +247,7 @@ def _apply_states(engine: Any, run: Run, staged: Staged) -> None:
         _take_settings(optimizer, settings)
     elif engine.fp16_enabled():
         run.planning.tell("the loss scale starts anew: it was saved by another wrapper")
-    _tell_rates(engine)
+    rates.tell(engine)
     if engine.zero_optimization() and not engine.zero_load_from_fp32_weights():
         optimizer._restore_from_bit16_weights()
 

@@ -167,7 +167,7 @@ def own_groups(engine: Any) -> Iterator[None]:
 def tell_of_experts(engine: Any) -> None:
     """Tell an engine with roles, before it makes its optimizer, whether this rank has experts: told
     of MoE layers, ZeRO 1 and 2 want a parameter group of experts."""
-    if isinstance(engine.mpu, RoleUnit):
+    if isinstance(engine.mpu, RoleUnit) and (engine.optimizer_name() or engine.client_optimizer):
         engine.has_moe_layers = any(is_moe_param(p) for p in engine.module.parameters())
 
 
