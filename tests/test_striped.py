@@ -330,7 +330,7 @@ def expected(case: Case) -> tuple[dict[int, list[float]], Grads]:
         losses[cell] = []
         for numbers in case.pieces(cell):
             loss = model(case.batch(*numbers)).loss
-            losses[cell].append(float(loss))
+            losses[cell].append(float(loss.detach()))
             total = total + case.seed(*numbers) * loss
     named = dict(model.named_parameters())
     grads: Grads = {}

@@ -120,7 +120,7 @@ def theorem(num_layers: int, num_micro_batches: int) -> dict[Lane, list[str]]:
 def test_a_step_of_two_layers() -> None:
     step = striped_step(2, 2)
     assert names(step.tasks) == (
-        "a00 d00 a01 d01 e00 c00 e01 c01 a10 d10 a11 d11 e10 c10 e11 c11 "
+        "a00 a01 d00 e00 c00 d01 e01 c01 a10 a11 d10 e10 c10 d11 e11 c11 "
         "h20 h'20 c'10 h21 h'21 c'11 "
         "e'10 d'10 e'11 d'11 a'10 c'00 a'11 c'01 e'00 d'00 e'01 d'01 a'00 a'01"
     )
@@ -462,14 +462,18 @@ def test_one_micro_batch_overlaps_nothing(num_layers: int, seconds: Seconds) -> 
 
 
 def of_host(num_layers: int, num_micro_batches: int, offloaded: bool) -> dict[Lane, list[str]]:
-    """The loops of spec rules 41 and 42; receives of an expert rank are issued a layer ahead."""
+    """The loops of spec rules 41 and 42; what waits for counts is issued an attention later."""
     each = range(num_micro_batches)
     attention, expert = [], []
     for i in range(num_layers):
-        attention += [f"{task}{i}{j}" for j in each for task in "ad"]
-        attention += [f"{task}{i}{j}" for j in each for task in ("oc" if offloaded else "c")]
-        expert += [f"d{i}{j}" for j in each]
-        expert += [f"{task}{i}{j}" for j in each for task in "ec"]
+        attention.append(f"a{i}0")
+        for j in each:
+            attention += [f"a{i}{j + 1}"] * (j + 1 < num_micro_batches)
+            attention += [f"{task}{i}{j}" for task in ("d" if offloaded else "dc")]
+            expert += [f"{task}{i}{j}" for task in ("de" if offloaded else "dec")]
+        if offloaded:
+            attention += [f"{task}{i}{j}" for j in each for task in "oc"]
+            expert += [f"c{i}{j}" for j in each]
     for j in each:
         attention += [f"h{num_layers}{j}", f"h'{num_layers}{j}", f"c'{num_layers - 1}{j}"]
     expert += [f"c'{num_layers - 1}{j}" for j in each]

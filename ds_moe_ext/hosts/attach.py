@@ -125,12 +125,8 @@ class Blueprint:
 
     def homes(self) -> tuple[Placement, ...]:
         """Where the experts of each layer live at first."""
-        homes: dict[int, Placement] = {}
-        for pool in self.pools:
-            counts = [self.found[layer].num_experts for layer in pool.layers]
-            first = self.strategy.first_homes(counts, self.grid.num_cells)
-            homes.update(zip(pool.layers, first))
-        return tuple(homes[layer] for layer in range(len(self.found)))
+        num_experts = [found.num_experts for found in self.found]
+        return self.strategy.first_homes(num_experts, self.pools, self.grid.num_cells)
 
 
 def draw(
@@ -167,6 +163,7 @@ def draw(
                 f"only {count} experts of their shape: some ranks would have none; choose one of "
                 f"{[size for size in divisors(world_size // grid.cell_size) if size <= count]}"
             )
+    blueprint.homes()  # so that what the strategy refuses is refused now
     return blueprint
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
 from ds_moe_ext.schedule import task as ops
 from ds_moe_ext.schedule.step import LOSS, in_lanes
@@ -143,14 +144,22 @@ class _Step:
         self._places: dict[tuple[Op, int, Span], int] = {}  # of forward
 
     def forward(self, layer: int, *, is_offloaded: bool) -> None:
-        for span in self._micro_batches:
-            self._run(_attention(layer, span))
+        """A dispatch stands behind the attention of the next micro-batch, and its experts right
+        behind it (spec rule 42): a host that issues the tasks one by one waits in a dispatch until
+        the counts of its rows are known."""
+        micro_batches = self._micro_batches
+        self._run(_attention(layer, micro_batches[0]))
+        for span, following in zip_longest(micro_batches, micro_batches[1:]):
+            if following is not None:
+                self._run(_attention(layer, following))
             self._run(_dispatch(layer, span))
-        for span in self._micro_batches:
             self._run(_expert(layer, span))
-            if is_offloaded:
+            if not is_offloaded:
+                self._run(_combine(layer, span, is_offloaded=False))
+        if is_offloaded:
+            for span in micro_batches:
                 self._run(_offloaded(layer, span))
-            self._run(_combine(layer, span, is_offloaded=is_offloaded))
+                self._run(_combine(layer, span, is_offloaded=True))
 
     def turn(self, layer: int) -> None:
         """The last stage, forward and backward of each micro-batch."""

@@ -255,9 +255,24 @@ class Strategy(ABC):
         """The same, once the names of all ranks' devices can be had. Pure but for asking them."""
         return self
 
-    def first_homes(self, num_experts: Sequence[int], num_cells: int) -> tuple[Placement, ...]:
-        """Where the experts of each layer of a pool live at first. Pure."""
-        return even_homes(num_experts, num_cells)
+    def first_homes(
+        self, num_experts: Sequence[int], pools: Iterable[Pool], num_cells: int
+    ) -> tuple[Placement, ...]:
+        """Where the experts of each layer live at first. Pure.
+
+        Args:
+            num_experts: of each layer.
+            pools: every layer is in one of them.
+            num_cells: of the grid.
+
+        Raises:
+            ValueError: they cannot be divided as asked for.
+        """
+        homes: dict[int, Placement] = {}
+        for pool in pools:
+            counts = [num_experts[layer] for layer in pool.layers]
+            homes.update(zip(pool.layers, even_homes(counts, num_cells)))
+        return tuple(homes[layer] for layer in range(len(num_experts)))
 
     def uses(self) -> tuple[tuple[str, Lane], ...]:
         """The (axis, lane) pairs that need a communicator. Pure."""

@@ -6,7 +6,7 @@ in experts, so each does what it is good at. Shape letters: E experts, C cells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,7 +17,7 @@ from ds_moe_ext.roles import Roles, roles_by_device
 from ds_moe_ext.schedule.stripes import A2E, E2A
 from ds_moe_ext.schedule.task import INTER, Lane
 from ds_moe_ext.share import LocalElseHome
-from ds_moe_ext.strategies.base import Job, Plan, Strategy, register
+from ds_moe_ext.strategies.base import Job, Plan, Pool, Strategy, register
 from ds_moe_ext.strict import at_least
 
 WHERE = "ds_moe_ext.zebra"
@@ -144,14 +144,23 @@ class Zebra(Strategy):
     def uses(self) -> tuple[tuple[str, Lane], ...]:
         return (("ep", INTER), ("ep", A2E), ("ep", E2A))
 
-    def first_homes(self, num_experts: Sequence[int], num_cells: int) -> tuple[Placement, ...]:
+    def first_homes(
+        self, num_experts: Sequence[int], pools: Iterable[Pool], num_cells: int
+    ) -> tuple[Placement, ...]:
         moved = self.moved or [0] * len(num_experts)
         if len(moved) != len(num_experts):
             raise ValueError(
                 f"{WHERE}.moved has {len(moved)} numbers, but there are {len(num_experts)} MoE "
                 "layers; give one a layer"
             )
-        return tuple(asymmetric_home(n, self.roles, o) for n, o in zip(num_experts, moved))
+        roles = self.roles
+        homes = tuple(asymmetric_home(n, roles, o) for n, o in zip(num_experts, moved))
+        if not any(home.holds_EC[:, list(roles.expert_cells)].any() for home in homes):
+            raise ValueError(
+                f"{WHERE}.moved is {moved}, which leaves the expert ranks without any expert; move "
+                "fewer, or use strategy 'ep'"
+            )
+        return homes
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
         return tuple(Plan(home, home, LocalElseHome(home, home)) for home in job.homes)

@@ -6,6 +6,7 @@ of smaller micro-batches; the jobs that do so have neither.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -191,7 +192,6 @@ def drawn(job: Job, monkeypatch: pytest.MonkeyPatch) -> Blueprint | None:
     return blueprint_of(document_of(job, 2), model_of(job), None)
 
 
-@pytest.mark.xfail(strict=True, reason="the layers of each pool are taken for all")
 def test_experts_of_several_pools_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers are by layer, though widths differ."""
     job = zebra(job_of(2, "toy, two pools"), 1, 1, moved=[0, 1, 3, 2])
@@ -201,7 +201,6 @@ def test_experts_of_several_pools_move(monkeypatch: pytest.MonkeyPatch) -> None:
     assert held == [0, 1, 3, 2]
 
 
-@pytest.mark.xfail(strict=True, reason="an expert rank without weights fails later, and alone")
 def test_expert_ranks_that_give_up_all(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="moved"):
         drawn(zebra(job_of(2), 1, 1, moved=[4, 4]), monkeypatch)
@@ -214,14 +213,14 @@ def test_expert_ranks_that_give_up_all(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"moved": [0, 5]}, "moved has 5"),
         ({"moved": [0, -1]}, "integers from 0"),
         ({"num_micro_batches": 0}, "num_micro_batches"),
-        ({"attention_size": 2, "expert_size": 2}, "2 attention + 2 expert ranks"),
+        ({"attention_size": 2, "expert_size": 2}, r"2 attention \+ 2 expert ranks"),
         ({"attention_size": None}, "attention_size is None"),
     ],
 )
 def test_keys_that_cannot_work(
     keys: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=re.escape(says)):
         blueprint = drawn(zebra(job_of(2), **{"attention": 1, "experts": 1, **keys}), monkeypatch)
         assert blueprint is not None
         blueprint.homes()
