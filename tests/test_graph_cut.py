@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -142,7 +141,6 @@ class _Pair(torch.autograd.Function):
         return first * 2 + second * 3
 
 
-@pytest.mark.xfail(strict=True, reason="nodes that are called one by one lack what the engine does")
 def test_an_output_that_nobody_used() -> None:
     (w,) = leaves_of(1)
     firsts = [next_number()]
@@ -151,7 +149,6 @@ def test_an_output_that_nobody_used() -> None:
     check([w], (_Pair.apply(x)[0] * w).sum(), firsts)
 
 
-@pytest.mark.xfail(strict=True, reason="nodes that are called one by one lack what the engine does")
 def test_hooks_within_a_part() -> None:
     """Those of tensors between nodes run, and change gradients, as ever; those of leaves do not."""
     (w,) = leaves_of(1)

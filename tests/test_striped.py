@@ -496,6 +496,6 @@ class TwoInABlock(nn.Module):
 
 def test_two_layers_in_a_block_are_refused() -> None:
     names = ("blocks.0.first", "blocks.0.second")
-    layers: Any = [SimpleNamespace(name=name, hosted=SimpleNamespace(run=None)) for name in names]
+    layers: Any = [SimpleNamespace(name=name) for name in names]
     with pytest.raises(ValueError, match=r"blocks\.0 has two MoE layers"):
-        striped._pause_at_experts(TwoInABlock(), layers, Here(), None)
+        striped._blocks_of(TwoInABlock(), layers)

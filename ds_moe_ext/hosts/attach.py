@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_moe_ext.comm import connect, gather_texts
@@ -21,9 +20,9 @@ from ds_moe_ext.layout import GRID, NODE_AXES, Grid, ParallelLayout
 from ds_moe_ext.moe import deep_ep
 from ds_moe_ext.moe.copies import in_order
 from ds_moe_ext.moe.expert import ExpertFunction
+from ds_moe_ext.moe.gate import RunRows
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
 from ds_moe_ext.moe.sharding import WHOLE, Shard
-from ds_moe_ext.moe.tokens import Divided
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.exchange import BY_NODES, Way
 from ds_moe_ext.report.record import LayerRecord
@@ -32,6 +31,8 @@ from ds_moe_ext.settings import BLOCK, Settings
 from ds_moe_ext.strategies.base import Job, Pool, Site, Strategy
 
 CPU = torch.device("cpu")
+
+Around = Callable[[int, Hosted], RunRows]
 
 Finder = Callable[[nn.Module, Wanted], Iterable[Found]]
 
@@ -183,14 +184,14 @@ def _hardware(settings: Settings, num_ranks: int) -> Hardware | None:
 def build(
     blueprint: Blueprint,
     device: torch.device = CPU,
-    shares_tokens: dist.ProcessGroup | None = None,
+    around: Around | None = None,
 ) -> list[tuple[AttachedLayer, Adopted]]:
     """Replace the layers. Collective: it makes the layout's process groups.
 
     Args:
         device: where this rank's experts will compute.
-        shares_tokens: ranks that have the same tokens, of which each shall route a part; None where
-            every rank has tokens of its own.
+        around: makes what a layer calls from its number and its module, whose ``run`` are the
+            experts; None where that is these alone.
     """
     strategy = blueprint.strategy
     hardware = blueprint.hardware
@@ -221,8 +222,8 @@ def build(
         may_drop = found.may_drop if router is None else router.gate.may_drop
         shard = _shard(found, layout)
         adopted = found.adopt(held, shard, _factory(blueprint, found.name, may_drop, site))
-        if shares_tokens is not None:
-            adopted.hosted.run = Divided(adopted.hosted.run, shares_tokens)
+        if around is not None:
+            adopted.hosted.run = around(index, adopted.hosted)
         layer = AttachedLayer.of(found, adopted)
         attached.append((layer, adopted if router is None else host(router, adopted)))
     if ("ep", PARAM) in strategy.uses():

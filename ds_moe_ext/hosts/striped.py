@@ -25,7 +25,7 @@ from ds_moe_ext.hosts.both_sides import BothSides
 from ds_moe_ext.hosts.found import Hosted
 from ds_moe_ext.hosts.outcomes import Outcome
 from ds_moe_ext.layout import group_among
-from ds_moe_ext.moe.gate import capacity_of, drop_over_capacity
+from ds_moe_ext.moe.gate import RunRows, capacity_of, drop_over_capacity
 from ds_moe_ext.moe.passage import Here, Passage
 from ds_moe_ext.moe.serving import GradientSums
 from ds_moe_ext.moe.stripe import Stripe
@@ -46,10 +46,12 @@ class Gradients:
     """What a host does with them.
 
     Attributes:
+        device: where this rank computes them.
         factor: it wants this rank's multiplied by.
         scale: of losses.
     """
 
+    device: torch.device
     factor: float
     scale: Scale
 
@@ -154,7 +156,7 @@ def stripe(
     blueprint: Blueprint,
     layers: Sequence[AttachedLayer],
     gradients: Gradients,
-    device: torch.device,
+    here: Here,
 ) -> Role:
     """Make a model's forward a striped step. Collective.
 
@@ -176,9 +178,10 @@ def stripe(
         layers=[layer.routed for layer in layers],
         weights=lambda layer: hosted[layer].weights(),
         roles=roles,
-        device=device,
-        lanes=lanes_for(device, overlaps=True),
+        device=gradients.device,
+        lanes=lanes_for(gradients.device, overlaps=True),
         recomputes=strategy.recompute_experts,
+        here=here,
     )
     adoption = Adoption(
         layout.group("ep", A2E),
@@ -186,14 +189,16 @@ def stripe(
         place=layout.index("ep"),
         roles=roles,
         num_stripes=strategy.num_micro_batches or default_stripes(*sizes),
-        device=device,
+        device=gradients.device,
     )
     striped = StripedModel(
         model, model.forward, stack, adoption, gradients, blueprint.settings.debug
     )
     left: tuple[nn.Parameter, ...] = ()
+    blocks = _blocks_of(model, layers)
     if stack.is_attention:
-        _pause_at_experts(model, layers, stack.here, blueprint.settings.capacity_factor)
+        for block in blocks:
+            _cut_at(block, here)
     else:
         left = _keep_experts(model, layers)
 
@@ -231,11 +236,14 @@ def _keep_experts(model: nn.Module, layers: Iterable[AttachedLayer]) -> tuple[nn
 # The model on attention ranks.
 
 
-def _pause_at_experts(
-    model: nn.Module, layers: Sequence[AttachedLayer], here: Here, capacity_factor: float | None
-) -> None:
+def _blocks_of(model: nn.Module, layers: Iterable[AttachedLayer]) -> list[nn.Module]:
+    """The block of each layer.
+
+    Raises:
+        ValueError: two layers have one.
+    """
     blocks: dict[str, str] = {}
-    for number, layer in enumerate(layers):
+    for layer in layers:
         name = block_of(model, layer.name)
         if name in blocks:
             raise ValueError(
@@ -243,8 +251,7 @@ def _pause_at_experts(
                 "one a block: leave one out with ds_moe_ext.moe_layer_pattern"
             )
         blocks[name] = layer.name
-        _cut_at(model.get_submodule(name), here)
-        layer.hosted.run = _Paused(number, here, layer.hosted, capacity_factor)
+    return [model.get_submodule(name) for name in blocks]
 
 
 def _cut_at(block: nn.Module, here: Here) -> None:
@@ -263,32 +270,33 @@ def _cut_at(block: nn.Module, here: Here) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class _Paused:
-    """The experts of a layer, which are on other ranks: the model pauses here.
+class Pausing:
+    """Makes the model pause where it calls experts: they are on other ranks.
 
     Attributes:
-        layer: number of the layer.
         here: whose model it is.
-        hosted: the layer's module.
         capacity_factor: rows that an expert takes of a piece, over the mean; None for all.
     """
 
-    layer: int
     here: Here
-    hosted: Hosted
     capacity_factor: float | None
 
-    def __call__(
-        self, x_TD: Tensor, expert_TK: Tensor, score_TK: Tensor, weights: tuple[Tensor, ...]
-    ) -> Tensor:
-        passage = self.here.passage
-        if passage is None:
-            raise RuntimeError(
-                f"the experts of MoE layer {self.layer} were called outside of its forward; "
-                "under strategy zebra call the model itself, on all ranks together"
-            )
-        if self.capacity_factor is not None:
-            num_experts = self.hosted.routed.site.plan.home.num_experts
-            capacity = capacity_of(expert_TK.numel(), num_experts, self.capacity_factor)
-            expert_TK = drop_over_capacity(expert_TK, num_experts, capacity)
-        return passage.experts(self.layer, x_TD, expert_TK, score_TK)
+    def __call__(self, layer: int, hosted: Hosted) -> RunRows:
+        """In the place of a layer's experts."""
+        num_experts = hosted.routed.site.plan.home.num_experts
+
+        def paused(
+            x_TD: Tensor, expert_TK: Tensor, score_TK: Tensor, weights: tuple[Tensor, ...]
+        ) -> Tensor:
+            passage = self.here.passage
+            if passage is None:
+                raise RuntimeError(
+                    f"the experts of MoE layer {layer} were called outside of its forward; under "
+                    "strategy zebra call the model itself, on all ranks together"
+                )
+            if self.capacity_factor is not None:
+                capacity = capacity_of(expert_TK.numel(), num_experts, self.capacity_factor)
+                expert_TK = drop_over_capacity(expert_TK, num_experts, capacity)
+            return passage.experts(layer, x_TD, expert_TK, score_TK)
+
+        return paused

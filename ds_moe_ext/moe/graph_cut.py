@@ -7,8 +7,7 @@ without help from the model: nodes with lower numbers.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,8 +125,7 @@ def backward_of_part(
         else:
             own.append((edge, grad))
     part = Part.behind([edge for edge, _ in own], first)
-    work = _node_by_node if part.is_entangled else _at_once
-    for edge, grad in work(own, part, first):
+    for edge, grad in _left_by(own, part):
         if isinstance(edge.node, _AccumulateGrad):
             found.append((edge.node.variable, grad))
         else:
@@ -135,17 +133,39 @@ def backward_of_part(
     return found
 
 
-def _at_once(own: Sequence[Root], part: Part, first: int) -> list[Root]:
-    """What the part leaves to others, by autograd."""
+def _left_by(own: Sequence[Root], part: Part) -> list[Root]:
+    """What the part leaves to others."""
     wanted = [*part.leaves, *part.before]
     if not wanted:
         return []
+    is_entangled = part.is_entangled
     leaves: list[Any] = [edge.node for edge in part.leaves]
-    with _without_hooks(leaf.variable for leaf in leaves):
+    earlier = {edge.node for edge in part.before} if is_entangled else ()
+    with _without_hooks(leaf.variable for leaf in leaves), _closed(earlier):
         grads = torch.autograd.grad(
-            [edge for edge, _ in own], wanted, [grad for _, grad in own], allow_unused=True
+            [edge for edge, _ in own],
+            wanted,
+            [grad for _, grad in own],
+            retain_graph=is_entangled,
+            allow_unused=True,
         )
     return [(edge, grad) for edge, grad in zip(wanted, grads) if grad is not None]
+
+
+@contextmanager
+def _closed(nodes: Iterable[Node]) -> Iterator[None]:
+    """No gradient passes through these nodes, inside the block: autograd would go through one to
+    reach another. It runs them, with nothing, so that they must be retained."""
+    handles = [node.register_prehook(_nothing) for node in nodes]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _nothing(grads: tuple[Tensor | None, ...]) -> tuple[None, ...]:
+    return (None,) * len(grads)
 
 
 @contextmanager
@@ -159,67 +179,6 @@ def _without_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for own, kept in hooks:
             own.update(kept)
-
-
-def _node_by_node(own: Sequence[Root], part: Part, first: int) -> list[Root]:
-    """The same without autograd's engine, which would go through one earlier node to another.
-
-    Nodes are called in the opposite order of their numbers. That takes longer.
-    """
-    left: list[Root] = []
-
-    def work() -> None:
-        grads: dict[Node, list[Tensor | None]] = {}
-        waiting: list[tuple[int, int, Node]] = []
-
-        def add(node: Node, number: int, grad: Tensor) -> None:
-            grad = _fitted(grad, node._input_metadata[number])
-            if isinstance(node, _AccumulateGrad) or node._sequence_nr() < first:
-                left.append((GradientEdge(node, number), grad))
-                return
-            if node not in grads:
-                grads[node] = [None] * len(node._input_metadata)
-                heapq.heappush(waiting, (-node._sequence_nr(), id(node), node))
-            before = grads[node][number]
-            grads[node][number] = grad if before is None else before + grad
-
-        for edge, grad in own:
-            add(edge.node, edge.output_nr, grad)
-        while waiting:
-            node: Any = heapq.heappop(waiting)[-1]
-            given = grads.pop(node)
-            is_ours = isinstance(node, torch.autograd.function.BackwardCFunction)
-            found = node.apply(*given) if is_ours else node(*given)
-            found = found if isinstance(found, tuple) else (found,)
-            for (behind, number), grad in zip(node.next_functions, found):
-                if behind is not None and grad is not None:
-                    add(behind, number, grad)
-
-    begin = torch.zeros((), requires_grad=True)
-    _Inside.apply(begin, work).backward()
-    return left
-
-
-def _fitted(grad: Tensor, of: Any) -> Tensor:
-    """As its node takes it: what was broadcast is summed."""
-    if grad.shape != of.shape:
-        grad = grad.sum_to_size(of.shape)
-    return grad.to(of.dtype)
-
-
-class _Inside(torch.autograd.Function):
-    """Does some work inside of a backward, as what it calls expects."""
-
-    @staticmethod
-    def forward(ctx: Any, begin: Tensor, work: Callable[[], None]) -> Tensor:
-        ctx.work = work
-        return begin.clone()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        ctx.work()
-        return None, None
 
 
 def next_number() -> int:

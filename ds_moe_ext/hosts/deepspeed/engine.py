@@ -22,7 +22,7 @@ from torch import nn
 
 from ds_moe_ext.comm import gather_texts, sum_in_place, take_first
 from ds_moe_ext.hosts import attach, blocks
-from ds_moe_ext.hosts.attach import AttachedLayer, Blueprint
+from ds_moe_ext.hosts.attach import Around, AttachedLayer, Blueprint
 from ds_moe_ext.hosts.checks import Checks
 from ds_moe_ext.hosts.costs import Costs
 from ds_moe_ext.hosts.deepspeed import buckets
@@ -37,9 +37,11 @@ from ds_moe_ext.hosts.gates import warn_if_causal
 from ds_moe_ext.hosts.pipelines import DenseGradients, Pipelines
 from ds_moe_ext.hosts.planning import Planning
 from ds_moe_ext.hosts.run import Run, teller
-from ds_moe_ext.hosts.striped import Gradients, Role, stripe
+from ds_moe_ext.hosts.striped import Gradients, Pausing, Role, stripe
 from ds_moe_ext.hosts.zebra_profile import profiled
 from ds_moe_ext.layout import Grid
+from ds_moe_ext.moe.passage import Here
+from ds_moe_ext.moe.tokens import Divided
 from ds_moe_ext.settings import BLOCK
 from ds_moe_ext.strategies.base import Job
 
@@ -74,11 +76,9 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
     groups._create_expert_and_data_parallel(grid.size)
     if blueprint.grid.world_size > 1:
         _take_first_ranks_weights(model, blueprint, engine.local_rank)
-    tensor_parallel = TensorParallel.of(engine.mpu)
-    tensor_parallel.check()
-    has_own_tokens = blueprint.settings.sequence_parallel
-    shares_tokens = None if has_own_tokens else tensor_parallel.group
-    built = attach.build(blueprint, device, shares_tokens)
+    TensorParallel.of(engine.mpu).check()
+    here = Here()
+    built = attach.build(blueprint, device, _around(engine, blueprint, here))
     for layer, adopted in built:
         _make_known(layer, adopted, grid, sources)
     layers = [layer for layer, _ in built]
@@ -86,7 +86,7 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
         for layer in layers:
             buckets.reduce_last(layer.parameters)
     strategy = blueprint.strategy
-    role = _role_of(engine, model, blueprint, layers)
+    role = None if strategy.roles is None else _role_of(engine, model, blueprint, layers, here)
     if role is not None:
         sources.discarded.update(map(id, role.left))
     if not sources.sources:  # a rank without experts; of an empty map nothing is dropped
@@ -142,15 +142,23 @@ def _check_grid(grid: Grid) -> None:
 
 
 def _role_of(
-    engine: Any, model: nn.Module, blueprint: Blueprint, layers: list[AttachedLayer]
-) -> Role | None:
-    """Where ranks have roles, make the model do what this one's is. Collective."""
-    roles = blueprint.strategy.roles
-    if roles is None:
-        return None
-    gradients = Gradients(experts_factor(roles, dist.get_rank()), _scale_of(engine))
+    engine: Any, model: nn.Module, blueprint: Blueprint, layers: list[AttachedLayer], here: Here
+) -> Role:
+    """Make the model do what this rank's role is. Collective."""
+    assert blueprint.strategy.roles is not None
+    factor = experts_factor(blueprint.strategy.roles, dist.get_rank())
     device = torch.device(get_accelerator().device_name(engine.local_rank))
-    return stripe(model, blueprint, layers, gradients, device)
+    return stripe(model, blueprint, layers, Gradients(device, factor, _scale_of(engine)), here)
+
+
+def _around(engine: Any, blueprint: Blueprint, here: Here) -> Around | None:
+    """What layers call in the place of their experts alone."""
+    settings, shares_tokens = blueprint.settings, TensorParallel.of(engine.mpu).group
+    if blueprint.strategy.roles is not None:
+        return Pausing(here, settings.capacity_factor)
+    if shares_tokens is None or settings.sequence_parallel:
+        return None
+    return lambda layer, hosted: Divided(hosted.run, shares_tokens)
 
 
 def _scale_of(engine: Any) -> Callable[[], float]:
