@@ -147,6 +147,7 @@ def measured_link(shape: Shape, repeats: int = 15) -> Link:
     Two sizes, of which one is that of a rank's batch of rows; the medians of the slowest rank.
     """
     group, here, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    assert group is not None, "torchrun makes it"
     most = shape.tokens * shape.top_k
     sizes = (max(1, most // 16), most)
 

@@ -363,9 +363,9 @@ def test_unlike_layers_are_refused() -> None:
 
 def test_nothing_is_measured_where_neither_number_divides_the_other() -> None:
     with world("gloo"):
-        found = profiled_on(0, 1, Case(attention=2, expert=3), 5)
+        found = profiled_on(0, 1, Case(attention=3, expert=2), 5)
     assert found.moved == [0, 0]
-    assert "of 2 attention and 3 expert ranks neither number divides the other" in found.told[0]
+    assert "of 3 attention and 2 expert ranks neither number divides the other" in found.told[0]
 
 
 # Under an engine.
