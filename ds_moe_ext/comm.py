@@ -165,6 +165,13 @@ def take_first(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 PACKED = torch.contiguous_format
 
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """As any communicator takes it: NCCL knows no bool, for one. uint8 ``[bytes]``, of the same
+    memory where that is contiguous."""
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
 Parcel = tuple[Tensor, int]
 """A contiguous tensor and the member at the other end."""
 

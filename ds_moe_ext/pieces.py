@@ -67,13 +67,7 @@ def pieces_of(num_samples_C: Sequence[int], attention_size: int, num_stripes: in
             f"the batches of a ZP group have {', '.join(map(str, num_samples_C))} samples; every "
             "rank needs one at least, or it has no loss"
         )
-    if total < num_intervals:
-        most = total // attention_size
-        raise ValueError(
-            f"zebra.num_micro_batches is {num_stripes}, so that {attention_size} attention rank(s) "
-            f"run {num_intervals} stripes, but the ZP group has {total} samples; set it to {most} "
-            f"or less, or raise train_micro_batch_size_per_gpu"
-        )
+    check_stripes(total, attention_size, num_stripes)
     # Where equal batches end, one of these borders lies, whatever is left over.
     borders = [total * interval // num_intervals for interval in range(num_intervals + 1)]
     shares = [
@@ -87,12 +81,35 @@ def pieces_of(num_samples_C: Sequence[int], attention_size: int, num_stripes: in
     )
 
 
-def default_stripes(attention_size: int, expert_size: int) -> int:
+def check_stripes(num_samples: int, attention_size: int, num_stripes: int) -> None:
+    """Refuse more stripes than a group has samples.
+
+    Args:
+        num_samples: of all its ranks.
+        attention_size: attention ranks of the group.
+        num_stripes: of each.
+    """
+    if num_samples < attention_size * num_stripes:
+        raise ValueError(
+            f"ds_moe_ext.zebra.num_micro_batches is {num_stripes}, so that {attention_size} "
+            f"attention rank(s) run {attention_size * num_stripes} stripes, but the ZP group has "
+            f"{num_samples} samples; set it to {num_samples // attention_size} or less, or raise "
+            "train_micro_batch_size_per_gpu"
+        )
+
+
+def default_stripes(attention_size: int, expert_size: int, num_samples: int | None = None) -> int:
     """The least number of stripes that lets each be of one batch if all batches are equal.
 
     With an expert rank in the group it is two or more, as overlap needs.
+
+    Args:
+        attention_size: attention ranks of the group.
+        expert_size: its other ranks.
+        num_samples: of all its ranks; fewer stripes if they are too few; None: unknown.
     """
-    return (attention_size + expert_size) // math.gcd(attention_size, expert_size)
+    num_stripes = (attention_size + expert_size) // math.gcd(attention_size, expert_size)
+    return num_stripes if num_samples is None else min(num_stripes, num_samples // attention_size)
 
 
 def _lines(num_samples_C: Sequence[int], shares: Sequence[int]) -> list[list[Piece]]:

@@ -56,24 +56,30 @@ def roles_by_device(devices: Sequence[str], attention_device: str, size: int | N
         size: ranks of a ZP group; None takes all ranks for one.
 
     Raises:
-        ValueError: no device is named so, or all are, or the groups are not alike.
+        ValueError: no device is named so, or all are, or the groups are not whole or not alike.
     """
     size = len(devices) if size is None else size
+    if len(devices) % size:
+        raise ValueError(
+            f"ds_moe_ext.zebra makes groups of {size} ranks, which do not divide the "
+            f"{len(devices)} ranks of the run; choose attention_size and expert_size whose sum "
+            f"divides {len(devices)}, or leave them out"
+        )
     found = [attention_device.lower() in device.lower() for device in devices]
     patterns = sorted({tuple(found[i : i + size]) for i in range(0, len(found), size)})
     if len(patterns) > 1:
         raise ValueError(
-            f"zebra.attention_device is {attention_device!r}, but the groups of {size} ranks "
-            f"differ in where such devices are: the ranks have {', '.join(devices)}; order the "
-            "hostfile so that all groups are alike"
+            f"ds_moe_ext.zebra.attention_device is {attention_device!r}, but the groups of "
+            f"{size} ranks differ in where such devices are: the ranks have "
+            f"{', '.join(devices)}; order the hostfile so that all groups are alike"
         )
     (pattern,) = patterns
     if all(pattern) or not any(pattern):
         raise ValueError(
-            f"zebra.attention_device is {attention_device!r}, which "
+            f"ds_moe_ext.zebra.attention_device is {attention_device!r}, which "
             f"{'all' if all(pattern) else 'no'} ranks have: "
-            f"{', '.join(sorted(set(devices)))}; name one of two kinds of device, or give "
-            " attention_size and expert_size"
+            f"{', '.join(sorted(set(devices)))}; name one of two kinds of device, or leave "
+            "attention_device out and give attention_size and expert_size"
         )
     cells = range(size)
     return Roles(

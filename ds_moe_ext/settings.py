@@ -187,12 +187,18 @@ def _balance(settings: Settings, blocks: Mapping[str, Any]) -> Strategy | None:
     if settings.balance is None:
         return None
     placing = _named("balance", settings.balance, settings, blocks)
-    if not isinstance(placing, Strategy):
+    if not _may_balance(placing):
         raise ValueError(
-            f"{BLOCK}.balance is {settings.balance!r}, which does not place experts; "
-            f"{nearest('', (name for name, each in blocks.items() if isinstance(each, Strategy)))}"
+            f"{BLOCK}.balance is {settings.balance!r}, which does not place experts under "
+            f"pipelines; {nearest('', (name for name in blocks if _may_balance(blocks[name])))}"
         )
-    return placing
+    balance: Strategy = placing
+    return balance
+
+
+def _may_balance(block: Any) -> bool:
+    """Whether it places experts, on ranks that all do the same."""
+    return isinstance(block, Strategy) and type(block).roles is Strategy.roles
 
 
 def _named(key: str, name: str, settings: Settings, blocks: Mapping[str, Any]) -> Any:

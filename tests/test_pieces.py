@@ -83,6 +83,11 @@ def test_default_stripes(attention_size: int, expert_size: int, num_stripes: int
     assert default_stripes(attention_size, expert_size) == num_stripes
 
 
+def test_fewer_stripes_where_there_are_few_samples() -> None:
+    """Three attention ranks and one other would want four stripes each."""
+    assert [default_stripes(3, 1, samples) for samples in (4, 8, 12, 16)] == [1, 2, 4, 4]
+
+
 def test_too_many_stripes() -> None:
     with pytest.raises(
         ValueError, match=r"num_micro_batches is 4, .* 8 stripes, .* 6 samples; set it to 3 "

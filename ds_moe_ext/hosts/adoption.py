@@ -21,6 +21,7 @@ from ds_moe_ext.comm import (
     Parcel,
     Traffic,
     all_gather_counts,
+    as_bytes,
     exchange,
     gather_texts,
     sum_in_place,
@@ -209,12 +210,14 @@ class Adoption:
     def _exchange(self, landed: Mapping[Piece, Batch], leaving: Mapping[int, Batch]) -> Traffic:
         """Fill what is to land, by sender, with what leaves, by receiver. Collective."""
         receives = [
-            (_bytes(tensor), span.sender)
+            (as_bytes(tensor), span.sender)
             for span, batch in landed.items()
             for tensor in batch.tensors()
         ]
         sends = [
-            (_bytes(tensor), cell) for cell, batch in leaving.items() for tensor in batch.tensors()
+            (as_bytes(tensor), cell)
+            for cell, batch in leaving.items()
+            for tensor in batch.tensors()
         ]
         traffic = Traffic()
         for group, on_host in ((self.group, False), (self.control, True)):
@@ -250,11 +253,6 @@ def _spans(stripes: Stripes, cell: int) -> list[Piece]:
     for piece in chain.from_iterable(stripes):
         spans[piece.sender] = replace(spans.get(piece.sender, piece), stop=piece.stop)
     return [span for sender, span in spans.items() if sender != cell]
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """As any communicator takes it: NCCL knows no bool, for one."""
-    return tensor.contiguous().flatten().view(torch.uint8)
 
 
 def _on(parcels: Sequence[Parcel], on_host: bool) -> list[Parcel]:

@@ -84,7 +84,7 @@ class Batch(NamedTuple):
         """
         return Batch(
             {n: x.new_empty(num_samples, *leaves[n].shape[1:]) for n, x in self.cut.items()},
-            {name: torch.empty_like(x) for name, x in self.whole.items()},
+            {name: x.new_empty(x.shape) for name, x in self.whole.items()},  # contiguous
         )
 
     def tensors(self) -> list[Tensor]:

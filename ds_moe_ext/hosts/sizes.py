@@ -73,8 +73,9 @@ def _grid_of_roles(
     for layer in found:
         if layer.num_cells != 1:
             raise ValueError(
-                f"the model built {layer.name} with ep_size {layer.num_cells}, so that no rank has "
-                f"all experts; for strategy {settings.strategy!r} build it with ep_size 1"
+                f"{BLOCK}.strategy is {settings.strategy!r}, but the model built {layer.name} with "
+                f"ep_size {layer.num_cells}, so that no rank has all experts; build it with "
+                "ep_size 1"
             )
     return Grid(world_size, roles.size)
 

@@ -90,7 +90,8 @@ class StripedModel:
         returned = self.adoption.return_scalars(shared, outcomes)
         loss = returned.loss
         if sums is not None:
-            wanted = [p for p in self.model.parameters() if p.requires_grad]
+            # Hooks of weights that autograd does not reach must not run: ZeRO would see no gradient.
+            wanted = [p for p in self.model.parameters() if p.requires_grad and sums.has(p)]
             loss.requires_grad_()  # though all weights of this rank may be frozen
             loss = _HandedOver.apply(loss, sums, self.gradients.factor / scale, *wanted)
         return returned.output(loss)

@@ -132,11 +132,10 @@ class _Rehearsal:
         cls, blueprint: Blueprint, strategy: Zebra, profile: Profile, training: Training
     ) -> _Rehearsal:
         attention, expert = (len(cells) for cells in _cells(strategy))
-        num_stripes = strategy.num_micro_batches or default_stripes(attention, expert)
+        batch = training.micro_batch * (attention + expert)
+        num_stripes = strategy.num_micro_batches or default_stripes(attention, expert, batch)
         shape = ZebraShape(attention_ranks=attention, expert_ranks=expert, num_stripes=num_stripes)
-        num_samples = profile.samples or shape.stripe_samples(
-            training.micro_batch * (attention + expert)
-        )
+        num_samples = profile.samples or shape.stripe_samples(batch)
         group = ZebraGroup(
             num_experts=_experts_of_all_layers(blueprint),
             num_layers=len(blueprint.found),

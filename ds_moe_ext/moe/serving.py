@@ -37,6 +37,10 @@ class GradientSums:
             self._sums[key] = self._sums[key] + grad
             self._own.add(key)
 
+    def has(self, parameter: Tensor) -> bool:
+        """Whether there is one."""
+        return id(parameter) in self._sums
+
     def take(self, parameter: Tensor, factor: Tensor) -> Tensor | None:
         """The sum times a scalar, rounded once; None where there is none. It is forgotten."""
         total = self._sums.pop(id(parameter), None)

@@ -251,8 +251,16 @@ class Strategy(ABC):
         """What the ranks of each grid do, where they do not all do the same."""
         return None
 
-    def settled(self, devices: Callable[[], Sequence[str]]) -> Strategy:
-        """The same, once the names of all ranks' devices can be had. Pure but for asking them."""
+    def settled(self, devices: Callable[[], Sequence[str]], micro_batch: int | None) -> Strategy:
+        """The same, by what is known when a run starts. Pure but for asking.
+
+        Args:
+            devices: asks for the names of all ranks' devices; collective.
+            micro_batch: samples that each rank calls the model with; None where that is not known.
+
+        Raises:
+            ValueError: it cannot work so.
+        """
         return self
 
     def first_homes(

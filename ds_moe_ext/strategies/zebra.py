@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from ds_moe_ext.pieces import check_stripes, default_stripes
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.roles import Roles, roles_by_device
 from ds_moe_ext.schedule.stripes import A2E, E2A
@@ -55,7 +56,7 @@ class Zebra(Strategy):
         attention_device: part of the device name of attention ranks, as "A40"; null: the first
             ranks of a group are attention ranks.
         num_micro_batches: stripes that the samples of an attention rank are cut into, ``R``; null
-            takes the fewest that overlap and cut no rank's batch.
+            takes the fewest that overlap and cut no rank's batch, or as many as there are samples.
         moved: experts that each expert rank leaves to the attention ranks, layer by layer
             (Asym-EA); null leaves none, or as many as the profile says.
         profile: choose the experts that move by what is measured as the run starts; null measures
@@ -77,11 +78,12 @@ class Zebra(Strategy):
     def __post_init__(self) -> None:
         for name in ("attention_size", "expert_size", "num_micro_batches"):
             at_least(f"{WHERE}.{name}", vars(self)[name], 1)
-        for number in (*(self.moved or ()), *(self.attention_cells or ())):
-            if not isinstance(number, int) or number < 0:
+        for name in ("moved", "attention_cells"):
+            numbers = vars(self)[name]
+            if any(type(number) is not int or number < 0 for number in numbers or ()):
                 raise ValueError(
-                    f"{WHERE}.moved and attention_cells are lists of integers from 0; one is "
-                    f"{number!r}"
+                    f"{WHERE}.{name} is {numbers}, but must be a list of integers from 0; mend it, "
+                    "or leave it out"
                 )
         if self.attention_cells is not None:
             self._check_cells(self.attention_cells)
@@ -92,6 +94,11 @@ class Zebra(Strategy):
             )
 
     def _check_cells(self, cells: Sequence[int]) -> None:
+        if self.attention_device is not None:
+            raise ValueError(
+                f"{WHERE}.attention_cells is {cells}, but {WHERE}.attention_device "
+                f"{self.attention_device!r} says the places too; set one of them to null"
+            )
         if self.attention_size is None or self.expert_size is None:
             raise ValueError(
                 f"{WHERE}.attention_cells is {cells}, but attention_size or expert_size is null; "
@@ -121,12 +128,15 @@ class Zebra(Strategy):
         own = tuple(sorted(self.attention_cells))
         return Roles(own, tuple(cell for cell in cells if cell not in own))
 
-    def settled(self, devices: Callable[[], Sequence[str]]) -> Zebra:
-        if self.attention_device is None or self.attention_cells is not None:
-            return self
+    def settled(self, devices: Callable[[], Sequence[str]], micro_batch: int | None) -> Zebra:
+        settled = self if self.attention_device is None else self._by_device(devices())
+        return settled if micro_batch is None else settled._for_batches_of(micro_batch)
+
+    def _by_device(self, devices: Sequence[str]) -> Zebra:
+        assert self.attention_device is not None
         sizes = (self.attention_size, self.expert_size)
         size = None if None in sizes else sum(each or 0 for each in sizes)
-        roles = roles_by_device(devices(), self.attention_device, size)
+        roles = roles_by_device(devices, self.attention_device, size)
         found = (len(roles.attention_cells), len(roles.expert_cells))
         for name, asked, counted in zip(("attention_size", "expert_size"), sizes, found):
             if asked not in (None, counted):
@@ -139,7 +149,18 @@ class Zebra(Strategy):
             attention_size=found[0],
             expert_size=found[1],
             attention_cells=list(roles.attention_cells),
+            attention_device=None,
         )
+
+    def _for_batches_of(self, micro_batch: int) -> Zebra:
+        """With a number of stripes that so many samples of each rank can be cut into."""
+        attention, expert = len(self.roles.attention_cells), len(self.roles.expert_cells)
+        num_samples = micro_batch * (attention + expert)
+        if self.num_micro_batches is None:
+            num_stripes = default_stripes(attention, expert, num_samples)
+            return replace(self, num_micro_batches=num_stripes)
+        check_stripes(num_samples, attention, self.num_micro_batches)
+        return self
 
     def uses(self) -> tuple[tuple[str, Lane], ...]:
         return (("ep", INTER), ("ep", A2E), ("ep", E2A))
@@ -147,7 +168,7 @@ class Zebra(Strategy):
     def first_homes(
         self, num_experts: Sequence[int], pools: Iterable[Pool], num_cells: int
     ) -> tuple[Placement, ...]:
-        moved = self.moved or [0] * len(num_experts)
+        moved = [0] * len(num_experts) if self.moved is None else self.moved
         if len(moved) != len(num_experts):
             raise ValueError(
                 f"{WHERE}.moved has {len(moved)} numbers, but there are {len(num_experts)} MoE "

@@ -7,11 +7,14 @@ of smaller micro-batches; the jobs that do so have neither.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ds_moe_ext.hosts.attach import Blueprint
+from ds_moe_ext.roles import Roles
+from ds_moe_ext.strategies.zebra import Zebra
 from tests.hosts import families
 from tests.hosts.copied_runs import check_equal, plain
 from tests.hosts.jobs import Job, Result, document_of, model_of, train
@@ -183,12 +186,19 @@ def test_long_run(family: str) -> None:
 # Before anything is built.
 
 
-def drawn(job: Job, monkeypatch: pytest.MonkeyPatch) -> Blueprint | None:
-    """What the job's document asks for of its model, on two ranks."""
+def drawn(job: Job, monkeypatch: pytest.MonkeyPatch, world_size: int = 2) -> Blueprint | None:
+    """What the job's document asks for of its model, on so many ranks."""
     from ds_moe_ext.hosts.deepspeed.startup import blueprint_of
 
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    return blueprint_of(document_of(job, 2), model_of(job), None)
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    return blueprint_of(document_of(job, world_size), model_of(job), None)
+
+
+def told_devices(monkeypatch: pytest.MonkeyPatch, *devices: str) -> None:
+    """As if the ranks had these."""
+    from ds_moe_ext.hosts.deepspeed import startup
+
+    monkeypatch.setattr(startup, "_devices", lambda: devices)
 
 
 def test_experts_of_several_pools_move(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,21 +218,104 @@ def test_expert_ranks_that_give_up_all(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"moved": [1]}, "moved has 1 numbers, but there are 2 MoE layers"),
-        ({"moved": [0, 5]}, "moved has 5"),
-        ({"moved": [0, -1]}, "integers from 0"),
-        ({"num_micro_batches": 0}, "num_micro_batches"),
-        ({"attention_size": 2, "expert_size": 2}, r"2 attention \+ 2 expert ranks"),
-        ({"attention_size": None}, "attention_size is None"),
+        ({"moved": [1]}, "moved has 1 numbers, but there are 2 MoE layers; give one a layer"),
+        ({"moved": []}, "moved has 0 numbers, but there are 2 MoE layers; give one a layer"),
+        ({"moved": [0, 5]}, "moved has 5, .* has 4 experts of a layer, .* choose fewer"),
+        ({"moved": [0, -1]}, r"zebra\.moved is \[0, -1\], .* integers from 0; mend it"),
+        ({"moved": [0, True]}, r"zebra\.moved is \[0, True\], .* integers from 0; mend it"),
+        ({"moved": ["1", 0]}, r"zebra\.moved is \['1', 0\], .* integers from 0; mend it"),
+        ({"moved": "all"}, "moved is 'all', but must be a list or null"),
+        ({"moved": "auto"}, "moved is 'auto', .* write null"),
+        ({"num_micro_batches": 0}, "num_micro_batches is 0; it must be at least 1"),
+        ({"num_micro_batches": 2.0}, "num_micro_batches is 2.0, but must be an integer or null"),
+        (
+            {"num_micro_batches": 5},
+            "num_micro_batches is 5, .* run 5 stripes, .* has 4 samples; set it to 4 or less",
+        ),
+        (
+            {"attention_size": 2, "expert_size": 2},
+            r"2 attention \+ 2 expert ranks, .* 2 ranks of the run; choose sizes",
+        ),
+        ({"attention_size": 0}, "attention_size is 0; it must be at least 1"),
+        ({"attention_size": True}, "attention_size is True, but must be an integer or null"),
+        ({"attention_size": None}, "attention_size is None and expert_size 1; set both"),
+        ({"attention_cells": []}, r"attention_cells is \[\], which are not 1 of the 2 places"),
+        ({"attention_cells": [2]}, "attention_cells is .2., .* 0 to 1; mend it"),
+        ({"attention_cells": [False]}, r"attention_cells is \[False\], .* integers from 0"),
+        ({"attention_cells": [0], "expert_size": None}, "attention_cells is .0., .* set both"),
+        (
+            {"attention_cells": [0], "attention_device": "A40"},
+            "attention_cells is .0., .* 'A40' says the places too; set one of them to null",
+        ),
+        ({"attention_device": 40}, "attention_device is 40, but must be a string or null"),
+        ({"recompute_experts": 1}, "recompute_experts is 1, but must be true or false"),
+        ({"profile": {}}, "profile needs the key 'sequence_length'; add it"),
+        ({"profile": True}, "profile is True, but must be an object or null"),
+        ({"profile": {"sequence_length": 0}}, "profile.sequence_length is 0; .* at least 1"),
+        ({"profile": {"sequence_length": 8, "variant": "x"}}, "variant is 'x', but must be 'corr"),
+        ({"profile": {"sequence_length": 8, "num_repeats": 0}}, "num_repeats is 0; .* at least 1"),
+        ({"profile": {"sequence_length": 8}, "moved": [0, 1]}, "moved is .* set one of them"),
+        ({"attention_sizes": 1}, "no key 'attention_sizes'; did you mean 'attention_size'"),
     ],
 )
 def test_keys_that_cannot_work(
     keys: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match=says):
-        blueprint = drawn(zebra(job_of(2), **{"attention": 1, "experts": 1, **keys}), monkeypatch)
-        assert blueprint is not None
-        blueprint.homes()
+    with pytest.raises(ValueError, match=says) as caught:
+        drawn(zebra(job_of(2), **keys), monkeypatch)
+    assert str(caught.value).startswith("ds_moe_ext.zebra")
+
+
+@pytest.mark.parametrize(
+    ("attention", "experts", "num_stripes"), [(1, 1, 2), (1, 3, 4), (2, 1, 3), (3, 1, 2)]
+)
+def test_stripes_that_a_batch_has_samples_for(
+    attention: int, experts: int, num_stripes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two samples a rank are too few for 3 x 4 stripes."""
+    job = zebra(replace(job_of(2), num_experts=6), attention, experts)
+    blueprint = drawn(job, monkeypatch, attention + experts)
+    assert blueprint is not None and isinstance(blueprint.strategy, Zebra)
+    assert blueprint.strategy.num_micro_batches == num_stripes
+
+
+A40S_FIRST = ("NVIDIA A40", "NVIDIA A40", "Tesla V100", "Tesla V100")
+
+
+@pytest.mark.parametrize(
+    ("device", "sizes", "roles"),
+    [
+        ("A40", (None, None), Roles((0, 1), (2, 3))),
+        ("v100", (None, 2), Roles((2, 3), (0, 1))),
+        ("A40", (2, 2), Roles((0, 1), (2, 3))),
+    ],
+)
+def test_roles_by_device(
+    device: str, sizes: tuple[Any, Any], roles: Roles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told_devices(monkeypatch, *A40S_FIRST)
+    blueprint = drawn(zebra(job_of(4), *sizes, attention_device=device), monkeypatch, 4)
+    assert blueprint is not None
+    assert blueprint.strategy.roles == roles
+
+
+@pytest.mark.parametrize(
+    ("device", "sizes", "says"),
+    [
+        ("H100", (None, None), "'H100', which no ranks have: NVIDIA A40, Tesla V100; name one"),
+        ("", (None, None), "'', which all ranks have: NVIDIA A40, Tesla V100; name one"),
+        ("A40", (1, 3), "attention_size is 1, but 2 ranks of a group .* set it to null"),
+        ("A40", (2, 1), "groups of 3 ranks, .* the 4 ranks of the run; choose .* divides 4"),
+        ("A40", (1, 1), "groups of 2 ranks differ .* NVIDIA A40, Tesla V100.*; order the hostfile"),
+    ],
+)
+def test_devices_that_cannot_work(
+    device: str, sizes: tuple[Any, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told_devices(monkeypatch, *A40S_FIRST)
+    with pytest.raises(ValueError, match=says) as caught:
+        drawn(zebra(job_of(4), *sizes, attention_device=device), monkeypatch, 4)
+    assert str(caught.value).startswith("ds_moe_ext.zebra")
 
 
 @pytest.mark.parametrize(
@@ -236,6 +329,7 @@ def test_keys_that_cannot_work(
             "offload_optimizer is set",
         ),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype"),
+        ({"torch_autocast": {"enabled": True, "dtype": "half"}}, "torch_autocast.dtype is half"),
         ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, "optimizer.type"),
         ({"optimizer": {"type": "AdamW", "legacy_fusion": True}}, "legacy_fusion"),
         ({"data_efficiency": {"enabled": True}}, "data_efficiency"),
@@ -250,9 +344,50 @@ def test_what_does_not_go_with_roles(
         drawn(job, monkeypatch)
 
 
-def test_a_gate_and_balance_do_not_go_with_roles(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = (("type", "gshard"),)
-    with pytest.raises(ValueError, match="gate"):
-        drawn(zebra(job_of(2, gate=gate), 1, 1), monkeypatch)
-    with pytest.raises(ValueError, match="balance"):
-        drawn(zebra(job_of(2, balance="esp"), 1, 1), monkeypatch)
+BLOCKS: list[tuple[dict[str, Any], str]] = [
+    ({"expert_parallel_size": 1}, "expert_parallel_size is 1, .* leave it out"),
+    ({"expert_sharding_size": 2}, "expert_sharding_size is 2, .* leave it out"),
+    ({"hooks": ["bf16"]}, "hooks is set, .* leave it out"),
+    ({"balance": "fssdp"}, "balance is 'fssdp', .* leave balance out"),
+    ({"strategy": "esp", "balance": "zebra"}, "balance is 'zebra', .* known: ep, fssdp, prophet$"),
+    ({"sequence_parallel": True}, "sequence_parallel is true, but no mpu .* leave"),
+    ({"options": {"moved": None}}, "options has no effect .* go into the block ds_moe_ext.zebra"),
+]
+
+
+@pytest.mark.parametrize(("block", "says"), BLOCKS)
+def test_what_a_block_of_roles_cannot_have(
+    block: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ds_moe_ext.hosts.deepspeed.startup import blueprint_of
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    job = zebra(job_of(2))
+    document = document_of(job, 2)
+    document["ds_moe_ext"] |= block
+    with pytest.raises(ValueError, match=says):
+        blueprint_of(document, model_of(job), None)
+
+
+def test_no_mpu_beside_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_moe_ext.hosts.deepspeed.startup import blueprint_of
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    job = zebra(job_of(2))
+    mpu = SimpleNamespace(
+        get_model_parallel_world_size=lambda: 1,
+        get_model_parallel_rank=lambda: 0,
+        get_model_parallel_group=lambda: None,
+    )
+    with pytest.raises(ValueError, match=r"an mpu \(SimpleNamespace\) .* leave mpu out"):
+        blueprint_of(document_of(job, 2), model_of(job), mpu)
+
+
+def test_an_empty_list_of_hooks_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_moe_ext.hosts.deepspeed.startup import blueprint_of
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    job = zebra(job_of(2))
+    document = document_of(job, 2)
+    document["ds_moe_ext"]["hooks"] = []
+    assert blueprint_of(document, model_of(job), None) is not None

@@ -15,7 +15,7 @@ class Numbers(list[int]):
         return hash(tuple(self))
 
 
-def zebra(job: Job, attention: int = 1, experts: int = 1, **keys: Any) -> Job:
+def zebra(job: Job, attention: int | None = 1, experts: int | None = 1, **keys: Any) -> Job:
     """The job on ZP groups of so many attention and expert ranks.
 
     Args:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from ds_moe_ext.comm import all_gather_slots, exchange, gather_texts
+from ds_moe_ext.comm import all_gather_slots, as_bytes, exchange, gather_texts
 from ds_moe_ext.hosts.deepspeed.engine import run_of
 from ds_moe_ext.hosts.deepspeed.native import HostedMoE
 from ds_moe_ext.hosts.deepspeed.regions import Region
@@ -57,8 +57,10 @@ def gathered_state(model: nn.Module) -> dict[str, Tensor]:
                 for expert, tensor in enumerate(_joined(module, index)):
                     experts[f"{prefix}.{expert}.{weight}"] = tensor
     hosted = (m for m in model.modules() if isinstance(m, (HostedExperts, HostedMoE)))
-    layout = next(hosted).routed.site.layout
-    return _completed(state, layout.group("ep", INTER)) | experts
+    first = next(hosted, None)
+    if first is None:
+        return state
+    return _completed(state, first.routed.site.layout.group("ep", INTER)) | experts
 
 
 class _Shape(NamedTuple):
@@ -87,19 +89,14 @@ def _completed(state: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, 
     lacking = [place for place, told in enumerate(told_C) if len(told) < len(whole)]
     if dist.get_rank(group) == source:
         for name in whole if lacking else ():
-            flat = _bytes(state[name].detach().to(get_accelerator().current_device_name()))
+            flat = as_bytes(state[name].detach().to(get_accelerator().current_device_name()))
             exchange([], [(flat, place) for place in lacking], group)
     if dist.get_rank(group) in lacking:
         for name, (dtype, shape) in whole.items():
             state[name] = _Shape(dtype, shape).empty()
-            exchange([(_bytes(state[name]), source)], [], group)
+            exchange([(as_bytes(state[name]), source)], [], group)
             state[name] = state[name].cpu()
     return state
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """As any communicator takes it: NCCL knows no bool, for one."""
-    return tensor.contiguous().flatten().view(torch.uint8)
 
 
 def _joined(module: Hosted, index: int) -> Tensor:

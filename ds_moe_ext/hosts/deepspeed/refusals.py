@@ -113,13 +113,13 @@ def refuse_with_roles(document: Mapping[str, Any], settings: Settings, mpu: Any)
             "sequence parallelism are not supported with roles; leave mpu out",
         ),
         (
-            settings.hooks is not NO_HOOKS,
+            settings.hooks != NO_HOOKS,
             f"{BLOCK}.hooks is set, which is not supported with roles; leave it out",
         ),
         (
-            bool(autocast.get("enabled")) and autocast.get("dtype") == "float16",
-            "torch_autocast.dtype is float16, whose scaler lets each rank skip steps alone; use "
-            "bfloat16, or fp16.enabled",
+            bool(autocast.get("enabled")) and autocast.get("dtype") in FLOAT16,
+            f"torch_autocast.dtype is {autocast.get('dtype')}, whose scaler lets each rank skip "
+            "steps alone; use bfloat16, or fp16.enabled",
         ),
         (
             zero.get("reduce_scatter") is False,
@@ -150,6 +150,8 @@ def refuse_with_roles(document: Mapping[str, Any], settings: Settings, mpu: Any)
         if is_set:
             raise ValueError(f"{BLOCK}.strategy is {settings.strategy!r}, but {reason}")
 
+
+FLOAT16 = ("float16", "fp16", "half", "torch.float16")  # as DeepSpeed lets it be written
 
 OPTIMIZERS_OF_ONE_ROLE = ("onebitadam", "onebitlamb", "zerooneadam", "muon")
 

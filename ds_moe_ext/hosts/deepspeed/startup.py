@@ -47,8 +47,8 @@ def blueprint_of(
     settings, strategy = read_settings(document)
     if strategy is None:
         return None
-    strategy = strategy.settled(_devices)
     refuse_unsupported(document, model, mpu, mesh)
+    strategy = strategy.settled(_devices, _micro_batch(document))
     if strategy.roles is not None:
         refuse_with_roles(document, settings, mpu)
     if settings.sequence_parallel and TensorParallel.of(mpu).group is None:
@@ -94,6 +94,13 @@ def _devices() -> list[str]:
     has_name = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if has_name else platform.processor()
     return gather_texts(name or device.type, None)
+
+
+def _micro_batch(document: Mapping[str, Any]) -> int | None:
+    """Samples of a rank's micro-batch; None where they follow from other keys, or are nonsense,
+    of which DeepSpeed will complain."""
+    given = document.get("train_micro_batch_size_per_gpu")
+    return given if type(given) is int and given > 0 else None
 
 
 def _document(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
