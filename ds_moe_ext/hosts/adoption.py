@@ -8,7 +8,7 @@ Shape letters: C ranks of the group, in its order; V scalars of an output.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -73,9 +73,15 @@ class Returned:
         """The loss of this rank's batch, without a graph."""
         return self.scalars[self.template.loss]
 
-    def output(self, loss: Tensor) -> Any:
-        """The output in the user's type, with this tensor as its loss."""
-        scalars = list(self.scalars)
+    def output(self, loss: Tensor, guarded: Callable[[Tensor], Tensor] = Tensor.detach) -> Any:
+        """The output in the user's type.
+
+        Args:
+            loss: the tensor to be its loss.
+            guarded: applied to the other scalars that had a gradient.
+        """
+        pairs = zip(self.scalars, self.template.learnt)
+        scalars = [guarded(scalar) if learnt else scalar for scalar, learnt in pairs]
         scalars[self.template.loss] = loss
         return self.template.rebuild(scalars)
 

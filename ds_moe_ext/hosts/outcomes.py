@@ -36,12 +36,14 @@ class Template:
         tree: of the user's type: holes for its scalars, None for its other tensors.
         dtypes: types of the scalars.
         loss: which of them is the loss.
+        learnt: for each, whether it had a gradient.
         text: what templates that are alike have in common.
     """
 
     tree: Any
     dtypes: tuple[torch.dtype, ...]
     loss: int
+    learnt: tuple[bool, ...]
     text: str
 
     def rebuild(self, scalars: Sequence[Tensor]) -> Any:
@@ -115,12 +117,17 @@ class Outcome:
             )
         holes = {path: Hole(index) for index, path in enumerate(scalars)}
         kept = {path: v for path, v in leaves.items() if isinstance(v, PLAIN) and v is not None}
-        told = [f"{_name(path)}: {t.dtype}" for path, t in scalars.items()]
+        learnt = tuple(scalar.requires_grad for scalar in scalars.values())
+        told = [
+            f"{_name(path)}: {t.dtype}{' with a gradient' if has_gradient else ''}"
+            for (path, t), has_gradient in zip(scalars.items(), learnt)
+        ]
         told += [f"{_name(path)}: {value!r}" for path, value in kept.items()]
         template = Template(
             tree=_changed(output, lambda path, _: holes.get(path, kept.get(path))),
             dtypes=tuple(scalar.dtype for scalar in scalars.values()),
             loss=list(scalars).index(("loss",) if ("loss",) in losses else losses[0]),
+            learnt=learnt,
             text=f"{type(output).__qualname__}({', '.join(told)})",
         )
         return cls(template, tuple(scalars.values()))

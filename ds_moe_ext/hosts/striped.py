@@ -90,11 +90,11 @@ class StripedModel:
         returned = self.adoption.return_scalars(shared, outcomes)
         loss = returned.loss
         if sums is not None:
-            # Hooks of weights that autograd does not reach must not run: ZeRO would see no gradient.
+            # Not those that found no gradient: autograd would run ZeRO's hooks for them too.
             wanted = [p for p in self.model.parameters() if p.requires_grad and sums.has(p)]
             loss.requires_grad_()  # though all weights of this rank may be frozen
             loss = _HandedOver.apply(loss, sums, self.gradients.factor / scale, *wanted)
-        return returned.output(loss)
+        return returned.output(loss, _guarded)
 
     def _stripe(self, calls: Sequence[Call], sums: GradientSums | None, scale: float) -> Stripe:
         roles, stack = self.stack.roles, self.stack
@@ -137,6 +137,26 @@ class _HandedOver(torch.autograd.Function):
         sums, ctx.sums = ctx.sums, None
         factor = grad.double() * ctx.factor
         return None, None, None, *(sums.take(p, factor) for p in ctx.parameters)
+
+
+class _Guarded(torch.autograd.Function):
+    """A scalar that is not the loss: backward of the model has been done without it."""
+
+    @staticmethod
+    def forward(ctx: Any, scalar: Tensor) -> Tensor:
+        return scalar.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise RuntimeError(
+            "backward ran through a scalar of the model's output which is not its loss; under "
+            "strategy zebra the loss alone has a gradient: let the model add up its losses"
+        )
+
+
+def _guarded(scalar: Tensor) -> Tensor:
+    guarded: Tensor = _Guarded.apply(scalar.requires_grad_())
+    return guarded
 
 
 @dataclass(frozen=True, eq=False)

@@ -79,7 +79,7 @@ class ExpertWork:
     """Rows through the experts of this rank.
 
     Attributes:
-        layers: with their experts' functions.
+        experts: of each layer, its function.
         weights: of each layer's experts here, at present.
         sums: takes their gradients; None where there are none.
         recomputes: forward keeps its rows alone, and backward computes the rest again.

@@ -56,7 +56,8 @@ class Zebra(Strategy):
         attention_device: part of the device name of attention ranks, as "A40"; null: the first
             ranks of a group are attention ranks.
         num_micro_batches: stripes that the samples of an attention rank are cut into, ``R``; null
-            takes the fewest that overlap and cut no rank's batch, or as many as there are samples.
+            takes the fewest that overlap and are each of one rank's batch, or as many as there are
+            samples for.
         moved: experts that each expert rank leaves to the attention ranks, layer by layer
             (Asym-EA); null leaves none, or as many as the profile says.
         profile: choose the experts that move by what is measured as the run starts; null measures

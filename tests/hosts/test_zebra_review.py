@@ -1,0 +1,77 @@
+"""What striped models are called with, and what scripts do with what they return."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from ds_moe_ext.roles import Roles
+from tests.hosts import jobs
+from tests.hosts.jobs import Job, Result, train
+from tests.hosts.test_adoption import adoption_of
+from tests.hosts.zebra_runs import zebra
+from tests.ranks import pool_of
+
+
+def transposed(rank: int) -> torch.Tensor:
+    """A tensor without a dim for samples, not contiguous."""
+    return (torch.arange(6.0).view(2, 3) + 100 * rank).t()
+
+
+def tables_that_came(rank: int, world_size: int) -> dict[int, torch.Tensor]:
+    adoption = adoption_of(rank, world_size, Roles.first(1, 1), 2)
+    batch = {"input_ids": torch.full((4, 2), rank), "table": transposed(rank)}
+    shared = adoption.share((), batch, "train")
+    calls = (call for stripe in shared.calls for call in stripe)
+    return {call.piece.sender: call.kwargs["table"] for call in calls}
+
+
+def test_a_transposed_tensor_arrives() -> None:
+    tables, none = pool_of(2).run(tables_that_came)
+    assert not none
+    assert tables.keys() == {0, 1}
+    assert all(torch.equal(table, transposed(sender)) for sender, table in tables.items())
+
+
+def with_an_unused_layer(rank: int, world_size: int, job: Job) -> Result | None:
+    build = jobs.model_of
+
+    def built(job: Job) -> nn.Module:
+        model = build(job)
+        model.unused = nn.Linear(4, 4)
+        return model
+
+    with mock.patch.object(jobs, "model_of", built):
+        return train(rank, world_size, job)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_weights_that_forward_does_not_use(stage: int) -> None:
+    """ZeRO's hooks stay silent for them, as they do without roles."""
+    job = Job("mixtral", stage, steps=3, clip=0.5)
+    ours = pool_of(2).run(with_an_unused_layer, zebra(job))[0]
+    theirs = pool_of(2).run(with_an_unused_layer, job)[0]
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
+
+
+def backward_of_a_sum(rank: int, world_size: int, job: Job) -> tuple[bool, str]:
+    """Of the loss and another scalar that the model returned beside it."""
+    engine = jobs.engine_of(job, world_size)
+    tokens = jobs.micro_batch(0, rank)
+    output: Any = engine(input_ids=tokens, labels=tokens)
+    try:
+        engine.backward(output.loss + output.aux_loss)
+    except RuntimeError as error:
+        return bool(output.aux_loss > 0), str(error)
+    return False, ""
+
+
+def test_other_scalars_than_the_loss_have_no_gradient() -> None:
+    """They would be left out of the gradients silently."""
+    for is_there, told in pool_of(2).run(backward_of_a_sum, zebra(Job())):
+        assert is_there
+        assert "the loss alone has a gradient" in told
