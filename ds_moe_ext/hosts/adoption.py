@@ -94,7 +94,7 @@ class Adoption:
         control: the same ranks over gloo, for what hosts must know.
         place: of this rank in both.
         roles: of the group's ranks.
-        num_stripes: of each attention rank.
+        num_stripes: of each attention rank; fewer where a batch has not so many samples.
         device: where the model computes.
     """
 
@@ -142,7 +142,7 @@ class Adoption:
         here, traffic = self._bring(own, signatures, names, stripes)
         calls = tuple(
             tuple(own.call(piece, piece.weight(num_samples_C), here) for piece in stripe)
-            for stripe in stripes.get(self.place, ((),) * self.num_stripes)
+            for stripe in stripes.get(self.place, ((),) * len(pieces[0]))
         )
         return Shared(num_samples_C, pieces, calls, traffic)
 
@@ -173,10 +173,11 @@ class Adoption:
     def _pieces(self, num_samples_C: Sequence[int]) -> Pieces:
         """The pieces of every stripe; senders are places in the group."""
         order = (*self.roles.attention_cells, *self.roles.expert_cells)
+        attention_size = len(self.roles.attention_cells)
         pieces = pieces_of(
             [num_samples_C[place] for place in order],
-            len(self.roles.attention_cells),
-            self.num_stripes,
+            attention_size,
+            min(self.num_stripes, sum(num_samples_C) // attention_size),
         )
         return tuple(
             tuple(

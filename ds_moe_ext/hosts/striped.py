@@ -83,7 +83,7 @@ class StripedModel:
         sums = GradientSums() if is_graded else None
         scale = self.gradients.scale() if is_graded else 1.0
         stripes = [self._stripe(calls, sums, scale) for calls in shared.calls if calls]
-        done = self.stack.run(self.adoption.num_stripes, stripes, sums, counts=is_training)
+        done = self.stack.run(len(shared.calls), stripes, sums, counts=is_training)
         if self.checks:
             _check_orders(done, self.adoption.control)
         outcomes = [[passage.output for passage in stripe.passages] for stripe in stripes]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ds_moe_ext.hosts.attach import Blueprint, Finder
 from ds_moe_ext.hosts.rehearsal import Scene, rehearse_dense, rehearse_experts
 from ds_moe_ext.hosts.run import teller
-from ds_moe_ext.hosts.zebra_seen import (
+from ds_moe_ext.hosts.zebra_told import (
     AllButExperts,
     ExpertHere,
     RankHere,

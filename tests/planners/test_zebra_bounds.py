@@ -16,11 +16,11 @@ from ds_moe_ext.planners.zebra_baselines import (
     ep_tokens_per_s,
     price_dist_ep,
 )
-from ds_moe_ext.planners.zebra_bounds import Bounds
 from ds_moe_ext.planners.zebra_ratio import price_shape
 from ds_moe_ext.planners.zebra_step import ZebraShape
 from ds_moe_ext.planners.zebra_work import MoeModel, RankClass, TwoClasses
 from tests.planners.plainly import PROPERTY
+from tests.planners.zebra_bounds import Bounds
 
 
 def bounds_of(

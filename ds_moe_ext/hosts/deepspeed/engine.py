@@ -27,7 +27,7 @@ from ds_moe_ext.hosts.checks import Checks
 from ds_moe_ext.hosts.costs import Costs
 from ds_moe_ext.hosts.deepspeed import buckets
 from ds_moe_ext.hosts.deepspeed.move import ExpertMover
-from ds_moe_ext.hosts.deepspeed.roles import experts_factor
+from ds_moe_ext.hosts.deepspeed.roles import clip_gradients, experts_factor
 from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
 from ds_moe_ext.hosts.deepspeed.startup import FINDERS, blueprint_of
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
@@ -63,7 +63,8 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
         sources: told which new parameter stands for which old ones, so that the engine can mend
             optimizers and parameter lists that the user made before.
     """
-    config = engine._config._param_dict
+    micro_batch = {"train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu()}
+    config = {**engine._config._param_dict, **micro_batch}
     blueprint = blueprint_of(config, model, engine.mpu, engine.mesh_device)
     if blueprint is None:
         return
@@ -292,7 +293,8 @@ def _check_alike(run: Run, optimizer: torch.optim.Optimizer) -> None:
         for name, parameters in zip(layers[0].hosted.weight_names, columns):
             if len({group_of.get(parameter) for parameter in parameters}) > 1:
                 raise ValueError(
-                    f"strategy {run.blueprint.settings.placing} moves experts between layers, but "
+                    f"under strategy {run.blueprint.settings.placing} experts may move between "
+                    "layers, and a rank may have none of a layer, but "
                     f"the weights {name!r} of {', '.join(layer.name for layer in layers)} are in "
                     "several parameter groups of the optimizer; put them into one group, or use "
                     "ep in its place"
@@ -326,11 +328,7 @@ def clip_by_global_norm(engine: Any) -> bool:
     if tensor_parallel.group is not None:
         sum_in_place(of_parts, tensor_parallel.group)
     total = (of_experts + of_parts + of_wholes).sqrt()
-    factor = (engine.gradient_clipping() / (total + 1e-6)).clamp(max=1.0)
-    for parameter in parameters:
-        assert parameter.grad is not None
-        parameter.grad.mul_(factor.to(parameter.grad.dtype))
-    engine._global_grad_norm = float(total)
+    clip_gradients(engine, parameters, total)
     return True
 
 

@@ -180,13 +180,17 @@ def clip(engine: Any) -> bool:
     if not isinstance(engine.mpu, RoleUnit):
         return False
     parameters = [p for p in engine.module.parameters() if p.grad is not None]
-    norm = engine.mpu.norm(parameters)
+    clip_gradients(engine, parameters, engine.mpu.norm(parameters))
+    return True
+
+
+def clip_gradients(engine: Any, parameters: Iterable[nn.Parameter], norm: Tensor) -> None:
+    """Scale gradients by what the engine clips to, and tell it the norm."""
     factor = (engine.gradient_clipping() / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         assert parameter.grad is not None
         parameter.grad.mul_(factor.to(parameter.grad.dtype))
     engine._global_grad_norm = float(norm)
-    return True
 
 
 def join(engine: Any) -> None:
