@@ -25,6 +25,7 @@ from ds_moe_ext.hosts.both_sides import BothSides
 from ds_moe_ext.hosts.found import Hosted
 from ds_moe_ext.hosts.outcomes import Outcome
 from ds_moe_ext.layout import group_among
+from ds_moe_ext.moe.coroutine import RandomNumbers
 from ds_moe_ext.moe.gate import RunRows, capacity_of, drop_over_capacity
 from ds_moe_ext.moe.passage import Here, Passage
 from ds_moe_ext.moe.serving import GradientSums
@@ -83,7 +84,8 @@ class StripedModel:
         sums = GradientSums() if is_graded else None
         scale = self.gradients.scale() if is_graded else 1.0
         stripes = [self._stripe(calls, sums, scale) for calls in shared.calls if calls]
-        done = self.stack.run(len(shared.calls), stripes, sums, counts=is_training)
+        with RandomNumbers().own():  # ranks of both roles draw one number of theirs
+            done = self.stack.run(len(shared.calls), stripes, sums, counts=is_training)
         if self.checks:
             _check_orders(done, self.adoption.control)
         outcomes = [[passage.output for passage in stripe.passages] for stripe in stripes]
@@ -98,9 +100,7 @@ class StripedModel:
 
     def _stripe(self, calls: Sequence[Call], sums: GradientSums | None, scale: float) -> Stripe:
         roles, stack = self.stack.roles, self.stack
-        share = (
-            len(roles.attention_cells) / roles.size
-        )  # of an attention rank's mean in the group's
+        share = len(roles.attention_cells) / roles.size
         passages = [
             Passage(
                 functools.partial(self._outcome, call),

@@ -371,7 +371,7 @@ def _unlike(rank: int, world_size: int) -> str:
 def test_unlike_outputs_are_refused_on_every_rank() -> None:
     messages = pool_of(3).run(_unlike)
     assert len(set(messages)) == 1
-    assert "place 1: dict(loss: torch.float32); let it" in messages[0]
+    assert "place 1: dict(loss: torch.float32 with a gradient); let it" in messages[0]
 
 
 def _piece_by_piece(rank: int, world_size: int) -> str:

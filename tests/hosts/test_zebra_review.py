@@ -11,7 +11,7 @@ from torch import nn
 
 from ds_moe_ext.roles import Roles
 from tests.hosts import jobs
-from tests.hosts.jobs import Job, Result, train
+from tests.hosts.jobs import Job, Result, engine_of, loss_of, micro_batch, model_of, train
 from tests.hosts.test_adoption import adoption_of
 from tests.hosts.zebra_runs import zebra
 from tests.ranks import pool_of
@@ -75,3 +75,38 @@ def test_other_scalars_than_the_loss_have_no_gradient() -> None:
     for is_there, told in pool_of(2).run(backward_of_a_sum, zebra(Job())):
         assert is_there
         assert "the loss alone has a gradient" in told
+
+
+def _half_frozen(rank: int, world_size: int) -> str:
+    """All but the experts is frozen."""
+    job = Job("mixtral", 1, strategy="zebra", keys=(("attention_size", 1), ("expert_size", 1)))
+
+    def frozen(job: Job) -> nn.Module:
+        model = model_of(job)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".experts." in name)
+        return model
+
+    with mock.patch("tests.hosts.jobs.model_of", frozen), pytest.raises(ValueError) as caught:
+        engine_of(job, world_size)
+    return str(caught.value)
+
+
+def test_a_role_with_nothing_to_train_is_refused_on_all_ranks() -> None:
+    first, second = pool_of(2).run(_half_frozen)
+    assert first == second
+    assert "stage is 1, but ranks [0] have the weights of one role only" in first
+
+
+def _drawn_after_a_step(rank: int, world_size: int) -> float:
+    job = Job("mixtral", 0, strategy="zebra", keys=(("attention_size", 1), ("expert_size", 1)))
+    engine = engine_of(job, world_size)
+    torch.manual_seed(7)
+    engine.backward(loss_of(engine, micro_batch(0, rank)))
+    engine.step()
+    return float(torch.rand(()))
+
+
+def test_ranks_of_both_roles_draw_alike_behind_a_step() -> None:
+    first, second = pool_of(2).run(_drawn_after_a_step)
+    assert first == second

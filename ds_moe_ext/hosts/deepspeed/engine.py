@@ -146,10 +146,26 @@ def _role_of(
     engine: Any, model: nn.Module, blueprint: Blueprint, layers: list[AttachedLayer], here: Here
 ) -> Role:
     """Make the model do what this rank's role is. Collective."""
-    assert blueprint.strategy.roles is not None
-    factor = experts_factor(blueprint.strategy.roles, dist.get_rank())
+    roles = blueprint.strategy.roles
+    assert roles is not None
+    factor = experts_factor(roles, dist.get_rank())
     device = torch.device(get_accelerator().device_name(engine.local_rank))
-    return stripe(model, blueprint, layers, Gradients(device, factor, _scale_of(engine)), here)
+    role = stripe(model, blueprint, layers, Gradients(device, factor, _scale_of(engine)), here)
+    _check_both_learn(engine, model)
+    return role
+
+
+def _check_both_learn(engine: Any, model: nn.Module) -> None:
+    """Collective. Raises ValueError on all ranks where those of one role have nothing to train,
+    which ZeRO's optimizers cannot bear."""
+    told = gather_texts(str(any(p.requires_grad for p in model.parameters())), None)
+    stage = engine.zero_optimization_stage()
+    if stage and len(set(told)) > 1:
+        idle = [rank for rank, learns in enumerate(told) if learns != str(True)]
+        raise ValueError(
+            f"{BLOCK}: zero_optimization.stage is {stage}, but ranks {idle} have the weights of one "
+            "role only, all of which are frozen; set the stage to 0, or train some of them"
+        )
 
 
 def _around(engine: Any, blueprint: Blueprint, here: Here) -> Around | None:
