@@ -163,8 +163,8 @@ def _check_both_learn(engine: Any, model: nn.Module) -> None:
     if stage and len(set(told)) > 1:
         idle = [rank for rank, learns in enumerate(told) if learns != str(True)]
         raise ValueError(
-            f"{BLOCK}: zero_optimization.stage is {stage}, but ranks {idle} have the weights of one "
-            "role only, all of which are frozen; set the stage to 0, or train some of them"
+            f"{BLOCK}: zero_optimization.stage is {stage}, but ranks {idle} have the weights of "
+            "one role only, all of which are frozen; set the stage to 0, or train some of them"
         )
 
 
