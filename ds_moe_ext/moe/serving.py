@@ -100,7 +100,7 @@ class ExpertWork:
             expert = self.experts[task.layer]
             state = _Drawn.of(arrived_RD) if is_graded else None
             (computed_RD,), _ = expert.forward(STRIPE, arrived_RD.detach(), met.route, frozen)
-            return (computed_RD,), (arrived_RD, met, state)
+            return (computed_RD,), (arrived_RD, met, state) if is_graded else None
         (computed_RD,), saved = self._run(task, arrived_RD, met, weights)
         return (computed_RD,), saved
 

@@ -8,6 +8,7 @@ common multiple of the two degrees.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -228,12 +229,15 @@ class Schedule:
         Raises:
             ValueError: a task reads what nothing before it wrote in full.
         """
-        written = [(value, -1) for value in self.inputs]
+        written: dict[tuple[Kind, int], list[tuple[Value, int]]] = defaultdict(list)
+        for value in self.inputs:
+            written[value.kind, value.layer].append((value, -1))
         after = []
         for position, task in enumerate(self.tasks):
             waits: set[int] = set()
             for value in task.reads:
-                writers = [(other, w) for other, w in written if value.touches(other)]
+                alike = written[value.kind, value.layer]
+                writers = [(other, w) for other, w in alike if value.touches(other)]
                 if not _covers((other.span for other, _ in writers), value.span):
                     raise ValueError(
                         f"task {position}, {task}, reads {value} before it is written in full; "
@@ -241,7 +245,8 @@ class Schedule:
                     )
                 waits.update(w for _, w in writers if w >= 0)
             after.append(tuple(sorted(waits)))
-            written += [(value, position) for value in task.writes]
+            for value in task.writes:
+                written[value.kind, value.layer].append((value, position))
         return tuple(after)
 
     @cached_property
@@ -254,8 +259,11 @@ class Schedule:
     def sources(self) -> dict[Value, tuple[Value, ...]]:
         """For each value that a task reads or the schedule puts out: the written values that hold
         (parts of) it."""
+        written: dict[tuple[Kind, int], list[Value]] = defaultdict(list)
+        for value in self.written:
+            written[value.kind, value.layer].append(value)
         wanted = (*(value for task in self.tasks for value in task.reads), *self.outputs)
-        return {value: tuple(w for w in self.written if value.touches(w)) for value in wanted}
+        return {v: tuple(w for w in written[v.kind, v.layer] if v.touches(w)) for v in wanted}
 
     @cached_property
     def num_readers(self) -> dict[Value, int]:
