@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_moe_ext.comm import gather_texts
+from ds_moe_ext.comm import connect, gather_texts
 from ds_moe_ext.hosts.adoption import Adoption
 from ds_moe_ext.hosts.arguments import Call
 from ds_moe_ext.hosts.attach import AttachedLayer, Blueprint
@@ -186,14 +186,15 @@ def stripe(
         blueprint: what was asked for.
         layers: in the order in which the model calls them.
         gradients: what the host does with them.
-        device: where this rank computes.
-
+        here: where the layers, made to pause, find out whose model runs.
     """
     strategy = blueprint.strategy
     assert isinstance(strategy, Zebra)
     roles = strategy.roles
     sizes = len(roles.attention_cells), len(roles.expert_cells)
     layout = layers[0].routed.site.layout
+    for lane in (A2E, E2A):
+        connect(layout.group("ep", lane), gradients.device)
     hosted = [layer.hosted for layer in layers]
     stack = Stack(
         layers=[layer.routed for layer in layers],
