@@ -49,7 +49,9 @@ def check(attention: int, experts: int, job: Job, *, groups: int = 1, **keys: An
     """The job is the same with roles as without."""
     world_size = groups * (attention + experts)
     ours = result_of(world_size, zebra(job, attention, experts, **keys))
-    check_equal(ours, plain(world_size, job), job, tolerance=1e-11)
+    # Adam makes steps of the zero gradient that biases of keys have.
+    tolerance = 1e-11 if job.family == "gpt_moe" else 1e-12
+    check_equal(ours, plain(world_size, job), job, tolerance)
 
 
 SHAPES = [
