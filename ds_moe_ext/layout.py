@@ -125,10 +125,10 @@ class ParallelLayout:
         layout = cls(grid, dist.get_rank(), tuple(nodes))
         for axis, lane in uses:
             if lists := layout.lists_along(axis):
-                layout._groups[axis, lane] = _own_group(lists, layout.rank)
+                layout._groups[axis, lane] = group_among(lists)
         if grid.cell_size > 1:
-            layout._groups[GRID, INTER] = _own_group(grid.along(GRID), layout.rank)
-            layout._groups["esp", INTRA] = _own_group(grid.along("esp"), layout.rank)
+            layout._groups[GRID, INTER] = group_among(grid.along(GRID))
+            layout._groups["esp", INTRA] = group_among(grid.along("esp"))
         return layout
 
     @property
@@ -203,9 +203,6 @@ def group_among(lists: list[list[int]], backend: str | None = None) -> dist.Proc
     Args:
         backend: of the communicators; None takes that of the world.
     """
-    return _own_group(lists, dist.get_rank(), backend)
-
-
-def _own_group(lists: list[list[int]], rank: int, backend: str | None = None) -> dist.ProcessGroup:
+    rank = dist.get_rank()
     groups = [(ranks, dist.new_group(ranks, backend=backend)) for ranks in lists]
     return next(group for ranks, group in groups if rank in ranks)

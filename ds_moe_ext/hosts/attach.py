@@ -33,6 +33,7 @@ from ds_moe_ext.strategies.base import Job, Pool, Site, Strategy
 CPU = torch.device("cpu")
 
 Around = Callable[[int, Hosted], RunRows]
+"""See ``build``."""
 
 Finder = Callable[[nn.Module, Wanted], Iterable[Found]]
 

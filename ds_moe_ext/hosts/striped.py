@@ -31,7 +31,6 @@ from ds_moe_ext.moe.passage import Here, Passage
 from ds_moe_ext.moe.serving import GradientSums
 from ds_moe_ext.moe.stripe import Stripe
 from ds_moe_ext.moe.striped import Stack
-from ds_moe_ext.pieces import default_stripes
 from ds_moe_ext.schedule.execute import lanes_for
 from ds_moe_ext.schedule.program import in_backward
 from ds_moe_ext.schedule.round_trip import Done
@@ -190,8 +189,8 @@ def stripe(
     """
     strategy = blueprint.strategy
     assert isinstance(strategy, Zebra)
+    assert strategy.num_micro_batches is not None, "settled by the host's micro-batch"
     roles = strategy.roles
-    sizes = len(roles.attention_cells), len(roles.expert_cells)
     layout = layers[0].routed.site.layout
     for lane in (A2E, E2A):
         connect(layout.group("ep", lane), gradients.device)
@@ -210,7 +209,7 @@ def stripe(
         group_among(blueprint.grid.along("ep"), backend="gloo"),
         place=layout.index("ep"),
         roles=roles,
-        num_stripes=strategy.num_micro_batches or default_stripes(*sizes),
+        num_stripes=strategy.num_micro_batches,
         device=gradients.device,
     )
     striped = StripedModel(

@@ -13,8 +13,8 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
+from ds_moe_ext.moe.random_state import RandomState, forked
 from ds_moe_ext.schedule.execute import Carried
 
 
@@ -97,25 +97,21 @@ class RandomNumbers:
     """
 
     def __init__(self) -> None:
-        self._host: Tensor | None = None
-        self._device: Tensor | None = None
+        self._state: RandomState | None = None
 
     @contextmanager
     def own(self) -> Iterator[None]:
         """They are torch's inside the block, and are kept for the next one."""
-        has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-        devices = [torch.cuda.current_device()] if has_cuda else []
-        seed = int(torch.randint(2**62, ())) if self._host is None else 0
-        with torch.random.fork_rng(devices):
-            if self._host is None:
-                torch.manual_seed(seed)
-            else:
-                torch.set_rng_state(self._host)
-                if self._device is not None:
-                    torch.cuda.set_rng_state(self._device)
+        with self._begun() if self._state is None else self._state.again():
             yield
-            self._host = torch.get_rng_state()
-            self._device = torch.cuda.get_rng_state() if has_cuda else None
+            self._state = RandomState.now()
+
+    @contextmanager
+    def _begun(self) -> Iterator[None]:
+        seed = int(torch.randint(2**62, ()))
+        with forked():
+            torch.manual_seed(seed)
+            yield
 
 
 Ask = Callable[[Any], Any]

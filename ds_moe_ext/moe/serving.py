@@ -5,17 +5,16 @@ Shape letters: R rows received, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ds_moe_ext.moe.crossing import STRIPE, Met
 from ds_moe_ext.moe.expert import Expert
+from ds_moe_ext.moe.random_state import RandomState
 from ds_moe_ext.schedule.task import Task
 
 
@@ -53,28 +52,6 @@ class GradientSums:
 
 
 @dataclass(frozen=True, eq=False)
-class _Drawn:
-    """States of the generators of random numbers before something was computed."""
-
-    host: Tensor
-    devices: list[int]
-    states: list[Tensor]
-
-    @classmethod
-    def of(cls, rows: Tensor) -> _Drawn:
-        devices, states = get_device_states(rows)
-        return cls(torch.get_rng_state(), devices, states)
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """The same numbers are drawn once more, inside the block."""
-        with torch.random.fork_rng(self.devices):
-            torch.set_rng_state(self.host)
-            set_device_states(self.devices, self.states)
-            yield
-
-
-@dataclass(frozen=True, eq=False)
 class ExpertWork:
     """Rows through the experts of this rank.
 
@@ -98,7 +75,7 @@ class ExpertWork:
         if not is_graded or self.recomputes:
             frozen = tuple(weight.detach() for weight in weights)
             expert = self.experts[task.layer]
-            state = _Drawn.of(arrived_RD) if is_graded else None
+            state = RandomState.now() if is_graded else None
             (computed_RD,), _ = expert.forward(STRIPE, arrived_RD.detach(), met.route, frozen)
             return (computed_RD,), (arrived_RD, met, state) if is_graded else None
         (computed_RD,), saved = self._run(task, arrived_RD, met, weights)

@@ -25,7 +25,7 @@ from ds_moe_ext.roles import Roles
 from ds_moe_ext.schedule.program import Stage
 from ds_moe_ext.schedule.task import INTER, Lane, Op, Schedule, Span, refined
 from ds_moe_ext.schedule.wires import ALONE, Beside, programs
-from ds_moe_ext.share import Share
+from ds_moe_ext.share import LocalElseHome, Share
 
 ROWS_ALONE = Prices(
     row_s=1.0, row_bytes=0.0, copy_s=0.0, inter_bytes_per_s=1.0, intra_bytes_per_s=1.0
@@ -147,6 +147,11 @@ class Plan:
     successor: Callable[[np.ndarray], Plan] | None = None
     reductions: Placed = NOWHERE
     way: Way = Way.DIRECT
+
+    @classmethod
+    def at_home(cls, home: Placement) -> Plan:
+        """Every expert computes where it lives."""
+        return cls(home, home, LocalElseHome(home, home))
 
     @property
     def has_copies(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_moe_ext.share import LocalElseHome
 from ds_moe_ext.strategies.base import Job, Plan, Strategy, register
 
 
@@ -14,4 +13,4 @@ class ExpertParallel(Strategy):
     """No keys: nothing is planned."""
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
-        return tuple(Plan(home, home, LocalElseHome(home, home)) for home in job.homes)
+        return tuple(map(Plan.at_home, job.homes))

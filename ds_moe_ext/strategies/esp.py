@@ -27,6 +27,7 @@ from ds_moe_ext.strategies.base import (
     Forecast,
     Job,
     Plan,
+    Pool,
     Rhythm,
     Site,
     Strategy,
@@ -186,6 +187,11 @@ class Pipelined(Strategy):
 
     def rhythm(self) -> Rhythm:
         return replace(self.placing.rhythm(), measures=self.esp.measures)
+
+    def first_homes(
+        self, num_experts: Sequence[int], pools: Iterable[Pool], num_cells: int
+    ) -> tuple[Placement, ...]:
+        return self.placing.first_homes(num_experts, pools, num_cells)
 
     def homes(self, job: Job) -> tuple[Placement, ...]:
         return self.placing.homes(job)

@@ -190,7 +190,7 @@ class ProProphet(Strategy):
 
 
 def _at_home(home: Placement) -> Plan:
-    return Plan(home, home, LocalElseHome(home, home))
+    return Plan.at_home(home)
 
 
 @dataclass(frozen=True, eq=False)

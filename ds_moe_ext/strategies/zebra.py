@@ -17,7 +17,6 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.roles import Roles, roles_by_device
 from ds_moe_ext.schedule.stripes import A2E, E2A
 from ds_moe_ext.schedule.task import INTER, Lane
-from ds_moe_ext.share import LocalElseHome
 from ds_moe_ext.strategies.base import Job, Plan, Pool, Strategy, register
 from ds_moe_ext.strict import at_least
 
@@ -185,7 +184,7 @@ class Zebra(Strategy):
         return homes
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
-        return tuple(Plan(home, home, LocalElseHome(home, home)) for home in job.homes)
+        return tuple(map(Plan.at_home, job.homes))
 
 
 def asymmetric_home(num_experts: int, roles: Roles, moved: int) -> Placement:

@@ -35,7 +35,6 @@ from tests.hosts.checkpoints import (
     names_of,
     prophet,
     refused,
-    remove_saved,
     run_steps,
     save,
     saved,
@@ -46,11 +45,7 @@ from tests.hosts.test_states import trust_in_float16
 from tests.marks import slow
 from tests.ranks import pool_of
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _remove_checkpoints() -> Any:
-    yield
-    remove_saved()
+pytestmark = pytest.mark.usefixtures("checkpoints_removed")
 
 
 # Any layout to any other.

@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -42,7 +41,6 @@ from tests.hosts.checkpoints import (
     joined,
     loaded,
     refused,
-    remove_saved,
     run_steps,
     saved,
     with_frozen,
@@ -51,11 +49,7 @@ from tests.hosts.jobs import Job
 from tests.marks import slow
 from tests.ranks import pool_of
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _remove_checkpoints() -> Any:
-    yield
-    remove_saved()
+pytestmark = pytest.mark.usefixtures("checkpoints_removed")
 
 
 # Layouts through files, without an engine.

@@ -34,7 +34,6 @@ from tests.hosts.checkpoints import (
     loaded,
     prophet,
     refused,
-    remove_saved,
     run_steps,
     save,
     saved,
@@ -49,11 +48,7 @@ from tests.hosts.zebra_runs import zebra
 from tests.marks import slow
 from tests.ranks import pool_of
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _remove_checkpoints() -> Any:
-    yield
-    remove_saved()
+pytestmark = pytest.mark.usefixtures("checkpoints_removed")
 
 
 def striped(world_size: int, stage: int, *sizes: int, **keys: Any) -> Layout:

@@ -1,0 +1,16 @@
+"""Fixtures of tests under DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def checkpoints_removed() -> Iterator[None]:
+    """What the module's tests have saved for each other is gone behind it."""
+    from tests.hosts.checkpoints import remove_saved
+
+    yield
+    remove_saved()
