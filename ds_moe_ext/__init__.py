@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ds_moe_ext.hosts.experts import ExpertsDescription, register_experts
     from ds_moe_ext.moe.expert import FeedForwardExperts
     from ds_moe_ext.moe.layer import MoELayer
+    from ds_moe_ext.patches.megatron import use
     from ds_moe_ext.settings import read_settings
     from ds_moe_ext.strategies.base import register
 
@@ -27,6 +28,7 @@ __all__ = [
     "recorder_of",
     "register",
     "register_experts",
+    "use",
 ]
 
 _HOME = {
@@ -38,6 +40,7 @@ _HOME = {
     "recorder_of": "ds_moe_ext.hosts.deepspeed.api",
     "register": "ds_moe_ext.strategies.base",
     "register_experts": "ds_moe_ext.hosts.experts",
+    "use": "ds_moe_ext.patches.megatron",
 }
 
 

@@ -22,8 +22,9 @@ from types import ModuleType
 HOSTS = {
     "accelerate": "ds_moe_ext.patches.accelerate",
     "deepspeed": "ds_moe_ext.patches.deepspeed",
+    "megatron.training.arguments": "ds_moe_ext.patches.megatron_training",
 }
-"""Host package -> the module whose ``apply()`` patches it."""
+"""Host module -> the module whose ``apply()`` patches it."""
 
 
 GUARDS = {"deepspeed": "ds_moe_ext.hosts.deepspeed.guard"}

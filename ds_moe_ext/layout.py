@@ -7,7 +7,7 @@ in each, ``esp`` ranks in each cell; neighbours in a cell are neighbours in rank
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -49,6 +49,13 @@ def world(backend: str, rank: int = 0, world_size: int = 1) -> Iterator[None]:
 class Grid:
     """Rank arithmetic. Pure.
 
+    Attributes:
+        world_size: ranks that run the same layers.
+        num_cells: cells of a grid.
+        cell_size: ranks of a cell.
+        members: these ranks in the order of the axes, where they are a part of all, as a pipeline
+            stage is; none: all, in their own order.
+
     Raises:
         ValueError: the axes do not fill the world.
     """
@@ -56,6 +63,7 @@ class Grid:
     world_size: int
     num_cells: int
     cell_size: int = 1
+    members: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.world_size % (self.num_cells * self.cell_size):
@@ -68,7 +76,7 @@ class Grid:
     def ranks(self) -> np.ndarray:
         """Ranks, int64 ``[edp, ep, esp]``."""
         shape = (self.world_size // self.size, self.num_cells, self.cell_size)
-        return np.arange(self.world_size).reshape(shape)
+        return np.array(self.members or range(self.world_size)).reshape(shape)
 
     @property
     def size(self) -> int:
@@ -97,6 +105,8 @@ class ParallelLayout:
         grid: the ranks.
         rank: this one.
         node_of: number of each rank's node; a machine unless ``build`` was told otherwise.
+        beside: the grids of all ranks, where they do not all run the same layers; else none.
+        everyone: the ranks of this grid; None where these are all.
 
     Two lanes never share a communicator: collectives of one communicator must be issued in the
     same order on every rank, and lanes are ordered only among their own tasks.
@@ -105,31 +115,45 @@ class ParallelLayout:
     grid: Grid
     rank: int
     node_of: tuple[int, ...] = ()
+    beside: tuple[Grid, ...] = ()
+    everyone: dist.ProcessGroup | None = None
     _groups: dict[tuple[str, Lane], dist.ProcessGroup] = field(default_factory=dict, repr=False)
 
     @classmethod
     def build(
-        cls, grid: Grid, uses: Iterable[tuple[str, Lane]], ranks_per_node: int | None = None
+        cls,
+        grid: Grid,
+        uses: Iterable[tuple[str, Lane]],
+        ranks_per_node: int | None = None,
+        beside: Sequence[Grid] = (),
     ) -> ParallelLayout:
         """Make a communicator for each (axis, lane) in ``uses``, and where cells have several
         ranks those that every strategy needs then. Collective, in the same order on every rank.
 
         Args:
+            grid: of this rank.
+            uses: by the strategy.
             ranks_per_node: ranks that share fast links; None for those of one machine.
+            beside: the grids of all ranks, this one's among them, in the same order everywhere;
+                none where all ranks run the same layers.
         """
         if ranks_per_node is None:
             hosts = gather_texts(socket.gethostname(), None)
             nodes = [hosts.index(host) for host in hosts]  # its first rank stands for a node
         else:
-            nodes = [rank // ranks_per_node for rank in range(grid.world_size)]
-        layout = cls(grid, dist.get_rank(), tuple(nodes))
-        for axis, lane in uses:
+            nodes = [rank // ranks_per_node for rank in range(dist.get_world_size())]
+        parts = [each.ranks.flatten().tolist() for each in beside]
+        everyone = group_among(parts) if parts else None
+        layout = cls(grid, dist.get_rank(), tuple(nodes), tuple(beside), everyone)
+        within = [(GRID, INTER), ("esp", INTRA)] if grid.cell_size > 1 else []
+        for axis, lane in (*uses, *within):
             if lists := layout.lists_along(axis):
                 layout._groups[axis, lane] = group_among(lists)
-        if grid.cell_size > 1:
-            layout._groups[GRID, INTER] = group_among(grid.along(GRID))
-            layout._groups["esp", INTRA] = group_among(grid.along("esp"))
         return layout
+
+    @property
+    def _grids(self) -> tuple[Grid, ...]:
+        return self.beside or (self.grid,)
 
     @property
     def num_hosts(self) -> int:
@@ -156,13 +180,18 @@ class ParallelLayout:
         """Node of each rank that this one exchanges rows with, int64."""
         return self._nodes_of(next(row for row in self.grid.along("ep") if self.rank in row))
 
+    @property
+    def place(self) -> int:
+        """This rank's among those that run the same layers."""
+        return int(np.flatnonzero(self.grid.ranks == self.rank)[0])
+
     def _nodes_of(self, ranks: Iterable[int]) -> np.ndarray:
         return np.array([self.node_of[rank] if self.node_of else 0 for rank in ranks])
 
     @cached_property
     def why_flat(self) -> str:
         """Why no way between cells leads by the nodes, the same on every rank; empty if some do."""
-        for row in self.grid.along("ep"):
+        for row in self._along("ep"):
             cells_V = np.unique(self._nodes_of(row), return_counts=True)[1]
             if cells_V.size == 1:
                 return "all cells are on one node"
@@ -173,17 +202,20 @@ class ParallelLayout:
         return ""
 
     def lists_along(self, axis: str) -> list[list[int]]:
-        """The lists of ranks along an axis; none along those of the nodes where no way leads by
-        the nodes."""
+        """The lists of ranks along an axis, of all grids; none along those of the nodes where no
+        way leads by the nodes."""
         if axis not in NODE_AXES:
-            return self.grid.along(axis)
+            return self._along(axis)
         if self.why_flat:
             return []
         return [
             [row[cell] for cell in cells]
-            for row in self.grid.along("ep")
+            for row in self._along("ep")
             for cells in Nodes(self._nodes_of(row)).groups(NODE_AXES[axis])
         ]
+
+    def _along(self, axis: str) -> list[list[int]]:
+        return [ranks for grid in self._grids for ranks in grid.along(axis)]
 
     def index(self, axis: str) -> int:
         """This rank's place along an axis."""

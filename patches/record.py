@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
 Wrap = Callable[[Any], Any]  # the original -> what stands in its place
+
+
+CHECKOUTS = {"megatron": "megatron.core"}
+"""Package -> its module that knows its version: a checkout may stand before what is installed."""
 
 
 class PatchError(RuntimeError):
@@ -53,20 +60,29 @@ class Patch:
         """
         if self.is_applied:
             return
-        version = importlib.metadata.version(self.distribution)
+        version = self._version()
         if not SpecifierSet(self.versions).contains(version, prereleases=True):
             raise PatchError(
                 f"patch {self.id!r} is for {self.distribution}{self.versions}, but {version} is "
                 "installed; install a version in that range, or a newer ds-moe-ext"
             )
         owner, name, original = self._resolve()
-        setattr(owner, name, self.wrap(original))
-        self._undo.append(lambda: setattr(owner, name, original))
+        replacement = self.wrap(original)
+        for holder in (owner, *_importers(owner, name, original)):
+            setattr(holder, name, replacement)
+            self._undo.append(functools.partial(setattr, holder, name, original))
 
     def undo(self) -> None:
         """Put the original back."""
         while self._undo:
             self._undo.pop()()
+
+    def _version(self) -> str:
+        core = CHECKOUTS.get(self.distribution)
+        if core is None:
+            return importlib.metadata.version(self.distribution)
+        version: str = importlib.import_module(core).__version__
+        return version
 
     def _resolve(self) -> tuple[Any, str, Any]:
         module, _, path = self.target.partition(":")
@@ -82,6 +98,14 @@ class Patch:
                 f"version of {self.distribution} is not the one it was written for"
             ) from error
         return owner, name, original
+
+
+def _importers(owner: Any, name: str, original: Any) -> list[ModuleType]:
+    """Other modules that imported a function by its name: they would go on calling the original."""
+    if not isinstance(owner, ModuleType):
+        return []
+    modules = [module for module in [*sys.modules.values()] if isinstance(module, ModuleType)]
+    return [m for m in modules if m is not owner and vars(m).get(name) is original]
 
 
 def apply_all(patches: tuple[Patch, ...]) -> None:

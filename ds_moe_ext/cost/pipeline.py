@@ -64,9 +64,10 @@ class Payload:
     gradient_dtype: torch.dtype
 
 
-def quick_bench(device: torch.device) -> Bench:
-    """Few repetitions, by all ranks of the run: all groups are active at once."""
-    return Bench(clock_of(device), device, num_warm_ups=1, num_repeats=9, budget_s=0.15)
+def quick_bench(device: torch.device, group: dist.ProcessGroup | None = None) -> Bench:
+    """Few repetitions, by all ranks of a group, or of the run: all groups are active at once."""
+    clock = clock_of(device)
+    return Bench(clock, device, num_warm_ups=1, num_repeats=9, budget_s=0.15, group=group)
 
 
 def measure_pipeline(

@@ -131,6 +131,11 @@ class Blueprint:
         return self.strategy.first_homes(num_experts, self.pools, self.grid.num_cells)
 
 
+def wanted(settings: Settings) -> Wanted:
+    """Which layers the settings ask for."""
+    return re.compile(settings.moe_layer_pattern or "").search
+
+
 def draw(
     settings: Settings,
     strategy: Strategy,
@@ -143,19 +148,35 @@ def draw(
     Raises:
         ValueError: there is nothing to replace, or sizes do not divide.
     """
-    pattern = re.compile(settings.moe_layer_pattern or "")
-    found = [layer for finder in finders for layer in finder(model, pattern.search)]
+    found = [layer for finder in finders for layer in finder(model, wanted(settings))]
     if not found:
+        pattern = settings.moe_layer_pattern
         raise ValueError(
             f"{BLOCK} is enabled, but {type(model).__name__} has no MoE layer that it knows"
-            + (f" and that matches {pattern.pattern!r}" if settings.moe_layer_pattern else "")
+            + (f" and that matches {pattern!r}" if pattern else "")
             + "; known are the MoE blocks of Hugging Face transformers 5, deepspeed.moe.layer.MoE "
             "and classes given to ds_moe_ext.register_experts; 'ds-moe-ext doctor' tells more"
         )
     grid = grid_of(settings, strategy, found, world_size)
-    hardware = _hardware(settings, grid.size if strategy.rhythm().plan_every else 1)
     routers = routers_of(model, found, settings.gate)
+    return on_grid(settings, strategy, found, grid, routers)
+
+
+def on_grid(
+    settings: Settings,
+    strategy: Strategy,
+    found: Sequence[Found],
+    grid: Grid,
+    routers: tuple[Router, ...] = (),
+) -> Blueprint:
+    """Check that layers fit ranks. Pure but for reading a hardware file.
+
+    Raises:
+        ValueError: they do not.
+    """
+    hardware = _hardware(settings, grid.size if strategy.rhythm().plan_every else 1)
     blueprint = Blueprint(settings, strategy, grid, tuple(found), hardware, routers)
+    num_ranks = grid.world_size
     for pool in blueprint.pools:
         names = [found[layer].name for layer in pool.layers]
         count = sum(found[layer].num_experts for layer in pool.layers)
@@ -163,7 +184,7 @@ def draw(
             raise ValueError(
                 f"{BLOCK}.expert_parallel_size is {grid.num_cells}, but {', '.join(names)} have "
                 f"only {count} experts of their shape: some ranks would have none; choose one of "
-                f"{[size for size in divisors(world_size // grid.cell_size) if size <= count]}"
+                f"{[size for size in divisors(num_ranks // grid.cell_size) if size <= count]}"
             )
     blueprint.homes()  # so that what the strategy refuses is refused now
     return blueprint
@@ -186,6 +207,7 @@ def build(
     blueprint: Blueprint,
     device: torch.device = CPU,
     around: Around | None = None,
+    beside: Sequence[Grid] = (),
 ) -> list[tuple[AttachedLayer, Adopted]]:
     """Replace the layers. Collective: it makes the layout's process groups.
 
@@ -193,17 +215,20 @@ def build(
         device: where this rank's experts will compute.
         around: makes what a layer calls from its number and its module, whose ``run`` are the
             experts; None where that is these alone.
+        beside: as ``ParallelLayout.build`` takes them; a rank may then have no layer.
     """
     strategy = blueprint.strategy
     hardware = blueprint.hardware
     ranks_per_node = None if hardware is None else hardware.ranks_per_node
-    layout = ParallelLayout.build(blueprint.grid, strategy.uses(), ranks_per_node)
+    layout = ParallelLayout.build(blueprint.grid, strategy.uses(), ranks_per_node, beside)
+    if not blueprint.found:
+        return []
     if Way.DEEP_EP in strategy.ways and (reason := deep_ep.why_not(layout, device)):
         raise ValueError(
             f"{BLOCK}.esp.all_to_all is {Way.DEEP_EP.value!r}, but {reason}; choose another, or "
             "leave it out"
         )
-    if layout.rank == 0:
+    if layout.place == 0:
         _warn_of_idle_codecs(blueprint)
     if ("ep", PARAM) in strategy.uses():
         connect(layout.group("ep", PARAM), device)

@@ -29,7 +29,8 @@ def launch_with_blocks(
         if measures or layer.routed.copies is not None:
             after = None if following is None else following.hosted
             launch = _Launch(layer.hosted, after)
-            model.get_submodule(block_of(model, layer.name)).register_forward_pre_hook(launch)
+            block = model.get_submodule(block_of(model, layer.name))
+            block.register_forward_pre_hook(launch, with_kwargs=True)
 
 
 def block_of(model: nn.Module, name: str) -> str:
@@ -48,12 +49,13 @@ class _Launch:
     def __init__(self, hosted: Hosted, after: Hosted | None) -> None:
         self._hosted, self._after = hosted, after
 
-    def __call__(self, block: nn.Module, given: tuple[Any, ...]) -> None:
+    def __call__(self, block: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         hosted, after = self._hosted, self._after
+        tensors = (x for x in (*given, *named.values()) if isinstance(x, Tensor))
         hosted.routed.start(
             hosted.weights(),
             is_training=hosted.training,
-            block_input=next((x for x in given if isinstance(x, Tensor)), None),
+            block_input=next(tensors, None),
         )
         if after is not None and after.routed.site.plan.carried is not None and not in_backward():
             after.routed.begin(after.weights(), is_training=after.training)

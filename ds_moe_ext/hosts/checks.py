@@ -100,10 +100,10 @@ class Checks:
 
     def _times(self) -> Mapping[str, Times]:
         """What was said and found of each term."""
-        copies = self.layers[0].routed.copies
-        assert copies is not None
-        device = copies.like[0].device
-        steps = [of_all_ranks([seen for _, seen in step], device) for step in self._pairs]
+        routed = self.layers[0].routed
+        assert routed.copies is not None
+        layout, device = routed.site.layout, routed.copies.like[0].device
+        steps = [of_all_ranks([seen for _, seen in step], layout, device) for step in self._pairs]
 
         def times(key: str, term: Term) -> Times:
             said = [[vars(said)[key] for said, _ in step] for step in self._pairs]

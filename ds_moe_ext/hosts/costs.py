@@ -77,18 +77,18 @@ class Links:
         level = Level("of this run", group, layout.index("ep"), layout.node_C, num_sharers=1)
         bench = Bench(clock_of(device), device, num_warm_ups=1, num_repeats=5, group=group)
         link = measure_copies(level, bench, Sizes((), bytes_of(expert), NUM_EXPERTS))
-        link = slowest(link, device)
+        link = slowest(link, device, layout.everyone)
         return cls(link, link, link)
 
 
-def slowest(link: Link, device: torch.device) -> Link:
-    """The slowest of what all ranks have measured. Collective.
+def slowest(link: Link, device: torch.device, group: dist.ProcessGroup | None = None) -> Link:
+    """The slowest of what all ranks of a group, or of the world, have measured. Collective.
 
     The ranks of a cell copy their parts of an expert each over a communicator of its own, and must
     plan alike.
     """
     seconds = torch.tensor([link.latency_s, 1 / link.bytes_per_s], dtype=torch.float64)
-    latency_s, byte_s = max_in_place(seconds.to(device), None).tolist()
+    latency_s, byte_s = max_in_place(seconds.to(device), group).tolist()
     return Link(bytes_per_s=1 / byte_s, latency_s=latency_s)
 
 
@@ -154,12 +154,15 @@ def _seconds(timed: TimedTask) -> float:
     return end_s - start_s
 
 
-def of_all_ranks(seen: Sequence[Seen], device: torch.device) -> list[list[Seen]]:
-    """What each rank saw of each layer. Collective."""
+def of_all_ranks(
+    seen: Sequence[Seen], layout: ParallelLayout, device: torch.device
+) -> list[list[Seen]]:
+    """What each rank that runs the same layers saw of each. Collective among them."""
     own_LX = torch.tensor([list(vars(each).values()) for each in seen], dtype=torch.float64)
-    all_RLX = own_LX.new_zeros(dist.get_world_size(), *own_LX.shape, device=device)
-    all_RLX[dist.get_rank()] = own_LX
-    return [[Seen(*layer) for layer in rank] for rank in sum_in_place(all_RLX, None).tolist()]
+    all_RLX = own_LX.new_zeros(layout.grid.world_size, *own_LX.shape, device=device)
+    all_RLX[layout.place] = own_LX
+    told = sum_in_place(all_RLX, layout.everyone).tolist()
+    return [[Seen(*layer) for layer in rank] for rank in told]
 
 
 @dataclass(eq=False)
@@ -233,7 +236,7 @@ class Costs:
         return routed.copies is not None and routed.site.layout.grid.num_cells > 1
 
     def _agreed(self, rows: Sequence[Rows]) -> Measured:
-        seen_RL = of_all_ranks(self._seen, self._device)
+        seen_RL = of_all_ranks(self._seen, self._layout, self._device)
         sums = [sum(column, Seen()) for column in zip(*seen_RL)]
         # Who comes late to an exchange makes the others wait: the last takes as long as it takes.
         exchange_s = [min(seen.exchange_s for seen in column) for column in zip(*seen_RL)]
@@ -252,7 +255,8 @@ class Costs:
     def _free_bytes(self) -> int:
         """Memory for copies on the rank that has least; where nothing tells, as much as its own
         experts and their gradients take."""
-        bench = Bench(clock_of(self._device), self._device, num_warm_ups=0, num_repeats=1)
+        clock, group = clock_of(self._device), self._layout.everyone
+        bench = Bench(clock, self._device, num_warm_ups=0, num_repeats=1, group=group)
         free = least_free_bytes(bench)
         if free is not None:
             return int(SHARE_OF_FREE * free)
@@ -262,6 +266,10 @@ class Costs:
         homes = [self.layers[layer].routed.site.plan.home for layer in pool.layers]
         num_experts = sum(home.num_experts for home in homes) // homes[0].num_cells
         return num_experts * bytes_of(self._expert(pool))
+
+    @property
+    def _layout(self) -> ParallelLayout:
+        return self.layers[0].routed.site.layout
 
     @property
     def _device(self) -> torch.device:
@@ -275,17 +283,16 @@ class Costs:
         return copies.like
 
     def _links(self, pool: Pool) -> Links:
-        layout = self.layers[pool.layers[0]].routed.site.layout
         if self.hardware is not None:
-            return Links.of(self.hardware, layout.grid.size)
-        return Links.measured(layout, self._expert(pool))
+            return Links.of(self.hardware, self._layout.grid.size)
+        return Links.measured(self._layout, self._expert(pool))
 
     def _priced(self, pool: Pool, sums: Sequence[Seen], exchange_s: Sequence[float]) -> Pool:
         links = self._links(pool)
         expert_bytes = bytes_of(self._expert(pool))
         seen = sum((sums[layer] for layer in pool.layers), Seen())
         row_bytes = self.layers[pool.layers[0]].routed.row_bytes
-        num_ranks = self.layers[0].routed.site.layout.grid.world_size
+        num_ranks = self._layout.grid.world_size
         received_bytes = TRIPS * row_bytes * seen.most_received / num_ranks  # all know all rows
         waited_s = sum(exchange_s[layer] for layer in pool.layers)
         return replace(

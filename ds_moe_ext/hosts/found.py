@@ -53,7 +53,9 @@ class Hosted(Protocol):
     run: RunRows
     weight_names: tuple[str, ...]
     shard: Shard
-    training: bool
+
+    @property
+    def training(self) -> bool: ...
 
     def slots(self) -> list[Slot]:
         """This rank's experts."""

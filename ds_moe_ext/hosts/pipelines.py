@@ -130,7 +130,8 @@ class Pipelines:
         """
         numbers = np.array([(each.routed_CE.sum(), each.computed_C.max()) for each in rows])
         # Grids of cells see their own rows only; all ranks must plan alike.
-        agreed_L2 = max_in_place(torch.from_numpy(numbers).to(self.device), None).tolist()
+        everyone = self.layers[0].routed.site.layout.everyone
+        agreed_L2 = max_in_place(torch.from_numpy(numbers).to(self.device), everyone).tolist()
         measured: dict[int, MeasuredLayer] = {}
         all_reduce = None
         for pool in self.pools:
@@ -177,7 +178,7 @@ class Pipelines:
             return described_lines(self.hardware, self._usage(pool, layer.routed.row_dtype))
         forward = partial(_forward, layer, self.device)
         paths = _paths(layer.routed.site.layout, self.device, self.gradients.group)
-        bench = quick_bench(self.device)
+        bench = quick_bench(self.device, layer.routed.site.layout.everyone)
         return measure_pipeline(paths, self._payload(layer, rows), forward, bench)
 
     def _lines_by_way(
@@ -199,7 +200,7 @@ class Pipelines:
             carrier = Wire.between(layout, INTER, self.device, way).carrier
             measured[way] = lines.all_to_all
             if carrier is not None:
-                bench = quick_bench(self.device)
+                bench = quick_bench(self.device, layout.everyone)
                 measured[way] = measure_carrier(carrier, layout.grid.num_cells, payload, bench)
         return measured
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,8 +22,6 @@ from torch import nn
 from ds_moe_ext.comm import gather_texts, sum_in_place, take_first
 from ds_moe_ext.hosts import attach, blocks
 from ds_moe_ext.hosts.attach import Around, AttachedLayer, Blueprint
-from ds_moe_ext.hosts.checks import Checks
-from ds_moe_ext.hosts.costs import Costs
 from ds_moe_ext.hosts.deepspeed import buckets
 from ds_moe_ext.hosts.deepspeed.move import ExpertMover
 from ds_moe_ext.hosts.deepspeed.roles import clip_gradients, experts_factor
@@ -34,16 +31,15 @@ from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.hosts.deepspeed.training import training_of
 from ds_moe_ext.hosts.found import Adopted
 from ds_moe_ext.hosts.gates import warn_if_causal
-from ds_moe_ext.hosts.pipelines import DenseGradients, Pipelines
-from ds_moe_ext.hosts.planning import Planning
-from ds_moe_ext.hosts.run import Run, teller
+from ds_moe_ext.hosts.pipelines import DenseGradients
+from ds_moe_ext.hosts.run import Run
+from ds_moe_ext.hosts.started import Steps, planning_of
 from ds_moe_ext.hosts.striped import Gradients, Pausing, Role, stripe
 from ds_moe_ext.hosts.zebra_profile import profiled
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.moe.passage import Here
 from ds_moe_ext.moe.tokens import Divided
 from ds_moe_ext.settings import BLOCK
-from ds_moe_ext.strategies.base import Job
 
 _RUN = "ds_moe_ext_run"  # attribute of the engine
 
@@ -105,7 +101,13 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
     gradients = DenseGradients.of(
         model, layers, engine.communication_data_type, None if slices is None else slices.group
     )
-    planning = _planning(engine, blueprint, layers, gradients)
+    planning = planning_of(
+        blueprint,
+        layers,
+        gradients,
+        ExpertMover(engine, layers, blueprint.pools),
+        Steps(engine.gradient_accumulation_steps(), engine.get_data_types()[0], device),
+    )
     run = Run.start(blueprint, layers, planning, dist.get_rank(), engine)
     run.recorder.beside = None if role is None else role.both_sides
     engine.__dict__[_RUN] = run
@@ -198,53 +200,6 @@ def _boundary_of(engine: weakref.ref[Any]) -> Callable[[], bool]:
         return alive is None or bool(alive.is_gradient_accumulation_boundary())
 
     return is_boundary
-
-
-def _planning(
-    engine: Any, blueprint: Blueprint, layers: list[AttachedLayer], gradients: DenseGradients
-) -> Planning:
-    homes = [layer.routed.site.plan.home for layer in layers]
-    node_C = layers[0].routed.site.layout.node_C
-    accumulates = engine.gradient_accumulation_steps() > 1
-    job = Job.at_start(homes, node_C, blueprint.pools)
-    return Planning(
-        strategy=blueprint.strategy,
-        layers=layers,
-        job=replace(job, accumulates=accumulates),
-        costs=Costs(
-            layers,
-            blueprint.pools,
-            blueprint.hardware,
-            _pipelines(engine, blueprint, layers, gradients),
-        ),
-        checks=Checks(blueprint.strategy, layers),
-        mover=ExpertMover(engine, layers, blueprint.pools),
-        debug=blueprint.settings.debug,
-        rank=dist.get_rank(),
-        tell=teller(blueprint.settings, dist.get_rank()),
-    )
-
-
-def _pipelines(
-    engine: Any, blueprint: Blueprint, layers: list[AttachedLayer], gradients: DenseGradients
-) -> Pipelines | None:
-    """What measures them, where the strategy plans by it."""
-    if not blueprint.strategy.rhythm().measures:
-        return None
-    pipelines = Pipelines(
-        layers,
-        blueprint.pools,
-        blueprint.hardware,
-        gradients,
-        engine.gradient_accumulation_steps(),
-        torch.device(get_accelerator().device_name(engine.local_rank)),
-    )
-    try:
-        pipelines.check(engine.get_data_types()[0])
-    except ValueError as error:
-        named = blueprint.settings.hardware
-        raise ValueError(f"{BLOCK}.hardware is {named!r}, but {error}") from error
-    return pipelines
 
 
 def _take_first_ranks_weights(model: nn.Module, blueprint: Blueprint, local_rank: int) -> None:

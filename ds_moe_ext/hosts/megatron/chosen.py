@@ -1,0 +1,79 @@
+"""The settings that this process runs Megatron by."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_moe_ext.hosts.megatron.flag import FLAG
+from ds_moe_ext.hosts.megatron.refusals import refuse_settings
+from ds_moe_ext.settings import BLOCK, Settings, read_settings
+from ds_moe_ext.strategies.base import Strategy
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """What was asked for.
+
+    Attributes:
+        source: where from, for a person.
+        settings: the block.
+        strategy: the chosen strategy.
+    """
+
+    source: str
+    settings: Settings
+    strategy: Strategy
+
+
+_CHOSEN: list[Chosen] = []  # of this process: one or none
+
+
+def chosen() -> Chosen | None:
+    """What this process runs by; None where nothing was asked for."""
+    return _CHOSEN[0] if _CHOSEN else None
+
+
+def set_chosen(asked: Chosen | None) -> None:
+    """Run by this from now on."""
+    _CHOSEN[:] = [] if asked is None else [asked]
+
+
+def read(given: str | Path | Mapping[str, Any]) -> Chosen | None:
+    """What a document asks for; None where its block is not enabled.
+
+    Args:
+        given: a JSON file, or what is in it.
+
+    Raises:
+        ValueError: the document is malformed, or asks for what cannot be done under Megatron.
+    """
+    source, document = _read(given)
+    if BLOCK not in document:
+        raise ValueError(
+            f"{FLAG} names {source}, which has no block {BLOCK!r}; add one, or leave the flag out"
+        )
+    settings, strategy = read_settings(document)
+    if strategy is None:
+        return None
+    refuse_settings(settings, strategy)
+    return Chosen(source, settings, strategy)
+
+
+def _read(given: str | Path | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    if isinstance(given, Mapping):
+        return "a document", given
+    path = Path(given)
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{FLAG} is {str(path)!r}, which cannot be read as JSON ({error}); name a file with "
+            f"a {BLOCK!r} block, as those in configs/strategies are"
+        ) from error
+    if not isinstance(document, Mapping):
+        raise ValueError(f"{FLAG} names {str(path)!r}, whose JSON is no object; make it one")
+    return str(path), document

@@ -1,0 +1,171 @@
+"""Adopted layers inside an unmodified Megatron run: groups, plans, steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import torch
+from megatron.core import num_microbatches_calculator as calculator
+from megatron.core.distributed import DistributedDataParallel
+from torch import nn
+
+from ds_moe_ext.hosts import attach, blocks
+from ds_moe_ext.hosts.attach import AttachedLayer
+from ds_moe_ext.hosts.megatron import layers as moe_layers
+from ds_moe_ext.hosts.megatron.chosen import Chosen
+from ds_moe_ext.hosts.megatron.experts import HostedExperts, Ready
+from ds_moe_ext.hosts.megatron.move import ExpertMover
+from ds_moe_ext.hosts.megatron.passes import Passes, Schedules
+from ds_moe_ext.hosts.megatron.ranks import Grids, check_sizes, grids
+from ds_moe_ext.hosts.pipelines import DenseGradients
+from ds_moe_ext.hosts.run import Run
+from ds_moe_ext.hosts.started import Steps, planning_of
+from ds_moe_ext.layout import Grid
+from ds_moe_ext.schedule.program import in_backward
+from ds_moe_ext.settings import BLOCK, Settings
+from ds_moe_ext.strategies.base import Strategy
+from ds_moe_ext.strategies.esp import ExpertSharding
+
+SCHEDULES = Schedules()
+"""What Megatron's schedule does; of this process, as its parallel state is."""
+
+
+def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run | None:
+    """Adopt the MoE layers of a model that is ready to be trained. Collective, over the world.
+
+    Args:
+        asked: the settings.
+        chunks: the model's parts on this rank, wrapped for data parallelism.
+        optimizer: Megatron's, of these.
+
+    Returns:
+        The run; None on a pipeline stage without MoE layers.
+
+    Raises:
+        ValueError: the model or the ranks do not suit the settings.
+    """
+    _check_wrapped(chunks)
+    seats = grids()
+    settings, strategy = _of_stage(asked.settings, seats), asked.strategy
+    check_sizes(settings, strategy, seats.own)
+    strategy = _split(strategy, seats.own)
+    model = _whole(chunks)
+    found = list(moe_layers.find(model, attach.wanted(settings)))
+    blueprint = attach.on_grid(settings, strategy, found, seats.own)
+    device = next(model.parameters()).device
+    layers = [layer for layer, _ in attach.build(blueprint, device, beside=seats.beside)]
+    if not layers:
+        return None
+    for layer in layers:
+        _connect(layer, chunks)
+    blocks.launch_with_blocks(model, layers, measures=strategy.rhythm().measures)
+    gradients = DenseGradients.of(model, layers, _gradient_dtype(chunks[0]), None)
+    steps = Steps(_micro_batches(), _config_of(model).params_dtype, device)
+    mover = ExpertMover(optimizer, layers, blueprint.pools)
+    planning = planning_of(blueprint, layers, gradients, mover, steps)
+    run = Run.start(blueprint, layers, planning, layers[0].routed.site.layout.place, optimizer)
+    _watch_steps(optimizer, run)
+    return run
+
+
+def _check_wrapped(chunks: Sequence[nn.Module]) -> None:
+    for chunk in chunks:
+        if not isinstance(chunk, DistributedDataParallel):
+            raise ValueError(
+                f"{BLOCK} is enabled, but the model is wrapped in {type(chunk).__name__}; expert "
+                "weights must lie in Megatron's DistributedDataParallel: leave "
+                "--use-megatron-fsdp and --use-torch-fsdp2 out"
+            )
+
+
+def _of_stage(settings: Settings, seats: Grids) -> Settings:
+    """Every pipeline stage leaves a report of its own."""
+    path = settings.report.path
+    if path is None or not seats.beside:
+        return settings
+    return replace(settings, report=replace(settings.report, path=f"{path}/stage_{seats.stage}"))
+
+
+def _split(strategy: Strategy, grid: Grid) -> Strategy:
+    """With expert tensor parallelism every strategy runs on split experts: under a pipeline of one
+    chunk, where it has none of its own."""
+    if grid.cell_size == 1 or strategy.splits_experts:
+        return strategy
+    return ExpertSharding(degree=1, slice_gradients=False, all_to_all="direct").over(strategy)
+
+
+def _whole(chunks: Sequence[nn.Module]) -> nn.Module:
+    """The model without what is wrapped around it; of several parts, a list."""
+    parts = []
+    for chunk in chunks:
+        part = chunk
+        while isinstance(inner := part._modules.get("module"), nn.Module):
+            part = inner
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else nn.ModuleList(parts)
+
+
+def _config_of(model: nn.Module) -> Any:
+    part: Any = model[0] if isinstance(model, nn.ModuleList) else model
+    return part.config
+
+
+def _gradient_dtype(chunk: Any) -> torch.dtype:
+    if chunk.ddp_config.grad_reduce_in_fp32:
+        return torch.float32
+    dtype: torch.dtype = next(chunk.parameters()).dtype
+    return dtype
+
+
+def _micro_batches() -> int:
+    """Of a step, as Megatron-LM's arguments say; 1 where nobody said."""
+    if calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:
+        return 1
+    return int(calculator.get_num_microbatches())
+
+
+def _connect(layer: AttachedLayer, chunks: Sequence[Any]) -> None:
+    """Let a layer know of the host's passes, and of weights that are still being gathered."""
+    hosted = layer.hosted
+    assert isinstance(hosted, HostedExperts)
+    hosted.passes = Passes(SCHEDULES)
+    if layer.routed.copies is not None:
+        layer.routed.copies.is_last_pass = hosted.passes.is_last
+    (chunk,) = (c for c in chunks if any(m is hosted.experts for m in c.modules()))
+    hosted.ready = _ready(chunk, hosted)
+
+
+def _ready(chunk: Any, hosted: HostedExperts) -> Ready:
+    """What Megatron's own hooks do before a module's forward, which our program does not call."""
+
+    def ready() -> None:
+        if not chunk.remove_forward_pre_hook_handles or in_backward():
+            return
+        known = chunk.param_to_bucket_group
+        parameters = (p for slot in hosted.slots() for p in slot.parameters if p in known)
+        is_dispatched = (
+            chunk.ddp_config.align_param_gather or chunk.overlap_param_gather_with_optimizer_step
+        )
+        for group in dict.fromkeys(known[parameter] for parameter in parameters):
+            group.finish_param_sync(skip_next_bucket_dispatch=is_dispatched)
+
+    return ready
+
+
+def _watch_steps(optimizer: Any, run: Run) -> None:
+    """Have the run told when weights have changed."""
+    step: Callable[..., Any] = optimizer.step
+    num_steps = 0
+
+    @wraps(step)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_steps
+        outcome = step(*args, **kwargs)
+        run.after_step(num_steps)
+        num_steps += 1
+        return outcome
+
+    optimizer.step = watched

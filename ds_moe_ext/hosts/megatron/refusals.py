@@ -1,0 +1,181 @@
+"""What ds_moe_ext does not do under Megatron-core, found at start and told by the flag's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ds_moe_ext.settings import BLOCK, Settings
+from ds_moe_ext.strategies.base import Strategy
+
+MOE_SCOPES = ("moe", "mlp")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One thing that Megatron can do and ds_moe_ext cannot go along with.
+
+    Attributes:
+        flag: of Megatron-LM.
+        asked: from a ``TransformerConfig`` to what was asked for; nothing, if it was not.
+        reason: why not.
+        remedy: what to do.
+    """
+
+    flag: str
+    asked: Callable[[Any], object]
+    reason: str
+    remedy: str
+
+
+def _field(name: str) -> Callable[[Any], object]:
+    """Of a config; versions without it have not been asked for it."""
+    return lambda config: vars(config).get(name)
+
+
+def _graphed(config: Any) -> object:
+    """CUDA graphs that MoE layers are in."""
+    given = vars(config)
+    if given.get("enable_cuda_graph") or given.get("external_cuda_graph"):
+        return True
+    if given.get("cuda_graph_impl", "none") == "none":
+        return None
+    scopes = given.get("cuda_graph_scope") or ["all of a layer"]
+    scopes = [scopes] if isinstance(scopes, str) else scopes
+    names = [str(getattr(scope, "name", scope)) for scope in scopes]
+    return [name for name in names if name not in ("attn", "mamba")]
+
+
+def _recomputed(part: str) -> Callable[[Any], object]:
+    def asked(config: Any) -> object:
+        given = vars(config)
+        return given.get("recompute_granularity") == "selective" and part in (
+            given.get("recompute_modules") or ()
+        )
+
+    return asked
+
+
+def _offloaded(config: Any) -> object:
+    given = vars(config)
+    if not given.get("fine_grained_activation_offloading"):
+        return None
+    return [m for m in given.get("offload_modules") or () if m in ("expert_fc1", "moe_act")]
+
+
+def _split_biases(config: Any) -> object:
+    given = vars(config)
+    return given.get("add_bias_linear") and (given.get("expert_tensor_parallel_size") or 1) > 1
+
+
+REFUSALS = (
+    Refusal(
+        "--overlap-moe-expert-parallel-comm",
+        _field("overlap_moe_expert_parallel_comm"),
+        "it takes MoE layers apart to interleave two micro-batches, past our schedule",
+        "leave it out; strategy 'esp' overlaps within a layer",
+    ),
+    Refusal(
+        "--delay-wgrad-compute",
+        _field("delay_wgrad_compute"),
+        "gradients of expert weights are made in the layer's own backward schedule",
+        "leave it out",
+    ),
+    Refusal(
+        "--cuda-graph-impl with MoE scopes",
+        _graphed,
+        "row counts change from step to step, and plans with them",
+        "use --cuda-graph-scope attn, or none",
+    ),
+    Refusal(
+        "--moe-token-dispatcher-type flex",
+        lambda config: config.moe_token_dispatcher_type == "flex",
+        "rows travel by ds_moe_ext's own dispatch",
+        "use alltoall; esp.all_to_all 'deepep' asks for DeepEP",
+    ),
+    Refusal(
+        "--fp8-format", _field("fp8"), "experts compute in the type of their weights", "use --bf16"
+    ),
+    Refusal(
+        "--fp4-format", _field("fp4"), "experts compute in the type of their weights", "use --bf16"
+    ),
+    Refusal(
+        "--moe-router-padding-for-quantization",
+        lambda config: (
+            vars(config).get("moe_router_padding_for_quantization")
+            or vars(config).get("moe_router_padding_for_fp8")
+        ),
+        "padded rows are for fp8 and fp4, which are not supported",
+        "leave it out",
+    ),
+    Refusal(
+        "--recompute-modules moe_act",
+        _recomputed("moe_act"),
+        "activations of experts are not recomputed alone",
+        "use --recompute-modules moe",
+    ),
+    Refusal(
+        "--offload-modules expert_fc1 or moe_act",
+        _offloaded,
+        "inputs of experts are kept by our program",
+        "leave these modules out",
+    ),
+    Refusal(
+        "--activation-func-fp8-input-store",
+        _field("activation_func_fp8_input_store"),
+        "activations of experts are kept in their own type",
+        "leave it out",
+    ),
+    Refusal(
+        "biases of experts (no --disable-bias-linear) with --expert-tensor-parallel-size above 1",
+        _split_biases,
+        "Megatron adds the whole bias once on every rank that has a part of the expert",
+        "use --disable-bias-linear",
+    ),
+    Refusal(
+        "--use-kitchen or a quantization recipe",
+        lambda config: vars(config).get("use_kitchen") or vars(config).get("quant_recipe"),
+        "experts compute in the type of their weights",
+        "leave it out",
+    ),
+)
+
+
+def refuse_config(config: Any) -> None:
+    """Check a ``TransformerConfig`` with MoE layers.
+
+    Raises:
+        ValueError: it asks for what cannot be done.
+    """
+    for refusal in REFUSALS:
+        asked = refusal.asked(config)
+        if asked:
+            told = "" if asked is True else f" ({asked})"
+            raise ValueError(
+                f"{BLOCK} is enabled, but Megatron was given {refusal.flag}{told}: "
+                f"{refusal.reason}; {refusal.remedy}"
+            )
+
+
+def refuse_settings(settings: Settings, strategy: Strategy) -> None:
+    """Check the block for what Megatron has flags of its own for, or cannot do.
+
+    Raises:
+        ValueError: it asks for such a thing.
+    """
+    for key, value, flag in (
+        ("gate", settings.gate, "--moe-router-load-balancing-type and its like"),
+        ("capacity_factor", settings.capacity_factor, "--moe-expert-capacity-factor"),
+        ("sequence_parallel", settings.sequence_parallel, "--sequence-parallel"),
+    ):
+        if value:
+            raise ValueError(
+                f"{BLOCK}.{key} is {value}, which under Megatron is said by its own flag: leave "
+                f"it out, and use {flag}"
+            )
+    if strategy.roles is not None:
+        raise ValueError(
+            f"{BLOCK}.strategy is {settings.strategy!r}, which gives ranks roles; that works under "
+            "DeepSpeed only, so far: choose another strategy"
+        )

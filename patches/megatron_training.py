@@ -1,0 +1,62 @@
+"""The patch to Megatron-LM's training scripts: a flag. Without it nothing else is changed."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from ds_moe_ext.hosts.megatron.flag import FLAG
+from ds_moe_ext.patches.record import Patch, apply_all
+
+
+class _Use(argparse.Action):
+    """Takes the settings into use as the flag is parsed: before any model is built."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        from ds_moe_ext.patches.megatron import use
+
+        use(str(values))
+        setattr(namespace, self.dest, values)
+
+
+def add_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Give a parser the flag."""
+    parser.add_argument_group("ds_moe_ext").add_argument(
+        FLAG,
+        action=_Use,
+        metavar="FILE",
+        help="JSON file with a ds_moe_ext block: how MoE layers are trained",
+    )
+    return parser
+
+
+def _with_flag(original: Any) -> Any:
+    @functools.wraps(original)
+    def add_megatron_arguments(parser: Any) -> Any:
+        return add_flag(original(parser))
+
+    return add_megatron_arguments
+
+
+PATCHES = (
+    Patch(
+        "flag",
+        "megatron.training.arguments:add_megatron_arguments",
+        ">=0.12",  # what the flag asks for is checked against the version when it is given
+        "pretrain_gpt.py and its like know --ds-moe-ext-config",
+        _with_flag,
+    ),
+)
+
+
+def apply() -> None:
+    """Apply it, or say why not."""
+    apply_all(PATCHES)
