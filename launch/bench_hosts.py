@@ -20,7 +20,8 @@ from typing import Any
 
 import deepspeed
 import torch.distributed as dist
-from pretrain_deepspeed import GPT_MOE, LanguageModel, build_model, read_json
+from console import read_json
+from pretrain_deepspeed import GPT_MOE, LanguageModel, build_model
 from rich.console import Console
 from rich.table import Table
 from text import Batch, WindowSampler, read_text

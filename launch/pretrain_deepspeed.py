@@ -7,34 +7,33 @@ names. Of ds_moe_ext it asks only what it shows: how evenly the experts' rows fe
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from console import (
+    Display,
+    StepRecord,
+    is_first_rank,
+    plain_errors,
+    read_json,
+    seconds_per_step,
+    summary_table,
+    versions_of,
+)
 from gpt_moe import GptMoe, GptMoeConfig
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from summary import Summary
 from text import VOCABULARY_SIZE, Batch, Text, WindowSampler, read_text
 from torch import Tensor, nn
 
 from ds_moe_ext import recorder_of
 
-LINE_EVERY = 10
-SECONDS_FOR_RANK_0_S = 5.0
+SCRIPT = "pretrain_deepspeed"
 NUM_HELD_OUT_BATCHES = 4
 GPT_MOE = "gpt_moe"
 FAMILIES = (GPT_MOE, "mixtral", "qwen3_moe")  # the others by Hugging Face's model type
@@ -119,19 +118,6 @@ def _hugging_face(family: str, config: Mapping[str, Any]) -> LanguageModel:
     )
 
 
-def read_json(path: Path | None, argument: str) -> dict[str, Any]:
-    """Read a JSON object from the file that a command-line argument names."""
-    if path is None or not path.is_file():
-        raise ValueError(f"{argument} {path} is not a file; name a JSON file, see configs/")
-    try:
-        content = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{argument} {path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{argument} {path} must hold a JSON object: start it with a brace")
-    return content
-
-
 @dataclass(frozen=True, eq=False)
 class Run:
     """What the command line asks for, once the files it names are read."""
@@ -175,73 +161,6 @@ def _last_step(config: Mapping[str, Any]) -> int:
     return num_steps
 
 
-@contextmanager
-def plain_errors() -> Iterator[None]:
-    """Show what a user got wrong once, without a traceback from every rank."""
-    try:
-        yield
-    except ValueError as error:
-        # The launcher ends all ranks when one ends, so the others let rank 0 speak first; where
-        # only they fail (a file missing on their node), they speak too.
-        if not is_first_rank():
-            time.sleep(SECONDS_FOR_RANK_0_S)
-        raised = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{Path(raised.filename).name}:{raised.lineno}"
-        print(f"pretrain_deepspeed: {error} ({place})", file=sys.stderr, flush=True)
-        sys.exit(2)
-
-
-def is_first_rank() -> bool:
-    """Tell whether this is rank 0, before process groups exist too."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One optimizer step."""
-
-    step: int  # 1 is the first
-    loss: float  # nats per byte, without the load-balancing loss, mean over ranks and micro-steps
-    seconds_s: float
-    tokens_per_s: float
-    balance: float | None  # most loaded rank's rows over the mean rank's; None: not recorded
-
-
-class Display:
-    """Rank 0's view of the run: a bar on a terminal, elsewhere a line every tenth step."""
-
-    def __init__(self, *, first_step: int, num_steps: int) -> None:
-        self.num_steps = num_steps
-        is_shown = dist.get_rank() == 0
-        self.console = Console(quiet=not is_shown, highlight=False)
-        columns = (
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=None),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-        )
-        self.has_bar = is_shown and self.console.is_terminal
-        self.bar = Progress(*columns, console=self.console, disable=not self.has_bar)
-        self.task = self.bar.add_task("", total=num_steps, completed=first_step)
-
-    def show(self, record: StepRecord) -> None:
-        """Show a finished step."""
-        line = (
-            f"loss {record.loss:.3f}  {record.tokens_per_s:,.0f} tokens/s  "
-            f"balance {format_balance(record.balance)}"
-        )
-        self.bar.update(self.task, completed=record.step, description=line)
-        is_due = record.step % LINE_EVERY == 0 or record.step in (1, self.num_steps)
-        if is_due and not self.has_bar:
-            self.console.print(f"step {record.step:>5}/{self.num_steps}  {line}", soft_wrap=True)
-
-
-def format_balance(balance: float | None) -> str:
-    """Give a balance two digits, or a dash if there is none."""
-    return "-" if balance is None else f"{balance:.2f}"
-
-
 class Trainer:
     """The engine, its model and its text, and the step they make together. All collective."""
 
@@ -249,7 +168,7 @@ class Trainer:
         self.arguments = arguments
         self.run = run
         self.model = model
-        with plain_errors():
+        with plain_errors(SCRIPT):
             self.engine, *_ = deepspeed.initialize(
                 model=model.module,
                 model_parameters=model.module.parameters(),
@@ -298,7 +217,7 @@ class Trainer:
             if self.arguments.eval_every and (step + 1) % self.arguments.eval_every == 0:
                 loss = self._held_out_loss()
                 self.held_out_losses[step + 1] = loss
-                display.console.print(f"step {step + 1:>5}  held-out loss {loss:.3f}")
+                display.show_held_out(step + 1, loss)
             self._save_if_due(step + 1)
         return records
 
@@ -357,9 +276,7 @@ def mean_over_ranks(losses: Sequence[Tensor]) -> float:
 
 def summarize(trainer: Trainer, records: Sequence[StepRecord]) -> Summary:
     """Condense the steps of a run. Collective."""
-    # The first step builds groups, buffers and kernels.
-    steady = records[1:] or records
-    seconds_per_step_s = sum(record.seconds_s for record in steady) / len(steady)
+    seconds_per_step_s = seconds_per_step(records)
     recorder = trainer.recorder
     return Summary(
         strategy=trainer.run.strategy,
@@ -374,45 +291,21 @@ def summarize(trainer: Trainer, records: Sequence[StepRecord]) -> Summary:
         tokens_per_s=trainer.tokens_per_step / seconds_per_step_s,
         seconds_per_step_s=seconds_per_step_s,
         balance_by_layer={} if recorder is None else recorder.balance_by_layer(),
-        versions={"python": platform.python_version()}
-        | {name: _version(name) for name in PACKAGES},
+        versions=versions_of(PACKAGES),
     )
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def summary_table(summary: Summary, files: Sequence[Path]) -> Table:
-    """Lay a summary out for reading."""
-    steps = f"step {summary.first_step + 1}", f"step {summary.first_step + len(summary.losses)}"
-    balances = [f"{layer}: {value:.2f}" for layer, value in summary.balance_by_layer.items()]
-    table = Table("", "", title="Summary", show_header=False)
-    table.add_row("strategy", f"{summary.strategy}, {summary.world_size} ranks, {summary.model}")
-    table.add_row(f"loss, {steps[0]}", f"{summary.losses[0]:.3f} nats per byte")
-    table.add_row(f"loss, {steps[1]}", f"{summary.losses[-1]:.3f} nats per byte")
-    table.add_row("speed", f"{summary.tokens_per_s:,.0f} tokens/s")
-    table.add_row("a step takes", f"{summary.seconds_per_step_s:.2f} s")
-    table.add_row("rows, busiest rank / mean", "\n".join(balances) or format_balance(None))
-    table.add_row("versions", ", ".join(f"{k} {v}" for k, v in summary.versions.items()))
-    table.add_row("files", "\n".join(map(str, files)))
-    return table
 
 
 def main() -> None:
     """Train, then write and show the summary."""
     arguments = parse_arguments()
-    with plain_errors():
+    with plain_errors(SCRIPT):
         run = read_run(arguments)
         model = build_model(arguments)
     if is_first_rank():
         print("starting; on a CPU, DeepSpeed's first start compiles for 20 to 60 s", flush=True)
     deepspeed.init_distributed()
     trainer = Trainer(arguments, run, model)
-    with plain_errors():
+    with plain_errors(SCRIPT):
         trainer.resume()
     display = Display(first_step=trainer.engine.global_steps, num_steps=run.num_steps)
     with display.bar:

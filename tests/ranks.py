@@ -19,6 +19,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 TIMEOUT_S = 120.0
+MAX_THREADS = 150
+_PRELOADED = ["torch", "torch._dynamo", "numpy"]
+
+
+def preload(*modules: str) -> None:
+    """Let the forkserver load these, which each rank would take seconds for; to be called where a
+    test module is imported, as it is too late when a pool is there."""
+    _PRELOADED.extend(module for module in modules if module not in _PRELOADED)
 
 
 def free_port() -> int:
@@ -59,17 +67,23 @@ def _serve(rank: int, world_size: int, port: int, jobs: Connection) -> None:
 
 def _close_groups() -> None:
     """Close the process groups that earlier jobs left, now that all ranks have ended those: each
-    has three threads that wake a hundred times a second. DeepSpeed goes on using its own, and its
-    engines stay for ever; so what they hold is taken from them. What is left then is frozen: to
-    go through all objects of DeepSpeed before every job would take a second."""
+    has three threads that wake a hundred times a second. DeepSpeed goes on using its own. Engines
+    of DeepSpeed and models that Megatron wrapped stay for ever, held by hooks where gc cannot look;
+    so what they hold is taken from them. What is left then is frozen: to go through all objects of
+    a host before every job would take a second."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
 
     runtime = sys.modules.get("deepspeed.runtime.engine")
-    if runtime is not None:
-        for thing in gc.get_objects():
-            if type(thing) is runtime.DeepSpeedEngine:
-                thing.__dict__.clear()
+    wrapper = sys.modules.get("megatron.core.distributed.distributed_data_parallel")
+    roots = {
+        runtime.DeepSpeedEngine if runtime else None,
+        wrapper.DistributedDataParallel if wrapper else None,
+    } - {None}
+    for thing in gc.get_objects() if roots else ():
+        if type(thing) in roots:
+            thing.__dict__.clear()
+    if roots:
         gc.collect()
     groups = sys.modules.get("deepspeed.utils.groups")
     held = list(vars(groups).values()) if groups else []
@@ -78,7 +92,7 @@ def _close_groups() -> None:
     for group in list(_world.pg_map):
         if id(group) not in kept:
             dist.destroy_process_group(group)
-    if runtime is not None:
+    if roots:
         gc.collect()
         gc.freeze()
 
@@ -89,7 +103,7 @@ class Pool:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch._dynamo", "numpy"])
+        context.set_forkserver_preload(_PRELOADED)
         port = free_port()
         self._ends, self._processes = [], []
         for rank in range(world_size):
@@ -132,6 +146,12 @@ class Pool:
     def is_alive(self) -> bool:
         return all(process.is_alive() for process in self._processes)
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether what earlier jobs left has so many threads that it slows the machine."""
+        folders = (f"/proc/{process.pid}/task" for process in self._processes)
+        return any(len(os.listdir(f)) > MAX_THREADS for f in folders if os.path.isdir(f))
+
     def close(self) -> None:
         for process in self._processes:
             process.kill()
@@ -143,8 +163,11 @@ _POOLS: dict[int, Pool] = {}
 
 
 def pool_of(world_size: int) -> Pool:
-    """The session's pool of this size; a new one if a test killed the last."""
-    if world_size not in _POOLS or not _POOLS[world_size].is_alive:
+    """The session's pool of this size; a new one if a test killed the last, or crowded it."""
+    pool = _POOLS.get(world_size)
+    if pool is None or not pool.is_alive or pool.is_crowded:
+        if pool is not None:
+            pool.close()
         _POOLS[world_size] = Pool(world_size)
     return _POOLS[world_size]
 

@@ -1,0 +1,151 @@
+"""What pre-training scripts show and tell a person, whatever the host: a bar or lines while they
+train, a table at the end, and what was wrong with the command line in one line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from summary import Summary
+
+LINE_EVERY = 10
+SECONDS_FOR_RANK_0_S = 5.0
+
+
+def read_json(path: Path | None, argument: str) -> dict[str, Any]:
+    """Read a JSON object from the file that a command-line argument names."""
+    if path is None or not path.is_file():
+        raise ValueError(f"{argument} {path} is not a file; name a JSON file, see configs/")
+    try:
+        content = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{argument} {path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{argument} {path} must hold a JSON object: start it with a brace")
+    return content
+
+
+@contextmanager
+def plain_errors(script: str, *also: type[Exception]) -> Iterator[None]:
+    """Show what a user got wrong once, without a traceback from every rank.
+
+    Args:
+        script: name of the script, as the line begins.
+        also: what a host raises of wrong settings, besides ValueError.
+    """
+    wrong: tuple[type[Exception], ...] = (ValueError, *also)
+    try:
+        yield
+    except wrong as error:
+        # The launcher ends all ranks when one ends, so the others let rank 0 speak first; where
+        # only they fail (a file missing on their node), they speak too.
+        if not is_first_rank():
+            time.sleep(SECONDS_FOR_RANK_0_S)
+        raised = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(raised.filename).name}:{raised.lineno}"
+        print(f"{script}: {error} ({place})", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def is_first_rank() -> bool:
+    """Tell whether this is rank 0, before process groups exist too."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step."""
+
+    step: int  # 1 is the first
+    loss: float  # nats per byte, without the load-balancing loss, mean over ranks and micro-steps
+    seconds_s: float
+    tokens_per_s: float
+    balance: float | None  # most loaded rank's rows over the mean rank's; None: not recorded
+
+
+class Display:
+    """Rank 0's view of the run: a bar on a terminal, elsewhere a line every tenth step."""
+
+    def __init__(self, *, first_step: int, num_steps: int) -> None:
+        self.num_steps = num_steps
+        is_shown = dist.get_rank() == 0
+        self.console = Console(quiet=not is_shown, highlight=False)
+        columns = (
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+        )
+        self.has_bar = is_shown and self.console.is_terminal
+        self.bar = Progress(*columns, console=self.console, disable=not self.has_bar)
+        self.task = self.bar.add_task("", total=num_steps, completed=first_step)
+
+    def show(self, record: StepRecord) -> None:
+        """Show a finished step."""
+        line = (
+            f"loss {record.loss:.3f}  {record.tokens_per_s:,.0f} tokens/s  "
+            f"balance {format_balance(record.balance)}"
+        )
+        self.bar.update(self.task, completed=record.step, description=line)
+        is_due = record.step % LINE_EVERY == 0 or record.step in (1, self.num_steps)
+        if is_due and not self.has_bar:
+            self.console.print(f"step {record.step:>5}/{self.num_steps}  {line}", soft_wrap=True)
+
+    def show_held_out(self, step: int, loss: float) -> None:
+        """Show an evaluation."""
+        self.console.print(f"step {step:>5}  held-out loss {loss:.3f}")
+
+
+def format_balance(balance: float | None) -> str:
+    """Give a balance two digits, or a dash if there is none."""
+    return "-" if balance is None else f"{balance:.2f}"
+
+
+def seconds_per_step(records: Sequence[StepRecord]) -> float:
+    """Mean seconds of a step, without the first, which builds groups, buffers and kernels. Pure."""
+    steady = records[1:] or records
+    return sum(record.seconds_s for record in steady) / len(steady)
+
+
+def versions_of(packages: Sequence[str]) -> dict[str, str]:
+    """Versions of Python and of the packages named."""
+    return {"python": platform.python_version()} | {name: _version(name) for name in packages}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def summary_table(summary: Summary, files: Sequence[Path]) -> Table:
+    """Lay a summary out for reading."""
+    steps = f"step {summary.first_step + 1}", f"step {summary.first_step + len(summary.losses)}"
+    balances = [f"{layer}: {value:.2f}" for layer, value in summary.balance_by_layer.items()]
+    table = Table("", "", title="Summary", show_header=False)
+    table.add_row("strategy", f"{summary.strategy}, {summary.world_size} ranks, {summary.model}")
+    table.add_row(f"loss, {steps[0]}", f"{summary.losses[0]:.3f} nats per byte")
+    table.add_row(f"loss, {steps[1]}", f"{summary.losses[-1]:.3f} nats per byte")
+    table.add_row("speed", f"{summary.tokens_per_s:,.0f} tokens/s")
+    table.add_row("a step takes", f"{summary.seconds_per_step_s:.2f} s")
+    table.add_row("rows, busiest rank / mean", "\n".join(balances) or format_balance(None))
+    table.add_row("versions", ", ".join(f"{k} {v}" for k, v in summary.versions.items()))
+    table.add_row("files", "\n".join(map(str, files)))
+    return table

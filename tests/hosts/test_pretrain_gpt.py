@@ -1,0 +1,116 @@
+"""Megatron-LM's own pretrain_gpt.py, not changed, from a checkout that is named by hand:
+``MEGATRON_LM=PATH pytest -m slow tests/hosts/test_pretrain_gpt.py``. It needs what that needs: pip
+packages six, regex, pyyaml and pybind11, make, g++ and python3-config.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import free_port
+
+ROOT = Path(__file__).parents[2]
+CHECKOUT = os.environ.get("MEGATRON_LM")
+CONFIGS = ROOT / "configs/strategies"
+STRATEGIES = ("ep", "esp", "fssdp", "prophet", "esp_fssdp")
+ITERATIONS = 20
+HALF = 10
+FLAGS = """
+--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32
+--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 16 --lr 5e-3
+--lr-decay-style constant --clip-grad 1.0 --swiglu --no-bias-swiglu-fusion --disable-bias-linear
+--attention-dropout 0 --hidden-dropout 0 --untie-embeddings-and-output-weights
+--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss
+--moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall
+--transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion
+--no-persist-layer-norm --no-masked-softmax-fusion
+--mock-data --tokenizer-type NullTokenizer --vocab-size 4097
+--log-interval 1 --eval-iters 1 --eval-interval 1000 --save-interval 10
+"""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        CHECKOUT is None,
+        reason="MEGATRON_LM does not name a checkout of Megatron-LM; fetch NVIDIA/Megatron-LM",
+    ),
+]
+
+
+def train(world_size: int, *arguments: str, config: Path | None, iterations: int) -> list[float]:
+    """The loss of each iteration of a run of ``ITERATIONS``, up to this one."""
+    named = [] if config is None else ["--ds-moe-ext-config", str(config)]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--master_port", str(free_port()), "--nproc_per_node", str(world_size)),
+            *(str(ROOT / "launch/megatron_on_cpu.py"), "-m", "ds_moe_ext.run"),
+            *(f"{CHECKOUT}/pretrain_gpt.py", *FLAGS.split(), *named, *arguments),
+            *("--expert-model-parallel-size", str(world_size)),
+            *("--train-iters", str(ITERATIONS), "--exit-interval", str(iterations)),
+        ],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(CHECKOUT),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        },
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert (config is not None) == ("ds_moe_ext: strategy" in done.stdout)
+    return [float(loss) for loss in re.findall(r"\| lm loss: (\S+) \|", done.stdout)]
+
+
+@cache
+def stock(world_size: int) -> list[float]:
+    losses = train(world_size, config=None, iterations=ITERATIONS)
+    assert len(losses) == ITERATIONS
+    assert losses[-1] < losses[0]
+    return losses
+
+
+def check_close(losses: list[float], expected: list[float]) -> None:
+    """In float32 a choice of experts may flip after some steps; the curve stays."""
+    assert losses[:5] == pytest.approx(expected[:5], rel=2e-6)
+    assert losses == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_follows_stock_megatron(strategy: str, world_size: int) -> None:
+    config = CONFIGS / f"{strategy}.json"
+    check_close(train(world_size, config=config, iterations=ITERATIONS), stock(world_size))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_run_goes_on_under_another_strategy_and_without_us(
+    world_size: int, tmp_path: Path
+) -> None:
+    saved = ["--save", str(tmp_path)]
+    first = train(world_size, *saved, config=CONFIGS / "fssdp.json", iterations=HALF)
+    check_close(first, stock(world_size)[:HALF])
+    for config in (CONFIGS / "prophet.json", None):
+        losses = train(world_size, "--load", str(tmp_path), config=config, iterations=ITERATIONS)
+        check_close(losses, stock(world_size)[HALF:])
+
+
+def test_the_import_line_applies(tmp_path: Path) -> None:
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text(Path(f"{CHECKOUT}/pretrain_gpt.py").read_text())
+    patch = ROOT / "patches/pretrain_gpt.diff"
+    subprocess.run(["git", "init", "-q", "."], cwd=tmp_path, check=True)
+    subprocess.run(["git", "apply", "--unidiff-zero", str(patch)], cwd=tmp_path, check=True)
+    assert "import ds_moe_ext" in script.read_text().splitlines()[1]
+    compile(script.read_text(), str(script), "exec")
