@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import importlib.util
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_moe_ext import _autoload
+from ds_moe_ext.convert.command import add_convert
 from ds_moe_ext.plan_jobs.algorithms import ALGORITHMS, plan_text
 from ds_moe_ext.profile_run import add_profile
 from ds_moe_ext.report.record import RunRecord
@@ -48,6 +50,7 @@ def main() -> None:
     )
     plan.set_defaults(run=lambda given: print_plan(given.algorithm, given.path))
     add_profile(commands)
+    add_convert(commands)
     given = parser.parse_args()
     try:
         raise SystemExit(given.run(given))
@@ -85,16 +88,14 @@ def examine(model: str | None) -> int:
     console = Console()
     console.print(_loading())
     well = True
-    for host, patches in _autoload.HOSTS.items():
-        try:
-            version = importlib.metadata.version(host)
-        except importlib.metadata.PackageNotFoundError:
-            console.print(f"{host}: not installed")
+    for host in PATCHED:
+        if not _is_there(host.module):
+            console.print(f"{host.name}: not installed")
             continue
-        table = Table(title=f"{host} {version}", title_justify="left")
+        table = Table(title=f"{host.name} {_version(host)}", title_justify="left")
         for heading in ("patch", "state", "target", "why"):
             table.add_column(heading)
-        rows = _patch_rows(host, patches)
+        rows = _patch_rows(host)
         for row in rows:
             table.add_row(row.id, "out" if row.failure else "in", row.target, row.reason)
         console.print(table)
@@ -120,6 +121,49 @@ def _loading() -> str:
     return "autoload: on, by torch's entry points"
 
 
+class PatchedHost(NamedTuple):
+    """A host that the doctor looks at.
+
+    Attributes:
+        name: for a person.
+        module: that is there where the host is.
+        patches: module of ours with its patches.
+        versioned: module that knows the version; empty asks the installed distribution.
+    """
+
+    name: str
+    module: str
+    patches: str
+    versioned: str = ""
+
+
+PATCHED = (
+    PatchedHost("accelerate", "accelerate", "ds_moe_ext.patches.accelerate"),
+    PatchedHost("deepspeed", "deepspeed", "ds_moe_ext.patches.deepspeed"),
+    PatchedHost("Megatron-core", "megatron.core", "ds_moe_ext.patches.megatron", "megatron.core"),
+    PatchedHost(
+        "Megatron-LM",
+        "megatron.training",
+        "ds_moe_ext.patches.megatron_training",
+        "megatron.core",
+    ),
+)
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # nor what it lies in
+        return False
+
+
+def _version(host: PatchedHost) -> str:
+    if not host.versioned:
+        return importlib.metadata.version(host.module)
+    version: str = importlib.import_module(host.versioned).__version__
+    return version
+
+
 class PatchRow(NamedTuple):
     """One line of the doctor's table; ``failure`` is empty where the patch is in."""
 
@@ -129,10 +173,10 @@ class PatchRow(NamedTuple):
     reason: str
 
 
-def _patch_rows(host: str, patches: str) -> list[PatchRow]:
+def _patch_rows(host: PatchedHost) -> list[PatchRow]:
     try:
-        importlib.import_module(host)
-        module = importlib.import_module(patches)
+        importlib.import_module(host.module)
+        module = importlib.import_module(host.patches)
     except Exception as error:
         return [PatchRow("all", repr(error), "", "")]
     try:

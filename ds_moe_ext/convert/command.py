@@ -1,0 +1,57 @@
+"""``ds-moe-ext convert``: a checkpoint's weights in the form of another host."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+FORMS = ("megatron", "deepspeed", "huggingface")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def add_convert(commands: Any) -> None:
+    """Add ``convert`` to the commands of a parser."""
+    parser = commands.add_parser(
+        "convert",
+        help="write a checkpoint's weights in the form of Megatron, DeepSpeed or Hugging Face",
+    )
+    add = parser.add_argument
+    add("source", metavar="SOURCE", type=Path, help="folder of a checkpoint")
+    add("target", metavar="TARGET", type=Path, help="folder to write, new or empty")
+    add("--from", dest="given", choices=FORMS, help="form of SOURCE; default: as it looks")
+    add("--to", dest="goal", choices=FORMS, required=True, help="form of TARGET")
+    add(
+        "--model",
+        dest="described",
+        metavar="FILE",
+        type=Path,
+        help="a Hugging Face config.json (or its folder), or a file like those of configs/models; "
+        "a deepspeed SOURCE needs it, others say themselves",
+    )
+    add("--dtype", choices=DTYPES, help="of the weights; default: as they are")
+    parser.set_defaults(run=convert)
+
+
+def convert(given: argparse.Namespace) -> int:
+    """Do it.
+
+    Raises:
+        ValueError: what cannot be converted, and why.
+    """
+    import torch  # other commands do without
+    from rich.console import Console
+
+    from ds_moe_ext.convert import run
+    from ds_moe_ext.convert.forms import Form
+
+    asked = run.Asked(
+        source=given.source,
+        target=given.target,
+        goal=Form(given.goal),
+        given=None if given.given is None else Form(given.given),
+        described=given.described,
+        dtype=None if given.dtype is None else vars(torch)[given.dtype],
+    )
+    run.convert(asked, Console())
+    return 0

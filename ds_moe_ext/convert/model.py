@@ -1,0 +1,251 @@
+"""What a model is, whatever form keeps it: its shape, and the pieces that its weights are made of.
+
+Every form keeps the same pieces under other names, some of them joined. A piece is the smallest
+tensor that some form keeps by itself, such as the queries of a layer or the gate of one expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NamedTuple
+
+Shape = tuple[int, ...]
+
+
+class Family(Enum):
+    """What ``model_type`` of a Hugging Face config, or ``family`` of a model file of ours says."""
+
+    MIXTRAL = "mixtral"
+    QWEN3_MOE = "qwen3_moe"
+    GPT_MOE = "gpt_moe"  # launch/gpt_moe.py
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Of every layer.
+
+    Attributes:
+        num_heads: of queries.
+        num_groups: heads of keys, and of values.
+        head_size: of each.
+        has_norms: queries and keys are normalised, each head by itself.
+        rope_theta: base of rotary positions; None where positions are learned.
+    """
+
+    num_heads: int
+    num_groups: int
+    head_size: int
+    has_norms: bool
+    rope_theta: float | None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_groups:
+            raise ValueError(
+                f"{self.num_groups} heads of keys and values do not divide {self.num_heads} heads "
+                "of queries; the model's config is wrong"
+            )
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Of every layer that has them.
+
+    Attributes:
+        number: of experts.
+        top_k: that a token goes to.
+        ffn_size: width inside one.
+        normalizes: the scores of a token's experts sum to 1.
+    """
+
+    number: int
+    top_k: int
+    ffn_size: int
+    normalizes: bool
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder whose feed-forwards are mixtures of experts, in all layers or in some.
+
+    Attributes:
+        family: says which names it has elsewhere. A GPT has LayerNorm, biases, learned positions
+            and GELU without a gate; the others RMSNorm, no biases, rotary positions and SiLU gates.
+        vocab_size: tokens, without rows that pad.
+        max_positions: the longest window.
+        hidden_size: of a row.
+        num_layers: of all kinds.
+        moe_layers: numbers of those with experts, ascending.
+        dense_ffn_size: width of the feed-forward of the others.
+        attention: of each layer.
+        experts: of each layer that has them.
+        norm_epsilon: of every norm.
+        is_tied: the output has the embedding's weight.
+    """
+
+    family: Family
+    vocab_size: int
+    max_positions: int
+    hidden_size: int
+    num_layers: int
+    moe_layers: tuple[int, ...]
+    dense_ffn_size: int
+    attention: Attention
+    experts: Experts
+    norm_epsilon: float
+    is_tied: bool
+
+    @property
+    def is_gpt(self) -> bool:
+        """Biases, LayerNorm, learned positions; no gates."""
+        return self.family is Family.GPT_MOE
+
+    @property
+    def is_uniform(self) -> bool:
+        """Every layer has experts."""
+        return len(self.moe_layers) == self.num_layers
+
+
+class Scope(Enum):
+    """How often a model has a part."""
+
+    ONCE = auto()
+    LAYER = auto()
+    DENSE_LAYER = auto()
+    MOE_LAYER = auto()
+    EXPERT = auto()
+
+
+class Part(Enum):
+    """What a piece is. Its second value says how often a model has it."""
+
+    EMBEDDING = ("embedding", Scope.ONCE)
+    POSITIONS = ("positions", Scope.ONCE)
+    OUTPUT = ("output", Scope.ONCE)
+    FINAL_NORM = ("final norm", Scope.ONCE)
+    FINAL_NORM_BIAS = ("final norm's bias", Scope.ONCE)
+    INPUT_NORM = ("input norm", Scope.LAYER)
+    INPUT_NORM_BIAS = ("input norm's bias", Scope.LAYER)
+    QUERY = ("query", Scope.LAYER)
+    KEY = ("key", Scope.LAYER)
+    VALUE = ("value", Scope.LAYER)
+    QUERY_BIAS = ("query's bias", Scope.LAYER)
+    KEY_BIAS = ("key's bias", Scope.LAYER)
+    VALUE_BIAS = ("value's bias", Scope.LAYER)
+    QUERY_NORM = ("query norm", Scope.LAYER)
+    KEY_NORM = ("key norm", Scope.LAYER)
+    PROJECTION = ("projection", Scope.LAYER)
+    PROJECTION_BIAS = ("projection's bias", Scope.LAYER)
+    DENSE_NORM = ("norm before the feed-forward", Scope.DENSE_LAYER)
+    DENSE_NORM_BIAS = ("bias of the norm before the feed-forward", Scope.DENSE_LAYER)
+    DENSE_GATE = ("gate", Scope.DENSE_LAYER)
+    DENSE_UP = ("up", Scope.DENSE_LAYER)
+    DENSE_UP_BIAS = ("up's bias", Scope.DENSE_LAYER)
+    DENSE_DOWN = ("down", Scope.DENSE_LAYER)
+    DENSE_DOWN_BIAS = ("down's bias", Scope.DENSE_LAYER)
+    MOE_NORM = ("norm before the experts", Scope.MOE_LAYER)
+    MOE_NORM_BIAS = ("bias of the norm before the experts", Scope.MOE_LAYER)
+    ROUTER = ("router", Scope.MOE_LAYER)
+    ROUTER_BIAS = ("router's bias", Scope.MOE_LAYER)
+    GATE = ("expert's gate", Scope.EXPERT)
+    UP = ("expert's up", Scope.EXPERT)
+    UP_BIAS = ("expert's up's bias", Scope.EXPERT)
+    DOWN = ("expert's down", Scope.EXPERT)
+    DOWN_BIAS = ("expert's down's bias", Scope.EXPERT)
+
+    @property
+    def scope(self) -> Scope:
+        """How often a model has it."""
+        return self.value[1]
+
+
+class Where(NamedTuple):
+    """Which of the layers and experts; None where there is only one."""
+
+    layer: int | None
+    expert: int | None
+
+
+class Piece(NamedTuple):
+    """One tensor of a model."""
+
+    part: Part
+    where: Where
+
+
+def shapes(model: Model) -> dict[Part, Shape]:
+    """Of each part that the model has, the shape of a piece."""
+    hidden, attention, experts = model.hidden_size, model.attention, model.experts
+    queries = attention.num_heads * attention.head_size
+    keys = attention.num_groups * attention.head_size
+    found: dict[Part, Shape] = {
+        Part.EMBEDDING: (model.vocab_size, hidden),
+        Part.FINAL_NORM: (hidden,),
+        Part.INPUT_NORM: (hidden,),
+        Part.QUERY: (queries, hidden),
+        Part.KEY: (keys, hidden),
+        Part.VALUE: (keys, hidden),
+        Part.PROJECTION: (hidden, queries),
+        Part.MOE_NORM: (hidden,),
+        Part.ROUTER: (experts.number, hidden),
+        Part.UP: (experts.ffn_size, hidden),
+        Part.DOWN: (hidden, experts.ffn_size),
+    }
+    if not model.is_tied:
+        found[Part.OUTPUT] = (model.vocab_size, hidden)
+    if attention.has_norms:
+        found |= {Part.QUERY_NORM: (attention.head_size,), Part.KEY_NORM: (attention.head_size,)}
+    if not model.is_uniform:
+        found |= {
+            Part.DENSE_NORM: (hidden,),
+            Part.DENSE_UP: (model.dense_ffn_size, hidden),
+            Part.DENSE_DOWN: (hidden, model.dense_ffn_size),
+        }
+    if not model.is_gpt:
+        gates = {Part.GATE: Part.UP, Part.DENSE_GATE: Part.DENSE_UP}
+        return found | {gate: found[up] for gate, up in gates.items() if up in found}
+    biases = {part: bias for part, bias in _BIASES.items() if part in found}
+    found |= {bias: found[part][:1] for part, bias in biases.items()}
+    return found | {Part.POSITIONS: (model.max_positions, hidden)}
+
+
+_BIASES = {
+    Part.FINAL_NORM: Part.FINAL_NORM_BIAS,
+    Part.INPUT_NORM: Part.INPUT_NORM_BIAS,
+    Part.QUERY: Part.QUERY_BIAS,
+    Part.KEY: Part.KEY_BIAS,
+    Part.VALUE: Part.VALUE_BIAS,
+    Part.PROJECTION: Part.PROJECTION_BIAS,
+    Part.DENSE_NORM: Part.DENSE_NORM_BIAS,
+    Part.DENSE_UP: Part.DENSE_UP_BIAS,
+    Part.DENSE_DOWN: Part.DENSE_DOWN_BIAS,
+    Part.MOE_NORM: Part.MOE_NORM_BIAS,
+    Part.ROUTER: Part.ROUTER_BIAS,
+    Part.UP: Part.UP_BIAS,
+    Part.DOWN: Part.DOWN_BIAS,
+}
+
+
+def places(model: Model, scope: Scope) -> Iterator[Where]:
+    """Where a model has the parts of a scope, in model order."""
+    if scope is Scope.ONCE:
+        yield Where(None, None)
+        return
+    for layer in range(model.num_layers):
+        has_experts = layer in model.moe_layers
+        if scope is Scope.EXPERT and has_experts:
+            yield from (Where(layer, expert) for expert in range(model.experts.number))
+        elif (
+            scope is Scope.LAYER
+            or (scope is Scope.MOE_LAYER and has_experts)
+            or (scope is Scope.DENSE_LAYER and not has_experts)
+        ):
+            yield Where(layer, None)
+
+
+def pieces(model: Model) -> Iterator[Piece]:
+    """All of a model."""
+    for part in shapes(model):
+        for where in places(model, part.scope):
+            yield Piece(part, where)

@@ -1,0 +1,109 @@
+"""Stock Megatron loads what was converted, computes the same, and what it saves comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from ds_moe_ext.convert.forms import Form
+from ds_moe_ext.convert.run import Asked, convert
+from tests.convert import models
+from tests.convert.test_deepspeed import GPT, converted, described, ran
+from tests.hosts import jobs
+from tests.marks import slow
+from tests.ranks import free_port
+
+TIMEOUT_S = 400.0  # of a busy machine
+SIDE = Path(__file__).with_name("megatron_side.py")
+
+
+class Sizes(NamedTuple):
+    """Of Megatron's groups."""
+
+    ranks: int
+    tp: int
+    ep: int
+
+
+def said_by_megatron(loads: dict[Path, Path], tokens: Tensor, sizes: Sizes) -> list[Tensor]:
+    """Logits of each checkpoint; it saves each again."""
+    asked = {
+        "cases": [[str(load / "release"), str(save)] for load, save in loads.items()],
+        "tokens": tokens.tolist(),
+        "tp": sizes.tp,
+        "ep": sizes.ep,
+    }
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    size = {"WORLD_SIZE": str(sizes.ranks), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(SIDE), json.dumps(asked)],
+            env={**os.environ, **address, **size, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(sizes.ranks)
+    ]
+    try:
+        for process in started:
+            _, said = process.communicate(timeout=TIMEOUT_S)
+            assert process.returncode == 0, said[-4000:]
+    finally:
+        for process in started:
+            process.kill()
+    return [torch.load(save / "logits.pt") for save in loads.values()]
+
+
+def said_by_huggingface(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(models.tokens()).logits
+    return logits
+
+
+@cache
+def quietly() -> Console:
+    return Console(quiet=True)
+
+
+@pytest.mark.parametrize(
+    "sizes", [Sizes(1, 1, 1), slow(Sizes(2, 1, 2)), slow(Sizes(2, 2, 1)), slow(Sizes(2, 2, 2))]
+)
+def test_megatron_computes_what_huggingface_does(sizes: Sizes, tmp_path: Path) -> None:
+    """From one checkpoint, however it is split; and what it saves is equal to the last bit."""
+    expected, loads = [], {}
+    for family in models.MODELS:
+        expected.append(said_by_huggingface(models.saved(family, tmp_path / family)))
+        there = tmp_path / f"{family}_there"
+        convert(Asked(tmp_path / family, there, Form.MEGATRON), quietly())
+        loads[there] = tmp_path / f"{family}_saved"
+    got = said_by_megatron(loads, models.tokens(), sizes)
+    for ours, theirs in zip(got, expected, strict=True):
+        error = (ours[..., : models.VOCABULARY] - theirs).abs().max()
+        assert error <= 1e-5 * theirs.abs().max()
+    for family, save in zip(models.MODELS, loads.values(), strict=True):
+        back = tmp_path / f"{family}_back"
+        convert(Asked(save, back, Form.HUGGINGFACE, described=tmp_path / family), quietly())
+        models.assert_equal(models.loaded(back), models.loaded(tmp_path / family))
+
+
+@pytest.mark.slow
+def test_our_gpt_in_megatron(tmp_path: Path) -> None:
+    result = ran(GPT, save=tmp_path / "ds")
+    model = described(result, tmp_path)
+    there = converted(tmp_path / "ds", tmp_path / "there", Form.MEGATRON, model)
+    (logits,) = said_by_megatron(
+        {there: tmp_path / "saved"}, jobs.micro_batch(0, 0), Sizes(1, 1, 1)
+    )
+    assert (logits - result.logits).abs().max() <= 1e-5 * result.logits.abs().max()
+    back = converted(tmp_path / "saved", tmp_path / "back", Form.DEEPSPEED, model)
+    models.assert_equal(ran(GPT, load=back).state, result.state)
