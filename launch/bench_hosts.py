@@ -11,10 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +19,8 @@ import torch.distributed as dist
 from console import read_json
 from pretrain_deepspeed import GPT_MOE, LanguageModel, build_model
 from rich.console import Console
-from rich.table import Table
 from text import Batch, WindowSampler, read_text
-
-
-@dataclass(frozen=True, eq=False)
-class Contender:
-    """One engine of the comparison.
-
-    Attributes:
-        name: in the table.
-        step: one optimizer step on the batches of a step number. Collective.
-    """
-
-    name: str
-    step: Callable[[int], None]
+from turns import Contender, measure, table_of
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -109,47 +92,6 @@ def contender(arguments: argparse.Namespace, name: str, document: dict[str, Any]
             engine.step()
 
     return Contender(name, step)
-
-
-def measure(contenders: list[Contender], *, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Seconds a step of each contender, by round; the first round is not counted. Collective."""
-    seconds: dict[str, list[float]] = {each.name: [] for each in contenders}
-    for number in range(rounds + 1):
-        turn = number % len(contenders)
-        for each in contenders[turn:] + contenders[:turn]:
-            dist.barrier()
-            start = time.perf_counter()
-            for step in range(steps):
-                each.step(number * steps + step)
-            dist.barrier()
-            if number:
-                seconds[each.name].append((time.perf_counter() - start) / steps)
-    return seconds
-
-
-def table_of(seconds: dict[str, list[float]], tokens: int, title: str) -> Table:
-    """Medians, and ratios of the others to the first, paired by round."""
-    first = next(iter(seconds))
-    table = Table(title=title, title_justify="left")
-    for heading in (
-        "contender",
-        "tokens/s",
-        "ms a step",
-        "the first is faster by",
-        "of rounds won",
-    ):
-        table.add_column(heading)
-    for name, each in seconds.items():
-        ratios = [theirs / ours for theirs, ours in zip(each, seconds[first])]
-        won = sum(ratio > 1 for ratio in ratios)
-        table.add_row(
-            name,
-            f"{tokens / statistics.median(each):,.0f}",
-            f"{1e3 * statistics.median(each):.1f}",
-            "" if name == first else f"{statistics.median(ratios):.3f}",
-            "" if name == first else f"{won}/{len(ratios)}",
-        )
-    return table
 
 
 def main() -> None:

@@ -33,6 +33,8 @@ from summary import Summary
 from text import Batch, WindowSampler
 from torch import Tensor, nn
 
+from ds_moe_ext import recorder_of
+
 with warnings.catch_warnings():
     # Megatron says on import, several times, that Transformer Engine and Apex are not installed.
     warnings.simplefilter("ignore", UserWarning)
@@ -149,6 +151,7 @@ class Trainer:
         self.scheduler = self._build_scheduler()
         self.kept = Kept(self.chunks, self.optimizer, self.scheduler)
         self.held_out_losses: dict[int, float] = {}
+        self.recorder = recorder_of(self.optimizer)  # None on a pipeline stage without experts
 
     def _build_model(self) -> list[DistributedDataParallel]:
         chunks = [
@@ -234,7 +237,7 @@ class Trainer:
         """Take the steps that are left, evaluating and saving when due."""
         records = []
         while self.iteration < self.arguments.train_iters:
-            records.append(self._step())
+            records.append(self.take_step())
             display.show(records[-1])
             if self._is_due(self.arguments.eval_interval):
                 loss = self._held_out_loss()
@@ -249,7 +252,8 @@ class Trainer:
         is_last = self.iteration == self.arguments.train_iters
         return is_last or bool(interval and self.iteration % interval == 0)
 
-    def _step(self) -> StepRecord:
+    def take_step(self) -> StepRecord:
+        """Take one optimizer step on the text that is due."""
         start_s = time.perf_counter()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -265,7 +269,7 @@ class Trainer:
             loss=loss,
             seconds_s=seconds_s,
             tokens_per_s=self.windows_per_step * self.arguments.seq_length / seconds_s,
-            balance=None,
+            balance=None if self.recorder is None else self.recorder.latest_balance(),
         )
 
     def _run_schedule(self, sampler: WindowSampler, step: int, *, forward_only: bool) -> float:
@@ -326,7 +330,7 @@ class Trainer:
 
 def summarize(trainer: Trainer, records: Sequence[StepRecord]) -> Summary:
     """Condense the steps of a run."""
-    run, arguments = trainer.run, trainer.arguments
+    run, arguments, recorder = trainer.run, trainer.arguments, trainer.recorder
     tokens_per_step = trainer.windows_per_step * arguments.seq_length
     seconds_per_step_s = seconds_per_step(records)
     return Summary(
@@ -341,7 +345,7 @@ def summarize(trainer: Trainer, records: Sequence[StepRecord]) -> Summary:
         held_out_losses=trainer.held_out_losses,
         tokens_per_s=tokens_per_step / seconds_per_step_s,
         seconds_per_step_s=seconds_per_step_s,
-        balance_by_layer={},
+        balance_by_layer={} if recorder is None else recorder.balance_by_layer(),
         versions=versions_of(PACKAGES),
     )
 

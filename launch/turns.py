@@ -1,0 +1,67 @@
+"""Contenders that take turns in the same processes, a few steps each, in an order that rotates, so
+that a machine whose speed drifts slows them alike; ratios are paired by round.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from rich.table import Table
+
+
+@dataclass(frozen=True, eq=False)
+class Contender:
+    """One of those that are compared.
+
+    Attributes:
+        name: in the table.
+        step: one optimizer step on the batches of a step number. Collective.
+    """
+
+    name: str
+    step: Callable[[int], object]
+
+
+def measure(contenders: list[Contender], *, rounds: int, steps: int) -> dict[str, list[float]]:
+    """Seconds a step of each contender, by round; the first round is not counted. Collective."""
+    seconds: dict[str, list[float]] = {each.name: [] for each in contenders}
+    for number in range(rounds + 1):
+        turn = number % len(contenders)
+        for each in contenders[turn:] + contenders[:turn]:
+            dist.barrier()
+            start = time.perf_counter()
+            for step in range(steps):
+                each.step(number * steps + step)
+            dist.barrier()
+            if number:
+                seconds[each.name].append((time.perf_counter() - start) / steps)
+    return seconds
+
+
+def table_of(seconds: dict[str, list[float]], tokens: int, title: str) -> Table:
+    """Medians, and ratios of the others to the first, paired by round."""
+    first = next(iter(seconds))
+    table = Table(title=title, title_justify="left")
+    for heading in (
+        "contender",
+        "tokens/s",
+        "ms a step",
+        "the first is faster by",
+        "of rounds won",
+    ):
+        table.add_column(heading)
+    for name, each in seconds.items():
+        ratios = [theirs / ours for theirs, ours in zip(each, seconds[first])]
+        won = sum(ratio > 1 for ratio in ratios)
+        table.add_row(
+            name,
+            f"{tokens / statistics.median(each):,.0f}",
+            f"{1e3 * statistics.median(each):.1f}",
+            "" if name == first else f"{statistics.median(ratios):.3f}",
+            "" if name == first else f"{won}/{len(ratios)}",
+        )
+    return table
