@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from ds_moe_ext import _autoload
 
 if TYPE_CHECKING:
-    from ds_moe_ext.hosts.deepspeed.api import full_state_dict, recorder_of
+    from ds_moe_ext.hosts.deepspeed.api import full_state_dict
     from ds_moe_ext.hosts.experts import ExpertsDescription, register_experts
+    from ds_moe_ext.hosts.run import recorder_of
     from ds_moe_ext.moe.expert import FeedForwardExperts
     from ds_moe_ext.moe.layer import MoELayer
     from ds_moe_ext.patches.megatron import use
@@ -37,7 +38,7 @@ _HOME = {
     "MoELayer": "ds_moe_ext.moe.layer",
     "full_state_dict": "ds_moe_ext.hosts.deepspeed.api",
     "read_settings": "ds_moe_ext.settings",
-    "recorder_of": "ds_moe_ext.hosts.deepspeed.api",
+    "recorder_of": "ds_moe_ext.hosts.run",
     "register": "ds_moe_ext.strategies.base",
     "register_experts": "ds_moe_ext.hosts.experts",
     "use": "ds_moe_ext.patches.megatron",

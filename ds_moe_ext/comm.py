@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,7 +97,7 @@ def reduce_scatter_rows(
     num_ranks = len(num_rows_P)
     if num_ranks == 1:
         return rows_G
-    num_rows = num_rows_P[dist.get_rank(group)]
+    num_rows = num_rows_P[group.rank()]
     arrived = all_to_all(rows_G, num_rows_P, [num_rows] * num_ranks, group)
     first, second, *others = arrived.view(num_ranks, num_rows, *rows_G.shape[1:])
     total_R = first.to(_sum_dtype(first, in_float32=True)) + second
@@ -155,6 +156,13 @@ def gather_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
     return texts
 
 
+def gather_objects(thing: Any, group: dist.ProcessGroup) -> list[Any]:
+    """What every member has, pickled on the way, in the order of the members. Collective."""
+    things: list[Any] = [None] * group.size()
+    dist.all_gather_object(things, thing, group=group)
+    return things
+
+
 def take_first(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Overwrite a tensor with the first member's, in place. Collective."""
     dist.broadcast(tensor, group=group, group_src=0)
@@ -201,7 +209,7 @@ def _by_pairs(
         outgoing_C: what each member gets.
         received_C: rows from each member.
     """
-    num_members, here = len(outgoing_C), dist.get_rank(group)
+    num_members, here = len(outgoing_C), group.rank()
     arrived_R = outgoing_C[here].new_empty(sum(received_C), *outgoing_C[here].shape[1:])
     incoming_C = arrived_R.split(list(received_C))
     peers = [(here + step) % num_members for step in range(1, num_members)]

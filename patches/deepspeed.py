@@ -17,6 +17,7 @@ from ds_moe_ext.hosts.deepspeed import (
     unsharded,
 )
 from ds_moe_ext.hosts.deepspeed.slices import slices_of
+from ds_moe_ext.hosts.run import run_of
 from ds_moe_ext.patches.record import Patch, apply_all
 
 VERSIONS = ">=0.19.2,<0.20"
@@ -101,7 +102,7 @@ def _answering(answer: Any) -> Callable[[Any], Any]:
     def wrap(original: Any) -> Any:
         @functools.wraps(original)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return answer if engine.run_of(self) else original(self, *args, **kwargs)
+            return answer if run_of(self) else original(self, *args, **kwargs)
 
         return method
 

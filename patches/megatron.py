@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ds_moe_ext.hosts.megatron import chosen
+from ds_moe_ext.hosts.megatron import chosen, worlds
 from ds_moe_ext.patches.record import Patch, apply_all
 
-VERSIONS = ">=0.14,<0.17"
+VERSIONS = ">=0.14,<0.21"
 
 
 def _adopted(original: Any) -> Any:
@@ -20,7 +21,8 @@ def _adopted(original: Any) -> Any:
         from ds_moe_ext.hosts.megatron import layers
 
         original(self, *args, **kwargs)
-        layers.constructed(self)
+        if chosen.chosen() is not None:
+            layers.constructed(self)
 
     return __init__
 
@@ -28,30 +30,78 @@ def _adopted(original: Any) -> Any:
 def _started(original: Any) -> Any:
     @functools.wraps(original)
     def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
-        from ds_moe_ext.hosts.megatron import engine
+        from ds_moe_ext.hosts.megatron import engine, zebra
 
         optimizer = original(*args, **kwargs)
         asked = chosen.chosen()
         if asked is not None:
             given = inspect.signature(original).bind(*args, **kwargs).arguments
-            engine.start(asked, given["model_chunks"], optimizer)
+            start = engine.start if asked.worlds is None else zebra.start
+            start(asked, given["model_chunks"], optimizer)
         return optimizer
 
     return get_megatron_optimizer
 
 
+def _sized(original: Any) -> Any:
+    @functools.wraps(original)
+    def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
+        asked = chosen.chosen()
+        if asked is None or asked.worlds is None:
+            return original(*args, **kwargs)
+        from ds_moe_ext.hosts.megatron import sides
+
+        return sides.with_sizes(asked.worlds, original)(*args, **kwargs)
+
+    return initialize_model_parallel
+
+
+def _stripped(original: Any) -> Any:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        asked = chosen.chosen()
+        if asked is not None and asked.worlds is not None and not asked.worlds.is_attention:
+            from ds_moe_ext.hosts.megatron import sides
+
+            sides.keep_experts(
+                inspect.signature(original).bind(self, *args, **kwargs).arguments["module"]
+            )
+        original(self, *args, **kwargs)
+
+    return __init__
+
+
+def _saved(original: Any) -> Any:
+    @functools.wraps(original)
+    def save(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = chosen.chosen()
+        if asked is None or asked.worlds is None:
+            return original(sharded_state_dict, *args, **kwargs)
+        from ds_moe_ext.hosts.megatron import one_checkpoint
+
+        return one_checkpoint.save_together(
+            original, asked.worlds, sharded_state_dict, *args, **kwargs
+        )
+
+    return save
+
+
 def _counted(original: Any) -> Any:
     @functools.wraps(original)
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
-        from ds_moe_ext.hosts.megatron import engine
+        from ds_moe_ext.hosts.megatron import engine, striping
 
-        run = original(*args, **kwargs)
+        stock = original(*args, **kwargs)
 
-        @functools.wraps(run)
+        @functools.wraps(stock)
         def forward_backward(*, num_microbatches: int, **given: Any) -> Any:
             is_evaluation = bool(given.get("forward_only"))
             engine.SCHEDULES.begin(num_microbatches, forward_only=is_evaluation)
-            return run(num_microbatches=num_microbatches, **given)
+            run = striping.steps_of(given["model"]) or stock
+            try:
+                return run(num_microbatches=num_microbatches, **given)
+            finally:
+                engine.SCHEDULES.end()
 
         return forward_backward
 
@@ -65,6 +115,27 @@ PATCHES = (
         VERSIONS,
         "flags are checked, and expert weights marked, before they are wrapped",
         _adopted,
+    ),
+    Patch(
+        "sizes",
+        "megatron.core.parallel_state:initialize_model_parallel",
+        VERSIONS,
+        "where ranks have roles, expert ranks share experts, and attention ranks do not",
+        _sized,
+    ),
+    Patch(
+        "strip",
+        "megatron.core.distributed:DistributedDataParallel.__init__",
+        VERSIONS,
+        "where ranks have roles, expert ranks drop all but experts before they are wrapped",
+        _stripped,
+    ),
+    Patch(
+        "save",
+        "megatron.core.dist_checkpointing.serialization:save",
+        VERSIONS,
+        "where ranks have roles, they write one checkpoint together",
+        _saved,
     ),
     Patch(
         "start",
@@ -83,6 +154,11 @@ PATCHES = (
 )
 
 
+def apply() -> None:
+    """Apply them, or say why not. They do nothing but where settings are in use."""
+    apply_all(PATCHES)
+
+
 def use(given: str | Path | Mapping[str, Any]) -> None:
     """Train Megatron's MoE layers as a document's ``ds_moe_ext`` block says. Call it before the
     model is built; where the block is not enabled, Megatron is left as it is.
@@ -97,12 +173,17 @@ def use(given: str | Path | Mapping[str, Any]) -> None:
     forget()
     asked = chosen.read(given)
     if asked is not None:
-        apply_all(PATCHES)
+        apply()
+        if asked.strategy.roles is not None:
+            asked = replace(asked, worlds=worlds.part(asked.strategy.roles))
         chosen.set_chosen(asked)
 
 
 def forget() -> None:
     """Leave Megatron as it was, for models that are built from now on."""
+    asked = chosen.chosen()
+    if asked is not None and asked.worlds is not None:
+        asked.worlds.rejoin()
     chosen.set_chosen(None)
     for patch in PATCHES:
         patch.undo()

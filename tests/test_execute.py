@@ -179,6 +179,16 @@ def test_nothing_hangs_whatever_fails(schedule: Schedule, data: st.DataObject) -
 
 
 @BOTH
+def test_a_default_device_is_taken_to_the_lanes(lanes: Lanes) -> None:
+    schedule = flow("a compute", "b inter a")
+    seen: list[str] = []
+    with torch.device("meta"):
+        execute(schedule, lambda position: seen.append(torch.ones(1).device.type), lanes)
+    execute(schedule, lambda position: seen.append(torch.ones(1).device.type), lanes)
+    assert seen == ["meta", "meta", "cpu", "cpu"]
+
+
+@BOTH
 def test_autocast_is_taken_to_the_lanes(lanes: Lanes) -> None:
     schedule = flow("a compute", "b inter a")
     a = torch.randn(4, 4)

@@ -39,6 +39,7 @@ LAYERS = (
     ("report",),
     ("hosts",),
     ("patches",),
+    ("convert",),
     ("cli", "plan_jobs", "run", "profile_run", "profile_ranks"),
     ("",),  # the package's public names
 )
@@ -204,18 +205,21 @@ def distributed_names(source: Source) -> Iterator[tuple[ast.AST, str]]:
             yield node, node.attr
 
 
+WORLDS = "hosts.megatron.worlds"  # makes the default groups of both roles
+
+
 @rule
 def communication_has_two_files(source: Source) -> Iterator[Finding]:
     for node, name in distributed_names(source):
-        if name in TYPES or (name in STORES and source.lies_in("hosts")):
+        if name in TYPES or (name in STORES and source.lies_in("hosts", "convert")):
             continue
         if name in QUERIES:
             if not source.lies_in("comm", "layout", "hosts", "patches"):
                 yield node, f"asks torch.distributed.{name}; take it from the layout"
         elif name in MAKES_GROUPS:
-            if not source.lies_in("layout"):
+            if not source.lies_in("layout", WORLDS):
                 yield node, f"torch.distributed.{name} makes groups, which layout.py does"
-        elif not source.lies_in("comm"):
+        elif not source.lies_in("comm", WORLDS):
             yield node, f"torch.distributed.{name} moves data, which comm.py does"
 
 

@@ -334,7 +334,7 @@ def cut(model: Model, here: Here) -> Iterator[None]:
     for layer, own in enumerate(experts):
         own.layer, own.here = layer, here
     for block in forwards:
-        striped._cut_at(block, here)
+        striped.cut_at(block, here)
     try:
         yield
     finally:

@@ -318,7 +318,7 @@ def _stripes(case: Case, model: Model, stack: Stack, sums: GradientSums | None) 
 
 
 def _in_one_order(issued: Any, layout: ParallelLayout) -> None:
-    striped._check_orders(issued, group_among(layout.grid.along("ep"), backend="gloo"))
+    striped.check_orders(issued, group_among(layout.grid.along("ep"), backend="gloo"))
 
 
 @functools.cache
@@ -416,7 +416,7 @@ def test_order_of_theorem_1() -> None:
 def _tampered(rank: int, world_size: int) -> str:
     """A rank that swaps two collectives is found out, on all ranks."""
     case = Case(1, 1, (0, 0), 2)
-    check_orders = striped._check_orders
+    check_orders = striped.check_orders
 
     def swapped(issued: Any, control: dist.ProcessGroup) -> None:
         if rank == 1:
@@ -425,7 +425,7 @@ def _tampered(rank: int, world_size: int) -> str:
         check_orders(issued, control)
 
     with (
-        mock.patch.object(striped, "_check_orders", swapped),
+        mock.patch.object(striped, "check_orders", swapped),
         pytest.raises(RuntimeError) as raised,
     ):
         run_case(rank, world_size, case)
@@ -498,4 +498,4 @@ def test_two_layers_in_a_block_are_refused() -> None:
     names = ("blocks.0.first", "blocks.0.second")
     layers: Any = [SimpleNamespace(name=name) for name in names]
     with pytest.raises(ValueError, match=r"blocks\.0 has two MoE layers"):
-        striped._blocks_of(TwoInABlock(), layers)
+        striped.blocks_of(TwoInABlock(), layers)

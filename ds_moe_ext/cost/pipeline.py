@@ -38,11 +38,13 @@ class Paths:
         cells: one rank of each cell.
         cell: the ranks of one cell.
         dense: those that reduce the same dense gradients.
+        scatters: each of those keeps a part of the sums, else all.
     """
 
     cells: Channel | None
     cell: Channel | None
     dense: dist.ProcessGroup | None
+    scatters: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,9 @@ def measure_pipeline(
     element = torch.zeros((), dtype=payload.gradient_dtype, device=bench.device)
     cells, cell = _level("between cells", paths.cells), _level("inside a cell", paths.cell)
     dense = _level("of gradients", Channel(paths.dense) if paths.dense else None)
-    num_cells, cell_size = (level.num_members if level else 1 for level in (cells, cell))
+    num_cells, cell_size, num_dense = (
+        level.num_members if level else 1 for level in (cells, cell, dense)
+    )
 
     def line(sweep: Sweep) -> Line:
         fit = bench.fit(sweep, fit_straight)
@@ -98,13 +102,16 @@ def measure_pipeline(
     def shared(sweep_of: SweepOf, level: Level | None, most: int, like: Tensor) -> Line:
         return line(sweep_of(level, _steps(most), like)) if level else FREE
 
-    all_reduce = shared(all_reduce_sweep, dense, payload.num_elements, element)
+    if paths.scatters:
+        sums = shared(reduce_scatter_sweep, dense, payload.num_elements // num_dense, element)
+    else:
+        sums = shared(all_reduce_sweep, dense, payload.num_elements, element)
     return PipelineLines(
         all_to_all=shared(all_to_all_sweep, cells, payload.num_rows // num_cells, row),
         all_gather=shared(all_gather_sweep, cell, payload.num_rows, row),
         reduce_scatter=shared(reduce_scatter_sweep, cell, payload.num_rows, row),
         expert=line(forward_sweep(forward, _steps(payload.num_rows * cell_size))),
-        all_reduce=replace(all_reduce, beta_s=element.itemsize * all_reduce.beta_s),
+        all_reduce=replace(sums, beta_s=element.itemsize * sums.beta_s),
     )
 
 

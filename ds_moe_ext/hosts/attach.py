@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from ds_moe_ext.planners.exchange import BY_NODES, Way
 from ds_moe_ext.report.record import LayerRecord
 from ds_moe_ext.schedule.task import INTER, INTRA, PARAM
 from ds_moe_ext.settings import BLOCK, Settings
-from ds_moe_ext.strategies.base import Job, Pool, Site, Strategy
+from ds_moe_ext.strategies.base import Job, Pool, Site, Strategy, followers
 
 CPU = torch.device("cpu")
 
@@ -47,12 +48,14 @@ class AttachedLayer:
         kind: what was there.
         hosted: what has taken its place.
         bytes_before: bytes of expert weights that the rank held before.
+        stack: see ``Found``.
     """
 
     name: str
     kind: str
     hosted: Hosted
     bytes_before: int
+    stack: int
 
     @property
     def routed(self) -> RoutedExperts:
@@ -72,6 +75,7 @@ class AttachedLayer:
             found.kind,
             adopted.hosted,
             bytes_of(before.union(adopted.discarded)),
+            found.stack,
         )
 
     def record(self) -> LayerRecord:
@@ -114,11 +118,17 @@ class Blueprint:
 
     @property
     def pools(self) -> tuple[Pool, ...]:
-        """Layers whose experts are alike."""
-        layers: dict[ExpertShape, list[int]] = {}
+        """Layers of a stack whose experts are alike. Between stacks none move: the host expects
+        gradients of each at other times."""
+        layers: dict[tuple[ExpertShape, int], list[int]] = {}
         for layer, found in enumerate(self.found):
-            layers.setdefault(found.expert, []).append(layer)
+            layers.setdefault((found.expert, found.stack), []).append(layer)
         return tuple(Pool(layers=tuple(numbers)) for numbers in layers.values())
+
+    @property
+    def stacks(self) -> tuple[int, ...]:
+        """Of the layers."""
+        return tuple(found.stack for found in self.found)
 
     @property
     def moves_experts(self) -> bool:
@@ -238,9 +248,10 @@ def build(
         if (axis, INTER) in strategy.uses() and not layout.why_flat:
             connect(layout.group(axis, INTER), device)
     homes = blueprint.homes()
-    plans = strategy.plan(Job.at_start(homes, layout.node_C, blueprint.pools))
+    stacks = blueprint.stacks
+    plans = strategy.plan(Job.at_start(homes, layout.node_C, blueprint.pools, stacks))
     attached = []
-    planned = zip(blueprint.found, homes, plans, (*plans[1:], None))
+    planned = zip(blueprint.found, homes, plans, followers(plans, stacks))
     for index, (found, home, plan, following) in enumerate(planned):
         held = torch.from_numpy(home.experts_of(layout.index("ep")))
         site = Site(plan, layout, index, following)
@@ -288,7 +299,8 @@ def _allow_copies(pools: Iterable[Pool], layers: Sequence[AttachedLayer]) -> Non
         like = next(slots).parameters
         for layer in pool.layers:
             layers[layer].routed.allow_copies(like)
-    in_order(layer.routed.copies for layer in layers if layer.routed.copies is not None)
+    for _, stack in groupby(layers, key=lambda layer: layer.stack):
+        in_order(layer.routed.copies for layer in stack if layer.routed.copies is not None)
 
 
 def check_agreement(layers: Iterable[AttachedLayer], rank: int) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ds_moe_ext.hosts.attach import AttachedLayer
 from ds_moe_ext.hosts.found import Hosted
 from ds_moe_ext.schedule.program import in_backward
+from ds_moe_ext.strategies.base import followers
 
 
 def launch_with_blocks(
@@ -25,7 +26,7 @@ def launch_with_blocks(
     Args:
         measures: what blocks compute beside their MoE layer is timed also where none has copies.
     """
-    for layer, following in zip(layers, (*layers[1:], None)):
+    for layer, following in zip(layers, followers(layers, [layer.stack for layer in layers])):
         if measures or layer.routed.copies is not None:
             after = None if following is None else following.hosted
             launch = _Launch(layer.hosted, after)

@@ -102,6 +102,8 @@ class Found:
         adopt: replace it: called with the experts that this rank is home to, int64 ``[S]``, the
             part of them that it has, and a function that makes the layer's program from its expert
             function.
+        stack: layers of one number run one after the other in a pass, those of two at different
+            times.
     """
 
     name: str
@@ -112,6 +114,7 @@ class Found:
     may_drop: bool
     split: Callable[[int], tuple[Along, ...]]
     adopt: Callable[[Tensor, Shard, RoutedOf], Adopted]
+    stack: int = 0
 
 
 def shape_of(weights: Iterable[tuple[str, Tensor, bool]]) -> ExpertShape:

@@ -4,7 +4,7 @@ from a hardware file. Shape letters: L layers, C cells, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -51,12 +51,14 @@ class DenseGradients:
         head_elements: that are ready when the last layer's backward begins.
         dtype: of a gradient as it travels.
         group: the ranks that reduce slices of it; None where it is not sliced.
+        scatters: slices are reduce-scattered over these, else all-reduced.
     """
 
     elements_L: tuple[int, ...]
     head_elements: int
     dtype: torch.dtype
     group: dist.ProcessGroup | None = None
+    scatters: bool = False
 
     @classmethod
     def of(
@@ -65,25 +67,42 @@ class DenseGradients:
         layers: Sequence[AttachedLayer],
         dtype: torch.dtype,
         group: dist.ProcessGroup | None,
+        *,
+        buckets: Iterable[Iterable[nn.Parameter]] | None = None,
+        scatters: bool = False,
     ) -> DenseGradients:
         """By the order of the model's modules, which is about that in which they are used. The same
-        on all ranks, also on those that have no expert of a layer."""
+        on all ranks, also on those that have no expert of a layer.
+
+        Args:
+            model: with the layers.
+            layers: in model order.
+            dtype: as the attribute.
+            group: likewise.
+            buckets: parameters that are reduced together, and so are ready when the last of them
+                is; others are not counted. None: each by itself.
+            scatters: as the attribute.
+        """
         inside = {
             module: number
             for number, layer in enumerate(layers)
             for module in model.get_submodule(layer.name).modules()
         }
-        counted = {parameter for layer in layers for parameter in layer.parameters}
-        elements = [0] * (len(layers) + 1)
+        experts = {parameter for layer in layers for parameter in layer.parameters}
+        number_of: dict[nn.Parameter, int] = {}
         following = 0
         for module in model.modules():
             number = inside.get(module, following)
             following = number + 1 if module in inside else following
             for parameter in module.parameters(recurse=False):
-                if parameter.requires_grad and parameter not in counted:
-                    elements[number] += parameter.numel()
-                counted.add(parameter)
-        return cls(tuple(elements[:-1]), elements[-1], dtype, group)
+                if parameter.requires_grad:
+                    number_of.setdefault(parameter, number)
+        elements = [0] * (len(layers) + 1)
+        alone = ([p] for p in number_of if p not in experts)
+        for bucket in alone if buckets is None else map(list, buckets):
+            ready = min(number_of[parameter] for parameter in bucket)  # backward is from the last
+            elements[ready] += sum(parameter.numel() for parameter in bucket)
+        return cls(tuple(elements[:-1]), elements[-1], dtype, group, scatters)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +196,7 @@ class Pipelines:
         if self.hardware is not None:
             return described_lines(self.hardware, self._usage(pool, layer.routed.row_dtype))
         forward = partial(_forward, layer, self.device)
-        paths = _paths(layer.routed.site.layout, self.device, self.gradients.group)
+        paths = _paths(layer.routed.site.layout, self.device, self.gradients)
         bench = quick_bench(self.device, layer.routed.site.layout.everyone)
         return measure_pipeline(paths, self._payload(layer, rows), forward, bench)
 
@@ -240,14 +259,15 @@ NUMBER_TYPES = {
 }
 
 
-def _paths(layout: ParallelLayout, device: torch.device, dense: dist.ProcessGroup | None) -> Paths:
+def _paths(layout: ParallelLayout, device: torch.device, gradients: DenseGradients) -> Paths:
     wire = Wire.between(layout, INTER, device)
     is_split = layout.grid.cell_size > 1
     cell = Channel(layout.group("esp", INTRA), wire.all_to_all) if is_split else None
     return Paths(
         cells=None if wire.group is None else Channel(wire.group, wire.all_to_all),
         cell=cell,
-        dense=dense,
+        dense=gradients.group,
+        scatters=gradients.scatters,
     )
 
 

@@ -17,7 +17,7 @@ from ds_moe_ext.hosts.costs import Costs
 from ds_moe_ext.load import LoadWindow
 from ds_moe_ext.moe.observe import Rows
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.strategies.base import Job, Plan, Rhythm, Strategy
+from ds_moe_ext.strategies.base import Job, Plan, Rhythm, Strategy, followers
 
 
 class Mover(Protocol):
@@ -96,7 +96,8 @@ class Planning:
         self._take(self.strategy.plan(self.job))
 
     def _take(self, plans: Sequence[Plan]) -> None:
-        for layer, plan, following in zip(self.layers, plans, (*plans[1:], None)):
+        stacks = [layer.stack for layer in self.layers]
+        for layer, plan, following in zip(self.layers, plans, followers(plans, stacks)):
             layer.routed.take(plan, following)
         if self.debug:
             check_agreement(self.layers, self.rank)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -19,6 +20,21 @@ from ds_moe_ext.report.summary import outcomes_by_layer
 from ds_moe_ext.report.units import bytes_text, seconds_text
 from ds_moe_ext.schedule.trace import Box, chrome_trace
 from ds_moe_ext.settings import Settings
+
+_RUN = "ds_moe_ext_run"  # attribute of what carries a run
+
+
+def run_of(carrier: Any) -> Run | None:
+    """The run of a DeepSpeed engine or a Megatron optimizer; None where ds_moe_ext is not enabled
+    there, and on a pipeline stage without MoE layers."""
+    run: Run | None = vars(carrier).get(_RUN)
+    return run
+
+
+def recorder_of(carrier: Any) -> Recorder | None:
+    """The recorder of a DeepSpeed engine or a Megatron optimizer; None where there is no run."""
+    run = run_of(carrier)
+    return None if run is None else run.recorder
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +67,8 @@ class Run:
         """Begin to record, and tell a person what was replaced.
 
         Args:
-            lives_with: the host's engine: the run ends with it, or with the process.
+            lives_with: the host's engine, which carries the run: it ends with it, or with the
+                process.
         """
         settings = blueprint.settings
         report, trace = settings.report, settings.trace
@@ -68,6 +85,7 @@ class Run:
             tracer=tracer,
         )
         run = cls(blueprint, tuple(layers), planning, recorder, rank)
+        vars(lives_with)[_RUN] = run
         if rank == 0 and report.enabled:
             Console().print(start_table(run))
             weakref.finalize(lives_with, finish, recorder, report.path)

@@ -52,7 +52,7 @@ def planning_of(
     """
     layout = layers[0].routed.site.layout
     homes = [layer.routed.site.plan.home for layer in layers]
-    job = Job.at_start(homes, layout.node_C, blueprint.pools)
+    job = Job.at_start(homes, layout.node_C, blueprint.pools, blueprint.stacks)
     pipelines = _pipelines(blueprint, layers, gradients, steps)
     return Planning(
         strategy=blueprint.strategy,

@@ -86,7 +86,7 @@ class StripedModel:
         with RandomNumbers().own():  # ranks of both roles draw one number of theirs
             done = self.stack.run(len(shared.calls), stripes, sums, counts=is_training)
         if self.checks:
-            _check_orders(done, self.adoption.control)
+            check_orders(done, self.adoption.control)
         outcomes = [[passage.output for passage in stripe.passages] for stripe in stripes]
         returned = self.adoption.return_scalars(shared, outcomes)
         loss = returned.loss
@@ -191,19 +191,8 @@ def stripe(
     assert isinstance(strategy, Zebra)
     assert strategy.num_micro_batches is not None, "settled by the host's micro-batch"
     roles = strategy.roles
+    stack = stack_of(blueprint, layers, gradients.device, here)
     layout = layers[0].routed.site.layout
-    for lane in (A2E, E2A):
-        connect(layout.group("ep", lane), gradients.device)
-    hosted = [layer.hosted for layer in layers]
-    stack = Stack(
-        layers=[layer.routed for layer in layers],
-        weights=lambda layer: hosted[layer].weights(),
-        roles=roles,
-        device=gradients.device,
-        lanes=lanes_for(gradients.device, overlaps=True),
-        recomputes=strategy.recompute_experts,
-        here=here,
-    )
     adoption = Adoption(
         layout.group("ep", A2E),
         group_among(blueprint.grid.along("ep"), backend="gloo"),
@@ -216,12 +205,12 @@ def stripe(
         model, model.forward, stack, adoption, gradients, blueprint.settings.debug
     )
     left: tuple[nn.Parameter, ...] = ()
-    blocks = _blocks_of(model, layers)
+    blocks = blocks_of(model, layers)
     if stack.is_attention:
         for block in blocks:
-            _cut_at(block, here)
+            cut_at(block, here)
     else:
-        left = _keep_experts(model, layers)
+        left = keep_parameters(model, (p for layer in layers for p in layer.parameters))
 
     @functools.wraps(model.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -231,7 +220,28 @@ def stripe(
     return Role(left, BothSides(adoption.control, adoption.place, roles))
 
 
-def _check_orders(done: Done, control: dist.ProcessGroup) -> None:
+def stack_of(
+    blueprint: Blueprint, layers: Sequence[AttachedLayer], device: torch.device, here: Here
+) -> Stack:
+    """The layers, and what runs them. Collective: it connects the ranks of a ZP group."""
+    strategy = blueprint.strategy
+    assert isinstance(strategy, Zebra)
+    layout = layers[0].routed.site.layout
+    for lane in (A2E, E2A):
+        connect(layout.group("ep", lane), device)
+    hosted = [layer.hosted for layer in layers]
+    return Stack(
+        layers=[layer.routed for layer in layers],
+        weights=lambda layer: hosted[layer].weights(),
+        roles=strategy.roles,
+        device=device,
+        lanes=lanes_for(device, overlaps=True),
+        recomputes=strategy.recompute_experts,
+        here=here,
+    )
+
+
+def check_orders(done: Done, control: dist.ProcessGroup) -> None:
     """Collective. Raises RuntimeError on all ranks where they issued collectives in other orders,
     by which they would wait for each other in vain sooner or later."""
     own = "; ".join(f"{lane.name}: {' '.join(map(str, done[lane]))}" for lane in (A2E, E2A))
@@ -243,13 +253,13 @@ def _check_orders(done: Done, control: dist.ProcessGroup) -> None:
         )
 
 
-def _keep_experts(model: nn.Module, layers: Iterable[AttachedLayer]) -> tuple[nn.Parameter, ...]:
-    """Drop all weights but the experts'; those that were dropped."""
-    kept = {id(parameter) for layer in layers for parameter in layer.parameters}
-    left = tuple(p for p in model.parameters() if id(p) not in kept)
+def keep_parameters(model: nn.Module, kept: Iterable[nn.Parameter]) -> tuple[nn.Parameter, ...]:
+    """Drop all weights but these; those that were dropped."""
+    kept_ids = set(map(id, kept))
+    left = tuple(p for p in model.parameters() if id(p) not in kept_ids)
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in kept:
+            if parameter is not None and id(parameter) not in kept_ids:
                 module._parameters[name] = None
     return left
 
@@ -257,7 +267,7 @@ def _keep_experts(model: nn.Module, layers: Iterable[AttachedLayer]) -> tuple[nn
 # The model on attention ranks.
 
 
-def _blocks_of(model: nn.Module, layers: Iterable[AttachedLayer]) -> list[nn.Module]:
+def blocks_of(model: nn.Module, layers: Iterable[AttachedLayer]) -> list[nn.Module]:
     """The block of each layer.
 
     Raises:
@@ -275,7 +285,7 @@ def _blocks_of(model: nn.Module, layers: Iterable[AttachedLayer]) -> list[nn.Mod
     return [model.get_submodule(name) for name in blocks]
 
 
-def _cut_at(block: nn.Module, here: Here) -> None:
+def cut_at(block: nn.Module, here: Here) -> None:
     """Cut the graph of autograd where a block begins and ends."""
     original = block.forward
 

@@ -67,6 +67,7 @@ class Copies:
         self._to_gather: deque[Piece] = deque()  # what it still lacks
         self._waiting: dict[int, Weights] = {}  # gradients of copies from earlier micro-batches
         self._released: list[Flight] = []  # passes whose backward is still to come
+        self._returns: Flight | None = None  # the pass whose backward began last
         self._outstanding: list[Event] = []  # of this step, also those that no pass came to join
         self.plan = plan
         self.trips = self._prepared = Trips.of(place, plan)
@@ -109,7 +110,7 @@ class Copies:
         self._outstanding.clear()
         self._is_current = False
         self._released.clear()
-        self.coming = self.returning = None  # of a pass that failed
+        self.coming = self.returning = self._returns = None  # of a pass that failed
 
     def submit(self, work: Callable[[], None]) -> Event:
         """Queue work in the lane of parameters."""
@@ -195,14 +196,18 @@ class Copies:
             copies.returning.send()
 
     def recall_before(self) -> None:
-        """Gather again for the layer before this one, if its copies were freed."""
-        if self.before is not None and self.before._released:
-            self.before._released[-1].recall()
+        """Gather again for the layer before this one, if its copies were freed: those of the same
+        pass, as a pipeline has several under way; of the latest where this layer's were kept."""
+        released = [] if self.before is None else self.before._released
+        if released:
+            same = None if self._returns is None else self._returns.preceding
+            (same if same in released else released[-1]).recall()
 
     def release(self, flight: Flight) -> None:
         self._released.append(flight)
 
     def recalled(self, flight: Flight) -> None:
+        self._returns = flight
         if flight in self._released:
             self._released.remove(flight)
 
@@ -244,6 +249,7 @@ class Flight:
 
     Attributes:
         target: who holds what in this pass: the plan's target, and more if the rows asked for it.
+        preceding: of the layer before, in the same pass, if its copies were freed.
     """
 
     def __init__(
@@ -256,6 +262,7 @@ class Flight:
         self._to_send: deque[tuple[Piece, Mapping[int, Weights]]] = deque()
         self._reductions: list[Event] = []
         self._arrived: dict[int, Weights] = {}
+        self.preceding: Flight | None = None
 
     # Forward.
 
@@ -302,6 +309,9 @@ class Flight:
 
     def release(self, *, has_backward: bool) -> None:
         """Free the copies until backward, unless it is next."""
+        before = self.copies.before
+        if before is not None and before._released:
+            self.preceding = before._released[-1]
         if has_backward and self.copies.after is None:
             return
         self._slab.release()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,14 @@ from ds_moe_ext.moe.crossing import STRIPE, Met
 from ds_moe_ext.moe.expert import Expert
 from ds_moe_ext.moe.random_state import RandomState
 from ds_moe_ext.schedule.task import Task
+
+
+class TakesGradients(Protocol):
+    """Where gradients of parameters go, stripe by stripe."""
+
+    def add(self, parameter: Tensor, grad: Tensor) -> None:
+        """One more."""
+        ...
 
 
 @dataclass(eq=False)
@@ -64,7 +72,7 @@ class ExpertWork:
 
     experts: Sequence[Expert]
     weights: Callable[[int], tuple[Tensor, ...]]
-    sums: GradientSums | None
+    sums: TakesGradients | None
     recomputes: bool = False
 
     def forward(

@@ -21,7 +21,7 @@ from ds_moe_ext.moe.expert import Expert
 from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.order import Order, Seat
 from ds_moe_ext.moe.passage import Here
-from ds_moe_ext.moe.serving import ExpertWork, GradientSums
+from ds_moe_ext.moe.serving import ExpertWork, TakesGradients
 from ds_moe_ext.moe.stripe import AttentionWork, HeadWork, Stripe
 from ds_moe_ext.roles import Roles
 from ds_moe_ext.schedule.execute import Lanes
@@ -99,7 +99,7 @@ class Stack:
         self,
         num_stripes: int,
         stripes: Sequence[Stripe],
-        sums: GradientSums | None,
+        sums: TakesGradients | None,
         *,
         counts: bool,
     ) -> Done:

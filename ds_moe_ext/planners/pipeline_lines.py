@@ -56,7 +56,7 @@ class PipelineLines:
         all_gather: inside a cell; by bytes of the rows that one rank ends up with.
         reduce_scatter: inside a cell; by bytes of the rows that one rank gives.
         expert: forward of the part of the experts that one rank has; by rows.
-        all_reduce: of dense gradients; by elements.
+        all_reduce: of dense gradients, or what the host has in its place; by elements.
     """
 
     all_to_all: Line

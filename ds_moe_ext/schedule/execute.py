@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import overrides
 
 from ds_moe_ext.schedule.task import Lane, Schedule
 
@@ -81,15 +82,18 @@ class InlineLanes:
 
 @dataclass(frozen=True)
 class Carried:
-    """State of a thread that another thread takes over: autocast, and the stream on CUDA.
+    """State of a thread that another thread takes over: autocast, the stream on CUDA, and what
+    stands between calls and torch, as a default device does.
 
     Attributes:
         autocasts: device, dtype and whether it is on, of each kind of device.
         stream: the current one; None without CUDA.
+        modes: torch function modes, the outermost first.
     """
 
     autocasts: tuple[tuple[str, torch.dtype, bool], ...]
     stream: torch.cuda.Stream | None
+    modes: tuple[overrides.TorchFunctionMode, ...]
 
     @classmethod
     def of_caller(cls) -> Carried:
@@ -99,7 +103,8 @@ class Carried:
         autocasts = (
             (d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in devices
         )
-        return cls(tuple(autocasts), torch.cuda.current_stream() if has_cuda else None)
+        stream = torch.cuda.current_stream() if has_cuda else None
+        return cls(tuple(autocasts), stream, tuple(overrides._get_current_function_mode_stack()))
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -107,6 +112,9 @@ class Carried:
         with ExitStack() as stack:
             for device, dtype, is_on in self.autocasts:
                 stack.enter_context(torch.autocast(device, dtype, is_on))
+            for mode in self.modes:
+                overrides._push_mode(mode)
+                stack.callback(overrides._pop_mode)
             self.follow()
             yield
 

@@ -70,6 +70,8 @@ class Job:
         free_bytes: memory of a rank for copies, of all layers together.
         accumulates: several micro-batches make a step.
         pipelines: what pipelines cost; None until it has been measured.
+        stacks: number of each layer's stack: layers of one run one after the other in a pass, those
+            of two at different times; none where there is one stack.
     """
 
     rows: tuple[np.ndarray, ...]
@@ -81,10 +83,15 @@ class Job:
     free_bytes: int = 0
     accumulates: bool = False
     pipelines: Measured | None = None
+    stacks: tuple[int, ...] = ()
 
     @classmethod
     def at_start(
-        cls, homes: Iterable[Placement], node_C: np.ndarray, pools: Iterable[Pool] | None = None
+        cls,
+        homes: Iterable[Placement],
+        node_C: np.ndarray,
+        pools: Iterable[Pool] | None = None,
+        stacks: tuple[int, ...] = (),
     ) -> Job:
         """Before anything was seen; without pools all experts are alike."""
         homes = tuple(homes)
@@ -92,7 +99,22 @@ class Job:
         rows = tuple(np.zeros(home.holds_EC.T.shape, dtype=np.int64) for home in homes)
         given = (Pool(layers=layers),) if pools is None else tuple(pools)
         unknown_s = (0.0,) * len(homes)
-        return cls(rows, homes, node_C, given, unknown_s, unknown_s)
+        return cls(rows, homes, node_C, given, unknown_s, unknown_s, stacks=stacks)
+
+    def follows(self, layer: int) -> bool:
+        """Whether a layer runs after the one before it, in the same pass."""
+        if not 0 < layer < len(self.homes):
+            return False
+        return not self.stacks or self.stacks[layer] == self.stacks[layer - 1]
+
+
+T = TypeVar("T")
+
+
+def followers(items: Sequence[T], stacks: Sequence[int]) -> tuple[T | None, ...]:
+    """What follows each item in its stack; None after the last of a stack."""
+    following = zip(stacks, (*stacks[1:], None), (*items[1:], None))
+    return tuple(item if stack == own else None for own, stack, item in following)
 
 
 class Destination(NamedTuple):
@@ -185,7 +207,7 @@ class Site:
         plan: the present plan.
         layout: the ranks' grid and groups.
         layer: number of the layer.
-        following: the present plan of the next layer; None after the last.
+        following: the present plan of the next layer; None after the last of a stack.
     """
 
     plan: Plan
@@ -240,6 +262,10 @@ class Strategy(ABC):
     def slices_gradients(self) -> bool:
         """Whether plans have reductions of dense gradients."""
         return False
+
+    def without_slices(self) -> Strategy:
+        """The same, leaving dense gradients to the host."""
+        return self
 
     @property
     def splits_experts(self) -> bool:

@@ -172,6 +172,9 @@ class Pipelined(Strategy):
     def slices_gradients(self) -> bool:
         return self.esp.slices
 
+    def without_slices(self) -> Pipelined:
+        return replace(self, esp=replace(self.esp, slice_gradients=False))
+
     @property
     def splits_experts(self) -> bool:
         return True

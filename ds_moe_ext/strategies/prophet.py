@@ -126,7 +126,7 @@ class ProProphet(Strategy):
                 f"{num_cells - 1}, or null"
             )
         plans = {
-            layer: _Search(self, job.homes[layer], layer, prices)(job.rows[layer])
+            layer: _Search(self, job.homes[layer], job.follows(layer), prices)(job.rows[layer])
             if (prices := self._prices(job, pool, layer))
             else _at_home(job.homes[layer])
             for pool in job.pools
@@ -154,8 +154,7 @@ class ProProphet(Strategy):
         if prices is None:
             return None
         seconds = placement_seconds(plan.home, plan.target, rows_CE, prices=prices)
-        is_last = layer + 1 == len(job.homes)
-        gathers = 2 if plan.rematerialize and not is_last else 1
+        gathers = 2 if plan.rematerialize and job.follows(layer + 1) else 1
         return Forecast(
             exchange_s=TRIPS * seconds.exchange_s,
             expert_s=(FORWARD + BACKWARD) * seconds.expert_s,
@@ -200,13 +199,13 @@ class _Search:
     Attributes:
         strategy: its keys.
         home: where the experts live.
-        layer: number of the layer.
+        follows: whether there is a block before its own, which can carry its copies.
         prices: of its block.
     """
 
     strategy: ProProphet
     home: Placement
-    layer: int
+    follows: bool
     prices: BlockPrices
 
     def __call__(self, rows_CE: np.ndarray) -> Plan:
@@ -221,7 +220,7 @@ class _Search:
             target,
             LocalElseHome(home, target),
             rematerialize=strategy.rematerialize,
-            carried=self._carried(found) if strategy.scheduler and self.layer else None,
+            carried=self._carried(found) if strategy.scheduler and self.follows else None,
         )
         return self._followed(plan, age=0)
 

@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_moe_ext.hosts.deepspeed import stored
-from ds_moe_ext.hosts.deepspeed.engine import run_of
 from ds_moe_ext.hosts.deepspeed.regions import Region
-from ds_moe_ext.hosts.deepspeed.states import MASTER, OptimizerStates
+from ds_moe_ext.hosts.deepspeed.states import OptimizerStates
+from ds_moe_ext.hosts.run import run_of
+from ds_moe_ext.hosts.states import MASTER
 from tests.hosts import jobs
 from tests.hosts.jobs import Job, loss_of, micro_batch
 from tests.hosts.test_regions import in_whole

@@ -43,7 +43,7 @@ def measured(rank: int, world_size: int, job: Job, seconds: float | None) -> lis
 
 def planned(rank: int, world_size: int, job: Job) -> list[Measured]:
     """What was known after each step."""
-    from ds_moe_ext.hosts.deepspeed.engine import run_of
+    from ds_moe_ext.hosts.run import run_of
 
     engine = engine_of(job, world_size)
     planning = run_of(engine).planning

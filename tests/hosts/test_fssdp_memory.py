@@ -108,8 +108,8 @@ class Counted:
 
 def counted(rank: int, world_size: int, job: Job) -> Counted:
     """Three steps by one plan."""
-    from ds_moe_ext.hosts.deepspeed.engine import run_of
     from ds_moe_ext.hosts.deepspeed.states import OptimizerStates
+    from ds_moe_ext.hosts.run import run_of
 
     census = Census()
     with census.taken():

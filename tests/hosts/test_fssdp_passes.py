@@ -120,7 +120,7 @@ class Kept:
 
 def met(rank: int, world_size: int, job: Job) -> dict[tuple[str, str, int], Moment]:
     """The moments of a step in which all that should be hidden met what hides it."""
-    from ds_moe_ext.hosts.deepspeed.engine import run_of
+    from ds_moe_ext.hosts.run import run_of
 
     engine = engine_of(job, world_size)
     meetings, kept = Meetings(), Kept(range(1, 2))

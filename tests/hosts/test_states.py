@@ -25,12 +25,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ds_moe_ext.hosts.deepspeed.states import (
-    MASTER,
-    OptimizerStates,
-    ParameterStates,
-    _Group,
-)
+from ds_moe_ext.hosts.deepspeed.states import OptimizerStates
+from ds_moe_ext.hosts.states import MASTER, Group, ParameterStates
 from tests.ranks import pool_of
 
 NUM_EXPERTS, WIDTH, HIDDEN = 4, 5, 3  # odd sizes: fragments end inside a weight
@@ -352,7 +348,7 @@ def test_places_tile_every_parameter(numels: list[int], padding: int, num_ranks:
     for index, (numel, offset) in enumerate(zip(numels, offsets), start=1):
         buffer[offset : offset + numel] = index
     for rank, held in enumerate(buffer.chunk(num_ranks)):
-        for parameter, place in _Group(held, rank * len(held), parameters, offsets).places():
+        for parameter, place in Group(held, rank * len(held), parameters, offsets).places():
             parameter.data[place.start : place.stop] += place.of(held)
     for index, parameter in enumerate(parameters, start=1):
         assert torch.equal(parameter.data, torch.full_like(parameter.data, index))

@@ -67,8 +67,9 @@ class Varied(Strategy):
     def plan(self, job: Job) -> tuple[Plan, ...]:
         rng = self._chance(job)
         plans = [self._plan_of(home, job.node_C, rng) for home in job.homes]
-        # The first layer has nobody who could carry its copies.
-        return plans[0], *(self._carried(plan, rng) for plan in plans[1:])
+        # The first layer of a stack has nobody who could carry its copies.
+        follows = map(job.follows, range(len(plans)))
+        return tuple(self._carried(p, rng) if has else p for p, has in zip(plans, follows))
 
     def homes(self, job: Job) -> tuple[Placement, ...]:
         rng = self._chance(job)

@@ -20,7 +20,6 @@ from torch import nn
 
 from ds_moe_ext.comm import gather_texts
 from ds_moe_ext.hosts.deepspeed import rates, stored
-from ds_moe_ext.hosts.deepspeed.engine import run_of
 from ds_moe_ext.hosts.deepspeed.kept import (
     REMEMBERED,
     base_optimizer,
@@ -30,7 +29,7 @@ from ds_moe_ext.hosts.deepspeed.kept import (
     wrapper_name,
 )
 from ds_moe_ext.hosts.deepspeed.layout_file import LAYOUT_FILE, SavedLayout
-from ds_moe_ext.hosts.deepspeed.move import Expert, ExpertMover
+from ds_moe_ext.hosts.deepspeed.move import mover_of
 from ds_moe_ext.hosts.deepspeed.native import HostedMoE
 from ds_moe_ext.hosts.deepspeed.roles import own_groups
 from ds_moe_ext.hosts.deepspeed.staged import (
@@ -46,7 +45,8 @@ from ds_moe_ext.hosts.deepspeed.states import OptimizerStates
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.hosts.experts import HostedExperts
 from ds_moe_ext.hosts.found import Slot
-from ds_moe_ext.hosts.run import Run
+from ds_moe_ext.hosts.moving import Expert, ExpertMover
+from ds_moe_ext.hosts.run import Run, run_of
 
 Arguments = Mapping[str, Any]  # of a method of DeepSpeed's engine, ``self`` included
 
@@ -117,7 +117,7 @@ def is_replaced(model: nn.Module) -> bool:
 
 
 def _mover(engine: Any, run: Run) -> ExpertMover:
-    return ExpertMover(engine, run.layers, run.blueprint.pools)
+    return mover_of(engine, run.layers, run.blueprint.pools)
 
 
 # Saving.

@@ -23,7 +23,7 @@ from ds_moe_ext.comm import gather_texts, sum_in_place, take_first
 from ds_moe_ext.hosts import attach, blocks
 from ds_moe_ext.hosts.attach import Around, AttachedLayer, Blueprint
 from ds_moe_ext.hosts.deepspeed import buckets
-from ds_moe_ext.hosts.deepspeed.move import ExpertMover
+from ds_moe_ext.hosts.deepspeed.move import mover_of
 from ds_moe_ext.hosts.deepspeed.roles import clip_gradients, experts_factor
 from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
 from ds_moe_ext.hosts.deepspeed.startup import FINDERS, blueprint_of
@@ -32,7 +32,7 @@ from ds_moe_ext.hosts.deepspeed.training import training_of
 from ds_moe_ext.hosts.found import Adopted
 from ds_moe_ext.hosts.gates import warn_if_causal
 from ds_moe_ext.hosts.pipelines import DenseGradients
-from ds_moe_ext.hosts.run import Run
+from ds_moe_ext.hosts.run import Run, run_of
 from ds_moe_ext.hosts.started import Steps, planning_of
 from ds_moe_ext.hosts.striped import Gradients, Pausing, Role, stripe
 from ds_moe_ext.hosts.zebra_profile import profiled
@@ -40,14 +40,6 @@ from ds_moe_ext.layout import Grid
 from ds_moe_ext.moe.passage import Here
 from ds_moe_ext.moe.tokens import Divided
 from ds_moe_ext.settings import BLOCK
-
-_RUN = "ds_moe_ext_run"  # attribute of the engine
-
-
-def run_of(engine: Any) -> Run | None:
-    """The engine's replaced layers; None where the block is absent or not enabled."""
-    run: Run | None = engine.__dict__.get(_RUN)
-    return run
 
 
 def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap) -> None:
@@ -105,12 +97,11 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
         blueprint,
         layers,
         gradients,
-        ExpertMover(engine, layers, blueprint.pools),
+        mover_of(engine, layers, blueprint.pools),
         Steps(engine.gradient_accumulation_steps(), engine.get_data_types()[0], device),
     )
     run = Run.start(blueprint, layers, planning, dist.get_rank(), engine)
     run.recorder.beside = None if role is None else role.both_sides
-    engine.__dict__[_RUN] = run
 
 
 def _make_known(

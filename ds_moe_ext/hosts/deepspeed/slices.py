@@ -24,41 +24,13 @@ from deepspeed.moe.utils import is_moe_param
 from torch import Tensor, nn
 
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
+from ds_moe_ext.hosts.reduced import Reduced
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.moe.layer import SawSlice
 from ds_moe_ext.schedule.execute import Event, Lanes, lanes_for
 from ds_moe_ext.schedule.task import INTER
 
 _SLICES = "ds_moe_ext_slices"  # attribute of the engine
-
-
-@dataclass(frozen=True)
-class Reduced:
-    """Elements of dense gradients by where they were reduced.
-
-    Attributes:
-        within_moe: in the window of an MoE part.
-        beside_dense: beside what the host computes between two MoE layers.
-        tail: at the end of backward.
-        num_slices: pieces in which those that are not the tail travelled.
-    """
-
-    within_moe: int = 0
-    beside_dense: int = 0
-    tail: int = 0
-    num_slices: int = 0
-
-    def __add__(self, other: Reduced) -> Reduced:
-        return Reduced(
-            self.within_moe + other.within_moe,
-            self.beside_dense + other.beside_dense,
-            self.tail + other.tail,
-            self.num_slices + other.num_slices,
-        )
-
-    @property
-    def elements(self) -> int:
-        return self.within_moe + self.beside_dense + self.tail
 
 
 class Averaging(Protocol):

@@ -23,11 +23,13 @@ from ds_moe_ext.hosts.deepspeed.kept import (
     named_parameters,
 )
 from ds_moe_ext.hosts.deepspeed.layout_file import SavedLayout
-from ds_moe_ext.hosts.deepspeed.move import Expert, ExpertMover
-from ds_moe_ext.hosts.deepspeed.states import MASTER, OptimizerStates, ParameterStates
+from ds_moe_ext.hosts.deepspeed.move import mover_of
+from ds_moe_ext.hosts.deepspeed.states import OptimizerStates
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.hosts.found import Slot
+from ds_moe_ext.hosts.moving import Expert
 from ds_moe_ext.hosts.run import Run
+from ds_moe_ext.hosts.states import MASTER, ParameterStates
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.strategies.base import Pool
 
@@ -188,7 +190,7 @@ def _seats(engine: Any, run: Run, layout: SavedLayout, asked: Asked) -> Seats:
     With the same seats a run goes on to the last digit, in which even the order of slots counts:
     norms are summed in it.
     """
-    mover = ExpertMover(engine, run.layers, run.blueprint.pools)
+    mover = mover_of(engine, run.layers, run.blueprint.pools)
     homes = run.planning.job.homes
     present = Seats(homes, mover.slots(homes))
     if asked.weights_alone or not run.blueprint.moves_experts:

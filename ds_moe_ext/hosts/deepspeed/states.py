@@ -1,97 +1,28 @@
-"""All that an engine's optimizer keeps of one parameter, read and written in place.
+"""Where an engine's optimizer keeps its states.
 
 At every ZeRO stage and precision that we support, before the first step too. DeepSpeed's own
 ``safe_get_full_optimizer_state`` and its kin find states after the first step only, and then only
 those of the first parameter group; so parameters are found here from the flat groups themselves.
-
-Shape letters: F elements of the fragment of one parameter that this rank keeps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import accumulate, islice
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from torch import Tensor, nn
+from torch import nn
 
-MASTER = "master"  # the weight that the optimizer steps, beside its states by their own names
-
-Scalar = float | Tensor  # a 0-dim tensor where the optimizer keeps one
+from ds_moe_ext.hosts.states import Group, States
 
 
-@dataclass(frozen=True, eq=False)
-class ParameterStates:
-    """What an optimizer keeps of one parameter on this rank.
-
-    Attributes:
-        start: first element of the flattened parameter that this rank keeps.
-        stop: one past its last; ``start`` where this rank keeps none.
-        tensors: what is kept element by element, ``[F]`` each, by name: ``MASTER`` always, and
-            ``exp_avg`` and the like once there have been steps.
-        scalars: what is kept once, by name, such as ``step``. ZeRO 1 and 2 and the fused half
-            precision optimizer keep it once for a whole parameter group.
-    """
-
-    start: int
-    stop: int
-    tensors: Mapping[str, Tensor]
-    scalars: Mapping[str, Scalar]
-
-    def clone(self) -> ParameterStates:
-        """The same in memory of its own, to survive a write to where it came from."""
-        tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
-        return ParameterStates(self.start, self.stop, tensors, self.scalars)
-
-
-class _Place(NamedTuple):
-    """Where an optimizer keeps one parameter: elements ``[start, stop)`` of it lie at ``offset`` of
-    the tensor ``held`` that the optimizer steps."""
-
-    held: Tensor
-    offset: int
-    start: int
-    stop: int
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The parameter's part of a tensor that is shaped as ``held``, ``[F]``."""
-        return tensor.detach().view(-1).narrow(0, self.offset, self.stop - self.start)
-
-
-class _Group(NamedTuple):
-    """One tensor that an optimizer steps, and the parameters that it was flattened from.
-
-    ``held`` is the part from element ``begin`` on of the flat buffer of all ranks that share it, in
-    which each parameter starts at its offset.
-    """
-
-    held: Tensor
-    begin: int
-    parameters: Iterable[nn.Parameter]
-    offsets: Iterable[int]
-
-    @classmethod
-    def of_one(cls, held: Tensor, parameter: nn.Parameter) -> _Group:
-        return cls(held, 0, (parameter,), (0,))
-
-    def places(self) -> Iterator[tuple[nn.Parameter, _Place]]:
-        """Where each parameter lies, also if this rank has none of it."""
-        length = self.held.numel()
-        for parameter, offset in zip(self.parameters, self.offsets):
-            first = offset - self.begin  # in ``held``; it may lie before it, or behind it
-            low, high = (min(max(end, 0), length) for end in (first, first + parameter.numel()))
-            yield parameter, _Place(self.held, low, low - first, high - first)
-
-
-def _groups_of(optimizer: Any) -> Iterator[_Group]:
+def _groups_of(optimizer: Any) -> Iterator[Group]:
     """The tensors that an engine's optimizer steps.
 
     Raises:
@@ -101,18 +32,18 @@ def _groups_of(optimizer: Any) -> Iterator[_Group]:
         for index, held in enumerate(optimizer.single_partition_of_fp32_groups):
             begin = dist.get_rank(optimizer.real_dp_process_group[index]) * held.numel()
             parameters = optimizer.round_robin_bit16_groups[index]
-            yield _Group(held, begin, parameters, optimizer.round_robin_bit16_offsets[index])
+            yield Group(held, begin, parameters, optimizer.round_robin_bit16_offsets[index])
     elif isinstance(optimizer, BF16_Optimizer):  # ZeRO 1, bf16 with gradients accumulated in fp32
         for index, held in enumerate(optimizer.fp32_groups_flat_partition):
             begin = dist.get_rank(optimizer.real_dp_process_group[index]) * held.numel()
             parameters = optimizer.bf16_groups[index]
-            yield _Group(held, begin, parameters, _back_to_back(parameters))
+            yield Group(held, begin, parameters, _back_to_back(parameters))
     elif isinstance(optimizer, FP16_Optimizer):  # ZeRO 0, half precision, FusedAdam
         for held, parameters in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups):
-            yield _Group(held, 0, parameters, _back_to_back(parameters))
+            yield Group(held, 0, parameters, _back_to_back(parameters))
     elif isinstance(optimizer, FP16_UnfusedOptimizer):  # ZeRO 0, half precision, any other
         for masters, parameters in zip(optimizer.fp32_groups, optimizer.fp16_groups):
-            yield from map(_Group.of_one, masters, parameters)
+            yield from map(Group.of_one, masters, parameters)
     elif isinstance(optimizer, DeepSpeedOptimizer):
         raise ValueError(
             f"the states of a {type(optimizer).__name__} cannot be moved; use ZeRO stage 0, 1 or 2"
@@ -120,187 +51,22 @@ def _groups_of(optimizer: Any) -> Iterator[_Group]:
     elif optimizer is not None:  # ZeRO 0, full precision: the user's or a plain one
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                yield _Group.of_one(parameter, parameter)
+                yield Group.of_one(parameter, parameter)
 
 
 def _back_to_back(parameters: Iterable[nn.Parameter]) -> Iterator[int]:
     return accumulate((parameter.numel() for parameter in parameters), initial=0)
 
 
-class OptimizerStates:
+class OptimizerStates(States):
     """Access to the states of every parameter of an engine.
-
-    Between optimizer steps only: gradients that are being accumulated are not moved.
 
     Args:
         engine: a DeepSpeed engine, at any time after ``deepspeed.initialize``.
     """
 
     def __init__(self, engine: Any) -> None:
-        self._place: dict[nn.Parameter, _Place] = {}
-        self._sharers: dict[Tensor, list[nn.Parameter]] = {}  # that have elements in a held tensor
-        for group in _groups_of(engine.optimizer):
-            for parameter, place in group.places():
-                self._place[parameter] = place
-                if place.start < place.stop:
-                    self._sharers.setdefault(place.held, []).append(parameter)
-        is_wrapped = isinstance(engine.optimizer, DeepSpeedOptimizer)
-        self._optimizer = engine.optimizer.optimizer if is_wrapped else engine.optimizer
-        groups = [] if self._optimizer is None else self._optimizer.param_groups
-        self._group: dict[Tensor, int] = {
-            held: number for number, group in enumerate(groups) for held in group["params"]
-        }
-
-    def of(self, parameter: nn.Parameter) -> ParameterStates:
-        """What is kept of a parameter; its tensors are views, so writing to them changes the states
-        (but not the parameter: that ``write`` does).
-
-        Of a parameter that is not trained only ``MASTER`` is kept: its own data.
-
-        Raises:
-            ValueError: the optimizer keeps something that has no part for each element.
-        """
-        place = self._place_of(parameter)
-        tensors, scalars = {MASTER: place.of(place.held)}, {}
-        for name, value in self._state(place.held).items():
-            if value is None:
-                continue  # so SGD says that there is none yet
-            if _is_scalar(name, value, place.held):
-                scalars[name] = value.clone() if isinstance(value, Tensor) else value
-            elif isinstance(value, Tensor) and value.shape == place.held.shape:
-                tensors[name] = place.of(value)
-            else:
-                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                raise ValueError(
-                    f"{type(self._optimizer).__name__} keeps {name!r} ({shape}) of a weight "
-                    f"{tuple(place.held.shape)}: it has no part for each element, so it cannot "
-                    "move with an expert; use an optimizer such as AdamW"
-                )
-        return ParameterStates(place.start, place.stop, tensors, scalars)
-
-    def write(self, states: Mapping[nn.Parameter, ParameterStates]) -> None:
-        """Replace what is kept of some parameters, and the parameters' own data with it.
-
-        Parameters of one flat group share which states there are, and the scalars: either all of
-        them are written, or what is written must have the group's own.
-
-        Where a rank keeps a fragment, it writes that much of the parameter's data; the rest is for
-        the ranks that keep it, and for ``update_lp_params`` of DeepSpeed's optimizer to bring.
-
-        Args:
-            states: for each parameter, in memory of their own (see ``ParameterStates.clone``).
-
-        Raises:
-            ValueError: they do not fit; then nothing has been changed.
-        """
-        self.check(states)
-        with torch.no_grad():
-            for parameter, given in states.items():
-                if given.start < given.stop:
-                    self._write(parameter, given)
-
-    def check(self, states: Mapping[nn.Parameter, ParameterStates]) -> None:
-        """Whether ``write`` would take them.
-
-        Raises:
-            ValueError: why not.
-        """
-        for parameter, given in states.items():
-            _check_range(self._place_of(parameter), given)
-        self._check_groups({p: given for p, given in states.items() if given.start < given.stop})
-
-    def options(self, parameter: nn.Parameter) -> dict[str, Any] | None:
-        """The settings of the parameter group that a parameter is stepped with, such as ``lr``: the
-        optimizer's own dict; None of a parameter that is not trained."""
-        return self._options(self._place_of(parameter).held)
-
-    def _options(self, held: Tensor) -> dict[str, Any] | None:
-        if held not in self._group:
-            return None
-        options: dict[str, Any] = self._optimizer.param_groups[self._group[held]]
-        return options
-
-    def _check_groups(self, written: Mapping[nn.Parameter, ParameterStates]) -> None:
-        given_of: dict[Tensor, list[ParameterStates]] = {}
-        for parameter, given in written.items():
-            given_of.setdefault(self._place_of(parameter).held, []).append(given)
-        for held, group in given_of.items():
-            others = (p for p in self._sharers.get(held, ()) if p not in written)
-            first, *rest = map(_shared, (*group, *map(self.of, islice(others, 1))))
-            for other in rest:
-                if other != first:
-                    raise ValueError(
-                        f"a parameter group cannot keep {first} of one parameter and {other} of "
-                        "another; write all parameters of the group, with the same scalars"
-                    )
-
-    def _write(self, parameter: nn.Parameter, given: ParameterStates) -> None:
-        place = self._place_of(parameter)
-        old = self._state(place.held)
-        new = {
-            name: self._like(old.get(name), scalar, place.held)
-            for name, scalar in given.scalars.items()
-        }
-        for name, tensor in given.tensors.items():
-            if name == MASTER:
-                place.of(place.held).copy_(tensor)
-            else:
-                kept = old.get(name)
-                new[name] = torch.zeros_like(place.held) if kept is None else kept
-                place.of(new[name]).copy_(tensor)
-        if new:
-            self._optimizer.state[place.held] = new
-        elif old:
-            del self._optimizer.state[place.held]
-        parameter.data.view(-1)[place.start : place.stop].copy_(given.tensors[MASTER])
-
-    def _like(self, old: Scalar | None, new: Scalar, held: Tensor) -> Any:
-        """A scalar in the kind that the optimizer has; where it has none yet, as it came."""
-        if isinstance(old, Tensor):
-            return old.fill_(float(new))
-        if old is not None:
-            return type(old)(new)
-        if not isinstance(new, Tensor):
-            return new
-        options = self._options(held) or {}
-        on_device = options.get("fused") or options.get("capturable")  # as torch's load_state_dict
-        return new.to(held.device if on_device else "cpu", copy=True)
-
-    def _place_of(self, parameter: nn.Parameter) -> _Place:
-        return self._place.get(parameter) or _Place(parameter, 0, 0, parameter.numel())
-
-    def _state(self, held: Tensor) -> Mapping[str, Any]:
-        if self._optimizer is None:
-            return {}
-        state: Mapping[str, Any] = self._optimizer.state.get(held, {})
-        return state
-
-
-def _is_scalar(name: str, value: Any, held: Tensor) -> bool:
-    """Whether something is kept once for a weight; of a weight without dims all states are 0-dim,
-    and its number of steps is known by its name."""
-    if isinstance(value, Tensor):
-        return value.dim() == 0 and (held.dim() > 0 or name == "step")
-    return isinstance(value, int | float)
-
-
-def _check_range(place: _Place, given: ParameterStates) -> None:
-    if (given.start, given.stop) != (place.start, place.stop):
-        raise ValueError(
-            f"states of elements {given.start} to {given.stop} were given, but this rank keeps "
-            f"{place.start} to {place.stop}; give those"
-        )
-    for name, tensor in given.tensors.items():
-        if tensor.shape != (given.stop - given.start,):
-            raise ValueError(
-                f"{name!r} of elements {given.start} to {given.stop} has shape "
-                f"{tuple(tensor.shape)}; flatten it, and give it whole"
-            )
-    if MASTER not in given.tensors:
-        raise ValueError(f"the states {sorted(given.tensors)} lack {MASTER!r}; give it too")
-
-
-def _shared(states: ParameterStates) -> dict[str, float | None]:
-    """Names of the states, and the values of scalars."""
-    names: dict[str, float | None] = dict.fromkeys(states.tensors)
-    return names | {name: float(value) for name, value in states.scalars.items()}
+        optimizer = engine.optimizer
+        groups = list(_groups_of(optimizer))
+        is_wrapped = isinstance(optimizer, DeepSpeedOptimizer)
+        super().__init__([(optimizer.optimizer if is_wrapped else optimizer, groups)])

@@ -10,8 +10,11 @@ from typing import Any
 
 from ds_moe_ext.hosts.megatron.flag import FLAG
 from ds_moe_ext.hosts.megatron.refusals import refuse_settings
+from ds_moe_ext.hosts.megatron.role_refusals import refuse_zebra
+from ds_moe_ext.hosts.megatron.worlds import Worlds
 from ds_moe_ext.settings import BLOCK, Settings, read_settings
 from ds_moe_ext.strategies.base import Strategy
+from ds_moe_ext.strategies.zebra import Zebra
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,11 +25,13 @@ class Chosen:
         source: where from, for a person.
         settings: the block.
         strategy: the chosen strategy.
+        worlds: of the ranks, where the strategy gives them roles and they have been parted.
     """
 
     source: str
     settings: Settings
     strategy: Strategy
+    worlds: Worlds | None = None
 
 
 _CHOSEN: list[Chosen] = []  # of this process: one or none
@@ -59,7 +64,9 @@ def read(given: str | Path | Mapping[str, Any]) -> Chosen | None:
     settings, strategy = read_settings(document)
     if strategy is None:
         return None
-    refuse_settings(settings, strategy)
+    refuse_settings(settings)
+    if isinstance(strategy, Zebra):
+        refuse_zebra(settings, strategy)
     return Chosen(source, settings, strategy)
 
 

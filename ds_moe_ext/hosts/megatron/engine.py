@@ -7,21 +7,23 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
-import torch
 from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
+from ds_moe_ext.comm import gather_texts
 from ds_moe_ext.hosts import attach, blocks
 from ds_moe_ext.hosts.attach import AttachedLayer
+from ds_moe_ext.hosts.found import Found
+from ds_moe_ext.hosts.megatron import checkpoint
 from ds_moe_ext.hosts.megatron import layers as moe_layers
 from ds_moe_ext.hosts.megatron.chosen import Chosen
 from ds_moe_ext.hosts.megatron.experts import HostedExperts, Ready
-from ds_moe_ext.hosts.megatron.move import ExpertMover
+from ds_moe_ext.hosts.megatron.move import mover_of
 from ds_moe_ext.hosts.megatron.passes import Passes, Schedules
 from ds_moe_ext.hosts.megatron.ranks import Grids, check_sizes, grids
-from ds_moe_ext.hosts.pipelines import DenseGradients
-from ds_moe_ext.hosts.run import Run
+from ds_moe_ext.hosts.megatron.slices import dense_gradients, slice_gradients, why_unsliced
+from ds_moe_ext.hosts.run import Run, teller
 from ds_moe_ext.hosts.started import Steps, planning_of
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.schedule.program import in_backward
@@ -47,31 +49,40 @@ def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run | N
     Raises:
         ValueError: the model or the ranks do not suit the settings.
     """
-    _check_wrapped(chunks)
+    check_wrapped(chunks)
     seats = grids()
     settings, strategy = _of_stage(asked.settings, seats), asked.strategy
     check_sizes(settings, strategy, seats.own)
     strategy = _split(strategy, seats.own)
-    model = _whole(chunks)
+    unsliced = why_unsliced(chunks) if strategy.slices_gradients else ""
+    strategy = strategy if unsliced is None else strategy.without_slices()
+    model = whole(chunks)
     found = list(moe_layers.find(model, attach.wanted(settings)))
+    check_found(found, settings, chunks)
+    moe_layers.started(chunks)
     blueprint = attach.on_grid(settings, strategy, found, seats.own)
     device = next(model.parameters()).device
     layers = [layer for layer, _ in attach.build(blueprint, device, beside=seats.beside)]
     if not layers:
         return None
     for layer in layers:
-        _connect(layer, chunks)
+        connect(layer, chunks)
     blocks.launch_with_blocks(model, layers, measures=strategy.rhythm().measures)
-    gradients = DenseGradients.of(model, layers, _gradient_dtype(chunks[0]), None)
-    steps = Steps(_micro_batches(), _config_of(model).params_dtype, device)
-    mover = ExpertMover(optimizer, layers, blueprint.pools)
+    if strategy.slices_gradients:
+        slice_gradients(chunks, layers)
+    gradients = dense_gradients(model, chunks, layers, is_sliced=strategy.slices_gradients)
+    steps = Steps(micro_batches(), config_of(model).params_dtype, device)
+    mover = mover_of(optimizer, layers, blueprint)
     planning = planning_of(blueprint, layers, gradients, mover, steps)
-    run = Run.start(blueprint, layers, planning, layers[0].routed.site.layout.place, optimizer)
-    _watch_steps(optimizer, run)
+    place = layers[0].routed.site.layout.place
+    run = Run.start(blueprint, layers, planning, place, optimizer)
+    teller(settings, place)(unsliced or "")
+    watch_steps(optimizer, run)
+    checkpoint.watch(run, mover, optimizer)
     return run
 
 
-def _check_wrapped(chunks: Sequence[nn.Module]) -> None:
+def check_wrapped(chunks: Sequence[nn.Module]) -> None:
     for chunk in chunks:
         if not isinstance(chunk, DistributedDataParallel):
             raise ValueError(
@@ -79,6 +90,27 @@ def _check_wrapped(chunks: Sequence[nn.Module]) -> None:
                 "weights must lie in Megatron's DistributedDataParallel: leave "
                 "--use-megatron-fsdp and --use-torch-fsdp2 out"
             )
+
+
+def check_found(found: Sequence[Found], settings: Settings, chunks: Sequence[Any]) -> None:
+    """Collective, over the world: a pipeline stage may be without MoE layers, the model not."""
+    if not any(map(int, gather_texts(str(len(found)), None))):
+        pattern = settings.moe_layer_pattern
+        raise ValueError(
+            f"{BLOCK} is enabled, but no rank has an MoE layer"
+            + (f" whose name matches {BLOCK}.moe_layer_pattern {pattern!r}" if pattern else "")
+            + "; give --num-experts, or leave ds_moe_ext out"
+        )
+    bucketed = {parameter for chunk in chunks for parameter in chunk.param_to_bucket_group}
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if parameter in bucketed and not parameter.requires_grad:
+                raise ValueError(
+                    f"{BLOCK} is enabled, but {name} was trained when the model was wrapped, and "
+                    "is not as its optimizer is made: ds_moe_ext does not work with optimizers "
+                    "that are made for some of the weights at a time, as --optimizer muon; use "
+                    "adam or sgd, and freeze weights before the model is wrapped"
+                )
 
 
 def _of_stage(settings: Settings, seats: Grids) -> Settings:
@@ -97,7 +129,7 @@ def _split(strategy: Strategy, grid: Grid) -> Strategy:
     return ExpertSharding(degree=1, slice_gradients=False, all_to_all="direct").over(strategy)
 
 
-def _whole(chunks: Sequence[nn.Module]) -> nn.Module:
+def whole(chunks: Sequence[nn.Module]) -> nn.Module:
     """The model without what is wrapped around it; of several parts, a list."""
     parts = []
     for chunk in chunks:
@@ -108,26 +140,19 @@ def _whole(chunks: Sequence[nn.Module]) -> nn.Module:
     return parts[0] if len(parts) == 1 else nn.ModuleList(parts)
 
 
-def _config_of(model: nn.Module) -> Any:
+def config_of(model: nn.Module) -> Any:
     part: Any = model[0] if isinstance(model, nn.ModuleList) else model
     return part.config
 
 
-def _gradient_dtype(chunk: Any) -> torch.dtype:
-    if chunk.ddp_config.grad_reduce_in_fp32:
-        return torch.float32
-    dtype: torch.dtype = next(chunk.parameters()).dtype
-    return dtype
-
-
-def _micro_batches() -> int:
+def micro_batches() -> int:
     """Of a step, as Megatron-LM's arguments say; 1 where nobody said."""
     if calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:
         return 1
     return int(calculator.get_num_microbatches())
 
 
-def _connect(layer: AttachedLayer, chunks: Sequence[Any]) -> None:
+def connect(layer: AttachedLayer, chunks: Sequence[Any]) -> None:
     """Let a layer know of the host's passes, and of weights that are still being gathered."""
     hosted = layer.hosted
     assert isinstance(hosted, HostedExperts)
@@ -155,7 +180,7 @@ def _ready(chunk: Any, hosted: HostedExperts) -> Ready:
     return ready
 
 
-def _watch_steps(optimizer: Any, run: Run) -> None:
+def watch_steps(optimizer: Any, run: Run) -> None:
     """Have the run told when weights have changed."""
     step: Callable[..., Any] = optimizer.step
     num_steps = 0

@@ -51,7 +51,9 @@ class Sequential(Form):
         ]
 
     def hold(self, experts: Any, slots: Sequence[Slot], names: Sequence[str]) -> None:
-        experts.local_experts = nn.ModuleList([s.module for s in slots if s.module is not None])
+        held = experts.local_experts  # the same list: Megatron keeps hooks by module
+        del held[:]
+        held.extend(slot.module for slot in slots if slot.module is not None)
         experts.num_local_experts = len(slots)
 
 
@@ -75,6 +77,16 @@ class Grouped(Form):
         experts.num_local_experts = len(slots)
 
 
+class Nowhere(Form):
+    """Experts that are on other ranks; see ``sides.Elsewhere``."""
+
+    def slots(self, experts: Any, names: Sequence[str]) -> list[Slot]:
+        return []
+
+    def hold(self, experts: Any, slots: Sequence[Slot], names: Sequence[str]) -> None:
+        assert not slots, "attention ranks have no experts under Megatron"
+
+
 FORMS: dict[str, Form] = {"SequentialMLP": Sequential(), "TEGroupedMLP": Grouped()}
 """By the name of the class, for not every version has all."""
 
@@ -86,6 +98,8 @@ def form_of(name: str, experts: nn.Module) -> Form:
         ValueError: not in a way that is known.
     """
     kind = type(experts).__name__
+    if kind == "Elsewhere":
+        return Nowhere()
     if kind not in FORMS:
         raise ValueError(
             f"the experts of {name} are a {kind}, which ds_moe_ext does not know; it knows "
@@ -164,6 +178,7 @@ class HostedExperts:
     Attributes:
         ready: called before the weights are read.
         passes: counts passes.
+        named: called before parameters are told of by their names.
     """
 
     def __init__(self, experts: Any, form: Form, shard: Shard, routed: RoutedExperts) -> None:
@@ -172,6 +187,7 @@ class HostedExperts:
         self.routed = routed
         self.run: RunRows = routed
         self.ready: Ready = lambda: None
+        self.named: Callable[[], None] = lambda: None
         self.passes = Passes(Schedules())
 
     @property
@@ -221,13 +237,19 @@ def choices(routing_map: Tensor, probs: Tensor, config: Any) -> tuple[Tensor, Te
 
 
 class RunsHosted:
-    """Put before a class of Megatron's: its forward runs the layer's program."""
+    """Put before a class of Megatron's: its forward runs the layer's program. What is told of the
+    parameters stays Megatron's own."""
 
     hosted: HostedExperts
 
     def forward(self, x_TD: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """In the place of rows of this rank's experts, as our dispatcher hands it over, all."""
         return self.hosted(x_TD, routing_map, probs), None
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's own, for experts that are where it put them."""
+        self.hosted.named()
+        return super().sharded_state_dict(*args, **kwargs)  # type: ignore[misc]
 
 
 @cache  # not one class for every instance

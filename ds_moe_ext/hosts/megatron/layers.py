@@ -5,13 +5,17 @@ Shape letters: S slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ds_moe_ext.hosts.found import Adopted, Found, RoutedOf, Wanted, shape_of
+from ds_moe_ext.hosts.megatron.chosen import chosen
 from ds_moe_ext.hosts.megatron.dispatcher import Dispatcher
 from ds_moe_ext.hosts.megatron.experts import (
     HostedExperts,
@@ -22,8 +26,13 @@ from ds_moe_ext.hosts.megatron.experts import (
     weight_names,
 )
 from ds_moe_ext.hosts.megatron.refusals import refuse_config
+from ds_moe_ext.hosts.megatron.role_refusals import WITH_ROLES
+from ds_moe_ext.hosts.megatron.sides import Elsewhere, leave_experts
 from ds_moe_ext.moe.expert import on_shard
 from ds_moe_ext.moe.sharding import Shard
+from ds_moe_ext.settings import BLOCK
+
+_WAITING: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()  # to be started
 
 
 def is_trained(layer: nn.Module) -> bool:
@@ -35,35 +44,81 @@ def constructed(layer: Any) -> None:
     """Make ready a layer that Megatron has just built, before it is wrapped for data parallelism.
 
     Gradients of experts are summed over the ranks that hold the same ones. Up to version 0.18
-    Megatron says so only where expert parallelism is above 1, and with tensor parallelism alone the
-    copies of an expert drift apart (HOSTS_MEGATRON.md, section 1).
+    Megatron says so only where expert parallelism is above 1; where experts are split otherwise
+    than the rest, as with --expert-tensor-parallel-size 1, copies of an expert then drift apart
+    (HOSTS_MEGATRON.md, section 1).
 
     Raises:
         ValueError: the layer was asked for what ds_moe_ext cannot do.
     """
     refuse_config(layer.config)
-    for parameter in layer.experts.parameters():
-        parameter.allreduce = False
+    asked = chosen()
+    if asked is not None and asked.worlds is not None:
+        refuse_config(layer.config, WITH_ROLES)
+        if asked.worlds.is_attention:
+            leave_experts(layer)
+    has_roles = asked is not None and asked.worlds is not None
+    # Elsewhere Megatron is right, and its optimizer's states stay in the form of a run without us.
+    if has_roles or _is_split_otherwise():
+        for parameter in layer.experts.parameters():
+            parameter.allreduce = False
+    _WAITING[layer] = layer.register_forward_pre_hook(_refuse_unstarted)
+
+
+def _is_split_otherwise() -> bool:
+    """Whether experts are over other ranks than dense weights."""
+    dense = parallel_state.get_tensor_model_parallel_world_size()
+    return parallel_state.get_expert_tensor_parallel_world_size() != dense
+
+
+def _refuse_unstarted(layer: nn.Module, given: tuple[Any, ...]) -> None:
+    if layer.training and is_trained(layer):
+        raise ValueError(
+            f"{BLOCK} is enabled, but this MoE layer is trained by Megatron alone: ds_moe_ext "
+            "starts where the model's optimizer is made by "
+            "megatron.core.optimizer.get_megatron_optimizer, which was not called; call it before "
+            "the first step, or leave ds_moe_ext out"
+        )
+
+
+def started(chunks: Iterable[nn.Module]) -> None:
+    """Layers of this model may be trained: also those that are left to Megatron."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if module in _WAITING:
+                _WAITING.pop(module).remove()
 
 
 def find(model: nn.Module, wanted: Wanted) -> Iterator[Found]:
-    """The MoE layers, in the order of their modules, which is that in which they run."""
+    """The MoE layers, in the order of their modules, which is that in which they run. Where the
+    model is a list of chunks, each is a stack of its own: passes through others come between."""
     for name, module in model.named_modules():
         if isinstance(module, MoELayer) and wanted(name):
-            yield _found(name, module)
+            chunk = int(name.split(".")[0]) if isinstance(model, nn.ModuleList) else 0
+            yield _found(name, module, chunk)
 
 
-def _found(name: str, layer: Any) -> Found:
-    form, names = form_of(name, layer.experts), weight_names(layer.config)
-    first = form.slots(layer.experts, names)[0].parameters
+def _found(name: str, layer: Any, chunk: int) -> Found:
+    form, names, kept = form_of(name, layer.experts), weight_names(layer.config), layer.experts
+    if isinstance(kept, Elsewhere):
+        kind, expert, function = kept.kind, kept.expert, kept.function
+    else:
+        first = form.slots(kept, names)[0].parameters
+        expert = shape_of((each, p, p.requires_grad) for each, p in zip(names, first))
+        kind, function = type(kept).__name__, function_of(kept)
 
     def adopt(held: Tensor, shard: Shard, routed_of: RoutedOf) -> Adopted:
+        if isinstance(layer.token_dispatcher, Dispatcher):
+            raise ValueError(
+                f"{name} runs by ds_moe_ext already: get_megatron_optimizer was called twice for "
+                f"this model; call it once, or make the model anew"
+            )
         if held.tolist() != list(layer.local_expert_indices):
             raise ValueError(
                 f"this rank would be home to experts {held.tolist()} of {name}, but Megatron built "
                 f"it with experts {list(layer.local_expert_indices)}"
             )
-        routed = routed_of(on_shard(function_of(layer.experts), shard))
+        routed = routed_of(on_shard(function, shard))
         hosted = HostedExperts(layer.experts, form, shard, routed)
         swap_class(hosted)
         layer.token_dispatcher = Dispatcher(layer.token_dispatcher.shared_experts)
@@ -71,11 +126,12 @@ def _found(name: str, layer: Any) -> Found:
 
     return Found(
         name=name,
-        kind=type(layer.experts).__name__,
+        kind=kind,
         num_experts=layer.config.num_moe_experts,
-        expert=shape_of((each, p, p.requires_grad) for each, p in zip(names, first)),
+        expert=expert,
         num_cells=layer.ep_group.size(),
         may_drop=layer.config.moe_expert_capacity_factor is not None,
         split=lambda num_shards: ways_of(layer.config),
         adopt=adopt,
+        stack=chunk,
     )

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from ds_moe_ext.hosts.attach import AttachedLayer
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.strategies.base import Pool
+from ds_moe_ext.hosts.attach import AttachedLayer, Blueprint
+from ds_moe_ext.hosts.megatron.states import OptimizerStates
+from ds_moe_ext.hosts.moving import ExpertMover
 
 
-@dataclass(frozen=True, eq=False)
-class ExpertMover:
-    """Moves experts between the ranks of a run."""
+def mover_of(optimizer: Any, layers: Sequence[AttachedLayer], blueprint: Blueprint) -> ExpertMover:
+    """Moves experts between the ranks of a pipeline stage.
 
-    optimizer: Any
-    layers: Sequence[AttachedLayer]
-    pools: Sequence[Pool]
+    Args:
+        optimizer: Megatron's.
+        layers: in model order.
+        blueprint: of the run.
 
-    def __call__(self, old: Sequence[Placement], new: Sequence[Placement]) -> None:
-        raise NotImplementedError
+    Raises:
+        ValueError: experts may move, but their states cannot.
+    """
+    if blueprint.moves_experts:
+        OptimizerStates(optimizer)
+    return ExpertMover(partial(OptimizerStates, optimizer), layers, blueprint.pools)

@@ -31,6 +31,10 @@ class Schedules:
             self.num_micro_batches = num_micro_batches
             self.steps += 1
 
+    def end(self) -> None:
+        """It has ended: of passes outside of it, nobody knows which is the last."""
+        self.num_micro_batches = None
+
 
 @dataclass(eq=False)
 class Passes:

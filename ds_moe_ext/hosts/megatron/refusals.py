@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ds_moe_ext.settings import BLOCK, Settings
-from ds_moe_ext.strategies.base import Strategy
-
-MOE_SCOPES = ("moe", "mlp")
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,7 @@ class Refusal:
     remedy: str
 
 
-def _field(name: str) -> Callable[[Any], object]:
+def field_of(name: str) -> Callable[[Any], object]:
     """Of a config; versions without it have not been asked for it."""
     return lambda config: vars(config).get(name)
 
@@ -72,13 +69,13 @@ def _split_biases(config: Any) -> object:
 REFUSALS = (
     Refusal(
         "--overlap-moe-expert-parallel-comm",
-        _field("overlap_moe_expert_parallel_comm"),
+        field_of("overlap_moe_expert_parallel_comm"),
         "it takes MoE layers apart to interleave two micro-batches, past our schedule",
         "leave it out; strategy 'esp' overlaps within a layer",
     ),
     Refusal(
         "--delay-wgrad-compute",
-        _field("delay_wgrad_compute"),
+        field_of("delay_wgrad_compute"),
         "gradients of expert weights are made in the layer's own backward schedule",
         "leave it out",
     ),
@@ -95,10 +92,16 @@ REFUSALS = (
         "use alltoall; esp.all_to_all 'deepep' asks for DeepEP",
     ),
     Refusal(
-        "--fp8-format", _field("fp8"), "experts compute in the type of their weights", "use --bf16"
+        "--fp8-format",
+        field_of("fp8"),
+        "experts compute in the type of their weights",
+        "use --bf16",
     ),
     Refusal(
-        "--fp4-format", _field("fp4"), "experts compute in the type of their weights", "use --bf16"
+        "--fp4-format",
+        field_of("fp4"),
+        "experts compute in the type of their weights",
+        "use --bf16",
     ),
     Refusal(
         "--moe-router-padding-for-quantization",
@@ -123,7 +126,7 @@ REFUSALS = (
     ),
     Refusal(
         "--activation-func-fp8-input-store",
-        _field("activation_func_fp8_input_store"),
+        field_of("activation_func_fp8_input_store"),
         "activations of experts are kept in their own type",
         "leave it out",
     ),
@@ -142,13 +145,13 @@ REFUSALS = (
 )
 
 
-def refuse_config(config: Any) -> None:
+def refuse_config(config: Any, refusals: Sequence[Refusal] = REFUSALS) -> None:
     """Check a ``TransformerConfig`` with MoE layers.
 
     Raises:
         ValueError: it asks for what cannot be done.
     """
-    for refusal in REFUSALS:
+    for refusal in refusals:
         asked = refusal.asked(config)
         if asked:
             told = "" if asked is True else f" ({asked})"
@@ -158,7 +161,7 @@ def refuse_config(config: Any) -> None:
             )
 
 
-def refuse_settings(settings: Settings, strategy: Strategy) -> None:
+def refuse_settings(settings: Settings) -> None:
     """Check the block for what Megatron has flags of its own for, or cannot do.
 
     Raises:
@@ -174,8 +177,3 @@ def refuse_settings(settings: Settings, strategy: Strategy) -> None:
                 f"{BLOCK}.{key} is {value}, which under Megatron is said by its own flag: leave "
                 f"it out, and use {flag}"
             )
-    if strategy.roles is not None:
-        raise ValueError(
-            f"{BLOCK}.strategy is {settings.strategy!r}, which gives ranks roles; that works under "
-            "DeepSpeed only, so far: choose another strategy"
-        )

@@ -1,0 +1,283 @@
+"""Dense gradients under Megatron-core, reduced where backward leaves the network idle.
+
+Megatron's DDP puts gradients into buckets and, with ``overlap_grad_reduce``, starts to reduce a
+bucket group as soon as the last of its gradients is ready. Here, while plans have slices, a dense
+group that is ready waits, and MoE layers say how many elements are to be reduced: a group goes when
+the elements granted cover it. So a slice is a bucket group, and ``--ddp-bucket-size`` says how fine
+slices are. What no layer took goes when Megatron finishes gradients. What Megatron does to a group
+is its own: checks, scaling, reduce-scatter or all-reduce; only the moment is ours. Groups of
+experts, and the first step, in which Megatron reduces after backward, are left alone.
+
+**Order.** All ranks that share dense weights must start their groups in one order. Groups become
+ready in one order on all of them, which Megatron relies on too; and they go by counts that plans
+give to all alike, never by time.
+
+**Communicators.** The groups travel over Megatron's own data parallel communicator, in our lane
+between cells. Megatron's thread uses it in backward for dense groups alone, which wait here; what
+runs meanwhile (gradients of experts, tensor and pipeline parallelism) has communicators of its own.
+``finish`` waits for the lane before Megatron's thread uses it again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from torch import nn
+
+from ds_moe_ext.hosts.attach import AttachedLayer
+from ds_moe_ext.hosts.pipelines import DenseGradients
+from ds_moe_ext.hosts.reduced import Reduced
+from ds_moe_ext.moe.layer import SawSlice
+from ds_moe_ext.schedule.execute import Event, Lanes, lanes_for
+from ds_moe_ext.schedule.task import INTER
+
+
+class Waiting(NamedTuple):
+    """A bucket group that is ready.
+
+    Attributes:
+        group: Megatron's.
+        start: starts to reduce it, as Megatron does.
+    """
+
+    group: Any
+    start: Callable[[], None]
+
+    @property
+    def elements(self) -> int:
+        return _elements_of(self.group)
+
+
+class _Begun(NamedTuple):
+    """Groups that a lane reduces while backward goes on."""
+
+    event: Event
+    lanes: Lanes
+
+
+class BucketSlices:
+    """Ready bucket groups on their way; a ``moe.layer.GradientSlices``.
+
+    ``reduce`` and ``begin`` are called by the thread of backward, or while it waits: by the lanes
+    of an MoE layer's program.
+
+    Args:
+        layers: whose plans say how many elements go where.
+        device: where gradients are.
+
+    Attributes:
+        reduced: elements that have been, in steps that were planned so.
+    """
+
+    def __init__(self, layers: Sequence[AttachedLayer], device: torch.device) -> None:
+        self.reduced = Reduced()
+        self._layers = layers
+        self._device = device
+        self._waiting: deque[Waiting] = deque()
+        self._begun: list[_Begun] = []
+        self._granted = 0  # elements that layers asked for and no group has covered yet
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether any layer will ask for elements."""
+        return any(map(any, (layer.routed.site.plan.reductions for layer in self._layers)))
+
+    def add(self, waiting: Waiting) -> None:
+        """Let a group wait that is ready."""
+        self._waiting.append(waiting)
+
+    def reduce(self, elements: int) -> None:
+        """Grant so many elements, or as many as are ready, and reduce the groups that are covered,
+        in the caller's lane. Collective."""
+        self._land_begun()
+        covered = self._covered(elements)
+        _run(covered)
+        self.reduced += Reduced(within_moe=_sum(covered), num_slices=len(covered))
+
+    def begin(self, elements: int, saw: SawSlice | None = None) -> None:
+        """Grant so many elements, begin to reduce the groups that are covered in the lane between
+        cells, and return at once. Collective.
+
+        Args:
+            elements: of gradients.
+            saw: told as the lane ends, when it began; None tells nobody.
+        """
+        self._land_begun()
+        covered = self._covered(elements)
+        if not covered:
+            return
+        lanes = lanes_for(self._device, overlaps=True)
+
+        def work() -> None:
+            start = lanes.mark()
+            _run(covered)
+            if saw is not None:
+                saw(start, lanes)
+
+        self._begun.append(_Begun(lanes.submit(INTER, work, ()), lanes))
+        self.reduced += Reduced(beside_dense=_sum(covered), num_slices=len(covered))
+
+    def finish(self) -> None:
+        """Start what no layer took, all of it; for Megatron's thread. Collective."""
+        self._land_begun()
+        self.reduced += Reduced(tail=_sum(self._waiting))
+        while self._waiting:
+            self._waiting.popleft().start()
+        self._granted = 0
+
+    def _covered(self, elements: int) -> list[Waiting]:
+        """The first groups, as many as all that was granted covers."""
+        self._granted = min(self._granted + elements, _sum(self._waiting))
+        covered = []
+        while self._waiting and self._waiting[0].elements <= self._granted:
+            covered.append(self._waiting.popleft())
+            self._granted -= covered[-1].elements
+        return covered
+
+    def _land_begun(self) -> None:
+        """Make the caller's lane see what was begun: a communicator is used in one at a time."""
+        while self._begun:
+            begun = self._begun.pop()
+            begun.lanes.join([begun.event])
+
+
+class SlicedGroup(_ParamAndGradBucketGroup):
+    """A dense bucket group of Megatron's that waits for its turn.
+
+    Attributes:
+        slices: where.
+    """
+
+    slices: BucketSlices
+
+    def start_grad_sync(self, *args: Any, **named: Any) -> None:
+        """Called when all its gradients are ready; in the first step, when they are finished."""
+        start = partial(super().start_grad_sync, *args, **named)
+        is_first = vars(self).get("is_first_batch", False)  # not known to versions before 0.15
+        if self.slices.is_planned and not is_first:
+            self.slices.add(Waiting(self, start))
+        else:
+            start()
+
+    def finish_grad_sync(self, *args: Any, **named: Any) -> None:
+        """Called for each group before the optimizer's step."""
+        self.slices.finish()
+        super().finish_grad_sync(*args, **named)
+
+
+class _Landed:
+    """In the place of what Megatron waits for: a lane has waited, and backward for the lane."""
+
+    def wait(self) -> None:
+        return None
+
+
+def why_unsliced(chunks: Sequence[Any]) -> str | None:
+    """Why gradients of a model's parts cannot be sliced, for a person; empty where there is nothing
+    to tell; None where they can.
+
+    Args:
+        chunks: Megatron's DDP, one for each.
+    """
+    config, groups = chunks[0].ddp_config, list(_dense_groups(chunks))
+    left = "esp.slice_gradients is on, but dense gradients are left to Megatron: "
+    if not config.overlap_grad_reduce:
+        return (
+            f"{left}it reduces them after backward; add --overlap-grad-reduce, and the "
+            "--ddp-bucket-size that slices are to have"
+        )
+    if config.num_distributed_optimizer_instances > 1:
+        return (
+            f"{left}it reduces them in two stages with --num-distributed-optimizer-instances "
+            f"{config.num_distributed_optimizer_instances}; leave that out"
+        )
+    if not groups or _communicator(groups[0]).size() == 1:
+        return ""
+    if len(groups) == 1:
+        is_bucketed = chunks[0].bucket_size is not None
+        remedy = "give a smaller --ddp-bucket-size"
+        told = remedy if is_bucketed else "it makes no more on pipeline stages behind the first"
+        return f"{left}they are one bucket, which is ready when backward ends; {told}"
+    return None
+
+
+def slice_gradients(chunks: Sequence[Any], layers: Sequence[AttachedLayer]) -> BucketSlices:
+    """Let a model's layers say when its dense gradients are reduced.
+
+    Args:
+        chunks: of which ``why_unsliced`` has nothing against it.
+        layers: all that were adopted.
+    """
+    slices = BucketSlices(layers, next(chunks[0].parameters()).device)
+    for group in _dense_groups(chunks):
+        group.__class__ = SlicedGroup
+        group.slices = slices
+    for layer in layers:
+        layer.routed.slices = slices
+    return slices
+
+
+def dense_gradients(
+    model: nn.Module, chunks: Sequence[Any], layers: Sequence[AttachedLayer], *, is_sliced: bool
+) -> DenseGradients:
+    """What Megatron reduces beside the layers.
+
+    Slices are planned by what Megatron does: gradients are ready bucket by bucket, and with a
+    distributed optimizer each rank keeps a part of the sums, which takes about half as long. A
+    hardware file knows all-reduces alone, so by that they are thought to take twice as long.
+
+    Args:
+        model: with all layers.
+        chunks: its parts, in Megatron's DDP.
+        layers: that were adopted.
+        is_sliced: some are reduced in slices.
+    """
+    config, groups = chunks[0].ddp_config, list(_dense_groups(chunks))
+    dtype = groups[0].buckets[0].grad_data.dtype if groups else torch.float32
+    return DenseGradients.of(
+        model,
+        layers,
+        dtype,
+        _communicator(groups[0]) if is_sliced else None,
+        buckets=[group.params for group in groups],
+        scatters=config.use_distributed_optimizer,
+    )
+
+
+def _dense_groups(chunks: Sequence[Any]) -> Iterator[Any]:
+    for chunk in chunks:
+        yield from chunk.bucket_groups
+
+
+def _communicator(group: Any) -> dist.ProcessGroup:
+    """That a bucket group is reduced over."""
+    name = (
+        "intra_distributed_optimizer_instance_group"
+        if group.ddp_config.use_distributed_optimizer
+        else "data_parallel_group"
+    )
+    communicator: dist.ProcessGroup = vars(group)[name]
+    return communicator
+
+
+def _run(covered: Sequence[Waiting]) -> None:
+    """Reduce groups in the caller's lane, all at once, and wait for them there."""
+    for waiting in covered:
+        waiting.start()
+    for waiting in covered:
+        waiting.group.grad_reduce_handle.wait()
+        waiting.group.grad_reduce_handle = _Landed()
+
+
+def _elements_of(group: Any) -> int:
+    return sum(parameter.numel() for parameter in group.params)
+
+
+def _sum(groups: Sequence[Waiting] | deque[Waiting]) -> int:
+    return sum(waiting.elements for waiting in groups)

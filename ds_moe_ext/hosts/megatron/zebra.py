@@ -1,0 +1,95 @@
+"""Zebra parallelism in an unmodified Megatron run: from a model and its optimizer to striped steps.
+
+See ``docs/strategies/zebra.md``. Each role trains in a world of its own (``worlds``), with what it
+keeps of the model (``sides``), by striped steps (``striping``) and one norm (``joint``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ds_moe_ext.hosts import attach
+from ds_moe_ext.hosts.both_sides import BothSides
+from ds_moe_ext.hosts.megatron import layers as moe_layers
+from ds_moe_ext.hosts.megatron.chosen import Chosen
+from ds_moe_ext.hosts.megatron.engine import (
+    check_found,
+    check_wrapped,
+    config_of,
+    connect,
+    micro_batches,
+    watch_steps,
+    whole,
+)
+from ds_moe_ext.hosts.megatron.joint import join_norm
+from ds_moe_ext.hosts.megatron.move import mover_of
+from ds_moe_ext.hosts.megatron.one_checkpoint import tell_of_both
+from ds_moe_ext.hosts.megatron.role_refusals import refuse_arguments
+from ds_moe_ext.hosts.megatron.striping import StripedSteps, set_steps
+from ds_moe_ext.hosts.megatron.worlds import Worlds
+from ds_moe_ext.hosts.pipelines import DenseGradients
+from ds_moe_ext.hosts.run import Run
+from ds_moe_ext.hosts.started import Steps, planning_of
+from ds_moe_ext.hosts.striped import Pausing, blocks_of, cut_at, stack_of
+from ds_moe_ext.layout import Grid, group_among
+from ds_moe_ext.moe.passage import Here
+from ds_moe_ext.strategies.zebra import Zebra
+
+
+def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run:
+    """Stripe a model that is ready to be trained. Collective, over the ranks of both roles.
+
+    Args:
+        asked: the settings.
+        chunks: the model, wrapped for data parallelism: one part.
+        optimizer: Megatron's, of what this rank keeps.
+
+    Raises:
+        ValueError: the model does not suit the settings.
+    """
+    assert asked.worlds is not None
+    check_wrapped(chunks)
+    refuse_arguments()
+    with asked.worlds.together():
+        return _started(asked, asked.worlds, chunks, optimizer)
+
+
+def _started(asked: Chosen, worlds: Worlds, chunks: Sequence[nn.Module], optimizer: Any) -> Run:
+    strategy, settings = asked.strategy, asked.settings
+    assert isinstance(strategy, Zebra)
+    model = whole(chunks)
+    found = list(moe_layers.find(model, attach.wanted(settings)))
+    check_found(found, settings, chunks)
+    moe_layers.started(chunks)
+    grid = Grid(worlds.size, worlds.roles.size)
+    blueprint = attach.on_grid(settings, strategy, found, grid)
+    device, here = next(model.parameters()).device, Here()
+    layers = [layer for layer, _ in attach.build(blueprint, device, Pausing(here, None))]
+    for layer in layers:
+        connect(layer, chunks)
+    blocks = blocks_of(model, layers)
+    if worlds.is_attention:
+        for block in blocks:
+            cut_at(block, here)
+    control = group_among(grid.along("ep"), backend="gloo")
+    stack = stack_of(blueprint, layers, device, here)
+    set_steps(StripedSteps(chunks[0], stack, control, strategy.num_micro_batches, settings.debug))
+    everyone = group_among([list(range(worlds.size))], backend="gloo")
+    join_norm(optimizer, worlds, everyone)
+    tell_of_both(optimizer, chunks[0], worlds, everyone)
+    planning = planning_of(
+        blueprint,
+        layers,
+        DenseGradients.of(model, layers, config_of(model).params_dtype, None),
+        mover_of(optimizer, layers, blueprint),
+        Steps(micro_batches(), config_of(model).params_dtype, device),
+    )
+    layout = layers[0].routed.site.layout
+    run = Run.start(blueprint, layers, planning, layout.place, optimizer)
+    run.recorder.beside = BothSides(control, dist.get_rank(control), worlds.roles)
+    watch_steps(optimizer, run)
+    return run

@@ -1,0 +1,272 @@
+"""All that an optimizer keeps of one parameter, read and written in place: the same for every host,
+which says where it lies.
+
+Shape letters: F elements of the fragment of one parameter that this rank keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+MASTER = "master"  # the weight that the optimizer steps, beside its states by their own names
+
+Scalar = float | Tensor  # a 0-dim tensor where the optimizer keeps one
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterStates:
+    """What an optimizer keeps of one parameter on this rank.
+
+    Attributes:
+        start: first element of the flattened parameter that this rank keeps.
+        stop: one past its last; ``start`` where this rank keeps none.
+        tensors: what is kept element by element, ``[F]`` each, by name: ``MASTER`` always, and
+            ``exp_avg`` and the like once there have been steps.
+        scalars: what is kept once, by name, such as ``step``. ZeRO 1 and 2 and the fused half
+            precision optimizer keep it once for a whole parameter group.
+    """
+
+    start: int
+    stop: int
+    tensors: Mapping[str, Tensor]
+    scalars: Mapping[str, Scalar]
+
+    def clone(self) -> ParameterStates:
+        """The same in memory of its own, to survive a write to where it came from."""
+        tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        return ParameterStates(self.start, self.stop, tensors, self.scalars)
+
+
+class Place(NamedTuple):
+    """Where an optimizer keeps one parameter: elements ``[start, stop)`` of it lie at ``offset`` of
+    the tensor ``held`` that the optimizer steps."""
+
+    held: Tensor
+    offset: int
+    start: int
+    stop: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The parameter's part of a tensor that is shaped as ``held``, ``[F]``."""
+        return tensor.detach().view(-1).narrow(0, self.offset, self.stop - self.start)
+
+
+class Group(NamedTuple):
+    """One tensor that an optimizer steps, and the parameters that it was flattened from.
+
+    ``held`` is the part from element ``begin`` on of the flat buffer of all ranks that share it, in
+    which each parameter starts at its offset.
+    """
+
+    held: Tensor
+    begin: int
+    parameters: Iterable[nn.Parameter]
+    offsets: Iterable[int]
+
+    @classmethod
+    def of_one(cls, held: Tensor, parameter: nn.Parameter) -> Group:
+        return cls(held, 0, (parameter,), (0,))
+
+    def places(self) -> Iterator[tuple[nn.Parameter, Place]]:
+        """Where each parameter lies, also if this rank has none of it."""
+        length = self.held.numel()
+        for parameter, offset in zip(self.parameters, self.offsets):
+            first = offset - self.begin  # in ``held``; it may lie before it, or behind it
+            low, high = (min(max(end, 0), length) for end in (first, first + parameter.numel()))
+            yield parameter, Place(self.held, low, low - first, high - first)
+
+
+class _Stepper(NamedTuple):
+    """What steps a held tensor: an optimizer of torch's kind, and the number of its group."""
+
+    optimizer: Any
+    number: int
+
+
+class States:
+    """Access to the states of every parameter that some optimizers step.
+
+    Between optimizer steps only: gradients that are being accumulated are not among them.
+
+    Args:
+        stepped: optimizers of torch's kind, and what each steps; None beside what none does.
+    """
+
+    def __init__(self, stepped: Iterable[tuple[Any, Iterable[Group]]]) -> None:
+        self._place: dict[nn.Parameter, Place] = {}
+        self._sharers: dict[Tensor, list[nn.Parameter]] = {}  # that have elements in a held tensor
+        self._stepper: dict[Tensor, _Stepper] = {}
+        for optimizer, groups in stepped:
+            for group in groups:
+                self._add(group)
+            for number, options in enumerate(() if optimizer is None else optimizer.param_groups):
+                for held in options["params"]:
+                    self._stepper[held] = _Stepper(optimizer, number)
+
+    def _add(self, group: Group) -> None:
+        for parameter, place in group.places():
+            self._place[parameter] = place
+            if place.start < place.stop:
+                self._sharers.setdefault(place.held, []).append(parameter)
+
+    def of(self, parameter: nn.Parameter) -> ParameterStates:
+        """What is kept of a parameter; its tensors are views, so writing to them changes the states
+        (but not the parameter: that ``write`` does).
+
+        Of a parameter that is not trained only ``MASTER`` is kept: its own data.
+
+        Raises:
+            ValueError: the optimizer keeps something that has no part for each element.
+        """
+        place = self._place_of(parameter)
+        tensors, scalars = {MASTER: place.of(place.held)}, {}
+        for name, value in self._state(place.held).items():
+            if value is None:
+                continue  # so SGD says that there is none yet
+            if _is_scalar(name, value, place.held):
+                scalars[name] = value.clone() if isinstance(value, Tensor) else value
+            elif isinstance(value, Tensor) and value.shape == place.held.shape:
+                tensors[name] = place.of(value)
+            else:
+                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                kind = type(self._stepper[place.held].optimizer).__name__
+                raise ValueError(
+                    f"{kind} keeps {name!r} ({shape}) of a weight "
+                    f"{tuple(place.held.shape)}: it has no part for each element, so it cannot "
+                    "move with an expert; use an optimizer such as AdamW"
+                )
+        return ParameterStates(place.start, place.stop, tensors, scalars)
+
+    def write(self, states: Mapping[nn.Parameter, ParameterStates]) -> None:
+        """Replace what is kept of some parameters, and the parameters' own data with it.
+
+        Parameters of one flat group share which states there are, and the scalars: either all of
+        them are written, or what is written must have the group's own.
+
+        Where a rank keeps a fragment, it writes that much of the parameter's data; the rest is for
+        the ranks that keep it, and for the host to bring.
+
+        Args:
+            states: for each parameter, in memory of their own (see ``ParameterStates.clone``).
+
+        Raises:
+            ValueError: they do not fit; then nothing has been changed.
+        """
+        self.check(states)
+        with torch.no_grad():
+            for parameter, given in states.items():
+                if given.start < given.stop:
+                    self._write(parameter, given)
+
+    def check(self, states: Mapping[nn.Parameter, ParameterStates]) -> None:
+        """Whether ``write`` would take them.
+
+        Raises:
+            ValueError: why not.
+        """
+        for parameter, given in states.items():
+            _check_range(self._place_of(parameter), given)
+        self._check_groups({p: given for p, given in states.items() if given.start < given.stop})
+
+    def options(self, parameter: nn.Parameter) -> dict[str, Any] | None:
+        """The settings of the parameter group that a parameter is stepped with, such as ``lr``: the
+        optimizer's own dict; None of a parameter that is not trained."""
+        return self._options(self._place_of(parameter).held)
+
+    def _options(self, held: Tensor) -> dict[str, Any] | None:
+        if held not in self._stepper:
+            return None
+        optimizer, number = self._stepper[held]
+        options: dict[str, Any] = optimizer.param_groups[number]
+        return options
+
+    def _check_groups(self, written: Mapping[nn.Parameter, ParameterStates]) -> None:
+        given_of: dict[Tensor, list[ParameterStates]] = {}
+        for parameter, given in written.items():
+            given_of.setdefault(self._place_of(parameter).held, []).append(given)
+        for held, group in given_of.items():
+            others = (p for p in self._sharers.get(held, ()) if p not in written)
+            first, *rest = map(_shared, (*group, *map(self.of, islice(others, 1))))
+            for other in rest:
+                if other != first:
+                    raise ValueError(
+                        f"a parameter group cannot keep {first} of one parameter and {other} of "
+                        "another; write all parameters of the group, with the same scalars"
+                    )
+
+    def _write(self, parameter: nn.Parameter, given: ParameterStates) -> None:
+        place = self._place_of(parameter)
+        old = self._state(place.held)
+        new = {
+            name: self._like(old.get(name), scalar, place.held)
+            for name, scalar in given.scalars.items()
+        }
+        for name, tensor in given.tensors.items():
+            if name == MASTER:
+                place.of(place.held).copy_(tensor)
+            else:
+                kept = old.get(name)
+                new[name] = torch.zeros_like(place.held) if kept is None else kept
+                place.of(new[name]).copy_(tensor)
+        if new:
+            self._stepper[place.held].optimizer.state[place.held] = new
+        elif old:
+            del self._stepper[place.held].optimizer.state[place.held]
+        parameter.data.view(-1)[place.start : place.stop].copy_(given.tensors[MASTER])
+
+    def _like(self, old: Scalar | None, new: Scalar, held: Tensor) -> Any:
+        """A scalar in the kind that the optimizer has; where it has none yet, as it came."""
+        if isinstance(old, Tensor):
+            return old.fill_(float(new))
+        if old is not None:
+            return type(old)(new)
+        if not isinstance(new, Tensor):
+            return new
+        options = self._options(held) or {}
+        on_device = options.get("fused") or options.get("capturable")  # as torch's load_state_dict
+        return new.to(held.device if on_device else "cpu", copy=True)
+
+    def _place_of(self, parameter: nn.Parameter) -> Place:
+        return self._place.get(parameter) or Place(parameter, 0, 0, parameter.numel())
+
+    def _state(self, held: Tensor) -> Mapping[str, Any]:
+        if held not in self._stepper:
+            return {}
+        state: Mapping[str, Any] = self._stepper[held].optimizer.state.get(held, {})
+        return state
+
+
+def _is_scalar(name: str, value: Any, held: Tensor) -> bool:
+    """Whether something is kept once for a weight; of a weight without dims all states are 0-dim,
+    and its number of steps is known by its name."""
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and (held.dim() > 0 or name == "step")
+    return isinstance(value, int | float)
+
+
+def _check_range(place: Place, given: ParameterStates) -> None:
+    if (given.start, given.stop) != (place.start, place.stop):
+        raise ValueError(
+            f"states of elements {given.start} to {given.stop} were given, but this rank keeps "
+            f"{place.start} to {place.stop}; give those"
+        )
+    for name, tensor in given.tensors.items():
+        if tensor.shape != (given.stop - given.start,):
+            raise ValueError(
+                f"{name!r} of elements {given.start} to {given.stop} has shape "
+                f"{tuple(tensor.shape)}; flatten it, and give it whole"
+            )
+    if MASTER not in given.tensors:
+        raise ValueError(f"the states {sorted(given.tensors)} lack {MASTER!r}; give it too")
+
+
+def _shared(states: ParameterStates) -> dict[str, float | None]:
+    """Names of the states, and the values of scalars."""
+    names: dict[str, float | None] = dict.fromkeys(states.tensors)
+    return names | {name: float(value) for name, value in states.scalars.items()}

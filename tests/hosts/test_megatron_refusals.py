@@ -1,0 +1,335 @@
+"""What cannot be done under Megatron-core is an error as early as can be, and says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+from torch import nn
+
+from ds_moe_ext.hosts.megatron import chosen, refusals
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.strategies.base import Job, Plan, Strategy
+from tests.hosts import megatron_jobs, megatron_toy
+from tests.hosts.megatron_jobs import Training, megatron, train
+from tests.hosts.megatron_toy import MegatronRun, transformer_config
+from tests.ranks import pool_of
+
+ONE = MegatronRun(steps=1, num_layers=1)
+Spoil = Callable[[], Any]
+
+
+def block(strategy: str = "ep", **keys: Any) -> dict[str, Any]:
+    return {"enabled": True, "strategy": strategy, "report": {"enabled": False}, **keys}
+
+
+class Flag(NamedTuple):
+    """A flag that is refused.
+
+    Attributes:
+        fields: of the TransformerConfig.
+        says: what the error names.
+    """
+
+    fields: dict[str, Any]
+    says: str
+
+
+FLAGS = (
+    Flag({"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
+    Flag({"delay_wgrad_compute": True}, "--delay-wgrad-compute"),
+    Flag({"enable_cuda_graph": True}, "--cuda-graph-impl with MoE scopes"),
+    Flag({"external_cuda_graph": True}, "--cuda-graph-impl with MoE scopes"),
+    Flag({"cuda_graph_impl": "local"}, "all of a layer"),
+    Flag(
+        {"cuda_graph_impl": "local", "cuda_graph_scope": ["attn", "moe_router"]},
+        r"\(\['moe_router'\]\)",
+    ),
+    Flag({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex"),
+    Flag({"fp8": "hybrid"}, r"--fp8-format \(hybrid\)"),
+    Flag({"fp4": "e2m1"}, r"--fp4-format \(e2m1\)"),
+    Flag({"moe_router_padding_for_quantization": True}, "--moe-router-padding-for-quantization"),
+    Flag({"moe_router_padding_for_fp8": True}, "--moe-router-padding-for-quantization"),
+    Flag(
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe_act"]},
+        "--recompute-modules moe_act",
+    ),
+    Flag(
+        {"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]},
+        "--offload-modules expert_fc1 or moe_act",
+    ),
+    Flag({"activation_func_fp8_input_store": True}, "--activation-func-fp8-input-store"),
+    Flag({"add_bias_linear": True, "expert_tensor_parallel_size": 2}, "--disable-bias-linear"),
+    Flag({"use_kitchen": True}, "--use-kitchen"),
+    Flag({"quant_recipe": object()}, "--use-kitchen or a quantization recipe"),
+)
+
+ALLOWED: tuple[dict[str, Any], ...] = (
+    {"cuda_graph_impl": "local", "cuda_graph_scope": ["attn"]},
+    {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    {"fine_grained_activation_offloading": True, "offload_modules": ["attn_norm"]},
+    {"add_bias_linear": True},
+)
+
+
+def refused_fields(
+    rank: int, world_size: int, asked: Sequence[dict[str, Any]]
+) -> list[tuple[str, list[str]]]:
+    """Of each, what the error says, empty for none; and fields that Megatron does not have."""
+    told = []
+    for fields in asked:
+        config = transformer_config(ONE)
+        unknown = [name for name in fields if name not in vars(config)]
+        vars(config).update(fields)  # Megatron would check them together with others
+        message = ""
+        try:
+            refusals.refuse_config(config)
+        except ValueError as error:
+            message = str(error)
+        told.append((message, unknown))
+    return told
+
+
+def test_every_flag_that_is_refused_is_named_with_a_remedy() -> None:
+    found = pool_of(1).run(refused_fields, [flag.fields for flag in FLAGS])[0]
+    for flag, (message, unknown) in zip(FLAGS, found):
+        assert not unknown or unknown == ["moe_router_padding_for_fp8"], flag  # to 0.14
+        with pytest.raises(ValueError, match=flag.says):
+            raise ValueError(message)
+        assert message.startswith("ds_moe_ext is enabled, but Megatron was given --") or (
+            message.startswith("ds_moe_ext is enabled, but Megatron was given biases")
+        )
+        assert "; " in message
+    told = " ".join(message for message, _ in found)
+    assert all(refusal.remedy in told for refusal in refusals.REFUSALS)
+
+
+def test_what_is_near_to_a_refused_flag_is_not_refused() -> None:
+    found = pool_of(1).run(refused_fields, ALLOWED)[0]
+    assert [message for message, _ in found] == [""] * len(ALLOWED)
+
+
+def refused(
+    rank: int,
+    world_size: int,
+    run: MegatronRun,
+    settings: dict[str, Any],
+    spoil: Spoil | None = None,
+) -> str:
+    """What the error says that ends a run on this rank; empty if nothing did."""
+    try:
+        with spoil() if spoil is not None else mock.patch.dict({}):
+            train(rank, world_size, run, settings)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def assert_refused(
+    says: str,
+    run: MegatronRun,
+    settings: dict[str, Any],
+    spoil: Spoil | None = None,
+    world_size: int = 1,
+) -> None:
+    """All ranks raise, so that none waits for another."""
+    for message in pool_of(world_size).run(refused, run, settings, spoil):
+        with pytest.raises(ValueError, match=says):
+            raise ValueError(message)
+
+
+def test_a_layer_is_refused_where_it_is_built() -> None:
+    fields = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
+    run = replace(ONE, config=tuple(fields.items()), experts="te_grouped")
+    assert_refused("--recompute-modules moe_act", run, block())
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (block(expert_parallel_size=2), "expert_parallel_size is 2, but .*-model-parallel-size 1"),
+        (block("esp", expert_sharding_size=2), "sharding_size is 2, but .*-tensor-parallel-size 1"),
+        (block(moe_layer_pattern="none"), "no rank has an MoE layer .*'none'; give --num-experts"),
+        (block(gate={"type": "softmax_top_k"}), "gate is .*--moe-router-load-balancing-type"),
+        (block(capacity_factor=1.5), "capacity_factor is 1.5, .*--moe-expert-capacity-factor"),
+        (block(sequence_parallel=True), "sequence_parallel is True, .*use --sequence-parallel"),
+    ],
+)
+def test_settings_that_say_other_than_megatron(settings: dict[str, Any], says: str) -> None:
+    assert_refused(says, ONE, settings)
+
+
+def test_moving_experts_needs_one_home_an_expert() -> None:
+    settings = block("fssdp", fssdp={"reshard_interval": 3})
+    says = "parallel-size 1 every expert has 2: raise it to 2, or set reshard_interval to 0"
+    assert_refused(says, ONE, settings, world_size=2)
+
+
+def test_a_model_without_moe_layers() -> None:
+    run = replace(ONE, pp=2, num_layers=2, config=(("moe_layer_freq", [0, 0]),))
+    assert_refused("no rank has an MoE layer; give --num-experts", run, block(), world_size=2)
+
+
+# Models that are not as Megatron-LM makes them.
+
+
+def frozen_for_a_while() -> Any:
+    """The optimizer is made for some of the weights, as Muon's is."""
+    made = megatron_toy.model_chunks
+
+    def frozen(run: MegatronRun, config: Any) -> list[nn.Module]:
+        chunks = made(run, config)
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                parameter.requires_grad_("experts" not in name)
+        return chunks
+
+    return mock.patch.object(megatron_jobs, "model_chunks", frozen)
+
+
+def other_experts() -> Any:
+    """The experts' class is of the user's own."""
+    made = megatron_toy.model_chunks
+
+    def changed(run: MegatronRun, config: Any) -> list[nn.Module]:
+        chunks = made(run, config)
+        for chunk in chunks:
+            for module in chunk.modules():
+                if type(module).__name__ == "SequentialMLP":
+                    module.__class__ = type("MyExperts", (type(module),), {})
+        return chunks
+
+    return mock.patch.object(megatron_jobs, "model_chunks", changed)
+
+
+def optimized_twice() -> Any:
+    """Two optimizers are made for one model."""
+    from megatron.core import optimizer
+
+    made = megatron_jobs.model_chunks
+
+    def twice(run: MegatronRun, config: Any) -> list[Any]:
+        chunks = made(run, config)
+        optimizer.get_megatron_optimizer(
+            optimizer.OptimizerConfig(optimizer="adam", lr=1.0),
+            chunks,
+            use_gloo_process_groups=False,
+        )
+        return chunks
+
+    return mock.patch.object(megatron_jobs, "model_chunks", twice)
+
+
+def unwrapped(rank: int, world_size: int) -> str:
+    """What is said of a model in no wrapper, or in another."""
+    from ds_moe_ext.hosts.megatron.engine import check_wrapped
+
+    try:
+        check_wrapped([nn.Linear(1, 1)])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_other_wrappers() -> None:
+    (told,) = pool_of(1).run(unwrapped)
+    assert "wrapped in Linear; expert weights must lie in Megatron's Distributed" in told
+    assert "leave --use-megatron-fsdp and --use-torch-fsdp2 out" in told
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backwards(Strategy):
+    """Experts live in another order than Megatron builds them in."""
+
+    def first_homes(self, *given: Any) -> tuple[Placement, ...]:
+        homes = super().first_homes(*given)
+        return tuple(Placement.owned_by(h.owner_E[::-1].copy(), h.num_cells) for h in homes)
+
+    def plan(self, job: Job) -> tuple[Plan, ...]:
+        return tuple(map(Plan.at_home, job.homes))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (frozen_for_a_while, "was trained when the model was wrapped, .* --optimizer muon; use"),
+        (other_experts, "are a MyExperts, which .* knows SequentialMLP and TEGroupedMLP: leave"),
+        (optimized_twice, "runs by ds_moe_ext already: get_megatron_optimizer was called twice"),
+    ],
+)
+def test_models_that_cannot_be_adopted(spoil: Spoil, says: str) -> None:
+    assert_refused(says, ONE, block(), spoil)
+
+
+def test_first_homes_are_where_megatron_built_the_experts() -> None:
+    says = r"would be home to experts \[.*\] of .*, but Megatron built it with experts \["
+    settings = block(f"{__name__}:Backwards")
+    assert_refused(says, replace(ONE, ep=2), settings, world_size=2)
+
+
+# Training that never started.
+
+
+def untold(rank: int, world_size: int) -> list[str]:
+    """What is said where no optimizer of Megatron's is made, in training, evaluation, and training
+    by Megatron's when settings are no longer in use."""
+    told = []
+    with megatron(ONE, block()):
+        training = Training(replace(ONE, optimizer="none"))
+        for forward in (training.compute, training.evaluate):
+            try:
+                forward(0)
+                told.append("")
+            except ValueError as error:
+                told.append(str(error))
+    with megatron(ONE):
+        Training(replace(ONE, optimizer="none")).compute(0)
+    return told
+
+
+def test_a_model_that_is_trained_without_having_been_started() -> None:
+    trained, evaluated = pool_of(1).run(untold)[0]
+    assert "by megatron.core.optimizer.get_megatron_optimizer, which was not called" in trained
+    assert evaluated == ""
+
+
+def left_alone(rank: int, world_size: int) -> tuple[int, ...]:
+    """Hooks before the forward of each MoE layer of a model that was started for one of two."""
+    with megatron(ONE, block(moe_layer_pattern=r"layers\.1")):
+        training = Training(replace(ONE, num_layers=2))
+        training.compute(0)
+        (chunk,) = training.chunks
+        layers = [m for m in chunk.modules() if type(m).__name__ == "MoELayer"]
+        return tuple(len(layer._forward_pre_hooks) for layer in layers)
+
+
+def test_layers_that_are_left_to_megatron_are_trained_by_it() -> None:
+    assert pool_of(1).run(left_alone)[0] == (0, 0)
+
+
+# What a flag or a call may name.
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{}", "which has no block 'ds_moe_ext'; add one, or leave the flag out"),
+        ("[]", "whose JSON is no object; make it one"),
+        ("{", "which cannot be read as JSON .* as those in configs/strategies are"),
+    ],
+)
+def test_documents_that_cannot_be_read(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=says):
+        chosen.read(path)
+    with pytest.raises(ValueError, match="cannot be read as JSON"):
+        chosen.read(tmp_path / "missing.json")
+
+
+def test_a_block_that_is_not_enabled_asks_for_nothing() -> None:
+    assert chosen.read({"ds_moe_ext": {"enabled": False, "strategy": "fssdp"}}) is None

@@ -1,0 +1,265 @@
+"""Zebra parallelism under Megatron-core, beside stock Megatron on the attention ranks alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_moe_ext.hosts.megatron.worlds import part
+from ds_moe_ext.roles import Roles
+from tests.hosts.megatron_jobs import Trained, Training, megatron, merged, train
+from tests.hosts.megatron_toy import MegatronRun
+from tests.hosts.test_megatron_checkpoint import FULLY, load, save, steps
+from tests.ranks import pool_of, preload
+
+preload("megatron.core.dist_checkpointing")
+
+RUN = MegatronRun(dtype="float64", num_microbatches=2)
+OVERLAP = replace(
+    RUN,
+    optimizer="distributed",
+    overlap_grad_reduce=True,
+    overlap_param_gather=True,
+    bucket_size=2000,
+)
+
+
+def block(attention: int, expert: int, **zebra: Any) -> dict[str, Any]:
+    sizes = {"attention_size": attention, "expert_size": expert}
+    return {
+        "enabled": True,
+        "strategy": "zebra",
+        "zebra": {**sizes, **zebra},
+        "report": {"enabled": False},
+        "debug": True,
+    }
+
+
+def evaluated(training: Training) -> float:
+    """The loss of a batch that is not trained on."""
+    return training.evaluate(11)
+
+
+@cache
+def stock(world_size: int, run: MegatronRun) -> list[Trained]:
+    return pool_of(world_size).run(train, run, keep=True, look=evaluated)
+
+
+def assert_as_stock(attention: int, expert: int, run: MegatronRun, **zebra: Any) -> None:
+    """Losses and norms on every rank of both roles, gradients and weights of all pieces."""
+    settings = block(attention, expert, **zebra)
+    pool = pool_of(attention + expert)
+    found = pool.run(train, run, settings, keep=True, look=evaluated)
+    expected = stock(attention, run)
+    for rank in found:
+        torch.testing.assert_close(rank.losses, expected[0].losses, rtol=1e-12, atol=0)
+        torch.testing.assert_close(rank.norms, expected[0].norms, rtol=1e-12, atol=0)
+        assert rank.seen == pytest.approx(expected[0].seen, rel=1e-9)
+    for name in ("gradients", "weights"):
+        own = merged([vars(rank)[name] for rank in found])
+        whole = merged([vars(rank)[name] for rank in expected])
+        assert own.keys() == whole.keys()
+        for key, tensor in whole.items():
+            torch.testing.assert_close(own[key], tensor, rtol=1e-9, atol=1e-12, msg=key)
+
+
+def test_both_roles_train_as_attention_ranks_alone_would() -> None:
+    assert_as_stock(2, 1, RUN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num", [1, 2, 4])
+@pytest.mark.parametrize(("attention", "expert"), [(1, 1), (1, 2), (2, 2)])
+def test_with_other_ranks_and_micro_batches(attention: int, expert: int, num: int) -> None:
+    assert_as_stock(attention, expert, replace(RUN, num_microbatches=num))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "run",
+    [
+        replace(RUN, steps=10),
+        replace(RUN, optimizer="distributed"),
+        replace(OVERLAP, optimizer="ddp", overlap_param_gather=False),
+        replace(RUN, swiglu=True, shared_ffn=32, experts="te_grouped"),
+        replace(RUN, capacity_factor=0.8, pad_to_capacity=True),
+        replace(
+            RUN,
+            aux_coefficient=0.0,
+            config=(
+                ("moe_router_enable_expert_bias", True),
+                ("moe_router_score_function", "sigmoid"),
+            ),
+        ),
+    ],
+    ids=["10 steps", "distributed", "overlap", "swiglu, shared, grouped", "capacity", "bias"],
+)
+def test_with_what_the_host_does(run: MegatronRun) -> None:
+    assert_as_stock(2, 1, run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "keys",
+    [{"num_micro_batches": 2}, {"attention_cells": [1, 2]}, {"recompute_experts": True}],
+)
+def test_with_keys_of_the_strategy(keys: dict[str, Any]) -> None:
+    assert_as_stock(2, 1, replace(RUN, num_microbatches=5), **keys)
+
+
+@pytest.mark.slow
+def test_parameters_that_are_gathered_beside_forward() -> None:
+    """The last step's weights have not been gathered when they are looked at."""
+    found = pool_of(4).run(train, OVERLAP, block(2, 2))
+    expected = pool_of(2).run(train, OVERLAP)
+    torch.testing.assert_close(found[0].losses, expected[0].losses, rtol=1e-12, atol=0)
+
+
+def test_several_groups_are_data_parallel() -> None:
+    """Two ZP groups of one attention and one expert rank each."""
+    run = replace(RUN, num_microbatches=1)
+    found = pool_of(4).run(train, run, block(1, 1))
+    expected = stock(2, run)
+    for rank in found:
+        torch.testing.assert_close(rank.losses, expected[0].losses, rtol=1e-12, atol=0)
+        torch.testing.assert_close(rank.norms, expected[0].norms, rtol=1e-12, atol=0)
+
+
+# Checkpoints.
+
+
+def saving(
+    rank: int, world_size: int, run: MegatronRun, settings: dict[str, Any] | None, folder: str
+) -> tuple[list[float], list[float]]:
+    """Some steps, a checkpoint, and what the steps behind it found."""
+    with megatron(run, settings):
+        training = Training(run)
+        steps(training, 0, 3)
+        save(training, folder, FULLY)
+        dist.barrier()
+        return steps(training, 3, 5)
+
+
+def resuming(
+    rank: int, world_size: int, run: MegatronRun, settings: dict[str, Any] | None, folder: str
+) -> tuple[list[float], list[float]]:
+    """The same steps, from a checkpoint."""
+    with megatron(run, settings):
+        training = Training(run)
+        load(training, folder, FULLY)
+        return steps(training, 3, 5)
+
+
+def assert_goes_on(found: list[Any], saved: list[Any]) -> None:
+    for rank in found:
+        torch.testing.assert_close(rank, saved[0], rtol=1e-9, atol=0)
+
+
+def both_ways(folder: Path, run: MegatronRun) -> None:
+    """Two and two ranks; stock Megatron shares the experts among two, and so keeps an optimizer of
+    their own for them, as expert ranks do."""
+    settings, alone = block(2, 2), replace(run, ep=2)
+    ours, stocks = str(folder / "ours"), str(folder / "stocks")
+    os.mkdir(ours)
+    os.mkdir(stocks)
+    saved = pool_of(4).run(saving, run, settings, ours)
+    assert_goes_on(pool_of(4).run(resuming, run, settings, ours), saved)
+    assert_goes_on(pool_of(2).run(resuming, alone, None, ours), saved)
+    saved = pool_of(2).run(saving, alone, None, stocks)
+    assert_goes_on(pool_of(4).run(resuming, run, settings, stocks), saved)
+
+
+def test_checkpoints_are_those_of_stock_megatron(tmp_path: Path) -> None:
+    both_ways(tmp_path, RUN)
+
+
+@pytest.mark.slow
+def test_checkpoints_of_the_distributed_optimizer(tmp_path: Path) -> None:
+    both_ways(tmp_path, replace(RUN, optimizer="distributed"))
+
+
+def saved_by_rank(rank: int, world_size: int) -> str:
+    with megatron(RUN, block(1, 1)):
+        try:
+            save(Training(RUN), "", "torch")
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+# Refusals.
+
+
+def built(rank: int, world_size: int, run: MegatronRun) -> str:
+    """What was said as a model was built."""
+    try:
+        with megatron(run, block(1, 1)):
+            Training(run)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("run", "told"),
+    [
+        (replace(RUN, ep=2), "--expert-model-parallel-size 2; attention ranks are data parallel"),
+        (replace(RUN, recompute="full"), "--recompute-granularity \\(full\\): .*leave it out"),
+    ],
+)
+def test_refused_by_the_flag(run: MegatronRun, told: str) -> None:
+    for said in pool_of(2).run(built, run):
+        with pytest.raises(ValueError, match=told):
+            raise ValueError(said)
+
+
+def test_a_file_a_rank_is_refused() -> None:
+    assert all("use --ckpt-format torch_dist" in said for said in pool_of(2).run(saved_by_rank))
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"exit_duration_in_mins": 60}, "--exit-duration-in-mins: .* use --exit-interval"),
+        ({"save": "here", "ckpt_format": "torch"}, "use --ckpt-format torch_dist"),
+        ({"save": "here", "async_save": True}, "--async-save: .* leave it out"),
+    ],
+)
+def test_arguments_of_the_script_are_refused(given: dict[str, Any], told: str) -> None:
+    from ds_moe_ext.hosts.megatron.role_refusals import refuse_arguments
+
+    script = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(**given))
+    with mock.patch.dict(sys.modules, {"megatron.training.global_vars": script}):
+        with pytest.raises(ValueError, match=told):
+            refuse_arguments()
+
+
+def test_ranks_must_be_whole_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    with pytest.raises(ValueError, match="groups of 4, which do not divide the 6 ranks"):
+        part(Roles.first(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("zebra", "told"),
+    [
+        ({"moved": [1, 1]}, "zebra.moved is set, but .* leave it out"),
+        ({"attention_device": "A40"}, "attention_device is 'A40', .* give attention_size"),
+        ({"attention_size": None}, "attention_size is None"),
+    ],
+)
+def test_keys_that_work_under_deepspeed_only_are_refused(zebra: dict[str, Any], told: str) -> None:
+    from ds_moe_ext.hosts.megatron.chosen import read
+
+    with pytest.raises(ValueError, match=told):
+        read({"ds_moe_ext": block(1, 1) | {"zebra": block(1, 1)["zebra"] | zebra}})
