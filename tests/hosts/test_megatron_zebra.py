@@ -239,9 +239,9 @@ def test_arguments_of_the_script_are_refused(given: dict[str, Any], told: str) -
     from ds_moe_ext.hosts.megatron.role_refusals import refuse_arguments
 
     script = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(**given))
-    with mock.patch.dict(sys.modules, {"megatron.training.global_vars": script}):
-        with pytest.raises(ValueError, match=told):
-            refuse_arguments()
+    loaded = mock.patch.dict(sys.modules, {"megatron.training.global_vars": script})
+    with loaded, pytest.raises(ValueError, match=told):
+        refuse_arguments()
 
 
 def test_ranks_must_be_whole_groups(monkeypatch: pytest.MonkeyPatch) -> None:
