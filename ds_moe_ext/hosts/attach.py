@@ -184,6 +184,17 @@ def on_grid(
     Raises:
         ValueError: they do not.
     """
+    num_grids = grid.world_size // grid.size
+    if num_grids > 1 and strategy.roles is None:
+        strategy = strategy.with_homes_that_stay()
+    if num_grids > 1 and strategy.rhythm().shard_every:
+        raise ValueError(
+            f"{BLOCK}: strategy {settings.placing} moves experts to new homes every "
+            f"{strategy.rhythm().shard_every} steps, which needs one home an expert, but with "
+            f"{grid.num_cells} cells every expert has {num_grids}; spread experts over all ranks "
+            "(expert_parallel_size, or Megatron's --expert-model-parallel-size), or leave "
+            "reshard_interval out"
+        )
     hardware = _hardware(settings, grid.size if strategy.rhythm().plan_every else 1)
     blueprint = Blueprint(settings, strategy, grid, tuple(found), hardware, routers)
     num_ranks = grid.world_size

@@ -34,12 +34,6 @@ def grid_of(
             f"{BLOCK}.expert_parallel_size is {num_cells}, which does not divide the world size "
             f"{world_size}{cells}; choose one of {divisors(max_cells)}"
         )
-    if num_cells < max_cells and strategy.rhythm().shard_every:
-        raise ValueError(
-            f"{BLOCK}.expert_parallel_size is {num_cells} of {max_cells} cells, but strategy "
-            f"{settings.placing} moves experts to new homes, which needs one home an expert in "
-            f"the whole world; leave expert_parallel_size out, or set reshard_interval to 0"
-        )
     for layer in found:
         if layer.num_experts % num_cells and not strategy.has_uneven_homes:
             raise ValueError(

@@ -263,6 +263,11 @@ class Strategy(ABC):
         """Whether plans have reductions of dense gradients."""
         return False
 
+    def with_homes_that_stay(self) -> Strategy:
+        """The same, for grids where an expert has several homes: none moves, unless a key says so.
+        Pure."""
+        return self
+
     def without_slices(self) -> Strategy:
         """The same, leaving dense gradients to the host."""
         return self

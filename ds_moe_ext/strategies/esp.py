@@ -172,6 +172,9 @@ class Pipelined(Strategy):
     def slices_gradients(self) -> bool:
         return self.esp.slices
 
+    def with_homes_that_stay(self) -> Pipelined:
+        return replace(self, placing=self.placing.with_homes_that_stay())
+
     def without_slices(self) -> Pipelined:
         return replace(self, esp=replace(self.esp, slice_gradients=False))
 

@@ -8,7 +8,7 @@ cells, E experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -34,6 +34,8 @@ from ds_moe_ext.strategies.base import (
 )
 from ds_moe_ext.strict import at_least
 
+RESHARD_INTERVAL = 100  # steps, where nobody says
+
 
 @register("fssdp")
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,8 @@ class FullySharded(Strategy):
         window: steps whose mean load predicts the next step's.
         calibrate: add copies when the rows are known, if they pay at once.
         rematerialize: free the copies after forward and gather them again for backward.
-        reshard_interval: steps between new homes; 0 is never.
+        reshard_interval: steps between new homes; 0 is never; null: 100 where every expert has one
+            home in the world, else never.
         heterogeneous_sharding: a layer may be at home unevenly. False keeps the first, even homes.
         copy_bytes: memory of a rank for copies; null: most of what is free, and on a CPU as much as
             the rank's own experts and their gradients take.
@@ -58,7 +61,7 @@ class FullySharded(Strategy):
     window: int = 5
     calibrate: bool = False
     rematerialize: bool = False
-    reshard_interval: int = 100
+    reshard_interval: int | None = None
     heterogeneous_sharding: bool = True
     copy_bytes: int | None = None
 
@@ -71,11 +74,16 @@ class FullySharded(Strategy):
     def has_uneven_homes(self) -> bool:
         return True
 
+    def with_homes_that_stay(self) -> FullySharded:
+        return replace(self, reshard_interval=self.reshard_interval or 0)
+
     def uses(self) -> tuple[tuple[str, Lane], ...]:
         return (("ep", INTER), ("ep", PARAM))
 
     def rhythm(self) -> Rhythm:
-        every = self.reshard_interval if self.heterogeneous_sharding else 0
+        given = self.reshard_interval
+        every = RESHARD_INTERVAL if given is None else given
+        every = every if self.heterogeneous_sharding else 0
         return Rhythm(window=self.window, plan_every=1, shard_every=every)
 
     def plan(self, job: Job) -> tuple[Plan, ...]:

@@ -104,7 +104,6 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "calibrate as a number": ({"calibrate": 1}, ("fssdp.calibrate is 1", "true or false")),
     "rematerialize in words": ({"rematerialize": "yes"}, ("rematerialize is 'yes'", "true or")),
     "a negative interval": ({"reshard_interval": -1}, ("reshard_interval is -1", "at least 0")),
-    "never, as null": ({"reshard_interval": None}, ("reshard_interval is None", "an integer")),
     "negative bytes": ({"copy_bytes": -1}, ("fssdp.copy_bytes is -1", "at least 0")),
     "bytes as a float": ({"copy_bytes": 1e9}, ("copy_bytes is 1000000000.0", "an integer")),
 }
@@ -132,7 +131,8 @@ NO_LINKS = {
 
 
 def some_grids(folder: Path) -> tuple[int, dict[str, Any], tuple[str, ...]]:
-    return 4, {"expert_parallel_size": 2}, ("2 of 4 cells", "fssdp", "set reshard_interval to 0")
+    keys = {"expert_parallel_size": 2, "fssdp": {"reshard_interval": 9}}
+    return 4, keys, ("fssdp moves experts", "every 9 steps", "expert has 2", "leave reshard_int")
 
 
 def too_few_experts(folder: Path) -> tuple[int, dict[str, Any], tuple[str, ...]]:

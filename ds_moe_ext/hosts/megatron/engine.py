@@ -52,7 +52,7 @@ def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run | N
     check_wrapped(chunks)
     seats = grids()
     settings, strategy = _of_stage(asked.settings, seats), asked.strategy
-    check_sizes(settings, strategy, seats.own)
+    check_sizes(settings, seats.own)
     strategy = _split(strategy, seats.own)
     unsliced = why_unsliced(chunks) if strategy.slices_gradients else ""
     strategy = strategy if unsliced is None else strategy.without_slices()
@@ -61,6 +61,7 @@ def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run | N
     check_found(found, settings, chunks)
     moe_layers.started(chunks)
     blueprint = attach.on_grid(settings, strategy, found, seats.own)
+    strategy = blueprint.strategy
     device = next(model.parameters()).device
     layers = [layer for layer, _ in attach.build(blueprint, device, beside=seats.beside)]
     if not layers:

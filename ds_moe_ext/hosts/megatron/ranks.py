@@ -16,7 +16,6 @@ from megatron.core import parallel_state
 from ds_moe_ext.comm import gather_texts
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.settings import BLOCK, Settings
-from ds_moe_ext.strategies.base import Strategy
 
 
 class Seat(NamedTuple):
@@ -64,11 +63,11 @@ def grids() -> Grids:
     return Grids(made[own.stage], tuple(made), own.stage)
 
 
-def check_sizes(settings: Settings, strategy: Strategy, grid: Grid) -> None:
+def check_sizes(settings: Settings, grid: Grid) -> None:
     """Compare the block's sizes with Megatron's.
 
     Raises:
-        ValueError: they say different things, or do not suit the strategy.
+        ValueError: they say different things.
     """
     for key, size, flag in (
         ("expert_parallel_size", grid.num_cells, "--expert-model-parallel-size"),
@@ -80,10 +79,3 @@ def check_sizes(settings: Settings, strategy: Strategy, grid: Grid) -> None:
                 f"{BLOCK}.{key} is {asked}, but Megatron was given {flag} {size}; make them equal, "
                 f"or leave {key} out"
             )
-    if grid.size < grid.world_size and strategy.rhythm().shard_every:
-        raise ValueError(
-            f"{BLOCK}: strategy {settings.placing} moves experts to new homes, which needs one "
-            f"home an expert, but with --expert-model-parallel-size {grid.num_cells} every expert "
-            f"has {grid.world_size // grid.size}: raise it to {grid.world_size // grid.cell_size}, "
-            "or set reshard_interval to 0"
-        )
