@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,7 +93,8 @@ def examine(model: str | None) -> int:
         if not _is_there(host.module):
             console.print(f"{host.name}: not installed")
             continue
-        table = Table(title=f"{host.name} {_version(host)}", title_justify="left")
+        title = f"{host.name} {_version(host)}{host.when}"
+        table = Table(title=title, title_justify="left")
         for heading in ("patch", "state", "target", "why"):
             table.add_column(heading)
         rows = _patch_rows(host)
@@ -129,18 +131,26 @@ class PatchedHost(NamedTuple):
         module: that is there where the host is.
         patches: module of ours with its patches.
         versioned: module that knows the version; empty asks the installed distribution.
+        when: they are applied, where not whenever the host is imported.
     """
 
     name: str
     module: str
     patches: str
     versioned: str = ""
+    when: str = ""
 
 
 PATCHED = (
     PatchedHost("accelerate", "accelerate", "ds_moe_ext.patches.accelerate"),
     PatchedHost("deepspeed", "deepspeed", "ds_moe_ext.patches.deepspeed"),
-    PatchedHost("Megatron-core", "megatron.core", "ds_moe_ext.patches.megatron", "megatron.core"),
+    PatchedHost(
+        "Megatron-core",
+        "megatron.core",
+        "ds_moe_ext.patches.megatron",
+        "megatron.core",
+        ", patched where --ds-moe-ext-config is given",
+    ),
     PatchedHost(
         "Megatron-LM",
         "megatron.training",
@@ -175,8 +185,10 @@ class PatchRow(NamedTuple):
 
 def _patch_rows(host: PatchedHost) -> list[PatchRow]:
     try:
-        importlib.import_module(host.module)
-        module = importlib.import_module(host.patches)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of what else Megatron would like
+            importlib.import_module(host.module)
+            module = importlib.import_module(host.patches)
     except Exception as error:
         return [PatchRow("all", repr(error), "", "")]
     try:

@@ -152,10 +152,14 @@ def read_settings(document: Mapping[str, Any]) -> tuple[Settings, Strategy | Non
     if block is None:
         return Settings(), None
     check_object(BLOCK, block)
-    names = {f.name for f in dataclasses.fields(Settings)}
+    names = _fields(Settings)
     for key in block:
         if key not in names and key not in registered():
-            raise ValueError(f"{BLOCK} has no key {key!r}; {nearest(key, {*names, *registered()})}")
+            owners = [name for name, cls in registered().items() if key in _fields(cls)]
+            remedy = nearest(key, {*names, *registered()})
+            if owners:
+                remedy = f"it goes into the block {BLOCK}.{f' or {BLOCK}.'.join(owners)}"
+            raise ValueError(f"{BLOCK} has no key {key!r}; {remedy}")
     gate = None if block.get("gate") is None else read_gate(block["gate"], f"{BLOCK}.gate")
     named = block.get("hooks")
     hooks = NO_HOOKS if named is None else read_hooks(named, f"{BLOCK}.hooks")
@@ -167,6 +171,10 @@ def read_settings(document: Mapping[str, Any]) -> tuple[Settings, Strategy | Non
     }
     strategy = _chosen(settings, blocks)
     return settings, strategy if settings.enabled else None
+
+
+def _fields(cls: type) -> set[str]:
+    return {f.name for f in dataclasses.fields(cls)}
 
 
 def _chosen(settings: Settings, blocks: Mapping[str, Any]) -> Strategy:

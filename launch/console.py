@@ -23,6 +23,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from summary import Summary
 
+from ds_moe_ext import read_settings
+
 LINE_EVERY = 10
 SECONDS_FOR_RANK_0_S = 5.0
 
@@ -38,6 +40,41 @@ def read_json(path: Path | None, argument: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{argument} {path} must hold a JSON object: start it with a brace")
     return content
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a run is called, and where its results go.
+
+    Attributes:
+        strategy: of ds_moe_ext; "plain" without an enabled block.
+        output: folder for results.
+    """
+
+    strategy: str
+    output: Path
+
+
+def named(document: dict[str, Any], output: Path | None, root: Path) -> Named:
+    """By a document's ds_moe_ext block; its report goes where the results go.
+
+    Args:
+        document: that may have a block; it is completed in place.
+        output: as the command line says; None for a folder of the strategy's name.
+        root: of such folders.
+
+    Raises:
+        ValueError: the block is malformed.
+    """
+    read_settings(document)
+    block = document.get("ds_moe_ext") or {}
+    is_enabled = block.get("enabled", False)
+    strategy = str(block.get("strategy", "default")) if is_enabled else "plain"
+    output = output or root / strategy.replace(":", ".")
+    report = block.get("report") or {}
+    if is_enabled and report.get("path") is None:
+        block["report"] = {**report, "path": str(output)}
+    return Named(strategy, output)
 
 
 @contextmanager

@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from console import read_json
+from console import named, read_json
 from gpt_megatron import Architecture, read_architecture
 from text import Text, read_text
 
 WARMUP_FRACTION = 0.15
+ABOUT = """Pre-train a mixture-of-experts language model on bytes under Megatron-core. Flags are
+Megatron-LM's, and a few of ours."""
 
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=ABOUT, allow_abbrev=False)
     add = parser.add_argument
     add("--model", type=Path, required=True, help="model file, see configs/models/")
     add("--num-layers", type=int, help="replaces the number of layers of the model file")
@@ -24,7 +26,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--data", type=Path, help="file or folder of text; default: Python's standard library")
     add("--output", type=Path, help="folder for results; default: runs/megatron/<strategy>")
     add("--seed", type=int, default=1, help="of weights and of the order of the text")
-    add("--ds-moe-ext-config", type=Path, metavar="FILE", help="see configs/strategies/")
+    add("--ds-moe-ext-config", type=Path, metavar="FILE", help="with a block as configs/strategies")
 
     add = parser.add_argument_group("training").add_argument
     add("--micro-batch-size", type=int, default=8, help="windows in a micro-batch of a rank")
@@ -107,11 +109,6 @@ def read_run(arguments: argparse.Namespace) -> Run:
         raise ValueError(f"--save-interval {arguments.save_interval} needs --save FOLDER")
     path = arguments.ds_moe_ext_config
     document = None if path is None else read_json(path, "--ds-moe-ext-config")
-    block = (document or {}).get("ds_moe_ext") or {}
-    is_enabled = block.get("enabled", False)
-    strategy = str(block.get("strategy", "default")) if is_enabled else "plain"
-    output = arguments.output or Path("runs/megatron") / strategy.replace(":", ".")
-    if is_enabled and (block.get("report") or {}).get("path") is None:
-        block["report"] = {**(block.get("report") or {}), "path": str(output)}
+    name = named(document or {}, arguments.output, Path("runs/megatron"))
     text, architecture = read_text(arguments.data), read_architecture(arguments)
-    return Run(arguments, document, strategy, output, text, architecture)
+    return Run(arguments, document, name.strategy, name.output, text, architecture)

@@ -2,7 +2,7 @@
 
 ``torchrun ... launch/megatron_on_cpu.py SCRIPT ARGUMENT ...`` (or ``-m MODULE ARGUMENT ...``) runs
 a script as it is, with all shims in place; ``install()`` does the same in a process of one's own.
-Each shim is a record that says what breaks without it. One set serves 0.14 to 0.19. Where CUDA is
+Each shim is a record that says what breaks without it. One set serves 0.14 to 0.20. Where CUDA is
 available nothing is changed.
 """
 

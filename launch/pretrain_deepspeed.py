@@ -20,6 +20,7 @@ from console import (
     Display,
     StepRecord,
     is_first_rank,
+    named,
     plain_errors,
     read_json,
     seconds_per_step,
@@ -31,7 +32,7 @@ from summary import Summary
 from text import VOCABULARY_SIZE, Batch, Text, WindowSampler, read_text
 from torch import Tensor, nn
 
-from ds_moe_ext import recorder_of
+from ds_moe_ext import read_settings, recorder_of
 
 SCRIPT = "pretrain_deepspeed"
 NUM_HELD_OUT_BATCHES = 4
@@ -133,25 +134,22 @@ def read_run(arguments: argparse.Namespace) -> Run:
     """Read and complete the DeepSpeed JSON, and find the text."""
     path = arguments.deepspeed_config and Path(arguments.deepspeed_config)
     config = read_json(path, "--deepspeed_config")
+    read_settings(config)
     block = config.get("ds_moe_ext") or {}
-    is_enabled = block.get("enabled", False)
-    if arguments.strategy and not is_enabled:
+    if arguments.strategy and not block.get("enabled", False):
         raise ValueError(
             f"--strategy {arguments.strategy} has no effect: {path} has no ds_moe_ext block with "
             '"enabled": true; add one, or name configs/hosts/deepspeed_zero1.json'
         )
     if arguments.strategy:
         block["strategy"] = arguments.strategy
-    strategy = str(block.get("strategy", "default")) if is_enabled else "plain"
-    output = arguments.output or Path("runs/quickstart") / strategy.replace(":", ".")
-    if is_enabled and (block.get("report") or {}).get("path") is None:
-        block["report"] = {**(block.get("report") or {}), "path": str(output)}
+    name = named(config, arguments.output, Path("runs/quickstart"))
     num_steps = _last_step(config) if arguments.steps is None else arguments.steps
     if num_steps < 1:
         raise ValueError(f"--steps {num_steps} trains nothing; give 1 or more")
     if arguments.save_every and arguments.save is None:
         raise ValueError(f"--save_every {arguments.save_every} has no effect without --save FOLDER")
-    return Run(config, strategy, output, read_text(arguments.data), num_steps)
+    return Run(config, name.strategy, name.output, read_text(arguments.data), num_steps)
 
 
 def _last_step(config: Mapping[str, Any]) -> int:

@@ -360,7 +360,7 @@ def main() -> None:
     if run.ds_moe_ext is not None:
         from ds_moe_ext.patches.megatron import use
 
-        with plain_errors(SCRIPT):
+        with plain_errors(SCRIPT, RuntimeError):
             use(run.ds_moe_ext)
     # Megatron asserts, or raises RuntimeError, where settings do not fit.
     with plain_errors(SCRIPT, AssertionError, RuntimeError):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ds_moe_ext.hosts.megatron.flag import FLAG
-from ds_moe_ext.patches.record import Patch, apply_all
+from ds_moe_ext.patches.record import Patch, PatchError, apply_all
 
 
 class _Use(argparse.Action):
@@ -23,7 +23,10 @@ class _Use(argparse.Action):
     ) -> None:
         from ds_moe_ext.patches.megatron import use
 
-        use(str(values))
+        try:
+            use(str(values))
+        except (ValueError, PatchError) as error:
+            parser.exit(2, f"{error}\n")  # in one line, without all flags of Megatron
         setattr(namespace, self.dest, values)
 
 

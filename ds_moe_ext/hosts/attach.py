@@ -190,10 +190,10 @@ def on_grid(
     if num_grids > 1 and strategy.rhythm().shard_every:
         raise ValueError(
             f"{BLOCK}: strategy {settings.placing} moves experts to new homes every "
-            f"{strategy.rhythm().shard_every} steps, which needs one home an expert, but with "
-            f"{grid.num_cells} cells every expert has {num_grids}; spread experts over all ranks "
-            "(expert_parallel_size, or Megatron's --expert-model-parallel-size), or leave "
-            "reshard_interval out"
+            f"{strategy.rhythm().shard_every} steps, which needs one home an expert, but here each "
+            f"has {num_grids}; leave expert_parallel_size out (under Megatron: raise "
+            f"--expert-model-parallel-size to {grid.world_size // grid.cell_size}), or let experts "
+            "stay: fssdp.reshard_interval null or 0"
         )
     hardware = _hardware(settings, grid.size if strategy.rhythm().plan_every else 1)
     blueprint = Blueprint(settings, strategy, grid, tuple(found), hardware, routers)

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from ds_moe_ext.hosts.attach import AttachedLayer, Blueprint, bytes_of, told_way
 from ds_moe_ext.hosts.planning import Planning
+from ds_moe_ext.layout import Grid
 from ds_moe_ext.moe.observe import TimedTask
 from ds_moe_ext.report.record import RunRecord
 from ds_moe_ext.report.recorder import Recorder, spans_of
@@ -179,10 +180,14 @@ def _told(blueprint: Blueprint) -> str:
     drops = "dropless" if settings.capacity_factor is None else f"x{settings.capacity_factor}"
     gate = "" if settings.gate is None else f", gate {settings.gate}"
     cells = f"{grid.num_cells} cells{split}" if roles is None else f"({roles})"
-    return (
-        f"strategy {_strategy(settings)}, {grid.world_size} ranks = {copies} x {cells}, "
-        f"{drops}{gate}"
-    )
+    return f"strategy {_strategy(settings)}, {_ranks(grid)} = {copies} x {cells}, {drops}{gate}"
+
+
+def _ranks(grid: Grid) -> str:
+    """Which these are, where they are not all."""
+    if not grid.members:
+        return f"{grid.world_size} ranks"
+    return f"{grid.world_size} ranks from {min(grid.members)}"
 
 
 def end_table(record: RunRecord) -> Table:

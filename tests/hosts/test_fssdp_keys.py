@@ -132,7 +132,7 @@ NO_LINKS = {
 
 def some_grids(folder: Path) -> tuple[int, dict[str, Any], tuple[str, ...]]:
     keys = {"expert_parallel_size": 2, "fssdp": {"reshard_interval": 9}}
-    return 4, keys, ("fssdp moves experts", "every 9 steps", "expert has 2", "leave reshard_int")
+    return 4, keys, ("fssdp moves", "every 9 steps", "each has 2", "reshard_interval null")
 
 
 def too_few_experts(folder: Path) -> tuple[int, dict[str, Any], tuple[str, ...]]:

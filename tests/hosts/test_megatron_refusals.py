@@ -165,7 +165,7 @@ def test_settings_that_say_other_than_megatron(settings: dict[str, Any], says: s
 
 def test_moving_experts_needs_one_home_an_expert() -> None:
     settings = block("fssdp", fssdp={"reshard_interval": 3})
-    says = "with 1 cells every expert has 2; .*parallel-size.*, or leave reshard_interval out"
+    says = "each has 2; .*--expert-model-parallel-size to 2.*reshard_interval null or 0"
     assert_refused(says, ONE, settings, world_size=2)
 
 

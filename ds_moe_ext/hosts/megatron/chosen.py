@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,11 @@ def read(given: str | Path | Mapping[str, Any]) -> Chosen | None:
         )
     settings, strategy = read_settings(document)
     if strategy is None:
+        warnings.warn(
+            f"{FLAG} names {source}, whose block {BLOCK} is not enabled: Megatron trains its MoE "
+            f"layers as ever; set {BLOCK}.enabled to true, or leave the flag out",
+            stacklevel=3,
+        )
         return None
     refuse_settings(settings)
     if isinstance(strategy, Zebra):

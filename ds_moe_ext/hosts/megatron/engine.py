@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 from megatron.core import num_microbatches_calculator as calculator
@@ -13,7 +14,7 @@ from torch import nn
 
 from ds_moe_ext.comm import gather_texts
 from ds_moe_ext.hosts import attach, blocks
-from ds_moe_ext.hosts.attach import AttachedLayer
+from ds_moe_ext.hosts.attach import AttachedLayer, Blueprint
 from ds_moe_ext.hosts.found import Found
 from ds_moe_ext.hosts.megatron import checkpoint
 from ds_moe_ext.hosts.megatron import layers as moe_layers
@@ -77,7 +78,8 @@ def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run | N
     planning = planning_of(blueprint, layers, gradients, mover, steps)
     place = layers[0].routed.site.layout.place
     run = Run.start(blueprint, layers, planning, place, optimizer)
-    teller(settings, place)(unsliced or "")
+    for line in (unsliced or "", _told(blueprint, asked.strategy)):
+        teller(settings, place)(line)
     watch_steps(optimizer, run)
     checkpoint.watch(run, mover, optimizer)
     return run
@@ -115,11 +117,29 @@ def check_found(found: Sequence[Found], settings: Settings, chunks: Sequence[Any
 
 
 def _of_stage(settings: Settings, seats: Grids) -> Settings:
-    """Every pipeline stage leaves a report of its own."""
-    path = settings.report.path
-    if path is None or not seats.beside:
+    """Every pipeline stage leaves a report and a trace of its own."""
+    report, trace, stage = settings.report, settings.trace, f"stage_{seats.stage}"
+    if not seats.beside:
         return settings
-    return replace(settings, report=replace(settings.report, path=f"{path}/stage_{seats.stage}"))
+    if report.path is not None:
+        report = replace(report, path=str(Path(report.path) / stage))
+    if trace.path is not None:
+        path = Path(trace.path)
+        trace = replace(trace, path=str(path.parent / stage / path.name))
+    return replace(settings, report=report, trace=trace)
+
+
+def _told(blueprint: Blueprint, asked: Strategy) -> str:
+    """What a person may have wanted otherwise, of sizes that Megatron has; empty if nothing."""
+    grid, strategy = blueprint.grid, blueprint.strategy
+    if grid.num_cells == 1 and grid.world_size > 1 and strategy.rhythm().plan_every:
+        return (
+            "every rank has all experts, so that none is copied; raise "
+            f"--expert-model-parallel-size for {blueprint.settings.placing} to have an effect"
+        )
+    if asked.rhythm().shard_every and not strategy.rhythm().shard_every:
+        return f"experts keep their homes: each has {grid.world_size // grid.size} of them"
+    return ""
 
 
 def _split(strategy: Strategy, grid: Grid) -> Strategy:

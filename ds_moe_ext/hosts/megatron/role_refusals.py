@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from ds_moe_ext.hosts.megatron.refusals import Refusal, field_of
+from ds_moe_ext.hosts.megatron.refusals import Refusal, field_of, refuse_config
 from ds_moe_ext.moe.hooks import NO_HOOKS
 from ds_moe_ext.settings import BLOCK, Settings
 from ds_moe_ext.strategies.zebra import Zebra
@@ -89,6 +87,11 @@ def refuse_zebra(settings: Settings, strategy: Zebra) -> None:
             "roles are given before devices are known; set it to null, and give attention_size, "
             "expert_size and, where attention ranks are not the first, attention_cells"
         )
+    if None in (strategy.attention_size, strategy.expert_size):
+        raise ValueError(
+            f"{BLOCK}.zebra.attention_size is {strategy.attention_size} and expert_size "
+            f"{strategy.expert_size}; under Megatron set both"
+        )
     size = strategy.roles.size
     refused = (
         ("zebra.moved", strategy.moved, "attention ranks have no experts here", "leave it out"),
@@ -121,53 +124,38 @@ def refuse_zebra(settings: Settings, strategy: Zebra) -> None:
             )
 
 
-@dataclass(frozen=True)
-class RefusedArgument:
-    """One flag of Megatron-LM's scripts that does not go with roles.
-
-    Attributes:
-        flag: of Megatron-LM.
-        asked: from its parsed arguments to whether it was given.
-        reason: why not.
-        remedy: what to do.
-    """
-
-    flag: str
-    asked: Callable[[Mapping[str, Any]], object]
-    reason: str
-    remedy: str
-
-
 _ALONE = "each role would decide alone when to stop, and the other would wait"
 
 ARGUMENTS = (
-    RefusedArgument(
+    Refusal(
         "--exit-signal-handler",
-        lambda given: given.get("exit_signal_handler"),
+        field_of("exit_signal_handler"),
         _ALONE,
         "leave it out",
     ),
-    RefusedArgument(
+    Refusal(
         "--exit-duration-in-mins",
-        lambda given: given.get("exit_duration_in_mins"),
+        field_of("exit_duration_in_mins"),
         _ALONE,
         "use --exit-interval or --train-iters",
     ),
-    RefusedArgument(
+    Refusal(
         "--log-straggler",
-        lambda given: given.get("log_straggler"),
+        field_of("log_straggler"),
         f"it times one micro-batch, but {_SEVERAL}",
         "leave it out",
     ),
-    RefusedArgument(
+    Refusal(
         "--save without --ckpt-format torch_dist",
-        lambda given: given.get("save") and given.get("ckpt_format", "torch_dist") != "torch_dist",
+        lambda given: (
+            vars(given).get("save") and vars(given).get("ckpt_format", "torch_dist") != "torch_dist"
+        ),
         "a file a rank cannot say that each role has a part of the model",
         "use --ckpt-format torch_dist",
     ),
-    RefusedArgument(
+    Refusal(
         "--async-save",
-        lambda given: given.get("save") and given.get("async_save"),
+        lambda given: vars(given).get("save") and vars(given).get("async_save"),
         "the two roles save together",
         "leave it out",
     ),
@@ -182,9 +170,5 @@ def refuse_arguments() -> None:
     """
     script = sys.modules.get("megatron.training.global_vars")
     parsed = None if script is None else vars(script).get("_GLOBAL_ARGS")
-    for refused in ARGUMENTS if parsed is not None else ():
-        if refused.asked(vars(parsed)):
-            raise ValueError(
-                f"{BLOCK}.strategy is 'zebra', but Megatron was given {refused.flag}: "
-                f"{refused.reason}; {refused.remedy}"
-            )
+    if parsed is not None:
+        refuse_config(parsed, ARGUMENTS)

@@ -155,8 +155,8 @@ def part(roles: Roles) -> Worlds:
     if size % roles.size:
         raise ValueError(
             f"{BLOCK}.zebra wants {roles}, in groups of {roles.size}, which do not divide the "
-            f"{size} ranks of the launch; choose attention_size and expert_size whose sum divides "
-            f"{size}, or launch other ranks"
+            f"{size} ranks of the launch; launch a multiple of {roles.size}, as with torchrun "
+            "--nproc_per_node, or choose other sizes"
         )
     if not was_made:
         _make_whole()
