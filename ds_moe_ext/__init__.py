@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ds_moe_ext.hosts.run import recorder_of
     from ds_moe_ext.moe.expert import FeedForwardExperts
     from ds_moe_ext.moe.layer import MoELayer
-    from ds_moe_ext.patches.megatron import use
+    from ds_moe_ext.patches.megatron import forget, use
     from ds_moe_ext.settings import read_settings
     from ds_moe_ext.strategies.base import register
 
@@ -24,6 +24,7 @@ __all__ = [
     "ExpertsDescription",
     "FeedForwardExperts",
     "MoELayer",
+    "forget",
     "full_state_dict",
     "read_settings",
     "recorder_of",
@@ -36,6 +37,7 @@ _HOME = {
     "ExpertsDescription": "ds_moe_ext.hosts.experts",
     "FeedForwardExperts": "ds_moe_ext.moe.expert",
     "MoELayer": "ds_moe_ext.moe.layer",
+    "forget": "ds_moe_ext.patches.megatron",
     "full_state_dict": "ds_moe_ext.hosts.deepspeed.api",
     "read_settings": "ds_moe_ext.settings",
     "recorder_of": "ds_moe_ext.hosts.run",

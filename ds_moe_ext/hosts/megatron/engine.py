@@ -51,6 +51,7 @@ def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run | N
         ValueError: the model or the ranks do not suit the settings.
     """
     check_wrapped(chunks)
+    check_optimizer(optimizer)
     seats = grids()
     settings, strategy = _of_stage(asked.settings, seats), asked.strategy
     check_sizes(settings, seats.own)
@@ -85,7 +86,17 @@ def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run | N
     return run
 
 
+def check_optimizer(optimizer: Any) -> None:
+    """Raises ValueError where its steps do not come by here."""
+    if vars(optimizer.config).get("optimizer_cuda_graph"):
+        raise ValueError(
+            f"{BLOCK} is enabled, but Megatron was given --optimizer-cuda-graph, by which a graph "
+            "is replayed and nobody is told of steps; leave it out"
+        )
+
+
 def check_wrapped(chunks: Sequence[nn.Module]) -> None:
+    """Raises ValueError where the model is not in Megatron's DDP."""
     for chunk in chunks:
         if not isinstance(chunk, DistributedDataParallel):
             raise ValueError(
@@ -102,7 +113,8 @@ def check_found(found: Sequence[Found], settings: Settings, chunks: Sequence[Any
         raise ValueError(
             f"{BLOCK} is enabled, but no rank has an MoE layer"
             + (f" whose name matches {BLOCK}.moe_layer_pattern {pattern!r}" if pattern else "")
-            + "; give --num-experts, or leave ds_moe_ext out"
+            + "; give --num-experts, or leave ds_moe_ext out (in a script, ds_moe_ext.forget() "
+            "before the optimizers of other models are made)"
         )
     bucketed = {parameter for chunk in chunks for parameter in chunk.param_to_bucket_group}
     for chunk in chunks:
@@ -210,6 +222,8 @@ def watch_steps(optimizer: Any, run: Run) -> None:
     def watched(*args: Any, **kwargs: Any) -> Any:
         nonlocal num_steps
         outcome = step(*args, **kwargs)
+        planning = run.planning
+        planning.job = replace(planning.job, accumulates=SCHEDULES.latest > 1)
         run.after_step(num_steps)
         num_steps += 1
         return outcome

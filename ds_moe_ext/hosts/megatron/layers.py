@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
@@ -72,7 +73,7 @@ def _is_split_otherwise() -> bool:
 
 
 def _refuse_unstarted(layer: nn.Module, given: tuple[Any, ...]) -> None:
-    if layer.training and is_trained(layer):
+    if layer.training and torch.is_grad_enabled() and is_trained(layer):
         raise ValueError(
             f"{BLOCK} is enabled, but this MoE layer is trained by Megatron alone: ds_moe_ext "
             "starts where the model's optimizer is made by "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from ds_moe_ext.hosts.attach import AttachedLayer, Blueprint
@@ -24,4 +24,5 @@ def mover_of(optimizer: Any, layers: Sequence[AttachedLayer], blueprint: Bluepri
     """
     if blueprint.moves_experts:
         OptimizerStates(optimizer)
-    return ExpertMover(partial(OptimizerStates, optimizer), layers, blueprint.pools)
+    alive = weakref.ref(optimizer)  # layers, which a report outlives, know of this
+    return ExpertMover(lambda: OptimizerStates(alive()), layers, blueprint.pools)

@@ -19,16 +19,18 @@ class Schedules:
 
     Attributes:
         num_micro_batches: of the present step; None where no schedule of Megatron's runs.
+        latest: number of them in the latest step; it changes while batches grow.
         steps: schedules with a backward so far.
     """
 
     num_micro_batches: int | None = None
+    latest: int = 1
     steps: int = 0
 
     def begin(self, num_micro_batches: int, *, forward_only: bool) -> None:
         """A schedule begins."""
         if not forward_only:
-            self.num_micro_batches = num_micro_batches
+            self.num_micro_batches = self.latest = num_micro_batches
             self.steps += 1
 
     def end(self) -> None:

@@ -38,7 +38,8 @@ def _graphed(config: Any) -> object:
         return True
     if given.get("cuda_graph_impl", "none") == "none":
         return None
-    scopes = given.get("cuda_graph_scope") or ["all of a layer"]
+    named = given.get("cuda_graph_modules") or given.get("cuda_graph_scope")
+    scopes = named or ["all of a layer"]
     scopes = [scopes] if isinstance(scopes, str) else scopes
     names = [str(getattr(scope, "name", scope)) for scope in scopes]
     return [name for name in names if name not in ("attn", "mamba")]
@@ -83,7 +84,7 @@ REFUSALS = (
         "--cuda-graph-impl with MoE scopes",
         _graphed,
         "row counts change from step to step, and plans with them",
-        "use --cuda-graph-scope attn, or none",
+        "use --cuda-graph-scope attn (--cuda-graph-modules attn), or none",
     ),
     Refusal(
         "--moe-token-dispatcher-type flex",
@@ -135,6 +136,26 @@ REFUSALS = (
         _split_biases,
         "Megatron adds the whole bias once on every rank that has a part of the expert",
         "use --disable-bias-linear",
+    ),
+    Refusal(
+        "--moe-mlp-glu-interleave-size",
+        lambda config: config.gated_linear_unit and vars(config).get("moe_mlp_glu_interleave_size"),
+        "gate and up lie behind each other in an expert's weights, not in turns",
+        "leave it out",
+    ),
+    Refusal(
+        "--overlap-dispatch-backward-with-experts-wgrad",
+        field_of("overlap_dispatch_backward_with_experts_wgrad"),
+        "gradients of expert weights are made in the layer's own backward schedule",
+        "leave it out",
+    ),
+    Refusal(
+        "--mtp-use-repeated-layer with --mtp-num-layers above 1",
+        lambda config: (
+            vars(config).get("mtp_use_repeated_layer") and (config.mtp_num_layers or 0) > 1
+        ),
+        "a layer runs once a micro-batch, or nobody knows which pass is the last",
+        "leave it out",
     ),
     Refusal(
         "--use-kitchen or a quantization recipe",

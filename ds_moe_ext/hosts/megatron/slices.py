@@ -197,6 +197,11 @@ def why_unsliced(chunks: Sequence[Any]) -> str | None:
             f"{left}it reduces them in two stages with --num-distributed-optimizer-instances "
             f"{config.num_distributed_optimizer_instances}; leave that out"
         )
+    if vars(config).get("reduce_scatter_with_fp32_accumulation"):
+        return (
+            f"{left}a bucket waits for the one before it with "
+            "--ddp-reduce-scatter-with-fp32-accumulation; leave that out"
+        )
     if not groups or _communicator(groups[0]).size() == 1:
         return ""
     if len(groups) == 1:

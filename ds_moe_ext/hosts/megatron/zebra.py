@@ -18,6 +18,7 @@ from ds_moe_ext.hosts.megatron import layers as moe_layers
 from ds_moe_ext.hosts.megatron.chosen import Chosen
 from ds_moe_ext.hosts.megatron.engine import (
     check_found,
+    check_optimizer,
     check_wrapped,
     config_of,
     connect,
@@ -53,6 +54,7 @@ def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run:
     """
     assert asked.worlds is not None
     check_wrapped(chunks)
+    check_optimizer(optimizer)
     refuse_arguments()
     with asked.worlds.together():
         return _started(asked, asked.worlds, chunks, optimizer)
