@@ -90,10 +90,11 @@ def examine(model: str | None) -> int:
     console.print(_loading())
     well = True
     for host in PATCHED:
-        if not _is_there(host.module):
-            console.print(f"{host.name}: not installed")
+        version = _version(host)
+        if version is None:
+            console.print(f"{host.name}: {host.absent}")
             continue
-        title = f"{host.name} {_version(host)}{host.when}"
+        title = f"{host.name} {version}{host.when}"
         table = Table(title=title, title_justify="left")
         for heading in ("patch", "state", "target", "why"):
             table.add_column(heading)
@@ -132,6 +133,7 @@ class PatchedHost(NamedTuple):
         patches: module of ours with its patches.
         versioned: module that knows the version; empty asks the installed distribution.
         when: they are applied, where not whenever the host is imported.
+        absent: told where it is not there.
     """
 
     name: str
@@ -139,6 +141,7 @@ class PatchedHost(NamedTuple):
     patches: str
     versioned: str = ""
     when: str = ""
+    absent: str = "not installed"
 
 
 PATCHED = (
@@ -156,20 +159,20 @@ PATCHED = (
         "megatron.training",
         "ds_moe_ext.patches.megatron_training",
         "megatron.core",
+        absent="not on PYTHONPATH",
     ),
 )
 
 
-def _is_there(module: str) -> bool:
+def _version(host: PatchedHost) -> str | None:
+    """Of the host; None where it is not there."""
     try:
-        return importlib.util.find_spec(module) is not None
-    except ImportError:  # nor what it lies in
-        return False
-
-
-def _version(host: PatchedHost) -> str:
-    if not host.versioned:
-        return importlib.metadata.version(host.module)
+        if not host.versioned:
+            return importlib.metadata.version(host.module)
+        if importlib.util.find_spec(host.module) is None:
+            return None
+    except (importlib.metadata.PackageNotFoundError, ImportError):  # nor what it lies in
+        return None
     version: str = importlib.import_module(host.versioned).__version__
     return version
 

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 TIMEOUT_S = 120.0
-MAX_THREADS = 150
+MAX_THREADS = 300
 _PRELOADED = ["torch", "torch._dynamo", "numpy"]
 
 

@@ -72,13 +72,13 @@ def here(
 
 
 def test_doctor_names_every_patch_that_is_in(tmp_path: Path) -> None:
-    from ds_moe_ext.patches import accelerate, deepspeed
+    from ds_moe_ext.patches import accelerate, deepspeed, megatron
 
     done = start(tmp_path, "doctor")
     assert done.returncode == 0, done.stderr
     assert "autoload: on" in done.stdout
     rows = [line for line in done.stdout.splitlines() if "│ in " in line]
-    patches = (*accelerate.PATCHES, *deepspeed.PATCHES)
+    patches = (*accelerate.PATCHES, *deepspeed.PATCHES, *megatron.PATCHES)
     assert len(rows) == len(patches) == len({patch.id for patch in patches}) > 10
     for patch, row in zip(patches, rows):
         assert all(part in row for part in (patch.id, patch.target, patch.reason)), row

@@ -23,14 +23,16 @@ from ds_moe_ext.hosts import checks
 from ds_moe_ext.hosts.checks import Checks, term_of
 from ds_moe_ext.hosts.costs import CHECKED, STEPS, TRIED, Seen
 from ds_moe_ext.hosts.run import terms_table
+from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.moe.observe import Rows
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.report.record import RunRecord, TermRecord
 from ds_moe_ext.share import LocalElseHome
-from ds_moe_ext.strategies.base import Forecast, Job, Plan
+from ds_moe_ext.strategies.base import Forecast, Job, Plan, Site
 
 HOMES = tuple(Placement.owned_by(np.array([0, 1]), 2) for _ in range(2))
 JOB = Job.at_start(HOMES, np.array([0, 0]))
+LAYOUT = ParallelLayout(Grid(2, 2), 0)
 PLANS = tuple(Plan(home, home, LocalElseHome(home, home)) for home in HOMES)
 
 Model = Callable[[int, np.ndarray], Forecast | None]
@@ -85,7 +87,7 @@ class Fakes:
         self.next_step = 100
         copies = SimpleNamespace(like=(torch.zeros(1),))
         layers: Any = [
-            SimpleNamespace(routed=SimpleNamespace(site=SimpleNamespace(plan=plan), copies=copies))
+            SimpleNamespace(routed=SimpleNamespace(site=Site(plan, LAYOUT, 0), copies=copies))
             for plan in PLANS
         ]
 
@@ -112,7 +114,9 @@ class Fakes:
         self.next_step += 1
 
 
-def two_ranks(seen: Sequence[Seen], device: torch.device) -> list[list[Seen]]:
+def two_ranks(
+    seen: Sequence[Seen], layout: ParallelLayout, device: torch.device
+) -> list[list[Seen]]:
     """Rank 1 waits less, computes longer, and sees the same copies; no gradients come to it."""
     others = [
         replace(

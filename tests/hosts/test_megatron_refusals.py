@@ -331,5 +331,6 @@ def test_documents_that_cannot_be_read(text: str, says: str, tmp_path: Path) -> 
         chosen.read(tmp_path / "missing.json")
 
 
-def test_a_block_that_is_not_enabled_asks_for_nothing() -> None:
-    assert chosen.read({"ds_moe_ext": {"enabled": False, "strategy": "fssdp"}}) is None
+def test_a_block_that_is_not_enabled_asks_for_nothing_and_says_so() -> None:
+    with pytest.warns(UserWarning, match=r"set ds_moe_ext.enabled to true, or leave the flag out"):
+        assert chosen.read({"ds_moe_ext": {"enabled": False, "strategy": "fssdp"}}) is None

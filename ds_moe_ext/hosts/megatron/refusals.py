@@ -195,6 +195,6 @@ def refuse_settings(settings: Settings) -> None:
     ):
         if value:
             raise ValueError(
-                f"{BLOCK}.{key} is set to {value}, which under Megatron is said by its own flag: "
+                f"{BLOCK}.{key} is {value}, which under Megatron is said by its own flag: "
                 f"leave it out, and use {flag}"
             )
