@@ -91,6 +91,7 @@ def converted(source: Path, target: Path, goal: Form, model: Path | None) -> Pat
     return target
 
 
+@pytest.mark.slow
 def test_an_engine_of_mixtral(tmp_path: Path) -> None:
     """Saved in bf16 with masters in fp32, by two ranks with half of the experts each."""
     result = ran(MIXTRAL, save=tmp_path / "ds")

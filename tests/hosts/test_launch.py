@@ -83,7 +83,7 @@ def test_deepspeed_launcher_trains_and_reports(tmp_path: Path) -> None:
     assert sum(event["ph"] == "X" for event in events) == 36
 
 
-@pytest.mark.parametrize("model", ["mixtral_tiny", slow("qwen3_moe_tiny")])
+@pytest.mark.parametrize("model", [slow("mixtral_tiny"), slow("qwen3_moe_tiny")])
 def test_torchrun_trains_hugging_face_models(model: str, tmp_path: Path) -> None:
     launcher = ["torchrun", "--nproc_per_node", "2", "--master_port", str(free_port())]
     start(launcher + arguments(tmp_path, document(tmp_path), model))

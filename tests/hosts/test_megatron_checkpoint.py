@@ -22,6 +22,7 @@ import torch.distributed as dist
 from tests.hosts.megatron_jobs import Training, megatron
 from tests.hosts.megatron_toy import MegatronRun
 from tests.hosts.test_megatron_move import RUN, fssdp, owners_of, skew
+from tests.marks import slow
 from tests.ranks import pool_of, preload
 
 preload("megatron.core.dist_checkpointing")
@@ -212,7 +213,7 @@ def both_ways(
     assert_goes_on(pool_of(other_size).run(run_resuming, job, steps_before=SAVED), saved)
 
 
-@pytest.mark.parametrize("optimizer, form", [("distributed", FULLY), ("ddp", "torch")])
+@pytest.mark.parametrize("optimizer, form", [("distributed", FULLY), slow("ddp", "torch")])
 def test_moved_experts_are_saved_as_megatron_would(
     tmp_path: Path, optimizer: Any, form: str
 ) -> None:

@@ -219,7 +219,7 @@ def test_two_ranks_train_as_without(optimizer: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "optimizer"),
     [
-        ({"tp": 2, "etp": 1}, "distributed"),
+        slow({"tp": 2, "etp": 1}, "distributed"),
         slow({}, "ddp"),
         slow({}, "distributed"),
         slow({"tp": 2, "etp": 1}, "ddp"),

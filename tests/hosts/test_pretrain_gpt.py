@@ -44,14 +44,21 @@ pytestmark = [
 ]
 
 
-def train(world_size: int, *arguments: str, config: Path | None, iterations: int) -> list[float]:
-    """The loss of each iteration of a run of ``ITERATIONS``, up to this one."""
+def start(
+    world_size: int, *arguments: str, config: Path | None, iterations: int, is_loaded: bool = True
+) -> str:
+    """What a run of ``ITERATIONS`` prints, up to this one.
+
+    Args:
+        is_loaded: our package is there.
+    """
     named = [] if config is None else ["--ds-moe-ext-config", str(config)]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run"),
             *("--master_port", str(free_port()), "--nproc_per_node", str(world_size)),
-            *(str(ROOT / "launch/megatron_on_cpu.py"), "-m", "ds_moe_ext.run"),
+            str(ROOT / "launch/megatron_on_cpu.py"),
+            *(("-m", "ds_moe_ext.run") if is_loaded else ()),
             *(f"{CHECKOUT}/pretrain_gpt.py", *FLAGS.split(), *named, *arguments),
             *("--expert-model-parallel-size", str(world_size)),
             *("--train-iters", str(ITERATIONS), "--exit-interval", str(iterations)),
@@ -59,6 +66,7 @@ def train(world_size: int, *arguments: str, config: Path | None, iterations: int
         env={
             **os.environ,
             "PYTHONPATH": str(CHECKOUT),
+            "DS_MOE_EXT_AUTOLOAD": str(int(is_loaded)),
             "OMP_NUM_THREADS": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "CUDA_VISIBLE_DEVICES": "",
@@ -70,7 +78,16 @@ def train(world_size: int, *arguments: str, config: Path | None, iterations: int
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     assert (config is not None) == ("ds_moe_ext: strategy" in done.stdout)
-    return [float(loss) for loss in re.findall(r"\| lm loss: (\S+) \|", done.stdout)]
+    return done.stdout
+
+
+def losses_of(printed: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"\| lm loss: (\S+) \|", printed)]
+
+
+def train(world_size: int, *arguments: str, config: Path | None, iterations: int) -> list[float]:
+    """The loss of each iteration."""
+    return losses_of(start(world_size, *arguments, config=config, iterations=iterations))
 
 
 @cache
@@ -92,6 +109,19 @@ def check_close(losses: list[float], expected: list[float]) -> None:
 def test_every_strategy_follows_stock_megatron(strategy: str, world_size: int) -> None:
     config = CONFIGS / f"{strategy}.json"
     check_close(train(world_size, config=config, iterations=ITERATIONS), stock(world_size))
+
+
+def test_without_the_flag_a_run_is_as_without_the_package() -> None:
+    """Every digit of losses and norms that Megatron prints."""
+    runs = [
+        re.findall(
+            r"lm loss: \S+ .*grad norm: \S+",
+            start(2, config=None, iterations=HALF, is_loaded=is_loaded),
+        )
+        for is_loaded in (True, False)
+    ]
+    assert len(runs[0]) == HALF
+    assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

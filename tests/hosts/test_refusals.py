@@ -165,8 +165,8 @@ MODELS = {
         model=lambda: native(4, ep_size=2),
     ),
     "homes in a part of the world": Case(
-        ("expert_parallel_size is 2 of 4 cells", "strategy fssdp moves", "leave expert_parallel"),
-        {**ESP, "balance": "fssdp", "expert_parallel_size": 2},
+        ("strategy fssdp moves", "each has 2", "leave expert_parallel_size out"),
+        {**ESP, "balance": "fssdp", "expert_parallel_size": 2, "fssdp": {"reshard_interval": 9}},
         world_size=4,
     ),
     # ZeRO
