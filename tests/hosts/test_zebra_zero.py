@@ -18,6 +18,8 @@ from tests.hosts.zebra_runs import zebra
 from tests.marks import slow
 from tests.ranks import pool_of
 
+pytestmark = pytest.mark.slow  # quicker tests train at ZeRO 1 and 2 too
+
 GRADIENT = {"sgd": True, "optimizer": "object", "learning_rate": 1e4, "steps": 1}
 
 SHAPES = {  # ranks, attention ranks and expert ranks of a group, experts moved of each layer
