@@ -19,6 +19,8 @@ from tests.hosts.copied_runs import (
 from tests.hosts.jobs import Job
 from tests.marks import slow
 
+pytestmark = pytest.mark.slow  # quicker tests train at ZeRO 1 and 2 too
+
 GRADIENT = {"sgd": True, "optimizer": "object", "learning_rate": 1e4, "steps": 1}
 
 
@@ -58,8 +60,6 @@ def test_curves_in_float32(world_size: int, stage: int) -> None:
         *(slow("bfloat16", 0), slow("bfloat16", 1), slow("float16", 2)),
     ],
 )
-
-pytestmark = pytest.mark.slow  # quicker tests train at ZeRO 1 and 2 too
 def test_curves_in_half_precision(dtype: str, stage: int) -> None:
     """In float16 the first gradients overflow on purpose: their steps are skipped."""
     job = Job("gpt_moe", stage, dtype=dtype, clip=0.5)
