@@ -18,9 +18,8 @@ import deepspeed
 import torch.distributed as dist
 from console import read_json
 from pretrain_deepspeed import GPT_MOE, LanguageModel, build_model
-from rich.console import Console
 from text import Batch, WindowSampler, read_text
-from turns import Contender, measure, table_of
+from turns import Contender, measure, show
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -111,9 +110,7 @@ def main() -> None:
             f"{arguments.model.stem}, {world_size} ranks, {arguments.dtype}, ZeRO "
             f"{arguments.zero_stage}, {arguments.rounds} x {arguments.steps_per_round} steps"
         )
-        Console().print(table_of(seconds, tokens, title))
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps({"title": title, "seconds_a_step": seconds}))
+        show(seconds, tokens, title, arguments.json)
     dist.destroy_process_group()
 
 

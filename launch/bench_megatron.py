@@ -25,8 +25,7 @@ from pretrain_megatron import (
     read_run,
     start_ranks,
 )
-from rich.console import Console
-from turns import Contender, measure, table_of
+from turns import Contender, measure, show
 
 from ds_moe_ext.patches import megatron
 
@@ -76,14 +75,12 @@ def main() -> None:
         seconds = measure(contenders, rounds=own.rounds, steps=own.steps_per_round)
     if dist.get_rank() == 0:
         arguments = run.arguments
-        tokens = next(iter(trainers.values())).windows_per_step * arguments.seq_length
+        tokens = next(iter(trainers.values())).tokens_per_step
         title = (
             f"{arguments.model.stem}, {dist.get_world_size()} ranks, expert parallel "
             f"{arguments.expert_model_parallel_size}, {own.rounds} x {own.steps_per_round} steps"
         )
-        Console().print(table_of(seconds, tokens, title))
-        if own.json is not None:
-            own.json.write_text(json.dumps({"title": title, "seconds_a_step": seconds}))
+        show(seconds, tokens, title, own.json)
     dist.destroy_process_group()
 
 

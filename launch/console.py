@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from rich.console import Console
@@ -24,6 +24,7 @@ from rich.table import Table
 from summary import Summary
 
 from ds_moe_ext import read_settings
+from ds_moe_ext.report.recorder import Recorder
 
 LINE_EVERY = 10
 SECONDS_FOR_RANK_0_S = 5.0
@@ -170,6 +171,49 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+class Trained(Protocol):
+    """A trainer of either host, when it has trained."""
+
+    run: Any  # its strategy and text
+    arguments: Any  # its model and seed
+    recorder: Recorder | None
+    held_out_losses: dict[int, float]
+
+    @property
+    def tokens_per_step(self) -> int: ...
+
+
+def summarize(trainer: Trained, records: Sequence[StepRecord], packages: Sequence[str]) -> Summary:
+    """Condense the steps of a run.
+
+    Args:
+        packages: whose versions matter.
+    """
+    seconds_per_step_s, recorder = seconds_per_step(records), trainer.recorder
+    return Summary(
+        strategy=trainer.run.strategy,
+        model=str(trainer.arguments.model),
+        text=trainer.run.text.source,
+        seed=trainer.arguments.seed,
+        world_size=dist.get_world_size(),
+        tokens_per_step=trainer.tokens_per_step,
+        first_step=records[0].step - 1,
+        losses=[record.loss for record in records],
+        held_out_losses=trainer.held_out_losses,
+        tokens_per_s=trainer.tokens_per_step / seconds_per_step_s,
+        seconds_per_step_s=seconds_per_step_s,
+        balance_by_layer={} if recorder is None else recorder.balance_by_layer(),
+        versions=versions_of(packages),
+    )
+
+
+def leave_summary(display: Display, summary: Summary, output: Path, saved: Path | None) -> None:
+    """Write it into a folder and show it, with the files that the run leaves."""
+    path = summary.write(output)
+    files = [path] if saved is None else [path, saved]
+    display.console.print(summary_table(summary, files))
 
 
 def summary_table(summary: Summary, files: Sequence[Path]) -> Table:

@@ -20,15 +20,13 @@ from console import (
     Display,
     StepRecord,
     is_first_rank,
+    leave_summary,
     named,
     plain_errors,
     read_json,
-    seconds_per_step,
-    summary_table,
-    versions_of,
+    summarize,
 )
 from gpt_moe import GptMoe, GptMoeConfig
-from summary import Summary
 from text import VOCABULARY_SIZE, Batch, Text, WindowSampler, read_text
 from torch import Tensor, nn
 
@@ -272,27 +270,6 @@ def mean_over_ranks(losses: Sequence[Tensor]) -> float:
     return total.item() / dist.get_world_size()
 
 
-def summarize(trainer: Trainer, records: Sequence[StepRecord]) -> Summary:
-    """Condense the steps of a run. Collective."""
-    seconds_per_step_s = seconds_per_step(records)
-    recorder = trainer.recorder
-    return Summary(
-        strategy=trainer.run.strategy,
-        model=str(trainer.arguments.model),
-        text=trainer.run.text.source,
-        seed=trainer.arguments.seed,
-        world_size=dist.get_world_size(),
-        tokens_per_step=trainer.tokens_per_step,
-        first_step=records[0].step - 1,
-        losses=[record.loss for record in records],
-        held_out_losses=trainer.held_out_losses,
-        tokens_per_s=trainer.tokens_per_step / seconds_per_step_s,
-        seconds_per_step_s=seconds_per_step_s,
-        balance_by_layer={} if recorder is None else recorder.balance_by_layer(),
-        versions=versions_of(PACKAGES),
-    )
-
-
 def main() -> None:
     """Train, then write and show the summary."""
     arguments = parse_arguments()
@@ -309,11 +286,9 @@ def main() -> None:
     with display.bar:
         records = trainer.train(display)
 
-    summary = summarize(trainer, records)
     if dist.get_rank() == 0:
-        path = summary.write(run.output)
-        files = [path] if arguments.save is None else [path, arguments.save]
-        display.console.print(summary_table(summary, files))
+        summary = summarize(trainer, records, PACKAGES)
+        leave_summary(display, summary, run.output, arguments.save)
     dist.destroy_process_group()
 
 

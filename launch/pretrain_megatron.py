@@ -14,7 +14,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,12 +24,10 @@ import torch.distributed as dist
 from console import (
     Display,
     StepRecord,
+    leave_summary,
     plain_errors,
-    seconds_per_step,
-    summary_table,
-    versions_of,
+    summarize,
 )
-from summary import Summary
 from text import Batch, WindowSampler
 from torch import Tensor, nn
 
@@ -202,6 +200,11 @@ class Trainer:
         """Of all ranks."""
         return self.sampler.num_micro_steps * self.sampler.micro_batch_size * self.sampler.num_ranks
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all ranks."""
+        return self.windows_per_step * self.arguments.seq_length
+
     def _build_scheduler(self) -> OptimizerParamScheduler:
         """Build a linear rise from zero, then half a cosine. Megatron counts windows."""
         arguments, windows = self.arguments, self.windows_per_step
@@ -268,7 +271,7 @@ class Trainer:
             step=self.iteration,
             loss=loss,
             seconds_s=seconds_s,
-            tokens_per_s=self.windows_per_step * self.arguments.seq_length / seconds_s,
+            tokens_per_s=self.tokens_per_step / seconds_s,
             balance=None if self.recorder is None else self.recorder.latest_balance(),
         )
 
@@ -328,28 +331,6 @@ class Trainer:
             chunk.enable_forward_pre_hook()
 
 
-def summarize(trainer: Trainer, records: Sequence[StepRecord]) -> Summary:
-    """Condense the steps of a run."""
-    run, arguments, recorder = trainer.run, trainer.arguments, trainer.recorder
-    tokens_per_step = trainer.windows_per_step * arguments.seq_length
-    seconds_per_step_s = seconds_per_step(records)
-    return Summary(
-        strategy=run.strategy,
-        model=str(arguments.model),
-        text=run.text.source,
-        seed=arguments.seed,
-        world_size=dist.get_world_size(),
-        tokens_per_step=tokens_per_step,
-        first_step=records[0].step - 1,
-        losses=[record.loss for record in records],
-        held_out_losses=trainer.held_out_losses,
-        tokens_per_s=tokens_per_step / seconds_per_step_s,
-        seconds_per_step_s=seconds_per_step_s,
-        balance_by_layer={} if recorder is None else recorder.balance_by_layer(),
-        versions=versions_of(PACKAGES),
-    )
-
-
 def main() -> None:
     """Train, then write and show the summary."""
     arguments = parse_arguments()
@@ -373,10 +354,8 @@ def main() -> None:
         records = trainer.train(display)
 
     if dist.get_rank() == 0:
-        summary = summarize(trainer, records)
-        path = summary.write(run.output)
-        files = [path] if arguments.save is None else [path, arguments.save]
-        display.console.print(summary_table(summary, files))
+        summary = summarize(trainer, records, PACKAGES)
+        leave_summary(display, summary, run.output, arguments.save)
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 

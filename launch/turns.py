@@ -4,12 +4,15 @@ that a machine whose speed drifts slows them alike; ratios are paired by round.
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch.distributed as dist
+from rich.console import Console
 from rich.table import Table
 
 
@@ -40,6 +43,13 @@ def measure(contenders: list[Contender], *, rounds: int, steps: int) -> dict[str
             if number:
                 seconds[each.name].append((time.perf_counter() - start) / steps)
     return seconds
+
+
+def show(seconds: dict[str, list[float]], tokens: int, title: str, path: Path | None) -> None:
+    """Print the table and, where a path is given, write the figures there."""
+    Console().print(table_of(seconds, tokens, title))
+    if path is not None:
+        path.write_text(json.dumps({"title": title, "seconds_a_step": seconds}))
 
 
 def table_of(seconds: dict[str, list[float]], tokens: int, title: str) -> Table:

@@ -46,12 +46,12 @@ def _started(original: Any) -> Any:
 def _sized(original: Any) -> Any:
     @functools.wraps(original)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
-        asked = chosen.chosen()
-        if asked is None or asked.worlds is None:
+        parted = chosen.worlds()
+        if parted is None:
             return original(*args, **kwargs)
         from ds_moe_ext.hosts.megatron import sides
 
-        return sides.with_sizes(asked.worlds, original)(*args, **kwargs)
+        return sides.with_sizes(parted, original)(*args, **kwargs)
 
     return initialize_model_parallel
 
@@ -59,8 +59,8 @@ def _sized(original: Any) -> Any:
 def _stripped(original: Any) -> Any:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        asked = chosen.chosen()
-        if asked is not None and asked.worlds is not None and not asked.worlds.is_attention:
+        parted = chosen.worlds()
+        if parted is not None and not parted.is_attention:
             from ds_moe_ext.hosts.megatron import sides
 
             sides.keep_experts(
@@ -74,14 +74,12 @@ def _stripped(original: Any) -> Any:
 def _saved(original: Any) -> Any:
     @functools.wraps(original)
     def save(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = chosen.chosen()
-        if asked is None or asked.worlds is None:
+        parted = chosen.worlds()
+        if parted is None:
             return original(sharded_state_dict, *args, **kwargs)
         from ds_moe_ext.hosts.megatron import one_checkpoint
 
-        return one_checkpoint.save_together(
-            original, asked.worlds, sharded_state_dict, *args, **kwargs
-        )
+        return one_checkpoint.save_together(original, parted, sharded_state_dict, *args, **kwargs)
 
     return save
 
@@ -181,9 +179,9 @@ def use(given: str | Path | Mapping[str, Any]) -> None:
 
 def forget() -> None:
     """Leave Megatron as it was, for models that are built from now on."""
-    asked = chosen.chosen()
-    if asked is not None and asked.worlds is not None:
-        asked.worlds.rejoin()
+    parted = chosen.worlds()
+    if parted is not None:
+        parted.rejoin()
     chosen.set_chosen(None)
     for patch in PATCHES:
         patch.undo()

@@ -47,7 +47,7 @@ class Run:
         layers: what was replaced, in model order.
         planning: plans the steps.
         recorder: what has happened.
-        rank: this rank.
+        rank: this rank's place among those that run the same layers.
     """
 
     blueprint: Blueprint
@@ -62,7 +62,6 @@ class Run:
         blueprint: Blueprint,
         layers: Sequence[AttachedLayer],
         planning: Planning,
-        rank: int,
         lives_with: object,
     ) -> Run:
         """Begin to record, and tell a person what was replaced.
@@ -71,8 +70,8 @@ class Run:
             lives_with: the host's engine, which carries the run: it ends with it, or with the
                 process.
         """
-        settings = blueprint.settings
-        report, trace = settings.report, settings.trace
+        settings, layout = blueprint.settings, layers[0].routed.site.layout
+        rank, report, trace = layout.place, settings.report, settings.trace
         tracer = None
         if rank == 0 and trace.path is not None:
             steps = range(trace.first_step, trace.first_step + trace.num_steps)
@@ -90,8 +89,7 @@ class Run:
         if rank == 0 and report.enabled:
             Console().print(start_table(run))
             weakref.finalize(lives_with, finish, recorder, report.path)
-        layout = layers[0].routed.site.layout
-        teller(settings, rank)(told_way(blueprint.strategy, layout))
+        planning.tell(told_way(blueprint.strategy, layout))
         return run
 
     def after_step(self, step: int) -> None:

@@ -52,7 +52,6 @@ def _told(rank: int, world_size: int, job: Job, ranks_per_host: int) -> tuple[li
     """What a person is told, and the way of each layer once costs are known."""
     lines: list[str] = []
     with (
-        mock.patch.object(run, "teller", lambda *_: lines.append),
         mock.patch.object(started, "teller", lambda *_: lines.append),
         mock.patch.object(socket, "gethostname", lambda: f"host{rank // ranks_per_host}"),
     ):

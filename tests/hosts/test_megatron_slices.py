@@ -118,7 +118,7 @@ def sliced(
         stack.enter_context(megatron(run, settings or esp()))
         from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-        from ds_moe_ext.hosts.megatron import engine
+        from ds_moe_ext.hosts import started
         from ds_moe_ext.hosts.megatron.slices import SlicedGroup
 
         start = _ParamAndGradBucketGroup.start_grad_sync
@@ -135,7 +135,7 @@ def sliced(
             return told.append
 
         stack.enter_context(mock.patch.object(_ParamAndGradBucketGroup, "start_grad_sync", noted))
-        stack.enter_context(mock.patch.object(engine, "teller", teller))
+        stack.enter_context(mock.patch.object(started, "teller", teller))
         training = Training(run)
         for step in range(run.steps):
             losses.append(training.compute(step))

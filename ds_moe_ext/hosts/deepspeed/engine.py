@@ -100,7 +100,7 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
         mover_of(engine, layers, blueprint.pools),
         Steps(engine.gradient_accumulation_steps(), engine.get_data_types()[0], device),
     )
-    run = Run.start(blueprint, layers, planning, dist.get_rank(), engine)
+    run = Run.start(blueprint, layers, planning, engine)
     run.recorder.beside = None if role is None else role.both_sides
 
 

@@ -43,6 +43,12 @@ def chosen() -> Chosen | None:
     return _CHOSEN[0] if _CHOSEN else None
 
 
+def worlds() -> Worlds | None:
+    """Of the ranks of this launch; None where they have not been parted."""
+    asked = chosen()
+    return None if asked is None else asked.worlds
+
+
 def set_chosen(asked: Chosen | None) -> None:
     """Run by this from now on."""
     _CHOSEN[:] = [] if asked is None else [asked]

@@ -8,6 +8,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.distributed import DistributedDataParallel
 from torch import nn
@@ -24,7 +25,9 @@ from ds_moe_ext.hosts.megatron.move import mover_of
 from ds_moe_ext.hosts.megatron.passes import Passes, Schedules
 from ds_moe_ext.hosts.megatron.ranks import Grids, check_sizes, grids
 from ds_moe_ext.hosts.megatron.slices import dense_gradients, slice_gradients, why_unsliced
-from ds_moe_ext.hosts.run import Run, teller
+from ds_moe_ext.hosts.moving import ExpertMover
+from ds_moe_ext.hosts.pipelines import DenseGradients
+from ds_moe_ext.hosts.run import Run
 from ds_moe_ext.hosts.started import Steps, planning_of
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.schedule.program import in_backward
@@ -74,15 +77,29 @@ def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run | N
     if strategy.slices_gradients:
         slice_gradients(chunks, layers)
     gradients = dense_gradients(model, chunks, layers, is_sliced=strategy.slices_gradients)
-    steps = Steps(micro_batches(), config_of(model).params_dtype, device)
     mover = mover_of(optimizer, layers, blueprint)
-    planning = planning_of(blueprint, layers, gradients, mover, steps)
-    place = layers[0].routed.site.layout.place
-    run = Run.start(blueprint, layers, planning, place, optimizer)
+    run = begin(blueprint, layers, gradients, mover, model=model, optimizer=optimizer)
     for line in (unsliced or "", _told(blueprint, asked.strategy)):
-        teller(settings, place)(line)
-    watch_steps(optimizer, run)
+        run.planning.tell(line)
     checkpoint.watch(run, mover, optimizer)
+    return run
+
+
+def begin(
+    blueprint: Blueprint,
+    layers: list[AttachedLayer],
+    gradients: DenseGradients,
+    mover: ExpertMover,
+    *,
+    model: nn.Module,
+    optimizer: Any,
+) -> Run:
+    """Plan and record the steps of a model's optimizer from now on. Collective."""
+    device = next(model.parameters()).device
+    steps = Steps(_micro_batches(), dtype_of(model), device)
+    planning = planning_of(blueprint, layers, gradients, mover, steps)
+    run = Run.start(blueprint, layers, planning, optimizer)
+    _watch_steps(optimizer, run)
     return run
 
 
@@ -173,12 +190,14 @@ def whole(chunks: Sequence[nn.Module]) -> nn.Module:
     return parts[0] if len(parts) == 1 else nn.ModuleList(parts)
 
 
-def config_of(model: nn.Module) -> Any:
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """In which it computes."""
     part: Any = model[0] if isinstance(model, nn.ModuleList) else model
-    return part.config
+    dtype: torch.dtype = part.config.params_dtype
+    return dtype
 
 
-def micro_batches() -> int:
+def _micro_batches() -> int:
     """Of a step, as Megatron-LM's arguments say; 1 where nobody said."""
     if calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:
         return 1
@@ -213,7 +232,7 @@ def _ready(chunk: Any, hosted: HostedExperts) -> Ready:
     return ready
 
 
-def watch_steps(optimizer: Any, run: Run) -> None:
+def _watch_steps(optimizer: Any, run: Run) -> None:
     """Have the run told when weights have changed."""
     step: Callable[..., Any] = optimizer.step
     num_steps = 0

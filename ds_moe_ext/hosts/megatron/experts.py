@@ -30,8 +30,6 @@ Ready = Callable[[], None]
 class Form(ABC):
     """How a class of Megatron's keeps its experts."""
 
-    is_transposed = False
-
     @abstractmethod
     def slots(self, experts: Any, names: Sequence[str]) -> list[Slot]:
         """This rank's experts; ``names`` are of Megatron's parameters, see ``weight_names``."""

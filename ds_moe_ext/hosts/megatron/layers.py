@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_moe_ext.hosts.found import Adopted, Found, RoutedOf, Wanted, shape_of
-from ds_moe_ext.hosts.megatron.chosen import chosen
+from ds_moe_ext.hosts.megatron.chosen import worlds
 from ds_moe_ext.hosts.megatron.dispatcher import Dispatcher
 from ds_moe_ext.hosts.megatron.experts import (
     HostedExperts,
@@ -53,14 +53,13 @@ def constructed(layer: Any) -> None:
         ValueError: the layer was asked for what ds_moe_ext cannot do.
     """
     refuse_config(layer.config)
-    asked = chosen()
-    if asked is not None and asked.worlds is not None:
+    parted = worlds()
+    if parted is not None:
         refuse_config(layer.config, WITH_ROLES)
-        if asked.worlds.is_attention:
+        if parted.is_attention:
             leave_experts(layer)
-    has_roles = asked is not None and asked.worlds is not None
     # Elsewhere Megatron is right, and its optimizer's states stay in the form of a run without us.
-    if has_roles or _is_split_otherwise():
+    if parted is not None or _is_split_otherwise():
         for parameter in layer.experts.parameters():
             parameter.allreduce = False
     _WAITING[layer] = layer.register_forward_pre_hook(_refuse_unstarted)

@@ -17,13 +17,12 @@ from ds_moe_ext.hosts.both_sides import BothSides
 from ds_moe_ext.hosts.megatron import layers as moe_layers
 from ds_moe_ext.hosts.megatron.chosen import Chosen
 from ds_moe_ext.hosts.megatron.engine import (
+    begin,
     check_found,
     check_optimizer,
     check_wrapped,
-    config_of,
     connect,
-    micro_batches,
-    watch_steps,
+    dtype_of,
     whole,
 )
 from ds_moe_ext.hosts.megatron.joint import join_norm
@@ -34,7 +33,6 @@ from ds_moe_ext.hosts.megatron.striping import StripedSteps, set_steps
 from ds_moe_ext.hosts.megatron.worlds import Worlds
 from ds_moe_ext.hosts.pipelines import DenseGradients
 from ds_moe_ext.hosts.run import Run
-from ds_moe_ext.hosts.started import Steps, planning_of
 from ds_moe_ext.hosts.striped import Pausing, blocks_of, cut_at, stack_of
 from ds_moe_ext.layout import Grid, group_among
 from ds_moe_ext.moe.passage import Here
@@ -83,15 +81,8 @@ def _started(asked: Chosen, worlds: Worlds, chunks: Sequence[nn.Module], optimiz
     everyone = group_among([list(range(worlds.size))], backend="gloo")
     join_norm(optimizer, worlds, everyone)
     tell_of_both(optimizer, chunks[0], worlds, everyone)
-    planning = planning_of(
-        blueprint,
-        layers,
-        DenseGradients.of(model, layers, config_of(model).params_dtype, None),
-        mover_of(optimizer, layers, blueprint),
-        Steps(micro_batches(), config_of(model).params_dtype, device),
-    )
-    layout = layers[0].routed.site.layout
-    run = Run.start(blueprint, layers, planning, layout.place, optimizer)
+    gradients = DenseGradients.of(model, layers, dtype_of(model), None)
+    mover = mover_of(optimizer, layers, blueprint)
+    run = begin(blueprint, layers, gradients, mover, model=model, optimizer=optimizer)
     run.recorder.beside = BothSides(control, dist.get_rank(control), worlds.roles)
-    watch_steps(optimizer, run)
     return run
