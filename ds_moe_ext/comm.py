@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -167,6 +168,14 @@ def take_first(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Overwrite a tensor with the first member's, in place. Collective."""
     dist.broadcast(tensor, group=group, group_src=0)
     return tensor
+
+
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
+    """How long its collectives wait for other ranks; None asks about the world."""
+    asked = group or dist.group.WORLD
+    assert asked is not None, "torch.distributed is not initialized"
+    (first, *_) = asked._device_types  # one backend serves all, or each was told the same
+    return asked._get_backend(first).options._timeout
 
 
 # Between pairs.

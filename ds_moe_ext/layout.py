@@ -16,7 +16,7 @@ import numpy as np
 import torch.distributed as dist
 
 from ds_moe_ext.all_to_all import Nodes, Reach
-from ds_moe_ext.comm import gather_texts
+from ds_moe_ext.comm import gather_texts, timeout_of
 from ds_moe_ext.schedule.task import INTER, INTRA, Lane
 
 AXES = ("edp", "ep", "esp")
@@ -230,11 +230,12 @@ class ParallelLayout:
 
 def group_among(lists: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
     """A communicator of each of these lists of ranks, which share none: this rank's. Collective,
-    with the same lists in the same order on every rank.
+    with the same lists in the same order on every rank. They wait for other ranks as long as the
+    world does, which a host may have been told.
 
     Args:
         backend: of the communicators; None takes that of the world.
     """
-    rank = dist.get_rank()
-    groups = [(ranks, dist.new_group(ranks, backend=backend)) for ranks in lists]
+    rank, timeout = dist.get_rank(), timeout_of(None)
+    groups = [(ranks, dist.new_group(ranks, timeout, backend)) for ranks in lists]
     return next(group for ranks, group in groups if rank in ranks)

@@ -13,14 +13,12 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
 TIMEOUT_S = 120.0
-MANY_THREADS = 80
-MAX_THREADS = 300
 _PRELOADED = ["torch", "torch._dynamo", "numpy"]
 
 
@@ -59,45 +57,61 @@ def _serve(rank: int, world_size: int, port: int, jobs: Connection) -> None:
             job = jobs.recv()
         except EOFError:
             os._exit(0)
-        _close_groups()
+        if job is None:
+            _close_groups()
+            continue
         try:
             jobs.send((True, job()))
         except BaseException:
             jobs.send((False, traceback.format_exc()))
 
 
+_KEPT = {
+    "deepspeed.runtime.engine": "DeepSpeedEngine",
+    "deepspeed.runtime.zero.stage_1_and_2": "DeepSpeedZeroOptimizer",
+    "deepspeed.runtime.zero.stage3": "DeepSpeedZeroOptimizer_Stage3",
+    "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel",
+}
+"""Of hosts, whose instances stay for ever: parameters hold their hooks where gc cannot look."""
+_HOLD_GROUPS = {
+    "ds_moe_ext.layout": "ParallelLayout",
+    "ds_moe_ext.moe.layer": "RoutedExperts",
+}
+"""Ours, that hold communicators: a graph that was never walked back may keep them."""
+
+
 def _close_groups() -> None:
-    """Close the process groups that earlier jobs left, now that all ranks have ended those: each
-    has three threads that wake a hundred times a second. DeepSpeed goes on using its own. Engines
-    of DeepSpeed and models that Megatron wrapped stay for ever, held by hooks where gc cannot look;
-    so what they hold is taken from them. What is left then is frozen: to go through all objects of
-    a host before every job would take a second."""
+    """Close the process groups that a job has left, now that all ranks have ended it: each has
+    three threads that wake a hundred times a second. DeepSpeed goes on using its own. What
+    instances that stay hold is taken from them. What is left then is frozen: to go through all
+    objects of a host after every job would take a second."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
 
-    runtime = sys.modules.get("deepspeed.runtime.engine")
-    wrapper = sys.modules.get("megatron.core.distributed.distributed_data_parallel")
-    roots = {
-        runtime.DeepSpeedEngine if runtime else None,
-        wrapper.DistributedDataParallel if wrapper else None,
-    } - {None}
-    if roots and len(os.listdir("/proc/self/task")) > MANY_THREADS:
-        gc.unfreeze()  # something that is garbage was frozen with the rest
-    for thing in gc.get_objects() if roots else ():
-        if type(thing) in roots:
+    kept, holding = _classes(_KEPT), _classes(_HOLD_GROUPS)
+    has_host = bool(kept)
+    for thing in gc.get_objects() if has_host else ():
+        if type(thing) in kept or type(thing) in holding:
             thing.__dict__.clear()
-    if roots:
+    if has_host:
         gc.collect()
     groups = sys.modules.get("deepspeed.utils.groups")
     held = list(vars(groups).values()) if groups else []
     held += [group for value in held if isinstance(value, dict) for group in value.values()]
-    kept = {id(group) for group in (*held, dist.group.WORLD)}
+    used = {id(group) for group in (*held, dist.group.WORLD)}
     for group in list(_world.pg_map):
-        if id(group) not in kept:
+        if id(group) not in used:
             dist.destroy_process_group(group)
-    if roots:
+    if has_host:
         gc.collect()
         gc.freeze()
+
+
+def _classes(names: Mapping[str, str]) -> set[type]:
+    """Those whose modules are loaded."""
+    return {
+        vars(sys.modules[module])[name] for module, name in names.items() if module in sys.modules
+    }
 
 
 class Pool:
@@ -135,6 +149,8 @@ class Pool:
         if failures:
             self.close()
             raise AssertionError("\n".join(failures))
+        for end in self._ends:
+            end.send(None)  # all have ended the job, and close what it left
         return [value for _, value in answers]
 
     def _answer(self, rank: int, end: Connection) -> tuple[bool, Any]:
@@ -149,12 +165,6 @@ class Pool:
     def is_alive(self) -> bool:
         return all(process.is_alive() for process in self._processes)
 
-    @property
-    def is_crowded(self) -> bool:
-        """Whether what earlier jobs left has so many threads that it slows the machine."""
-        folders = (f"/proc/{process.pid}/task" for process in self._processes)
-        return any(len(os.listdir(f)) > MAX_THREADS for f in folders if os.path.isdir(f))
-
     def close(self) -> None:
         for process in self._processes:
             process.kill()
@@ -166,9 +176,9 @@ _POOLS: dict[int, Pool] = {}
 
 
 def pool_of(world_size: int) -> Pool:
-    """The session's pool of this size; a new one if a test killed the last, or crowded it."""
+    """The session's pool of this size; a new one if a test killed the last."""
     pool = _POOLS.get(world_size)
-    if pool is None or not pool.is_alive or pool.is_crowded:
+    if pool is None or not pool.is_alive:
         if pool is not None:
             pool.close()
         _POOLS[world_size] = Pool(world_size)

@@ -1,12 +1,17 @@
-"""Rank arithmetic. Pure: no process group is made here."""
+"""Rank arithmetic, and how long communicators wait."""
 
 from __future__ import annotations
+
+from datetime import timedelta
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_moe_ext.layout import AXES, Grid
+from ds_moe_ext.comm import timeout_of
+from ds_moe_ext.layout import AXES, Grid, ParallelLayout
+from ds_moe_ext.schedule.task import INTRA
+from tests.ranks import TIMEOUT_S, pool_of
 
 # Ranks [edp, ep, esp] of 8 ranks, the last axis fastest.
 WORKED = {
@@ -84,3 +89,12 @@ def test_every_axis_parts_the_ranks(num_grids: int, num_cells: int, cell_size: i
             others = [other for other in AXES if other != axis]
             places = {tuple(grid.index(other, rank) for other in others) for rank in ranks}
             assert len(places) == 1
+
+
+def _timeout(rank: int, world_size: int) -> timedelta:
+    layout = ParallelLayout.build(Grid(world_size, world_size), [("ep", INTRA)])
+    return timeout_of(layout.group("ep", INTRA))
+
+
+def test_communicators_wait_as_long_as_the_world() -> None:
+    assert pool_of(2).run(_timeout) == [timedelta(seconds=TIMEOUT_S)] * 2

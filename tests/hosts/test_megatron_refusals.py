@@ -206,6 +206,20 @@ def other_experts() -> Any:
     return mock.patch.object(megatron_jobs, "model_chunks", changed)
 
 
+def adapted_experts() -> Any:
+    """A linear module of an expert is within another, as adapters do it."""
+    made = megatron_toy.model_chunks
+
+    def adapted(run: MegatronRun, config: Any) -> list[nn.Module]:
+        chunks = made(run, config)
+        for name, module in chunks[0].named_modules():
+            if name.endswith("local_experts.0"):
+                module.linear_fc1 = nn.ModuleDict({"to_wrap": module.linear_fc1})
+        return chunks
+
+    return mock.patch.object(megatron_jobs, "model_chunks", adapted)
+
+
 def optimized_twice() -> Any:
     """Two optimizers are made for one model."""
     from megatron.core import optimizer
@@ -258,6 +272,10 @@ class Backwards(Strategy):
     [
         (frozen_for_a_while, "was trained when the model was wrapped, .* --optimizer muon; use"),
         (other_experts, "are a MyExperts, which .* knows SequentialMLP and TEGroupedMLP: leave"),
+        (
+            adapted_experts,
+            r"experts of .*\.mlp lack linear_fc1.weight or .* as adapters \(LoRA\) do",
+        ),
         (optimized_twice, "runs by ds_moe_ext already: get_megatron_optimizer was called twice"),
     ],
 )

@@ -44,7 +44,12 @@ KEYS: dict[str, dict[str, Any]] = {
     "shadows": {"planner": "shadow"},
     "stale": {"planner": "shadow", "frequency": 7, "balance": 1e6},
 }
-CASES = [(4, name) for name in KEYS] + [(2, "as they are"), slow(8, "kept copies")]
+WORTH_ON_TWO = [name for name in KEYS if name != "halves"]  # of two ranks one excluded leaves one
+CASES = [
+    *((2, name) for name in WORTH_ON_TWO),
+    *((4, name) if name in ("as they are", "halves") else slow(4, name) for name in KEYS),
+    slow(8, "kept copies"),
+]
 
 
 @pytest.mark.parametrize(("world_size", "name"), CASES)

@@ -113,6 +113,24 @@ def weight_names(config: Any) -> tuple[str, ...]:
     return tuple(f"{linear}.{part}" for linear in ("linear_fc1", "linear_fc2") for part in parts)
 
 
+def parameters_of_one(
+    name: str, form: Form, experts: nn.Module, names: Sequence[str]
+) -> tuple[nn.Parameter, ...]:
+    """Those of the first expert, in the order of their names.
+
+    Raises:
+        ValueError: its linear modules are not Megatron's.
+    """
+    try:
+        return form.slots(experts, names)[0].parameters
+    except AttributeError as error:
+        raise ValueError(
+            f"experts of {name} lack {' or '.join(names)} ({error}): their linear modules are "
+            "wrapped or changed, as adapters (LoRA) do; leave experts out of what is wrapped, or "
+            "the layer with ds_moe_ext.moe_layer_pattern"
+        ) from error
+
+
 def ways_of(config: Any) -> tuple[Along, ...]:
     """How Megatron's expert tensor parallelism splits each of them: the hidden width, of gate and
     of up where there are both."""

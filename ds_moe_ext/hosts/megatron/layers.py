@@ -22,6 +22,7 @@ from ds_moe_ext.hosts.megatron.experts import (
     HostedExperts,
     form_of,
     function_of,
+    parameters_of_one,
     swap_class,
     ways_of,
     weight_names,
@@ -103,7 +104,7 @@ def _found(name: str, layer: Any, chunk: int) -> Found:
     if isinstance(kept, Elsewhere):
         kind, expert, function = kept.kind, kept.expert, kept.function
     else:
-        first = form.slots(kept, names)[0].parameters
+        first = parameters_of_one(name, form, kept, names)
         expert = shape_of((each, p, p.requires_grad) for each, p in zip(names, first))
         kind, function = type(kept).__name__, function_of(kept)
 
