@@ -198,7 +198,10 @@ class Training:
         }
 
     def weights(self) -> dict[str, Tensor]:
-        """Each piece's weights, name -> this rank's share."""
+        """Each piece's weights, name -> this rank's share. Collective."""
+        if self.run.overlap_param_gather:  # the next forward would gather what has changed
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
         return {
             piece.name: piece.of(piece.parameter.detach()).clone()
             for piece in pieces(self.chunks, self.run.swiglu, self.run.num_experts)

@@ -31,18 +31,21 @@ def field_of(name: str) -> Callable[[Any], object]:
     return lambda config: vars(config).get(name)
 
 
-def _graphed(config: Any) -> object:
-    """CUDA graphs that MoE layers are in."""
+def graphed(config: Any) -> list[str]:
+    """Parts of layers that are in CUDA graphs."""
     given = vars(config)
-    if given.get("enable_cuda_graph") or given.get("external_cuda_graph"):
-        return True
-    if given.get("cuda_graph_impl", "none") == "none":
-        return None
-    named = given.get("cuda_graph_modules") or given.get("cuda_graph_scope")
-    scopes = named or ["all of a layer"]
+    is_whole = given.get("enable_cuda_graph") or given.get("external_cuda_graph")
+    if not is_whole and given.get("cuda_graph_impl", "none") in ("none", None):
+        return []
+    scopes = given.get("cuda_graph_modules") or given.get("cuda_graph_scope")
+    if is_whole or not scopes:
+        return ["all of a layer"]
     scopes = [scopes] if isinstance(scopes, str) else scopes
-    names = [str(getattr(scope, "name", scope)) for scope in scopes]
-    return [name for name in names if name not in ("attn", "mamba")]
+    return [str(getattr(scope, "name", scope)) for scope in scopes]
+
+
+def _graphed_with_moe(config: Any) -> object:
+    return [part for part in graphed(config) if part not in ("attn", "mamba")]
 
 
 def _recomputed(part: str) -> Callable[[Any], object]:
@@ -82,7 +85,7 @@ REFUSALS = (
     ),
     Refusal(
         "--cuda-graph-impl with MoE scopes",
-        _graphed,
+        _graphed_with_moe,
         "row counts change from step to step, and plans with them",
         "use --cuda-graph-scope attn (--cuda-graph-modules attn), or none",
     ),

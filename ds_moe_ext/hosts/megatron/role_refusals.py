@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
-from ds_moe_ext.hosts.megatron.refusals import Refusal, field_of, refuse_config
+from ds_moe_ext.hosts.megatron.refusals import Refusal, field_of, graphed, refuse_config
 from ds_moe_ext.moe.hooks import NO_HOOKS
 from ds_moe_ext.settings import BLOCK, Settings
 from ds_moe_ext.strategies.zebra import Zebra
 
 _SEVERAL = "several micro-batches are under way at once"
-
-
-def _graphs(config: Any) -> object:
-    given = vars(config)
-    if given.get("enable_cuda_graph") or given.get("external_cuda_graph"):
-        return True
-    return given.get("cuda_graph_impl", "none") not in ("none", None)
 
 
 WITH_ROLES = (
@@ -59,7 +51,7 @@ WITH_ROLES = (
     ),
     Refusal(
         "--cuda-graph-impl",
-        _graphs,
+        graphed,
         f"a graph's buffers hold one micro-batch, but {_SEVERAL}",
         "leave it out",
     ),
