@@ -11,6 +11,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -98,6 +99,15 @@ def stock(world_size: int) -> list[float]:
     return losses
 
 
+@cache
+def resumed_stock(world_size: int) -> list[float]:
+    """Behind a checkpoint of its own: the loss that stock Megatron prints of the second iteration
+    then differs by 2e-4 from that of a run without a break, and no other."""
+    with TemporaryDirectory() as folder:
+        train(world_size, "--save", folder, config=None, iterations=HALF)
+        return train(world_size, "--load", folder, config=None, iterations=ITERATIONS)
+
+
 def check_close(losses: list[float], expected: list[float]) -> None:
     """In float32 a choice of experts may flip after some steps; the curve stays."""
     assert losses[:5] == pytest.approx(expected[:5], rel=2e-6)
@@ -133,7 +143,7 @@ def test_a_run_goes_on_under_another_strategy_and_without_us(
     check_close(first, stock(world_size)[:HALF])
     for config in (CONFIGS / "prophet.json", None):
         losses = train(world_size, "--load", str(tmp_path), config=config, iterations=ITERATIONS)
-        check_close(losses, stock(world_size)[HALF:])
+        check_close(losses, resumed_stock(world_size))
 
 
 def test_the_import_line_applies(tmp_path: Path) -> None:
