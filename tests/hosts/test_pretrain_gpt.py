@@ -5,6 +5,7 @@ packages six, regex, pyyaml and pybind11, make, g++ and python3-config.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -60,9 +61,10 @@ def start(
             *("--master_port", str(free_port()), "--nproc_per_node", str(world_size)),
             str(ROOT / "launch/megatron_on_cpu.py"),
             *(("-m", "ds_moe_ext.run") if is_loaded else ()),
-            *(f"{CHECKOUT}/pretrain_gpt.py", *FLAGS.split(), *named, *arguments),
+            *(f"{CHECKOUT}/pretrain_gpt.py", *FLAGS.split(), *named),
             *("--expert-model-parallel-size", str(world_size)),
             *("--train-iters", str(ITERATIONS), "--exit-interval", str(iterations)),
+            *arguments,  # the last word
         ],
         env={
             **os.environ,
@@ -119,6 +121,23 @@ def check_close(losses: list[float], expected: list[float]) -> None:
 def test_every_strategy_follows_stock_megatron(strategy: str, world_size: int) -> None:
     config = CONFIGS / f"{strategy}.json"
     check_close(train(world_size, config=config, iterations=ITERATIONS), stock(world_size))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_zebra_follows_its_attention_ranks_alone(world_size: int, tmp_path: Path) -> None:
+    """Half of the ranks have attention, half experts, which draw them as expert parallel ranks do;
+    both roles log."""
+    size, unsplit = world_size // 2, ("--expert-model-parallel-size", "1")
+    config = tmp_path / "zebra.json"
+    zebra = {"attention_size": size, "expert_size": size}
+    block = {"enabled": True, "strategy": "zebra", "zebra": zebra}
+    config.write_text(json.dumps({"ds_moe_ext": block}))
+    printed = start(world_size, *unsplit, config=config, iterations=ITERATIONS)
+    told = re.findall(r"iteration +(\d+)/ .*?\| lm loss: (\S+) \|", printed)
+    assert len(told) == 2 * ITERATIONS
+    told.sort(key=lambda line: int(line[0]))
+    for of_a_role in (told[::2], told[1::2]):
+        check_close([float(loss) for _, loss in of_a_role], stock(size))
 
 
 def test_without_the_flag_a_run_is_as_without_the_package() -> None:
