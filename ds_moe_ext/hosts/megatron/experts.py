@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_moe_ext.hosts.found import Slot, weights_of
+from ds_moe_ext.hosts.found import ExpertShape, Slot, shape_of, weights_of
 from ds_moe_ext.hosts.megatron.passes import Passes, Schedules
 from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import RunRows
@@ -113,22 +113,23 @@ def weight_names(config: Any) -> tuple[str, ...]:
     return tuple(f"{linear}.{part}" for linear in ("linear_fc1", "linear_fc2") for part in parts)
 
 
-def parameters_of_one(
-    name: str, form: Form, experts: nn.Module, names: Sequence[str]
-) -> tuple[nn.Parameter, ...]:
-    """Those of the first expert, in the order of their names.
+def shape_of_one(name: str, experts: Any) -> ExpertShape:
+    """What an expert of a layer is like.
 
     Raises:
-        ValueError: its linear modules are not Megatron's.
+        ValueError: these are of a class that is not known, or their linear modules are not
+            Megatron's.
     """
+    form, names = form_of(name, experts), weight_names(experts.config)
     try:
-        return form.slots(experts, names)[0].parameters
+        first = form.slots(experts, names)[0].parameters
     except AttributeError as error:
         raise ValueError(
             f"experts of {name} lack {' or '.join(names)} ({error}): their linear modules are "
             "wrapped or changed, as adapters (LoRA) do; leave experts out of what is wrapped, or "
             "the layer with ds_moe_ext.moe_layer_pattern"
         ) from error
+    return shape_of((each, p, p.requires_grad) for each, p in zip(names, first))
 
 
 def ways_of(config: Any) -> tuple[Along, ...]:

@@ -15,17 +15,16 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ds_moe_ext.hosts.found import Adopted, Found, RoutedOf, Wanted, shape_of
+from ds_moe_ext.hosts.found import Adopted, Found, RoutedOf, Wanted
 from ds_moe_ext.hosts.megatron.chosen import worlds
 from ds_moe_ext.hosts.megatron.dispatcher import Dispatcher
 from ds_moe_ext.hosts.megatron.experts import (
     HostedExperts,
     form_of,
     function_of,
-    parameters_of_one,
+    shape_of_one,
     swap_class,
     ways_of,
-    weight_names,
 )
 from ds_moe_ext.hosts.megatron.refusals import refuse_config
 from ds_moe_ext.hosts.megatron.role_refusals import WITH_ROLES
@@ -100,13 +99,11 @@ def find(model: nn.Module, wanted: Wanted) -> Iterator[Found]:
 
 
 def _found(name: str, layer: Any, chunk: int) -> Found:
-    form, names, kept = form_of(name, layer.experts), weight_names(layer.config), layer.experts
+    form, kept = form_of(name, layer.experts), layer.experts
     if isinstance(kept, Elsewhere):
         kind, expert, function = kept.kind, kept.expert, kept.function
     else:
-        first = parameters_of_one(name, form, kept, names)
-        expert = shape_of((each, p, p.requires_grad) for each, p in zip(names, first))
-        kind, function = type(kept).__name__, function_of(kept)
+        kind, expert, function = type(kept).__name__, shape_of_one(name, kept), function_of(kept)
 
     def adopt(held: Tensor, shard: Shard, routed_of: RoutedOf) -> Adopted:
         if isinstance(layer.token_dispatcher, Dispatcher):

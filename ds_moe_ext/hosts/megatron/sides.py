@@ -17,8 +17,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
-from ds_moe_ext.hosts.found import ExpertShape, shape_of
-from ds_moe_ext.hosts.megatron.experts import form_of, function_of, weight_names
+from ds_moe_ext.hosts.found import ExpertShape
+from ds_moe_ext.hosts.megatron.experts import function_of, shape_of_one
 from ds_moe_ext.hosts.megatron.worlds import Worlds
 from ds_moe_ext.hosts.striped import keep_parameters
 from ds_moe_ext.moe.expert import FeedForwardExperts
@@ -50,11 +50,9 @@ class Elsewhere(nn.Module):
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
-        names = weight_names(experts.config)
-        first = form_of("a layer", experts).slots(experts, names)[0].parameters
         self.config = experts.config
         self.kind = type(experts).__name__
-        self.expert: ExpertShape = shape_of((n, p, p.requires_grad) for n, p in zip(names, first))
+        self.expert: ExpertShape = shape_of_one("a layer", experts)
         self.function: FeedForwardExperts = function_of(experts)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
