@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from tests.hosts.megatron_toy import MegatronRun, transformer_config
 from tests.ranks import pool_of
 
 ONE = MegatronRun(steps=1, num_layers=1)
-Spoil = Callable[[], Any]
+Spoil = Callable[[nn.Module], None]
 
 
 def block(strategy: str = "ep", **keys: Any) -> dict[str, Any]:
@@ -122,7 +123,7 @@ def refused(
 ) -> str:
     """What the error says that ends a run on this rank; empty if nothing did."""
     try:
-        with spoil() if spoil is not None else mock.patch.dict({}):
+        with nullcontext() if spoil is None else spoiled(spoil):
             train(rank, world_size, run, settings)
     except ValueError as error:
         return str(error)
@@ -177,65 +178,46 @@ def test_a_model_without_moe_layers() -> None:
 # Models that are not as Megatron-LM makes them.
 
 
-def frozen_for_a_while() -> Any:
+@contextmanager
+def spoiled(spoil: Spoil) -> Iterator[None]:
+    """Something is done to each part of a model when it has been made."""
+
+    def model_chunks(run: MegatronRun, config: Any) -> list[nn.Module]:
+        chunks = megatron_toy.model_chunks(run, config)
+        for chunk in chunks:
+            spoil(chunk)
+        return chunks
+
+    with mock.patch.object(megatron_jobs, "model_chunks", model_chunks):
+        yield
+
+
+def frozen_for_a_while(chunk: nn.Module) -> None:
     """The optimizer is made for some of the weights, as Muon's is."""
-    made = megatron_toy.model_chunks
-
-    def frozen(run: MegatronRun, config: Any) -> list[nn.Module]:
-        chunks = made(run, config)
-        for chunk in chunks:
-            for name, parameter in chunk.named_parameters():
-                parameter.requires_grad_("experts" not in name)
-        return chunks
-
-    return mock.patch.object(megatron_jobs, "model_chunks", frozen)
+    for name, parameter in chunk.named_parameters():
+        parameter.requires_grad_("experts" not in name)
 
 
-def other_experts() -> Any:
+def other_experts(chunk: nn.Module) -> None:
     """The experts' class is of the user's own."""
-    made = megatron_toy.model_chunks
-
-    def changed(run: MegatronRun, config: Any) -> list[nn.Module]:
-        chunks = made(run, config)
-        for chunk in chunks:
-            for module in chunk.modules():
-                if type(module).__name__ == "SequentialMLP":
-                    module.__class__ = type("MyExperts", (type(module),), {})
-        return chunks
-
-    return mock.patch.object(megatron_jobs, "model_chunks", changed)
+    for module in chunk.modules():
+        if type(module).__name__ == "SequentialMLP":
+            module.__class__ = type("MyExperts", (type(module),), {})
 
 
-def adapted_experts() -> Any:
+def adapted_experts(chunk: nn.Module) -> None:
     """A linear module of an expert is within another, as adapters do it."""
-    made = megatron_toy.model_chunks
-
-    def adapted(run: MegatronRun, config: Any) -> list[nn.Module]:
-        chunks = made(run, config)
-        for name, module in chunks[0].named_modules():
-            if name.endswith("local_experts.0"):
-                module.linear_fc1 = nn.ModuleDict({"to_wrap": module.linear_fc1})
-        return chunks
-
-    return mock.patch.object(megatron_jobs, "model_chunks", adapted)
+    for name, module in chunk.named_modules():
+        if name.endswith("local_experts.0"):
+            module.linear_fc1 = nn.ModuleDict({"to_wrap": module.linear_fc1})
 
 
-def optimized_twice() -> Any:
+def optimized_twice(chunk: nn.Module) -> None:
     """Two optimizers are made for one model."""
     from megatron.core import optimizer
 
-    made = megatron_jobs.model_chunks
-
-    def twice(run: MegatronRun, config: Any) -> list[Any]:
-        chunks = made(run, config)
-        optimizer.get_megatron_optimizer(
-            optimizer.OptimizerConfig(optimizer="adam", lr=1.0),
-            chunks,
-            use_gloo_process_groups=False,
-        )
-        return chunks
-
-    return mock.patch.object(megatron_jobs, "model_chunks", twice)
+    config = optimizer.OptimizerConfig(optimizer="adam", lr=1.0)
+    optimizer.get_megatron_optimizer(config, [chunk], use_gloo_process_groups=False)
 
 
 def unwrapped(rank: int, world_size: int) -> str:
