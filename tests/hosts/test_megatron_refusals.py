@@ -13,6 +13,7 @@ import pytest
 from torch import nn
 
 from ds_moe_ext.hosts.megatron import chosen, refusals
+from ds_moe_ext.hosts.refusal import refuse
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.strategies.base import Job, Plan, Strategy
 from tests.hosts import megatron_jobs, megatron_toy
@@ -88,7 +89,7 @@ def refused_fields(
         vars(config).update(fields)  # Megatron would check them together with others
         message = ""
         try:
-            refusals.refuse_config(config)
+            refuse(refusals.REFUSALS, config)
         except ValueError as error:
             message = str(error)
         told.append((message, unknown))
@@ -156,8 +157,8 @@ def test_a_layer_is_refused_where_it_is_built() -> None:
         (block("esp", expert_sharding_size=2), "sharding_size is 2, but .*-tensor-parallel-size 1"),
         (block(moe_layer_pattern="none"), "no rank has an MoE layer .*'none'; give --num-experts"),
         (block(gate={"type": "softmax_top_k"}), "gate is .*--moe-router-load-balancing-type"),
-        (block(capacity_factor=1.5), "capacity_factor is 1.5, .*--moe-expert-capacity-factor"),
-        (block(sequence_parallel=True), "sequence_parallel is True, .*use --sequence-parallel"),
+        (block(capacity_factor=1.5), "capacity_factor is 1.5: .*--moe-expert-capacity-factor"),
+        (block(sequence_parallel=True), "sequence_parallel is True: .*use --sequence-parallel"),
     ],
 )
 def test_settings_that_say_other_than_megatron(settings: dict[str, Any], says: str) -> None:

@@ -1,19 +1,213 @@
-"""What is refused before anything is built, by the name of the key."""
+"""What is refused under DeepSpeed before anything is built, by the name of the key."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size
 from torch import nn
 
 from ds_moe_ext.hosts import experts
 from ds_moe_ext.hosts.deepspeed import native
 from ds_moe_ext.hosts.deepspeed.roles import RoleUnit
-from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
+from ds_moe_ext.hosts.refusal import Refusal, refuse
 from ds_moe_ext.moe.hooks import NO_HOOKS
 from ds_moe_ext.settings import BLOCK, Settings
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """What ``deepspeed.initialize`` was given.
+
+    Attributes:
+        document: the whole configuration.
+        model: the user's model.
+        mpu: None without one.
+        mesh: ``mesh_param``, or what came of it.
+    """
+
+    document: Mapping[str, Any]
+    model: nn.Module
+    mpu: Any
+    mesh: Any
+
+    def at(self, key: str) -> Any:
+        """The value of a dotted key; None where there is none."""
+        value: Any = self.document
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value
+
+
+Asked = Callable[[Given], str]
+
+
+def told(key: str, value: Any) -> str:
+    """A key and its value, as JSON has them."""
+    is_plain = isinstance(value, bool | None)
+    return f"{key} is {json.dumps(value) if is_plain else repr(value)}"
+
+
+def is_in(key: str, *values: Any) -> Asked:
+    """A key has one of these values."""
+    return lambda given: told(key, given.at(key)) if given.at(key) in values else ""
+
+
+def is_on(key: str) -> Asked:
+    """A key is true, or as good as true."""
+    return lambda given: told(key, given.at(key)) if given.at(key) else ""
+
+
+def is_not_in(key: str, *values: Any) -> Asked:
+    """A key is there, and has another value than these."""
+    return lambda given: "" if given.at(key) in (None, *values) else told(key, given.at(key))
+
+
+def _offloaded(given: Given) -> str:
+    zero = "zero_optimization"
+    offloads = [key for key in OFFLOADS if _offloads(given.at(f"{zero}.{key}"))]
+    return f"{zero}.{' and '.join(offloads)} is set" if offloads else ""
+
+
+def _offloads(value: Any) -> bool:
+    """Whether a key of ``zero_optimization`` turns offloading on: a block may say it is off."""
+    return value.get("device", "none") != "none" if isinstance(value, Mapping) else bool(value)
+
+
+OFFLOADS = ("offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_param")
+
+
+def _pipelined(given: Given) -> str:
+    kind = type(given.model).__name__
+    return f"the model is a PipelineModule ({kind})" if _is_pipeline(given.model) else ""
+
+
+def _is_pipeline(model: nn.Module) -> bool:
+    return isinstance(model, PipelineModule)
+
+
+def _replaced(given: Given) -> str:
+    ours = (experts.HostedExperts, native.HostedMoE)
+    if not any(isinstance(module, ours) for module in given.model.modules()):
+        return ""
+    kind = type(given.model).__name__
+    return f"the experts of this {kind} were replaced by an earlier deepspeed.initialize"
+
+
+def _sharded(given: Given) -> str:
+    is_sharded = any(hasattr(parameter, "ds_id") for parameter in given.model.parameters())
+    return "the model was built under deepspeed.zero.Init" if is_sharded else ""
+
+
+_MPU = "the mpu passed to deepspeed.initialize has"
+
+
+def _sequence_groups(given: Given) -> str:
+    has_groups = hasattr(given.mpu, "initialize_sequence_parallel")
+    return f"{_MPU} sequence parallel groups" if has_groups else ""
+
+
+def _stages(given: Given) -> str:
+    num_stages = 1 if given.mpu is None else bwc_pipeline_parallel_world_size(given.mpu)
+    return f"{_MPU} {num_stages} pipeline stages" if num_stages > 1 else ""
+
+
+UNSUPPORTED = (
+    Refusal(
+        "expert_parallel.enabled true",
+        is_on("expert_parallel.enabled"),
+        "DeepSpeed's AutoEP replaces the same layers",
+        f"set one of expert_parallel.enabled and {BLOCK}.enabled to false",
+    ),
+    Refusal(
+        "zero_optimization.stage 3",
+        is_in("zero_optimization.stage", 3),
+        "it shards expert weights a second time, and experts are spread over the ranks already",
+        "use stage 0, 1 or 2",
+    ),
+    Refusal(
+        "zero_optimization.offload_param, offload_optimizer, cpu_offload, cpu_offload_param",
+        _offloaded,
+        "offloading is not supported with replaced experts",
+        "remove it",
+    ),
+    Refusal(
+        "tensor_parallel.autotp_size above 1",
+        is_not_in("tensor_parallel.autotp_size", 0, 1),
+        "AutoTP is not supported",
+        "set it to 1, or pass an mpu with tensor parallel groups",
+    ),
+    Refusal(
+        "sequence_parallel_size above 1",
+        is_not_in("sequence_parallel_size", 1),
+        "DeepSpeed's sequence parallelism is not supported",
+        "set it to 1",
+    ),
+    Refusal(
+        "hybrid_engine.enabled true",
+        is_on("hybrid_engine.enabled"),
+        "the hybrid engine is not supported with replaced experts",
+        "set it to false",
+    ),
+    Refusal(
+        "compile.deepcompile true",
+        is_on("compile.deepcompile"),
+        "DeepCompile cannot trace the exchange of rows",
+        "set it to false",
+    ),
+    Refusal(
+        "use_data_before_expert_parallelism true",
+        is_on("use_data_before_expert_parallelism"),
+        "expert-parallel ranks are neighbours here",
+        "set it to false",
+    ),
+    Refusal(
+        "checkpoint.use_node_local_storage true",
+        is_on("checkpoint.use_node_local_storage"),
+        "a checkpoint is one folder here, which all ranks write and read",
+        "set it to false and save to a file system that they share",
+    ),
+    Refusal(
+        "a model that is a PipelineModule",
+        _pipelined,
+        "pipeline parallelism is not supported",
+        "pass a plain nn.Module",
+    ),
+    Refusal(
+        "an mpu with pipeline stages",
+        _stages,
+        "pipeline parallelism is not supported",
+        "use 1",
+    ),
+    Refusal(
+        "an mpu with sequence parallel groups",
+        _sequence_groups,
+        "these are not supported",
+        "pass one with tensor and data parallel groups only",
+    ),
+    Refusal(
+        "mesh_param of deepspeed.initialize",
+        lambda given: "" if given.mesh is None else "mesh_param was passed to deepspeed.initialize",
+        "sequence parallel groups are not supported",
+        "leave mesh_param out",
+    ),
+    Refusal(
+        "a model whose experts were replaced before",
+        _replaced,
+        "they belong to that engine",
+        "build the model anew",
+    ),
+    Refusal(
+        "a model built under deepspeed.zero.Init",
+        _sharded,
+        "it shards weights at construction",
+        "build it without, at stage 0, 1 or 2",
+    ),
+)
 
 
 def refuse_unsupported(document: Mapping[str, Any], model: nn.Module, mpu: Any, mesh: Any) -> None:
@@ -22,79 +216,97 @@ def refuse_unsupported(document: Mapping[str, Any], model: nn.Module, mpu: Any, 
     Raises:
         ValueError: the key, its value, why, and what to do.
     """
-    zero = _section(document, "zero_optimization")
-    tensor_parallel = _section(document, "tensor_parallel").get("autotp_size")
-    sequence_parallel = document.get("sequence_parallel_size")
-    offloads = [key for key in OFFLOADS if _offloads(zero.get(key))]
-    refused = [
-        (
-            bool(_section(document, "expert_parallel").get("enabled")),
-            "expert_parallel.enabled is true: DeepSpeed's AutoEP replaces the same layers; set one "
-            f"of expert_parallel.enabled and {BLOCK}.enabled to false",
-        ),
-        (
-            zero.get("stage") == 3,
-            "zero_optimization.stage is 3, which shards expert weights a second time; use stage "
-            "0, 1 or 2: experts are spread over the ranks already",
-        ),
-        (
-            bool(offloads),
-            f"zero_optimization.{' and '.join(offloads)} is set, which is not supported with "
-            "replaced experts; remove it",
-        ),
-        (
-            tensor_parallel not in (None, 0, 1),
-            f"tensor_parallel.autotp_size is {tensor_parallel!r}, which is not supported; set it "
-            "to 1",
-        ),
-        (
-            sequence_parallel not in (None, 1),
-            f"sequence_parallel_size is {sequence_parallel!r}, which is not supported; set it to 1",
-        ),
-        (
-            bool(_section(document, "hybrid_engine").get("enabled")),
-            "hybrid_engine.enabled is true, which is not supported with replaced experts; set it "
-            "to false",
-        ),
-        (
-            bool(_section(document, "compile").get("deepcompile")),
-            "compile.deepcompile is true, which cannot trace the exchange of rows; set it to false",
-        ),
-        (
-            bool(document.get("use_data_before_expert_parallelism")),
-            "use_data_before_expert_parallelism is true, but expert-parallel ranks are neighbours "
-            "here; set it to false",
-        ),
-        (
-            bool(_section(document, "checkpoint").get("use_node_local_storage")),
-            "checkpoint.use_node_local_storage is true, but a checkpoint is one folder here, which "
-            "all ranks write and read; set it to false and save to a file system that they share",
-        ),
-        (
-            isinstance(model, PipelineModule),
-            f"the model is a PipelineModule ({type(model).__name__}); pipeline parallelism is not "
-            "supported: pass a plain nn.Module",
-        ),
-        (
-            mesh is not None,
-            "a mesh_param was passed to deepspeed.initialize: sequence parallel groups are not "
-            "supported; leave mesh_param out",
-        ),
-        (
-            any(isinstance(m, (experts.HostedExperts, native.HostedMoE)) for m in model.modules()),
-            f"the experts of this {type(model).__name__} were replaced by an earlier "
-            "deepspeed.initialize; build the model anew",
-        ),
-        (
-            any(hasattr(parameter, "ds_id") for parameter in model.parameters()),
-            "the model was built under deepspeed.zero.Init, which shards weights at construction; "
-            "build it without, at stage 0, 1 or 2",
-        ),
-    ]
-    for is_set, reason in refused:
-        if is_set:
-            raise ValueError(f"{BLOCK} is enabled, but {reason}")
-    TensorParallel.of(mpu)
+    refuse(UNSUPPORTED, Given(document, model, mpu, mesh))
+
+
+@dataclass(frozen=True, eq=False)
+class GivenWithRoles(Given):
+    """What ``deepspeed.initialize`` was given, where ranks have roles.
+
+    Attributes:
+        settings: of our block.
+    """
+
+    settings: Settings
+
+
+def _foreign_unit(given: Given) -> str:
+    is_foreign = given.mpu is not None and not isinstance(given.mpu, RoleUnit)
+    kind = type(given.mpu).__name__
+    return f"an mpu ({kind}) was passed to deepspeed.initialize" if is_foreign else ""
+
+
+def _autocast_to_float16(given: Given) -> str:
+    is_on = given.at("torch_autocast.enabled")
+    return is_in("torch_autocast.dtype", *FLOAT16)(given) if is_on else ""
+
+
+FLOAT16 = ("float16", "fp16", "half", "torch.float16")  # as DeepSpeed lets it be written
+
+
+def _scattered_gradients(given: Given) -> str:
+    is_second = given.at("zero_optimization.stage") == 2
+    return is_in("zero_optimization.contiguous_gradients", False)(given) if is_second else ""
+
+
+def _optimizer_of_one_role(given: Given) -> str:
+    kind = given.at("optimizer.type")
+    return told("optimizer.type", kind) if str(kind).lower() in OPTIMIZERS_OF_ONE_ROLE else ""
+
+
+OPTIMIZERS_OF_ONE_ROLE = ("onebitadam", "onebitlamb", "zerooneadam", "muon")
+
+
+WITH_ROLES = (
+    Refusal(
+        "an mpu",
+        _foreign_unit,
+        "tensor and sequence parallelism are not supported with roles",
+        "leave mpu out",
+    ),
+    Refusal(
+        f"{BLOCK}.hooks",
+        lambda given: "" if given.settings.hooks == NO_HOOKS else f"{BLOCK}.hooks is set",
+        "hooks are not supported with roles",
+        "leave it out",
+    ),
+    Refusal(
+        "torch_autocast.dtype float16",
+        _autocast_to_float16,
+        "its scaler lets each rank skip steps alone",
+        "use bfloat16, or fp16.enabled",
+    ),
+    Refusal(
+        "zero_optimization.reduce_scatter false",
+        is_in("zero_optimization.reduce_scatter", False),
+        "DeepSpeed refuses it on the ranks that have experts only",
+        "set it to true",
+    ),
+    Refusal(
+        "zero_optimization.contiguous_gradients false at stage 2",
+        _scattered_gradients,
+        "DeepSpeed refuses it on the ranks that have experts only",
+        "set it to true",
+    ),
+    Refusal(
+        "optimizer.legacy_fusion true",
+        is_on("optimizer.legacy_fusion"),
+        "it knows no norm over two roles",
+        "set it to false",
+    ),
+    Refusal(
+        f"optimizer.type {', '.join(OPTIMIZERS_OF_ONE_ROLE)}",
+        _optimizer_of_one_role,
+        "it communicates by itself, among ranks of one role",
+        "use another, as AdamW",
+    ),
+    Refusal(
+        "data_efficiency.enabled true",
+        is_on("data_efficiency.enabled"),
+        "its sampler takes the ranks of one role for all",
+        "set it to false",
+    ),
+)
 
 
 def refuse_with_roles(document: Mapping[str, Any], settings: Settings, mpu: Any) -> None:
@@ -103,66 +315,5 @@ def refuse_with_roles(document: Mapping[str, Any], settings: Settings, mpu: Any)
     Raises:
         ValueError: the key, its value, why, and what to do.
     """
-    zero, optimizer = _section(document, "zero_optimization"), _section(document, "optimizer")
-    kind = str(optimizer.get("type", ""))
-    autocast = _section(document, "torch_autocast")
-    refused = [
-        (
-            mpu is not None and not isinstance(mpu, RoleUnit),
-            f"an mpu ({type(mpu).__name__}) was passed to deepspeed.initialize: tensor and "
-            "sequence parallelism are not supported with roles; leave mpu out",
-        ),
-        (
-            settings.hooks != NO_HOOKS,
-            f"{BLOCK}.hooks is set, which is not supported with roles; leave it out",
-        ),
-        (
-            bool(autocast.get("enabled")) and autocast.get("dtype") in FLOAT16,
-            f"torch_autocast.dtype is {autocast.get('dtype')}, whose scaler lets each rank skip "
-            "steps alone; use bfloat16, or fp16.enabled",
-        ),
-        (
-            zero.get("reduce_scatter") is False,
-            "zero_optimization.reduce_scatter is false, which DeepSpeed refuses on the ranks that "
-            "have experts only; set it to true",
-        ),
-        (
-            zero.get("contiguous_gradients") is False and zero.get("stage") == 2,
-            "zero_optimization.contiguous_gradients is false, which DeepSpeed refuses at stage 2 "
-            "on the ranks that have experts only; set it to true",
-        ),
-        (
-            bool(optimizer.get("legacy_fusion")),
-            "optimizer.legacy_fusion is true, which knows no norm over two roles; set it to false",
-        ),
-        (
-            kind.lower() in OPTIMIZERS_OF_ONE_ROLE,
-            f"optimizer.type is {kind!r}, which communicates by itself, among ranks of one role; "
-            "use another, as AdamW",
-        ),
-        (
-            bool(_section(document, "data_efficiency").get("enabled")),
-            "data_efficiency.enabled is true, whose sampler takes the ranks of one role for all; "
-            "set it to false",
-        ),
-    ]
-    for is_set, reason in refused:
-        if is_set:
-            raise ValueError(f"{BLOCK}.strategy is {settings.strategy!r}, but {reason}")
-
-
-FLOAT16 = ("float16", "fp16", "half", "torch.float16")  # as DeepSpeed lets it be written
-
-OPTIMIZERS_OF_ONE_ROLE = ("onebitadam", "onebitlamb", "zerooneadam", "muon")
-
-OFFLOADS = ("offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_param")
-
-
-def _offloads(value: Any) -> bool:
-    """Whether a key of ``zero_optimization`` turns offloading on: a block may say it is off."""
-    return value.get("device", "none") != "none" if isinstance(value, Mapping) else bool(value)
-
-
-def _section(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    section = document.get(key)
-    return section if isinstance(section, Mapping) else {}
+    given = GivenWithRoles(document, nn.Module(), mpu, None, settings)
+    refuse(WITH_ROLES, given, context=f"{BLOCK}.strategy is {settings.strategy!r}")

@@ -23,12 +23,15 @@ import torch.distributed as dist
 from deepspeed.moe.utils import is_moe_param
 from torch import Tensor, nn
 
+from ds_moe_ext.hosts.deepspeed.refusals import told
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.hosts.reduced import Reduced
+from ds_moe_ext.hosts.refusal import Refusal, refuse
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.moe.layer import SawSlice
 from ds_moe_ext.schedule.execute import Event, Lanes, lanes_for
 from ds_moe_ext.schedule.task import INTER
+from ds_moe_ext.settings import BLOCK
 
 _SLICES = "ds_moe_ext_slices"  # attribute of the engine
 
@@ -135,7 +138,12 @@ class GradientSlices:
         Raises:
             ValueError: DeepSpeed does not show it each gradient as it becomes ready.
         """
-        _refuse_unsupported(engine)
+        refuse(
+            UNSLICED,
+            engine,
+            context="dense gradients are to be reduced in slices",
+            or_else=f"set {BLOCK}.esp.slice_gradients to false",
+        )
         # Ranks that share dense weights are neighbours; the others reduce those of one place.
         grid = Grid(dist.get_world_size(), TensorParallel.of(engine.mpu).size)
         group = ParallelLayout.build(grid, [("edp", INTER)], ranks_per_node=1).group("edp", INTER)
@@ -292,39 +300,57 @@ def _elements(slices: Iterable[_Slice]) -> int:
     return sum(stop - start for pieces in slices for _, start, stop in pieces)
 
 
-def _refuse_unsupported(engine: Any) -> None:
+def _shards_weights(engine: Any) -> str:
     stage = engine.zero_optimization_stage()
-    model_dtype, sum_dtype = engine.get_data_types()
-    refused = [
-        (
-            stage not in (0, 1, 2),
-            f"zero_optimization.stage is {stage}, which shards weights; use stage 0, 1 or 2",
-        ),
-        (
-            stage == 1 and (model_dtype, sum_dtype) == (torch.bfloat16, torch.float32),
-            "bfloat16 weights with float32 sums at stage 1 take DeepSpeed's BF16_Optimizer, which "
-            "makes the gradients it reduces after backward; use stage 2, or leave out "
-            "data_types.grad_accum_dtype",
-        ),
-        (
-            engine.zenflow_config() is not None,
-            "zero_optimization.zenflow is set, which keeps gradients in an order of its own; "
-            "remove it",
-        ),
-        (
-            stage > 0 and not engine.zero_contiguous_gradients(),
-            "zero_optimization.contiguous_gradients is false, and then ZeRO has no buckets that "
-            "averaged gradients could go back through; set it to true",
-        ),
-        (
-            stage > 0 and not engine.zero_reduce_scatter(),
-            "zero_optimization.reduce_scatter is false, which DeepSpeed refuses with experts; set "
-            "it to true",
-        ),
-    ]
-    for is_set, reason in refused:
-        if is_set:
-            raise ValueError(
-                f"dense gradients cannot be reduced in slices: {reason}; or set "
-                "ds_moe_ext.esp.slice_gradients to false"
-            )
+    return "" if stage in (0, 1, 2) else told("zero_optimization.stage", stage)
+
+
+def _sums_after_backward(engine: Any) -> str:
+    types = engine.get_data_types()
+    is_late = engine.zero_optimization_stage() == 1 and types == (torch.bfloat16, torch.float32)
+    return "bfloat16 weights have float32 sums at stage 1" if is_late else ""
+
+
+def _has_no_buckets(engine: Any) -> str:
+    is_asked = engine.zero_optimization_stage() > 0 and not engine.zero_contiguous_gradients()
+    return told("zero_optimization.contiguous_gradients", False) if is_asked else ""
+
+
+def _does_not_scatter(engine: Any) -> str:
+    is_asked = engine.zero_optimization_stage() > 0 and not engine.zero_reduce_scatter()
+    return told("zero_optimization.reduce_scatter", False) if is_asked else ""
+
+
+def _flows(engine: Any) -> str:
+    return "zero_optimization.zenflow is set" if engine.zenflow_config() is not None else ""
+
+
+UNSLICED = (
+    Refusal(
+        "zero_optimization.stage 3", _shards_weights, "it shards weights", "use stage 0, 1 or 2"
+    ),
+    Refusal(
+        "bfloat16 with data_types.grad_accum_dtype fp32 at stage 1",
+        _sums_after_backward,
+        "DeepSpeed's BF16_Optimizer makes the gradients it reduces after backward",
+        "use stage 2, or leave out data_types.grad_accum_dtype",
+    ),
+    Refusal(
+        "zero_optimization.zenflow",
+        _flows,
+        "it keeps gradients in an order of its own",
+        "remove it",
+    ),
+    Refusal(
+        "zero_optimization.contiguous_gradients false",
+        _has_no_buckets,
+        "ZeRO then has no buckets that averaged gradients could go back through",
+        "set it to true",
+    ),
+    Refusal(
+        "zero_optimization.reduce_scatter false",
+        _does_not_scatter,
+        "DeepSpeed refuses it with experts",
+        "set it to true",
+    ),
+)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch.distributed as dist
 from deepspeed.utils.bwc import (
-    bwc_pipeline_parallel_world_size,
     bwc_tensor_model_parallel_group,
     bwc_tensor_model_parallel_rank,
     bwc_tensor_model_parallel_world_size,
@@ -32,25 +31,9 @@ class TensorParallel:
 
     @classmethod
     def of(cls, mpu: Any) -> TensorParallel:
-        """From an mpu, or None.
-
-        Raises:
-            ValueError: it has parallelism of a kind that we do not support.
-        """
+        """From an mpu that ``refusals`` let through, or None."""
         if mpu is None:
             return cls()
-        if hasattr(mpu, "initialize_sequence_parallel"):
-            raise ValueError(
-                "ds_moe_ext is enabled, but the mpu passed to deepspeed.initialize has sequence "
-                "parallel groups, which are not supported; pass one with tensor and data parallel "
-                "groups only"
-            )
-        num_stages = bwc_pipeline_parallel_world_size(mpu)
-        if num_stages > 1:
-            raise ValueError(
-                f"ds_moe_ext is enabled, but the mpu passed to deepspeed.initialize has "
-                f"{num_stages} pipeline stages; pipeline parallelism is not supported: use 1"
-            )
         size = bwc_tensor_model_parallel_world_size(mpu)
         if size == 1:
             return cls()

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ds_moe_ext.hosts.megatron.flag import FLAG
-from ds_moe_ext.hosts.megatron.refusals import refuse_settings
+from ds_moe_ext.hosts.megatron.refusals import SETTINGS
 from ds_moe_ext.hosts.megatron.role_refusals import refuse_zebra
 from ds_moe_ext.hosts.megatron.worlds import Worlds
+from ds_moe_ext.hosts.refusal import refuse
 from ds_moe_ext.settings import BLOCK, Settings, read_settings
 from ds_moe_ext.strategies.base import Strategy
 from ds_moe_ext.strategies.zebra import Zebra
@@ -76,7 +77,7 @@ def read(given: str | Path | Mapping[str, Any]) -> Chosen | None:
             stacklevel=3,
         )
         return None
-    refuse_settings(settings)
+    refuse(SETTINGS, settings)
     if isinstance(strategy, Zebra):
         refuse_zebra(settings, strategy)
     return Chosen(source, settings, strategy)

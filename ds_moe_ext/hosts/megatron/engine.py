@@ -24,9 +24,11 @@ from ds_moe_ext.hosts.megatron.experts import HostedExperts, Ready
 from ds_moe_ext.hosts.megatron.move import mover_of
 from ds_moe_ext.hosts.megatron.passes import Passes, Schedules
 from ds_moe_ext.hosts.megatron.ranks import Grids, check_sizes, grids
+from ds_moe_ext.hosts.megatron.refusals import OPTIMIZER
 from ds_moe_ext.hosts.megatron.slices import dense_gradients, slice_gradients, why_unsliced
 from ds_moe_ext.hosts.moving import ExpertMover
 from ds_moe_ext.hosts.pipelines import DenseGradients
+from ds_moe_ext.hosts.refusal import refuse
 from ds_moe_ext.hosts.run import Run
 from ds_moe_ext.hosts.started import Steps, planning_of
 from ds_moe_ext.layout import Grid
@@ -105,11 +107,7 @@ def begin(
 
 def check_optimizer(optimizer: Any) -> None:
     """Raises ValueError where its steps do not come by here."""
-    if vars(optimizer.config).get("optimizer_cuda_graph"):
-        raise ValueError(
-            f"{BLOCK} is enabled, but Megatron was given --optimizer-cuda-graph, by which a graph "
-            "is replayed and nobody is told of steps; leave it out"
-        )
+    refuse(OPTIMIZER, optimizer.config)
 
 
 def check_wrapped(chunks: Sequence[nn.Module]) -> None:

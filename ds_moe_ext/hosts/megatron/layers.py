@@ -26,9 +26,10 @@ from ds_moe_ext.hosts.megatron.experts import (
     swap_class,
     ways_of,
 )
-from ds_moe_ext.hosts.megatron.refusals import refuse_config
+from ds_moe_ext.hosts.megatron.refusals import REFUSALS
 from ds_moe_ext.hosts.megatron.role_refusals import WITH_ROLES
 from ds_moe_ext.hosts.megatron.sides import Elsewhere, leave_experts
+from ds_moe_ext.hosts.refusal import refuse
 from ds_moe_ext.moe.expert import on_shard
 from ds_moe_ext.moe.sharding import Shard
 from ds_moe_ext.settings import BLOCK
@@ -52,10 +53,10 @@ def constructed(layer: Any) -> None:
     Raises:
         ValueError: the layer was asked for what ds_moe_ext cannot do.
     """
-    refuse_config(layer.config)
+    refuse(REFUSALS, layer.config)
     parted = worlds()
     if parted is not None:
-        refuse_config(layer.config, WITH_ROLES)
+        refuse(WITH_ROLES, layer.config)
         if parted.is_attention:
             leave_experts(layer)
     # Elsewhere Megatron is right, and its optimizer's states stay in the form of a run without us.

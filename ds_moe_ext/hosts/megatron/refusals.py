@@ -1,29 +1,33 @@
-"""What ds_moe_ext does not do under Megatron-core, found at start and told by the flag's name."""
+"""What ds_moe_ext does not do under Megatron-core, found at start and told by the flag's name.
+
+Nearly all is asked of a ``TransformerConfig``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
+from ds_moe_ext.hosts.refusal import Refusal
 from ds_moe_ext.settings import BLOCK, Settings
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """One thing that Megatron can do and ds_moe_ext cannot go along with.
+def flag(name: str, asked: Callable[[Any], object], reason: str, remedy: str) -> Refusal:
+    """A refusal of what a flag of Megatron-LM does.
 
-    Attributes:
-        flag: of Megatron-LM.
+    Args:
+        name: of the flag.
         asked: from a ``TransformerConfig`` to what was asked for; nothing, if it was not.
         reason: why not.
         remedy: what to do.
     """
 
-    flag: str
-    asked: Callable[[Any], object]
-    reason: str
-    remedy: str
+    def told(config: Any) -> str:
+        value = asked(config)
+        given = "" if value is True else f" ({value})"
+        return f"Megatron was given {name}{given}" if value else ""
+
+    return Refusal(name, told, reason, remedy)
 
 
 def field_of(name: str) -> Callable[[Any], object]:
@@ -71,43 +75,43 @@ def _split_biases(config: Any) -> object:
 
 
 REFUSALS = (
-    Refusal(
+    flag(
         "--overlap-moe-expert-parallel-comm",
         field_of("overlap_moe_expert_parallel_comm"),
         "it takes MoE layers apart to interleave two micro-batches, past our schedule",
         "leave it out; strategy 'esp' overlaps within a layer",
     ),
-    Refusal(
+    flag(
         "--delay-wgrad-compute",
         field_of("delay_wgrad_compute"),
         "gradients of expert weights are made in the layer's own backward schedule",
         "leave it out",
     ),
-    Refusal(
+    flag(
         "--cuda-graph-impl with MoE scopes",
         _graphed_with_moe,
         "row counts change from step to step, and plans with them",
         "use --cuda-graph-scope attn (--cuda-graph-modules attn), or none",
     ),
-    Refusal(
+    flag(
         "--moe-token-dispatcher-type flex",
         lambda config: config.moe_token_dispatcher_type == "flex",
         "rows travel by ds_moe_ext's own dispatch",
         "use alltoall; esp.all_to_all 'deepep' asks for DeepEP",
     ),
-    Refusal(
+    flag(
         "--fp8-format",
         field_of("fp8"),
         "experts compute in the type of their weights",
         "use --bf16",
     ),
-    Refusal(
+    flag(
         "--fp4-format",
         field_of("fp4"),
         "experts compute in the type of their weights",
         "use --bf16",
     ),
-    Refusal(
+    flag(
         "--moe-router-padding-for-quantization",
         lambda config: (
             vars(config).get("moe_router_padding_for_quantization")
@@ -116,43 +120,43 @@ REFUSALS = (
         "padded rows are for fp8 and fp4, which are not supported",
         "leave it out",
     ),
-    Refusal(
+    flag(
         "--recompute-modules moe_act",
         _recomputed("moe_act"),
         "activations of experts are not recomputed alone",
         "use --recompute-modules moe",
     ),
-    Refusal(
+    flag(
         "--offload-modules expert_fc1 or moe_act",
         _offloaded,
         "inputs of experts are kept by our program",
         "leave these modules out",
     ),
-    Refusal(
+    flag(
         "--activation-func-fp8-input-store",
         field_of("activation_func_fp8_input_store"),
         "activations of experts are kept in their own type",
         "leave it out",
     ),
-    Refusal(
+    flag(
         "biases of experts (no --disable-bias-linear) with --expert-tensor-parallel-size above 1",
         _split_biases,
         "Megatron adds the whole bias once on every rank that has a part of the expert",
         "use --disable-bias-linear",
     ),
-    Refusal(
+    flag(
         "--moe-mlp-glu-interleave-size",
         lambda config: config.gated_linear_unit and vars(config).get("moe_mlp_glu_interleave_size"),
         "gate and up lie behind each other in an expert's weights, not in turns",
         "leave it out",
     ),
-    Refusal(
+    flag(
         "--overlap-dispatch-backward-with-experts-wgrad",
         field_of("overlap_dispatch_backward_with_experts_wgrad"),
         "gradients of expert weights are made in the layer's own backward schedule",
         "leave it out",
     ),
-    Refusal(
+    flag(
         "--mtp-use-repeated-layer with --mtp-num-layers above 1",
         lambda config: (
             vars(config).get("mtp_use_repeated_layer") and (config.mtp_num_layers or 0) > 1
@@ -160,7 +164,7 @@ REFUSALS = (
         "a layer runs once a micro-batch, or nobody knows which pass is the last",
         "leave it out",
     ),
-    Refusal(
+    flag(
         "--use-kitchen or a quantization recipe",
         lambda config: vars(config).get("use_kitchen") or vars(config).get("quant_recipe"),
         "experts compute in the type of their weights",
@@ -169,35 +173,43 @@ REFUSALS = (
 )
 
 
-def refuse_config(config: Any, refusals: Sequence[Refusal] = REFUSALS) -> None:
-    """Check a ``TransformerConfig`` with MoE layers.
+def _own_flag(key: str, flag: str) -> Refusal:
+    """A key of ours, where Megatron has a flag of its own."""
 
-    Raises:
-        ValueError: it asks for what cannot be done.
-    """
-    for refusal in refusals:
-        asked = refusal.asked(config)
-        if asked:
-            told = "" if asked is True else f" ({asked})"
-            raise ValueError(
-                f"{BLOCK} is enabled, but Megatron was given {refusal.flag}{told}: "
-                f"{refusal.reason}; {refusal.remedy}"
-            )
+    def asked(settings: Settings) -> str:
+        value = vars(settings)[key]
+        return f"{BLOCK}.{key} is {value}" if value else ""
+
+    remedy = f"leave it out, and use {flag}"
+    return Refusal(f"{BLOCK}.{key}", asked, "under Megatron its own flag says that", remedy)
 
 
-def refuse_settings(settings: Settings) -> None:
-    """Check the block for what Megatron has flags of its own for, or cannot do.
+SETTINGS = (
+    _own_flag("gate", "--moe-router-load-balancing-type and its like"),
+    _own_flag("capacity_factor", "--moe-expert-capacity-factor"),
+    _own_flag("sequence_parallel", "--sequence-parallel"),
+)
 
-    Raises:
-        ValueError: it asks for such a thing.
-    """
-    for key, value, flag in (
-        ("gate", settings.gate, "--moe-router-load-balancing-type and its like"),
-        ("capacity_factor", settings.capacity_factor, "--moe-expert-capacity-factor"),
-        ("sequence_parallel", settings.sequence_parallel, "--sequence-parallel"),
-    ):
-        if value:
-            raise ValueError(
-                f"{BLOCK}.{key} is {value}, which under Megatron is said by its own flag: "
-                f"leave it out, and use {flag}"
-            )
+OPTIMIZER = (
+    flag(
+        "--optimizer-cuda-graph",
+        field_of("optimizer_cuda_graph"),
+        "a graph is replayed, and nobody is told of steps",
+        "leave it out",
+    ),
+)
+"""Of an optimizer's config."""
+
+_UNMOVED = "the strategy moves experts to new homes, whose optimizer states cannot be moved then"
+_UNMOVING = "leave it out, or set reshard_interval to 0"
+
+MOVING = (
+    flag(
+        "--use-precision-aware-optimizer",
+        field_of("use_precision_aware_optimizer"),
+        _UNMOVED,
+        _UNMOVING,
+    ),
+    flag("--optimizer-cpu-offload", field_of("optimizer_cpu_offload"), _UNMOVED, _UNMOVING),
+)
+"""Of an optimizer's config, where experts move."""

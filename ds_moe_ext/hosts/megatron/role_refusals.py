@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from ds_moe_ext.hosts.megatron.refusals import Refusal, field_of, graphed, refuse_config
+from ds_moe_ext.hosts.megatron.refusals import field_of, flag, graphed
+from ds_moe_ext.hosts.refusal import Refusal, refuse
 from ds_moe_ext.moe.hooks import NO_HOOKS
 from ds_moe_ext.settings import BLOCK, Settings
 from ds_moe_ext.strategies.zebra import Zebra
@@ -13,49 +16,49 @@ _SEVERAL = "several micro-batches are under way at once"
 
 
 WITH_ROLES = (
-    Refusal(
+    flag(
         "--recompute-granularity",
         field_of("recompute_granularity"),
         "Megatron's checkpoints cannot be cut where experts compute",
         "leave it out; zebra.num_micro_batches bounds the micro-batches under way",
     ),
-    Refusal(
+    flag(
         "--moe-shared-expert-overlap",
         field_of("moe_shared_expert_overlap"),
         f"it keeps what it has begun in the layer, but {_SEVERAL}",
         "leave it out",
     ),
-    Refusal(
+    flag(
         "--calculate-per-token-loss",
         field_of("calculate_per_token_loss"),
         "expert ranks do not count tokens",
         "leave it out",
     ),
-    Refusal(
+    flag(
         "--mtp-num-layers",
         field_of("mtp_num_layers"),
         "layers that predict more tokens run outside of the model's blocks",
         "leave it out",
     ),
-    Refusal(
+    flag(
         "gradient accumulation fusion",
         field_of("gradient_accumulation_fusion"),
         "gradients are handed over when the backward of a stage is done",
         "use --no-gradient-accumulation-fusion",
     ),
-    Refusal(
+    flag(
         "--fp16",
         field_of("fp16"),
         "the ranks of the two roles would skip steps each by their own scale",
         "use --bf16",
     ),
-    Refusal(
+    flag(
         "--cuda-graph-impl",
         graphed,
         f"a graph's buffers hold one micro-batch, but {_SEVERAL}",
         "leave it out",
     ),
-    Refusal(
+    flag(
         "--cpu-offloading",
         lambda config: (
             vars(config).get("cpu_offloading")
@@ -67,77 +70,126 @@ WITH_ROLES = (
 )
 
 
+@dataclass(frozen=True)
+class Block:
+    """Our block of a run with roles.
+
+    Attributes:
+        settings: all but the strategy.
+        strategy: with its roles.
+    """
+
+    settings: Settings
+    strategy: Zebra
+
+
+def _is_set(key: str, value: Callable[[Block], object], reason: str, remedy: str) -> Refusal:
+    def asked(block: Block) -> str:
+        return f"{BLOCK}.{key} is {value(block)!r}" if value(block) else ""
+
+    return Refusal(f"{BLOCK}.{key}", asked, reason, remedy)
+
+
+def _sizes(block: Block) -> str:
+    sizes = block.strategy.attention_size, block.strategy.expert_size
+    if None not in sizes:
+        return ""
+    return f"{BLOCK}.zebra.attention_size is {sizes[0]} and expert_size {sizes[1]}"
+
+
+def _other_group(block: Block) -> object:
+    size = block.settings.expert_parallel_size
+    return size if size not in (None, block.strategy.roles.size) else None
+
+
+BLOCKS = (
+    _is_set(
+        "zebra.attention_device",
+        lambda block: block.strategy.attention_device,
+        "roles are given before devices are known",
+        "set it to null, and give attention_size, expert_size and, where attention ranks are not "
+        "the first, attention_cells",
+    ),
+    Refusal(
+        f"{BLOCK}.zebra without attention_size or expert_size",
+        _sizes,
+        "roles are given when the flag is read",
+        "set both",
+    ),
+    _is_set(
+        "zebra.moved",
+        lambda block: block.strategy.moved,
+        "attention ranks have no experts here",
+        "leave it out",
+    ),
+    _is_set(
+        "zebra.profile",
+        lambda block: block.strategy.profile,
+        "it measures under DeepSpeed only",
+        "leave it out",
+    ),
+    _is_set(
+        "moe_layer_pattern",
+        lambda block: block.settings.moe_layer_pattern,
+        "expert ranks have no other layers",
+        "leave it out",
+    ),
+    Refusal(
+        f"{BLOCK}.hooks",
+        lambda block: "" if block.settings.hooks == NO_HOOKS else f"{BLOCK}.hooks is set",
+        "rows of roles have none",
+        "leave it out",
+    ),
+    _is_set(
+        "expert_sharding_size",
+        lambda block: (
+            block.settings.expert_sharding_size not in (None, 1)
+            and block.settings.expert_sharding_size
+        ),
+        "every rank of a ZP group is a cell",
+        "leave it out",
+    ),
+    _is_set(
+        "expert_parallel_size",
+        _other_group,
+        "a ZP group has as many cells as zebra.attention_size and expert_size say together",
+        "leave it out",
+    ),
+)
+
+
 def refuse_zebra(settings: Settings, strategy: Zebra) -> None:
     """Check the block of a run with roles.
 
     Raises:
         ValueError: it asks for what only other strategies, or DeepSpeed, can do.
     """
-    if strategy.attention_device is not None:
-        raise ValueError(
-            f"{BLOCK}.zebra.attention_device is {strategy.attention_device!r}, but under Megatron "
-            "roles are given before devices are known; set it to null, and give attention_size, "
-            "expert_size and, where attention ranks are not the first, attention_cells"
-        )
-    if None in (strategy.attention_size, strategy.expert_size):
-        raise ValueError(
-            f"{BLOCK}.zebra.attention_size is {strategy.attention_size} and expert_size "
-            f"{strategy.expert_size}; under Megatron set both"
-        )
-    size = strategy.roles.size
-    refused = (
-        ("zebra.moved", strategy.moved, "attention ranks have no experts here", "leave it out"),
-        ("zebra.profile", strategy.profile, "it measures under DeepSpeed only", "leave it out"),
-        (
-            "moe_layer_pattern",
-            settings.moe_layer_pattern,
-            "expert ranks have no other layers",
-            "leave it out",
-        ),
-        ("hooks", settings.hooks != NO_HOOKS, "rows of roles have none", "leave it out"),
-        (
-            "expert_sharding_size",
-            settings.expert_sharding_size not in (None, 1),
-            "every rank of a ZP group is a cell",
-            "leave it out",
-        ),
-        (
-            "expert_parallel_size",
-            settings.expert_parallel_size not in (None, size),
-            f"a ZP group has {size} ranks",
-            f"leave it out, or make it {size}",
-        ),
-    )
-    for key, is_set, reason, remedy in refused:
-        if is_set:
-            raise ValueError(
-                f"{BLOCK}.{key} is set, but with strategy {settings.strategy!r} under Megatron "
-                f"{reason}; {remedy}"
-            )
+    block = Block(settings, strategy)
+    refuse(BLOCKS, block, context=f"{BLOCK}.strategy is {settings.strategy!r} under Megatron")
 
 
 _ALONE = "each role would decide alone when to stop, and the other would wait"
 
 ARGUMENTS = (
-    Refusal(
+    flag(
         "--exit-signal-handler",
         field_of("exit_signal_handler"),
         _ALONE,
         "leave it out",
     ),
-    Refusal(
+    flag(
         "--exit-duration-in-mins",
         field_of("exit_duration_in_mins"),
         _ALONE,
         "use --exit-interval or --train-iters",
     ),
-    Refusal(
+    flag(
         "--log-straggler",
         field_of("log_straggler"),
         f"it times one micro-batch, but {_SEVERAL}",
         "leave it out",
     ),
-    Refusal(
+    flag(
         "--save without --ckpt-format torch_dist",
         lambda given: (
             vars(given).get("save") and vars(given).get("ckpt_format", "torch_dist") != "torch_dist"
@@ -145,7 +197,7 @@ ARGUMENTS = (
         "a file a rank cannot say that each role has a part of the model",
         "use --ckpt-format torch_dist",
     ),
-    Refusal(
+    flag(
         "--async-save",
         lambda given: vars(given).get("save") and vars(given).get("async_save"),
         "the two roles save together",
@@ -163,4 +215,4 @@ def refuse_arguments() -> None:
     script = sys.modules.get("megatron.training.global_vars")
     parsed = None if script is None else vars(script).get("_GLOBAL_ARGS")
     if parsed is not None:
-        refuse_config(parsed, ARGUMENTS)
+        refuse(ARGUMENTS, parsed)

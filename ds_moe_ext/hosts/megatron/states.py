@@ -10,6 +10,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from torch import Tensor, nn
 
+from ds_moe_ext.hosts.megatron.refusals import MOVING
+from ds_moe_ext.hosts.refusal import refuse
 from ds_moe_ext.hosts.states import Group, States
 
 
@@ -63,17 +65,7 @@ def check_kind(optimizer: Any) -> None:
     Raises:
         ValueError: they cannot.
     """
-    config = optimizer.config
-    for flag, asked in (
-        ("--use-precision-aware-optimizer", config.use_precision_aware_optimizer),
-        ("--optimizer-cpu-offload", config.optimizer_cpu_offload),
-    ):
-        if asked:
-            raise ValueError(
-                f"the strategy moves experts to new homes, but Megatron was given {flag}, under "
-                "which their optimizer states cannot be moved; leave it out, or set "
-                "reshard_interval to 0"
-            )
+    refuse(MOVING, optimizer.config)
     known = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
     if type(optimizer) not in known:
         raise ValueError(

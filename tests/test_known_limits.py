@@ -1,0 +1,20 @@
+"""The page of known limits is what the rows say that refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import known_limits
+
+PAGE = Path(__file__).parents[1] / "docs/known_limits.md"
+
+
+def test_the_page_is_made_of_the_rows() -> None:
+    assert PAGE.read_text() == known_limits.page(), (
+        "run: python launch/known_limits.py > docs/known_limits.md"
+    )
+
+
+def test_every_row_says_why_and_what_to_do() -> None:
+    rows = [row for section in known_limits.SECTIONS for row in section.rows]
+    assert rows and all(row.what and row.reason and row.remedy for row in rows)
