@@ -91,6 +91,11 @@ class Planning:
         elif self._rhythm.plan_every and (step + 1) % self._rhythm.plan_every == 0:
             self.plan()
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the strategy says of its keys, by what is known now."""
+        return self.strategy.remarks(self.job)
+
     def plan(self) -> None:
         """Plan by what is known now."""
         self._take(self.strategy.plan(self.job))

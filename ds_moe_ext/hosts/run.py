@@ -89,7 +89,8 @@ class Run:
         if rank == 0 and report.enabled:
             Console().print(start_table(run))
             weakref.finalize(lives_with, finish, recorder, report.path)
-        planning.tell(told_way(blueprint.strategy, layout))
+        for line in (told_way(blueprint.strategy, layout), *planning.remarks):
+            planning.tell(line)
         return run
 
     def after_step(self, step: int) -> None:

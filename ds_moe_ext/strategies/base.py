@@ -334,6 +334,13 @@ class Strategy(ABC):
         """Where experts shall live from now on; asked every ``shard_every`` steps. Pure."""
         return job.homes
 
+    def remarks(self, job: Job) -> tuple[str, ...]:
+        """What its keys cannot do here, a line each, for a person as a run starts. Pure.
+
+        Each names the key and what to set. Of what is measured later ``describe`` tells.
+        """
+        return ()
+
     def describe(self, job: Job) -> str:
         """What it makes of what was measured, for a person; empty if it has nothing to say."""
         return ""

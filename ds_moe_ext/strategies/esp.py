@@ -214,6 +214,9 @@ class Pipelined(Strategy):
     def forecast(self, job: Job, layer: int, plan: Plan, rows_CE: np.ndarray) -> Forecast | None:
         return self.placing.forecast(job, layer, plan, rows_CE)
 
+    def remarks(self, job: Job) -> tuple[str, ...]:
+        return self.placing.remarks(job)
+
     def describe(self, job: Job) -> str:
         told = [self.placing.describe(job)] if any(pool.expert_bytes for pool in job.pools) else []
         if job.pipelines is not None:

@@ -34,6 +34,7 @@ from ds_moe_ext.strategies.base import (
 )
 from ds_moe_ext.strict import at_least
 
+WHERE = "ds_moe_ext.fssdp"
 RESHARD_INTERVAL = 100  # steps, where nobody says
 
 
@@ -67,8 +68,8 @@ class FullySharded(Strategy):
 
     def __post_init__(self) -> None:
         for key in ("overlap_degree", "copies_per_rank", "reshard_interval", "copy_bytes"):
-            at_least(f"ds_moe_ext.fssdp.{key}", vars(self)[key], 0)
-        at_least("ds_moe_ext.fssdp.window", self.window, 1)
+            at_least(f"{WHERE}.{key}", vars(self)[key], 0)
+        at_least(f"{WHERE}.window", self.window, 1)
 
     @property
     def has_uneven_homes(self) -> bool:
@@ -125,18 +126,60 @@ class FullySharded(Strategy):
             homes.update(zip(layers, new))
         return tuple(homes[layer] for layer in range(len(job.homes)))
 
+    def remarks(self, job: Job) -> tuple[str, ...]:
+        asked = {"overlap_degree": self.overlap_degree, "copies_per_rank": self.copies_per_rank}
+        unknown = " and ".join(key for key, value in asked.items() if value is None)
+        said = []
+        if not unknown:
+            said.append(self._idle_calibration(job))
+        elif self.calibrate:
+            said.append(
+                f"calibrate adds copies only where a rank has room for more (m) than are copied "
+                f"anyway (t), which {unknown} of {WHERE}, null, leave to measurements; to be sure, "
+                "set overlap_degree below copies_per_rank"
+            )
+        if self.overlap_degree is not None:
+            said.append(self._idle_sharding(job))
+        return tuple(filter(None, said))
+
     def describe(self, job: Job) -> str:
         degree_L, fits_L = self._overlap_degrees(job), self._copies_that_fit(job)
         window_L = np.array(job.window_s) * 1e3
         speed = min(pool.expert_bytes / pool.prices.copy_s for pool in _measured(job))
-        return (
+        told = (
             f"up to {_span(degree_L)} experts of a layer are copied (t): weights travel at "
             f"{speed / 1e6:,.0f} MB/s, behind {_span(window_L, 'ms')} of attention; "
             f"a rank holds up to {_span(fits_L)} copies of a layer (m)"
         )
+        return "; ".join(
+            filter(None, (told, self._idle_calibration(job), self._idle_sharding(job)))
+        )
 
     def beside(self, site: Site) -> Beside:
         return Beside(copied=site.plan.is_joined)
+
+    def _idle_calibration(self, job: Job) -> str:
+        """That ``calibrate`` can add nothing in any layer, for a person; else empty."""
+        degree_L, fits_L = self._overlap_degrees(job), self._copies_that_fit(job)
+        experts_L = np.array([home.num_experts for home in job.homes])
+        if not self.calibrate or (degree_L < np.minimum(fits_L, experts_L)).any():
+            return ""
+        return (
+            f"calibrate can add no copies, for {_span(degree_L)} of {_span(experts_L)} experts are "
+            f"copied anyway (t), and a rank has room for {_span(fits_L)} (m); set "
+            f"{WHERE}.overlap_degree below copies_per_rank"
+        )
+
+    def _idle_sharding(self, job: Job) -> str:
+        """That no expert ever moves, for a person; else empty."""
+        degree_L = self._overlap_degrees(job)
+        experts_L = np.array([home.num_experts for home in job.homes])
+        if not self.rhythm().shard_every or (degree_L < experts_L).any():
+            return ""
+        return (
+            "heterogeneous_sharding moves no expert, for it balances those that are never copied, "
+            f"and all {_span(experts_L)} of a layer may be (t); set {WHERE}.overlap_degree lower"
+        )
 
     def _overlap_degrees(self, job: Job) -> np.ndarray:
         """``t`` of each layer, int64 ``[L]``."""

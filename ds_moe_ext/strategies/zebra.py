@@ -183,6 +183,15 @@ class Zebra(Strategy):
             )
         return homes
 
+    def remarks(self, job: Job) -> tuple[str, ...]:
+        if self.moved is not None or self.profile is not None:
+            return ()
+        return (
+            f"expert ranks have all experts: {WHERE}.moved and {WHERE}.profile are null, so that "
+            "none move to the attention ranks (Asym-EA); where those would wait for experts, set "
+            "moved, or profile to have it measured (under DeepSpeed)",
+        )
+
     def plan(self, job: Job) -> tuple[Plan, ...]:
         return tuple(map(Plan.at_home, job.homes))
 

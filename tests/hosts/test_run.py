@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import redirect_stdout
+from io import StringIO
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,7 @@ from ds_moe_ext.hosts.run import start_table
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.report.record import RunRecord
 from ds_moe_ext.settings import read_settings
-from tests.hosts.jobs import Job, micro_batch, model_of
+from tests.hosts.jobs import Job, document_of, micro_batch, model_of
 from tests.ranks import pool_of
 
 
@@ -87,3 +89,24 @@ def test_tasks_of_cells_and_slices_are_in_the_timeline() -> None:
     assert [span.layer for span in slices] == [layer.name for layer in record.layers[::-1]]
     assert all(span.end_s > span.start_s for span in slices)
     assert record.seconds_by_kind["backward:gradients"] > 0
+
+
+def _printed(rank: int, world_size: int, job: Job) -> str:
+    """What a rank shows as a run starts."""
+    import deepspeed
+
+    model, document = model_of(job), document_of(job, world_size)
+    document["ds_moe_ext"]["report"] = {"enabled": True}
+    with redirect_stdout(StringIO()) as printed:
+        deepspeed.initialize(
+            model=model, model_parameters=list(model.parameters()), config=document
+        )
+    return printed.getvalue()
+
+
+def test_keys_that_cannot_do_anything_are_told_once() -> None:
+    keys = (("calibrate", True), ("overlap_degree", 4), ("copies_per_rank", 4))
+    first, second = pool_of(2).run(_printed, Job(strategy="fssdp", keys=keys))
+    assert first.count("ds_moe_ext: calibrate can add no copies, for 4 of 4 experts") == 1
+    assert first.count("ds_moe_ext: heterogeneous_sharding moves no expert") == 1
+    assert "calibrate" not in second

@@ -1,0 +1,98 @@
+"""What strategies say as a run starts, of keys that cannot do anything there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ds_moe_ext.placement import even_homes
+from ds_moe_ext.settings import read_settings
+from ds_moe_ext.strategies.base import Job, Pool, Strategy
+
+
+def strategy_of(**block: Any) -> Strategy:
+    _, strategy = read_settings({"ds_moe_ext": {"enabled": True, **block}})
+    assert strategy is not None
+    return strategy
+
+
+def job_of(*num_experts: int, **known: Any) -> Job:
+    homes = even_homes(num_experts, 2)
+    return replace(Job.at_start(homes, np.zeros(2, dtype=np.int64)), **known)
+
+
+def said(block: dict[str, Any], *num_experts: int) -> tuple[str, ...]:
+    return strategy_of(**block).remarks(job_of(*num_experts))
+
+
+def fssdp(**keys: Any) -> dict[str, Any]:
+    return {"strategy": "fssdp", "fssdp": keys}
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {},
+        {"strategy": "prophet"},
+        {"strategy": "esp", "balance": "prophet"},
+        fssdp(),
+        fssdp(calibrate=True, overlap_degree=2, copies_per_rank=3),
+        fssdp(overlap_degree=7),
+        fssdp(overlap_degree=8, reshard_interval=0),
+        fssdp(overlap_degree=8, heterogeneous_sharding=False),
+        {"strategy": "zebra", "zebra": {"attention_size": 1, "expert_size": 1, "moved": [0, 1]}},
+    ],
+)
+def test_keys_that_can_do_something_need_no_remark(block: dict[str, Any]) -> None:
+    assert said(block, 8, 8) == ()
+
+
+@pytest.mark.parametrize(
+    ("keys", "unknown"),
+    [
+        ({}, "overlap_degree and copies_per_rank"),
+        ({"copies_per_rank": 2}, "overlap_degree"),
+        ({"overlap_degree": 2}, "copies_per_rank"),
+    ],
+)
+@pytest.mark.parametrize("over", [{}, {"strategy": "esp", "balance": "fssdp"}])
+def test_calibration_that_depends_on_measurements(
+    keys: dict[str, int], unknown: str, over: dict[str, str]
+) -> None:
+    (line,) = said({**fssdp(calibrate=True, **keys), **over}, 8, 8)
+    assert f"which {unknown} of ds_moe_ext.fssdp, null, leave to measurements" in line
+    assert "set overlap_degree below copies_per_rank" in line
+
+
+def test_calibration_without_room() -> None:
+    (line,) = said(fssdp(calibrate=True, overlap_degree=3, copies_per_rank=3), 8, 8)
+    assert line.startswith("calibrate can add no copies, for 3 of 8 experts are copied anyway (t)")
+    assert "set ds_moe_ext.fssdp.overlap_degree below copies_per_rank" in line
+    all_copied = fssdp(calibrate=True, overlap_degree=8, copies_per_rank=9, reshard_interval=0)
+    assert said(all_copied, 8, 8)[0].startswith("calibrate can add no copies, for 8 of 8")
+
+
+def test_homes_of_layers_whose_experts_are_all_copied() -> None:
+    (line,) = said(fssdp(overlap_degree=9), 8, 4)
+    assert line.startswith("heterogeneous_sharding moves no expert")
+    assert "all 4 to 8 of a layer" in line
+    assert said(fssdp(overlap_degree=6), 8, 4) == ()
+
+
+def test_what_is_measured_is_told_when_it_has_been() -> None:
+    strategy = strategy_of(**fssdp(calibrate=True, copy_bytes=1000))
+    pool = Pool(layers=(0, 1), expert_bytes=100)
+    pool = replace(pool, prices=replace(pool.prices, copy_s=1.0))
+    none_left = strategy.describe(job_of(4, 4, pools=(pool,), window_s=(9.0, 9.0)))
+    assert "calibrate can add no copies, for 4 of 4 experts are copied anyway" in none_left
+    assert "copies_per_rank; heterogeneous_sharding moves no expert" in none_left
+    some_left = strategy.describe(job_of(4, 4, pools=(pool,), window_s=(9.0, 1.0)))
+    assert "calibrate" not in some_left and "heterogeneous" not in some_left
+
+
+def test_zebra_without_asymmetric_experts() -> None:
+    (line,) = said({"strategy": "zebra", "zebra": {"attention_size": 1, "expert_size": 1}}, 8)
+    assert "ds_moe_ext.zebra.moved and ds_moe_ext.zebra.profile are null" in line
