@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
+from ds_moe_ext.moe.order import Restore, weighing_grads
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule import wires
 from ds_moe_ext.schedule.orders import stage_major
-from ds_moe_ext.schedule.task import INTER, PARAM, Lane, Schedule
+from ds_moe_ext.schedule.program import Stage
+from ds_moe_ext.schedule.task import INTER, PARAM, RESTORE, Lane, Op, Schedule, Span
 from ds_moe_ext.share import LocalElseHome, NearestCopy
 from ds_moe_ext.strategies.base import Destination, Job, Plan, Site, Strategy
 
@@ -82,3 +86,40 @@ class Copied(Strategy):
 
         forward = cut(plan.forward_degree)
         return forward, forward.backward_cut_as(cut(plan.backward_degree))
+
+
+@dataclass(frozen=True)
+class SineRestore:
+    """The sine of what a token gets."""
+
+    common: Restore = field(default_factory=Restore)
+
+    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        (y_TD,), saved = self.common.forward(span, *reads)
+        return (y_TD.sin(),), saved
+
+    def backward(self, span: Span, saved: Any, grad_TD: Tensor) -> tuple[Any, ...]:
+        returned_ND, score_TK, layer_route = saved
+        route = layer_route.on(span)
+        y_TD = route.sum_by_token(returned_ND, score_TK)
+        return weighing_grads(route, returned_ND, score_TK, grad_TD * y_TD.cos())
+
+    def recut(self, span: Span, pieces: Any) -> tuple[Any, ...]:
+        return self.common.recut(span, pieces)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sine(Strategy):
+    """Experts at home, by a stage of its own; and what it was told as the run started."""
+
+    micro_batch: int | None = None
+    num_devices: int = 0
+
+    def settled(self, devices: Callable[[], Sequence[str]], micro_batch: int | None) -> Sine:
+        return replace(self, micro_batch=micro_batch, num_devices=len(devices()))
+
+    def plan(self, job: Job) -> tuple[Plan, ...]:
+        return tuple(map(Plan.at_home, job.homes))
+
+    def stages(self, site: Site) -> Mapping[Op, Stage]:
+        return {RESTORE: SineRestore()}

@@ -25,7 +25,7 @@ from ds_moe_ext.strategies.esp import ExpertSharding, TwoDegrees
 from tests.marks import slow
 from tests.ranks import pool_of
 from tests.reference import dense_experts, relative_error
-from tests.strategies_for_tests import Chunked
+from tests.strategies_for_tests import Chunked, Sine
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Case:
     num_cells: int | None = None
     cell_size: int = 1
     schedule: str | None = None  # of strategy esp
+    has_sine: bool = False  # by a stage of its own
     capacity_factor: float | None = None
 
 
@@ -79,6 +80,7 @@ def _dense(case: Case, world_size: int) -> dict[str, list[Tensor]]:
             capacity = capacity_of(expert_TK.numel(), case.num_experts, case.capacity_factor)
             expert_TK = drop_over_capacity(expert_TK, case.num_experts, capacity)
         y = dense_experts(x, expert_TK, choice.score_TK, *weights[1:])
+        y = y.sin() if case.has_sine else y
         (torch.sum(y * grad) + choice.losses @ choice.losses.new_tensor([0.3, 0.1])).backward()
         results["y"].append(y.detach())
         results["x"].append(x.grad)
@@ -125,7 +127,10 @@ def _strategy(case: Case) -> Strategy:
     forward, backward = case.degrees
     if case.schedule is not None:
         degree = TwoDegrees(forward=forward, backward=backward)
-        return ExpertSharding(degree=degree, schedule=case.schedule).over()
+        placing = Sine() if case.has_sine else None
+        return ExpertSharding(degree=degree, schedule=case.schedule).over(placing)
+    if case.has_sine:
+        return Sine()
     if case.degrees == (1, 1) and case.cell_size == 1:
         return ExpertParallel()
     return Chunked(forward=forward, backward=backward)
@@ -219,6 +224,20 @@ SPLIT = {
 )
 def test_split_experts_equal_dense(name: str, world_size: int, cell_size: int) -> None:
     _check(replace(SPLIT[name], cell_size=cell_size), world_size)
+
+
+OWN_STAGE = {
+    "alone": Case(has_sine=True),
+    "whole": Case(has_sine=True, schedule="default"),
+    "two chunks": Case(has_sine=True, schedule="fsmoe", degrees=(2, 2)),
+    "unlike degrees": Case(has_sine=True, schedule="fsmoe", degrees=(3, 2), hot=3.0),
+    "of split experts": Case(has_sine=True, schedule="tutel", degrees=(1, 3), cell_size=2),
+}
+
+
+@pytest.mark.parametrize("name", OWN_STAGE)
+def test_a_stage_of_the_balance_equals_dense(name: str) -> None:
+    _check(OWN_STAGE[name], 4)
 
 
 def test_several_grids_of_cells_equal_dense() -> None:

@@ -136,6 +136,9 @@ class RoutedExperts:
         self._strategy = strategy
         self.function = function
         self._options = options or LayerOptions()
+        own = strategy.stages(site)
+        _check_stages(own, site, self._options.hooks)
+        self._moves_rows_itself = not own.keys().isdisjoint(_MOVES_ROWS)
         self._gate = gate
         self._started: Weights | None = None
         self._was_graded = False  # when that was made
@@ -150,8 +153,8 @@ class RoutedExperts:
     def ways(self) -> tuple[Way, ...]:
         """Ways of rows between the cells; see ``Strategy.ways``."""
         ways = self._strategy.ways
-        is_direct = self.site.layout.why_flat and not BY_NODES.isdisjoint(ways)
-        return (Way.DIRECT,) if is_direct else ways
+        is_flat = self.site.layout.why_flat and not BY_NODES.isdisjoint(ways)
+        return (Way.DIRECT,) if is_flat or self._moves_rows_itself else ways
 
     def allow_copies(self, like: Weights) -> None:
         """Say what the weights of an expert are like. Needed before a plan with copies.
@@ -277,7 +280,7 @@ class RoutedExperts:
         if device not in self._program:
             site = self.site
             forward, backward = self._strategy.schedules(site, gated=self._gate is not None)
-            stages = {**self._common_stages(device), **self._strategy.stages(site)}
+            stages = self._stages(device)
             # On one rank nothing is sent, so there is nothing to hide behind anything.
             alone = site.layout.grid.size == 1
             chain = forward.is_chain and backward.is_chain
@@ -310,6 +313,12 @@ class RoutedExperts:
             copies.prepare(planned)
             planned.share.prepare(copies.place.cell)
 
+    def _stages(self, device: torch.device) -> Mapping[Op, Stage]:
+        """Of each op: the strategy's own or the common one, as hooks see it, in either queue."""
+        stages = {**self._common_stages(device), **self._strategy.stages(self.site)}
+        stages |= watched(stages, self._options.hooks, self._moe)
+        return {queued: stages[op] for op, queued in QUEUED.items() if op in stages} | stages
+
     def _common_stages(self, device: torch.device) -> Mapping[Op, Stage]:
         """One stage for each op that strategies share."""
         plan, layout = self.site.plan, self.site.layout
@@ -334,8 +343,6 @@ class RoutedExperts:
         if cell_size > 1:
             cell = CellWire(layout.group("esp", INTRA), wire.all_to_all)
             stages |= {CELL_GATHER: CellGather(cell), CELL_SCATTER: CellScatter(cell)}
-        stages |= watched(stages, hooks, self._moe)
-        stages |= {queued: stages[op] for op, queued in QUEUED.items() if op in stages}
         if self.copies is not None:
             copies = self.copies
             stages[JOIN] = Join(copies)
@@ -352,6 +359,35 @@ class RoutedExperts:
         if self._gate is not None:
             stages[GATE] = Local(self._gate, graded=(False, True, True))
         return stages
+
+
+_MOVES_ROWS = frozenset((DISPATCH, COMBINE))
+
+
+def _check_stages(own: Mapping[Op, Stage], site: Site, hooks: Hooked) -> None:
+    """Raises ValueError where a strategy's own stages cannot be right."""
+    for op, stage in own.items():
+        name = f"{type(stage).__qualname__}, the strategy's own stage of {op.name!r},"
+        if not isinstance(stage, Stage):
+            raise ValueError(
+                f"{name} lacks forward, backward or recut; give it all three "
+                "(ds_moe_ext.schedule.program.Stage)"
+            )
+        if op == EXPERT and site.layout.grid.cell_size > 1:
+            raise ValueError(
+                f"{name} needs whole experts, but expert_sharding_size is "
+                f"{site.layout.grid.cell_size}; set it to 1"
+            )
+        if op in _MOVES_ROWS and site.plan.way is not Way.DIRECT:
+            raise ValueError(
+                f"{name} moves rows itself, but esp.all_to_all is {site.plan.way.value!r}; leave "
+                "that out"
+            )
+        if op in _MOVES_ROWS and hooks.codecs:
+            raise ValueError(
+                f"{name} moves rows itself, so that {', '.join(map(str, hooks.codecs))} of hooks "
+                "would have no effect; leave that out"
+            )
 
 
 def _both_ways(wire: Wire, codec: Codec | None) -> tuple[Wire, Wire]:

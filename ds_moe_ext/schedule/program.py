@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from ds_moe_ext.schedule.task import Cut, Op, Schedule, Span, Task, Value
 Saved = tuple[Any, ...]  # what a stage keeps for its own backward; nobody else looks inside
 
 
+@runtime_checkable
 class Stage(Protocol):
     """The work of one task. ``backward`` is the adjoint of ``forward`` at what it saved."""
 

@@ -365,7 +365,12 @@ class Strategy(ABC):
         return programs(site.layer, gated=gated, beside=self.beside(site))
 
     def stages(self, site: Site) -> Mapping[Op, Stage]:
-        """Stages that differ from the common ones; usually none."""
+        """Stages that differ from the common ones; usually none. Pure.
+
+        What a stage makes of a span of tokens depends on that span alone, for a pipeline that is
+        laid over the strategy cuts them, in backward otherwise than in forward. One for experts
+        needs these whole.
+        """
         return {}
 
 

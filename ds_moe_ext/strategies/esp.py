@@ -8,7 +8,7 @@ its pipeline over it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib.util import find_spec
@@ -21,8 +21,9 @@ from ds_moe_ext.planners.exchange import BY_COST, BY_NODES, WAYS, Way
 from ds_moe_ext.planners.pipelining import SOLVERS, Measured, Piped, plan_pipelines
 from ds_moe_ext.schedule import wires
 from ds_moe_ext.schedule.pipelines import PIPELINES, Pipeline, Slices
-from ds_moe_ext.schedule.task import INTER, Lane, Schedule
-from ds_moe_ext.schedule.wires import Cutting
+from ds_moe_ext.schedule.program import Stage
+from ds_moe_ext.schedule.task import INTER, Lane, Op, Schedule
+from ds_moe_ext.schedule.wires import Beside, Cutting
 from ds_moe_ext.strategies.base import (
     Forecast,
     Job,
@@ -141,28 +142,40 @@ class ExpertSharding:
             placing: where; None: at home, whole or split.
 
         Raises:
-            ValueError: it has schedules of its own.
+            ValueError: it decides itself how rows travel.
         """
-        if placing is not None and type(placing).schedules is not Strategy.schedules:
-            raise ValueError(
-                f"ds_moe_ext.balance is {type(placing).__qualname__}, which decides itself how "
-                "rows travel, so that strategy 'esp' cannot be laid over it; choose another, or "
-                "leave its schedules to the base class"
-            )
         return Pipelined(esp=self, placing=placing or ExpertParallel())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelined(Strategy):
-    """A pipeline laid over another strategy.
+    """A pipeline laid over another strategy, which answers all that is not about how rows travel.
 
     Attributes:
         esp: how rows travel.
         placing: where experts compute.
+
+    Raises:
+        ValueError: the other one decides itself how rows travel.
     """
 
     esp: ExpertSharding
     placing: Strategy
+
+    def __post_init__(self) -> None:
+        own = type(self.placing)
+        decided = {
+            "schedules": own.schedules is not Strategy.schedules,
+            "ways": own.ways is not Strategy.ways,
+            "slices_gradients": own.slices_gradients is not Strategy.slices_gradients,
+        }
+        if any(decided.values()):
+            names = " and ".join(name for name, is_own in decided.items() if is_own)
+            raise ValueError(
+                f"ds_moe_ext.balance is {own.__qualname__}, which decides itself how rows travel, "
+                f"so that strategy 'esp' cannot be laid over it; choose another, or leave {names} "
+                "to the base class"
+            )
 
     @property
     def has_uneven_homes(self) -> bool:
@@ -186,13 +199,17 @@ class Pipelined(Strategy):
     def ways(self) -> tuple[Way, ...]:
         return self.esp.ways
 
+    def settled(self, devices: Callable[[], Sequence[str]], micro_batch: int | None) -> Pipelined:
+        return replace(self, placing=self.placing.settled(devices, micro_batch))
+
     def uses(self) -> tuple[tuple[str, Lane], ...]:
         leads_by_nodes = not BY_NODES.isdisjoint(self.ways)
         node_axes = tuple((axis, INTER) for axis in NODE_AXES if leads_by_nodes)
         return (*self.placing.uses(), *node_axes)
 
     def rhythm(self) -> Rhythm:
-        return replace(self.placing.rhythm(), measures=self.esp.measures)
+        rhythm = self.placing.rhythm()
+        return replace(rhythm, measures=rhythm.measures or self.esp.measures)
 
     def first_homes(
         self, num_experts: Sequence[int], pools: Iterable[Pool], num_cells: int
@@ -223,6 +240,12 @@ class Pipelined(Strategy):
             told.append(_told(_pipes(self.esp, job.pipelines), job.pipelines))
         return "; ".join(filter(None, told))
 
+    def beside(self, site: Site) -> Beside:
+        return self.placing.beside(site)
+
+    def stages(self, site: Site) -> Mapping[Op, Stage]:
+        return self.placing.stages(site)
+
     def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:
         plan = site.plan
         cutting = Cutting(
@@ -232,8 +255,7 @@ class Pipelined(Strategy):
             sharded=site.layout.grid.cell_size > 1,
             slices=Slices(*map(len, plan.reductions)),
         )
-        beside = self.placing.beside(site)
-        return wires.programs(site.layer, gated=gated, beside=beside, cutting=cutting)
+        return wires.programs(site.layer, gated=gated, beside=self.beside(site), cutting=cutting)
 
 
 @lru_cache(maxsize=4)

@@ -10,13 +10,18 @@ from unittest import mock
 
 import pytest
 
+from ds_moe_ext.hosts.run import run_of
+from ds_moe_ext.strategies.base import Strategy
+from ds_moe_ext.strategies.esp import Pipelined
 from tests.hosts.copied_runs import check_equal, plain
-from tests.hosts.jobs import Job, Result, engine_of, train
+from tests.hosts.jobs import ROWS, Job, Result, engine_of, train
 from tests.hosts.varied import VARIED
 from tests.marks import slow
 from tests.ranks import pool_of
+from tests.strategies_for_tests import Sine
 
 STEPS = 6
+SINE = f"{Sine.__module__}:{Sine.__qualname__}"
 
 
 def job_of(family: str, **fields: Any) -> Job:
@@ -72,6 +77,22 @@ def test_balanced_pipelines_train_alike(balance: str) -> None:
     keys = {"fssdp": (("copies_per_rank", 2), ("reshard_interval", 3)), "prophet": ()}[balance]
     placed = replace(esp(job, 2), balance=balance, balance_keys=keys)
     check_equal(run(4, placed), plain(4, job), job)
+
+
+def balance_of(rank: int, world_size: int, job: Job) -> Strategy:
+    """What a run goes by."""
+    run = run_of(engine_of(job, world_size))
+    assert run is not None and isinstance(run.planning.strategy, Pipelined)
+    return run.planning.strategy.placing
+
+
+def test_stages_of_a_balance_and_what_it_settles_train_alike() -> None:
+    job = replace(job_of("mixtral"), steps=3)
+    alone, over = replace(job, strategy=SINE), replace(esp(job, 1), balance=SINE)
+    stages = run(2, alone)
+    assert stages.losses != plain(2, job).losses
+    check_equal(run(2, over), stages, job)
+    assert pool_of(2).run(balance_of, over) == [Sine(micro_batch=ROWS, num_devices=2)] * 2
 
 
 @pytest.mark.parametrize("use_reentrant", [False, slow(True)])

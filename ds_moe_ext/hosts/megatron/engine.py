@@ -58,7 +58,8 @@ def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run | N
     check_wrapped(chunks)
     check_optimizer(optimizer)
     seats = grids()
-    settings, strategy = _of_stage(asked.settings, seats), asked.strategy
+    settings = _of_stage(asked.settings, seats)
+    strategy = asked.strategy.settled(lambda: _devices(chunks), _micro_batch())
     check_sizes(settings, seats.own)
     strategy = _split(strategy, seats.own)
     unsliced = why_unsliced(chunks) if strategy.slices_gradients else ""
@@ -200,6 +201,20 @@ def _micro_batches() -> int:
     if calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:
         return 1
     return int(calculator.get_num_microbatches())
+
+
+def _micro_batch() -> int | None:
+    """Samples of one, as Megatron-LM's arguments say; None where nobody said."""
+    if calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:
+        return None
+    return int(calculator.get_micro_batch_size())
+
+
+def _devices(chunks: Sequence[nn.Module]) -> list[str]:
+    """Name of each rank's device. Collective, over the world."""
+    device = next(chunks[0].parameters()).device
+    has_name = device.type == "cuda"
+    return gather_texts(torch.cuda.get_device_name(device) if has_name else device.type, None)
 
 
 def connect(layer: AttachedLayer, chunks: Sequence[Any]) -> None:

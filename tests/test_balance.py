@@ -1,0 +1,233 @@
+"""What ``esp`` over another strategy answers itself, and what it asks that one: nothing is lost.
+
+The stages of a balance are held against the dense reference in ``test_layer.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ds_moe_ext.layout import Grid, ParallelLayout
+from ds_moe_ext.moe.codecs import Int8
+from ds_moe_ext.moe.dispatch import Dispatch, Wire
+from ds_moe_ext.moe.expert import Expert, FeedForwardExperts, silu_gated
+from ds_moe_ext.moe.hooks import Batch, Hooked, Hooks, Moe
+from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.planners.exchange import Way
+from ds_moe_ext.schedule.program import Stage
+from ds_moe_ext.schedule.task import COMBINE, DISPATCH, EXPERT, INTER, PARAM, RESTORE, Lane, Op
+from ds_moe_ext.schedule.wires import Beside
+from ds_moe_ext.strategies.base import Forecast, Job, Plan, Pool, Rhythm, Site, Strategy
+from ds_moe_ext.strategies.ep import ExpertParallel
+from ds_moe_ext.strategies.esp import ExpertSharding, Pipelined
+from tests.ranks import pool_of
+from tests.strategies_for_tests import Chunked, SineRestore
+
+ASKS_THE_BALANCE = {
+    *("has_uneven_homes", "with_homes_that_stay", "settled", "first_homes", "homes"),
+    *("remarks", "forecast", "beside", "stages"),
+}
+ANSWERS_WITH_IT = {"uses", "rhythm", "plan", "describe"}
+ANSWERS_ITSELF = {"slices_gradients", "without_slices", "splits_experts", "ways", "schedules"}
+IS_REFUSED = {"roles"}  # by the settings: its ranks would not all do the same
+
+HOMES = (Placement.block(4, 2),)
+JOB = Job.at_start(HOMES, np.zeros(2, dtype=np.int64))
+SITE: Any = object()
+FORECAST = Forecast(1.0, 2.0, 3.0, 4.0)
+STAGE = SineRestore()
+
+
+def test_every_member_of_a_strategy_has_an_answer() -> None:
+    members = {name for name in vars(Strategy) if not name.startswith("_")}
+    answered = ASKS_THE_BALANCE | ANSWERS_WITH_IT | ANSWERS_ITSELF
+    assert members == answered | IS_REFUSED
+    assert {name for name in vars(Pipelined) if name in members} == answered
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked(Strategy):
+    """Answers nothing as the base class does, but what a balance cannot answer."""
+
+    @property
+    def has_uneven_homes(self) -> bool:
+        return True
+
+    def with_homes_that_stay(self) -> Strategy:
+        return ExpertParallel()
+
+    def settled(self, devices: Callable[[], Sequence[str]], micro_batch: int | None) -> Strategy:
+        assert (devices(), micro_batch) == (["a device"], 3)
+        return ExpertParallel()
+
+    def first_homes(
+        self, num_experts: Sequence[int], pools: Iterable[Pool], num_cells: int
+    ) -> tuple[Placement, ...]:
+        return HOMES
+
+    def homes(self, job: Job) -> tuple[Placement, ...]:
+        return HOMES
+
+    def remarks(self, job: Job) -> tuple[str, ...]:
+        return ("a remark",)
+
+    def forecast(self, job: Job, layer: int, plan: Plan, rows_CE: np.ndarray) -> Forecast | None:
+        return FORECAST
+
+    def beside(self, site: Site) -> Beside:
+        return Beside(carries=True)
+
+    def stages(self, site: Site) -> Mapping[Op, Stage]:
+        return {RESTORE: STAGE}
+
+    def uses(self) -> tuple[tuple[str, Lane], ...]:
+        return (("ep", INTER), ("ep", PARAM))
+
+    def rhythm(self) -> Rhythm:
+        return Rhythm(window=7, measures=True)
+
+    def plan(self, job: Job) -> tuple[Plan, ...]:
+        return tuple(map(Plan.at_home, HOMES))
+
+    def describe(self, job: Job) -> str:
+        return "a balance"
+
+
+def test_the_balance_is_asked() -> None:
+    own = {name for name in vars(Asked) if not name.startswith("_")}
+    assert own == ASKS_THE_BALANCE | ANSWERS_WITH_IT
+    esp = ExpertSharding(degree=2, slice_gradients=False)
+    over = esp.over(Asked())
+    assert over.has_uneven_homes
+    assert over.with_homes_that_stay() == over.settled(lambda: ["a device"], 3) == esp.over()
+    assert over.first_homes([4], [], 2) is over.homes(JOB) is HOMES
+    assert over.remarks(JOB) == ("a remark",)
+    assert over.forecast(JOB, 0, Plan.at_home(HOMES[0]), np.zeros((2, 4))) is FORECAST
+    assert over.beside(SITE) == Beside(carries=True)
+    assert over.stages(SITE) == {RESTORE: STAGE}
+
+
+def test_what_the_balance_says_is_kept() -> None:
+    over = ExpertSharding(degree=2, slice_gradients=False, all_to_all="2dh").over(Asked())
+    assert {("ep", INTER), ("ep", PARAM)} < set(over.uses())
+    assert over.rhythm() == Rhythm(window=7, measures=True)
+    (plan,) = over.plan(JOB)
+    assert (plan.home, plan.forward_degree, plan.way) == (HOMES[0], 2, Way.BY_PLACES)
+    job = Job.at_start(HOMES, JOB.node_C, (Pool(layers=(0,), expert_bytes=1),))
+    assert over.describe(job) == "a balance"
+
+
+class OtherWays(ExpertParallel):
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        return (Way.BY_PLACES,)
+
+
+class Sliced(ExpertParallel):
+    @property
+    def slices_gradients(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("balance", "name"),
+    [
+        (Chunked(forward=1, backward=1), "schedules"),
+        (OtherWays(), "ways"),
+        (Sliced(), "slices_gradients"),
+    ],
+)
+def test_a_balance_that_decides_how_rows_travel_is_refused(balance: Strategy, name: str) -> None:
+    with pytest.raises(ValueError, match=f"decides itself how rows travel.*leave {name} to the"):
+        ExpertSharding().over(balance)
+
+
+# Stages that cannot be right.
+
+
+class HalfAStage:
+    def forward(self, span: Any, *reads: Any) -> Any: ...
+
+    def backward(self, span: Any, saved: Any, *grads: Any) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged(ExpertParallel):
+    op: Op
+    stage: Any
+
+    def stages(self, site: Site) -> Mapping[Op, Stage]:
+        return {self.op: self.stage}
+
+
+FUNCTION = FeedForwardExperts(silu_gated)
+
+
+def refused(rank: int, world_size: int, case: dict[str, Any]) -> str:
+    """What a layer of split experts says, if anything."""
+    esp = ExpertSharding(degree=1, slice_gradients=False, all_to_all=case.get("way", "direct"))
+    strategy = esp.over(Staged(op=case["op"], stage=case["stage"]))
+    layout = ParallelLayout.build(Grid(world_size, 1, 2), (("ep", INTER),))
+    home = Placement.block(2, 1)
+    (plan,) = strategy.plan(Job.at_start([home], layout.node_C))
+    hooks = case.get("hooks", Hooked())
+    with pytest.raises(ValueError) as caught:
+        site = Site(plan, layout, 0)
+        RoutedExperts(strategy, site, FUNCTION, options=LayerOptions(hooks=hooks))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ({"op": RESTORE, "stage": HalfAStage()}, "'restore', lacks forward, backward or recut"),
+        ({"op": EXPERT, "stage": Expert(FUNCTION)}, "needs whole experts, but expert_sharding"),
+        ({"op": COMBINE, "stage": STAGE, "way": "2dh"}, "but esp.all_to_all is '2dh'; leave that"),
+        ({"op": COMBINE, "stage": STAGE, "hooks": Hooked(codecs=(Int8(),))}, "of hooks would have"),
+    ],
+)
+def test_stages_that_cannot_be_right_are_refused(case: dict[str, Any], said: str) -> None:
+    for message in pool_of(2).run(refused, case):
+        assert said in message
+
+
+# Hooks.
+
+
+class Moved(ExpertParallel):
+    """Rows are dispatched by a stage of its own."""
+
+    def stages(self, site: Site) -> Mapping[Op, Stage]:
+        wire = Wire.between(site.layout, INTER, torch.device("cpu"))
+        return {DISPATCH: Dispatch(wire, wire)}
+
+
+@dataclass
+class Sees(Hooks):
+    num_rows: int = 0
+
+    def after_dispatch_hook(self, moe: Moe, batch: Batch) -> None:
+        self.num_rows += batch.data.shape[0]
+
+
+def rows_seen(rank: int, world_size: int) -> int:
+    layout = ParallelLayout.build(Grid(world_size, world_size), (("ep", INTER),))
+    sees, plan = Sees(), Plan.at_home(Placement.block(2, world_size))
+    options = LayerOptions(hooks=Hooked(observers=(sees,)))
+    strategy = ExpertSharding(degree=1, slice_gradients=False).over(Moved())
+    routed = RoutedExperts(strategy, Site(plan, layout, 0), FUNCTION, options=options)
+    weights = (torch.ones(6, 4), torch.ones(4, 3))
+    expert_TK = torch.tensor([[0], [1], [1]])
+    routed(torch.ones(3, 4), expert_TK, torch.ones(3, 1), weights)
+    return sees.num_rows
+
+
+def test_observers_see_rows_that_a_stage_of_the_strategy_has_moved() -> None:
+    assert pool_of(2).run(rows_seen) == [2, 4]
