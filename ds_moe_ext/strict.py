@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import types
 import typing
@@ -121,6 +122,18 @@ def nearest(word: object, known: Iterable[str]) -> str:
     known = sorted(known)
     close = difflib.get_close_matches(str(word), known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known) or 'none'}"
+
+
+def in_json(key: str, value: Any) -> str:
+    """What a person writes to set a key.
+
+    Args:
+        key: dotted, as ``"ds_moe_ext.fssdp.window"``.
+        value: that JSON can say.
+    """
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return json.dumps(value)
 
 
 def at_least(key: str, value: int | None, least: int) -> None:

@@ -158,6 +158,9 @@ class Contender:
         settings, strategy = read_settings({BLOCK: {"enabled": True, **way.block}})
         assert strategy is not None
         world_size = dist.get_world_size()
+        if strategy.has_uneven_homes:  # one grid over all nodes: what travels between them counts
+            num_cells = world_size // (settings.expert_sharding_size or 1)
+            settings = replace(settings, expert_parallel_size=num_cells)
         blueprint = draw(settings, strategy, model, [find_registered], world_size)
         self._layers = [layer for layer, _ in build(blueprint)]
         measures = strategy.rhythm().measures

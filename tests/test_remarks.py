@@ -96,3 +96,40 @@ def test_what_is_measured_is_told_when_it_has_been() -> None:
 def test_zebra_without_asymmetric_experts() -> None:
     (line,) = said({"strategy": "zebra", "zebra": {"attention_size": 1, "expert_size": 1}}, 8)
     assert "ds_moe_ext.zebra.moved and ds_moe_ext.zebra.profile are null" in line
+
+
+def test_nothing_is_copied_by_a_key() -> None:
+    (line,) = said(fssdp(overlap_degree=0), 8, 8)
+    assert line == "no expert is ever copied, for ds_moe_ext.fssdp.overlap_degree is 0"
+
+
+@pytest.mark.parametrize(
+    ("keys", "window_s", "says"),
+    [
+        (
+            {"copy_bytes": 1000},
+            (0.5, 9.0),
+            "of 1 of 2 layers, for no expert can be sent within so little attention (t is 0); to "
+            'copy all the same, set {"ds_moe_ext": {"fssdp": {"overlap_degree": 1}}}',
+        ),
+        (
+            {"copy_bytes": 299},
+            (9.0, 9.0),
+            "of any layer, for a rank has no room for a copy (m is 0); to make room, set "
+            '{"ds_moe_ext": {"fssdp": {"copy_bytes": 300}}}',
+        ),
+        ({}, (9.0, 9.0), '(m is 0); to make room, set {"ds_moe_ext": {"fssdp": {"rematerialize"'),
+        ({"rematerialize": True}, (9.0, 9.0), '{"fssdp": {"copies_per_rank": 1}}'),
+    ],
+)
+def test_nothing_is_copied_by_what_was_measured(
+    keys: dict[str, Any], window_s: tuple[float, float], says: str
+) -> None:
+    """Experts of 100 bytes travel for a second each; nothing is known of free memory."""
+    pool = Pool(layers=(0, 1), expert_bytes=100)
+    pool = replace(pool, prices=replace(pool.prices, copy_s=1.0))
+    job = job_of(4, 4, pools=(pool,), window_s=window_s)
+    told = strategy_of(**fssdp(**keys)).describe(job)
+    assert told.count("; nothing is copied ") == 1 and says in told
+    given = strategy_of(**fssdp(overlap_degree=1, copies_per_rank=1)).describe(job)
+    assert "nothing is copied" not in given

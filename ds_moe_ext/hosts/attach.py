@@ -6,9 +6,10 @@ import hashlib
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +17,7 @@ from ds_moe_ext.comm import connect, gather_texts
 from ds_moe_ext.hardware import Hardware, read_hardware
 from ds_moe_ext.hosts.found import Adopted, ExpertShape, Found, Hosted, Wanted
 from ds_moe_ext.hosts.gates import Router, host, routers_of
-from ds_moe_ext.hosts.sizes import divisors, grid_of
+from ds_moe_ext.hosts.sizes import divisors, grid_of, sizes_with_homes
 from ds_moe_ext.layout import GRID, NODE_AXES, Grid, ParallelLayout
 from ds_moe_ext.moe import deep_ep
 from ds_moe_ext.moe.copies import in_order
@@ -107,6 +108,7 @@ class Blueprint:
         found: the layers, in model order.
         hardware: the cluster, if the settings name a file.
         routers: of the layers, where the settings have a gate; else none.
+        why_grid: what was chosen where the settings leave sizes open, for a person; else empty.
     """
 
     settings: Settings
@@ -115,6 +117,7 @@ class Blueprint:
     found: tuple[Found, ...]
     hardware: Hardware | None
     routers: tuple[Router, ...] = ()
+    why_grid: str = ""
 
     @property
     def pools(self) -> tuple[Pool, ...]:
@@ -167,9 +170,9 @@ def draw(
             + "; known are the MoE blocks of Hugging Face transformers 5, deepspeed.moe.layer.MoE "
             "and classes given to ds_moe_ext.register_experts; 'ds-moe-ext doctor' tells more"
         )
-    grid = grid_of(settings, strategy, found, world_size)
+    grid, why = grid_of(settings, strategy, found, world_size)
     routers = routers_of(model, found, settings.gate)
-    return on_grid(settings, strategy, found, grid, routers)
+    return replace(on_grid(settings, strategy, found, grid, routers), why_grid=why)
 
 
 def on_grid(
@@ -285,6 +288,37 @@ def told_way(strategy: Strategy, layout: ParallelLayout) -> str:
     if Way.DIRECT in ways or BY_NODES.isdisjoint(ways) or not layout.why_flat:
         return ""
     return f"{ways[0].value} all-to-alls are direct here: {layout.why_flat}"
+
+
+def told_homes(blueprint: Blueprint, key: str, resize: Callable[[int], str]) -> str:
+    """That homes leave a strategy nothing to do, or ranks without experts; else empty.
+
+    Args:
+        blueprint: what was asked for.
+        key: by which the user says how many cells there are.
+        resize: what gives so many.
+    """
+    strategy, grid = blueprint.strategy, blueprint.grid
+    max_cells = grid.world_size // grid.cell_size
+    if grid.num_cells == 1 and max_cells > 1 and strategy.rhythm().plan_every:
+        divide = np.gcd.reduce([max_cells, *(found.num_experts for found in blueprint.found)]) > 1
+        remedy = f"raise {key}" if divide or strategy.has_uneven_homes else "choose other ranks"
+        return (
+            f"every rank has all experts, so that none is copied; {remedy} for "
+            f"{blueprint.settings.placing} to have an effect"
+        )
+    pairs = zip(blueprint.found, blueprint.homes())
+    bare = [found for found, home in pairs if not home.holds_EC.any(axis=0).all()]
+    if not bare or strategy.roles is not None:
+        return ""
+    least = min(bare, key=lambda found: found.num_experts)
+    others = "" if len(bare) == 1 else f" (of {len(bare)} layers likewise)"
+    size = sizes_with_homes(least.num_experts, max_cells)[-1]
+    return (
+        f"some of the {grid.num_cells} cells are home to no expert of {least.name}, which has "
+        f"{least.num_experts}{others}: there they compute only what is copied to them; "
+        f"to have experts everywhere {resize(size)}"
+    )
 
 
 def _warn_of_idle_codecs(blueprint: Blueprint) -> None:

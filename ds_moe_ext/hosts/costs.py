@@ -263,9 +263,11 @@ class Costs:
         return 2 * sum(self._bytes_at_home(pool) for pool in self.pools)
 
     def _bytes_at_home(self, pool: Pool) -> int:
+        """Of a rank with as many experts as the mean, and one of each layer at least: where experts
+        are few there is room for a copy all the same."""
         homes = [self.layers[layer].routed.site.plan.home for layer in pool.layers]
         num_experts = sum(home.num_experts for home in homes) // homes[0].num_cells
-        return num_experts * bytes_of(self._expert(pool))
+        return max(num_experts, len(homes)) * bytes_of(self._expert(pool))
 
     @property
     def _layout(self) -> ParallelLayout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,22 +13,34 @@ from ds_moe_ext.layout import Grid
 from ds_moe_ext.roles import Roles
 from ds_moe_ext.settings import BLOCK, Settings
 from ds_moe_ext.strategies.base import Strategy
+from ds_moe_ext.strict import in_json
+
+
+class Sized(NamedTuple):
+    """Attributes:
+    grid: the ranks.
+    why: what was chosen where the settings leave it open, for a person; else empty.
+    """
+
+    grid: Grid
+    why: str = ""
 
 
 def grid_of(
     settings: Settings, strategy: Strategy, found: Sequence[Found], world_size: int
-) -> Grid:
+) -> Sized:
     """The grid that the settings ask for, or the best for the model.
 
     Raises:
         ValueError: sizes do not divide.
     """
     if strategy.roles is not None:
-        return _grid_of_roles(settings, strategy.roles, found, world_size)
+        return Sized(_grid_of_roles(settings, strategy.roles, found, world_size))
     cell_size = _cell_size(settings, strategy, found, world_size)
     max_cells = world_size // cell_size
-    largest = max_cells if strategy.has_uneven_homes else _largest_fit(found, max_cells)
-    num_cells = settings.expert_parallel_size or largest
+    num_cells, why = settings.expert_parallel_size, ""
+    if num_cells is None:
+        num_cells, why = _num_cells(strategy, found, max_cells, cell_size)
     if max_cells % num_cells:
         cells = "" if cell_size == 1 else f" in cells of {cell_size} ranks"
         raise ValueError(
@@ -46,7 +59,24 @@ def grid_of(
                 f"{BLOCK}.expert_parallel_size is {num_cells}, but the model built {layer.name} "
                 f"with ep_size {layer.num_cells}; make them equal, or build it with ep_size 1"
             )
-    return Grid(world_size, num_cells, cell_size)
+    grid = Grid(world_size, num_cells, cell_size)
+    return Sized(grid, _told(settings, grid, why) if world_size > 1 else "")
+
+
+def _told(settings: Settings, grid: Grid, why: str) -> str:
+    """What was chosen, in one line."""
+    chosen = []
+    if settings.expert_sharding_size is None and grid.cell_size > 1:
+        chosen.append(
+            f"expert_sharding_size is null: {grid.cell_size} ranks split each expert, "
+            "those of a node"
+        )
+    if settings.expert_parallel_size is None:
+        chosen.append(f"expert_parallel_size is null: {why}")
+    num_homes = grid.world_size // grid.size
+    if chosen and num_homes > 1:
+        chosen.append(f"each expert has {num_homes} homes")
+    return "; ".join(chosen)
 
 
 def _grid_of_roles(
@@ -79,13 +109,43 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, int(number) + 1) if number % d == 0]
 
 
-def _largest_fit(found: Iterable[Found], max_cells: int) -> int:
-    """As many cells as divide everything; what the model was built with, if it was."""
-    found = list(found)
+def sizes_with_homes(fewest: int, max_cells: int) -> list[int]:
+    """Numbers of cells at which each can be home to one of so many experts, ascending."""
+    return [size for size in divisors(max_cells) if size <= max(fewest, 1)]
+
+
+def _num_cells(
+    strategy: Strategy, found: Sequence[Found], max_cells: int, cell_size: int
+) -> tuple[int, str]:
+    """The best for the model, and why: what it was built with, if it was; else as many as leave no
+    rank without experts, in a node if there are several."""
     built = {layer.num_cells for layer in found} - {1}
     if built:
-        return built.pop()
-    return int(np.gcd.reduce([max_cells, *(layer.num_experts for layer in found)]))
+        num_cells = built.pop()
+        return num_cells, f"{_cells(num_cells)}, as the model was built"
+    if not strategy.has_uneven_homes:
+        num_cells = int(np.gcd.reduce([max_cells, *(layer.num_experts for layer in found)]))
+        return num_cells, f"{_cells(num_cells)}, the most that divide ranks and experts"
+    if strategy.with_homes_that_stay().rhythm().shard_every:
+        return max_cells, f"all {_cells(max_cells)}, for experts that move have one home"
+    smallest = min(found, key=lambda layer: layer.num_experts)
+    fitting = sizes_with_homes(smallest.num_experts, max_cells)
+    on_node = ranks_on_this_node() or max_cells
+    in_nodes = [size for size in fitting if cell_size == 1 and on_node % size == 0]
+    if 1 < max(in_nodes, default=1) < fitting[-1]:
+        larger = in_json(f"{BLOCK}.expert_parallel_size", fitting[-1])
+        return in_nodes[-1], (
+            f"{_cells(in_nodes[-1])}, so that rows and copies stay in a node of {on_node} ranks "
+            f"(to spread experts over more, set {larger})"
+        )
+    return fitting[-1], (
+        f"{_cells(fitting[-1])}, the most at which each is home to experts of all layers "
+        f"({smallest.name} has {smallest.num_experts})"
+    )
+
+
+def _cells(number: int) -> str:
+    return f"{number} cell{'s' if number > 1 else ''}"
 
 
 def _cell_size(

@@ -8,6 +8,7 @@ cells, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -32,7 +33,7 @@ from ds_moe_ext.strategies.base import (
     Strategy,
     register,
 )
-from ds_moe_ext.strict import at_least
+from ds_moe_ext.strict import at_least, in_json
 
 WHERE = "ds_moe_ext.fssdp"
 RESHARD_INTERVAL = 100  # steps, where nobody says
@@ -54,7 +55,7 @@ class FullySharded(Strategy):
             home in the world, else never.
         heterogeneous_sharding: a layer may be at home unevenly. False keeps the first, even homes.
         copy_bytes: memory of a rank for copies; null: most of what is free, and on a CPU as much as
-            the rank's own experts and their gradients take.
+            the rank's own experts and their gradients take, one of each layer at least.
     """
 
     overlap_degree: int | None = None
@@ -129,7 +130,8 @@ class FullySharded(Strategy):
     def remarks(self, job: Job) -> tuple[str, ...]:
         asked = {"overlap_degree": self.overlap_degree, "copies_per_rank": self.copies_per_rank}
         unknown = " and ".join(key for key, value in asked.items() if value is None)
-        said = []
+        nothing = (key for key in (*asked, "copy_bytes") if vars(self)[key] == 0)
+        said = [f"no expert is ever copied, for {WHERE}.{key} is 0" for key in nothing]
         if not unknown:
             said.append(self._idle_calibration(job))
         elif self.calibrate:
@@ -151,12 +153,36 @@ class FullySharded(Strategy):
             f"{speed / 1e6:,.0f} MB/s, behind {_span(window_L, 'ms')} of attention; "
             f"a rank holds up to {_span(fits_L)} copies of a layer (m)"
         )
-        return "; ".join(
-            filter(None, (told, self._idle_calibration(job), self._idle_sharding(job)))
-        )
+        idle = self._idle_calibration(job), self._idle_sharding(job)
+        return "; ".join(filter(None, (told, *self._never_copied(job), *idle)))
 
     def beside(self, site: Site) -> Beside:
         return Beside(copied=site.plan.is_joined)
+
+    def _never_copied(self, job: Job) -> Iterator[str]:
+        """Layers of which nothing is copied, as t or m came out 0, and what to set."""
+        degree_L, fits_L = self._overlap_degrees(job), self._copies_that_fit(job)
+        if self.overlap_degree is None and not degree_L.all():
+            yield (
+                f"nothing is copied of {_some(degree_L == 0)}, for no expert can be sent within so "
+                f"little attention (t is 0); to copy all the same, set "
+                f"{in_json(f'{WHERE}.overlap_degree', 1)}"
+            )
+        if self.copies_per_rank is None and not fits_L.all():
+            yield (
+                f"nothing is copied of {_some(fits_L == 0)}, for a rank has no room for a copy "
+                f"(m is 0); to make room, set {self._room(job)}"
+            )
+
+    def _room(self, job: Job) -> str:
+        """What gives every layer room for a copy."""
+        if self.copy_bytes is not None:
+            layers = sum(self._layers_in_memory(job))
+            least = layers * max(pool.expert_bytes for pool in _measured(job))
+            return in_json(f"{WHERE}.copy_bytes", least)
+        if not self.rematerialize:
+            return in_json(f"{WHERE}.rematerialize", True)
+        return in_json(f"{WHERE}.copies_per_rank", 1)
 
     def _idle_calibration(self, job: Job) -> str:
         """That ``calibrate`` can add nothing in any layer, for a person; else empty."""
@@ -202,9 +228,7 @@ class FullySharded(Strategy):
         num_layers = len(job.homes)
         if self.copies_per_rank is not None:
             return np.full(num_layers, self.copies_per_rank)
-        layers_held = 1 if self.rematerialize else num_layers
-        # Gradients of copies wait for the last micro-batch, those of all layers.
-        layers_reduced = layers_held if job.accumulates else 1
+        layers_held, layers_reduced = self._layers_in_memory(job)
         fits_L = np.zeros(num_layers, dtype=np.int64)
         for pool in _measured(job):
             fits_L[list(pool.layers)] = copies_that_fit(
@@ -214,6 +238,12 @@ class FullySharded(Strategy):
                 layers_reduced=layers_reduced,
             )
         return fits_L
+
+    def _layers_in_memory(self, job: Job) -> tuple[int, int]:
+        """At once: those whose copies are, and those whose copies' gradients are."""
+        layers_held = 1 if self.rematerialize else len(job.homes)
+        # Gradients of copies wait for the last micro-batch, those of all layers.
+        return layers_held, layers_held if job.accumulates else 1
 
     def _plan_of(self, job: Job, pool: Pool, home: Placement, target: Placement, fits: int) -> Plan:
         if np.array_equal(target.holds_EC, home.holds_EC):
@@ -237,6 +267,13 @@ class FullySharded(Strategy):
 def _measured(job: Job) -> list[Pool]:
     """Nothing is copied before the costs are known."""
     return [pool for pool in job.pools if pool.expert_bytes]
+
+
+def _some(is_meant_L: np.ndarray) -> str:
+    """All layers, or how many of them."""
+    if is_meant_L.all():
+        return "any layer"
+    return f"{is_meant_L.sum()} of {is_meant_L.size} layers"
 
 
 def _span(values: np.ndarray, unit: str = "") -> str:

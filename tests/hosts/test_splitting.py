@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ds_moe_ext.hosts.experts import find_registered
 from ds_moe_ext.hosts.found import any_name
 from ds_moe_ext.hosts.huggingface import find
-from ds_moe_ext.hosts.sizes import grid_of
+from ds_moe_ext.hosts.sizes import Sized, grid_of
 from ds_moe_ext.hosts.splitting import ways_to_split
 from ds_moe_ext.moe.expert import FeedForwardExperts, ModuleExperts, silu_gated
 from ds_moe_ext.moe.sharding import Along
 from ds_moe_ext.settings import read_settings
-from tests.hosts import families
+from tests.hosts import families, toy
 
 D, F = 6, 8
 
@@ -118,12 +119,16 @@ def mixtral() -> Any:
     return list(find(families.build("mixtral"), any_name))
 
 
-Sized = Callable[..., tuple[int, int]]
+Chosen = Callable[..., Sized]
 
 
 @pytest.fixture
-def sized(mixtral: Any, monkeypatch: pytest.MonkeyPatch) -> Sized:
-    def sizes(world_size: int, ranks_here: int | None = None, **block: Any) -> tuple[int, int]:
+def chosen(mixtral: Any, monkeypatch: pytest.MonkeyPatch) -> Chosen:
+    """What is chosen for so many ranks, of which a launcher says how many are on a node."""
+
+    def choose(
+        world_size: int, ranks_here: int | None = None, *, found: Any = mixtral, **block: Any
+    ) -> Sized:
         for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
             monkeypatch.delenv(name, raising=False)
         if ranks_here is not None:
@@ -131,24 +136,99 @@ def sized(mixtral: Any, monkeypatch: pytest.MonkeyPatch) -> Sized:
         document = {"ds_moe_ext": {"enabled": True, "strategy": "esp", **block}}
         settings, strategy = read_settings(document)
         assert strategy is not None
-        grid = grid_of(settings, strategy, mixtral, world_size)
+        return grid_of(settings, strategy, found, world_size)
+
+    return choose
+
+
+Sizes = Callable[..., tuple[int, int]]
+
+
+@pytest.fixture
+def sized(chosen: Chosen) -> Sizes:
+    def sizes(*ranks: int, **block: Any) -> tuple[int, int]:
+        grid = chosen(*ranks, **block).grid
         return grid.num_cells, grid.cell_size
 
     return sizes
 
 
-def test_cells_are_nodes_where_there_are_several(sized: Sized) -> None:
+def test_cells_are_nodes_where_there_are_several(sized: Sizes) -> None:
     assert sized(4, 2) == (2, 2)
     assert sized(8, 4) == (2, 4)
     assert sized(8, 4, expert_sharding_size=2) == (4, 2)
     assert sized(8, 4, expert_parallel_size=2) == (2, 4)
 
 
-def test_experts_stay_whole_elsewhere(sized: Sized) -> None:
+def test_experts_stay_whole_elsewhere(sized: Sizes) -> None:
     assert sized(4) == sized(4, 4) == sized(4, 2, expert_sharding_size=1) == (4, 1)
     assert sized(10, 5) == (2, 1)  # experts cannot be split into five parts
     assert sized(4, 2, strategy="ep") == (4, 1)
     assert sized(4, 2, expert_parallel_size=4) == (4, 1)  # nodes would be two cells
+
+
+def experts_of(*num_experts: int) -> list[Any]:
+    """Layers of a model with so many experts each."""
+    return list(find_registered(toy.Toy(toy.Shape(num_experts)), any_name))
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "world_size", "ranks_here", "num_cells"),
+    [
+        ((8,), 64, 8, 8),  # a grid in every node
+        ((8,), 64, None, 8),  # no launcher tells of nodes
+        ((64,), 64, None, 64),
+        ((64,), 64, 8, 8),
+        ((8,), 64, 1, 8),  # nodes of one rank hold no grid
+        ((4,), 10, 5, 2),  # nor do nodes of five
+        ((2, 6, 3, 5), 8, None, 2),
+        ((6,), 4, 4, 4),  # unevenly, but everywhere
+        ((5,), 7, None, 1),
+    ],
+)
+def test_copied_experts_leave_no_rank_without(
+    chosen: Chosen,
+    num_experts: tuple[int, ...],
+    world_size: int,
+    ranks_here: int | None,
+    num_cells: int,
+) -> None:
+    found = experts_of(*num_experts)
+    grid, why = chosen(world_size, ranks_here, found=found, strategy="fssdp")
+    assert (grid.num_cells, grid.cell_size) == (num_cells, 1)
+    cells = f"{num_cells} cell{'s' if num_cells > 1 else ''}, "
+    assert why.startswith(f"expert_parallel_size is null: {cells}")
+    stays = {"fssdp": {"heterogeneous_sharding": False, "reshard_interval": 5}}
+    assert chosen(world_size, ranks_here, found=found, strategy="fssdp", **stays).grid == grid
+    asked = chosen(world_size, ranks_here, found=found, strategy="fssdp", expert_parallel_size=1)
+    assert asked.grid.num_cells == 1 and not asked.why
+
+
+def test_experts_that_move_have_one_home(chosen: Chosen) -> None:
+    moves = {"strategy": "fssdp", "fssdp": {"reshard_interval": 5}}
+    grid, why = chosen(64, 8, found=experts_of(8), **moves)
+    assert grid.num_cells == 64
+    assert why.endswith("all 64 cells, for experts that move have one home")
+
+
+def test_what_was_chosen_is_told_in_a_line(chosen: Chosen) -> None:
+    _, why = chosen(64, 8, found=experts_of(8), strategy="fssdp")
+    assert why == (
+        "expert_parallel_size is null: 8 cells, the most at which each is home to experts of all "
+        "layers (blocks.0.experts has 8); each expert has 8 homes"
+    )
+    _, why = chosen(16, 8, found=experts_of(16), strategy="fssdp")
+    assert "8 cells, so that rows and copies stay in a node of 8 ranks" in why
+    assert 'to spread experts over more, set {"ds_moe_ext": {"expert_parallel_size": 16}}' in why
+    nodes = {"found": experts_of(2), "strategy": "esp", "balance": "fssdp"}
+    grid, why = chosen(16, 4, **nodes)
+    assert (grid.num_cells, grid.cell_size) == (2, 4)
+    assert why == (
+        "expert_sharding_size is null: 4 ranks split each expert, those of a node; "
+        "expert_parallel_size is null: 2 cells, the most at which each is home to experts of all "
+        "layers (blocks.0.experts has 2); each expert has 2 homes"
+    )
+    assert chosen(1, found=experts_of(8), strategy="fssdp").why == ""
 
 
 @pytest.mark.parametrize(
@@ -162,7 +242,7 @@ def test_experts_stay_whole_elsewhere(sized: Sized) -> None:
         ),
     ],
 )
-def test_sizes_that_do_not_fit(sized: Sized, block: dict[str, Any], says: tuple[str, ...]) -> None:
+def test_sizes_that_do_not_fit(sized: Sizes, block: dict[str, Any], says: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=says[0]) as caught:
         sized(4, **block)
     assert all(part in str(caught.value) for part in says)

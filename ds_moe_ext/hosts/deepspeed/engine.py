@@ -40,6 +40,7 @@ from ds_moe_ext.layout import Grid
 from ds_moe_ext.moe.passage import Here
 from ds_moe_ext.moe.tokens import Divided
 from ds_moe_ext.settings import BLOCK
+from ds_moe_ext.strict import in_json
 
 
 def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap) -> None:
@@ -101,7 +102,16 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
         Steps(engine.gradient_accumulation_steps(), engine.get_data_types()[0], device),
     )
     run = Run.start(blueprint, layers, planning, engine)
+    _tell_of_sizes(run)
     run.recorder.beside = None if role is None else role.both_sides
+
+
+def _tell_of_sizes(run: Run) -> None:
+    """Which sizes were chosen, and what they leave a strategy to do."""
+    key = f"{BLOCK}.expert_parallel_size"
+    homes = attach.told_homes(run.blueprint, key, lambda size: f"set {in_json(key, size)}")
+    for line in (run.blueprint.why_grid, homes):
+        run.planning.tell(line)
 
 
 def _make_known(

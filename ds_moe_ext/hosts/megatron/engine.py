@@ -40,6 +40,8 @@ from ds_moe_ext.strategies.esp import ExpertSharding
 SCHEDULES = Schedules()
 """What Megatron's schedule does; of this process, as its parallel state is."""
 
+FLAG_OF_CELLS = "--expert-model-parallel-size"
+
 
 def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run | None:
     """Adopt the MoE layers of a model that is ready to be trained. Collective, over the world.
@@ -82,7 +84,8 @@ def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run | N
     gradients = dense_gradients(model, chunks, layers, is_sliced=strategy.slices_gradients)
     mover = mover_of(optimizer, layers, blueprint)
     run = begin(blueprint, layers, gradients, mover, model=model, optimizer=optimizer)
-    for line in (unsliced or "", _told(blueprint, asked.strategy)):
+    homes = attach.told_homes(blueprint, FLAG_OF_CELLS, f"give {FLAG_OF_CELLS} {{}}".format)
+    for line in (unsliced or "", _told(blueprint, asked.strategy), homes):
         run.planning.tell(line)
     checkpoint.watch(run, mover, optimizer)
     return run
@@ -160,12 +163,7 @@ def _of_stage(settings: Settings, seats: Grids) -> Settings:
 def _told(blueprint: Blueprint, asked: Strategy) -> str:
     """What a person may have wanted otherwise, of sizes that Megatron has; empty if nothing."""
     grid, strategy = blueprint.grid, blueprint.strategy
-    if grid.num_cells == 1 and grid.world_size > 1 and strategy.rhythm().plan_every:
-        return (
-            "every rank has all experts, so that none is copied; raise "
-            f"--expert-model-parallel-size for {blueprint.settings.placing} to have an effect"
-        )
-    if asked.rhythm().shard_every and not strategy.rhythm().shard_every:
+    if grid.num_cells > 1 and asked.rhythm().shard_every and not strategy.rhythm().shard_every:
         return f"experts keep their homes: each has {grid.world_size // grid.size} of them"
     return ""
 
