@@ -15,7 +15,6 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -30,8 +29,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ds_moe_ext.convert.model import Shape
+from ds_moe_ext.hosts.dcp_reader import TABLE, Reader
+from ds_moe_ext.hosts.unpickle import damaged
 
-TABLE = ".metadata"
 DATA = "__0_0.distcp"
 
 
@@ -109,11 +109,8 @@ class Folder:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._reader = path, FileSystemReader(path)
-        try:
-            self._about: Metadata = self._reader.read_metadata()
-        except Exception as error:  # a damaged file may raise anything
-            raise _damaged(path, error) from error
+        self._path, self._reader = path, Reader(path)
+        self._about = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._about, is_coordinator=True)
 
     @cached_property
@@ -121,6 +118,16 @@ class Folder:
         """By name."""
         saved = self._about.state_dict_metadata
         return {k: v for k, v in saved.items() if isinstance(v, TensorStorageMetadata)}
+
+    def object(self, name: str) -> Any:
+        """One that is no tensor; None if it is not there.
+
+        Raises:
+            ValueError: it is damaged, or not of plain values.
+        """
+        if name not in self._about.state_dict_metadata:
+            return None
+        return self._reader.read_object(name, self._about)
 
     @cached_property
     def _by_first(self) -> dict[str, dict[int, list[ChunkStorageMetadata]]]:
@@ -148,19 +155,10 @@ class Folder:
         wanted = ChunkStorageMetadata(torch.Size(start), torch.Size(shape))
         items = create_read_items_for_chunk_list(name, saved, [wanted])
         if sum(item.lengths.numel() for item in items) != tensor.numel():
-            raise _damaged(self._path, ValueError(f"{name} has no whole box of {shape} at {start}"))
-        try:
-            self._reader.read_data(LoadPlan(items), _Into(tensor)).wait()
-        except Exception as error:
-            raise _damaged(self._path, error) from error
+            error = ValueError(f"{name} has no whole box of {shape} at {start}")
+            raise damaged(self._path / TABLE, error)
+        self._reader.read_data(LoadPlan(items), _Into(tensor)).wait()
         return tensor
-
-
-def _damaged(path: Path, error: Exception) -> ValueError:
-    return ValueError(
-        f"{path} cannot be read ({type(error).__name__}: {error}): a file of it is missing or "
-        "damaged; copy the whole folder again, or choose another checkpoint"
-    )
 
 
 class _Into(DefaultLoadPlanner):

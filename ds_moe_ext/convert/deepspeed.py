@@ -11,21 +11,24 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ds_moe_ext.convert import dcp, names, unpickle
+from ds_moe_ext.convert import dcp, names
 from ds_moe_ext.convert.model import Model, Shape, pieces
+from ds_moe_ext.convert.small_files import text_of
 from ds_moe_ext.convert.source import Source, Stored
 from ds_moe_ext.convert.tables import Cell, cells, expert_rows
 from ds_moe_ext.convert.target import Maker
-from ds_moe_ext.hosts.deepspeed.layout_file import LAYOUT_FILE, SavedLayout
+from ds_moe_ext.hosts import unpickle
+from ds_moe_ext.hosts.deepspeed import file_sums
+from ds_moe_ext.hosts.deepspeed.layout_file import FOLDER, LAYOUT_FILE, SAVE, SavedLayout
 
 LATEST = "latest"
 STATES = "mp_rank_00_model_states.pt"
-FOLDER = "ds_moe_ext"  # of experts, and of what the optimizer keeps
 MASTER = "/master"
 TAG = "global_step0"
 
@@ -43,7 +46,7 @@ def tag_of(folder: Path) -> Path:
     """
     tag = folder
     if not (folder / LAYOUT_FILE).exists():
-        tag = folder / (folder / LATEST).read_text().strip()
+        tag = folder / text_of(folder / LATEST)
     layout = SavedLayout.read(tag)
     if layout.tensor_parallel_size > 1:
         raise ValueError(
@@ -58,12 +61,22 @@ def tag_of(folder: Path) -> Path:
 
 def open_source(tag: Path, model: Model) -> Source:
     """Its tensors. Experts are kept as the optimizer steps them, often wider than the model has
-    them: they are given in the type that the routers have."""
-    module: Mapping[str, Any] = unpickle.load(tag / STATES)["module"]
+    them: they are given in the type that the routers have.
+
+    Raises:
+        ValueError: a file is damaged, or of another save.
+    """
+    layout = SavedLayout.read(tag)
+    layout.check(tag)
+    states, stored = unpickle.load(tag / STATES), dcp.Folder(tag / FOLDER)
+    module = states.get("module") if isinstance(states, Mapping) else None
+    if not isinstance(module, Mapping):
+        raise unpickle.damaged(tag / STATES, ValueError("it has no weights"))
+    layout.check_save(tag / STATES, states.get(SAVE))
+    layout.check_save(tag / FOLDER, stored.object(SAVE))
     dense = {name: t for name, t in module.items() if isinstance(t, Tensor)}
     tensors = {name: Stored(tuple(t.shape), t.dtype, partial(_box, t)) for name, t in dense.items()}
     dtype = _dtype(model, dense, tag)
-    stored = dcp.Folder(tag / FOLDER)
     for cell in cells(model, names.deepspeed_experts(model)):
         kept = stored.tensors.get(cell.name)
         if kept is None:
@@ -105,18 +118,19 @@ def write(folder: Path, maker: Maker) -> None:
     Raises:
         ValueError: the model was trained with what it cannot have there.
     """
-    tag, model = folder / TAG, maker.model
+    tag, model, save = folder / TAG, maker.model, uuid4().hex
     _check_zeros(maker)
     tag.mkdir(parents=True)
     table = names.deepspeed_experts(model)
     made = {cell.name: _to_write(maker, cell) for cell in maker.cells(table)}
-    dcp.write(tag / FOLDER, made, _objects(model))
+    dcp.write(tag / FOLDER, made, {**_objects(model), SAVE: save})
     module = OrderedDict(
         (cell.name, maker.make(cell)) for cell in maker.cells(names.deepspeed_module(model))
     )
-    torch.save(_states(model, module), tag / STATES)
+    torch.save({**_states(model, module), SAVE: save}, tag / STATES)
     layers = [names.deepspeed_layer(model, layer) for layer in model.moe_layers]
     first = names.deepspeed_slots(model)
+    files = (STATES, f"{FOLDER}/{dcp.DATA}", f"{FOLDER}/{dcp.TABLE}")
     number = model.experts.number
     SavedLayout(
         strategy="ep",
@@ -129,6 +143,8 @@ def write(folder: Path, maker: Maker) -> None:
         slots={layer: [first.format(layer, slot) for slot in range(number)] for layer in layers},
         optimizer=None,
         step=0,
+        save=save,
+        files=file_sums.sums_of(tag, files),
     ).write(tag)
     (folder / LATEST).write_text(TAG)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,11 @@ from torch import Tensor
 from ds_moe_ext.convert import names
 from ds_moe_ext.convert.described import CONFIG, Document
 from ds_moe_ext.convert.model import Model, Shape
+from ds_moe_ext.convert.small_files import object_of
 from ds_moe_ext.convert.source import Source, Stored
 from ds_moe_ext.convert.tables import Cell
 from ds_moe_ext.convert.target import Maker
+from ds_moe_ext.hosts.unpickle import damaged
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 SHARD_BYTES = 5 * 10**9
@@ -68,8 +70,10 @@ def _files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if not index.exists():
         return sorted(folder.glob("*.safetensors"))
-    told = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-    return [folder / name for name in dict.fromkeys(told)]
+    told = object_of(index, "weight_map")["weight_map"]
+    if not isinstance(told, Mapping) or not all(isinstance(n, str) for n in told.values()):
+        raise damaged(index, ValueError("its weight_map does not name files"))
+    return [folder / name for name in dict.fromkeys(told.values())]
 
 
 def _stored(file: Any, name: str) -> Stored:

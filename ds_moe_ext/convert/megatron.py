@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_moe_ext.convert import dcp, names, unpickle
+from ds_moe_ext.convert import dcp, names
 from ds_moe_ext.convert.arguments import arguments_of
 from ds_moe_ext.convert.model import Model, places
+from ds_moe_ext.convert.small_files import object_of, text_of
 from ds_moe_ext.convert.source import Source, Stored
 from ds_moe_ext.convert.tables import Cell, cells, of_model
 from ds_moe_ext.convert.target import Maker
+from ds_moe_ext.hosts import unpickle
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BACKENDS, COMMON = "metadata.json", "common.pt"
@@ -49,7 +52,12 @@ def iteration_of(folder: Path) -> Path:
     """
     chosen = folder
     if not (folder / BACKENDS).exists():
-        told = (folder / TRACKER).read_text().strip()
+        told = text_of(folder / TRACKER)
+        if told != RELEASE and not told.isdecimal():
+            raise ValueError(
+                f"{folder / TRACKER} has {told[:50]!r}, neither a number nor {RELEASE}: it is "
+                "damaged; write the iteration there that is to be read"
+            )
         chosen = folder / (told if told == RELEASE else f"iter_{int(told):07d}")
     path = chosen / BACKENDS
     if not path.exists():
@@ -57,7 +65,7 @@ def iteration_of(folder: Path) -> Path:
             f"{chosen} has no {BACKENDS}: it was not saved with --ckpt-format torch_dist, or not "
             "to its end; let Megatron save it so"
         )
-    backend = json.loads(path.read_text())["sharded_backend"]
+    backend = object_of(path, "sharded_backend")["sharded_backend"]
     if backend != _TORCH_DIST["sharded_backend"]:
         raise ValueError(f"{chosen} is of format {backend}; let Megatron save it as torch_dist")
     return chosen
@@ -69,7 +77,8 @@ def arguments(folder: Path) -> Namespace:
     Raises:
         ValueError: it does not say.
     """
-    found = unpickle.load(folder / COMMON).get("args")
+    common = unpickle.load(folder / COMMON)
+    found = common.get("args") if isinstance(common, Mapping) else None
     if not isinstance(found, Namespace):
         raise ValueError(
             f"{folder / COMMON} has no args; describe the model with --model: a Hugging Face "

@@ -7,10 +7,11 @@ say nothing of ranks or slots.
 from __future__ import annotations
 
 import functools
+import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_moe_ext.hosts.deepspeed import stored
+from ds_moe_ext.hosts.deepspeed.layout_file import FOLDER, LAYOUT_FILE, SAVE
 from ds_moe_ext.hosts.deepspeed.regions import Region
 from ds_moe_ext.hosts.deepspeed.states import OptimizerStates
 from ds_moe_ext.hosts.run import run_of
@@ -318,3 +320,49 @@ def refused(
 def assert_all_say(messages: Iterable[str], pattern: str) -> None:
     for message in messages:
         assert re.search(pattern, message), message
+
+
+# Changed by hand, or as they were.
+
+
+def edit_layout(**changes: Any) -> Callable[[Path], None]:
+    """As a person changes it, who then has to give its checksums up."""
+
+    def change(tag: Path) -> None:
+        path = tag / LAYOUT_FILE
+        document = json.loads(path.read_text())
+        path.write_text(json.dumps({**document, "crc32": None, "files": None, **changes}))
+
+    return change
+
+
+def edit_module(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Likewise DeepSpeed's file."""
+
+    def edit(tag: Path) -> None:
+        path = tag / "mp_rank_00_model_states.pt"
+        state = torch.load(path, weights_only=False)
+        change(state)
+        torch.save(state, path)
+        edit_layout()(tag)
+
+    return edit
+
+
+def as_of_format(number: int, tag: Path) -> None:
+    """Write a checkpoint anew as format 2 or 3 had it: no id, no checksums, in 2 experts flat."""
+    folder = tag / FOLDER
+    contents = stored.contents(folder)
+    tensors = {name: torch.empty(shape) for name, shape in contents.shapes.items()}
+    parts = {name: Region.all_of(t.shape).part(t.view(-1), 0) for name, t in tensors.items()}
+    objects = stored.load(folder, parts, contents.objects - {SAVE})
+    if number == 2:
+        flats = {name: tensor.view(-1) for name, tensor in tensors.items()}
+        parts = {name: Region.all_of(t.shape).part(t, 0) for name, t in flats.items()}
+    shutil.rmtree(folder)
+    stored.save(folder, parts, objects)
+    edit_module(lambda state: state.pop(SAVE))(tag)
+    layout = json.loads((tag / LAYOUT_FILE).read_text())
+    for key in ("crc32", "save", "files", *(("expert_sharding_size",) if number == 2 else ())):
+        del layout[key]
+    (tag / LAYOUT_FILE).write_text(json.dumps({**layout, "format": number}))

@@ -26,6 +26,8 @@ from tests.hosts.checkpoints import (
     assert_all_say,
     assert_equal,
     check_cross,
+    edit_layout,
+    edit_module,
     ep,
     fssdp,
     held_by,
@@ -277,24 +279,6 @@ def test_files_of_a_checkpoint() -> None:
 
 
 # Refusals.
-
-
-def edit_layout(**changes: Any) -> Callable[[Path], None]:
-    def change(tag: Path) -> None:
-        path = tag / "ds_moe_ext.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-    return change
-
-
-def edit_module(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    def edit(tag: Path) -> None:
-        path = tag / "mp_rank_00_model_states.pt"
-        state = torch.load(path, weights_only=False)
-        change(state)
-        torch.save(state, path)
-
-    return edit
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {

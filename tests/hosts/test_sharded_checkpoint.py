@@ -31,6 +31,7 @@ from tests.hosts.checkpoints import (
     Held,
     Layout,
     Saved,
+    as_of_format,
     assert_all_say,
     assert_equal,
     check_cross,
@@ -177,26 +178,9 @@ def test_any_layout_reads_flat_experts(tmp_path: Path) -> None:
 def test_an_engine_goes_on_from_format_2(tmp_path: Path) -> None:
     checkpoint = saved(2, Job("gpt_moe", 1))
     shutil.copytree(checkpoint.folder, tmp_path, dirs_exist_ok=True)
-    flatten(tmp_path / checkpoint.tag.name)
+    as_of_format(2, tmp_path / checkpoint.tag.name)
     got = loaded(4, Job("gpt_moe", 2, cells=2), Saved(tmp_path, checkpoint.ranks), Call(before=1))
     assert_equal(joined(got), joined(checkpoint.ranks))
-
-
-def flatten(tag: Path) -> None:
-    """Write a checkpoint of whole experts anew in format 2."""
-    folder = tag / "ds_moe_ext"
-    contents = stored.contents(folder)
-    tensors = {name: torch.empty(shape) for name, shape in contents.shapes.items()}
-    parts = {name: Region.all_of(t.shape).part(t.view(-1), 0) for name, t in tensors.items()}
-    objects = stored.load(folder, parts, contents.objects)
-    flats = {name: tensor.view(-1) for name, tensor in tensors.items()}
-    shutil.rmtree(folder)
-    stored.save(
-        folder, {name: Region.all_of(t.shape).part(t, 0) for name, t in flats.items()}, objects
-    )
-    layout = json.loads((tag / LAYOUT_FILE).read_text())
-    del layout["expert_sharding_size"]
-    (tag / LAYOUT_FILE).write_text(json.dumps({**layout, "format": 2}))
 
 
 def esp(world_size: int, stage: int, cells: int, cell_size: int) -> Layout:
@@ -321,7 +305,7 @@ def test_files_of_split_experts() -> None:
 def test_an_engine_of_split_experts_goes_on_from_format_2(tmp_path: Path) -> None:
     checkpoint = saved(2, ep(2, 1).job)
     shutil.copytree(checkpoint.folder, tmp_path, dirs_exist_ok=True)
-    flatten(tmp_path / checkpoint.tag.name)
+    as_of_format(2, tmp_path / checkpoint.tag.name)
     got = loaded(4, esp(4, 2, 1, 2).job, Saved(tmp_path, checkpoint.ranks), Call(before=1))
     assert_equal(joined(got), joined(checkpoint.ranks))
 

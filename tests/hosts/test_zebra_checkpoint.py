@@ -26,6 +26,7 @@ from tests.hosts.checkpoints import (
     assert_all_say,
     assert_equal,
     check_cross,
+    edit_module,
     ep,
     fssdp,
     held_by,
@@ -41,7 +42,6 @@ from tests.hosts.checkpoints import (
 )
 from tests.hosts.copied_runs import check_equal
 from tests.hosts.jobs import Job, Result, train
-from tests.hosts.test_checkpoint import edit_module
 from tests.hosts.test_sharded_checkpoint import esp
 from tests.hosts.test_states import trust_in_float16
 from tests.hosts.zebra_runs import zebra

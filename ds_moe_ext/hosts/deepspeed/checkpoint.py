@@ -11,15 +11,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from ds_moe_ext.comm import gather_texts
-from ds_moe_ext.hosts.deepspeed import rates, stored
+from ds_moe_ext.hosts.dcp_reader import TABLE
+from ds_moe_ext.hosts.deepspeed import file_sums, host_file, rates, stored
+from ds_moe_ext.hosts.deepspeed.file_sums import FileSum
 from ds_moe_ext.hosts.deepspeed.kept import (
     REMEMBERED,
     base_optimizer,
@@ -28,12 +33,16 @@ from ds_moe_ext.hosts.deepspeed.kept import (
     named_parameters,
     wrapper_name,
 )
-from ds_moe_ext.hosts.deepspeed.layout_file import LAYOUT_FILE, SavedLayout
+from ds_moe_ext.hosts.deepspeed.layout_file import (
+    FOLDER,
+    LAYOUT_FILE,
+    SAVE,
+    SavedLayout,
+)
 from ds_moe_ext.hosts.deepspeed.move import mover_of
 from ds_moe_ext.hosts.deepspeed.native import HostedMoE
 from ds_moe_ext.hosts.deepspeed.roles import own_groups
 from ds_moe_ext.hosts.deepspeed.staged import (
-    FOLDER,
     Asked,
     Staged,
     agreed,
@@ -74,14 +83,18 @@ def save(engine: Any, arguments: Arguments, save_rest: Callable[..., Any]) -> An
         named_parameters(engine, run, slots),
         excludes_frozen=arguments["exclude_frozen_parameters"],
     )
-    objects[REMEMBERED] = run.planning.remembered_ILCE
-    stored.save(folder / FOLDER, parts, objects)
-    result = None
+    objects |= {REMEMBERED: run.planning.remembered_ILCE, SAVE: layout.save}
+    names = stored.save(folder / FOLDER, parts, objects)[run.rank :: dist.get_world_size()]
+    names += [TABLE] if run.rank == 0 else []
+    own, result = [f"{FOLDER}/{name}" for name in names], None
     if has_dense_weights(run):
+        client = {**arguments["client_state"], SAVE: layout.save}
         with _experts_apart(engine, run), own_groups(engine):
-            result = save_rest(**arguments)
+            result = save_rest(**{**arguments, "client_state": client})
+            own += host_file.written(engine, arguments["save_dir"], arguments["tag"])
+    files = _sums(folder, own)
     if is_writer:
-        layout.write(folder)
+        replace(layout, files=files).write(folder)
     return result
 
 
@@ -104,10 +117,14 @@ def load(engine: Any, arguments: Arguments, load_rest: Callable[..., Any]) -> An
         return load_rest(**arguments)
     asked = Asked.of(engine, arguments)
     staged = read(engine, run, asked)
-    with _weights_given(engine, run, staged, asked, arguments["load_lr_scheduler_states"]):
+    with (
+        host_file.checked(engine, asked, staged.layout),
+        _weights_given(engine, run, staged, asked, arguments["load_lr_scheduler_states"]),
+    ):
         path, client = load_rest(**{**arguments, "load_optimizer_states": False})
     _apply(engine, run, staged, asked)
-    client.pop("optimizer", None)  # DeepSpeed takes it for the client's
+    for name in ("optimizer", SAVE):  # DeepSpeed takes them for the client's
+        client.pop(name, None)
     return path, client
 
 
@@ -126,11 +143,8 @@ def _mover(engine: Any, run: Run) -> ExpertMover:
 def _layout_of(engine: Any, run: Run, slots: Mapping[Expert, Slot]) -> SavedLayout:
     """Collective."""
     own = [(expert, slot_name(engine, slot)) for expert, slot in slots.items()]
-    names = {
-        Expert(*expert): name
-        for text in gather_texts(json.dumps(own), None)
-        for expert, name in json.loads(text)
-    }
+    told = [json.loads(text) for text in gather_texts(json.dumps((uuid4().hex, own)), None)]
+    names = {Expert(*expert): name for _, theirs in told for expert, name in theirs}
     optimizer, grid = base_optimizer(engine), run.blueprint.grid
     homes = {layer.name: home for layer, home in zip(run.layers, run.planning.job.homes)}
     return SavedLayout(
@@ -148,7 +162,15 @@ def _layout_of(engine: Any, run: Run, slots: Mapping[Expert, Slot]) -> SavedLayo
         optimizer=None if optimizer is None else type(optimizer).__name__,
         step=engine.global_steps,
         tensor_parallel_size=TensorParallel.of(engine.mpu).size,
+        save=told[0][0],
     )
+
+
+def _sums(folder: Path, own: list[str]) -> dict[str, FileSum]:
+    """Of the files that all ranks have written, each of its own. Collective."""
+    sums = agreed(folder, lambda: file_sums.sums_of(folder, own))
+    texts = gather_texts(json.dumps(sums), None)
+    return {name: each for text in texts for name, each in json.loads(text).items()}
 
 
 @contextmanager
@@ -199,7 +221,7 @@ def _weights_given(
             if wants_schedule:
                 _check_scheduler(engine, checkpoint, asked)
 
-        agreed(check)
+        agreed(asked.folder, check)
         if wants_schedule and engine.lr_scheduler is not None:
             checkpoint["lr_scheduler"] = rates.fitting(engine, run, checkpoint["lr_scheduler"])
         return type(engine).load_module_state_dict(engine, checkpoint, *args, **kwargs)

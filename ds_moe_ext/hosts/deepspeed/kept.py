@@ -10,6 +10,7 @@ leaves out the number, for what all experts of a layer have in common:
     KIND/about      shape, and options of the parameter group, such as ``lr``
     optimizer       settings of DeepSpeed's wrapper, such as the loss scale
     remembered      rows of the steps that predict the next
+    ds_moe_ext_save id of the save, see ``layout_file``
 
 An expert's tensors have the shape of its weight, whichever part of it a rank has; dense ones are
 flat.

@@ -1,15 +1,29 @@
-"""``ds_moe_ext.json`` in a checkpoint: how the run was laid out that wrote it."""
+"""``ds_moe_ext.json`` in a checkpoint: how the run was laid out that wrote it, and what it wrote.
+
+A save has an id, which all of its parts have: this file, DeepSpeed's and our folder.
+"""
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+from ds_moe_ext.hosts.deepspeed import file_sums
+from ds_moe_ext.hosts.deepspeed.file_sums import FileSum
+from ds_moe_ext.strict import check_object, read_record
 
 LAYOUT_FILE = "ds_moe_ext.json"
-FORMAT = 3  # of the checkpoint; 1 had a file an expert
-READ = (2, FORMAT)  # 2 had experts flattened, as dense weights still are, and none was split
+FORMAT = 4  # of the checkpoint; 1 had a file an expert
+READ = (2, 3, FORMAT)
+"""2 had experts flattened, as dense weights still are, and none was split. Before 4 a save had no
+id, and its files no checksums."""
+
+FOLDER = "ds_moe_ext"  # in the checkpoint, beside DeepSpeed's files
+SAVE = "ds_moe_ext_save"  # name of the save's id in DeepSpeed's file and in the folder
 
 
 @dataclass(frozen=True)
@@ -29,6 +43,9 @@ class SavedLayout:
         optimizer: class that steps the weights; None without one.
         step: optimizer steps that were taken.
         tensor_parallel_size: ranks that share the dense weights of one copy of the model.
+        save: id of the save; None before format 4.
+        files: checksums, by name from the folder; of all files but this, and those that DeepSpeed
+            goes on writing.
     """
 
     strategy: str
@@ -42,11 +59,14 @@ class SavedLayout:
     optimizer: str | None
     step: int
     tensor_parallel_size: int = 1
+    save: str | None = None
+    files: Mapping[str, FileSum] | None = None
 
     def write(self, folder: Path) -> None:
         """Write it; that it is there says that all else is."""
         document = {"format": FORMAT, **asdict(self)}
-        (folder / LAYOUT_FILE).write_text(json.dumps(document, indent=1))
+        document = {"format": FORMAT, "crc32": _sum_of(document), **asdict(self)}
+        (folder / LAYOUT_FILE).write_text(json.dumps(document, indent=1), encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> SavedLayout:
@@ -62,10 +82,85 @@ class SavedLayout:
                 "disabled, or writing did not end; load it with ds_moe_ext disabled, or choose "
                 "another checkpoint"
             )
-        document = json.loads(path.read_text())
-        if document.pop("format", 1) not in READ:
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+            check_object("it", document)
+        except (OSError, ValueError, RecursionError) as error:
+            raise _damaged(path, error) from error
+        kind = document.get("format", 1)
+        if kind not in READ:
             raise ValueError(
-                f"{folder} was written by another version of ds_moe_ext, whose checkpoints have "
-                f"another format than {' and '.join(map(str, READ))}; load it with that version"
+                f"{path} is of format {kind!r}: the checkpoint was written by another version of "
+                f"ds_moe_ext, for this one reads {' and '.join(map(str, READ))} (or the file is "
+                "damaged); load it with that version"
             )
-        return cls(**{"expert_sharding_size": 1, **document})
+        try:
+            return cls._of(document)
+        except (ValueError, TypeError) as error:
+            raise _damaged(path, error) from error
+
+    @classmethod
+    def _of(cls, document: Mapping[str, Any]) -> SavedLayout:
+        if document["format"] == FORMAT:
+            document = dict(document)
+            told = document.pop("crc32", 0)  # null where a person has changed something
+            if told is not None and told != _sum_of(document):
+                raise ValueError("its crc32 is another")
+        given = {key: value for key, value in document.items() if key != "format"}
+        return read_record(cls, {"expert_sharding_size": 1, **given}, "it")
+
+    def check_homes(self, folder: Path) -> None:
+        """Whether it says of all experts where they live.
+
+        Raises:
+            ValueError: it does not.
+        """
+        cells = range(self.expert_parallel_size)
+        for name, number in self.num_experts.items():
+            homes, slots = self.homes.get(name, ()), self.slots.get(name, ())
+            if not len(homes) == len(slots) == number or not all(home in cells for home in homes):
+                error = ValueError(f"it does not say where the {number} experts of {name} live")
+                raise _damaged(folder / LAYOUT_FILE, error)
+
+    def check(self, folder: Path, *, place: int = 0, num_places: int = 1) -> None:
+        """Whether the checkpoint's files are what was written: one part of them each by so many
+        readers.
+
+        Raises:
+            ValueError: a file is missing, damaged or of another save.
+        """
+        files = self.files or {}
+        names = list(files)[place::num_places]
+        try:
+            sums = {name: (int(files[name][0]), int(files[name][1])) for name in names}
+        except (TypeError, ValueError, IndexError) as error:
+            raise _damaged(folder / LAYOUT_FILE, error) from error
+        file_sums.check(folder, sums, LAYOUT_FILE)
+
+    def check_save(self, path: Path, told: Any) -> None:
+        """Whether a part of the checkpoint is of this save.
+
+        Args:
+            path: of the part.
+            told: id of the save that it is of; None where it has none.
+
+        Raises:
+            ValueError: it is of another.
+        """
+        if told != self.save:
+            raise ValueError(
+                f"{path} is of another save than {LAYOUT_FILE} beside it ({told} and {self.save}): "
+                "parts of two checkpoints lie together; copy one of them whole, or choose another"
+            )
+
+
+def _sum_of(document: Mapping[str, Any]) -> int:
+    """Of what a document says, however it is written."""
+    return zlib.crc32(json.dumps(document, sort_keys=True).encode())
+
+
+def _damaged(path: Path, error: BaseException) -> ValueError:
+    return ValueError(
+        f"{path} cannot be read ({error}): it is damaged; copy the whole folder again, or choose "
+        "another checkpoint (if you have changed it yourself, set its crc32 to null)"
+    )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_moe_ext.comm import gather_texts
@@ -22,7 +23,7 @@ from ds_moe_ext.hosts.deepspeed.kept import (
     base_optimizer,
     named_parameters,
 )
-from ds_moe_ext.hosts.deepspeed.layout_file import SavedLayout
+from ds_moe_ext.hosts.deepspeed.layout_file import FOLDER, SAVE, SavedLayout
 from ds_moe_ext.hosts.deepspeed.move import mover_of
 from ds_moe_ext.hosts.deepspeed.states import OptimizerStates
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
@@ -32,8 +33,6 @@ from ds_moe_ext.hosts.run import Run
 from ds_moe_ext.hosts.states import MASTER, ParameterStates
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.strategies.base import Pool
-
-FOLDER = "ds_moe_ext"  # in the checkpoint, beside DeepSpeed's files
 
 
 class Asked(NamedTuple):
@@ -82,6 +81,7 @@ class Staged:
     """What is to become of an engine.
 
     Attributes:
+        layout: of the run that saved.
         seats: of its experts.
         weights: of experts, all that this rank has of them, by the parameter of their seat.
         states: of all that is trained, and of experts; empty if they were not asked for.
@@ -90,6 +90,7 @@ class Staged:
         remembered_ILCE: see ``Planning.resume``.
     """
 
+    layout: SavedLayout
     seats: Seats
     weights: Mapping[nn.Parameter, Tensor]
     states: Mapping[nn.Parameter, ParameterStates]
@@ -105,24 +106,44 @@ def read(engine: Any, run: Run, asked: Asked) -> Staged:
         ValueError: on all ranks, with what is wrong on the first that finds something; nothing has
             been changed.
     """
-    layout = agreed(lambda: _checked_layout(engine, run, asked))
+
+    def reads(step: Callable[[], T]) -> T:
+        return agreed(asked.folder, step)
+
+    layout = reads(lambda: _checked_layout(engine, run, asked))
+    place, num_places = dist.get_rank(), dist.get_world_size()
+    reads(lambda: layout.check(asked.folder, place=place, num_places=num_places))
+    if layout.save is None:
+        run.planning.tell(
+            f"{asked.folder} was saved before saves had an id and files a checksum: whether all of "
+            "it is of one save, and whole, is not known; save anew"
+        )
     seats = _seats(engine, run, layout, asked)
-    return agreed(lambda: _Reading(engine, run, asked, seats).staged(layout))
+    return reads(lambda: _Reading(engine, run, asked, seats).staged(layout))
 
 
 T = TypeVar("T")
 
 
-def agreed(step: Callable[[], T]) -> T:
+def agreed(folder: Path, step: Callable[[], T]) -> T:
     """Do it on all ranks or fail on all: one that failed alone would leave the others waiting.
-    Collective."""
+    Collective.
+
+    Args:
+        folder: of the checkpoint.
+        step: to do.
+
+    Raises:
+        ValueError: on all ranks, with what the first that failed told.
+    """
     results: list[T] = []
     text, cause = "", None
     try:
         results.append(step())
     except Exception as error:
         is_told = isinstance(error, ValueError)
-        text, cause = str(error) if is_told else f"the checkpoint cannot be read: {error!r}", error
+        text = str(error) if is_told else f"the checkpoint {folder} cannot be read: {error!r}"
+        cause = error
     wrong = next(filter(None, gather_texts(text, None)), None)
     if wrong is not None:
         raise ValueError(wrong) from cause
@@ -147,9 +168,7 @@ def _checked_layout(engine: Any, run: Run, asked: Asked) -> SavedLayout:
             f"parallel rank(s), but this run has {size}, which have other parts of the dense "
             f"weights; run with {layout.tensor_parallel_size}"
         )
-    path = Path(engine._get_ckpt_name(asked.folder.parent, asked.folder.name))
-    if not path.exists():
-        raise ValueError(f"{asked.folder} has no {path.name}: copy the whole folder again")
+    _check_names(engine, asked, size)
     theirs, own = layout.num_experts, _num_experts(run)
     if theirs != own:
         names = [name for name in {**theirs, **own} if theirs.get(name) != own.get(name)]
@@ -168,7 +187,22 @@ def _checked_layout(engine: Any, run: Run, asked: Asked) -> SavedLayout:
             f"with {type(optimizer).__name__}, to which they mean other things; use "
             f"{layout.optimizer}, or load_optimizer_states=False"
         )
+    layout.check_homes(asked.folder)
     return layout
+
+
+def _check_names(engine: Any, asked: Asked, tensor_parallel_size: int) -> None:
+    """Of DeepSpeed's files, which it reads by their number."""
+    where = asked.folder.parent, asked.folder.name
+    path = Path(engine._get_ckpt_name(*where))
+    if not path.exists():
+        raise ValueError(f"{asked.folder} has no {path.name}: copy the whole folder again")
+    names = [Path(found).name for found in engine._get_all_ckpt_names(*where)]
+    if len(names) != tensor_parallel_size:
+        raise ValueError(
+            f"{asked.folder} has {' and '.join(names)}, but was saved by {tensor_parallel_size} "
+            "tensor parallel rank(s), which have a file each; leave no file of another save there"
+        )
 
 
 def _num_experts(run: Run) -> dict[str, int]:
@@ -195,7 +229,11 @@ def _seats(engine: Any, run: Run, layout: SavedLayout, asked: Asked) -> Seats:
     present = Seats(homes, mover.slots(homes))
     if asked.weights_alone or not run.blueprint.moves_experts:
         return present
-    saved = _saved_seats(engine, run, layout, present) if _is_of_these_cells(run, layout) else None
+    is_alike = _is_of_these_cells(run, layout)
+    saved = agreed(
+        asked.folder,
+        lambda: _saved_seats(engine, run, layout, present) if is_alike else None,
+    )
     fit = gather_texts("" if saved is None else "fits", None)
     return saved if saved is not None and all(fit) else present
 
@@ -257,16 +295,20 @@ class _Reading:
             self._kinds.setdefault(name, set()).add(kind)
 
     def staged(self, layout: SavedLayout) -> Staged:
+        layout.check_save(self._path, self._objects_named({SAVE}).get(SAVE))
         wanted = {p: names for p, names in self._named.items() if self._is_wanted(p, names)}
         objects = self._objects(wanted)
         for parameter, names in wanted.items():
             self._check(parameter, names, objects)
         weights = self._weights({p: names for p, names in wanted.items() if names.is_expert})
+        for name in (OPTIMIZER, REMEMBERED):
+            if name not in objects:
+                raise ValueError(f"{self._path} has no {name!r}: copy the whole folder again")
         remembered = objects[REMEMBERED]
         if not _is_of_these_cells(self._run, layout):
             remembered = remembered[:0]
         if not self._asked.with_optimizer:
-            return Staged(self._seats, weights, {}, {}, {}, remembered)
+            return Staged(layout, self._seats, weights, {}, {}, {}, remembered)
         states = self._parameter_states(wanted, objects)
         try:
             self._states.check(states)
@@ -277,7 +319,8 @@ class _Reading:
             ) from error
         options = {p: objects[f"{names.kind}/{ABOUT}"]["options"] for p, names in wanted.items()}
         given = {p: theirs for p, theirs in options.items() if theirs is not None}
-        return Staged(self._seats, weights, states, given, objects[OPTIMIZER], remembered)
+        settings = objects[OPTIMIZER]
+        return Staged(layout, self._seats, weights, states, given, settings, remembered)
 
     def _is_wanted(self, parameter: nn.Parameter, names: Named) -> bool:
         """Other dense weights are the host's; a frozen expert may have been left out on saving."""
@@ -290,6 +333,10 @@ class _Reading:
         names = {OPTIMIZER, REMEMBERED}
         for each in wanted.values():
             names |= {f"{each.name}/{SCALARS}", f"{each.kind}/{ABOUT}"}
+        return self._objects_named(names)
+
+    def _objects_named(self, names: set[str]) -> dict[str, Any]:
+        """Those of them that are there."""
         return stored.load(self._path, {}, names & self._contents.objects)
 
     def _check(self, parameter: nn.Parameter, names: Named, objects: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ tell it, so only they are ours.
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -15,23 +16,33 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
+    ReadItem,
     SavePlan,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from ds_moe_ext.hosts import unpickle
+from ds_moe_ext.hosts.dcp_reader import Reader, files_of
+
+_OBJECTS = (LossScaler, DynamicLossScaler, ZeroStageEnum)
+"""Classes that objects may be made of, beside plain ones: what wrappers of DeepSpeed's keep."""
 
 
 class Box(NamedTuple):
@@ -74,7 +85,7 @@ class Contents(NamedTuple):
     objects: frozenset[str]
 
 
-def save(folder: Path, parts: Mapping[str, Part], objects: Mapping[str, Any]) -> None:
+def save(folder: Path, parts: Mapping[str, Part], objects: Mapping[str, Any]) -> list[str]:
     """Write what all ranks have; of what several have alike, one writes it. Collective.
 
     Args:
@@ -82,13 +93,18 @@ def save(folder: Path, parts: Mapping[str, Part], objects: Mapping[str, Any]) ->
         parts: this rank's, by the tensor's name; those of all ranks make up whole tensors.
         objects: this rank's; of several of one name any is kept.
 
+    Returns:
+        Names of the files that all ranks have written, of lower ranks first, and no table.
+
     Raises:
         OSError: on all ranks, where one could not write.
     """
     try:
-        dcp.save(dict(objects), checkpoint_id=folder, planner=_SaveParts(parts))
+        table = dcp.save(dict(objects), checkpoint_id=folder, planner=_SaveParts(parts))
     except CheckpointException as error:
         raise OSError(f"{folder} could not be written: {_reason(error)!r}") from error
+    assert isinstance(table, Metadata)
+    return sorted(files_of(table), key=lambda name: (len(name), name))
 
 
 def contents(folder: Path) -> Contents:
@@ -97,10 +113,7 @@ def contents(folder: Path) -> Contents:
     Raises:
         ValueError: nothing was written there, or not to its end.
     """
-    try:
-        saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    except Exception as error:  # a damaged file may raise anything
-        raise _damaged(folder, error) from error
+    saved = Reader(folder).read_metadata().state_dict_metadata
     shapes = {
         name: tuple(kept.size)
         for name, kept in saved.items()
@@ -129,17 +142,15 @@ def load(folder: Path, parts: Mapping[str, Part], names: Iterable[str] = ()) -> 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it does not communicate, as it is told
-            dcp.load(objects, checkpoint_id=folder, planner=_LoadParts(parts), no_dist=True)
+            dcp.load(
+                objects, storage_reader=Reader(folder), planner=_LoadParts(parts), no_dist=True
+            )
     except CheckpointException as error:
-        raise _damaged(folder, _reason(error)) from error
+        reason = _reason(error)
+        if isinstance(reason, unpickle.Damaged):
+            raise reason from error
+        raise unpickle.damaged(folder, reason) from error
     return objects
-
-
-def _damaged(folder: Path, reason: BaseException) -> ValueError:
-    return ValueError(
-        f"{folder} cannot be read ({type(reason).__name__}: {reason}): a file of it is missing or "
-        "damaged; copy the whole folder again, or choose another checkpoint"
-    )
 
 
 def _reason(error: CheckpointException) -> BaseException:
@@ -173,6 +184,12 @@ class _SaveParts(DefaultSavePlanner):
         data = TensorWriteData(box.chunk(), properties, self._shapes[index.fqn])
         return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        made = super().transform_object(write_item, object)
+        if isinstance(made, io.BytesIO):
+            unpickle.check_object(write_item.index.fqn, made, _OBJECTS)
+        return made
+
     def lookup_object(self, index: MetadataIndex) -> Any:
         box = self._boxes.get(index)
         return super().lookup_object(index) if box is None else box.tensor
@@ -194,6 +211,9 @@ class _LoadParts(DefaultLoadPlanner):
             chunks = [box.chunk() for box in part.boxes]
             items += create_read_items_for_chunk_list(name, saved, chunks)
         return replace(plan, items=items)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = unpickle.load_object(value, _OBJECTS)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self._boxes[index].tensor

@@ -1,0 +1,61 @@
+"""Lengths and checksums of a checkpoint's files, by which damage and mix-ups are found."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+FileSum = Sequence[int]
+"""Bytes of a file, and their CRC-32."""
+
+_CHUNK_BYTES = 2**22
+
+
+def sum_of(path: Path) -> FileSum:
+    """That of a file."""
+    crc, num_bytes = 0, 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            crc, num_bytes = zlib.crc32(chunk, crc), num_bytes + len(chunk)
+    return num_bytes, crc
+
+
+def sums_of(folder: Path, names: Iterable[str]) -> dict[str, FileSum]:
+    """Those of files in a folder, by their names from there."""
+    return {name: sum_of(folder / name) for name in names}
+
+
+def check(folder: Path, sums: Mapping[str, FileSum], told_by: str) -> None:
+    """Whether files are what they were.
+
+    Args:
+        folder: that has them.
+        sums: by their names from there.
+        told_by: name of the file that says so.
+
+    Raises:
+        ValueError: they are not.
+    """
+    wrong = [
+        f"{folder / name} {reason}"
+        for name, told in sums.items()
+        if (reason := _wrong(folder / name, told))
+    ]
+    if wrong:
+        more = f" (and {len(wrong) - 1} more files)" if wrong[1:] else ""
+        raise ValueError(
+            f"{wrong[0]}{more}, other than {folder / told_by} says: it is missing or damaged, or "
+            "of another save; copy the whole folder again, or choose another checkpoint"
+        )
+
+
+def _wrong(path: Path, told: FileSum) -> str:
+    num_bytes, _ = told
+    try:
+        found = path.stat().st_size
+        if found != num_bytes:
+            return f"has {found} bytes, not {num_bytes}"
+        return "" if tuple(sum_of(path)) == tuple(told) else "has other contents"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"

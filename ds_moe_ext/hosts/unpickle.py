@@ -1,0 +1,184 @@
+"""Pickles that others wrote, of known classes only: nothing of a file is executed.
+
+What hosts pickle beside weights, such as enums of Megatron and settings of DeepSpeed, becomes an
+``Unknown`` where weights are read, so that neither host need be there. Tables of DCP have no room
+for such things: there whatever is not known is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import serialization
+from torch.distributed.checkpoint.metadata import Metadata
+
+_DTYPES = tuple(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
+_PLAIN = ("set", "frozenset", "list", "dict", "tuple", "int", "float", "complex", "slice")
+_KNOWN = {
+    "collections": ("OrderedDict", "defaultdict"),
+    "torch._utils": ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_parameter"),
+    "torch": ("Size", "device", *_DTYPES),
+    "torch.storage": ("TypedStorage", "UntypedStorage"),
+    "argparse": ("Namespace",),
+    "types": ("SimpleNamespace",),
+    "builtins": _PLAIN,
+}
+_CHECKPOINT = "torch.distributed.checkpoint"
+_PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath")
+_IN_TABLES = {
+    f"{_CHECKPOINT}.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    f"{_CHECKPOINT}.planner": (
+        "BytesIOWriteData",
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
+    ),
+    f"{_CHECKPOINT}.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    "torch": ("Size", "device", *_DTYPES),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,  # of Python 3.13
+    "collections": ("OrderedDict", "defaultdict"),
+    "builtins": _PLAIN,
+}
+_rebuild_array = np.zeros(0).__reduce__()[0]
+_OF_ARRAYS: tuple[Any, ...] = (
+    *(np.ndarray, np.dtype, bytes, _rebuild_array),
+    (_rebuild_array, "numpy.core.multiarray._reconstruct"),  # of numpy 1
+    *{type(np.dtype(kind)) for kind in (np.int64, np.float64)},
+)
+"""What ``torch.save`` makes of arrays of numbers."""
+
+
+class Unknown:
+    """Stands for an object of a class that is not loaded."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Unknown:
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None: ...
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+    def append(self, item: Any) -> None:
+        """A list's way to be unpickled."""
+
+    def extend(self, items: Any) -> None:
+        """Likewise."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class(module, name) if name in _KNOWN.get(module, ()) else Unknown
+
+
+class _OfTables(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module.startswith("megatron."):  # of 0.15 the table itself, of others what lies beside
+            return Metadata if name == "MCoreMetadata" else Unknown
+        if name not in _IN_TABLES.get(module, ()):
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not run")
+        return super().find_class(module, name)
+
+
+def load(path: Path) -> Any:
+    """What a file of ``torch.save`` has; tensors are read from it when they are used.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    module = ModuleType("pickle of known classes")
+    vars(module).update(Unpickler=_Unpickler)
+    try:
+        _check_archive(path)
+        return torch.load(
+            path, map_location="cpu", mmap=True, weights_only=False, pickle_module=module
+        )
+    except Exception as error:  # a damaged file may raise anything
+        raise damaged(path, error) from error
+
+
+def _check_archive(path: Path) -> None:
+    """``torch.load`` would take a program of TorchScript for one, and set it up."""
+    with serialization._open_zipfile_reader(str(path)) as archive:
+        if serialization._is_torchscript_zip(archive):
+            raise pickle.UnpicklingError("it is a program of TorchScript, which is not run")
+
+
+def load_table(file: BinaryIO) -> Any:
+    """What a file named ``.metadata`` of ``torch.distributed.checkpoint`` has.
+
+    Raises:
+        Exception: of any kind; it is damaged, or asks for what is not known.
+    """
+    return _OfTables(file).load()
+
+
+def load_object(stream: io.BytesIO, more: Iterable[type] = ()) -> Any:
+    """An object that ``torch.save`` wrote, of what ``torch.load`` calls safe, which
+    ``torch.serialization.add_safe_globals`` extends, and arrays of numpy.
+
+    Args:
+        stream: that has it.
+        more: classes that it may be made of.
+
+    Raises:
+        pickle.UnpicklingError: it has others.
+        Exception: of any kind; it is damaged.
+    """
+    with serialization.safe_globals([*_OF_ARRAYS, *more]):
+        try:
+            return torch.load(stream, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            stream.seek(0)
+            others = sorted(serialization.get_unsafe_globals_in_checkpoint(stream))
+            raise pickle.UnpicklingError(f"it asks for {others}, which is not run") from error
+
+
+def check_object(name: str, stream: io.BytesIO, more: Iterable[type] = ()) -> None:
+    """Whether ``load_object`` would load what was written.
+
+    Raises:
+        ValueError: it would not.
+    """
+    stream.seek(0)
+    with serialization.safe_globals([*_OF_ARRAYS, *more]):
+        others = sorted(serialization.get_unsafe_globals_in_checkpoint(stream))
+    if others:
+        raise ValueError(
+            f"{name} is made of {others}, which would not be loaded again, for it might run code; "
+            "keep plain values there, or tell torch.serialization.add_safe_globals that they are "
+            "safe"
+        )
+
+
+class Damaged(ValueError):
+    """Of a file."""
+
+
+def damaged(path: Path, error: BaseException) -> Damaged:
+    """What to say of a file that cannot be read, in one line."""
+    first, *_ = str(error).strip().splitlines() or [""]
+    return Damaged(
+        f"{path} cannot be read ({type(error).__name__}: {first}): it is missing or damaged; copy "
+        "the whole folder again, or choose another checkpoint"
+    )
