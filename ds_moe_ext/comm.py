@@ -6,6 +6,7 @@ rows of one of them, G rows of all.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_moe_ext.transfer import Move, Part, Round
 
@@ -176,6 +178,55 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     assert asked is not None, "torch.distributed is not initialized"
     (first, *_) = asked._device_types  # one backend serves all, or each was told the same
     return asked._get_backend(first).options._timeout
+
+
+@dataclass(frozen=True, eq=False)
+class Board:
+    """What ranks tell each other without a collective: keys in the store by which the world met.
+
+    Attributes:
+        rank: this one.
+        size: ranks of the world.
+        timeout_s: how long the world's collectives wait for other ranks.
+    """
+
+    rank: int
+    size: int
+    timeout_s: float
+    _store: dist.Store
+
+    @classmethod
+    def of_world(cls) -> Board | None:
+        """The world's; None where it has one rank, or none is made yet."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return None
+        timeout_s = timeout_of(None).total_seconds()
+        return cls(dist.get_rank(), dist.get_world_size(), timeout_s, _get_default_store())
+
+    def put(self, key: str, text: str) -> None:
+        """Write, over what is there."""
+        self._store.set(key, text)
+
+    def put_first(self, key: str, text: str) -> str:
+        """Write where nothing is there; what is there then."""
+        return bytes(self._store.compare_set(key, "", text)).decode()
+
+    def add(self, key: str, more: int) -> int:
+        """Add to a number, 0 at first; what it is then."""
+        return self._store.add(key, more)
+
+    def read(self, key: str) -> str | None:
+        """What is there; None for nothing."""
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def awaited(self, key: str, seconds: float) -> str | None:
+        """What is there, once something is; None where nothing came. The store's own way of waiting
+        keeps other threads from it, and writes warnings."""
+        end_s, pause_s = time.monotonic() + seconds, 0.001
+        while (text := self.read(key)) is None and time.monotonic() < end_s:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.25)
+        return text
 
 
 # Between pairs.

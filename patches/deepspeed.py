@@ -28,8 +28,9 @@ ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 def _check_first(original: Any) -> Any:
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
-        checked = startup.check_initialize(original, args, kwargs)
-        return original(*checked.args, **checked.kwargs)
+        with startup.initializing():
+            checked = startup.check_initialize(original, args, kwargs)
+            return original(*checked.args, **checked.kwargs)
 
     return initialize
 

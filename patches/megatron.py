@@ -5,12 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from ds_moe_ext.hosts.megatron import chosen, worlds
-from ds_moe_ext.patches.record import Patch, apply_all
+from ds_moe_ext.hosts.starting import Start, starting
+from ds_moe_ext.patches.record import Patch, PatchError, apply_all
 
 VERSIONS = ">=0.14,<0.21"
 
@@ -21,8 +25,13 @@ def _adopted(original: Any) -> Any:
         from ds_moe_ext.hosts.megatron import layers
 
         original(self, *args, **kwargs)
-        if chosen.chosen() is not None:
-            layers.constructed(self)
+        asked = chosen.chosen()
+        if asked is not None:
+            try:
+                layers.constructed(self)
+            except ValueError as error:
+                asked.tell(error)
+                raise
 
     return __init__
 
@@ -37,7 +46,8 @@ def _started(original: Any) -> Any:
         if asked is not None:
             given = inspect.signature(original).bind(*args, **kwargs).arguments
             start = engine.start if asked.worlds is None else zebra.start
-            start(asked, given["model_chunks"], optimizer)
+            with asked.whole_world(), starting(Start(engine.OPTIMIZER, is_wanted=True)):
+                start(asked, given["model_chunks"], optimizer)
         return optimizer
 
     return get_megatron_optimizer
@@ -46,14 +56,34 @@ def _started(original: Any) -> Any:
 def _sized(original: Any) -> Any:
     @functools.wraps(original)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
-        parted = chosen.worlds()
+        asked, parted = chosen.chosen(), chosen.worlds()
         if parted is None:
+            if asked is not None:
+                asked.agree(_sizes(inspect.signature(original).bind(*args, **kwargs).arguments))
             return original(*args, **kwargs)
         from ds_moe_ext.hosts.megatron import sides
 
         return sides.with_sizes(parted, original)(*args, **kwargs)
 
     return initialize_model_parallel
+
+
+def _aside(original: Any) -> Any:
+    @functools.wraps(original)
+    def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
+        Start(chosen.USE).stand_aside("off")
+        return original(*args, **kwargs)
+
+    return initialize_model_parallel
+
+
+def _sizes(given: Mapping[str, Any]) -> dict[str, str]:
+    """Of the ranks, as Megatron is told them."""
+    return {
+        f"{name} of initialize_model_parallel": str(size)
+        for name, size in given.items()
+        if isinstance(size, (int, str))
+    }
 
 
 def _stripped(original: Any) -> Any:
@@ -118,7 +148,7 @@ PATCHES = (
         "sizes",
         "megatron.core.parallel_state:initialize_model_parallel",
         VERSIONS,
-        "where ranks have roles, expert ranks share experts, and attention ranks do not",
+        "settings are compared; where ranks have roles, only expert ranks share experts",
         _sized,
     ),
     Patch(
@@ -152,6 +182,15 @@ PATCHES = (
 )
 
 
+OFF = Patch(
+    "stand-aside",
+    "megatron.core.parallel_state:initialize_model_parallel",
+    VERSIONS,
+    "where the block is not enabled, ranks where it is learn of that",
+    _aside,
+)
+
+
 def apply() -> None:
     """Apply them, or say why not. They do nothing but where settings are in use."""
     apply_all(PATCHES)
@@ -169,12 +208,28 @@ def use(given: str | Path | Mapping[str, Any]) -> None:
         PatchError: this version of Megatron-core is not supported.
     """
     forget()
-    asked = chosen.read(given)
-    if asked is not None:
-        apply()
-        if asked.strategy.roles is not None:
-            asked = replace(asked, worlds=worlds.part(asked.strategy.roles))
-        chosen.set_chosen(asked)
+    try:
+        asked = chosen.read(given)
+        if asked is not None:
+            apply()
+    except (ValueError, PatchError) as error:
+        Start(chosen.USE).tell(error)
+        raise
+    if asked is None:
+        _stand_aside()
+        return
+    if asked.strategy.roles is not None:
+        asked = replace(asked, worlds=worlds.part(asked.strategy.roles, asked.agree))
+    chosen.set_chosen(asked)
+
+
+def _stand_aside() -> None:
+    """Let ranks that run by us know that this one does not, once there is a world."""
+    if dist.is_initialized():
+        Start(chosen.USE).stand_aside("off")
+        return
+    with suppress(PatchError):  # Megatron is another: it is left as it is
+        OFF.apply()
 
 
 def forget() -> None:
@@ -183,5 +238,5 @@ def forget() -> None:
     if parted is not None:
         parted.rejoin()
     chosen.set_chosen(None)
-    for patch in PATCHES:
+    for patch in (*PATCHES, OFF):
         patch.undo()

@@ -18,6 +18,7 @@ from ds_moe_ext.hardware import Hardware, read_hardware
 from ds_moe_ext.hosts.found import Adopted, ExpertShape, Found, Hosted, Wanted
 from ds_moe_ext.hosts.gates import Router, host, routers_of
 from ds_moe_ext.hosts.sizes import divisors, grid_of, sizes_with_homes
+from ds_moe_ext.hosts.starting import start_of
 from ds_moe_ext.layout import GRID, NODE_AXES, Grid, ParallelLayout
 from ds_moe_ext.moe import deep_ep
 from ds_moe_ext.moe.copies import in_order
@@ -28,7 +29,7 @@ from ds_moe_ext.moe.sharding import WHOLE, Shard
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.exchange import BY_NODES, Way
 from ds_moe_ext.report.record import LayerRecord
-from ds_moe_ext.schedule.task import INTER, INTRA, PARAM
+from ds_moe_ext.schedule.task import INTER, INTRA, PARAM, Lane
 from ds_moe_ext.settings import BLOCK, Settings
 from ds_moe_ext.strategies.base import Job, Pool, Site, Strategy, followers
 
@@ -245,24 +246,45 @@ def build(
     hardware = blueprint.hardware
     ranks_per_node = None if hardware is None else hardware.ranks_per_node
     layout = ParallelLayout.build(blueprint.grid, strategy.uses(), ranks_per_node, beside)
-    if not blueprint.found:
-        return []
-    if Way.DEEP_EP in strategy.ways and (reason := deep_ep.why_not(layout, device)):
+    start, has_layers = start_of("attach.build"), bool(blueprint.found)
+    with start.together():
+        if has_layers:
+            _check_way(blueprint, layout, device)
+    if has_layers:
+        _connect(layout, strategy.uses(), device)
+    with start.together():
+        return _adopted(blueprint, layout, around) if has_layers else []
+
+
+def _check_way(blueprint: Blueprint, layout: ParallelLayout, device: torch.device) -> None:
+    """Raises ValueError where rows cannot travel as asked for."""
+    if Way.DEEP_EP in blueprint.strategy.ways and (reason := deep_ep.why_not(layout, device)):
         raise ValueError(
             f"{BLOCK}.esp.all_to_all is {Way.DEEP_EP.value!r}, but {reason}; choose another, or "
             "leave it out"
         )
     if layout.place == 0:
         _warn_of_idle_codecs(blueprint)
-    if ("ep", PARAM) in strategy.uses():
+
+
+def _connect(
+    layout: ParallelLayout, uses: Sequence[tuple[str, Lane]], device: torch.device
+) -> None:
+    """Connect ranks where not all take part in each transfer. Collective."""
+    if ("ep", PARAM) in uses:
         connect(layout.group("ep", PARAM), device)
     if layout.grid.cell_size > 1:
         connect(layout.group("esp", INTRA), device)
     for axis in NODE_AXES:
-        if (axis, INTER) in strategy.uses() and not layout.why_flat:
+        if (axis, INTER) in uses and not layout.why_flat:
             connect(layout.group(axis, INTER), device)
-    homes = blueprint.homes()
-    stacks = blueprint.stacks
+
+
+def _adopted(
+    blueprint: Blueprint, layout: ParallelLayout, around: Around | None
+) -> list[tuple[AttachedLayer, Adopted]]:
+    """See ``build``."""
+    strategy, homes, stacks = blueprint.strategy, blueprint.homes(), blueprint.stacks
     plans = strategy.plan(Job.at_start(homes, layout.node_C, blueprint.pools, stacks))
     attached = []
     planned = zip(blueprint.found, homes, plans, followers(plans, stacks))

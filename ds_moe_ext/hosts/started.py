@@ -12,6 +12,7 @@ from ds_moe_ext.hosts.costs import Costs
 from ds_moe_ext.hosts.pipelines import DenseGradients, Pipelines
 from ds_moe_ext.hosts.planning import Mover, Planning
 from ds_moe_ext.hosts.run import teller
+from ds_moe_ext.hosts.starting import start_of
 from ds_moe_ext.settings import BLOCK
 from ds_moe_ext.strategies.base import Job
 
@@ -38,7 +39,7 @@ def planning_of(
     mover: Mover,
     steps: Steps,
 ) -> Planning:
-    """Plans a run that begins.
+    """Plans a run that begins. Collective.
 
     Args:
         blueprint: what was asked for.
@@ -51,14 +52,16 @@ def planning_of(
         ValueError: a hardware file lacks what the strategy plans by.
     """
     layout = layers[0].routed.site.layout
-    homes = [layer.routed.site.plan.home for layer in layers]
-    job = Job.at_start(homes, layout.node_C, blueprint.pools, blueprint.stacks)
-    pipelines = _pipelines(blueprint, layers, gradients, steps)
+    with start_of("planning_of").together():
+        homes = [layer.routed.site.plan.home for layer in layers]
+        job = Job.at_start(homes, layout.node_C, blueprint.pools, blueprint.stacks)
+        pipelines = _pipelines(blueprint, layers, gradients, steps)
+        costs = Costs(layers, blueprint.pools, blueprint.hardware, pipelines)
     return Planning(
         strategy=blueprint.strategy,
         layers=layers,
         job=replace(job, accumulates=steps.micro_batches > 1),
-        costs=Costs(layers, blueprint.pools, blueprint.hardware, pipelines),
+        costs=costs,
         checks=Checks(blueprint.strategy, layers),
         mover=mover,
         debug=blueprint.settings.debug,

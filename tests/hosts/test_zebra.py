@@ -200,7 +200,7 @@ def told_devices(monkeypatch: pytest.MonkeyPatch, *devices: str) -> None:
     """As if the ranks had these."""
     from ds_moe_ext.hosts.deepspeed import startup
 
-    monkeypatch.setattr(startup, "_devices", lambda: devices)
+    monkeypatch.setattr(startup, "_devices", lambda agree_first: devices)
 
 
 def test_experts_of_several_pools_move(monkeypatch: pytest.MonkeyPatch) -> None:

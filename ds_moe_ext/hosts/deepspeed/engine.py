@@ -26,7 +26,7 @@ from ds_moe_ext.hosts.deepspeed import buckets
 from ds_moe_ext.hosts.deepspeed.move import mover_of
 from ds_moe_ext.hosts.deepspeed.roles import clip_gradients, experts_factor
 from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
-from ds_moe_ext.hosts.deepspeed.startup import FINDERS, blueprint_of
+from ds_moe_ext.hosts.deepspeed.startup import FINDERS, INITIALIZE, agree, blueprint_of, off_by
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.hosts.deepspeed.training import training_of
 from ds_moe_ext.hosts.found import Adopted
@@ -34,6 +34,7 @@ from ds_moe_ext.hosts.gates import warn_if_causal
 from ds_moe_ext.hosts.pipelines import DenseGradients
 from ds_moe_ext.hosts.run import Run, run_of
 from ds_moe_ext.hosts.started import Steps, planning_of
+from ds_moe_ext.hosts.starting import start_of
 from ds_moe_ext.hosts.striped import Gradients, Pausing, Role, stripe
 from ds_moe_ext.hosts.zebra_profile import profiled
 from ds_moe_ext.layout import Grid
@@ -54,13 +55,15 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
     """
     micro_batch = {"train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu()}
     config = {**engine._config._param_dict, **micro_batch}
+    start = start_of(INITIALIZE)
     blueprint = blueprint_of(config, model, engine.mpu, engine.mesh_device)
     if blueprint is None:
+        start.stand_aside(off_by(config) or "off")
         return
+    grid = blueprint.grid
+    agree(config, model, engine.mpu, grid)
     if dist.get_rank() == 0:
         warn_if_causal(blueprint.settings.gate, model)
-    grid = blueprint.grid
-    _check_grid(grid)
     device = torch.device(get_accelerator().device_name(engine.local_rank))
     blueprint = profiled(blueprint, model, FINDERS, training_of(engine, device))
     groups._create_expert_and_data_parallel(grid.size)
@@ -82,25 +85,21 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
     if not sources.sources:  # a rank without experts; of an empty map nothing is dropped
         kept = next(model.parameters())
         sources.sources[id(kept)] = [kept]
-    blocks.launch_with_blocks(model, layers, measures=strategy.rhythm().measures)
     slices = None
     if strategy.slices_gradients and grid.world_size > 1:
         slices = GradientSlices.of(engine)
+    with start.together():
+        blocks.launch_with_blocks(model, layers, measures=strategy.rhythm().measures)
         for layer in layers:
             layer.routed.slices = slices
-    for layer in layers:
-        if layer.routed.copies is not None:
-            layer.routed.copies.is_last_pass = _boundary_of(weakref.ref(engine))
-    gradients = DenseGradients.of(
-        model, layers, engine.communication_data_type, None if slices is None else slices.group
-    )
-    planning = planning_of(
-        blueprint,
-        layers,
-        gradients,
-        mover_of(engine, layers, blueprint.pools),
-        Steps(engine.gradient_accumulation_steps(), engine.get_data_types()[0], device),
-    )
+            if layer.routed.copies is not None:
+                layer.routed.copies.is_last_pass = _boundary_of(weakref.ref(engine))
+        gradients = DenseGradients.of(
+            model, layers, engine.communication_data_type, None if slices is None else slices.group
+        )
+        mover = mover_of(engine, layers, blueprint.pools)
+        steps = Steps(engine.gradient_accumulation_steps(), engine.get_data_types()[0], device)
+    planning = planning_of(blueprint, layers, gradients, mover, steps)
     run = Run.start(blueprint, layers, planning, engine)
     _tell_of_sizes(run)
     run.recorder.beside = None if role is None else role.both_sides
@@ -129,20 +128,6 @@ def _make_known(
         for parameter in adopted.discarded
         if all(parameter is not new for new in layer.parameters)
     )
-
-
-def _check_grid(grid: Grid) -> None:
-    """Collective. A launcher tells each node how many ranks it has; others may have others.
-
-    Raises:
-        ValueError: on all ranks, where sizes that the settings leave open differ.
-    """
-    asked = sorted(set(gather_texts(f"{grid.num_cells} cells of {grid.cell_size} ranks", None)))
-    if len(asked) > 1:
-        raise ValueError(
-            f"{BLOCK}: ranks chose {' and '.join(asked)}, as where nodes have unequally many "
-            "ranks; set expert_sharding_size and expert_parallel_size"
-        )
 
 
 def _role_of(

@@ -6,10 +6,15 @@ import base64
 import inspect
 import os
 import platform
-from collections.abc import Callable, Mapping
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import hjson
 import torch
 import torch.distributed as dist
@@ -18,15 +23,24 @@ from deepspeed.comm import init_distributed
 from torch import nn
 
 from ds_moe_ext.comm import gather_texts
-from ds_moe_ext.hosts import experts, huggingface
-from ds_moe_ext.hosts.attach import Blueprint, draw
+from ds_moe_ext.hosts import alike, experts, huggingface
+from ds_moe_ext.hosts.attach import Blueprint, draw, wanted
 from ds_moe_ext.hosts.deepspeed import native
 from ds_moe_ext.hosts.deepspeed.refusals import refuse_unsupported, refuse_with_roles
 from ds_moe_ext.hosts.deepspeed.roles import RoleUnit
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
+from ds_moe_ext.hosts.starting import PATIENCE_S, Description, Start, start_of, starting
+from ds_moe_ext.layout import Grid
 from ds_moe_ext.settings import BLOCK, read_settings
 
 FINDERS = (huggingface.find, native.find, experts.find_registered)
+
+INITIALIZE = "deepspeed.initialize"
+
+GRID_KEYS = (
+    f"the grid (that {BLOCK}.expert_parallel_size and {BLOCK}.expert_sharding_size ask for; where "
+    "they are null, the ranks of each node count)"
+)
 
 
 def blueprint_of(
@@ -48,7 +62,8 @@ def blueprint_of(
     if strategy is None:
         return None
     refuse_unsupported(document, model, mpu, mesh)
-    strategy = strategy.settled(_devices, _micro_batch(document))
+    devices = partial(_devices, partial(agree, document, model, mpu))
+    strategy = strategy.settled(devices, _micro_batch(document))
     if strategy.roles is not None:
         refuse_with_roles(document, settings, mpu)
     if settings.sequence_parallel and TensorParallel.of(mpu).group is None:
@@ -58,6 +73,72 @@ def blueprint_of(
         )
     size = world_size()
     return None if size is None else draw(settings, strategy, model, FINDERS, size)
+
+
+def agree(
+    document: Mapping[str, Any], model: nn.Module, mpu: Any, grid: Grid | None = None
+) -> None:
+    """Compare what the ranks start with, once a start. Collective.
+
+    Args:
+        document: see ``blueprint_of``.
+        model: as the user made it.
+        mpu: see ``blueprint_of``.
+        grid: of the ranks, where it is known.
+
+    Raises:
+        ValueError: on all ranks, where something differs.
+    """
+    _begin()
+    start_of(INITIALIZE).agree(_description(document, model, mpu, grid))
+
+
+def _description(
+    document: Mapping[str, Any], model: nn.Module, mpu: Any, grid: Grid | None
+) -> Description:
+    settings, _ = read_settings(document)
+    found = [layer for finder in FINDERS for layer in finder(model, wanted(settings))]
+    told = {
+        **alike.settings_of(settings, document[BLOCK]),
+        "train_micro_batch_size_per_gpu": str(_micro_batch(document)),
+        **alike.versions("deepspeed", deepspeed.__version__),
+        **alike.layers_of(found),
+    }
+    if TensorParallel.of(mpu).group is None:  # else a rank has parts of weights
+        told.update(alike.weights_of(model))
+    if grid is not None:
+        told[GRID_KEYS] = f"{grid.num_cells} cells of {grid.cell_size} ranks"
+    return told
+
+
+@contextmanager
+def initializing() -> Iterator[None]:
+    """A ``deepspeed.initialize`` is in the block: ranks that run by us leave it together."""
+    start = Start(INITIALIZE)
+    with starting(start):
+        try:
+            yield
+        except ValueError as error:
+            if start.is_wanted and not dist.is_initialized() and _knows_where_to_meet():
+                _meet_to_tell(error)
+            raise
+
+
+def _knows_where_to_meet() -> bool:
+    """Whether a launcher has told this rank where the others are."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return all(name in os.environ for name in names) and world_size() != 1
+
+
+def _meet_to_tell(error: ValueError) -> None:
+    """Make the world, which ranks that found nothing wrong wait for, and then ask why."""
+    said = f"{error} (this rank tells the others, which have not come to {INITIALIZE} yet)"
+    timer = threading.Timer(PATIENCE_S, warnings.warn, [said])
+    timer.start()
+    try:
+        _begin()
+    finally:
+        timer.cancel()
 
 
 def check_initialize(
@@ -71,13 +152,24 @@ def check_initialize(
     bound = inspect.signature(initialize).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
-    document = _document(given)
-    if document is not None and given["model"] is not None:
-        blueprint = blueprint_of(document, given["model"], given["mpu"], given["mesh_param"])
-        if blueprint is not None and blueprint.strategy.roles is not None:
-            _begin()
-            given["mpu"] = RoleUnit.build(blueprint.strategy.roles)
+    document, model, mpu = _document(given), given["model"], given["mpu"]
+    if document is None or model is None:
+        return bound
+    start_of(INITIALIZE).is_wanted = off_by(document) is None
+    blueprint = blueprint_of(document, model, mpu, given["mesh_param"])
+    if blueprint is not None and blueprint.strategy.roles is not None:
+        agree(document, model, mpu)
+        given["mpu"] = RoleUnit.build(blueprint.strategy.roles)
     return bound
+
+
+def off_by(document: Mapping[str, Any]) -> str | None:
+    """How a configuration says that it does not want us, for a person; None where it does, or may
+    have meant to."""
+    block = document.get(BLOCK)
+    if block is None:
+        return "absent"
+    return "off" if isinstance(block, Mapping) and not block.get("enabled") else None
 
 
 def _begin() -> None:
@@ -87,9 +179,9 @@ def _begin() -> None:
         init_distributed(dist_backend=backend, dist_init_required=True)
 
 
-def _devices() -> list[str]:
+def _devices(agree_first: Callable[[], None]) -> list[str]:
     """Name of each rank's device. Collective."""
-    _begin()
+    agree_first()
     device = torch.device(get_accelerator().current_device_name())
     has_name = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if has_name else platform.processor()

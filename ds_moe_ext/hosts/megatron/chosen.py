@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from ds_moe_ext.hosts import alike
 from ds_moe_ext.hosts.megatron.flag import FLAG
 from ds_moe_ext.hosts.megatron.refusals import SETTINGS
 from ds_moe_ext.hosts.megatron.role_refusals import refuse_zebra
 from ds_moe_ext.hosts.megatron.worlds import Worlds
 from ds_moe_ext.hosts.refusal import refuse
+from ds_moe_ext.hosts.starting import Description, Start
 from ds_moe_ext.settings import BLOCK, Settings, read_settings
 from ds_moe_ext.strategies.base import Strategy
 from ds_moe_ext.strategies.zebra import Zebra
+
+USE = "ds_moe_ext.use"
+NOTHING: Description = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,13 +35,38 @@ class Chosen:
         source: where from, for a person.
         settings: the block.
         strategy: the chosen strategy.
+        told: what of it must be the same on all ranks.
         worlds: of the ranks, where the strategy gives them roles and they have been parted.
+        start: in which ranks compare what they were asked for.
     """
 
     source: str
     settings: Settings
     strategy: Strategy
+    told: Description
     worlds: Worlds | None = None
+    start: Start = field(default_factory=lambda: Start(USE))
+
+    def whole_world(self) -> AbstractContextManager[None]:
+        """The world is that of all ranks, inside the block."""
+        return nullcontext() if self.worlds is None else self.worlds.together()
+
+    def agree(self, more: Description = NOTHING) -> None:
+        """Compare with other ranks what was asked for, once. Collective, over all ranks.
+
+        Args:
+            more: beside it.
+
+        Raises:
+            ValueError: on all ranks, where something differs.
+        """
+        version = importlib.import_module("megatron.core").__version__
+        self.start.agree({**self.told, **alike.versions("megatron-core", version), **more})
+
+    def tell(self, error: Exception) -> None:
+        """Let other ranks know why this one cannot start."""
+        with self.whole_world():
+            Start(USE).tell(error)
 
 
 _CHOSEN: list[Chosen] = []  # of this process: one or none
@@ -80,7 +113,7 @@ def read(given: str | Path | Mapping[str, Any]) -> Chosen | None:
     refuse(SETTINGS, settings)
     if isinstance(strategy, Zebra):
         refuse_zebra(settings, strategy)
-    return Chosen(source, settings, strategy)
+    return Chosen(source, settings, strategy, alike.settings_of(settings, document[BLOCK]))
 
 
 def _read(given: str | Path | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:

@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
 from ds_moe_ext.comm import gather_texts
-from ds_moe_ext.hosts import attach, blocks
+from ds_moe_ext.hosts import alike, attach, blocks
 from ds_moe_ext.hosts.attach import AttachedLayer, Blueprint
 from ds_moe_ext.hosts.found import Found
 from ds_moe_ext.hosts.megatron import checkpoint
@@ -31,11 +31,14 @@ from ds_moe_ext.hosts.pipelines import DenseGradients
 from ds_moe_ext.hosts.refusal import refuse
 from ds_moe_ext.hosts.run import Run
 from ds_moe_ext.hosts.started import Steps, planning_of
+from ds_moe_ext.hosts.starting import start_of
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.schedule.program import in_backward
 from ds_moe_ext.settings import BLOCK, Settings
 from ds_moe_ext.strategies.base import Strategy
 from ds_moe_ext.strategies.esp import ExpertSharding
+
+OPTIMIZER = "get_megatron_optimizer"
 
 SCHEDULES = Schedules()
 """What Megatron's schedule does; of this process, as its parallel state is."""
@@ -57,32 +60,42 @@ def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run | N
     Raises:
         ValueError: the model or the ranks do not suit the settings.
     """
-    check_wrapped(chunks)
-    check_optimizer(optimizer)
+    start = start_of(OPTIMIZER)
+    asked.agree()
+    with start.together():
+        check_wrapped(chunks)
+        check_optimizer(optimizer)
     seats = grids()
-    settings = _of_stage(asked.settings, seats)
     strategy = asked.strategy.settled(lambda: _devices(chunks), _micro_batch())
-    check_sizes(settings, seats.own)
-    strategy = _split(strategy, seats.own)
-    unsliced = why_unsliced(chunks) if strategy.slices_gradients else ""
-    strategy = strategy if unsliced is None else strategy.without_slices()
-    model = whole(chunks)
-    found = list(moe_layers.find(model, attach.wanted(settings)))
-    check_found(found, settings, chunks)
-    moe_layers.started(chunks)
-    blueprint = attach.on_grid(settings, strategy, found, seats.own)
+    with start.together():
+        settings = _of_stage(asked.settings, seats)
+        check_sizes(settings, seats.own)
+        strategy = _split(strategy, seats.own)
+        unsliced = why_unsliced(chunks) if strategy.slices_gradients else ""
+        strategy = strategy if unsliced is None else strategy.without_slices()
+        model = whole(chunks)
+        found = list(moe_layers.find(model, attach.wanted(settings)))
+    start.agree(alike.layers_of(found), first=int(seats.own.ranks.min()))
+    with start.together():
+        check_found(found, settings, chunks)
+        moe_layers.started(chunks)
+        blueprint = attach.on_grid(settings, strategy, found, seats.own)
     strategy = blueprint.strategy
     device = next(model.parameters()).device
     layers = [layer for layer, _ in attach.build(blueprint, device, beside=seats.beside)]
+    with start.together():
+        if layers:
+            for layer in layers:
+                connect(layer, chunks)
+            blocks.launch_with_blocks(model, layers, measures=strategy.rhythm().measures)
+            if strategy.slices_gradients:
+                slice_gradients(chunks, layers)
+            is_sliced = strategy.slices_gradients
+            gradients = dense_gradients(model, chunks, layers, is_sliced=is_sliced)
+            mover = mover_of(optimizer, layers, blueprint)
     if not layers:
-        return None
-    for layer in layers:
-        connect(layer, chunks)
-    blocks.launch_with_blocks(model, layers, measures=strategy.rhythm().measures)
-    if strategy.slices_gradients:
-        slice_gradients(chunks, layers)
-    gradients = dense_gradients(model, chunks, layers, is_sliced=strategy.slices_gradients)
-    mover = mover_of(optimizer, layers, blueprint)
+        with start.together():  # where the others plan
+            return None
     run = begin(blueprint, layers, gradients, mover, model=model, optimizer=optimizer)
     homes = attach.told_homes(blueprint, FLAG_OF_CELLS, f"give {FLAG_OF_CELLS} {{}}".format)
     for line in (unsliced or "", _told(blueprint, asked.strategy), homes):

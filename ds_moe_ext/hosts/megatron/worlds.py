@@ -141,11 +141,15 @@ def _renumber(groups: Iterable[dist.ProcessGroup], number: Callable[[int], int])
         ranks[group] = {number(rank): place for rank, place in ranks[group].items()}
 
 
-def part(roles: Roles) -> Worlds:
+def part(roles: Roles, agree: Callable[[], None] = lambda: None) -> Worlds:
     """Part the ranks of this launch. Collective, over all of them.
 
     Where the world has been made already, that of the role is made here; else it is left to
     Megatron, or to who calls it, as ever.
+
+    Args:
+        roles: of the ranks of every ZP group.
+        agree: compares the settings of all ranks, once their world is there.
 
     Raises:
         ValueError: the ranks are not whole ZP groups.
@@ -160,6 +164,7 @@ def part(roles: Roles) -> Worlds:
         )
     if not was_made:
         _make_whole()
+    agree()
     told = {name: os.environ.get(name) for name in _TOLD}
     whole = c10d._get_default_group()
     worlds = Worlds(roles, whole.rank(), size, whole, told)

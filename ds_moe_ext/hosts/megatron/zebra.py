@@ -12,11 +12,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ds_moe_ext.hosts import attach
+from ds_moe_ext.hosts import alike, attach
 from ds_moe_ext.hosts.both_sides import BothSides
 from ds_moe_ext.hosts.megatron import layers as moe_layers
 from ds_moe_ext.hosts.megatron.chosen import Chosen
 from ds_moe_ext.hosts.megatron.engine import (
+    OPTIMIZER,
     begin,
     check_found,
     check_optimizer,
@@ -30,9 +31,9 @@ from ds_moe_ext.hosts.megatron.move import mover_of
 from ds_moe_ext.hosts.megatron.one_checkpoint import tell_of_both
 from ds_moe_ext.hosts.megatron.role_refusals import refuse_arguments
 from ds_moe_ext.hosts.megatron.striping import StripedSteps, set_steps
-from ds_moe_ext.hosts.megatron.worlds import Worlds
 from ds_moe_ext.hosts.pipelines import DenseGradients
 from ds_moe_ext.hosts.run import Run
+from ds_moe_ext.hosts.starting import start_of
 from ds_moe_ext.hosts.striped import Pausing, blocks_of, cut_at, stack_of
 from ds_moe_ext.layout import Grid, group_among
 from ds_moe_ext.moe.passage import Here
@@ -40,7 +41,8 @@ from ds_moe_ext.strategies.zebra import Zebra
 
 
 def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run:
-    """Stripe a model that is ready to be trained. Collective, over the ranks of both roles.
+    """Stripe a model that is ready to be trained. Collective, over the ranks of both roles, in the
+    world of all.
 
     Args:
         asked: the settings.
@@ -50,31 +52,30 @@ def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run:
     Raises:
         ValueError: the model does not suit the settings.
     """
-    assert asked.worlds is not None
-    check_wrapped(chunks)
-    check_optimizer(optimizer)
-    refuse_arguments()
-    with asked.worlds.together():
-        return _started(asked, asked.worlds, chunks, optimizer)
-
-
-def _started(asked: Chosen, worlds: Worlds, chunks: Sequence[nn.Module], optimizer: Any) -> Run:
-    strategy, settings = asked.strategy, asked.settings
-    assert isinstance(strategy, Zebra)
-    model = whole(chunks)
-    found = list(moe_layers.find(model, attach.wanted(settings)))
-    check_found(found, settings, chunks)
-    moe_layers.started(chunks)
-    grid = Grid(worlds.size, worlds.roles.size)
-    blueprint = attach.on_grid(settings, strategy, found, grid)
+    strategy, settings, worlds = asked.strategy, asked.settings, asked.worlds
+    assert isinstance(strategy, Zebra) and worlds is not None
+    start = start_of(OPTIMIZER)
+    with start.together():
+        check_wrapped(chunks)
+        check_optimizer(optimizer)
+        refuse_arguments()
+        model = whole(chunks)
+        found = list(moe_layers.find(model, attach.wanted(settings)))
+    start.agree(alike.layers_of(found))
+    with start.together():
+        check_found(found, settings, chunks)
+        moe_layers.started(chunks)
+        grid = Grid(worlds.size, worlds.roles.size)
+        blueprint = attach.on_grid(settings, strategy, found, grid)
     device, here = next(model.parameters()).device, Here()
     layers = [layer for layer, _ in attach.build(blueprint, device, Pausing(here, None))]
-    for layer in layers:
-        connect(layer, chunks)
-    blocks = blocks_of(model, layers)
-    if worlds.is_attention:
-        for block in blocks:
-            cut_at(block, here)
+    with start.together():
+        for layer in layers:
+            connect(layer, chunks)
+        blocks = blocks_of(model, layers)
+        if worlds.is_attention:
+            for block in blocks:
+                cut_at(block, here)
     control = group_among(grid.along("ep"), backend="gloo")
     stack = stack_of(blueprint, layers, device, here)
     set_steps(StripedSteps(chunks[0], stack, control, strategy.num_micro_batches, settings.debug))

@@ -1,0 +1,293 @@
+"""The start of a run, on all ranks together: what one rank cannot do, none goes on to do.
+
+Ranks tell each other over the world's store, not by collectives: a rank that fails says so and is
+gone, and a rank that is not asked to run by us never waits. What a rank does by itself is done
+``together``: behind the block all have done it, or all have raised. So no rank comes to a
+collective that another has failed to reach.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+
+from ds_moe_ext.comm import Board
+from ds_moe_ext.settings import BLOCK
+
+PATIENCE_S = 10.0
+"""How long a rank waits for others before a person is told for which."""
+
+FAREWELL_S = 5.0
+"""How long rank 0, which may keep the store, stays for others to read why they cannot start."""
+
+NUM_TOLD = 3
+"""Differences between two ranks that an error names."""
+
+Description = Mapping[str, str]
+"""What must be the same on all ranks: what it is -> a text of it."""
+
+
+class Disagreement(ValueError):
+    """Ranks start with different things: told by every rank in the same words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outcome:
+    """Of a block that all ranks are in.
+
+    Attributes:
+        rank: of whom this is; none where all did well.
+        off: how the rank says that it does not run by us; else empty.
+        is_refusal: it found something wrong; else it failed.
+        is_common: the text is the same from whichever rank.
+        text: of the error.
+    """
+
+    rank: int | None = None
+    off: str = ""
+    is_refusal: bool = False
+    is_common: bool = False
+    text: str = ""
+
+
+_GOOD = _Outcome()
+
+
+@dataclass(eq=False)
+class Start:
+    """One start: of the engine that a ``deepspeed.initialize`` makes, or of a model of Megatron's.
+
+    Attributes:
+        of: what the host calls it, for a person.
+        is_wanted: this rank runs by us.
+        is_agreed: ranks have compared what they start with.
+    """
+
+    of: str
+    is_wanted: bool = False
+    is_agreed: bool = False
+    _step: int = field(default=0, init=False)
+    _has_left: bool = field(default=False, init=False)
+
+    @cached_property
+    def board(self) -> Board | None:
+        """Where ranks tell each other; None for a rank alone."""
+        return Board.of_world()
+
+    @cached_property
+    def _name(self) -> str:
+        """Of this start: every rank counts its own, all in one order."""
+        assert self.board is not None
+        return f"{BLOCK}/start {self.board.add(f'{BLOCK}/starts of {self.board.rank}', 1)}"
+
+    def _key(self, step: int, what: str) -> str:
+        return f"{self._name}/{step}/{what}"
+
+    def stand_aside(self, off: str) -> None:
+        """Say that this rank does not run by us. Waits for nobody.
+
+        Args:
+            off: what the rank's block is, for a person.
+
+        Raises:
+            ValueError: another rank, which came before, does.
+        """
+        board = self.board
+        if board is None:
+            return
+        own = _Outcome(rank=board.rank, off=off)
+        board.put_first(self._key(0, "outcome"), json.dumps(asdict(own)))
+        if board.add(self._key(0, "arrived"), 0):
+            raise Disagreement(
+                _only_some(f"enabled on other ranks, but {off} on rank {board.rank}")
+            )
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What every rank does by itself. Collective; behind the block all have done it.
+
+        Raises:
+            ValueError: where another rank refused what it found, in its words.
+            RuntimeError: another rank failed.
+            TimeoutError: another rank did not come in the time of the world's collectives.
+        """
+        try:
+            yield
+        except Exception as error:
+            self.tell(error)
+            raise
+        self._meet()
+
+    def tell(self, error: Exception) -> None:
+        """Let ranks that wait for this one know why it does not come."""
+        board = self.board
+        if board is None or self._has_left:
+            return
+        is_refusal = isinstance(error, ValueError)
+        text = str(error).strip().partition("\n")[0]
+        own = _Outcome(
+            rank=board.rank,
+            is_refusal=is_refusal,
+            is_common=isinstance(error, Disagreement),
+            text=text if is_refusal else f"{type(error).__name__}: {text}",
+        )
+        try:
+            board.put_first(self._key(self._step, "outcome"), json.dumps(asdict(own)))
+            self._leave(board)
+        except RuntimeError as gone:
+            warnings.warn(f"{BLOCK}: other ranks could not be told ({gone})", stacklevel=2)
+
+    def agree(self, description: Description, first: int = 0) -> None:
+        """Compare what ranks start with, once. Collective.
+
+        Args:
+            description: of this rank.
+            first: the rank that this one is compared with.
+
+        Raises:
+            ValueError: on all ranks, naming what differs and both values.
+        """
+        if self.is_agreed or self.board is None:
+            return
+        self.is_agreed = True
+        board, number = self.board, self._step
+        mark, told = self._key(number, f"mark {first}"), self._key(number, f"told {first}")
+        own = json.dumps(description, sort_keys=True)
+        own_mark = hashlib.sha256(own.encode()).hexdigest()
+        with self.together():
+            if board.rank == first:
+                board.put(told, own)
+                board.put(mark, own_mark)
+        with self.together():
+            if board.read(mark) != own_mark:
+                theirs = json.loads(board.read(told) or "{}")
+                raise Disagreement(_differences(theirs, first, description, board.rank))
+
+    def _meet(self) -> None:
+        """Wait until all ranks are here."""
+        board = self.board
+        if board is None:
+            return
+        try:
+            outcome = self._arrive(board)
+            if outcome != _GOOD:
+                self._leave(board)
+        except RuntimeError as gone:
+            raise RuntimeError(
+                f"{BLOCK}: the store by which ranks meet is gone while rank {board.rank} is in "
+                f"{self.of} ({gone}); see why the process that keeps it, as rank 0, has ended"
+            ) from gone
+        self._heed(outcome)
+        self._step += 1
+
+    def _arrive(self, board: Board) -> _Outcome:
+        key = self._key(self._step, "outcome")
+        board.put(f"{self._name}/at {board.rank}", str(self._step))
+        if board.add(self._key(self._step, "arrived"), 1) == board.size:
+            board.put_first(key, json.dumps(asdict(_GOOD)))
+        return _Outcome(**json.loads(self._awaited(board, key)))
+
+    def _leave(self, board: Board) -> None:
+        """This rank knows why none can start."""
+        self._has_left = True
+        key = self._key(self._step, "heard")
+        num_heard, end_s = board.add(key, 1), time.monotonic() + FAREWELL_S
+        while board.rank == 0 and num_heard < board.size and time.monotonic() < end_s:
+            time.sleep(0.05)
+            num_heard = board.add(key, 0)
+
+    def _awaited(self, board: Board, key: str) -> str:
+        end_s = time.monotonic() + board.timeout_s
+        while (left_s := end_s - time.monotonic()) > 0:
+            text = board.awaited(key, min(PATIENCE_S, left_s))
+            if text is not None:
+                return text
+            teller = board.put_first(self._key(self._step, "teller"), str(board.rank))
+            if teller == str(board.rank) and left_s > board.timeout_s - PATIENCE_S:
+                warnings.warn(
+                    f"{BLOCK}: rank {board.rank} waits in {self.of} for "
+                    f"{self._missing(board)}; it will wait for {board.timeout_s:.0f} s",
+                    stacklevel=2,
+                )
+        raise TimeoutError(
+            f"{BLOCK}: rank {board.rank} has waited in {self.of} for {board.timeout_s:.0f} s, in "
+            f"vain, for {self._missing(board)}; see what these do, and whether ds_moe_ext is "
+            "installed and enabled there"
+        )
+
+    def _missing(self, board: Board) -> str:
+        """The ranks that are not where this one is, for a person."""
+        places = {rank: board.read(f"{self._name}/at {rank}") for rank in range(board.size)}
+        absent = [rank for rank, place in places.items() if int(place or -1) < self._step]
+        some = ", ".join(map(str, absent[:8])) + (" and others" if len(absent) > 8 else "")
+        return f"rank{'s' * (len(absent) > 1)} {some}"
+
+    def _heed(self, outcome: _Outcome) -> None:
+        if outcome == _GOOD:
+            return
+        assert self.board is not None
+        if outcome.off:
+            told = f"enabled on rank {self.board.rank}, but {outcome.off} on rank {outcome.rank}"
+            raise Disagreement(_only_some(told))
+        if outcome.is_common:
+            raise Disagreement(outcome.text)
+        if outcome.is_refusal:
+            raise ValueError(
+                f"rank {outcome.rank} cannot start, nor can the others: {outcome.text}"
+            )
+        raise RuntimeError(
+            f"{BLOCK}: rank {outcome.rank} failed in {self.of}, so that no rank can start: "
+            f"{outcome.text}"
+        )
+
+
+_STARTS: ContextVar[Start | None] = ContextVar(f"{BLOCK}_start", default=None)
+
+
+def start_of(what: str) -> Start:
+    """The start that this rank is in; else one that begins."""
+    return _STARTS.get() or Start(what)
+
+
+@contextmanager
+def starting(start: Start) -> Iterator[Start]:
+    """This rank is in a start, inside the block; where it runs by us, all ranks leave it together.
+
+    Raises:
+        ValueError: as ``Start.together`` does; likewise RuntimeError and TimeoutError.
+    """
+    token = _STARTS.set(start)
+    try:
+        yield start
+        if start.is_wanted:
+            start._meet()
+    except Exception as error:
+        if start.is_wanted:
+            start.tell(error)
+        raise
+    finally:
+        _STARTS.reset(token)
+
+
+def _only_some(told: str) -> str:
+    return f"{BLOCK} is {told}; give all ranks one configuration"
+
+
+def _differences(theirs: Description, first: int, own: Description, rank: int) -> str:
+    """Of two ranks, in one sentence; what only one of them has, where nothing else differs."""
+    common = [key for key in theirs if key in own and theirs[key] != own[key]]
+    keys = common or sorted({*theirs} ^ {*own}, key=[*theirs, *own].index)
+    told = [
+        f"{key} is {theirs.get(key, 'absent')} on rank {first} and {own.get(key, 'absent')} on "
+        f"rank {rank}"
+        for key in keys[:NUM_TOLD]
+    ]
+    more = f"; {len(keys) - NUM_TOLD} more differ" if len(keys) > NUM_TOLD else ""
+    return f"ranks do not start alike: {'; '.join(told)}{more}; give all ranks the same"

@@ -1,0 +1,276 @@
+"""Ranks that cannot start together: all of them raise, within seconds, and say the same."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from ds_moe_ext.hosts import alike, starting
+from ds_moe_ext.hosts.starting import Start
+from ds_moe_ext.settings import read_settings
+from tests.hosts.jobs import Job, document_of, model_of
+from tests.hosts.processes import run_script
+from tests.ranks import pool_of
+
+JOB = Job("mixtral", num_layers=1)
+SOON_S = 30.0  # far below the pool's time-out, far above what any of this takes
+
+
+def fssdp(**keys: Any) -> Job:
+    return replace(JOB, strategy="fssdp", keys=tuple(keys.items()))
+
+
+ZEBRA = replace(
+    JOB, strategy="zebra", keys=(("attention_size", 1), ("expert_size", 1)), micro_batches=2
+)
+
+UNLIKE: Mapping[str, tuple[Job, Job, str]] = {
+    "strategy": (JOB, fssdp(), 'ds_moe_ext.strategy is "ep" on rank 0 and "fssdp" on rank 1'),
+    "copies": (
+        fssdp(copies_per_rank=1),
+        fssdp(copies_per_rank=2),
+        "ds_moe_ext.fssdp.copies_per_rank is 1 on rank 0 and 2 on rank 1",
+    ),
+    "homes": (
+        fssdp(reshard_interval=2),
+        fssdp(),
+        "ds_moe_ext.fssdp.reshard_interval is 2 on rank 0 and null on rank 1",
+    ),
+    "roles": (ZEBRA, JOB, 'ds_moe_ext.strategy is "zebra" on rank 0 and "ep" on rank 1'),
+    "roles of others": (JOB, ZEBRA, 'ds_moe_ext.strategy is "ep" on rank 0 and "zebra" on rank 1'),
+    "gate": (
+        JOB,
+        replace(JOB, gate=(("type", "softmax_top_k"),)),
+        'ds_moe_ext.gate is null on rank 0 and {"type": "softmax_top_k"} on rank 1',
+    ),
+    "layers": (
+        JOB,
+        replace(JOB, num_layers=2),
+        "model.layers.1.mlp.experts is absent on rank 0 and 4 experts",
+    ),
+    "experts": (
+        JOB,
+        replace(JOB, num_experts=8),
+        "model.layers.0.mlp.experts is 4 experts",
+    ),
+    "type of the gate": (
+        JOB,
+        replace(JOB, dtype="half a model"),
+        "the weight model.layers.0.mlp.gate.weight is float32 [4, 32] on rank 0 and bfloat16 "
+        "[4, 32] on rank 1",
+    ),
+    "absent": (replace(JOB, block=False), JOB, "ds_moe_ext is enabled on "),
+    "absent elsewhere": (JOB, replace(JOB, block=False), "absent on rank 1; give all ranks one"),
+}
+
+
+def told_at_start(rank: int, job: Job, world_size: int) -> str:
+    """What ends this rank's ``deepspeed.initialize``; empty if nothing does."""
+    import deepspeed
+
+    model = model_of(job)
+    if job.dtype == "half a model":
+        model.get_submodule("model.layers.0.mlp.gate").bfloat16()
+    if not job.block:
+        time.sleep(0.5)  # the rank that comes first is not told: it goes on, as it was asked to
+    try:
+        deepspeed.initialize(
+            model=model,
+            model_parameters=list(model.parameters()),
+            config=document_of(job, world_size),
+        )
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def unlike_starts(rank: int, world_size: int) -> dict[str, tuple[str, float]]:
+    """Of each case what was said, and after how many seconds."""
+    found = {}
+    for name, (first, second, _) in UNLIKE.items():
+        began_s = time.monotonic()
+        found[name] = told_at_start(rank, (first, second)[rank], world_size), began_s
+        found[name] = found[name][0], time.monotonic() - began_s
+    return found
+
+
+def test_ranks_that_differ() -> None:
+    told = pool_of(2).run(unlike_starts)
+    for name, (_, _, says) in UNLIKE.items():
+        (first, first_s), (second, second_s) = (rank[name] for rank in told)
+        assert says in first and says in second, (name, first, second)
+        assert first.startswith("Disagreement: ") and "\n" not in first
+        assert first == second or "absent" in name
+        assert max(first_s, second_s) < SOON_S
+
+
+def test_what_may_differ_is_not_compared(tmp_path: Path) -> None:
+    def told(**block: Any) -> Mapping[str, str]:
+        document = {"ds_moe_ext": {"enabled": True, "strategy": "esp", **block}}
+        return alike.settings_of(read_settings(document)[0], document["ds_moe_ext"])
+
+    plain = told()
+    assert told(report={"path": "a", "enabled": False, "max_steps": 9}) == plain
+    assert told(trace={"path": "a", "first_step": 1}, options={}, gate=None, esp={}) == plain
+    assert told(fssdp={"window": 2}) == plain  # of a strategy that is not asked for
+    assert told(report={"trace_step": 7}) != plain
+    assert told(balance="fssdp", fssdp={"window": 2}) != told(balance="fssdp")
+    (measured,) = list(Path("configs/hardware").glob("*.json"))[:1]
+    (tmp_path / "other.json").write_bytes(measured.read_bytes())
+    assert told(hardware=str(measured)) == told(hardware=str(tmp_path / "other.json")) != plain
+
+
+# One rank fails.
+
+
+FAILURES = {
+    "drawing": ("ds_moe_ext.hosts.deepspeed.startup.draw", ValueError("no such layer")),
+    "building": ("ds_moe_ext.hosts.attach._adopted", torch.OutOfMemoryError("out of memory")),
+    "checking the way": ("ds_moe_ext.hosts.attach._check_way", ValueError("no such way")),
+    "planning": ("ds_moe_ext.hosts.started.Costs", KeyError("pool")),
+    "the engine": ("deepspeed.DeepSpeedEngine._configure_python_gc", OSError("disk is full")),
+}
+
+
+def failing_starts(rank: int, world_size: int) -> dict[str, tuple[str, float]]:
+    """With what each failure of rank 1 ends this rank's start, and after how many seconds."""
+    found = {}
+    for name, (target, error) in FAILURES.items():
+        began_s = time.monotonic()
+        with ExitStack() as stack:
+            if rank == 1:
+                stack.enter_context(mock.patch(target, side_effect=error))
+            try:
+                told = told_at_start(rank, JOB, world_size)
+            except (KeyError, OSError) as own:
+                told = f"{type(own).__name__}: {own}"
+        found[name] = told, time.monotonic() - began_s
+    return found
+
+
+def test_a_rank_that_fails_ends_the_start_of_all() -> None:
+    first, second = pool_of(2).run(failing_starts)
+    for name, (_, error) in FAILURES.items():
+        (told, seconds), (own, _) = first[name], second[name]
+        assert own == f"{type(error).__name__}: {error}"
+        assert "rank 1" in told and str(error) in told and "\n" not in told, (name, told)
+        assert told.startswith("ValueError" if isinstance(error, ValueError) else "RuntimeError")
+        assert seconds < SOON_S
+
+
+REFUSING = """
+import sys, torch.distributed as dist, deepspeed
+from torch import nn
+block = {"enabled": True, "strategy": "ep" if sys.argv[1:] == [] else sys.argv[1]}
+import os
+if os.environ["RANK"] == "1":
+    block["stratgy"] = "ep"
+from transformers import MixtralConfig, MixtralForCausalLM
+model = MixtralForCausalLM(MixtralConfig(
+    vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+    num_key_value_heads=1, num_local_experts=2))
+try:
+    deepspeed.initialize(model=model, model_parameters=model.parameters(), config={
+        "train_micro_batch_size_per_gpu": 1, "ds_moe_ext": block})
+except ValueError as error:
+    print(f"answer:{error}", flush=True)
+"""
+
+
+def test_a_refusal_before_there_is_a_world(tmp_path: Path) -> None:
+    """Rank 0, which found nothing wrong, makes the world, and then hears why rank 1 does not go
+    on."""
+    script = tmp_path / "refusing.py"
+    script.write_text(REFUSING)
+    printed = run_script(script, world_size=2)
+    assert all("did you mean 'strategy'" in text for text in printed), printed
+    assert "rank 1 cannot start" in printed[0]
+
+
+# Ranks that do not come.
+
+
+@contextmanager
+def impatient() -> Iterator[None]:
+    with mock.patch.object(starting, "PATIENCE_S", 0.5):
+        yield
+
+
+def wait_for_the_last(rank: int, world_size: int) -> list[str]:
+    with impatient(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        start = Start("a test")
+        with start.together():
+            pass
+        with start.together():
+            time.sleep(2.0 if rank == 2 else 0.0)
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_person_is_told_who_is_waited_for() -> None:
+    told = [text for rank in pool_of(3).run(wait_for_the_last) for text in rank]
+    assert len(told) == 1
+    assert "waits in a test for rank 2; it will wait for 120 s" in told[0]
+
+
+def wait_in_vain(rank: int, world_size: int) -> str:
+    if rank == 1:
+        return ""
+    start = Start("a test")
+    assert start.board is not None
+    object.__setattr__(start.board, "timeout_s", 0.5)
+    with impatient(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with start.together():
+                pass
+        except TimeoutError as error:
+            return str(error)
+    return ""
+
+
+def test_nobody_waits_longer_than_the_world_does() -> None:
+    told, nothing = pool_of(2).run(wait_in_vain)
+    assert "in vain, for rank 1" in told and nothing == ""
+    pool_of(2).close()  # its ranks have not counted one start alike
+
+
+def stand_aside_first(rank: int, world_size: int) -> str:
+    """Rank 1 is off, and does not wait; rank 0 comes later."""
+    start = Start("a test")
+    if rank == 1:
+        start.stand_aside("off")
+        return ""
+    time.sleep(0.5)
+    try:
+        start.agree({"a": "1"})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def start_in_turns(rank: int, world_size: int) -> int:
+    """Several starts, of which one is of nobody's."""
+    num_good = 0
+    for number in range(4):
+        start = Start("a test")
+        if number == 2:
+            start.stand_aside("absent")
+        else:
+            start.agree({"a": str(number)})
+            num_good += 1
+    return num_good
+
+
+def test_ranks_that_are_off_do_not_wait() -> None:
+    told, nothing = pool_of(2).run(stand_aside_first)
+    assert told.startswith("ds_moe_ext is enabled on rank 0, but off on rank 1") and nothing == ""
+    assert pool_of(2).run(start_in_turns) == [3, 3]
