@@ -24,6 +24,7 @@ from ds_moe_ext.convert.source import Source, Stored
 from ds_moe_ext.convert.tables import Cell, cells, expert_rows
 from ds_moe_ext.convert.target import Maker
 from ds_moe_ext.hosts import unpickle
+from ds_moe_ext.hosts.compiled import plain
 from ds_moe_ext.hosts.deepspeed import file_sums
 from ds_moe_ext.hosts.deepspeed.layout_file import FOLDER, LAYOUT_FILE, SAVE, SavedLayout
 
@@ -74,7 +75,7 @@ def open_source(tag: Path, model: Model) -> Source:
         raise unpickle.damaged(tag / STATES, ValueError("it has no weights"))
     layout.check_save(tag / STATES, states.get(SAVE))
     layout.check_save(tag / FOLDER, stored.object(SAVE))
-    dense = {name: t for name, t in module.items() if isinstance(t, Tensor)}
+    dense = {plain(name): t for name, t in module.items() if isinstance(t, Tensor)}
     tensors = {name: Stored(tuple(t.shape), t.dtype, partial(_box, t)) for name, t in dense.items()}
     dtype = _dtype(model, dense, tag)
     for cell in cells(model, names.deepspeed_experts(model)):

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_moe_ext.hosts.attach import AttachedLayer
+from ds_moe_ext.hosts.compiled import eager
 from ds_moe_ext.hosts.found import Hosted
 from ds_moe_ext.schedule.program import in_backward
 from ds_moe_ext.strategies.base import followers
@@ -29,7 +30,7 @@ def launch_with_blocks(
     for layer, following in zip(layers, followers(layers, [layer.stack for layer in layers])):
         if measures or layer.routed.copies is not None:
             after = None if following is None else following.hosted
-            launch = _Launch(layer.hosted, after)
+            launch = eager(_Launch(layer.hosted, after).__call__)
             block = model.get_submodule(block_of(model, layer.name))
             block.register_forward_pre_hook(launch, with_kwargs=True)
 

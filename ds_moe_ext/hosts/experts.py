@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ds_moe_ext.hosts.compiled import eager, named_modules
 from ds_moe_ext.hosts.found import (
     Adopted,
     Found,
@@ -70,9 +71,14 @@ def register_experts(cls: type[nn.Module]) -> Callable[[Describe], Describe]:
     return add
 
 
+def is_registered(module: nn.Module) -> bool:
+    """Whether its class was given to ``register_experts``."""
+    return type(module) in _DESCRIBE
+
+
 def find_registered(model: nn.Module, wanted: Wanted) -> Iterator[Found]:
     """The modules of registered classes, in model order."""
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         describe = _DESCRIBE.get(type(module))
         if describe is not None and wanted(name):
             yield found_experts(model, name, module, describe(module))
@@ -146,6 +152,7 @@ class HostedExperts(nn.Module):
         ]
         self.hold([Slot(tuple(parameters)) for parameters in zip(*columns)])
         self.train(source.training)
+        self.forward = eager(self.forward)  # type: ignore[method-assign]
 
     def slots(self) -> list[Slot]:
         """This rank's experts."""

@@ -12,14 +12,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ds_moe_ext.hosts.experts import ExpertsDescription, found_experts, shell
+from ds_moe_ext.hosts.compiled import named_modules
+from ds_moe_ext.hosts.experts import ExpertsDescription, found_experts, is_registered, shell
 from ds_moe_ext.hosts.found import Found, Wanted
 from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
 
 
 def find(model: nn.Module, wanted: Wanted) -> Iterator[Found]:
     """The experts modules of Hugging Face's MoE blocks, in model order."""
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         if _is_experts(module) and wanted(name):
             yield found_experts(model, name, module, _describe(name, module))
 
@@ -28,6 +29,8 @@ def _is_experts(module: nn.Module) -> bool:
     if not type(module).__module__.startswith(("transformers.", "transformers_modules.")):
         return False
     down = module._parameters.get("down_proj")
+    if is_registered(module):  # who did so knows better
+        return False
     return down is not None and down.dim() == 3 and hasattr(module, "num_experts")
 
 

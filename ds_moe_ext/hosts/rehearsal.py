@@ -29,6 +29,7 @@ from ds_moe_ext.cost.bench import clock_of
 from ds_moe_ext.cost.probe import expert_sweep
 from ds_moe_ext.hosts.attach import Blueprint, Finder
 from ds_moe_ext.hosts.blocks import block_of
+from ds_moe_ext.hosts.compiled import unwrapped
 from ds_moe_ext.hosts.found import Found, RoutedOf
 from ds_moe_ext.hosts.gates import host, routers_of
 from ds_moe_ext.layout import Grid, ParallelLayout
@@ -237,7 +238,9 @@ def _bring(shell: nn.Module, scene: Scene) -> None:
 
 def _shell(model: nn.Module) -> nn.Module:
     """A copy of all modules and buffers, which has the weights of the model itself."""
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    return copy.deepcopy(
+        unwrapped(model), {id(parameter): parameter for parameter in model.parameters()}
+    )
 
 
 def _found_again(shell: nn.Module, blueprint: Blueprint, finders: Iterable[Finder]) -> list[Found]:

@@ -22,6 +22,7 @@ from ds_moe_ext.hosts.arguments import Call
 from ds_moe_ext.hosts.attach import AttachedLayer, Blueprint
 from ds_moe_ext.hosts.blocks import block_of
 from ds_moe_ext.hosts.both_sides import BothSides
+from ds_moe_ext.hosts.compiled import Compilable, eager, stepped_into
 from ds_moe_ext.hosts.found import Hosted
 from ds_moe_ext.hosts.outcomes import Outcome
 from ds_moe_ext.layout import group_among
@@ -201,9 +202,8 @@ def stripe(
         num_stripes=strategy.num_micro_batches,
         device=gradients.device,
     )
-    striped = StripedModel(
-        model, model.forward, stack, adoption, gradients, blueprint.settings.debug
-    )
+    forward = Compilable(model.forward)
+    striped = StripedModel(model, forward, stack, adoption, gradients, blueprint.settings.debug)
     left: tuple[nn.Parameter, ...] = ()
     blocks = blocks_of(model, layers)
     if stack.is_attention:
@@ -212,11 +212,14 @@ def stripe(
     else:
         left = keep_parameters(model, (p for layer in layers for p in layer.parameters))
 
-    @functools.wraps(model.forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return striped(*args, **kwargs)
+    step = eager(striped.__call__)
 
-    model.forward = forward
+    @functools.wraps(model.forward)
+    def whole_step(*args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
+
+    model.forward = whole_step
+    model.compile = forward.compile  # type: ignore[method-assign]
     return Role(left, BothSides(adoption.control, adoption.place, roles))
 
 
@@ -288,16 +291,17 @@ def blocks_of(model: nn.Module, layers: Iterable[AttachedLayer]) -> list[nn.Modu
 def cut_at(block: nn.Module, here: Here) -> None:
     """Cut the graph of autograd where a block begins and ends."""
     original = block.forward
+    enter, leave = eager(Passage.enter), eager(Passage.leave)
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         passage = here.passage
         if passage is None or in_backward():
             return original(*args, **kwargs)
-        args, kwargs = passage.enter((args, kwargs))
-        return passage.leave(original(*args, **kwargs))
+        args, kwargs = enter(passage, (args, kwargs))
+        return leave(passage, original(*args, **kwargs))
 
-    block.forward = forward
+    block.forward = stepped_into(forward)
 
 
 @dataclass(frozen=True, eq=False)

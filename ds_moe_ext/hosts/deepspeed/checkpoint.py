@@ -9,7 +9,7 @@ read, so nothing depends on ranks, stages or slots.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from ds_moe_ext.comm import gather_texts
+from ds_moe_ext.hosts.compiled import plain
 from ds_moe_ext.hosts.dcp_reader import TABLE
 from ds_moe_ext.hosts.deepspeed import file_sums, host_file, rates, stored
 from ds_moe_ext.hosts.deepspeed.file_sums import FileSum
@@ -206,12 +207,13 @@ def _weights_given(
     """While it lasts, the engine loads this rank's experts with what DeepSpeed's file has."""
 
     def load_module_state_dict(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        own = engine.module.state_dict().keys()
+        checkpoint["module"] = _renamed(checkpoint["module"], own)
         names = {parameter: name for name, parameter in engine.module.named_parameters()}
         checkpoint["module"].update({names[p]: weight for p, weight in staged.weights.items()})
         # Frozen weights again, by the names of rank 0's slots; they are in the module's state too.
         checkpoint["frozen_param_fragments"] = None
         if not has_dense_weights(run):
-            own = engine.module.state_dict().keys()
             checkpoint["module"] = {k: v for k, v in checkpoint["module"].items() if k in own}
         wants_schedule = with_scheduler and not asked.weights_alone
 
@@ -231,6 +233,12 @@ def _weights_given(
         yield
     finally:
         del engine.load_module_state_dict
+
+
+def _renamed(saved: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
+    """A model's state by the names of this run's, of which one may be compiled."""
+    names = {plain(name): name for name in own}
+    return {names.get(plain(name), name): value for name, value in saved.items()}
 
 
 def _check_scheduler(engine: Any, checkpoint: Mapping[str, Any], asked: Asked) -> None:

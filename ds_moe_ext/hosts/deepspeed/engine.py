@@ -22,6 +22,7 @@ from torch import nn
 from ds_moe_ext.comm import gather_texts, sum_in_place, take_first
 from ds_moe_ext.hosts import attach, blocks
 from ds_moe_ext.hosts.attach import Around, AttachedLayer, Blueprint
+from ds_moe_ext.hosts.compiled import named_modules
 from ds_moe_ext.hosts.deepspeed import buckets
 from ds_moe_ext.hosts.deepspeed.move import mover_of
 from ds_moe_ext.hosts.deepspeed.roles import clip_gradients, experts_factor
@@ -207,7 +208,7 @@ def count_experts(engine: Any) -> None:
     if run is None:
         return
     engine.has_moe_layers = True
-    native = {name for name, module in engine.module.named_modules() if isinstance(module, MoE)}
+    native = {name for name, module in named_modules(engine.module) if isinstance(module, MoE)}
     engine.num_experts += [
         layer.routed.site.plan.home.num_experts for layer in run.layers if layer.name not in native
     ]

@@ -25,6 +25,7 @@ import torch
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from torch import Tensor, nn
 
+from ds_moe_ext.hosts.compiled import plain
 from ds_moe_ext.hosts.deepspeed.regions import Region
 from ds_moe_ext.hosts.deepspeed.states import OptimizerStates
 from ds_moe_ext.hosts.deepspeed.stored import Part
@@ -69,7 +70,8 @@ def named_parameters(
     """All parameters of this rank that have elements, if its experts lie in these slots."""
     tensor_parallel = TensorParallel.of(engine.mpu)
     named = {
-        p: Named.dense(name, p, tensor_parallel) for name, p in engine.module.named_parameters()
+        p: Named.dense(plain(name), p, tensor_parallel)
+        for name, p in engine.module.named_parameters()
     }
     for expert, slot in slots.items():
         layer = run.layers[expert.layer]

@@ -15,6 +15,7 @@ import torch
 from deepspeed.moe.layer import MoE
 from torch import Tensor, nn
 
+from ds_moe_ext.hosts.compiled import eager, named_modules
 from ds_moe_ext.hosts.experts import shell
 from ds_moe_ext.hosts.found import Adopted, Found, RoutedOf, Slot, Wanted, shape_of, weights_of
 from ds_moe_ext.hosts.splitting import ways_to_split
@@ -26,7 +27,7 @@ from ds_moe_ext.moe.sharding import Shard
 
 def find(model: nn.Module, wanted: Wanted) -> Iterator[Found]:
     """The MoE layers, in model order."""
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         if isinstance(module, MoE) and wanted(name):
             yield _found(name, module)
 
@@ -134,6 +135,7 @@ class HostedMoE(nn.Module):
         self.exp_counts: Tensor | None = None
         self.weight_names = weight_names
         self.shard = shard
+        self.forward = eager(self.forward)  # type: ignore[method-assign]
 
     def _set_ep_group(self, group: Any) -> None:
         """DeepSpeed hands over its expert-parallel group; our rows travel by the layout's.

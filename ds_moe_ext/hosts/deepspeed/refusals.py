@@ -236,6 +236,13 @@ def _foreign_unit(given: Given) -> str:
     return f"an mpu ({kind}) was passed to deepspeed.initialize" if is_foreign else ""
 
 
+def _compiled_in_place(given: Given) -> str:
+    if given.model._compiled_call_impl is None:
+        return ""
+    kind = type(given.model).__name__
+    return f"this {kind} was compiled in place, by its own compile(), before deepspeed.initialize"
+
+
 def _autocast_to_float16(given: Given) -> str:
     is_on = given.at("torch_autocast.enabled")
     return is_in("torch_autocast.dtype", *FLOAT16)(given) if is_on else ""
@@ -269,6 +276,12 @@ WITH_ROLES = (
         lambda given: "" if given.settings.hooks == NO_HOOKS else f"{BLOCK}.hooks is set",
         "hooks are not supported with roles",
         "leave it out",
+    ),
+    Refusal(
+        "a model compiled in place (its own compile())",
+        _compiled_in_place,
+        "one role runs parts of it",
+        "call engine.compile() behind deepspeed.initialize, or pass torch.compile(model)",
     ),
     Refusal(
         "torch_autocast.dtype float16",
@@ -309,11 +322,13 @@ WITH_ROLES = (
 )
 
 
-def refuse_with_roles(document: Mapping[str, Any], settings: Settings, mpu: Any) -> None:
+def refuse_with_roles(
+    document: Mapping[str, Any], settings: Settings, model: nn.Module, mpu: Any
+) -> None:
     """Refuse what cannot work where ranks have roles, by the name of the key.
 
     Raises:
         ValueError: the key, its value, why, and what to do.
     """
-    given = GivenWithRoles(document, nn.Module(), mpu, None, settings)
+    given = GivenWithRoles(document, model, mpu, None, settings)
     refuse(WITH_ROLES, given, context=f"{BLOCK}.strategy is {settings.strategy!r}")

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_moe_ext.comm import gather_texts
+from ds_moe_ext.hosts.compiled import plain
 from ds_moe_ext.hosts.deepspeed import fragments, stored
 from ds_moe_ext.hosts.deepspeed.fragments import Fragment
 from ds_moe_ext.hosts.deepspeed.kept import (
@@ -266,8 +267,7 @@ def _slots_of(pool: Pool, slots: Mapping[Expert, Slot]) -> Iterator[Slot]:
 def slot_name(engine: Any, slot: Slot) -> str:
     """What the slot's first weight was called when the engine was made: it keeps its place in the
     optimizer, whatever expert comes to lie in it."""
-    name: str = engine.param_names[slot.parameters[0]]
-    return name
+    return plain(engine.param_names[slot.parameters[0]])
 
 
 # Tensors.

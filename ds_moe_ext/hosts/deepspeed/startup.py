@@ -65,7 +65,7 @@ def blueprint_of(
     devices = partial(_devices, partial(agree, document, model, mpu))
     strategy = strategy.settled(devices, _micro_batch(document))
     if strategy.roles is not None:
-        refuse_with_roles(document, settings, mpu)
+        refuse_with_roles(document, settings, model, mpu)
     if settings.sequence_parallel and TensorParallel.of(mpu).group is None:
         raise ValueError(
             f"{BLOCK}.sequence_parallel is true, but no mpu with tensor parallel groups was passed "
