@@ -31,6 +31,7 @@ from text import VOCABULARY_SIZE, Batch, Text, WindowSampler, read_text
 from torch import Tensor, nn
 
 from ds_moe_ext import read_settings, recorder_of
+from ds_moe_ext.hosts.deepspeed.op_lock import tell_of_old_lock
 
 SCRIPT = "pretrain_deepspeed"
 NUM_HELD_OUT_BATCHES = 4
@@ -277,6 +278,7 @@ def main() -> None:
         run = read_run(arguments)
         model = build_model(arguments)
     if is_first_rank():
+        tell_of_old_lock()
         print("starting; on a CPU, DeepSpeed's first start compiles for 20 to 60 s", flush=True)
     deepspeed.init_distributed()
     trainer = Trainer(arguments, run, model)

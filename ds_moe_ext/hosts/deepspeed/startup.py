@@ -26,6 +26,7 @@ from ds_moe_ext.comm import gather_texts
 from ds_moe_ext.hosts import alike, experts, huggingface
 from ds_moe_ext.hosts.attach import Blueprint, draw, wanted
 from ds_moe_ext.hosts.deepspeed import native
+from ds_moe_ext.hosts.deepspeed.op_lock import tell_of_old_lock
 from ds_moe_ext.hosts.deepspeed.refusals import refuse_unsupported, refuse_with_roles
 from ds_moe_ext.hosts.deepspeed.roles import RoleUnit
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
@@ -155,7 +156,10 @@ def check_initialize(
     document, model, mpu = _document(given), given["model"], given["mpu"]
     if document is None or model is None:
         return bound
-    start_of(INITIALIZE).is_wanted = off_by(document) is None
+    is_wanted = off_by(document) is None
+    start_of(INITIALIZE).is_wanted = is_wanted
+    if is_wanted and _compiles():
+        tell_of_old_lock()
     blueprint = blueprint_of(document, model, mpu, given["mesh_param"])
     if blueprint is not None and blueprint.strategy.roles is not None:
         agree(document, model, mpu)
@@ -170,6 +174,14 @@ def off_by(document: Mapping[str, Any]) -> str | None:
     if block is None:
         return "absent"
     return "off" if isinstance(block, Mapping) and not block.get("enabled") else None
+
+
+def _compiles() -> bool:
+    """Whether the process group is yet to come, on a CPU: DeepSpeed then loads its own collectives.
+    One rank a node says so."""
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    is_coming = not dist.is_initialized() and get_accelerator().device_name() == "cpu"
+    return is_first and is_coming
 
 
 def _begin() -> None:

@@ -1,0 +1,48 @@
+"""A lock that a killed compilation of DeepSpeed's CPU collectives has left behind.
+
+torch compiles extensions under a lock that is a file. Who finds it waits until it is gone, without
+a word; a process that was killed leaves it for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+OP = "deepspeed_shm_comm"
+QUIET_S = 120.0
+"""A compiler that writes nothing for so long is taken for dead; the whole takes 20 to 60 s."""
+
+
+def old_lock() -> Path | None:
+    """The lock of a compilation in whose folder nothing has changed for a while; else None."""
+    for lock in extensions().glob(f"**/{OP}/lock"):
+        try:
+            latest_s = max(path.stat().st_mtime for path in lock.parent.iterdir())
+        except (OSError, ValueError):
+            continue  # it has just been released
+        if time.time() - latest_s > QUIET_S:
+            return lock
+    return None
+
+
+def extensions() -> Path:
+    """Where torch compiles extensions."""
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if given:
+        return Path(given)
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "torch_extensions"
+
+
+def tell_of_old_lock() -> None:
+    """Name it, before DeepSpeed waits for it."""
+    lock = old_lock()
+    if lock is not None:
+        print(
+            f"ds_moe_ext: {lock} was left by a compilation of DeepSpeed's CPU collectives that did "
+            "not end, and every start waits for it: unless another process is compiling there now, "
+            f"stop, delete it (rm {lock}) and start again",
+            flush=True,
+        )
