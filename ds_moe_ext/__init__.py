@@ -13,6 +13,7 @@ from ds_moe_ext import _autoload
 if TYPE_CHECKING:
     from ds_moe_ext.hosts.deepspeed.api import full_state_dict
     from ds_moe_ext.hosts.experts import ExpertsDescription, register_experts
+    from ds_moe_ext.hosts.joined import joined
     from ds_moe_ext.hosts.run import recorder_of
     from ds_moe_ext.moe.expert import FeedForwardExperts
     from ds_moe_ext.moe.layer import MoELayer
@@ -26,6 +27,7 @@ __all__ = [
     "MoELayer",
     "forget",
     "full_state_dict",
+    "joined",
     "read_settings",
     "recorder_of",
     "register",
@@ -39,6 +41,7 @@ _HOME = {
     "MoELayer": "ds_moe_ext.moe.layer",
     "forget": "ds_moe_ext.patches.megatron",
     "full_state_dict": "ds_moe_ext.hosts.deepspeed.api",
+    "joined": "ds_moe_ext.hosts.joined",
     "read_settings": "ds_moe_ext.settings",
     "recorder_of": "ds_moe_ext.hosts.run",
     "register": "ds_moe_ext.strategies.base",

@@ -6,9 +6,10 @@ rows of one of them, G rows of all.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_moe_ext.transfer import Move, Part, Round
+from ds_moe_ext.watch import WATCH, Waiting, Wires
 
 try:
     from torch.distributed import _coalescing_manager
@@ -43,9 +45,10 @@ def all_to_all_rows(
     if len(sent_C) == 1:
         return rows_N
     arrived_R = rows_N.new_empty(sum(received_C), *rows_N.shape[1:])
-    dist.all_to_all_single(
-        arrived_R, rows_N.contiguous(), list(received_C), list(sent_C), group=group
-    )
+    with Waiting(group):
+        dist.all_to_all_single(
+            arrived_R, rows_N.contiguous(), list(received_C), list(sent_C), group=group
+        )
     return arrived_R
 
 
@@ -115,19 +118,22 @@ def all_gather_counts(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor
     if num_members == 1:
         return counts.unsqueeze(0)
     gathered = counts.new_empty(num_members * counts.shape[0], *counts.shape[1:])
-    dist.all_gather_single(gathered, counts.contiguous(), group=group)
+    with Waiting(group):
+        dist.all_gather_single(gathered, counts.contiguous(), group=group)
     return gathered.view(num_members, *counts.shape)
 
 
 def max_in_place(most: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The largest of the members' values, element by element, in place. Collective."""
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    with Waiting(group):
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     return most
 
 
 def sum_in_place(total: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Add the members' tensors, in place. Collective."""
-    dist.all_reduce(total, group=group)
+    with Waiting(group):
+        dist.all_reduce(total, group=group)
     return total
 
 
@@ -146,7 +152,8 @@ def all_gather_slots(
     padded = local_S.new_zeros(longest, *local_S.shape[1:])
     padded[: local_S.shape[0]] = local_S
     gathered = local_S.new_empty(len(num_slots_C) * longest, *padded.shape[1:])
-    dist.all_gather_single(gathered, padded, group=group)
+    with Waiting(group):
+        dist.all_gather_single(gathered, padded, group=group)
     parts = gathered.split(longest)
     return torch.cat([part[:length] for part, length in zip(parts, num_slots_C)])
 
@@ -155,21 +162,33 @@ def gather_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
     """Every member's text, in the order of the members. It takes about a millisecond.
     Collective."""
     texts = [""] * dist.get_world_size(group)
-    dist.all_gather_object(texts, text, group=group)
+    with Waiting(group):
+        dist.all_gather_object(texts, text, group=group)
     return texts
 
 
 def gather_objects(thing: Any, group: dist.ProcessGroup) -> list[Any]:
     """What every member has, pickled on the way, in the order of the members. Collective."""
     things: list[Any] = [None] * group.size()
-    dist.all_gather_object(things, thing, group=group)
+    with Waiting(group):
+        dist.all_gather_object(things, thing, group=group)
     return things
 
 
 def take_first(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Overwrite a tensor with the first member's, in place. Collective."""
-    dist.broadcast(tensor, group=group, group_src=0)
+    with Waiting(group):
+        dist.broadcast(tensor, group=group, group_src=0)
     return tensor
+
+
+def counts_on_host(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Counts that ``all_gather_counts`` has gathered, once they are known: on CUDA that is where
+    the host waits for other ranks."""
+    if counts.is_cpu:
+        return counts
+    with Waiting(group):
+        return counts.cpu()
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
@@ -229,6 +248,58 @@ class Board:
         return text
 
 
+# Ranks that fail.
+
+STORE_TIMEOUT = timedelta(seconds=5)
+
+
+def begin_watch() -> None:
+    """Let this process watch its exchanges with others from now on; see ``watch``. Wherever a
+    process group has been made again, it must be called again."""
+    world = dist.group.WORLD
+    if world is None or world.size() == 1:
+        return
+    store = dist.distributed_c10d._get_default_store().clone()  # its own: others wait in theirs
+    store.set_timeout(STORE_TIMEOUT)
+    WATCH.start(
+        Wires(
+            store,
+            world.rank(),
+            world.size(),
+            os.getpid(),
+            dist.get_process_group_ranks,
+            break_off,
+            break_off_all,
+        )
+    )
+
+
+def break_off(group: dist.ProcessGroup) -> None:
+    """Make all that wait in a communicator on this rank raise RuntimeError (on CUDA: stop waiting),
+    and on other ranks whoever comes later. Nobody can use it any more."""
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        if isinstance(backend, dist.ProcessGroupGloo):
+            # Its abort lets nobody go, but who gives up a receive closes all its connections.
+            peer = (group.rank() + 1) % group.size()
+            with suppress(RuntimeError):
+                backend.recv([torch.zeros(1)], peer, NEVER_SENT).wait(timedelta(milliseconds=1))
+        else:
+            backend.abort()
+
+
+def break_off_all() -> None:
+    """The same, in every communicator that torch knows of, the host's too."""
+    known: dict[Any, Any] = dist.distributed_c10d._world.pg_map
+    for group in [*known]:
+        if isinstance(group, dist.ProcessGroup) and group.size() > 1:
+            break_off(group)
+
+
+NEVER_SENT = 2**30
+"""A tag."""
+
+
 # Between pairs.
 
 PACKED = torch.contiguous_format
@@ -273,14 +344,15 @@ def _by_pairs(
     arrived_R = outgoing_C[here].new_empty(sum(received_C), *outgoing_C[here].shape[1:])
     incoming_C = arrived_R.split(list(received_C))
     peers = [(here + step) % num_members for step in range(1, num_members)]
-    works = _post(
-        [(incoming_C[peer], peer) for peer in peers if received_C[peer]],
-        [(outgoing_C[peer], peer) for peer in peers if outgoing_C[peer].shape[0]],
-        group,
-    )
-    incoming_C[here].copy_(outgoing_C[here])
-    for work in works:
-        work.wait()
+    with Waiting(group):
+        works = _post(
+            [(incoming_C[peer], peer) for peer in peers if received_C[peer]],
+            [(outgoing_C[peer], peer) for peer in peers if outgoing_C[peer].shape[0]],
+            group,
+        )
+        incoming_C[here].copy_(outgoing_C[here])
+        for work in works:
+            work.wait()
     return arrived_R
 
 
@@ -289,7 +361,8 @@ def connect(group: dist.ProcessGroup, device: torch.device) -> None:
 
     NCCL makes it in the group's first call, and all members must be in that one.
     """
-    dist.all_reduce(torch.zeros((), device=device), group=group)
+    with Waiting(group):
+        dist.all_reduce(torch.zeros((), device=device), group=group)
 
 
 def exchange(
@@ -301,8 +374,9 @@ def exchange(
         receives: where to receive, contiguous, and from whom.
         sends: what to send, contiguous, and to whom.
     """
-    for work in _post(receives, sends, group):
-        work.wait()
+    with Waiting(group):
+        for work in _post(receives, sends, group):
+            work.wait()
     return Traffic(
         sent_bytes=sum(tensor.nbytes for tensor, _ in sends),
         received_bytes=sum(tensor.nbytes for tensor, _ in receives),
@@ -471,9 +545,10 @@ def _rooted_bytes(part: Part, tensors: Mapping[int, Sequence[Tensor]]) -> int:
 @contextmanager
 def _one_call(group: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
     """Group the collectives inside into one call of NCCL; each must be ``async_op``."""
-    with _coalescing_manager(group, device, async_ops=True) as calls:
-        yield
-    calls.wait()
+    with Waiting(group):
+        with _coalescing_manager(group, device, async_ops=True) as calls:
+            yield
+        calls.wait()
 
 
 def _reduce_round(

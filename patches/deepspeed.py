@@ -19,6 +19,7 @@ from ds_moe_ext.hosts.deepspeed import (
 from ds_moe_ext.hosts.deepspeed.slices import slices_of
 from ds_moe_ext.hosts.run import run_of
 from ds_moe_ext.patches.record import Patch, apply_all
+from ds_moe_ext.watch import WATCH
 
 VERSIONS = ">=0.19.2,<0.20"
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
@@ -188,6 +189,22 @@ def _only_unaveraged(original: Any) -> Any:
     return _reduce_non_expert_gradients
 
 
+def _telling(name: str) -> Callable[[Any], Any]:
+    """A wrap of a method: other ranks are told of its errors."""
+
+    def wrap(original: Any) -> Any:
+        @functools.wraps(original)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if run_of(self) is None:
+                return original(self, *args, **kwargs)
+            with WATCH.host_pass(f"engine.{name}"):
+                return original(self, *args, **kwargs)
+
+        return method
+
+    return wrap
+
+
 def _arguments(function: Any, given: Any, named: Any) -> dict[str, Any]:
     bound = inspect.signature(function).bind(*given, **named)
     bound.apply_defaults()
@@ -235,6 +252,15 @@ PATCHES = tuple(
             f"{ENGINE}.clip_fp32_gradients",
             "at ZeRO 0 DeepSpeed clips by the mean of the ranks' norms",
             _clip_exactly,
+        ),
+        *(
+            (
+                f"tell-of-{name}",
+                f"{ENGINE}.{name}",
+                "ranks that wait for one that has failed are told",
+                _telling(name),
+            )
+            for name in ("forward", "backward", "step")
         ),
         (
             "record-step",

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ds_moe_ext.hosts.megatron import chosen, worlds
 from ds_moe_ext.hosts.starting import Start, starting
 from ds_moe_ext.patches.record import Patch, PatchError, apply_all
+from ds_moe_ext.watch import WATCH
 
 VERSIONS = ">=0.14,<0.21"
 
@@ -127,7 +128,8 @@ def _counted(original: Any) -> Any:
             engine.SCHEDULES.begin(num_microbatches, forward_only=is_evaluation)
             run = striping.steps_of(given["model"]) or stock
             try:
-                return run(num_microbatches=num_microbatches, **given)
+                with WATCH.host_pass("a step's passes"):
+                    return run(num_microbatches=num_microbatches, **given)
             finally:
                 engine.SCHEDULES.end()
 

@@ -25,6 +25,7 @@ LAYERS = (
     ("schedule.orders", "schedule.simulate", "schedule.step", "schedule.pipelines"),
     ("schedule.wires", "schedule.stripes"),
     ("schedule.trace",),
+    ("watch",),  # of ranks that wait for others
     ("layout", "comm", "all_to_all", "load", "rows"),
     ("cost",),
     ("planners",),

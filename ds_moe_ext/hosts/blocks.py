@@ -27,12 +27,20 @@ def launch_with_blocks(
     Args:
         measures: what blocks compute beside their MoE layer is timed also where none has copies.
     """
-    for layer, following in zip(layers, followers(layers, [layer.stack for layer in layers])):
+    for layer, launch in zip(layers, launches(layers)):
         if measures or layer.routed.copies is not None:
-            after = None if following is None else following.hosted
-            launch = eager(_Launch(layer.hosted, after).__call__)
+            hook = eager(launch.__call__)
             block = model.get_submodule(block_of(model, layer.name))
-            block.register_forward_pre_hook(launch, with_kwargs=True)
+            block.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def launches(layers: Sequence[AttachedLayer]) -> list[Launch]:
+    """What each layer's block does as it begins."""
+    following = followers(layers, [layer.stack for layer in layers])
+    return [
+        Launch(layer.hosted, None if after is None else after.hosted)
+        for layer, after in zip(layers, following)
+    ]
 
 
 def block_of(model: nn.Module, name: str) -> str:
@@ -45,19 +53,19 @@ def block_of(model: nn.Module, name: str) -> str:
     return name
 
 
-class _Launch:
+class Launch:
     """A pre-forward hook."""
 
     def __init__(self, hosted: Hosted, after: Hosted | None) -> None:
         self._hosted, self._after = hosted, after
 
     def __call__(self, block: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        hosted, after = self._hosted, self._after
         tensors = (x for x in (*given, *named.values()) if isinstance(x, Tensor))
-        hosted.routed.start(
-            hosted.weights(),
-            is_training=hosted.training,
-            block_input=next(tensors, None),
-        )
+        self.begin(next(tensors, None))
+
+    def begin(self, block_input: Tensor | None) -> None:
+        """Args: block_input: what the block computes from; None: this rank has no rows."""
+        hosted, after = self._hosted, self._after
+        hosted.routed.start(hosted.weights(), is_training=hosted.training, block_input=block_input)
         if after is not None and after.routed.site.plan.carried is not None and not in_backward():
             after.routed.begin(after.weights(), is_training=after.training)

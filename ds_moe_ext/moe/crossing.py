@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_moe_ext.comm import all_gather_counts
+from ds_moe_ext.comm import all_gather_counts, counts_on_host
 from ds_moe_ext.moe.dispatch import Combine, Dispatch
 from ds_moe_ext.moe.order import LayerRoute, Order, rows_of_experts
 from ds_moe_ext.moe.passage import Question
@@ -80,7 +80,8 @@ class DispatchWork:
         cut = Cut.equal(expert_TK.shape[0], 1)
         key_N, rows_FE = rows_of_experts(expert_TK, cut, order.destination.target.num_experts)
         told = on_device(np.array([like], dtype=np.int64), self.device)
-        gathered = all_gather_counts(torch.cat([rows_FE, told], dim=1), self.group).cpu().numpy()
+        known = all_gather_counts(torch.cat([rows_FE, told], dim=1), self.group)
+        gathered = counts_on_host(known, self.group).numpy()
         rows_CPFE, told_C = gathered[:, None, :, :-3], gathered[:, 0, -3:]
         width, dtype, top_k = told_C.max(axis=0).tolist()
         route = order.routed(key_N, rows_CPFE, cut, top_k)

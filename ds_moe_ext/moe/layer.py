@@ -24,6 +24,8 @@ from ds_moe_ext.moe.expert import Expert, ExpertFunction
 from ds_moe_ext.moe.gate import GateFunction
 from ds_moe_ext.moe.hooks import NO_HOOKS, Batch, Hook, Hooked, Moe, watched
 from ds_moe_ext.moe.join import Join, finished, started
+from ds_moe_ext.moe.joined import Joint, Likeness
+from ds_moe_ext.moe.kinds import kind_of
 from ds_moe_ext.moe.local import Local
 from ds_moe_ext.moe.observe import RowsSeen, TasksSeen, tell
 from ds_moe_ext.moe.order import Order, Restore, Seat
@@ -113,6 +115,7 @@ class RoutedExperts:
         ahead: the next plan, where it is made in the program.
         windows: times of what the host computes between this layer and the one before.
         slices: what reduces dense gradients beside this layer; None where the host does it alone.
+        joint: in whose blocks ranks run what others run; None where there has been none.
     """
 
     def __init__(
@@ -133,6 +136,7 @@ class RoutedExperts:
         self.ahead = Ahead(self.rows)
         self.windows = Windows(site.layer, (self.tasks, self.meter))
         self.slices: GradientSlices | None = None
+        self.joint: Joint | None = None
         self._strategy = strategy
         self.function = function
         self._options = options or LayerOptions()
@@ -148,6 +152,11 @@ class RoutedExperts:
     def row_bytes(self) -> int:
         """Of the latest pass."""
         return self.row_width * self.row_dtype.itemsize
+
+    @property
+    def name(self) -> str:
+        """As the model has it; its number where it has none."""
+        return self._options.name or f"MoE layer {self.site.layer}"
 
     @property
     def ways(self) -> tuple[Way, ...]:
@@ -201,6 +210,7 @@ class RoutedExperts:
             weights: those of the call that follows.
             is_training: as the rows of the call will be counted.
         """
+        is_training = is_training and self._joint is None
         if self.copies is not None and self.site.plan.is_joined:
             flight = self.copies.begin(weights, is_training=is_training)
             self._started, self._was_graded = started(flight, weights), torch.is_grad_enabled()
@@ -223,6 +233,8 @@ class RoutedExperts:
             is_training: likewise.
             block_input: what the host computes from: its gradient ends that in backward.
         """
+        if self._joint is not None:
+            self._joint.comes_to(self.site.layer)
         self.windows.block_begins(block_input)
         if self.copies is None:
             return
@@ -230,6 +242,11 @@ class RoutedExperts:
             self.begin(weights, is_training=is_training)
         if self.copies.coming is not None:
             self.copies.coming.launch_rest()
+
+    @property
+    def _joint(self) -> Joint | None:
+        """Where this rank is in a block of it."""
+        return self.joint if self.joint is not None and self.joint.is_open else None
 
     def __call__(
         self, x_TD: Tensor, expert_TK: Tensor, score_TK: Tensor, weights: tuple[Tensor, ...]
@@ -245,7 +262,14 @@ class RoutedExperts:
         Returns:
             ``[T, D]``.
         """
+        joint = self._joint
+        if joint is not None:
+            joint.comes_to(self.site.layer)
+            joint.agree_on_rows(Likeness.of(x_TD, expert_TK.shape[1]))
+            self.rows.begin(is_training=False)
         y_TD, *_ = self.run(x_TD, (expert_TK, score_TK), weights)
+        if joint is not None:
+            joint.ends()
         return y_TD
 
     def run(self, x_TD: Tensor, given: tuple[Any, ...], weights: Weights) -> tuple[Tensor, ...]:
@@ -286,7 +310,13 @@ class RoutedExperts:
             chain = forward.is_chain and backward.is_chain
             lanes = lanes_for(device, overlaps=not (alone or chain))
             self._program[device] = Program(
-                forward, backward, stages, lanes, site.plan.num_chunks, (self.tasks, self.meter)
+                forward,
+                backward,
+                stages,
+                lanes,
+                site.plan.num_chunks,
+                (self.tasks, self.meter),
+                self.name,
             )
         return self._program[device]
 
@@ -306,6 +336,11 @@ class RoutedExperts:
         """Tells the observers of a slice that is reduced beside what the host computes."""
         (task,) = reductions(self.site.layer, number)
         return partial(tell, (self.tasks, self.meter), task)
+
+    def _kind(self) -> int:
+        """Of the coming pass; see ``kinds``."""
+        seen = self.rows
+        return kind_of(self.site.layer, is_training=seen.is_training, is_graded=seen.is_graded)
 
     def _plan_ahead(self, copies: Copies) -> None:
         if copies.is_last_pass():
@@ -334,6 +369,7 @@ class RoutedExperts:
                 gate_may_drop=self._options.gate_may_drop,
                 on_rows=self.rows,
                 revise=plan.revise,
+                kind=self._kind,
             ),
             DISPATCH: Dispatch(*_both_ways(wire, hooks.of_dispatch)),
             EXPERT: Expert(self.function, plan.pieces),

@@ -41,13 +41,14 @@ class RowsSeen:
     num_cells: int
     top_k: int = 0  # of the latest micro-batch
     is_training: bool = True  # the latest pass
+    is_graded: bool = True  # likewise
     counts: bool = True  # and it is counted
     _on_host: list[tuple[np.ndarray, Share]] = field(default_factory=list)  # rows [C, E]
     _on_device: Tensor | None = None  # int64 [E], where rows end, summed; the host does not wait
 
     def begin(self, *, is_training: bool) -> None:
         """Say what the coming pass is. Call it in the thread that runs the model."""
-        self.is_training = is_training
+        self.is_training, self.is_graded = is_training, torch.is_grad_enabled()
         self.counts = is_training and not in_backward()
 
     def __call__(self, rows: np.ndarray | SlotRows, top_k: int, share: Share) -> None:

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_moe_ext.all_to_all import Carrier, Trip
-from ds_moe_ext.comm import all_gather_counts
+from ds_moe_ext.comm import all_gather_counts, counts_on_host
 from ds_moe_ext.moe.gate import capacity_of, count, drop_over_capacity
+from ds_moe_ext.moe.kinds import check_kinds
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.rows import on_device, ranges, starts_of
 from ds_moe_ext.schedule.execute import OnDevice
@@ -377,6 +378,7 @@ class Order:
             it does not wait for them, where this rank's rows end, expert by expert; and choices a
             token, and the share.
         revise: another destination once the rows are known.
+        kind: of the pass; it goes with the counts, see ``kinds``.
     """
 
     destination: Destination
@@ -386,6 +388,7 @@ class Order:
     gate_may_drop: bool
     on_rows: Callable[[np.ndarray | SlotRows, int, Share], None]
     revise: Callable[[np.ndarray], Destination] | None = None
+    kind: Callable[[], int] = int  # 0
 
     def forward(self, span: Span, expert_TK: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         cut = Cut.equal(expert_TK.shape[0], span.stop - span.start)
@@ -409,10 +412,18 @@ class Order:
     def _exchanged(self, expert_TK: Tensor, cut: Cut) -> LayerRoute:
         num_experts = self.destination.target.num_experts
         key_N, rows_FE = rows_of_experts(expert_TK, cut, num_experts)
-        gathered = rows_FE[None] if self.group is None else all_gather_counts(rows_FE, self.group)
         # The one wait for the device: splits must be known.
-        rows_CPFE = gathered.cpu().numpy().reshape(-1, self.seat.cell_size, *rows_FE.shape)
+        gathered = rows_FE[None].cpu().numpy() if self.group is None else self._gathered(rows_FE)
+        rows_CPFE = gathered.reshape(-1, self.seat.cell_size, *rows_FE.shape)
         return self.routed(key_N, rows_CPFE, cut, expert_TK.shape[1])
+
+    def _gathered(self, rows_FE: Tensor) -> np.ndarray:
+        """The rows of every rank, on the host."""
+        kind_F1 = rows_FE.new_full((rows_FE.shape[0], 1), self.kind())
+        told = torch.cat([rows_FE, kind_F1], dim=1)
+        known = counts_on_host(all_gather_counts(told, self.group), self.group).numpy()
+        check_kinds(known[:, 0, -1])
+        return known[:, :, :-1]
 
     def routed(self, key_N: Tensor, rows_CPFE: np.ndarray, cut: Cut, top_k: int) -> LayerRoute:
         """The route, once the rows of every rank are known.

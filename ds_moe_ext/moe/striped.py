@@ -134,7 +134,8 @@ class Stack:
         }
         seen = [layer.tasks for layer in self.layers]
         try:
-            return round_trip(schedule, works, self.lanes, seen)
+            names = [layer.name for layer in self.layers]
+            return round_trip(schedule, works, self.lanes, seen, names)
         finally:
             for stripe in stripes:
                 for passage in stripe.passages:

@@ -15,6 +15,7 @@ import torch
 from torch import overrides
 
 from ds_moe_ext.schedule.task import Lane, Schedule
+from ds_moe_ext.watch import BrokenOff
 
 Event = Any  # what a lane gives for a submitted task; only the same lanes look inside
 Mark = Any  # a moment in a lane; only ``seconds_between`` of the same lanes looks inside
@@ -148,8 +149,16 @@ class ThreadLanes(InlineLanes):
         return self._worker[lane].submit(body)
 
     def join(self, events: Iterable[Future]) -> None:
-        for event in events:
-            event.result()
+        events = tuple(events)
+        try:
+            for event in events:
+                event.result()
+        except BrokenOff:
+            for event in events:  # what it came of, where that was in another lane
+                error = event.exception() if event.done() else None
+                if error is not None and not isinstance(error, BrokenOff):
+                    raise error from None
+            raise
 
 
 class InlineCudaLanes(InlineLanes):

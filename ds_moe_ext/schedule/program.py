@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ds_moe_ext.schedule.execute import Lanes, Mark, execute
 from ds_moe_ext.schedule.task import Cut, Op, Schedule, Span, Task, Value
+from ds_moe_ext.watch import WATCH
 
 Saved = tuple[Any, ...]  # what a stage keeps for its own backward; nobody else looks inside
 
@@ -64,6 +65,7 @@ class Program:
         lanes: where the tasks run.
         num_chunks: finest chunks that the tokens are cut into.
         observers: who is told of each task.
+        name: of the layer, for a person who is told where a rank waits or has failed.
     """
 
     forward: Schedule
@@ -72,6 +74,7 @@ class Program:
     lanes: Lanes
     num_chunks: int = 1
     observers: tuple[Observer, ...] = ()
+    name: str = ""
 
     def __post_init__(self) -> None:
         for task in (*self.forward.tasks, *self.backward.tasks):
@@ -178,6 +181,26 @@ def _cut_of(program: Program, inputs: Sequence[Any]) -> Cut:
     return Cut.equal(next(lengths, 0), program.num_chunks)  # 0: of weights alone
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a thread does, as a person is told of it.
+
+    Attributes:
+        name: of the layer.
+        task: of its program.
+        is_evaluation: its pass has no gradients.
+    """
+
+    name: str
+    task: Task
+    is_evaluation: bool = False
+
+    def __call__(self) -> str:
+        way = "backward" if self.task.adjoint_of else "forward"
+        kind = " of a pass without gradients" if self.is_evaluation else ""
+        return f"{self.name} ({self.task.op.name}, {way}{kind})"
+
+
 class _Pass:
     """One run of one schedule: the table of values, filled and emptied by its tasks.
 
@@ -210,10 +233,23 @@ class _Pass:
             if given is not None:
                 self._table[value][-1] = given
         execute(self.schedule, self._run, self.program.lanes)
+        if WATCH.has_failed:  # in an earlier pass
+            WATCH.went_through()
         return tuple(self._read(value) for value in self.schedule.outputs)
 
     def _run(self, position: int) -> None:
-        program, task = self.program, self.schedule.tasks[position]
+        task = self.schedule.tasks[position]
+        WATCH.at(Place(self.program.name, task, self._is_forward and not self.keeps))
+        try:
+            self._do(position, task)
+        except BaseException as error:
+            # Now, and not when the lanes are joined: another one may wait for ranks that wait for
+            # what this one was about to send.
+            WATCH.failed(error)
+            raise
+
+    def _do(self, position: int, task: Task) -> None:
+        program = self.program
         watched_by = self._watched_by if task.op.begins is None else ()
         start = program.lanes.mark() if watched_by else None
         with torch.no_grad():

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ds_moe_ext.schedule.execute import Lanes, execute
-from ds_moe_ext.schedule.program import Observer
+from ds_moe_ext.schedule.program import Observer, Place
 from ds_moe_ext.schedule.task import Lane, Op, Schedule, Task, Value
+from ds_moe_ext.watch import WATCH
 
 
 class Work(Protocol):
@@ -24,7 +25,11 @@ class Work(Protocol):
 
 
 def round_trip(
-    schedule: Schedule, works: Mapping[Op, Work], lanes: Lanes, seen: Sequence[Observer]
+    schedule: Schedule,
+    works: Mapping[Op, Work],
+    lanes: Lanes,
+    seen: Sequence[Observer],
+    names: Sequence[str] = (),
 ) -> Done:
     """Do the tasks of a schedule that has forward and backward in one.
 
@@ -33,6 +38,7 @@ def round_trip(
         works: what is done, by op.
         lanes: where.
         seen: told of the tasks of each layer, the last of what follows the layers too.
+        names: of the layers, for a person who is told where a rank waits or has failed.
     """
     table: dict[Value, Any] = dict.fromkeys(schedule.written)
     unread = dict(schedule.num_readers)
@@ -45,10 +51,12 @@ def round_trip(
         task = schedule.tasks[position]
         if errors:
             raise errors[0]
+        WATCH.at(Place(names[task.layer] if task.layer < len(names) else "the end", task))
         try:
             work(position, task)
         except BaseException as error:
             errors.append(error)
+            WATCH.failed(error)
             raise
 
     def work(position: int, task: Task) -> None:
@@ -74,6 +82,8 @@ def round_trip(
             observer.saw(task, start, lanes.mark(), lanes)
 
     execute(schedule, do, lanes)
+    if WATCH.has_failed:  # in an earlier pass
+        WATCH.went_through()
     return done
 
 

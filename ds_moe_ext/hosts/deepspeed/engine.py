@@ -32,6 +32,7 @@ from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.hosts.deepspeed.training import training_of
 from ds_moe_ext.hosts.found import Adopted
 from ds_moe_ext.hosts.gates import warn_if_causal
+from ds_moe_ext.hosts.joined import join_generate
 from ds_moe_ext.hosts.pipelines import DenseGradients
 from ds_moe_ext.hosts.run import Run, run_of
 from ds_moe_ext.hosts.started import Steps, planning_of
@@ -104,6 +105,7 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
     run = Run.start(blueprint, layers, planning, engine)
     _tell_of_sizes(run)
     run.recorder.beside = None if role is None else role.both_sides
+    join_generate(model, run, device)
 
 
 def _tell_of_sizes(run: Run) -> None:

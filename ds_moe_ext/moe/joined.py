@@ -1,0 +1,135 @@
+"""Ranks that run unlike numbers of passes: who has nothing to run serves the others.
+
+A rank takes part in every exchange of a layer, also where it has no rows. Inside a joined block the
+ranks agree before each layer which one comes next, and those that wanted another one, or are done,
+run it without rows. So every rank runs the same layers in the same order, whatever its own passes
+are. Nothing has gradients there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_moe_ext.comm import max_in_place
+from ds_moe_ext.watch import WATCH
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+NONE = -1  # of layers: a rank is done
+
+
+class Likeness(NamedTuple):
+    """What rows are like, for those who have none of them.
+
+    Attributes:
+        width: elements of a row.
+        dtype: their type, by its place in ``DTYPES``.
+        top_k: choices a token.
+        casts: 1 where autocast is on.
+        cast_dtype: to which type.
+    """
+
+    width: int = 0
+    dtype: int = 0
+    top_k: int = 0
+    casts: int = 0
+    cast_dtype: int = 0
+
+    @classmethod
+    def of(cls, x_TD: Tensor, top_k: int) -> Likeness:
+        kind = x_TD.device.type
+        casts = torch.is_autocast_enabled(kind)
+        cast = DTYPES.index(torch.get_autocast_dtype(kind)) if casts else 0
+        return cls(x_TD.shape[-1], DTYPES.index(x_TD.dtype), top_k, int(casts), cast)
+
+    def nothing(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """No tokens, no choices and no scores."""
+        x_TD = torch.empty(0, self.width, dtype=DTYPES[self.dtype], device=device)
+        expert_TK = torch.empty(0, self.top_k, dtype=torch.int64, device=device)
+        return x_TD, expert_TK, x_TD.new_empty(0, self.top_k)
+
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """As it was where there are rows."""
+        dtype = DTYPES[self.cast_dtype] if self.casts else None
+        return torch.autocast(device.type, dtype, bool(self.casts))
+
+
+Serve = Callable[["Joint"], None]
+"""Runs a layer without rows; it asks ``agree_on_rows`` what they would be like."""
+
+
+@dataclass(eq=False)
+class Joint:
+    """A grid's ranks, which agree on each layer that they run.
+
+    Attributes:
+        group: these ranks, over gloo.
+        serve: of each layer.
+        depth: blocks that this rank is in.
+    """
+
+    group: dist.ProcessGroup
+    serve: Sequence[Serve]
+    depth: int = 0
+    _agreed: int = NONE  # the layer that all run now
+    _likeness: list[Likeness] = field(default_factory=list)  # of its rows, once agreed on
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this rank is in a block."""
+        return self.depth > 0
+
+    def comes_to(self, layer: int) -> None:
+        """Run what others run until it is this layer's turn.
+
+        Raises:
+            RuntimeError: the pass has gradients.
+        """
+        if self._agreed == layer:
+            return
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a pass with gradients ran in a block 'with ds_moe_ext.joined(engine)', which is "
+                "for evaluation and generation; train outside of it"
+            )
+        while self._begins(layer) != layer:
+            self._serve()
+
+    def agree_on_rows(self, own: Likeness | None) -> Likeness:
+        """What the rows of the layer are like, of those who have some; asked once by each rank.
+
+        Args:
+            own: None where this rank has none.
+        """
+        if not self._likeness:
+            told = torch.tensor(own or Likeness(), dtype=torch.int64)
+            self._likeness.append(Likeness(*max_in_place(told, self.group).tolist()))
+        return self._likeness[0]
+
+    def ends(self) -> None:
+        """The layer has been run."""
+        self._agreed = NONE
+        self._likeness.clear()
+
+    def serve_until_all_are_done(self) -> None:
+        """Run what others run, until none runs any."""
+        while self._begins(NONE) != NONE:
+            self._serve()
+
+    def _begins(self, layer: int) -> int:
+        """The layer that comes next, of those that ranks want."""
+        WATCH.at(_waits)
+        self._agreed = int(max_in_place(torch.tensor(layer), self.group))
+        return self._agreed
+
+    def _serve(self) -> None:
+        self.serve[self._agreed](self)
+
+
+def _waits() -> str:
+    return "a block of ds_moe_ext.joined, or generate"

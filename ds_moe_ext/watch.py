@@ -1,0 +1,428 @@
+"""What ranks tell each other when one of them fails, and when one waits for others in vain.
+
+A rank that fails says so in the store of the launch. A rank that has waited for two seconds in an
+exchange of ours looks there, and leaves the exchange if another one has failed; where none has, it
+goes on waiting, and says so from time to time. One thread of each process does this; it wakes once
+a second, and is in no collective.
+
+An error that all ranks raise alike is nobody's failure: a rank that has failed itself takes no
+other's for a reason, until a pass has gone through.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+PERIOD_S = 1.0
+"""How often a process looks at its own waits."""
+
+PATIENCE_S = 2.0
+"""How long it waits before it looks whether another rank has failed."""
+
+HOST_PATIENCE_S = 4.0
+"""Likewise inside of the host's forward, backward or step, while no task of ours begins."""
+
+TOLD_AFTER_S, TOLD_EVERY_S = 10.0, 60.0
+"""When a wait for a rank that has not failed is told, and how often."""
+
+LINGER_S = 5.0
+"""How long rank 0, which may keep the store, stays for others to read what it failed of."""
+
+REMEDY = (
+    "every rank calls the model as often as the others; where ranks have more or less to evaluate "
+    "or to generate, let all of them do it in a block 'with ds_moe_ext.joined(engine):'"
+)
+
+
+class BrokenOff(RuntimeError):
+    """An exchange with other ranks came to nothing, for one of them has failed or has ended."""
+
+
+class Store(Protocol):
+    """What all ranks read and write, as ``torch.distributed.Store``."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def add(self, key: str, amount: int) -> int: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+    def delete_key(self, key: str) -> bool: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Wires:
+    """The launch, as a watch sees it.
+
+    Attributes:
+        store: a client of its own.
+        rank: of this process.
+        world_size: ranks of the launch.
+        process: its id.
+        ranks_of: the ranks of a communicator.
+        break_off: makes all that wait in a communicator on this rank raise RuntimeError. It cannot
+            be used any more then, here or elsewhere.
+        break_off_all: the same, of the host's communicators too.
+    """
+
+    store: Store
+    rank: int
+    world_size: int
+    process: int
+    ranks_of: Callable[[Any], Sequence[int]]
+    break_off: Callable[[Any], None]
+    break_off_all: Callable[[], None]
+
+
+@dataclass(eq=False)
+class Wait:
+    """A thread in an exchange.
+
+    Attributes:
+        group: the communicator.
+        since_s: when it came.
+        where: what the thread does, for a person.
+    """
+
+    group: Any
+    since_s: float
+    where: Callable[[], str]
+    is_broken: bool = False
+    next_told_s: float = TOLD_AFTER_S
+
+
+def _nowhere() -> str:
+    return "an exchange of ours"
+
+
+@dataclass(eq=False)
+class Watch:
+    """Of this process.
+
+    Attributes:
+        has_failed: since a pass went through last.
+        waits: by thread.
+    """
+
+    has_failed: bool = False
+    waits: dict[int, Wait] = field(default_factory=dict)
+    _places: dict[int, Callable[[], str]] = field(default_factory=dict)
+    _latest: Callable[[], str] | None = None
+    _wires: Wires | None = None
+    _num_passes: int = 0  # of the host, that this process is in
+    _pass_since_s: float = 0.0
+    _reason: str = ""  # why exchanges were broken off
+    _failed_s: float = 0.0
+    _told: bool = False  # the others, of a failure
+    _posted: bool = False  # the others, of a wait
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # one user of the store at a time
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are others."""
+        return self._wires is not None
+
+    def start(self, wires: Wires) -> None:
+        """Begin to watch; where it has begun, with other wires."""
+        is_new = self._wires is None
+        self._wires = wires
+        if is_new:
+            threading.Thread(target=self._watch, name="ds_moe_ext_watch", daemon=True).start()
+            sys.excepthook = _AfterHook(self, sys.excepthook)
+
+    def at(self, place: Callable[[], str]) -> None:
+        """What the calling thread does from now on; asked when somebody is told of it."""
+        self._places[threading.get_ident()] = self._latest = place
+
+    @contextmanager
+    def host_pass(self, where: str) -> Iterator[None]:
+        """Inside the block the host runs a part of a step. Other ranks are told of an error that
+        leaves it, and what came of an error of theirs says so.
+
+        Args:
+            where: what it is, for a person.
+        """
+        self._num_passes, self._pass_since_s = self._num_passes + 1, time.monotonic()
+        try:
+            yield
+        except BaseException as error:
+            is_theirs = bool(self._reason) and not self.has_failed
+            if is_theirs and isinstance(error, RuntimeError) and not isinstance(error, BrokenOff):
+                self._fails_now()
+                raise BrokenOff(f"{self._reason} (this rank was in {where})") from error
+            self.failed(error, where)
+            raise
+        finally:
+            self._num_passes -= 1
+
+    # What failing ranks do.
+
+    def failed(self, error: BaseException, where: str | None = None) -> None:
+        """Say that this rank has failed; only the first error counts until a pass goes through.
+
+        Args:
+            where: in what, for a person; None: in what the calling thread does.
+        """
+        wires = self._wires
+        if self.has_failed or wires is None:
+            return
+        self._fails_now()
+        if isinstance(error, BrokenOff):
+            return  # others have been told
+        if where is None:
+            where = self._place()
+        elif self._latest is not None:
+            where += f", after {self._latest()}"
+        self._reason = f"rank {wires.rank} failed in {where}: {_text(error)}"
+        self._told = self._with_store(lambda store: _post_failure(store, wires.rank, self._reason))
+
+    def _fails_now(self) -> None:
+        self.has_failed, self._failed_s = True, time.monotonic()
+
+    def went_through(self) -> None:
+        """A pass of this rank went through, after it had failed: it goes on, and so do others."""
+        wires = self._wires
+        self.has_failed, self._reason = False, ""
+        if self._told and wires is not None:
+            self._told = False
+            self._with_store(lambda store: _take_back(store, wires.rank))
+
+    def linger(self) -> None:
+        """Stay for a moment, where others may need the store of this process to learn why it
+        ends."""
+        wires = self._wires
+        if wires is None or not self._told or wires.rank:
+            return
+        end_s = time.monotonic() + LINGER_S
+        while time.monotonic() < end_s and self._num_readers() < wires.world_size - 1:
+            time.sleep(0.1)
+
+    def _num_readers(self) -> int:
+        found: list[int] = []
+        self._with_store(lambda store: found.append(store.add(_READERS, 0)))
+        return found[0] if found else sys.maxsize
+
+    # What waiting ranks do.
+
+    def came(self, group: Any) -> None:
+        """The calling thread enters an exchange."""
+        here = threading.get_ident()
+        self.waits[here] = Wait(group, time.monotonic(), self._places.get(here, _nowhere))
+
+    def left(self) -> Wait:
+        """It has left it."""
+        return self.waits.pop(threading.get_ident())
+
+    def explained(self, wait: Wait, error: RuntimeError) -> RuntimeError:
+        """What is to be raised where an exchange failed with an error of the library's: the same,
+        with a note, where no other rank says that it has failed.
+
+        Where a peer closed the connection it may be about to say why.
+        """
+        end_s = time.monotonic() + PATIENCE_S
+        while not self._reason and time.monotonic() < end_s and self._find_reason():
+            time.sleep(0.1)
+        if self._reason:
+            self._fails_now()
+            return BrokenOff(f"{self._reason} (this rank waited in {wait.where()})")
+        error.add_note(
+            f"ds_moe_ext: rank {self._rank} was in {wait.where()} when the exchange with other "
+            "ranks failed, and none of them said why. Where the connection was closed one of them "
+            f"has ended; where time was out one has not come: {REMEDY}"
+        )
+        return error
+
+    def _place(self) -> str:
+        return self._places.get(threading.get_ident(), _nowhere)()
+
+    @property
+    def _rank(self) -> int:
+        assert self._wires is not None
+        return self._wires.rank
+
+    def _watch(self) -> None:
+        latest, latest_s = self._latest, time.monotonic()
+        while True:
+            time.sleep(PERIOD_S)
+            now_s = time.monotonic()
+            if latest is not self._latest:
+                latest, latest_s = self._latest, now_s
+            late = [w for w in [*self.waits.values()] if now_s - w.since_s > PATIENCE_S]
+            if late:
+                self._look_at(late, now_s)
+            elif (
+                self._num_passes
+                and not self.has_failed
+                and now_s - max(latest_s, self._pass_since_s) > HOST_PATIENCE_S
+            ):
+                self._look_for_host()
+            if self._posted and not late:
+                self._posted = False
+                self._with_store(lambda store: store.delete_key(_WAIT.format(self._rank)))
+
+    def _look_at(self, late: Sequence[Wait], now_s: float) -> None:
+        if self.has_failed:  # what is left of the pass that failed
+            late = [w for w in late if w.since_s < self._failed_s < now_s - PATIENCE_S]
+            self._break_off(late)
+            return
+        self._find_reason()
+        if self._reason:
+            self._break_off([*self.waits.values()])
+            return
+        for wait in late:
+            if now_s - wait.since_s > wait.next_told_s:
+                wait.next_told_s += TOLD_EVERY_S
+                self._tell(wait, now_s - wait.since_s)
+                return
+
+    def _look_for_host(self) -> None:
+        """It may wait in a collective of its own."""
+        if not self._reason:
+            self._find_reason()
+            if self._reason:
+                assert self._wires is not None
+                self._wires.break_off_all()
+
+    def _break_off(self, waits: Iterable[Wait]) -> None:
+        wires = self._wires
+        assert wires is not None
+        for wait in waits:
+            if not wait.is_broken:
+                wait.is_broken = True
+                wires.break_off(wait.group)
+
+    def _find_reason(self) -> bool:
+        """Look whether another rank has failed; whether the store answers."""
+        wires = self._wires
+        assert wires is not None
+
+        def look(store: Store) -> None:
+            if store.add(_FAILURES, 0) <= 0 or self.has_failed:
+                return
+            for rank in range(wires.world_size):
+                key = _FAILURE.format(rank)
+                if rank != wires.rank and store.check([key]):
+                    self._reason = store.get(key).decode()
+                    store.add(_READERS, 1)
+                    return
+
+        return self._with_store(look)
+
+    def _tell(self, wait: Wait, waited_s: float) -> None:
+        """Say for whom this rank waits, unless a lower one that waits there too says so."""
+        wires = self._wires
+        assert wires is not None
+        own, where = wires.rank, wait.where()
+        found: dict[int, str] = {}
+        ranks = [rank for rank in wires.ranks_of(wait.group) if rank != own]
+
+        def look(store: Store) -> None:
+            store.set(_WAIT.format(own), where)
+            self._posted = True
+            for rank in ranks:
+                key = _WAIT.format(rank)
+                if store.check([key]):
+                    found[rank] = store.get(key).decode()
+
+        if self._with_store(look) and where not in [found.get(rank) for rank in range(own)]:
+            lines = [
+                f"rank {rank} waits in {found[rank]}"
+                if rank in found
+                else f"rank {rank} is in none of them"
+                for rank in ranks
+            ]
+            print(
+                f"ds_moe_ext: rank {own} has waited {waited_s:.0f} s in {where} for other "
+                f"ranks; of the exchanges of MoE layers {', '.join(lines)}. It goes on waiting; if "
+                f"they do not come: {REMEDY}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _with_store(self, work: Callable[[Store], object]) -> bool:
+        """Whether the store answered: it ends with the process that keeps it."""
+        wires = self._wires
+        if wires is None or os.getpid() != wires.process:  # a fork has its parent's connection
+            return False
+        try:
+            with self._lock:
+                work(wires.store)
+        except RuntimeError:  # torch's DistError is one
+            return False
+        return True
+
+
+WATCH = Watch()
+"""Of this process, as its process group is."""
+
+
+class Waiting:
+    """The calling thread is in an exchange, inside the block.
+
+    Args:
+        group: the communicator; None is that of the world, in which nobody is broken off.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __enter__(self) -> None:
+        if self._group is not None:
+            WATCH.came(self._group)
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if self._group is None:
+            return
+        wait = WATCH.left()
+        if not WATCH.is_on:
+            return
+        if isinstance(error, RuntimeError) and not isinstance(error, BrokenOff):
+            explained = WATCH.explained(wait, error)
+            if explained is not error:
+                raise explained from error
+        if error is None and wait.is_broken:  # NCCL lets go of who waits, and says nothing
+            raise WATCH.explained(wait, RuntimeError("it was broken off"))
+
+
+@dataclass(frozen=True, eq=False)
+class _AfterHook:
+    """In the place of ``sys.excepthook``: an error that nobody caught ends this process."""
+
+    watch: Watch
+    before: Callable[..., Any]
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        self.watch.failed(error, "its script")
+        self.before(kind, error, trace)
+        if not isinstance(error, KeyboardInterrupt):  # which comes to all
+            self.watch.linger()
+
+
+_FAILURES = "ds_moe_ext/failures"  # how many there are
+_FAILURE = "ds_moe_ext/failure/{}"
+_READERS = "ds_moe_ext/readers"  # how often one was read
+_WAIT = "ds_moe_ext/wait/{}"
+
+
+def _post_failure(store: Store, rank: int, reason: str) -> None:
+    store.set(_FAILURE.format(rank), reason)
+    store.set(_READERS, "0")
+    store.add(_FAILURES, 1)
+
+
+def _take_back(store: Store, rank: int) -> None:
+    store.delete_key(_FAILURE.format(rank))
+    store.add(_FAILURES, -1)
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:2000]

@@ -1,0 +1,142 @@
+"""What a watch takes for a failure of another rank, and what it says of a wait: time is set by
+hand, and the store is a dict."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+import pytest
+
+from ds_moe_ext import watch
+from ds_moe_ext.watch import BrokenOff, Watch, Wires
+
+GROUP = "a communicator"
+
+
+@dataclass
+class Store:
+    """As torch's, in one process."""
+
+    values: dict[str, bytes] = field(default_factory=dict)
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        total = int(self.values.get(key, b"0")) + amount
+        self.values[key] = str(total).encode()
+        return total
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self.values.pop(key, None) is not None
+
+
+@dataclass
+class Rank:
+    """A watch that nobody runs, and what it broke off."""
+
+    watch: Watch
+    broken: list[str]
+
+    def late(self, seconds: float) -> None:
+        """It looks at its waits, which have lasted so long."""
+        for wait in self.watch.waits.values():
+            wait.since_s = 1000.0 - seconds
+        self.watch._look_at([*self.watch.waits.values()], 1000.0)
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Rank]]:
+    ticks = count(start=0.0, step=0.001)
+    monkeypatch.setattr(watch.time, "monotonic", lambda: 900.0 + next(ticks))
+    monkeypatch.setattr(watch.time, "sleep", lambda seconds: [next(ticks) for _ in range(500)])
+    store, found = Store(), []
+    for rank in range(2):
+        broken: list[str] = []
+        wires = Wires(
+            store, rank, 2, os.getpid(), lambda group: (0, 1), broken.append, lambda: None
+        )
+        found.append(Rank(Watch(_wires=wires), broken))
+    yield found
+
+
+def test_who_waits_leaves_when_another_has_failed(ranks: list[Rank]) -> None:
+    waiting, failing = ranks
+    waiting.watch.at(lambda: "layer 1")
+    waiting.watch.came(GROUP)
+    waiting.late(3.0)
+    assert waiting.broken == []
+    failing.watch.at(lambda: "layer 0")
+    failing.watch.failed(ValueError("no"), None)
+    failing.watch.failed(KeyError("what came of it"), "elsewhere")
+    waiting.late(4.0)
+    assert waiting.broken == [GROUP]
+    error = waiting.watch.explained(waiting.watch.left(), RuntimeError("closed"))
+    assert isinstance(error, BrokenOff)
+    assert str(error) == ("rank 1 failed in layer 0: ValueError: no (this rank waited in layer 1)")
+
+
+def test_an_error_of_all_ranks_is_no_reason_to_leave(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.watch.failed(ValueError("no"), "a step")
+    first, second = ranks
+    first.watch.came(GROUP)  # both go on, the second later
+    first.late(5.0)
+    assert first.broken == []
+    for rank in ranks:
+        rank.watch.went_through()
+    first.late(5.0)
+    assert first.broken == []
+    assert not second.watch.has_failed
+
+
+def test_what_is_left_of_a_failed_pass_is_let_go(ranks: list[Rank]) -> None:
+    first, _ = ranks
+    first.watch.came(GROUP)  # a lane
+    first.watch.failed(ValueError("no"), "another lane")
+    first.late(20.0)
+    assert first.broken == [GROUP]
+
+
+def test_an_exchange_that_failed_by_itself_says_where(ranks: list[Rank]) -> None:
+    """Another rank may then learn of it as of any failure."""
+    first, second = ranks
+    first.watch.at(lambda: "layer 1")
+    first.watch.came(GROUP)
+    error = RuntimeError("connection closed")
+    assert first.watch.explained(first.watch.left(), error) is error
+    assert "rank 0 was in layer 1" in error.__notes__[0]
+    first.watch.failed(error, "engine.forward")
+    second.watch.came(GROUP)
+    second.late(3.0)
+    assert second.broken == [GROUP]
+
+
+def test_a_stall_is_told_and_no_more(ranks: list[Rank], capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = ranks
+    first.watch.at(lambda: "layer 1")
+    first.watch.came(GROUP)
+    first.late(9.0)
+    assert capsys.readouterr().err == ""
+    first.late(11.0)
+    told = capsys.readouterr().err
+    assert told.startswith("ds_moe_ext: rank 0 has waited 11 s in layer 1 for other ranks")
+    assert "rank 1 is in none of them" in told and "ds_moe_ext.joined(engine)" in told
+    first.late(30.0)
+    assert capsys.readouterr().err == ""  # once a minute
+    second.watch.at(lambda: "layer 0")
+    second.watch.came("another communicator")
+    second.late(11.0)
+    assert "rank 0 waits in layer 1" in capsys.readouterr().err
+    first.late(71.0)
+    assert "rank 1 waits in layer 0" in capsys.readouterr().err
+    assert first.broken == second.broken == []
