@@ -48,7 +48,7 @@ SECTIONS = (
     Section("Under DeepSpeed, where `esp` slices dense gradients", slices.UNSLICED),
     Section(
         "Under Megatron-core",
-        (*megatron.SETTINGS, *megatron.REFUSALS, *megatron.OPTIMIZER),
+        (*megatron.SETTINGS, *megatron.REFUSALS, *megatron.STEPPING),
     ),
     Section("Under Megatron-core, where experts move", megatron.MOVING),
     Section(

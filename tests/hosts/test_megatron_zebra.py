@@ -255,7 +255,7 @@ def test_ranks_must_be_whole_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"moved": [1, 1]}, r"zebra.moved is .*\[1, 1\]: .* leave it out"),
         ({"attention_device": "A40"}, "attention_device is 'A40': .* give attention_size"),
-        ({"attention_size": None}, "under Megatron, but .*zebra.attention_size is None .* set both"),
+        ({"attention_size": None}, "under Megatron, .*zebra.attention_size is None .* set both"),
     ],
 )
 def test_keys_that_work_under_deepspeed_only_are_refused(zebra: dict[str, Any], told: str) -> None:

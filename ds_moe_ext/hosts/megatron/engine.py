@@ -24,7 +24,7 @@ from ds_moe_ext.hosts.megatron.experts import HostedExperts, Ready
 from ds_moe_ext.hosts.megatron.move import mover_of
 from ds_moe_ext.hosts.megatron.passes import Passes, Schedules
 from ds_moe_ext.hosts.megatron.ranks import Grids, check_sizes, grids
-from ds_moe_ext.hosts.megatron.refusals import OPTIMIZER
+from ds_moe_ext.hosts.megatron.refusals import STEPPING
 from ds_moe_ext.hosts.megatron.slices import dense_gradients, slice_gradients, why_unsliced
 from ds_moe_ext.hosts.moving import ExpertMover
 from ds_moe_ext.hosts.pipelines import DenseGradients
@@ -124,7 +124,7 @@ def begin(
 
 def check_optimizer(optimizer: Any) -> None:
     """Raises ValueError where its steps do not come by here."""
-    refuse(OPTIMIZER, optimizer.config)
+    refuse(STEPPING, optimizer.config)
 
 
 def check_wrapped(chunks: Sequence[nn.Module]) -> None:

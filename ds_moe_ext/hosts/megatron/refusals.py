@@ -190,7 +190,7 @@ SETTINGS = (
     _own_flag("sequence_parallel", "--sequence-parallel"),
 )
 
-OPTIMIZER = (
+STEPPING = (
     flag(
         "--optimizer-cuda-graph",
         field_of("optimizer_cuda_graph"),
