@@ -137,7 +137,8 @@ def some_grids(folder: Path) -> tuple[int, dict[str, Any], tuple[str, ...]]:
 
 def too_few_experts(folder: Path) -> tuple[int, dict[str, Any], tuple[str, ...]]:
     """Two layers of eight on more ranks than that."""
-    return 32, {}, ("expert_parallel_size is 32", "only 16 experts", "choose one of [1, 2, 4")
+    asked = {"expert_parallel_size": 32}
+    return 32, asked, ("expert_parallel_size is 32", "only 16 experts", "choose one of [1, 2, 4")
 
 
 def missing_file(folder: Path) -> tuple[int, dict[str, Any], tuple[str, ...]]:
