@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from typing import Any
 
 from ds_moe_ext.moe.gate import Gate
@@ -24,6 +25,9 @@ from ds_moe_ext.strategies.esp import ExpertSharding
 from ds_moe_ext.strict import at_least, check_object, nearest, read_record
 
 BLOCK = "ds_moe_ext"
+NEAR = 0.8
+"""Share of letters in common above which a key was meant to be the block's; no name in DeepSpeed's
+own code has 0.7."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +175,26 @@ def read_settings(document: Mapping[str, Any]) -> tuple[Settings, Strategy | Non
     }
     strategy = _chosen(settings, blocks)
     return settings, strategy if settings.enabled else None
+
+
+def misspelt(document: Mapping[str, Any]) -> str:
+    """What to tell of keys that are nearly ``BLOCK``, which nobody reads; empty if there are none.
+    One that begins with no letter is taken to be switched off. Pure."""
+    near = [key for key in document if isinstance(key, str) and _is_near(key)]
+    if not near:
+        return ""
+    return (
+        f"nobody reads the key {', '.join(map(repr, near))} of the configuration; did you mean "
+        f"{BLOCK!r}? (to switch it off, set {BLOCK}.enabled to false)"
+    )
+
+
+def _is_near(key: str) -> bool:
+    if key == BLOCK or not key[:1].isalpha():
+        return False
+    given, ours = (re.sub("[^a-z0-9]", "", name.lower()) for name in (key, BLOCK))
+    given = given.replace("deepspeed", "ds")
+    return given.startswith(ours) or SequenceMatcher(None, given, ours).ratio() > NEAR
 
 
 def _fields(cls: type) -> set[str]:

@@ -44,3 +44,9 @@ def ranks_on_this_node() -> int | None:
     """As torchrun or DeepSpeed's launcher says; None where neither does."""
     names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
     return next((int(os.environ[name]) for name in names if name in os.environ), None)
+
+
+def is_first() -> bool:
+    """Whether a launcher, or MPI's, calls this process rank 0; also where none says."""
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    return next((os.environ[name] for name in names if name in os.environ), "0") == "0"

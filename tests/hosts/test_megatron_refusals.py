@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -319,6 +320,10 @@ def test_layers_that_are_left_to_megatron_are_trained_by_it() -> None:
     ("text", "says"),
     [
         ("{}", "which has no block 'ds_moe_ext'; add one, or leave the flag out"),
+        (
+            '{"ds-moe-ext": {}}',
+            "no block 'ds_moe_ext'; nobody reads the key 'ds-moe-ext' of .* did",
+        ),
         ("[]", "whose JSON is no object; make it one"),
         ("{", "which cannot be read as JSON .* as those in configs/strategies are"),
     ],
@@ -335,3 +340,15 @@ def test_documents_that_cannot_be_read(text: str, says: str, tmp_path: Path) -> 
 def test_a_block_that_is_not_enabled_asks_for_nothing_and_says_so() -> None:
     with pytest.warns(UserWarning, match=r"set ds_moe_ext.enabled to true, or leave the flag out"):
         assert chosen.read({"ds_moe_ext": {"enabled": False, "strategy": "fssdp"}}) is None
+
+
+def test_a_second_block_by_nearly_our_name_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    document = {"ds_moe_ext": {"enabled": True}, "ds_moe_exts": {}}
+    monkeypatch.setenv("RANK", "0")
+    with pytest.warns(UserWarning, match="nobody reads the key 'ds_moe_exts'") as told:
+        assert chosen.read(document) is not None
+    assert len(told) == 1
+    monkeypatch.setenv("RANK", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert chosen.read(document) is not None

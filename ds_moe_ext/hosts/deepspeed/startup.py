@@ -30,9 +30,10 @@ from ds_moe_ext.hosts.deepspeed.op_lock import tell_of_old_lock
 from ds_moe_ext.hosts.deepspeed.refusals import refuse_unsupported, refuse_with_roles
 from ds_moe_ext.hosts.deepspeed.roles import RoleUnit
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
+from ds_moe_ext.hosts.launched import is_first
 from ds_moe_ext.hosts.starting import PATIENCE_S, Description, Start, start_of, starting
 from ds_moe_ext.layout import Grid
-from ds_moe_ext.settings import BLOCK, read_settings
+from ds_moe_ext.settings import BLOCK, misspelt, read_settings
 
 FINDERS = (huggingface.find, native.find, experts.find_registered)
 
@@ -154,6 +155,8 @@ def check_initialize(
     bound.apply_defaults()
     given = bound.arguments
     document, model, mpu = _document(given), given["model"], given["mpu"]
+    if document is not None and is_first() and (told := misspelt(document)):
+        warnings.warn(told, stacklevel=3)
     if document is None or model is None:
         return bound
     is_wanted = off_by(document) is None

@@ -13,13 +13,14 @@ from types import MappingProxyType
 from typing import Any
 
 from ds_moe_ext.hosts import alike
+from ds_moe_ext.hosts.launched import is_first
 from ds_moe_ext.hosts.megatron.flag import FLAG
 from ds_moe_ext.hosts.megatron.refusals import SETTINGS
 from ds_moe_ext.hosts.megatron.role_refusals import refuse_zebra
 from ds_moe_ext.hosts.megatron.worlds import Worlds
 from ds_moe_ext.hosts.refusal import refuse
 from ds_moe_ext.hosts.starting import Description, Start
-from ds_moe_ext.settings import BLOCK, Settings, read_settings
+from ds_moe_ext.settings import BLOCK, Settings, misspelt, read_settings
 from ds_moe_ext.strategies.base import Strategy
 from ds_moe_ext.strategies.zebra import Zebra
 
@@ -98,10 +99,14 @@ def read(given: str | Path | Mapping[str, Any]) -> Chosen | None:
         ValueError: the document is malformed, or asks for what cannot be done under Megatron.
     """
     source, document = _read(given)
+    told = misspelt(document)
     if BLOCK not in document:
         raise ValueError(
-            f"{FLAG} names {source}, which has no block {BLOCK!r}; add one, or leave the flag out"
+            f"{FLAG} names {source}, which has no block {BLOCK!r}; "
+            + (told or "add one, or leave the flag out")
         )
+    if told and is_first():
+        warnings.warn(f"{FLAG} names {source}: {told}", stacklevel=3)
     settings, strategy = read_settings(document)
     if strategy is None:
         warnings.warn(
