@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import socket
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -15,10 +16,16 @@ from ds_moe_ext.cost.probe import Sizes, levels_of, measure_cluster
 from ds_moe_ext.hardware import Hardware, ranks_per_node_of
 from ds_moe_ext.hosts.launched import Launched
 from ds_moe_ext.layout import world
+from ds_moe_ext.report.paths import why_unwritable
 
 
 def measure_here(
-    *, is_quick: bool, expert_bytes: int, ranks_per_node: int | None, device_kind: str | None
+    *,
+    is_quick: bool,
+    expert_bytes: int,
+    ranks_per_node: int | None,
+    device_kind: str | None,
+    out: Path,
 ) -> tuple[int, Hardware]:
     """This rank, and the cluster as all ranks together found it. Collective.
 
@@ -27,14 +34,18 @@ def measure_here(
         expert_bytes: weights of one expert, for copies.
         ranks_per_node: where host names do not tell.
         device_kind: of ``torch.device``; None takes CUDA where there is one.
+        out: file that the first rank will write.
 
     Raises:
-        ValueError: ranks that are spread unevenly over nodes.
+        ValueError: ranks that are spread unevenly over nodes, or a file that cannot be written.
     """
     launched = Launched.from_environment()
     device = device_of(launched, device_kind)
     backend = "nccl" if device.type == "cuda" else "gloo"
     with world(backend, launched.rank, launched.world_size):
+        tried = why_unwritable(out, makes_folders=False) if launched.rank == 0 else ""
+        if reason := gather_texts(tried, None)[0]:
+            raise ValueError(f"--out is {str(out)!r}, which cannot be written: {reason}")
         hosts = gather_texts(socket.gethostname(), None)
         if ranks_per_node is None:
             ranks_per_node = ranks_per_node_of(hosts)

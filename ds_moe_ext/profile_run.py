@@ -47,7 +47,8 @@ def profile(given: argparse.Namespace) -> int:
     """Measure; the first rank prints and writes. Collective.
 
     Raises:
-        ValueError: an option, or ranks that are spread unevenly over nodes.
+        ValueError: an option, ranks that are spread unevenly over nodes, or a file that cannot be
+            written.
     """
     from ds_moe_ext import profile_ranks  # loads torch, which other commands do without
 
@@ -56,6 +57,7 @@ def profile(given: argparse.Namespace) -> int:
         expert_bytes=given.expert_bytes,
         ranks_per_node=given.ranks_per_node,
         device_kind=given.device,
+        out=given.out,
     )
     if rank == 0:
         hardware = dataclasses.replace(hardware, name=given.name or hardware.name)

@@ -130,6 +130,12 @@ def test_what_is_wrong_is_said_in_a_sentence(
     assert "Traceback" not in said
 
 
+def test_all_ranks_end_where_the_first_cannot_write(tmp_path: Path) -> None:
+    for code, said in pool_of(2).run(exit_of, ("--out", "nowhere/ours.json"), {}, tmp_path):
+        assert code == 2
+        assert "--out is 'nowhere/ours.json', which cannot be written: No such file" in said
+
+
 def in_a_world(rank: int, world_size: int, out: str, ranks_per_node: int) -> int:
     parser = argparse.ArgumentParser()
     add_profile(parser.add_subparsers())

@@ -11,12 +11,14 @@ from itertools import groupby
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_moe_ext.comm import connect, gather_texts
 from ds_moe_ext.hardware import Hardware, read_hardware
 from ds_moe_ext.hosts.found import Adopted, ExpertShape, Found, Hosted, Wanted
 from ds_moe_ext.hosts.gates import Router, host, routers_of
+from ds_moe_ext.hosts.outputs import check_outputs
 from ds_moe_ext.hosts.sizes import divisors, grid_of, sizes_with_homes
 from ds_moe_ext.hosts.starting import start_of
 from ds_moe_ext.layout import GRID, NODE_AXES, Grid, ParallelLayout
@@ -242,6 +244,8 @@ def build(
             experts; None where that is these alone.
         beside: as ``ParallelLayout.build`` takes them; a rank may then have no layer.
     """
+    is_first = dist.get_rank() == blueprint.grid.ranks.flat[0]
+    check_outputs(blueprint.settings, writes=is_first and bool(blueprint.found))
     strategy = blueprint.strategy
     hardware = blueprint.hardware
     ranks_per_node = None if hardware is None else hardware.ranks_per_node

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_moe_ext.hosts.attach import AttachedLayer, Blueprint, bytes_of, told_way
+from ds_moe_ext.hosts.outputs import ENDINGS, or_warn, say
 from ds_moe_ext.hosts.planning import Planning
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.moe.observe import TimedTask
@@ -88,7 +89,7 @@ class Run:
         vars(lives_with)[_RUN] = run
         if rank == 0 and report.enabled:
             Console().print(start_table(run))
-            weakref.finalize(lives_with, finish, recorder, report.path)
+            leave_report(recorder, report.path, lives_with)
         for line in (told_way(blueprint.strategy, layout), *planning.remarks):
             planning.tell(line)
         return run
@@ -99,6 +100,32 @@ class Run:
         self.recorder.after_step(step, rows)
         self.planning.after_step(step, rows)
         self.recorder.terms = self.planning.checks.terms
+
+
+def leave_report(recorder: Recorder, path: str | None, lives_with: object) -> None:
+    """Let a report be there behind a run, also where SIGTERM ends it.
+
+    Args:
+        recorder: of the run.
+        path: folder; None writes no files.
+        lives_with: as ``Run.start`` takes it.
+    """
+
+    def write() -> None:
+        record = recorder.record()
+        if path is not None and record.steps_I:
+            record.write(Path(path))
+            say(f"wrote {path}/report.html and {path}/report.json at SIGTERM")
+
+    def end() -> None:
+        try:
+            finish(recorder, path)
+        finally:
+            ENDINGS.remove(write)
+
+    if path is not None:
+        ENDINGS.add(write)
+    weakref.finalize(lives_with, end)
 
 
 def finish(recorder: Recorder, path: str | None) -> None:
@@ -113,8 +140,9 @@ def finish(recorder: Recorder, path: str | None) -> None:
     if record.terms:
         console.print(terms_table(record))
     if path is not None:
-        record.write(Path(path))
-        console.print(f"ds_moe_ext: wrote {path}/report.html and {path}/report.json")
+        with or_warn(f"the report in {path!r}"):
+            record.write(Path(path))
+            console.print(f"ds_moe_ext: wrote {path}/report.html and {path}/report.json")
 
 
 def teller(settings: Settings, rank: int) -> Callable[[str], None]:
@@ -141,8 +169,9 @@ class _Tracer:
             name = f"{span.name} {span.layer} [{span.chunk}] {span.phase}"
             self._boxes.append(Box(name, 0, span.lane, span.start_s, span.end_s, span.name))
         if step == self.steps[-1]:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text(chrome_trace(self._boxes))
+            with or_warn(f"the trace {str(self._path)!r}"):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._path.write_text(chrome_trace(self._boxes))
 
 
 def start_table(run: Run) -> Table:

@@ -6,7 +6,10 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tests.ranks import free_port
 
@@ -19,16 +22,16 @@ class Failed(AssertionError):
     """A process did not end as it should; the message has its output."""
 
 
-def run_script(
+@contextmanager
+def started(
     script: Path,
     *arguments: str,
     world_size: int = 1,
     python: tuple[str, ...] = (),
     path: tuple[Path, ...] = (),
-    good: bool = True,
     **environment: str,
-) -> list[str]:
-    """What each rank of a script printed, on stdout and stderr together.
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """The ranks of a script, which end with the block.
 
     Args:
         script: to run.
@@ -36,11 +39,7 @@ def run_script(
         world_size: ranks, all on the CPU.
         python: arguments of the interpreter, before the script.
         path: folders for ``PYTHONPATH``.
-        good: whether the processes shall end well.
         environment: more of it.
-
-    Raises:
-        Failed: a rank ended otherwise than ``good`` says.
     """
     port = str(free_port())
     common = {key: value for key, value in os.environ.items() if key not in SWITCHES} | {
@@ -65,10 +64,26 @@ def run_script(
         for rank in range(world_size)
     ]
     try:
-        printed = [process.communicate(timeout=TIMEOUT_S)[0] for process in ranks]
+        yield ranks
     finally:
         for process in ranks:
             process.kill()
+
+
+def run_script(script: Path, *arguments: str, good: bool = True, **how: Any) -> list[str]:
+    """What each rank of a script printed, on stdout and stderr together.
+
+    Args:
+        script: to run.
+        arguments: of the script.
+        good: whether the processes shall end well.
+        how: as ``started`` takes it.
+
+    Raises:
+        Failed: a rank ended otherwise than ``good`` says.
+    """
+    with started(script, *arguments, **how) as ranks:
+        printed = [process.communicate(timeout=TIMEOUT_S)[0] for process in ranks]
     if any((process.returncode == 0) != good for process in ranks):
         raise Failed("\n".join(printed))
     return printed

@@ -1,0 +1,275 @@
+"""What a run leaves behind: paths are tried at start, and a report is there after SIGTERM."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_moe_ext.report import paths
+from ds_moe_ext.report.record import RunRecord
+from tests.hosts.jobs import Job, document_of, loss_of, micro_batch, model_of
+from tests.hosts.processes import ROOT, started
+from tests.ranks import pool_of
+
+
+def why_unwritable(path: Path) -> str:
+    return paths.why_unwritable(path, makes_folders=True)
+
+
+def test_a_path_is_tried_without_a_trace(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text("something")
+    assert why_unwritable(kept) == "" and kept.read_text() == "something"
+    assert why_unwritable(tmp_path / "new/folder/file") == ""
+    assert list((tmp_path / "new/folder").iterdir()) == []
+    missing = paths.why_unwritable(tmp_path / "none/file", makes_folders=False)
+    assert missing == "No such file or directory"
+
+
+def test_what_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    os.mkfifo(tmp_path / "pipe")
+    assert why_unwritable(tmp_path) == "Is a directory"
+    assert why_unwritable(tmp_path / "file/below") in ("Not a directory", "File exists")
+    assert why_unwritable(tmp_path / "pipe") == "No such device or address"
+    assert why_unwritable(tmp_path / ("long" * 99)) == "File name too long"
+    assert why_unwritable(tmp_path / "null\0") == "embedded null byte"
+
+
+# Under a real engine.
+
+
+def engine_of(world_size: int, **keys: Any) -> Any:
+    """Of the toy with these keys in the block."""
+    import deepspeed
+
+    job = Job("toy", micro_batches=world_size)
+    model, document = model_of(job), document_of(job, world_size)
+    document["ds_moe_ext"] |= keys
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=document
+    )
+    return engine
+
+
+def refused(rank: int, world_size: int, **keys: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        engine_of(world_size, **keys)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["report", "trace"])
+def test_paths_that_cannot_be_written_are_refused_on_all_ranks(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "report.json"
+    path.mkdir()
+    given = str({"report": tmp_path, "trace": path}[key])
+    for said in pool_of(2).run(refused, **{key: {"path": given}}):
+        assert said == (
+            f"ds_moe_ext.{key}.path is {given!r}, but {str(path)!r} cannot be written "
+            "(Is a directory); name another, or leave it out"
+        )
+
+
+def spoilt(rank: int, world_size: int, folder: Path) -> list[str]:
+    """Warnings of a run whose folder becomes a file, and of the report behind it."""
+    from ds_moe_ext.hosts.run import finish, recorder_of
+
+    trace = {"path": str(folder / "trace.json"), "first_step": 1}
+    engine = engine_of(world_size, trace=trace)
+    if rank == 0:
+        folder.rmdir()
+        folder.write_text("in the way")
+    with warnings.catch_warnings(record=True) as caught, redirect_stdout(StringIO()):
+        warnings.simplefilter("always")
+        for step in range(3):
+            engine.backward(loss_of(engine, micro_batch(step, rank)))
+            engine.step()
+        recorder = recorder_of(engine)
+        assert recorder is not None and recorder.record().steps_I == (0, 1, 2)
+        if rank == 0:
+            finish(recorder, str(folder))
+    return [str(each.message) for each in caught if "ds_moe_ext" in str(each.message)]
+
+
+def test_files_that_cannot_be_written_later_end_no_training(tmp_path: Path) -> None:
+    trace, report = pool_of(2).run(spoilt, tmp_path / "out")[0]
+    assert trace.startswith(f"ds_moe_ext: the trace '{tmp_path}/out/trace.json' could not be")
+    assert report.startswith(f"ds_moe_ext: the report in '{tmp_path}/out' could not be written")
+
+
+# SIGTERM.
+
+
+def document(folder: Path) -> Path:
+    path = folder / "ds.json"
+    content = document_of(Job("toy", micro_batches=1), 1)
+    content["ds_moe_ext"]["report"] = {"path": str(folder / "out")}
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize("how", [(), ("stuck",)], ids=["running", "stuck"])
+def test_a_report_is_there_after_sigterm(tmp_path: Path, how: tuple[str, ...]) -> None:
+    """Also where rank 0 waits for another, and no instruction of Python comes."""
+    script = ROOT / "tests/hosts/endless_run.py"
+    arguments = str(document(tmp_path)), *how
+    with started(script, *arguments, world_size=1 + len(how), path=(ROOT,)) as ranks:
+        first = ranks[0]
+        assert first.stdout is not None
+        for line in first.stdout:
+            if "answer: 5" in line:
+                break
+        time.sleep(len(how))  # to come to the collective
+        begun_s = time.monotonic()
+        first.send_signal(signal.SIGTERM)
+        printed = first.stdout.read()
+        assert first.wait(timeout=10) == -signal.SIGTERM, printed
+        assert time.monotonic() - begun_s < 5
+    record = RunRecord.from_json((tmp_path / "out/report.json").read_text())
+    assert record.steps_I[:5] == (0, 1, 2, 3, 4)
+    assert "</html>" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
+    assert f"ds_moe_ext: wrote {tmp_path}/out/report.html and" in printed
+
+
+OWN = """
+import os, signal, sys, threading, time
+from ds_moe_ext.hosts.outputs import ENDINGS
+
+def left(name):
+    return lambda: print("wrote", name, flush=True)
+
+def ended(case):
+    print(case.__name__, flush=True)
+    child = os.fork()
+    if not child:
+        case()
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+def told():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(5)
+
+def theirs_before():
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(3))
+    ENDINGS.add(left("a report"))
+    told()
+
+def theirs_after():
+    ENDINGS.add(left("a report"))
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(4))
+    told()
+
+def theirs_chained():
+    ENDINGS.add(left("a report"))
+    def end(*arguments):
+        ours(*arguments)
+        os._exit(5)
+    ours = signal.signal(signal.SIGTERM, end)
+    told()
+
+def ignored():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ENDINGS.add(left("a report"))
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(6)
+
+def from_a_thread():
+    thread = threading.Thread(target=ENDINGS.add, args=(left("a report"),))
+    thread.start()
+    thread.join()
+    told()
+
+def forked():
+    ENDINGS.add(left("a report"))
+    ended(told)
+    os._exit(7)
+
+def two_runs():
+    gone = left("a run that has ended")
+    for write in (left("one"), gone, left("another")):
+        ENDINGS.add(write)
+    ENDINGS.remove(gone)
+    told()
+
+def all_ended():
+    gone = left("a run that has ended")
+    ENDINGS.add(gone)
+    ENDINGS.remove(gone)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    told()
+
+def fails():
+    ENDINGS.add(lambda: 1 / 0)
+    told()
+
+for case in (theirs_before, theirs_after, theirs_chained, ignored, from_a_thread, forked, two_runs,
+             all_ended, fails):
+    ended(case)
+"""
+
+ENDED = {
+    "theirs_before": ["3"],
+    "theirs_after": ["4"],
+    "theirs_chained": ["wrote a report", "5"],
+    "ignored": ["6"],
+    "from_a_thread": ["-15"],
+    "forked": ["told", "-15", "7"],
+    "two_runs": ["wrote one", "wrote another", "-15"],
+    "all_ended": ["-15"],
+    "fails": ["-15"],
+}
+
+
+def test_handlers_of_the_users_and_other_processes() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OWN],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    wanted = [line for case, lines in ENDED.items() for line in (case, *lines)]
+    assert done.stdout.splitlines() == wanted, done.stderr
+    assert "ds_moe_ext: nothing was written behind SIGTERM: ZeroDivisionError" in done.stderr
+
+
+# Keys that nobody reads.
+
+
+def warned(rank: int, world_size: int, document: dict[str, Any]) -> list[str]:
+    """What ``deepspeed.initialize`` says of keys."""
+    import deepspeed
+
+    model = model_of(Job("toy"))
+    with warnings.catch_warnings(record=True) as caught, redirect_stdout(StringIO()):
+        warnings.simplefilter("always")
+        deepspeed.initialize(
+            model=model,
+            model_parameters=list(model.parameters()),
+            config={"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}, **document},
+        )
+    return [str(each.message) for each in caught if "nobody reads" in str(each.message)]
+
+
+def test_a_block_by_nearly_our_name() -> None:
+    block = {"enabled": True, "strategy": "ep", "report": {"enabled": False}}
+    first, second = pool_of(2).run(warned, {"ds-moe-exts": block})
+    assert first == [
+        "nobody reads the key 'ds-moe-exts' of the configuration; did you mean 'ds_moe_ext'? (to "
+        "switch it off, set ds_moe_ext.enabled to false)"
+    ]
+    assert second == []
+    assert pool_of(2).run(warned, {"ds_moe_ext": block}) == [[], []]
