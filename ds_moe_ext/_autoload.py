@@ -22,6 +22,7 @@ from types import ModuleType
 HOSTS = {
     "accelerate": "ds_moe_ext.patches.accelerate",
     "deepspeed": "ds_moe_ext.patches.deepspeed",
+    "transformers.trainer": "ds_moe_ext.patches.transformers",
     "megatron.training.arguments": "ds_moe_ext.patches.megatron_training",
 }
 """Host module -> the module whose ``apply()`` patches it."""

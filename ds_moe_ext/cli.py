@@ -33,8 +33,8 @@ def main() -> None:
     )
     doctor.add_argument(
         "--model",
-        help="a Hugging Face config.json (or its folder), or 'package.module:function' that "
-        "returns a model: list the layers that would be replaced",
+        help="a Hugging Face config.json (or its folder), a file like those of configs/models, or "
+        "'package.module:function' that returns a model: list the layers that would be replaced",
     )
     doctor.set_defaults(run=lambda given: examine(given.model))
     report = commands.add_parser("report", help="draw the page of a report.json again")
@@ -128,7 +128,7 @@ class PatchedHost(NamedTuple):
     """A host that the doctor looks at.
 
     Attributes:
-        name: for a person.
+        name: for a person; of the distribution, where that knows the version.
         module: that is there where the host is.
         patches: module of ours with its patches.
         versioned: module that knows the version; empty asks the installed distribution.
@@ -146,6 +146,7 @@ class PatchedHost(NamedTuple):
 
 PATCHED = (
     PatchedHost("accelerate", "accelerate", "ds_moe_ext.patches.accelerate"),
+    PatchedHost("transformers", "transformers.trainer", "ds_moe_ext.patches.transformers"),
     PatchedHost("deepspeed", "deepspeed", "ds_moe_ext.patches.deepspeed"),
     PatchedHost(
         "Megatron-core",
@@ -168,7 +169,7 @@ def _version(host: PatchedHost) -> str | None:
     """Of the host; None where it is not there."""
     try:
         if not host.versioned:
-            return importlib.metadata.version(host.module)
+            return importlib.metadata.version(host.name)
         if importlib.util.find_spec(host.module) is None:
             return None
     except (importlib.metadata.PackageNotFoundError, ImportError):  # nor what it lies in

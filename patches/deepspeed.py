@@ -36,6 +36,15 @@ def _check_first(original: Any) -> Any:
     return initialize
 
 
+def _refuse_block(original: Any) -> Any:
+    @functools.wraps(original)
+    def init_inference(*args: Any, **kwargs: Any) -> Any:
+        startup.check_inference(_arguments(original, args, kwargs))
+        return original(*args, **kwargs)
+
+    return init_inference
+
+
 def _then_replace(original: Any) -> Any:
     @functools.wraps(original)
     def _configure_expert_parallel(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -228,6 +237,12 @@ PATCHES = tuple(
             "deepspeed:initialize",
             "the block is checked before any process group is made",
             _check_first,
+        ),
+        (
+            "refuse-block",
+            "deepspeed:init_inference",
+            "it would refuse the block in words of a library",
+            _refuse_block,
         ),
         (
             "replace-layers",

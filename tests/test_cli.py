@@ -21,6 +21,7 @@ from torch import nn
 from ds_moe_ext import cli
 from ds_moe_ext.report.record import LayerRecord, RunRecord
 
+ROOT = Path(__file__).parents[1]
 COMMAND = Path(sys.executable).parent / "ds-moe-ext"
 
 
@@ -72,13 +73,18 @@ def here(
 
 
 def test_doctor_names_every_patch_that_is_in(tmp_path: Path) -> None:
-    from ds_moe_ext.patches import accelerate, deepspeed, megatron
+    from ds_moe_ext.patches import accelerate, deepspeed, megatron, transformers
 
     done = start(tmp_path, "doctor")
     assert done.returncode == 0, done.stderr
     assert "autoload: on" in done.stdout
     rows = [line for line in done.stdout.splitlines() if "│ in " in line]
-    patches = (*accelerate.PATCHES, *deepspeed.PATCHES, *megatron.PATCHES)
+    patches = (
+        *accelerate.PATCHES,
+        *transformers.PATCHES,
+        *deepspeed.PATCHES,
+        *megatron.PATCHES,
+    )
     assert len(rows) == len(patches) == len({patch.id for patch in patches}) > 10
     for patch, row in zip(patches, rows):
         assert all(part in row for part in (patch.id, patch.target, patch.reason)), row
@@ -163,6 +169,62 @@ def test_doctor_lists_the_layers_of_a_config(
     ] * 3
     count = 8 * 3 * 4096 * 14336
     assert all("MixtralExperts" in row and f"{count:,}" in row for row in rows)
+
+
+QWEN3_VL_MOE = {
+    "model_type": "qwen3_vl_moe",
+    "text_config": {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+    },
+    "vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32},
+}
+
+
+@pytest.mark.parametrize("names_class", [True, False])
+def test_doctor_lists_the_layers_of_a_model_that_sees(
+    names_class: bool, here: Callable[..., Done], tmp_path: Path
+) -> None:
+    architectures = ["Qwen3VLMoeForConditionalGeneration"]
+    named = {"architectures": architectures} if names_class else {}
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_VL_MOE, **named}))
+    done = here("doctor", "--model", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert f"layers of {architectures[0]} to replace" in done.stdout
+    assert done.stdout.count("Qwen3VLMoeTextExperts") == 2
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "models").glob("*.json")), ids=str)
+def test_doctor_lists_the_layers_of_our_own_files(path: Path, here: Callable[..., Done]) -> None:
+    done = here("doctor", "--model", str(path))
+    assert done.returncode == 0, done.stderr
+    assert "none found" not in done.stdout
+    assert "blocks.1.ffn" in done.stdout or "model.layers.1.mlp.experts" in done.stdout
+
+
+def with_others() -> nn.Module:
+    """Layers of two kinds, of which one is known."""
+    return nn.ModuleDict({"known": hosts_moe(), "lists": nn.ModuleDict({"experts": dense()})})
+
+
+def hosts_moe() -> nn.Module:
+    from deepspeed.moe.layer import MoE
+
+    layer: nn.Module = MoE(8, nn.Linear(8, 8), num_experts=4)
+    return layer
+
+
+def test_doctor_lists_what_stays_as_it_is(here: Callable[..., Done]) -> None:
+    done = here("doctor", "--model", f"{__name__}:with_others")
+    (row,) = [line for line in done.stdout.splitlines() if "not known: stays as it is" in line]
+    assert "lists.experts (Linear, 1)" in row
+    assert "deepspeed.moe" in done.stdout
 
 
 def dense() -> nn.Module:

@@ -21,6 +21,7 @@ from ds_moe_ext.hosts.gates import Router, host, routers_of
 from ds_moe_ext.hosts.outputs import check_outputs
 from ds_moe_ext.hosts.sizes import divisors, grid_of, sizes_with_homes
 from ds_moe_ext.hosts.starting import start_of
+from ds_moe_ext.hosts.unknown import unknown_experts
 from ds_moe_ext.layout import GRID, NODE_AXES, Grid, ParallelLayout
 from ds_moe_ext.moe import deep_ep
 from ds_moe_ext.moe.copies import in_order
@@ -167,11 +168,13 @@ def draw(
     found = [layer for finder in finders for layer in finder(model, wanted(settings))]
     if not found:
         pattern = settings.moe_layer_pattern
+        unknown = unknown_experts(model, (), wanted(settings))
         raise ValueError(
             f"{BLOCK} is enabled, but {type(model).__name__} has no MoE layer that it knows"
             + (f" and that matches {pattern!r}" if pattern else "")
             + "; known are the MoE blocks of Hugging Face transformers 5, deepspeed.moe.layer.MoE "
             "and classes given to ds_moe_ext.register_experts; 'ds-moe-ext doctor' tells more"
+            + (f". These look like experts: {', '.join(unknown)}" if unknown else "")
         )
     grid, why = grid_of(settings, strategy, found, world_size)
     routers = routers_of(model, found, settings.gate)

@@ -7,6 +7,7 @@ and say by attributes how they are stored.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,9 +29,9 @@ def find(model: nn.Module, wanted: Wanted) -> Iterator[Found]:
 def _is_experts(module: nn.Module) -> bool:
     if not type(module).__module__.startswith(("transformers.", "transformers_modules.")):
         return False
-    down = module._parameters.get("down_proj")
     if is_registered(module):  # who did so knows better
         return False
+    down = module._parameters.get("down_proj")
     return down is not None and down.dim() == 3 and hasattr(module, "num_experts")
 
 
@@ -41,11 +42,7 @@ def _describe(name: str, module: nn.Module) -> ExpertsDescription:
             f"{name} is a {kind} that normalises after each expert, which ds_moe_ext does not "
             "replace yet; leave this layer out with ds_moe_ext.moe_layer_pattern"
         )
-    if len(inspect.signature(type(module).forward).parameters) < 4:
-        raise ValueError(
-            f"{name} is a {kind} that is not called as experts(hidden, expert_ids, scores); leave "
-            "it out with ds_moe_ext.moe_layer_pattern"
-        )
+    _check_call(name, module)
     up_name = "gate_up_proj" if "gate_up_proj" in module._parameters else "up_proj"
     names = [up_name, "down_proj"]
     has_bias = f"{up_name}_bias" in module._parameters
@@ -56,6 +53,13 @@ def _describe(name: str, module: nn.Module) -> ExpertsDescription:
         raise ValueError(
             f"{name} is a {kind} with weights that ds_moe_ext does not know: {', '.join(unknown)}; "
             "leave this layer out with ds_moe_ext.moe_layer_pattern"
+        )
+    if up_name == "gate_up_proj" and not hasattr(module, "_apply_gate"):
+        raise ValueError(
+            f"{name} is a {kind} without _apply_gate, which transformers' decorator "
+            "use_experts_implementation gives its classes, so that ds_moe_ext cannot know how gate "
+            f"and up lie in gate_up_proj; decorate {kind}, describe it with "
+            "ds_moe_ext.register_experts, or leave the layer out with ds_moe_ext.moe_layer_pattern"
         )
     up, down = module.get_parameter(up_name), module.get_parameter("down_proj")
     return ExpertsDescription(
@@ -68,6 +72,28 @@ def _describe(name: str, module: nn.Module) -> ExpertsDescription:
             has_bias=has_bias,
         ),
     )
+
+
+def _check_call(name: str, module: nn.Module) -> None:
+    """Names tell what the arguments are: ids and scores are both ``[T, K]``.
+
+    Raises:
+        ValueError: it is not called as the experts that take its place are.
+    """
+    taken = list(inspect.signature(type(module).forward).parameters)[1:]
+    if len(taken) >= 3 and IDS.search(taken[1]) and SCORES.search(taken[2]):
+        return
+    kind = type(module).__name__
+    raise ValueError(
+        f"{name} is a {kind} that is called as experts({', '.join(taken)}), not as "
+        "experts(hidden, expert_ids, scores), by which rows find their experts; leave the layer "
+        "out with ds_moe_ext.moe_layer_pattern, which keeps it as it is, or let the model call "
+        "experts in this way, of a class described with ds_moe_ext.register_experts"
+    )
+
+
+IDS = re.compile("ind|ids|experts")
+SCORES = re.compile("weight|score|prob")
 
 
 def _activation(module: nn.Module, *, is_gated: bool) -> Callable[[Tensor], Tensor]:

@@ -399,7 +399,7 @@ def refusal(rank: int, world_size: int, path: str, extra: str | None = None) -> 
 @pytest.mark.parametrize(
     ("path", "extra", "says"),
     [
-        ("llama4.modeling_llama4.Llama4TextExperts", None, "not called as experts"),
+        ("llama4.modeling_llama4.Llama4TextExperts", None, "as experts(hidden_states), not"),
         ("longcat_flash.modeling_longcat_flash.LongcatFlashExperts", None, "no MoE layer"),
         ("muse_spark.modeling_muse_spark.MuseSparkExperts", None, "normalises after each expert"),
         ("mixtral.modeling_mixtral.MixtralExperts", "gate_up_proj_scale_inv", "scale_inv"),

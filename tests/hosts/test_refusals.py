@@ -62,6 +62,43 @@ def experts_with(name: str) -> nn.Module:
     return model
 
 
+def undecorated(*names: str) -> nn.Module:
+    """Experts as ``trust_remote_code`` brings them, called with hidden states and these."""
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    stock = MixtralExperts(AnyConfig())
+    given = ", ".join(("self", "hidden_states", *names))
+    code: Document = {}
+    exec(f"def forward({given}): pass", code)
+    cls = type("Undecorated", (nn.Module,), {"forward": code["forward"]})
+    cls.__module__ = "transformers_modules.somebody.modeling"
+    experts = cls()
+    experts.num_experts, experts.act_fn = stock.num_experts, stock.act_fn
+    for name, weight in stock.named_parameters():
+        experts.register_parameter(name, weight)
+    return nn.ModuleDict({"experts": experts})
+
+
+def jet_moe() -> nn.Module:
+    from transformers import JetMoeConfig, JetMoeForCausalLM
+
+    shape = JetMoeConfig(
+        vocab_size=8,
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_key_value_heads=1,
+        kv_channels=4,
+        intermediate_size=8,
+        num_local_experts=4,
+    )
+    return JetMoeForCausalLM(shape)
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return families.build("mixtral")
+
+
 def pipeline() -> nn.Module:
     from deepspeed.pipe import PipelineModule
 
@@ -266,8 +303,24 @@ MODELS = {
         ("no MoE layer", "register_experts"),
         model=lambda: nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(4, 4)] * 4)}),
     ),
+    "modules that look like experts": Case(
+        (
+            "no MoE layer",
+            "These look like experts: model.layers.*.mlp.input_linear (JetMoeParallelExperts, 2)",
+        ),
+        model=jet_moe,
+    ),
+    "no weights": Case(("on the meta device", "load its weights before"), model=on_meta),
+    "experts without transformers' decorator": Case(
+        ("Undecorated without _apply_gate", "use_experts_implementation", "register_experts"),
+        model=lambda: undecorated("top_k_index", "top_k_weights"),
+    ),
+    "scores before ids": Case(
+        ("experts(hidden_states, routing_weights, router_indices), not", "register_experts"),
+        model=lambda: undecorated("routing_weights", "router_indices"),
+    ),
     "experts that take rows by expert": Case(
-        ("Llama4TextExperts", "moe_layer_pattern"),
+        ("Llama4TextExperts", "experts(hidden_states), not", "moe_layer_pattern", "let the model"),
         model=lambda: hugging_face("llama4.modeling_llama4.Llama4TextExperts"),
     ),
     "experts with a norm": Case(
@@ -464,6 +517,16 @@ def refuse(monkeypatch: pytest.MonkeyPatch, world_size: int, arguments: Document
     assert "ds_moe_ext" in message
     assert "\n" not in message
     return message
+
+
+@pytest.mark.parametrize("is_keyword", [False, True])
+def test_the_block_in_a_configuration_of_inference(is_keyword: bool) -> None:
+    import deepspeed
+
+    block: Document = {"ds_moe_ext": {"enabled": True}}
+    arguments = block if is_keyword else {"config": block}
+    with pytest.raises(ValueError, match=r"^ds_moe_ext is in .*init_inference.*; remove it there"):
+        deepspeed.init_inference(families.build("mixtral"), **arguments)
 
 
 def document_with(block: Any, **keys: Any) -> Document:

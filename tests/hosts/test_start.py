@@ -1,12 +1,15 @@
-"""Ranks that begin with other weights: DeepSpeed trains rank 0's model, and so do we."""
+"""What ranks begin with: weights of their own, of which DeepSpeed trains rank 0's, and so do we;
+and layers that nobody knows."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from tests.hosts import jobs
 from tests.hosts.jobs import Job, Result
@@ -36,3 +39,30 @@ def test_ranks_that_drew_their_own_weights(family: str, world_size: int, cells: 
     assert ours.losses == seeded.losses
     assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
     assert all(torch.equal(ours.state[name], weight) for name, weight in seeded.state.items())
+
+
+def told_of_unknown(rank: int, world_size: int) -> list[str]:
+    """Start on a model of which we know a part; what is warned of."""
+    import deepspeed
+
+    job = Job("toy")
+    model = jobs.model_of(job)
+    model.others = nn.ModuleList(
+        nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])})
+        for _ in range(3)
+    )
+    model.shared_experts = nn.Linear(4, 4)
+    document = jobs.document_of(job, world_size)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        deepspeed.initialize(model=model, model_parameters=model.parameters(), config=document)
+    return [str(each.message) for each in caught if "look like experts" in str(each.message)]
+
+
+def test_layers_that_nobody_knows_are_named() -> None:
+    """Once, by rank 0; not those that are replaced, nor shared ones."""
+    (told,), others = pool_of(2).run(told_of_unknown)
+    assert "stay as they are: others.*.experts (ModuleList, 3); teach" in told
+    assert "register_experts" in told
+    assert "moe_layer_pattern" in told
+    assert others == []

@@ -71,6 +71,47 @@ SCRIPT = """
 """
 
 
+METRICS = """
+    import torch
+    from transformers import Trainer, TrainingArguments
+
+    from tests.hosts import families
+
+    sizes = {"attention_size": 1, "expert_size": 1}
+    block = {"enabled": True, "strategy": "zebra", "zebra": sizes}
+    zero = {"stage": 1}
+    size = "auto"
+    document = {
+        "train_micro_batch_size_per_gpu": size, "zero_optimization": zero, "ds_moe_ext": block
+    }
+    for loss_only in (True, False):
+        arguments = TrainingArguments(
+            output_dir="unused",
+            deepspeed=document,
+            prediction_loss_only=loss_only,
+            report_to=[],
+            use_cpu=True,
+        )
+        try:
+            Trainer(families.build("mixtral"), arguments, compute_metrics=lambda given: {})
+        except ValueError as error:
+            print("answer:", error)
+        else:
+            print("answer: made")
+    torch.distributed.destroy_process_group()
+"""
+
+
+def test_metrics_under_zebra_are_refused_as_the_trainer_is_made(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(METRICS))
+    (printed,) = run_script(script, path=(ROOT,))
+    served, refused = answers(printed)
+    assert served.strip() == "made"
+    assert "strategy is 'zebra', but the Trainer was given compute_metrics" in refused
+    assert "prediction_loss_only=True" in refused
+
+
 class Run(NamedTuple):
     """What each rank logged, and the folder of the model that was saved."""
 

@@ -38,6 +38,7 @@ from ds_moe_ext.hosts.run import Run, run_of
 from ds_moe_ext.hosts.started import Steps, planning_of
 from ds_moe_ext.hosts.starting import start_of
 from ds_moe_ext.hosts.striped import Gradients, Pausing, Role, stripe
+from ds_moe_ext.hosts.unknown import unknown_experts, warn_of_unknown
 from ds_moe_ext.hosts.zebra_profile import profiled
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.moe.passage import Here
@@ -66,6 +67,8 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
     agree(config, model, engine.mpu, grid)
     if dist.get_rank() == 0:
         warn_if_causal(blueprint.settings.gate, model)
+        names = [found.name for found in blueprint.found]
+        warn_of_unknown(unknown_experts(model, names, attach.wanted(blueprint.settings)))
     device = torch.device(get_accelerator().device_name(engine.local_rank))
     blueprint = profiled(blueprint, model, FINDERS, training_of(engine, device))
     groups._create_expert_and_data_parallel(grid.size)

@@ -98,6 +98,11 @@ def _replaced(given: Given) -> str:
     return f"the experts of this {kind} were replaced by an earlier deepspeed.initialize"
 
 
+def _without_weights(given: Given) -> str:
+    is_empty = any(parameter.is_meta for parameter in given.model.parameters())
+    return f"this {type(given.model).__name__} lies on the meta device" if is_empty else ""
+
+
 def _sharded(given: Given) -> str:
     is_sharded = any(hasattr(parameter, "ds_id") for parameter in given.model.parameters())
     return "the model was built under deepspeed.zero.Init" if is_sharded else ""
@@ -200,6 +205,12 @@ UNSUPPORTED = (
         _replaced,
         "they belong to that engine",
         "build the model anew",
+    ),
+    Refusal(
+        "a model on the meta device",
+        _without_weights,
+        "it has no weights yet",
+        "build it on the CPU, or load its weights before deepspeed.initialize",
     ),
     Refusal(
         "a model built under deepspeed.zero.Init",

@@ -210,6 +210,22 @@ def _micro_batch(document: Mapping[str, Any]) -> int | None:
     return given if type(given) is int and given > 0 else None
 
 
+def check_inference(given: Mapping[str, Any]) -> None:
+    """Refuse the block in the arguments of ``deepspeed.init_inference``.
+
+    Raises:
+        ValueError: it is there.
+    """
+    document = _document({"config": given["config"]}) or {}
+    if BLOCK in document or BLOCK in given["kwargs"]:
+        raise ValueError(
+            f"{BLOCK} is in the configuration of deepspeed.init_inference, but {BLOCK} runs "
+            "experts under deepspeed.initialize only; remove it there, and give init_inference the "
+            "stock model with the weights that ds_moe_ext.full_state_dict or save_16bit_model "
+            "exports"
+        )
+
+
 def _document(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The configuration as DeepSpeed will find it; None where it will complain itself."""
     args = given.get("args")
