@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ds_moe_ext.hosts.deepspeed import refusals as deepspeed
 from ds_moe_ext.hosts.deepspeed import slices
@@ -14,13 +15,14 @@ from ds_moe_ext.hosts.megatron import refusals as megatron
 from ds_moe_ext.hosts.megatron import role_refusals as megatron_roles
 from ds_moe_ext.hosts.refusal import Refusal
 
+PAGE = Path(__file__).parents[1] / "docs/known_limits.md"
+
 INTRODUCTION = """\
 # Known limits
 
 What is refused at start, by an error that says the same: each row is what a user asks for, why it
 does not go with replaced experts, and what to do. This page is made of the rows that refuse
-(`python launch/known_limits.py > docs/known_limits.md`), and a test compares the two. What composes
-with what otherwise is in [composition.md](composition.md).
+(`python launch/known_limits.py`), and a test compares the two. What composes with what otherwise is in [composition.md](composition.md).
 """
 
 
@@ -63,4 +65,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    PAGE.write_text(page())

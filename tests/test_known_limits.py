@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import known_limits
-
-PAGE = Path(__file__).parents[1] / "docs/known_limits.md"
 
 
 def test_the_page_is_made_of_the_rows() -> None:
-    assert PAGE.read_text() == known_limits.page(), (
-        "run: python launch/known_limits.py > docs/known_limits.md"
+    assert known_limits.PAGE.read_text() == known_limits.page(), (
+        "run: python launch/known_limits.py"
     )
 
 
