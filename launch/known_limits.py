@@ -22,7 +22,8 @@ INTRODUCTION = """\
 
 What is refused at start, by an error that says the same: each row is what a user asks for, why it
 does not go with replaced experts, and what to do. This page is made of the rows that refuse
-(`python launch/known_limits.py`), and a test compares the two. What composes with what otherwise is in [composition.md](composition.md).
+(`python launch/known_limits.py`), and a test compares the two. What composes with what otherwise is
+in [composition.md](composition.md).
 """
 
 
