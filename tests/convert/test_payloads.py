@@ -142,3 +142,16 @@ def test_a_folder_of_two_checkpoints_is_refused(sources: dict[Form, Path], tmp_p
                 sources[Form.HUGGINGFACE],
             )
         assert LAYOUT_FILE in str(refused.value)
+
+
+def test_a_bit_that_has_flipped_is_found(sources: dict[Form, Path], tmp_path: Path) -> None:
+    """In the middle of the weights; what is converted has checksums."""
+    hf, source = sources[Form.HUGGINGFACE], tmp_path / "source"
+    converted(hf, source, Form.DEEPSPEED, Form.HUGGINGFACE, tmp_path)
+    path = source / "global_step0" / DATA
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 2] ^= 4
+    path.write_bytes(whole)
+    with pytest.raises(ValueError, match=r"__0_0\.distcp has other contents, other than"):
+        converted(source, tmp_path / "to", Form.MEGATRON, Form.DEEPSPEED, hf)
+    assert not (tmp_path / "to").exists()

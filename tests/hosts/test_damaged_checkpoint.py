@@ -197,6 +197,7 @@ def test_parts_of_two_saves_are_refused(layout: Layout, tmp_path: Path) -> None:
     """Of another step of the run, and of the same step of another run; also where there are no
     checksums, by the id of the save."""
     checkpoint, cases = saved(2, layout.job), []
+    assert set(json.loads((checkpoint.tag / LAYOUT).read_text())["files"]) == {*FILES} - {LAYOUT}
     others = [saved(2, layout.job, steps=3), saved(2, replace(layout.job, learning_rate=1e-4))]
     for number, other in enumerate(others):
         for name in (*FILES, FOLDER):

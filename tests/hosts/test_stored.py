@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.serialization import safe_globals
 
 from ds_moe_ext.hosts.deepspeed import stored
 from ds_moe_ext.hosts.deepspeed.regions import Region
@@ -134,3 +135,20 @@ def write_where_one_cannot(rank: int, world_size: int, folder: str) -> str:
 def test_a_failure_to_write_is_one_on_all_ranks(tmp_path: Path) -> None:
     for message in pool_of(2).run(write_where_one_cannot, str(tmp_path)):
         assert "a_file could not be written" in message
+
+
+class Foreign:
+    """Of an optimizer's own, in the options of its groups."""
+
+
+def test_what_would_not_be_read_again_is_not_written(folder: Path) -> None:
+    """But where torch is told that it is safe."""
+    objects = {"options": {"mine": Foreign()}}
+    with pytest.raises(OSError, match=r"options is made of .*Foreign.*add_safe_globals"):
+        stored.save(folder, {}, objects)
+    with safe_globals([Foreign]):
+        stored.save(folder, {}, objects)
+        read = stored.load(folder, {}, ["options"])
+    assert isinstance(read["options"]["mine"], Foreign)
+    with pytest.raises(ValueError, match=r"__0_0\.distcp .*Foreign'\], which is not run"):
+        stored.load(folder, {}, ["options"])

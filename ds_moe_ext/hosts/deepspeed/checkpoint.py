@@ -85,8 +85,9 @@ def save(engine: Any, arguments: Arguments, save_rest: Callable[..., Any]) -> An
         excludes_frozen=arguments["exclude_frozen_parameters"],
     )
     objects |= {REMEMBERED: run.planning.remembered_ILCE, SAVE: layout.save}
-    names = stored.save(folder / FOLDER, parts, objects)[run.rank :: dist.get_world_size()]
-    names += [TABLE] if run.rank == 0 else []
+    here = dist.get_rank()
+    names = stored.save(folder / FOLDER, parts, objects)[here :: dist.get_world_size()]
+    names += [TABLE] if here == 0 else []
     own, result = [f"{FOLDER}/{name}" for name in names], None
     if has_dense_weights(run):
         client = {**arguments["client_state"], SAVE: layout.save}

@@ -295,9 +295,9 @@ class _Reading:
             self._kinds.setdefault(name, set()).add(kind)
 
     def staged(self, layout: SavedLayout) -> Staged:
-        layout.check_save(self._path, self._objects_named({SAVE}).get(SAVE))
         wanted = {p: names for p, names in self._named.items() if self._is_wanted(p, names)}
         objects = self._objects(wanted)
+        layout.check_save(self._path, objects.get(SAVE))
         for parameter, names in wanted.items():
             self._check(parameter, names, objects)
         weights = self._weights({p: names for p, names in wanted.items() if names.is_expert})
@@ -330,13 +330,9 @@ class _Reading:
         return self._asked.with_optimizer and self._states.options(parameter) is not None
 
     def _objects(self, wanted: Mapping[nn.Parameter, Named]) -> dict[str, Any]:
-        names = {OPTIMIZER, REMEMBERED}
+        names = {OPTIMIZER, REMEMBERED, SAVE}
         for each in wanted.values():
             names |= {f"{each.name}/{SCALARS}", f"{each.kind}/{ABOUT}"}
-        return self._objects_named(names)
-
-    def _objects_named(self, names: set[str]) -> dict[str, Any]:
-        """Those of them that are there."""
         return stored.load(self._path, {}, names & self._contents.objects)
 
     def _check(self, parameter: nn.Parameter, names: Named, objects: Mapping[str, Any]) -> None:
