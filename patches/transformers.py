@@ -1,4 +1,4 @@
-"""The patch to Hugging Face's Trainer: what ``zebra`` cannot give it is said at start."""
+"""Patches to Hugging Face's Trainer: what ``zebra`` cannot give it is said before it is missed."""
 
 from __future__ import annotations
 
@@ -7,39 +7,65 @@ from typing import Any
 
 from ds_moe_ext.patches.record import Patch, apply_all
 
+VERSIONS = ">=5,<6"
+TRAINER = "transformers.trainer:Trainer"
+
 
 def _refuse_metrics(original: Any) -> Any:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
-        if plugin is None or self.compute_metrics is None or self.args.prediction_loss_only:
-            return
-        from ds_moe_ext.settings import BLOCK, read_settings
-        from ds_moe_ext.strategies.zebra import Zebra
-
-        _, strategy = read_settings(plugin.deepspeed_config)
-        if isinstance(strategy, Zebra):
-            raise ValueError(
-                f"{BLOCK}.strategy is 'zebra', but the Trainer was given compute_metrics, which "
-                "wants logits: attention ranks run the batches of all ranks, and scalars alone "
-                "come back; leave compute_metrics out, or set prediction_loss_only=True"
-            )
+        if self.compute_metrics is not None and not self.args.prediction_loss_only:
+            _refuse_logits(self, "compute_metrics was given to the Trainer", "leave it out")
 
     return __init__
+
+
+def _refuse_predictions(original: Any) -> Any:
+    @functools.wraps(original)
+    def predict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.args.prediction_loss_only:
+            _refuse_logits(self, "the Trainer's predict was called", "use evaluate")
+        return original(self, *args, **kwargs)
+
+    return predict
+
+
+def _refuse_logits(trainer: Any, what: str, remedy: str) -> None:
+    """Raise ValueError under zebra, of what wants logits."""
+    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    if plugin is None:
+        return
+    from ds_moe_ext.settings import BLOCK, read_settings
+    from ds_moe_ext.strategies.zebra import Zebra
+
+    _, strategy = read_settings(plugin.deepspeed_config)
+    if isinstance(strategy, Zebra):
+        raise ValueError(
+            f"{BLOCK}.strategy is 'zebra', but {what}, which wants logits: attention ranks run the "
+            f"batches of all ranks, and scalars alone come back; {remedy}, or set "
+            "prediction_loss_only=True"
+        )
 
 
 PATCHES = (
     Patch(
         "refuse-metrics",
-        "transformers.trainer:Trainer.__init__",
-        ">=5,<6",
+        f"{TRAINER}.__init__",
+        VERSIONS,
         "under zebra compute_metrics would get no logits, which is said at start",
         _refuse_metrics,
+    ),
+    Patch(
+        "refuse-predictions",
+        f"{TRAINER}.predict",
+        VERSIONS,
+        "under zebra there are no predictions but losses",
+        _refuse_predictions,
     ),
 )
 
 
 def apply() -> None:
-    """Apply it, or say why not."""
+    """Apply both, or none and say why."""
     apply_all(PATCHES)

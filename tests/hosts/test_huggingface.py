@@ -381,6 +381,23 @@ def error_of_class(cls: type[nn.Module]) -> float | None:
     return max(relative_error(*pair) for pair in zip(*results, strict=True))
 
 
+def test_all_experts_of_a_family_are_known() -> None:
+    """Shared experts, routers and the like are not taken for experts that stay as they are."""
+    assert pool_of(1).run(unknown_of_families) == [{key: [] for key in families.NAMES}]
+
+
+def unknown_of_families(rank: int, world_size: int) -> dict[str, list[str]]:
+    from ds_moe_ext.hosts import huggingface
+    from ds_moe_ext.hosts.found import any_name
+    from ds_moe_ext.hosts.unknown import unknown_experts
+
+    models = {name: families.build(name) for name in families.NAMES}
+    return {
+        name: unknown_experts(model, [f.name for f in huggingface.find(model, any_name)], any_name)
+        for name, model in models.items()
+    }
+
+
 def is_transposed(experts: nn.Module) -> bool:
     return bool(getattr(experts, "is_transposed", False))
 

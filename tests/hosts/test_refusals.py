@@ -582,6 +582,21 @@ def test_ranks_that_are_not_known_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 # What is let through.
 
 
+def test_a_class_of_others_that_was_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who describes it knows better than what we would ask of transformers' classes."""
+    from ds_moe_ext import ExpertsDescription, FeedForwardExperts, register_experts
+    from ds_moe_ext.moe.expert import silu_gated
+
+    model = undecorated("top_k_index", "top_k_weights")
+    names = ("gate_up_proj", "down_proj")
+    register_experts(type(model["experts"]))(
+        lambda experts: ExpertsDescription(
+            experts.num_experts, names, FeedForwardExperts(silu_gated)
+        )
+    )
+    check({"model": model, "config": document_with({"enabled": True})}, monkeypatch)
+
+
 def check(arguments: Document, monkeypatch: pytest.MonkeyPatch, world_size: int | None = 2) -> None:
     """The check alone: behind it DeepSpeed would make process groups."""
     import deepspeed

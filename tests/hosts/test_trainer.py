@@ -78,13 +78,14 @@ METRICS = """
     from tests.hosts import families
 
     sizes = {"attention_size": 1, "expert_size": 1}
-    block = {"enabled": True, "strategy": "zebra", "zebra": sizes}
-    zero = {"stage": 1}
-    size = "auto"
     document = {
-        "train_micro_batch_size_per_gpu": size, "zero_optimization": zero, "ds_moe_ext": block
+        "train_micro_batch_size_per_gpu": "auto",
+        "zero_optimization": {"stage": 1},
+        "ds_moe_ext": {"enabled": True, "strategy": "zebra", "zebra": sizes},
     }
-    for loss_only in (True, False):
+
+
+    def trainer(loss_only, **given):
         arguments = TrainingArguments(
             output_dir="unused",
             deepspeed=document,
@@ -92,24 +93,34 @@ METRICS = """
             report_to=[],
             use_cpu=True,
         )
-        try:
-            Trainer(families.build("mixtral"), arguments, compute_metrics=lambda given: {})
-        except ValueError as error:
-            print("answer:", error)
-        else:
-            print("answer: made")
+        return Trainer(families.build("mixtral"), arguments, **given)
+
+
+    def metrics(given):
+        return {}
+
+
+    trainer(True, compute_metrics=metrics)
+    try:
+        trainer(False, compute_metrics=metrics)
+    except ValueError as error:
+        print("answer:", error)
+    try:
+        trainer(False).predict([])
+    except ValueError as error:
+        print("answer:", error)
     torch.distributed.destroy_process_group()
 """
 
 
-def test_metrics_under_zebra_are_refused_as_the_trainer_is_made(tmp_path: Path) -> None:
+def test_what_wants_logits_is_refused_under_zebra(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(METRICS))
     (printed,) = run_script(script, path=(ROOT,))
-    served, refused = answers(printed)
-    assert served.strip() == "made"
-    assert "strategy is 'zebra', but the Trainer was given compute_metrics" in refused
-    assert "prediction_loss_only=True" in refused
+    refused, predicted = answers(printed)
+    assert "strategy is 'zebra', but compute_metrics was given to the Trainer" in refused
+    assert "predict was called, which wants logits" in predicted
+    assert all("prediction_loss_only=True" in message for message in (refused, predicted))
 
 
 class Run(NamedTuple):
