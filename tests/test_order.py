@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_moe_ext.moe import order
+from ds_moe_ext.moe.kinds import kind_of
 from ds_moe_ext.moe.order import (
     LayerRoute,
     Order,
@@ -53,9 +55,12 @@ class Layer:
             for ids in self.ids_C
         ]
 
-        def all_gather_counts(rows_FE: Tensor, cell: int) -> Tensor:
-            assert torch.equal(rows_FE, rows[cell])
-            return torch.stack(rows)
+        kind = kind_of(3, is_training=True, is_graded=True)
+        told = [torch.cat([own, own.new_full((len(own), 1), kind)], dim=1) for own in rows]
+
+        def all_gather_counts(own_told: Tensor, cell: int) -> Tensor:
+            assert torch.equal(own_told, told[cell])
+            return torch.stack(told)
 
         with mock.patch.object(order, "all_gather_counts", all_gather_counts):
             return [self._route(cell) for cell in range(self.target.num_cells)]
@@ -69,6 +74,7 @@ class Layer:
             capacity_factor=None,
             gate_may_drop=True,
             on_rows=lambda rows_CE, top_k, share: told.append(rows_CE),
+            kind=partial(kind_of, 3, is_training=True, is_graded=True),
         )
         (route,), saved = stage.forward(Span(0, self.num_chunks), self.ids_C[cell])
         assert saved == ()

@@ -103,7 +103,7 @@ def test_what_is_left_of_a_failed_pass_is_let_go(ranks: list[Rank]) -> None:
     first, _ = ranks
     first.watch.came(GROUP)  # a lane
     first.watch.failed(ValueError("no"), "another lane")
-    first.late(20.0)
+    first.late(105.0)  # it came before the failure
     assert first.broken == [GROUP]
 
 
