@@ -29,7 +29,8 @@ def _adopted(original: Any) -> Any:
         asked = chosen.chosen()
         if asked is not None:
             try:
-                layers.constructed(self)
+                given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+                layers.constructed(self, given.get("pg_collection"))
             except ValueError as error:
                 asked.tell(error)
                 raise

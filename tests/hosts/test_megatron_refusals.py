@@ -69,7 +69,14 @@ FLAGS = (
     Flag({"add_bias_linear": True, "expert_tensor_parallel_size": 2}, "--disable-bias-linear"),
     Flag({"use_kitchen": True}, "--use-kitchen"),
     Flag({"quant_recipe": object()}, "--use-kitchen or a quantization recipe"),
+    Flag({"transformer_impl": "inference_optimized"}, "--transformer-impl inference_optimized"),
+    Flag({"moe_single_grouped_weight": True}, "--moe-single-grouped-weight"),
 )
+
+NOT_IN_EVERY_VERSION = {
+    "moe_router_padding_for_fp8",  # to 0.14
+    "moe_single_grouped_weight",  # after 0.16
+}
 
 ALLOWED: tuple[dict[str, Any], ...] = (
     {"cuda_graph_impl": "local", "cuda_graph_scope": ["attn"]},
@@ -100,7 +107,7 @@ def refused_fields(
 def test_every_flag_that_is_refused_is_named_with_a_remedy() -> None:
     found = pool_of(1).run(refused_fields, [flag.fields for flag in FLAGS])[0]
     for flag, (message, unknown) in zip(FLAGS, found):
-        assert not unknown or unknown == ["moe_router_padding_for_fp8"], flag  # to 0.14
+        assert set(unknown) <= NOT_IN_EVERY_VERSION, flag
         with pytest.raises(ValueError, match=flag.says):
             raise ValueError(message)
         assert message.startswith("ds_moe_ext is enabled, but Megatron was given --") or (
@@ -200,11 +207,51 @@ def frozen_for_a_while(chunk: nn.Module) -> None:
         parameter.requires_grad_("experts" not in name)
 
 
-def other_experts(chunk: nn.Module) -> None:
-    """The experts' class is of the user's own."""
+def reclassed(chunk: nn.Module, **members: Any) -> None:
+    """The experts' class is one below Megatron's, with these members."""
     for module in chunk.modules():
         if type(module).__name__ == "SequentialMLP":
-            module.__class__ = type("MyExperts", (type(module),), {})
+            module.__class__ = type("MyExperts", (type(module),), members)
+
+
+def other_experts(chunk: nn.Module) -> None:
+    """The experts' class is of the user's own, and computes by itself."""
+    reclassed(chunk, forward=lambda self, *given: given[0])
+
+
+def wrapped_forward(chunk: nn.Module) -> None:
+    """Somebody has put another forward on the experts."""
+    for module in chunk.modules():
+        if type(module).__name__ == "SequentialMLP":
+            module.forward = module.forward
+
+
+def other_mlp(chunk: nn.Module) -> None:
+    """One expert is of another class."""
+    for name, module in chunk.named_modules():
+        if name.endswith("local_experts.1"):
+            module.__class__ = type("MyMLP", (type(module),), {"forward": lambda self, x: (x, x)})
+
+
+def foreign_experts(chunk: nn.Module) -> None:
+    """A class that is not Megatron's has the name of one."""
+    for module in chunk.modules():
+        if type(module).__name__ == "SequentialMLP":
+            module.__class__ = type("SequentialMLP", (nn.Module,), {})
+
+
+def as_below(rank: int, world_size: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Losses with experts of a class below Megatron's that computes as Megatron's does, and of
+    stock Megatron."""
+    run = replace(ONE, steps=2, dtype="float64")
+    with spoiled(reclassed):
+        ours = train(rank, world_size, run, block())
+    return ours.losses, train(rank, world_size, run).losses
+
+
+def test_a_class_below_megatrons_is_adopted() -> None:
+    ((ours, stock),) = pool_of(1).run(as_below)
+    assert ours == pytest.approx(stock, rel=1e-12)
 
 
 def adapted_experts(chunk: nn.Module) -> None:
@@ -255,7 +302,10 @@ class Backwards(Strategy):
     ("spoil", "says"),
     [
         (frozen_for_a_while, "was trained when the model was wrapped, .* --optimizer muon; use"),
-        (other_experts, "are a MyExperts, which .* knows SequentialMLP and TEGroupedMLP: leave"),
+        (foreign_experts, "which .* knows SequentialMLP and TEGroupedMLP of Megatron-core: leave"),
+        (other_experts, r"\.MyExperts with a forward of its own, .* use Megatron's SequentialMLP"),
+        (wrapped_forward, r"\.SequentialMLP with a forward of its own, which .* would not run"),
+        (other_mlp, r"\.SequentialMLP with a forward of its own, which .* would not run"),
         (
             adapted_experts,
             r"experts of .*\.mlp lack linear_fc1.weight or .* as adapters \(LoRA\) do",

@@ -65,7 +65,7 @@ def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run | N
     with start.together():
         check_wrapped(chunks)
         check_optimizer(optimizer)
-    seats = grids()
+    seats = grids(whole(chunks))
     strategy = asked.strategy.settled(lambda: _devices(chunks), _micro_batch())
     with start.together():
         settings = _of_stage(asked.settings, seats)

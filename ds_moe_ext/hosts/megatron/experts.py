@@ -11,9 +11,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from typing import Any
 
 import torch
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe import experts as moe_experts
 from torch import Tensor, nn
 
 from ds_moe_ext.hosts.found import ExpertShape, Slot, shape_of, weights_of
@@ -86,25 +89,53 @@ class Nowhere(Form):
 
 
 FORMS: dict[str, Form] = {"SequentialMLP": Sequential(), "TEGroupedMLP": Grouped()}
-"""By the name of the class, for not every version has all."""
+"""By the name of Megatron's own class, for not every version has all."""
+
+COMPUTES = ("forward", "bias_act_func")
+"""Methods of Megatron's classes whose work is done by our program."""
 
 
 def form_of(name: str, experts: nn.Module) -> Form:
-    """How these experts are kept.
+    """How these experts are kept: as the class of Megatron's that they are of keeps them.
 
     Raises:
-        ValueError: not in a way that is known.
+        ValueError: not in a way that is known, or they compute otherwise.
     """
-    kind = type(experts).__name__
-    if kind == "Elsewhere":
-        return Nowhere()
-    if kind not in FORMS:
+    stock = next((cls for cls in type(experts).__mro__ if _is_stock(cls)), None)
+    kind = f"{type(experts).__module__}.{type(experts).__qualname__}"
+    if stock is None:
         raise ValueError(
             f"the experts of {name} are a {kind}, which ds_moe_ext does not know; it knows "
-            f"{' and '.join(FORMS)}: leave --moe-use-legacy-grouped-gemm and specs of your own "
-            "out, or the layer with ds_moe_ext.moe_layer_pattern"
+            f"{' and '.join(FORMS)} of Megatron-core: leave --moe-use-legacy-grouped-gemm and "
+            "specs of your own out, or the layer with ds_moe_ext.moe_layer_pattern"
         )
-    return FORMS[kind]
+    own = _overridden(experts, stock)
+    if not own and "local_experts" in experts._modules:
+        alone = (_overridden(expert, MLP) for expert in experts.get_submodule("local_experts"))
+        own = next(filter(None, alone), "")
+    if own:
+        raise ValueError(
+            f"the experts of {name} are a {kind} with a {own}, which ds_moe_ext would not run; use "
+            f"Megatron's {stock.__name__}, or leave the layer out with "
+            "ds_moe_ext.moe_layer_pattern"
+        )
+    return FORMS[stock.__name__]
+
+
+def _is_stock(cls: type) -> bool:
+    return vars(moe_experts).get(cls.__name__) is cls and cls.__name__ in FORMS
+
+
+def _overridden(module: nn.Module, stock: type) -> str:
+    """What a module computes by other means than Megatron's class; empty if nothing."""
+    if not isinstance(module, stock):
+        return f"{type(module).__qualname__} in the place of an {stock.__name__}"
+    below = takewhile(lambda cls: cls is not stock, type(module).__mro__)
+    for holder in (module, *(cls for cls in below if cls is not RunsHosted)):
+        for method in COMPUTES:
+            if method in vars(holder):
+                return f"{method} of its own"
+    return ""
 
 
 def weight_names(config: Any) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -19,13 +18,16 @@ from ds_moe_ext.hosts.found import Adopted, Found, RoutedOf, Wanted
 from ds_moe_ext.hosts.megatron.chosen import worlds
 from ds_moe_ext.hosts.megatron.dispatcher import Dispatcher
 from ds_moe_ext.hosts.megatron.experts import (
+    Form,
     HostedExperts,
+    Nowhere,
     form_of,
     function_of,
     shape_of_one,
     swap_class,
     ways_of,
 )
+from ds_moe_ext.hosts.megatron.ranks import place_in
 from ds_moe_ext.hosts.megatron.refusals import REFUSALS
 from ds_moe_ext.hosts.megatron.role_refusals import WITH_ROLES
 from ds_moe_ext.hosts.megatron.sides import Elsewhere, leave_experts
@@ -42,13 +44,17 @@ def is_trained(layer: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in layer.get_submodule("experts").parameters())
 
 
-def constructed(layer: Any) -> None:
+def constructed(layer: Any, collection: Any) -> None:
     """Make ready a layer that Megatron has just built, before it is wrapped for data parallelism.
 
     Gradients of experts are summed over the ranks that hold the same ones. Up to version 0.18
     Megatron says so only where expert parallelism is above 1; where experts are split otherwise
     than the rest, as with --expert-tensor-parallel-size 1, copies of an expert then drift apart
     (HOSTS_MEGATRON.md, section 1).
+
+    Args:
+        layer: a ``MoELayer``.
+        collection: the process groups that it was given; None for those of ``parallel_state``.
 
     Raises:
         ValueError: the layer was asked for what ds_moe_ext cannot do.
@@ -60,16 +66,15 @@ def constructed(layer: Any) -> None:
         if parted.is_attention:
             leave_experts(layer)
     # Elsewhere Megatron is right, and its optimizer's states stay in the form of a run without us.
-    if parted is not None or _is_split_otherwise():
+    if parted is not None or _is_split_otherwise(collection):
         for parameter in layer.experts.parameters():
             parameter.allreduce = False
     _WAITING[layer] = layer.register_forward_pre_hook(_refuse_unstarted)
 
 
-def _is_split_otherwise() -> bool:
+def _is_split_otherwise(collection: Any) -> bool:
     """Whether experts are over other ranks than dense weights."""
-    dense = parallel_state.get_tensor_model_parallel_world_size()
-    return parallel_state.get_expert_tensor_parallel_world_size() != dense
+    return place_in(collection, "expt_tp").size != place_in(collection, "tp").size
 
 
 def _refuse_unstarted(layer: nn.Module, given: tuple[Any, ...]) -> None:
@@ -100,10 +105,12 @@ def find(model: nn.Module, wanted: Wanted) -> Iterator[Found]:
 
 
 def _found(name: str, layer: Any, chunk: int) -> Found:
-    form, kept = form_of(name, layer.experts), layer.experts
+    kept = layer.experts
+    form: Form
     if isinstance(kept, Elsewhere):
-        kind, expert, function = kept.kind, kept.expert, kept.function
+        form, kind, expert, function = Nowhere(), kept.kind, kept.expert, kept.function
     else:
+        form = form_of(name, kept)
         kind, expert, function = type(kept).__name__, shape_of_one(name, kept), function_of(kept)
 
     def adopt(held: Tensor, shard: Shard, routed_of: RoutedOf) -> Adopted:

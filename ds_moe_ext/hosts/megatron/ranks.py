@@ -7,11 +7,14 @@ which tokens; rows may come from anywhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch import nn
 
 from ds_moe_ext.comm import gather_texts
 from ds_moe_ext.layout import Grid
@@ -43,21 +46,80 @@ class Grids(NamedTuple):
     stage: int
 
 
-def grids() -> Grids:
-    """As ``parallel_state`` was initialized. Collective, over the world."""
-    own = Seat(
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_expert_data_parallel_rank(),
-        parallel_state.get_expert_model_parallel_rank(),
-        parallel_state.get_expert_tensor_parallel_rank(),
-        dist.get_rank(),
+@dataclass(frozen=True)
+class Place:
+    """This rank in one of its groups."""
+
+    rank: int
+    size: int
+
+
+_STATED: Mapping[str, tuple[Callable[[], int], Callable[[], int]]] = {
+    "pp": (
+        parallel_state.get_pipeline_model_parallel_rank,
+        parallel_state.get_pipeline_model_parallel_world_size,
+    ),
+    "tp": (
+        parallel_state.get_tensor_model_parallel_rank,
+        parallel_state.get_tensor_model_parallel_world_size,
+    ),
+    "ep": (
+        parallel_state.get_expert_model_parallel_rank,
+        parallel_state.get_expert_model_parallel_world_size,
+    ),
+    "expt_tp": (
+        parallel_state.get_expert_tensor_parallel_rank,
+        parallel_state.get_expert_tensor_parallel_world_size,
+    ),
+    "expt_dp": (
+        parallel_state.get_expert_data_parallel_rank,
+        parallel_state.get_expert_data_parallel_world_size,
+    ),
+}
+"""By the name of the group in a ``ProcessGroupCollection``: what ``parallel_state`` says of it."""
+
+
+def collection_of(model: nn.Module) -> Any:
+    """The ``ProcessGroupCollection`` that a model was built with; None where it tells of none."""
+    told = (vars(module).get("pg_collection") for module in model.modules())
+    return next((collection for collection in told if collection is not None), None)
+
+
+def place_in(collection: Any, name: str) -> Place:
+    """Where this rank is in a group: by a collection that was given to Megatron, where it has the
+    group; else by ``parallel_state``.
+
+    Args:
+        collection: a ``ProcessGroupCollection``, or None.
+        name: of the group in it.
+
+    Raises:
+        ValueError: neither knows the group.
+    """
+    group = None if collection is None else vars(collection).get(name)
+    if group is not None:
+        return Place(group.rank(), group.size())
+    if parallel_state.is_initialized():
+        rank, size = _STATED[name]
+        return Place(rank(), size())
+    if name == "pp":  # who has no pipeline need not say so
+        return Place(0, 1)
+    raise ValueError(
+        f"{BLOCK} is enabled, but the model's ProcessGroupCollection has no group {name!r}, and "
+        "megatron.core.parallel_state is not initialized; give the collection that group, or call "
+        "initialize_model_parallel"
     )
+
+
+def grids(model: nn.Module) -> Grids:
+    """Of the groups that a model was built with. Collective, over the world."""
+    collection = collection_of(model)
+    pp, edp, ep, esp = (place_in(collection, name) for name in ("pp", "expt_dp", "ep", "expt_tp"))
+    own = Seat(pp.rank, edp.rank, ep.rank, esp.rank, dist.get_rank())
     told = gather_texts(" ".join(map(str, own)), None)
     seats = sorted(Seat(*map(int, text.split())) for text in told)
-    num_cells = parallel_state.get_expert_model_parallel_world_size()
-    cell_size = parallel_state.get_expert_tensor_parallel_world_size()
     stages = [tuple(s.rank for s in of) for _, of in groupby(seats, key=lambda seat: seat.stage)]
-    made = [Grid(len(ranks), num_cells, cell_size, ranks) for ranks in stages]
+    made = [Grid(len(ranks), ep.size, esp.size, ranks) for ranks in stages]
     if len(made) == 1:
         return Grids(made[0], (), 0)
     return Grids(made[own.stage], tuple(made), own.stage)

@@ -170,6 +170,18 @@ REFUSALS = (
         "experts compute in the type of their weights",
         "leave it out",
     ),
+    flag(
+        "--transformer-impl inference_optimized",
+        lambda config: vars(config).get("transformer_impl") == "inference_optimized",
+        "its MoE layers are for inference, and move rows by themselves",
+        "use --transformer-impl transformer_engine or local to train",
+    ),
+    flag(
+        "--moe-single-grouped-weight",
+        field_of("moe_single_grouped_weight"),
+        "the weights of a rank's experts are one tensor, so that none can be copied or moved alone",
+        "leave it out",
+    ),
 )
 
 
