@@ -43,12 +43,16 @@ def _started(original: Any) -> Any:
     def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
         from ds_moe_ext.hosts.megatron import engine, zebra
 
-        optimizer = original(*args, **kwargs)
         asked = chosen.chosen()
-        if asked is not None:
-            given = inspect.signature(original).bind(*args, **kwargs).arguments
-            start = engine.start if asked.worlds is None else zebra.start
-            with asked.whole_world(), starting(Start(engine.OPTIMIZER, is_wanted=True)):
+        if asked is None:
+            return original(*args, **kwargs)
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        start = engine.start if asked.worlds is None else zebra.start
+        with starting(Start(engine.OPTIMIZER, is_wanted=True)) as begun:
+            with asked.whole_world(), begun.together():
+                pass  # all have their models
+            optimizer = original(*args, **kwargs)
+            with asked.whole_world():
                 start(asked, given["model_chunks"], optimizer)
         return optimizer
 

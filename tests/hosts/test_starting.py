@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -17,6 +17,8 @@ from ds_moe_ext.hosts import alike, starting
 from ds_moe_ext.hosts.starting import Start
 from ds_moe_ext.settings import read_settings
 from tests.hosts.jobs import Job, document_of, model_of
+from tests.hosts.megatron_jobs import train
+from tests.hosts.megatron_toy import MegatronRun
 from tests.hosts.processes import run_script
 from tests.ranks import pool_of
 
@@ -193,6 +195,60 @@ def test_a_refusal_before_there_is_a_world(tmp_path: Path) -> None:
     printed = run_script(script, world_size=2)
     assert all("did you mean 'strategy'" in text for text in printed), printed
     assert "rank 1 cannot start" in printed[0]
+
+
+# Megatron.
+
+
+RUN = MegatronRun(steps=1, num_layers=1, experts="te_grouped")
+REFUSED = (("recompute_granularity", "selective"), ("recompute_modules", ["moe_act"]))
+BLOCK = {"enabled": True, "strategy": "ep", "report": {"enabled": False}}
+ROLES = {**BLOCK, "strategy": "zebra", "zebra": {"attention_size": 1, "expert_size": 1}}
+FSSDP = {**BLOCK, "strategy": "fssdp"}
+
+
+class Unlike(NamedTuple):
+    """What rank 1 does otherwise than rank 0 under Megatron, and what both say."""
+
+    says: str
+    block: dict[str, Any] = BLOCK
+    run: MegatronRun = RUN
+
+
+UNDER_MEGATRON = {
+    "strategy": Unlike('strategy is "ep" on rank 0 and "fssdp" on rank 1', FSSDP),
+    "roles": Unlike('strategy is "ep" on rank 0 and "zebra" on rank 1', ROLES),
+    "off": Unlike("off on rank 1; give all ranks one", {**BLOCK, "enabled": False}),
+    "layers": Unlike("layers.1.mlp is absent on rank 0 and 4 ex", run=replace(RUN, num_layers=2)),
+    "flags": Unlike("--recompute-modules moe_act", run=replace(RUN, config=REFUSED)),
+}
+
+
+def unlike_under_megatron(rank: int, world_size: int) -> dict[str, tuple[str, float]]:
+    """Of each case what was said, and after how many seconds."""
+    found = {}
+    for name, unlike in UNDER_MEGATRON.items():
+        began_s, told = time.monotonic(), ""
+        if rank == 1 and not unlike.block["enabled"]:
+            time.sleep(0.5)  # who comes first is not told
+        run, settings = (unlike.run, unlike.block) if rank == 1 else (RUN, BLOCK)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a block that is not enabled
+                train(rank, world_size, run, settings)
+        except ValueError as error:
+            told = str(error)
+        found[name] = told, time.monotonic() - began_s
+    return found
+
+
+def test_ranks_that_differ_under_megatron() -> None:
+    first, second = pool_of(2).run(unlike_under_megatron)
+    for name, unlike in UNDER_MEGATRON.items():
+        for told, seconds in (first[name], second[name]):
+            assert unlike.says in told and "\n" not in told, (name, told)
+            assert seconds < SOON_S
+    assert first["flags"][0].startswith("rank 1 cannot start, nor can the others: ds_moe_ext is")
 
 
 # Ranks that do not come.
