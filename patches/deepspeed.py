@@ -12,6 +12,7 @@ from ds_moe_ext.hosts.deepspeed import (
     checkpoint,
     engine,
     export,
+    parameter_groups,
     roles,
     startup,
     unsharded,
@@ -61,18 +62,28 @@ def _then_count(original: Any) -> Any:
         with roles.own_groups(self):
             original(self, model)
         engine.count_experts(self)
-        roles.tell_of_experts(self)
 
     return _configure_distributed_model
 
 
-def _mark_first(original: Any) -> Any:
+def _check_groups_first(original: Any) -> Any:
     @functools.wraps(original)
     def _do_optimizer_sanity_check(self: Any, basic_optimizer: Any) -> Any:
-        engine.mark_expert_groups(self, basic_optimizer)
+        engine.check_optimizer(self, basic_optimizer)
         return original(self, basic_optimizer)
 
     return _do_optimizer_sanity_check
+
+
+def _of_parts(original: Any) -> Any:
+    @functools.wraps(original)
+    def configure(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if optimizer is None or run_of(self) is None:
+            return original(self, optimizer, *args, **kwargs)
+        with parameter_groups.parted(self, optimizer) as parted:
+            return original(self, parted, *args, **kwargs)
+
+    return configure
 
 
 def _clip_exactly(original: Any) -> Any:
@@ -133,8 +144,11 @@ def _no_expert_files(original: Any) -> Any:
 
 def _then_slice(original: Any) -> Any:
     @functools.wraps(original)
-    def _configure_optimizer(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
+    def _configure_optimizer(self: Any, client_optimizer: Any, *args: Any) -> None:
+        if run_of(self) is None:
+            return original(self, client_optimizer, *args)
+        with parameter_groups.undivided(self, client_optimizer):
+            original(self, client_optimizer, *args)
         roles.join(self)
         slices = slices_of(self)
         if slices is not None and self.zero_optimization():
@@ -257,10 +271,19 @@ PATCHES = tuple(
             _then_count,
         ),
         (
-            "mark-expert-groups",
+            "check-groups",
             f"{ENGINE}._do_optimizer_sanity_check",
-            "ZeRO 1 and 2 refuse a user's optimizer whose groups mix experts and dense weights",
-            _mark_first,
+            "groups of which a rank has nothing are dropped, though a schedule counts them",
+            _check_groups_first,
+        ),
+        *(
+            (
+                f"{kind}-of-parts",
+                f"{ENGINE}._configure_{kind}_optimizer",
+                "what flattens a group wants experts and dense weights in groups of their own",
+                _of_parts,
+            )
+            for kind in ("zero", "bf16", "fp16")
         ),
         (
             "exact-clip",

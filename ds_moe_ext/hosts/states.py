@@ -135,7 +135,7 @@ class States:
                 tensors[name] = place.of(value)
             else:
                 shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                kind = type(self._stepper[place.held].optimizer).__name__
+                kind = self._stepper[place.held].optimizer.__class__.__name__
                 raise ValueError(
                     f"{kind} keeps {name!r} ({shape}) of a weight "
                     f"{tuple(place.held.shape)}: it has no part for each element, so it cannot "

@@ -161,7 +161,7 @@ def _layout_of(engine: Any, run: Run, slots: Mapping[Expert, Slot]) -> SavedLayo
             name: [names[Expert(layer, number)] for number in range(home.num_experts)]
             for layer, (name, home) in enumerate(homes.items())
         },
-        optimizer=None if optimizer is None else type(optimizer).__name__,
+        optimizer=None if optimizer is None else optimizer.__class__.__name__,
         step=engine.global_steps,
         tensor_parallel_size=TensorParallel.of(engine.mpu).size,
         save=told[0][0],

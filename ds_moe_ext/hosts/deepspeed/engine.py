@@ -11,10 +11,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject.auto_ep_layer import ReplacementSourceMap
 from deepspeed.moe.layer import MoE
-from deepspeed.moe.utils import (
-    is_moe_param,
-    split_params_into_different_moe_groups_for_optimizer,
-)
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
 from torch import nn
@@ -23,7 +20,7 @@ from ds_moe_ext.comm import gather_texts, sum_in_place, take_first
 from ds_moe_ext.hosts import attach, blocks
 from ds_moe_ext.hosts.attach import Around, AttachedLayer, Blueprint
 from ds_moe_ext.hosts.compiled import named_modules
-from ds_moe_ext.hosts.deepspeed import buckets
+from ds_moe_ext.hosts.deepspeed import buckets, parameter_groups
 from ds_moe_ext.hosts.deepspeed.move import mover_of
 from ds_moe_ext.hosts.deepspeed.roles import clip_gradients, experts_factor
 from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
@@ -219,25 +216,16 @@ def count_experts(engine: Any) -> None:
     ]
 
 
-def mark_expert_groups(engine: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Split parameter groups of a user's optimizer, as DeepSpeed does with its own: experts are
-    reduced and partitioned over other ranks than dense weights.
+def check_optimizer(engine: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Look at the optimizer that an engine is about to wrap, and give it back the user's groups.
 
     Raises:
         ValueError: experts that may change places are optimized differently.
     """
     run = run_of(engine)
-    if run is None:
-        return
-    _check_alike(run, optimizer)
-    if any(group.get("moe") for group in optimizer.param_groups):
-        return
-    if not any(is_moe_param(p) for group in optimizer.param_groups for p in group["params"]):
-        return
-    for number, group in enumerate(optimizer.param_groups):
-        group.setdefault("name", f"group_{number}")
-    split = split_params_into_different_moe_groups_for_optimizer(optimizer.param_groups)
-    optimizer.param_groups[:] = [group for group in split if group["params"]]
+    if run is not None:
+        parameter_groups.restore(engine, optimizer)
+        _check_alike(run, optimizer)
 
 
 def _check_alike(run: Run, optimizer: torch.optim.Optimizer) -> None:

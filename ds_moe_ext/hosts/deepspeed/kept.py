@@ -26,6 +26,7 @@ from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from torch import Tensor, nn
 
 from ds_moe_ext.hosts.compiled import plain
+from ds_moe_ext.hosts.deepspeed.parameter_groups import OF_A_PART
 from ds_moe_ext.hosts.deepspeed.regions import Region
 from ds_moe_ext.hosts.deepspeed.states import OptimizerStates
 from ds_moe_ext.hosts.deepspeed.stored import Part
@@ -106,20 +107,22 @@ def kept_of(
     states = OptimizerStates(engine)
     kept = Kept({}, {OPTIMIZER: wrapper_settings(engine)})
     for parameter, names in named.items():
-        options = states.options(parameter)
-        if not names.is_expert and options is None:
+        if not names.is_expert and not is_stepped(states, parameter):
             continue
         if names.is_expert and excludes_frozen and not parameter.requires_grad:
             continue
         _keep(kept, parameter, names, states)
+        options = states.options(parameter)
         kept.objects[f"{names.kind}/{ABOUT}"] = {
             "shape": names.shape,
-            "options": options and {k: v for k, v in options.items() if k not in _OF_A_GROUP},
+            "options": options and {k: v for k, v in options.items() if k not in OF_A_PART},
         }
     return kept
 
 
-_OF_A_GROUP = ("params", "name", "moe")  # what says which parameters a group has
+def is_stepped(states: OptimizerStates, parameter: nn.Parameter) -> bool:
+    """Whether the optimizer changes it: a plain one may have been given what is frozen too."""
+    return parameter.requires_grad and states.options(parameter) is not None
 
 
 def _keep(kept: Kept, parameter: nn.Parameter, names: Named, states: OptimizerStates) -> None:

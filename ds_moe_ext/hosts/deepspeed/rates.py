@@ -7,9 +7,14 @@ have no experts, and those of an expert rank have nothing else.
 
 from __future__ import annotations
 
+import json
 from typing import Any, NamedTuple
 
+import torch
+
+from ds_moe_ext.comm import gather_texts
 from ds_moe_ext.hosts.deepspeed.kept import base_optimizer, has_dense_weights
+from ds_moe_ext.hosts.deepspeed.parameter_groups import belongs_to_user
 from ds_moe_ext.hosts.run import Run
 
 
@@ -25,17 +30,38 @@ def fitting(engine: Any, run: Run, saved: Any) -> Any:
         run: its replaced layers.
         saved: the state of the schedule of the rank that saved.
     """
-    optimizer = base_optimizer(engine)
+    optimizer = _scheduled(engine)
     groups = [] if optimizer is None else optimizer.param_groups
-    fit = _Fit(len(groups), has_others=not has_dense_weights(run))
-    return fit(saved, engine.lr_scheduler.state_dict())
+    has_others = not has_dense_weights(run) and not belongs_to_user(engine, optimizer)
+    return _Fit(len(groups), has_others)(saved, engine.lr_scheduler.state_dict())
 
 
 def tell(engine: Any) -> None:
-    """Let the schedule tell the rates that have been loaded, as torch's and DeepSpeed's do."""
-    schedule, optimizer = engine.lr_scheduler, base_optimizer(engine)
+    """Let the schedule tell the rates that have been loaded, as torch's and DeepSpeed's do.
+    Collective."""
+    _share(engine)
+    schedule, optimizer = engine.lr_scheduler, _scheduled(engine)
     if optimizer is not None and isinstance(getattr(schedule, "_last_lr", None), list):
         schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
+
+
+def _share(engine: Any) -> None:
+    """Give a user's groups of which this rank has no weight, so that none was loaded, the rates of
+    ranks that have some: schedules go on from them. Collective."""
+    optimizer = engine.client_optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    groups = optimizer.param_groups
+    own = [float(group["lr"]) if group["params"] else None for group in groups]
+    of_ranks = [json.loads(text) for text in gather_texts(json.dumps(own), None)]
+    for group, rates in zip(groups, zip(*of_ranks)):
+        if not group["params"]:
+            group["lr"] = next((rate for rate in rates if rate is not None), group["lr"])
+
+
+def _scheduled(engine: Any) -> Any:
+    """The optimizer whose groups the schedule counts: the user's, or as a wrapper steps it."""
+    return getattr(engine.lr_scheduler, "optimizer", None) or base_optimizer(engine)
 
 
 class _Fit(NamedTuple):

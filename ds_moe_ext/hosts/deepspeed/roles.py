@@ -164,13 +164,6 @@ def own_groups(engine: Any) -> Iterator[None]:
         groups.mpu = before
 
 
-def tell_of_experts(engine: Any) -> None:
-    """Tell an engine with roles, before it makes its optimizer, whether this rank has experts: told
-    of MoE layers, ZeRO 1 and 2 want a parameter group of experts."""
-    if isinstance(engine.mpu, RoleUnit) and (engine.optimizer_name() or engine.client_optimizer):
-        engine.has_moe_layers = any(is_moe_param(p) for p in engine.module.parameters())
-
-
 def clip(engine: Any) -> bool:
     """Clip at ZeRO stage 0 in float32 by the norm over both roles.
 
@@ -194,15 +187,13 @@ def clip_gradients(engine: Any, parameters: Iterable[nn.Parameter], norm: Tensor
 
 
 def join(engine: Any) -> None:
-    """Let both roles clip by one norm, skip a step together, and save in one way. Does nothing
-    without roles.
+    """Let both roles clip by one norm, and skip a step together. Does nothing without roles.
 
     Args:
         engine: whose optimizer has just been made.
     """
     if not isinstance(engine.mpu, RoleUnit):
         return
-    engine.has_moe_layers = True
     joins: tuple[tuple[type, Callable[[Any, RoleUnit], None]], ...] = (
         (DeepSpeedZeroOptimizer, _join_zero),
         (BF16_Optimizer, _join_bf16),

@@ -22,6 +22,7 @@ from ds_moe_ext.hosts.deepspeed.kept import (
     SCALARS,
     Named,
     base_optimizer,
+    is_stepped,
     named_parameters,
 )
 from ds_moe_ext.hosts.deepspeed.layout_file import FOLDER, SAVE, SavedLayout
@@ -182,10 +183,10 @@ def _checked_layout(engine: Any, run: Run, asked: Asked) -> SavedLayout:
             "the model with as many, and replace the same layers"
         )
     optimizer = base_optimizer(engine)
-    if asked.with_optimizer and layout.optimizer != type(optimizer).__name__:
+    if asked.with_optimizer and layout.optimizer != optimizer.__class__.__name__:
         raise ValueError(
             f"the checkpoint {asked.folder} has states of {layout.optimizer}, but this run steps "
-            f"with {type(optimizer).__name__}, to which they mean other things; use "
+            f"with {optimizer.__class__.__name__}, to which they mean other things; use "
             f"{layout.optimizer}, or load_optimizer_states=False"
         )
     layout.check_homes(asked.folder)
@@ -327,7 +328,7 @@ class _Reading:
         if names.is_expert:
             may_lack = not (self._asked.is_strict or parameter.requires_grad)
             return not may_lack or names.name in self._kinds
-        return self._asked.with_optimizer and self._states.options(parameter) is not None
+        return self._asked.with_optimizer and is_stepped(self._states, parameter)
 
     def _objects(self, wanted: Mapping[nn.Parameter, Named]) -> dict[str, Any]:
         names = {OPTIMIZER, REMEMBERED, SAVE}
