@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ds_moe_ext.hosts.compiled import eager, named_modules
 from ds_moe_ext.hosts.found import (
@@ -73,15 +74,54 @@ def register_experts(cls: type[nn.Module]) -> Callable[[Describe], Describe]:
 
 def is_registered(module: nn.Module) -> bool:
     """Whether its class was given to ``register_experts``."""
-    return type(module) in _DESCRIBE
+    return class_of(module) in _DESCRIBE
 
 
 def find_registered(model: nn.Module, wanted: Wanted) -> Iterator[Found]:
     """The modules of registered classes, in model order."""
     for name, module in named_modules(model):
-        describe = _DESCRIBE.get(type(module))
+        describe = _DESCRIBE.get(class_of(module))
         if describe is not None and wanted(name):
+            check_own_weights(model, name)
             yield found_experts(model, name, module, describe(module))
+
+
+def class_of(module: nn.Module) -> type:
+    """As it was written: torch gives a module whose weights are parametrized a class of its own."""
+    return type(module).__bases__[0] if is_parametrized(module) else type(module)
+
+
+def check_own_weights(model: nn.Module, name: str) -> None:
+    """Experts that go to other ranks take with them what they have, and nothing else.
+
+    Args:
+        model: that has the layer.
+        name: of the layer.
+
+    Raises:
+        ValueError: an expert's weight is computed from others, which an adapter or torch keeps.
+    """
+    remedy = "or leave this layer out with ds_moe_ext.moe_layer_pattern"
+    for inner, module in model.get_submodule(name).named_modules(prefix=name):
+        if is_parametrized(module):
+            weights = ", ".join(f"{inner}.{weight}" for weight in module.parametrizations)  # type: ignore[union-attr]
+            raise ValueError(
+                f"{weights} is parametrized: torch computes it from other weights at each use, but "
+                "ds_moe_ext spreads experts over ranks as parameters of their own; remove it with "
+                f"torch.nn.utils.parametrize.remove_parametrizations, {remedy}"
+            )
+    layer, *wrapped = name.split(".base_layer")  # as all adapters of peft have what they adapt
+    if wrapped:
+        names = [layer + ".base_layer" * depth for depth in range(len(wrapped))]
+        adapters = [model.get_submodule(each) for each in names]
+        targets = [getattr(adapter, "parameter_name", None) for adapter in adapters]
+        weights = " and ".join(f"{target!r}" for target in targets if target) or "its weights"
+        raise ValueError(
+            f"{layer} has an adapter of peft ({type(adapters[0]).__name__}) on {weights}, which it "
+            "changes at each use, but ds_moe_ext spreads experts over ranks as parameters of their "
+            "own; leave experts out of target_parameters and target_modules (adapters elsewhere, "
+            f"as of attention, are fine), {remedy}"
+        )
 
 
 def found_experts(

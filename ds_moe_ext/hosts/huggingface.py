@@ -12,9 +12,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ds_moe_ext.hosts.compiled import named_modules
-from ds_moe_ext.hosts.experts import ExpertsDescription, found_experts, is_registered, shell
+from ds_moe_ext.hosts.experts import (
+    ExpertsDescription,
+    check_own_weights,
+    class_of,
+    found_experts,
+    is_registered,
+    shell,
+)
 from ds_moe_ext.hosts.found import Found, Wanted
 from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
 
@@ -23,15 +31,17 @@ def find(model: nn.Module, wanted: Wanted) -> Iterator[Found]:
     """The experts modules of Hugging Face's MoE blocks, in model order."""
     for name, module in named_modules(model):
         if _is_experts(module) and wanted(name):
+            check_own_weights(model, name)
             yield found_experts(model, name, module, _describe(name, module))
 
 
 def _is_experts(module: nn.Module) -> bool:
-    if not type(module).__module__.startswith(("transformers.", "transformers_modules.")):
+    if not class_of(module).__module__.startswith(("transformers.", "transformers_modules.")):
         return False
     if is_registered(module):  # who did so knows better
         return False
-    down = module._parameters.get("down_proj")
+    computed = is_parametrized(module, "down_proj")
+    down: Any = module.down_proj if computed else module._parameters.get("down_proj")
     return down is not None and down.dim() == 3 and hasattr(module, "num_experts")
 
 

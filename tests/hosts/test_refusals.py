@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from tests.hosts import families
 from tests.hosts.test_huggingface import AnyConfig
@@ -97,6 +98,26 @@ def jet_moe() -> nn.Module:
 def on_meta() -> nn.Module:
     with torch.device("meta"):
         return families.build("mixtral")
+
+
+class Adapter(nn.Module):
+    """As those of peft that stand before experts: it has the next one, or the experts."""
+
+    def __init__(self, base_layer: nn.Module, parameter_name: str) -> None:
+        super().__init__()
+        self.base_layer, self.parameter_name = base_layer, parameter_name
+
+
+def adapted() -> nn.Module:
+    model = families.build("mixtral")
+    block = model.model.layers[0].mlp
+    block.experts = Adapter(Adapter(block.experts, "down_proj"), "gate_up_proj")
+    return model
+
+
+def parametrized(experts: str, name: str, model: nn.Module) -> nn.Module:
+    register_parametrization(model.get_submodule(experts), name, nn.Tanh())
+    return model
 
 
 def pipeline() -> nn.Module:
@@ -330,6 +351,22 @@ MODELS = {
     "experts with weights of another kind": Case(
         ("down_proj_scale_inv", "moe_layer_pattern"),
         model=lambda: experts_with("down_proj_scale_inv"),
+    ),
+    "experts with adapters": Case(
+        ("layers.0.mlp.experts has", "Adapter", "'gate_up_proj' and 'down_proj'", "target_param"),
+        model=adapted,
+    ),
+    "parametrized experts": Case(
+        ("layers.0.mlp.experts.down_proj is parametrized", "remove_parametrizations"),
+        model=lambda: parametrized(
+            "model.layers.0.mlp.experts", "down_proj", families.build("mixtral")
+        ),
+    ),
+    "parametrized native experts": Case(
+        ("deepspeed_experts.0.weight is parametrized", "remove_parametrizations"),
+        model=lambda: parametrized(
+            "moe.deepspeed_moe.experts.deepspeed_experts.0", "weight", native()
+        ),
     ),
     "replaced before": Case(
         ("replaced by an earlier", "build the model anew"), model=replaced_before

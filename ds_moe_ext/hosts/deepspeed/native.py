@@ -16,7 +16,7 @@ from deepspeed.moe.layer import MoE
 from torch import Tensor, nn
 
 from ds_moe_ext.hosts.compiled import eager, named_modules
-from ds_moe_ext.hosts.experts import shell
+from ds_moe_ext.hosts.experts import check_own_weights, shell
 from ds_moe_ext.hosts.found import Adopted, Found, RoutedOf, Slot, Wanted, shape_of, weights_of
 from ds_moe_ext.hosts.splitting import ways_to_split
 from ds_moe_ext.moe.expert import ModuleExperts, on_shard
@@ -29,6 +29,7 @@ def find(model: nn.Module, wanted: Wanted) -> Iterator[Found]:
     """The MoE layers, in model order."""
     for name, module in named_modules(model):
         if isinstance(module, MoE) and wanted(name):
+            check_own_weights(model, f"{name}.deepspeed_moe.experts")
             yield _found(name, module)
 
 
