@@ -22,7 +22,7 @@ from ds_moe_ext.settings import BLOCK, Settings
 
 PATIENCE_S = 0.5
 """That the main thread has to answer a signal, before it is taken to wait for other ranks."""
-LIMIT_S = 10.0
+LIMIT_S = 20.0
 """That writing may take behind a signal; launchers kill after thirty seconds."""
 
 

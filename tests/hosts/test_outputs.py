@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from ds_moe_ext.report import paths
 from ds_moe_ext.report.record import RunRecord
 from tests.hosts.jobs import Job, document_of, loss_of, micro_batch, model_of
 from tests.hosts.processes import ROOT, started
-from tests.ranks import pool_of
+from tests.ranks import free_port, pool_of
 
 
 def why_unwritable(path: Path) -> str:
@@ -133,13 +133,48 @@ def test_a_report_is_there_after_sigterm(tmp_path: Path, how: tuple[str, ...]) -
         time.sleep(len(how))  # to come to the collective
         begun_s = time.monotonic()
         first.send_signal(signal.SIGTERM)
-        printed = first.stdout.read()
-        assert first.wait(timeout=10) == -signal.SIGTERM, printed
+        assert first.wait(timeout=10) == -signal.SIGTERM
         assert time.monotonic() - begun_s < 5
+        printed = first.stdout.read()
     record = RunRecord.from_json((tmp_path / "out/report.json").read_text())
     assert record.steps_I[:5] == (0, 1, 2, 3, 4)
     assert "</html>" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
     assert f"ds_moe_ext: wrote {tmp_path}/out/report.html and" in printed
+
+
+LAUNCHERS = {
+    "torchrun": ("--nproc_per_node", "2"),
+    "deepspeed": ("--no_local_rank", "--num_accelerators", "2"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_launchers_that_are_ended_leave_a_report(tmp_path: Path, launcher: str) -> None:
+    """All processes of a job get the signal, as of a scheduler; ranks from their launcher, too."""
+    script = ROOT / "tests/hosts/endless_run.py"
+    port = ("--master_port", str(free_port()))
+    process = subprocess.Popen(
+        [launcher, *LAUNCHERS[launcher], *port, str(script), str(document(tmp_path))],
+        cwd=ROOT,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if "answer: 9" in line:
+                break
+        os.killpg(process.pid, signal.SIGTERM)
+        printed, _ = process.communicate(timeout=60)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    record = RunRecord.from_json((tmp_path / "out/report.json").read_text())
+    assert record.world_size == 2 and len(record.steps_I) >= 8, printed
 
 
 OWN = """
