@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -402,3 +403,20 @@ def test_a_second_block_by_nearly_our_name_is_told_once(monkeypatch: pytest.Monk
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert chosen.read(document) is not None
+
+
+def told(rank: int, world_size: int) -> str:
+    """What is shown as a run starts whose ranks have all experts."""
+    settings = block("fssdp", report={"enabled": True})
+    with redirect_stdout(StringIO()) as shown, megatron(ONE, settings):
+        Training(ONE)
+    return shown.getvalue()
+
+
+def test_one_cell_has_nobody_to_copy_to() -> None:
+    first, second = pool_of(2).run(told)
+    assert (
+        "ds_moe_ext: every rank has all experts, so that none is copied; raise "
+        "--expert-model-parallel-size for fssdp to have an effect\n"
+    ) in first
+    assert "ds_moe_ext" not in second
