@@ -259,7 +259,8 @@ def begin_watch() -> None:
     world = dist.group.WORLD
     if world is None or world.size() == 1:
         return
-    store = dist.distributed_c10d._get_default_store().clone()  # its own: others wait in theirs
+    whole: Any = dist.distributed_c10d._get_default_store()
+    store = whole.clone()  # its own: another thread may wait in that
     store.set_timeout(STORE_TIMEOUT)
     WATCH.start(
         Wires(
@@ -278,7 +279,7 @@ def break_off(group: dist.ProcessGroup) -> None:
     """Make all that wait in a communicator on this rank raise RuntimeError (on CUDA: stop waiting),
     and on other ranks whoever comes later. Nobody can use it any more."""
     for device in group._device_types:
-        backend = group._get_backend(device)
+        backend: Any = group._get_backend(device)
         if isinstance(backend, dist.ProcessGroupGloo):
             # Its abort lets nobody go, but who gives up a receive closes all its connections.
             peer = (group.rank() + 1) % group.size()

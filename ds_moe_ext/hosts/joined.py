@@ -111,7 +111,9 @@ def join_generate(model: nn.Module, run: Run, device: torch.device) -> None:
     """Let ``generate`` of a Hugging Face model be a joined block; not where the caller says by
     ``synced_gpus`` how ranks keep in step."""
     loaded = sys.modules.get("transformers.generation.utils")
-    for module in () if loaded is None else model.modules():
+    if loaded is None:
+        return
+    for module in model.modules():
         if isinstance(module, loaded.GenerationMixin):
             module.generate = _generating(module.generate, run, device)
 
