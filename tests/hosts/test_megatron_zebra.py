@@ -244,6 +244,13 @@ def test_arguments_of_the_script_are_refused(given: dict[str, Any], told: str) -
         refuse_arguments()
 
 
+def test_another_torch_is_refused_by_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = SimpleNamespace(default_pg=None, group_count=0)  # groups' ranks are kept elsewhere
+    monkeypatch.setattr("torch.distributed.distributed_c10d._world", world)
+    with pytest.raises(ValueError, match=r"_world\.pg_group_ranks of .* was tried with torch 2\."):
+        part(Roles.first(2, 2))
+
+
 def test_ranks_must_be_whole_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "6")
     with pytest.raises(ValueError, match="groups of 4, which do not divide the 6 ranks"):

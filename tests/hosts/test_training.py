@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -167,9 +168,11 @@ def test_checkpoint_without_us_is_refused(tmp_path: Path) -> None:
 
 
 def disagree(rank: int, world_size: int) -> str:
-    """Attach a strategy that plans differently on every rank, with ``debug`` on."""
+    """Attach a strategy that plans differently on every rank, with ``debug`` on, though the ranks
+    take their settings for equal."""
     import deepspeed
 
+    from ds_moe_ext.hosts import alike
     from tests.hosts.jobs import document_of, model_of
 
     job = Job("mixtral")
@@ -181,7 +184,8 @@ def disagree(rank: int, world_size: int) -> str:
     }
     model = model_of(job)
     try:
-        deepspeed.initialize(model=model, model_parameters=model.parameters(), config=document)
+        with mock.patch.object(alike, "settings_of", return_value={}):
+            deepspeed.initialize(model=model, model_parameters=model.parameters(), config=document)
     except RuntimeError as error:
         return str(error)
     return "no error"

@@ -39,9 +39,9 @@ FINDERS = (huggingface.find, native.find, experts.find_registered)
 
 INITIALIZE = "deepspeed.initialize"
 
-GRID_KEYS = (
-    f"the grid (that {BLOCK}.expert_parallel_size and {BLOCK}.expert_sharding_size ask for; where "
-    "they are null, the ranks of each node count)"
+GRID = (
+    f"the grid (where nodes have unequally many ranks, set {BLOCK}.expert_parallel_size and "
+    f"{BLOCK}.expert_sharding_size)"
 )
 
 
@@ -109,7 +109,7 @@ def _description(
     if TensorParallel.of(mpu).group is None:  # else a rank has parts of weights
         told.update(alike.weights_of(model))
     if grid is not None:
-        told[GRID_KEYS] = f"{grid.num_cells} cells of {grid.cell_size} ranks"
+        told[GRID] = f"{grid.num_cells} cells of {grid.cell_size} ranks"
     return told
 
 

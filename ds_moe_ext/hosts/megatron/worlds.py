@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,6 +27,19 @@ from torch.distributed import distributed_c10d as c10d
 
 from ds_moe_ext.roles import Roles
 from ds_moe_ext.settings import BLOCK
+
+TRIED = "2.13"
+"""Version of torch in which what this module changes of it was tried."""
+
+_INTERNALS = (
+    "_world.default_pg",
+    "_world.group_count",
+    "_world.pg_group_ranks",
+    "_update_default_pg",
+    "_get_default_group",
+    "_get_default_store",
+)
+"""That, in ``torch.distributed.distributed_c10d``: no other module of ours touches it."""
 
 NUMBERS = 1_000_000
 """Of groups of a world, at most."""
@@ -141,6 +155,19 @@ def _renumber(groups: Iterable[dist.ProcessGroup], number: Callable[[int], int])
         ranks[group] = {number(rank): place for rank, place in ranks[group].items()}
 
 
+def check_torch() -> None:
+    """Raises ValueError where this version of torch keeps its default group otherwise."""
+    for path in _INTERNALS:
+        try:
+            attrgetter(path)(c10d)
+        except AttributeError as error:
+            raise ValueError(
+                f"{BLOCK}.strategy is 'zebra', which under Megatron parts the ranks by {path} of "
+                f"torch.distributed.distributed_c10d, but torch {torch.__version__} has none; it "
+                f"was tried with torch {TRIED}: use that version, or another strategy"
+            ) from error
+
+
 def part(roles: Roles, agree: Callable[[], None] = lambda: None) -> Worlds:
     """Part the ranks of this launch. Collective, over all of them.
 
@@ -152,8 +179,9 @@ def part(roles: Roles, agree: Callable[[], None] = lambda: None) -> Worlds:
         agree: compares the settings of all ranks, once their world is there.
 
     Raises:
-        ValueError: the ranks are not whole ZP groups.
+        ValueError: the ranks are not whole ZP groups, or torch is of an unknown version.
     """
+    check_torch()
     was_made = dist.is_initialized()
     size = dist.get_world_size() if was_made else int(os.environ.get("WORLD_SIZE", "1"))
     if size % roles.size:
