@@ -16,6 +16,7 @@ from rich.table import Table
 
 from ds_moe_ext import _autoload
 from ds_moe_ext.convert.command import add_convert
+from ds_moe_ext.documents import bytes_of
 from ds_moe_ext.plan_jobs.algorithms import ALGORITHMS, plan_text
 from ds_moe_ext.profile_run import add_profile
 from ds_moe_ext.report.record import RunRecord
@@ -62,22 +63,25 @@ def main() -> None:
 def print_plan(algorithm: str, path: str) -> int:
     """Print the plan of a job, or the plans of a list of jobs."""
     try:
-        text = sys.stdin.buffer.read() if path == STANDARD_INPUT else Path(path).read_bytes()
-    except OSError as error:
+        text = sys.stdin.buffer.read() if path == STANDARD_INPUT else bytes_of(path)
+    except ValueError as error:
         raise ValueError(
-            f"--in is {path!r}, which cannot be read ({error.strerror}); name a file, or - for "
-            "standard input"
+            f"--in is {path!r}, which cannot be read ({error}); name a file, or - for standard "
+            "input"
         ) from error
-    print(plan_text(algorithm, text))
+    print(plan_text(algorithm, text, f"--in {path!r}"))
     return 0
 
 
 def draw(path: Path) -> int:
     """Write report.html beside a report.json."""
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = bytes_of(path).decode("utf-8")
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read ({error}); name report.json of a run") from error
     try:
         record = RunRecord.from_json(text)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a report.json of a run ({error!r})") from error
     record.write(path.parent)
     print(f"wrote {path.parent / 'report.html'}")

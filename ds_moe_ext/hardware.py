@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ds_moe_ext.documents import bytes_of, parsed
 from ds_moe_ext.strict import read_record
 
 
@@ -238,13 +239,13 @@ class Hardware:
         return json.dumps(_without_nothing(dataclasses.asdict(self)), indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> Hardware:
+    def from_json(cls, text: bytes | str) -> Hardware:
         """Read strictly.
 
         Raises:
             ValueError: no JSON, or what is wrong in it.
         """
-        return read_record(cls, json.loads(text), "hardware")
+        return read_record(cls, parsed(text), "hardware")
 
 
 def ranks_per_node_of(hosts_C: Sequence[str]) -> int:
@@ -271,12 +272,14 @@ def read_hardware(path: str | Path) -> Hardware:
         ValueError: there is no such file, or what is wrong in it.
     """
     try:
-        return Hardware.from_json(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
+        text = bytes_of(path)
+    except ValueError as error:
         raise ValueError(
-            f"hardware file {str(path)!r} cannot be read ({error.strerror}); name a file of "
+            f"hardware file {str(path)!r} cannot be read ({error}); name a file of "
             "configs/hardware, or write one with ds-moe-ext profile"
         ) from error
+    try:
+        return Hardware.from_json(text)
     except ValueError as error:
         raise ValueError(f"hardware file {str(path)!r}: {error}") from error
 

@@ -4,7 +4,6 @@ train, a table at the end, and what was wrong with the command line in one line.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
@@ -24,6 +23,7 @@ from rich.table import Table
 from summary import Summary
 
 from ds_moe_ext import read_settings
+from ds_moe_ext.documents import bytes_of, parsed
 from ds_moe_ext.report.recorder import Recorder
 
 LINE_EVERY = 10
@@ -32,11 +32,16 @@ SECONDS_FOR_RANK_0_S = 5.0
 
 def read_json(path: Path | None, argument: str) -> dict[str, Any]:
     """Read a JSON object from the file that a command-line argument names."""
-    if path is None or not path.is_file():
-        raise ValueError(f"{argument} {path} is not a file; name a JSON file, see configs/")
     try:
-        content = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        text = bytes_of(path or "")
+    except ValueError as error:
+        raise ValueError(
+            f"{argument} {path} is not a file that can be read ({error}); name a JSON file, see "
+            "configs/"
+        ) from error
+    try:
+        content = parsed(text)
+    except ValueError as error:
         raise ValueError(f"{argument} {path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{argument} {path} must hold a JSON object: start it with a brace")

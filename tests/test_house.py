@@ -20,7 +20,8 @@ PACKAGE = "ds_moe_ext"
 
 LAYERS = (
     ("_autoload",),  # names the patches, and imports nothing of ours
-    ("strict", "named", "placement", "share", "transfer", "hardware", "pieces", "roles"),
+    ("strict", "documents", "named", "placement", "share"),
+    ("transfer", "hardware", "pieces", "roles"),
     ("schedule.task",),
     ("schedule.orders", "schedule.simulate", "schedule.step", "schedule.pipelines"),
     ("schedule.wires", "schedule.stripes"),
@@ -47,7 +48,8 @@ LAYERS = (
 """Imports go up this list only; modules of one row may import each other."""
 
 PURE = ("placement", "planners", "schedule.task", "schedule.orders", "schedule.simulate")
-PURE += ("share", "transfer", "schedule.step", "schedule.trace", "strict", "hardware", "cost.fit")
+PURE += ("share", "transfer", "schedule.step", "schedule.trace", "strict", "documents")
+PURE += ("hardware", "cost.fit")
 PURE += ("schedule.pipelines", "schedule.wires", "schedule.stripes", "pieces")
 HOST_PACKAGES = {"deepspeed", "megatron", "transformers", "accelerate"}
 

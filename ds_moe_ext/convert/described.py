@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ds_moe_ext.convert.model import Attention, Experts, Family, Model
+from ds_moe_ext.documents import read_document as read_json
 
 Document = Mapping[str, Any]
 CONFIG = "config.json"
@@ -82,9 +82,10 @@ def read_document(path: Path) -> Document:
     Raises:
         ValueError: it is none of them.
     """
-    file = path / CONFIG if path.is_dir() else path
+    file = path
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        file = path / CONFIG if path.is_dir() else path
+        document = read_json(file)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{file} cannot be read ({error}); name a Hugging Face config.json, its folder, or a "

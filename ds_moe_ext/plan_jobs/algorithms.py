@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ds_moe_ext.documents import parsed
 from ds_moe_ext.plan_jobs.copying import (
     MaterializationJob,
     ShardingJob,
@@ -55,8 +56,8 @@ ALGORITHMS: Mapping[str, Algorithm] = {
 }
 
 
-def plan_text(name: str, text: bytes) -> str:
-    """Plans in JSON of one job in JSON, or of a list of jobs.
+def plan_text(name: str, text: bytes, source: str = "the input") -> str:
+    """Plans in JSON of one job in JSON, or of a list of jobs; ``source`` says where from in errors.
 
     Raises:
         ValueError: what is wrong with the name, the text or a job, in one line.
@@ -64,7 +65,7 @@ def plan_text(name: str, text: bytes) -> str:
     if name not in ALGORITHMS:
         raise ValueError(f"there is no algorithm {name!r}; {nearest(name, ALGORITHMS)}")
     algorithm = ALGORITHMS[name]
-    document = _read_json(text)
+    document = _read_json(text, source)
     if not isinstance(document, list):
         return json.dumps(_planned(algorithm, document, "job"))
     return json.dumps([_planned(algorithm, job, f"job {i}") for i, job in enumerate(document)])
@@ -78,19 +79,12 @@ def _planned(algorithm: Algorithm, values: Any, where: str) -> Any:
     return dataclasses.asdict(plan)
 
 
-def _read_json(text: bytes) -> Any:
+def _read_json(text: bytes, source: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_object)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"the input cannot be read as JSON: {error}; mend it") from error
+        return parsed(text, _no_constant)
+    except ValueError as error:
+        raise ValueError(f"{source} cannot be read as JSON: {error}; mend it") from error
 
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ValueError(f"an object has a key twice, of {[key for key, _ in pairs]}")
-    return values

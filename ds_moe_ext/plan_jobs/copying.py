@@ -20,6 +20,7 @@ from ds_moe_ext.plan_jobs.checks import (
 )
 from ds_moe_ext.planners.materialize import materialize
 from ds_moe_ext.planners.shard import shard
+from ds_moe_ext.strict import at_least
 
 PARTS = 2**10  # of a row: loads that are no whole rows, as a mean of steps, are rounded to these
 
@@ -54,7 +55,9 @@ class MaterializationJob:
                 "both one for each expert"
             )
         check_number("overlap_degree", self.overlap_degree, int)
+        at_least("overlap_degree", self.overlap_degree, 0)
         check_number("copies_per_rank", self.copies_per_rank, int)
+        at_least("copies_per_rank", self.copies_per_rank, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +113,7 @@ class ShardingJob:
             check_loads(f"load[{index}]", load)
         check_cluster(self.num_ranks, self.ranks_per_node, sum(map(len, self.load)))
         check_number("overlap_degree", self.overlap_degree, int)
+        at_least("overlap_degree", self.overlap_degree, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

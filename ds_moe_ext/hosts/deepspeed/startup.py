@@ -238,11 +238,12 @@ def _document(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
         return None
     try:
         if os.path.exists(config):
-            text = Path(config).read_text()
+            # What is in a pipe can be read once, and DeepSpeed will.
+            text = Path(config).read_text() if os.path.isfile(config) else ""
         else:  # DeepSpeed also takes the JSON itself in base64
             text = base64.urlsafe_b64decode(config).decode()
         document = hjson.loads(text)  # as DeepSpeed reads it: with comments
-    except (OSError, ValueError):
+    except (OSError, RecursionError, ValueError):
         return None
     return document if isinstance(document, Mapping) else None
 

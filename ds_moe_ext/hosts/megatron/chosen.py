@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ds_moe_ext.documents import read_document
 from ds_moe_ext.hosts import alike
 from ds_moe_ext.hosts.launched import is_first
 from ds_moe_ext.hosts.megatron.flag import FLAG
@@ -126,8 +126,8 @@ def _read(given: str | Path | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]
         return "a document", given
     path = Path(given)
     try:
-        document = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        document = read_document(path)
+    except ValueError as error:
         raise ValueError(
             f"{FLAG} is {str(path)!r}, which cannot be read as JSON ({error}); name a file with "
             f"a {BLOCK!r} block, as those in configs/strategies are"

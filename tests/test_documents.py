@@ -1,0 +1,82 @@
+"""Files that cannot be read: one line that names the file, whoever reads it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_moe_ext import cli
+from ds_moe_ext.convert import described
+from ds_moe_ext.documents import parsed, read_document
+from ds_moe_ext.hardware import read_hardware
+from ds_moe_ext.hosts.megatron import chosen
+
+
+def of_launch_scripts(path: Path) -> Any:
+    from console import read_json
+
+    return read_json(path, "--model")
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "settings under Megatron": chosen.read,
+    "hardware": read_hardware,
+    "jobs of planners": lambda path: cli.print_plan("prophet", str(path)),
+    "report": cli.draw,
+    "config to convert": described.read_document,
+    "launch scripts": of_launch_scripts,
+}
+
+
+def pipe(path: Path) -> Path:
+    os.mkfifo(path)
+    return path
+
+
+def holding(content: bytes) -> Callable[[Path], Path]:
+    def write(path: Path) -> Path:
+        path.write_bytes(content)
+        return path
+
+    return write
+
+
+BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "missing": (lambda path: path, "No such file"),
+    "folder": (lambda path: path.parent, "Is a directory|config.json"),
+    "pipe": (pipe, "it is a pipe or a device"),
+    "long path": (lambda path: path.with_name("a" * 300), "File name too long"),
+    "no UTF-8": (holding(b'{"name": "\xe9"}'), "'utf-8' codec can't decode byte 0xe9"),
+    "deep": (holding(b'{"a":' * 100_000), "too deeply|RecursionError"),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("bad", BAD)
+def test_files_that_cannot_be_read(reader: str, bad: str, tmp_path: Path) -> None:
+    make, reason = BAD[bad]
+    path = make(tmp_path / "given.json")
+    with pytest.raises(ValueError, match=reason) as caught:
+        READERS[reader](path)
+    assert str(path) in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("reader", READERS.keys() - {"report"})
+def test_keys_that_stand_twice(reader: str, tmp_path: Path) -> None:
+    """A report is written by ourselves."""
+    path = holding(b'{"ds_moe_ext": {"enabled": true, "enabled": false}}')(tmp_path / "given.json")
+    with pytest.raises(ValueError, match="an object has a key twice: 'enabled'") as caught:
+        READERS[reader](path)
+    assert str(path) in str(caught.value)
+
+
+def test_what_is_well_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "given.json"
+    path.write_bytes(b'\xef\xbb\xbf{"a": [1, {"a": null}], "b": "\xc3\xa9"}')
+    assert read_document(path) == {"a": [1, {"a": None}], "b": "é"}
+    assert parsed('{"a": 1}') == parsed(b'{"a": 1}') == {"a": 1}
