@@ -553,6 +553,12 @@ def test_the_block_takes_them() -> None:
         assert read_settings({"ds_moe_ext": {"hooks": none}})[0].hooks == Hooked()
 
 
+def test_what_an_observer_may_do_is_told() -> None:
+    hooks = read_hooks(["int8", f"{HERE}:Counts"], "hooks")
+    assert hooks.rule.startswith("hooks: Counts may read what is shown, and clone it")
+    assert Hooked(codecs=(Int8(),)).rule == ""
+
+
 def refusals() -> Iterator[tuple[Any, str, str, str]]:
     yield "int8", "hooks", "is 'int8'", "must be a list"
     yield [3], "hooks[0]", "is 3", "must be an object"

@@ -90,7 +90,8 @@ class Run:
         if rank == 0 and report.enabled:
             Console().print(start_table(run))
             leave_report(recorder, report.path, lives_with)
-        for line in (told_way(blueprint.strategy, layout), *planning.remarks):
+        way = told_way(blueprint.strategy, layout)
+        for line in (way, settings.hooks.rule, *planning.remarks):
             planning.tell(line)
         return run
 

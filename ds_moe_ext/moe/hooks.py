@@ -153,6 +153,17 @@ class Hooked:
     def _of_combine(self) -> list[Codec]:
         return [codec for codec in self.codecs if codec.combine]
 
+    @property
+    def rule(self) -> str:
+        """What observers may do, for a person; empty where there are none."""
+        if not self.observers:
+            return ""
+        names = ", ".join(type(observer).__qualname__ for observer in self.observers)
+        return (
+            f"hooks: {names} may read what is shown, and clone it; the first change in place ends "
+            "the run with an error, and to communicate would make ranks wait for each other"
+        )
+
     def tell(self, hook: Hook, moe: Moe, batch: Batch) -> None:
         """Call the observers.
 
