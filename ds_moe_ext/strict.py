@@ -10,12 +10,14 @@ import dataclasses
 import difflib
 import json
 import math
+import reprlib
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 AUTOMATIC = "auto"  # what people write where null is meant
+MOST = 2**63 - 1  # of integers
 
 RecordT = TypeVar("RecordT")
 
@@ -137,6 +139,8 @@ def in_json(key: str, value: Any) -> str:
 
 
 def at_least(key: str, value: int | None, least: int) -> None:
-    """Refuse a number below its bound; null is automatic."""
+    """Refuse a number below its bound, or past those of arrays; null is automatic."""
     if value is not None and value < least:
         raise ValueError(f"{key} is {value}; it must be at least {least}")
+    if value is not None and value > MOST:
+        raise ValueError(f"{key} is {reprlib.repr(value)}; it must be at most {MOST}")

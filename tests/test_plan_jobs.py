@@ -238,6 +238,7 @@ def bad_jobs() -> list[tuple[str, Any, str]]:
     """Name, job and what must be said."""
     hecate: list[tuple[dict[str, Any], str]] = [
         ({"overlap_degree": -1}, "overlap_degree is -1; it must be an integer of at least 0"),
+        ({"overlap_degree": 2**63}, "overlap_degree is 9223372036854775808; it must be at most"),
         ({"overlap_degree": True}, "overlap_degree is True"),
         ({"overlap_degree": 1.5}, "overlap_degree is 1.5"),
         ({"overlap_degree": "1"}, "overlap_degree is '1'"),

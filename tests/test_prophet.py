@@ -202,7 +202,8 @@ def test_order_of_a_layer_that_only_carries() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "frequency": ({"frequency": 0}, "prophet.frequency is 0; it must be at least 1"),
     "num_excluded": ({"num_excluded": -1}, "prophet.num_excluded is -1"),
-    "balance": ({"balance": 0.0}, "prophet.balance is 0.0; it must be above 0"),
+    "balance": ({"balance": -0.5}, "prophet.balance is -0.5; it must be at least 0"),
+    "endless balance": ({"balance": 1e400}, "prophet.balance is inf; it must be at least 0"),
     "split": ({"split": "halves"}, "'halves', which is unknown; did you mean 'half'"),
     "planner": ({"planner": "profet"}, "'profet', which is unknown; did you mean 'prophet'"),
     "another": ({"alpha": 1.0}, "prophet has no key 'alpha'"),

@@ -20,6 +20,7 @@ from ds_moe_ext.moe.codecs import BFloat16
 from ds_moe_ext.moe.gates.noisy_top_k import NoisyTopK
 from ds_moe_ext.moe.hooks import Hooked
 from ds_moe_ext.settings import ReportSettings, Settings, TraceSettings, read_settings
+from ds_moe_ext.strategies.base import Strategy
 from ds_moe_ext.strategies.ep import ExpertParallel
 from tests.strategies_for_tests import Chunked
 
@@ -27,7 +28,7 @@ CHUNKED = "tests.strategies_for_tests:Chunked"
 
 
 @dataclass(frozen=True)
-class Picky:
+class Picky(ExpertParallel):
     """A strategy of a user's own with a rule, an open type, a choice and a derived field."""
 
     level: int
@@ -45,6 +46,16 @@ class Picky:
 
 class Plain:
     """Not a dataclass."""
+
+
+@dataclass(frozen=True)
+class NoBase:
+    """Not a strategy."""
+
+
+@dataclass(frozen=True)
+class Planless(Strategy):
+    """Without a plan."""
 
 
 PICKY = "tests.test_settings:Picky"
@@ -398,6 +409,24 @@ def of_strategies() -> Iterator[Bad]:
         "math:pi",
     ):
         yield Bad(block(strategy=path), key, repr(path), "not a dataclass; make it one")
+    for path in ("tests.test_settings:NoBase", "tests.test_settings:Planless"):
+        yield Bad(
+            block(strategy=path), key, repr(path), "derive it from ds_moe_ext.strategies.base"
+        )
+        over = block(strategy="esp", balance=path)
+        yield Bad(over, "ds_moe_ext.balance", repr(path), "give it a plan(self, job)")
+
+
+def of_numbers_too_large() -> Iterator[Bad]:
+    most = f"it must be at most {2**63 - 1}"
+    for name, key in (("fssdp", "overlap_degree"), ("zebra", "attention_size")):
+        yield Bad(block(**{name: {key: 2**63}}), f"ds_moe_ext.{name}.{key}", str(2**63), most)
+        yield Bad(block(**{name: {key: 10**400}}), f"ds_moe_ext.{name}.{key}", "1000000", most)
+    yield Bad(block(expert_parallel_size=2**63), "ds_moe_ext.expert_parallel", str(2**63), most)
+    for key in ("attention_size", "expert_size", "num_micro_batches"):
+        where = f"ds_moe_ext.zebra.{key}"
+        yield Bad(block(zebra={key: 2**40}), where, str(2**40), "give at most 1048576")
+        yield Bad(block(zebra={key: 1e30}), where, "1e+30", "must be an integer or null")
 
 
 def of_options() -> Iterator[Bad]:
@@ -441,6 +470,7 @@ BAD = [
     *of_patterns(),
     *of_strategies(),
     *of_options(),
+    *of_numbers_too_large(),
 ]
 
 

@@ -7,6 +7,7 @@ A strategy is a frozen dataclass: its fields are its JSON keys. One of the user'
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -405,12 +406,17 @@ def class_at(path: str, where: str) -> type:
         where: dotted name of the key, for errors.
 
     Raises:
-        ValueError: there is none, or it is not a dataclass.
+        ValueError: there is none, or it is no strategy, or not a dataclass.
     """
     cls = found_at(path, where, "'my_package.my_module:MyStrategy'")
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise ValueError(
             f"{where} is {path!r}, which is not a dataclass; make it one: its fields "
             "are its JSON keys"
+        )
+    if not issubclass(cls, Strategy) or inspect.isabstract(cls):
+        raise ValueError(
+            f"{where} is {path!r}, which is no strategy; derive it from "
+            "ds_moe_ext.strategies.base.Strategy, and give it a plan(self, job)"
         )
     return cls

@@ -78,7 +78,8 @@ class ProProphet(Strategy):
         num_excluded: cells that get no copy of a copied expert (n), those with the fewest rows for
             it; null: those without any.
         balance: rows by which the busiest cell may exceed the idlest, in mean rows of an expert
-            (alpha); planning ends there.
+            (alpha); planning ends there. With 0 none ever are balanced: all that may be copied is
+            tried, and what is fastest by the model is kept.
         scheduler: hide copies and gradients behind the block before; false sends them as the
             layer's own block begins, and plans as if nothing hid them.
         split: under which computation a copy travels: "fnec_first" fills the time between two
@@ -99,9 +100,9 @@ class ProProphet(Strategy):
     def __post_init__(self) -> None:
         at_least("ds_moe_ext.prophet.frequency", self.frequency, 1)
         at_least("ds_moe_ext.prophet.num_excluded", self.num_excluded, 0)
-        if not 0 < self.balance < np.inf:
+        if not 0 <= self.balance < np.inf:
             raise ValueError(
-                f"ds_moe_ext.prophet.balance is {self.balance}; it must be above 0 and finite"
+                f"ds_moe_ext.prophet.balance is {self.balance}; it must be at least 0 and finite"
             )
         for key, known in (("split", SPLITS), ("planner", PLANNERS)):
             value = vars(self)[key]

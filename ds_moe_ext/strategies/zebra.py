@@ -21,6 +21,7 @@ from ds_moe_ext.strategies.base import Job, Plan, Pool, Strategy, register
 from ds_moe_ext.strict import at_least
 
 WHERE = "ds_moe_ext.zebra"
+MOST = 2**20  # ranks, and stripes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,11 @@ class Zebra(Strategy):
     def __post_init__(self) -> None:
         for name in ("attention_size", "expert_size", "num_micro_batches"):
             at_least(f"{WHERE}.{name}", vars(self)[name], 1)
+            if (vars(self)[name] or 0) > MOST:
+                raise ValueError(
+                    f"{WHERE}.{name} is {vars(self)[name]}, more than any run has; give at most "
+                    f"{MOST}"
+                )
         for name in ("moved", "attention_cells"):
             numbers = vars(self)[name]
             if any(type(number) is not int or number < 0 for number in numbers or ()):
