@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from ds_moe_ext.hosts.deepspeed import (
@@ -145,9 +146,7 @@ def _no_expert_files(original: Any) -> Any:
 def _then_slice(original: Any) -> Any:
     @functools.wraps(original)
     def _configure_optimizer(self: Any, client_optimizer: Any, *args: Any) -> None:
-        if run_of(self) is None:
-            return original(self, client_optimizer, *args)
-        with parameter_groups.undivided(self, client_optimizer):
+        with parameter_groups.undivided(self, client_optimizer) if run_of(self) else nullcontext():
             original(self, client_optimizer, *args)
         roles.join(self)
         slices = slices_of(self)

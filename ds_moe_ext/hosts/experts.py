@@ -104,7 +104,7 @@ def check_own_weights(model: nn.Module, name: str) -> None:
     remedy = "or leave this layer out with ds_moe_ext.moe_layer_pattern"
     for inner, module in model.get_submodule(name).named_modules(prefix=name):
         if is_parametrized(module):
-            weights = ", ".join(f"{inner}.{weight}" for weight in module.parametrizations)  # type: ignore[union-attr]
+            weights = ", ".join(f"{inner}.{weight}" for weight in module.parametrizations)
             raise ValueError(
                 f"{weights} is parametrized: torch computes it from other weights at each use, but "
                 "ds_moe_ext spreads experts over ranks as parameters of their own; remove it with "

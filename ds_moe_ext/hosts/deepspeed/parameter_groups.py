@@ -94,9 +94,9 @@ class Parted:
         wholes = [_Whole(self, number, each) for number, each in enumerate(parts)]
         self._wholes = wholes
         every = [part for whole in wholes for part in whole.parts]
-        self._parts: list[Part] = sorted(every, key=is_moe_param_group)
+        self._parts: list[Options] = sorted(every, key=is_moe_param_group)
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """DeepSpeed looks at an optimizer's class."""
         return type(self._optimizer)
@@ -105,14 +105,14 @@ class Parted:
         return getattr(self._optimizer, name)
 
     @property
-    def param_groups(self) -> list[Part]:
+    def param_groups(self) -> list[Options]:
         """With what has been written to the user's groups meanwhile."""
         for whole in self._wholes:
             whole.hand_down()
         return self._parts
 
     @param_groups.setter
-    def param_groups(self, parts: list[Part]) -> None:
+    def param_groups(self, parts: list[Options]) -> None:
         self._parts = parts  # of which ZeRO steps one at a time
 
     def users_groups(self) -> list[Options]:
