@@ -111,7 +111,9 @@ def form_of(name: str, experts: nn.Module) -> Form:
         )
     own = _overridden(experts, stock)
     if not own and "local_experts" in experts._modules:
-        alone = (_overridden(expert, MLP) for expert in experts.get_submodule("local_experts"))
+        alone = (
+            _overridden(expert, MLP) for expert in experts.get_submodule("local_experts").children()
+        )
         own = next(filter(None, alone), "")
     if own:
         raise ValueError(
