@@ -280,7 +280,8 @@ def break_off(group: dist.ProcessGroup) -> None:
     and on other ranks whoever comes later. Nobody can use it any more."""
     for device in group._device_types:
         backend: Any = group._get_backend(device)
-        if isinstance(backend, dist.ProcessGroupGloo):
+        is_gloo = isinstance(backend, dist.ProcessGroupGloo)
+        if is_gloo:
             # Its abort lets nobody go, but who gives up a receive closes all its connections.
             peer = (group.rank() + 1) % group.size()
             with suppress(RuntimeError):
