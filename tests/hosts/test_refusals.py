@@ -6,6 +6,7 @@ import argparse
 import base64
 import importlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -701,3 +702,14 @@ def test_what_deepspeed_refuses_itself_is_left_to_it(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check({"config": config}, monkeypatch)
+
+
+def test_pipes_and_deep_files_are_left_to_deepspeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in a pipe can be read once; of one that nobody writes to DeepSpeed shall wait."""
+    pipe, deep = tmp_path / "pipe.json", tmp_path / "deep.json"
+    os.mkfifo(pipe)
+    deep.write_text('{"a":' * 100_000)
+    for path in (pipe, deep):
+        check({"config": str(path)}, monkeypatch)
