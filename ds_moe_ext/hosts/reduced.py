@@ -32,3 +32,13 @@ class Reduced:
     @property
     def elements(self) -> int:
         return self.within_moe + self.beside_dense + self.tail
+
+
+def check_slice(elements: int) -> None:
+    """Raises ValueError where a plan asks for less than nothing: gradients would be taken twice."""
+    if elements < 0:
+        raise ValueError(
+            f"a plan asks for a slice of {elements} dense gradients; slices (reductions of a Plan) "
+            "have 0 elements or more: mend the strategy, or set ds_moe_ext.esp.slice_gradients to "
+            "false"
+        )

@@ -25,8 +25,8 @@ def evolved(
 ) -> tuple[int, ...]:
     """Elements moved into each layer's MoE part; arguments as of ``partition.Step2``.
 
-    A candidate names elements for each layer; what is not ready by then counts for nothing, and
-    what is left for the tail.
+    A candidate names elements for each layer; what is not ready by then, or hidden by a later
+    layer, counts for nothing, and what is left for the tail.
 
     Raises:
         ImportError: SciPy is not installed.
@@ -39,12 +39,15 @@ def evolved(
             "'exact', which needs nothing and finds no slower partition"
         ) from error
 
+    # What a layer moves, the windows of later ones must be able to do without (as in ``_move``).
+    movable = np.minimum.accumulate(hidden.left[::-1])[::-1].tolist()
+
     def taken(wanted_IN: np.ndarray) -> np.ndarray:
         """Whole elements, as many as are ready, int64 ``[I, N]``."""
         moved_N = np.zeros(wanted_IN.shape[1], dtype=np.int64)
         taken_IN = np.zeros(wanted_IN.shape, dtype=np.int64)
-        for own_N, wanted_N, ready in zip(taken_IN, wanted_IN, hidden.left):
-            own_N[:] = np.minimum(np.rint(wanted_N).astype(np.int64), ready - moved_N)
+        for own_N, wanted_N, most in zip(taken_IN, wanted_IN, movable):
+            own_N[:] = np.minimum(np.rint(wanted_N).astype(np.int64), most - moved_N)
             moved_N += own_N
         return taken_IN
 
@@ -58,7 +61,7 @@ def evolved(
 
     found = differential_evolution(
         cost,
-        bounds=[(0, left) for left in hidden.left],
+        bounds=[(0, most) for most in movable],
         maxiter=GENERATIONS,
         rng=SEED,
         vectorized=True,

@@ -46,12 +46,15 @@ class AllReduce:
         check_costs(vars(self))
 
     def seconds(self, elements: int) -> float:
-        """Of one reduction; of none if there is nothing to reduce."""
+        """Of one reduction; of none if there is nothing to reduce. There is none of less."""
+        if elements < 0:
+            return math.inf
         return self.alpha_s + self.beta_s * elements if elements else 0.0
 
     def seconds_of_each(self, elements_N: np.ndarray) -> np.ndarray:
         """Of many reductions, float ``[N]``; see ``seconds``."""
-        return np.where(elements_N > 0, self.alpha_s + self.beta_s * elements_N, 0.0)
+        seconds_N = np.where(elements_N > 0, self.alpha_s + self.beta_s * elements_N, 0.0)
+        return np.where(elements_N < 0, np.inf, seconds_N)
 
     def hidden_elements(self, elements: int, window_s: float) -> int:
         """As many of ``elements`` as one reduction within the window reduces."""
@@ -227,6 +230,7 @@ def partition_gradients(
     if left:
         move = step_2 or _move
         extra = move(layers, hidden, all_reduce, tail_elements, min(num_quanta, left))
+        assert min(extra) >= 0 and all(map(int.__le__, accumulate(extra), hidden.left))
     tail = tail_elements + left - sum(extra)
     reduced_s_N = all_reduce.seconds_of_each(np.array(hidden.moe) + np.array(extra))
     moe_s = sum(

@@ -351,6 +351,8 @@ def grants(rank: int, world_size: int) -> None:
     slices.finish()
     assert log == [5, 2, 9, 4] and slices.reduced == Reduced(2, 5, 13, 2)
     add(6)
+    with pytest.raises(ValueError, match="a slice of -1 dense gradients; slices"):
+        slices.reduce(-1)
     slices.reduce(5)  # of what was granted before nothing is left
     assert log == [5, 2, 9, 4]
 

@@ -526,6 +526,18 @@ def test_a_gradient_that_is_ready_twice(stage: int) -> None:
         assert "set use_reentrant to false" in message
 
 
+def less_than_nothing(rank: int, world_size: int) -> str:
+    engine = engine_of(Case(1), Windows(lambda *_: (-100, 0)), True)
+    with pytest.raises(ValueError) as error:
+        engine.backward(engine(batch(rank, 0, torch.float32)))
+    return str(error.value)
+
+
+def test_slices_of_less_than_nothing_are_refused() -> None:
+    for message in pool_of(2).run(less_than_nothing):
+        assert "a slice of -100 dense gradients; slices (reductions of a Plan) have 0" in message
+
+
 def one_rank_leaves_out(rank: int, world_size: int) -> str:
     engine = engine_of(Case(0), Windows(SIZES["planned"]), True)
     with pytest.raises(RuntimeError) as error:

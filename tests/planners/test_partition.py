@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate, product
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_moe_ext.planners import evolution
 from ds_moe_ext.planners.degree import LayerCosts
 from ds_moe_ext.planners.linear import LinearCost
 from ds_moe_ext.planners.partition import (
@@ -20,6 +22,7 @@ from ds_moe_ext.planners.partition import (
     fill_windows,
     partition_gradients,
 )
+from ds_moe_ext.planners.pipelining import SOLVERS
 from tests.planners.plainly import PROPERTY
 
 GOLDEN = AllReduce(alpha_s=0.5, beta_s=1e-3)
@@ -141,6 +144,11 @@ def test_what_is_hidden_where() -> None:
     assert (free.hidden_elements(100, 0.4), free.hidden_elements(100, 0.5)) == (0, 100)
 
 
+def test_of_less_than_nothing_there_is_no_reduction() -> None:
+    assert GOLDEN.seconds(-1) == math.inf
+    assert GOLDEN.seconds_of_each(np.array([-1, 0, 1])).tolist() == [math.inf, 0.0, 0.501]
+
+
 def test_a_later_window_takes_what_earlier_ones_left() -> None:
     layers = [golden_layer(9000), golden_layer(0)]
     hidden = fill_windows(layers, GOLDEN)
@@ -230,14 +238,29 @@ ALL_REDUCES = st.builds(
 )
 
 
+@pytest.mark.parametrize("solver", SOLVERS)
 @PROPERTY
-@given(layers_with(6, 50), ALL_REDUCES, st.integers(0, 20), st.integers(1, 40))
+@given(
+    layers=layers_with(6, 50),
+    all_reduce=ALL_REDUCES,
+    tail_elements=st.integers(0, 20),
+    num_quanta=st.integers(1, 40),
+)
 def test_slices_cover_all_once_when_they_are_ready(
-    layers: list[BackwardLayer], all_reduce: AllReduce, tail_elements: int, num_quanta: int
+    solver: str,
+    layers: list[BackwardLayer],
+    all_reduce: AllReduce,
+    tail_elements: int,
+    num_quanta: int,
 ) -> None:
-    partition = partition_gradients(
-        layers, all_reduce=all_reduce, tail_elements=tail_elements, num_quanta=num_quanta
-    )
+    with mock.patch.object(evolution, "GENERATIONS", 1):  # any candidate must be a partition
+        partition = partition_gradients(
+            layers,
+            all_reduce=all_reduce,
+            tail_elements=tail_elements,
+            num_quanta=num_quanta,
+            step_2=SOLVERS[solver].step_2,
+        )
     assert min(*partition.dense, *partition.moe, *partition.extra, partition.tail) >= 0
     end = 0
     for spans, ready in zip(partition.spans, accumulate(x.gradient_elements for x in layers)):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ds_moe_ext.hosts.deepspeed.refusals import told
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
-from ds_moe_ext.hosts.reduced import Reduced
+from ds_moe_ext.hosts.reduced import Reduced, check_slice
 from ds_moe_ext.hosts.refusal import Refusal, refuse
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.moe.layer import SawSlice
@@ -249,6 +249,7 @@ class GradientSlices:
 
     def _cut(self, elements: int) -> list[_Slice]:
         """Slices of the first elements that are ready."""
+        check_slice(elements)
         elements = min(elements, self.ready_elements)
         if self._piece_elements is None:
             return [self._take(elements)] if elements else []

@@ -32,7 +32,7 @@ from torch import nn
 
 from ds_moe_ext.hosts.attach import AttachedLayer
 from ds_moe_ext.hosts.pipelines import DenseGradients
-from ds_moe_ext.hosts.reduced import Reduced
+from ds_moe_ext.hosts.reduced import Reduced, check_slice
 from ds_moe_ext.moe.layer import SawSlice
 from ds_moe_ext.schedule.execute import Event, Lanes, lanes_for
 from ds_moe_ext.schedule.task import INTER
@@ -133,6 +133,7 @@ class BucketSlices:
 
     def _covered(self, elements: int) -> list[Waiting]:
         """The first groups, as many as all that was granted covers."""
+        check_slice(elements)
         self._granted = min(self._granted + elements, _sum(self._waiting))
         covered = []
         while self._waiting and self._waiting[0].elements <= self._granted:
