@@ -261,11 +261,11 @@ def impatient() -> Iterator[None]:
 
 
 def wait_for_the_last(rank: int, world_size: int) -> list[str]:
+    start = Start("a test")
+    with start.together():
+        pass
     with impatient(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        start = Start("a test")
-        with start.together():
-            pass
         with start.together():
             time.sleep(2.0 if rank == 2 else 0.0)
     return [str(warning.message) for warning in caught]
