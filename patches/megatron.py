@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ds_moe_ext.hosts.meeting import Start, starting
 from ds_moe_ext.hosts.megatron import chosen, worlds
-from ds_moe_ext.hosts.starting import Start, starting
 from ds_moe_ext.patches.record import Patch, PatchError, apply_all
 from ds_moe_ext.watch import WATCH
 

@@ -24,9 +24,9 @@ from ds_moe_ext.convert.source import Source, Stored
 from ds_moe_ext.convert.tables import Cell, cells, expert_rows
 from ds_moe_ext.convert.target import Maker
 from ds_moe_ext.hosts import unpickle
-from ds_moe_ext.hosts.compiled import plain
 from ds_moe_ext.hosts.deepspeed import file_sums
 from ds_moe_ext.hosts.deepspeed.layout_file import FOLDER, LAYOUT_FILE, SAVE, SavedLayout
+from ds_moe_ext.hosts.dynamo import plain
 
 LATEST = "latest"
 STATES = "mp_rank_00_model_states.pt"

@@ -18,10 +18,10 @@ from ds_moe_ext.comm import connect, gather_texts
 from ds_moe_ext.hardware import Hardware, read_hardware
 from ds_moe_ext.hosts.found import Adopted, ExpertShape, Found, Hosted, Wanted
 from ds_moe_ext.hosts.gates import Router, host, routers_of
+from ds_moe_ext.hosts.meeting import start_of
 from ds_moe_ext.hosts.outputs import check_outputs
 from ds_moe_ext.hosts.sizes import divisors, grid_of, sizes_with_homes
-from ds_moe_ext.hosts.starting import start_of
-from ds_moe_ext.hosts.unknown import unknown_experts
+from ds_moe_ext.hosts.unknown_experts import unknown_experts
 from ds_moe_ext.layout import GRID, NODE_AXES, Grid, ParallelLayout
 from ds_moe_ext.moe import deep_ep
 from ds_moe_ext.moe.copies import in_order

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_moe_ext.hosts.attach import AttachedLayer
-from ds_moe_ext.hosts.compiled import eager
+from ds_moe_ext.hosts.dynamo import eager
 from ds_moe_ext.hosts.found import Hosted
 from ds_moe_ext.schedule.program import in_backward
 from ds_moe_ext.strategies.base import followers

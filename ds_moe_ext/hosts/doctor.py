@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_moe_ext.hosts.deepspeed.startup import FINDERS
 from ds_moe_ext.hosts.found import any_name
-from ds_moe_ext.hosts.unknown import unknown_experts
+from ds_moe_ext.hosts.unknown_experts import unknown_experts
 
 OWN = "gpt_moe"
 """Family of model files whose code is in the launch folder of the repository that they are in."""

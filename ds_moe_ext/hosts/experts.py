@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from ds_moe_ext.hosts.compiled import eager, named_modules
+from ds_moe_ext.hosts.dynamo import eager, named_modules
 from ds_moe_ext.hosts.found import (
     Adopted,
     Found,

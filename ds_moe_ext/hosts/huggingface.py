@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from ds_moe_ext.hosts.compiled import named_modules
+from ds_moe_ext.hosts.dynamo import named_modules
 from ds_moe_ext.hosts.experts import (
     ExpertsDescription,
     check_own_weights,

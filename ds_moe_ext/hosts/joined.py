@@ -1,6 +1,6 @@
 """Passes that not all ranks run alike: evaluation and generation, on some ranks or at any length.
 
-See ``moe/joined.py``. A model's own ``generate`` is such a block on all ranks that call it.
+See ``moe/joint.py``. A model's own ``generate`` is such a block on all ranks that call it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ds_moe_ext.hosts.attach import AttachedLayer
 from ds_moe_ext.hosts.blocks import Launch, launches
 from ds_moe_ext.hosts.run import Run, run_of
 from ds_moe_ext.layout import GRID, group_among
-from ds_moe_ext.moe.joined import Joint, Serve
+from ds_moe_ext.moe.joint import Joint, Serve
 from ds_moe_ext.schedule.task import INTER
 from ds_moe_ext.settings import BLOCK
 from ds_moe_ext.watch import WATCH, Waiting

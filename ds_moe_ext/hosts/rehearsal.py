@@ -29,7 +29,7 @@ from ds_moe_ext.cost.bench import clock_of
 from ds_moe_ext.cost.probe import expert_sweep
 from ds_moe_ext.hosts.attach import Blueprint, Finder
 from ds_moe_ext.hosts.blocks import block_of
-from ds_moe_ext.hosts.compiled import unwrapped
+from ds_moe_ext.hosts.dynamo import unwrapped
 from ds_moe_ext.hosts.found import Found, RoutedOf
 from ds_moe_ext.hosts.gates import host, routers_of
 from ds_moe_ext.layout import Grid, ParallelLayout

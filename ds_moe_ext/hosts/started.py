@@ -9,10 +9,10 @@ import torch
 from ds_moe_ext.hosts.attach import AttachedLayer, Blueprint
 from ds_moe_ext.hosts.checks import Checks
 from ds_moe_ext.hosts.costs import Costs
+from ds_moe_ext.hosts.meeting import start_of
 from ds_moe_ext.hosts.pipelines import DenseGradients, Pipelines
 from ds_moe_ext.hosts.planning import Mover, Planning
 from ds_moe_ext.hosts.run import teller
-from ds_moe_ext.hosts.starting import start_of
 from ds_moe_ext.settings import BLOCK
 from ds_moe_ext.strategies.base import Job
 

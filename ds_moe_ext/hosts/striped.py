@@ -22,7 +22,7 @@ from ds_moe_ext.hosts.arguments import Call
 from ds_moe_ext.hosts.attach import AttachedLayer, Blueprint
 from ds_moe_ext.hosts.blocks import block_of
 from ds_moe_ext.hosts.both_sides import BothSides
-from ds_moe_ext.hosts.compiled import Compilable, eager, stepped_into
+from ds_moe_ext.hosts.dynamo import Compilable, eager, stepped_into
 from ds_moe_ext.hosts.found import Hosted
 from ds_moe_ext.hosts.outcomes import Outcome
 from ds_moe_ext.layout import group_among

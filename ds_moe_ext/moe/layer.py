@@ -24,7 +24,7 @@ from ds_moe_ext.moe.expert import Expert, ExpertFunction
 from ds_moe_ext.moe.gate import GateFunction
 from ds_moe_ext.moe.hooks import NO_HOOKS, Batch, Hook, Hooked, Moe, watched
 from ds_moe_ext.moe.join import Join, finished, started
-from ds_moe_ext.moe.joined import Joint, Likeness
+from ds_moe_ext.moe.joint import Joint, Likeness
 from ds_moe_ext.moe.kinds import kind_of
 from ds_moe_ext.moe.local import Local
 from ds_moe_ext.moe.observe import RowsSeen, TasksSeen, tell

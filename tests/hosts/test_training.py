@@ -172,7 +172,7 @@ def disagree(rank: int, world_size: int) -> str:
     take their settings for equal."""
     import deepspeed
 
-    from ds_moe_ext.hosts import alike
+    from ds_moe_ext.hosts import agreement
     from tests.hosts.jobs import document_of, model_of
 
     job = Job("mixtral")
@@ -184,7 +184,7 @@ def disagree(rank: int, world_size: int) -> str:
     }
     model = model_of(job)
     try:
-        with mock.patch.object(alike, "settings_of", return_value={}):
+        with mock.patch.object(agreement, "settings_of", return_value={}):
             deepspeed.initialize(model=model, model_parameters=model.parameters(), config=document)
     except RuntimeError as error:
         return str(error)

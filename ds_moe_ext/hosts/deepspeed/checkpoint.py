@@ -22,7 +22,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from ds_moe_ext.comm import gather_texts
-from ds_moe_ext.hosts.compiled import plain
 from ds_moe_ext.hosts.dcp_reader import TABLE
 from ds_moe_ext.hosts.deepspeed import file_sums, host_file, rates, stored
 from ds_moe_ext.hosts.deepspeed.file_sums import FileSum
@@ -53,6 +52,7 @@ from ds_moe_ext.hosts.deepspeed.staged import (
 )
 from ds_moe_ext.hosts.deepspeed.states import OptimizerStates
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
+from ds_moe_ext.hosts.dynamo import plain
 from ds_moe_ext.hosts.experts import HostedExperts
 from ds_moe_ext.hosts.found import Slot
 from ds_moe_ext.hosts.moving import Expert, ExpertMover

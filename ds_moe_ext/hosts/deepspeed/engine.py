@@ -19,7 +19,6 @@ from torch import nn
 from ds_moe_ext.comm import gather_texts, sum_in_place, take_first
 from ds_moe_ext.hosts import attach, blocks
 from ds_moe_ext.hosts.attach import Around, AttachedLayer, Blueprint
-from ds_moe_ext.hosts.compiled import named_modules
 from ds_moe_ext.hosts.deepspeed import buckets, parameter_groups
 from ds_moe_ext.hosts.deepspeed.move import mover_of
 from ds_moe_ext.hosts.deepspeed.roles import clip_gradients, experts_factor
@@ -27,15 +26,16 @@ from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
 from ds_moe_ext.hosts.deepspeed.startup import FINDERS, INITIALIZE, agree, blueprint_of, off_by
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.hosts.deepspeed.training import training_of
+from ds_moe_ext.hosts.dynamo import named_modules
 from ds_moe_ext.hosts.found import Adopted
 from ds_moe_ext.hosts.gates import warn_if_causal
 from ds_moe_ext.hosts.joined import join_generate
+from ds_moe_ext.hosts.meeting import start_of
 from ds_moe_ext.hosts.pipelines import DenseGradients
 from ds_moe_ext.hosts.run import Run, run_of
 from ds_moe_ext.hosts.started import Steps, planning_of
-from ds_moe_ext.hosts.starting import start_of
 from ds_moe_ext.hosts.striped import Gradients, Pausing, Role, stripe
-from ds_moe_ext.hosts.unknown import unknown_experts, warn_of_unknown
+from ds_moe_ext.hosts.unknown_experts import unknown_experts, warn_of_unknown
 from ds_moe_ext.hosts.zebra_profile import profiled
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.moe.passage import Here

@@ -25,12 +25,12 @@ import torch
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from torch import Tensor, nn
 
-from ds_moe_ext.hosts.compiled import plain
 from ds_moe_ext.hosts.deepspeed.parameter_groups import OF_A_PART
 from ds_moe_ext.hosts.deepspeed.regions import Region
 from ds_moe_ext.hosts.deepspeed.states import OptimizerStates
 from ds_moe_ext.hosts.deepspeed.stored import Part
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
+from ds_moe_ext.hosts.dynamo import plain
 from ds_moe_ext.hosts.found import Slot
 from ds_moe_ext.hosts.moving import Expert
 from ds_moe_ext.hosts.run import Run

@@ -15,7 +15,7 @@ import torch
 from deepspeed.moe.layer import MoE
 from torch import Tensor, nn
 
-from ds_moe_ext.hosts.compiled import eager, named_modules
+from ds_moe_ext.hosts.dynamo import eager, named_modules
 from ds_moe_ext.hosts.experts import check_own_weights, shell
 from ds_moe_ext.hosts.found import Adopted, Found, RoutedOf, Slot, Wanted, shape_of, weights_of
 from ds_moe_ext.hosts.splitting import ways_to_split

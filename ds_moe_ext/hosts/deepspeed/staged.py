@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_moe_ext.comm import gather_texts
-from ds_moe_ext.hosts.compiled import plain
 from ds_moe_ext.hosts.deepspeed import fragments, stored
 from ds_moe_ext.hosts.deepspeed.fragments import Fragment
 from ds_moe_ext.hosts.deepspeed.kept import (
@@ -29,6 +28,7 @@ from ds_moe_ext.hosts.deepspeed.layout_file import FOLDER, SAVE, SavedLayout
 from ds_moe_ext.hosts.deepspeed.move import mover_of
 from ds_moe_ext.hosts.deepspeed.states import OptimizerStates
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
+from ds_moe_ext.hosts.dynamo import plain
 from ds_moe_ext.hosts.found import Slot
 from ds_moe_ext.hosts.moving import Expert
 from ds_moe_ext.hosts.run import Run

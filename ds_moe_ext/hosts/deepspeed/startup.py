@@ -23,7 +23,7 @@ from deepspeed.comm import init_distributed
 from torch import nn
 
 from ds_moe_ext.comm import gather_texts
-from ds_moe_ext.hosts import alike, experts, huggingface
+from ds_moe_ext.hosts import agreement, experts, huggingface
 from ds_moe_ext.hosts.attach import Blueprint, draw, wanted
 from ds_moe_ext.hosts.deepspeed import native
 from ds_moe_ext.hosts.deepspeed.op_lock import tell_of_old_lock
@@ -31,7 +31,7 @@ from ds_moe_ext.hosts.deepspeed.refusals import refuse_unsupported, refuse_with_
 from ds_moe_ext.hosts.deepspeed.roles import RoleUnit
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.hosts.launched import is_first
-from ds_moe_ext.hosts.starting import PATIENCE_S, Description, Start, start_of, starting
+from ds_moe_ext.hosts.meeting import PATIENCE_S, Description, Start, start_of, starting
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.settings import BLOCK, misspelt, read_settings
 
@@ -101,13 +101,13 @@ def _description(
     settings, _ = read_settings(document)
     found = [layer for finder in FINDERS for layer in finder(model, wanted(settings))]
     told = {
-        **alike.settings_of(settings, document[BLOCK]),
+        **agreement.settings_of(settings, document[BLOCK]),
         "train_micro_batch_size_per_gpu": str(_micro_batch(document)),
-        **alike.versions("deepspeed", deepspeed.__version__),
-        **alike.layers_of(found),
+        **agreement.versions("deepspeed", deepspeed.__version__),
+        **agreement.layers_of(found),
     }
     if TensorParallel.of(mpu).group is None:  # else a rank has parts of weights
-        told.update(alike.weights_of(model))
+        told.update(agreement.weights_of(model))
     if grid is not None:
         told[GRID] = f"{grid.num_cells} cells of {grid.cell_size} ranks"
     return told

@@ -12,14 +12,14 @@ from types import MappingProxyType
 from typing import Any
 
 from ds_moe_ext.documents import read_document
-from ds_moe_ext.hosts import alike
+from ds_moe_ext.hosts import agreement
 from ds_moe_ext.hosts.launched import is_first
+from ds_moe_ext.hosts.meeting import Description, Start
 from ds_moe_ext.hosts.megatron.flag import FLAG
 from ds_moe_ext.hosts.megatron.refusals import SETTINGS
 from ds_moe_ext.hosts.megatron.role_refusals import refuse_zebra
 from ds_moe_ext.hosts.megatron.worlds import Worlds
 from ds_moe_ext.hosts.refusal import refuse
-from ds_moe_ext.hosts.starting import Description, Start
 from ds_moe_ext.settings import BLOCK, Settings, misspelt, read_settings
 from ds_moe_ext.strategies.base import Strategy
 from ds_moe_ext.strategies.zebra import Zebra
@@ -62,7 +62,7 @@ class Chosen:
             ValueError: on all ranks, where something differs.
         """
         version = importlib.import_module("megatron.core").__version__
-        self.start.agree({**self.told, **alike.versions("megatron-core", version), **more})
+        self.start.agree({**self.told, **agreement.versions("megatron-core", version), **more})
 
     def tell(self, error: Exception) -> None:
         """Let other ranks know why this one cannot start."""
@@ -118,7 +118,7 @@ def read(given: str | Path | Mapping[str, Any]) -> Chosen | None:
     refuse(SETTINGS, settings)
     if isinstance(strategy, Zebra):
         refuse_zebra(settings, strategy)
-    return Chosen(source, settings, strategy, alike.settings_of(settings, document[BLOCK]))
+    return Chosen(source, settings, strategy, agreement.settings_of(settings, document[BLOCK]))
 
 
 def _read(given: str | Path | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:

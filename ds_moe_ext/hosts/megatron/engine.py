@@ -14,9 +14,10 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
 from ds_moe_ext.comm import gather_texts
-from ds_moe_ext.hosts import alike, attach, blocks
+from ds_moe_ext.hosts import agreement, attach, blocks
 from ds_moe_ext.hosts.attach import AttachedLayer, Blueprint
 from ds_moe_ext.hosts.found import Found
+from ds_moe_ext.hosts.meeting import start_of
 from ds_moe_ext.hosts.megatron import checkpoint
 from ds_moe_ext.hosts.megatron import layers as moe_layers
 from ds_moe_ext.hosts.megatron.chosen import Chosen
@@ -31,7 +32,6 @@ from ds_moe_ext.hosts.pipelines import DenseGradients
 from ds_moe_ext.hosts.refusal import refuse
 from ds_moe_ext.hosts.run import Run
 from ds_moe_ext.hosts.started import Steps, planning_of
-from ds_moe_ext.hosts.starting import start_of
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.schedule.program import in_backward
 from ds_moe_ext.settings import BLOCK, Settings
@@ -75,7 +75,7 @@ def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run | N
         strategy = strategy if unsliced is None else strategy.without_slices()
         model = whole(chunks)
         found = list(moe_layers.find(model, attach.wanted(settings)))
-    start.agree(alike.layers_of(found), first=int(seats.own.ranks.min()))
+    start.agree(agreement.layers_of(found), first=int(seats.own.ranks.min()))
     with start.together():
         check_found(found, settings, chunks)
         moe_layers.started(chunks)

@@ -12,8 +12,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ds_moe_ext.hosts import alike, attach
+from ds_moe_ext.hosts import agreement, attach
 from ds_moe_ext.hosts.both_sides import BothSides
+from ds_moe_ext.hosts.meeting import start_of
 from ds_moe_ext.hosts.megatron import layers as moe_layers
 from ds_moe_ext.hosts.megatron.chosen import Chosen
 from ds_moe_ext.hosts.megatron.engine import (
@@ -33,7 +34,6 @@ from ds_moe_ext.hosts.megatron.role_refusals import refuse_arguments
 from ds_moe_ext.hosts.megatron.striping import StripedSteps, set_steps
 from ds_moe_ext.hosts.pipelines import DenseGradients
 from ds_moe_ext.hosts.run import Run
-from ds_moe_ext.hosts.starting import start_of
 from ds_moe_ext.hosts.striped import Pausing, blocks_of, cut_at, stack_of
 from ds_moe_ext.layout import Grid, group_among
 from ds_moe_ext.moe.passage import Here
@@ -61,7 +61,7 @@ def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run:
         refuse_arguments()
         model = whole(chunks)
         found = list(moe_layers.find(model, attach.wanted(settings)))
-    start.agree(alike.layers_of(found))
+    start.agree(agreement.layers_of(found))
     with start.together():
         check_found(found, settings, chunks)
         moe_layers.started(chunks)

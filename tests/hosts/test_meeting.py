@@ -13,8 +13,8 @@ from unittest import mock
 
 import torch
 
-from ds_moe_ext.hosts import alike, starting
-from ds_moe_ext.hosts.starting import Start
+from ds_moe_ext.hosts import agreement, meeting
+from ds_moe_ext.hosts.meeting import Start
 from ds_moe_ext.settings import read_settings
 from tests.hosts.jobs import Job, document_of, model_of
 from tests.hosts.megatron_jobs import train
@@ -117,7 +117,7 @@ def test_ranks_that_differ() -> None:
 def test_what_may_differ_is_not_compared(tmp_path: Path) -> None:
     def told(**block: Any) -> Mapping[str, str]:
         document = {"ds_moe_ext": {"enabled": True, "strategy": "esp", **block}}
-        return alike.settings_of(read_settings(document)[0], document["ds_moe_ext"])
+        return agreement.settings_of(read_settings(document)[0], document["ds_moe_ext"])
 
     plain = told()
     assert told(report={"path": "a", "enabled": False, "max_steps": 9}) == plain
@@ -256,7 +256,7 @@ def test_ranks_that_differ_under_megatron() -> None:
 
 @contextmanager
 def impatient() -> Iterator[None]:
-    with mock.patch.object(starting, "PATIENCE_S", 0.5):
+    with mock.patch.object(meeting, "PATIENCE_S", 0.5):
         yield
 
 
@@ -306,7 +306,7 @@ def stand_aside_first(rank: int, world_size: int) -> str:
         start.stand_aside("off")
         return ""
     time.sleep(0.5)
-    with mock.patch.object(starting, "FAREWELL_S", 0.1):  # rank 1 does not read why
+    with mock.patch.object(meeting, "FAREWELL_S", 0.1):  # rank 1 does not read why
         try:
             start.agree({"a": "1"})
         except ValueError as error:

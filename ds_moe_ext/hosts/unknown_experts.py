@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
-from ds_moe_ext.hosts.compiled import named_modules
+from ds_moe_ext.hosts.dynamo import named_modules
 from ds_moe_ext.hosts.found import Wanted
 from ds_moe_ext.settings import BLOCK
 

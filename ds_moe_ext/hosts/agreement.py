@@ -21,7 +21,7 @@ from torch import nn
 
 from ds_moe_ext.hardware import read_hardware
 from ds_moe_ext.hosts.found import Found
-from ds_moe_ext.hosts.starting import Description
+from ds_moe_ext.hosts.meeting import Description
 from ds_moe_ext.settings import BLOCK, Settings
 from ds_moe_ext.strategies.base import registered
 from ds_moe_ext.strict import read_record
