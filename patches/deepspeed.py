@@ -76,10 +76,15 @@ def _check_groups_first(original: Any) -> Any:
     return _do_optimizer_sanity_check
 
 
+def _has_experts_apart(engine: Any) -> bool:
+    """Whether experts are reduced over other ranks than dense weights, as we said."""
+    return run_of(engine) is not None or roles.has_roles(engine)
+
+
 def _of_parts(original: Any) -> Any:
     @functools.wraps(original)
     def configure(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if optimizer is None or run_of(self) is None:
+        if optimizer is None or not _has_experts_apart(self):
             return original(self, optimizer, *args, **kwargs)
         with parameter_groups.parted(self, optimizer) as parted:
             return original(self, parted, *args, **kwargs)
@@ -146,7 +151,8 @@ def _no_expert_files(original: Any) -> Any:
 def _then_slice(original: Any) -> Any:
     @functools.wraps(original)
     def _configure_optimizer(self: Any, client_optimizer: Any, *args: Any) -> None:
-        with parameter_groups.undivided(self, client_optimizer) if run_of(self) else nullcontext():
+        is_apart = _has_experts_apart(self)
+        with parameter_groups.undivided(self, client_optimizer) if is_apart else nullcontext():
             original(self, client_optimizer, *args)
         roles.join(self)
         slices = slices_of(self)

@@ -154,7 +154,7 @@ def _sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
 def own_groups(engine: Any) -> Iterator[None]:
     """Let DeepSpeed's module of groups answer for this engine. It keeps the last ``mpu`` for ever,
     by which an engine without roles would be built next to one that has them."""
-    if not isinstance(engine.mpu, RoleUnit):
+    if not has_roles(engine):
         yield
         return
     before, groups.mpu = groups.mpu, engine.mpu
@@ -164,13 +164,18 @@ def own_groups(engine: Any) -> Iterator[None]:
         groups.mpu = before
 
 
+def has_roles(engine: Any) -> bool:
+    """Whether its ranks do not all do the same."""
+    return isinstance(engine.mpu, RoleUnit)
+
+
 def clip(engine: Any) -> bool:
     """Clip at ZeRO stage 0 in float32 by the norm over both roles.
 
     Returns:
         Whether the engine has roles, and was clipped.
     """
-    if not isinstance(engine.mpu, RoleUnit):
+    if not has_roles(engine):
         return False
     parameters = [p for p in engine.module.parameters() if p.grad is not None]
     clip_gradients(engine, parameters, engine.mpu.norm(parameters))
@@ -187,13 +192,15 @@ def clip_gradients(engine: Any, parameters: Iterable[nn.Parameter], norm: Tensor
 
 
 def join(engine: Any) -> None:
-    """Let both roles clip by one norm, and skip a step together. Does nothing without roles.
+    """Let both roles clip by one norm, skip a step together, and save in one way. Does nothing
+    without roles.
 
     Args:
         engine: whose optimizer has just been made.
     """
-    if not isinstance(engine.mpu, RoleUnit):
+    if not has_roles(engine):
         return
+    engine.has_moe_layers = True
     joins: tuple[tuple[type, Callable[[Any, RoleUnit], None]], ...] = (
         (DeepSpeedZeroOptimizer, _join_zero),
         (BF16_Optimizer, _join_bf16),
