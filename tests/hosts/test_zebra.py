@@ -331,7 +331,7 @@ def test_devices_that_cannot_work(
             "offload_optimizer is set",
         ),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype"),
-        ({"torch_autocast": {"enabled": True, "dtype": "half"}}, "torch_autocast.dtype is half"),
+        ({"torch_autocast": {"enabled": True, "dtype": "half"}}, "torch_autocast.dtype is 'half'"),
         ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, "optimizer.type"),
         ({"optimizer": {"type": "AdamW", "legacy_fusion": True}}, "legacy_fusion"),
         ({"data_efficiency": {"enabled": True}}, "data_efficiency"),
@@ -349,7 +349,7 @@ def test_what_does_not_go_with_roles(
 BLOCKS: list[tuple[dict[str, Any], str]] = [
     ({"expert_parallel_size": 1}, "expert_parallel_size is 1, .* leave it out"),
     ({"expert_sharding_size": 2}, "expert_sharding_size is 2, .* leave it out"),
-    ({"hooks": ["bf16"]}, "hooks is set, .* leave it out"),
+    ({"hooks": ["bf16"]}, "hooks is set: .* leave it out"),
     ({"balance": "fssdp"}, "balance is 'fssdp', .* leave balance out"),
     ({"strategy": "esp", "balance": "zebra"}, "balance is 'zebra', .* known: ep, fssdp, prophet$"),
     ({"sequence_parallel": True}, "sequence_parallel is true, but no mpu .* leave"),
