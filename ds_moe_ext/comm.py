@@ -219,8 +219,10 @@ class Board:
         """The world's; None where it has one rank, or none is made yet."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return None
-        timeout_s = timeout_of(None).total_seconds()
-        return cls(dist.get_rank(), dist.get_world_size(), timeout_s, _get_default_store())
+        store = _meeting_place()
+        if store is None:
+            return None
+        return cls(dist.get_rank(), dist.get_world_size(), timeout_of(None).total_seconds(), store)
 
     def put(self, key: str, text: str) -> None:
         """Write, over what is there."""
@@ -248,6 +250,17 @@ class Board:
         return text
 
 
+def _meeting_place() -> Any:
+    """The store by which the world met; None where nobody can meet, as in a fake group, of which
+    this process is all there is."""
+    store = _get_default_store()
+    try:
+        store.add("ds_moe_ext/tries", 1)
+    except RuntimeError:  # it has no methods
+        return None
+    return store
+
+
 # Ranks that fail.
 
 STORE_TIMEOUT = timedelta(seconds=5)
@@ -259,7 +272,9 @@ def begin_watch() -> None:
     world = dist.group.WORLD
     if world is None or world.size() == 1:
         return
-    whole: Any = dist.distributed_c10d._get_default_store()
+    whole = _meeting_place()
+    if whole is None:
+        return
     store = whole.clone()  # its own: another thread may wait in that
     store.set_timeout(STORE_TIMEOUT)
     WATCH.start(

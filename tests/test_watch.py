@@ -4,6 +4,8 @@ hand, and the store is a dict."""
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -140,3 +142,24 @@ def test_a_stall_is_told_and_no_more(ranks: list[Rank], capsys: pytest.CaptureFi
     first.late(71.0)
     assert "rank 1 waits in layer 0" in capsys.readouterr().err
     assert first.broken == second.broken == []
+
+
+IN_A_FAKE_GROUP = """
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ds_moe_ext.comm import Board, begin_watch
+from ds_moe_ext.watch import WATCH
+
+dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+begin_watch()
+print(Board.of_world(), WATCH.is_on)
+"""
+
+
+def test_a_fake_group_has_nobody_to_tell() -> None:
+    """Host time is measured in one, by one process that stands for a rank of many."""
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_FAKE_GROUP], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["None", "False"]
