@@ -4,7 +4,6 @@ train, a table at the end, and what was wrong with the command line in one line.
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 import time
@@ -24,6 +23,7 @@ from summary import Summary
 
 from ds_moe_ext import read_settings
 from ds_moe_ext.documents import bytes_of, parsed
+from ds_moe_ext.hosts.launched import is_first
 from ds_moe_ext.report.recorder import Recorder
 
 LINE_EVERY = 10
@@ -97,17 +97,12 @@ def plain_errors(script: str, *also: type[Exception]) -> Iterator[None]:
     except wrong as error:
         # The launcher ends all ranks when one ends, so the others let rank 0 speak first; where
         # only they fail (a file missing on their node), they speak too.
-        if not is_first_rank():
+        if not is_first():
             time.sleep(SECONDS_FOR_RANK_0_S)
         raised = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(raised.filename).name}:{raised.lineno}"
         print(f"{script}: {error} ({place})", file=sys.stderr, flush=True)
         sys.exit(2)
-
-
-def is_first_rank() -> bool:
-    """Tell whether this is rank 0, before process groups exist too."""
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 @dataclass(frozen=True)

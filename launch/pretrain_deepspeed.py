@@ -19,7 +19,6 @@ import torch.distributed as dist
 from console import (
     Display,
     StepRecord,
-    is_first_rank,
     leave_summary,
     named,
     plain_errors,
@@ -32,6 +31,7 @@ from torch import Tensor, nn
 
 from ds_moe_ext import read_settings, recorder_of
 from ds_moe_ext.hosts.deepspeed.op_lock import tell_of_old_lock
+from ds_moe_ext.hosts.launched import is_first
 
 SCRIPT = "pretrain_deepspeed"
 NUM_HELD_OUT_BATCHES = 4
@@ -277,7 +277,7 @@ def main() -> None:
     with plain_errors(SCRIPT):
         run = read_run(arguments)
         model = build_model(arguments)
-    if is_first_rank():
+    if is_first():
         tell_of_old_lock()
         print("starting; on a CPU, DeepSpeed's first start compiles for 20 to 60 s", flush=True)
     deepspeed.init_distributed()

@@ -182,9 +182,9 @@ def off_by(document: Mapping[str, Any]) -> str | None:
 def _compiles() -> bool:
     """Whether the process group is yet to come, on a CPU: DeepSpeed then loads its own collectives.
     One rank a node says so."""
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
     is_coming = not dist.is_initialized() and get_accelerator().device_name() == "cpu"
-    return is_first and is_coming
+    return is_first_of_node and is_coming
 
 
 def _begin() -> None:

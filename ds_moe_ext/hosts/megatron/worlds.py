@@ -39,7 +39,8 @@ _INTERNALS = (
     "_get_default_group",
     "_get_default_store",
 )
-"""That, in ``torch.distributed.distributed_c10d``: no other module of ours touches it."""
+"""That, in ``torch.distributed.distributed_c10d``: no other module of ours rewrites it; ``comm``
+asks for the store and the groups that are there."""
 
 NUMBERS = 1_000_000
 """Of groups of a world, at most."""
