@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ds_moe_ext import _autoload
 from ds_moe_ext.convert.command import add_convert
-from ds_moe_ext.documents import bytes_of
+from ds_moe_ext.files.documents import bytes_of
 from ds_moe_ext.plan_jobs.algorithms import ALGORITHMS, plan_text
 from ds_moe_ext.profile_run import add_profile
 from ds_moe_ext.report.record import RunRecord
@@ -110,7 +110,7 @@ def examine(model: str | None) -> int:
             console.print(failure, soft_wrap=True, markup=False)
             well = False
     if model is not None:
-        from ds_moe_ext.hosts import doctor
+        from ds_moe_ext import doctor
 
         console.print(doctor.layers_table(model))
     return 0 if well else 1

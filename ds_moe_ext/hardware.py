@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_moe_ext.documents import bytes_of, parsed
+from ds_moe_ext.files.documents import bytes_of, parsed
 from ds_moe_ext.strict import read_record
 
 

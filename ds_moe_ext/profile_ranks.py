@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from ds_moe_ext.attach.launcher import Launched
 from ds_moe_ext.comm import AllToAll, all_to_all_by_pairs, all_to_all_rows, gather_texts
-from ds_moe_ext.cost.bench import Bench, clock_of
-from ds_moe_ext.cost.probe import Sizes, levels_of, measure_cluster
+from ds_moe_ext.files.writable import why_unwritable
 from ds_moe_ext.hardware import Hardware, ranks_per_node_of
-from ds_moe_ext.hosts.launched import Launched
 from ds_moe_ext.layout import world
-from ds_moe_ext.report.paths import why_unwritable
+from ds_moe_ext.measure.bench import Bench, clock_of
+from ds_moe_ext.measure.probe import Sizes, levels_of, measure_cluster
 
 
 def measure_here(

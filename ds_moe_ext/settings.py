@@ -16,12 +16,12 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from ds_moe_ext.moe.gate import Gate
-from ds_moe_ext.moe.gates.named import read_gate
+from ds_moe_ext.moe.gates.gate_object import read_gate
 from ds_moe_ext.moe.hooks import NO_HOOKS, Hooked
 from ds_moe_ext.moe.named_hooks import read_hooks
 from ds_moe_ext.strategies import ep, fssdp, prophet, zebra  # noqa: F401  register themselves
-from ds_moe_ext.strategies.base import Strategy, class_at, registered
 from ds_moe_ext.strategies.esp import ExpertSharding
+from ds_moe_ext.strategy import Strategy, class_at, registered
 from ds_moe_ext.strict import at_least, check_object, nearest, read_record
 
 BLOCK = "ds_moe_ext"

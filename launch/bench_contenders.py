@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_moe_ext.attach.host_layer import any_name
 from ds_moe_ext.hosts import huggingface
-from ds_moe_ext.hosts.found import any_name
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import MoELayer, RoutedExperts
 from ds_moe_ext.moe.sharding import WHOLE
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.strategies.base import Job, Site
 from ds_moe_ext.strategies.ep import ExpertParallel
+from ds_moe_ext.strategy import Job, Site
 
 OURS, CEILING = "ours: MoELayer", "dense FFN of the same FLOPs"
 

@@ -32,8 +32,8 @@ from paced import Pace
 from rich.console import Console
 from table_of_planners import read_trace
 
-from ds_moe_ext.hosts.costs import CHECKED, STEPS
 from ds_moe_ext.load import zipf_loads
+from ds_moe_ext.steps.costs import CHECKED, STEPS
 
 NUM_WARM_UPS = max(STEPS[-1] + 4, CHECKED[-1] + 1)
 """Costs are known, models are checked, and the window has seen these loads."""

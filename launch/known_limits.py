@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ds_moe_ext.attach.refusal import Refusal
 from ds_moe_ext.hosts.deepspeed import refusals as deepspeed
 from ds_moe_ext.hosts.deepspeed import slices
 from ds_moe_ext.hosts.megatron import refusals as megatron
 from ds_moe_ext.hosts.megatron import role_refusals as megatron_roles
-from ds_moe_ext.hosts.refusal import Refusal
 
 PAGE = Path(__file__).parents[1] / "docs/known_limits.md"
 

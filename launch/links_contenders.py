@@ -16,19 +16,19 @@ from links_seen import Cards, Routed, Seen, rows_between, travel
 from paced import Block, Pace
 from torch import Tensor, nn
 
+from ds_moe_ext.attach.block_hooks import launch_with_blocks
+from ds_moe_ext.attach.experts import find_registered
+from ds_moe_ext.attach.replacement import build, draw
 from ds_moe_ext.comm import Traffic
-from ds_moe_ext.hosts.attach import build, draw
-from ds_moe_ext.hosts.blocks import launch_with_blocks
-from ds_moe_ext.hosts.checks import Checks
-from ds_moe_ext.hosts.costs import Costs
-from ds_moe_ext.hosts.experts import find_registered
-from ds_moe_ext.hosts.pipelines import DenseGradients, Pipelines
-from ds_moe_ext.hosts.planning import Planning
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.prices import Prices
 from ds_moe_ext.report.record import TermRecord
 from ds_moe_ext.settings import BLOCK, read_settings
-from ds_moe_ext.strategies.base import ROWS_ALONE, Job
+from ds_moe_ext.steps.cost_checks import Checks
+from ds_moe_ext.steps.costs import Costs
+from ds_moe_ext.steps.pipeline_costs import DenseGradients, Pipelines
+from ds_moe_ext.steps.planning import Planning
+from ds_moe_ext.strategy import ROWS_ALONE, Job
 
 
 @dataclass(frozen=True)

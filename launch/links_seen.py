@@ -14,10 +14,10 @@ from links import SPEEDS
 from paced import BACKWARD, Pace
 
 from ds_moe_ext.load import balance_L
-from ds_moe_ext.moe.observe import TimedTask
+from ds_moe_ext.moe.observation import TimedTask
 from ds_moe_ext.planners.prices import TRIPS, Prices, RowFlow, flow_seconds
 from ds_moe_ext.schedule.task import ATTENTION, COMPUTE, PARAM
-from ds_moe_ext.strategies.base import Plan
+from ds_moe_ext.strategy import Plan
 
 Moments = tuple[float, float]  # start and end
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ds_moe_ext.hosts.experts import ExpertsDescription, register_experts
+from ds_moe_ext.attach.experts import ExpertsDescription, register_experts
 from ds_moe_ext.moe.order import SlotRows
 
 BACKWARD = 2.0  # times as long as forward

@@ -15,7 +15,7 @@ from bench_contenders import Builder, Contender, Problem, one_cell
 from torch import Tensor, nn
 
 from ds_moe_ext.moe.gate import Gate, SoftmaxTopK
-from ds_moe_ext.moe.gates.named import GATES
+from ds_moe_ext.moe.gates.gate_object import GATES
 from ds_moe_ext.moe.layer import MoELayer
 from ds_moe_ext.moe.order import SlotRows
 from ds_moe_ext.moe.orderings import IndexOrdering, OneHotOrdering, Ordering, Seats, room_of

@@ -19,11 +19,11 @@ import numpy as np
 from layer_grid import CLUSTERS, ELEMENT_BYTES, ROUTE_S, Cluster, PricedLayer, Shape, grid
 
 from ds_moe_ext.planners.degree import LayerCosts
+from ds_moe_ext.planners.layer_pipelines import Measured, MeasuredLayer, MoePart, place
 from ds_moe_ext.planners.partition import AllReduce
-from ds_moe_ext.planners.pipelining import Measured, MeasuredLayer, MoePart, place
 from ds_moe_ext.schedule import wires
-from ds_moe_ext.schedule.pipelines import PIPELINES, Pipeline, Slices, reductions
-from ds_moe_ext.schedule.simulate import simulate
+from ds_moe_ext.schedule.pipeline_orders import PIPELINES, Pipeline, Slices, reductions
+from ds_moe_ext.schedule.simulator import simulate
 from ds_moe_ext.schedule.task import (
     ATTENTION,
     CELL_GATHER,

@@ -30,7 +30,7 @@ from ds_moe_ext.load import read_loads
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.calibrate import calibrate, guarded
 from ds_moe_ext.planners.materialize import materialize
-from ds_moe_ext.planners.prophet import BlockPlan, place_experts
+from ds_moe_ext.planners.prophet_greedy import BlockPlan, place_experts
 from ds_moe_ext.planners.shadow import shadow_experts
 
 

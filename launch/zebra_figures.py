@@ -36,7 +36,7 @@ from ds_moe_ext.planners.zebra_pipelines import Pipelines, best_pipelines
 from ds_moe_ext.planners.zebra_ratio import PricedShape, best_shape, price_shapes
 from ds_moe_ext.planners.zebra_step import StepPrice, ZebraShape, price_step, stripe_times
 from ds_moe_ext.planners.zebra_work import TwoClasses
-from ds_moe_ext.schedule.simulate import Timeline, simulate
+from ds_moe_ext.schedule.simulator import Timeline, simulate
 from ds_moe_ext.schedule.stripes import (
     ATTENTION_SIDE,
     EXPERT_SIDE,

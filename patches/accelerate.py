@@ -14,7 +14,7 @@ def _all_experts(original: Any) -> Any:
     def get_state_dict(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         if sys.modules.get("deepspeed"):  # accelerate goes without it too
             from ds_moe_ext.hosts.deepspeed import api
-            from ds_moe_ext.hosts.run import run_of
+            from ds_moe_ext.steps.training_run import run_of
 
             if run_of(model) is not None:
                 return api.full_state_dict(model.module)

@@ -14,13 +14,13 @@ from ds_moe_ext.hosts.deepspeed import (
     engine,
     export,
     parameter_groups,
-    roles,
+    role_engine,
     startup,
-    unsharded,
+    zero_0,
 )
 from ds_moe_ext.hosts.deepspeed.slices import slices_of
-from ds_moe_ext.hosts.run import run_of
 from ds_moe_ext.patches.record import Patch, apply_all
+from ds_moe_ext.steps.training_run import run_of
 from ds_moe_ext.watch import WATCH
 
 VERSIONS = ">=0.19.2,<0.20"
@@ -60,7 +60,7 @@ def _then_replace(original: Any) -> Any:
 def _then_count(original: Any) -> Any:
     @functools.wraps(original)
     def _configure_distributed_model(self: Any, model: Any) -> Any:
-        with roles.own_groups(self):
+        with role_engine.own_groups(self):
             original(self, model)
         engine.count_experts(self)
 
@@ -78,7 +78,7 @@ def _check_groups_first(original: Any) -> Any:
 
 def _has_experts_apart(engine: Any) -> bool:
     """Whether experts are reduced over other ranks than dense weights, as we said."""
-    return run_of(engine) is not None or roles.has_roles(engine)
+    return run_of(engine) is not None or role_engine.has_roles(engine)
 
 
 def _of_parts(original: Any) -> Any:
@@ -95,7 +95,7 @@ def _of_parts(original: Any) -> Any:
 def _clip_exactly(original: Any) -> Any:
     @functools.wraps(original)
     def clip_fp32_gradients(self: Any) -> Any:
-        is_clipped = roles.clip(self) or engine.clip_by_global_norm(self)
+        is_clipped = role_engine.clip(self) or engine.clip_by_global_norm(self)
         return None if is_clipped else original(self)
 
     return clip_fp32_gradients
@@ -154,12 +154,12 @@ def _then_slice(original: Any) -> Any:
         is_apart = _has_experts_apart(self)
         with parameter_groups.undivided(self, client_optimizer) if is_apart else nullcontext():
             original(self, client_optimizer, *args)
-        roles.join(self)
+        role_engine.join(self)
         slices = slices_of(self)
         if slices is not None and self.zero_optimization():
             buckets.slice_gradients(self.optimizer, slices)
         elif slices is not None:
-            unsharded.slice_gradients(self, slices)
+            zero_0.slice_gradients(self, slices)
 
     return _configure_optimizer
 
@@ -203,7 +203,7 @@ def _waiting_last(original: Any) -> Any:
 def _among_own_role(original: Any) -> Any:
     @functools.wraps(original)
     def buffered_allreduce_fallback(self: Any, *args: Any, **kwargs: Any) -> None:
-        with roles.own_groups(self):
+        with role_engine.own_groups(self):
             original(self, *args, **kwargs)
 
     return buffered_allreduce_fallback
@@ -212,7 +212,7 @@ def _among_own_role(original: Any) -> Any:
 def _only_unaveraged(original: Any) -> Any:
     @functools.wraps(original)
     def _reduce_non_expert_gradients(self: Any, grads: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, unsharded.unaveraged(self, grads), *args, **kwargs)
+        original(self, zero_0.unaveraged(self, grads), *args, **kwargs)
 
     return _reduce_non_expert_gradients
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_moe_ext.hosts.meeting import Start, starting
-from ds_moe_ext.hosts.megatron import chosen, worlds
+from ds_moe_ext.attach.meeting import Start, starting
+from ds_moe_ext.hosts.megatron import active_settings, worlds
 from ds_moe_ext.patches.record import Patch, PatchError, apply_all
 from ds_moe_ext.watch import WATCH
 
@@ -23,14 +23,14 @@ VERSIONS = ">=0.14,<0.21"
 def _adopted(original: Any) -> Any:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        from ds_moe_ext.hosts.megatron import layers
+        from ds_moe_ext.hosts.megatron import moe_layers
 
         original(self, *args, **kwargs)
-        asked = chosen.chosen()
+        asked = active_settings.chosen()
         if asked is not None:
             try:
                 given = inspect.signature(original).bind(self, *args, **kwargs).arguments
-                layers.constructed(self, given.get("pg_collection"))
+                moe_layers.constructed(self, given.get("pg_collection"))
             except ValueError as error:
                 asked.tell(error)
                 raise
@@ -41,13 +41,13 @@ def _adopted(original: Any) -> Any:
 def _started(original: Any) -> Any:
     @functools.wraps(original)
     def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
-        from ds_moe_ext.hosts.megatron import engine, zebra
+        from ds_moe_ext.hosts.megatron import engine, role_setup
 
-        asked = chosen.chosen()
+        asked = active_settings.chosen()
         if asked is None:
             return original(*args, **kwargs)
         given = inspect.signature(original).bind(*args, **kwargs).arguments
-        start = engine.start if asked.worlds is None else zebra.start
+        start = engine.start if asked.worlds is None else role_setup.start
         with starting(Start(engine.OPTIMIZER, is_wanted=True)) as begun:
             with asked.whole_world(), begun.together():
                 pass  # all have their models
@@ -62,14 +62,14 @@ def _started(original: Any) -> Any:
 def _sized(original: Any) -> Any:
     @functools.wraps(original)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
-        asked, parted = chosen.chosen(), chosen.worlds()
+        asked, parted = active_settings.chosen(), active_settings.worlds()
         if parted is None:
             if asked is not None:
                 asked.agree(_sizes(inspect.signature(original).bind(*args, **kwargs).arguments))
             return original(*args, **kwargs)
-        from ds_moe_ext.hosts.megatron import sides
+        from ds_moe_ext.hosts.megatron import role_models
 
-        return sides.with_sizes(parted, original)(*args, **kwargs)
+        return role_models.with_sizes(parted, original)(*args, **kwargs)
 
     return initialize_model_parallel
 
@@ -77,7 +77,7 @@ def _sized(original: Any) -> Any:
 def _aside(original: Any) -> Any:
     @functools.wraps(original)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
-        Start(chosen.USE).stand_aside("off")
+        Start(active_settings.USE).stand_aside("off")
         return original(*args, **kwargs)
 
     return initialize_model_parallel
@@ -95,11 +95,11 @@ def _sizes(given: Mapping[str, Any]) -> dict[str, str]:
 def _stripped(original: Any) -> Any:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        parted = chosen.worlds()
+        parted = active_settings.worlds()
         if parted is not None and not parted.is_attention:
-            from ds_moe_ext.hosts.megatron import sides
+            from ds_moe_ext.hosts.megatron import role_models
 
-            sides.keep_experts(
+            role_models.keep_experts(
                 inspect.signature(original).bind(self, *args, **kwargs).arguments["module"]
             )
         original(self, *args, **kwargs)
@@ -110,12 +110,12 @@ def _stripped(original: Any) -> Any:
 def _saved(original: Any) -> Any:
     @functools.wraps(original)
     def save(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        parted = chosen.worlds()
+        parted = active_settings.worlds()
         if parted is None:
             return original(sharded_state_dict, *args, **kwargs)
-        from ds_moe_ext.hosts.megatron import one_checkpoint
+        from ds_moe_ext.hosts.megatron import role_checkpoint
 
-        return one_checkpoint.save_together(original, parted, sharded_state_dict, *args, **kwargs)
+        return role_checkpoint.save_together(original, parted, sharded_state_dict, *args, **kwargs)
 
     return save
 
@@ -123,22 +123,22 @@ def _saved(original: Any) -> Any:
 def _counted(original: Any) -> Any:
     @functools.wraps(original)
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
-        from ds_moe_ext.hosts.megatron import engine, striping
+        from ds_moe_ext.hosts.megatron import engine, forward_backward
 
         stock = original(*args, **kwargs)
 
         @functools.wraps(stock)
-        def forward_backward(*, num_microbatches: int, **given: Any) -> Any:
+        def counted(*, num_microbatches: int, **given: Any) -> Any:
             is_evaluation = bool(given.get("forward_only"))
             engine.SCHEDULES.begin(num_microbatches, forward_only=is_evaluation)
-            run = striping.steps_of(given["model"]) or stock
+            run = forward_backward.steps_of(given["model"]) or stock
             try:
                 with WATCH.host_pass("a step's passes"):
                     return run(num_microbatches=num_microbatches, **given)
             finally:
                 engine.SCHEDULES.end()
 
-        return forward_backward
+        return counted
 
     return get_forward_backward_func
 
@@ -216,24 +216,24 @@ def use(given: str | Path | Mapping[str, Any]) -> None:
     """
     forget()
     try:
-        asked = chosen.read(given)
+        asked = active_settings.read(given)
         if asked is not None:
             apply()
     except (ValueError, PatchError) as error:
-        Start(chosen.USE).tell(error)
+        Start(active_settings.USE).tell(error)
         raise
     if asked is None:
         _stand_aside()
         return
     if asked.strategy.roles is not None:
         asked = replace(asked, worlds=worlds.part(asked.strategy.roles, asked.agree))
-    chosen.set_chosen(asked)
+    active_settings.set_chosen(asked)
 
 
 def _stand_aside() -> None:
     """Let ranks that run by us know that this one does not, once there is a world."""
     if dist.is_initialized():
-        Start(chosen.USE).stand_aside("off")
+        Start(active_settings.USE).stand_aside("off")
         return
     with suppress(PatchError):  # Megatron is another: it is left as it is
         OFF.apply()
@@ -241,9 +241,9 @@ def _stand_aside() -> None:
 
 def forget() -> None:
     """Leave Megatron as it was, for models that are built from now on."""
-    parted = chosen.worlds()
+    parted = active_settings.worlds()
     if parted is not None:
         parted.rejoin()
-    chosen.set_chosen(None)
+    active_settings.set_chosen(None)
     for patch in (*PATCHES, OFF):
         patch.undo()

@@ -16,7 +16,7 @@ from ds_moe_ext.schedule.orders import stage_major
 from ds_moe_ext.schedule.program import Stage
 from ds_moe_ext.schedule.task import INTER, PARAM, RESTORE, Lane, Op, Schedule, Span
 from ds_moe_ext.share import LocalElseHome, NearestCopy
-from ds_moe_ext.strategies.base import Destination, Job, Plan, Site, Strategy
+from ds_moe_ext.strategy import Destination, Job, Plan, Site, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,9 +24,9 @@ from ds_moe_ext.planners.exchange import Way
 from ds_moe_ext.schedule.program import Stage
 from ds_moe_ext.schedule.task import COMBINE, DISPATCH, EXPERT, INTER, PARAM, RESTORE, Lane, Op
 from ds_moe_ext.schedule.wires import Beside
-from ds_moe_ext.strategies.base import Forecast, Job, Plan, Pool, Rhythm, Site, Strategy
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.esp import ExpertSharding, Pipelined
+from ds_moe_ext.strategy import Forecast, Job, Plan, Pool, Rhythm, Site, Strategy
 from tests.ranks import pool_of
 from tests.strategies_for_tests import Chunked, SineRestore
 

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ds_moe_ext.layout import Grid, ParallelLayout
-from ds_moe_ext.moe.copies import Copies, in_order
+from ds_moe_ext.moe.copies.layer_copies import Copies, in_order
 from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import MoELayer
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.share import NearestCopy
-from ds_moe_ext.strategies.base import Destination, Job
+from ds_moe_ext.strategy import Destination, Job
 from tests.marks import slow
 from tests.ranks import pool_of
 from tests.reference import dense_experts, relative_error

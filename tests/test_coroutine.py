@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.moe.coroutine import Abandoned, Ask, Asked, Coroutine, Returned
+from ds_moe_ext.zebra.coroutine import Abandoned, Ask, Asked, Coroutine, Returned
 
 
 @pytest.fixture

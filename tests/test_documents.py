@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from ds_moe_ext import cli
-from ds_moe_ext.convert import described
-from ds_moe_ext.documents import parsed, read_document
+from ds_moe_ext.convert import description
+from ds_moe_ext.files.documents import parsed, read_document
 from ds_moe_ext.hardware import read_hardware
-from ds_moe_ext.hosts.megatron import chosen
+from ds_moe_ext.hosts.megatron import active_settings
 
 
 def of_launch_scripts(path: Path) -> Any:
@@ -23,11 +23,11 @@ def of_launch_scripts(path: Path) -> Any:
 
 
 READERS: dict[str, Callable[[Path], Any]] = {
-    "settings under Megatron": chosen.read,
+    "settings under Megatron": active_settings.read,
     "hardware": read_hardware,
     "jobs of planners": lambda path: cli.print_plan("prophet", str(path)),
     "report": cli.draw,
-    "config to convert": described.read_document,
+    "config to convert": description.read_document,
     "launch scripts": of_launch_scripts,
 }
 

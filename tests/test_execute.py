@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.schedule.execute import InlineLanes, Lanes, ThreadLanes, execute, lanes_for
+from ds_moe_ext.schedule.executor import InlineLanes, Lanes, ThreadLanes, execute, lanes_for
 from ds_moe_ext.schedule.orders import stage_major
 from ds_moe_ext.schedule.program import Program
-from ds_moe_ext.schedule.simulate import simulate
+from ds_moe_ext.schedule.simulator import simulate
 from ds_moe_ext.schedule.task import (
     COMBINE,
     COMPUTE,

@@ -23,13 +23,13 @@ from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import Choice, Gate, SoftmaxTopK
 from ds_moe_ext.moe.gates.cosine_top_k import CosineTopK, cosines
 from ds_moe_ext.moe.gates.expert_choice import ExpertChoice
-from ds_moe_ext.moe.gates.named import GATES
+from ds_moe_ext.moe.gates.gate_object import GATES
 from ds_moe_ext.moe.gates.noisy_top_k import NoisyTopK
 from ds_moe_ext.moe.gates.sigmoid_top_k import SigmoidTopK
 from ds_moe_ext.moe.gates.soft import SoftMixture
 from ds_moe_ext.moe.layer import LayerOptions, MoELayer, RoutedExperts
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.strategies.base import Job, Site
+from ds_moe_ext.strategy import Job, Site
 from tests.ranks import pool_of
 from tests.reference import dense_experts, relative_error
 from tests.strategies_for_tests import Chunked

@@ -31,8 +31,8 @@ from ds_moe_ext.moe.named_hooks import read_hooks
 from ds_moe_ext.moe.sharding import Along, Shard
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.settings import read_settings
-from ds_moe_ext.strategies.base import Job, Strategy
 from ds_moe_ext.strategies.esp import ExpertSharding, TwoDegrees
+from ds_moe_ext.strategy import Job, Strategy
 from tests.hosts import jobs
 from tests.ranks import pool_of
 from tests.reference import relative_error

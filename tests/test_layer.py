@@ -19,9 +19,9 @@ from ds_moe_ext.moe.gate import SoftmaxTopK, capacity_of, drop_over_capacity
 from ds_moe_ext.moe.layer import LayerOptions, MoELayer
 from ds_moe_ext.moe.sharding import Along, Shard
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.strategies.base import Job, Strategy
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.esp import ExpertSharding, TwoDegrees
+from ds_moe_ext.strategy import Job, Strategy
 from tests.marks import slow
 from tests.ranks import pool_of
 from tests.reference import dense_experts, relative_error

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_moe_ext.load import write_loads, zipf_loads
-from ds_moe_ext.moe.observe import TimedTask
+from ds_moe_ext.moe.observation import TimedTask
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.block_costs import cell_rows
 from ds_moe_ext.planners.prices import (
@@ -28,10 +28,10 @@ from ds_moe_ext.planners.prices import (
     nearest_copy_flow,
     step_seconds,
 )
-from ds_moe_ext.schedule.execute import InlineLanes
+from ds_moe_ext.schedule.executor import InlineLanes
 from ds_moe_ext.schedule.task import ATTENTION, EXPERT, GATHER, JOIN, RESTORE, Op, Span, Task
 from ds_moe_ext.share import LocalElseHome, NearestCopy
-from ds_moe_ext.strategies.base import Plan
+from ds_moe_ext.strategy import Plan
 from tests.ranks import pool_of
 
 LAUNCH = Path(links.__file__).parent

@@ -32,7 +32,7 @@ from ds_moe_ext.moe.order import (
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.task import Cut, Span, spans
 from ds_moe_ext.share import LocalElseHome, NearestCopy, Share
-from ds_moe_ext.strategies.base import Destination
+from ds_moe_ext.strategy import Destination
 
 CPU = torch.device("cpu")
 BIG = 10_000  # more choices than a rank has: names a row by sender and choice

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ds_moe_ext.hosts import striped
 from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.order import one_cell_route
-from ds_moe_ext.moe.passage import Answer, Here, Passage, Question
-from ds_moe_ext.moe.serving import GradientSums
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.task import Span
+from ds_moe_ext.zebra import striped_model
+from ds_moe_ext.zebra.passage import Answer, Here, Passage, Question
+from ds_moe_ext.zebra.serving import GradientSums
 from tests.reference import dense_experts
 
 VOCABULARY, LENGTH, D, F, EXPERTS, TOP_K = 19, 5, 8, 6, 4, 2
@@ -334,7 +334,7 @@ def cut(model: Model, here: Here) -> Iterator[None]:
     for layer, own in enumerate(experts):
         own.layer, own.here = layer, here
     for block in forwards:
-        striped.cut_at(block, here)
+        striped_model.cut_at(block, here)
     try:
         yield
     finally:

@@ -17,8 +17,15 @@ from hypothesis import strategies as st
 from ds_moe_ext.planners.degree import Chunks, LayerCosts, best_degree, makespans
 from ds_moe_ext.planners.linear import LinearCost
 from ds_moe_ext.schedule import wires
-from ds_moe_ext.schedule.pipelines import NO_SLICES, PIPELINES, QUEUED, Pipeline, Slices, in_halves
-from ds_moe_ext.schedule.simulate import Timeline, simulate
+from ds_moe_ext.schedule.pipeline_orders import (
+    NO_SLICES,
+    PIPELINES,
+    QUEUED,
+    Pipeline,
+    Slices,
+    in_halves,
+)
+from ds_moe_ext.schedule.simulator import Timeline, simulate
 from ds_moe_ext.schedule.step import whole_step
 from ds_moe_ext.schedule.task import (
     ATTENTION,

@@ -16,8 +16,8 @@ from price_layers import Interference, Plan, Reduced, closed_s, simulated_s, sum
 from ds_moe_ext.planners.degree import LayerCosts
 from ds_moe_ext.planners.linear import LinearCost
 from ds_moe_ext.planners.partition import AllReduce
-from ds_moe_ext.schedule.pipelines import PIPELINES, Slices
-from ds_moe_ext.schedule.simulate import simulate
+from ds_moe_ext.schedule.pipeline_orders import PIPELINES, Slices
+from ds_moe_ext.schedule.simulator import simulate
 from ds_moe_ext.schedule.task import COMPUTE, INTER, INTRA, Lane, Op, Span, Task
 
 A, B = CLUSTERS["A"], CLUSTERS["B"]

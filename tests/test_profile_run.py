@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ds_moe_ext import profile_run
-from ds_moe_ext.cost.probe import Sizes
+from ds_moe_ext.attach.launcher import Launched
 from ds_moe_ext.hardware import (
     Collectives,
     Device,
@@ -29,7 +29,7 @@ from ds_moe_ext.hardware import (
     Products,
     read_hardware,
 )
-from ds_moe_ext.hosts.launched import Launched
+from ds_moe_ext.measure.probe import Sizes
 from ds_moe_ext.profile_ranks import sizes_of
 from ds_moe_ext.profile_run import add_options, add_profile, copies_text, notes, profile, tell
 from tests.ranks import free_port, pool_of

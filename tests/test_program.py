@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ds_moe_ext.moe.local import Local
-from ds_moe_ext.moe.observe import TasksSeen
-from ds_moe_ext.schedule.execute import InlineLanes, Lanes, Mark, ThreadLanes
+from ds_moe_ext.moe.local_stage import Local
+from ds_moe_ext.moe.observation import TasksSeen
+from ds_moe_ext.schedule.executor import InlineLanes, Lanes, Mark, ThreadLanes
 from ds_moe_ext.schedule.program import Program, Stage
 from ds_moe_ext.schedule.task import (
     COMPUTE,

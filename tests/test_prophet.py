@@ -28,8 +28,8 @@ from ds_moe_ext.schedule.task import (
     Schedule,
 )
 from ds_moe_ext.settings import read_settings
-from ds_moe_ext.strategies.base import Carried, Job, Plan, Pool, Site
 from ds_moe_ext.strategies.prophet import ProProphet, blockwise
+from ds_moe_ext.strategy import Carried, Job, Plan, Pool, Site
 
 NUM_LAYERS, NUM_CELLS, NUM_EXPERTS = 3, 4, 8
 HOMES = (Placement.block(NUM_EXPERTS, NUM_CELLS),) * NUM_LAYERS

@@ -10,14 +10,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.moe.observe import Rows, TasksSeen, TimedTask
+from ds_moe_ext.moe.observation import Rows, TasksSeen, TimedTask
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.report.record import LayerRecord, Move, RunRecord, Span, TermRecord
 from ds_moe_ext.report.recorder import Recorder, spans_of
 from ds_moe_ext.schedule.task import ATTENTION, EXPERT, GATHER, GRADIENTS, JOIN, Op, Task
 from ds_moe_ext.schedule.task import Span as Chunks
 from ds_moe_ext.share import LocalElseHome
-from ds_moe_ext.strategies.base import Plan
+from ds_moe_ext.strategy import Plan
 
 
 def is_timed(**wanted: Any) -> bool:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from ds_moe_ext.all_to_all import Channel, Reach, Relay, Relays, by_places
 from ds_moe_ext.comm import all_to_all_rows
-from ds_moe_ext.cost.pipeline import Payload, measure_carrier, quick_bench
 from ds_moe_ext.layout import BETWEEN_NODES, NODE_AXES, WITHIN_NODES, Grid, ParallelLayout
+from ds_moe_ext.measure.pipeline_probe import Payload, measure_carrier, quick_bench
 from ds_moe_ext.moe.codecs import Coding
 from ds_moe_ext.moe.dispatch import Wire
 from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
@@ -33,14 +33,14 @@ from ds_moe_ext.moe.sharding import Along, Shard
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.degree import LayerCosts
 from ds_moe_ext.planners.exchange import BY_COST, WAYS, Way
+from ds_moe_ext.planners.layer_pipelines import Measured, MeasuredLayer
 from ds_moe_ext.planners.linear import LinearCost
 from ds_moe_ext.planners.partition import AllReduce
 from ds_moe_ext.planners.pipeline_lines import Line
-from ds_moe_ext.planners.pipelining import Measured, MeasuredLayer
 from ds_moe_ext.schedule.task import INTER, Cut, Lane, Span
 from ds_moe_ext.share import NearestCopy
-from ds_moe_ext.strategies.base import Destination, Job, Plan, Strategy
 from ds_moe_ext.strategies.esp import ExpertSharding, TwoDegrees
+from ds_moe_ext.strategy import Destination, Job, Plan, Strategy
 from tests.ranks import pool_of
 from tests.reference import dense_experts, relative_error
 from tests.strategies_for_tests import Copied

@@ -10,7 +10,7 @@ import pytest
 
 from ds_moe_ext.placement import even_homes
 from ds_moe_ext.settings import read_settings
-from ds_moe_ext.strategies.base import Job, Pool, Strategy
+from ds_moe_ext.strategy import Job, Pool, Strategy
 
 
 def strategy_of(**block: Any) -> Strategy:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ds_moe_ext.schedule import wires
 from ds_moe_ext.schedule.orders import chunk_major, stage_major
-from ds_moe_ext.schedule.simulate import Timeline, simulate
+from ds_moe_ext.schedule.simulator import Timeline, simulate
 from ds_moe_ext.schedule.task import (
     COMPUTE,
     INTER,

@@ -20,8 +20,8 @@ from ds_moe_ext.moe.codecs import BFloat16
 from ds_moe_ext.moe.gates.noisy_top_k import NoisyTopK
 from ds_moe_ext.moe.hooks import Hooked
 from ds_moe_ext.settings import ReportSettings, Settings, TraceSettings, read_settings
-from ds_moe_ext.strategies.base import Strategy
 from ds_moe_ext.strategies.ep import ExpertParallel
+from ds_moe_ext.strategy import Strategy
 from tests.strategies_for_tests import Chunked
 
 CHUNKED = "tests.strategies_for_tests:Chunked"
@@ -410,9 +410,7 @@ def of_strategies() -> Iterator[Bad]:
     ):
         yield Bad(block(strategy=path), key, repr(path), "not a dataclass; make it one")
     for path in ("tests.test_settings:NoBase", "tests.test_settings:Planless"):
-        yield Bad(
-            block(strategy=path), key, repr(path), "derive it from ds_moe_ext.strategies.base"
-        )
+        yield Bad(block(strategy=path), key, repr(path), "derive it from ds_moe_ext.strategy")
         over = block(strategy="esp", balance=path)
         yield Bad(over, "ds_moe_ext.balance", repr(path), "give it a plan(self, job)")
 

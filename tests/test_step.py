@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.split import Split
-from ds_moe_ext.schedule.simulate import Timeline, simulate
+from ds_moe_ext.schedule.simulator import Timeline, simulate
 from ds_moe_ext.schedule.step import Programs, in_lanes, whole_step
 from ds_moe_ext.schedule.task import (
     ATTENTION,
@@ -30,10 +30,10 @@ from ds_moe_ext.schedule.task import (
     Task,
 )
 from ds_moe_ext.share import LocalElseHome
-from ds_moe_ext.strategies.base import Carried, Plan, Site, Strategy
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.fssdp import FullySharded
 from ds_moe_ext.strategies.prophet import ProProphet
+from ds_moe_ext.strategy import Carried, Plan, Site, Strategy
 from tests.strategies_for_tests import Chunked, Copied
 
 LAYOUT = ParallelLayout(Grid(world_size=2, num_cells=2), rank=0)

@@ -21,23 +21,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ds_moe_ext.hosts import striped
 from ds_moe_ext.layout import Grid, ParallelLayout, group_among
-from ds_moe_ext.moe.crossing import Met
 from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
 from ds_moe_ext.moe.order import LayerRoute, Order, one_cell_route
-from ds_moe_ext.moe.passage import Here, Passage
-from ds_moe_ext.moe.serving import GradientSums
-from ds_moe_ext.moe.stripe import Stripe
-from ds_moe_ext.moe.striped import Stack
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.roles import Roles
-from ds_moe_ext.schedule.execute import ThreadLanes
+from ds_moe_ext.schedule.executor import ThreadLanes
 from ds_moe_ext.schedule.stripes import A2E, E2A
 from ds_moe_ext.share import LocalElseHome
-from ds_moe_ext.strategies.base import Plan, Site
 from ds_moe_ext.strategies.zebra import Zebra, asymmetric_home
+from ds_moe_ext.strategy import Plan, Site
+from ds_moe_ext.zebra import striped_model
+from ds_moe_ext.zebra.crossing import Met
+from ds_moe_ext.zebra.passage import Here, Passage
+from ds_moe_ext.zebra.serving import GradientSums
+from ds_moe_ext.zebra.stack import Stack
+from ds_moe_ext.zebra.stripe import Stripe
 from tests.ranks import pool_of
 from tests.test_passage import (
     EXPERTS,
@@ -318,7 +318,7 @@ def _stripes(case: Case, model: Model, stack: Stack, sums: GradientSums | None) 
 
 
 def _in_one_order(issued: Any, layout: ParallelLayout) -> None:
-    striped.check_orders(issued, group_among(layout.grid.along("ep"), backend="gloo"))
+    striped_model.check_orders(issued, group_among(layout.grid.along("ep"), backend="gloo"))
 
 
 @functools.cache
@@ -416,7 +416,7 @@ def test_order_of_theorem_1() -> None:
 def _tampered(rank: int, world_size: int) -> str:
     """A rank that swaps two collectives is found out, on all ranks."""
     case = Case(1, 1, (0, 0), 2)
-    check_orders = striped.check_orders
+    check_orders = striped_model.check_orders
 
     def swapped(issued: Any, control: dist.ProcessGroup) -> None:
         if rank == 1:
@@ -425,7 +425,7 @@ def _tampered(rank: int, world_size: int) -> str:
         check_orders(issued, control)
 
     with (
-        mock.patch.object(striped, "check_orders", swapped),
+        mock.patch.object(striped_model, "check_orders", swapped),
         pytest.raises(RuntimeError) as raised,
     ):
         run_case(rank, world_size, case)
@@ -498,4 +498,4 @@ def test_two_layers_in_a_block_are_refused() -> None:
     names = ("blocks.0.first", "blocks.0.second")
     layers: Any = [SimpleNamespace(name=name) for name in names]
     with pytest.raises(ValueError, match=r"blocks\.0 has two MoE layers"):
-        striped.blocks_of(TwoInABlock(), layers)
+        striped_model.blocks_of(TwoInABlock(), layers)

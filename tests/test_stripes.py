@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytest import approx
 
-from ds_moe_ext.schedule.simulate import Timeline, simulate
+from ds_moe_ext.schedule.simulator import Timeline, simulate
 from ds_moe_ext.schedule.stripes import (
     A2E,
     ATTENTION_SIDE,

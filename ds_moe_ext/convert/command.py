@@ -42,10 +42,10 @@ def convert(given: argparse.Namespace) -> int:
     import torch  # other commands do without
     from rich.console import Console
 
-    from ds_moe_ext.convert import run
+    from ds_moe_ext.convert import conversion
     from ds_moe_ext.convert.forms import Form
 
-    asked = run.Asked(
+    asked = conversion.Asked(
         source=given.source,
         target=given.target,
         goal=Form(given.goal),
@@ -53,5 +53,5 @@ def convert(given: argparse.Namespace) -> int:
         described=given.described,
         dtype=None if given.dtype is None else vars(torch)[given.dtype],
     )
-    run.convert(asked, Console())
+    conversion.convert(asked, Console())
     return 0

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ds_moe_ext.convert.model import Shape
-from ds_moe_ext.hosts.dcp_reader import TABLE, Reader
-from ds_moe_ext.hosts.unpickle import damaged
+from ds_moe_ext.files.dcp_reader import TABLE, Reader
+from ds_moe_ext.files.unpickle import damaged
 
 DATA = "__0_0.distcp"
 

@@ -17,16 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_moe_ext.attach.dynamo import plain
 from ds_moe_ext.convert import dcp, names
 from ds_moe_ext.convert.model import Model, Shape, pieces
 from ds_moe_ext.convert.small_files import text_of
 from ds_moe_ext.convert.source import Source, Stored
 from ds_moe_ext.convert.tables import Cell, cells, expert_rows
 from ds_moe_ext.convert.target import Maker
-from ds_moe_ext.hosts import unpickle
-from ds_moe_ext.hosts.deepspeed import file_sums
+from ds_moe_ext.files import file_sums, unpickle
 from ds_moe_ext.hosts.deepspeed.layout_file import FOLDER, LAYOUT_FILE, SAVE, SavedLayout
-from ds_moe_ext.hosts.dynamo import plain
 
 LATEST = "latest"
 STATES = "mp_rank_00_model_states.pt"

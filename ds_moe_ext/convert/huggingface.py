@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ds_moe_ext.convert import names
-from ds_moe_ext.convert.described import CONFIG, Document
+from ds_moe_ext.convert.description import CONFIG, Document
 from ds_moe_ext.convert.model import Model, Shape
 from ds_moe_ext.convert.small_files import object_of
 from ds_moe_ext.convert.source import Source, Stored
 from ds_moe_ext.convert.tables import Cell
 from ds_moe_ext.convert.target import Maker
-from ds_moe_ext.hosts.unpickle import damaged
+from ds_moe_ext.files.unpickle import damaged
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 SHARD_BYTES = 5 * 10**9

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.convert import dcp, names
-from ds_moe_ext.convert.arguments import arguments_of
+from ds_moe_ext.convert.megatron_arguments import arguments_of
 from ds_moe_ext.convert.model import Model, places
 from ds_moe_ext.convert.small_files import object_of, text_of
 from ds_moe_ext.convert.source import Source, Stored
 from ds_moe_ext.convert.tables import Cell, cells, of_model
 from ds_moe_ext.convert.target import Maker
-from ds_moe_ext.hosts import unpickle
+from ds_moe_ext.files import unpickle
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BACKENDS, COMMON = "metadata.json", "common.pt"

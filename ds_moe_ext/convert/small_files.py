@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_moe_ext.hosts.unpickle import damaged
+from ds_moe_ext.files.unpickle import damaged
 
 
 def text_of(path: Path) -> str:

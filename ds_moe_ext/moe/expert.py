@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ds_moe_ext.moe.local import gradients, run_apart
+from ds_moe_ext.moe.local_stage import gradients, run_apart
 from ds_moe_ext.moe.order import LayerRoute, SlotRows
 from ds_moe_ext.moe.sharding import WHOLE, Shard
 from ds_moe_ext.schedule.program import added

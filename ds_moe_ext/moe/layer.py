@@ -15,26 +15,26 @@ import torch
 from torch import Tensor, nn
 
 from ds_moe_ext.layout import GRID, ParallelLayout
-from ds_moe_ext.moe.aside import Ahead, Aside
 from ds_moe_ext.moe.cell import CellGather, CellScatter, CellWire
 from ds_moe_ext.moe.codecs import Codec
-from ds_moe_ext.moe.copies import Copies
+from ds_moe_ext.moe.copies.aside import Ahead, Aside
+from ds_moe_ext.moe.copies.join import Join, finished, started
+from ds_moe_ext.moe.copies.layer_copies import Copies
+from ds_moe_ext.moe.copies.slab import Weights
+from ds_moe_ext.moe.copies.trips import Place
+from ds_moe_ext.moe.copies.windows import Windows
 from ds_moe_ext.moe.dispatch import Combine, Dispatch, Wire
 from ds_moe_ext.moe.expert import Expert, ExpertFunction
 from ds_moe_ext.moe.gate import GateFunction
 from ds_moe_ext.moe.hooks import NO_HOOKS, Batch, Hook, Hooked, Moe, watched
-from ds_moe_ext.moe.join import Join, finished, started
 from ds_moe_ext.moe.joint import Joint, Likeness
 from ds_moe_ext.moe.kinds import kind_of
-from ds_moe_ext.moe.local import Local
-from ds_moe_ext.moe.observe import RowsSeen, TasksSeen, tell
+from ds_moe_ext.moe.local_stage import Local
+from ds_moe_ext.moe.observation import RowsSeen, TasksSeen, tell
 from ds_moe_ext.moe.order import Order, Restore, Seat
-from ds_moe_ext.moe.slab import Weights
-from ds_moe_ext.moe.trips import Place
-from ds_moe_ext.moe.windows import Windows
 from ds_moe_ext.planners.exchange import BY_NODES, Way
-from ds_moe_ext.schedule.execute import Lanes, Mark, lanes_for
-from ds_moe_ext.schedule.pipelines import QUEUED, reductions
+from ds_moe_ext.schedule.executor import Lanes, Mark, lanes_for
+from ds_moe_ext.schedule.pipeline_orders import QUEUED, reductions
 from ds_moe_ext.schedule.program import Program, Stage, in_backward
 from ds_moe_ext.schedule.task import (
     BEGIN_GRADIENTS,
@@ -58,7 +58,7 @@ from ds_moe_ext.schedule.task import (
     Op,
     Span,
 )
-from ds_moe_ext.strategies.base import Destination, Plan, Site, Strategy
+from ds_moe_ext.strategy import Destination, Plan, Site, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from ds_moe_ext.class_path import found_at
 from ds_moe_ext.moe.codecs import BFloat16, Codec, Int8
 from ds_moe_ext.moe.hooks import Hooked, Hooks
-from ds_moe_ext.named import found_at
 from ds_moe_ext.strict import check_object, nearest, read_record
 
 CODECS: Mapping[str, type[Codec]] = {"bf16": BFloat16, "int8": Int8}

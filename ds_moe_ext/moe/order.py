@@ -23,10 +23,10 @@ from ds_moe_ext.moe.gate import capacity_of, count, drop_over_capacity
 from ds_moe_ext.moe.kinds import check_kinds
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.rows import on_device, ranges, starts_of
-from ds_moe_ext.schedule.execute import OnDevice
+from ds_moe_ext.schedule.executor import OnDevice
 from ds_moe_ext.schedule.task import Cut, Span
 from ds_moe_ext.share import Share
-from ds_moe_ext.strategies.base import Destination
+from ds_moe_ext.strategy import Destination
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ import numpy as np
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.block_costs import BACKWARD, FORWARD, BlockPrices, whole_rows
 from ds_moe_ext.planners.prices import TRIPS
-from ds_moe_ext.planners.prophet import BlockPlan
+from ds_moe_ext.planners.prophet_greedy import BlockPlan
 
 
 def shadow_seconds(prices: BlockPrices, *, most_rows: int, num_shadows: int) -> float:

@@ -13,8 +13,8 @@ import numpy as np
 
 from ds_moe_ext.planners.zebra_step import HEAD_BACKWARD, StepPrice, ZebraShape, price_step
 from ds_moe_ext.planners.zebra_work import RankClass, TwoClasses, all_to_all_s
-from ds_moe_ext.schedule.pipelines import PIPELINES
-from ds_moe_ext.schedule.simulate import simulate
+from ds_moe_ext.schedule.pipeline_orders import PIPELINES
+from ds_moe_ext.schedule.simulator import simulate
 from ds_moe_ext.schedule.task import (
     ATTENTION,
     EXPERT,

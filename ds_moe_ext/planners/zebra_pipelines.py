@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ds_moe_ext.planners.zebra_step import HEAD_BACKWARD
 from ds_moe_ext.planners.zebra_work import RankClass, TwoClasses
-from ds_moe_ext.schedule.simulate import simulate
+from ds_moe_ext.schedule.simulator import simulate
 from ds_moe_ext.schedule.task import Kind, Lane, Op, Schedule, Span, Task, Value
 
 HANDED_ON = Kind("handed_on")  # hidden states, to the next stage

@@ -16,7 +16,7 @@ import numpy as np
 
 from ds_moe_ext.planners.asym_ea import LayerTimes
 from ds_moe_ext.planners.zebra_work import TwoClasses, all_to_all_s
-from ds_moe_ext.schedule.simulate import simulate
+from ds_moe_ext.schedule.simulator import simulate
 from ds_moe_ext.schedule.stripes import (
     ATTENTION,
     COMBINE,

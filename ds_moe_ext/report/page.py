@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from ds_moe_ext.report import charts, copies, heatmap, timeline
+from ds_moe_ext.report import charts, copy_map, heatmap, timeline
 from ds_moe_ext.report.balance import balance, gain
 from ds_moe_ext.report.charts import Bar
 from ds_moe_ext.report.colours import classes_of, style_rules
-from ds_moe_ext.report.expected import expected
 from ds_moe_ext.report.headline import header, tiles
 from ds_moe_ext.report.parts import OPEN, Panel, section, selectable, table, thinned
+from ds_moe_ext.report.prediction import expected
 from ds_moe_ext.report.record import RunRecord, Span
 from ds_moe_ext.report.skin import CSS, SCRIPT
 from ds_moe_ext.report.summary import (
@@ -118,15 +118,15 @@ def _loads(record: RunRecord, summary: Summary, bins: Bins) -> str:
     note = f"Which experts drew the rows, step by step.{thinned(bins, 'adds up their rows')}"
     title, scales, bodies = "Load of the experts", heatmap.load_scale(octaves), loads
     if record.placements is not None:
-        placements, ramp = record.placements, copies.ramp_of(record.placements)
+        placements, ramp = record.placements, copy_map.ramp_of(record.placements)
         title = "Load of the experts, and their copies"
         note += (
             f" Below: how many copies they had beside their homes, and where in step "
             f"{placements.last_step:,}, the last. Experts stand where their home was then."
         )
-        scales += copies.copies_scale(ramp)
+        scales += copy_map.copies_scale(ramp)
         bodies = [
-            body + copies.copies_of_layer(record, placements, index, ramp=ramp, bins=bins)
+            body + copy_map.copies_of_layer(record, placements, index, ramp=ramp, bins=bins)
             for index, body in enumerate(loads)
         ]
     panels = [

@@ -16,10 +16,10 @@ import numpy as np
 
 from ds_moe_ext.load import balance_L
 from ds_moe_ext.moe.layer import RoutedExperts
-from ds_moe_ext.moe.observe import Rows, TimedTask
+from ds_moe_ext.moe.observation import Rows, TimedTask
 from ds_moe_ext.report.record import LayerRecord, Move, PlacementRecord, RunRecord, Span, TermRecord
 from ds_moe_ext.schedule.task import COMPUTE, GATHER, GRADIENTS, PARAM
-from ds_moe_ext.strategies.base import Plan
+from ds_moe_ext.strategy import Plan
 
 TIME_EVERY = 10  # steps: timing costs little, but not nothing
 HEAD_NAME = "head"  # what follows the last layer, where a step is one pass

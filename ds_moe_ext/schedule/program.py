@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ds_moe_ext.schedule.execute import Lanes, Mark, execute
+from ds_moe_ext.schedule.executor import Lanes, Mark, execute
 from ds_moe_ext.schedule.task import Cut, Op, Schedule, Span, Task, Value
 from ds_moe_ext.watch import WATCH
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ds_moe_ext.schedule.simulate import Timeline
+from ds_moe_ext.schedule.simulator import Timeline
 from ds_moe_ext.schedule.task import Schedule
 
 

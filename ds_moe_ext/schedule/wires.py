@@ -23,7 +23,7 @@ from math import lcm
 from typing import NamedTuple
 
 from ds_moe_ext.schedule.orders import issued_last
-from ds_moe_ext.schedule.pipelines import NO_SLICES, PIPELINES, Pipeline, Slices, in_halves
+from ds_moe_ext.schedule.pipeline_orders import NO_SLICES, PIPELINES, Pipeline, Slices, in_halves
 from ds_moe_ext.schedule.task import (
     BEGIN_GRADIENTS,
     CELL_GATHER,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_moe_ext.strategies.base import Job, Plan, Strategy, register
+from ds_moe_ext.strategy import Job, Plan, Strategy, register
 
 
 @register("ep")

@@ -18,13 +18,14 @@ import numpy as np
 from ds_moe_ext.layout import NODE_AXES
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.exchange import BY_COST, BY_NODES, WAYS, Way
-from ds_moe_ext.planners.pipelining import SOLVERS, Measured, Piped, plan_pipelines
+from ds_moe_ext.planners.layer_pipelines import SOLVERS, Measured, Piped, plan_pipelines
 from ds_moe_ext.schedule import wires
-from ds_moe_ext.schedule.pipelines import PIPELINES, Pipeline, Slices
+from ds_moe_ext.schedule.pipeline_orders import PIPELINES, Pipeline, Slices
 from ds_moe_ext.schedule.program import Stage
 from ds_moe_ext.schedule.task import INTER, Lane, Op, Schedule
 from ds_moe_ext.schedule.wires import Beside, Cutting
-from ds_moe_ext.strategies.base import (
+from ds_moe_ext.strategies.ep import ExpertParallel
+from ds_moe_ext.strategy import (
     Forecast,
     Job,
     Plan,
@@ -34,7 +35,6 @@ from ds_moe_ext.strategies.base import (
     Strategy,
     register,
 )
-from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strict import at_least, nearest
 
 KEY = "ds_moe_ext.esp"

@@ -23,7 +23,7 @@ from ds_moe_ext.planners.shard import shard
 from ds_moe_ext.schedule.task import INTER, PARAM, Lane
 from ds_moe_ext.schedule.wires import Beside
 from ds_moe_ext.share import NearestCopy
-from ds_moe_ext.strategies.base import (
+from ds_moe_ext.strategy import (
     Destination,
     Job,
     Plan,

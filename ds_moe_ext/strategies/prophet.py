@@ -24,13 +24,13 @@ from ds_moe_ext.planners.block_costs import (
     placement_seconds,
 )
 from ds_moe_ext.planners.prices import TRIPS
-from ds_moe_ext.planners.prophet import BlockPlan, place_experts
+from ds_moe_ext.planners.prophet_greedy import BlockPlan, place_experts
 from ds_moe_ext.planners.shadow import shadow_experts
 from ds_moe_ext.planners.split import SPLITS, split_backward, split_forward
 from ds_moe_ext.schedule.task import INTER, PARAM, Lane
 from ds_moe_ext.schedule.wires import Beside
 from ds_moe_ext.share import LocalElseHome
-from ds_moe_ext.strategies.base import (
+from ds_moe_ext.strategy import (
     Carried,
     Forecast,
     Job,

@@ -17,7 +17,7 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.roles import Roles, roles_by_device
 from ds_moe_ext.schedule.stripes import A2E, E2A
 from ds_moe_ext.schedule.task import INTER, Lane
-from ds_moe_ext.strategies.base import Job, Plan, Pool, Strategy, register
+from ds_moe_ext.strategy import Job, Plan, Pool, Strategy, register
 from ds_moe_ext.strict import at_least
 
 WHERE = "ds_moe_ext.zebra"

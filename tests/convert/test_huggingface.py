@@ -12,9 +12,9 @@ import torch
 from rich.console import Console
 
 from ds_moe_ext import cli
-from ds_moe_ext.convert import arguments, described, huggingface, megatron
+from ds_moe_ext.convert import description, huggingface, megatron, megatron_arguments
+from ds_moe_ext.convert.conversion import Asked, convert
 from ds_moe_ext.convert.forms import Form, form_of
-from ds_moe_ext.convert.run import Asked, convert
 from tests.convert import models
 
 QUIET = Console(quiet=True)
@@ -32,7 +32,9 @@ def test_there_and_back(family: str, dtype: torch.dtype, tmp_path: Path) -> None
     there = converted(tmp_path / "hf", tmp_path / "there", Form.MEGATRON)
     back = converted(there, tmp_path / "back", Form.HUGGINGFACE)
     models.assert_equal(models.loaded(back), models.loaded(tmp_path / "hf"))
-    given, got = (described.model_of(described.read_document(f)) for f in (tmp_path / "hf", back))
+    given, got = (
+        description.model_of(description.read_document(f)) for f in (tmp_path / "hf", back)
+    )
     assert got == given
     assert form_of(there, None) is form_of(there / megatron.RELEASE, None) is Form.MEGATRON
 
@@ -81,7 +83,7 @@ def test_the_command(
     assert "--untie" not in said
     stored = megatron.open_source(
         tmp_path / "there" / "release",
-        arguments.model_of(megatron.arguments(tmp_path / "there" / "release")),
+        megatron_arguments.model_of(megatron.arguments(tmp_path / "there" / "release")),
     )
     assert {tensor.dtype for tensor in stored.tensors.values()} == {torch.bfloat16}
 

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_moe_ext.convert import arguments, described, names
+from ds_moe_ext.convert import description, megatron_arguments, names
 from ds_moe_ext.convert.model import Experts, Model, Piece, pieces, shapes
 from ds_moe_ext.convert.tables import Table, cells, join, of_model, split
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 MODELS = {
-    path.stem: described.model_of(described.read_document(path)) for path in CONFIGS.glob("*.json")
+    path.stem: description.model_of(description.read_document(path))
+    for path in CONFIGS.glob("*.json")
 }
 MODELS["half"] = replace(MODELS["qwen3_moe_tiny"], moe_layers=(0, 2), is_tied=False)
 OF_HUGGINGFACE = [name for name, model in MODELS.items() if not model.is_gpt]
@@ -88,8 +89,8 @@ def test_experts_lie_by_number() -> None:
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt_moe_tiny"])
 def test_a_description_comes_back(name: str) -> None:
     model = MODELS[name]
-    assert described.model_of(described.document_of(model)) == model
-    again = arguments.model_of(arguments.arguments_of(model))
+    assert description.model_of(description.document_of(model)) == model
+    again = megatron_arguments.model_of(megatron_arguments.arguments_of(model))
     assert replace(again, dense_ffn_size=model.dense_ffn_size) == model
 
 
@@ -97,13 +98,13 @@ def test_our_gpt_is_a_gpt_of_megatron() -> None:
     model = MODELS["gpt_moe_tiny"]
     assert model.moe_layers == (1, 3)
     assert model.experts == Experts(8, 2, 512, True)
-    assert arguments.model_of(arguments.arguments_of(model)) == model
+    assert megatron_arguments.model_of(megatron_arguments.arguments_of(model)) == model
 
 
 def test_defaults_are_those_of_transformers() -> None:
     from transformers import AutoConfig
 
-    for family, keys in described.FAMILIES.items():
+    for family, keys in description.FAMILIES.items():
         theirs = AutoConfig.for_model(family.value).to_dict()
         assert theirs["rms_norm_eps"] == keys.norm_epsilon
         assert theirs["rope_parameters"]["rope_theta"] == keys.rope_theta

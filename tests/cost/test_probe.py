@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.comm import all_to_all_by_pairs, all_to_all_rows
-from ds_moe_ext.cost.bench import Bench
-from ds_moe_ext.cost.probe import (
+from ds_moe_ext.hardware import Hardware, Link
+from ds_moe_ext.measure.bench import Bench
+from ds_moe_ext.measure.probe import (
     Sizes,
     all_gather_sweep,
     all_reduce_sweep,
@@ -24,7 +25,6 @@ from ds_moe_ext.cost.probe import (
     measure_cluster,
     reduce_scatter_sweep,
 )
-from ds_moe_ext.hardware import Hardware, Link
 from tests.ranks import pool_of
 
 CPU = torch.device("cpu")

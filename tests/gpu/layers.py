@@ -18,7 +18,7 @@ from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import LayerOptions, MoELayer
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.schedule.execute import (
+from ds_moe_ext.schedule.executor import (
     CudaLanes,
     InlineCudaLanes,
     InlineLanes,
@@ -26,8 +26,8 @@ from ds_moe_ext.schedule.execute import (
     ThreadLanes,
 )
 from ds_moe_ext.schedule.program import Program
-from ds_moe_ext.strategies.base import Job, Strategy
 from ds_moe_ext.strategies.ep import ExpertParallel
+from ds_moe_ext.strategy import Job, Strategy
 from tests.strategies_for_tests import Chunked
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

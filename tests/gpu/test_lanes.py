@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ds_moe_ext.moe.observe import TasksSeen
-from ds_moe_ext.schedule.execute import InlineLanes, OnDevice, ThreadLanes, lanes_for
+from ds_moe_ext.moe.observation import TasksSeen
+from ds_moe_ext.schedule.executor import InlineLanes, OnDevice, ThreadLanes, lanes_for
 from ds_moe_ext.schedule.program import Program, Saved, Stage
 from ds_moe_ext.schedule.task import COMPUTE, INTER, Lane, Op, Span
 from tests.gpu.layers import (

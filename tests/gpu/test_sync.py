@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import RoutedExperts
-from ds_moe_ext.schedule.execute import Lanes
+from ds_moe_ext.schedule.executor import Lanes
 from tests.gpu.layers import DEVICES, Case, Runner, layer_of, one_by_one, side_by_side
 
 CASE = Case(num_tokens=256, width=64, expert_width=128, dtype=torch.bfloat16)

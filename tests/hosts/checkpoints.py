@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_moe_ext.hosts.deepspeed import stored
+from ds_moe_ext.hosts.deepspeed import dcp_folder
 from ds_moe_ext.hosts.deepspeed.layout_file import FOLDER, LAYOUT_FILE, SAVE
 from ds_moe_ext.hosts.deepspeed.regions import Region
-from ds_moe_ext.hosts.deepspeed.states import OptimizerStates
-from ds_moe_ext.hosts.run import run_of
-from ds_moe_ext.hosts.states import MASTER
+from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
+from ds_moe_ext.steps.optimizer_states import MASTER
+from ds_moe_ext.steps.training_run import run_of
 from tests.hosts import jobs
 from tests.hosts.jobs import Job, loss_of, micro_batch
 from tests.hosts.test_regions import in_whole
@@ -302,9 +302,9 @@ def refused(
         engine = jobs.engine_of(job, world_size)
     run_steps(rank, world_size, engine, range(1))
     before, messages = held_by(engine), []
-    reads = mock.Mock(side_effect=OSError(fails)) if fails and rank == 1 else stored.load
+    reads = mock.Mock(side_effect=OSError(fails)) if fails and rank == 1 else dcp_folder.load
     for folder in folders:
-        with mock.patch.object(stored, "load", reads), pytest.raises(ValueError) as caught:
+        with mock.patch.object(dcp_folder, "load", reads), pytest.raises(ValueError) as caught:
             engine.load_checkpoint(folder)
         messages.append(str(caught.value))
         after = held_by(engine)
@@ -352,15 +352,15 @@ def edit_module(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Non
 def as_of_format(number: int, tag: Path) -> None:
     """Write a checkpoint anew as format 2 or 3 had it: no id, no checksums, in 2 experts flat."""
     folder = tag / FOLDER
-    contents = stored.contents(folder)
+    contents = dcp_folder.contents(folder)
     tensors = {name: torch.empty(shape) for name, shape in contents.shapes.items()}
     parts = {name: Region.all_of(t.shape).part(t.view(-1), 0) for name, t in tensors.items()}
-    objects = stored.load(folder, parts, contents.objects - {SAVE})
+    objects = dcp_folder.load(folder, parts, contents.objects - {SAVE})
     if number == 2:
         flats = {name: tensor.view(-1) for name, tensor in tensors.items()}
         parts = {name: Region.all_of(t.shape).part(t, 0) for name, t in flats.items()}
     shutil.rmtree(folder)
-    stored.save(folder, parts, objects)
+    dcp_folder.save(folder, parts, objects)
     edit_module(lambda state: state.pop(SAVE))(tag)
     layout = json.loads((tag / LAYOUT_FILE).read_text())
     for key in ("crc32", "save", "files", *(("expert_sharding_size",) if number == 2 else ())):

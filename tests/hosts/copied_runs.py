@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.comm import Arrived, Traffic, sparse_all_gather, sparse_reduce_scatter
-from ds_moe_ext.hosts.planning import Planning
-from ds_moe_ext.strategies.base import Plan
+from ds_moe_ext.steps.planning import Planning
+from ds_moe_ext.strategy import Plan
 from ds_moe_ext.transfer import Part
 from tests.hosts.jobs import Job, Result, train
 from tests.hosts.varied import VARIED
 from tests.ranks import pool_of
 
-COPIES = "ds_moe_ext.moe.copies"
+COPIES = "ds_moe_ext.moe.copies.layer_copies"
 
 Tensors = Mapping[int, Sequence[Tensor]]
 

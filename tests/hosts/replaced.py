@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_moe_ext.hosts import attach
-from ds_moe_ext.hosts.attach import AttachedLayer
+from ds_moe_ext.attach import replacement
+from ds_moe_ext.attach.replacement import AttachedLayer
 from ds_moe_ext.settings import Settings
 from ds_moe_ext.strategies.ep import ExpertParallel
 
@@ -20,8 +20,8 @@ def replace_experts(model: nn.Module, **settings: Any) -> list[AttachedLayer]:
     from ds_moe_ext.hosts.deepspeed.startup import FINDERS
 
     given = Settings(enabled=True, **settings)
-    blueprint = attach.draw(given, ExpertParallel(), model, FINDERS, dist.get_world_size())
-    return [layer for layer, _ in attach.build(blueprint)]
+    blueprint = replacement.draw(given, ExpertParallel(), model, FINDERS, dist.get_world_size())
+    return [layer for layer, _ in replacement.build(blueprint)]
 
 
 def stacked(by_slot: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_moe_ext.hosts.adoption import Adoption, Shared
-from ds_moe_ext.hosts.outcomes import Outcome
 from ds_moe_ext.pieces import Piece
 from ds_moe_ext.roles import Roles
+from ds_moe_ext.zebra.batches import Adoption, Shared
+from ds_moe_ext.zebra.outcomes import Outcome
 from tests.hosts.families import build
 from tests.ranks import pool_of
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_moe_ext.hosts.deepspeed import stored
-from ds_moe_ext.hosts.deepspeed.states import OptimizerStates
+from ds_moe_ext.hosts.deepspeed import dcp_folder
+from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
 from tests.hosts import jobs
 from tests.hosts.checkpoints import (
     MOVING,
@@ -266,7 +266,7 @@ def test_files_of_a_checkpoint() -> None:
     layout = json.loads((checkpoint.tag / "ds_moe_ext.json").read_text())
     assert layout["strategy"] == "fssdp" and layout["step"] == 2 and layout["optimizer"] == "AdamW"
     assert list(layout["homes"].values()) == checkpoint.ranks[0].homes
-    shapes = stored.contents(checkpoint.tag / "ds_moe_ext").shapes
+    shapes = dcp_folder.contents(checkpoint.tag / "ds_moe_ext").shapes
     contents = joined(checkpoint.ranks)
     assert {name: math.prod(shape) for name, shape in shapes.items()} == {
         "/".join(key): tensor.numel()

@@ -19,16 +19,16 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from rich.console import Console
 
-from ds_moe_ext.hosts import checks
-from ds_moe_ext.hosts.checks import Checks, term_of
-from ds_moe_ext.hosts.costs import CHECKED, STEPS, TRIED, Seen
-from ds_moe_ext.hosts.run import terms_table
 from ds_moe_ext.layout import Grid, ParallelLayout
-from ds_moe_ext.moe.observe import Rows
+from ds_moe_ext.moe.observation import Rows
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.report.record import RunRecord, TermRecord
 from ds_moe_ext.share import LocalElseHome
-from ds_moe_ext.strategies.base import Forecast, Job, Plan, Site
+from ds_moe_ext.steps import cost_checks
+from ds_moe_ext.steps.cost_checks import Checks, term_of
+from ds_moe_ext.steps.costs import CHECKED, STEPS, TRIED, Seen
+from ds_moe_ext.steps.training_run import terms_table
+from ds_moe_ext.strategy import Forecast, Job, Plan, Site
 
 HOMES = tuple(Placement.owned_by(np.array([0, 1]), 2) for _ in range(2))
 JOB = Job.at_start(HOMES, np.array([0, 0]))
@@ -97,7 +97,7 @@ class Fakes:
 
         strategy: Any = SimpleNamespace(forecast=forecast)
         self.checks = Checks(strategy, layers)
-        monkeypatch.setattr(checks, "of_all_ranks", two_ranks)
+        monkeypatch.setattr(cost_checks, "of_all_ranks", two_ranks)
 
     def are_tried(self) -> None:
         """The steps that come before those to be checked."""

@@ -16,7 +16,7 @@ from tests.ranks import pool_of
 
 def _slowest(rank: int, world_size: int) -> tuple[float, float]:
     from ds_moe_ext.hardware import Link
-    from ds_moe_ext.hosts.costs import slowest
+    from ds_moe_ext.steps.costs import slowest
 
     measured = Link(bytes_per_s=10.0 * (rank + 1), latency_s=0.25 * rank, r_squared=0.5)
     link = slowest(measured, torch.device("cpu"))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_moe_ext.comm import Arrived, sparse_reduce_scatter
-from ds_moe_ext.moe.slab import Slab
+from ds_moe_ext.moe.copies.slab import Slab
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.overlap import memory_overhead
 from ds_moe_ext.transfer import Part
@@ -108,8 +108,8 @@ class Counted:
 
 def counted(rank: int, world_size: int, job: Job) -> Counted:
     """Three steps by one plan."""
-    from ds_moe_ext.hosts.deepspeed.states import OptimizerStates
-    from ds_moe_ext.hosts.run import run_of
+    from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
+    from ds_moe_ext.steps.training_run import run_of
 
     census = Census()
     with census.taken():

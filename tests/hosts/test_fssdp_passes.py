@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_moe_ext.comm import Arrived, Traffic, sparse_all_gather, sparse_reduce_scatter
-from ds_moe_ext.moe.observe import TimedTask
+from ds_moe_ext.moe.observation import TimedTask
 from ds_moe_ext.planners.volume import gather_bytes
 from ds_moe_ext.report.recorder import span_of
 from tests.hosts.copied_runs import (
@@ -120,7 +120,7 @@ class Kept:
 
 def met(rank: int, world_size: int, job: Job) -> dict[tuple[str, str, int], Moment]:
     """The moments of a step in which all that should be hidden met what hides it."""
-    from ds_moe_ext.hosts.run import run_of
+    from ds_moe_ext.steps.training_run import run_of
 
     engine = engine_of(job, world_size)
     meetings, kept = Meetings(), Kept(range(1, 2))

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from ds_moe_ext.hardware import Device, Hardware, Link
-from ds_moe_ext.moe.copies import Flight
+from ds_moe_ext.moe.copies.layer_copies import Flight
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.strategies.base import Job, followers
+from ds_moe_ext.strategy import Job, followers
 from tests.hosts.megatron_jobs import Training
 from tests.hosts.megatron_skewed import (
     NEVER,
@@ -198,7 +198,7 @@ class Neighbours(NamedTuple):
 
 def neighbours(training: Training) -> list[Neighbours]:
     """Of all MoE layers of this rank."""
-    from ds_moe_ext.hosts.megatron.experts import RunsHosted
+    from ds_moe_ext.hosts.megatron.expert_modules import RunsHosted
 
     found = []
     for number, chunk in enumerate(training.chunks):

@@ -14,10 +14,10 @@ from unittest import mock
 import pytest
 from torch import nn
 
-from ds_moe_ext.hosts.megatron import chosen, refusals
-from ds_moe_ext.hosts.refusal import refuse
+from ds_moe_ext.attach.refusal import refuse
+from ds_moe_ext.hosts.megatron import active_settings, refusals
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.strategies.base import Job, Plan, Strategy
+from ds_moe_ext.strategy import Job, Plan, Strategy
 from tests.hosts import megatron_jobs, megatron_toy
 from tests.hosts.megatron_jobs import Training, megatron, train
 from tests.hosts.megatron_toy import MegatronRun, transformer_config
@@ -383,26 +383,26 @@ def test_documents_that_cannot_be_read(text: str, says: str, tmp_path: Path) -> 
     path = tmp_path / "settings.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=says):
-        chosen.read(path)
+        active_settings.read(path)
     with pytest.raises(ValueError, match="cannot be read as JSON"):
-        chosen.read(tmp_path / "missing.json")
+        active_settings.read(tmp_path / "missing.json")
 
 
 def test_a_block_that_is_not_enabled_asks_for_nothing_and_says_so() -> None:
     with pytest.warns(UserWarning, match=r"set ds_moe_ext.enabled to true, or leave the flag out"):
-        assert chosen.read({"ds_moe_ext": {"enabled": False, "strategy": "fssdp"}}) is None
+        assert active_settings.read({"ds_moe_ext": {"enabled": False, "strategy": "fssdp"}}) is None
 
 
 def test_a_second_block_by_nearly_our_name_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     document = {"ds_moe_ext": {"enabled": True}, "ds_moe_exts": {}}
     monkeypatch.setenv("RANK", "0")
     with pytest.warns(UserWarning, match="nobody reads the key 'ds_moe_exts'") as told:
-        assert chosen.read(document) is not None
+        assert active_settings.read(document) is not None
     assert len(told) == 1
     monkeypatch.setenv("RANK", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert chosen.read(document) is not None
+        assert active_settings.read(document) is not None
 
 
 def told(rank: int, world_size: int) -> str:

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_moe_ext.hosts.pipelines import DenseGradients
-from ds_moe_ext.hosts.reduced import Reduced
+from ds_moe_ext.planners.layer_pipelines import Placed
 from ds_moe_ext.planners.pipeline_lines import Line
-from ds_moe_ext.planners.pipelining import Placed
-from ds_moe_ext.strategies.base import Plan
+from ds_moe_ext.steps.gradient_counts import Reduced
+from ds_moe_ext.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.strategies.esp import Pipelined
+from ds_moe_ext.strategy import Plan
 from tests.hosts.megatron_jobs import Training, megatron, train
 from tests.hosts.megatron_toy import MegatronRun
 from tests.marks import slow
@@ -118,8 +118,8 @@ def sliced(
         stack.enter_context(megatron(run, settings or esp()))
         from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-        from ds_moe_ext.hosts import started
         from ds_moe_ext.hosts.megatron.slices import SlicedGroup
+        from ds_moe_ext.steps import step_setup
 
         start = _ParamAndGradBucketGroup.start_grad_sync
 
@@ -135,7 +135,7 @@ def sliced(
             return told.append
 
         stack.enter_context(mock.patch.object(_ParamAndGradBucketGroup, "start_grad_sync", noted))
-        stack.enter_context(mock.patch.object(started, "teller", teller))
+        stack.enter_context(mock.patch.object(step_setup, "teller", teller))
         training = Training(run)
         for step in range(run.steps):
             losses.append(training.compute(step))
@@ -373,25 +373,25 @@ def test_gradients_are_ready_when_the_last_of_their_bucket_is() -> None:
 
 
 def measured(rank: int, world_size: int, scatters: bool) -> tuple[Line, set[str]]:
-    from ds_moe_ext.cost import pipeline
+    from ds_moe_ext.measure import pipeline_probe
 
-    paths = pipeline.Paths(None, None, dist.group.WORLD, scatters)
-    payload = pipeline.Payload(8, 2, torch.float32, 80, torch.bfloat16)
+    paths = pipeline_probe.Paths(None, None, dist.group.WORLD, scatters)
+    payload = pipeline_probe.Payload(8, 2, torch.float32, 80, torch.bfloat16)
     used: set[str] = set()
 
     def noted(name: str) -> Any:
-        sweep = vars(pipeline)[name]
+        sweep = vars(pipeline_probe)[name]
 
         def note(level: Any, sizes: Any, like: Any) -> Any:
             made = sweep(level, sizes, like)
             used.add(f"{name} of {made.units_N}")
             return made
 
-        return mock.patch.object(pipeline, name, note)
+        return mock.patch.object(pipeline_probe, name, note)
 
     with noted("all_reduce_sweep"), noted("reduce_scatter_sweep"):
-        bench = pipeline.quick_bench(torch.device("cpu"))
-        lines = pipeline.measure_pipeline(paths, payload, lambda rows: None, bench)
+        bench = pipeline_probe.quick_bench(torch.device("cpu"))
+        lines = pipeline_probe.measure_pipeline(paths, payload, lambda rows: None, bench)
     return lines.all_reduce, used
 
 

@@ -266,7 +266,7 @@ def test_ranks_must_be_whole_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_keys_that_work_under_deepspeed_only_are_refused(zebra: dict[str, Any], told: str) -> None:
-    from ds_moe_ext.hosts.megatron.chosen import read
+    from ds_moe_ext.hosts.megatron.active_settings import read
 
     with pytest.raises(ValueError, match=told):
         read({"ds_moe_ext": block(1, 1) | {"zebra": block(1, 1)["zebra"] | zebra}})

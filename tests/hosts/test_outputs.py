@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ds_moe_ext.report import paths
+from ds_moe_ext.files import writable
 from ds_moe_ext.report.record import RunRecord
 from tests.hosts.jobs import Job, document_of, loss_of, micro_batch, model_of
 from tests.hosts.processes import ROOT, started
@@ -24,7 +24,7 @@ from tests.ranks import free_port, pool_of
 
 
 def why_unwritable(path: Path) -> str:
-    return paths.why_unwritable(path, makes_folders=True)
+    return writable.why_unwritable(path, makes_folders=True)
 
 
 def test_a_path_is_tried_without_a_trace(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_a_path_is_tried_without_a_trace(tmp_path: Path) -> None:
     assert why_unwritable(kept) == "" and kept.read_text() == "something"
     assert why_unwritable(tmp_path / "new/folder/file") == ""
     assert list((tmp_path / "new/folder").iterdir()) == []
-    missing = paths.why_unwritable(tmp_path / "none/file", makes_folders=False)
+    missing = writable.why_unwritable(tmp_path / "none/file", makes_folders=False)
     assert missing == "No such file or directory"
 
 
@@ -83,7 +83,7 @@ def test_paths_that_cannot_be_written_are_refused_on_all_ranks(tmp_path: Path, k
 
 def spoilt(rank: int, world_size: int, folder: Path) -> list[str]:
     """Warnings of a run whose folder becomes a file, and of the report behind it."""
-    from ds_moe_ext.hosts.run import finish, recorder_of
+    from ds_moe_ext.steps.training_run import finish, recorder_of
 
     trace = {"path": str(folder / "trace.json"), "first_step": 1}
     engine = engine_of(world_size, trace=trace)
@@ -179,7 +179,7 @@ def test_launchers_that_are_ended_leave_a_report(tmp_path: Path, launcher: str) 
 
 OWN = """
 import os, signal, sys, threading, time
-from ds_moe_ext.hosts.outputs import ENDINGS
+from ds_moe_ext.attach.outputs import ENDINGS
 
 def left(name):
     return lambda: print("wrote", name, flush=True)

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from ds_moe_ext.comm import sparse_all_gather, sparse_reduce_scatter
-from ds_moe_ext.moe.aside import Ahead
+from ds_moe_ext.moe.copies.aside import Ahead
 from ds_moe_ext.moe.dispatch import Dispatch
 from ds_moe_ext.moe.expert import Expert
 from tests.hosts.copied_runs import COPIES, check_equal, plain, run, varied
@@ -90,7 +90,7 @@ class Meetings(Barriers):
 
 def met(rank: int, world_size: int, job: Job) -> dict[tuple[str, str, int], Moment]:
     """The moments of a step in which all that should be hidden met what hides it."""
-    from ds_moe_ext.hosts.run import run_of
+    from ds_moe_ext.steps.training_run import run_of
 
     engine = engine_of(job, world_size)
     meetings, kept = Meetings(), Kept(range(1, 2))

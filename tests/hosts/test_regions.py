@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ds_moe_ext.hosts.deepspeed.dcp_folder import Box
 from ds_moe_ext.hosts.deepspeed.regions import Region, rectangles
-from ds_moe_ext.hosts.deepspeed.stored import Box
 from ds_moe_ext.moe.sharding import Along, Shard
 
 SETTINGS = settings(deadline=None, derandomize=True, max_examples=200)

@@ -109,7 +109,7 @@ class Part(nn.Module):
 
     def __init__(self, case: Case, rank: int) -> None:
         from ds_moe_ext.hosts.deepspeed import buckets
-        from ds_moe_ext.hosts.deepspeed.roles import experts_factor
+        from ds_moe_ext.hosts.deepspeed.role_engine import experts_factor
 
         super().__init__()
         self.case, self.rank = case, rank
@@ -227,7 +227,7 @@ def trained(rank: int, world_size: int, case: Case) -> Outcome:
     import deepspeed
     from deepspeed.utils import groups
 
-    from ds_moe_ext.hosts.deepspeed.roles import RoleUnit
+    from ds_moe_ext.hosts.deepspeed.role_engine import RoleUnit
 
     groups._create_expert_and_data_parallel(case.roles.size)
     engine, *_ = deepspeed.initialize(
@@ -370,7 +370,7 @@ def read(rank: int, world_size: int, case: Case) -> list[int]:
     import deepspeed
     from deepspeed.utils import groups
 
-    from ds_moe_ext.hosts.deepspeed.roles import RoleUnit
+    from ds_moe_ext.hosts.deepspeed.role_engine import RoleUnit
 
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     groups._create_expert_and_data_parallel(case.roles.size)
@@ -397,7 +397,7 @@ SIZES = st.integers(1, 4)
 def test_every_weight_counts_once(attention: int, experts: int, num_groups: int) -> None:
     """One rank stands for dense weights, and one for the experts at a place of the groups; what a
     rank's experts are multiplied by is what DeepSpeed divides by, over the ranks with a loss."""
-    from ds_moe_ext.hosts.deepspeed.roles import RoleUnit, experts_factor
+    from ds_moe_ext.hosts.deepspeed.role_engine import RoleUnit, experts_factor
 
     roles, none = Roles.first(attention, experts), mock.Mock()
     world_size = roles.size * num_groups

@@ -148,7 +148,7 @@ def train(rank: int, world_size: int, job: Job, plan: Plan) -> Run:
 
 
 def rates_of(engine: Any, optimizer: Any, schedule: Any) -> Rates:
-    from ds_moe_ext.hosts.deepspeed.states import OptimizerStates
+    from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
 
     states = OptimizerStates(engine)
     of_weights = {}

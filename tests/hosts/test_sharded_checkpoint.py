@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_moe_ext.hosts.deepspeed import fragments, stored
+from ds_moe_ext.hosts.deepspeed import dcp_folder, fragments
 from ds_moe_ext.hosts.deepspeed.fragments import Fragment
 from ds_moe_ext.hosts.deepspeed.layout_file import LAYOUT_FILE
 from ds_moe_ext.hosts.deepspeed.regions import Region
@@ -107,12 +107,12 @@ def write(rank: int, world_size: int, folder: str, cells: Cells) -> None:
         for key, fragment in cells.fragments(rank, torch.float32)
         if fragment.start < fragment.stop
     }
-    stored.save(Path(folder), parts, {})
+    dcp_folder.save(Path(folder), parts, {})
 
 
 def check(folder: Path, cells: Cells, dtype: torch.dtype) -> None:
     """What each rank of the layout reads."""
-    shapes = stored.contents(folder).shapes
+    shapes = dcp_folder.contents(folder).shapes
     for rank in range(cells.grid.world_size):
         wanted = dict(cells.fragments(rank, dtype))
         for key, tensor in fragments.read(folder, shapes, wanted).items():
@@ -140,7 +140,7 @@ def layouts(draw: st.DrawFn, world_sizes: tuple[int, ...]) -> Cells:
 def test_any_layout_reads_any_other(source: Cells, goals: list[Cells], dtype: torch.dtype) -> None:
     with tempfile.TemporaryDirectory() as folder:
         pool_of(source.grid.world_size).run(write, folder, source)
-        shapes = stored.contents(Path(folder)).shapes
+        shapes = dcp_folder.contents(Path(folder)).shapes
         assert shapes == {
             f"{name}.{number}/master": shape
             for name, shape in SHAPES.items()
@@ -157,7 +157,7 @@ def write_flat(rank: int, world_size: int, folder: str) -> None:
         for name in SHAPES:
             flat = whole(name, number).view(-1)
             parts[f"{name}.{number}/master"] = Region.all_of(flat.shape).part(flat, 0)
-    stored.save(Path(folder), parts, {})
+    dcp_folder.save(Path(folder), parts, {})
 
 
 def test_any_layout_reads_flat_experts(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def without_frozen(
         engine.load_checkpoint(folder)
     run_steps(rank, world_size, engine, range(1, 2))
     engine.load_checkpoint(folder, load_module_strict=False)
-    names = stored.contents(Path(folder) / "global_step1/ds_moe_ext").shapes
+    names = dcp_folder.contents(Path(folder) / "global_step1/ds_moe_ext").shapes
     return str(refused.value), [*held, held_by(engine)], list(names)
 
 
@@ -297,7 +297,9 @@ def test_another_shape_is_named_whole(source: Layout) -> None:
 def test_files_of_split_experts() -> None:
     """Whole shapes, by names that tell nothing of ranks."""
     split, whole = saved(2, esp(2, 1, 1, 2).job), saved(2, ep(2, 1).job)
-    shapes, expected = (stored.contents(each.tag / "ds_moe_ext").shapes for each in (split, whole))
+    shapes, expected = (
+        dcp_folder.contents(each.tag / "ds_moe_ext").shapes for each in (split, whole)
+    )
     assert shapes == expected
     assert json.loads((split.tag / LAYOUT_FILE).read_text())["expert_sharding_size"] == 2
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
-from ds_moe_ext.schedule.execute import lanes_for
+from ds_moe_ext.schedule.executor import lanes_for
 from ds_moe_ext.schedule.task import COMPUTE, INTER
 from tests.hosts import jobs
 from tests.hosts.jobs import Job

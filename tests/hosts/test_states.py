@@ -25,8 +25,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ds_moe_ext.hosts.deepspeed.states import OptimizerStates
-from ds_moe_ext.hosts.states import MASTER, Group, ParameterStates
+from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
+from ds_moe_ext.steps.optimizer_states import MASTER, Group, ParameterStates
 from tests.ranks import pool_of
 
 NUM_EXPERTS, WIDTH, HIDDEN = 4, 5, 3  # odd sizes: fragments end inside a weight

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.serialization import safe_globals
 
-from ds_moe_ext.hosts.deepspeed import stored
+from ds_moe_ext.hosts.deepspeed import dcp_folder
+from ds_moe_ext.hosts.deepspeed.dcp_folder import Part
 from ds_moe_ext.hosts.deepspeed.regions import Region
-from ds_moe_ext.hosts.deepspeed.stored import Part
 from tests.ranks import pool_of
 
 Cuts = list[int]
@@ -52,7 +52,7 @@ def write(
             if index % world_size == rank and f"t{number}" not in parts:
                 tensor = whole(numel).to(dtype)[piece.start : piece.stop]
                 parts[f"t{number}"] = flat(tensor, piece.start, numel)
-    stored.save(Path(folder), parts, {"ours": {"rank": world_size}, f"of/{rank}": rank})
+    dcp_folder.save(Path(folder), parts, {"ours": {"rank": world_size}, f"of/{rank}": rank})
 
 
 @settings(deadline=None, derandomize=True, max_examples=6)
@@ -73,7 +73,7 @@ def test_any_cuts_give_the_tensors_back(
     """In another type too."""
     with tempfile.TemporaryDirectory() as folder:
         pool_of(world_size).run(write, folder, numels, cuts=[written], dtype=dtypes[0])
-        held = stored.contents(Path(folder))
+        held = dcp_folder.contents(Path(folder))
         assert held.shapes == {"whole": (numels[0],)} | {
             f"t{i}": (n,) for i, n in enumerate(numels)
         }
@@ -81,7 +81,7 @@ def test_any_cuts_give_the_tensors_back(
         for number, numel in enumerate(numels):
             for piece in pieces(numel, read):
                 into = torch.empty(len(piece), dtype=dtypes[1])
-                objects = stored.load(
+                objects = dcp_folder.load(
                     Path(folder), {f"t{number}": flat(into, piece.start, numel)}, ["ours", "of/1"]
                 )
                 expected = whole(numel).to(dtypes[0])[piece.start : piece.stop].to(dtypes[1])
@@ -104,7 +104,7 @@ def test_what_all_ranks_have_is_written_once(folder: Path) -> None:
 def test_a_folder_may_be_overwritten(folder: Path) -> None:
     pool_of(4).run(write, str(folder), [12], cuts=[5])
     into = torch.empty(12)
-    stored.load(folder, {"t0": flat(into, 0, 12)})
+    dcp_folder.load(folder, {"t0": flat(into, 0, 12)})
     assert torch.equal(into, whole(12))
 
 
@@ -113,12 +113,12 @@ def test_a_missing_or_empty_file_is_named(damage: Any, folder: Path) -> None:
     for path in folder.glob("*.distcp"):
         damage(path)
     with pytest.raises(ValueError, match=r"cannot be read .* missing or damaged"):
-        stored.load(folder, {"t0": flat(torch.empty(16), 0, 16)})
+        dcp_folder.load(folder, {"t0": flat(torch.empty(16), 0, 16)})
 
 
 def test_nothing_was_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"metadata.* missing or damaged"):
-        stored.contents(tmp_path)
+        dcp_folder.contents(tmp_path)
 
 
 def write_where_one_cannot(rank: int, world_size: int, folder: str) -> str:
@@ -126,7 +126,7 @@ def write_where_one_cannot(rank: int, world_size: int, folder: str) -> str:
     path.touch()
     parts = {"t": flat(torch.zeros(2), 2 * rank, 2 * world_size)}
     try:
-        stored.save(path, parts, {})
+        dcp_folder.save(path, parts, {})
     except OSError as error:
         return str(error)
     return "written"
@@ -145,10 +145,10 @@ def test_what_would_not_be_read_again_is_not_written(folder: Path) -> None:
     """But where torch is told that it is safe."""
     objects = {"options": {"mine": Foreign()}}
     with pytest.raises(OSError, match=r"options is made of .*Foreign.*add_safe_globals"):
-        stored.save(folder, {}, objects)
+        dcp_folder.save(folder, {}, objects)
     with safe_globals([Foreign]):
-        stored.save(folder, {}, objects)
-        read = stored.load(folder, {}, ["options"])
+        dcp_folder.save(folder, {}, objects)
+        read = dcp_folder.load(folder, {}, ["options"])
     assert isinstance(read["options"]["mine"], Foreign)
     with pytest.raises(ValueError, match=r"__0_0\.distcp .*Foreign'\], which is not run"):
-        stored.load(folder, {}, ["options"])
+        dcp_folder.load(folder, {}, ["options"])

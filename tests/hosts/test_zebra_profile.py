@@ -101,19 +101,19 @@ def late(case: Case, rank: int) -> Iterator[None]:
 
 def profiled_on(rank: int, world_size: int, case: Case, num_ranks: int | None = None) -> Outcome:
     """Profile a model as the engine does, and compare it with what it was."""
-    from ds_moe_ext.hosts import zebra_profile
-    from ds_moe_ext.hosts.attach import draw
+    from ds_moe_ext.attach.replacement import draw
     from ds_moe_ext.hosts.deepspeed.startup import FINDERS
-    from ds_moe_ext.hosts.rehearsal import Scene
     from ds_moe_ext.planners.zebra_choice import WeightBytes
     from ds_moe_ext.settings import read_settings
+    from ds_moe_ext.zebra import profile
+    from ds_moe_ext.zebra.rehearsal import Scene
 
     job = case.job_with_keys
     model = jobs.model_of(job)
     settings, strategy = read_settings(jobs.document_of(job, world_size))
     assert strategy is not None
     blueprint = draw(settings, strategy, model, FINDERS, num_ranks or world_size)
-    training = zebra_profile.Training(
+    training = profile.Training(
         scene=Scene(torch.device("cpu"), torch.bfloat16 if case.bfloat16 else None),
         micro_batch=jobs.ROWS,
         weight_bytes=WeightBytes(weight=2, gradient=2, optimizer=12, zero_stage=0),
@@ -124,7 +124,7 @@ def profiled_on(rank: int, world_size: int, case: Case, num_ranks: int | None = 
     with ExitStack() as stack:
         stack.enter_context(late(case, rank))
         stack.enter_context(
-            mock.patch.object(zebra_profile, "teller", lambda settings, rank: told.append)
+            mock.patch.object(profile, "teller", lambda settings, rank: told.append)
         )
         if case.seconds is not None:
             timed = [Timed(seconds, 0.5) for seconds in case.seconds[not is_attention]]
@@ -132,11 +132,9 @@ def profiled_on(rank: int, world_size: int, case: Case, num_ranks: int | None = 
         if case.free_bytes is not None:
             free = case.free_bytes[not is_attention]
             free *= world_size  # of the node, which the ranks share
-            stack.enter_context(
-                mock.patch.object(zebra_profile, "free_bytes_of", lambda device: free)
-            )
+            stack.enter_context(mock.patch.object(profile, "free_bytes_of", lambda device: free))
         try:
-            strategy = zebra_profile.profiled(blueprint, model, FINDERS, training).strategy
+            strategy = profile.profiled(blueprint, model, FINDERS, training).strategy
         except ValueError as error:
             return Outcome(None, [str(error)], before.changes(Traces.of(model)))
     return Outcome(strategy.moved, told, before.changes(Traces.of(model)))
@@ -217,8 +215,8 @@ def profiled_by_hand(
     rank: int, world_size: int, case: Case
 ) -> tuple[Outcome, list[tuple[int, ...]]]:
     """Profile with numbers for what a model takes; and the shapes of what experts compute."""
-    from ds_moe_ext.hosts import zebra_profile
-    from ds_moe_ext.hosts.rehearsal import Dense, Experts
+    from ds_moe_ext.zebra import profile
+    from ds_moe_ext.zebra.rehearsal import Dense, Experts
 
     shapes: list[tuple[int, ...]] = []
 
@@ -240,8 +238,8 @@ def profiled_by_hand(
         num_frozen=10,
     )
     with (
-        mock.patch.object(zebra_profile, "rehearse_dense", lambda *given, **named: dense),
-        mock.patch.object(zebra_profile, "rehearse_experts", experts),
+        mock.patch.object(profile, "rehearse_dense", lambda *given, **named: dense),
+        mock.patch.object(profile, "rehearse_experts", experts),
     ):
         return profiled_on(rank, world_size, case), shapes
 
@@ -417,7 +415,7 @@ def test_a_run_in_half_precision_takes_the_profile() -> None:
 
 def test_memory_of_a_node_is_shared_by_its_ranks() -> None:
     """The model that is there now will have left; a device is nobody else's."""
-    from ds_moe_ext.hosts.zebra_told import RankHere, least_free_bytes
+    from ds_moe_ext.zebra.shared_profile import RankHere, least_free_bytes
 
     def here(node: str, *, is_shared: bool) -> RankHere:
         return RankHere(node=node, free_bytes=100, model_bytes=7, is_shared=is_shared, dense=None)
@@ -429,7 +427,7 @@ def test_memory_of_a_node_is_shared_by_its_ranks() -> None:
 
 def test_what_backward_needs_is_counted_once() -> None:
     """A linear layer keeps its input, and so does a second one; weights do not count."""
-    from ds_moe_ext.hosts.rehearsal import Scene
+    from ds_moe_ext.zebra.rehearsal import Scene
 
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
     x = torch.zeros(5, 8, requires_grad=True)
@@ -440,7 +438,7 @@ def test_what_backward_needs_is_counted_once() -> None:
 
 @pytest.mark.parametrize("forward_takes", ["pixels", "input_ids, mask"])
 def test_only_models_of_tokens_are_profiled(forward_takes: str) -> None:
-    from ds_moe_ext.hosts.rehearsal import token_inputs
+    from ds_moe_ext.zebra.rehearsal import token_inputs
 
     model = nn.Embedding(4, 2)
     model.forward = eval(f"lambda {forward_takes}: None")
@@ -450,11 +448,11 @@ def test_only_models_of_tokens_are_profiled(forward_takes: str) -> None:
 
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_experts_that_compute_again_keep_their_rows_alone(recomputes: bool) -> None:
-    from ds_moe_ext.hosts.attach import draw
+    from ds_moe_ext.attach.replacement import draw
     from ds_moe_ext.hosts.deepspeed.startup import FINDERS
-    from ds_moe_ext.hosts.rehearsal import Scene, rehearse_experts
     from ds_moe_ext.moe.expert import FeedForwardExperts
     from ds_moe_ext.settings import read_settings
+    from ds_moe_ext.zebra.rehearsal import Scene, rehearse_experts
 
     job = Case().job_with_keys
     model = jobs.model_of(job)
@@ -484,7 +482,7 @@ def test_experts_that_compute_again_keep_their_rows_alone(recomputes: bool) -> N
 
 
 def test_warm_ups_do_not_count() -> None:
-    from ds_moe_ext.hosts.rehearsal import WARM_UPS, Scene
+    from ds_moe_ext.zebra.rehearsal import WARM_UPS, Scene
 
     calls: list[int] = []
 

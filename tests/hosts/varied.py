@@ -15,7 +15,8 @@ from ds_moe_ext.planners.split import Split
 from ds_moe_ext.schedule.task import INTER, PARAM, Lane
 from ds_moe_ext.schedule.wires import Beside
 from ds_moe_ext.share import NearestCopy
-from ds_moe_ext.strategies.base import (
+from ds_moe_ext.strategies.prophet import blockwise
+from ds_moe_ext.strategy import (
     Carried,
     Destination,
     Job,
@@ -25,7 +26,6 @@ from ds_moe_ext.strategies.base import (
     Site,
     Strategy,
 )
-from ds_moe_ext.strategies.prophet import blockwise
 
 VARIED = f"{__name__}:Varied"
 

@@ -31,7 +31,7 @@ from ds_moe_ext.planners.degree import (
     windows,
 )
 from ds_moe_ext.planners.linear import LinearCost
-from ds_moe_ext.schedule.simulate import Timeline, simulate
+from ds_moe_ext.schedule.simulator import Timeline, simulate
 from ds_moe_ext.schedule.step import in_lanes
 from ds_moe_ext.schedule.task import (
     COMBINE,

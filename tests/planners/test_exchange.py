@@ -24,11 +24,11 @@ from ds_moe_ext.planners.exchange import (
     hops_of,
     line_of_way,
 )
+from ds_moe_ext.planners.layer_pipelines import Measured, MeasuredLayer, Piped, plan_pipelines
 from ds_moe_ext.planners.linear import LinearCost
 from ds_moe_ext.planners.partition import AllReduce
 from ds_moe_ext.planners.pipeline_lines import Line
-from ds_moe_ext.planners.pipelining import Measured, MeasuredLayer, Piped, plan_pipelines
-from ds_moe_ext.schedule.pipelines import PIPELINES
+from ds_moe_ext.schedule.pipeline_orders import PIPELINES
 
 PLANNERS = {Way.DIRECT: direct, Way.BY_LEADERS: by_leaders, Way.BY_PLACES: by_places}
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ds_moe_ext.planners import evolution
 from ds_moe_ext.planners.degree import LayerCosts
+from ds_moe_ext.planners.layer_pipelines import SOLVERS
 from ds_moe_ext.planners.linear import LinearCost
 from ds_moe_ext.planners.partition import (
     AllReduce,
@@ -22,7 +23,6 @@ from ds_moe_ext.planners.partition import (
     fill_windows,
     partition_gradients,
 )
-from ds_moe_ext.planners.pipelining import SOLVERS
 from tests.planners.plainly import PROPERTY
 
 GOLDEN = AllReduce(alpha_s=0.5, beta_s=1e-3)

@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_moe_ext.planners.degree import LayerCosts, best_degree
-from ds_moe_ext.planners.linear import LinearCost
-from ds_moe_ext.planners.partition import AllReduce, BackwardLayer, partition_gradients
-from ds_moe_ext.planners.pipelining import (
+from ds_moe_ext.planners.layer_pipelines import (
     NOWHERE,
     SOLVERS,
     Measured,
@@ -24,7 +22,9 @@ from ds_moe_ext.planners.pipelining import (
     place,
     plan_pipelines,
 )
-from ds_moe_ext.schedule.pipelines import PIPELINES, Pipeline
+from ds_moe_ext.planners.linear import LinearCost
+from ds_moe_ext.planners.partition import AllReduce, BackwardLayer, partition_gradients
+from ds_moe_ext.schedule.pipeline_orders import PIPELINES, Pipeline
 
 GATHER = LinearCost(alpha_s=0.1, beta_s=1e-3, n=1000)
 G1 = LayerCosts(

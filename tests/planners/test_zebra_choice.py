@@ -22,7 +22,7 @@ from ds_moe_ext.planners.zebra_choice import (
     moved_bounds,
     step_seconds,
 )
-from ds_moe_ext.schedule.simulate import simulate
+from ds_moe_ext.schedule.simulator import simulate
 from ds_moe_ext.schedule.stripes import ATTENTION, EXPERT, HEAD, OFFLOADED, striped_step
 from ds_moe_ext.schedule.task import Task
 from tests.planners.plainly import PROPERTY

@@ -21,11 +21,15 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
+from ds_moe_ext.attach.dynamo import plain
+from ds_moe_ext.attach.experts import HostedExperts
+from ds_moe_ext.attach.host_layer import Slot
 from ds_moe_ext.comm import gather_texts
-from ds_moe_ext.hosts.dcp_reader import TABLE
-from ds_moe_ext.hosts.deepspeed import file_sums, host_file, rates, stored
-from ds_moe_ext.hosts.deepspeed.file_sums import FileSum
-from ds_moe_ext.hosts.deepspeed.kept import (
+from ds_moe_ext.files import file_sums
+from ds_moe_ext.files.dcp_reader import TABLE
+from ds_moe_ext.files.file_sums import FileSum
+from ds_moe_ext.hosts.deepspeed import dcp_folder, host_file, rates
+from ds_moe_ext.hosts.deepspeed.checkpoint_contents import (
     REMEMBERED,
     base_optimizer,
     has_dense_weights,
@@ -33,16 +37,7 @@ from ds_moe_ext.hosts.deepspeed.kept import (
     named_parameters,
     wrapper_name,
 )
-from ds_moe_ext.hosts.deepspeed.layout_file import (
-    FOLDER,
-    LAYOUT_FILE,
-    SAVE,
-    SavedLayout,
-)
-from ds_moe_ext.hosts.deepspeed.move import mover_of
-from ds_moe_ext.hosts.deepspeed.native import HostedMoE
-from ds_moe_ext.hosts.deepspeed.roles import own_groups
-from ds_moe_ext.hosts.deepspeed.staged import (
+from ds_moe_ext.hosts.deepspeed.checkpoint_reader import (
     Asked,
     Staged,
     agreed,
@@ -50,13 +45,19 @@ from ds_moe_ext.hosts.deepspeed.staged import (
     read,
     slot_name,
 )
-from ds_moe_ext.hosts.deepspeed.states import OptimizerStates
+from ds_moe_ext.hosts.deepspeed.layout_file import (
+    FOLDER,
+    LAYOUT_FILE,
+    SAVE,
+    SavedLayout,
+)
+from ds_moe_ext.hosts.deepspeed.mover import mover_of
+from ds_moe_ext.hosts.deepspeed.native import HostedMoE
+from ds_moe_ext.hosts.deepspeed.role_engine import own_groups
+from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
-from ds_moe_ext.hosts.dynamo import plain
-from ds_moe_ext.hosts.experts import HostedExperts
-from ds_moe_ext.hosts.found import Slot
-from ds_moe_ext.hosts.moving import Expert, ExpertMover
-from ds_moe_ext.hosts.run import Run, run_of
+from ds_moe_ext.steps.expert_moves import Expert, ExpertMover
+from ds_moe_ext.steps.training_run import Run, run_of
 
 Arguments = Mapping[str, Any]  # of a method of DeepSpeed's engine, ``self`` included
 
@@ -86,7 +87,7 @@ def save(engine: Any, arguments: Arguments, save_rest: Callable[..., Any]) -> An
     )
     objects |= {REMEMBERED: run.planning.remembered_ILCE, SAVE: layout.save}
     here = dist.get_rank()
-    names = stored.save(folder / FOLDER, parts, objects)[here :: dist.get_world_size()]
+    names = dcp_folder.save(folder / FOLDER, parts, objects)[here :: dist.get_world_size()]
     names += [TABLE] if here == 0 else []
     own, result = [f"{FOLDER}/{name}" for name in names], None
     if has_dense_weights(run):

@@ -16,32 +16,32 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
 from torch import nn
 
+from ds_moe_ext.attach import block_hooks, replacement
+from ds_moe_ext.attach.dynamo import named_modules
+from ds_moe_ext.attach.host_layer import Adopted
+from ds_moe_ext.attach.meeting import start_of
+from ds_moe_ext.attach.replacement import Around, AttachedLayer, Blueprint
+from ds_moe_ext.attach.router_gates import warn_if_causal
+from ds_moe_ext.attach.unknown_experts import unknown_experts, warn_of_unknown
 from ds_moe_ext.comm import gather_texts, sum_in_place, take_first
-from ds_moe_ext.hosts import attach, blocks
-from ds_moe_ext.hosts.attach import Around, AttachedLayer, Blueprint
 from ds_moe_ext.hosts.deepspeed import buckets, parameter_groups
-from ds_moe_ext.hosts.deepspeed.move import mover_of
-from ds_moe_ext.hosts.deepspeed.roles import clip_gradients, experts_factor
+from ds_moe_ext.hosts.deepspeed.mover import mover_of
+from ds_moe_ext.hosts.deepspeed.role_engine import clip_gradients, experts_factor
 from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
 from ds_moe_ext.hosts.deepspeed.startup import FINDERS, INITIALIZE, agree, blueprint_of, off_by
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.hosts.deepspeed.training import training_of
-from ds_moe_ext.hosts.dynamo import named_modules
-from ds_moe_ext.hosts.found import Adopted
-from ds_moe_ext.hosts.gates import warn_if_causal
-from ds_moe_ext.hosts.joined import join_generate
-from ds_moe_ext.hosts.meeting import start_of
-from ds_moe_ext.hosts.pipelines import DenseGradients
-from ds_moe_ext.hosts.run import Run, run_of
-from ds_moe_ext.hosts.started import Steps, planning_of
-from ds_moe_ext.hosts.striped import Gradients, Pausing, Role, stripe
-from ds_moe_ext.hosts.unknown_experts import unknown_experts, warn_of_unknown
-from ds_moe_ext.hosts.zebra_profile import profiled
 from ds_moe_ext.layout import Grid
-from ds_moe_ext.moe.passage import Here
 from ds_moe_ext.moe.tokens import Divided
 from ds_moe_ext.settings import BLOCK
+from ds_moe_ext.steps.pipeline_costs import DenseGradients
+from ds_moe_ext.steps.step_setup import Steps, planning_of
+from ds_moe_ext.steps.training_run import Run, run_of
+from ds_moe_ext.steps.unequal_passes import join_generate
 from ds_moe_ext.strict import in_json
+from ds_moe_ext.zebra.passage import Here
+from ds_moe_ext.zebra.profile import profiled
+from ds_moe_ext.zebra.striped_model import Gradients, Pausing, Role, stripe
 
 
 def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap) -> None:
@@ -65,7 +65,7 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
     if dist.get_rank() == 0:
         warn_if_causal(blueprint.settings.gate, model)
         names = [found.name for found in blueprint.found]
-        warn_of_unknown(unknown_experts(model, names, attach.wanted(blueprint.settings)))
+        warn_of_unknown(unknown_experts(model, names, replacement.wanted(blueprint.settings)))
     device = torch.device(get_accelerator().device_name(engine.local_rank))
     blueprint = profiled(blueprint, model, FINDERS, training_of(engine, device))
     groups._create_expert_and_data_parallel(grid.size)
@@ -73,7 +73,7 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
         _take_first_ranks_weights(model, blueprint, engine.local_rank)
     TensorParallel.of(engine.mpu).check()
     here = Here()
-    built = attach.build(blueprint, device, _around(engine, blueprint, here))
+    built = replacement.build(blueprint, device, _around(engine, blueprint, here))
     for layer, adopted in built:
         _make_known(layer, adopted, grid, sources)
     layers = [layer for layer, _ in built]
@@ -91,7 +91,7 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
     if strategy.slices_gradients and grid.world_size > 1:
         slices = GradientSlices.of(engine)
     with start.together():
-        blocks.launch_with_blocks(model, layers, measures=strategy.rhythm().measures)
+        block_hooks.launch_with_blocks(model, layers, measures=strategy.rhythm().measures)
         for layer in layers:
             layer.routed.slices = slices
             if layer.routed.copies is not None:
@@ -111,7 +111,7 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
 def _tell_of_sizes(run: Run) -> None:
     """Which sizes were chosen, and what they leave a strategy to do."""
     key = f"{BLOCK}.expert_parallel_size"
-    homes = attach.told_homes(run.blueprint, key, lambda size: f"set {in_json(key, size)}")
+    homes = replacement.told_homes(run.blueprint, key, lambda size: f"set {in_json(key, size)}")
     for line in (run.blueprint.why_grid, homes):
         run.planning.tell(line)
 

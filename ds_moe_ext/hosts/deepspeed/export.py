@@ -14,13 +14,13 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
+from ds_moe_ext.attach.experts import HostedExperts
+from ds_moe_ext.attach.host_layer import Hosted
 from ds_moe_ext.comm import all_gather_slots, as_bytes, exchange, gather_texts
 from ds_moe_ext.hosts.deepspeed.native import HostedMoE
 from ds_moe_ext.hosts.deepspeed.regions import Region
-from ds_moe_ext.hosts.experts import HostedExperts
-from ds_moe_ext.hosts.found import Hosted
-from ds_moe_ext.hosts.run import run_of
 from ds_moe_ext.schedule.task import INTER, INTRA
+from ds_moe_ext.steps.training_run import run_of
 
 
 @contextmanager

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_moe_ext.hosts.deepspeed import stored
+from ds_moe_ext.hosts.deepspeed import dcp_folder
+from ds_moe_ext.hosts.deepspeed.dcp_folder import Part
 from ds_moe_ext.hosts.deepspeed.regions import Region
-from ds_moe_ext.hosts.deepspeed.stored import Part
 
 
 class Fragment(NamedTuple):
@@ -59,7 +59,7 @@ def read(
         ValueError: a file is missing or damaged.
     """
     landings = {name: _landing(each, shapes[name]) for name, each in fragments.items()}
-    stored.load(folder, {name: landing.part for name, landing in landings.items()})
+    dcp_folder.load(folder, {name: landing.part for name, landing in landings.items()})
     return {name: landing.take() for name, landing in landings.items()}
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.utils import groups
 
+from ds_moe_ext.files.unpickle import damaged
+from ds_moe_ext.hosts.deepspeed.checkpoint_reader import Asked, agreed
 from ds_moe_ext.hosts.deepspeed.layout_file import LAYOUT_FILE, SAVE, SavedLayout
-from ds_moe_ext.hosts.deepspeed.staged import Asked, agreed
-from ds_moe_ext.hosts.unpickle import damaged
 
 
 def written(engine: Any, save_dir: str, tag: str) -> list[str]:

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_moe_ext.hosts.deepspeed import file_sums
-from ds_moe_ext.hosts.deepspeed.file_sums import FileSum
+from ds_moe_ext.files import file_sums
+from ds_moe_ext.files.file_sums import FileSum
 from ds_moe_ext.strict import check_object, read_record
 
 LAYOUT_FILE = "ds_moe_ext.json"

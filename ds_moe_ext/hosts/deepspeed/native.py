@@ -15,10 +15,18 @@ import torch
 from deepspeed.moe.layer import MoE
 from torch import Tensor, nn
 
-from ds_moe_ext.hosts.dynamo import eager, named_modules
-from ds_moe_ext.hosts.experts import check_own_weights, shell
-from ds_moe_ext.hosts.found import Adopted, Found, RoutedOf, Slot, Wanted, shape_of, weights_of
-from ds_moe_ext.hosts.splitting import ways_to_split
+from ds_moe_ext.attach.dynamo import eager, named_modules
+from ds_moe_ext.attach.expert_split import ways_to_split
+from ds_moe_ext.attach.experts import check_own_weights, shell
+from ds_moe_ext.attach.host_layer import (
+    Adopted,
+    Found,
+    RoutedOf,
+    Slot,
+    Wanted,
+    shape_of,
+    weights_of,
+)
 from ds_moe_ext.moe.expert import ModuleExperts, on_shard
 from ds_moe_ext.moe.gate import RunRows
 from ds_moe_ext.moe.layer import RoutedExperts

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_moe_ext.hosts.deepspeed.stored import Box, Part
+from ds_moe_ext.hosts.deepspeed.dcp_folder import Box, Part
 from ds_moe_ext.moe.sharding import Shard, Stretch
 
 

@@ -23,15 +23,15 @@ import torch.distributed as dist
 from deepspeed.moe.utils import is_moe_param
 from torch import Tensor, nn
 
+from ds_moe_ext.attach.refusal import Refusal, refuse
 from ds_moe_ext.hosts.deepspeed.refusals import told
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
-from ds_moe_ext.hosts.reduced import Reduced, check_slice
-from ds_moe_ext.hosts.refusal import Refusal, refuse
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.moe.layer import SawSlice
-from ds_moe_ext.schedule.execute import Event, Lanes, lanes_for
+from ds_moe_ext.schedule.executor import Event, Lanes, lanes_for
 from ds_moe_ext.schedule.task import INTER
 from ds_moe_ext.settings import BLOCK
+from ds_moe_ext.steps.gradient_counts import Reduced, check_slice
 
 _SLICES = "ds_moe_ext_slices"  # attribute of the engine
 

@@ -22,16 +22,17 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import init_distributed
 from torch import nn
 
+from ds_moe_ext.attach import agreement, experts
+from ds_moe_ext.attach.launcher import is_first
+from ds_moe_ext.attach.meeting import PATIENCE_S, Description, Start, start_of, starting
+from ds_moe_ext.attach.replacement import Blueprint, draw, wanted
 from ds_moe_ext.comm import gather_texts
-from ds_moe_ext.hosts import agreement, experts, huggingface
-from ds_moe_ext.hosts.attach import Blueprint, draw, wanted
+from ds_moe_ext.hosts import huggingface
 from ds_moe_ext.hosts.deepspeed import native
 from ds_moe_ext.hosts.deepspeed.op_lock import tell_of_old_lock
 from ds_moe_ext.hosts.deepspeed.refusals import refuse_unsupported, refuse_with_roles
-from ds_moe_ext.hosts.deepspeed.roles import RoleUnit
+from ds_moe_ext.hosts.deepspeed.role_engine import RoleUnit
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
-from ds_moe_ext.hosts.launched import is_first
-from ds_moe_ext.hosts.meeting import PATIENCE_S, Description, Start, start_of, starting
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.settings import BLOCK, misspelt, read_settings
 

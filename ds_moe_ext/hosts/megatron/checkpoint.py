@@ -15,10 +15,10 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from ds_moe_ext.hosts.megatron.experts import HostedExperts
-from ds_moe_ext.hosts.megatron.states import main_gradient
-from ds_moe_ext.hosts.moving import ExpertMover
-from ds_moe_ext.hosts.run import Run
+from ds_moe_ext.hosts.megatron.expert_modules import HostedExperts
+from ds_moe_ext.hosts.megatron.state_places import main_gradient
+from ds_moe_ext.steps.expert_moves import ExpertMover
+from ds_moe_ext.steps.training_run import Run
 
 ASKS = ("state_dict", "sharded_state_dict", "save_parameter_state")
 LOADS = ("load_state_dict", "load_parameter_state")

@@ -13,30 +13,29 @@ from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
+from ds_moe_ext.attach import agreement, block_hooks, replacement
+from ds_moe_ext.attach.host_layer import Found
+from ds_moe_ext.attach.meeting import start_of
+from ds_moe_ext.attach.refusal import refuse
+from ds_moe_ext.attach.replacement import AttachedLayer, Blueprint
 from ds_moe_ext.comm import gather_texts
-from ds_moe_ext.hosts import agreement, attach, blocks
-from ds_moe_ext.hosts.attach import AttachedLayer, Blueprint
-from ds_moe_ext.hosts.found import Found
-from ds_moe_ext.hosts.meeting import start_of
-from ds_moe_ext.hosts.megatron import checkpoint
-from ds_moe_ext.hosts.megatron import layers as moe_layers
-from ds_moe_ext.hosts.megatron.chosen import Chosen
-from ds_moe_ext.hosts.megatron.experts import HostedExperts, Ready
-from ds_moe_ext.hosts.megatron.move import mover_of
+from ds_moe_ext.hosts.megatron import checkpoint, moe_layers
+from ds_moe_ext.hosts.megatron.active_settings import Chosen
+from ds_moe_ext.hosts.megatron.expert_modules import HostedExperts, Ready
+from ds_moe_ext.hosts.megatron.mover import mover_of
 from ds_moe_ext.hosts.megatron.passes import Passes, Schedules
 from ds_moe_ext.hosts.megatron.ranks import Grids, check_sizes, grids
 from ds_moe_ext.hosts.megatron.refusals import STEPPING
 from ds_moe_ext.hosts.megatron.slices import dense_gradients, slice_gradients, why_unsliced
-from ds_moe_ext.hosts.moving import ExpertMover
-from ds_moe_ext.hosts.pipelines import DenseGradients
-from ds_moe_ext.hosts.refusal import refuse
-from ds_moe_ext.hosts.run import Run
-from ds_moe_ext.hosts.started import Steps, planning_of
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.schedule.program import in_backward
 from ds_moe_ext.settings import BLOCK, Settings
-from ds_moe_ext.strategies.base import Strategy
+from ds_moe_ext.steps.expert_moves import ExpertMover
+from ds_moe_ext.steps.pipeline_costs import DenseGradients
+from ds_moe_ext.steps.step_setup import Steps, planning_of
+from ds_moe_ext.steps.training_run import Run
 from ds_moe_ext.strategies.esp import ExpertSharding
+from ds_moe_ext.strategy import Strategy
 
 OPTIMIZER = "get_megatron_optimizer"
 
@@ -74,20 +73,20 @@ def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run | N
         unsliced = why_unsliced(chunks) if strategy.slices_gradients else ""
         strategy = strategy if unsliced is None else strategy.without_slices()
         model = whole(chunks)
-        found = list(moe_layers.find(model, attach.wanted(settings)))
+        found = list(moe_layers.find(model, replacement.wanted(settings)))
     start.agree(agreement.layers_of(found), first=int(seats.own.ranks.min()))
     with start.together():
         check_found(found, settings, chunks)
         moe_layers.started(chunks)
-        blueprint = attach.on_grid(settings, strategy, found, seats.own)
+        blueprint = replacement.on_grid(settings, strategy, found, seats.own)
     strategy = blueprint.strategy
     device = next(model.parameters()).device
-    layers = [layer for layer, _ in attach.build(blueprint, device, beside=seats.beside)]
+    layers = [layer for layer, _ in replacement.build(blueprint, device, beside=seats.beside)]
     with start.together():
         if layers:
             for layer in layers:
                 connect(layer, chunks)
-            blocks.launch_with_blocks(model, layers, measures=strategy.rhythm().measures)
+            block_hooks.launch_with_blocks(model, layers, measures=strategy.rhythm().measures)
             if strategy.slices_gradients:
                 slice_gradients(chunks, layers)
             is_sliced = strategy.slices_gradients
@@ -97,7 +96,7 @@ def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run | N
         with start.together():  # where the others plan
             return None
     run = begin(blueprint, layers, gradients, mover, model=model, optimizer=optimizer)
-    homes = attach.told_homes(blueprint, FLAG_OF_CELLS, f"give {FLAG_OF_CELLS} {{}}".format)
+    homes = replacement.told_homes(blueprint, FLAG_OF_CELLS, f"give {FLAG_OF_CELLS} {{}}".format)
     for line in (unsliced or "", _told(blueprint, asked.strategy), homes):
         run.planning.tell(line)
     checkpoint.watch(run, mover, optimizer)

@@ -30,12 +30,12 @@ import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch import nn
 
-from ds_moe_ext.hosts.attach import AttachedLayer
-from ds_moe_ext.hosts.pipelines import DenseGradients
-from ds_moe_ext.hosts.reduced import Reduced, check_slice
+from ds_moe_ext.attach.replacement import AttachedLayer
 from ds_moe_ext.moe.layer import SawSlice
-from ds_moe_ext.schedule.execute import Event, Lanes, lanes_for
+from ds_moe_ext.schedule.executor import Event, Lanes, lanes_for
 from ds_moe_ext.schedule.task import INTER
+from ds_moe_ext.steps.gradient_counts import Reduced, check_slice
+from ds_moe_ext.steps.pipeline_costs import DenseGradients
 
 
 class Waiting(NamedTuple):

@@ -1,0 +1,71 @@
+"""What a transformer block does about copies as it begins.
+
+It launches those of its own layer that are not yet on their way, and begins the flight of the next
+layer where the plan says that this block carries its copies. That flight ends in backward behind
+this block's, so that gradients can travel while it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ds_moe_ext.attach.dynamo import eager
+from ds_moe_ext.attach.host_layer import Hosted
+from ds_moe_ext.attach.replacement import AttachedLayer
+from ds_moe_ext.schedule.program import in_backward
+from ds_moe_ext.strategy import followers
+
+
+def launch_with_blocks(
+    model: nn.Module, layers: Sequence[AttachedLayer], *, measures: bool
+) -> None:
+    """Let each layer's block launch copies as it begins.
+
+    Args:
+        measures: what blocks compute beside their MoE layer is timed also where none has copies.
+    """
+    for layer, launch in zip(layers, launches(layers)):
+        if measures or layer.routed.copies is not None:
+            hook = eager(launch.__call__)
+            block = model.get_submodule(block_of(model, layer.name))
+            block.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def launches(layers: Sequence[AttachedLayer]) -> list[Launch]:
+    """What each layer's block does as it begins."""
+    following = followers(layers, [layer.stack for layer in layers])
+    return [
+        Launch(layer.hosted, None if after is None else after.hosted)
+        for layer, after in zip(layers, following)
+    ]
+
+
+def block_of(model: nn.Module, name: str) -> str:
+    """Name of the block: the innermost element of a list of modules around a layer; the layer's own
+    where there is none."""
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        if isinstance(model.get_submodule(".".join(parts[: length - 1])), nn.ModuleList):
+            return ".".join(parts[:length])
+    return name
+
+
+class Launch:
+    """A pre-forward hook."""
+
+    def __init__(self, hosted: Hosted, after: Hosted | None) -> None:
+        self._hosted, self._after = hosted, after
+
+    def __call__(self, block: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        tensors = (x for x in (*given, *named.values()) if isinstance(x, Tensor))
+        self.begin(next(tensors, None))
+
+    def begin(self, block_input: Tensor | None) -> None:
+        """Args: block_input: what the block computes from; None: this rank has no rows."""
+        hosted, after = self._hosted, self._after
+        hosted.routed.start(hosted.weights(), is_training=hosted.training, block_input=block_input)
+        if after is not None and after.routed.site.plan.carried is not None and not in_backward():
+            after.routed.begin(after.weights(), is_training=after.training)

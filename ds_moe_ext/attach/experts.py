@@ -1,0 +1,240 @@
+"""Experts modules of a host: found, described, and replaced by one that keeps this rank's share.
+
+The contract of the call is Hugging Face's since version 5: ``experts(hidden [T, D], expert ids
+[T, K], scores [T, K]) -> [T, D]``. Only the experts are replaced, so the host's routers, losses,
+shared experts and parameter names stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from ds_moe_ext.attach.dynamo import eager, named_modules
+from ds_moe_ext.attach.expert_split import ways_to_split
+from ds_moe_ext.attach.host_layer import (
+    Adopted,
+    Found,
+    RoutedOf,
+    Slot,
+    Wanted,
+    set_module,
+    shape_of,
+    weights_of,
+)
+from ds_moe_ext.moe.expert import ExpertFunction, on_shard
+from ds_moe_ext.moe.gate import RunRows
+from ds_moe_ext.moe.layer import RoutedExperts
+from ds_moe_ext.moe.sharding import Shard
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertsDescription:
+    """What one experts module holds and computes.
+
+    Attributes:
+        num_experts: experts ``E``.
+        weight_names: its parameters, each with the experts as first dim, in the order that
+            ``function`` takes those of one expert.
+        function: ``(rows by slot, rows of each slot, weights) -> rows``.
+    """
+
+    num_experts: int
+    weight_names: tuple[str, ...]
+    function: ExpertFunction
+
+
+Describe = Callable[[Any], ExpertsDescription]
+_DESCRIBE: dict[type, Describe] = {}
+
+
+def register_experts(cls: type[nn.Module]) -> Callable[[Describe], Describe]:
+    """Tell how to replace an experts module of the user's own; see ``ExpertsDescription``.
+
+    ``cls`` must be called as ``experts(hidden, expert_ids, scores)``::
+
+        @register_experts(MyExperts)
+        def describe(experts):
+            return ExpertsDescription(
+                experts.num_experts, ("up", "down"), FeedForwardExperts(silu_gated))
+    """
+
+    def add(describe: Describe) -> Describe:
+        _DESCRIBE[cls] = describe
+        return describe
+
+    return add
+
+
+def is_registered(module: nn.Module) -> bool:
+    """Whether its class was given to ``register_experts``."""
+    return class_of(module) in _DESCRIBE
+
+
+def find_registered(model: nn.Module, wanted: Wanted) -> Iterator[Found]:
+    """The modules of registered classes, in model order."""
+    for name, module in named_modules(model):
+        describe = _DESCRIBE.get(class_of(module))
+        if describe is not None and wanted(name):
+            check_own_weights(model, name)
+            yield found_experts(model, name, module, describe(module))
+
+
+def class_of(module: nn.Module) -> type:
+    """As it was written: torch gives a module whose weights are parametrized a class of its own."""
+    return type(module).__bases__[0] if is_parametrized(module) else type(module)
+
+
+def check_own_weights(model: nn.Module, name: str) -> None:
+    """Experts that go to other ranks take with them what they have, and nothing else.
+
+    Args:
+        model: that has the layer.
+        name: of the layer.
+
+    Raises:
+        ValueError: an expert's weight is computed from others, which an adapter or torch keeps.
+    """
+    remedy = "or leave this layer out with ds_moe_ext.moe_layer_pattern"
+    for inner, module in model.get_submodule(name).named_modules(prefix=name):
+        if is_parametrized(module):
+            weights = ", ".join(f"{inner}.{weight}" for weight in module.parametrizations)
+            raise ValueError(
+                f"{weights} is parametrized: torch computes it from other weights at each use, but "
+                "ds_moe_ext spreads experts over ranks as parameters of their own; remove it with "
+                f"torch.nn.utils.parametrize.remove_parametrizations, {remedy}"
+            )
+    layer, *wrapped = name.split(".base_layer")  # as all adapters of peft have what they adapt
+    if wrapped:
+        names = [layer + ".base_layer" * depth for depth in range(len(wrapped))]
+        adapters = [model.get_submodule(each) for each in names]
+        targets = [getattr(adapter, "parameter_name", None) for adapter in adapters]
+        weights = " and ".join(f"{target!r}" for target in targets if target) or "its weights"
+        raise ValueError(
+            f"{layer} has an adapter of peft ({type(adapters[0]).__name__}) on {weights}, which it "
+            "changes at each use, but ds_moe_ext spreads experts over ranks as parameters of their "
+            "own; leave experts out of target_parameters and target_modules (adapters elsewhere, "
+            f"as of attention, are fine), {remedy}"
+        )
+
+
+def found_experts(
+    model: nn.Module, name: str, module: nn.Module, description: ExpertsDescription
+) -> Found:
+    """A layer to replace, from a module and its description."""
+
+    def adopt(held: Tensor, shard: Shard, routed_of: RoutedOf) -> Adopted:
+        routed = routed_of(on_shard(description.function, shard))
+        hosted = HostedExperts(module, description, held, shard, routed)
+        set_module(model, name, hosted)
+        whole = tuple(module.get_parameter(weight) for weight in description.weight_names)
+        sources = {
+            parameter: (source,)
+            for slot in hosted.slots()
+            for parameter, source in zip(slot.parameters, whole)
+        }
+        return Adopted(hosted, sources, tuple(module.parameters()))
+
+    whole = [(each, module.get_parameter(each)) for each in description.weight_names]
+    return Found(
+        name=name,
+        kind=type(module).__name__,
+        num_experts=description.num_experts,
+        expert=shape_of((each, weight[0], weight.requires_grad) for each, weight in whole),
+        num_cells=1,
+        may_drop=False,
+        split=cache(
+            lambda num_shards: ways_to_split(
+                name, description.function, [weight[0] for _, weight in whole], num_shards
+            )
+        ),
+        adopt=adopt,
+    )
+
+
+class HostedExperts(nn.Module):
+    """This rank's experts, run by a strategy; each expert's weights are parameters of their own.
+
+    Parameters are named ``<weight>.<slot>``, as ``gate_up_proj.0``. They are laid out weight by
+    weight, so that one weight of all slots stays one piece of memory in a flat buffer too.
+
+    Args:
+        source: the host's module; its weights are copied, it is not kept.
+        description: what it holds.
+        held: experts that this rank is home to, int64 ``[S]``, in slot order.
+        shard: the part of them that it has.
+        routed: the program of the layer.
+    """
+
+    def __init__(
+        self,
+        source: nn.Module,
+        description: ExpertsDescription,
+        held: Tensor,
+        shard: Shard,
+        routed: RoutedExperts,
+    ) -> None:
+        super().__init__()
+        self.num_experts = description.num_experts
+        self.weight_names = description.weight_names
+        self.routed = routed
+        self.run: RunRows = routed
+        self.shard = shard
+        columns = [
+            _own_slots(source.get_parameter(name), held, shard, number)
+            for number, name in enumerate(self.weight_names)
+        ]
+        self.hold([Slot(tuple(parameters)) for parameters in zip(*columns)])
+        self.train(source.training)
+        self.forward = eager(self.forward)  # type: ignore[method-assign]
+
+    def slots(self) -> list[Slot]:
+        """This rank's experts."""
+        columns = (self.get_submodule(name).parameters() for name in self.weight_names)
+        return [Slot(tuple(parameters)) for parameters in zip(*columns)]
+
+    def hold(self, slots: Sequence[Slot]) -> None:
+        """Take these slots in place of the present ones."""
+        for index, name in enumerate(self.weight_names):
+            self.add_module(name, nn.ParameterList([slot.parameters[index] for slot in slots]))
+
+    def weights(self) -> tuple[Tensor, ...]:
+        """Weights of the first slot's expert in name order, then of the second's, and so on."""
+        return weights_of(self.slots())
+
+    def forward(self, hidden: Tensor, expert_ids: Tensor, scores: Tensor) -> Tensor:
+        """``[..., D]`` to ``[..., D]``. Collective over the cells."""
+        self.routed.rows.begin(is_training=self.training)
+        x_TD = hidden.reshape(-1, hidden.shape[-1])
+        y_TD = self.run(x_TD, expert_ids.long(), scores, self.weights())
+        return y_TD.view_as(hidden)
+
+
+def _own_slots(
+    weight_E: nn.Parameter, held: Tensor, shard: Shard, number: int
+) -> list[nn.Parameter]:
+    """A parameter for each held expert, or this rank's part of it; they are views of one piece of
+    memory."""
+    own_S = weight_E.detach().index_select(0, held.to(weight_E.device))
+    own_S = shard.of(number, own_S, first_dim=1)
+    parameters = []
+    for own in own_S:
+        parameter = nn.Parameter(own, requires_grad=weight_E.requires_grad)
+        parameter.__dict__.update(weight_E.__dict__)  # marks that optimizers look at
+        parameters.append(parameter)
+    return parameters
+
+
+def shell(module: nn.Module) -> nn.Module:
+    """The module without its parameters: its methods and settings go on working, and the weights
+    that were there may be freed."""
+    empty = copy.copy(module)
+    empty.__dict__ = dict(module.__dict__)
+    empty._parameters = dict.fromkeys(module._parameters)
+    return empty

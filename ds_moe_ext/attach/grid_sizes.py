@@ -1,0 +1,194 @@
+"""How many ranks split an expert, and over how many cells the experts of a layer are spread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_moe_ext.attach.host_layer import Found
+from ds_moe_ext.attach.launcher import ranks_on_this_node
+from ds_moe_ext.layout import Grid
+from ds_moe_ext.roles import Roles
+from ds_moe_ext.settings import BLOCK, Settings
+from ds_moe_ext.strategy import Strategy
+from ds_moe_ext.strict import in_json
+
+
+class Sized(NamedTuple):
+    """Attributes:
+    grid: the ranks.
+    why: what was chosen where the settings leave it open, for a person; else empty.
+    """
+
+    grid: Grid
+    why: str = ""
+
+
+def grid_of(
+    settings: Settings, strategy: Strategy, found: Sequence[Found], world_size: int
+) -> Sized:
+    """The grid that the settings ask for, or the best for the model.
+
+    Raises:
+        ValueError: sizes do not divide.
+    """
+    if strategy.roles is not None:
+        return Sized(_grid_of_roles(settings, strategy.roles, found, world_size))
+    cell_size = _cell_size(settings, strategy, found, world_size)
+    max_cells = world_size // cell_size
+    num_cells, why = settings.expert_parallel_size, ""
+    if num_cells is None:
+        num_cells, why = _num_cells(strategy, found, max_cells, cell_size)
+    if max_cells % num_cells:
+        cells = "" if cell_size == 1 else f" in cells of {cell_size} ranks"
+        raise ValueError(
+            f"{BLOCK}.expert_parallel_size is {num_cells}, which does not divide the world size "
+            f"{world_size}{cells}; choose one of {divisors(max_cells)}"
+        )
+    for layer in found:
+        if layer.num_experts % num_cells and not strategy.has_uneven_homes:
+            raise ValueError(
+                f"{BLOCK}.expert_parallel_size is {num_cells}, which does not divide the "
+                f"{layer.num_experts} experts of {layer.name}; choose one of "
+                f"{divisors(np.gcd(layer.num_experts, max_cells))}"
+            )
+        if layer.num_cells not in (1, num_cells):
+            raise ValueError(
+                f"{BLOCK}.expert_parallel_size is {num_cells}, but the model built {layer.name} "
+                f"with ep_size {layer.num_cells}; make them equal, or build it with ep_size 1"
+            )
+    grid = Grid(world_size, num_cells, cell_size)
+    return Sized(grid, _told(settings, grid, why) if world_size > 1 else "")
+
+
+def _told(settings: Settings, grid: Grid, why: str) -> str:
+    """What was chosen, in one line."""
+    chosen = []
+    if settings.expert_sharding_size is None and grid.cell_size > 1:
+        chosen.append(
+            f"expert_sharding_size is null: {grid.cell_size} ranks split each expert, "
+            "those of a node"
+        )
+    if settings.expert_parallel_size is None:
+        chosen.append(f"expert_parallel_size is null: {why}")
+    num_homes = grid.world_size // grid.size
+    if chosen and num_homes > 1:
+        chosen.append(f"each expert has {num_homes} homes")
+    return "; ".join(chosen)
+
+
+def _grid_of_roles(
+    settings: Settings, roles: Roles, found: Sequence[Found], world_size: int
+) -> Grid:
+    """A cell for each rank of a group."""
+    for key, only in (("expert_parallel_size", roles.size), ("expert_sharding_size", 1)):
+        if vars(settings)[key] not in (None, only):
+            raise ValueError(
+                f"{BLOCK}.{key} is {vars(settings)[key]}, but strategy {settings.strategy!r} has "
+                f"groups of {roles}, by the keys of its own block; leave it out"
+            )
+    if world_size % roles.size:
+        raise ValueError(
+            f"{BLOCK}.{settings.strategy} makes groups of {roles}, which do not divide the "
+            f"{world_size} ranks of the run; choose sizes whose sum divides {world_size}"
+        )
+    for layer in found:
+        if layer.num_cells != 1:
+            raise ValueError(
+                f"{BLOCK}.strategy is {settings.strategy!r}, but the model built {layer.name} with "
+                f"ep_size {layer.num_cells}, so that no rank has all experts; build it with "
+                "ep_size 1"
+            )
+    return Grid(world_size, roles.size)
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, ascending."""
+    return [d for d in range(1, int(number) + 1) if number % d == 0]
+
+
+def sizes_with_homes(fewest: int, max_cells: int) -> list[int]:
+    """Numbers of cells at which each can be home to one of so many experts, ascending."""
+    return [size for size in divisors(max_cells) if size <= max(fewest, 1)]
+
+
+def _num_cells(
+    strategy: Strategy, found: Sequence[Found], max_cells: int, cell_size: int
+) -> tuple[int, str]:
+    """The best for the model, and why: what it was built with, if it was; else as many as leave no
+    rank without experts, in a node if there are several."""
+    built = {layer.num_cells for layer in found} - {1}
+    if built:
+        num_cells = built.pop()
+        return num_cells, f"{_cells(num_cells)}, as the model was built"
+    if not strategy.has_uneven_homes:
+        num_cells = int(np.gcd.reduce([max_cells, *(layer.num_experts for layer in found)]))
+        return num_cells, f"{_cells(num_cells)}, the most that divide ranks and experts"
+    if strategy.with_homes_that_stay().rhythm().shard_every:
+        return max_cells, f"all {_cells(max_cells)}, for experts that move have one home"
+    smallest = min(found, key=lambda layer: layer.num_experts)
+    fitting = sizes_with_homes(smallest.num_experts, max_cells)
+    on_node = ranks_on_this_node() or max_cells
+    in_nodes = [size for size in fitting if cell_size == 1 and on_node % size == 0]
+    if 1 < max(in_nodes, default=1) < fitting[-1]:
+        larger = in_json(f"{BLOCK}.expert_parallel_size", fitting[-1])
+        return in_nodes[-1], (
+            f"{_cells(in_nodes[-1])}, so that rows and copies stay in a node of {on_node} ranks "
+            f"(to spread experts over more, set {larger})"
+        )
+    return fitting[-1], (
+        f"{_cells(fitting[-1])}, the most at which each is home to experts of all layers "
+        f"({smallest.name} has {smallest.num_experts})"
+    )
+
+
+def _cells(number: int) -> str:
+    return f"{number} cell{'s' if number > 1 else ''}"
+
+
+def _cell_size(
+    settings: Settings, strategy: Strategy, found: Sequence[Found], world_size: int
+) -> int:
+    """As asked for; else, where there are several nodes, the ranks of a node if all experts can be
+    split by them and as many cells as were asked for are left (FSMoE's own layout)."""
+    asked = settings.expert_sharding_size
+    if asked is None:
+        size, num_cells = ranks_on_this_node() or 1, settings.expert_parallel_size or 1
+        spans_nodes = size < world_size and world_size % (size * num_cells) == 0
+        fits = strategy.splits_experts and spans_nodes and _can_split(found, size)
+        return size if fits else 1
+    if asked == 1:
+        return 1
+    if not strategy.splits_experts:
+        raise ValueError(
+            f"{BLOCK}.expert_sharding_size is {asked}, but strategy {settings.strategy!r} keeps "
+            f"every expert whole on one rank; set it to 1 or null, or use strategy 'esp', with "
+            f"{BLOCK}.balance {settings.strategy!r} if experts shall be placed so"
+        )
+    if world_size % asked:
+        raise ValueError(
+            f"{BLOCK}.expert_sharding_size is {asked}, which does not divide the world size "
+            f"{world_size}; choose one of {divisors(world_size)}"
+        )
+    for layer in found:
+        if layer.num_cells > 1:
+            raise ValueError(
+                f"{BLOCK}.expert_sharding_size is {asked}, but the model built {layer.name} with "
+                f"ep_size {layer.num_cells}, so that a rank lacks experts of its cell; build it "
+                "with ep_size 1"
+            )
+        layer.split(asked)
+    return asked
+
+
+def _can_split(found: Iterable[Found], num_shards: int) -> bool:
+    try:
+        for layer in found:
+            if layer.num_cells > 1:
+                return False
+            layer.split(num_shards)
+    except ValueError:
+        return False
+    return True

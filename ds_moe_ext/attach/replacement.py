@@ -1,0 +1,406 @@
+"""From a model and the settings to replaced layers: the same for every host."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_moe_ext.attach.grid_sizes import divisors, grid_of, sizes_with_homes
+from ds_moe_ext.attach.host_layer import Adopted, ExpertShape, Found, Hosted, Wanted
+from ds_moe_ext.attach.meeting import start_of
+from ds_moe_ext.attach.outputs import check_outputs
+from ds_moe_ext.attach.router_gates import Router, host, routers_of
+from ds_moe_ext.attach.unknown_experts import unknown_experts
+from ds_moe_ext.comm import connect, gather_texts
+from ds_moe_ext.hardware import Hardware, read_hardware
+from ds_moe_ext.layout import GRID, NODE_AXES, Grid, ParallelLayout
+from ds_moe_ext.moe import deep_ep
+from ds_moe_ext.moe.copies.layer_copies import in_order
+from ds_moe_ext.moe.expert import ExpertFunction
+from ds_moe_ext.moe.gate import RunRows
+from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
+from ds_moe_ext.moe.sharding import WHOLE, Shard
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.planners.exchange import BY_NODES, Way
+from ds_moe_ext.report.record import LayerRecord
+from ds_moe_ext.schedule.task import INTER, INTRA, PARAM, Lane
+from ds_moe_ext.settings import BLOCK, Settings
+from ds_moe_ext.strategy import Job, Pool, Site, Strategy, followers
+
+CPU = torch.device("cpu")
+
+Around = Callable[[int, Hosted], RunRows]
+"""See ``build``."""
+
+Finder = Callable[[nn.Module, Wanted], Iterable[Found]]
+
+
+@dataclass(frozen=True, eq=False)
+class AttachedLayer:
+    """One replaced layer.
+
+    Attributes:
+        name: dotted module name.
+        kind: what was there.
+        hosted: what has taken its place.
+        bytes_before: bytes of expert weights that the rank held before.
+        stack: see ``Found``.
+    """
+
+    name: str
+    kind: str
+    hosted: Hosted
+    bytes_before: int
+    stack: int
+
+    @property
+    def routed(self) -> RoutedExperts:
+        """Its program."""
+        return self.hosted.routed
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """The expert weights of this rank."""
+        return tuple(parameter for slot in self.hosted.slots() for parameter in slot.parameters)
+
+    @classmethod
+    def of(cls, found: Found, adopted: Adopted) -> AttachedLayer:
+        before = {p for sources in adopted.sources.values() for p in sources}
+        return cls(
+            found.name,
+            found.kind,
+            adopted.hosted,
+            bytes_of(before.union(adopted.discarded)),
+            found.stack,
+        )
+
+    def record(self) -> LayerRecord:
+        """What the report says of it."""
+        home = self.routed.site.plan.home
+        return LayerRecord(
+            name=self.name,
+            kind=self.kind,
+            num_experts=home.num_experts,
+            top_k=self.routed.rows.top_k,
+            home_E=tuple(int(cell) for cell in home.owner_E),
+            expert_bytes=bytes_of(self.parameters),
+        )
+
+
+def bytes_of(weights: Iterable[Tensor]) -> int:
+    """Bytes of all weights."""
+    return sum(weight.nbytes for weight in weights)
+
+
+@dataclass(frozen=True, eq=False)
+class Blueprint:
+    """What will be replaced, by what, on which grid. Made before any process group.
+
+    Attributes:
+        settings: the block.
+        strategy: the chosen strategy.
+        grid: the ranks.
+        found: the layers, in model order.
+        hardware: the cluster, if the settings name a file.
+        routers: of the layers, where the settings have a gate; else none.
+        why_grid: what was chosen where the settings leave sizes open, for a person; else empty.
+    """
+
+    settings: Settings
+    strategy: Strategy
+    grid: Grid
+    found: tuple[Found, ...]
+    hardware: Hardware | None
+    routers: tuple[Router, ...] = ()
+    why_grid: str = ""
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """Layers of a stack whose experts are alike. Between stacks none move: the host expects
+        gradients of each at other times."""
+        layers: dict[tuple[ExpertShape, int], list[int]] = {}
+        for layer, found in enumerate(self.found):
+            layers.setdefault((found.expert, found.stack), []).append(layer)
+        return tuple(Pool(layers=tuple(numbers)) for numbers in layers.values())
+
+    @property
+    def stacks(self) -> tuple[int, ...]:
+        """Of the layers."""
+        return tuple(found.stack for found in self.found)
+
+    @property
+    def moves_experts(self) -> bool:
+        """Whether experts may change their homes."""
+        return self.strategy.rhythm().shard_every > 0
+
+    def homes(self) -> tuple[Placement, ...]:
+        """Where the experts of each layer live at first."""
+        num_experts = [found.num_experts for found in self.found]
+        return self.strategy.first_homes(num_experts, self.pools, self.grid.num_cells)
+
+
+def wanted(settings: Settings) -> Wanted:
+    """Which layers the settings ask for."""
+    return re.compile(settings.moe_layer_pattern or "").search
+
+
+def draw(
+    settings: Settings,
+    strategy: Strategy,
+    model: nn.Module,
+    finders: Iterable[Finder],
+    world_size: int,
+) -> Blueprint:
+    """Find the layers and check that they fit the ranks. Pure but for reading the model.
+
+    Raises:
+        ValueError: there is nothing to replace, or sizes do not divide.
+    """
+    found = [layer for finder in finders for layer in finder(model, wanted(settings))]
+    if not found:
+        pattern = settings.moe_layer_pattern
+        unknown = unknown_experts(model, (), wanted(settings))
+        raise ValueError(
+            f"{BLOCK} is enabled, but {type(model).__name__} has no MoE layer that it knows"
+            + (f" and that matches {pattern!r}" if pattern else "")
+            + "; known are the MoE blocks of Hugging Face transformers 5, deepspeed.moe.layer.MoE "
+            "and classes given to ds_moe_ext.register_experts; 'ds-moe-ext doctor' tells more"
+            + (f". These look like experts: {', '.join(unknown)}" if unknown else "")
+        )
+    grid, why = grid_of(settings, strategy, found, world_size)
+    routers = routers_of(model, found, settings.gate)
+    return replace(on_grid(settings, strategy, found, grid, routers), why_grid=why)
+
+
+def on_grid(
+    settings: Settings,
+    strategy: Strategy,
+    found: Sequence[Found],
+    grid: Grid,
+    routers: tuple[Router, ...] = (),
+) -> Blueprint:
+    """Check that layers fit ranks. Pure but for reading a hardware file.
+
+    Raises:
+        ValueError: they do not.
+    """
+    num_grids = grid.world_size // grid.size
+    if num_grids > 1 and strategy.roles is None:
+        strategy = strategy.with_homes_that_stay()
+    if num_grids > 1 and strategy.rhythm().shard_every:
+        raise ValueError(
+            f"{BLOCK}: strategy {settings.placing} moves experts to new homes every "
+            f"{strategy.rhythm().shard_every} steps, which needs one home an expert, but here each "
+            f"has {num_grids}; leave expert_parallel_size out (under Megatron: raise "
+            f"--expert-model-parallel-size to {grid.world_size // grid.cell_size}), or let experts "
+            "stay: fssdp.reshard_interval null or 0"
+        )
+    hardware = _hardware(settings, grid.size if strategy.rhythm().plan_every else 1)
+    blueprint = Blueprint(settings, strategy, grid, tuple(found), hardware, routers)
+    num_ranks = grid.world_size
+    for pool in blueprint.pools:
+        names = [found[layer].name for layer in pool.layers]
+        count = sum(found[layer].num_experts for layer in pool.layers)
+        if count < grid.num_cells and strategy.roles is None:
+            raise ValueError(
+                f"{BLOCK}.expert_parallel_size is {grid.num_cells}, but {', '.join(names)} have "
+                f"only {count} experts of their shape: some ranks would have none; choose one of "
+                f"{[size for size in divisors(num_ranks // grid.cell_size) if size <= count]}"
+            )
+    blueprint.homes()  # so that what the strategy refuses is refused now
+    return blueprint
+
+
+def _hardware(settings: Settings, num_ranks: int) -> Hardware | None:
+    """The cluster of the settings, if they name one; it must say how copies reach all ranks."""
+    if settings.hardware is None:
+        return None
+    try:
+        hardware = read_hardware(settings.hardware)
+        if num_ranks > 1:
+            hardware.copy_link(num_ranks)
+    except ValueError as error:
+        raise ValueError(f"{BLOCK}.hardware is {settings.hardware!r}, but {error}") from error
+    return hardware
+
+
+def build(
+    blueprint: Blueprint,
+    device: torch.device = CPU,
+    around: Around | None = None,
+    beside: Sequence[Grid] = (),
+) -> list[tuple[AttachedLayer, Adopted]]:
+    """Replace the layers. Collective: it makes the layout's process groups.
+
+    Args:
+        device: where this rank's experts will compute.
+        around: makes what a layer calls from its number and its module, whose ``run`` are the
+            experts; None where that is these alone.
+        beside: as ``ParallelLayout.build`` takes them; a rank may then have no layer.
+    """
+    is_first = dist.get_rank() == blueprint.grid.ranks.flat[0]
+    check_outputs(blueprint.settings, writes=is_first and bool(blueprint.found))
+    strategy = blueprint.strategy
+    hardware = blueprint.hardware
+    ranks_per_node = None if hardware is None else hardware.ranks_per_node
+    layout = ParallelLayout.build(blueprint.grid, strategy.uses(), ranks_per_node, beside)
+    start, has_layers = start_of("attach.build"), bool(blueprint.found)
+    with start.together():
+        if has_layers:
+            _check_way(blueprint, layout, device)
+    if has_layers:
+        _connect(layout, strategy.uses(), device)
+    with start.together():
+        return _adopted(blueprint, layout, around) if has_layers else []
+
+
+def _check_way(blueprint: Blueprint, layout: ParallelLayout, device: torch.device) -> None:
+    """Raises ValueError where rows cannot travel as asked for."""
+    if Way.DEEP_EP in blueprint.strategy.ways and (reason := deep_ep.why_not(layout, device)):
+        raise ValueError(
+            f"{BLOCK}.esp.all_to_all is {Way.DEEP_EP.value!r}, but {reason}; choose another, or "
+            "leave it out"
+        )
+    if layout.place == 0:
+        _warn_of_idle_codecs(blueprint)
+
+
+def _connect(
+    layout: ParallelLayout, uses: Sequence[tuple[str, Lane]], device: torch.device
+) -> None:
+    """Connect ranks where not all take part in each transfer. Collective."""
+    if ("ep", PARAM) in uses:
+        connect(layout.group("ep", PARAM), device)
+    if layout.grid.cell_size > 1:
+        connect(layout.group("esp", INTRA), device)
+    for axis in NODE_AXES:
+        if (axis, INTER) in uses and not layout.why_flat:
+            connect(layout.group(axis, INTER), device)
+
+
+def _adopted(
+    blueprint: Blueprint, layout: ParallelLayout, around: Around | None
+) -> list[tuple[AttachedLayer, Adopted]]:
+    """See ``build``."""
+    strategy, homes, stacks = blueprint.strategy, blueprint.homes(), blueprint.stacks
+    plans = strategy.plan(Job.at_start(homes, layout.node_C, blueprint.pools, stacks))
+    attached = []
+    planned = zip(blueprint.found, homes, plans, followers(plans, stacks))
+    for index, (found, home, plan, following) in enumerate(planned):
+        held = torch.from_numpy(home.experts_of(layout.index("ep")))
+        site = Site(plan, layout, index, following)
+        router = blueprint.routers[index] if blueprint.routers else None
+        may_drop = found.may_drop if router is None else router.gate.may_drop
+        shard = _shard(found, layout)
+        adopted = found.adopt(held, shard, _factory(blueprint, found.name, may_drop, site))
+        if around is not None:
+            adopted.hosted.run = around(index, adopted.hosted)
+        layer = AttachedLayer.of(found, adopted)
+        attached.append((layer, adopted if router is None else host(router, adopted)))
+    if ("ep", PARAM) in strategy.uses():
+        _allow_copies(blueprint.pools, [layer for layer, _ in attached])
+    return attached
+
+
+def told_way(strategy: Strategy, layout: ParallelLayout) -> str:
+    """That the way which was asked for is the direct one here, for a person; else empty."""
+    ways = strategy.ways
+    if Way.DIRECT in ways or BY_NODES.isdisjoint(ways) or not layout.why_flat:
+        return ""
+    return f"{ways[0].value} all-to-alls are direct here: {layout.why_flat}"
+
+
+def told_homes(blueprint: Blueprint, key: str, resize: Callable[[int], str]) -> str:
+    """That homes leave a strategy nothing to do, or ranks without experts; else empty.
+
+    Args:
+        blueprint: what was asked for.
+        key: by which the user says how many cells there are.
+        resize: what gives so many.
+    """
+    strategy, grid = blueprint.strategy, blueprint.grid
+    max_cells = grid.world_size // grid.cell_size
+    if grid.num_cells == 1 and max_cells > 1 and strategy.rhythm().plan_every:
+        divide = np.gcd.reduce([max_cells, *(found.num_experts for found in blueprint.found)]) > 1
+        remedy = f"raise {key}" if divide or strategy.has_uneven_homes else "choose other ranks"
+        return (
+            f"every rank has all experts, so that none is copied; {remedy} for "
+            f"{blueprint.settings.placing} to have an effect"
+        )
+    pairs = zip(blueprint.found, blueprint.homes())
+    bare = [found for found, home in pairs if not home.holds_EC.any(axis=0).all()]
+    if not bare or strategy.roles is not None:
+        return ""
+    least = min(bare, key=lambda found: found.num_experts)
+    others = "" if len(bare) == 1 else f" (of {len(bare)} layers likewise)"
+    size = sizes_with_homes(least.num_experts, max_cells)[-1]
+    return (
+        f"some of the {grid.num_cells} cells are home to no expert of {least.name}, which has "
+        f"{least.num_experts}{others}: there they compute only what is copied to them; "
+        f"to have experts everywhere {resize(size)}"
+    )
+
+
+def _warn_of_idle_codecs(blueprint: Blueprint) -> None:
+    codecs = blueprint.settings.hooks.codecs
+    if codecs and blueprint.grid.num_cells == 1:
+        warnings.warn(
+            f"{BLOCK}.hooks has {', '.join(map(str, codecs))}, which has no effect: there is one "
+            "cell, so that no rows travel between cells; leave it out, or raise "
+            "expert_parallel_size",
+            stacklevel=2,
+        )
+
+
+def _shard(found: Found, layout: ParallelLayout) -> Shard:
+    """The part of a layer's experts that this rank has."""
+    size = layout.grid.cell_size
+    return WHOLE if size == 1 else Shard(found.split(size), layout.index("esp"), size)
+
+
+def _allow_copies(pools: Iterable[Pool], layers: Sequence[AttachedLayer]) -> None:
+    for pool in pools:
+        slots = (slot for layer in pool.layers for slot in layers[layer].hosted.slots())
+        like = next(slots).parameters
+        for layer in pool.layers:
+            layers[layer].routed.allow_copies(like)
+    for _, stack in groupby(layers, key=lambda layer: layer.stack):
+        in_order(layer.routed.copies for layer in stack if layer.routed.copies is not None)
+
+
+def check_agreement(layers: Iterable[AttachedLayer], rank: int) -> None:
+    """Collective. A plan or an issue order that differs between ranks would hang them later.
+
+    Raises:
+        RuntimeError: on every rank, naming its own digest and those of the others.
+    """
+    for layer in layers:
+        text = layer.routed.describe()
+        group = layer.routed.site.layout.group(GRID, INTER)
+        digests = gather_texts(hashlib.sha256(text.encode()).hexdigest()[:8], group)
+        if len(set(digests)) > 1:
+            raise RuntimeError(
+                f"{BLOCK}: ranks disagree on {layer.name}: digests {digests} of the grid's ranks; "
+                f"rank {rank} has\n{text}"
+            )
+
+
+def _factory(
+    blueprint: Blueprint, name: str, may_drop: bool, site: Site
+) -> Callable[[ExpertFunction], RoutedExperts]:
+    options = LayerOptions(
+        capacity_factor=blueprint.settings.capacity_factor,
+        gate_may_drop=may_drop,
+        hooks=blueprint.settings.hooks,
+        name=name,
+    )
+    return lambda function: RoutedExperts(blueprint.strategy, site, function, options=options)

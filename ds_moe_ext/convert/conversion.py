@@ -1,0 +1,153 @@
+"""One conversion: open, check, write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from ds_moe_ext.convert import deepspeed, huggingface, megatron, names
+from ds_moe_ext.convert.description import Document, document_of, model_of, read_document
+from ds_moe_ext.convert.forms import Form, form_of
+from ds_moe_ext.convert.megatron_arguments import flags_of
+from ds_moe_ext.convert.megatron_arguments import model_of as model_of_arguments
+from ds_moe_ext.convert.model import Model
+from ds_moe_ext.convert.source import Pieces, Source
+from ds_moe_ext.convert.tables import Table, cells
+from ds_moe_ext.convert.target import Maker
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a conversion is asked for.
+
+    Attributes:
+        source: folder.
+        target: folder, which must not have anything.
+        goal: form of the target.
+        given: form of the source; None asks its folder.
+        described: of the model; None asks the source.
+        dtype: of the weights; None leaves them.
+    """
+
+    source: Path
+    target: Path
+    goal: Form
+    given: Form | None = None
+    described: Path | None = None
+    dtype: torch.dtype | None = None
+
+
+def convert(asked: Asked, console: Console) -> Model:
+    """Write a checkpoint's weights in another form, and say what was done.
+
+    Returns:
+        The model that it is of.
+
+    Raises:
+        ValueError: what cannot be converted, and why.
+    """
+    form = form_of(asked.source, asked.given)
+    if form is asked.goal:
+        raise ValueError(f"{asked.source} is of form {form.value} already")
+    if asked.target.exists() and any(asked.target.iterdir()):
+        raise ValueError(f"{asked.target} is not empty; name a new folder")
+    with ExitStack() as files, Progress(console=console, transient=True) as progress:
+        opened = _OPEN[form](asked, files)
+        model = opened.model
+        document = opened.document
+        if asked.goal is Form.HUGGINGFACE:
+            document = {**document_of(model), **document}
+        table = _TABLES[asked.goal](model)
+        total = sum(1 for _ in cells(model, table))
+        task = progress.add_task(f"{form.value} to {asked.goal.value}", total=total)
+        pieces = Pieces(opened.source, model)
+        maker = Maker(model, pieces, asked.dtype, lambda: progress.advance(task))
+        _WRITE[asked.goal](asked.target, maker, document)
+    _tell(console, asked, opened)
+    return model
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A source and the model that it is of.
+
+    Attributes:
+        source: to read.
+        model: that it is of.
+        document: its config, as far as it was given.
+        has_states: of an optimizer.
+    """
+
+    source: Source
+    model: Model
+    document: Document
+    has_states: bool
+
+
+def _open_huggingface(asked: Asked, files: ExitStack) -> _Opened:
+    document = read_document(asked.described or asked.source)
+    model = model_of(document)
+    source = huggingface.open_source(asked.source, model, files)
+    return _Opened(source, model, document, has_states=False)
+
+
+def _open_deepspeed(asked: Asked, files: ExitStack) -> _Opened:
+    tag = deepspeed.tag_of(asked.source)
+    if asked.described is None:
+        raise ValueError(
+            f"{tag} does not say of which model it is; add --model: its Hugging Face config.json, "
+            "or a file like those of configs/models"
+        )
+    document = read_document(asked.described)
+    model = model_of(document)
+    return _Opened(deepspeed.open_source(tag, model), model, document, has_states=True)
+
+
+def _open_megatron(asked: Asked, files: ExitStack) -> _Opened:
+    folder = megatron.iteration_of(asked.source)
+    document: Document = {} if asked.described is None else read_document(asked.described)
+    model = model_of(document) if document else model_of_arguments(megatron.arguments(folder))
+    source = megatron.open_source(folder, model)
+    return _Opened(source, model, document, megatron.has_optimizer(folder))
+
+
+_OPEN: dict[Form, Callable[[Asked, ExitStack], _Opened]] = {
+    Form.HUGGINGFACE: _open_huggingface,
+    Form.DEEPSPEED: _open_deepspeed,
+    Form.MEGATRON: _open_megatron,
+}
+_TABLES: dict[Form, Callable[[Model], Table]] = {
+    Form.HUGGINGFACE: names.huggingface_files,
+    Form.DEEPSPEED: lambda model: names.deepspeed_module(model) + names.deepspeed_experts(model),
+    Form.MEGATRON: names.megatron,
+}
+_WRITE: dict[Form, Callable[[Path, Maker, Document], None]] = {
+    Form.HUGGINGFACE: huggingface.write,
+    Form.DEEPSPEED: lambda folder, maker, _: deepspeed.write(folder, maker),
+    Form.MEGATRON: lambda folder, maker, _: megatron.write(folder, maker),
+}
+
+
+def _tell(console: Console, asked: Asked, opened: _Opened) -> None:
+    def say(line: str) -> None:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+    model = opened.model
+    say(
+        f"wrote {asked.target}: {model.family.value}, {model.num_layers} layers, "
+        f"{len(model.moe_layers)} of them with {model.experts.number} experts"
+    )
+    if opened.has_states:
+        say("weights only: states of the optimizer, schedules and counters are not converted")
+    if asked.goal is Form.MEGATRON:
+        say("pretrain_gpt.py loads it with --ckpt-format torch_dist --load and")
+        for line in flags_of(model):
+            say(f"  {line}")
+    if asked.goal is Form.DEEPSPEED:
+        say("an engine loads it with load_checkpoint(folder, load_module_only=True)")

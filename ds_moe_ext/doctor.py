@@ -1,0 +1,105 @@
+"""Which layers of a model would be replaced."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import nn
+
+from ds_moe_ext.attach.host_layer import any_name
+from ds_moe_ext.attach.unknown_experts import unknown_experts
+from ds_moe_ext.hosts.deepspeed.startup import FINDERS
+
+OWN = "gpt_moe"
+"""Family of model files whose code is in the launch folder of the repository that they are in."""
+
+
+def layers_table(model: str) -> Table:
+    """The layers of a model, built without memory.
+
+    Args:
+        model: path of a Hugging Face config.json or its folder, of a file like those of
+            configs/models, or ``"package.module:function"``.
+
+    Raises:
+        ValueError: it names no model.
+    """
+    with torch.device("meta"):
+        built = _built(model)
+    table = Table(title=f"layers of {type(built).__name__} to replace", title_justify="left")
+    for heading in ("layer", "kind", "experts", "parameters"):
+        table.add_column(heading)
+    found_all = [found for finder in FINDERS for found in finder(built, any_name)]
+    for found in found_all:
+        module = built.get_submodule(found.name)
+        count = sum(p.numel() for p in module.parameters())
+        table.add_row(found.name, found.kind, str(found.num_experts), f"{count:,}")
+    if not table.row_count:
+        table.add_row("none found", "", "", "")
+    for told in unknown_experts(built, [found.name for found in found_all], any_name):
+        table.add_row(told, "not known: stays as it is", "", "")
+    return table
+
+
+def _built(model: str) -> nn.Module:
+    if ":" in model and not Path(model).exists():
+        module, _, name = model.partition(":")
+        sys.path.insert(0, str(Path.cwd()))  # a person's own module is where they are
+        try:
+            build = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"--model is {model!r}, which cannot be imported: {error}") from error
+        built = build()
+    elif Path(model).exists():
+        built = _of_file(Path(model))
+    else:
+        raise ValueError(
+            f"--model is {model!r}, which is neither a file or folder nor 'package.module:function'"
+        )
+    if not isinstance(built, nn.Module):
+        raise ValueError(f"--model is {model!r}, which gives no module but {built!r}")
+    return built
+
+
+def _of_file(path: Path) -> Any:
+    """The model of a config: Hugging Face's, or ours with a family."""
+    from transformers import AutoConfig
+
+    document = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not isinstance(document, dict) or document.keys() != {"family", "config"}:
+        return _of_config(AutoConfig.from_pretrained(path))
+    if document["family"] != OWN:
+        return _of_config(AutoConfig.for_model(document["family"], **document["config"]))
+    launch = next((p / "launch" for p in path.resolve().parents if (p / "launch").is_dir()), None)
+    if launch is None:
+        raise ValueError(
+            f"--model is {str(path)!r} of family {OWN}, whose code is launch/gpt_moe.py of the "
+            "repository that it came with; name the file there"
+        )
+    sys.path.insert(0, str(launch))
+    gpt_moe = importlib.import_module(OWN)
+    return gpt_moe.GptMoe(gpt_moe.GptMoeConfig.from_json(document["config"]))
+
+
+def _of_config(config: Any) -> Any:
+    """As the class that the config names builds it, or else the first that takes such configs."""
+    import transformers
+
+    named = (getattr(transformers, name, None) for name in config.architectures or ())
+    architecture = next((cls for cls in named if cls is not None), None)
+    if architecture is not None:
+        return architecture._from_config(config)
+    autos = (
+        transformers.AutoModelForCausalLM,
+        transformers.AutoModelForImageTextToText,
+        transformers.AutoModelForSeq2SeqLM,
+        transformers.AutoModel,
+    )
+    auto = next((auto for auto in autos if type(config) in auto._model_mapping), autos[0])
+    return auto.from_config(config)

@@ -1,0 +1,72 @@
+"""Where an engine's optimizer keeps its states.
+
+At every ZeRO stage and precision that we support, before the first step too. DeepSpeed's own
+``safe_get_full_optimizer_state`` and its kin find states after the first step only, and then only
+those of the first parameter group; so parameters are found here from the flat groups themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import nn
+
+from ds_moe_ext.steps.optimizer_states import Group, States
+
+
+def _groups_of(optimizer: Any) -> Iterator[Group]:
+    """The tensors that an engine's optimizer steps.
+
+    Raises:
+        ValueError: a wrapper of DeepSpeed's that we do not know.
+    """
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):  # ZeRO 1 and 2
+        for index, held in enumerate(optimizer.single_partition_of_fp32_groups):
+            begin = dist.get_rank(optimizer.real_dp_process_group[index]) * held.numel()
+            parameters = optimizer.round_robin_bit16_groups[index]
+            yield Group(held, begin, parameters, optimizer.round_robin_bit16_offsets[index])
+    elif isinstance(optimizer, BF16_Optimizer):  # ZeRO 1, bf16 with gradients accumulated in fp32
+        for index, held in enumerate(optimizer.fp32_groups_flat_partition):
+            begin = dist.get_rank(optimizer.real_dp_process_group[index]) * held.numel()
+            parameters = optimizer.bf16_groups[index]
+            yield Group(held, begin, parameters, _back_to_back(parameters))
+    elif isinstance(optimizer, FP16_Optimizer):  # ZeRO 0, half precision, FusedAdam
+        for held, parameters in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups):
+            yield Group(held, 0, parameters, _back_to_back(parameters))
+    elif isinstance(optimizer, FP16_UnfusedOptimizer):  # ZeRO 0, half precision, any other
+        for masters, parameters in zip(optimizer.fp32_groups, optimizer.fp16_groups):
+            yield from map(Group.of_one, masters, parameters)
+    elif isinstance(optimizer, DeepSpeedOptimizer):
+        raise ValueError(
+            f"the states of a {type(optimizer).__name__} cannot be moved; use ZeRO stage 0, 1 or 2"
+        )
+    elif optimizer is not None:  # ZeRO 0, full precision: the user's or a plain one
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                yield Group.of_one(parameter, parameter)
+
+
+def _back_to_back(parameters: Iterable[nn.Parameter]) -> Iterator[int]:
+    return accumulate((parameter.numel() for parameter in parameters), initial=0)
+
+
+class OptimizerStates(States):
+    """Access to the states of every parameter of an engine.
+
+    Args:
+        engine: a DeepSpeed engine, at any time after ``deepspeed.initialize``.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        optimizer = engine.optimizer
+        groups = list(_groups_of(optimizer))
+        is_wrapped = isinstance(optimizer, DeepSpeedOptimizer)
+        super().__init__([(optimizer.optimizer if is_wrapped else optimizer, groups)])

@@ -1,0 +1,97 @@
+"""Where a pass meets its copies, in the order of autograd::
+
+    start   before the layer's own or   forward: begin the flight
+            the block before it         backward: wait for what came home, add it to the home's own
+    join    in the program, before the  forward: wait for the gather
+            experts                     backward: have the gradients of the copies ready
+    finish  after the program, where    forward: free the copies
+            they are rematerialized     backward: have them again
+
+Autograd runs backward in reverse order of creation, so that all that was computed between start and
+join, above all attention, has its backward between the two moments of the reduction (HECATE, spec
+rules 34 and 35; Pro-Prophet, spec 3.4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_moe_ext.moe.copies.layer_copies import Copies, Flight
+from ds_moe_ext.moe.copies.slab import Weights
+from ds_moe_ext.moe.order import LayerRoute
+from ds_moe_ext.schedule.program import in_backward
+from ds_moe_ext.schedule.task import Span
+
+
+def started(flight: Flight, weights: Weights) -> Weights:
+    """The weights of the experts at home as the program wants them.
+
+    Args:
+        flight: of the pass.
+        weights: by slot, of the experts at home on this rank.
+
+    Returns:
+        The same, and a ticket: an empty tensor that makes every rank take part in backward.
+    """
+    copies = flight.copies
+    ticket = torch.zeros(0, device=copies.like[0].device, requires_grad=copies.is_trained)
+    started: Weights = _Start.apply(flight, ticket, *weights)
+    return started
+
+
+def finished(flight: Flight, y: Tensor) -> Tensor:
+    """The program's output; frees the copies until backward, where the plan says so."""
+    if not flight.copies.plan.rematerialize or in_backward():  # recomputed: its backward is next
+        return y
+    flight.release(has_backward=y.requires_grad)
+    finished: Tensor = _Finish.apply(flight, y) if y.requires_grad else y
+    return finished
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, flight: Flight, ticket: Tensor, *weights: Tensor) -> Weights:
+        ctx.flight = flight
+        return (*(weight.view_as(weight) for weight in weights), ticket.view_as(ticket))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, None, *ctx.flight.come_home(grads[:-1])
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, flight: Flight, y: Tensor) -> Tensor:
+        ctx.flight = flight
+        return y.view_as(y)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        ctx.flight.have_again()
+        return None, grad
+
+
+@dataclass(frozen=True, eq=False)
+class Join:
+    """Reads the weights at home and the route; writes the weights of all that compute here."""
+
+    copies: Copies
+
+    def forward(
+        self, span: Span, weights: Weights, layer_route: LayerRoute
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        flight = self.copies.taken()
+        return (flight.joined(layer_route.target),), (flight,)
+
+    def backward(self, span: Span, saved: tuple[Any, ...], grads: Weights) -> tuple[Any, ...]:
+        return (saved[0].collect(grads),)
+
+    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
+        return pieces[0][1]

@@ -1,0 +1,76 @@
+"""Memory for copies of experts: slots that are used again from step to step.
+
+Copies are no parameters. Autograd may save views of them, so that the memory can be freed and had
+again behind its back, as long as the same values are put in (see ``Slab.release``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ds_moe_ext.schedule.executor import Event
+
+Weights = tuple[Tensor, ...]  # of one expert, in the order of their names
+
+
+class Slab:
+    """Memory for this rank's copies of one layer, which can be filled anew or freed.
+
+    Attributes:
+        gathers: what fills it; whoever reads a copy joins them first.
+        is_released: the memory was freed, if there was any: what other ranks copy from here is
+            gathered again all the same.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[Weights] = []  # of some slots each, slot first
+        self._slots: list[Weights] = []
+        self._slot_of: dict[int, int] = {}
+        self._sizes: list[int] = []  # of the freed memory, in bytes
+        self.gathers: list[Event] = []
+        self.is_released = False
+
+    def clear(self) -> None:
+        """Forget whose copies they are; the memory stays."""
+        self._slot_of.clear()
+        self.gathers.clear()
+
+    def make_room(self, experts: Sequence[int], like: Weights) -> dict[int, Weights]:
+        """Where the copies of these experts go, besides those that are there."""
+        missing = len(self._slot_of) + len(experts) - len(self._slots)
+        if missing > 0:
+            block = tuple(tensor.detach().new_empty(missing, *tensor.shape) for tensor in like)
+            self._blocks.append(block)
+            self._slots += list(zip(*block))
+        for expert in sorted(experts):  # as slots are: neighbours compute in one GEMM
+            self._slot_of[expert] = len(self._slot_of)
+        return {expert: self[expert] for expert in experts}
+
+    def __contains__(self, expert: int) -> bool:
+        return expert in self._slot_of
+
+    def __getitem__(self, expert: int) -> Weights:
+        return self._slots[self._slot_of[expert]]
+
+    @property
+    def tensors(self) -> Weights:
+        return tuple(tensor for block in self._blocks for tensor in block)
+
+    def release(self) -> None:
+        """Free the memory; whoever has saved a view of it will find the same values after
+        ``restore`` and another gather."""
+        storages = [tensor.untyped_storage() for tensor in self.tensors]
+        self._sizes = [storage.nbytes() for storage in storages]
+        self.is_released = True
+        for storage in storages:
+            storage.resize_(0)
+        self.gathers.clear()
+
+    def restore(self) -> dict[int, Weights]:
+        """Have the memory again; where the copies go."""
+        for tensor, size in zip(self.tensors, self._sizes):
+            tensor.untyped_storage().resize_(size)
+        self._sizes, self.is_released = [], False
+        return {expert: self[expert] for expert in self._slot_of}

@@ -1,0 +1,116 @@
+"""What this rank does so that a plan's copies come to be, and their gradients come home.
+
+Worked out from plans alone, so that it can be done beforehand. Shape letters: C cells, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.planners.split import Split
+from ds_moe_ext.strategy import Plan
+from ds_moe_ext.transfer import Part, gather_rounds
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where this rank stands among those that hold a layer's experts.
+
+    Attributes:
+        layer: number of the layer.
+        cell: this rank's cell.
+        node_C: node of each cell.
+        group: the cells, in a communicator that only the parameter lane uses.
+    """
+
+    layer: int
+    cell: int
+    node_C: np.ndarray
+    group: dist.ProcessGroup
+
+    def part(self, held: Placement, wanted: Placement) -> Part:
+        """What this cell does for the others to get their copies."""
+        return gather_rounds(held, wanted, self.node_C).part_of(self.cell)
+
+
+class Piece(NamedTuple):
+    """Some of the transfers of a plan.
+
+    Attributes:
+        part: what this cell does of them.
+        experts: whose copies these are.
+        number: of the piece, for traces.
+    """
+
+    part: Part
+    experts: Collection[int]
+    number: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Trips:
+    """The transfers of one plan.
+
+    Attributes:
+        place: where this rank stands.
+        plan: whose they are.
+        whole: of all copies at once.
+        gathers: the pieces in which they travel.
+        reductions: the pieces in which their gradients do.
+    """
+
+    place: Place
+    plan: Plan
+    whole: Part
+    gathers: Sequence[Piece]
+    reductions: Sequence[Piece]
+
+    @classmethod
+    def of(cls, place: Place, plan: Plan) -> Trips:
+        """Work them out; the costly part of taking a plan."""
+        home, target = plan.home, plan.target
+        whole = place.part(home, target)
+        if plan.carried is None:
+            copied_E = (target.holds_EC & ~home.holds_EC).any(axis=1)
+            all_ = [Piece(whole, frozenset(np.flatnonzero(copied_E).tolist()))]
+            return cls(place, plan, whole, all_, all_)
+        gathers, reductions = (_pieces(place, plan, split) for split in plan.carried)
+        return cls(place, plan, whole, gathers, reductions)
+
+    def serve(self, plan: Plan) -> bool:
+        """Whether another plan asks for the same."""
+        return plan.target is self.plan.target and plan.carried == self.plan.carried
+
+    def part_to(self, target: Placement) -> Part:
+        """For copies to come from the homes, also where a target has more than the plan's."""
+        if target is self.plan.target:
+            return self.whole
+        return self.place.part(self.plan.home, target)
+
+    def part_beyond_plan(self, target: Placement) -> Part:
+        """For the copies that the plan does not have."""
+        home, planned = self.plan.home, self.plan.target
+        return self.place.part(home, home.with_copies(target.holds_EC & ~planned.holds_EC))
+
+    def pieces_home(self, target: Placement) -> Sequence[Piece]:
+        """In which gradients of the copies go home."""
+        if target is self.plan.target:
+            return self.reductions
+        return [Piece(self.part_to(target), range(target.num_experts))]
+
+
+def _pieces(place: Place, plan: Plan, split: Split) -> list[Piece]:
+    home, target = plan.home, plan.target
+    pieces = []
+    for number, experts in enumerate(split):
+        some_EC = np.zeros_like(target.holds_EC)
+        some_EC[list(experts)] = target.holds_EC[list(experts)]
+        part = place.part(home, home.with_copies(some_EC))
+        pieces.append(Piece(part, frozenset(experts), number))
+    return pieces

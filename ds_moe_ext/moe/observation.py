@@ -1,0 +1,128 @@
+"""Hooks: who is told what a layer does. Observers see; they change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_moe_ext.moe.order import SlotRows
+from ds_moe_ext.schedule.executor import Lanes, Mark
+from ds_moe_ext.schedule.program import in_backward
+from ds_moe_ext.schedule.task import Task
+from ds_moe_ext.share import Share
+
+
+class Rows(NamedTuple):
+    """What a layer routed.
+
+    Attributes:
+        routed_CE: rows by sender and expert, int64.
+        computed_C: rows that each cell computed, int64.
+    """
+
+    routed_CE: np.ndarray
+    computed_C: np.ndarray
+
+
+@dataclass
+class RowsSeen:
+    """Rows that a layer routed since the last ``take``. Shape letters: C cells, E experts.
+
+    A layer routes once a micro-batch. Not counted are rows of an evaluation, and what activation
+    checkpointing routes again in backward.
+    """
+
+    num_experts: int
+    num_cells: int
+    top_k: int = 0  # of the latest micro-batch
+    is_training: bool = True  # the latest pass
+    is_graded: bool = True  # likewise
+    counts: bool = True  # and it is counted
+    _on_host: list[tuple[np.ndarray, Share]] = field(default_factory=list)  # rows [C, E]
+    _on_device: Tensor | None = None  # int64 [E], where rows end, summed; the host does not wait
+
+    def begin(self, *, is_training: bool) -> None:
+        """Say what the coming pass is. Call it in the thread that runs the model."""
+        self.is_training, self.is_graded = is_training, torch.is_grad_enabled()
+        self.counts = is_training and not in_backward()
+
+    def __call__(self, rows: np.ndarray | SlotRows, top_k: int, share: Share) -> None:
+        """Args: rows: int64 ``[C, E]`` by sender and expert, or rows by slot where one cell holds
+        all experts and the host does not know them yet. share: who computes them."""
+        if self.counts:
+            self.add(rows, top_k, share)
+
+    def add(self, rows: np.ndarray | SlotRows, top_k: int, share: Share) -> None:
+        """Count rows, whatever the pass is. Takes what a call takes."""
+        self.top_k = top_k
+        if isinstance(rows, SlotRows):
+            before = 0 if self._on_device is None else self._on_device
+            self._on_device = before + rows.end_S.long()
+        else:
+            self._on_host.append((rows, share))
+
+    @property
+    def so_far_CE(self) -> np.ndarray:
+        """Rows by sender and expert since the last ``take``, of those the host knows, int64."""
+        zero_CE = np.zeros((self.num_cells, self.num_experts), dtype=np.int64)
+        total_CE: np.ndarray = sum((rows_CE for rows_CE, _ in self._on_host), zero_CE)
+        return total_CE
+
+    def take(self) -> Rows:
+        """Rows since the last call. Waits for the device."""
+        routed_CE = self.so_far_CE
+        computed_C = np.zeros(self.num_cells, dtype=np.int64)
+        for rows_CE, share in self._on_host:
+            computed_C += share.computed_C(rows_CE)
+        if self._on_device is not None:
+            routed_CE += (
+                self._on_device.cpu().diff(prepend=torch.zeros(1, dtype=torch.int64)).numpy()
+            )
+            computed_C = routed_CE.sum(axis=1)  # one cell holds all experts
+        self._on_host.clear()
+        self._on_device = None
+        return Rows(routed_CE, computed_C)
+
+
+@dataclass
+class TasksSeen:
+    """When each task of the passes since the last ``take`` began and ended in its lane."""
+
+    is_on: bool = False
+    _seen: list[TimedTask] = field(default_factory=list)
+
+    def saw(self, task: Task, start: Mark, end: Mark, lanes: Lanes) -> None:
+        self._seen.append(TimedTask(task, start, end, lanes))
+
+    def take(self) -> list[TimedTask]:
+        """The tasks in the order in which they began, since the last call."""
+        seen, self._seen = self._seen, []  # in the order in which they ended
+        return sorted(seen, key=lambda timed: timed.seconds_from(seen[0]))
+
+
+def tell(observers: Iterable[TasksSeen], task: Task, start: Mark, lanes: Lanes) -> None:
+    """Tell those who want to know of a task that ends now, in the lane that calls."""
+    end = lanes.mark()
+    for observer in observers:
+        if observer.is_on:
+            observer.saw(task, start, end, lanes)
+
+
+@dataclass(frozen=True)
+class TimedTask:
+    """A task and the moments at which its lane began and ended it."""
+
+    task: Task
+    start: Mark
+    end: Mark
+    lanes: Lanes
+
+    def seconds_from(self, origin: TimedTask) -> tuple[float, float]:
+        """Start and end, counted from the start of another task."""
+        since = self.lanes.seconds_between
+        return since(origin.start, self.start), since(origin.start, self.end)

@@ -1,0 +1,312 @@
+"""What planners must know of a run's costs: measured in its first steps, the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypedDict
+
+import torch
+import torch.distributed as dist
+
+from ds_moe_ext.attach.replacement import AttachedLayer, bytes_of
+from ds_moe_ext.comm import max_in_place, sum_in_place
+from ds_moe_ext.hardware import Hardware, Link
+from ds_moe_ext.layout import ParallelLayout
+from ds_moe_ext.measure.bench import Bench, clock_of
+from ds_moe_ext.measure.probe import Level, Sizes, least_free_bytes, measure_copies
+from ds_moe_ext.moe.copies.slab import Weights
+from ds_moe_ext.moe.layer import RoutedExperts
+from ds_moe_ext.moe.observation import Rows, TimedTask
+from ds_moe_ext.planners import layer_pipelines
+from ds_moe_ext.planners.block_costs import BACKWARD, cell_rows
+from ds_moe_ext.planners.prices import TRIPS, Prices
+from ds_moe_ext.schedule.task import ATTENTION, COMBINE, DISPATCH, EXPERT, GATHER, PARAM, Op
+from ds_moe_ext.steps.pipeline_costs import Pipelines
+from ds_moe_ext.strategy import Pool
+
+STEPS = range(2, 5)  # the first ones are slow: libraries allocate and choose algorithms
+TRIED = range(6, 9)  # by then layers run by plans that were made from what was measured
+CHECKED = range(10, 13)  # and by then from what copies took, too
+WATCHED = (STEPS, TRIED, CHECKED)
+SHARE_OF_FREE = 0.7  # that copies may take of a device's free memory
+NUM_EXPERTS = (1, 4, 8)  # that a quick look copies at once
+
+
+class Measured(TypedDict):
+    """What changes in a job."""
+
+    pools: tuple[Pool, ...]
+    window_s: tuple[float, ...]
+    back_window_s: tuple[float, ...]
+    free_bytes: int
+    pipelines: layer_pipelines.Measured | None
+
+
+@dataclass(frozen=True)
+class Links:
+    """What rows and copies travel over.
+
+    Attributes:
+        copy: what copies of weights wait for, in bytes that the busiest receiver takes in.
+        inter: what one node sends to the others.
+        intra: what one rank sends to the others.
+    """
+
+    copy: Link
+    inter: Link
+    intra: Link
+
+    @classmethod
+    def of(cls, hardware: Hardware, num_ranks: int) -> Links:
+        """Those of a described cluster; rows go over the link of copies where it says no other."""
+        copy = hardware.copy_link(num_ranks)
+        return cls(copy, hardware.inter or copy, hardware.intra or copy)
+
+    @classmethod
+    def measured(cls, layout: ParallelLayout, expert: Weights) -> Links:
+        """A quick look at this run's own communicator for copies. Collective.
+
+        Rows are then priced by the link of copies.
+
+        Args:
+            layout: of the run.
+            expert: weights of one expert.
+        """
+        group, device = layout.group("ep", PARAM), expert[0].device
+        level = Level("of this run", group, layout.index("ep"), layout.node_C, num_sharers=1)
+        bench = Bench(clock_of(device), device, num_warm_ups=1, num_repeats=5, group=group)
+        link = measure_copies(level, bench, Sizes((), bytes_of(expert), NUM_EXPERTS))
+        link = slowest(link, device, layout.everyone)
+        return cls(link, link, link)
+
+
+def slowest(link: Link, device: torch.device, group: dist.ProcessGroup | None = None) -> Link:
+    """The slowest of what all ranks of a group, or of the world, have measured. Collective.
+
+    The ranks of a cell copy their parts of an expert each over a communicator of its own, and must
+    plan alike.
+    """
+    seconds = torch.tensor([link.latency_s, 1 / link.bytes_per_s], dtype=torch.float64)
+    latency_s, byte_s = max_in_place(seconds.to(device), group).tolist()
+    return Link(bytes_per_s=1 / byte_s, latency_s=latency_s)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank saw of one layer, summed over passes.
+
+    Attributes:
+        window_s: what the host computed before the layer in forward.
+        num_windows: how often.
+        back_window_s: and behind it in backward.
+        num_back_windows: how often.
+        expert_s: experts, forward and backward.
+        rows: that they computed.
+        exchange_s: all exchanges of rows, the wait for others with them.
+        most_received: rows that the cell which received most received, in one of them.
+        gather_s: copies on their way.
+        reduce_s: their gradients.
+    """
+
+    window_s: float = 0.0
+    num_windows: float = 0.0
+    back_window_s: float = 0.0
+    num_back_windows: float = 0.0
+    expert_s: float = 0.0
+    rows: float = 0.0
+    exchange_s: float = 0.0
+    most_received: float = 0.0
+    gather_s: float = 0.0
+    reduce_s: float = 0.0
+
+    def __add__(self, other: Seen) -> Seen:
+        pairs = zip(vars(self).values(), vars(other).values())
+        return Seen(*(mine + its for mine, its in pairs))
+
+    @classmethod
+    def of(cls, routed: RoutedExperts, rows: Rows) -> Seen:
+        """Since its meter was asked last."""
+        seen = [(timed.task, _seconds(timed)) for timed in routed.meter.take()]
+        plan, layout = routed.site.plan, routed.site.layout
+
+        def times(op: Op, *, is_adjoint: bool) -> list[float]:
+            return [s for task, s in seen if task.op is op and bool(task.adjoint_of) == is_adjoint]
+
+        ahead, behind = (times(ATTENTION, is_adjoint=back) for back in (False, True))
+        received_C = cell_rows(plan.home, plan.target, rows.routed_CE).received_C
+        return cls(
+            window_s=sum(ahead),
+            num_windows=len(ahead),
+            back_window_s=sum(behind),
+            num_back_windows=len(behind),
+            expert_s=sum(s for task, s in seen if task.op is EXPERT),
+            rows=int(rows.computed_C[layout.index("ep")]),
+            exchange_s=sum(s for task, s in seen if task.op in (DISPATCH, COMBINE)),
+            most_received=int(received_C.max()),
+            gather_s=sum(times(GATHER, is_adjoint=False)),
+            reduce_s=sum(times(GATHER, is_adjoint=True)),
+        )
+
+
+def _seconds(timed: TimedTask) -> float:
+    start_s, end_s = timed.seconds_from(timed)
+    return end_s - start_s
+
+
+def of_all_ranks(
+    seen: Sequence[Seen], layout: ParallelLayout, device: torch.device
+) -> list[list[Seen]]:
+    """What each rank that runs the same layers saw of each. Collective among them."""
+    own_LX = torch.tensor([list(vars(each).values()) for each in seen], dtype=torch.float64)
+    all_RLX = own_LX.new_zeros(layout.grid.world_size, *own_LX.shape, device=device)
+    all_RLX[layout.place] = own_LX
+    told = sum_in_place(all_RLX, layout.everyone).tolist()
+    return [[Seen(*layer) for layer in rank] for rank in told]
+
+
+@dataclass(eq=False)
+class Costs:
+    """Args:
+    layers: in model order.
+    pools: layers whose experts are alike.
+    hardware: the cluster, if it was described; else its links are looked at.
+    pipelines: measures these too, where a strategy plans by it.
+
+    Attributes:
+        are_new: they have been measured in the latest step.
+        seen: what this rank saw in the latest step, of each layer, if it was to be checked.
+    """
+
+    layers: Sequence[AttachedLayer]
+    pools: tuple[Pool, ...]
+    hardware: Hardware | None
+    pipelines: Pipelines | None = None
+    are_new: bool = field(default=False, init=False)
+    seen: Sequence[Seen] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        self._num_steps = 0
+        self._seen = [Seen() for _ in self.layers]
+        unknown_s = (0.0,) * len(self.layers)
+        self._measured = Measured(
+            pools=self.pools,
+            window_s=unknown_s,
+            back_window_s=unknown_s,
+            free_bytes=0,
+            pipelines=None,
+        )
+
+    def after_step(self, rows: Sequence[Rows]) -> Measured:
+        """What is known after a step; nothing more than before it of a strategy that wants to know
+        nothing. Collective."""
+        if not self._copies and self.pipelines is None:
+            return self._measured
+        step, self._num_steps = self._num_steps, self._num_steps + 1
+        size = self.layers[0].routed.site.layout.grid.size
+        self.are_new = step == STEPS[-1] and size > 1  # alone, there is nothing to send
+        new = [Seen.of(layer.routed, seen) for layer, seen in zip(self.layers, rows)]
+        if step in STEPS:
+            self._seen = [before + seen for before, seen in zip(self._seen, new)]
+        self.seen = new if step in TRIED or step in CHECKED else ()
+        for layer in self.layers:
+            layer.routed.meter.is_on = any(step + 1 in watched for watched in WATCHED)
+        if self.are_new:
+            self._measured = self._agreed(rows)
+        return self._measured
+
+    def corrected(self, copy_speed: float) -> Measured:
+        """What is known now that copies have been seen to travel.
+
+        Args:
+            copy_speed: of copies, as a multiple of what they were thought to have.
+        """
+        pools = tuple(
+            replace(pool, copy_bytes_per_s=copy_speed * pool.expert_bytes / pool.prices.copy_s)
+            for pool in self._measured["pools"]
+        )
+        self._measured = {**self._measured, "pools": pools}
+        self.are_new = True
+        return self._measured
+
+    @property
+    def _copies(self) -> bool:
+        """Whether experts are copied: from cell to cell, of which there may be one."""
+        routed = self.layers[0].routed
+        return routed.copies is not None and routed.site.layout.grid.num_cells > 1
+
+    def _agreed(self, rows: Sequence[Rows]) -> Measured:
+        seen_RL = of_all_ranks(self._seen, self._layout, self._device)
+        sums = [sum(column, Seen()) for column in zip(*seen_RL)]
+        # Who comes late to an exchange makes the others wait: the last takes as long as it takes.
+        exchange_s = [min(seen.exchange_s for seen in column) for column in zip(*seen_RL)]
+        window_s = [seen.window_s / max(seen.num_windows, 1) for seen in sums]
+        back_s = [seen.back_window_s / max(seen.num_back_windows, 1) for seen in sums]
+        behind_s = tuple(back or BACKWARD * s for back, s in zip(back_s, window_s))
+        prices = (self._priced(pool, sums, exchange_s) for pool in self.pools)
+        return Measured(
+            pools=tuple(prices) if self._copies else self.pools,
+            window_s=tuple(window_s),
+            back_window_s=behind_s,
+            free_bytes=self._free_bytes() if self._copies else 0,
+            pipelines=None if self.pipelines is None else self.pipelines.measured(rows, behind_s),
+        )
+
+    def _free_bytes(self) -> int:
+        """Memory for copies on the rank that has least; where nothing tells, as much as its own
+        experts and their gradients take."""
+        clock, group = clock_of(self._device), self._layout.everyone
+        bench = Bench(clock, self._device, num_warm_ups=0, num_repeats=1, group=group)
+        free = least_free_bytes(bench)
+        if free is not None:
+            return int(SHARE_OF_FREE * free)
+        return 2 * sum(self._bytes_at_home(pool) for pool in self.pools)
+
+    def _bytes_at_home(self, pool: Pool) -> int:
+        """Of a rank with as many experts as the mean, and one of each layer at least: where experts
+        are few there is room for a copy all the same."""
+        homes = [self.layers[layer].routed.site.plan.home for layer in pool.layers]
+        num_experts = sum(home.num_experts for home in homes) // homes[0].num_cells
+        return max(num_experts, len(homes)) * bytes_of(self._expert(pool))
+
+    @property
+    def _layout(self) -> ParallelLayout:
+        return self.layers[0].routed.site.layout
+
+    @property
+    def _device(self) -> torch.device:
+        held = (parameter for layer in self.layers for parameter in layer.parameters)
+        return next(held).device
+
+    def _expert(self, pool: Pool) -> Weights:
+        """Weights of any one expert."""
+        copies = self.layers[pool.layers[0]].routed.copies
+        assert copies is not None
+        return copies.like
+
+    def _links(self, pool: Pool) -> Links:
+        if self.hardware is not None:
+            return Links.of(self.hardware, self._layout.grid.size)
+        return Links.measured(self._layout, self._expert(pool))
+
+    def _priced(self, pool: Pool, sums: Sequence[Seen], exchange_s: Sequence[float]) -> Pool:
+        links = self._links(pool)
+        expert_bytes = bytes_of(self._expert(pool))
+        seen = sum((sums[layer] for layer in pool.layers), Seen())
+        row_bytes = self.layers[pool.layers[0]].routed.row_bytes
+        num_ranks = self._layout.grid.world_size
+        received_bytes = TRIPS * row_bytes * seen.most_received / num_ranks  # all know all rows
+        waited_s = sum(exchange_s[layer] for layer in pool.layers)
+        return replace(
+            pool,
+            prices=Prices(
+                row_s=seen.expert_s / max(seen.rows, 1),
+                row_bytes=row_bytes,
+                copy_s=expert_bytes / links.copy.bytes_per_s,
+                inter_bytes_per_s=links.inter.bytes_per_s,
+                intra_bytes_per_s=links.intra.bytes_per_s,
+            ),
+            expert_bytes=expert_bytes,
+            copy_latency_s=links.copy.latency_s,
+            row_bytes_per_s=received_bytes / waited_s if waited_s else 0.0,
+        )

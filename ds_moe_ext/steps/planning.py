@@ -1,0 +1,154 @@
+"""Between two steps: what the layers saw, the plans of the next step, and new homes when due.
+
+Shape letters: L layers, C cells, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from ds_moe_ext.attach.replacement import AttachedLayer, check_agreement
+from ds_moe_ext.load import LoadWindow
+from ds_moe_ext.moe.observation import Rows
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.steps.cost_checks import Checks
+from ds_moe_ext.steps.costs import Costs
+from ds_moe_ext.strategy import Job, Plan, Rhythm, Strategy, followers
+
+
+class Mover(Protocol):
+    """Brings experts to new homes, with all that the host's optimizer keeps of them."""
+
+    def __call__(self, old: Sequence[Placement], new: Sequence[Placement]) -> None:
+        """Collective. Both give a placement a layer."""
+        ...
+
+
+@dataclass(eq=False)
+class Planning:
+    """Plans anew after each step, on every rank alike.
+
+    Attributes:
+        strategy: what decides.
+        layers: in model order.
+        job: what is known; the homes in it are where experts live now.
+        costs: measures what the job lacks.
+        checks: compares what the strategy expects with what happens.
+        mover: moves experts.
+        debug: check that all ranks made the same plans.
+        rank: this rank.
+        tell: shows a line to a person.
+    """
+
+    strategy: Strategy
+    layers: Sequence[AttachedLayer]
+    job: Job
+    costs: Costs
+    checks: Checks
+    mover: Mover
+    debug: bool
+    rank: int
+    tell: Callable[[str], None]
+    _rhythm: Rhythm = field(init=False)
+    _window: LoadWindow = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rhythm = self.strategy.rhythm()
+        self._window = LoadWindow(self._rhythm.window)
+        if self.debug:
+            check_agreement(self.layers, self.rank)
+
+    def after_step(self, step: int, rows: Sequence[Rows]) -> None:
+        """Plan the next step. Collective.
+
+        Args:
+            step: number of the step that has ended, from 0.
+            rows: what each layer routed in it.
+        """
+        for layer in self.layers:
+            layer.routed.after_step()
+        if not (self._rhythm.plan_every or self._rhythm.measures):
+            return
+        self._window.push(_padded([each.routed_CE for each in rows]))
+        measured = self.costs.after_step(rows)
+        self.checks.after_step(step, self.job, rows, self.costs.seen)
+        if self.checks.copy_speed is not None:
+            measured = self.costs.corrected(self.checks.copy_speed)
+        self.job = replace(self.job, rows=self._predicted(), **measured)
+        if self.costs.are_new:
+            self.tell(self.strategy.describe(self.job))
+        is_shard_due = self._rhythm.shard_every and (step + 1) % self._rhythm.shard_every == 0
+        has_moved = bool(is_shard_due) and self._moved()
+        if has_moved or self.costs.are_new:
+            self.plan()
+        elif any(layer.routed.site.plan.successor is not None for layer in self.layers):
+            pairs = zip((layer.routed for layer in self.layers), rows)
+            self._take([r.ahead.successor(r.site.plan, seen.routed_CE) for r, seen in pairs])
+        elif self._rhythm.plan_every and (step + 1) % self._rhythm.plan_every == 0:
+            self.plan()
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the strategy says of its keys, by what is known now."""
+        return self.strategy.remarks(self.job)
+
+    def plan(self) -> None:
+        """Plan by what is known now."""
+        self._take(self.strategy.plan(self.job))
+
+    def _take(self, plans: Sequence[Plan]) -> None:
+        stacks = [layer.stack for layer in self.layers]
+        for layer, plan, following in zip(self.layers, plans, followers(plans, stacks)):
+            layer.routed.take(plan, following)
+        if self.debug:
+            check_agreement(self.layers, self.rank)
+
+    @property
+    def remembered_ILCE(self) -> np.ndarray:
+        """Rows of the steps that predict the next; see ``LoadWindow.steps``."""
+        return self._window.steps()
+
+    def resume(self, homes: Sequence[Placement], remembered_ILCE: np.ndarray) -> None:
+        """Plan as a run did that was saved: the experts live there now, and these steps are
+        remembered. Between steps, on every rank alike.
+
+        Args:
+            homes: of each layer.
+            remembered_ILCE: as ``remembered_ILCE`` was; no steps to begin anew.
+        """
+        self._window = LoadWindow(self._rhythm.window)
+        if self._rhythm.plan_every:
+            for rows_LCE in remembered_ILCE:
+                self._window.push(rows_LCE)
+        rows = tuple(np.zeros_like(rows_CE) for rows_CE in self.job.rows)
+        self.job = replace(self.job, homes=tuple(homes), rows=rows)
+        if len(self._window):
+            self.job = replace(self.job, rows=self._predicted())
+        self.plan()
+
+    def _moved(self) -> bool:
+        homes = self.strategy.homes(self.job)
+        if all(np.array_equal(a.holds_EC, b.holds_EC) for a, b in zip(self.job.homes, homes)):
+            return False
+        self.mover(self.job.homes, homes)
+        pairs = zip(self.job.homes, homes)
+        num_moved = sum(int((old.owner_E != new.owner_E).sum()) for old, new in pairs)
+        self.tell(f"{num_moved} experts have moved to new homes")
+        self.job = replace(self.job, homes=homes)
+        return True
+
+    def _predicted(self) -> tuple[np.ndarray, ...]:
+        rows_LCE = np.rint(self._window.predicted()).astype(np.int64)
+        return tuple(
+            rows_CE[:, : home.num_experts] for rows_CE, home in zip(rows_LCE, self.job.homes)
+        )
+
+
+def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """``[L, C, E]`` from ``[C, E]`` each, of layers with fewer experts too."""
+    most = max(rows_CE.shape[1] for rows_CE in rows)
+    return np.stack([np.pad(rows_CE, ((0, 0), (0, most - rows_CE.shape[1]))) for rows_CE in rows])

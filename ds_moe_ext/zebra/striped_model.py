@@ -1,0 +1,337 @@
+"""A model whose forward is a whole step of zebra parallelism, in the place of the user's.
+
+Attention ranks run the model itself, piece by piece, and expert ranks serve experts. On both,
+``forward`` is one node of autograd: backward has been done when it returns, with a gradient of the
+loss that is known before, and what autograd brings later only scales what was found.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_moe_ext.attach.block_hooks import block_of
+from ds_moe_ext.attach.dynamo import Compilable, eager, stepped_into
+from ds_moe_ext.attach.host_layer import Hosted
+from ds_moe_ext.attach.replacement import AttachedLayer, Blueprint
+from ds_moe_ext.comm import connect, gather_texts
+from ds_moe_ext.layout import group_among
+from ds_moe_ext.moe.gate import RunRows, capacity_of, drop_over_capacity
+from ds_moe_ext.schedule.executor import lanes_for
+from ds_moe_ext.schedule.program import in_backward
+from ds_moe_ext.schedule.stripes import A2E, E2A
+from ds_moe_ext.strategies.zebra import Zebra
+from ds_moe_ext.zebra.batches import Adoption
+from ds_moe_ext.zebra.both_sides import BothSides
+from ds_moe_ext.zebra.call_arguments import Call
+from ds_moe_ext.zebra.coroutine import RandomNumbers
+from ds_moe_ext.zebra.outcomes import Outcome
+from ds_moe_ext.zebra.passage import Here, Passage
+from ds_moe_ext.zebra.round_trip import Done
+from ds_moe_ext.zebra.serving import GradientSums
+from ds_moe_ext.zebra.stack import Stack
+from ds_moe_ext.zebra.stripe import Stripe
+
+Scale = Callable[[], float]
+"""What losses are multiplied with before backward, as float16 wants it."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What a host does with them.
+
+    Attributes:
+        device: where this rank computes them.
+        factor: it wants this rank's multiplied by.
+        scale: of losses.
+    """
+
+    device: torch.device
+    factor: float
+    scale: Scale
+
+
+@dataclass(frozen=True, eq=False)
+class StripedModel:
+    """What is called in the place of the model's forward. Collective over the ZP group.
+
+    Attributes:
+        model: the user's.
+        forward: its own forward.
+        stack: its layers.
+        adoption: of the batches of expert ranks.
+        gradients: what the host does with them.
+        checks: compare what all ranks issued, after every pass.
+    """
+
+    model: nn.Module
+    forward: Callable[..., Any]
+    stack: Stack
+    adoption: Adoption
+    gradients: Gradients
+    checks: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        is_graded, is_training = torch.is_grad_enabled(), self.model.training
+        mode = f"{'train' if is_training else 'eval'}{'' if is_graded else ', no gradients'}"
+        shared = self.adoption.share(args, kwargs, mode)
+        sums = GradientSums() if is_graded else None
+        scale = self.gradients.scale() if is_graded else 1.0
+        stripes = [self._stripe(calls, sums, scale) for calls in shared.calls if calls]
+        with RandomNumbers().own():  # ranks of both roles draw one number of theirs
+            done = self.stack.run(len(shared.calls), stripes, sums, counts=is_training)
+        if self.checks:
+            check_orders(done, self.adoption.control)
+        outcomes = [[passage.output for passage in stripe.passages] for stripe in stripes]
+        returned = self.adoption.return_scalars(shared, outcomes)
+        loss = returned.loss
+        if sums is not None:
+            # Not those that found no gradient: autograd would run ZeRO's hooks for them too.
+            wanted = [p for p in self.model.parameters() if p.requires_grad and sums.has(p)]
+            loss.requires_grad_()  # though all weights of this rank may be frozen
+            loss = _HandedOver.apply(loss, sums, self.gradients.factor / scale, *wanted)
+        return returned.output(loss, _guarded)
+
+    def _stripe(self, calls: Sequence[Call], sums: GradientSums | None, scale: float) -> Stripe:
+        roles, stack = self.stack.roles, self.stack
+        share = len(roles.attention_cells) / roles.size
+        passages = [
+            Passage(
+                functools.partial(self._outcome, call),
+                None if sums is None else sums.add,
+                stack.threads,
+                stack.here,
+            )
+            for call in calls
+        ]
+        return Stripe(passages, [scale * share * call.weight for call in calls])
+
+    def _outcome(self, call: Call) -> Outcome:
+        return Outcome.of(self.forward(*call.args, **call.kwargs))
+
+
+class _HandedOver(torch.autograd.Function):
+    """The loss. Its backward gives the gradients that were found, in proportion to its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: Tensor, sums: GradientSums, factor: float, *parameters: Tensor
+    ) -> Tensor:
+        ctx.sums, ctx.factor, ctx.parameters = sums, factor, parameters
+        return loss.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if ctx.sums is None:
+            raise RuntimeError(
+                "backward ran through this loss before; run one backward a forward (retain_graph "
+                "is not supported)"
+            )
+        sums, ctx.sums = ctx.sums, None
+        factor = grad.double() * ctx.factor
+        return None, None, None, *(sums.take(p, factor) for p in ctx.parameters)
+
+
+class _Guarded(torch.autograd.Function):
+    """A scalar that is not the loss: backward of the model has been done without it."""
+
+    @staticmethod
+    def forward(ctx: Any, scalar: Tensor) -> Tensor:
+        return scalar.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise RuntimeError(
+            "backward ran through a scalar of the model's output which is not its loss; under "
+            "strategy zebra the loss alone has a gradient: let the model add up its losses"
+        )
+
+
+def _guarded(scalar: Tensor) -> Tensor:
+    guarded: Tensor = _Guarded.apply(scalar.requires_grad_())
+    return guarded
+
+
+@dataclass(frozen=True, eq=False)
+class Role:
+    """What has become of a rank.
+
+    Attributes:
+        left: weights that left its model, for an expert rank keeps experts only.
+        both_sides: shows an attention rank what an expert rank does.
+    """
+
+    left: tuple[nn.Parameter, ...]
+    both_sides: BothSides
+
+
+def stripe(
+    model: nn.Module,
+    blueprint: Blueprint,
+    layers: Sequence[AttachedLayer],
+    gradients: Gradients,
+    here: Here,
+) -> Role:
+    """Make a model's forward a striped step. Collective.
+
+    Args:
+        model: whose layers have been replaced; it is changed in place.
+        blueprint: what was asked for.
+        layers: in the order in which the model calls them.
+        gradients: what the host does with them.
+        here: where the layers, made to pause, find out whose model runs.
+    """
+    strategy = blueprint.strategy
+    assert isinstance(strategy, Zebra)
+    assert strategy.num_micro_batches is not None, "settled by the host's micro-batch"
+    roles = strategy.roles
+    stack = stack_of(blueprint, layers, gradients.device, here)
+    layout = layers[0].routed.site.layout
+    adoption = Adoption(
+        layout.group("ep", A2E),
+        group_among(blueprint.grid.along("ep"), backend="gloo"),
+        place=layout.index("ep"),
+        roles=roles,
+        num_stripes=strategy.num_micro_batches,
+        device=gradients.device,
+    )
+    forward = Compilable(model.forward)
+    striped = StripedModel(model, forward, stack, adoption, gradients, blueprint.settings.debug)
+    left: tuple[nn.Parameter, ...] = ()
+    blocks = blocks_of(model, layers)
+    if stack.is_attention:
+        for block in blocks:
+            cut_at(block, here)
+    else:
+        left = keep_parameters(model, (p for layer in layers for p in layer.parameters))
+
+    step = eager(striped.__call__)
+
+    @functools.wraps(model.forward)
+    def whole_step(*args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
+
+    model.forward = whole_step
+    model.compile = forward.compile  # type: ignore[method-assign]
+    return Role(left, BothSides(adoption.control, adoption.place, roles))
+
+
+def stack_of(
+    blueprint: Blueprint, layers: Sequence[AttachedLayer], device: torch.device, here: Here
+) -> Stack:
+    """The layers, and what runs them. Collective: it connects the ranks of a ZP group."""
+    strategy = blueprint.strategy
+    assert isinstance(strategy, Zebra)
+    layout = layers[0].routed.site.layout
+    for lane in (A2E, E2A):
+        connect(layout.group("ep", lane), device)
+    hosted = [layer.hosted for layer in layers]
+    return Stack(
+        layers=[layer.routed for layer in layers],
+        weights=lambda layer: hosted[layer].weights(),
+        roles=strategy.roles,
+        device=device,
+        lanes=lanes_for(device, overlaps=True),
+        recomputes=strategy.recompute_experts,
+        here=here,
+    )
+
+
+def check_orders(done: Done, control: dist.ProcessGroup) -> None:
+    """Collective. Raises RuntimeError on all ranks where they issued collectives in other orders,
+    by which they would wait for each other in vain sooner or later."""
+    own = "; ".join(f"{lane.name}: {' '.join(map(str, done[lane]))}" for lane in (A2E, E2A))
+    told = gather_texts(own, control)
+    if len(set(told)) > 1:
+        raise RuntimeError(
+            "ranks of a ZP group issued collectives in different orders: "
+            + " | ".join(f"place {place} {text}" for place, text in enumerate(told))
+        )
+
+
+def keep_parameters(model: nn.Module, kept: Iterable[nn.Parameter]) -> tuple[nn.Parameter, ...]:
+    """Drop all weights but these; those that were dropped."""
+    kept_ids = set(map(id, kept))
+    left = tuple(p for p in model.parameters() if id(p) not in kept_ids)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in kept_ids:
+                module._parameters[name] = None
+    return left
+
+
+# The model on attention ranks.
+
+
+def blocks_of(model: nn.Module, layers: Iterable[AttachedLayer]) -> list[nn.Module]:
+    """The block of each layer.
+
+    Raises:
+        ValueError: two layers have one.
+    """
+    blocks: dict[str, str] = {}
+    for layer in layers:
+        name = block_of(model, layer.name)
+        if name in blocks:
+            raise ValueError(
+                f"{name} has two MoE layers, {blocks[name]} and {layer.name}; strategy zebra takes "
+                "one a block: leave one out with ds_moe_ext.moe_layer_pattern"
+            )
+        blocks[name] = layer.name
+    return [model.get_submodule(name) for name in blocks]
+
+
+def cut_at(block: nn.Module, here: Here) -> None:
+    """Cut the graph of autograd where a block begins and ends."""
+    original = block.forward
+    enter, leave = eager(Passage.enter), eager(Passage.leave)
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        passage = here.passage
+        if passage is None or in_backward():
+            return original(*args, **kwargs)
+        args, kwargs = enter(passage, (args, kwargs))
+        return leave(passage, original(*args, **kwargs))
+
+    block.forward = stepped_into(forward)
+
+
+@dataclass(frozen=True, eq=False)
+class Pausing:
+    """Makes the model pause where it calls experts: they are on other ranks.
+
+    Attributes:
+        here: whose model it is.
+        capacity_factor: rows that an expert takes of a piece, over the mean; None for all.
+    """
+
+    here: Here
+    capacity_factor: float | None
+
+    def __call__(self, layer: int, hosted: Hosted) -> RunRows:
+        """In the place of a layer's experts."""
+        num_experts = hosted.routed.site.plan.home.num_experts
+
+        def paused(
+            x_TD: Tensor, expert_TK: Tensor, score_TK: Tensor, weights: tuple[Tensor, ...]
+        ) -> Tensor:
+            passage = self.here.passage
+            if passage is None:
+                raise RuntimeError(
+                    f"the experts of MoE layer {layer} were called outside of its forward; under "
+                    "strategy zebra call the model itself, on all ranks together"
+                )
+            if self.capacity_factor is not None:
+                capacity = capacity_of(expert_TK.numel(), num_experts, self.capacity_factor)
+                expert_TK = drop_over_capacity(expert_TK, num_experts, capacity)
+            return passage.experts(layer, x_TD, expert_TK, score_TK)
+
+        return paused
