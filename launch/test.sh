@@ -12,7 +12,7 @@ check() {
 
 check ruff check
 check ruff format --check
-check env MYPYPATH=launch mypy ds_moe_ext patches launch
+check mypy ds_moe_ext patches launch docs
 check pytest "$@"
 
 if ((${#failed[@]})); then

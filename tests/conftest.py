@@ -15,7 +15,9 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("patient")
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))  # as when a script there runs
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ("launch", "launch/bench", "launch/papers", "docs")
+sys.path[:0] = [str(ROOT / folder) for folder in SCRIPTS]  # as when a script there runs
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,9 +6,7 @@ import known_limits
 
 
 def test_the_page_is_made_of_the_rows() -> None:
-    assert known_limits.PAGE.read_text() == known_limits.page(), (
-        "run: python launch/known_limits.py"
-    )
+    assert known_limits.PAGE.read_text() == known_limits.page(), "run: python docs/known_limits.py"
 
 
 def test_every_row_says_why_and_what_to_do() -> None:

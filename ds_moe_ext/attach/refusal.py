@@ -1,6 +1,6 @@
 """What a host can do and ds_moe_ext cannot go along with: a row each.
 
-docs/known_limits.md is made of these rows, by launch/known_limits.py.
+docs/known_limits.md is made of these rows, by docs/known_limits.py.
 """
 
 from __future__ import annotations

@@ -5,17 +5,17 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from pytest import approx
-
-from ds_moe_ext.hardware import Link
-from ds_moe_ext.planners.zebra_baselines import (
+from hetermoe_rivals import (
     EpGroup,
     ep_ideal_tokens_per_s,
     ep_tokens_per_s,
     price_dist_ep,
 )
+from hypothesis import given
+from hypothesis import strategies as st
+from pytest import approx
+
+from ds_moe_ext.hardware import Link
 from ds_moe_ext.planners.zebra_ratio import price_shape
 from ds_moe_ext.planners.zebra_step import ZebraShape
 from ds_moe_ext.planners.zebra_work import MoeModel, RankClass, TwoClasses

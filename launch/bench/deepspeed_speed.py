@@ -1,0 +1,123 @@
+"""Tokens per second of our strategies beside what a DeepSpeed user has today, in one run.
+
+`torchrun --nproc_per_node 4 launch/bench/deepspeed_speed.py
+--model configs/models/mixtral_tiny.json`
+`... --strategies fssdp ep`: the first one named is compared with all others.
+
+All contenders are built in the same processes and take turns, a few steps each, in an order that
+rotates, so that a machine whose speed drifts slows them alike; ratios are paired by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+from rotation import Contender, measure, show
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a script sees its own folder alone
+
+from console import read_json
+from pretrain_deepspeed import GPT_MOE, LanguageModel, build_model
+from text import Batch, WindowSampler, read_text
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--model", type=Path, required=True)
+    add("--host", type=Path, default=Path("configs/hosts/deepspeed_plain.json"))
+    add("--strategies", nargs="+", default=["ep"], help="of ds_moe_ext; their blocks: --block")
+    add("--block", type=json.loads, default={}, help="JSON: strategy blocks and other keys")
+    add("--rounds", type=int, default=12)
+    add("--steps_per_round", type=int, default=5)
+    add("--sequence_length", type=int, default=128)
+    add("--seed", type=int, default=1)
+    add("--zero_stage", type=int, default=1)
+    add("--dtype", choices=("bf16", "fp32"), default="bf16")
+    add("--json", type=Path, help="write the figures here")
+    arguments = parser.parse_args()
+    arguments.ep_size = None
+    return arguments
+
+
+def documents(arguments: argparse.Namespace, family: str, world_size: int) -> dict[str, Any]:
+    """DeepSpeed JSON of each contender."""
+    plain = read_json(arguments.host, "--host")
+    plain["zero_optimization"] = {"stage": arguments.zero_stage}
+    plain["bf16"] = {"enabled": arguments.dtype == "bf16"}
+    found = {}
+    for strategy in arguments.strategies:
+        ours = {
+            "enabled": True,
+            "strategy": strategy,
+            "expert_parallel_size": world_size,
+            "report": {"enabled": False, "trace_step": None},
+            **arguments.block,
+        }
+        found[f"ds_moe_ext {strategy}"] = {**plain, "ds_moe_ext": ours}
+    if family == GPT_MOE:
+        found[f"deepspeed.moe, ep_size {world_size}"] = plain
+    else:
+        block = {"enabled": True, "autoep_size": world_size, "preset_model": family}
+        found[f"DeepSpeed AutoEP, size {world_size}"] = {**plain, "expert_parallel": block}
+        found["Hugging Face, data parallel"] = plain
+    return found
+
+
+def contender(arguments: argparse.Namespace, name: str, document: dict[str, Any]) -> Contender:
+    """Build one engine with its own model. Collective."""
+    arguments.ep_size = dist.get_world_size() if name.startswith("deepspeed.moe") else None
+    model: LanguageModel = build_model(arguments)
+    engine, *_ = deepspeed.initialize(
+        model=model.module, model_parameters=model.module.parameters(), config=document
+    )
+    sampler = WindowSampler(
+        text=read_text(None).training,
+        source="the standard library",
+        sequence_length=arguments.sequence_length,
+        micro_batch_size=engine.train_micro_batch_size_per_gpu(),
+        num_micro_steps=engine.gradient_accumulation_steps(),
+        num_ranks=dist.get_world_size(),
+        seed=arguments.seed,
+    )
+
+    def step(number: int) -> None:
+        for micro_step in range(sampler.num_micro_steps):
+            batch = sampler.batch(number, micro_step, dist.get_rank())
+            batch = Batch(*(tensor.to(engine.device) for tensor in batch))
+            engine.backward(engine(**model.arguments(batch)).loss)
+            engine.step()
+
+    return Contender(name, step)
+
+
+def main() -> None:
+    """Build, take turns, print."""
+    arguments = parse_arguments()
+    deepspeed.init_distributed()
+    world_size = dist.get_world_size()
+    family = read_json(arguments.model, "--model")["family"]
+    found = documents(arguments, family, world_size)
+    contenders = [contender(arguments, name, document) for name, document in found.items()]
+    seconds = measure(contenders, rounds=arguments.rounds, steps=arguments.steps_per_round)
+    if dist.get_rank() == 0:
+        plain = next(iter(found.values()))
+        rows = plain["train_micro_batch_size_per_gpu"] * plain["gradient_accumulation_steps"]
+        tokens = rows * world_size * arguments.sequence_length
+        title = (
+            f"{arguments.model.stem}, {world_size} ranks, {arguments.dtype}, ZeRO "
+            f"{arguments.zero_stage}, {arguments.rounds} x {arguments.steps_per_round} steps"
+        )
+        show(seconds, tokens, title, arguments.json)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Tokens per second of our strategies under Megatron-core beside Megatron's own MoE, in one run.
+
+`torchrun --nproc_per_node 4 launch/bench/megatron_speed.py --strategies ep --model
+configs/models/mixtral_tiny.json --bf16 --expert-model-parallel-size 4`: the first strategy that is
+named is compared with all others. Other flags are those of pretrain_megatron.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+from rotation import Contender, measure, show
+
+from ds_moe_ext.patches import megatron
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a script sees its own folder alone
+
+import megatron_on_cpu
+from console import plain_errors
+from pretrain_megatron import (
+    SCRIPT,
+    Run,
+    Trainer,
+    leave_out_warnings,
+    parse_arguments,
+    read_run,
+    start_ranks,
+)
+
+
+def parse_own() -> argparse.Namespace:
+    """Read the flags of the comparison; the others stay for the trainer."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("--strategies", nargs="+", default=["ep"], help="of ds_moe_ext; their blocks: --block")
+    add("--block", type=json.loads, default={}, help="JSON: strategy blocks and other keys")
+    add("--rounds", type=int, default=12)
+    add("--steps-per-round", type=int, default=5)
+    add("--json", type=Path, help="write the figures here")
+    own, rest = parser.parse_known_args()
+    sys.argv[1:] = rest
+    return own
+
+
+def build(own: argparse.Namespace, run: Run) -> dict[str, Trainer]:
+    """Build all, each with its own model and optimizer. Collective."""
+    device = start_ranks(run.arguments)
+    trainers = {}
+    for strategy in own.strategies:
+        report = {"enabled": False, "trace_step": None}
+        block = {"enabled": True, "strategy": strategy, "report": report, **own.block}
+        megatron.use({"ds_moe_ext": block})
+        trainers[f"ds_moe_ext {strategy}"] = Trainer(run, device)
+    megatron.forget()
+    trainers[f"Megatron, {run.arguments.moe_token_dispatcher_type}"] = Trainer(run, device)
+    return trainers
+
+
+def turn_of(trainer: Trainer) -> Callable[[int], object]:
+    """A step of the trainer, whatever its number."""
+    return lambda number: trainer.take_step()
+
+
+def main() -> None:
+    """Build, take turns, print."""
+    own = parse_own()
+    leave_out_warnings()
+    megatron_on_cpu.install()  # nothing where there are GPUs
+    with plain_errors(SCRIPT):
+        run = read_run(parse_arguments())
+        trainers = build(own, run)
+        contenders = [Contender(name, turn_of(trainer)) for name, trainer in trainers.items()]
+        seconds = measure(contenders, rounds=own.rounds, steps=own.steps_per_round)
+    if dist.get_rank() == 0:
+        arguments = run.arguments
+        tokens = next(iter(trainers.values())).tokens_per_step
+        title = (
+            f"{arguments.model.stem}, {dist.get_world_size()} ranks, expert parallel "
+            f"{arguments.expert_model_parallel_size}, {own.rounds} x {own.steps_per_round} steps"
+        )
+        show(seconds, tokens, title, own.json)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""A model whose computing only takes time, so that few cores stand for any number of devices.
+
+Attention and experts hold their thread until their time has passed, in proportion to rows. Shape
+letters: T rows of a rank, R rows that arrive, S experts of a rank, F and D the shape of an expert's
+weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ds_moe_ext.attach.experts import ExpertsDescription, register_experts
+from ds_moe_ext.moe.order import SlotRows
+
+BACKWARD = 2.0  # times as long as forward
+Moments = tuple[float, float]  # start and end
+
+
+class Held(NamedTuple):
+    """Computing that was stood in for, by moments of ``time.perf_counter``.
+
+    Attributes:
+        start_s: when it began.
+        end_s: when it ended.
+        late_s: by how much the machine let it last longer.
+    """
+
+    start_s: float
+    end_s: float
+    late_s: float
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long computing takes, forward.
+
+    Attributes:
+        attention_s: of a layer.
+        row_s: an expert on one row.
+    """
+
+    attention_s: float
+    row_s: float
+    _held: list[Held] = field(default_factory=list, init=False)
+
+    def hold(self, start_s: float, seconds: float) -> None:
+        """Let the thread sleep until so long after a moment of ``time.perf_counter``."""
+        while (left_s := start_s + seconds - time.perf_counter()) > 0:
+            time.sleep(left_s)
+        self._held.append(Held(start_s, start_s + seconds - left_s, -left_s))
+
+    def take(self) -> list[Held]:
+        """What was held since the last call."""
+        held = list(self._held)
+        self._held.clear()
+        return held
+
+
+def union(spans: Iterable[Moments]) -> list[Moments]:
+    """Moments in any of the spans, as spans that are apart."""
+    apart: list[Moments] = []
+    for start, end in sorted(spans):
+        if apart and start <= apart[-1][1]:
+            apart[-1] = apart[-1][0], max(apart[-1][1], end)
+        else:
+            apart.append((start, end))
+    return apart
+
+
+def bare(start: float, end: float, apart: Sequence[Moments]) -> float:
+    """Seconds between two moments that none of the spans covers, which are apart."""
+    covered = (max(min(end, its_end) - max(start, its_start), 0.0) for its_start, its_end in apart)
+    return end - start - sum(covered)
+
+
+class _Attention(torch.autograd.Function):
+    """Hands x on, a while later."""
+
+    @staticmethod
+    def forward(ctx: Any, pace: Pace, x_TD: Tensor) -> Tensor:
+        ctx.pace = pace
+        pace.hold(time.perf_counter(), pace.attention_s)
+        return x_TD.view_as(x_TD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[None, Tensor]:
+        ctx.pace.hold(time.perf_counter(), BACKWARD * ctx.pace.attention_s)
+        return None, grad_TD
+
+
+class _Experts(torch.autograd.Function):
+    """Multiplies each row by the mean row of its expert's weights ``[F, D]``; or, with a part of
+    those, by its share of that, which takes its share of the time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        pace: Pace,
+        length: int,
+        rows_RD: Tensor,
+        rows_S: tuple[int, ...],
+        *weights_S: Tensor,
+    ) -> Tensor:
+        start_s = time.perf_counter()
+        ctx.pace, ctx.length, ctx.rows_S = pace, length, rows_S
+        ctx.save_for_backward(rows_RD, *weights_S)
+        parts = zip(rows_RD.split(rows_S), weights_S)
+        computed_RD = torch.cat([rows * (weight.sum(dim=0) / length) for rows, weight in parts])
+        ctx.row_s = pace.row_s * weights_S[0].shape[0] / length
+        pace.hold(start_s, rows_RD.shape[0] * ctx.row_s)
+        return computed_RD
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
+        start_s = time.perf_counter()
+        rows_RD, *weights_S = ctx.saved_tensors
+        parts = list(zip(grad_RD.split(ctx.rows_S), rows_RD.split(ctx.rows_S), weights_S))
+        length = ctx.length
+        back_RD = torch.cat([grad * (weight.sum(dim=0) / length) for grad, _, weight in parts])
+        grads = [
+            ((grad * rows).sum(dim=0) / length).expand_as(weight).contiguous()
+            for grad, rows, weight in parts
+        ]
+        ctx.pace.hold(start_s, BACKWARD * grad_RD.shape[0] * ctx.row_s)
+        return None, None, back_RD, None, *grads
+
+
+class PacedExperts(nn.Module):
+    """Experts as a host would have them; the product replaces them."""
+
+    def __init__(self, pace: Pace, shape: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.pace = pace
+        generator = torch.Generator().manual_seed(0)
+        self.weight = nn.Parameter(torch.rand(shape, generator=generator))
+
+
+@register_experts(PacedExperts)
+def describe(experts: nn.Module) -> ExpertsDescription:
+    """What the product has to know of them."""
+    assert isinstance(experts, PacedExperts)
+    pace, length = experts.pace, experts.weight.shape[1]
+
+    def function(rows_RD: Tensor, slots: SlotRows, weights: tuple[Tensor, ...]) -> Tensor:
+        if not weights:
+            return rows_RD.clone()
+        computed_RD: Tensor = _Experts.apply(pace, length, rows_RD, slots.on_host(), *weights)
+        return computed_RD
+
+    return ExpertsDescription(len(experts.weight), ("weight",), function)
+
+
+class Block(nn.Module):
+    """A transformer's block: attention, then experts beside a residual."""
+
+    def __init__(self, pace: Pace, shape: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.pace = pace
+        self.experts: nn.Module = PacedExperts(pace, shape)
+
+    def forward(self, x_TD: Tensor, expert_T1: Tensor) -> Tensor:
+        x_TD = _Attention.apply(self.pace, x_TD)
+        return x_TD + self.experts(x_TD, expert_T1, x_TD.new_ones(expert_T1.shape))

@@ -1,0 +1,85 @@
+"""Contenders that take turns in the same processes, a few steps each, in an order that rotates, so
+that a machine whose speed drifts slows them alike; ratios are paired by round.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Contender:
+    """One of those that are compared.
+
+    Attributes:
+        name: in the table.
+        step: one optimizer step on the batches of a step number. Collective.
+    """
+
+    name: str
+    step: Callable[[int], object]
+
+
+def rotated(contenders: Sequence[T], number: int) -> list[T]:
+    """All of them, in the order of the round of a number."""
+    turn = number % len(contenders)
+    return [*contenders[turn:], *contenders[:turn]]
+
+
+def measure(contenders: list[Contender], *, rounds: int, steps: int) -> dict[str, list[float]]:
+    """Seconds a step of each contender, by round; the first round is not counted. Collective."""
+    seconds: dict[str, list[float]] = {each.name: [] for each in contenders}
+    for number in range(rounds + 1):
+        for each in rotated(contenders, number):
+            dist.barrier()
+            start = time.perf_counter()
+            for step in range(steps):
+                each.step(number * steps + step)
+            dist.barrier()
+            if number:
+                seconds[each.name].append((time.perf_counter() - start) / steps)
+    return seconds
+
+
+def show(seconds: dict[str, list[float]], tokens: int, title: str, path: Path | None) -> None:
+    """Print the table and, where a path is given, write the figures there."""
+    Console().print(table_of(seconds, tokens, title))
+    if path is not None:
+        path.write_text(json.dumps({"title": title, "seconds_a_step": seconds}))
+
+
+def table_of(seconds: dict[str, list[float]], tokens: int, title: str) -> Table:
+    """Medians, and ratios of the others to the first, paired by round."""
+    first = next(iter(seconds))
+    table = Table(title=title, title_justify="left")
+    for heading in (
+        "contender",
+        "tokens/s",
+        "ms a step",
+        "the first is faster by",
+        "of rounds won",
+    ):
+        table.add_column(heading)
+    for name, each in seconds.items():
+        ratios = [theirs / ours for theirs, ours in zip(each, seconds[first])]
+        won = sum(ratio > 1 for ratio in ratios)
+        table.add_row(
+            name,
+            f"{tokens / statistics.median(each):,.0f}",
+            f"{1e3 * statistics.median(each):.1f}",
+            "" if name == first else f"{statistics.median(ratios):.3f}",
+            "" if name == first else f"{won}/{len(ratios)}",
+        )
+    return table

@@ -1,0 +1,247 @@
+"""The contenders of slow_links.py: paced layers under one strategy each, trained step by step.
+
+Shape letters: L layers, C ranks, E experts, T rows of a rank, D width of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from pace import Block, Pace
+from slow_links_figures import Cards, Routed, Seen, Told, rows_between, travel
+from torch import Tensor, nn
+
+from ds_moe_ext.attach.block_hooks import launch_with_blocks
+from ds_moe_ext.attach.experts import find_registered
+from ds_moe_ext.attach.replacement import build, draw
+from ds_moe_ext.comm import Traffic
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.planners.prices import Prices
+from ds_moe_ext.settings import BLOCK, read_settings
+from ds_moe_ext.steps.cost_checks import Checks
+from ds_moe_ext.steps.costs import Costs
+from ds_moe_ext.steps.pipeline_costs import DenseGradients, Pipelines
+from ds_moe_ext.steps.planning import Planning
+from ds_moe_ext.strategy import ROWS_ALONE, Job
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run the layers.
+
+    Attributes:
+        name: in the table.
+        block: of the JSON.
+        is_early: copies are launched as a block begins; else where the layer is called, so that
+            nothing hides them.
+    """
+
+    name: str
+    block: dict[str, Any]
+    is_early: bool = True
+
+
+PLAIN = Way("ep", {"strategy": "ep"})
+
+CPU = torch.device("cpu")
+
+
+def fssdp_ways(copies_per_rank: Sequence[int], overlap_degree: int) -> Iterator[Way]:
+    """Copies in growing numbers, variants of the most, and t and m measured.
+
+    Args:
+        copies_per_rank: m of each; none leaves only what is measured.
+        overlap_degree: t of those.
+    """
+    for copies in copies_per_rank:
+        given = {"overlap_degree": overlap_degree, "copies_per_rank": copies}
+        yield _fssdp(f"m = {copies}", **given)
+    if copies_per_rank:
+        yield _fssdp("the same, rematerialized", **given, rematerialize=True)
+        yield replace(_fssdp("the same, late", **given), is_early=False)
+    yield _fssdp("fssdp, t and m measured")
+
+
+def _fssdp(name: str, **keys: Any) -> Way:
+    return Way(name, {"strategy": "fssdp", "fssdp": {"reshard_interval": 0, **keys}})
+
+
+def prophet_ways() -> Iterator[Way]:
+    """As it comes; then with one thing changed; last as "own block", but kept and launched late."""
+    yield _prophet("prophet")
+    yield _prophet("prophet, kept", rematerialize=False)
+    yield _prophet("prophet, shadow", planner="shadow")
+    yield _prophet("prophet, own block", scheduler=False)
+    bare = _prophet("prophet, not hidden", scheduler=False, rematerialize=False)
+    yield replace(bare, is_early=False)
+
+
+def _prophet(name: str, **keys: Any) -> Way:
+    return Way(name, {"strategy": "prophet", "prophet": keys})
+
+
+def esp_ways() -> Iterator[Way]:
+    """Whole experts uncut, in one queue, in two; and so with experts split in the nodes; last the
+    pipeline over copies."""
+    for size, name in ((1, "esp"), (2, "esp, cells of 2")):
+        yield _esp(f"{name}, uncut", size, degree=1)
+        yield _esp(f"{name}, tutel", size, schedule="tutel")
+        yield _esp(f"{name}, fsmoe", size)
+    for balance, keys in (("fssdp", {"reshard_interval": 0}), ("prophet", {})):
+        way = _esp(f"esp over {balance}", 1)
+        yield replace(way, block={**way.block, "balance": balance, balance: keys})
+
+
+def _esp(name: str, cell_size: int, **keys: Any) -> Way:
+    block = {"strategy": "esp", "expert_sharding_size": cell_size}
+    return Way(name, {**block, "esp": {"slice_gradients": False, **keys}})
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model.
+
+    Attributes:
+        layers: of the model.
+        experts: of a layer.
+        expert_rows: an expert has so many times a row's bytes.
+        rows: of a rank and layer.
+        width: floats of a row.
+    """
+
+    layers: int
+    experts: int
+    expert_rows: int
+    rows: int
+    width: int
+
+
+class Contender:
+    """A model with its layers replaced, trained without an optimizer. Collective.
+
+    Args:
+        way: how its layers run.
+        pace: of its computing.
+        sizes: of the model.
+
+    Attributes:
+        name: in the table.
+        prices: by which HECATE's model prices its steps.
+    """
+
+    def __init__(self, way: Way, pace: Pace, sizes: Sizes) -> None:
+        self.name, self._pace = way.name, pace
+        self.prices, self._line = ROWS_ALONE, ""
+        self._cards = Cards.told(4 * sizes.width)
+        shape = (sizes.experts, sizes.expert_rows, sizes.width)
+        self._blocks = nn.ModuleList([Block(pace, shape) for _ in range(sizes.layers)])
+        model = nn.ModuleDict({"blocks": self._blocks})
+        settings, strategy = read_settings({BLOCK: {"enabled": True, **way.block}})
+        assert strategy is not None
+        world_size = dist.get_world_size()
+        if strategy.has_uneven_homes:  # one grid over all nodes: what travels between them counts
+            num_cells = world_size // (settings.expert_sharding_size or 1)
+            settings = replace(settings, expert_parallel_size=num_cells)
+        blueprint = draw(settings, strategy, model, [find_registered], world_size)
+        self._layers = [layer for layer, _ in build(blueprint)]
+        measures = strategy.rhythm().measures
+        if way.is_early:
+            launch_with_blocks(model, self._layers, measures=measures)
+        for layer in self._layers:
+            layer.routed.tasks.is_on = True
+        homes = [layer.routed.site.plan.home for layer in self._layers]
+        self._planning = Planning(
+            strategy=strategy,
+            layers=self._layers,
+            job=Job.at_start(homes, self.node_C, blueprint.pools),
+            costs=Costs(
+                self._layers,
+                blueprint.pools,
+                None,
+                Pipelines(
+                    self._layers,
+                    blueprint.pools,
+                    None,
+                    DenseGradients((0,) * sizes.layers, 0, torch.float32, None),
+                    1,
+                    CPU,
+                )
+                if measures
+                else None,
+            ),
+            checks=Checks(strategy, self._layers),
+            mover=_stay,
+            debug=False,
+            rank=dist.get_rank(),
+            tell=self._tell,
+        )
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        self._x_TD = torch.rand(sizes.rows, sizes.width, generator=generator)
+
+    def _tell(self, line: str) -> None:
+        self._line = line
+
+    @property
+    def told(self) -> Told:
+        return Told(self._line, self._planning.checks.terms)
+
+    @property
+    def node_C(self) -> np.ndarray:
+        return self._layers[0].routed.site.layout.node_C
+
+    @property
+    def measured(self) -> Prices:
+        """Prices that its own first steps have shown."""
+        return self._planning.job.pools[0].prices
+
+    @property
+    def _sent_bytes(self) -> int:
+        copies = (layer.routed.copies for layer in self._layers)
+        return sum((each.traffic for each in copies if each), start=Traffic()).sent_bytes
+
+    def step(self, number: int, rows_LE: np.ndarray) -> Seen:
+        """One step whose gates choose as told. Collective.
+
+        Args:
+            number: of the step, from 0.
+            rows_LE: rows that this rank routes to each expert of each layer.
+        """
+        plans = [layer.routed.site.plan for layer in self._layers]
+        before = self._sent_bytes
+        self._blocks.zero_grad(set_to_none=True)
+        x_TD = self._x_TD = self._x_TD.detach().requires_grad_()
+        mixing = torch.Generator().manual_seed(number)  # as tokens of a text are
+        for block, rows_E in zip(self._blocks, rows_LE):
+            expert_T = torch.repeat_interleave(torch.from_numpy(rows_E))
+            expert_T = expert_T[torch.randperm(len(expert_T), generator=mixing)]
+            x_TD = block(x_TD, expert_T[:, None])
+        x_TD.backward(torch.ones_like(x_TD))
+        rows = [layer.routed.rows.take() for layer in self._layers]
+        self._planning.after_step(number, rows)
+        rows_LCC = rows_between(plans, [each.routed_CE for each in rows])
+        timed = (task for layer in self._layers for task in layer.routed.tasks.take())
+        held = self._pace.take()
+        return Seen(
+            routed=Routed.of(
+                rows_LCC, self.node_C, pace=self._pace, prices=self.prices, cards=self._cards
+            ),
+            travel=travel(timed, [(each.start_s, each.end_s) for each in held]),
+            copy_bytes=self._sent_bytes - before,
+            late_s=sum(each.late_s for each in held),
+        )
+
+    def gradients(self) -> list[Tensor]:
+        """Of the input; and of the experts at home on this rank, if they are whole."""
+        whole = (layer for layer in self._layers if layer.hosted.shard.is_whole)
+        weights = (parameter for layer in whole for parameter in layer.parameters)
+        grads = [parameter.grad for parameter in weights]
+        return [grad for grad in (self._x_TD.grad, *grads) if grad is not None]
+
+
+def _stay(old: Sequence[Placement], new: Sequence[Placement]) -> None:
+    raise AssertionError("reshard_interval is 0: experts do not move")

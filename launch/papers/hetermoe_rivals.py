@@ -1,0 +1,148 @@
+"""What zebra is compared with: expert parallelism of all ranks or of each class, and DistEP. Pure.
+
+HeterMoE, section 6.1 (spec rule 40). Pipelines of both classes: ``hetermoe_pipelines``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from ds_moe_ext.planners.zebra_step import HEAD_BACKWARD, StepPrice, ZebraShape, price_step
+from ds_moe_ext.planners.zebra_work import RankClass, TwoClasses, all_to_all_s
+from ds_moe_ext.schedule.pipeline_orders import PIPELINES
+from ds_moe_ext.schedule.simulator import simulate
+from ds_moe_ext.schedule.task import (
+    ATTENTION,
+    EXPERT,
+    INTER,
+    Schedule,
+    Span,
+    Task,
+    Value,
+    spans,
+)
+from ds_moe_ext.schedule.wires import RETURNED, ROUTE, WEIGHTS, X, combine, dispatch, expert
+
+DEGREES = (1, 2, 4)  # chunks of a layer, of which the best is taken (section 6.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpGroup:
+    """Ranks that run expert parallelism, each with as many tokens and rows as any other.
+
+    Attributes:
+        new_ranks: their number.
+        old_ranks: their number.
+        repeats_exchange: backward begins with forward again, all-to-alls among it: a layer is
+            checkpointed as a whole. Else only computing is repeated.
+    """
+
+    new_ranks: int
+    old_ranks: int
+    repeats_exchange: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.new_ranks, self.old_ranks) < 0 or self.num_ranks < 1:
+            raise ValueError(
+                f"new_ranks is {self.new_ranks} and old_ranks {self.old_ranks}; give one rank at "
+                "least"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.new_ranks + self.old_ranks
+
+    def classes(self, ranks: TwoClasses) -> tuple[RankClass, ...]:
+        """Those that it has ranks of."""
+        both = ((ranks.new, self.new_ranks), (ranks.old, self.old_ranks))
+        return tuple(of for of, count in both if count)
+
+
+def ep_tokens_per_s(
+    ranks: TwoClasses,
+    group: EpGroup,
+    tokens_per_rank: float,
+    *,
+    degrees: Sequence[int] = DEGREES,
+) -> float:
+    """Expert parallelism, the all-to-alls in chunks beside the experts (Tutel's order).
+
+    Layers are equal, and all ranks meet at the end of each: a step is that of one layer as often.
+
+    Args:
+        ranks: both classes.
+        group: how many of each.
+        tokens_per_rank: of a step.
+        degrees: numbers of chunks to choose the best from.
+    """
+    layer_s = min(_layer_s(ranks, group, tokens_per_rank, degree) for degree in degrees)
+    head_s = tokens_per_rank * max(of.head_s for of in group.classes(ranks))
+    step_s = ranks.model.num_layers * layer_s + (1 + HEAD_BACKWARD) * head_s
+    return group.num_ranks * tokens_per_rank / step_s
+
+
+def ep_ideal_tokens_per_s(
+    ranks: TwoClasses,
+    group: EpGroup,
+    tokens_per_rank: float,
+    *,
+    degrees: Sequence[int] = DEGREES,
+) -> float:
+    """EP (Ideal): each class by itself, the two throughputs added."""
+    alone = (
+        EpGroup(new_ranks=group.new_ranks, old_ranks=0, repeats_exchange=group.repeats_exchange),
+        EpGroup(new_ranks=0, old_ranks=group.old_ranks, repeats_exchange=group.repeats_exchange),
+    )
+    return sum(ep_tokens_per_s(ranks, each, tokens_per_rank, degrees=degrees) for each in alone)
+
+
+def price_dist_ep(
+    ranks: TwoClasses, *, attention_ranks: int, expert_ranks: int, num_samples: int
+) -> StepPrice:
+    """DistEP: the two sides take turns, one stripe, no expert moved."""
+    shape = ZebraShape(attention_ranks=attention_ranks, expert_ranks=expert_ranks, num_stripes=1)
+    return price_step(ranks, shape, num_samples, overlaps=False)
+
+
+def _layer_s(ranks: TwoClasses, group: EpGroup, tokens_per_rank: float, degree: int) -> float:
+    """Forward and backward of one layer, in so many chunks."""
+    forward, backward = _layer(degree)
+    repeated = 1 if group.repeats_exchange else 0  # passes of forward, as they were
+    size = group.num_ranks
+    sent_bytes = tokens_per_rank / degree * ranks.model.sent_bytes / size
+    sent_s = all_to_all_s(np.full((size, size), sent_bytes), ranks.link)
+    classes = group.classes(ranks)
+
+    def seconds_of(rank: int, task: Task) -> float:
+        if task.lane == INTER:
+            return sent_s
+        of = classes[rank]
+        chunk_s = tokens_per_rank / degree * of.expert_s
+        computes_s = chunk_s if task.op == EXPERT else tokens_per_rank * of.attention_s
+        return computes_s * (ranks.backward - repeated if task.adjoint_of else 1)
+
+    def makespan_s(schedule: Schedule) -> float:
+        return simulate(
+            schedule,
+            seconds_of,
+            num_ranks=len(classes),
+            peers_of=lambda rank, task: range(len(classes)) if task.lane == INTER else (rank,),
+        ).makespan_s
+
+    return (1 + repeated) * makespan_s(forward) + makespan_s(backward)
+
+
+@cache
+def _layer(degree: int) -> tuple[Schedule, Schedule]:
+    """Attention and the experts behind it, forward and backward."""
+    whole = Span(0, degree)
+    attends = Task(ATTENTION, 0, whole, (), (Value(X, 0, whole), Value(ROUTE, 0, whole)))
+    chunks = spans(degree, degree)
+    routed = [task(0, span) for task in (dispatch, expert, combine) for span in chunks]
+    returned = tuple(Value(RETURNED, 0, span) for span in chunks)
+    forward = Schedule((attends, *routed), (Value(WEIGHTS, 0),), returned)
+    return forward, PIPELINES["tutel"].arranged(forward.reversed())

@@ -1,0 +1,206 @@
+"""The table of planners, on synthetic loads.
+
+Shape letters: I logged steps, L layers, C cells (ranks), E experts.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import planners_table
+import pytest
+import trace_replay
+
+from ds_moe_ext.load import balance_L, write_loads, zipf_loads
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.planners.prices import Prices
+from ds_moe_ext.planners.prophet_greedy import place_experts
+from ds_moe_ext.planners.shadow import shadow_experts
+from ds_moe_ext.share import LocalElseHome, NearestCopy, Share
+
+RUN_ILCE = zipf_loads((8, 2, 4, 8), rows=1000, skew=1.5)
+"""Routed by 4 ranks to 8 experts."""
+
+ROOT = Path(__file__).parents[2]
+
+
+def priced(rows: float) -> trace_replay.PricedCluster:
+    """2 nodes of 2 ranks."""
+    hardware = replace(trace_replay.A100, ranks_per_node=2)
+    return trace_replay.PricedCluster.of(hardware, rows=rows, width=64)
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, trace: Path, *given: str) -> None:
+    arguments = ["planners_table.py", "--trace", str(trace), *given]
+    monkeypatch.setattr(sys, "argv", arguments)
+    planners_table.main()
+
+
+def test_traces(tmp_path: Path) -> None:
+    """Two runs of steps; the other kind of file."""
+    write_loads(tmp_path / "loads.npz", RUN_ILCE, [1, 2, 3, 4, 100, 101, 102, 103])
+    runs = planners_table.read_trace(tmp_path / "loads.npz")
+    assert [len(run) for run in runs] == [4, 4]
+    np.savez(
+        tmp_path / "other.npz",
+        counts_IRLE=RUN_ILCE.transpose(0, 2, 1, 3).astype(np.uint16),
+        iteration_I=np.arange(8),
+    )
+    (run,) = planners_table.read_trace(tmp_path / "other.npz")
+    assert np.array_equal(run, RUN_ILCE)
+
+
+def test_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two runs of steps, 2 nodes: a row a planner, and what planners must keep."""
+    trace = tmp_path / "loads.npz"
+    write_loads(trace, RUN_ILCE, [1, 2, 3, 4, 100, 101, 102, 103])
+    given = ("--width", "64", "--excluded", "0", "auto", "--degrees", "2", "--copies", "1", "2")
+    run_main(monkeypatch, trace, *given)
+    text, blank, *lines = capsys.readouterr().out.splitlines()
+    assert "2 nodes of 2 ranks" in text
+    assert "1,000 rows a rank" in text
+    assert not blank
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    rows = {row[0]: dict(zip(table[0][1:], row[1:])) for row in table[2:]}
+    assert len(rows) == 1 + 1 + 2 * 2 + 1 + 2 * 3
+    # Plain expert parallelism, by hand: two experts a rank; the first steps are left out.
+    later_ILCE = RUN_ILCE[[1, 2, 3, 5, 6, 7]]
+    computed_ILC = later_ILCE.sum(axis=2).reshape(6, 2, 4, 2).sum(axis=-1)
+    balance = f"{balance_L(computed_ILC).mean():.2f}"
+    assert rows["ep"]["max/mean"] == f"{balance} / {balance}"
+    assert rows["ep"]["RB"] == rows["ep"]["eq. (6)"] == rows["ep"]["eq. (8)"] == "1.00 / 1.00"
+    for name, row in rows.items():
+        busiest, after = (float(each) for each in row["max/mean"].split(" / "))
+        is_without = name in ("ep", "fssdp, sharding alone")
+        assert (row["copies a rank"] == "0.00 / 0.00") == is_without
+        # Copies known to be right level the ranks; those by the step before do at these loads.
+        assert is_without or max(busiest, after) < float(balance)
+    # Algorithm 1 never takes what its own model finds slower.
+    for equation in (6, 8):
+        for n in ("0", "auto"):
+            found = rows[f"prophet eq. {equation}, n = {n}, alpha = 1"][f"eq. ({equation})"]
+            assert float(found.split(" / ")[0]) > 1
+
+
+def test_a_score_is_the_planners_own() -> None:
+    """Planned on the rows to come, Pro-Prophet's plans take the seconds they were chosen for."""
+    cluster = priced(rows=1000)
+    home = Placement.block(8, 4)
+    shadow, *prophets = planners_table.replicating([1], [0.5])
+    for planner, is_scheduled in zip(prophets, (False, True)):
+        prices = replace(cluster.block, is_scheduled=is_scheduled)
+        plans = [
+            place_experts(home, rows_CE, prices=prices, num_excluded=1, balance=0.5)
+            for rows_LCE in RUN_ILCE[1:]
+            for rows_CE in rows_LCE
+        ]
+        assert any(plan.selected for plan in plans)
+        found = trace_replay.score(planner, [RUN_ILCE], cluster, window=0, shard_every=1)
+        expected_s = np.mean([plan.seconds.step_s for plan in plans])
+        assert (found.hidden_s if is_scheduled else found.plain_s) == pytest.approx(expected_s)
+        copies = [plan.target.holds_EC.sum() - 8 for plan in plans]
+        assert found.copies == pytest.approx(np.mean(copies) / 4)
+        spreads = [plan.computed_C.std() for plan in plans]
+        assert found.spread == pytest.approx(np.mean(spreads))
+    # On the rows of the step before: the plan is of the one, its rows are of the other.
+    found = trace_replay.score(shadow, [RUN_ILCE], cluster, window=1, shard_every=1)
+    balances = []
+    for planned_CE, rows_CE in zip(RUN_ILCE[:-1].reshape(-1, 4, 8), RUN_ILCE[1:].reshape(-1, 4, 8)):
+        target = shadow_experts(home, planned_CE, prices=cluster.block).target
+        balances.append(balance_L(LocalElseHome(home, target).computed_C(rows_CE)))
+    assert found.balance == pytest.approx(np.mean(balances))
+
+
+@pytest.mark.parametrize("way", [trace_replay.to_home, trace_replay.to_nearest])
+def test_ways(way: trace_replay.Way) -> None:
+    """What each rank computes and receives, and what crosses nodes, as the shares send rows."""
+    cluster = priced(rows=1000)
+    random = np.random.default_rng(0)
+    homes = [Placement.block(8, 4)] * 2
+    targets = [home.with_copies(random.random((8, 4)) < 0.2) for home in homes]
+    rows_LCE = RUN_ILCE[0]
+    flow = way(homes, targets, rows_LCE, cluster)
+    num_abroad = 0
+    for layer, (home, target) in enumerate(zip(homes, targets)):
+        share: Share = LocalElseHome(home, target)
+        if way is trace_replay.to_nearest:
+            share = NearestCopy(target, cluster.node_C)
+        sent = [share.rows_from(c, rows_LCE[layer, c][None])[0].sum(axis=0) for c in range(4)]
+        sent_CC = np.stack(sent)
+        assert flow.computed_LC[layer].tolist() == sent_CC.sum(axis=0).tolist()
+        received_C = sent_CC.sum(axis=0) - sent_CC.diagonal()
+        assert np.abs(flow.received_LC[layer] - received_C).max() < 8  # even parts, without rests
+        num_abroad += sent_CC[cluster.node_C[:, None] != cluster.node_C].sum()
+    assert flow.num_abroad == num_abroad
+
+
+def test_assumed_costs() -> None:
+    """By hand: width 64, 16 bits; 2 ranks share a node's 50 GB/s."""
+    cluster = priced(rows=1000)
+    block, rate, weights = cluster.block, 0.35 * 312e12, 4 * 64**2
+    assert cluster.node_C.tolist() == [0, 0, 1, 1]
+    assert block.row_s == pytest.approx(2 * weights / rate)
+    assert (block.row_bytes, block.bytes_per_s) == (128, 25e9)
+    assert block.weight_bytes == block.gradient_bytes == 2 * weights
+    assert block.copy_bytes_per_s == 50e9
+    attention = 500 * (8 * 64**2 + 4 * 2048 * 64)  # operations of 500 tokens
+    assert block.forward_gap_s == pytest.approx(attention / rate)
+    assert block.backward_gap_s == pytest.approx(2 * attention / rate)
+    assert cluster.prices == Prices(
+        row_s=3 * block.row_s,
+        row_bytes=128,
+        copy_s=2 * weights / 50e9,
+        inter_bytes_per_s=50e9,
+        intra_bytes_per_s=300e9,
+    )
+
+
+def test_a_described_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In single precision, as that is all that the file tells of the device; copies at its rate."""
+    write_loads(tmp_path / "loads.npz", RUN_ILCE[:5], [1, 2, 3, 10, 11])
+    hardware = ROOT / "configs" / "hardware" / "proprophet_hpwnv.json"
+    given = ("--hardware", str(hardware), "--nodes", "4", "--copies", "1")
+    run_main(monkeypatch, tmp_path / "loads.npz", *given, "--run", "1")
+    text, _, _, _, ep, *_ = capsys.readouterr().out.splitlines()
+    balance = balance_L(RUN_ILCE[4].sum(axis=1).reshape(2, 4, 2).sum(axis=-1)).mean()
+    assert ep.startswith(f"| ep | {balance:.2f} / {balance:.2f} |")
+    assert "Pro-Prophet HPWNV, 4 nodes of 1 ranks; 12.5 TFLOP/s" in text
+    assert "4 bytes a number" in text
+    assert "Rows travel at 12.5 GB/s" in text
+    assert "copies at 1.88 GB/s" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--nodes", "3"), "--nodes is 3, which does not divide 4 ranks"),
+        (("--run", "1"), "--run is 1, but the trace has 1"),
+        (("--window", "0"), "--window is 0; give 1 or more"),
+        (("--hardware", "none.json"), "none.json' cannot be read"),
+        (("--excluded", "few"), "--excluded"),
+    ],
+)
+def test_what_is_refused(
+    given: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_loads(tmp_path / "loads.npz", zipf_loads((3, 1, 4, 8), rows=9, skew=1.0), range(3))
+    with pytest.raises(SystemExit):
+        run_main(monkeypatch, tmp_path / "loads.npz", *given)
+    assert message in capsys.readouterr().err
+
+
+def test_a_cluster_that_says_too_little() -> None:
+    hardware = replace(trace_replay.A100, inter=None)
+    with pytest.raises(ValueError, match="lacks 'inter' or a rate"):
+        trace_replay.PricedCluster.of(hardware, rows=1000, width=64)
