@@ -5,7 +5,7 @@ Importing the package attaches it to the hosts; what else is named here is loade
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
 from ds_moe_ext import _autoload
@@ -53,7 +53,7 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'ds_moe_ext' has no attribute {name!r}")
-    return vars(importlib.import_module(_HOME[name]))[name]
+    return pkgutil.resolve_name(f"{_HOME[name]}:{name}")
 
 
 _autoload.autoload()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from typing import Any
 
 
@@ -17,9 +17,8 @@ def found_at(path: str, where: str, example: str) -> Any:
     Raises:
         ValueError: nothing is, or it cannot be imported.
     """
-    module, _, attribute = path.partition(":")
     try:
-        return vars(importlib.import_module(module))[attribute]
+        return pkgutil.resolve_name(path)
     except Exception as error:  # whatever the user's module raises
         raise ValueError(
             f"{where} is {path!r}, which cannot be imported ({error!r}); give the importable "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import pkgutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,11 +50,10 @@ def layers_table(model: str) -> Table:
 
 def _built(model: str) -> nn.Module:
     if ":" in model and not Path(model).exists():
-        module, _, name = model.partition(":")
         sys.path.insert(0, str(Path.cwd()))  # a person's own module is where they are
         try:
-            build = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
+            build = pkgutil.resolve_name(model)
+        except (ImportError, AttributeError, ValueError) as error:
             raise ValueError(f"--model is {model!r}, which cannot be imported: {error}") from error
         built = build()
     elif Path(model).exists():

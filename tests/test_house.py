@@ -50,6 +50,8 @@ PURE += ("schedule.step", "schedule.trace", "schedule.wires", "schedule.stripes"
 PURE += ("schedule.pipeline_orders",)
 FOREIGN = ("hosts", "patches", "attach", "steps", "zebra", "doctor")
 """Rooms whose code meets objects of a host, of a model or of an optimizer."""
+REACHES = ("hosts", "patches", "attach", "zebra.outcomes", "steps.training_run", "doctor")
+"""Of these, where an object may lack an attribute, or has it by a name that is computed."""
 
 HOST_PACKAGES = {"deepspeed", "megatron", "transformers", "accelerate"}
 
@@ -289,12 +291,53 @@ def no_silent_except(source: Source) -> Iterator[Finding]:
 
 @rule
 def no_reaching_by_name(source: Source) -> Iterator[Finding]:
-    if not source.lies_in(*FOREIGN):
+    """``getattr`` and its like are for objects that are not ours: a host's and its model's in
+    hosts, patches and attach (adapters, a user's own router); what a user's forward returns in
+    zebra.outcomes; the engine that a run lives with in steps.training_run; what the doctor is asked
+    to look at. Whatever is ours has its attributes, by their names."""
+    if not source.lies_in(*REACHES):
         for node in source.nodes:
             if isinstance(node, ast.Name) and node.id in {
                 *("getattr", "hasattr", "setattr", "delattr"),
             }:
                 yield node, node.id
+
+
+AS_STORED = {
+    "_autoload": "a property keeps its value under its own name",
+    "patches.record": "a staticmethod stays one, and no lazy module is woken",
+    "hosts.deepspeed.buckets": "keeps what is ours beside an optimizer",
+    "hosts.deepspeed.parameter_groups": "keeps what is ours beside an engine",
+    "hosts.deepspeed.slices": "keeps what is ours beside an engine",
+    "hosts.deepspeed.zero_0": "keeps what is ours beside an engine",
+}
+"""Modules that read what is stored past how it is reached, and why."""
+
+
+@rule
+def no_reaching_past_attributes(source: Source) -> Iterator[Finding]:
+    """``vars(x)["a"]`` knows no property, slot, class default or lazy module: say ``x.a``, or
+    ``getattr`` where that is allowed. All of ``vars(x)`` at once is fine, as to look a field of a
+    record of ours up by a name that came in."""
+    if source.lies_in(*AS_STORED):
+        return
+    for node in source.nodes:
+        match node:
+            case ast.Attribute(attr="__dict__", ctx=ast.Load()):
+                yield node, ast.unparse(node)
+            case ast.Subscript(value, key, ctx) if is_vars(value):
+                is_known = is_text(key) or source.lies_in(*REACHES)
+                if is_known or not isinstance(ctx, ast.Load):
+                    yield node, ast.unparse(node)
+            case ast.Compare(ast.Constant(str(key)), _, [value]) if is_vars(value):
+                if not key.startswith("__"):
+                    yield node, ast.unparse(node)
+            case ast.Attribute(value, "get" | "pop" | "setdefault") if is_vars(value):
+                yield node, ast.unparse(node)
+
+
+def is_vars(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "vars" and bool(node.args)
 
 
 def is_text(node: ast.AST) -> bool:
@@ -501,6 +544,17 @@ BITES = {
         ("moe/x.py", "getattr(a, 'b')"),
         ("cli.py", "if hasattr(a, 'b'): pass"),
         ("settings.py", "list(map(setattr, a, b, c))"),
+        ("steps/x.py", "getattr(a, 'b', None)"),
+        ("zebra/x.py", "hasattr(a, 'b')"),
+    ),
+    no_reaching_past_attributes: (
+        ("hosts/x.py", "a.__dict__['b'] = 1"),
+        ("hosts/x.py", "a.__dict__.get(B)"),
+        ("moe/x.py", "vars(a)['b']"),
+        ("class_path.py", "vars(a)[b] = c"),
+        ("hosts/x.py", "vars(a)[b]"),
+        ("patches/x.py", "vars(a).get('b')"),
+        ("moe/x.py", "'b' in vars(a)"),
     ),
     no_choices_by_string: (
         ("moe/x.py", "a == 'b'"),
@@ -562,6 +616,14 @@ PASSES = {
     no_reaching_by_name: (
         ("hosts/x.py", "getattr(a, 'b')"),
         ("__init__.py", "def __getattr__(n): ..."),
+    ),
+    no_reaching_past_attributes: (
+        ("attach/x.py", "a.__dict__ = dict(vars(b))"),
+        ("attach/x.py", "vars(a).update(vars(b))"),
+        ("moe/x.py", "vars(self)[name]"),
+        ("moe/x.py", "tuple(vars(a).values())"),
+        ("hosts/x.py", "name in vars(a)"),
+        ("moe/x.py", "'__dataclass_params__' in vars(a)"),
     ),
     no_choices_by_string: (
         ("settings.py", "a == 'b'"),

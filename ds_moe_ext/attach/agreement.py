@@ -67,7 +67,7 @@ def settings_of(settings: Settings, block: Mapping[str, Any]) -> Description:
         if field.name in _AS_WRITTEN:
             told[where] = _text(block.get(field.name) or None)
         elif field.name not in _APART:
-            told.update(_flat(where, vars(settings)[field.name]))
+            told.update(_flat(where, getattr(settings, field.name)))
     told[f"{BLOCK}.report.trace_step"] = _text(settings.report.trace_step)
     for name in (settings.strategy, settings.balance):
         if name is not None and name in registered():
@@ -110,7 +110,7 @@ def _flat(where: str, value: Any) -> Iterator[tuple[str, str]]:
     """The fields of records, dotted."""
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
-            yield from _flat(f"{where}.{field.name}", vars(value)[field.name])
+            yield from _flat(f"{where}.{field.name}", getattr(value, field.name))
     else:
         yield where, _text(value)
 

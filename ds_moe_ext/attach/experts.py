@@ -24,6 +24,7 @@ from ds_moe_ext.attach.host_layer import (
     RoutedOf,
     Slot,
     Wanted,
+    keep_marks,
     set_module,
     shape_of,
     weights_of,
@@ -226,7 +227,7 @@ def _own_slots(
     parameters = []
     for own in own_S:
         parameter = nn.Parameter(own, requires_grad=weight_E.requires_grad)
-        parameter.__dict__.update(weight_E.__dict__)  # marks that optimizers look at
+        keep_marks(parameter, weight_E)
         parameters.append(parameter)
     return parameters
 
@@ -235,6 +236,6 @@ def shell(module: nn.Module) -> nn.Module:
     """The module without its parameters: its methods and settings go on working, and the weights
     that were there may be freed."""
     empty = copy.copy(module)
-    empty.__dict__ = dict(module.__dict__)
+    empty.__dict__ = dict(vars(module))  # whatever the class's own way to copy it
     empty._parameters = dict.fromkeys(module._parameters)
     return empty

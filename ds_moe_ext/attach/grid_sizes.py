@@ -84,9 +84,10 @@ def _grid_of_roles(
 ) -> Grid:
     """A cell for each rank of a group."""
     for key, only in (("expert_parallel_size", roles.size), ("expert_sharding_size", 1)):
-        if vars(settings)[key] not in (None, only):
+        asked = getattr(settings, key)
+        if asked not in (None, only):
             raise ValueError(
-                f"{BLOCK}.{key} is {vars(settings)[key]}, but strategy {settings.strategy!r} has "
+                f"{BLOCK}.{key} is {asked}, but strategy {settings.strategy!r} has "
                 f"groups of {roles}, by the keys of its own block; leave it out"
             )
     if world_size % roles.size:

@@ -122,6 +122,11 @@ def shape_of(weights: Iterable[tuple[str, Tensor, bool]]) -> ExpertShape:
     return tuple((name, tuple(w.shape), str(w.dtype), trained) for name, w, trained in weights)
 
 
+def keep_marks(new: nn.Parameter, old: nn.Parameter) -> None:
+    """Give a parameter all attributes of the one that it stands for: optimizers look at some."""
+    vars(new).update(vars(old))
+
+
 def set_module(model: nn.Module, name: str, module: nn.Module) -> None:
     """Put a module in the place of the one at a dotted name, and wherever else that one stands."""
     old = model.get_submodule(name)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_moe_ext.attach.host_layer import Adopted, Found
+from ds_moe_ext.attach.host_layer import Adopted, Found, keep_marks
 from ds_moe_ext.moe.gate import Choice, Gate, GateWeight, count
 from ds_moe_ext.settings import BLOCK
 
@@ -205,7 +205,7 @@ def _put(holder: nn.Module, wanted: GateWeight, old: nn.Parameter) -> nn.Paramet
         first = old.new_empty(wanted.shape)
         wanted.fill(first)
     parameter = nn.Parameter(first, requires_grad=old.requires_grad)
-    parameter.__dict__.update(old.__dict__)  # marks that optimizers look at
+    keep_marks(parameter, old)
     holder.register_parameter(wanted.name, parameter)
     return parameter
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 FORMS = ("megatron", "deepspeed", "huggingface")
@@ -39,8 +40,7 @@ def convert(given: argparse.Namespace) -> int:
     Raises:
         ValueError: what cannot be converted, and why.
     """
-    import torch  # other commands do without
-    from rich.console import Console
+    from rich.console import Console  # other commands do without
 
     from ds_moe_ext.convert import conversion
     from ds_moe_ext.convert.forms import Form
@@ -51,7 +51,7 @@ def convert(given: argparse.Namespace) -> int:
         goal=Form(given.goal),
         given=None if given.given is None else Form(given.given),
         described=given.described,
-        dtype=None if given.dtype is None else vars(torch)[given.dtype],
+        dtype=given.dtype and resolve_name(f"torch:{given.dtype}"),
     )
     conversion.convert(asked, Console())
     return 0

@@ -106,8 +106,8 @@ def load(path: Path) -> Any:
     Raises:
         ValueError: it cannot be read.
     """
-    module = ModuleType("pickle of known classes")
-    vars(module).update(Unpickler=_Unpickler)
+    module: Any = ModuleType("pickle of known classes")
+    module.Unpickler = _Unpickler
     try:
         _check_archive(path)
         return torch.load(

@@ -8,8 +8,8 @@ rows, W numbers of a row.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -40,7 +40,7 @@ def why_not(layout: ParallelLayout, device: torch.device) -> str:
         return f"rows are on {device.type}, and DeepEP carries rows of CUDA devices"
     if importlib.util.find_spec(PACKAGE) is None:
         return f"the package {PACKAGE} is not installed"
-    if "Buffer" not in vars(importlib.import_module(PACKAGE)):
+    if its("Buffer") is None:
         return f"this version of {PACKAGE} has no Buffer; install 2.1 or an earlier one"
     if node_P.size not in NUM_RANKS:
         known = ", ".join(map(str, NUM_RANKS))
@@ -48,6 +48,14 @@ def why_not(layout: ParallelLayout, device: torch.device) -> str:
     if not np.array_equal(np.unique(node_P, return_inverse=True)[1], eights_P):
         return f"DeepEP wants up to {NODE_SIZE} cells on one node, or {NODE_SIZE} on each, in turn"
     return ""
+
+
+def its(name: str) -> Any:
+    """What the installed package has by a name; None if nothing."""
+    try:
+        return pkgutil.resolve_name(f"{PACKAGE}:{name}")
+    except AttributeError:
+        return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +153,7 @@ def dispatched(
 
 def index_type() -> torch.dtype:
     """Of the choices of tokens; older versions have one only."""
-    found: torch.dtype = vars(importlib.import_module(PACKAGE)).get("topk_idx_t", torch.int64)
+    found: torch.dtype = its("topk_idx_t") or torch.int64
     return found
 
 
@@ -156,7 +164,7 @@ def buffer_of(group: dist.ProcessGroup, device: torch.device, row_bytes: int) ->
     Raises:
         RuntimeError: rows do not arrive in the order of their senders, and of each as it sent them.
     """
-    buffer_class = vars(importlib.import_module(PACKAGE))["Buffer"]
+    buffer_class = its("Buffer")
     num_ranks = group.size()
     configs = [
         config_of(num_ranks)

@@ -29,7 +29,7 @@ _RUN = "ds_moe_ext_run"  # attribute of what carries a run
 def run_of(carrier: Any) -> Run | None:
     """The run of a DeepSpeed engine or a Megatron optimizer; None where ds_moe_ext is not enabled
     there, and on a pipeline stage without MoE layers."""
-    run: Run | None = vars(carrier).get(_RUN)
+    run: Run | None = getattr(carrier, _RUN, None)
     return run
 
 
@@ -86,7 +86,7 @@ class Run:
             tracer=tracer,
         )
         run = cls(blueprint, tuple(layers), planning, recorder, rank)
-        vars(lives_with)[_RUN] = run
+        setattr(lives_with, _RUN, run)
         if rank == 0 and report.enabled:
             Console().print(start_table(run))
             leave_report(recorder, report.path, lives_with)

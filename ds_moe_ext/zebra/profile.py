@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pkgutil import resolve_name
 
 import torch
 import torch.distributed as dist
@@ -226,7 +227,7 @@ class _Rehearsal:
         """Like those of one expert rank, a layer and a stripe: ``B = M T k / N``."""
         group = self.group
         num_rows = group.attention_ranks * self.num_tokens * dense.top_k / group.expert_ranks
-        dtype: torch.dtype = getattr(torch, dense.row_dtype)
+        dtype: torch.dtype = resolve_name(f"torch:{dense.row_dtype}")
         return torch.empty(max(1, round(num_rows)), dense.width, dtype=dtype, device="meta")
 
     @property
@@ -247,7 +248,7 @@ class _Rehearsal:
             head_s=seen.dense.head_s,
             top_k=seen.dense.top_k,
             width=seen.dense.width,
-            element_bytes=getattr(torch, seen.dense.row_dtype).itemsize,
+            element_bytes=resolve_name(f"torch:{seen.dense.row_dtype}").itemsize,
             link=None if hardware is None or hardware.inter is None else card_of(hardware),
         )
         squeeze = VARIANTS[self.profile.variant]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-from types import ModuleType
 from typing import Any
 
 
-def refuse_if_asked(deepspeed: ModuleType, error: Exception) -> None:
+def refuse_if_asked(deepspeed: Any, error: Exception) -> None:
     """Let ``deepspeed.initialize`` fail where the JSON enables us; all else goes on as without us.
 
     Imports nothing of the package: it may be what is broken.
     """
-    original = vars(deepspeed)["initialize"]
+    original = deepspeed.initialize
 
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -25,4 +24,4 @@ def refuse_if_asked(deepspeed: ModuleType, error: Exception) -> None:
             ) from error
         return result
 
-    vars(deepspeed)["initialize"] = initialize
+    deepspeed.initialize = initialize

@@ -24,6 +24,7 @@ from ds_moe_ext.attach.host_layer import (
     RoutedOf,
     Slot,
     Wanted,
+    keep_marks,
     shape_of,
     weights_of,
 )
@@ -105,7 +106,7 @@ def _keep_part(expert: nn.Module, names: Sequence[str], shard: Shard) -> None:
         path, _, key = name.rpartition(".")
         owner, whole = expert.get_submodule(path), expert.get_parameter(name)
         part = nn.Parameter(shard.of(number, whole.detach()), requires_grad=whole.requires_grad)
-        part.__dict__.update(whole.__dict__)
+        keep_marks(part, whole)
         owner.register_parameter(key, part)
 
 

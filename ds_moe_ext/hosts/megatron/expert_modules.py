@@ -125,7 +125,7 @@ def form_of(name: str, experts: nn.Module) -> Form:
 
 
 def _is_stock(cls: type) -> bool:
-    return vars(moe_experts).get(cls.__name__) is cls and cls.__name__ in FORMS
+    return getattr(moe_experts, cls.__name__, None) is cls and cls.__name__ in FORMS
 
 
 def _overridden(module: nn.Module, stock: type) -> str:
@@ -181,15 +181,15 @@ def function_of(experts: Any) -> FeedForwardExperts:
 
 
 def _activation(experts: Any, config: Any) -> Callable[[Tensor], Tensor]:
-    if vars(config).get("use_te_activation_func"):
+    if getattr(config, "use_te_activation_func", False):
         owner = experts if hasattr(experts, "activation_func") else experts.local_experts[0]
         by_engine: Callable[[Tensor], Tensor] = owner.activation_func
         return by_engine
     plain: Callable[[Tensor], Tensor] = config.activation_func
     if not config.gated_linear_unit:
         return plain
-    clamp = vars(config).get("activation_func_clamp_value")
-    offset = vars(config).get("glu_linear_offset") or 0.0
+    clamp = getattr(config, "activation_func_clamp_value", None)
+    offset = getattr(config, "glu_linear_offset", None) or 0.0
     if plain is torch.nn.functional.silu and clamp is None and not offset:
         return silu_gated
     return Gated(plain, clamp, offset)

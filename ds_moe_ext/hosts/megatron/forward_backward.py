@@ -220,10 +220,11 @@ _STEPS = "ds_moe_ext_steps"  # attribute of the model's DDP
 
 def set_steps(steps: StripedSteps) -> None:
     """Let a model run so from now on."""
-    vars(steps.chunk)[_STEPS] = steps
+    setattr(steps.chunk, _STEPS, steps)
 
 
 def steps_of(model: Any) -> StripedSteps | None:
     """How a model runs, as Megatron's schedules are given it; None where ranks have no roles."""
-    steps: StripedSteps | None = vars(model[0] if isinstance(model, list) else model).get(_STEPS)
+    chunk = model[0] if isinstance(model, list) else model
+    steps: StripedSteps | None = getattr(chunk, _STEPS, None)
     return steps

@@ -81,7 +81,7 @@ _STATED: Mapping[str, tuple[Callable[[], int], Callable[[], int]]] = {
 
 def collection_of(model: nn.Module) -> Any:
     """The ``ProcessGroupCollection`` that a model was built with; None where it tells of none."""
-    told = (vars(module).get("pg_collection") for module in model.modules())
+    told = (getattr(module, "pg_collection", None) for module in model.modules())
     return next((collection for collection in told if collection is not None), None)
 
 
@@ -96,7 +96,7 @@ def place_in(collection: Any, name: str) -> Place:
     Raises:
         ValueError: neither knows the group.
     """
-    group = None if collection is None else vars(collection).get(name)
+    group = getattr(collection, name, None)
     if group is not None:
         return Place(group.rank(), group.size())
     if parallel_state.is_initialized():
@@ -135,7 +135,7 @@ def check_sizes(settings: Settings, grid: Grid) -> None:
         ("expert_parallel_size", grid.num_cells, "--expert-model-parallel-size"),
         ("expert_sharding_size", grid.cell_size, "--expert-tensor-parallel-size"),
     ):
-        asked = vars(settings)[key]
+        asked = getattr(settings, key)
         if asked not in (None, size):
             raise ValueError(
                 f"{BLOCK}.{key} is {asked}, but Megatron was given {flag} {size}; make them equal, "

@@ -32,16 +32,18 @@ def flag(name: str, asked: Callable[[Any], object], reason: str, remedy: str) ->
 
 def field_of(name: str) -> Callable[[Any], object]:
     """Of a config; versions without it have not been asked for it."""
-    return lambda config: vars(config).get(name)
+    return lambda config: getattr(config, name, None)
 
 
 def graphed(config: Any) -> list[str]:
     """Parts of layers that are in CUDA graphs."""
-    given = vars(config)
-    is_whole = given.get("enable_cuda_graph") or given.get("external_cuda_graph")
-    if not is_whole and given.get("cuda_graph_impl", "none") in ("none", None):
+    is_whole = any(
+        getattr(config, name, False) for name in ("enable_cuda_graph", "external_cuda_graph")
+    )
+    if not is_whole and getattr(config, "cuda_graph_impl", "none") in ("none", None):
         return []
-    scopes = given.get("cuda_graph_modules") or given.get("cuda_graph_scope")
+    scopes = getattr(config, "cuda_graph_modules", None)
+    scopes = scopes or getattr(config, "cuda_graph_scope", None)
     if is_whole or not scopes:
         return ["all of a layer"]
     scopes = [scopes] if isinstance(scopes, str) else scopes
@@ -54,24 +56,22 @@ def _graphed_with_moe(config: Any) -> object:
 
 def _recomputed(part: str) -> Callable[[Any], object]:
     def asked(config: Any) -> object:
-        given = vars(config)
-        return given.get("recompute_granularity") == "selective" and part in (
-            given.get("recompute_modules") or ()
-        )
+        is_selective = getattr(config, "recompute_granularity", None) == "selective"
+        return is_selective and part in (getattr(config, "recompute_modules", None) or ())
 
     return asked
 
 
 def _offloaded(config: Any) -> object:
-    given = vars(config)
-    if not given.get("fine_grained_activation_offloading"):
+    if not getattr(config, "fine_grained_activation_offloading", False):
         return None
-    return [m for m in given.get("offload_modules") or () if m in ("expert_fc1", "moe_act")]
+    modules = getattr(config, "offload_modules", None) or ()
+    return [module for module in modules if module in ("expert_fc1", "moe_act")]
 
 
 def _split_biases(config: Any) -> object:
-    given = vars(config)
-    return given.get("add_bias_linear") and (given.get("expert_tensor_parallel_size") or 1) > 1
+    size = getattr(config, "expert_tensor_parallel_size", None) or 1
+    return getattr(config, "add_bias_linear", False) and size > 1
 
 
 REFUSALS = (
@@ -114,8 +114,8 @@ REFUSALS = (
     flag(
         "--moe-router-padding-for-quantization",
         lambda config: (
-            vars(config).get("moe_router_padding_for_quantization")
-            or vars(config).get("moe_router_padding_for_fp8")
+            getattr(config, "moe_router_padding_for_quantization", False)
+            or getattr(config, "moe_router_padding_for_fp8", False)
         ),
         "padded rows are for fp8 and fp4, which are not supported",
         "leave it out",
@@ -146,7 +146,9 @@ REFUSALS = (
     ),
     flag(
         "--moe-mlp-glu-interleave-size",
-        lambda config: config.gated_linear_unit and vars(config).get("moe_mlp_glu_interleave_size"),
+        lambda config: (
+            config.gated_linear_unit and getattr(config, "moe_mlp_glu_interleave_size", None)
+        ),
         "gate and up lie behind each other in an expert's weights, not in turns",
         "leave it out",
     ),
@@ -159,20 +161,22 @@ REFUSALS = (
     flag(
         "--mtp-use-repeated-layer with --mtp-num-layers above 1",
         lambda config: (
-            vars(config).get("mtp_use_repeated_layer") and (config.mtp_num_layers or 0) > 1
+            getattr(config, "mtp_use_repeated_layer", False) and (config.mtp_num_layers or 0) > 1
         ),
         "a layer runs once a micro-batch, or nobody knows which pass is the last",
         "leave it out",
     ),
     flag(
         "--use-kitchen or a quantization recipe",
-        lambda config: vars(config).get("use_kitchen") or vars(config).get("quant_recipe"),
+        lambda config: (
+            getattr(config, "use_kitchen", False) or getattr(config, "quant_recipe", None)
+        ),
         "experts compute in the type of their weights",
         "leave it out",
     ),
     flag(
         "--transformer-impl inference_optimized",
-        lambda config: vars(config).get("transformer_impl") == "inference_optimized",
+        lambda config: getattr(config, "transformer_impl", None) == "inference_optimized",
         "its MoE layers are for inference, and move rows by themselves",
         "use --transformer-impl transformer_engine or local to train",
     ),
@@ -189,7 +193,7 @@ def _own_flag(key: str, flag: str) -> Refusal:
     """A key of ours, where Megatron has a flag of its own."""
 
     def asked(settings: Settings) -> str:
-        value = vars(settings)[key]
+        value = getattr(settings, key)
         return f"{BLOCK}.{key} is {value}" if value else ""
 
     remedy = f"leave it out, and use {flag}"

@@ -66,7 +66,7 @@ def tell_of_both(optimizer: Any, chunk: Any, worlds: Worlds, control: dist.Proce
     optimizer.sharded_state_dict = sharded_state_dict
     optimizer.load_state_dict = both.load_state_dict
     optimizer.state_dict = _refuse
-    vars(chunk)["state_dict_for_save_checkpoint"] = _refuse
+    chunk.state_dict_for_save_checkpoint = _refuse
 
 
 def _is_sharded(value: Any) -> bool:

@@ -8,7 +8,7 @@ parallelism: so neither DDP nor the optimizer ever sees them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -76,12 +76,13 @@ def keep_experts(model: nn.Module) -> None:
             "have nothing to do; give --num-experts, or leave ds_moe_ext out"
         )
     keep_parameters(model, kept)
-    for module in model.modules():
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
         is_empty = next(module.parameters(), None) is None
         if is_empty and not any(isinstance(inner, MoELayer) for inner in module.modules()):
-            vars(module)["sharded_state_dict"] = _nothing
+            module.sharded_state_dict = _nothing
         elif isinstance(module, LanguageModule):  # its own looks for embeddings
-            vars(module)["sharded_state_dict"] = partial(MegatronModule.sharded_state_dict, module)
+            module.sharded_state_dict = partial(MegatronModule.sharded_state_dict, module)
     model.register_load_state_dict_post_hook(_only_experts)
     for wrapped in (m for name, m in model.named_modules() if set(name.split(".")) == {"module"}):
         wrapped.register_load_state_dict_post_hook(_only_experts)

@@ -61,8 +61,8 @@ WITH_ROLES = (
     flag(
         "--cpu-offloading",
         lambda config: (
-            vars(config).get("cpu_offloading")
-            or vars(config).get("fine_grained_activation_offloading")
+            getattr(config, "cpu_offloading", False)
+            or getattr(config, "fine_grained_activation_offloading", False)
         ),
         f"it takes activations for those of one micro-batch, but {_SEVERAL}",
         "leave it out",
@@ -192,14 +192,15 @@ ARGUMENTS = (
     flag(
         "--save without --ckpt-format torch_dist",
         lambda given: (
-            vars(given).get("save") and vars(given).get("ckpt_format", "torch_dist") != "torch_dist"
+            getattr(given, "save", None)
+            and getattr(given, "ckpt_format", "torch_dist") != "torch_dist"
         ),
         "a file a rank cannot say that each role has a part of the model",
         "use --ckpt-format torch_dist",
     ),
     flag(
         "--async-save",
-        lambda given: vars(given).get("save") and vars(given).get("async_save"),
+        lambda given: getattr(given, "save", None) and getattr(given, "async_save", False),
         "the two roles save together",
         "leave it out",
     ),
@@ -213,6 +214,6 @@ def refuse_arguments() -> None:
         ValueError: it was asked for what does not go with roles.
     """
     script = sys.modules.get("megatron.training.global_vars")
-    parsed = None if script is None else vars(script).get("_GLOBAL_ARGS")
+    parsed = getattr(script, "_GLOBAL_ARGS", None)
     if parsed is not None:
         refuse(ARGUMENTS, parsed)

@@ -160,7 +160,7 @@ class SlicedGroup(_ParamAndGradBucketGroup):
     def start_grad_sync(self, *args: Any, **named: Any) -> None:
         """Called when all its gradients are ready; in the first step, when they are finished."""
         start = partial(super().start_grad_sync, *args, **named)
-        is_first = vars(self).get("is_first_batch", False)  # not known to versions before 0.15
+        is_first = getattr(self, "is_first_batch", False)  # not known to versions before 0.15
         if self.slices.is_planned and not is_first:
             self.slices.add(Waiting(self, start))
         else:
@@ -198,7 +198,7 @@ def why_unsliced(chunks: Sequence[Any]) -> str | None:
             f"{left}it reduces them in two stages with --num-distributed-optimizer-instances "
             f"{config.num_distributed_optimizer_instances}; leave that out"
         )
-    if vars(config).get("reduce_scatter_with_fp32_accumulation"):
+    if getattr(config, "reduce_scatter_with_fp32_accumulation", False):
         return (
             f"{left}a bucket waits for the one before it with "
             "--ddp-reduce-scatter-with-fp32-accumulation; leave that out"
@@ -263,12 +263,11 @@ def _dense_groups(chunks: Sequence[Any]) -> Iterator[Any]:
 
 def _communicator(group: Any) -> dist.ProcessGroup:
     """That a bucket group is reduced over."""
-    name = (
-        "intra_distributed_optimizer_instance_group"
+    communicator: dist.ProcessGroup = (
+        group.intra_distributed_optimizer_instance_group
         if group.ddp_config.use_distributed_optimizer
-        else "data_parallel_group"
+        else group.data_parallel_group
     )
-    communicator: dist.ProcessGroup = vars(group)[name]
     return communicator
 
 

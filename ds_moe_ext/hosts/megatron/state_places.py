@@ -17,7 +17,7 @@ from ds_moe_ext.steps.optimizer_states import Group, States
 
 def main_gradient(parameter: nn.Parameter) -> Tensor | None:
     """What Megatron accumulates of a parameter; None where it is not trained."""
-    gradient: Tensor | None = vars(parameter).get("main_grad")
+    gradient: Tensor | None = getattr(parameter, "main_grad", None)
     return gradient
 
 
