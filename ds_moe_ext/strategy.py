@@ -16,12 +16,12 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from ds_moe_ext.class_path import found_at
+from ds_moe_ext.cost.exchange import Way
+from ds_moe_ext.cost.prices import Prices
 from ds_moe_ext.layout import ParallelLayout
 from ds_moe_ext.placement import Placement, even_homes
-from ds_moe_ext.planners.exchange import Way
+from ds_moe_ext.planners.copy_split import Split
 from ds_moe_ext.planners.layer_pipelines import NOWHERE, Measured, Placed
-from ds_moe_ext.planners.prices import Prices
-from ds_moe_ext.planners.split import Split
 from ds_moe_ext.roles import Roles
 from ds_moe_ext.schedule.program import Stage
 from ds_moe_ext.schedule.task import INTER, Lane, Op, Schedule, Span, refined

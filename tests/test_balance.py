@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from ds_moe_ext.cost.exchange import Way
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.moe.codecs import Int8
 from ds_moe_ext.moe.dispatch import Dispatch, Wire
@@ -20,7 +21,6 @@ from ds_moe_ext.moe.expert import Expert, FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.hooks import Batch, Hooked, Hooks, Moe
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.exchange import Way
 from ds_moe_ext.schedule.program import Stage
 from ds_moe_ext.schedule.task import COMBINE, DISPATCH, EXPERT, INTER, PARAM, RESTORE, Lane, Op
 from ds_moe_ext.schedule.wires import Beside

@@ -26,7 +26,8 @@ LAYERS = (
     ("comm",),
     ("all_to_all",),
     ("layout",),
-    ("planners",),
+    ("cost",),  # prices
+    ("planners",),  # policies, by those prices
     ("measure",),
     ("strategy",),  # what a strategy is: the layer takes one
     ("moe",),
@@ -44,7 +45,7 @@ LAYERS = (
 )
 """Rooms, the lowest first: a folder or a file of the package. Imports go up this list only."""
 
-PURE = ("strict", "placement", "share", "transfer", "hardware", "pieces", "planners")
+PURE = ("strict", "placement", "share", "transfer", "hardware", "pieces", "cost", "planners")
 PURE += ("files.documents", "measure.fit", "schedule.task", "schedule.orders", "schedule.simulator")
 PURE += ("schedule.step", "schedule.trace", "schedule.wires", "schedule.stripes")
 PURE += ("schedule.pipeline_orders",)
@@ -495,6 +496,7 @@ BITES = {
         ("moe/x.py", "def f():\n    import ds_moe_ext.report.page"),
         ("placement.py", "from ds_moe_ext.schedule.task import Span"),
         ("schedule/task.py", "from ds_moe_ext.planners import degree"),
+        ("cost/x.py", "from ds_moe_ext.planners import degree"),
         ("moe/x.py", "from ds_moe_ext import register"),
         ("settings.py", "from ds_moe_ext.patches.deepspeed import apply"),
         ("nowhere.py", "a = 1"),
@@ -506,6 +508,7 @@ BITES = {
     ),
     pure_modules_stay_pure: (
         ("planners/x.py", "import torch"),
+        ("cost/x.py", "import torch"),
         ("schedule/task.py", "import time"),
         ("planners/x.py", "from ds_moe_ext.layout import Grid"),
         ("placement.py", "def f():\n    import os"),

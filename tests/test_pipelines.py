@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_moe_ext.planners.degree import Chunks, LayerCosts, best_degree, makespans
-from ds_moe_ext.planners.linear import LinearCost
+from ds_moe_ext.cost.layer_costs import Chunks, LayerCosts, makespans
+from ds_moe_ext.cost.lines import LinearCost
+from ds_moe_ext.planners.degree import best_degree
 from ds_moe_ext.schedule import wires
 from ds_moe_ext.schedule.pipeline_orders import (
     NO_SLICES,

@@ -20,6 +20,9 @@ from torch import Tensor, nn
 
 from ds_moe_ext.all_to_all import Channel, Reach, Relay, Relays, by_places
 from ds_moe_ext.comm import all_to_all_rows
+from ds_moe_ext.cost.exchange import BY_COST, WAYS, Way
+from ds_moe_ext.cost.layer_costs import LayerCosts
+from ds_moe_ext.cost.lines import AllReduce, Line, LinearCost
 from ds_moe_ext.layout import BETWEEN_NODES, NODE_AXES, WITHIN_NODES, Grid, ParallelLayout
 from ds_moe_ext.measure.pipeline_probe import Payload, measure_carrier, quick_bench
 from ds_moe_ext.moe.codecs import Coding
@@ -31,12 +34,7 @@ from ds_moe_ext.moe.order import LayerRoute
 from ds_moe_ext.moe.relay import carrier_of
 from ds_moe_ext.moe.sharding import Along, Shard
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.degree import LayerCosts
-from ds_moe_ext.planners.exchange import BY_COST, WAYS, Way
 from ds_moe_ext.planners.layer_pipelines import Measured, MeasuredLayer
-from ds_moe_ext.planners.linear import LinearCost
-from ds_moe_ext.planners.partition import AllReduce
-from ds_moe_ext.planners.pipeline_lines import Line
 from ds_moe_ext.schedule.task import INTER, Cut, Lane, Span
 from ds_moe_ext.share import NearestCopy
 from ds_moe_ext.strategies.esp import ExpertSharding, TwoDegrees

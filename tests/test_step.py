@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.split import Split
+from ds_moe_ext.planners.copy_split import Split
 from ds_moe_ext.schedule.simulator import Timeline, simulate
 from ds_moe_ext.schedule.step import Programs, in_lanes, whole_step
 from ds_moe_ext.schedule.task import (

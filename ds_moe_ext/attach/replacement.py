@@ -21,6 +21,7 @@ from ds_moe_ext.attach.outputs import check_outputs
 from ds_moe_ext.attach.router_gates import Router, host, routers_of
 from ds_moe_ext.attach.unknown_experts import unknown_experts
 from ds_moe_ext.comm import connect, gather_texts
+from ds_moe_ext.cost.exchange import BY_NODES, Way
 from ds_moe_ext.hardware import Hardware, read_hardware
 from ds_moe_ext.layout import GRID, NODE_AXES, Grid, ParallelLayout
 from ds_moe_ext.moe import deep_ep
@@ -30,7 +31,6 @@ from ds_moe_ext.moe.gate import RunRows
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
 from ds_moe_ext.moe.sharding import WHOLE, Shard
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.exchange import BY_NODES, Way
 from ds_moe_ext.report.record import LayerRecord
 from ds_moe_ext.schedule.task import INTER, INTRA, PARAM, Lane
 from ds_moe_ext.settings import BLOCK, Settings

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_moe_ext.all_to_all import Carrier, Channel
+from ds_moe_ext.cost.lines import FREE, Line
+from ds_moe_ext.cost.pipeline_lines import PipelineLines
 from ds_moe_ext.measure.bench import Bench, Sweep, clock_of
 from ds_moe_ext.measure.fit import fit_straight
 from ds_moe_ext.measure.probe import (
@@ -25,7 +27,6 @@ from ds_moe_ext.measure.probe import (
     all_to_all_sweep,
     reduce_scatter_sweep,
 )
-from ds_moe_ext.planners.pipeline_lines import FREE, Line, PipelineLines
 
 STEPS = (1, 2, 4, 8)  # sizes, as multiples of the least
 

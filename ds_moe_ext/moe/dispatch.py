@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ds_moe_ext.all_to_all import Carrier, Channel
 from ds_moe_ext.comm import AllToAll, all_to_all_by_pairs, all_to_all_rows
+from ds_moe_ext.cost.exchange import Way
 from ds_moe_ext.layout import ParallelLayout
 from ds_moe_ext.moe.codecs import Coding
 from ds_moe_ext.moe.order import LayerRoute
 from ds_moe_ext.moe.relay import carrier_of
-from ds_moe_ext.planners.exchange import Way
 from ds_moe_ext.schedule.task import Lane, Span
 
 

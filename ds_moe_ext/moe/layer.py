@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from ds_moe_ext.cost.exchange import BY_NODES, Way
 from ds_moe_ext.layout import GRID, ParallelLayout
 from ds_moe_ext.moe.cell import CellGather, CellScatter, CellWire
 from ds_moe_ext.moe.codecs import Codec
@@ -32,7 +33,6 @@ from ds_moe_ext.moe.kinds import kind_of
 from ds_moe_ext.moe.local_stage import Local
 from ds_moe_ext.moe.observation import RowsSeen, TasksSeen, tell
 from ds_moe_ext.moe.order import Order, Restore, Seat
-from ds_moe_ext.planners.exchange import BY_NODES, Way
 from ds_moe_ext.schedule.executor import Lanes, Mark, lanes_for
 from ds_moe_ext.schedule.pipeline_orders import QUEUED, reductions
 from ds_moe_ext.schedule.program import Program, Stage, in_backward

@@ -14,9 +14,9 @@ from ds_moe_ext.all_to_all import (
     by_leaders,
     by_places,
 )
+from ds_moe_ext.cost.exchange import Way
 from ds_moe_ext.layout import BETWEEN_NODES, WITHIN_NODES, ParallelLayout
 from ds_moe_ext.moe.deep_ep import DeepEp
-from ds_moe_ext.planners.exchange import Way
 from ds_moe_ext.schedule.task import Lane
 
 PLANNERS: Mapping[Way, Planner] = {Way.BY_LEADERS: by_leaders, Way.BY_PLACES: by_places}

@@ -18,8 +18,8 @@ from ds_moe_ext.plan_jobs.job_inputs import (
     check_number,
     holders_of,
 )
+from ds_moe_ext.planners.homes import shard
 from ds_moe_ext.planners.materialize import materialize
-from ds_moe_ext.planners.shard import shard
 from ds_moe_ext.strict import at_least
 
 PARTS = 2**10  # of a row: loads that are no whole rows, as a mean of steps, are rounded to these

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from ds_moe_ext.cost.zebra_step import ZebraShape
+from ds_moe_ext.cost.zebra_work import MoeModel, RankClass, TwoClasses, card_of
 from ds_moe_ext.hardware import Hardware, Link, read_hardware
 from ds_moe_ext.plan_jobs.job_inputs import MOST_COST, check_number
 from ds_moe_ext.planners.zebra_ratio import (
@@ -16,8 +18,6 @@ from ds_moe_ext.planners.zebra_ratio import (
     best_shape,
     price_shapes,
 )
-from ds_moe_ext.planners.zebra_step import ZebraShape
-from ds_moe_ext.planners.zebra_work import MoeModel, RankClass, TwoClasses, card_of
 
 MOST_SIZE = 2**24  # of a model, and of samples
 MOST_RANKS = 2**9  # of a group

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ds_moe_ext.cost.block_costs import BlockPrices
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.plan_jobs.job_inputs import (
     MOST_COST,
@@ -15,7 +16,6 @@ from ds_moe_ext.plan_jobs.job_inputs import (
     check_size,
     holders_of,
 )
-from ds_moe_ext.planners.block_costs import BlockPrices
 from ds_moe_ext.planners.prophet_greedy import BlockPlan, place_experts
 from ds_moe_ext.planners.shadow import shadow_experts
 

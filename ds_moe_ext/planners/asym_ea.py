@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 
+from ds_moe_ext.cost.zebra_step import LayerTimes
+
 TIE = Fraction(1, 10**9)  # of a chunk: what rounding of the measured times may lack of a whole one
 
 
@@ -80,31 +82,6 @@ class ZebraGroup:
     def layer_chunks(self) -> int:
         """Chunks that a layer has to give; 0 if a rank's experts of a layer are fewer than one."""
         return self.num_experts // self.chunk_experts
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerTimes:
-    """Forward of one layer and one micro-batch, in seconds or any other unit of time.
-
-    Attributes:
-        attention_s: of all but the experts, on an attention rank.
-        expert_s: of what one expert rank computes if nothing moves.
-        expert_on_attention_s: of the same rows on an attention rank.
-    """
-
-    attention_s: float
-    expert_s: float
-    expert_on_attention_s: float
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name} is {value}; it must be a finite time of at least 0")
-
-    @property
-    def gather_s(self) -> Fraction:
-        """By how much the bubble grows with each layer; below 0 where attention is slower."""
-        return Fraction(self.expert_s) - Fraction(self.attention_s)
 
 
 def squeeze_seconds(group: ZebraGroup, times: LayerTimes) -> Fraction:

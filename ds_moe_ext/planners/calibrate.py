@@ -9,10 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ds_moe_ext.cost.prices import Prices, busiest_link, step_seconds
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.materialize import materialize
-from ds_moe_ext.planners.prices import Prices, step_seconds
-from ds_moe_ext.planners.volume import busiest_link
 
 
 def guarded(

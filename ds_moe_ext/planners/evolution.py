@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ds_moe_ext.planners.partition import AllReduce, BackwardLayer, HiddenSlices
+from ds_moe_ext.cost.lines import AllReduce
+from ds_moe_ext.planners.partition import BackwardLayer, HiddenSlices
 
 GENERATIONS = 300
 SEED = 0  # the same on every rank

@@ -15,26 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_moe_ext.planners.degree import (
-    TIE,
-    Chunks,
-    LayerCosts,
-    Planner,
-    best_degree,
-    link_seconds,
-    path_seconds,
-    solved_degree,
-)
+from ds_moe_ext.cost.exchange import Way
+from ds_moe_ext.cost.layer_costs import TIE, Chunks, LayerCosts, link_seconds, path_seconds
+from ds_moe_ext.cost.lines import AllReduce, LinearCost
+from ds_moe_ext.planners.degree import Planner, best_degree, solved_degree
 from ds_moe_ext.planners.evolution import evolved
-from ds_moe_ext.planners.exchange import Way
-from ds_moe_ext.planners.linear import LinearCost
-from ds_moe_ext.planners.partition import (
-    QUANTA,
-    AllReduce,
-    BackwardLayer,
-    Step2,
-    partition_gradients,
-)
+from ds_moe_ext.planners.partition import QUANTA, BackwardLayer, Step2, partition_gradients
 from ds_moe_ext.schedule.pipeline_orders import Pipeline
 
 

@@ -12,7 +12,6 @@ N slices.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,50 +19,11 @@ from itertools import accumulate
 
 import numpy as np
 
-from ds_moe_ext.planners.degree import TIE, LayerCosts, best_degree, fastest_seconds
-from ds_moe_ext.planners.prices import check_costs
+from ds_moe_ext.cost.layer_costs import TIE, LayerCosts
+from ds_moe_ext.cost.lines import AllReduce, check_costs
+from ds_moe_ext.planners.degree import best_degree, fastest_seconds
 
 QUANTA = 256  # steps in which Step 2 moves what is left
-ROUNDING = 1e-9  # of a window's elements, so that a window as long as a slice takes that slice
-
-
-@dataclass(frozen=True)
-class AllReduce:
-    """What a reduction of dense gradients costs.
-
-    Attributes:
-        alpha_s: seconds of any reduction.
-        beta_s: seconds of one element more.
-
-    Raises:
-        ValueError: seconds below zero or not finite.
-    """
-
-    alpha_s: float
-    beta_s: float
-
-    def __post_init__(self) -> None:
-        check_costs(vars(self))
-
-    def seconds(self, elements: int) -> float:
-        """Of one reduction; of none if there is nothing to reduce. There is none of less."""
-        if elements < 0:
-            return math.inf
-        return self.alpha_s + self.beta_s * elements if elements else 0.0
-
-    def seconds_of_each(self, elements_N: np.ndarray) -> np.ndarray:
-        """Of many reductions, float ``[N]``; see ``seconds``."""
-        seconds_N = np.where(elements_N > 0, self.alpha_s + self.beta_s * elements_N, 0.0)
-        return np.where(elements_N < 0, np.inf, seconds_N)
-
-    def hidden_elements(self, elements: int, window_s: float) -> int:
-        """As many of ``elements`` as one reduction within the window reduces."""
-        if self.seconds(elements) <= window_s:
-            return elements
-        if window_s <= self.alpha_s:
-            return 0
-        fitting = (window_s - self.alpha_s) / self.beta_s
-        return min(elements, math.floor(fitting * (1 + ROUNDING)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.block_costs import (
+from ds_moe_ext.cost.block_costs import (
     BlockPrices,
     BlockSeconds,
     block_seconds,
@@ -23,6 +22,7 @@ from ds_moe_ext.planners.block_costs import (
     placement_seconds,
     whole_rows,
 )
+from ds_moe_ext.placement import Placement
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,9 +10,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from ds_moe_ext.cost.block_costs import BACKWARD, FORWARD, BlockPrices, whole_rows
+from ds_moe_ext.cost.prices import TRIPS
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.block_costs import BACKWARD, FORWARD, BlockPrices, whole_rows
-from ds_moe_ext.planners.prices import TRIPS
 from ds_moe_ext.planners.prophet_greedy import BlockPlan
 
 

@@ -11,16 +11,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ds_moe_ext.cost.zebra_step import LayerTimes, ZebraShape, price_step
+from ds_moe_ext.cost.zebra_work import MoeModel, RankClass, TwoClasses
 from ds_moe_ext.hardware import Link
-from ds_moe_ext.planners.asym_ea import (
-    LayerTimes,
-    Squeeze,
-    ZebraGroup,
-    assign_experts,
-    squeeze_seconds,
-)
-from ds_moe_ext.planners.zebra_step import ZebraShape, price_step
-from ds_moe_ext.planners.zebra_work import MoeModel, RankClass, TwoClasses
+from ds_moe_ext.planners.asym_ea import Squeeze, ZebraGroup, assign_experts, squeeze_seconds
 
 USABLE = 0.9  # share of free memory; the rest is for buffers of links, and lost in fragments
 BACKWARD = 2.0  # how the simulator divides what was measured together

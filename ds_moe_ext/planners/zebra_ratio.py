@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ds_moe_ext.planners.asym_ea import LayerTimes, ZebraGroup, assign_experts
-from ds_moe_ext.planners.zebra_step import StepPrice, ZebraShape, price_step, stripe_times
-from ds_moe_ext.planners.zebra_work import TwoClasses
+from ds_moe_ext.cost.zebra_step import LayerTimes, StepPrice, ZebraShape, price_step, stripe_times
+from ds_moe_ext.cost.zebra_work import TwoClasses
+from ds_moe_ext.planners.asym_ea import ZebraGroup, assign_experts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from ds_moe_ext.attach.replacement import AttachedLayer, bytes_of
 from ds_moe_ext.comm import max_in_place, sum_in_place
+from ds_moe_ext.cost.block_costs import BACKWARD, cell_rows
+from ds_moe_ext.cost.prices import TRIPS, Prices
 from ds_moe_ext.hardware import Hardware, Link
 from ds_moe_ext.layout import ParallelLayout
 from ds_moe_ext.measure.bench import Bench, clock_of
@@ -19,8 +21,6 @@ from ds_moe_ext.moe.copies.slab import Weights
 from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.observation import Rows, TimedTask
 from ds_moe_ext.planners import layer_pipelines
-from ds_moe_ext.planners.block_costs import BACKWARD, cell_rows
-from ds_moe_ext.planners.prices import TRIPS, Prices
 from ds_moe_ext.schedule.task import ATTENTION, COMBINE, DISPATCH, EXPERT, GATHER, PARAM, Op
 from ds_moe_ext.steps.pipeline_costs import Pipelines
 from ds_moe_ext.strategy import Pool

@@ -16,6 +16,15 @@ from torch import nn
 from ds_moe_ext.all_to_all import Channel
 from ds_moe_ext.attach.replacement import AttachedLayer
 from ds_moe_ext.comm import max_in_place
+from ds_moe_ext.cost.exchange import BY_NODES, Way, described_links, line_of_way
+from ds_moe_ext.cost.lines import Line
+from ds_moe_ext.cost.pipeline_lines import (
+    LayerRows,
+    PipelineLines,
+    Usage,
+    described_lines,
+    layer_costs,
+)
 from ds_moe_ext.hardware import Hardware
 from ds_moe_ext.layout import ParallelLayout
 from ds_moe_ext.measure.pipeline_probe import (
@@ -28,16 +37,7 @@ from ds_moe_ext.measure.pipeline_probe import (
 from ds_moe_ext.moe.dispatch import Wire
 from ds_moe_ext.moe.observation import Rows
 from ds_moe_ext.moe.order import SlotRows
-from ds_moe_ext.planners.exchange import BY_NODES, Way, described_links, line_of_way
 from ds_moe_ext.planners.layer_pipelines import Measured, MeasuredLayer
-from ds_moe_ext.planners.pipeline_lines import (
-    LayerRows,
-    Line,
-    PipelineLines,
-    Usage,
-    described_lines,
-    layer_costs,
-)
 from ds_moe_ext.schedule.task import INTER, INTRA
 from ds_moe_ext.strategy import Pool
 

@@ -15,9 +15,9 @@ from importlib.util import find_spec
 
 import numpy as np
 
+from ds_moe_ext.cost.exchange import BY_COST, BY_NODES, WAYS, Way
 from ds_moe_ext.layout import NODE_AXES
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.exchange import BY_COST, BY_NODES, WAYS, Way
 from ds_moe_ext.planners.layer_pipelines import SOLVERS, Measured, Piped, plan_pipelines
 from ds_moe_ext.schedule import wires
 from ds_moe_ext.schedule.pipeline_orders import PIPELINES, Pipeline, Slices

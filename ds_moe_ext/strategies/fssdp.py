@@ -14,12 +14,12 @@ from functools import partial
 
 import numpy as np
 
+from ds_moe_ext.cost.overlap import copies_that_fit, overlap_degree
+from ds_moe_ext.cost.prices import Prices
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.calibrate import calibrate, guarded
+from ds_moe_ext.planners.homes import shard
 from ds_moe_ext.planners.materialize import materialize
-from ds_moe_ext.planners.overlap import copies_that_fit, overlap_degree
-from ds_moe_ext.planners.prices import Prices
-from ds_moe_ext.planners.shard import shard
 from ds_moe_ext.schedule.task import INTER, PARAM, Lane
 from ds_moe_ext.schedule.wires import Beside
 from ds_moe_ext.share import NearestCopy

@@ -14,8 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.block_costs import (
+from ds_moe_ext.cost.block_costs import (
     BACKWARD,
     FORWARD,
     BlockPrices,
@@ -23,10 +22,11 @@ from ds_moe_ext.planners.block_costs import (
     is_balanced,
     placement_seconds,
 )
-from ds_moe_ext.planners.prices import TRIPS
+from ds_moe_ext.cost.prices import TRIPS
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.planners.copy_split import SPLITS, split_backward, split_forward
 from ds_moe_ext.planners.prophet_greedy import BlockPlan, place_experts
 from ds_moe_ext.planners.shadow import shadow_experts
-from ds_moe_ext.planners.split import SPLITS, split_backward, split_forward
 from ds_moe_ext.schedule.task import INTER, PARAM, Lane
 from ds_moe_ext.schedule.wires import Beside
 from ds_moe_ext.share import LocalElseHome

@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_moe_ext.attach.replacement import Blueprint, Finder
+from ds_moe_ext.cost.zebra_step import LayerTimes, ZebraShape
+from ds_moe_ext.cost.zebra_work import card_of
 from ds_moe_ext.pieces import default_stripes
-from ds_moe_ext.planners.asym_ea import VARIANTS, LayerTimes, ZebraGroup
+from ds_moe_ext.planners.asym_ea import VARIANTS, ZebraGroup
 from ds_moe_ext.planners.zebra_choice import (
     Choice,
     Memory,
@@ -27,8 +29,6 @@ from ds_moe_ext.planners.zebra_choice import (
     WeightBytes,
     choose_moved,
 )
-from ds_moe_ext.planners.zebra_step import ZebraShape
-from ds_moe_ext.planners.zebra_work import card_of
 from ds_moe_ext.report.units import seconds_text
 from ds_moe_ext.steps.training_run import teller
 from ds_moe_ext.strategies.zebra import WHERE, Profile, Zebra

@@ -20,8 +20,8 @@ from ds_moe_ext.attach.block_hooks import launch_with_blocks
 from ds_moe_ext.attach.experts import find_registered
 from ds_moe_ext.attach.replacement import build, draw
 from ds_moe_ext.comm import Traffic
+from ds_moe_ext.cost.prices import Prices
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.prices import Prices
 from ds_moe_ext.settings import BLOCK, read_settings
 from ds_moe_ext.steps.cost_checks import Checks
 from ds_moe_ext.steps.costs import Costs

@@ -14,10 +14,10 @@ from pathlib import Path
 from pace import BACKWARD, Moments, bare, union
 from slow_ranks_model import Shape
 
+from ds_moe_ext.cost.zebra_step import ZebraShape, price_step, stripe_times
+from ds_moe_ext.cost.zebra_work import MoeModel, RankClass, TwoClasses
 from ds_moe_ext.hardware import Link
 from ds_moe_ext.planners.asym_ea import ZebraGroup, assign_experts
-from ds_moe_ext.planners.zebra_step import ZebraShape, price_step, stripe_times
-from ds_moe_ext.planners.zebra_work import MoeModel, RankClass, TwoClasses
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "papers"))  # a script sees its own folder alone
 

@@ -13,10 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ds_moe_ext.hardware import Device, Flops, Hardware, Link
-from ds_moe_ext.load import LoadWindow, balance_L, read_loads
-from ds_moe_ext.placement import Placement, even_homes
-from ds_moe_ext.planners.block_costs import (
+from ds_moe_ext.cost.block_costs import (
     BACKWARD,
     FORWARD,
     BlockPrices,
@@ -24,8 +21,11 @@ from ds_moe_ext.planners.block_costs import (
     cell_rows,
     copied_experts,
 )
-from ds_moe_ext.planners.prices import Prices, nearest_copy_flow
-from ds_moe_ext.planners.shard import shard
+from ds_moe_ext.cost.prices import Prices, nearest_copy_flow
+from ds_moe_ext.hardware import Device, Flops, Hardware, Link
+from ds_moe_ext.load import LoadWindow, balance_L, read_loads
+from ds_moe_ext.placement import Placement, even_homes
+from ds_moe_ext.planners.homes import shard
 from ds_moe_ext.share import NearestCopy
 
 A100 = Hardware(

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from ds_moe_ext.cost.layer_costs import LayerCosts
+from ds_moe_ext.cost.lines import AllReduce, LinearCost
 from ds_moe_ext.hardware import Hardware, Link, read_hardware
-from ds_moe_ext.planners.degree import LayerCosts
-from ds_moe_ext.planners.linear import LinearCost
-from ds_moe_ext.planners.partition import AllReduce
 
 HARDWARE = Path(__file__).parents[2] / "configs" / "hardware"
 ELEMENT_BYTES = 4

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 from fsmoe_grid import CLUSTERS, ELEMENT_BYTES, ROUTE_S, Cluster, PricedLayer, Shape, grid
 
-from ds_moe_ext.planners.degree import LayerCosts
+from ds_moe_ext.cost.layer_costs import LayerCosts
+from ds_moe_ext.cost.lines import AllReduce
 from ds_moe_ext.planners.layer_pipelines import Measured, MeasuredLayer, MoePart, place
-from ds_moe_ext.planners.partition import AllReduce
 from ds_moe_ext.schedule import wires
 from ds_moe_ext.schedule.pipeline_orders import PIPELINES, Pipeline, Slices, reductions
 from ds_moe_ext.schedule.simulator import simulate

@@ -32,10 +32,10 @@ from hetermoe_setups import (
     on_premise,
 )
 
+from ds_moe_ext.cost.zebra_step import StepPrice, ZebraShape, price_step, stripe_times
+from ds_moe_ext.cost.zebra_work import TwoClasses
 from ds_moe_ext.planners.asym_ea import ZebraGroup, assign_experts
 from ds_moe_ext.planners.zebra_ratio import PricedShape, best_shape, price_shapes
-from ds_moe_ext.planners.zebra_step import StepPrice, ZebraShape, price_step, stripe_times
-from ds_moe_ext.planners.zebra_work import TwoClasses
 from ds_moe_ext.schedule.simulator import Timeline, simulate
 from ds_moe_ext.schedule.stripes import (
     ATTENTION_SIDE,

@@ -13,8 +13,8 @@ from functools import cache
 from itertools import combinations, pairwise
 from typing import NamedTuple
 
-from ds_moe_ext.planners.zebra_step import HEAD_BACKWARD
-from ds_moe_ext.planners.zebra_work import RankClass, TwoClasses
+from ds_moe_ext.cost.zebra_step import HEAD_BACKWARD
+from ds_moe_ext.cost.zebra_work import RankClass, TwoClasses
 from ds_moe_ext.schedule.simulator import simulate
 from ds_moe_ext.schedule.task import Kind, Lane, Op, Schedule, Span, Task, Value
 

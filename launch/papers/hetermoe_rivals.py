@@ -11,8 +11,8 @@ from functools import cache
 
 import numpy as np
 
-from ds_moe_ext.planners.zebra_step import HEAD_BACKWARD, StepPrice, ZebraShape, price_step
-from ds_moe_ext.planners.zebra_work import RankClass, TwoClasses, all_to_all_s
+from ds_moe_ext.cost.zebra_step import HEAD_BACKWARD, StepPrice, ZebraShape, price_step
+from ds_moe_ext.cost.zebra_work import RankClass, TwoClasses, all_to_all_s
 from ds_moe_ext.schedule.pipeline_orders import PIPELINES
 from ds_moe_ext.schedule.simulator import simulate
 from ds_moe_ext.schedule.task import (

@@ -26,7 +26,7 @@ from hetermoe_figures import (
 )
 from hetermoe_setups import ASSUMED, FIGURE_7, FIGURE_8, FIGURE_9, KI, LENGTHS, LOST
 
-from ds_moe_ext.planners.zebra_step import StepPrice
+from ds_moe_ext.cost.zebra_step import StepPrice
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

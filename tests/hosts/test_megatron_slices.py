@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_moe_ext.cost.lines import Line
 from ds_moe_ext.planners.layer_pipelines import Placed
-from ds_moe_ext.planners.pipeline_lines import Line
 from ds_moe_ext.steps.gradient_counts import Reduced
 from ds_moe_ext.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.strategies.esp import Pipelined

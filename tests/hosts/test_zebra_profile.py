@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ds_moe_ext.cost.zebra_step import LayerTimes
 from ds_moe_ext.layout import world
-from ds_moe_ext.planners.asym_ea import LayerTimes, ZebraGroup
+from ds_moe_ext.planners.asym_ea import ZebraGroup
 from ds_moe_ext.planners.zebra_choice import Stripes, Timed, step_seconds
 from ds_moe_ext.report.units import seconds_text
 from tests.hosts import jobs

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.split import Split
+from ds_moe_ext.planners.copy_split import Split
 from ds_moe_ext.schedule.task import INTER, PARAM, Lane
 from ds_moe_ext.schedule.wires import Beside
 from ds_moe_ext.share import NearestCopy

@@ -13,9 +13,8 @@ from fsmoe_tables import Interference, Plan, Reduced, closed_s, simulated_s, sum
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.planners.degree import LayerCosts
-from ds_moe_ext.planners.linear import LinearCost
-from ds_moe_ext.planners.partition import AllReduce
+from ds_moe_ext.cost.layer_costs import LayerCosts
+from ds_moe_ext.cost.lines import AllReduce, LinearCost
 from ds_moe_ext.schedule.pipeline_orders import PIPELINES, Slices
 from ds_moe_ext.schedule.simulator import simulate
 from ds_moe_ext.schedule.task import COMPUTE, INTER, INTRA, Lane, Op, Span, Task

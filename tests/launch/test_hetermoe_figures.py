@@ -17,7 +17,7 @@ from hetermoe_figures import PAPER, Compared, Means, Way
 from hetermoe_setups import FIGURE_7, FIGURE_8, FIGURE_9, KI, LENGTHS, LOST, MODELS, O1, T4, V100
 from pytest import approx
 
-from ds_moe_ext.planners.zebra_step import StepPrice
+from ds_moe_ext.cost.zebra_step import StepPrice
 
 WAY = Way()
 NEAR = 0.10

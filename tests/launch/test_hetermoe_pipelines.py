@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pytest import approx
 
+from ds_moe_ext.cost.zebra_work import MoeModel, RankClass, TwoClasses
 from ds_moe_ext.hardware import Link
-from ds_moe_ext.planners.zebra_work import MoeModel, RankClass, TwoClasses
 from tests.planners.plainly import PROPERTY
 
 

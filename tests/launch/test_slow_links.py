@@ -27,16 +27,11 @@ from slow_links_figures import (
     travel,
 )
 
+from ds_moe_ext.cost.block_costs import cell_rows
+from ds_moe_ext.cost.prices import Prices, flow_seconds, nearest_copy_flow, step_seconds
 from ds_moe_ext.load import write_loads, zipf_loads
 from ds_moe_ext.moe.observation import TimedTask
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.block_costs import cell_rows
-from ds_moe_ext.planners.prices import (
-    Prices,
-    flow_seconds,
-    nearest_copy_flow,
-    step_seconds,
-)
 from ds_moe_ext.schedule.executor import InlineLanes
 from ds_moe_ext.schedule.task import ATTENTION, EXPERT, GATHER, JOIN, RESTORE, Op, Span, Task
 from ds_moe_ext.share import LocalElseHome, NearestCopy

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_moe_ext.cost.zebra_step import LayerTimes
 from ds_moe_ext.planners.asym_ea import (
     VARIANTS,
     Chunk,
-    LayerTimes,
     Squeeze,
     ZebraGroup,
     assign_experts,

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_moe_ext.cost.prices import Prices, busiest_link, step_seconds
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.calibrate import calibrate, guarded
 from ds_moe_ext.planners.materialize import materialize
-from ds_moe_ext.planners.prices import Prices, step_seconds
-from ds_moe_ext.planners.volume import busiest_link
 from ds_moe_ext.share import NearestCopy
 from tests.planners.plainly import HOME, NODE_C, PROPERTY, holdings, small_models
 

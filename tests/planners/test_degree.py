@@ -14,23 +14,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_moe_ext.cost.layer_costs import (
+    Chunks,
+    LayerCosts,
+    link_seconds,
+    makespans,
+    path_seconds,
+    windows,
+)
+from ds_moe_ext.cost.lines import LinearCost
 from ds_moe_ext.planners.degree import (
     BRANCHES,
     PLANNERS,
-    Chunks,
-    LayerCosts,
     best_degree,
     case_of,
     case_seconds,
     fastest_seconds,
-    link_seconds,
-    makespans,
     margins,
-    path_seconds,
     solved_degree,
-    windows,
 )
-from ds_moe_ext.planners.linear import LinearCost
 from ds_moe_ext.schedule.simulator import Timeline, simulate
 from ds_moe_ext.schedule.step import in_lanes
 from ds_moe_ext.schedule.task import (

@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_moe_ext.cost.layer_costs import LayerCosts
+from ds_moe_ext.cost.lines import AllReduce, LinearCost
 from ds_moe_ext.planners import evolution
-from ds_moe_ext.planners.degree import LayerCosts
 from ds_moe_ext.planners.layer_pipelines import SOLVERS
-from ds_moe_ext.planners.linear import LinearCost
 from ds_moe_ext.planners.partition import (
-    AllReduce,
     BackwardLayer,
     GradientPartition,
     fill_windows,

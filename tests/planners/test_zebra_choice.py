@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pytest import approx
 
+from ds_moe_ext.cost.zebra_step import LayerTimes
 from ds_moe_ext.hardware import Link
-from ds_moe_ext.planners.asym_ea import VARIANTS, LayerTimes, ZebraGroup, assign_experts
+from ds_moe_ext.planners.asym_ea import VARIANTS, ZebraGroup, assign_experts
 from ds_moe_ext.planners.zebra_choice import (
     USABLE,
     Memory,

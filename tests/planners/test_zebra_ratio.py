@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pytest import approx
 
+from ds_moe_ext.cost.zebra_step import ZebraShape, price_step, stripe_times
+from ds_moe_ext.cost.zebra_work import MoeModel, RankClass, TwoClasses
 from ds_moe_ext.hardware import Link
 from ds_moe_ext.planners.asym_ea import ZebraGroup, assign_experts
 from ds_moe_ext.planners.zebra_ratio import (
@@ -19,8 +21,6 @@ from ds_moe_ext.planners.zebra_ratio import (
     price_shape,
     price_shapes,
 )
-from ds_moe_ext.planners.zebra_step import ZebraShape, price_step, stripe_times
-from ds_moe_ext.planners.zebra_work import MoeModel, RankClass, TwoClasses
 from tests.planners.plainly import PROPERTY
 
 RANKS = TwoClasses(

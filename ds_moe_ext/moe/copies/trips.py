@@ -13,7 +13,7 @@ import numpy as np
 import torch.distributed as dist
 
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.split import Split
+from ds_moe_ext.planners.copy_split import Split
 from ds_moe_ext.strategy import Plan
 from ds_moe_ext.transfer import Part, gather_rounds
 

@@ -8,14 +8,15 @@ here. Shape letters: C ranks, L layers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
 
-from ds_moe_ext.planners.asym_ea import LayerTimes
-from ds_moe_ext.planners.zebra_work import TwoClasses, all_to_all_s
+from ds_moe_ext.cost.zebra_work import TwoClasses, all_to_all_s
 from ds_moe_ext.schedule.simulator import simulate
 from ds_moe_ext.schedule.stripes import (
     ATTENTION,
@@ -30,6 +31,31 @@ from ds_moe_ext.schedule.stripes import (
 from ds_moe_ext.schedule.task import Op, Schedule, Task
 
 HEAD_BACKWARD = 2.0  # its activations are there still
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTimes:
+    """Forward of one layer and one micro-batch, in seconds or any other unit of time.
+
+    Attributes:
+        attention_s: of all but the experts, on an attention rank.
+        expert_s: of what one expert rank computes if nothing moves.
+        expert_on_attention_s: of the same rows on an attention rank.
+    """
+
+    attention_s: float
+    expert_s: float
+    expert_on_attention_s: float
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be a finite time of at least 0")
+
+    @property
+    def gather_s(self) -> Fraction:
+        """By how much the bubble grows with each layer; below 0 where attention is slower."""
+        return Fraction(self.expert_s) - Fraction(self.attention_s)
 
 
 @dataclass(frozen=True, kw_only=True)

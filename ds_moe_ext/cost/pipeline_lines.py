@@ -1,7 +1,7 @@
 """What the operations of an MoE layer's pipeline cost: straight lines (FSMoE, eq. 1). Pure.
 
-``cost.pipeline`` measures them on a run's own ranks; ``described_lines`` takes them from a hardware
-file. Either way all ranks have the same, and plan by them.
+``measure.pipeline_probe`` measures them on a run's own ranks; ``described_lines`` takes them from a
+hardware file. Either way all ranks have the same, and plan by them.
 """
 
 from __future__ import annotations
@@ -10,40 +10,9 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 
+from ds_moe_ext.cost.layer_costs import LayerCosts
+from ds_moe_ext.cost.lines import FREE, AllReduce, Line
 from ds_moe_ext.hardware import Hardware, Link
-from ds_moe_ext.planners.degree import LayerCosts
-from ds_moe_ext.planners.linear import LinearCost
-from ds_moe_ext.planners.partition import AllReduce
-from ds_moe_ext.planners.prices import check_costs
-
-
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """``alpha_s + units * beta_s`` seconds for each call.
-
-    Attributes:
-        alpha_s: seconds to start a call.
-        beta_s: seconds of one unit.
-        r_squared: of the line through what was measured; None where nothing was.
-
-    Raises:
-        ValueError: seconds below zero or not finite.
-    """
-
-    alpha_s: float = 0.0
-    beta_s: float = 0.0
-    r_squared: float | None = None
-
-    def __post_init__(self) -> None:
-        check_costs({"alpha_s": self.alpha_s, "beta_s": self.beta_s})
-
-    def over(self, n: float) -> LinearCost:
-        """The cost of ``n`` units, which chunks share."""
-        return LinearCost(alpha_s=self.alpha_s, beta_s=self.beta_s, n=n)
-
-
-FREE = Line()
-"""Of a collective among one rank."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.planners.degree import LayerCosts, best_degree
+from ds_moe_ext.cost.layer_costs import LayerCosts
+from ds_moe_ext.cost.lines import AllReduce, LinearCost
+from ds_moe_ext.planners.degree import best_degree
 from ds_moe_ext.planners.layer_pipelines import (
     NOWHERE,
     SOLVERS,
@@ -22,8 +24,7 @@ from ds_moe_ext.planners.layer_pipelines import (
     place,
     plan_pipelines,
 )
-from ds_moe_ext.planners.linear import LinearCost
-from ds_moe_ext.planners.partition import AllReduce, BackwardLayer, partition_gradients
+from ds_moe_ext.planners.partition import BackwardLayer, partition_gradients
 from ds_moe_ext.schedule.pipeline_orders import PIPELINES, Pipeline
 
 GATHER = LinearCost(alpha_s=0.1, beta_s=1e-3, n=1000)

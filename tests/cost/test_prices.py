@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_moe_ext.cost.prices import PARTS, Prices, nearest_copy_flow, step_seconds
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.prices import PARTS, Prices, nearest_copy_flow, step_seconds
 from ds_moe_ext.share import NearestCopy
 from tests.planners.plainly import HOME, NODE_C, PROPERTY, ROWS_CE, small_models
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ds_moe_ext.cost.lines import check_costs
+from ds_moe_ext.cost.prices import TRIPS
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.prices import TRIPS, check_costs
 
 FORWARD, BACKWARD = 1, 2  # expert computations: equations (2) and (3)
 

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_moe_ext.planners.overlap import (
-    BytesPerWeight,
-    copies_that_fit,
-    memory_overhead,
-    overlap_degree,
-)
+from ds_moe_ext.cost.overlap import copies_that_fit, overlap_degree
 
 
 @pytest.mark.parametrize(
@@ -41,12 +36,3 @@ def test_copies_that_fit() -> None:
     # Released after forward: one layer's copies and their gradients: 100 / 6.
     assert copies_that_fit(100, expert_bytes=3, layers_held=1, layers_reduced=1) == 16
     assert copies_that_fit(-5, expert_bytes=3, layers_held=1) == 0
-
-
-def test_h11_memory() -> None:
-    """Copies 4.73 times the shard, of which one layer's are 9.8 %."""
-    all_layers, one_layer = 4.73, 0.098 * 4.73
-    assert memory_overhead(all_layers, one_layer) == pytest.approx(0.649, abs=5e-4)
-    assert memory_overhead(one_layer, one_layer) == pytest.approx(0.116, abs=5e-4)
-    assert BytesPerWeight().owned == 16
-    assert memory_overhead(1.0, 0.0, BytesPerWeight(parameter=4, gradient=4, optimizer=8)) == 0.25

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from ds_moe_ext.cost.lines import Line
+from ds_moe_ext.cost.pipeline_lines import described_line
 from ds_moe_ext.hardware import Hardware
-from ds_moe_ext.planners.pipeline_lines import Line, described_line
 
 
 class Way(Enum):

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.block_costs import (
+from ds_moe_ext.cost.block_costs import (
     block_seconds,
     cell_rows,
     copied_experts,
@@ -21,6 +20,7 @@ from ds_moe_ext.planners.block_costs import (
     placement_seconds,
     whole_rows,
 )
+from ds_moe_ext.placement import Placement
 from ds_moe_ext.share import LocalElseHome
 from tests.planners.plainly import (
     BLOCK_PRICES,

@@ -7,12 +7,12 @@ all layers, C cells, N nodes.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from ds_moe_ext.cost.lines import check_costs
 from ds_moe_ext.placement import Placement
 
 TRIPS = 4  # of a row: dispatch and combine, forward and backward
@@ -42,19 +42,6 @@ class Prices:
 
     def __post_init__(self) -> None:
         check_costs(vars(self))
-
-
-def check_costs(costs: Mapping[str, float]) -> None:
-    """Refuse costs by name that cannot be; bandwidths end in ``_per_s``.
-
-    Raises:
-        ValueError: one is below zero or not finite, or a bandwidth is zero.
-    """
-    for name, value in costs.items():
-        if not 0 <= value < math.inf or (value == 0 and name.endswith("_per_s")):
-            raise ValueError(
-                f"{name} is {value}; costs are finite and not below zero, bandwidths above it"
-            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,3 +128,19 @@ def flow_seconds(flow: RowFlow, *, prices: Prices) -> np.ndarray:
     )
     seconds_L: np.ndarray = prices.row_s * flow.computed_LC.max(axis=1) + TRIPS * all_to_all_L
     return seconds_L
+
+
+def busiest_link(home: Placement, before: Placement, after: Placement, node_C: np.ndarray) -> int:
+    """Experts that the busiest cell or node sends or receives when ``before`` becomes ``after``.
+
+    Counts as the sparse gather moves them: an expert leaves its home, or its home's node, once, and
+    enters each node that had no copy of it once (spec rules 22 and 38, choice B7).
+    """
+    is_on_CN = node_C[:, None] == np.unique(node_C)
+    new_EC = after.holds_EC & ~before.holds_EC
+    new_EN = (after.holds_EC @ is_on_CN) & ~(before.holds_EC @ is_on_CN)
+    owner_E = home.owner_E
+    sent_C = np.bincount(owner_E[new_EC.any(axis=1)], minlength=home.num_cells)
+    out_C = np.bincount(owner_E[new_EN.any(axis=1)], minlength=home.num_cells)
+    links = (new_EC.sum(axis=0), new_EN.sum(axis=0), sent_C, out_C @ is_on_CN)
+    return max(int(link.max()) for link in links)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_moe_ext.cost.block_costs import is_balanced, placement_seconds
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.block_costs import is_balanced, placement_seconds
 from ds_moe_ext.planners.prophet_greedy import BlockPlan, place_experts
 from tests.planners.plainly import (
     BLOCK_PRICES,

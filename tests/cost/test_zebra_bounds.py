@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pytest import approx
 
+from ds_moe_ext.cost.zebra_step import ZebraShape
+from ds_moe_ext.cost.zebra_work import MoeModel, RankClass, TwoClasses
 from ds_moe_ext.hardware import Link
 from ds_moe_ext.planners.zebra_ratio import price_shape
-from ds_moe_ext.planners.zebra_step import ZebraShape
-from ds_moe_ext.planners.zebra_work import MoeModel, RankClass, TwoClasses
+from tests.cost.zebra_bounds import Bounds
 from tests.planners.plainly import PROPERTY
-from tests.planners.zebra_bounds import Bounds
 
 
 def bounds_of(

@@ -11,6 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_moe_ext.cost.lines import FREE, AllReduce, Line
+from ds_moe_ext.cost.pipeline_lines import (
+    LayerRows,
+    PipelineLines,
+    Usage,
+    described_lines,
+    layer_costs,
+)
 from ds_moe_ext.hardware import (
     Collectives,
     Device,
@@ -22,16 +30,6 @@ from ds_moe_ext.hardware import (
     read_hardware,
 )
 from ds_moe_ext.planners.degree import best_degree
-from ds_moe_ext.planners.partition import AllReduce
-from ds_moe_ext.planners.pipeline_lines import (
-    FREE,
-    LayerRows,
-    Line,
-    PipelineLines,
-    Usage,
-    described_lines,
-    layer_costs,
-)
 
 FOLDER = Path(__file__).parents[2] / "configs" / "hardware"
 GPU = Device(name="a GPU", flops_per_s=Flops(bf16=300e12, fp16=200e12))

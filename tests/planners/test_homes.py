@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_moe_ext.placement import Placement, even_homes
-from ds_moe_ext.planners.shard import shard
+from ds_moe_ext.planners.homes import shard
 from tests.planners.plainly import (
     NODE_C,
     PROPERTY,

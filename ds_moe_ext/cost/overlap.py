@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 
 def overlap_degree(
@@ -43,34 +42,3 @@ def copies_that_fit(
             are taken to fit elsewhere, as in the spec's formula for the default mode.
     """
     return max(math.floor(free_bytes / ((layers_held + layers_reduced) * expert_bytes)), 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BytesPerWeight:
-    """Memory of one weight in training; the defaults are 16 bits and Adam (spec rule 40)."""
-
-    parameter: float = 2.0
-    gradient: float = 2.0
-    optimizer: float = 12.0
-
-    @property
-    def owned(self) -> float:
-        """Of a weight at home."""
-        return self.parameter + self.gradient + self.optimizer
-
-
-MIXED_ADAM = BytesPerWeight()
-
-
-def memory_overhead(
-    held: float, reduced: float, bytes_per_weight: BytesPerWeight = MIXED_ADAM
-) -> float:
-    """Memory of the copies over that of the experts at home (spec rule 40).
-
-    Args:
-        held: weights of all copies in memory at once, over the weights at home.
-        reduced: weights of those copies whose gradients are in memory at once, likewise.
-        bytes_per_weight: of a weight at home and of its copy.
-    """
-    copies = bytes_per_weight.parameter * held + bytes_per_weight.gradient * reduced
-    return copies / bytes_per_weight.owned
