@@ -17,8 +17,7 @@ from typing import Any
 
 from ds_moe_ext.moe.gate import Gate
 from ds_moe_ext.moe.gates.gate_object import read_gate
-from ds_moe_ext.moe.hooks import NO_HOOKS, Hooked
-from ds_moe_ext.moe.named_hooks import read_hooks
+from ds_moe_ext.moe.hooks import NO_HOOKS, Hooked, read_hooks
 from ds_moe_ext.strategies import ep, fssdp, prophet, zebra  # noqa: F401  register themselves
 from ds_moe_ext.strategies.esp import ExpertSharding
 from ds_moe_ext.strategy import Strategy, class_at, registered

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ds_moe_ext.moe.order import Restore, weighing_grads
+from ds_moe_ext.moe.restore import Restore, weighing_grads
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule import wires
 from ds_moe_ext.schedule.orders import stage_major

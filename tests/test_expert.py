@@ -16,7 +16,7 @@ from ds_moe_ext.moe.expert import (
     grouped_linear,
     silu_gated,
 )
-from ds_moe_ext.moe.order import SlotRows
+from ds_moe_ext.moe.route import SlotRows
 from tests.reference import relative_error
 
 S, D, F = 4, 8, 12

@@ -25,9 +25,8 @@ from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.moe.codecs import BFloat16, Codec, Int8
 from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import SoftmaxTopK
-from ds_moe_ext.moe.hooks import Batch, CallbackBase, Hook, Hooked, Hooks, Moe
+from ds_moe_ext.moe.hooks import Batch, CallbackBase, Hook, Hooked, Hooks, Moe, read_hooks
 from ds_moe_ext.moe.layer import LayerOptions, MoELayer, RoutedExperts
-from ds_moe_ext.moe.named_hooks import read_hooks
 from ds_moe_ext.moe.sharding import Along, Shard
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.settings import read_settings

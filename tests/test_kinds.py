@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ds_moe_ext.moe.kinds import check_kinds, kind_of
+from ds_moe_ext.moe.order import check_kinds, kind_of
 
 TRAINING = kind_of(2, is_training=True, is_graded=True)
 EVALUATION = kind_of(2, is_training=False, is_graded=False)

@@ -18,17 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_moe_ext.moe import order
-from ds_moe_ext.moe.kinds import kind_of
-from ds_moe_ext.moe.order import (
-    LayerRoute,
-    Order,
-    Restore,
-    Seat,
-    SlotRows,
-    one_cell_route,
-    rows_of_experts,
-    transposed_blocks,
-)
+from ds_moe_ext.moe.order import Order, Seat, kind_of, rows_of_experts
+from ds_moe_ext.moe.restore import Restore
+from ds_moe_ext.moe.route import LayerRoute, SlotRows, one_cell_route, transposed_blocks
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.task import Cut, Span, spans
 from ds_moe_ext.share import LocalElseHome, NearestCopy, Share

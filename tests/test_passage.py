@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
-from ds_moe_ext.moe.order import one_cell_route
+from ds_moe_ext.moe.route import one_cell_route
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.task import Span
 from ds_moe_ext.zebra import striped_model

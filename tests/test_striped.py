@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from ds_moe_ext.layout import Grid, ParallelLayout, group_among
 from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
-from ds_moe_ext.moe.order import LayerRoute, Order, one_cell_route
+from ds_moe_ext.moe.order import Order
+from ds_moe_ext.moe.route import LayerRoute, one_cell_route
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.roles import Roles
 from ds_moe_ext.schedule.executor import ThreadLanes

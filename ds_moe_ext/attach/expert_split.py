@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.moe.expert import ExpertFunction, on_shard
-from ds_moe_ext.moe.order import SlotRows
+from ds_moe_ext.moe.route import SlotRows
 from ds_moe_ext.moe.sharding import WHOLE, Along, Shard
 
 NUM_ROWS = 3

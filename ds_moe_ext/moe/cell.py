@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_moe_ext.comm import AllToAll, all_gather_rows, all_to_all_rows, reduce_scatter_rows
-from ds_moe_ext.moe.order import CellRoute, LayerRoute
+from ds_moe_ext.moe.route import CellRoute, LayerRoute
 from ds_moe_ext.schedule.task import Span
 
 

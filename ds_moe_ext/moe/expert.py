@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ds_moe_ext.moe.local_stage import gradients, run_apart
-from ds_moe_ext.moe.order import LayerRoute, SlotRows
+from ds_moe_ext.moe.route import LayerRoute, SlotRows
 from ds_moe_ext.moe.sharding import WHOLE, Shard
 from ds_moe_ext.schedule.program import added
 from ds_moe_ext.schedule.task import Span

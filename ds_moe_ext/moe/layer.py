@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,21 +19,20 @@ from ds_moe_ext.cost.exchange import BY_NODES, Way
 from ds_moe_ext.layout import GRID, ParallelLayout
 from ds_moe_ext.moe.cell import CellGather, CellScatter, CellWire
 from ds_moe_ext.moe.codecs import Codec
-from ds_moe_ext.moe.copies.aside import Ahead, Aside
 from ds_moe_ext.moe.copies.join import Join, finished, started
 from ds_moe_ext.moe.copies.layer_copies import Copies
 from ds_moe_ext.moe.copies.slab import Weights
 from ds_moe_ext.moe.copies.trips import Place
-from ds_moe_ext.moe.copies.windows import Windows
 from ds_moe_ext.moe.dispatch import Combine, Dispatch, Wire
 from ds_moe_ext.moe.expert import Expert, ExpertFunction
 from ds_moe_ext.moe.gate import GateFunction
 from ds_moe_ext.moe.hooks import NO_HOOKS, Batch, Hook, Hooked, Moe, watched
-from ds_moe_ext.moe.joint import Joint, Likeness
-from ds_moe_ext.moe.kinds import kind_of
-from ds_moe_ext.moe.local_stage import Local
+from ds_moe_ext.moe.local_stage import Aside, Local
 from ds_moe_ext.moe.observation import RowsSeen, TasksSeen, tell
-from ds_moe_ext.moe.order import Order, Restore, Seat
+from ds_moe_ext.moe.order import Order, Seat, kind_of
+from ds_moe_ext.moe.restore import Restore
+from ds_moe_ext.moe.turns import Likeness, Turns
+from ds_moe_ext.moe.windows import Windows
 from ds_moe_ext.schedule.executor import Lanes, Mark, lanes_for
 from ds_moe_ext.schedule.pipeline_orders import QUEUED, reductions
 from ds_moe_ext.schedule.program import Program, Stage, in_backward
@@ -112,10 +112,9 @@ class RoutedExperts:
         row_dtype: their type.
         function: what an expert computes.
         copies: of other ranks' experts; None where the strategy makes none.
-        ahead: the next plan, where it is made in the program.
         windows: times of what the host computes between this layer and the one before.
         slices: what reduces dense gradients beside this layer; None where the host does it alone.
-        joint: in whose blocks ranks run what others run; None where there has been none.
+        turns: by which ranks run what others run; None where there has been no such block.
     """
 
     def __init__(
@@ -133,10 +132,10 @@ class RoutedExperts:
         self.tasks, self.meter = TasksSeen(), TasksSeen()
         self.row_width, self.row_dtype = 0, torch.float32
         self.copies: Copies | None = None
-        self.ahead = Ahead(self.rows)
+        self._planned: Plan | None = None  # the next plan, where the program made it
         self.windows = Windows(site.layer, (self.tasks, self.meter))
         self.slices: GradientSlices | None = None
-        self.joint: Joint | None = None
+        self.turns: Turns | None = None
         self._strategy = strategy
         self.function = function
         self._options = options or LayerOptions()
@@ -184,12 +183,19 @@ class RoutedExperts:
             following: of the next one, if there is one.
         """
         self.site = replace(self.site, plan=plan, following=following)
-        self.ahead = Ahead(self.rows)
-        self._started = None
+        self._planned = self._started = None
         if self.copies is not None:
             self.copies.take(plan)
         plan.share.prepare(self.site.layout.index("ep"))
         self._program.clear()
+
+    def successor(self, routed_CE: np.ndarray) -> Plan:
+        """The plan that follows the present one: as it was made while rows travelled, or from all
+        rows of the step, int64 ``[C, E]``; the present one if none does."""
+        plan = self.site.plan
+        if self._planned is not None or plan.successor is None:
+            return self._planned or plan
+        return plan.successor(routed_CE)
 
     def start_anew(self) -> None:
         """Other weights have been put in, as from a checkpoint."""
@@ -210,7 +216,7 @@ class RoutedExperts:
             weights: those of the call that follows.
             is_training: as the rows of the call will be counted.
         """
-        is_training = is_training and self._joint is None
+        is_training = is_training and self._turns is None
         if self.copies is not None and self.site.plan.is_joined:
             flight = self.copies.begin(weights, is_training=is_training)
             self._started, self._was_graded = started(flight, weights), torch.is_grad_enabled()
@@ -233,8 +239,8 @@ class RoutedExperts:
             is_training: likewise.
             block_input: what the host computes from: its gradient ends that in backward.
         """
-        if self._joint is not None:
-            self._joint.comes_to(self.site.layer)
+        if self._turns is not None:
+            self._turns.comes_to(self.site.layer)
         self.windows.block_begins(block_input)
         if self.copies is None:
             return
@@ -244,9 +250,9 @@ class RoutedExperts:
             self.copies.coming.launch_rest()
 
     @property
-    def _joint(self) -> Joint | None:
+    def _turns(self) -> Turns | None:
         """Where this rank is in a block of it."""
-        return self.joint if self.joint is not None and self.joint.is_open else None
+        return self.turns if self.turns is not None and self.turns.is_open else None
 
     def __call__(
         self, x_TD: Tensor, expert_TK: Tensor, score_TK: Tensor, weights: tuple[Tensor, ...]
@@ -262,14 +268,14 @@ class RoutedExperts:
         Returns:
             ``[T, D]``.
         """
-        joint = self._joint
-        if joint is not None:
-            joint.comes_to(self.site.layer)
-            joint.agree_on_rows(Likeness.of(x_TD, expert_TK.shape[1]))
+        turns = self._turns
+        if turns is not None:
+            turns.comes_to(self.site.layer)
+            turns.agree_on_rows(Likeness.of(x_TD, expert_TK.shape[1]))
             self.rows.begin(is_training=False)
         y_TD, *_ = self.run(x_TD, (expert_TK, score_TK), weights)
-        if joint is not None:
-            joint.ends()
+        if turns is not None:
+            turns.ends()
         return y_TD
 
     def run(self, x_TD: Tensor, given: tuple[Any, ...], weights: Weights) -> tuple[Tensor, ...]:
@@ -338,15 +344,20 @@ class RoutedExperts:
         return partial(tell, (self.tasks, self.meter), task)
 
     def _kind(self) -> int:
-        """Of the coming pass; see ``kinds``."""
+        """Of the coming pass; see ``kind_of``."""
         seen = self.rows
         return kind_of(self.site.layer, is_training=seen.is_training, is_graded=seen.is_graded)
 
     def _plan_ahead(self, copies: Copies) -> None:
-        if copies.is_last_pass():
-            planned = self.ahead.plan(self.site.plan)
-            copies.prepare(planned)
-            planned.share.prepare(copies.place.cell)
+        """Make the plan of the next step while the rows of this one travel."""
+        if not copies.is_last_pass():
+            return
+        plan = self.site.plan
+        if self.rows.counts and plan.successor is not None:
+            self._planned = plan.successor(self.rows.so_far_CE)
+        planned = self._planned or plan
+        copies.prepare(planned)
+        planned.share.prepare(copies.place.cell)
 
     def _stages(self, device: torch.device) -> Mapping[Op, Stage]:
         """Of each op: the strategy's own or the common one, as hooks see it, in either queue."""

@@ -1,4 +1,4 @@
-"""Any differentiable function of this rank's tensors as a stage; autograd gives its adjoint."""
+"""Stages from functions: those that autograd differentiates, and those with an effect alone."""
 
 from __future__ import annotations
 
@@ -122,6 +122,27 @@ class Local:
 
     def recut(self, span: Span, pieces: Any) -> tuple[Any, ...]:
         raise ValueError("a local stage has one task a layer; it is not cut anew for backward")
+
+
+@dataclass(frozen=True, eq=False)
+class Aside:
+    """A stage that only has an effect: what the task reads says when, not what.
+
+    Attributes:
+        act: called with the task's span.
+    """
+
+    act: Callable[[Span], None]
+
+    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        self.act(span)
+        return (None,), ()
+
+    def backward(self, span: Span, saved: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
+        return ()
+
+    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
+        return ()
 
 
 def _is_differentiable(leaf: Any) -> bool:

@@ -1,15 +1,17 @@
-"""Order and I-Order: which row goes where, and rows back to their tokens.
+"""Order: which row goes where. One exchange of counts, from which every rank makes the same routes.
 
-Shape letters: T tokens, K choices a token, N rows sent, R rows received, G rows gathered in a cell,
-F finest chunks, C cells, P places in a cell, S expert slots, E experts, D model width.
+With the counts goes the kind of pass a rank is in, so that ranks in passes that do not belong
+together learn it at once, in place of waiting for each other in vain. Shape letters: T tokens, K
+choices a token, N rows sent, F finest chunks, C cells, P places in a cell, S expert slots, E
+experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
-from itertools import chain
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,316 +19,53 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_moe_ext.all_to_all import Carrier, Trip
 from ds_moe_ext.comm import all_gather_counts, counts_on_host
 from ds_moe_ext.moe.gate import capacity_of, count, drop_over_capacity
-from ds_moe_ext.moe.kinds import check_kinds
+from ds_moe_ext.moe.route import LayerRoute, SlotRows, one_cell_route
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.rows import on_device, ranges, starts_of
-from ds_moe_ext.schedule.executor import OnDevice
 from ds_moe_ext.schedule.task import Cut, Span
 from ds_moe_ext.share import Share
 from ds_moe_ext.strategy import Destination
+from ds_moe_ext.watch import REMEDY
 
 
-@dataclass(frozen=True, eq=False)
-class SlotRows:
-    """How many rows each expert slot has; rows lie slot by slot.
+class Kind(IntEnum):
+    """Of a pass. Ranks may mix the last with any other: nobody knows what comes of it."""
 
-    Attributes:
-        end_S: where each slot's rows end, int32 ``[S]`` on the device, as grouped GEMM wants it.
-        num_rows: rows in all.
-    """
-
-    end_S: Tensor
-    num_rows: int
-    _host: list[tuple[int, ...]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, rows_S: np.ndarray, device: torch.device) -> SlotRows:
-        """From counts that the host knows."""
-        end_S = on_device(np.cumsum(rows_S).astype(np.int32), device)
-        return cls(end_S, int(rows_S.sum()), [tuple(rows_S.tolist())])
-
-    def on_host(self) -> tuple[int, ...]:
-        """Rows of each slot. Waits for the device if only the device knows."""
-        if not self._host:
-            self._host.append(tuple(self.end_S.diff(prepend=self.end_S.new_zeros(1)).tolist()))
-        return self._host[0]
-
-    def between(self, start: int, stop: int) -> SlotRows:
-        """Those of some slots alone. Waits for the device if only the device knows."""
-        rows_S = self.on_host()
-        before = sum(rows_S[:start])
-        own = rows_S[start:stop]
-        return SlotRows(self.end_S[start:stop] - before, sum(own), [own])
+    TRAINING = 0
+    EVALUATION = 1
+    OTHER = 2
 
 
-@dataclass(frozen=True, eq=False)
-class Route:
-    """How the rows of one span travel. Integers only: nothing here carries a gradient.
-
-    Attributes:
-        choice_N: position of each sent row in the span's flattened ``[T, K]`` choices, int64, in
-            send order: by cell, then chunk, slot and token.
-        token_N: its token in the span.
-        sent_C: rows for each cell.
-        received_C: rows from each cell.
-        slots: rows of each of this cell's slots.
-        by_slot_R: takes rows from arrival order (sender, chunk, slot) to slot order; None where
-            they are the same.
-        by_arrival_R: its inverse.
-        num_tokens: tokens ``T`` of the span.
-        top_k: choices ``K``.
-    """
-
-    choice_N: Tensor
-    token_N: Tensor
-    sent_C: tuple[int, ...]
-    received_C: tuple[int, ...]
-    slots: SlotRows
-    by_slot_R: Tensor | None
-    by_arrival_R: Tensor | None
-    num_tokens: int
-    top_k: int
-
-    @property
-    def is_full(self) -> bool:
-        """Whether every choice travels: none was dropped."""
-        return self.choice_N.numel() == self.num_tokens * self.top_k
-
-    def to_slots(self, rows_RD: Tensor) -> Tensor:
-        """Arrival order to slot order."""
-        return rows_RD if self.by_slot_R is None else rows_RD.index_select(0, self.by_slot_R)
-
-    def to_arrival(self, rows_RD: Tensor) -> Tensor:
-        """Slot order to arrival order."""
-        return rows_RD if self.by_arrival_R is None else rows_RD.index_select(0, self.by_arrival_R)
-
-    @cached_property
-    def row_N(self) -> Tensor:
-        """Where each choice lies in send order, int64 ``[T * K]``; only if the route is full."""
-        row_N = torch.empty_like(self.choice_N)
-        numbers_N = torch.arange(self.choice_N.numel(), device=self.choice_N.device)
-        return row_N.scatter_(0, self.choice_N, numbers_N)
-
-    def spread(self, rows_ND: Tensor) -> Tensor:
-        """Rows in send order to ``[T, K, D]``; zeros where a choice was dropped."""
-        num_choices, width = self.num_tokens * self.top_k, rows_ND.shape[1]
-        if self.is_full:
-            out = rows_ND.index_select(0, self.row_N)
-        else:
-            out = rows_ND.new_zeros(num_choices, width).index_copy_(0, self.choice_N, rows_ND)
-        return out.view(self.num_tokens, self.top_k, width)
-
-    def sum_by_token(self, rows_ND: Tensor, weight_TK: Tensor | None = None) -> Tensor:
-        """Add the rows of each token, times their weights, to ``[T, D]``.
-
-        Sums in the weights' precision, over choices in order, so that the result is deterministic.
-        """
-        has_kernel = weight_TK is None or weight_TK.dtype == rows_ND.dtype
-        if rows_ND.is_cpu and rows_ND.numel() and self.is_full and has_kernel:
-            # One pass over the rows. The same kernel on CUDA is slower than the passes below.
-            row_TK = self.row_N.view(self.num_tokens, self.top_k)
-            return torch.nn.functional.embedding_bag(
-                row_TK, rows_ND, per_sample_weights=weight_TK, mode="sum"
-            )
-        y_TKD = self.spread(rows_ND)
-        if weight_TK is None:
-            return y_TKD[:, 0] if self.top_k == 1 else y_TKD.sum(dim=1)
-        total_TD = y_TKD[:, 0] * weight_TK[:, :1]
-        for k in range(1, self.top_k):
-            total_TD.addcmul_(y_TKD[:, k], weight_TK[:, k : k + 1])
-        return total_TD.to(rows_ND.dtype)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All index tensors that were made so far."""
-        made = (*vars(self).values(), self.slots.end_S)
-        return tuple(x for x in made if isinstance(x, Tensor))
+def kind_of(layer: int, *, is_training: bool, is_graded: bool) -> int:
+    """The layer that a rank runs, and in what kind of pass, as one number."""
+    if is_training != is_graded:
+        kind = Kind.OTHER
+    else:
+        kind = Kind.TRAINING if is_training else Kind.EVALUATION
+    return layer * len(Kind) + kind
 
 
-@dataclass(frozen=True, eq=False)
-class CellRoute:
-    """How the rows of one span meet on the ranks of a cell, which split every expert.
-
-    Gathered, rows lie place by place and there slot by slot; they are computed slot by slot.
-
-    Attributes:
-        rows_P: rows that arrived at each place.
-        slots: rows of each slot, of all places.
-        by_slot_G: takes gathered rows to slot order; None where they lie so.
-        by_place_G: its inverse.
-    """
-
-    rows_P: tuple[int, ...]
-    slots: SlotRows
-    by_slot_G: Tensor | None
-    by_place_G: Tensor | None
-
-    @classmethod
-    def of(cls, rows_PS: np.ndarray, device: torch.device) -> CellRoute:
-        """From the rows that each place has for each slot, on the host."""
-        in_order = min(rows_PS.shape) == 1
-        return cls(
-            rows_P=tuple(rows_PS.sum(axis=1).tolist()),
-            slots=SlotRows.of(rows_PS.sum(axis=0), device),
-            by_slot_G=None if in_order else transposed_blocks(rows_PS, (1, 0), device),
-            by_place_G=None if in_order else transposed_blocks(rows_PS.T, (1, 0), device),
-        )
-
-    def to_slots(self, rows_GD: Tensor) -> Tensor:
-        """Gathered order to slot order."""
-        return rows_GD if self.by_slot_G is None else rows_GD.index_select(0, self.by_slot_G)
-
-    def to_places(self, rows_GD: Tensor) -> Tensor:
-        """Slot order to gathered order."""
-        return rows_GD if self.by_place_G is None else rows_GD.index_select(0, self.by_place_G)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All index tensors."""
-        made = (self.slots.end_S, self.by_slot_G, self.by_place_G)
-        return tuple(x for x in made if x is not None)
-
-
-@dataclass(frozen=True, eq=False)
-class LayerRoute(OnDevice):
-    """The routes of all spans of one layer's pass; each is made when first asked for.
-
-    Attributes:
-        cut: where the finest chunks begin.
-        target: where experts compute.
-        top_k: choices ``K`` a token.
-        choice_N: sent choices by chunk, cell, slot and token, int64 ``[N]``.
-        sent_FC: rows of each chunk for each cell, on the host.
-        received_PCFS: rows that each rank of this cell has from each cell, of each chunk, for each
-            of the cell's slots.
-        place: this rank's place in its cell.
-        count_between: gives the rows of each chunk from each cell to each, of this rank's place,
-            int64 ``[F, C, C]``; asked once, and only where a carrier needs them.
-    """
-
-    cut: Cut
-    target: Placement
-    top_k: int
-    choice_N: Tensor
-    sent_FC: np.ndarray
-    received_PCFS: np.ndarray
-    place: int = 0
-    count_between: Callable[[], np.ndarray] | None = None
-    _routes: dict[Span, Route] = field(default_factory=dict)
-    _cells: dict[Span, CellRoute] = field(default_factory=dict)
-    _trips: dict[Span, Trip] = field(default_factory=dict)
-
-    def on(self, span: Span) -> Route:
-        """The route of a span of finest chunks."""
-        if span not in self._routes:
-            self._routes[span] = self._route(span)
-        return self._routes[span]
-
-    def in_cell(self, span: Span) -> CellRoute:
-        """How the rows of a span meet in the cell."""
-        if span not in self._cells:
-            rows_PS = self.received_PCFS[:, :, span.start : span.stop].sum(axis=(1, 2))
-            self._cells[span] = CellRoute.of(rows_PS, self.choice_N.device)
-        return self._cells[span]
-
-    @cached_property
-    def _between_FCC(self) -> np.ndarray:
-        assert self.count_between is not None, "one cell sends nothing"
-        return self.count_between()
-
-    def trip(self, span: Span, carrier: Carrier) -> Trip:
-        """How the rows of a span travel by a carrier; the same one every time."""
-        if span not in self._trips:
-            counts_CC = self._between_FCC[span.start : span.stop].sum(axis=0)
-            self._trips[span] = carrier.trip(counts_CC, self.choice_N.device)
-        return self._trips[span]
-
-    def computed(self, span: Span) -> SlotRows:
-        """Rows of each slot that this rank computes with its part of the experts."""
-        is_alone = self.received_PCFS.shape[0] == 1
-        return self.on(span).slots if is_alone else self.in_cell(span).slots
-
-    def _route(self, span: Span) -> Route:
-        chunks = slice(span.start, span.stop)
-        sent_FC, received_CFS = self.sent_FC[chunks], self.received_PCFS[self.place][:, chunks]
-        before = int(self.sent_FC[: span.start].sum())
-        choice_N = self.choice_N[before : before + int(sent_FC.sum())]
-        if sent_FC.shape[0] > 1:  # by chunk and cell, to by cell and chunk
-            choice_N = choice_N[transposed_blocks(sent_FC, (1, 0), choice_N.device)]
-        choice_N = choice_N - self.cut.first(span) * self.top_k if span.start else choice_N
-        slot_first = received_CFS.transpose(2, 0, 1)
-        in_order = min(received_CFS.shape[2], received_CFS.shape[0] * received_CFS.shape[1]) == 1
-        device = choice_N.device
-        return Route(
-            choice_N=choice_N,
-            token_N=choice_N // self.top_k,
-            sent_C=tuple(sent_FC.sum(axis=0).tolist()),
-            received_C=tuple(received_CFS.sum(axis=(1, 2)).tolist()),
-            slots=SlotRows.of(slot_first.sum(axis=(1, 2)), device),
-            by_slot_R=None if in_order else transposed_blocks(received_CFS, (2, 0, 1), device),
-            by_arrival_R=None if in_order else transposed_blocks(slot_first, (1, 2, 0), device),
-            num_tokens=self.cut.length(span),
-            top_k=self.top_k,
-        )
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        routes = (route.tensors() for route in self._routes.values())
-        cells = (route.tensors() for route in self._cells.values())
-        trips = (trip.tensors() for trip in self._trips.values())
-        return (self.choice_N, *chain.from_iterable(chain(routes, cells, trips)))
-
-    def rows_of(self, span: Span, pieces: Sequence[tuple[Span, Tensor]]) -> Tensor:
-        """Computed rows of a span in slot order, from those of overlapping spans in slot order."""
-        rows_SPCF = self.received_PCFS.transpose(3, 0, 1, 2)
-        starts_SPCF = np.zeros(rows_SPCF.shape, dtype=np.int64)
-        before = 0
-        for piece_span, rows in pieces:
-            chunks = slice(piece_span.start, piece_span.stop)
-            starts_SPCF[..., chunks] = before + starts_of(rows_SPCF[..., chunks])
-            before += rows.shape[0]
-        chunks = slice(span.start, span.stop)
-        joined = torch.cat([rows for _, rows in pieces])
-        index = ranges(starts_SPCF[..., chunks].ravel(), rows_SPCF[..., chunks].ravel())
-        return joined.index_select(0, on_device(index, joined.device))
-
-
-def transposed_blocks(lengths: np.ndarray, axes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Index that brings blocks of rows, stored in C order, into the order of transposed axes.
+def check_kinds(told_C: np.ndarray) -> None:
+    """Raises RuntimeError, on all ranks alike, where they are in passes that cannot be one.
 
     Args:
-        lengths: rows of each block, int64 of any number of dims.
-        axes: as in ``numpy.transpose``.
+        told_C: by ``kind_of``, of every rank of the grid.
     """
-    starts, moved = starts_of(lengths).transpose(axes), lengths.transpose(axes)
-    return on_device(ranges(starts.ravel(), moved.ravel()), device)
-
-
-def one_cell_route(expert_TK: Tensor, target: Placement) -> LayerRoute:
-    """The route where one cell holds all experts: no exchange, and no wait for the device."""
-    num_tokens, top_k = expert_TK.shape
-    # 32 bits: a radix sort then needs half the passes.
-    sorted_N, choice_N = expert_TK.flatten().int().sort(stable=True)
-    slots_S = torch.arange(target.num_slots, dtype=torch.int32, device=expert_TK.device)
-    end_S = torch.searchsorted(sorted_N, slots_S, right=True, out_int32=True)
-    whole = Span(0, 1)
-    num_rows = choice_N.numel()
-    route = Route(
-        choice_N=choice_N,
-        token_N=choice_N // top_k,
-        sent_C=(num_rows,),
-        received_C=(num_rows,),
-        slots=SlotRows(end_S, num_rows),
-        by_slot_R=None,
-        by_arrival_R=None,
-        num_tokens=num_tokens,
-        top_k=top_k,
-    )
-    nothing = np.zeros((1, 1), dtype=np.int64)  # spans other than the whole are never asked for
-    cut = Cut.equal(num_tokens, 1)
-    rows_PCFS = nothing[..., None, None]
-    routes = {whole: route}
-    return LayerRoute(cut, target, top_k, choice_N, nothing, rows_PCFS, _routes=routes)
+    if (told_C == told_C[0]).all():
+        return
+    layers, kinds = set((told_C // len(Kind)).tolist()), set((told_C % len(Kind)).tolist())
+    if len(layers) > 1 or {Kind.TRAINING, Kind.EVALUATION} <= kinds:
+        told = (divmod(int(told), len(Kind)) for told in told_C)
+        each = [
+            f"place {place}: layer {layer}, {Kind(kind).name.lower()}"
+            for place, (layer, kind) in enumerate(told)
+        ]
+        raise RuntimeError(
+            "the ranks that share experts have come to an MoE layer in passes that do not belong "
+            f"together ({'; '.join(each)}): {REMEDY}"
+        )
 
 
 def rows_of_experts(expert_TK: Tensor, cut: Cut, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -378,7 +117,7 @@ class Order:
             it does not wait for them, where this rank's rows end, expert by expert; and choices a
             token, and the share.
         revise: another destination once the rows are known.
-        kind: of the pass; it goes with the counts, see ``kinds``.
+        kind: of the pass; it goes with the counts, see ``kind_of``.
     """
 
     destination: Destination
@@ -467,46 +206,3 @@ def _by_destination(choice_N: Tensor, rows_FEC: np.ndarray, target: Placement) -
         return choice_N  # experts lie in index order, as in plain expert parallelism
     index = ranges(starts_FCS.ravel(), lengths_FCS.ravel())
     return choice_N[on_device(index, choice_N.device)]
-
-
-@dataclass(frozen=True)
-class Restore:
-    """I-Order: weigh each returned row by its score and add it to its token.
-
-    Reads rows ``[N, D]`` in send order, scores ``[T, K]`` and the route; writes ``[T, D]``.
-    """
-
-    def forward(
-        self, span: Span, returned_ND: Tensor, score_TK: Tensor, layer_route: LayerRoute
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        returned_ND, score_TK = returned_ND.detach(), score_TK.detach()
-        y_TD = layer_route.on(span).sum_by_token(returned_ND, score_TK)
-        return (y_TD,), (returned_ND, score_TK, layer_route)
-
-    def backward(
-        self, span: Span, saved: tuple[Any, ...], grad_TD: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        returned_ND, score_TK, layer_route = saved
-        return weighing_grads(layer_route.on(span), returned_ND, score_TK, grad_TD)
-
-    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
-        layer_route: LayerRoute = pieces[0][1][2]
-        cut, route = layer_route.cut, layer_route.on(span)
-        start = cut.first(span) - cut.first(pieces[0][0])
-        y = torch.cat([layer_route.on(other).spread(saved[0]) for other, saved in pieces])
-        y_TKD = y.narrow(0, start, route.num_tokens)
-        score = torch.cat([saved[1] for _, saved in pieces]).narrow(0, start, route.num_tokens)
-        return y_TKD.flatten(0, 1).index_select(0, route.choice_N), score, layer_route
-
-
-def weighing_grads(
-    route: Route, returned_ND: Tensor, score_TK: Tensor, grad_TD: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients of ``route.sum_by_token``: of rows ``[N, D]`` and of their weights ``[T, K]``."""
-    grad_ND = grad_TD.index_select(0, route.token_N)
-    grad_score_N = torch.sum(returned_ND * grad_ND, dim=1, dtype=score_TK.dtype)
-    grad_score_TK = torch.zeros_like(score_TK)
-    grad_score_TK.view(-1).index_copy_(0, route.choice_N, grad_score_N)
-    # In place: the product is rounded once, and never there in the scores' precision.
-    grad_ND *= score_TK.flatten().index_select(0, route.choice_N)[:, None]
-    return grad_ND, grad_score_TK

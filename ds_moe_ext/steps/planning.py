@@ -87,7 +87,7 @@ class Planning:
             self.plan()
         elif any(layer.routed.site.plan.successor is not None for layer in self.layers):
             pairs = zip((layer.routed for layer in self.layers), rows)
-            self._take([r.ahead.successor(r.site.plan, seen.routed_CE) for r, seen in pairs])
+            self._take([r.successor(seen.routed_CE) for r, seen in pairs])
         elif self._rhythm.plan_every and (step + 1) % self._rhythm.plan_every == 0:
             self.plan()
 

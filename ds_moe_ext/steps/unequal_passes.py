@@ -1,6 +1,6 @@
 """Passes that not all ranks run alike: evaluation and generation, on some ranks or at any length.
 
-See ``moe/joint.py``. A model's own ``generate`` is such a block on all ranks that call it.
+See ``moe/turns.py``. A model's own ``generate`` is such a block on all ranks that call it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from ds_moe_ext.attach.block_hooks import Launch, launches
 from ds_moe_ext.attach.replacement import AttachedLayer
 from ds_moe_ext.layout import GRID, group_among
-from ds_moe_ext.moe.joint import Joint, Serve
+from ds_moe_ext.moe.turns import Serve, Turns
 from ds_moe_ext.schedule.task import INTER
 from ds_moe_ext.settings import BLOCK
 from ds_moe_ext.steps.training_run import Run, run_of
@@ -63,44 +63,44 @@ def _joined(run: Run, device: torch.device) -> Iterator[None]:
     if run.blueprint.grid.size == 1:
         yield
         return
-    joint = _joint_of(run.layers, device)
-    joint.depth += 1
+    turns = _turns_of(run.layers, device)
+    turns.depth += 1
     try:
         yield
-        if joint.depth == 1:
-            joint.serve_until_all_are_done()
+        if turns.depth == 1:
+            turns.serve_until_all_are_done()
     except BaseException as error:
         WATCH.failed(error, "a block of ds_moe_ext.joined")
         for layer in run.layers:  # ranks may have left it in different layers
-            layer.routed.joint = None
+            layer.routed.turns = None
         raise
     finally:
-        joint.depth -= 1
+        turns.depth -= 1
 
 
-def _joint_of(layers: Sequence[AttachedLayer], device: torch.device) -> Joint:
+def _turns_of(layers: Sequence[AttachedLayer], device: torch.device) -> Turns:
     """Made when it is first needed: its communicator costs threads. Collective then."""
     first = layers[0].routed
-    if first.joint is None:
+    if first.turns is None:
         layout = first.site.layout
         WATCH.at(lambda: "the beginning of a block of ds_moe_ext.joined, or of generate")
         with Waiting(layout.group(GRID, INTER)):
             group = group_among(layout.lists_along(GRID), backend="gloo")
         servers = [_server(*pair, device) for pair in zip(layers, launches(layers))]
-        joint = Joint(group, servers)
+        turns = Turns(group, servers)
         for layer in layers:
-            layer.routed.joint = joint
-    assert first.joint is not None
-    return first.joint
+            layer.routed.turns = turns
+    assert first.turns is not None
+    return first.turns
 
 
 def _server(layer: AttachedLayer, launch: Launch, device: torch.device) -> Serve:
     """Runs a layer without rows."""
 
-    def serve(joint: Joint) -> None:
+    def serve(turns: Turns) -> None:
         if layer.routed.copies is not None:
             launch.begin(None)
-        likeness = joint.agree_on_rows(None)
+        likeness = turns.agree_on_rows(None)
         with likeness.autocast(device):
             layer.routed(*likeness.nothing(device), layer.hosted.weights())
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ds_moe_ext.comm import all_gather_counts, counts_on_host
 from ds_moe_ext.moe.dispatch import Combine, Dispatch
-from ds_moe_ext.moe.order import LayerRoute, Order, rows_of_experts
+from ds_moe_ext.moe.order import Order, rows_of_experts
+from ds_moe_ext.moe.route import LayerRoute
 from ds_moe_ext.rows import on_device
 from ds_moe_ext.schedule.executor import OnDevice
 from ds_moe_ext.schedule.task import Cut, Span, Task

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map
 
-from ds_moe_ext.moe.order import Route, weighing_grads
+from ds_moe_ext.moe.restore import weighing_grads
+from ds_moe_ext.moe.route import Route
 from ds_moe_ext.schedule.program import in_backward
 from ds_moe_ext.zebra.coroutine import Ask, Coroutine, RandomNumbers, Returned
 from ds_moe_ext.zebra.graph_cut import Pending, Root, backward_of_part, next_number

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_moe_ext.moe.order import Route
+from ds_moe_ext.moe.route import Route
 from ds_moe_ext.schedule.task import Task
 from ds_moe_ext.zebra.crossing import STRIPE, Met
 from ds_moe_ext.zebra.passage import Answer, Passage, Question

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from order_functions import IndexOrdering, OneHotOrdering, Ordering, Seats, room_of
 from torch import Tensor, nn
 
 from ds_moe_ext.attach.host_layer import any_name
@@ -23,8 +24,7 @@ from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import Gate, SoftmaxTopK
 from ds_moe_ext.moe.gates.gate_object import GATES
 from ds_moe_ext.moe.layer import MoELayer, RoutedExperts
-from ds_moe_ext.moe.order import SlotRows
-from ds_moe_ext.moe.orderings import IndexOrdering, OneHotOrdering, Ordering, Seats, room_of
+from ds_moe_ext.moe.route import SlotRows
 from ds_moe_ext.moe.sharding import WHOLE
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.strategies.ep import ExpertParallel

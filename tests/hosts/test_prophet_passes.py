@@ -10,9 +10,9 @@ import pytest
 from torch import Tensor
 
 from ds_moe_ext.comm import sparse_all_gather, sparse_reduce_scatter
-from ds_moe_ext.moe.copies.aside import Ahead
 from ds_moe_ext.moe.dispatch import Dispatch
 from ds_moe_ext.moe.expert import Expert
+from ds_moe_ext.moe.layer import RoutedExperts
 from tests.hosts.copied_runs import COPIES, check_equal, plain, run, varied
 from tests.hosts.jobs import Job, engine_of, loss_of, micro_batch
 from tests.hosts.test_fssdp_memory import Counted, counted
@@ -141,19 +141,19 @@ def check_carried(layer: int, moments: dict[tuple[str, str, int], Moment]) -> No
 def planned_ahead(rank: int, world_size: int, job: Job) -> int:
     """Plans that were made while their layer's rows were on their way, in the last step."""
     engine = engine_of(job, world_size)
-    meetings, dispatch, plan = Meetings(), Dispatch.forward, Ahead.plan
+    meetings, dispatch, plan = Meetings(), Dispatch.forward, RoutedExperts._plan_ahead
 
     def meet_plan(stage: Dispatch, *arguments: Any) -> Any:
         meetings.meet("plan", meetings.next_of("dispatch"))
         return dispatch(stage, *arguments)
 
-    def meet_dispatch(ahead: Ahead, *arguments: Any) -> Any:
+    def meet_dispatch(layer: RoutedExperts, *arguments: Any) -> Any:
         meetings.meet("plan", meetings.next_of("plan"))
-        return plan(ahead, *arguments)
+        return plan(layer, *arguments)
 
     with (
         mock.patch.object(Dispatch, "forward", meet_plan),
-        mock.patch.object(Ahead, "plan", meet_dispatch),
+        mock.patch.object(RoutedExperts, "_plan_ahead", meet_dispatch),
     ):
         for step in range(job.steps):
             meetings.is_on = step == job.steps - 1

@@ -32,7 +32,7 @@ from ds_moe_ext.hosts.deepspeed.startup import FINDERS, INITIALIZE, agree, bluep
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.hosts.deepspeed.training import training_of
 from ds_moe_ext.layout import Grid
-from ds_moe_ext.moe.tokens import Divided
+from ds_moe_ext.moe.token_parts import TokenParts
 from ds_moe_ext.settings import BLOCK
 from ds_moe_ext.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.steps.step_setup import Steps, planning_of
@@ -166,7 +166,7 @@ def _around(engine: Any, blueprint: Blueprint, here: Here) -> Around | None:
         return Pausing(here, settings.capacity_factor)
     if shares_tokens is None or settings.sequence_parallel:
         return None
-    return lambda layer, hosted: Divided(hosted.run, shares_tokens)
+    return lambda layer, hosted: TokenParts(hosted.run, shares_tokens)
 
 
 def _scale_of(engine: Any) -> Callable[[], float]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ds_moe_ext.moe.copies.layer_copies import Copies, Flight
 from ds_moe_ext.moe.copies.slab import Weights
-from ds_moe_ext.moe.order import LayerRoute
+from ds_moe_ext.moe.route import LayerRoute
 from ds_moe_ext.schedule.program import in_backward
 from ds_moe_ext.schedule.task import Span
 

@@ -1,9 +1,9 @@
-"""Ranks that run unlike numbers of passes: who has nothing to run serves the others.
+"""Turns of ranks that run unlike numbers of passes: who has nothing to run serves the others.
 
-A rank takes part in every exchange of a layer, also where it has no rows. Inside a joined block the
-ranks agree before each layer which one comes next, and those that wanted another one, or are done,
-run it without rows. So every rank runs the same layers in the same order, whatever its own passes
-are. Nothing has gradients there.
+A rank takes part in every exchange of a layer, also where it has no rows. Inside a block of
+``ds_moe_ext.joined`` the ranks agree before each layer which one comes next, and those that wanted
+another one, or are done, run it without rows. So every rank runs the same layers in the same order,
+whatever its own passes are. Nothing has gradients there.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class Likeness(NamedTuple):
         return torch.autocast(device.type, dtype, bool(self.casts))
 
 
-Serve = Callable[["Joint"], None]
+Serve = Callable[["Turns"], None]
 """Runs a layer without rows; it asks ``agree_on_rows`` what they would be like."""
 
 
 @dataclass(eq=False)
-class Joint:
+class Turns:
     """A grid's ranks, which agree on each layer that they run.
 
     Attributes:

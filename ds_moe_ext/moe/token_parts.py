@@ -22,7 +22,7 @@ from ds_moe_ext.schedule.task import Cut
 
 
 @dataclass(frozen=True, eq=False)
-class Divided:
+class TokenParts:
     """Experts for tokens that all ranks of a group have alike; so are the outputs. Collective.
 
     Gradients are alike too, those of the outputs as what follows computes them, and those of the

@@ -1,8 +1,8 @@
 """GShard's and Tutel's order functions: tokens to one padded buffer of every expert, and back.
 
-No strategy runs by these: ``order.py`` sends the rows that there are, and pads none. They are the
-papers' own, for comparison with them and for experts that want rows of one shape ``[E, B, D]``
-(FSMoE's ``(E, T, M)``; spec 1.4). Both fill the same buffer, and are differentiable.
+No strategy runs by these: ``moe/order.py`` sends the rows that there are, and pads none. They are
+the papers' own, for comparison: experts get rows of one shape ``[E, B, D]`` (FSMoE's
+``(E, T, M)``). Both fill the same buffer, and are differentiable.
 
 Shape letters: T tokens, K choices a token, E experts, B rows in the buffer of each expert, D model
 width, N choices of all tokens.
