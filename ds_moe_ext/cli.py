@@ -19,6 +19,7 @@ from ds_moe_ext.convert.command import add_convert
 from ds_moe_ext.files.documents import bytes_of
 from ds_moe_ext.plan_jobs.algorithms import ALGORITHMS, plan_text
 from ds_moe_ext.profile_run import add_profile
+from ds_moe_ext.report.page import write_report
 from ds_moe_ext.report.record import RunRecord
 
 STANDARD_INPUT = "-"  # where a path is asked for
@@ -83,7 +84,7 @@ def draw(path: Path) -> int:
         record = RunRecord.from_json(text)
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a report.json of a run ({error!r})") from error
-    record.write(path.parent)
+    write_report(record, path.parent)
     print(f"wrote {path.parent / 'report.html'}")
     return 0
 

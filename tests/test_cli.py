@@ -19,6 +19,7 @@ import pytest
 from torch import nn
 
 from ds_moe_ext import cli
+from ds_moe_ext.report.page import write_report
 from ds_moe_ext.report.record import LayerRecord, RunRecord
 
 ROOT = Path(__file__).parents[1]
@@ -284,7 +285,7 @@ def test_report_draws_the_page_again(tmp_path: Path) -> None:
         timeline=(),
         versions={"torch": "2"},
     )
-    record.write(tmp_path)
+    write_report(record, tmp_path)
     page = tmp_path / "report.html"
     drawn = page.read_text()
     page.unlink()

@@ -153,6 +153,29 @@ def imports_go_down(source: Source) -> Iterator[Finding]:
             yield node, f"imports {module or PACKAGE}, which lies above it"
 
 
+LATE = {
+    "": "types only: what is named there is loaded when it is used",
+    "cli": "the doctor's part of it loads the hosts",
+    "convert.command": "other commands do without torch",
+    "profile_run": "other commands do without torch",
+    "patches.accelerate": "accelerate goes without DeepSpeed too",
+    "patches.megatron": "loads Megatron's models, which have to be patched first",
+    "patches.megatron_training": "loads Megatron-core, where the flag is used",
+    "patches.transformers": "strategies are loaded where the block is read",
+}
+"""Modules that import ours when a function runs, and why."""
+
+
+@rule
+def imports_stand_at_the_top(source: Source) -> Iterator[Finding]:
+    if source.module not in LATE:
+        for statement in source.tree.body:
+            below = tuple(node for node in ast.walk(statement) if node is not statement)
+            for node, name in imported(below):
+                if our_module(name, OURS) is not None:
+                    yield node, f"imports {name} late; at the top, or with a reason in LATE"
+
+
 @rule
 def hosts_are_known_in_hosts_only(source: Source) -> Iterator[Finding]:
     if not source.lies_in("hosts", "patches", "doctor"):
@@ -456,21 +479,19 @@ def test_the_whole_tree_is_read() -> None:
 
 
 def test_no_import_cycles() -> None:
-    """Of modules as they are loaded: what a function imports when it runs does not count."""
-    imports = {source.module: set(loaded(source)) for source in SOURCES}
+    """What a function imports when it runs counts like the rest."""
+    imports = {
+        source.module: {
+            module
+            for _, name in imported(source.nodes)
+            if (module := our_module(name, OURS)) is not None
+        }
+        for source in SOURCES
+    }
     while imports:
         leaves = {module for module, needs in imports.items() if not needs & set(imports)}
         assert leaves, f"these import each other: {sorted(imports)}"
         imports = {module: needs for module, needs in imports.items() if module not in leaves}
-
-
-def loaded(source: Source) -> Iterator[str]:
-    for statement in source.tree.body:
-        nodes = (statement,) if isinstance(statement, (ast.Import, ast.ImportFrom)) else ()
-        for _, name in imported(nodes):
-            module = our_module(name, OURS)
-            if module:
-                yield module
 
 
 def test_no_deep_inheritance() -> None:
@@ -500,6 +521,10 @@ BITES = {
         ("moe/x.py", "from ds_moe_ext import register"),
         ("settings.py", "from ds_moe_ext.patches.deepspeed import apply"),
         ("nowhere.py", "a = 1"),
+    ),
+    imports_stand_at_the_top: (
+        ("report/record.py", "def f():\n    from ds_moe_ext.report.page import page_of"),
+        ("moe/x.py", "if a:\n    import ds_moe_ext.placement"),
     ),
     hosts_are_known_in_hosts_only: (
         ("moe/x.py", "import deepspeed"),
@@ -595,6 +620,10 @@ PASSES = {
         ("strategy.py", "from ds_moe_ext.schedule.program import Stage"),
         ("patches/x.py", "from ds_moe_ext.hosts import attach"),
         ("__init__.py", "from ds_moe_ext import _autoload"),
+    ),
+    imports_stand_at_the_top: (
+        ("cli.py", "def f():\n    from ds_moe_ext import doctor"),
+        ("hosts/x.py", "def f():\n    import deepspeed"),
     ),
     hosts_are_known_in_hosts_only: (("hosts/x.py", "import deepspeed"),),
     pure_modules_stay_pure: (

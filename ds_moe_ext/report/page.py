@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from ds_moe_ext.report import charts, copy_map, heatmap, timeline
 from ds_moe_ext.report.balance import balance, gain
@@ -37,6 +38,13 @@ _LINE_POINTS = 8_000  # of all line charts together
 _HEAT_BINS = 240  # columns of a heatmap
 _HEAT_PIXELS = 1_000_000  # experts x columns of all heatmaps together
 _FEWEST_BINS = 24
+
+
+def write_report(record: RunRecord, folder: Path) -> None:
+    """Write ``report.json`` and ``report.html`` into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "report.json").write_text(record.to_json(), encoding="utf-8")
+    (folder / "report.html").write_text(page_of(record), encoding="utf-8")
 
 
 def page_of(record: RunRecord) -> str:

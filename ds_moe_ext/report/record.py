@@ -1,4 +1,4 @@
-"""What a run leaves behind: one record, written as JSON and as a page.
+"""What a run leaves behind: one record, and its form as JSON; ``page`` draws it.
 
 Shape letters: I recorded steps, L layers, E experts, C cells.
 """
@@ -9,7 +9,6 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -190,14 +189,6 @@ class RunRecord:
                 "placements": placements and _placements_of(placements, shape_ILE, shape_ILC),
             }
         )
-
-    def write(self, folder: Path) -> None:
-        """Write ``report.json`` and ``report.html`` into ``folder``."""
-        from ds_moe_ext.report.page import page_of
-
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.json").write_text(self.to_json(), encoding="utf-8")
-        (folder / "report.html").write_text(page_of(self), encoding="utf-8")
 
 
 Shape = tuple[int, int, int]

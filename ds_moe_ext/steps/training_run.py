@@ -15,6 +15,7 @@ from ds_moe_ext.attach.outputs import ENDINGS, or_warn, say
 from ds_moe_ext.attach.replacement import AttachedLayer, Blueprint, bytes_of, told_way
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.moe.observation import TimedTask
+from ds_moe_ext.report.page import write_report
 from ds_moe_ext.report.record import RunRecord
 from ds_moe_ext.report.recorder import Recorder, spans_of
 from ds_moe_ext.report.summary import outcomes_by_layer
@@ -115,7 +116,7 @@ def leave_report(recorder: Recorder, path: str | None, lives_with: object) -> No
     def write() -> None:
         record = recorder.record()
         if path is not None and record.steps_I:
-            record.write(Path(path))
+            write_report(record, Path(path))
             say(f"wrote {path}/report.html and {path}/report.json at SIGTERM")
 
     def end() -> None:
@@ -142,7 +143,7 @@ def finish(recorder: Recorder, path: str | None) -> None:
         console.print(terms_table(record))
     if path is not None:
         with or_warn(f"the report in {path!r}"):
-            record.write(Path(path))
+            write_report(record, Path(path))
             console.print(f"ds_moe_ext: wrote {path}/report.html and {path}/report.json")
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from summary import Summary
 
+from ds_moe_ext.report.page import write_report
 from ds_moe_ext.report.record import LayerRecord, PlacementRecord, RunRecord
 from ds_moe_ext.report.summary import Outcome
 
@@ -133,7 +134,7 @@ def write_run(folder: Path, strategy: str) -> None:
     assert Summary.read(folder) == written
     rows_ILE = np.array([[[6, 2]], [[4, 4]]])
     copied = PlacementRecord(np.array([[[1, 0]], [[0, 0]]]), rows_ILE, (), 1, (((), ()),))
-    RunRecord(
+    record = RunRecord(
         strategy=strategy,
         world_size=2,
         num_cells=2,
@@ -145,7 +146,8 @@ def write_run(folder: Path, strategy: str) -> None:
         timeline=(),
         versions={},
         placements=copied,
-    ).write(folder)
+    )
+    write_report(record, folder)
 
 
 def compared(*folders: Path) -> subprocess.CompletedProcess[str]:
