@@ -136,15 +136,6 @@ class Itinerary:
         """Rows that the rank starts with."""
         return sum(self.hops[0].sent_C)
 
-    def num_messages(self, nodes: Nodes) -> int:
-        """Messages to other nodes."""
-        own = nodes.node_P[self.rank]
-        return sum(
-            sent > 0 and nodes.node_P[member] != own
-            for hop in self.hops
-            for member, sent in zip(hop.member_C, hop.sent_C)
-        )
-
 
 Planner = Callable[[Nodes, np.ndarray, int], Itinerary]
 """``(nodes, rows from each rank to each [P, P], rank) -> its itinerary``."""

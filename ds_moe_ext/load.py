@@ -1,4 +1,4 @@
-"""Loads of experts: a moving window that predicts the next step, and files of them. Pure.
+"""Loads of experts: a moving window that predicts the next step. Pure.
 
 Shape letters: I steps, L layers, C senders, E experts.
 """
@@ -6,8 +6,6 @@ Shape letters: I steps, L layers, C senders, E experts.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
 
@@ -60,51 +58,3 @@ def balance_L(cell_rows_LC: np.ndarray) -> np.ndarray:
     where nothing was routed."""
     mean_L = cell_rows_LC.mean(axis=-1)
     return np.where(mean_L > 0, cell_rows_LC.max(axis=-1) / np.maximum(mean_L, 1e-12), 1.0)
-
-
-def write_loads(path: Path, rows_ILCE: np.ndarray, steps_I: Iterable[int]) -> None:
-    """Write a load trace: ``rows_ILCE`` and ``steps_I`` in one compressed ``.npz``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(path, rows_ILCE=rows_ILCE, steps_I=np.asarray(list(steps_I)))
-
-
-def read_loads(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Read a load trace: rows int64 ``[I, L, C, E]`` and steps ``[I]``.
-
-    Raises:
-        ValueError: the file is no load trace.
-    """
-    with np.load(path) as file:
-        if "rows_ILCE" not in file or file["rows_ILCE"].ndim != 4:
-            raise ValueError(
-                f"{path} holds {sorted(file)}, but a load trace needs rows_ILCE of 4 dims; write "
-                "one with ds_moe_ext.load.write_loads"
-            )
-        return file["rows_ILCE"].astype(np.int64), file["steps_I"]
-
-
-def zipf_loads(
-    shape: tuple[int, int, int, int], *, rows: int, skew: float, seed: int = 0
-) -> np.ndarray:
-    """Synthetic loads, int64 ``[I, L, C, E]``: Zipf shares of experts in an order of each layer's
-    own, which drifts a little from step to step.
-
-    Args:
-        shape: ``(I, L, C, E)``.
-        rows: rows of each sender in each step and layer.
-        skew: exponent; 0 is uniform.
-        seed: of the generator.
-    """
-    num_steps, num_layers, num_senders, num_experts = shape
-    random = np.random.default_rng(seed)
-    log_share_LE = np.stack(
-        [-skew * np.log1p(random.permutation(num_experts)) for _ in range(num_layers)]
-    )
-    loads = np.empty(shape, dtype=np.int64)
-    for step in range(num_steps):
-        share_LE = np.exp(log_share_LE)
-        share_LE /= share_LE.sum(axis=1, keepdims=True)
-        for layer in range(num_layers):
-            loads[step, layer] = random.multinomial(rows, share_LE[layer], size=num_senders)
-        log_share_LE = log_share_LE + 0.05 * random.standard_normal(log_share_LE.shape)
-    return loads

@@ -87,11 +87,6 @@ class Transfers:
     receiver_N: np.ndarray
 
     @cached_property
-    def num_rounds(self) -> int:
-        """At most ``ceil(log2(nodes)) + ceil(log2(cells of the largest node))``."""
-        return int(self.round_N.max(initial=-1)) + 1
-
-    @cached_property
     def num_moved(self) -> int:
         """Distinct experts that cross cells, ``#C^`` of eq. (1): its bound on ``received_C``."""
         return int(np.unique(self.expert_N).size)
@@ -105,25 +100,11 @@ class Transfers:
     def sent_C(self) -> np.ndarray:
         """Experts that each cell sends, int64 ``[C]``; gradients that it receives.
 
-        At most ``num_rounds * num_moved``: a cell sends an expert once a round. A tree pays for its
+        At most rounds times ``num_moved``: a cell sends an expert once a round. A tree pays for its
         few rounds with this logarithm, which eq. (1) does not have; all cells together send no more
         than they receive.
         """
         return np.bincount(self.sender_N, minlength=self.node_C.size)
-
-    @cached_property
-    def entered_V(self) -> np.ndarray:
-        """Experts that cross into each node, int64 ``[V]``: once each at most."""
-        return self._crossing(self.receiver_N)
-
-    @cached_property
-    def left_V(self) -> np.ndarray:
-        """Experts that cross out of each node, int64 ``[V]``."""
-        return self._crossing(self.sender_N)
-
-    def _crossing(self, cell_N: np.ndarray) -> np.ndarray:
-        crosses_N = self.node_C[self.sender_N] != self.node_C[self.receiver_N]
-        return np.bincount(self.node_C[cell_N[crosses_N]], minlength=int(self.node_C.max()) + 1)
 
     @cached_property
     def everywhere(self) -> tuple[Move, ...]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_moe_ext.schedule import wires
-from ds_moe_ext.schedule.orders import chunk_major, stage_major
+from ds_moe_ext.schedule.orders import stage_major
 from ds_moe_ext.schedule.simulator import Timeline, simulate
 from ds_moe_ext.schedule.task import (
     COMPUTE,
@@ -26,7 +26,7 @@ from ds_moe_ext.schedule.task import (
     Value,
     spans,
 )
-from ds_moe_ext.schedule.trace import Box, chrome_trace, simulated_boxes
+from ds_moe_ext.schedule.trace import Box, chrome_trace
 from tests.flows import before, flow, flows
 
 
@@ -251,24 +251,9 @@ def test_stage_major() -> None:
     ]
 
 
-def test_chunk_major() -> None:
-    tasks = wires.routed_tasks(0, num_chunks=2, degree=2)
-    ordered = chunk_major(reversed(tasks), wires.ROUTED_OPS)
-    assert words(ordered) == [
-        "order[0,0-1]",
-        *("dispatch[0,0]", "expert[0,0]", "combine[0,0]", "restore[0,0]"),
-        *("dispatch[0,1]", "expert[0,1]", "combine[0,1]", "restore[0,1]"),
-    ]
-    schedule = wires.layer_schedule(ordered, 0, num_chunks=2, gated=True)
-    assert len(schedule.after) == 10  # nothing is read before it is written
-
-
-@pytest.mark.parametrize("order", [stage_major, chunk_major])
-def test_an_op_without_a_place_is_an_error(
-    order: Callable[[Iterable[Task], Sequence[Op]], list[Task]],
-) -> None:
+def test_an_op_without_a_place_is_an_error() -> None:
     with pytest.raises(KeyError):
-        order(wires.routed_tasks(0, num_chunks=1, degree=1), wires.ROUTED_OPS[1:])
+        stage_major(wires.routed_tasks(0, num_chunks=1, degree=1), wires.ROUTED_OPS[1:])
 
 
 # What a schedule costs.
@@ -502,15 +487,6 @@ def test_bounds_of_the_makespan(schedule: Schedule, num_ranks: int, data: st.Dat
 
 
 # Traces.
-
-
-def test_simulated_boxes() -> None:
-    schedule = layer(1, 1, gated=False).reversed()
-    result = simulate(schedule, lambda rank, task: 1.0 + rank, num_ranks=2)
-    boxes = simulated_boxes(schedule, result)
-    assert len(boxes) == 8
-    assert boxes[0] == Box("restore'[0,0]", 0, "compute", 0.0, 1.0, "restore")
-    assert boxes[5] == Box("combine'[0,0]", 1, "inter", 2.0, 4.0, "combine")
 
 
 def test_chrome_trace() -> None:

@@ -133,11 +133,6 @@ class AsymmetricAssignment:
         """Experts that each expert rank loses, the paper's ``o_l``."""
         return tuple(self.chunk.per_expert_rank * chunks for chunks in self.chunks_L)
 
-    @property
-    def gained_L(self) -> tuple[int, ...]:
-        """Experts that each attention rank gains."""
-        return tuple(self.chunk.per_attention_rank * chunks for chunks in self.chunks_L)
-
 
 def assign_experts(
     group: ZebraGroup,

@@ -7,7 +7,7 @@ all-reduce. Shape letters: R degrees, G all-reduces.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -164,9 +164,6 @@ def solved_degree(costs: LayerCosts, gradient_s: float, max_degree: int) -> Pipe
     degrees = sorted(beside & set(range(1, max_degree + 1)))
     best = _first_least(times_R[np.array(degrees) - 1])
     return _planned(costs, gradient_s, times_R, degree=degrees[best])
-
-
-PLANNERS: Mapping[str, Planner] = {"exact": best_degree, "slsqp": solved_degree}
 
 
 def _solutions(

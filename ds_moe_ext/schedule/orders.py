@@ -21,15 +21,6 @@ def stage_major(tasks: Iterable[Task], ops: Sequence[Op]) -> list[Task]:
     return sorted(tasks, key=lambda task: (rank[task.op], task.span))
 
 
-def chunk_major(tasks: Iterable[Task], ops: Sequence[Op]) -> list[Task]:
-    """All tasks of the first chunk in the order of ``ops``, then all of the second.
-
-    A task on several chunks is issued with the first of them.
-    """
-    rank = {op: position for position, op in enumerate(ops)}
-    return sorted(tasks, key=lambda task: (task.span.start, rank[task.op]))
-
-
 def issued_last(tasks: Iterable[Task], op: Op) -> list[Task]:
     """The tasks of one op behind all others; each part keeps its order."""
     return sorted(tasks, key=lambda task: task.op == op)

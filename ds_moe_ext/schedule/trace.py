@@ -6,9 +6,6 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ds_moe_ext.schedule.simulator import Timeline
-from ds_moe_ext.schedule.task import Schedule
-
 
 @dataclass(frozen=True)
 class Box:
@@ -29,15 +26,6 @@ class Box:
     start_s: float
     end_s: float
     category: str
-
-
-def simulated_boxes(schedule: Schedule, timeline: Timeline) -> list[Box]:
-    """The boxes of a simulated schedule."""
-    return [
-        Box(str(task), rank, task.lane.name, starts[position], ends[position], task.op.name)
-        for rank, (starts, ends) in enumerate(zip(timeline.start_s, timeline.end_s))
-        for position, task in enumerate(schedule.tasks)
-    ]
 
 
 def chrome_trace(boxes: Iterable[Box]) -> str:

@@ -5,7 +5,7 @@ HECATE's plans are guarded. No device and no process group is needed::
 
     python launch/bench/planners_table.py --trace loads.npz > table.md
 
-A trace holds ``rows_ILCE`` and ``steps_I``, as ``ds_moe_ext.load.write_loads`` writes them, or
+A trace holds ``rows_ILCE`` and ``steps_I``, as ``load_traces.write_loads`` writes them, or
 ``counts_IRLE`` and ``iteration_I``. Shape letters: I logged steps, L layers, C cells (ranks), E
 experts.
 """

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from load_traces import zipf_loads
 from pace import Pace
 from rich.console import Console
 from rotation import rotated
@@ -32,7 +33,6 @@ from slow_links_contenders import PLAIN, Contender, Sizes, Way, esp_ways, fssdp_
 from slow_links_figures import Result, Seen, Tally, markdown
 from trace_replay import read_trace
 
-from ds_moe_ext.load import zipf_loads
 from ds_moe_ext.steps.costs import CHECKED, STEPS
 
 NUM_WARM_UPS = max(STEPS[-1] + 4, CHECKED[-1] + 1)

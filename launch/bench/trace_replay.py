@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from load_traces import read_loads
 
 from ds_moe_ext.cost.block_costs import (
     BACKWARD,
@@ -23,7 +24,7 @@ from ds_moe_ext.cost.block_costs import (
 )
 from ds_moe_ext.cost.prices import Prices, nearest_copy_flow
 from ds_moe_ext.hardware import Device, Flops, Hardware, Link
-from ds_moe_ext.load import LoadWindow, balance_L, read_loads
+from ds_moe_ext.load import LoadWindow, balance_L
 from ds_moe_ext.placement import Placement, even_homes
 from ds_moe_ext.planners.homes import shard
 from ds_moe_ext.share import NearestCopy

@@ -13,9 +13,10 @@ import numpy as np
 import planners_table
 import pytest
 import trace_replay
+from load_traces import write_loads, zipf_loads
 
 from ds_moe_ext.cost.prices import Prices
-from ds_moe_ext.load import balance_L, write_loads, zipf_loads
+from ds_moe_ext.load import balance_L
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.prophet_greedy import place_experts
 from ds_moe_ext.planners.shadow import shadow_experts

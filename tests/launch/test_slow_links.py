@@ -15,6 +15,7 @@ import pytest
 import slow_links
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from load_traces import write_loads, zipf_loads
 from pace import bare, union
 from slow_links_figures import (
     Cards,
@@ -29,7 +30,6 @@ from slow_links_figures import (
 
 from ds_moe_ext.cost.block_costs import cell_rows
 from ds_moe_ext.cost.prices import Prices, flow_seconds, nearest_copy_flow, step_seconds
-from ds_moe_ext.load import write_loads, zipf_loads
 from ds_moe_ext.moe.observation import TimedTask
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.executor import InlineLanes

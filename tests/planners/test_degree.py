@@ -25,7 +25,6 @@ from ds_moe_ext.cost.layer_costs import (
 from ds_moe_ext.cost.lines import LinearCost
 from ds_moe_ext.planners.degree import (
     BRANCHES,
-    PLANNERS,
     best_degree,
     case_of,
     case_seconds,
@@ -431,7 +430,7 @@ def test_the_smallest_of_equal_degrees() -> None:
 def test_the_solver_finds_the_best_degree() -> None:
     pytest.importorskip("scipy")
     for costs, gradient_s in product((G1, G1.in_backward()), (0.0, 9.0)):
-        solved, exact = (plan(costs, gradient_s, 8) for plan in PLANNERS.values())
+        solved, exact = (plan(costs, gradient_s, 8) for plan in (solved_degree, best_degree))
         assert (solved.degree, solved.time_s) == (exact.degree, exact.time_s)
     assert solved_degree(G5, 0.0, 8).degree == 4
     assert solved_degree(G5.in_backward(), 0.0, 8).degree == 3
@@ -455,7 +454,7 @@ def test_the_solver_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
 # Input that cannot be.
 
 
-@pytest.mark.parametrize("plan", PLANNERS.values(), ids=PLANNERS)
+@pytest.mark.parametrize("plan", [best_degree, solved_degree])
 def test_bad_input(plan: object) -> None:
     assert callable(plan)
     for gradient_s in (-1.0, float("nan"), float("inf")):
