@@ -219,7 +219,10 @@ class RoutedExperts:
         is_training = is_training and self._turns is None
         if self.copies is not None and self.site.plan.is_joined:
             flight = self.copies.begin(weights, is_training=is_training)
-            self._started, self._was_graded = started(flight, weights), torch.is_grad_enabled()
+            self._started, self._was_graded = (
+                started(self.copies, flight, weights),
+                torch.is_grad_enabled(),
+            )
 
     @property
     def _is_begun(self) -> bool:
@@ -303,7 +306,7 @@ class RoutedExperts:
         joined, self._started, flight = self._started, None, self.copies.coming
         assert joined is not None and flight is not None
         y_TD, *others = self.program(x_TD.device)(x_TD, *given, joined)
-        return finished(flight, y_TD), *others
+        return finished(self.copies, flight, y_TD), *others
 
     def program(self, device: torch.device) -> Program:
         """The program of the present plan; made once a plan."""

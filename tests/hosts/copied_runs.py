@@ -28,7 +28,7 @@ from tests.hosts.jobs import Job, Result, train
 from tests.hosts.varied import VARIED
 from tests.ranks import pool_of
 
-COPIES = "ds_moe_ext.moe.copies.layer_copies"
+COPIES = "ds_moe_ext.moe.copies.flight"
 
 Tensors = Mapping[int, Sequence[Tensor]]
 

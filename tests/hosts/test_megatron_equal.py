@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from ds_moe_ext.hardware import Device, Hardware, Link
-from ds_moe_ext.moe.copies.layer_copies import Flight
+from ds_moe_ext.moe.copies.flight import Flight
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.strategy import Job, followers
 from tests.hosts.megatron_jobs import Training

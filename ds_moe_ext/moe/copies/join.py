@@ -21,61 +21,64 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_moe_ext.moe.copies.layer_copies import Copies, Flight
+from ds_moe_ext.moe.copies.flight import Flight
+from ds_moe_ext.moe.copies.layer_copies import Copies
 from ds_moe_ext.moe.copies.slab import Weights
 from ds_moe_ext.moe.route import LayerRoute
 from ds_moe_ext.schedule.program import in_backward
 from ds_moe_ext.schedule.task import Span
 
 
-def started(flight: Flight, weights: Weights) -> Weights:
+def started(copies: Copies, flight: Flight, weights: Weights) -> Weights:
     """The weights of the experts at home as the program wants them.
 
     Args:
+        copies: of the layer.
         flight: of the pass.
         weights: by slot, of the experts at home on this rank.
 
     Returns:
         The same, and a ticket: an empty tensor that makes every rank take part in backward.
     """
-    copies = flight.copies
     ticket = torch.zeros(0, device=copies.like[0].device, requires_grad=copies.is_trained)
-    started: Weights = _Start.apply(flight, ticket, *weights)
+    started: Weights = _Start.apply(copies, flight, ticket, *weights)
     return started
 
 
-def finished(flight: Flight, y: Tensor) -> Tensor:
+def finished(copies: Copies, flight: Flight, y: Tensor) -> Tensor:
     """The program's output; frees the copies until backward, where the plan says so."""
-    if not flight.copies.plan.rematerialize or in_backward():  # recomputed: its backward is next
+    if not copies.plan.rematerialize or in_backward():  # recomputed: its backward is next
         return y
-    flight.release(has_backward=y.requires_grad)
-    finished: Tensor = _Finish.apply(flight, y) if y.requires_grad else y
+    copies.release(flight, has_backward=y.requires_grad)
+    finished: Tensor = _Finish.apply(copies, flight, y) if y.requires_grad else y
     return finished
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, flight: Flight, ticket: Tensor, *weights: Tensor) -> Weights:
-        ctx.flight = flight
+    def forward(
+        ctx: Any, copies: Copies, flight: Flight, ticket: Tensor, *weights: Tensor
+    ) -> Weights:
+        ctx.copies, ctx.flight = copies, flight
         return (*(weight.view_as(weight) for weight in weights), ticket.view_as(ticket))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, *ctx.flight.come_home(grads[:-1])
+        return None, None, None, *ctx.copies.come_home(ctx.flight, grads[:-1])
 
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, flight: Flight, y: Tensor) -> Tensor:
-        ctx.flight = flight
+    def forward(ctx: Any, copies: Copies, flight: Flight, y: Tensor) -> Tensor:
+        ctx.copies, ctx.flight = copies, flight
         return y.view_as(y)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        ctx.flight.have_again()
-        return None, grad
+        ctx.copies.have_again(ctx.flight)
+        return None, None, grad
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,10 +91,10 @@ class Join:
         self, span: Span, weights: Weights, layer_route: LayerRoute
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         flight = self.copies.taken()
-        return (flight.joined(layer_route.target),), (flight,)
+        return (flight.weights(layer_route.target),), (flight,)
 
     def backward(self, span: Span, saved: tuple[Any, ...], grads: Weights) -> tuple[Any, ...]:
-        return (saved[0].collect(grads),)
+        return (self.copies.collect(saved[0], grads),)
 
     def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
         return pieces[0][1]

@@ -1,0 +1,111 @@
+"""What the flights of one layer share: where they go, the lane they go in, what waits for them.
+
+Shape letters: C cells, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ds_moe_ext.comm import Traffic
+from ds_moe_ext.moe.copies.slab import Weights
+from ds_moe_ext.moe.copies.trips import Place, Trips
+from ds_moe_ext.moe.observation import TasksSeen, tell
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.schedule.executor import Event, Lanes, Mark, lanes_for
+from ds_moe_ext.schedule.task import PARAM, Op, Span, Task, Value
+from ds_moe_ext.schedule.wires import TARGET_WEIGHTS, WEIGHTS
+from ds_moe_ext.strategy import Plan
+
+T = TypeVar("T")
+
+
+class Airfield:
+    """One layer's, on this rank.
+
+    Args:
+        place: where this rank stands.
+        plan: the present plan.
+        like: weights of any one expert, for their shapes, type and device.
+        observers: told when copies and gradients travelled.
+
+    Attributes:
+        is_last_pass: whether the pass that runs is the last before the optimizer's step; gradients
+            of copies wait for it.
+        plan: the present plan.
+        trips: its transfers.
+        traffic: payload of this rank so far.
+    """
+
+    def __init__(
+        self, place: Place, plan: Plan, like: Weights, observers: tuple[TasksSeen, ...] = ()
+    ) -> None:
+        self.place, self.like, self._observers = place, like, observers
+        self.is_last_pass: Callable[[], bool] = lambda: True
+        self.plan = plan
+        self.trips = Trips.of(place, plan)
+        self.traffic = Traffic()
+        self._waiting: dict[int, Weights] = {}  # gradients of copies from earlier micro-batches
+        self._outstanding: list[Event] = []  # of this step, also those that no pass came to join
+
+    def by_expert(self, tensors: Sequence[T], placement: Placement) -> dict[int, tuple[T, ...]]:
+        """What lies by slot, one for each weight, by the experts that a placement has here."""
+        size = len(self.like)
+        experts = placement.experts_of(self.place.cell).tolist()
+        return {expert: tuple(tensors[i * size :][:size]) for i, expert in enumerate(experts)}
+
+    def submit(self, work: Callable[[], None]) -> Event:
+        """Queue work in the lane of parameters."""
+        event = self.lanes.submit(PARAM, work, ())
+        self._outstanding.append(event)
+        return event
+
+    @property
+    def lanes(self) -> Lanes:
+        return lanes_for(self.like[0].device, overlaps=True)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the experts have gradients, here and on all other ranks."""
+        return any(weight.requires_grad for weight in self.like)
+
+    def saw(self, op: Op, start: Mark, *, is_adjoint: bool = False, piece: int = 0) -> None:
+        """Tell the observers of a task that ends now."""
+        layer = self.place.layer
+        reads, writes = (Value(WEIGHTS, layer),), (Value(TARGET_WEIGHTS, layer),)
+        span = Span(piece, piece + 1)
+        task = Task(op, layer, span, reads, writes)
+        if is_adjoint:
+            task = Task(op, layer, span, writes, reads, adjoint_of=(0,))
+        tell(self._observers, task, start, self.lanes)
+
+    def all_waiting(self, grads: Mapping[int, Weights]) -> dict[int, Weights]:
+        """Gradients of copies with those of earlier micro-batches, which wait no longer."""
+        if not self._waiting:
+            return dict(grads)
+        self.let_wait(grads)
+        waiting, self._waiting = self._waiting, {}
+        return {
+            expert: tuple(total.to(weight.dtype) for total, weight in zip(totals, self.like))
+            for expert, totals in waiting.items()
+        }
+
+    def let_wait(self, grads: Mapping[int, Weights]) -> None:
+        """Keep gradients of copies until the last micro-batch; summed in 32 bits at least."""
+        for expert, own in grads.items():
+            before = self._waiting.get(expert)
+            if before is None:
+                self._waiting[expert] = tuple(map(_own_sum, own))
+            else:
+                for total, grad in zip(before, own):
+                    total.add_(grad)
+
+
+def _own_sum(grad: Tensor) -> Tensor:
+    """A sum to add to: autograd may give one tensor to several, or one element many times."""
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    return grad.to(dtype, copy=True, memory_format=torch.contiguous_format)

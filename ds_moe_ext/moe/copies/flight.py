@@ -1,0 +1,234 @@
+"""A flight: the copies of experts for one pass, there and, as gradients, back.
+
+They travel in pieces, each launched when the strategy says so; whoever needs them launches what is
+left and waits. Copies are no parameters: the host's optimizer never sees them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from ds_moe_ext.comm import sparse_all_gather, sparse_reduce_scatter
+from ds_moe_ext.moe.copies.airfield import Airfield
+from ds_moe_ext.moe.copies.slab import Slab, Weights
+from ds_moe_ext.moe.copies.trips import Piece
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.schedule.executor import Event
+from ds_moe_ext.schedule.task import GATHER
+from ds_moe_ext.transfer import Part
+
+
+class Flight:
+    """The copies of one pass, from launch to the gradients' return.
+
+    Args:
+        copies: what it shares with the layer's other flights.
+        slab: where those of the plan lie.
+        own: weights of the experts at home on this rank, by expert.
+        to_gather: what has to travel, piece by piece; the flight takes from it what it launches.
+
+    Attributes:
+        target: who holds what in this pass: the plan's target, and more if the rows asked for it.
+        preceding: of the layer before, in the same pass, if its copies were freed.
+    """
+
+    def __init__(
+        self, copies: Airfield, slab: Slab, own: Mapping[int, Weights], to_gather: deque[Piece]
+    ) -> None:
+        self.copies, self.target = copies, copies.plan.target
+        self._slab, self._own = slab, own
+        self._to_gather = to_gather
+        self._added = slab  # where copies lie that the rows asked for
+        self._to_send: deque[tuple[Piece, Mapping[int, Weights]]] = deque()
+        self._reductions: list[Event] = []
+        self._arrived: dict[int, Weights] = {}
+        self.preceding: Flight | None = None
+
+    # Forward.
+
+    def launch(self) -> None:
+        """Launch the next piece of the gather, if one is left."""
+        if self._to_gather:
+            piece = self._to_gather.popleft()
+            room = self._slab.make_room(piece.part.received, self.copies.like)
+            self._launch(piece.part, self._slab, room, number=piece.number)
+
+    def launch_rest(self) -> None:
+        """Launch all that is left of the gather."""
+        while self._to_gather:
+            self.launch()
+
+    def weights(self, target: Placement) -> Weights:
+        """Weights of all experts that compute here in this pass, by slot. Waits for the copies.
+
+        Args:
+            target: who holds what; more than was launched if the rows asked for it.
+        """
+        self.launch_rest()
+        copies = self.copies
+        if target is not self.target:
+            if not copies.plan.rematerialize:
+                self._added = Slab()  # the next micro-batch may ask for others
+            part = copies.place.part(self.target, target)
+            held = {expert: self._slab[expert] for expert in self._copied(self.target)}
+            room = self._added.make_room(part.received, copies.like)
+            self._launch(part, self._added, room, held)
+            self.target = target
+        self._wait()
+        return tuple(
+            weight.detach()
+            for expert in target.experts_of(copies.place.cell).tolist()
+            for weight in self._held(expert)
+        )
+
+    def _held(self, expert: int) -> Weights:
+        for holder in (self._own, self._slab, self._added):
+            if expert in holder:
+                return holder[expert]
+        raise KeyError(expert)
+
+    def release(self) -> None:
+        """Free the copies; backward has them again."""
+        self._slab.release()
+
+    # Backward.
+
+    def recall(self) -> None:
+        """Launch another gather of the same copies, if they are not there."""
+        if self._slab.is_released:
+            part = self.copies.trips.part_to(self.target)
+            self._launch(part, self._slab, self._slab.restore(), refills=True)
+
+    def have_again(self) -> None:
+        """Wait for the copies. Called just before the layer's backward."""
+        self.recall()
+        self._wait()
+
+    def collect(self, grads: Weights) -> tuple[Tensor | None, ...]:
+        """Have gradients of the copies ready to be sent; those that are known here now.
+
+        Args:
+            grads: of all experts that computed here, by slot.
+
+        Returns:
+            Those of the experts at home, by slot, and of the ticket.
+        """
+        copies = self.copies
+        by_expert = copies.by_expert(grads, self.target)
+        of_copies = {
+            expert: _whole(by_expert[expert], copies.like) for expert in self._copied(self.target)
+        }
+        if copies.is_last_pass() or copies.plan.rematerialize:
+            waiting = copies.all_waiting(of_copies)
+            for piece in copies.trips.pieces_home(self.target):
+                some = {expert: own for expert, own in waiting.items() if expert in piece.experts}
+                self._to_send.append((piece, some))
+        else:
+            planned = self._copied(copies.plan.target)
+            copies.let_wait({expert: of_copies.pop(expert) for expert in planned})
+            if self.target is not copies.plan.target:
+                part = copies.trips.part_beyond_plan(self.target)
+                self._to_send.append((Piece(part, of_copies), of_copies))
+        if copies.plan.rematerialize:
+            self._slab.release()
+        own = (grad for expert in self._own for grad in by_expert[expert])
+        return *own, None
+
+    def send(self) -> None:
+        """Send the next piece of the gradients home, if one is left."""
+        if self._to_send:
+            piece, grads = self._to_send.popleft()
+            self._reduce(grads, piece)
+
+    def come_home(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """The finished gradients of the experts at home. Waits for all that was sent.
+
+        Args:
+            grads: as ``collect`` gave them, without the ticket's.
+        """
+        while self._to_send:
+            self.send()
+        if not self._reductions:
+            return list(grads)
+        lanes, arrived = self.copies.lanes, self._arrived_grads()
+        lanes.keep(tuple(tensor for own in arrived.values() for tensor in own))
+        finished: list[Tensor] = []
+        for expert, own in self.copies.by_expert(grads, self.copies.plan.home).items():
+            sums = arrived.get(expert)
+            # Into the sum, which is ours, and not into autograd's.
+            finished += own if sums is None else [s.add_(grad) for grad, s in zip(own, sums)]
+        return finished
+
+    def _copied(self, target: Placement) -> list[int]:
+        """Experts that compute here and are at home elsewhere."""
+        experts: list[int] = target.experts_of(self.copies.place.cell).tolist()
+        return [expert for expert in experts if expert not in self._own]
+
+    def _launch(
+        self,
+        part: Part,
+        slab: Slab,
+        buffers: Mapping[int, Weights],
+        held: Mapping[int, Weights] | None = None,
+        *,
+        refills: bool = False,
+        number: int = 0,
+    ) -> None:
+        copies, chunks = self.copies, {**self._own, **(held or {})}
+        if not part.rounds:
+            return
+
+        def work() -> None:
+            # In the parameter lane: the buffers were made in the thread that calls, so the lane's
+            # stream must keep them from being used again before it has passed.
+            lanes, group = copies.lanes, copies.place.group
+            start = lanes.mark()
+            tensors = tuple(tensor for own in buffers.values() for tensor in own)
+            lanes.keep(tensors)
+            with torch.no_grad(), _unnoticed(tensors) if refills else nullcontext():
+                copies.traffic += sparse_all_gather(part, chunks, buffers, group)
+            copies.saw(GATHER, start, piece=number)
+
+        slab.gathers.append(copies.submit(work))
+
+    def _wait(self) -> None:
+        lanes = self.copies.lanes
+        lanes.join((*self._slab.gathers, *self._added.gathers))
+        lanes.keep((*self._slab.tensors, *self._added.tensors))
+
+    def _reduce(self, grads: Mapping[int, Weights], piece: Piece) -> None:
+        copies, part = self.copies, piece.part
+        if not part.rounds:
+            return
+
+        def work() -> None:
+            lanes = copies.lanes
+            start = lanes.mark()
+            lanes.keep(tuple(tensor for own in grads.values() for tensor in own))
+            with torch.no_grad():
+                arrived = sparse_reduce_scatter(part, {**self._own, **grads}, copies.place.group)
+            copies.traffic += arrived.traffic
+            self._arrived.update(arrived.grads)
+            copies.saw(GATHER, start, is_adjoint=True, piece=piece.number)
+
+        self._reductions.append(copies.submit(work))
+
+    def _arrived_grads(self) -> Mapping[int, Weights]:
+        self.copies.lanes.join(self._reductions)
+        arrived, self._arrived = self._arrived, {}
+        return arrived
+
+
+def _unnoticed(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Autograd does not take what is written to tensors for a change: the values are the same."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+
+
+def _whole(grads: Sequence[Tensor | None], like: Weights) -> Weights:
+    """Zeros for weights that an expert does not use: every copy sends all."""
+    return tuple(torch.zeros_like(w) if g is None else g for g, w in zip(grads, like))
