@@ -6,7 +6,7 @@ import functools
 import sys
 from typing import Any
 
-from ds_moe_ext.patches.record import Patch, apply_all
+from ds_moe_ext.patches.patch import Patch, apply_all
 
 
 def _all_experts(original: Any) -> Any:

@@ -19,7 +19,7 @@ from ds_moe_ext.hosts.deepspeed import (
     zero_0,
 )
 from ds_moe_ext.hosts.deepspeed.slices import slices_of
-from ds_moe_ext.patches.record import Patch, apply_all
+from ds_moe_ext.patches.patch import Patch, apply_all
 from ds_moe_ext.steps.training_run import run_of
 from ds_moe_ext.watch import WATCH
 

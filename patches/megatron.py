@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ds_moe_ext.attach.meeting import Start, starting
 from ds_moe_ext.hosts.megatron import active_settings, worlds
-from ds_moe_ext.patches.record import Patch, PatchError, apply_all
+from ds_moe_ext.patches.patch import Patch, PatchError, apply_all
 from ds_moe_ext.watch import WATCH
 
 VERSIONS = ">=0.14,<0.21"

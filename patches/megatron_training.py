@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ds_moe_ext.hosts.megatron.flag import FLAG
-from ds_moe_ext.patches.record import Patch, PatchError, apply_all
+from ds_moe_ext.patches.patch import Patch, PatchError, apply_all
 
 
 class _Use(argparse.Action):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from ds_moe_ext.patches.record import Patch, apply_all
+from ds_moe_ext.patches.patch import Patch, apply_all
 
 VERSIONS = ">=5,<6"
 TRAINER = "transformers.trainer:Trainer"

@@ -7,6 +7,7 @@ code, and each is shown to bite on a sample. STYLE.md, section 9, has the reason
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -329,7 +330,7 @@ def no_reaching_by_name(source: Source) -> Iterator[Finding]:
 
 AS_STORED = {
     "_autoload": "a property keeps its value under its own name",
-    "patches.record": "a staticmethod stays one, and no lazy module is woken",
+    "patches.patch": "a staticmethod stays one, and no lazy module is woken",
     "hosts.deepspeed.buckets": "keeps what is ours beside an optimizer",
     "hosts.deepspeed.parameter_groups": "keeps what is ours beside an engine",
     "hosts.deepspeed.slices": "keeps what is ours beside an engine",
@@ -475,7 +476,7 @@ def test_rule(rule: Rule) -> None:
 
 
 def test_the_whole_tree_is_read() -> None:
-    assert {"", "settings", "schedule.task", "moe.layer", "patches.record"} <= OURS
+    assert {"", "settings", "schedule.task", "moe.layer", "patches.patch"} <= OURS
 
 
 def test_no_import_cycles() -> None:
@@ -492,6 +493,37 @@ def test_no_import_cycles() -> None:
         leaves = {module for module, needs in imports.items() if not needs & set(imports)}
         assert leaves, f"these import each other: {sorted(imports)}"
         imports = {module: needs for module, needs in imports.items() if module not in leaves}
+
+
+def loaded(source: Source) -> Iterator[str]:
+    for statement in source.tree.body:
+        nodes = (statement,) if isinstance(statement, (ast.Import, ast.ImportFrom)) else ()
+        for _, name in imported(nodes):
+            module = our_module(name, OURS)
+            if module:
+                yield module
+
+
+def test_the_page_of_the_house_has_these_rooms() -> None:
+    """docs/house.md lists them from the roof down, a row of LAYERS in each row of its table."""
+    page = (ROOT / "docs" / "house.md").read_text()
+    table = page.split("| rooms |")[1].split("\n\n")[0].splitlines()[2:]
+    rows = [tuple(re.findall(r"`(\w+)`", line.split("|")[1])) for line in table]
+    assert [row or ("",) for row in reversed(rows)] == list(LAYERS)
+
+
+def test_a_file_name_means_one_thing() -> None:
+    """Only where hosts, or formats of them, do the same job do their files share a name."""
+    places: dict[str, list[str]] = {}
+    for source in SOURCES:
+        path = Path(source.path)
+        if path.stem != "__init__" and not source.lies_in("hosts.megatron", *OF_HOSTS):
+            places.setdefault(path.stem, []).append(source.path)
+    assert not [paths for paths in places.values() if len(paths) > 1]
+
+
+OF_HOSTS = ("hosts.huggingface", "convert.deepspeed", "convert.megatron")
+"""Named as what they are about, which others are about too."""
 
 
 def test_no_deep_inheritance() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ds_moe_ext.patches.record import Patch, PatchError, apply_all
+from ds_moe_ext.patches.patch import Patch, PatchError, apply_all
 from tests.hosts.processes import ROOT, answers, run_script
 from tests.marks import slow
 
