@@ -10,10 +10,10 @@ import functools
 import gc
 import multiprocessing
 import os
-import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,13 +28,23 @@ def preload(*modules: str) -> None:
     _PRELOADED.extend(module for module in modules if module not in _PRELOADED)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextmanager
+def meeting_place() -> Iterator[dict[str, str]]:
+    """Environment by which the ranks of a script meet: at a store of this process, which listens
+    already, on a port that the system chose. A port that is looked up first and opened by a rank
+    later may be taken in between."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # as torchrun says that rank 0 is to open none
+    }
+    del store
 
 
-def _serve(rank: int, world_size: int, port: int, jobs: Connection) -> None:
+def _serve(rank: int, world_size: int, meeting: Mapping[str, str], jobs: Connection) -> None:
     import torch
     import torch.distributed as dist
 
@@ -43,8 +53,7 @@ def _serve(rank: int, world_size: int, port: int, jobs: Connection) -> None:
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        **meeting,
         GLOO_SOCKET_IFNAME="lo",
         DS_ACCELERATOR="cpu",
         OMP_NUM_THREADS="1",
@@ -121,12 +130,13 @@ class Pool:
         self.world_size = world_size
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
-        port = free_port()
+        self._resources = ExitStack()
+        meeting = self._resources.enter_context(meeting_place())
         self._ends, self._processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, world_size, port, theirs), daemon=True
+                target=_serve, args=(rank, world_size, meeting, theirs), daemon=True
             )
             process.start()
             theirs.close()
@@ -170,6 +180,7 @@ class Pool:
             process.kill()
         for process in self._processes:
             process.join()
+        self._resources.close()
 
 
 _POOLS: dict[int, Pool] = {}

@@ -32,7 +32,7 @@ from ds_moe_ext.hardware import (
 from ds_moe_ext.measure.probe import Sizes
 from ds_moe_ext.profile_ranks import sizes_of
 from ds_moe_ext.profile_run import add_options, add_profile, copies_text, notes, profile, tell
-from tests.ranks import free_port, pool_of
+from tests.ranks import pool_of
 
 ROOT = Path(__file__).parents[1]
 MODULE = ("-m", "ds_moe_ext.profile_run")
@@ -58,11 +58,8 @@ def start(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_two_ranks_by_torchrun(tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2")
-    port = ("--master_port", str(free_port()))
-    done = start(
-        tmp_path, *torchrun, *port, *MODULE, *SMALL, "--out", "ours.json", "--window-s", "0.1"
-    )
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    done = start(tmp_path, *torchrun, *MODULE, *SMALL, "--out", "ours.json", "--window-s", "0.1")
     assert done.returncode == 0, done.stderr
     hardware = read_hardware(tmp_path / "ours.json")
     assert (hardware.num_nodes, hardware.ranks_per_node) == (1, 2)

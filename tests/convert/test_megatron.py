@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -20,10 +17,9 @@ from ds_moe_ext.convert.forms import Form
 from tests.convert import models
 from tests.convert.test_deepspeed import GPT, converted, described, ran
 from tests.hosts import jobs
+from tests.hosts.processes import run_script
 from tests.marks import slow
-from tests.ranks import free_port
 
-TIMEOUT_S = 400.0  # of a busy machine
 SIDE = Path(__file__).with_name("megatron_side.py")
 
 
@@ -43,24 +39,13 @@ def said_by_megatron(loads: dict[Path, Path], tokens: Tensor, sizes: Sizes) -> l
         "tp": sizes.tp,
         "ep": sizes.ep,
     }
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    size = {"WORLD_SIZE": str(sizes.ranks), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(SIDE), json.dumps(asked)],
-            env={**os.environ, **address, **size, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(sizes.ranks)
-    ]
-    try:
-        for process in started:
-            _, said = process.communicate(timeout=TIMEOUT_S)
-            assert process.returncode == 0, said[-4000:]
-    finally:
-        for process in started:
-            process.kill()
+    run_script(
+        SIDE,
+        json.dumps(asked),
+        world_size=sizes.ranks,
+        python=("-W", "ignore"),
+        CUDA_DEVICE_MAX_CONNECTIONS="1",
+    )
     return [torch.load(save / "logits.pt") for save in loads.values()]
 
 

@@ -5,6 +5,7 @@ Shape letters: E experts, C cells.
 
 from __future__ import annotations
 
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 from ds_moe_ext import comm
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.transfer import Move, Part, Round, gather_rounds
-from tests.ranks import free_port, pool_of
+from tests.ranks import pool_of
 
 SHAPE = (64, 48)
 NUM_EXPERTS = 3
@@ -63,10 +64,10 @@ def test_trees_on_a_cpu(world_size: int) -> None:
     pool_of(world_size).run(check_there_and_back, torch.device("cpu"))
 
 
-def _on_nccl(rank: int, world_size: int, port: int) -> None:
+def _on_nccl(rank: int, world_size: int, folder: Path) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
+    store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size)
     if world_size == 1:
         check_alone(device)
@@ -91,7 +92,7 @@ def check_alone(device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_nccl(world_size: int) -> None:
+def test_nccl(world_size: int, tmp_path: Path) -> None:
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"NCCL needs a CUDA device a rank: {world_size}")
-    torch.multiprocessing.spawn(_on_nccl, (world_size, free_port()), nprocs=world_size)
+    torch.multiprocessing.spawn(_on_nccl, (world_size, tmp_path), nprocs=world_size)

@@ -9,16 +9,22 @@ import os
 import sys
 from pathlib import Path
 
+from torch.distributed import TCPStore
+
 
 def main(runs: list[list[str]]) -> None:
     sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
     import pretrain_megatron
 
-    # A store of its own for each run: what the groups of the last one left would mislead them.
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    first_port = int(os.environ["MASTER_PORT"]) + 1
+    rank, address = int(os.environ["RANK"]), os.environ["MASTER_ADDR"]
+    told = TCPStore(address, int(os.environ["MASTER_PORT"]))
+    stores = []
     for number, arguments in enumerate(runs):
-        os.environ["MASTER_PORT"] = str(first_port + number)
+        # A store of its own for each run: what the groups of the last one left would mislead them.
+        if rank == 0:
+            stores.append(TCPStore(address, 0, is_master=True, wait_for_workers=False))
+            told.set(f"port of run {number}", str(stores[-1].port))
+        os.environ["MASTER_PORT"] = told.get(f"port of run {number}").decode()
         sys.argv = ["pretrain_megatron.py", *arguments]
         pretrain_megatron.main()
 

@@ -7,11 +7,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import free_port
+from tests.ranks import meeting_place
 
 ROOT = Path(__file__).parents[2]
 SWITCHES = ("DS_MOE_EXT_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD", "PYTHONPATH")
@@ -41,33 +41,28 @@ def started(
         path: folders for ``PYTHONPATH``.
         environment: more of it.
     """
-    port = str(free_port())
     common = {key: value for key, value in os.environ.items() if key not in SWITCHES} | {
         "DS_ACCELERATOR": "cpu",
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
         "WORLD_SIZE": str(world_size),
         "PYTHONPATH": os.pathsep.join(map(str, path)),
         **environment,
     }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *python, str(script), *arguments],
-            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
+    with meeting_place() as address, ExitStack() as ended:
+        ranks = []
+        for rank in range(world_size):
+            process = subprocess.Popen(
+                [sys.executable, *python, str(script), *arguments],
+                env=common | address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            ended.callback(process.kill)
+            ranks.append(process)
         yield ranks
-    finally:
-        for process in ranks:
-            process.kill()
 
 
 def run_script(script: Path, *arguments: str, good: bool = True, **how: Any) -> list[str]:

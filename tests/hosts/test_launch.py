@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from tests.marks import slow
-from tests.ranks import free_port
+from tests.ranks import meeting_place
 
 ROOT = Path(__file__).parents[2]
 
 
-def start(command: list[str]) -> str:
+def start(command: list[str], **environment: str) -> str:
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **environment},
         capture_output=True,
         text=True,
         timeout=300,
@@ -28,6 +28,17 @@ def start(command: list[str]) -> str:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
+
+
+def start_by_deepspeed(command: list[str]) -> str:
+    """On two ranks."""
+    with meeting_place() as address:
+        port = ("--master_port", address["MASTER_PORT"])
+        return start(["deepspeed", "--num_accelerators", "2", *port, *command], **address)
+
+
+def start_by_torchrun(num_ranks: int, command: list[str]) -> str:
+    return start(["torchrun", "--standalone", "--nproc_per_node", str(num_ranks), *command])
 
 
 def document(tmp_path: Path, **block: Any) -> Path:
@@ -60,8 +71,7 @@ def test_deepspeed_launcher_trains_and_reports(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     steps = {"path": str(trace), "first_step": 2, "num_steps": 2}
     config = document(tmp_path, trace=steps, debug=True)
-    launcher = ["deepspeed", "--num_accelerators", "2", "--master_port", str(free_port())]
-    printed = start(launcher + arguments(tmp_path, config, "gpt_moe_tiny"))
+    printed = start_by_deepspeed(arguments(tmp_path, config, "gpt_moe_tiny"))
     assert "ds_moe_ext: strategy ep, 2 ranks" in printed  # the table at the start
     assert "busiest cell / mean" in printed  # and at the end
     summary = json.loads((tmp_path / "out/summary.json").read_text())
@@ -85,8 +95,7 @@ def test_deepspeed_launcher_trains_and_reports(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", [slow("mixtral_tiny"), slow("qwen3_moe_tiny")])
 def test_torchrun_trains_hugging_face_models(model: str, tmp_path: Path) -> None:
-    launcher = ["torchrun", "--nproc_per_node", "2", "--master_port", str(free_port())]
-    start(launcher + arguments(tmp_path, document(tmp_path), model))
+    start_by_torchrun(2, arguments(tmp_path, document(tmp_path), model))
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert summary["losses"][-1] < summary["losses"][0]
     assert len(summary["balance_by_layer"]) == 3
@@ -97,16 +106,12 @@ def test_a_run_resumes_on_fewer_ranks_with_another_strategy(tmp_path: Path) -> N
     """What seven steps of two ranks have saved goes on for two more on one."""
     saved = ["--save", str(tmp_path / "saved")]
     command = arguments(tmp_path, document(tmp_path, strategy="fssdp"), "mixtral_tiny")
-    start(
-        ["torchrun", "--nproc_per_node", "2", "--master_port", str(free_port()), *command, *saved]
-    )
+    start_by_torchrun(2, [*command, *saved])
     before = json.loads((tmp_path / "out/summary.json").read_text())["losses"]
     command = arguments(tmp_path, document(tmp_path, expert_parallel_size=1), "mixtral_tiny")
     command[command.index("--steps") + 1] = "9"
     resumed = ["--resume", str(tmp_path / "saved")]
-    start(
-        ["torchrun", "--nproc_per_node", "1", "--master_port", str(free_port()), *command, *resumed]
-    )
+    start_by_torchrun(1, [*command, *resumed])
     after = json.loads((tmp_path / "out/summary.json").read_text())["losses"]
     assert len(after) == 2 and max(after) < before[0]
 
@@ -116,8 +121,7 @@ def losses_of(tmp_path: Path, **block: Any) -> list[float]:
     config = document(tmp_path, debug=True, **block)
     content = json.loads(config.read_text())
     config.write_text(json.dumps({**content, "bf16": {"enabled": False}}))
-    launcher = ["deepspeed", "--num_accelerators", "2", "--master_port", str(free_port())]
-    printed = start(launcher + arguments(tmp_path, config, "gpt_moe_tiny"))
+    printed = start_by_deepspeed(arguments(tmp_path, config, "gpt_moe_tiny"))
     assert f"ds_moe_ext: strategy {block['strategy']}, 2 ranks = 1 x" in printed
     losses: list[float] = json.loads((tmp_path / "out/summary.json").read_text())["losses"]
     return losses

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import free_port
-
 ROOT = Path(__file__).parents[2]
 VERSIONS = ("0.14.0", "0.15.3", "0.16.1")
 
@@ -41,8 +39,8 @@ def losses(python: Path, output: Path, *arguments: str) -> list[float]:
     """Of a short run of the smoke script."""
     done = subprocess.run(
         [
-            *(python, "-m", "torch.distributed.run", "--nproc_per_node", "2"),
-            *("--master_port", str(free_port()), ROOT / "launch/pretrain_megatron.py"),
+            *(python, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc_per_node", "2", ROOT / "launch/pretrain_megatron.py"),
             *("--model", ROOT / "configs/models/mixtral_tiny.json", "--data", ROOT / "docs"),
             *("--expert-model-parallel-size", "2", "--use-distributed-optimizer"),
             *("--overlap-grad-reduce", "--seq-length", "32", "--micro-batch-size", "2"),

@@ -20,7 +20,7 @@ from ds_moe_ext.files import writable
 from ds_moe_ext.report.record import RunRecord
 from tests.hosts.jobs import Job, document_of, loss_of, micro_batch, model_of
 from tests.hosts.processes import ROOT, started
-from tests.ranks import free_port, pool_of
+from tests.ranks import meeting_place, pool_of
 
 
 def why_unwritable(path: Path) -> str:
@@ -143,7 +143,7 @@ def test_a_report_is_there_after_sigterm(tmp_path: Path, how: tuple[str, ...]) -
 
 
 LAUNCHERS = {
-    "torchrun": ("--nproc_per_node", "2"),
+    "torchrun": ("--standalone", "--nproc_per_node", "2"),
     "deepspeed": ("--no_local_rank", "--num_accelerators", "2"),
 }
 
@@ -153,26 +153,29 @@ LAUNCHERS = {
 def test_launchers_that_are_ended_leave_a_report(tmp_path: Path, launcher: str) -> None:
     """All processes of a job get the signal, as of a scheduler; ranks from their launcher, too."""
     script = ROOT / "tests/hosts/endless_run.py"
-    port = ("--master_port", str(free_port()))
-    process = subprocess.Popen(
-        [launcher, *LAUNCHERS[launcher], *port, str(script), str(document(tmp_path))],
-        cwd=ROOT,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            if "answer: 9" in line:
-                break
-        os.killpg(process.pid, signal.SIGTERM)
-        printed, _ = process.communicate(timeout=60)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    words = list(LAUNCHERS[launcher])
+    with meeting_place() as address:
+        if launcher == "deepspeed":
+            words += ["--master_port", address["MASTER_PORT"]]
+        process = subprocess.Popen(
+            [launcher, *words, str(script), str(document(tmp_path))],
+            cwd=ROOT,
+            env={**os.environ, **address, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if "answer: 9" in line:
+                    break
+            os.killpg(process.pid, signal.SIGTERM)
+            printed, _ = process.communicate(timeout=60)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     record = RunRecord.from_json((tmp_path / "out/report.json").read_text())
     assert record.world_size == 2 and len(record.steps_I) >= 8, printed
 

@@ -16,8 +16,6 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.ranks import free_port
-
 ROOT = Path(__file__).parents[2]
 CHECKOUT = os.environ.get("MEGATRON_LM")
 CONFIGS = ROOT / "configs/strategies"
@@ -58,7 +56,7 @@ def start(
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run"),
-            *("--master_port", str(free_port()), "--nproc_per_node", str(world_size)),
+            *("--standalone", "--nproc_per_node", str(world_size)),
             str(ROOT / "launch/megatron_on_cpu.py"),
             *(("-m", "ds_moe_ext.run") if is_loaded else ()),
             *(f"{CHECKOUT}/pretrain_gpt.py", *FLAGS.split(), *named),

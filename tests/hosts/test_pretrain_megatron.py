@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.hosts.processes import ROOT
-from tests.ranks import free_port
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install it")
 
@@ -53,9 +52,15 @@ class Started:
 
     def torchrun(self, script: Path, *arguments: str) -> str:
         """What the ranks printed."""
-        ranks = ["--nproc_per_node", str(self.num_ranks), "--master_port", str(free_port())]
         done = subprocess.run(
-            ["torchrun", *ranks, str(script), *arguments],
+            [
+                "torchrun",
+                "--standalone",
+                "--nproc_per_node",
+                str(self.num_ranks),
+                str(script),
+                *arguments,
+            ],
             cwd=ROOT,
             capture_output=True,
             text=True,

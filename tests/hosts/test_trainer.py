@@ -12,7 +12,6 @@ import torch
 
 from tests.hosts import families
 from tests.hosts.processes import ROOT, answers, run_script
-from tests.ranks import free_port
 from tests.reference import relative_error
 
 SCRIPT = """
@@ -146,9 +145,8 @@ def train(folder: Path, block: dict[str, Any] | None, *, resume: bool = False) -
         document["ds_moe_ext"] = block
     config.write_text(json.dumps(document))
     arguments = (str(config), str(folder / "output"), *(["resume"] if resume else []))
-    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2")
-    port = ("--master_port", str(free_port()))
-    (printed,) = run_script(script, *arguments, python=(*torchrun, *port), path=(ROOT,))
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    (printed,) = run_script(script, *arguments, python=torchrun, path=(ROOT,))
     ranks = [json.loads(answer) for answer in answers(printed)]
     return Run(ranks, folder / "output" / "saved")
 

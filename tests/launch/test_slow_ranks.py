@@ -168,7 +168,8 @@ def test_a_short_run():
     script = Path(slow_ranks.__file__)
     words = ["--rounds", "1", "--warm_ups", "1", "--layers", "2", "--attention_us", "10"]
     words += ["--expert_us", "20"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "4"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc_per_node", "4"]
     ran = subprocess.run(
         [*launcher, str(script), *words], capture_output=True, text=True, timeout=100, check=False
     )
