@@ -414,12 +414,13 @@ def is_dataclass(node: ast.ClassDef) -> bool:
 
 @rule
 def no_god_config(source: Source) -> Iterator[Finding]:
+    is_named_by_others = source.lies_in("settings", *FOREIGN)
     for node in source.nodes:
         if isinstance(node, ast.ClassDef) and is_dataclass(node):
             fields = [s for s in node.body if isinstance(s, ast.AnnAssign)]
             if len(fields) > 15:
                 yield node, f"dataclass {node.name} has {len(fields)} fields"
-        if source.lies_in("settings", *FOREIGN):
+        if is_named_by_others:
             continue
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             given = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)

@@ -6,6 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.ranks import preload
+
+preload("deepspeed", "transformers", "transformers.models.mixtral.modeling_mixtral", "setuptools")
+
 
 @pytest.fixture(scope="module")
 def checkpoints_removed() -> Iterator[None]:

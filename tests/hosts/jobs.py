@@ -243,19 +243,26 @@ def loss_of(engine: Any, tokens: Tensor) -> Tensor:
 
 
 def _reduce_in_float64(engine: Any) -> None:
-    """What DeepSpeed does at ZeRO 0, but it refuses to do it in float64."""
+    """What DeepSpeed does at ZeRO 0, but it refuses to do it in float64: all gradients of a group
+    at once."""
     import torch.distributed as dist
     from deepspeed.moe.utils import is_moe_param
     from deepspeed.utils import groups
 
     group = None if engine.mpu is None else engine.mpu.get_data_parallel_group()
+    grads: dict[Any, list[Tensor]] = {}
     for parameter in engine.module.parameters():
         if not parameter.requires_grad:
             continue
         is_expert = is_moe_param(parameter)
         over = groups._get_expert_data_parallel_group(parameter.group_name) if is_expert else group
-        dist.all_reduce(parameter.grad, group=over)
-        parameter.grad /= dist.get_world_size(group)
+        grads.setdefault(over, []).append(parameter.grad)
+    for over, own in grads.items():
+        flat = torch.cat([grad.flatten() for grad in own])
+        dist.all_reduce(flat, group=over)
+        flat /= dist.get_world_size(group)
+        for grad, part in zip(own, flat.split([grad.numel() for grad in own])):
+            grad.copy_(part.view_as(grad))
 
 
 def _evaluate(engine: Any, step: int) -> None:
