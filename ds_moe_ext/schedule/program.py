@@ -1,4 +1,4 @@
-"""A program: a schedule with a stage for each op, run as one autograd node.
+"""A program: a schedule with a stage for each op, run as one autograd node; and what runs any.
 
 Weights are inputs of the node and their gradients its outputs, so the hooks that ZeRO, DDP and
 FSDP put on parameters see them as they see any other parameter.
@@ -7,7 +7,7 @@ FSDP put on parameters see them as they see any other parameter.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,6 +18,7 @@ from ds_moe_ext.schedule.executor import Lanes, Mark, execute
 from ds_moe_ext.schedule.task import Cut, Op, Schedule, Span, Task, Value
 from ds_moe_ext.watch import WATCH
 
+_UNCUT = Cut.equal(0, 1)
 Saved = tuple[Any, ...]  # what a stage keeps for its own backward; nobody else looks inside
 
 
@@ -53,9 +54,31 @@ class Observer(Protocol):
     def saw(self, task: Task, start: Mark, end: Mark, lanes: Lanes) -> None: ...
 
 
+class Uncut:
+    """A stage of tasks that are cut alike in both directions."""
+
+    def recut(self, span: Span, pieces: Any) -> Saved:
+        raise ValueError(f"{type(self).__qualname__} is not cut anew for backward")
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Who does the tasks of a layer, and who sees them.
+
+    Attributes:
+        stages: the work of each op.
+        observers: told of each task.
+        name: of the layer, for a person who is told where a rank waits or has failed.
+    """
+
+    stages: Mapping[Op, Stage]
+    observers: tuple[Observer, ...] = ()
+    name: str = ""
+
+
 @dataclass(frozen=True)
 class Program:
-    """Schedules, stages and lanes: everything that one pass needs.
+    """Schedules, stages and lanes: everything that one pass of a layer needs.
 
     Attributes:
         forward: tasks of the forward pass.
@@ -94,8 +117,13 @@ class Program:
         arity = tuple(len(read) if isinstance(read, tuple) else None for read in inputs)
         wanted = torch.is_grad_enabled() and any(t.requires_grad for t in flat)
         if not wanted:
-            return _Pass(self, self.forward, _cut_of(self, inputs))(inputs)
+            return self.passing(self.forward, _cut_of(self, inputs))(inputs)
         return _Node.apply(self, arity, *flat)
+
+    def passing(self, schedule: Schedule, cut: Cut, **how: Any) -> Pass:
+        """A pass of one of its schedules."""
+        crew = Crew(self.stages, self.observers, self.name)
+        return Pass(schedule, lambda task: crew, self.lanes, cut=cut, **how)
 
 
 def in_backward() -> bool:
@@ -111,7 +139,7 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, program: Program, arity: tuple[int | None, ...], *flat: Tensor) -> Any:
         inputs = _grouped(flat, arity)
-        run = _Pass(program, program.forward, _cut_of(program, inputs), keeps=True)
+        run = program.passing(program.forward, _cut_of(program, inputs), keeps=True)
         outputs = tuple(t.detach() for t in run(inputs))
         ctx.program, ctx.arity, ctx.cut = program, arity, run.cut
         # Tensors go through autograd's own keeping, so that activation checkpointing and offloading
@@ -131,15 +159,15 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         if ctx.saved is None:
             raise RuntimeError(
-                "backward ran through this MoE layer before and has freed what it saved; run one "
-                "backward a forward (retain_graph is not supported)"
+                f"backward ran through {ctx.program.name or 'this MoE layer'} before and has freed "
+                "what it saved; run one backward a forward (retain_graph is not supported)"
             )
         program, tensors = ctx.program, list(reversed(ctx.saved_tensors))
         saved = [
             tuple(tensors.pop() if x is _SAVED_TENSOR else x for x in kept) for kept in ctx.saved
         ]
         ctx.saved = None
-        back = _Pass(program, program.backward, ctx.cut, saved=saved)
+        back = program.passing(program.backward, ctx.cut, of=program.forward, saved=saved)
         given = dict(zip(program.forward.outputs, grads))
         written = back(given.get(value) for value in program.backward.inputs)
         found = dict(zip(program.backward.outputs, written))
@@ -201,87 +229,105 @@ class Place:
         return f"{self.name} ({self.task.op.name}, {way}{kind})"
 
 
-class _Pass:
+class Pass:
     """One run of one schedule: the table of values, filled and emptied by its tasks.
 
     Args:
-        saved: for a backward pass, what the forward tasks saved, by position; consumed.
-        keeps: for a forward pass, whether a backward pass will come.
+        schedule: of forward, of backward, or of both in one: then its adjoints are of tasks of its
+            own.
+        crew_of: who does a task.
+        lanes: where.
+        cut: of the tokens, where values are of tokens.
+        keeps: whether adjoints will come, of what this pass does.
+        of: the schedule that the adjoints are of; None: this one.
+        saved: what the tasks of that saved, by position; consumed.
     """
 
     def __init__(
         self,
-        program: Program,
         schedule: Schedule,
-        cut: Cut,
+        crew_of: Callable[[Task], Crew],
+        lanes: Lanes,
         *,
-        saved: list[Saved] | None = None,
+        cut: Cut = _UNCUT,
         keeps: bool = False,
+        of: Schedule | None = None,
+        saved: list[Saved] | None = None,
     ) -> None:
-        self.program, self.schedule, self.cut, self.keeps = program, schedule, cut, keeps
+        self.schedule, self.cut = schedule, cut
         self.saved: list[Saved] = [()] * len(schedule.tasks) if saved is None else saved
-        self._is_forward = saved is None
+        self._crew_of, self._lanes, self._keeps = crew_of, lanes, keeps
+        self._of = (of or schedule).tasks
+        self._is_evaluation = of is None and not keeps
         # By value, then by writer: pieces are added in the order of their writers, so that sums do
         # not depend on timing. All keys exist from the start: lanes fill the table concurrently.
         self._table: dict[Value, dict[int, Any]] = {value: {} for value in schedule.written}
         self._unread = dict(schedule.num_readers)
         self._lock = threading.Lock()
-        self._watched_by = [observer for observer in program.observers if observer.is_on]
+        self._errors: list[BaseException] = []
 
     def __call__(self, inputs: Iterable[Any]) -> tuple[Any, ...]:
+        """Do all tasks; the outputs.
+
+        Args:
+            inputs: of the schedule, in order; None for what this rank has none of.
+        """
         for value, given in zip(self.schedule.inputs, inputs):
             if given is not None:
                 self._table[value][-1] = given
-        execute(self.schedule, self._run, self.program.lanes)
+        execute(self.schedule, self._run, self._lanes)
         if WATCH.has_failed:  # in an earlier pass
             WATCH.went_through()
         return tuple(self._read(value) for value in self.schedule.outputs)
 
     def _run(self, position: int) -> None:
         task = self.schedule.tasks[position]
-        WATCH.at(Place(self.program.name, task, self._is_forward and not self.keeps))
+        if self._errors:  # of a task in another lane: nothing here is worth waiting for
+            raise self._errors[0]
+        crew = self._crew_of(task)
+        WATCH.at(Place(crew.name, task, self._is_evaluation))
         try:
-            self._do(position, task)
+            self._do(position, task, crew)
         except BaseException as error:
             # Now, and not when the lanes are joined: another one may wait for ranks that wait for
             # what this one was about to send.
+            self._errors.append(error)
             WATCH.failed(error)
             raise
 
-    def _do(self, position: int, task: Task) -> None:
-        program = self.program
-        watched_by = self._watched_by if task.op.begins is None else ()
-        start = program.lanes.mark() if watched_by else None
+    def _do(self, position: int, task: Task, crew: Crew) -> None:
+        lanes = self._lanes
+        watching = [o for o in crew.observers if o.is_on] if task.op.begins is None else []
+        start = lanes.mark() if watching else None
         with torch.no_grad():
             reads = [self._read(value) for value in task.reads]
             # Not a bound method kept on self: a cycle would hold the values until the next
             # garbage collection, and autograd copies a gradient that somebody else holds.
-            work = self._forward if self._is_forward else self._adjoint
-            written = work(position, task, reads)
+            work = self._adjoint if task.adjoint_of else self._forward
+            written = work(position, task, crew.stages[task.op], reads)
         for value, piece in zip(task.writes, written):
             if piece is not None:
                 self._table[value][position] = piece
         self._drop(task.reads)
-        for observer in watched_by:
-            observer.saw(task, start, program.lanes.mark(), program.lanes)
+        for observer in watching:
+            observer.saw(task, start, lanes.mark(), lanes)
 
-    def _forward(self, position: int, task: Task, reads: list[Any]) -> tuple[Any, ...]:
-        written, saved = self.program.stages[task.op].forward(task.span, *reads)
-        if self.keeps:
+    def _forward(
+        self, position: int, task: Task, stage: Stage, reads: list[Any]
+    ) -> tuple[Any, ...]:
+        written, saved = stage.forward(task.span, *reads)
+        if self._keeps:
             self.saved[position] = saved
             if any(_wants_gradient(read) for read in reads):
                 for value, piece in zip(task.writes, written):
-                    if value.kind.has_gradient:
-                        for part in piece if isinstance(piece, tuple) else (piece,):
-                            part.requires_grad_()
+                    for part in _parts(piece) if value.kind.has_gradient else ():
+                        part.requires_grad_()
         return written
 
-    def _adjoint(self, position: int, task: Task, grads: list[Any]) -> tuple[Any, ...]:
-        stage = self.program.stages[task.op]
-        if not task.adjoint_of:  # a task that the strategy put between
-            return stage.forward(task.span, *grads)[0]
-        forward = self.program.forward.tasks
-        pieces = [(forward[w].span, self.saved[w]) for w in task.adjoint_of]
+    def _adjoint(
+        self, position: int, task: Task, stage: Stage, grads: list[Any]
+    ) -> tuple[Any, ...]:
+        pieces = [(self._of[w].span, self.saved[w]) for w in task.adjoint_of]
         for w in task.adjoint_of:
             if self.schedule.last_adjoint[w] == position:
                 self.saved[w] = ()
@@ -289,7 +335,7 @@ class _Pass:
             return ()
         whole = len(pieces) == 1 and pieces[0][0] == task.span
         saved = pieces[0][1] if whole else stage.recut(task.span, pieces)
-        self.program.lanes.keep(saved)
+        self._lanes.keep(saved)
         return stage.backward(task.span, saved, *grads)
 
     def _read(self, wanted: Value) -> Any:
@@ -309,7 +355,7 @@ class _Pass:
             else:
                 smaller += [(shared, w, piece) for w, piece in narrowed.items()]
         # The pieces, not what is made of them here: those are the ones other lanes may free.
-        self.program.lanes.keep((*parts.values(), *(piece for _, _, piece in smaller)))
+        self._lanes.keep((*parts.values(), *(piece for _, _, piece in smaller)))
         if smaller:
             assert wanted.span is not None
             parts[max(w for _, w, _ in smaller)] = self._joined(smaller, wanted.span)
@@ -351,9 +397,14 @@ def _place(piece: tuple[Span, int, Any]) -> tuple[Span, int]:
     return span, writer
 
 
+def _parts(thing: Any) -> list[Tensor]:
+    """The tensors among a value, which may be one or a tuple."""
+    parts: Iterable[Any] = thing if isinstance(thing, tuple) else (thing,)
+    return [part for part in parts if isinstance(part, Tensor)]
+
+
 def _wants_gradient(read: Any) -> bool:
-    parts: Iterable[Any] = read if isinstance(read, tuple) else (read,)
-    return any(isinstance(part, Tensor) and part.requires_grad for part in parts)
+    return any(part.requires_grad for part in _parts(read))
 
 
 def _sum(parts: Mapping[int, Any]) -> Any:
