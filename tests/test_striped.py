@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -30,12 +31,12 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.roles import Roles
 from ds_moe_ext.schedule.executor import ThreadLanes
 from ds_moe_ext.schedule.stripes import A2E, E2A
+from ds_moe_ext.schedule.task import Schedule
 from ds_moe_ext.share import LocalElseHome
 from ds_moe_ext.strategies.zebra import Zebra, asymmetric_home
 from ds_moe_ext.strategy import Plan, Site
 from ds_moe_ext.zebra import striped_model
-from ds_moe_ext.zebra.crossing import Met
-from ds_moe_ext.zebra.passage import Here, Passage
+from ds_moe_ext.zebra.passage import Answer, Here, Passage
 from ds_moe_ext.zebra.serving import GradientSums
 from ds_moe_ext.zebra.stack import Stack
 from ds_moe_ext.zebra.stripe import Stripe
@@ -47,7 +48,6 @@ from tests.test_passage import (
     TOP_K,
     VOCABULARY,
     Block,
-    D,
     Experts,
     Grads,
     Model,
@@ -248,7 +248,7 @@ def run_case(rank: int, world_size: int, case: Case) -> Outcome:
         stripes = _stripes(case, model, stack, sums) if stack.is_attention else []
         with cut(model, stack.here):
             issued = stack.run(case.num_stripes, stripes, sums, counts=True)
-    _in_one_order(issued, layout)
+    striped_model.check_orders(issued, group_among(layout.grid.along("ep"), backend="gloo"))
     parameters = {name: p for own in named for name, p in own.items()}
     parameters |= {n: p for n, p in model.named_parameters() if ".experts." not in n}
     one = torch.ones(())
@@ -257,7 +257,7 @@ def run_case(rank: int, world_size: int, case: Case) -> Outcome:
     return Outcome(
         losses=[float(passage.output.loss) for passage in passages],
         grads={name: grad for name, grad in taken.items() if grad is not None},
-        issued=tuple((lane.name, tuple(map(str, issued[lane]))) for lane in (A2E, E2A)),
+        issued=tuple((lane.name, tuple(issued.in_lane(lane).split())) for lane in (A2E, E2A)),
         routed_LE=np.stack([layer.rows.take().routed_CE[cell] for layer in routed]),
         splits=seen.splits,
     )
@@ -316,10 +316,6 @@ def _stripes(case: Case, model: Model, stack: Stack, sums: GradientSums | None) 
         )
         for stripe in range(case.num_stripes)
     ]
-
-
-def _in_one_order(issued: Any, layout: ParallelLayout) -> None:
-    striped_model.check_orders(issued, group_among(layout.grid.along("ep"), backend="gloo"))
 
 
 @functools.cache
@@ -414,16 +410,20 @@ def test_order_of_theorem_1() -> None:
     assert len(there) == len(back) == 8
 
 
+SWAPPED = ("dispatch[0,0]", "dispatch[0,1]")
+
+
 def _tampered(rank: int, world_size: int) -> str:
     """A rank that swaps two collectives is found out, on all ranks."""
     case = Case(1, 1, (0, 0), 2)
     check_orders = striped_model.check_orders
 
-    def swapped(issued: Any, control: dist.ProcessGroup) -> None:
+    def swapped(issued: Schedule, control: dist.ProcessGroup) -> None:
+        tasks = list(issued.tasks)
         if rank == 1:
-            tasks = issued[A2E]
-            tasks[0], tasks[1] = tasks[1], tasks[0]
-        check_orders(issued, control)
+            first, second = (i for i, t in enumerate(tasks) if str(t) in SWAPPED)
+            tasks[first], tasks[second] = tasks[second], tasks[first]
+        check_orders(replace(issued, tasks=tuple(tasks)), control)
 
     with (
         mock.patch.object(striped_model, "check_orders", swapped),
@@ -470,7 +470,7 @@ def _run(*order: int) -> None:
                 question = stripe.forward(layer, returned)
                 route = one_cell_route(question.expert_TK, Placement.block(EXPERTS, 1))
                 rows_ND = question.x_TD[route.on(STRIPE).token_N]
-                returned = rows_ND, Met(route, torch.empty(0, D))
+                returned = Answer(rows_ND, route.on(STRIPE))
             assert returned is not None
             stripe.finish(3, returned)
         finally:

@@ -152,7 +152,7 @@ def test_offloaded_experts_stand_behind_attention_and_before_its_adjoint() -> No
     # One collective waits for both, and for the route that the rows came by.
     assert (waits["c10"], waits["c00"]) == ("d10 e10 o10", "d00 e00")
     assert waits["o10"] == "d10"
-    assert waits["o'10"] == "c'10"
+    assert waits["o'10"] == "o10 c'10"
     assert waits["d'10"] == "d10 e'10 o'10"
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_moe_ext.cost.exchange import BY_NODES, Way
@@ -35,7 +36,8 @@ from ds_moe_ext.moe.turns import Likeness, Turns
 from ds_moe_ext.moe.windows import Windows
 from ds_moe_ext.schedule.executor import Lanes, Mark, lanes_for
 from ds_moe_ext.schedule.pipeline_orders import QUEUED, reductions
-from ds_moe_ext.schedule.program import Program, Stage, in_backward
+from ds_moe_ext.schedule.program import Crew, Program, Stage, in_backward
+from ds_moe_ext.schedule.stripes import A2E, E2A
 from ds_moe_ext.schedule.task import (
     BEGIN_GRADIENTS,
     CELL_GATHER,
@@ -58,6 +60,7 @@ from ds_moe_ext.schedule.task import (
     Op,
     Span,
 )
+from ds_moe_ext.schedule.wires import ALONE
 from ds_moe_ext.strategy import Destination, Plan, Site, Strategy
 
 
@@ -141,6 +144,8 @@ class RoutedExperts:
         self._options = options or LayerOptions()
         own = strategy.stages(site)
         _check_stages(own, site, self._options.hooks)
+        if strategy.roles is not None:
+            _check_roles(own, strategy, site)
         self._moves_rows_itself = not own.keys().isdisjoint(_MOVES_ROWS)
         self._gate = gate
         self._started: Weights | None = None
@@ -183,6 +188,8 @@ class RoutedExperts:
             following: of the next one, if there is one.
         """
         self.site = replace(self.site, plan=plan, following=following)
+        if self._strategy.roles is not None:
+            _check_roles({}, self._strategy, self.site)
         self._planned = self._started = None
         if self.copies is not None:
             self.copies.take(plan)
@@ -283,13 +290,16 @@ class RoutedExperts:
 
     def run(self, x_TD: Tensor, given: tuple[Any, ...], weights: Weights) -> tuple[Tensor, ...]:
         """The program's outputs; ``given`` is what it takes between x and the expert weights."""
+        return self.shown(x_TD, lambda: self._run(x_TD, given, weights))
+
+    def shown(self, x_TD: Tensor, run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """What the layer makes of hidden states; hooks are told before it and behind it."""
         hooks = self._options.hooks
         if not hooks.observers:
-            return self._run(x_TD, given, weights)
-        moe = self._moe
-        hooks.tell(Hook.BEFORE_MOE_START, moe, Batch(x_TD.detach()))
-        outputs = self._run(x_TD, given, weights)
-        hooks.tell(Hook.BEFORE_MOE_END, moe, Batch(outputs[0].detach()))
+            return run()
+        hooks.tell(Hook.BEFORE_MOE_START, self._moe, Batch(x_TD.detach()))
+        outputs = run()
+        hooks.tell(Hook.BEFORE_MOE_END, self._moe, Batch(outputs[0].detach()))
         return outputs
 
     @property
@@ -362,35 +372,70 @@ class RoutedExperts:
         copies.prepare(planned)
         planned.share.prepare(copies.place.cell)
 
+    def crew_between_sides(self, device: torch.device, *, counts: bool, is_graded: bool) -> Crew:
+        """Who does the layer's tasks where ranks have roles; see ``schedule/stripes.py``. Its own
+        weights and choices are given to them, and capacity was kept already.
+
+        Args:
+            device: of the rows.
+            counts: the rows count for the report.
+            is_graded: the pass has gradients.
+        """
+        layout = self.site.layout
+        kind = kind_of(self.site.layer, is_training=counts, is_graded=is_graded)
+        order = replace(
+            self._order(layout.group("ep", A2E)),
+            capacity_factor=None,
+            gate_may_drop=True,
+            on_rows=self.rows.add if counts else _uncounted,
+            kind=lambda: kind,
+            has_sides=True,
+        )
+        there, back = (Wire.between(layout, lane, device) for lane in (A2E, E2A))
+        common = {ORDER: order, **self._exchanges(there, back), EXPERT: Expert(self.function)}
+        return Crew(self._with_own(common), (self.tasks, self.meter), self.name)
+
     def _stages(self, device: torch.device) -> Mapping[Op, Stage]:
         """Of each op: the strategy's own or the common one, as hooks see it, in either queue."""
-        stages = {**self._common_stages(device), **self._strategy.stages(self.site)}
-        stages |= watched(stages, self._options.hooks, self._moe)
+        stages = self._with_own(self._common_stages(device))
         return {queued: stages[op] for op, queued in QUEUED.items() if op in stages} | stages
+
+    def _with_own(self, common: Mapping[Op, Stage]) -> dict[Op, Stage]:
+        stages = {**common, **self._strategy.stages(self.site)}
+        return {**stages, **watched(stages, self._options.hooks, self._moe)}
+
+    def _order(self, group: dist.ProcessGroup | None) -> Order:
+        plan, layout = self.site.plan, self.site.layout
+        return Order(
+            destination=Destination(plan.target, plan.share),
+            seat=Seat(layout.index("ep"), layout.index("esp"), layout.grid.cell_size),
+            group=group,
+            capacity_factor=self._options.capacity_factor,
+            gate_may_drop=self._options.gate_may_drop,
+            on_rows=self.rows,
+            revise=plan.revise,
+            kind=self._kind,
+        )
+
+    def _exchanges(self, there: Wire, back: Wire) -> dict[Op, Stage]:
+        """Rows to the experts and back. Gradients go against the direction of their rows."""
+        of_dispatch, of_combine = self._options.hooks.of_dispatch, self._options.hooks.of_combine
+        return {
+            DISPATCH: Dispatch(*_coded(there, back, of_dispatch)),
+            COMBINE: Combine(*_coded(back, there, of_combine)),
+        }
 
     def _common_stages(self, device: torch.device) -> Mapping[Op, Stage]:
         """One stage for each op that strategies share."""
         plan, layout = self.site.plan, self.site.layout
         wire = Wire.between(layout, INTER, device, plan.way)
-        cell_size = layout.grid.cell_size
-        hooks = self._options.hooks
         stages: dict[Op, Stage] = {
-            ORDER: Order(
-                destination=Destination(plan.target, plan.share),
-                seat=Seat(layout.index("ep"), layout.index("esp"), cell_size),
-                group=None if layout.grid.size == 1 else layout.group(GRID, INTER),
-                capacity_factor=self._options.capacity_factor,
-                gate_may_drop=self._options.gate_may_drop,
-                on_rows=self.rows,
-                revise=plan.revise,
-                kind=self._kind,
-            ),
-            DISPATCH: Dispatch(*_both_ways(wire, hooks.of_dispatch)),
+            ORDER: self._order(None if layout.grid.size == 1 else layout.group(GRID, INTER)),
+            **self._exchanges(wire, wire),
             EXPERT: Expert(self.function, plan.pieces),
-            COMBINE: Combine(*_both_ways(wire, hooks.of_combine)),
             RESTORE: Restore(),
         }
-        if cell_size > 1:
+        if layout.grid.cell_size > 1:
             cell = CellWire(layout.group("esp", INTRA), wire.all_to_all)
             stages |= {CELL_GATHER: CellGather(cell), CELL_SCATTER: CellScatter(cell)}
         if self.copies is not None:
@@ -440,11 +485,34 @@ def _check_stages(own: Mapping[Op, Stage], site: Site, hooks: Hooked) -> None:
             )
 
 
-def _both_ways(wire: Wire, codec: Codec | None) -> tuple[Wire, Wire]:
+_BETWEEN_SIDES = frozenset((ORDER, DISPATCH, EXPERT, COMBINE))
+
+
+def _check_roles(own: Mapping[Op, Stage], strategy: Strategy, site: Site) -> None:
+    """Raises ValueError for what tasks between ranks with roles do not have yet."""
+    name = type(strategy).__qualname__
+    if site.plan.has_copies or strategy.beside(site) != ALONE:
+        raise ValueError(
+            f"{name} has a plan with copies of experts for layer {site.layer}, and gives the ranks "
+            "roles, where no task joins copies yet; plan experts at home, or give no roles"
+        )
+    others = sorted(op.name for op in own.keys() - _BETWEEN_SIDES)
+    if others:
+        raise ValueError(
+            f"{name} has stages of its own for {', '.join(others)}, which ranks with roles do not "
+            "run as tasks; give it none but of order, dispatch, expert and combine"
+        )
+
+
+def _coded(wire: Wire, back: Wire, codec: Codec | None) -> tuple[Wire, Wire]:
     """Of rows, and of their gradients."""
     if codec is None:
-        return wire, wire
-    return wire.through(codec.of_rows), wire.through(codec.of_gradients)
+        return wire, back
+    return wire.through(codec.of_rows), back.through(codec.of_gradients)
+
+
+def _uncounted(*rows: Any) -> None:
+    return None
 
 
 class MoEOutput(NamedTuple):

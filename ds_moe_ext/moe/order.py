@@ -9,7 +9,7 @@ experts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from torch import Tensor
 from ds_moe_ext.comm import all_gather_counts, counts_on_host
 from ds_moe_ext.moe.gate import capacity_of, count, drop_over_capacity
 from ds_moe_ext.moe.route import LayerRoute, SlotRows, one_cell_route
+from ds_moe_ext.moe.turns import Likeness
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.rows import on_device, ranges, starts_of
 from ds_moe_ext.schedule.task import Cut, Span
@@ -117,6 +118,7 @@ class Order:
             it does not wait for them, where this rank's rows end, expert by expert; and choices a
             token, and the share.
         revise: another destination once the rows are known.
+        has_sides: ranks of one side have no tokens: what rows are like goes with the counts, too.
         kind: of the pass; it goes with the counts, see ``kind_of``.
     """
 
@@ -128,8 +130,12 @@ class Order:
     on_rows: Callable[[np.ndarray | SlotRows, int, Share], None]
     revise: Callable[[np.ndarray], Destination] | None = None
     kind: Callable[[], int] = int  # 0
+    has_sides: bool = False
 
-    def forward(self, span: Span, expert_TK: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def forward(
+        self, span: Span, expert_TK: Tensor, x_TD: Tensor | None = None
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Reads hidden states too, where there are two sides and this one has some."""
         cut = Cut.equal(expert_TK.shape[0], span.stop - span.start)
         num_experts = self.destination.target.num_experts
         if self.capacity_factor is not None:
@@ -140,7 +146,8 @@ class Order:
             route = one_cell_route(expert_TK, self.destination.target)
             self.on_rows(route.on(span).slots, route.top_k, self.destination.share)
             return (route,), ()
-        return (self._exchanged(expert_TK, cut),), ()
+        own = Likeness() if x_TD is None else Likeness.of(x_TD, expert_TK.shape[1])
+        return (self._exchanged(expert_TK, cut, own),), ()
 
     def backward(self, span: Span, saved: Any, *grads: Any) -> tuple[Any, ...]:
         return ()
@@ -148,21 +155,26 @@ class Order:
     def recut(self, span: Span, pieces: Any) -> tuple[Any, ...]:
         return ()
 
-    def _exchanged(self, expert_TK: Tensor, cut: Cut) -> LayerRoute:
+    def _exchanged(self, expert_TK: Tensor, cut: Cut, own: Likeness) -> LayerRoute:
         num_experts = self.destination.target.num_experts
         key_N, rows_FE = rows_of_experts(expert_TK, cut, num_experts)
         # The one wait for the device: splits must be known.
-        gathered = rows_FE[None].cpu().numpy() if self.group is None else self._gathered(rows_FE)
-        rows_CPFE = gathered.reshape(-1, self.seat.cell_size, *rows_FE.shape)
-        return self.routed(key_N, rows_CPFE, cut, expert_TK.shape[1])
-
-    def _gathered(self, rows_FE: Tensor) -> np.ndarray:
-        """The rows of every rank, on the host."""
-        kind_F1 = rows_FE.new_full((rows_FE.shape[0], 1), self.kind())
-        told = torch.cat([rows_FE, kind_F1], dim=1)
-        known = counts_on_host(all_gather_counts(told, self.group), self.group).numpy()
-        check_kinds(known[:, 0, -1])
-        return known[:, :, :-1]
+        if self.group is None:
+            rows_CPFE = rows_FE[None, None].cpu().numpy()
+            return self.routed(key_N, rows_CPFE, cut, expert_TK.shape[1])
+        told = (self.kind(), *own) if self.has_sides else (self.kind(),)
+        beside = [rows_FE.new_full((cut.num_chunks, 1), number) for number in told]
+        gathered = all_gather_counts(torch.cat([rows_FE, *beside], dim=1), self.group)
+        known = counts_on_host(gathered, self.group).numpy()
+        rows_CPFE = known[..., :num_experts].reshape(-1, self.seat.cell_size, *rows_FE.shape)
+        kind_C, *like_C = known[:, 0, num_experts:].T
+        check_kinds(kind_C)
+        if not self.has_sides:
+            return self.routed(key_N, rows_CPFE, cut, expert_TK.shape[1])
+        like = Likeness(*(int(told_C.max()) for told_C in like_C))
+        route = self.routed(key_N, rows_CPFE, cut, like.top_k)
+        none_0D, _, _ = like.nothing(rows_FE.device)
+        return replace(route, none_0D=none_0D)
 
     def routed(self, key_N: Tensor, rows_CPFE: np.ndarray, cut: Cut, top_k: int) -> LayerRoute:
         """The route, once the rows of every rank are known.

@@ -196,6 +196,7 @@ class LayerRoute(OnDevice):
         place: this rank's place in its cell.
         count_between: gives the rows of each chunk from each cell to each, of this rank's place,
             int64 ``[F, C, C]``; asked once, and only where a carrier needs them.
+        none_0D: rows as they travel, none of them, ``[0, D]``; where the order tells of it.
     """
 
     cut: Cut
@@ -206,6 +207,7 @@ class LayerRoute(OnDevice):
     received_PCFS: np.ndarray
     place: int = 0
     count_between: Callable[[], np.ndarray] | None = None
+    none_0D: Tensor | None = None
     _routes: dict[Span, Route] = field(default_factory=dict)
     _cells: dict[Span, CellRoute] = field(default_factory=dict)
     _trips: dict[Span, Trip] = field(default_factory=dict)

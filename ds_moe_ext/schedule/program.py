@@ -398,9 +398,9 @@ def _place(piece: tuple[Span, int, Any]) -> tuple[Span, int]:
 
 
 def _parts(thing: Any) -> list[Tensor]:
-    """The tensors among a value, which may be one or a tuple."""
+    """What may have a gradient of a value, which may be a tensor or a tuple."""
     parts: Iterable[Any] = thing if isinstance(thing, tuple) else (thing,)
-    return [part for part in parts if isinstance(part, Tensor)]
+    return [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
 
 
 def _wants_gradient(read: Any) -> bool:

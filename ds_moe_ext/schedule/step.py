@@ -67,7 +67,8 @@ def whole_step(layers: Sequence[Programs], *, freed: Collection[int] = ()) -> Sc
     step = _Step(freed=set(freed) - {numbers[-1]})
     step.launch_rest(programs[0][0], after=())
     step.run(programs)
-    return Schedule(tuple(step.tasks), _inputs(programs), _outputs(programs, step.tasks))
+    outputs = _outputs(programs, step.tasks)
+    return Schedule(tuple(step.tasks), _inputs(programs), outputs, is_round_trip=True)
 
 
 def in_lanes(schedule: Schedule, lanes: Mapping[Lane, Lane]) -> Schedule:
@@ -81,7 +82,7 @@ def in_lanes(schedule: Schedule, lanes: Mapping[Lane, Lane]) -> Schedule:
     for task in schedule.tasks:
         lane = lanes.get(task.lane, task.lane)
         tasks.append(replace(task, op=replace(task.op, lane=lane, back=lane)))
-    return Schedule(tuple(tasks), schedule.inputs, schedule.outputs)
+    return replace(schedule, tasks=tuple(tasks))
 
 
 class _Step:

@@ -128,6 +128,7 @@ def picked(schedule: Schedule, positions: Sequence[int]) -> Schedule:
         tuple(replace(t, adjoint_of=tuple(place[w] for w in t.adjoint_of)) for t in tasks),
         tuple(dict.fromkeys(given)),
         tuple(value for value in schedule.outputs if value in written),
+        is_round_trip=True,
     )
 
 
@@ -184,7 +185,7 @@ class _Step:
         written = dict.fromkeys(value for task in self._tasks for value in task.writes)
         given = tuple(value for value in read if value not in written)
         left = tuple(value for value in written if value.kind == LOSS or value not in read)
-        return Schedule(tuple(self._tasks), given, left)
+        return Schedule(tuple(self._tasks), given, left, is_round_trip=True)
 
     def _run(self, task: Task) -> None:
         self._places[task.op, task.layer, task.span] = len(self._tasks)

@@ -213,14 +213,27 @@ class Task:
 @dataclass(frozen=True)
 class Schedule:
     """Tasks in issue order. A task starts when the task before it in its lane and every task that
-    writes what it reads have finished. The executor obeys this rule; the simulator prices it."""
+    writes what it reads have finished. The executor obeys this rule; the simulator prices it.
+
+    Attributes:
+        tasks: in issue order.
+        inputs: what is given.
+        outputs: what is wanted.
+        is_round_trip: forward and backward in one: adjoints are of tasks of this schedule, and
+            wait for them, too.
+    """
 
     tasks: tuple[Task, ...]
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
+    is_round_trip: bool = False
 
     def __str__(self) -> str:
         return " ".join(str(task) for task in self.tasks)
+
+    def in_lane(self, lane: Lane) -> str:
+        """What a lane does, as text."""
+        return " ".join(str(task) for task in self.tasks if task.lane == lane)
 
     @cached_property
     def after(self) -> tuple[tuple[int, ...], ...]:
@@ -234,7 +247,8 @@ class Schedule:
             written[value.kind, value.layer].append((value, -1))
         after = []
         for position, task in enumerate(self.tasks):
-            waits: set[int] = set()
+            # Data alone may leave it to ranks that do other tasks of the same step.
+            waits = set(task.adjoint_of if self.is_round_trip else ())
             for value in task.reads:
                 alike = written[value.kind, value.layer]
                 writers = [(other, w) for other, w in alike if value.touches(other)]

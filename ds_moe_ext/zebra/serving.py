@@ -5,16 +5,16 @@ Shape letters: R rows received, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ds_moe_ext.moe.expert import Expert
-from ds_moe_ext.schedule.task import Task
-from ds_moe_ext.zebra.crossing import STRIPE, Met
+from ds_moe_ext.moe.route import LayerRoute
+from ds_moe_ext.schedule.program import Saved, Stage, Uncut
+from ds_moe_ext.schedule.task import Span
+from ds_moe_ext.zebra.crossing import STRIPE
 from ds_moe_ext.zebra.random_state import RandomState
 
 
@@ -60,50 +60,38 @@ class GradientSums:
 
 
 @dataclass(frozen=True, eq=False)
-class ExpertWork:
-    """Rows through the experts of this rank.
+class StripeExpert(Uncut):
+    """Rows of a stripe through the experts of this rank.
 
     Attributes:
-        experts: of each layer, its function.
-        weights: of each layer's experts here, at present.
-        sums: takes their gradients; None where there are none.
+        expert: of the layer.
+        sums: takes the gradients of its weights, stripe by stripe; None where there are none.
         recomputes: forward keeps its rows alone, and backward computes the rest again.
     """
 
-    experts: Sequence[Expert]
-    weights: Callable[[int], tuple[Tensor, ...]]
+    expert: Stage
     sums: TakesGradients | None
     recomputes: bool = False
 
     def forward(
-        self, task: Task, arrived_RD: Tensor, met: Met, _: Any
-    ) -> tuple[tuple[Any, ...], Any]:
-        weights = self.weights(task.layer)
-        is_graded = self.sums is not None
-        if not is_graded or self.recomputes:
-            frozen = tuple(weight.detach() for weight in weights)
-            expert = self.experts[task.layer]
-            state = RandomState.now() if is_graded else None
-            (computed_RD,), _ = expert.forward(STRIPE, arrived_RD.detach(), met.route, frozen)
-            return (computed_RD,), (arrived_RD, met, state) if is_graded else None
-        (computed_RD,), saved = self._run(task, arrived_RD, met, weights)
-        return (computed_RD,), saved
+        self, span: Span, rows_RD: Tensor, route: LayerRoute, weights: tuple[Tensor, ...]
+    ) -> tuple[tuple[Any, ...], Saved]:
+        if self.sums is None or not self.recomputes:
+            written, saved = self.expert.forward(STRIPE, rows_RD, route, weights)
+            return written, (weights, *saved)
+        state, frozen = RandomState.now(), tuple(weight.detach() for weight in weights)
+        written, _ = self.expert.forward(STRIPE, rows_RD.detach(), route, frozen)
+        return written, (weights, rows_RD, route, state)
 
-    def backward(self, task: Task, saved: Any, grad_RD: Tensor) -> tuple[Any, ...]:
-        weights = self.weights(task.layer)
+    def backward(self, span: Span, saved: Saved, grad_RD: Tensor) -> tuple[Any, ...]:
+        weights, kept = saved[0], saved[1:]
         if self.recomputes:
-            arrived_RD, met, state = saved
+            rows_RD, route, state = kept
             with state.again():
-                _, saved = self._run(task, arrived_RD, met, weights)
-        grad_rows_RD, grads = self.experts[task.layer].backward(STRIPE, saved, grad_RD)
+                _, kept = self.expert.forward(STRIPE, rows_RD, route, weights)
+        grad_rows_RD, grads = self.expert.backward(STRIPE, kept, grad_RD)
         assert self.sums is not None
         for weight, grad in zip(weights, grads):
             if grad is not None:
                 self.sums.add(weight, grad)
-        return grad_rows_RD, None
-
-    def _run(
-        self, task: Task, arrived_RD: Tensor, met: Met, weights: tuple[Tensor, ...]
-    ) -> tuple[tuple[Any, ...], Any]:
-        rows_RD = arrived_RD.detach().requires_grad_()
-        return self.experts[task.layer].forward(STRIPE, rows_RD, met.route, weights)
+        return (grad_rows_RD,)

@@ -8,46 +8,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_moe_ext.moe.dispatch import Combine, Dispatch, Wire
-from ds_moe_ext.moe.expert import Expert
 from ds_moe_ext.moe.layer import RoutedExperts
-from ds_moe_ext.moe.order import Order, Seat
 from ds_moe_ext.roles import Roles
+from ds_moe_ext.schedule import task as ops
 from ds_moe_ext.schedule.executor import Lanes
+from ds_moe_ext.schedule.program import Crew, Pass, Stage
 from ds_moe_ext.schedule.stripes import (
-    A2E,
     ATTENTION,
     ATTENTION_SIDE,
     COMBINE,
     DISPATCH,
-    E2A,
     EXPERT,
     EXPERT_SIDE,
     HEAD,
     OFFLOADED,
+    OFFLOADED_WEIGHTS,
     part_of,
     picked,
     striped_step,
 )
-from ds_moe_ext.schedule.task import Lane, Op, Schedule
-from ds_moe_ext.strategy import Destination
-from ds_moe_ext.zebra.crossing import CombineWork, DispatchWork
+from ds_moe_ext.schedule.task import Lane, Op, Schedule, Value
+from ds_moe_ext.schedule.wires import WEIGHTS
+from ds_moe_ext.zebra.crossing import StripeCombine, StripeDispatch
 from ds_moe_ext.zebra.passage import Here
-from ds_moe_ext.zebra.round_trip import Done, Work, round_trip
-from ds_moe_ext.zebra.serving import ExpertWork, TakesGradients
-from ds_moe_ext.zebra.stripe import AttentionWork, HeadWork, Stripe
+from ds_moe_ext.zebra.serving import StripeExpert, TakesGradients
+from ds_moe_ext.zebra.stripe import Stripe, StripeAttention, StripeHead
 
 
 @cache
 def schedule_of(
-    num_layers: int, num_stripes: int, offloaded: frozenset[int], side: Lane, is_graded: bool
+    num_layers: int, num_stripes: int, offloaded: frozenset[int], side: Lane, *, is_graded: bool
 ) -> Schedule:
     """The part of one side; without its backward where there is none."""
     own = part_of(striped_step(num_layers, num_stripes, offloaded=offloaded), side)
@@ -102,7 +98,7 @@ class Stack:
         sums: TakesGradients | None,
         *,
         counts: bool,
-    ) -> Done:
+    ) -> Schedule:
         """A step, or where nothing has a gradient its forward. Collective over the ZP group.
 
         Args:
@@ -115,31 +111,52 @@ class Stack:
             What was done.
         """
         side = ATTENTION_SIDE if self.is_attention else EXPERT_SIDE
+        is_graded = sums is not None
         schedule = schedule_of(
-            len(self.layers), num_stripes, self._offloaded, side, sums is not None
+            len(self.layers), num_stripes, self._offloaded, side, is_graded=is_graded
         )
-        layout = self.layers[0].site.layout
-        a2e, e2a = (Wire.between(layout, lane, self.device) for lane in (A2E, E2A))
-        group = layout.group("ep", A2E)
-        orders = [self._order(layer, counts) for layer in self.layers]
-        experts = [Expert(layer.function) for layer in self.layers]
-        expert_work = ExpertWork(experts, self.weights, sums, self.recomputes)
-        works: dict[Op, Work] = {
-            DISPATCH: DispatchWork(orders, Dispatch(a2e, e2a), group, self.device),
-            COMBINE: CombineWork(Combine(e2a, a2e)),
-            EXPERT: expert_work,
-            OFFLOADED: expert_work,
-            ATTENTION: AttentionWork(stripes),
-            HEAD: HeadWork(stripes),
-        }
-        seen = [layer.tasks for layer in self.layers]
+        crews = [self._crew(layer, stripes, sums, counts=counts) for layer in self.layers]
+        head = {HEAD: StripeHead(len(crews), stripes)}
+        crews.append(Crew(head, crews[-1].observers, "the end"))
         try:
-            names = [layer.name for layer in self.layers]
-            return round_trip(schedule, works, self.lanes, seen, names)
+            given = (self._given(value, is_graded=is_graded) for value in schedule.inputs)
+            Pass(schedule, lambda task: crews[task.layer], self.lanes, keeps=is_graded)(given)
         finally:
             for stripe in stripes:
                 for passage in stripe.passages:
                     passage.abandon()
+        return schedule
+
+    def _crew(
+        self,
+        layer: RoutedExperts,
+        stripes: Sequence[Stripe],
+        sums: TakesGradients | None,
+        *,
+        counts: bool,
+    ) -> Crew:
+        """Who does the tasks of a layer: its own stages, stripe by stripe."""
+        is_graded = sums is not None
+        own = layer.crew_between_sides(self.device, counts=counts, is_graded=is_graded)
+        order, dispatch, expert, combine = (
+            own.stages[op] for op in (ops.ORDER, ops.DISPATCH, ops.EXPERT, ops.COMBINE)
+        )
+        serving = StripeExpert(expert, sums, self.recomputes)
+        stages: dict[Op, Stage] = {
+            ATTENTION: StripeAttention(layer.site.layer, stripes),
+            DISPATCH: StripeDispatch(order, dispatch, self.device, is_graded),
+            EXPERT: serving,
+            OFFLOADED: serving,
+            COMBINE: StripeCombine(combine),
+        }
+        return replace(own, stages=stages)
+
+    def _given(self, value: Value, *, is_graded: bool) -> tuple[Tensor, ...] | None:
+        """What a pass begins with: weights of experts; the model has its own."""
+        if value.kind not in (WEIGHTS, OFFLOADED_WEIGHTS):
+            return None
+        weights = self.weights(value.layer)
+        return weights if is_graded else tuple(weight.detach() for weight in weights)
 
     @property
     def _offloaded(self) -> frozenset[int]:
@@ -147,18 +164,3 @@ class Stack:
         cells = list(self.roles.attention_cells)
         homes = (layer.site.plan.home for layer in self.layers)
         return frozenset(n for n, home in enumerate(homes) if home.holds_EC[:, cells].any())
-
-    def _order(self, layer: RoutedExperts, counts: bool) -> Order:
-        plan, layout = layer.site.plan, layer.site.layout
-        return Order(
-            destination=Destination(plan.target, plan.share),
-            seat=Seat(layout.index("ep")),
-            group=None,
-            capacity_factor=None,
-            gate_may_drop=True,
-            on_rows=layer.rows.add if counts else _uncounted,
-        )
-
-
-def _uncounted(*rows: Any) -> None:
-    return None

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.moe.route import Route
-from ds_moe_ext.schedule.task import Task
-from ds_moe_ext.zebra.crossing import STRIPE, Met
+from ds_moe_ext.schedule.program import Saved, Uncut
+from ds_moe_ext.schedule.task import Span
 from ds_moe_ext.zebra.passage import Answer, Passage, Question
 
 IN_ORDER = (
@@ -38,7 +38,7 @@ class Stripe:
     _lengths: dict[int, list[int]] = field(default_factory=dict)  # tokens of the pieces, by layer
     _rows: dict[int, list[Tensor]] = field(default_factory=dict)  # which of them are whose
 
-    def forward(self, layer: int, returned: tuple[Tensor, Met] | None) -> Question:
+    def forward(self, layer: int, returned: Answer | None) -> Question:
         """On to the experts of a layer."""
         asked = self._resumed(layer, returned)
         questions = [question for question in asked if question is not None]
@@ -54,7 +54,7 @@ class Stripe:
         x_TD = torch.cat([question.x_TD for question in questions])
         return Question(layer, x_TD, torch.cat([question.expert_TK for question in questions]))
 
-    def finish(self, layer: int, returned: tuple[Tensor, Met]) -> None:
+    def finish(self, layer: int, returned: Answer) -> None:
         """On to the end, behind the experts of the last layer.
 
         Args:
@@ -68,9 +68,9 @@ class Stripe:
                     f"all {layer}{IN_ORDER}"
                 )
 
-    def turn(self, layer: int) -> Tensor:
+    def turn(self, layer: int, seeds: Sequence[float]) -> Tensor:
         """Backward from the losses to what the last layer's experts returned."""
-        pairs = zip(self.passages, self.seeds)
+        pairs = zip(self.passages, seeds)
         return self._joined(layer, [passage.turn(seed) for passage, seed in pairs])
 
     def backward(self, layer: int, grad_TD: Tensor) -> Tensor | None:
@@ -80,18 +80,17 @@ class Stripe:
         grads = [grad for grad in found if grad is not None]
         return self._joined(layer - 1, grads) if grads else None
 
-    def _resumed(self, layer: int, returned: tuple[Tensor, Met] | None) -> list[Question | None]:
+    def _resumed(self, layer: int, returned: Answer | None) -> list[Question | None]:
         answers = self._answers(layer - 1, returned)
         return [passage.forward(answer) for passage, answer in zip(self.passages, answers)]
 
-    def _answers(self, layer: int, returned: tuple[Tensor, Met] | None) -> Sequence[Answer | None]:
+    def _answers(self, layer: int, returned: Answer | None) -> Sequence[Answer | None]:
         if returned is None:
             return [None] * len(self.passages)
-        returned_ND, met = returned
-        route = met.route.on(STRIPE)
         lengths = self._lengths[layer]
         if len(lengths) == 1:
-            return [Answer(returned_ND, route)]
+            return [returned]
+        returned_ND, route = returned
         stops = np.cumsum(lengths).tolist()
         routes, self._rows[layer] = [], []
         for stop, length in zip(stops, lengths):
@@ -124,29 +123,45 @@ def _within(route: Route, start: int, stop: int) -> tuple[Route, Tensor]:
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionWork:
-    """All that the model computes between two layers' experts."""
+class StripeAttention(Uncut):
+    """All that the model computes between two layers' experts.
 
+    Attributes:
+        layer: number of the second one.
+        stripes: of this rank.
+    """
+
+    layer: int
     stripes: Sequence[Stripe]
 
-    def forward(self, task: Task, *reads: Any) -> tuple[tuple[Any, ...], Any]:
-        returned = reads[1] if task.layer else None
-        return (None, self.stripes[task.span.start].forward(task.layer, returned)), None
+    def forward(
+        self, span: Span, _: Any, returned: Any, *rest: Any
+    ) -> tuple[tuple[Any, ...], Saved]:
+        question = self.stripes[span.start].forward(self.layer, returned)
+        return (None, question), ()
 
-    def backward(self, task: Task, saved: Any, _: Any, grad_TD: Tensor) -> tuple[Any, ...]:
-        grad_ND = self.stripes[task.span.start].backward(task.layer, grad_TD)
-        return (None, grad_ND, None) if task.layer else (None,)
+    def backward(self, span: Span, saved: Saved, _: Any, grad_TD: Tensor) -> tuple[Any, ...]:
+        return None, self.stripes[span.start].backward(self.layer, grad_TD)
 
 
 @dataclass(frozen=True, eq=False)
-class HeadWork:
-    """What follows the last layer's experts, and the loss."""
+class StripeHead(Uncut):
+    """What follows the last layer's experts, and the gradients of the losses.
 
+    Attributes:
+        num_layers: of the stack.
+        stripes: of this rank.
+    """
+
+    num_layers: int
     stripes: Sequence[Stripe]
 
-    def forward(self, task: Task, _: Any, returned: Any, *rest: Any) -> tuple[tuple[Any, ...], Any]:
-        self.stripes[task.span.start].finish(task.layer, returned)
-        return (None,), None
+    def forward(
+        self, span: Span, _: Any, returned: Any, *rest: Any
+    ) -> tuple[tuple[Any, ...], Saved]:
+        stripe = self.stripes[span.start]
+        stripe.finish(self.num_layers, returned)
+        return (tuple(stripe.seeds),), ()
 
-    def backward(self, task: Task, saved: Any, *grads: Any) -> tuple[Any, ...]:
-        return None, self.stripes[task.span.start].turn(task.layer - 1), None
+    def backward(self, span: Span, saved: Saved, seeds: Sequence[float]) -> tuple[Any, ...]:
+        return None, self.stripes[span.start].turn(self.num_layers - 1, seeds)

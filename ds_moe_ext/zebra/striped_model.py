@@ -23,9 +23,12 @@ from ds_moe_ext.attach.replacement import AttachedLayer, Blueprint
 from ds_moe_ext.comm import connect, gather_texts
 from ds_moe_ext.layout import group_among
 from ds_moe_ext.moe.gate import RunRows, capacity_of, drop_over_capacity
-from ds_moe_ext.schedule.executor import lanes_for
-from ds_moe_ext.schedule.program import in_backward
+from ds_moe_ext.schedule.executor import InlineLanes, lanes_for
+from ds_moe_ext.schedule.program import Program, Saved, Uncut, in_backward
+from ds_moe_ext.schedule.step import LOSS
 from ds_moe_ext.schedule.stripes import A2E, E2A
+from ds_moe_ext.schedule.task import COMPUTE, Kind, Op, Schedule, Span, Task, Value
+from ds_moe_ext.schedule.wires import WEIGHTS
 from ds_moe_ext.strategies.zebra import Zebra
 from ds_moe_ext.zebra.batches import Adoption
 from ds_moe_ext.zebra.both_sides import BothSides
@@ -33,7 +36,6 @@ from ds_moe_ext.zebra.call_arguments import Call
 from ds_moe_ext.zebra.coroutine import RandomNumbers
 from ds_moe_ext.zebra.outcomes import Outcome
 from ds_moe_ext.zebra.passage import Here, Passage
-from ds_moe_ext.zebra.round_trip import Done
 from ds_moe_ext.zebra.serving import GradientSums
 from ds_moe_ext.zebra.stack import Stack
 from ds_moe_ext.zebra.stripe import Stripe
@@ -85,9 +87,9 @@ class StripedModel:
         scale = self.gradients.scale() if is_graded else 1.0
         stripes = [self._stripe(calls, sums, scale) for calls in shared.calls if calls]
         with RandomNumbers().own():  # ranks of both roles draw one number of theirs
-            done = self.stack.run(len(shared.calls), stripes, sums, counts=is_training)
+            issued = self.stack.run(len(shared.calls), stripes, sums, counts=is_training)
         if self.checks:
-            check_orders(done, self.adoption.control)
+            check_orders(issued, self.adoption.control)
         outcomes = [[passage.output for passage in stripe.passages] for stripe in stripes]
         returned = self.adoption.return_scalars(shared, outcomes)
         loss = returned.loss
@@ -95,7 +97,7 @@ class StripedModel:
             # Not those that found no gradient: autograd would run ZeRO's hooks for them too.
             wanted = [p for p in self.model.parameters() if p.requires_grad and sums.has(p)]
             loss.requires_grad_()  # though all weights of this rank may be frozen
-            loss = _HandedOver.apply(loss, sums, self.gradients.factor / scale, *wanted)
+            loss = handed_over(loss, wanted, HandOver(sums, self.gradients.factor / scale))
         return returned.output(loss, _guarded)
 
     def _stripe(self, calls: Sequence[Call], sums: GradientSums | None, scale: float) -> Stripe:
@@ -116,27 +118,48 @@ class StripedModel:
         return Outcome.of(self.forward(*call.args, **call.kwargs))
 
 
-class _HandedOver(torch.autograd.Function):
-    """The loss. Its backward gives the gradients that were found, in proportion to its own."""
+HAND_OVER = Op("hand_over", COMPUTE)
+HANDED_OVER = Kind("handed_over")  # a loss, behind which are the gradients of its step
 
-    @staticmethod
+
+@dataclass(frozen=True, eq=False)
+class HandOver(Uncut):
+    """Gives the gradients that a step has found, in proportion to that of its loss.
+
+    Attributes:
+        sums: of the step.
+        factor: they are multiplied by.
+    """
+
+    sums: GradientSums
+    factor: float
+
     def forward(
-        ctx: Any, loss: Tensor, sums: GradientSums, factor: float, *parameters: Tensor
-    ) -> Tensor:
-        ctx.sums, ctx.factor, ctx.parameters = sums, factor, parameters
-        return loss.clone()
+        self, span: Span, loss: Tensor, parameters: tuple[Tensor, ...]
+    ) -> tuple[tuple[Any, ...], Saved]:
+        return (loss.detach().clone(),), (parameters,)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        if ctx.sums is None:
-            raise RuntimeError(
-                "backward ran through this loss before; run one backward a forward (retain_graph "
-                "is not supported)"
-            )
-        sums, ctx.sums = ctx.sums, None
-        factor = grad.double() * ctx.factor
-        return None, None, None, *(sums.take(p, factor) for p in ctx.parameters)
+    def backward(self, span: Span, saved: Saved, grad: Tensor) -> tuple[Any, ...]:
+        factor = grad.double() * self.factor
+        return None, tuple(self.sums.take(parameter, factor) for parameter in saved[0])
+
+
+@functools.cache
+def _handing_over() -> tuple[Schedule, Schedule]:
+    span = Span(0, 1)
+    given = (Value(LOSS, 0, span), Value(WEIGHTS, 0))
+    handed = (Value(HANDED_OVER, 0, span),)
+    forward = Schedule((Task(HAND_OVER, 0, span, given, handed),), given, handed)
+    return forward, forward.reversed()
+
+
+def handed_over(loss: Tensor, parameters: Sequence[Tensor], stage: HandOver) -> Tensor:
+    """The loss as one node of autograd, whose backward gives what its step has found."""
+    program = Program(
+        *_handing_over(), {HAND_OVER: stage}, InlineLanes(), name="the loss of a striped step"
+    )
+    (handed,) = program(loss, tuple(parameters))
+    return handed
 
 
 class _Guarded(torch.autograd.Function):
@@ -244,11 +267,12 @@ def stack_of(
     )
 
 
-def check_orders(done: Done, control: dist.ProcessGroup) -> None:
+def check_orders(issued: Schedule, control: dist.ProcessGroup) -> None:
     """Collective. Raises RuntimeError on all ranks where they issued collectives in other orders,
     by which they would wait for each other in vain sooner or later."""
-    own = "; ".join(f"{lane.name}: {' '.join(map(str, done[lane]))}" for lane in (A2E, E2A))
-    told = gather_texts(own, control)
+    told = gather_texts(
+        "; ".join(f"{lane.name}: {issued.in_lane(lane)}" for lane in (A2E, E2A)), control
+    )
     if len(set(told)) > 1:
         raise RuntimeError(
             "ranks of a ZP group issued collectives in different orders: "
@@ -332,6 +356,8 @@ class Pausing:
             if self.capacity_factor is not None:
                 capacity = capacity_of(expert_TK.numel(), num_experts, self.capacity_factor)
                 expert_TK = drop_over_capacity(expert_TK, num_experts, capacity)
-            return passage.experts(layer, x_TD, expert_TK, score_TK)
+            run = functools.partial(passage.experts, layer, x_TD, expert_TK, score_TK)
+            (y_TD,) = hosted.routed.shown(x_TD, lambda: (run(),))
+            return y_TD
 
         return paused

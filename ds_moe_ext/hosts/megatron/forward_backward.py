@@ -104,9 +104,9 @@ class StripedSteps:
             add = None if grads is None else grads.add
             stripes.append(Stripe([Passage(call, add, stack.threads, stack.here)], [1.0]))
         with RandomNumbers().own():  # ranks of both roles draw one number of theirs
-            done = stack.run(len(numbers), stripes, grads, counts=self.chunk.training)
+            issued = stack.run(len(numbers), stripes, grads, counts=self.chunk.training)
         if self.checks:
-            check_orders(done, self.control)
+            check_orders(issued, self.control)
         return [kept for stripe in stripes for kept in stripe.passages[0].output.kept]
 
     def _forward(
