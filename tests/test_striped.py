@@ -7,8 +7,9 @@ choices, E experts, C ranks of a ZP group, L layers, D model width.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,18 +24,23 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ds_moe_ext.layout import Grid, ParallelLayout, group_among
-from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
+from ds_moe_ext.moe.codecs import Codec
+from ds_moe_ext.moe.expert import Expert, FeedForwardExperts, silu_gated
+from ds_moe_ext.moe.hooks import NO_HOOKS, Batch, Hooked, Hooks
+from ds_moe_ext.moe.hooks import Moe as MoeLayer
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
 from ds_moe_ext.moe.order import Order
+from ds_moe_ext.moe.restore import Restore
 from ds_moe_ext.moe.route import LayerRoute, one_cell_route
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.roles import Roles
 from ds_moe_ext.schedule.executor import ThreadLanes
+from ds_moe_ext.schedule.program import Stage
 from ds_moe_ext.schedule.stripes import A2E, E2A
-from ds_moe_ext.schedule.task import Schedule
+from ds_moe_ext.schedule.task import EXPERT, RESTORE, Op, Schedule, Span
 from ds_moe_ext.share import LocalElseHome
 from ds_moe_ext.strategies.zebra import Zebra, asymmetric_home
-from ds_moe_ext.strategy import Plan, Site
+from ds_moe_ext.strategy import Destination, Plan, Site
 from ds_moe_ext.zebra import striped_model
 from ds_moe_ext.zebra.passage import Answer, Here, Passage
 from ds_moe_ext.zebra.serving import GradientSums
@@ -155,6 +161,8 @@ class Case(NamedTuple):
     is_graded: bool = True
     kinds: tuple[type[Block], ...] = ()
     attention_cells: tuple[int, ...] = ()
+    hooks: Hooked = NO_HOOKS
+    strategy: type[Zebra] = Zebra
 
     @property
     def roles(self) -> Roles:
@@ -218,7 +226,7 @@ class Outcome(NamedTuple):
 def run_case(rank: int, world_size: int, case: Case) -> Outcome:
     """A step of one rank."""
     roles, model = case.roles, case.model()
-    strategy = Zebra(attention_size=case.attention, expert_size=case.experts)
+    strategy = case.strategy(attention_size=case.attention, expert_size=case.experts)
     layout = ParallelLayout.build(Grid(world_size, roles.size), strategy.uses())
     homes = [asymmetric_home(EXPERTS, roles, moved) for moved in case.moved]
     plans = [Plan(home, home, LocalElseHome(home, home)) for home in homes]
@@ -227,7 +235,7 @@ def run_case(rank: int, world_size: int, case: Case) -> Outcome:
             strategy,
             Site(plan, layout, layer),
             FeedForwardExperts(silu_gated),
-            options=LayerOptions(gate_may_drop=True),
+            options=LayerOptions(gate_may_drop=True, hooks=case.hooks),
         )
         for layer, plan in enumerate(plans)
     ]
@@ -438,6 +446,127 @@ def test_another_order_is_reported() -> None:
     assert first == second
     assert "in different orders: place 0 a2e" in first
     assert "| place 1 a2e" in first
+
+
+# What layers have under other strategies, they have here.
+
+
+class Watching(Hooks):
+    """Counts calls, and rows, by hook and direction."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.rows: Counter[str] = Counter()
+
+    def _see(self, hook: str, batch: Batch) -> None:
+        name = f"{hook}{chr(39) if batch.is_backward else ''}"
+        self.calls[name] += 1
+        self.rows[name] += len(batch.data)
+
+    def before_dispatch_hook(self, moe: MoeLayer, batch: Batch) -> None:
+        self._see("before dispatch", batch)
+
+    def after_dispatch_hook(self, moe: MoeLayer, batch: Batch) -> None:
+        self._see("after dispatch", batch)
+
+    def before_combine_hook(self, moe: MoeLayer, batch: Batch) -> None:
+        self._see("before combine", batch)
+
+    def after_combine_hook(self, moe: MoeLayer, batch: Batch) -> None:
+        self._see("after combine", batch)
+
+
+def _watched(rank: int, world_size: int) -> tuple[Counter[str], Counter[str]]:
+    watching = Watching()
+    run_case(rank, world_size, Case(1, 1, (0, 0), 2, hooks=Hooked((watching,))))
+    return watching.calls, watching.rows
+
+
+def test_hooks_see_rows_of_both_sides() -> None:
+    (calls, rows), (expert_calls, expert_rows) = pool_of(2).run(_watched)
+    hooks = ("before dispatch", "after dispatch", "before combine", "after combine")
+    names = {*hooks, *(f"{hook}'" for hook in hooks)}
+    assert calls == expert_calls == dict.fromkeys(names, 4)  # of two layers and two stripes
+    num_tokens = rows["before dispatch"]
+    assert num_tokens == 2 * LENGTH * (1 + 2)  # stripes of one sample and of two
+    assert expert_rows["after dispatch"] == expert_rows["before combine"] == TOP_K * num_tokens
+    assert rows["after combine"] == rows["before dispatch'"] == TOP_K * num_tokens
+    assert not rows["after dispatch"]
+    assert not expert_rows["before dispatch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halves(Codec):
+    """Rows travel as half of themselves, and gradients as they are."""
+
+    gradients: bool = False
+
+    def encode(self, rows_ND: Tensor) -> Tensor:
+        return rows_ND / 2
+
+    def decode(self, arrived: Tensor, like_ND: Tensor) -> Tensor:
+        return arrived * 2
+
+
+def test_codecs_are_laid_over_the_rows() -> None:
+    check(Case(2, 2, (0, 1), 2, hooks=Hooked(codecs=(Halves(),))))
+
+
+@dataclass(frozen=True, eq=False)
+class Doubling(Expert):
+    """Gives its rows twice over."""
+
+    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        (computed_RD,), saved = super().forward(span, *reads)
+        return (computed_RD * 2,), saved
+
+    def backward(self, span: Span, saved: tuple[Any, ...], grad_RD: Tensor) -> tuple[Any, ...]:
+        return super().backward(span, saved, grad_RD * 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoubledZebra(Zebra):
+    def stages(self, site: Site) -> dict[Op, Stage]:
+        return {EXPERT: Doubling(FeedForwardExperts(silu_gated))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoringZebra(Zebra):
+    def stages(self, site: Site) -> dict[Op, Stage]:
+        return {RESTORE: Restore()}
+
+
+def test_stages_of_the_strategy_are_run() -> None:
+    case = Case(1, 1, (0, 0), 2)
+    plain, doubled = (
+        pool_of(2).run(run_case, case._replace(strategy=kind)) for kind in (Zebra, DoubledZebra)
+    )
+    model = case.model()
+    for experts in (module for module in model.modules() if isinstance(module, Experts)):
+        with torch.no_grad():
+            experts.down_EDF *= 2
+    with torch.no_grad():
+        losses = [float(model(case.batch(*numbers)).loss) for numbers in case.pieces(0)]
+    assert doubled[0].losses == pytest.approx(losses, rel=1e-12)
+    assert doubled[0].losses != plain[0].losses
+
+
+def _layer_of(strategy: Zebra, plan: Plan) -> RoutedExperts:
+    layout = ParallelLayout(Grid(2, 2), rank=0)
+    return RoutedExperts(strategy, Site(plan, layout, 0), FeedForwardExperts(silu_gated))
+
+
+def test_what_has_no_task_is_refused() -> None:
+    home = asymmetric_home(EXPERTS, Roles.first(1, 1), 0)
+    plan = Plan.at_home(home)
+    with pytest.raises(ValueError, match=r"has stages of its own for restore, .* give it none but"):
+        _layer_of(RestoringZebra(attention_size=1, expert_size=1), plan)
+    revised = replace(plan, revise=lambda rows_CE: Destination(home, plan.share))
+    strategy = Zebra(attention_size=1, expert_size=1)
+    with pytest.raises(ValueError, match=r"plan with copies .* layer 0, .* plan experts at home"):
+        _layer_of(strategy, revised)
+    with pytest.raises(ValueError, match="plan with copies"):
+        _layer_of(strategy, plan).take(revised)
 
 
 # Models that call their layers in another way.

@@ -349,7 +349,6 @@ def test_what_does_not_go_with_roles(
 BLOCKS: list[tuple[dict[str, Any], str]] = [
     ({"expert_parallel_size": 1}, "expert_parallel_size is 1, .* leave it out"),
     ({"expert_sharding_size": 2}, "expert_sharding_size is 2, .* leave it out"),
-    ({"hooks": ["bf16"]}, "hooks is set: .* leave it out"),
     ({"balance": "fssdp"}, "balance is 'fssdp', .* leave balance out"),
     ({"strategy": "esp", "balance": "zebra"}, "balance is 'zebra', .* known: ep, fssdp, prophet$"),
     ({"sequence_parallel": True}, "sequence_parallel is true, but no mpu .* leave"),
@@ -385,11 +384,14 @@ def test_no_mpu_beside_roles(monkeypatch: pytest.MonkeyPatch) -> None:
         blueprint_of(document_of(job, 2), model_of(job), mpu)
 
 
-def test_an_empty_list_of_hooks_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hooks", [[], ["bf16"]], ids=str)
+def test_hooks_go_with_roles(hooks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from ds_moe_ext.hosts.deepspeed.startup import blueprint_of
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     job = zebra(job_of(2))
     document = document_of(job, 2)
-    document["ds_moe_ext"]["hooks"] = []
-    assert blueprint_of(document, model_of(job), None) is not None
+    document["ds_moe_ext"]["hooks"] = hooks
+    blueprint = blueprint_of(document, model_of(job), None)
+    assert blueprint is not None
+    assert len(blueprint.settings.hooks.codecs) == len(hooks)

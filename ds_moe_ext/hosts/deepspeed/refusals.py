@@ -15,7 +15,6 @@ from ds_moe_ext.attach import experts
 from ds_moe_ext.attach.refusal import Refusal, refuse
 from ds_moe_ext.hosts.deepspeed import native
 from ds_moe_ext.hosts.deepspeed.role_engine import RoleUnit
-from ds_moe_ext.moe.hooks import NO_HOOKS
 from ds_moe_ext.settings import BLOCK, Settings
 
 
@@ -281,12 +280,6 @@ WITH_ROLES = (
         _foreign_unit,
         "tensor and sequence parallelism are not supported with roles",
         "leave mpu out",
-    ),
-    Refusal(
-        f"{BLOCK}.hooks",
-        lambda given: "" if given.settings.hooks == NO_HOOKS else f"{BLOCK}.hooks is set",
-        "hooks are not supported with roles",
-        "leave it out",
     ),
     Refusal(
         "a model compiled in place (its own compile())",

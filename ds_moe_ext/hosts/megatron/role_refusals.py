@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from ds_moe_ext.attach.refusal import Refusal, refuse
 from ds_moe_ext.hosts.megatron.refusals import field_of, flag, graphed
-from ds_moe_ext.moe.hooks import NO_HOOKS
 from ds_moe_ext.settings import BLOCK, Settings
 from ds_moe_ext.strategies.zebra import Zebra
 
@@ -132,12 +131,6 @@ BLOCKS = (
         "moe_layer_pattern",
         lambda block: block.settings.moe_layer_pattern,
         "expert ranks have no other layers",
-        "leave it out",
-    ),
-    Refusal(
-        f"{BLOCK}.hooks",
-        lambda block: "" if block.settings.hooks == NO_HOOKS else f"{BLOCK}.hooks is set",
-        "rows of roles have none",
         "leave it out",
     ),
     _is_set(
