@@ -234,3 +234,8 @@ class GptMoe(nn.Module):
             language_loss=language_loss.detach(),
             aux_loss=aux_loss.detach(),
         )
+
+
+def build(config: Mapping[str, Any]) -> GptMoe:
+    """The model of the `config` section of a model file, which names this function."""
+    return GptMoe(GptMoeConfig.from_json(config))

@@ -209,6 +209,34 @@ def test_doctor_lists_the_layers_of_our_own_files(path: Path, here: Callable[...
     assert "blocks.1.ffn" in done.stdout or "model.layers.1.mlp.experts" in done.stdout
 
 
+def test_doctor_lists_the_layers_that_a_builder_makes(
+    tmp_path: Path, here: Callable[..., Done]
+) -> None:
+    """Of a family that only the model file knows."""
+    (tmp_path / "my_code.py").write_text(
+        "from deepspeed.moe.layer import MoE\n"
+        "from torch import nn\n"
+        "def build(config):\n"
+        "    return nn.Sequential(MoE(8, nn.Linear(8, 8), num_experts=config['experts']))\n"
+    )
+    file = tmp_path / "model.json"
+    document = {"family": "mine", "builder": "my_code.py:build", "config": {"experts": 4}}
+    file.write_text(json.dumps(document))
+    done = here("doctor", "--model", str(file))
+    assert done.returncode == 0, done.stderr
+    assert any("deepspeed.moe" in line and "4" in line for line in done.stdout.splitlines())
+
+    file.write_text(json.dumps({**document, "builder": "no_code.py:build"}))
+    done = here("doctor", "--model", str(file))
+    assert done.returncode == 2
+    assert "names 'no_code.py:build' as its 'builder', which cannot be imported" in done.stderr
+
+    file.write_text(json.dumps({"family": "mine", "config": {}}))
+    done = here("doctor", "--model", str(file))
+    assert done.returncode == 2
+    assert "family 'mine', which transformers does not know; add 'builder'" in done.stderr
+
+
 def with_others() -> nn.Module:
     """Layers of two kinds, of which one is known."""
     return nn.ModuleDict({"known": hosts_moe(), "lists": nn.ModuleDict({"experts": dense()})})

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ds_moe_ext import cli
+from ds_moe_ext.commands import plan, report
 from ds_moe_ext.convert import description
 from ds_moe_ext.files.documents import parsed, read_document
 from ds_moe_ext.hardware import read_hardware
@@ -25,8 +25,8 @@ def of_launch_scripts(path: Path) -> Any:
 READERS: dict[str, Callable[[Path], Any]] = {
     "settings under Megatron": active_settings.read,
     "hardware": read_hardware,
-    "jobs of planners": lambda path: cli.print_plan("prophet", str(path)),
-    "report": cli.draw,
+    "jobs of planners": lambda path: plan.print_plan("prophet", str(path)),
+    "report": report.draw,
     "config to convert": description.read_document,
     "launch scripts": of_launch_scripts,
 }

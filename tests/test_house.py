@@ -40,8 +40,9 @@ LAYERS = (
     ("zebra",),
     ("hosts",),
     ("patches",),
-    ("convert", "plan_jobs", "doctor", "profile_ranks", "profile_run"),
-    ("cli", "run"),
+    ("convert",),
+    ("commands",),
+    ("cli", "run", "profile_run"),  # what is started
     ("",),  # the package's public names
 )
 """Rooms, the lowest first: a folder or a file of the package. Imports go up this list only."""
@@ -50,9 +51,10 @@ PURE = ("strict", "placement", "share", "transfer", "hardware", "pieces", "cost"
 PURE += ("files.documents", "measure.fit", "schedule.task", "schedule.orders", "schedule.simulator")
 PURE += ("schedule.step", "schedule.trace", "schedule.wires", "schedule.stripes")
 PURE += ("schedule.pipeline_orders",)
-FOREIGN = ("hosts", "patches", "attach", "steps", "zebra", "doctor")
+FOREIGN = ("hosts", "patches", "attach", "steps", "zebra", "commands.model_layers")
 """Rooms whose code meets objects of a host, of a model or of an optimizer."""
-REACHES = ("hosts", "patches", "attach", "zebra.outcomes", "steps.training_run", "doctor")
+REACHES = ("hosts", "patches", "attach", "zebra.outcomes", "steps.training_run")
+REACHES += ("commands.model_layers",)
 """Of these, where an object may lack an attribute, or has it by a name that is computed."""
 
 HOST_PACKAGES = {"deepspeed", "megatron", "transformers", "accelerate"}
@@ -156,9 +158,9 @@ def imports_go_down(source: Source) -> Iterator[Finding]:
 
 LATE = {
     "": "types only: what is named there is loaded when it is used",
-    "cli": "the doctor's part of it loads the hosts",
-    "convert.command": "other commands do without torch",
-    "profile_run": "other commands do without torch",
+    "commands.convert": "other commands do without torch",
+    "commands.doctor": "the layers of a model are those of hosts, which it loads",
+    "commands.cluster_profile": "other commands do without torch",
     "patches.accelerate": "accelerate goes without DeepSpeed too",
     "patches.megatron": "loads Megatron's models, which have to be patched first",
     "patches.megatron_training": "loads Megatron-core, where the flag is used",
@@ -179,7 +181,7 @@ def imports_stand_at_the_top(source: Source) -> Iterator[Finding]:
 
 @rule
 def hosts_are_known_in_hosts_only(source: Source) -> Iterator[Finding]:
-    if not source.lies_in("hosts", "patches", "doctor"):
+    if not source.lies_in("hosts", "patches", "commands.model_layers"):
         for node, name in imported(source.nodes):
             if name.partition(".")[0] in HOST_PACKAGES:
                 yield node, f"imports {name}"
@@ -655,7 +657,7 @@ PASSES = {
         ("__init__.py", "from ds_moe_ext import _autoload"),
     ),
     imports_stand_at_the_top: (
-        ("cli.py", "def f():\n    from ds_moe_ext import doctor"),
+        ("commands/doctor.py", "def f():\n    from ds_moe_ext.commands import model_layers"),
         ("hosts/x.py", "def f():\n    import deepspeed"),
     ),
     hosts_are_known_in_hosts_only: (("hosts/x.py", "import deepspeed"),),

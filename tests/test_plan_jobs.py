@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ds_moe_ext.plan_jobs.algorithms import ALGORITHMS, plan_text
+from ds_moe_ext.commands.plan_jobs.algorithms import ALGORITHMS, plan_text
 
 MATERIALIZE, SHARD = "sparse-materialization", "heterogeneous-sharding"
 PROPHET, SHADOW = "prophet", "shadow"

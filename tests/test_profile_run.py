@@ -17,8 +17,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_moe_ext import profile_run
 from ds_moe_ext.attach.launcher import Launched
+from ds_moe_ext.commands.cluster_profile import (
+    add_options,
+    add_profile,
+    copies_text,
+    main,
+    notes,
+    profile,
+    tell,
+)
+from ds_moe_ext.commands.profile_ranks import sizes_of
 from ds_moe_ext.hardware import (
     Collectives,
     Device,
@@ -30,8 +39,6 @@ from ds_moe_ext.hardware import (
     read_hardware,
 )
 from ds_moe_ext.measure.probe import Sizes
-from ds_moe_ext.profile_ranks import sizes_of
-from ds_moe_ext.profile_run import add_options, add_profile, copies_text, notes, profile, tell
 from tests.ranks import pool_of
 
 ROOT = Path(__file__).parents[1]
@@ -105,7 +112,7 @@ def exit_of(
         mock.patch.dict(os.environ, environment, clear=bool(environment)),
         pytest.raises(SystemExit) as ended,
     ):
-        profile_run.main()
+        main()
     return ended.value.code, said.getvalue()
 
 

@@ -91,13 +91,21 @@ def read_document(path: Path) -> Document:
             f"{file} cannot be read ({error}); name a Hugging Face config.json, its folder, or a "
             "file like those of configs/models"
         ) from error
-    if isinstance(document, dict) and document.keys() == {"family", "config"}:
+    if is_model_file(document):
         return {"model_type": document["family"], **document["config"]}
     if not isinstance(document, dict) or "model_type" not in document:
         raise ValueError(
             f"{file} has no model_type, so it is no config of Hugging Face; name another --model"
         )
     return document
+
+
+BUILDER = "builder"  # names the code of a family that transformers does not know
+
+
+def is_model_file(document: Any) -> bool:
+    """Whether it is like those of configs/models: a family, its config, and maybe a builder."""
+    return isinstance(document, dict) and document.keys() - {BUILDER} == {"family", "config"}
 
 
 def model_of(document: Document) -> Model:
@@ -196,7 +204,7 @@ def _moe_layers(document: Document, keys: Keys) -> tuple[int, ...]:
 
 
 def _gpt(document: Document) -> Model:
-    """Of launch/gpt_moe.py."""
+    """A GPT with DeepSpeed's MoE layers, by the config of its family."""
     moe, heads = document["moe"], document["num_heads"]
     if moe.get("drop_tokens", True):
         raise ValueError(

@@ -19,7 +19,7 @@ class Family(Enum):
 
     MIXTRAL = "mixtral"
     QWEN3_MOE = "qwen3_moe"
-    GPT_MOE = "gpt_moe"  # launch/gpt_moe.py
+    GPT_MOE = "gpt_moe"  # a GPT with learned positions and DeepSpeed's MoE layers
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pytest import approx
 
-from ds_moe_ext.plan_jobs.heter_moe_ratio import ZebraRatioJob, zebra_ratio
+from ds_moe_ext.commands.plan_jobs.heter_moe_ratio import ZebraRatioJob, zebra_ratio
 from ds_moe_ext.strict import read_record
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "hardware"

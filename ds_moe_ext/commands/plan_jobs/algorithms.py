@@ -12,22 +12,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ds_moe_ext.files.documents import parsed
-from ds_moe_ext.plan_jobs.fsmoe import (
+from ds_moe_ext.commands.plan_jobs.fsmoe import (
     DegreeJob,
     PartitionJob,
     gradient_partition,
     pipeline_degree,
 )
-from ds_moe_ext.plan_jobs.hecate import (
+from ds_moe_ext.commands.plan_jobs.hecate import (
     MaterializationJob,
     ShardingJob,
     heterogeneous_sharding,
     sparse_materialization,
 )
-from ds_moe_ext.plan_jobs.heter_moe import AsymmetricJob, asymmetric_assignment
-from ds_moe_ext.plan_jobs.heter_moe_ratio import ZebraRatioJob, zebra_ratio
-from ds_moe_ext.plan_jobs.pro_prophet import ReplicationJob, prophet, shadow
+from ds_moe_ext.commands.plan_jobs.heter_moe import AsymmetricJob, asymmetric_assignment
+from ds_moe_ext.commands.plan_jobs.heter_moe_ratio import ZebraRatioJob, zebra_ratio
+from ds_moe_ext.commands.plan_jobs.pro_prophet import ReplicationJob, prophet, shadow
+from ds_moe_ext.files.documents import parsed
 from ds_moe_ext.strict import nearest, read_record
 
 

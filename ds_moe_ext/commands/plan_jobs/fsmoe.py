@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ds_moe_ext.commands.plan_jobs.job_inputs import MOST_COST, check_number
 from ds_moe_ext.cost.layer_costs import LayerCosts
 from ds_moe_ext.cost.lines import AllReduce, LinearCost
-from ds_moe_ext.plan_jobs.job_inputs import MOST_COST, check_number
 from ds_moe_ext.planners.degree import best_degree
 from ds_moe_ext.planners.layer_pipelines import SOLVERS
 from ds_moe_ext.planners.partition import BackwardLayer, partition_gradients

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ds_moe_ext.commands.plan_jobs.job_inputs import MOST_COST, check_number
 from ds_moe_ext.cost.zebra_step import LayerTimes
-from ds_moe_ext.plan_jobs.job_inputs import MOST_COST, check_number
 from ds_moe_ext.planners.asym_ea import VARIANTS, Chunk, ZebraGroup, assign_experts
 from ds_moe_ext.strict import nearest
 

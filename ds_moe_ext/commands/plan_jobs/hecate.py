@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.plan_jobs.job_inputs import (
+from ds_moe_ext.commands.plan_jobs.job_inputs import (
     check_cluster,
     check_home,
     check_loads,
     check_number,
     holders_of,
 )
+from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.homes import shard
 from ds_moe_ext.planners.materialize import materialize
 from ds_moe_ext.strict import at_least

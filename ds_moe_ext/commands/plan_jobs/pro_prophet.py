@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_moe_ext.cost.block_costs import BlockPrices
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.plan_jobs.job_inputs import (
+from ds_moe_ext.commands.plan_jobs.job_inputs import (
     MOST_COST,
     check_home,
     check_loads,
@@ -16,6 +14,8 @@ from ds_moe_ext.plan_jobs.job_inputs import (
     check_size,
     holders_of,
 )
+from ds_moe_ext.cost.block_costs import BlockPrices
+from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.prophet_greedy import BlockPlan, place_experts
 from ds_moe_ext.planners.shadow import shadow_experts
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import pkgutil
 import sys
@@ -15,10 +14,8 @@ from torch import nn
 
 from ds_moe_ext.attach.host_layer import any_name
 from ds_moe_ext.attach.unknown_experts import unknown_experts
+from ds_moe_ext.convert.description import BUILDER, is_model_file
 from ds_moe_ext.hosts.deepspeed.startup import FINDERS
-
-OWN = "gpt_moe"
-"""Family of model files whose code is in the launch folder of the repository that they are in."""
 
 
 def layers_table(model: str) -> Table:
@@ -68,23 +65,38 @@ def _built(model: str) -> nn.Module:
 
 
 def _of_file(path: Path) -> Any:
-    """The model of a config: Hugging Face's, or ours with a family."""
+    """The model of a config: Hugging Face's, or a file like those of configs/models."""
     from transformers import AutoConfig
 
     document = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if not isinstance(document, dict) or document.keys() != {"family", "config"}:
+    if not is_model_file(document):
         return _of_config(AutoConfig.from_pretrained(path))
-    if document["family"] != OWN:
-        return _of_config(AutoConfig.for_model(document["family"], **document["config"]))
-    launch = next((p / "launch" for p in path.resolve().parents if (p / "launch").is_dir()), None)
-    if launch is None:
+    if BUILDER in document:
+        return _of_builder(path, document[BUILDER], document["config"])
+    try:
+        config = AutoConfig.for_model(document["family"], **document["config"])
+    except ValueError as error:
         raise ValueError(
-            f"--model is {str(path)!r} of family {OWN}, whose code is launch/gpt_moe.py of the "
-            "repository that it came with; name the file there"
-        )
-    sys.path.insert(0, str(launch))
-    gpt_moe = importlib.import_module(OWN)
-    return gpt_moe.GptMoe(gpt_moe.GptMoeConfig.from_json(document["config"]))
+            f"--model is {str(path)!r}, which is of family {document['family']!r}, which "
+            f"transformers does not know; add {BUILDER!r}: FILE.py:function, which makes the model "
+            "of its config"
+        ) from error
+    return _of_config(config)
+
+
+def _of_builder(path: Path, builder: str, config: dict[str, Any]) -> Any:
+    """What ``"FILE.py:function"`` makes of a config; the file is named from the model file."""
+    name, _, function = builder.rpartition(":")
+    code = path.resolve().parent / name
+    sys.path.insert(0, str(code.parent))  # as when a script there runs
+    try:
+        build = pkgutil.resolve_name(f"{code.stem}:{function}")
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"--model is {str(path)!r}, which names {builder!r} as its {BUILDER!r}, which cannot "
+            f"be imported ({error}); name FILE.py:function, the file from where the model file lies"
+        ) from error
+    return build(config)
 
 
 def _of_config(config: Any) -> Any:

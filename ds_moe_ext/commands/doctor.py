@@ -1,0 +1,149 @@
+"""``ds-moe-ext doctor``: is it loaded, which patches are in, which layers would be replaced."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import warnings
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from ds_moe_ext import _autoload
+
+
+def add_doctor(commands: Any) -> None:
+    """Add ``doctor`` to the commands of a parser."""
+    parser = commands.add_parser(
+        "doctor",
+        help="is it loaded, which patches are in, which layers of a model it would replace",
+    )
+    parser.add_argument(
+        "--model",
+        help="a Hugging Face config.json (or its folder), a file like those of configs/models, or "
+        "'package.module:function' that returns a model: list the layers that would be replaced",
+    )
+    parser.set_defaults(run=lambda given: examine(given.model))
+
+
+def examine(model: str | None) -> int:
+    """Print what is loaded and patched; and the layers of a model. 0 if all is well."""
+    console = Console()
+    console.print(_loading())
+    well = True
+    for host in PATCHED:
+        version = _version(host)
+        if version is None:
+            console.print(f"{host.name}: {host.absent}")
+            continue
+        title = f"{host.name} {version}{host.when}"
+        table = Table(title=title, title_justify="left")
+        for heading in ("patch", "state", "target", "why"):
+            table.add_column(heading)
+        rows = _patch_rows(host)
+        for row in rows:
+            table.add_row(row.id, "out" if row.failure else "in", row.target, row.reason)
+        console.print(table)
+        for failure in dict.fromkeys(row.failure for row in rows if row.failure):
+            console.print(failure, soft_wrap=True, markup=False)
+            well = False
+    if model is not None:
+        from ds_moe_ext.commands import model_layers  # loads torch
+
+        console.print(model_layers.layers_table(model))
+    return 0 if well else 1
+
+
+def _loading() -> str:
+    names = [e.value for e in importlib.metadata.entry_points(group="torch.backends")]
+    if f"{_autoload.__name__}:autoload" not in names:
+        return (
+            "autoload: the entry point is not installed; pip install ds-moe-ext, or import "
+            "ds_moe_ext in the script"
+        )
+    for variable in _autoload.switched_off_by():
+        return f"autoload: off, by {variable}=0"
+    return "autoload: on, by torch's entry points"
+
+
+class PatchedHost(NamedTuple):
+    """A host that the doctor looks at.
+
+    Attributes:
+        name: for a person; of the distribution, where that knows the version.
+        module: that is there where the host is.
+        patches: module of ours with its patches.
+        versioned: module that knows the version; empty asks the installed distribution.
+        when: they are applied, where not whenever the host is imported.
+        absent: told where it is not there.
+    """
+
+    name: str
+    module: str
+    patches: str
+    versioned: str = ""
+    when: str = ""
+    absent: str = "not installed"
+
+
+PATCHED = (
+    PatchedHost("accelerate", "accelerate", "ds_moe_ext.patches.accelerate"),
+    PatchedHost("transformers", "transformers.trainer", "ds_moe_ext.patches.transformers"),
+    PatchedHost("deepspeed", "deepspeed", "ds_moe_ext.patches.deepspeed"),
+    PatchedHost(
+        "Megatron-core",
+        "megatron.core",
+        "ds_moe_ext.patches.megatron",
+        "megatron.core",
+        ", patched where --ds-moe-ext-config is given",
+    ),
+    PatchedHost(
+        "Megatron-LM",
+        "megatron.training",
+        "ds_moe_ext.patches.megatron_training",
+        "megatron.core",
+        absent="not on PYTHONPATH",
+    ),
+)
+
+
+def _version(host: PatchedHost) -> str | None:
+    """Of the host; None where it is not there."""
+    try:
+        if not host.versioned:
+            return importlib.metadata.version(host.name)
+        if importlib.util.find_spec(host.module) is None:
+            return None
+    except (importlib.metadata.PackageNotFoundError, ImportError):  # nor what it lies in
+        return None
+    version: str = importlib.import_module(host.versioned).__version__
+    return version
+
+
+class PatchRow(NamedTuple):
+    """One line of the doctor's table; ``failure`` is empty where the patch is in."""
+
+    id: str
+    failure: str
+    target: str
+    reason: str
+
+
+def _patch_rows(host: PatchedHost) -> list[PatchRow]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of what else Megatron would like
+            importlib.import_module(host.module)
+            module = importlib.import_module(host.patches)
+    except Exception as error:
+        return [PatchRow("all", repr(error), "", "")]
+    try:
+        module.apply()
+        failure = ""
+    except Exception as error:
+        failure = str(error)
+    return [
+        PatchRow(p.id, "" if p.is_applied else failure, p.target, p.reason) for p in module.PATCHES
+    ]
