@@ -15,7 +15,6 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from ds_moe_ext.class_path import found_at
 from ds_moe_ext.cost.exchange import Way
 from ds_moe_ext.cost.prices import Prices
 from ds_moe_ext.layout import ParallelLayout
@@ -27,6 +26,7 @@ from ds_moe_ext.schedule.program import Stage
 from ds_moe_ext.schedule.task import INTER, Lane, Op, Schedule, Span, refined
 from ds_moe_ext.schedule.wires import ALONE, Beside, programs
 from ds_moe_ext.share import LocalElseHome, Share
+from ds_moe_ext.strict import found_at
 
 ROWS_ALONE = Prices(
     row_s=1.0, row_bytes=0.0, copy_s=0.0, inter_bytes_per_s=1.0, intra_bytes_per_s=1.0

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import json
 import math
+import pkgutil
 import reprlib
 import types
 import typing
@@ -144,3 +145,23 @@ def at_least(key: str, value: int | None, least: int) -> None:
         raise ValueError(f"{key} is {value}; it must be at least {least}")
     if value is not None and value > MOST:
         raise ValueError(f"{key} is {reprlib.repr(value)}; it must be at most {MOST}")
+
+
+def found_at(path: str, where: str, example: str) -> Any:
+    """What of a user's own is at ``"package.module:Name"``.
+
+    Args:
+        path: as JSON gives it.
+        where: dotted name of the key, for errors.
+        example: of a path that would do.
+
+    Raises:
+        ValueError: nothing is, or it cannot be imported.
+    """
+    try:
+        return pkgutil.resolve_name(path)
+    except Exception as error:  # whatever the user's module raises
+        raise ValueError(
+            f"{where} is {path!r}, which cannot be imported ({error!r}); give the importable "
+            f"module and the class in it, as {example}"
+        ) from error

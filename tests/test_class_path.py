@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_moe_ext.class_path import found_at
+from ds_moe_ext.strict import found_at
 
 LAZY = """
 def __getattr__(name):

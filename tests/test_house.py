@@ -21,7 +21,7 @@ PACKAGE = "ds_moe_ext"
 
 LAYERS = (
     ("_autoload",),  # names the patches, and imports nothing of ours
-    ("strict", "class_path", "files", "placement", "rows", "roles", "pieces", "load", "watch"),
+    ("strict", "files", "placement", "rows", "roles", "load", "watch"),
     ("share", "transfer", "hardware"),
     ("schedule",),
     ("comm",),
@@ -47,10 +47,10 @@ LAYERS = (
 )
 """Rooms, the lowest first: a folder or a file of the package. Imports go up this list only."""
 
-PURE = ("strict", "placement", "share", "transfer", "hardware", "pieces", "cost", "planners")
+PURE = ("strict", "placement", "share", "transfer", "hardware", "cost", "planners")
 PURE += ("files.documents", "measure.fit", "schedule.task", "schedule.orders", "schedule.simulator")
 PURE += ("schedule.step", "schedule.trace", "schedule.wires", "schedule.stripes")
-PURE += ("schedule.pipeline_orders",)
+PURE += ("schedule.pipeline_orders", "schedule.stripe_samples")
 FOREIGN = ("hosts", "patches", "attach", "steps", "zebra", "commands.model_layers")
 """Rooms whose code meets objects of a host, of a model or of an optimizer."""
 REACHES = ("hosts", "patches", "attach", "zebra.outcomes", "steps.training_run")
@@ -614,7 +614,7 @@ BITES = {
         ("hosts/x.py", "a.__dict__['b'] = 1"),
         ("hosts/x.py", "a.__dict__.get(B)"),
         ("moe/x.py", "vars(a)['b']"),
-        ("class_path.py", "vars(a)[b] = c"),
+        ("strict.py", "vars(a)[b] = c"),
         ("hosts/x.py", "vars(a)[b]"),
         ("patches/x.py", "vars(a).get('b')"),
         ("moe/x.py", "'b' in vars(a)"),

@@ -27,11 +27,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ds_moe_ext.class_path import found_at
 from ds_moe_ext.moe.codecs import BFloat16, Codec, Int8
 from ds_moe_ext.schedule.program import Stage
 from ds_moe_ext.schedule.task import CELL_GATHER, CELL_SCATTER, COMBINE, DISPATCH, Op, Span
-from ds_moe_ext.strict import check_object, nearest, read_record
+from ds_moe_ext.strict import check_object, found_at, nearest, read_record
 
 
 class Moe(NamedTuple):

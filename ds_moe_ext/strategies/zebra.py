@@ -12,9 +12,9 @@ from typing import Literal
 
 import numpy as np
 
-from ds_moe_ext.pieces import check_stripes, default_stripes
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.roles import Roles, roles_by_device
+from ds_moe_ext.schedule.stripe_samples import check_stripes, default_stripes
 from ds_moe_ext.schedule.stripes import A2E, E2A
 from ds_moe_ext.schedule.task import INTER, Lane
 from ds_moe_ext.strategy import Job, Plan, Pool, Strategy, register

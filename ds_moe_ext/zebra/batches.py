@@ -1,8 +1,9 @@
 """How attention ranks run the batches of a whole ZP group, and every rank has its own loss.
 
-Expert ranks are given batches too, by samplers that know nothing of roles. Attention ranks adopt
-them, in pieces; see ``ds_moe_ext.pieces``. What the model returns for a piece is weighted by its
-samples and goes back to the rank whose batch it is of: a loss is taken to be a mean over samples.
+Expert ranks are given batches too, by samplers that know nothing of roles. Attention ranks take
+them, in pieces; see ``schedule/stripe_samples.py``. What the model returns for a piece is weighted
+by its samples and goes back to the rank whose batch it is of: a loss is taken to be a mean over
+samples.
 Shape letters: C ranks of the group, in its order; V scalars of an output.
 """
 
@@ -26,8 +27,8 @@ from ds_moe_ext.comm import (
     gather_texts,
     sum_in_place,
 )
-from ds_moe_ext.pieces import Piece, Pieces, Stripes, pieces_of
 from ds_moe_ext.roles import Roles
+from ds_moe_ext.schedule.stripe_samples import GroupStripes, OwnStripes, Samples, stripes_of
 from ds_moe_ext.zebra.call_arguments import (
     Arguments,
     Batch,
@@ -51,7 +52,7 @@ class Shared:
     """
 
     num_samples_C: tuple[int, ...]
-    pieces: Pieces
+    pieces: GroupStripes
     calls: tuple[tuple[Call, ...], ...]
     traffic: Traffic
 
@@ -86,7 +87,7 @@ class Returned:
         return self.template.rebuild(scalars)
 
 
-class Adoption:
+class BatchExchange:
     """Moves the batches of a ZP group to its attention ranks, and what became of them back.
 
     Args:
@@ -170,11 +171,11 @@ class Adoption:
         scalars = tuple(value.to(dtype) for value, dtype in zip(own_V, template.dtypes))
         return Returned(template, scalars)
 
-    def _pieces(self, num_samples_C: Sequence[int]) -> Pieces:
+    def _pieces(self, num_samples_C: Sequence[int]) -> GroupStripes:
         """The pieces of every stripe; senders are places in the group."""
         order = (*self.roles.attention_cells, *self.roles.expert_cells)
         attention_size = len(self.roles.attention_cells)
-        pieces = pieces_of(
+        pieces = stripes_of(
             [num_samples_C[place] for place in order],
             attention_size,
             min(self.num_stripes, sum(num_samples_C) // attention_size),
@@ -192,9 +193,9 @@ class Adoption:
         own: Arguments,
         signatures: Sequence[Signature],
         names: Sequence[str],
-        stripes: Mapping[int, Stripes],
+        stripes: Mapping[int, OwnStripes],
     ) -> tuple[dict[int, tuple[int, Batch]], Traffic]:
-        """Exchange what attention ranks adopt. Collective.
+        """Exchange what attention ranks take on. Collective.
 
         Returns:
             For each sender, its first sample that is here now, and what is here of its batch.
@@ -214,7 +215,7 @@ class Adoption:
         here = {span.sender: (span.start, parts) for span, parts in landed.items()}
         return here | {self.place: (0, batch)}, traffic
 
-    def _exchange(self, landed: Mapping[Piece, Batch], leaving: Mapping[int, Batch]) -> Traffic:
+    def _exchange(self, landed: Mapping[Samples, Batch], leaving: Mapping[int, Batch]) -> Traffic:
         """Fill what is to land, by sender, with what leaves, by receiver. Collective."""
         receives = [
             (as_bytes(tensor), span.sender)
@@ -254,9 +255,9 @@ class Adoption:
         return Template.from_text(gather_texts(text, self.control)[teller])
 
 
-def _spans(stripes: Stripes, cell: int) -> list[Piece]:
+def _spans(stripes: OwnStripes, cell: int) -> list[Samples]:
     """What an attention rank runs of each other rank's batch, in one."""
-    spans: dict[int, Piece] = {}
+    spans: dict[int, Samples] = {}
     for piece in chain.from_iterable(stripes):
         spans[piece.sender] = replace(spans.get(piece.sender, piece), stop=piece.stop)
     return [span for sender, span in spans.items() if sender != cell]

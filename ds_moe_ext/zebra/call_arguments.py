@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ds_moe_ext.pieces import Piece
+from ds_moe_ext.schedule.stripe_samples import Samples
 from ds_moe_ext.zebra.outcomes import PLAIN
 
 NUM_ITEMS = "['num_items_in_batch']"
@@ -29,7 +29,7 @@ class Call:
         kwargs: by name.
     """
 
-    piece: Piece
+    piece: Samples
     weight: float
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -150,7 +150,7 @@ class Arguments:
         cut = {name: found.pop(name) for name in names}
         return Batch(cut, found)
 
-    def call(self, piece: Piece, weight: float, here: Mapping[int, tuple[int, Batch]]) -> Call:
+    def call(self, piece: Samples, weight: float, here: Mapping[int, tuple[int, Batch]]) -> Call:
         """The call of a piece.
 
         Args:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from ds_moe_ext.attach.replacement import Blueprint, Finder
 from ds_moe_ext.cost.zebra_step import LayerTimes, ZebraShape
 from ds_moe_ext.cost.zebra_work import card_of
-from ds_moe_ext.pieces import default_stripes
 from ds_moe_ext.planners.asym_ea import VARIANTS, ZebraGroup
 from ds_moe_ext.planners.zebra_choice import (
     Choice,
@@ -30,6 +29,7 @@ from ds_moe_ext.planners.zebra_choice import (
     choose_moved,
 )
 from ds_moe_ext.report.units import seconds_text
+from ds_moe_ext.schedule.stripe_samples import default_stripes
 from ds_moe_ext.steps.training_run import teller
 from ds_moe_ext.strategies.zebra import WHERE, Profile, Zebra
 from ds_moe_ext.zebra.rehearsal import Scene, rehearse_dense, rehearse_experts

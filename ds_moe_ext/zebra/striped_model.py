@@ -30,7 +30,7 @@ from ds_moe_ext.schedule.stripes import A2E, E2A
 from ds_moe_ext.schedule.task import COMPUTE, Kind, Op, Schedule, Span, Task, Value
 from ds_moe_ext.schedule.wires import WEIGHTS
 from ds_moe_ext.strategies.zebra import Zebra
-from ds_moe_ext.zebra.batches import Adoption
+from ds_moe_ext.zebra.batches import BatchExchange
 from ds_moe_ext.zebra.both_sides import BothSides
 from ds_moe_ext.zebra.call_arguments import Call
 from ds_moe_ext.zebra.coroutine import RandomNumbers
@@ -67,7 +67,7 @@ class StripedModel:
         model: the user's.
         forward: its own forward.
         stack: its layers.
-        adoption: of the batches of expert ranks.
+        batches: brings those of expert ranks to attention ranks.
         gradients: what the host does with them.
         checks: compare what all ranks issued, after every pass.
     """
@@ -75,23 +75,23 @@ class StripedModel:
     model: nn.Module
     forward: Callable[..., Any]
     stack: Stack
-    adoption: Adoption
+    batches: BatchExchange
     gradients: Gradients
     checks: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         is_graded, is_training = torch.is_grad_enabled(), self.model.training
         mode = f"{'train' if is_training else 'eval'}{'' if is_graded else ', no gradients'}"
-        shared = self.adoption.share(args, kwargs, mode)
+        shared = self.batches.share(args, kwargs, mode)
         sums = GradientSums() if is_graded else None
         scale = self.gradients.scale() if is_graded else 1.0
         stripes = [self._stripe(calls, sums, scale) for calls in shared.calls if calls]
         with RandomNumbers().own():  # ranks of both roles draw one number of theirs
             issued = self.stack.run(len(shared.calls), stripes, sums, counts=is_training)
         if self.checks:
-            check_orders(issued, self.adoption.control)
+            check_orders(issued, self.batches.control)
         outcomes = [[passage.output for passage in stripe.passages] for stripe in stripes]
-        returned = self.adoption.return_scalars(shared, outcomes)
+        returned = self.batches.return_scalars(shared, outcomes)
         loss = returned.loss
         if sums is not None:
             # Not those that found no gradient: autograd would run ZeRO's hooks for them too.
@@ -217,7 +217,7 @@ def stripe(
     roles = strategy.roles
     stack = stack_of(blueprint, layers, gradients.device, here)
     layout = layers[0].routed.site.layout
-    adoption = Adoption(
+    batches = BatchExchange(
         layout.group("ep", A2E),
         group_among(blueprint.grid.along("ep"), backend="gloo"),
         place=layout.index("ep"),
@@ -226,7 +226,7 @@ def stripe(
         device=gradients.device,
     )
     forward = Compilable(model.forward)
-    striped = StripedModel(model, forward, stack, adoption, gradients, blueprint.settings.debug)
+    striped = StripedModel(model, forward, stack, batches, gradients, blueprint.settings.debug)
     left: tuple[nn.Parameter, ...] = ()
     blocks = blocks_of(model, layers)
     if stack.is_attention:
@@ -243,7 +243,7 @@ def stripe(
 
     model.forward = whole_step
     model.compile = forward.compile  # type: ignore[method-assign]
-    return Role(left, BothSides(adoption.control, adoption.place, roles))
+    return Role(left, BothSides(batches.control, batches.place, roles))
 
 
 def stack_of(

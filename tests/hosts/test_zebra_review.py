@@ -12,7 +12,7 @@ from torch import nn
 from ds_moe_ext.roles import Roles
 from tests.hosts import jobs
 from tests.hosts.jobs import Job, Result, engine_of, loss_of, micro_batch, model_of, train
-from tests.hosts.test_adoption import adoption_of
+from tests.hosts.test_batches import exchange_of
 from tests.hosts.zebra_runs import zebra
 from tests.ranks import pool_of
 
@@ -23,9 +23,9 @@ def transposed(rank: int) -> torch.Tensor:
 
 
 def tables_that_came(rank: int, world_size: int) -> dict[int, torch.Tensor]:
-    adoption = adoption_of(rank, world_size, Roles.first(1, 1), 2)
+    batches = exchange_of(rank, world_size, Roles.first(1, 1), 2)
     batch = {"input_ids": torch.full((4, 2), rank), "table": transposed(rank)}
-    shared = adoption.share((), batch, "train")
+    shared = batches.share((), batch, "train")
     calls = (call for stripe in shared.calls for call in stripe)
     return {call.piece.sender: call.kwargs["table"] for call in calls}
 

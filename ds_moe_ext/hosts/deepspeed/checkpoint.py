@@ -39,7 +39,7 @@ from ds_moe_ext.hosts.deepspeed.checkpoint_contents import (
 )
 from ds_moe_ext.hosts.deepspeed.checkpoint_reader import (
     Asked,
-    Staged,
+    Loaded,
     agreed,
     check_module,
     read,
@@ -119,13 +119,13 @@ def load(engine: Any, arguments: Arguments, load_rest: Callable[..., Any]) -> An
     if run is None:
         return load_rest(**arguments)
     asked = Asked.of(engine, arguments)
-    staged = read(engine, run, asked)
+    loaded = read(engine, run, asked)
     with (
-        host_file.checked(engine, asked, staged.layout),
-        _weights_given(engine, run, staged, asked, arguments["load_lr_scheduler_states"]),
+        host_file.checked(engine, asked, loaded.layout),
+        _weights_given(engine, run, loaded, asked, arguments["load_lr_scheduler_states"]),
     ):
         path, client = load_rest(**{**arguments, "load_optimizer_states": False})
-    _apply(engine, run, staged, asked)
+    _apply(engine, run, loaded, asked)
     for name in ("optimizer", SAVE):  # DeepSpeed takes them for the client's
         client.pop(name, None)
     return path, client
@@ -204,7 +204,7 @@ def _experts_apart(engine: Any, run: Run) -> Iterator[None]:
 
 @contextmanager
 def _weights_given(
-    engine: Any, run: Run, staged: Staged, asked: Asked, with_scheduler: bool
+    engine: Any, run: Run, loaded: Loaded, asked: Asked, with_scheduler: bool
 ) -> Iterator[None]:
     """While it lasts, the engine loads this rank's experts with what DeepSpeed's file has."""
 
@@ -212,7 +212,7 @@ def _weights_given(
         own = engine.module.state_dict().keys()
         checkpoint["module"] = _renamed(checkpoint["module"], own)
         names = {parameter: name for name, parameter in engine.module.named_parameters()}
-        checkpoint["module"].update({names[p]: weight for p, weight in staged.weights.items()})
+        checkpoint["module"].update({names[p]: weight for p, weight in loaded.weights.items()})
         # Frozen weights again, by the names of rank 0's slots; they are in the module's state too.
         checkpoint["frozen_param_fragments"] = None
         if not has_dense_weights(run):
@@ -252,29 +252,29 @@ def _check_scheduler(engine: Any, checkpoint: Mapping[str, Any], asked: Asked) -
         )
 
 
-def _apply(engine: Any, run: Run, staged: Staged, asked: Asked) -> None:
+def _apply(engine: Any, run: Run, loaded: Loaded, asked: Asked) -> None:
     """What is left when DeepSpeed has loaded its part. Collective."""
     for layer in run.layers:
         layer.routed.start_anew()  # copies are of the weights that were there
     if not asked.weights_alone:
-        _mover(engine, run).hold(staged.seats.slots, staged.seats.homes)
-        run.planning.resume(staged.seats.homes, staged.remembered_ILCE)
+        _mover(engine, run).hold(loaded.seats.slots, loaded.seats.homes)
+        run.planning.resume(loaded.seats.homes, loaded.remembered_ILCE)
     if asked.with_optimizer:
-        _apply_states(engine, run, staged)
+        _apply_states(engine, run, loaded)
     elif hasattr(engine.optimizer, "refresh_fp32_params"):
         engine.optimizer.refresh_fp32_params()
 
 
-def _apply_states(engine: Any, run: Run, staged: Staged) -> None:
+def _apply_states(engine: Any, run: Run, loaded: Loaded) -> None:
     states, optimizer = OptimizerStates(engine), engine.optimizer
-    states.write(staged.states)
+    states.write(loaded.states)
     if hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()  # brings the fragments of other ranks
-    for parameter, saved in staged.options.items():
+    for parameter, saved in loaded.options.items():
         options = states.options(parameter)
         if options is not None:
             options.update(saved)
-    settings = staged.settings.get(wrapper_name(engine))
+    settings = loaded.settings.get(wrapper_name(engine))
     if settings is not None:
         _take_settings(optimizer, settings)
     elif engine.fp16_enabled():

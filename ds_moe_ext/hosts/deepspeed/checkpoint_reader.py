@@ -79,7 +79,7 @@ class Seats(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Staged:
+class Loaded:
     """What is to become of an engine.
 
     Attributes:
@@ -101,7 +101,7 @@ class Staged:
     remembered_ILCE: np.ndarray
 
 
-def read(engine: Any, run: Run, asked: Asked) -> Staged:
+def read(engine: Any, run: Run, asked: Asked) -> Loaded:
     """Read what this rank needs. Collective.
 
     Raises:
@@ -121,7 +121,7 @@ def read(engine: Any, run: Run, asked: Asked) -> Staged:
             "it is of one save, and whole, is not known; save anew"
         )
     seats = _seats(engine, run, layout, asked)
-    return reads(lambda: _Reading(engine, run, asked, seats).staged(layout))
+    return reads(lambda: _Reading(engine, run, asked, seats).loaded(layout))
 
 
 T = TypeVar("T")
@@ -295,7 +295,7 @@ class _Reading:
             name, _, kind = key.rpartition("/")
             self._kinds.setdefault(name, set()).add(kind)
 
-    def staged(self, layout: SavedLayout) -> Staged:
+    def loaded(self, layout: SavedLayout) -> Loaded:
         wanted = {p: names for p, names in self._named.items() if self._is_wanted(p, names)}
         objects = self._objects(wanted)
         layout.check_save(self._path, objects.get(SAVE))
@@ -309,7 +309,7 @@ class _Reading:
         if not _is_of_these_cells(self._run, layout):
             remembered = remembered[:0]
         if not self._asked.with_optimizer:
-            return Staged(layout, self._seats, weights, {}, {}, {}, remembered)
+            return Loaded(layout, self._seats, weights, {}, {}, {}, remembered)
         states = self._parameter_states(wanted, objects)
         try:
             self._states.check(states)
@@ -321,7 +321,7 @@ class _Reading:
         options = {p: objects[f"{names.kind}/{ABOUT}"]["options"] for p, names in wanted.items()}
         given = {p: theirs for p, theirs in options.items() if theirs is not None}
         settings = objects[OPTIMIZER]
-        return Staged(layout, self._seats, weights, states, given, settings, remembered)
+        return Loaded(layout, self._seats, weights, states, given, settings, remembered)
 
     def _is_wanted(self, parameter: nn.Parameter, names: Named) -> bool:
         """Other dense weights are the host's; a frozen expert may have been left out on saving."""

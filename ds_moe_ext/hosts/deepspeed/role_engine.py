@@ -50,7 +50,7 @@ class RoleUnit:
         group: the ranks of the own role.
         alone: this rank, which shares its weights with no other.
 
-    All ranks read data: the batches of expert ranks are adopted by attention ranks. So what
+    All ranks read data: the batches of expert ranks are run by attention ranks. So what
     DeepSpeed's batch arithmetic and its data loader get to know is the whole world, whereas what it
     averages over is ``group``.
     """

@@ -6,14 +6,13 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from ds_moe_ext.class_path import found_at
 from ds_moe_ext.moe.gate import Gate, SoftmaxTopK
 from ds_moe_ext.moe.gates.cosine_top_k import CosineTopK
 from ds_moe_ext.moe.gates.expert_choice import ExpertChoice
 from ds_moe_ext.moe.gates.noisy_top_k import NoisyTopK
 from ds_moe_ext.moe.gates.sigmoid_top_k import SigmoidTopK
 from ds_moe_ext.moe.gates.soft import SoftMixture
-from ds_moe_ext.strict import check_object, nearest, read_record
+from ds_moe_ext.strict import check_object, found_at, nearest, read_record
 
 GATES: Mapping[str, type[Gate]] = {
     "softmax_top_k": SoftmaxTopK,

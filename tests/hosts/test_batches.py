@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_moe_ext.pieces import Piece
 from ds_moe_ext.roles import Roles
-from ds_moe_ext.zebra.batches import Adoption, Shared
+from ds_moe_ext.schedule.stripe_samples import Samples
+from ds_moe_ext.zebra.batches import BatchExchange, Shared
 from ds_moe_ext.zebra.outcomes import Outcome
 from tests.hosts.families import build
 from tests.ranks import pool_of
@@ -26,9 +26,9 @@ FIRST = Roles.first(2, 2)
 IN_TURNS = Roles((0, 2), (1, 3))
 
 
-def adoption_of(rank: int, world_size: int, roles: Roles, num_stripes: int) -> Adoption:
+def exchange_of(rank: int, world_size: int, roles: Roles, num_stripes: int) -> BatchExchange:
     group, control = (dist.new_group(range(world_size), backend="gloo") for _ in range(2))
-    return Adoption(
+    return BatchExchange(
         group,
         control,
         place=rank,
@@ -55,7 +55,7 @@ def batch_of(rank: int) -> dict[str, Any]:
     }
 
 
-def cut(batch: dict[str, Any], piece: Piece) -> list[Tensor]:
+def cut(batch: dict[str, Any], piece: Samples) -> list[Tensor]:
     tensors = (batch["input_ids"], batch["attention_mask"], batch["more"][0]["features"])
     return [tensor[piece.start : piece.stop] for tensor in (*tensors, batch["scores"])]
 
@@ -64,14 +64,14 @@ def cut(batch: dict[str, Any], piece: Piece) -> list[Tensor]:
 
 
 def _share(rank: int, world_size: int, roles: Roles, num_stripes: int) -> Shared:
-    adoption = adoption_of(rank, world_size, roles, num_stripes)
+    batches = exchange_of(rank, world_size, roles, num_stripes)
     own = batch_of(rank)
     ids_BL = own.pop("input_ids")
     # Names in another order on every rank, and one argument by position.
     kwargs = dict(sorted(own.items(), reverse=bool(rank % 2)))
     kwargs["scores"].requires_grad_()
     with torch.no_grad():
-        shared = adoption.share((ids_BL,), kwargs, "eval")
+        shared = batches.share((ids_BL,), kwargs, "eval")
     for stripe in shared.calls:
         for call in stripe:
             assert set(call.kwargs) == set(kwargs)
@@ -80,7 +80,7 @@ def _share(rank: int, world_size: int, roles: Roles, num_stripes: int) -> Shared
             assert torch.equal(call.kwargs["table"], theirs["table"])
             assert (call.kwargs["return_dict"], call.kwargs["name"]) == (True, "a")
             assert call.kwargs["more"][1] is None
-            found = cut({"input_ids": call.args[0], **call.kwargs}, Piece(0, 0, 9))
+            found = cut({"input_ids": call.args[0], **call.kwargs}, Samples(0, 0, 9))
             for tensor, expected in zip(found, cut(theirs, call.piece)):
                 assert tensor.dtype == expected.dtype
                 assert torch.equal(tensor, expected)
@@ -136,9 +136,9 @@ def test_only_adopted_samples_travel(roles: Roles) -> None:
 
 
 def _share_what_an_attention_rank_has_too_much_of(rank: int, world_size: int) -> list[list[int]]:
-    adoption = adoption_of(rank, world_size, Roles.first(2, 1), 2)
+    batches = exchange_of(rank, world_size, Roles.first(2, 1), 2)
     start, size = ((0, 6), (100, 1), (200, 1))[rank]
-    shared = adoption.share((torch.arange(start, start + size),), {}, "train")
+    shared = batches.share((torch.arange(start, start + size),), {}, "train")
     return [[i for call in stripe for i in call.args[0].tolist()] for stripe in shared.calls]
 
 
@@ -152,11 +152,11 @@ def test_batches_of_attention_ranks_are_adopted_too() -> None:
 
 def _refused(rank: int, world_size: int, change: Callable[[dict[str, Any]], Any]) -> str:
     """What every rank is told where the last one's call is not like the others'."""
-    adoption = adoption_of(rank, world_size, Roles.first(1, 2), 2)
+    batches = exchange_of(rank, world_size, Roles.first(1, 2), 2)
     own = batch_of(rank)
     mode = (change(own) if rank == world_size - 1 else None) or "train"
     with pytest.raises(ValueError) as caught:
-        adoption.share((), own, mode)
+        batches.share((), own, mode)
     return str(caught.value)
 
 
@@ -223,8 +223,8 @@ def test_unlike_calls_are_refused_on_every_rank(
 
 
 def _few_samples(rank: int, world_size: int) -> Shared:
-    adoption = adoption_of(rank, world_size, Roles.first(1, 1), 99)
-    return adoption.share((), batch_of(rank), "train")
+    batches = exchange_of(rank, world_size, Roles.first(1, 1), 99)
+    return batches.share((), batch_of(rank), "train")
 
 
 def test_a_batch_with_fewer_samples_than_stripes() -> None:
@@ -290,16 +290,16 @@ def losses_of(ids_BL: Tensor, parameter: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def _round_trip(rank: int, world_size: int, make: Callable[..., Any]) -> Any:
-    adoption = adoption_of(rank, world_size, FIRST, 2)
+    batches = exchange_of(rank, world_size, FIRST, 2)
     parameter = torch.tensor(0.25, dtype=torch.float64, requires_grad=True)
     own = batch_of(rank)
-    shared = adoption.share((), own, "train")
+    shared = batches.share((), own, "train")
     outcomes = [
         [Outcome.of(make(*losses_of(call.kwargs["input_ids"], parameter))) for call in stripe]
         for stripe in shared.calls
     ]
     assert all(outcome.loss.requires_grad for stripe in outcomes for outcome in stripe)
-    returned = adoption.return_scalars(shared, outcomes)
+    returned = batches.return_scalars(shared, outcomes)
     loss, other, _ = losses_of(own["input_ids"], parameter)
     torch.testing.assert_close(returned.loss, loss.detach(), rtol=1e-12, atol=0)
     assert not returned.loss.requires_grad
@@ -338,16 +338,16 @@ def _round_trip_checked(rank: int, world_size: int, make: Callable[..., Any]) ->
 
 def _changes(rank: int, world_size: int) -> list[str]:
     """Outputs change their type between steps, and the expert rank is told."""
-    adoption = adoption_of(rank, world_size, Roles.first(1, 1), 2)
+    batches = exchange_of(rank, world_size, Roles.first(1, 1), 2)
     kinds = []
     for make in (dict_output, dict_output, tensor_output, dict_output):
-        shared = adoption.share((), batch_of(rank), "train")
+        shared = batches.share((), batch_of(rank), "train")
         parameter = torch.ones((), requires_grad=True)
         outcomes = [
             [Outcome.of(make(*losses_of(call.kwargs["input_ids"], parameter))) for call in stripe]
             for stripe in shared.calls
         ]
-        returned = adoption.return_scalars(shared, outcomes)
+        returned = batches.return_scalars(shared, outcomes)
         kinds.append(type(returned.output(returned.loss)).__name__)
     return kinds
 
@@ -358,13 +358,13 @@ def test_outputs_may_change_between_steps() -> None:
 
 def _unlike(rank: int, world_size: int) -> str:
     """The second attention rank leaves a field out."""
-    adoption = adoption_of(rank, world_size, Roles.first(2, 1), 1)
-    shared = adoption.share((), batch_of(rank), "train")
+    batches = exchange_of(rank, world_size, Roles.first(2, 1), 1)
+    shared = batches.share((), batch_of(rank), "train")
     loss = torch.ones((), requires_grad=True)
     output = {"loss": loss} if rank == 1 else {"loss": loss, "other": torch.zeros(())}
     outcomes = [[Outcome.of(output) for _ in stripe] for stripe in shared.calls]
     with pytest.raises(ValueError) as caught:
-        adoption.return_scalars(shared, outcomes)
+        batches.return_scalars(shared, outcomes)
     return str(caught.value)
 
 
@@ -376,15 +376,15 @@ def test_unlike_outputs_are_refused_on_every_rank() -> None:
 
 def _piece_by_piece(rank: int, world_size: int) -> str:
     """A number of Python's differs from piece to piece."""
-    adoption = adoption_of(rank, world_size, Roles.first(1, 1), 2)
-    shared = adoption.share((), batch_of(rank), "train")
+    batches = exchange_of(rank, world_size, Roles.first(1, 1), 2)
+    shared = batches.share((), batch_of(rank), "train")
     loss = torch.ones((), requires_grad=True)
     outcomes = [
         [Outcome.of({"loss": loss, "at": call.piece.start}) for call in stripe]
         for stripe in shared.calls
     ]
     with pytest.raises(ValueError) as caught:
-        adoption.return_scalars(shared, outcomes)
+        batches.return_scalars(shared, outcomes)
     return str(caught.value)
 
 
@@ -399,11 +399,11 @@ def _local_class(rank: int, world_size: int) -> str:
     class Local:
         loss: Tensor
 
-    adoption = adoption_of(rank, world_size, Roles.first(1, 1), 2)
-    shared = adoption.share((), batch_of(rank), "train")
+    batches = exchange_of(rank, world_size, Roles.first(1, 1), 2)
+    shared = batches.share((), batch_of(rank), "train")
     outcomes = [[Outcome.of(Local(torch.ones(()))) for _ in stripe] for stripe in shared.calls]
     with pytest.raises(ValueError) as caught:
-        adoption.return_scalars(shared, outcomes)
+        batches.return_scalars(shared, outcomes)
     return str(caught.value)
 
 
@@ -449,12 +449,12 @@ def _mixtral(rank: int, world_size: int, is_divided: bool) -> None:
     if is_divided:
         kwargs["labels"] = ids_BL.where(batch["attention_mask"], -100)
         kwargs["num_items_in_batch"] = torch.tensor(50)
-    adoption = adoption_of(rank, world_size, FIRST, 3)
-    shared = adoption.share((), kwargs, "train")
+    batches = exchange_of(rank, world_size, FIRST, 3)
+    shared = batches.share((), kwargs, "train")
     outcomes = [
         [Outcome.of(model(*call.args, **call.kwargs)) for call in stripe] for stripe in shared.calls
     ]
-    returned = adoption.return_scalars(shared, outcomes)
+    returned = batches.return_scalars(shared, outcomes)
     expected = model(**kwargs)
     torch.testing.assert_close(returned.loss, expected.loss.detach(), rtol=1e-6, atol=0)
     output = returned.output(expected.loss)

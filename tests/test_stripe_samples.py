@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.pieces import Piece, Pieces, default_stripes, pieces_of
+from ds_moe_ext.schedule.stripe_samples import GroupStripes, Samples, default_stripes, stripes_of
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=200)
 
 
-def all_pieces(pieces: Pieces) -> list[Piece]:
+def all_pieces(pieces: GroupStripes) -> list[Samples]:
     return [piece for stripes in pieces for stripe in stripes for piece in stripe]
 
 
-def sizes(pieces: Pieces) -> list[list[int]]:
+def sizes(pieces: GroupStripes) -> list[list[int]]:
     """Samples of each stripe of each attention rank."""
     return [[sum(p.num_samples for p in stripe) for stripe in stripes] for stripes in pieces]
 
@@ -39,40 +39,40 @@ def groups(draw: st.DrawFn) -> tuple[list[int], int, int]:
 
 
 def test_each_stripe_is_a_batch() -> None:
-    (own, adopted), (own_too, adopted_too) = pieces_of([3, 3, 3, 3], 2, 2)
-    assert own == (Piece(0, 0, 3),)
-    assert adopted == (Piece(2, 0, 3),)
-    assert own_too == (Piece(1, 0, 3),)
-    assert adopted_too == (Piece(3, 0, 3),)
+    (own, adopted), (own_too, adopted_too) = stripes_of([3, 3, 3, 3], 2, 2)
+    assert own == (Samples(0, 0, 3),)
+    assert adopted == (Samples(2, 0, 3),)
+    assert own_too == (Samples(1, 0, 3),)
+    assert adopted_too == (Samples(3, 0, 3),)
 
 
 def test_a_batch_that_two_attention_ranks_adopt() -> None:
-    first, second = pieces_of([4, 4, 4], 2, 3)
-    assert first == ((Piece(0, 0, 2),), (Piece(0, 2, 4),), (Piece(2, 0, 2),))
-    assert second == ((Piece(1, 0, 2),), (Piece(1, 2, 4),), (Piece(2, 2, 4),))
+    first, second = stripes_of([4, 4, 4], 2, 3)
+    assert first == ((Samples(0, 0, 2),), (Samples(0, 2, 4),), (Samples(2, 0, 2),))
+    assert second == ((Samples(1, 0, 2),), (Samples(1, 2, 4),), (Samples(2, 2, 4),))
 
 
 def test_a_stripe_of_two_batches() -> None:
     """Samples 0 to 2 are of rank 0, 3 to 7 of rank 1; each stripe has four."""
-    ((first, second),) = pieces_of([3, 5], 1, 2)
-    assert first == (Piece(0, 0, 3), Piece(1, 0, 1))
-    assert second == (Piece(1, 1, 5),)
+    ((first, second),) = stripes_of([3, 5], 1, 2)
+    assert first == (Samples(0, 0, 3), Samples(1, 0, 1))
+    assert second == (Samples(1, 1, 5),)
 
 
 def test_what_an_attention_rank_has_no_room_for_goes_to_another() -> None:
-    first, second = pieces_of([6, 1, 1], 2, 2)
-    assert first == ((Piece(0, 0, 2),), (Piece(0, 2, 4),))
-    assert second == ((Piece(1, 0, 1), Piece(0, 4, 5)), (Piece(0, 5, 6), Piece(2, 0, 1)))
+    first, second = stripes_of([6, 1, 1], 2, 2)
+    assert first == ((Samples(0, 0, 2),), (Samples(0, 2, 4),))
+    assert second == ((Samples(1, 0, 1), Samples(0, 4, 5)), (Samples(0, 5, 6), Samples(2, 0, 1)))
 
 
 def test_a_stripe_of_several_whole_batches() -> None:
-    assert pieces_of([2, 2, 2, 2], 1, 2) == (
-        ((Piece(0, 0, 2), Piece(1, 0, 2)), (Piece(2, 0, 2), Piece(3, 0, 2))),
+    assert stripes_of([2, 2, 2, 2], 1, 2) == (
+        ((Samples(0, 0, 2), Samples(1, 0, 2)), (Samples(2, 0, 2), Samples(3, 0, 2))),
     )
 
 
 def test_weight() -> None:
-    assert Piece(1, 2, 5).weight([4, 12]) == 0.25
+    assert Samples(1, 2, 5).weight([4, 12]) == 0.25
 
 
 @pytest.mark.parametrize(
@@ -92,12 +92,12 @@ def test_too_many_stripes() -> None:
     with pytest.raises(
         ValueError, match=r"num_micro_batches is 4, .* 8 stripes, .* 6 samples; set it to 3 "
     ):
-        pieces_of([2, 2, 2], 2, 4)
+        stripes_of([2, 2, 2], 2, 4)
 
 
 def test_a_rank_without_samples() -> None:
     with pytest.raises(ValueError, match="have 2, 0 samples; every rank needs one"):
-        pieces_of([2, 0], 1, 2)
+        stripes_of([2, 0], 1, 2)
 
 
 # For any batches.
@@ -107,7 +107,7 @@ def test_a_rank_without_samples() -> None:
 @given(groups())
 def test_every_sample_is_run_once(group: tuple[list[int], int, int]) -> None:
     num_samples_C, attention_size, num_stripes = group
-    pieces = pieces_of(num_samples_C, attention_size, num_stripes)
+    pieces = stripes_of(num_samples_C, attention_size, num_stripes)
     run = Counter((p.sender, i) for p in all_pieces(pieces) for i in range(p.start, p.stop))
     everything = [(c, i) for c, num_samples in enumerate(num_samples_C) for i in range(num_samples)]
     assert run == Counter(everything)
@@ -117,7 +117,7 @@ def test_every_sample_is_run_once(group: tuple[list[int], int, int]) -> None:
 @given(groups())
 def test_stripes_are_as_equal_as_can_be(group: tuple[list[int], int, int]) -> None:
     num_samples_C, attention_size, num_stripes = group
-    found = sizes(pieces_of(num_samples_C, attention_size, num_stripes))
+    found = sizes(stripes_of(num_samples_C, attention_size, num_stripes))
     assert [len(stripes) for stripes in found] == [num_stripes] * attention_size
     flat = [size for stripes in found for size in stripes]
     assert min(flat) >= 1
@@ -129,7 +129,7 @@ def test_stripes_are_as_equal_as_can_be(group: tuple[list[int], int, int]) -> No
 def test_weights_of_a_batch_add_up_to_one(group: tuple[list[int], int, int]) -> None:
     num_samples_C = group[0]
     totals_C = [0.0] * len(num_samples_C)
-    for piece in all_pieces(pieces_of(*group)):
+    for piece in all_pieces(stripes_of(*group)):
         totals_C[piece.sender] += piece.weight(num_samples_C)
     assert totals_C == pytest.approx([1.0] * len(num_samples_C))
 
@@ -140,7 +140,7 @@ def test_attention_ranks_run_as_much_of_their_own_as_they_can(
     group: tuple[list[int], int, int],
 ) -> None:
     num_samples_C, attention_size, num_stripes = group
-    for m, stripes in enumerate(pieces_of(num_samples_C, attention_size, num_stripes)):
+    for m, stripes in enumerate(stripes_of(num_samples_C, attention_size, num_stripes)):
         run = [piece for stripe in stripes for piece in stripe]
         own = sum(piece.num_samples for piece in run if piece.sender == m)
         assert own == min(num_samples_C[m], sum(piece.num_samples for piece in run))
@@ -149,7 +149,7 @@ def test_attention_ranks_run_as_much_of_their_own_as_they_can(
 @PROPERTY
 @given(groups())
 def test_what_travels_between_two_ranks_is_in_one(group: tuple[list[int], int, int]) -> None:
-    for stripes in pieces_of(*group):
+    for stripes in stripes_of(*group):
         stops: dict[int, int] = {}
         for piece in (piece for stripe in stripes for piece in stripe):
             assert piece.start == stops.get(piece.sender, piece.start)
@@ -165,7 +165,7 @@ def test_equal_batches_are_not_cut_across(
     size = attention_size + expert_size
     num_stripes = multiple * default_stripes(attention_size, expert_size)
     parts = attention_size * num_stripes // size
-    pieces = pieces_of([num_samples * parts + 1] * size, attention_size, num_stripes)
+    pieces = stripes_of([num_samples * parts + 1] * size, attention_size, num_stripes)
     assert all(len(stripe) == 1 for stripes in pieces for stripe in stripes)
     assert num_stripes >= 2
     assert attention_size * num_stripes % size == 0
@@ -181,7 +181,7 @@ def test_equal_batches_are_whole_in_wide_stripes(
 ) -> None:
     """Where the number of stripes divides that of batches, no batch is cut."""
     size = attention_size * num_stripes * batches
-    pieces = pieces_of([num_samples] * size, attention_size, num_stripes)
+    pieces = stripes_of([num_samples] * size, attention_size, num_stripes)
     assert len(all_pieces(pieces)) == size
     assert all(len(stripe) == batches for stripes in pieces for stripe in stripes)
 

@@ -1,7 +1,7 @@
 """Which attention rank runs which samples of a ZP group, in which stripe. Pure.
 
 HeterMoE cuts the batch of an attention rank into R micro-batches, here *stripes* (spec 2.1). All
-ranks of the group bring batches, of which those of expert ranks are adopted by attention ranks.
+ranks of the group bring batches, of which those of expert ranks are taken on by attention ranks.
 Shape letter: C ranks of the group, those with attention first.
 """
 
@@ -14,7 +14,7 @@ from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Samples:
     """Samples ``start`` to ``stop`` of one rank's batch, which run together.
 
     Attributes:
@@ -36,18 +36,18 @@ class Piece:
         return self.num_samples / num_samples_C[self.sender]
 
 
-Stripes = tuple[tuple[Piece, ...], ...]
+OwnStripes = tuple[tuple[Samples, ...], ...]
 """The pieces of each stripe of an attention rank."""
 
-Pieces = tuple[Stripes, ...]
+GroupStripes = tuple[OwnStripes, ...]
 """The stripes of each attention rank: ``[attention rank][stripe]``."""
 
 
-def pieces_of(num_samples_C: Sequence[int], attention_size: int, num_stripes: int) -> Pieces:
+def stripes_of(num_samples_C: Sequence[int], attention_size: int, num_stripes: int) -> GroupStripes:
     """Cut the batches of a group into stripes as equal as can be.
 
     All samples lie on one line, which is cut into intervals, ``num_stripes`` for each attention
-    rank. On the line, an attention rank's own batch comes before the samples that it adopts, and
+    rank. On the line, an attention rank's own batch comes before the samples that it takes on, and
     only what it has no room for goes to others: nothing travels that need not. An interval that
     reaches into another batch has a piece of each. Of equal batches none does so if the number of
     intervals is a multiple of theirs, and if it divides theirs no batch is cut.
@@ -112,20 +112,20 @@ def default_stripes(attention_size: int, expert_size: int, num_samples: int | No
     return num_stripes if num_samples is None else min(num_stripes, num_samples // attention_size)
 
 
-def _lines(num_samples_C: Sequence[int], shares: Sequence[int]) -> list[list[Piece]]:
-    """What each attention rank runs, ``shares`` samples of it: its own first, then adopted ones."""
+def _lines(num_samples_C: Sequence[int], shares: Sequence[int]) -> list[list[Samples]]:
+    """What each attention rank runs, ``shares`` samples of it: its own first, then others."""
     kept = [min(share, own) for share, own in zip(shares, num_samples_C)]
     kept += [0] * (len(num_samples_C) - len(kept))
     rest = [
-        Piece(sender, start, stop)
+        Samples(sender, start, stop)
         for sender, (start, stop) in enumerate(zip(kept, num_samples_C))
         if start < stop
     ]
-    adopted = _cut(rest, [share - own for share, own in zip(shares, kept)])
-    return [[Piece(m, 0, kept[m]), *pieces] for m, pieces in enumerate(adopted)]
+    taken = _cut(rest, [share - own for share, own in zip(shares, kept)])
+    return [[Samples(m, 0, kept[m]), *pieces] for m, pieces in enumerate(taken)]
 
 
-def _cut(line: Sequence[Piece], sizes: Sequence[int]) -> Iterator[tuple[Piece, ...]]:
+def _cut(line: Sequence[Samples], sizes: Sequence[int]) -> Iterator[tuple[Samples, ...]]:
     """Cut pieces that lie one behind the other into intervals of these sizes."""
     start = 0
     for size in sizes:
@@ -133,12 +133,12 @@ def _cut(line: Sequence[Piece], sizes: Sequence[int]) -> Iterator[tuple[Piece, .
         start += size
 
 
-def _within(line: Sequence[Piece], start: int, stop: int) -> Iterator[Piece]:
+def _within(line: Sequence[Samples], start: int, stop: int) -> Iterator[Samples]:
     """The parts of the pieces that lie in an interval of the line."""
     begin = 0
     for piece in line:
         first, last = max(start, begin), min(stop, begin + piece.num_samples)
         if first < last:
             shift = piece.start - begin
-            yield Piece(piece.sender, first + shift, last + shift)
+            yield Samples(piece.sender, first + shift, last + shift)
         begin += piece.num_samples
