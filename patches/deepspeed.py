@@ -12,13 +12,13 @@ from ds_moe_ext.hosts.deepspeed import (
     buckets,
     checkpoint,
     engine,
+    engine_record,
     export,
     parameter_groups,
     role_engine,
     startup,
     zero_0,
 )
-from ds_moe_ext.hosts.deepspeed.slices import slices_of
 from ds_moe_ext.patches.patch import Patch, apply_all
 from ds_moe_ext.steps.training_run import run_of
 from ds_moe_ext.watch import WATCH
@@ -155,10 +155,10 @@ def _then_slice(original: Any) -> Any:
         with parameter_groups.undivided(self, client_optimizer) if is_apart else nullcontext():
             original(self, client_optimizer, *args)
         role_engine.join(self)
-        slices = slices_of(self)
-        if slices is not None and self.zero_optimization():
-            buckets.slice_gradients(self.optimizer, slices)
-        elif slices is not None:
+        if is_apart and self.zero_optimization():
+            engine_record.share(self, self.optimizer)
+        slices = engine_record.record_of(self).slices
+        if slices is not None and not self.zero_optimization():
             zero_0.slice_gradients(self, slices)
 
     return _configure_optimizer

@@ -24,14 +24,25 @@ from ds_moe_ext.schedule.trace import Box, chrome_trace
 from ds_moe_ext.settings import Settings
 from ds_moe_ext.steps.planning import Planning
 
-_RUN = "ds_moe_ext_run"  # attribute of what carries a run
+RECORD = "ds_moe_ext"  # the one attribute of ours that a host's object has
+
+
+@dataclass(eq=False)
+class Record:
+    """What is known of a host's engine or optimizer; a host may know more.
+
+    Attributes:
+        run: that it carries; None before it has begun.
+    """
+
+    run: Run | None = None
 
 
 def run_of(carrier: Any) -> Run | None:
-    """The run of a DeepSpeed engine or a Megatron optimizer; None where ds_moe_ext is not enabled
-    there, and on a pipeline stage without MoE layers."""
-    run: Run | None = getattr(carrier, _RUN, None)
-    return run
+    """The run of a DeepSpeed engine, a Megatron optimizer or what ``ds_moe_ext.attach`` gave; None
+    where ds_moe_ext is not enabled there, and on a pipeline stage without MoE layers."""
+    record: Record | None = getattr(carrier, RECORD, None)
+    return None if record is None else record.run
 
 
 def recorder_of(carrier: Any) -> Recorder | None:
@@ -87,7 +98,6 @@ class Run:
             tracer=tracer,
         )
         run = cls(blueprint, tuple(layers), planning, recorder, rank)
-        setattr(lives_with, _RUN, run)
         if rank == 0 and report.enabled:
             Console().print(start_table(run))
             leave_report(recorder, report.path, lives_with)

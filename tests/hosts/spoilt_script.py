@@ -28,7 +28,7 @@ def main(how: str) -> None:
         if step == 3 and rank == 0 and how == "late":
             time.sleep(13.0)
         if step == 3 and rank == 0 and how == "fail":
-            for layer in engine.ds_moe_ext_run.layers:
+            for layer in engine.ds_moe_ext.run.layers:
                 layer.routed.function = fail
                 layer.routed._program.clear()
         engine.backward(loss_of(engine, micro_batch(step, rank)))

@@ -41,7 +41,7 @@ def _backward(engine: Any) -> None:
 
 
 def _zebra_expert(engine: Any) -> None:
-    engine.ds_moe_ext_run.layers[1].routed.function = _broke
+    engine.ds_moe_ext.run.layers[1].routed.function = _broke
 
 
 def fail(rank: int, world_size: int, job: Job, spoil: Callable[[Any], None], spoilt: int) -> Any:

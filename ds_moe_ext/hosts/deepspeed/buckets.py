@@ -16,7 +16,7 @@ Shape letters: N elements.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,23 +29,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import IPGBucket
 from torch import Tensor, nn
 
 from ds_moe_ext.comm import sum_in_place
+from ds_moe_ext.hosts.deepspeed.engine_record import record_of
 from ds_moe_ext.hosts.deepspeed.slices import Gradient, GradientSlices
-
-_IS_LAST = "ds_moe_ext_is_last"  # attribute of a parameter
-_WAITING = "ds_moe_ext_waiting"  # attribute of ZeRO's optimizer
-_SLICES = "ds_moe_ext_slices"  # likewise
-_MEANS = "ds_moe_ext_means"  # likewise, while it takes a gradient back
-
-
-def reduce_last(parameters: Iterable[nn.Parameter]) -> None:
-    """Let these wait until all others have been reduced."""
-    for parameter in parameters:
-        setattr(parameter, _IS_LAST, True)
-
-
-def slice_gradients(optimizer: Any, slices: GradientSlices) -> None:
-    """Reduce its dense gradients in slices from now on."""
-    optimizer.__dict__[_SLICES] = slices
 
 
 def waits(optimizer: Any, parameter: nn.Parameter, group: int) -> bool:
@@ -56,8 +41,9 @@ def waits(optimizer: Any, parameter: nn.Parameter, group: int) -> bool:
         optimizer: DeepSpeed's, of ZeRO 1 or 2.
         group: number of the parameter's group.
     """
-    if getattr(parameter, _IS_LAST, False):
-        optimizer.__dict__.setdefault(_WAITING, []).append((parameter, group))
+    record = record_of(optimizer)
+    if parameter in record.last:
+        record.waiting.append((parameter, group))
         return True
     slices = _slices_for(optimizer, parameter)
     if slices is None:
@@ -78,10 +64,10 @@ def saw_ready(optimizer: Any, parameter: nn.Parameter, group: int) -> None:
 
 def reduce_waiting(optimizer: Any) -> None:
     """Reduce what no slice took, then what is left of the others, then experts."""
-    slices: GradientSlices | None = optimizer.__dict__.get(_SLICES)
-    if slices is not None:
-        slices.finish()
-    waiting = optimizer.__dict__.pop(_WAITING, [])
+    record = record_of(optimizer)
+    if record.slices is not None:
+        record.slices.finish()
+    waiting = record.take_waiting()
     if not waiting:
         return
     optimizer.reduce_ipg_grads()
@@ -92,11 +78,12 @@ def reduce_waiting(optimizer: Any) -> None:
 def means_of(optimizer: Any, bucket: list[Tensor]) -> Tensor | None:
     """The means of what ZeRO is about to sum, if slices have averaged it: flat, and in the type
     that travels. ZeRO asks for them in order."""
-    left_N: Tensor | None = optimizer.__dict__.get(_MEANS)
+    record = record_of(optimizer)
+    left_N = record.means
     if left_N is None:
         return None
     size = sum(tensor.numel() for tensor in bucket)
-    optimizer.__dict__[_MEANS] = left_N[size:]
+    record.means = left_N[size:]
     return left_N[:size]
 
 
@@ -151,12 +138,13 @@ def _averaged(optimizer: Any, averaging: _Averaging, mean_N: Tensor) -> Iterator
     buckets, large = optimizer.ipg_buckets, optimizer.extra_large_param_to_reduce
     optimizer.ipg_buckets = {averaging.summed_in: IPGBucket([buffer_N, buffer_N])}
     optimizer.extra_large_param_to_reduce = {}
-    optimizer.__dict__[_MEANS] = mean_N
+    record = record_of(optimizer)
+    record.means = mean_N
     try:
         yield
     finally:
         optimizer.ipg_buckets, optimizer.extra_large_param_to_reduce = buckets, large
-        del optimizer.__dict__[_MEANS]
+        record.means = None
 
 
 def _reduce(optimizer: Any, parameter: nn.Parameter, group: int) -> None:
@@ -167,7 +155,7 @@ def _reduce(optimizer: Any, parameter: nn.Parameter, group: int) -> None:
 
 def _slices_for(optimizer: Any, parameter: nn.Parameter) -> GradientSlices | None:
     """The slices that a gradient which is ready waits for, if it does."""
-    slices: GradientSlices | None = optimizer.__dict__.get(_SLICES)
+    slices = record_of(optimizer).slices
     # A tiled computation makes a gradient in parts and says which is the last.
     is_ready = getattr(parameter, "ds_grad_is_ready", True)
     return slices if slices is not None and is_ready and slices.is_awaited(parameter) else None

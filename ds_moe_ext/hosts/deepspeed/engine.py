@@ -24,7 +24,7 @@ from ds_moe_ext.attach.replacement import Around, AttachedLayer, Blueprint
 from ds_moe_ext.attach.router_gates import warn_if_causal
 from ds_moe_ext.attach.unknown_experts import unknown_experts, warn_of_unknown
 from ds_moe_ext.comm import gather_texts, sum_in_place, take_first
-from ds_moe_ext.hosts.deepspeed import buckets, parameter_groups
+from ds_moe_ext.hosts.deepspeed import engine_record, parameter_groups
 from ds_moe_ext.hosts.deepspeed.mover import mover_of
 from ds_moe_ext.hosts.deepspeed.role_engine import clip_gradients, experts_factor
 from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
@@ -77,9 +77,10 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
     for layer, adopted in built:
         _make_known(layer, adopted, grid, sources)
     layers = [layer for layer, _ in built]
+    record = engine_record.begin(engine)
     if blueprint.strategy.has_uneven_homes:
         for layer in layers:
-            buckets.reduce_last(layer.parameters)
+            record.last.update(layer.parameters)
     strategy = blueprint.strategy
     role = None if strategy.roles is None else _role_of(engine, model, blueprint, layers, here)
     if role is not None:
@@ -89,7 +90,7 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
         sources.sources[id(kept)] = [kept]
     slices = None
     if strategy.slices_gradients and grid.world_size > 1:
-        slices = GradientSlices.of(engine)
+        slices = record.slices = GradientSlices.of(engine)
     with start.together():
         block_hooks.launch_with_blocks(model, layers, measures=strategy.rhythm().measures)
         for layer in layers:
@@ -102,7 +103,7 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
         mover = mover_of(engine, layers, blueprint.pools)
         steps = Steps(engine.gradient_accumulation_steps(), engine.get_data_types()[0], device)
     planning = planning_of(blueprint, layers, gradients, mover, steps)
-    run = Run.start(blueprint, layers, planning, engine)
+    run = record.run = Run.start(blueprint, layers, planning, engine)
     _tell_of_sizes(run)
     run.recorder.beside = None if role is None else role.both_sides
     join_generate(model, run, device)

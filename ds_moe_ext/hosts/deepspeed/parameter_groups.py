@@ -22,11 +22,11 @@ from deepspeed.moe.utils import (
     split_params_into_different_moe_groups_for_optimizer,
 )
 
+from ds_moe_ext.hosts.deepspeed.engine_record import record_of
+
 Options = dict[str, Any]  # a parameter group, as torch has it
 
 OF_A_PART = ("params", "name", "moe")  # what a group and its parts do not share
-
-_KEPT = "ds_moe_ext_groups"  # attribute of an engine that makes its optimizer
 
 
 @contextmanager
@@ -34,19 +34,20 @@ def undivided(engine: Any, optimizer: Any) -> Iterator[None]:
     """While DeepSpeed makes its optimizer, let it take parameter groups as they are, for it divides
     such only as have names; and remember the groups of a user's own optimizer."""
     is_made = isinstance(optimizer, torch.optim.Optimizer)
-    engine.__dict__[_KEPT] = list(optimizer.param_groups) if is_made else None
+    record = record_of(engine)
+    record.users_groups = list(optimizer.param_groups) if is_made else None
     has_moe_layers, engine.has_moe_layers = engine.has_moe_layers, False
     try:
         yield
     finally:
-        del engine.__dict__[_KEPT]
+        record.users_groups = None
         engine.has_moe_layers = has_moe_layers
 
 
 def restore(engine: Any, optimizer: torch.optim.Optimizer) -> None:
     """Give a user's optimizer back the groups of which this rank has nothing. DeepSpeed drops them,
     by which a schedule would find fewer than it knows."""
-    groups = engine.__dict__[_KEPT]
+    groups = record_of(engine).users_groups
     if groups is not None:
         optimizer.param_groups[:] = groups
 

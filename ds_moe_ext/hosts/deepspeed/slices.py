@@ -33,8 +33,6 @@ from ds_moe_ext.schedule.task import INTER
 from ds_moe_ext.settings import BLOCK
 from ds_moe_ext.steps.gradient_counts import Reduced, check_slice
 
-_SLICES = "ds_moe_ext_slices"  # attribute of the engine
-
 
 class Averaging(Protocol):
     """How DeepSpeed averages a gradient; equal ones may travel together."""
@@ -150,9 +148,7 @@ class GradientSlices:
         piece_elements = None
         if piece_bytes is not None:
             piece_elements = max(1, piece_bytes // engine.communication_data_type.itemsize)
-        slices = cls(engine, group, piece_elements)
-        engine.__dict__[_SLICES] = slices
-        return slices
+        return cls(engine, group, piece_elements)
 
     @property
     def ready_elements(self) -> int:
@@ -289,12 +285,6 @@ class GradientSlices:
             gradient.landed += stop - start
             if gradient.is_whole:
                 self._whole.append(gradient)
-
-
-def slices_of(engine: Any) -> GradientSlices | None:
-    """The engine's, if it has any."""
-    slices: GradientSlices | None = engine.__dict__.get(_SLICES)
-    return slices
 
 
 def _elements(slices: Iterable[_Slice]) -> int:

@@ -17,15 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_moe_ext.comm import max_in_place, sum_in_place
-from ds_moe_ext.hosts.deepspeed.slices import Gradient, GradientSlices, slices_of
-
-_AVERAGED = "ds_moe_ext_averaged"  # attribute of the engine: addresses of gradients
-_ORDER = "ds_moe_ext_order"  # likewise: numbers of the weights whose gradients slices were shown
+from ds_moe_ext.hosts.deepspeed.engine_record import record_of
+from ds_moe_ext.hosts.deepspeed.slices import Gradient, GradientSlices
 
 
 def slice_gradients(engine: Any, slices: GradientSlices) -> None:
     """Reduce its dense gradients in slices from now on."""
-    engine.__dict__[_AVERAGED], engine.__dict__[_ORDER] = set(), []
     for number, parameter in enumerate(engine.module.parameters()):
         if parameter.requires_grad:
             show = partial(_show, weakref.ref(engine), slices, number)
@@ -38,15 +35,14 @@ def unaveraged(engine: Any, gradients: list[Any]) -> list[Any]:
     Raises:
         RuntimeError: on all ranks; see ``_check_alike``.
     """
-    slices = slices_of(engine)
-    if slices is None:
+    record = record_of(engine)
+    if record.slices is None:
         return gradients
     _check_alike(engine)
-    slices.finish()
-    averaged = engine.__dict__[_AVERAGED]
+    record.slices.finish()
     # DeepSpeed's own class of sparse ones is no tensor.
-    left = [g for g in gradients if not (torch.is_tensor(g) and g.data_ptr() in averaged)]
-    averaged.clear()
+    left = [g for g in gradients if not (torch.is_tensor(g) and g.data_ptr() in record.averaged)]
+    record.averaged.clear()
     return left
 
 
@@ -56,7 +52,7 @@ def _check_alike(engine: Any) -> None:
     Raises:
         RuntimeError: the ranks' gradients were not of the same weights in the same order.
     """
-    order = engine.__dict__[_ORDER]
+    order = record_of(engine).order
     digest = zlib.crc32(repr(order).encode())
     order.clear()
     ends = torch.tensor([digest, -digest], device=engine.device)
@@ -78,8 +74,9 @@ def _show(engine: weakref.ref[Any], slices: GradientSlices, number: int, paramet
         return
     flat_N = parameter.grad.data.view(-1)
     averaging = _Averaging.of(alive, dist.get_world_size(slices.group))
-    keep = partial(_keep, flat_N, alive.__dict__[_AVERAGED])
-    alive.__dict__[_ORDER].append(number)
+    record = record_of(alive)
+    keep = partial(_keep, flat_N, record.averaged)
+    record.order.append(number)
     slices.add(Gradient(parameter, flat_N, averaging, keep, leave=_leave))
 
 

@@ -33,7 +33,7 @@ from ds_moe_ext.settings import BLOCK, Settings
 from ds_moe_ext.steps.expert_moves import ExpertMover
 from ds_moe_ext.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.steps.step_setup import Steps, planning_of
-from ds_moe_ext.steps.training_run import Run
+from ds_moe_ext.steps.training_run import RECORD, Record, Run
 from ds_moe_ext.strategies.esp import ExpertSharding
 from ds_moe_ext.strategy import Strategy
 
@@ -117,6 +117,7 @@ def begin(
     steps = Steps(_micro_batches(), dtype_of(model), device)
     planning = planning_of(blueprint, layers, gradients, mover, steps)
     run = Run.start(blueprint, layers, planning, optimizer)
+    setattr(optimizer, RECORD, Record(run))
     _watch_steps(optimizer, run)
     return run
 

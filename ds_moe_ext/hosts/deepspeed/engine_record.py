@@ -1,0 +1,62 @@
+"""Our one record of a DeepSpeed engine: on the engine, and on what reduces its gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
+from ds_moe_ext.steps.training_run import RECORD, Record
+
+
+@dataclass(eq=False)
+class EngineRecord(Record):
+    """What we know of an engine.
+
+    Attributes:
+        slices: of its dense gradients; None where DeepSpeed reduces them alone.
+        users_groups: parameter groups of a user's own optimizer, while DeepSpeed wraps it.
+        last: gradients of these are reduced when all others have been.
+        waiting: those of them that are ready, with the number of their group.
+        means: of the gradients that ZeRO is about to sum, flat, while it takes one back.
+        averaged: addresses of gradients that slices averaged at ZeRO 0.
+        order: numbers of the weights whose gradients slices were shown at ZeRO 0.
+    """
+
+    slices: GradientSlices | None = None
+    users_groups: list[dict[str, Any]] | None = None
+    last: set[nn.Parameter] = field(default_factory=set)
+    waiting: list[tuple[nn.Parameter, int]] = field(default_factory=list)
+    means: Tensor | None = None
+    averaged: set[int] = field(default_factory=set)
+    order: list[int] = field(default_factory=list)
+
+    def take_waiting(self) -> list[tuple[nn.Parameter, int]]:
+        """What waits, which no longer does."""
+        waiting, self.waiting = self.waiting, []
+        return waiting
+
+
+NOTHING = EngineRecord()
+"""Of an engine that does not run by us; nobody writes to it."""
+
+
+def record_of(carrier: Any) -> EngineRecord:
+    """Of an engine, or of its optimizer of ZeRO."""
+    record: EngineRecord = getattr(carrier, RECORD, NOTHING)
+    return record
+
+
+def begin(engine: Any) -> EngineRecord:
+    """The record of an engine that begins to run by us."""
+    record = EngineRecord()
+    setattr(engine, RECORD, record)
+    return record
+
+
+def share(engine: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Let an engine's optimizer of ZeRO carry its record too: it knows of no engine."""
+    setattr(optimizer, RECORD, record_of(engine))
