@@ -13,6 +13,7 @@ from ds_moe_ext import _autoload
 if TYPE_CHECKING:
     from ds_moe_ext.attach.experts import ExpertsDescription, register_experts
     from ds_moe_ext.hosts.deepspeed.api import full_state_dict
+    from ds_moe_ext.hosts.plain.training_loop import attach
     from ds_moe_ext.moe.expert import FeedForwardExperts
     from ds_moe_ext.moe.layer import MoELayer
     from ds_moe_ext.patches.megatron import forget, use
@@ -25,6 +26,7 @@ __all__ = [
     "ExpertsDescription",
     "FeedForwardExperts",
     "MoELayer",
+    "attach",
     "forget",
     "full_state_dict",
     "joined",
@@ -35,19 +37,19 @@ __all__ = [
     "use",
 ]
 
-_HOME = {
-    "ExpertsDescription": "ds_moe_ext.attach.experts",
-    "FeedForwardExperts": "ds_moe_ext.moe.expert",
-    "MoELayer": "ds_moe_ext.moe.layer",
-    "forget": "ds_moe_ext.patches.megatron",
-    "full_state_dict": "ds_moe_ext.hosts.deepspeed.api",
-    "joined": "ds_moe_ext.steps.unequal_passes",
-    "read_settings": "ds_moe_ext.settings",
-    "recorder_of": "ds_moe_ext.steps.training_run",
-    "register": "ds_moe_ext.strategy",
-    "register_experts": "ds_moe_ext.attach.experts",
-    "use": "ds_moe_ext.patches.megatron",
+_NAMES = {
+    "attach.experts": ("ExpertsDescription", "register_experts"),
+    "hosts.deepspeed.api": ("full_state_dict",),
+    "hosts.plain.training_loop": ("attach",),
+    "moe.expert": ("FeedForwardExperts",),
+    "moe.layer": ("MoELayer",),
+    "patches.megatron": ("forget", "use"),
+    "settings": ("read_settings",),
+    "steps.training_run": ("recorder_of",),
+    "steps.unequal_passes": ("joined",),
+    "strategy": ("register",),
 }
+_HOME = {name: f"ds_moe_ext.{module}" for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -155,8 +155,7 @@ def _then_slice(original: Any) -> Any:
         with parameter_groups.undivided(self, client_optimizer) if is_apart else nullcontext():
             original(self, client_optimizer, *args)
         role_engine.join(self)
-        if is_apart and self.zero_optimization():
-            engine_record.share(self, self.optimizer)
+        engine_record.share(self)
         slices = engine_record.record_of(self).slices
         if slices is not None and not self.zero_optimization():
             zero_0.slice_gradients(self, slices)

@@ -212,7 +212,8 @@ MAKES_GROUPS = {
     *("new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group"),
     *("init_process_group", "destroy_process_group", "init_device_mesh", "device_mesh"),
 }
-STORES = {"checkpoint"}  # torch.distributed.checkpoint, which moves data to and from files
+STORES = {"checkpoint", "tensor"}
+"""Moves data to and from files; is how torch keeps what it has sharded."""
 DISTRIBUTED = "torch.distributed"
 
 

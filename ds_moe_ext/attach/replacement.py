@@ -18,9 +18,9 @@ from ds_moe_ext.attach.grid_sizes import divisors, grid_of, sizes_with_homes
 from ds_moe_ext.attach.host_layer import Adopted, ExpertShape, Found, Hosted, Wanted
 from ds_moe_ext.attach.meeting import start_of
 from ds_moe_ext.attach.outputs import check_outputs
-from ds_moe_ext.attach.router_gates import Router, host, routers_of
-from ds_moe_ext.attach.unknown_experts import unknown_experts
-from ds_moe_ext.comm import connect, gather_texts
+from ds_moe_ext.attach.router_gates import Router, host, routers_of, warn_if_causal
+from ds_moe_ext.attach.unknown_experts import unknown_experts, warn_of_unknown
+from ds_moe_ext.comm import connect, gather_texts, take_first
 from ds_moe_ext.cost.exchange import BY_NODES, Way
 from ds_moe_ext.hardware import Hardware, read_hardware
 from ds_moe_ext.layout import GRID, NODE_AXES, Grid, ParallelLayout
@@ -35,6 +35,7 @@ from ds_moe_ext.report.record import LayerRecord
 from ds_moe_ext.schedule.task import INTER, INTRA, PARAM, Lane
 from ds_moe_ext.settings import BLOCK, Settings
 from ds_moe_ext.strategy import Job, Pool, Site, Strategy, followers
+from ds_moe_ext.strict import in_json
 
 CPU = torch.device("cpu")
 
@@ -165,6 +166,18 @@ def draw(
     Raises:
         ValueError: there is nothing to replace, or sizes do not divide.
     """
+    found = found_in(model, finders, settings)
+    grid, why = grid_of(settings, strategy, found, world_size)
+    routers = routers_of(model, found, settings.gate)
+    return replace(on_grid(settings, strategy, found, grid, routers), why_grid=why)
+
+
+def found_in(model: nn.Module, finders: Iterable[Finder], settings: Settings) -> list[Found]:
+    """The layers that the settings ask for, of a model that must have some.
+
+    Raises:
+        ValueError: there is nothing to replace.
+    """
     found = [layer for finder in finders for layer in finder(model, wanted(settings))]
     if not found:
         pattern = settings.moe_layer_pattern
@@ -176,9 +189,7 @@ def draw(
             "and classes given to ds_moe_ext.register_experts; 'ds-moe-ext doctor' tells more"
             + (f". These look like experts: {', '.join(unknown)}" if unknown else "")
         )
-    grid, why = grid_of(settings, strategy, found, world_size)
-    routers = routers_of(model, found, settings.gate)
-    return replace(on_grid(settings, strategy, found, grid, routers), why_grid=why)
+    return found
 
 
 def on_grid(
@@ -311,6 +322,29 @@ def _adopted(
     return attached
 
 
+def take_first_ranks_experts(model: nn.Module, blueprint: Blueprint, device: torch.device) -> None:
+    """Give all ranks rank 0's experts, for ranks may have drawn or loaded their own. Collective.
+
+    Args:
+        model: before its layers are replaced.
+        blueprint: of what will be.
+        device: that ranks talk over.
+    """
+    for found in blueprint.found if blueprint.grid.world_size > 1 else ():
+        if found.num_cells > 1:
+            continue  # the model was built with other experts on each rank
+        for parameter in model.get_submodule(found.name).parameters():
+            parameter.data.copy_(take_first(parameter.data.to(device).contiguous(), None))
+
+
+def warn_of_what_stays(model: nn.Module, blueprint: Blueprint) -> None:
+    """Tell, on rank 0, of what was not found, and of a gate that looks at later tokens."""
+    if dist.get_rank() == 0:
+        warn_if_causal(blueprint.settings.gate, model)
+        names = [found.name for found in blueprint.found]
+        warn_of_unknown(unknown_experts(model, names, wanted(blueprint.settings)))
+
+
 def told_way(strategy: Strategy, layout: ParallelLayout) -> str:
     """That the way which was asked for is the direct one here, for a person; else empty."""
     ways = strategy.ways
@@ -319,7 +353,14 @@ def told_way(strategy: Strategy, layout: ParallelLayout) -> str:
     return f"{ways[0].value} all-to-alls are direct here: {layout.why_flat}"
 
 
-def told_homes(blueprint: Blueprint, key: str, resize: Callable[[int], str]) -> str:
+CELLS = f"{BLOCK}.expert_parallel_size"
+
+
+def told_homes(
+    blueprint: Blueprint,
+    key: str = CELLS,
+    resize: Callable[[int], str] = lambda size: f"set {in_json(CELLS, size)}",
+) -> str:
     """That homes leave a strategy nothing to do, or ranks without experts; else empty.
 
     Args:

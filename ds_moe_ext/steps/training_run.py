@@ -22,6 +22,7 @@ from ds_moe_ext.report.summary import outcomes_by_layer
 from ds_moe_ext.report.units import bytes_text, seconds_text
 from ds_moe_ext.schedule.trace import Box, chrome_trace
 from ds_moe_ext.settings import Settings
+from ds_moe_ext.steps.expert_moves import ExpertMover
 from ds_moe_ext.steps.planning import Planning
 
 RECORD = "ds_moe_ext"  # the one attribute of ours that a host's object has
@@ -59,6 +60,7 @@ class Run:
         blueprint: what was asked for.
         layers: what was replaced, in model order.
         planning: plans the steps.
+        mover: moves experts between the ranks.
         recorder: what has happened.
         rank: this rank's place among those that run the same layers.
     """
@@ -66,6 +68,7 @@ class Run:
     blueprint: Blueprint
     layers: tuple[AttachedLayer, ...]
     planning: Planning
+    mover: ExpertMover
     recorder: Recorder
     rank: int
 
@@ -75,6 +78,7 @@ class Run:
         blueprint: Blueprint,
         layers: Sequence[AttachedLayer],
         planning: Planning,
+        mover: ExpertMover,
         lives_with: object,
     ) -> Run:
         """Begin to record, and tell a person what was replaced.
@@ -97,12 +101,12 @@ class Run:
             max_steps=report.max_steps,
             tracer=tracer,
         )
-        run = cls(blueprint, tuple(layers), planning, recorder, rank)
+        run = cls(blueprint, tuple(layers), planning, mover, recorder, rank)
         if rank == 0 and report.enabled:
             Console().print(start_table(run))
             leave_report(recorder, report.path, lives_with)
         way = told_way(blueprint.strategy, layout)
-        for line in (way, settings.hooks.rule, *planning.remarks):
+        for line in (way, settings.hooks.rule, *planning.remarks, blueprint.why_grid):
             planning.tell(line)
         return run
 

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from ds_moe_ext.hardware import Device, Flops, Hardware, Link
-from ds_moe_ext.steps import step_setup, training_run
+from ds_moe_ext.steps import host, training_run
 from tests.hosts.copied_runs import check_equal, plain
 from tests.hosts.jobs import Job, Result, engine_of, loss_of, micro_batch, train
 from tests.ranks import pool_of
@@ -52,7 +52,7 @@ def _told(rank: int, world_size: int, job: Job, ranks_per_host: int) -> tuple[li
     """What a person is told, and the way of each layer once costs are known."""
     lines: list[str] = []
     with (
-        mock.patch.object(step_setup, "teller", lambda *_: lines.append),
+        mock.patch.object(host, "teller", lambda *_: lines.append),
         mock.patch.object(socket, "gethostname", lambda: f"host{rank // ranks_per_host}"),
     ):
         given = engine_of(job, world_size)

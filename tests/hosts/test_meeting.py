@@ -137,7 +137,7 @@ FAILURES = {
     "drawing": ("ds_moe_ext.hosts.deepspeed.startup.draw", ValueError("no such layer")),
     "building": ("ds_moe_ext.attach.replacement._adopted", torch.OutOfMemoryError("out of memory")),
     "checking the way": ("ds_moe_ext.attach.replacement._check_way", ValueError("no such way")),
-    "planning": ("ds_moe_ext.steps.step_setup.Costs", KeyError("pool")),
+    "planning": ("ds_moe_ext.steps.host.Costs", KeyError("pool")),
     "the engine": ("deepspeed.DeepSpeedEngine._configure_python_gc", OSError("disk is full")),
 }
 

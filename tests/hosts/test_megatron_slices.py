@@ -119,7 +119,7 @@ def sliced(
         from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
         from ds_moe_ext.hosts.megatron.slices import SlicedGroup
-        from ds_moe_ext.steps import step_setup
+        from ds_moe_ext.steps import host
 
         start = _ParamAndGradBucketGroup.start_grad_sync
 
@@ -135,7 +135,7 @@ def sliced(
             return told.append
 
         stack.enter_context(mock.patch.object(_ParamAndGradBucketGroup, "start_grad_sync", noted))
-        stack.enter_context(mock.patch.object(step_setup, "teller", teller))
+        stack.enter_context(mock.patch.object(host, "teller", teller))
         training = Training(run)
         for step in range(run.steps):
             losses.append(training.compute(step))

@@ -184,12 +184,14 @@ def sliced(
         blocks: name of the model's list of those behind each of which, in backward, is a window.
     """
     from ds_moe_ext.hosts.deepspeed import engine as replacing
+    from ds_moe_ext.hosts.deepspeed import engine_record
 
     replace_layers = replacing.replace_layers
 
     def replace_then_slice(engine: Any, model: nn.Module, sources: Any) -> None:
         replace_layers(engine, model, sources)
         windows.slices = GradientSlices.of(engine, piece_bytes)
+        engine_record.begin(engine).slices = windows.slices
         for window, block in enumerate(model.get_submodule(blocks).children() if blocks else ()):
             block.register_full_backward_hook(lambda *_, window=window: windows.run(window))
 

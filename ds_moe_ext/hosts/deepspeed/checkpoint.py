@@ -51,12 +51,11 @@ from ds_moe_ext.hosts.deepspeed.layout_file import (
     SAVE,
     SavedLayout,
 )
-from ds_moe_ext.hosts.deepspeed.mover import mover_of
 from ds_moe_ext.hosts.deepspeed.native import HostedMoE
 from ds_moe_ext.hosts.deepspeed.role_engine import own_groups
 from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
-from ds_moe_ext.steps.expert_moves import Expert, ExpertMover
+from ds_moe_ext.steps.expert_moves import Expert
 from ds_moe_ext.steps.training_run import Run, run_of
 
 Arguments = Mapping[str, Any]  # of a method of DeepSpeed's engine, ``self`` included
@@ -78,7 +77,7 @@ def save(engine: Any, arguments: Arguments, save_rest: Callable[..., Any]) -> An
     is_writer = run.rank == (0 if roles is None else roles.attention_cells[0])
     if is_writer:
         (folder / LAYOUT_FILE).unlink(missing_ok=True)  # of one that is being overwritten
-    slots = _mover(engine, run).slots(run.planning.job.homes)
+    slots = run.mover.slots(run.planning.job.homes)
     layout = _layout_of(engine, run, slots)
     parts, objects = kept_of(
         engine,
@@ -134,10 +133,6 @@ def load(engine: Any, arguments: Arguments, load_rest: Callable[..., Any]) -> An
 def is_replaced(model: nn.Module) -> bool:
     """Whether the model has experts that are loaded here."""
     return any(isinstance(module, (HostedExperts, HostedMoE)) for module in model.modules())
-
-
-def _mover(engine: Any, run: Run) -> ExpertMover:
-    return mover_of(engine, run.layers, run.blueprint.pools)
 
 
 # Saving.
@@ -257,7 +252,7 @@ def _apply(engine: Any, run: Run, loaded: Loaded, asked: Asked) -> None:
     for layer in run.layers:
         layer.routed.start_anew()  # copies are of the weights that were there
     if not asked.weights_alone:
-        _mover(engine, run).hold(loaded.seats.slots, loaded.seats.homes)
+        run.mover.hold(loaded.seats.slots, loaded.seats.homes)
         run.planning.resume(loaded.seats.homes, loaded.remembered_ILCE)
     if asked.with_optimizer:
         _apply_states(engine, run, loaded)

@@ -27,7 +27,6 @@ from ds_moe_ext.hosts.deepspeed.checkpoint_contents import (
 )
 from ds_moe_ext.hosts.deepspeed.fragments import Fragment
 from ds_moe_ext.hosts.deepspeed.layout_file import FOLDER, SAVE, SavedLayout
-from ds_moe_ext.hosts.deepspeed.mover import mover_of
 from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.placement import Placement
@@ -226,7 +225,7 @@ def _seats(engine: Any, run: Run, layout: SavedLayout, asked: Asked) -> Seats:
     With the same seats a run goes on to the last digit, in which even the order of slots counts:
     norms are summed in it.
     """
-    mover = mover_of(engine, run.layers, run.blueprint.pools)
+    mover = run.mover
     homes = run.planning.job.homes
     present = Seats(homes, mover.slots(homes))
     if asked.weights_alone or not run.blueprint.moves_experts:

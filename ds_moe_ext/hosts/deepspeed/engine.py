@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,29 +16,29 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
 from torch import nn
 
-from ds_moe_ext.attach import block_hooks, replacement
+from ds_moe_ext.attach import replacement
 from ds_moe_ext.attach.dynamo import named_modules
-from ds_moe_ext.attach.host_layer import Adopted
+from ds_moe_ext.attach.grid_sizes import grid_of
+from ds_moe_ext.attach.host_layer import Adopted, Found
 from ds_moe_ext.attach.meeting import start_of
 from ds_moe_ext.attach.replacement import Around, AttachedLayer, Blueprint
-from ds_moe_ext.attach.router_gates import warn_if_causal
-from ds_moe_ext.attach.unknown_experts import unknown_experts, warn_of_unknown
-from ds_moe_ext.comm import gather_texts, sum_in_place, take_first
-from ds_moe_ext.hosts.deepspeed import engine_record, parameter_groups
-from ds_moe_ext.hosts.deepspeed.mover import mover_of
+from ds_moe_ext.comm import gather_texts, sum_in_place
+from ds_moe_ext.hosts.deepspeed import engine_record, parameter_groups, startup
 from ds_moe_ext.hosts.deepspeed.role_engine import clip_gradients, experts_factor
 from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
-from ds_moe_ext.hosts.deepspeed.startup import FINDERS, INITIALIZE, agree, blueprint_of, off_by
+from ds_moe_ext.hosts.deepspeed.startup import FINDERS, INITIALIZE, off_by
+from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.hosts.deepspeed.training import training_of
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.moe.token_parts import TokenParts
-from ds_moe_ext.settings import BLOCK
+from ds_moe_ext.settings import BLOCK, Settings, read_settings
+from ds_moe_ext.steps.expert_moves import check_alike
+from ds_moe_ext.steps.host import Built, Seats, run_on
+from ds_moe_ext.steps.optimizer_states import States
 from ds_moe_ext.steps.pipeline_costs import DenseGradients
-from ds_moe_ext.steps.step_setup import Steps, planning_of
 from ds_moe_ext.steps.training_run import Run, run_of
-from ds_moe_ext.steps.unequal_passes import join_generate
-from ds_moe_ext.strict import in_json
+from ds_moe_ext.strategy import Strategy
 from ds_moe_ext.zebra.passage import Here
 from ds_moe_ext.zebra.profile import profiled
 from ds_moe_ext.zebra.striped_model import Gradients, Pausing, Role, stripe
@@ -54,67 +54,138 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
             optimizers and parameter lists that the user made before.
     """
     micro_batch = {"train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu()}
-    config = {**engine._config._param_dict, **micro_batch}
-    start = start_of(INITIALIZE)
-    blueprint = blueprint_of(config, model, engine.mpu, engine.mesh_device)
-    if blueprint is None:
-        start.stand_aside(off_by(config) or "off")
+    document = {**engine._config._param_dict, **micro_batch}
+    settings, strategy = read_settings(document)
+    if strategy is None:
+        start_of(INITIALIZE).stand_aside(off_by(document) or "off")
         return
-    grid = blueprint.grid
-    agree(config, model, engine.mpu, grid)
-    if dist.get_rank() == 0:
-        warn_if_causal(blueprint.settings.gate, model)
-        names = [found.name for found in blueprint.found]
-        warn_of_unknown(unknown_experts(model, names, replacement.wanted(blueprint.settings)))
-    device = torch.device(get_accelerator().device_name(engine.local_rank))
-    blueprint = profiled(blueprint, model, FINDERS, training_of(engine, device))
-    groups._create_expert_and_data_parallel(grid.size)
-    if blueprint.grid.world_size > 1:
-        _take_first_ranks_weights(model, blueprint, engine.local_rank)
-    TensorParallel.of(engine.mpu).check()
-    here = Here()
-    built = replacement.build(blueprint, device, _around(engine, blueprint, here))
-    for layer, adopted in built:
-        _make_known(layer, adopted, grid, sources)
-    layers = [layer for layer, _ in built]
-    record = engine_record.begin(engine)
-    if blueprint.strategy.has_uneven_homes:
-        for layer in layers:
-            record.last.update(layer.parameters)
-    strategy = blueprint.strategy
-    role = None if strategy.roles is None else _role_of(engine, model, blueprint, layers, here)
-    if role is not None:
-        sources.discarded.update(map(id, role.left))
-    if not sources.sources:  # a rank without experts; of an empty map nothing is dropped
-        kept = next(model.parameters())
-        sources.sources[id(kept)] = [kept]
-    slices = None
-    if strategy.slices_gradients and grid.world_size > 1:
-        slices = record.slices = GradientSlices.of(engine)
-    with start.together():
-        block_hooks.launch_with_blocks(model, layers, measures=strategy.rhythm().measures)
-        for layer in layers:
-            layer.routed.slices = slices
-            if layer.routed.copies is not None:
-                layer.routed.copies.is_last_pass = _boundary_of(weakref.ref(engine))
-        gradients = DenseGradients.of(
-            model, layers, engine.communication_data_type, None if slices is None else slices.group
+    run_on(DeepSpeedHost(engine, model, document, sources), model, settings, strategy)
+
+
+class DeepSpeedHost:
+    """A DeepSpeed engine under construction; a ``steps.host.Host``.
+
+    Args:
+        engine: see ``replace_layers``.
+        model: likewise.
+        document: the whole configuration.
+        sources: see ``replace_layers``.
+    """
+
+    name = INITIALIZE
+
+    def __init__(
+        self,
+        engine: Any,
+        model: nn.Module,
+        document: Mapping[str, Any],
+        sources: ReplacementSourceMap,
+    ) -> None:
+        self.carrier = engine
+        self.device = torch.device(get_accelerator().device_name(engine.local_rank))
+        self.dtype: torch.dtype = engine.get_data_types()[0]
+        self.micro_batch = startup.micro_batch_of(document)
+        self.num_micro_batches: int = engine.gradient_accumulation_steps()
+        self._model, self._document, self._sources = model, document, sources
+        self._here = Here()
+        self._role: Role | None = None
+
+    def devices(self) -> Sequence[str]:
+        return startup.devices_of(self._document, self._model, self.carrier.mpu)
+
+    def refuse(self, settings: Settings, strategy: Strategy) -> tuple[Settings, Strategy]:
+        engine = self.carrier
+        startup.refuse(
+            self._document,
+            settings,
+            strategy,
+            model=self._model,
+            mpu=engine.mpu,
+            mesh=engine.mesh_device,
         )
-        mover = mover_of(engine, layers, blueprint.pools)
-        steps = Steps(engine.gradient_accumulation_steps(), engine.get_data_types()[0], device)
-    planning = planning_of(blueprint, layers, gradients, mover, steps)
-    run = record.run = Run.start(blueprint, layers, planning, engine)
-    _tell_of_sizes(run)
-    run.recorder.beside = None if role is None else role.both_sides
-    join_generate(model, run, device)
+        return settings, strategy
 
+    def find(self, settings: Settings) -> list[Found]:
+        return replacement.found_in(self._model, FINDERS, settings)
 
-def _tell_of_sizes(run: Run) -> None:
-    """Which sizes were chosen, and what they leave a strategy to do."""
-    key = f"{BLOCK}.expert_parallel_size"
-    homes = replacement.told_homes(run.blueprint, key, lambda size: f"set {in_json(key, size)}")
-    for line in (run.blueprint.why_grid, homes):
-        run.planning.tell(line)
+    def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> Seats:
+        grid, why = grid_of(settings, strategy, found, dist.get_world_size())
+        alike = startup.description(self._document, self._model, self.carrier.mpu, grid)
+        return Seats(grid, (), alike, why)
+
+    def prepare(self, blueprint: Blueprint) -> tuple[Blueprint, Around | None]:
+        replacement.warn_of_what_stays(self._model, blueprint)
+        training = training_of(self.carrier, self.device)
+        blueprint = profiled(blueprint, self._model, FINDERS, training)
+        groups._create_expert_and_data_parallel(blueprint.grid.size)
+        # DeepSpeed does so with all weights, but only when each rank has none but its own experts
+        # left.
+        replacement.take_first_ranks_experts(self._model, blueprint, self.device)
+        TensorParallel.of(self.carrier.mpu).check()
+        return blueprint, self._around(blueprint)
+
+    def _around(self, blueprint: Blueprint) -> Around | None:
+        """What layers call in the place of their experts alone."""
+        settings, shares_tokens = blueprint.settings, TensorParallel.of(self.carrier.mpu).group
+        if blueprint.strategy.roles is not None:
+            return Pausing(self._here, settings.capacity_factor)
+        if shares_tokens is None or settings.sequence_parallel:
+            return None
+        return lambda layer, hosted: TokenParts(hosted.run, shares_tokens)
+
+    def mark(self, blueprint: Blueprint, built: Built) -> None:
+        sources, strategy = self._sources, blueprint.strategy
+        record = engine_record.begin(self.carrier)
+        for layer, adopted in built:
+            _make_known(layer, adopted, blueprint.grid, sources)
+            if strategy.has_uneven_homes:
+                record.last.update(layer.parameters)
+        if strategy.roles is not None:
+            self._role = self._role_of(blueprint, [layer for layer, _ in built])
+            sources.discarded.update(map(id, self._role.left))
+        if not sources.sources:  # a rank without experts; of an empty map nothing is dropped
+            kept = next(self._model.parameters())
+            sources.sources[id(kept)] = [kept]
+
+    def _role_of(self, blueprint: Blueprint, layers: list[AttachedLayer]) -> Role:
+        """Make the model do what this rank's role is. Collective."""
+        roles = blueprint.strategy.roles
+        assert roles is not None
+        factor = experts_factor(roles, dist.get_rank())
+        gradients = Gradients(self.device, factor, _scale_of(self.carrier))
+        role = stripe(self._model, blueprint, layers, gradients, self._here)
+        _check_both_learn(self.carrier, self._model)
+        return role
+
+    def last_pass(self, layer: AttachedLayer) -> Callable[[], bool]:
+        engine = weakref.ref(self.carrier)
+
+        def is_boundary() -> bool:
+            alive = engine()
+            return alive is None or bool(alive.is_gradient_accumulation_boundary())
+
+        return is_boundary
+
+    def optimizer_states(self) -> Callable[[], States]:
+        engine = weakref.ref(self.carrier)
+        return lambda: OptimizerStates(engine())
+
+    def dense_gradients(
+        self, blueprint: Blueprint, layers: Sequence[AttachedLayer]
+    ) -> DenseGradients:
+        engine, group = self.carrier, None
+        if blueprint.strategy.slices_gradients and blueprint.grid.world_size > 1:
+            slices = engine_record.record_of(engine).slices = GradientSlices.of(engine)
+            group = slices.group
+            for layer in layers:
+                layer.routed.slices = slices
+        return DenseGradients.of(self._model, layers, engine.communication_data_type, group)
+
+    def watch_steps(self, run: Run) -> None:
+        """A patch calls ``after_step``."""
+        engine_record.record_of(self.carrier).run = run
+        run.planning.tell(replacement.told_homes(run.blueprint))
+        run.recorder.beside = None if self._role is None else self._role.both_sides
 
 
 def _make_known(
@@ -134,19 +205,6 @@ def _make_known(
     )
 
 
-def _role_of(
-    engine: Any, model: nn.Module, blueprint: Blueprint, layers: list[AttachedLayer], here: Here
-) -> Role:
-    """Make the model do what this rank's role is. Collective."""
-    roles = blueprint.strategy.roles
-    assert roles is not None
-    factor = experts_factor(roles, dist.get_rank())
-    device = torch.device(get_accelerator().device_name(engine.local_rank))
-    role = stripe(model, blueprint, layers, Gradients(device, factor, _scale_of(engine)), here)
-    _check_both_learn(engine, model)
-    return role
-
-
 def _check_both_learn(engine: Any, model: nn.Module) -> None:
     """Collective. Raises ValueError on all ranks where those of one role have nothing to train,
     which ZeRO's optimizers cannot bear."""
@@ -160,16 +218,6 @@ def _check_both_learn(engine: Any, model: nn.Module) -> None:
         )
 
 
-def _around(engine: Any, blueprint: Blueprint, here: Here) -> Around | None:
-    """What layers call in the place of their experts alone."""
-    settings, shares_tokens = blueprint.settings, TensorParallel.of(engine.mpu).group
-    if blueprint.strategy.roles is not None:
-        return Pausing(here, settings.capacity_factor)
-    if shares_tokens is None or settings.sequence_parallel:
-        return None
-    return lambda layer, hosted: TokenParts(hosted.run, shares_tokens)
-
-
 def _scale_of(engine: Any) -> Callable[[], float]:
     """Scale of losses, which optimizers of float16 change; layers must not keep their engine
     alive."""
@@ -180,29 +228,6 @@ def _scale_of(engine: Any) -> Callable[[], float]:
         return float(getattr(optimizer, "loss_scale", 1.0))
 
     return scale
-
-
-def _boundary_of(engine: weakref.ref[Any]) -> Callable[[], bool]:
-    """Layers must not keep their engine alive."""
-
-    def is_boundary() -> bool:
-        alive = engine()
-        return alive is None or bool(alive.is_gradient_accumulation_boundary())
-
-    return is_boundary
-
-
-def _take_first_ranks_weights(model: nn.Module, blueprint: Blueprint, local_rank: int) -> None:
-    """Give all ranks rank 0's experts, for ranks may have drawn or loaded their own. Collective.
-
-    DeepSpeed does so with all weights, but only when each rank has none but its own experts left.
-    """
-    device = get_accelerator().device_name(local_rank)
-    for found in blueprint.found:
-        if found.num_cells > 1:
-            continue  # the model was built with other experts on each rank
-        for parameter in model.get_submodule(found.name).parameters():
-            parameter.data.copy_(take_first(parameter.data.to(device).contiguous(), None))
 
 
 def count_experts(engine: Any) -> None:
@@ -226,31 +251,7 @@ def check_optimizer(engine: Any, optimizer: torch.optim.Optimizer) -> None:
     run = run_of(engine)
     if run is not None:
         parameter_groups.restore(engine, optimizer)
-        _check_alike(run, optimizer)
-
-
-def _check_alike(run: Run, optimizer: torch.optim.Optimizer) -> None:
-    """Where experts move, a slot of one layer comes to hold an expert of another; and where a layer
-    is at home unevenly, a rank may have no expert of it, but must have all groups."""
-    if not run.blueprint.strategy.has_uneven_homes:
-        return
-    group_of = {
-        parameter: number
-        for number, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-    }
-    for pool in run.blueprint.pools:
-        layers = [run.layers[layer] for layer in pool.layers]
-        columns = zip(*(slot.parameters for layer in layers for slot in layer.hosted.slots()))
-        for name, parameters in zip(layers[0].hosted.weight_names, columns):
-            if len({group_of.get(parameter) for parameter in parameters}) > 1:
-                raise ValueError(
-                    f"under strategy {run.blueprint.settings.placing} experts may move between "
-                    "layers, and a rank may have none of a layer, but "
-                    f"the weights {name!r} of {', '.join(layer.name for layer in layers)} are in "
-                    "several parameter groups of the optimizer; put them into one group, or use "
-                    "ep in its place"
-                )
+        check_alike(run.blueprint, run.layers, optimizer)
 
 
 def clip_by_global_norm(engine: Any) -> bool:

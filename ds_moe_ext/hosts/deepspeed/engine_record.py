@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
@@ -51,12 +50,13 @@ def record_of(carrier: Any) -> EngineRecord:
 
 
 def begin(engine: Any) -> EngineRecord:
-    """The record of an engine that begins to run by us."""
-    record = EngineRecord()
-    setattr(engine, RECORD, record)
-    return record
+    """The record of an engine that runs by us, from now on if it did not before."""
+    if record_of(engine) is NOTHING:
+        setattr(engine, RECORD, EngineRecord())
+    return record_of(engine)
 
 
-def share(engine: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Let an engine's optimizer of ZeRO carry its record too: it knows of no engine."""
-    setattr(optimizer, RECORD, record_of(engine))
+def share(engine: Any) -> None:
+    """Let an engine's optimizer of ZeRO, which knows of no engine, carry its record too."""
+    if record_of(engine) is not NOTHING and engine.zero_optimization():
+        setattr(engine.optimizer, RECORD, record_of(engine))

@@ -34,7 +34,8 @@ from ds_moe_ext.hosts.deepspeed.refusals import refuse_unsupported, refuse_with_
 from ds_moe_ext.hosts.deepspeed.role_engine import RoleUnit
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.layout import Grid
-from ds_moe_ext.settings import BLOCK, misspelt, read_settings
+from ds_moe_ext.settings import BLOCK, Settings, misspelt, read_settings
+from ds_moe_ext.strategy import Strategy
 
 FINDERS = (huggingface.find, native.find, experts.find_registered)
 
@@ -64,9 +65,24 @@ def blueprint_of(
     settings, strategy = read_settings(document)
     if strategy is None:
         return None
+    devices = partial(devices_of, document, model, mpu)
+    strategy = strategy.settled(devices, micro_batch_of(document))
+    refuse(document, settings, strategy, model=model, mpu=mpu, mesh=mesh)
+    size = world_size()
+    return None if size is None else draw(settings, strategy, model, FINDERS, size)
+
+
+def refuse(
+    document: Mapping[str, Any],
+    settings: Settings,
+    strategy: Strategy,
+    *,
+    model: nn.Module,
+    mpu: Any,
+    mesh: Any,
+) -> None:
+    """Raises ValueError where the settings cannot be had with the rest of the document."""
     refuse_unsupported(document, model, mpu, mesh)
-    devices = partial(_devices, partial(agree, document, model, mpu))
-    strategy = strategy.settled(devices, _micro_batch(document))
     if strategy.roles is not None:
         refuse_with_roles(document, settings, model, mpu)
     if settings.sequence_parallel and TensorParallel.of(mpu).group is None:
@@ -74,36 +90,32 @@ def blueprint_of(
             f"{BLOCK}.sequence_parallel is true, but no mpu with tensor parallel groups was passed "
             "to deepspeed.initialize; pass it, or leave sequence_parallel out"
         )
-    size = world_size()
-    return None if size is None else draw(settings, strategy, model, FINDERS, size)
 
 
-def agree(
-    document: Mapping[str, Any], model: nn.Module, mpu: Any, grid: Grid | None = None
-) -> None:
-    """Compare what the ranks start with, once a start. Collective.
+def agree(document: Mapping[str, Any], model: nn.Module, mpu: Any) -> None:
+    """Compare what the ranks start with, once a start, before their grid is known. Collective.
 
     Args:
         document: see ``blueprint_of``.
         model: as the user made it.
         mpu: see ``blueprint_of``.
-        grid: of the ranks, where it is known.
 
     Raises:
         ValueError: on all ranks, where something differs.
     """
     _begin()
-    start_of(INITIALIZE).agree(_description(document, model, mpu, grid))
+    start_of(INITIALIZE).agree(description(document, model, mpu))
 
 
-def _description(
-    document: Mapping[str, Any], model: nn.Module, mpu: Any, grid: Grid | None
+def description(
+    document: Mapping[str, Any], model: nn.Module, mpu: Any, grid: Grid | None = None
 ) -> Description:
+    """What all ranks must start with alike, as texts; ``grid`` where it is known."""
     settings, _ = read_settings(document)
     found = [layer for finder in FINDERS for layer in finder(model, wanted(settings))]
     told = {
         **agreement.settings_of(settings, document[BLOCK]),
-        "train_micro_batch_size_per_gpu": str(_micro_batch(document)),
+        "train_micro_batch_size_per_gpu": str(micro_batch_of(document)),
         **agreement.versions("deepspeed", deepspeed.__version__),
         **agreement.layers_of(found),
     }
@@ -195,6 +207,11 @@ def _begin() -> None:
         init_distributed(dist_backend=backend, dist_init_required=True)
 
 
+def devices_of(document: Mapping[str, Any], model: nn.Module, mpu: Any) -> list[str]:
+    """Name of each rank's device; ranks agree first. Collective."""
+    return _devices(partial(agree, document, model, mpu))
+
+
 def _devices(agree_first: Callable[[], None]) -> list[str]:
     """Name of each rank's device. Collective."""
     agree_first()
@@ -204,7 +221,7 @@ def _devices(agree_first: Callable[[], None]) -> list[str]:
     return gather_texts(name or device.type, None)
 
 
-def _micro_batch(document: Mapping[str, Any]) -> int | None:
+def micro_batch_of(document: Mapping[str, Any]) -> int | None:
     """Samples of a rank's micro-batch; None where they follow from other keys, or are nonsense,
     of which DeepSpeed will complain."""
     given = document.get("train_micro_batch_size_per_gpu")

@@ -17,7 +17,6 @@ from typing import Any
 
 from ds_moe_ext.hosts.megatron.expert_modules import HostedExperts
 from ds_moe_ext.hosts.megatron.state_places import main_gradient
-from ds_moe_ext.steps.expert_moves import ExpertMover
 from ds_moe_ext.steps.training_run import Run
 
 ASKS = ("state_dict", "sharded_state_dict", "save_parameter_state")
@@ -29,13 +28,12 @@ class FirstHomes:
 
     Args:
         run: that begins: no expert has moved.
-        mover: moves them.
     """
 
-    def __init__(self, run: Run, mover: ExpertMover) -> None:
-        self._planning, self._layers, self._mover = run.planning, run.layers, mover
+    def __init__(self, run: Run) -> None:
+        self._planning, self._layers, self._mover = run.planning, run.layers, run.mover
         self._homes = run.planning.job.homes
-        self._seats = mover.slots(self._homes)
+        self._seats = run.mover.slots(self._homes)
 
     def come_home(self) -> None:
         """Bring the experts home, if they are not; also within a step. Collective."""
@@ -59,15 +57,14 @@ class FirstHomes:
             layer.routed.start_anew()
 
 
-def watch(run: Run, mover: ExpertMover, optimizer: Any) -> None:
+def watch(run: Run, optimizer: Any) -> None:
     """Let experts be where Megatron thinks they are, whenever it looks.
 
     Args:
         run: that begins.
-        mover: of its experts.
         optimizer: Megatron's.
     """
-    first = FirstHomes(run, mover)
+    first = FirstHomes(run)
     for layer in run.layers:
         assert isinstance(layer.hosted, HostedExperts)
         layer.hosted.named = first.come_home

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
@@ -13,26 +14,26 @@ from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
-from ds_moe_ext.attach import agreement, block_hooks, replacement
+from ds_moe_ext.attach import agreement, replacement
 from ds_moe_ext.attach.host_layer import Found
 from ds_moe_ext.attach.meeting import start_of
 from ds_moe_ext.attach.refusal import refuse
-from ds_moe_ext.attach.replacement import AttachedLayer, Blueprint
+from ds_moe_ext.attach.replacement import Around, AttachedLayer, Blueprint
 from ds_moe_ext.comm import gather_texts
 from ds_moe_ext.hosts.megatron import checkpoint, moe_layers
 from ds_moe_ext.hosts.megatron.active_settings import Chosen
 from ds_moe_ext.hosts.megatron.expert_modules import HostedExperts, Ready
-from ds_moe_ext.hosts.megatron.mover import mover_of
 from ds_moe_ext.hosts.megatron.passes import Passes, Schedules
 from ds_moe_ext.hosts.megatron.ranks import Grids, check_sizes, grids
 from ds_moe_ext.hosts.megatron.refusals import STEPPING
 from ds_moe_ext.hosts.megatron.slices import dense_gradients, slice_gradients, why_unsliced
+from ds_moe_ext.hosts.megatron.state_places import OptimizerStates
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.schedule.program import in_backward
 from ds_moe_ext.settings import BLOCK, Settings
-from ds_moe_ext.steps.expert_moves import ExpertMover
+from ds_moe_ext.steps.host import Built, Seats, run_on
+from ds_moe_ext.steps.optimizer_states import States
 from ds_moe_ext.steps.pipeline_costs import DenseGradients
-from ds_moe_ext.steps.step_setup import Steps, planning_of
 from ds_moe_ext.steps.training_run import RECORD, Record, Run
 from ds_moe_ext.strategies.esp import ExpertSharding
 from ds_moe_ext.strategy import Strategy
@@ -59,67 +60,95 @@ def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run | N
     Raises:
         ValueError: the model or the ranks do not suit the settings.
     """
-    start = start_of(OPTIMIZER)
     asked.agree()
-    with start.together():
+    with start_of(OPTIMIZER).together():
         check_wrapped(chunks)
         check_optimizer(optimizer)
-    seats = grids(whole(chunks))
-    strategy = asked.strategy.settled(lambda: _devices(chunks), _micro_batch())
-    with start.together():
-        settings = _of_stage(asked.settings, seats)
-        check_sizes(settings, seats.own)
-        strategy = _split(strategy, seats.own)
-        unsliced = why_unsliced(chunks) if strategy.slices_gradients else ""
+    host = MegatronHost(chunks, optimizer, grids(whole(chunks)))
+    return run_on(host, host.model, asked.settings, asked.strategy)
+
+
+class MegatronHost:
+    """A model of Megatron's with its optimizer; a ``steps.host.Host``.
+
+    Args:
+        chunks: see ``start``.
+        optimizer: likewise.
+        seats: of the ranks.
+    """
+
+    name = OPTIMIZER
+
+    def __init__(self, chunks: Sequence[nn.Module], optimizer: Any, seats: Grids) -> None:
+        self.model = whole(chunks)
+        self.device = next(self.model.parameters()).device
+        self.dtype = dtype_of(self.model)
+        self.micro_batch = _micro_batch()
+        self.num_micro_batches = _micro_batches()
+        self.carrier = optimizer
+        self._chunks, self._seats = chunks, seats
+        self._told: tuple[str, ...] = ()
+
+    def devices(self) -> list[str]:
+        has_name = self.device.type == "cuda"
+        name = torch.cuda.get_device_name(self.device) if has_name else self.device.type
+        return gather_texts(name, None)
+
+    def refuse(self, settings: Settings, strategy: Strategy) -> tuple[Settings, Strategy]:
+        """Sizes are Megatron's, and so are some ways to reduce dense gradients."""
+        grid = self._seats.own
+        check_sizes(settings, grid)
+        unsliced = why_unsliced(self._chunks) if strategy.slices_gradients else ""
+        stays = _told(grid, strategy)
+        self._told = unsliced or "", stays
+        strategy = _split(strategy, grid)
         strategy = strategy if unsliced is None else strategy.without_slices()
-        model = whole(chunks)
-        found = list(moe_layers.find(model, replacement.wanted(settings)))
-    start.agree(agreement.layers_of(found), first=int(seats.own.ranks.min()))
-    with start.together():
-        check_found(found, settings, chunks)
-        moe_layers.started(chunks)
-        blueprint = replacement.on_grid(settings, strategy, found, seats.own)
-    strategy = blueprint.strategy
-    device = next(model.parameters()).device
-    layers = [layer for layer, _ in replacement.build(blueprint, device, beside=seats.beside)]
-    with start.together():
-        if layers:
-            for layer in layers:
-                connect(layer, chunks)
-            block_hooks.launch_with_blocks(model, layers, measures=strategy.rhythm().measures)
-            if strategy.slices_gradients:
-                slice_gradients(chunks, layers)
-            is_sliced = strategy.slices_gradients
-            gradients = dense_gradients(model, chunks, layers, is_sliced=is_sliced)
-            mover = mover_of(optimizer, layers, blueprint)
-    if not layers:
-        with start.together():  # where the others plan
-            return None
-    run = begin(blueprint, layers, gradients, mover, model=model, optimizer=optimizer)
-    homes = replacement.told_homes(blueprint, FLAG_OF_CELLS, f"give {FLAG_OF_CELLS} {{}}".format)
-    for line in (unsliced or "", _told(blueprint, asked.strategy), homes):
-        run.planning.tell(line)
-    checkpoint.watch(run, mover, optimizer)
-    return run
+        return _of_stage(settings, self._seats), strategy
 
+    def find(self, settings: Settings) -> list[Found]:
+        return list(moe_layers.find(self.model, replacement.wanted(settings)))
 
-def begin(
-    blueprint: Blueprint,
-    layers: list[AttachedLayer],
-    gradients: DenseGradients,
-    mover: ExpertMover,
-    *,
-    model: nn.Module,
-    optimizer: Any,
-) -> Run:
-    """Plan and record the steps of a model's optimizer from now on. Collective."""
-    device = next(model.parameters()).device
-    steps = Steps(_micro_batches(), dtype_of(model), device)
-    planning = planning_of(blueprint, layers, gradients, mover, steps)
-    run = Run.start(blueprint, layers, planning, optimizer)
-    setattr(optimizer, RECORD, Record(run))
-    _watch_steps(optimizer, run)
-    return run
+    def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> Seats:
+        return Seats(self._seats.own, self._seats.beside, agreement.layers_of(found))
+
+    def prepare(self, blueprint: Blueprint) -> tuple[Blueprint, Around | None]:
+        check_found(blueprint.found, blueprint.settings, self._chunks)
+        moe_layers.started(self._chunks)
+        return blueprint, None
+
+    def mark(self, blueprint: Blueprint, built: Built) -> None:
+        """Weights are marked when a layer is built, before the model is wrapped."""
+        for layer, _ in built:
+            hosted = layer.hosted
+            assert isinstance(hosted, HostedExperts)
+            hosted.passes = Passes(SCHEDULES)
+            (chunk,) = (c for c in self._chunks if any(m is hosted.experts for m in c.modules()))
+            hosted.ready = _ready(chunk, hosted)
+        if blueprint.moves_experts:
+            OptimizerStates(self.carrier)  # which refuses those whose states cannot be moved
+
+    def last_pass(self, layer: AttachedLayer) -> Callable[[], bool]:
+        assert isinstance(layer.hosted, HostedExperts)
+        return layer.hosted.passes.is_last
+
+    def optimizer_states(self) -> Callable[[], States]:
+        optimizer = weakref.ref(self.carrier)
+        return lambda: OptimizerStates(optimizer())
+
+    def dense_gradients(
+        self, blueprint: Blueprint, layers: Sequence[AttachedLayer]
+    ) -> DenseGradients:
+        is_sliced = blueprint.strategy.slices_gradients
+        if is_sliced:
+            slice_gradients(self._chunks, layers)
+        return dense_gradients(self.model, self._chunks, layers, is_sliced=is_sliced)
+
+    def watch_steps(self, run: Run) -> None:
+        watch_steps(self.carrier, run)
+        resize = f"give {FLAG_OF_CELLS} {{}}".format
+        for line in (*self._told, replacement.told_homes(run.blueprint, FLAG_OF_CELLS, resize)):
+            run.planning.tell(line)
+        checkpoint.watch(run, self.carrier)
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -173,11 +202,12 @@ def _of_stage(settings: Settings, seats: Grids) -> Settings:
     return replace(settings, report=report, trace=trace)
 
 
-def _told(blueprint: Blueprint, asked: Strategy) -> str:
+def _told(grid: Grid, strategy: Strategy) -> str:
     """What a person may have wanted otherwise, of sizes that Megatron has; empty if nothing."""
-    grid, strategy = blueprint.grid, blueprint.strategy
-    if grid.num_cells > 1 and asked.rhythm().shard_every and not strategy.rhythm().shard_every:
-        return f"experts keep their homes: each has {grid.world_size // grid.size} of them"
+    num_homes = grid.world_size // grid.size
+    stays = not strategy.with_homes_that_stay().rhythm().shard_every
+    if num_homes > 1 and grid.num_cells > 1 and strategy.rhythm().shard_every and stays:
+        return f"experts keep their homes: each has {num_homes} of them"
     return ""
 
 
@@ -221,24 +251,6 @@ def _micro_batch() -> int | None:
     return int(calculator.get_micro_batch_size())
 
 
-def _devices(chunks: Sequence[nn.Module]) -> list[str]:
-    """Name of each rank's device. Collective, over the world."""
-    device = next(chunks[0].parameters()).device
-    has_name = device.type == "cuda"
-    return gather_texts(torch.cuda.get_device_name(device) if has_name else device.type, None)
-
-
-def connect(layer: AttachedLayer, chunks: Sequence[Any]) -> None:
-    """Let a layer know of the host's passes, and of weights that are still being gathered."""
-    hosted = layer.hosted
-    assert isinstance(hosted, HostedExperts)
-    hosted.passes = Passes(SCHEDULES)
-    if layer.routed.copies is not None:
-        layer.routed.copies.is_last_pass = hosted.passes.is_last
-    (chunk,) = (c for c in chunks if any(m is hosted.experts for m in c.modules()))
-    hosted.ready = _ready(chunk, hosted)
-
-
 def _ready(chunk: Any, hosted: HostedExperts) -> Ready:
     """What Megatron's own hooks do before a module's forward, which our program does not call."""
 
@@ -256,8 +268,9 @@ def _ready(chunk: Any, hosted: HostedExperts) -> Ready:
     return ready
 
 
-def _watch_steps(optimizer: Any, run: Run) -> None:
-    """Have the run told when weights have changed."""
+def watch_steps(optimizer: Any, run: Run) -> None:
+    """Let an optimizer carry a run, and tell it when weights have changed."""
+    setattr(optimizer, RECORD, Record(run))
     step: Callable[..., Any] = optimizer.step
     num_steps = 0
 

@@ -12,35 +12,37 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ds_moe_ext.attach import agreement, replacement
+from ds_moe_ext.attach import agreement
+from ds_moe_ext.attach.host_layer import Found
 from ds_moe_ext.attach.meeting import start_of
-from ds_moe_ext.hosts.megatron import moe_layers
+from ds_moe_ext.attach.replacement import Around, AttachedLayer, Blueprint
 from ds_moe_ext.hosts.megatron.active_settings import Chosen
 from ds_moe_ext.hosts.megatron.engine import (
     OPTIMIZER,
-    begin,
-    check_found,
+    MegatronHost,
     check_optimizer,
     check_wrapped,
-    connect,
-    dtype_of,
-    whole,
+    watch_steps,
 )
 from ds_moe_ext.hosts.megatron.forward_backward import StripedSteps, set_steps
-from ds_moe_ext.hosts.megatron.mover import mover_of
+from ds_moe_ext.hosts.megatron.ranks import Grids
 from ds_moe_ext.hosts.megatron.role_checkpoint import tell_of_both
 from ds_moe_ext.hosts.megatron.role_norm import join_norm
 from ds_moe_ext.hosts.megatron.role_refusals import refuse_arguments
+from ds_moe_ext.hosts.megatron.worlds import Worlds
 from ds_moe_ext.layout import Grid, group_among
+from ds_moe_ext.settings import Settings
+from ds_moe_ext.steps.host import Built, Seats, run_on
 from ds_moe_ext.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.steps.training_run import Run
 from ds_moe_ext.strategies.zebra import Zebra
+from ds_moe_ext.strategy import Strategy
 from ds_moe_ext.zebra.both_sides import BothSides
 from ds_moe_ext.zebra.passage import Here
 from ds_moe_ext.zebra.striped_model import Pausing, blocks_of, cut_at, stack_of
 
 
-def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run:
+def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run | None:
     """Stripe a model that is ready to be trained. Collective, over the ranks of both roles, in the
     world of all.
 
@@ -52,38 +54,62 @@ def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run:
     Raises:
         ValueError: the model does not suit the settings.
     """
-    strategy, settings, worlds = asked.strategy, asked.settings, asked.worlds
-    assert isinstance(strategy, Zebra) and worlds is not None
-    start = start_of(OPTIMIZER)
-    with start.together():
+    assert asked.worlds is not None
+    with start_of(OPTIMIZER).together():
         check_wrapped(chunks)
         check_optimizer(optimizer)
         refuse_arguments()
-        model = whole(chunks)
-        found = list(moe_layers.find(model, replacement.wanted(settings)))
-    start.agree(agreement.layers_of(found))
-    with start.together():
-        check_found(found, settings, chunks)
-        moe_layers.started(chunks)
-        grid = Grid(worlds.size, worlds.roles.size)
-        blueprint = replacement.on_grid(settings, strategy, found, grid)
-    device, here = next(model.parameters()).device, Here()
-    layers = [layer for layer, _ in replacement.build(blueprint, device, Pausing(here, None))]
-    with start.together():
-        for layer in layers:
-            connect(layer, chunks)
-        blocks = blocks_of(model, layers)
-        if worlds.is_attention:
-            for block in blocks:
-                cut_at(block, here)
-    control = group_among(grid.along("ep"), backend="gloo")
-    stack = stack_of(blueprint, layers, device, here)
-    set_steps(StripedSteps(chunks[0], stack, control, strategy.num_micro_batches, settings.debug))
-    everyone = group_among([list(range(worlds.size))], backend="gloo")
-    join_norm(optimizer, worlds, everyone)
-    tell_of_both(optimizer, chunks[0], worlds, everyone)
-    gradients = DenseGradients.of(model, layers, dtype_of(model), None)
-    mover = mover_of(optimizer, layers, blueprint)
-    run = begin(blueprint, layers, gradients, mover, model=model, optimizer=optimizer)
-    run.recorder.beside = BothSides(control, dist.get_rank(control), worlds.roles)
-    return run
+    host = RolesHost(chunks, optimizer, asked.worlds)
+    return run_on(host, host.model, asked.settings, asked.strategy)
+
+
+class RolesHost(MegatronHost):
+    """A model of Megatron's whose ranks have two roles.
+
+    Args:
+        chunks: see ``start``.
+        optimizer: likewise.
+        worlds: of the ranks.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], optimizer: Any, worlds: Worlds) -> None:
+        super().__init__(chunks, optimizer, Grids(Grid(worlds.size, worlds.roles.size), (), 0))
+        self.micro_batch = None  # Megatron's is not cut into stripes, which are its micro-batches
+        self._worlds, self._here = worlds, Here()
+        self._control = group_among(self._seats.own.along("ep"), backend="gloo")
+
+    def refuse(self, settings: Settings, strategy: Strategy) -> tuple[Settings, Strategy]:
+        """All has been refused by the arguments."""
+        return settings, strategy
+
+    def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> Seats:
+        return Seats(self._seats.own, (), agreement.layers_of(found))
+
+    def prepare(self, blueprint: Blueprint) -> tuple[Blueprint, Around | None]:
+        blueprint, _ = super().prepare(blueprint)
+        return blueprint, Pausing(self._here, None)
+
+    def mark(self, blueprint: Blueprint, built: Built) -> None:
+        super().mark(blueprint, built)
+        strategy, worlds, (chunk,) = blueprint.strategy, self._worlds, self._chunks
+        assert isinstance(strategy, Zebra)
+        layers = [layer for layer, _ in built]
+        blocks = blocks_of(self.model, layers)
+        for block in blocks if worlds.is_attention else ():
+            cut_at(block, self._here)
+        stack = stack_of(blueprint, layers, self.device, self._here)
+        stripes, debug = strategy.num_micro_batches, blueprint.settings.debug
+        set_steps(StripedSteps(chunk, stack, self._control, stripes, debug))
+        everyone = group_among([list(range(worlds.size))], backend="gloo")
+        join_norm(self.carrier, worlds, everyone)
+        tell_of_both(self.carrier, chunk, worlds, everyone)
+
+    def dense_gradients(
+        self, blueprint: Blueprint, layers: Sequence[AttachedLayer]
+    ) -> DenseGradients:
+        return DenseGradients.of(self.model, layers, self.dtype, None)
+
+    def watch_steps(self, run: Run) -> None:
+        watch_steps(self.carrier, run)
+        side = dist.get_rank(self._control)
+        run.recorder.beside = BothSides(self._control, side, self._worlds.roles)

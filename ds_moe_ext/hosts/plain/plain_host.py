@@ -1,0 +1,235 @@
+"""Plain PyTorch as a host: every rank trains the model on data of its own, wrapped as it likes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ds_moe_ext.attach import agreement, experts, replacement
+from ds_moe_ext.attach.grid_sizes import grid_of
+from ds_moe_ext.attach.host_layer import Found
+from ds_moe_ext.attach.refusal import Refusal, refuse
+from ds_moe_ext.attach.replacement import Around, AttachedLayer, Blueprint
+from ds_moe_ext.comm import gather_texts, sum_in_place
+from ds_moe_ext.hosts import huggingface
+from ds_moe_ext.layout import group_among
+from ds_moe_ext.settings import BLOCK, Settings
+from ds_moe_ext.steps.host import Built, Seats
+from ds_moe_ext.steps.optimizer_states import Group, States
+from ds_moe_ext.steps.pipeline_costs import DenseGradients
+from ds_moe_ext.steps.training_run import RECORD, Record, Run
+from ds_moe_ext.strategy import Strategy
+
+NAME = "ds_moe_ext.attach"
+FINDERS = (huggingface.find, experts.find_registered)
+
+
+class Asked(NamedTuple):
+    """What the user's refusals look at."""
+
+    model: nn.Module
+    settings: Settings
+    strategy: Strategy
+
+
+def _has_roles(asked: Asked) -> str:
+    return f"{BLOCK}.strategy is {asked.settings.strategy!r}" if asked.strategy.roles else ""
+
+
+def _splits_sequences(asked: Asked) -> str:
+    return f"{BLOCK}.sequence_parallel is true" if asked.settings.sequence_parallel else ""
+
+
+def _is_wrapped(asked: Asked) -> str:
+    is_sharded = any(isinstance(p, DTensor) for p in asked.model.parameters())
+    if is_sharded or isinstance(asked.model, DistributedDataParallel):
+        return "the model is wrapped already"
+    return ""
+
+
+def _is_empty(asked: Asked) -> str:
+    return "weights are on meta" if any(p.is_meta for p in asked.model.parameters()) else ""
+
+
+REFUSALS = (
+    Refusal(
+        "strategies that give ranks roles (`zebra`)",
+        _has_roles,
+        "a loop of your own runs the same code on every rank",
+        "use another strategy, or train under DeepSpeed or Megatron-core",
+    ),
+    Refusal(
+        "sequence_parallel",
+        _splits_sequences,
+        "every rank has tokens of its own here",
+        "leave it out",
+    ),
+    Refusal(
+        "a model in DistributedDataParallel or fully_shard",
+        _is_wrapped,
+        "experts are replaced before that, so that it leaves them alone",
+        f"call {NAME} first, and wrap the model then",
+    ),
+    Refusal(
+        "a model on the meta device",
+        _is_empty,
+        "experts take their weights along as they are spread over ranks",
+        "give the model its device and its weights first",
+    ),
+)
+
+
+class Experts:
+    """This rank's experts, and what becomes of their gradients.
+
+    Each rank's experts see the rows of all ranks of its grid, so that their gradients are sums over
+    these ranks' losses. What is wanted is the mean over all ranks, as the dense weights have it: so
+    they are divided as they come, and where an expert has several homes its gradients are summed
+    over these once, before a step.
+
+    Attributes:
+        parameters: their weights, in model order; none where nothing was replaced.
+        num_homes: of each expert; 0 where nothing was replaced.
+        optimizer: that steps them, once it is known.
+        is_last_pass: see ``steps.host.Host.last_pass``.
+        is_averaged: homes have summed what came since the last step.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: tuple[nn.Parameter, ...] = ()
+        self.num_homes = 0
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.is_last_pass, self.is_averaged = True, False
+        self._homes: dist.ProcessGroup | None = None
+
+    def take(self, blueprint: Blueprint, layers: Sequence[AttachedLayer]) -> None:
+        """Take care of these. Collective."""
+        grid = blueprint.grid
+        self.parameters = tuple(dict.fromkeys(p for layer in layers for p in layer.parameters))
+        self.num_homes = grid.world_size // grid.size
+        if self.num_homes > 1:
+            self._homes = group_among(grid.along("edp"))
+        for parameter in self.parameters:
+            if parameter.requires_grad:
+                parameter.register_hook(partial(self._divided, parameter, grid.world_size))
+
+    def _divided(self, parameter: nn.Parameter, num_ranks: int, gradient: Tensor) -> Tensor:
+        if self.optimizer is None:
+            raise RuntimeError(
+                f"a backward pass came before {BLOCK} knew of an optimizer, whose steps it must "
+                f"hear of; call watch(optimizer) of what {NAME} gave first"
+            )
+        if self.is_averaged and parameter.grad is not None and self.num_homes > 1:
+            raise RuntimeError(
+                "a backward pass came behind clip_grad_norm_, when homes of experts had summed "
+                "their gradients; clip behind the last one of a step, and zero_grad behind a step "
+                "that is left out"
+            )
+        self.is_averaged = False
+        return gradient / num_ranks
+
+    def average(self) -> None:
+        """Sum gradients over the homes of each expert, once a step. Collective."""
+        if self._homes is None or self.is_averaged:
+            return
+        self.is_averaged = True
+        for parameter in self.parameters:
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                sum_in_place(parameter.grad, self._homes)
+
+    def states(self) -> States:
+        """All that the optimizer keeps of them."""
+        groups = [Group.of_one(parameter, parameter) for parameter in self.parameters]
+        return States([(self.optimizer, groups)])
+
+
+class PlainHost:
+    """A model that a user trains in plain PyTorch; a ``steps.host.Host``.
+
+    Args:
+        model: not wrapped yet.
+        block: of the configuration, as written.
+        micro_batches: of a step.
+        experts: filled.
+    """
+
+    name = NAME
+    micro_batch = None
+
+    def __init__(
+        self, model: nn.Module, block: Mapping[str, Any], micro_batches: int, experts: Experts
+    ) -> None:
+        first = next(model.parameters())
+        self.device, self.dtype = first.device, first.dtype
+        self.num_micro_batches = micro_batches
+        self.carrier = model
+        self._block, self._experts = block, experts
+
+    def devices(self) -> list[str]:
+        has_name = self.device.type == "cuda"
+        name = torch.cuda.get_device_name(self.device) if has_name else self.device.type
+        return gather_texts(name, None)
+
+    def refuse(self, settings: Settings, strategy: Strategy) -> tuple[Settings, Strategy]:
+        """Dense gradients are left to what wraps the model."""
+        refuse(REFUSALS, Asked(self.carrier, settings, strategy))
+        return settings, strategy.without_slices()
+
+    def find(self, settings: Settings) -> list[Found]:
+        return replacement.found_in(self.carrier, FINDERS, settings)
+
+    def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> Seats:
+        grid, why = grid_of(settings, strategy, found, dist.get_world_size())
+        alike = {
+            **agreement.settings_of(settings, self._block),
+            "micro_batches": str(self.num_micro_batches),
+            **agreement.versions("torch", str(torch.__version__)),
+            **agreement.layers_of(found),
+            **agreement.weights_of(self.carrier),
+            "the grid": f"{grid.num_cells} cells of {grid.cell_size} ranks",
+        }
+        return Seats(grid, (), alike, why)
+
+    def prepare(self, blueprint: Blueprint) -> tuple[Blueprint, Around | None]:
+        """Of dense weights DistributedDataParallel takes rank 0's too."""
+        replacement.warn_of_what_stays(self.carrier, blueprint)
+        replacement.take_first_ranks_experts(self.carrier, blueprint, self.device)
+        return blueprint, None
+
+    def mark(self, blueprint: Blueprint, built: Built) -> None:
+        """DistributedDataParallel looks for names that it shall ignore on the model."""
+        self._experts.take(blueprint, [layer for layer, _ in built])
+        own = set(self._experts.parameters)
+        names = [name for name, p in _named(self.carrier) if p in own]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.carrier, names)
+
+    def last_pass(self, layer: AttachedLayer) -> Callable[[], bool]:
+        known = self._experts
+        return lambda: known.is_last_pass
+
+    def optimizer_states(self) -> Callable[[], States]:
+        return self._experts.states
+
+    def dense_gradients(
+        self, blueprint: Blueprint, layers: Sequence[AttachedLayer]
+    ) -> DenseGradients:
+        return DenseGradients.of(self.carrier, layers, self.dtype, None)
+
+    def watch_steps(self, run: Run) -> None:
+        """``Attachment.watch`` hears of the optimizer, which is made later."""
+        setattr(self.carrier, RECORD, Record(run))
+        run.planning.tell(replacement.told_homes(run.blueprint))
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """All parameters, by all of their names."""
+    return list(model.named_parameters(remove_duplicate=False))

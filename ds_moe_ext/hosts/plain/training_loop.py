@@ -1,0 +1,243 @@
+"""Replaced layers in a training loop of the user's own, in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ds_moe_ext.attach.meeting import Start, starting
+from ds_moe_ext.comm import sum_in_place
+from ds_moe_ext.files.documents import read_document
+from ds_moe_ext.hosts.plain import named_states
+from ds_moe_ext.hosts.plain.plain_host import NAME, Experts, PlainHost
+from ds_moe_ext.settings import BLOCK, read_settings
+from ds_moe_ext.steps.expert_moves import check_alike
+from ds_moe_ext.steps.host import run_on
+from ds_moe_ext.steps.training_run import Record, run_of
+
+
+def attach(
+    model: nn.Module, config: str | Path | Mapping[str, Any], *, micro_batches: int = 1
+) -> Attachment:
+    """Replace a model's MoE layers, for a training loop of your own. Collective, over the world.
+
+    Wrap the model in ``DistributedDataParallel`` or by ``fully_shard`` after this, and make its
+    optimizer after that::
+
+        moe = ds_moe_ext.attach(model, "ds_moe_ext.json")
+        model = DistributedDataParallel(model)  # leaves the experts alone
+        optimizer = torch.optim.AdamW(model.parameters())
+        moe.watch(optimizer)
+
+    Args:
+        model: on its device, with its weights; changed in place. All ranks train it, each on data
+            of its own.
+        config: the block ``ds_moe_ext``, or a document that has it; or the path of such a JSON
+            file. Where it is not enabled the model stays as it is.
+        micro_batches: backward passes of an optimizer step.
+
+    Raises:
+        ValueError: on all ranks: the block is malformed, or asks for what cannot be done.
+    """
+    if not dist.is_initialized():
+        raise ValueError(
+            f"{NAME} was called before torch.distributed.init_process_group, so that it does not "
+            "know the ranks; call that first, and start with torchrun, also for one rank"
+        )
+    with starting(Start(NAME, is_wanted=True)) as start:
+        block = _block(config)
+        settings, strategy = read_settings({BLOCK: block})
+        experts = Experts()
+        if strategy is None:
+            start.is_wanted = False
+            start.stand_aside("off")
+        else:
+            host = PlainHost(model, block, micro_batches, experts)
+            run_on(host, model, settings, strategy)
+    return Attachment(model, experts)
+
+
+def _block(given: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the user's configuration says of us."""
+    document = given
+    if isinstance(given, str | Path):
+        try:
+            document = read_document(given)
+        except ValueError as error:
+            raise ValueError(
+                f"{NAME} was given {str(given)!r}, which cannot be read as JSON ({error}); name a "
+                f"file with a {BLOCK!r} block, as those in configs/strategies are"
+            ) from error
+    if not isinstance(document, Mapping):
+        raise ValueError(
+            f"{NAME} was given {document!r}; give the block {BLOCK!r}, a document that has it, or "
+            "the path of one"
+        )
+    block = document.get(BLOCK, document)
+    if not isinstance(block, Mapping):
+        raise ValueError(f"{BLOCK} is {block!r}; make it a JSON object")
+    return block
+
+
+@dataclass(eq=False)
+class Attachment:
+    """What ``attach`` gives: the calls that a training loop makes of its experts.
+
+    Attributes:
+        model: as given; ``fully_shard`` changes it in place, and ``DistributedDataParallel`` holds
+            it.
+        experts: of this rank.
+    """
+
+    model: nn.Module
+    experts: Experts
+    _optimizer: torch.optim.Optimizer | None = field(default=None, init=False)
+    _num_steps: int = field(default=0, init=False)
+    _is_asleep: bool = field(default=False, init=False)
+
+    @property
+    def ds_moe_ext(self) -> Record:
+        """By which ``recorder_of`` and ``joined`` know what it carries."""
+        return Record(run_of(self.model))
+
+    @property
+    def device(self) -> torch.device:
+        """Of the model."""
+        return next(self.model.parameters()).device
+
+    @property
+    def expert_parameters(self) -> set[nn.Parameter]:
+        """This rank's experts, for ``fully_shard(..., ignored_params=)``: each rank has others."""
+        return set(self.experts.parameters)
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hear of the optimizer's steps. Needed once, before the first backward pass.
+
+        Args:
+            optimizer: of the model's weights, the experts' among them.
+
+        Raises:
+            ValueError: it does not step the experts.
+        """
+        run = run_of(self.model)
+        if self._optimizer is not None:
+            raise ValueError("an optimizer is watched already; step all weights with one")
+        if run is None:
+            self._optimizer = optimizer
+            return
+        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        trained = [p for p in self.experts.parameters if p.requires_grad]
+        if missing := sum(parameter not in stepped for parameter in trained):
+            raise ValueError(
+                f"{missing} of the {len(trained)} expert weights of this rank are not in the "
+                f"optimizer; make it from model.parameters() behind {NAME}, which replaces them"
+            )
+        check_alike(run.blueprint, run.layers, optimizer)
+        self._optimizer = self.experts.optimizer = optimizer
+        optimizer.register_step_pre_hook(lambda *_: self._before_step())
+        optimizer.register_step_post_hook(lambda *_: self._after_step())
+
+    def _before_step(self) -> None:
+        if not self._is_asleep:
+            self.experts.average()
+
+    def _after_step(self) -> None:
+        run = run_of(self.model)
+        if self._is_asleep or run is None:
+            return
+        self.experts.is_averaged = False
+        run.after_step(self._num_steps)
+        self._num_steps += 1
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside, with their forward passes, are not the last of a step: gradients
+        of copied experts wait for it. To leave it out is right, and slower."""
+        before, self.experts.is_last_pass = self.experts.is_last_pass, False
+        try:
+            yield
+        finally:
+            self.experts.is_last_pass = before
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients to a norm, in which each expert counts once. Collective.
+
+        ``torch.nn.utils.clip_grad_norm_`` would take the norm of this rank's experts alone, which
+        is another on each rank.
+
+        Args:
+            max_norm: above which they are scaled down.
+
+        Returns:
+            The norm before, 0-dim, the same on all ranks.
+        """
+        self.experts.average()
+        experts = [p for p in self.experts.parameters if p.grad is not None]
+        own = set(experts)
+        dense = [p for p in self.model.parameters() if p.grad is not None and p not in own]
+        square = _norm(dense).double() ** 2
+        if self.experts.num_homes:
+            of_experts = _norm(experts).double().to(self.device) ** 2
+            square += sum_in_place(of_experts, None) / self.experts.num_homes
+        total = square.sqrt()
+        for parameters in (dense, experts):
+            norm = total.to(parameters[0].dtype) if parameters else total
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return total
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model and optimizer for ``torch.distributed.checkpoint``: experts by their numbers in the
+        model, so that other numbers of ranks and other strategies can read them. Collective.
+
+        Load into one of these, and give it to ``load_state_dict``::
+
+            state = moe.state_dict()
+            torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+            moe.load_state_dict(state)
+        """
+        with self._sleeping():
+            return named_states.state_of(self.model, self._optimizer, self._names())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state. Collective.
+
+        Args:
+            state: as ``state_dict`` made it, with what was read in it.
+        """
+        with self._sleeping():
+            named_states.load(self.model, self._optimizer, state, self._names())
+        run = run_of(self.model)
+        if run is not None:
+            for layer in run.layers:
+                layer.routed.start_anew()
+            planning = run.planning
+            planning.resume(planning.job.homes, planning.remembered_ILCE[:0])
+
+    def _names(self) -> dict[str, str]:
+        run = run_of(self.model)
+        return {} if run is None else named_states.names_of(self.model, run)
+
+    @contextmanager
+    def _sleeping(self) -> Iterator[None]:
+        """torch steps an optimizer that has no states yet, by nothing, to see what it keeps."""
+        self._is_asleep = True
+        try:
+            yield
+        finally:
+            self._is_asleep = False
+
+
+def _norm(parameters: list[nn.Parameter]) -> Tensor:
+    """Of their gradients, wherever their parts lie. Collective where they are sharded."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
