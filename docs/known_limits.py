@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_moe_ext.attach.refusal import Refusal
+from ds_moe_ext.attachment.refusal import Refusal
 from ds_moe_ext.hosts.deepspeed import refusals as deepspeed
 from ds_moe_ext.hosts.deepspeed import slices
 from ds_moe_ext.hosts.megatron import refusals as megatron

@@ -1,7 +1,4 @@
-"""Mixture-of-Experts training systems for DeepSpeed and Megatron-core, chosen by JSON.
-
-Importing the package attaches it to the hosts; what else is named here is loaded when it is used.
-"""
+"""MoE training systems for DeepSpeed, Megatron-core and PyTorch; to import it attaches it there."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ds_moe_ext import _autoload
 
 if TYPE_CHECKING:
-    from ds_moe_ext.attach.experts import ExpertsDescription, register_experts
+    from ds_moe_ext.attachment.experts import ExpertsDescription, register_experts
     from ds_moe_ext.hosts.deepspeed.api import full_state_dict
     from ds_moe_ext.hosts.plain.training_loop import attach
     from ds_moe_ext.moe.expert import FeedForwardExperts
@@ -38,7 +35,7 @@ __all__ = [
 ]
 
 _NAMES = {
-    "attach.experts": ("ExpertsDescription", "register_experts"),
+    "attachment.experts": ("ExpertsDescription", "register_experts"),
     "hosts.deepspeed.api": ("full_state_dict",),
     "hosts.plain.training_loop": ("attach",),
     "moe.expert": ("FeedForwardExperts",),
@@ -49,13 +46,13 @@ _NAMES = {
     "steps.unequal_passes": ("joined",),
     "strategy": ("register",),
 }
-_HOME = {name: f"ds_moe_ext.{module}" for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'ds_moe_ext' has no attribute {name!r}")
-    return pkgutil.resolve_name(f"{_HOME[name]}:{name}")
+    for module, names in _NAMES.items():
+        if name in names:
+            return pkgutil.resolve_name(f"ds_moe_ext.{module}:{name}")
+    raise AttributeError(f"module 'ds_moe_ext' has no attribute {name!r}")
 
 
 _autoload.autoload()

@@ -22,7 +22,7 @@ from rich.table import Table
 from summary import Summary
 
 from ds_moe_ext import read_settings
-from ds_moe_ext.attach.launcher import is_first
+from ds_moe_ext.attachment.launcher import is_first
 from ds_moe_ext.files.documents import bytes_of, parsed
 from ds_moe_ext.report.recorder import Recorder
 

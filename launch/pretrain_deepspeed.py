@@ -30,7 +30,7 @@ from text import VOCABULARY_SIZE, Batch, Text, WindowSampler, read_text
 from torch import Tensor, nn
 
 from ds_moe_ext import read_settings, recorder_of
-from ds_moe_ext.attach.launcher import is_first
+from ds_moe_ext.attachment.launcher import is_first
 from ds_moe_ext.hosts.deepspeed.op_lock import tell_of_old_lock
 
 SCRIPT = "pretrain_deepspeed"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_moe_ext.attach.meeting import Start, starting
+from ds_moe_ext.attachment.meeting import Start, starting
 from ds_moe_ext.hosts.megatron import active_settings, worlds
 from ds_moe_ext.patches.patch import Patch, PatchError, apply_all
 from ds_moe_ext.watch import WATCH

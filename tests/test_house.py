@@ -35,7 +35,7 @@ LAYERS = (
     ("strategies",),
     ("settings",),
     ("report",),
-    ("attach",),
+    ("attachment",),
     ("steps",),
     ("zebra",),
     ("hosts",),
@@ -51,9 +51,9 @@ PURE = ("strict", "placement", "share", "transfer", "hardware", "cost", "planner
 PURE += ("files.documents", "measure.fit", "schedule.task", "schedule.orders", "schedule.simulator")
 PURE += ("schedule.step", "schedule.trace", "schedule.wires", "schedule.stripes")
 PURE += ("schedule.pipeline_orders", "schedule.stripe_samples")
-FOREIGN = ("hosts", "patches", "attach", "steps", "zebra", "commands.model_layers")
+FOREIGN = ("hosts", "patches", "attachment", "steps", "zebra", "commands.model_layers")
 """Rooms whose code meets objects of a host, of a model or of an optimizer."""
-REACHES = ("hosts", "patches", "attach", "zebra.outcomes", "steps.training_run")
+REACHES = ("hosts", "patches", "attachment", "zebra.outcomes", "steps.training_run")
 REACHES += ("commands.model_layers",)
 """Of these, where an object may lack an attribute, or has it by a name that is computed."""
 
@@ -268,7 +268,7 @@ def no_global(source: Source) -> Iterator[Finding]:
 
 @rule
 def no_environment(source: Source) -> Iterator[Finding]:
-    if source.lies_in("hosts", "attach.launcher", "attach.outputs", "_autoload"):
+    if source.lies_in("hosts", "attachment.launcher", "attachment.outputs", "_autoload"):
         return
     for node in source.nodes:
         if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv", "putenv"}:
@@ -686,8 +686,8 @@ PASSES = {
         ("__init__.py", "def __getattr__(n): ..."),
     ),
     no_reaching_past_attributes: (
-        ("attach/x.py", "a.__dict__ = dict(vars(b))"),
-        ("attach/x.py", "vars(a).update(vars(b))"),
+        ("attachment/x.py", "a.__dict__ = dict(vars(b))"),
+        ("attachment/x.py", "vars(a).update(vars(b))"),
         ("moe/x.py", "vars(self)[name]"),
         ("moe/x.py", "tuple(vars(a).values())"),
         ("hosts/x.py", "name in vars(a)"),

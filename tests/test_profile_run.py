@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_moe_ext.attach.launcher import Launched
+from ds_moe_ext.attachment.launcher import Launched
 from ds_moe_ext.commands.cluster_profile import (
     add_options,
     add_profile,

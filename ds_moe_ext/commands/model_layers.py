@@ -12,8 +12,8 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from ds_moe_ext.attach.host_layer import any_name
-from ds_moe_ext.attach.unknown_experts import unknown_experts
+from ds_moe_ext.attachment.host_layer import any_name
+from ds_moe_ext.attachment.unknown_experts import unknown_experts
 from ds_moe_ext.convert.description import BUILDER, is_model_file
 from ds_moe_ext.hosts.deepspeed.startup import FINDERS
 

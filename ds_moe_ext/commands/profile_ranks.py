@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from ds_moe_ext.attach.launcher import Launched
+from ds_moe_ext.attachment.launcher import Launched
 from ds_moe_ext.comm import AllToAll, all_to_all_by_pairs, all_to_all_rows, gather_texts
 from ds_moe_ext.files.writable import why_unwritable
 from ds_moe_ext.hardware import Hardware, ranks_per_node_of

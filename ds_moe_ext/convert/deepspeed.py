@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_moe_ext.attach.dynamo import plain
+from ds_moe_ext.attachment.dynamo import plain
 from ds_moe_ext.convert import dcp, names
 from ds_moe_ext.convert.model import Model, Shape, pieces
 from ds_moe_ext.convert.small_files import text_of

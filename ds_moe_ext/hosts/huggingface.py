@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from ds_moe_ext.attach.dynamo import named_modules
-from ds_moe_ext.attach.experts import (
+from ds_moe_ext.attachment.dynamo import named_modules
+from ds_moe_ext.attachment.experts import (
     ExpertsDescription,
     check_own_weights,
     class_of,
@@ -23,7 +23,7 @@ from ds_moe_ext.attach.experts import (
     is_registered,
     shell,
 )
-from ds_moe_ext.attach.host_layer import Found, Wanted
+from ds_moe_ext.attachment.host_layer import Found, Wanted
 from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ds_moe_ext.attach.replacement import AttachedLayer
+from ds_moe_ext.attachment.replacement import AttachedLayer
 from ds_moe_ext.moe.observation import Rows
 from ds_moe_ext.report.record import TermRecord
 from ds_moe_ext.steps.costs import CHECKED, TRIED, Seen, of_all_ranks

@@ -9,7 +9,7 @@ from typing import TypedDict
 import torch
 import torch.distributed as dist
 
-from ds_moe_ext.attach.replacement import AttachedLayer, bytes_of
+from ds_moe_ext.attachment.replacement import AttachedLayer, bytes_of
 from ds_moe_ext.comm import max_in_place, sum_in_place
 from ds_moe_ext.cost.block_costs import BACKWARD, cell_rows
 from ds_moe_ext.cost.prices import TRIPS, Prices

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_moe_ext.attach.host_layer import Slot
-from ds_moe_ext.attach.replacement import AttachedLayer, Blueprint
+from ds_moe_ext.attachment.host_layer import Slot
+from ds_moe_ext.attachment.replacement import AttachedLayer, Blueprint
 from ds_moe_ext.comm import exchange
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.task import PARAM

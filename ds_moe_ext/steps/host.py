@@ -12,11 +12,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from ds_moe_ext.attach import block_hooks, replacement
-from ds_moe_ext.attach.host_layer import Adopted, Found
-from ds_moe_ext.attach.meeting import Description, start_of
-from ds_moe_ext.attach.replacement import Around, AttachedLayer, Blueprint
-from ds_moe_ext.attach.router_gates import routers_of
+from ds_moe_ext.attachment import block_hooks, replacement
+from ds_moe_ext.attachment.host_layer import Adopted, Found
+from ds_moe_ext.attachment.meeting import Description, start_of
+from ds_moe_ext.attachment.replacement import Around, AttachedLayer, Blueprint
+from ds_moe_ext.attachment.router_gates import routers_of
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.settings import BLOCK, Settings
 from ds_moe_ext.steps.cost_checks import Checks

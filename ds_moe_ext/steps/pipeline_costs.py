@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_moe_ext.all_to_all import Channel
-from ds_moe_ext.attach.replacement import AttachedLayer
+from ds_moe_ext.attachment.replacement import AttachedLayer
 from ds_moe_ext.comm import max_in_place
 from ds_moe_ext.cost.exchange import BY_NODES, Way, described_links, line_of_way
 from ds_moe_ext.cost.lines import Line

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ds_moe_ext.attach.replacement import AttachedLayer, check_agreement
+from ds_moe_ext.attachment.replacement import AttachedLayer, check_agreement
 from ds_moe_ext.load import LoadWindow
 from ds_moe_ext.moe.observation import Rows
 from ds_moe_ext.placement import Placement

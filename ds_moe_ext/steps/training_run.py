@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ds_moe_ext.attach.outputs import ENDINGS, or_warn, say
-from ds_moe_ext.attach.replacement import AttachedLayer, Blueprint, bytes_of, told_way
+from ds_moe_ext.attachment.outputs import ENDINGS, or_warn, say
+from ds_moe_ext.attachment.replacement import AttachedLayer, Blueprint, bytes_of, told_way
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.moe.observation import TimedTask
 from ds_moe_ext.report.page import write_report

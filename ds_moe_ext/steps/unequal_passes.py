@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_moe_ext.attach.block_hooks import Launch, launches
-from ds_moe_ext.attach.replacement import AttachedLayer
+from ds_moe_ext.attachment.block_hooks import Launch, launches
+from ds_moe_ext.attachment.replacement import AttachedLayer
 from ds_moe_ext.layout import GRID, group_among
 from ds_moe_ext.moe.turns import Serve, Turns
 from ds_moe_ext.schedule.task import INTER

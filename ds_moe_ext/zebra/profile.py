@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_moe_ext.attach.replacement import Blueprint, Finder
+from ds_moe_ext.attachment.replacement import Blueprint, Finder
 from ds_moe_ext.cost.zebra_step import LayerTimes, ZebraShape
 from ds_moe_ext.cost.zebra_work import card_of
 from ds_moe_ext.planners.asym_ea import VARIANTS, ZebraGroup

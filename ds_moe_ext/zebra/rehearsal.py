@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from ds_moe_ext.attach.block_hooks import block_of
-from ds_moe_ext.attach.dynamo import unwrapped
-from ds_moe_ext.attach.host_layer import Found, RoutedOf
-from ds_moe_ext.attach.replacement import Blueprint, Finder
-from ds_moe_ext.attach.router_gates import host, routers_of
+from ds_moe_ext.attachment.block_hooks import block_of
+from ds_moe_ext.attachment.dynamo import unwrapped
+from ds_moe_ext.attachment.host_layer import Found, RoutedOf
+from ds_moe_ext.attachment.replacement import Blueprint, Finder
+from ds_moe_ext.attachment.router_gates import host, routers_of
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.measure.bench import clock_of
 from ds_moe_ext.measure.probe import expert_sweep

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_moe_ext.attach.block_hooks import block_of
-from ds_moe_ext.attach.dynamo import Compilable, eager, stepped_into
-from ds_moe_ext.attach.host_layer import Hosted
-from ds_moe_ext.attach.replacement import AttachedLayer, Blueprint
+from ds_moe_ext.attachment.block_hooks import block_of
+from ds_moe_ext.attachment.dynamo import Compilable, eager, stepped_into
+from ds_moe_ext.attachment.host_layer import Hosted
+from ds_moe_ext.attachment.replacement import AttachedLayer, Blueprint
 from ds_moe_ext.comm import connect, gather_texts
 from ds_moe_ext.layout import group_among
 from ds_moe_ext.moe.gate import RunRows, capacity_of, drop_over_capacity

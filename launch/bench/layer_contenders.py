@@ -17,7 +17,7 @@ import torch
 from order_functions import IndexOrdering, OneHotOrdering, Ordering, Seats, room_of
 from torch import Tensor, nn
 
-from ds_moe_ext.attach.host_layer import any_name
+from ds_moe_ext.attachment.host_layer import any_name
 from ds_moe_ext.hosts import huggingface
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated

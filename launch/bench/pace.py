@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ds_moe_ext.attach.experts import ExpertsDescription, register_experts
+from ds_moe_ext.attachment.experts import ExpertsDescription, register_experts
 from ds_moe_ext.moe.route import SlotRows
 
 BACKWARD = 2.0  # times as long as forward

@@ -16,9 +16,9 @@ from pace import Block, Pace
 from slow_links_figures import Cards, Routed, Seen, Told, rows_between, travel
 from torch import Tensor, nn
 
-from ds_moe_ext.attach.block_hooks import launch_with_blocks
-from ds_moe_ext.attach.experts import find_registered
-from ds_moe_ext.attach.replacement import build, draw
+from ds_moe_ext.attachment.block_hooks import launch_with_blocks
+from ds_moe_ext.attachment.experts import find_registered
+from ds_moe_ext.attachment.replacement import build, draw
 from ds_moe_ext.comm import Traffic
 from ds_moe_ext.cost.prices import Prices
 from ds_moe_ext.placement import Placement

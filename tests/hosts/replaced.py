@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_moe_ext.attach import replacement
-from ds_moe_ext.attach.replacement import AttachedLayer
+from ds_moe_ext.attachment import replacement
+from ds_moe_ext.attachment.replacement import AttachedLayer
 from ds_moe_ext.settings import Settings
 from ds_moe_ext.strategies.ep import ExpertParallel
 

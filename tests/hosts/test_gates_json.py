@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_moe_ext.attach.router_gates import routers_of, warn_if_causal
+from ds_moe_ext.attachment.router_gates import routers_of, warn_if_causal
 from ds_moe_ext.hosts.huggingface import find
 from ds_moe_ext.moe.gate import (
     Choice,
@@ -455,7 +455,7 @@ def test_routers_that_cannot_take_a_gate_are_refused(name: str) -> None:
 
 
 def test_experts_of_a_users_own_without_a_router_of_the_contract_are_refused() -> None:
-    from ds_moe_ext.attach.experts import find_registered
+    from ds_moe_ext.attachment.experts import find_registered
 
     model = toy.build("toy")
     with pytest.raises(ValueError, match=r"blocks\.0\.experts cannot take: its Linear does not"):

@@ -13,8 +13,8 @@ from unittest import mock
 
 import torch
 
-from ds_moe_ext.attach import agreement, meeting
-from ds_moe_ext.attach.meeting import Start
+from ds_moe_ext.attachment import agreement, meeting
+from ds_moe_ext.attachment.meeting import Start
 from ds_moe_ext.settings import read_settings
 from tests.hosts.jobs import Job, document_of, model_of
 from tests.hosts.megatron_jobs import train
@@ -135,8 +135,11 @@ def test_what_may_differ_is_not_compared(tmp_path: Path) -> None:
 
 FAILURES = {
     "drawing": ("ds_moe_ext.hosts.deepspeed.startup.draw", ValueError("no such layer")),
-    "building": ("ds_moe_ext.attach.replacement._adopted", torch.OutOfMemoryError("out of memory")),
-    "checking the way": ("ds_moe_ext.attach.replacement._check_way", ValueError("no such way")),
+    "building": (
+        "ds_moe_ext.attachment.replacement._adopted",
+        torch.OutOfMemoryError("out of memory"),
+    ),
+    "checking the way": ("ds_moe_ext.attachment.replacement._check_way", ValueError("no such way")),
     "planning": ("ds_moe_ext.steps.host.Costs", KeyError("pool")),
     "the engine": ("deepspeed.DeepSpeedEngine._configure_python_gc", OSError("disk is full")),
 }

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 from torch import nn
 
-from ds_moe_ext.attach.refusal import refuse
+from ds_moe_ext.attachment.refusal import refuse
 from ds_moe_ext.hosts.megatron import active_settings, refusals
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.strategy import Job, Plan, Strategy

@@ -182,7 +182,7 @@ def test_launchers_that_are_ended_leave_a_report(tmp_path: Path, launcher: str) 
 
 OWN = """
 import os, signal, sys, threading, time
-from ds_moe_ext.attach.outputs import ENDINGS
+from ds_moe_ext.attachment.outputs import ENDINGS
 
 def left(name):
     return lambda: print("wrote", name, flush=True)

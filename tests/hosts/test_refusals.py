@@ -138,7 +138,7 @@ def sharded_at_construction() -> nn.Module:
 
 
 def replaced_before() -> nn.Module:
-    from ds_moe_ext.attach.experts import HostedExperts
+    from ds_moe_ext.attachment.experts import HostedExperts
 
     model = families.build("mixtral")
     model.model.layers[0].mlp.experts = HostedExperts.__new__(HostedExperts)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_moe_ext.attach.expert_split import ways_to_split
-from ds_moe_ext.attach.experts import find_registered
-from ds_moe_ext.attach.grid_sizes import Sized, grid_of
-from ds_moe_ext.attach.host_layer import any_name
+from ds_moe_ext.attachment.expert_split import ways_to_split
+from ds_moe_ext.attachment.experts import find_registered
+from ds_moe_ext.attachment.grid_sizes import Sized, grid_of
+from ds_moe_ext.attachment.host_layer import any_name
 from ds_moe_ext.hosts.huggingface import find
 from ds_moe_ext.moe.expert import FeedForwardExperts, ModuleExperts, silu_gated
 from ds_moe_ext.moe.sharding import Along

@@ -172,7 +172,7 @@ def disagree(rank: int, world_size: int) -> str:
     take their settings for equal."""
     import deepspeed
 
-    from ds_moe_ext.attach import agreement
+    from ds_moe_ext.attachment import agreement
     from tests.hosts.jobs import document_of, model_of
 
     job = Job("mixtral")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ds_moe_ext.attach.replacement import Blueprint
+from ds_moe_ext.attachment.replacement import Blueprint
 from ds_moe_ext.roles import Roles
 from ds_moe_ext.strategies.zebra import Zebra
 from tests.hosts import families

@@ -102,7 +102,7 @@ def late(case: Case, rank: int) -> Iterator[None]:
 
 def profiled_on(rank: int, world_size: int, case: Case, num_ranks: int | None = None) -> Outcome:
     """Profile a model as the engine does, and compare it with what it was."""
-    from ds_moe_ext.attach.replacement import draw
+    from ds_moe_ext.attachment.replacement import draw
     from ds_moe_ext.hosts.deepspeed.startup import FINDERS
     from ds_moe_ext.planners.zebra_choice import WeightBytes
     from ds_moe_ext.settings import read_settings
@@ -449,7 +449,7 @@ def test_only_models_of_tokens_are_profiled(forward_takes: str) -> None:
 
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_experts_that_compute_again_keep_their_rows_alone(recomputes: bool) -> None:
-    from ds_moe_ext.attach.replacement import draw
+    from ds_moe_ext.attachment.replacement import draw
     from ds_moe_ext.hosts.deepspeed.startup import FINDERS
     from ds_moe_ext.moe.expert import FeedForwardExperts
     from ds_moe_ext.settings import read_settings

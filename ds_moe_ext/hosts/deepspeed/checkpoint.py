@@ -21,9 +21,9 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
-from ds_moe_ext.attach.dynamo import plain
-from ds_moe_ext.attach.experts import HostedExperts
-from ds_moe_ext.attach.host_layer import Slot
+from ds_moe_ext.attachment.dynamo import plain
+from ds_moe_ext.attachment.experts import HostedExperts
+from ds_moe_ext.attachment.host_layer import Slot
 from ds_moe_ext.comm import gather_texts
 from ds_moe_ext.files import file_sums
 from ds_moe_ext.files.dcp_reader import TABLE

@@ -25,8 +25,8 @@ import torch
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from torch import Tensor, nn
 
-from ds_moe_ext.attach.dynamo import plain
-from ds_moe_ext.attach.host_layer import Slot
+from ds_moe_ext.attachment.dynamo import plain
+from ds_moe_ext.attachment.host_layer import Slot
 from ds_moe_ext.hosts.deepspeed.dcp_folder import Part
 from ds_moe_ext.hosts.deepspeed.parameter_groups import OF_A_PART
 from ds_moe_ext.hosts.deepspeed.regions import Region

@@ -11,8 +11,8 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_moe_ext.attach.dynamo import plain
-from ds_moe_ext.attach.host_layer import Slot
+from ds_moe_ext.attachment.dynamo import plain
+from ds_moe_ext.attachment.host_layer import Slot
 from ds_moe_ext.comm import gather_texts
 from ds_moe_ext.hosts.deepspeed import dcp_folder, fragments
 from ds_moe_ext.hosts.deepspeed.checkpoint_contents import (

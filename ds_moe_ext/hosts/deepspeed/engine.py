@@ -16,12 +16,12 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
 from torch import nn
 
-from ds_moe_ext.attach import replacement
-from ds_moe_ext.attach.dynamo import named_modules
-from ds_moe_ext.attach.grid_sizes import grid_of
-from ds_moe_ext.attach.host_layer import Adopted, Found
-from ds_moe_ext.attach.meeting import start_of
-from ds_moe_ext.attach.replacement import Around, AttachedLayer, Blueprint
+from ds_moe_ext.attachment import replacement
+from ds_moe_ext.attachment.dynamo import named_modules
+from ds_moe_ext.attachment.grid_sizes import grid_of
+from ds_moe_ext.attachment.host_layer import Adopted, Found
+from ds_moe_ext.attachment.meeting import start_of
+from ds_moe_ext.attachment.replacement import Around, AttachedLayer, Blueprint
 from ds_moe_ext.comm import gather_texts, sum_in_place
 from ds_moe_ext.hosts.deepspeed import engine_record, parameter_groups, startup
 from ds_moe_ext.hosts.deepspeed.role_engine import clip_gradients, experts_factor

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from ds_moe_ext.attach.experts import HostedExperts
-from ds_moe_ext.attach.host_layer import Hosted
+from ds_moe_ext.attachment.experts import HostedExperts
+from ds_moe_ext.attachment.host_layer import Hosted
 from ds_moe_ext.comm import all_gather_slots, as_bytes, exchange, gather_texts
 from ds_moe_ext.hosts.deepspeed.native import HostedMoE
 from ds_moe_ext.hosts.deepspeed.regions import Region

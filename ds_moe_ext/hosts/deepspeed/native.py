@@ -15,10 +15,10 @@ import torch
 from deepspeed.moe.layer import MoE
 from torch import Tensor, nn
 
-from ds_moe_ext.attach.dynamo import eager, named_modules
-from ds_moe_ext.attach.expert_split import ways_to_split
-from ds_moe_ext.attach.experts import check_own_weights, shell
-from ds_moe_ext.attach.host_layer import (
+from ds_moe_ext.attachment.dynamo import eager, named_modules
+from ds_moe_ext.attachment.expert_split import ways_to_split
+from ds_moe_ext.attachment.experts import check_own_weights, shell
+from ds_moe_ext.attachment.host_layer import (
     Adopted,
     Found,
     RoutedOf,

@@ -11,8 +11,8 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size
 from torch import nn
 
-from ds_moe_ext.attach import experts
-from ds_moe_ext.attach.refusal import Refusal, refuse
+from ds_moe_ext.attachment import experts
+from ds_moe_ext.attachment.refusal import Refusal, refuse
 from ds_moe_ext.hosts.deepspeed import native
 from ds_moe_ext.hosts.deepspeed.role_engine import RoleUnit
 from ds_moe_ext.settings import BLOCK, Settings

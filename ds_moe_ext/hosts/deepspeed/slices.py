@@ -23,7 +23,7 @@ import torch.distributed as dist
 from deepspeed.moe.utils import is_moe_param
 from torch import Tensor, nn
 
-from ds_moe_ext.attach.refusal import Refusal, refuse
+from ds_moe_ext.attachment.refusal import Refusal, refuse
 from ds_moe_ext.hosts.deepspeed.refusals import told
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.layout import Grid, ParallelLayout

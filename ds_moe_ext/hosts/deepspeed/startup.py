@@ -22,10 +22,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import init_distributed
 from torch import nn
 
-from ds_moe_ext.attach import agreement, experts
-from ds_moe_ext.attach.launcher import is_first
-from ds_moe_ext.attach.meeting import PATIENCE_S, Description, Start, start_of, starting
-from ds_moe_ext.attach.replacement import Blueprint, draw, wanted
+from ds_moe_ext.attachment import agreement, experts
+from ds_moe_ext.attachment.launcher import is_first
+from ds_moe_ext.attachment.meeting import PATIENCE_S, Description, Start, start_of, starting
+from ds_moe_ext.attachment.replacement import Blueprint, draw, wanted
 from ds_moe_ext.comm import gather_texts
 from ds_moe_ext.hosts import huggingface
 from ds_moe_ext.hosts.deepspeed import native

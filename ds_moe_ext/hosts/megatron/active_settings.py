@@ -11,10 +11,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ds_moe_ext.attach import agreement
-from ds_moe_ext.attach.launcher import is_first
-from ds_moe_ext.attach.meeting import Description, Start
-from ds_moe_ext.attach.refusal import refuse
+from ds_moe_ext.attachment import agreement
+from ds_moe_ext.attachment.launcher import is_first
+from ds_moe_ext.attachment.meeting import Description, Start
+from ds_moe_ext.attachment.refusal import refuse
 from ds_moe_ext.files.documents import read_document
 from ds_moe_ext.hosts.megatron.flag import FLAG
 from ds_moe_ext.hosts.megatron.refusals import SETTINGS

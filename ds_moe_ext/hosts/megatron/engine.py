@@ -14,11 +14,11 @@ from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
-from ds_moe_ext.attach import agreement, replacement
-from ds_moe_ext.attach.host_layer import Found
-from ds_moe_ext.attach.meeting import start_of
-from ds_moe_ext.attach.refusal import refuse
-from ds_moe_ext.attach.replacement import Around, AttachedLayer, Blueprint
+from ds_moe_ext.attachment import agreement, replacement
+from ds_moe_ext.attachment.host_layer import Found
+from ds_moe_ext.attachment.meeting import start_of
+from ds_moe_ext.attachment.refusal import refuse
+from ds_moe_ext.attachment.replacement import Around, AttachedLayer, Blueprint
 from ds_moe_ext.comm import gather_texts
 from ds_moe_ext.hosts.megatron import checkpoint, moe_layers
 from ds_moe_ext.hosts.megatron.active_settings import Chosen

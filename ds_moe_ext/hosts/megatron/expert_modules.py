@@ -19,7 +19,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import experts as moe_experts
 from torch import Tensor, nn
 
-from ds_moe_ext.attach.host_layer import ExpertShape, Slot, shape_of, weights_of
+from ds_moe_ext.attachment.host_layer import ExpertShape, Slot, shape_of, weights_of
 from ds_moe_ext.hosts.megatron.passes import Passes, Schedules
 from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.gate import RunRows

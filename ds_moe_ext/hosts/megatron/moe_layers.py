@@ -14,8 +14,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ds_moe_ext.attach.host_layer import Adopted, Found, RoutedOf, Wanted
-from ds_moe_ext.attach.refusal import refuse
+from ds_moe_ext.attachment.host_layer import Adopted, Found, RoutedOf, Wanted
+from ds_moe_ext.attachment.refusal import refuse
 from ds_moe_ext.hosts.megatron.active_settings import worlds
 from ds_moe_ext.hosts.megatron.dispatcher import Dispatcher
 from ds_moe_ext.hosts.megatron.expert_modules import (

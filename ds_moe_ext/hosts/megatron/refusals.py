@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ds_moe_ext.attach.refusal import Refusal
+from ds_moe_ext.attachment.refusal import Refusal
 from ds_moe_ext.settings import BLOCK, Settings
 
 

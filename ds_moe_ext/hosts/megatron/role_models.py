@@ -17,7 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
-from ds_moe_ext.attach.host_layer import ExpertShape
+from ds_moe_ext.attachment.host_layer import ExpertShape
 from ds_moe_ext.hosts.megatron.expert_modules import function_of, shape_of_one
 from ds_moe_ext.hosts.megatron.worlds import Worlds
 from ds_moe_ext.moe.expert import FeedForwardExperts

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ds_moe_ext.attach.refusal import Refusal, refuse
+from ds_moe_ext.attachment.refusal import Refusal, refuse
 from ds_moe_ext.hosts.megatron.refusals import field_of, flag, graphed
 from ds_moe_ext.settings import BLOCK, Settings
 from ds_moe_ext.strategies.zebra import Zebra

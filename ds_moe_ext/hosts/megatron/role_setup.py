@@ -12,10 +12,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ds_moe_ext.attach import agreement
-from ds_moe_ext.attach.host_layer import Found
-from ds_moe_ext.attach.meeting import start_of
-from ds_moe_ext.attach.replacement import Around, AttachedLayer, Blueprint
+from ds_moe_ext.attachment import agreement
+from ds_moe_ext.attachment.host_layer import Found
+from ds_moe_ext.attachment.meeting import start_of
+from ds_moe_ext.attachment.replacement import Around, AttachedLayer, Blueprint
 from ds_moe_ext.hosts.megatron.active_settings import Chosen
 from ds_moe_ext.hosts.megatron.engine import (
     OPTIMIZER,

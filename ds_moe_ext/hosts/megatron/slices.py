@@ -30,7 +30,7 @@ import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch import nn
 
-from ds_moe_ext.attach.replacement import AttachedLayer
+from ds_moe_ext.attachment.replacement import AttachedLayer
 from ds_moe_ext.moe.layer import SawSlice
 from ds_moe_ext.schedule.executor import Event, Lanes, lanes_for
 from ds_moe_ext.schedule.task import INTER

@@ -10,7 +10,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from torch import Tensor, nn
 
-from ds_moe_ext.attach.refusal import refuse
+from ds_moe_ext.attachment.refusal import refuse
 from ds_moe_ext.hosts.megatron.refusals import MOVING
 from ds_moe_ext.steps.optimizer_states import Group, States
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ds_moe_ext.attach import agreement, experts, replacement
-from ds_moe_ext.attach.grid_sizes import grid_of
-from ds_moe_ext.attach.host_layer import Found
-from ds_moe_ext.attach.refusal import Refusal, refuse
-from ds_moe_ext.attach.replacement import Around, AttachedLayer, Blueprint
+from ds_moe_ext.attachment import agreement, experts, replacement
+from ds_moe_ext.attachment.grid_sizes import grid_of
+from ds_moe_ext.attachment.host_layer import Found
+from ds_moe_ext.attachment.refusal import Refusal, refuse
+from ds_moe_ext.attachment.replacement import Around, AttachedLayer, Blueprint
 from ds_moe_ext.comm import gather_texts, sum_in_place
 from ds_moe_ext.hosts import huggingface
 from ds_moe_ext.layout import group_among

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ds_moe_ext.attach.meeting import Start, starting
+from ds_moe_ext.attachment.meeting import Start, starting
 from ds_moe_ext.comm import sum_in_place
 from ds_moe_ext.files.documents import read_document
 from ds_moe_ext.hosts.plain import named_states

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ds_moe_ext.attach.dynamo import eager
-from ds_moe_ext.attach.host_layer import Hosted
-from ds_moe_ext.attach.replacement import AttachedLayer
+from ds_moe_ext.attachment.dynamo import eager
+from ds_moe_ext.attachment.host_layer import Hosted
+from ds_moe_ext.attachment.replacement import AttachedLayer
 from ds_moe_ext.schedule.program import in_backward
 from ds_moe_ext.strategy import followers
 

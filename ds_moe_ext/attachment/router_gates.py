@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_moe_ext.attach.host_layer import Adopted, Found, keep_marks
+from ds_moe_ext.attachment.host_layer import Adopted, Found, keep_marks
 from ds_moe_ext.moe.gate import Choice, Gate, GateWeight, count
 from ds_moe_ext.settings import BLOCK
 

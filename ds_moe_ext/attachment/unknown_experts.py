@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
-from ds_moe_ext.attach.dynamo import named_modules
-from ds_moe_ext.attach.host_layer import Wanted
+from ds_moe_ext.attachment.dynamo import named_modules
+from ds_moe_ext.attachment.host_layer import Wanted
 from ds_moe_ext.settings import BLOCK
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_moe_ext.attach.host_layer import Found
-from ds_moe_ext.attach.launcher import ranks_on_this_node
+from ds_moe_ext.attachment.host_layer import Found
+from ds_moe_ext.attachment.launcher import ranks_on_this_node
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.roles import Roles
 from ds_moe_ext.settings import BLOCK, Settings

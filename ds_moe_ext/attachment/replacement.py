@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_moe_ext.attach.grid_sizes import divisors, grid_of, sizes_with_homes
-from ds_moe_ext.attach.host_layer import Adopted, ExpertShape, Found, Hosted, Wanted
-from ds_moe_ext.attach.meeting import start_of
-from ds_moe_ext.attach.outputs import check_outputs
-from ds_moe_ext.attach.router_gates import Router, host, routers_of, warn_if_causal
-from ds_moe_ext.attach.unknown_experts import unknown_experts, warn_of_unknown
+from ds_moe_ext.attachment.grid_sizes import divisors, grid_of, sizes_with_homes
+from ds_moe_ext.attachment.host_layer import Adopted, ExpertShape, Found, Hosted, Wanted
+from ds_moe_ext.attachment.meeting import start_of
+from ds_moe_ext.attachment.outputs import check_outputs
+from ds_moe_ext.attachment.router_gates import Router, host, routers_of, warn_if_causal
+from ds_moe_ext.attachment.unknown_experts import unknown_experts, warn_of_unknown
 from ds_moe_ext.comm import connect, gather_texts, take_first
 from ds_moe_ext.cost.exchange import BY_NODES, Way
 from ds_moe_ext.hardware import Hardware, read_hardware
@@ -264,7 +264,7 @@ def build(
     hardware = blueprint.hardware
     ranks_per_node = None if hardware is None else hardware.ranks_per_node
     layout = ParallelLayout.build(blueprint.grid, strategy.uses(), ranks_per_node, beside)
-    start, has_layers = start_of("attach.build"), bool(blueprint.found)
+    start, has_layers = start_of("attachment.build"), bool(blueprint.found)
     with start.together():
         if has_layers:
             _check_way(blueprint, layout, device)

@@ -16,9 +16,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from ds_moe_ext.attach.dynamo import eager, named_modules
-from ds_moe_ext.attach.expert_split import ways_to_split
-from ds_moe_ext.attach.host_layer import (
+from ds_moe_ext.attachment.dynamo import eager, named_modules
+from ds_moe_ext.attachment.expert_split import ways_to_split
+from ds_moe_ext.attachment.host_layer import (
     Adopted,
     Found,
     RoutedOf,

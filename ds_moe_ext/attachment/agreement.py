@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ds_moe_ext.attach.host_layer import Found
-from ds_moe_ext.attach.meeting import Description
+from ds_moe_ext.attachment.host_layer import Found
+from ds_moe_ext.attachment.meeting import Description
 from ds_moe_ext.hardware import read_hardware
 from ds_moe_ext.settings import BLOCK, Settings
 from ds_moe_ext.strategy import registered
