@@ -47,7 +47,7 @@ LAYERS = (
 )
 """Rooms, the lowest first: a folder or a file of the package. Imports go up this list only."""
 
-PURE = ("strict", "placement", "share", "transfer", "hardware", "cost", "planners")
+PURE = ("strict", "placement", "share", "transfer", "hardware", "load", "cost", "planners")
 PURE += ("files.documents", "measure.fit", "schedule.task", "schedule.orders", "schedule.simulator")
 PURE += ("schedule.step", "schedule.trace", "schedule.wires", "schedule.stripes")
 PURE += ("schedule.pipeline_orders", "schedule.stripe_samples")

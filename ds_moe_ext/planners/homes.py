@@ -10,8 +10,8 @@ from heapq import heapify, heappop, heapreplace
 
 import numpy as np
 
+from ds_moe_ext.load import check_loads, hottest_first, per_layer
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.loads import check_loads, hottest_first, per_layer
 
 
 def shard(

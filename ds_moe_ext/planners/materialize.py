@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ds_moe_ext.load import check_loads, hottest_first, per_layer
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.loads import check_loads, hottest_first, per_layer
 
 NEVER = np.int32(np.iinfo(np.int32).max)  # sorts behind every place that is open
 
