@@ -107,19 +107,6 @@ def fill_windows(layers: Sequence[BackwardLayer], all_reduce: AllReduce) -> Hidd
 
 
 @dataclass(frozen=True)
-class LayerSpans:
-    """Where the slices of one layer lie among all gradients in the order of backward.
-
-    Attributes:
-        moe: elements reduced within its MoE part.
-        dense: elements reduced beside its dense part, which follows.
-    """
-
-    moe: range
-    dense: range
-
-
-@dataclass(frozen=True)
 class GradientPartition:
     """Elements by layer, in the order of backward.
 
@@ -142,14 +129,6 @@ class GradientPartition:
     def within_moe(self) -> tuple[int, ...]:
         """Elements of the one reduction within each MoE part."""
         return tuple(moe + extra for moe, extra in zip(self.moe, self.extra))
-
-    @property
-    def spans(self) -> tuple[LayerSpans, ...]:
-        """Slices of the layers; the tail lies behind the last."""
-        sizes = (size for pair in zip(self.within_moe, self.dense) for size in pair)
-        ends = list(accumulate(sizes, initial=0))
-        pairs = zip(ends[0::2], ends[1::2], ends[2::2])
-        return tuple(LayerSpans(range(lo, mid), range(mid, hi)) for lo, mid, hi in pairs)
 
 
 Step2 = Callable[[Sequence[BackwardLayer], HiddenSlices, AllReduce, int, int], tuple[int, ...]]

@@ -32,6 +32,19 @@ def read_loads(path: Path) -> tuple[np.ndarray, np.ndarray]:
         return file["rows_ILCE"].astype(np.int64), file["steps_I"]
 
 
+def read_trace(path: Path) -> list[np.ndarray]:
+    """Rows ``[I, L, C, E]`` of each run of evenly spaced steps."""
+    with np.load(path) as file:
+        is_other = "counts_IRLE" in file
+        if is_other:
+            rows_ILCE = file["counts_IRLE"].transpose(0, 2, 1, 3).astype(np.int64)
+            steps_I = file["iteration_I"]
+    if not is_other:
+        rows_ILCE, steps_I = read_loads(path)
+    gaps = np.diff(steps_I)
+    return np.split(rows_ILCE, np.flatnonzero(gaps > np.median(gaps)) + 1)
+
+
 def zipf_loads(
     shape: tuple[int, int, int, int], *, rows: int, skew: float, seed: int = 0
 ) -> np.ndarray:

@@ -20,9 +20,10 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from load_traces import read_trace
 from rich.console import Console
 from rich.progress import track
-from trace_replay import A100, Planner, PricedCluster, Score, read_trace, score, to_nearest
+from trace_replay import A100, Planner, PricedCluster, Score, score, to_nearest
 
 from ds_moe_ext.hardware import read_hardware
 from ds_moe_ext.placement import Placement

@@ -25,13 +25,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from load_traces import zipf_loads
+from load_traces import read_trace, zipf_loads
 from pace import Pace
 from rich.console import Console
 from rotation import rotated
 from slow_links_contenders import PLAIN, Contender, Sizes, Way, esp_ways, fssdp_ways, prophet_ways
 from slow_links_figures import Result, Seen, Tally, markdown
-from trace_replay import read_trace
 
 from ds_moe_ext.steps.costs import CHECKED, STEPS
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
-from load_traces import read_loads
 
 from ds_moe_ext.cost.block_costs import (
     BACKWARD,
@@ -114,19 +112,6 @@ class PricedCluster:
             f"{1e3 * gap_s:.3g} ms (attention), T_BNEC twice that."
         )
         return cls(hardware.node_of_cells(hardware.num_ranks), prices, block, text)
-
-
-def read_trace(path: Path) -> list[np.ndarray]:
-    """Rows ``[I, L, C, E]`` of each run of evenly spaced steps."""
-    with np.load(path) as file:
-        is_other = "counts_IRLE" in file
-        if is_other:
-            rows_ILCE = file["counts_IRLE"].transpose(0, 2, 1, 3).astype(np.int64)
-            steps_I = file["iteration_I"]
-    if not is_other:
-        rows_ILCE, steps_I = read_loads(path)
-    gaps = np.diff(steps_I)
-    return np.split(rows_ILCE, np.flatnonzero(gaps > np.median(gaps)) + 1)
 
 
 @dataclass(frozen=True, eq=False)

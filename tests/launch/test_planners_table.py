@@ -13,7 +13,7 @@ import numpy as np
 import planners_table
 import pytest
 import trace_replay
-from load_traces import write_loads, zipf_loads
+from load_traces import read_trace, write_loads, zipf_loads
 
 from ds_moe_ext.cost.prices import Prices
 from ds_moe_ext.load import balance_L
@@ -43,14 +43,14 @@ def run_main(monkeypatch: pytest.MonkeyPatch, trace: Path, *given: str) -> None:
 def test_traces(tmp_path: Path) -> None:
     """Two runs of steps; the other kind of file."""
     write_loads(tmp_path / "loads.npz", RUN_ILCE, [1, 2, 3, 4, 100, 101, 102, 103])
-    runs = planners_table.read_trace(tmp_path / "loads.npz")
+    runs = read_trace(tmp_path / "loads.npz")
     assert [len(run) for run in runs] == [4, 4]
     np.savez(
         tmp_path / "other.npz",
         counts_IRLE=RUN_ILCE.transpose(0, 2, 1, 3).astype(np.uint16),
         iteration_I=np.arange(8),
     )
-    (run,) = planners_table.read_trace(tmp_path / "other.npz")
+    (run,) = read_trace(tmp_path / "other.npz")
     assert np.array_equal(run, RUN_ILCE)
 
 

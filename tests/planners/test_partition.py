@@ -187,17 +187,9 @@ def test_among_equals_elements_move_late() -> None:
 def test_no_layers_and_no_gradients() -> None:
     nothing = partition_gradients([], all_reduce=GOLDEN, tail_elements=1000)
     assert nothing == GradientPartition(dense=(), moe=(), extra=(), tail=1000, time_s=1.5)
-    assert nothing.spans == ()
     still = partition_gradients([golden_layer(0)], all_reduce=GOLDEN)
     assert still.time_s == pytest.approx(15.5)
     assert (still.within_moe, still.tail) == ((0,), 0)
-
-
-def test_spans_follow_each_other() -> None:
-    partition = GradientPartition(dense=(3, 0), moe=(2, 4), extra=(1, 0), tail=5, time_s=0.0)
-    first, second = partition.spans
-    assert (first.moe, first.dense) == (range(0, 3), range(3, 6))
-    assert (second.moe, second.dense) == (range(6, 10), range(10, 10))
 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
@@ -262,10 +254,10 @@ def test_slices_cover_all_once_when_they_are_ready(
         )
     assert min(*partition.dense, *partition.moe, *partition.extra, partition.tail) >= 0
     end = 0
-    for spans, ready in zip(partition.spans, accumulate(x.gradient_elements for x in layers)):
-        assert (spans.moe.start, spans.dense.start) == (end, spans.moe.stop)
-        end = spans.dense.stop
-        assert end <= ready
+    ready = accumulate(x.gradient_elements for x in layers)
+    for moe, dense, ready_by_then in zip(partition.within_moe, partition.dense, ready):
+        end += moe + dense
+        assert end <= ready_by_then
     assert end + partition.tail == sum(x.gradient_elements for x in layers) + tail_elements
     assert partition.time_s == pytest.approx(
         cost(layers, partition.within_moe, partition.tail, all_reduce)
