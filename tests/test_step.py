@@ -309,8 +309,8 @@ def test_copies_are_gathered_again() -> None:
     assert run(freed, slow, lanes=ONE_QUEUE).makespan_s == 59 + 3 + 2
 
 
-def test_experts_wait_for_copies_gathered_again() -> None:
-    """In a queue of their own: rows pass, the experts' backward waits."""
+def test_a_layers_backward_waits_for_copies_gathered_again() -> None:
+    """In a queue of their own, too."""
     blocks = [Block(1, 2, 3, 4, 5, (9,), (0,)), Block(0, 2, 3, 4, 5, (0,), (0,))]
     layers = programs(FullySharded(), [COPIED, COPIED])
     kept, freed = whole_step(layers), whole_step(layers, freed=[0])
@@ -319,8 +319,8 @@ def test_experts_wait_for_copies_gathered_again() -> None:
     assert at["expert'[1,0]"] == (25, 29)
     assert at["gather[0,0] again"] == (29, 38)
     assert at["attention'[0,0]"] == (29, 34)
-    assert at["combine'[0,0]"] == (34, 35)
-    assert at["expert'[0,0]"] == (38, 42)
+    assert at["combine'[0,0]"] == (38, 39)
+    assert at["expert'[0,0]"] == (39, 43)
     assert times(kept, run(kept, blocks))["expert'[0,0]"] == (35, 39)
 
 
@@ -331,8 +331,22 @@ def test_freed_copies_that_no_layer_recalls() -> None:
     freed = whole_step(layers, freed=[0, 1])
     at = times(freed, run(freed, blocks))
     assert at["gather[0,0] again"][0] == at["attention'[0,0]"][1]
-    assert at["expert'[0,0]"][0] == at["gather[0,0] again"][1]
-    assert run(freed, blocks).makespan_s == run(whole_step(layers), blocks).makespan_s + 3 - 1
+    assert at["combine'[0,0]"][0] == at["gather[0,0] again"][1]
+    assert run(freed, blocks).makespan_s == run(whole_step(layers), blocks).makespan_s + 3
+
+
+def test_a_backward_waits_for_gradients_of_the_pass_begun_behind_it() -> None:
+    """Where nobody carries copies, of the next layer; of carried ones, of the layer behind that."""
+    blocks = [Block(1, 2, 3, 4, 5, (3,), (50,)), Block(1, 2, 3, 4, 5, (1, 2), (60, 70))] * 2
+    for strategy, plans, behind in (
+        (FullySharded(), [COPIED] * 3, 1),
+        (ProProphet(), [COPIED, CARRIED, CARRIED], 2),
+    ):
+        step = whole_step(programs(strategy, plans))
+        at = times(step, run(step, blocks))
+        for layer in range(3 - behind):
+            home = [end for name, (_, end) in at.items() if f"gather'[{layer + behind}," in name]
+            assert at[f"restore'[{layer},0]"][0] == max(home)
 
 
 def test_lanes_made_one() -> None:

@@ -7,6 +7,11 @@ a layer whose copies the layer before launches has two, any other has one::
 
     forward     expert[i]       beside  gather[i+1,0]     attention[i]  beside  gather[i+1,1]
     backward    attention'[i]   beside  gather'[i+1,0]    expert'[i]    beside  gather'[i+1,1]
+
+Where a pass waits for its copies, as the code does that moves them (``moe/copies/join.py``): task
+JOIN, for what was gathered; the beginning of a layer's backward, for what is gathered again; and
+where the pass began, on the way back, for the gradients that go home. It began with the block of
+the layer, or, where the block before launches the copies, with that one.
 """
 
 from __future__ import annotations
@@ -17,7 +22,6 @@ from dataclasses import replace
 
 from ds_moe_ext.schedule.task import (
     ATTENTION,
-    EXPERT,
     GATHER,
     GRADIENTS,
     JOIN,
@@ -96,7 +100,9 @@ class _Step:
         self.tasks: list[Task] = []
         self._freed = freed
         self._gathers: dict[int, list[int]] = defaultdict(list)  # of forward, by layer
+        self._carried: set[int] = set()  # layers whose copies another layer launched
         self._recalled: set[int] = set()
+        self._home: dict[int, list[Value]] = defaultdict(list)  # gradients of copies, by layer
 
     def run(self, layers: Sequence[Programs]) -> None:
         """Forward of the first layer, both of all layers after it, backward of the first."""
@@ -117,9 +123,19 @@ class _Step:
         self._add(Task(ATTENTION, layer, Span(0, 1), graded, grads, (host,)))
         if self._is_freed(layer) and layer not in self._recalled:
             self._gather_again(GATHER, layer, after=grads)
+        begun = self._begun_behind([forward.outputs[0].layer for forward, _ in others])
+        waits = [*([Value(AGAIN, layer)] if self._is_freed(layer) else ()), *begun]
         for task in backward.tasks:
             adjoint_of = tuple(places[position] for position in task.adjoint_of)
-            self._add(self._with_copies(replace(task, adjoint_of=adjoint_of)))
+            needs = waits if set(task.reads) <= set(backward.inputs) else ()
+            self._add(replace(task, adjoint_of=adjoint_of, reads=(*task.reads, *needs)))
+
+    def _begun_behind(self, following: Sequence[int]) -> list[Value]:
+        """Gradients at home of the passes that began between a layer and the next one, in forward:
+        its own, and that of the layer behind it, if the next one carries its copies."""
+        begun = [n for n in following[:1] if n not in self._carried]
+        begun += [n for n in following[1:2] if n in self._carried]
+        return [value for number in begun for value in self._home[number]]
 
     def launch_rest(self, forward: Schedule, after: tuple[Value, ...]) -> None:
         """Gather the copies that a program waits for, if no layer has launched them."""
@@ -128,12 +144,10 @@ class _Step:
                 self._gather(GATHER, task.layer, Span(0, 1), after)
 
     def _with_copies(self, task: Task) -> Task:
-        """The task, waiting for the copies that it needs."""
-        needs: list[Value] = []
-        if task.op == JOIN and not task.adjoint_of:
-            needs = [self.tasks[position].writes[0] for position in self._gathers[task.layer]]
-        if task.op == EXPERT and task.adjoint_of and self._is_freed(task.layer):
-            needs = [Value(AGAIN, task.layer)]
+        """The task of forward, waiting for the copies that it needs."""
+        if task.op != JOIN:
+            return task
+        needs = (self.tasks[position].writes[0] for position in self._gathers[task.layer])
         return replace(task, reads=(*task.reads, *needs))
 
     def _is_freed(self, layer: int) -> bool:
@@ -150,6 +164,7 @@ class _Step:
         elif begun is not None and begun.is_adjoint:
             self._send_home(begun.op, task)
         elif begun is not None and task.op != RECALL:
+            self._carried.add(task.layer)
             self._gather(begun.op, task.layer, task.span, task.writes)
         elif begun is not None and self._is_freed(task.layer):
             self._gather_again(begun.op, task.layer, task.writes)
@@ -166,6 +181,7 @@ class _Step:
 
     def _send_home(self, op: Op, by: Task) -> None:
         sums = (Value(SUMMED, by.layer, by.span),)
+        self._home[by.layer] += sums
         gathers = tuple(self._gathers[by.layer])
         self.tasks.append(Task(op, by.layer, by.span, by.writes, sums, gathers))
 

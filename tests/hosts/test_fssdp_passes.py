@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 from ds_moe_ext.comm import Arrived, Traffic, sparse_all_gather, sparse_reduce_scatter
 from ds_moe_ext.moe.observation import TimedTask
 from ds_moe_ext.report.recorder import span_of
+from ds_moe_ext.schedule.step import whole_step
+from ds_moe_ext.schedule.task import ATTENTION, Schedule, Task
 from tests.hosts.copied_runs import (
     COPIES,
     Step,
@@ -49,6 +53,7 @@ def everywhere(job: Job, **keys: Any) -> Job:
 
 Moment = tuple[float, float]  # start and end, in seconds
 MEETING_S = 20.0
+LATE_S = 0.05
 
 
 @dataclass
@@ -67,6 +72,11 @@ class Barriers:
             barrier = self._barriers.setdefault((what, number), threading.Barrier(2))
         barrier.wait(MEETING_S)
 
+    def dawdle(self) -> None:
+        """So that whoever does not wait is too early."""
+        if self.is_on:
+            time.sleep(LATE_S)
+
 
 @dataclass
 class Meetings(Barriers):
@@ -79,11 +89,13 @@ class Meetings(Barriers):
         """Gathers of a step come in the order of layers, then against it."""
         self.meet("gather", self._num_gathers)
         self._num_gathers += self.is_on
+        self.dawdle()
         return sparse_all_gather(*arguments)
 
     def reduce(self, *arguments: Any) -> Arrived:
         self.meet("reduction", NUM_LAYERS - 1 - self._num_reductions)
         self._num_reductions += self.is_on
+        self.dawdle()
         return sparse_reduce_scatter(*arguments)
 
     def attention_of(self, layer: int, *, gathers_again: bool) -> Any:
@@ -107,8 +119,10 @@ class Kept:
 
     steps: range
     moments: dict[tuple[str, str, int], Moment] = field(default_factory=dict)
+    timed: list[TimedTask] = field(default_factory=list)
 
     def __call__(self, step: int, timed: list[TimedTask]) -> None:
+        self.timed += timed
         for task in timed:
             span = span_of(task, timed[0], [str(layer) for layer in range(NUM_LAYERS)])
             key = (span.name, span.phase, int(span.layer))
@@ -117,7 +131,61 @@ class Kept:
             self.moments[key] = span.start_s, span.end_s
 
 
-def met(rank: int, world_size: int, job: Job) -> dict[tuple[str, str, int], Moment]:
+def described(engine: Any) -> Schedule:
+    """A step of a model as its layers run now, by what is said of the waits for copies."""
+    from ds_moe_ext.steps.training_run import run_of
+
+    routed = [layer.routed for layer in run_of(engine).layers]
+    programs = [each.program(torch.device("cpu")) for each in routed]
+    freed = [each.site.layer for each in routed if each.site.plan.rematerialize]
+    return whole_step([(each.forward, each.backward) for each in programs], freed=freed)
+
+
+def too_early(timed: list[TimedTask], step: Schedule) -> list[str]:
+    """Which tasks did not wait for what the step says, in words; and how many of a kind there were,
+    if that is another number. The host's own tasks are left out: they have other borders."""
+    moments: dict[tuple[str, int, bool], list[Moment]] = defaultdict(list)
+    for each in timed:
+        moments[_kind(each.task)].append(each.seconds_from(timed[0]))
+    at: dict[int, Moment] = {}
+    wrong = []
+    for kind in {_kind(task) for task in step.tasks if task.op.begins is None}:
+        places = [place for place, task in enumerate(step.tasks) if _kind(task) == kind]
+        if kind[0] == ATTENTION.name:
+            continue
+        if len(places) != len(moments[kind]):
+            wrong.append(f"{kind}: {len(moments[kind])} times, in place of {len(places)}")
+        at.update(zip(places, moments[kind]))
+    before: list[set[int]] = []
+    for place, (task, after) in enumerate(zip(step.tasks, step.after)):
+        before.append(set(after).union(*(before[other] for other in after)))
+        if place not in at:
+            continue
+        start = at[place][task.op.is_wait]  # what only waits has begun before
+        late = [
+            str(step.tasks[other]) for other in before[place] & at.keys() if at[other][1] > start
+        ]
+        wrong += [f"{task} before {other} had ended" for other in late]
+    return wrong
+
+
+def _kind(task: Task) -> tuple[str, int, bool]:
+    return task.op.name, task.layer, bool(task.adjoint_of)
+
+
+class Met(NamedTuple):
+    """Of a step.
+
+    Attributes:
+        moments: of its tasks, by name, phase and layer.
+        too_early: tasks that did not wait for what they should.
+    """
+
+    moments: dict[tuple[str, str, int], Moment]
+    too_early: list[str]
+
+
+def met(rank: int, world_size: int, job: Job) -> Met:
     """The moments of a step in which all that should be hidden met what hides it."""
     from ds_moe_ext.steps.training_run import run_of
 
@@ -137,7 +205,7 @@ def met(rank: int, world_size: int, job: Job) -> dict[tuple[str, str, int], Mome
             meetings.is_on = step == 1
             engine.backward(loss_of(engine, micro_batch(step, rank)))
             engine.step()
-    return kept.moments
+    return Met(kept.moments, too_early(kept.timed, described(engine)))
 
 
 @pytest.mark.parametrize("rematerialized", [0.0, 1.0])
@@ -147,7 +215,8 @@ def test_attention_hides_what_travels(rematerialized: float) -> None:
     attention's backward ends, and is over before the next layer's."""
     keys = {"rematerialized": 1.0} if rematerialized else {}
     job = everywhere(replace(JOB, dtype="float32", micro_batches=2), **keys)
-    for moments in pool_of(2).run(met, job):
+    for moments, early in pool_of(2).run(met, job):
+        assert not early
         for layer in range(NUM_LAYERS):
             check_forward(layer, moments)
             check_backward(layer, moments)

@@ -16,7 +16,7 @@ from ds_moe_ext.moe.layer import RoutedExperts
 from tests.hosts.copied_runs import COPIES, check_equal, plain, run, varied
 from tests.hosts.jobs import Job, engine_of, loss_of, micro_batch
 from tests.hosts.test_fssdp_memory import Counted, counted
-from tests.hosts.test_fssdp_passes import Barriers, Kept, Moment
+from tests.hosts.test_fssdp_passes import Barriers, Kept, Met, Moment, described, too_early
 from tests.ranks import pool_of
 
 NUM_LAYERS = 3
@@ -47,10 +47,12 @@ class Meetings(Barriers):
 
     def gather(self, *arguments: Any) -> Any:
         self.meet("gather", self.next_of("gather"))
+        self.dawdle()
         return sparse_all_gather(*arguments)
 
     def reduce(self, *arguments: Any) -> Any:
         self.meet("reduction", self.next_of("reduction"))
+        self.dawdle()
         return sparse_reduce_scatter(*arguments)
 
     def expert(self, forward: Any) -> Any:
@@ -88,7 +90,7 @@ class Meetings(Barriers):
         return forward
 
 
-def met(rank: int, world_size: int, job: Job) -> dict[tuple[str, str, int], Moment]:
+def met(rank: int, world_size: int, job: Job) -> Met:
     """The moments of a step in which all that should be hidden met what hides it."""
     from ds_moe_ext.steps.training_run import run_of
 
@@ -107,7 +109,7 @@ def met(rank: int, world_size: int, job: Job) -> dict[tuple[str, str, int], Mome
             meetings.is_on = step == 1
             engine.backward(loss_of(engine, micro_batch(step, rank)))
             engine.step()
-    return kept.moments
+    return Met(kept.moments, too_early(kept.timed, described(engine)))
 
 
 JOB = Job("toy", 0, dtype="float32", steps=2, micro_batches=2)
@@ -116,7 +118,8 @@ JOB = Job("toy", 0, dtype="float32", steps=2, micro_batches=2)
 def test_the_block_before_hides_what_travels() -> None:
     """Trans of a layer beside the experts of the layer before and what follows them, Agg beside
     the backward of the same."""
-    for moments in pool_of(2).run(met, carried(JOB)):
+    for moments, early in pool_of(2).run(met, carried(JOB)):
+        assert not early
         for layer in range(1, NUM_LAYERS):
             check_carried(layer, moments)
 
