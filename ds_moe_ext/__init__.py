@@ -9,7 +9,7 @@ from ds_moe_ext import _autoload
 
 if TYPE_CHECKING:
     from ds_moe_ext.attachment.experts import ExpertsDescription, register_experts
-    from ds_moe_ext.hosts.deepspeed.api import full_state_dict
+    from ds_moe_ext.hosts.deepspeed.export import full_state_dict
     from ds_moe_ext.hosts.plain.training_loop import attach
     from ds_moe_ext.moe.expert import FeedForwardExperts
     from ds_moe_ext.moe.layer import MoELayer
@@ -36,7 +36,7 @@ __all__ = [
 
 _NAMES = {
     "attachment.experts": ("ExpertsDescription", "register_experts"),
-    "hosts.deepspeed.api": ("full_state_dict",),
+    "hosts.deepspeed.export": ("full_state_dict",),
     "hosts.plain.training_loop": ("attach",),
     "moe.expert": ("FeedForwardExperts",),
     "moe.layer": ("MoELayer",),

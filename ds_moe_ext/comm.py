@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -158,18 +158,13 @@ def all_gather_slots(
     return torch.cat([part[:length] for part, length in zip(parts, num_slots_C)])
 
 
-def gather_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
-    """Every member's text, in the order of the members. It takes about a millisecond.
-    Collective."""
-    texts = [""] * dist.get_world_size(group)
-    with Waiting(group):
-        dist.all_gather_object(texts, text, group=group)
-    return texts
+T = TypeVar("T")
 
 
-def gather_objects(thing: Any, group: dist.ProcessGroup) -> list[Any]:
-    """What every member has, pickled on the way, in the order of the members. Collective."""
-    things: list[Any] = [None] * group.size()
+def gather_objects(thing: T, group: dist.ProcessGroup | None) -> list[T]:
+    """What every member has, pickled on the way, in the order of the members. It takes about a
+    millisecond. Collective."""
+    things = [thing] * dist.get_world_size(group)
     with Waiting(group):
         dist.all_gather_object(things, thing, group=group)
     return things

@@ -16,7 +16,7 @@ import numpy as np
 import torch.distributed as dist
 
 from ds_moe_ext.all_to_all import Nodes, Reach
-from ds_moe_ext.comm import begin_watch, gather_texts, timeout_of
+from ds_moe_ext.comm import begin_watch, gather_objects, timeout_of
 from ds_moe_ext.schedule.task import INTER, INTRA, Lane
 
 AXES = ("edp", "ep", "esp")
@@ -139,7 +139,7 @@ class ParallelLayout:
         """
         begin_watch()
         if ranks_per_node is None:
-            hosts = gather_texts(socket.gethostname(), None)
+            hosts = gather_objects(socket.gethostname(), None)
             nodes = [hosts.index(host) for host in hosts]  # its first rank stands for a node
         else:
             nodes = [rank // ranks_per_node for rank in range(dist.get_world_size())]

@@ -52,7 +52,7 @@ def _gather(rank: int, world_size: int) -> tuple[list[list[int]], list[int], lis
     counts = comm.all_gather_counts(torch.tensor([[rank, 10 * rank]]), group)
     local = torch.arange(rank + 1)[:, None] + 10 * rank
     slots = comm.all_gather_slots(local, [1, 2, 3], group)
-    return counts[:, 0].tolist(), slots[:, 0].tolist(), comm.gather_texts(f"rank {rank}", None)
+    return counts[:, 0].tolist(), slots[:, 0].tolist(), comm.gather_objects(f"rank {rank}", None)
 
 
 def test_gathers() -> None:

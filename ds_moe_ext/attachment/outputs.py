@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from ds_moe_ext.comm import gather_texts
+from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.files.writable import why_unwritable
 from ds_moe_ext.settings import BLOCK, Settings
 
@@ -36,7 +36,7 @@ def check_outputs(settings: Settings, *, writes: bool) -> None:
     Raises:
         ValueError: on all ranks, where one that writes cannot.
     """
-    told = gather_texts(_why_not(settings) if writes else "", None)
+    told = gather_objects(_why_not(settings) if writes else "", None)
     if wrong := next(filter(None, told), ""):
         raise ValueError(wrong)
 

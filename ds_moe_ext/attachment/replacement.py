@@ -20,7 +20,7 @@ from ds_moe_ext.attachment.meeting import start_of
 from ds_moe_ext.attachment.outputs import check_outputs
 from ds_moe_ext.attachment.router_gates import Router, host, routers_of, warn_if_causal
 from ds_moe_ext.attachment.unknown_experts import unknown_experts, warn_of_unknown
-from ds_moe_ext.comm import connect, gather_texts, take_first
+from ds_moe_ext.comm import connect, gather_objects, take_first
 from ds_moe_ext.cost.exchange import BY_NODES, Way
 from ds_moe_ext.hardware import Hardware, read_hardware
 from ds_moe_ext.layout import GRID, NODE_AXES, Grid, ParallelLayout
@@ -427,7 +427,7 @@ def check_agreement(layers: Iterable[AttachedLayer], rank: int) -> None:
     for layer in layers:
         text = layer.routed.describe()
         group = layer.routed.site.layout.group(GRID, INTER)
-        digests = gather_texts(hashlib.sha256(text.encode()).hexdigest()[:8], group)
+        digests = gather_objects(hashlib.sha256(text.encode()).hexdigest()[:8], group)
         if len(set(digests)) > 1:
             raise RuntimeError(
                 f"{BLOCK}: ranks disagree on {layer.name}: digests {digests} of the grid's ranks; "

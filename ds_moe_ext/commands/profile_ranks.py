@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from ds_moe_ext.attachment.launcher import Launched
-from ds_moe_ext.comm import AllToAll, all_to_all_by_pairs, all_to_all_rows, gather_texts
+from ds_moe_ext.comm import AllToAll, all_to_all_by_pairs, all_to_all_rows, gather_objects
 from ds_moe_ext.files.writable import why_unwritable
 from ds_moe_ext.hardware import Hardware, ranks_per_node_of
 from ds_moe_ext.layout import world
@@ -44,9 +44,9 @@ def measure_here(
     backend = "nccl" if device.type == "cuda" else "gloo"
     with world(backend, launched.rank, launched.world_size):
         tried = why_unwritable(out, makes_folders=False) if launched.rank == 0 else ""
-        if reason := gather_texts(tried, None)[0]:
+        if reason := gather_objects(tried, None)[0]:
             raise ValueError(f"--out is {str(out)!r}, which cannot be written: {reason}")
-        hosts = gather_texts(socket.gethostname(), None)
+        hosts = gather_objects(socket.gethostname(), None)
         if ranks_per_node is None:
             ranks_per_node = ranks_per_node_of(hosts)
         exchange = exchange_of(device, spans_nodes=len(hosts) > ranks_per_node)

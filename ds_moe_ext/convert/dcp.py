@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ds_moe_ext.convert.model import Shape
@@ -168,11 +168,5 @@ class _Into(DefaultLoadPlanner):
         super().__init__()
         self._tensor = tensor
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        part = self._tensor
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths)):
-            part = part.narrow(dim, start, length)
-        return part
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """It is in its place already."""
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._tensor

@@ -1,7 +1,7 @@
 """Checkpoints of DeepSpeed with ds_moe_ext, without DeepSpeed and without ranks.
 
 DeepSpeed's file has dense weights, a folder of ours experts by number; see
-``hosts.deepspeed.kept`` and ``hosts.deepspeed.layout_file``.
+``hosts.deepspeed.checkpoint_contents`` and ``hosts.deepspeed.layout_file``.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _to_write(maker: Maker, cell: Cell) -> dcp.ToWrite:
 
 
 def _objects(model: Model) -> dict[str, Any]:
-    """What a run keeps once, of a run that has not begun; see ``hosts.deepspeed.kept``."""
+    """What a run keeps once, of a run that has not begun; see ``checkpoint_contents``."""
     found: dict[str, Any] = {
         "optimizer": {},
         "remembered": np.zeros((0, 0, 0, 0), dtype=np.int64),

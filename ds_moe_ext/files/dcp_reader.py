@@ -6,7 +6,7 @@ DCP's own reads its table, and objects, by pickle.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,13 +72,12 @@ class Reader(FileSystemReader):
         done.set_result(None)
         return done
 
-    def read_object(self, name: str, table: Metadata, known: Iterable[type] = ()) -> Any:
+    def read_object(self, name: str, table: Metadata) -> Any:
         """One that was saved whole.
 
         Args:
             name: of it.
             table: the folder's.
-            known: classes that it may be made of, beside plain ones.
 
         Raises:
             ValueError: it is missing, damaged, or made of others.
@@ -91,7 +90,7 @@ class Reader(FileSystemReader):
         try:
             with path.open("rb") as file:
                 file.seek(place.offset)
-                return unpickle.load_object(io.BytesIO(file.read(place.length)), known)
+                return unpickle.load_object(io.BytesIO(file.read(place.length)))
         except Exception as error:
             raise unpickle.damaged(path, error) from error
 

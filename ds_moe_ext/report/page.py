@@ -1,4 +1,7 @@
-"""The page a run leaves behind: one HTML file that needs nothing else to be read."""
+"""The page a run leaves behind: one HTML file that needs nothing else to be read.
+
+Its style sheet and its script, which it reads well without, lie beside this file.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,6 @@ from ds_moe_ext.report.headline import header, tiles
 from ds_moe_ext.report.parts import OPEN, Panel, section, selectable, table, thinned
 from ds_moe_ext.report.prediction import expected
 from ds_moe_ext.report.record import RunRecord, Span
-from ds_moe_ext.report.skin import CSS, SCRIPT
 from ds_moe_ext.report.summary import (
     Bins,
     Summary,
@@ -68,14 +70,16 @@ def page_of(record: RunRecord) -> str:
     else:
         parts += [_layers(record, None), _nothing_recorded()]
     parts += [_seconds(record), expected(record), _timeline(record)]
+    here = Path(__file__)
+    style, script = (here.with_suffix(kind).read_text("utf-8") for kind in (".css", ".js"))
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>MoE run: {escaped(record.strategy)}</title>"
-        f"<style>{CSS}{style_rules()}</style></head><body><main>\n"
+        f"<style>\n{style}{style_rules()}</style></head><body><main>\n"
         + "\n".join(parts)
         + f'\n</main><script type="application/json" id="steps">{labels}</script>'
-        f"<script>{SCRIPT}</script></body></html>\n"
+        f"<script>\n{script}</script></body></html>\n"
     )
 
 
@@ -205,8 +209,6 @@ def _timeline(record: RunRecord) -> str:
     panels = [
         _pass_panel(layer, passes, classes=classes, drawn=drawn) for layer, passes in held.items()
     ]
-    told = (timeline.copying, timeline.slicing, timeline.planning)
-    aside = "".join(tell(record.timeline) for tell in told)
     left_out = len(record.timeline) - len(drawn)
     note = (
         f" The {len(drawn):,} longest of {len(record.timeline):,} tasks are drawn layer by layer; "
@@ -217,7 +219,7 @@ def _timeline(record: RunRecord) -> str:
     return section(
         title,
         '<p class="note">Tasks of this rank, a row a lane, with the percent of the time that the '
-        f"lane was busy.{aside}{note}</p>"
+        f"lane was busy.{timeline.hidden(record.timeline)}{note}</p>"
         f"{charts.kind_legend({k: c for k, c in classes.items() if k in traced})}"
         f"<h3>The whole step</h3>{timeline.overview(record.timeline, classes)}"
         f"{selectable('passes', panels, first=0)}",

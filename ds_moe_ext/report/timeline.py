@@ -75,44 +75,28 @@ def boxed(timeline: Sequence[Span]) -> frozenset[Span]:
     return frozenset(ordered[:MAX_BOXES])
 
 
-def copying(timeline: Iterable[Span]) -> str:
-    """How long weights and their gradients travelled, and how much of it was hidden."""
-    spans = list(timeline)
-    travels = [span for span in spans if span.lane == PARAM.name]
-    if not travels:
-        return ""
-    return (
-        f" Weights and gradients of copies travelled for {_beside(travels, _computed(spans))} this "
-        "rank computed. They may travel while another layer is at work; a layer's drawing has them "
-        "all."
-    )
-
-
-def slicing(timeline: Iterable[Span]) -> str:
-    """How long dense gradients were reduced in slices, and how much of it was hidden."""
-    spans = list(timeline)
-    slices = [span for span in spans if span.name == GRADIENTS.name]
-    if not slices:
-        return ""
-    return (
-        " Slices of the dense gradients were reduced for "
-        f"{_beside(slices, _computed(spans))} this rank computed."
-    )
-
-
-def planning(timeline: Iterable[Span]) -> str:
-    """How long the next step was planned, and how much of it was hidden."""
-    spans = list(timeline)
-    plans = [span for span in spans if span.name == PLAN.name]
-    if not plans:
-        return ""
-    sent = [span for span in spans if span.lane in (INTER.name, INTRA.name)]
-    return f" The host planned the next step for {_beside(plans, sent)} rows were on their way."
-
-
-def _computed(spans: Iterable[Span]) -> list[Span]:
-    """When this rank computed; a join only waits."""
-    return [s for s in spans if s.lane == COMPUTE.name and s.name != JOIN.name]
+def hidden(timeline: Sequence[Span]) -> str:
+    """How long copies travelled, dense gradients were reduced in slices and the next step was
+    planned, and how much of each was hidden; nothing of what there was none of."""
+    computed = [s for s in timeline if s.lane == COMPUTE.name and s.name != JOIN.name]  # joins wait
+    sent = [span for span in timeline if span.lane in (INTER.name, INTRA.name)]
+    told = ""
+    if travels := [span for span in timeline if span.lane == PARAM.name]:
+        told += (
+            f" Weights and gradients of copies travelled for {_beside(travels, computed)} this "
+            "rank computed. They may travel while another layer is at work; a layer's drawing has "
+            "them all."
+        )
+    if slices := [span for span in timeline if span.name == GRADIENTS.name]:
+        told += (
+            " Slices of the dense gradients were reduced for "
+            f"{_beside(slices, computed)} this rank computed."
+        )
+    if plans := [span for span in timeline if span.name == PLAN.name]:
+        told += (
+            f" The host planned the next step for {_beside(plans, sent)} rows were on their way."
+        )
+    return told
 
 
 def _beside(spans: Sequence[Span], others: Iterable[Span]) -> str:

@@ -24,7 +24,7 @@ from ds_moe_ext.comm import (
     all_gather_counts,
     as_bytes,
     exchange,
-    gather_texts,
+    gather_objects,
     sum_in_place,
 )
 from ds_moe_ext.roles import Roles
@@ -133,7 +133,7 @@ class BatchExchange:
             ValueError: on every rank: the calls are not alike, or cannot be cut.
         """
         own = Arguments.of(args, kwargs)
-        told = gather_texts(own.signature(mode).to_text(), self.control)
+        told = gather_objects(own.signature(mode).to_text(), self.control)
         signatures = [Signature.from_text(text) for text in told]
         names = names_of_batches(signatures)
         check_alike(signatures, names)
@@ -239,7 +239,7 @@ class BatchExchange:
         digests_C = all_gather_counts(torch.tensor([digest]), self.control)[:, 0].tolist()
         first, *others = (digests_C[cell] for cell in self.roles.attention_cells)
         if first == 0 or any(other != first for other in others):
-            told = gather_texts(" and ".join(texts), self.control)
+            told = gather_objects(" and ".join(texts), self.control)
             raise ValueError(
                 "the model returned outputs that differ in more than the values of tensors: "
                 + "; ".join(f"place {place}: {text}" for place, text in enumerate(told) if text)
@@ -252,7 +252,7 @@ class BatchExchange:
     def _tell(self, templates: Sequence[Template]) -> Template:
         teller = self.roles.attention_cells[0]
         text = templates[0].to_text() if self.place == teller else ""
-        return Template.from_text(gather_texts(text, self.control)[teller])
+        return Template.from_text(gather_objects(text, self.control)[teller])
 
 
 def _spans(stripes: OwnStripes, cell: int) -> list[Samples]:

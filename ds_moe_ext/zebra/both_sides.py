@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, replace
 
 import torch.distributed as dist
 
-from ds_moe_ext.comm import gather_texts
+from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.report.record import Span
 from ds_moe_ext.roles import Roles
 from ds_moe_ext.schedule.stripes import DISPATCH, EXPERT_SIDE
@@ -32,7 +32,7 @@ class BothSides:
         """The same and the expert rank's, on this rank's clock: the first exchange ended at one
         moment for both. Collective."""
         teller = self.roles.expert_cells[0]
-        told = gather_texts(_to_text(spans) if self.place == teller else "", self.control)[teller]
+        told = gather_objects(_to_text(spans) if self.place == teller else "", self.control)[teller]
         if self.place == teller:
             return list(spans)
         theirs = [Span(*fields) for fields in json.loads(told)]

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from ds_moe_ext.comm import gather_texts
+from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.planners.zebra_choice import Timed
 from ds_moe_ext.strategies.zebra import WHERE
 from ds_moe_ext.strict import read_record
@@ -102,7 +102,7 @@ def agreed(measure: Callable[[], RecordT], cls: type[RecordT]) -> list[RecordT]:
         own = json.dumps(asdict(measure()))  # type: ignore[call-overload]
     except Exception as error:
         own = f"!{type(error).__name__}: {error}"
-    told = gather_texts(own, None)
+    told = gather_objects(own, None)
     faults = [f"rank {rank}: {text[1:]}" for rank, text in enumerate(told) if text[0] == "!"]
     if faults:
         raise ValueError(

@@ -20,7 +20,7 @@ from ds_moe_ext.attachment.block_hooks import block_of
 from ds_moe_ext.attachment.dynamo import Compilable, eager, stepped_into
 from ds_moe_ext.attachment.host_layer import Hosted
 from ds_moe_ext.attachment.replacement import AttachedLayer, Blueprint
-from ds_moe_ext.comm import connect, gather_texts
+from ds_moe_ext.comm import connect, gather_objects
 from ds_moe_ext.layout import group_among
 from ds_moe_ext.moe.gate import RunRows, capacity_of, drop_over_capacity
 from ds_moe_ext.schedule.executor import InlineLanes, lanes_for
@@ -270,7 +270,7 @@ def stack_of(
 def check_orders(issued: Schedule, control: dist.ProcessGroup) -> None:
     """Collective. Raises RuntimeError on all ranks where they issued collectives in other orders,
     by which they would wait for each other in vain sooner or later."""
-    told = gather_texts(
+    told = gather_objects(
         "; ".join(f"{lane.name}: {issued.in_lane(lane)}" for lane in (A2E, E2A)), control
     )
     if len(set(told)) > 1:

@@ -2,13 +2,12 @@
 
 DeepSpeed's own files keep what it says once: dense weights and buffers, the learning rate's
 schedule, counters, the client's state. Experts and all that the optimizer keeps, of dense weights
-too, go into a folder beside them, by name; see ``kept``. No ``zero_pp_rank`` file is written or
-read, so nothing depends on ranks, stages or slots.
+too, go into a folder beside them, by name; see ``checkpoint_contents``. No ``zero_pp_rank`` file is
+written or read, so nothing depends on ranks, stages or slots.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +23,7 @@ from torch import nn
 from ds_moe_ext.attachment.dynamo import plain
 from ds_moe_ext.attachment.experts import HostedExperts
 from ds_moe_ext.attachment.host_layer import Slot
-from ds_moe_ext.comm import gather_texts
+from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.files import file_sums
 from ds_moe_ext.files.dcp_reader import TABLE
 from ds_moe_ext.files.file_sums import FileSum
@@ -141,8 +140,8 @@ def is_replaced(model: nn.Module) -> bool:
 def _layout_of(engine: Any, run: Run, slots: Mapping[Expert, Slot]) -> SavedLayout:
     """Collective."""
     own = [(expert, slot_name(engine, slot)) for expert, slot in slots.items()]
-    told = [json.loads(text) for text in gather_texts(json.dumps((uuid4().hex, own)), None)]
-    names = {Expert(*expert): name for _, theirs in told for expert, name in theirs}
+    told = gather_objects((uuid4().hex, own), None)
+    names = {expert: name for _, theirs in told for expert, name in theirs}
     optimizer, grid = base_optimizer(engine), run.blueprint.grid
     homes = {layer.name: home for layer, home in zip(run.layers, run.planning.job.homes)}
     return SavedLayout(
@@ -167,8 +166,7 @@ def _layout_of(engine: Any, run: Run, slots: Mapping[Expert, Slot]) -> SavedLayo
 def _sums(folder: Path, own: list[str]) -> dict[str, FileSum]:
     """Of the files that all ranks have written, each of its own. Collective."""
     sums = agreed(folder, lambda: file_sums.sums_of(folder, own))
-    texts = gather_texts(json.dumps(sums), None)
-    return {name: each for text in texts for name, each in json.loads(text).items()}
+    return {name: each for theirs in gather_objects(sums, None) for name, each in theirs.items()}
 
 
 @contextmanager

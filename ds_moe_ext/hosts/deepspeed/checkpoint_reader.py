@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ds_moe_ext.attachment.dynamo import plain
 from ds_moe_ext.attachment.host_layer import Slot
-from ds_moe_ext.comm import gather_texts
+from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.hosts.deepspeed import dcp_folder, fragments
 from ds_moe_ext.hosts.deepspeed.checkpoint_contents import (
     ABOUT,
@@ -145,7 +145,7 @@ def agreed(folder: Path, step: Callable[[], T]) -> T:
         is_told = isinstance(error, ValueError)
         text = str(error) if is_told else f"the checkpoint {folder} cannot be read: {error!r}"
         cause = error
-    wrong = next(filter(None, gather_texts(text, None)), None)
+    wrong = next(filter(None, gather_objects(text, None)), None)
     if wrong is not None:
         raise ValueError(wrong) from cause
     return results[0]
@@ -235,7 +235,7 @@ def _seats(engine: Any, run: Run, layout: SavedLayout, asked: Asked) -> Seats:
         asked.folder,
         lambda: _saved_seats(engine, run, layout, present) if is_alike else None,
     )
-    fit = gather_texts("" if saved is None else "fits", None)
+    fit = gather_objects("" if saved is None else "fits", None)
     return saved if saved is not None and all(fit) else present
 
 

@@ -22,7 +22,7 @@ from ds_moe_ext.attachment.grid_sizes import grid_of
 from ds_moe_ext.attachment.host_layer import Adopted, Found
 from ds_moe_ext.attachment.meeting import start_of
 from ds_moe_ext.attachment.replacement import Around, AttachedLayer, Blueprint
-from ds_moe_ext.comm import gather_texts, sum_in_place
+from ds_moe_ext.comm import gather_objects, sum_in_place
 from ds_moe_ext.hosts.deepspeed import engine_record, parameter_groups, startup
 from ds_moe_ext.hosts.deepspeed.role_engine import clip_gradients, experts_factor
 from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
@@ -208,7 +208,7 @@ def _make_known(
 def _check_both_learn(engine: Any, model: nn.Module) -> None:
     """Collective. Raises ValueError on all ranks where those of one role have nothing to train,
     which ZeRO's optimizers cannot bear."""
-    told = gather_texts(str(any(p.requires_grad for p in model.parameters())), None)
+    told = gather_objects(str(any(p.requires_grad for p in model.parameters())), None)
     stage = engine.zero_optimization_stage()
     if stage and len(set(told)) > 1:
         idle = [rank for rank, learns in enumerate(told) if learns != str(True)]

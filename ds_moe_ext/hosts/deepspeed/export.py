@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from ds_moe_ext.attachment.experts import HostedExperts
 from ds_moe_ext.attachment.host_layer import Hosted
-from ds_moe_ext.comm import all_gather_slots, as_bytes, exchange, gather_texts
+from ds_moe_ext.comm import all_gather_slots, as_bytes, exchange, gather_objects
 from ds_moe_ext.hosts.deepspeed.native import HostedMoE
 from ds_moe_ext.hosts.deepspeed.regions import Region
 from ds_moe_ext.schedule.task import INTER, INTRA
@@ -29,18 +28,21 @@ def whole_state(engine: Any) -> Iterator[None]:
     if run_of(engine) is None:
         yield
         return
-    engine.module_state_dict = lambda **_: gathered_state(engine.module)
+    engine.module_state_dict = lambda **_: full_state_dict(engine.module)
     try:
         yield
     finally:
         del engine.module_state_dict
 
 
-def gathered_state(model: nn.Module) -> dict[str, Tensor]:
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The model's state with all experts under the host's names, as the stock class loads it.
 
     Collective. Every rank gets all of it, one that has experts only too; experts, and what an
     expert rank gets from others, are in host memory, one weight at a time on the device.
+
+    Args:
+        model: ``engine.module``.
     """
     state, experts = dict(model.state_dict()), dict[str, Tensor]()
     for name, module in model.named_modules(remove_duplicate=False):  # some blocks share experts
@@ -66,24 +68,20 @@ def gathered_state(model: nn.Module) -> dict[str, Tensor]:
 class _Shape(NamedTuple):
     """What a tensor is like, for other ranks to make room for it."""
 
-    dtype: str
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Shape:
-        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    dtype: torch.dtype
+    shape: torch.Size
 
     def empty(self) -> Tensor:
         device = get_accelerator().current_device_name()
-        return torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=device)
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 def _completed(state: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
     """A rank's state without experts. One that has fewer tensors than others, as it has no dense
     weights, gets all that the first of those with most has; its buffers too, for its own have seen
     no data. Collective."""
-    own = {name: _Shape.of(t) for name, t in state.items() if isinstance(t, Tensor)}
-    told_C = [json.loads(text) for text in gather_texts(json.dumps(own), group)]
+    own = {name: _Shape(t.dtype, t.shape) for name, t in state.items() if isinstance(t, Tensor)}
+    told_C = gather_objects(own, group)
     whole = max(told_C, key=len)
     source = told_C.index(whole)
     lacking = [place for place, told in enumerate(told_C) if len(told) < len(whole)]
@@ -92,8 +90,8 @@ def _completed(state: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, 
             flat = as_bytes(state[name].detach().to(get_accelerator().current_device_name()))
             exchange([], [(flat, place) for place in lacking], group)
     if dist.get_rank(group) in lacking:
-        for name, (dtype, shape) in whole.items():
-            state[name] = _Shape(dtype, shape).empty()
+        for name, shape in whole.items():
+            state[name] = shape.empty()
             exchange([(as_bytes(state[name]), source)], [], group)
             state[name] = state[name].cpu()
     return state
@@ -122,12 +120,12 @@ def _joined(module: Hosted, index: int) -> Tensor:
 def _like_others(part_S: Tensor | None, group: dist.ProcessGroup) -> Tensor:
     """This rank's part; where it has none, no experts of the shape and type of the others'.
     Collective."""
-    own = "" if part_S is None else json.dumps(_Shape.of(part_S))
-    told = gather_texts(own, group)
+    own = None if part_S is None else _Shape(part_S.dtype, part_S.shape)
+    told = gather_objects(own, group)
     if part_S is not None:
         return part_S
-    dtype, (_, *shape) = json.loads(next(text for text in told if text))
-    return _Shape(dtype, (0, *shape)).empty()
+    dtype, (_, *shape) = next(filter(None, told))
+    return _Shape(dtype, torch.Size((0, *shape))).empty()
 
 
 def _of_cell(module: Hosted, index: int, part_S: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def read(
     """Each fragment, ``[F]`` in host memory, by its tensor's name. Not collective.
 
     Args:
-        folder: see ``stored.load``.
+        folder: see ``dcp_folder.load``.
         shapes: in which each tensor is kept there: its own, or flat.
         fragments: what to read, by the tensor's name.
 

@@ -7,12 +7,11 @@ have no experts, and those of an expert rank have nothing else.
 
 from __future__ import annotations
 
-import json
 from typing import Any, NamedTuple
 
 import torch
 
-from ds_moe_ext.comm import gather_texts
+from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.hosts.deepspeed.checkpoint_contents import base_optimizer, has_dense_weights
 from ds_moe_ext.hosts.deepspeed.parameter_groups import belongs_to_user
 from ds_moe_ext.steps.training_run import Run
@@ -53,7 +52,7 @@ def _share(engine: Any) -> None:
         return
     groups = optimizer.param_groups
     own = [float(group["lr"]) if group["params"] else None for group in groups]
-    of_ranks = [json.loads(text) for text in gather_texts(json.dumps(own), None)]
+    of_ranks = gather_objects(own, None)
     for group, rates in zip(groups, zip(*of_ranks)):
         if not group["params"]:
             group["lr"] = next((rate for rate in rates if rate is not None), group["lr"])

@@ -26,7 +26,7 @@ from ds_moe_ext.attachment import agreement, experts
 from ds_moe_ext.attachment.launcher import is_first
 from ds_moe_ext.attachment.meeting import PATIENCE_S, Description, Start, start_of, starting
 from ds_moe_ext.attachment.replacement import Blueprint, draw, wanted
-from ds_moe_ext.comm import gather_texts
+from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.hosts import huggingface
 from ds_moe_ext.hosts.deepspeed import native
 from ds_moe_ext.hosts.deepspeed.op_lock import tell_of_old_lock
@@ -218,7 +218,7 @@ def _devices(agree_first: Callable[[], None]) -> list[str]:
     device = torch.device(get_accelerator().current_device_name())
     has_name = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if has_name else platform.processor()
-    return gather_texts(name or device.type, None)
+    return gather_objects(name or device.type, None)
 
 
 def micro_batch_of(document: Mapping[str, Any]) -> int | None:

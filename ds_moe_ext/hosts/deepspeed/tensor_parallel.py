@@ -12,7 +12,7 @@ from deepspeed.utils.bwc import (
     bwc_tensor_model_parallel_world_size,
 )
 
-from ds_moe_ext.comm import gather_texts
+from ds_moe_ext.comm import gather_objects
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class TensorParallel:
         """
         if self.group is None:
             return
-        ranks = [int(text) for text in gather_texts(str(dist.get_rank()), self.group)]
+        ranks = [int(text) for text in gather_objects(str(dist.get_rank()), self.group)]
         first = ranks[0]
         if first % self.size or ranks != list(range(first, first + self.size)):
             raise ValueError(

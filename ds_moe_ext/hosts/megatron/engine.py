@@ -19,7 +19,7 @@ from ds_moe_ext.attachment.host_layer import Found
 from ds_moe_ext.attachment.meeting import start_of
 from ds_moe_ext.attachment.refusal import refuse
 from ds_moe_ext.attachment.replacement import Around, AttachedLayer, Blueprint
-from ds_moe_ext.comm import gather_texts
+from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.hosts.megatron import checkpoint, moe_layers
 from ds_moe_ext.hosts.megatron.active_settings import Chosen
 from ds_moe_ext.hosts.megatron.expert_modules import HostedExperts, Ready
@@ -92,7 +92,7 @@ class MegatronHost:
     def devices(self) -> list[str]:
         has_name = self.device.type == "cuda"
         name = torch.cuda.get_device_name(self.device) if has_name else self.device.type
-        return gather_texts(name, None)
+        return gather_objects(name, None)
 
     def refuse(self, settings: Settings, strategy: Strategy) -> tuple[Settings, Strategy]:
         """Sizes are Megatron's, and so are some ways to reduce dense gradients."""
@@ -169,7 +169,7 @@ def check_wrapped(chunks: Sequence[nn.Module]) -> None:
 
 def check_found(found: Sequence[Found], settings: Settings, chunks: Sequence[Any]) -> None:
     """Collective, over the world: a pipeline stage may be without MoE layers, the model not."""
-    if not any(map(int, gather_texts(str(len(found)), None))):
+    if not any(map(int, gather_objects(str(len(found)), None))):
         pattern = settings.moe_layer_pattern
         raise ValueError(
             f"{BLOCK} is enabled, but no rank has an MoE layer"

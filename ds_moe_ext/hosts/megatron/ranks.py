@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
-from ds_moe_ext.comm import gather_texts
+from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.settings import BLOCK, Settings
 
@@ -116,7 +116,7 @@ def grids(model: nn.Module) -> Grids:
     collection = collection_of(model)
     pp, edp, ep, esp = (place_in(collection, name) for name in ("pp", "expt_dp", "ep", "expt_tp"))
     own = Seat(pp.rank, edp.rank, ep.rank, esp.rank, dist.get_rank())
-    told = gather_texts(" ".join(map(str, own)), None)
+    told = gather_objects(" ".join(map(str, own)), None)
     seats = sorted(Seat(*map(int, text.split())) for text in told)
     stages = [tuple(s.rank for s in of) for _, of in groupby(seats, key=lambda seat: seat.stage)]
     made = [Grid(len(ranks), ep.size, esp.size, ranks) for ranks in stages]

@@ -17,7 +17,7 @@ from ds_moe_ext.attachment.grid_sizes import grid_of
 from ds_moe_ext.attachment.host_layer import Found
 from ds_moe_ext.attachment.refusal import Refusal, refuse
 from ds_moe_ext.attachment.replacement import Around, AttachedLayer, Blueprint
-from ds_moe_ext.comm import gather_texts, sum_in_place
+from ds_moe_ext.comm import gather_objects, sum_in_place
 from ds_moe_ext.hosts import huggingface
 from ds_moe_ext.layout import group_among
 from ds_moe_ext.settings import BLOCK, Settings
@@ -177,7 +177,7 @@ class PlainHost:
     def devices(self) -> list[str]:
         has_name = self.device.type == "cuda"
         name = torch.cuda.get_device_name(self.device) if has_name else self.device.type
-        return gather_texts(name, None)
+        return gather_objects(name, None)
 
     def refuse(self, settings: Settings, strategy: Strategy) -> tuple[Settings, Strategy]:
         """Dense gradients are left to what wraps the model."""
