@@ -37,17 +37,15 @@ if ((num_gpus > 0 && num_gpus < num_ranks)); then
   export OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu
 fi
 if [[ "${DS_ACCELERATOR:-}" == cpu ]]; then
-  cache="${TORCH_EXTENSIONS_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/torch_extensions}"
-  # torch leaves the lock behind if it is killed; while it compiles it writes, well within 2 minutes.
-  lock=$(find "$cache" -path '*/deepspeed_shm_comm/lock' -mmin +2 2>/dev/null | head -n 1 || true)
-  if [[ -n "$lock" && -z "$(find "$(dirname "$lock")" -type f -mmin -2)" ]]; then
-    echo "quickstart: $lock was left by a compilation that did not end; every start would wait for" \
-      "it. Unless another process is compiling there now: rm $lock" >&2
-    exit 1
-  fi
-  if [[ -z "$(find "$cache" -name 'deepspeed_shm_comm.so' 2>/dev/null)" ]]; then
-    echo "quickstart: DeepSpeed now compiles its CPU collectives, once: 20 to 60 s of silence"
-  fi
+  python - <<'END'
+from ds_moe_ext.hosts.deepspeed.op_lock import is_compiled, told_of_old_lock
+
+told = told_of_old_lock()
+if told:
+    raise SystemExit(f"quickstart: {told}")
+if not is_compiled():
+    print("quickstart: DeepSpeed now compiles its CPU collectives, once: 20 to 60 s of silence")
+END
 fi
 # DeepSpeed calls collectives by names that torch has deprecated: one warning a rank.
 export PYTHONWARNINGS=ignore::FutureWarning

@@ -43,13 +43,12 @@ def convert(given: argparse.Namespace) -> int:
     from rich.console import Console  # other commands do without
 
     from ds_moe_ext.convert import conversion
-    from ds_moe_ext.convert.forms import Form
 
     asked = conversion.Asked(
         source=given.source,
         target=given.target,
-        goal=Form(given.goal),
-        given=None if given.given is None else Form(given.given),
+        goal=conversion.Form(given.goal),
+        given=None if given.given is None else conversion.Form(given.given),
         described=given.described,
         dtype=given.dtype and resolve_name(f"torch:{given.dtype}"),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pkgutil
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import nn
 from ds_moe_ext.attachment.host_layer import any_name
 from ds_moe_ext.attachment.unknown_experts import unknown_experts
 from ds_moe_ext.convert.description import BUILDER, is_model_file
+from ds_moe_ext.files.documents import read_document
 from ds_moe_ext.hosts.deepspeed.startup import FINDERS
 
 
@@ -68,7 +68,12 @@ def _of_file(path: Path) -> Any:
     """The model of a config: Hugging Face's, or a file like those of configs/models."""
     from transformers import AutoConfig
 
-    document = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    try:
+        document = read_document(path) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(
+            f"--model is {str(path)!r}, which cannot be read ({error}); name a model's config"
+        ) from error
     if not is_model_file(document):
         return _of_config(AutoConfig.from_pretrained(path))
     if BUILDER in document:

@@ -1,10 +1,11 @@
-"""One conversion: open, check, write."""
+"""One conversion: which form a folder has, open, check, write."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 import torch
@@ -13,13 +14,20 @@ from rich.progress import Progress
 
 from ds_moe_ext.convert import deepspeed, huggingface, megatron, names
 from ds_moe_ext.convert.description import Document, document_of, model_of, read_document
-from ds_moe_ext.convert.forms import Form, form_of
 from ds_moe_ext.convert.megatron_arguments import flags_of
 from ds_moe_ext.convert.megatron_arguments import model_of as model_of_arguments
 from ds_moe_ext.convert.model import Model
 from ds_moe_ext.convert.source import Pieces, Source
 from ds_moe_ext.convert.tables import Table, cells
 from ds_moe_ext.convert.target import Maker
+
+
+class Form(Enum):
+    """How a checkpoint is kept."""
+
+    MEGATRON = "megatron"
+    DEEPSPEED = "deepspeed"
+    HUGGINGFACE = "huggingface"
 
 
 @dataclass(frozen=True)
@@ -58,17 +66,17 @@ def convert(asked: Asked, console: Console) -> Model:
     if asked.target.exists() and any(asked.target.iterdir()):
         raise ValueError(f"{asked.target} is not empty; name a new folder")
     with ExitStack() as files, Progress(console=console, transient=True) as progress:
-        opened = _OPEN[form](asked, files)
+        opened = _WAYS[form].open(asked, files)
         model = opened.model
         document = opened.document
         if asked.goal is Form.HUGGINGFACE:
             document = {**document_of(model), **document}
-        table = _TABLES[asked.goal](model)
+        table = _WAYS[asked.goal].table(model)
         total = sum(1 for _ in cells(model, table))
         task = progress.add_task(f"{form.value} to {asked.goal.value}", total=total)
         pieces = Pieces(opened.source, model)
         maker = Maker(model, pieces, asked.dtype, lambda: progress.advance(task))
-        _WRITE[asked.goal](asked.target, maker, document)
+        _WAYS[asked.goal].write(asked.target, maker, document)
     _tell(console, asked, opened)
     return model
 
@@ -117,21 +125,67 @@ def _open_megatron(asked: Asked, files: ExitStack) -> _Opened:
     return _Opened(source, model, document, megatron.has_optimizer(folder))
 
 
-_OPEN: dict[Form, Callable[[Asked, ExitStack], _Opened]] = {
-    Form.HUGGINGFACE: _open_huggingface,
-    Form.DEEPSPEED: _open_deepspeed,
-    Form.MEGATRON: _open_megatron,
+@dataclass(frozen=True)
+class _Way:
+    """How a form is known, read and written.
+
+    Attributes:
+        is_here: whether a folder looks like it.
+        open: a source.
+        table: names of what is written.
+        write: into a folder, given the config of the model.
+    """
+
+    is_here: Callable[[Path], bool]
+    open: Callable[[Asked, ExitStack], _Opened]
+    table: Callable[[Model], Table]
+    write: Callable[[Path, Maker, Document], None]
+
+
+_WAYS = {
+    Form.MEGATRON: _Way(
+        megatron.is_here,
+        _open_megatron,
+        names.megatron,
+        lambda folder, maker, _: megatron.write(folder, maker),
+    ),
+    Form.DEEPSPEED: _Way(
+        deepspeed.is_here,
+        _open_deepspeed,
+        lambda model: names.deepspeed_module(model) + names.deepspeed_experts(model),
+        lambda folder, maker, _: deepspeed.write(folder, maker),
+    ),
+    Form.HUGGINGFACE: _Way(
+        huggingface.is_here, _open_huggingface, names.huggingface_files, huggingface.write
+    ),
 }
-_TABLES: dict[Form, Callable[[Model], Table]] = {
-    Form.HUGGINGFACE: names.huggingface_files,
-    Form.DEEPSPEED: lambda model: names.deepspeed_module(model) + names.deepspeed_experts(model),
-    Form.MEGATRON: names.megatron,
-}
-_WRITE: dict[Form, Callable[[Path, Maker, Document], None]] = {
-    Form.HUGGINGFACE: huggingface.write,
-    Form.DEEPSPEED: lambda folder, maker, _: deepspeed.write(folder, maker),
-    Form.MEGATRON: lambda folder, maker, _: megatron.write(folder, maker),
-}
+
+
+def form_of(folder: Path, told: Form | None) -> Form:
+    """That of a folder.
+
+    Args:
+        folder: of a checkpoint.
+        told: what it is said to be.
+
+    Raises:
+        ValueError: it is not; or of none, or of several.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; name the folder of a checkpoint")
+    found = [form for form, way in _WAYS.items() if way.is_here(folder)]
+    if told in found:
+        return told
+    signs = (
+        f"megatron has {megatron.TRACKER} or {megatron.BACKENDS}, deepspeed {deepspeed.LATEST} or "
+        f"{deepspeed.LAYOUT_FILE}, huggingface config.json and *.safetensors"
+    )
+    if told is not None:
+        raise ValueError(f"{folder} is no checkpoint of form {told.value}: {signs}")
+    if len(found) != 1:
+        names = " and ".join(form.value for form in found) or "none of the forms"
+        raise ValueError(f"{folder} looks like {names}: {signs}; say which with --from")
+    return found[0]
 
 
 def _tell(console: Console, asked: Asked, opened: _Opened) -> None:

@@ -20,10 +20,9 @@ from ds_moe_ext.report.colours import (
     copies_ramp,
     map_palette,
 )
-from ds_moe_ext.report.heatmap import heatmap, scale
+from ds_moe_ext.report.heatmap import Shelves, heatmap, scale
 from ds_moe_ext.report.raster import data_uri
 from ds_moe_ext.report.record import PlacementRecord, RunRecord
-from ds_moe_ext.report.shelves import Shelves
 from ds_moe_ext.report.summary import Bins
 
 _WIDE, _WIDEST_BOX = 560, 18  # pixels of a map, where they suffice, and of a box on it

@@ -13,8 +13,7 @@ from rich.console import Console
 from torch import Tensor
 
 from ds_moe_ext.convert import dcp, deepspeed
-from ds_moe_ext.convert.conversion import Asked, convert
-from ds_moe_ext.convert.forms import Form
+from ds_moe_ext.convert.conversion import Asked, Form, convert
 from tests.convert import models
 from tests.hosts import jobs
 from tests.hosts.jobs import Job

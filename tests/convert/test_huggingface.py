@@ -13,8 +13,7 @@ from rich.console import Console
 
 from ds_moe_ext import cli
 from ds_moe_ext.convert import description, huggingface, megatron, megatron_arguments
-from ds_moe_ext.convert.conversion import Asked, convert
-from ds_moe_ext.convert.forms import Form, form_of
+from ds_moe_ext.convert.conversion import Asked, Form, convert, form_of
 from tests.convert import models
 
 QUIET = Console(quiet=True)

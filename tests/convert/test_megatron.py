@@ -12,8 +12,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from ds_moe_ext.convert.conversion import Asked, convert
-from ds_moe_ext.convert.forms import Form
+from ds_moe_ext.convert.conversion import Asked, Form, convert
 from tests.convert import models
 from tests.convert.test_deepspeed import GPT, converted, described, ran
 from tests.hosts import jobs

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ds_moe_ext.convert.conversion import Asked, convert
-from ds_moe_ext.convert.forms import Form
+from ds_moe_ext.convert.conversion import Asked, Form, convert
 from ds_moe_ext.hosts.deepspeed.layout_file import FOLDER, LAYOUT_FILE, SAVE
 from tests import payloads
 from tests.convert import models

@@ -91,7 +91,7 @@ def test_the_quickstart_stops(lock: Path) -> None:
     looks = "set -euo pipefail\n" + script[start : script.index("\nfi\n", start) + 4]
     done = run_shell(looks)
     assert done.returncode == 1
-    assert f"quickstart: {lock} was left by a compilation that did not end" in done.stderr
+    assert f"quickstart: {lock} was left by a compilation" in done.stderr
     (lock.parent / "shm.o").touch()
     assert run_shell(looks).returncode == 0
     first = run_shell(looks, TORCH_EXTENSIONS_DIR=str(lock / "none"))

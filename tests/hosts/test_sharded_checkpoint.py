@@ -17,10 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_moe_ext.hosts.deepspeed import dcp_folder, fragments
-from ds_moe_ext.hosts.deepspeed.fragments import Fragment
+from ds_moe_ext.hosts.deepspeed import dcp_folder
 from ds_moe_ext.hosts.deepspeed.layout_file import LAYOUT_FILE
-from ds_moe_ext.hosts.deepspeed.regions import Region
+from ds_moe_ext.hosts.deepspeed.regions import Fragment, Region, read_fragments
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.moe.sharding import Along, Shard
 from tests.hosts import jobs
@@ -115,7 +114,7 @@ def check(folder: Path, cells: Cells, dtype: torch.dtype) -> None:
     shapes = dcp_folder.contents(folder).shapes
     for rank in range(cells.grid.world_size):
         wanted = dict(cells.fragments(rank, dtype))
-        for key, tensor in fragments.read(folder, shapes, wanted).items():
+        for key, tensor in read_fragments(folder, shapes, wanted).items():
             assert torch.equal(tensor, expected(key, wanted[key])), key
 
 

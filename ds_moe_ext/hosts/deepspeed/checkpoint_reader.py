@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ds_moe_ext.attachment.dynamo import plain
 from ds_moe_ext.attachment.host_layer import Slot
 from ds_moe_ext.comm import gather_objects
-from ds_moe_ext.hosts.deepspeed import dcp_folder, fragments
+from ds_moe_ext.hosts.deepspeed import dcp_folder
 from ds_moe_ext.hosts.deepspeed.checkpoint_contents import (
     ABOUT,
     OPTIMIZER,
@@ -25,8 +25,8 @@ from ds_moe_ext.hosts.deepspeed.checkpoint_contents import (
     is_stepped,
     named_parameters,
 )
-from ds_moe_ext.hosts.deepspeed.fragments import Fragment
 from ds_moe_ext.hosts.deepspeed.layout_file import FOLDER, SAVE, SavedLayout
+from ds_moe_ext.hosts.deepspeed.regions import Fragment, read_fragments
 from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.placement import Placement
@@ -387,7 +387,7 @@ class _Reading:
         }
 
     def _read(self, wanted: Mapping[str, Fragment]) -> dict[str, Tensor]:
-        return fragments.read(self._path, self._contents.shapes, wanted)
+        return read_fragments(self._path, self._contents.shapes, wanted)
 
 
 def check_module(engine: Any, given: Mapping[str, Any], asked: Asked) -> None:

@@ -36,13 +36,24 @@ def extensions() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "torch_extensions"
 
 
-def tell_of_old_lock() -> None:
-    """Name it, before DeepSpeed waits for it."""
+def told_of_old_lock() -> str:
+    """What to do about it, before DeepSpeed waits for it; empty where there is none."""
     lock = old_lock()
-    if lock is not None:
-        print(
-            f"ds_moe_ext: {lock} was left by a compilation of DeepSpeed's CPU collectives that did "
-            "not end, and every start waits for it: unless another process is compiling there now, "
-            f"stop, delete it (rm {lock}) and start again",
-            flush=True,
-        )
+    if lock is None:
+        return ""
+    return (
+        f"{lock} was left by a compilation of DeepSpeed's CPU collectives that did not end, and "
+        "every start waits for it: unless another process is compiling there now, delete it "
+        f"(rm {lock}) and start again"
+    )
+
+
+def tell_of_old_lock() -> None:
+    """Say so."""
+    if told := told_of_old_lock():
+        print(f"ds_moe_ext: {told}", flush=True)
+
+
+def is_compiled() -> bool:
+    """Whether a compilation has come to its end there."""
+    return any(extensions().glob(f"**/{OP}/{OP}.so"))
