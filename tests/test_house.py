@@ -334,10 +334,6 @@ def no_reaching_by_name(source: Source) -> Iterator[Finding]:
 AS_STORED = {
     "_autoload": "a property keeps its value under its own name",
     "patches.patch": "a staticmethod stays one, and no lazy module is woken",
-    "hosts.deepspeed.buckets": "keeps what is ours beside an optimizer",
-    "hosts.deepspeed.parameter_groups": "keeps what is ours beside an engine",
-    "hosts.deepspeed.slices": "keeps what is ours beside an engine",
-    "hosts.deepspeed.zero_0": "keeps what is ours beside an engine",
 }
 """Modules that read what is stored past how it is reached, and why."""
 
