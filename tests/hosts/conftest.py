@@ -8,7 +8,8 @@ import pytest
 
 from tests.ranks import preload
 
-preload("deepspeed", "transformers", "transformers.models.mixtral.modeling_mixtral", "setuptools")
+preload("deepspeed", "transformers", "setuptools")
+preload("transformers.models.mixtral.modeling_mixtral", "deepspeed.runtime.zero.stage3")
 
 
 @pytest.fixture(scope="module")

@@ -143,8 +143,10 @@ def plain(world_size: int, job: Job) -> Result:
 
 @functools.cache
 def alone(job: Job) -> Result:
-    """The job on one rank at ZeRO 0, without us."""
-    job = replace(job, stage=0, block=False, strategy="ep", keys=(), hardware=None)
+    """The job on one rank without us; at ZeRO 1 where norms count, of which DeepSpeed has none at
+    ZeRO 0, and where masters do."""
+    stage = min(job.stage, 1) if job.clip or job.dtype == "bfloat16" else 0
+    job = replace(job, stage=stage, block=False, strategy="ep", keys=(), hardware=None)
     result: Result = pool_of(1).run(train, job)[0]
     return result
 

@@ -1,0 +1,672 @@
+"""Configurations under DeepSpeed, a row each, that learn what stock learns: by plain expert
+parallelism on as many ranks, or on one rank without us.
+
+A row says a strategy, ranks, a grid, a family of models, ZeRO's stage, a precision and what a user
+may add. ``docs/testing.md`` tells how to add one. What a strategy does on the way (when copies
+travel, what is refused, what is saved) has tests of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_moe_ext.hardware import Device, Hardware, Link
+from tests.hosts import families, toy
+from tests.hosts.copied_runs import (
+    Step,
+    alone,
+    fssdp,
+    num_copied,
+    num_moved,
+    plain,
+    run,
+    varied,
+    worst,
+)
+from tests.hosts.jobs import Job
+from tests.hosts.test_gates_json import GATES, NOISY
+from tests.hosts.varied import VARIED
+from tests.hosts.zebra_runs import zebra
+
+Shows = Callable[[Sequence[Step]], None]
+
+
+class Stock(Enum):
+    """What a row's run is held against, at ZeRO 0 or 1 and without what changes nothing."""
+
+    EP = "plain expert parallelism on as many ranks"
+    ALONE = "one rank without us"
+
+
+@dataclass(frozen=True)
+class Close:
+    """Largest relative errors; of what has none, nothing is held.
+
+    Attributes:
+        losses: of every step.
+        norms: of every step's gradients, where both runs know them.
+        weights: of all at the end, as ``copied_runs.worst`` measures them.
+    """
+
+    losses: float
+    norms: float | None = None
+    weights: float | None = None
+
+
+EXACT = Close(1e-12, 1e-12, 1e-12)
+BUT_KEYS = Close(1e-11, 1e-11, 1e-11)
+"""Adam makes steps of the zero gradient that biases of keys have, as in gpt_moe."""
+GRADIENTS = Close(2e-6, None, 2e-6)
+CURVES = Close(1e-5, 1e-4)
+"""In float32 a flipped choice may move a curve, but not far in some steps."""
+HALVES = Close(5e-3, 5e-2)
+ROUGH = Close(2e-2, None, 2e-2)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration.
+
+    Attributes:
+        name: of the case.
+        ranks: of the pool.
+        job: what they run.
+        close: to ``stock``, so near.
+        shows: what the steps of rank 0 must have seen, or the row proves less than it says.
+        hardware: what a strategy plans by; it measures where there is none.
+        is_slow: by hand only; a quicker row proves the same on fewer ranks or another family.
+    """
+
+    name: str
+    ranks: int
+    job: Job
+    close: Close = EXACT
+    stock: Stock = Stock.EP
+    shows: tuple[Shows, ...] = ()
+    hardware: Hardware | None = None
+    is_slow: bool = False
+
+
+def float64(family: str = "toy", steps: int = 4, **fields: Any) -> Job:
+    """At ZeRO 0, whose masters are what the model is; under Adam."""
+    return Job(family, 0, dtype="float64", steps=steps, **{"clip": 0.5, **fields})
+
+
+def one_gradient(family: str, stage: int, **fields: Any) -> Job:
+    """One step of SGD at a huge rate is the gradient, whatever ZeRO does with it."""
+    rate = {"steps": 1, "optimizer": "object", "sgd": True, "learning_rate": 1e4}
+    return Job(family, stage, **{**rate, **fields})
+
+
+def close_of(family: str) -> Close:
+    return BUT_KEYS if family == "gpt_moe" else EXACT
+
+
+# What steps show.
+
+
+def copies(steps: Sequence[Step]) -> None:
+    assert any(num_copied(steps))
+
+
+def moves(steps: Sequence[Step]) -> None:
+    assert num_moved(steps)
+
+
+def moves_nothing(steps: Sequence[Step]) -> None:
+    assert not num_moved(steps)
+
+
+def draws_all_kinds(steps: Sequence[Step]) -> None:
+    plans = [plan for step in steps for plan in step.plans]
+    assert len(set(num_copied(steps))) > 5
+    assert num_moved(steps) > 10
+    assert {plan.rematerialize for plan in plans} == {True, False}
+    assert {plan.revise is None for plan in plans} == {True, False}
+    assert {plan.has_copies for plan in plans} == {True, False}
+
+
+def lies_on(num_nodes: int) -> Shows:
+    def check(steps: Sequence[Step]) -> None:
+        assert len(set(steps[0].plans[0].share.node_C.tolist())) == num_nodes
+
+    return check
+
+
+def plans_once_costs_are_known(steps: Sequence[Step]) -> None:
+    assert not any(num_copied(steps[:5]))
+    assert sum(map(bool, num_copied(steps[5:]))) > 2
+
+
+def carries(steps: Sequence[Step]) -> None:
+    assert any(plan.carried is not None for plan in _with_copies(steps))
+
+
+def carries_nothing(steps: Sequence[Step]) -> None:
+    assert all(plan.carried is None for plan in _with_copies(steps))
+
+
+def _with_copies(steps: Sequence[Step]) -> list[Any]:
+    return [plan for step in steps for plan in step.plans if plan.has_copies]
+
+
+# Strategy ep: nothing but other places of experts.
+
+
+def ep_rows() -> Iterator[Row]:
+    for family in ("mixtral", "gpt_moe"):
+        for stage in (0, 1, 2):
+            for ranks in (2, 4):
+                is_slow = ranks == 4 and (family == "mixtral") == (stage == 2)
+                name = f"ep gradients {family} zero{stage} {ranks} ranks"
+                job = one_gradient(family, stage)
+                yield Row(name, ranks, job, Close(1e-6, None, 1e-6), Stock.ALONE, is_slow=is_slow)
+                name = f"ep curve {family} zero{stage} {ranks} ranks"
+                job = Job(family, stage, clip=0.5)
+                yield Row(name, ranks, job, Close(2e-4, 2e-3), Stock.ALONE, is_slow=ranks == 4)
+            job = Job(family, stage, dtype="bfloat16", steps=6)
+            name, is_slow = f"ep bfloat16 {family} zero{stage}", family == "gpt_moe"
+            yield Row(name, 2, job, Close(2e-2), Stock.ALONE, is_slow=is_slow)
+            if stage < 2:  # DeepSpeed itself refuses no_sync at ZeRO 2
+                job = Job(family, stage, steps=3, clip=0.5, no_sync=True, evaluate=True)
+                yield Row(f"ep no_sync {family} zero{stage}", 2, job, Close(1e-6))
+        for ranks in (2, 4):
+            is_slow = (family == "mixtral") == (ranks == 2)
+            job = float64(family, steps=10, clip=0.0)
+            name = f"ep float64 {family} {ranks} ranks"
+            yield Row(name, ranks, job, Close(1e-12), Stock.ALONE, is_slow=is_slow)
+    for stage in (0, 1, 2):  # expert gradients are reduced over ranks that hold the same experts
+        job = one_gradient("mixtral", stage, cells=2)
+        yield Row(f"ep two grids zero{stage}", 4, job, Close(1e-6, None, 1e-6), Stock.ALONE)
+    for cells in (2, None):
+        job = one_gradient("gpt_moe", 1, ep_size=2, cells=cells)
+        name = f"ep native ep_size 2, {cells or 'all'} cells"
+        yield Row(name, 2, job, Close(1e-6, None, 1e-6), Stock.ALONE)
+    for top_k in (1, 2, 3):  # what a gate of DeepSpeed's drops stays dropped
+        for drops in (False, True):
+            job = one_gradient("gpt_moe", 1, top_k=top_k, drop_tokens=drops)
+            yield Row(f"ep top-{top_k} drops {drops}", 2, job, GRADIENTS, Stock.ALONE)
+
+
+# Plans by chance: whatever a strategy says, a run learns the same.
+
+
+ALL = {"revised": 0.4, "rematerialized": 0.4, "carried": 0.5, "shard_every": 2}
+ANY = {"revised": 0.3, "rematerialized": 0.3, "carried": 0.5, "shard_every": 3}
+TOYS = sorted(set(toy.NAMES) - {"toy", "toy, wide", "toy, deep"})
+
+
+def on_nodes(ranks_per_node: int) -> Hardware:
+    return Hardware(
+        name="of a test",
+        source="made up",
+        num_nodes=4,
+        ranks_per_node=ranks_per_node,
+        device=Device(name="CPU"),
+        intra=Link(bytes_per_s=1e9),
+        inter=Link(bytes_per_s=1e8),
+    )
+
+
+def varied_rows() -> Iterator[Row]:
+    for ranks, nodes in ((2, 1), (4, 2), (2, 2), (4, 1), (4, 4), (8, 1), (8, 2), (8, 4)):
+        yield Row(
+            f"varied {ranks} ranks {nodes} nodes",
+            ranks,
+            varied(float64(steps=10, micro_batches=max(4, ranks)), **ANY, seed=nodes),
+            stock=Stock.ALONE if ranks == 8 else Stock.EP,
+            shows=(draws_all_kinds, lies_on(nodes)),
+            hardware=on_nodes(ranks // nodes),
+            is_slow=(ranks, nodes) not in ((2, 1), (4, 2)),
+        )
+    for family in TOYS:  # few experts, layers of other sizes or shapes, shared or frozen ones
+        name, job = f"varied {family}", varied(float64(family, clip=0.0), **ALL)
+        yield Row(name, 4, job, stock=Stock.ALONE, shows=(copies,))
+        job = replace(job, micro_batches=8)
+        yield Row(f"{name} 8 ranks", 8, job, stock=Stock.ALONE, is_slow=True)
+    for family in ("toy, paired", "toy, shared experts", "toy, top alone"):
+        job = varied(float64(family, clip=0.0, micro_batches=6), layers=1.0, shard_every=2)
+        name, is_slow = f"varied {family} accumulates", family != "toy, paired"
+        yield Row(name, 2, job, stock=Stock.ALONE, is_slow=is_slow)
+    # Nothing of the optimizer is kept of frozen experts; some ranks have only such to move.
+    job = float64("toy, some experts frozen", clip=0.0)
+    job = varied(job, layers=0.0, shard_every=1, seed=1)
+    yield Row("varied frozen experts move", 4, job, stock=Stock.ALONE, shows=(moves,))
+    for layers in (0.0, 1.0):  # two experts a layer, on four ranks
+        job = varied(float64("toy, experts alone", clip=0.0), layers=layers, shard_every=3)
+        yield Row(f"varied few experts, copies {layers}", 4, job, stock=Stock.ALONE)
+    for family in ("mixtral", "gpt_moe", "gpt_oss", "qwen3_moe", "deepseek_v3"):
+        job = varied(float64(family, clip=0.0), layers=1.0, **ALL)
+        is_slow = family in ("qwen3_moe", "deepseek_v3")
+        name = f"varied {family}"
+        yield Row(name, 4, job, close_of(family), shows=(copies,), is_slow=is_slow)
+    job = varied(float64("gpt_moe", clip=0.0, num_experts=2), **ALL)
+    yield Row("varied gpt_moe fewer experts than ranks", 4, job, BUT_KEYS, Stock.ALONE)
+    for family, keys in {
+        "toy, uneven layers": ALL,
+        "mixtral": {**ALL, "carried": 1.0},
+        "qwen2_moe": {"rematerialized": 1.0},  # saves tensors after its experts
+        "gpt_moe": {"revised": 1.0},
+    }.items():
+        for reentrant in (True, False):
+            is_toy = "toy" in family
+            yield Row(
+                f"varied {family} checkpointed, reentrant {reentrant}",
+                4 if is_toy else 2,
+                varied(float64(family, 3, clip=0.0, use_reentrant=reentrant), layers=1.0, **keys),
+                close_of(family),
+                Stock.ALONE if is_toy else Stock.EP,
+                is_slow=not reentrant,
+            )
+    for ranks in (2, 4):  # experts of each of two grids are copied within it
+        job = one_gradient("toy", 1, cells=ranks // 2, learning_rate=1e3)
+        job = varied(job, layers=1.0)
+        yield Row(f"varied two grids {ranks} ranks", ranks, job, GRADIENTS, Stock.ALONE)
+    for family in ("toy", "toy, uneven layers"):  # rows are dropped by experts, wherever they are
+        job = varied(float64(family, clip=0.0, capacity_factor=0.8), **ALL)
+        yield Row(f"varied {family} with capacity", 2, job)
+    for gate, keys in {"noisy": NOISY, "expert choice": GATES["expert choice"]}.items():
+        for family in ("mixtral", "gpt_moe"):  # a rank draws the same noise by any plan
+            job = float64(family, gate=keys)
+            job = varied(job, shard_every=2, carried=0.4, revised=0.3)
+            is_slow = (gate == "noisy") == (family == "gpt_moe")
+            name = f"varied {gate} gate of {family}"
+            yield Row(name, 4, job, BUT_KEYS, shows=(moves,), is_slow=is_slow)
+
+
+def varied_at_zero_rows() -> Iterator[Row]:
+    """By hand: quicker tests train at ZeRO 1 and 2 too."""
+    for stage in (0, 1, 2):
+        for family in ("mixtral", "gpt_moe"):
+            for freed in (0.0, 1.0):
+                job = one_gradient(family, stage)
+                job = varied(job, layers=1.0, copies=0.7, rematerialized=freed)
+                name = f"varied gradients {family} zero{stage} freed {freed}"
+                shows = (copies,)
+                yield Row(name, 2, job, GRADIENTS, Stock.ALONE, shows, is_slow=True)
+        for dtype in ("bfloat16", "float16"):  # in float16 the first overflow: steps are skipped
+            job = varied(Job("gpt_moe", stage, dtype=dtype, clip=0.5), **ANY)
+            close = HALVES if stage else replace(HALVES, norms=None)
+            name = f"varied {dtype} zero{stage}"
+            yield Row(name, 2, job, close, shows=(moves,), is_slow=True)
+        job = varied(one_gradient("mixtral", stage, dtype="bfloat16"), layers=1.0, copies=0.7)
+        yield Row(f"varied gradients bfloat16 zero{stage}", 2, job, ROUGH, is_slow=True)
+        for optimizer, parameters in (("object", "groups"), ("callable", "list")):
+            job = Job("mixtral", stage, steps=5, optimizer=optimizer, parameters=parameters)
+            name = f"varied optimizer {optimizer} of {parameters} zero{stage}"
+            job, close = varied(job, shard_every=2), Close(2e-5)
+            yield Row(name, 2, job, close, Stock.ALONE, (moves,), is_slow=True)
+    for ranks in (2, 4):
+        for stage in (1, 2):
+            name, job = f"varied curve zero{stage} {ranks} ranks", Job("mixtral", stage, clip=0.5)
+            yield Row(name, ranks, varied(job, **ANY), CURVES, shows=(moves,), is_slow=True)
+    for stage in (1, 2):  # Adam's states go with their expert
+        job = varied(Job("toy", stage, steps=6), shard_every=1)
+        close = Close(1e-4, None, 1e-4)
+        yield Row(f"varied homes zero{stage}", 4, job, close, shows=(moves,), is_slow=True)
+    for stage in (0, 1):
+        job = Job("toy", stage, steps=5, clip=0.5, no_sync=True, evaluate=True)
+        job = varied(job, revised=0.3)
+        yield Row(f"varied no_sync zero{stage}", 2, job, CURVES, is_slow=True)
+
+
+# Strategies of the papers.
+
+
+FSSDP: dict[str, tuple[int, dict[str, Any], Shows]] = {
+    "some copies": (
+        4,
+        {"overlap_degree": 3, "copies_per_rank": 2, "reshard_interval": 3},
+        moves,
+    ),
+    "all everywhere": (
+        2,
+        {"overlap_degree": 8, "copies_per_rank": 8, "reshard_interval": 0},
+        moves_nothing,
+    ),
+    "rematerialized": (
+        2,
+        {"overlap_degree": 2, "copies_per_rank": 2, "rematerialize": True},
+        moves_nothing,
+    ),
+    "calibrated": (
+        4,
+        {"overlap_degree": 2, "copies_per_rank": 1, "calibrate": True, "reshard_interval": 4},
+        moves,
+    ),
+    "all at once": (
+        4,
+        {
+            **{"overlap_degree": 4, "copies_per_rank": 3, "calibrate": True},
+            **{"rematerialize": True, "reshard_interval": 5, "window": 2},
+        },
+        moves,
+    ),
+    "even homes": (
+        2,
+        {
+            **{"overlap_degree": 4, "copies_per_rank": 2, "reshard_interval": 2},
+            "heterogeneous_sharding": False,
+        },
+        moves_nothing,
+    ),
+}
+
+
+def fssdp_rows() -> Iterator[Row]:
+    for name, (quick, keys, homes) in FSSDP.items():
+        for ranks in (2, 4):
+            job = fssdp(float64(steps=8), **keys)
+            shows, is_slow = (copies, homes), ranks != quick
+            yield Row(f"fssdp {name} {ranks} ranks", ranks, job, shows=shows, is_slow=is_slow)
+
+
+FREE = Hardware(
+    name="of a test",
+    source="made up",
+    num_nodes=1,
+    ranks_per_node=8,
+    device=Device(name="CPU"),
+    intra=Link(bytes_per_s=1e12),
+)
+PROPHET: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "as it is": ((2, 4), {"balance": 0.3}),
+    "halves": ((4,), {"split": "half", "num_excluded": 1, "balance": 0.3}),
+    "kept copies": ((2,), {"rematerialize": False, "num_excluded": None, "balance": 0.2}),
+    "not hidden": ((2,), {"scheduler": False, "frequency": 1, "balance": 0.3}),
+    "shadows": ((2,), {"planner": "shadow"}),
+    "stale": ((2,), {"planner": "shadow", "frequency": 7, "balance": 1e6}),
+}
+"""Ranks of quick rows, and keys. Of two ranks one excluded leaves one."""
+EAGER = {"planner": "shadow", "split": "half"}
+
+
+def prophet(job: Job, **keys: Any) -> Job:
+    return replace(job, strategy="prophet", keys=tuple(keys.items()))
+
+
+def prophet_rows() -> Iterator[Row]:
+    for name, (quick, keys) in PROPHET.items():
+        for ranks in (2, 4, 8):
+            if (name, ranks) == ("halves", 2) or (ranks == 8 and name != "kept copies"):
+                continue
+            way = carries_nothing if name == "not hidden" else carries
+            yield Row(
+                f"prophet {name} {ranks} ranks",
+                ranks,
+                prophet(float64(steps=12, micro_batches=8 if ranks == 8 else 2 * ranks), **keys),
+                stock=Stock.ALONE if ranks == 8 else Stock.EP,
+                shows=(plans_once_costs_are_known, way),
+                hardware=FREE,
+                is_slow=ranks not in quick,
+            )
+    for stage, dtype in ((1, "float32"), (2, "float32"), (2, "bfloat16")):
+        job = prophet(Job("mixtral", stage, dtype=dtype, clip=0.5, steps=8), **EAGER)
+        close = replace(CURVES if dtype == "float32" else HALVES, norms=None)
+        name = f"prophet {dtype} zero{stage}"
+        yield Row(name, 2, job, close, shows=(carries,), hardware=FREE)
+    for cells in (2, None):  # a grid of some ranks plans for itself
+        job = prophet(float64(steps=8, clip=0.0, cells=cells), **EAGER)
+        name, is_slow = f"prophet grids of {cells or 'all'}", cells is None
+        yield Row(name, 4, job, shows=(copies,), hardware=FREE, is_slow=is_slow)
+    for reentrant in (False, True):  # a block computed again finds its copies
+        for freed in (False, True):
+            job = float64("mixtral", 8, clip=0.0, use_reentrant=reentrant)
+            job = prophet(job, **EAGER, rematerialize=freed)
+            name = f"prophet checkpointed, reentrant {reentrant}, freed {freed}"
+            yield Row(name, 2, job, shows=(copies,), hardware=FREE)
+
+
+def esp(job: Job, cell_size: int, **keys: Any) -> Job:
+    """Experts split in cells of so many ranks, rows in chunks."""
+    given = {"degree": {"forward": 2, "backward": 3}, "slice_gradients": False, **keys}
+    return replace(job, strategy="esp", keys=tuple(given.items()), cell_size=cell_size)
+
+
+def over(job: Job, balance: str, **keys: Any) -> Job:
+    """Over the placement of another strategy."""
+    return replace(job, balance=balance, balance_keys=tuple(keys.items()))
+
+
+def esp_rows() -> Iterator[Row]:
+    for family in ("mixtral", "gpt_moe"):
+        for ranks, size in ((2, 2), (4, 2), (1, 1), (4, 4), (4, 1)):
+            quick = ((2, 2), (4, 2)) if family == "mixtral" else ((4, 2),)
+            job = esp(float64(family), size)
+            name, is_slow = f"esp {family} {ranks} ranks by {size}", (ranks, size) not in quick
+            yield Row(name, ranks, job, close_of(family), is_slow=is_slow)
+    for schedule in ("tutel", "fsmoe_no_iio", "default", "tutel_improved", "pipemoe_lina"):
+        degree = None if schedule == "default" else 2
+        job = esp(float64("mixtral"), 2, schedule=schedule, degree=degree)
+        is_slow = schedule not in ("tutel", "fsmoe_no_iio")
+        yield Row(f"esp schedule {schedule}", 4, job, is_slow=is_slow)
+    drawn = {"carried": 0.5, "rematerialized": 0.5, "revised": 0.5, "shard_every": 2}
+    for ranks, size in ((2, 1), (4, 2)):
+        job = over(esp(float64(steps=6), size), VARIED, **drawn)
+        yield Row(f"esp over varied {ranks} ranks by {size}", ranks, job, shows=(copies, moves))
+    fewer = {"copies_per_rank": 2, "reshard_interval": 3}
+    job = over(esp(float64("mixtral", 8), 2), "fssdp", **fewer)
+    yield Row("esp over fssdp", 4, job)
+    job = over(esp(float64("mixtral", 8), 2), "prophet")
+    yield Row("esp over prophet", 4, job)
+    for reentrant in (False, True):
+        job = esp(float64("mixtral", use_reentrant=reentrant), 2)
+        yield Row(f"esp checkpointed, reentrant {reentrant}", 4, job, is_slow=reentrant)
+    for stage, dtype in ((1, "float32"), (2, "float32"), (2, "bfloat16")):
+        job = Job("mixtral", stage, dtype=dtype, clip=0.5, steps=6)
+        close = replace(CURVES if dtype == "float32" else HALVES, norms=None)
+        yield Row(f"esp {dtype} zero{stage}", 4, esp(job, 2), close)
+        for schedule in ("fsmoe", "tutel_improved", "pipemoe_lina"):
+            sliced = esp(job, 2, slice_gradients=True, degree=2, schedule=schedule)
+            name, is_slow = f"esp sliced {schedule} {dtype} zero{stage}", schedule != "fsmoe"
+            yield Row(name, 4, sliced, close, is_slow=is_slow)
+    # Costs are measured in step 4; by then dense gradients are reduced in slices.
+    for ranks, size, batches in ((2, 2, 4), (4, 2, 8), (2, 2, 8), (4, 2, 4), (4, 1, 4), (4, 1, 8)):
+        job = float64("mixtral", 7, micro_batches=batches)
+        job = esp(job, size, degree=None, slice_gradients=True)
+        name = f"esp planned {ranks} ranks by {size}, {batches} micro-batches"
+        yield Row(name, ranks, job, is_slow=(ranks, size, batches) not in ((2, 2, 4), (4, 2, 8)))
+
+
+def gate_rows() -> Iterator[Row]:
+    gates = {**GATES, "noisy": NOISY}
+    for strategy in ("fssdp", "prophet"):
+        for gate in ("noisy", "expert choice", "soft"):
+            job = replace(float64("mixtral", 5, gate=gates[gate]), strategy=strategy)
+            yield Row(f"{strategy} {gate} gate", 2, job, BUT_KEYS, is_slow=gate != "noisy")
+    job = float64("mixtral", 3, gate=GATES["softmax"], clip=0.0)
+    yield Row("ep mixtral's own gate, named", 2, job, BUT_KEYS)
+    for family, reentrant in (("mixtral", False), ("gpt_moe", False), ("gpt_moe", True)):
+        # What is computed again sees the same noise, and the same sequences.
+        for gate in ("noisy", "soft"):
+            job = float64(family, 3, gate=gates[gate], use_reentrant=reentrant)
+            name = f"ep {gate} gate of {family} checkpointed, reentrant {reentrant}"
+            yield Row(name, 2, job, Close(1e-12), is_slow=gate == "soft")
+
+
+# Two roles. Where stripes cut a rank's batch, balance losses and capacities are those of the
+# pieces, as they are of smaller micro-batches; the rows that do so have neither.
+
+
+NUM_EXPERTS = {2: 4, 3: 6, 4: 4, 6: 12, 8: 8}
+"""By ranks: a number that the ranks divide, and the expert ranks too."""
+
+
+def shared(ranks: int, family: str = "mixtral", **fields: Any) -> Job:
+    """A job of which each rank accumulates two micro-batches."""
+    sizes = {"micro_batches": 2 * ranks, "num_experts": NUM_EXPERTS[ranks]}
+    return float64(family, 3, **{**sizes, **fields})
+
+
+def zebra_rows() -> Iterator[Row]:
+    for attention, experts, groups, moved, is_slow in (
+        (1, 1, 1, None, False),
+        (1, 1, 1, [0, 1], False),
+        (2, 2, 1, [0, 1], False),
+        (1, 1, 2, [1, 0], False),
+        (1, 2, 1, [1, 2], False),
+        (2, 1, 1, [2, 0], False),
+        (2, 2, 1, None, True),
+        (2, 2, 1, [2, 0], True),
+        (1, 2, 1, None, True),
+        (2, 1, 1, None, True),
+        (1, 3, 1, None, True),
+        (2, 4, 1, [1, 0], True),
+        (2, 4, 1, None, True),
+        (4, 2, 1, [2, 0], True),
+        (4, 2, 1, None, True),
+        (2, 2, 2, [1, 2], True),
+        (1, 1, 4, [2, 4], True),
+    ):
+        ranks = groups * (attention + experts)
+        job = shared(ranks, aux_coefficient=0.0 if attention > experts else 0.02)
+        job = replace(job, num_experts=12) if experts == 3 else job
+        name = f"zebra {attention}+{experts} x {groups}, moved {moved}"
+        yield Row(name, ranks, zebra(job, attention, experts, moved=moved), is_slow=is_slow)
+    for stripes in (1, 2, 3, 4):  # one that holds both batches; and some that are a part of one
+        job = shared(2, aux_coefficient=0.0)
+        job = zebra(job, 1, 1, num_micro_batches=stripes, moved=[0, 1])
+        yield Row(f"zebra {stripes} stripes", 2, job, is_slow=stripes in (2, 3))
+    for attention, experts, stripes in (
+        *((2, 1, 1), (2, 1, 2), (1, 2, 4), (2, 2, 1), (2, 2, 3), (2, 2, 4)),
+    ):  # stripes end within batches, and an expert rank's batch goes to two attention ranks
+        job = shared(attention + experts, aux_coefficient=0.0)
+        job = zebra(job, attention, experts, num_micro_batches=stripes)
+        name = f"zebra {attention}+{experts}, {stripes} stripes"
+        yield Row(name, attention + experts, job, is_slow=True)
+    for family in ("mixtral", "gpt_moe", "toy"):
+        for recomputes, reentrant in ((True, False), (True, None), (False, False)):
+            job = shared(2, family, use_reentrant=reentrant)
+            job = zebra(job, 1, 1, recompute_experts=recomputes, num_micro_batches=2)
+            name = f"zebra {family} recomputes {recomputes}, reentrant {reentrant}"
+            is_slow = (family, recomputes, reentrant) != ("mixtral", True, False)
+            yield Row(name, 2, job, close_of(family), is_slow=is_slow)
+    for family in families.NAMES:
+        if family != "mixtral":
+            moved = [1, 0][: families.MOE_LAYERS.get(family, 2)]
+            job = zebra(shared(2, family), 1, 1, moved=moved)
+            is_slow = family not in ("qwen2_moe", "deepseek_v3")
+            yield Row(f"zebra {family}", 2, job, is_slow=is_slow)
+    job = zebra(shared(2, "gpt_moe"), 1, 1, moved=[1, 0])
+    yield Row("zebra gpt_moe", 2, job, BUT_KEYS)
+    for family in (
+        "toy, frozen experts",  # expert ranks train nothing
+        "toy, experts alone",  # attention ranks train nothing
+        *("toy", "toy, uneven layers", "toy, paired", "toy, two pools"),
+        *("toy, some experts frozen", "toy, top alone"),
+    ):
+        is_slow = family not in ("toy, frozen experts", "toy, experts alone")
+        yield Row(f"zebra {family}", 2, zebra(shared(2, family), 1, 1), is_slow=is_slow)
+    # With one stripe a gradient is found once; two weights have the same tensor of it.
+    job = zebra(shared(2, "toy, paired"), 1, 1, num_micro_batches=1)
+    yield Row("zebra weights with one gradient", 2, job)
+    job = zebra(shared(2, "toy, uneven layers"), 1, 1, moved=[0, 3, 3, 1])
+    yield Row("zebra experts of uneven layers move", 2, job, is_slow=True)
+    for family in ("mixtral", "gpt_moe"):
+        for layers in (3, 4):
+            job = zebra(shared(4, family, num_layers=layers), 2, 2, moved=[0, 1, 2, 1][:layers])
+            yield Row(f"zebra {family} {layers} layers", 4, job, close_of(family), is_slow=True)
+        job = zebra(shared(2, family, capacity_factor=0.8), 1, 1, num_micro_batches=2)
+        name, is_slow = f"zebra {family} with capacity", family == "gpt_moe"  # a piece is a batch
+        yield Row(name, 2, job, close_of(family), is_slow=is_slow)
+    job = zebra(shared(2, evaluate=True, evaluate_within=True), 1, 1, moved=[0, 1])
+    yield Row("zebra evaluates", 2, job)
+    job = zebra(shared(2, micro_batches=2, learning_rate=1e-2), 1, 1)
+    yield Row("zebra does not accumulate", 2, job)
+
+
+SHAPES = {  # ranks, attention ranks and expert ranks of a group, experts moved of each layer
+    "1+1": (2, 1, 1, [0, 0]),
+    "1+1 moved": (2, 1, 1, [0, 2]),
+    "2+2": (4, 2, 2, [1, 0]),
+    "1+2": (3, 1, 2, [1, 0]),
+    "2 groups": (4, 1, 1, [1, 0]),
+}
+
+
+def zebra_at_zero_rows() -> Iterator[Row]:
+    """By hand: quicker tests train at ZeRO 1 and 2 too. In stripes that cut no rank's batch."""
+    for shape, (ranks, attention, experts, moved) in SHAPES.items():
+        keys = {"moved": moved, "num_micro_batches": 1}
+        sizes = {"num_experts": 6, "micro_batches": 6} if ranks == 3 else {}
+        for stage in (0, 1, 2):
+            for family in ("mixtral", "gpt_moe"):
+                job = zebra(one_gradient(family, stage, **sizes), attention, experts, **keys)
+                name = f"zebra gradients {shape} {family} zero{stage}"
+                yield Row(name, ranks, job, GRADIENTS, is_slow=True)
+            if stage:
+                job = Job("mixtral", stage, clip=0.5, **sizes)
+                job = zebra(job, attention, experts, **keys)
+                yield Row(f"zebra curve {shape} zero{stage}", ranks, job, CURVES, is_slow=True)
+            for optimizer in ("object", "callable"):
+                for parameters in ("list", "groups"):
+                    job = Job("mixtral", stage, steps=5, optimizer=optimizer, **sizes)
+                    job = replace(job, parameters=parameters)
+                    job = zebra(job, attention, experts, **keys)
+                    name = f"zebra optimizer {optimizer} of {parameters} {shape} zero{stage}"
+                    yield Row(name, ranks, job, Close(2e-5), is_slow=True)
+    for stage in (0, 1, 2):
+        keys = {"moved": [0, 2], "num_micro_batches": 1}
+        job = zebra(Job("gpt_moe", stage, dtype="bfloat16", clip=0.5), 1, 1, **keys)
+        close = HALVES if stage else replace(HALVES, norms=None)
+        yield Row(f"zebra bfloat16 zero{stage}", 2, job, close, is_slow=True)
+        job = zebra(one_gradient("mixtral", stage, dtype="bfloat16"), 1, 1, **keys)
+        yield Row(f"zebra gradients bfloat16 zero{stage}", 2, job, ROUGH, is_slow=True)
+        for optimizer, parameters in (("callable", "generator"), ("json", "generator")):
+            job = Job("mixtral", stage, steps=5, optimizer=optimizer, parameters=parameters)
+            name = f"zebra optimizer {optimizer} of {parameters} zero{stage}"
+            yield Row(name, 2, zebra(job, 1, 1, **keys), Close(2e-5), is_slow=True)
+
+
+ROWS = [
+    *(*ep_rows(), *varied_rows(), *varied_at_zero_rows(), *fssdp_rows(), *prophet_rows()),
+    *(*esp_rows(), *gate_rows(), *zebra_rows(), *zebra_at_zero_rows()),
+]
+
+
+def of_stock(row: Row) -> Any:
+    """What stock learns, once for all rows with the same job."""
+    job = replace(
+        row.job,
+        stage=min(row.job.stage, 1),
+        **{"strategy": "ep", "keys": (), "hardware": None},
+        **{"cell_size": None, "balance": None, "balance_keys": ()},
+        **{"no_sync": False, "evaluate": False, "evaluate_within": False},
+    )
+    if row.stock is Stock.EP:
+        return plain(row.ranks, job)
+    return alone(replace(job, cells=None, ep_size=1))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=row.name, marks=[pytest.mark.slow] if row.is_slow else [])
+        for row in ROWS
+    ],
+)
+def test_equals_stock(row: Row, tmp_path: Path) -> None:
+    job = row.job
+    if row.hardware is not None:
+        path = tmp_path / "hardware.json"
+        path.write_text(row.hardware.to_json())
+        job = replace(job, hardware=str(path))
+    ours, steps = run(row.ranks, job)
+    theirs = of_stock(row)
+    assert ours.losses == pytest.approx(theirs.losses, rel=row.close.losses)
+    if row.close.norms is not None and job.clip and any(ours.norms) and any(theirs.norms):
+        assert ours.norms == pytest.approx(theirs.norms, rel=row.close.norms)
+    if row.close.weights is not None:
+        assert worst(ours.state, theirs.state, job) <= row.close.weights
+    for shows in row.shows:
+        shows(steps)
+
+
+def test_every_row_has_a_name_of_its_own() -> None:
+    assert len({row.name for row in ROWS}) == len(ROWS)
