@@ -670,3 +670,9 @@ def test_equals_stock(row: Row, tmp_path: Path) -> None:
 
 def test_every_row_has_a_name_of_its_own() -> None:
     assert len({row.name for row in ROWS}) == len(ROWS)
+
+
+def test_capacities_of_rows_do_drop() -> None:
+    with_capacity = float64(clip=0.0, capacity_factor=0.8)
+    without = replace(with_capacity, capacity_factor=None)
+    assert plain(2, with_capacity).losses != pytest.approx(plain(2, without).losses)

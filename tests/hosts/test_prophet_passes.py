@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,8 +14,17 @@ from ds_moe_ext.comm import sparse_all_gather, sparse_reduce_scatter
 from ds_moe_ext.moe.dispatch import Dispatch
 from ds_moe_ext.moe.expert import Expert
 from ds_moe_ext.moe.layer import RoutedExperts
-from tests.hosts.copied_runs import COPIES, check_equal, plain, run, varied
+from tests.hosts.copied_runs import (
+    COPIES,
+    check_equal,
+    num_copied,
+    plain,
+    run,
+    train_watched,
+    varied,
+)
 from tests.hosts.jobs import Job, engine_of, loss_of, micro_batch
+from tests.hosts.test_configurations import EAGER, FREE, prophet
 from tests.hosts.test_fssdp_memory import Counted, counted
 from tests.hosts.test_fssdp_passes import Barriers, Kept, Met, Moment, described, too_early
 from tests.ranks import pool_of
@@ -168,6 +178,18 @@ def planned_ahead(rank: int, world_size: int, job: Job) -> int:
 def test_the_next_step_is_planned_while_rows_travel() -> None:
     job = replace(JOB, steps=8, strategy="prophet")
     assert pool_of(2).run(planned_ahead, job) == [NUM_LAYERS, NUM_LAYERS]
+
+
+def test_all_ranks_plan_alike(tmp_path: Path) -> None:
+    """With debug they also compare all that they run by, and would raise."""
+    path = tmp_path / "hardware.json"
+    path.write_text(FREE.to_json())
+    job = prophet(replace(JOB, steps=8, hardware=str(path)), **EAGER)
+    ranks = [steps for _, steps in pool_of(2).run(train_watched, job)]
+    for own, *others in zip(*ranks):
+        for plans in zip(own.plans, *(step.plans for step in others)):
+            assert len({(plan.target.describe(), plan.carried) for plan in plans}) == 1
+    assert any(num_copied(ranks[0]))
 
 
 def test_carried_pieces_change_nothing() -> None:

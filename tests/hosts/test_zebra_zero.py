@@ -1,4 +1,4 @@
-"""Zebra parallelism under DeepSpeed's ZeRO stages, precisions, optimizers and clipping."""
+"""Zebra parallelism in float16, whose scale all ranks share, and with rates of a role's own."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from tests.hosts import jobs
-from tests.hosts.copied_runs import check_equal, plain
 from tests.hosts.jobs import Job, Result, train
+from tests.hosts.test_configurations import SHAPES
 from tests.hosts.test_states import trust_in_float16
 from tests.hosts.zebra_runs import zebra
 from tests.marks import slow
@@ -20,68 +20,11 @@ from tests.ranks import pool_of
 
 pytestmark = pytest.mark.slow  # quicker tests train at ZeRO 1 and 2 too
 
-GRADIENT = {"sgd": True, "optimizer": "object", "learning_rate": 1e4, "steps": 1}
-
-SHAPES = {  # ranks, attention ranks and expert ranks of a group, experts moved of each layer
-    "1+1": (2, 1, 1, [0, 0]),
-    "1+1 moved": (2, 1, 1, [0, 2]),
-    "2+2": (4, 2, 2, [1, 0]),
-    "1+2": (3, 1, 2, [1, 0]),
-    "2 groups": (4, 1, 1, [1, 0]),
-}
-
 
 def by_zebra(shape: str, job: Job) -> Job:
     """The job by zebra parallelism, in stripes that cut no rank's batch."""
     _, attention, experts, moved = SHAPES[shape]
     return zebra(job, attention, experts, moved=moved, num_micro_batches=1)
-
-
-def run(shape: str, job: Job) -> Result:
-    result: Result = pool_of(SHAPES[shape][0]).run(train, by_zebra(shape, job))[0]
-    return result
-
-
-def by_ep(shape: str, job: Job) -> Result:
-    """The same job by plain expert parallelism, on as many ranks."""
-    return plain(SHAPES[shape][0], job)
-
-
-def job_of(shape: str, family: str, stage: int, **keys: Any) -> Job:
-    """A job that as many ranks share evenly."""
-    is_odd = SHAPES[shape][0] == 3
-    sizes = {"num_experts": 6, "micro_batches": 6} if is_odd else {}
-    return Job(family, stage, **sizes, **keys)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("shape", ["1+1", "1+1 moved", slow("2+2"), slow("1+2"), slow("2 groups")])
-@pytest.mark.parametrize("family", ["mixtral", slow("gpt_moe")])
-def test_first_gradients_equal_ep(family: str, shape: str, stage: int) -> None:
-    """One step of SGD at a huge rate is the gradient, whatever ZeRO does with it; of two
-    micro-batches a rank, in groups of two."""
-    job = job_of(shape, family, stage, **GRADIENT)
-    check_equal(run(shape, job), by_ep(shape, job), job, tolerance=2e-6)
-
-
-@pytest.mark.parametrize(
-    ("shape", "stage"),
-    [("1+1 moved", 1), ("1+1", 2), slow("2+2", 2), slow("1+2", 1), slow("2 groups", 2)],
-)
-def test_curves_in_float32(shape: str, stage: int) -> None:
-    job = job_of(shape, "mixtral", stage, clip=0.5)
-    ours, theirs = run(shape, job), by_ep(shape, job)
-    assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
-    assert ours.norms == pytest.approx(theirs.norms, rel=1e-4)
-
-
-@pytest.mark.parametrize("stage", [slow(0), slow(1), 2])
-def test_curves_in_bfloat16(stage: int) -> None:
-    job = Job("gpt_moe", stage, dtype="bfloat16", clip=0.5)
-    ours, theirs = run("1+1 moved", job), by_ep("1+1 moved", job)
-    assert ours.losses == pytest.approx(theirs.losses, rel=5e-3)
-    if stage:
-        assert ours.norms == pytest.approx(theirs.norms, rel=5e-2)
 
 
 class Scaled(NamedTuple):
@@ -130,30 +73,6 @@ def test_float16(shape: str, stage: int) -> None:
     ours = runs(21, striped, stage)
     assert len({(each.scale, each.skipped) for each in ours}) == 1
     assert 1 < ours[0].skipped < 6
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_first_gradients_in_bfloat16(stage: int) -> None:
-    job = Job("mixtral", stage, dtype="bfloat16", **GRADIENT)
-    check_equal(run("1+1 moved", job), by_ep("1+1 moved", job), job, tolerance=2e-2)
-
-
-@pytest.mark.parametrize("stage", [slow(0), 1, slow(2)])
-@pytest.mark.parametrize("shape", ["1+1", slow("1+1 moved"), slow("2+2")])
-@pytest.mark.parametrize(
-    ("optimizer", "parameters"),
-    [
-        ("object", "groups"),
-        ("callable", "list"),
-        slow("object", "list"),
-        slow("callable", "groups"),
-        slow("callable", "generator"),
-        slow("json", "generator"),
-    ],
-)
-def test_users_own_optimizer(optimizer: str, parameters: str, shape: str, stage: int) -> None:
-    job = Job("mixtral", stage, steps=5, optimizer=optimizer, parameters=parameters)
-    assert run(shape, job).losses == pytest.approx(by_ep(shape, job).losses, rel=2e-5)
 
 
 def in_two_groups(rank: int, world_size: int, job: Job) -> Result | None:
