@@ -47,6 +47,19 @@ class Roles:
         return [other for other in range(world_size) if self.is_attention(other) == role]
 
 
+@dataclass(frozen=True)
+class Striping:
+    """How the micro-batches of attention ranks run.
+
+    Attributes:
+        num_stripes: that the samples of an attention rank are cut into; None until it is settled.
+        recomputes: expert ranks keep the rows that came in, and compute the rest again in backward.
+    """
+
+    num_stripes: int | None = None
+    recomputes: bool = False
+
+
 def roles_by_device(devices: Sequence[str], attention_device: str, size: int | None) -> Roles:
     """The roles that follow from the devices.
 

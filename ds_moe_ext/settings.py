@@ -18,10 +18,9 @@ from typing import Any
 from ds_moe_ext.moe.gate import Gate
 from ds_moe_ext.moe.gates.gate_object import read_gate
 from ds_moe_ext.moe.hooks import NO_HOOKS, Hooked, read_hooks
-from ds_moe_ext.strategies import ep, fssdp, prophet, zebra  # noqa: F401  register themselves
-from ds_moe_ext.strategies.esp import ExpertSharding
-from ds_moe_ext.strategy import Strategy, class_at, registered
-from ds_moe_ext.strict import at_least, check_object, nearest, read_record
+from ds_moe_ext.strategies import ep, esp, fssdp, prophet, zebra  # noqa: F401  register themselves
+from ds_moe_ext.strategy import Overlay, Strategy, class_at, registered
+from ds_moe_ext.strict import at_least, check_object, fields_of, nearest, read_record
 
 BLOCK = "ds_moe_ext"
 NEAR = 0.8
@@ -168,7 +167,7 @@ def read_settings(document: Mapping[str, Any]) -> tuple[Settings, Strategy | Non
     hooks = NO_HOOKS if named is None else read_hooks(named, f"{BLOCK}.hooks")
     plain = {k: v for k, v in block.items() if k in names and k not in ("gate", "hooks")}
     settings = dataclasses.replace(read_record(Settings, plain, BLOCK), gate=gate, hooks=hooks)
-    blocks: dict[str, Any] = {
+    blocks: dict[str, Strategy] = {
         name: read_record(cls, {} if block.get(name) is None else block[name], f"{BLOCK}.{name}")
         for name, cls in registered().items()
     }
@@ -197,42 +196,35 @@ def _is_near(key: str) -> bool:
 
 
 def _fields(cls: type) -> set[str]:
-    return {f.name for f in dataclasses.fields(cls)}
+    return {f.name for f in fields_of(cls)}
 
 
-def _chosen(settings: Settings, blocks: Mapping[str, Any]) -> Strategy:
-    name = settings.strategy
-    chosen = _named("strategy", name, settings, blocks)
-    if isinstance(chosen, ExpertSharding):
-        return chosen.over(_balance(settings, blocks))
-    if settings.balance is not None:
-        raise ValueError(
-            f"{BLOCK}.balance is {settings.balance!r}, but strategy {name!r} decides itself where "
-            "experts compute; leave balance out, or set strategy to 'esp'"
-        )
-    strategy: Strategy = chosen
-    return strategy
-
-
-def _balance(settings: Settings, blocks: Mapping[str, Any]) -> Strategy | None:
+def _chosen(settings: Settings, blocks: Mapping[str, Strategy]) -> Strategy:
+    chosen = _named("strategy", settings.strategy, settings, blocks)
     if settings.balance is None:
-        return None
+        return chosen
+    if not isinstance(chosen, Overlay):
+        overlays = (repr(name) for name, block in blocks.items() if isinstance(block, Overlay))
+        raise ValueError(
+            f"{BLOCK}.balance is {settings.balance!r}, but strategy {settings.strategy!r} decides "
+            f"itself where experts compute; leave balance out, or set strategy to "
+            f"{' or '.join(overlays)}"
+        )
     placing = _named("balance", settings.balance, settings, blocks)
     if not _may_balance(placing):
         raise ValueError(
             f"{BLOCK}.balance is {settings.balance!r}, which does not place experts under "
             f"pipelines; {nearest('', (name for name in blocks if _may_balance(blocks[name])))}"
         )
-    balance: Strategy = placing
-    return balance
+    return chosen.over(placing)
 
 
-def _may_balance(block: Any) -> bool:
+def _may_balance(block: Strategy) -> bool:
     """Whether it places experts, on ranks that all do the same."""
-    return isinstance(block, Strategy) and type(block).roles is Strategy.roles
+    return not (isinstance(block, Overlay) or block.has_roles)
 
 
-def _named(key: str, name: str, settings: Settings, blocks: Mapping[str, Any]) -> Any:
+def _named(key: str, name: str, settings: Settings, blocks: Mapping[str, Strategy]) -> Strategy:
     """A built-in strategy, or one of the user's own."""
     if ":" in name:
         return read_record(class_at(name, f"{BLOCK}.{key}"), settings.options, f"{BLOCK}.options")

@@ -10,21 +10,22 @@ import dataclasses
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ds_moe_ext.cost.exchange import Way
+from ds_moe_ext.cost.exchange import BY_NODES, Way
 from ds_moe_ext.cost.prices import Prices
-from ds_moe_ext.layout import ParallelLayout
+from ds_moe_ext.layout import NODE_AXES, ParallelLayout
 from ds_moe_ext.placement import Placement, even_homes
 from ds_moe_ext.planners.copy_split import Split
 from ds_moe_ext.planners.layer_pipelines import NOWHERE, Measured, Placed
-from ds_moe_ext.roles import Roles
+from ds_moe_ext.roles import Roles, Striping
+from ds_moe_ext.schedule.pipeline_orders import PIPELINES, Pipeline, Slices
 from ds_moe_ext.schedule.program import Stage
-from ds_moe_ext.schedule.task import INTER, Lane, Op, Schedule, Span, refined
-from ds_moe_ext.schedule.wires import ALONE, Beside, programs
+from ds_moe_ext.schedule.task import INTER, PARAM, Lane, Op, Schedule, Span, refined
+from ds_moe_ext.schedule.wires import Beside, Cutting, programs
 from ds_moe_ext.share import LocalElseHome, Share
 from ds_moe_ext.strict import found_at
 
@@ -238,67 +239,60 @@ class Forecast:
 class Rhythm:
     """When a strategy decides anew, in optimizer steps; 0 is never.
 
+    What rows and copies cost is measured for a strategy that plans every so often, or says
+    ``costs``; when it is known, and when that changes, plans are made anew in any case.
+
     Attributes:
         window: steps whose mean load predicts the next.
         plan_every: steps between plans.
         shard_every: steps between new homes.
-        measures: what pipelines cost is measured in the first steps, and then planned for.
+        costs: what rows and copies cost is measured in the first steps.
+        measures: what pipelines cost is, too.
     """
 
     window: int = 1
     plan_every: int = 0
     shard_every: int = 0
+    costs: bool = False
     measures: bool = False
+
+    @property
+    def weighs_copies(self) -> bool:
+        """Whether plans go by what rows and copies cost."""
+        return self.costs or self.plan_every > 0
+
+
+class Keys(NamedTuple):
+    """What a person sets to have a strategy do something otherwise, as errors name it.
+
+    Attributes:
+        ways: the way of rows between cells.
+        slices_gradients: whether dense gradients are reduced beside layers.
+        homes: steps between new homes.
+    """
+
+    ways: str = "the strategy's ways"
+    slices_gradients: str = "the strategy's slices_gradients"
+    homes: str = "shard_every of the strategy's rhythm"
 
 
 class Strategy(ABC):
-    """One way to run MoE layers. A subclass is a frozen dataclass."""
+    """One way to run MoE layers. A subclass is a frozen dataclass; only ``plan`` has no default."""
+
+    @abstractmethod
+    def plan(self, job: Job) -> tuple[Plan, ...]:
+        """One plan a layer. Pure: equal jobs give equal plans on every rank."""
+
+    def rhythm(self) -> Rhythm:
+        """When it decides anew. Pure."""
+        return Rhythm()
+
+    # Homes.
 
     @property
     def has_uneven_homes(self) -> bool:
         """Whether a layer's experts need not divide over the cells."""
         return False
-
-    @property
-    def slices_gradients(self) -> bool:
-        """Whether plans have reductions of dense gradients."""
-        return False
-
-    def with_homes_that_stay(self) -> Strategy:
-        """The same, for grids where an expert has several homes: none moves, unless a key says so.
-        Pure."""
-        return self
-
-    def without_slices(self) -> Strategy:
-        """The same, leaving dense gradients to the host."""
-        return self
-
-    @property
-    def splits_experts(self) -> bool:
-        """Whether the ranks of a cell may split every expert."""
-        return False
-
-    @property
-    def ways(self) -> tuple[Way, ...]:
-        """Ways of rows between the cells that plans may say; the first until costs are known."""
-        return (Way.DIRECT,)
-
-    @property
-    def roles(self) -> Roles | None:
-        """What the ranks of each grid do, where they do not all do the same."""
-        return None
-
-    def settled(self, devices: Callable[[], Sequence[str]], micro_batch: int | None) -> Strategy:
-        """The same, by what is known when a run starts. Pure but for asking.
-
-        Args:
-            devices: asks for the names of all ranks' devices; collective.
-            micro_batch: samples that each rank calls the model with; None where that is not known.
-
-        Raises:
-            ValueError: it cannot work so.
-        """
-        return self
 
     def first_homes(
         self, num_experts: Sequence[int], pools: Iterable[Pool], num_cells: int
@@ -319,21 +313,103 @@ class Strategy(ABC):
             homes.update(zip(pool.layers, even_homes(counts, num_cells)))
         return tuple(homes[layer] for layer in range(len(num_experts)))
 
-    def uses(self) -> tuple[tuple[str, Lane], ...]:
-        """The (axis, lane) pairs that need a communicator. Pure."""
-        return (("ep", INTER),)
-
-    def rhythm(self) -> Rhythm:
-        """When it decides anew. Pure."""
-        return Rhythm()
-
-    @abstractmethod
-    def plan(self, job: Job) -> tuple[Plan, ...]:
-        """One plan a layer. Pure: equal jobs give equal plans on every rank."""
-
     def homes(self, job: Job) -> tuple[Placement, ...]:
         """Where experts shall live from now on; asked every ``shard_every`` steps. Pure."""
         return job.homes
+
+    def with_homes_that_stay(self) -> Strategy:
+        """The same, for grids where an expert has several homes: none moves, unless a key says so.
+        Pure."""
+        return self
+
+    # How rows travel.
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """Ways of rows between the cells that plans may say; the first until costs are known."""
+        return (Way.DIRECT,)
+
+    @property
+    def splits_experts(self) -> bool:
+        """Whether it may be chosen for it that the ranks of a cell split every expert."""
+        return False
+
+    @property
+    def slices_gradients(self) -> bool:
+        """Whether plans have reductions of dense gradients."""
+        return False
+
+    def without_slices(self) -> Strategy:
+        """The same, leaving dense gradients to the host."""
+        return self
+
+    def uses(self) -> tuple[tuple[str, Lane], ...]:
+        """The (axis, lane) pairs that need a communicator: of rows by these ways, and of copies,
+        which one that never has any may leave out. Pure."""
+        return (("ep", INTER), ("ep", PARAM), *along_nodes(self.ways))
+
+    def beside(self, site: Site) -> Beside:
+        """What goes on beside the rows of a layer: what its plan and the next layer's say. Pure."""
+        following = site.following
+        return Beside(
+            copied=site.plan.is_joined and ("ep", PARAM) in self.uses(),
+            carried=site.plan.carried is not None,
+            carries=following is not None and following.carried is not None,
+            plans=site.plan.successor is not None,
+        )
+
+    def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:
+        """Forward and backward of one layer; ``gated`` as in ``wires.layer_schedule``. Pure.
+
+        The rows travel in as many chunks as the plan says, between cells and within them at the
+        same time. None can be laid over a strategy with schedules of its own.
+        """
+        cutting = cutting_of(site, PIPELINES["fsmoe"])
+        return programs(site.layer, gated=gated, beside=self.beside(site), cutting=cutting)
+
+    def stages(self, site: Site) -> Mapping[Op, Stage]:
+        """Stages that differ from the common ones; usually none. Pure.
+
+        What a stage makes of a span of tokens depends on that span alone: a plan may cut them, in
+        backward otherwise than in forward. One for experts needs these whole.
+        """
+        return {}
+
+    # What the ranks are.
+
+    @property
+    def roles(self) -> Roles | None:
+        """What the ranks of each grid do, where they do not all do the same."""
+        return None
+
+    @property
+    def has_roles(self) -> bool:
+        """Whether they do not; the roles may only be known when it has settled."""
+        return type(self).roles is not Strategy.roles
+
+    @property
+    def striping(self) -> Striping:
+        """How micro-batches run where ranks have roles."""
+        return Striping()
+
+    def settled(self, devices: Callable[[], Sequence[str]], micro_batch: int | None) -> Strategy:
+        """The same, by what is known when a run starts. Pure but for asking.
+
+        Args:
+            devices: asks for the names of all ranks' devices; collective.
+            micro_batch: samples that each rank calls the model with; None where that is not known.
+
+        Raises:
+            ValueError: it cannot work so.
+        """
+        return self
+
+    # What a person reads.
+
+    @property
+    def keys(self) -> Keys:
+        """What errors tell a person to set."""
+        return Keys()
 
     def remarks(self, job: Job) -> tuple[str, ...]:
         """What its keys cannot do here, a line each, for a person as a run starts. Pure.
@@ -353,26 +429,55 @@ class Strategy(ABC):
         """
         return None
 
-    def beside(self, site: Site) -> Beside:
-        """What goes on beside the rows of a layer. Pure."""
-        return ALONE
 
-    def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:
-        """Forward and backward of one layer; ``gated`` as in ``wires.layer_schedule``. Pure.
+def along_nodes(ways: Iterable[Way]) -> tuple[tuple[str, Lane], ...]:
+    """What ways that lead by the nodes need of ``Strategy.uses``."""
+    return () if BY_NODES.isdisjoint(ways) else tuple((axis, INTER) for axis in NODE_AXES)
 
-        The rows travel all at once; or, where a pipeline is laid over the strategy, as that says.
-        None can be laid over a strategy with schedules of its own.
+
+def cutting_of(site: Site, pipeline: Pipeline) -> Cutting:
+    """How the rows of a layer travel by its plan, in a pipeline's order and lanes."""
+    plan = site.plan
+    return Cutting(
+        pipeline,
+        plan.forward_degree,
+        plan.backward_degree,
+        sharded=site.layout.grid.cell_size > 1,
+        slices=Slices(*map(len, plan.reductions)),
+    )
+
+
+class Overlay(Strategy):
+    """A strategy that is laid over another one, to say some things in its place.
+
+    What a subclass does not say itself that one is asked, whatever it is: a member that
+    ``Strategy`` gains needs no line here, and none is answered by a default in silence. A subclass
+    has a field ``placing``, which is no JSON key (``strict.NOT_A_KEY``).
+    """
+
+    placing: Strategy
+
+    def __getattribute__(self, name: str) -> Any:
+        default = vars(Strategy).get(name)
+        if default is None or name.startswith("_"):
+            return super().__getattribute__(name)
+        if inspect.getattr_static(type(self), name) is not default:
+            return super().__getattribute__(name)
+        return self.placing.__getattribute__(name)
+
+    def over(self, placing: Strategy) -> Overlay:
+        """This one over another.
+
+        Raises:
+            ValueError: that one says what this one would.
         """
-        return programs(site.layer, gated=gated, beside=self.beside(site))
+        return replace(self, placing=placing)  # type: ignore[type-var]
 
-    def stages(self, site: Site) -> Mapping[Op, Stage]:
-        """Stages that differ from the common ones; usually none. Pure.
+    def with_homes_that_stay(self) -> Overlay:
+        return self.over(self.placing.with_homes_that_stay())
 
-        What a stage makes of a span of tokens depends on that span alone, for a pipeline that is
-        laid over the strategy cuts them, in backward otherwise than in forward. One for experts
-        needs these whole.
-        """
-        return {}
+    def settled(self, devices: Callable[[], Sequence[str]], micro_batch: int | None) -> Overlay:
+        return self.over(self.placing.settled(devices, micro_batch))
 
 
 StrategyT = TypeVar("StrategyT", bound=type)
@@ -396,6 +501,12 @@ def register(name: str) -> Callable[[StrategyT], StrategyT]:
 def registered() -> Mapping[str, type]:
     """Strategies by JSON name."""
     return _STRATEGIES
+
+
+def names_with(member: str) -> str:
+    """JSON names of the strategies that have a member of their own, for errors."""
+    own = (name for name, cls in _STRATEGIES.items() if member in vars(cls))
+    return " or ".join(map(repr, own)) or "one of your own"
 
 
 def class_at(path: str, where: str) -> type:

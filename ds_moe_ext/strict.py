@@ -20,6 +20,9 @@ from typing import Any, TypeVar
 AUTOMATIC = "auto"  # what people write where null is meant
 MOST = 2**63 - 1  # of integers
 
+NOT_A_KEY = types.MappingProxyType({"is_key": False})
+"""Metadata of a field that JSON does not set."""
+
 RecordT = TypeVar("RecordT")
 
 
@@ -36,7 +39,7 @@ def read_record(cls: type[RecordT], values: Any, where: str) -> RecordT:
     """
     check_object(where, values)
     hints = typing.get_type_hints(cls)
-    fields = [f for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
+    fields = fields_of(cls)
     names = [f.name for f in fields]
     for key in values:
         if key not in names:
@@ -52,6 +55,12 @@ def read_record(cls: type[RecordT], values: Any, where: str) -> RecordT:
         raise ValueError(f"{where} needs the key {missing[0]!r}; add it")
     read = {k: _value(hints[k], v, f"{where}.{k}") for k, v in values.items()}
     return cls(**read)
+
+
+def fields_of(cls: type) -> list[dataclasses.Field[Any]]:
+    """Those of a dataclass that JSON sets."""
+    fields = dataclasses.fields(cls)
+    return [f for f in fields if f.init and f.metadata.get("is_key", True)]
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:

@@ -14,7 +14,7 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule import wires
 from ds_moe_ext.schedule.orders import stage_major
 from ds_moe_ext.schedule.program import Stage
-from ds_moe_ext.schedule.task import INTER, PARAM, RESTORE, Lane, Op, Schedule, Span
+from ds_moe_ext.schedule.task import RESTORE, Op, Schedule, Span
 from ds_moe_ext.share import LocalElseHome, NearestCopy
 from ds_moe_ext.strategy import Destination, Job, Plan, Site, Strategy
 
@@ -57,9 +57,6 @@ class Copied(Strategy):
     revise: Callable[[np.ndarray], Destination] | None = None
     goes_home: bool = False  # what has no copy at its sender, as in Pro-Prophet
 
-    def uses(self) -> tuple[tuple[str, Lane], ...]:
-        return (("ep", INTER), ("ep", PARAM))
-
     def plan(self, job: Job) -> tuple[Plan, ...]:
         (home,) = job.homes
         target = self.target or home
@@ -73,19 +70,6 @@ class Copied(Strategy):
             self.revise,
         )
         return (plan,)
-
-    def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:
-        plan, layer = site.plan, site.layer
-        chunks = plan.num_chunks
-
-        def cut(degree: int) -> Schedule:
-            tasks = wires.routed_tasks(
-                layer, num_chunks=chunks, degree=degree, copied=plan.is_joined
-            )
-            return wires.layer_schedule(tasks, layer, num_chunks=chunks, gated=gated)
-
-        forward = cut(plan.forward_degree)
-        return forward, forward.backward_cut_as(cut(plan.backward_degree))
 
 
 @dataclass(frozen=True)

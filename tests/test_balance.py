@@ -6,8 +6,9 @@ The stages of a balance are held against the dense reference in ``test_layer.py`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,32 +25,18 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.program import Stage
 from ds_moe_ext.schedule.task import COMBINE, DISPATCH, EXPERT, INTER, PARAM, RESTORE, Lane, Op
 from ds_moe_ext.schedule.wires import Beside
+from ds_moe_ext.settings import BLOCK, read_settings
 from ds_moe_ext.strategies.ep import ExpertParallel
-from ds_moe_ext.strategies.esp import ExpertSharding, Pipelined
-from ds_moe_ext.strategy import Forecast, Job, Plan, Pool, Rhythm, Site, Strategy
+from ds_moe_ext.strategies.esp import KEY, ExpertSharding
+from ds_moe_ext.strategy import Forecast, Job, Keys, Plan, Pool, Rhythm, Site, Strategy, along_nodes
 from tests.ranks import pool_of
 from tests.strategies_for_tests import Chunked, SineRestore
-
-ASKS_THE_BALANCE = {
-    *("has_uneven_homes", "with_homes_that_stay", "settled", "first_homes", "homes"),
-    *("remarks", "forecast", "beside", "stages"),
-}
-ANSWERS_WITH_IT = {"uses", "rhythm", "plan", "describe"}
-ANSWERS_ITSELF = {"slices_gradients", "without_slices", "splits_experts", "ways", "schedules"}
-IS_REFUSED = {"roles"}  # by the settings: its ranks would not all do the same
 
 HOMES = (Placement.block(4, 2),)
 JOB = Job.at_start(HOMES, np.zeros(2, dtype=np.int64))
 SITE: Any = object()
 FORECAST = Forecast(1.0, 2.0, 3.0, 4.0)
 STAGE = SineRestore()
-
-
-def test_every_member_of_a_strategy_has_an_answer() -> None:
-    members = {name for name in vars(Strategy) if not name.startswith("_")}
-    answered = ASKS_THE_BALANCE | ANSWERS_WITH_IT | ANSWERS_ITSELF
-    assert members == answered | IS_REFUSED
-    assert {name for name in vars(Pipelined) if name in members} == answered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,29 +86,52 @@ class Asked(Strategy):
     def describe(self, job: Job) -> str:
         return "a balance"
 
+    @property
+    def keys(self) -> Keys:
+        return Keys("not asked", "nor this", "a key")
+
+
+ESP = ExpertSharding(degree=2, slice_gradients=False)
+
 
 def test_the_balance_is_asked() -> None:
-    own = {name for name in vars(Asked) if not name.startswith("_")}
-    assert own == ASKS_THE_BALANCE | ANSWERS_WITH_IT
-    esp = ExpertSharding(degree=2, slice_gradients=False)
-    over = esp.over(Asked())
+    over = ESP.over(Asked())
     assert over.has_uneven_homes
-    assert over.with_homes_that_stay() == over.settled(lambda: ["a device"], 3) == esp.over()
+    assert over.with_homes_that_stay() == over.settled(lambda: ["a device"], 3) == ESP
     assert over.first_homes([4], [], 2) is over.homes(JOB) is HOMES
     assert over.remarks(JOB) == ("a remark",)
     assert over.forecast(JOB, 0, Plan.at_home(HOMES[0]), np.zeros((2, 4))) is FORECAST
     assert over.beside(SITE) == Beside(carries=True)
     assert over.stages(SITE) == {RESTORE: STAGE}
+    assert over.keys == Keys(f"{KEY}.all_to_all", f"{KEY}.slice_gradients", "a key")
+
+
+def test_a_member_that_a_strategy_gains_is_asked_of_the_balance() -> None:
+    over = ESP.over(Asked())
+    with (
+        mock.patch.object(Strategy, "gained", lambda self: "a default", create=True),
+        mock.patch.object(Asked, "gained", lambda self: "its own", create=True),
+    ):
+        assert over.gained() == "its own"  # type: ignore[attr-defined]
+        assert ESP.gained() == "a default"  # type: ignore[attr-defined]
+        with mock.patch.object(ExpertSharding, "gained", lambda self: "esp's", create=True):
+            assert over.gained() == "esp's"  # type: ignore[attr-defined]
 
 
 def test_what_the_balance_says_is_kept() -> None:
-    over = ExpertSharding(degree=2, slice_gradients=False, all_to_all="2dh").over(Asked())
-    assert {("ep", INTER), ("ep", PARAM)} < set(over.uses())
+    over = replace(ESP, all_to_all="2dh").over(Asked())
+    assert {("ep", INTER), ("ep", PARAM), *along_nodes(over.ways)} == set(over.uses())
     assert over.rhythm() == Rhythm(window=7, measures=True)
     (plan,) = over.plan(JOB)
     assert (plan.home, plan.forward_degree, plan.way) == (HOMES[0], 2, Way.BY_PLACES)
     job = Job.at_start(HOMES, JOB.node_C, (Pool(layers=(0,), expert_bytes=1),))
     assert over.describe(job) == "a balance"
+    assert replace(over, degree=3).placing == over.without_slices().placing == Asked()
+
+
+def test_what_it_is_laid_over_is_no_key() -> None:
+    with pytest.raises(ValueError, match="esp has no key 'placing'"):
+        read_settings({BLOCK: {"enabled": True, "strategy": "esp", "esp": {"placing": {}}}})
 
 
 class OtherWays(ExpertParallel):
@@ -189,7 +199,7 @@ def refused(rank: int, world_size: int, case: dict[str, Any]) -> str:
     [
         ({"op": RESTORE, "stage": HalfAStage()}, "'restore', lacks forward, backward or recut"),
         ({"op": EXPERT, "stage": Expert(FUNCTION)}, "needs whole experts, but expert_sharding"),
-        ({"op": COMBINE, "stage": STAGE, "way": "2dh"}, "but esp.all_to_all is '2dh'; leave that"),
+        ({"op": COMBINE, "stage": STAGE, "way": "2dh"}, "but ds_moe_ext.esp.all_to_all is '2dh'"),
         ({"op": COMBINE, "stage": STAGE, "hooks": Hooked(codecs=(Int8(),))}, "of hooks would have"),
     ],
 )

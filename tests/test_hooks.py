@@ -138,7 +138,7 @@ class Results(dict[str, Tensor]):
 def strategy_of(case: Case) -> Strategy:
     forward, backward = case.degrees
     degree = TwoDegrees(forward=forward, backward=backward)
-    return ExpertSharding(degree=degree, schedule=case.schedule, all_to_all=case.way).over()
+    return ExpertSharding(degree=degree, schedule=case.schedule, all_to_all=case.way)
 
 
 def layer_of(world_size: int, case: Case, options: LayerOptions) -> MoELayer:

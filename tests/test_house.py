@@ -527,13 +527,14 @@ OF_HOSTS = ("hosts.huggingface", "convert.deepspeed", "convert.megatron")
 
 
 def test_no_deep_inheritance() -> None:
-    """A class of ours extends a class of ours at most once."""
+    """A class of ours extends a class of ours at most once, beside an interface (an ABC)."""
     bases = {
         node.name: {ast.unparse(base).rpartition(".")[2] for base in node.bases}
         for source in SOURCES
         for node in source.nodes
         if isinstance(node, ast.ClassDef)
     }
+    bases = {name: its for name, its in bases.items() if "ABC" not in its}
     deep = [
         f"{name} < {base} < {', '.join(bases[base] & set(bases))}"
         for name, its in bases.items()

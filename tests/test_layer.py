@@ -127,8 +127,8 @@ def _strategy(case: Case) -> Strategy:
     forward, backward = case.degrees
     if case.schedule is not None:
         degree = TwoDegrees(forward=forward, backward=backward)
-        placing = Sine() if case.has_sine else None
-        return ExpertSharding(degree=degree, schedule=case.schedule).over(placing)
+        placing = Sine() if case.has_sine else ExpertParallel()
+        return ExpertSharding(degree=degree, schedule=case.schedule, placing=placing)
     if case.has_sine:
         return Sine()
     if case.degrees == (1, 1) and case.cell_size == 1:

@@ -28,7 +28,7 @@ from ds_moe_ext.schedule.task import (
     Schedule,
 )
 from ds_moe_ext.settings import read_settings
-from ds_moe_ext.strategies.prophet import ProProphet, blockwise
+from ds_moe_ext.strategies.prophet import ProProphet
 from ds_moe_ext.strategy import Carried, Job, Plan, Pool, Site
 
 NUM_LAYERS, NUM_CELLS, NUM_EXPERTS = 3, 4, 8
@@ -173,9 +173,9 @@ def ops(schedule: Schedule) -> list[Op]:
     return [task.op for task in schedule.tasks]
 
 
-def schedules(plan: Plan, following: Plan | None, *, plans: bool = False) -> list[list[Op]]:
+def schedules(plan: Plan, following: Plan | None) -> list[list[Op]]:
     site = Site(plan, layout=None, layer=1, following=following)  # type: ignore[arg-type]
-    beside = blockwise(site, plans=plans)
+    beside = ProProphet().beside(site)
     return [ops(each) for each in wires.programs(site.layer, gated=False, beside=beside)]
 
 
@@ -186,7 +186,9 @@ def test_a_layer_without_copies_runs_as_in_expert_parallelism() -> None:
 
 def test_order_of_a_layer_that_is_carried_and_carries() -> None:
     """Algorithm 2, spec 3.4; JOIN in backward has the gradients of copies ready."""
-    forward, backward = schedules(CARRIED, CARRIED, plans=True)
+    plan = replace(CARRIED, successor=Plan.at_home)
+    assert not ProProphet(scheduler=False).beside(Site(plan, None, 1)).plans  # type: ignore[arg-type]
+    forward, backward = schedules(plan, CARRIED)
     assert forward == [ORDER, DISPATCH, PLAN, JOIN, LAUNCH, EXPERT, COMBINE, LAUNCH, RESTORE]
     assert backward == [RESTORE, COMBINE, SEND_HOME, EXPERT, DISPATCH, JOIN, RECALL, SEND_HOME]
 

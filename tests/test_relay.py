@@ -34,7 +34,7 @@ from ds_moe_ext.moe.route import LayerRoute
 from ds_moe_ext.moe.sharding import Along, Shard
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.layer_pipelines import Measured, MeasuredLayer
-from ds_moe_ext.schedule.task import INTER, Cut, Lane, Span
+from ds_moe_ext.schedule.task import INTER, Cut, Span
 from ds_moe_ext.share import NearestCopy
 from ds_moe_ext.strategies.esp import ExpertSharding, TwoDegrees
 from ds_moe_ext.strategy import Destination, Job, Plan, Strategy
@@ -98,9 +98,6 @@ class CopiedBy(Copied):
     def ways(self) -> tuple[Way, ...]:
         return (self.way,)
 
-    def uses(self) -> tuple[tuple[str, Lane], ...]:
-        return (*super().uses(), *((axis, INTER) for axis in NODE_AXES))
-
     def plan(self, job: Job) -> tuple[Plan, ...]:
         return tuple(replace(plan, way=self.way) for plan in super().plan(job))
 
@@ -117,7 +114,7 @@ def strategy_of(case: Case, way: Way, layout: ParallelLayout | None = None) -> S
     forward, backward = case.degrees
     if not case.copied:
         degree = TwoDegrees(forward=forward, backward=backward)
-        return ExpertSharding(degree=degree, slice_gradients=False, all_to_all=way.value).over()
+        return ExpertSharding(degree=degree, slice_gradients=False, all_to_all=way.value)
     num_cells = case.grid.num_cells
     home = Placement.block(case.num_experts, num_cells)
     chance = np.random.default_rng(0).random(home.holds_EC.shape) < 0.4
@@ -347,7 +344,7 @@ def test_what_a_way_uses() -> None:
 
 
 def esp(**keys: Any) -> Strategy:
-    return ExpertSharding(**keys).over()
+    return ExpertSharding(**keys)
 
 
 def job_of(ways: Sequence[Mapping[Way, LinearCost]]) -> Job:

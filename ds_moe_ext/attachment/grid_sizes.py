@@ -12,7 +12,7 @@ from ds_moe_ext.attachment.launcher import ranks_on_this_node
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.roles import Roles
 from ds_moe_ext.settings import BLOCK, Settings
-from ds_moe_ext.strategy import Strategy
+from ds_moe_ext.strategy import Strategy, names_with
 from ds_moe_ext.strict import in_json
 
 
@@ -165,8 +165,9 @@ def _cell_size(
     if not strategy.splits_experts:
         raise ValueError(
             f"{BLOCK}.expert_sharding_size is {asked}, but strategy {settings.strategy!r} keeps "
-            f"every expert whole on one rank; set it to 1 or null, or use strategy 'esp', with "
-            f"{BLOCK}.balance {settings.strategy!r} if experts shall be placed so"
+            "every expert whole on one rank; set it to 1 or null, or use strategy "
+            f"{names_with('splits_experts')}, with {BLOCK}.balance {settings.strategy!r} if "
+            "experts shall be placed so"
         )
     if world_size % asked:
         raise ValueError(

@@ -213,9 +213,9 @@ def on_grid(
             f"{strategy.rhythm().shard_every} steps, which needs one home an expert, but here each "
             f"has {num_grids}; leave expert_parallel_size out (under Megatron: raise "
             f"--expert-model-parallel-size to {grid.world_size // grid.cell_size}), or let experts "
-            "stay: fssdp.reshard_interval null or 0"
+            f"stay: {strategy.keys.homes} null or 0"
         )
-    hardware = _hardware(settings, grid.size if strategy.rhythm().plan_every else 1)
+    hardware = _hardware(settings, grid.size if strategy.rhythm().weighs_copies else 1)
     blueprint = Blueprint(settings, strategy, grid, tuple(found), hardware, routers)
     num_ranks = grid.world_size
     for pool in blueprint.pools:
@@ -278,8 +278,8 @@ def _check_way(blueprint: Blueprint, layout: ParallelLayout, device: torch.devic
     """Raises ValueError where rows cannot travel as asked for."""
     if Way.DEEP_EP in blueprint.strategy.ways and (reason := deep_ep.why_not(layout, device)):
         raise ValueError(
-            f"{BLOCK}.esp.all_to_all is {Way.DEEP_EP.value!r}, but {reason}; choose another, or "
-            "leave it out"
+            f"{blueprint.strategy.keys.ways} is {Way.DEEP_EP.value!r}, but {reason}; choose "
+            "another, or leave it out"
         )
     if layout.place == 0:
         _warn_of_idle_codecs(blueprint)
@@ -370,7 +370,7 @@ def told_homes(
     """
     strategy, grid = blueprint.strategy, blueprint.grid
     max_cells = grid.world_size // grid.cell_size
-    if grid.num_cells == 1 and max_cells > 1 and strategy.rhythm().plan_every:
+    if grid.num_cells == 1 and max_cells > 1 and strategy.rhythm().weighs_copies:
         divide = np.gcd.reduce([max_cells, *(found.num_experts for found in blueprint.found)]) > 1
         remedy = f"raise {key}" if divide or strategy.has_uneven_homes else "choose other ranks"
         return (

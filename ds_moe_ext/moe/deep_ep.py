@@ -110,7 +110,7 @@ class DeepTrip:
         if arrived_R.shape[0] != self.num_received:
             raise RuntimeError(
                 f"DeepEP brought {arrived_R.shape[0]} rows where {self.num_received} were counted; "
-                "choose another ds_moe_ext.esp.all_to_all"
+                "choose another all_to_all"
             )
         rows_R: Tensor = arrived_R
         return rows_R
@@ -129,8 +129,8 @@ class DeepTrip:
         if rows.dtype != torch.bfloat16 or rows.dim() != 2 or row_bytes % ROW_ALIGNMENT:
             raise ValueError(
                 f"rows are {rows.dtype} of shape {tuple(rows.shape)}, but DeepEP carries bfloat16 "
-                f"of a multiple of {ROW_ALIGNMENT} bytes a row; choose another "
-                "ds_moe_ext.esp.all_to_all, or train in bfloat16"
+                f"of a multiple of {ROW_ALIGNMENT} bytes a row; choose another all_to_all, or "
+                "train in bfloat16"
             )
         return self.make_buffer(rows.device, row_bytes)
 
@@ -194,6 +194,5 @@ def check_order(
     wanted_RW = torch.stack((receiver_N.to(rows_NW), rows_NW[:, 1]), dim=1)
     if not torch.equal(arrived_RW[:, :2], wanted_RW):
         raise RuntimeError(
-            "DeepEP brings rows in another order than they were sent in; choose another "
-            "ds_moe_ext.esp.all_to_all"
+            "DeepEP brings rows in another order than they were sent in; choose another all_to_all"
         )

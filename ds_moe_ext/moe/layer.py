@@ -58,6 +58,7 @@ from ds_moe_ext.schedule.task import (
     RESTORE,
     SEND_HOME,
     Op,
+    Schedule,
     Span,
 )
 from ds_moe_ext.schedule.wires import ALONE
@@ -143,7 +144,7 @@ class RoutedExperts:
         self.function = function
         self._options = options or LayerOptions()
         own = strategy.stages(site)
-        _check_stages(own, site, self._options.hooks)
+        _check_stages(own, strategy, site, self._options.hooks)
         if strategy.roles is not None:
             _check_roles(own, strategy, site)
         self._moves_rows_itself = not own.keys().isdisjoint(_MOVES_ROWS)
@@ -323,6 +324,7 @@ class RoutedExperts:
         if device not in self._program:
             site = self.site
             forward, backward = self._strategy.schedules(site, gated=self._gate is not None)
+            self._check(forward)
             stages = self._stages(device)
             # On one rank nothing is sent, so there is nothing to hide behind anything.
             alone = site.layout.grid.size == 1
@@ -338,6 +340,28 @@ class RoutedExperts:
                 self.name,
             )
         return self._program[device]
+
+    def _check(self, forward: Schedule) -> None:
+        """Raises ValueError where what a strategy says itself leaves out what its plan asks for."""
+        plan, ops = self.site.plan, {task.op for task in forward.tasks}
+        who = type(self._strategy).__qualname__
+        if plan.has_copies and self.copies is None:
+            raise ValueError(
+                f"{who} plans copies of experts, but its uses() leaves out the communicator that "
+                "they travel by; add ('ep', PARAM), or leave uses to the base class"
+            )
+        if self.copies is not None and plan.is_joined and JOIN not in ops:
+            raise ValueError(
+                f"{who} plans copies of experts, or ranks without any, but its schedules do not "
+                "join these; let beside() say copied, or leave beside and schedules to the base "
+                "class"
+            )
+        if self.site.layout.grid.cell_size > 1 and not _OF_CELLS & ops:
+            raise ValueError(
+                f"the ranks of a cell split every expert, but the schedules of {who} exchange no "
+                "rows within cells; set expert_sharding_size to 1, or leave schedules to the base "
+                "class"
+            )
 
     def describe(self) -> str:
         """The plan and the issue orders as text: equal on all ranks, or they would wait for each
@@ -457,9 +481,10 @@ class RoutedExperts:
 
 
 _MOVES_ROWS = frozenset((DISPATCH, COMBINE))
+_OF_CELLS = frozenset((CELL_GATHER, QUEUED[CELL_GATHER]))
 
 
-def _check_stages(own: Mapping[Op, Stage], site: Site, hooks: Hooked) -> None:
+def _check_stages(own: Mapping[Op, Stage], strategy: Strategy, site: Site, hooks: Hooked) -> None:
     """Raises ValueError where a strategy's own stages cannot be right."""
     for op, stage in own.items():
         name = f"{type(stage).__qualname__}, the strategy's own stage of {op.name!r},"
@@ -475,8 +500,8 @@ def _check_stages(own: Mapping[Op, Stage], site: Site, hooks: Hooked) -> None:
             )
         if op in _MOVES_ROWS and site.plan.way is not Way.DIRECT:
             raise ValueError(
-                f"{name} moves rows itself, but esp.all_to_all is {site.plan.way.value!r}; leave "
-                "that out"
+                f"{name} moves rows itself, but {strategy.keys.ways} is {site.plan.way.value!r}; "
+                "leave that out"
             )
         if op in _MOVES_ROWS and hooks.codecs:
             raise ValueError(

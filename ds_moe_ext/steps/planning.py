@@ -71,7 +71,7 @@ class Planning:
         """
         for layer in self.layers:
             layer.routed.after_step()
-        if not (self._rhythm.plan_every or self._rhythm.measures):
+        if not (self._rhythm.weighs_copies or self._rhythm.measures):
             return
         self._window.push(_padded([each.routed_CE for each in rows]))
         measured = self.costs.after_step(rows)

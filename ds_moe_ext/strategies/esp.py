@@ -8,34 +8,32 @@ its pipeline over it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from importlib.util import find_spec
 
 import numpy as np
 
-from ds_moe_ext.cost.exchange import BY_COST, BY_NODES, WAYS, Way
-from ds_moe_ext.layout import NODE_AXES
-from ds_moe_ext.placement import Placement
+from ds_moe_ext.cost.exchange import BY_COST, WAYS, Way
 from ds_moe_ext.planners.layer_pipelines import SOLVERS, Measured, Piped, plan_pipelines
 from ds_moe_ext.schedule import wires
-from ds_moe_ext.schedule.pipeline_orders import PIPELINES, Pipeline, Slices
-from ds_moe_ext.schedule.program import Stage
-from ds_moe_ext.schedule.task import INTER, Lane, Op, Schedule
-from ds_moe_ext.schedule.wires import Beside, Cutting
+from ds_moe_ext.schedule.pipeline_orders import PIPELINES, Pipeline
+from ds_moe_ext.schedule.task import Lane, Schedule
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategy import (
-    Forecast,
     Job,
+    Keys,
+    Overlay,
     Plan,
-    Pool,
     Rhythm,
     Site,
     Strategy,
+    along_nodes,
+    cutting_of,
     register,
 )
-from ds_moe_ext.strict import at_least, nearest
+from ds_moe_ext.strict import NOT_A_KEY, at_least, nearest
 
 KEY = "ds_moe_ext.esp"
 
@@ -59,8 +57,8 @@ class TwoDegrees:
 
 @register("esp")
 @dataclass(frozen=True, kw_only=True)
-class ExpertSharding:
-    """FSMoE's scheduler (sections 4 and 5 of the paper).
+class ExpertSharding(Overlay):
+    """FSMoE's scheduler (sections 4 and 5 of the paper), laid over where experts compute.
 
     Attributes:
         degree: chunks that a layer's tokens are cut into, one number for both directions or one
@@ -73,6 +71,7 @@ class ExpertSharding:
         all_to_all: the way of rows between cells: "direct", "1dh", "2dh" or "deepep"; null: the
             direct one, and once costs have been measured the fastest of the first three, layer by
             layer.
+        placing: where experts compute.
     """
 
     degree: int | TwoDegrees | None = None
@@ -81,6 +80,7 @@ class ExpertSharding:
     solver: str = "exact"
     slice_gradients: bool = True
     all_to_all: str | None = None
+    placing: Strategy = field(default=ExpertParallel(), hash=False, metadata=NOT_A_KEY)
 
     def __post_init__(self) -> None:
         if isinstance(self.degree, int):
@@ -108,6 +108,22 @@ class ExpertSharding:
                 f"{KEY}.degree is {self.degree}, but schedule {self.schedule!r} cuts no tokens; "
                 "leave degree out, or choose another schedule"
             )
+        self._check_placing()
+
+    def _check_placing(self) -> None:
+        own = type(self.placing)
+        decided = {
+            "schedules": own.schedules is not Strategy.schedules,
+            "ways": own.ways is not Strategy.ways,
+            "slices_gradients": own.slices_gradients is not Strategy.slices_gradients,
+        }
+        if any(decided.values()):
+            names = " and ".join(name for name, is_own in decided.items() if is_own)
+            raise ValueError(
+                f"ds_moe_ext.balance is {own.__qualname__}, which decides itself how rows travel, "
+                f"so that strategy 'esp' cannot be laid over it; choose another, or leave {names} "
+                "to the base class"
+            )
 
     @property
     def pipeline(self) -> Pipeline:
@@ -126,135 +142,51 @@ class ExpertSharding:
         return BY_COST if self.all_to_all is None else (WAYS[self.all_to_all],)
 
     @property
-    def slices(self) -> bool:
-        """Whether gradients are reduced beside layers."""
+    def slices_gradients(self) -> bool:
         return self.slice_gradients and (self.pipeline.slices_moe or self.pipeline.slices_dense)
 
     @property
     def measures(self) -> bool:
         """Whether anything depends on what operations cost."""
-        return (self.pipeline.is_cut and None in self.degrees) or self.slices
-
-    def over(self, placing: Strategy | None = None) -> Pipelined:
-        """The strategy: this pipeline over where another one has experts compute.
-
-        Args:
-            placing: where; None: at home, whole or split.
-
-        Raises:
-            ValueError: it decides itself how rows travel.
-        """
-        return Pipelined(esp=self, placing=placing or ExpertParallel())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pipelined(Strategy):
-    """A pipeline laid over another strategy, which answers all that is not about how rows travel.
-
-    Attributes:
-        esp: how rows travel.
-        placing: where experts compute.
-
-    Raises:
-        ValueError: the other one decides itself how rows travel.
-    """
-
-    esp: ExpertSharding
-    placing: Strategy
-
-    def __post_init__(self) -> None:
-        own = type(self.placing)
-        decided = {
-            "schedules": own.schedules is not Strategy.schedules,
-            "ways": own.ways is not Strategy.ways,
-            "slices_gradients": own.slices_gradients is not Strategy.slices_gradients,
-        }
-        if any(decided.values()):
-            names = " and ".join(name for name, is_own in decided.items() if is_own)
-            raise ValueError(
-                f"ds_moe_ext.balance is {own.__qualname__}, which decides itself how rows travel, "
-                f"so that strategy 'esp' cannot be laid over it; choose another, or leave {names} "
-                "to the base class"
-            )
+        return (self.pipeline.is_cut and None in self.degrees) or self.slices_gradients
 
     @property
-    def has_uneven_homes(self) -> bool:
-        return self.placing.has_uneven_homes
+    def keys(self) -> Keys:
+        return self.placing.keys._replace(
+            ways=f"{KEY}.all_to_all", slices_gradients=f"{KEY}.slice_gradients"
+        )
 
-    @property
-    def slices_gradients(self) -> bool:
-        return self.esp.slices
-
-    def with_homes_that_stay(self) -> Pipelined:
-        return replace(self, placing=self.placing.with_homes_that_stay())
-
-    def without_slices(self) -> Pipelined:
-        return replace(self, esp=replace(self.esp, slice_gradients=False))
+    def without_slices(self) -> ExpertSharding:
+        return replace(self, slice_gradients=False)
 
     @property
     def splits_experts(self) -> bool:
         return True
 
-    @property
-    def ways(self) -> tuple[Way, ...]:
-        return self.esp.ways
-
-    def settled(self, devices: Callable[[], Sequence[str]], micro_batch: int | None) -> Pipelined:
-        return replace(self, placing=self.placing.settled(devices, micro_batch))
-
     def uses(self) -> tuple[tuple[str, Lane], ...]:
-        leads_by_nodes = not BY_NODES.isdisjoint(self.ways)
-        node_axes = tuple((axis, INTER) for axis in NODE_AXES if leads_by_nodes)
-        return (*self.placing.uses(), *node_axes)
+        return (*self.placing.uses(), *along_nodes(self.ways))
 
     def rhythm(self) -> Rhythm:
         rhythm = self.placing.rhythm()
-        return replace(rhythm, measures=rhythm.measures or self.esp.measures)
-
-    def first_homes(
-        self, num_experts: Sequence[int], pools: Iterable[Pool], num_cells: int
-    ) -> tuple[Placement, ...]:
-        return self.placing.first_homes(num_experts, pools, num_cells)
-
-    def homes(self, job: Job) -> tuple[Placement, ...]:
-        return self.placing.homes(job)
+        return replace(rhythm, measures=rhythm.measures or self.measures)
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
         plans = self.placing.plan(job)
         if job.pipelines is None:
-            forward, backward = self.esp.degrees
+            forward, backward = self.degrees
             piped = Piped(forward or 1, backward or 1, way=self.ways[0])
             return tuple(_piped(piped, plan) for plan in plans)
-        pipes = _pipes(self.esp, job.pipelines)
+        pipes = _pipes(self, job.pipelines)
         return tuple(_piped(piped, plan) for piped, plan in zip(pipes, plans))
-
-    def forecast(self, job: Job, layer: int, plan: Plan, rows_CE: np.ndarray) -> Forecast | None:
-        return self.placing.forecast(job, layer, plan, rows_CE)
-
-    def remarks(self, job: Job) -> tuple[str, ...]:
-        return self.placing.remarks(job)
 
     def describe(self, job: Job) -> str:
         told = [self.placing.describe(job)] if any(pool.expert_bytes for pool in job.pools) else []
         if job.pipelines is not None:
-            told.append(_told(_pipes(self.esp, job.pipelines), job.pipelines))
+            told.append(_told(_pipes(self, job.pipelines), job.pipelines))
         return "; ".join(filter(None, told))
 
-    def beside(self, site: Site) -> Beside:
-        return self.placing.beside(site)
-
-    def stages(self, site: Site) -> Mapping[Op, Stage]:
-        return self.placing.stages(site)
-
     def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:
-        plan = site.plan
-        cutting = Cutting(
-            self.esp.pipeline,
-            plan.forward_degree,
-            plan.backward_degree,
-            sharded=site.layout.grid.cell_size > 1,
-            slices=Slices(*map(len, plan.reductions)),
-        )
+        cutting = cutting_of(site, self.pipeline)
         return wires.programs(site.layer, gated=gated, beside=self.beside(site), cutting=cutting)
 
 
@@ -266,7 +198,7 @@ def _pipes(esp: ExpertSharding, measured: Measured) -> tuple[Piped, ...]:
         measured,
         max_degree=esp.max_degree,
         degrees=esp.degrees,
-        slices=esp.slices,
+        slices=esp.slices_gradients,
         solver=SOLVERS[esp.solver],
     )
 

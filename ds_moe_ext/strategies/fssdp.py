@@ -20,16 +20,14 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.calibrate import calibrate, guarded
 from ds_moe_ext.planners.homes import shard
 from ds_moe_ext.planners.materialize import materialize
-from ds_moe_ext.schedule.task import INTER, PARAM, Lane
-from ds_moe_ext.schedule.wires import Beside
 from ds_moe_ext.share import NearestCopy
 from ds_moe_ext.strategy import (
     Destination,
     Job,
+    Keys,
     Plan,
     Pool,
     Rhythm,
-    Site,
     Strategy,
     register,
 )
@@ -79,8 +77,9 @@ class FullySharded(Strategy):
     def with_homes_that_stay(self) -> FullySharded:
         return replace(self, reshard_interval=self.reshard_interval or 0)
 
-    def uses(self) -> tuple[tuple[str, Lane], ...]:
-        return (("ep", INTER), ("ep", PARAM))
+    @property
+    def keys(self) -> Keys:
+        return Keys(homes=f"{WHERE}.reshard_interval")
 
     def rhythm(self) -> Rhythm:
         given = self.reshard_interval
@@ -155,9 +154,6 @@ class FullySharded(Strategy):
         )
         idle = self._idle_calibration(job), self._idle_sharding(job)
         return "; ".join(filter(None, (told, *self._never_copied(job), *idle)))
-
-    def beside(self, site: Site) -> Beside:
-        return Beside(copied=site.plan.is_joined)
 
     def _never_copied(self, job: Job) -> Iterator[str]:
         """Layers of which nothing is copied, as t or m came out 0, and what to set."""

@@ -27,7 +27,6 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.copy_split import SPLITS, split_backward, split_forward
 from ds_moe_ext.planners.prophet_greedy import BlockPlan, place_experts
 from ds_moe_ext.planners.shadow import shadow_experts
-from ds_moe_ext.schedule.task import INTER, PARAM, Lane
 from ds_moe_ext.schedule.wires import Beside
 from ds_moe_ext.share import LocalElseHome
 from ds_moe_ext.strategy import (
@@ -112,9 +111,6 @@ class ProProphet(Strategy):
                     f"{nearest(value, known)}"
                 )
 
-    def uses(self) -> tuple[tuple[str, Lane], ...]:
-        return (("ep", INTER), ("ep", PARAM))
-
     def rhythm(self) -> Rhythm:
         return Rhythm(window=1, plan_every=1)
 
@@ -164,7 +160,8 @@ class ProProphet(Strategy):
         )
 
     def beside(self, site: Site) -> Beside:
-        return blockwise(site, plans=self.scheduler and site.plan.successor is not None)
+        beside = super().beside(site)
+        return beside._replace(plans=beside.plans and self.scheduler)
 
     @property
     def steps_kept(self) -> int:
@@ -259,19 +256,3 @@ class _Search:
         ):
             return self._followed(plan, age=age + 1)
         return self(rows_CE)
-
-
-def blockwise(site: Site, *, plans: bool) -> Beside:
-    """What a layer does that may carry copies of the next: Algorithm 2 (spec 3.4).
-
-    Args:
-        site: the layer.
-        plans: the next step is planned while the rows are on their way.
-    """
-    following = site.following
-    return Beside(
-        copied=site.plan.is_joined,
-        carried=site.plan.carried is not None,
-        carries=following is not None and following.carried is not None,
-        plans=plans,
-    )

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.roles import Roles, roles_by_device
+from ds_moe_ext.roles import Roles, Striping, roles_by_device
 from ds_moe_ext.schedule.stripe_samples import check_stripes, default_stripes
 from ds_moe_ext.schedule.stripes import A2E, E2A
 from ds_moe_ext.schedule.task import INTER, Lane
@@ -133,6 +133,10 @@ class Zebra(Strategy):
         cells = range(self.attention_size + self.expert_size)
         own = tuple(sorted(self.attention_cells))
         return Roles(own, tuple(cell for cell in cells if cell not in own))
+
+    @property
+    def striping(self) -> Striping:
+        return Striping(self.num_micro_batches, self.recompute_experts)
 
     def settled(self, devices: Callable[[], Sequence[str]], micro_batch: int | None) -> Zebra:
         settled = self if self.attention_device is None else self._by_device(devices())

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from ds_moe_ext.steps.training_run import run_of
-from ds_moe_ext.strategies.esp import Pipelined
+from ds_moe_ext.strategies.esp import ExpertSharding
 from ds_moe_ext.strategy import Strategy
 from tests.hosts.copied_runs import check_equal, plain
 from tests.hosts.jobs import ROWS, Job, Result, engine_of, train
@@ -29,7 +29,7 @@ def run(world_size: int, job: Job) -> Result:
 def balance_of(rank: int, world_size: int, job: Job) -> Strategy:
     """What a run goes by."""
     run = run_of(engine_of(job, world_size))
-    assert run is not None and isinstance(run.planning.strategy, Pipelined)
+    assert run is not None and isinstance(run.planning.strategy, ExpertSharding)
     return run.planning.strategy.placing
 
 

@@ -23,7 +23,7 @@ from ds_moe_ext.cost.lines import Line
 from ds_moe_ext.planners.layer_pipelines import Placed
 from ds_moe_ext.steps.gradient_counts import Reduced
 from ds_moe_ext.steps.pipeline_costs import DenseGradients
-from ds_moe_ext.strategies.esp import Pipelined
+from ds_moe_ext.strategies.esp import ExpertSharding
 from ds_moe_ext.strategy import Plan
 from tests.hosts.megatron_jobs import Training, megatron, train
 from tests.hosts.megatron_toy import MegatronRun
@@ -88,15 +88,15 @@ def fixed(placed: Placed | None) -> Iterator[None]:
     if placed is None:
         yield
         return
-    plans_of = Pipelined.plan
+    plans_of = ExpertSharding.plan
 
-    def plan(self: Pipelined, job: Any) -> tuple[Plan, ...]:
+    def plan(self: ExpertSharding, job: Any) -> tuple[Plan, ...]:
         plans = plans_of(self, job)
         if not self.slices_gradients:
             return plans
         return tuple(replace(each, reductions=placed) for each in plans)
 
-    with mock.patch.object(Pipelined, "plan", plan):
+    with mock.patch.object(ExpertSharding, "plan", plan):
         yield
 
 

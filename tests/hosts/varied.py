@@ -12,10 +12,7 @@ import numpy as np
 
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.copy_split import Split
-from ds_moe_ext.schedule.task import INTER, PARAM, Lane
-from ds_moe_ext.schedule.wires import Beside
 from ds_moe_ext.share import NearestCopy
-from ds_moe_ext.strategies.prophet import blockwise
 from ds_moe_ext.strategy import (
     Carried,
     Destination,
@@ -23,7 +20,6 @@ from ds_moe_ext.strategy import (
     Plan,
     Pool,
     Rhythm,
-    Site,
     Strategy,
 )
 
@@ -58,9 +54,6 @@ class Varied(Strategy):
     def has_uneven_homes(self) -> bool:
         return True
 
-    def uses(self) -> tuple[tuple[str, Lane], ...]:
-        return (("ep", INTER), ("ep", PARAM))
-
     def rhythm(self) -> Rhythm:
         return Rhythm(plan_every=self.plan_every, shard_every=self.shard_every)
 
@@ -77,9 +70,6 @@ class Varied(Strategy):
         for pool in job.pools:
             homes.update(zip(pool.layers, _shuffled(pool, job.homes, rng)))
         return tuple(homes[layer] for layer in range(len(homes)))
-
-    def beside(self, site: Site) -> Beside:
-        return blockwise(site, plans=False)
 
     def _chance(self, job: Job) -> np.random.Generator:
         """The same on every rank, and another in every step."""

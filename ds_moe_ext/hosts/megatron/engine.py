@@ -35,7 +35,6 @@ from ds_moe_ext.steps.host import Built, Seats, run_on
 from ds_moe_ext.steps.optimizer_states import States
 from ds_moe_ext.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.steps.training_run import RECORD, Record, Run
-from ds_moe_ext.strategies.esp import ExpertSharding
 from ds_moe_ext.strategy import Strategy
 
 OPTIMIZER = "get_megatron_optimizer"
@@ -101,7 +100,6 @@ class MegatronHost:
         unsliced = why_unsliced(self._chunks) if strategy.slices_gradients else ""
         stays = _told(grid, strategy)
         self._told = unsliced or "", stays
-        strategy = _split(strategy, grid)
         strategy = strategy if unsliced is None else strategy.without_slices()
         return _of_stage(settings, self._seats), strategy
 
@@ -209,14 +207,6 @@ def _told(grid: Grid, strategy: Strategy) -> str:
     if num_homes > 1 and grid.num_cells > 1 and strategy.rhythm().shard_every and stays:
         return f"experts keep their homes: each has {num_homes} of them"
     return ""
-
-
-def _split(strategy: Strategy, grid: Grid) -> Strategy:
-    """With expert tensor parallelism every strategy runs on split experts: under a pipeline of one
-    chunk, where it has none of its own."""
-    if grid.cell_size == 1 or strategy.splits_experts:
-        return strategy
-    return ExpertSharding(degree=1, slice_gradients=False, all_to_all="direct").over(strategy)
 
 
 def whole(chunks: Sequence[nn.Module]) -> nn.Module:
