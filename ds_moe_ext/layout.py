@@ -29,15 +29,23 @@ NODE_AXES = {WITHIN_NODES: Reach.WITHIN, BETWEEN_NODES: Reach.BETWEEN}
 
 
 @contextmanager
-def world(backend: str, rank: int = 0, world_size: int = 1) -> Iterator[None]:
+def world(
+    backend: str, rank: int = 0, world_size: int = 1, *, meet_at: str | None = None
+) -> Iterator[None]:
     """The world of all ranks inside the block: the one that is, or one made for it. Collective.
 
-    Where there are several, a launcher's MASTER_ADDR and MASTER_PORT say where they meet.
+    Where there are several they meet by a file, or where a launcher's MASTER_ADDR and MASTER_PORT
+    say.
+
+    Args:
+        meet_at: path of a file that is not there yet.
     """
     if dist.is_initialized():
         yield
         return
-    store = dist.HashStore() if world_size == 1 else None
+    store: dist.Store | None = dist.HashStore() if world_size == 1 else None
+    if meet_at is not None:
+        store = dist.FileStore(meet_at, world_size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     try:
         yield
@@ -221,6 +229,12 @@ class ParallelLayout:
     def index(self, axis: str) -> int:
         """This rank's place along an axis."""
         return self.grid.index(axis, self.rank)
+
+    def close(self) -> None:
+        """Close the communicators, when no pass will run any more. Collective."""
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        self._groups.clear()
 
     def group(self, axis: str, lane: Lane) -> dist.ProcessGroup:
         """The communicator of a lane along an axis, made by ``build``. Where cells have one rank,

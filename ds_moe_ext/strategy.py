@@ -458,10 +458,10 @@ class Overlay(Strategy):
     placing: Strategy
 
     def __getattribute__(self, name: str) -> Any:
-        default = vars(Strategy).get(name)
-        if default is None or name.startswith("_"):
+        if name.startswith("_") or name not in vars(Strategy):
             return super().__getattribute__(name)
-        if inspect.getattr_static(type(self), name) is not default:
+        own, default = (inspect.getattr_static(cls, name) for cls in (type(self), Strategy))
+        if own is not default:
             return super().__getattribute__(name)
         return self.placing.__getattribute__(name)
 

@@ -41,7 +41,7 @@ LAYERS = (
     ("hosts",),
     ("patches",),
     ("convert",),
-    ("commands",),
+    ("commands", "testing"),
     ("cli", "run", "profile_run"),  # what is started
     ("",),  # the package's public names
 )

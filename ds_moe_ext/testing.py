@@ -1,0 +1,689 @@
+"""A strategy against the dense reference: ``check(MyStrategy())``, on a CPU, in a minute.
+
+Every case trains two layers for a few steps on gloo ranks that are started here: before anything is
+known, by measured costs, by what the first plans lead to, and from new homes. Outputs, the gradient
+of the input and those of all weights must be those of plain autograd on one rank, in float64::
+
+    python -m ds_moe_ext.testing my_package.my_module:MyStrategy --options '{"degree": 2}'
+
+In a script, call ``check`` under ``if __name__ == "__main__":``, as everywhere where Python starts
+processes. Shape letters: T tokens, K choices, E experts, C cells, D model width, F expert width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import multiprocessing
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_moe_ext.attach.block_hooks import Launch
+from ds_moe_ext.comm import gather_texts
+from ds_moe_ext.cost.prices import Prices
+from ds_moe_ext.layout import Grid, ParallelLayout, world
+from ds_moe_ext.moe.copies.layer_copies import in_order
+from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
+from ds_moe_ext.moe.gate import SoftmaxTopK
+from ds_moe_ext.moe.layer import MoELayer
+from ds_moe_ext.moe.sharding import Along, Shard
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.schedule.task import PARAM
+from ds_moe_ext.settings import BLOCK, read_settings
+from ds_moe_ext.share import Share
+from ds_moe_ext.strategies.esp import ExpertSharding, TwoDegrees
+from ds_moe_ext.strategy import Job, Overlay, Plan, Pool, Strategy, followers
+
+TOLERANCE = 1e-12  # of float64, relative to the largest of the reference
+TIMEOUT_S = 120.0
+GRACE_S = 10.0  # for the other ranks, when one has failed
+
+# The dense reference.
+
+
+def dense_experts(
+    x_TD: Tensor, expert_TK: Tensor, score_TK: Tensor, up_EFD: Tensor, down_EDF: Tensor
+) -> Tensor:
+    """SwiGLU experts on all tokens, weighed; ``expert_TK`` is -1 where a choice was dropped."""
+    gate_up = torch.einsum("td,efd->tef", x_TD, up_EFD)
+    gate, up = gate_up.chunk(2, dim=-1)
+    y_TED = torch.einsum("tef,edf->ted", nn.functional.silu(gate) * up, down_EDF)
+    index = expert_TK.clamp(min=0)[..., None].expand(-1, -1, x_TD.shape[1])
+    y_TKD = y_TED.gather(1, index) * (expert_TK >= 0)[..., None]
+    return (y_TKD * score_TK[..., None]).sum(dim=1)
+
+
+def relative_error(ours: Tensor, reference: Tensor) -> float:
+    """Largest difference over the largest reference value."""
+    if reference.numel() == 0:
+        assert ours.shape == reference.shape
+        return 0.0
+    ours, reference = ours.detach(), reference.detach()
+    scale = reference.abs().max().clamp(min=1e-30)
+    return float((ours - reference).abs().max() / scale)
+
+
+# Ranks.
+
+
+class Ranks:
+    """Gloo processes on this machine, which run one function at a time, all together.
+
+    Started by a forkserver that has torch loaded: a fork inherits it, and the server itself never
+    runs a torch operation, so that its children may.
+
+    Args:
+        world_size: how many.
+        begin: called in each before they meet, as ``begin(rank, world_size)``.
+        between: called in each when all have ended a job.
+        preload: modules that the server loads, if it has not been started yet.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        begin: Callable[[int, int], None] | None = None,
+        between: Callable[[], None] | None = None,
+        preload: Sequence[str] = ("torch", "numpy", "ds_moe_ext.testing"),
+    ) -> None:
+        self.world_size = world_size
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(preload))
+        # They meet by a file, which no other run can have taken as it can a port.
+        self._folder = tempfile.TemporaryDirectory()
+        start = _Start(world_size, str(Path(self._folder.name, "store")), begin, between)
+        self._ends, self._processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs, start), daemon=True)
+            process.start()
+            theirs.close()
+            self._ends.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a module-level function as ``function(rank, world_size, ...)`` on every rank.
+
+        Returns:
+            What each rank returned.
+
+        Raises:
+            AssertionError: a rank raised, died or did not answer; the ranks are then gone.
+        """
+        for rank, end in enumerate(self._ends):
+            end.send(functools.partial(function, rank, self.world_size, *args, **kwargs))
+        answers = self._answers()
+        failures = [f"rank {r}: {value}" for r, (good, value) in answers.items() if not good]
+        if failures:
+            self.close()
+            raise AssertionError("\n".join(failures))
+        for end in self._ends:
+            end.send(None)  # all have ended the job
+        return [answers[rank][1] for rank in range(self.world_size)]
+
+    def _answers(self) -> dict[int, tuple[bool, Any]]:
+        """By rank. When one has failed the others are soon given up: they may wait for it."""
+        waiting = {end: rank for rank, end in enumerate(self._ends)}
+        answers: dict[int, tuple[bool, Any]] = {}
+        until = time.monotonic() + TIMEOUT_S
+        while waiting:
+            ready = wait(list(waiting), max(until - time.monotonic(), 0.0))
+            if not ready:
+                late = "did not answer in time; it may wait for another rank"
+                return answers | {rank: (False, late) for rank in waiting.values()}
+            for end in ready:
+                assert isinstance(end, Connection)
+                rank = waiting.pop(end)
+                try:
+                    answers[rank] = end.recv()
+                except (EOFError, ConnectionResetError):
+                    answers[rank] = False, "died"
+                if not answers[rank][0]:
+                    until = min(until, time.monotonic() + GRACE_S)
+        return answers
+
+    @property
+    def is_alive(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._folder.cleanup()
+
+
+class _Start(NamedTuple):
+    """What a rank begins with; see ``Ranks``."""
+
+    world_size: int
+    meet_at: str
+    begin: Callable[[int, int], None] | None
+    between: Callable[[], None] | None
+
+
+def _serve(rank: int, jobs: Connection, start: _Start) -> None:
+    torch.set_num_threads(1)
+    if start.begin is not None:
+        start.begin(rank, start.world_size)
+    with world("gloo", rank, start.world_size, meet_at=start.meet_at):
+        while True:
+            try:
+                job = jobs.recv()
+            except EOFError:
+                return
+            if job is None:
+                if start.between is not None:
+                    start.between()
+                continue
+            try:
+                jobs.send((True, job()))
+            except BaseException:
+                jobs.send((False, traceback.format_exc()))
+
+
+# Cases.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """How a strategy is tried.
+
+    Attributes:
+        num_ranks: gloo ranks.
+        num_micro_batches: of a step.
+        checkpoints: every layer runs again in backward (activation checkpointing).
+        degrees: chunks forward and backward, under ``esp``; None: without it.
+        cell_size: ranks that split every expert, under ``esp``.
+        hot: how much more one expert is chosen; another one in each step.
+    """
+
+    num_ranks: int
+    num_micro_batches: int = 1
+    checkpoints: bool = False
+    degrees: tuple[int, int] | None = None
+    cell_size: int = 1
+    hot: float = 2.0
+
+    def __str__(self) -> str:
+        told = [f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"]
+        if self.num_micro_batches > 1:
+            told.append(f"{self.num_micro_batches} micro-batches")
+        if self.checkpoints:
+            told.append("activation checkpointing")
+        if self.degrees is not None:
+            told.append(f"under esp in {self.degrees[0]} and {self.degrees[1]} chunks")
+        if self.cell_size > 1:
+            told.append(f"experts split by {self.cell_size}")
+        return ", ".join(told)
+
+
+CASES = (
+    Case(num_ranks=1),
+    Case(num_ranks=2),
+    Case(num_ranks=3, hot=20.0),
+    Case(num_ranks=4),
+    Case(num_ranks=2, num_micro_batches=2),
+    Case(num_ranks=4, num_micro_batches=2, checkpoints=True),
+    Case(num_ranks=4, degrees=(2, 3)),
+    Case(num_ranks=2, degrees=(3, 2), num_micro_batches=2, checkpoints=True),
+    Case(num_ranks=4, degrees=(2, 1), num_micro_batches=2, cell_size=2),
+)
+NUM_EXPERTS, NUM_LAYERS, NUM_STEPS = 12, 2, 4
+D, F, TOP_K = 6, 8, 2
+MEASURED = {
+    "prices": Prices(
+        row_s=1e-3,
+        row_bytes=8.0 * D,
+        copy_s=1e-6,
+        inter_bytes_per_s=1e9,
+        intra_bytes_per_s=1e9,
+    ),
+    "expert_bytes": 3 * D * F * 8,
+    "row_bytes_per_s": 1e9,
+    "copy_bytes_per_s": 1e9,
+}
+"""Costs by which copies pay."""
+
+
+def _weights(layer: int, step: int, hot: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Gate, up and down: others in each step, so that stale copies are found."""
+    generator = torch.Generator().manual_seed(100 * step + layer)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    gate_ED = rand(NUM_EXPERTS, D)
+    gate_ED[5 * step % NUM_EXPERTS, -1] += hot  # the last input is always one
+    return gate_ED, rand(NUM_EXPERTS, 2 * F, D) * 0.3, rand(NUM_EXPERTS, D, F) * 0.3
+
+
+def _tokens(rank: int, step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+    """What goes in, and the gradient of what comes out, ``[T, D]`` each."""
+    generator = torch.Generator().manual_seed(1 + rank + 10 * micro_batch + 100 * step)
+    x, grad = torch.randn(2, 9 + 2 * rank, D, generator=generator, dtype=torch.float64)
+    x[:, -1] = 1.0
+    return x, grad
+
+
+class Seen(NamedTuple):
+    """What one rank has of one step.
+
+    Attributes:
+        outputs: of each micro-batch.
+        inputs: gradients of what went in, likewise.
+        weights: gradients of each layer's gate, up and down; those of experts of this rank only.
+        experts: of each layer that are at home on this rank, ascending.
+        shard: the part of them that it has.
+    """
+
+    outputs: list[Tensor]
+    inputs: list[Tensor]
+    weights: list[tuple[Tensor, Tensor, Tensor]]
+    experts: list[Tensor]
+    shard: Shard
+
+
+def _dense(case: Case, step: int) -> tuple[list[Seen], list[tuple[Tensor, ...]]]:
+    """What the ranks should have, and the gradients of all weights, by layer."""
+    layers = [_weights(layer, step, case.hot) for layer in range(NUM_LAYERS)]
+    for weight in (weight for weights in layers for weight in weights):
+        weight.requires_grad_()
+    ranks = []
+    for rank in range(case.num_ranks):
+        outputs, inputs = [], []
+        for micro_batch in range(case.num_micro_batches):
+            x, grad = _tokens(rank, step, micro_batch)
+            y = x.requires_grad_()
+            for gate_ED, up, down in layers:
+                choice = SoftmaxTopK(top_k=TOP_K)(y, (gate_ED,))
+                y = y + dense_experts(y, choice.expert_TK, choice.score_TK, up, down)
+            torch.sum(y * grad).backward()
+            outputs.append(y.detach())
+            inputs.append(_grad_of(x))
+        ranks.append(Seen(outputs, inputs, [], [], Shard()))
+    return ranks, [tuple(map(_grad_of, weights)) for weights in layers]
+
+
+def _grad_of(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+# What a rank does.
+
+
+class _Block(nn.Module):
+    """A transformer block with nothing but its MoE layer, which is told when the block begins."""
+
+    def __init__(self, layer: MoELayer, shard: Shard) -> None:
+        super().__init__()
+        self.layer, self.shard = layer, shard
+        self.routed = layer.routed
+        self.launch: Launch | None = None
+
+    def weights(self) -> tuple[Tensor, ...]:
+        return tuple(self.layer.expert_weights)
+
+    def hold(self, weights: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Take these gate weights, and this rank's of these experts."""
+        gate_ED, *experts = weights
+        parts = [self.shard.of(i, weight, first_dim=1) for i, weight in enumerate(experts)]
+        mine = self.experts
+        self.layer.gate_weights = nn.ParameterList([gate_ED])
+        self.layer.expert_weights = nn.ParameterList(part[e] for e in mine for part in parts)
+
+    @property
+    def experts(self) -> Tensor:
+        site = self.routed.site
+        return torch.from_numpy(site.plan.home.experts_of(site.layout.index("ep")))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        assert self.launch is not None
+        self.launch.begin(x_TD)
+        y: Tensor = x_TD + self.layer(x_TD).y
+        return y
+
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        slots = [_grad_of(weight) for weight in self.layer.expert_weights]
+        like = self.routed.copies.like if self.routed.copies else slots[:2]
+        up, down = (
+            torch.stack(slots[i::2]) if slots else like[i].new_zeros(0, *like[i].shape)
+            for i in range(2)
+        )
+        return _grad_of(self.layer.gate_weights[0]), up, down
+
+
+def _train(rank: int, num_ranks: int, strategy: Strategy, case: Case) -> list[Seen]:
+    """All steps of a case on one rank."""
+    strategy = strategy.settled(lambda: ["cpu"] * num_ranks, None)
+    grid = Grid(num_ranks, num_ranks // case.cell_size, case.cell_size)
+    layout = ParallelLayout.build(grid, strategy.uses(), ranks_per_node=2)
+    pools = (Pool(layers=tuple(range(NUM_LAYERS))),)
+    homes = strategy.first_homes([NUM_EXPERTS] * NUM_LAYERS, pools, grid.num_cells)
+    job = Job.at_start(homes, layout.node_C, pools)
+    job = replace(job, accumulates=case.num_micro_batches > 1)
+    plans = _planned(strategy, job)
+    blocks = [_block(strategy, plan, layout, number) for number, plan in enumerate(plans)]
+    for block, after in zip(blocks, (*blocks[1:], None)):
+        block.launch = Launch(block, after)  # type: ignore[arg-type]  # all that it asks for
+    if ("ep", PARAM) in strategy.uses():
+        in_order(block.routed.copies for block in blocks if block.routed.copies)
+    seen = []
+    for step in range(NUM_STEPS):
+        if step:
+            job, plans = _next(strategy, job, blocks, step)
+        _take(blocks, plans)
+        for number, block in enumerate(blocks):
+            block.hold(_weights(number, step, case.hot))
+        seen.append(_step(blocks, case, rank, step))
+        for block in blocks:
+            block.routed.after_step()
+    layout.close()
+    return seen
+
+
+def _block(strategy: Strategy, plan: Plan, layout: ParallelLayout, number: int) -> _Block:
+    size = layout.grid.cell_size
+    shard = Shard((Along(0, num_blocks=2), Along(1)), layout.index("esp"), size)
+    layer = MoELayer(
+        nn.ParameterList(),
+        nn.ParameterList(),
+        gate=SoftmaxTopK(top_k=TOP_K),
+        function=FeedForwardExperts(silu_gated),
+        strategy=strategy,
+        plan=plan,
+        layout=layout,
+        layer=number,
+    )
+    if ("ep", PARAM) in strategy.uses():
+        of_one = (torch.zeros(2 * F, D), torch.zeros(D, F))
+        parts = (shard.of(i, weight.double()) for i, weight in enumerate(of_one))
+        layer.routed.allow_copies(tuple(part.requires_grad_() for part in parts))
+    return _Block(layer, shard)
+
+
+def _next(
+    strategy: Strategy, job: Job, blocks: Sequence[_Block], step: int
+) -> tuple[Job, tuple[Plan, ...]]:
+    """The job and the plans of a step, as between the steps of a run: first costs become known,
+    then plans lead to others, then experts move."""
+    rows = tuple(block.routed.rows.take().routed_CE for block in blocks)
+    known_s = (1.0,) * NUM_LAYERS
+    job = replace(
+        job,
+        rows=rows,
+        pools=tuple(replace(pool, **MEASURED) for pool in job.pools),  # type: ignore[arg-type]
+        window_s=known_s,
+        back_window_s=known_s,
+        free_bytes=2**30,
+    )
+    present = [block.routed.site.plan for block in blocks]
+    if step == 2 and any(plan.successor is not None for plan in present):
+        ahead = (block.routed.ahead for block in blocks)
+        return job, tuple(map(_successor, ahead, present, rows))
+    if step == 3 and strategy.rhythm().shard_every:
+        job = replace(job, homes=strategy.homes(job))
+    return job, _planned(strategy, job)
+
+
+def _successor(ahead: Any, plan: Plan, rows_CE: np.ndarray) -> Plan:
+    successor: Plan = ahead.successor(plan, rows_CE)
+    return successor
+
+
+def _planned(strategy: Strategy, job: Job) -> tuple[Plan, ...]:
+    """The strategy's plans, if they can be right.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    plans = strategy.plan(job)
+    if len(plans) != len(job.homes):
+        raise ValueError(f"plan gives {len(plans)} plans for {len(job.homes)} layers")
+    for layer, (plan, home, rows_CE) in enumerate(zip(plans, job.homes, job.rows)):
+        for fault in _faults(plan, home, rows_CE):
+            raise ValueError(f"the plan of layer {layer} cannot be right: {fault}")
+    return plans
+
+
+def _faults(plan: Plan, home: Placement, rows_CE: np.ndarray) -> Iterator[str]:
+    if not np.array_equal(plan.home.holds_EC, home.holds_EC):
+        yield "its home is not that of the job; only homes() moves experts"
+    yield from _faults_of_target(plan.target, home, plan.share, rows_CE)
+    if plan.revise is not None:
+        target, share = plan.revise(rows_CE)
+        said = _faults_of_target(target, plan.target, share, rows_CE)
+        yield from (f"what revise gives: {fault}" for fault in said)
+
+
+def _faults_of_target(
+    target: Placement, least: Placement, share: Share, rows_CE: np.ndarray
+) -> Iterator[str]:
+    missing = np.argwhere(least.holds_EC & ~target.holds_EC)
+    if missing.size:
+        yield f"its target lacks expert {missing[0][0]} in cell {missing[0][1]}, which has it"
+    num_cells = len(rows_CE)
+    rows_CFE = np.stack((rows_CE, rows_CE[:, ::-1]), axis=1)  # as if in two chunks
+    sent_SFEC = np.stack([share.rows_from(s, rows_CFE[s]) for s in range(num_cells)])
+    if (sent_SFEC < 0).any() or (sent_SFEC.sum(axis=-1) != rows_CFE).any():
+        yield "rows_from of its share does not hand out all rows of each expert, and once each"
+    stray = np.argwhere(sent_SFEC.any(axis=(0, 1)) & ~target.holds_EC)
+    if stray.size:
+        yield f"its share sends rows of expert {stray[0][0]} to cell {stray[0][1]}, without a copy"
+    for holder in range(num_cells):
+        expected = share.rows_to(holder, rows_CFE)
+        for sender, chunk, expert in np.argwhere(expected != sent_SFEC[..., holder]):
+            yield (
+                f"by rows_from of its share cell {sender} sends cell {holder} "
+                f"{sent_SFEC[sender, chunk, expert, holder]} of "
+                f"{rows_CFE[sender, chunk, expert]} rows of expert {expert}, but by rows_to that "
+                f"one expects {expected[sender, chunk, expert]}"
+            )
+    between_FCC = sent_SFEC.sum(axis=2).transpose(1, 0, 2)
+    if not np.array_equal(share.rows_between(rows_CFE), between_FCC):
+        yield "rows_between of its share is not what rows_from sums up to"
+    computed_C = np.stack([share.rows_from(s, rows_CE[s][None]) for s in range(num_cells)])
+    if not np.array_equal(share.computed_C(rows_CE), computed_C.sum(axis=(0, 1, 2))):
+        yield "computed_C of its share is not what rows_from sums up to"
+
+
+def _take(blocks: Sequence[_Block], plans: Sequence[Plan]) -> None:
+    for block, plan, after in zip(blocks, plans, followers(plans, [0] * len(plans))):
+        block.routed.take(plan, after)
+        texts = gather_texts(block.routed.describe(), None)
+        if len(set(texts)) > 1:
+            other = next(rank for rank, text in enumerate(texts) if text != texts[0])
+            raise ValueError(
+                f"ranks plan layer {block.routed.site.layer} otherwise, but plans must be equal: "
+                f"rank 0 has\n{texts[0]}\nrank {other} has\n{texts[other]}"
+            )
+
+
+def _step(blocks: Sequence[_Block], case: Case, rank: int, step: int) -> Seen:
+    outputs, inputs = [], []
+    for micro_batch in range(case.num_micro_batches):
+        for block in blocks:
+            if block.routed.copies is not None:
+                is_last = micro_batch == case.num_micro_batches - 1
+                block.routed.copies.is_last_pass = lambda is_last=is_last: is_last
+        x, grad = _tokens(rank, step, micro_batch)
+        y = x.requires_grad_()
+        for block in blocks:
+            y = checkpoint(block, y, use_reentrant=False) if case.checkpoints else block(y)
+        torch.sum(y * grad).backward()
+        outputs.append(y.detach())
+        inputs.append(_grad_of(x))
+    weights = [block.gradients() for block in blocks]
+    return Seen(outputs, inputs, weights, [b.experts for b in blocks], blocks[0].shard)
+
+
+# What differs.
+
+
+class Difference(NamedTuple):
+    """A tensor that is not the reference's.
+
+    Attributes:
+        case: in which.
+        what: which tensor, and where.
+        error: the largest difference, relative to the largest of the reference.
+    """
+
+    case: str
+    what: str
+    error: float
+
+
+def _errors(case: Case, ranks: Sequence[Sequence[Seen]]) -> Iterator[tuple[str, float]]:
+    """Of every tensor, by name; those of weights as their ranks' sums."""
+    for step in range(NUM_STEPS):
+        dense, weights = _dense(case, step)
+        for rank, (steps, theirs) in enumerate(zip(ranks, dense)):
+            for number in range(case.num_micro_batches):
+                where = f"of rank {rank}, step {step}, micro-batch {number}"
+                ours = steps[step]
+                yield (
+                    f"output {where}",
+                    relative_error(ours.outputs[number], theirs.outputs[number]),
+                )
+                error = relative_error(ours.inputs[number], theirs.inputs[number])
+                yield f"gradient of the input {where}", error
+        for layer, gradients in enumerate(weights):
+            sums = _summed([steps[step] for steps in ranks], layer, gradients)
+            for name, ours_sum, gradient in zip(("gate", "up", "down"), sums, gradients):
+                worst = int((ours_sum - gradient).abs().flatten(1).amax(dim=1).argmax())
+                where = f"of layer {layer}, step {step} (most of expert {worst})"
+                yield f"gradient of {name} {where}", relative_error(ours_sum, gradient)
+
+
+def _summed(ranks: Sequence[Seen], layer: int, like: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of all experts, from those of each rank's."""
+    gate, *experts = (torch.zeros_like(gradient) for gradient in like)
+    for seen in ranks:
+        gate += seen.weights[layer][0]
+        for number, (total, own) in enumerate(zip(experts, seen.weights[layer][1:])):
+            dim = seen.shard.alongs[number].dim + 1
+            for start, own_start, length in seen.shard.stretches(number, total.shape[dim]):
+                part = own.narrow(dim, own_start, length)
+                total.narrow(dim, start, length).index_add_(0, seen.experts[layer], part)
+    return [gate, *experts]
+
+
+def check(
+    strategy: Strategy,
+    cases: Iterable[Case] = CASES,
+    *,
+    ranks_of: Callable[[int], Ranks] | None = None,
+) -> None:
+    """Hold a strategy against the dense reference, and print how it went, a line a case.
+
+    What a rank needs is sent to it: the strategy's class must be one that a module has.
+
+    Args:
+        strategy: an instance.
+        cases: in which; those that are laid over it are left out where that is refused.
+        ranks_of: has so many ranks ready; None starts them, and ends them behind.
+
+    Raises:
+        ValueError: its ranks would not all do the same.
+        AssertionError: something differs; its text is a table of what does, and how much.
+    """
+    if strategy.has_roles:
+        raise ValueError(
+            f"{type(strategy).__qualname__} has roles: check holds strategies whose ranks all run "
+            "the model; train a model with it, as tests/hosts/test_zebra.py does"
+        )
+    own: dict[int, Ranks] = {}
+
+    def ready(world_size: int) -> Ranks:
+        if world_size not in own or not own[world_size].is_alive:
+            own[world_size] = Ranks(world_size)
+        return own[world_size]
+
+    try:
+        found = list(_differences(strategy, cases, ranks_of or ready))
+    finally:
+        for ranks in own.values():
+            ranks.close()
+    if found:
+        lines = (
+            f"{difference.error:9.1e}  {difference.what}  ({difference.case})"
+            for difference in found
+        )
+        raise AssertionError(
+            f"{type(strategy).__qualname__} is not equal to the dense reference; relative errors "
+            f"above {TOLERANCE}:\n" + "\n".join(lines)
+        )
+
+
+def _differences(
+    strategy: Strategy, cases: Iterable[Case], ranks_of: Callable[[int], Ranks]
+) -> Iterator[Difference]:
+    for case in cases:
+        laid = _laid(strategy, case)
+        if isinstance(laid, str):
+            print(f"{case}: left out, {laid}")
+            continue
+        try:
+            seen = ranks_of(case.num_ranks).run(_train, laid, case)
+        except AssertionError as error:
+            print(f"{case}: FAILED")
+            yield Difference(str(case), f"a rank failed: {error}", float("inf"))
+            continue
+        errors = dict(_errors(case, seen))
+        wrong = {what: error for what, error in errors.items() if not error <= TOLERANCE}
+        verdict = f"{len(wrong)} of {len(errors)} tensors DIFFER" if wrong else "equal"
+        print(f"{case}: {verdict}, largest relative error {max(errors.values()):.1e}")
+        yield from (Difference(str(case), what, error) for what, error in wrong.items())
+
+
+def _laid(strategy: Strategy, case: Case) -> Strategy | str:
+    """The strategy as a case wants it, or why it cannot be."""
+    if case.degrees is None or isinstance(strategy, Overlay):
+        return strategy
+    degree = TwoDegrees(forward=case.degrees[0], backward=case.degrees[1])
+    try:
+        return ExpertSharding(degree=degree, slice_gradients=False, placing=strategy)
+    except ValueError as error:
+        return str(error)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """``python -m ds_moe_ext.testing NAME``: 0 if all is equal, else 1."""
+    parser = argparse.ArgumentParser(prog="python -m ds_moe_ext.testing", description=__doc__)
+    parser.add_argument("strategy", help="my_package.my_module:MyStrategy, or a registered name")
+    parser.add_argument("--options", type=json.loads, default={}, help="its keys, as JSON")
+    given = parser.parse_args(arguments)
+    block = {"enabled": True, "strategy": given.strategy}
+    where = "options" if ":" in given.strategy else given.strategy
+    sys.path.insert(0, "")  # as the interpreter itself has it
+    try:
+        _, strategy = read_settings({BLOCK: {**block, where: given.options}})
+        assert strategy is not None, "it is enabled"
+        check(strategy)
+    except (ValueError, AssertionError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    __spec__ = None  # or every rank would run this module anew, and warn of it
+    # Ranks know its classes by the module's name, not as those of __main__.
+    raise SystemExit(import_module("ds_moe_ext.testing").main())
