@@ -16,6 +16,8 @@ import argparse
 import functools
 import json
 import multiprocessing
+import operator
+import re
 import sys
 import tempfile
 import time
@@ -131,7 +133,7 @@ class Ranks:
         failures = [f"rank {r}: {value}" for r, (good, value) in answers.items() if not good]
         if failures:
             self.close()
-            raise AssertionError("\n".join(failures))
+            raise AssertionError("\n".join(failures))  # the first that failed first
         for end in self._ends:
             end.send(None)  # all have ended the job
         return [answers[rank][1] for rank in range(self.world_size)]
@@ -291,6 +293,8 @@ class Seen(NamedTuple):
         weights: gradients of each layer's gate, up and down; those of experts of this rank only.
         experts: of each layer that are at home on this rank, ascending.
         shard: the part of them that it has.
+        num_copies: of experts, in all cells, by the plans of the step.
+        num_moved: experts that have left their homes before it.
     """
 
     outputs: list[Tensor]
@@ -298,6 +302,8 @@ class Seen(NamedTuple):
     weights: list[tuple[Tensor, Tensor, Tensor]]
     experts: list[Tensor]
     shard: Shard
+    num_copies: int = 0
+    num_moved: int = 0
 
 
 def _dense(case: Case, step: int) -> tuple[list[Seen], list[tuple[Tensor, ...]]]:
@@ -386,12 +392,19 @@ def _train(rank: int, num_ranks: int, strategy: Strategy, case: Case) -> list[Se
         in_order(block.routed.copies for block in blocks if block.routed.copies)
     seen = []
     for step in range(NUM_STEPS):
+        before = job.homes
         if step:
             job, plans = _next(strategy, job, blocks, step)
         _take(blocks, plans)
         for number, block in enumerate(blocks):
             block.hold(_weights(number, step, case.hot))
-        seen.append(_step(blocks, case, rank, step))
+        moved = (old.owner_E != new.owner_E for old, new in zip(before, job.homes))
+        seen.append(
+            _step(blocks, case, rank, step)._replace(
+                num_copies=sum(int((p.target.holds_EC & ~p.home.holds_EC).sum()) for p in plans),
+                num_moved=sum(int(moved_E.sum()) for moved_E in moved),
+            )
+        )
         for block in blocks:
             block.routed.after_step()
     layout.close()
@@ -433,18 +446,13 @@ def _next(
         back_window_s=known_s,
         free_bytes=2**30,
     )
-    present = [block.routed.site.plan for block in blocks]
-    if step == 2 and any(plan.successor is not None for plan in present):
-        ahead = (block.routed.ahead for block in blocks)
-        return job, tuple(map(_successor, ahead, present, rows))
+    follow = any(block.routed.site.plan.successor is not None for block in blocks)
+    if step == 2 and follow:
+        pairs = zip((block.routed for block in blocks), rows)
+        return job, tuple(routed.successor(rows_CE) for routed, rows_CE in pairs)
     if step == 3 and strategy.rhythm().shard_every:
         job = replace(job, homes=strategy.homes(job))
     return job, _planned(strategy, job)
-
-
-def _successor(ahead: Any, plan: Plan, rows_CE: np.ndarray) -> Plan:
-    successor: Plan = ahead.successor(plan, rows_CE)
-    return successor
 
 
 def _planned(strategy: Strategy, job: Job) -> tuple[Plan, ...]:
@@ -520,8 +528,8 @@ def _step(blocks: Sequence[_Block], case: Case, rank: int, step: int) -> Seen:
     for micro_batch in range(case.num_micro_batches):
         for block in blocks:
             if block.routed.copies is not None:
-                is_last = micro_batch == case.num_micro_batches - 1
-                block.routed.copies.is_last_pass = lambda is_last=is_last: is_last
+                is_last = functools.partial(operator.eq, micro_batch, case.num_micro_batches - 1)
+                block.routed.copies.is_last_pass = is_last
         x, grad = _tokens(rank, step, micro_batch)
         y = x.requires_grad_()
         for block in blocks:
@@ -644,13 +652,24 @@ def _differences(
             seen = ranks_of(case.num_ranks).run(_train, laid, case)
         except AssertionError as error:
             print(f"{case}: FAILED")
-            yield Difference(str(case), f"a rank failed: {error}", float("inf"))
+            yield Difference(str(case), f"a rank failed: {_shortened(str(error))}", float("inf"))
             continue
         errors = dict(_errors(case, seen))
         wrong = {what: error for what, error in errors.items() if not error <= TOLERANCE}
         verdict = f"{len(wrong)} of {len(errors)} tensors DIFFER" if wrong else "equal"
-        print(f"{case}: {verdict}, largest relative error {max(errors.values()):.1e}")
+        copies, moved = map(sum, zip(*((step.num_copies, step.num_moved) for step in seen[0])))
+        print(
+            f"{case}: {verdict}, largest relative error {max(errors.values()):.1e}; "
+            f"{copies} copies and {moved} moves of experts in {NUM_STEPS} steps"
+        )
         yield from (Difference(str(case), what, error) for what, error in wrong.items())
+
+
+def _shortened(failures: str) -> str:
+    """The first failure in full, and the last lines of the others, which may follow from it."""
+    first, *others = re.split(r"\n(?=rank \d+: )", failures)
+    lasts = (f"{text.split(':', 1)[0]}: {text.strip().splitlines()[-1]}" for text in others)
+    return "\n".join((first.rstrip(), *lasts))
 
 
 def _laid(strategy: Strategy, case: Case) -> Strategy | str:
@@ -684,6 +703,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    __spec__ = None  # or every rank would run this module anew, and warn of it
+    # Or every rank would run this module anew, and warn of it.
+    __spec__ = None  # type: ignore[assignment]
     # Ranks know its classes by the module's name, not as those of __main__.
     raise SystemExit(import_module("ds_moe_ext.testing").main())
