@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_moe_ext.attach.block_hooks import Launch
+from ds_moe_ext.attachment.block_hooks import Launch
 from ds_moe_ext.comm import gather_texts
 from ds_moe_ext.cost.prices import Prices
 from ds_moe_ext.layout import Grid, ParallelLayout, world
