@@ -14,25 +14,18 @@ if TYPE_CHECKING:
     from ds_moe_ext.moe.expert import FeedForwardExperts
     from ds_moe_ext.moe.layer import MoELayer
     from ds_moe_ext.patches.megatron import forget, use
+    from ds_moe_ext.placement import Placement
     from ds_moe_ext.settings import read_settings
+    from ds_moe_ext.share import LocalElseHome, NearestCopy, Share
     from ds_moe_ext.steps.training_run import recorder_of
     from ds_moe_ext.steps.unequal_passes import joined
-    from ds_moe_ext.strategy import register
+    from ds_moe_ext.strategy import Destination, Job, Plan, Rhythm, Strategy, register
 
-__all__ = [
-    "ExpertsDescription",
-    "FeedForwardExperts",
-    "MoELayer",
-    "attach",
-    "forget",
-    "full_state_dict",
-    "joined",
-    "read_settings",
-    "recorder_of",
-    "register",
-    "register_experts",
-    "use",
-]
+__all__ = ["ExpertsDescription", "FeedForwardExperts", "MoELayer", "attach", "forget"]
+__all__ += ["full_state_dict", "joined", "read_settings", "recorder_of", "register_experts", "use"]
+# A strategy of one's own: what it is, what it is asked and answers, and the shares that are there.
+__all__ += ["Destination", "Job", "LocalElseHome", "NearestCopy", "Placement", "Plan", "Rhythm"]
+__all__ += ["Share", "Strategy", "register"]
 
 _NAMES = {
     "attachment.experts": ("ExpertsDescription", "register_experts"),
@@ -41,18 +34,20 @@ _NAMES = {
     "moe.expert": ("FeedForwardExperts",),
     "moe.layer": ("MoELayer",),
     "patches.megatron": ("forget", "use"),
+    "placement": ("Placement",),
     "settings": ("read_settings",),
+    "share": ("LocalElseHome", "NearestCopy", "Share"),
     "steps.training_run": ("recorder_of",),
     "steps.unequal_passes": ("joined",),
-    "strategy": ("register",),
+    "strategy": ("Destination", "Job", "Plan", "Rhythm", "Strategy", "register"),
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _NAMES.items():
-        if name in names:
-            return pkgutil.resolve_name(f"ds_moe_ext.{module}:{name}")
-    raise AttributeError(f"module 'ds_moe_ext' has no attribute {name!r}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'ds_moe_ext' has no attribute {name!r}")
+    return pkgutil.resolve_name(f"ds_moe_ext.{_HOME[name]}:{name}")
 
 
 _autoload.autoload()

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
 
 import numpy as np
@@ -30,23 +31,24 @@ NODE_AXES = {WITHIN_NODES: Reach.WITHIN, BETWEEN_NODES: Reach.BETWEEN}
 
 @contextmanager
 def world(
-    backend: str, rank: int = 0, world_size: int = 1, *, meet_at: str | None = None
+    backend: str,
+    rank: int = 0,
+    world_size: int = 1,
+    *,
+    store: dist.Store | None = None,
+    timeout: timedelta | None = None,
 ) -> Iterator[None]:
     """The world of all ranks inside the block: the one that is, or one made for it. Collective.
 
-    Where there are several they meet by a file, or where a launcher's MASTER_ADDR and MASTER_PORT
-    say.
-
-    Args:
-        meet_at: path of a file that is not there yet.
+    Where there are several they meet at a store, or where a launcher's MASTER_ADDR and MASTER_PORT
+    say. They wait for each other as long as the backend does, or until the timeout.
     """
     if dist.is_initialized():
         yield
         return
-    store: dist.Store | None = dist.HashStore() if world_size == 1 else None
-    if meet_at is not None:
-        store = dist.FileStore(meet_at, world_size)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    if store is None and world_size == 1:
+        store = dist.HashStore()
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
     try:
         yield
     finally:

@@ -19,19 +19,19 @@ import multiprocessing
 import operator
 import re
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed import TCPStore
 from torch.utils.checkpoint import checkpoint
 
 from ds_moe_ext.attachment.block_hooks import Launch
@@ -51,6 +51,7 @@ from ds_moe_ext.strategies.esp import ExpertSharding, TwoDegrees
 from ds_moe_ext.strategy import Job, Overlay, Plan, Pool, Strategy, followers
 
 TOLERANCE = 1e-12  # of float64, relative to the largest of the reference
+HERE = "127.0.0.1"
 TIMEOUT_S = 120.0
 GRACE_S = 10.0  # for the other ranks, when one has failed
 
@@ -90,7 +91,8 @@ class Ranks:
 
     Args:
         world_size: how many.
-        begin: called in each before they meet, as ``begin(rank, world_size)``.
+        begin: called in each before they meet, with its rank, how many there are, and the port on
+            which their store listens.
         between: called in each when all have ended a job.
         preload: modules that the server loads, if it has not been started yet.
     """
@@ -99,16 +101,17 @@ class Ranks:
         self,
         world_size: int,
         *,
-        begin: Callable[[int, int], None] | None = None,
+        begin: Callable[[int, int, int], None] | None = None,
         between: Callable[[], None] | None = None,
         preload: Sequence[str] = ("torch", "numpy", "ds_moe_ext.testing"),
     ) -> None:
         self.world_size = world_size
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(preload))
-        # They meet by a file, which no other run can have taken as it can a port.
-        self._folder = tempfile.TemporaryDirectory()
-        start = _Start(world_size, str(Path(self._folder.name, "store")), begin, between)
+        # They meet at a store that listens already, on a port that the system chose: one that is
+        # looked up first and opened later may be taken in between.
+        self._store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
+        start = _Start(world_size, self._store.port, begin, between)
         self._ends, self._processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
@@ -147,7 +150,7 @@ class Ranks:
             ready = wait(list(waiting), max(until - time.monotonic(), 0.0))
             if not ready:
                 late = "did not answer in time; it may wait for another rank"
-                return answers | {rank: (False, late) for rank in waiting.values()}
+                return answers | dict.fromkeys(waiting.values(), (False, late))
             for end in ready:
                 assert isinstance(end, Connection)
                 rank = waiting.pop(end)
@@ -168,23 +171,24 @@ class Ranks:
             process.kill()
         for process in self._processes:
             process.join()
-        self._folder.cleanup()
 
 
 class _Start(NamedTuple):
     """What a rank begins with; see ``Ranks``."""
 
     world_size: int
-    meet_at: str
-    begin: Callable[[int, int], None] | None
+    port: int
+    begin: Callable[[int, int, int], None] | None
     between: Callable[[], None] | None
 
 
 def _serve(rank: int, jobs: Connection, start: _Start) -> None:
     torch.set_num_threads(1)
     if start.begin is not None:
-        start.begin(rank, start.world_size)
-    with world("gloo", rank, start.world_size, meet_at=start.meet_at):
+        start.begin(rank, start.world_size, start.port)
+    store = TCPStore(HERE, start.port, start.world_size, is_master=False)
+    timeout = timedelta(seconds=TIMEOUT_S)
+    with world("gloo", rank, start.world_size, store=store, timeout=timeout):
         while True:
             try:
                 job = jobs.recv()
@@ -253,7 +257,7 @@ MEASURED = {
     "prices": Prices(
         row_s=1e-3,
         row_bytes=8.0 * D,
-        copy_s=1e-6,
+        copy_s=4e-3,
         inter_bytes_per_s=1e9,
         intra_bytes_per_s=1e9,
     ),
@@ -401,7 +405,7 @@ def _train(rank: int, num_ranks: int, strategy: Strategy, case: Case) -> list[Se
         moved = (old.owner_E != new.owner_E for old, new in zip(before, job.homes))
         seen.append(
             _step(blocks, case, rank, step)._replace(
-                num_copies=sum(int((p.target.holds_EC & ~p.home.holds_EC).sum()) for p in plans),
+                num_copies=sum(_num_copies(block) for block in blocks),
                 num_moved=sum(int(moved_E.sum()) for moved_E in moved),
             )
         )
@@ -509,6 +513,14 @@ def _faults_of_target(
     computed_C = np.stack([share.rows_from(s, rows_CE[s][None]) for s in range(num_cells)])
     if not np.array_equal(share.computed_C(rows_CE), computed_C.sum(axis=(0, 1, 2))):
         yield "computed_C of its share is not what rows_from sums up to"
+
+
+def _num_copies(block: _Block) -> int:
+    """In all cells, also those that ``revise`` adds, as if the step had been one pass."""
+    plan, target = block.routed.site.plan, block.routed.site.plan.target
+    if plan.revise is not None:
+        target, _ = plan.revise(block.routed.rows.so_far_CE)
+    return int((target.holds_EC & ~plan.home.holds_EC).sum())
 
 
 def _take(blocks: Sequence[_Block], plans: Sequence[Plan]) -> None:
@@ -668,7 +680,8 @@ def _differences(
 def _shortened(failures: str) -> str:
     """The first failure in full, and the last lines of the others, which may follow from it."""
     first, *others = re.split(r"\n(?=rank \d+: )", failures)
-    lasts = (f"{text.split(':', 1)[0]}: {text.strip().splitlines()[-1]}" for text in others)
+    told = (text.strip().partition(": ") for text in others)
+    lasts = (f"{rank}: {text.splitlines()[-1]}" for rank, _, text in told)
     return "\n".join((first.rstrip(), *lasts))
 
 

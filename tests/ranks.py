@@ -1,25 +1,16 @@
-"""Ranks for tests: a pool of gloo processes that stays for the session.
-
-Started by a forkserver that has torch loaded: a fork inherits it, and the server itself never runs
-a torch operation, so that its children may.
-"""
+"""Ranks for tests: a pool of gloo processes that stays for the session."""
 
 from __future__ import annotations
 
-import functools
 import gc
-import multiprocessing
 import os
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from datetime import timedelta
-from multiprocessing.connection import Connection
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
-TIMEOUT_S = 120.0
-_PRELOADED = ["torch", "torch._dynamo", "numpy"]
+from ds_moe_ext.testing import Ranks
+
+_PRELOADED = ["torch", "torch._dynamo", "numpy", "ds_moe_ext.testing"]
 
 
 def preload(*modules: str) -> None:
@@ -36,43 +27,28 @@ def meeting_place() -> Iterator[dict[str, str]]:
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # as torchrun says that rank 0 is to open none
-    }
+    yield _meeting(store.port)
     del store
 
 
-def _serve(rank: int, world_size: int, meeting: Mapping[str, str], jobs: Connection) -> None:
-    import torch
-    import torch.distributed as dist
+def _meeting(port: int) -> dict[str, str]:
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # as torchrun says that rank 0 is to open none
+    }
 
-    torch.set_num_threads(1)
+
+def _environment(rank: int, world_size: int, port: int) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
-        **meeting,
+        **_meeting(port),
         GLOO_SOCKET_IFNAME="lo",
         DS_ACCELERATOR="cpu",
         OMP_NUM_THREADS="1",
     )
-    dist.init_process_group(
-        "gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT_S)
-    )
-    while True:
-        try:
-            job = jobs.recv()
-        except EOFError:
-            os._exit(0)
-        if job is None:
-            _close_groups()
-            continue
-        try:
-            jobs.send((True, job()))
-        except BaseException:
-            jobs.send((False, traceback.format_exc()))
 
 
 _KEPT = {
@@ -123,64 +99,11 @@ def _classes(names: Mapping[str, str]) -> set[type]:
     }
 
 
-class Pool:
+class Pool(Ranks):
     """``world_size`` ranks that run one function at a time, all together."""
 
     def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
-        self._resources = ExitStack()
-        meeting = self._resources.enter_context(meeting_place())
-        self._ends, self._processes = [], []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, world_size, meeting, theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._ends.append(ours)
-            self._processes.append(process)
-
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a module-level function as ``function(rank, world_size, ...)`` on every rank.
-
-        Returns:
-            What each rank returned.
-
-        Raises:
-            AssertionError: a rank raised, died or did not answer; the pool is then closed.
-        """
-        for rank, end in enumerate(self._ends):
-            end.send(functools.partial(function, rank, self.world_size, *args, **kwargs))
-        answers = [self._answer(rank, end) for rank, end in enumerate(self._ends)]
-        failures = [f"rank {r}: {value}" for r, (good, value) in enumerate(answers) if not good]
-        if failures:
-            self.close()
-            raise AssertionError("\n".join(failures))
-        for end in self._ends:
-            end.send(None)  # all have ended the job, and close what it left
-        return [value for _, value in answers]
-
-    def _answer(self, rank: int, end: Connection) -> tuple[bool, Any]:
-        try:
-            if end.poll(TIMEOUT_S):
-                return end.recv()
-        except (EOFError, ConnectionResetError):
-            return False, "died"
-        return False, f"did not answer within {TIMEOUT_S:.0f} s"
-
-    @property
-    def is_alive(self) -> bool:
-        return all(process.is_alive() for process in self._processes)
-
-    def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-        self._resources.close()
+        super().__init__(world_size, begin=_environment, between=_close_groups, preload=_PRELOADED)
 
 
 _POOLS: dict[int, Pool] = {}

@@ -206,7 +206,7 @@ def pure_modules_stay_pure(source: Source) -> Iterator[Finding]:
 
 # Communication.
 
-TYPES = {"ProcessGroup", "Store", "HashStore", "FileStore"}
+TYPES = {"ProcessGroup", "Store", "HashStore", "TCPStore"}
 QUERIES = {"get_rank", "get_world_size", "is_initialized", "is_available"}
 MAKES_GROUPS = {
     *("new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group"),

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from ds_moe_ext.comm import timeout_of
 from ds_moe_ext.layout import AXES, Grid, ParallelLayout
 from ds_moe_ext.schedule.task import INTRA
-from tests.ranks import TIMEOUT_S, pool_of
+from ds_moe_ext.testing import TIMEOUT_S
+from tests.ranks import pool_of
 
 # Ranks [edp, ep, esp] of 8 ranks, the last axis fastest.
 WORKED = {

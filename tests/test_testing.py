@@ -1,0 +1,248 @@
+"""The check of strategies: ours and those of the docs pass it, and planted errors are found."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ds_moe_ext import testing
+from ds_moe_ext.moe.restore import Restore
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.schedule.program import Stage
+from ds_moe_ext.schedule.task import INTER, RESTORE, Lane, Op, Span
+from ds_moe_ext.schedule.wires import ALONE, Beside
+from ds_moe_ext.share import LocalElseHome, NearestCopy
+from ds_moe_ext.strategies.ep import ExpertParallel
+from ds_moe_ext.strategies.esp import ExpertSharding
+from ds_moe_ext.strategies.fssdp import FullySharded
+from ds_moe_ext.strategies.prophet import ProProphet
+from ds_moe_ext.strategies.zebra import Zebra
+from ds_moe_ext.strategy import Job, Plan, Rhythm, Site, Strategy
+from ds_moe_ext.testing import Case, check
+from tests.ranks import pool_of
+
+ROOT = Path(__file__).parents[1]
+
+OURS: Mapping[str, Strategy] = {
+    "ep": ExpertParallel(),
+    "fssdp": FullySharded(calibrate=True, overlap_degree=2, copies_per_rank=3),
+    "prophet": ProProphet(),
+    "esp": ExpertSharding(degree=2, slice_gradients=False),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_ours_pass(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    check(OURS[name], ranks_of=pool_of)
+    told = capsys.readouterr().out
+    assert told.count("equal") == len(testing.CASES) and "left out" not in told
+    copies = [int(number) for number in re.findall(r"(\d+) copies", told)]
+    assert any(copies) == (name in {"fssdp", "prophet"})
+    assert ("0 moves" not in told.splitlines()[3]) == (name == "fssdp")
+
+
+# The page.
+
+
+def modules_of_the_page() -> dict[str, str]:
+    """Of docs/adding_a_strategy.md: path and text."""
+    page = (ROOT / "docs" / "adding_a_strategy.md").read_text()
+    blocks = re.findall(r"```python\n# (my_package/\w+\.py)\n(.*?)```", page, re.DOTALL)
+    return dict(blocks)
+
+
+def test_the_page_has_two_strategies() -> None:
+    assert set(modules_of_the_page()) == {"my_package/busiest.py", "my_package/paying.py"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("busiest:Busiest", '{"num_copied": 2}'), ("paying:Paying", "{}")]
+)
+def test_strategies_of_the_page_pass(tmp_path: Path, name: str, options: str) -> None:
+    for path, text in modules_of_the_page().items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    words = (sys.executable, "-m", "ds_moe_ext.testing", f"my_package.{name}", "--options", options)
+    ran = subprocess.run(
+        words, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.count("equal") == len(testing.CASES) and "left out" not in ran.stdout
+    assert re.search(r"[1-9]\d* copies", ran.stdout)
+
+
+def test_the_page_has_every_member_and_every_field() -> None:
+    page = (ROOT / "docs" / "adding_a_strategy.md").read_text()
+    members = {name for name in vars(Strategy) if not name.startswith("_")} - {"has_roles"}
+    fields = set(Plan.__dataclass_fields__)
+    named = set(re.findall(r"`(\w+)", "\n".join(re.findall(r"^\| (`.*?) \|", page, re.MULTILINE))))
+    named |= set(re.findall(r"`(\w+)", " ".join(re.findall(r"^\| (`[^|]*)\|", page, re.MULTILINE))))
+    assert members | fields <= named, (members | fields) - named
+
+
+# What follows from the plan.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Everywhere(Strategy):
+    """Every expert in every cell, and no word more."""
+
+    def plan(self, job: Job) -> tuple[Plan, ...]:
+        return tuple(self.plan_of(job, home) for home in job.homes)
+
+    def plan_of(self, job: Job, home: Placement) -> Plan:
+        target = home.with_copies(np.ones_like(home.holds_EC))
+        return Plan(home, target, NearestCopy(target, job.node_C))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut(Everywhere):
+    """In chunks, by the schedules of the base class."""
+
+    def plan_of(self, job: Job, home: Placement) -> Plan:
+        plan = super().plan_of(job, home)
+        return replace(plan, forward_degree=2, backward_degree=3)
+
+
+class ForgetsUses(Everywhere):
+    def uses(self) -> tuple[tuple[str, Lane], ...]:
+        return (("ep", INTER),)
+
+
+class ForgetsBeside(Everywhere):
+    def beside(self, site: Site) -> Beside:
+        return ALONE
+
+
+FEW = (Case(num_ranks=2), Case(num_ranks=2, num_micro_batches=2, checkpoints=True))
+
+
+@pytest.mark.parametrize("strategy", [Everywhere(), Cut()])
+def test_uses_beside_and_schedules_follow_from_the_plan(strategy: Strategy) -> None:
+    check(strategy, FEW, ranks_of=pool_of)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        (ForgetsUses(), "ForgetsUses plans copies of experts, but its uses.. leaves out"),
+        (ForgetsBeside(), "ForgetsBeside plans copies .*let beside.. say copied, or leave"),
+    ],
+)
+def test_what_is_overridden_and_forgotten_is_told(strategy: Strategy, said: str) -> None:
+    with pytest.raises(AssertionError, match=f"(?s)ValueError: {said}"):
+        check(strategy, FEW[:1], ranks_of=pool_of)
+
+
+# Planted errors.
+
+
+@dataclass(frozen=True, eq=False)
+class Disagreeing(LocalElseHome):
+    """Receivers expect what nobody sends."""
+
+    def rows_to(self, holder: int, rows_CFE: np.ndarray) -> np.ndarray:
+        return super().rows_to(holder, rows_CFE) // 2
+
+
+class Dropping(LocalElseHome):
+    """The last row of each expert is lost on both sides."""
+
+    def rows_from(self, sender: int, rows_FE: np.ndarray) -> np.ndarray:
+        return super().rows_from(sender, np.maximum(rows_FE - 1, 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared(Strategy):
+    share: type[LocalElseHome]
+
+    def rhythm(self) -> Rhythm:
+        return Rhythm(plan_every=1)
+
+    def plan(self, job: Job) -> tuple[Plan, ...]:
+        return tuple(Plan(home, home, self.share(home, home)) for home in job.homes)
+
+
+@pytest.mark.parametrize(
+    ("share", "said"),
+    [
+        (Disagreeing, r"plan of layer 0 .*cell \d sends cell \d \d+ of \d+ rows of expert \d+"),
+        (Dropping, "does not hand out all rows of each expert"),
+    ],
+)
+def test_a_share_that_cannot_be_right_is_found(share: type[LocalElseHome], said: str) -> None:
+    with pytest.raises(AssertionError, match=f"(?s)2 ranks.*ValueError: .*{said}|{said}"):
+        check(Shared(share=share), FEW[:1], ranks_of=pool_of)
+
+
+@dataclass(frozen=True)
+class WrongAdjoint:
+    """Gradients of scores are doubled."""
+
+    common: Restore
+
+    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return self.common.forward(span, *reads)
+
+    def backward(self, span: Span, saved: Any, *grads: Any) -> tuple[Any, ...]:
+        rows, scores, *others = self.common.backward(span, saved, *grads)
+        return rows, 2 * scores, *others
+
+    def recut(self, span: Span, pieces: Any) -> tuple[Any, ...]:
+        return self.common.recut(span, pieces)
+
+
+class Doubling(ExpertParallel):
+    def stages(self, site: Site) -> Mapping[Op, Stage]:
+        return {RESTORE: WrongAdjoint(Restore())}
+
+
+def test_a_wrong_adjoint_is_found_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AssertionError) as caught:
+        check(Doubling(), FEW[:1], ranks_of=pool_of)
+    text = str(caught.value)
+    assert "Doubling is not equal to the dense reference" in text and "(2 ranks)" in text
+    assert "gradient of gate of layer 0, step 0" in text and "gradient of the input" in text
+    # What comes out is right, and so are the experts of the last layer.
+    assert "output" not in text and "up of layer 1" not in text
+    assert "DIFFER" in capsys.readouterr().out
+
+
+class Elsewhere(ExpertParallel):
+    """Plans a target that lacks what lives there."""
+
+    def plan(self, job: Job) -> tuple[Plan, ...]:
+        others = [Placement(home.holds_EC[:, ::-1].copy()) for home in job.homes]
+        return tuple(
+            Plan(home, other, NearestCopy(other, job.node_C))
+            for home, other in zip(job.homes, others)
+        )
+
+
+def test_a_target_without_its_home_is_found() -> None:
+    with pytest.raises(AssertionError, match="its target lacks expert 0 in cell 0, which has it"):
+        check(Elsewhere(), FEW[:1], ranks_of=pool_of)
+
+
+def test_roles_are_refused() -> None:
+    with pytest.raises(ValueError, match="Zebra has roles"):
+        check(Zebra())
+
+
+def test_a_strategy_with_schedules_of_its_own_is_not_laid_under_pipelines(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from tests.strategies_for_tests import Chunked
+
+    cases = (FEW[0], Case(num_ranks=2, degrees=(2, 2)))
+    check(Chunked(forward=2, backward=3), cases, ranks_of=pool_of)
+    equal, left_out = capsys.readouterr().out.splitlines()
+    assert "equal" in equal and "left out" in left_out and "leave schedules to" in left_out
