@@ -35,7 +35,7 @@ from torch.distributed import TCPStore
 from torch.utils.checkpoint import checkpoint
 
 from ds_moe_ext.attachment.block_hooks import Launch
-from ds_moe_ext.comm import gather_texts
+from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.cost.prices import Prices
 from ds_moe_ext.layout import Grid, ParallelLayout, world
 from ds_moe_ext.moe.copies.layer_copies import in_order
@@ -469,9 +469,14 @@ def _planned(strategy: Strategy, job: Job) -> tuple[Plan, ...]:
     if len(plans) != len(job.homes):
         raise ValueError(f"plan gives {len(plans)} plans for {len(job.homes)} layers")
     for layer, (plan, home, rows_CE) in enumerate(zip(plans, job.homes, job.rows)):
-        for fault in _faults(plan, home, rows_CE):
+        for fault in _faults(plan, home, rows_CE if rows_CE.any() else _some_rows(rows_CE)):
             raise ValueError(f"the plan of layer {layer} cannot be right: {fault}")
     return plans
+
+
+def _some_rows(rows_CE: np.ndarray) -> np.ndarray:
+    """As many rows as there might be, before any are known."""
+    return np.arange(rows_CE.size).reshape(rows_CE.shape) * 7 % 11
 
 
 def _faults(plan: Plan, home: Placement, rows_CE: np.ndarray) -> Iterator[str]:
@@ -526,7 +531,7 @@ def _num_copies(block: _Block) -> int:
 def _take(blocks: Sequence[_Block], plans: Sequence[Plan]) -> None:
     for block, plan, after in zip(blocks, plans, followers(plans, [0] * len(plans))):
         block.routed.take(plan, after)
-        texts = gather_texts(block.routed.describe(), None)
+        texts = gather_objects(block.routed.describe(), None)
         if len(set(texts)) > 1:
             other = next(rank for rank, text in enumerate(texts) if text != texts[0])
             raise ValueError(
