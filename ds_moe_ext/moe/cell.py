@@ -7,7 +7,6 @@ that arrived here, G rows of the whole cell, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from ds_moe_ext.comm import AllToAll, all_gather_rows, all_to_all_rows, reduce_scatter_rows
 from ds_moe_ext.moe.route import CellRoute, LayerRoute
+from ds_moe_ext.schedule.program import SavesAlike
 from ds_moe_ext.schedule.task import Span
 
 
@@ -42,7 +42,7 @@ class CellWire:
 
 
 @dataclass(frozen=True)
-class CellGather:
+class CellGather(SavesAlike):
     """Reads rows ``[R, D]`` and the route; writes those of all ranks of the cell, ``[G, D]``."""
 
     wire: CellWire
@@ -55,12 +55,9 @@ class CellGather:
     def backward(self, span: Span, saved: tuple[Any, ...], grad_GD: Tensor) -> tuple[Any, ...]:
         return (self.wire.scatter(grad_GD, saved[0].in_cell(span)),)
 
-    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
-        return pieces[0][1]
-
 
 @dataclass(frozen=True)
-class CellScatter:
+class CellScatter(SavesAlike):
     """Reads partial sums ``[G, D]`` and the route; writes the sums of this rank's rows,
     ``[R, D]``."""
 
@@ -73,6 +70,3 @@ class CellScatter:
 
     def backward(self, span: Span, saved: tuple[Any, ...], grad_RD: Tensor) -> tuple[Any, ...]:
         return (self.wire.gather(grad_RD, saved[0].in_cell(span)),)
-
-    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
-        return pieces[0][1]

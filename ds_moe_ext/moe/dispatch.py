@@ -20,6 +20,7 @@ from ds_moe_ext.layout import BETWEEN_NODES, WITHIN_NODES, ParallelLayout
 from ds_moe_ext.moe.codecs import Coding
 from ds_moe_ext.moe.deep_ep import DeepEp
 from ds_moe_ext.moe.route import LayerRoute
+from ds_moe_ext.schedule.program import SavesAlike
 from ds_moe_ext.schedule.task import Lane, Span
 
 PLANNERS: Mapping[Way, Planner] = {Way.BY_LEADERS: by_leaders, Way.BY_PLACES: by_places}
@@ -106,7 +107,7 @@ class Wire:
 
 
 @dataclass(frozen=True)
-class Dispatch:
+class Dispatch(SavesAlike):
     """Reads x ``[T, D]`` and the route; writes the rows that arrived, ``[R, D]`` in slot order."""
 
     wire: Wire
@@ -123,12 +124,9 @@ class Dispatch:
         returned_ND = self.back_wire.home(grad_RD, span, saved[0])
         return (saved[0].on(span).sum_by_token(returned_ND),)
 
-    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
-        return pieces[0][1]
-
 
 @dataclass(frozen=True)
-class Combine:
+class Combine(SavesAlike):
     """Reads expert outputs ``[R, D]`` in slot order and the route; writes ``[N, D]``."""
 
     wire: Wire
@@ -142,6 +140,3 @@ class Combine:
 
     def backward(self, span: Span, saved: tuple[Any, ...], grad_ND: Tensor) -> tuple[Any, ...]:
         return (self.back_wire.out(grad_ND, span, saved[0]),)
-
-    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
-        return pieces[0][1]

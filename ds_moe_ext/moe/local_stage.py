@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from ds_moe_ext.schedule.program import SavesAlike, Uncut
 from ds_moe_ext.schedule.task import Span
 
 Function = Callable[..., tuple[Any, ...]]  # (*reads) -> what the task writes
@@ -103,7 +104,7 @@ def gradients(
 
 
 @dataclass(frozen=True)
-class Local:
+class Local(Uncut):
     """A stage from a function.
 
     Attributes:
@@ -120,12 +121,9 @@ class Local:
     def backward(self, span: Span, saved: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
         return gradients(saved, grads, self.graded)
 
-    def recut(self, span: Span, pieces: Any) -> tuple[Any, ...]:
-        raise ValueError("a local stage has one task a layer; it is not cut anew for backward")
-
 
 @dataclass(frozen=True, eq=False)
-class Aside:
+class Aside(SavesAlike):
     """A stage that only has an effect: what the task reads says when, not what.
 
     Attributes:
@@ -139,9 +137,6 @@ class Aside:
         return (None,), ()
 
     def backward(self, span: Span, saved: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
-        return ()
-
-    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
         return ()
 
 

@@ -25,6 +25,7 @@ from ds_moe_ext.moe.route import LayerRoute, SlotRows, one_cell_route
 from ds_moe_ext.moe.turns import Likeness
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.rows import on_device, ranges, starts_of
+from ds_moe_ext.schedule.program import SavesAlike
 from ds_moe_ext.schedule.task import Cut, Span
 from ds_moe_ext.share import Share
 from ds_moe_ext.strategy import Destination
@@ -102,7 +103,7 @@ class Seat(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Order:
+class Order(SavesAlike):
     """Reads expert ids ``[T, K]``, -1 where a row was dropped; writes the layer's route.
 
     One all-gather of counts for all chunks; every rank of the group learns the rows of every
@@ -150,9 +151,6 @@ class Order:
         return (self._exchanged(expert_TK, cut, own),), ()
 
     def backward(self, span: Span, saved: Any, *grads: Any) -> tuple[Any, ...]:
-        return ()
-
-    def recut(self, span: Span, pieces: Any) -> tuple[Any, ...]:
         return ()
 
     def _exchanged(self, expert_TK: Tensor, cut: Cut, own: Likeness) -> LayerRoute:

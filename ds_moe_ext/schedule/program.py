@@ -61,6 +61,13 @@ class Uncut:
         raise ValueError(f"{type(self).__qualname__} is not cut anew for backward")
 
 
+class SavesAlike:
+    """A stage that saves the same for any span, such as the route of all: it is cut anew as is."""
+
+    def recut(self, span: Span, pieces: Sequence[tuple[Span, Saved]]) -> Saved:
+        return pieces[0][1]
+
+
 @dataclass(frozen=True)
 class Crew:
     """Who does the tasks of a layer, and who sees them.

@@ -14,7 +14,6 @@ rules 34 and 35; Pro-Prophet, spec 3.4).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ from ds_moe_ext.moe.copies.flight import Flight
 from ds_moe_ext.moe.copies.layer_copies import Copies
 from ds_moe_ext.moe.copies.slab import Weights
 from ds_moe_ext.moe.route import LayerRoute
-from ds_moe_ext.schedule.program import in_backward
+from ds_moe_ext.schedule.program import SavesAlike, in_backward
 from ds_moe_ext.schedule.task import Span
 
 
@@ -82,7 +81,7 @@ class _Finish(torch.autograd.Function):
 
 
 @dataclass(frozen=True, eq=False)
-class Join:
+class Join(SavesAlike):
     """Reads the weights at home and the route; writes the weights of all that compute here."""
 
     copies: Copies
@@ -95,6 +94,3 @@ class Join:
 
     def backward(self, span: Span, saved: tuple[Any, ...], grads: Weights) -> tuple[Any, ...]:
         return (self.copies.collect(saved[0], grads),)
-
-    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
-        return pieces[0][1]
