@@ -126,6 +126,7 @@ class FeedForwardExperts:
         """On a CPU one expert after the other, from its rows to its output: what lies between fits
         the caches, where that of all experts at once would go through memory."""
         linear = torch.matmul if self.is_transposed else torch.nn.functional.linear
+        # Slots without rows take part: their weights get gradients of zeros, which hosts wait for.
         parts = zip(rows_RD.to(up_S[0].dtype).split(slots.on_host()), up_S, down_S)
         outs = [
             linear(self.activation(linear(_rounded_up(rows), into)), out_of)[: rows.shape[0]]

@@ -214,6 +214,7 @@ class LayerRoute(OnDevice):
 
     def on(self, span: Span) -> Route:
         """The route of a span of finest chunks."""
+        # Two lanes that ask at once may both make it: they make the same, so no lock is needed.
         if span not in self._routes:
             self._routes[span] = self._route(span)
         return self._routes[span]

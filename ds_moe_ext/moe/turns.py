@@ -124,6 +124,8 @@ class Turns:
     def _begins(self, layer: int) -> int:
         """The layer that comes next, of those that ranks want."""
         WATCH.at(_waits)
+        # Over gloo, from host memory: on NCCL the question would queue behind rows that wait for
+        # the very ranks that have not answered yet.
         self._agreed = int(max_in_place(torch.tensor(layer), self.group))
         return self._agreed
 
