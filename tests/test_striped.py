@@ -41,6 +41,7 @@ from ds_moe_ext.schedule.task import EXPERT, RESTORE, Op, Schedule, Span
 from ds_moe_ext.share import LocalElseHome
 from ds_moe_ext.strategies.zebra import Zebra, asymmetric_home
 from ds_moe_ext.strategy import Destination, Plan, Site
+from ds_moe_ext.zebra import stack as zebra_stack
 from ds_moe_ext.zebra import striped_model
 from ds_moe_ext.zebra.passage import Answer, Here, Passage
 from ds_moe_ext.zebra.serving import GradientSums
@@ -240,6 +241,7 @@ def run_case(rank: int, world_size: int, case: Case) -> Outcome:
         for layer, plan in enumerate(plans)
     ]
     cell = layout.index("ep")
+    control = group_among(layout.grid.along("ep"), backend="gloo")
     named = _own_weights(model, homes, cell)
     weights = [tuple(own.values()) for own in named]
     sums = GradientSums() if case.is_graded else None
@@ -255,8 +257,7 @@ def run_case(rank: int, world_size: int, case: Case) -> Outcome:
         )
         stripes = _stripes(case, model, stack, sums) if stack.is_attention else []
         with cut(model, stack.here):
-            issued = stack.run(case.num_stripes, stripes, sums, counts=True)
-    striped_model.check_orders(issued, group_among(layout.grid.along("ep"), backend="gloo"))
+            issued = stack.run(case.num_stripes, stripes, sums, counts=True, control=control)
     parameters = {name: p for own in named for name, p in own.items()}
     parameters |= {n: p for n, p in model.named_parameters() if ".experts." not in n}
     one = torch.ones(())
@@ -424,7 +425,7 @@ SWAPPED = ("dispatch[0,0]", "dispatch[0,1]")
 def _tampered(rank: int, world_size: int) -> str:
     """A rank that swaps two collectives is found out, on all ranks."""
     case = Case(1, 1, (0, 0), 2)
-    check_orders = striped_model.check_orders
+    check_orders = zebra_stack.check_orders
 
     def swapped(issued: Schedule, control: dist.ProcessGroup) -> None:
         tasks = list(issued.tasks)
@@ -434,7 +435,7 @@ def _tampered(rank: int, world_size: int) -> str:
         check_orders(replace(issued, tasks=tuple(tasks)), control)
 
     with (
-        mock.patch.object(striped_model, "check_orders", swapped),
+        mock.patch.object(zebra_stack, "check_orders", swapped),
         pytest.raises(RuntimeError) as raised,
     ):
         run_case(rank, world_size, case)
@@ -495,6 +496,37 @@ def test_hooks_see_rows_of_both_sides() -> None:
     assert not expert_rows["before dispatch"]
 
 
+class Borders(Hooks):
+    """Keeps what stands at a layer's two ends."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def before_moe_start_hook(self, moe: MoeLayer, batch: Batch) -> None:
+        self.seen.append(batch.data)
+
+    def before_moe_end_hook(self, moe: MoeLayer, batch: Batch) -> None:
+        self.seen.append(batch.data)
+
+
+def test_hooks_see_a_piece_before_and_behind_its_experts() -> None:
+    """Where the model pauses."""
+    borders = Borders()
+    options = LayerOptions(hooks=Hooked((borders,)))
+    plan = Plan.at_home(asymmetric_home(EXPERTS, Roles.first(1, 1), 0))
+    routed = _layer_of(Zebra(attention_size=1, expert_size=1), plan, options)
+    passage = SimpleNamespace(experts=lambda layer, x_TD, *given: x_TD + 1)
+    here: Any = SimpleNamespace(passage=passage)
+    hosted: Any = SimpleNamespace(routed=routed)
+    paused = striped_model.Pausing(here, None)(0, hosted)
+    x_TD, expert_TK = torch.randn(3, 4), torch.zeros(3, 1, dtype=torch.int64)
+    y_TD = paused(x_TD, expert_TK, torch.ones(3, 1), ())
+    assert torch.equal(y_TD, x_TD + 1)
+    before, behind = borders.seen
+    assert torch.equal(before, x_TD)
+    assert torch.equal(behind, y_TD)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Halves(Codec):
     """Rows travel as half of themselves, and gradients as they are."""
@@ -551,9 +583,9 @@ def test_stages_of_the_strategy_are_run() -> None:
     assert doubled[0].losses != plain[0].losses
 
 
-def _layer_of(strategy: Zebra, plan: Plan) -> RoutedExperts:
-    layout = ParallelLayout(Grid(2, 2), rank=0)
-    return RoutedExperts(strategy, Site(plan, layout, 0), FeedForwardExperts(silu_gated))
+def _layer_of(strategy: Zebra, plan: Plan, options: LayerOptions | None = None) -> RoutedExperts:
+    site = Site(plan, ParallelLayout(Grid(2, 2), rank=0), 0)
+    return RoutedExperts(strategy, site, FeedForwardExperts(silu_gated), options=options)
 
 
 def test_what_has_no_task_is_refused() -> None:

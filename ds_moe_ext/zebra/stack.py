@@ -12,18 +12,22 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.roles import Roles
 from ds_moe_ext.schedule import task as ops
 from ds_moe_ext.schedule.executor import Lanes
 from ds_moe_ext.schedule.program import Crew, Pass, Stage
 from ds_moe_ext.schedule.stripes import (
+    A2E,
     ATTENTION,
     ATTENTION_SIDE,
     COMBINE,
     DISPATCH,
+    E2A,
     EXPERT,
     EXPERT_SIDE,
     HEAD,
@@ -35,6 +39,7 @@ from ds_moe_ext.schedule.stripes import (
 )
 from ds_moe_ext.schedule.task import Lane, Op, Schedule, Value
 from ds_moe_ext.schedule.wires import WEIGHTS
+from ds_moe_ext.zebra.coroutine import RandomNumbers
 from ds_moe_ext.zebra.crossing import StripeCombine, StripeDispatch
 from ds_moe_ext.zebra.passage import Here
 from ds_moe_ext.zebra.serving import StripeExpert, TakesGradients
@@ -98,6 +103,7 @@ class Stack:
         sums: TakesGradients | None,
         *,
         counts: bool,
+        control: dist.ProcessGroup | None = None,
     ) -> Schedule:
         """A step, or where nothing has a gradient its forward. Collective over the ZP group.
 
@@ -106,6 +112,7 @@ class Stack:
             stripes: this rank's; none on an expert rank.
             sums: takes the gradients of this rank's parameters; None for forward alone.
             counts: the rows count for the report.
+            control: over which ranks compare what they have issued; None: they do not.
 
         Returns:
             What was done.
@@ -120,11 +127,15 @@ class Stack:
         crews.append(Crew(head, crews[-1].observers, "the end"))
         try:
             given = (self._given(value, is_graded=is_graded) for value in schedule.inputs)
-            Pass(schedule, lambda task: crews[task.layer], self.lanes, keeps=is_graded)(given)
+            one_pass = Pass(schedule, lambda task: crews[task.layer], self.lanes, keeps=is_graded)
+            with RandomNumbers().own():  # ranks of both roles draw one number of theirs
+                one_pass(given)
         finally:
             for stripe in stripes:
                 for passage in stripe.passages:
                     passage.abandon()
+        if control is not None:
+            check_orders(schedule, control)
         return schedule
 
     def _crew(
@@ -164,3 +175,16 @@ class Stack:
         cells = list(self.roles.attention_cells)
         homes = (layer.site.plan.home for layer in self.layers)
         return frozenset(n for n, home in enumerate(homes) if home.holds_EC[:, cells].any())
+
+
+def check_orders(issued: Schedule, control: dist.ProcessGroup) -> None:
+    """Collective. Raises RuntimeError on all ranks where they issued collectives in other orders,
+    by which they would wait for each other in vain sooner or later."""
+    told = gather_objects(
+        "; ".join(f"{lane.name}: {issued.in_lane(lane)}" for lane in (A2E, E2A)), control
+    )
+    if len(set(told)) > 1:
+        raise RuntimeError(
+            "ranks of a ZP group issued collectives in different orders: "
+            + " | ".join(f"place {place} {text}" for place, text in enumerate(told))
+        )

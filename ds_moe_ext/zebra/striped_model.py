@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_moe_ext.attachment.block_hooks import block_of
 from ds_moe_ext.attachment.dynamo import Compilable, eager, stepped_into
 from ds_moe_ext.attachment.host_layer import Hosted
 from ds_moe_ext.attachment.replacement import AttachedLayer, Blueprint
-from ds_moe_ext.comm import connect, gather_objects
+from ds_moe_ext.comm import connect
 from ds_moe_ext.layout import group_among
 from ds_moe_ext.moe.gate import RunRows, capacity_of, drop_over_capacity
 from ds_moe_ext.schedule.executor import InlineLanes, lanes_for
@@ -33,7 +32,6 @@ from ds_moe_ext.strategies.zebra import Zebra
 from ds_moe_ext.zebra.batches import BatchExchange
 from ds_moe_ext.zebra.both_sides import BothSides
 from ds_moe_ext.zebra.call_arguments import Call
-from ds_moe_ext.zebra.coroutine import RandomNumbers
 from ds_moe_ext.zebra.outcomes import Outcome
 from ds_moe_ext.zebra.passage import Here, Passage
 from ds_moe_ext.zebra.serving import GradientSums
@@ -86,10 +84,8 @@ class StripedModel:
         sums = GradientSums() if is_graded else None
         scale = self.gradients.scale() if is_graded else 1.0
         stripes = [self._stripe(calls, sums, scale) for calls in shared.calls if calls]
-        with RandomNumbers().own():  # ranks of both roles draw one number of theirs
-            issued = self.stack.run(len(shared.calls), stripes, sums, counts=is_training)
-        if self.checks:
-            check_orders(issued, self.batches.control)
+        control = self.batches.control if self.checks else None
+        self.stack.run(len(shared.calls), stripes, sums, counts=is_training, control=control)
         outcomes = [[passage.output for passage in stripe.passages] for stripe in stripes]
         returned = self.batches.return_scalars(shared, outcomes)
         loss = returned.loss
@@ -265,19 +261,6 @@ def stack_of(
         recomputes=strategy.recompute_experts,
         here=here,
     )
-
-
-def check_orders(issued: Schedule, control: dist.ProcessGroup) -> None:
-    """Collective. Raises RuntimeError on all ranks where they issued collectives in other orders,
-    by which they would wait for each other in vain sooner or later."""
-    told = gather_objects(
-        "; ".join(f"{lane.name}: {issued.in_lane(lane)}" for lane in (A2E, E2A)), control
-    )
-    if len(set(told)) > 1:
-        raise RuntimeError(
-            "ranks of a ZP group issued collectives in different orders: "
-            + " | ".join(f"place {place} {text}" for place, text in enumerate(told))
-        )
 
 
 def keep_parameters(model: nn.Module, kept: Iterable[nn.Parameter]) -> tuple[nn.Parameter, ...]:

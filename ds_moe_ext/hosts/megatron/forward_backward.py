@@ -21,11 +21,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.settings import BLOCK
-from ds_moe_ext.zebra.coroutine import RandomNumbers
 from ds_moe_ext.zebra.passage import Passage
 from ds_moe_ext.zebra.stack import Stack
 from ds_moe_ext.zebra.stripe import Stripe
-from ds_moe_ext.zebra.striped_model import check_orders
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,10 +101,8 @@ class StripedSteps:
             call = partial(forward, number)
             add = None if grads is None else grads.add
             stripes.append(Stripe([Passage(call, add, stack.threads, stack.here)], [1.0]))
-        with RandomNumbers().own():  # ranks of both roles draw one number of theirs
-            issued = stack.run(len(numbers), stripes, grads, counts=self.chunk.training)
-        if self.checks:
-            check_orders(issued, self.control)
+        control = self.control if self.checks else None
+        stack.run(len(numbers), stripes, grads, counts=self.chunk.training, control=control)
         return [kept for stripe in stripes for kept in stripe.passages[0].output.kept]
 
     def _forward(
