@@ -24,12 +24,11 @@ SCRIPT = """
 
     from tests.hosts import families
 
-    config, output = sys.argv[1:3]
     rows = torch.randint(0, 64, (40, 12), generator=torch.Generator().manual_seed(3))
     data = [{"input_ids": row, "labels": row} for row in rows]
 
 
-    def trainer():
+    def trainer(config, output):
         set_seed(0)
         return Trainer(
             model=families.build("mixtral"),
@@ -54,18 +53,19 @@ SCRIPT = """
         )
 
 
-    straight = trainer()
-    resumes = get_last_checkpoint(output) if len(sys.argv) > 3 else None
-    straight.train(resume_from_checkpoint=resumes)
-    logged = straight.state.log_history
-    answer = json.dumps({
-        "losses": [entry["loss"] for entry in logged if "loss" in entry],
-        "norms": [float(entry["grad_norm"]) for entry in logged if "grad_norm" in entry],
-        "evaluation": straight.evaluate()["eval_loss"],
-        "experts": len(straight.model.model.layers[0].mlp.experts.gate_up_proj),
-    })
-    sys.stdout.write(f"answer: {answer}\\n")  # at once: ranks share the output
-    straight.save_model(output + "/saved")
+    for config, output, resumes in json.loads(sys.argv[1]):
+        own = trainer(config, output)
+        own.train(resume_from_checkpoint=get_last_checkpoint(output) if resumes else None)
+        logged = own.state.log_history
+        answer = json.dumps({
+            "losses": [entry["loss"] for entry in logged if "loss" in entry],
+            "norms": [float(entry["grad_norm"]) for entry in logged if "grad_norm" in entry],
+            "evaluation": own.evaluate()["eval_loss"],
+            "experts": len(own.model.model.layers[0].mlp.experts.gate_up_proj),
+        })
+        sys.stdout.write(f"answer: {answer}\\n")  # at once: ranks share the output
+        own.save_model(output + "/saved")
+        torch.distributed.barrier()
     torch.distributed.destroy_process_group()  # or gloo's threads may outlive the interpreter
 """
 
@@ -129,40 +129,42 @@ class Run(NamedTuple):
     saved: Path
 
 
-def train(folder: Path, block: dict[str, Any] | None, *, resume: bool = False) -> Run:
-    """Train on two ranks under torchrun."""
-    folder.mkdir(exist_ok=True)
-    script, config = folder / "script.py", folder / "ds.json"
+class Runs(NamedTuple):
+    """Of the same ranks, one after the other."""
+
+    stock: Run
+    ours: Run
+    resumed: Run  # ours, from its own checkpoint
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Trained on two ranks under torchrun."""
+    folder = tmp_path_factory.mktemp("trainer")
+    script = folder / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    document: dict[str, Any] = {
+    plain: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
     }
-    if block is not None:
-        document["ds_moe_ext"] = block
-    config.write_text(json.dumps(document))
-    arguments = (str(config), str(folder / "output"), *(["resume"] if resume else []))
+    documents = {"stock": plain, "ours": {**plain, "ds_moe_ext": {"enabled": True}}}
+    asked = []
+    for name, resumes in (("stock", False), ("ours", False), ("ours", True)):
+        config = folder / f"{name}.json"
+        config.write_text(json.dumps(documents[name]))
+        asked.append((str(config), str(folder / name), resumes))
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    (printed,) = run_script(script, *arguments, python=torchrun, path=(ROOT,))
-    ranks = [json.loads(answer) for answer in answers(printed)]
-    return Run(ranks, folder / "output" / "saved")
+    (printed,) = run_script(script, json.dumps(asked), python=torchrun, path=(ROOT,))
+    told = [json.loads(answer) for answer in answers(printed)]
+    return Runs(*(Run(told[i : i + 2], Path(asked[i // 2][1]) / "saved") for i in (0, 2, 4)))
 
 
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return train(tmp_path_factory.mktemp("ours"), {"enabled": True})
-
-
-@pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return train(tmp_path_factory.mktemp("stock"), None)
-
-
-def test_trains_as_without_us(ours: Run, stock: Run) -> None:
+def test_trains_as_without_us(runs: Runs) -> None:
     """Losses and norms of every step, and the loss of the evaluation that follows."""
+    stock, ours, _ = runs
     assert [rank["experts"] for rank in ours.ranks] == [4, 4]
     assert [rank["experts"] for rank in stock.ranks] == [8, 8]
     assert len(ours.ranks[0]["losses"]) == 5
@@ -172,11 +174,11 @@ def test_trains_as_without_us(ours: Run, stock: Run) -> None:
         assert one["evaluation"] == pytest.approx(other["evaluation"], rel=1e-4)
 
 
-def test_saved_model_has_all_experts(ours: Run, stock: Run) -> None:
+def test_saved_model_has_all_experts(runs: Runs) -> None:
     """What ``save_model`` wrote loads into the stock class and is what the stock run saved."""
     from transformers import MixtralForCausalLM
 
-    own, theirs = (MixtralForCausalLM.from_pretrained(run.saved) for run in (ours, stock))
+    own, theirs = (MixtralForCausalLM.from_pretrained(run.saved) for run in (runs.ours, runs.stock))
     untrained = families.build("mixtral")
     state, expected = own.state_dict(), theirs.state_dict()
     assert state.keys() == expected.keys()
@@ -186,9 +188,8 @@ def test_saved_model_has_all_experts(ours: Run, stock: Run) -> None:
         assert not torch.equal(weight, untrained.state_dict()[name])
 
 
-def test_resumes_from_its_own_checkpoint(ours: Run) -> None:
+def test_resumes_from_its_own_checkpoint(runs: Runs) -> None:
     """The run wrote a checkpoint after three steps, and goes on from there to the same losses."""
-    resumed = train(ours.saved.parents[1], {"enabled": True}, resume=True)
-    for one, other in zip(resumed.ranks, ours.ranks):
+    for one, other in zip(runs.resumed.ranks, runs.ours.ranks):
         assert one["losses"] == other["losses"]
         assert one["evaluation"] == other["evaluation"]
