@@ -264,7 +264,7 @@ def nothing() -> str:
     return "a model"
 
 
-def test_doctor_lists_the_layers_of_a_function(tmp_path: Path) -> None:
+def test_doctor_lists_the_layers_of_a_function(tmp_path: Path, here: Callable[..., Done]) -> None:
     """Of a module that lies where the person is."""
     (tmp_path / "mine.py").write_text(
         "from torch import nn\n"
@@ -272,7 +272,7 @@ def test_doctor_lists_the_layers_of_a_function(tmp_path: Path) -> None:
         "def build():\n"
         "    return nn.Sequential(nn.Linear(8, 8), MoE(8, nn.Linear(8, 8), num_experts=4))\n"
     )
-    done = start(tmp_path, "doctor", "--model", "mine:build")
+    done = here("doctor", "--model", "mine:build")
     assert done.returncode == 0, done.stderr
     (row,) = [line for line in done.stdout.splitlines() if "deepspeed.moe" in line and "4" in line]
     assert row.split("│")[1].strip() == "1"
