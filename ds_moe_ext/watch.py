@@ -18,7 +18,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
+
+from torch.distributed import Store
 
 PERIOD_S = 1.0
 """How often a process looks at its own waits."""
@@ -43,20 +45,6 @@ REMEDY = (
 
 class BrokenOff(RuntimeError):
     """An exchange with other ranks came to nothing, for one of them has failed or has ended."""
-
-
-class Store(Protocol):
-    """What all ranks read and write, as ``torch.distributed.Store``."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
-
-    def add(self, key: str, amount: int) -> int: ...
-
-    def check(self, keys: list[str]) -> bool: ...
-
-    def delete_key(self, key: str) -> bool: ...
 
 
 @dataclass(frozen=True, eq=False)

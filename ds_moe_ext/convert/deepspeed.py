@@ -22,7 +22,7 @@ from ds_moe_ext.convert import dcp, names
 from ds_moe_ext.convert.model import Model, Shape, pieces
 from ds_moe_ext.convert.small_files import text_of
 from ds_moe_ext.convert.source import Source, Stored
-from ds_moe_ext.convert.tables import Cell, cells, expert_rows
+from ds_moe_ext.convert.tables import Cell, cells
 from ds_moe_ext.convert.target import Maker
 from ds_moe_ext.files import file_sums, unpickle
 from ds_moe_ext.hosts.deepspeed.layout_file import FOLDER, LAYOUT_FILE, SAVE, SavedLayout
@@ -171,7 +171,7 @@ def _objects(model: Model) -> dict[str, Any]:
         "optimizer": {},
         "remembered": np.zeros((0, 0, 0, 0), dtype=np.int64),
     }
-    for cell in cells(model, expert_rows(names.deepspeed_experts(model))):
+    for cell in cells(model, names.deepspeed_experts(model)):
         name = cell.name.removesuffix(MASTER)
         about = {"shape": cell.shape(model), "options": None}
         found |= {f"{name}/scalars": {}, f"{name.rpartition('.')[0]}/about": about}

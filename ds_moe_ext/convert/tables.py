@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_moe_ext.convert.model import Model, Part, Piece, Scope, Shape, Where, places, shapes
+from ds_moe_ext.convert.model import Model, Part, Piece, Shape, Where, places, shapes
 
 
 class Row(NamedTuple):
@@ -116,8 +116,3 @@ def split(model: Model, row: Row, stored: Tensor) -> tuple[Tensor, ...]:
 
 def _num_groups(model: Model, row: Row) -> int:
     return model.attention.num_groups if row.is_grouped else 1
-
-
-def expert_rows(table: Sequence[Row]) -> Table:
-    """The rows of experts' weights."""
-    return tuple(row for row in table if row.parts[0].scope is Scope.EXPERT)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -32,10 +31,10 @@ class BothSides:
         """The same and the expert rank's, on this rank's clock: the first exchange ended at one
         moment for both. Collective."""
         teller = self.roles.expert_cells[0]
-        told = gather_objects(_to_text(spans) if self.place == teller else "", self.control)[teller]
+        own = list(spans)
+        theirs = gather_objects(own if self.place == teller else [], self.control)[teller]
         if self.place == teller:
-            return list(spans)
-        theirs = [Span(*fields) for fields in json.loads(told)]
+            return own
         later_s = _first_end_s(spans) - _first_end_s(theirs)
         computed = [span for span in theirs if span.lane == EXPERT_SIDE.name]
         moved = (
@@ -43,10 +42,6 @@ class BothSides:
             for span in computed
         )
         return sorted([*spans, *moved], key=lambda span: span.start_s)
-
-
-def _to_text(spans: Sequence[Span]) -> str:
-    return json.dumps([astuple(span) for span in spans])
 
 
 def _first_end_s(spans: Sequence[Span]) -> float:

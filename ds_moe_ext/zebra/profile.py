@@ -10,7 +10,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pkgutil import resolve_name
 
 import torch
 import torch.distributed as dist
@@ -154,11 +153,11 @@ class _Rehearsal:
         """Collective."""
         rank = dist.get_rank()
         first_attention, first_expert = (cells[0] for cells in _cells(self.strategy))
-        here = agreed(lambda: self._here(model, finders, rank == first_attention), RankHere)
+        here = agreed(lambda: self._here(model, finders, rank == first_attention))
         dense = here[first_attention].dense
         assert dense is not None
         computes = rank in (first_attention, first_expert)
-        experts = agreed(lambda: self._expert(model, finders, dense, computes), ExpertHere)
+        experts = agreed(lambda: self._expert(model, finders, dense, computes))
         there, on_attention = experts[first_expert], experts[first_attention]
         assert there.seconds is not None and on_attention.seconds is not None
         is_attention = [self.strategy.roles.is_attention(other) for other in range(len(here))]
@@ -204,7 +203,7 @@ class _Rehearsal:
             bytes=state + kept,
             top_k=found.top_k,
             width=found.width,
-            row_dtype=str(found.row_dtype).removeprefix("torch."),
+            row_dtype=found.row_dtype,
         )
 
     def _expert(
@@ -227,8 +226,9 @@ class _Rehearsal:
         """Like those of one expert rank, a layer and a stripe: ``B = M T k / N``."""
         group = self.group
         num_rows = group.attention_ranks * self.num_tokens * dense.top_k / group.expert_ranks
-        dtype: torch.dtype = resolve_name(f"torch:{dense.row_dtype}")
-        return torch.empty(max(1, round(num_rows)), dense.width, dtype=dtype, device="meta")
+        return torch.empty(
+            max(1, round(num_rows)), dense.width, dtype=dense.row_dtype, device="meta"
+        )
 
     @property
     def _num_groups(self) -> int:
@@ -248,7 +248,7 @@ class _Rehearsal:
             head_s=seen.dense.head_s,
             top_k=seen.dense.top_k,
             width=seen.dense.width,
-            element_bytes=resolve_name(f"torch:{seen.dense.row_dtype}").itemsize,
+            element_bytes=seen.dense.row_dtype.itemsize,
             link=None if hardware is None or hardware.inter is None else card_of(hardware),
         )
         squeeze = VARIANTS[self.profile.variant]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,7 +12,6 @@ import torch
 from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.planners.zebra_choice import Timed
 from ds_moe_ext.strategies.zebra import WHERE
-from ds_moe_ext.strict import read_record
 
 RecordT = TypeVar("RecordT")
 
@@ -28,7 +26,7 @@ class AllButExperts:
         bytes: of weights and what belongs to them, and of all that a step keeps.
         top_k: rows of a token.
         width: elements of a row.
-        row_dtype: name of their type.
+        row_dtype: their type.
     """
 
     blocks: Timed
@@ -36,7 +34,7 @@ class AllButExperts:
     bytes: float
     top_k: int
     width: int
-    row_dtype: str
+    row_dtype: torch.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,24 +90,24 @@ class Seen:
     expert_free_bytes: int
 
 
-def agreed(measure: Callable[[], RecordT], cls: type[RecordT]) -> list[RecordT]:
+def agreed(measure: Callable[[], RecordT]) -> list[RecordT]:
     """What every rank has measured, in the order of the ranks. Collective.
 
     Raises:
         ValueError: on every rank, where one of them failed.
     """
     try:
-        own = json.dumps(asdict(measure()))  # type: ignore[call-overload]
+        own: RecordT | str = measure()
     except Exception as error:
-        own = f"!{type(error).__name__}: {error}"
+        own = f"{type(error).__name__}: {error}"
     told = gather_objects(own, None)
-    faults = [f"rank {rank}: {text[1:]}" for rank, text in enumerate(told) if text[0] == "!"]
+    faults = [f"rank {rank}: {each}" for rank, each in enumerate(told) if isinstance(each, str)]
     if faults:
         raise ValueError(
             f"{WHERE}.profile could not be measured ({'; '.join(faults)}); set {WHERE}.moved in "
             "its place, a number for each MoE layer"
         )
-    return [read_record(cls, json.loads(text), f"{WHERE}.profile") for text in told]
+    return [each for each in told if not isinstance(each, str)]
 
 
 def free_bytes_of(device: torch.device) -> int:

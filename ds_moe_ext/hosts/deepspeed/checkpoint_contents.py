@@ -84,16 +84,9 @@ def named_parameters(
     return {parameter: names for parameter, names in named.items() if parameter.numel()}
 
 
-class Kept(NamedTuple):
-    """What this rank writes."""
-
-    parts: dict[str, Part]
-    objects: dict[str, Any]
-
-
 def kept_of(
     engine: Any, named: Mapping[nn.Parameter, Named], *, excludes_frozen: bool = False
-) -> Kept:
+) -> tuple[dict[str, Part], dict[str, Any]]:
     """All that this rank's optimizer keeps, and its experts; frozen dense weights are the host's.
 
     Args:
@@ -101,36 +94,34 @@ def kept_of(
         named: its parameters.
         excludes_frozen: leave out experts that are not trained.
 
+    Returns:
+        Parts of tensors, and objects, by name.
+
     Raises:
         ValueError: the optimizer keeps what has no part for each element.
     """
     states = OptimizerStates(engine)
-    kept = Kept({}, {OPTIMIZER: wrapper_settings(engine)})
+    parts, objects = dict[str, Part](), {OPTIMIZER: wrapper_settings(engine)}
     for parameter, names in named.items():
         if not names.is_expert and not is_stepped(states, parameter):
             continue
         if names.is_expert and excludes_frozen and not parameter.requires_grad:
             continue
-        _keep(kept, parameter, names, states)
-        options = states.options(parameter)
-        kept.objects[f"{names.kind}/{ABOUT}"] = {
+        own, options = states.of(parameter), states.options(parameter)
+        if own.start < own.stop:
+            for state, tensor in own.tensors.items():
+                parts[f"{names.name}/{state}"] = names.region.part(tensor, own.start)
+            objects[f"{names.name}/{SCALARS}"] = dict(own.scalars)
+        objects[f"{names.kind}/{ABOUT}"] = {
             "shape": names.shape,
             "options": options and {k: v for k, v in options.items() if k not in OF_A_PART},
         }
-    return kept
+    return parts, objects
 
 
 def is_stepped(states: OptimizerStates, parameter: nn.Parameter) -> bool:
     """Whether the optimizer changes it: a plain one may have been given what is frozen too."""
     return parameter.requires_grad and states.options(parameter) is not None
-
-
-def _keep(kept: Kept, parameter: nn.Parameter, names: Named, states: OptimizerStates) -> None:
-    own = states.of(parameter)
-    if own.start < own.stop:
-        for state, tensor in own.tensors.items():
-            kept.parts[f"{names.name}/{state}"] = names.region.part(tensor, own.start)
-        kept.objects[f"{names.name}/{SCALARS}"] = dict(own.scalars)
 
 
 def has_dense_weights(run: Run) -> bool:
