@@ -14,6 +14,7 @@ from ds_moe_ext.hosts.deepspeed import refusals as deepspeed
 from ds_moe_ext.hosts.deepspeed import slices
 from ds_moe_ext.hosts.megatron import refusals as megatron
 from ds_moe_ext.hosts.megatron import role_refusals as megatron_roles
+from ds_moe_ext.hosts.plain import plain_host as plain
 
 PAGE = Path(__file__).parents[1] / "docs/known_limits.md"
 
@@ -58,6 +59,7 @@ SECTIONS = (
         "Under Megatron-core, where ranks have roles (`zebra`)",
         (*megatron_roles.BLOCKS, *megatron_roles.WITH_ROLES, *megatron_roles.ARGUMENTS),
     ),
+    Section("In plain PyTorch", plain.REFUSALS),
 )
 
 

@@ -277,7 +277,7 @@ def train(rank: int, world_size: int, job: Job) -> Result | None:
     """Run the job; rank 0 returns the result."""
     with ExitStack() as stack:
         if job.dtype == "float64":
-            stack.enter_context(_float64_everywhere())
+            stack.enter_context(float64_everywhere())
         if job.dtype == "float16":
             stack.enter_context(_float16_on_a_cpu())
         return _trained(rank, world_size, job)
@@ -298,7 +298,7 @@ def _float16_on_a_cpu() -> Iterator[None]:
 
 
 @contextmanager
-def _float64_everywhere() -> Iterator[None]:
+def float64_everywhere() -> Iterator[None]:
     """Routers and norms compute in float32 on purpose; for a comparison to the last digit both
     sides of it compute in float64."""
     to = Tensor.to

@@ -7,50 +7,91 @@ layout can read. Hyperparameters are saved by the number of their parameter grou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_states
 
+from ds_moe_ext.comm import all_gather_slots
+from ds_moe_ext.moe.sharding import Shard
+from ds_moe_ext.schedule.task import INTRA
 from ds_moe_ext.steps.training_run import Run
 
 MODEL, OPTIMIZER, STATE, GROUPS, PARAMS = "model", "optimizer", "state", "param_groups", "params"
 """Keys: ours and torch's."""
 
 
-def names_of(model: nn.Module, run: Run) -> dict[str, str]:
-    """Name of each expert weight of this rank -> its name in a checkpoint."""
-    number_of: dict[nn.Parameter, int] = {}
-    cell = run.layers[0].routed.site.layout.index("ep")
+class Stored(NamedTuple):
+    """An expert's weight, and what the optimizer keeps of it, as a checkpoint has them.
+
+    Attributes:
+        name: with the number of the expert.
+        shard: the part of the expert that this rank has.
+        number: of the weight among those of an expert.
+        cell: the ranks that have its parts; None where this one has all of it.
+    """
+
+    name: str
+    shard: Shard
+    number: int
+    cell: dist.ProcessGroup | None
+
+    def whole(self, part: Any) -> Any:
+        """From this rank's part; what has no part for each element is as it is. Collective."""
+        if self.cell is None or not isinstance(part, Tensor) or not part.dim():
+            return part
+        shape = self.shard.whole_shape(self.number, part.shape)
+        whole, dim = part.new_empty(shape), self.shard.alongs[self.number].dim
+        parts = all_gather_slots(part.detach()[None], [1] * self.shard.num_shards, self.cell)
+        for index, of_rank in enumerate(parts):
+            places = replace(self.shard, index=index).stretches(self.number, shape[dim])
+            for start, own_start, length in places:
+                whole.narrow(dim, start, length).copy_(of_rank.narrow(dim, own_start, length))
+        return whole
+
+    def part(self, whole: Any) -> Any:
+        """This rank's."""
+        has_parts = isinstance(whole, Tensor) and whole.dim() > 0
+        return self.shard.of(self.number, whole) if has_parts else whole
+
+
+def stored_of(model: nn.Module, run: Run) -> dict[str, Stored]:
+    """By name, how each expert weight of this rank is stored."""
+    layout = run.layers[0].routed.site.layout
+    cell = layout.group("esp", INTRA) if layout.grid.cell_size > 1 else None
+    expert_of: dict[nn.Parameter, tuple[int, Shard, int]] = {}
     for layer, home in zip(run.layers, run.planning.job.homes):
-        for number, slot in zip(home.experts_of(cell).tolist(), layer.hosted.slots(), strict=True):
-            number_of.update(dict.fromkeys(slot.parameters, number))
-    return {
-        name: f"{name.rpartition('.')[0]}.{number_of[parameter]}"
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if parameter in number_of
-    }
+        numbers = home.experts_of(layout.index("ep")).tolist()
+        for expert, slot in zip(numbers, layer.hosted.slots(), strict=True):
+            for number, parameter in enumerate(slot.parameters):
+                expert_of[parameter] = expert, layer.hosted.shard, number
+    stored = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in expert_of:
+            expert, shard, number = expert_of[parameter]
+            stored[name] = Stored(f"{name.rpartition('.')[0]}.{expert}", shard, number, cell)
+    return stored
 
 
 def state_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, names: Mapping[str, str]
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, stored: Mapping[str, Stored]
 ) -> dict[str, Any]:
     """What a checkpoint has. Collective.
 
     Args:
         model: with replaced experts.
         optimizer: None saves none.
-        names: see ``names_of``.
+        stored: see ``stored_of``.
     """
-    state: dict[str, Any] = {MODEL: _renamed(torch_states.get_model_state_dict(model), names)}
+    state: dict[str, Any] = {MODEL: _wholes(torch_states.get_model_state_dict(model), stored)}
     if optimizer is not None:
         kept: Any = torch_states.get_optimizer_state_dict(model, optimizer)
-        state[OPTIMIZER] = {
-            STATE: _renamed(kept[STATE], names),
-            GROUPS: [_without_params(group) for group in kept[GROUPS]],
-        }
+        groups = [{k: v for k, v in group.items() if k != PARAMS} for group in kept[GROUPS]]
+        state[OPTIMIZER] = {STATE: _wholes(kept[STATE], stored), GROUPS: groups}
     return state
 
 
@@ -58,30 +99,43 @@ def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     state: Mapping[str, Any],
-    names: Mapping[str, str],
+    stored: Mapping[str, Stored],
 ) -> None:
     """Put what was read where it belongs. Collective.
 
     Args:
-        model: as of ``state_of``; likewise the optimizer and the names.
+        model: as of ``state_of``; likewise the optimizer and what is stored.
         state: as ``state_of`` made it.
     """
-    here = {saved: name for name, saved in names.items()}
-    torch_states.set_model_state_dict(model, _renamed(state[MODEL], here))
+    torch_states.set_model_state_dict(model, _parts(state[MODEL], stored))
     if optimizer is not None:
         own: Any = torch_states.get_optimizer_state_dict(model, optimizer)
         read = state[OPTIMIZER]
-        groups = [
-            {**options, PARAMS: group[PARAMS]}
-            for options, group in zip(read[GROUPS], own[GROUPS], strict=True)
-        ]
-        kept: Any = {STATE: _renamed(read[STATE], here), GROUPS: groups}
+        pairs = zip(read[GROUPS], own[GROUPS], strict=True)
+        groups = [{**options, PARAMS: group[PARAMS]} for options, group in pairs]
+        kept: Any = {STATE: _parts(read[STATE], stored), GROUPS: groups}
         torch_states.set_optimizer_state_dict(model, optimizer, kept)
 
 
-def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    return {names.get(name, name): value for name, value in state.items()}
+def _wholes(state: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Any]:
+    """Tensors, or what is kept of each, by the names of a checkpoint."""
+    return {
+        stored[name].name: _each(stored[name].whole, value)
+        for name, value in state.items()
+        if name in stored
+    } | {name: value for name, value in state.items() if name not in stored}
 
 
-def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != PARAMS}
+def _parts(state: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Any]:
+    """The same by the names of this rank."""
+    here = {each.name: name for name, each in stored.items()}
+    return {
+        here.get(name, name): _each(stored[here[name]].part, value) if name in here else value
+        for name, value in state.items()
+    }
+
+
+def _each(change: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: change(each) for key, each in value.items()}
+    return change(value)

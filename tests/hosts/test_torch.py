@@ -1,0 +1,333 @@
+"""A training loop of a user's own, in plain PyTorch, learns what one rank without us does.
+
+All in float64. Every job sees the same global batch, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import ds_moe_ext
+from tests.hosts import jobs
+from tests.hosts.processes import ROOT, run_script
+from tests.marks import slow
+from tests.ranks import pool_of, preload
+from tests.reference import relative_error
+
+preload("transformers")
+
+MICRO_BATCHES = 4  # a step, over all ranks
+MOVING = {"fssdp": {"overlap_degree": 2, "copies_per_rank": 2, "reshard_interval": 2}}
+STAYING = {"fssdp": {"copies_per_rank": 2, "reshard_interval": 0}}
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A training loop.
+
+    Attributes:
+        family: of the model; see ``jobs.model_of``.
+        wrap: what a user does to the model behind ``attach``: "ddp", "fsdp", or nothing.
+        is_ours: the block is enabled.
+        block: more of it.
+        steps: of the optimizer.
+        fused: its kind; experts then have a group of their own.
+        folder: of a checkpoint.
+        save_at: step before which it is saved.
+        load_at: step before which it is read, in place of training until there.
+    """
+
+    family: str = "toy"
+    wrap: str = ""
+    is_ours: bool = True
+    block: Mapping[str, Any] | None = None
+    steps: int = 5
+    fused: bool = False
+    folder: str = ""
+    save_at: int | None = None
+    load_at: int = 0
+
+
+class Learnt(NamedTuple):
+    """Losses and norms of each step, and all weights of this rank at the end."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+def train(rank: int, world_size: int, loop: Loop) -> Learnt:
+    with jobs.float64_everywhere():
+        return _train(rank, world_size, loop)
+
+
+def _train(rank: int, world_size: int, loop: Loop) -> Learnt:
+    torch.manual_seed(rank)  # of dense weights and experts rank 0's are meant
+    model = jobs.model_of(jobs.Job(loop.family, dtype="float64")).double()
+    if loop.wrap != "ddp":
+        torch.manual_seed(0)
+        model = jobs.model_of(jobs.Job(loop.family, dtype="float64")).double()
+    block = {"enabled": loop.is_ours, "report": {"enabled": False}, "debug": True}
+    accumulated = MICRO_BATCHES // world_size
+    moe = ds_moe_ext.attach(model, {**block, **(loop.block or {})}, micro_batches=accumulated)
+    wrapped = _wrapped(model, moe, loop.wrap)
+    optimizer = _optimizer(model, moe, fused=loop.fused)
+    moe.watch(optimizer)
+    if loop.load_at:
+        state = moe.state_dict()
+        checkpoint.load(state, checkpoint_id=loop.folder)
+        moe.load_state_dict(state)
+    losses, norms = [], []
+    for step in range(loop.load_at, loop.steps):
+        if step == loop.save_at:
+            checkpoint.save(moe.state_dict(), checkpoint_id=loop.folder)
+        loss = torch.zeros((), dtype=torch.float64)
+        own = range(rank, MICRO_BATCHES, world_size)
+        for number in own:
+            with ExitStack() as stack:
+                if number != own[-1]:
+                    stack.enter_context(moe.no_sync())
+                    if loop.wrap == "ddp":
+                        stack.enter_context(wrapped.no_sync())
+                if loop.wrap == "fsdp":
+                    wrapped.set_requires_gradient_sync(number == own[-1])
+                ids = jobs.micro_batch(step, number)
+                part = wrapped(input_ids=ids, labels=ids).loss / accumulated
+                part.backward()
+                loss += part.detach() / world_size
+        dist.all_reduce(loss)
+        losses.append(float(loss))
+        norms.append(float(moe.clip_grad_norm_(0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Learnt(losses, norms, _weights(moe.state_dict()["model"]))
+
+
+def _wrapped(model: nn.Module, moe: Any, wrap: str) -> Any:
+    if wrap == "ddp":
+        return DistributedDataParallel(model)
+    if wrap == "fsdp":
+        for name, module in [*model.named_modules()]:
+            if re.fullmatch(r"(model\.layers|blocks)\.\d+", name):
+                fully_shard(module, ignored_params=moe.expert_parameters)
+        fully_shard(model, ignored_params=moe.expert_parameters)
+    return model
+
+
+def _optimizer(model: nn.Module, moe: Any, *, fused: bool) -> torch.optim.Optimizer:
+    if not fused:
+        return torch.optim.AdamW(model.parameters(), lr=3e-3)
+    experts = moe.expert_parameters
+    dense = [parameter for parameter in model.parameters() if parameter not in experts]
+    groups = [{"params": dense}, {"params": [*experts], "weight_decay": 0.01}]
+    return torch.optim.AdamW(groups, lr=3e-3, fused=True)
+
+
+def _weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors; of experts one each."""
+    whole = {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+        for name, tensor in state.items()
+    }
+    stacked = [name for name in whole if re.search(r"\.experts\.\w+$", name)]
+    for name in stacked:  # of a run without us
+        whole.update({f"{name}.{i}": each for i, each in enumerate(whole.pop(name))})
+    return whole
+
+
+@functools.cache
+def dense(family: str, steps: int) -> Learnt:
+    """One rank without us."""
+    learnt: Learnt = pool_of(1).run(train, Loop(family, is_ours=False, steps=steps))[0]
+    return learnt
+
+
+def assert_equal(ranks: list[Learnt], family: str, steps: int, first: int = 0) -> None:
+    wanted = dense(family, steps)
+    assert len({*wanted.losses}) == steps and min(wanted.norms) > 0
+    weights: dict[str, Tensor] = {}
+    for learnt in ranks:
+        assert learnt.losses == pytest.approx(wanted.losses[first:], rel=1e-12)
+        assert learnt.norms == pytest.approx(wanted.norms[first:], rel=1e-10)
+        weights.update(learnt.weights)
+    assert weights.keys() == wanted.weights.keys()
+    errors = {n: relative_error(weights[n], wanted.weights[n]) for n in weights}
+    assert max(errors.values()) <= 1e-9, max(errors, key=lambda name: errors[name])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"strategy": "ep"},
+        {"strategy": "fssdp", **MOVING},
+        {"strategy": "esp", "esp": {"degree": 2}},
+        {"strategy": "prophet"},
+    ],
+    ids=lambda block: block["strategy"],
+)
+def test_learns_what_one_rank_does(block: dict[str, Any], wrap: str, world_size: int) -> None:
+    ranks = pool_of(world_size).run(train, Loop(wrap=wrap, block=block))
+    assert_equal(ranks, "toy", 5)
+
+
+@pytest.mark.parametrize("strategy", ["ep", "fssdp"])
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_a_model_of_hugging_face(wrap: str, strategy: str) -> None:
+    loop = Loop("mixtral", wrap, block={"strategy": strategy, **MOVING})
+    assert_equal(pool_of(2).run(train, loop), "mixtral", 5)
+
+
+@pytest.mark.parametrize("block", [{"strategy": "ep"}, {"strategy": "fssdp", **STAYING}])
+@pytest.mark.parametrize("family", ["toy", "toy, shared experts"])
+def test_experts_with_several_homes(family: str, block: dict[str, Any]) -> None:
+    """Two ranks are home to each expert, whose gradients they sum."""
+    loop = Loop(family, "ddp", block={**block, "expert_parallel_size": 2})
+    assert_equal(pool_of(4).run(train, loop), family, 5)
+
+
+def test_experts_in_parts() -> None:
+    block = {"strategy": "esp", "expert_sharding_size": 2}
+    ranks = pool_of(4).run(train, Loop(wrap="fsdp", block=block))
+    assert_equal(ranks, "toy", 5)
+
+
+def test_a_fused_optimizer_has_a_group_of_experts() -> None:
+    loop = Loop(wrap="fsdp", block={"strategy": "fssdp", **MOVING}, fused=True)
+    assert_equal(pool_of(2).run(train, loop), "toy", 5)
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        ((4, "fsdp", "fssdp"), (2, "ddp", "ep")),
+        ((2, "ddp", "ep"), (4, "fsdp", "fssdp")),
+        ((2, "fsdp", "fssdp"), (1, "ddp", "ep")),
+        slow((4, "ddp", "fssdp"), (4, "ddp", "fssdp")),
+    ],
+)
+@pytest.mark.parametrize("fused", [False, True])
+def test_goes_on_elsewhere(saved: Any, resumed: Any, fused: bool, tmp_path: Path) -> None:
+    """With other ranks, another wrapper and another strategy: experts have moved when they are
+    saved, and take the optimizer's states along."""
+    folder = str(tmp_path / "checkpoint")
+
+    def loop(wrap: str, strategy: str) -> Loop:
+        block = {"strategy": strategy, **MOVING}
+        return Loop(wrap=wrap, block=block, fused=fused, folder=folder)
+
+    pool_of(saved[0]).run(train, replace(loop(*saved[1:]), steps=4, save_at=3))
+    ranks = pool_of(resumed[0]).run(train, replace(loop(*resumed[1:]), load_at=3))
+    assert_equal(ranks, "toy", 5, first=3)
+
+
+# What a user is told.
+
+
+def told(rank: int, world_size: int) -> dict[str, str]:
+    """By what was done wrong, the error."""
+    block = {"enabled": True, "report": {"enabled": False}}
+    model = jobs.model_of(jobs.Job("toy"))
+    found = {}
+
+    def tried(name: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except (ValueError, RuntimeError) as error:
+            found[name] = str(error)
+
+    def attach(model: nn.Module, **more: Any) -> Any:
+        return ds_moe_ext.attach(model, {**block, **more})
+
+    sizes = {"attention_size": 1, "expert_size": 1}
+    tried("roles", lambda: attach(model, strategy="zebra", zebra=sizes))
+    tried("wrapped", lambda: attach(DistributedDataParallel(jobs.model_of(jobs.Job("toy")))))
+    with torch.device("meta"):
+        empty = jobs.model_of(jobs.Job("toy"))
+    tried("meta", lambda: attach(empty))
+    tried("key", lambda: attach(model, stratgy="ep"))
+    tried("file", lambda: ds_moe_ext.attach(model, "missing.json"))
+    tried("unlike", lambda: attach(model, strategy=("ep", "fssdp")[rank]))
+    tried("off", lambda: attach(model, enabled=rank == 0))
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    moe = attach(model, expert_parallel_size=1)
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    tried("unwatched", model(ids, ids).loss.backward)
+    tried("early", lambda: moe.watch(early))
+    moe.watch(torch.optim.SGD(model.parameters(), lr=0.1))
+    model.zero_grad()
+    model(ids, ids).loss.backward()
+    moe.clip_grad_norm_(1.0)
+    tried("behind", model(ids, ids).loss.backward)
+    return found
+
+
+def test_what_cannot_be_done_is_told() -> None:
+    says = {
+        "roles": "strategy is 'zebra': a loop of your own runs the same code on every rank; use",
+        "wrapped": "call ds_moe_ext.attach first",
+        "meta": "give the model its device and its weights first",
+        "key": "did you mean 'strategy'",
+        "file": "was given 'missing.json', which cannot be read as JSON",
+        "unlike": 'ds_moe_ext.strategy is "ep" on rank 0 and "fssdp" on rank 1',
+        "off": "give all ranks one configuration",
+        "unwatched": "call watch(optimizer)",
+        "early": "make it from model.parameters() behind ds_moe_ext.attach",
+        "behind": "clip behind the last one of a step",
+    }
+    first, second = pool_of(2).run(told)
+    assert first.keys() == says.keys()
+    assert says.keys() - second.keys() <= {"off"}  # it waits for nobody, and may be gone by then
+    for found in (first, second):
+        assert all(says[name] in text for name, text in found.items()), found
+
+
+def test_what_was_seen(tmp_path: Path) -> None:
+    (recorded,) = pool_of(1).run(seen, str(tmp_path))
+    assert recorded == 2
+
+
+def seen(rank: int, world_size: int, folder: str) -> int:
+    """Steps that were recorded, of a block in a file."""
+    path = Path(folder) / "block.json"
+    path.write_text('{"ds_moe_ext": {"enabled": true, "report": {"enabled": false}}}')
+    model = jobs.model_of(jobs.Job("toy"))
+    moe = ds_moe_ext.attach(model, path)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    moe.watch(optimizer)
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    for _ in range(2):
+        model(ids, ids).loss.backward()
+        optimizer.step()
+    with ds_moe_ext.joined(moe):
+        model(ids, ids)
+    return len(ds_moe_ext.recorder_of(moe).record().steps_I)
+
+
+def test_the_script_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    script = ROOT / "launch/pretrain_torch.py"
+    common = ("--model", str(ROOT / "configs/models/mixtral_tiny.json"), "--sequence_length", "16")
+    common += ("--config", str(ROOT / "configs/strategies/fssdp.json"))
+    common += ("--data", str(ROOT / "README.md"))
+    folder = str(tmp_path / "checkpoint")
+    whole, _ = run_script(script, *common, "--steps", "3", world_size=2)
+    run_script(script, *common, "--steps", "2", "--save", folder, world_size=2)
+    rest = run_script(script, *common, "--steps", "3", "--resume", folder, "--shard", world_size=2)
+    losses = [re.findall(r"step 3: loss ([\d.]+)", text)[0] for text in (whole, rest[0])]
+    assert float(losses[0]) == pytest.approx(float(losses[1]), abs=2e-4)
