@@ -6,7 +6,6 @@ expert-parallel grid, and each of its ranks is a cell. Data are parallel across 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -58,44 +57,3 @@ class Striping:
 
     num_stripes: int | None = None
     recomputes: bool = False
-
-
-def roles_by_device(devices: Sequence[str], attention_device: str, size: int | None) -> Roles:
-    """The roles that follow from the devices.
-
-    Args:
-        devices: name of each rank's.
-        attention_device: part of the names of those that have attention.
-        size: ranks of a ZP group; None takes all ranks for one.
-
-    Raises:
-        ValueError: no device is named so, or all are, or the groups are not whole or not alike.
-    """
-    size = len(devices) if size is None else size
-    if len(devices) % size:
-        raise ValueError(
-            f"ds_moe_ext.zebra makes groups of {size} ranks, which do not divide the "
-            f"{len(devices)} ranks of the run; choose attention_size and expert_size whose sum "
-            f"divides {len(devices)}, or leave them out"
-        )
-    found = [attention_device.lower() in device.lower() for device in devices]
-    patterns = sorted({tuple(found[i : i + size]) for i in range(0, len(found), size)})
-    if len(patterns) > 1:
-        raise ValueError(
-            f"ds_moe_ext.zebra.attention_device is {attention_device!r}, but the groups of "
-            f"{size} ranks differ in where such devices are: the ranks have "
-            f"{', '.join(devices)}; order the hostfile so that all groups are alike"
-        )
-    (pattern,) = patterns
-    if all(pattern) or not any(pattern):
-        raise ValueError(
-            f"ds_moe_ext.zebra.attention_device is {attention_device!r}, which "
-            f"{'all' if all(pattern) else 'no'} ranks have: "
-            f"{', '.join(sorted(set(devices)))}; name one of two kinds of device, or leave "
-            "attention_device out and give attention_size and expert_size"
-        )
-    cells = range(size)
-    return Roles(
-        tuple(cell for cell in cells if pattern[cell]),
-        tuple(cell for cell in cells if not pattern[cell]),
-    )

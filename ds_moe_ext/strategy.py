@@ -24,6 +24,7 @@ from ds_moe_ext.planners.layer_pipelines import NOWHERE, Measured, Placed
 from ds_moe_ext.roles import Roles, Striping
 from ds_moe_ext.schedule.pipeline_orders import PIPELINES, Pipeline, Slices
 from ds_moe_ext.schedule.program import Stage
+from ds_moe_ext.schedule.stripes import A2E, E2A
 from ds_moe_ext.schedule.task import INTER, PARAM, Lane, Op, Schedule, Span, refined
 from ds_moe_ext.schedule.wires import Beside, Cutting, programs
 from ds_moe_ext.share import LocalElseHome, Share
@@ -345,7 +346,9 @@ class Strategy(ABC):
 
     def uses(self) -> tuple[tuple[str, Lane], ...]:
         """The (axis, lane) pairs that need a communicator: of rows by these ways, and of copies,
-        which one that never has any may leave out. Pure."""
+        which one that never has any may leave out; or of rows between roles. Pure."""
+        if self.has_roles:
+            return (("ep", INTER), ("ep", A2E), ("ep", E2A))
         return (("ep", INTER), ("ep", PARAM), *along_nodes(self.ways))
 
     def beside(self, site: Site) -> Beside:

@@ -37,14 +37,13 @@ def _refuse_logits(trainer: Any, what: str, remedy: str) -> None:
     if plugin is None:
         return
     from ds_moe_ext.settings import BLOCK, read_settings
-    from ds_moe_ext.strategies.zebra import Zebra
 
-    _, strategy = read_settings(plugin.deepspeed_config)
-    if isinstance(strategy, Zebra):
+    settings, strategy = read_settings(plugin.deepspeed_config)
+    if strategy is not None and strategy.has_roles:
         raise ValueError(
-            f"{BLOCK}.strategy is 'zebra', but {what}, which wants logits: attention ranks run the "
-            f"batches of all ranks, and scalars alone come back; {remedy}, or set "
-            "prediction_loss_only=True"
+            f"{BLOCK}.strategy is {settings.strategy!r}, but {what}, which wants logits: "
+            "attention ranks run the batches of all ranks, and scalars alone come back; "
+            f"{remedy}, or set prediction_loss_only=True"
         )
 
 

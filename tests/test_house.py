@@ -256,6 +256,32 @@ def communication_has_two_files(source: Source) -> Iterator[Finding]:
             yield node, f"torch.distributed.{name} moves data, which comm.py does"
 
 
+# Strategies.
+
+
+def text_of(node: ast.AST) -> str:
+    """Of a constant; none of docstrings of several lines."""
+    return node.value if isinstance(node, ast.Constant) and "\n" not in node.value else ""
+
+
+KNOWS_STRATEGIES = ("strategies", "zebra", "settings", "testing")
+NAMES_ONE = re.compile(r"\b(esp|fssdp|prophet|zebra)\.[a-z]|'(esp|fssdp|prophet|zebra)'")
+
+
+@rule
+def strategies_are_asked_not_named(source: Source) -> Iterator[Finding]:
+    """What others must know of a strategy is a member of ``Strategy``: its keys, too. Docstrings
+    of several lines may name one."""
+    if source.lies_in(*KNOWS_STRATEGIES):
+        return
+    for node, name in imported(source.nodes):
+        if name.startswith(f"{PACKAGE}.strategies."):
+            yield node, f"imports {name}; ask the strategy, by a member"
+    for node in source.nodes:
+        if is_text(node) and (found := NAMES_ONE.search(text_of(node))):
+            yield node, f"names {found[0]}; let the strategy say it (Strategy.keys)"
+
+
 # Hidden state and silence.
 
 
@@ -582,6 +608,12 @@ BITES = {
         ("comm.py", "import torch.distributed as dist\ndist.new_group([0])"),
         ("layout.py", "from torch.distributed.tensor import DTensor"),
     ),
+    strategies_are_asked_not_named: (
+        ("hosts/x.py", "from ds_moe_ext.strategies.zebra import Zebra"),
+        ("steps/x.py", "def f():\n    from ds_moe_ext.strategies import esp"),
+        ("hosts/x.py", "raise ValueError(f'set {BLOCK}.esp.slice_gradients to false')"),
+        ("attachment/x.py", "a = \"or use strategy 'esp'\""),
+    ),
     no_global: (("moe/x.py", "def f():\n    global a\n    a = 1"),),
     no_environment: (
         ("moe/x.py", "import os\nos.environ['A']"),
@@ -648,6 +680,10 @@ BITES = {
 """Samples that a rule must find fault with, once each at least."""
 
 PASSES = {
+    strategies_are_asked_not_named: (
+        ("settings.py", "from ds_moe_ext.strategies import ep"),
+        ("moe/x.py", "layout.group('esp', INTRA)"),
+    ),
     imports_go_down: (
         ("moe/x.py", "from ds_moe_ext.moe.gate import SoftmaxTopK"),
         ("strategy.py", "from ds_moe_ext.schedule.program import Stage"),

@@ -81,17 +81,20 @@ def stripes_of(num_samples_C: Sequence[int], attention_size: int, num_stripes: i
     )
 
 
-def check_stripes(num_samples: int, attention_size: int, num_stripes: int) -> None:
+def check_stripes(
+    num_samples: int, attention_size: int, num_stripes: int, *, key: str = "the number of stripes"
+) -> None:
     """Refuse more stripes than a group has samples.
 
     Args:
         num_samples: of all its ranks.
         attention_size: attention ranks of the group.
         num_stripes: of each.
+        key: by which a person chose it.
     """
     if num_samples < attention_size * num_stripes:
         raise ValueError(
-            f"ds_moe_ext.zebra.num_micro_batches is {num_stripes}, so that {attention_size} "
+            f"{key} is {num_stripes}, so that {attention_size} "
             f"attention rank(s) run {attention_size * num_stripes} stripes, but the ZP group has "
             f"{num_samples} samples; set it to {num_samples // attention_size} or less, or raise "
             "train_micro_batch_size_per_gpu"

@@ -39,6 +39,5 @@ def check_slice(elements: int) -> None:
     if elements < 0:
         raise ValueError(
             f"a plan asks for a slice of {elements} dense gradients; slices (reductions of a Plan) "
-            "have 0 elements or more: mend the strategy, or set ds_moe_ext.esp.slice_gradients to "
-            "false"
+            "have 0 elements or more: mend the strategy, or let its slices_gradients be False"
         )

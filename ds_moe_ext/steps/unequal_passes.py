@@ -56,9 +56,9 @@ def _nothing() -> Iterator[None]:
 def _joined(run: Run, device: torch.device) -> Iterator[None]:
     if run.blueprint.strategy.roles is not None:
         raise ValueError(
-            f"{BLOCK}.strategy is 'zebra', under which ranks cannot run the model alone, nor "
-            "generate; let all ranks evaluate together with labels, or save the model and generate "
-            "from what was saved"
+            f"{BLOCK}.strategy is {run.blueprint.settings.strategy!r}, under which ranks "
+            "cannot run the model alone, nor generate; let all ranks evaluate together with "
+            "labels, or save the model and generate from what was saved"
         )
     if run.blueprint.grid.size == 1:
         yield

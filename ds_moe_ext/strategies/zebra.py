@@ -13,10 +13,8 @@ from typing import Literal
 import numpy as np
 
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.roles import Roles, Striping, roles_by_device
+from ds_moe_ext.roles import Roles, Striping
 from ds_moe_ext.schedule.stripe_samples import check_stripes, default_stripes
-from ds_moe_ext.schedule.stripes import A2E, E2A
-from ds_moe_ext.schedule.task import INTER, Lane
 from ds_moe_ext.strategy import Job, Plan, Pool, Strategy, register
 from ds_moe_ext.strict import at_least
 
@@ -169,11 +167,9 @@ class Zebra(Strategy):
         if self.num_micro_batches is None:
             num_stripes = default_stripes(attention, expert, num_samples)
             return replace(self, num_micro_batches=num_stripes)
-        check_stripes(num_samples, attention, self.num_micro_batches)
+        key = f"{WHERE}.num_micro_batches"
+        check_stripes(num_samples, attention, self.num_micro_batches, key=key)
         return self
-
-    def uses(self) -> tuple[tuple[str, Lane], ...]:
-        return (("ep", INTER), ("ep", A2E), ("ep", E2A))
 
     def first_homes(
         self, num_experts: Sequence[int], pools: Iterable[Pool], num_cells: int
@@ -204,6 +200,47 @@ class Zebra(Strategy):
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
         return tuple(map(Plan.at_home, job.homes))
+
+
+def roles_by_device(devices: Sequence[str], attention_device: str, size: int | None) -> Roles:
+    """The roles that follow from the devices.
+
+    Args:
+        devices: name of each rank's.
+        attention_device: part of the names of those that have attention.
+        size: ranks of a ZP group; None takes all ranks for one.
+
+    Raises:
+        ValueError: no device is named so, or all are, or the groups are not whole or not alike.
+    """
+    size = len(devices) if size is None else size
+    if len(devices) % size:
+        raise ValueError(
+            f"{WHERE} makes groups of {size} ranks, which do not divide the "
+            f"{len(devices)} ranks of the run; choose attention_size and expert_size whose sum "
+            f"divides {len(devices)}, or leave them out"
+        )
+    found = [attention_device.lower() in device.lower() for device in devices]
+    patterns = sorted({tuple(found[i : i + size]) for i in range(0, len(found), size)})
+    if len(patterns) > 1:
+        raise ValueError(
+            f"{WHERE}.attention_device is {attention_device!r}, but the groups of "
+            f"{size} ranks differ in where such devices are: the ranks have "
+            f"{', '.join(devices)}; order the hostfile so that all groups are alike"
+        )
+    (pattern,) = patterns
+    if all(pattern) or not any(pattern):
+        raise ValueError(
+            f"{WHERE}.attention_device is {attention_device!r}, which "
+            f"{'all' if all(pattern) else 'no'} ranks have: "
+            f"{', '.join(sorted(set(devices)))}; name one of two kinds of device, or leave "
+            "attention_device out and give attention_size and expert_size"
+        )
+    cells = range(size)
+    return Roles(
+        tuple(cell for cell in cells if pattern[cell]),
+        tuple(cell for cell in cells if not pattern[cell]),
+    )
 
 
 def asymmetric_home(num_experts: int, roles: Roles, moved: int) -> Placement:

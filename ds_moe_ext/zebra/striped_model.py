@@ -28,7 +28,6 @@ from ds_moe_ext.schedule.step import LOSS
 from ds_moe_ext.schedule.stripes import A2E, E2A
 from ds_moe_ext.schedule.task import COMPUTE, Kind, Op, Schedule, Span, Task, Value
 from ds_moe_ext.schedule.wires import WEIGHTS
-from ds_moe_ext.strategies.zebra import Zebra
 from ds_moe_ext.zebra.batches import BatchExchange
 from ds_moe_ext.zebra.both_sides import BothSides
 from ds_moe_ext.zebra.call_arguments import Call
@@ -208,9 +207,13 @@ def stripe(
         here: where the layers, made to pause, find out whose model runs.
     """
     strategy = blueprint.strategy
-    assert isinstance(strategy, Zebra)
-    assert strategy.num_micro_batches is not None, "settled by the host's micro-batch"
-    roles = strategy.roles
+    roles, num_stripes = strategy.roles, strategy.striping.num_stripes
+    assert roles is not None, "else nobody asks"
+    if num_stripes is None:
+        raise ValueError(
+            f"{type(strategy).__qualname__} gives ranks roles, but no number of stripes; let its "
+            "striping say num_stripes, or settled, which knows the micro-batch"
+        )
     stack = stack_of(blueprint, layers, gradients.device, here)
     layout = layers[0].routed.site.layout
     batches = BatchExchange(
@@ -218,7 +221,7 @@ def stripe(
         group_among(blueprint.grid.along("ep"), backend="gloo"),
         place=layout.index("ep"),
         roles=roles,
-        num_stripes=strategy.num_micro_batches,
+        num_stripes=num_stripes,
         device=gradients.device,
     )
     forward = Compilable(model.forward)
@@ -247,7 +250,7 @@ def stack_of(
 ) -> Stack:
     """The layers, and what runs them. Collective: it connects the ranks of a ZP group."""
     strategy = blueprint.strategy
-    assert isinstance(strategy, Zebra)
+    assert strategy.roles is not None, "else nobody asks"
     layout = layers[0].routed.site.layout
     for lane in (A2E, E2A):
         connect(layout.group("ep", lane), device)
@@ -258,7 +261,7 @@ def stack_of(
         roles=strategy.roles,
         device=device,
         lanes=lanes_for(device, overlaps=True),
-        recomputes=strategy.recompute_experts,
+        recomputes=strategy.striping.recomputes,
         here=here,
     )
 

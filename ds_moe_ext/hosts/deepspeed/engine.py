@@ -175,7 +175,8 @@ class DeepSpeedHost:
     ) -> DenseGradients:
         engine, group = self.carrier, None
         if blueprint.strategy.slices_gradients and blueprint.grid.world_size > 1:
-            slices = engine_record.record_of(engine).slices = GradientSlices.of(engine)
+            key = blueprint.strategy.keys.slices_gradients
+            slices = engine_record.record_of(engine).slices = GradientSlices.of(engine, key=key)
             group = slices.group
             for layer in layers:
                 layer.routed.slices = slices

@@ -30,8 +30,8 @@ from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.moe.layer import SawSlice
 from ds_moe_ext.schedule.executor import Event, Lanes, lanes_for
 from ds_moe_ext.schedule.task import INTER
-from ds_moe_ext.settings import BLOCK
 from ds_moe_ext.steps.gradient_counts import Reduced, check_slice
+from ds_moe_ext.strategy import Keys
 
 
 class Averaging(Protocol):
@@ -106,16 +106,22 @@ class GradientSlices:
         group: a communicator of the ranks that reduce dense gradients, which nobody else uses.
         piece_elements: what travels has this size, and what does not fill a piece waits (Lina);
             None cuts at the elements asked for.
+        key: what a person sets to false to have none.
 
     Attributes:
         group: as given.
+        key: likewise.
         reduced: what has been, since the start.
     """
 
     def __init__(
-        self, engine: Any, group: dist.ProcessGroup, piece_elements: int | None = None
+        self,
+        engine: Any,
+        group: dist.ProcessGroup,
+        piece_elements: int | None = None,
+        key: str = Keys().slices_gradients,
     ) -> None:
-        self.group = group
+        self.group, self.key = group, key
         self.reduced = Reduced()
         self._engine = weakref.ref(engine)
         self._piece_elements = piece_elements
@@ -125,13 +131,16 @@ class GradientSlices:
         self._whole: deque[Gradient] = deque()  # that DeepSpeed may have back
 
     @classmethod
-    def of(cls, engine: Any, piece_bytes: int | None = None) -> GradientSlices:
+    def of(
+        cls, engine: Any, piece_bytes: int | None = None, *, key: str = Keys().slices_gradients
+    ) -> GradientSlices:
         """Slices of an engine under construction, which is given its gradients when it has an
         optimizer. Collective.
 
         Args:
             engine: DeepSpeed's.
             piece_bytes: fixed size of what travels; Lina's is 30 MB.
+            key: what a person sets to false to have none.
 
         Raises:
             ValueError: DeepSpeed does not show it each gradient as it becomes ready.
@@ -140,7 +149,7 @@ class GradientSlices:
             UNSLICED,
             engine,
             context="dense gradients are to be reduced in slices",
-            or_else=f"set {BLOCK}.esp.slice_gradients to false",
+            or_else=f"set {key} to false",
         )
         # Ranks that share dense weights are neighbours; the others reduce those of one place.
         grid = Grid(dist.get_world_size(), TensorParallel.of(engine.mpu).size)
@@ -148,7 +157,7 @@ class GradientSlices:
         piece_elements = None
         if piece_bytes is not None:
             piece_elements = max(1, piece_bytes // engine.communication_data_type.itemsize)
-        return cls(engine, group, piece_elements)
+        return cls(engine, group, piece_elements, key)
 
     @property
     def ready_elements(self) -> int:
@@ -217,7 +226,7 @@ class GradientSlices:
                 f"a gradient of shape {tuple(gradient.parameter.shape)} became ready twice in one "
                 "backward pass, as when reentrant activation checkpoints share a weight, but may "
                 "have been reduced after the first time; set use_reentrant to false, or "
-                "ds_moe_ext.esp.slice_gradients"
+                f"{self.key}"
             )
         self._known.add(id(gradient.parameter))
         self._ready.append(gradient)

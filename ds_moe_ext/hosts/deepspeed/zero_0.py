@@ -38,7 +38,7 @@ def unaveraged(engine: Any, gradients: list[Any]) -> list[Any]:
     record = record_of(engine)
     if record.slices is None:
         return gradients
-    _check_alike(engine)
+    _check_alike(engine, record.slices.key)
     record.slices.finish()
     # DeepSpeed's own class of sparse ones is no tensor.
     left = [g for g in gradients if not (torch.is_tensor(g) and g.data_ptr() in record.averaged)]
@@ -46,7 +46,7 @@ def unaveraged(engine: Any, gradients: list[Any]) -> list[Any]:
     return left
 
 
-def _check_alike(engine: Any) -> None:
+def _check_alike(engine: Any, key: str) -> None:
     """DeepSpeed takes zeros for a gradient that a rank does not have; slices cannot. Collective.
 
     Raises:
@@ -61,7 +61,7 @@ def _check_alike(engine: Any) -> None:
         raise RuntimeError(
             "ranks have gradients of other dense weights, as where a model leaves out a layer on "
             "one of them, so that their slices were of different weights; let all ranks use the "
-            "same weights, or set ds_moe_ext.esp.slice_gradients to false"
+            f"same weights, or set {key} to false"
         )
 
 

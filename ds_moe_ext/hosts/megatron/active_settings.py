@@ -18,11 +18,11 @@ from ds_moe_ext.attachment.refusal import refuse
 from ds_moe_ext.files.documents import read_document
 from ds_moe_ext.hosts.megatron.flag import FLAG
 from ds_moe_ext.hosts.megatron.refusals import SETTINGS
-from ds_moe_ext.hosts.megatron.role_refusals import refuse_zebra
+from ds_moe_ext.hosts.megatron.role_refusals import refuse_with_roles
 from ds_moe_ext.hosts.megatron.worlds import Worlds
 from ds_moe_ext.settings import BLOCK, Settings, misspelt, read_settings
-from ds_moe_ext.strategies.zebra import Zebra
 from ds_moe_ext.strategy import Strategy
+from ds_moe_ext.zebra.early_refusals import refuse_early
 
 USE = "ds_moe_ext.use"
 NOTHING: Description = MappingProxyType({})
@@ -116,8 +116,9 @@ def read(given: str | Path | Mapping[str, Any]) -> Chosen | None:
         )
         return None
     refuse(SETTINGS, settings)
-    if isinstance(strategy, Zebra):
-        refuse_zebra(settings, strategy)
+    if strategy.has_roles:
+        refuse_early(settings, strategy)
+        refuse_with_roles(settings, strategy)
     return Chosen(source, settings, strategy, agreement.settings_of(settings, document[BLOCK]))
 
 

@@ -97,7 +97,8 @@ class MegatronHost:
         """Sizes are Megatron's, and so are some ways to reduce dense gradients."""
         grid = self._seats.own
         check_sizes(settings, grid)
-        unsliced = why_unsliced(self._chunks) if strategy.slices_gradients else ""
+        key = strategy.keys.slices_gradients
+        unsliced = why_unsliced(self._chunks, key) if strategy.slices_gradients else ""
         stays = _told(grid, strategy)
         self._told = unsliced or "", stays
         strategy = strategy if unsliced is None else strategy.without_slices()

@@ -10,6 +10,7 @@ from typing import Any
 
 from ds_moe_ext.attachment.refusal import Refusal
 from ds_moe_ext.settings import BLOCK, Settings
+from ds_moe_ext.strategy import names_with
 
 
 def flag(name: str, asked: Callable[[Any], object], reason: str, remedy: str) -> Refusal:
@@ -79,7 +80,7 @@ REFUSALS = (
         "--overlap-moe-expert-parallel-comm",
         field_of("overlap_moe_expert_parallel_comm"),
         "it takes MoE layers apart to interleave two micro-batches, past our schedule",
-        "leave it out; strategy 'esp' overlaps within a layer",
+        f"leave it out; strategy {names_with('schedules')} overlaps within a layer",
     ),
     flag(
         "--delay-wgrad-compute",
@@ -97,7 +98,7 @@ REFUSALS = (
         "--moe-token-dispatcher-type flex",
         lambda config: config.moe_token_dispatcher_type == "flex",
         "rows travel by ds_moe_ext's own dispatch",
-        "use alltoall; esp.all_to_all 'deepep' asks for DeepEP",
+        f"use alltoall; strategy {names_with('ways')} has rows travel by DeepEP where asked to",
     ),
     flag(
         "--fp8-format",

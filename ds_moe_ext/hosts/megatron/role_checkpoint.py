@@ -75,7 +75,7 @@ def _is_sharded(value: Any) -> bool:
 
 def _refuse(*args: Any, **kwargs: Any) -> Any:
     raise ValueError(
-        f"{BLOCK}.strategy is 'zebra', whose ranks have a part of the model each, which a "
+        f"{BLOCK}.strategy gives ranks roles, and a part of the model each, which a "
         "checkpoint with a file a rank cannot say; use --ckpt-format torch_dist"
     )
 
@@ -91,7 +91,7 @@ def save_together(
     """
     if kwargs.get("async_sharded_save"):
         raise ValueError(
-            f"{BLOCK}.strategy is 'zebra', whose two roles save together: leave --async-save out"
+            f"{BLOCK}.strategy gives ranks roles, which save together: leave --async-save out"
         )
     keys = {value.key for value in nested_values(state) if _is_sharded(value)}
     told = gather_objects(keys if worlds.is_attention else set(), worlds.whole)

@@ -72,8 +72,8 @@ def keep_experts(model: nn.Module) -> None:
     kept = [p for layer in layers for p in layer.get_submodule("experts").parameters()]
     if not kept:
         raise ValueError(
-            f"{BLOCK}.strategy is 'zebra', but the model has no MoE layer, so that expert ranks "
-            "have nothing to do; give --num-experts, or leave ds_moe_ext out"
+            f"{BLOCK}.strategy gives ranks roles, but the model has no MoE layer, so that "
+            "expert ranks have nothing to do; give --num-experts, or leave ds_moe_ext out"
         )
     keep_parameters(model, kept)
     modules: Iterable[Any] = model.modules()
@@ -110,9 +110,9 @@ def with_sizes(worlds: Worlds, initialize: Callable[..., Any]) -> Callable[..., 
         for name, flag in SIZES.items():
             if bound.arguments.get(name) not in (None, 1):
                 raise ValueError(
-                    f"{BLOCK}.strategy is 'zebra', but Megatron was given {flag} "
-                    f"{bound.arguments[name]}; attention ranks are data parallel only, and zebra's "
-                    "own sizes say which ranks have which experts: leave it out"
+                    f"{BLOCK}.strategy gives ranks roles, but Megatron was given {flag} "
+                    f"{bound.arguments[name]}; attention ranks are data parallel only, and the "
+                    "strategy's own sizes say which ranks have which experts: leave it out"
                 )
         if not worlds.is_attention:
             bound.arguments["expert_model_parallel_size"] = len(worlds.roles.expert_cells)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ds_moe_ext.attachment.refusal import Refusal, refuse
 from ds_moe_ext.hosts.megatron.refusals import field_of, flag, graphed
 from ds_moe_ext.settings import BLOCK, Settings
-from ds_moe_ext.strategies.zebra import Zebra
+from ds_moe_ext.strategy import Strategy
 
 _SEVERAL = "several micro-batches are under way at once"
 
@@ -19,7 +19,7 @@ WITH_ROLES = (
         "--recompute-granularity",
         field_of("recompute_granularity"),
         "Megatron's checkpoints cannot be cut where experts compute",
-        "leave it out; zebra.num_micro_batches bounds the micro-batches under way",
+        "leave it out; the number of stripes bounds the micro-batches under way",
     ),
     flag(
         "--moe-shared-expert-overlap",
@@ -79,7 +79,7 @@ class Block:
     """
 
     settings: Settings
-    strategy: Zebra
+    strategy: Strategy
 
 
 def _is_set(key: str, value: Callable[[Block], object], reason: str, remedy: str) -> Refusal:
@@ -89,44 +89,12 @@ def _is_set(key: str, value: Callable[[Block], object], reason: str, remedy: str
     return Refusal(f"{BLOCK}.{key}", asked, reason, remedy)
 
 
-def _sizes(block: Block) -> str:
-    sizes = block.strategy.attention_size, block.strategy.expert_size
-    if None not in sizes:
-        return ""
-    return f"{BLOCK}.zebra.attention_size is {sizes[0]} and expert_size {sizes[1]}"
-
-
 def _other_group(block: Block) -> object:
-    size = block.settings.expert_parallel_size
-    return size if size not in (None, block.strategy.roles.size) else None
+    size, roles = block.settings.expert_parallel_size, block.strategy.roles
+    return size if roles is not None and size not in (None, roles.size) else None
 
 
 BLOCKS = (
-    _is_set(
-        "zebra.attention_device",
-        lambda block: block.strategy.attention_device,
-        "roles are given before devices are known",
-        "set it to null, and give attention_size, expert_size and, where attention ranks are not "
-        "the first, attention_cells",
-    ),
-    Refusal(
-        f"{BLOCK}.zebra without attention_size or expert_size",
-        _sizes,
-        "roles are given when the flag is read",
-        "set both",
-    ),
-    _is_set(
-        "zebra.moved",
-        lambda block: block.strategy.moved,
-        "attention ranks have no experts here",
-        "leave it out",
-    ),
-    _is_set(
-        "zebra.profile",
-        lambda block: block.strategy.profile,
-        "it measures under DeepSpeed only",
-        "leave it out",
-    ),
     _is_set(
         "moe_layer_pattern",
         lambda block: block.settings.moe_layer_pattern,
@@ -145,13 +113,13 @@ BLOCKS = (
     _is_set(
         "expert_parallel_size",
         _other_group,
-        "a ZP group has as many cells as zebra.attention_size and expert_size say together",
+        "a ZP group has as many cells as there are ranks of both roles",
         "leave it out",
     ),
 )
 
 
-def refuse_zebra(settings: Settings, strategy: Zebra) -> None:
+def refuse_with_roles(settings: Settings, strategy: Strategy) -> None:
     """Check the block of a run with roles.
 
     Raises:

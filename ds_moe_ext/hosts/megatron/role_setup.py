@@ -1,4 +1,4 @@
-"""Zebra parallelism in an unmodified Megatron run: from a model and its optimizer to striped steps.
+"""Ranks with roles in an unmodified Megatron run: from a model and its optimizer to striped steps.
 
 See ``docs/strategies/zebra.md``. Each role trains in a world of its own (``worlds``), with what it
 keeps of the model (``sides``), by striped steps (``striping``) and one norm (``joint``).
@@ -35,7 +35,6 @@ from ds_moe_ext.settings import Settings
 from ds_moe_ext.steps.host import Built, Seats, run_on
 from ds_moe_ext.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.steps.training_run import Run
-from ds_moe_ext.strategies.zebra import Zebra
 from ds_moe_ext.strategy import Strategy
 from ds_moe_ext.zebra.both_sides import BothSides
 from ds_moe_ext.zebra.passage import Here
@@ -92,13 +91,12 @@ class RolesHost(MegatronHost):
     def mark(self, blueprint: Blueprint, built: Built) -> None:
         super().mark(blueprint, built)
         strategy, worlds, (chunk,) = blueprint.strategy, self._worlds, self._chunks
-        assert isinstance(strategy, Zebra)
         layers = [layer for layer, _ in built]
         blocks = blocks_of(self.model, layers)
         for block in blocks if worlds.is_attention else ():
             cut_at(block, self._here)
         stack = stack_of(blueprint, layers, self.device, self._here)
-        stripes, debug = strategy.num_micro_batches, blueprint.settings.debug
+        stripes, debug = strategy.striping.num_stripes, blueprint.settings.debug
         set_steps(StripedSteps(chunk, stack, self._control, stripes, debug))
         everyone = group_among([list(range(worlds.size))], backend="gloo")
         join_norm(self.carrier, worlds, everyone)

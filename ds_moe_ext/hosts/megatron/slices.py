@@ -36,6 +36,7 @@ from ds_moe_ext.schedule.executor import Event, Lanes, lanes_for
 from ds_moe_ext.schedule.task import INTER
 from ds_moe_ext.steps.gradient_counts import Reduced, check_slice
 from ds_moe_ext.steps.pipeline_costs import DenseGradients
+from ds_moe_ext.strategy import Keys
 
 
 class Waiting(NamedTuple):
@@ -179,15 +180,16 @@ class _Landed:
         return None
 
 
-def why_unsliced(chunks: Sequence[Any]) -> str | None:
+def why_unsliced(chunks: Sequence[Any], key: str = Keys().slices_gradients) -> str | None:
     """Why gradients of a model's parts cannot be sliced, for a person; empty where there is nothing
     to tell; None where they can.
 
     Args:
         chunks: Megatron's DDP, one for each.
+        key: by which a person asked for it.
     """
     config, groups = chunks[0].ddp_config, list(_dense_groups(chunks))
-    left = "esp.slice_gradients is on, but dense gradients are left to Megatron: "
+    left = f"{key} is on, but dense gradients are left to Megatron: "
     if not config.overlap_grad_reduce:
         return (
             f"{left}it reduces them after backward; add --overlap-grad-reduce, and the "

@@ -163,7 +163,7 @@ def check_torch() -> None:
             attrgetter(path)(c10d)
         except AttributeError as error:
             raise ValueError(
-                f"{BLOCK}.strategy is 'zebra', which under Megatron parts the ranks by {path} of "
+                f"{BLOCK}.strategy gives ranks roles, which under Megatron parts them by {path} of "
                 f"torch.distributed.distributed_c10d, but torch {torch.__version__} has none; it "
                 f"was tried with torch {TRIED}: use that version, or another strategy"
             ) from error
@@ -187,7 +187,7 @@ def part(roles: Roles, agree: Callable[[], None] = lambda: None) -> Worlds:
     size = dist.get_world_size() if was_made else int(os.environ.get("WORLD_SIZE", "1"))
     if size % roles.size:
         raise ValueError(
-            f"{BLOCK}.zebra wants {roles}, in groups of {roles.size}, which do not divide the "
+            f"{BLOCK}.strategy wants {roles}, in groups of {roles.size}, which do not divide the "
             f"{size} ranks of the launch; launch a multiple of {roles.size}, as with torchrun "
             "--nproc_per_node, or choose other sizes"
         )
