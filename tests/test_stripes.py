@@ -23,7 +23,6 @@ from ds_moe_ext.schedule.stripes import (
     EXPERT_SIDE,
     HEAD,
     SIDES,
-    forward_first,
     one_at_a_time,
     part_of,
     picked,
@@ -32,6 +31,12 @@ from ds_moe_ext.schedule.stripes import (
 from ds_moe_ext.schedule.task import Lane, Schedule, Task
 
 LANES = (ATTENTION_SIDE, EXPERT_SIDE, A2E, E2A)
+
+
+def forward_first(schedule: Schedule) -> Schedule:
+    """All of forward before all of backward: the last stage does not alternate."""
+    positions = range(len(schedule.tasks))
+    return picked(schedule, sorted(positions, key=lambda i: bool(schedule.tasks[i].adjoint_of)))
 
 
 def name(task: Task) -> str:

@@ -94,12 +94,6 @@ def part_of(schedule: Schedule, side: Lane) -> Schedule:
     return picked(schedule, [i for i, task in enumerate(schedule.tasks) if task.lane in own])
 
 
-def forward_first(schedule: Schedule) -> Schedule:
-    """All of forward before all of backward: the last stage does not alternate."""
-    positions = range(len(schedule.tasks))
-    return picked(schedule, sorted(positions, key=lambda i: bool(schedule.tasks[i].adjoint_of)))
-
-
 def one_at_a_time(schedule: Schedule) -> Schedule:
     """With one lane for all: DistEP, the baseline whose sides never work at the same time."""
     return in_lanes(schedule, dict.fromkeys((EXPERT_SIDE, A2E, E2A), ATTENTION_SIDE))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -33,7 +33,6 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.steps.expert_moves import Expert
 from ds_moe_ext.steps.optimizer_states import MASTER, ParameterStates
 from ds_moe_ext.steps.training_run import Run
-from ds_moe_ext.strategy import Pool
 
 
 class Asked(NamedTuple):
@@ -246,7 +245,11 @@ def _saved_seats(engine: Any, run: Run, layout: SavedLayout, present: Seats) -> 
     )
     slots: dict[Expert, Slot] = {}
     for pool in run.blueprint.pools:
-        free = {slot_name(engine, slot): slot for slot in _slots_of(pool, present.slots)}
+        free = {
+            slot_name(engine, slot): slot
+            for expert, slot in present.slots.items()
+            if expert.layer in pool.layers
+        }
         for layer in pool.layers:
             names = layout.slots[run.layers[layer].name]
             cell = run.layers[layer].routed.site.layout.index("ep")
@@ -258,10 +261,6 @@ def _saved_seats(engine: Any, run: Run, layout: SavedLayout, present: Seats) -> 
         if free:
             return None
     return Seats(homes, slots)
-
-
-def _slots_of(pool: Pool, slots: Mapping[Expert, Slot]) -> Iterator[Slot]:
-    return (slot for expert, slot in slots.items() if expert.layer in pool.layers)
 
 
 def slot_name(engine: Any, slot: Slot) -> str:

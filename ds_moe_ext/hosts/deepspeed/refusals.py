@@ -81,12 +81,9 @@ OFFLOADS = ("offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_pa
 
 
 def _pipelined(given: Given) -> str:
+    is_pipeline = isinstance(given.model, PipelineModule)
     kind = type(given.model).__name__
-    return f"the model is a PipelineModule ({kind})" if _is_pipeline(given.model) else ""
-
-
-def _is_pipeline(model: nn.Module) -> bool:
-    return isinstance(model, PipelineModule)
+    return f"the model is a PipelineModule ({kind})" if is_pipeline else ""
 
 
 def _replaced(given: Given) -> str:
