@@ -104,6 +104,14 @@ def one_gradient(family: str, stage: int, **fields: Any) -> Job:
     return Job(family, stage, **{**rate, **fields})
 
 
+def sized(ranks: int, accumulates: int = 1) -> dict[str, Any]:
+    """Fields of a job of so many ranks. Of eight, one alone is the stock: DeepSpeed clips by a norm
+    in float32, which is another there."""
+    if ranks == 8:
+        return {"micro_batches": 8, "clip": 0.0}
+    return {"micro_batches": max(4, accumulates * ranks)}
+
+
 def close_of(family: str) -> Close:
     return BUT_KEYS if family == "gpt_moe" else EXACT
 
@@ -219,7 +227,7 @@ def varied_rows() -> Iterator[Row]:
         yield Row(
             f"varied {ranks} ranks {nodes} nodes",
             ranks,
-            varied(float64(steps=10, micro_batches=max(4, ranks)), **ANY, seed=nodes),
+            varied(float64(steps=10, **sized(ranks)), **ANY, seed=nodes),
             stock=Stock.ALONE if ranks == 8 else Stock.EP,
             shows=(draws_all_kinds, lies_on(nodes)),
             hardware=on_nodes(ranks // nodes),
@@ -400,7 +408,7 @@ def prophet_rows() -> Iterator[Row]:
             yield Row(
                 f"prophet {name} {ranks} ranks",
                 ranks,
-                prophet(float64(steps=12, micro_batches=8 if ranks == 8 else 2 * ranks), **keys),
+                prophet(float64(steps=12, **sized(ranks, 2)), **keys),
                 stock=Stock.ALONE if ranks == 8 else Stock.EP,
                 shows=(plans_once_costs_are_known, way),
                 hardware=FREE,
@@ -632,9 +640,10 @@ ROWS = [
 
 def of_stock(row: Row) -> Any:
     """What stock learns, once for all rows with the same job."""
+    skips_steps = row.job.dtype == "float16"  # each stage its own
     job = replace(
         row.job,
-        stage=min(row.job.stage, 1),
+        stage=row.job.stage if skips_steps else min(row.job.stage, 1),
         **{"strategy": "ep", "keys": (), "hardware": None},
         **{"cell_size": None, "balance": None, "balance_keys": ()},
         **{"no_sync": False, "evaluate": False, "evaluate_within": False},
