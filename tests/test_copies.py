@@ -24,9 +24,9 @@ from ds_moe_ext.moe.layer import MoELayer
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.share import NearestCopy
 from ds_moe_ext.strategy import Destination, Job
+from ds_moe_ext.testing import dense_experts, relative_error
 from tests.marks import slow
 from tests.ranks import pool_of
-from tests.reference import dense_experts, relative_error
 from tests.strategies_for_tests import Copied
 
 D, F, TOP_K = 8, 12, 2

@@ -17,7 +17,7 @@ from ds_moe_ext.moe.expert import (
     silu_gated,
 )
 from ds_moe_ext.moe.route import SlotRows
-from tests.reference import relative_error
+from ds_moe_ext.testing import relative_error
 
 S, D, F = 4, 8, 12
 ROWS_S = (5, 0, 3, 1)  # one slot without rows

@@ -30,8 +30,8 @@ from ds_moe_ext.moe.gates.soft import SoftMixture
 from ds_moe_ext.moe.layer import LayerOptions, MoELayer, RoutedExperts
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.strategy import Job, Site
+from ds_moe_ext.testing import dense_experts, relative_error
 from tests.ranks import pool_of
-from tests.reference import dense_experts, relative_error
 from tests.strategies_for_tests import Chunked
 
 # The spec's golden example G6; our weights are its transposed.

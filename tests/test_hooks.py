@@ -32,9 +32,9 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.settings import read_settings
 from ds_moe_ext.strategies.esp import ExpertSharding, TwoDegrees
 from ds_moe_ext.strategy import Job, Strategy
+from ds_moe_ext.testing import relative_error
 from tests.hosts import jobs
 from tests.ranks import pool_of
-from tests.reference import relative_error
 
 D, F, E, T, TOP_K = 16, 24, 4, 22, 2
 

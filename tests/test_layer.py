@@ -22,9 +22,9 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.esp import ExpertSharding, TwoDegrees
 from ds_moe_ext.strategy import Job, Strategy
+from ds_moe_ext.testing import dense_experts, relative_error
 from tests.marks import slow
 from tests.ranks import pool_of
-from tests.reference import dense_experts, relative_error
 from tests.strategies_for_tests import Chunked, Sine
 
 

@@ -26,10 +26,10 @@ from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.route import one_cell_route
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.task import Span
+from ds_moe_ext.testing import dense_experts
 from ds_moe_ext.zebra import striped_model
 from ds_moe_ext.zebra.passage import Answer, Here, Passage, Question
 from ds_moe_ext.zebra.serving import GradientSums
-from tests.reference import dense_experts
 
 VOCABULARY, LENGTH, D, F, EXPERTS, TOP_K = 19, 5, 8, 6, 4, 2
 STRIPE = Span(0, 1)

@@ -38,8 +38,8 @@ from ds_moe_ext.schedule.task import INTER, Cut, Span
 from ds_moe_ext.share import NearestCopy
 from ds_moe_ext.strategies.esp import ExpertSharding, TwoDegrees
 from ds_moe_ext.strategy import Destination, Job, Plan, Strategy
+from ds_moe_ext.testing import dense_experts, relative_error
 from tests.ranks import pool_of
-from tests.reference import dense_experts, relative_error
 from tests.strategies_for_tests import Copied
 
 D, F = 8, 6

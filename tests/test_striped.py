@@ -40,7 +40,7 @@ from ds_moe_ext.schedule.stripes import A2E, E2A
 from ds_moe_ext.schedule.task import EXPERT, RESTORE, Op, Schedule, Span
 from ds_moe_ext.share import LocalElseHome
 from ds_moe_ext.strategies.zebra import Zebra, asymmetric_home
-from ds_moe_ext.strategy import Destination, Plan, Site
+from ds_moe_ext.strategy import Destination, Job, Plan, Site, Strategy
 from ds_moe_ext.zebra import stack as zebra_stack
 from ds_moe_ext.zebra import striped_model
 from ds_moe_ext.zebra.passage import Answer, Here, Passage
@@ -163,7 +163,7 @@ class Case(NamedTuple):
     kinds: tuple[type[Block], ...] = ()
     attention_cells: tuple[int, ...] = ()
     hooks: Hooked = NO_HOOKS
-    strategy: type[Zebra] = Zebra
+    strategy: type[Strategy] = Zebra
 
     @property
     def roles(self) -> Roles:
@@ -566,6 +566,32 @@ class DoubledZebra(Zebra):
 class RestoringZebra(Zebra):
     def stages(self, site: Site) -> dict[Op, Stage]:
         return {RESTORE: Restore()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnRoles(Strategy):
+    """Roles by the members of a strategy, as a user would say them."""
+
+    attention_size: int
+    expert_size: int
+
+    @property
+    def roles(self) -> Roles:
+        return Roles.first(self.attention_size, self.expert_size)
+
+    def plan(self, job: Job) -> tuple[Plan, ...]:
+        return tuple(map(Plan.at_home, job.homes))
+
+
+def test_a_strategy_of_the_users_own_may_give_roles() -> None:
+    case = Case(1, 1, (0, 0), 2)
+    own, ours = (
+        pool_of(2).run(run_case, case._replace(strategy=kind)) for kind in (OwnRoles, Zebra)
+    )
+    assert [rank.losses for rank in own] == [rank.losses for rank in ours]
+    for mine, theirs in zip(own, ours):
+        assert mine.grads.keys() == theirs.grads.keys()
+        assert all(torch.equal(mine.grads[name], theirs.grads[name]) for name in mine.grads)
 
 
 def test_stages_of_the_strategy_are_run() -> None:

@@ -21,6 +21,7 @@ from ds_moe_ext.moe.observation import TasksSeen
 from ds_moe_ext.schedule.executor import InlineLanes, OnDevice, ThreadLanes, lanes_for
 from ds_moe_ext.schedule.program import Program, Saved, Stage
 from ds_moe_ext.schedule.task import COMPUTE, INTER, Lane, Op, Span
+from ds_moe_ext.testing import relative_error
 from tests.gpu.layers import (
     CPU,
     CUDA,
@@ -31,7 +32,6 @@ from tests.gpu.layers import (
     one_by_one,
     side_by_side,
 )
-from tests.reference import relative_error
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
 DEGREES = [(1, 1), (2, 2), (3, 2), (1, 4), (4, 1)]

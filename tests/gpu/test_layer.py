@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.moe.gate import SoftmaxTopK, capacity_of, drop_over_capacity
+from ds_moe_ext.testing import dense_experts, relative_error
 from tests.gpu.layers import DEVICES, Case, Runner, one_by_one, side_by_side
-from tests.reference import dense_experts, relative_error
 
 CASES = {
     "uniform": Case(),

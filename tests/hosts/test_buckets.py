@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from ds_moe_ext.testing import relative_error
 from tests.hosts.jobs import Job, train
 from tests.hosts.varied import VARIED
 from tests.ranks import pool_of
-from tests.reference import relative_error
 
 
 @pytest.mark.parametrize("stage, overlap", [(1, False), (1, True), (2, False), (2, True)])

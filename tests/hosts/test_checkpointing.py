@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ds_moe_ext.testing import relative_error
 from tests.hosts import families, jobs
 from tests.hosts.families import LENGTH, ROWS, tokens_of
 from tests.hosts.replaced import replace_experts
 from tests.ranks import pool_of
-from tests.reference import relative_error
 
 TOP_K = 2
 

@@ -29,13 +29,13 @@ from ds_moe_ext.moe.gates.noisy_top_k import NoisyTopK
 from ds_moe_ext.moe.gates.sigmoid_top_k import SigmoidTopK
 from ds_moe_ext.moe.gates.soft import SoftMixture
 from ds_moe_ext.settings import read_settings
+from ds_moe_ext.testing import relative_error
 from tests.hosts import families, toy
 from tests.hosts.copied_runs import check_equal
 from tests.hosts.jobs import Job, Result, engine_of, loss_of, micro_batch, train
 from tests.hosts.replaced import replace_experts
 from tests.marks import slow
 from tests.ranks import pool_of
-from tests.reference import relative_error
 
 Keys = tuple[tuple[str, Any], ...]
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ds_moe_ext import ExpertsDescription, FeedForwardExperts, register_experts
+from ds_moe_ext.testing import relative_error
 from tests.hosts import families
 from tests.hosts.families import tokens_of
 from tests.hosts.replaced import replace_experts, stacked
 from tests.ranks import pool_of
-from tests.reference import relative_error
 
 Errors = dict[str, float]
 

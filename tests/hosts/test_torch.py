@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ds_moe_ext
+from ds_moe_ext.testing import relative_error
 from tests.hosts import jobs
 from tests.hosts.processes import ROOT, run_script
 from tests.marks import slow
 from tests.ranks import pool_of, preload
-from tests.reference import relative_error
 
 preload("transformers")
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from ds_moe_ext.testing import relative_error
 from tests.hosts import families
 from tests.hosts.processes import ROOT, answers, run_script
-from tests.reference import relative_error
 
 SCRIPT = """
     import json

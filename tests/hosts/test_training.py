@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds_moe_ext.testing import relative_error
 from tests.hosts.jobs import Job, Result, train
 from tests.marks import slow
 from tests.ranks import pool_of
-from tests.reference import relative_error
 
 
 def run(world_size: int, job: Job) -> Result:

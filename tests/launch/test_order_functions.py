@@ -19,8 +19,8 @@ from ds_moe_ext.moe.gate import drop_over_capacity
 from ds_moe_ext.moe.route import one_cell_route
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.task import Span
+from ds_moe_ext.testing import relative_error
 from tests.ranks import pool_of
-from tests.reference import relative_error
 
 BOTH: tuple[Ordering, ...] = (OneHotOrdering(), IndexOrdering())
 D = 5
