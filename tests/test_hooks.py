@@ -346,9 +346,9 @@ def test_in_inference_mode_hooks_are_called() -> None:
 
 def test_without_hooks_stages_are_bare() -> None:
     (kinds,) = pool_of(1).run(_kinds, Hooked())
-    assert "Watched" not in kinds
+    assert "HookedStage" not in kinds
     (kinds,) = pool_of(1).run(_kinds, Hooked(codecs=(Int8(),)))
-    assert "Watched" not in kinds
+    assert "HookedStage" not in kinds
 
 
 def _kinds(rank: int, world_size: int, hooks: Hooked) -> set[str]:

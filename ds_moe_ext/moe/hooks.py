@@ -197,7 +197,7 @@ def _version(tensor: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Watched:
+class HookedStage:
     """A stage with hooks before and behind it; of its adjoint too.
 
     Attributes:
@@ -267,7 +267,7 @@ def watched(stages: Mapping[Op, Stage], hooks: Hooked, moe: Moe) -> Mapping[Op, 
     if not hooks.observers:
         return {}
     around = _OF_SPLIT if CELL_GATHER in stages else _OF_WHOLE
-    return {op: Watched(stages[op], hooks, moe, *where) for op, where in around.items()}
+    return {op: HookedStage(stages[op], hooks, moe, *where) for op, where in around.items()}
 
 
 # Which of them a JSON list names.

@@ -32,7 +32,7 @@ from ds_moe_ext.strategy import Destination
 from ds_moe_ext.watch import REMEDY
 
 
-class Kind(IntEnum):
+class PassKind(IntEnum):
     """Of a pass. Ranks may mix the last with any other: nobody knows what comes of it."""
 
     TRAINING = 0
@@ -43,10 +43,10 @@ class Kind(IntEnum):
 def kind_of(layer: int, *, is_training: bool, is_graded: bool) -> int:
     """The layer that a rank runs, and in what kind of pass, as one number."""
     if is_training != is_graded:
-        kind = Kind.OTHER
+        kind = PassKind.OTHER
     else:
-        kind = Kind.TRAINING if is_training else Kind.EVALUATION
-    return layer * len(Kind) + kind
+        kind = PassKind.TRAINING if is_training else PassKind.EVALUATION
+    return layer * len(PassKind) + kind
 
 
 def check_kinds(told_C: np.ndarray) -> None:
@@ -57,11 +57,11 @@ def check_kinds(told_C: np.ndarray) -> None:
     """
     if (told_C == told_C[0]).all():
         return
-    layers, kinds = set((told_C // len(Kind)).tolist()), set((told_C % len(Kind)).tolist())
-    if len(layers) > 1 or {Kind.TRAINING, Kind.EVALUATION} <= kinds:
-        told = (divmod(int(told), len(Kind)) for told in told_C)
+    layers, kinds = set((told_C // len(PassKind)).tolist()), set((told_C % len(PassKind)).tolist())
+    if len(layers) > 1 or {PassKind.TRAINING, PassKind.EVALUATION} <= kinds:
+        told = (divmod(int(told), len(PassKind)) for told in told_C)
         each = [
-            f"place {place}: layer {layer}, {Kind(kind).name.lower()}"
+            f"place {place}: layer {layer}, {PassKind(kind).name.lower()}"
             for place, (layer, kind) in enumerate(told)
         ]
         raise RuntimeError(
