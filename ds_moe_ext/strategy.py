@@ -531,6 +531,6 @@ def class_at(path: str, where: str) -> type:
     if not issubclass(cls, Strategy) or inspect.isabstract(cls):
         raise ValueError(
             f"{where} is {path!r}, which is no strategy; derive it from "
-            "ds_moe_ext.strategy.Strategy, and give it a plan(self, job)"
+            "ds_moe_ext.Strategy, and give it a plan(self, job)"
         )
     return cls
