@@ -7,14 +7,21 @@ that arrived here, G rows of the whole cell, D model width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_moe_ext.comm import AllToAll, all_gather_rows, all_to_all_rows, reduce_scatter_rows
+from ds_moe_ext.comm import (
+    AllToAll,
+    all_gather_rows,
+    all_gather_slots,
+    all_to_all_rows,
+    reduce_scatter_rows,
+)
 from ds_moe_ext.moe.route import CellRoute, LayerRoute
+from ds_moe_ext.moe.sharding import Shard
 from ds_moe_ext.schedule.program import SavesAlike
 from ds_moe_ext.schedule.task import Span
 
@@ -70,3 +77,27 @@ class CellScatter(SavesAlike):
 
     def backward(self, span: Span, saved: tuple[Any, ...], grad_RD: Tensor) -> tuple[Any, ...]:
         return (self.wire.gather(grad_RD, saved[0].in_cell(span)),)
+
+
+def whole_weights(part_S: Tensor, shard: Shard, number: int, group: dist.ProcessGroup) -> Tensor:
+    """A weight of some experts, ``[S, ...]``, from the part of it that each of a cell's ranks has.
+    Collective.
+
+    Args:
+        part_S: of this rank, ``[S, ...]``.
+        shard: what it has of an expert.
+        number: of the weight among those of an expert.
+        group: the ranks of the cell.
+    """
+    num_experts, *shape = part_S.shape
+    whole = shard.whole_shape(number, shape)
+    whole_S, dim = part_S.new_empty(num_experts, *whole), shard.alongs[number].dim
+    if not num_experts:
+        return whole_S
+    parts = all_gather_slots(part_S, [num_experts] * shard.num_shards, group)
+    for index, of_rank in enumerate(parts.split(num_experts)):
+        places = replace(shard, index=index).stretches(number, whole[dim])
+        for start, own_start, length in places:
+            to = whole_S.narrow(dim + 1, start, length)
+            to.copy_(of_rank.narrow(dim + 1, own_start, length))
+    return whole_S

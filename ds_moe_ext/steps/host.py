@@ -17,6 +17,7 @@ from ds_moe_ext.attachment.host_layer import Adopted, Found
 from ds_moe_ext.attachment.meeting import Description, start_of
 from ds_moe_ext.attachment.replacement import Around, AttachedLayer, Blueprint
 from ds_moe_ext.attachment.router_gates import routers_of
+from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.settings import BLOCK, Settings
 from ds_moe_ext.steps.cost_checks import Checks
@@ -150,6 +151,12 @@ class Host(Protocol):
         """The run has begun: carry it, in ``training_run.Record``, and have ``run.after_step``
         called on every rank when weights have changed. Collective."""
         ...
+
+
+def device_names(device: torch.device) -> list[str]:
+    """Name of each rank's device, in the order of the ranks. Collective, over the world."""
+    has_name = device.type == "cuda"
+    return gather_objects(torch.cuda.get_device_name(device) if has_name else device.type, None)
 
 
 def run_on(host: Host, model: nn.Module, settings: Settings, strategy: Strategy) -> Run | None:

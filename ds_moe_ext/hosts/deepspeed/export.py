@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from ds_moe_ext.attachment.experts import HostedExperts
 from ds_moe_ext.attachment.host_layer import Hosted
 from ds_moe_ext.comm import all_gather_slots, as_bytes, exchange, gather_objects
 from ds_moe_ext.hosts.deepspeed.native import HostedMoE
-from ds_moe_ext.hosts.deepspeed.regions import Region
+from ds_moe_ext.moe.cell import whole_weights
 from ds_moe_ext.schedule.task import INTER, INTRA
 from ds_moe_ext.steps.training_run import run_of
 
@@ -134,15 +133,5 @@ def _of_cell(module: Hosted, index: int, part_S: Tensor) -> Tensor:
     shard = module.shard
     if shard.is_whole:
         return part_S
-    num_experts, *shape = part_S.shape
-    whole_S = part_S.new_empty(num_experts, *shard.whole_shape(index, shape))
-    if not num_experts:
-        return whole_S
     group = module.routed.site.layout.group("esp", INTRA)
-    parts = all_gather_slots(part_S, [num_experts] * shard.num_shards, group)
-    for place, part in enumerate(parts.split(num_experts)):
-        region = Region.of_shard(replace(shard, index=place), index, shape)
-        dim = region.dim + 1
-        for start, own_start, length in region.stretches:
-            whole_S.narrow(dim, start, length).copy_(part.narrow(dim, own_start, length))
-    return whole_S
+    return whole_weights(part_S, shard, index, group)

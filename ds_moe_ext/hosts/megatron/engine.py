@@ -31,7 +31,7 @@ from ds_moe_ext.hosts.megatron.state_places import OptimizerStates
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.schedule.program import in_backward
 from ds_moe_ext.settings import BLOCK, Settings
-from ds_moe_ext.steps.host import Built, Seats, run_on
+from ds_moe_ext.steps.host import Built, Seats, device_names, run_on
 from ds_moe_ext.steps.optimizer_states import States
 from ds_moe_ext.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.steps.training_run import RECORD, Record, Run
@@ -89,9 +89,7 @@ class MegatronHost:
         self._told: tuple[str, ...] = ()
 
     def devices(self) -> list[str]:
-        has_name = self.device.type == "cuda"
-        name = torch.cuda.get_device_name(self.device) if has_name else self.device.type
-        return gather_objects(name, None)
+        return device_names(self.device)
 
     def refuse(self, settings: Settings, strategy: Strategy) -> tuple[Settings, Strategy]:
         """Sizes are Megatron's, and so are some ways to reduce dense gradients."""
@@ -168,7 +166,7 @@ def check_wrapped(chunks: Sequence[nn.Module]) -> None:
 
 def check_found(found: Sequence[Found], settings: Settings, chunks: Sequence[Any]) -> None:
     """Collective, over the world: a pipeline stage may be without MoE layers, the model not."""
-    if not any(map(int, gather_objects(str(len(found)), None))):
+    if not any(gather_objects(len(found), None)):
         pattern = settings.moe_layer_pattern
         raise ValueError(
             f"{BLOCK} is enabled, but no rank has an MoE layer"

@@ -8,7 +8,6 @@ layout can read. Hyperparameters are saved by the number of their parameter grou
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_states
 
-from ds_moe_ext.comm import all_gather_slots
+from ds_moe_ext.moe.cell import whole_weights
 from ds_moe_ext.moe.sharding import Shard
 from ds_moe_ext.schedule.task import INTRA
 from ds_moe_ext.steps.training_run import Run
@@ -44,14 +43,7 @@ class Stored(NamedTuple):
         """From this rank's part; what has no part for each element is as it is. Collective."""
         if self.cell is None or not isinstance(part, Tensor) or not part.dim():
             return part
-        shape = self.shard.whole_shape(self.number, part.shape)
-        whole, dim = part.new_empty(shape), self.shard.alongs[self.number].dim
-        parts = all_gather_slots(part.detach()[None], [1] * self.shard.num_shards, self.cell)
-        for index, of_rank in enumerate(parts):
-            places = replace(self.shard, index=index).stretches(self.number, shape[dim])
-            for start, own_start, length in places:
-                whole.narrow(dim, start, length).copy_(of_rank.narrow(dim, own_start, length))
-        return whole
+        return whole_weights(part.detach()[None], self.shard, self.number, self.cell)[0]
 
     def part(self, whole: Any) -> Any:
         """This rank's."""

@@ -17,11 +17,11 @@ from ds_moe_ext.attachment.grid_sizes import grid_of
 from ds_moe_ext.attachment.host_layer import Found
 from ds_moe_ext.attachment.refusal import Refusal, refuse
 from ds_moe_ext.attachment.replacement import Around, AttachedLayer, Blueprint
-from ds_moe_ext.comm import gather_objects, sum_in_place
+from ds_moe_ext.comm import sum_in_place
 from ds_moe_ext.hosts import huggingface
 from ds_moe_ext.layout import group_among
 from ds_moe_ext.settings import BLOCK, Settings
-from ds_moe_ext.steps.host import Built, Seats
+from ds_moe_ext.steps.host import Built, Seats, device_names
 from ds_moe_ext.steps.optimizer_states import Group, States
 from ds_moe_ext.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.steps.training_run import RECORD, Record, Run
@@ -60,7 +60,7 @@ def _is_empty(asked: Asked) -> str:
 
 REFUSALS = (
     Refusal(
-        "strategies that give ranks roles (`zebra`)",
+        "a strategy that gives ranks roles",
         _has_roles,
         "a loop of your own runs the same code on every rank",
         "use another strategy, or train under DeepSpeed or Megatron-core",
@@ -175,9 +175,7 @@ class PlainHost:
         self._block, self._experts = block, experts
 
     def devices(self) -> list[str]:
-        has_name = self.device.type == "cuda"
-        name = torch.cuda.get_device_name(self.device) if has_name else self.device.type
-        return gather_objects(name, None)
+        return device_names(self.device)
 
     def refuse(self, settings: Settings, strategy: Strategy) -> tuple[Settings, Strategy]:
         """Dense gradients are left to what wraps the model."""
