@@ -24,12 +24,15 @@ from torch.utils.checkpoint import checkpoint
 from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
 from ds_moe_ext.schedule.executor import lanes_for
 from ds_moe_ext.schedule.task import COMPUTE, INTER
+from ds_moe_ext.strategies.esp import ExpertSharding
 from tests.hosts import jobs
 from tests.hosts.jobs import Job
 from tests.hosts.tensor_parallel import Mpu
 from tests.hosts.varied import VARIED
 from tests.marks import slow
 from tests.ranks import pool_of
+
+KEY = ExpertSharding().keys.slices_gradients
 
 B, D, BLOCKS = 4, 8, 3
 
@@ -190,7 +193,7 @@ def sliced(
 
     def replace_then_slice(engine: Any, model: nn.Module, sources: Any) -> None:
         replace_layers(engine, model, sources)
-        windows.slices = GradientSlices.of(engine, piece_bytes)
+        windows.slices = GradientSlices.of(engine, piece_bytes, key=KEY)
         engine_record.begin(engine).slices = windows.slices
         for window, block in enumerate(model.get_submodule(blocks).children() if blocks else ()):
             block.register_full_backward_hook(lambda *_, window=window: windows.run(window))
