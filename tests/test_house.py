@@ -538,6 +538,13 @@ def test_the_page_of_the_house_has_these_rooms() -> None:
     assert [row or ("",) for row in reversed(rows)] == list(LAYERS)
 
 
+def test_the_page_of_the_house_names_files_that_are_there() -> None:
+    named = re.findall(r"`([a-z_]+/[a-z_/]+(?:\.py)?)`", (ROOT / "docs" / "house.md").read_text())
+    assert len(named) > 30
+    lost = [p for p in named if not (ROOT / p).exists() and not (ROOT / PACKAGE / p).exists()]
+    assert not lost
+
+
 def test_a_file_name_means_one_thing() -> None:
     """Only where hosts, or formats of them, do the same job do their files share a name."""
     places: dict[str, list[str]] = {}
