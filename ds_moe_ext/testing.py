@@ -707,11 +707,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("strategy", help="my_package.my_module:MyStrategy, or a registered name")
     parser.add_argument("--options", type=json.loads, default={}, help="its keys, as JSON")
     given = parser.parse_args(arguments)
-    block = {"enabled": True, "strategy": given.strategy}
+    block: dict[str, Any] = {"enabled": True, "strategy": given.strategy}
     where = "options" if ":" in given.strategy else given.strategy
     sys.path.insert(0, "")  # as the interpreter itself has it
     try:
-        _, strategy = read_settings({BLOCK: {**block, where: given.options}})
+        keys = {where: given.options} if given.options else {}
+        _, strategy = read_settings({BLOCK: block | keys})
         assert strategy is not None, "it is enabled"
         check(strategy)
     except (ValueError, AssertionError) as error:
