@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import json
 import math
-import pkgutil
+import operator
 import reprlib
 import types
 import typing
@@ -167,8 +168,9 @@ def found_at(path: str, where: str, example: str) -> Any:
     Raises:
         ValueError: nothing is, or it cannot be imported.
     """
+    module, _, name = path.partition(":")
     try:
-        return pkgutil.resolve_name(path)
+        return operator.attrgetter(name)(importlib.import_module(module))
     except Exception as error:  # whatever the user's module raises
         raise ValueError(
             f"{where} is {path!r}, which cannot be imported ({error!r}); give the importable "

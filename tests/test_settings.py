@@ -410,7 +410,7 @@ def of_strategies() -> Iterator[Bad]:
     ):
         yield Bad(block(strategy=path), key, repr(path), "not a dataclass; make it one")
     for path in ("tests.test_settings:NoBase", "tests.test_settings:Planless"):
-        yield Bad(block(strategy=path), key, repr(path), "derive it from ds_moe_ext.strategy")
+        yield Bad(block(strategy=path), key, repr(path), "derive it from ds_moe_ext.Strategy")
         over = block(strategy="esp", balance=path)
         yield Bad(over, "ds_moe_ext.balance", repr(path), "give it a plan(self, job)")
 

@@ -90,7 +90,7 @@ def test_fewer_stripes_where_there_are_few_samples() -> None:
 
 def test_too_many_stripes() -> None:
     with pytest.raises(
-        ValueError, match=r"num_micro_batches is 4, .* 8 stripes, .* 6 samples; set it to 3 "
+        ValueError, match=r"number of stripes is 4, .* 8 stripes, .* 6 samples; set it to 3 "
     ):
         stripes_of([2, 2, 2], 2, 4)
 
