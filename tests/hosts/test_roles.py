@@ -108,7 +108,6 @@ class Part(nn.Module):
     """What one rank holds; its loss is what its weights contribute."""
 
     def __init__(self, case: Case, rank: int) -> None:
-        from ds_moe_ext.hosts.deepspeed import buckets
         from ds_moe_ext.hosts.deepspeed.role_engine import experts_factor
 
         super().__init__()
@@ -119,11 +118,9 @@ class Part(nn.Module):
         weights = all_weights(case)
         for name in [*(("first", "second") if self.is_attention else ()), *self.experts]:
             self.register_parameter(name, nn.Parameter(weights[name]))
-        experts = [self.get_parameter(name) for name in self.experts]
-        for parameter in experts:
+        for parameter in map(self.get_parameter, self.experts):
             parameter.allreduce = False  # type: ignore[attr-defined]
             parameter.group_name = f"ep_size_{case.roles.size}"  # type: ignore[attr-defined]
-        buckets.reduce_last(experts)
         self._unlike_others()
 
     def _unlike_others(self) -> None:
@@ -227,12 +224,16 @@ def trained(rank: int, world_size: int, case: Case) -> Outcome:
     import deepspeed
     from deepspeed.utils import groups
 
+    from ds_moe_ext.hosts.deepspeed import engine_record
     from ds_moe_ext.hosts.deepspeed.role_engine import RoleUnit
 
     groups._create_expert_and_data_parallel(case.roles.size)
+    model = Part(case, rank)
     engine, *_ = deepspeed.initialize(
-        model=Part(case, rank), config=document(case, world_size), mpu=RoleUnit.build(case.roles)
+        model=model, config=document(case, world_size), mpu=RoleUnit.build(case.roles)
     )
+    engine_record.begin(engine).last.update(map(model.get_parameter, model.experts))
+    engine_record.share(engine)
     assert groups.mpu is None, "an engine that comes next has no roles"
     norms, rates, scales = [], [], []
     for step in range(case.steps):
