@@ -147,29 +147,29 @@ class Order(SavesAlike):
             route = one_cell_route(expert_TK, self.destination.target)
             self.on_rows(route.on(span).slots, route.top_k, self.destination.share)
             return (route,), ()
-        own = Likeness() if x_TD is None else Likeness.of(x_TD, expert_TK.shape[1])
-        return (self._exchanged(expert_TK, cut, own),), ()
+        return (self._exchanged(expert_TK, cut, x_TD),), ()
 
     def backward(self, span: Span, saved: Any, *grads: Any) -> tuple[Any, ...]:
         return ()
 
-    def _exchanged(self, expert_TK: Tensor, cut: Cut, own: Likeness) -> LayerRoute:
+    def _exchanged(self, expert_TK: Tensor, cut: Cut, x_TD: Tensor | None) -> LayerRoute:
         num_experts = self.destination.target.num_experts
         key_N, rows_FE = rows_of_experts(expert_TK, cut, num_experts)
         # The one wait for the device: splits must be known.
         if self.group is None:
             rows_CPFE = rows_FE[None, None].cpu().numpy()
             return self.routed(key_N, rows_CPFE, cut, expert_TK.shape[1])
-        told = (self.kind(), *own) if self.has_sides else (self.kind(),)
+        told = [self.kind()]
+        if self.has_sides:
+            told += Likeness() if x_TD is None else Likeness.of(x_TD, expert_TK.shape[1])
         beside = [rows_FE.new_full((cut.num_chunks, 1), number) for number in told]
         gathered = all_gather_counts(torch.cat([rows_FE, *beside], dim=1), self.group)
         known = counts_on_host(gathered, self.group).numpy()
         rows_CPFE = known[..., :num_experts].reshape(-1, self.seat.cell_size, *rows_FE.shape)
-        kind_C, *like_C = known[:, 0, num_experts:].T
-        check_kinds(kind_C)
+        check_kinds(known[:, 0, num_experts])
         if not self.has_sides:
             return self.routed(key_N, rows_CPFE, cut, expert_TK.shape[1])
-        like = Likeness(*(int(told_C.max()) for told_C in like_C))
+        like = Likeness(*known[:, 0, num_experts + 1 :].max(axis=0).tolist())
         route = self.routed(key_N, rows_CPFE, cut, like.top_k)
         none_0D, _, _ = like.nothing(rows_FE.device)
         return replace(route, none_0D=none_0D)

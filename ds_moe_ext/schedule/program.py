@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -68,7 +69,7 @@ class SavesAlike:
         return pieces[0][1]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Crew:
     """Who does the tasks of a layer, and who sees them.
 
@@ -129,8 +130,12 @@ class Program:
 
     def passing(self, schedule: Schedule, cut: Cut, **how: Any) -> Pass:
         """A pass of one of its schedules."""
-        crew = Crew(self.stages, self.observers, self.name)
+        crew = self._crew
         return Pass(schedule, lambda task: crew, self.lanes, cut=cut, **how)
+
+    @cached_property
+    def _crew(self) -> Crew:
+        return Crew(self.stages, self.observers, self.name)
 
 
 def in_backward() -> bool:
@@ -272,6 +277,7 @@ class Pass:
         self._unread = dict(schedule.num_readers)
         self._lock = threading.Lock()
         self._errors: list[BaseException] = []
+        self._watching: dict[Crew, tuple[Observer, ...]] = {}
 
     def __call__(self, inputs: Iterable[Any]) -> tuple[Any, ...]:
         """Do all tasks; the outputs.
@@ -304,7 +310,7 @@ class Pass:
 
     def _do(self, position: int, task: Task, crew: Crew) -> None:
         lanes = self._lanes
-        watching = [o for o in crew.observers if o.is_on] if task.op.begins is None else []
+        watching = self._watching_of(crew) if task.op.begins is None else ()
         start = lanes.mark() if watching else None
         with torch.no_grad():
             reads = [self._read(value) for value in task.reads]
@@ -319,6 +325,12 @@ class Pass:
         for observer in watching:
             observer.saw(task, start, lanes.mark(), lanes)
 
+    def _watching_of(self, crew: Crew) -> tuple[Observer, ...]:
+        """Observers that are on; asked once a pass."""
+        if crew not in self._watching:
+            self._watching[crew] = tuple(o for o in crew.observers if o.is_on)
+        return self._watching[crew]
+
     def _forward(
         self, position: int, task: Task, stage: Stage, reads: list[Any]
     ) -> tuple[Any, ...]:
@@ -327,8 +339,9 @@ class Pass:
             self.saved[position] = saved
             if any(_wants_gradient(read) for read in reads):
                 for value, piece in zip(task.writes, written):
-                    for part in _parts(piece) if value.kind.has_gradient else ():
-                        part.requires_grad_()
+                    if value.kind.has_gradient:
+                        for part in _parts(piece):
+                            part.requires_grad_()
         return written
 
     def _adjoint(
@@ -411,7 +424,8 @@ def _parts(thing: Any) -> list[Tensor]:
 
 
 def _wants_gradient(read: Any) -> bool:
-    return any(part.requires_grad for part in _parts(read))
+    parts: Iterable[Any] = read if isinstance(read, tuple) else (read,)
+    return any(isinstance(part, Tensor) and part.requires_grad for part in parts)
 
 
 def _sum(parts: Mapping[int, Any]) -> Any:
