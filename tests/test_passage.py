@@ -27,7 +27,7 @@ from ds_moe_ext.moe.route import one_cell_route
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.task import Span
 from ds_moe_ext.testing import dense_experts
-from ds_moe_ext.zebra import striped_model
+from ds_moe_ext.zebra import stripe_model
 from ds_moe_ext.zebra.passage import Answer, Here, Passage, Question
 from ds_moe_ext.zebra.serving import GradientSums
 
@@ -334,7 +334,7 @@ def cut(model: Model, here: Here) -> Iterator[None]:
     for layer, own in enumerate(experts):
         own.layer, own.here = layer, here
     for block in forwards:
-        striped_model.cut_at(block, here)
+        stripe_model.cut_at(block, here)
     try:
         yield
     finally:

@@ -42,7 +42,7 @@ from ds_moe_ext.share import LocalElseHome
 from ds_moe_ext.strategies.zebra import Zebra, asymmetric_home
 from ds_moe_ext.strategy import Destination, Job, Plan, Site, Strategy
 from ds_moe_ext.zebra import stack as zebra_stack
-from ds_moe_ext.zebra import striped_model
+from ds_moe_ext.zebra import stripe_model
 from ds_moe_ext.zebra.passage import Answer, Here, Passage
 from ds_moe_ext.zebra.serving import GradientSums
 from ds_moe_ext.zebra.stack import Stack
@@ -518,7 +518,7 @@ def test_hooks_see_a_piece_before_and_behind_its_experts() -> None:
     passage = SimpleNamespace(experts=lambda layer, x_TD, *given: x_TD + 1)
     here: Any = SimpleNamespace(passage=passage)
     hosted: Any = SimpleNamespace(routed=routed)
-    paused = striped_model.Pausing(here, None)(0, hosted)
+    paused = stripe_model.Pausing(here, None)(0, hosted)
     x_TD, expert_TK = torch.randn(3, 4), torch.zeros(3, 1, dtype=torch.int64)
     y_TD = paused(x_TD, expert_TK, torch.ones(3, 1), ())
     assert torch.equal(y_TD, x_TD + 1)
@@ -686,4 +686,4 @@ def test_two_layers_in_a_block_are_refused() -> None:
     names = ("blocks.0.first", "blocks.0.second")
     layers: Any = [SimpleNamespace(name=name) for name in names]
     with pytest.raises(ValueError, match=r"blocks\.0 has two MoE layers"):
-        striped_model.blocks_of(TwoInABlock(), layers)
+        stripe_model.blocks_of(TwoInABlock(), layers)

@@ -31,8 +31,7 @@ from ds_moe_ext.report.units import seconds_text
 from ds_moe_ext.schedule.stripe_samples import default_stripes
 from ds_moe_ext.steps.training_run import teller
 from ds_moe_ext.strategies.zebra import WHERE, Profile, Zebra
-from ds_moe_ext.zebra.rehearsal import Scene, rehearse_dense, rehearse_experts
-from ds_moe_ext.zebra.shared_profile import (
+from ds_moe_ext.zebra.profile_exchange import (
     AllButExperts,
     ExpertHere,
     RankHere,
@@ -41,6 +40,7 @@ from ds_moe_ext.zebra.shared_profile import (
     free_bytes_of,
     least_free_bytes,
 )
+from ds_moe_ext.zebra.rehearsal import Scene, rehearse_dense, rehearse_experts
 
 HEAD_COPIES = 2  # what head and loss keep, and its gradient
 

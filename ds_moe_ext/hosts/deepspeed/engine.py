@@ -41,7 +41,7 @@ from ds_moe_ext.steps.training_run import Run, run_of
 from ds_moe_ext.strategy import Strategy
 from ds_moe_ext.zebra.passage import Here
 from ds_moe_ext.zebra.profile import profiled
-from ds_moe_ext.zebra.striped_model import Gradients, Pausing, Role, stripe
+from ds_moe_ext.zebra.stripe_model import Gradients, Pausing, Role, stripe
 
 
 def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap) -> None:

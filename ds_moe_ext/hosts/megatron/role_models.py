@@ -22,7 +22,7 @@ from ds_moe_ext.hosts.megatron.expert_modules import function_of, shape_of_one
 from ds_moe_ext.hosts.megatron.worlds import Worlds
 from ds_moe_ext.moe.expert import FeedForwardExperts
 from ds_moe_ext.settings import BLOCK
-from ds_moe_ext.zebra.striped_model import keep_parameters
+from ds_moe_ext.zebra.stripe_model import keep_parameters
 
 SIZES = {
     "tensor_model_parallel_size": "--tensor-model-parallel-size",

@@ -38,7 +38,7 @@ from ds_moe_ext.steps.training_run import Run
 from ds_moe_ext.strategy import Strategy
 from ds_moe_ext.zebra.both_sides import BothSides
 from ds_moe_ext.zebra.passage import Here
-from ds_moe_ext.zebra.striped_model import Pausing, blocks_of, cut_at, stack_of
+from ds_moe_ext.zebra.stripe_model import Pausing, blocks_of, cut_at, stack_of
 
 
 def start(asked: Chosen, chunks: Sequence[nn.Module], optimizer: Any) -> Run | None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from ds_moe_ext.attachment.meeting import Start, starting
 from ds_moe_ext.comm import sum_in_place
 from ds_moe_ext.files.documents import read_document
-from ds_moe_ext.hosts.plain import named_states
+from ds_moe_ext.hosts.plain import state_names
 from ds_moe_ext.hosts.plain.plain_host import NAME, Experts, PlainHost
 from ds_moe_ext.settings import BLOCK, read_settings
 from ds_moe_ext.steps.expert_moves import check_alike
@@ -206,7 +206,7 @@ class Attachment:
             moe.load_state_dict(state)
         """
         with self._sleeping():
-            return named_states.state_of(self.model, self._optimizer, self._stored())
+            return state_names.state_of(self.model, self._optimizer, self._stored())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state. Collective.
@@ -215,7 +215,7 @@ class Attachment:
             state: as ``state_dict`` made it, with what was read in it.
         """
         with self._sleeping():
-            named_states.load(self.model, self._optimizer, state, self._stored())
+            state_names.load(self.model, self._optimizer, state, self._stored())
         run = run_of(self.model)
         if run is not None:
             for layer in run.layers:
@@ -223,9 +223,9 @@ class Attachment:
             planning = run.planning
             planning.resume(planning.job.homes, planning.remembered_ILCE[:0])
 
-    def _stored(self) -> dict[str, named_states.Stored]:
+    def _stored(self) -> dict[str, state_names.Stored]:
         run = run_of(self.model)
-        return {} if run is None else named_states.stored_of(self.model, run)
+        return {} if run is None else state_names.stored_of(self.model, run)
 
     @contextmanager
     def _sleeping(self) -> Iterator[None]:
