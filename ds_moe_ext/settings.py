@@ -13,8 +13,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
+from pathlib import Path
 from typing import Any
 
+from ds_moe_ext.files.documents import read_document
 from ds_moe_ext.moe.gate import Gate
 from ds_moe_ext.moe.gates.gate_object import read_gate
 from ds_moe_ext.moe.hooks import NO_HOOKS, Hooked, read_hooks
@@ -134,6 +136,25 @@ class Settings:
     def placing(self) -> str:
         """The strategy that decides where experts compute."""
         return self.balance or self.strategy
+
+
+def read_file(path: str | Path, told: str) -> Any:
+    """A JSON file that a user gives for its block.
+
+    Args:
+        path: of the file.
+        told: what was given, the beginning of an error.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        return read_document(path)
+    except ValueError as error:
+        raise ValueError(
+            f"{told}, which cannot be read as JSON ({error}); name a file with a {BLOCK!r} block, "
+            "as those in configs/strategies are"
+        ) from error
 
 
 def read_settings(document: Mapping[str, Any]) -> tuple[Settings, Strategy | None]:

@@ -15,7 +15,7 @@ import operator
 import reprlib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 AUTOMATIC = "auto"  # what people write where null is meant
@@ -25,6 +25,7 @@ NOT_A_KEY = types.MappingProxyType({"is_key": False})
 """Metadata of a field that JSON does not set."""
 
 RecordT = TypeVar("RecordT")
+T = TypeVar("T")
 
 
 def read_record(cls: type[RecordT], values: Any, where: str) -> RecordT:
@@ -155,6 +156,30 @@ def at_least(key: str, value: int | None, least: int) -> None:
         raise ValueError(f"{key} is {value}; it must be at least {least}")
     if value is not None and value > MOST:
         raise ValueError(f"{key} is {reprlib.repr(value)}; it must be at most {MOST}")
+
+
+def named(
+    name: Any, where: str, known: Mapping[str, T], class_at: Callable[[str, str], T], own: str
+) -> T:
+    """What JSON names: one of ours by its name, or a user's own by its path.
+
+    Args:
+        name: as JSON gives it.
+        where: dotted name of the key, for errors.
+        known: ours.
+        class_at: a user's own, from its path and ``where``.
+        own: how one's own is named, the end of an error.
+
+    Raises:
+        ValueError: it is no text, or neither.
+    """
+    if not isinstance(name, str):
+        raise ValueError(f"{where} is {name!r}, but must be a string")
+    if ":" in name:
+        return class_at(name, where)
+    if name not in known:
+        raise ValueError(f"{where} is {name!r}, which is unknown; {nearest(name, known)}{own}")
+    return known[name]
 
 
 def found_at(path: str, where: str, example: str) -> Any:

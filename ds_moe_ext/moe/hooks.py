@@ -30,7 +30,7 @@ from torch import Tensor
 from ds_moe_ext.moe.codecs import BFloat16, Codec, Int8
 from ds_moe_ext.schedule.program import Stage
 from ds_moe_ext.schedule.task import CELL_GATHER, CELL_SCATTER, COMBINE, DISPATCH, Op, Span
-from ds_moe_ext.strict import check_object, found_at, nearest, read_record
+from ds_moe_ext.strict import check_object, found_at, named, read_record
 
 
 class Moe(NamedTuple):
@@ -272,7 +272,7 @@ def watched(stages: Mapping[Op, Stage], hooks: Hooked, moe: Moe) -> Mapping[Op, 
 
 # Which of them a JSON list names.
 
-CODECS: Mapping[str, type[Codec]] = {"bf16": BFloat16, "int8": Int8}
+CODECS: Mapping[str, type[Hooks] | type[Codec]] = {"bf16": BFloat16, "int8": Int8}
 """By the name that JSON gives."""
 
 EXAMPLE = "'my_package.my_module:MyHooks'"
@@ -309,7 +309,8 @@ def _read(value: Any, where: str) -> Hooks | Codec:
         if "type" not in keys:
             raise ValueError(f"{where} needs the key 'type'; add it: {_known()}")
         name = keys.pop("type")
-    cls = _named(name, where_name)
+    own = f"; hooks of your own are {EXAMPLE}"
+    cls = named(name, where_name, CODECS, _class_at, own)
     if dataclasses.is_dataclass(cls):
         return read_record(cls, keys, where)
     if keys:
@@ -328,19 +329,6 @@ def _read(value: Any, where: str) -> Hooks | Codec:
 
 def _known() -> str:
     return f"{', '.join(map(repr, CODECS))}, or {EXAMPLE}"
-
-
-def _named(name: Any, where: str) -> type[Hooks] | type[Codec]:
-    if not isinstance(name, str):
-        raise ValueError(f"{where} is {name!r}, but must be a string")
-    if ":" in name:
-        return _class_at(name, where)
-    if name not in CODECS:
-        raise ValueError(
-            f"{where} is {name!r}, which is unknown; {nearest(name, CODECS)}; hooks of your own "
-            f"are {EXAMPLE}"
-        )
-    return CODECS[name]
 
 
 def _class_at(path: str, where: str) -> type[Hooks] | type[Codec]:

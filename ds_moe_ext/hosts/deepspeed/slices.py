@@ -4,7 +4,7 @@ FSMoE, section 5 (spec section 3, runtime). DeepSpeed puts gradients into bucket
 bucket when it is full, or all after backward. Here they wait in the order in which they become
 ready, and an MoE layer says when to average how many elements of them. A gradient that is whole
 goes back to DeepSpeed, and what no layer took is reduced by DeepSpeed as ever. What differs between
-ZeRO stages is in ``buckets`` and ``unsharded``.
+ZeRO stages is in ``buckets`` and ``zero_0``.
 
 Shape letters: N elements.
 """

@@ -15,12 +15,11 @@ from ds_moe_ext.attachment import agreement
 from ds_moe_ext.attachment.launcher import is_first
 from ds_moe_ext.attachment.meeting import Description, Start
 from ds_moe_ext.attachment.refusal import refuse
-from ds_moe_ext.files.documents import read_document
 from ds_moe_ext.hosts.megatron.flag import FLAG
 from ds_moe_ext.hosts.megatron.refusals import SETTINGS
 from ds_moe_ext.hosts.megatron.role_refusals import refuse_with_roles
 from ds_moe_ext.hosts.megatron.worlds import Worlds
-from ds_moe_ext.settings import BLOCK, Settings, misspelt, read_settings
+from ds_moe_ext.settings import BLOCK, Settings, misspelt, read_file, read_settings
 from ds_moe_ext.strategy import Strategy
 from ds_moe_ext.zebra.early_refusals import refuse_early
 
@@ -126,13 +125,7 @@ def _read(given: str | Path | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]
     if isinstance(given, Mapping):
         return "a document", given
     path = Path(given)
-    try:
-        document = read_document(path)
-    except ValueError as error:
-        raise ValueError(
-            f"{FLAG} is {str(path)!r}, which cannot be read as JSON ({error}); name a file with "
-            f"a {BLOCK!r} block, as those in configs/strategies are"
-        ) from error
+    document = read_file(path, f"{FLAG} is {str(path)!r}")
     if not isinstance(document, Mapping):
         raise ValueError(f"{FLAG} names {str(path)!r}, whose JSON is no object; make it one")
     return str(path), document

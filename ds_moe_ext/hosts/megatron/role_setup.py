@@ -1,7 +1,8 @@
 """Ranks with roles in an unmodified Megatron run: from a model and its optimizer to striped steps.
 
 See ``docs/strategies/zebra.md``. Each role trains in a world of its own (``worlds``), with what it
-keeps of the model (``sides``), by striped steps (``striping``) and one norm (``joint``).
+keeps of the model (``role_models``), by striped steps (``forward_backward``) and one norm
+(``role_norm``).
 """
 
 from __future__ import annotations

@@ -15,10 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from ds_moe_ext.attachment.meeting import Start, starting
 from ds_moe_ext.comm import sum_in_place
-from ds_moe_ext.files.documents import read_document
 from ds_moe_ext.hosts.plain import state_names
 from ds_moe_ext.hosts.plain.plain_host import NAME, Experts, PlainHost
-from ds_moe_ext.settings import BLOCK, read_settings
+from ds_moe_ext.settings import BLOCK, read_file, read_settings
 from ds_moe_ext.steps.expert_moves import check_alike
 from ds_moe_ext.steps.host import run_on
 from ds_moe_ext.steps.training_run import Record, run_of
@@ -69,13 +68,7 @@ def _block(given: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     """What the user's configuration says of us."""
     document = given
     if isinstance(given, str | Path):
-        try:
-            document = read_document(given)
-        except ValueError as error:
-            raise ValueError(
-                f"{NAME} was given {str(given)!r}, which cannot be read as JSON ({error}); name a "
-                f"file with a {BLOCK!r} block, as those in configs/strategies are"
-            ) from error
+        document = read_file(given, f"{NAME} was given {str(given)!r}")
     if not isinstance(document, Mapping):
         raise ValueError(
             f"{NAME} was given {document!r}; give the block {BLOCK!r}, a document that has it, or "

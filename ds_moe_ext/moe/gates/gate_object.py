@@ -12,7 +12,7 @@ from ds_moe_ext.moe.gates.expert_choice import ExpertChoice
 from ds_moe_ext.moe.gates.noisy_top_k import NoisyTopK
 from ds_moe_ext.moe.gates.sigmoid_top_k import SigmoidTopK
 from ds_moe_ext.moe.gates.soft import SoftMixture
-from ds_moe_ext.strict import check_object, found_at, nearest, read_record
+from ds_moe_ext.strict import check_object, found_at, named, read_record
 
 GATES: Mapping[str, type[Gate]] = {
     "softmax_top_k": SoftmaxTopK,
@@ -23,6 +23,8 @@ GATES: Mapping[str, type[Gate]] = {
     "soft": SoftMixture,
 }
 """By the name that JSON gives as ``type``."""
+
+OWN = " A gate of your own is 'my_package.my_module:MyGate'"
 
 
 def read_gate(values: Any, where: str) -> Gate:
@@ -39,26 +41,13 @@ def read_gate(values: Any, where: str) -> Gate:
     if "type" not in values:
         raise ValueError(f"{where} needs the key 'type'; add it: {', '.join(map(repr, GATES))}")
     keys = dict(values)
-    cls = _named(keys.pop("type"), f"{where}.type")
+    cls = named(keys.pop("type"), f"{where}.type", GATES, _class_at, OWN)
     try:
         return read_record(cls, keys, where)
     except ValueError as error:
         if str(error).startswith(where):
             raise
         raise ValueError(f"{where}: {error}") from error
-
-
-def _named(name: Any, where: str) -> type[Gate]:
-    if not isinstance(name, str):
-        raise ValueError(f"{where} is {name!r}, but must be a string")
-    if ":" in name:
-        return _class_at(name, where)
-    if name not in GATES:
-        raise ValueError(
-            f"{where} is {name!r}, which is unknown; {nearest(name, GATES)} A gate of your own is "
-            "'my_package.my_module:MyGate'"
-        )
-    return GATES[name]
 
 
 def _class_at(path: str, where: str) -> type[Gate]:
