@@ -13,21 +13,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from pace import Block, Pace
+from replaced_layers import ReplacedLayers
 from slow_links_figures import Cards, Routed, Seen, Told, rows_between, travel
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.block_hooks import launch_with_blocks
-from ds_moe_ext.attachment.experts import find_registered
-from ds_moe_ext.attachment.replacement import build, draw
 from ds_moe_ext.comm import Traffic
 from ds_moe_ext.cost.prices import Prices
-from ds_moe_ext.placement import Placement
-from ds_moe_ext.settings import BLOCK, read_settings
-from ds_moe_ext.steps.cost_checks import Checks
-from ds_moe_ext.steps.costs import Costs
-from ds_moe_ext.steps.pipeline_costs import DenseGradients, Pipelines
-from ds_moe_ext.steps.planning import Planning
-from ds_moe_ext.strategy import ROWS_ALONE, Job
+from ds_moe_ext.strategy import ROWS_ALONE
 
 
 @dataclass(frozen=True)
@@ -47,8 +39,6 @@ class Way:
 
 
 PLAIN = Way("ep", {"strategy": "ep"})
-
-CPU = torch.device("cpu")
 
 
 def fssdp_ways(copies_per_rank: Sequence[int], overlap_degree: int) -> Iterator[Way]:
@@ -141,45 +131,10 @@ class Contender:
         shape = (sizes.experts, sizes.expert_rows, sizes.width)
         self._blocks = nn.ModuleList([Block(pace, shape) for _ in range(sizes.layers)])
         model = nn.ModuleDict({"blocks": self._blocks})
-        settings, strategy = read_settings({BLOCK: {"enabled": True, **way.block}})
-        assert strategy is not None
-        world_size = dist.get_world_size()
-        if strategy.has_uneven_homes:  # one grid over all nodes: what travels between them counts
-            num_cells = world_size // (settings.expert_sharding_size or 1)
-            settings = replace(settings, expert_parallel_size=num_cells)
-        blueprint = draw(settings, strategy, model, [find_registered], world_size)
-        self._layers = [layer for layer, _ in build(blueprint)]
-        measures = strategy.rhythm().measures
-        if way.is_early:
-            launch_with_blocks(model, self._layers, measures=measures)
+        self._replaced = ReplacedLayers.of(model, way.block, is_early=way.is_early, tell=self._tell)
+        self._layers = self._replaced.layers
         for layer in self._layers:
             layer.routed.tasks.is_on = True
-        homes = [layer.routed.site.plan.home for layer in self._layers]
-        self._planning = Planning(
-            strategy=strategy,
-            layers=self._layers,
-            job=Job.at_start(homes, self.node_C, blueprint.pools),
-            costs=Costs(
-                self._layers,
-                blueprint.pools,
-                None,
-                Pipelines(
-                    self._layers,
-                    blueprint.pools,
-                    None,
-                    DenseGradients((0,) * sizes.layers, 0, torch.float32, None),
-                    1,
-                    CPU,
-                )
-                if measures
-                else None,
-            ),
-            checks=Checks(strategy, self._layers),
-            mover=_stay,
-            debug=False,
-            rank=dist.get_rank(),
-            tell=self._tell,
-        )
         generator = torch.Generator().manual_seed(dist.get_rank())
         self._x_TD = torch.rand(sizes.rows, sizes.width, generator=generator)
 
@@ -188,16 +143,16 @@ class Contender:
 
     @property
     def told(self) -> Told:
-        return Told(self._line, self._planning.checks.terms)
+        return Told(self._line, self._replaced.planning.checks.terms)
 
     @property
     def node_C(self) -> np.ndarray:
-        return self._layers[0].routed.site.layout.node_C
+        return self._replaced.node_C
 
     @property
     def measured(self) -> Prices:
         """Prices that its own first steps have shown."""
-        return self._planning.job.pools[0].prices
+        return self._replaced.planning.job.pools[0].prices
 
     @property
     def _sent_bytes(self) -> int:
@@ -221,8 +176,7 @@ class Contender:
             expert_T = expert_T[torch.randperm(len(expert_T), generator=mixing)]
             x_TD = block(x_TD, expert_T[:, None])
         x_TD.backward(torch.ones_like(x_TD))
-        rows = [layer.routed.rows.take() for layer in self._layers]
-        self._planning.after_step(number, rows)
+        rows = self._replaced.after_step(number)
         rows_LCC = rows_between(plans, [each.routed_CE for each in rows])
         timed = (task for layer in self._layers for task in layer.routed.tasks.take())
         held = self._pace.take()
@@ -241,7 +195,3 @@ class Contender:
         weights = (parameter for layer in whole for parameter in layer.parameters)
         grads = [parameter.grad for parameter in weights]
         return [grad for grad in (self._x_TD.grad, *grads) if grad is not None]
-
-
-def _stay(old: Sequence[Placement], new: Sequence[Placement]) -> None:
-    raise AssertionError("reshard_interval is 0: experts do not move")

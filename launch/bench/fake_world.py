@@ -1,0 +1,80 @@
+"""One process that stands for one rank of many: collectives return at once, and no row arrives.
+
+Torch's fake process group takes every call and hands back what this rank has sent: gathered counts
+are those of ranks that all route alike. What is left of a pass is what its host does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ds_moe_ext import comm, layout
+from ds_moe_ext.moe import dispatch, layer, windows
+from ds_moe_ext.moe.copies import airfield
+from ds_moe_ext.schedule.executor import InlineLanes
+
+RANKS_PER_NODE = 8
+
+
+@contextmanager
+def fake_world(num_ranks: int) -> Iterator[None]:
+    """The world of all ranks inside the block, of which this process is the first."""
+    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+    with ExitStack() as changed:
+
+        def change(owner: object, name: str, new: object) -> None:
+            changed.enter_context(mock.patch.object(owner, name, new))
+
+        def hosts(thing: object, group: dist.ProcessGroup | None) -> list[str]:
+            return [f"node {rank // RANKS_PER_NODE}" for rank in range(num_ranks)]
+
+        change(dist.ProcessGroup, "all_to_all_single", _all_to_all_single)
+        change(layout, "timeout_of", lambda group: timedelta(minutes=1))  # a fake group has none
+        change(layout, "gather_objects", hosts)
+        # As NCCL does: by pairs is for gloo between hosts.
+        change(dispatch, "all_to_all_by_pairs", comm.all_to_all_rows)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def _all_to_all_single(
+    group: dist.ProcessGroup, arrived: Tensor, sent: Tensor, arrived_C: Sequence[int], *rest: object
+) -> None:
+    """In place of the fake group's own, which refuses to make rows of none: what comes in equal
+    parts are counts, those of ranks that route alike; else zeros arrive."""
+    if arrived_C:
+        arrived.zero_()
+    else:
+        arrived.copy_(sent)
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Layers go the way of a GPU inside the block: grouped GEMMs, sums without the CPU's kernels,
+    counts that must be fetched."""
+    with mock.patch.object(torch.Tensor, "is_cpu", property(lambda tensor: False), create=True):
+        yield
+
+
+INLINE = InlineLanes()
+
+
+@contextmanager
+def inline() -> Iterator[None]:
+    """One thread issues all lanes inside the block, as on CUDA; programs must be made inside."""
+    with ExitStack() as changed:
+        for module in (layer, windows, airfield):
+            changed.enter_context(
+                mock.patch.object(module, "lanes_for", lambda device, overlaps: INLINE)
+            )
+        yield

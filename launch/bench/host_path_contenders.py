@@ -1,0 +1,198 @@
+"""The contenders of host_path.py: tiny MoE layers of ours under a strategy each.
+
+All take the same experts' ids and scores, which are made beforehand. Shape letters: L layers, T
+tokens, K choices a token, E experts, D model width, F expert width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from fake_world import inline
+from replaced_layers import ReplacedLayers
+from torch import Tensor, nn
+
+from ds_moe_ext.attachment.experts import ExpertsDescription, register_experts
+from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
+
+WIDTH = 8
+"""Of tokens and of experts: what is computed takes no time beside what issues it."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the model and its batch.
+
+    Attributes:
+        layers: ``L``.
+        experts: ``E`` of a layer.
+        tokens: ``T`` of a rank.
+        top_k: ``K``.
+    """
+
+    layers: int
+    experts: int
+    tokens: int
+    top_k: int
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What one step computes, and what gates would have chosen.
+
+    Attributes:
+        x_TD: tokens; their gradient is asked for.
+        expert_LTK: choices, different ones of each token, int64.
+        score_LTK: their weights; a leaf each, as routers are trained.
+    """
+
+    x_TD: Tensor
+    expert_LTK: Sequence[Tensor]
+    score_LTK: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, sizes: Sizes, number: int) -> Batch:
+        """The batch of a step. What experts are liked is of the layer and stays; who likes them is
+        drawn anew in each step."""
+        liked = torch.Generator().manual_seed(0)
+        drawn = torch.Generator().manual_seed(number + 1)
+        places_E = 1.0 + torch.arange(sizes.experts)
+        experts, scores = [], []
+        for _ in range(sizes.layers):
+            weight_E = places_E[torch.randperm(sizes.experts, generator=liked)] ** -0.6
+            weight_TE = weight_E.expand(sizes.tokens, -1)
+            experts.append(torch.multinomial(weight_TE, sizes.top_k, generator=drawn))
+            score_TK = torch.rand(sizes.tokens, sizes.top_k, generator=drawn)
+            scores.append(score_TK.requires_grad_())
+        x_TD = torch.rand(sizes.tokens, WIDTH, generator=drawn).requires_grad_()
+        return cls(x_TD, experts, scores)
+
+
+class Contender:
+    """One way to run the layers.
+
+    Args:
+        name: in the table.
+        model: whose gradients are freed before each step.
+    """
+
+    def __init__(self, name: str, model: nn.Module) -> None:
+        self.name, self.model = name, model
+
+    def turn(self) -> AbstractContextManager[None]:
+        """In which all of a step happens."""
+        return nullcontext()
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Tokens through all layers, ``[T, D]``."""
+        raise NotImplementedError
+
+    def after_step(self, number: int) -> None:
+        """What happens between the step of a number and the next."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How layers of ours run.
+
+    Attributes:
+        name: in the table.
+        block: of the JSON.
+        has_threads: lanes are threads, as on a CPU; else one thread issues all, as on CUDA.
+    """
+
+    name: str
+    block: Mapping[str, Any] = field(hash=False)
+    has_threads: bool = False
+
+
+_FSSDP = {"overlap_degree": 8, "copies_per_rank": 2, "reshard_interval": 0}
+
+
+def esp(degree: int, **keys: Any) -> dict[str, Any]:
+    """The block of whole experts in so many chunks."""
+    pipeline = {"degree": degree, "slice_gradients": False}
+    return {"strategy": "esp", "expert_sharding_size": 1, "esp": pipeline, **keys}
+
+
+WAYS = (
+    Way("ep", {"strategy": "ep"}),
+    *(Way(f"esp, degree {degree}", esp(degree)) for degree in (1, 2, 4, 8)),
+    Way("fssdp", {"strategy": "fssdp", "fssdp": _FSSDP}),
+    Way("prophet", {"strategy": "prophet"}),
+    Way("esp, degree 2, over fssdp", esp(2, balance="fssdp", fssdp=_FSSDP)),
+    Way("esp, degree 2, over prophet", esp(2, balance="prophet")),
+    Way("esp, degree 2, threads", esp(2), has_threads=True),
+    Way("fssdp, threads", {"strategy": "fssdp", "fssdp": _FSSDP}, has_threads=True),
+    Way("prophet, threads", {"strategy": "prophet"}, has_threads=True),
+)
+"""The first is what the others are compared with."""
+
+
+class Experts(nn.Module):
+    """SwiGLU experts as a host would have them; the product replaces them."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.rand(num_experts, 2 * WIDTH, WIDTH))
+        self.down = nn.Parameter(torch.rand(num_experts, WIDTH, WIDTH))
+
+
+@register_experts(Experts)
+def describe(experts: nn.Module) -> ExpertsDescription:
+    """What the product has to know of them."""
+    assert isinstance(experts, Experts)
+    function = FeedForwardExperts(silu_gated)
+    return ExpertsDescription(len(experts.down), ("gate_up", "down"), function)
+
+
+class Block(nn.Module):
+    """A transformer's block of which only the experts are left."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.experts: nn.Module = Experts(num_experts)
+
+    def forward(self, x_TD: Tensor, expert_TK: Tensor, score_TK: Tensor) -> Tensor:
+        y_TD: Tensor = self.experts(x_TD, expert_TK, score_TK)
+        return y_TD
+
+
+class Ours(Contender):
+    """Layers of ours. Collective.
+
+    Attributes:
+        replaced: its layers.
+    """
+
+    def __init__(self, way: Way, sizes: Sizes) -> None:
+        self._blocks = nn.ModuleList([Block(sizes.experts) for _ in range(sizes.layers)])
+        super().__init__(way.name, nn.ModuleDict({"blocks": self._blocks}))
+        self._has_threads = way.has_threads
+        with self.turn():
+            self.replaced = ReplacedLayers.of(self.model, way.block)
+
+    def turn(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._has_threads else inline()
+
+    def forward(self, batch: Batch) -> Tensor:
+        x_TD = batch.x_TD
+        for block, expert_TK, score_TK in zip(self._blocks, batch.expert_LTK, batch.score_LTK):
+            x_TD = block(x_TD, expert_TK, score_TK)
+        return x_TD
+
+    def after_step(self, number: int) -> None:
+        self.replaced.after_step(number)
+
+
+Builder = Callable[[Sizes], Contender]
+
+
+def builders() -> Iterator[tuple[str, Builder]]:
+    """All contenders by name."""
+    for way in WAYS:
+        yield way.name, lambda sizes, way=way: Ours(way, sizes)
