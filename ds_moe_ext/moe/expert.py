@@ -8,16 +8,18 @@ S slots, D model width, F expert width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice, pairwise
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from ds_moe_ext.moe.local_stage import gradients, run_apart
+from ds_moe_ext.moe.memory_order import SlotOrder, order_of, runs_of, stacked
 from ds_moe_ext.moe.route import LayerRoute, SlotRows
 from ds_moe_ext.moe.sharding import WHOLE, Shard
 from ds_moe_ext.schedule.program import added
@@ -64,6 +66,7 @@ def _has_grouped_mm(rows_RD: Tensor, weight_SDF: Tensor) -> bool:
         return (
             weight_SDF.dtype == torch.bfloat16
             and weight_SDF.data_ptr() % 16 == 0
+            and weight_SDF.stride(0) % num_aligned == 0
             and torch.cuda.get_device_capability(rows_RD.device)[0] in _GROUPED_GEMM_MAJORS
         )
     return weight_SDF.dtype in (torch.float32, torch.bfloat16)
@@ -91,23 +94,32 @@ class FeedForwardExperts:
     def __call__(self, rows_RD: Tensor, slots: SlotRows, weights: tuple[Tensor, ...]) -> Tensor:
         if not weights:
             return rows_RD.clone()  # this rank has no expert of the layer, and no rows
-        by_name = [weights[i :: self._num_weights] for i in range(self._num_weights)]
-        if rows_RD.is_cpu and not self.has_bias:
+        by_name = self._by_name(weights)
+        if not self._is_grouped(weights):
             return self._slot_by_slot(rows_RD, slots, *by_name)
-        runs = list(_runs(by_name))
+        runs = runs_of(by_name)
         if len(runs) == 1:
-            return self._grouped(rows_RD, slots, [_stacked(own) for own in by_name])
-        outs, start_row = [], 0
-        for start, stop in runs:
-            own_slots = slots.between(start, stop)
-            rows = rows_RD.narrow(0, start_row, own_slots.num_rows)
-            outs.append(self._grouped(rows, own_slots, [_stacked(w[start:stop]) for w in by_name]))
-            start_row += own_slots.num_rows
-        return torch.cat(outs)
+            return self._grouped(rows_RD, slots, [stacked(own) for own in by_name])
+        slots_of = [slots.between(start, stop) for start, stop in runs]
+        # Split, not narrowed: backward is one copy for all.
+        parts = rows_RD.split([own.num_rows for own in slots_of])
+        return torch.cat(
+            [
+                self._grouped(rows, own, [stacked(w[start:stop]) for w in by_name])
+                for rows, own, (start, stop) in zip(parts, slots_of, runs)
+            ]
+        )
 
-    @property
-    def _num_weights(self) -> int:
-        return 4 if self.has_bias else 2
+    def order_of(self, weights: tuple[Tensor, ...]) -> SlotOrder | None:
+        """See ``order_for``."""
+        return order_of(self._by_name(weights)) if self._is_grouped(weights) else None
+
+    def _by_name(self, weights: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+        num_weights = 4 if self.has_bias else 2
+        return [weights[i::num_weights] for i in range(num_weights)]
+
+    def _is_grouped(self, weights: tuple[Tensor, ...]) -> bool:
+        return bool(weights) and (self.has_bias or not weights[0].is_cpu)
 
     def _grouped(self, rows_RD: Tensor, slots: SlotRows, weights: Sequence[Tensor]) -> Tensor:
         """One grouped GEMM a matrix, for slots whose weights are ``[S, ...]``."""
@@ -133,47 +145,6 @@ class FeedForwardExperts:
             for rows, into, out_of in parts
         ]
         return torch.cat(outs).to(rows_RD.dtype)
-
-
-def _runs(by_name: Sequence[Sequence[Tensor]]) -> Iterator[tuple[int, int]]:
-    """Slots ``start`` to ``stop`` whose weights lie behind each other in memory, name by name."""
-    num_slots = len(by_name[0])
-    breaks = [
-        slot + 1
-        for slot in range(num_slots - 1)
-        if not all(_follows(own[slot], own[slot + 1]) for own in by_name)
-    ]
-    yield from pairwise([0, *breaks, num_slots])
-
-
-def _follows(first: Tensor, second: Tensor) -> bool:
-    num_bytes = first.numel() * first.element_size()
-    return (
-        first.is_contiguous()
-        and second.is_contiguous()
-        and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-        and first.data_ptr() + num_bytes == second.data_ptr()
-    )
-
-
-def _stacked(weights_S: Sequence[Tensor]) -> Tensor:
-    """Weights that lie behind each other as one ``[S, ...]``, without a copy."""
-    stacked: Tensor = _Stacked.apply(*weights_S)
-    return stacked
-
-
-class _Stacked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *weights_S: Tensor) -> Tensor:
-        first = weights_S[0].detach()
-        return first.as_strided(
-            (len(weights_S), *first.shape), (first.numel(), *first.stride()), first.storage_offset()
-        )
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return grad.unbind()
 
 
 def _rounded_up(rows_RD: Tensor) -> Tensor:
@@ -256,15 +227,22 @@ def on_shard(function: ExpertFunction, shard: Shard) -> ExpertFunction:
     return function
 
 
+def order_for(function: ExpertFunction, weights: tuple[Tensor, ...]) -> SlotOrder | None:
+    """The order of slots that takes fewer GEMMs than their own, if one does."""
+    return function.order_of(weights) if isinstance(function, FeedForwardExperts) else None
+
+
 class _Kept(NamedTuple):
     """What backward needs besides tensors.
 
     Attributes:
         layer_route: of the pass.
+        order: of the slots while they computed, if not their own.
         pieces: that were computed one by one, each with the number of things saved for it.
     """
 
     layer_route: LayerRoute
+    order: SlotOrder | None
     pieces: tuple[tuple[Span, int], ...]
 
 
@@ -288,18 +266,23 @@ class Expert:
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         own = [piece for piece in self.pieces if piece.overlaps(span)] or [span]
         parts = _parts(layer_route, rows_RD, span, own)
-        runs = [self._run(layer_route.computed(p), part, weights) for p, part in zip(own, parts)]
+        order = order_for(self.function, weights)
+        runs = [
+            self._run(layer_route.computed(piece), part, weights, order)
+            for piece, part in zip(own, parts)
+        ]
         computed = _whole(layer_route, span, own, [written for (written,), _ in runs])
-        kept = _Kept(layer_route, tuple((p, len(saved)) for p, (_, saved) in zip(own, runs)))
+        lengths = tuple((piece, len(saved)) for piece, (_, saved) in zip(own, runs))
+        kept = _Kept(layer_route, order, lengths)
         return (computed,), (kept, *chain.from_iterable(saved for _, saved in runs))
 
     def backward(self, span: Span, saved: tuple[Any, ...], grad_RD: Tensor) -> tuple[Any, ...]:
-        (layer_route, pieces), *rest = saved
+        (layer_route, order, pieces), *rest = saved
         things = iter(rest)
         own = [piece for piece, _ in pieces]
         found = [
-            gradients(tuple(islice(things, length)), (part,), (True,))
-            for (_, length), part in zip(pieces, _parts(layer_route, grad_RD, span, own))
+            _gradients(layer_route.computed(piece), part, tuple(islice(things, length)), order)
+            for (piece, length), part in zip(pieces, _parts(layer_route, grad_RD, span, own))
         ]
         if not all(found):
             return ()
@@ -310,19 +293,48 @@ class Expert:
     def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
         own: list[tuple[Span, int]] = []
         things: list[Any] = []
-        for _, ((_, kept), *rest) in pieces:
+        for _, ((_, _, kept), *rest) in pieces:
             saved = iter(rest)
             for piece, length in kept:
                 part = tuple(islice(saved, length))
                 if piece.overlaps(span):
                     own.append((piece, length))
                     things += part
-        return _Kept(pieces[0][1][0].layer_route, tuple(own)), *things
+        first = pieces[0][1][0]
+        return first._replace(pieces=tuple(own)), *things
 
     def _run(
-        self, slots: SlotRows, rows_RD: Tensor, weights: tuple[Tensor, ...]
+        self,
+        slots: SlotRows,
+        rows_RD: Tensor,
+        weights: tuple[Tensor, ...],
+        order: SlotOrder | None,
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return run_apart(lambda rows, own: (self.function(rows, slots, own),), (rows_RD, weights))
+        if order is None:
+            return run_apart(
+                lambda rows, own: (self.function(rows, slots, own),), (rows_RD, weights)
+            )
+        # Brought into order apart from the graph, so that it keeps no rows but those.
+        length_S = order.lengths(slots)
+        ordered = SlotRows.of(np.asarray(length_S), rows_RD.device)
+        reads = order.rows(rows_RD, slots.on_host()), order.weights(weights)
+        (written,), saved = run_apart(lambda rows, own: (self.function(rows, ordered, own),), reads)
+        return (order.inverse().rows(written, length_S),), saved
+
+
+def _gradients(
+    slots: SlotRows, grad_RD: Tensor, saved: tuple[Any, ...], order: SlotOrder | None
+) -> tuple[Any, ...]:
+    """Of the rows and the weights that ``Expert._run`` read, in slot order."""
+    if order is None:
+        return gradients(saved, (grad_RD,), (True,))
+    found = gradients(saved, (order.rows(grad_RD, slots.on_host()),), (True,))
+    if not found:
+        return ()
+    rows_RD, weights = found
+    back = order.inverse()
+    rows_RD = None if rows_RD is None else back.rows(rows_RD, order.lengths(slots))
+    return rows_RD, back.weights(weights)
 
 
 def _parts(

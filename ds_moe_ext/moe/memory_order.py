@@ -1,0 +1,134 @@
+"""Where the weights of slots lie: runs of slots that one grouped GEMM takes, and the order of slots
+that has fewest.
+
+A grouped GEMM wants matrices at equal distances, each behind the one before. A host may lay them
+down from the last slot to the first, and weights of another name between two of them (Megatron-core
+does both); experts that have moved lie in whatever slots became free. Shape letters: R rows, S
+slots, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_moe_ext.moe.route import SlotRows
+
+
+class SlotOrder(NamedTuple):
+    """Another order of slots, for rows and weights while experts compute.
+
+    Attributes:
+        slots: in that order.
+    """
+
+    slots: tuple[int, ...]
+
+    def inverse(self) -> SlotOrder:
+        """That which brings slots back."""
+        return SlotOrder(tuple(np.argsort(self.slots).tolist()))
+
+    def lengths(self, slots: SlotRows) -> list[int]:
+        """Rows of each slot, in this order. Waits for the device if only the device knows."""
+        length_S = slots.on_host()
+        return [length_S[slot] for slot in self.slots]
+
+    def rows(self, rows_RD: Tensor, length_S: Sequence[int]) -> Tensor:
+        """Rows of slots with these lengths, in one copy, which wants a gradient if they do."""
+        parts = rows_RD.detach().split(list(length_S))
+        ordered = torch.cat([parts[slot] for slot in self.slots])
+        return ordered.requires_grad_(rows_RD.requires_grad)
+
+    def weights(self, by_slot: Sequence[Any]) -> tuple[Any, ...]:
+        """As many things a slot as there are weights."""
+        size = len(by_slot) // len(self.slots)
+        return tuple(chain.from_iterable(by_slot[slot * size :][:size] for slot in self.slots))
+
+
+def order_of(by_name: Sequence[Sequence[Tensor]]) -> SlotOrder | None:
+    """The order of slots by where their weights lie; None where their own has as few runs.
+
+    Args:
+        by_name: for each name the weights of all slots.
+    """
+    places = _places(by_name)
+    num_runs = len(_runs(places))
+    if num_runs == 1:
+        return None
+    slots = tuple(sorted(range(len(places)), key=places.__getitem__))
+    by_place = _runs([places[slot] for slot in slots])
+    return SlotOrder(slots) if len(by_place) < num_runs else None
+
+
+def runs_of(by_name: Sequence[Sequence[Tensor]]) -> list[tuple[int, int]]:
+    """Slots ``start`` to ``stop`` whose weights can be stacked, name by name.
+
+    Args:
+        by_name: for each name the weights of all slots.
+    """
+    return _runs(_places(by_name))
+
+
+def stacked(weights_S: Sequence[Tensor]) -> Tensor:
+    """The weights of a run as one ``[S, ...]``, without a copy."""
+    stacked: Tensor = _Stacked.apply(*weights_S)
+    return stacked
+
+
+_Place = tuple[tuple[int, int, int], ...]
+"""Of a slot: for each of its weights where its storage lies, where it lies, and its bytes; bytes
+are 0 where it cannot be stacked."""
+
+
+def _places(by_name: Sequence[Sequence[Tensor]]) -> list[_Place]:
+    return list(zip(*([_place(weight) for weight in own] for own in by_name)))
+
+
+def _place(weight: Tensor) -> tuple[int, int, int]:
+    num_bytes = weight.nbytes if weight.is_contiguous() else 0
+    return weight.untyped_storage().data_ptr(), weight.data_ptr(), num_bytes
+
+
+def _runs(places: Sequence[_Place]) -> list[tuple[int, int]]:
+    bounds, distances = [0], None
+    for slot, (first, second) in enumerate(pairwise(places), start=1):
+        found = _distances(first, second)
+        if found is None or distances not in (None, found):
+            bounds.append(slot)
+            distances = None
+        else:
+            distances = found
+    return list(pairwise([*bounds, len(places)]))
+
+
+def _distances(first: _Place, second: _Place) -> tuple[int, ...] | None:
+    """Bytes from each weight of a slot to that of the next one; None where they cannot be in one
+    run."""
+    found = tuple(after - before for (_, before, _), (_, after, _) in zip(first, second))
+    fits = all(
+        storage == other and 0 < num_bytes <= distance and others
+        for (storage, _, num_bytes), (other, _, others), distance in zip(first, second, found)
+    )
+    return found if fits else None
+
+
+class _Stacked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *weights_S: Tensor) -> Tensor:
+        first, *others = (weight.detach() for weight in weights_S)
+        distance = first.numel()
+        if others:
+            distance = (others[0].data_ptr() - first.data_ptr()) // first.element_size()
+        return first.as_strided(
+            (len(weights_S), *first.shape), (distance, *first.stride()), first.storage_offset()
+        )
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad.unbind()
