@@ -1,7 +1,8 @@
 """Zebra steps: Theorem 1's order, the goldens of HeterMoE's spec, and what holds at any size.
 
 Tasks have short names here: letter, prime of an adjoint, layer, micro-batch. ``a`` attention, ``h``
-head, ``e`` expert, ``o`` offloaded experts, ``d`` dispatch, ``c`` combine. Pure: nothing runs.
+head, ``e`` expert, ``o`` offloaded experts, ``d`` dispatch, ``c`` combine; ``g`` gather of copies,
+``r`` revise, ``j`` join, ``k`` join of offloaded experts. Pure: nothing runs.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ from ds_moe_ext.schedule.stripes import (
     E2A,
     EXPERT_SIDE,
     HEAD,
+    OFFLOADED_JOIN,
+    SHARED,
     SIDES,
     one_at_a_time,
     part_of,
     picked,
     striped_step,
 )
-from ds_moe_ext.schedule.task import Lane, Schedule, Task
+from ds_moe_ext.schedule.task import GATHER, PARAM, Lane, Schedule, Task
 
 LANES = (ATTENTION_SIDE, EXPERT_SIDE, A2E, E2A)
+WITH_PARAM = (*LANES, PARAM)
 
 
 def forward_first(schedule: Schedule) -> Schedule:
@@ -40,7 +44,8 @@ def forward_first(schedule: Schedule) -> Schedule:
 
 
 def name(task: Task) -> str:
-    return f"{task.op.name[0]}{chr(39) if task.adjoint_of else ''}{task.layer}{task.span}"
+    letter = "k" if task.op == OFFLOADED_JOIN else task.op.name[0]
+    return f"{letter}{chr(39) if task.adjoint_of else ''}{task.layer}{task.span}"
 
 
 def names(tasks: Sequence[Task]) -> str:
@@ -63,6 +68,7 @@ class Seconds:
         backward: times forward that computing takes; the head takes twice.
         moved: share of the experts' seconds that leaves the expert side, by layer.
         speed: seconds of offloaded experts for each second that they save there.
+        copied: of the gather of copies, or of their gradients.
     """
 
     attention: float = 3
@@ -72,6 +78,7 @@ class Seconds:
     backward: float = 2
     moved: Mapping[int, float] | None = None
     speed: float = 1
+    copied: float = 2
 
     def __call__(self, rank: int, task: Task) -> float:
         moved = (self.moved or {}).get(task.layer, 0.0)
@@ -82,8 +89,14 @@ class Seconds:
             "offloaded": self.expert * moved * self.speed,
             "dispatch": self.sent,
             "combine": self.sent,
+            "gather": self.copied,
+            "revise": self.copied,
+            "join": 0,
+            "offloaded_join": 0,
         }[task.op.name]
-        backward = {"head": 2, "dispatch": 1, "combine": 1}.get(task.op.name, self.backward)
+        backward = {"head": 2, "dispatch": 1, "combine": 1, "gather": 1}.get(
+            task.op.name, self.backward
+        )
         return forward * (backward if task.adjoint_of else 1)
 
     def busy(self, schedule: Schedule, lane: Lane) -> float:
@@ -161,6 +174,51 @@ def test_offloaded_experts_stand_behind_attention_and_before_its_adjoint() -> No
     assert waits["d'10"] == "d10 e'10 o'10"
 
 
+def waits_of(step: Schedule) -> dict[str, str]:
+    pairs = zip(step.tasks, step.after)
+    return {name(task): names([step.tasks[w] for w in after]) for task, after in pairs}
+
+
+def test_copies_travel_once_a_step_and_are_joined_stripe_by_stripe() -> None:
+    step = striped_step(2, 2, copied=[1])
+    assert names(step.tasks) == (
+        "a00 a01 d00 e00 c00 d01 e01 c01 g10-1 a10 a11 d10 j10 e10 c10 d11 j11 e11 c11 "
+        "h20 h'20 c'10 h21 h'21 c'11 "
+        "e'10 j'10 d'10 e'11 j'11 d'11 g'10-1 a'10 c'00 a'11 c'01 e'00 d'00 e'01 d'01 a'00 a'01"
+    )
+    waits = waits_of(step)
+    assert waits["g10-1"] == ""
+    assert (waits["j10"], waits["e10"]) == ("g10-1 d10", "d10 j10")
+    assert waits["j'10"] == "j10 e'10"
+    assert waits["g'10-1"] == "g10-1 j'10 j'11"
+    without = [task for task in step.tasks if name(task)[0] not in "gj"]
+    assert names(without) == names(striped_step(2, 2).tasks)
+    outputs = {str(v) for v in striped_step(2, 2).outputs}
+    assert {str(v) for v in step.outputs} == outputs
+
+
+def test_what_stripes_add_travels_when_their_rows_are_known() -> None:
+    step = striped_step(1, 2, offloaded=[0], copied=[0], revised=[0])
+    assert names(lane_of(step, PARAM)) == "g00-1 r00 r01 g'00-1"
+    assert names(lane_of(step, ATTENTION_SIDE)) == (
+        "a00 a01 k00 o00 k01 o01 h10 h'10 h11 h'11 o'00 k'00 o'01 k'01 a'00 a'01"
+    )
+    waits = waits_of(step)
+    assert (waits["r00"], waits["r01"]) == ("g00-1 d00", "r00 d01")
+    assert (waits["j01"], waits["k01"]) == ("d01 r01", "d01 r01")
+    assert waits["g'00-1"] == "g00-1 r00 r01 j'00 k'00 j'01 k'01"
+
+
+def test_the_simulator_hides_copies_behind_what_precedes_their_experts() -> None:
+    """Attention and dispatch of the first stripe take 4 s, the adjoint of attention more."""
+    plain, copied = striped_step(2, 2), striped_step(2, 2, copied=[0, 1])
+    for seconds in (2, 4):
+        assert makespan(copied, Seconds(copied=seconds)) == makespan(plain) == 68
+    assert makespan(copied, Seconds(copied=6)) == 70  # and the rest is waited for, once
+    timeline = simulate(copied, GOLDEN)
+    assert started(copied, timeline, PARAM) == "g00-1@0 g10-1@2 g'10-1@45 g'00-1@61"
+
+
 @pytest.mark.parametrize(("layers", "micro_batches"), [(0, 2), (2, 0)])
 def test_there_is_something_to_do(layers: int, micro_batches: int) -> None:
     match = f"{micro_batches} micro-batches of {layers} layers, .* give one of both at least"
@@ -171,6 +229,10 @@ def test_there_is_something_to_do(layers: int, micro_batches: int) -> None:
 def test_only_layers_of_the_stack_are_offloaded() -> None:
     with pytest.raises(ValueError, match=r"of which \[1, 2\] are offloaded"):
         striped_step(2, 2, offloaded=[1, 2])
+    with pytest.raises(ValueError, match=r"of which \[2\] are copied"):
+        striped_step(2, 2, copied=[2])
+    with pytest.raises(ValueError, match=r"of which \[1\] are revised; .* are copied, too"):
+        striped_step(2, 2, copied=[0], revised=[1])
 
 
 def test_an_adjoint_is_picked_with_what_it_is_of() -> None:
@@ -384,8 +446,11 @@ sizes = st.tuples(st.integers(1, 3), st.integers(1, 4))
 @st.composite
 def steps(draw: st.DrawFn) -> Schedule:
     num_layers, num_micro_batches = draw(sizes)
-    offloaded = draw(st.sets(st.integers(0, num_layers - 1)))
-    return striped_step(num_layers, num_micro_batches, offloaded=offloaded)
+    offloaded, copied = (draw(st.sets(st.integers(0, num_layers - 1))) for _ in range(2))
+    revised = {layer for layer in copied if draw(st.booleans())}
+    return striped_step(
+        num_layers, num_micro_batches, offloaded=offloaded, copied=copied, revised=revised
+    )
 
 
 whole = st.integers(0, 9)
@@ -427,7 +492,7 @@ def test_each_task_has_one_adjoint(step: Schedule) -> None:
         of = [place for task in schedule.tasks for place in task.adjoint_of]
         assert sorted(of) == [i for i, t in enumerate(schedule.tasks) if not t.adjoint_of]
         for task in schedule.tasks:
-            for place in task.adjoint_of:
+            for place in task.adjoint_of if task.op != GATHER else ():
                 assert name(schedule.tasks[place]) == name(task).replace("'", "")
     last = max(task.layer for task in step.tasks)
     for position, task in enumerate(step.tasks):
@@ -442,14 +507,15 @@ def test_each_task_has_one_adjoint(step: Schedule) -> None:
 @given(steps(), any_seconds)
 def test_order_of_a_lane_and_bounds_of_a_step(step: Schedule, seconds: Seconds) -> None:
     timeline = simulate(step, seconds)
-    for lane in LANES:
+    for lane in WITH_PARAM:
         at = [i for i, task in enumerate(step.tasks) if task.lane == lane]
         for before, after in pairwise(at):
             assert timeline.end_s[0][before] <= timeline.start_s[0][after]
     for position, waits in enumerate(step.after):
         for writer in waits:
             assert timeline.end_s[0][writer] <= timeline.start_s[0][position]
-    alone = picked(step, [i for i, task in enumerate(step.tasks) if task.span.start == 0])
+    first = (i for i, task in enumerate(step.tasks) if task.span.start == 0 and task.lane != PARAM)
+    alone = picked(step, list(first))
     least = max(*(seconds.busy(step, lane) for lane in LANES), makespan(alone, seconds))
     assert least <= timeline.makespan_s
     serial = sum(seconds(0, task) for task in step.tasks)
@@ -499,7 +565,7 @@ def test_each_side_issues_its_part(size: tuple[int, int], is_offloaded: bool) ->
         part = part_of(step, side)
         assert [name(task) for task in part.tasks] == wanted
         assert len(part.after) == len(part.tasks)
-        for lane in (A2E, E2A):  # what a communicator must see is the same on all ranks
+        for lane in SHARED:  # what a communicator must see is the same on all ranks
             assert names(lane_of(part, lane)) == names(lane_of(step, lane))
 
 
@@ -509,7 +575,7 @@ def test_sides_never_wait_for_each_other_in_a_circle(step: Schedule) -> None:
     """Each side starts what is next in a lane and has its inputs there; collectives need both."""
     parts = [part_of(step, side) for side in SIDES]
     queues = [
-        {lane: [i for i, task in enumerate(part.tasks) if task.lane == lane] for lane in LANES}
+        {lane: [i for i, task in enumerate(part.tasks) if task.lane == lane] for lane in WITH_PARAM}
         for part in parts
     ]
     done: list[set[int]] = [set(), set()]
@@ -518,7 +584,7 @@ def test_sides_never_wait_for_each_other_in_a_circle(step: Schedule) -> None:
         queue = queues[side][lane]
         return bool(queue) and set(parts[side].after[queue[0]]) <= done[side]
 
-    moves = [((0,), ATTENTION_SIDE), ((1,), EXPERT_SIDE), ((0, 1), A2E), ((0, 1), E2A)]
+    moves = [((0,), ATTENTION_SIDE), ((1,), EXPERT_SIDE), *(((0, 1), lane) for lane in SHARED)]
     while ready := [(who, lane) for who, lane in moves if all(is_ready(s, lane) for s in who)]:
         who, lane = ready[0]
         places = [queues[side][lane].pop(0) for side in who]
@@ -538,12 +604,12 @@ def test_several_ranks_of_a_side_that_are_alike_are_as_one(
 
     def of_rank(rank: int, task: Task) -> float:
         side = ATTENTION_SIDE if rank < num_attention else EXPERT_SIDE
-        return seconds(rank, task) if task.lane in (side, A2E, E2A) else 0.0
+        return seconds(rank, task) if task.lane in (side, *SHARED) else 0.0
 
     timeline = simulate(
         step,
         of_rank,
         num_ranks=len(ranks),
-        peers_of=lambda rank, task: ranks if task.lane in (A2E, E2A) else (rank,),
+        peers_of=lambda rank, task: ranks if task.lane in SHARED else (rank,),
     )
     assert timeline.makespan_s == makespan(step, seconds)

@@ -24,11 +24,13 @@ from ds_moe_ext.schedule.stripes import (
     DISPATCH,
     EXPERT,
     HEAD,
+    JOIN,
     OFFLOADED,
+    OFFLOADED_JOIN,
     one_at_a_time,
     striped_step,
 )
-from ds_moe_ext.schedule.task import Op, Schedule, Task
+from ds_moe_ext.schedule.task import GATHER, Op, Schedule, Task
 
 HEAD_BACKWARD = 2.0  # its activations are there still
 
@@ -173,6 +175,7 @@ def price_step(
     num_samples: int,
     moved_L: Sequence[int] | None = None,
     *,
+    copied_L: Sequence[int] | None = None,
     overlaps: bool = True,
 ) -> StepPrice:
     """Simulate Theorem 1's order. Stripes are all as long as the longest.
@@ -182,6 +185,8 @@ def price_step(
         shape: of the group.
         num_samples: of a step, of all attention ranks.
         moved_L: experts that each expert rank has lost, by layer; None: none anywhere.
+        copied_L: copies that each expert rank gets of other expert ranks' experts, by layer; every
+            expert has equally many rows, so that none gains by them. None: none anywhere.
         overlaps: both sides work at once; else it is DistEP.
 
     Raises:
@@ -189,8 +194,10 @@ def price_step(
     """
     moved_L = (0,) * ranks.model.num_layers if moved_L is None else tuple(moved_L)
     offloaded = tuple(layer for layer, moved in enumerate(moved_L) if moved)
-    step = _step(ranks.model.num_layers, shape.num_stripes, offloaded, overlaps)
-    seconds_of = _task_seconds(ranks, shape, num_samples, moved_L)
+    copied_L = (0,) * len(moved_L) if copied_L is None else tuple(copied_L)
+    copied = tuple(layer for layer, count in enumerate(copied_L) if count)
+    step = _step(ranks.model.num_layers, shape.num_stripes, offloaded, copied, overlaps)
+    seconds_of = _task_seconds(ranks, shape, num_samples, moved_L, copied_L)
     timeline = simulate(step, lambda rank, task: seconds_of(task))
 
     def busy_s(*ops: Op) -> float:
@@ -207,14 +214,22 @@ def price_step(
 
 @lru_cache(maxsize=64)
 def _step(
-    num_layers: int, num_stripes: int, offloaded: tuple[int, ...], overlaps: bool
+    num_layers: int,
+    num_stripes: int,
+    offloaded: tuple[int, ...],
+    copied: tuple[int, ...],
+    overlaps: bool,
 ) -> Schedule:
-    step = striped_step(num_layers, num_stripes, offloaded=offloaded)
+    step = striped_step(num_layers, num_stripes, offloaded=offloaded, copied=copied)
     return step if overlaps else one_at_a_time(step)
 
 
 def _task_seconds(
-    ranks: TwoClasses, shape: ZebraShape, num_samples: int, moved_L: Sequence[int]
+    ranks: TwoClasses,
+    shape: ZebraShape,
+    num_samples: int,
+    moved_L: Sequence[int],
+    copied_L: Sequence[int],
 ) -> Callable[[Task], float]:
     """Seconds of a task, alone; an op is known by its name, whatever its lane."""
     times = stripe_times(ranks, shape, num_samples)
@@ -223,8 +238,14 @@ def _task_seconds(
     gained = of_one * shape.expert_ranks / shape.attention_ranks
     sent_s = {moved: exchange_s(ranks, shape, num_samples, moved) for moved in set(moved_L)}
 
-    def layer_seconds(moved: int) -> Mapping[str, float]:
+    expert_bytes = ranks.model.expert_weights * ranks.model.element_bytes
+    link = ranks.link
+
+    def layer_seconds(moved: int, copied: int) -> Mapping[str, float]:
         return {
+            GATHER.name: copied * expert_bytes / link.bytes_per_s + link.latency_s,
+            JOIN.name: 0.0,
+            OFFLOADED_JOIN.name: 0.0,
             ATTENTION.name: times.attention_s,
             EXPERT.name: times.expert_s * (1 - moved * of_one),
             OFFLOADED.name: times.expert_on_attention_s * moved * gained,
@@ -232,8 +253,9 @@ def _task_seconds(
             COMBINE.name: sent_s[moved],
         }
 
-    forward_s = [layer_seconds(moved) for moved in moved_L] + [{HEAD.name: head_s}]
-    backward = {HEAD.name: HEAD_BACKWARD, DISPATCH.name: 1.0, COMBINE.name: 1.0}
+    forward_s = [*map(layer_seconds, moved_L, copied_L), {HEAD.name: head_s}]
+    sent = dict.fromkeys((DISPATCH.name, COMBINE.name, GATHER.name), 1.0)
+    backward = {HEAD.name: HEAD_BACKWARD, **sent}
 
     def seconds_of(task: Task) -> float:
         name = task.op.name

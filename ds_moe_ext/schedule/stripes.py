@@ -13,6 +13,18 @@ dispatch, ``c`` combine; adjoints have a prime::
 
 What was sent to the experts comes back, with its gradients, against the direction it had: a lane is
 a direction, not a task's name (spec rule 10), and so both sides issue each lane in one order.
+
+Where a layer's experts have copies, these travel in the lane of parameters, which both sides issue
+alike too: from the beginning of the layer, so that attention and dispatch go on beside them, and
+what a stripe's rows ask for in addition when its rows are known. Their gradients are summed over
+the stripes and go home when the last one has computed (``g`` gather, ``r`` revise, ``j`` join)::
+
+    attention  a00 a01                     ...                     a'00 a'01
+    expert         j00 e00 j01 e01         ...  e'00 j'00 e'01 j'01
+    param      g0      r00     r01         ...                     g'0
+
+Nothing waits for ever: a task waits for tasks that stand before it in the schedule alone, in its
+lane or by what it reads, and each side issues its part of the schedule in that order.
 """
 
 from __future__ import annotations
@@ -23,8 +35,19 @@ from itertools import zip_longest
 
 from ds_moe_ext.schedule import task as ops
 from ds_moe_ext.schedule.step import LOSS, in_lanes
-from ds_moe_ext.schedule.task import Kind, Lane, Op, Schedule, Span, Task, Value, spans
-from ds_moe_ext.schedule.wires import ARRIVED, COMPUTED, RETURNED, ROUTE, WEIGHTS
+from ds_moe_ext.schedule.task import (
+    GATHER,
+    PARAM,
+    Kind,
+    Lane,
+    Op,
+    Schedule,
+    Span,
+    Task,
+    Value,
+    spans,
+)
+from ds_moe_ext.schedule.wires import ARRIVED, COMPUTED, RETURNED, ROUTE, TARGET_WEIGHTS, WEIGHTS
 
 # A side, the ranks of one role, by the lane that only they have.
 ATTENTION_SIDE = Lane("attention")
@@ -32,6 +55,7 @@ EXPERT_SIDE = Lane("expert")
 SIDES = (ATTENTION_SIDE, EXPERT_SIDE)
 A2E = Lane("a2e")  # from attention ranks to expert ranks
 E2A = Lane("e2a")
+SHARED = (A2E, E2A, PARAM)  # where ranks of both sides meet
 
 ATTENTION = replace(ops.ATTENTION, lane=ATTENTION_SIDE)
 HEAD = Op("head", ATTENTION_SIDE)
@@ -39,6 +63,9 @@ EXPERT = replace(ops.EXPERT, lane=EXPERT_SIDE)
 OFFLOADED = Op("offloaded", ATTENTION_SIDE)  # experts that attention ranks hold
 DISPATCH = replace(ops.DISPATCH, lane=A2E, back=E2A)
 COMBINE = replace(ops.COMBINE, lane=E2A, back=A2E)
+REVISE = Op("revise", PARAM)  # the gather of copies that a stripe's rows ask for in addition
+JOIN = replace(ops.JOIN, lane=EXPERT_SIDE)
+OFFLOADED_JOIN = Op("offloaded_join", ATTENTION_SIDE, is_wait=True)
 
 TOKENS = Kind("tokens", has_gradient=False)  # of a micro-batch, and what is to follow them
 DENSE = Kind("dense")  # weights of a stage of the attention side
@@ -46,10 +73,17 @@ HIDDEN = Kind("hidden")  # what a stage leaves to the next on the spot: residual
 ROWS = Kind("rows")  # what it sends
 OFFLOADED_WEIGHTS = Kind("offloaded_weights")
 COMPUTED_HERE = Kind("computed_here")  # outputs of experts that attention ranks hold
+COPIES = Kind("copies")  # on this rank, and who holds which
+OFFLOADED_TARGET_WEIGHTS = Kind("offloaded_target_weights")
 
 
 def striped_step(
-    num_layers: int, num_micro_batches: int, *, offloaded: Collection[int] = ()
+    num_layers: int,
+    num_micro_batches: int,
+    *,
+    offloaded: Collection[int] = (),
+    copied: Collection[int] = (),
+    revised: Collection[int] = (),
 ) -> Schedule:
     """Forward and backward of a stack of MoE layers on both sides, in the order of Theorem 1.
 
@@ -64,23 +98,27 @@ def striped_step(
         num_layers: MoE layers, each with its experts.
         num_micro_batches: stripes that the tokens of an attention rank are cut into; each is the
             span of one finest chunk. With one, nothing overlaps.
-        offloaded: numbers of the layers some of whose experts attention ranks hold.
+        offloaded: numbers of the layers some of whose experts attention ranks hold, or copies.
+        copied: of those whose experts have copies.
+        revised: of those among them that may get more once the rows of a stripe are known.
 
     Raises:
-        ValueError: there is no layer or no micro-batch, or an offloaded layer is not among them.
+        ValueError: there is no layer or no micro-batch, or such a layer is not among them.
     """
-    strange = sorted(set(offloaded) - set(range(num_layers)))
-    if num_layers < 1 or num_micro_batches < 1 or strange:
-        raise ValueError(
-            f"{num_micro_batches} micro-batches of {num_layers} layers, of which {list(offloaded)} "
-            "are offloaded; give one of both at least, and numbers of these layers, from 0"
-        )
-    step = _Step(spans(num_micro_batches, num_micro_batches))
+    for what, layers in (("offloaded", offloaded), ("copied", copied), ("revised", revised)):
+        known = copied if layers is revised else range(num_layers)
+        if num_layers < 1 or num_micro_batches < 1 or not set(layers) <= set(known):
+            raise ValueError(
+                f"{num_micro_batches} micro-batches of {num_layers} layers, of which "
+                f"{list(layers)} are {what}; give one of both at least, and numbers of these "
+                "layers, from 0, where those revised are copied, too"
+            )
+    step = _Step(spans(num_micro_batches, num_micro_batches), offloaded, copied, revised)
     for layer in range(num_layers):
-        step.forward(layer, is_offloaded=layer in offloaded)
+        step.forward(layer)
     step.turn(num_layers)
     for layer in reversed(range(num_layers)):
-        step.backward(layer, is_offloaded=layer in offloaded)
+        step.backward(layer)
     return step.schedule()
 
 
@@ -90,13 +128,13 @@ def part_of(schedule: Schedule, side: Lane) -> Schedule:
     What the other side computes counts as given, though a rank here has none of it: of a collective
     it does its own half.
     """
-    own = {side, A2E, E2A}
+    own = {side, *SHARED}
     return picked(schedule, [i for i, task in enumerate(schedule.tasks) if task.lane in own])
 
 
 def one_at_a_time(schedule: Schedule) -> Schedule:
     """With one lane for all: DistEP, the baseline whose sides never work at the same time."""
-    return in_lanes(schedule, dict.fromkeys((EXPERT_SIDE, A2E, E2A), ATTENTION_SIDE))
+    return in_lanes(schedule, dict.fromkeys((EXPERT_SIDE, *SHARED), ATTENTION_SIDE))
 
 
 def picked(schedule: Schedule, positions: Sequence[int]) -> Schedule:
@@ -131,30 +169,61 @@ class _Step:
 
     Args:
         micro_batches: the span of each.
+        offloaded: as ``striped_step`` takes them.
+        copied: likewise.
+        revised: likewise.
     """
 
-    def __init__(self, micro_batches: Sequence[Span]) -> None:
+    def __init__(
+        self,
+        micro_batches: Sequence[Span],
+        offloaded: Collection[int],
+        copied: Collection[int],
+        revised: Collection[int],
+    ) -> None:
         self._micro_batches = micro_batches
+        self._whole = Span(0, len(micro_batches))
+        self._offloaded, self._copied, self._revised = offloaded, copied, revised
         self._tasks: list[Task] = []
         self._places: dict[tuple[Op, int, Span], int] = {}  # of forward
 
-    def forward(self, layer: int, *, is_offloaded: bool) -> None:
+    def forward(self, layer: int) -> None:
         """A dispatch stands behind the attention of the next micro-batch, and its experts right
         behind it (spec rule 42): a host that issues the tasks one by one waits in a dispatch until
         the counts of its rows are known."""
-        micro_batches = self._micro_batches
+        micro_batches, is_offloaded = self._micro_batches, layer in self._offloaded
+        if layer in self._copied:
+            self._run(_gather(layer, self._whole))
         self._run(_attention(layer, micro_batches[0]))
         for span, following in zip_longest(micro_batches, micro_batches[1:]):
             if following is not None:
                 self._run(_attention(layer, following))
             self._run(_dispatch(layer, span))
-            self._run(_expert(layer, span))
+            if layer in self._revised:
+                self._run(_revise(layer, span))
+            self._compute(_expert(layer, span), JOIN, TARGET_WEIGHTS)
             if not is_offloaded:
                 self._run(_combine(layer, span, is_offloaded=False))
         if is_offloaded:
             for span in micro_batches:
-                self._run(_offloaded(layer, span))
+                self._compute(_offloaded(layer, span), OFFLOADED_JOIN, OFFLOADED_TARGET_WEIGHTS)
                 self._run(_combine(layer, span, is_offloaded=True))
+
+    def _compute(self, task: Task, join: Op, joined: Kind) -> None:
+        """Experts, with their own weights or those that are joined from homes and copies."""
+        layer, span = task.layer, task.span
+        if layer in self._copied:
+            arrived, route, weights = task.reads
+            target = Value(joined, layer, span)
+            self._run(
+                Task(join, layer, span, (weights, self._copies(layer, span), route), (target,))
+            )
+            task = replace(task, reads=(arrived, route, target))
+        self._run(task)
+
+    def _copies(self, layer: int, span: Span) -> Value:
+        """Those that a stripe computes with."""
+        return Value(COPIES, layer, span if layer in self._revised else None)
 
     def turn(self, layer: int) -> None:
         """The last stage, forward and backward of each micro-batch."""
@@ -163,16 +232,32 @@ class _Step:
             self._undo(HEAD, layer, span)
             self._undo(COMBINE, layer - 1, span)
 
-    def backward(self, layer: int, *, is_offloaded: bool) -> None:
+    def backward(self, layer: int) -> None:
+        is_copied = layer in self._copied
         for span in self._micro_batches:
             self._undo(EXPERT, layer, span)
-            if is_offloaded:
+            if is_copied:
+                self._undo(JOIN, layer, span)
+            if layer in self._offloaded:
                 self._undo(OFFLOADED, layer, span)
+                if is_copied:
+                    self._undo(OFFLOADED_JOIN, layer, span)
             self._undo(DISPATCH, layer, span)
+        if is_copied:
+            self._send_home(layer)
         for span in self._micro_batches:
             self._undo(ATTENTION, layer, span)
             if layer:
                 self._undo(COMBINE, layer - 1, span)
+
+    def _send_home(self, layer: int) -> None:
+        """The adjoint of all that was gathered, at once."""
+        revised = self._micro_batches if layer in self._revised else ()
+        later = (self._places[REVISE, layer, span] for span in revised)
+        gathers = (self._places[GATHER, layer, self._whole], *later)
+        joined = dict.fromkeys(self._copies(layer, span) for span in self._micro_batches)
+        home = _grads((Value(WEIGHTS, layer),))
+        self._tasks.append(Task(GATHER, layer, self._whole, _grads(joined), home, gathers))
 
     def schedule(self) -> Schedule:
         read = dict.fromkeys(value for task in self._tasks for value in task.reads)
@@ -216,6 +301,18 @@ def _handed_on(layer: int, span: Span) -> tuple[Value, ...]:
 def _dispatch(layer: int, span: Span) -> Task:
     writes = (Value(ARRIVED, layer, span), Value(ROUTE, layer, span))
     return Task(DISPATCH, layer, span, (Value(ROWS, layer, span),), writes)
+
+
+def _gather(layer: int, whole: Span) -> Task:
+    """The copies of the plan."""
+    return Task(GATHER, layer, whole, (Value(WEIGHTS, layer),), (Value(COPIES, layer),))
+
+
+def _revise(layer: int, span: Span) -> Task:
+    """Those that are lacking still. What one stripe has asked for, the next ones have."""
+    before = Value(COPIES, layer, Span(span.start - 1, span.start) if span.start else None)
+    reads = (Value(WEIGHTS, layer), before, Value(ROUTE, layer, span))
+    return Task(REVISE, layer, span, reads, (Value(COPIES, layer, span),))
 
 
 def _expert(layer: int, span: Span) -> Task:

@@ -241,3 +241,18 @@ def test_classes_that_cannot_be() -> None:
         RankClass(attention_s=1, expert_s=-1)
     with pytest.raises(ValueError, match="backward is 0; it must be above 0"):
         ranks_of(model_of(), backward=0)
+
+
+def test_copies_cost_what_does_not_hide() -> None:
+    """A copy takes 0.1 s; attention and dispatch of a stripe 0.6 s. They travel there and back."""
+    model = model_of(2)
+    bytes_per_s = 10 * model.expert_weights * model.element_bytes
+    ranks, shape = ranks_of(model, link=Link(bytes_per_s=bytes_per_s)), shape_of(2, 2, 2)
+
+    def step_s(*copied: int) -> float:
+        return price_step(ranks, shape, 4, copied_L=copied).step_s
+
+    plain_s = price_step(ranks, shape, 4).step_s
+    assert step_s(0, 0) == plain_s
+    assert step_s(1, 3) == approx(plain_s)
+    assert step_s(20, 0) > plain_s + 1.3
