@@ -21,7 +21,8 @@ from ds_moe_ext.moe.copies.slab import Weights
 from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.observation import Rows, TimedTask
 from ds_moe_ext.planners import layer_pipelines
-from ds_moe_ext.schedule.task import ATTENTION, COMBINE, DISPATCH, EXPERT, GATHER, PARAM, Op
+from ds_moe_ext.schedule.stripes import OFFLOADED
+from ds_moe_ext.schedule.task import ATTENTION, COMBINE, DISPATCH, EXPERT, GATHER, PARAM, Op, Task
 from ds_moe_ext.steps.pipeline_costs import Pipelines
 from ds_moe_ext.strategy import Pool
 
@@ -131,7 +132,7 @@ class Seen:
         plan, layout = routed.site.plan, routed.site.layout
 
         def times(op: Op, *, is_adjoint: bool) -> list[float]:
-            return [s for task, s in seen if task.op is op and bool(task.adjoint_of) == is_adjoint]
+            return [s for task, s in seen if _is(task, op) and bool(task.adjoint_of) == is_adjoint]
 
         ahead, behind = (times(ATTENTION, is_adjoint=back) for back in (False, True))
         received_C = cell_rows(plan.home, plan.target, rows.routed_CE).received_C
@@ -140,13 +141,18 @@ class Seen:
             num_windows=len(ahead),
             back_window_s=sum(behind),
             num_back_windows=len(behind),
-            expert_s=sum(s for task, s in seen if task.op is EXPERT),
+            expert_s=sum(s for task, s in seen if _is(task, EXPERT, OFFLOADED)),
             rows=int(rows.computed_C[layout.index("ep")]),
-            exchange_s=sum(s for task, s in seen if task.op in (DISPATCH, COMBINE)),
+            exchange_s=sum(s for task, s in seen if _is(task, DISPATCH, COMBINE)),
             most_received=int(received_C.max()),
             gather_s=sum(times(GATHER, is_adjoint=False)),
             reduce_s=sum(times(GATHER, is_adjoint=True)),
         )
+
+
+def _is(task: Task, *ops: Op) -> bool:
+    """Whether a task is of one of these kinds, in whichever lane."""
+    return any(task.op.name == op.name for op in ops)
 
 
 def _seconds(timed: TimedTask) -> float:
@@ -275,8 +281,9 @@ class Costs:
 
     @property
     def _device(self) -> torch.device:
+        copies = self.layers[0].routed.copies
         held = (parameter for layer in self.layers for parameter in layer.parameters)
-        return next(held).device
+        return next(held).device if copies is None else copies.like[0].device
 
     def _expert(self, pool: Pool) -> Weights:
         """Weights of any one expert."""
