@@ -345,10 +345,10 @@ class Strategy(ABC):
         return self
 
     def uses(self) -> tuple[tuple[str, Lane], ...]:
-        """The (axis, lane) pairs that need a communicator: of rows by these ways, and of copies,
-        which one that never has any may leave out; or of rows between roles. Pure."""
+        """The (axis, lane) pairs that need a communicator: of rows by these ways or between roles,
+        and of copies, which one that never has any may leave out. Pure."""
         if self.has_roles:
-            return (("ep", INTER), ("ep", A2E), ("ep", E2A))
+            return (("ep", INTER), ("ep", PARAM), ("ep", A2E), ("ep", E2A))
         return (("ep", INTER), ("ep", PARAM), *along_nodes(self.ways))
 
     def beside(self, site: Site) -> Beside:

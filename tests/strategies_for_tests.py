@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,14 @@ from torch import Tensor
 
 from ds_moe_ext.moe.restore import Restore, weighing_grads
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.roles import Roles, Striping
 from ds_moe_ext.schedule import wires
 from ds_moe_ext.schedule.orders import stage_major
 from ds_moe_ext.schedule.program import Stage
 from ds_moe_ext.schedule.task import RESTORE, Op, Schedule, Span
 from ds_moe_ext.share import LocalElseHome, NearestCopy
-from ds_moe_ext.strategy import Destination, Job, Plan, Site, Strategy
+from ds_moe_ext.strategies.zebra import asymmetric_home
+from ds_moe_ext.strategy import Destination, Job, Plan, Pool, Rhythm, Site, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,3 +110,63 @@ class Sine(Strategy):
 
     def stages(self, site: Site) -> Mapping[Op, Stage]:
         return {RESTORE: SineRestore()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoRoles(Strategy):
+    """Attention ranks and expert ranks, and copies of the busiest experts on either.
+
+    Attributes:
+        attention_size: ranks of a group that have attention.
+        expert_size: ranks that have experts.
+        moved: experts of the first layer that each expert rank leaves to attention ranks.
+        on_attention: attention ranks get copies, too.
+        revises: the rows of a stripe say what is copied besides.
+    """
+
+    attention_size: int
+    expert_size: int
+    moved: int = 0
+    on_attention: bool = False
+    revises: bool = False
+
+    @property
+    def roles(self) -> Roles:
+        return Roles.first(self.attention_size, self.expert_size)
+
+    @property
+    def striping(self) -> Striping:
+        return Striping(2)
+
+    @property
+    def has_uneven_homes(self) -> bool:
+        return True
+
+    def first_homes(
+        self, num_experts: Sequence[int], pools: Iterable[Pool], num_cells: int
+    ) -> tuple[Placement, ...]:
+        moved = (self.moved, *(0 for _ in num_experts[1:]))
+        return tuple(asymmetric_home(n, self.roles, o) for n, o in zip(num_experts, moved))
+
+    def rhythm(self) -> Rhythm:
+        return Rhythm(plan_every=1)
+
+    def plan(self, job: Job) -> tuple[Plan, ...]:
+        return tuple(self._plan_of(job, *layer) for layer in zip(job.homes, job.rows))
+
+    def _plan_of(self, job: Job, home: Placement, rows_CE: np.ndarray) -> Plan:
+        cells = np.ones(home.num_cells, dtype=bool)
+        cells[list(self.roles.attention_cells)] = self.on_attention
+        target, share = with_busiest(home, cells, job.node_C, rows_CE)
+        more = partial(with_busiest, target, cells, job.node_C)
+        return Plan(home, target, share, revise=more if self.revises else None)
+
+
+def with_busiest(
+    target: Placement, cells: np.ndarray, node_C: np.ndarray, rows_CE: np.ndarray
+) -> Destination:
+    """The busiest expert computes on all these cells."""
+    copies_EC = np.zeros_like(target.holds_EC)
+    copies_EC[rows_CE.sum(axis=0).argmax()] = cells
+    more = target.with_copies(copies_EC)
+    return Destination(more, NearestCopy(more, node_C))

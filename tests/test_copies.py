@@ -147,7 +147,8 @@ def layer_of(
         layer=number,
     )
     like = (up[0].clone(), down[0].clone())
-    layer.routed.allow_copies(tuple(weight.requires_grad_(case.is_trained) for weight in like))
+    like = tuple(weight.requires_grad_(case.is_trained) for weight in like)
+    layer.routed.allow_copies(lambda: like)
     return layer, mine
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from ds_moe_ext.comm import Traffic
 from ds_moe_ext.layout import Grid, ParallelLayout, group_among
 from ds_moe_ext.moe.codecs import Codec
 from ds_moe_ext.moe.expert import Expert, FeedForwardExperts, silu_gated
@@ -36,11 +38,12 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.roles import Roles
 from ds_moe_ext.schedule.executor import ThreadLanes
 from ds_moe_ext.schedule.program import Stage
-from ds_moe_ext.schedule.stripes import A2E, E2A
-from ds_moe_ext.schedule.task import EXPERT, RESTORE, Op, Schedule, Span
-from ds_moe_ext.share import LocalElseHome
+from ds_moe_ext.schedule.simulator import simulate
+from ds_moe_ext.schedule.stripes import SHARED, striped_step
+from ds_moe_ext.schedule.task import EXPERT, PARAM, RESTORE, Op, Schedule, Span
+from ds_moe_ext.share import LocalElseHome, NearestCopy
 from ds_moe_ext.strategies.zebra import Zebra, asymmetric_home
-from ds_moe_ext.strategy import Destination, Job, Plan, Site, Strategy
+from ds_moe_ext.strategy import Carried, Destination, Job, Plan, Site, Strategy
 from ds_moe_ext.zebra import stack as zebra_stack
 from ds_moe_ext.zebra import stripe_model
 from ds_moe_ext.zebra.passage import Answer, Here, Passage
@@ -150,6 +153,7 @@ class Case(NamedTuple):
         num_pieces: of every stripe.
         router: "drawn"; "one": all tokens choose the same two experts; "dropped": of every second
             token all choices are dropped.
+        num_steps: of which the last one counts; between them all weights grow by a tenth.
     """
 
     attention: int = 2
@@ -164,6 +168,7 @@ class Case(NamedTuple):
     attention_cells: tuple[int, ...] = ()
     hooks: Hooked = NO_HOOKS
     strategy: type[Strategy] = Zebra
+    num_steps: int = 1
 
     @property
     def roles(self) -> Roles:
@@ -213,8 +218,9 @@ class Outcome(NamedTuple):
         losses: of its pieces.
         grads: by name; of an expert's part of a weight by name and expert.
         issued: between the sides, in words.
-        routed_LE: rows that it sent to each expert, of each layer.
+        routed_LE: rows that it sent to each expert, of each layer, in all steps.
         splits: rows sent to each rank and received from each, of each layer and stripe.
+        traffic: of copies and their gradients.
     """
 
     losses: list[float]
@@ -222,6 +228,7 @@ class Outcome(NamedTuple):
     issued: tuple[tuple[str, tuple[str, ...]], ...]
     routed_LE: np.ndarray
     splits: list[tuple[tuple[int, ...], tuple[int, ...]]]
+    traffic: Traffic
 
 
 def run_case(rank: int, world_size: int, case: Case) -> Outcome:
@@ -230,7 +237,7 @@ def run_case(rank: int, world_size: int, case: Case) -> Outcome:
     strategy = case.strategy(attention_size=case.attention, expert_size=case.experts)
     layout = ParallelLayout.build(Grid(world_size, roles.size), strategy.uses())
     homes = [asymmetric_home(EXPERTS, roles, moved) for moved in case.moved]
-    plans = [Plan(home, home, LocalElseHome(home, home)) for home in homes]
+    plans = strategy.plan(Job.at_start(homes, layout.node_C))
     routed = [
         RoutedExperts(
             strategy,
@@ -244,7 +251,11 @@ def run_case(rank: int, world_size: int, case: Case) -> Outcome:
     control = group_among(layout.grid.along("ep"), backend="gloo")
     named = _own_weights(model, homes, cell)
     weights = [tuple(own.values()) for own in named]
-    sums = GradientSums() if case.is_graded else None
+    if ("ep", PARAM) in strategy.uses():
+        for layer in routed:
+            layer.allow_copies(partial(_like, model))
+    parameters = {name: p for own in named for name, p in own.items()}
+    parameters |= {n: p for n, p in model.named_parameters() if ".experts." not in n}
     with ThreadPoolExecutor(16) as threads, mock.patch.object(Order, "routed", seeing()) as seen:
         stack = Stack(
             layers=routed,
@@ -255,21 +266,38 @@ def run_case(rank: int, world_size: int, case: Case) -> Outcome:
             recomputes=case.recomputes,
             threads=threads,
         )
-        stripes = _stripes(case, model, stack, sums) if stack.is_attention else []
-        with cut(model, stack.here):
-            issued = stack.run(case.num_stripes, stripes, sums, counts=True, control=control)
-    parameters = {name: p for own in named for name, p in own.items()}
-    parameters |= {n: p for n, p in model.named_parameters() if ".experts." not in n}
+        for step in range(case.num_steps):
+            if step:
+                grow(parameters.values())
+                for layer in routed:
+                    layer.after_step()
+            sums = GradientSums() if case.is_graded else None
+            stripes = _stripes(case, model, stack, sums) if stack.is_attention else []
+            with cut(model, stack.here):
+                issued = stack.run(case.num_stripes, stripes, sums, counts=True, control=control)
     one = torch.ones(())
     taken = {} if sums is None else {name: sums.take(p, one) for name, p in parameters.items()}
     passages = [passage for stripe in stripes for passage in stripe.passages]
     return Outcome(
         losses=[float(passage.output.loss) for passage in passages],
         grads={name: grad for name, grad in taken.items() if grad is not None},
-        issued=tuple((lane.name, tuple(issued.in_lane(lane).split())) for lane in (A2E, E2A)),
+        issued=tuple((lane.name, tuple(issued.in_lane(lane).split())) for lane in SHARED),
         routed_LE=np.stack([layer.rows.take().routed_CE[cell] for layer in routed]),
         splits=seen.splits,
+        traffic=sum((each.copies.traffic for each in routed if each.copies), Traffic()),
     )
+
+
+@torch.no_grad()
+def grow(weights: Iterable[Tensor]) -> None:
+    for weight in weights:
+        weight.mul_(1.1)
+
+
+def _like(model: Model) -> tuple[Tensor, ...]:
+    """An expert's weights."""
+    experts = next(module for module in model.modules() if isinstance(module, Experts))
+    return tuple(w[0].detach().requires_grad_() for w in (experts.up_EFD, experts.down_EDF))
 
 
 @functools.cache
@@ -299,7 +327,7 @@ def _own_weights(model: Model, homes: list[Placement], cell: int) -> list[dict[s
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, Experts)]
     return [
         {
-            f"{name}.{weight}.{expert}": nn.Parameter(getattr(module, weight)[expert].detach())
+            f"{name}.{weight}.{expert}": nn.Parameter(getattr(module, weight)[expert].clone())
             for expert in home.experts_of(cell)
             for weight in ("up_EFD", "down_EDF")
         }
@@ -331,6 +359,8 @@ def _stripes(case: Case, model: Model, stack: Stack, sums: GradientSums | None) 
 def expected(case: Case) -> tuple[dict[int, list[float]], Grads]:
     """Losses of each attention rank and gradients of all, by plain autograd in one process."""
     model = case.model()
+    for _ in range(1, case.num_steps):
+        grow(model.parameters())
     total, losses = torch.zeros(()), {}
     for cell in case.roles.attention_cells:
         losses[cell] = []
@@ -374,7 +404,8 @@ def _check_rows(case: Case, outcomes: list[Outcome]) -> None:
             continue
         num_tokens = sum(case.batch(*numbers).numel() for numbers in case.pieces(cell))
         if case.router != "dropped":
-            assert set(outcome.routed_LE.sum(axis=1)) == {TOP_K * num_tokens}
+            each = case.num_steps * TOP_K * num_tokens
+            assert set(outcome.routed_LE.sum(axis=1)) == {each}
 
 
 @pytest.mark.parametrize("moved", [(0, 0), (0, 1), (1, 1), (2, 0)])
@@ -411,8 +442,8 @@ def test_cases_equal_one_process(name: str) -> None:
 def test_order_of_theorem_1() -> None:
     """Rule 10: a2e carries D^F and C^B, e2a carries C^F and D^B; stripes ascend in both."""
     outcomes = check(Case(1, 1, (0, 0), 2))
-    (a2e, there), (e2a, back) = outcomes[0].issued
-    assert (a2e, e2a) == ("a2e", "e2a")
+    (a2e, there), (e2a, back), param = outcomes[0].issued
+    assert (a2e, e2a, param) == ("a2e", "e2a", ("param", ()))
     ops = [task.split("(")[0].split("[")[0] for task in (*there, *back)]
     assert len(set(ops[:4])) == len(set(ops[4:8])) == 1
     assert set(ops[:4]) != set(ops[4:8])
@@ -594,6 +625,103 @@ def test_a_strategy_of_the_users_own_may_give_roles() -> None:
         assert all(torch.equal(mine.grads[name], theirs.grads[name]) for name in mine.grads)
 
 
+# Copies.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copied(OwnRoles):
+    """A copy of every second expert on the last rank, of the others wherever experts are."""
+
+    def plan(self, job: Job) -> tuple[Plan, ...]:
+        return tuple(self._plan_of(home, job.node_C) for home in job.homes)
+
+    def _plan_of(self, home: Placement, node_C: np.ndarray) -> Plan:
+        holds_EC = home.holds_EC.copy()
+        holds_EC[::2, -1] = True
+        holds_EC[1::2] = home.holds_EC.any(axis=0)
+        target = Placement(holds_EC)
+        return Plan(home, target, NearestCopy(target, node_C))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopiedEverywhere(Copied):
+    """Attention ranks compute, too, where the first layer is; the others have no copies."""
+
+    def plan(self, job: Job) -> tuple[Plan, ...]:
+        first, *rest = job.homes
+        target = Placement(np.ones_like(first.holds_EC))
+        plan = Plan(first, target, NearestCopy(target, job.node_C))
+        return plan, *map(Plan.at_home, rest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Revised(OwnRoles):
+    """Nothing is copied before the rows are known."""
+
+    def plan(self, job: Job) -> tuple[Plan, ...]:
+        return tuple(
+            replace(Plan.at_home(home), revise=partial(busiest, home, job.node_C))
+            for home in job.homes
+        )
+
+
+def busiest(target: Placement, node_C: np.ndarray, rows_CE: np.ndarray) -> Destination:
+    """The two busiest experts compute on every rank: each stripe has its own."""
+    holds_EC = target.holds_EC.copy()
+    holds_EC[np.argsort(-rows_CE.sum(axis=0), kind="stable")[:2]] = True
+    more = Placement(holds_EC)
+    return Destination(more, NearestCopy(more, node_C))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopiedAndRevised(Copied):
+    """Every second layer is revised."""
+
+    def plan(self, job: Job) -> tuple[Plan, ...]:
+        return tuple(
+            replace(plan, revise=partial(busiest, plan.target, job.node_C) if layer % 2 else None)
+            for layer, plan in enumerate(super().plan(job))
+        )
+
+
+COPYING = (Copied, CopiedEverywhere, Revised, CopiedAndRevised)
+WITH_COPIES = {
+    "two layers": Case(1, 2, (0, 0), 2),
+    "offloaded": Case(2, 2, (0, 1, 0), 2, num_pieces=2),
+    "one stripe": Case(1, 2, (0, 0), 1),
+    "two steps": Case(2, 2, (0, 1, 1), 2, num_steps=2),
+    "no gradients": Case(2, 2, (0, 1), 2, is_graded=False, num_steps=2),
+    "no gradients, one attention rank": Case(1, 2, (0, 0), 2, is_graded=False),
+    "computed again": Case(1, 2, (0, 0), 2, recomputes=True),
+    "the same experts": Case(2, 2, (0, 0), 3, router="one"),
+    "attention ranks last": Case(2, 2, (1, 0), 2, attention_cells=(1, 3), router="dropped"),
+}
+
+
+@pytest.mark.parametrize("strategy", COPYING)
+@pytest.mark.parametrize("name", WITH_COPIES)
+def test_copies_between_roles_equal_one_process(name: str, strategy: type[Strategy]) -> None:
+    case = WITH_COPIES[name]
+    outcomes = check(case._replace(strategy=strategy))
+    sent, received = (
+        sum(getattr(outcome.traffic, way) for outcome in outcomes)
+        for way in ("sent_bytes", "received_bytes")
+    )
+    assert sent == received > 0
+
+
+def test_the_simulator_prices_what_ran() -> None:
+    """Nothing is copied to the attention ranks of the first layer and of the last."""
+    case = WITH_COPIES["offloaded"]._replace(strategy=CopiedAndRevised)
+    outcomes = check(case)
+    step = striped_step(3, case.num_stripes, offloaded=[1], copied=[0, 1, 2], revised=[1])
+    lanes = tuple((lane.name, tuple(step.in_lane(lane).split())) for lane in SHARED)
+    assert outcomes[0].issued == lanes
+    copied_s = {"gather": 3.0, "revise": 1.0}
+    timeline = simulate(step, lambda rank, task: copied_s.get(task.op.name, 0.5))
+    assert timeline.makespan_s > simulate(step, lambda rank, task: 0.5).makespan_s
+
+
 def test_stages_of_the_strategy_are_run() -> None:
     case = Case(1, 1, (0, 0), 2)
     plain, doubled = (
@@ -609,7 +737,7 @@ def test_stages_of_the_strategy_are_run() -> None:
     assert doubled[0].losses != plain[0].losses
 
 
-def _layer_of(strategy: Zebra, plan: Plan, options: LayerOptions | None = None) -> RoutedExperts:
+def _layer_of(strategy: Strategy, plan: Plan, options: LayerOptions | None = None) -> RoutedExperts:
     site = Site(plan, ParallelLayout(Grid(2, 2), rank=0), 0)
     return RoutedExperts(strategy, site, FeedForwardExperts(silu_gated), options=options)
 
@@ -620,11 +748,17 @@ def test_what_has_no_task_is_refused() -> None:
     with pytest.raises(ValueError, match=r"has stages of its own for restore, .* give it none but"):
         _layer_of(RestoringZebra(attention_size=1, expert_size=1), plan)
     revised = replace(plan, revise=lambda rows_CE: Destination(home, plan.share))
-    strategy = Zebra(attention_size=1, expert_size=1)
-    with pytest.raises(ValueError, match=r"plan with copies .* layer 0, .* plan experts at home"):
-        _layer_of(strategy, revised)
-    with pytest.raises(ValueError, match="plan with copies"):
-        _layer_of(strategy, plan).take(revised)
+    zebra = Zebra(attention_size=1, expert_size=1)
+    with pytest.raises(ValueError, match=r"Zebra plans copies .* add \('ep', PARAM\)"):
+        _layer_of(zebra, revised)
+    with pytest.raises(ValueError, match="Zebra plans copies"):
+        _layer_of(zebra, plan).take(revised)
+    strategy = OwnRoles(attention_size=1, expert_size=1)
+    with pytest.raises(ValueError, match=r"layer 0 frees its copies .* leave rematerialize out"):
+        _layer_of(strategy, replace(revised, rematerialize=True))
+    carried = Carried(((), ()), ((), ()))
+    with pytest.raises(ValueError, match=r"has the block before carry .* leave carried out"):
+        _layer_of(strategy, replace(revised, carried=carried))
 
 
 # Models that call their layers in another way.

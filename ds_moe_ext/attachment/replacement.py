@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -26,10 +27,12 @@ from ds_moe_ext.hardware import Hardware, read_hardware
 from ds_moe_ext.layout import GRID, NODE_AXES, Grid, ParallelLayout
 from ds_moe_ext.moe import deep_ep
 from ds_moe_ext.moe.copies.layer_copies import in_order
+from ds_moe_ext.moe.copies.slab import Weights
 from ds_moe_ext.moe.expert import ExpertFunction
 from ds_moe_ext.moe.gate import RunRows
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
 from ds_moe_ext.moe.sharding import WHOLE, Shard
+from ds_moe_ext.moe.turns import DTYPES
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.report.record import LayerRecord
 from ds_moe_ext.schedule.task import INTER, INTRA, PARAM, Lane
@@ -271,7 +274,7 @@ def build(
     if has_layers:
         _connect(layout, strategy.uses(), device)
     with start.together():
-        return _adopted(blueprint, layout, around) if has_layers else []
+        return _adopted(blueprint, layout, around, device) if has_layers else []
 
 
 def _check_way(blueprint: Blueprint, layout: ParallelLayout, device: torch.device) -> None:
@@ -299,7 +302,7 @@ def _connect(
 
 
 def _adopted(
-    blueprint: Blueprint, layout: ParallelLayout, around: Around | None
+    blueprint: Blueprint, layout: ParallelLayout, around: Around | None, device: torch.device
 ) -> list[tuple[AttachedLayer, Adopted]]:
     """See ``build``."""
     strategy, homes, stacks = blueprint.strategy, blueprint.homes(), blueprint.stacks
@@ -318,7 +321,7 @@ def _adopted(
         layer = AttachedLayer.of(found, adopted)
         attached.append((layer, adopted if router is None else host(router, adopted)))
     if ("ep", PARAM) in strategy.uses():
-        _allow_copies(blueprint.pools, [layer for layer, _ in attached])
+        _allow_copies(blueprint, [layer for layer, _ in attached], device)
     return attached
 
 
@@ -408,14 +411,39 @@ def _shard(found: Found, layout: ParallelLayout) -> Shard:
     return WHOLE if size == 1 else Shard(found.split(size), layout.index("esp"), size)
 
 
-def _allow_copies(pools: Iterable[Pool], layers: Sequence[AttachedLayer]) -> None:
-    for pool in pools:
-        slots = (slot for layer in pool.layers for slot in layers[layer].hosted.slots())
-        like = next(slots).parameters
-        for layer in pool.layers:
-            layers[layer].routed.allow_copies(like)
+def _allow_copies(
+    blueprint: Blueprint, layers: Sequence[AttachedLayer], device: torch.device
+) -> None:
+    for pool in blueprint.pools:
+        hosted = [layers[layer].hosted for layer in pool.layers]
+        slot = next((slot for each in hosted for slot in each.slots()), None)
+        if slot is None:
+            like = _like_none(hosted[0].place, blueprint.found[pool.layers[0]].expert, device)
+        else:
+            like = partial(tuple, slot.parameters)
+        for each in hosted:
+            each.routed.allow_copies(like)
     for _, stack in groupby(layers, key=lambda layer: layer.stack):
         in_order(layer.routed.copies for layer in stack if layer.routed.copies is not None)
+
+
+def _like_none(
+    place: nn.Module, expert: ExpertShape, device: torch.device
+) -> Callable[[], Weights]:
+    """What an expert's weights are like, on a rank of another role that has none: as buffers
+    without elements are, which the host casts and moves as it does the model."""
+    dtypes = {str(dtype): dtype for dtype in DTYPES}
+    for number, (_, _, dtype, _) in enumerate(expert):
+        empty = torch.empty(0, dtype=dtypes[dtype], device=device)
+        place.register_buffer(f"like_{number}", empty, persistent=False)
+
+    def like() -> Weights:
+        return tuple(
+            place.get_buffer(f"like_{number}").new_empty(()).expand(shape).requires_grad_(trained)
+            for number, (_, shape, _, trained) in enumerate(expert)
+        )
+
+    return like
 
 
 def check_agreement(layers: Iterable[AttachedLayer], rank: int) -> None:

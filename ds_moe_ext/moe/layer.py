@@ -61,7 +61,6 @@ from ds_moe_ext.schedule.task import (
     Schedule,
     Span,
 )
-from ds_moe_ext.schedule.wires import ALONE
 from ds_moe_ext.strategy import Destination, Plan, Site, Strategy
 
 
@@ -158,6 +157,10 @@ class RoutedExperts:
         """Of the latest pass."""
         return self.row_width * self.row_dtype.itemsize
 
+    def rows_are_like(self, x_TD: Tensor) -> None:
+        """Those of the pass that comes."""
+        self.row_width, self.row_dtype = x_TD.shape[-1], x_TD.dtype
+
     @property
     def name(self) -> str:
         """As the model has it; its number where it has none."""
@@ -170,11 +173,11 @@ class RoutedExperts:
         is_flat = self.site.layout.why_flat and not BY_NODES.isdisjoint(ways)
         return (Way.DIRECT,) if is_flat or self._moves_rows_itself else ways
 
-    def allow_copies(self, like: Weights) -> None:
+    def allow_copies(self, like: Callable[[], Weights]) -> None:
         """Say what the weights of an expert are like. Needed before a plan with copies.
 
         Args:
-            like: of any one expert; their shapes, type and device are looked at, then and later.
+            like: gives those of any one expert, whose shapes, type and device are looked at.
         """
         layout = self.site.layout
         group = layout.group("ep", PARAM)
@@ -308,7 +311,7 @@ class RoutedExperts:
         return Moe(self.site.layer, self._options.name)
 
     def _run(self, x_TD: Tensor, given: tuple[Any, ...], weights: Weights) -> tuple[Tensor, ...]:
-        self.row_width, self.row_dtype = x_TD.shape[-1], x_TD.dtype
+        self.rows_are_like(x_TD)
         self.windows.layer_begins(x_TD)
         if self.copies is None or not self.site.plan.is_joined:
             return self.program(x_TD.device)(x_TD, *given, weights)
@@ -346,10 +349,7 @@ class RoutedExperts:
         plan, ops = self.site.plan, {task.op for task in forward.tasks}
         who = type(self._strategy).__qualname__
         if plan.has_copies and self.copies is None:
-            raise ValueError(
-                f"{who} plans copies of experts, but its uses() leaves out the communicator that "
-                "they travel by; add ('ep', PARAM), or leave uses to the base class"
-            )
+            raise ValueError(_without_copies(who))
         if self.copies is not None and plan.is_joined and JOIN not in ops:
             raise ValueError(
                 f"{who} plans copies of experts, or ranks without any, but its schedules do not "
@@ -514,19 +514,42 @@ _BETWEEN_SIDES = frozenset((ORDER, DISPATCH, EXPERT, COMBINE))
 
 
 def _check_roles(own: Mapping[Op, Stage], strategy: Strategy, site: Site) -> None:
-    """Raises ValueError for what tasks between ranks with roles do not have yet."""
-    name = type(strategy).__qualname__
-    if site.plan.has_copies or strategy.beside(site) != ALONE:
-        raise ValueError(
-            f"{name} has a plan with copies of experts for layer {site.layer}, and gives the ranks "
-            "roles, where no task joins copies yet; plan experts at home, or give no roles"
-        )
+    """Raises ValueError for what stripes between ranks with roles cannot do."""
+    name, plan = type(strategy).__qualname__, site.plan
+    asked = (
+        (
+            plan.carried is not None,
+            "has the block before carry its copies (carried)",
+            "the blocks of several stripes run at once; leave carried out: a gather goes beside "
+            "what precedes its layer in any case",
+        ),
+        (
+            plan.rematerialize and plan.has_copies,
+            "frees its copies between forward and backward (rematerialize)",
+            "stripes go forward and back in turns; leave rematerialize out",
+        ),
+    )
+    for is_asked, what, why in asked:
+        if is_asked:
+            raise ValueError(
+                f"{name} gives the ranks roles, and its plan for layer {site.layer} {what}, but "
+                f"{why}"
+            )
+    if plan.has_copies and ("ep", PARAM) not in strategy.uses():
+        raise ValueError(_without_copies(name))
     others = sorted(op.name for op in own.keys() - _BETWEEN_SIDES)
     if others:
         raise ValueError(
             f"{name} has stages of its own for {', '.join(others)}, which ranks with roles do not "
             "run as tasks; give it none but of order, dispatch, expert and combine"
         )
+
+
+def _without_copies(name: str) -> str:
+    return (
+        f"{name} plans copies of experts, but its uses() leaves out the communicator that "
+        "they travel by; add ('ep', PARAM), or leave uses to the base class"
+    )
 
 
 def _coded(wire: Wire, back: Wire, codec: Codec | None) -> tuple[Wire, Wire]:

@@ -193,8 +193,9 @@ def run_on(host: Host, model: nn.Module, settings: Settings, strategy: Strategy)
             return None
     gradients = host.dense_gradients(blueprint, layers)
     with start.together():
-        measures = blueprint.strategy.rhythm().measures
-        block_hooks.launch_with_blocks(model, layers, measures=measures)
+        if blueprint.strategy.roles is None:  # else the schedule of a step has tasks for it
+            measures = blueprint.strategy.rhythm().measures
+            block_hooks.launch_with_blocks(model, layers, measures=measures)
         for layer in layers:
             if layer.routed.copies is not None:
                 layer.routed.copies.is_last_pass = host.last_pass(layer)

@@ -15,6 +15,8 @@ import numpy as np
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.roles import Roles, Striping
 from ds_moe_ext.schedule.stripe_samples import check_stripes, default_stripes
+from ds_moe_ext.schedule.stripes import A2E, E2A
+from ds_moe_ext.schedule.task import INTER, Lane
 from ds_moe_ext.strategy import Job, Plan, Pool, Strategy, register
 from ds_moe_ext.strict import at_least
 
@@ -131,6 +133,9 @@ class Zebra(Strategy):
         cells = range(self.attention_size + self.expert_size)
         own = tuple(sorted(self.attention_cells))
         return Roles(own, tuple(cell for cell in cells if cell not in own))
+
+    def uses(self) -> tuple[tuple[str, Lane], ...]:
+        return (("ep", INTER), ("ep", A2E), ("ep", E2A))  # no copies
 
     @property
     def striping(self) -> Striping:

@@ -7,6 +7,7 @@ model width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +31,14 @@ class StripeDispatch(Uncut):
         dispatch: likewise.
         device: of the rows.
         is_graded: gradients will come.
+        tell: what rows are like.
     """
 
     order: Stage
     dispatch: Stage
     device: torch.device
     is_graded: bool
+    tell: Callable[[Tensor], None]
 
     def forward(self, span: Span, question: Question | None) -> tuple[tuple[Any, ...], Saved]:
         if question is None:
@@ -45,6 +48,7 @@ class StripeDispatch(Uncut):
         else:
             x_TD = question.x_TD
             (route,), _ = self.order.forward(STRIPE, question.expert_TK, x_TD)
+        self.tell(x_TD)
         (arrived_RD,), saved = self.dispatch.forward(STRIPE, x_TD, route)
         # Whether the other side wants gradients nobody knows here; it takes them in any case.
         return (arrived_RD.requires_grad_(self.is_graded), route), saved

@@ -67,11 +67,13 @@ class StripeExpert(Uncut):
         expert: of the layer.
         sums: takes the gradients of its weights, stripe by stripe; None where there are none.
         recomputes: forward keeps its rows alone, and backward computes the rest again.
+        is_joined: its weights are joined from homes and copies; so their gradients go there.
     """
 
     expert: Stage
     sums: TakesGradients | None
     recomputes: bool = False
+    is_joined: bool = False
 
     def forward(
         self, span: Span, rows_RD: Tensor, route: LayerRoute, weights: tuple[Tensor, ...]
@@ -90,6 +92,8 @@ class StripeExpert(Uncut):
             with state.again():
                 _, kept = self.expert.forward(STRIPE, rows_RD, route, weights)
         grad_rows_RD, grads = self.expert.backward(STRIPE, kept, grad_RD)
+        if self.is_joined:
+            return grad_rows_RD, grads
         assert self.sums is not None
         for weight, grad in zip(weights, grads):
             if grad is not None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,36 +23,60 @@ from ds_moe_ext.schedule import task as ops
 from ds_moe_ext.schedule.executor import Lanes
 from ds_moe_ext.schedule.program import Crew, Pass, Stage
 from ds_moe_ext.schedule.stripes import (
-    A2E,
     ATTENTION,
     ATTENTION_SIDE,
     COMBINE,
     DISPATCH,
-    E2A,
     EXPERT,
     EXPERT_SIDE,
     HEAD,
+    JOIN,
     OFFLOADED,
+    OFFLOADED_JOIN,
     OFFLOADED_WEIGHTS,
+    REVISE,
+    SHARED,
     part_of,
     picked,
     striped_step,
 )
-from ds_moe_ext.schedule.task import Lane, Op, Schedule, Value
+from ds_moe_ext.schedule.task import GATHER, Lane, Op, Schedule, Value
 from ds_moe_ext.schedule.wires import WEIGHTS
+from ds_moe_ext.strategy import Plan
 from ds_moe_ext.zebra.coroutine import RandomNumbers
 from ds_moe_ext.zebra.crossing import StripeCombine, StripeDispatch
 from ds_moe_ext.zebra.passage import Here
 from ds_moe_ext.zebra.serving import StripeExpert, TakesGradients
 from ds_moe_ext.zebra.stripe import Stripe, StripeAttention, StripeHead
+from ds_moe_ext.zebra.stripe_copies import StripeGather, StripeJoin
 
 
-@cache
+class Numbers(NamedTuple):
+    """Of layers of each kind, as ``striped_step`` takes them."""
+
+    offloaded: frozenset[int]
+    copied: frozenset[int]
+    revised: frozenset[int]
+
+    @classmethod
+    def of(cls, plans: Sequence[Plan], roles: Roles) -> Numbers:
+        """By the plans of all layers."""
+        cells = list(roles.attention_cells)
+        kinds = (
+            # The rows of a stripe may ask for copies anywhere.
+            lambda plan: plan.revise or plan.target.holds_EC[:, cells].any(),
+            lambda plan: plan.has_copies,
+            lambda plan: plan.revise,
+        )
+        return cls(*(frozenset(n for n, plan in enumerate(plans) if has(plan)) for has in kinds))
+
+
+@lru_cache(maxsize=64)
 def schedule_of(
-    num_layers: int, num_stripes: int, offloaded: frozenset[int], side: Lane, *, is_graded: bool
+    num_layers: int, num_stripes: int, numbers: Numbers, side: Lane, *, is_graded: bool
 ) -> Schedule:
     """The part of one side; without its backward where there is none."""
-    own = part_of(striped_step(num_layers, num_stripes, offloaded=offloaded), side)
+    own = part_of(striped_step(num_layers, num_stripes, **numbers._asdict()), side)
     if is_graded:
         return own
     return picked(own, [i for i, task in enumerate(own.tasks) if not task.adjoint_of])
@@ -119,9 +144,8 @@ class Stack:
         """
         side = ATTENTION_SIDE if self.is_attention else EXPERT_SIDE
         is_graded = sums is not None
-        schedule = schedule_of(
-            len(self.layers), num_stripes, self._offloaded, side, is_graded=is_graded
-        )
+        numbers = Numbers.of([layer.site.plan for layer in self.layers], self.roles)
+        schedule = schedule_of(len(self.layers), num_stripes, numbers, side, is_graded=is_graded)
         crews = [self._crew(layer, stripes, sums, counts=counts) for layer in self.layers]
         head = {HEAD: StripeHead(len(crews), stripes)}
         crews.append(Crew(head, crews[-1].observers, "the end"))
@@ -152,14 +176,19 @@ class Stack:
         order, dispatch, expert, combine = (
             own.stages[op] for op in (ops.ORDER, ops.DISPATCH, ops.EXPERT, ops.COMBINE)
         )
-        serving = StripeExpert(expert, sums, self.recomputes)
+        has_copies = layer.site.plan.has_copies
+        serving = StripeExpert(expert, sums, self.recomputes, has_copies)
         stages: dict[Op, Stage] = {
             ATTENTION: StripeAttention(layer.site.layer, stripes),
-            DISPATCH: StripeDispatch(order, dispatch, self.device, is_graded),
+            DISPATCH: StripeDispatch(order, dispatch, self.device, is_graded, layer.rows_are_like),
             EXPERT: serving,
             OFFLOADED: serving,
             COMBINE: StripeCombine(combine),
         }
+        if has_copies:
+            assert layer.copies is not None, "its strategy uses what they travel by"
+            gather, join = StripeGather(layer.copies, sums), StripeJoin(layer.copies, sums)
+            stages |= {GATHER: gather, REVISE: gather, JOIN: join, OFFLOADED_JOIN: join}
         return replace(own, stages=stages)
 
     def _given(self, value: Value, *, is_graded: bool) -> tuple[Tensor, ...] | None:
@@ -169,19 +198,12 @@ class Stack:
         weights = self.weights(value.layer)
         return weights if is_graded else tuple(weight.detach() for weight in weights)
 
-    @property
-    def _offloaded(self) -> frozenset[int]:
-        """Layers some of whose experts attention ranks hold."""
-        cells = list(self.roles.attention_cells)
-        homes = (layer.site.plan.home for layer in self.layers)
-        return frozenset(n for n, home in enumerate(homes) if home.holds_EC[:, cells].any())
-
 
 def check_orders(issued: Schedule, control: dist.ProcessGroup) -> None:
     """Collective. Raises RuntimeError on all ranks where they issued collectives in other orders,
     by which they would wait for each other in vain sooner or later."""
     told = gather_objects(
-        "; ".join(f"{lane.name}: {issued.in_lane(lane)}" for lane in (A2E, E2A)), control
+        "; ".join(f"{lane.name}: {issued.in_lane(lane)}" for lane in SHARED), control
     )
     if len(set(told)) > 1:
         raise RuntimeError(

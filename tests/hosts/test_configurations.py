@@ -509,7 +509,7 @@ NUM_EXPERTS = {2: 4, 3: 6, 4: 4, 6: 12, 8: 8}
 def shared(ranks: int, family: str = "mixtral", **fields: Any) -> Job:
     """A job of which each rank accumulates two micro-batches."""
     sizes = {"micro_batches": 2 * ranks, "num_experts": NUM_EXPERTS[ranks]}
-    return float64(family, 3, **{**sizes, **fields})
+    return float64(family, **{"steps": 3, **sizes, **fields})
 
 
 def zebra_rows() -> Iterator[Row]:
@@ -583,6 +583,18 @@ def zebra_rows() -> Iterator[Row]:
         job = zebra(shared(2, family, capacity_factor=0.8), 1, 1, num_micro_batches=2)
         name, is_slow = f"zebra {family} with capacity", family == "gpt_moe"  # a piece is a batch
         yield Row(name, 2, job, close_of(family), is_slow=is_slow)
+    for attention, experts, keys in (
+        (1, 2, {"revises": True}),
+        (1, 1, {"on_attention": True}),
+        (2, 2, {"moved": 1, "on_attention": True, "revises": True}),
+    ):  # long enough that copies are measured, and planned by that
+        job = replace(
+            shared(attention + experts, aux_coefficient=0.0, steps=7, evaluate=True),
+            strategy="tests.strategies_for_tests:TwoRoles",
+            keys=tuple({"attention_size": attention, "expert_size": experts, **keys}.items()),
+        )
+        name = f"two roles with copies, {attention}+{experts}, {', '.join(keys)}"
+        yield Row(name, attention + experts, job, is_slow=experts == 1)
     job = zebra(shared(2, evaluate=True, evaluate_within=True), 1, 1, moved=[0, 1])
     yield Row("zebra evaluates", 2, job)
     job = zebra(shared(2, micro_batches=2, learning_rate=1e-2), 1, 1)

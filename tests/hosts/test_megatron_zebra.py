@@ -57,7 +57,12 @@ def stock(world_size: int, run: MegatronRun) -> list[Trained]:
 
 def assert_as_stock(attention: int, expert: int, run: MegatronRun, **zebra: Any) -> None:
     """Losses and norms on every rank of both roles, gradients and weights of all pieces."""
-    settings = block(attention, expert, **zebra)
+    _assert_as_stock(attention, expert, run, block(attention, expert, **zebra))
+
+
+def _assert_as_stock(
+    attention: int, expert: int, run: MegatronRun, settings: dict[str, Any]
+) -> None:
     pool = pool_of(attention + expert)
     found = pool.run(train, run, settings, keep=True, look=evaluated)
     expected = stock(attention, run)
@@ -75,6 +80,13 @@ def assert_as_stock(attention: int, expert: int, run: MegatronRun, **zebra: Any)
 
 def test_both_roles_train_as_attention_ranks_alone_would() -> None:
     assert_as_stock(2, 1, RUN)
+
+
+def test_copies_on_either_role() -> None:
+    options = {"attention_size": 1, "expert_size": 2, "on_attention": True, "revises": True}
+    own = {"strategy": "tests.strategies_for_tests:TwoRoles", "options": options}
+    settings = {**block(1, 2), **own}
+    _assert_as_stock(1, 2, RUN, {key: settings[key] for key in settings if key != "zebra"})
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ class Airfield:
     Args:
         place: where this rank stands.
         plan: the present plan.
-        like: weights of any one expert, for their shapes, type and device.
+        like: gives the weights of any one expert, for their shapes, type and device.
         observers: told when copies and gradients travelled.
 
     Attributes:
@@ -42,9 +42,13 @@ class Airfield:
     """
 
     def __init__(
-        self, place: Place, plan: Plan, like: Weights, observers: tuple[TasksSeen, ...] = ()
+        self,
+        place: Place,
+        plan: Plan,
+        like: Callable[[], Weights],
+        observers: tuple[TasksSeen, ...] = (),
     ) -> None:
-        self.place, self.like, self._observers = place, like, observers
+        self.place, self._like, self._observers = place, like, observers
         self.is_last_pass: Callable[[], bool] = lambda: True
         self.plan = plan
         self.trips = Trips.of(place, plan)
@@ -63,6 +67,11 @@ class Airfield:
         event = self.lanes.submit(PARAM, work, ())
         self._outstanding.append(event)
         return event
+
+    @property
+    def like(self) -> Weights:
+        """Of any one expert; only their shapes, type and device count."""
+        return self._like()
 
     @property
     def lanes(self) -> Lanes:

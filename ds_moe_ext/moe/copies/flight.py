@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ds_moe_ext.comm import sparse_all_gather, sparse_reduce_scatter
 from ds_moe_ext.moe.copies.airfield import Airfield
-from ds_moe_ext.moe.copies.slab import Slab, Weights
+from ds_moe_ext.moe.copies.slab import Slab, Weights, whole
 from ds_moe_ext.moe.copies.trips import Piece
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.executor import Event
@@ -121,7 +121,7 @@ class Flight:
         copies = self.copies
         by_expert = copies.by_expert(grads, self.target)
         of_copies = {
-            expert: _whole(by_expert[expert], copies.like) for expert in self._copied(self.target)
+            expert: whole(by_expert[expert], copies.like) for expert in self._copied(self.target)
         }
         if copies.is_last_pass() or copies.plan.rematerialize:
             waiting = copies.all_waiting(of_copies)
@@ -227,8 +227,3 @@ class Flight:
 def _unnoticed(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     """Autograd does not take what is written to tensors for a change: the values are the same."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
-
-
-def _whole(grads: Sequence[Tensor | None], like: Weights) -> Weights:
-    """Zeros for weights that an expert does not use: every copy sends all."""
-    return tuple(torch.zeros_like(w) if g is None else g for g, w in zip(grads, like))

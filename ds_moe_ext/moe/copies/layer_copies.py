@@ -6,7 +6,7 @@ Shape letters: C cells, E experts.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
@@ -30,7 +30,11 @@ class Copies(Airfield):
     """
 
     def __init__(
-        self, place: Place, plan: Plan, like: Weights, observers: tuple[TasksSeen, ...] = ()
+        self,
+        place: Place,
+        plan: Plan,
+        like: Callable[[], Weights],
+        observers: tuple[TasksSeen, ...] = (),
     ) -> None:
         super().__init__(place, plan, like, observers)
         self.before: Copies | None = None

@@ -8,11 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ds_moe_ext.schedule.executor import Event
 
 Weights = tuple[Tensor, ...]  # of one expert, in the order of their names
+
+
+def whole(grads: Sequence[Tensor | None], like: Weights) -> Weights:
+    """Zeros for weights that an expert does not use: every copy sends all."""
+    return tuple(torch.zeros_like(w) if g is None else g for g, w in zip(grads, like))
 
 
 class Slab:
