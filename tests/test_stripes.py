@@ -231,7 +231,7 @@ def test_only_layers_of_the_stack_are_offloaded() -> None:
         striped_step(2, 2, offloaded=[1, 2])
     with pytest.raises(ValueError, match=r"of which \[2\] are copied"):
         striped_step(2, 2, copied=[2])
-    with pytest.raises(ValueError, match=r"of which \[1\] are revised; .* are copied, too"):
+    with pytest.raises(ValueError, match=r"of which \[1\] are revised; .* revised are copied, too"):
         striped_step(2, 2, copied=[0], revised=[1])
 
 

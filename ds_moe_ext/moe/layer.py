@@ -526,7 +526,7 @@ def _check_roles(own: Mapping[Op, Stage], strategy: Strategy, site: Site) -> Non
         (
             plan.rematerialize and plan.has_copies,
             "frees its copies between forward and backward (rematerialize)",
-            "stripes go forward and back in turns; leave rematerialize out",
+            "no task of a striped step gathers them a second time; leave rematerialize out",
         ),
     )
     for is_asked, what, why in asked:

@@ -105,13 +105,17 @@ def striped_step(
     Raises:
         ValueError: there is no layer or no micro-batch, or such a layer is not among them.
     """
-    for what, layers in (("offloaded", offloaded), ("copied", copied), ("revised", revised)):
-        known = copied if layers is revised else range(num_layers)
+    every = range(num_layers)
+    for what, layers, known in (
+        ("offloaded", offloaded, every),
+        ("copied", copied, every),
+        ("revised", revised, copied),
+    ):
         if num_layers < 1 or num_micro_batches < 1 or not set(layers) <= set(known):
             raise ValueError(
                 f"{num_micro_batches} micro-batches of {num_layers} layers, of which "
                 f"{list(layers)} are {what}; give one of both at least, and numbers of these "
-                "layers, from 0, where those revised are copied, too"
+                "layers, from 0; those that are revised are copied, too"
             )
     step = _Step(spans(num_micro_batches, num_micro_batches), offloaded, copied, revised)
     for layer in range(num_layers):
