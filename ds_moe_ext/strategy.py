@@ -26,7 +26,7 @@ from ds_moe_ext.schedule.pipeline_orders import PIPELINES, Pipeline, Slices
 from ds_moe_ext.schedule.program import Stage
 from ds_moe_ext.schedule.stripes import A2E, E2A
 from ds_moe_ext.schedule.task import INTER, PARAM, Lane, Op, Schedule, Span, refined
-from ds_moe_ext.schedule.wires import Beside, Cutting, programs
+from ds_moe_ext.schedule.wires import Beside, Cutting, LayerTasks, programs
 from ds_moe_ext.share import LocalElseHome, Share
 from ds_moe_ext.strict import found_at
 
@@ -218,6 +218,12 @@ class Site:
     layer: int
     following: Plan | None = None
 
+    @property
+    def frees_copies(self) -> bool:
+        """Whether the plan's copies are freed between forward and backward: not those of the last
+        layer, whose backward is next."""
+        return self.plan.is_joined and self.plan.rematerialize and self.following is not None
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -354,11 +360,13 @@ class Strategy(ABC):
     def beside(self, site: Site) -> Beside:
         """What goes on beside the rows of a layer: what its plan and the next layer's say. Pure."""
         following = site.following
+        is_copied = site.plan.is_joined and ("ep", PARAM) in self.uses()
         return Beside(
-            copied=site.plan.is_joined and ("ep", PARAM) in self.uses(),
+            copied=is_copied,
             carried=site.plan.carried is not None,
             carries=following is not None and following.carried is not None,
             plans=site.plan.successor is not None,
+            freed=is_copied and site.frees_copies,
         )
 
     def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:
@@ -431,6 +439,11 @@ class Strategy(ABC):
         Costs must have been measured.
         """
         return None
+
+
+def layer_tasks(strategy: Strategy, site: Site, *, gated: bool) -> LayerTasks:
+    """All that runs of a layer, as the layer and ``schedule.step.whole_step`` take it. Pure."""
+    return LayerTasks(strategy.beside(site), *strategy.schedules(site, gated=gated))
 
 
 def along_nodes(ways: Iterable[Way]) -> tuple[tuple[str, Lane], ...]:

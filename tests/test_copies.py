@@ -163,6 +163,9 @@ def layers_of(case: Case, world_size: int) -> list[tuple[MoELayer, np.ndarray]]:
         Grid(world_size, world_size), strategy.uses(), case.ranks_per_node
     )
     layers = [layer_of(case, number, layout, strategy) for number in range(case.num_layers)]
+    plans = [layer.routed.site.plan for layer, _ in layers]
+    for (layer, _), plan, following in zip(layers, plans, (*plans[1:], None)):
+        layer.routed.take(plan, following)
     in_order(copies_of(layer) for layer, _ in layers)
     return layers
 
@@ -175,7 +178,8 @@ def copies_of(layer: MoELayer) -> Copies:
 def forward(case: Case, layers: Sequence[MoELayer], x: Tensor) -> Tensor:
     if case.starts_early:
         for layer in layers:
-            layer.routed.start(tuple(layer.expert_weights), is_training=layer.training)
+            layer.routed.begin(tuple(layer.expert_weights), is_training=layer.training)
+            layer.routed.launch()
     for layer in layers:
         x = x + layer(x).y
     return x

@@ -284,8 +284,9 @@ def g8(pipeline: Pipeline, slices: Sequence[Slices], elements: dict[tuple[int, i
             return 2.0 if task.adjoint_of else 1.2
         return (backward if task.adjoint_of else forward).of(rank, task)
 
-    layers = [programs(pipeline, degrees, each, layer) for layer, each in enumerate(slices)]
-    return simulate(whole_step(layers), seconds_of).makespan_s
+    pairs = (programs(pipeline, degrees, each, layer) for layer, each in enumerate(slices))
+    step = whole_step([wires.LayerTasks(wires.ALONE, *pair) for pair in pairs])
+    return simulate(step, seconds_of).makespan_s
 
 
 def test_g8() -> None:

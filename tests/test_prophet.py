@@ -17,6 +17,7 @@ from ds_moe_ext.schedule.task import (
     COMBINE,
     DISPATCH,
     EXPERT,
+    HAVE_AGAIN,
     JOIN,
     LAUNCH,
     ORDER,
@@ -191,6 +192,18 @@ def test_order_of_a_layer_that_is_carried_and_carries() -> None:
     forward, backward = schedules(plan, CARRIED)
     assert forward == [ORDER, DISPATCH, PLAN, JOIN, LAUNCH, EXPERT, COMBINE, LAUNCH, RESTORE]
     assert backward == [RESTORE, COMBINE, SEND_HOME, EXPERT, DISPATCH, JOIN, RECALL, SEND_HOME]
+
+
+def test_experts_have_freed_copies_again() -> None:
+    """After the gradients of the rows are there and those of the next layer's copies are on their
+    way; the last layer's copies are not freed."""
+    plan = replace(CARRIED, rematerialize=True)
+    _, backward = schedules(plan, CARRIED)
+    assert backward == [
+        *(RESTORE, COMBINE, SEND_HOME, HAVE_AGAIN, EXPERT, DISPATCH),
+        *(JOIN, RECALL, SEND_HOME),
+    ]
+    assert HAVE_AGAIN not in schedules(plan, None)[1]
 
 
 def test_order_of_a_layer_that_only_carries() -> None:

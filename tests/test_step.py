@@ -16,12 +16,14 @@ from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.copy_split import Split
 from ds_moe_ext.schedule.simulator import Timeline, simulate
-from ds_moe_ext.schedule.step import Programs, in_lanes, whole_step
+from ds_moe_ext.schedule.step import in_lanes, whole_step
 from ds_moe_ext.schedule.task import (
     ATTENTION,
     COMPUTE,
+    HAVE_AGAIN,
     HOST,
     INTER,
+    JOIN,
     PARAM,
     Lane,
     Op,
@@ -29,11 +31,12 @@ from ds_moe_ext.schedule.task import (
     Span,
     Task,
 )
+from ds_moe_ext.schedule.wires import LayerTasks
 from ds_moe_ext.share import LocalElseHome
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.fssdp import FullySharded
 from ds_moe_ext.strategies.prophet import ProProphet
-from ds_moe_ext.strategy import Carried, Plan, Site, Strategy
+from ds_moe_ext.strategy import Carried, Plan, Site, Strategy, layer_tasks
 from tests.strategies_for_tests import Chunked, Copied
 
 LAYOUT = ParallelLayout(Grid(world_size=2, num_cells=2), rank=0)
@@ -53,9 +56,13 @@ def cut(plan: Plan, forward: int, backward: int) -> Plan:
     return replace(plan, forward_degree=forward, backward_degree=backward)
 
 
-def programs(strategy: Strategy, plans: Sequence[Plan], *, gated: bool = False) -> list[Programs]:
+def freed(plans: Sequence[Plan]) -> list[Plan]:
+    return [replace(plan, rematerialize=True) for plan in plans]
+
+
+def programs(strategy: Strategy, plans: Sequence[Plan], *, gated: bool = False) -> list[LayerTasks]:
     return [
-        strategy.schedules(Site(plan, LAYOUT, layer, following), gated=gated)
+        layer_tasks(strategy, Site(plan, LAYOUT, layer, following), gated=gated)
         for layer, (plan, following) in enumerate(zip(plans, (*plans[1:], None)))
     ]
 
@@ -164,6 +171,8 @@ def test_what_a_program_begins_follows_it() -> None:
     step = whole_step(programs(ProProphet(), [COPIED, CARRIED, COPIED]))
     names = [str(task) for task in step.tasks]
     for begins, move in (
+        ("launch[0,0]", "gather[0,0]"),
+        ("launch[2,0]", "gather[2,0]"),
         ("launch[1,0]", "gather[1,0]"),
         ("launch[1,1]", "gather[1,1]"),
         ("send_home[2,0]", "gather'[2,0]"),
@@ -175,9 +184,13 @@ def test_what_a_program_begins_follows_it() -> None:
         launching, moving = step.tasks[names.index(begins)], step.tasks[names.index(move)]
         assert moving.lane == PARAM
         assert moving.reads == launching.writes
-    # Nobody launches those of layers 0 and 2: the host does, as it comes to them.
-    assert names[0] == "gather[0,0]"
-    assert names.index("gather[2,0]") == names.index("attention[1,0]") - 1
+    # No layer launches those of layers 0 and 2: their own blocks do, as they begin.
+    assert names[:4] == ["start[0,0]", "launch[0,0]", "gather[0,0]", "start[1,0]"]
+    behind = names.index("attention[1,0]")
+    assert names[behind - 3 : behind] == ["start[2,0]", "launch[2,0]", "gather[2,0]"]
+    behind = names.index("attention'[1,0]")
+    assert names[behind + 1] == "start'[2,0]"  # where gradients are waited for
+    assert names[-2:] == ["start'[1,0]", "start'[0,0]"]
     assert sum(name.startswith("gather[") for name in names) == 4  # none is gathered again
     # All that is gathered has a reader, and all gradients come home.
     assert [str(v) for v in step.outputs if v.kind.name == "summed"] == [
@@ -188,20 +201,21 @@ def test_what_a_program_begins_follows_it() -> None:
 @pytest.mark.parametrize(
     "layers",
     [
-        programs(ProProphet(), [COPIED, CARRIED, CARRIED], gated=True),
-        programs(FullySharded(), [AT_HOME, COPIED, COPIED], gated=True),
+        programs(ProProphet(), freed([COPIED, CARRIED, CARRIED]), gated=True),
+        programs(FullySharded(), freed([AT_HOME, COPIED, COPIED]), gated=True),
         programs(Chunked(forward=2, backward=3), [cut(AT_HOME, 2, 3)] * 2),
-        programs(Copied(), [cut(COPIED, 3, 2), cut(COPIED, 1, 2)]),
+        programs(Copied(), freed([cut(COPIED, 3, 2), cut(COPIED, 1, 2)])),
     ],
 )
-def test_adjoints_are_of_what_ran_in_this_step(layers: list[Programs]) -> None:
-    step = whole_step(layers, freed=range(3))
+def test_adjoints_are_of_what_ran_in_this_step(layers: list[LayerTasks]) -> None:
+    step = whole_step(layers)
     assert len(step.after) == len(step.tasks)  # nothing is read before it is written
     for position, task in enumerate(step.tasks):
         for forward in task.adjoint_of:
             assert forward < position
             of = step.tasks[forward]
-            assert (of.op, of.layer, of.adjoint_of) == (task.op, task.layer, ())
+            of_op = JOIN if task.op == HAVE_AGAIN else task.op  # another adjoint of the join
+            assert (of.op, of.layer, of.adjoint_of) == (of_op, task.layer, ())
     adjoints = [position for task in step.tasks for position in task.adjoint_of]
     ran = {str(step.tasks[i].op.name) for i in range(len(step.tasks)) if i in adjoints}
     assert ran >= {"dispatch", "expert", "combine", "restore", "attention"}
@@ -282,15 +296,18 @@ def test_copies_are_gathered_again() -> None:
         Block(1, 2, 3, 4, 5, (1, 2), (0, 0)),
         Block(1, 2, 3, 4, 5, (1, 2), (0, 0)),
     ]
-    layers = programs(ProProphet(), [COPIED, CARRIED, CARRIED])
-    kept, freed = whole_step(layers), whole_step(layers, freed=range(3))
-    assert {str(task) for task in freed.tasks} - {str(task) for task in kept.tasks} == {
+    plans = [COPIED, CARRIED, CARRIED]
+    layers = programs(ProProphet(), plans)
+    kept, step = whole_step(layers), whole_step(programs(ProProphet(), freed(plans)))
+    assert {str(task) for task in step.tasks} - {str(task) for task in kept.tasks} == {
         "gather[1,0-1]",  # layer 0 is in one piece, as in forward; the last layer's are kept
+        "have_again'[0,0]",
+        "have_again'[1,0]",
     }
-    assert len(freed.tasks) == len(kept.tasks) + 2
+    assert len(step.tasks) == len(kept.tasks) + 4
 
     # Forward: 3 + 3 x (1 + 2 + 1 + 3) = 24.
-    at = times(freed, run(freed, blocks, lanes=ONE_QUEUE))
+    at = times(step, run(step, blocks, lanes=ONE_QUEUE))
     assert at["attention[2,0]"] == (21, 24)
     assert at["dispatch'[2,0]"] == (34, 35)
     assert at["gather[1,0-1]"] == (35, 38)
@@ -302,37 +319,37 @@ def test_copies_are_gathered_again() -> None:
 
     # 7 s are longer than the 5 of attention: the rows wait, and all that follows.
     slow = [blocks[0], replace(blocks[1], trans=(1, 6)), blocks[2]]
-    at = times(freed, run(freed, slow, lanes=ONE_QUEUE))
+    at = times(step, run(step, slow, lanes=ONE_QUEUE))
     assert at["dispatch'[2,0]"] == (37, 38)  # 3 of the 6 are not hidden in forward
     assert at["gather[1,0-1]"] == (38, 45)
     assert at["combine'[1,0]"] == (45, 46)
-    assert run(freed, slow, lanes=ONE_QUEUE).makespan_s == 59 + 3 + 2
+    assert run(step, slow, lanes=ONE_QUEUE).makespan_s == 59 + 3 + 2
 
 
-def test_a_layers_backward_waits_for_copies_gathered_again() -> None:
+def test_experts_wait_for_copies_gathered_again() -> None:
     """In a queue of their own, too."""
     blocks = [Block(1, 2, 3, 4, 5, (9,), (0,)), Block(0, 2, 3, 4, 5, (0,), (0,))]
-    layers = programs(FullySharded(), [COPIED, COPIED])
-    kept, freed = whole_step(layers), whole_step(layers, freed=[0])
-    at = times(freed, run(freed, blocks))
+    kept = whole_step(programs(FullySharded(), [COPIED, COPIED]))
+    step = whole_step(programs(FullySharded(), freed([COPIED, COPIED])))
+    at = times(step, run(step, blocks))
     # Forward: 9 + 2 + 1 + 3, then 2 + 3.
     assert at["expert'[1,0]"] == (25, 29)
     assert at["gather[0,0] again"] == (29, 38)
     assert at["attention'[0,0]"] == (29, 34)
-    assert at["combine'[0,0]"] == (38, 39)
-    assert at["expert'[0,0]"] == (39, 43)
+    assert at["combine'[0,0]"] == (34, 35)  # rows do not wait
+    assert at["expert'[0,0]"] == (38, 42)
     assert times(kept, run(kept, blocks))["expert'[0,0]"] == (35, 39)
 
 
 def test_freed_copies_that_no_layer_recalls() -> None:
-    """The layer behind has none and recalls nothing: they are had as the backward begins."""
+    """The layer behind has none and recalls nothing: they are had when experts need them."""
     blocks = [Block(1, 2, 3, 4, 5, (3,), (2,)), Block(1, 2, 3, 4, 5)]
-    layers = programs(ProProphet(), [COPIED, AT_HOME])
-    freed = whole_step(layers, freed=[0, 1])
-    at = times(freed, run(freed, blocks))
-    assert at["gather[0,0] again"][0] == at["attention'[0,0]"][1]
-    assert at["combine'[0,0]"][0] == at["gather[0,0] again"][1]
-    assert run(freed, blocks).makespan_s == run(whole_step(layers), blocks).makespan_s + 3
+    kept = whole_step(programs(ProProphet(), [COPIED, AT_HOME]))
+    step = whole_step(programs(ProProphet(), freed([COPIED, AT_HOME])))
+    at = times(step, run(step, blocks))
+    assert at["gather[0,0] again"][0] == at["combine'[0,0]"][1]
+    assert at["expert'[0,0]"][0] == at["gather[0,0] again"][1]
+    assert run(step, blocks).makespan_s == run(kept, blocks).makespan_s + 3
 
 
 def test_a_backward_waits_for_gradients_of_the_pass_begun_behind_it() -> None:

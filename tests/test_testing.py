@@ -122,6 +122,16 @@ class ForgetsBeside(Everywhere):
         return ALONE
 
 
+class ForgetsFreed(Everywhere):
+    """In its schedules, what its plan says."""
+
+    def plan_of(self, job: Job, home: Placement) -> Plan:
+        return replace(super().plan_of(job, home), rematerialize=True)
+
+    def beside(self, site: Site) -> Beside:
+        return super().beside(site)._replace(freed=False)
+
+
 FEW = (Case(num_ranks=2), Case(num_ranks=2, num_micro_batches=2, checkpoints=True))
 
 
@@ -135,6 +145,7 @@ def test_uses_beside_and_schedules_follow_from_the_plan(strategy: Strategy) -> N
     [
         (ForgetsUses(), "ForgetsUses plans copies of experts, but its uses.. leaves out"),
         (ForgetsBeside(), "ForgetsBeside plans copies .*let beside.. say copied, or leave"),
+        (ForgetsFreed(), "ForgetsFreed plans to free copies .*let beside.. say freed, or leave"),
     ],
 )
 def test_what_is_overridden_and_forgotten_is_told(strategy: Strategy, said: str) -> None:

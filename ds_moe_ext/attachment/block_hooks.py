@@ -1,8 +1,8 @@
 """What a transformer block does about copies as it begins.
 
-It launches those of its own layer that are not yet on their way, and begins the flight of the next
-layer where the plan says that this block carries its copies. That flight ends in backward behind
-this block's, so that gradients can travel while it computes.
+It does the tasks of the layer's ``block`` (``schedule/wires.py``): starts the pass of its own
+copies and launches them, and starts that of the next layer's where this block carries them. Their
+adjoints end the block's backward, so that gradients can travel while it computes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ds_moe_ext.attachment.dynamo import eager
 from ds_moe_ext.attachment.host_layer import Hosted
 from ds_moe_ext.attachment.replacement import AttachedLayer
-from ds_moe_ext.schedule.program import in_backward
+from ds_moe_ext.schedule.task import START
 from ds_moe_ext.strategy import followers
 
 
@@ -65,7 +65,11 @@ class Launch:
 
     def begin(self, block_input: Tensor | None) -> None:
         """Args: block_input: what the block computes from; None: this rank has no rows."""
-        hosted, after = self._hosted, self._after
-        hosted.routed.start(hosted.weights(), is_training=hosted.training, block_input=block_input)
-        if after is not None and after.routed.site.plan.carried is not None and not in_backward():
-            after.routed.begin(after.weights(), is_training=after.training)
+        own = self._hosted.routed
+        for task in own.block_begins(block_input):
+            hosted = self._hosted if task.layer == own.site.layer else self._after
+            assert hosted is not None
+            if task.op == START:
+                hosted.routed.begin(hosted.weights(), is_training=hosted.training)
+            else:
+                hosted.routed.launch()

@@ -20,7 +20,7 @@ from ds_moe_ext.cost.exchange import BY_NODES, Way
 from ds_moe_ext.layout import GRID, ParallelLayout
 from ds_moe_ext.moe.cell import CellGather, CellScatter, CellWire
 from ds_moe_ext.moe.codecs import Codec
-from ds_moe_ext.moe.copies.join import Join, finished, started
+from ds_moe_ext.moe.copies.join import HaveAgain, Join, started
 from ds_moe_ext.moe.copies.layer_copies import Copies
 from ds_moe_ext.moe.copies.slab import Weights
 from ds_moe_ext.moe.copies.trips import Place
@@ -47,6 +47,7 @@ from ds_moe_ext.schedule.task import (
     EXPERT,
     GATE,
     GRADIENTS,
+    HAVE_AGAIN,
     INTER,
     INTRA,
     JOIN,
@@ -60,8 +61,10 @@ from ds_moe_ext.schedule.task import (
     Op,
     Schedule,
     Span,
+    Task,
 )
-from ds_moe_ext.strategy import Destination, Plan, Site, Strategy
+from ds_moe_ext.schedule.wires import LayerTasks, block
+from ds_moe_ext.strategy import Destination, Plan, Site, Strategy, layer_tasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +154,7 @@ class RoutedExperts:
         self._started: Weights | None = None
         self._was_graded = False  # when that was made
         self._program: dict[torch.device, Program] = {}
+        self._schedules: LayerTasks | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -199,6 +203,7 @@ class RoutedExperts:
             self.copies.take(plan)
         plan.share.prepare(self.site.layout.index("ep"))
         self._program.clear()
+        self._schedules = None
 
     def successor(self, routed_CE: np.ndarray) -> Plan:
         """The plan that follows the present one: as it was made while rows travelled, or from all
@@ -240,28 +245,44 @@ class RoutedExperts:
         """Whether the coming pass has begun, in the mode that it runs in."""
         return self._started is not None and self._was_graded == torch.is_grad_enabled()
 
-    def start(
-        self, weights: Weights, *, is_training: bool, block_input: Tensor | None = None
-    ) -> None:
-        """Launch what a pass needs beside its rows, before the host computes what comes before it.
+    def launch(self) -> None:
+        """Launch what is not yet on its way of the copies of the pass that has begun. Collective
+        over the cells.
 
         Not needed, but what is launched here is hidden behind what the host computes until the
-        layer is called. Collective over the cells.
+        layer is called.
+        """
+        if self.copies is not None and self.copies.coming is not None:
+            self.copies.coming.launch_rest()
+
+    def block_begins(self, block_input: Tensor | None) -> tuple[Task, ...]:
+        """Call it before the host computes what comes before the layer.
 
         Args:
-            weights: as of ``begin``.
-            is_training: likewise.
             block_input: what the host computes from: its gradient ends that in backward.
+
+        Returns:
+            What is to be done about copies now: tasks ``start`` and ``launch``.
         """
         if self._turns is not None:
             self._turns.comes_to(self.site.layer)
         self.windows.block_begins(block_input)
         if self.copies is None:
-            return
-        if not self._is_begun or self.site.plan.carried is None or in_backward():
-            self.begin(weights, is_training=is_training)
-        if self.copies.coming is not None:
-            self.copies.coming.launch_rest()
+            return ()
+        tasks, beside = self.schedules, self.schedules.beside
+        if in_backward():  # computed again, a block for itself
+            return block(tasks.layer, beside._replace(carried=False, carries=False))
+        if beside.carried and not self._is_begun:
+            return block(tasks.layer, beside._replace(carried=False))
+        return tasks.block
+
+    @property
+    def schedules(self) -> LayerTasks:
+        """All that runs of the layer by the present plan; made once a plan."""
+        if self._schedules is None:
+            is_gated = self._gate is not None
+            self._schedules = layer_tasks(self._strategy, self.site, gated=is_gated)
+        return self._schedules
 
     @property
     def _turns(self) -> Turns | None:
@@ -319,15 +340,18 @@ class RoutedExperts:
             self.begin(weights, is_training=self.rows.is_training)
         joined, self._started, flight = self._started, None, self.copies.coming
         assert joined is not None and flight is not None
-        y_TD, *others = self.program(x_TD.device)(x_TD, *given, joined)
-        return finished(self.copies, flight, y_TD), *others
+        outputs = self.program(x_TD.device)(x_TD, *given, joined)
+        # Computed again: its backward is next.
+        if self.schedules.beside.freed and outputs[0].requires_grad and not in_backward():
+            self.copies.release(flight)
+        return outputs
 
     def program(self, device: torch.device) -> Program:
         """The program of the present plan; made once a plan."""
         if device not in self._program:
             site = self.site
-            forward, backward = self._strategy.schedules(site, gated=self._gate is not None)
-            self._check(forward)
+            _, forward, backward = self.schedules
+            self._check(forward, backward)
             stages = self._stages(device)
             # On one rank nothing is sent, so there is nothing to hide behind anything.
             alone = site.layout.grid.size == 1
@@ -344,7 +368,7 @@ class RoutedExperts:
             )
         return self._program[device]
 
-    def _check(self, forward: Schedule) -> None:
+    def _check(self, forward: Schedule, backward: Schedule) -> None:
         """Raises ValueError where what a strategy says itself leaves out what its plan asks for."""
         plan, ops = self.site.plan, {task.op for task in forward.tasks}
         who = type(self._strategy).__qualname__
@@ -355,6 +379,13 @@ class RoutedExperts:
                 f"{who} plans copies of experts, or ranks without any, but its schedules do not "
                 "join these; let beside() say copied, or leave beside and schedules to the base "
                 "class"
+            )
+        has_again = any(task.op == HAVE_AGAIN for task in backward.tasks)
+        if self.copies is not None and self.site.frees_copies and not has_again:
+            raise ValueError(
+                f"{who} plans to free copies of experts after forward, but its schedules do not "
+                "have them again in backward; let beside() say freed, or leave beside and "
+                "schedules to the base class"
             )
         if self.site.layout.grid.cell_size > 1 and not _OF_CELLS & ops:
             raise ValueError(
@@ -367,7 +398,7 @@ class RoutedExperts:
         """The plan and the issue orders as text: equal on all ranks, or they would wait for each
         other in vain."""
         plan = self.site.plan
-        orders = self._strategy.schedules(self.site, gated=self._gate is not None)
+        _, *orders = self.schedules
         placements = plan.home.expert_CS, plan.target.expert_CS
         tables = (str(table.tolist()) for table in placements)
         about = f"rematerialize {plan.rematerialize}, revise {plan.revise is not None}, "
@@ -465,6 +496,7 @@ class RoutedExperts:
         if self.copies is not None:
             copies = self.copies
             stages[JOIN] = Join(copies)
+            stages[HAVE_AGAIN] = HaveAgain(copies)
             stages[LAUNCH] = Aside(lambda span: copies.launch_following())
             stages[SEND_HOME] = Aside(lambda span: copies.send_home(span.start))
             stages[RECALL] = Aside(lambda span: copies.recall_before())

@@ -10,8 +10,19 @@ import numpy as np
 from ds_moe_ext.report.charts import axis_labels
 from ds_moe_ext.report.record import Span
 from ds_moe_ext.report.units import counted, escaped, round_steps, seconds_text, short_names
-from ds_moe_ext.schedule.task import COMPUTE, GRADIENTS, HOST, INTER, INTRA, JOIN, PARAM, PLAN
+from ds_moe_ext.schedule.task import (
+    COMPUTE,
+    GRADIENTS,
+    HAVE_AGAIN,
+    HOST,
+    INTER,
+    INTRA,
+    JOIN,
+    PARAM,
+    PLAN,
+)
 
+_WAITS = (JOIN.name, HAVE_AGAIN.name)  # no work, in the lane of what is computed
 MAX_BOXES = 2500  # tasks drawn as boxes of their own, with tooltips
 _FINE = 2000  # horizontal resolution of the overview
 _ROW = 26  # pixels a lane
@@ -78,7 +89,7 @@ def boxed(timeline: Sequence[Span]) -> frozenset[Span]:
 def hidden(timeline: Sequence[Span]) -> str:
     """How long copies travelled, dense gradients were reduced in slices and the next step was
     planned, and how much of each was hidden; nothing of what there was none of."""
-    computed = [s for s in timeline if s.lane == COMPUTE.name and s.name != JOIN.name]  # joins wait
+    computed = [s for s in timeline if s.lane == COMPUTE.name and s.name not in _WAITS]
     sent = [span for span in timeline if span.lane in (INTER.name, INTRA.name)]
     told = ""
     if travels := [span for span in timeline if span.lane == PARAM.name]:

@@ -77,7 +77,9 @@ RESTORE = Op("restore", COMPUTE)  # the papers' I-Order
 # Around them, where experts have copies.
 ATTENTION = Op("attention", COMPUTE)  # what the host computes between two MoE layers
 GATHER = Op("gather", PARAM)  # weights to their copies; its adjoint sums gradients at home
+START = Op("start", COMPUTE, is_wait=True)  # of a pass; its adjoint waits for what came home
 JOIN = Op("join", COMPUTE, is_wait=True)
+HAVE_AGAIN = Op("have_again", COMPUTE, is_wait=True)  # copies that were freed, in backward
 LAUNCH = Op("launch", COMPUTE, begins=Begun(GATHER))
 RECALL = Op("recall", COMPUTE, begins=Begun(GATHER))  # the same copies again, for backward
 SEND_HOME = Op("send_home", COMPUTE, begins=Begun(GATHER, is_adjoint=True))

@@ -11,7 +11,9 @@ Where the ranks of a cell split each expert, two collectives of the cell stand a
 
 Where the host keeps its own gate, the program starts after it, with ids and scores as inputs.
 Where experts have copies, ``weights --join--> target_weights`` stands before the experts. Copies
-travel beside all this: tasks launch them, recall them for backward and send their gradients home.
+travel beside all this: tasks launch them, recall them for backward and send their gradients home,
+and others wait for them. Some are of the layer's program; what is to be done before the host
+computes what comes before the layer is of its ``block``.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from ds_moe_ext.schedule.task import (
     EXPERT,
     GATE,
     GRADIENTS,
+    HAVE_AGAIN,
     JOIN,
     LAUNCH,
     ORDER,
@@ -40,6 +43,7 @@ from ds_moe_ext.schedule.task import (
     RECALL,
     RESTORE,
     SEND_HOME,
+    START,
     Kind,
     Schedule,
     Span,
@@ -62,8 +66,10 @@ PARTIAL = Kind("partial")  # outputs of the splits of experts on this rank [G, D
 COMPUTED = Kind("computed")  # expert outputs [R, D], by slot
 RETURNED = Kind("returned")  # expert outputs [N, D], in send order
 Y = Kind("y", by_token=True)  # output [T, D]
+STARTED = Kind("started", has_gradient=False)  # a pass of copies
 LAUNCHED = Kind("launched", has_gradient=False)  # a piece of the copies is on its way
 RECALLED = Kind("recalled", has_gradient=False)  # the copies are, once more
+HAD_AGAIN = Kind("had_again", has_gradient=False)  # they are there
 SENT = Kind("sent", has_gradient=False)  # a piece of their gradients is
 PLANNED = Kind("planned", has_gradient=False)  # the plan of the next step
 
@@ -97,6 +103,11 @@ def join(layer: int, whole: Span) -> Task:
     return Task(JOIN, layer, whole, reads, (Value(TARGET_WEIGHTS, layer),))
 
 
+def start(layer: int) -> Task:
+    """Start a pass of a layer's copies; its adjoint waits until all their gradients are home."""
+    return Task(START, layer, Span(0, 1), (Value(WEIGHTS, layer),), (Value(STARTED, layer),))
+
+
 def launch(layer: int, piece: int, after: Value) -> Task:
     """Begin to gather a piece of a layer's copies."""
     span = Span(piece, piece + 1)
@@ -106,6 +117,17 @@ def launch(layer: int, piece: int, after: Value) -> Task:
 def recall(layer: int, after: Value) -> Task:
     """Begin to gather a layer's copies again, for its backward."""
     return Task(RECALL, layer, Span(0, 1), (after,), (Value(RECALLED, layer),))
+
+
+def have_again(joined: Task, after: Value) -> Task:
+    """Wait for the copies that were freed after forward.
+
+    Args:
+        joined: the adjoint of the task that joined them.
+        after: when they are needed.
+    """
+    writes = (Value(HAD_AGAIN, joined.layer),)
+    return replace(joined, op=HAVE_AGAIN, reads=(after,), writes=writes)
 
 
 def send_home(layer: int, piece: int, after: Value) -> Task:
@@ -198,12 +220,14 @@ class Beside(NamedTuple):
         carried: the block before launches the copies; else the layer's own, as it begins.
         carries: this layer's block launches those of the next.
         plans: the next step is planned while rows travel.
+        freed: the copies are freed after forward and gathered again for backward.
     """
 
     copied: bool = False
     carried: bool = False
     carries: bool = False
     plans: bool = False
+    freed: bool = False
 
 
 class Cutting(NamedTuple):
@@ -225,6 +249,45 @@ class Cutting(NamedTuple):
 
 
 ALONE, WHOLE = Beside(), Cutting()
+
+
+class LayerTasks(NamedTuple):
+    """All that runs of a layer.
+
+    Attributes:
+        beside: what goes on beside its rows.
+        forward: its program.
+        backward: likewise.
+    """
+
+    beside: Beside
+    forward: Schedule
+    backward: Schedule
+
+    @property
+    def layer(self) -> int:
+        return self.forward.outputs[0].layer
+
+    @property
+    def block(self) -> tuple[Task, ...]:
+        """See ``block``."""
+        return block(self.layer, self.beside)
+
+
+@cache
+def block(layer: int, beside: Beside) -> tuple[Task, ...]:
+    """What a layer's block does about copies as it begins; adjoints of these, in reverse, end its
+    backward.
+
+    Where the next layer's copies are carried, so that they travel from here on, their pass starts
+    here: their gradients have until this block's backward ends.
+    """
+    tasks: list[Task] = []
+    if beside.copied and not beside.carried:
+        tasks += [start(layer), launch(layer, 0, after=Value(STARTED, layer))]
+    if beside.carries:
+        tasks.append(start(layer + 1))
+    return tuple(tasks)
 
 
 @cache
@@ -283,17 +346,20 @@ def _backward(tasks: Sequence[Task], end: Value, beside: Beside) -> list[Task]:
 
     That begins when the gradients of the rows have been exchanged: that window is left to the rows
     (HECATE, spec rule 34). The gradients of this layer's copies go home, and the copies of the
-    layer before are had again, if they were freed. Where that one carries this layer's, it needs
+    layer before are recalled, if they were freed. Where that one carries this layer's, it needs
     its own for its experts, and the gradients have until after those.
     """
     layer, tasks = end.layer, issued_last(tasks, JOIN)
     if beside.copied:
         asides = [send_home(layer, 0, after=end), recall(layer - 1, after=end)]
         tasks += reversed(asides) if beside.carried else asides
+    first = next(task for task in tasks if task.op is EXPERT)
     if beside.carries:
-        first = next(task for task in tasks if task.op is EXPERT)
         returning = send_home(layer + 1, 1, after=Value(COMPUTED, layer, first.span))
         tasks.insert(tasks.index(first), returning)
+    if beside.freed:
+        joined = next(task for task in tasks if task.op is JOIN)
+        tasks.insert(tasks.index(first), have_again(joined, after=first.reads[0]))
     return tasks
 
 

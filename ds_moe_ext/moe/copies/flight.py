@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -102,10 +101,10 @@ class Flight:
         """Launch another gather of the same copies, if they are not there."""
         if self._slab.is_released:
             part = self.copies.trips.part_to(self.target)
-            self._launch(part, self._slab, self._slab.restore(), refills=True)
+            self._launch(part, self._slab, _unnoticed(self._slab.restore()))
 
     def have_again(self) -> None:
-        """Wait for the copies. Called just before the layer's backward."""
+        """Wait for the copies."""
         self.recall()
         self._wait()
 
@@ -176,7 +175,6 @@ class Flight:
         buffers: Mapping[int, Weights],
         held: Mapping[int, Weights] | None = None,
         *,
-        refills: bool = False,
         number: int = 0,
     ) -> None:
         copies, chunks = self.copies, {**self._own, **(held or {})}
@@ -190,7 +188,7 @@ class Flight:
             start = lanes.mark()
             tensors = tuple(tensor for own in buffers.values() for tensor in own)
             lanes.keep(tensors)
-            with torch.no_grad(), _unnoticed(tensors) if refills else nullcontext():
+            with torch.no_grad():
                 copies.traffic += sparse_all_gather(part, chunks, buffers, group)
             copies.saw(GATHER, start, piece=number)
 
@@ -224,6 +222,7 @@ class Flight:
         return arrived
 
 
-def _unnoticed(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Autograd does not take what is written to tensors for a change: the values are the same."""
-    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+def _unnoticed(room: Mapping[int, Weights]) -> dict[int, Weights]:
+    """The same memory. Autograd does not take what is written to these tensors for a change of
+    those that it has saved: the values are the same."""
+    return {expert: tuple(weight.data for weight in own) for expert, own in room.items()}

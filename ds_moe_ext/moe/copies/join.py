@@ -1,15 +1,15 @@
-"""Where a pass meets its copies, in the order of autograd::
+"""Where a pass meets its copies, by the tasks of ``schedule/wires.py``::
 
-    start   before the layer's own or   forward: begin the flight
-            the block before it         backward: wait for what came home, add it to the home's own
-    join    in the program, before the  forward: wait for the gather
-            experts                     backward: have the gradients of the copies ready
-    finish  after the program, where    forward: free the copies
-            they are rematerialized     backward: have them again
+    start       of a block, before     forward: begin the flight
+                the host computes      backward: wait for what came home, add it to the home's own
+    join        in the program,        forward: wait for the gather
+                before the experts     backward: have the gradients of the copies ready
+    have_again  in backward, before    wait for copies that were freed
+                the experts
 
-Autograd runs backward in reverse order of creation, so that all that was computed between start and
-join, above all attention, has its backward between the two moments of the reduction (HECATE, spec
-rules 34 and 35; Pro-Prophet, spec 3.4).
+Start is an autograd node of its own. Autograd runs backward in reverse order of creation, so that
+all that was computed between start and join, above all attention, has its backward between the two
+moments of the reduction (HECATE, spec rules 34 and 35; Pro-Prophet, spec 3.4).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ds_moe_ext.moe.copies.flight import Flight
 from ds_moe_ext.moe.copies.layer_copies import Copies
 from ds_moe_ext.moe.copies.slab import Weights
 from ds_moe_ext.moe.route import LayerRoute
-from ds_moe_ext.schedule.program import SavesAlike, in_backward
+from ds_moe_ext.schedule.program import SavesAlike
 from ds_moe_ext.schedule.task import Span
 
 
@@ -44,15 +44,6 @@ def started(copies: Copies, flight: Flight, weights: Weights) -> Weights:
     return started
 
 
-def finished(copies: Copies, flight: Flight, y: Tensor) -> Tensor:
-    """The program's output; frees the copies until backward, where the plan says so."""
-    if not copies.plan.rematerialize or in_backward():  # recomputed: its backward is next
-        return y
-    copies.release(flight, has_backward=y.requires_grad)
-    finished: Tensor = _Finish.apply(copies, flight, y) if y.requires_grad else y
-    return finished
-
-
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -65,19 +56,6 @@ class _Start(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         return None, None, None, *ctx.copies.come_home(ctx.flight, grads[:-1])
-
-
-class _Finish(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, copies: Copies, flight: Flight, y: Tensor) -> Tensor:
-        ctx.copies, ctx.flight = copies, flight
-        return y.view_as(y)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        ctx.copies.have_again(ctx.flight)
-        return None, None, grad
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,3 +72,17 @@ class Join(SavesAlike):
 
     def backward(self, span: Span, saved: tuple[Any, ...], grads: Weights) -> tuple[Any, ...]:
         return (self.copies.collect(saved[0], grads),)
+
+
+@dataclass(frozen=True, eq=False)
+class HaveAgain(SavesAlike):
+    """In backward, by what ``Join`` saved of the pass; in forward nothing was freed yet."""
+
+    copies: Copies
+
+    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return (None,), ()
+
+    def backward(self, span: Span, saved: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
+        self.copies.have_again(saved[0])
+        return ()

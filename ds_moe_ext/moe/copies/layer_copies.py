@@ -23,8 +23,7 @@ class Copies(Airfield):
 
     Attributes:
         before: the copies of the layer whose backward pass follows this one's.
-        after: those of the layer whose forward pass follows. Where there is none, copies are not
-            freed between forward and backward.
+        after: those of the layer whose forward pass follows.
         coming: the pass that has begun in forward, until its program takes it on.
         returning: the pass whose gradients are not all on their way home.
     """
@@ -45,7 +44,7 @@ class Copies(Airfield):
         self._is_current = False  # the weights at home have not changed since it began to be filled
         self._to_gather: deque[Piece] = deque()  # what it still lacks
         self._released: list[Flight] = []  # passes whose backward is still to come
-        self._returns: Flight | None = None  # the pass whose backward began last
+        self._returns: Flight | None = None  # the pass whose backward came last to its join
         self._prepared = self.trips
 
     def take(self, plan: Plan) -> None:
@@ -106,6 +105,8 @@ class Copies(Airfield):
         """The pass that has begun in forward, which the program now takes on."""
         assert self.coming is not None, "no pass has begun"
         flight, self.coming = self.coming, None
+        if self.before is not None and self.before._released:
+            flight.preceding = self.before._released[-1]
         return flight
 
     def launch_following(self) -> None:
@@ -130,25 +131,20 @@ class Copies(Airfield):
 
     # What autograd comes by; see ``join``.
 
-    def release(self, flight: Flight, *, has_backward: bool) -> None:
-        """Free the copies of a pass until its backward, unless that is next."""
-        if self.before is not None and self.before._released:
-            flight.preceding = self.before._released[-1]
-        if has_backward and self.after is None:
-            return
+    def release(self, flight: Flight) -> None:
+        """Free the copies of a pass until its backward."""
         flight.release()
-        if has_backward:
-            self._released.append(flight)
+        self._released.append(flight)
 
     def have_again(self, flight: Flight) -> None:
         """Have the copies of a pass whose backward comes now."""
-        self._returns = flight
         if flight in self._released:
             self._released.remove(flight)
         flight.have_again()
 
     def collect(self, flight: Flight, grads: Weights) -> tuple[Tensor | None, ...] | None:
         """See ``Flight.collect``; None if no expert is trained."""
+        self._returns = flight
         if not self.is_trained:
             return None
         at_home = flight.collect(grads)
