@@ -103,7 +103,7 @@ class Ranks:
         *,
         begin: Callable[[int, int, int], None] | None = None,
         between: Callable[[], None] | None = None,
-        preload: Sequence[str] = ("torch", "numpy", "ds_moe_ext.testing"),
+        preload: Sequence[str] = ("torch", "torch._dynamo", "numpy", "ds_moe_ext.testing"),
     ) -> None:
         self.world_size = world_size
         context = multiprocessing.get_context("forkserver")
