@@ -14,6 +14,7 @@ from tests.hosts.processes import ROOT
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install it")
 
+SCRIPT = ROOT / "launch/pretrain_megatron.py"
 EP_2 = ("--expert-model-parallel-size", "2")
 ALL_OVERLAPS = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 SAVED_STEP = 4
@@ -47,7 +48,7 @@ class Started:
     def run(self, runs: dict[str, tuple[str, ...]]) -> dict[str, dict[str, Any]]:
         """Their summaries, by the names given; one after the other in the same ranks."""
         lists = [self.arguments(name, *flags) for name, flags in runs.items()]
-        self.torchrun(ROOT / "tests/hosts/megatron_runs.py", json.dumps(lists))
+        self.torchrun(ROOT / "tests/hosts/script_runs.py", str(SCRIPT), json.dumps(lists))
         return {name: self.summary(name) for name in runs}
 
     def torchrun(self, script: Path, *arguments: str) -> str:
@@ -151,12 +152,11 @@ def test_pipelines_and_tensor_parallel_ranks_train(tmp_path: Path) -> None:
 def test_a_user_starts_it_and_is_told_what_is_wrong(tmp_path: Path) -> None:
     """The script itself, and one line instead of a traceback."""
     started = Started(tmp_path, num_ranks=2)
-    script = ROOT / "launch/pretrain_megatron.py"
-    printed = started.torchrun(script, *started.arguments("run", *EP_2))
+    printed = started.torchrun(SCRIPT, *started.arguments("run", *EP_2))
     assert "held-out loss" in printed and "Summary" in printed
     assert "Warning" not in printed
     with pytest.raises(AssertionError) as raised:
-        started.torchrun(script, *started.arguments("wrong", "--global-batch-size", "9"))
+        started.torchrun(SCRIPT, *started.arguments("wrong", "--global-batch-size", "9"))
     assert "--global-batch-size 9 is no multiple of" in str(raised.value)
     assert (
         "Traceback (most recent call last):\n  File" not in str(raised.value).split("torchrun")[0]

@@ -6,6 +6,7 @@ All in float64. Every job sees the same global batch, whatever the number of ran
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -326,8 +327,12 @@ def test_the_script_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     common += ("--config", str(ROOT / "configs/strategies/fssdp.json"))
     common += ("--data", str(ROOT / "README.md"))
     folder = str(tmp_path / "checkpoint")
-    whole, _ = run_script(script, *common, "--steps", "3", world_size=2)
-    run_script(script, *common, "--steps", "2", "--save", folder, world_size=2)
-    rest = run_script(script, *common, "--steps", "3", "--resume", folder, "--shard", world_size=2)
-    losses = [re.findall(r"step 3: loss ([\d.]+)", text)[0] for text in (whole, rest[0])]
-    assert float(losses[0]) == pytest.approx(float(losses[1]), abs=2e-4)
+    runs = (
+        (*common, "--steps", "3"),
+        (*common, "--steps", "2", "--save", folder),
+        (*common, "--steps", "3", "--resume", folder, "--shard"),
+    )
+    several = ROOT / "tests/hosts/script_runs.py"
+    printed, _ = run_script(several, str(script), json.dumps(runs), world_size=2)
+    whole, resumed = re.findall(r"step 3: loss ([\d.]+)", printed)
+    assert float(whole) == pytest.approx(float(resumed), abs=2e-4)

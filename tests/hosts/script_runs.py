@@ -1,21 +1,20 @@
-"""Several runs of launch/pretrain_megatron.py in the same ranks, one after the other: Megatron
-takes seconds to import. Called as ``torchrun ... megatron_runs.py '[["--model", ...], ...]'``.
+"""Several runs of a script in the same ranks, one after the other: hosts take seconds to import.
+Called as ``torchrun ... script_runs.py SCRIPT '[["--model", ...], ...]'``.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import sys
 from pathlib import Path
 
 from torch.distributed import TCPStore
 
 
-def main(runs: list[list[str]]) -> None:
-    sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
-    import pretrain_megatron
-
+def main(script: str, runs: list[list[str]]) -> None:
+    sys.path.insert(0, str(Path(script).parent))
     rank, address = int(os.environ["RANK"]), os.environ["MASTER_ADDR"]
     told = TCPStore(address, int(os.environ["MASTER_PORT"]))
     stores = []
@@ -25,9 +24,9 @@ def main(runs: list[list[str]]) -> None:
             stores.append(TCPStore(address, 0, is_master=True, wait_for_workers=False))
             told.set(f"port of run {number}", str(stores[-1].port))
         os.environ["MASTER_PORT"] = told.get(f"port of run {number}").decode()
-        sys.argv = ["pretrain_megatron.py", *arguments]
-        pretrain_megatron.main()
+        sys.argv = [script, *arguments]
+        runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":  # not in the process that Megatron spawns for saving
-    main(json.loads(sys.argv[1]))
+    main(sys.argv[1], json.loads(sys.argv[2]))
