@@ -10,6 +10,9 @@ check() {
   "$@" || failed+=("$*")
 }
 
+# DeepSpeed compiles its CPU collectives once, on one core; the first test of an engine waits for it.
+python -c 'from deepspeed.comm.torch import build_shm_op; build_shm_op()' >/dev/null 2>&1 &
+
 check ruff check
 check ruff format --check
 check mypy ds_moe_ext patches launch docs
