@@ -431,8 +431,7 @@ def _block(strategy: Strategy, plan: Plan, layout: ParallelLayout, number: int) 
     if ("ep", PARAM) in strategy.uses():
         of_one = (torch.zeros(2 * F, D), torch.zeros(D, F))
         parts = (shard.of(i, weight.double()) for i, weight in enumerate(of_one))
-        like = tuple(part.requires_grad_() for part in parts)
-        layer.routed.allow_copies(lambda: like)
+        layer.routed.allow_copies(tuple(part.requires_grad_() for part in parts))
     return _Block(layer, shard)
 
 

@@ -147,8 +147,7 @@ def layer_of(
         layer=number,
     )
     like = (up[0].clone(), down[0].clone())
-    like = tuple(weight.requires_grad_(case.is_trained) for weight in like)
-    layer.routed.allow_copies(lambda: like)
+    layer.routed.allow_copies(tuple(weight.requires_grad_(case.is_trained) for weight in like))
     return layer, mine
 
 

@@ -181,8 +181,7 @@ def _one_way(rank: int, case: Case, way: Way) -> tuple[list[Tensor], list[int]]:
     )
     assert f"way {way.value}" in layer.routed.describe()
     if case.copied:
-        like = up[0].requires_grad_(), down[0].requires_grad_()
-        layer.routed.allow_copies(lambda: like)
+        layer.routed.allow_copies((up[0].requires_grad_(), down[0].requires_grad_()))
     x, grad = tokens_of(case, rank)
     with relays_counted() as hops:
         y = layer(x.requires_grad_()).y

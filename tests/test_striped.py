@@ -253,7 +253,7 @@ def run_case(rank: int, world_size: int, case: Case) -> Outcome:
     weights = [tuple(own.values()) for own in named]
     if ("ep", PARAM) in strategy.uses():
         for layer in routed:
-            layer.allow_copies(partial(_like, model))
+            layer.allow_copies(_like(model))
     parameters = {name: p for own in named for name, p in own.items()}
     parameters |= {n: p for n, p in model.named_parameters() if ".experts." not in n}
     with ThreadPoolExecutor(16) as threads, mock.patch.object(Order, "routed", seeing()) as seen:

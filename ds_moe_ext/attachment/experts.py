@@ -195,10 +195,6 @@ class HostedExperts(nn.Module):
         self.train(source.training)
         self.forward = eager(self.forward)  # type: ignore[method-assign]
 
-    @property
-    def place(self) -> nn.Module:
-        return self
-
     def slots(self) -> list[Slot]:
         """This rank's experts."""
         columns = (self.get_submodule(name).parameters() for name in self.weight_names)

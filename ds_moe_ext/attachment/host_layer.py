@@ -57,11 +57,6 @@ class Hosted(Protocol):
     @property
     def training(self) -> bool: ...
 
-    @property
-    def place(self) -> nn.Module:
-        """What stands in the model where the experts stood."""
-        ...
-
     def slots(self) -> list[Slot]:
         """This rank's experts."""
         ...

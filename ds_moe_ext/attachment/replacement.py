@@ -7,7 +7,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -418,32 +417,23 @@ def _allow_copies(
         hosted = [layers[layer].hosted for layer in pool.layers]
         slot = next((slot for each in hosted for slot in each.slots()), None)
         if slot is None:
-            like = _like_none(hosted[0].place, blueprint.found[pool.layers[0]].expert, device)
+            like = _like_none(blueprint.found[pool.layers[0]].expert, device)
         else:
-            like = partial(tuple, slot.parameters)
+            like = slot.parameters
         for each in hosted:
             each.routed.allow_copies(like)
     for _, stack in groupby(layers, key=lambda layer: layer.stack):
         in_order(layer.routed.copies for layer in stack if layer.routed.copies is not None)
 
 
-def _like_none(
-    place: nn.Module, expert: ExpertShape, device: torch.device
-) -> Callable[[], Weights]:
-    """What an expert's weights are like, on a rank of another role that has none: as buffers
-    without elements are, which the host casts and moves as it does the model."""
+def _like_none(expert: ExpertShape, device: torch.device) -> Weights:
+    """What an expert's weights are like, on a rank of another role that has none; without memory.
+    Of what type they will be when they are copied, the others tell."""
     dtypes = {str(dtype): dtype for dtype in DTYPES}
-    for number, (_, _, dtype, _) in enumerate(expert):
-        empty = torch.empty(0, dtype=dtypes[dtype], device=device)
-        place.register_buffer(f"like_{number}", empty, persistent=False)
-
-    def like() -> Weights:
-        return tuple(
-            place.get_buffer(f"like_{number}").new_empty(()).expand(shape).requires_grad_(trained)
-            for number, (_, shape, _, trained) in enumerate(expert)
-        )
-
-    return like
+    return tuple(
+        torch.empty((), dtype=dtypes[dtype], device=device).expand(shape).requires_grad_(trained)
+        for _, shape, dtype, trained in expert
+    )
 
 
 def check_agreement(layers: Iterable[AttachedLayer], rank: int) -> None:

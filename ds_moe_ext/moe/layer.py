@@ -177,11 +177,11 @@ class RoutedExperts:
         is_flat = self.site.layout.why_flat and not BY_NODES.isdisjoint(ways)
         return (Way.DIRECT,) if is_flat or self._moves_rows_itself else ways
 
-    def allow_copies(self, like: Callable[[], Weights]) -> None:
+    def allow_copies(self, like: Weights) -> None:
         """Say what the weights of an expert are like. Needed before a plan with copies.
 
         Args:
-            like: gives those of any one expert, whose shapes, type and device are looked at.
+            like: of any one expert; their shapes, type and device are looked at, then and later.
         """
         layout = self.site.layout
         group = layout.group("ep", PARAM)

@@ -58,6 +58,7 @@ class StripeGather:
             wanted = held.target.with_copies(route.target.holds_EC)
             part = copies.place.part(held.target, wanted)
         else:
+            copies.learn_types(weights)
             held, wanted, part = Held(plan.home, {}), plan.target, copies.trips.whole
         room = Slab().make_room(part.received, copies.like)
         there = {**copies.by_expert(weights, plan.home), **held.copies}

@@ -583,18 +583,29 @@ def zebra_rows() -> Iterator[Row]:
         job = zebra(shared(2, family, capacity_factor=0.8), 1, 1, num_micro_batches=2)
         name, is_slow = f"zebra {family} with capacity", family == "gpt_moe"  # a piece is a batch
         yield Row(name, 2, job, close_of(family), is_slow=is_slow)
-    for attention, experts, keys in (
-        (1, 2, {"revises": True}),
-        (1, 1, {"on_attention": True}),
-        (2, 2, {"moved": 1, "on_attention": True, "revises": True}),
+    for attention, experts, family, keys in (
+        (1, 2, "mixtral", {"revises": True}),
+        (1, 1, "mixtral", {"on_attention": True}),
+        (2, 2, "mixtral", {"moved": 1, "on_attention": True, "revises": True}),
+        (1, 1, "gpt_moe", {"on_attention": True, "revises": True}),
+        (1, 1, "toy, frozen experts", {"on_attention": True}),
+        (1, 1, "toy, some experts frozen", {"on_attention": True}),
+        (1, 1, "toy, experts alone", {"on_attention": True}),
     ):  # long enough that copies are measured, and planned by that
         job = replace(
-            shared(attention + experts, aux_coefficient=0.0, steps=7, evaluate=True),
+            shared(attention + experts, family, aux_coefficient=0.0, steps=7, evaluate=True),
             strategy="tests.strategies_for_tests:TwoRoles",
             keys=tuple({"attention_size": attention, "expert_size": experts, **keys}.items()),
         )
-        name = f"two roles with copies, {attention}+{experts}, {', '.join(keys)}"
-        yield Row(name, attention + experts, job, is_slow=experts == 1)
+        name = f"two roles with copies, {attention}+{experts}, {family}, {', '.join(keys)}"
+        is_slow = experts == 1 and family == "mixtral"
+        yield Row(
+            name, attention + experts, job, close_of(family), shows=(copies,), is_slow=is_slow
+        )
+    job = Job("mixtral", 1, clip=0.5, dtype="bfloat16", num_experts=4)
+    own = (("attention_size", 1), ("expert_size", 1), ("on_attention", True), ("revises", True))
+    job = replace(job, strategy="tests.strategies_for_tests:TwoRoles", keys=own)
+    yield Row("two roles with copies, cast after they are told of", 2, job, HALVES)
     job = zebra(shared(2, evaluate=True, evaluate_within=True), 1, 1, moved=[0, 1])
     yield Row("zebra evaluates", 2, job)
     job = zebra(shared(2, micro_batches=2, learning_rate=1e-2), 1, 1)

@@ -153,10 +153,6 @@ class HostedMoE(nn.Module):
         Its gate would use the group to agree on a padded capacity, which we do not need.
         """
 
-    @property
-    def place(self) -> nn.Module:
-        return self
-
     def slots(self) -> list[Slot]:
         """This rank's experts."""
         return [

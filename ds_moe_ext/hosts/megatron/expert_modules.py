@@ -244,11 +244,6 @@ class HostedExperts:
     def training(self) -> bool:
         return bool(self.experts.training)
 
-    @property
-    def place(self) -> nn.Module:
-        module: nn.Module = self.experts
-        return module
-
     def slots(self) -> list[Slot]:
         """This rank's experts."""
         return self.form.slots(self.experts, self.weight_names)

@@ -11,10 +11,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ds_moe_ext.comm import Traffic
+from ds_moe_ext.comm import Traffic, max_in_place
 from ds_moe_ext.moe.copies.slab import Weights
 from ds_moe_ext.moe.copies.trips import Place, Trips
 from ds_moe_ext.moe.observation import TasksSeen, tell
+from ds_moe_ext.moe.turns import DTYPES
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.executor import Event, Lanes, Mark, lanes_for
 from ds_moe_ext.schedule.task import PARAM, Op, Span, Task, Value
@@ -30,7 +31,7 @@ class Airfield:
     Args:
         place: where this rank stands.
         plan: the present plan.
-        like: gives the weights of any one expert, for their shapes, type and device.
+        like: weights of any one expert, for their shapes, type and device.
         observers: told when copies and gradients travelled.
 
     Attributes:
@@ -45,10 +46,11 @@ class Airfield:
         self,
         place: Place,
         plan: Plan,
-        like: Callable[[], Weights],
+        like: Weights,
         observers: tuple[TasksSeen, ...] = (),
     ) -> None:
-        self.place, self._like, self._observers = place, like, observers
+        self.place, self.like, self._observers = place, like, observers
+        self._knows_types = False
         self.is_last_pass: Callable[[], bool] = lambda: True
         self.plan = plan
         self.trips = Trips.of(place, plan)
@@ -68,10 +70,25 @@ class Airfield:
         self._outstanding.append(event)
         return event
 
-    @property
-    def like(self) -> Weights:
-        """Of any one expert; only their shapes, type and device count."""
-        return self._like()
+    def learn_types(self, weights: Weights) -> None:
+        """Those of weights, of which a rank may be home to none: a host may have cast them since
+        it was told. Collective over the cells, the first time.
+
+        Args:
+            weights: at home.
+        """
+        if self._knows_types:
+            return
+        self._knows_types = True
+        like = self.like
+        own = [DTYPES.index(weight.dtype) for weight in weights[: len(like)]] or [0] * len(like)
+        told = torch.tensor(own, device=like[0].device)
+        dtypes = [DTYPES[number] for number in max_in_place(told, self.place.group).tolist()]
+        if dtypes != [weight.dtype for weight in like]:
+            self.like = tuple(
+                weight.new_empty((), dtype=dtype).expand(weight.shape).requires_grad_(is_trained)
+                for weight, dtype, is_trained in zip(like, dtypes, [w.requires_grad for w in like])
+            )
 
     @property
     def lanes(self) -> Lanes:

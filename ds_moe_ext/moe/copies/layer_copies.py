@@ -6,7 +6,7 @@ Shape letters: C cells, E experts.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -32,7 +32,7 @@ class Copies(Airfield):
         self,
         place: Place,
         plan: Plan,
-        like: Callable[[], Weights],
+        like: Weights,
         observers: tuple[TasksSeen, ...] = (),
     ) -> None:
         super().__init__(place, plan, like, observers)
