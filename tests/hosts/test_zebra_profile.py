@@ -1,13 +1,13 @@
 """A profile at the start of a run: what it leaves alone, what it chooses, what it says.
 
-Ranks are made slow by sleeping, so that what is chosen does not depend on the machine.
+Ranks are late by a clock of the tests, so that what is chosen does not depend on the machine.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -76,26 +76,40 @@ class Outcome(NamedTuple):
 
 @contextmanager
 def late(case: Case, rank: int) -> Iterator[None]:
-    """Expert functions sleep on expert ranks, attention modules on attention ranks."""
+    """Expert functions take longer on expert ranks, attention modules on attention ranks, by a
+    clock on which all else takes a millisecond."""
     from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
+    from ds_moe_ext.measure.bench import HostClock
     from ds_moe_ext.moe.expert import FeedForwardExperts
 
-    def sleeping(function: Any, seconds: float) -> Any:
-        def slept(*given: Any, **named: Any) -> Any:
-            time.sleep(seconds)
+    late_s = 0.0
+
+    def delayed(function: Any, seconds: float) -> Any:
+        def called(*given: Any, **named: Any) -> Any:
+            nonlocal late_s
+            late_s += seconds
             return function(*given, **named)
 
-        return slept
+        return called
+
+    def seconds(_: HostClock, ready: Callable[[], object], work: Callable[[], object]) -> float:
+        nonlocal late_s
+        ready()
+        late_s = 0.0
+        work()
+        return 1e-3 + late_s
 
     is_attention = rank % (case.attention + case.expert) < case.attention
     with ExitStack() as stack:
-        for cls, name, seconds, here in (
+        if case.late_attention_s or case.late_expert_s:
+            stack.enter_context(mock.patch.object(HostClock, "seconds", seconds))
+        for cls, name, delay_s, here in (
             (FeedForwardExperts, "__call__", case.late_expert_s, not is_attention),
             (MixtralAttention, "forward", case.late_attention_s, is_attention),
         ):
-            if here and seconds:
-                function = sleeping(getattr(cls, name), seconds)
+            if here and delay_s:
+                function = delayed(getattr(cls, name), delay_s)
                 stack.enter_context(mock.patch.object(cls, name, function))
         yield
 
