@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.settings import BLOCK
+from ds_moe_ext.steps.training_run import RECORD, Record
 from ds_moe_ext.zebra.passage import Passage
 from ds_moe_ext.zebra.stack import Stack
 from ds_moe_ext.zebra.stripe import Stripe
@@ -211,16 +212,24 @@ def _timed(config: Any) -> Iterator[None]:
         timers("forward-backward").stop()
 
 
-_STEPS = "ds_moe_ext_steps"  # attribute of the model's DDP
+@dataclass(eq=False)
+class ModelRecord(Record):
+    """What is known of a model's DDP whose ranks have roles.
+
+    Attributes:
+        steps: how it runs.
+    """
+
+    steps: StripedSteps | None = None
 
 
 def set_steps(steps: StripedSteps) -> None:
     """Let a model run so from now on."""
-    setattr(steps.chunk, _STEPS, steps)
+    setattr(steps.chunk, RECORD, ModelRecord(steps=steps))
 
 
 def steps_of(model: Any) -> StripedSteps | None:
     """How a model runs, as Megatron's schedules are given it; None where ranks have no roles."""
     chunk = model[0] if isinstance(model, list) else model
-    steps: StripedSteps | None = getattr(chunk, _STEPS, None)
-    return steps
+    record: ModelRecord | None = getattr(chunk, RECORD, None)
+    return None if record is None else record.steps
