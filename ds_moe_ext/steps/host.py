@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -156,7 +157,8 @@ class Host(Protocol):
 def device_names(device: torch.device) -> list[str]:
     """Name of each rank's device, in the order of the ranks. Collective, over the world."""
     has_name = device.type == "cuda"
-    return gather_objects(torch.cuda.get_device_name(device) if has_name else device.type, None)
+    name = torch.cuda.get_device_name(device) if has_name else platform.processor()
+    return gather_objects(name or device.type, None)
 
 
 def run_on(host: Host, model: nn.Module, settings: Settings, strategy: Strategy) -> Run | None:

@@ -64,7 +64,8 @@ def told_devices(monkeypatch: pytest.MonkeyPatch, *devices: str) -> None:
     """As if the ranks had these."""
     from ds_moe_ext.hosts.deepspeed import startup
 
-    monkeypatch.setattr(startup, "_devices", lambda agree_first: devices)
+    monkeypatch.setattr(startup, "agree", lambda document, model, mpu: None)
+    monkeypatch.setattr(startup, "device_names", lambda device: devices)
 
 
 def test_experts_of_several_pools_move(monkeypatch: pytest.MonkeyPatch) -> None:

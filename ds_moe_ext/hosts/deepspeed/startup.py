@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import inspect
 import os
-import platform
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +25,6 @@ from ds_moe_ext.attachment import agreement, experts
 from ds_moe_ext.attachment.launcher import is_first
 from ds_moe_ext.attachment.meeting import PATIENCE_S, Description, Start, start_of, starting
 from ds_moe_ext.attachment.replacement import Blueprint, draw, wanted
-from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.hosts import huggingface
 from ds_moe_ext.hosts.deepspeed import native
 from ds_moe_ext.hosts.deepspeed.op_lock import tell_of_old_lock
@@ -35,6 +33,7 @@ from ds_moe_ext.hosts.deepspeed.role_engine import RoleUnit
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.settings import BLOCK, Settings, misspelt, read_settings
+from ds_moe_ext.steps.host import device_names
 from ds_moe_ext.strategy import Strategy
 
 FINDERS = (huggingface.find, native.find, experts.find_registered)
@@ -209,16 +208,8 @@ def _begin() -> None:
 
 def devices_of(document: Mapping[str, Any], model: nn.Module, mpu: Any) -> list[str]:
     """Name of each rank's device; ranks agree first. Collective."""
-    return _devices(partial(agree, document, model, mpu))
-
-
-def _devices(agree_first: Callable[[], None]) -> list[str]:
-    """Name of each rank's device. Collective."""
-    agree_first()
-    device = torch.device(get_accelerator().current_device_name())
-    has_name = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if has_name else platform.processor()
-    return gather_objects(name or device.type, None)
+    agree(document, model, mpu)
+    return device_names(torch.device(get_accelerator().current_device_name()))
 
 
 def micro_batch_of(document: Mapping[str, Any]) -> int | None:
