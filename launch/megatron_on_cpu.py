@@ -18,7 +18,7 @@ import runpy
 import sys
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -457,9 +457,9 @@ def _load(stock: Callable[[ModuleType], None], module: ModuleType) -> None:
     _change(module.__name__)
 
 
-def _change(name: str) -> None:
+def _change(name: str, without: Collection[str] = ()) -> None:
     for shim in SHIMS:
-        if name in shim.modules:
+        if name in shim.modules and shim.id not in without:
             shim.apply(sys.modules[name])
 
 
@@ -467,9 +467,13 @@ def _is_installed() -> bool:
     return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 
-def install() -> None:
+def install(without: Collection[str] = ()) -> None:
     """Put all shims in place, once: modules are changed now, or when they are imported. Nothing is
-    done where CUDA is available."""
+    done where CUDA is available.
+
+    Args:
+        without: ids of shims that loaded modules are to do without.
+    """
     if _is_installed() or torch.cuda.is_available():
         return
     finder = _Finder()
@@ -477,7 +481,7 @@ def install() -> None:
     _undo.callback(lambda: sys.meta_path.remove(finder))
     for name in dict.fromkeys(name for shim in SHIMS for name in shim.modules):
         if name in sys.modules:
-            _change(name)
+            _change(name, without)
 
 
 def remove() -> None:

@@ -52,7 +52,7 @@ def _all_to_all_single(
 ) -> None:
     """In place of the fake group's own, which refuses to make rows of none: what comes in equal
     parts are counts, those of ranks that route alike; else zeros arrive."""
-    if arrived_C:
+    if len(arrived_C):  # a list or an array
         arrived.zero_()
     else:
         arrived.copy_(sent)

@@ -20,10 +20,12 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise, product
 from multiprocessing import get_context
 from pathlib import Path
@@ -31,7 +33,9 @@ from typing import NamedTuple
 
 import torch
 from fake_world import as_on_cuda, fake_world
-from host_path_contenders import Batch, Contender, Sizes, builders
+from host_counts import HostCounts, Place, counted
+from host_path_contenders import OURS, Batch, Builder, Contender, Sizes
+from host_path_peers import PEERS
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -41,6 +45,13 @@ from ds_moe_ext.steps.costs import CHECKED, STEPS
 
 NUM_WARM_UPS = max(STEPS[-1] + 4, CHECKED[-1] + 1)
 """Costs are known, models are checked."""
+
+
+BUILDERS: Mapping[str, Builder] = {**OURS, **PEERS}
+"""All contenders by name; the first is what the others are compared with."""
+
+COUNTED_STEPS = 2
+CALLS = frozenset(("call", "c_call"))  # events of sys.setprofile
 
 
 class Span(NamedTuple):
@@ -76,6 +87,29 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Counts:
+    """Of a layer and step, both directions and what is between steps.
+
+    Attributes:
+        waits: of the host for the device.
+        copies: from the host to the device.
+        collectives: calls of a communicator; one for all that is sent and received in pairs.
+        parcels: tensors that went in pairs.
+        calls: of Python's and of built-in functions, by the thread that calls.
+        kept_blocks: of Python's memory that forward leaves to backward.
+        places: of waits, copies and collectives, with how many.
+    """
+
+    waits: float
+    copies: float
+    collectives: float
+    parcels: float
+    calls: float
+    kept_blocks: float
+    places: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Result:
     """One contender's.
 
@@ -84,6 +118,7 @@ class Result:
         slots: experts that a rank is home to.
         name: of the contender.
         steps: those that were timed, in rounds.
+        counts: of the steps after them.
         skipped: why it did not run; empty if it did.
     """
 
@@ -91,6 +126,7 @@ class Result:
     slots: int
     name: str
     steps: tuple[Step, ...] = ()
+    counts: Counts | None = None
     skipped: str = ""
 
 
@@ -112,9 +148,8 @@ def no_collector() -> Iterator[None]:
         gc.unfreeze()
 
 
-def take_step(contender: Contender, sizes: Sizes, number: int) -> Step:
+def take_step(contender: Contender, batch: Batch, number: int) -> Step:
     """One step of a contender. Collective."""
-    batch = Batch.of(sizes, number)
     contender.model.zero_grad(set_to_none=True)
     with contender.turn():
         times = [now()]
@@ -126,11 +161,68 @@ def take_step(contender: Contender, sizes: Sizes, number: int) -> Step:
         times.append(now())
     del y_TD
     gc.collect()
+    num_layers = len(batch.expert_LTK)
     spans = (
-        Span(*((end - start) / sizes.layers for start, end in zip(before, after)))
+        Span(*((end - start) / num_layers for start, end in zip(before, after)))
         for before, after in pairwise(times)
     )
     return Step(*spans)
+
+
+def counts_of(contender: Contender, sizes: Sizes, first: int) -> Counts:
+    """What steps from a number on count. Collective."""
+    batches = [Batch.of(sizes, first + each) for each in range(COUNTED_STEPS + 2)]
+    with counted() as seen:
+        for number in range(COUNTED_STEPS):
+            take_step(contender, batches[number], first + number)
+    *_, one, last = batches
+    calls = calls_of(partial(take_step, contender, one, first + COUNTED_STEPS))
+    kept = kept_blocks(contender, last, first + COUNTED_STEPS + 1)
+    return told(seen, contender, sizes, calls, kept)
+
+
+def told(seen: HostCounts, contender: Contender, sizes: Sizes, calls: int, kept: int) -> Counts:
+    """A layer's part of what was counted."""
+    num = COUNTED_STEPS * sizes.layers
+    waits = Counter({p: n for p, n in seen.waits.items() if p.function not in contender.cpu_only})
+    by_place: Counter[Place] = waits + seen.copies + seen.collectives
+    return Counts(
+        waits=waits.total() / num,
+        copies=seen.copies.total() / num,
+        collectives=seen.collectives.total() / num,
+        parcels=seen.parcels / num,
+        calls=calls / sizes.layers,
+        kept_blocks=kept / sizes.layers,
+        places={str(place): number / num for place, number in by_place.most_common()},
+    )
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """Of functions, Python's and built-in ones, by this thread."""
+    found = 0
+
+    def saw(frame: object, event: str, argument: object) -> None:
+        nonlocal found
+        found += event in CALLS
+
+    sys.setprofile(saw)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def kept_blocks(contender: Contender, batch: Batch, number: int) -> int:
+    """Of Python's memory, that forward leaves to backward, in the step of a number. Collective."""
+    contender.model.zero_grad(set_to_none=True)
+    with contender.turn():
+        before = sys.getallocatedblocks()
+        y_TD = contender.forward(batch)
+        kept = sys.getallocatedblocks() - before
+        y_TD.backward(torch.ones_like(y_TD))
+        contender.after_step(number)
+    return kept
 
 
 @dataclass(frozen=True)
@@ -155,12 +247,12 @@ class Job:
 def build(job: Job) -> tuple[list[Contender], dict[str, str]]:
     """The contenders that can run, and why the others cannot. Collective."""
     contenders, skipped = [], {}
-    for name, builder in builders():
+    for name, builder in BUILDERS.items():
         if job.only and name not in job.only:
             continue
         try:
             contender = builder(job.sizes)
-            take_step(contender, job.sizes, 0)
+            take_step(contender, Batch.of(job.sizes, 0), 0)
             contenders.append(contender)
         except Exception as error:
             skipped[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -179,12 +271,15 @@ def measure(job: Job) -> list[Result]:
         with no_collector():
             for number in track(rounds, title, console=console):
                 for contender in rotated(contenders, number):
-                    step = take_step(contender, job.sizes, number)
+                    step = take_step(contender, Batch.of(job.sizes, number), number)
                     if number > NUM_WARM_UPS:
                         steps[contender.name].append(step)
+            after = 1 + NUM_WARM_UPS + job.rounds
+            counts = [counts_of(each, job.sizes, after) for each in contenders]
     where = job.ranks, job.slots
+    ran = zip(steps.items(), counts)
     return [
-        *(Result(*where, name, tuple(found)) for name, found in steps.items()),
+        *(Result(*where, name, tuple(found), each) for (name, found), each in ran),
         *(Result(*where, name, skipped=reason) for name, reason in skipped.items()),
     ]
 
@@ -237,17 +332,36 @@ def table_of(results: Sequence[Result]) -> Table:
     return table
 
 
+COUNTED = ("waits", "copies", "collectives", "parcels", "calls", "kept_blocks")
+
+
+def counts_table(results: Sequence[Result]) -> Table:
+    """Those of one world."""
+    table = Table(title="a layer and step", title_justify="left")
+    table.add_column("contender")
+    for column in COUNTED:
+        table.add_column(column.replace("_", " "), justify="right")
+    for each in results:
+        if each.counts is not None:
+            figures = asdict(each.counts)
+            table.add_row(each.name, *(f"{figures[column]:,.4g}" for column in COUNTED))
+    return table
+
+
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    names = [name for name, _ in builders()]
     add("--ranks", type=int, nargs="+", default=[8])
     add("--slots", type=int, nargs="+", default=[1, 8], help="experts a rank")
     add(
-        "--only", nargs="+", choices=names, default=[], help="the first is compared with the others"
+        "--only",
+        nargs="+",
+        choices=BUILDERS,
+        default=[],
+        help="the first is compared with the others",
     )
     add("--layers", type=int, default=4)
     add("--tokens", type=int, default=64, help="of a rank")
@@ -279,6 +393,7 @@ def main() -> None:
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
             found = process.submit(measure, job).result()
         console.print(table_of(found))
+        console.print(counts_table(found))
         for each in found:
             if each.skipped:
                 console.print(f"not run: {each.name}: {each.skipped}")

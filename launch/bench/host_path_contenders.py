@@ -6,9 +6,10 @@ tokens, K choices a token, E experts, D model width, F expert width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,7 +79,12 @@ class Contender:
     Args:
         name: in the table.
         model: whose gradients are freed before each step.
+
+    Attributes:
+        cpu_only: functions that wait on a CPU alone.
     """
+
+    cpu_only: Collection[str] = ()
 
     def __init__(self, name: str, model: nn.Module) -> None:
         self.name, self.model = name, model
@@ -191,8 +197,5 @@ class Ours(Contender):
 
 Builder = Callable[[Sizes], Contender]
 
-
-def builders() -> Iterator[tuple[str, Builder]]:
-    """All contenders by name."""
-    for way in WAYS:
-        yield way.name, lambda sizes, way=way: Ours(way, sizes)
+OURS: Mapping[str, Builder] = {way.name: partial(Ours, way) for way in WAYS}
+"""By name."""

@@ -185,28 +185,31 @@ def _mixtral_block(problem: Problem, implementation: str) -> Any:
 
 def auto_ep(name: str, settings: Mapping[str, str], problem: Problem) -> Contender:
     """DeepSpeed AutoEP's layer, converted from a Mixtral block by DeepSpeed's own replacement."""
-    from deepspeed.module_inject.auto_ep import AutoEP
-    from deepspeed.module_inject.auto_ep_config import parse_autoep_config
-
-    config = _mixtral_config(problem.shape, "grouped_mm")
-    block = _mixtral_block(problem, "grouped_mm")
-    # AutoEP finds blocks by name.
-    host = nn.Module()
-    host.model = nn.Module()
-    host.model.layers = nn.ModuleList([nn.Module()])
-    host.model.layers[0].mlp = block
-    host.config = config
-    block_settings = {"enabled": True, "preset_model": "mixtral", **settings}
-    converter = AutoEP(host, parse_autoep_config(block_settings))
-    (spec,) = converter.ep_parser()
-    converter.replace_moe_layer(spec, ep_size=1, ep_rank=0)
-    layer: Any = host.model.layers[0].mlp
+    layer = auto_ep_layer(settings, problem, ep_size=1)
 
     def call(x: Tensor) -> Tensor:
         out = layer(x[None])
         return (out[0] if isinstance(out, tuple) else out).view_as(x)
 
     return Contender(name, call, tuple(layer.parameters()))
+
+
+def auto_ep_layer(settings: Mapping[str, str], problem: Problem, *, ep_size: int) -> Any:
+    """Of the first rank of those that divide the experts."""
+    from deepspeed.module_inject.auto_ep import AutoEP
+    from deepspeed.module_inject.auto_ep_config import parse_autoep_config
+
+    # AutoEP finds blocks by name.
+    host = nn.Module()
+    host.model = nn.Module()
+    host.model.layers = nn.ModuleList([nn.Module()])
+    host.model.layers[0].mlp = _mixtral_block(problem, "grouped_mm")
+    host.config = _mixtral_config(problem.shape, "grouped_mm")
+    block_settings = {"enabled": True, "preset_model": "mixtral", **settings}
+    converter = AutoEP(host, parse_autoep_config(block_settings))
+    (spec,) = converter.ep_parser()
+    converter.replace_moe_layer(spec, ep_size=ep_size, ep_rank=0)
+    return host.model.layers[0].mlp
 
 
 def deepspeed_native(capacity_factor: float | None, problem: Problem) -> Contender:

@@ -1,0 +1,119 @@
+"""Host time: what each strategy makes the host wait for, copy and call in a layer, and its counter.
+
+Counts, never times. A change that lowers a count lowers its limit here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from host_counts import counted
+from host_path import BUILDERS, Job, Result, measure
+from host_path_contenders import OURS, Sizes
+from torch import Tensor
+
+
+class Most(NamedTuple):
+    """Of a layer and step, on 8 ranks with 2 experts each.
+
+    Attributes:
+        waits: of the host for the device.
+        copies: from the host to the device.
+        collectives: and calls that move tensors between pairs.
+    """
+
+    waits: int
+    copies: int
+    collectives: int
+
+
+MOST: Mapping[str, Most] = {
+    "ep": Most(1, 3, 5),
+    "esp, degree 1": Most(1, 3, 5),
+    "esp, degree 2": Most(1, 7, 9),
+    "esp, degree 4": Most(1, 13, 17),
+    "esp, degree 8": Most(1, 25, 33),
+    "fssdp": Most(1, 4, 11),
+    # How many experts it copies depends on what the machine's first steps took.
+    "prophet": Most(1, 4, 24),
+    "esp, degree 2, over fssdp": Most(1, 8, 15),
+    "esp, degree 2, over prophet": Most(1, 8, 28),
+    "esp, degree 2, threads": Most(1, 7, 9),
+    "fssdp, threads": Most(1, 4, 11),
+    "prophet, threads": Most(1, 4, 24),
+}
+
+
+@pytest.fixture(scope="module")
+def results() -> Mapping[str, Result]:
+    job = Job(8, 2, Sizes(layers=2, experts=16, tokens=64, top_k=2), tuple(MOST), rounds=0)
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return {each.name: each for each in process.submit(measure, job).result()}
+
+
+def test_every_strategy_has_a_limit() -> None:
+    assert set(MOST) == set(OURS) < set(BUILDERS)
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_counts_do_not_grow(name: str, results: Mapping[str, Result]) -> None:
+    counts = results[name].counts
+    assert counts is not None, results[name].skipped
+    found = counts.waits, counts.copies, counts.collectives
+    assert all(map(float.__le__, found, map(float, MOST[name]))), (found, counts.places)
+
+
+def _in_thread(device: Tensor) -> None:
+    found: list[list[int]] = []
+    thread = threading.Thread(target=lambda: found.append(device.tolist()))
+    thread.start()
+    thread.join()
+
+
+WAITS: Mapping[str, Callable[[Tensor], object]] = {
+    "item": lambda device: device.item(),
+    "numpy": lambda device: device.numpy(),
+    "cpu": lambda device: device.cpu(),
+    "to": lambda device: device.to("cpu"),
+    "int": lambda device: int(device) + 1,
+    "if": lambda device: not device.sum(),
+    "index": lambda device: [4, 5, 6, 7][device],
+    "nonzero": lambda device: torch.nonzero(device)[0],
+    "mask": lambda device: device[device > 2],
+    "number": lambda device: device[device.argmax()],
+    "lengths": lambda device: device.repeat_interleave(device),
+    "in a thread": _in_thread,
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_wait_is_counted_once_with_its_place(name: str) -> None:
+    device = torch.tensor([3]) + 0
+    with counted() as counts:
+        WAITS[name](device)
+    assert counts.waits.total() == 1 and not counts.copies
+    (place,) = counts.waits
+    assert place.file == "tests/launch/test_host_path.py"
+
+
+def test_copies_are_counted_and_the_hosts_own_work_is_not() -> None:
+    device = torch.arange(4)
+    with counted() as counts:
+        host = torch.from_numpy(np.arange(4)).cumsum(0)
+        assert host.tolist() == [0, 1, 3, 6] and bool(host[host > 0].sum() == torch.tensor(10))
+        assert device.cpu().diff().tolist() == [1, 1, 1]
+        there = host.to(device.device)
+        torch.tensor([1], device=device.device)
+    assert counts.waits.total() == 1 and counts.copies.total() == 2
+    with counted() as counts:
+        there.sum().item()
+        device.repeat_interleave(device, output_size=6)
+        device[there.clamp(max=3)]
+    assert counts.waits.total() == 1 and not counts.copies
