@@ -117,11 +117,11 @@ def test_a_run_resumes_on_fewer_ranks_with_another_strategy(tmp_path: Path) -> N
 
 
 def losses_of(tmp_path: Path, **block: Any) -> list[float]:
-    """Of seven steps in float32 under the deepspeed launcher."""
+    """Of seven steps in float32 under torchrun, which starts in half the time of deepspeed's."""
     config = document(tmp_path, debug=True, **block)
     content = json.loads(config.read_text())
     config.write_text(json.dumps({**content, "bf16": {"enabled": False}}))
-    printed = start_by_deepspeed(arguments(tmp_path, config, "gpt_moe_tiny"))
+    printed = start_by_torchrun(2, arguments(tmp_path, config, "gpt_moe_tiny"))
     assert f"ds_moe_ext: strategy {block['strategy']}, 2 ranks = 1 x" in printed
     losses: list[float] = json.loads((tmp_path / "out/summary.json").read_text())["losses"]
     return losses
@@ -130,7 +130,7 @@ def losses_of(tmp_path: Path, **block: Any) -> list[float]:
 ROLES = {"strategy": "zebra", "zebra": {"attention_size": 1, "expert_size": 1}}
 
 
-def test_roles_under_the_deepspeed_launcher(tmp_path: Path) -> None:
+def test_roles_under_torchrun(tmp_path: Path) -> None:
     """The same script with attention on one rank and experts on the other; both are in the
     picture."""
     trace = {"path": str(tmp_path / "trace.json"), "first_step": 2, "num_steps": 1}
@@ -148,7 +148,7 @@ def test_roles_under_the_deepspeed_launcher(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_roles_change_no_loss_under_the_deepspeed_launcher(tmp_path: Path) -> None:
+def test_roles_change_no_loss_under_torchrun(tmp_path: Path) -> None:
     ours, theirs = losses_of(tmp_path, **ROLES), losses_of(tmp_path, strategy="ep")
     assert ours == pytest.approx(theirs, rel=1e-4)
     assert ours[:2] == pytest.approx(theirs[:2], rel=1e-6)
