@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.schedule.executor import InlineLanes, Lanes, ThreadLanes, execute, lanes_for
+from ds_moe_ext.schedule.executor import InlineLanes, Lanes, ThreadLanes, lanes_for
 from ds_moe_ext.schedule.orders import stage_major
-from ds_moe_ext.schedule.program import Program
+from ds_moe_ext.schedule.program import Crew, Program
 from ds_moe_ext.schedule.simulator import simulate
 from ds_moe_ext.schedule.task import (
     COMBINE,
@@ -65,7 +65,7 @@ def test_every_dependency_is_respected(
     size = len(schedule.tasks)
     pauses = data.draw(st.lists(st.sampled_from((0, 0, 1e-3)), min_size=size, max_size=size))
     log = Log(pauses)
-    execute(schedule, log, lanes)
+    lanes.run(schedule, log)
     assert sorted(log.order("end")) == list(range(size))  # each once, all when execute returns
     for position, waits in enumerate(before(schedule)):
         begin = log.events.index(("begin", position))
@@ -75,23 +75,23 @@ def test_every_dependency_is_respected(
 @given(flows())
 def test_inline_lanes_run_in_issue_order_in_the_callers_thread(schedule: Schedule) -> None:
     seen: list[tuple[int, int]] = []
-    execute(schedule, lambda i: seen.append((i, threading.get_ident())), InlineLanes())
+    InlineLanes().run(schedule, lambda i: seen.append((i, threading.get_ident())))
     assert seen == [(i, threading.get_ident()) for i in range(len(schedule.tasks))]
 
 
-def test_one_thread_a_lane() -> None:
+def test_one_thread_a_lane_and_the_callers_for_what_is_computed() -> None:
     schedule = flow("a compute", "b inter", "c compute", "d inter a", "e param")
     threads: dict[int, int] = {}
-    execute(schedule, lambda i: threads.update({i: threading.get_ident()}), THREADS)
-    assert threads[0] == threads[2]
+    THREADS.run(schedule, lambda i: threads.update({i: threading.get_ident()}))
+    assert threads[0] == threads[2] == threading.get_ident()
     assert threads[1] == threads[3]
-    assert len({threading.get_ident(), *threads.values()}) == 4
+    assert len({*threads.values()}) == 3
 
 
 def test_lanes_run_at_the_same_time() -> None:
     """Three tasks that each wait for the other two: only three lanes can pass."""
     meeting = threading.Barrier(3)
-    execute(flow("a compute", "b inter", "c param"), lambda i: _meet(meeting), THREADS)
+    THREADS.run(flow("a compute", "b inter", "c param"), lambda i: _meet(meeting))
     assert not meeting.broken
 
 
@@ -109,7 +109,7 @@ def test_what_one_lane_wrote_the_other_sees() -> None:
         total[0] += position
 
     for _ in range(20):
-        execute(schedule, add, THREADS)
+        THREADS.run(schedule, add)
     assert total == [20 * sum(range(40))]
 
 
@@ -134,12 +134,12 @@ def test_an_error_reaches_the_caller_and_no_reader_runs(lanes: Lanes) -> None:
     schedule = flow("a compute", "e param", "b inter a", "c compute b", "d inter c")
     log = Log()
     with pytest.raises(Broken) as caught:
-        execute(schedule, failing([2], log), lanes)
+        lanes.run(schedule, failing([2], log))
     assert caught.value.args == (2,)
     assert set(log.order("end")) == {0, 1}
     # Once: the lanes are as good as new.
     again = Log()
-    execute(schedule, again, lanes)
+    lanes.run(schedule, again)
     assert sorted(again.order("end")) == [0, 1, 2, 3, 4]
 
 
@@ -147,7 +147,7 @@ def test_an_error_reaches_the_caller_and_no_reader_runs(lanes: Lanes) -> None:
 def test_the_first_error_in_issue_order_is_raised(lanes: Lanes) -> None:
     schedule = flow("a compute", "b inter", "c compute b", "d param", "e inter d")
     with pytest.raises(Broken) as caught:
-        execute(schedule, failing([1, 3], Log()), lanes)
+        lanes.run(schedule, failing([1, 3], Log()))
     assert caught.value.args == (1,)
 
 
@@ -161,7 +161,7 @@ def test_nothing_hangs_whatever_fails(schedule: Schedule, data: st.DataObject) -
 
     def call() -> None:
         try:
-            execute(schedule, failing(broken, log), THREADS)
+            THREADS.run(schedule, failing(broken, log))
         except Broken as error:
             caught.append(error.args)
 
@@ -183,8 +183,8 @@ def test_a_default_device_is_taken_to_the_lanes(lanes: Lanes) -> None:
     schedule = flow("a compute", "b inter a")
     seen: list[str] = []
     with torch.device("meta"):
-        execute(schedule, lambda position: seen.append(torch.ones(1).device.type), lanes)
-    execute(schedule, lambda position: seen.append(torch.ones(1).device.type), lanes)
+        lanes.run(schedule, lambda position: seen.append(torch.ones(1).device.type))
+    lanes.run(schedule, lambda position: seen.append(torch.ones(1).device.type))
     assert seen == ["meta", "meta", "cpu", "cpu"]
 
 
@@ -197,14 +197,14 @@ def test_autocast_is_taken_to_the_lanes(lanes: Lanes) -> None:
     def run(position: int) -> None:
         seen.append((torch.is_autocast_enabled("cpu"), (a @ a).dtype))
 
-    execute(schedule, run, lanes)
+    lanes.run(schedule, run)
     with torch.autocast("cpu", torch.bfloat16):
-        execute(schedule, run, lanes)
+        lanes.run(schedule, run)
         with torch.autocast("cpu", enabled=False):
-            execute(schedule, run, lanes)
+            lanes.run(schedule, run)
     with torch.autocast("cpu", torch.float16):
-        execute(schedule, run, lanes)
-    execute(schedule, run, lanes)
+        lanes.run(schedule, run)
+    lanes.run(schedule, run)
     assert seen == [
         *[(False, torch.float32)] * 2,
         *[(True, torch.bfloat16)] * 2,
@@ -222,7 +222,7 @@ def test_marks_measure_seconds(lanes: Lanes) -> None:
         time.sleep(0.01)
         marks[position] = lanes.mark()
 
-    execute(flow("a compute", "b inter a"), run, lanes)
+    lanes.run(flow("a compute", "b inter a"), run)
     assert 0.01 <= lanes.seconds_between(marks[0], marks[1]) < PATIENCE_S
     assert lanes.seconds_between(marks[1], marks[0]) == -lanes.seconds_between(marks[0], marks[1])
 
@@ -330,7 +330,7 @@ def test_the_same_schedule_takes_the_simulated_time(
     num_chunks = max(forward_degree, 6 if backward_degree == 2 else backward_degree)
     forward = paced_layer(num_chunks, forward_degree)
     backward = forward.backward_cut_as(paced_layer(num_chunks, backward_degree))
-    program = Program(forward, backward, STAGES, THREADS, num_chunks)
+    program = Program(forward, backward, Crew(STAGES), THREADS, num_chunks)
     simulated = [simulate(schedule, seconds_of).makespan_s for schedule in (forward, backward)]
     assert_takes(simulated, lambda: executed_s(program))
 
@@ -357,7 +357,7 @@ def test_overlap_is_real() -> None:
 
     def run() -> tuple[float]:
         start = time.perf_counter()
-        execute(forward, lambda i: time.sleep(seconds_of(0, forward.tasks[i])), THREADS)
+        THREADS.run(forward, lambda i: time.sleep(seconds_of(0, forward.tasks[i])))
         return (time.perf_counter() - start,)
 
     assert_takes([overlapped_s], run)

@@ -353,7 +353,7 @@ def test_without_hooks_stages_are_bare() -> None:
 
 def _kinds(rank: int, world_size: int, hooks: Hooked) -> set[str]:
     layer = layer_of(world_size, Case(), LayerOptions(hooks=hooks))
-    stages = layer.routed.program(torch.device("cpu")).stages
+    stages = layer.routed.program(torch.device("cpu")).crew.stages
     return {type(stage).__name__ for stage in stages.values()}
 
 

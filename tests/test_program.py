@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_moe_ext.moe.local_stage import Local
 from ds_moe_ext.moe.observation import TasksSeen
 from ds_moe_ext.schedule.executor import InlineLanes, Lanes, Mark, ThreadLanes
-from ds_moe_ext.schedule.program import Program, Stage
+from ds_moe_ext.schedule.program import Crew, Program, Stage
 from ds_moe_ext.schedule.task import (
     COMPUTE,
     INTER,
@@ -90,7 +90,7 @@ def diamond(lanes: Lanes, *observers: Any) -> Program:
         given(Y),
     )
     stages = {DOUBLE: Local(lambda x: (x * 2,)), SCALE: Local(scale), JOIN: Local(join)}
-    return Program(forward, forward.reversed(), stages, lanes, observers=observers)
+    return Program(forward, forward.reversed(), Crew(stages, observers), lanes)
 
 
 def diamond_by_autograd(x: Tensor, w: tuple[Tensor, Tensor]) -> Tensor:
@@ -170,7 +170,7 @@ def test_sums_do_not_depend_on_timing(lanes: Lanes) -> None:
     for pauses in ((0.0, 2e-3, 4e-3), (4e-3, 2e-3, 0.0), (0.0, 4e-3, 0.0)):
         stages = {op: Slow(f, s) for (op, f), s in zip(reads.items(), pauses)}
         x = torch.ones(T, 1, dtype=torch.float64, requires_grad=True)
-        sum(Program(forward, forward.reversed(), stages, lanes)(x)).sum().backward()
+        sum(Program(forward, forward.reversed(), Crew(stages), lanes)(x)).sum().backward()
         # Backward order: r2, r1, r0.
         assert x.grad is not None
         assert x.grad.unique().tolist() == [(1e16 + 1.0) - 1e16]
@@ -184,7 +184,7 @@ def test_inputs_that_nobody_reached_get_zeros(lanes: Lanes) -> None:
         (task(DOUBLE, [X], [Y]), task(NOTE, [U, W], [A])), given(X, U, W, v), given(Y)
     )
     stages = {DOUBLE: Local(lambda x: (x * 2,)), NOTE: Local(lambda u, w: (u * w[0],))}
-    program = Program(forward, forward.reversed(), stages, lanes)
+    program = Program(forward, forward.reversed(), Crew(stages), lanes)
     x, u, *w, alone = (rand(4, 2, seed=i).requires_grad_() for i in range(5))
     w[1].requires_grad_(False)
     fired: list[str] = []
@@ -206,7 +206,7 @@ def test_an_output_that_nobody_used_has_no_part(lanes: Lanes) -> None:
     forward = Schedule((task(DOUBLE, [X], [A]), task(SCALE, [X, W], [B])), given(X, W), given(A, B))
     stages = {DOUBLE: Local(lambda x: (x * 2,)), SCALE: Local(scale)}
     x, *w = leaves()
-    a, _ = Program(forward, forward.reversed(), stages, lanes)(x, tuple(w))
+    a, _ = Program(forward, forward.reversed(), Crew(stages), lanes)(x, tuple(w))
     a.sum().backward()
     assert close(x.grad, torch.full_like(x, 2.0))
     assert close(w[0].grad, torch.zeros_like(w[0]))
@@ -222,7 +222,7 @@ def test_integers_come_out_without_a_gradient(lanes: Lanes) -> None:
         NOTE: Local(lambda x: ((x > 0).sum(),), graded=(False,)),
     }
     x = rand(T, D).requires_grad_()
-    y, count = Program(forward, forward.reversed(), stages, lanes)(x)
+    y, count = Program(forward, forward.reversed(), Crew(stages), lanes)(x)
     assert int(count) == int((x > 0).sum())
     assert not count.requires_grad
     y.sum().backward()
@@ -231,7 +231,8 @@ def test_integers_come_out_without_a_gradient(lanes: Lanes) -> None:
 
 def test_a_program_of_weights_alone() -> None:
     forward = Schedule((task(NOTE, [W], [U]),), given(W), given(U))
-    program = Program(forward, forward.reversed(), {NOTE: Local(lambda w: (w[0] * w[1],))}, INLINE)
+    crew = Crew({NOTE: Local(lambda w: (w[0] * w[1],))})
+    program = Program(forward, forward.reversed(), crew, INLINE)
     first, second = (rand(5, seed=i).requires_grad_() for i in (1, 2))
     program((first, second))[0].sum().backward()
     assert close(first.grad, second)
@@ -249,9 +250,9 @@ def test_a_second_backward_is_refused(lanes: Lanes) -> None:
 
 def test_an_op_without_a_stage_is_named() -> None:
     program = diamond(INLINE)
-    stages = {op: stage for op, stage in program.stages.items() if op != SCALE}
+    stages = {op: stage for op, stage in program.crew.stages.items() if op != SCALE}
     with pytest.raises(ValueError, match=r"task scale\[0,0\] has no stage; .* op 'scale'"):
-        replace(program, stages=stages)
+        replace(program, crew=Crew(stages))
 
 
 @BOTH
@@ -260,7 +261,7 @@ def test_an_error_in_a_stage_reaches_the_caller(lanes: Lanes) -> None:
         raise FloatingPointError("as it happens")
 
     program = diamond(lanes)
-    broken = replace(program, stages={**program.stages, SCALE: Local(fails)})
+    broken = replace(program, crew=Crew({**program.crew.stages, SCALE: Local(fails)}))
     x, *w = leaves()
     with pytest.raises(FloatingPointError, match="as it happens"):
         broken(x, tuple(w))
@@ -280,7 +281,8 @@ def test_a_task_that_the_strategy_put_between(lanes: Lanes) -> None:
     between = Task(NOTE, 0, WHOLE, (partial,), (weights,))
     backward = Schedule((*tasks, between), program.backward.inputs, program.backward.outputs)
     tenfold = Local(lambda grads: (tuple(grad * 10 for grad in grads),))
-    changed = replace(program, backward=backward, stages={**program.stages, NOTE: tenfold})
+    crew = Crew({**program.crew.stages, NOTE: tenfold})
+    changed = replace(program, backward=backward, crew=crew)
     gradients = []
     for each in (program, changed):
         x, *w = leaves()
@@ -333,7 +335,7 @@ class Remembers:
 def square(lanes: Lanes) -> tuple[Program, Remembers]:
     stage = Remembers()
     forward = Schedule((task(DOUBLE, [X], [Y]),), given(X), given(Y))
-    return Program(forward, forward.reversed(), {DOUBLE: stage}, lanes), stage
+    return Program(forward, forward.reversed(), Crew({DOUBLE: stage}), lanes), stage
 
 
 @BOTH
@@ -384,7 +386,7 @@ def test_a_value_is_freed_when_its_last_reader_has_run() -> None:
         third: Local(look),
     }
     with torch.no_grad():
-        Program(forward, forward.reversed(), stages, INLINE)(rand(T, D))
+        Program(forward, forward.reversed(), Crew(stages), INLINE)(rand(T, D))
     assert alive == [1, 0]
 
 
@@ -409,7 +411,7 @@ def test_checkpointing_keeps_nothing_of_local_stages() -> None:
     stage = Remembers()
     forward = Schedule((task(DOUBLE, [X], [Y]),), given(X), given(Y))
     weigh = Local(lambda x: (x.sin() * stage.keep(x),))
-    program = Program(forward, forward.reversed(), {DOUBLE: weigh}, INLINE)
+    program = Program(forward, forward.reversed(), Crew({DOUBLE: weigh}), INLINE)
     x, x2 = (rand(T, D).requires_grad_() for _ in range(2))
     y = checkpoint(lambda x: program(x)[0], x, use_reentrant=False)
     assert stage.all_freed()
@@ -497,7 +499,7 @@ def test_backward_may_be_cut_otherwise(
     forward = powers(6, *forward_degrees)
     backward = forward.backward_cut_as(powers(6, *backward_degrees))
     power = Power(Cut.equal(num_tokens, 6))
-    program = Program(forward, backward, {FIRST: power, SECOND: power}, lanes, num_chunks=6)
+    program = Program(forward, backward, Crew({FIRST: power, SECOND: power}), lanes, num_chunks=6)
     x = rand(num_tokens, D).requires_grad_()
     (y,) = program(x)
     assert close(y, x.detach() ** 9)
@@ -522,7 +524,7 @@ def test_what_several_ops_read_in_chunks_is_summed_chunk_by_chunk(
     power = Power(Cut.equal(T, num_chunks))
     stages = {FIRST: power, SECOND: power, JOIN: Local(lambda a, b: (a + b,))}
     x = rand(T, D).requires_grad_()
-    (y,) = Program(forward, forward.reversed(), stages, lanes, num_chunks)(x)
+    (y,) = Program(forward, forward.reversed(), Crew(stages), lanes, num_chunks)(x)
     assert close(y, 2 * x.detach() ** 3)
     y.sum().backward()
     assert close(x.grad, 6 * x.detach() ** 2)
@@ -539,7 +541,7 @@ def test_chunks_that_no_gradient_reached_are_zero(lanes: Lanes) -> None:
     )
     power = Power(Cut.equal(T, 2))
     x = rand(T, D).requires_grad_()
-    _, second = Program(forward, forward.reversed(), {FIRST: power}, lanes, 2)(x)
+    _, second = Program(forward, forward.reversed(), Crew({FIRST: power}), lanes, 2)(x)
     second.sum().backward()
     # 11 tokens: 6 and 5.
     expected = 3 * x.detach() ** 2

@@ -360,11 +360,9 @@ class RoutedExperts:
             self._program[device] = Program(
                 forward,
                 backward,
-                stages,
+                Crew(stages, (self.tasks, self.meter), self.name),
                 lanes,
                 site.plan.num_chunks,
-                (self.tasks, self.meter),
-                self.name,
             )
         return self._program[device]
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import overrides
 
-from ds_moe_ext.schedule.task import Lane, Schedule
+from ds_moe_ext.schedule.task import COMPUTE, Lane, Schedule
 from ds_moe_ext.watch import BrokenOff
 
 Event = Any  # what a lane gives for a submitted task; only the same lanes look inside
@@ -30,6 +31,14 @@ class OnDevice(ABC):
 
 class Lanes(Protocol):
     """In-order queues that can wait for each other."""
+
+    def run(self, schedule: Schedule, do: Callable[[int], None]) -> None:
+        """Do every task, by its position, and make the caller's next work see the results.
+
+        Of errors the first one in issue order is raised; no task runs that waits for one that did
+        not end well.
+        """
+        ...
 
     def submit(self, lane: Lane, work: Callable[[], None], after: Iterable[Event]) -> Event:
         """Queue ``work`` behind the lane's earlier tasks and behind ``after``."""
@@ -52,17 +61,12 @@ class Lanes(Protocol):
         ...
 
 
-def execute(schedule: Schedule, run: Callable[[int], None], lanes: Lanes) -> None:
-    """Issue every task in order, then join them all. ``run`` does the task at a position."""
-    events: list[Event] = []
-    for position, (task, after) in enumerate(zip(schedule.tasks, schedule.after)):
-        work = functools.partial(run, position)
-        events.append(lanes.submit(task.lane, work, [events[w] for w in after]))
-    lanes.join(events)
-
-
 class InlineLanes:
     """All lanes in the caller's thread, in issue order. For CPU hosts where nothing overlaps."""
+
+    def run(self, schedule: Schedule, do: Callable[[int], None]) -> None:
+        for position in range(len(schedule.tasks)):
+            do(position)
 
     def submit(self, lane: Lane, work: Callable[[], None], after: Iterable[Event]) -> Event:
         work()
@@ -83,15 +87,17 @@ class InlineLanes:
 
 @dataclass(frozen=True)
 class Carried:
-    """State of a thread that another thread takes over: autocast, the stream on CUDA, and what
-    stands between calls and torch, as a default device does.
+    """State of a thread that another thread takes over: whether autograd records, autocast, the
+    stream on CUDA, and what stands between calls and torch, as a default device does.
 
     Attributes:
+        records: whether autograd does.
         autocasts: device, dtype and whether it is on, of each kind of device.
         stream: the current one; None without CUDA.
         modes: torch function modes, the outermost first.
     """
 
+    records: bool
     autocasts: tuple[tuple[str, torch.dtype, bool], ...]
     stream: torch.cuda.Stream | None
     modes: tuple[overrides.TorchFunctionMode, ...]
@@ -105,12 +111,13 @@ class Carried:
             (d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in devices
         )
         stream = torch.cuda.current_stream() if has_cuda else None
-        return cls(tuple(autocasts), stream, tuple(overrides._get_current_function_mode_stack()))
+        modes = tuple(overrides._get_current_function_mode_stack())
+        return cls(torch.is_grad_enabled(), tuple(autocasts), stream, modes)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """The thread that calls has it, inside the block."""
-        with ExitStack() as stack:
+        with ExitStack() as stack, torch.set_grad_enabled(self.records):
             for device, dtype, is_on in self.autocasts:
                 stack.enter_context(torch.autocast(device, dtype, is_on))
             for mode in self.modes:
@@ -126,11 +133,81 @@ class Carried:
             torch.cuda.set_stream(self.stream)
 
 
+@dataclass(eq=False)
+class _Errand:
+    """A schedule that several threads do, each its lane.
+
+    Attributes:
+        schedule: which.
+        do: a task, by its position.
+        ends: of the tasks that another lane waits for: locked until they have ended.
+        errors: by position, of the tasks that failed.
+        lost: tasks that have not run, for one that they need did not end well.
+    """
+
+    schedule: Schedule
+    do: Callable[[int], None]
+    ends: dict[int, threading.Lock] = field(init=False)
+    errors: dict[int, BaseException] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.ends = {w: threading.Lock() for awaits in self.schedule.awaits for w in awaits}
+        for end in self.ends.values():
+            end.acquire()
+
+    def run(self, positions: Sequence[int]) -> None:
+        """A lane's tasks, until one fails or waits in vain."""
+        for number, position in enumerate(positions):
+            if not self._ends_well(position):
+                self.lost.update(positions[number:])
+                for each in positions[number:]:
+                    self._end(each)
+                return
+            self._end(position)
+
+    def _ends_well(self, position: int) -> bool:
+        for other in self.schedule.awaits[position]:
+            with self.ends[other]:
+                if other in self.lost:
+                    return False
+        try:
+            self.do(position)
+        except BaseException as error:
+            self.errors[position] = error
+            return False
+        return True
+
+    def _end(self, position: int) -> None:
+        if position in self.ends:
+            self.ends[position].release()
+
+
 class ThreadLanes(InlineLanes):
-    """One worker thread a lane. For CPU hosts: a collective that waits blocks its thread only."""
+    """Computation in the caller's thread, a worker thread for any other lane. For CPU hosts: a
+    collective that waits blocks its thread only."""
 
     def __init__(self) -> None:
-        self._worker: dict[Lane, ThreadPoolExecutor] = {}
+        self._workers: dict[Lane, ThreadPoolExecutor] = {}
+
+    def run(self, schedule: Schedule, do: Callable[[int], None]) -> None:
+        errand = _Errand(schedule, do)
+        state = Carried.of_caller()
+
+        def work(positions: Sequence[int]) -> None:
+            with state.entered():
+                errand.run(positions)
+
+        others = [
+            self._worker(lane).submit(work, positions)
+            for lane, positions in schedule.by_lane.items()
+            if lane != COMPUTE
+        ]
+        errand.run(schedule.by_lane.get(COMPUTE, ()))
+        for other in others:
+            other.result()
+        if errand.errors:
+            raise _first(errand.errors)
 
     def submit(self, lane: Lane, work: Callable[[], None], after: Iterable[Future]) -> Future:
         after = tuple(after)
@@ -142,11 +219,14 @@ class ThreadLanes(InlineLanes):
             with state.entered():
                 work()
 
-        if lane not in self._worker:
-            self._worker[lane] = ThreadPoolExecutor(
+        return self._worker(lane).submit(body)
+
+    def _worker(self, lane: Lane) -> ThreadPoolExecutor:
+        if lane not in self._workers:
+            self._workers[lane] = ThreadPoolExecutor(
                 1, lane.name, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
             )
-        return self._worker[lane].submit(body)
+        return self._workers[lane]
 
     def join(self, events: Iterable[Future]) -> None:
         events = tuple(events)
@@ -154,11 +234,15 @@ class ThreadLanes(InlineLanes):
             for event in events:
                 event.result()
         except BrokenOff:
-            for event in events:  # what it came of, where that was in another lane
-                error = event.exception() if event.done() else None
-                if error is not None and not isinstance(error, BrokenOff):
-                    raise error from None
-            raise
+            ended = (event.exception() for event in events if event.done())
+            raise _first(dict(enumerate(error for error in ended if error is not None))) from None
+
+
+def _first(errors: Mapping[int, BaseException]) -> BaseException:
+    """The first one; what broke an exchange off, where that was in another lane."""
+    ordered = [errors[position] for position in sorted(errors)]
+    causes = [error for error in ordered if not isinstance(error, BrokenOff)]
+    return causes[0] if causes and isinstance(ordered[0], BrokenOff) else ordered[0]
 
 
 class InlineCudaLanes(InlineLanes):
@@ -176,18 +260,40 @@ class InlineCudaLanes(InlineLanes):
 
 
 class CudaLanes:
-    """One CUDA stream a lane. Work is issued by the caller's thread and runs on the device."""
+    """Computation in the caller's stream, a stream for any other lane. Work is issued by the
+    caller's thread and runs on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: dict[Lane, torch.cuda.Stream] = {}
+        self._streams: dict[Lane, torch.cuda.Stream] = {}
+
+    def run(self, schedule: Schedule, do: Callable[[int], None]) -> None:
+        caller = torch.cuda.current_stream(self._device)
+        streams = {
+            lane: caller if lane == COMPUTE else self._stream(lane) for lane in schedule.by_lane
+        }
+        for stream in streams.values():
+            if stream is not caller:  # inputs come from the caller's
+                stream.wait_stream(caller)
+        # The last of each lane, and not the stream: tasks may have begun more behind it.
+        last = [own[-1] for lane, own in schedule.by_lane.items() if lane != COMPUTE]
+        awaited = {w for awaits in schedule.awaits for w in awaits}.union(last)
+        ends: dict[int, torch.cuda.Event] = {}
+        for position, task in enumerate(schedule.tasks):
+            stream = streams[task.lane]
+            for other in schedule.awaits[position]:
+                stream.wait_event(ends[other])
+            with torch.cuda.stream(stream):
+                do(position)
+            if position in awaited:
+                ends[position] = stream.record_event()
+        for position in last:
+            caller.wait_event(ends[position])
 
     def submit(
         self, lane: Lane, work: Callable[[], None], after: Iterable[torch.cuda.Event]
     ) -> torch.cuda.Event:
-        if lane not in self._stream:
-            self._stream[lane] = torch.cuda.Stream(self._device)
-        stream = self._stream[lane]
+        stream = self._stream(lane)
         # The region's inputs come from the caller's stream, whatever else the task waits for.
         stream.wait_stream(torch.cuda.current_stream(self._device))
         for event in after:
@@ -195,6 +301,11 @@ class CudaLanes:
         with torch.cuda.stream(stream):
             work()
             return stream.record_event()
+
+    def _stream(self, lane: Lane) -> torch.cuda.Stream:
+        if lane not in self._streams:
+            self._streams[lane] = torch.cuda.Stream(self._device)
+        return self._streams[lane]
 
     def join(self, events: Iterable[torch.cuda.Event]) -> None:
         caller = torch.cuda.current_stream(self._device)

@@ -7,15 +7,17 @@ FSDP put on parameters see them as they see any other parameter.
 from __future__ import annotations
 
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from ds_moe_ext.schedule.executor import Lanes, Mark, execute
+from ds_moe_ext.schedule.executor import Lanes, Mark
 from ds_moe_ext.schedule.task import Cut, Op, Schedule, Span, Task, Value
 from ds_moe_ext.watch import WATCH
 
@@ -84,32 +86,28 @@ class Crew:
     name: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
-    """Schedules, stages and lanes: everything that one pass of a layer needs.
+    """Schedules, a crew and lanes: everything that one pass of a layer needs.
 
     Attributes:
         forward: tasks of the forward pass.
         backward: ``forward.reversed()`` or ``forward.backward_cut_as(...)``, and whatever the
             strategy put between.
-        stages: the work of each op.
+        crew: who does them.
         lanes: where the tasks run.
         num_chunks: finest chunks that the tokens are cut into.
-        observers: who is told of each task.
-        name: of the layer, for a person who is told where a rank waits or has failed.
     """
 
     forward: Schedule
     backward: Schedule
-    stages: Mapping[Op, Stage]
+    crew: Crew
     lanes: Lanes
     num_chunks: int = 1
-    observers: tuple[Observer, ...] = ()
-    name: str = ""
 
     def __post_init__(self) -> None:
         for task in (*self.forward.tasks, *self.backward.tasks):
-            if task.op not in self.stages:
+            if task.op not in self.crew.stages:
                 raise ValueError(f"task {task} has no stage; give one for op {task.op.name!r}")
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
@@ -125,17 +123,18 @@ class Program:
         arity = tuple(len(read) if isinstance(read, tuple) else None for read in inputs)
         wanted = torch.is_grad_enabled() and any(t.requires_grad for t in flat)
         if not wanted:
-            return self.passing(self.forward, _cut_of(self, inputs))(inputs)
+            return Pass(self.bound_forward, self.lanes, cut=_cut_of(self, inputs))(inputs)
         return _Node.apply(self, arity, *flat)
 
-    def passing(self, schedule: Schedule, cut: Cut, **how: Any) -> Pass:
-        """A pass of one of its schedules."""
-        crew = self._crew
-        return Pass(schedule, lambda task: crew, self.lanes, cut=cut, **how)
+    @cached_property
+    def bound_forward(self) -> Binding:
+        """Forward, looked up once."""
+        return Binding.of(self.forward, lambda task: self.crew)
 
     @cached_property
-    def _crew(self) -> Crew:
-        return Crew(self.stages, self.observers, self.name)
+    def bound_backward(self) -> Binding:
+        """Backward, looked up once."""
+        return Binding.of(self.backward, lambda task: self.crew, adjoint_of=self.forward)
 
 
 def in_backward() -> bool:
@@ -151,9 +150,10 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, program: Program, arity: tuple[int | None, ...], *flat: Tensor) -> Any:
         inputs = _grouped(flat, arity)
-        run = program.passing(program.forward, _cut_of(program, inputs), keeps=True)
+        cut = _cut_of(program, inputs)
+        run = Pass(program.bound_forward, program.lanes, cut=cut, keeps=True)
         outputs = tuple(t.detach() for t in run(inputs))
-        ctx.program, ctx.arity, ctx.cut = program, arity, run.cut
+        ctx.program, ctx.arity, ctx.cut = program, arity, cut
         # Tensors go through autograd's own keeping, so that activation checkpointing and offloading
         # hooks see them; the rest of what stages saved is small.
         tensors = [x for saved in run.saved for x in saved if isinstance(x, Tensor)]
@@ -171,15 +171,15 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         if ctx.saved is None:
             raise RuntimeError(
-                f"backward ran through {ctx.program.name or 'this MoE layer'} before and has freed "
-                "what it saved; run one backward a forward (retain_graph is not supported)"
+                f"backward ran through {ctx.program.crew.name or 'this MoE layer'} before and has "
+                "freed what it saved; run one backward a forward (retain_graph is not supported)"
             )
         program, tensors = ctx.program, list(reversed(ctx.saved_tensors))
         saved = [
             tuple(tensors.pop() if x is _SAVED_TENSOR else x for x in kept) for kept in ctx.saved
         ]
         ctx.saved = None
-        back = program.passing(program.backward, ctx.cut, of=program.forward, saved=saved)
+        back = Pass(program.bound_backward, program.lanes, cut=ctx.cut, saved=saved)
         given = dict(zip(program.forward.outputs, grads))
         written = back(given.get(value) for value in program.backward.inputs)
         found = dict(zip(program.backward.outputs, written))
@@ -241,43 +241,193 @@ class Place:
         return f"{self.name} ({self.task.op.name}, {way}{kind})"
 
 
-class Pass:
-    """One run of one schedule: the table of values, filled and emptied by its tasks.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Reading:
+    """A value that is put together from several pieces, or from a part of one.
 
-    Args:
+    Attributes:
+        span: that is wanted; None: of a value that is not cut.
+        pieces: place of each in the table, and the span that it covers; in the order of writers.
+    """
+
+    span: Span | None
+    pieces: tuple[tuple[int, Span | None], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    """A task with what its runs need.
+
+    Attributes:
+        task: which.
+        stage: its work.
+        crew: number of the crew, for its observers; None: nobody sees it.
+        reads: places in the table, or how to put together what it reads.
+        graded_reads: those of the reads that may have a gradient.
+        writes: places in the table.
+        graded_writes: those of the writes that may have a gradient.
+        frees: pieces that nobody else reads.
+        releases: pieces that others read, too.
+        adjoint_of: the position whose savings it takes as they are; None: several, or cut anew.
+        forgets: positions whose savings nobody needs after it.
+        training: what the thread does then, as a person is told.
+        evaluation: the same, in a pass without gradients.
+    """
+
+    task: Task
+    stage: Stage
+    crew: int | None
+    reads: tuple[int | _Reading, ...]
+    graded_reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    graded_writes: tuple[int, ...]
+    frees: tuple[int, ...]
+    releases: tuple[int, ...]
+    adjoint_of: int | None
+    forgets: tuple[int, ...]
+    training: Place
+    evaluation: Place
+
+
+@dataclass(frozen=True, eq=False)
+class Binding:
+    """A schedule with all that its passes would look up: made once, for passes of one plan.
+
+    A piece is what one task wrote of a value; each has its place in the table of a pass, in the
+    order of writers, so that sums do not depend on timing.
+
+    Attributes:
         schedule: of forward, of backward, or of both in one: then its adjoints are of tasks of its
             own.
-        crew_of: who does a task.
+        steps: its tasks.
+        crews: who does them.
+        inputs: places in the table of what is given.
+        outputs: of what is wanted; or how to put it together.
+        num_readers: of each piece, where there are several; who reads an output comes after all.
+        adjoint_of: the tasks that the adjoints are of.
+        is_backward: these are another schedule's.
+    """
+
+    schedule: Schedule
+    steps: tuple[_Step, ...]
+    crews: tuple[Crew, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int | _Reading, ...]
+    num_readers: tuple[int, ...]
+    adjoint_of: tuple[Task, ...]
+    is_backward: bool
+
+    @classmethod
+    def of(
+        cls, schedule: Schedule, crew_of: Callable[[Task], Crew], adjoint_of: Schedule | None = None
+    ) -> Binding:
+        """Look up.
+
+        Args:
+            schedule: what is to be done.
+            crew_of: who does a task.
+            adjoint_of: the schedule that its adjoints are of; None: this one.
+        """
+        pieces = _Pieces(schedule)
+        before = (adjoint_of or schedule).tasks
+        crews = {crew_of(task): None for task in schedule.tasks}
+        numbers = {crew: number for number, crew in enumerate(crews)}
+
+        def bound(position: int, task: Task) -> _Step:
+            crew = crew_of(task)
+            alone = len(task.adjoint_of) == 1 and before[task.adjoint_of[0]].span == task.span
+            own = dict.fromkeys(pieces.read_by[position])
+            last = schedule.last_adjoint
+            return _Step(
+                task=task,
+                stage=crew.stages[task.op],
+                crew=None if task.op.begins is not None else numbers[crew],
+                reads=tuple(map(pieces.reading, task.reads)),
+                graded_reads=_graded(task.reads),
+                writes=tuple(pieces.number[value, position] for value in task.writes),
+                graded_writes=_graded(task.writes),
+                frees=tuple(n for n in own if pieces.num_readers[n] == 1),
+                releases=tuple(n for n in own if pieces.num_readers[n] > 1),
+                adjoint_of=task.adjoint_of[0] if alone else None,
+                forgets=tuple(w for w in task.adjoint_of if last[w] == position),
+                training=Place(crew.name, task),
+                evaluation=Place(crew.name, task, is_evaluation=True),
+            )
+
+        return cls(
+            schedule=schedule,
+            steps=tuple(bound(position, task) for position, task in enumerate(schedule.tasks)),
+            crews=tuple(crews),
+            inputs=tuple(pieces.number[value, -1] for value in schedule.inputs),
+            outputs=tuple(map(pieces.reading, schedule.outputs)),
+            num_readers=pieces.num_readers,
+            adjoint_of=before,
+            is_backward=adjoint_of is not None,
+        )
+
+
+def _graded(values: Iterable[Value]) -> tuple[int, ...]:
+    return tuple(number for number, value in enumerate(values) if value.kind.has_gradient)
+
+
+class _Pieces:
+    """The pieces that the values of a schedule are written in."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        given = [(value, -1) for value in schedule.inputs]
+        made = [(value, w) for w, task in enumerate(schedule.tasks) for value in task.writes]
+        self.number = {piece: n for n, piece in enumerate(dict.fromkeys([*given, *made]))}
+        self._of: dict[Value, list[int]] = defaultdict(list)
+        for (value, _), number in self.number.items():
+            self._of[value].append(number)
+        self._sources = schedule.sources
+        self.read_by = [self._read(task.reads) for task in schedule.tasks]
+        counts = Counter(n for own in (*self.read_by, self._read(schedule.outputs)) for n in own)
+        self.num_readers = tuple(counts[n] for n in range(len(self.number)))
+
+    def _read(self, values: Iterable[Value]) -> set[int]:
+        return {n for value in values for source in self._sources[value] for n in self._of[source]}
+
+    def reading(self, wanted: Value) -> int | _Reading:
+        """How to read a value."""
+        pieces = sorted(
+            (n, source.span) for source in self._sources[wanted] for n in self._of[source]
+        )
+        is_whole = len(pieces) == 1 and (pieces[0][1] == wanted.span or not wanted.kind.by_token)
+        if is_whole:
+            return pieces[0][0]
+        return _Reading(wanted.span if wanted.kind.by_token else None, tuple(pieces))
+
+
+class Pass:
+    """One run of one schedule: a table of pieces, filled and emptied by its tasks.
+
+    Args:
+        binding: what to do.
         lanes: where.
         cut: of the tokens, where values are of tokens.
         keeps: whether adjoints will come, of what this pass does.
-        of: the schedule that the adjoints are of; None: this one.
         saved: what the tasks of that saved, by position; consumed.
     """
 
     def __init__(
         self,
-        schedule: Schedule,
-        crew_of: Callable[[Task], Crew],
+        binding: Binding,
         lanes: Lanes,
         *,
         cut: Cut = _UNCUT,
         keeps: bool = False,
-        of: Schedule | None = None,
         saved: list[Saved] | None = None,
     ) -> None:
-        self.schedule, self.cut = schedule, cut
-        self.saved: list[Saved] = [()] * len(schedule.tasks) if saved is None else saved
-        self._crew_of, self._lanes, self._keeps = crew_of, lanes, keeps
-        self._of = (of or schedule).tasks
-        self._is_evaluation = of is None and not keeps
-        # By value, then by writer: pieces are added in the order of their writers, so that sums do
-        # not depend on timing. All keys exist from the start: lanes fill the table concurrently.
-        self._table: dict[Value, dict[int, Any]] = {value: {} for value in schedule.written}
-        self._unread = dict(schedule.num_readers)
+        self.saved: list[Saved] = [()] * len(binding.steps) if saved is None else saved
+        self._binding, self._lanes, self._cut, self._keeps = binding, lanes, cut, keeps
+        self._is_evaluation = not (binding.is_backward or keeps)
+        self._table: list[Any] = [None] * len(binding.num_readers)
+        self._unread = list(binding.num_readers)
         self._lock = threading.Lock()
         self._errors: list[BaseException] = []
-        self._watching: dict[Crew, tuple[Observer, ...]] = {}
+        # Asked once: marks cost a little.
+        self._watching = [tuple(o for o in crew.observers if o.is_on) for crew in binding.crews]
 
     def __call__(self, inputs: Iterable[Any]) -> tuple[Any, ...]:
         """Do all tasks; the outputs.
@@ -285,22 +435,26 @@ class Pass:
         Args:
             inputs: of the schedule, in order; None for what this rank has none of.
         """
-        for value, given in zip(self.schedule.inputs, inputs):
-            if given is not None:
-                self._table[value][-1] = given
-        execute(self.schedule, self._run, self._lanes)
+        for number, given in zip(self._binding.inputs, inputs):
+            self._table[number] = given
+        with torch.no_grad():
+            self._lanes.run(self._binding.schedule, self._run)
+            outputs = tuple(map(self._read, self._binding.outputs))
         if WATCH.has_failed:  # in an earlier pass
             WATCH.went_through()
-        return tuple(self._read(value) for value in self.schedule.outputs)
+        return outputs
 
     def _run(self, position: int) -> None:
-        task = self.schedule.tasks[position]
+        step = self._binding.steps[position]
         if self._errors:  # of a task in another lane: nothing here is worth waiting for
             raise self._errors[0]
-        crew = self._crew_of(task)
-        WATCH.at(Place(crew.name, task, self._is_evaluation))
+        WATCH.at(step.evaluation if self._is_evaluation else step.training)
         try:
-            self._do(position, task, crew)
+            watching = () if step.crew is None else self._watching[step.crew]
+            if watching:
+                self._do_watched(position, step, watching)
+            else:
+                self._do(position, step)
         except BaseException as error:
             # Now, and not when the lanes are joined: another one may wait for ranks that wait for
             # what this one was about to send.
@@ -308,84 +462,86 @@ class Pass:
             WATCH.failed(error)
             raise
 
-    def _do(self, position: int, task: Task, crew: Crew) -> None:
+    def _do_watched(self, position: int, step: _Step, watching: Iterable[Observer]) -> None:
         lanes = self._lanes
-        watching = self._watching_of(crew) if task.op.begins is None else ()
-        start = lanes.mark() if watching else None
-        with torch.no_grad():
-            reads = [self._read(value) for value in task.reads]
-            # Not a bound method kept on self: a cycle would hold the values until the next
-            # garbage collection, and autograd copies a gradient that somebody else holds.
-            work = self._adjoint if task.adjoint_of else self._forward
-            written = work(position, task, crew.stages[task.op], reads)
-        for value, piece in zip(task.writes, written):
-            if piece is not None:
-                self._table[value][position] = piece
-        self._drop(task.reads)
+        start = lanes.mark()
+        self._do(position, step)
         for observer in watching:
-            observer.saw(task, start, lanes.mark(), lanes)
+            observer.saw(step.task, start, lanes.mark(), lanes)
 
-    def _watching_of(self, crew: Crew) -> tuple[Observer, ...]:
-        """Observers that are on; asked once a pass."""
-        if crew not in self._watching:
-            self._watching[crew] = tuple(o for o in crew.observers if o.is_on)
-        return self._watching[crew]
+    def _do(self, position: int, step: _Step) -> None:
+        table = self._table
+        reads = [
+            self._together(read) if isinstance(read, _Reading) else table[read]
+            for read in step.reads
+        ]
+        self._lanes.keep(reads)
+        # Not a bound method kept on self: a cycle would hold the values until the next garbage
+        # collection, and autograd copies a gradient that somebody else holds.
+        work = self._adjoint if step.task.adjoint_of else self._forward
+        for number, piece in zip(step.writes, work(position, step, reads)):
+            table[number] = piece
+        for number in step.frees:
+            table[number] = None
+        if step.releases:
+            self._release(step.releases)
 
-    def _forward(
-        self, position: int, task: Task, stage: Stage, reads: list[Any]
-    ) -> tuple[Any, ...]:
-        written, saved = stage.forward(task.span, *reads)
+    def _forward(self, position: int, step: _Step, reads: list[Any]) -> Sequence[Any]:
+        written, saved = step.stage.forward(step.task.span, *reads)
         if self._keeps:
             self.saved[position] = saved
-            if any(_wants_gradient(read) for read in reads):
-                for value, piece in zip(task.writes, written):
-                    if value.kind.has_gradient:
-                        for part in _parts(piece):
-                            part.requires_grad_()
+            if any(_wants_gradient(reads[number]) for number in step.graded_reads):
+                for number in step.graded_writes:
+                    _want_gradient(written[number])
         return written
 
-    def _adjoint(
-        self, position: int, task: Task, stage: Stage, grads: list[Any]
-    ) -> tuple[Any, ...]:
-        pieces = [(self._of[w].span, self.saved[w]) for w in task.adjoint_of]
-        for w in task.adjoint_of:
-            if self.schedule.last_adjoint[w] == position:
-                self.saved[w] = ()
+    def _adjoint(self, position: int, step: _Step, grads: list[Any]) -> Sequence[Any]:
+        span, before, kept = step.task.span, step.task.adjoint_of, self.saved
+        if step.adjoint_of is None:
+            pieces = [(self._binding.adjoint_of[w].span, kept[w]) for w in before]
+        else:
+            saved = kept[step.adjoint_of]
+        for w in step.forgets:
+            kept[w] = ()
         if all(grad is None for grad in grads):
             return ()
-        whole = len(pieces) == 1 and pieces[0][0] == task.span
-        saved = pieces[0][1] if whole else stage.recut(task.span, pieces)
+        if step.adjoint_of is None:
+            saved = step.stage.recut(span, pieces)
         self._lanes.keep(saved)
-        return stage.backward(task.span, saved, *grads)
+        return step.stage.backward(span, saved, *grads)
 
-    def _read(self, wanted: Value) -> Any:
+    def _read(self, read: int | _Reading) -> Any:
+        return self._together(read) if isinstance(read, _Reading) else self._table[read]
+
+    def _together(self, wanted: _Reading) -> Any:
         """The value, put together from the pieces that were written of it."""
-        parts: dict[int, Any] = {}
+        whole: list[tuple[int, Any]] = []
         smaller: list[tuple[Span, int, Tensor]] = []
-        for source in self.schedule.sources[wanted]:
-            pieces = self._table[source]
-            if source.span == wanted.span or not wanted.kind.by_token:
-                parts.update(pieces)
-                continue
-            assert source.span is not None and wanted.span is not None
-            shared = source.span.shared_with(wanted.span)
-            narrowed = {w: self._narrow(p, source.span, shared) for w, p in pieces.items()}
-            if shared == wanted.span:
-                parts.update(narrowed)
-            else:
-                smaller += [(shared, w, piece) for w, piece in narrowed.items()]
+        found = [(n, span, self._table[n]) for n, span in wanted.pieces]
         # The pieces, not what is made of them here: those are the ones other lanes may free.
-        self._lanes.keep((*parts.values(), *(piece for _, _, piece in smaller)))
+        self._lanes.keep([piece for _, _, piece in found])
+        for number, span, piece in found:
+            if piece is None:
+                continue
+            if wanted.span is None or span is None or span == wanted.span:
+                whole.append((number, piece))
+                continue
+            shared = span.shared_with(wanted.span)
+            narrowed = self._narrow(piece, span, shared)
+            if shared == wanted.span:
+                whole.append((number, narrowed))
+            else:
+                smaller.append((shared, number, narrowed))
         if smaller:
             assert wanted.span is not None
-            parts[max(w for _, w, _ in smaller)] = self._joined(smaller, wanted.span)
-        return _sum(parts)
+            whole.append((max(n for _, n, _ in smaller), self._joined(smaller, wanted.span)))
+        return _sum([piece for _, piece in sorted(whole, key=itemgetter(0))])
 
     def _narrow(self, piece: Tensor, span: Span, wanted: Span) -> Tensor:
         if span == wanted:
             return piece
-        start = self.cut.first(wanted) - self.cut.first(span)
-        narrow = piece.detach().narrow(0, start, self.cut.length(wanted))
+        start = self._cut.first(wanted) - self._cut.first(span)
+        narrow = piece.detach().narrow(0, start, self._cut.length(wanted))
         return narrow.requires_grad_(piece.requires_grad)
 
     def _joined(self, pieces: list[tuple[Span, int, Tensor]], wanted: Span) -> Tensor:
@@ -397,19 +553,18 @@ class Pass:
             joined = torch.cat([piece for _, piece in ordered])
         else:
             like = ordered[0][1]
-            joined = like.new_zeros(self.cut.length(wanted), *like.shape[1:])
+            joined = like.new_zeros(self._cut.length(wanted), *like.shape[1:])
             for span, piece in ordered:
                 self._narrow(joined, wanted, span).add_(piece)
         return joined.requires_grad_(any(piece.requires_grad for _, _, piece in pieces))
 
-    def _drop(self, values: Iterable[Value]) -> None:
+    def _release(self, numbers: Iterable[int]) -> None:
         """Free what has been read for the last time."""
         with self._lock:
-            for value in values:
-                for source in self.schedule.sources[value]:
-                    self._unread[source] -= 1
-                    if not self._unread[source]:
-                        self._table[source].clear()
+            for number in numbers:
+                self._unread[number] -= 1
+                if not self._unread[number]:
+                    self._table[number] = None
 
 
 def _place(piece: tuple[Span, int, Any]) -> tuple[Span, int]:
@@ -417,20 +572,21 @@ def _place(piece: tuple[Span, int, Any]) -> tuple[Span, int]:
     return span, writer
 
 
-def _parts(thing: Any) -> list[Tensor]:
-    """What may have a gradient of a value, which may be a tensor or a tuple."""
-    parts: Iterable[Any] = thing if isinstance(thing, tuple) else (thing,)
-    return [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
+def _want_gradient(thing: Any) -> None:
+    """What is written, a tensor or a tuple, is differentiated where it can be."""
+    for part in thing if isinstance(thing, tuple) else (thing,):
+        if isinstance(part, Tensor) and part.is_floating_point():
+            part.requires_grad_()
 
 
 def _wants_gradient(read: Any) -> bool:
-    parts: Iterable[Any] = read if isinstance(read, tuple) else (read,)
-    return any(isinstance(part, Tensor) and part.requires_grad for part in parts)
+    if isinstance(read, tuple):
+        return any(isinstance(part, Tensor) and part.requires_grad for part in read)
+    return isinstance(read, Tensor) and read.requires_grad
 
 
-def _sum(parts: Mapping[int, Any]) -> Any:
+def _sum(pieces: Sequence[Any]) -> Any:
     """Pieces of equal span, added in the order of their writers; None where there is none."""
-    pieces = [parts[writer] for writer in sorted(parts)]
     if len(pieces) <= 1:
         return pieces[0] if pieces else None
     if isinstance(pieces[0], tuple):

@@ -296,6 +296,28 @@ class Schedule:
         return {w: position for position, task in enumerate(self.tasks) for w in task.adjoint_of}
 
     @cached_property
+    def by_lane(self) -> dict[Lane, tuple[int, ...]]:
+        """What each lane does, by position; lanes in the order of their first tasks."""
+        positions: dict[Lane, list[int]] = defaultdict(list)
+        for position, task in enumerate(self.tasks):
+            positions[task.lane].append(position)
+        return {lane: tuple(own) for lane, own in positions.items()}
+
+    @cached_property
+    def awaits(self) -> tuple[tuple[int, ...], ...]:
+        """For each task, what it must wait for that its own lane has not waited for or done: the
+        last of the tasks in ``after``, lane by lane."""
+        seen: dict[tuple[Lane, Lane], int] = {}
+        awaits = []
+        for task, after in zip(self.tasks, self.after):
+            latest = {self.tasks[w].lane: w for w in after}  # ascending: the last one stays
+            latest.pop(task.lane, None)
+            new = {other: w for other, w in latest.items() if w > seen.get((task.lane, other), -1)}
+            seen |= {(task.lane, other): w for other, w in new.items()}
+            awaits.append(tuple(new.values()))
+        return tuple(awaits)
+
+    @cached_property
     def is_chain(self) -> bool:
         """Whether work could never overlap: each task waits for the one issued before it."""
         work = [position for position, task in enumerate(self.tasks) if task.op.is_work]

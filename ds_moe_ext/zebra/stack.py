@@ -21,7 +21,7 @@ from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.roles import Roles
 from ds_moe_ext.schedule import task as ops
 from ds_moe_ext.schedule.executor import Lanes
-from ds_moe_ext.schedule.program import Crew, Pass, Stage
+from ds_moe_ext.schedule.program import Binding, Crew, Pass, Stage
 from ds_moe_ext.schedule.stripes import (
     ATTENTION,
     ATTENTION_SIDE,
@@ -151,7 +151,8 @@ class Stack:
         crews.append(Crew(head, crews[-1].observers, "the end"))
         try:
             given = (self._given(value, is_graded=is_graded) for value in schedule.inputs)
-            one_pass = Pass(schedule, lambda task: crews[task.layer], self.lanes, keeps=is_graded)
+            binding = Binding.of(schedule, lambda task: crews[task.layer])
+            one_pass = Pass(binding, self.lanes, keeps=is_graded)
             with RandomNumbers().own():  # ranks of both roles draw one number of theirs
                 one_pass(given)
         finally:

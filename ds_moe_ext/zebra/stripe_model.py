@@ -23,7 +23,7 @@ from ds_moe_ext.comm import connect
 from ds_moe_ext.layout import group_among
 from ds_moe_ext.moe.gate import RunRows, capacity_of, drop_over_capacity
 from ds_moe_ext.schedule.executor import InlineLanes, lanes_for
-from ds_moe_ext.schedule.program import Program, Saved, Uncut, in_backward
+from ds_moe_ext.schedule.program import Crew, Program, Saved, Uncut, in_backward
 from ds_moe_ext.schedule.step import LOSS
 from ds_moe_ext.schedule.stripes import A2E, E2A
 from ds_moe_ext.schedule.task import COMPUTE, Kind, Op, Schedule, Span, Task, Value
@@ -150,9 +150,8 @@ def _handing_over() -> tuple[Schedule, Schedule]:
 
 def handed_over(loss: Tensor, parameters: Sequence[Tensor], stage: HandOver) -> Tensor:
     """The loss as one node of autograd, whose backward gives what its step has found."""
-    program = Program(
-        *_handing_over(), {HAND_OVER: stage}, InlineLanes(), name="the loss of a striped step"
-    )
+    crew = Crew({HAND_OVER: stage}, name="the loss of a striped step")
+    program = Program(*_handing_over(), crew, InlineLanes())
     (handed,) = program(loss, tuple(parameters))
     return handed
 

@@ -130,9 +130,10 @@ class Hostile:
 
 def hostile(program: Program, device: torch.device, late_lane: Lane) -> Program:
     stages: Mapping[Op, Stage] = {
-        op: Hostile(stage, device, op.lane == late_lane) for op, stage in program.stages.items()
+        op: Hostile(stage, device, op.lane == late_lane)
+        for op, stage in program.crew.stages.items()
     }
-    return replace(program, stages=stages)
+    return replace(program, crew=replace(program.crew, stages=stages))
 
 
 @DEVICES
@@ -221,7 +222,11 @@ def test_tasks_are_timed(device: torch.device, overlaps: bool) -> None:
     case = replace(BIG, degrees=(2, 2))
     lanes = side_by_side(device) if overlaps else one_by_one(device)
     seen = TasksSeen(is_on=True)
-    runner = Runner.of(case, device, lanes, lambda program: replace(program, observers=(seen,)))
+
+    def watched(program: Program) -> Program:
+        return replace(program, crew=replace(program.crew, observers=(seen,)))
+
+    runner = Runner.of(case, device, lanes, watched)
     runner.step(*inputs(case, device))
     timed = seen.take()
     program = runner.program
@@ -263,8 +268,9 @@ def test_lanes_overlap() -> None:
     x, _ = inputs(case, CUDA)
 
     def both_late(program: Program) -> Program:
-        stages = {op: Hostile(stage, CUDA, is_late=True) for op, stage in program.stages.items()}
-        return replace(program, stages=stages)
+        own = program.crew.stages
+        stages = {op: Hostile(stage, CUDA, is_late=True) for op, stage in own.items()}
+        return replace(program, crew=replace(program.crew, stages=stages))
 
     def seconds(lanes: Any) -> float:
         runner = Runner.of(case, CUDA, lanes, both_late)
