@@ -22,8 +22,8 @@ from ds_moe_ext.placement import Placement, even_homes
 from ds_moe_ext.planners.copy_split import Split
 from ds_moe_ext.planners.layer_pipelines import NOWHERE, Measured, Placed
 from ds_moe_ext.roles import Roles, Striping
+from ds_moe_ext.schedule.crew import Stage
 from ds_moe_ext.schedule.pipeline_orders import PIPELINES, Pipeline, Slices
-from ds_moe_ext.schedule.program import Stage
 from ds_moe_ext.schedule.stripes import A2E, E2A
 from ds_moe_ext.schedule.task import INTER, PARAM, Lane, Op, Schedule, Span, refined
 from ds_moe_ext.schedule.wires import Beside, Cutting, LayerTasks, programs

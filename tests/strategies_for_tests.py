@@ -14,8 +14,8 @@ from ds_moe_ext.moe.restore import Restore, weighing_grads
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.roles import Roles, Striping
 from ds_moe_ext.schedule import wires
+from ds_moe_ext.schedule.crew import Stage
 from ds_moe_ext.schedule.orders import stage_major
-from ds_moe_ext.schedule.program import Stage
 from ds_moe_ext.schedule.task import RESTORE, Op, Schedule, Span
 from ds_moe_ext.share import LocalElseHome, NearestCopy
 from ds_moe_ext.strategies.zebra import asymmetric_home

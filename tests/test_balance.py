@@ -22,7 +22,7 @@ from ds_moe_ext.moe.expert import Expert, FeedForwardExperts, silu_gated
 from ds_moe_ext.moe.hooks import Batch, Hooked, Hooks, Moe
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.schedule.program import Stage
+from ds_moe_ext.schedule.crew import Stage
 from ds_moe_ext.schedule.task import COMBINE, DISPATCH, EXPERT, INTER, PARAM, RESTORE, Lane, Op
 from ds_moe_ext.schedule.wires import Beside
 from ds_moe_ext.settings import BLOCK, read_settings

@@ -14,9 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_moe_ext.schedule.crew import Crew
 from ds_moe_ext.schedule.executor import InlineLanes, Lanes, ThreadLanes, lanes_for
 from ds_moe_ext.schedule.orders import stage_major
-from ds_moe_ext.schedule.program import Crew, Program
+from ds_moe_ext.schedule.program import Program
 from ds_moe_ext.schedule.simulator import simulate
 from ds_moe_ext.schedule.task import (
     COMBINE,

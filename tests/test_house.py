@@ -693,7 +693,7 @@ PASSES = {
     ),
     imports_go_down: (
         ("moe/x.py", "from ds_moe_ext.moe.gate import SoftmaxTopK"),
-        ("strategy.py", "from ds_moe_ext.schedule.program import Stage"),
+        ("strategy.py", "from ds_moe_ext.schedule.crew import Stage"),
         ("patches/x.py", "from ds_moe_ext.hosts import attach"),
         ("__init__.py", "from ds_moe_ext import _autoload"),
     ),

@@ -36,8 +36,8 @@ from ds_moe_ext.moe.restore import Restore
 from ds_moe_ext.moe.route import LayerRoute, one_cell_route
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.roles import Roles
+from ds_moe_ext.schedule.crew import Stage
 from ds_moe_ext.schedule.executor import ThreadLanes
-from ds_moe_ext.schedule.program import Stage
 from ds_moe_ext.schedule.simulator import simulate
 from ds_moe_ext.schedule.stripes import SHARED, striped_step
 from ds_moe_ext.schedule.task import EXPERT, PARAM, RESTORE, Op, Schedule, Span

@@ -16,7 +16,7 @@ import pytest
 from ds_moe_ext import testing
 from ds_moe_ext.moe.restore import Restore
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.schedule.program import Stage
+from ds_moe_ext.schedule.crew import Stage
 from ds_moe_ext.schedule.task import INTER, RESTORE, Lane, Op, Span
 from ds_moe_ext.schedule.wires import ALONE, Beside
 from ds_moe_ext.share import LocalElseHome, NearestCopy

@@ -22,7 +22,7 @@ from ds_moe_ext.comm import (
 )
 from ds_moe_ext.moe.route import CellRoute, LayerRoute
 from ds_moe_ext.moe.sharding import Shard
-from ds_moe_ext.schedule.program import SavesAlike
+from ds_moe_ext.schedule.crew import SavesAlike
 from ds_moe_ext.schedule.task import Span
 
 

@@ -20,7 +20,7 @@ from ds_moe_ext.layout import BETWEEN_NODES, WITHIN_NODES, ParallelLayout
 from ds_moe_ext.moe.codecs import Coding
 from ds_moe_ext.moe.deep_ep import DeepEp
 from ds_moe_ext.moe.route import LayerRoute
-from ds_moe_ext.schedule.program import SavesAlike
+from ds_moe_ext.schedule.crew import SavesAlike
 from ds_moe_ext.schedule.task import Lane, Span
 
 PLANNERS: Mapping[Way, Planner] = {Way.BY_LEADERS: by_leaders, Way.BY_PLACES: by_places}

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ds_moe_ext.moe.codecs import BFloat16, Codec, Int8
-from ds_moe_ext.schedule.program import Stage
+from ds_moe_ext.schedule.crew import Stage
 from ds_moe_ext.schedule.task import CELL_GATHER, CELL_SCATTER, COMBINE, DISPATCH, Op, Span
 from ds_moe_ext.strict import check_object, found_at, named, read_record
 

@@ -34,9 +34,10 @@ from ds_moe_ext.moe.order import Order, Seat, kind_of
 from ds_moe_ext.moe.restore import Restore
 from ds_moe_ext.moe.turns import Likeness, Turns
 from ds_moe_ext.moe.windows import Windows
+from ds_moe_ext.schedule.crew import Crew, Stage
 from ds_moe_ext.schedule.executor import Lanes, Mark, lanes_for
 from ds_moe_ext.schedule.pipeline_orders import QUEUED, reductions
-from ds_moe_ext.schedule.program import Crew, Program, Stage, in_backward
+from ds_moe_ext.schedule.program import Program, in_backward
 from ds_moe_ext.schedule.stripes import A2E, E2A
 from ds_moe_ext.schedule.task import (
     BEGIN_GRADIENTS,
@@ -521,7 +522,7 @@ def _check_stages(own: Mapping[Op, Stage], strategy: Strategy, site: Site, hooks
         if not isinstance(stage, Stage):
             raise ValueError(
                 f"{name} lacks forward, backward or recut; give it all three "
-                "(ds_moe_ext.schedule.program.Stage)"
+                "(ds_moe_ext.schedule.crew.Stage)"
             )
         if op == EXPERT and site.layout.grid.cell_size > 1:
             raise ValueError(

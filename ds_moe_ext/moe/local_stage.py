@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from ds_moe_ext.schedule.program import SavesAlike, Uncut
+from ds_moe_ext.schedule.crew import SavesAlike, Uncut
 from ds_moe_ext.schedule.task import Span
 
 Function = Callable[..., tuple[Any, ...]]  # (*reads) -> what the task writes

@@ -25,7 +25,7 @@ from ds_moe_ext.moe.route import LayerRoute, SlotRows, one_cell_route
 from ds_moe_ext.moe.turns import Likeness
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.rows import on_device, ranges, starts_of
-from ds_moe_ext.schedule.program import SavesAlike
+from ds_moe_ext.schedule.crew import SavesAlike
 from ds_moe_ext.schedule.task import Cut, Span
 from ds_moe_ext.share import Share
 from ds_moe_ext.strategy import Destination

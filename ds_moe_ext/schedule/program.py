@@ -7,83 +7,22 @@ FSDP put on parameters see them as they see any other parameter.
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_moe_ext.schedule.executor import Lanes, Mark
-from ds_moe_ext.schedule.task import Cut, Op, Schedule, Span, Task, Value
+from ds_moe_ext.schedule.binding import Binding, Reading, Step
+from ds_moe_ext.schedule.crew import Crew, Observer, Saved
+from ds_moe_ext.schedule.executor import Lanes
+from ds_moe_ext.schedule.task import Cut, Schedule, Span
 from ds_moe_ext.watch import WATCH
 
 _UNCUT = Cut.equal(0, 1)
-Saved = tuple[Any, ...]  # what a stage keeps for its own backward; nobody else looks inside
-
-
-@runtime_checkable
-class Stage(Protocol):
-    """The work of one task. ``backward`` is the adjoint of ``forward`` at what it saved."""
-
-    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], Saved]:
-        """What the task writes, in order, and what its adjoint will need."""
-        ...
-
-    def backward(self, span: Span, saved: Saved, *grads: Any) -> tuple[Any, ...]:
-        """Gradients of the reads that have one, in order; None where there is none.
-
-        Args:
-            grads: of the writes that have a gradient; None where nobody used what was written.
-        """
-        ...
-
-    def recut(self, span: Span, pieces: Sequence[tuple[Span, Saved]]) -> Saved:
-        """What forward would have saved on ``span``, from what it saved on overlapping spans."""
-        ...
-
-
-class Observer(Protocol):
-    """Sees every task with the moments at which its lane began and ended it; changes nothing."""
-
-    @property
-    def is_on(self) -> bool:
-        """Whether it wants to see the tasks of this pass: marks cost a little."""
-        ...
-
-    def saw(self, task: Task, start: Mark, end: Mark, lanes: Lanes) -> None: ...
-
-
-class Uncut:
-    """A stage of tasks that are cut alike in both directions."""
-
-    def recut(self, span: Span, pieces: Any) -> Saved:
-        raise ValueError(f"{type(self).__qualname__} is not cut anew for backward")
-
-
-class SavesAlike:
-    """A stage that saves the same for any span, such as the route of all: it is cut anew as is."""
-
-    def recut(self, span: Span, pieces: Sequence[tuple[Span, Saved]]) -> Saved:
-        return pieces[0][1]
-
-
-@dataclass(frozen=True, eq=False)
-class Crew:
-    """Who does the tasks of a layer, and who sees them.
-
-    Attributes:
-        stages: the work of each op.
-        observers: told of each task.
-        name: of the layer, for a person who is told where a rank waits or has failed.
-    """
-
-    stages: Mapping[Op, Stage]
-    observers: tuple[Observer, ...] = ()
-    name: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,184 +160,6 @@ def _cut_of(program: Program, inputs: Sequence[Any]) -> Cut:
     return Cut.equal(next(lengths, 0), program.num_chunks)  # 0: of weights alone
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """What a thread does, as a person is told of it.
-
-    Attributes:
-        name: of the layer.
-        task: of its program.
-        is_evaluation: its pass has no gradients.
-    """
-
-    name: str
-    task: Task
-    is_evaluation: bool = False
-
-    def __call__(self) -> str:
-        way = "backward" if self.task.adjoint_of else "forward"
-        kind = " of a pass without gradients" if self.is_evaluation else ""
-        return f"{self.name} ({self.task.op.name}, {way}{kind})"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Reading:
-    """A value that is put together from several pieces, or from a part of one.
-
-    Attributes:
-        span: that is wanted; None: of a value that is not cut.
-        pieces: place of each in the table, and the span that it covers; in the order of writers.
-    """
-
-    span: Span | None
-    pieces: tuple[tuple[int, Span | None], ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Step:
-    """A task with what its runs need.
-
-    Attributes:
-        task: which.
-        stage: its work.
-        crew: number of the crew, for its observers; None: nobody sees it.
-        reads: places in the table, or how to put together what it reads.
-        graded_reads: those of the reads that may have a gradient.
-        writes: places in the table.
-        graded_writes: those of the writes that may have a gradient.
-        frees: pieces that nobody else reads.
-        releases: pieces that others read, too.
-        adjoint_of: the position whose savings it takes as they are; None: several, or cut anew.
-        forgets: positions whose savings nobody needs after it.
-        training: what the thread does then, as a person is told.
-        evaluation: the same, in a pass without gradients.
-    """
-
-    task: Task
-    stage: Stage
-    crew: int | None
-    reads: tuple[int | _Reading, ...]
-    graded_reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    graded_writes: tuple[int, ...]
-    frees: tuple[int, ...]
-    releases: tuple[int, ...]
-    adjoint_of: int | None
-    forgets: tuple[int, ...]
-    training: Place
-    evaluation: Place
-
-
-@dataclass(frozen=True, eq=False)
-class Binding:
-    """A schedule with all that its passes would look up: made once, for passes of one plan.
-
-    A piece is what one task wrote of a value; each has its place in the table of a pass, in the
-    order of writers, so that sums do not depend on timing.
-
-    Attributes:
-        schedule: of forward, of backward, or of both in one: then its adjoints are of tasks of its
-            own.
-        steps: its tasks.
-        crews: who does them.
-        inputs: places in the table of what is given.
-        outputs: of what is wanted; or how to put it together.
-        num_readers: of each piece, where there are several; who reads an output comes after all.
-        adjoint_of: the tasks that the adjoints are of.
-        is_backward: these are another schedule's.
-    """
-
-    schedule: Schedule
-    steps: tuple[_Step, ...]
-    crews: tuple[Crew, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int | _Reading, ...]
-    num_readers: tuple[int, ...]
-    adjoint_of: tuple[Task, ...]
-    is_backward: bool
-
-    @classmethod
-    def of(
-        cls, schedule: Schedule, crew_of: Callable[[Task], Crew], adjoint_of: Schedule | None = None
-    ) -> Binding:
-        """Look up.
-
-        Args:
-            schedule: what is to be done.
-            crew_of: who does a task.
-            adjoint_of: the schedule that its adjoints are of; None: this one.
-        """
-        pieces = _Pieces(schedule)
-        before = (adjoint_of or schedule).tasks
-        crews = {crew_of(task): None for task in schedule.tasks}
-        numbers = {crew: number for number, crew in enumerate(crews)}
-
-        def bound(position: int, task: Task) -> _Step:
-            crew = crew_of(task)
-            alone = len(task.adjoint_of) == 1 and before[task.adjoint_of[0]].span == task.span
-            own = dict.fromkeys(pieces.read_by[position])
-            last = schedule.last_adjoint
-            return _Step(
-                task=task,
-                stage=crew.stages[task.op],
-                crew=None if task.op.begins is not None else numbers[crew],
-                reads=tuple(map(pieces.reading, task.reads)),
-                graded_reads=_graded(task.reads),
-                writes=tuple(pieces.number[value, position] for value in task.writes),
-                graded_writes=_graded(task.writes),
-                frees=tuple(n for n in own if pieces.num_readers[n] == 1),
-                releases=tuple(n for n in own if pieces.num_readers[n] > 1),
-                adjoint_of=task.adjoint_of[0] if alone else None,
-                forgets=tuple(w for w in task.adjoint_of if last[w] == position),
-                training=Place(crew.name, task),
-                evaluation=Place(crew.name, task, is_evaluation=True),
-            )
-
-        return cls(
-            schedule=schedule,
-            steps=tuple(bound(position, task) for position, task in enumerate(schedule.tasks)),
-            crews=tuple(crews),
-            inputs=tuple(pieces.number[value, -1] for value in schedule.inputs),
-            outputs=tuple(map(pieces.reading, schedule.outputs)),
-            num_readers=pieces.num_readers,
-            adjoint_of=before,
-            is_backward=adjoint_of is not None,
-        )
-
-
-def _graded(values: Iterable[Value]) -> tuple[int, ...]:
-    return tuple(number for number, value in enumerate(values) if value.kind.has_gradient)
-
-
-class _Pieces:
-    """The pieces that the values of a schedule are written in."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        given = [(value, -1) for value in schedule.inputs]
-        made = [(value, w) for w, task in enumerate(schedule.tasks) for value in task.writes]
-        self.number = {piece: n for n, piece in enumerate(dict.fromkeys([*given, *made]))}
-        self._of: dict[Value, list[int]] = defaultdict(list)
-        for (value, _), number in self.number.items():
-            self._of[value].append(number)
-        self._sources = schedule.sources
-        self.read_by = [self._read(task.reads) for task in schedule.tasks]
-        counts = Counter(n for own in (*self.read_by, self._read(schedule.outputs)) for n in own)
-        self.num_readers = tuple(counts[n] for n in range(len(self.number)))
-
-    def _read(self, values: Iterable[Value]) -> set[int]:
-        return {n for value in values for source in self._sources[value] for n in self._of[source]}
-
-    def reading(self, wanted: Value) -> int | _Reading:
-        """How to read a value."""
-        pieces = sorted(
-            (n, source.span) for source in self._sources[wanted] for n in self._of[source]
-        )
-        is_whole = len(pieces) == 1 and (pieces[0][1] == wanted.span or not wanted.kind.by_token)
-        if is_whole:
-            return pieces[0][0]
-        return _Reading(wanted.span if wanted.kind.by_token else None, tuple(pieces))
-
-
 class Pass:
     """One run of one schedule: a table of pieces, filled and emptied by its tasks.
 
@@ -462,17 +223,17 @@ class Pass:
             WATCH.failed(error)
             raise
 
-    def _do_watched(self, position: int, step: _Step, watching: Iterable[Observer]) -> None:
+    def _do_watched(self, position: int, step: Step, watching: Iterable[Observer]) -> None:
         lanes = self._lanes
         start = lanes.mark()
         self._do(position, step)
         for observer in watching:
             observer.saw(step.task, start, lanes.mark(), lanes)
 
-    def _do(self, position: int, step: _Step) -> None:
+    def _do(self, position: int, step: Step) -> None:
         table = self._table
         reads = [
-            self._together(read) if isinstance(read, _Reading) else table[read]
+            self._together(read) if isinstance(read, Reading) else table[read]
             for read in step.reads
         ]
         self._lanes.keep(reads)
@@ -486,7 +247,7 @@ class Pass:
         if step.releases:
             self._release(step.releases)
 
-    def _forward(self, position: int, step: _Step, reads: list[Any]) -> Sequence[Any]:
+    def _forward(self, position: int, step: Step, reads: list[Any]) -> Sequence[Any]:
         written, saved = step.stage.forward(step.task.span, *reads)
         if self._keeps:
             self.saved[position] = saved
@@ -495,7 +256,7 @@ class Pass:
                     _want_gradient(written[number])
         return written
 
-    def _adjoint(self, position: int, step: _Step, grads: list[Any]) -> Sequence[Any]:
+    def _adjoint(self, position: int, step: Step, grads: list[Any]) -> Sequence[Any]:
         span, before, kept = step.task.span, step.task.adjoint_of, self.saved
         if step.adjoint_of is None:
             pieces = [(self._binding.adjoint_of[w].span, kept[w]) for w in before]
@@ -510,10 +271,10 @@ class Pass:
         self._lanes.keep(saved)
         return step.stage.backward(span, saved, *grads)
 
-    def _read(self, read: int | _Reading) -> Any:
-        return self._together(read) if isinstance(read, _Reading) else self._table[read]
+    def _read(self, read: int | Reading) -> Any:
+        return self._together(read) if isinstance(read, Reading) else self._table[read]
 
-    def _together(self, wanted: _Reading) -> Any:
+    def _together(self, wanted: Reading) -> Any:
         """The value, put together from the pieces that were written of it."""
         whole: list[tuple[int, Any]] = []
         smaller: list[tuple[Span, int, Tensor]] = []

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.moe.route import LayerRoute
-from ds_moe_ext.schedule.program import Saved, Stage, Uncut
+from ds_moe_ext.schedule.crew import Saved, Stage, Uncut
 from ds_moe_ext.schedule.task import Span
 from ds_moe_ext.zebra.crossing import STRIPE
 from ds_moe_ext.zebra.random_state import RandomState

@@ -20,8 +20,10 @@ from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.roles import Roles
 from ds_moe_ext.schedule import task as ops
+from ds_moe_ext.schedule.binding import Binding
+from ds_moe_ext.schedule.crew import Crew, Stage
 from ds_moe_ext.schedule.executor import Lanes
-from ds_moe_ext.schedule.program import Binding, Crew, Pass, Stage
+from ds_moe_ext.schedule.program import Pass
 from ds_moe_ext.schedule.stripes import (
     ATTENTION,
     ATTENTION_SIDE,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.moe.route import Route
-from ds_moe_ext.schedule.program import Saved, Uncut
+from ds_moe_ext.schedule.crew import Saved, Uncut
 from ds_moe_ext.schedule.task import Span
 from ds_moe_ext.zebra.passage import Answer, Passage, Question
 

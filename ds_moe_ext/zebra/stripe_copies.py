@@ -16,8 +16,8 @@ from ds_moe_ext.moe.copies.layer_copies import Copies
 from ds_moe_ext.moe.copies.slab import Slab, Weights, whole
 from ds_moe_ext.moe.route import LayerRoute
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.schedule.crew import Saved, Uncut
 from ds_moe_ext.schedule.executor import OnDevice
-from ds_moe_ext.schedule.program import Saved, Uncut
 from ds_moe_ext.schedule.task import Span
 from ds_moe_ext.zebra.serving import TakesGradients
 

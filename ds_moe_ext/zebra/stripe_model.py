@@ -22,8 +22,9 @@ from ds_moe_ext.attachment.replacement import AttachedLayer, Blueprint
 from ds_moe_ext.comm import connect
 from ds_moe_ext.layout import group_among
 from ds_moe_ext.moe.gate import RunRows, capacity_of, drop_over_capacity
+from ds_moe_ext.schedule.crew import Crew, Saved, Uncut
 from ds_moe_ext.schedule.executor import InlineLanes, lanes_for
-from ds_moe_ext.schedule.program import Crew, Program, Saved, Uncut, in_backward
+from ds_moe_ext.schedule.program import Program, in_backward
 from ds_moe_ext.schedule.step import LOSS
 from ds_moe_ext.schedule.stripes import A2E, E2A
 from ds_moe_ext.schedule.task import COMPUTE, Kind, Op, Schedule, Span, Task, Value

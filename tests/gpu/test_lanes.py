@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ds_moe_ext.moe.observation import TasksSeen
+from ds_moe_ext.schedule.crew import Saved, Stage
 from ds_moe_ext.schedule.executor import InlineLanes, OnDevice, ThreadLanes, lanes_for
-from ds_moe_ext.schedule.program import Program, Saved, Stage
+from ds_moe_ext.schedule.program import Program
 from ds_moe_ext.schedule.task import COMPUTE, INTER, Lane, Op, Span
 from ds_moe_ext.testing import relative_error
 from tests.gpu.layers import (

@@ -24,7 +24,7 @@ from ds_moe_ext.moe.copies.flight import Flight
 from ds_moe_ext.moe.copies.layer_copies import Copies
 from ds_moe_ext.moe.copies.slab import Weights
 from ds_moe_ext.moe.route import LayerRoute
-from ds_moe_ext.schedule.program import SavesAlike
+from ds_moe_ext.schedule.crew import SavesAlike
 from ds_moe_ext.schedule.task import Span
 
 
