@@ -20,12 +20,11 @@ import platform
 import statistics
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import pairwise, product
 from multiprocessing import get_context
 from pathlib import Path
@@ -33,7 +32,7 @@ from typing import NamedTuple
 
 import torch
 from fake_world import as_on_cuda, fake_world
-from host_counts import HostCounts, Place, counted
+from host_counts import Place, counted
 from host_path_contenders import OURS, Batch, Builder, Contender, Sizes
 from host_path_peers import PEERS
 from rich.console import Console
@@ -148,18 +147,23 @@ def no_collector() -> Iterator[None]:
         gc.unfreeze()
 
 
+def passes(contender: Contender, batch: Batch, number: int) -> Iterator[Span]:
+    """One step of a contender, with the moments between its parts. Collective."""
+    yield now()
+    y_TD = contender.forward(batch)
+    yield now()
+    y_TD.backward(torch.ones_like(y_TD))
+    del y_TD  # the graph is freed in its own contender's time
+    yield now()
+    contender.after_step(number)
+    yield now()
+
+
 def take_step(contender: Contender, batch: Batch, number: int) -> Step:
-    """One step of a contender. Collective."""
+    """One step of a contender, timed. Collective."""
     contender.model.zero_grad(set_to_none=True)
     with contender.turn():
-        times = [now()]
-        y_TD = contender.forward(batch)
-        times.append(now())
-        y_TD.backward(torch.ones_like(y_TD))
-        times.append(now())
-        contender.after_step(number)
-        times.append(now())
-    del y_TD
+        times = list(passes(contender, batch, number))
     gc.collect()
     num_layers = len(batch.expert_LTK)
     spans = (
@@ -175,41 +179,36 @@ def counts_of(contender: Contender, sizes: Sizes, first: int) -> Counts:
     with counted() as seen:
         for number in range(COUNTED_STEPS):
             take_step(contender, batches[number], first + number)
-    *_, one, last = batches
-    calls = calls_of(partial(take_step, contender, one, first + COUNTED_STEPS))
-    kept = kept_blocks(contender, last, first + COUNTED_STEPS + 1)
-    return told(seen, contender, sizes, calls, kept)
-
-
-def told(seen: HostCounts, contender: Contender, sizes: Sizes, calls: int, kept: int) -> Counts:
-    """A layer's part of what was counted."""
     num = COUNTED_STEPS * sizes.layers
     waits = Counter({p: n for p, n in seen.waits.items() if p.function not in contender.cpu_only})
     by_place: Counter[Place] = waits + seen.copies + seen.collectives
+    *_, one, last = batches
     return Counts(
         waits=waits.total() / num,
         copies=seen.copies.total() / num,
         collectives=seen.collectives.total() / num,
         parcels=seen.parcels / num,
-        calls=calls / sizes.layers,
-        kept_blocks=kept / sizes.layers,
+        calls=calls_of(contender, one, first + COUNTED_STEPS) / sizes.layers,
+        kept_blocks=kept_blocks(contender, last, first + COUNTED_STEPS + 1) / sizes.layers,
         places={str(place): number / num for place, number in by_place.most_common()},
     )
 
 
-def calls_of(work: Callable[[], object]) -> int:
-    """Of functions, Python's and built-in ones, by this thread."""
+def calls_of(contender: Contender, batch: Batch, number: int) -> int:
+    """Of functions, Python's and built-in ones, by this thread in a step. Collective."""
     found = 0
 
     def saw(frame: object, event: str, argument: object) -> None:
         nonlocal found
         found += event in CALLS
 
-    sys.setprofile(saw)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
+    contender.model.zero_grad(set_to_none=True)
+    with contender.turn():
+        sys.setprofile(saw)
+        try:
+            deque(passes(contender, batch, number), maxlen=0)
+        finally:
+            sys.setprofile(None)
     return found
 
 
@@ -217,12 +216,8 @@ def kept_blocks(contender: Contender, batch: Batch, number: int) -> int:
     """Of Python's memory, that forward leaves to backward, in the step of a number. Collective."""
     contender.model.zero_grad(set_to_none=True)
     with contender.turn():
-        before = sys.getallocatedblocks()
-        y_TD = contender.forward(batch)
-        kept = sys.getallocatedblocks() - before
-        y_TD.backward(torch.ones_like(y_TD))
-        contender.after_step(number)
-    return kept
+        before, after, *_ = [sys.getallocatedblocks() for _ in passes(contender, batch, number)]
+    return after - before
 
 
 @dataclass(frozen=True)

@@ -41,13 +41,13 @@ MOST: Mapping[str, Most] = {
     "esp, degree 4": Most(1, 13, 17),
     "esp, degree 8": Most(1, 25, 33),
     "fssdp": Most(1, 4, 11),
-    # How many experts it copies depends on what the machine's first steps took.
-    "prophet": Most(1, 4, 24),
+    # Which experts it copies depends on what the machine's first steps took.
+    "prophet": Most(1, 6, 24),
     "esp, degree 2, over fssdp": Most(1, 8, 15),
-    "esp, degree 2, over prophet": Most(1, 8, 28),
+    "esp, degree 2, over prophet": Most(1, 10, 28),
     "esp, degree 2, threads": Most(1, 7, 9),
     "fssdp, threads": Most(1, 4, 11),
-    "prophet, threads": Most(1, 4, 24),
+    "prophet, threads": Most(1, 6, 24),
 }
 
 
@@ -67,7 +67,8 @@ def test_counts_do_not_grow(name: str, results: Mapping[str, Result]) -> None:
     counts = results[name].counts
     assert counts is not None, results[name].skipped
     found = counts.waits, counts.copies, counts.collectives
-    assert all(map(float.__le__, found, map(float, MOST[name]))), (found, counts.places)
+    is_within = [number <= most for number, most in zip(found, MOST[name])]
+    assert all(is_within), (found, counts.places)
 
 
 def _in_thread(device: Tensor) -> None:
