@@ -230,7 +230,11 @@ class ParallelLayout:
 
     def index(self, axis: str) -> int:
         """This rank's place along an axis."""
-        return self.grid.index(axis, self.rank)
+        return self._index[axis]
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {axis: self.grid.index(axis, self.rank) for axis in AXES}
 
     def close(self) -> None:
         """Close the communicators, when no pass will run any more. Collective."""

@@ -26,34 +26,67 @@ class LoadWindow:
     def __init__(self, num_steps: int) -> None:
         if num_steps < 1:
             raise ValueError(f"a window of {num_steps} steps remembers nothing; give 1 or more")
-        self._steps: deque[np.ndarray] = deque(maxlen=num_steps)
+        self._num_steps = num_steps
+        self._steps: deque[tuple[np.ndarray, ...]] = deque(maxlen=num_steps)
 
-    def push(self, rows_LCE: np.ndarray) -> None:
-        """Remember one step, int64 ``[L, C, E]``; the oldest is forgotten."""
-        if self._steps and self._steps[-1].shape != rows_LCE.shape:
+    def push(self, rows: Sequence[np.ndarray]) -> None:
+        """Remember one step, int64 ``[C, E]`` of each layer; the oldest is forgotten."""
+        if self._steps and _shapes(self._steps[-1]) != _shapes(rows):
             raise ValueError(
-                f"a step of shape {rows_LCE.shape} does not fit the window's "
-                f"{self._steps[-1].shape}; start a new window when layers or ranks change"
+                f"a step of shapes {_shapes(rows)} does not fit the window's "
+                f"{_shapes(self._steps[-1])}; start a new window when layers or ranks change"
             )
-        self._steps.append(rows_LCE)
+        most = np.iinfo(np.int32).max // self._num_steps
+        self._steps.append(tuple(_narrow(rows_CE, most) for rows_CE in rows))
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def steps(self) -> np.ndarray:
-        """The remembered steps, the oldest first, int64 ``[I, L, C, E]``; all 0 long if none."""
-        return np.stack(self._steps) if self._steps else np.zeros((0, 0, 0, 0), dtype=np.int64)
+        """The remembered steps, the oldest first, int64 ``[I, L, C, E]``, with zeros where layers
+        have fewer experts; all 0 long if none."""
+        if not self._steps:
+            return np.zeros((0, 0, 0, 0), dtype=np.int64)
+        shapes = _shapes(self._steps[0])
+        most = max(num_experts for _, num_experts in shapes)
+        steps_ILCE = np.zeros((len(self), len(shapes), shapes[0][0], most), dtype=np.int64)
+        for step_LCE, rows in zip(steps_ILCE, self._steps):
+            for layer_CE, rows_CE in zip(step_LCE, rows):
+                layer_CE[:, : rows_CE.shape[1]] = rows_CE
+        return steps_ILCE
 
-    def predicted(self) -> np.ndarray:
-        """Mean rows of the remembered steps, float ``[L, C, E]``.
+    def predicted(self) -> tuple[np.ndarray, ...]:
+        """Mean rows of the remembered steps, rounded, int64 ``[C, E]`` of each layer.
 
         Raises:
             ValueError: nothing was pushed yet.
         """
         if not self._steps:
             raise ValueError("the window is empty; push a step before asking for a prediction")
-        mean: np.ndarray = np.mean(self._steps, axis=0)
-        return mean
+        # Layer by layer: what is in between stays in the cache.
+        return tuple(map(_rounded_mean, zip(*self._steps)))
+
+
+def _shapes(rows: Sequence[np.ndarray]) -> list[tuple[int, ...]]:
+    return [rows_CE.shape for rows_CE in rows]
+
+
+def _narrow(rows_CE: np.ndarray, most: int) -> np.ndarray:
+    """The same in 32 bits, where numbers up to so many fit: half the memory to keep and to read."""
+    fits = not rows_CE.size or rows_CE.max() <= most
+    return rows_CE.astype(np.int32 if fits else np.int64)
+
+
+def _rounded_mean(tables: tuple[np.ndarray, ...]) -> np.ndarray:
+    """Of whole numbers, int64; halves go to the even one."""
+    if len(tables) == 1:
+        return tables[0].astype(np.int64)
+    total = tables[0] + tables[1]
+    for table in tables[2:]:
+        total = total + table  # in 64 bits from the first table that needs them on
+    mean = total / len(tables)
+    np.rint(mean, out=mean)
+    return mean.astype(np.int64)
 
 
 def balance_L(cell_rows_LC: np.ndarray) -> np.ndarray:

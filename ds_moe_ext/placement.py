@@ -8,9 +8,10 @@ Shape letters: E experts, C cells, S expert slots of one cell.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -69,6 +70,16 @@ class Placement:
         return int(self.holds_EC.shape[1])
 
     @cached_property
+    def flat_N(self) -> np.ndarray:
+        """Place of each (expert, holder) pair in a flattened ``[E, C]``, ascending, int64."""
+        return _frozen(np.flatnonzero(self.holds_EC))
+
+    @cached_property
+    def num_holders_E(self) -> np.ndarray:
+        """Cells that hold each expert, int64."""
+        return _frozen(np.bincount(self.flat_N // self.num_cells, minlength=self.num_experts))
+
+    @cached_property
     def num_slots(self) -> int:
         """Slots ``S`` of the fullest cell: the last axis of every per-slot table."""
         return int(self.holds_EC.sum(axis=0).max())
@@ -99,6 +110,79 @@ class Placement:
     def describe(self) -> str:
         """The experts of each cell as text: equal texts are equal placements."""
         return "|".join(" ".join(map(str, self.experts_of(c))) for c in range(self.num_cells))
+
+
+@dataclass(frozen=True, eq=False)
+class Holders:
+    """Who holds the experts of some layers, apart by whether an expert has one holder or several.
+
+    Copied experts are few, so that what is worked out for them alone is cheap. Shape letters: L
+    layers, X copied experts and A others, by layer; N (copied expert, holder) pairs, by expert and
+    then holder.
+
+    Attributes:
+        num_layers: layers ``L``.
+        num_cells: of their grid.
+        layer_X: layer of each copied expert, from 0, int64.
+        expert_X: and its number there.
+        copied_N: copied expert of each pair, 0 to X - 1, int64.
+        cell_N: and its holder.
+        layer_A: layer of each other expert, int64.
+        expert_A: its number there.
+        cell_A: its holder.
+    """
+
+    num_layers: int
+    num_cells: int
+    layer_X: np.ndarray
+    expert_X: np.ndarray
+    copied_N: np.ndarray
+    cell_N: np.ndarray
+    layer_A: np.ndarray
+    expert_A: np.ndarray
+    cell_A: np.ndarray
+
+    @classmethod
+    def of(cls, placements: Sequence[Placement]) -> Holders:
+        """Of layers on one grid."""
+        num_cells = placements[0].num_cells
+        flat = [placement.flat_N for placement in placements]
+        layer, pair = np.repeat(np.arange(len(flat)), list(map(len, flat))), np.concatenate(flat)
+        expert, cell = pair // num_cells, pair % num_cells
+        is_first = np.ones(len(pair), dtype=bool)
+        is_first[1:] = (expert[1:] != expert[:-1]) | (layer[1:] != layer[:-1])
+        is_alone = is_first.copy()
+        is_alone[:-1] &= is_first[1:]
+        starts_X = np.flatnonzero(is_first & ~is_alone)
+        return cls(
+            num_layers=len(flat),
+            num_cells=num_cells,
+            layer_X=layer[starts_X],
+            expert_X=expert[starts_X],
+            copied_N=is_first[~is_alone].cumsum() - 1,
+            cell_N=cell[~is_alone],
+            layer_A=layer[is_alone],
+            expert_A=expert[is_alone],
+            cell_A=cell[is_alone],
+        )
+
+    @cached_property
+    def num_holders_X(self) -> np.ndarray:
+        """Of each copied expert, int64."""
+        return np.bincount(self.copied_N, minlength=len(self.layer_X))
+
+    @cached_property
+    def holds_XC(self) -> np.ndarray:
+        """Who holds each copied expert, bool."""
+        holds_XC = np.zeros((len(self.layer_X), self.num_cells), dtype=bool)
+        holds_XC[self.copied_N, self.cell_N] = True
+        return holds_XC
+
+    def by_layer(self, layer: np.ndarray, *tables: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
+        """Cut what is listed by layer, along the last axis, into the parts of each layer."""
+        bounds = np.searchsorted(layer, np.arange(self.num_layers + 1)).tolist()
+        for start, stop in pairwise(bounds):
+            yield tuple(table[..., start:stop] for table in tables)
 
 
 def even_homes(num_experts: Sequence[int], num_cells: int) -> tuple[Placement, ...]:

@@ -1,19 +1,19 @@
 """How the copies of an expert divide its rows: the whole difference between many papers. Pure.
 
 Shares are counted in whole rows, from integers only: whoever knows a sender's rows computes the
-quotas that the sender does. Shape letters: E experts, C cells, F chunks, S experts of one cell, N
-(expert, holder) pairs.
+quotas that the sender does. Shape letters: E experts, C cells, F chunks, S experts of one cell.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ds_moe_ext.placement import Placement
+from ds_moe_ext.placement import Holders, Placement
 
 
 class Share(Protocol):
@@ -85,8 +85,11 @@ class LocalElseHome:
         return _by_holder(rows_CFE, self._holder_CE)
 
     def computed_C(self, rows_CE: np.ndarray) -> np.ndarray:
-        computed_C = np.zeros(self.target.num_cells, dtype=np.int64)
-        np.add.at(computed_C, self._holder_CE, rows_CE)
+        owner_E, copied = self.home.owner_E, np.flatnonzero(self.target.num_holders_E > 1)
+        kept_CX = rows_CE[:, copied] * self.target.holds_EC[copied].T
+        left_E = rows_CE.sum(axis=0)
+        left_E[copied] -= kept_CX.sum(axis=0)
+        computed_C: np.ndarray = kept_CX.sum(axis=1) + _sums(owner_E, left_E, self.target.num_cells)
         return computed_C
 
     def describe(self) -> str:
@@ -105,18 +108,20 @@ def _by_holder(rows_CFN: np.ndarray, holder: np.ndarray) -> np.ndarray:
     chunk_F1 = np.arange(num_chunks)[:, None]
     holder_C1N = np.broadcast_to(holder, (num_cells, rows_CFN.shape[2]))[:, None]
     key_CFN = (chunk_F1 * num_cells + sender_C11) * num_cells + holder_C1N
-    # Sums in float64: whole numbers, and exact.
     shape = (num_chunks, num_cells, num_cells)
-    rows = np.bincount(key_CFN.ravel(), rows_CFN.ravel(), minlength=int(np.prod(shape)))
-    return rows.astype(np.int64).reshape(shape)
+    return _sums(key_CFN, rows_CFN, int(np.prod(shape))).reshape(shape)
+
+
+def _sums(key: np.ndarray, rows: np.ndarray, num_keys: int) -> np.ndarray:
+    """Sums of rows by key, int64; in between in float64: whole numbers, and exact."""
+    return np.bincount(key.ravel(), rows.ravel(), num_keys).astype(np.int64)
 
 
 NEVER = np.iinfo(np.int64).max
 """Divides any rows to none, and comes after every turn."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Turns:
+class _Turns(NamedTuple):
     """An even split in whole rows: all get the quotient, those whose turn is early one row more.
 
     Attributes:
@@ -131,6 +136,230 @@ class _Turns:
         whole, rest = np.divmod(rows, self.among)
         quotas: np.ndarray = whole + (self.turn < rest)
         return quotas
+
+
+class _Leaving(NamedTuple):
+    """Where one sender's rows of one layer go, M (expert, holder) pairs.
+
+    Attributes:
+        expert_M: expert of each pair.
+        flat_M: its place in a flattened ``[E, C]``.
+        turns_M: the holder's part of the expert's rows.
+    """
+
+    expert_M: np.ndarray
+    flat_M: np.ndarray
+    turns_M: _Turns
+
+
+class _Coming(NamedTuple):
+    """What one holder gets of the rows of its ``S`` experts in one layer.
+
+    Attributes:
+        expert_S: they.
+        turns_C1S: its part of each sender's.
+    """
+
+    expert_S: np.ndarray
+    turns_C1S: _Turns
+
+
+@dataclass(frozen=True, eq=False)
+class _NearestCopies:
+    """``NearestCopy`` of several layers that were planned together, worked out together.
+
+    A *group* is some holders of one expert that divide rows: all of them, or those on one node. A
+    *slot* is a place in a group. Shape letters: L layers, X copied experts, A others, N (copied
+    expert, holder) pairs, V nodes, J groups, I (sender, copied expert) pairs, M of these by
+    receiver.
+
+    Attributes:
+        targets: of the layers.
+        node_C: node of each cell.
+    """
+
+    targets: Sequence[Placement]
+    node_C: np.ndarray
+    _leaving: dict[int, list[_Leaving]] = field(default_factory=dict, init=False)
+    _coming: dict[int, list[_Coming]] = field(default_factory=dict, init=False)
+
+    def is_of(self, shares: Sequence[Share]) -> bool:
+        """Whether these are the shares of the layers, in their order."""
+        pairs = enumerate(shares)
+        return len(shares) == len(self.targets) and all(
+            isinstance(s, NearestCopy) and s._together is self and s._layer == n for n, s in pairs
+        )
+
+    @cached_property
+    def holders(self) -> Holders:
+        return Holders.of(self.targets)
+
+    @cached_property
+    def _place_C(self) -> np.ndarray:
+        """Each cell's node by its number among the nodes, 0 to V - 1."""
+        return np.unique(self.node_C, return_inverse=True)[1]
+
+    @cached_property
+    def _near_XV(self) -> np.ndarray:
+        """Copies of each expert on each node, int64."""
+        shape = len(self.holders.layer_X), int(self._place_C.max()) + 1
+        return np.bincount(self._near_N, minlength=int(np.prod(shape))).reshape(shape)
+
+    @cached_property
+    def _near_N(self) -> np.ndarray:
+        """Place of each pair's node in a flattened ``[X, V]``."""
+        num_nodes = int(self._place_C.max()) + 1
+        return self.holders.copied_N * num_nodes + self._place_C[self.holders.cell_N]
+
+    @cached_property
+    def _group_XV(self) -> np.ndarray:
+        """The group that senders on a node divide rows over: on the node, or everywhere."""
+        group_XV = np.repeat(np.arange(len(self._near_XV))[:, None], self._near_XV.shape[1], axis=1)
+        is_near_XV = self._near_XV > 0
+        group_XV[is_near_XV] = len(group_XV) + np.arange(np.count_nonzero(is_near_XV))
+        return group_XV
+
+    @cached_property
+    def _size_J(self) -> np.ndarray:
+        """Holders of each group."""
+        return np.concatenate([self.holders.num_holders_X, self._near_XV[self._near_XV > 0]])
+
+    @cached_property
+    def _first_J(self) -> np.ndarray:
+        """The first slot of each group; slots of a group are in the order of cells."""
+        return np.cumsum(self._size_J) - self._size_J
+
+    @cached_property
+    def _near_first_N(self) -> np.ndarray:
+        """Pairs by expert, node and then holder."""
+        return np.argsort(self._near_N, kind="stable")
+
+    @cached_property
+    def _cell_of_slot(self) -> np.ndarray:
+        cell_N = self.holders.cell_N
+        return np.concatenate([cell_N, cell_N[self._near_first_N]])
+
+    def leaving(self, sender: int) -> list[_Leaving]:
+        """Of each layer."""
+        if sender not in self._leaving:
+            holders, num_cells = self.holders, self.holders.num_cells
+            x_X = np.arange(len(holders.layer_X))
+            x_M, cell_M, turns_M = self.receivers(np.full_like(x_X, sender), x_X)
+            layer = np.concatenate([holders.layer_A, holders.layer_X[x_M]])
+            order = np.argsort(layer, kind="stable")
+            expert = np.concatenate([holders.expert_A, holders.expert_X[x_M]])[order]
+            flat = expert * num_cells + np.concatenate([holders.cell_A, cell_M])[order]
+            among, turn = (
+                np.concatenate([np.full_like(holders.layer_A, alone), table])[order]
+                for alone, table in zip((1, 0), turns_M)
+            )
+            parts = holders.by_layer(layer[order], expert, flat, among, turn)
+            self._leaving[sender] = [_Leaving(e, f, _Turns(a, t)) for e, f, a, t in parts]
+        return self._leaving[sender]
+
+    def receivers(
+        self, sender_I: np.ndarray, x_I: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, _Turns]:
+        """Who gets some of which rows: the pair, the holder and its part, each ``[M]``."""
+        keeps_I = self.holders.holds_XC[x_I, sender_I]
+        group_I = self._group_XV[x_I, self._place_C[sender_I]]
+        length_I = np.where(keeps_I, 1, self._size_J[group_I])
+        pair_M = np.repeat(np.arange(len(x_I)), length_I)
+        place_M = np.arange(len(pair_M)) - np.repeat(np.cumsum(length_I) - length_I, length_I)
+        sender_M = sender_I[pair_M]
+        cell_M = self._cell_of_slot[self._first_J[group_I][pair_M] + place_M]
+        cell_M = np.where(keeps_I[pair_M], sender_M, cell_M)
+        among_M = length_I[pair_M]
+        return pair_M, cell_M, _Turns(among_M, (place_M - sender_M) % among_M)
+
+    def coming(self, holder: int) -> list[_Coming]:
+        """Of each layer."""
+        if holder not in self._coming:
+            holders = self.holders
+            alone = np.flatnonzero(holders.cell_A == holder)
+            copied = np.flatnonzero(holders.cell_N == holder)
+            layer = np.concatenate(
+                [holders.layer_A[alone], holders.layer_X[holders.copied_N[copied]]]
+            )
+            expert = np.concatenate(
+                [holders.expert_A[alone], holders.expert_X[holders.copied_N[copied]]]
+            )
+            order = np.argsort(layer, kind="stable")
+            shape_CA = holders.num_cells, len(alone)
+            among, turn = (
+                np.concatenate([np.full(shape_CA, value), table], axis=1)[:, None, order]
+                for value, table in zip((1, 0), self._coming_of_copies(holder, copied))
+            )
+            parts = holders.by_layer(layer[order], expert[order], among, turn)
+            self._coming[holder] = [_Coming(e, _Turns(a, t)) for e, a, t in parts]
+        return self._coming[holder]
+
+    def _coming_of_copies(self, holder: int, pair_S: np.ndarray) -> _Turns:
+        """One holder's parts, ``[C, S]``; ``pair_S`` are its places among ``N``."""
+        x_S, node = self.holders.copied_N[pair_S], self._place_C[holder]
+        sender_C1 = np.arange(self.holders.num_cells)[:, None]
+        near_S = self._group_XV[x_S, node]
+        slot_N = np.empty_like(self._near_first_N)
+        slot_N[self._near_first_N] = np.arange(len(slot_N))
+        place_near_S = slot_N[pair_S] + len(slot_N) - self._first_J[near_S]
+        is_near_C1 = (self._place_C == node)[:, None]
+        is_far_CS = x_S == self._group_XV[x_S][:, self._place_C].T
+        keeps_CS = self.holders.holds_XC[x_S].T
+        gets_CS = np.where(keeps_CS, sender_C1 == holder, is_near_C1 | is_far_CS)
+        among_CS = np.where(is_near_C1, self._size_J[near_S], self._size_J[x_S])
+        among_CS = np.where(keeps_CS, 1, among_CS)
+        place_CS = np.where(is_near_C1, place_near_S, pair_S - self._first_J[x_S])
+        return _Turns(
+            among=np.where(gets_CS, among_CS, NEVER),
+            turn=np.where(gets_CS, (place_CS - sender_C1) % among_CS, NEVER),
+        )
+
+    def computed_LC(self, rows: Sequence[np.ndarray]) -> np.ndarray:
+        """Rows that each cell computes, int64, of the ``[C, E]`` of each layer.
+
+        Remainders are counted by where each begins and ends in its group, so that nothing is listed
+        by receiver.
+        """
+        holders, shape_LC = self.holders, (self.holders.num_layers, self.holders.num_cells)
+        rows_CX, total_A = _columns(rows, holders)
+        computed = _sums(
+            holders.layer_A * shape_LC[1] + holders.cell_A, total_A, int(np.prod(shape_LC))
+        )
+        first_X = holders.layer_X * shape_LC[1]
+        sender_C1 = np.arange(shape_LC[1])[:, None]
+        kept_CX = np.where(holders.holds_XC.T, rows_CX, 0)
+        computed += _sums(first_X + sender_C1, kept_CX, len(computed))
+
+        group_CX = self._group_XV.T[self._place_C]
+        whole_CX, rest_CX = np.divmod(rows_CX - kept_CX, self._size_J[group_CX])
+        whole_J = _sums(group_CX, whole_CX, len(self._size_J))
+        in_I = np.flatnonzero(rest_CX)
+        group_I, rest_I = group_CX.ravel()[in_I], rest_CX.ravel()[in_I]
+        first_I, size_I = self._first_J[group_I], self._size_J[group_I]
+        start_I = in_I // len(first_X) % size_I
+        over_I = start_I + rest_I - size_I  # past the last slot: dealt from the first one on
+        wraps = over_I > 0
+        begun = np.concatenate([first_I + start_I, first_I[wraps]])
+        ended = np.concatenate([first_I + np.minimum(start_I + rest_I, size_I), over_I[wraps]])
+        ended[len(first_I) :] += first_I[wraps]
+        num_slots = len(self._cell_of_slot) + 1
+        dealt = np.bincount(begun, minlength=num_slots) - np.bincount(ended, minlength=num_slots)
+        slot_rows = np.repeat(whole_J, self._size_J) + dealt.cumsum()[:-1]
+        layer_N = first_X[holders.copied_N]
+        first = np.concatenate([layer_N, layer_N[self._near_first_N]])
+        computed += _sums(first + self._cell_of_slot, slot_rows, len(computed))
+        return computed.reshape(shape_LC)
+
+
+def _columns(rows: Sequence[np.ndarray], holders: Holders) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of each sender for the copied experts, ``[C, X]``; of all for the others, ``[A]``."""
+    columns, totals = [], []
+    alone = holders.by_layer(holders.layer_A, holders.expert_A)
+    copied = holders.by_layer(holders.layer_X, holders.expert_X)
+    for rows_CE, (alone_E,), (copied_E,) in zip(rows, alone, copied):
+        totals.append(rows_CE.sum(axis=0)[alone_E])
+        columns.append(rows_CE[:, copied_E])
+    return np.concatenate(columns, axis=1), np.concatenate(totals)
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,8 +377,8 @@ class NearestCopy:
 
     target: Placement
     node_C: np.ndarray
-    _from: dict[int, _Turns] = field(default_factory=dict, init=False, repr=False)
-    _to: dict[int, _Turns] = field(default_factory=dict, init=False, repr=False)
+    _together: _NearestCopies | None = field(default=None, repr=False)
+    _layer: int = field(default=0, repr=False)
 
     def __post_init__(self) -> None:
         if self.node_C.shape != (self.target.num_cells,):
@@ -159,106 +388,80 @@ class NearestCopy:
             )
         self.node_C.setflags(write=False)
 
+    @classmethod
+    def of_layers(cls, targets: Sequence[Placement], node_C: np.ndarray) -> list[NearestCopy]:
+        """One a layer; what they prepare is worked out for all of them at once."""
+        together = _NearestCopies(tuple(targets), node_C)
+        return [cls(target, node_C, together, layer) for layer, target in enumerate(targets)]
+
+    @cached_property
+    def _alone(self) -> _NearestCopies:
+        return _NearestCopies((self.target,), self.node_C)
+
+    @property
+    def _tables(self) -> _NearestCopies:
+        return self._together or self._alone
+
     def prepare(self, cell: int) -> None:
-        nothing_E = np.zeros(self.target.num_experts, dtype=np.int64)
-        self.rows_from(cell, nothing_E[None])
-        self.rows_to(cell, np.zeros((self.target.num_cells, 1, nothing_E.size), dtype=np.int64))
+        self._tables.leaving(cell)
+        self._tables.coming(cell)
 
     def rows_from(self, sender: int, rows_FE: np.ndarray) -> np.ndarray:
-        expert_N, holder_N = self._pairs
-        if sender not in self._from:
-            self._from[sender] = self._turns(np.asarray(sender), expert_N, holder_N)
-        quotas_FN = self._from[sender].quotas(rows_FE[:, expert_N])
+        expert_M, flat_M, turns_M = self._tables.leaving(sender)[self._layer]
         rows_FX = np.zeros((len(rows_FE), self.target.holds_EC.size), dtype=np.int64)
-        rows_FX[:, self._flat_N] = quotas_FN
+        rows_FX[:, flat_M] = turns_M.quotas(rows_FE[:, expert_M])
         return rows_FX.reshape(len(rows_FE), *self.target.holds_EC.shape)
 
     def rows_to(self, holder: int, rows_CFE: np.ndarray) -> np.ndarray:
-        expert_S = self.target.experts_of(holder)
-        if holder not in self._to:
-            senders_C11 = np.arange(self.target.num_cells)[:, None, None]
-            self._to[holder] = self._turns(senders_C11, expert_S, np.asarray(holder))
+        expert_S, turns_C1S = self._tables.coming(holder)[self._layer]
         rows = np.zeros_like(rows_CFE)
-        rows[:, :, expert_S] = self._to[holder].quotas(rows_CFE[:, :, expert_S])
+        rows[:, :, expert_S] = turns_C1S.quotas(rows_CFE[:, :, expert_S])
         return rows
 
     def rows_between(self, rows_CFE: np.ndarray) -> np.ndarray:
-        expert_N, holder_N = self._pairs
-        return _by_holder(self._all_turns.quotas(rows_CFE[:, :, expert_N]), holder_N)
+        sender_M, expert_M, holder_M, turns_M = self._all_receivers
+        quotas_MF = _Turns(*(table[:, None] for table in turns_M)).quotas(
+            rows_CFE[sender_M, :, expert_M]
+        )
+        num_cells, num_chunks, _ = rows_CFE.shape
+        key_MF = (np.arange(num_chunks) * num_cells + sender_M[:, None]) * num_cells
+        shape = (num_chunks, num_cells, num_cells)
+        return _sums(key_MF + holder_M[:, None], quotas_MF, int(np.prod(shape))).reshape(shape)
 
     def computed_C(self, rows_CE: np.ndarray) -> np.ndarray:
-        alone_E = self._up_to_EC[:, -1] == 1
-        expert_N, holder_N = self._copied_pairs
-        computed_C = np.zeros(self.target.num_cells, dtype=np.int64)
-        np.add.at(computed_C, self.target.owner_E[alone_E], rows_CE[:, alone_E].sum(axis=0))
-        quotas_CN = self._copied_turns.quotas(rows_CE[:, expert_N])
-        np.add.at(computed_C, holder_N, quotas_CN.sum(axis=0))
+        computed_C: np.ndarray = self._alone.computed_LC((rows_CE,))[0]
         return computed_C
 
     def describe(self) -> str:
         return f"nearest copy\nnodes {self.node_C.tolist()}\n{self.target.describe()}"
 
     @cached_property
-    def _pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Expert and holder of each pair, by expert and then holder, int64 ``[N]`` each."""
-        expert_N, holder_N = np.nonzero(self.target.holds_EC)
-        return expert_N, holder_N
-
-    @cached_property
-    def _copied_pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Those of experts with more holders than one."""
-        expert_N, holder_N = self._pairs
-        copied_N = self._up_to_EC[expert_N, -1] > 1
-        return expert_N[copied_N], holder_N[copied_N]
-
-    @cached_property
-    def _copied_turns(self) -> _Turns:
-        """Of all senders and the copied pairs, ``[C, N]``."""
-        return self._turns(np.arange(self.target.num_cells)[:, None], *self._copied_pairs)
-
-    @cached_property
-    def _all_turns(self) -> _Turns:
-        """Of all senders and pairs, ``[C, 1, N]``."""
-        return self._turns(np.arange(self.target.num_cells)[:, None, None], *self._pairs)
-
-    @cached_property
-    def _flat_N(self) -> np.ndarray:
-        """Place of each pair in a flattened ``[E, C]``."""
-        return np.flatnonzero(self.target.holds_EC)
-
-    @cached_property
-    def _same_node_CC(self) -> np.ndarray:
-        return self.node_C[:, None] == self.node_C
-
-    @cached_property
-    def _on_node_EC(self) -> np.ndarray:
-        """Copies on each cell's node, int64."""
-        held_EC = self.target.holds_EC.astype(np.float32)  # a matrix product of small integers
-        return np.rint(held_EC @ self._same_node_CC).astype(np.int64)
-
-    @cached_property
-    def _before_on_node_EC(self) -> np.ndarray:
-        """Copies on each cell's node in cells before it, int64."""
-        held_EC = self.target.holds_EC.astype(np.float32)
-        return np.rint(held_EC @ np.triu(self._same_node_CC, 1)).astype(np.int64)
-
-    @cached_property
-    def _up_to_EC(self) -> np.ndarray:
-        """Copies in each cell and before it, int64."""
-        return np.cumsum(self.target.holds_EC, axis=1)
-
-    def _turns(self, sender: np.ndarray, expert: np.ndarray, holder: np.ndarray) -> _Turns:
-        """Who splits which rows, for arrays of senders, experts and holders that broadcast."""
-        keeps = self.target.holds_EC[expert, sender]
-        near = self._on_node_EC[expert, sender]
-        is_near = near > 0
-        among = np.where(is_near, near, self._up_to_EC[expert, -1])
-        place = np.where(
-            is_near, self._before_on_node_EC[expert, holder], self._up_to_EC[expert, holder] - 1
+    def _all_receivers(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, _Turns]:
+        """Sender, expert, holder and part of all that travels, ``[M]`` each."""
+        holders, sender_C = self._alone.holders, np.arange(self.target.num_cells)
+        num_copied, num_alone = len(holders.expert_X), len(holders.expert_A)
+        sender_I = np.repeat(sender_C, num_copied)
+        x_I = np.tile(np.arange(num_copied), len(sender_C))
+        pair_M, cell_M, turns_M = self._alone.receivers(sender_I, x_I)
+        expert_M = holders.expert_X[x_I[pair_M]]
+        none = np.zeros(len(sender_C) * num_alone, dtype=np.int64)
+        return (
+            np.concatenate([np.repeat(sender_C, num_alone), sender_I[pair_M]]),
+            np.concatenate([np.tile(holders.expert_A, len(sender_C)), expert_M]),
+            np.concatenate([np.tile(holders.cell_A, len(sender_C)), cell_M]),
+            _Turns(*(np.concatenate([none + n, t]) for n, t in zip((1, 0), turns_M))),
         )
-        gets = np.where(is_near, self._same_node_CC[sender, holder], True)
-        gets = np.where(keeps, sender == holder, gets)
-        return _Turns(
-            among=np.where(gets, np.where(keeps, 1, among), NEVER),
-            turn=np.where(gets, (place - sender) % among, NEVER),
-        )
+
+
+def computed_by(shares: Sequence[Share], rows: Sequence[np.ndarray]) -> np.ndarray:
+    """``computed_C`` of each layer, int64 ``[L, C]``; at once of all that were planned together.
+
+    Args:
+        shares: of each layer.
+        rows: likewise, int64 ``[C, E]``.
+    """
+    first = shares[0]
+    together = first._together if isinstance(first, NearestCopy) else None
+    if together is not None and together.is_of(shares):
+        return together.computed_LC(rows)
+    return np.stack([share.computed_C(rows_CE) for share, rows_CE in zip(shares, rows)])

@@ -133,6 +133,115 @@ class Transfers:
         return Part(cell, rounds, self.everywhere)
 
 
+def part_of(held: Placement, wanted: Placement, node_C: np.ndarray, cell: int) -> Part:
+    """What one cell does of ``gather_rounds``. Where every expert has one holder before, the trees
+    that the cell has no part in are not worked out, but for how often each of their cells sends.
+
+    Arguments and errors as of ``gather_rounds``.
+    """
+    _check(held, wanted, node_C)
+    targets = _new_holders(held, wanted)
+    if (held.num_holders_E[list(targets)] > 1).any():
+        return gather_rounds(held, wanted, node_C).part_of(cell)
+    owners: list[int] = held.owner_E.tolist()
+    trees = _Trees(node_C.tolist(), cell)
+    for expert, cells in targets.items():
+        trees.grow(expert, owners[expert], cells)
+    everywhere = all(len(cells) == held.num_cells - 1 for cells in targets.values())
+    return Part(
+        cell,
+        trees.rounds(),
+        tuple(Move(expert, owners[expert]) for expert in targets) if everywhere else (),
+    )
+
+
+class _Trees:
+    """The trees of ``gather_rounds``, as one cell sees them, of experts with one holder.
+
+    In a round every cell that has the expert sends it, while cells lack it: those that have sent
+    least first, in the last round not all. So a tree of ``n`` receivers takes ``log2(n + 1)`` full
+    rounds, and who sends how often in these follows from the order of the receivers.
+    """
+
+    def __init__(self, node_of: list[int], cell: int) -> None:
+        self._node_of, self._cell, self._size = node_of, cell, len(node_of)
+        # Sends so far and cell as one number, by which cells are ordered.
+        self._key = list(range(len(node_of)))
+        self._rounds: dict[int, tuple[list[Move], list[Move]]] = {}
+
+    def rounds(self) -> tuple[Round, ...]:
+        """Those in which the cell takes part."""
+        numbered = sorted(self._rounds.items())
+        return tuple(Round(tuple(sends), tuple(receives)) for _, (sends, receives) in numbered)
+
+    def grow(self, expert: int, root: int, targets: list[int]) -> None:
+        """The tree of one more expert, from its holder to the leaders of other nodes, and there on.
+
+        Args:
+            targets: in any order.
+        """
+        node_of, own = self._node_of, self._node_of[self._cell]
+        nodes: dict[int, list[int]] = {node_of[root]: [root]}
+        for cell in sorted(targets, key=self._key.__getitem__):
+            nodes.setdefault(node_of[cell], []).append(cell)
+        leaders = [cells[0] for cells in list(nodes.values())[1:]]
+        free = self._serve(expert, 0, root, leaders)
+        for node, cells in nodes.items():
+            if len(cells) > 1:
+                head, *rest = cells
+                number = free.get(head, 0)
+                if node == own:
+                    self._moves(expert, number, head, rest)
+                else:
+                    self._count(head, rest)
+
+    def _serve(self, expert: int, number: int, root: int, targets: list[int]) -> dict[int, int]:
+        """Serve the targets; the first round in which each cell is free again."""
+        if self._cell == root or self._cell in targets:
+            return self._moves(expert, number, root, targets)
+        full, last = self._count(root, targets)
+        free = dict.fromkeys((root, *targets[: (1 << full) - 1]), number + full)
+        return free | dict.fromkeys((*last, *targets[(1 << full) - 1 :]), number + full + 1)
+
+    def _count(self, root: int, targets: list[int]) -> tuple[int, list[int]]:
+        """Count what each cell sends; full rounds, and who sends in one that is not full."""
+        key, size = self._key, self._size
+        full = (len(targets) + 1).bit_length() - 1
+        num_served = (1 << full) - 1
+        key[root] += full * size
+        for place in range(num_served >> 1):
+            key[targets[place]] += (full - (place + 1).bit_length()) * size
+        num_left = len(targets) - num_served
+        if not num_left:
+            return full, []
+        last = sorted((root, *targets[:num_served]), key=key.__getitem__)[:num_left]
+        for cell in last:
+            key[cell] += size
+        return full, last
+
+    def _moves(self, expert: int, number: int, root: int, targets: list[int]) -> dict[int, int]:
+        """The same, move by move, with those of the cell; see ``_serve``."""
+        key, size, own = self._key, self._size, self._cell
+        ready, free = [root], {root: number}
+        served = 0
+        while served < len(targets):
+            receivers = targets[served : served + len(ready)]
+            senders = sorted(ready, key=key.__getitem__)[: len(receivers)]
+            for sender, receiver in zip(senders, receivers):
+                key[sender] += size
+                if own in (sender, receiver):
+                    sends, receives = self._rounds.setdefault(number, ([], []))
+                    if sender == own:
+                        sends.append(Move(expert, receiver))
+                    else:
+                        receives.append(Move(expert, sender))
+            number += 1
+            free.update(dict.fromkeys((*senders, *receivers), number))
+            ready += receivers
+            served += len(receivers)
+        return free
+
+
 def gather_rounds(held: Placement, wanted: Placement, node_C: np.ndarray) -> Transfers:
     """Plan how the experts of one placement reach the cells of a wider one.
 
@@ -151,20 +260,8 @@ def gather_rounds(held: Placement, wanted: Placement, node_C: np.ndarray) -> Tra
     Raises:
         ValueError: the placements are of different sizes, or ``wanted`` takes a copy away.
     """
-    if held.holds_EC.shape != wanted.holds_EC.shape or len(node_C) != held.num_cells:
-        raise ValueError(
-            f"placements [experts, cells] {held.holds_EC.shape} and {wanted.holds_EC.shape} with "
-            f"nodes of {len(node_C)} cells; all must be of one grid"
-        )
-    lost = np.argwhere(held.holds_EC & ~wanted.holds_EC)
-    if lost.size:
-        raise ValueError(
-            f"(expert, cell) {lost.tolist()} is held and not wanted; a gather only adds copies"
-        )
-    experts, targets = np.nonzero(wanted.holds_EC & ~held.holds_EC)
-    target_cells: dict[int, list[int]] = {}
-    for expert, cell in zip(experts.tolist(), targets.tolist()):
-        target_cells.setdefault(expert, []).append(cell)
+    _check(held, wanted, node_C)
+    target_cells = _new_holders(held, wanted)
     moved = list(target_cells)
     holder_cells: dict[int, list[int]] = {expert: [] for expert in moved}
     rows, holders = np.nonzero(held.holds_EC[moved])
@@ -179,6 +276,29 @@ def gather_rounds(held: Placement, wanted: Placement, node_C: np.ndarray) -> Tra
     table_N4 = np.array(transfers, dtype=np.int64).reshape(-1, 4)
     round_N, expert_N, receiver_N, sender_N = table_N4.T
     return Transfers(held, wanted, node_C, round_N, expert_N, sender_N, receiver_N)
+
+
+def _check(held: Placement, wanted: Placement, node_C: np.ndarray) -> None:
+    """Raises ValueError as ``gather_rounds`` says."""
+    if held.holds_EC.shape != wanted.holds_EC.shape or len(node_C) != held.num_cells:
+        raise ValueError(
+            f"placements [experts, cells] {held.holds_EC.shape} and {wanted.holds_EC.shape} with "
+            f"nodes of {len(node_C)} cells; all must be of one grid"
+        )
+    if (held.holds_EC > wanted.holds_EC).any():
+        lost = np.argwhere(held.holds_EC & ~wanted.holds_EC)
+        raise ValueError(
+            f"(expert, cell) {lost.tolist()} is held and not wanted; a gather only adds copies"
+        )
+
+
+def _new_holders(held: Placement, wanted: Placement) -> dict[int, list[int]]:
+    """Cells that come to hold an expert, ascending, of each that moves, ascending."""
+    experts, targets = np.divmod(np.flatnonzero(wanted.holds_EC > held.holds_EC), held.num_cells)
+    cells: dict[int, list[int]] = {}
+    for expert, cell in zip(experts.tolist(), targets.tolist()):
+        cells.setdefault(expert, []).append(cell)
+    return cells
 
 
 class _Forest:

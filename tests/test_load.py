@@ -14,9 +14,18 @@ def test_window_forgets_the_oldest() -> None:
         window.push(np.full((1, 1, 2), rows))
     assert len(window) == 2
     # (4 + 8) / 2: the 100 is forgotten.
-    assert window.predicted().tolist() == [[[6.0, 6.0]]]
+    assert [rows_CE.tolist() for rows_CE in window.predicted()] == [[[6, 6]]]
     assert window.steps().tolist() == [[[[4, 4]]], [[[8, 8]]]]
     assert LoadWindow(2).steps().shape == (0, 0, 0, 0)
+
+
+def test_prediction_rounds_to_whole_rows_halves_to_the_even() -> None:
+    window = LoadWindow(4)
+    for rows in (0, 2, 3, 5):
+        window.push([np.array([[rows, rows - 1, 0]]), np.array([[2**52 + rows]])])
+    # Means 2.5, 1.5 and 0; of the larger ones 2**52 + 2.5. The second layer has fewer experts.
+    assert [rows_CE.tolist() for rows_CE in window.predicted()] == [[[2, 2, 0]], [[2**52 + 2]]]
+    assert window.steps()[:, 1].tolist() == [[[2**52 + rows, 0, 0]] for rows in (0, 2, 3, 5)]
 
 
 def test_window_refuses_what_it_cannot_do() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.transfer import Move, Part, Round, Transfers, gather_rounds
+from ds_moe_ext.transfer import Move, Part, Round, Transfers, gather_rounds, part_of
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=300)
 
@@ -145,6 +145,16 @@ def test_parts_are_the_two_sides_of_the_same_transfers(
             assert round_.sends or round_.receives
             assert round_.sends == tuple(sorted(round_.sends))
             assert round_.receives == tuple(sorted(round_.receives))
+
+
+@PROPERTY
+@given(grids() | grids(one_home=True))
+def test_a_part_alone_is_that_of_the_whole(
+    grid: tuple[Placement, Placement, np.ndarray],
+) -> None:
+    transfers = gather_rounds(*grid)
+    for cell in range(len(grid[2])):
+        assert part_of(*grid, cell) == transfers.part_of(cell)
 
 
 @PROPERTY

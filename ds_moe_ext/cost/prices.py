@@ -1,19 +1,20 @@
 """What a step of an MoE layer costs under a placement: HECATE's model, spec rule 22. Pure.
 
 ``T(P) = c * (rows of the busiest cell) + 4 * (the slowest of the all-to-all's links)``: rows travel
-there and back, forward and backward. Shape letters: L layers, E experts of one layer, X experts of
-all layers, C cells, N nodes.
+there and back, forward and backward. Shape letters: L layers, E experts of one layer, C cells, N
+nodes, X copied experts of all layers, A the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from ds_moe_ext.cost.lines import check_costs
-from ds_moe_ext.placement import Placement
+from ds_moe_ext.placement import Holders, Placement
 
 TRIPS = 4  # of a row: dispatch and combine, forward and backward
 PARTS = 2.0**16  # of a row, in which an even split is counted
@@ -63,6 +64,51 @@ class RowFlow:
     in_LN: np.ndarray
 
 
+@dataclass(frozen=True, eq=False)
+class RoutedRows:
+    """Rows of some layers, added up as flows want them: once for several placements.
+
+    Attributes:
+        rows: of each layer, that each sender routes to each expert, int64 ``[C, E]``.
+        node_C: node of each cell, 0 to N - 1.
+        sent_LC: rows of each sender, int64.
+        totals: rows of each expert, int64 ``[E]`` a layer.
+        of_nodes: rows of each node's senders for each expert, int64 ``[N, E]`` a layer.
+    """
+
+    rows: Sequence[np.ndarray]
+    node_C: np.ndarray
+    sent_LC: np.ndarray
+    totals: Sequence[np.ndarray]
+    of_nodes: Sequence[np.ndarray]
+
+    @classmethod
+    def of(cls, rows: Sequence[np.ndarray], node_C: np.ndarray) -> RoutedRows:
+        """Costs some passes over the rows. ``node_C`` may number nodes by any numbers."""
+        numbered_C = np.unique(node_C, return_inverse=True)[1]
+        return cls(
+            rows,
+            numbered_C,
+            np.stack([rows_CE.sum(axis=1) for rows_CE in rows]),
+            [rows_CE.sum(axis=0) for rows_CE in rows],
+            list(_of_nodes(rows, numbered_C)),
+        )
+
+
+def _of_nodes(rows: Sequence[np.ndarray], node_C: np.ndarray) -> Iterator[np.ndarray]:
+    """See ``RoutedRows``."""
+    order_C = np.argsort(node_C, kind="stable")
+    size_N = np.bincount(node_C)
+    in_order = bool((order_C[1:] > order_C[:-1]).all())
+    for rows_CE in rows:
+        sorted_CE = rows_CE if in_order else rows_CE[order_C]
+        if (size_N == size_N[0]).all():
+            yield sorted_CE.reshape(len(size_N), size_N[0], -1).sum(axis=1)
+        else:
+            parts = np.split(sorted_CE, size_N.cumsum()[:-1])
+            yield np.stack([part_GE.sum(axis=0) for part_GE in parts])
+
+
 def nearest_copy_flow(
     placements: Sequence[Placement], rows: Sequence[np.ndarray], node_C: np.ndarray
 ) -> RowFlow:
@@ -70,17 +116,71 @@ def nearest_copy_flow(
     remainders of a split.
 
     All sums are of whole numbers below ``2**53``, so that they are the same on every machine.
-    Costs some passes over ``[X, C]``.
+    Costs some passes over the rows, and some over ``[X, C]`` for X copied experts.
 
     Args:
         placements: of each layer.
         rows: of each layer, that each sender routes to each expert, int64 ``[C, E]``.
         node_C: node of each cell.
     """
-    start_L = np.cumsum([0, *(p.num_experts for p in placements[:-1])])
-    held_XC = np.concatenate([p.holds_EC for p in placements]).astype(np.float64)
-    rows_XC = np.concatenate([rows_CE.T for rows_CE in rows]).astype(np.float64)
-    is_on_CN = (node_C[:, None] == np.unique(node_C)).astype(np.float64)
+    return _flow(placements, RoutedRows.of(rows, node_C))
+
+
+def _flow(placements: Sequence[Placement], routed: RoutedRows) -> RowFlow:
+    holders = Holders.of(placements)
+    alone, copied = _flow_to_only_holders(holders, routed), _flow_to_copies(holders, routed)
+    kept_LC = alone.kept_LC + copied.kept_LC
+    received_LC = alone.received_LC + copied.received_LC
+    num_nodes = int(routed.node_C.max()) + 1
+    is_on_CN = (routed.node_C[:, None] == np.arange(num_nodes)).astype(np.float64)
+    return RowFlow(
+        computed_LC=kept_LC + received_LC,
+        sent_LC=routed.sent_LC - kept_LC,
+        received_LC=received_LC,
+        out_LN=routed.sent_LC @ is_on_CN - alone.near_LN - copied.near_LN,
+        in_LN=alone.in_LN + copied.in_LN,
+    )
+
+
+class _Flow(NamedTuple):
+    """Of some experts; all sums over them, float64.
+
+    Attributes:
+        kept_LC: rows that stay in their cell.
+        received_LC: rows that come to each cell from others.
+        near_LN: rows of each node's senders for experts that the node holds.
+        in_LN: rows that come to each node from others.
+    """
+
+    kept_LC: np.ndarray
+    received_LC: np.ndarray
+    near_LN: np.ndarray
+    in_LN: np.ndarray
+
+
+def _flow_to_only_holders(holders: Holders, routed: RoutedRows) -> _Flow:
+    parts = holders.by_layer(holders.layer_A, holders.expert_A, holders.cell_A)
+    own, near, total = [], [], []
+    for layer, (expert_A, cell_A) in enumerate(parts):
+        own.append(routed.rows[layer][cell_A, expert_A])
+        near.append(routed.of_nodes[layer][routed.node_C[cell_A], expert_A])
+        total.append(routed.totals[layer][expert_A])
+    own_A, near_A, total_A = map(np.concatenate, (own, near, total))
+    at_cells = _Sums(holders.layer_A, holders.cell_A, routed.sent_LC.shape)
+    shape_LN = len(own), int(routed.node_C.max()) + 1
+    at_nodes = _Sums(holders.layer_A, routed.node_C[holders.cell_A], shape_LN)
+    return _Flow(
+        at_cells(own_A), at_cells(total_A - own_A), at_nodes(near_A), at_nodes(total_A - near_A)
+    )
+
+
+def _flow_to_copies(holders: Holders, routed: RoutedRows) -> _Flow:
+    parts = holders.by_layer(holders.layer_X, holders.expert_X)
+    columns = [rows_CE[:, expert_X] for rows_CE, (expert_X,) in zip(routed.rows, parts)]
+    rows_XC = np.concatenate(columns, axis=1).T.astype(np.float64)
+    held_XC = holders.holds_XC.astype(np.float64)
+    nodes_N = np.arange(int(routed.node_C.max()) + 1)
+    is_on_CN = (routed.node_C[:, None] == nodes_N).astype(np.float64)
 
     kept_XC = rows_XC * held_XC
     leaving_XN = (rows_XC - kept_XC) @ is_on_CN
@@ -88,19 +188,29 @@ def nearest_copy_flow(
     out_XN = leaving_XN * (copies_XN == 0)
     near_XN = np.floor((leaving_XN - out_XN) * PARTS / np.maximum(copies_XN, 1))  # of each copy
     far_X1 = np.floor(out_XN.sum(axis=1) * PARTS / copies_XN.sum(axis=1))[:, None]
-    received_XC = ((near_XN + far_X1) @ is_on_CN.T) * held_XC
+    received_XC = (near_XN + far_X1)[:, routed.node_C] * held_XC
 
-    def by_layer(table: np.ndarray) -> np.ndarray:
-        return np.add.reduceat(table, start_L, axis=0)
-
-    kept_LC, received_LC = by_layer(kept_XC), by_layer(received_XC) / PARTS
-    return RowFlow(
-        computed_LC=kept_LC + received_LC,
-        sent_LC=by_layer(rows_XC) - kept_LC,
-        received_LC=received_LC,
-        out_LN=by_layer(out_XN),
-        in_LN=by_layer(copies_XN * far_X1) / PARTS,
+    layer_X1 = holders.layer_X[:, None]
+    at_cells = _Sums(layer_X1, np.arange(holders.num_cells), routed.sent_LC.shape)
+    at_nodes = _Sums(layer_X1, nodes_N, (holders.num_layers, len(nodes_N)))
+    return _Flow(
+        kept_LC=at_cells(kept_XC),
+        received_LC=at_cells(received_XC) / PARTS,
+        near_LN=at_nodes(rows_XC @ is_on_CN - out_XN),
+        in_LN=at_nodes(copies_XN * far_X1) / PARTS,
     )
+
+
+class _Sums:
+    """Adds up what belongs to layers and cells, or nodes. Arguments: of each table's elements."""
+
+    def __init__(self, layer: np.ndarray, place: np.ndarray, shape: tuple[int, ...]) -> None:
+        self._key, self._shape = (layer * shape[1] + place).ravel(), shape
+
+    def __call__(self, table: np.ndarray) -> np.ndarray:
+        size = int(np.prod(self._shape))
+        sums = np.bincount(self._key, table.ravel(), size).astype(np.float64)
+        return sums.reshape(self._shape)
 
 
 def step_seconds(
@@ -117,6 +227,16 @@ def step_seconds(
     ``nearest_copy_flow``.
     """
     return flow_seconds(nearest_copy_flow(placements, rows, node_C), prices=prices)
+
+
+def seconds_saved(
+    homes: Sequence[Placement], targets: Sequence[Placement], routed: RoutedRows, prices: Prices
+) -> np.ndarray:
+    """``step_seconds`` under homes less those under targets, float ``[L]``."""
+    alone_L, copied_L = (
+        flow_seconds(_flow(placements, routed), prices=prices) for placements in (homes, targets)
+    )
+    return alone_L - copied_L
 
 
 def flow_seconds(flow: RowFlow, *, prices: Prices) -> np.ndarray:

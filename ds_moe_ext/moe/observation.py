@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from ds_moe_ext.moe.route import SlotRows
 from ds_moe_ext.schedule.executor import Lanes, Mark
 from ds_moe_ext.schedule.program import in_backward
 from ds_moe_ext.schedule.task import Task
-from ds_moe_ext.share import Share
+from ds_moe_ext.share import Share, computed_by
 
 
 class Rows(NamedTuple):
@@ -69,24 +69,38 @@ class RowsSeen:
     @property
     def so_far_CE(self) -> np.ndarray:
         """Rows by sender and expert since the last ``take``, of those the host knows, int64."""
+        tables = [rows_CE for rows_CE, _ in self._on_host]
+        if len(tables) == 1:
+            return tables[0]
         zero_CE = np.zeros((self.num_cells, self.num_experts), dtype=np.int64)
-        total_CE: np.ndarray = sum((rows_CE for rows_CE, _ in self._on_host), zero_CE)
+        total_CE: np.ndarray = sum(tables, zero_CE)
         return total_CE
 
     def take(self) -> Rows:
         """Rows since the last call. Waits for the device."""
+        return take_rows((self,))[0]
+
+    def _ended(self, computed_C: np.ndarray) -> Rows:
+        """Rows since the last call, and what cells computed of those that the host knows."""
         routed_CE = self.so_far_CE
-        computed_C = np.zeros(self.num_cells, dtype=np.int64)
-        for rows_CE, share in self._on_host:
-            computed_C += share.computed_C(rows_CE)
         if self._on_device is not None:
-            routed_CE += (
+            routed_CE = routed_CE + (
                 self._on_device.cpu().diff(prepend=torch.zeros(1, dtype=torch.int64)).numpy()
             )
             computed_C = routed_CE.sum(axis=1)  # one cell holds all experts
         self._on_host.clear()
         self._on_device = None
         return Rows(routed_CE, computed_C)
+
+
+def take_rows(layers: Sequence[RowsSeen]) -> list[Rows]:
+    """Rows of several layers of one grid since the last call. Waits for the device."""
+    computed_LC = np.zeros((len(layers), layers[0].num_cells), dtype=np.int64)
+    for number in range(max(len(layer._on_host) for layer in layers)):  # of the micro-batch
+        seen = [at for at, layer in enumerate(layers) if number < len(layer._on_host)]
+        rows, shares = zip(*(layers[at]._on_host[number] for at in seen))
+        computed_LC[seen] += computed_by(shares, rows)
+    return [layer._ended(computed_C) for layer, computed_C in zip(layers, computed_LC)]
 
 
 @dataclass

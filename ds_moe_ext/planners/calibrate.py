@@ -9,7 +9,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ds_moe_ext.cost.prices import Prices, busiest_link, step_seconds
+from ds_moe_ext.cost.prices import (
+    Prices,
+    RoutedRows,
+    busiest_link,
+    seconds_saved,
+    step_seconds,
+)
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.materialize import materialize
 
@@ -34,11 +40,10 @@ def guarded(
         prices: of the cluster.
         node_C: node of each cell.
     """
-    alone_L = step_seconds(homes, rows, prices=prices, node_C=node_C)
-    copied_L = step_seconds(targets, rows, prices=prices, node_C=node_C)
+    saved_L = seconds_saved(homes, targets, RoutedRows.of(rows, node_C), prices)
     return tuple(
         target if is_faster else home
-        for home, target, is_faster in zip(homes, targets, copied_L < alone_L)
+        for home, target, is_faster in zip(homes, targets, saved_L > 0)
     )
 
 

@@ -65,9 +65,9 @@ def materialize(
     if not all_fit_L.all():
         few = hot.of_layers(~all_fit_L)
         copies_L = copies_L[~all_fit_L]
-        lacks_LT = (~holds_XC).sum(axis=1)[few.expert_LT] * few.is_one_LT
+        lacks_LT = (~holds_XC[few.expert_LT]).sum(axis=2) * few.is_one_LT
         quota_LT = slot_quotas(few.rows_LT, copies_L * len(node_C), lacks_LT)
-        holds_XC = _spread(holds_XC, few.expert_LT, quota_LT, copies_L, node_C)
+        _spread(holds_XC, few.expert_LT, quota_LT, copies_L, node_C)
     return tuple(
         Placement(holds_EC) for holds_EC in np.split(holds_XC, num_experts_L.cumsum()[:-1])
     )
@@ -182,12 +182,10 @@ def _spread(
     quota_LT: np.ndarray,
     copies_L: np.ndarray,
     node_C: np.ndarray,
-) -> np.ndarray:
-    """``holds_XC`` with the copies, placed expert by expert, hottest first (spec rule 19)."""
+) -> None:
+    """Put the copies into ``holds_XC``, expert by expert, hottest first (spec rule 19)."""
     nodes = _Nodes.of(node_C)
     table = (-1, nodes.num_nodes, len(nodes.cell_P) // nodes.num_nodes)
-    held_XP = holds_XC[:, nodes.cell_P] & ~nodes.is_pad_P
-    held_XNG = held_XP.reshape(table)
     free_LNG = np.where(nodes.is_pad_P, 0, copies_L[:, None]).astype(np.int32).reshape(table)
 
     # Experts that get copies first, so that no turn is spent on the others.
@@ -196,10 +194,12 @@ def _spread(
     quota_LT = np.take_along_axis(quota_LT, order_LT, axis=1)
     for turn in range((quota_LT > 0).sum(axis=1).max()):
         expert_L = hot_LT[:, turn]
-        layer_I, node_I, column_I = _best_places(held_XNG[expert_L], free_LNG, quota_LT[:, turn])
+        held_LP = holds_XC[expert_L[:, None], nodes.cell_P] & ~nodes.is_pad_P
+        layer_I, node_I, column_I = _best_places(
+            held_LP.reshape(table), free_LNG, quota_LT[:, turn]
+        )
         free_LNG[layer_I, node_I, column_I] -= 1
-        held_XNG[expert_L[layer_I], node_I, column_I] = True
-    return held_XP[:, nodes.place_C]
+        holds_XC[expert_L[layer_I], nodes.cell_P[node_I * table[2] + column_I]] = True
 
 
 def _best_places(

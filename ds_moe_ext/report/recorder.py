@@ -79,8 +79,11 @@ class StepLoads:
         for index, (plan, seen) in enumerate(zip(plans, rows)):
             routed_E = seen.routed_CE.sum(axis=0)
             rows_LE[index, : len(routed_E)] = routed_E
-            copies_LE[index, : len(routed_E)] = copied_EC(plan).sum(axis=1)
-            np.add.at(home_cell_rows_LC[index], plan.home.owner_E, routed_E)
+            if plan.target is not plan.home:
+                copies_E = plan.target.num_holders_E - plan.home.num_holders_E
+                copies_LE[index, : len(routed_E)] = copies_E
+            # Sums in float64: whole numbers, and exact.
+            home_cell_rows_LC[index] = np.bincount(plan.home.owner_E, routed_E, num_cells)
         cell_rows_LC = np.stack([seen.computed_C for seen in rows])
         return cls(step, rows_LE, cell_rows_LC, home_cell_rows_LC, copies_LE)
 
@@ -214,6 +217,8 @@ class Recorder:
     def _take_plans(self, step: int) -> None:
         plans = tuple(layer.routed.site.plan for layer in self.layers)
         for index, (before, plan) in enumerate(zip(self._plans, plans)):
+            if plan.home is before.home:
+                continue
             num_moved = int((plan.home.owner_E != before.home.owner_E).sum())
             if num_moved:
                 self._moves.append(Move(step, index, num_moved))

@@ -211,10 +211,13 @@ class Costs:
         step, self._num_steps = self._num_steps, self._num_steps + 1
         size = self.layers[0].routed.site.layout.grid.size
         self.are_new = step == STEPS[-1] and size > 1  # alone, there is nothing to send
-        new = [Seen.of(layer.routed, seen) for layer, seen in zip(self.layers, rows)]
-        if step in STEPS:
-            self._seen = [before + seen for before, seen in zip(self._seen, new)]
-        self.seen = new if step in TRIED or step in CHECKED else ()
+        self.seen = ()
+        if any(step in watched for watched in WATCHED):
+            new = [Seen.of(layer.routed, seen) for layer, seen in zip(self.layers, rows)]
+            if step in STEPS:
+                self._seen = [before + seen for before, seen in zip(self._seen, new)]
+            else:
+                self.seen = new
         for layer in self.layers:
             layer.routed.meter.is_on = any(step + 1 in watched for watched in WATCHED)
         if self.are_new:

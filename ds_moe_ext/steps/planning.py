@@ -73,12 +73,12 @@ class Planning:
             layer.routed.after_step()
         if not (self._rhythm.weighs_copies or self._rhythm.measures):
             return
-        self._window.push(_padded([each.routed_CE for each in rows]))
+        self._window.push([each.routed_CE for each in rows])
         measured = self.costs.after_step(rows)
         self.checks.after_step(step, self.job, rows, self.costs.seen)
         if self.checks.copy_speed is not None:
             measured = self.costs.corrected(self.checks.copy_speed)
-        self.job = replace(self.job, rows=self._predicted(), **measured)
+        self.job = replace(self.job, rows=self._window.predicted(), **measured)
         if self.costs.are_new:
             self.tell(self.strategy.describe(self.job))
         is_shard_due = self._rhythm.shard_every and (step + 1) % self._rhythm.shard_every == 0
@@ -122,12 +122,13 @@ class Planning:
         """
         self._window = LoadWindow(self._rhythm.window)
         if self._rhythm.plan_every:
+            counts = [home.num_experts for home in homes]
             for rows_LCE in remembered_ILCE:
-                self._window.push(rows_LCE)
+                self._window.push([rows_CE[:, :E] for rows_CE, E in zip(rows_LCE, counts)])
         rows = tuple(np.zeros_like(rows_CE) for rows_CE in self.job.rows)
         self.job = replace(self.job, homes=tuple(homes), rows=rows)
         if len(self._window):
-            self.job = replace(self.job, rows=self._predicted())
+            self.job = replace(self.job, rows=self._window.predicted())
         self.plan()
 
     def _moved(self) -> bool:
@@ -140,15 +141,3 @@ class Planning:
         self.tell(f"{num_moved} experts have moved to new homes")
         self.job = replace(self.job, homes=homes)
         return True
-
-    def _predicted(self) -> tuple[np.ndarray, ...]:
-        rows_LCE = np.rint(self._window.predicted()).astype(np.int64)
-        return tuple(
-            rows_CE[:, : home.num_experts] for rows_CE, home in zip(rows_LCE, self.job.homes)
-        )
-
-
-def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """``[L, C, E]`` from ``[C, E]`` each, of layers with fewer experts too."""
-    most = max(rows_CE.shape[1] for rows_CE in rows)
-    return np.stack([np.pad(rows_CE, ((0, 0), (0, most - rows_CE.shape[1]))) for rows_CE in rows])

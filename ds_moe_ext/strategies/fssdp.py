@@ -8,7 +8,7 @@ cells, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -90,26 +90,33 @@ class FullySharded(Strategy):
     def plan(self, job: Job) -> tuple[Plan, ...]:
         degree_L, fits_L = self._overlap_degrees(job), self._copies_that_fit(job)
         loads = [rows_CE.sum(axis=0) for rows_CE in job.rows]
-        targets = materialize(
+        prices: dict[int, Prices] = {}
+        wanted = materialize(
             job.homes,
             loads,
             overlap_degree=degree_L,
             copies_per_cell=fits_L,
             node_C=job.node_C,
         )
-        plans: dict[int, Plan] = {}
+        targets = list(wanted)
         for pool in job.pools:
             chosen = guarded(
                 [job.homes[layer] for layer in pool.layers],
-                [targets[layer] for layer in pool.layers],
+                [wanted[layer] for layer in pool.layers],
                 [job.rows[layer] for layer in pool.layers],
                 prices=pool.prices,
                 node_C=job.node_C,
             )
             for layer, target in zip(pool.layers, chosen):
-                fits = int(fits_L[layer])
-                plans[layer] = self._plan_of(job, pool, job.homes[layer], target, fits)
-        return tuple(plans[layer] for layer in range(len(job.homes)))
+                home = job.homes[layer]
+                is_home = np.array_equal(target.holds_EC, home.holds_EC)
+                targets[layer] = home if is_home else target
+                prices[layer] = pool.prices
+        shares = NearestCopy.of_layers(targets, job.node_C)
+        return tuple(
+            self._plan_of(home, share, prices[layer], int(fits_L[layer]))
+            for layer, (home, share) in enumerate(zip(job.homes, shares))
+        )
 
     def homes(self, job: Job) -> tuple[Placement, ...]:
         """Algorithm 2, pool by pool."""
@@ -241,23 +248,28 @@ class FullySharded(Strategy):
         # Gradients of copies wait for the last micro-batch, those of all layers.
         return layers_held, layers_held if job.accumulates else 1
 
-    def _plan_of(self, job: Job, pool: Pool, home: Placement, target: Placement, fits: int) -> Plan:
-        if np.array_equal(target.holds_EC, home.holds_EC):
-            target = home
-        copies_C = (target.holds_EC & ~home.holds_EC).sum(axis=0)
-        left = max(fits - int(copies_C.max()), 0)
+    def _plan_of(self, home: Placement, share: NearestCopy, prices: Prices, fits: int) -> Plan:
         revise = None
-        if self.calibrate and left:
-            revise = partial(
-                _calibrated,
-                home,
-                target,
-                prices=pool.prices,
-                node_C=job.node_C,
-                copies_left=left,
-            )
-        share = NearestCopy(target, job.node_C)
-        return Plan(home, target, share, rematerialize=self.rematerialize, revise=revise)
+        if self.calibrate:
+            copies_C = (share.target.holds_EC & ~home.holds_EC).sum(axis=0)
+            revise = _revision(home, share, prices, copies_left=fits - int(copies_C.max()))
+        return Plan(home, share.target, share, rematerialize=self.rematerialize, revise=revise)
+
+
+def _revision(
+    home: Placement, share: NearestCopy, prices: Prices, *, copies_left: int
+) -> Callable[[np.ndarray], Destination] | None:
+    """What adds copies once rows are known, where there is room for some."""
+    if copies_left <= 0:
+        return None
+    return partial(
+        _calibrated,
+        home,
+        share.target,
+        prices=prices,
+        node_C=share.node_C,
+        copies_left=copies_left,
+    )
 
 
 def _measured(job: Job) -> list[Pool]:

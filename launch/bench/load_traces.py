@@ -5,7 +5,7 @@ Shape letters: I steps, L layers, C senders, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -48,25 +48,39 @@ def read_trace(path: Path) -> list[np.ndarray]:
 def zipf_loads(
     shape: tuple[int, int, int, int], *, rows: int, skew: float, seed: int = 0
 ) -> np.ndarray:
-    """Synthetic loads, int64 ``[I, L, C, E]``: Zipf shares of experts in an order of each layer's
-    own, which drifts a little from step to step.
+    """Synthetic loads, int64 ``[I, L, C, E]``: the first steps of ``zipf_steps``, which takes the
+    same arguments.
 
     Args:
         shape: ``(I, L, C, E)``.
+    """
+    loads = np.empty(shape, dtype=np.int64)
+    for step_LCE, rows_LCE in zip(loads, zipf_steps(shape[1:], rows=rows, skew=skew, seed=seed)):
+        step_LCE[:] = rows_LCE
+    return loads
+
+
+def zipf_steps(
+    shape: tuple[int, int, int], *, rows: int, skew: float, seed: int = 0
+) -> Iterator[np.ndarray]:
+    """Loads of one step after another without end, int64 ``[L, C, E]``: Zipf shares of experts in
+    an order of each layer's own, which drifts a little from step to step.
+
+    Args:
+        shape: ``(L, C, E)``.
         rows: rows of each sender in each step and layer.
         skew: exponent; 0 is uniform.
         seed: of the generator.
     """
-    num_steps, num_layers, num_senders, num_experts = shape
+    num_layers, num_senders, num_experts = shape
     random = np.random.default_rng(seed)
     log_share_LE = np.stack(
         [-skew * np.log1p(random.permutation(num_experts)) for _ in range(num_layers)]
     )
-    loads = np.empty(shape, dtype=np.int64)
-    for step in range(num_steps):
+    while True:
         share_LE = np.exp(log_share_LE)
         share_LE /= share_LE.sum(axis=1, keepdims=True)
-        for layer in range(num_layers):
-            loads[step, layer] = random.multinomial(rows, share_LE[layer], size=num_senders)
+        yield np.stack(
+            [random.multinomial(rows, share_E, size=num_senders) for share_E in share_LE]
+        )
         log_share_LE = log_share_LE + 0.05 * random.standard_normal(log_share_LE.shape)
-    return loads

@@ -229,7 +229,7 @@ def planned_steps(
         seen = LoadWindow(max(window, 1))
         for step, rows_LCE in enumerate(rows_ILCE):
             if step:
-                predicted_LCE = np.rint(seen.predicted()).astype(np.int64)
+                predicted_LCE = np.stack(seen.predicted())
                 yield step, predicted_LCE if window else rows_LCE, rows_LCE
             seen.push(rows_LCE)
 

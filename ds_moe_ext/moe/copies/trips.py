@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.copy_split import Split
 from ds_moe_ext.strategy import Plan
-from ds_moe_ext.transfer import Part, gather_rounds
+from ds_moe_ext.transfer import Part, part_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class Place:
 
     def part(self, held: Placement, wanted: Placement) -> Part:
         """What this cell does for the others to get their copies."""
-        return gather_rounds(held, wanted, self.node_C).part_of(self.cell)
+        return part_of(held, wanted, self.node_C, self.cell)
 
 
 class Piece(NamedTuple):

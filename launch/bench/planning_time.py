@@ -1,0 +1,343 @@
+"""What strategies that plan do between two steps, and how long that takes one rank.
+
+`python launch/bench/planning_time.py --ranks 64 --layers 58 --experts 256`
+`... launch/bench/planning_time.py --ranks 1024 --layers 58 --experts 256 --memory`
+
+One process stands for one rank of many: no process group is needed, for nothing here talks to
+another rank. Rows are drawn in place of routed; all that follows is the product's own, as
+``Run.after_step`` does it, and then the programs of the next step are made. What ``prophet`` does
+while rows travel counts as a part of its own.
+
+Shape letters: L layers, C ranks, E experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import tracemalloc
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from load_traces import zipf_steps
+from rich.console import Console
+from rich.table import Table
+
+from ds_moe_ext.attachment.host_layer import Hosted
+from ds_moe_ext.attachment.replacement import AttachedLayer
+from ds_moe_ext.cost.prices import Prices
+from ds_moe_ext.layout import Grid, ParallelLayout
+from ds_moe_ext.load import LoadWindow
+from ds_moe_ext.moe.copies.layer_copies import Copies, in_order
+from ds_moe_ext.moe.layer import RoutedExperts
+from ds_moe_ext.moe.observation import Rows, take_rows
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.report.recorder import Recorder
+from ds_moe_ext.schedule.task import INTER, PARAM
+from ds_moe_ext.settings import BLOCK, read_settings
+from ds_moe_ext.share import LocalElseHome, NearestCopy
+from ds_moe_ext.steps.cost_checks import Checks
+from ds_moe_ext.steps.costs import STEPS, Costs, Measured
+from ds_moe_ext.steps.planning import Planning
+from ds_moe_ext.strategy import Job, Pool, Site, Strategy, followers
+
+CPU = torch.device("cpu")
+NUM_WARM_UPS = STEPS[-1] + 4  # costs are known, and the window has seen these loads
+EXPERT_BYTES = 9_437_184  # of Qwen3-30B-A3B, in 16 bits
+PRICES = Prices(
+    row_s=1.5e-7,
+    row_bytes=4096,
+    copy_s=EXPERT_BYTES / 50e9,
+    inter_bytes_per_s=400e9,
+    intra_bytes_per_s=400e9,
+)
+WINDOW_S = 1e-3  # of attention, forward
+
+ESP = {"degree": 2, "slice_gradients": False, "all_to_all": "direct"}
+BLOCKS: dict[str, dict[str, Any]] = {
+    "ep": {"strategy": "ep"},
+    "fssdp": {"strategy": "fssdp"},
+    "prophet": {"strategy": "prophet"},
+    "esp_fssdp": {"strategy": "esp", "balance": "fssdp", "esp": ESP},
+    "esp_prophet": {"strategy": "esp", "balance": "prophet", "esp": ESP},
+}
+
+
+class Moment(NamedTuple):
+    """Wall and CPU seconds."""
+
+    wall_s: float
+    cpu_s: float
+
+    @classmethod
+    def now(cls) -> Moment:
+        return cls(time.perf_counter(), time.process_time())
+
+    def __sub__(self, other: Moment) -> Moment:
+        return Moment(self.wall_s - other.wall_s, self.cpu_s - other.cpu_s)
+
+    def plus(self, other: Moment) -> Moment:
+        return Moment(self.wall_s + other.wall_s, self.cpu_s + other.cpu_s)
+
+
+NOTHING = Moment(0.0, 0.0)
+
+
+@dataclass
+class Parts:
+    """How long each part takes, without what parts within it take."""
+
+    spent: dict[str, Moment] = field(default_factory=lambda: defaultdict(lambda: NOTHING))
+    _within: list[Moment] = field(default_factory=lambda: [NOTHING])
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Counts what the block takes."""
+        start = Moment.now()
+        self._within.append(NOTHING)
+        yield
+        whole = Moment.now() - start
+        within = self._within.pop()
+        self.spent[name] = self.spent[name].plus(whole - within)
+        self._within[-1] = self._within[-1].plus(whole)
+
+    def watch(self, owner: type, method: str, name: str) -> None:
+        """Counts what the calls of a method take."""
+        watched: Callable[..., Any] = getattr(owner, method)
+
+        @wraps(watched)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.part(name):
+                return watched(*args, **kwargs)
+
+        setattr(owner, method, timed)
+
+
+WATCHED: tuple[tuple[type, str, str], ...] = (
+    (Recorder, "after_step", "report"),
+    (LoadWindow, "push", "prediction"),
+    (LoadWindow, "predicted", "prediction"),
+    (Costs, "after_step", "costs"),
+    (RoutedExperts, "take", "layers take plans"),
+    (RoutedExperts, "program", "programs"),
+    (RoutedExperts, "_plan_ahead", "while rows travel"),
+    (Copies, "prepare", "trips"),
+    (NearestCopy, "prepare", "shares"),
+    (LocalElseHome, "prepare", "shares"),
+)
+
+
+class KnownCosts(Costs):
+    """Costs that no step has to show."""
+
+    def _agreed(self, rows: Sequence[Rows]) -> Measured:
+        pools = (replace(p, prices=PRICES, expert_bytes=EXPERT_BYTES) for p in self.pools)
+        windows_s = (WINDOW_S,) * len(self.layers)
+        return Measured(
+            pools=tuple(pools),
+            window_s=windows_s,
+            back_window_s=windows_s,
+            free_bytes=0,
+            pipelines=None,
+        )
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a run.
+
+    Attributes:
+        ranks: of the grid, a cell each.
+        ranks_per_node: of these.
+        layers: MoE layers.
+        experts: of a layer.
+        rows: of a rank and layer.
+        skew: of the experts' loads, an exponent of Zipf's.
+    """
+
+    ranks: int
+    ranks_per_node: int
+    layers: int
+    experts: int
+    rows: int
+    skew: float
+
+    def layout(self) -> ParallelLayout:
+        """Of rank 0; the communicators are nobody's."""
+        nodes = tuple(rank // self.ranks_per_node for rank in range(self.ranks))
+        nobody = {("ep", lane): cast(Any, None) for lane in (INTER, PARAM)}
+        return ParallelLayout(Grid(self.ranks, self.ranks), 0, nodes, _groups=nobody)
+
+
+class OneRank:
+    """What one rank does between steps, and how long its parts take."""
+
+    def __init__(self, strategy: Strategy, sizes: Sizes, parts: Parts) -> None:
+        self.parts = parts
+        layout = sizes.layout()
+        pools = (Pool(layers=tuple(range(sizes.layers))),)
+        homes = strategy.first_homes([sizes.experts] * sizes.layers, pools, sizes.ranks)
+        job = Job.at_start(homes, layout.node_C, pools)
+        self.layers = _layers(strategy, job, layout)
+        self.recorder = Recorder("", sizes.ranks, self.layers)
+        self.planning = Planning(
+            strategy=strategy,
+            layers=self.layers,
+            job=replace(job, accumulates=True),  # so that no forecasts are checked
+            costs=KnownCosts(self.layers, pools, None),
+            checks=Checks(strategy, self.layers),
+            mover=_stay,
+            debug=False,
+            rank=0,
+            tell=lambda line: None,
+        )
+        for layer in self.layers:
+            layer.routed.tasks.is_on = False
+
+    def route(self, rows_LCE: np.ndarray) -> None:
+        """Let the layers see rows, and plan while they travel."""
+        for layer, rows_CE in zip(self.layers, rows_LCE):
+            routed = layer.routed
+            routed.rows(rows_CE, 1, routed.site.plan.share)
+            if routed.copies is not None and routed.site.plan.successor is not None:
+                routed._plan_ahead(routed.copies)
+
+    def after_step(self, step: int) -> None:
+        """As ``Run.after_step``; and the programs of the next step."""
+        with self.parts.part("rows"):
+            rows = take_rows([layer.routed.rows for layer in self.layers])
+        self.recorder.after_step(step, rows)
+        self.planning.after_step(step, rows)
+        for layer in self.layers:
+            layer.routed.program(CPU)
+
+
+def _stay(old: Sequence[Placement], new: Sequence[Placement]) -> None:
+    """Experts have nothing here that moves."""
+
+
+def _layers(strategy: Strategy, job: Job, layout: ParallelLayout) -> list[AttachedLayer]:
+    plans = strategy.plan(job)
+    stacks = [0] * len(plans)
+    layers = []
+    for index, (plan, following) in enumerate(zip(plans, followers(plans, stacks))):
+        site = Site(plan, layout, index, following)
+        routed = RoutedExperts(strategy, site, lambda rows_RD, slots, weights: rows_RD)
+        if ("ep", PARAM) in strategy.uses():
+            routed.allow_copies((torch.zeros(1, 1),))
+        hosted = cast(Hosted, SimpleNamespace(routed=routed, slots=list))
+        layers.append(AttachedLayer(f"layer {index}", "", hosted, 0, 0))
+    in_order(layer.routed.copies for layer in layers if layer.routed.copies is not None)
+    return layers
+
+
+def strategy_of(name: str, keys: dict[str, dict[str, Any]]) -> Strategy:
+    """One of ``BLOCKS``, with the keys of the strategies that it names."""
+    strategy = read_settings({BLOCK: {"enabled": True, **keys, **BLOCKS[name]}})[1]
+    assert strategy is not None
+    return strategy
+
+
+class Figures(NamedTuple):
+    """What one strategy takes a step.
+
+    Attributes:
+        wall_ms: of each part.
+        cpu_ms: likewise.
+        peak_bytes: of memory that Python and numpy took, rows included; 0 where it was not asked.
+        copies: of the experts of one layer, mean.
+    """
+
+    wall_ms: dict[str, float]
+    cpu_ms: dict[str, float]
+    peak_bytes: int
+    copies: float
+
+
+def measured(rank: OneRank, sizes: Sizes, num_steps: int) -> Figures:
+    """Medians of some steps. Where memory is traced, times are of no use."""
+    loads = zipf_steps((sizes.layers, sizes.ranks, sizes.experts), rows=sizes.rows, skew=sizes.skew)
+    steps: list[dict[str, Moment]] = []
+    for step, rows_LCE in zip(range(NUM_WARM_UPS + num_steps), loads):
+        rank.parts.spent.clear()
+        rank.route(rows_LCE)
+        with rank.parts.part("strategy's plan, and the rest"):
+            rank.after_step(step)
+        steps.append(dict(rank.parts.spent))
+    steps = steps[NUM_WARM_UPS:]
+    names = sorted({name for step in steps for name in step})
+
+    def medians(key: str) -> dict[str, float]:
+        values = {name: [getattr(s.get(name, NOTHING), key) for s in steps] for name in names}
+        return {name: 1e3 * float(np.median(seconds)) for name, seconds in values.items()}
+
+    plans = [layer.routed.site.plan for layer in rank.layers]
+    copies = np.mean([(p.target.holds_EC & ~p.home.holds_EC).sum() for p in plans])
+    peak = tracemalloc.get_traced_memory()[1] if tracemalloc.is_tracing() else 0
+    return Figures(medians("wall_s"), medians("cpu_s"), peak, float(copies))
+
+
+def shown(figures: dict[str, Figures]) -> Table:
+    """CPU ms a step by part, a column a strategy; wall ms in the last line but one."""
+    table = Table(title="between two steps, CPU ms", title_justify="left")
+    table.add_column("part")
+    for name in figures:
+        table.add_column(name, justify="right")
+    parts = sorted({part for each in figures.values() for part in each.cpu_ms})
+    for part in parts:
+        table.add_row(part, *(f"{each.cpu_ms.get(part, 0.0):.2f}" for each in figures.values()))
+    for title, key in (("all, CPU", "cpu_ms"), ("all, wall", "wall_ms")):
+        table.add_row(title, *(f"{sum(getattr(e, key).values()):.2f}" for e in figures.values()))
+    table.add_row("copies a layer", *(f"{each.copies:.1f}" for each in figures.values()))
+    if any(each.peak_bytes for each in figures.values()):
+        table.add_row("peak, MiB", *(f"{e.peak_bytes / 2**20:.0f}" for e in figures.values()))
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--ranks", type=int, default=64)
+    add("--ranks_per_node", type=int, default=8)
+    add("--layers", type=int, default=58)
+    add("--experts", type=int, default=256)
+    add("--rows", type=int, default=32768, help="of a rank and layer")
+    add("--skew", type=float, default=0.6, help="of loads, Zipf's exponent")
+    add("--strategies", nargs="+", default=["ep", "fssdp", "prophet"], choices=BLOCKS)
+    add("--overlap_degree", type=int, default=8, help="t of fssdp")
+    add("--copies_per_rank", type=int, default=2, help="m of fssdp")
+    add("--steps", type=int, default=20, help="that are timed")
+    add("--memory", action="store_true", help="trace memory; what is timed then is slow")
+    add("--json", action="store_true", help="print that in place of a table")
+    given = parser.parse_args()
+    sizes = Sizes(**{name: vars(given)[name] for name in Sizes.__dataclass_fields__})
+    copied = {"overlap_degree": given.overlap_degree, "copies_per_rank": given.copies_per_rank}
+    keys = {"fssdp": {**copied, "reshard_interval": 0}}
+    parts = Parts()
+    for watched in WATCHED:
+        parts.watch(*watched)
+    figures = {}
+    for name in given.strategies:
+        if given.memory:
+            tracemalloc.start()
+        rank = OneRank(strategy_of(name, keys), sizes, parts)
+        figures[name] = measured(rank, sizes, given.steps)
+        tracemalloc.stop()
+    if given.json:
+        sizes_and_keys = {**vars(sizes), **copied}
+        told = {name: each._asdict() for name, each in figures.items()}
+        print(json.dumps({"sizes": sizes_and_keys, "strategies": told}, indent=1))
+    else:
+        Console().print(shown(figures))
+
+
+if __name__ == "__main__":
+    main()
