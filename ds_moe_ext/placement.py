@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -143,8 +143,9 @@ class Holders:
     cell_A: np.ndarray
 
     @classmethod
-    def of(cls, placements: Sequence[Placement]) -> Holders:
-        """Of layers on one grid."""
+    @lru_cache(maxsize=4)
+    def of(cls, placements: tuple[Placement, ...]) -> Holders:
+        """Of layers on one grid; once for homes that stay, and for a plan's targets."""
         num_cells = placements[0].num_cells
         flat = [placement.flat_N for placement in placements]
         layer, pair = np.repeat(np.arange(len(flat)), list(map(len, flat))), np.concatenate(flat)

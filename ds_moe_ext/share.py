@@ -178,7 +178,7 @@ class _NearestCopies:
         node_C: node of each cell.
     """
 
-    targets: Sequence[Placement]
+    targets: tuple[Placement, ...]
     node_C: np.ndarray
     _leaving: dict[int, list[_Leaving]] = field(default_factory=dict, init=False)
     _coming: dict[int, list[_Coming]] = field(default_factory=dict, init=False)
@@ -357,8 +357,8 @@ def _columns(rows: Sequence[np.ndarray], holders: Holders) -> tuple[np.ndarray, 
     alone = holders.by_layer(holders.layer_A, holders.expert_A)
     copied = holders.by_layer(holders.layer_X, holders.expert_X)
     for rows_CE, (alone_E,), (copied_E,) in zip(rows, alone, copied):
-        totals.append(rows_CE.sum(axis=0)[alone_E])
-        columns.append(rows_CE[:, copied_E])
+        totals.append(rows_CE.sum(axis=0).take(alone_E))
+        columns.append(rows_CE.take(copied_E, axis=1))
     return np.concatenate(columns, axis=1), np.concatenate(totals)
 
 

@@ -185,27 +185,26 @@ class _Trees:
         for cell in sorted(targets, key=self._key.__getitem__):
             nodes.setdefault(node_of[cell], []).append(cell)
         leaders = [cells[0] for cells in list(nodes.values())[1:]]
-        free = self._serve(expert, 0, root, leaders)
-        for node, cells in nodes.items():
-            if len(cells) > 1:
-                head, *rest = cells
-                number = free.get(head, 0)
-                if node == own:
-                    self._moves(expert, number, head, rest)
-                else:
-                    self._count(head, rest)
-
-    def _serve(self, expert: int, number: int, root: int, targets: list[int]) -> dict[int, int]:
-        """Serve the targets; the first round in which each cell is free again."""
-        if self._cell == root or self._cell in targets:
-            return self._moves(expert, number, root, targets)
-        full, last = self._count(root, targets)
-        free = dict.fromkeys((root, *targets[: (1 << full) - 1]), number + full)
-        return free | dict.fromkeys((*last, *targets[(1 << full) - 1 :]), number + full + 1)
+        if self._cell == root or self._cell in leaders:
+            free = self._moves(expert, 0, root, leaders)
+        else:
+            full, last = self._count(root, leaders)
+            free = None
+        for node, (head, *rest) in nodes.items():
+            if rest and node == own:
+                if free is None:  # only its first round is of interest
+                    is_late = head in last or head in leaders[(1 << full) - 1 :]
+                    free = {head: full + is_late}
+                self._moves(expert, free[head], head, rest)
+            elif rest:
+                self._count(head, rest)
 
     def _count(self, root: int, targets: list[int]) -> tuple[int, list[int]]:
         """Count what each cell sends; full rounds, and who sends in one that is not full."""
         key, size = self._key, self._size
+        if len(targets) == 1:
+            key[root] += size
+            return 1, []
         full = (len(targets) + 1).bit_length() - 1
         num_served = (1 << full) - 1
         key[root] += full * size
@@ -220,7 +219,11 @@ class _Trees:
         return full, last
 
     def _moves(self, expert: int, number: int, root: int, targets: list[int]) -> dict[int, int]:
-        """The same, move by move, with those of the cell; see ``_serve``."""
+        """The same, move by move, with those of the cell.
+
+        Returns:
+            The first round in which each cell is free again.
+        """
         key, size, own = self._key, self._size, self._cell
         ready, free = [root], {root: number}
         served = 0

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.share import LocalElseHome, NearestCopy, Share
+from ds_moe_ext.share import LocalElseHome, NearestCopy, Share, computed_by
 from tests.planners.plainly import HOME, LOAD_E, NODE_C, ROWS_CE
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=200)
@@ -210,6 +210,31 @@ def test_all_agree_on_every_row(
         for chunk in range(rows_CFE.shape[1]):
             computed_C = share.computed_C(rows_CFE[:, chunk])
             assert computed_C.tolist() == sent_CFEC[:, chunk].sum(axis=(0, 1)).tolist()
+
+
+@PROPERTY
+@given(st.integers(0, 2**32 - 1))
+def test_layers_planned_together_share_as_each_alone(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_cells = int(rng.integers(1, 9))
+    node_C = rng.integers(0, 3, num_cells)
+    targets, rows = [], []
+    for num_experts in rng.integers(1, 7, 3).tolist():
+        home = Placement.owned_by(rng.integers(0, num_cells, num_experts), num_cells)
+        targets.append(home.with_copies(rng.random((num_experts, num_cells)) < 0.3))
+        rows.append(rng.integers(0, 30, (num_cells, 2, num_experts)))
+    together = NearestCopy.of_layers(targets, node_C)
+    alone = [NearestCopy(target, node_C) for target in targets]
+    for one, other, rows_CFE in zip(together, alone, rows):
+        one.prepare(0)
+        for cell in range(num_cells):
+            sent = one.rows_from(cell, rows_CFE[cell])
+            assert np.array_equal(sent, other.rows_from(cell, rows_CFE[cell]))
+            assert np.array_equal(one.rows_to(cell, rows_CFE), other.rows_to(cell, rows_CFE))
+    routed = [rows_CFE.sum(axis=1) for rows_CFE in rows]
+    expected = [share.computed_C(rows_CE).tolist() for share, rows_CE in zip(alone, routed)]
+    assert computed_by(together, routed).tolist() == expected
+    assert computed_by(together[1:], routed[1:]).tolist() == expected[1:]
 
 
 @PROPERTY

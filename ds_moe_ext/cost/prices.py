@@ -127,7 +127,7 @@ def nearest_copy_flow(
 
 
 def _flow(placements: Sequence[Placement], routed: RoutedRows) -> RowFlow:
-    holders = Holders.of(placements)
+    holders = Holders.of(tuple(placements))
     alone, copied = _flow_to_only_holders(holders, routed), _flow_to_copies(holders, routed)
     kept_LC = alone.kept_LC + copied.kept_LC
     received_LC = alone.received_LC + copied.received_LC
@@ -162,9 +162,10 @@ def _flow_to_only_holders(holders: Holders, routed: RoutedRows) -> _Flow:
     parts = holders.by_layer(holders.layer_A, holders.expert_A, holders.cell_A)
     own, near, total = [], [], []
     for layer, (expert_A, cell_A) in enumerate(parts):
-        own.append(routed.rows[layer][cell_A, expert_A])
-        near.append(routed.of_nodes[layer][routed.node_C[cell_A], expert_A])
-        total.append(routed.totals[layer][expert_A])
+        total_E = routed.totals[layer]
+        own.append(routed.rows[layer].take(cell_A * len(total_E) + expert_A))
+        near.append(routed.of_nodes[layer].take(routed.node_C[cell_A] * len(total_E) + expert_A))
+        total.append(total_E.take(expert_A))
     own_A, near_A, total_A = map(np.concatenate, (own, near, total))
     at_cells = _Sums(holders.layer_A, holders.cell_A, routed.sent_LC.shape)
     shape_LN = len(own), int(routed.node_C.max()) + 1

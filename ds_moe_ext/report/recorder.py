@@ -75,15 +75,18 @@ class StepLoads:
         num_layers, num_cells = len(plans), plans[0].home.num_cells
         rows_LE = np.zeros((num_layers, num_experts), dtype=np.int64)
         copies_LE = np.zeros((num_layers, num_experts), dtype=np.int16)
-        home_cell_rows_LC = np.zeros((num_layers, num_cells), dtype=np.int64)
         for index, (plan, seen) in enumerate(zip(plans, rows)):
-            routed_E = seen.routed_CE.sum(axis=0)
-            rows_LE[index, : len(routed_E)] = routed_E
+            own = slice(plan.home.num_experts)
+            np.sum(seen.routed_CE, axis=0, out=rows_LE[index, own])
             if plan.target is not plan.home:
                 copies_E = plan.target.num_holders_E - plan.home.num_holders_E
-                copies_LE[index, : len(routed_E)] = copies_E
-            # Sums in float64: whole numbers, and exact.
-            home_cell_rows_LC[index] = np.bincount(plan.home.owner_E, routed_E, num_cells)
+                copies_LE[index, own] = copies_E
+        homes = [plan.home.owner_E + num_cells * index for index, plan in enumerate(plans)]
+        routed = [rows_E[: len(home)] for rows_E, home in zip(rows_LE, homes)]
+        # Sums in float64: whole numbers, and exact.
+        size = num_layers * num_cells
+        home_cell_rows = np.bincount(np.concatenate(homes), np.concatenate(routed), size)
+        home_cell_rows_LC = home_cell_rows.astype(np.int64).reshape(num_layers, num_cells)
         cell_rows_LC = np.stack([seen.computed_C for seen in rows])
         return cls(step, rows_LE, cell_rows_LC, home_cell_rows_LC, copies_LE)
 

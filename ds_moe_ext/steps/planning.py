@@ -78,18 +78,20 @@ class Planning:
         self.checks.after_step(step, self.job, rows, self.costs.seen)
         if self.checks.copy_speed is not None:
             measured = self.costs.corrected(self.checks.copy_speed)
-        self.job = replace(self.job, rows=self._window.predicted(), **measured)
+        self.job = replace(self.job, **measured)
+        is_shard_due = _is_due(self._rhythm.shard_every, step)
+        follows = any(layer.routed.site.plan.successor is not None for layer in self.layers)
+        is_plan_due = not follows and _is_due(self._rhythm.plan_every, step)
+        if self.costs.are_new or is_shard_due or is_plan_due:
+            self.job = replace(self.job, rows=self._window.predicted())
         if self.costs.are_new:
             self.tell(self.strategy.describe(self.job))
-        is_shard_due = self._rhythm.shard_every and (step + 1) % self._rhythm.shard_every == 0
-        has_moved = bool(is_shard_due) and self._moved()
-        if has_moved or self.costs.are_new:
+        has_moved = is_shard_due and self._moved()
+        if has_moved or self.costs.are_new or is_plan_due:
             self.plan()
-        elif any(layer.routed.site.plan.successor is not None for layer in self.layers):
+        elif follows:
             pairs = zip((layer.routed for layer in self.layers), rows)
             self._take([r.successor(seen.routed_CE) for r, seen in pairs])
-        elif self._rhythm.plan_every and (step + 1) % self._rhythm.plan_every == 0:
-            self.plan()
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -141,3 +143,8 @@ class Planning:
         self.tell(f"{num_moved} experts have moved to new homes")
         self.job = replace(self.job, homes=homes)
         return True
+
+
+def _is_due(every: int, step: int) -> bool:
+    """What is done every so many steps, 0 for never, behind a step."""
+    return every > 0 and (step + 1) % every == 0

@@ -47,6 +47,7 @@ class FullySharded(Strategy):
             while attention computes, measured.
         copies_per_rank: copies of a layer that a rank holds at most (m); null: as many as fit.
         window: steps whose mean load predicts the next step's.
+        plan_interval: steps between plans.
         calibrate: add copies when the rows are known, if they pay at once.
         rematerialize: free the copies after forward and gather them again for backward.
         reshard_interval: steps between new homes; 0 is never; null: 100 where every expert has one
@@ -59,6 +60,7 @@ class FullySharded(Strategy):
     overlap_degree: int | None = None
     copies_per_rank: int | None = None
     window: int = 5
+    plan_interval: int = 1
     calibrate: bool = False
     rematerialize: bool = False
     reshard_interval: int | None = None
@@ -69,6 +71,7 @@ class FullySharded(Strategy):
         for key in ("overlap_degree", "copies_per_rank", "reshard_interval", "copy_bytes"):
             at_least(f"{WHERE}.{key}", vars(self)[key], 0)
         at_least(f"{WHERE}.window", self.window, 1)
+        at_least(f"{WHERE}.plan_interval", self.plan_interval, 1)
 
     @property
     def has_uneven_homes(self) -> bool:
@@ -85,7 +88,7 @@ class FullySharded(Strategy):
         given = self.reshard_interval
         every = RESHARD_INTERVAL if given is None else given
         every = every if self.heterogeneous_sharding else 0
-        return Rhythm(window=self.window, plan_every=1, shard_every=every)
+        return Rhythm(window=self.window, plan_every=self.plan_interval, shard_every=every)
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
         degree_L, fits_L = self._overlap_degrees(job), self._copies_that_fit(job)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -55,8 +56,8 @@ class Copies(Airfield):
 
     def prepare(self, plan: Plan) -> None:
         """Work out what a plan asks for, so that it is soon taken."""
-        if not self._prepared.serve(plan):
-            self._prepared = Trips.of(self.place, plan)
+        serve = self._prepared.serve(plan)
+        self._prepared = replace(self._prepared, plan=plan) if serve else Trips.of(self.place, plan)
 
     def discard(self) -> None:
         """Other weights have been put in: what earlier micro-batches left is of no use."""

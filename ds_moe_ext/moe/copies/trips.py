@@ -76,16 +76,21 @@ class Trips:
         """Work them out; the costly part of taking a plan."""
         home, target = plan.home, plan.target
         whole = place.part(home, target)
+        copied = frozenset(np.flatnonzero((target.holds_EC > home.holds_EC).any(axis=1)).tolist())
         if plan.carried is None:
-            copied_E = (target.holds_EC & ~home.holds_EC).any(axis=1)
-            all_ = [Piece(whole, frozenset(np.flatnonzero(copied_E).tolist()))]
+            all_ = [Piece(whole, copied)]
             return cls(place, plan, whole, all_, all_)
-        gathers, reductions = (_pieces(place, plan, split) for split in plan.carried)
+        parts = {copied: whole}  # splits have often the same pieces, or one with all
+        gathers, reductions = (_pieces(place, plan, split, parts) for split in plan.carried)
         return cls(place, plan, whole, gathers, reductions)
 
     def serve(self, plan: Plan) -> bool:
         """Whether another plan asks for the same."""
-        return plan.target is self.plan.target and plan.carried == self.plan.carried
+        mine = self.plan
+        return plan.carried == mine.carried and all(
+            one is other or np.array_equal(one.holds_EC, other.holds_EC)
+            for one, other in ((plan.home, mine.home), (plan.target, mine.target))
+        )
 
     def part_to(self, target: Placement) -> Part:
         """For copies to come from the homes, also where a target has more than the plan's."""
@@ -105,12 +110,17 @@ class Trips:
         return [Piece(self.part_to(target), range(target.num_experts))]
 
 
-def _pieces(place: Place, plan: Plan, split: Split) -> list[Piece]:
+def _pieces(
+    place: Place, plan: Plan, split: Split, parts: dict[frozenset[int], Part]
+) -> list[Piece]:
+    """Args: parts: by the experts whose copies they bring; it gains those that it lacks."""
     home, target = plan.home, plan.target
     pieces = []
-    for number, experts in enumerate(split):
-        some_EC = np.zeros_like(target.holds_EC)
-        some_EC[list(experts)] = target.holds_EC[list(experts)]
-        part = place.part(home, home.with_copies(some_EC))
-        pieces.append(Piece(part, frozenset(experts), number))
+    for number, split_experts in enumerate(split):
+        experts = frozenset(split_experts)
+        if experts not in parts:
+            some_EC = np.zeros_like(target.holds_EC)
+            some_EC[list(experts)] = target.holds_EC[list(experts)]
+            parts[experts] = place.part(home, home.with_copies(some_EC))
+        pieces.append(Piece(parts[experts], experts, number))
     return pieces
