@@ -10,7 +10,7 @@ from torch import Tensor
 def starts_of(lengths: np.ndarray) -> np.ndarray:
     """Where each block begins, blocks stored one behind the other in C order."""
     flat = lengths.ravel()
-    starts: np.ndarray = (np.cumsum(flat) - flat).reshape(lengths.shape)
+    starts: np.ndarray = (flat.cumsum() - flat).reshape(lengths.shape)
     return starts
 
 

@@ -316,6 +316,8 @@ class RoutedExperts:
 
     def run(self, x_TD: Tensor, given: tuple[Any, ...], weights: Weights) -> tuple[Tensor, ...]:
         """The program's outputs; ``given`` is what it takes between x and the expert weights."""
+        if not self._options.hooks.observers:
+            return self._run(x_TD, given, weights)
         return self.shown(x_TD, lambda: self._run(x_TD, given, weights))
 
     def shown(self, x_TD: Tensor, run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ from ds_moe_ext.schedule.task import Span
 Function = Callable[..., tuple[Any, ...]]  # (*reads) -> what the task writes
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Graph:
     """The graph of a function, apart from the tensors that its backward needs.
 
@@ -25,12 +25,15 @@ class Graph:
 
     Attributes:
         outputs: edges of what it wrote; None where nothing has a gradient.
-        inputs: edges of what it read.
+        inputs: what it read that has a gradient, in a row; autograd holds them anyway.
+        reads: for each read that can be differentiated, how many gradients it gets: of a tensor
+            None, of a tuple one a part; and for each of them whether it has an edge.
         kept: the tensors, while backward runs.
     """
 
     outputs: tuple[GradientEdge | None, ...]
-    inputs: tuple[Any, ...]
+    inputs: tuple[Tensor, ...]
+    reads: tuple[bool | tuple[bool, ...], ...]
     kept: list[Tensor]
 
 
@@ -44,8 +47,10 @@ def run_apart(function: Function, reads: Sequence[Any]) -> tuple[tuple[Any, ...]
     Raises:
         RuntimeError: the function changed in place what its backward needs.
     """
-    leaves = [_leaf(read) for read in reads]
-    if not any(leaf.requires_grad for leaf in _flat(leaves)):
+    leaves = tuple(map(_leaf, reads))
+    flat = [part for leaf in leaves for part in (leaf if isinstance(leaf, tuple) else (leaf,))]
+    graded = [part for part in flat if isinstance(part, Tensor) and part.requires_grad]
+    if not graded:
         return function(*leaves), ()
     kept: list[Tensor] = []
     versions: list[int] = []
@@ -55,23 +60,23 @@ def run_apart(function: Function, reads: Sequence[Any]) -> tuple[tuple[Any, ...]
         versions.append(tensor._version)
         return len(kept) - 1
 
-    with torch.enable_grad(), saved_tensors_hooks(keep, lambda index: kept[index]):
+    with torch.enable_grad(), saved_tensors_hooks(keep, kept.__getitem__):
         written = function(*leaves)
     if [tensor._version for tensor in kept] != versions:
         raise RuntimeError(
             "an expert or gate changed in place a tensor that its backward needs; compute the new "
             "values into a tensor of their own"
         )
-    outputs = tuple(_edge(x) if isinstance(x, Tensor) else None for x in written)
-    inputs = tuple(
-        tuple(map(_edge, leaf)) if isinstance(leaf, tuple) else _edge(leaf)
-        for leaf in leaves
-        if isinstance(leaf, (tuple, Tensor)) and _is_differentiable(leaf)
+    graph = Graph(
+        outputs=tuple(_edge(x) if isinstance(x, Tensor) else None for x in written),
+        inputs=tuple(graded),
+        reads=tuple(wanted for leaf in leaves if (wanted := _wanted(leaf)) is not None),
+        kept=kept,
     )
     plain = tuple(x.detach() if isinstance(x, Tensor) else x for x in written)
     tensors = tuple(kept)
     kept.clear()
-    return plain, (Graph(outputs, inputs, kept), *tensors)
+    return plain, (graph, *tensors)
 
 
 def gradients(
@@ -90,16 +95,17 @@ def gradients(
     graph.kept.extend(tensors)
     outputs = [edge for edge, has_gradient in zip(graph.outputs, graded) if has_gradient]
     pairs = [(e, g) for e, g in zip(outputs, grads) if e is not None and g is not None]
-    wanted = [e for e in _flat(graph.inputs) if e is not None]
     found = iter(
-        torch.autograd.grad([e for e, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+        torch.autograd.grad(
+            [e for e, _ in pairs], graph.inputs, [g for _, g in pairs], allow_unused=True
+        )
     )
     graph.kept.clear()
     return tuple(
-        tuple(None if e is None else next(found) for e in edge)
-        if _is_tuple_of_edges(edge)
-        else (None if edge is None else next(found))
-        for edge in graph.inputs
+        tuple(next(found) if part else None for part in wanted)
+        if isinstance(wanted, tuple)
+        else (next(found) if wanted else None)
+        for wanted in graph.reads
     )
 
 
@@ -140,32 +146,26 @@ class Aside(SavesAlike):
         return ()
 
 
-def _is_differentiable(leaf: Any) -> bool:
-    parts = leaf if isinstance(leaf, tuple) else (leaf,)
-    return all(isinstance(part, Tensor) and part.is_floating_point() for part in parts)
-
-
-def _is_tuple_of_edges(edge: Any) -> bool:
-    return isinstance(edge, tuple) and not isinstance(edge, GradientEdge)
-
-
 def _leaf(read: Any) -> Any:
     if isinstance(read, tuple):
-        return tuple(_leaf(part) for part in read)
+        return tuple(map(_leaf, read))
     if isinstance(read, Tensor) and read.is_floating_point():
-        return read.detach().requires_grad_(read.requires_grad)
+        leaf = read.detach()
+        return leaf.requires_grad_() if read.requires_grad else leaf
     return read
 
 
+def _wanted(leaf: Any) -> bool | tuple[bool, ...] | None:
+    """Which gradients there are of a read; None where it cannot be differentiated."""
+    if isinstance(leaf, tuple):
+        is_float = all(isinstance(part, Tensor) and part.is_floating_point() for part in leaf)
+        return tuple(part.requires_grad for part in leaf) if is_float else None
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        return leaf.requires_grad
+    return None
+
+
 def _edge(tensor: Tensor) -> GradientEdge | None:
+    if tensor.grad_fn is not None:
+        return GradientEdge(tensor.grad_fn, tensor.output_nr)
     return get_gradient_edge(tensor) if tensor.requires_grad else None
-
-
-def _flat(parts: Any) -> list[Any]:
-    flat: list[Any] = []
-    for part in parts:
-        if _is_tuple_of_edges(part):
-            flat += _flat(part)
-        elif isinstance(part, (Tensor, GradientEdge)) or part is None:
-            flat.append(part)
-    return flat

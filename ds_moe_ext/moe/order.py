@@ -191,28 +191,40 @@ class Order(SavesAlike):
         # Rows go to the rank of the sender's place, so each place is a plane of its own.
         received = [share.rows_to(cell, rows_CPFE[:, each]) for each in range(cell_size)]
         received_PCFE = np.stack(received)
-        by_key_N = key_N.argsort(stable=True)[: int(own_FEC.sum())]
+        expert_N, holder_N = target.pairs
+        sent_FN = own_FEC[:, expert_N, holder_N]
+        by_key_N = key_N.argsort(stable=True)[: int(sent_FN.sum())]
         return LayerRoute(
             cut=cut,
             target=target,
             top_k=top_k,
-            choice_N=_by_destination(by_key_N, own_FEC, target),
-            sent_FC=own_FEC.sum(axis=1),
+            choice_N=_by_holder(by_key_N, sent_FN, target),
+            sent_FC=_sums_by_holder(sent_FN, target),
             received_PCFS=received_PCFE[..., target.experts_of(cell)],
             place=place,
             count_between=partial(share.rows_between, rows_CPFE[:, place]),
         )
 
 
-def _by_destination(choice_N: Tensor, rows_FEC: np.ndarray, target: Placement) -> Tensor:
-    """Choices from (chunk, expert, holder) order to (chunk, cell, slot) order."""
-    lengths_FCS = np.zeros((rows_FEC.shape[0], target.num_cells, target.num_slots), dtype=np.int64)
-    starts_FCS = np.zeros_like(lengths_FCS)
-    expert, cell = np.nonzero(target.holds_EC)
-    slot = target.slot_EC[expert, cell]
-    lengths_FCS[:, cell, slot] = rows_FEC[:, expert, cell]
-    starts_FCS[:, cell, slot] = starts_of(rows_FEC)[:, expert, cell]
-    if np.array_equal(starts_FCS[lengths_FCS > 0], starts_of(lengths_FCS)[lengths_FCS > 0]):
-        return choice_N  # experts lie in index order, as in plain expert parallelism
-    index = ranges(starts_FCS.ravel(), lengths_FCS.ravel())
-    return choice_N[on_device(index, choice_N.device)]
+def _by_holder(choice_N: Tensor, sent_FN: np.ndarray, target: Placement) -> Tensor:
+    """Choices from (chunk, expert, holder) order to (chunk, cell, slot) order.
+
+    Args:
+        choice_N: in the first order.
+        sent_FN: rows of each chunk for each of the target's pairs.
+        target: where experts compute.
+    """
+    order_N = target.by_holder_N
+    if order_N is None:
+        return choice_N
+    starts_FN, sent_FN = starts_of(sent_FN)[:, order_N], sent_FN[:, order_N]
+    return choice_N[on_device(ranges(starts_FN.ravel(), sent_FN.ravel()), choice_N.device)]
+
+
+def _sums_by_holder(sent_FN: np.ndarray, target: Placement) -> np.ndarray:
+    """Rows of each chunk for each cell, int64 ``[F, C]``."""
+    order_N, held_C1 = target.by_holder_N, target.held_C1
+    ends_FN = np.zeros((len(sent_FN), sent_FN.shape[1] + 1), dtype=np.int64)
+    (sent_FN if order_N is None else sent_FN[:, order_N]).cumsum(axis=1, out=ends_FN[:, 1:])
+    sums_FC: np.ndarray = ends_FN[:, held_C1[1:]] - ends_FN[:, held_C1[:-1]]
+    return sums_FC
