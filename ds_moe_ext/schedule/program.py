@@ -19,7 +19,7 @@ from torch import Tensor
 from ds_moe_ext.schedule.binding import Binding, Reading, Step
 from ds_moe_ext.schedule.crew import Crew, Observer, Saved
 from ds_moe_ext.schedule.executor import Lanes
-from ds_moe_ext.schedule.task import Cut, Schedule, Span
+from ds_moe_ext.schedule.task import Cut, Schedule, Span, Value
 from ds_moe_ext.watch import WATCH
 
 _UNCUT = Cut.equal(0, 1)
@@ -75,6 +75,20 @@ class Program:
         """Backward, looked up once."""
         return Binding.of(self.backward, lambda task: self.crew, adjoint_of=self.forward)
 
+    @cached_property
+    def given_gradients(self) -> tuple[int | None, ...]:
+        """Which of forward's outputs each input of backward is the gradient of; None: of none."""
+        return _positions(self.backward.inputs, self.forward.outputs)
+
+    @cached_property
+    def found_gradients(self) -> tuple[int | None, ...]:
+        """Which of backward's outputs is the gradient of each input of forward; None: none is."""
+        return _positions(self.forward.inputs, self.backward.outputs)
+
+
+def _positions(wanted: Iterable[Value], among: Sequence[Value]) -> tuple[int | None, ...]:
+    return tuple(among.index(value) if value in among else None for value in wanted)
+
 
 def in_backward() -> bool:
     """Whether autograd runs a backward pass around the caller: what is computed in it is what
@@ -119,12 +133,10 @@ class _Node(torch.autograd.Function):
         ]
         ctx.saved = None
         back = Pass(program.bound_backward, program.lanes, cut=ctx.cut, saved=saved)
-        given = dict(zip(program.forward.outputs, grads))
-        written = back(given.get(value) for value in program.backward.inputs)
-        found = dict(zip(program.backward.outputs, written))
+        written = back(None if n is None else grads[n] for n in program.given_gradients)
         flat: list[Tensor | None] = []
-        for value, arity in zip(program.forward.inputs, ctx.arity):
-            grad = found.get(value)
+        for number, arity in zip(program.found_gradients, ctx.arity):
+            grad = None if number is None else written[number]
             if arity is None:
                 flat.append(grad)
             else:
