@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.moe.expert import Expert, FeedForwardExperts, silu_gated
-from ds_moe_ext.moe.memory_order import order_of, runs_of, stacked
+from ds_moe_ext.moe.memory_order import order_of, runs_of, stacked, unstacked
 from ds_moe_ext.moe.route import one_cell_route
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.task import Span
@@ -80,6 +80,21 @@ def test_a_run_is_stacked_without_a_copy() -> None:
             whole = stacked(own)
             assert torch.equal(whole, torch.stack(own))
             assert whole.data_ptr() == own[0].data_ptr()
+
+
+def test_a_stack_has_the_gradients_of_its_slots() -> None:
+    """Without a copy where they lie as one, as behind a grouped GEMM."""
+    weight = torch.zeros(S, D, F, dtype=torch.float64, requires_grad=True)
+    whole = torch.randn(S, D, F, dtype=torch.float64)
+    by_slot = unstacked(weight)
+    assert [own.data_ptr() for own in by_slot] == [own.data_ptr() for own in weight]
+    for grads in (whole.unbind(), [own.clone() for own in whole], whole.mT.contiguous().mT):
+        (found,) = torch.autograd.grad(unstacked(weight), [weight], list(grads))
+        assert torch.equal(found, whole)
+    (found,) = torch.autograd.grad(unstacked(weight), [weight], whole.unbind())
+    assert found.data_ptr() == whole.data_ptr()
+    (found,) = torch.autograd.grad(unstacked(weight)[2], [weight], whole[2])
+    assert torch.equal(found[2], whole[2]) and not found[[0, 1, 3, 4, 5]].any()
 
 
 def test_weights_of_their_own_are_no_run() -> None:

@@ -11,8 +11,10 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -32,6 +34,7 @@ from ds_moe_ext.attachment.host_layer import (
 from ds_moe_ext.moe.expert import ExpertFunction, on_shard
 from ds_moe_ext.moe.gate import RunRows
 from ds_moe_ext.moe.layer import RoutedExperts
+from ds_moe_ext.moe.memory_order import unstacked
 from ds_moe_ext.moe.sharding import Shard
 
 
@@ -163,7 +166,8 @@ class HostedExperts(nn.Module):
     """This rank's experts, run by a strategy; each expert's weights are parameters of their own.
 
     Parameters are named ``<weight>.<slot>``, as ``gate_up_proj.0``. They are laid out weight by
-    weight, so that one weight of all slots stays one piece of memory in a flat buffer too.
+    weight, so that one weight of all slots stays one piece of memory in a flat buffer too. Where a
+    host has them stacked, each weight of all slots is one parameter ``[S, ...]`` by its name.
 
     Args:
         source: the host's module; its weights are copied, it is not kept.
@@ -187,6 +191,7 @@ class HostedExperts(nn.Module):
         self.routed = routed
         self.run: RunRows = routed
         self.shard = shard
+        self._views: dict[str, list[nn.Parameter]] = {}  # of each stack, by its name
         columns = [
             _own_slots(source.get_parameter(name), held, shard, number)
             for number, name in enumerate(self.weight_names)
@@ -197,17 +202,66 @@ class HostedExperts(nn.Module):
 
     def slots(self) -> list[Slot]:
         """This rank's experts."""
-        columns = (self.get_submodule(name).parameters() for name in self.weight_names)
-        return [Slot(tuple(parameters)) for parameters in zip(*columns)]
+        if not self._views:
+            columns = (self.get_submodule(name).parameters() for name in self.weight_names)
+            return [Slot(tuple(parameters)) for parameters in zip(*columns)]
+        stacks = self._viewed()
+        by_slot = zip(*(self._views[name] for name in self.weight_names))
+        return [Slot(own, stacks=stacks, number=number) for number, own in enumerate(by_slot)]
+
+    @property
+    def stacks(self) -> tuple[nn.Parameter, ...]:
+        """The parameters where each is a weight of all slots, ``[S, ...]``; else none."""
+        return tuple(self.get_parameter(name) for name in self._views)
+
+    def stack(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Make one parameter of each weight of all slots, for experts that stay in theirs: what a
+        host does for each parameter it does once.
+
+        Returns:
+            For each new parameter one of those that were there.
+        """
+        slots, made = self.slots(), dict[nn.Parameter, nn.Parameter]()
+        columns = zip(*(slot.parameters for slot in slots))
+        for name, own in zip(self.weight_names, columns):
+            together = torch.stack([parameter.data for parameter in own])
+            stack = nn.Parameter(together, requires_grad=own[0].requires_grad)
+            keep_marks(stack, own[0])
+            for view in own:  # of what the host makes of it; until then they keep no memory
+                view.data = together.new_empty(1).expand_as(view)
+            delattr(self, name)
+            self.register_parameter(name, stack)
+            self._views[name] = list(own)
+            made[stack] = own[0]
+        return made
+
+    def _viewed(self) -> tuple[nn.Parameter, ...]:
+        """The stacks, whose views are of where they lie now and as they are: hosts give parameters
+        other memory and types."""
+        stacks = self.stacks
+        for stack, views in zip(stacks, self._views.values()):
+            first = views[0]
+            if (first.data_ptr(), first.dtype) != (stack.data_ptr(), stack.dtype):
+                for view, own in zip(views, stack.data):
+                    view.data = own
+            if first.requires_grad != stack.requires_grad:
+                for view in views:
+                    view.requires_grad_(stack.requires_grad)
+        return stacks
 
     def hold(self, slots: Sequence[Slot]) -> None:
         """Take these slots in place of the present ones."""
+        if self._views:
+            assert [slot.number for slot in slots] == list(range(len(slots))), "stacked slots stay"
+            return
         for index, name in enumerate(self.weight_names):
             self.add_module(name, nn.ParameterList([slot.parameters[index] for slot in slots]))
 
     def weights(self) -> tuple[Tensor, ...]:
         """Weights of the first slot's expert in name order, then of the second's, and so on."""
-        return weights_of(self.slots())
+        if not self._views:
+            return weights_of(self.slots())
+        return tuple(chain.from_iterable(zip(*map(unstacked, self._viewed()))))
 
     def forward(self, hidden: Tensor, expert_ids: Tensor, scores: Tensor) -> Tensor:
         """``[..., D]`` to ``[..., D]``. Collective over the cells."""

@@ -35,10 +35,14 @@ class Slot:
     Attributes:
         parameters: in the order of the weights' names.
         module: that has them, where an expert is a module.
+        stacks: the model's parameters that ``parameters`` are views into, see ``Hosted``.
+        number: of the slot in these.
     """
 
     parameters: tuple[nn.Parameter, ...]
     module: nn.Module | None = None
+    stacks: tuple[nn.Parameter, ...] = ()
+    number: int = 0
 
 
 def weights_of(slots: Iterable[Slot]) -> tuple[Tensor, ...]:
@@ -53,6 +57,11 @@ class Hosted(Protocol):
     run: RunRows
     weight_names: tuple[str, ...]
     shard: Shard
+
+    @property
+    def stacks(self) -> tuple[nn.Parameter, ...]:
+        """The model's parameters where each is a weight of all slots, ``[S, ...]``; else none."""
+        ...
 
     @property
     def training(self) -> bool: ...

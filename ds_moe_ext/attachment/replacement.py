@@ -72,7 +72,9 @@ class AttachedLayer:
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """The expert weights of this rank."""
+        """The expert weights of this rank, as the model has them: slot by slot, or stacked."""
+        if self.hosted.stacks:
+            return self.hosted.stacks
         return tuple(parameter for slot in self.hosted.slots() for parameter in slot.parameters)
 
     @classmethod

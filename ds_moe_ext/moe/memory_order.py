@@ -80,6 +80,13 @@ def stacked(weights_S: Sequence[Tensor]) -> Tensor:
     return stacked
 
 
+def unstacked(weight_S: Tensor) -> tuple[Tensor, ...]:
+    """The weight of each slot, from ``[S, ...]``; gradients that lie as the weights do become one
+    without a copy."""
+    by_slot: tuple[Tensor, ...] = _Unstacked.apply(weight_S)
+    return by_slot
+
+
 _Place = tuple[tuple[int, int, int], ...]
 """Of a slot: for each of its weights where its storage lies, where it lies, and its bytes; bytes
 are 0 where it cannot be stacked."""
@@ -117,18 +124,38 @@ def _distances(first: _Place, second: _Place) -> tuple[int, ...] | None:
     return found if fits else None
 
 
+def _as_one(run_S: Sequence[Tensor]) -> Tensor:
+    """A run as ``[S, ...]``, without a copy."""
+    first, *others = (tensor.detach() for tensor in run_S)
+    distance = first.numel()
+    if others:
+        distance = (others[0].data_ptr() - first.data_ptr()) // first.element_size()
+    return first.as_strided(
+        (len(run_S), *first.shape), (distance, *first.stride()), first.storage_offset()
+    )
+
+
 class _Stacked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *weights_S: Tensor) -> Tensor:
-        first, *others = (weight.detach() for weight in weights_S)
-        distance = first.numel()
-        if others:
-            distance = (others[0].data_ptr() - first.data_ptr()) // first.element_size()
-        return first.as_strided(
-            (len(weights_S), *first.shape), (distance, *first.stride()), first.storage_offset()
-        )
+        return _as_one(weights_S)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         return grad.unbind()
+
+
+class _Unstacked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight_S: Tensor) -> tuple[Tensor, ...]:
+        return weight_S.unbind()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads_S: Tensor) -> Tensor:
+        if len(runs_of([grads_S])) == 1:
+            whole = _as_one(grads_S)
+            if whole.is_contiguous():
+                return whole
+        return torch.stack(grads_S)

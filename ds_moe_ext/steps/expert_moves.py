@@ -254,9 +254,10 @@ def check_alike(
     }
     for pool in blueprint.pools:
         own = [layers[layer] for layer in pool.layers]
-        columns = zip(*(slot.parameters for layer in own for slot in layer.hosted.slots()))
-        for name, parameters in zip(own[0].hosted.weight_names, columns):
-            if len({group_of.get(parameter) for parameter in parameters}) > 1:
+        names = own[0].hosted.weight_names
+        for number, name in enumerate(names):
+            held = (p for layer in own for p in layer.parameters[number :: len(names)])
+            if len({group_of.get(parameter) for parameter in held}) > 1:
                 raise ValueError(
                     f"under strategy {blueprint.settings.placing} experts may move between "
                     "layers, and a rank may have none of a layer, but "

@@ -6,9 +6,9 @@ Shape letters: F elements of the fragment of one parameter that this rank keeps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +57,10 @@ class Place(NamedTuple):
         return tensor.detach().view(-1).narrow(0, self.offset, self.stop - self.start)
 
 
+Views = Mapping[nn.Parameter, Sequence[nn.Parameter]]
+"""Of parameters that are stacks, the slots' parameters, which are views into them, in order."""
+
+
 class Group(NamedTuple):
     """One tensor that an optimizer steps, and the parameters that it was flattened from.
 
@@ -73,13 +77,20 @@ class Group(NamedTuple):
     def of_one(cls, held: Tensor, parameter: nn.Parameter) -> Group:
         return cls(held, 0, (parameter,), (0,))
 
-    def places(self) -> Iterator[tuple[nn.Parameter, Place]]:
-        """Where each parameter lies, also if this rank has none of it."""
-        length = self.held.numel()
+    def places(self, views_of: Views) -> Iterator[tuple[nn.Parameter, Place]]:
+        """Where each parameter lies, and each view of a stack, also if this rank has none of it."""
         for parameter, offset in zip(self.parameters, self.offsets):
-            first = offset - self.begin  # in ``held``; it may lie before it, or behind it
-            low, high = (min(max(end, 0), length) for end in (first, first + parameter.numel()))
-            yield parameter, Place(self.held, low, low - first, high - first)
+            yield parameter, self._place_at(offset, parameter.numel())
+            views = views_of.get(parameter, ())
+            starts = accumulate((view.numel() for view in views), initial=offset)
+            for view, start in zip(views, starts):
+                yield view, self._place_at(start, view.numel())
+
+    def _place_at(self, offset: int, numel: int) -> Place:
+        first, length = offset - self.begin, self.held.numel()
+        # In ``held``; it may lie before it, or behind it.
+        low, high = (min(max(end, 0), length) for end in (first, first + numel))
+        return Place(self.held, low, low - first, high - first)
 
 
 class _Stepper(NamedTuple):
@@ -96,9 +107,13 @@ class States:
 
     Args:
         stepped: optimizers of torch's kind, and what each steps; None beside what none does.
+        views_of: that are written in place of the stacks.
     """
 
-    def __init__(self, stepped: Iterable[tuple[Any, Iterable[Group]]]) -> None:
+    def __init__(
+        self, stepped: Iterable[tuple[Any, Iterable[Group]]], views_of: Views | None = None
+    ) -> None:
+        self._views_of = views_of or {}
         self._place: dict[nn.Parameter, Place] = {}
         self._sharers: dict[Tensor, list[nn.Parameter]] = {}  # that have elements in a held tensor
         self._stepper: dict[Tensor, _Stepper] = {}
@@ -110,9 +125,9 @@ class States:
                     self._stepper[held] = _Stepper(optimizer, number)
 
     def _add(self, group: Group) -> None:
-        for parameter, place in group.places():
+        for parameter, place in group.places(self._views_of):
             self._place[parameter] = place
-            if place.start < place.stop:
+            if place.start < place.stop and parameter not in self._views_of:
                 self._sharers.setdefault(place.held, []).append(parameter)
 
     def of(self, parameter: nn.Parameter) -> ParameterStates:

@@ -54,7 +54,7 @@ class Held(NamedTuple):
 
     pieces: dict[Key, Piece]
     homes: list[list[int]]
-    slots: dict[str, str]  # of each parameter, its name when the engine was made
+    slots: dict[str, str]  # of each parameter of the model, its name when the engine was made
     remembered: int  # steps
     steps: int
     loss: float  # of a pass, the same on all ranks
@@ -72,6 +72,8 @@ def regions_of(engine: Any) -> dict[nn.Parameter, tuple[str, Region]]:
             for index, (weight, parameter) in enumerate(weights):
                 region = Region.of_shard(layer.hosted.shard, index, parameter.shape)
                 named[parameter] = f"{layer.name}.{weight}.{number}", region
+            for stack in slot.stacks:
+                named.pop(stack, None)
     return named
 
 
@@ -143,7 +145,11 @@ def held_by(engine: Any) -> Held:
     return Held(
         pieces=pieces_of(engine),
         homes=[home.owner_E.tolist() for home in planning.job.homes],
-        slots={name: engine.param_names[p] for p, name in names_of(engine).items()},
+        slots={
+            name: engine.param_names[p]
+            for p, name in names_of(engine).items()
+            if p in engine.param_names
+        },
         remembered=len(planning.remembered_ILCE),
         steps=engine.global_steps,
         loss=float(loss_of(engine, micro_batch(99, 0)).detach()),

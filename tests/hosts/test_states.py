@@ -341,14 +341,23 @@ def test_ranks_with_the_same_experts_keep_fragments_that_tile(case: Case) -> Non
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 3), st.integers(1, 5))
 def test_places_tile_every_parameter(numels: list[int], padding: int, num_ranks: int) -> None:
-    """Whatever the sizes, the padding between parameters, and the ranks that share the buffer."""
+    """Whatever the sizes, the padding between parameters, and the ranks that share the buffer; and
+    the views into a stack as a parameter in its place."""
     parameters = [nn.Parameter(torch.zeros(numel)) for numel in numels]
+    views_of = {
+        parameter: [nn.Parameter(view) for view in parameter.data.split(2)]
+        for parameter in parameters[::2]
+    }
     offsets = list(accumulate((numel + padding for numel in numels), initial=0))
     buffer = torch.zeros(num_ranks * -(-offsets[-1] // num_ranks))
     for index, (numel, offset) in enumerate(zip(numels, offsets), start=1):
         buffer[offset : offset + numel] = index
     for rank, held in enumerate(buffer.chunk(num_ranks)):
-        for parameter, place in Group(held, rank * len(held), parameters, offsets).places():
+        group = Group(held, rank * len(held), parameters, offsets)
+        for parameter, place in group.places(views_of):
+            if parameter in views_of:
+                assert place.stop - place.start <= parameter.numel()
+                continue
             parameter.data[place.start : place.stop] += place.of(held)
     for index, parameter in enumerate(parameters, start=1):
         assert torch.equal(parameter.data, torch.full_like(parameter.data, index))

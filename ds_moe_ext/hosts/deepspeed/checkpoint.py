@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from torch import nn
+from torch import Tensor, nn
 
 from ds_moe_ext.attachment.dynamo import plain
 from ds_moe_ext.attachment.experts import HostedExperts
@@ -205,7 +206,7 @@ def _weights_given(
         own = engine.module.state_dict().keys()
         checkpoint["module"] = _renamed(checkpoint["module"], own)
         names = {parameter: name for name, parameter in engine.module.named_parameters()}
-        checkpoint["module"].update({names[p]: weight for p, weight in loaded.weights.items()})
+        checkpoint["module"].update({names[p]: weight for p, weight in _of_model(loaded).items()})
         # Frozen weights again, by the names of rank 0's slots; they are in the module's state too.
         checkpoint["frozen_param_fragments"] = None
         if not has_dense_weights(run):
@@ -228,6 +229,16 @@ def _weights_given(
         yield
     finally:
         del engine.load_module_state_dict
+
+
+def _of_model(loaded: Loaded) -> dict[nn.Parameter, Tensor]:
+    """Weights of this rank's experts, by the parameters of the model."""
+    weights, by_stack = dict(loaded.weights), dict[nn.Parameter, list[Tensor]]()
+    for slot in loaded.seats.slots.values():
+        for stack, view in zip(slot.stacks, slot.parameters):
+            if view in weights:  # a frozen one may have been left out, with all of its stack
+                by_stack.setdefault(stack, []).append(weights.pop(view))
+    return weights | {stack: torch.stack(own) for stack, own in by_stack.items()}
 
 
 def _renamed(saved: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:

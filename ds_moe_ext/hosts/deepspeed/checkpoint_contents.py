@@ -81,7 +81,8 @@ def named_parameters(
             kind, shape = f"{layer.name}.{weight}", shard.whole_shape(index, p.shape)
             region = Region.of_shard(shard, index, p.shape)
             named[p] = Named(f"{kind}.{expert.number}", kind, shape, region, True)
-    return {parameter: names for parameter, names in named.items() if parameter.numel()}
+    stacks = {stack for slot in slots.values() for stack in slot.stacks}
+    return {p: names for p, names in named.items() if p.numel() and p not in stacks}
 
 
 def kept_of(

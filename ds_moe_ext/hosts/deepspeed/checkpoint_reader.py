@@ -266,7 +266,9 @@ def _saved_seats(engine: Any, run: Run, layout: SavedLayout, present: Seats) -> 
 def slot_name(engine: Any, slot: Slot) -> str:
     """What the slot's first weight was called when the engine was made: it keeps its place in the
     optimizer, whatever expert comes to lie in it."""
-    return plain(engine.param_names[slot.parameters[0]])
+    if not slot.stacks:
+        return plain(engine.param_names[slot.parameters[0]])
+    return f"{plain(engine.param_names[slot.stacks[0]])}.{slot.number}"
 
 
 # Tensors.

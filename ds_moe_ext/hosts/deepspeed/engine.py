@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 
 from ds_moe_ext.attachment import replacement
 from ds_moe_ext.attachment.dynamo import named_modules
+from ds_moe_ext.attachment.experts import HostedExperts
 from ds_moe_ext.attachment.grid_sizes import grid_of
 from ds_moe_ext.attachment.host_layer import Adopted, Found
 from ds_moe_ext.attachment.meeting import start_of
@@ -136,6 +138,8 @@ class DeepSpeedHost:
     def mark(self, blueprint: Blueprint, built: Built) -> None:
         sources, strategy = self._sources, blueprint.strategy
         record = engine_record.begin(self.carrier)
+        if stays_in_slots(blueprint) and takes_each_number_alone(self.carrier):
+            built = [(layer, _stacked(layer, adopted)) for layer, adopted in built]
         for layer, adopted in built:
             _make_known(layer, adopted, blueprint.grid, sources)
             if strategy.has_uneven_homes:
@@ -187,6 +191,40 @@ class DeepSpeedHost:
         engine_record.record_of(self.carrier).run = run
         run.planning.tell(replacement.told_homes(run.blueprint))
         run.recorder.beside = None if self._role is None else self._role.both_sides
+
+
+def stays_in_slots(blueprint: Blueprint) -> bool:
+    """Whether the experts of each layer lie in the same slots of every rank for good."""
+    strategy, homes = blueprint.strategy, blueprint.homes()
+    has_all = all(home.holds_EC.any(axis=0).all() for home in homes)
+    return has_all and not blueprint.moves_experts and strategy.roles is None
+
+
+def _stacked(layer: AttachedLayer, adopted: Adopted) -> Adopted:
+    """With one parameter a weight, where the experts are no modules of their own."""
+    if not isinstance(layer.hosted, HostedExperts):
+        return adopted
+    apart = set(layer.parameters)
+    made = {stack: adopted.sources[one] for stack, one in layer.hosted.stack().items()}
+    others = {new: old for new, old in adopted.sources.items() if new not in apart}
+    return replace(adopted, sources=others | made)
+
+
+ELEMENT_BY_ELEMENT = {
+    *("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "Adagrad", "DeepSpeedCPUAdagrad"),
+    *("Lion", "FusedLion", "DeepSpeedCPULion", "SGD", "RMSprop"),
+}
+"""Optimizers to which it is nothing where one weight ends and another begins."""
+
+
+def takes_each_number_alone(engine: Any) -> bool:
+    """Whether the engine's optimizer is one of these. Others, as LAMB, look at whole weights, for
+    which an expert's are to be its own."""
+    given = engine.client_optimizer
+    if given is not None:
+        return type(given).__name__ in ELEMENT_BY_ELEMENT
+    known = {name.lower() for name in ELEMENT_BY_ELEMENT}
+    return (engine.optimizer_name() or "").lower() in known
 
 
 def _make_known(

@@ -46,9 +46,9 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     state, experts = dict(model.state_dict()), dict[str, Tensor]()
     for name, module in model.named_modules(remove_duplicate=False):  # some blocks share experts
         if isinstance(module, HostedExperts):
+            for own, _ in module.named_parameters():
+                del state[f"{name}.{own}"]
             for index, weight in enumerate(module.weight_names):
-                for slot in range(len(module.slots())):
-                    del state[f"{name}.{weight}.{slot}"]
                 experts[f"{name}.{weight}"] = _joined(module, index)
         elif isinstance(module, HostedMoE):
             prefix = f"{name}.experts.deepspeed_experts"

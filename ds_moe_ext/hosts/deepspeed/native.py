@@ -153,6 +153,8 @@ class HostedMoE(nn.Module):
         Its gate would use the group to agree on a padded capacity, which we do not need.
         """
 
+    stacks = ()  # experts are modules, and each has its own parameters
+
     def slots(self) -> list[Slot]:
         """This rank's experts."""
         return [

@@ -19,7 +19,8 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
-from ds_moe_ext.steps.optimizer_states import Group, States
+from ds_moe_ext.steps.optimizer_states import Group, States, Views
+from ds_moe_ext.steps.training_run import Run, run_of
 
 
 def _groups_of(optimizer: Any) -> Iterator[Group]:
@@ -69,4 +70,15 @@ class OptimizerStates(States):
         optimizer = engine.optimizer
         groups = list(_groups_of(optimizer))
         is_wrapped = isinstance(optimizer, DeepSpeedOptimizer)
-        super().__init__([(optimizer.optimizer if is_wrapped else optimizer, groups)])
+        stepper = optimizer.optimizer if is_wrapped else optimizer
+        super().__init__([(stepper, groups)], _views_of(run_of(engine)))
+
+
+def _views_of(run: Run | None) -> Views:
+    """Of the stacks that a run's experts lie in."""
+    views: dict[nn.Parameter, list[nn.Parameter]] = {}
+    for layer in () if run is None else run.layers:
+        for slot in layer.hosted.slots():
+            for stack, view in zip(slot.stacks, slot.parameters):
+                views.setdefault(stack, []).append(view)
+    return views

@@ -244,6 +244,8 @@ class HostedExperts:
     def training(self) -> bool:
         return bool(self.experts.training)
 
+    stacks = ()  # parameters are Megatron's
+
     def slots(self) -> list[Slot]:
         """This rank's experts."""
         return self.form.slots(self.experts, self.weight_names)
