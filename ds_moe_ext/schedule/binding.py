@@ -1,10 +1,11 @@
-"""A schedule and its crew, bound: all that passes of one plan would look up in every pass."""
+"""A schedule bound to its crew: what every pass would look up, looked up once."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from ds_moe_ext.schedule.crew import Crew, Place, Stage
 from ds_moe_ext.schedule.task import Schedule, Span, Task, Value
@@ -29,60 +30,93 @@ class Step:
 
     Attributes:
         task: which.
-        stage: its work.
-        crew: number of the crew, for its observers; None: nobody sees it.
+        is_seen: observers are told of it; not of what only begins work elsewhere.
         reads: places in the table, or how to put together what it reads.
         graded_reads: those of the reads that may have a gradient.
         writes: places in the table.
         graded_writes: those of the writes that may have a gradient.
         frees: pieces that nobody else reads.
         releases: pieces that others read, too.
-        adjoint_of: the position whose savings it takes as they are; None: several, or cut anew.
         forgets: positions whose savings nobody needs after it.
-        training: what the thread does then, as a person is told.
-        evaluation: the same, in a pass without gradients.
     """
 
     task: Task
-    stage: Stage
-    crew: int | None
+    is_seen: bool
     reads: tuple[int | Reading, ...]
     graded_reads: tuple[int, ...]
     writes: tuple[int, ...]
     graded_writes: tuple[int, ...]
     frees: tuple[int, ...]
     releases: tuple[int, ...]
-    adjoint_of: int | None
     forgets: tuple[int, ...]
-    training: Place
-    evaluation: Place
 
 
 @dataclass(frozen=True, eq=False)
-class Binding:
-    """A schedule with all that its passes would look up: made once, for passes of one plan.
+class Table:
+    """The pieces of a schedule, and where each task finds its own: worked out once a schedule.
 
     A piece is what one task wrote of a value; each has its place in the table of a pass, in the
     order of writers, so that sums do not depend on timing.
 
     Attributes:
-        schedule: of forward, of backward, or of both in one: then its adjoints are of tasks of its
-            own.
-        steps: its tasks.
-        crews: who does them.
-        inputs: places in the table of what is given.
+        steps: the tasks.
+        inputs: places of what is given.
         outputs: of what is wanted; or how to put it together.
         num_readers: of each piece, where there are several; who reads an output comes after all.
+    """
+
+    steps: tuple[Step, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int | Reading, ...]
+    num_readers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Table:
+        """Of a schedule; see ``Schedule.once``."""
+        pieces = _Pieces(schedule)
+
+        def step(position: int, task: Task) -> Step:
+            own = pieces.read_by[position]
+            return Step(
+                task=task,
+                is_seen=task.op.begins is None,
+                reads=tuple(map(pieces.reading, task.reads)),
+                graded_reads=_graded(task.reads),
+                writes=tuple(pieces.number[value, position] for value in task.writes),
+                graded_writes=_graded(task.writes),
+                frees=tuple(n for n in own if pieces.num_readers[n] == 1),
+                releases=tuple(n for n in own if pieces.num_readers[n] > 1),
+                forgets=tuple(w for w in task.adjoint_of if schedule.last_adjoint[w] == position),
+            )
+
+        return cls(
+            steps=tuple(step(position, task) for position, task in enumerate(schedule.tasks)),
+            inputs=tuple(pieces.number[value, -1] for value in schedule.inputs),
+            outputs=tuple(map(pieces.reading, schedule.outputs)),
+            num_readers=pieces.num_readers,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Binding:
+    """A schedule and who does it: what passes of one plan share.
+
+    Attributes:
+        schedule: of forward, of backward, or of both in one: then its adjoints are of tasks of its
+            own.
+        table: where its pieces lie.
+        stages: the work of each task.
+        crews: who does them.
+        crew_numbers: of each task.
         adjoint_of: the tasks that the adjoints are of.
         is_backward: these are another schedule's.
     """
 
     schedule: Schedule
-    steps: tuple[Step, ...]
+    table: Table
+    stages: tuple[Stage, ...]
     crews: tuple[Crew, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int | Reading, ...]
-    num_readers: tuple[int, ...]
+    crew_numbers: tuple[int, ...]
     adjoint_of: tuple[Task, ...]
     is_backward: bool
 
@@ -97,42 +131,32 @@ class Binding:
             crew_of: who does a task.
             adjoint_of: the schedule that its adjoints are of; None: this one.
         """
-        pieces = _Pieces(schedule)
-        before = (adjoint_of or schedule).tasks
-        crews = {crew_of(task): None for task in schedule.tasks}
-        numbers = {crew: number for number, crew in enumerate(crews)}
-
-        def bound(position: int, task: Task) -> Step:
-            crew = crew_of(task)
-            alone = len(task.adjoint_of) == 1 and before[task.adjoint_of[0]].span == task.span
-            own = dict.fromkeys(pieces.read_by[position])
-            last = schedule.last_adjoint
-            return Step(
-                task=task,
-                stage=crew.stages[task.op],
-                crew=None if task.op.begins is not None else numbers[crew],
-                reads=tuple(map(pieces.reading, task.reads)),
-                graded_reads=_graded(task.reads),
-                writes=tuple(pieces.number[value, position] for value in task.writes),
-                graded_writes=_graded(task.writes),
-                frees=tuple(n for n in own if pieces.num_readers[n] == 1),
-                releases=tuple(n for n in own if pieces.num_readers[n] > 1),
-                adjoint_of=task.adjoint_of[0] if alone else None,
-                forgets=tuple(w for w in task.adjoint_of if last[w] == position),
-                training=Place(crew.name, task),
-                evaluation=Place(crew.name, task, is_evaluation=True),
-            )
-
+        own = [crew_of(task) for task in schedule.tasks]
+        numbers = {crew: number for number, crew in enumerate(dict.fromkeys(own))}
         return cls(
             schedule=schedule,
-            steps=tuple(bound(position, task) for position, task in enumerate(schedule.tasks)),
-            crews=tuple(crews),
-            inputs=tuple(pieces.number[value, -1] for value in schedule.inputs),
-            outputs=tuple(map(pieces.reading, schedule.outputs)),
-            num_readers=pieces.num_readers,
-            adjoint_of=before,
+            table=schedule.once(Table.of),
+            stages=tuple(crew.stages[task.op] for crew, task in zip(own, schedule.tasks)),
+            crews=tuple(numbers),
+            crew_numbers=tuple(numbers[crew] for crew in own),
+            adjoint_of=(adjoint_of or schedule).tasks,
             is_backward=adjoint_of is not None,
         )
+
+    @cached_property
+    def training(self) -> tuple[Place, ...]:
+        """What a thread does in each task, as a person is told."""
+        return self._places(is_evaluation=False)
+
+    @cached_property
+    def evaluation(self) -> tuple[Place, ...]:
+        """The same, in a pass without gradients."""
+        return self._places(is_evaluation=True)
+
+    def _places(self, *, is_evaluation: bool) -> tuple[Place, ...]:
+        names = (self.crews[number].name for number in self.crew_numbers)
+        pairs = zip(names, self.schedule.tasks)
+        return tuple(Place(name, task, is_evaluation) for name, task in pairs)
 
 
 def _graded(values: Iterable[Value]) -> tuple[int, ...]:

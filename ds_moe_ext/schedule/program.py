@@ -192,11 +192,13 @@ class Pass:
         keeps: bool = False,
         saved: list[Saved] | None = None,
     ) -> None:
-        self.saved: list[Saved] = [()] * len(binding.steps) if saved is None else saved
         self._binding, self._lanes, self._cut, self._keeps = binding, lanes, cut, keeps
-        self._is_evaluation = not (binding.is_backward or keeps)
-        self._table: list[Any] = [None] * len(binding.num_readers)
-        self._unread = list(binding.num_readers)
+        self._steps = binding.table.steps
+        self.saved: list[Saved] = [()] * len(self._steps) if saved is None else saved
+        is_training = binding.is_backward or keeps
+        self._places = binding.training if is_training else binding.evaluation
+        self._table: list[Any] = [None] * len(binding.table.num_readers)
+        self._unread = list(binding.table.num_readers)
         self._lock = threading.Lock()
         self._errors: list[BaseException] = []
         # Asked once: marks cost a little.
@@ -208,23 +210,23 @@ class Pass:
         Args:
             inputs: of the schedule, in order; None for what this rank has none of.
         """
-        for number, given in zip(self._binding.inputs, inputs):
+        for number, given in zip(self._binding.table.inputs, inputs):
             self._table[number] = given
         with torch.no_grad():
             self._lanes.run(self._binding.schedule, self._run)
-            outputs = tuple(map(self._read, self._binding.outputs))
+            outputs = tuple(map(self._read, self._binding.table.outputs))
         if WATCH.has_failed:  # in an earlier pass
             WATCH.went_through()
         return outputs
 
     def _run(self, position: int) -> None:
-        step = self._binding.steps[position]
         if self._errors:  # of a task in another lane: nothing here is worth waiting for
             raise self._errors[0]
-        WATCH.at(step.evaluation if self._is_evaluation else step.training)
+        WATCH.at(self._places[position])
+        step = self._steps[position]
         try:
-            watching = () if step.crew is None else self._watching[step.crew]
-            if watching:
+            watching = self._watching[self._binding.crew_numbers[position]]
+            if watching and step.is_seen:
                 self._do_watched(position, step, watching)
             else:
                 self._do(position, step)
@@ -260,7 +262,7 @@ class Pass:
             self._release(step.releases)
 
     def _forward(self, position: int, step: Step, reads: list[Any]) -> Sequence[Any]:
-        written, saved = step.stage.forward(step.task.span, *reads)
+        written, saved = self._binding.stages[position].forward(step.task.span, *reads)
         if self._keeps:
             self.saved[position] = saved
             if any(_wants_gradient(reads[number]) for number in step.graded_reads):
@@ -269,19 +271,16 @@ class Pass:
         return written
 
     def _adjoint(self, position: int, step: Step, grads: list[Any]) -> Sequence[Any]:
-        span, before, kept = step.task.span, step.task.adjoint_of, self.saved
-        if step.adjoint_of is None:
-            pieces = [(self._binding.adjoint_of[w].span, kept[w]) for w in before]
-        else:
-            saved = kept[step.adjoint_of]
+        span, stage, kept = step.task.span, self._binding.stages[position], self.saved
+        pieces = [(self._binding.adjoint_of[w].span, kept[w]) for w in step.task.adjoint_of]
         for w in step.forgets:
             kept[w] = ()
         if all(grad is None for grad in grads):
             return ()
-        if step.adjoint_of is None:
-            saved = step.stage.recut(span, pieces)
+        is_whole = len(pieces) == 1 and pieces[0][0] == span
+        saved = pieces[0][1] if is_whole else stage.recut(span, pieces)
         self._lanes.keep(saved)
-        return step.stage.backward(span, saved, *grads)
+        return stage.backward(span, saved, *grads)
 
     def _read(self, read: int | Reading) -> Any:
         return self._together(read) if isinstance(read, Reading) else self._table[read]

@@ -9,11 +9,13 @@ common multiple of the two degrees.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,9 @@ class Lane:
     """An in-order queue: a CUDA stream, a worker thread, or a row of the simulator."""
 
     name: str
+
+    def __hash__(self) -> int:  # they are keys of what every pass looks up
+        return hash(self.name)
 
 
 COMPUTE = Lane("compute")
@@ -59,6 +64,9 @@ class Op:
     back: Lane | None = None
     is_wait: bool = False
     begins: Begun | None = None
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
     @property
     def is_work(self) -> bool:
@@ -168,6 +176,9 @@ class Kind:
     by_token: bool = False
     has_gradient: bool = True
 
+    def __hash__(self) -> int:
+        return hash(self.name)
+
 
 class Value(NamedTuple):
     """What tasks hand each other: one kind of tensor, record or tuple of tensors of one layer."""
@@ -229,6 +240,14 @@ class Schedule:
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     is_round_trip: bool = False
+    _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once(self, make: Callable[[Schedule], Made]) -> Made:
+        """What is made of this schedule, for all who share it: plans of one shape do."""
+        if make not in self._made:
+            self._made[make] = make(self)
+        made: Made = self._made[make]
+        return made
 
     def __str__(self) -> str:
         return " ".join(str(task) for task in self.tasks)
