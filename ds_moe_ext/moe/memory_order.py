@@ -9,6 +9,7 @@ slots, D model width.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
@@ -61,11 +62,11 @@ def order_of(by_name: Sequence[Sequence[Tensor]]) -> SlotOrder | None:
     if num_runs == 1:
         return None
     slots = tuple(sorted(range(len(places)), key=places.__getitem__))
-    by_place = _runs([places[slot] for slot in slots])
+    by_place = _runs(tuple(places[slot] for slot in slots))
     return SlotOrder(slots) if len(by_place) < num_runs else None
 
 
-def runs_of(by_name: Sequence[Sequence[Tensor]]) -> list[tuple[int, int]]:
+def runs_of(by_name: Sequence[Sequence[Tensor]]) -> tuple[tuple[int, int], ...]:
     """Slots ``start`` to ``stop`` whose weights can be stacked, name by name.
 
     Args:
@@ -92,8 +93,8 @@ _Place = tuple[tuple[int, int, int], ...]
 are 0 where it cannot be stacked."""
 
 
-def _places(by_name: Sequence[Sequence[Tensor]]) -> list[_Place]:
-    return list(zip(*([_place(weight) for weight in own] for own in by_name)))
+def _places(by_name: Sequence[Sequence[Tensor]]) -> tuple[_Place, ...]:
+    return tuple(zip(*([_place(weight) for weight in own] for own in by_name)))
 
 
 def _place(weight: Tensor) -> tuple[int, int, int]:
@@ -101,7 +102,8 @@ def _place(weight: Tensor) -> tuple[int, int, int]:
     return weight.untyped_storage().data_ptr(), weight.data_ptr(), num_bytes
 
 
-def _runs(places: Sequence[_Place]) -> list[tuple[int, int]]:
+@functools.lru_cache(maxsize=1024)  # weights lie where they lay in the pass before
+def _runs(places: tuple[_Place, ...]) -> tuple[tuple[int, int], ...]:
     bounds, distances = [0], None
     for slot, (first, second) in enumerate(pairwise(places), start=1):
         found = _distances(first, second)
@@ -110,7 +112,7 @@ def _runs(places: Sequence[_Place]) -> list[tuple[int, int]]:
             distances = None
         else:
             distances = found
-    return list(pairwise([*bounds, len(places)]))
+    return tuple(pairwise([*bounds, len(places)]))
 
 
 def _distances(first: _Place, second: _Place) -> tuple[int, ...] | None:
