@@ -203,7 +203,7 @@ class HostedExperts(nn.Module):
     def slots(self) -> list[Slot]:
         """This rank's experts."""
         if not self._views:
-            columns = (self.get_submodule(name).parameters() for name in self.weight_names)
+            columns = (self.get_submodule(name)._parameters.values() for name in self.weight_names)
             return [Slot(tuple(parameters)) for parameters in zip(*columns)]
         stacks = self._viewed()
         by_slot = zip(*(self._views[name] for name in self.weight_names))
