@@ -104,16 +104,10 @@ class Placement:
         return _frozen(table)
 
     @cached_property
-    def pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Expert and holder of each copy, by expert and then holder, int64 ``[N]`` each."""
-        expert_N, holder_N = np.nonzero(self.holds_EC)
-        return _frozen(expert_N), _frozen(holder_N)
-
-    @cached_property
     def by_holder_N(self) -> np.ndarray | None:
-        """Takes ``pairs`` to the order of holders and their slots, int64 ``[N]``; None where it is
-        theirs: with one copy an expert, and experts in the order of their cells."""
-        order_N = np.argsort(self.pairs[1], kind="stable")
+        """Takes pairs, in the order of ``flat_N``, to that of holders and their slots, int64
+        ``[N]``; None where it is theirs: one copy an expert, experts in the order of cells."""
+        order_N = np.argsort(self.flat_N % self.num_cells, kind="stable")
         in_order = np.array_equal(order_N, np.arange(order_N.size))
         return None if in_order else _frozen(order_N)
 
@@ -124,9 +118,9 @@ class Placement:
 
     def experts_of(self, cell: int) -> np.ndarray:
         """Expert ids of one cell in slot order (ascending), int64 ``[<= S]``."""
-        expert_N, start, stop = self.pairs[0], *self.held_C1[cell : cell + 2]
-        by_holder_N = self.by_holder_N
-        return expert_N[start:stop] if by_holder_N is None else expert_N[by_holder_N[start:stop]]
+        held = slice(*self.held_C1[cell : cell + 2])
+        flat = self.flat_N[held if self.by_holder_N is None else self.by_holder_N[held]]
+        return flat // self.num_cells
 
     def describe(self) -> str:
         """The experts of each cell as text: equal texts are equal placements."""

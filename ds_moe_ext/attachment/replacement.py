@@ -311,7 +311,7 @@ def _adopted(
     attached = []
     planned = zip(blueprint.found, homes, plans, followers(plans, stacks))
     for index, (found, home, plan, following) in enumerate(planned):
-        held = torch.from_numpy(home.experts_of(layout.index("ep")).copy())
+        held = torch.from_numpy(home.experts_of(layout.index("ep")))
         site = Site(plan, layout, index, following)
         router = blueprint.routers[index] if blueprint.routers else None
         may_drop = found.may_drop if router is None else router.gate.may_drop

@@ -316,17 +316,17 @@ class RoutedExperts:
 
     def run(self, x_TD: Tensor, given: tuple[Any, ...], weights: Weights) -> tuple[Tensor, ...]:
         """The program's outputs; ``given`` is what it takes between x and the expert weights."""
-        if not self._options.hooks.observers:
-            return self._run(x_TD, given, weights)
-        return self.shown(x_TD, lambda: self._run(x_TD, given, weights))
+        return self.shown(self._run, x_TD, given, weights)
 
-    def shown(self, x_TD: Tensor, run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """What the layer makes of hidden states; hooks are told before it and behind it."""
+    def shown(
+        self, run: Callable[..., tuple[Tensor, ...]], x_TD: Tensor, *given: Any
+    ) -> tuple[Tensor, ...]:
+        """What ``run(x_TD, *given)`` makes of hidden states; hooks are told before and behind."""
         hooks = self._options.hooks
         if not hooks.observers:
-            return run()
+            return run(x_TD, *given)
         hooks.tell(Hook.BEFORE_MOE_START, self._moe, Batch(x_TD.detach()))
-        outputs = run()
+        outputs = run(x_TD, *given)
         hooks.tell(Hook.BEFORE_MOE_END, self._moe, Batch(outputs[0].detach()))
         return outputs
 

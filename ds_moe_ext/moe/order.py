@@ -191,8 +191,7 @@ class Order(SavesAlike):
         # Rows go to the rank of the sender's place, so each place is a plane of its own.
         received = [share.rows_to(cell, rows_CPFE[:, each]) for each in range(cell_size)]
         received_PCFE = np.stack(received)
-        expert_N, holder_N = target.pairs
-        sent_FN = own_FEC[:, expert_N, holder_N]
+        sent_FN = own_FEC.reshape(len(own_FEC), -1)[:, target.flat_N]
         by_key_N = key_N.argsort(stable=True)[: int(sent_FN.sum())]
         return LayerRoute(
             cut=cut,
@@ -211,7 +210,7 @@ def _by_holder(choice_N: Tensor, sent_FN: np.ndarray, target: Placement) -> Tens
 
     Args:
         choice_N: in the first order.
-        sent_FN: rows of each chunk for each of the target's pairs.
+        sent_FN: rows of each chunk for each of the target's pairs (``flat_N``).
         target: where experts compute.
     """
     order_N = target.by_holder_N

@@ -6,7 +6,7 @@ import functools
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -142,7 +142,7 @@ class _Errand:
         do: a task, by its position.
         ends: of the tasks that another lane waits for: locked until they have ended.
         errors: by position, of the tasks that failed.
-        lost: tasks that have not run, for one that they need did not end well.
+        lost: tasks that failed, or have not run, for one that they need did not end well.
     """
 
     schedule: Schedule
@@ -207,7 +207,7 @@ class ThreadLanes(InlineLanes):
         for other in others:
             other.result()
         if errand.errors:
-            raise _first(errand.errors)
+            raise _first([errand.errors[position] for position in sorted(errand.errors)])
 
     def submit(self, lane: Lane, work: Callable[[], None], after: Iterable[Future]) -> Future:
         after = tuple(after)
@@ -233,16 +233,19 @@ class ThreadLanes(InlineLanes):
         try:
             for event in events:
                 event.result()
-        except BrokenOff:
+        except BrokenOff as broken:
             ended = (event.exception() for event in events if event.done())
-            raise _first(dict(enumerate(error for error in ended if error is not None))) from None
+            cause = _first([broken, *(error for error in ended if error is not None)])
+            if cause is broken:
+                raise
+            raise cause from None
 
 
-def _first(errors: Mapping[int, BaseException]) -> BaseException:
-    """The first one; what broke an exchange off, where that was in another lane."""
-    ordered = [errors[position] for position in sorted(errors)]
-    causes = [error for error in ordered if not isinstance(error, BrokenOff)]
-    return causes[0] if causes and isinstance(ordered[0], BrokenOff) else ordered[0]
+def _first(errors: Sequence[BaseException]) -> BaseException:
+    """The first one; where that says that an exchange was broken off, what it came of, if that was
+    in another lane."""
+    causes = (error for error in errors if not isinstance(error, BrokenOff))
+    return next(causes, errors[0])
 
 
 class InlineCudaLanes(InlineLanes):

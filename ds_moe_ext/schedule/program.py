@@ -246,10 +246,7 @@ class Pass:
 
     def _do(self, position: int, step: Step) -> None:
         table = self._table
-        reads = [
-            self._together(read) if isinstance(read, Reading) else table[read]
-            for read in step.reads
-        ]
+        reads = list(map(self._read, step.reads))
         self._lanes.keep(reads)
         # Not a bound method kept on self: a cycle would hold the values until the next garbage
         # collection, and autograd copies a gradient that somebody else holds.

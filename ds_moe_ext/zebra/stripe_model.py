@@ -342,8 +342,9 @@ class Pausing:
             if self.capacity_factor is not None:
                 capacity = capacity_of(expert_TK.numel(), num_experts, self.capacity_factor)
                 expert_TK = drop_over_capacity(expert_TK, num_experts, capacity)
-            run = functools.partial(passage.experts, layer, x_TD, expert_TK, score_TK)
-            (y_TD,) = hosted.routed.shown(x_TD, lambda: (run(),))
+            ask = functools.partial(passage.experts, layer)
+            given = expert_TK, score_TK
+            (y_TD,) = hosted.routed.shown(lambda *rows: (ask(*rows),), x_TD, *given)
             return y_TD
 
         return paused

@@ -6,6 +6,7 @@ tokens, K choices a token, E experts, D model width, F expert width.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -73,7 +74,7 @@ class Batch:
         return cls(x_TD, experts, scores)
 
 
-class Contender:
+class Contender(ABC):
     """One way to run the layers.
 
     Args:
@@ -93,12 +94,13 @@ class Contender:
         """In which all of a step happens."""
         return nullcontext()
 
+    @abstractmethod
     def forward(self, batch: Batch) -> Tensor:
         """Tokens through all layers, ``[T, D]``."""
-        raise NotImplementedError
 
     def after_step(self, number: int) -> None:
-        """What happens between the step of a number and the next."""
+        """What happens between the step of a number and the next: nothing."""
+        return None
 
 
 @dataclass(frozen=True)

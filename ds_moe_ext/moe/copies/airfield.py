@@ -43,11 +43,7 @@ class Airfield:
     """
 
     def __init__(
-        self,
-        place: Place,
-        plan: Plan,
-        like: Weights,
-        observers: tuple[TasksSeen, ...] = (),
+        self, place: Place, plan: Plan, like: Weights, observers: tuple[TasksSeen, ...] = ()
     ) -> None:
         self.place, self.like, self._observers = place, like, observers
         self._knows_types = False
@@ -86,8 +82,8 @@ class Airfield:
         dtypes = [DTYPES[number] for number in max_in_place(told, self.place.group).tolist()]
         if dtypes != [weight.dtype for weight in like]:
             self.like = tuple(
-                weight.new_empty((), dtype=dtype).expand(weight.shape).requires_grad_(is_trained)
-                for weight, dtype, is_trained in zip(like, dtypes, [w.requires_grad for w in like])
+                w.new_empty((), dtype=dtype).expand(w.shape).requires_grad_(w.requires_grad)
+                for w, dtype in zip(like, dtypes)
             )
 
     @property

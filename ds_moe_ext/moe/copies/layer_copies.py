@@ -30,11 +30,7 @@ class Copies(Airfield):
     """
 
     def __init__(
-        self,
-        place: Place,
-        plan: Plan,
-        like: Weights,
-        observers: tuple[TasksSeen, ...] = (),
+        self, place: Place, plan: Plan, like: Weights, observers: tuple[TasksSeen, ...] = ()
     ) -> None:
         super().__init__(place, plan, like, observers)
         self.before: Copies | None = None
