@@ -52,12 +52,8 @@ def build_model(path: Path) -> Any:
     return AutoModelForCausalLM.from_config(config).to(device)
 
 
-def main() -> None:
-    """Train."""
-    arguments = parse_arguments()
-    if torch.cuda.is_available():
-        torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
-    dist.init_process_group()
+def train(arguments: argparse.Namespace) -> None:
+    """From the start or from a checkpoint. Collective."""
     with plain_errors(SCRIPT):
         model = build_model(arguments.model)
         moe = ds_moe_ext.attach(model, arguments.config, micro_batches=arguments.micro_batches)
@@ -107,6 +103,15 @@ def main() -> None:
     if arguments.save:
         saved = {"moe": moe.state_dict(), "step": arguments.steps}
         checkpoint.save(saved, checkpoint_id=arguments.save)
+
+
+def main() -> None:
+    """Train between the groups' beginning and their end."""
+    arguments = parse_arguments()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
+    dist.init_process_group()
+    train(arguments)  # the model ends in it: a wrapper that outlives the groups may hang
     dist.destroy_process_group()
 
 
