@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ds_moe_ext.attachment.experts import ExpertsDescription, register_experts
     from ds_moe_ext.hosts.deepspeed.export import full_state_dict
     from ds_moe_ext.hosts.plain.training_loop import attach
-    from ds_moe_ext.moe.expert import FeedForwardExperts
+    from ds_moe_ext.moe.feed_forward import FeedForwardExperts
     from ds_moe_ext.moe.layer import MoELayer
     from ds_moe_ext.patches.megatron import forget, use
     from ds_moe_ext.placement import Placement
@@ -31,7 +31,7 @@ _NAMES = {
     "attachment.experts": ("ExpertsDescription", "register_experts"),
     "hosts.deepspeed.export": ("full_state_dict",),
     "hosts.plain.training_loop": ("attach",),
-    "moe.expert": ("FeedForwardExperts",),
+    "moe.feed_forward": ("FeedForwardExperts",),
     "moe.layer": ("MoELayer",),
     "patches.megatron": ("forget", "use"),
     "placement": ("Placement",),

@@ -39,10 +39,11 @@ from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.cost.prices import Prices
 from ds_moe_ext.layout import Grid, ParallelLayout, world
 from ds_moe_ext.moe.copies.layer_copies import in_order
-from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import MoELayer
 from ds_moe_ext.moe.sharding import Along, Shard
+from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.task import PARAM
 from ds_moe_ext.settings import BLOCK, read_settings

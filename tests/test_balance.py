@@ -18,9 +18,11 @@ from ds_moe_ext.cost.exchange import Way
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.moe.codecs import Int8
 from ds_moe_ext.moe.dispatch import Dispatch, Wire
-from ds_moe_ext.moe.expert import Expert, FeedForwardExperts, silu_gated
+from ds_moe_ext.moe.expert import Expert
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.hooks import Batch, Hooked, Hooks, Moe
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
+from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.crew import Stage
 from ds_moe_ext.schedule.task import COMBINE, DISPATCH, EXPERT, INTER, PARAM, RESTORE, Lane, Op

@@ -19,7 +19,7 @@ from torch.nn.functional import softplus
 from torch.utils.checkpoint import checkpoint
 
 from ds_moe_ext.layout import Grid, ParallelLayout
-from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.gate import Choice, Gate, SoftmaxTopK
 from ds_moe_ext.moe.gates.cosine_top_k import CosineTopK, cosines
 from ds_moe_ext.moe.gates.expert_choice import ExpertChoice
@@ -28,6 +28,7 @@ from ds_moe_ext.moe.gates.noisy_top_k import NoisyTopK
 from ds_moe_ext.moe.gates.sigmoid_top_k import SigmoidTopK
 from ds_moe_ext.moe.gates.soft import SoftMixture
 from ds_moe_ext.moe.layer import LayerOptions, MoELayer, RoutedExperts
+from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.strategy import Job, Site
 from ds_moe_ext.testing import dense_experts, relative_error

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.moe.codecs import BFloat16, Codec, Int8
-from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.hooks import Batch, CallbackBase, Hook, Hooked, Hooks, Moe, read_hooks
 from ds_moe_ext.moe.layer import LayerOptions, MoELayer, RoutedExperts
 from ds_moe_ext.moe.sharding import Along, Shard
+from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.settings import read_settings
 from ds_moe_ext.strategies.esp import ExpertSharding, TwoDegrees

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_moe_ext.moe.expert import Expert, FeedForwardExperts, silu_gated
-from ds_moe_ext.moe.memory_order import order_of, runs_of, stacked, unstacked
+from ds_moe_ext.moe.expert import Expert
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts
+from ds_moe_ext.moe.memory_order import arranged, runs_of, stacked, unstacked
 from ds_moe_ext.moe.route import one_cell_route
+from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.task import Span
 
@@ -67,7 +69,7 @@ def test_runs_are_counted(layout: str) -> None:
     places, in_slot_order, at_best = LAYOUTS[layout]
     by_name = list(zip(*laid(places)))
     assert len(runs_of(by_name)) == in_slot_order
-    order = order_of(by_name)
+    order = arranged(by_name).order
     assert (order is None) == (in_slot_order == at_best)
     if order is not None:
         ordered = [[own[slot] for slot in order.slots] for own in by_name]
@@ -100,7 +102,7 @@ def test_a_stack_has_the_gradients_of_its_slots() -> None:
 def test_weights_of_their_own_are_no_run() -> None:
     by_slot = [tuple(weight.clone() for weight in own) for own in laid(by_weight(range(S)))]
     by_name = list(zip(*by_slot))
-    assert len(runs_of(by_name)) == S and order_of(by_name) is None
+    assert len(runs_of(by_name)) == S and arranged(by_name).order is None
     turned = [[weight.view(-1, 1).expand(-1, 2) for weight in own] for own in by_name]
     assert len(runs_of(turned)) == S
 

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.route import one_cell_route
+from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.task import Span
 from ds_moe_ext.testing import dense_experts

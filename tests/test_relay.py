@@ -27,11 +27,12 @@ from ds_moe_ext.layout import BETWEEN_NODES, NODE_AXES, WITHIN_NODES, Grid, Para
 from ds_moe_ext.measure.pipeline_probe import Payload, measure_carrier, quick_bench
 from ds_moe_ext.moe.codecs import Coding
 from ds_moe_ext.moe.dispatch import Wire, carrier_of
-from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import LayerOptions, MoELayer
 from ds_moe_ext.moe.route import LayerRoute
 from ds_moe_ext.moe.sharding import Along, Shard
+from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.layer_pipelines import Measured, MeasuredLayer
 from ds_moe_ext.schedule.task import INTER, Cut, Span

@@ -27,13 +27,15 @@ from torch import Tensor, nn
 from ds_moe_ext.comm import Traffic
 from ds_moe_ext.layout import Grid, ParallelLayout, group_among
 from ds_moe_ext.moe.codecs import Codec
-from ds_moe_ext.moe.expert import Expert, FeedForwardExperts, silu_gated
+from ds_moe_ext.moe.expert import Expert
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.hooks import NO_HOOKS, Batch, Hooked, Hooks
 from ds_moe_ext.moe.hooks import Moe as MoeLayer
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
 from ds_moe_ext.moe.order import Order
 from ds_moe_ext.moe.restore import Restore
 from ds_moe_ext.moe.route import LayerRoute, one_cell_route
+from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.roles import Roles
 from ds_moe_ext.schedule.crew import Stage

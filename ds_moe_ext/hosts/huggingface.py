@@ -24,7 +24,8 @@ from ds_moe_ext.attachment.experts import (
     shell,
 )
 from ds_moe_ext.attachment.host_layer import Found, Wanted
-from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts
+from ds_moe_ext.moe.swiglu import silu_gated
 
 
 def find(model: nn.Module, wanted: Wanted) -> Iterator[Found]:

@@ -51,23 +51,29 @@ class SlotOrder(NamedTuple):
         return tuple(chain.from_iterable(by_slot[slot * size :][:size] for slot in self.slots))
 
 
-def order_of(by_name: Sequence[Sequence[Tensor]]) -> SlotOrder | None:
-    """The order of slots by where their weights lie; None where their own has as few runs.
+class Arrangement(NamedTuple):
+    """How slots compute.
+
+    Attributes:
+        order: of the slots, where another one than theirs has fewer runs.
+        runs: slots ``start`` to ``stop`` of that order whose weights can be stacked, name by name.
+    """
+
+    order: SlotOrder | None
+    runs: tuple[tuple[int, int], ...]
+
+
+def arranged(by_name: Sequence[Sequence[Tensor]]) -> Arrangement:
+    """How slots compute whose weights lie where they lie.
 
     Args:
         by_name: for each name the weights of all slots.
     """
-    places = _places(by_name)
-    num_runs = len(_runs(places))
-    if num_runs == 1:
-        return None
-    slots = tuple(sorted(range(len(places)), key=places.__getitem__))
-    by_place = _runs(tuple(places[slot] for slot in slots))
-    return SlotOrder(slots) if len(by_place) < num_runs else None
+    return _arranged(_places(by_name))
 
 
 def runs_of(by_name: Sequence[Sequence[Tensor]]) -> tuple[tuple[int, int], ...]:
-    """Slots ``start`` to ``stop`` whose weights can be stacked, name by name.
+    """Slots ``start`` to ``stop`` whose weights can be stacked, name by name, in their own order.
 
     Args:
         by_name: for each name the weights of all slots.
@@ -76,7 +82,7 @@ def runs_of(by_name: Sequence[Sequence[Tensor]]) -> tuple[tuple[int, int], ...]:
 
 
 def stacked(weights_S: Sequence[Tensor]) -> Tensor:
-    """The weights of a run as one ``[S, ...]``, without a copy."""
+    """The same for autograd, which gives each weight its gradient."""
     stacked: Tensor = _Stacked.apply(*weights_S)
     return stacked
 
@@ -94,7 +100,7 @@ are 0 where it cannot be stacked."""
 
 
 def _places(by_name: Sequence[Sequence[Tensor]]) -> tuple[_Place, ...]:
-    return tuple(zip(*([_place(weight) for weight in own] for own in by_name)))
+    return tuple(zip(*(map(_place, own) for own in by_name)))
 
 
 def _place(weight: Tensor) -> tuple[int, int, int]:
@@ -103,6 +109,18 @@ def _place(weight: Tensor) -> tuple[int, int, int]:
 
 
 @functools.lru_cache(maxsize=1024)  # weights lie where they lay in the pass before
+def _arranged(places: tuple[_Place, ...]) -> Arrangement:
+    runs = _runs(places)
+    if len(runs) == 1:
+        return Arrangement(None, runs)
+    slots = tuple(sorted(range(len(places)), key=places.__getitem__))
+    by_place = _runs(tuple(places[slot] for slot in slots))
+    if len(by_place) < len(runs):
+        return Arrangement(SlotOrder(slots), by_place)
+    return Arrangement(None, runs)
+
+
+@functools.lru_cache(maxsize=1024)
 def _runs(places: tuple[_Place, ...]) -> tuple[tuple[int, int], ...]:
     bounds, distances = [0], None
     for slot, (first, second) in enumerate(pairwise(places), start=1):
@@ -126,12 +144,12 @@ def _distances(first: _Place, second: _Place) -> tuple[int, ...] | None:
     return found if fits else None
 
 
-def _as_one(run_S: Sequence[Tensor]) -> Tensor:
-    """A run as ``[S, ...]``, without a copy."""
-    first, *others = (tensor.detach() for tensor in run_S)
+def as_one(run_S: Sequence[Tensor]) -> Tensor:
+    """The weights of a run as one ``[S, ...]``, without a copy; autograd does not see it."""
+    first = run_S[0].detach()
     distance = first.numel()
-    if others:
-        distance = (others[0].data_ptr() - first.data_ptr()) // first.element_size()
+    if len(run_S) > 1:
+        distance = (run_S[1].data_ptr() - first.data_ptr()) // first.element_size()
     return first.as_strided(
         (len(run_S), *first.shape), (distance, *first.stride()), first.storage_offset()
     )
@@ -140,7 +158,7 @@ def _as_one(run_S: Sequence[Tensor]) -> Tensor:
 class _Stacked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *weights_S: Tensor) -> Tensor:
-        return _as_one(weights_S)
+        return as_one(weights_S)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -157,7 +175,7 @@ class _Unstacked(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads_S: Tensor) -> Tensor:
         if len(runs_of([grads_S])) == 1:
-            whole = _as_one(grads_S)
+            whole = as_one(grads_S)
             if whole.is_contiguous():
                 return whole
         return torch.stack(grads_S)

@@ -35,7 +35,7 @@ from ds_moe_ext.measure.pipeline_probe import (
     quick_bench,
 )
 from ds_moe_ext.moe.dispatch import Wire
-from ds_moe_ext.moe.expert import order_for
+from ds_moe_ext.moe.expert import arrangement_for
 from ds_moe_ext.moe.observation import Rows
 from ds_moe_ext.moe.route import SlotRows
 from ds_moe_ext.planners.layer_pipelines import Measured, MeasuredLayer
@@ -281,7 +281,7 @@ def _forward(layer: AttachedLayer, device: torch.device, num_rows: int) -> objec
         num_rows, layer.routed.row_width, dtype=layer.routed.row_dtype, device=device
     )
     weights = layer.hosted.weights()
-    order = order_for(layer.routed.function, weights)
+    order, _ = arrangement_for(layer.routed.function, weights)
     weights = weights if order is None else order.weights(weights)
     is_mixed = rows.dtype in _NARROW and any(w.dtype == torch.float32 for w in weights)
     with torch.autocast(device.type, rows.dtype if is_mixed else None, enabled=is_mixed):

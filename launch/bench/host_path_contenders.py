@@ -19,7 +19,8 @@ from replaced_layers import ReplacedLayers
 from torch import Tensor, nn
 
 from ds_moe_ext.attachment.experts import ExpertsDescription, register_experts
-from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts
+from ds_moe_ext.moe.swiglu import silu_gated
 
 WIDTH = 8
 """Of tokens and of experts: what is computed takes no time beside what issues it."""

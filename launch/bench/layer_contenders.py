@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from ds_moe_ext.attachment.host_layer import any_name
 from ds_moe_ext.hosts import huggingface
 from ds_moe_ext.layout import Grid, ParallelLayout
-from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.gate import Gate, SoftmaxTopK
 from ds_moe_ext.moe.gates.gate_object import GATES
 from ds_moe_ext.moe.layer import MoELayer, RoutedExperts
 from ds_moe_ext.moe.route import SlotRows
 from ds_moe_ext.moe.sharding import WHOLE
+from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategy import Job, Site

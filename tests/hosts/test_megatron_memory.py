@@ -27,7 +27,7 @@ class Runs(NamedTuple):
 
 
 def runs(training: Training) -> Runs:
-    from ds_moe_ext.moe.memory_order import order_of, runs_of
+    from ds_moe_ext.moe.memory_order import arranged, runs_of
     from ds_moe_ext.steps.training_run import run_of
 
     run = run_of(training.optimizer)
@@ -35,7 +35,7 @@ def runs(training: Training) -> Runs:
     found = Runs([], [])
     for layer in run.layers:
         by_name = list(zip(*(slot.parameters for slot in layer.hosted.slots())))
-        order = order_of(by_name)
+        order = arranged(by_name).order
         ordered = by_name if order is None else [[own[s] for s in order.slots] for own in by_name]
         found.by_slot.append(len(runs_of(by_name)))
         found.computed.append(len(runs_of(ordered)))

@@ -14,8 +14,10 @@ from ds_moe_ext.attachment.experts import find_registered
 from ds_moe_ext.attachment.grid_sizes import Sized, grid_of
 from ds_moe_ext.attachment.host_layer import any_name
 from ds_moe_ext.hosts.huggingface import find
-from ds_moe_ext.moe.expert import FeedForwardExperts, ModuleExperts, silu_gated
+from ds_moe_ext.moe.expert import ModuleExperts
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.sharding import Along
+from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.settings import read_settings
 from tests.hosts import families, toy
 

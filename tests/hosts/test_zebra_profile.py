@@ -81,7 +81,7 @@ def late(case: Case, rank: int) -> Iterator[None]:
     from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
     from ds_moe_ext.measure.bench import HostClock
-    from ds_moe_ext.moe.expert import FeedForwardExperts
+    from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 
     late_s = 0.0
 
@@ -465,7 +465,7 @@ def test_only_models_of_tokens_are_profiled(forward_takes: str) -> None:
 def test_experts_that_compute_again_keep_their_rows_alone(recomputes: bool) -> None:
     from ds_moe_ext.attachment.replacement import draw
     from ds_moe_ext.hosts.deepspeed.startup import FINDERS
-    from ds_moe_ext.moe.expert import FeedForwardExperts
+    from ds_moe_ext.moe.feed_forward import FeedForwardExperts
     from ds_moe_ext.settings import read_settings
     from ds_moe_ext.zebra.rehearsal import Scene, rehearse_experts
 

@@ -20,7 +20,7 @@ from torch import nn
 from ds_moe_ext.attachment.host_layer import ExpertShape
 from ds_moe_ext.hosts.megatron.expert_modules import function_of, shape_of_one
 from ds_moe_ext.hosts.megatron.worlds import Worlds
-from ds_moe_ext.moe.expert import FeedForwardExperts
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.settings import BLOCK
 from ds_moe_ext.zebra.stripe_model import keep_parameters
 
