@@ -9,7 +9,7 @@ Shape letters: E experts, C cells, S expert slots of one cell.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
@@ -33,6 +33,7 @@ class Placement:
     """
 
     holds_EC: np.ndarray
+    _experts: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         homeless = np.flatnonzero(~self.holds_EC.any(axis=1))
@@ -80,6 +81,11 @@ class Placement:
         return _frozen(np.bincount(self.flat_N // self.num_cells, minlength=self.num_experts))
 
     @cached_property
+    def is_single(self) -> bool:
+        """Whether each expert has one holder."""
+        return self.flat_N.size == self.num_experts
+
+    @cached_property
     def num_slots(self) -> int:
         """Slots ``S`` of the fullest cell: the last axis of every per-slot table."""
         return int(self.holds_EC.sum(axis=0).max())
@@ -118,6 +124,11 @@ class Placement:
 
     def experts_of(self, cell: int) -> np.ndarray:
         """Expert ids of one cell in slot order (ascending), int64 ``[<= S]``."""
+        if cell not in self._experts:
+            self._experts[cell] = self._found_experts(cell)
+        return self._experts[cell]
+
+    def _found_experts(self, cell: int) -> np.ndarray:
         held = slice(*self.held_C1[cell : cell + 2])
         flat = self.flat_N[held if self.by_holder_N is None else self.by_holder_N[held]]
         return flat // self.num_cells

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_moe_ext.moe import order
-from ds_moe_ext.moe.order import Order, Seat, kind_of, rows_of_experts
+from ds_moe_ext.moe.order import Order, Seat, counted, keys_of, kind_of
 from ds_moe_ext.moe.restore import Restore
 from ds_moe_ext.moe.route import LayerRoute, SlotRows, one_cell_route, transposed_blocks
 from ds_moe_ext.placement import Placement
@@ -42,13 +42,12 @@ class Layer:
     def routes(self) -> list[LayerRoute]:
         """The route that Order makes on each cell."""
         num_experts = self.target.num_experts
-        rows = [
-            rows_of_experts(ids, Cut.equal(len(ids), self.num_chunks), num_experts)[1]
-            for ids in self.ids_C
-        ]
-
         kind = kind_of(3, is_training=True, is_graded=True)
-        told = [torch.cat([own, own.new_full((len(own), 1), kind)], dim=1) for own in rows]
+        cuts = [Cut.equal(len(ids), self.num_chunks) for ids in self.ids_C]
+        told = [
+            counted(keys_of(ids, cut, num_experts + 1, may_drop=True), cut, num_experts, (kind,))
+            for ids, cut in zip(self.ids_C, cuts)
+        ]
 
         def all_gather_counts(own_told: Tensor, cell: int) -> Tensor:
             assert torch.equal(own_told, told[cell])
@@ -190,11 +189,12 @@ def test_dropped_choices_stay_at_home() -> None:
 
 
 def test_rows_of_experts() -> None:
-    """3 tokens in chunks of 2 and 1; experts 0 to 2, -1 is dropped: key 2 x 3."""
-    ids = torch.tensor([[0, 2], [2, -1], [2, 1]])
-    key_N, rows_FE = rows_of_experts(ids, Cut.equal(3, 2), 3)
-    assert key_N.tolist() == [0, 2, 2, 6, 3 + 2, 3 + 1]
-    assert rows_FE.tolist() == [[1, 0, 2], [0, 1, 1]]
+    """3 tokens in chunks of 2 and 1; experts 0 to 2, -1 is dropped; 77 is told."""
+    ids, cut = torch.tensor([[0, 2], [2, -1], [2, 1]]), Cut.equal(3, 2)
+    key_N = keys_of(ids, cut, 4, may_drop=True)
+    assert key_N.tolist() == [0, 2, 2, 8, 4 + 2, 4 + 1]
+    for _ in range(2):
+        assert counted(key_N, cut, 3, (77,)).tolist() == [[1, 0, 2, 77], [0, 1, 1, 77]]
 
 
 def test_slot_rows() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_moe_ext.comm import all_gather_counts, counts_on_host
-from ds_moe_ext.moe.gate import capacity_of, count, drop_over_capacity
+from ds_moe_ext.moe.gate import capacity_of, drop_over_capacity
 from ds_moe_ext.moe.route import LayerRoute, SlotRows, one_cell_route
 from ds_moe_ext.moe.turns import Likeness
 from ds_moe_ext.placement import Placement
@@ -55,7 +55,7 @@ def check_kinds(told_C: np.ndarray) -> None:
     Args:
         told_C: by ``kind_of``, of every rank of the grid.
     """
-    if (told_C == told_C[0]).all():
+    if len(set(told_C.tolist())) == 1:
         return
     layers, kinds = set((told_C // len(PassKind)).tolist()), set((told_C % len(PassKind)).tolist())
     if len(layers) > 1 or {PassKind.TRAINING, PassKind.EVALUATION} <= kinds:
@@ -70,22 +70,54 @@ def check_kinds(told_C: np.ndarray) -> None:
         )
 
 
-def rows_of_experts(expert_TK: Tensor, cut: Cut, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Chunk and expert of each row as one key, and rows by key.
+def keys_of(expert_TK: Tensor, cut: Cut, width: int, *, may_drop: bool) -> Tensor:
+    """Chunk and expert of each choice as one key, ``chunk * width + expert``, int64 ``[T * K]``;
+    ``F * width`` where it was dropped.
 
-    Returns:
-        ``chunk * E + expert`` of each choice, ``F * E`` where dropped, int64 ``[T * K]``; and rows
-        ``[F, E]``.
+    Args:
+        expert_TK: experts, below ``width``; -1 where ``may_drop``.
+        cut: of the tokens.
+        width: keys of a chunk.
+        may_drop: whether some may be -1.
     """
     key_N = expert_TK.flatten()
-    dropped_N = key_N < 0
+    dropped_N = key_N < 0 if may_drop else None
     if cut.num_chunks > 1:
-        lengths = np.diff(np.asarray(cut.bounds)) * expert_TK.shape[1]
-        chunk_N = torch.from_numpy(np.repeat(np.arange(cut.num_chunks), lengths))
-        key_N = key_N + chunk_N.to(key_N.device) * num_experts
-    key_N = key_N.masked_fill(dropped_N, cut.num_chunks * num_experts)
-    rows = count(key_N, cut.num_chunks * num_experts + 1)[:-1]
-    return key_N, rows.view(cut.num_chunks, num_experts)
+        key_N = key_N + _first_keys(cut, expert_TK.shape[1], width, key_N.device)
+    if dropped_N is not None:
+        key_N = key_N.masked_fill(dropped_N, cut.num_chunks * width)
+    return key_N
+
+
+@lru_cache(maxsize=4)  # batches are often alike, and copies from the host cost it
+def _first_keys(cut: Cut, top_k: int, width: int, device: torch.device) -> Tensor:
+    """The first key of each choice's chunk, int64 ``[T * K]``."""
+    lengths = np.diff(np.asarray(cut.bounds)) * top_k
+    return on_device(np.repeat(np.arange(cut.num_chunks) * width, lengths), device)
+
+
+def counted(key_N: Tensor, cut: Cut, num_experts: int, told: tuple[int, ...]) -> Tensor:
+    """Rows of each chunk for each expert, and behind them what else is told, int64 ``[F, W]``.
+
+    Args:
+        key_N: by ``keys_of``, ``W`` keys a chunk.
+        cut: of the tokens.
+        num_experts: experts ``E``.
+        told: ``W - E`` numbers, the same for every chunk.
+    """
+    width = num_experts + len(told)
+    rows = _told_alone(cut.num_chunks, num_experts, told, key_N.device).clone()
+    rows.scatter_add_(0, key_N, torch.ones_like(key_N))
+    return rows[:-1].view(cut.num_chunks, width)
+
+
+@lru_cache(maxsize=1024)
+def _told_alone(
+    num_chunks: int, num_experts: int, told: tuple[int, ...], device: torch.device
+) -> Tensor:
+    """Counts of no row, and one more for those dropped, int64 ``[F * W + 1]``."""
+    rows_F = [0] * num_experts + [*told]
+    return on_device(np.asarray(rows_F * num_chunks + [0]), device)
 
 
 class Seat(NamedTuple):
@@ -142,8 +174,7 @@ class Order(SavesAlike):
         if self.capacity_factor is not None:
             capacity = capacity_of(expert_TK.numel(), num_experts, self.capacity_factor)
             expert_TK = drop_over_capacity(expert_TK, num_experts, capacity)
-        drops = self.gate_may_drop or self.capacity_factor is not None
-        if self.group is None and cut.num_chunks == 1 and not drops:
+        if self.group is None and cut.num_chunks == 1 and not self._may_drop:
             route = one_cell_route(expert_TK, self.destination.target)
             self.on_rows(route.on(span).slots, route.top_k, self.destination.share)
             return (route,), ()
@@ -152,54 +183,69 @@ class Order(SavesAlike):
     def backward(self, span: Span, saved: Any, *grads: Any) -> tuple[Any, ...]:
         return ()
 
+    @property
+    def _may_drop(self) -> bool:
+        return self.gate_may_drop or self.capacity_factor is not None
+
     def _exchanged(self, expert_TK: Tensor, cut: Cut, x_TD: Tensor | None) -> LayerRoute:
-        num_experts = self.destination.target.num_experts
-        key_N, rows_FE = rows_of_experts(expert_TK, cut, num_experts)
+        num_experts, top_k = self.destination.target.num_experts, expert_TK.shape[1]
+        told = () if self.group is None else self._told(x_TD, top_k)
+        key_N = keys_of(expert_TK, cut, num_experts + len(told), may_drop=self._may_drop)
+        rows_FW = counted(key_N, cut, num_experts, told)
+        gathered = rows_FW[None] if self.group is None else all_gather_counts(rows_FW, self.group)
+        by_key_N = key_N.argsort(stable=True)  # before the host waits
         # The one wait for the device: splits must be known.
-        if self.group is None:
-            rows_CPFE = rows_FE[None, None].cpu().numpy()
-            return self.routed(key_N, rows_CPFE, cut, expert_TK.shape[1])
-        told = [self.kind()]
-        if self.has_sides:
-            told += Likeness() if x_TD is None else Likeness.of(x_TD, expert_TK.shape[1])
-        beside = [rows_FE.new_full((cut.num_chunks, 1), number) for number in told]
-        gathered = all_gather_counts(torch.cat([rows_FE, *beside], dim=1), self.group)
         known = counts_on_host(gathered, self.group).numpy()
-        rows_CPFE = known[..., :num_experts].reshape(-1, self.seat.cell_size, *rows_FE.shape)
-        check_kinds(known[:, 0, num_experts])
+        rows_CPFE = known[..., :num_experts].reshape(
+            -1, self.seat.cell_size, cut.num_chunks, num_experts
+        )
+        if self.group is not None:
+            check_kinds(known[:, 0, num_experts])
         if not self.has_sides:
-            return self.routed(key_N, rows_CPFE, cut, expert_TK.shape[1])
+            return self.routed(by_key_N, rows_CPFE, cut, top_k)
         like = Likeness(*known[:, 0, num_experts + 1 :].max(axis=0).tolist())
-        route = self.routed(key_N, rows_CPFE, cut, like.top_k)
-        none_0D, _, _ = like.nothing(rows_FE.device)
+        route = self.routed(by_key_N, rows_CPFE, cut, like.top_k)
+        none_0D, _, _ = like.nothing(expert_TK.device)
         return replace(route, none_0D=none_0D)
 
-    def routed(self, key_N: Tensor, rows_CPFE: np.ndarray, cut: Cut, top_k: int) -> LayerRoute:
+    def _told(self, x_TD: Tensor | None, top_k: int) -> tuple[int, ...]:
+        """What goes with the counts."""
+        if not self.has_sides:
+            return (self.kind(),)
+        return self.kind(), *(Likeness() if x_TD is None else Likeness.of(x_TD, top_k))
+
+    def routed(self, by_key_N: Tensor, rows_CPFE: np.ndarray, cut: Cut, top_k: int) -> LayerRoute:
         """The route, once the rows of every rank are known.
 
         Args:
-            key_N: of this rank's choices, as ``rows_of_experts`` gives them.
+            by_key_N: this rank's choices in the order of ``keys_of``, the dropped ones last.
             rows_CPFE: of every rank, on the host.
             cut: of this rank's tokens.
             top_k: choices ``K`` a token.
         """
         cell, place, cell_size = self.seat
-        rows_CE = rows_CPFE.sum(axis=(1, 2))
+        is_whole = rows_CPFE.shape[1] == rows_CPFE.shape[2] == 1
+        rows_CE = rows_CPFE[:, 0, 0] if is_whole else rows_CPFE.sum(axis=(1, 2))
         target, share = self.destination if self.revise is None else self.revise(rows_CE)
         self.on_rows(rows_CE, top_k, share)
-        own_FEC = share.rows_from(cell, rows_CPFE[cell, place])
-        # Rows go to the rank of the sender's place, so each place is a plane of its own.
-        received = [share.rows_to(cell, rows_CPFE[:, each]) for each in range(cell_size)]
-        received_PCFE = np.stack(received)
-        sent_FN = own_FEC.reshape(len(own_FEC), -1)[:, target.flat_N]
-        by_key_N = key_N.argsort(stable=True)[: int(sent_FN.sum())]
+        if target.is_single:  # nothing is shared
+            sent_FN = rows_CPFE[cell, place]
+            received_PCFS = rows_CPFE.swapaxes(0, 1)[..., target.experts_of(cell)]
+        else:
+            own_FEC = share.rows_from(cell, rows_CPFE[cell, place])
+            sent_FN = own_FEC.reshape(len(own_FEC), -1)[:, target.flat_N]
+            # Rows go to the rank of the sender's place, so each place is a plane of its own.
+            received = [share.rows_to(cell, rows_CPFE[:, each]) for each in range(cell_size)]
+            received_PCFS = np.stack(received)[..., target.experts_of(cell)]
+        if self._may_drop:
+            by_key_N = by_key_N[: int(sent_FN.sum())]
         return LayerRoute(
             cut=cut,
             target=target,
             top_k=top_k,
             choice_N=_by_holder(by_key_N, sent_FN, target),
             sent_FC=_sums_by_holder(sent_FN, target),
-            received_PCFS=received_PCFE[..., target.experts_of(cell)],
+            received_PCFS=received_PCFS,
             place=place,
             count_between=partial(share.rows_between, rows_CPFE[:, place]),
         )
