@@ -20,7 +20,8 @@ from torch import Tensor
 from ds_moe_ext.moe import order
 from ds_moe_ext.moe.order import Order, Seat, counted, keys_of, kind_of
 from ds_moe_ext.moe.restore import Restore
-from ds_moe_ext.moe.route import LayerRoute, SlotRows, one_cell_route, transposed_blocks
+from ds_moe_ext.moe.route import LayerRoute, one_cell_route, transposed_blocks
+from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.task import Cut, Span, spans
 from ds_moe_ext.share import LocalElseHome, NearestCopy, Share
@@ -141,8 +142,8 @@ def test_two_cells_by_hand() -> None:
     second = routes[1].on(whole)
     assert (second.sent_C, second.received_C) == ((1, 1), (3, 1))
     # At cell 1 arrive, from rank 0: experts 0 3 3; from rank 1: expert 0, which goes before the 3s.
-    assert second.by_slot_R is not None
-    assert second.by_slot_R.tolist() == [0, 3, 1, 2]
+    assert second.sorting is not None
+    assert second.sorting.index_2R[0].tolist() == [0, 3, 1, 2]
     names = [rows.tolist() for rows in travelled(layer, routes, whole)]
     assert names == [[0, 3, 5, BIG], [2, BIG + 1, 1, 4]]
 
@@ -198,7 +199,7 @@ def test_rows_of_experts() -> None:
 
 
 def test_slot_rows() -> None:
-    on_device = SlotRows(torch.tensor([2, 2, 5], dtype=torch.int32), 5)
+    on_device = SlotRows.ending(torch.tensor([2, 2, 5], dtype=torch.int32), 5)
     assert on_device.on_host() == (2, 0, 3)
     known = SlotRows.of(np.array([2, 0, 3]), CPU)
     assert known.on_host() == (2, 0, 3)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.moe.expert import ExpertFunction, on_shard
-from ds_moe_ext.moe.route import SlotRows
 from ds_moe_ext.moe.sharding import WHOLE, Along, Shard
+from ds_moe_ext.moe.slot_rows import SlotRows
 
 NUM_ROWS = 3
 TOLERANCE = 1e-3  # of the largest output; a wrong way is wrong by about all of it

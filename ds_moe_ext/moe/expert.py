@@ -21,8 +21,9 @@ from torch.func import functional_call
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.local_stage import gradients, run_apart
 from ds_moe_ext.moe.memory_order import Arrangement, SlotOrder
-from ds_moe_ext.moe.route import LayerRoute, SlotRows
+from ds_moe_ext.moe.route import LayerRoute
 from ds_moe_ext.moe.sharding import WHOLE, Shard
+from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.moe.swiglu import SwiGluAdjoint
 from ds_moe_ext.schedule.program import added
 from ds_moe_ext.schedule.task import Span

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ds_moe_ext.moe.grouped_linear import grouped_linear, rounded_up
 from ds_moe_ext.moe.memory_order import Arrangement, arranged, runs_of, stacked
-from ds_moe_ext.moe.route import SlotRows
 from ds_moe_ext.moe.sharding import WHOLE, Shard
+from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.moe.swiglu import SwiGluAdjoint, silu_gated, swiglu
 
 

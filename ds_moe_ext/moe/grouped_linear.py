@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ds_moe_ext.moe.route import SlotRows
+from ds_moe_ext.moe.slot_rows import SlotRows
 
 
 def grouped_linear(

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_moe_ext.moe.route import SlotRows
+from ds_moe_ext.moe.slot_rows import SlotRows
 
 
 class SlotOrder(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_moe_ext.moe.route import SlotRows
+from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.schedule.executor import Lanes, Mark
 from ds_moe_ext.schedule.program import in_backward
 from ds_moe_ext.schedule.task import Task

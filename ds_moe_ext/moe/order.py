@@ -21,10 +21,11 @@ from torch import Tensor
 
 from ds_moe_ext.comm import all_gather_counts, counts_on_host
 from ds_moe_ext.moe.gate import capacity_of, drop_over_capacity
-from ds_moe_ext.moe.route import LayerRoute, SlotRows, one_cell_route
+from ds_moe_ext.moe.route import LayerRoute, one_cell_route
+from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.moe.turns import Likeness
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.rows import on_device, ranges, starts_of
+from ds_moe_ext.rows import block_index, on_device, starts_of
 from ds_moe_ext.schedule.crew import SavesAlike
 from ds_moe_ext.schedule.task import Cut, Span
 from ds_moe_ext.share import Share
@@ -263,7 +264,7 @@ def _by_holder(choice_N: Tensor, sent_FN: np.ndarray, target: Placement) -> Tens
     if order_N is None:
         return choice_N
     starts_FN, sent_FN = starts_of(sent_FN)[:, order_N], sent_FN[:, order_N]
-    return choice_N[on_device(ranges(starts_FN.ravel(), sent_FN.ravel()), choice_N.device)]
+    return choice_N[block_index(starts_FN, sent_FN, choice_N.device)]
 
 
 def _sums_by_holder(sent_FN: np.ndarray, target: Placement) -> np.ndarray:

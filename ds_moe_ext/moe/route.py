@@ -16,43 +16,11 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.all_to_all import Carrier, Trip
+from ds_moe_ext.moe.slot_rows import SlotRows, SlotSorting
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.rows import on_device, ranges, starts_of
+from ds_moe_ext.rows import block_index, starts_of
 from ds_moe_ext.schedule.executor import OnDevice
 from ds_moe_ext.schedule.task import Cut, Span
-
-
-@dataclass(frozen=True, eq=False)
-class SlotRows:
-    """How many rows each expert slot has; rows lie slot by slot.
-
-    Attributes:
-        end_S: where each slot's rows end, int32 ``[S]`` on the device, as grouped GEMM wants it.
-        num_rows: rows in all.
-    """
-
-    end_S: Tensor
-    num_rows: int
-    _host: list[tuple[int, ...]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, rows_S: np.ndarray, device: torch.device) -> SlotRows:
-        """From counts that the host knows."""
-        end_S = on_device(np.cumsum(rows_S).astype(np.int32), device)
-        return cls(end_S, int(rows_S.sum()), [tuple(rows_S.tolist())])
-
-    def on_host(self) -> tuple[int, ...]:
-        """Rows of each slot. Waits for the device if only the device knows."""
-        if not self._host:
-            self._host.append(tuple(self.end_S.diff(prepend=self.end_S.new_zeros(1)).tolist()))
-        return self._host[0]
-
-    def between(self, start: int, stop: int) -> SlotRows:
-        """Those of some slots alone. Waits for the device if only the device knows."""
-        rows_S = self.on_host()
-        before = sum(rows_S[:start])
-        own = rows_S[start:stop]
-        return SlotRows(self.end_S[start:stop] - before, sum(own), [own])
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,10 +33,9 @@ class Route:
         token_N: its token in the span.
         sent_C: rows for each cell.
         received_C: rows from each cell.
+        sorting: takes rows from arrival order (sender, chunk, slot) to slot order; None where all
+            are this rank's, in that order.
         slots: rows of each of this cell's slots.
-        by_slot_R: takes rows from arrival order (sender, chunk, slot) to slot order; None where
-            they are the same.
-        by_arrival_R: its inverse.
         num_tokens: tokens ``T`` of the span.
         top_k: choices ``K``.
     """
@@ -77,9 +44,8 @@ class Route:
     token_N: Tensor
     sent_C: tuple[int, ...]
     received_C: tuple[int, ...]
+    sorting: SlotSorting | None
     slots: SlotRows
-    by_slot_R: Tensor | None
-    by_arrival_R: Tensor | None
     num_tokens: int
     top_k: int
 
@@ -90,11 +56,11 @@ class Route:
 
     def to_slots(self, rows_RD: Tensor) -> Tensor:
         """Arrival order to slot order."""
-        return rows_RD if self.by_slot_R is None else rows_RD.index_select(0, self.by_slot_R)
+        return rows_RD if self.sorting is None else self.sorting.to_slots(rows_RD)
 
     def to_arrival(self, rows_RD: Tensor) -> Tensor:
         """Slot order to arrival order."""
-        return rows_RD if self.by_arrival_R is None else rows_RD.index_select(0, self.by_arrival_R)
+        return rows_RD if self.sorting is None else self.sorting.back(rows_RD)
 
     @cached_property
     def row_N(self) -> Tensor:
@@ -134,51 +100,34 @@ class Route:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All index tensors that were made so far."""
-        made = (*vars(self).values(), self.slots.end_S)
-        return tuple(x for x in made if isinstance(x, Tensor))
+        made = [x for x in vars(self).values() if isinstance(x, Tensor)]
+        return (*made, *(() if self.sorting is None else self.sorting.tensors()))
 
 
 @dataclass(frozen=True, eq=False)
 class CellRoute:
     """How the rows of one span meet on the ranks of a cell, which split every expert.
 
-    Gathered, rows lie place by place and there slot by slot; they are computed slot by slot.
-
     Attributes:
         rows_P: rows that arrived at each place.
-        slots: rows of each slot, of all places.
-        by_slot_G: takes gathered rows to slot order; None where they lie so.
-        by_place_G: its inverse.
+        sorting: takes gathered rows, place by place and there slot by slot, to slot order.
     """
 
     rows_P: tuple[int, ...]
-    slots: SlotRows
-    by_slot_G: Tensor | None
-    by_place_G: Tensor | None
+    sorting: SlotSorting
 
     @classmethod
     def of(cls, rows_PS: np.ndarray, device: torch.device) -> CellRoute:
         """From the rows that each place has for each slot, on the host."""
-        in_order = min(rows_PS.shape) == 1
-        return cls(
-            rows_P=tuple(rows_PS.sum(axis=1).tolist()),
-            slots=SlotRows.of(rows_PS.sum(axis=0), device),
-            by_slot_G=None if in_order else transposed_blocks(rows_PS, (1, 0), device),
-            by_place_G=None if in_order else transposed_blocks(rows_PS.T, (1, 0), device),
-        )
+        return cls(tuple(rows_PS.sum(axis=1).tolist()), SlotSorting(rows_PS, device))
 
     def to_slots(self, rows_GD: Tensor) -> Tensor:
         """Gathered order to slot order."""
-        return rows_GD if self.by_slot_G is None else rows_GD.index_select(0, self.by_slot_G)
+        return self.sorting.to_slots(rows_GD)
 
     def to_places(self, rows_GD: Tensor) -> Tensor:
         """Slot order to gathered order."""
-        return rows_GD if self.by_place_G is None else rows_GD.index_select(0, self.by_place_G)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All index tensors."""
-        made = (self.slots.end_S, self.by_slot_G, self.by_place_G)
-        return tuple(x for x in made if x is not None)
+        return self.sorting.back(rows_GD)
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,7 +190,7 @@ class LayerRoute(OnDevice):
     def computed(self, span: Span) -> SlotRows:
         """Rows of each slot that this rank computes with its part of the experts."""
         is_alone = self.received_PCFS.shape[0] == 1
-        return self.on(span).slots if is_alone else self.in_cell(span).slots
+        return self.on(span).slots if is_alone else self.in_cell(span).sorting.slots
 
     def _route(self, span: Span) -> Route:
         chunks = slice(span.start, span.stop)
@@ -251,24 +200,25 @@ class LayerRoute(OnDevice):
         if sent_FC.shape[0] > 1:  # by chunk and cell, to by cell and chunk
             choice_N = choice_N[transposed_blocks(sent_FC, (1, 0), choice_N.device)]
         choice_N = choice_N - self.cut.first(span) * self.top_k if span.start else choice_N
-        slot_first = received_CFS.transpose(2, 0, 1)
-        in_order = min(received_CFS.shape[2], received_CFS.shape[0] * received_CFS.shape[1]) == 1
-        device = choice_N.device
+        num_cells, num_chunks, num_slots = received_CFS.shape
+        rows_XS = received_CFS.reshape(num_cells * num_chunks, num_slots)
+        sorting = SlotSorting(rows_XS, choice_N.device)
         return Route(
             choice_N=choice_N,
-            token_N=choice_N // self.top_k,
+            token_N=choice_N // self.top_k if self.top_k > 1 else choice_N,
             sent_C=tuple(sent_FC.sum(axis=0).tolist()),
-            received_C=tuple(received_CFS.sum(axis=(1, 2)).tolist()),
-            slots=SlotRows.of(slot_first.sum(axis=(1, 2)), device),
-            by_slot_R=None if in_order else transposed_blocks(received_CFS, (2, 0, 1), device),
-            by_arrival_R=None if in_order else transposed_blocks(slot_first, (1, 2, 0), device),
+            received_C=tuple(
+                rows_XS.reshape(num_cells, num_chunks * num_slots).sum(axis=1).tolist()
+            ),
+            sorting=sorting,
+            slots=sorting.slots,
             num_tokens=self.cut.length(span),
             top_k=self.top_k,
         )
 
     def tensors(self) -> tuple[Tensor, ...]:
         routes = (route.tensors() for route in self._routes.values())
-        cells = (route.tensors() for route in self._cells.values())
+        cells = (route.sorting.tensors() for route in self._cells.values())
         trips = (trip.tensors() for trip in self._trips.values())
         return (self.choice_N, *chain.from_iterable(chain(routes, cells, trips)))
 
@@ -283,8 +233,8 @@ class LayerRoute(OnDevice):
             before += rows.shape[0]
         chunks = slice(span.start, span.stop)
         joined = torch.cat([rows for _, rows in pieces])
-        index = ranges(starts_SPCF[..., chunks].ravel(), rows_SPCF[..., chunks].ravel())
-        return joined.index_select(0, on_device(index, joined.device))
+        index = block_index(starts_SPCF[..., chunks], rows_SPCF[..., chunks], joined.device)
+        return joined.index_select(0, index)
 
 
 def transposed_blocks(lengths: np.ndarray, axes: tuple[int, ...], device: torch.device) -> Tensor:
@@ -295,7 +245,7 @@ def transposed_blocks(lengths: np.ndarray, axes: tuple[int, ...], device: torch.
         axes: as in ``numpy.transpose``.
     """
     starts, moved = starts_of(lengths).transpose(axes), lengths.transpose(axes)
-    return on_device(ranges(starts.ravel(), moved.ravel()), device)
+    return block_index(starts, moved, device)
 
 
 def one_cell_route(expert_TK: Tensor, target: Placement) -> LayerRoute:
@@ -312,9 +262,8 @@ def one_cell_route(expert_TK: Tensor, target: Placement) -> LayerRoute:
         token_N=choice_N // top_k,
         sent_C=(num_rows,),
         received_C=(num_rows,),
-        slots=SlotRows(end_S, num_rows),
-        by_slot_R=None,
-        by_arrival_R=None,
+        sorting=None,
+        slots=SlotRows.ending(end_S, num_rows),
         num_tokens=num_tokens,
         top_k=top_k,
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ds_moe_ext.moe.grouped_linear import has_grouped_mm, rounded_up, with_rows
 from ds_moe_ext.moe.memory_order import as_one
-from ds_moe_ext.moe.route import SlotRows
+from ds_moe_ext.moe.slot_rows import SlotRows
 
 _silu, _silu_backward = torch.nn.functional.silu, torch.ops.aten.silu_backward.grad_input
 

@@ -37,7 +37,7 @@ from ds_moe_ext.measure.pipeline_probe import (
 from ds_moe_ext.moe.dispatch import Wire
 from ds_moe_ext.moe.expert import arrangement_for
 from ds_moe_ext.moe.observation import Rows
-from ds_moe_ext.moe.route import SlotRows
+from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.planners.layer_pipelines import Measured, MeasuredLayer
 from ds_moe_ext.schedule.task import INTER, INTRA
 from ds_moe_ext.strategy import Pool

@@ -35,8 +35,8 @@ from ds_moe_ext.measure.bench import clock_of
 from ds_moe_ext.measure.probe import expert_sweep
 from ds_moe_ext.moe.expert import ExpertFunction
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
-from ds_moe_ext.moe.route import SlotRows
 from ds_moe_ext.moe.sharding import WHOLE
+from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.zebra_choice import Timed
 from ds_moe_ext.strategies.ep import ExpertParallel

@@ -24,8 +24,8 @@ from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.gate import Gate, SoftmaxTopK
 from ds_moe_ext.moe.gates.gate_object import GATES
 from ds_moe_ext.moe.layer import MoELayer, RoutedExperts
-from ds_moe_ext.moe.route import SlotRows
 from ds_moe_ext.moe.sharding import WHOLE
+from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.strategies.ep import ExpertParallel

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_moe_ext.attachment.experts import ExpertsDescription, register_experts
-from ds_moe_ext.moe.route import SlotRows
+from ds_moe_ext.moe.slot_rows import SlotRows
 
 BACKWARD = 2.0  # times as long as forward
 Moments = tuple[float, float]  # start and end
