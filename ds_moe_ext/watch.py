@@ -71,7 +71,7 @@ class Wires:
     break_off_all: Callable[[], None]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Wait:
     """A thread in an exchange.
 

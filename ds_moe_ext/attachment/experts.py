@@ -29,7 +29,6 @@ from ds_moe_ext.attachment.host_layer import (
     keep_marks,
     set_module,
     shape_of,
-    weights_of,
 )
 from ds_moe_ext.moe.expert import ExpertFunction, on_shard
 from ds_moe_ext.moe.gate import RunRows
@@ -260,7 +259,8 @@ class HostedExperts(nn.Module):
     def weights(self) -> tuple[Tensor, ...]:
         """Weights of the first slot's expert in name order, then of the second's, and so on."""
         if not self._views:
-            return weights_of(self.slots())
+            columns = (self.get_submodule(name)._parameters.values() for name in self.weight_names)
+            return tuple(chain.from_iterable(zip(*columns)))
         return tuple(chain.from_iterable(zip(*map(unstacked, self._viewed()))))
 
     def forward(self, hidden: Tensor, expert_ids: Tensor, scores: Tensor) -> Tensor:

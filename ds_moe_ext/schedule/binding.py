@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,6 +32,7 @@ class Step:
         task: which.
         is_seen: observers are told of it; not of what only begins work elsewhere.
         reads: places in the table, or how to put together what it reads.
+        plain_reads: the same where all is read as it is; else None.
         graded_reads: those of the reads that may have a gradient.
         writes: places in the table.
         graded_writes: those of the writes that may have a gradient.
@@ -43,6 +44,7 @@ class Step:
     task: Task
     is_seen: bool
     reads: tuple[int | Reading, ...]
+    plain_reads: tuple[int, ...] | None
     graded_reads: tuple[int, ...]
     writes: tuple[int, ...]
     graded_writes: tuple[int, ...]
@@ -77,10 +79,12 @@ class Table:
 
         def step(position: int, task: Task) -> Step:
             own = pieces.read_by[position]
+            reads = tuple(map(pieces.reading, task.reads))
             return Step(
                 task=task,
                 is_seen=task.op.begins is None,
-                reads=tuple(map(pieces.reading, task.reads)),
+                reads=reads,
+                plain_reads=_plain(reads),
                 graded_reads=_graded(task.reads),
                 writes=tuple(pieces.number[value, position] for value in task.writes),
                 graded_writes=_graded(task.writes),
@@ -109,6 +113,7 @@ class Binding:
         crews: who does them.
         crew_numbers: of each task.
         adjoint_of: the tasks that the adjoints are of.
+        uncut: of each task the one that it is the adjoint of, if it is of that alone, on its span.
         is_backward: these are another schedule's.
     """
 
@@ -118,6 +123,7 @@ class Binding:
     crews: tuple[Crew, ...]
     crew_numbers: tuple[int, ...]
     adjoint_of: tuple[Task, ...]
+    uncut: tuple[int | None, ...]
     is_backward: bool
 
     @classmethod
@@ -133,13 +139,20 @@ class Binding:
         """
         own = [crew_of(task) for task in schedule.tasks]
         numbers = {crew: number for number, crew in enumerate(dict.fromkeys(own))}
+        forward = (adjoint_of or schedule).tasks
+
+        def uncut(task: Task) -> int | None:
+            spans = [forward[w].span for w in task.adjoint_of]
+            return task.adjoint_of[0] if spans == [task.span] else None
+
         return cls(
             schedule=schedule,
             table=schedule.once(Table.of),
             stages=tuple(crew.stages[task.op] for crew, task in zip(own, schedule.tasks)),
             crews=tuple(numbers),
             crew_numbers=tuple(numbers[crew] for crew in own),
-            adjoint_of=(adjoint_of or schedule).tasks,
+            adjoint_of=forward,
+            uncut=tuple(map(uncut, schedule.tasks)),
             is_backward=adjoint_of is not None,
         )
 
@@ -157,6 +170,11 @@ class Binding:
         names = (self.crews[number].name for number in self.crew_numbers)
         pairs = zip(names, self.schedule.tasks)
         return tuple(Place(name, task, is_evaluation) for name, task in pairs)
+
+
+def _plain(reads: Sequence[int | Reading]) -> tuple[int, ...] | None:
+    plain = tuple(read for read in reads if isinstance(read, int))
+    return plain if len(plain) == len(reads) else None
 
 
 def _graded(values: Iterable[Value]) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.schedule.binding import Binding, Reading, Step
-from ds_moe_ext.schedule.crew import Crew, Observer, Saved
+from ds_moe_ext.schedule.crew import Crew, Saved
 from ds_moe_ext.schedule.executor import Lanes
 from ds_moe_ext.schedule.task import Cut, Schedule, Span, Value
 from ds_moe_ext.watch import WATCH
@@ -109,12 +109,9 @@ class _Node(torch.autograd.Function):
         ctx.program, ctx.arity, ctx.cut = program, arity, cut
         # Tensors go through autograd's own keeping, so that activation checkpointing and offloading
         # hooks see them; the rest of what stages saved is small.
-        tensors = [x for saved in run.saved for x in saved if isinstance(x, Tensor)]
+        tensors: list[Tensor] = []
+        ctx.saved = [_without_tensors(saved, tensors) for saved in run.saved]
         ctx.save_for_backward(*tensors)
-        ctx.saved = [
-            tuple(_SAVED_TENSOR if isinstance(x, Tensor) else x for x in saved)
-            for saved in run.saved
-        ]
         ctx.like = [(t.shape, t.dtype, t.device) for t in flat]
         ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))
         return outputs
@@ -145,6 +142,18 @@ class _Node(torch.autograd.Function):
 
 
 _SAVED_TENSOR = object()
+
+
+def _without_tensors(saved: Saved, tensors: list[Tensor]) -> Saved:
+    """What a stage saved, its tensors moved to a list."""
+    rest: list[Any] = []
+    for thing in saved:
+        if isinstance(thing, Tensor):
+            tensors.append(thing)
+            rest.append(_SAVED_TENSOR)
+        else:
+            rest.append(thing)
+    return tuple(rest)
 
 
 def _filled(flat: list[Tensor | None], ctx: Any) -> list[Tensor | None]:
@@ -203,6 +212,7 @@ class Pass:
         self._errors: list[BaseException] = []
         # Asked once: marks cost a little.
         self._watching = [tuple(o for o in crew.observers if o.is_on) for crew in binding.crews]
+        self._is_watched = any(self._watching)
 
     def __call__(self, inputs: Iterable[Any]) -> tuple[Any, ...]:
         """Do all tasks; the outputs.
@@ -225,9 +235,8 @@ class Pass:
         WATCH.at(self._places[position])
         step = self._steps[position]
         try:
-            watching = self._watching[self._binding.crew_numbers[position]]
-            if watching and step.is_seen:
-                self._do_watched(position, step, watching)
+            if self._is_watched and step.is_seen:
+                self._do_watched(position, step)
             else:
                 self._do(position, step)
         except BaseException as error:
@@ -237,16 +246,19 @@ class Pass:
             WATCH.failed(error)
             raise
 
-    def _do_watched(self, position: int, step: Step, watching: Iterable[Observer]) -> None:
+    def _do_watched(self, position: int, step: Step) -> None:
         lanes = self._lanes
         start = lanes.mark()
         self._do(position, step)
-        for observer in watching:
+        for observer in self._watching[self._binding.crew_numbers[position]]:
             observer.saw(step.task, start, lanes.mark(), lanes)
 
     def _do(self, position: int, step: Step) -> None:
         table = self._table
-        reads = list(map(self._read, step.reads))
+        if step.plain_reads is None:
+            reads = list(map(self._read, step.reads))
+        else:
+            reads = [table[number] for number in step.plain_reads]
         self._lanes.keep(reads)
         # Not a bound method kept on self: a cycle would hold the values until the next garbage
         # collection, and autograd copies a gradient that somebody else holds.
@@ -269,13 +281,17 @@ class Pass:
 
     def _adjoint(self, position: int, step: Step, grads: list[Any]) -> Sequence[Any]:
         span, stage, kept = step.task.span, self._binding.stages[position], self.saved
-        pieces = [(self._binding.adjoint_of[w].span, kept[w]) for w in step.task.adjoint_of]
+        uncut = self._binding.uncut[position]
+        if uncut is None:
+            pieces = [(self._binding.adjoint_of[w].span, kept[w]) for w in step.task.adjoint_of]
+        else:
+            saved = kept[uncut]
         for w in step.forgets:
             kept[w] = ()
         if all(grad is None for grad in grads):
             return ()
-        is_whole = len(pieces) == 1 and pieces[0][0] == span
-        saved = pieces[0][1] if is_whole else stage.recut(span, pieces)
+        if uncut is None:
+            saved = stage.recut(span, pieces)
         self._lanes.keep(saved)
         return stage.backward(span, saved, *grads)
 
