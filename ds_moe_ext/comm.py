@@ -114,7 +114,7 @@ def reduce_scatter_rows(
 
 def all_gather_counts(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The counts of every member, int ``[C, ...]``, in the order of the members. Collective."""
-    num_members = dist.get_world_size(group)
+    num_members = dist.get_world_size() if group is None else group.size()
     if num_members == 1:
         return counts.unsqueeze(0)
     gathered = counts.new_empty(num_members * counts.shape[0], *counts.shape[1:])

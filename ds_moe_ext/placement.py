@@ -86,6 +86,11 @@ class Placement:
         return self.flat_N.size == self.num_experts
 
     @cached_property
+    def is_everywhere(self) -> bool:
+        """Whether each cell holds an expert."""
+        return bool(self.holds_EC.any(axis=0).all())
+
+    @cached_property
     def num_slots(self) -> int:
         """Slots ``S`` of the fullest cell: the last axis of every per-slot table."""
         return int(self.holds_EC.sum(axis=0).max())

@@ -360,6 +360,8 @@ class Waiting:
         group: the communicator; None is that of the world, in which nobody is broken off.
     """
 
+    __slots__ = ("_group",)
+
     def __init__(self, group: Any) -> None:
         self._group = group
 

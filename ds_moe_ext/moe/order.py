@@ -108,8 +108,13 @@ def counted(key_N: Tensor, cut: Cut, num_experts: int, told: tuple[int, ...]) ->
     """
     width = num_experts + len(told)
     rows = _told_alone(cut.num_chunks, num_experts, told, key_N.device).clone()
-    rows.scatter_add_(0, key_N, torch.ones_like(key_N))
+    rows.scatter_add_(0, key_N, _ones(key_N.numel(), key_N.device))
     return rows[:-1].view(cut.num_chunks, width)
+
+
+@lru_cache(maxsize=4)
+def _ones(length: int, device: torch.device) -> Tensor:
+    return torch.ones(length, dtype=torch.int64, device=device)
 
 
 @lru_cache(maxsize=1024)
@@ -270,7 +275,10 @@ def _by_holder(choice_N: Tensor, sent_FN: np.ndarray, target: Placement) -> Tens
 def _sums_by_holder(sent_FN: np.ndarray, target: Placement) -> np.ndarray:
     """Rows of each chunk for each cell, int64 ``[F, C]``."""
     order_N, held_C1 = target.by_holder_N, target.held_C1
+    by_holder_FN = sent_FN if order_N is None else sent_FN[:, order_N]
+    if target.is_everywhere:
+        sums_FC: np.ndarray = np.add.reduceat(by_holder_FN, held_C1[:-1], axis=1)
+        return sums_FC
     ends_FN = np.zeros((len(sent_FN), sent_FN.shape[1] + 1), dtype=np.int64)
-    (sent_FN if order_N is None else sent_FN[:, order_N]).cumsum(axis=1, out=ends_FN[:, 1:])
-    sums_FC: np.ndarray = ends_FN[:, held_C1[1:]] - ends_FN[:, held_C1[:-1]]
-    return sums_FC
+    by_holder_FN.cumsum(axis=1, out=ends_FN[:, 1:])
+    return ends_FN[:, held_C1[1:]] - ends_FN[:, held_C1[:-1]]

@@ -52,8 +52,6 @@ def weighing_grads(
     """Gradients of ``route.sum_by_token``: of rows ``[N, D]`` and of their weights ``[T, K]``."""
     grad_ND = grad_TD.index_select(0, route.token_N)
     grad_score_N = torch.sum(returned_ND * grad_ND, dim=1, dtype=score_TK.dtype)
-    grad_score_TK = torch.zeros_like(score_TK)
-    grad_score_TK.view(-1).index_copy_(0, route.choice_N, grad_score_N)
     # In place: the product is rounded once, and never there in the scores' precision.
     grad_ND *= score_TK.flatten().index_select(0, route.choice_N)[:, None]
-    return grad_ND, grad_score_TK
+    return grad_ND, route.spread(grad_score_N[:, None]).squeeze(2)

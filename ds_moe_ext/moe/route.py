@@ -164,9 +164,10 @@ class LayerRoute(OnDevice):
     def on(self, span: Span) -> Route:
         """The route of a span of finest chunks."""
         # Two lanes that ask at once may both make it: they make the same, so no lock is needed.
-        if span not in self._routes:
-            self._routes[span] = self._route(span)
-        return self._routes[span]
+        route = self._routes.get(span)
+        if route is None:
+            route = self._routes[span] = self._route(span)
+        return route
 
     def in_cell(self, span: Span) -> CellRoute:
         """How the rows of a span meet in the cell."""
@@ -195,18 +196,21 @@ class LayerRoute(OnDevice):
     def _route(self, span: Span) -> Route:
         chunks = slice(span.start, span.stop)
         sent_FC, received_CFS = self.sent_FC[chunks], self.received_PCFS[self.place][:, chunks]
-        before = int(self.sent_FC[: span.start].sum())
-        choice_N = self.choice_N[before : before + int(sent_FC.sum())]
-        if sent_FC.shape[0] > 1:  # by chunk and cell, to by cell and chunk
+        choice_N = self.choice_N
+        if len(sent_FC) < len(self.sent_FC):
+            before = int(self.sent_FC[: span.start].sum())
+            choice_N = choice_N[before : before + int(sent_FC.sum())]
+        if len(sent_FC) > 1:  # by chunk and cell, to by cell and chunk
             choice_N = choice_N[transposed_blocks(sent_FC, (1, 0), choice_N.device)]
         choice_N = choice_N - self.cut.first(span) * self.top_k if span.start else choice_N
+        sent_C = sent_FC[0] if len(sent_FC) == 1 else sent_FC.sum(axis=0)
         num_cells, num_chunks, num_slots = received_CFS.shape
         rows_XS = received_CFS.reshape(num_cells * num_chunks, num_slots)
         sorting = SlotSorting(rows_XS, choice_N.device)
         return Route(
             choice_N=choice_N,
             token_N=choice_N // self.top_k if self.top_k > 1 else choice_N,
-            sent_C=tuple(sent_FC.sum(axis=0).tolist()),
+            sent_C=tuple(sent_C.tolist()),
             received_C=tuple(
                 rows_XS.reshape(num_cells, num_chunks * num_slots).sum(axis=1).tolist()
             ),

@@ -18,10 +18,12 @@ class Reading:
     Attributes:
         span: that is wanted; None: of a value that is not cut.
         pieces: place of each in the table, and the span that it covers; in the order of writers.
+        in_row: places of the pieces in the order of tokens, where they are the span and no more.
     """
 
     span: Span | None
     pieces: tuple[tuple[int, Span | None], ...]
+    in_row: tuple[int, ...] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,6 +174,18 @@ class Binding:
         return tuple(Place(name, task, is_evaluation) for name, task in pairs)
 
 
+def _in_row(
+    pieces: Sequence[tuple[int, Span | None]], wanted: Span | None
+) -> tuple[int, ...] | None:
+    """Places of pieces that lie end to end and are what is wanted; else None."""
+    cut = sorted((span, number) for number, span in pieces if span is not None)
+    if wanted is None or not cut or len(cut) < len(pieces):
+        return None
+    ends = [wanted.start, *(span.stop for span, _ in cut)]
+    is_row = ends == [*(span.start for span, _ in cut), wanted.stop]
+    return tuple(number for _, number in cut) if is_row else None
+
+
 def _plain(reads: Sequence[int | Reading]) -> tuple[int, ...] | None:
     plain = tuple(read for read in reads if isinstance(read, int))
     return plain if len(plain) == len(reads) else None
@@ -207,4 +221,5 @@ class _Pieces:
         is_whole = len(pieces) == 1 and (pieces[0][1] == wanted.span or not wanted.kind.by_token)
         if is_whole:
             return pieces[0][0]
-        return Reading(wanted.span if wanted.kind.by_token else None, tuple(pieces))
+        span = wanted.span if wanted.kind.by_token else None
+        return Reading(span, tuple(pieces), _in_row(pieces, span))

@@ -300,6 +300,17 @@ class Pass:
 
     def _together(self, wanted: Reading) -> Any:
         """The value, put together from the pieces that were written of it."""
+        if wanted.in_row is not None:
+            row = [self._table[number] for number in wanted.in_row]
+            if all(piece is not None for piece in row):
+                self._lanes.keep(row)
+                return torch.cat(row).requires_grad_(any(piece.requires_grad for piece in row))
+        elif len(wanted.pieces) == 1:
+            ((number, span),) = wanted.pieces
+            if (piece := self._table[number]) is None or span is None or wanted.span is None:
+                return piece
+            self._lanes.keep((piece,))
+            return self._narrow(piece, span, wanted.span)
         whole: list[tuple[int, Any]] = []
         smaller: list[tuple[Span, int, Tensor]] = []
         found = [(n, span, self._table[n]) for n, span in wanted.pieces]
@@ -330,17 +341,13 @@ class Pass:
         return narrow.requires_grad_(piece.requires_grad)
 
     def _joined(self, pieces: list[tuple[Span, int, Tensor]], wanted: Span) -> Tensor:
-        """Pieces of a span in the order of their tokens; where several writers wrote the same
-        tokens, their sum."""
+        """Pieces of a span where they belong; where several writers wrote the same tokens, their
+        sum."""
         ordered = [(span, piece.detach()) for span, _, piece in sorted(pieces, key=_place)]
-        ends = [wanted.start, *(span.stop for span, _ in ordered)]
-        if ends == [*(span.start for span, _ in ordered), wanted.stop]:
-            joined = torch.cat([piece for _, piece in ordered])
-        else:
-            like = ordered[0][1]
-            joined = like.new_zeros(self._cut.length(wanted), *like.shape[1:])
-            for span, piece in ordered:
-                self._narrow(joined, wanted, span).add_(piece)
+        like = ordered[0][1]
+        joined = like.new_zeros(self._cut.length(wanted), *like.shape[1:])
+        for span, piece in ordered:
+            self._narrow(joined, wanted, span).add_(piece)
         return joined.requires_grad_(any(piece.requires_grad for _, _, piece in pieces))
 
     def _release(self, numbers: Iterable[int]) -> None:
