@@ -31,6 +31,7 @@ from ds_moe_ext.attachment.host_layer import (
     shape_of,
 )
 from ds_moe_ext.moe.expert import ExpertFunction, on_shard
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.gate import RunRows
 from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.memory_order import unstacked
@@ -257,11 +258,18 @@ class HostedExperts(nn.Module):
             self.add_module(name, nn.ParameterList([slot.parameters[index] for slot in slots]))
 
     def weights(self) -> tuple[Tensor, ...]:
-        """Weights of the first slot's expert in name order, then of the second's, and so on."""
+        """Weights of the first slot's expert in name order, then of the second's, and so on; or one
+        of all slots for each name."""
         if not self._views:
             columns = (self.get_submodule(name)._parameters.values() for name in self.weight_names)
             return tuple(chain.from_iterable(zip(*columns)))
+        if self._takes_stacks and self.routed.copies is None:
+            return self._viewed()
         return tuple(chain.from_iterable(zip(*map(unstacked, self._viewed()))))
+
+    @property
+    def _takes_stacks(self) -> bool:
+        return isinstance(self.routed.function, FeedForwardExperts)
 
     def forward(self, hidden: Tensor, expert_ids: Tensor, scores: Tensor) -> Tensor:
         """``[..., D]`` to ``[..., D]``. Collective over the cells."""

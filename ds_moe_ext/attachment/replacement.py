@@ -278,6 +278,13 @@ def build(
         return _adopted(blueprint, layout, around, device) if has_layers else []
 
 
+def stays_in_slots(blueprint: Blueprint) -> bool:
+    """Whether the experts of each layer lie in the same slots of every rank for good."""
+    strategy, homes = blueprint.strategy, blueprint.homes()
+    has_all = all(home.holds_EC.any(axis=0).all() for home in homes)
+    return has_all and not blueprint.moves_experts and strategy.roles is None
+
+
 def _check_way(blueprint: Blueprint, layout: ParallelLayout, device: torch.device) -> None:
     """Raises ValueError where rows cannot travel as asked for."""
     if Way.DEEP_EP in blueprint.strategy.ways and (reason := deep_ep.why_not(layout, device)):

@@ -23,7 +23,8 @@ class FeedForwardExperts:
     """Up, activation, down: GPT's two matrices or SwiGLU's three (gate and up joined).
 
     Weights of a slot, in order: up ``[F', D]``, up bias ``[F']`` if ``has_bias``, down ``[D, F]``,
-    down bias ``[D]`` if ``has_bias``; F' is 2F where ``activation`` halves.
+    down bias ``[D]`` if ``has_bias``; F' is 2F where ``activation`` halves. Or of all slots one
+    tensor each, with the slots first.
 
     Attributes:
         activation: ``[R, F'] -> [R, F]``.
@@ -40,6 +41,8 @@ class FeedForwardExperts:
     def __call__(self, rows_RD: Tensor, slots: SlotRows, weights: tuple[Tensor, ...]) -> Tensor:
         if not weights:
             return rows_RD.clone()  # this rank has no expert of the layer, and no rows
+        if self.is_stacked(weights) and self._is_grouped(weights):
+            return self._grouped(rows_RD, slots, weights)
         by_name = self._by_name(weights)
         if not self._is_grouped(weights):
             return self._slot_by_slot(rows_RD, slots, *by_name)
@@ -78,13 +81,21 @@ class FeedForwardExperts:
 
     def arrangement(self, weights: tuple[Tensor, ...]) -> Arrangement:
         """How slots compute: in another order where that takes fewer GEMMs, at once or alone."""
+        if self.is_stacked(weights):
+            return Arrangement(None, ((0, len(weights[0])),))
         by_name = self._by_name(weights)
         num_slots = len(by_name[0])
         if num_slots > 1 and self._is_grouped(weights):
             return arranged(by_name)
         return Arrangement(None, ((0, num_slots),))
 
+    def is_stacked(self, weights: tuple[Tensor, ...]) -> bool:
+        """Whether each is of all slots."""
+        return bool(weights) and weights[0].dim() == 3
+
     def _by_name(self, weights: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+        if self.is_stacked(weights):
+            return [weight.unbind() for weight in weights]
         num_weights = 4 if self.has_bias else 2
         return [weights[i::num_weights] for i in range(num_weights)]
 

@@ -81,20 +81,14 @@ class _Run(NamedTuple):
     num_rows: int
     end_S: Tensor | None
 
-    def apart(self, grad: Tensor | None) -> Sequence[Tensor | None]:
-        """A weight's gradient, slot by slot."""
-        if grad is None:
-            return [None] * (self.stop - self.start)
-        return (grad,) if self.end_S is None else grad.unbind()
-
     def own(self, rows_RD: Tensor) -> Tensor:
         """Without those that were added to round their number up."""
         return rows_RD if rows_RD.shape[0] == self.num_rows else rows_RD[: self.num_rows]
 
-    def product(self, one: Tensor, other: Tensor) -> Tensor:
-        """Slot by slot."""
+    def product(self, one: Tensor, other: Tensor, out: Tensor | None = None) -> Tensor:
+        """Slot by slot; into ``out``, if there is one slot."""
         if self.end_S is None:
-            return one @ other
+            return torch.mm(one, other, out=out)
         return torch.nn.functional.grouped_mm(one, other, offs=self.end_S)
 
 
@@ -109,51 +103,93 @@ class SwiGluAdjoint:
         runs: of slots.
         wanted: gradients.
         is_transposed: weights are stored ``[in, out]``.
+        is_stacked: they came as one tensor a name.
         dtype: of the rows as they came.
     """
 
     runs: tuple[_Run, ...]
     wanted: Wanted
     is_transposed: bool
+    is_stacked: bool
     dtype: torch.dtype
 
     def gradients(self, kept: Sequence[Tensor], grad_RD: Tensor) -> tuple[Any, ...]:
-        """Of the rows, ``[R, D]``, and of the weights, slot by slot; None where it is not wanted.
+        """Of the rows, ``[R, D]``, and of the weights, as they came; None where it is not wanted.
 
         Args:
             kept: as forward gave it.
             grad_RD: of what it wrote.
         """
-        rows: list[Tensor | None] = []
-        grads: list[Tensor | None] = []
+        *_, up, down = kept
+        grads_up, grads_down = self._room(self.wanted.up, up), self._room(self.wanted.down, down)
+        rows: list[Tensor] = []
         for number, (run, part_RD) in enumerate(zip(self.runs, _parts(grad_RD, self.runs))):
             of_run = kept[_NUM_KEPT * number :][:_NUM_KEPT]
-            grad_rows, grad_up, grad_down = self._of_run(run, of_run, part_RD)
-            rows.append(grad_rows)
-            grads += chain.from_iterable(zip(run.apart(grad_up), run.apart(grad_down)))
-        return _joined(rows, self.dtype) if self.wanted.rows else None, tuple(grads)
+            grad_rows = self._of_run(run, of_run, part_RD, grads_up, grads_down)
+            if grad_rows is not None:
+                rows.append(grad_rows)
+        grad_rows = _joined(rows, self.dtype) if self.wanted.rows else None
+        if self.is_stacked:
+            return grad_rows, (grads_up.stack_S, grads_down.stack_S)
+        return grad_rows, tuple(chain.from_iterable(zip(grads_up.by_slot, grads_down.by_slot)))
+
+    def _room(self, is_wanted: bool, last: Tensor) -> _WeightGrads:
+        """For a weight of which the last run's is known."""
+        num_slots = self.runs[-1].stop
+        if not is_wanted:
+            return _WeightGrads([None] * num_slots)
+        if not self.is_stacked or last.dim() == 3:
+            return _WeightGrads([None] * num_slots)
+        stack_S = last.new_empty(num_slots, *last.shape)
+        return _WeightGrads(list(stack_S), stack_S)
 
     def _of_run(
-        self, run: _Run, kept: Sequence[Tensor], grad_RD: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        """Gradients of the rows, of the weights up and of those down."""
+        self,
+        run: _Run,
+        kept: Sequence[Tensor],
+        grad_RD: Tensor,
+        grads_up: _WeightGrads,
+        grads_down: _WeightGrads,
+    ) -> Tensor | None:
+        """Gradients of the rows; those of the weights are put where they belong."""
         rows_RD, gate_up_RF, product_RF, up, down = kept
         grad_RD = with_rows(grad_RD.to(rows_RD.dtype), rows_RD.shape[0])
-        grad_down = self._of_weight(run, grad_RD, product_RF) if self.wanted.down else None
+        if self.wanted.down:
+            self._of_weight(run, grad_RD, product_RF, grads_down)
         if not self.wanted.rows and not self.wanted.up:
-            return None, None, grad_down
+            return None
         grad_RF = _product_grad(gate_up_RF, run.product(grad_RD, self._back(down)))
-        grad_up = self._of_weight(run, grad_RF, rows_RD) if self.wanted.up else None
+        if self.wanted.up:
+            self._of_weight(run, grad_RF, rows_RD, grads_up)
         if not self.wanted.rows:
-            return None, grad_up, grad_down
-        return run.own(run.product(grad_RF, self._back(up))), grad_up, grad_down
+            return None
+        return run.own(run.product(grad_RF, self._back(up)))
 
     def _back(self, weight: Tensor) -> Tensor:
         return weight.mT if self.is_transposed else weight
 
-    def _of_weight(self, run: _Run, grad: Tensor, rows: Tensor) -> Tensor:
+    def _of_weight(self, run: _Run, grad: Tensor, rows: Tensor, grads: _WeightGrads) -> None:
         one, other = (rows, grad) if self.is_transposed else (grad, rows)
-        return run.product(one.mT, other)
+        found = run.product(one.mT, other, grads.by_slot[run.start] if self.is_stacked else None)
+        if run.end_S is None:
+            grads.by_slot[run.start] = found
+        elif self.is_stacked:
+            grads.stack_S = found
+        else:
+            grads.by_slot[run.start : run.stop] = found.unbind()
+
+
+@dataclass(eq=False, slots=True)
+class _WeightGrads:
+    """Gradients of a weight.
+
+    Attributes:
+        by_slot: of each slot.
+        stack_S: of all, where the weights came so.
+    """
+
+    by_slot: list[Tensor | None]
+    stack_S: Tensor | None = None
 
 
 def swiglu(
@@ -169,19 +205,20 @@ def swiglu(
     Args:
         rows_RD: slot by slot.
         slots: rows of each.
-        weights: up ``[2F, D]`` and down ``[D, F]`` of each slot, or these transposed.
+        weights: up ``[2F, D]`` and down ``[D, F]`` of each slot, or these transposed; or of all
+            slots one ``[S, 2F, D]`` and one ``[S, D, F]``.
         runs: slots ``start`` to ``stop`` whose weights can be stacked.
         is_transposed: they are.
 
     Returns:
         Rows ``[R, D]``, the adjoint and what it takes.
     """
-    up_S, down_S = weights[::2], weights[1::2]
-    trained = (any(weight.requires_grad for weight in own) for own in (up_S, down_S))
-    wanted = Wanted(rows_RD.requires_grad, *trained)
+    is_stacked = weights[0].dim() == 3
+    up_S, down_S = weights if is_stacked else (weights[::2], weights[1::2])
+    wanted = Wanted(rows_RD.requires_grad, *map(_is_trained, (up_S, down_S)))
     rows = rows_RD.detach().to(up_S[0].dtype)
     kept: list[Tensor] = []
-    outs: list[Tensor | None] = []
+    outs: list[Tensor] = []
     with torch.no_grad():
         own = tuple(_runs(rows, slots, up_S, down_S, runs))
         for (run, up, down), part in zip(own, _parts(rows, [run for run, _, _ in own])):
@@ -190,15 +227,32 @@ def swiglu(
             product_RF = _product(gate_up_RF)
             outs.append(run.own(run.product(product_RF, down if is_transposed else down.mT)))
             kept += part_RD, gate_up_RF, product_RF, up, down
-    adjoint = SwiGluAdjoint(tuple(run for run, _, _ in own), wanted, is_transposed, rows_RD.dtype)
+    found = tuple(run for run, _, _ in own)
+    adjoint = SwiGluAdjoint(found, wanted, is_transposed, is_stacked, rows_RD.dtype)
     return _joined(outs, rows_RD.dtype), adjoint, kept
+
+
+_BySlot = Tensor | Sequence[Tensor]
+"""A weight of all slots, stacked or one by one."""
+
+
+def _is_trained(weight_S: _BySlot) -> bool:
+    if isinstance(weight_S, Tensor):
+        return weight_S.requires_grad
+    return any(weight.requires_grad for weight in weight_S)
+
+
+def _at_once(weight_S: _BySlot, start: int, stop: int) -> Tensor:
+    """Of some slots, stacked."""
+    run_S = weight_S[start:stop]
+    return run_S.detach() if isinstance(run_S, Tensor) else as_one(run_S)
 
 
 def _runs(
     rows_RD: Tensor,
     slots: SlotRows,
-    up_S: Sequence[Tensor],
-    down_S: Sequence[Tensor],
+    up_S: _BySlot,
+    down_S: _BySlot,
     found: Sequence[tuple[int, int]],
 ) -> Iterator[tuple[_Run, Tensor, Tensor]]:
     """What is computed at once, with its weights. On a CPU one expert after the other, from its
@@ -206,7 +260,7 @@ def _runs(
     go through memory."""
     for start, stop in found:
         if stop - start > 1 and not rows_RD.is_cpu:
-            up, down = (as_one(own[start:stop]) for own in (up_S, down_S))
+            up, down = (_at_once(own, start, stop) for own in (up_S, down_S))
             if has_grouped_mm(rows_RD, up) and has_grouped_mm(rows_RD, down):
                 own = slots if len(found) == 1 else slots.between(start, stop)
                 yield _Run(start, stop, own.num_rows, own.end_S), up, down
@@ -224,9 +278,5 @@ def _parts(rows_RD: Tensor, runs: Sequence[_Run]) -> Sequence[Tensor]:
     return rows_RD.split([run.num_rows for run in runs])
 
 
-def _joined(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
-    rows_RD = (
-        parts[0] if len(parts) == 1 else torch.cat([part for part in parts if part is not None])
-    )
-    assert rows_RD is not None
-    return rows_RD.to(dtype)
+def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_moe_ext.attachment.block_hooks import launch_with_blocks
-from ds_moe_ext.attachment.experts import find_registered
-from ds_moe_ext.attachment.replacement import AttachedLayer, Finder, build, draw
+from ds_moe_ext.attachment.experts import HostedExperts, find_registered
+from ds_moe_ext.attachment.replacement import AttachedLayer, Finder, build, draw, stays_in_slots
 from ds_moe_ext.moe.observation import Rows
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.settings import BLOCK, read_settings
@@ -65,6 +65,10 @@ class ReplacedLayers:
             settings = replace(settings, expert_parallel_size=num_cells)
         blueprint = draw(settings, strategy, model, finders, world_size)
         layers = [layer for layer, _ in build(blueprint)]
+        if stays_in_slots(blueprint):  # as a host does where they stay
+            for layer in layers:
+                assert isinstance(layer.hosted, HostedExperts)
+                layer.hosted.stack()
         measures = strategy.rhythm().measures
         if is_early:
             launch_with_blocks(model, layers, measures=measures)

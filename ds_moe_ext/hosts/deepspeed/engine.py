@@ -138,7 +138,7 @@ class DeepSpeedHost:
     def mark(self, blueprint: Blueprint, built: Built) -> None:
         sources, strategy = self._sources, blueprint.strategy
         record = engine_record.begin(self.carrier)
-        if stays_in_slots(blueprint) and takes_each_number_alone(self.carrier):
+        if replacement.stays_in_slots(blueprint) and takes_each_number_alone(self.carrier):
             built = [(layer, _stacked(layer, adopted)) for layer, adopted in built]
         for layer, adopted in built:
             _make_known(layer, adopted, blueprint.grid, sources)
@@ -191,13 +191,6 @@ class DeepSpeedHost:
         engine_record.record_of(self.carrier).run = run
         run.planning.tell(replacement.told_homes(run.blueprint))
         run.recorder.beside = None if self._role is None else self._role.both_sides
-
-
-def stays_in_slots(blueprint: Blueprint) -> bool:
-    """Whether the experts of each layer lie in the same slots of every rank for good."""
-    strategy, homes = blueprint.strategy, blueprint.homes()
-    has_all = all(home.holds_EC.any(axis=0).all() for home in homes)
-    return has_all and not blueprint.moves_experts and strategy.roles is None
 
 
 def _stacked(layer: AttachedLayer, adopted: Adopted) -> Adopted:
