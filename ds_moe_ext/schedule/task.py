@@ -220,7 +220,16 @@ class Task:
         return self.op.back if self.adjoint_of and self.op.back is not None else self.op.lane
 
     def __str__(self) -> str:
-        return f"{self.op.name}{chr(39) if self.adjoint_of else ''}[{self.layer},{self.span}]"
+        return f"{self._name}[{self.layer},{self.span}]"
+
+    @property
+    def label(self) -> str:
+        """For profilers: the same for all spans, so that their times add up."""
+        return f"layer {self.layer} {self._name}"
+
+    @property
+    def _name(self) -> str:
+        return self.op.name + ("'" if self.adjoint_of else "")
 
 
 @dataclass(frozen=True)
