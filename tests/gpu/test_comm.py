@@ -96,3 +96,35 @@ def test_nccl(world_size: int, tmp_path: Path) -> None:
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"NCCL needs a CUDA device a rank: {world_size}")
     torch.multiprocessing.spawn(_on_nccl, (world_size, tmp_path), nprocs=world_size)
+
+
+# Counts.
+
+
+@pytest.mark.gpu
+def test_counts_come_while_the_host_goes_on() -> None:
+    """Nobody waits before they are asked for, and several may be on their way."""
+    device = torch.device("cuda", 0)
+    stream = torch.cuda.Stream(device)
+    expected = [torch.arange(5) + 10 * number for number in range(4)]
+    given = [counts.to(device) for counts in expected]
+    for is_checked in (False, True):  # the first time memory is allocated, which may wait
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if is_checked else "default")
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)  # tens of milliseconds
+            coming = [comm.counts_to_host(counts + 0, None) for counts in given]
+        torch.cuda.set_sync_debug_mode("default")
+        if is_checked:  # the host is ahead of the device
+            assert not any(one.landed is None or one.landed.query() for one in coming)
+        for one, counts in zip(coming, expected):
+            assert one.ready().is_pinned()
+            assert torch.equal(one.ready(), counts)
+        del coming, one
+
+
+@pytest.mark.gpu
+def test_a_default_device_does_not_keep_counts_there() -> None:
+    counts = torch.arange(5, device="cuda")
+    with torch.device("cuda"):
+        assert comm.counts_on_host(counts, None).is_cpu
