@@ -234,6 +234,19 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     return asked._get_backend(first).options._timeout
 
 
+def urgent() -> Any:
+    """Options for one new communicator whose kernels go before others that are ready too, as those
+    of experts are; None where the world's backend has no such option, as gloo has none."""
+    world, cuda = dist.group.WORLD, torch.device("cuda")
+    if world is None or cuda not in world._device_types or not dist.is_nccl_available():
+        return None
+    if not isinstance(world._get_backend(cuda), dist.ProcessGroupNCCL):
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout_of(None)
+    return options
+
+
 @dataclass(frozen=True, eq=False)
 class Board:
     """What ranks tell each other without a collective: keys in the store by which the world met.

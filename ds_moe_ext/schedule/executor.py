@@ -309,7 +309,9 @@ class CudaStreams:
         return torch.cuda.current_stream(self.device)
 
     def made_for(self, lane: Lane) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self.device)
+        # Blocks of a stream that goes first are the next to find room, however many of an expert's
+        # wait; streams of the default priority have 0.
+        return torch.cuda.Stream(self.device, priority=-1 if lane.sends else 0)
 
     def entered(self, stream: Any) -> AbstractContextManager[object]:
         context: AbstractContextManager[object] = torch.cuda.stream(stream)

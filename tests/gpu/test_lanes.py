@@ -20,9 +20,15 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_moe_ext.moe.observation import TasksSeen
 from ds_moe_ext.schedule.crew import Saved, Stage
-from ds_moe_ext.schedule.executor import InlineLanes, OnDevice, ThreadLanes, lanes_for
+from ds_moe_ext.schedule.executor import (
+    CudaStreams,
+    InlineLanes,
+    OnDevice,
+    ThreadLanes,
+    lanes_for,
+)
 from ds_moe_ext.schedule.program import Program
-from ds_moe_ext.schedule.task import COMPUTE, INTER, Lane, Op, Span
+from ds_moe_ext.schedule.task import COMPUTE, HOST, INTER, INTRA, PARAM, Lane, Op, Span
 from ds_moe_ext.testing import relative_error
 from tests.flows import flow
 from tests.gpu.layers import (
@@ -277,6 +283,14 @@ def test_tasks_are_timed(device: torch.device, overlaps: bool) -> None:
 def test_lanes_of_a_device_that_overlap_are_other_ones() -> None:
     assert type(lanes_for(CUDA, True)) is not type(lanes_for(CUDA, False))
     assert lanes_for(CUDA, True) is lanes_for(CUDA, True)
+
+
+@pytest.mark.gpu
+def test_lanes_that_send_go_first() -> None:
+    streams = CudaStreams(CUDA)
+    assert [streams.made_for(lane).priority for lane in (INTER, INTRA, PARAM)] == [-1] * 3
+    assert streams.made_for(HOST).priority == 0
+    assert streams.current().priority == 0
 
 
 @pytest.mark.gpu
