@@ -16,7 +16,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from ds_moe_ext.moe.local_stage import Local
 from ds_moe_ext.schedule.crew import Crew
 from ds_moe_ext.schedule.executor import CudaLanes, InlineLanes, Lanes, ThreadLanes, lanes_for
 from ds_moe_ext.schedule.orders import stage_major
@@ -288,6 +290,7 @@ class FakeStreams(threading.local):
 STREAMS = FakeStreams()
 ON_STREAMS = CudaLanes(torch.device("cpu"), STREAMS)
 WITH_HOST = (*LANES, "host")
+WHOLE = Span(0, 1)
 
 
 @settings(deadline=None, max_examples=50)
@@ -353,6 +356,29 @@ def test_without_work_for_the_host_no_thread_is_made() -> None:
     before_it = threading.active_count()
     lanes.run(flow("a compute", "b compute a"), lambda position: None)
     assert threading.active_count() == before_it
+
+
+def test_a_program_runs_with_the_host_beside_it() -> None:
+    """Forward and backward; the host's task makes nothing that has a gradient."""
+    x, y, told = (Value(kind, 0, WHOLE) for kind in (X, Y, Kind("told", has_gradient=False)))
+    asked = Task(Op("ask", HOST), 0, WHOLE, (x,), (told,))
+    made = Task(EXPERT, 0, WHOLE, (x, told), (y,))
+    forward = Schedule((asked, made), (x,), (y,))
+    threads: list[int] = []
+
+    def ask(x: Tensor) -> tuple[int]:
+        threads.append(threading.get_ident())
+        return (len(x),)
+
+    stages = {asked.op: Local(ask, graded=(False,)), EXPERT: Local(lambda x, told: (x * told,))}
+    program = Program(forward, forward.reversed(), Crew(stages), ON_STREAMS)
+    given = torch.ones(5, requires_grad=True)
+    (out,) = program(given)
+    out.sum().backward()
+    assert out.tolist() == [5.0] * 5
+    assert given.grad is not None
+    assert given.grad.tolist() == [5.0] * 5
+    assert threads and threading.get_ident() not in threads
 
 
 def test_the_hosts_thread_has_the_callers_state() -> None:

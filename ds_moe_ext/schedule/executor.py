@@ -371,16 +371,20 @@ class CudaLanes:
             stream = streams[schedule.tasks[position].lane]
             for other in schedule.awaits[position]:
                 stream.wait_event(ends[other])
-            with self._make.entered(stream):
+            if stream is caller:
                 do(position)
+            else:
+                with self._make.entered(stream):
+                    do(position)
             if position in issued.awaited:
                 ends[position] = stream.record_event()
 
-        if HOST in schedule.by_lane:
-            self._run_beside(schedule, issued, issue)
-        else:
-            for position in issued.by_caller:
-                issue(position)
+        with self._make.entered(caller):  # once, for its device: it is the current one
+            if HOST in schedule.by_lane:
+                self._run_beside(schedule, issued, issue)
+            else:
+                for position in issued.by_caller:
+                    issue(position)
         for position in issued.last:
             caller.wait_event(ends[position])
 
