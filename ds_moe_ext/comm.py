@@ -180,10 +180,50 @@ def take_first(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def counts_on_host(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Counts that ``all_gather_counts`` has gathered, once they are known: on CUDA that is where
     the host waits for other ranks."""
-    if counts.is_cpu:
-        return counts
-    with Waiting(group):
-        return counts.cpu()
+    return counts_to_host(counts, group).ready()
+
+
+def counts_to_host(counts: Tensor, group: dist.ProcessGroup | None) -> OnTheirWay:
+    """Begin to bring counts to the host, in the lane that calls; on CUDA nobody waits yet. Who
+    calls goes on with what needs no counts, and asks for them then.
+
+    Args:
+        counts: that ``all_gather_counts`` has gathered.
+        group: over which.
+    """
+    if not counts.is_cuda:
+        return OnTheirWay(counts, group)
+    # Pinned, or the copy would wait. Torch keeps pinned blocks for the next who asks, and gives
+    # none away before the copies in it have ended. A default device of the user's is not meant.
+    landing = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
+    landing.copy_(counts, non_blocking=True)
+    landed = torch.cuda.current_stream(counts.device).record_event()
+    return OnTheirWay(landing, group, landed)
+
+
+@dataclass(frozen=True, eq=False)
+class OnTheirWay:
+    """Counts that come to the host.
+
+    Attributes:
+        counts: where they are, or will be.
+        group: of those who counted.
+        landed: when they are there; None where nothing was begun.
+    """
+
+    counts: Tensor
+    group: dist.ProcessGroup | None
+    landed: torch.cuda.Event | None = None
+
+    def ready(self) -> Tensor:
+        """The counts, on the host. Waits for them, and so for the ranks that counted."""
+        if self.landed is None and self.counts.is_cpu:
+            return self.counts
+        with Waiting(self.group):
+            if self.landed is None:
+                return self.counts.cpu()
+            self.landed.synchronize()
+        return self.counts
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
@@ -192,6 +232,19 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     assert asked is not None, "torch.distributed is not initialized"
     (first, *_) = asked._device_types  # one backend serves all, or each was told the same
     return asked._get_backend(first).options._timeout
+
+
+def urgent() -> Any:
+    """Options for one new communicator whose kernels go before others that are ready too, as those
+    of experts are; None where the world's backend has no such option, as gloo has none."""
+    world, cuda = dist.group.WORLD, torch.device("cuda")
+    if world is None or cuda not in world._device_types or not dist.is_nccl_available():
+        return None
+    if not isinstance(world._get_backend(cuda), dist.ProcessGroupNCCL):
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout_of(None)
+    return options
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ import numpy as np
 import torch.distributed as dist
 
 from ds_moe_ext.all_to_all import Nodes, Reach
-from ds_moe_ext.comm import begin_watch, gather_objects, timeout_of
+from ds_moe_ext.comm import begin_watch, gather_objects, timeout_of, urgent
 from ds_moe_ext.schedule.task import INTER, INTRA, Lane
 
 AXES = ("edp", "ep", "esp")
@@ -159,7 +159,7 @@ class ParallelLayout:
         within = [(GRID, INTER), ("esp", INTRA)] if grid.cell_size > 1 else []
         for axis, lane in (*uses, *within):
             if lists := layout.lists_along(axis):
-                layout._groups[axis, lane] = group_among(lists)
+                layout._groups[axis, lane] = group_among(lists, is_urgent=True)
         return layout
 
     @property
@@ -249,14 +249,20 @@ class ParallelLayout:
         return self._groups["ep" if is_row else axis, lane]
 
 
-def group_among(lists: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
+def group_among(
+    lists: list[list[int]], backend: str | None = None, *, is_urgent: bool = False
+) -> dist.ProcessGroup:
     """A communicator of each of these lists of ranks, which share none: this rank's. Collective,
     with the same lists in the same order on every rank. They wait for other ranks as long as the
     world does, which a host may have been told.
 
     Args:
         backend: of the communicators; None takes that of the world.
+        is_urgent: what travels is waited for by other work on the device, and goes before that.
     """
     rank, timeout = dist.get_rank(), timeout_of(None)
-    groups = [(ranks, dist.new_group(ranks, timeout, backend)) for ranks in lists]
+    groups = [
+        (ranks, dist.new_group(ranks, timeout, backend, urgent() if is_urgent else None))
+        for ranks in lists
+    ]
     return next(group for ranks, group in groups if rank in ranks)

@@ -350,6 +350,11 @@ class Strategy(ABC):
         """The same, leaving dense gradients to the host."""
         return self
 
+    @property
+    def sums_copies_in_float32(self) -> bool:
+        """Whether a rank keeps the sums of copies' gradients so, where these are narrower."""
+        return False
+
     def uses(self) -> tuple[tuple[str, Lane], ...]:
         """The (axis, lane) pairs that need a communicator: of rows by these ways or between roles,
         and of copies, which one that never has any may leave out. Pure."""

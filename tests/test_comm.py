@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -60,6 +60,27 @@ def test_gathers() -> None:
         assert counts == [[0, 0], [1, 10], [2, 20]]
         assert slots == [0, 10, 11, 20, 21, 22]
         assert texts == ["rank 0", "rank 1", "rank 2"]
+
+
+def test_counts_on_a_cpu_are_on_the_host() -> None:
+    counts = torch.arange(3)
+    assert comm.counts_to_host(counts, None).ready() is counts
+    assert comm.counts_on_host(counts, None) is counts
+
+
+def test_who_asks_for_counts_waits_in_their_exchange() -> None:
+    """Until the copy has ended, and not before; a watch sees it."""
+    group, waited_in = object(), []
+
+    def synchronize() -> None:
+        waited_in.extend(wait.group for wait in comm.WATCH.waits.values())
+
+    event: Any = SimpleNamespace(synchronize=synchronize)
+    coming = comm.OnTheirWay(torch.arange(3), cast(Any, group), event)
+    assert not waited_in
+    assert coming.ready().tolist() == [0, 1, 2]
+    assert waited_in == [group]
+    assert not comm.WATCH.waits
 
 
 # Inside a cell.

@@ -3,19 +3,24 @@ that writes what it reads have finished; and it takes as long as the simulator s
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from ds_moe_ext.moe.local_stage import Local
 from ds_moe_ext.schedule.crew import Crew
-from ds_moe_ext.schedule.executor import InlineLanes, Lanes, ThreadLanes, lanes_for
+from ds_moe_ext.schedule.executor import CudaLanes, InlineLanes, Lanes, ThreadLanes, lanes_for
 from ds_moe_ext.schedule.orders import stage_major
 from ds_moe_ext.schedule.program import Program
 from ds_moe_ext.schedule.simulator import simulate
@@ -24,8 +29,10 @@ from ds_moe_ext.schedule.task import (
     COMPUTE,
     DISPATCH,
     EXPERT,
+    HOST,
     PARAM,
     Kind,
+    Lane,
     Op,
     Schedule,
     Span,
@@ -33,7 +40,7 @@ from ds_moe_ext.schedule.task import (
     Value,
     spans,
 )
-from tests.flows import before, flow, flows
+from tests.flows import LANES, before, flow, flows
 
 THREADS = ThreadLanes()  # shared, as layers share them; every test leaves them usable
 BOTH = pytest.mark.parametrize("lanes", [InlineLanes(), THREADS], ids=["inline", "threads"])
@@ -233,6 +240,207 @@ def test_lanes_of_a_device_are_shared() -> None:
     assert isinstance(lanes_for(cpu, overlaps=True), ThreadLanes)
     assert not isinstance(lanes_for(cpu, overlaps=False), ThreadLanes)
     assert lanes_for(cpu, overlaps=True) is lanes_for(cpu, overlaps=True)
+
+
+# Streams, without a device: what is issued runs later, in threads in place of streams.
+
+
+class FakeStream:
+    """A queue of work, as ``torch.cuda.Stream`` is one."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._queue = ThreadPoolExecutor(1, name)
+
+    def issue(self, work: Callable[[], object]) -> None:
+        self._queue.submit(work)
+
+    def record_event(self) -> threading.Event:
+        event = threading.Event()
+        self.issue(event.set)
+        return event
+
+    def wait_event(self, event: threading.Event) -> None:
+        self.issue(functools.partial(event.wait, PATIENCE_S))
+
+    def wait_stream(self, stream: FakeStream) -> None:
+        self.wait_event(stream.record_event())
+
+
+class FakeStreams(threading.local):
+    """Of one device, whose caller has a stream; each thread issues where it has entered."""
+
+    caller = FakeStream("caller")
+    made: ClassVar[dict[Lane, FakeStream]] = {}
+    _current: FakeStream | None = None
+
+    def current(self) -> FakeStream:
+        return self._current or self.caller
+
+    def made_for(self, lane: Lane) -> FakeStream:
+        return self.made.setdefault(lane, FakeStream(lane.name))
+
+    @contextmanager
+    def entered(self, stream: FakeStream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        yield
+        self._current = before
+
+
+STREAMS = FakeStreams()
+ON_STREAMS = CudaLanes(torch.device("cpu"), STREAMS)
+WITH_HOST = (*LANES, "host")
+WHOLE = Span(0, 1)
+
+
+@settings(deadline=None, max_examples=50)
+@given(schedule=flows(lanes=WITH_HOST), data=st.data())
+def test_streams_and_the_host_beside_them_respect_every_dependency(
+    schedule: Schedule, data: st.DataObject
+) -> None:
+    """A task of the host comes after what it needs is issued; one of a device that needs it is
+    issued after it, and runs after what else it needs."""
+    size = len(schedule.tasks)
+    pauses = data.draw(st.lists(st.sampled_from((0, 0, 1e-3)), min_size=size, max_size=size))
+    issued, done = Log(), Log(pauses)
+    is_of_host = [task.lane == HOST for task in schedule.tasks]
+
+    def do(position: int) -> None:
+        issued(position)
+        lane = schedule.tasks[position].lane
+        assert STREAMS.current().name == ("caller" if lane == COMPUTE else lane.name)
+        if is_of_host[position]:
+            done(position)
+        else:
+            STREAMS.current().issue(functools.partial(done, position))
+
+    ON_STREAMS.run(schedule, do)
+    end = STREAMS.caller.record_event()  # the caller's next work
+    assert end.wait(PATIENCE_S)
+    assert sorted(done.order("end")) == list(range(size))
+    for position, waits in enumerate(before(schedule)):
+        for other in waits:
+            log = issued if is_of_host[position] or is_of_host[other] else done
+            begin = log.events.index(("begin", position))
+            assert log.events.index(("end", other)) < begin
+    for position in range(size):
+        if is_of_host[position]:  # its own work, and not only its being issued, comes first
+            readers = (p for p, waits in enumerate(before(schedule)) if position in waits)
+            end_of_it = done.events.index(("end", position))
+            assert all(end_of_it < done.events.index(("begin", p)) for p in readers)
+
+
+def test_the_host_works_in_a_thread_of_its_own_while_the_caller_issues() -> None:
+    schedule = flow("a compute", "b host a", "c inter a", "d compute b c", "e host b")
+    threads: dict[int, int] = {}
+    goes_on = threading.Event()
+
+    def do(position: int) -> None:
+        threads[position] = threading.get_ident()
+        if position == 1:
+            assert goes_on.wait(PATIENCE_S)  # c is issued meanwhile
+        if position == 2:
+            goes_on.set()
+
+    ON_STREAMS.run(schedule, do)
+    here = threading.get_ident()
+    assert [threads[position] == here for position in range(5)] == [True, False, True, True, False]
+    assert threads[1] == threads[4]
+    latest = threads[4]
+    ON_STREAMS.run(schedule, do)
+    assert threads[4] == latest  # it stays
+
+
+def test_without_work_for_the_host_no_thread_is_made() -> None:
+    lanes = CudaLanes(torch.device("cpu"), STREAMS)
+    before_it = threading.active_count()
+    lanes.run(flow("a compute", "b compute a"), lambda position: None)
+    assert threading.active_count() == before_it
+
+
+def test_a_program_runs_with_the_host_beside_it() -> None:
+    """Forward and backward; the host's task makes nothing that has a gradient."""
+    x, y, told = (Value(kind, 0, WHOLE) for kind in (X, Y, Kind("told", has_gradient=False)))
+    asked = Task(Op("ask", HOST), 0, WHOLE, (x,), (told,))
+    made = Task(EXPERT, 0, WHOLE, (x, told), (y,))
+    forward = Schedule((asked, made), (x,), (y,))
+    threads: list[int] = []
+
+    def ask(x: Tensor) -> tuple[int]:
+        threads.append(threading.get_ident())
+        return (len(x),)
+
+    stages = {asked.op: Local(ask, graded=(False,)), EXPERT: Local(lambda x, told: (x * told,))}
+    program = Program(forward, forward.reversed(), Crew(stages), ON_STREAMS)
+    given = torch.ones(5, requires_grad=True)
+    (out,) = program(given)
+    out.sum().backward()
+    assert out.tolist() == [5.0] * 5
+    assert given.grad is not None
+    assert given.grad.tolist() == [5.0] * 5
+    assert threads and threading.get_ident() not in threads
+
+
+def test_the_hosts_thread_has_the_callers_state() -> None:
+    seen: list[tuple[str, bool]] = []
+
+    def do(position: int) -> None:
+        seen.append((torch.ones(1).device.type, torch.is_grad_enabled()))
+
+    with torch.device("meta"), torch.no_grad():
+        ON_STREAMS.run(flow("a compute", "b host a"), do)
+    assert seen == [("meta", False)] * 2
+
+
+@pytest.mark.parametrize(
+    ("broken", "ran"),
+    [
+        ([1], {0, 2}),  # of the host: what does not need it is done
+        ([2], {0, 1, 4}),  # of the caller's: nothing more is issued
+        ([1, 2], {0}),
+        ([4], {0, 1, 2, 3}),
+    ],
+    ids=str,
+)
+def test_an_error_beside_the_streams_reaches_the_caller(broken: list[int], ran: set[int]) -> None:
+    #     a - b - d, c and then e beside them
+    schedule = flow("a compute", "b host a", "c inter a", "d compute b", "e host b")
+    log = Log()
+    with pytest.raises(Broken) as caught:
+        ON_STREAMS.run(schedule, failing(broken, log))
+    assert caught.value.args == (min(broken),)
+    assert set(log.order("end")) == ran
+    again = Log()
+    ON_STREAMS.run(schedule, again)  # the lanes are as good as new
+    assert sorted(again.order("end")) == [0, 1, 2, 3, 4]
+
+
+@settings(deadline=None, max_examples=50)
+@given(schedule=flows(lanes=WITH_HOST), data=st.data())
+def test_nothing_hangs_beside_the_streams_whatever_fails(
+    schedule: Schedule, data: st.DataObject
+) -> None:
+    positions = st.integers(0, len(schedule.tasks) - 1)
+    broken = data.draw(st.sets(positions, min_size=1))
+    log = Log()
+    caught: list[Any] = []
+
+    def call() -> None:
+        try:
+            ON_STREAMS.run(schedule, failing(broken, log))
+        except Broken as error:
+            caught.append(error.args)
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    caller.join(PATIENCE_S)
+    assert not caller.is_alive()
+    assert caught == [(min(broken),)]
+    lost = set(broken)
+    for position, after in enumerate(schedule.after):
+        if lost & set(after):
+            lost.add(position)
+    assert not lost & set(log.order("begin"))
 
 
 # What the simulator predicts is what happens.

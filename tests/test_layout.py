@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_moe_ext import comm, layout
 from ds_moe_ext.comm import timeout_of
 from ds_moe_ext.layout import AXES, Grid, ParallelLayout
 from ds_moe_ext.schedule.task import INTRA
@@ -93,9 +97,58 @@ def test_every_axis_parts_the_ranks(num_grids: int, num_cells: int, cell_size: i
 
 
 def _timeout(rank: int, world_size: int) -> timedelta:
-    layout = ParallelLayout.build(Grid(world_size, world_size), [("ep", INTRA)])
-    return timeout_of(layout.group("ep", INTRA))
+    built = ParallelLayout.build(Grid(world_size, world_size), [("ep", INTRA)])
+    return timeout_of(built.group("ep", INTRA))
 
 
 def test_communicators_wait_as_long_as_the_world() -> None:
     assert pool_of(2).run(_timeout) == [timedelta(seconds=TIMEOUT_S)] * 2
+
+
+class _Nccl:
+    """In place of ``ProcessGroupNCCL``, which torch for a CPU lacks."""
+
+    class Options:
+        """Of one communicator."""
+
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self.is_high_priority_stream = is_high_priority_stream
+            self._timeout = timedelta(minutes=10)
+
+    def __init__(self) -> None:
+        self.options = _Nccl.Options()
+        self.options._timeout = timedelta(seconds=77)
+
+
+@pytest.mark.parametrize("has_nccl", [True, False])
+def test_on_nccl_what_a_lane_sends_goes_first(has_nccl: bool) -> None:
+    """With the timeout of the world; a communicator keeps its options, so that each has its own."""
+    backend = _Nccl() if has_nccl else object()
+    world = SimpleNamespace(
+        _device_types=[torch.device("cuda")], _get_backend=lambda device: backend
+    )
+    fake = SimpleNamespace(
+        group=SimpleNamespace(WORLD=world), is_nccl_available=lambda: True, ProcessGroupNCCL=_Nccl
+    )
+    with mock.patch.object(comm, "dist", fake):
+        options, other = comm.urgent(), comm.urgent()
+    if not has_nccl:
+        assert options is None
+        return
+    assert options.is_high_priority_stream
+    assert options._timeout == timedelta(seconds=77)
+    assert options is not other
+
+
+def _asked(rank: int, world_size: int) -> tuple[object, int, int]:
+    asked: list[None] = []
+    with mock.patch.object(layout, "urgent", lambda: asked.append(None)):
+        ParallelLayout.build(Grid(world_size, 1), [("ep", INTRA), ("edp", INTRA)]).close()
+        of_lanes = len(asked)
+        layout.group_among([list(range(world_size))])
+    return comm.urgent(), of_lanes, len(asked)
+
+
+def test_communicators_of_lanes_alone_go_first() -> None:
+    # Two ranks, each a grid: two communicators along the axis of cells, one between the grids.
+    assert pool_of(2).run(_asked) == [(None, 3, 3)] * 2

@@ -186,7 +186,8 @@ class RoutedExperts:
         """
         layout = self.site.layout
         group = layout.group("ep", PARAM)
-        place = Place(self.site.layer, layout.index("ep"), layout.node_C, group)
+        in_float32 = self._strategy.sums_copies_in_float32
+        place = Place(self.site.layer, layout.index("ep"), layout.node_C, group, in_float32)
         self.copies = Copies(place, self.site.plan, like, (self.tasks, self.meter))
 
     def take(self, plan: Plan, following: Plan | None = None) -> None:
@@ -404,7 +405,8 @@ class RoutedExperts:
         tables = (str(table.tolist()) for table in placements)
         about = f"rematerialize {plan.rematerialize}, revise {plan.revise is not None}, "
         about += f"carried {plan.carried}, reductions {plan.reductions}, way {plan.way.value}, "
-        about += f"codecs {self._options.hooks.codecs}"
+        about += f"codecs {self._options.hooks.codecs}, "
+        about += f"copies summed in float32 {self._strategy.sums_copies_in_float32}"
         return "\n".join((*map(str, orders), *tables, plan.share.describe(), about))
 
     def _sees(self, number: Span) -> SawSlice:

@@ -8,14 +8,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import overrides
 
-from ds_moe_ext.schedule.task import COMPUTE, Lane, Schedule
+from ds_moe_ext.schedule.task import COMPUTE, HOST, Lane, Schedule
 from ds_moe_ext.watch import BrokenOff
 
 Event = Any  # what a lane gives for a submitted task; only the same lanes look inside
@@ -182,13 +182,32 @@ class _Errand:
         if position in self.ends:
             self.ends[position].release()
 
+    def raise_first(self) -> None:
+        """When all lanes are done: of errors, the first one in issue order."""
+        if self.errors:
+            raise _first([self.errors[position] for position in sorted(self.errors)])
+
+
+class Workers:
+    """A thread for each lane that asked for one; they stay."""
+
+    def __init__(self) -> None:
+        self._of: dict[Lane, ThreadPoolExecutor] = {}
+
+    def of(self, lane: Lane) -> ThreadPoolExecutor:
+        if lane not in self._of:
+            self._of[lane] = ThreadPoolExecutor(
+                1, lane.name, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
+            )
+        return self._of[lane]
+
 
 class ThreadLanes(InlineLanes):
     """Computation in the caller's thread, a worker thread for any other lane. For CPU hosts: a
     collective that waits blocks its thread only."""
 
     def __init__(self) -> None:
-        self._workers: dict[Lane, ThreadPoolExecutor] = {}
+        self._workers = Workers()
 
     def run(self, schedule: Schedule, do: Callable[[int], None]) -> None:
         errand = _Errand(schedule, do)
@@ -199,15 +218,14 @@ class ThreadLanes(InlineLanes):
                 errand.run(positions)
 
         others = [
-            self._worker(lane).submit(work, positions)
+            self._workers.of(lane).submit(work, positions)
             for lane, positions in schedule.by_lane.items()
             if lane != COMPUTE
         ]
         errand.run(schedule.by_lane.get(COMPUTE, ()))
         for other in others:
             other.result()
-        if errand.errors:
-            raise _first([errand.errors[position] for position in sorted(errand.errors)])
+        errand.raise_first()
 
     def submit(self, lane: Lane, work: Callable[[], None], after: Iterable[Future]) -> Future:
         after = tuple(after)
@@ -219,14 +237,7 @@ class ThreadLanes(InlineLanes):
             with state.entered():
                 work()
 
-        return self._worker(lane).submit(body)
-
-    def _worker(self, lane: Lane) -> ThreadPoolExecutor:
-        if lane not in self._workers:
-            self._workers[lane] = ThreadPoolExecutor(
-                1, lane.name, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
-            )
-        return self._workers[lane]
+        return self._workers.of(lane).submit(body)
 
     def join(self, events: Iterable[Future]) -> None:
         events = tuple(events)
@@ -262,56 +273,162 @@ class InlineCudaLanes(InlineLanes):
         return _cuda_seconds(start, end)
 
 
+class Stream(Protocol):
+    """An in-order queue of a device, as ``torch.cuda.Stream`` is one."""
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self) -> Any: ...
+
+
+class Streams(Protocol):
+    """Where a device's streams come from."""
+
+    def current(self) -> Stream:
+        """In which the thread that calls issues its work."""
+        ...
+
+    def made_for(self, lane: Lane) -> Stream:
+        """A new one."""
+        ...
+
+    def entered(self, stream: Stream) -> AbstractContextManager[object]:
+        """The thread that calls issues its work there, inside the block."""
+        ...
+
+
+@dataclass(frozen=True)
+class CudaStreams:
+    """Those of one CUDA device."""
+
+    device: torch.device
+
+    def current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def made_for(self, lane: Lane) -> torch.cuda.Stream:
+        # Blocks of a stream that goes first are the next to find room, however many of an expert's
+        # wait; streams of the default priority have 0.
+        return torch.cuda.Stream(self.device, priority=-1 if lane.sends else 0)
+
+    def entered(self, stream: Any) -> AbstractContextManager[object]:
+        context: AbstractContextManager[object] = torch.cuda.stream(stream)
+        return context
+
+
+class _Issued(NamedTuple):
+    """Tasks of a schedule, by position, as streams need to know them.
+
+    Attributes:
+        by_caller: all but those of lane HOST.
+        last: of each lane but the caller's. These, and not the streams, are what a run waits for:
+            tasks may have begun more behind them.
+        awaited: those whose ends somebody waits for.
+    """
+
+    by_caller: tuple[int, ...]
+    last: tuple[int, ...]
+    awaited: frozenset[int]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> _Issued:
+        """See ``Schedule.once``."""
+        by_caller = tuple(p for p, task in enumerate(schedule.tasks) if task.lane != HOST)
+        last = tuple(own[-1] for lane, own in schedule.by_lane.items() if lane != COMPUTE)
+        return cls(by_caller, last, frozenset(last).union(*schedule.awaits))
+
+
 class CudaLanes:
     """Computation in the caller's stream, a stream for any other lane. Work is issued by the
-    caller's thread and runs on the device."""
+    caller's thread and runs on the device; what the host itself works out (lane HOST) by a worker
+    thread, so that the caller's goes on issuing.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: where the layers compute.
+        streams: where its streams come from; None for CUDA's own.
+    """
+
+    def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
         self._device = device
-        self._streams: dict[Lane, torch.cuda.Stream] = {}
+        self._make: Streams = streams or CudaStreams(device)
+        self._streams: dict[Lane, Any] = {}
+        self._workers = Workers()
 
     def run(self, schedule: Schedule, do: Callable[[int], None]) -> None:
-        caller = torch.cuda.current_stream(self._device)
+        caller = self._make.current()
         streams = {
             lane: caller if lane == COMPUTE else self._stream(lane) for lane in schedule.by_lane
         }
         for stream in streams.values():
             if stream is not caller:  # inputs come from the caller's
                 stream.wait_stream(caller)
-        # The last of each lane, and not the stream: tasks may have begun more behind it.
-        last = [own[-1] for lane, own in schedule.by_lane.items() if lane != COMPUTE]
-        awaited = {w for awaits in schedule.awaits for w in awaits}.union(last)
-        ends: dict[int, torch.cuda.Event] = {}
-        for position, task in enumerate(schedule.tasks):
-            stream = streams[task.lane]
+        issued = schedule.once(_Issued.of)
+        ends: dict[int, Any] = {}
+
+        def issue(position: int) -> None:
+            stream = streams[schedule.tasks[position].lane]
             for other in schedule.awaits[position]:
                 stream.wait_event(ends[other])
-            with torch.cuda.stream(stream):
+            if stream is caller:
                 do(position)
-            if position in awaited:
+            else:
+                with self._make.entered(stream):
+                    do(position)
+            if position in issued.awaited:
                 ends[position] = stream.record_event()
-        for position in last:
+
+        with self._make.entered(caller):  # once, for its device: it is the current one
+            if HOST in schedule.by_lane:
+                self._run_beside(schedule, issued, issue)
+            else:
+                for position in issued.by_caller:
+                    issue(position)
+        for position in issued.last:
             caller.wait_event(ends[position])
+
+    def _run_beside(
+        self, schedule: Schedule, issued: _Issued, issue: Callable[[int], None]
+    ) -> None:
+        """The tasks of lane HOST in the worker thread, all others in the caller's.
+
+        Where one thread needs what the other does, it waits until that is issued or worked out:
+        then the events are there for which the streams wait. So what a task of lane HOST reads on
+        the host is known, and what it does on the device comes behind what wrote it.
+        """
+        errand, state = _Errand(schedule, issue), Carried.of_caller()
+        of_host = schedule.by_lane[HOST]
+
+        def work() -> None:
+            with state.entered():
+                errand.run(of_host)
+
+        beside = self._workers.of(HOST).submit(work)
+        errand.run(issued.by_caller)
+        beside.result()
+        errand.raise_first()
 
     def submit(
         self, lane: Lane, work: Callable[[], None], after: Iterable[torch.cuda.Event]
     ) -> torch.cuda.Event:
         stream = self._stream(lane)
         # The region's inputs come from the caller's stream, whatever else the task waits for.
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        stream.wait_stream(self._make.current())
         for event in after:
             stream.wait_event(event)
-        with torch.cuda.stream(stream):
+        with self._make.entered(stream):
             work()
-            return stream.record_event()
+            event = stream.record_event()
+        return event
 
-    def _stream(self, lane: Lane) -> torch.cuda.Stream:
+    def _stream(self, lane: Lane) -> Any:
         if lane not in self._streams:
-            self._streams[lane] = torch.cuda.Stream(self._device)
+            self._streams[lane] = self._make.made_for(lane)
         return self._streams[lane]
 
     def join(self, events: Iterable[torch.cuda.Event]) -> None:
-        caller = torch.cuda.current_stream(self._device)
+        caller = self._make.current()
         for event in events:
             caller.wait_event(event)
 
@@ -324,7 +441,7 @@ class CudaLanes:
     def keep(self, reads: Iterable[Any]) -> None:
         # A value is dropped in Python when its last reader was issued, not finished; without this
         # the allocator could hand its memory to the writer's stream while the reader still runs.
-        stream = torch.cuda.current_stream(self._device)
+        stream: Any = self._make.current()
         for tensor in _tensors(reads):
             if tensor.is_cuda:
                 tensor.record_stream(stream)

@@ -19,6 +19,7 @@ from torch import Tensor
 from ds_moe_ext.schedule.binding import Binding, Reading, Step
 from ds_moe_ext.schedule.crew import Crew, Saved
 from ds_moe_ext.schedule.executor import Lanes
+from ds_moe_ext.schedule.ranges import in_ranges
 from ds_moe_ext.schedule.task import Cut, Schedule, Span, Value
 from ds_moe_ext.watch import WATCH
 
@@ -223,7 +224,8 @@ class Pass:
         for number, given in zip(self._binding.table.inputs, inputs):
             self._table[number] = given
         with torch.no_grad():
-            self._lanes.run(self._binding.schedule, self._run)
+            schedule = self._binding.schedule
+            self._lanes.run(schedule, in_ranges(schedule, self._run))
             outputs = tuple(map(self._read, self._binding.table.outputs))
         if WATCH.has_failed:  # in an earlier pass
             WATCH.went_through()

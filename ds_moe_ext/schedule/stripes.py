@@ -53,8 +53,8 @@ from ds_moe_ext.schedule.wires import ARRIVED, COMPUTED, RETURNED, ROUTE, TARGET
 ATTENTION_SIDE = Lane("attention")
 EXPERT_SIDE = Lane("expert")
 SIDES = (ATTENTION_SIDE, EXPERT_SIDE)
-A2E = Lane("a2e")  # from attention ranks to expert ranks
-E2A = Lane("e2a")
+A2E = Lane("a2e", sends=True)  # from attention ranks to expert ranks
+E2A = Lane("e2a", sends=True)
 SHARED = (A2E, E2A, PARAM)  # where ranks of both sides meet
 
 ATTENTION = replace(ops.ATTENTION, lane=ATTENTION_SIDE)

@@ -20,18 +20,24 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """An in-order queue: a CUDA stream, a worker thread, or a row of the simulator."""
+    """An in-order queue: a CUDA stream, a worker thread, or a row of the simulator.
+
+    Attributes:
+        name: which.
+        sends: it moves data between ranks, which others wait for: on a device it goes first.
+    """
 
     name: str
+    sends: bool = field(default=False, compare=False)
 
     def __hash__(self) -> int:  # they are keys of what every pass looks up
         return hash(self.name)
 
 
 COMPUTE = Lane("compute")
-INTER = Lane("inter")  # collectives between cells, over the slow links
-INTRA = Lane("intra")  # collectives inside a cell, over the fast links
-PARAM = Lane("param")  # expert weights and their gradients
+INTER = Lane("inter", sends=True)  # collectives between cells, over the slow links
+INTRA = Lane("intra", sends=True)  # collectives inside a cell, over the fast links
+PARAM = Lane("param", sends=True)  # expert weights and their gradients
 HOST = Lane("host")  # what the CPU works out while a device or the links are busy
 
 
@@ -220,7 +226,16 @@ class Task:
         return self.op.back if self.adjoint_of and self.op.back is not None else self.op.lane
 
     def __str__(self) -> str:
-        return f"{self.op.name}{chr(39) if self.adjoint_of else ''}[{self.layer},{self.span}]"
+        return f"{self._name}[{self.layer},{self.span}]"
+
+    @property
+    def label(self) -> str:
+        """For profilers: the same for all spans, so that their times add up."""
+        return f"layer {self.layer} {self._name}"
+
+    @property
+    def _name(self) -> str:
+        return self.op.name + ("'" if self.adjoint_of else "")
 
 
 @dataclass(frozen=True)

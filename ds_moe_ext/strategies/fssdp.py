@@ -55,6 +55,8 @@ class FullySharded(Strategy):
         heterogeneous_sharding: a layer may be at home unevenly. False keeps the first, even homes.
         copy_bytes: memory of a rank for copies; null: most of what is free, and on a CPU as much as
             the rank's own experts and their gradients take, one of each layer at least.
+        sum_copies_in_float32: a rank adds gradients of copies in 32 bits where they are narrower;
+            they travel and come home as they are.
     """
 
     overlap_degree: int | None = None
@@ -66,6 +68,7 @@ class FullySharded(Strategy):
     reshard_interval: int | None = None
     heterogeneous_sharding: bool = True
     copy_bytes: int | None = None
+    sum_copies_in_float32: bool = False
 
     def __post_init__(self) -> None:
         for key in ("overlap_degree", "copies_per_rank", "reshard_interval", "copy_bytes"):
@@ -79,6 +82,10 @@ class FullySharded(Strategy):
 
     def with_homes_that_stay(self) -> FullySharded:
         return replace(self, reshard_interval=self.reshard_interval or 0)
+
+    @property
+    def sums_copies_in_float32(self) -> bool:
+        return self.sum_copies_in_float32
 
     @property
     def keys(self) -> Keys:

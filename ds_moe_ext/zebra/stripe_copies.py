@@ -76,8 +76,10 @@ class StripeGather:
             return (None,)
         own, waiting = copies.by_expert(weights, copies.plan.home), copies.all_waiting({})
         copies.lanes.keep(tuple(waiting.values()))
-        part = copies.trips.part_to(target)
-        arrived = sparse_reduce_scatter(part, {**own, **waiting}, copies.place.group)
+        part, place = copies.trips.part_to(target), copies.place
+        arrived = sparse_reduce_scatter(
+            part, {**own, **waiting}, place.group, in_float32=place.in_float32
+        )
         copies.traffic += arrived.traffic
         for expert, grads in arrived.grads.items():
             add_grads(self.sums, own[expert], grads)

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_moe_ext import comm
+from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.schedule.task import INTER
 from ds_moe_ext.transfer import Move, Part, Round, gather_rounds
 from tests.ranks import pool_of
 
@@ -69,6 +71,7 @@ def _on_nccl(rank: int, world_size: int, folder: Path) -> None:
     torch.cuda.set_device(device)
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size)
+    check_goes_first(world_size, device)
     if world_size == 1:
         check_alone(device)
     else:
@@ -77,6 +80,21 @@ def _on_nccl(rank: int, world_size: int, folder: Path) -> None:
             check_there_and_back(rank, world_size, device)  # by trees
     torch.cuda.synchronize()
     dist.destroy_process_group()
+
+
+def check_goes_first(world_size: int, device: torch.device) -> None:
+    """Communicators of lanes have streams of high priority, and the world's timeout."""
+    built = ParallelLayout.build(Grid(world_size, world_size), [("ep", INTER)])
+    group = built.group("ep", INTER)
+    comm.connect(group, device)
+    assert group._get_backend(device).options.is_high_priority_stream
+    assert not dist.group.WORLD._get_backend(device).options.is_high_priority_stream
+    assert comm.timeout_of(group) == comm.timeout_of(None)
+    rows = torch.arange(world_size, device=device)
+    ones = [1] * world_size
+    arrived = comm.all_to_all_rows(rows, ones, ones, group)
+    assert arrived.tolist() == [dist.get_rank()] * world_size
+    built.close()
 
 
 def check_alone(device: torch.device) -> None:
@@ -96,3 +114,35 @@ def test_nccl(world_size: int, tmp_path: Path) -> None:
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"NCCL needs a CUDA device a rank: {world_size}")
     torch.multiprocessing.spawn(_on_nccl, (world_size, tmp_path), nprocs=world_size)
+
+
+# Counts.
+
+
+@pytest.mark.gpu
+def test_counts_come_while_the_host_goes_on() -> None:
+    """Nobody waits before they are asked for, and several may be on their way."""
+    device = torch.device("cuda", 0)
+    stream = torch.cuda.Stream(device)
+    expected = [torch.arange(5) + 10 * number for number in range(4)]
+    given = [counts.to(device) for counts in expected]
+    for is_checked in (False, True):  # the first time memory is allocated, which may wait
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if is_checked else "default")
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)  # tens of milliseconds
+            coming = [comm.counts_to_host(counts + 0, None) for counts in given]
+        torch.cuda.set_sync_debug_mode("default")
+        if is_checked:  # the host is ahead of the device
+            assert not any(one.landed is None or one.landed.query() for one in coming)
+        for one, counts in zip(coming, expected):
+            assert one.ready().is_pinned()
+            assert torch.equal(one.ready(), counts)
+        del coming, one
+
+
+@pytest.mark.gpu
+def test_a_default_device_does_not_keep_counts_there() -> None:
+    counts = torch.arange(5, device="cuda")
+    with torch.device("cuda"):
+        assert comm.counts_on_host(counts, None).is_cpu

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,10 +20,17 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_moe_ext.moe.observation import TasksSeen
 from ds_moe_ext.schedule.crew import Saved, Stage
-from ds_moe_ext.schedule.executor import InlineLanes, OnDevice, ThreadLanes, lanes_for
+from ds_moe_ext.schedule.executor import (
+    CudaStreams,
+    InlineLanes,
+    OnDevice,
+    ThreadLanes,
+    lanes_for,
+)
 from ds_moe_ext.schedule.program import Program
-from ds_moe_ext.schedule.task import COMPUTE, INTER, Lane, Op, Span
+from ds_moe_ext.schedule.task import COMPUTE, HOST, INTER, INTRA, PARAM, Lane, Op, Span
 from ds_moe_ext.testing import relative_error
+from tests.flows import flow
 from tests.gpu.layers import (
     CPU,
     CUDA,
@@ -214,6 +222,40 @@ def test_recomputed_in_backward(device: torch.device, degrees: tuple[int, int]) 
     assert all_equal(runner.expert_grads(), reference[-2:])
 
 
+@DEVICES
+def test_the_host_works_beside_the_lanes(device: torch.device) -> None:
+    """It sees on the device what was written before it, and what it writes there is seen."""
+    schedule = flow("a inter", "b host a", "c compute a", "d compute b c", "e host d")
+    lanes = side_by_side(device)
+    written = torch.zeros(4, device=device)
+    threads: dict[int, int] = {}
+    made: list[Tensor] = []
+    sums: list[float] = []
+
+    def do(position: int) -> None:
+        threads[position] = threading.get_ident()
+        if position == 0:
+            late(device)
+            written.fill_(3.0)
+        elif position == 1:
+            late(device)
+            made.append(written * 2)
+            sums.append(float(made[0].sum()))  # waits for the device: the caller does not
+        elif position == 3:
+            late(device)
+            made[0] += written
+        elif position == 4:
+            sums.append(float(made[0].sum()))
+
+    for _ in range(5):
+        made.clear()
+        lanes.run(schedule, do)
+        written.zero_()  # the caller's next work comes after all that
+    assert sums == [24.0, 36.0] * 5
+    assert threads[2] == threads[3] == threading.get_ident()
+    assert threads[1] == threads[4] != threading.get_ident()
+
+
 # Marks and lanes.
 
 
@@ -241,6 +283,14 @@ def test_tasks_are_timed(device: torch.device, overlaps: bool) -> None:
 def test_lanes_of_a_device_that_overlap_are_other_ones() -> None:
     assert type(lanes_for(CUDA, True)) is not type(lanes_for(CUDA, False))
     assert lanes_for(CUDA, True) is lanes_for(CUDA, True)
+
+
+@pytest.mark.gpu
+def test_lanes_that_send_go_first() -> None:
+    streams = CudaStreams(CUDA)
+    assert [streams.made_for(lane).priority for lane in (INTER, INTRA, PARAM)] == [-1] * 3
+    assert streams.made_for(HOST).priority == 0
+    assert streams.current().priority == 0
 
 
 @pytest.mark.gpu

@@ -70,9 +70,9 @@ class Watch:
         self._gathers.append(traffic.received_bytes)
         return traffic
 
-    def reduce(self, part: Part, grads: Tensors, group: Any) -> Arrived:
+    def reduce(self, part: Part, grads: Tensors, group: Any, **how: Any) -> Arrived:
         self._be_late(part)
-        arrived = sparse_reduce_scatter(part, grads, group)
+        arrived = sparse_reduce_scatter(part, grads, group, **how)
         self._reductions.append(arrived.traffic.sent_bytes)
         return arrived
 

@@ -50,12 +50,14 @@ class Census:
         self._grads = {ref: size for ref, size in self._grads.items() if not ref.expired()}
         self.most_grads = max(self.most_grads, sum(self._grads.values()))
 
-    def reduce(self, part: Part, grads: Mapping[int, Sequence[Tensor]], group: Any) -> Arrived:
+    def reduce(
+        self, part: Part, grads: Mapping[int, Sequence[Tensor]], group: Any, **how: Any
+    ) -> Arrived:
         for tensor in (tensor for expert in part.received for tensor in grads[expert]):
             storage = tensor.untyped_storage()
             self._grads[StorageWeakRef(storage)] = storage.nbytes()
         self.count()
-        return sparse_reduce_scatter(part, grads, group)
+        return sparse_reduce_scatter(part, grads, group, **how)
 
     @contextmanager
     def taken(self) -> Iterator[None]:

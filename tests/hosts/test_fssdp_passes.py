@@ -92,11 +92,11 @@ class Meetings(Barriers):
         self.dawdle()
         return sparse_all_gather(*arguments)
 
-    def reduce(self, *arguments: Any) -> Arrived:
+    def reduce(self, *arguments: Any, **how: Any) -> Arrived:
         self.meet("reduction", NUM_LAYERS - 1 - self._num_reductions)
         self._num_reductions += self.is_on
         self.dawdle()
-        return sparse_reduce_scatter(*arguments)
+        return sparse_reduce_scatter(*arguments, **how)
 
     def attention_of(self, layer: int, *, gathers_again: bool) -> Any:
         """A hook on attention's first product."""

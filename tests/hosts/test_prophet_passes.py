@@ -60,10 +60,10 @@ class Meetings(Barriers):
         self.dawdle()
         return sparse_all_gather(*arguments)
 
-    def reduce(self, *arguments: Any) -> Any:
+    def reduce(self, *arguments: Any, **how: Any) -> Any:
         self.meet("reduction", self.next_of("reduction"))
         self.dawdle()
-        return sparse_reduce_scatter(*arguments)
+        return sparse_reduce_scatter(*arguments, **how)
 
     def expert(self, forward: Any) -> Any:
         """Experts of layer i meet the first half of layer i + 1."""

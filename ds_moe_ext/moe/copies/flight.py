@@ -205,11 +205,13 @@ class Flight:
             return
 
         def work() -> None:
-            lanes = copies.lanes
+            lanes, place = copies.lanes, copies.place
             start = lanes.mark()
             lanes.keep(tuple(tensor for own in grads.values() for tensor in own))
             with torch.no_grad():
-                arrived = sparse_reduce_scatter(part, {**self._own, **grads}, copies.place.group)
+                arrived = sparse_reduce_scatter(
+                    part, {**self._own, **grads}, place.group, in_float32=place.in_float32
+                )
             copies.traffic += arrived.traffic
             self._arrived.update(arrived.grads)
             copies.saw(GATHER, start, is_adjoint=True, piece=piece.number)

@@ -27,12 +27,14 @@ class Place:
         cell: this rank's cell.
         node_C: node of each cell.
         group: the cells, in a communicator that only the parameter lane uses.
+        in_float32: sums of gradients on their way home are kept so; the same in all cells.
     """
 
     layer: int
     cell: int
     node_C: np.ndarray
     group: dist.ProcessGroup
+    in_float32: bool = False
 
     def part(self, held: Placement, wanted: Placement) -> Part:
         """What this cell does for the others to get their copies."""
