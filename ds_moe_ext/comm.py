@@ -177,12 +177,6 @@ def take_first(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return tensor
 
 
-def counts_on_host(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Counts that ``all_gather_counts`` has gathered, once they are known: on CUDA that is where
-    the host waits for other ranks."""
-    return counts_to_host(counts, group).ready()
-
-
 def counts_to_host(counts: Tensor, group: dist.ProcessGroup | None) -> OnTheirWay:
     """Begin to bring counts to the host, in the lane that calls; on CUDA nobody waits yet. Who
     calls goes on with what needs no counts, and asks for them then.

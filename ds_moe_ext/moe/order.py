@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_moe_ext.comm import all_gather_counts, counts_on_host
+from ds_moe_ext.comm import all_gather_counts, counts_to_host
 from ds_moe_ext.moe.gate import capacity_of, drop_over_capacity
 from ds_moe_ext.moe.route import LayerRoute, one_cell_route
 from ds_moe_ext.moe.slot_rows import SlotRows
@@ -199,9 +199,10 @@ class Order(SavesAlike):
         key_N = keys_of(expert_TK, cut, num_experts + len(told), may_drop=self._may_drop)
         rows_FW = counted(key_N, cut, num_experts, told)
         gathered = rows_FW[None] if self.group is None else all_gather_counts(rows_FW, self.group)
-        by_key_N = key_N.argsort(stable=True)  # before the host waits
+        counts = counts_to_host(gathered, self.group)
+        by_key_N = key_N.argsort(stable=True)  # while they are on their way
         # The one wait for the device: splits must be known.
-        known = counts_on_host(gathered, self.group).numpy()
+        known = counts.ready().numpy()
         rows_CPFE = known[..., :num_experts].reshape(
             -1, self.seat.cell_size, cut.num_chunks, num_experts
         )

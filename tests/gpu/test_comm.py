@@ -145,4 +145,4 @@ def test_counts_come_while_the_host_goes_on() -> None:
 def test_a_default_device_does_not_keep_counts_there() -> None:
     counts = torch.arange(5, device="cuda")
     with torch.device("cuda"):
-        assert comm.counts_on_host(counts, None).is_cpu
+        assert comm.counts_to_host(counts, None).ready().is_cpu
