@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_moe_ext.rows import on_device, starts_of
+from ds_moe_ext.rows import on_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,14 +113,13 @@ class SlotSorting:
     def _table(self) -> Tensor:
         """How far each block moves, there and back; its rows, likewise; then where the rows of each
         slot end. Int32, on the device."""
-        rows_XS, rows_SX, size = self.rows_XS, self.rows_XS.T, self.rows_XS.size
-        end_SX = rows_SX.cumsum().reshape(rows_SX.shape)
-        shift_XS = starts_of(rows_XS) - (end_SX - rows_SX).T
-        numbers = np.empty(4 * size + len(end_SX), dtype=np.int32)
-        blocks = numbers[: 4 * size].reshape(4, size)
-        blocks[0], blocks[1] = shift_XS.T.ravel(), -shift_XS.ravel()
-        blocks[2], blocks[3] = rows_SX.ravel(), rows_XS.ravel()
-        numbers[4 * size :] = end_SX[:, -1]
+        num_blocks, num_slots = self.rows_XS.shape
+        there, back = self.rows_XS.ravel(), self.rows_XS.T.ravel()
+        starts, ends = there.cumsum() - there, back.cumsum()
+        shift_SX = starts.reshape(num_blocks, num_slots).T.ravel() - ends + back
+        shift_XS = shift_SX.reshape(num_slots, num_blocks).T.ravel()
+        parts = shift_SX, -shift_XS, back, there, ends[num_blocks - 1 :: num_blocks]
+        numbers = np.concatenate(parts, dtype=np.int32, casting="unsafe")
         table = on_device(numbers, self.device)
         self._made.append(table)
         return table
