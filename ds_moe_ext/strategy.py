@@ -276,11 +276,13 @@ class Keys(NamedTuple):
         ways: the way of rows between cells.
         slices_gradients: whether dense gradients are reduced beside layers.
         homes: steps between new homes.
+        static_capacity: rows that each rank sends to each expert.
     """
 
     ways: str = "the strategy's ways"
     slices_gradients: str = "the strategy's slices_gradients"
     homes: str = "shard_every of the strategy's rhythm"
+    static_capacity: str = "the strategy's static_capacity"
 
 
 class Strategy(ABC):
@@ -349,6 +351,12 @@ class Strategy(ABC):
     def without_slices(self) -> Strategy:
         """The same, leaving dense gradients to the host."""
         return self
+
+    @property
+    def static_capacity(self) -> int | None:
+        """Rows that each rank sends to each expert in every pass, padded; None: those there are.
+        Plans may neither copy experts nor cut tokens then."""
+        return None
 
     @property
     def sums_copies_in_float32(self) -> bool:

@@ -22,6 +22,7 @@ from ds_moe_ext.moe.expert import Expert
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.hooks import Batch, Hooked, Hooks, Moe
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
+from ds_moe_ext.moe.observation import take_rows
 from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.crew import Stage
@@ -243,3 +244,50 @@ def rows_seen(rank: int, world_size: int) -> int:
 
 def test_observers_see_rows_that_a_stage_of_the_strategy_has_moved() -> None:
     assert pool_of(2).run(rows_seen) == [2, 4]
+
+
+# A static capacity.
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddedChunks(Chunked):
+    @property
+    def static_capacity(self) -> int | None:
+        return 3
+
+
+def padded(rank: int, world_size: int, strategy: Strategy, options: LayerOptions) -> np.ndarray:
+    """Rows that a layer says all ranks routed, where each knows its own alone."""
+    layout = ParallelLayout.build(Grid(world_size, world_size), (("ep", INTER),))
+    (plan,) = strategy.plan(Job.at_start([Placement.block(2, world_size)], layout.node_C))
+    routed = RoutedExperts(strategy, Site(plan, layout, 0), FUNCTION, options=options)
+    expert_TK = torch.tensor([[0], [1], [1], [1], [-1]])[rank:]
+    for _ in range(2):
+        routed.rows.begin(is_training=True)
+        x_TD, weights = torch.ones(5 - rank, 4), (torch.ones(6, 4), torch.ones(4, 3))
+        routed(x_TD, expert_TK, torch.ones(5 - rank, 1), weights)
+    (rows,) = take_rows([routed.rows])
+    assert rows.computed_C.tolist() == rows.routed_CE.sum(axis=0).tolist()
+    return rows.routed_CE
+
+
+def test_rows_within_a_static_capacity_are_seen() -> None:
+    strategy, options = ExpertParallel(static_capacity=2), LayerOptions(gate_may_drop=True)
+    for routed_CE in pool_of(2).run(padded, strategy, options):
+        assert routed_CE.tolist() == [[2, 4], [0, 4]]
+
+
+def test_a_static_capacity_is_refused_where_rows_cannot_be_known() -> None:
+    strategy = ExpertParallel(static_capacity=3)
+    with pytest.raises(
+        ValueError, match=r"static_capacity is 3, but strategy 'esp' cuts.*leave it"
+    ):
+        ESP.over(strategy)
+    with pytest.raises(ValueError, match=r"ep\.static_capacity is 0"):
+        ExpertParallel(static_capacity=0)
+    for asked, options, said in (
+        (strategy, LayerOptions(capacity_factor=1.5), r"capacity_factor is 1\.5.*one of them out"),
+        (PaddedChunks(forward=2, backward=2), LayerOptions(), "PaddedChunks has a static capacity"),
+    ):
+        with pytest.raises(AssertionError, match=f"ValueError.*{said}"):
+            pool_of(1).run(padded, asked, options)

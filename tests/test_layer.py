@@ -42,6 +42,7 @@ class Case:
     schedule: str | None = None  # of strategy esp
     has_sine: bool = False  # by a stage of its own
     capacity_factor: float | None = None
+    static_capacity: int | None = None
 
 
 D, F = 12, 20
@@ -80,6 +81,8 @@ def _dense(case: Case, world_size: int) -> dict[str, list[Tensor]]:
         if case.capacity_factor is not None:
             capacity = capacity_of(expert_TK.numel(), case.num_experts, case.capacity_factor)
             expert_TK = drop_over_capacity(expert_TK, case.num_experts, capacity)
+        if case.static_capacity is not None:
+            expert_TK = drop_over_capacity(expert_TK, case.num_experts, case.static_capacity)
         y = dense_experts(x, expert_TK, choice.score_TK, *weights[1:])
         y = y.sin() if case.has_sine else y
         (torch.sum(y * grad) + choice.losses @ choice.losses.new_tensor([0.3, 0.1])).backward()
@@ -133,7 +136,7 @@ def _strategy(case: Case) -> Strategy:
     if case.has_sine:
         return Sine()
     if case.degrees == (1, 1) and case.cell_size == 1:
-        return ExpertParallel()
+        return ExpertParallel(static_capacity=case.static_capacity)
     return Chunked(forward=forward, backward=backward)
 
 
@@ -185,6 +188,9 @@ CASES = {
     "more chunks than tokens": Case(degrees=(4, 3), tokens_W=(2, 0, 1, 3, 2, 1, 0, 5)),
     "capacity": Case(capacity_factor=1.0, hot=1.0),
     "capacity in chunks": Case(capacity_factor=0.7, degrees=(3, 4), top_k=4),
+    "static capacity": Case(static_capacity=5, tokens_W=(24, 7, 1, 30, 3, 24, 12, 9)),
+    "static capacity for all": Case(static_capacity=40, top_k=4, dead=3),
+    "static capacity, no rows": Case(static_capacity=2, tokens_W=(24, 0, 5, 0, 3, 0, 8, 1)),
 }
 
 

@@ -117,7 +117,7 @@ class Dispatch(SavesAlike):
         self, span: Span, x_TD: Tensor, layer_route: LayerRoute
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         route = layer_route.on(span)
-        sent_ND = x_TD.detach().index_select(0, route.token_N)
+        sent_ND = route.of_tokens(x_TD.detach())
         return (self.wire.out(sent_ND, span, layer_route),), (layer_route,)
 
     def backward(self, span: Span, saved: tuple[Any, ...], grad_RD: Tensor) -> tuple[Any, ...]:

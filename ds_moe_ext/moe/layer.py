@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_moe_ext.comm import all_gather_counts
 from ds_moe_ext.cost.exchange import BY_NODES, Way
 from ds_moe_ext.layout import GRID, ParallelLayout
 from ds_moe_ext.moe.cell import CellGather, CellScatter, CellWire
@@ -31,6 +32,7 @@ from ds_moe_ext.moe.hooks import NO_HOOKS, Batch, Hook, Hooked, Moe, watched
 from ds_moe_ext.moe.local_stage import Aside, Local
 from ds_moe_ext.moe.observation import RowsSeen, TasksSeen, tell
 from ds_moe_ext.moe.order import Order, Seat, kind_of
+from ds_moe_ext.moe.padding import Padding
 from ds_moe_ext.moe.restore import Restore
 from ds_moe_ext.moe.turns import Likeness, Turns
 from ds_moe_ext.moe.windows import Windows
@@ -146,6 +148,9 @@ class RoutedExperts:
         self._strategy = strategy
         self.function = function
         self._options = options or LayerOptions()
+        if strategy.static_capacity is not None:
+            _check_static_capacity(strategy, self._options)
+            self.rows.gather = partial(_by_cell, site.layout)
         own = strategy.stages(site)
         _check_stages(own, strategy, site, self._options.hooks)
         if strategy.roles is not None:
@@ -374,6 +379,13 @@ class RoutedExperts:
         """Raises ValueError where what a strategy says itself leaves out what its plan asks for."""
         plan, ops = self.site.plan, {task.op for task in forward.tasks}
         who = type(self._strategy).__qualname__
+        is_plain = plan.target.is_single and plan.num_chunks == 1 and plan.revise is None
+        if self._strategy.static_capacity is not None and not is_plain:
+            raise ValueError(
+                f"{who} has a static capacity ({self._strategy.keys.static_capacity} is "
+                f"{self._strategy.static_capacity}), but plans copies of experts or cuts tokens, "
+                "so that nobody knows beforehand which rows go where; leave that out"
+            )
         if plan.has_copies and self.copies is None:
             raise ValueError(_without_copies(who))
         if self.copies is not None and plan.is_joined and JOIN not in ops:
@@ -463,17 +475,29 @@ class RoutedExperts:
         return {**stages, **watched(stages, self._options.hooks, self._moe)}
 
     def _order(self, group: dist.ProcessGroup | None) -> Order:
-        plan, layout = self.site.plan, self.site.layout
+        plan = self.site.plan
         return Order(
             destination=Destination(plan.target, plan.share),
-            seat=Seat(layout.index("ep"), layout.index("esp"), layout.grid.cell_size),
+            seat=self._seat,
             group=group,
             capacity_factor=self._options.capacity_factor,
             gate_may_drop=self._options.gate_may_drop,
             on_rows=self.rows,
             revise=plan.revise,
             kind=self._kind,
+            padding=self._padding(),
         )
+
+    def _padding(self) -> Padding | None:
+        capacity, (cell, place, cell_size) = self._strategy.static_capacity, self._seat
+        if capacity is None:
+            return None
+        return Padding(capacity, self.site.plan.target, cell, place, cell_size)
+
+    @property
+    def _seat(self) -> Seat:
+        layout = self.site.layout
+        return Seat(layout.index("ep"), layout.index("esp"), layout.grid.cell_size)
 
     def _exchanges(self, there: Wire, back: Wire) -> dict[Op, Stage]:
         """Rows to the experts and back. Gradients go against the direction of their rows."""
@@ -543,6 +567,30 @@ def _check_stages(own: Mapping[Op, Stage], strategy: Strategy, site: Site, hooks
                 f"{name} moves rows itself, so that {', '.join(map(str, hooks.codecs))} of hooks "
                 "would have no effect; leave that out"
             )
+
+
+def _check_static_capacity(strategy: Strategy, options: LayerOptions) -> None:
+    """Raises ValueError for what says otherwise which rows travel."""
+    key, capacity = strategy.keys.static_capacity, strategy.static_capacity
+    if options.capacity_factor is not None:
+        raise ValueError(
+            f"{key} is {capacity} and capacity_factor is {options.capacity_factor}; both say how "
+            "many rows an expert takes from one rank: leave one of them out"
+        )
+    if strategy.has_roles:
+        raise ValueError(
+            f"{key} is {capacity}, but {type(strategy).__qualname__} gives the ranks roles, whose "
+            "stripes are of any length; leave it out"
+        )
+
+
+def _by_cell(layout: ParallelLayout, rows_X: Tensor) -> Tensor:
+    """Rows that all ranks of each cell have, ``[X]`` to ``[C, X]``. Collective over the grid."""
+    grid = layout.grid
+    if grid.size == 1:
+        return rows_X[None]
+    rows_WX = all_gather_counts(rows_X, layout.group(GRID, INTER))
+    return rows_WX.view(grid.num_cells, grid.cell_size, -1).sum(dim=1)
 
 
 _BETWEEN_SIDES = frozenset((ORDER, DISPATCH, EXPERT, COMBINE))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,10 +31,12 @@ class Rows(NamedTuple):
 
 @dataclass
 class RowsSeen:
-    """Rows that a layer routed since the last ``take``. Shape letters: C cells, E experts.
+    """Rows that a layer routed since the last ``take``. Shape letters: C cells, E experts, X those
+    of several layers.
 
     A layer routes once a micro-batch. Not counted are rows of an evaluation, and what activation
-    checkpointing routes again in backward.
+    checkpointing routes again in backward. Where every rank knows its own rows alone, ``gather``
+    brings together what all have, int64 ``[X]`` to ``[C, X]``; it is collective.
     """
 
     num_experts: int
@@ -43,8 +45,10 @@ class RowsSeen:
     is_training: bool = True  # the latest pass
     is_graded: bool = True  # likewise
     counts: bool = True  # and it is counted
+    gather: Callable[[Tensor], Tensor] | None = None
     _on_host: list[tuple[np.ndarray, Share]] = field(default_factory=list)  # rows [C, E]
     _on_device: Tensor | None = None  # int64 [E], where rows end, summed; the host does not wait
+    _share: Share | None = None  # of those
 
     def begin(self, *, is_training: bool) -> None:
         """Say what the coming pass is. Call it in the thread that runs the model."""
@@ -52,8 +56,8 @@ class RowsSeen:
         self.counts = is_training and not in_backward()
 
     def __call__(self, rows: np.ndarray | SlotRows, top_k: int, share: Share) -> None:
-        """Args: rows: int64 ``[C, E]`` by sender and expert, or rows by slot where one cell holds
-        all experts and the host does not know them yet. share: who computes them."""
+        """Args: rows: int64 ``[C, E]`` by sender and expert; or by expert this rank's, where it
+        does not know those of others, or its host none. share: who computes them."""
         if self.counts:
             self.add(rows, top_k, share)
 
@@ -62,7 +66,7 @@ class RowsSeen:
         self.top_k = top_k
         if isinstance(rows, SlotRows):
             before = 0 if self._on_device is None else self._on_device
-            self._on_device = before + rows.end_S.long()
+            self._on_device, self._share = before + rows.end_S.long(), share
         else:
             self._on_host.append((rows, share))
 
@@ -81,26 +85,37 @@ class RowsSeen:
         return take_rows((self,))[0]
 
     def _ended(self, computed_C: np.ndarray) -> Rows:
-        """Rows since the last call, and what cells computed of those that the host knows."""
+        """Rows since the last call, and what cells computed of them."""
         routed_CE = self.so_far_CE
-        if self._on_device is not None:
-            routed_CE = routed_CE + (
-                self._on_device.cpu().diff(prepend=torch.zeros(1, dtype=torch.int64)).numpy()
-            )
-            computed_C = routed_CE.sum(axis=1)  # one cell holds all experts
         self._on_host.clear()
-        self._on_device = None
         return Rows(routed_CE, computed_C)
 
 
 def take_rows(layers: Sequence[RowsSeen]) -> list[Rows]:
-    """Rows of several layers of one grid since the last call. Waits for the device."""
+    """Rows of several layers of one grid since the last call. Waits for the device; collective
+    where ranks know their own rows alone."""
+    _bring_to_host([layer for layer in layers if layer._on_device is not None])
     computed_LC = np.zeros((len(layers), layers[0].num_cells), dtype=np.int64)
     for number in range(max(len(layer._on_host) for layer in layers)):  # of the micro-batch
         seen = [at for at, layer in enumerate(layers) if number < len(layer._on_host)]
         rows, shares = zip(*(layers[at]._on_host[number] for at in seen))
         computed_LC[seen] += computed_by(shares, rows)
     return [layer._ended(computed_C) for layer, computed_C in zip(layers, computed_LC)]
+
+
+def _bring_to_host(layers: Sequence[RowsSeen]) -> None:
+    """Rows that only the device knows; layers may have unlike numbers of experts."""
+    if not layers:
+        return
+    ends = [layer._on_device for layer in layers if layer._on_device is not None]
+    rows = torch.cat([end_E.diff(prepend=end_E.new_zeros(1)) for end_E in ends])
+    gather = layers[0].gather
+    rows_CX = (rows[None] if gather is None else gather(rows)).cpu().numpy()
+    stops = np.cumsum([layer.num_experts for layer in layers])
+    for layer, rows_CE in zip(layers, np.split(rows_CX, stops[:-1], axis=1)):
+        assert layer._share is not None
+        layer._on_host.append((rows_CE, layer._share))
+        layer._on_device = None
 
 
 @dataclass

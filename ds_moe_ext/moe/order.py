@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ds_moe_ext.comm import all_gather_counts, counts_to_host
 from ds_moe_ext.moe.gate import capacity_of, drop_over_capacity
+from ds_moe_ext.moe.padding import Padding
 from ds_moe_ext.moe.route import LayerRoute, one_cell_route
 from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.moe.turns import Likeness
@@ -159,6 +160,7 @@ class Order(SavesAlike):
         revise: another destination once the rows are known.
         has_sides: ranks of one side have no tokens: what rows are like goes with the counts, too.
         kind: of the pass; it goes with the counts, see ``kind_of``.
+        padding: where every rank sends as many rows to each expert; nothing is exchanged then.
     """
 
     destination: Destination
@@ -170,11 +172,16 @@ class Order(SavesAlike):
     revise: Callable[[np.ndarray], Destination] | None = None
     kind: Callable[[], int] = int  # 0
     has_sides: bool = False
+    padding: Padding | None = None
 
     def forward(
         self, span: Span, expert_TK: Tensor, x_TD: Tensor | None = None
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Reads hidden states too, where there are two sides and this one has some."""
+        if self.padding is not None:
+            route, kept = self.padding.route(expert_TK)
+            self.on_rows(kept, route.top_k, self.destination.share)
+            return (route,), ()
         cut = Cut.equal(expert_TK.shape[0], span.stop - span.start)
         num_experts = self.destination.target.num_experts
         if self.capacity_factor is not None:

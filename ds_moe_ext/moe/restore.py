@@ -50,8 +50,8 @@ def weighing_grads(
     route: Route, returned_ND: Tensor, score_TK: Tensor, grad_TD: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``route.sum_by_token``: of rows ``[N, D]`` and of their weights ``[T, K]``."""
-    grad_ND = grad_TD.index_select(0, route.token_N)
+    grad_ND = route.of_tokens(grad_TD)
     grad_score_N = torch.sum(returned_ND * grad_ND, dim=1, dtype=score_TK.dtype)
     # In place: the product is rounded once, and never there in the scores' precision.
-    grad_ND *= score_TK.flatten().index_select(0, route.choice_N)[:, None]
+    grad_ND *= route.of_choices(score_TK)[:, None]
     return grad_ND, route.spread(grad_score_N[:, None]).squeeze(2)

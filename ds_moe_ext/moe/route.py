@@ -29,8 +29,8 @@ class Route:
 
     Attributes:
         choice_N: position of each sent row in the span's flattened ``[T, K]`` choices, int64, in
-            send order: by cell, then chunk, slot and token.
-        token_N: its token in the span.
+            send order: by cell, then chunk, slot and token; ``T * K`` of what is only padding.
+        token_N: its token in the span; ``T`` of padding.
         sent_C: rows for each cell.
         received_C: rows from each cell.
         sorting: takes rows from arrival order (sender, chunk, slot) to slot order; None where all
@@ -38,6 +38,8 @@ class Route:
         slots: rows of each of this cell's slots.
         num_tokens: tokens ``T`` of the span.
         top_k: choices ``K``.
+        padded_row_N: where each choice lies in send order, ``N`` of those that do not travel, int64
+            ``[T * K]``; None where nothing is padded.
     """
 
     choice_N: Tensor
@@ -48,11 +50,26 @@ class Route:
     slots: SlotRows
     num_tokens: int
     top_k: int
+    padded_row_N: Tensor | None = None
 
     @property
     def is_full(self) -> bool:
-        """Whether every choice travels: none was dropped."""
-        return self.choice_N.numel() == self.num_tokens * self.top_k
+        """Whether every choice travels, and nothing else."""
+        return self.padded_row_N is None and self.choice_N.numel() == self.num_tokens * self.top_k
+
+    def of_tokens(self, x_TD: Tensor) -> Tensor:
+        """What tokens have, for each sent row, ``[N, D]``; zeros for padding."""
+        return self._with_padding(x_TD).index_select(0, self.token_N)
+
+    def of_choices(self, value_TK: Tensor) -> Tensor:
+        """What choices have, for each sent row, ``[N]``; zeros for padding."""
+        return self._with_padding(value_TK.flatten()).index_select(0, self.choice_N)
+
+    def _with_padding(self, values: Tensor) -> Tensor:
+        """One more, of zeros, where sent rows are padded."""
+        if self.padded_row_N is None:
+            return values
+        return torch.cat([values, values.new_zeros(1, *values.shape[1:])])
 
     def to_slots(self, rows_RD: Tensor) -> Tensor:
         """Arrival order to slot order."""
@@ -72,7 +89,9 @@ class Route:
     def spread(self, rows_ND: Tensor) -> Tensor:
         """Rows in send order to ``[T, K, D]``; zeros where a choice was dropped."""
         num_choices, width = self.num_tokens * self.top_k, rows_ND.shape[1]
-        if self.is_full:
+        if self.padded_row_N is not None:
+            out = self._with_padding(rows_ND).index_select(0, self.padded_row_N)
+        elif self.is_full:
             out = rows_ND.index_select(0, self.row_N)
         else:
             out = rows_ND.new_zeros(num_choices, width).index_copy_(0, self.choice_N, rows_ND)

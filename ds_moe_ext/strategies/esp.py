@@ -125,6 +125,13 @@ class ExpertSharding(Overlay):
                 "to the base class"
             )
 
+        if self.placing.static_capacity is not None:
+            raise ValueError(
+                f"{self.placing.keys.static_capacity} is {self.placing.static_capacity}, but "
+                "strategy 'esp' cuts tokens into chunks, each with as many rows of an expert as "
+                "there are; leave it out, or run without 'esp'"
+            )
+
     @property
     def pipeline(self) -> Pipeline:
         return PIPELINES[self.schedule]

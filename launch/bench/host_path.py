@@ -97,6 +97,7 @@ class Counts:
         calls: of Python's and of built-in functions, by the thread that calls.
         kept_blocks: of Python's memory that forward leaves to backward.
         places: of waits, copies and collectives, with how many.
+        waits_in_passes: files and functions of waits in forward and backward.
     """
 
     waits: float
@@ -106,6 +107,7 @@ class Counts:
     calls: float
     kept_blocks: float
     places: Mapping[str, float]
+    waits_in_passes: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -175,23 +177,35 @@ def take_step(contender: Contender, batch: Batch, number: int) -> Step:
 
 def counts_of(contender: Contender, sizes: Sizes, first: int) -> Counts:
     """What steps from a number on count. Collective."""
-    batches = [Batch.of(sizes, first + each) for each in range(COUNTED_STEPS + 2)]
+    batches = [Batch.of(sizes, first + each) for each in range(COUNTED_STEPS + 3)]
     with counted() as seen:
         for number in range(COUNTED_STEPS):
             take_step(contender, batches[number], first + number)
     num = COUNTED_STEPS * sizes.layers
     waits = Counter({p: n for p, n in seen.waits.items() if p.function not in contender.cpu_only})
     by_place: Counter[Place] = waits + seen.copies + seen.collectives
-    *_, one, last = batches
+    *_, one, two, three = batches
     return Counts(
         waits=waits.total() / num,
         copies=seen.copies.total() / num,
         collectives=seen.collectives.total() / num,
         parcels=seen.parcels / num,
-        calls=calls_of(contender, one, first + COUNTED_STEPS) / sizes.layers,
-        kept_blocks=kept_blocks(contender, last, first + COUNTED_STEPS + 1) / sizes.layers,
+        calls=calls_of(contender, two, first + COUNTED_STEPS + 1) / sizes.layers,
+        kept_blocks=kept_blocks(contender, three, first + COUNTED_STEPS + 2) / sizes.layers,
         places={str(place): number / num for place, number in by_place.most_common()},
+        waits_in_passes=waits_of_passes(contender, one, first + COUNTED_STEPS),
     )
+
+
+def waits_of_passes(contender: Contender, batch: Batch, number: int) -> list[str]:
+    """Where the host waits in forward and backward of a step. Collective."""
+    found: list[Counter[Place]] = []
+    contender.model.zero_grad(set_to_none=True)
+    with contender.turn(), counted() as seen:
+        for _ in passes(contender, batch, number):  # the third moment is after backward
+            found.append(Counter(seen.waits))
+    places = {place for place in found[2] if place.function not in contender.cpu_only}
+    return sorted({f"{place.file} {place.function}" for place in places})
 
 
 def calls_of(contender: Contender, batch: Batch, number: int) -> int:

@@ -130,6 +130,7 @@ def esp(degree: int, **keys: Any) -> dict[str, Any]:
 
 WAYS = (
     Way("ep", {"strategy": "ep"}),
+    Way("ep, static capacity", {"strategy": "ep", "ep": {"static_capacity": 16}}),
     *(Way(f"esp, degree {degree}", esp(degree)) for degree in (1, 2, 4, 8)),
     Way("fssdp", {"strategy": "fssdp", "fssdp": _FSSDP}),
     Way("prophet", {"strategy": "prophet"}),

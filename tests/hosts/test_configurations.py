@@ -288,6 +288,16 @@ def varied_rows() -> Iterator[Row]:
             yield Row(name, 4, job, BUT_KEYS, shows=(moves,), is_slow=is_slow)
 
 
+def static_rows() -> Iterator[Row]:
+    """More room than any expert has rows: padded, and nothing dropped."""
+    keys = (("static_capacity", 300),)
+    for family, ranks, is_slow in (("mixtral", 2, False), ("toy", 4, True), ("gpt_moe", 2, True)):
+        job = float64(family, keys=keys, evaluate=True)
+        yield Row(f"static capacity {family}", ranks, job, close_of(family), is_slow=is_slow)
+    job = one_gradient("mixtral", 1, keys=keys)
+    yield Row("static capacity gradients", 4, job, GRADIENTS, Stock.ALONE, is_slow=True)
+
+
 def varied_at_zero_rows() -> Iterator[Row]:
     """By hand: quicker tests train at ZeRO 1 and 2 too."""
     for stage in (0, 1, 2):
@@ -656,7 +666,8 @@ def zebra_at_zero_rows() -> Iterator[Row]:
 
 
 ROWS = [
-    *(*ep_rows(), *varied_rows(), *varied_at_zero_rows(), *fssdp_rows(), *prophet_rows()),
+    *(*ep_rows(), *static_rows(), *varied_rows(), *varied_at_zero_rows(), *fssdp_rows()),
+    *prophet_rows(),
     *(*esp_rows(), *gate_rows(), *zebra_rows(), *zebra_at_zero_rows()),
 ]
 

@@ -36,6 +36,7 @@ class Most(NamedTuple):
 
 MOST: Mapping[str, Most] = {
     "ep": Most(1, 3, 5),
+    "ep, static capacity": Most(1, 1, 5),  # between steps, for all layers at once
     "esp, degree 1": Most(1, 3, 5),
     "esp, degree 2": Most(1, 7, 9),
     "esp, degree 4": Most(1, 13, 17),
@@ -69,6 +70,14 @@ def test_counts_do_not_grow(name: str, results: Mapping[str, Result]) -> None:
     found = counts.waits, counts.copies, counts.collectives
     is_within = [number <= most for number, most in zip(found, MOST[name])]
     assert all(is_within), (found, counts.places)
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_passes_wait_in_one_place(name: str, results: Mapping[str, Result]) -> None:
+    counts = results[name].counts
+    assert counts is not None, results[name].skipped
+    where = [] if name == "ep, static capacity" else ["ds_moe_ext/comm.py ready"]
+    assert counts.waits_in_passes == where
 
 
 def _in_thread(device: Tensor) -> None:

@@ -1,0 +1,129 @@
+"""Static capacity: every rank sends as many rows to each expert in every pass, padded with zeros.
+
+So the splits of the exchange are known beforehand: no counts are gathered, and the host waits for
+nothing. GShard's and HeterMoE's way, and what CUDA graphs need. Shape letters: T tokens, K choices
+a token, N rows sent, E experts, C cells, P places in a cell, S expert slots of this cell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_moe_ext.moe.route import LayerRoute, Route
+from ds_moe_ext.moe.slot_rows import SlotRows, SlotSorting
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.rows import on_device
+from ds_moe_ext.schedule.task import Cut, Span
+
+WHOLE = Span(0, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Padding:
+    """Of one layer on one rank.
+
+    Attributes:
+        capacity: rows that each rank sends to each expert.
+        target: where experts compute; one holder each.
+        cell: this rank's.
+        place: and its place there.
+        cell_size: places ``P`` of a cell.
+    """
+
+    capacity: int
+    target: Placement
+    cell: int
+    place: int = 0
+    cell_size: int = 1
+    _first_row: dict[torch.device, Tensor] = field(default_factory=dict)
+    _sortings: dict[torch.device, SlotSorting] = field(default_factory=dict)
+
+    def route(self, expert_TK: Tensor) -> tuple[LayerRoute, SlotRows]:
+        """The route of a pass, and this rank's rows that travel, by expert. The host does not wait.
+
+        Args:
+            expert_TK: chosen experts, -1 where none is; of an expert's rows over the capacity the
+                last in GShard's order are dropped.
+        """
+        (num_tokens, top_k), device = expert_TK.shape, expert_TK.device
+        num_rows, num_choices = self.capacity * self.target.num_experts, expert_TK.numel()
+        # Choice-major, GShard's priority: first choices of all tokens before second ones.
+        expert_N, by_expert_N = expert_TK.T.flatten().sort(stable=True)
+        expert_E1 = _numbers(self.target.num_experts + 1, device)
+        first_E1 = torch.searchsorted(expert_N, expert_E1)
+        first_row_E = self._first_row_E(device)
+        nth_N = _numbers(num_choices, device) - first_E1.index_select(0, expert_N.clamp(min=0))
+        row_N = first_row_E[expert_N] + nth_N
+        # Those without an expert come before the first one.
+        row_N = row_N.where((nth_N < self.capacity) & (nth_N >= 0), num_rows)
+        choice_of_N = _choices(num_tokens, top_k, device).index_select(0, by_expert_N)
+        choice_N = row_N.new_full((num_rows + 1,), num_choices)
+        choice_N.scatter_(0, row_N, choice_of_N)
+        choice_N = choice_N[:-1]
+        padded_row_N = torch.empty_like(row_N).scatter_(0, choice_of_N, row_N)
+        end_E = first_E1.diff().clamp(max=self.capacity).cumsum(dim=0)
+        sorting = self._sorting(device)
+        route = Route(
+            choice_N=choice_N,
+            token_N=choice_N // top_k,
+            sent_C=tuple(self._sent_1C[0].tolist()),
+            received_C=(self.capacity * sorting.rows_XS.shape[1],) * self.target.num_cells,
+            sorting=sorting,
+            slots=sorting.slots,
+            num_tokens=num_tokens,
+            top_k=top_k,
+            padded_row_N=padded_row_N,
+        )
+        layer_route = LayerRoute(
+            cut=Cut.equal(num_tokens, 1),
+            target=self.target,
+            top_k=top_k,
+            choice_N=choice_N,
+            sent_FC=self._sent_1C,
+            received_PCFS=self._received_PC1S,
+            place=self.place,
+            count_between=lambda: np.repeat(self._sent_1C[:, None], self.target.num_cells, axis=1),
+            _routes={WHOLE: route},
+        )
+        return layer_route, SlotRows.ending(end_E, num_rows)
+
+    @property
+    def _sent_1C(self) -> np.ndarray:
+        return np.diff(self.target.held_C1)[None] * self.capacity
+
+    @property
+    def _received_PC1S(self) -> np.ndarray:
+        num_slots = len(self.target.experts_of(self.cell))
+        return np.full((self.cell_size, self.target.num_cells, 1, num_slots), self.capacity)
+
+    def _first_row_E(self, device: torch.device) -> Tensor:
+        """Where each expert's rows begin in send order, int64 ``[E]``; made once."""
+        if device not in self._first_row:
+            by_cell = map(self.target.experts_of, range(self.target.num_cells))
+            first_E = np.empty(self.target.num_experts, dtype=np.int64)
+            first_E[np.concatenate([*by_cell])] = np.arange(len(first_E)) * self.capacity
+            self._first_row[device] = on_device(first_E, device)
+        return self._first_row[device]
+
+    def _sorting(self, device: torch.device) -> SlotSorting:
+        """Rows that arrived, to their slots and back: the same in every pass, made once."""
+        if device not in self._sortings:
+            self._sortings[device] = SlotSorting(self._received_PC1S[self.place, :, 0], device)
+        return self._sortings[device]
+
+
+@lru_cache(maxsize=16)
+def _numbers(length: int, device: torch.device) -> Tensor:
+    """From 0 on, int64."""
+    return torch.arange(length, device=device)
+
+
+@lru_cache(maxsize=4)  # batches are often alike
+def _choices(num_tokens: int, top_k: int, device: torch.device) -> Tensor:
+    """Of choices in choice-major order their places in ``[T, K]``, int64 ``[T * K]``."""
+    return torch.arange(num_tokens * top_k, device=device).view(num_tokens, top_k).T.flatten()
