@@ -24,8 +24,10 @@ def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 def block_index(starts: np.ndarray, lengths: np.ndarray, device: torch.device) -> Tensor:
     """The same as ``ranges``, int64, made on the device: the host sends two numbers a block."""
     lengths = lengths.ravel()
-    shift, num_rows = starts.ravel() - starts_of(lengths), int(lengths.sum())
-    table = on_device(np.stack([shift, lengths]), device)
+    table_2N = np.empty((2, lengths.size), dtype=np.int64)
+    ends_N = lengths.cumsum()
+    table_2N[0], table_2N[1] = starts.ravel() - ends_N + lengths, lengths
+    num_rows, table = int(ends_N[-1]) if lengths.size else 0, on_device(table_2N, device)
     index = table[0].repeat_interleave(table[1], output_size=num_rows)
     index += torch.arange(num_rows, device=device)
     return index

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 
@@ -58,6 +58,8 @@ class LocalElseHome:
 
     home: Placement
     target: Placement
+    _pairs: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False)
+    _keeps: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def _holder_CE(self) -> np.ndarray:
@@ -79,6 +81,23 @@ class LocalElseHome:
 
     def rows_to(self, holder: int, rows_CFE: np.ndarray) -> np.ndarray:
         rows: np.ndarray = rows_CFE * (self._holder_CE == holder)[:, None]
+        return rows
+
+    def sent_by_pair(self, sender: int, rows_FE: np.ndarray) -> np.ndarray:
+        """See ``sent_by_pair``."""
+        if sender not in self._pairs:
+            flat_E = self._first_E + self._holder_CE[sender]
+            self._pairs[sender] = np.searchsorted(self.target.flat_N, flat_E)
+        rows_FN = np.zeros((len(rows_FE), self.target.flat_N.size), dtype=np.int64)
+        rows_FN[:, self._pairs[sender]] = rows_FE
+        return rows_FN
+
+    def received_by_slot(self, holder: int, rows_CFE: np.ndarray) -> np.ndarray:
+        """See ``received_by_slot``."""
+        if holder not in self._keeps:
+            expert_S = self.target.experts_of(holder)
+            self._keeps[holder] = (self._holder_CE[:, expert_S] == holder)[:, None]
+        rows: np.ndarray = rows_CFE[..., self.target.experts_of(holder)] * self._keeps[holder]
         return rows
 
     def rows_between(self, rows_CFE: np.ndarray) -> np.ndarray:
@@ -144,11 +163,13 @@ class _Leaving(NamedTuple):
     Attributes:
         expert_M: expert of each pair.
         flat_M: its place in a flattened ``[E, C]``.
+        pair_M: its place among the target's pairs.
         turns_M: the holder's part of the expert's rows.
     """
 
     expert_M: np.ndarray
     flat_M: np.ndarray
+    pair_M: np.ndarray
     turns_M: _Turns
 
 
@@ -156,7 +177,7 @@ class _Coming(NamedTuple):
     """What one holder gets of the rows of its ``S`` experts in one layer.
 
     Attributes:
-        expert_S: they.
+        expert_S: they, ascending.
         turns_C1S: its part of each sender's.
     """
 
@@ -239,6 +260,16 @@ class _NearestCopies:
         cell_N = self.holders.cell_N
         return np.concatenate([cell_N, cell_N[self._near_first_N]])
 
+    @cached_property
+    def _flat(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of each layer where its pairs begin in a row of all, and its places in a row of all
+        flattened ``[E, C]``; and the places of these pairs in that row, ascending."""
+        num_pairs = [target.flat_N.size for target in self.targets]
+        sizes = [target.holds_EC.size for target in self.targets]
+        first_L1, place_L1 = (np.concatenate(([0], np.cumsum(own))) for own in (num_pairs, sizes))
+        flat_N = np.concatenate([target.flat_N for target in self.targets])
+        return first_L1, place_L1, flat_N + np.repeat(place_L1[:-1], num_pairs)
+
     def leaving(self, sender: int) -> list[_Leaving]:
         """Of each layer."""
         if sender not in self._leaving:
@@ -247,14 +278,17 @@ class _NearestCopies:
             x_M, cell_M, turns_M = self.receivers(np.full_like(x_X, sender), x_X)
             layer = np.concatenate([holders.layer_A, holders.layer_X[x_M]])
             order = np.argsort(layer, kind="stable")
+            layer = layer[order]
             expert = np.concatenate([holders.expert_A, holders.expert_X[x_M]])[order]
             flat = expert * num_cells + np.concatenate([holders.cell_A, cell_M])[order]
+            first_L1, place_L1, flat_N = self._flat
+            pair = np.searchsorted(flat_N, flat + place_L1[layer]) - first_L1[layer]
             among, turn = (
                 np.concatenate([np.full_like(holders.layer_A, alone), table])[order]
                 for alone, table in zip((1, 0), turns_M)
             )
-            parts = holders.by_layer(layer[order], expert, flat, among, turn)
-            self._leaving[sender] = [_Leaving(e, f, _Turns(a, t)) for e, f, a, t in parts]
+            parts = holders.by_layer(layer, expert, flat, pair, among, turn)
+            self._leaving[sender] = [_Leaving(e, f, p, _Turns(a, t)) for e, f, p, a, t in parts]
         return self._leaving[sender]
 
     def receivers(
@@ -284,7 +318,7 @@ class _NearestCopies:
             expert = np.concatenate(
                 [holders.expert_A[alone], holders.expert_X[holders.copied_N[copied]]]
             )
-            order = np.argsort(layer, kind="stable")
+            order = np.lexsort((expert, layer))  # as slots are
             shape_CA = holders.num_cells, len(alone)
             among, turn = (
                 np.concatenate([np.full(shape_CA, value), table], axis=1)[:, None, order]
@@ -407,7 +441,7 @@ class NearestCopy:
         self._tables.coming(cell)
 
     def rows_from(self, sender: int, rows_FE: np.ndarray) -> np.ndarray:
-        expert_M, flat_M, turns_M = self._tables.leaving(sender)[self._layer]
+        expert_M, flat_M, _, turns_M = self._tables.leaving(sender)[self._layer]
         rows_FX = np.zeros((len(rows_FE), self.target.holds_EC.size), dtype=np.int64)
         rows_FX[:, flat_M] = turns_M.quotas(rows_FE[:, expert_M])
         return rows_FX.reshape(len(rows_FE), *self.target.holds_EC.shape)
@@ -417,6 +451,18 @@ class NearestCopy:
         rows = np.zeros_like(rows_CFE)
         rows[:, :, expert_S] = turns_C1S.quotas(rows_CFE[:, :, expert_S])
         return rows
+
+    def sent_by_pair(self, sender: int, rows_FE: np.ndarray) -> np.ndarray:
+        """See ``sent_by_pair``."""
+        expert_M, _, pair_M, turns_M = self._tables.leaving(sender)[self._layer]
+        rows_FN = np.zeros((len(rows_FE), self.target.flat_N.size), dtype=np.int64)
+        rows_FN[:, pair_M] = turns_M.quotas(rows_FE[:, expert_M])
+        return rows_FN
+
+    def received_by_slot(self, holder: int, rows_CFE: np.ndarray) -> np.ndarray:
+        """See ``received_by_slot``."""
+        expert_S, turns_C1S = self._tables.coming(holder)[self._layer]
+        return turns_C1S.quotas(rows_CFE[..., expert_S])
 
     def rows_between(self, rows_CFE: np.ndarray) -> np.ndarray:
         sender_M, expert_M, holder_M, turns_M = self._all_receivers
@@ -451,6 +497,33 @@ class NearestCopy:
             np.concatenate([np.tile(holders.cell_A, len(sender_C)), cell_M]),
             _Turns(*(np.concatenate([none + n, t]) for n, t in zip((1, 0), turns_M))),
         )
+
+
+def sent_by_pair(share: Share, target: Placement, sender: int, rows_FE: np.ndarray) -> np.ndarray:
+    """Rows that one sender sends for each of the target's (expert, holder) pairs, int64 ``[F, N]``,
+    in the order of ``flat_N``: what ``rows_from`` says of them, without a table of all cells."""
+    if target.is_single:  # nothing is shared
+        return rows_FE
+    if _has_pairs(share, target):
+        return share.sent_by_pair(sender, rows_FE)
+    return share.rows_from(sender, rows_FE).reshape(len(rows_FE), -1)[:, target.flat_N]
+
+
+def received_by_slot(
+    share: Share, target: Placement, holder: int, rows_CFE: np.ndarray
+) -> np.ndarray:
+    """Rows that each sender sends to one holder for each of its slots, int64 ``[C, F, S]``: what
+    ``rows_to`` says of them."""
+    if target.is_single:
+        return rows_CFE[..., target.experts_of(holder)]
+    if _has_pairs(share, target):
+        return share.received_by_slot(holder, rows_CFE)
+    return share.rows_to(holder, rows_CFE)[..., target.experts_of(holder)]
+
+
+def _has_pairs(share: Share, target: Placement) -> TypeGuard[LocalElseHome | NearestCopy]:
+    known = isinstance(share, (LocalElseHome, NearestCopy)) and share.target is target
+    return known and type(share) in (LocalElseHome, NearestCopy)  # others may share otherwise
 
 
 def computed_by(shares: Sequence[Share], rows: Sequence[np.ndarray]) -> np.ndarray:

@@ -29,7 +29,7 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.rows import block_index, on_device, starts_of
 from ds_moe_ext.schedule.crew import SavesAlike
 from ds_moe_ext.schedule.task import Cut, Span
-from ds_moe_ext.share import Share
+from ds_moe_ext.share import Share, received_by_slot, sent_by_pair
 from ds_moe_ext.strategy import Destination
 from ds_moe_ext.watch import REMEDY
 
@@ -242,15 +242,17 @@ class Order(SavesAlike):
         rows_CE = rows_CPFE[:, 0, 0] if is_whole else rows_CPFE.sum(axis=(1, 2))
         target, share = self.destination if self.revise is None else self.revise(rows_CE)
         self.on_rows(rows_CE, top_k, share)
-        if target.is_single:  # nothing is shared
-            sent_FN = rows_CPFE[cell, place]
+        sent_FN = sent_by_pair(share, target, cell, rows_CPFE[cell, place])
+        if target.is_single:
             received_PCFS = rows_CPFE.swapaxes(0, 1)[..., target.experts_of(cell)]
         else:
-            own_FEC = share.rows_from(cell, rows_CPFE[cell, place])
-            sent_FN = own_FEC.reshape(len(own_FEC), -1)[:, target.flat_N]
             # Rows go to the rank of the sender's place, so each place is a plane of its own.
-            received = [share.rows_to(cell, rows_CPFE[:, each]) for each in range(cell_size)]
-            received_PCFS = np.stack(received)[..., target.experts_of(cell)]
+            received_PCFS = np.stack(
+                [
+                    received_by_slot(share, target, cell, rows_CPFE[:, each])
+                    for each in range(cell_size)
+                ]
+            )
         if self._may_drop:
             by_key_N = by_key_N[: int(sent_FN.sum())]
         return LayerRoute(
