@@ -134,14 +134,12 @@ class SwiGluAdjoint:
         return grad_rows, tuple(chain.from_iterable(zip(grads_up.by_slot, grads_down.by_slot)))
 
     def _room(self, is_wanted: bool, last: Tensor) -> _WeightGrads:
-        """For a weight of which the last run's is known."""
+        """For a weight, of which the last run's is known."""
         num_slots = self.runs[-1].stop
-        if not is_wanted:
-            return _WeightGrads([None] * num_slots)
-        if not self.is_stacked or last.dim() == 3:
-            return _WeightGrads([None] * num_slots)
-        stack_S = last.new_empty(num_slots, *last.shape)
-        return _WeightGrads(list(stack_S), stack_S)
+        if is_wanted and self.is_stacked and last.dim() == 2:  # slot by slot into one
+            stack_S = last.new_empty(num_slots, *last.shape)
+            return _WeightGrads(list(stack_S), stack_S)
+        return _WeightGrads([None] * num_slots)
 
     def _of_run(
         self,
