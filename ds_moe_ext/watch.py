@@ -373,13 +373,13 @@ class Waiting:
         if self._group is None:
             return
         wait = WATCH.left()
-        if not WATCH.is_on:
+        if (error is None and not wait.is_broken) or not WATCH.is_on:
             return
         if isinstance(error, RuntimeError) and not isinstance(error, BrokenOff):
             explained = WATCH.explained(wait, error)
             if explained is not error:
                 raise explained from error
-        if error is None and wait.is_broken:  # NCCL lets go of who waits, and says nothing
+        if error is None:  # NCCL lets go of who waits, and says nothing
             raise WATCH.explained(wait, RuntimeError("it was broken off"))
 
 
