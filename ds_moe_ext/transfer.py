@@ -43,7 +43,7 @@ class Round:
     receives: tuple[Move, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Part:
     """One cell's own part of the transfers.
 
@@ -58,10 +58,15 @@ class Part:
     rounds: tuple[Round, ...]
     everywhere: tuple[Move, ...]
 
-    @property
+    @cached_property
     def received(self) -> tuple[int, ...]:
         """Experts that this cell lacks and gets."""
-        return tuple(move.expert for round_ in self.rounds for move in round_.receives)
+        return tuple([move.expert for round_ in self.rounds for move in round_.receives])
+
+    @cached_property
+    def sent(self) -> tuple[int, ...]:
+        """Experts that this cell sends, those among them that it gets before, each once."""
+        return tuple({move.expert: None for round_ in self.rounds for move in round_.sends})
 
 
 @dataclass(frozen=True, eq=False)

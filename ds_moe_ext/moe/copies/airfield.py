@@ -57,8 +57,10 @@ class Airfield:
     def by_expert(self, tensors: Sequence[T], placement: Placement) -> dict[int, tuple[T, ...]]:
         """What lies by slot, one for each weight, by the experts that a placement has here."""
         size = len(self.like)
-        experts = placement.experts_of(self.place.cell).tolist()
-        return {expert: tuple(tensors[i * size :][:size]) for i, expert in enumerate(experts)}
+        experts = self.trips.experts_here(placement)
+        return {
+            expert: tuple(tensors[i * size : (i + 1) * size]) for i, expert in enumerate(experts)
+        }
 
     def submit(self, work: Callable[[], None]) -> Event:
         """Queue work in the lane of parameters."""
@@ -95,8 +97,14 @@ class Airfield:
         """Whether the experts have gradients, here and on all other ranks."""
         return any(weight.requires_grad for weight in self.like)
 
-    def saw(self, op: Op, start: Mark, *, is_adjoint: bool = False, piece: int = 0) -> None:
-        """Tell the observers of a task that ends now."""
+    def began(self) -> Mark | None:
+        """This moment in the lane that calls; None if nobody wants to know: marks cost a little."""
+        return self.lanes.mark() if any(each.is_on for each in self._observers) else None
+
+    def saw(self, op: Op, start: Mark | None, *, is_adjoint: bool = False, piece: int = 0) -> None:
+        """Tell the observers of a task that began then and ends now."""
+        if start is None:
+            return
         layer = self.place.layer
         reads, writes = (Value(WEIGHTS, layer),), (Value(TARGET_WEIGHTS, layer),)
         span = Span(piece, piece + 1)
@@ -108,7 +116,7 @@ class Airfield:
     def all_waiting(self, grads: Mapping[int, Weights]) -> dict[int, Weights]:
         """Gradients of copies with those of earlier micro-batches, which wait no longer."""
         if not self._waiting:
-            return dict(grads)
+            return {**grads}
         self.let_wait(grads)
         waiting, self._waiting = self._waiting, {}
         return {

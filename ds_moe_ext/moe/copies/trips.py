@@ -63,6 +63,8 @@ class Trips:
         whole: of all copies at once.
         gathers: the pieces in which they travel.
         reductions: the pieces in which their gradients do.
+        own: experts at home here, by slot.
+        planned: experts that compute here, by slot.
     """
 
     place: Place
@@ -70,6 +72,8 @@ class Trips:
     whole: Part
     gathers: Sequence[Piece]
     reductions: Sequence[Piece]
+    own: Sequence[int]
+    planned: Sequence[int]
 
     @classmethod
     def of(cls, place: Place, plan: Plan) -> Trips:
@@ -77,12 +81,22 @@ class Trips:
         home, target = plan.home, plan.target
         whole = place.part(home, target)
         copied = frozenset(np.flatnonzero((target.holds_EC > home.holds_EC).any(axis=1)).tolist())
+        here = [placement.experts_of(place.cell).tolist() for placement in (home, target)]
         if plan.carried is None:
             all_ = [Piece(whole, copied)]
-            return cls(place, plan, whole, all_, all_)
+            return cls(place, plan, whole, all_, all_, *here)
         parts = {copied: whole}  # splits have often the same pieces, or one with all
         gathers, reductions = (_pieces(place, plan, split, parts) for split in plan.carried)
-        return cls(place, plan, whole, gathers, reductions)
+        return cls(place, plan, whole, gathers, reductions, *here)
+
+    def experts_here(self, placement: Placement) -> Sequence[int]:
+        """Experts that a placement has here, by slot."""
+        if placement is self.plan.target:
+            return self.planned
+        if placement is self.plan.home:
+            return self.own
+        experts: list[int] = placement.experts_of(self.place.cell).tolist()
+        return experts
 
     def serve(self, plan: Plan) -> bool:
         """Whether another plan asks for the same."""
