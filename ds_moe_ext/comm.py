@@ -327,42 +327,68 @@ Parcel = tuple[Tensor, int]
 """A contiguous tensor and the member at the other end."""
 
 
-def post(
-    receives: Sequence[Parcel], sends: Sequence[Parcel], group: dist.ProcessGroup
-) -> list[dist.Work]:
-    """Start to move tensors between pairs of members: one grouped call on NCCL.
+@dataclass(slots=True)
+class Pairs:
+    """Moves tensors between pairs of members, in one exchange, and counts their bytes.
 
-    Every receive is posted before any send, see ``all_to_all_by_pairs``. Several tensors from one
-    member to another match by their order, which both sides must keep. The group's own methods,
-    which ``dist.batch_isend_irecv`` calls in the end: what it checks before takes the host three
-    times as long as they do.
+    Attributes:
+        group: whose members.
+        groups_calls: all that is posted at once is one call, as NCCL has it.
+        sent_bytes: so far, of this rank.
+        received_bytes: likewise.
     """
-    if not receives and not sends:
-        return []
-    device = (receives or sends)[0][0].device
-    if not _groups_calls(group, device):
-        return _each(receives, sends, group)
-    if _coalescing_manager is None:
-        ops = [dist.P2POp(dist.irecv, into, None, group, 0, peer) for into, peer in receives]
-        ops += [dist.P2POp(dist.isend, out, None, group, 0, peer) for out, peer in sends]
-        works: list[dist.Work] = dist.batch_isend_irecv(ops)
+
+    group: dist.ProcessGroup
+    groups_calls: bool
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, device: torch.device) -> Pairs:
+        """Between members of a group, of tensors on a device."""
+        backend: Any = group._get_backend(device)
+        return cls(group, bool(backend.supports_coalescing))
+
+    def post(self, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> list[dist.Work]:
+        """Start to move tensors.
+
+        Every receive is posted before any send, see ``all_to_all_by_pairs``. Several tensors from
+        one member to another match by their order, which both sides must keep. The group's own
+        methods, which ``dist.batch_isend_irecv`` calls in the end: what it checks before takes the
+        host three times as long as they do.
+        """
+        if not receives and not sends:
+            return []
+        if not self.groups_calls:
+            return self._each(receives, sends)
+        device = (receives or sends)[0][0].device
+        if _coalescing_manager is None:
+            group = self.group
+            ops = [dist.P2POp(dist.irecv, into, None, group, 0, peer) for into, peer in receives]
+            ops += [dist.P2POp(dist.isend, out, None, group, 0, peer) for out, peer in sends]
+            works: list[dist.Work] = dist.batch_isend_irecv(ops)
+            return works
+        with _coalescing_manager(self.group, device, async_ops=True) as calls:
+            self._each(receives, sends)
+        return list(calls.works)
+
+    def _each(self, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> list[dist.Work]:
+        recv, send = self.group.recv, self.group.send
+        works = [recv([into], peer, 0) for into, peer in receives]
+        works += [send([out], peer, 0) for out, peer in sends]
         return works
-    with _coalescing_manager(group, device, async_ops=True) as calls:
-        _each(receives, sends, group)
-    return list(calls.works)
 
+    def move(self, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> None:
+        """Move tensors; on CUDA the current stream waits, and not the host."""
+        for work in self.post(receives, sends):
+            work.wait()
+        self.sent_bytes += sum([tensor.nbytes for tensor, _ in sends])
+        self.received_bytes += sum([tensor.nbytes for tensor, _ in receives])
 
-def _groups_calls(group: dist.ProcessGroup, device: torch.device) -> bool:
-    backend: Any = group._get_backend(device)
-    return bool(backend.supports_coalescing)
-
-
-def _each(
-    receives: Sequence[Parcel], sends: Sequence[Parcel], group: dist.ProcessGroup
-) -> list[dist.Work]:
-    works = [group.recv([into], peer, 0) for into, peer in receives]
-    works += [group.send([out], peer, 0) for out, peer in sends]
-    return works
+    @property
+    def traffic(self) -> Traffic:
+        """So far."""
+        return Traffic(self.sent_bytes, self.received_bytes)
 
 
 def _by_pairs(
@@ -379,10 +405,9 @@ def _by_pairs(
     incoming_C = arrived_R.split(list(received_C))
     peers = [(here + step) % num_members for step in range(1, num_members)]
     with Waiting(group):
-        works = post(
+        works = Pairs.of(group, arrived_R.device).post(
             [(incoming_C[peer], peer) for peer in peers if received_C[peer]],
             [(outgoing_C[peer], peer) for peer in peers if outgoing_C[peer].shape[0]],
-            group,
         )
         incoming_C[here].copy_(outgoing_C[here])
         for work in works:
@@ -402,16 +427,18 @@ def connect(group: dist.ProcessGroup, device: torch.device) -> None:
 def exchange(
     receives: Sequence[Parcel], sends: Sequence[Parcel], group: dist.ProcessGroup
 ) -> Traffic:
-    """Move tensors between pairs of members; see ``post``. For those who take part in it.
+    """Move tensors between pairs of members; see ``Pairs.post``. For those who take part in it.
 
     Args:
         receives: where to receive, contiguous, and from whom.
         sends: what to send, contiguous, and to whom.
     """
-    meter = _Meter(group)
+    if not receives and not sends:
+        return Traffic()
+    pairs = Pairs.of(group, (receives or sends)[0][0].device)
     with Waiting(group):
-        meter.move(receives, sends)
-    return meter.traffic
+        pairs.move(receives, sends)
+    return pairs.traffic
 
 
 # Sparse collectives: experts to the cells of a wider placement, and their gradients home.
@@ -476,15 +503,16 @@ def sparse_all_gather(
         return Traffic()
     have = {expert: _whole(buffers[expert]) for expert in part.received}
     have |= {expert: _whole(chunks[expert]) for expert in part.sent if expert not in have}
-    if by_broadcast(part, _device_of(have)):
+    device = _device_of(have)
+    if by_broadcast(part, device):
         traffic = _broadcast(part, have, group)
     else:
-        meter = _Meter(group)
+        pairs = Pairs.of(group, device)
         with Waiting(group):
             for round_ in part.rounds:
                 receives, sends = _parcels(round_.receives, have), _parcels(round_.sends, have)
-                meter.move(receives, sends)
-        traffic = meter.traffic
+                pairs.move(receives, sends)
+        traffic = pairs.traffic
     for expert in part.received:
         for buffer, arrived in zip(buffers[expert], have[expert]):
             if not buffer.is_contiguous():
@@ -520,20 +548,21 @@ def sparse_reduce_scatter(
     """
     if not part.rounds:
         return Arrived({}, Traffic())
-    if not in_float32 and by_broadcast(part, _device_of(grads)):
+    device = _device_of(grads)
+    if not in_float32 and by_broadcast(part, device):
         return _reduce(part, grads, group)
     sums: dict[int, list[Tensor]] = {}
-    meter = _Meter(group)
+    pairs = Pairs.of(group, device)
     with Waiting(group):
         for round_ in reversed(part.rounds):
-            _reduce_round(round_, grads, sums, meter, in_float32)
+            _reduce_round(round_, grads, sums, pairs, in_float32)
     arrived = {
         expert: tuple(total.to(like.dtype) for total, like in zip(totals, grads[expert]))
         if in_float32
         else tuple(totals)
         for expert, totals in sums.items()
     }
-    return Arrived(arrived, meter.traffic)
+    return Arrived(arrived, pairs.traffic)
 
 
 def by_broadcast(part: Part, device: torch.device) -> bool:
@@ -585,30 +614,11 @@ def _one_call(group: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
         calls.wait()
 
 
-@dataclass(slots=True)
-class _Meter:
-    """Moves tensors between pairs of a group, inside an exchange, and counts their bytes."""
-
-    group: dist.ProcessGroup
-    sent_bytes: int = 0
-    received_bytes: int = 0
-
-    def move(self, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> None:
-        for work in post(receives, sends, self.group):
-            work.wait()
-        self.sent_bytes += sum([tensor.nbytes for tensor, _ in sends])
-        self.received_bytes += sum([tensor.nbytes for tensor, _ in receives])
-
-    @property
-    def traffic(self) -> Traffic:
-        return Traffic(self.sent_bytes, self.received_bytes)
-
-
 def _reduce_round(
     round_: Round,
     grads: Mapping[int, Sequence[Tensor]],
     sums: dict[int, list[Tensor]],
-    meter: _Meter,
+    pairs: Pairs,
     in_float32: bool,
 ) -> None:
     """One round of the gather, backwards: ``sums`` loses what leaves and gains what arrives."""
@@ -620,7 +630,7 @@ def _reduce_round(
     receives = [
         (tensor, cell) for (_, cell), tensors in zip(round_.sends, landed) for tensor in tensors
     ]
-    meter.move(receives, _parcels(round_.receives, leaving))
+    pairs.move(receives, _parcels(round_.receives, leaving))
     totals, more = [], []
     for (expert, _), tensors in zip(round_.sends, landed):
         if expert in sums:

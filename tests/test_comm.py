@@ -337,7 +337,7 @@ def _fail(*_: Any, **__: Any) -> None:
 def test_no_copies_no_communication() -> None:
     home = Placement.block(8, 4)
     part = gather_rounds(home, home, np.array([0, 0, 1, 1])).part_of(2)
-    with mock.patch.object(comm, "post", _fail):
+    with mock.patch.object(comm.Pairs, "post", _fail):
         assert comm.sparse_all_gather(part, {}, {}, None) == comm.Traffic(0, 0)
         came = comm.sparse_reduce_scatter(part, {}, None)
     assert (came.grads, came.traffic) == ({}, comm.Traffic(0, 0))
@@ -396,7 +396,7 @@ def _by_trees_and_by_broadcasts(rank: int, world_size: int) -> tuple[int, int]:
     with (
         mock.patch.object(comm, "by_broadcast", lambda part, device: bool(part.everywhere)),
         mock.patch.object(comm, "_coalescing_manager", _one_after_the_other),
-        mock.patch.object(comm, "post", _fail),
+        mock.patch.object(comm.Pairs, "post", _fail),
     ):
         buffers_2, traffic_2, came_2 = both()
     assert set(buffers) == {e for e in (0, 2) if rank != 1}
@@ -457,8 +457,9 @@ def test_pairs_receive_before_they_send_and_are_one_call_where_calls_are_grouped
     moves = [("recv", 1.0, 2, 0), ("recv", 2.0, 1, 0), ("send", 3.0, 2, 0)]
     alone, grouped = _Recorded(groups_calls=False), _Recorded(groups_calls=True)
     with mock.patch.object(comm, "_coalescing_manager", _as_one):
-        works = [comm.post(receives, sends, cast(Any, group)) for group in (alone, grouped)]
-        assert not comm.post([], [], cast(Any, alone))
+        both = [comm.Pairs.of(cast(Any, group), torch.device("cpu")) for group in (alone, grouped)]
+        works = [pairs.post(receives, sends) for pairs in both]
+        assert not both[0].post([], [])
     assert alone.calls == moves
     assert grouped.calls == [("begin", True), *moves, ("end",)]
     assert works == [["own"] * 3, ["of all"]]

@@ -233,14 +233,14 @@ class _Counter:
     def post(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """Ours, of what is sent and received in pairs."""
 
-        def post(receives: Sequence[Any], sends: Sequence[Any], group: dist.ProcessGroup) -> Any:
+        def post(pairs: comm.Pairs, receives: Sequence[Any], sends: Sequence[Any]) -> Any:
             num_parcels = len(receives) + len(sends)
             if num_parcels:
                 self.add(self.counts.collectives, "post")
             with self._lock:
                 self.counts.parcels += num_parcels
             with self.inside():
-                return stock(receives, sends, group)
+                return stock(pairs, receives, sends)
 
         return post
 
@@ -339,7 +339,7 @@ def counted() -> Iterator[HostCounts]:
         for name in ("send", "recv"):
             change(dist.ProcessGroup, name, counter.collective, name)
         change(dist, "batch_isend_irecv", counter.pairs)
-        change(comm, "post", counter.post)
+        change(comm.Pairs, "post", counter.post)
         changed.enter_context(_Following())
         yield counter.counts
 
