@@ -139,6 +139,7 @@ class RoutedExperts:
         self.tasks, self.meter = TasksSeen(), TasksSeen()
         self.row_width, self.row_dtype = 0, torch.float32
         self.copies: Copies | None = None
+        self._stages_of_copies: Mapping[Op, Stage] = {}
         self._planned: Plan | None = None  # the next plan, where the program made it
         self.windows = Windows(site.layer, (self.tasks, self.meter))
         self.slices: GradientSlices | None = None
@@ -187,7 +188,16 @@ class RoutedExperts:
         layout = self.site.layout
         group = layout.group("ep", PARAM)
         place = Place(self.site.layer, layout.index("ep"), layout.node_C, group)
-        self.copies = Copies(place, self.site.plan, like, (self.tasks, self.meter))
+        copies = Copies(place, self.site.plan, like, (self.tasks, self.meter))
+        self.copies = copies
+        self._stages_of_copies = {
+            JOIN: Join(copies),
+            HAVE_AGAIN: HaveAgain(copies),
+            LAUNCH: Aside(lambda span: copies.launch_following()),
+            SEND_HOME: Aside(lambda span: copies.send_home(span.start)),
+            RECALL: Aside(lambda span: copies.recall_before()),
+            PLAN: Aside(lambda span: self._plan_ahead(copies)),
+        }
 
     def take(self, plan: Plan, following: Plan | None = None) -> None:
         """Run by a new plan from now on. Call it between steps, on every rank.
@@ -371,7 +381,7 @@ class RoutedExperts:
 
     def _check(self, forward: Schedule, backward: Schedule) -> None:
         """Raises ValueError where what a strategy says itself leaves out what its plan asks for."""
-        plan, ops = self.site.plan, {task.op for task in forward.tasks}
+        plan, ops = self.site.plan, forward.once(_ops)
         who = type(self._strategy).__qualname__
         if plan.has_copies and self.copies is None:
             raise ValueError(_without_copies(who))
@@ -381,8 +391,11 @@ class RoutedExperts:
                 "join these; let beside() say copied, or leave beside and schedules to the base "
                 "class"
             )
-        has_again = any(task.op == HAVE_AGAIN for task in backward.tasks)
-        if self.copies is not None and self.site.frees_copies and not has_again:
+        if (
+            self.copies is not None
+            and self.site.frees_copies
+            and HAVE_AGAIN not in backward.once(_ops)
+        ):
             raise ValueError(
                 f"{who} plans to free copies of experts after forward, but its schedules do not "
                 "have them again in backward; let beside() say freed, or leave beside and "
@@ -490,18 +503,11 @@ class RoutedExperts:
             **self._exchanges(wire, wire),
             EXPERT: Expert(self.function, plan.pieces),
             RESTORE: Restore(),
+            **self._stages_of_copies,
         }
         if layout.grid.cell_size > 1:
             cell = CellWire(layout.group("esp", INTRA), wire.all_to_all)
             stages |= {CELL_GATHER: CellGather(cell), CELL_SCATTER: CellScatter(cell)}
-        if self.copies is not None:
-            copies = self.copies
-            stages[JOIN] = Join(copies)
-            stages[HAVE_AGAIN] = HaveAgain(copies)
-            stages[LAUNCH] = Aside(lambda span: copies.launch_following())
-            stages[SEND_HOME] = Aside(lambda span: copies.send_home(span.start))
-            stages[RECALL] = Aside(lambda span: copies.recall_before())
-            stages[PLAN] = Aside(lambda span: self._plan_ahead(copies))
         if self.slices is not None:
             slices, (within_moe, dense) = self.slices, plan.reductions
             stages[GRADIENTS] = Aside(lambda span: slices.reduce(within_moe[span.start]))
@@ -511,6 +517,10 @@ class RoutedExperts:
         if self._gate is not None:
             stages[GATE] = Local(self._gate, graded=(False, True, True))
         return stages
+
+
+def _ops(schedule: Schedule) -> frozenset[Op]:
+    return frozenset(task.op for task in schedule.tasks)
 
 
 _MOVES_ROWS = frozenset((DISPATCH, COMBINE))
