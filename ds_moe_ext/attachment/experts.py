@@ -29,7 +29,6 @@ from ds_moe_ext.attachment.host_layer import (
     keep_marks,
     set_module,
     shape_of,
-    weights_of,
 )
 from ds_moe_ext.moe.expert import ExpertFunction, on_shard
 from ds_moe_ext.moe.gate import RunRows
@@ -203,11 +202,14 @@ class HostedExperts(nn.Module):
     def slots(self) -> list[Slot]:
         """This rank's experts."""
         if not self._views:
-            columns = (self.get_submodule(name)._parameters.values() for name in self.weight_names)
-            return [Slot(tuple(parameters)) for parameters in zip(*columns)]
+            return [Slot(tuple(parameters)) for parameters in self._by_slot()]
         stacks = self._viewed()
         by_slot = zip(*(self._views[name] for name in self.weight_names))
         return [Slot(own, stacks=stacks, number=number) for number, own in enumerate(by_slot)]
+
+    def _by_slot(self) -> Iterator[tuple[nn.Parameter, ...]]:
+        lists: list[Any] = [self._modules[name] for name in self.weight_names]
+        return zip(*(parameters._parameters.values() for parameters in lists))
 
     @property
     def stacks(self) -> tuple[nn.Parameter, ...]:
@@ -260,7 +262,7 @@ class HostedExperts(nn.Module):
     def weights(self) -> tuple[Tensor, ...]:
         """Weights of the first slot's expert in name order, then of the second's, and so on."""
         if not self._views:
-            return weights_of(self.slots())
+            return tuple(chain.from_iterable(self._by_slot()))
         return tuple(chain.from_iterable(zip(*map(unstacked, self._viewed()))))
 
     def forward(self, hidden: Tensor, expert_ids: Tensor, scores: Tensor) -> Tensor:

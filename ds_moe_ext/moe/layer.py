@@ -34,7 +34,7 @@ from ds_moe_ext.moe.order import Order, Seat, kind_of
 from ds_moe_ext.moe.restore import Restore
 from ds_moe_ext.moe.turns import Likeness, Turns
 from ds_moe_ext.moe.windows import Windows
-from ds_moe_ext.schedule.crew import Crew, Stage
+from ds_moe_ext.schedule.crew import Crew, SavesAlike, Stage
 from ds_moe_ext.schedule.executor import Lanes, Mark, lanes_for
 from ds_moe_ext.schedule.pipeline_orders import QUEUED, reductions
 from ds_moe_ext.schedule.program import Program, in_backward
@@ -66,6 +66,37 @@ from ds_moe_ext.schedule.task import (
 )
 from ds_moe_ext.schedule.wires import LayerTasks, block
 from ds_moe_ext.strategy import Destination, Plan, Site, Strategy, layer_tasks
+
+
+@dataclass(eq=False)
+class _PresentOrder(SavesAlike):
+    """Order by the present plan, in a program that serves plans that follow as well.
+
+    Attributes:
+        present: of that plan.
+    """
+
+    present: Order
+
+    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return self.present.forward(span, *reads)
+
+    def backward(self, span: Span, saved: Any, *grads: Any) -> tuple[Any, ...]:
+        return self.present.backward(span, saved, *grads)
+
+
+class _Bound(NamedTuple):
+    """A program, and what it takes to serve another plan.
+
+    Attributes:
+        shape: what such a plan has in common with that which it was made for.
+        order: all that knows where experts are.
+        program: that serves.
+    """
+
+    shape: tuple[Any, ...]
+    order: _PresentOrder
+    program: Program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +187,7 @@ class RoutedExperts:
         self._started: Weights | None = None
         self._was_graded = False  # when that was made
         self._program: dict[torch.device, Program] = {}
+        self._bound: dict[torch.device, _Bound] = {}
         self._schedules: LayerTasks | None = None
 
     @property
@@ -360,24 +392,46 @@ class RoutedExperts:
         return outputs
 
     def program(self, device: torch.device) -> Program:
-        """The program of the present plan; made once a plan."""
+        """The program of the present plan; made once a plan, or once for plans that differ in where
+        experts are alone."""
         if device not in self._program:
-            site = self.site
-            _, forward, backward = self.schedules
-            self._check(forward, backward)
-            stages = self._stages(device)
-            # On one rank nothing is sent, so there is nothing to hide behind anything.
-            alone = site.layout.grid.size == 1
-            chain = forward.is_chain and backward.is_chain
-            lanes = lanes_for(device, overlaps=not (alone or chain))
-            self._program[device] = Program(
-                forward,
-                backward,
-                Crew(stages, (self.tasks, self.meter), self.name),
-                lanes,
-                site.plan.num_chunks,
-            )
+            self._check(*self.schedules[1:])
+            layout, own = self.site.layout, self._strategy.stages(self.site)
+            order = self._order(None if layout.grid.size == 1 else layout.group(GRID, INTER))
+            # Stages of a strategy's own may know of their plan: their program serves no other.
+            bound = None if own else self._bound.get(device)
+            if bound is None or bound.shape != self._shape:
+                present = _PresentOrder(order)
+                program = self._bind(device, {**self._common_stages(device, present), **own})
+                bound = _Bound(self._shape, present, program)
+                if not own:
+                    self._bound[device] = bound
+            bound.order.present = order
+            self._program[device] = bound.program
         return self._program[device]
+
+    @property
+    def _shape(self) -> tuple[Any, ...]:
+        """What plans have in common that one program serves."""
+        plan, (_, forward, backward) = self.site.plan, self.schedules
+        cuts = plan.num_chunks, plan.pieces, plan.reductions
+        return forward, backward, *cuts, plan.way, self.function, self.copies, self.slices
+
+    def _bind(self, device: torch.device, stages: Mapping[Op, Stage]) -> Program:
+        """A program of these stages, as hooks see them, in either queue."""
+        _, forward, backward = self.schedules
+        stages = {**stages, **watched(stages, self._options.hooks, self._moe)}
+        queued = {QUEUED[op]: stage for op, stage in stages.items() if op in QUEUED}
+        # On one rank nothing is sent, so there is nothing to hide behind anything.
+        alone = self.site.layout.grid.size == 1
+        chain = forward.is_chain and backward.is_chain
+        return Program(
+            forward,
+            backward,
+            Crew(queued | stages, (self.tasks, self.meter), self.name),
+            lanes_for(device, overlaps=not (alone or chain)),
+            self.site.plan.num_chunks,
+        )
 
     def _check(self, forward: Schedule, backward: Schedule) -> None:
         """Raises ValueError where what a strategy says itself leaves out what its plan asks for."""
@@ -464,11 +518,6 @@ class RoutedExperts:
         common = {ORDER: order, **self._exchanges(there, back), EXPERT: Expert(self.function)}
         return Crew(self._with_own(common), (self.tasks, self.meter), self.name)
 
-    def _stages(self, device: torch.device) -> Mapping[Op, Stage]:
-        """Of each op: the strategy's own or the common one, as hooks see it, in either queue."""
-        stages = self._with_own(self._common_stages(device))
-        return {queued: stages[op] for op, queued in QUEUED.items() if op in stages} | stages
-
     def _with_own(self, common: Mapping[Op, Stage]) -> dict[Op, Stage]:
         stages = {**common, **self._strategy.stages(self.site)}
         return {**stages, **watched(stages, self._options.hooks, self._moe)}
@@ -494,12 +543,12 @@ class RoutedExperts:
             COMBINE: Combine(*_coded(back, there, of_combine)),
         }
 
-    def _common_stages(self, device: torch.device) -> Mapping[Op, Stage]:
+    def _common_stages(self, device: torch.device, order: Stage) -> Mapping[Op, Stage]:
         """One stage for each op that strategies share."""
         plan, layout = self.site.plan, self.site.layout
         wire = Wire.between(layout, INTER, device, plan.way)
         stages: dict[Op, Stage] = {
-            ORDER: self._order(None if layout.grid.size == 1 else layout.group(GRID, INTER)),
+            ORDER: order,
             **self._exchanges(wire, wire),
             EXPERT: Expert(self.function, plan.pieces),
             RESTORE: Restore(),
