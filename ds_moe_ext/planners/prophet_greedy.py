@@ -202,7 +202,7 @@ def _search(choices: _Choices, balance: float) -> list[_Step]:
     home = choices.home
     rows = cell_rows(home, home, choices.rows_CE)
     computed_C, received_C = rows.computed_C, rows.received_C
-    waiting = choices.by_home()
+    waiting, num_stay_E = choices.by_home(), choices.stays_EC.sum(axis=1)
     copies = 0
 
     def step(expert: int) -> _Step:
@@ -217,10 +217,9 @@ def _search(choices: _Choices, balance: float) -> list[_Step]:
             break
         expert = waiting[busiest].pop()
         stays_C = choices.stays_EC[expert]
-        num_stay = stays_C.sum()
         computed_C += stays_C
-        computed_C[busiest] -= num_stay
-        received_C[busiest] -= num_stay
+        computed_C[busiest] -= num_stay_E[expert]
+        received_C[busiest] -= num_stay_E[expert]
         copies += int(choices.copies_E[expert])
         steps.append(step(expert))
     return steps

@@ -7,6 +7,7 @@ again behind its back, as long as the same values are put in (see ``Slab.release
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ Weights = tuple[Tensor, ...]  # of one expert, in the order of their names
 
 def whole(grads: Sequence[Tensor | None], like: Weights) -> Weights:
     """Zeros for weights that an expert does not use: every copy sends all."""
+    if all(grad is not None for grad in grads):
+        return cast(Weights, grads)
     return tuple(torch.zeros_like(w) if g is None else g for g, w in zip(grads, like))
 
 
