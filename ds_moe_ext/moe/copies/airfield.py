@@ -52,6 +52,7 @@ class Airfield:
         self.trips = Trips.of(place, plan)
         self.traffic = Traffic()
         self._waiting: dict[int, Weights] = {}  # gradients of copies from earlier micro-batches
+        self._nothing: Tensor | None = None
         self._outstanding: list[Event] = []  # of this step, also those that no pass came to join
 
     def by_expert(self, tensors: Sequence[T], placement: Placement) -> dict[int, tuple[T, ...]]:
@@ -91,6 +92,15 @@ class Airfield:
     @property
     def lanes(self) -> Lanes:
         return lanes_for(self.like[0].device, overlaps=True)
+
+    @property
+    def nothing(self) -> Tensor:
+        """An empty tensor, where the weights are; always the same."""
+        device = self.like[0].device
+        if self._nothing is None or self._nothing.device != device:
+            with torch.inference_mode(False):
+                self._nothing = torch.zeros(0, device=device)
+        return self._nothing
 
     @property
     def is_trained(self) -> bool:

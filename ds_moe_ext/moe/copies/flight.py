@@ -128,7 +128,7 @@ class Flight:
         if copies.plan.rematerialize:
             self._slab.release()
         own = (grad for expert in self._own for grad in by_expert[expert])
-        return *own, None
+        return *own, copies.nothing
 
     def send(self) -> None:
         """Send the next piece of the gradients home, if one is left."""
