@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -199,7 +200,7 @@ class Plan:
     @property
     def num_chunks(self) -> int:
         """Finest chunks: both degrees divide them."""
-        return int(np.lcm(self.forward_degree, self.backward_degree))
+        return math.lcm(self.forward_degree, self.backward_degree)
 
 
 @dataclass(frozen=True, eq=False)

@@ -43,7 +43,7 @@ class Round:
     receives: tuple[Move, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Part:
     """One cell's own part of the transfers.
 
@@ -58,10 +58,15 @@ class Part:
     rounds: tuple[Round, ...]
     everywhere: tuple[Move, ...]
 
-    @property
+    @cached_property
     def received(self) -> tuple[int, ...]:
         """Experts that this cell lacks and gets."""
-        return tuple(move.expert for round_ in self.rounds for move in round_.receives)
+        return tuple([move.expert for round_ in self.rounds for move in round_.receives])
+
+    @cached_property
+    def sent(self) -> tuple[int, ...]:
+        """Experts that this cell sends, those among them that it gets before, each once."""
+        return tuple({move.expert: None for round_ in self.rounds for move in round_.sends})
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,6 +170,7 @@ class _Trees:
 
     def __init__(self, node_of: list[int], cell: int) -> None:
         self._node_of, self._cell, self._size = node_of, cell, len(node_of)
+        self._has_one_node = len(set(node_of)) == 1
         # Sends so far and cell as one number, by which cells are ordered.
         self._key = list(range(len(node_of)))
         self._rounds: dict[int, tuple[list[Move], list[Move]]] = {}
@@ -180,22 +186,31 @@ class _Trees:
         Args:
             targets: in any order.
         """
+        targets = sorted(targets, key=self._key.__getitem__)
+        if self._has_one_node:
+            if self._cell == root or self._cell in targets:
+                self._moves(expert, 0, root, targets)
+            else:
+                self._count(root, targets)
+            return
         node_of, own = self._node_of, self._node_of[self._cell]
         nodes: dict[int, list[int]] = {node_of[root]: [root]}
-        for cell in sorted(targets, key=self._key.__getitem__):
+        for cell in targets:
             nodes.setdefault(node_of[cell], []).append(cell)
         leaders = [cells[0] for cells in list(nodes.values())[1:]]
-        if self._cell == root or self._cell in leaders:
+        free = None  # the first round in which the head of this node has it and is free
+        if not leaders:
+            free = 0
+        elif self._cell == root or self._cell in leaders:
             free = self._moves(expert, 0, root, leaders)
         else:
             full, last = self._count(root, leaders)
-            free = None
         for node, (head, *rest) in nodes.items():
             if rest and node == own:
                 if free is None:  # only its first round is of interest
                     is_late = head in last or head in leaders[(1 << full) - 1 :]
-                    free = {head: full + is_late}
-                self._moves(expert, free[head], head, rest)
+                    free = full + is_late
+                self._moves(expert, free, head, rest)
             elif rest:
                 self._count(head, rest)
 
@@ -218,30 +233,30 @@ class _Trees:
             key[cell] += size
         return full, last
 
-    def _moves(self, expert: int, number: int, root: int, targets: list[int]) -> dict[int, int]:
+    def _moves(self, expert: int, number: int, root: int, targets: list[int]) -> int:
         """The same, move by move, with those of the cell.
 
         Returns:
-            The first round in which each cell is free again.
+            The first round in which the cell is free again.
         """
         key, size, own = self._key, self._size, self._cell
-        ready, free = [root], {root: number}
-        served = 0
-        while served < len(targets):
-            receivers = targets[served : served + len(ready)]
-            senders = sorted(ready, key=key.__getitem__)[: len(receivers)]
-            for sender, receiver in zip(senders, receivers):
+        cells = [root, *targets]  # each sends from the round on that comes after it received
+        num_ready, free = 1, number
+        while num_ready < len(cells):
+            receivers = cells[num_ready : 2 * num_ready]
+            senders = sorted(cells[:num_ready], key=key.__getitem__)[: len(receivers)]
+            for sender in senders:
                 key[sender] += size
-                if own in (sender, receiver):
-                    sends, receives = self._rounds.setdefault(number, ([], []))
-                    if sender == own:
-                        sends.append(Move(expert, receiver))
-                    else:
-                        receives.append(Move(expert, sender))
+            if own in senders:
+                sends, _ = self._rounds.setdefault(number, ([], []))
+                sends.append(Move(expert, receivers[senders.index(own)]))
+                free = number + 1
+            elif own in receivers:
+                _, receives = self._rounds.setdefault(number, ([], []))
+                receives.append(Move(expert, senders[receivers.index(own)]))
+                free = number + 1
             number += 1
-            free.update(dict.fromkeys((*senders, *receivers), number))
-            ready += receivers
-            served += len(receivers)
+            num_ready += len(receivers)
         return free
 
 
@@ -299,8 +314,11 @@ def _new_holders(held: Placement, wanted: Placement) -> dict[int, list[int]]:
     """Cells that come to hold an expert, ascending, of each that moves, ascending."""
     experts, targets = np.divmod(np.flatnonzero(wanted.holds_EC > held.holds_EC), held.num_cells)
     cells: dict[int, list[int]] = {}
+    before = -1
     for expert, cell in zip(experts.tolist(), targets.tolist()):
-        cells.setdefault(expert, []).append(cell)
+        if expert != before:
+            cells[expert], before = [], expert
+        cells[expert].append(cell)
     return cells
 
 

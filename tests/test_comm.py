@@ -357,7 +357,7 @@ def _fail(*_: Any, **__: Any) -> None:
 def test_no_copies_no_communication() -> None:
     home = Placement.block(8, 4)
     part = gather_rounds(home, home, np.array([0, 0, 1, 1])).part_of(2)
-    with mock.patch.object(dist, "batch_isend_irecv", _fail):
+    with mock.patch.object(comm.Pairs, "post", _fail):
         assert comm.sparse_all_gather(part, {}, {}, None) == comm.Traffic(0, 0)
         came = comm.sparse_reduce_scatter(part, {}, None)
     assert (came.grads, came.traffic) == ({}, comm.Traffic(0, 0))
@@ -416,7 +416,7 @@ def _by_trees_and_by_broadcasts(rank: int, world_size: int) -> tuple[int, int]:
     with (
         mock.patch.object(comm, "by_broadcast", lambda part, device: bool(part.everywhere)),
         mock.patch.object(comm, "_coalescing_manager", _one_after_the_other),
-        mock.patch.object(dist, "batch_isend_irecv", _fail),
+        mock.patch.object(comm.Pairs, "post", _fail),
     ):
         buffers_2, traffic_2, came_2 = both()
     assert set(buffers) == {e for e in (0, 2) if rank != 1}
@@ -443,6 +443,46 @@ def test_when_broadcasts_serve() -> None:
     assert not comm.by_broadcast(Part(0, all_E2.rounds, ()), cuda)
     with mock.patch.object(comm, "_coalescing_manager", None):
         assert not comm.by_broadcast(all_E2, cuda)
+
+
+class _Recorded:
+    """A group that writes down what it is called for."""
+
+    def __init__(self, *, groups_calls: bool) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self._groups_calls = groups_calls
+
+    def _get_backend(self, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(supports_coalescing=self._groups_calls)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> str:
+        self.calls.append(("recv", float(tensors[0]), peer, tag))
+        return "own"
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> str:
+        self.calls.append(("send", float(tensors[0]), peer, tag))
+        return "own"
+
+
+@contextmanager
+def _as_one(group: Any, device: torch.device, async_ops: bool) -> Iterator[SimpleNamespace]:
+    group.calls.append(("begin", async_ops))
+    yield SimpleNamespace(works=["of all"])
+    group.calls.append(("end",))
+
+
+def test_pairs_receive_before_they_send_and_are_one_call_where_calls_are_grouped() -> None:
+    receives = [(torch.tensor(1.0), 2), (torch.tensor(2.0), 1)]
+    sends = [(torch.tensor(3.0), 2)]
+    moves = [("recv", 1.0, 2, 0), ("recv", 2.0, 1, 0), ("send", 3.0, 2, 0)]
+    alone, grouped = _Recorded(groups_calls=False), _Recorded(groups_calls=True)
+    with mock.patch.object(comm, "_coalescing_manager", _as_one):
+        both = [comm.Pairs.of(cast(Any, group), torch.device("cpu")) for group in (alone, grouped)]
+        works = [pairs.post(receives, sends) for pairs in both]
+        assert not both[0].post([], [])
+    assert alone.calls == moves
+    assert grouped.calls == [("begin", True), *moves, ("end",)]
+    assert works == [["own"] * 3, ["of all"]]
 
 
 def test_the_private_manager_is_as_we_call_it() -> None:

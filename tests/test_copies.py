@@ -53,6 +53,7 @@ class Case:
     is_trained: bool = True  # experts are
     holders: tuple[tuple[int, tuple[int, ...]], ...] = ()  # of some experts, in place of chance
     goes_home: bool = False  # what has no copy at its sender
+    follows: bool = False  # a step by other copies
     seed: int = 0
 
     def home(self, layer: int, num_cells: int) -> Placement:
@@ -185,10 +186,33 @@ def forward(case: Case, layers: Sequence[MoELayer], x: Tensor) -> Tensor:
     return x
 
 
+def take_another_step(case: Case, layers: Sequence[MoELayer], rank: int) -> None:
+    """One by other copies, of which nothing may be left but the programs."""
+    plans = [layer.routed.site.plan for layer in layers]
+    other = replace(case, seed=case.seed + 50)
+    others = []
+    for number, plan in enumerate(plans):
+        target = other.target(number, plan.home.num_cells)
+        share = NearestCopy(target, layers[number].routed.site.layout.node_C)
+        others.append(replace(plan, target=target, share=share))
+    for layer, plan, following in zip(layers, others, (*others[1:], None)):
+        layer.routed.take(plan, following)
+    x, grad = tokens_of(case, rank, 0)
+    torch.sum(forward(case, layers, x.requires_grad_(case.reaches_x)) * grad).backward()
+    before = [layer.routed.program(x.device) for layer in layers]
+    for layer, plan, following in zip(layers, plans, (*plans[1:], None)):
+        layer.routed.after_step()
+        layer.zero_grad()
+        layer.routed.take(plan, following)
+    assert [layer.routed.program(x.device) for layer in layers] == before
+
+
 def run(rank: int, world_size: int, case: Case) -> list[Tensor]:
     """Outputs, gradients of x, then of each layer its gradients and the experts at home here."""
     pairs = layers_of(case, world_size)
     layers = [layer for layer, _ in pairs]
+    if case.follows:
+        take_another_step(case, layers, rank)
     results, inputs = [], []
     for number in range(case.num_micro_batches):
         for layer in layers:
@@ -263,6 +287,8 @@ CASES = {
     "frozen experts": Case(num_layers=2, is_trained=False),
     "frozen experts, rematerialized": Case(num_layers=2, is_trained=False, rematerialize=True),
     "x without gradient": Case(num_layers=2, reaches_x=False),
+    "after other copies": Case(num_layers=2, follows=True),
+    "after other copies, rematerialized": Case(num_layers=2, follows=True, rematerialize=True),
     "one node": Case(ranks_per_node=8),
     "a node each": Case(ranks_per_node=1),
 }

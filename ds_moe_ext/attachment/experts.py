@@ -203,11 +203,14 @@ class HostedExperts(nn.Module):
     def slots(self) -> list[Slot]:
         """This rank's experts."""
         if not self._views:
-            columns = (self.get_submodule(name)._parameters.values() for name in self.weight_names)
-            return [Slot(tuple(parameters)) for parameters in zip(*columns)]
+            return [Slot(tuple(parameters)) for parameters in self._by_slot()]
         stacks = self._viewed()
         by_slot = zip(*(self._views[name] for name in self.weight_names))
         return [Slot(own, stacks=stacks, number=number) for number, own in enumerate(by_slot)]
+
+    def _by_slot(self) -> Iterator[tuple[nn.Parameter, ...]]:
+        lists: list[Any] = [self._modules[name] for name in self.weight_names]
+        return zip(*(parameters._parameters.values() for parameters in lists))
 
     @property
     def stacks(self) -> tuple[nn.Parameter, ...]:
@@ -261,8 +264,7 @@ class HostedExperts(nn.Module):
         """Weights of the first slot's expert in name order, then of the second's, and so on; or one
         of all slots for each name."""
         if not self._views:
-            columns = (self.get_submodule(name)._parameters.values() for name in self.weight_names)
-            return tuple(chain.from_iterable(zip(*columns)))
+            return tuple(chain.from_iterable(self._by_slot()))
         if self._takes_stacks and self.routed.copies is None:
             return self._viewed()
         return tuple(chain.from_iterable(zip(*map(unstacked, self._viewed()))))

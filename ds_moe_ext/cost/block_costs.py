@@ -143,7 +143,11 @@ def placement_seconds(
     home: Placement, target: Placement, rows_CE: np.ndarray, *, prices: BlockPrices
 ) -> BlockSeconds:
     """The model on a placement. Arguments as of ``cell_rows``."""
-    rows = cell_rows(home, target, rows_CE)
+    return seconds_of(target, cell_rows(home, target, rows_CE), prices)
+
+
+def seconds_of(target: Placement, rows: CellRows, prices: BlockPrices) -> BlockSeconds:
+    """The same, of rows that are counted already."""
     return block_seconds(
         prices,
         most_received=int(rows.received_C.max()),
@@ -161,7 +165,13 @@ def is_balanced(computed_C: np.ndarray, num_experts: int, balance: float) -> boo
         balance: ``alpha``: the spread allowed, in mean rows of an expert.
     """
     spread = int(computed_C.max()) - int(computed_C.min())
-    return spread < balance * int(computed_C.sum()) / num_experts
+    return spread < most_spread(computed_C, num_experts, balance)
+
+
+def most_spread(computed_C: np.ndarray, num_experts: int, balance: float) -> float:
+    """Rows by which the busiest cell exceeds the idlest where they are just not balanced.
+    Arguments as of ``is_balanced``."""
+    return balance * int(computed_C.sum()) / num_experts
 
 
 MOST_ROWS = 2**53  # of a layer: seconds are computed in floats, which count no further

@@ -134,15 +134,15 @@ def nearest_copy_flow(
 
 def _flow(placements: Sequence[Placement], routed: RoutedRows) -> RowFlow:
     holders = Holders.of(tuple(placements))
-    alone, copied = _flow_to_only_holders(holders, routed), _flow_to_copies(holders, routed)
-    kept_LC = alone.kept_LC + copied.kept_LC
-    received_LC = alone.received_LC + copied.received_LC
+    flow = _flow_to_only_holders(holders, routed)
+    if holders.layer_X.size:
+        flow = _Flow(*(a + b for a, b in zip(flow, _flow_to_copies(holders, routed))))
     return RowFlow(
-        computed_LC=kept_LC + received_LC,
-        sent_LC=routed.sent_LC - kept_LC,
-        received_LC=received_LC,
-        out_LN=routed.sent_LC @ routed.is_on_CN - alone.near_LN - copied.near_LN,
-        in_LN=alone.in_LN + copied.in_LN,
+        computed_LC=flow.kept_LC + flow.received_LC,
+        sent_LC=routed.sent_LC - flow.kept_LC,
+        received_LC=flow.received_LC,
+        out_LN=routed.sent_LC @ routed.is_on_CN - flow.near_LN,
+        in_LN=flow.in_LN,
     )
 
 

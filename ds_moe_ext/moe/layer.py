@@ -36,7 +36,7 @@ from ds_moe_ext.moe.padding import Padding
 from ds_moe_ext.moe.restore import Restore
 from ds_moe_ext.moe.turns import Likeness, Turns
 from ds_moe_ext.moe.windows import Windows
-from ds_moe_ext.schedule.crew import Crew, Stage
+from ds_moe_ext.schedule.crew import Crew, SavesAlike, Stage
 from ds_moe_ext.schedule.executor import Lanes, Mark, lanes_for
 from ds_moe_ext.schedule.pipeline_orders import QUEUED, reductions
 from ds_moe_ext.schedule.program import Program, in_backward
@@ -68,6 +68,37 @@ from ds_moe_ext.schedule.task import (
 )
 from ds_moe_ext.schedule.wires import LayerTasks, block
 from ds_moe_ext.strategy import Destination, Plan, Site, Strategy, layer_tasks
+
+
+@dataclass(eq=False)
+class _PresentOrder(SavesAlike):
+    """Order by the present plan, in a program that serves plans that follow as well.
+
+    Attributes:
+        present: of that plan.
+    """
+
+    present: Order
+
+    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return self.present.forward(span, *reads)
+
+    def backward(self, span: Span, saved: Any, *grads: Any) -> tuple[Any, ...]:
+        return self.present.backward(span, saved, *grads)
+
+
+class _Bound(NamedTuple):
+    """A program, and what it takes to serve another plan.
+
+    Attributes:
+        shape: what such a plan has in common with that which it was made for.
+        order: all that knows where experts are.
+        program: that serves.
+    """
+
+    shape: tuple[Any, ...]
+    order: _PresentOrder
+    program: Program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +172,7 @@ class RoutedExperts:
         self.tasks, self.meter = TasksSeen(), TasksSeen()
         self.row_width, self.row_dtype = 0, torch.float32
         self.copies: Copies | None = None
+        self._stages_of_copies: Mapping[Op, Stage] = {}
         self._planned: Plan | None = None  # the next plan, where the program made it
         self.windows = Windows(site.layer, (self.tasks, self.meter))
         self.slices: GradientSlices | None = None
@@ -160,6 +192,7 @@ class RoutedExperts:
         self._started: Weights | None = None
         self._was_graded = False  # when that was made
         self._program: dict[torch.device, Program] = {}
+        self._bound: dict[torch.device, _Bound] = {}
         self._schedules: LayerTasks | None = None
 
     @property
@@ -193,7 +226,16 @@ class RoutedExperts:
         group = layout.group("ep", PARAM)
         in_float32 = self._strategy.sums_copies_in_float32
         place = Place(self.site.layer, layout.index("ep"), layout.node_C, group, in_float32)
-        self.copies = Copies(place, self.site.plan, like, (self.tasks, self.meter))
+        copies = Copies(place, self.site.plan, like, (self.tasks, self.meter))
+        self.copies = copies
+        self._stages_of_copies = {
+            JOIN: Join(copies),
+            HAVE_AGAIN: HaveAgain(copies),
+            LAUNCH: Aside(lambda span: copies.launch_following()),
+            SEND_HOME: Aside(lambda span: copies.send_home(span.start)),
+            RECALL: Aside(lambda span: copies.recall_before()),
+            PLAN: Aside(lambda span: self._plan_ahead(copies)),
+        }
 
     def take(self, plan: Plan, following: Plan | None = None) -> None:
         """Run by a new plan from now on. Call it between steps, on every rank.
@@ -356,28 +398,50 @@ class RoutedExperts:
         return outputs
 
     def program(self, device: torch.device) -> Program:
-        """The program of the present plan; made once a plan."""
+        """The program of the present plan; made once a plan, or once for plans that differ in where
+        experts are alone."""
         if device not in self._program:
-            site = self.site
-            _, forward, backward = self.schedules
-            self._check(forward, backward)
-            stages = self._stages(device)
-            # On one rank nothing is sent, so there is nothing to hide behind anything.
-            alone = site.layout.grid.size == 1
-            chain = forward.is_chain and backward.is_chain
-            lanes = lanes_for(device, overlaps=not (alone or chain))
-            self._program[device] = Program(
-                forward,
-                backward,
-                Crew(stages, (self.tasks, self.meter), self.name),
-                lanes,
-                site.plan.num_chunks,
-            )
+            self._check(*self.schedules[1:])
+            layout, own = self.site.layout, self._strategy.stages(self.site)
+            order = self._order(None if layout.grid.size == 1 else layout.group(GRID, INTER))
+            # Stages of a strategy's own may know of their plan: their program serves no other.
+            bound = None if own else self._bound.get(device)
+            if bound is None or bound.shape != self._shape:
+                present = _PresentOrder(order)
+                program = self._bind(device, {**self._common_stages(device, present), **own})
+                bound = _Bound(self._shape, present, program)
+                if not own:
+                    self._bound[device] = bound
+            bound.order.present = order
+            self._program[device] = bound.program
         return self._program[device]
+
+    @property
+    def _shape(self) -> tuple[Any, ...]:
+        """What plans have in common that one program serves."""
+        plan, (_, forward, backward) = self.site.plan, self.schedules
+        cuts = plan.num_chunks, plan.pieces, plan.reductions
+        return forward, backward, *cuts, plan.way, self.function, self.copies, self.slices
+
+    def _bind(self, device: torch.device, stages: Mapping[Op, Stage]) -> Program:
+        """A program of these stages, as hooks see them, in either queue."""
+        _, forward, backward = self.schedules
+        stages = {**stages, **watched(stages, self._options.hooks, self._moe)}
+        queued = {QUEUED[op]: stage for op, stage in stages.items() if op in QUEUED}
+        # On one rank nothing is sent, so there is nothing to hide behind anything.
+        alone = self.site.layout.grid.size == 1
+        chain = forward.is_chain and backward.is_chain
+        return Program(
+            forward,
+            backward,
+            Crew(queued | stages, (self.tasks, self.meter), self.name),
+            lanes_for(device, overlaps=not (alone or chain)),
+            self.site.plan.num_chunks,
+        )
 
     def _check(self, forward: Schedule, backward: Schedule) -> None:
         """Raises ValueError where what a strategy says itself leaves out what its plan asks for."""
-        plan, ops = self.site.plan, {task.op for task in forward.tasks}
+        plan, ops = self.site.plan, forward.once(_ops)
         who = type(self._strategy).__qualname__
         is_plain = plan.target.is_single and plan.num_chunks == 1 and plan.revise is None
         if self._strategy.static_capacity is not None and not is_plain:
@@ -394,8 +458,11 @@ class RoutedExperts:
                 "join these; let beside() say copied, or leave beside and schedules to the base "
                 "class"
             )
-        has_again = any(task.op == HAVE_AGAIN for task in backward.tasks)
-        if self.copies is not None and self.site.frees_copies and not has_again:
+        if (
+            self.copies is not None
+            and self.site.frees_copies
+            and HAVE_AGAIN not in backward.once(_ops)
+        ):
             raise ValueError(
                 f"{who} plans to free copies of experts after forward, but its schedules do not "
                 "have them again in backward; let beside() say freed, or leave beside and "
@@ -465,11 +532,6 @@ class RoutedExperts:
         common = {ORDER: order, **self._exchanges(there, back), EXPERT: Expert(self.function)}
         return Crew(self._with_own(common), (self.tasks, self.meter), self.name)
 
-    def _stages(self, device: torch.device) -> Mapping[Op, Stage]:
-        """Of each op: the strategy's own or the common one, as hooks see it, in either queue."""
-        stages = self._with_own(self._common_stages(device))
-        return {queued: stages[op] for op, queued in QUEUED.items() if op in stages} | stages
-
     def _with_own(self, common: Mapping[Op, Stage]) -> dict[Op, Stage]:
         stages = {**common, **self._strategy.stages(self.site)}
         return {**stages, **watched(stages, self._options.hooks, self._moe)}
@@ -507,27 +569,20 @@ class RoutedExperts:
             COMBINE: Combine(*_coded(back, there, of_combine)),
         }
 
-    def _common_stages(self, device: torch.device) -> Mapping[Op, Stage]:
+    def _common_stages(self, device: torch.device, order: Stage) -> Mapping[Op, Stage]:
         """One stage for each op that strategies share."""
         plan, layout = self.site.plan, self.site.layout
         wire = Wire.between(layout, INTER, device, plan.way)
         stages: dict[Op, Stage] = {
-            ORDER: self._order(None if layout.grid.size == 1 else layout.group(GRID, INTER)),
+            ORDER: order,
             **self._exchanges(wire, wire),
             EXPERT: Expert(self.function, plan.pieces),
             RESTORE: Restore(),
+            **self._stages_of_copies,
         }
         if layout.grid.cell_size > 1:
             cell = CellWire(layout.group("esp", INTRA), wire.all_to_all)
             stages |= {CELL_GATHER: CellGather(cell), CELL_SCATTER: CellScatter(cell)}
-        if self.copies is not None:
-            copies = self.copies
-            stages[JOIN] = Join(copies)
-            stages[HAVE_AGAIN] = HaveAgain(copies)
-            stages[LAUNCH] = Aside(lambda span: copies.launch_following())
-            stages[SEND_HOME] = Aside(lambda span: copies.send_home(span.start))
-            stages[RECALL] = Aside(lambda span: copies.recall_before())
-            stages[PLAN] = Aside(lambda span: self._plan_ahead(copies))
         if self.slices is not None:
             slices, (within_moe, dense) = self.slices, plan.reductions
             stages[GRADIENTS] = Aside(lambda span: slices.reduce(within_moe[span.start]))
@@ -537,6 +592,10 @@ class RoutedExperts:
         if self._gate is not None:
             stages[GATE] = Local(self._gate, graded=(False, True, True))
         return stages
+
+
+def _ops(schedule: Schedule) -> frozenset[Op]:
+    return frozenset(task.op for task in schedule.tasks)
 
 
 _MOVES_ROWS = frozenset((DISPATCH, COMBINE))

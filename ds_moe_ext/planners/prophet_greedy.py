@@ -18,8 +18,8 @@ from ds_moe_ext.cost.block_costs import (
     BlockSeconds,
     block_seconds,
     cell_rows,
-    is_balanced,
-    placement_seconds,
+    most_spread,
+    seconds_of,
     whole_rows,
 )
 from ds_moe_ext.placement import Placement
@@ -58,14 +58,16 @@ class BlockPlan:
         """The plan that lets each selected expert compute where ``holders_EC`` says."""
         target = home
         if selected:
-            is_selected_E = np.isin(np.arange(home.num_experts), selected)
+            is_selected_E = np.zeros(home.num_experts, dtype=bool)
+            is_selected_E[list(selected)] = True
             target = home.with_copies(holders_EC & is_selected_E[:, None])
-        rows = cell_rows(home, target, rows_CE)
+        at_home = cell_rows(home, home, rows_CE)
+        rows = cell_rows(home, target, rows_CE) if selected else at_home
         return cls(
             target=target,
             selected=selected,
-            seconds=placement_seconds(home, target, rows_CE, prices=prices),
-            seconds_without=placement_seconds(home, home, rows_CE, prices=prices),
+            seconds=seconds_of(target, rows, prices),
+            seconds_without=seconds_of(home, at_home, prices),
             computed_C=rows.computed_C,
             received_C=rows.received_C,
         )
@@ -136,6 +138,8 @@ class _Choices:
     def holders_EC(self) -> np.ndarray:
         """Where an expert computes if it is copied, its home included, bool."""
         rows_EC = self.rows_CE.T
+        if self.num_excluded == 0:
+            return np.ones(rows_EC.shape, dtype=bool)
         if self.num_excluded is None:
             return self.home.holds_EC | (rows_EC > 0)
         homes_last_EC = np.where(self.home.holds_EC, np.iinfo(np.int64).max, rows_EC)
@@ -198,7 +202,7 @@ def _search(choices: _Choices, balance: float) -> list[_Step]:
     home = choices.home
     rows = cell_rows(home, home, choices.rows_CE)
     computed_C, received_C = rows.computed_C, rows.received_C
-    waiting = choices.by_home()
+    waiting, num_stay_E = choices.by_home(), choices.stays_EC.sum(axis=1)
     copies = 0
 
     def step(expert: int) -> _Step:
@@ -206,15 +210,16 @@ def _search(choices: _Choices, balance: float) -> list[_Step]:
         return _Step(expert, most_received, most_computed, copies / home.num_cells)
 
     steps = [step(-1)]
-    while not is_balanced(computed_C, home.num_experts, balance):
+    most = most_spread(computed_C, home.num_experts, balance)  # no copy changes how many rows
+    while steps[-1].most_computed - int(computed_C.min()) >= most:
         busiest = int(computed_C.argmax())
         if not waiting[busiest]:
             break
         expert = waiting[busiest].pop()
         stays_C = choices.stays_EC[expert]
         computed_C += stays_C
-        computed_C[busiest] -= stays_C.sum()
-        received_C[busiest] -= stays_C.sum()
+        computed_C[busiest] -= num_stay_E[expert]
+        received_C[busiest] -= num_stay_E[expert]
         copies += int(choices.copies_E[expert])
         steps.append(step(expert))
     return steps

@@ -256,10 +256,10 @@ class _Search:
         return replace(plan, successor=partial(self._next, plan, age))
 
     def _next(self, plan: Plan, age: int, rows_CE: np.ndarray) -> Plan:
-        computed_C = cell_rows(self.home, plan.target, rows_CE).computed_C
-        strategy = self.strategy
-        if age + 1 < strategy.steps_kept and is_balanced(
-            computed_C, self.home.num_experts, strategy.balance
-        ):
+        if age + 1 < self.strategy.steps_kept and self._is_balanced(plan, rows_CE):
             return self._followed(plan, age=age + 1)
         return self(rows_CE)
+
+    def _is_balanced(self, plan: Plan, rows_CE: np.ndarray) -> bool:
+        computed_C = cell_rows(self.home, plan.target, rows_CE).computed_C
+        return is_balanced(computed_C, self.home.num_experts, self.strategy.balance)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from ds_moe_ext import comm
 
 FETCHES = (
     "item", "tolist", "cpu", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__",
@@ -228,6 +230,20 @@ class _Counter:
 
         return batch_isend_irecv
 
+    def post(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """Ours, of what is sent and received in pairs."""
+
+        def post(pairs: comm.Pairs, receives: Sequence[Any], sends: Sequence[Any]) -> Any:
+            num_parcels = len(receives) + len(sends)
+            if num_parcels:
+                self.add(self.counts.collectives, "post")
+            with self._lock:
+                self.counts.parcels += num_parcels
+            with self.inside():
+                return stock(pairs, receives, sends)
+
+        return post
+
 
 class _Following(TorchFunctionMode):
     """What is computed from the host's tensors alone is the host's; so is what is made of nothing,
@@ -323,6 +339,7 @@ def counted() -> Iterator[HostCounts]:
         for name in ("send", "recv"):
             change(dist.ProcessGroup, name, counter.collective, name)
         change(dist, "batch_isend_irecv", counter.pairs)
+        change(comm.Pairs, "post", counter.post)
         changed.enter_context(_Following())
         yield counter.counts
 

@@ -52,13 +52,16 @@ class Airfield:
         self.trips = Trips.of(place, plan)
         self.traffic = Traffic()
         self._waiting: dict[int, Weights] = {}  # gradients of copies from earlier micro-batches
+        self._nothing: Tensor | None = None
         self._outstanding: list[Event] = []  # of this step, also those that no pass came to join
 
     def by_expert(self, tensors: Sequence[T], placement: Placement) -> dict[int, tuple[T, ...]]:
         """What lies by slot, one for each weight, by the experts that a placement has here."""
         size = len(self.like)
-        experts = placement.experts_of(self.place.cell).tolist()
-        return {expert: tuple(tensors[i * size :][:size]) for i, expert in enumerate(experts)}
+        experts = self.trips.experts_here(placement)
+        return {
+            expert: tuple(tensors[i * size : (i + 1) * size]) for i, expert in enumerate(experts)
+        }
 
     def submit(self, work: Callable[[], None]) -> Event:
         """Queue work in the lane of parameters."""
@@ -91,12 +94,27 @@ class Airfield:
         return lanes_for(self.like[0].device, overlaps=True)
 
     @property
+    def nothing(self) -> Tensor:
+        """An empty tensor, where the weights are; always the same."""
+        device = self.like[0].device
+        if self._nothing is None or self._nothing.device != device:
+            with torch.inference_mode(False):
+                self._nothing = torch.zeros(0, device=device)
+        return self._nothing
+
+    @property
     def is_trained(self) -> bool:
         """Whether the experts have gradients, here and on all other ranks."""
         return any(weight.requires_grad for weight in self.like)
 
-    def saw(self, op: Op, start: Mark, *, is_adjoint: bool = False, piece: int = 0) -> None:
-        """Tell the observers of a task that ends now."""
+    def began(self) -> Mark | None:
+        """This moment in the lane that calls; None if nobody wants to know: marks cost a little."""
+        return self.lanes.mark() if any(each.is_on for each in self._observers) else None
+
+    def saw(self, op: Op, start: Mark | None, *, is_adjoint: bool = False, piece: int = 0) -> None:
+        """Tell the observers of a task that began then and ends now."""
+        if start is None:
+            return
         layer = self.place.layer
         reads, writes = (Value(WEIGHTS, layer),), (Value(TARGET_WEIGHTS, layer),)
         span = Span(piece, piece + 1)
@@ -108,7 +126,7 @@ class Airfield:
     def all_waiting(self, grads: Mapping[int, Weights]) -> dict[int, Weights]:
         """Gradients of copies with those of earlier micro-batches, which wait no longer."""
         if not self._waiting:
-            return dict(grads)
+            return {**grads}
         self.let_wait(grads)
         waiting, self._waiting = self._waiting, {}
         return {

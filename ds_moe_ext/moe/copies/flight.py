@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ds_moe_ext.comm import sparse_all_gather, sparse_reduce_scatter
+from ds_moe_ext.comm import add_each, sparse_all_gather, sparse_reduce_scatter
 from ds_moe_ext.moe.copies.airfield import Airfield
 from ds_moe_ext.moe.copies.slab import Slab, Weights, whole
 from ds_moe_ext.moe.copies.trips import Piece
@@ -74,22 +74,14 @@ class Flight:
             if not copies.plan.rematerialize:
                 self._added = Slab()  # the next micro-batch may ask for others
             part = copies.place.part(self.target, target)
-            held = {expert: self._slab[expert] for expert in self._copied(self.target)}
+            held = {**self._slab.held}
             room = self._added.make_room(part.received, copies.like)
             self._launch(part, self._added, room, held)
             self.target = target
         self._wait()
-        return tuple(
-            weight.detach()
-            for expert in target.experts_of(copies.place.cell).tolist()
-            for weight in self._held(expert)
-        )
-
-    def _held(self, expert: int) -> Weights:
-        for holder in (self._own, self._slab, self._added):
-            if expert in holder:
-                return holder[expert]
-        raise KeyError(expert)
+        there = {**self._added.held, **self._slab.held, **self._own}
+        experts = copies.trips.experts_here(target)
+        return tuple([weight.detach() for expert in experts for weight in there[expert]])
 
     def release(self) -> None:
         """Free the copies; backward has them again."""
@@ -136,7 +128,7 @@ class Flight:
         if copies.plan.rematerialize:
             self._slab.release()
         own = (grad for expert in self._own for grad in by_expert[expert])
-        return *own, None
+        return *own, copies.nothing
 
     def send(self) -> None:
         """Send the next piece of the gradients home, if one is left."""
@@ -154,18 +146,23 @@ class Flight:
             self.send()
         if not self._reductions:
             return list(grads)
-        lanes, arrived = self.copies.lanes, self._arrived_grads()
-        lanes.keep(tuple(tensor for own in arrived.values() for tensor in own))
+        arrived = self._arrived_grads()
+        self.copies.lanes.keep(tuple(arrived.values()))
         finished: list[Tensor] = []
+        totals: list[Tensor] = []
+        more: list[Tensor] = []
         for expert, own in self.copies.by_expert(grads, self.copies.plan.home).items():
             sums = arrived.get(expert)
-            # Into the sum, which is ours, and not into autograd's.
-            finished += own if sums is None else [s.add_(grad) for grad, s in zip(own, sums)]
+            if sums is not None:  # into the sum, which is ours, and not into autograd's
+                totals += sums
+                more += own
+            finished += own if sums is None else sums
+        add_each(totals, more)
         return finished
 
     def _copied(self, target: Placement) -> list[int]:
         """Experts that compute here and are at home elsewhere."""
-        experts: list[int] = target.experts_of(self.copies.place.cell).tolist()
+        experts = self.copies.trips.experts_here(target)
         return [expert for expert in experts if expert not in self._own]
 
     def _launch(
@@ -184,12 +181,10 @@ class Flight:
         def work() -> None:
             # In the parameter lane: the buffers were made in the thread that calls, so the lane's
             # stream must keep them from being used again before it has passed.
-            lanes, group = copies.lanes, copies.place.group
-            start = lanes.mark()
-            tensors = tuple(tensor for own in buffers.values() for tensor in own)
-            lanes.keep(tensors)
+            start = copies.began()
+            copies.lanes.keep(slab.tensors)
             with torch.no_grad():
-                copies.traffic += sparse_all_gather(part, chunks, buffers, group)
+                copies.traffic += sparse_all_gather(part, chunks, buffers, copies.place.group)
             copies.saw(GATHER, start, piece=number)
 
         slab.gathers.append(copies.submit(work))
@@ -205,9 +200,8 @@ class Flight:
             return
 
         def work() -> None:
-            lanes, place = copies.lanes, copies.place
-            start = lanes.mark()
-            lanes.keep(tuple(tensor for own in grads.values() for tensor in own))
+            start, place = copies.began(), copies.place
+            copies.lanes.keep(tuple(grads.values()))
             with torch.no_grad():
                 arrived = sparse_reduce_scatter(
                     part, {**self._own, **grads}, place.group, in_float32=place.in_float32

@@ -39,7 +39,7 @@ def started(copies: Copies, flight: Flight, weights: Weights) -> Weights:
     Returns:
         The same, and a ticket: an empty tensor that makes every rank take part in backward.
     """
-    ticket = torch.zeros(0, device=copies.like[0].device, requires_grad=copies.is_trained)
+    ticket = copies.nothing.detach().requires_grad_(copies.is_trained)
     started: Weights = _Start.apply(copies, flight, ticket, *weights)
     return started
 

@@ -52,8 +52,9 @@ class Copies(Airfield):
 
     def prepare(self, plan: Plan) -> None:
         """Work out what a plan asks for, so that it is soon taken."""
-        serve = self._prepared.serve(plan)
-        self._prepared = replace(self._prepared, plan=plan) if serve else Trips.of(self.place, plan)
+        before = self._prepared
+        serve = before.serve(plan)
+        self._prepared = replace(before, plan=plan) if serve else Trips.of(self.place, plan, before)
 
     def discard(self) -> None:
         """Other weights have been put in: what earlier micro-batches left is of no use."""

@@ -7,6 +7,7 @@ again behind its back, as long as the same values are put in (see ``Slab.release
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ Weights = tuple[Tensor, ...]  # of one expert, in the order of their names
 
 def whole(grads: Sequence[Tensor | None], like: Weights) -> Weights:
     """Zeros for weights that an expert does not use: every copy sends all."""
+    if all(grad is not None for grad in grads):
+        return cast(Weights, grads)
     return tuple(torch.zeros_like(w) if g is None else g for g, w in zip(grads, like))
 
 
@@ -25,6 +28,7 @@ class Slab:
     """Memory for this rank's copies of one layer, which can be filled anew or freed.
 
     Attributes:
+        held: copies, by expert.
         gathers: what fills it; whoever reads a copy joins them first.
         is_released: the memory was freed, if there was any: what other ranks copy from here is
             gathered again all the same.
@@ -33,32 +37,27 @@ class Slab:
     def __init__(self) -> None:
         self._blocks: list[Weights] = []  # of some slots each, slot first
         self._slots: list[Weights] = []
-        self._slot_of: dict[int, int] = {}
+        self.held: dict[int, Weights] = {}
         self._sizes: list[int] = []  # of the freed memory, in bytes
         self.gathers: list[Event] = []
         self.is_released = False
 
     def clear(self) -> None:
         """Forget whose copies they are; the memory stays."""
-        self._slot_of.clear()
+        self.held.clear()
         self.gathers.clear()
 
     def make_room(self, experts: Sequence[int], like: Weights) -> dict[int, Weights]:
         """Where the copies of these experts go, besides those that are there."""
-        missing = len(self._slot_of) + len(experts) - len(self._slots)
+        missing = len(self.held) + len(experts) - len(self._slots)
         if missing > 0:
             block = tuple(tensor.detach().new_empty(missing, *tensor.shape) for tensor in like)
             self._blocks.append(block)
-            self._slots += list(zip(*block))
-        for expert in sorted(experts):  # as slots are: neighbours compute in one GEMM
-            self._slot_of[expert] = len(self._slot_of)
-        return {expert: self[expert] for expert in experts}
-
-    def __contains__(self, expert: int) -> bool:
-        return expert in self._slot_of
-
-    def __getitem__(self, expert: int) -> Weights:
-        return self._slots[self._slot_of[expert]]
+            self._slots += zip(*(tensor.unbind() for tensor in block))
+        free = self._slots[len(self.held) :]
+        room = dict(zip(sorted(experts), free))  # as slots are: neighbours compute in one GEMM
+        self.held |= room
+        return room
 
     @property
     def tensors(self) -> Weights:
@@ -79,4 +78,4 @@ class Slab:
         for tensor, size in zip(self.tensors, self._sizes):
             tensor.untyped_storage().resize_(size)
         self._sizes, self.is_released = [], False
-        return {expert: self[expert] for expert in self._slot_of}
+        return {**self.held}

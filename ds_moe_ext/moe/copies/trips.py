@@ -40,6 +40,11 @@ class Place:
         """What this cell does for the others to get their copies."""
         return part_of(held, wanted, self.node_C, self.cell)
 
+    def experts(self, placement: Placement) -> Sequence[int]:
+        """Experts that a placement has in this cell, by slot."""
+        experts: list[int] = placement.experts_of(self.cell).tolist()
+        return experts
+
 
 class Piece(NamedTuple):
     """Some of the transfers of a plan.
@@ -65,6 +70,8 @@ class Trips:
         whole: of all copies at once.
         gathers: the pieces in which they travel.
         reductions: the pieces in which their gradients do.
+        own: experts at home here, by slot.
+        planned: experts that compute here, by slot.
     """
 
     place: Place
@@ -72,19 +79,35 @@ class Trips:
     whole: Part
     gathers: Sequence[Piece]
     reductions: Sequence[Piece]
+    own: Sequence[int]
+    planned: Sequence[int]
 
     @classmethod
-    def of(cls, place: Place, plan: Plan) -> Trips:
-        """Work them out; the costly part of taking a plan."""
+    def of(cls, place: Place, plan: Plan, before: Trips | None = None) -> Trips:
+        """Work them out; the costly part of taking a plan.
+
+        Args:
+            place: where this rank stands.
+            plan: whose they are.
+            before: of an earlier plan.
+        """
         home, target = plan.home, plan.target
         whole = place.part(home, target)
-        copied = frozenset(np.flatnonzero((target.holds_EC > home.holds_EC).any(axis=1)).tolist())
+        own = before.experts_here(home) if before is not None else place.experts(home)
+        here = own, place.experts(target)
         if plan.carried is None:
-            all_ = [Piece(whole, copied)]
-            return cls(place, plan, whole, all_, all_)
+            all_ = [Piece(whole, range(home.num_experts))]
+            return cls(place, plan, whole, all_, all_, *here)
+        copied = frozenset(np.flatnonzero((target.holds_EC > home.holds_EC).any(axis=1)).tolist())
         parts = {copied: whole}  # splits have often the same pieces, or one with all
         gathers, reductions = (_pieces(place, plan, split, parts) for split in plan.carried)
-        return cls(place, plan, whole, gathers, reductions)
+        return cls(place, plan, whole, gathers, reductions, *here)
+
+    def experts_here(self, placement: Placement) -> Sequence[int]:
+        """Experts that a placement has here, by slot."""
+        if placement is self.plan.target:
+            return self.planned
+        return self.own if placement is self.plan.home else self.place.experts(placement)
 
     def serve(self, plan: Plan) -> bool:
         """Whether another plan asks for the same."""
