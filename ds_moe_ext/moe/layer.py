@@ -28,12 +28,13 @@ from ds_moe_ext.moe.dispatch import Combine, Dispatch, Wire
 from ds_moe_ext.moe.expert import Expert, ExpertFunction
 from ds_moe_ext.moe.gate import GateFunction
 from ds_moe_ext.moe.hooks import NO_HOOKS, Batch, Hook, Hooked, Moe, watched
-from ds_moe_ext.moe.local_stage import Aside, Local
+from ds_moe_ext.moe.local_stage import Aside, Local, Present
 from ds_moe_ext.moe.observation import RowsSeen, TasksSeen, tell
 from ds_moe_ext.moe.order import Order, Seat, kind_of
 from ds_moe_ext.moe.restore import Restore
 from ds_moe_ext.moe.turns import Likeness, Turns
 from ds_moe_ext.moe.windows import Windows
+from ds_moe_ext.planners.layer_pipelines import Placed
 from ds_moe_ext.schedule.crew import Crew, Stage
 from ds_moe_ext.schedule.executor import Lanes, Mark, lanes_for
 from ds_moe_ext.schedule.pipeline_orders import QUEUED, reductions
@@ -101,6 +102,26 @@ class GradientSlices(Protocol):
         ...
 
 
+class _Shape(NamedTuple):
+    """What of a plan a program is made by, beside where rows go: plans of one shape share programs.
+
+    Attributes:
+        tasks: what runs.
+        way: of rows between the cells.
+        degrees: spans that the tokens are cut into, forward and backward.
+        reductions: of dense gradients.
+        copies: whether the plan has some, joins them, frees them.
+        workers: what experts compute with, and what moves their copies and dense gradients.
+    """
+
+    tasks: LayerTasks
+    way: Way
+    degrees: tuple[int, int]
+    reductions: Placed
+    copies: tuple[bool, bool, bool]
+    workers: tuple[ExpertFunction, Copies | None, GradientSlices | None]
+
+
 class RoutedExperts:
     """The program of one layer by the present plan. Not a module: it owns no parameters.
 
@@ -155,6 +176,8 @@ class RoutedExperts:
         self._started: Weights | None = None
         self._was_graded = False  # when that was made
         self._program: dict[torch.device, Program] = {}
+        self._made_by: _Shape | None = None  # the programs
+        self._present: dict[torch.device, Present] = {}  # what orders rows in each of them
         self._schedules: LayerTasks | None = None
 
     @property
@@ -203,8 +226,32 @@ class RoutedExperts:
         if self.copies is not None:
             self.copies.take(plan)
         plan.share.prepare(self.site.layout.index("ep"))
-        self._program.clear()
         self._schedules = None
+        if self._program:
+            self._keep_programs()
+
+    def _keep_programs(self) -> None:
+        """Let the programs that are there run by the present plan; or none, where it needs
+        others."""
+        if self._made_by != self._shape() or self._strategy.stages(self.site):
+            self._program.clear()
+            self._present.clear()
+            return
+        order = self._ordering()
+        for present in self._present.values():
+            present.stage = order
+
+    def _shape(self) -> _Shape:
+        """Of the present plan."""
+        plan = self.site.plan
+        return _Shape(
+            self.schedules,
+            plan.way,
+            (plan.forward_degree, plan.backward_degree),
+            plan.reductions,
+            (plan.has_copies, plan.is_joined, self.site.frees_copies),
+            (self.function, self.copies, self.slices),
+        )
 
     def successor(self, routed_CE: np.ndarray) -> Plan:
         """The plan that follows the present one: as it was made while rows travelled, or from all
@@ -350,9 +397,10 @@ class RoutedExperts:
         return outputs
 
     def program(self, device: torch.device) -> Program:
-        """The program of the present plan; made once a plan."""
+        """The program of the present plan; made once for all plans of its shape."""
         if device not in self._program:
             site = self.site
+            self._made_by = self._shape()
             _, forward, backward = self.schedules
             self._check(forward, backward)
             stages = self._stages(device)
@@ -473,6 +521,11 @@ class RoutedExperts:
             kind=self._kind,
         )
 
+    def _ordering(self) -> Order:
+        """What orders the rows of a pass by the present plan."""
+        layout = self.site.layout
+        return self._order(None if layout.grid.size == 1 else layout.group(GRID, INTER))
+
     def _exchanges(self, there: Wire, back: Wire) -> dict[Op, Stage]:
         """Rows to the experts and back. Gradients go against the direction of their rows."""
         of_dispatch, of_combine = self._options.hooks.of_dispatch, self._options.hooks.of_combine
@@ -485,8 +538,9 @@ class RoutedExperts:
         """One stage for each op that strategies share."""
         plan, layout = self.site.plan, self.site.layout
         wire = Wire.between(layout, INTER, device, plan.way)
+        present = self._present[device] = Present(self._ordering())
         stages: dict[Op, Stage] = {
-            ORDER: self._order(None if layout.grid.size == 1 else layout.group(GRID, INTER)),
+            ORDER: present,
             **self._exchanges(wire, wire),
             EXPERT: Expert(self.function, plan.pieces),
             RESTORE: Restore(),
