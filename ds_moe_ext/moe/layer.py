@@ -472,9 +472,14 @@ class RoutedExperts:
         plan = self.site.plan
         if self.rows.counts and plan.successor is not None:
             self._planned = plan.successor(self.rows.so_far_CE)
-        planned = self._planned or plan
-        copies.prepare(planned)
-        planned.share.prepare(copies.place.cell)
+        self.prepare(self._planned or plan)
+
+    def prepare(self, plan: Plan) -> None:
+        """Work out beforehand what a plan asks for, so that it is soon taken. While a step goes on,
+        in any one thread."""
+        if self.copies is not None:
+            self.copies.prepare(plan)
+        plan.share.prepare(self.site.layout.index("ep"))
 
     def crew_between_sides(self, device: torch.device, *, counts: bool, is_graded: bool) -> Crew:
         """Who does the layer's tasks where ranks have roles; see ``schedule/stripes.py``. Its own

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -43,6 +43,7 @@ class RowsSeen:
     is_training: bool = True  # the latest pass
     is_graded: bool = True  # likewise
     counts: bool = True  # and it is counted
+    on_count: Callable[[], None] = lambda: None  # called when rows of a micro-batch were counted
     _on_host: list[tuple[np.ndarray, Share]] = field(default_factory=list)  # rows [C, E]
     _on_device: Tensor | None = None  # int64 [E], where rows end, summed; the host does not wait
 
@@ -65,6 +66,12 @@ class RowsSeen:
             self._on_device = before + rows.end_S.long()
         else:
             self._on_host.append((rows, share))
+        self.on_count()
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether the host knows all rows since the last ``take``."""
+        return self._on_device is None
 
     @property
     def so_far_CE(self) -> np.ndarray:
@@ -80,21 +87,32 @@ class RowsSeen:
         """Rows since the last call. Waits for the device."""
         return take_rows((self,))[0]
 
+    def clear(self) -> None:
+        """Forget all rows so far."""
+        self._on_host.clear()
+        self._on_device = None
+
     def _ended(self, computed_C: np.ndarray) -> Rows:
-        """Rows since the last call, and what cells computed of those that the host knows."""
+        """Rows since the last ``take``, and what cells computed of those that the host knows."""
         routed_CE = self.so_far_CE
         if self._on_device is not None:
             routed_CE = routed_CE + (
                 self._on_device.cpu().diff(prepend=torch.zeros(1, dtype=torch.int64)).numpy()
             )
             computed_C = routed_CE.sum(axis=1)  # one cell holds all experts
-        self._on_host.clear()
-        self._on_device = None
         return Rows(routed_CE, computed_C)
 
 
 def take_rows(layers: Sequence[RowsSeen]) -> list[Rows]:
     """Rows of several layers of one grid since the last call. Waits for the device."""
+    rows = rows_so_far(layers)
+    for layer in layers:
+        layer.clear()
+    return rows
+
+
+def rows_so_far(layers: Sequence[RowsSeen]) -> list[Rows]:
+    """The same rows; they are not forgotten."""
     computed_LC = np.zeros((len(layers), layers[0].num_cells), dtype=np.int64)
     for number in range(max(len(layer._on_host) for layer in layers)):  # of the micro-batch
         seen = [at for at, layer in enumerate(layers) if number < len(layer._on_host)]
