@@ -8,6 +8,7 @@ are computed from the counts by one formula. Shape letters: E experts, C cells.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -85,22 +86,38 @@ def block_seconds(
         copied: experts that are copied, each counted as the share of cells that hold it:
             ``s (D - n) / D``; see ``copied_experts``.
     """
+    return BlockSeconds(*_seconds(prices, most_received, most_computed, copied, max))
+
+
+def step_seconds_S(
+    prices: BlockPrices,
+    most_received_S: np.ndarray,
+    most_computed_S: np.ndarray,
+    copied_S: np.ndarray,
+) -> np.ndarray:
+    """``step_s`` of several placements, float ``[S]``, to the last bit. Arguments as of
+    ``block_seconds``."""
+    figures = most_received_S, most_computed_S, copied_S
+    step_s: np.ndarray = _seconds(prices, *figures, np.maximum)[-1]
+    return step_s
+
+
+def _seconds(
+    prices: BlockPrices, most_received: Any, most_computed: Any, copied: Any, larger: Any
+) -> tuple[Any, Any, Any, Any, Any]:
+    """The fields of ``BlockSeconds``; of numbers or of arrays, with what gives the larger of
+    two."""
     exchange_s = most_received * prices.row_bytes / prices.bytes_per_s
     expert_s = most_computed * prices.row_s
     gather_s = copied * prices.weight_bytes / prices.copy_bytes_per_s
     reduce_s = copied * prices.gradient_bytes / prices.copy_bytes_per_s
     before_s, after_s = gather_s, reduce_s + gather_s * prices.gathers_again
     if prices.is_scheduled:
-        before_s = max(0.0, before_s - FORWARD * expert_s - prices.forward_gap_s)
-        after_s = max(0.0, after_s - BACKWARD * expert_s - prices.backward_gap_s)
+        before_s = larger(0.0, before_s - FORWARD * expert_s - prices.forward_gap_s)
+        after_s = larger(0.0, after_s - BACKWARD * expert_s - prices.backward_gap_s)
     computed_s = (FORWARD + BACKWARD) * expert_s
-    return BlockSeconds(
-        exchange_s=exchange_s,
-        expert_s=expert_s,
-        gather_s=gather_s,
-        reduce_s=reduce_s,
-        step_s=TRIPS * exchange_s + computed_s + before_s + after_s,
-    )
+    step_s = TRIPS * exchange_s + computed_s + before_s + after_s
+    return exchange_s, expert_s, gather_s, reduce_s, step_s
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,8 +142,9 @@ def cell_rows(home: Placement, target: Placement, rows_CE: np.ndarray) -> CellRo
         rows_CE: rows that each sender routes to each expert, int64.
     """
     kept_CE = rows_CE * target.holds_EC.T
-    received_C = np.zeros(home.num_cells, dtype=np.int64)
-    np.add.at(received_C, home.owner_E, rows_CE.sum(axis=0) - kept_CE.sum(axis=0))
+    left_E = rows_CE.sum(axis=0) - kept_CE.sum(axis=0)
+    # Sums in float64: whole numbers, and exact.
+    received_C = np.bincount(home.owner_E, left_E, home.num_cells).astype(np.int64)
     return CellRows(computed_C=kept_CE.sum(axis=1) + received_C, received_C=received_C)
 
 
@@ -143,7 +161,11 @@ def placement_seconds(
     home: Placement, target: Placement, rows_CE: np.ndarray, *, prices: BlockPrices
 ) -> BlockSeconds:
     """The model on a placement. Arguments as of ``cell_rows``."""
-    rows = cell_rows(home, target, rows_CE)
+    return seconds_of_rows(target, cell_rows(home, target, rows_CE), prices=prices)
+
+
+def seconds_of_rows(target: Placement, rows: CellRows, *, prices: BlockPrices) -> BlockSeconds:
+    """The model on a placement, of which is known where rows go."""
     return block_seconds(
         prices,
         most_received=int(rows.received_C.max()),
@@ -161,7 +183,18 @@ def is_balanced(computed_C: np.ndarray, num_experts: int, balance: float) -> boo
         balance: ``alpha``: the spread allowed, in mean rows of an expert.
     """
     spread = int(computed_C.max()) - int(computed_C.min())
-    return spread < balance * int(computed_C.sum()) / num_experts
+    return spread < balanced_spread(int(computed_C.sum()), num_experts, balance)
+
+
+def balanced_spread(num_rows: int, num_experts: int, balance: float) -> float:
+    """Rows between the busiest cell and the idlest, below which a layer is balanced.
+
+    Args:
+        num_rows: of the layer.
+        num_experts: ``E`` of the layer.
+        balance: as of ``is_balanced``.
+    """
+    return balance * num_rows / num_experts
 
 
 MOST_ROWS = 2**53  # of a layer: seconds are computed in floats, which count no further

@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from ds_moe_ext.cost.block_costs import (
     BlockPrices,
     BlockSeconds,
-    block_seconds,
+    balanced_spread,
     cell_rows,
-    is_balanced,
-    placement_seconds,
+    seconds_of_rows,
+    step_seconds_S,
     whole_rows,
 )
 from ds_moe_ext.placement import Placement
@@ -57,15 +58,17 @@ class BlockPlan:
     ) -> BlockPlan:
         """The plan that lets each selected expert compute where ``holders_EC`` says."""
         target = home
+        rows = alone = cell_rows(home, home, rows_CE)
         if selected:
-            is_selected_E = np.isin(np.arange(home.num_experts), selected)
-            target = home.with_copies(holders_EC & is_selected_E[:, None])
-        rows = cell_rows(home, target, rows_CE)
+            holds_EC, copied = home.holds_EC.copy(), list(selected)
+            holds_EC[copied] |= holders_EC[copied]
+            target = Placement(holds_EC)
+            rows = cell_rows(home, target, rows_CE)
         return cls(
             target=target,
             selected=selected,
-            seconds=placement_seconds(home, target, rows_CE, prices=prices),
-            seconds_without=placement_seconds(home, home, rows_CE, prices=prices),
+            seconds=seconds_of_rows(target, rows, prices=prices),
+            seconds_without=seconds_of_rows(home, alone, prices=prices),
             computed_C=rows.computed_C,
             received_C=rows.received_C,
         )
@@ -106,13 +109,13 @@ def place_experts(
     if not 0 <= balance < math.inf:
         raise ValueError(f"balance is {balance}; it must be finite and at least 0")
     choices = _Choices(home, rows_CE, num_excluded)
-    steps = _search(choices, balance)
-    seconds = [step.seconds(prices) for step in steps]
-    best = min(range(len(steps)), key=lambda s: seconds[s].step_s)  # the first of the fastest
+    tried = _search(choices, balance)
+    step_s = step_seconds_S(prices, tried.most_received_S, tried.most_computed_S, tried.copied_S)
+    best = int(step_s.argmin())  # the first of the fastest
     return BlockPlan.of(
         home,
         rows_CE,
-        selected=tuple(step.expert for step in steps[1 : best + 1]),
+        selected=tried.experts[:best],
         holders_EC=choices.holders_EC,
         prices=prices,
     )
@@ -136,6 +139,8 @@ class _Choices:
     def holders_EC(self) -> np.ndarray:
         """Where an expert computes if it is copied, its home included, bool."""
         rows_EC = self.rows_CE.T
+        if self.num_excluded == 0:
+            return np.ones(rows_EC.shape, dtype=bool)
         if self.num_excluded is None:
             return self.home.holds_EC | (rows_EC > 0)
         homes_last_EC = np.where(self.home.holds_EC, np.iinfo(np.int64).max, rows_EC)
@@ -168,53 +173,47 @@ class _Choices:
         return experts
 
 
-@dataclass(frozen=True)
-class _Step:
-    """The layer with one more expert copied than in the step before.
+class _Tried(NamedTuple):
+    """The layer without copies, and with one more expert copied from place to place; S places.
 
     Attributes:
-        expert: that was added; -1 where there is none.
-        most_received: rows that the cell which receives most receives.
-        most_computed: rows that the busiest cell computes.
-        copied: experts that are copied, each counted as the share of cells that hold it.
+        experts: that were added, in order: one less than places.
+        most_received_S: rows that the cell which receives most receives, int64.
+        most_computed_S: rows that the busiest cell computes, int64.
+        copied_S: experts that are copied, each counted as the share of cells that hold it.
     """
 
-    expert: int
-    most_received: int
-    most_computed: int
-    copied: float
-
-    def seconds(self, prices: BlockPrices) -> BlockSeconds:
-        return block_seconds(
-            prices,
-            most_received=self.most_received,
-            most_computed=self.most_computed,
-            copied=self.copied,
-        )
+    experts: tuple[int, ...]
+    most_received_S: np.ndarray
+    most_computed_S: np.ndarray
+    copied_S: np.ndarray
 
 
-def _search(choices: _Choices, balance: float) -> list[_Step]:
+def _search(choices: _Choices, balance: float) -> _Tried:
     """The loop of Algorithm 1: all experts it tries, in order, after a step with no copies."""
     home = choices.home
     rows = cell_rows(home, home, choices.rows_CE)
-    computed_C, received_C = rows.computed_C, rows.received_C
+    computed_C, received = rows.computed_C, rows.received_C.tolist()
+    stays_EC = choices.stays_EC
+    stays: list[int] = stays_EC.sum(axis=1).tolist()
     waiting = choices.by_home()
-    copies = 0
-
-    def step(expert: int) -> _Step:
-        most_received, most_computed = int(received_C.max()), int(computed_C.max())
-        return _Step(expert, most_received, most_computed, copies / home.num_cells)
-
-    steps = [step(-1)]
-    while not is_balanced(computed_C, home.num_experts, balance):
-        busiest = int(computed_C.argmax())
+    # Copies keep rows where they are: as many as before are computed.
+    spread = balanced_spread(int(computed_C.sum()), home.num_experts, balance)
+    busiest = int(computed_C.argmax())
+    experts: list[int] = []
+    most_received, most_computed = [max(received)], [int(computed_C[busiest])]
+    while not most_computed[-1] - int(computed_C[computed_C.argmin()]) < spread:
         if not waiting[busiest]:
             break
         expert = waiting[busiest].pop()
-        stays_C = choices.stays_EC[expert]
-        computed_C += stays_C
-        computed_C[busiest] -= stays_C.sum()
-        received_C[busiest] -= stays_C.sum()
-        copies += int(choices.copies_E[expert])
-        steps.append(step(expert))
-    return steps
+        computed_C += stays_EC[expert]
+        computed_C[busiest] -= stays[expert]
+        received[busiest] -= stays[expert]
+        busiest = int(computed_C.argmax())
+        experts.append(expert)
+        most_received.append(max(received))
+        most_computed.append(int(computed_C[busiest]))
+    copies = np.cumsum([0, *choices.copies_E[experts].tolist()])
+    return _Tried(
+        tuple(experts), np.array(most_received), np.array(most_computed), copies / home.num_cells
+    )
