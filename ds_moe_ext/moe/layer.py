@@ -7,6 +7,7 @@ tokens, K choices, E experts, D model width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -66,6 +67,7 @@ from ds_moe_ext.schedule.task import (
     Task,
 )
 from ds_moe_ext.schedule.wires import LayerTasks, block
+from ds_moe_ext.schedule.worker import worker
 from ds_moe_ext.strategy import Destination, Plan, Site, Strategy, layer_tasks
 
 
@@ -160,7 +162,7 @@ class RoutedExperts:
         self.tasks, self.meter = TasksSeen(), TasksSeen()
         self.row_width, self.row_dtype = 0, torch.float32
         self.copies: Copies | None = None
-        self._planned: Plan | None = None  # the next plan, where the program made it
+        self._planned: Future[Plan] | None = None  # the next plan, where a pass had it made
         self.windows = Windows(site.layer, (self.tasks, self.meter))
         self.slices: GradientSlices | None = None
         self.turns: Turns | None = None
@@ -255,11 +257,12 @@ class RoutedExperts:
 
     def successor(self, routed_CE: np.ndarray) -> Plan:
         """The plan that follows the present one: as it was made while rows travelled, or from all
-        rows of the step, int64 ``[C, E]``; the present one if none does."""
+        rows of the step, int64 ``[C, E]``; the present one if none does. Waits for the thread that
+        plans, and raises what failed there."""
         plan = self.site.plan
-        if self._planned is not None or plan.successor is None:
-            return self._planned or plan
-        return plan.successor(routed_CE)
+        if self._planned is not None:
+            return self._planned.result()
+        return plan if plan.successor is None else plan.successor(routed_CE)
 
     def start_anew(self) -> None:
         """Other weights have been put in, as from a checkpoint."""
@@ -403,11 +406,11 @@ class RoutedExperts:
             self._made_by = self._shape()
             _, forward, backward = self.schedules
             self._check(forward, backward)
-            stages = self._stages(device)
             # On one rank nothing is sent, so there is nothing to hide behind anything.
             alone = site.layout.grid.size == 1
             chain = forward.is_chain and backward.is_chain
             lanes = lanes_for(device, overlaps=not (alone or chain))
+            stages = self._stages(device, lanes)
             self._program[device] = Program(
                 forward,
                 backward,
@@ -465,14 +468,25 @@ class RoutedExperts:
         seen = self.rows
         return kind_of(self.site.layer, is_training=seen.is_training, is_graded=seen.is_graded)
 
-    def _plan_ahead(self, copies: Copies) -> None:
-        """Make the plan of the next step while the rows of this one travel."""
-        if not copies.is_last_pass():
+    def _plan_ahead(self, copies: Copies, lanes: Lanes) -> None:
+        """Have the plan of the next step made while the rows of this one travel: here, where the
+        host has a lane of its own, else in the thread that plans."""
+        if not copies.is_last_pass() or not self.rows.counts:
             return
-        plan = self.site.plan
-        if self.rows.counts and plan.successor is not None:
-            self._planned = plan.successor(self.rows.so_far_CE)
-        self.prepare(self._planned or plan)
+        if self._planned is not None:
+            self._planned.cancel()  # where it has not begun: it was of fewer rows
+        given = self.site.plan, self.rows.so_far_CE
+        if lanes.has_threads:
+            self._planned = Future()
+            self._planned.set_result(self._planned_by(*given))
+        else:
+            self._planned = worker().submit(self._planned_by, *given)
+
+    def _planned_by(self, plan: Plan, rows_CE: np.ndarray) -> Plan:
+        """What follows a plan, made ready."""
+        planned = plan if plan.successor is None else plan.successor(rows_CE)
+        self.prepare(planned)
+        return planned
 
     def prepare(self, plan: Plan) -> None:
         """Work out beforehand what a plan asks for, so that it is soon taken. While a step goes on,
@@ -504,9 +518,9 @@ class RoutedExperts:
         common = {ORDER: order, **self._exchanges(there, back), EXPERT: Expert(self.function)}
         return Crew(self._with_own(common), (self.tasks, self.meter), self.name)
 
-    def _stages(self, device: torch.device) -> Mapping[Op, Stage]:
+    def _stages(self, device: torch.device, lanes: Lanes) -> Mapping[Op, Stage]:
         """Of each op: the strategy's own or the common one, as hooks see it, in either queue."""
-        stages = self._with_own(self._common_stages(device))
+        stages = self._with_own(self._common_stages(device, lanes))
         return {queued: stages[op] for op, queued in QUEUED.items() if op in stages} | stages
 
     def _with_own(self, common: Mapping[Op, Stage]) -> dict[Op, Stage]:
@@ -539,7 +553,7 @@ class RoutedExperts:
             COMBINE: Combine(*_coded(back, there, of_combine)),
         }
 
-    def _common_stages(self, device: torch.device) -> Mapping[Op, Stage]:
+    def _common_stages(self, device: torch.device, lanes: Lanes) -> Mapping[Op, Stage]:
         """One stage for each op that strategies share."""
         plan, layout = self.site.plan, self.site.layout
         wire = Wire.between(layout, INTER, device, plan.way)
@@ -560,7 +574,7 @@ class RoutedExperts:
             stages[LAUNCH] = Aside(lambda span: copies.launch_following())
             stages[SEND_HOME] = Aside(lambda span: copies.send_home(span.start))
             stages[RECALL] = Aside(lambda span: copies.recall_before())
-            stages[PLAN] = Aside(lambda span: self._plan_ahead(copies))
+            stages[PLAN] = Aside(lambda span: self._plan_ahead(copies, lanes))
         if self.slices is not None:
             slices, (within_moe, dense) = self.slices, plan.reductions
             stages[GRADIENTS] = Aside(lambda span: slices.reduce(within_moe[span.start]))

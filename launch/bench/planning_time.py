@@ -5,9 +5,9 @@
 
 One process stands for one rank of many: no process group is needed, for nothing here talks to
 another rank. Rows are drawn in place of routed; all that follows is the product's own, as
-``Run.after_step`` does it, and then the programs of the next step are made. What ``prophet`` does
-while rows travel counts as a part of its own. Parts "beside" are those of the thread that plans
-while the step goes on; here the caller does them, so that they can be told apart.
+``Run.after_step`` does it, and then the programs of the next step are made. Parts "beside" are
+those of the thread that plans while the step goes on; here the caller does them, so that they can
+be told apart.
 
 Shape letters: L layers, C ranks, E experts.
 """
@@ -39,11 +39,13 @@ from ds_moe_ext.attachment.replacement import AttachedLayer
 from ds_moe_ext.cost.prices import Prices
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.load import LoadWindow
+from ds_moe_ext.moe import layer as moe_layer
 from ds_moe_ext.moe.copies.layer_copies import Copies, in_order
 from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.observation import Rows
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.report.recorder import Recorder
+from ds_moe_ext.schedule.executor import InlineLanes
 from ds_moe_ext.schedule.task import INTER, PARAM
 from ds_moe_ext.settings import BLOCK, read_settings
 from ds_moe_ext.share import LocalElseHome, NearestCopy
@@ -56,6 +58,7 @@ from ds_moe_ext.strategy import Job, Pool, Site, Strategy, followers
 CPU = torch.device("cpu")
 T = TypeVar("T")
 BESIDE = "beside: "
+INLINE = InlineLanes()
 NUM_WARM_UPS = STEPS[-1] + 4  # costs are known, and the window has seen these loads
 EXPERT_BYTES = 9_437_184  # of Qwen3-30B-A3B, in 16 bits
 PRICES = Prices(
@@ -152,7 +155,7 @@ WATCHED: tuple[tuple[type, str, str], ...] = (
     (Planning, "take_rows", "rows"),
     (RoutedExperts, "take", "layers take plans"),
     (RoutedExperts, "program", "programs"),
-    (RoutedExperts, "_plan_ahead", "while rows travel"),
+    (RoutedExperts, "_planned_by", "search"),
     (Copies, "prepare", "trips"),
     (NearestCopy, "prepare", "shares"),
     (LocalElseHome, "prepare", "shares"),
@@ -229,12 +232,15 @@ class OneRank:
 
     def route(self, rows_LCE: np.ndarray) -> None:
         """Let the layers see rows, and plan while they travel."""
-        with mock.patch.object(beside, "worker", lambda: self._beside):
-            for layer, rows_CE in zip(self.layers, rows_LCE):
-                routed = layer.routed
+        with (
+            mock.patch.object(beside, "worker", lambda: self._beside),
+            mock.patch.object(moe_layer, "worker", lambda: self._beside),
+        ):
+            for each, rows_CE in zip(self.layers, rows_LCE):
+                routed = each.routed
                 routed.rows(rows_CE, 1, routed.site.plan.share)
                 if routed.copies is not None and routed.site.plan.successor is not None:
-                    routed._plan_ahead(routed.copies)
+                    routed._plan_ahead(routed.copies, INLINE)
 
     def after_step(self, step: int) -> None:
         """As ``Run.after_step``; and the programs of the next step."""
