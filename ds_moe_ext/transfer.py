@@ -13,6 +13,7 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -51,7 +52,8 @@ class Part:
         cell: this one.
         rounds: those in which this cell sends or receives.
         everywhere: every expert that moves and its only holder, if all of them go to all cells, so
-            that a broadcast an expert does the same; else empty.
+            that a broadcast an expert does the same; else empty. Of ``star_of`` these are the way,
+            and rounds only say what is sent and received.
     """
 
     cell: int
@@ -153,6 +155,28 @@ def part_of(held: Placement, wanted: Placement, node_C: np.ndarray, cell: int) -
         trees.rounds(),
         tuple(Move(expert, owners[expert]) for expert in targets) if everywhere else (),
     )
+
+
+def star_of(held: Placement, wanted: Placement, node_C: np.ndarray, cell: int) -> Part | None:
+    """What one cell does where all that moves goes from one holder to all cells: all of it in one
+    round, for who moves it by broadcasts and needs no trees. None where not all goes everywhere.
+
+    Arguments and errors as of ``gather_rounds``.
+    """
+    _check(held, wanted, node_C)
+    num_new_E = (wanted.holds_EC > held.holds_EC).sum(axis=1)
+    moved = np.flatnonzero(num_new_E)
+    if (num_new_E[moved] != held.num_cells - 1).any():
+        return None
+    everywhere = tuple(map(Move, moved.tolist(), held.owner_E[moved].tolist()))
+    if not everywhere:
+        return Part(cell, (), ())
+    others = [other for other in range(held.num_cells) if other != cell]
+    sends = (
+        Move(each.expert, other) for each in everywhere if each.cell == cell for other in others
+    )
+    receives = (each for each in everywhere if each.cell != cell)
+    return Part(cell, (Round(tuple(sends), tuple(receives)),), everywhere)
 
 
 class _Trees:
@@ -297,11 +321,11 @@ def _check(held: Placement, wanted: Placement, node_C: np.ndarray) -> None:
 
 def _new_holders(held: Placement, wanted: Placement) -> dict[int, list[int]]:
     """Cells that come to hold an expert, ascending, of each that moves, ascending."""
-    experts, targets = np.divmod(np.flatnonzero(wanted.holds_EC > held.holds_EC), held.num_cells)
-    cells: dict[int, list[int]] = {}
-    for expert, cell in zip(experts.tolist(), targets.tolist()):
-        cells.setdefault(expert, []).append(cell)
-    return cells
+    flat = np.flatnonzero(wanted.holds_EC > held.holds_EC)
+    expert, cells = flat // held.num_cells, (flat % held.num_cells).tolist()
+    starts = np.flatnonzero(np.diff(expert, prepend=-1))
+    pairs = pairwise([*starts.tolist(), len(cells)])
+    return {e: cells[start:stop] for e, (start, stop) in zip(expert[starts].tolist(), pairs)}
 
 
 class _Forest:

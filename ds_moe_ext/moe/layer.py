@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_moe_ext.comm import can_broadcast
 from ds_moe_ext.cost.exchange import BY_NODES, Way
 from ds_moe_ext.layout import GRID, ParallelLayout
 from ds_moe_ext.moe.cell import CellGather, CellScatter, CellWire
@@ -211,7 +212,8 @@ class RoutedExperts:
         """
         layout = self.site.layout
         group = layout.group("ep", PARAM)
-        place = Place(self.site.layer, layout.index("ep"), layout.node_C, group)
+        broadcasts = can_broadcast(like[0].device)
+        place = Place(self.site.layer, layout.index("ep"), layout.node_C, group, broadcasts)
         self.copies = Copies(place, self.site.plan, like, (self.tasks, self.meter))
 
     def take(self, plan: Plan, following: Plan | None = None) -> None:

@@ -360,6 +360,7 @@ def main() -> None:
     add("--overlap_degree", type=int, default=8, help="t of fssdp")
     add("--copies_per_rank", type=int, default=2, help="m of fssdp")
     add("--steps", type=int, default=20, help="that are timed")
+    add("--broadcasts", action="store_true", help="trips as on CUDA, where they need no trees")
     add("--memory", action="store_true", help="trace memory; what is timed then is slow")
     add("--json", action="store_true", help="print that in place of a table")
     given = parser.parse_args()
@@ -373,7 +374,8 @@ def main() -> None:
     for name in given.strategies:
         if given.memory:
             tracemalloc.start()
-        rank = OneRank(strategy_of(name, keys), sizes, parts)
+        with mock.patch.object(moe_layer, "can_broadcast", lambda device: given.broadcasts):
+            rank = OneRank(strategy_of(name, keys), sizes, parts)
         figures[name] = measured(rank, sizes, given.steps)
         tracemalloc.stop()
     if given.json:

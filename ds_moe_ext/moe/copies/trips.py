@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.copy_split import Split
 from ds_moe_ext.strategy import Plan
-from ds_moe_ext.transfer import Part, part_of
+from ds_moe_ext.transfer import Part, part_of, star_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,15 +27,21 @@ class Place:
         cell: this rank's cell.
         node_C: node of each cell.
         group: the cells, in a communicator that only the parameter lane uses.
+        broadcasts: what goes to all cells travels by broadcasts.
     """
 
     layer: int
     cell: int
     node_C: np.ndarray
     group: dist.ProcessGroup
+    broadcasts: bool = False
 
     def part(self, held: Placement, wanted: Placement) -> Part:
         """What this cell does for the others to get their copies."""
+        if self.broadcasts:
+            star = star_of(held, wanted, self.node_C, self.cell)
+            if star is not None:
+                return star
         return part_of(held, wanted, self.node_C, self.cell)
 
 
