@@ -113,8 +113,13 @@ def take_rows(layers: Sequence[RowsSeen]) -> list[Rows]:
 
 def rows_so_far(layers: Sequence[RowsSeen]) -> list[Rows]:
     """The same rows; they are not forgotten."""
+    numbers = [len(layer._on_host) for layer in layers]
+    if set(numbers) == {1}:
+        rows, shares = zip(*(layer._on_host[0] for layer in layers))
+        computed_LC = computed_by(shares, rows)
+        return [layer._ended(computed_C) for layer, computed_C in zip(layers, computed_LC)]
     computed_LC = np.zeros((len(layers), layers[0].num_cells), dtype=np.int64)
-    for number in range(max(len(layer._on_host) for layer in layers)):  # of the micro-batch
+    for number in range(max(numbers)):  # of the micro-batch
         seen = [at for at, layer in enumerate(layers) if number < len(layer._on_host)]
         rows, shares = zip(*(layers[at]._on_host[number] for at in seen))
         computed_LC[seen] += computed_by(shares, rows)
