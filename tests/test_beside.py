@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.queues import Queue
 
 import numpy as np
 import pytest
 
 from ds_moe_ext.moe.observation import RowsSeen
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.schedule.worker import worker
 from ds_moe_ext.share import LocalElseHome
 from ds_moe_ext.steps.beside import BesideStep
 
@@ -72,3 +75,17 @@ def test_what_fails_in_the_thread_is_raised_where_it_is_taken() -> None:
     counted(layers, 0, 1)
     with pytest.raises(ValueError, match="it broke"):
         step.taken()
+
+
+def _doubled(found: Queue[int]) -> None:
+    found.put(worker().submit(lambda: 2 * 21).result(timeout=20))
+
+
+def test_a_forked_process_has_a_thread_of_its_own() -> None:
+    assert worker().submit(int).result() == 0
+    fork = get_context("fork")
+    found: Queue[int] = fork.Queue()
+    child = fork.Process(target=_doubled, args=(found,))
+    child.start()
+    assert found.get(timeout=30) == 42
+    child.join()
