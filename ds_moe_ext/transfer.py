@@ -10,6 +10,7 @@ Shape letters: E experts, C cells, V nodes, N transfers.
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -205,9 +206,9 @@ class _Trees:
             targets: in any order.
         """
         node_of, own = self._node_of, self._node_of[self._cell]
-        nodes: dict[int, list[int]] = {node_of[root]: [root]}
+        nodes: dict[int, list[int]] = defaultdict(list, {node_of[root]: [root]})
         for cell in sorted(targets, key=self._key.__getitem__):
-            nodes.setdefault(node_of[cell], []).append(cell)
+            nodes[node_of[cell]].append(cell)
         leaders = [cells[0] for cells in list(nodes.values())[1:]]
         if self._cell == root or self._cell in leaders:
             free = self._moves(expert, 0, root, leaders)
