@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -17,7 +17,8 @@ from ds_moe_ext.schedule.task import Task
 from ds_moe_ext.share import Share, computed_by
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Rows:
     """What a layer routed.
 
     Attributes:
@@ -27,6 +28,12 @@ class Rows(NamedTuple):
 
     routed_CE: np.ndarray
     computed_C: np.ndarray
+
+    @cached_property
+    def total_E(self) -> np.ndarray:
+        """Rows for each expert, int64."""
+        total_E: np.ndarray = self.routed_CE.sum(axis=0)
+        return total_E
 
 
 @dataclass

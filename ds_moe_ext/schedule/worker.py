@@ -7,11 +7,12 @@ import os
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 
-@functools.cache
 def worker() -> Executor:
     """One thread for all models of this process: what it is given is done in order."""
+    return _worker_of(os.getpid())
+
+
+@functools.cache
+def _worker_of(process: int) -> Executor:
+    """The child of a fork has none of its parent's threads."""
     return ThreadPoolExecutor(1, "planning")
-
-
-# A child of a fork would wait in vain for its parent's thread.
-os.register_at_fork(after_in_child=worker.cache_clear)

@@ -113,6 +113,8 @@ class Planning:
         if not all(layer.knows_all for layer in seen):
             return None
         rows = rows_so_far(seen)
+        for each in rows:
+            _ = each.total_E  # the report's
         window = self._window.after([each.routed_CE for each in rows])
         if not self._is_plan_due(step) or _is_due(self._rhythm.shard_every, step):
             return Ahead(step, job, rows, window, None)
