@@ -141,11 +141,17 @@ def cell_rows(home: Placement, target: Placement, rows_CE: np.ndarray) -> CellRo
         target: where experts compute, homes included.
         rows_CE: rows that each sender routes to each expert, int64.
     """
-    kept_CE = rows_CE * target.holds_EC.T
-    left_E = rows_CE.sum(axis=0) - kept_CE.sum(axis=0)
+    owner_E, num_cells = home.owner_E, home.num_cells
+    kept_E = rows_CE[owner_E, np.arange(home.num_experts)]
+    left_E = rows_CE.sum(axis=0) - kept_E
+    copied = np.flatnonzero(target.holds_EC.sum(axis=1) > 1)
+    kept_CX = rows_CE[:, copied] * target.holds_EC[copied].T
+    left_E[copied] += kept_E[copied] - kept_CX.sum(axis=0)
+    kept_E[copied] = 0
     # Sums in float64: whole numbers, and exact.
-    received_C = np.bincount(home.owner_E, left_E, home.num_cells).astype(np.int64)
-    return CellRows(computed_C=kept_CE.sum(axis=1) + received_C, received_C=received_C)
+    received_C = np.bincount(owner_E, left_E, num_cells).astype(np.int64)
+    kept_C = np.bincount(owner_E, kept_E, num_cells).astype(np.int64) + kept_CX.sum(axis=1)
+    return CellRows(computed_C=kept_C + received_C, received_C=received_C)
 
 
 def copied_experts(target: Placement) -> float:

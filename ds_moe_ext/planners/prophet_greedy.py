@@ -17,7 +17,9 @@ import numpy as np
 from ds_moe_ext.cost.block_costs import (
     BlockPrices,
     BlockSeconds,
+    CellRows,
     balanced_spread,
+    block_seconds,
     cell_rows,
     seconds_of_rows,
     step_seconds_S,
@@ -54,11 +56,12 @@ class BlockPlan:
         *,
         selected: tuple[int, ...],
         holders_EC: np.ndarray,
+        alone: CellRows,
         prices: BlockPrices,
     ) -> BlockPlan:
-        """The plan that lets each selected expert compute where ``holders_EC`` says."""
-        target = home
-        rows = alone = cell_rows(home, home, rows_CE)
+        """The plan that lets each selected expert compute where ``holders_EC`` says; ``alone`` are
+        rows without copies."""
+        target, rows = home, alone
         if selected:
             holds_EC, copied = home.holds_EC.copy(), list(selected)
             holds_EC[copied] |= holders_EC[copied]
@@ -109,14 +112,15 @@ def place_experts(
     if not 0 <= balance < math.inf:
         raise ValueError(f"balance is {balance}; it must be finite and at least 0")
     choices = _Choices(home, rows_CE, num_excluded)
-    tried = _search(choices, balance)
-    step_s = step_seconds_S(prices, tried.most_received_S, tried.most_computed_S, tried.copied_S)
-    best = int(step_s.argmin())  # the first of the fastest
+    alone = cell_rows(home, home, rows_CE)
+    tried = _search(choices, alone, balance, prices)
+    best = int(tried.step_seconds(prices).argmin())  # the first of the fastest
     return BlockPlan.of(
         home,
         rows_CE,
         selected=tried.experts[:best],
         holders_EC=choices.holders_EC,
+        alone=alone,
         prices=prices,
     )
 
@@ -188,22 +192,42 @@ class _Tried(NamedTuple):
     most_computed_S: np.ndarray
     copied_S: np.ndarray
 
+    def step_seconds(self, prices: BlockPrices) -> np.ndarray:
+        """By the model, float ``[S]``."""
+        return step_seconds_S(prices, *self[1:])
 
-def _search(choices: _Choices, balance: float) -> _Tried:
-    """The loop of Algorithm 1: all experts it tries, in order, after a step with no copies."""
+
+ROUNDING = 1e-9  # far more than what seconds lose in floats
+LOOKED_AT = 16  # experts that the loop adds before it looks whether more can pay
+
+
+def _search(choices: _Choices, alone: CellRows, balance: float, prices: BlockPrices) -> _Tried:
+    """The loop of Algorithm 1: the experts it tries, in order, after a step with no copies; but for
+    those at the end that cannot make the step faster, whatever they balance."""
     home = choices.home
-    rows = cell_rows(home, home, choices.rows_CE)
-    computed_C, received = rows.computed_C, rows.received_C.tolist()
-    stays_EC = choices.stays_EC
+    computed_C, received = alone.computed_C.copy(), alone.received_C.tolist()
+    stays_EC, copies_E = choices.stays_EC, choices.copies_E
     stays: list[int] = stays_EC.sum(axis=1).tolist()
     waiting = choices.by_home()
     # Copies keep rows where they are: as many as before are computed.
-    spread = balanced_spread(int(computed_C.sum()), home.num_experts, balance)
+    num_rows = int(computed_C.sum())
+    spread = balanced_spread(num_rows, home.num_experts, balance)
+    least_computed = -(-num_rows // home.num_cells)
     busiest = int(computed_C.argmax())
     experts: list[int] = []
     most_received, most_computed = [max(received)], [int(computed_C[busiest])]
+
+    def tried() -> _Tried:
+        copies = np.cumsum([0, *copies_E[experts].tolist()])
+        figures = np.array(most_received), np.array(most_computed), copies / home.num_cells
+        return _Tried(tuple(experts), *figures)
+
     while not most_computed[-1] - int(computed_C[computed_C.argmin()]) < spread:
         if not waiting[busiest]:
+            break
+        if len(experts) % LOOKED_AT == LOOKED_AT - 1 and _no_more_pay(
+            tried(), least_computed, prices
+        ):
             break
         expert = waiting[busiest].pop()
         computed_C += stays_EC[expert]
@@ -213,7 +237,17 @@ def _search(choices: _Choices, balance: float) -> _Tried:
         experts.append(expert)
         most_received.append(max(received))
         most_computed.append(int(computed_C[busiest]))
-    copies = np.cumsum([0, *choices.copies_E[experts].tolist()])
-    return _Tried(
-        tuple(experts), np.array(most_received), np.array(most_computed), copies / home.num_cells
-    )
+    return tried()
+
+
+def _no_more_pay(tried: _Tried, least_computed: int, prices: BlockPrices) -> bool:
+    """Whether a step with yet more copies is slower than the fastest so far: even if no rows
+    travelled, and all cells computed equally many.
+
+    The model's time does not fall where more is copied; nor where more is computed, as a second of
+    experts hides one of gathers in forward, and two of transfers in backward, where it takes three.
+    """
+    ideal_s = block_seconds(
+        prices, most_received=0, most_computed=least_computed, copied=float(tried.copied_S[-1])
+    ).step_s
+    return ideal_s > (1 + ROUNDING) * float(tried.step_seconds(prices).min())

@@ -249,10 +249,9 @@ class _Search:
         return replace(plan, successor=partial(self._next, plan, age))
 
     def _next(self, plan: Plan, age: int, rows_CE: np.ndarray) -> Plan:
-        computed_C = cell_rows(self.home, plan.target, rows_CE).computed_C
         strategy = self.strategy
-        if age + 1 < strategy.steps_kept and is_balanced(
-            computed_C, self.home.num_experts, strategy.balance
-        ):
-            return self._followed(plan, age=age + 1)
+        if age + 1 < strategy.steps_kept:
+            computed_C = cell_rows(self.home, plan.target, rows_CE).computed_C
+            if is_balanced(computed_C, self.home.num_experts, strategy.balance):
+                return self._followed(plan, age=age + 1)
         return self(rows_CE)
