@@ -115,6 +115,7 @@ class _Shape(NamedTuple):
         reductions: of dense gradients.
         copies: whether the plan has some, joins them, frees them.
         workers: what experts compute with, and what moves their copies and dense gradients.
+        is_common: no stage is the strategy's own, which may look at all of a plan.
     """
 
     tasks: LayerTasks
@@ -123,6 +124,7 @@ class _Shape(NamedTuple):
     reductions: Placed
     copies: tuple[bool, bool, bool]
     workers: tuple[ExpertFunction, Copies | None, GradientSlices | None]
+    is_common: bool
 
 
 class RoutedExperts:
@@ -237,7 +239,8 @@ class RoutedExperts:
     def _keep_programs(self) -> None:
         """Let the programs that are there run by the present plan; or none, where it needs
         others."""
-        if self._made_by != self._shape() or self._strategy.stages(self.site):
+        shape = self._shape()
+        if shape != self._made_by or not shape.is_common:
             self._program.clear()
             self._present.clear()
             return
@@ -255,6 +258,7 @@ class RoutedExperts:
             plan.reductions,
             (plan.has_copies, plan.is_joined, self.site.frees_copies),
             (self.function, self.copies, self.slices),
+            is_common=not self._strategy.stages(self.site),
         )
 
     def successor(self, routed_CE: np.ndarray) -> Plan:

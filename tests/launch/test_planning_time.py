@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from unittest import mock
 
 import numpy as np
 import pytest
 from load_traces import zipf_steps
-from planning_time import BLOCKS, NUM_WARM_UPS, OneRank, Parts, Sizes, measured, strategy_of
+from planning_time import BLOCKS, CPU, NUM_WARM_UPS, OneRank, Parts, Sizes, measured, strategy_of
 
+from ds_moe_ext.moe.local_stage import Local
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.schedule.crew import Stage
+from ds_moe_ext.schedule.task import EXPERT, ORDER, Op
 from ds_moe_ext.steps.beside import BesideStep
-from ds_moe_ext.strategy import Plan
+from ds_moe_ext.strategies.fssdp import FullySharded
+from ds_moe_ext.strategy import Plan, Site
 
 SIZES = Sizes(ranks=8, ranks_per_node=4, layers=3, experts=16, rows=4096, skew=1.0)
 COPIED = {"overlap_degree": 4, "copies_per_rank": 2, "reshard_interval": 0}
@@ -76,3 +82,35 @@ def test_what_was_made_by_other_homes_or_of_other_rows_does_not_count() -> None:
     rank.planning.resume(homes, rank.planning.remembered_ILCE)
     rank.after_step(NUM_WARM_UPS)
     assert all(layer.routed.site.plan.home is home for layer, home in zip(rank.layers, homes))
+
+
+@dataclass(frozen=True)
+class Varied(FullySharded):
+    """Layers have stages of their own while nothing is copied, if asked."""
+
+    has_own: bool = False
+
+    def stages(self, site: Site) -> Mapping[Op, Stage]:
+        return {EXPERT: Local(lambda x: x)} if self.has_own and not site.plan.has_copies else {}
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_programs_stay_while_plans_have_one_shape(has_own: bool) -> None:
+    strategy = Varied(**COPIED, has_own=has_own)
+    rank = OneRank(strategy, SIZES, Parts())
+    loads = zipf_steps((SIZES.layers, SIZES.ranks, SIZES.experts), rows=SIZES.rows, skew=SIZES.skew)
+    before = None
+    for step, rows_LCE in zip(range(NUM_WARM_UPS + 2), loads):
+        rank.route(rows_LCE)
+        rank.after_step(step)
+        routed = rank.layers[0].routed
+        plan, program = routed.site.plan, routed.program(CPU)
+        present = program.crew.stages[ORDER]
+        assert present.stage.destination.target is plan.target
+        assert isinstance(program.crew.stages[EXPERT], Local) == bool(strategy.stages(routed.site))
+        if before is not None:
+            had_copies, previous = before
+            stays = had_copies == plan.has_copies and not strategy.stages(routed.site)
+            assert (program is previous) == stays
+        before = plan.has_copies, program
+    assert plan.has_copies
