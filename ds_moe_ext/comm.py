@@ -617,7 +617,12 @@ def by_broadcast(part: Part, device: torch.device) -> bool:
 
     Only on CUDA, where NCCL groups calls, and if every expert that moves goes to all cells.
     """
-    return bool(part.everywhere) and device.type == "cuda" and _coalescing_manager is not None
+    return bool(part.everywhere) and can_broadcast(device)
+
+
+def can_broadcast(device: torch.device) -> bool:
+    """Whether ``by_broadcast`` holds where every expert that moves goes to all cells."""
+    return device.type == "cuda" and _coalescing_manager is not None
 
 
 def _broadcast(part: Part, have: Mapping[int, list[Tensor]], group: dist.ProcessGroup) -> Traffic:

@@ -7,6 +7,7 @@ largest, where layers differ).
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Sequence
 
@@ -28,6 +29,8 @@ class LoadWindow:
             raise ValueError(f"a window of {num_steps} steps remembers nothing; give 1 or more")
         self._num_steps = num_steps
         self._steps: deque[tuple[np.ndarray, ...]] = deque(maxlen=num_steps)
+        self._totals: tuple[np.ndarray, ...] = ()  # of the remembered steps
+        self._predicted: tuple[np.ndarray, ...] | None = None
 
     def push(self, rows: Sequence[np.ndarray]) -> None:
         """Remember one step, int64 ``[C, E]`` of each layer; the oldest is forgotten."""
@@ -36,8 +39,23 @@ class LoadWindow:
                 f"a step of shapes {_shapes(rows)} does not fit the window's "
                 f"{_shapes(self._steps[-1])}; start a new window when layers or ranks change"
             )
-        most = np.iinfo(np.int32).max // self._num_steps
-        self._steps.append(tuple(_narrow(rows_CE, most) for rows_CE in rows))
+        most = np.iinfo(np.int32).max // self._num_steps - 1
+        tables = tuple(_narrow(rows_CE, most) for rows_CE in rows)
+        if not self._steps or self._num_steps == 1:
+            self._totals = tables
+        elif len(self) < self._num_steps:
+            self._totals = tuple(map(np.add, self._totals, tables))
+        else:
+            self._totals = tuple(map(_exchanged, self._totals, self._steps[0], tables))
+        self._steps.append(tables)
+        self._predicted = None
+
+    def after(self, rows: Sequence[np.ndarray]) -> LoadWindow:
+        """The window that remembers one more step; takes what ``push`` takes."""
+        window = copy.copy(self)
+        window._steps = self._steps.copy()
+        window.push(rows)
+        return window
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -63,8 +81,10 @@ class LoadWindow:
         """
         if not self._steps:
             raise ValueError("the window is empty; push a step before asking for a prediction")
-        # Layer by layer: what is in between stays in the cache.
-        return tuple(map(_rounded_mean, zip(*self._steps)))
+        if self._predicted is None:
+            # Layer by layer: what is in between stays in the cache.
+            self._predicted = tuple(_rounded_mean(total, len(self)) for total in self._totals)
+        return self._predicted
 
 
 def _shapes(rows: Sequence[np.ndarray]) -> list[tuple[int, ...]]:
@@ -77,14 +97,20 @@ def _narrow(rows_CE: np.ndarray, most: int) -> np.ndarray:
     return rows_CE.astype(np.int32 if fits else np.int64)
 
 
-def _rounded_mean(tables: tuple[np.ndarray, ...]) -> np.ndarray:
+def _exchanged(total: np.ndarray, old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """A sum that has a new table in the place of an old one: whole numbers, and exact."""
+    exchanged: np.ndarray = total - old
+    exchanged = np.add(exchanged, new, out=exchanged if new.dtype == exchanged.dtype else None)
+    return exchanged
+
+
+def _rounded_mean(total: np.ndarray, number: int) -> np.ndarray:
     """Of whole numbers, int64; halves go to the even one."""
-    if len(tables) == 1:
-        return tables[0].astype(np.int64)
-    total = tables[0] + tables[1]
-    for table in tables[2:]:
-        total = total + table  # in 64 bits from the first table that needs them on
-    mean = total / len(tables)
+    if number % 2 and total.dtype == np.int32:  # no halves; a quarter of the time
+        rounded = total + np.int32(number // 2)
+        rounded //= np.int32(number)
+        return rounded.astype(np.int64)
+    mean = total / number
     np.rint(mean, out=mean)
     return mean.astype(np.int64)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol, TypeGuard
 
 import numpy as np
@@ -526,6 +526,23 @@ def _has_pairs(share: Share, target: Placement) -> TypeGuard[LocalElseHome | Nea
     return known and type(share) in (LocalElseHome, NearestCopy)  # others may share otherwise
 
 
+@lru_cache(maxsize=2)
+def _home_keys(homes: tuple[Placement, ...]) -> np.ndarray | None:
+    """Place of each expert's home in a flattened ``[L, C]``, once for homes that stay; None where
+    an expert has several."""
+    num_cells = homes[0].num_cells
+    if any(home.flat_N.size > home.num_experts for home in homes):
+        return None
+    return np.concatenate([home.owner_E + n * num_cells for n, home in enumerate(homes)])
+
+
+def _computed_at_home(key: np.ndarray, rows: Sequence[np.ndarray], num_cells: int) -> np.ndarray:
+    """Rows that each cell computes of each layer's experts, int64 ``[L, C]``, by their
+    ``_home_keys``."""
+    total = np.concatenate([np.add.reduce(rows_CE) for rows_CE in rows])
+    return _sums(key, total, len(rows) * num_cells).reshape(-1, num_cells)
+
+
 def computed_by(shares: Sequence[Share], rows: Sequence[np.ndarray]) -> np.ndarray:
     """``computed_C`` of each layer, int64 ``[L, C]``; at once of all that were planned together.
 
@@ -534,6 +551,11 @@ def computed_by(shares: Sequence[Share], rows: Sequence[np.ndarray]) -> np.ndarr
         rows: likewise, int64 ``[C, E]``.
     """
     first = shares[0]
+    if isinstance(first, LocalElseHome):
+        homes = tuple(s.home for s in shares if isinstance(s, LocalElseHome) and s.home is s.target)
+        key = _home_keys(homes) if len(homes) == len(shares) else None
+        if key is not None:
+            return _computed_at_home(key, rows, homes[0].num_cells)
     together = first._together if isinstance(first, NearestCopy) else None
     if together is not None and together.is_of(shares):
         return together.computed_LC(rows)

@@ -291,7 +291,8 @@ class Strategy(ABC):
 
     @abstractmethod
     def plan(self, job: Job) -> tuple[Plan, ...]:
-        """One plan a layer. Pure: equal jobs give equal plans on every rank."""
+        """One plan a layer. Pure: equal jobs give equal plans on every rank. It may be called in
+        another thread, while layers run."""
 
     def rhythm(self) -> Rhythm:
         """When it decides anew. Pure."""

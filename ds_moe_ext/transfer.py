@@ -10,9 +10,11 @@ Shape letters: E experts, C cells, V nodes, N transfers.
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -51,7 +53,8 @@ class Part:
         cell: this one.
         rounds: those in which this cell sends or receives.
         everywhere: every expert that moves and its only holder, if all of them go to all cells, so
-            that a broadcast an expert does the same; else empty.
+            that a broadcast an expert does the same; else empty. Of ``star_of`` these are the way,
+            and rounds only say what is sent and received.
     """
 
     cell: int
@@ -160,6 +163,28 @@ def part_of(held: Placement, wanted: Placement, node_C: np.ndarray, cell: int) -
     )
 
 
+def star_of(held: Placement, wanted: Placement, node_C: np.ndarray, cell: int) -> Part | None:
+    """What one cell does where all that moves goes from one holder to all cells: all of it in one
+    round, for who moves it by broadcasts and needs no trees. None where not all goes everywhere.
+
+    Arguments and errors as of ``gather_rounds``.
+    """
+    _check(held, wanted, node_C)
+    num_new_E = (wanted.holds_EC > held.holds_EC).sum(axis=1)
+    moved = np.flatnonzero(num_new_E)
+    if (num_new_E[moved] != held.num_cells - 1).any():
+        return None
+    everywhere = tuple(map(Move, moved.tolist(), held.owner_E[moved].tolist()))
+    if not everywhere:
+        return Part(cell, (), ())
+    others = [other for other in range(held.num_cells) if other != cell]
+    sends = (
+        Move(each.expert, other) for each in everywhere if each.cell == cell for other in others
+    )
+    receives = (each for each in everywhere if each.cell != cell)
+    return Part(cell, (Round(tuple(sends), tuple(receives)),), everywhere)
+
+
 class _Trees:
     """The trees of ``gather_rounds``, as one cell sees them, of experts with one holder.
 
@@ -194,9 +219,9 @@ class _Trees:
                 self._count(root, targets)
             return
         node_of, own = self._node_of, self._node_of[self._cell]
-        nodes: dict[int, list[int]] = {node_of[root]: [root]}
+        nodes: dict[int, list[int]] = defaultdict(list, {node_of[root]: [root]})
         for cell in targets:
-            nodes.setdefault(node_of[cell], []).append(cell)
+            nodes[node_of[cell]].append(cell)
         leaders = [cells[0] for cells in list(nodes.values())[1:]]
         free = None  # the first round in which the head of this node has it and is free
         if not leaders:
@@ -312,14 +337,11 @@ def _check(held: Placement, wanted: Placement, node_C: np.ndarray) -> None:
 
 def _new_holders(held: Placement, wanted: Placement) -> dict[int, list[int]]:
     """Cells that come to hold an expert, ascending, of each that moves, ascending."""
-    experts, targets = np.divmod(np.flatnonzero(wanted.holds_EC > held.holds_EC), held.num_cells)
-    cells: dict[int, list[int]] = {}
-    before = -1
-    for expert, cell in zip(experts.tolist(), targets.tolist()):
-        if expert != before:
-            cells[expert], before = [], expert
-        cells[expert].append(cell)
-    return cells
+    flat = np.flatnonzero(wanted.holds_EC > held.holds_EC)
+    expert, cells = flat // held.num_cells, (flat % held.num_cells).tolist()
+    starts = np.flatnonzero(np.diff(expert, prepend=-1))
+    pairs = pairwise([*starts.tolist(), len(cells)])
+    return {e: cells[start:stop] for e, (start, stop) in zip(expert[starts].tolist(), pairs)}
 
 
 class _Forest:

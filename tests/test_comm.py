@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ds_moe_ext import comm
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.transfer import Part, Transfers, gather_rounds
+from ds_moe_ext.transfer import Part, Transfers, gather_rounds, star_of
 from tests.ranks import pool_of
 
 SENT = [[2, 0, 3], [1, 4, 0], [0, 0, 0]]  # rows from each rank to each; rank 2 sends nothing
@@ -401,24 +401,26 @@ def _by_trees_and_by_broadcasts(rank: int, world_size: int) -> tuple[int, int]:
     home = Placement.owned_by(np.array([1, 0, 1]), world_size)
     holds_EC = home.holds_EC.copy()
     holds_EC[[0, 2]] = True
-    part = gather_rounds(home, Placement(holds_EC), np.arange(world_size) // 2).part_of(rank)
+    grid = home, Placement(holds_EC), np.arange(world_size) // 2
+    trees, star = gather_rounds(*grid).part_of(rank), star_of(*grid, rank)
+    assert star is not None
     chunks = {int(e): drawn(torch.float64, 5, int(e)) for e in home.experts_of(rank)}
     grads = {e: drawn(torch.float64, 6, e, rank) for e in (0, 2)}
 
-    def both() -> tuple[Mapping[int, Expert], comm.Traffic, comm.Arrived]:
+    def both(part: Part) -> tuple[Mapping[int, Expert], comm.Traffic, comm.Arrived]:
         buffers = buffers_in(slabs(4, torch.float64), part.received)
         traffic = comm.sparse_all_gather(part, chunks, buffers, dist.group.WORLD)
         # Gloo, unlike NCCL, reduces into what others than the root give.
         given = {e: tuple(w.clone() for w in tensors) for e, tensors in grads.items()}
         return buffers, traffic, comm.sparse_reduce_scatter(part, given, dist.group.WORLD)
 
-    buffers, traffic, came = both()
+    buffers, traffic, came = both(trees)
     with (
         mock.patch.object(comm, "by_broadcast", lambda part, device: bool(part.everywhere)),
         mock.patch.object(comm, "_coalescing_manager", _one_after_the_other),
         mock.patch.object(comm.Pairs, "post", _fail),
     ):
-        buffers_2, traffic_2, came_2 = both()
+        buffers_2, traffic_2, came_2 = both(star)
     assert set(buffers) == {e for e in (0, 2) if rank != 1}
     assert all(all_equal(buffers[e], buffers_2[e]) for e in buffers)
     assert set(came.grads) == set(came_2.grads) == {e for e in (0, 2) if rank == 1}

@@ -238,6 +238,22 @@ def test_layers_planned_together_share_as_each_alone(seed: int) -> None:
 
 
 @PROPERTY
+@given(st.integers(0, 2**32 - 1))
+def test_layers_at_home_are_counted_as_each_alone(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_cells = int(rng.integers(1, 9))
+    shares, rows = [], []
+    for num_experts in rng.integers(1, 7, 3).tolist():
+        home = Placement.owned_by(rng.integers(0, num_cells, num_experts), num_cells)
+        if seed % 3 == 0:  # several homes
+            home = home.with_copies(rng.random((num_experts, num_cells)) < 0.3)
+        shares.append(LocalElseHome(home, home))
+        rows.append(rng.integers(0, 30, (num_cells, num_experts)))
+    expected = [share.computed_C(rows_CE).tolist() for share, rows_CE in zip(shares, rows)]
+    assert computed_by(shares, rows).tolist() == expected
+
+
+@PROPERTY
 @given(cases())
 def test_one_copy_leaves_no_choice(
     case: tuple[Placement, Placement, np.ndarray, np.ndarray],

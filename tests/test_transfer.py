@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.transfer import Move, Part, Round, Transfers, gather_rounds, part_of
+from ds_moe_ext.transfer import Move, Part, Round, Transfers, gather_rounds, part_of, star_of
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=300)
 
@@ -155,6 +155,41 @@ def test_a_part_alone_is_that_of_the_whole(
     transfers = gather_rounds(*grid)
     for cell in range(len(grid[2])):
         assert part_of(*grid, cell) == transfers.part_of(cell)
+
+
+@PROPERTY
+@given(grids() | grids(one_home=True))
+def test_a_star_sends_and_receives_what_the_trees_bring(
+    grid: tuple[Placement, Placement, np.ndarray],
+) -> None:
+    transfers = gather_rounds(*grid)
+    goes_everywhere = transfers.everywhere or not transfers.num_moved
+    stars = [star_of(*grid, cell) for cell in range(len(grid[2]))]
+    if not goes_everywhere:
+        assert stars == [None] * len(stars)
+        return
+    for cell, star in enumerate(stars):
+        assert star is not None
+        tree = transfers.part_of(cell)
+        assert star.everywhere == tree.everywhere
+        assert sorted(star.received) == sorted(tree.received)
+        assert len(star.rounds) == bool(transfers.num_moved)
+        roots = {each.expert for each in tree.everywhere if each.cell == cell}
+        assert {move.expert for round_ in star.rounds for move in round_.sends} == roots
+
+
+def test_a_star_of_experts_that_all_cells_get() -> None:
+    home = Placement.owned_by(np.array([1, 0, 1]), 3)
+    wanted = widened(home, [(0, cell) for cell in range(3)])
+    node_C = np.zeros(3, dtype=np.int64)
+    assert star_of(home, wanted, node_C, 1) == Part(
+        1, (Round((Move(0, 0), Move(0, 2)), ()),), (Move(0, 1),)
+    )
+    assert star_of(home, wanted, node_C, 2) == Part(2, (Round((), (Move(0, 1),)),), (Move(0, 1),))
+    assert star_of(home, widened(home, [(0, 0)]), node_C, 1) is None
+    assert star_of(home, home, node_C, 1) == Part(1, (), ())
+    with pytest.raises(ValueError, match="a gather only adds"):
+        star_of(wanted, home, node_C, 1)
 
 
 @PROPERTY

@@ -8,6 +8,7 @@ are computed from the counts by one formula. Shape letters: E experts, C cells.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -85,22 +86,38 @@ def block_seconds(
         copied: experts that are copied, each counted as the share of cells that hold it:
             ``s (D - n) / D``; see ``copied_experts``.
     """
+    return BlockSeconds(*_seconds(prices, most_received, most_computed, copied, max))
+
+
+def step_seconds_S(
+    prices: BlockPrices,
+    most_received_S: np.ndarray,
+    most_computed_S: np.ndarray,
+    copied_S: np.ndarray,
+) -> np.ndarray:
+    """``step_s`` of several placements, float ``[S]``, to the last bit. Arguments as of
+    ``block_seconds``."""
+    figures = most_received_S, most_computed_S, copied_S
+    step_s: np.ndarray = _seconds(prices, *figures, np.maximum)[-1]
+    return step_s
+
+
+def _seconds(
+    prices: BlockPrices, most_received: Any, most_computed: Any, copied: Any, larger: Any
+) -> tuple[Any, Any, Any, Any, Any]:
+    """The fields of ``BlockSeconds``; of numbers or of arrays, with what gives the larger of
+    two."""
     exchange_s = most_received * prices.row_bytes / prices.bytes_per_s
     expert_s = most_computed * prices.row_s
     gather_s = copied * prices.weight_bytes / prices.copy_bytes_per_s
     reduce_s = copied * prices.gradient_bytes / prices.copy_bytes_per_s
     before_s, after_s = gather_s, reduce_s + gather_s * prices.gathers_again
     if prices.is_scheduled:
-        before_s = max(0.0, before_s - FORWARD * expert_s - prices.forward_gap_s)
-        after_s = max(0.0, after_s - BACKWARD * expert_s - prices.backward_gap_s)
+        before_s = larger(0.0, before_s - FORWARD * expert_s - prices.forward_gap_s)
+        after_s = larger(0.0, after_s - BACKWARD * expert_s - prices.backward_gap_s)
     computed_s = (FORWARD + BACKWARD) * expert_s
-    return BlockSeconds(
-        exchange_s=exchange_s,
-        expert_s=expert_s,
-        gather_s=gather_s,
-        reduce_s=reduce_s,
-        step_s=TRIPS * exchange_s + computed_s + before_s + after_s,
-    )
+    step_s = TRIPS * exchange_s + computed_s + before_s + after_s
+    return exchange_s, expert_s, gather_s, reduce_s, step_s
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,10 +141,17 @@ def cell_rows(home: Placement, target: Placement, rows_CE: np.ndarray) -> CellRo
         target: where experts compute, homes included.
         rows_CE: rows that each sender routes to each expert, int64.
     """
-    kept_CE = rows_CE * target.holds_EC.T
-    received_C = np.zeros(home.num_cells, dtype=np.int64)
-    np.add.at(received_C, home.owner_E, rows_CE.sum(axis=0) - kept_CE.sum(axis=0))
-    return CellRows(computed_C=kept_CE.sum(axis=1) + received_C, received_C=received_C)
+    owner_E, num_cells = home.owner_E, home.num_cells
+    kept_E = rows_CE[owner_E, np.arange(home.num_experts)]
+    left_E = rows_CE.sum(axis=0) - kept_E
+    copied = np.flatnonzero(target.holds_EC.sum(axis=1) > 1)
+    kept_CX = rows_CE[:, copied] * target.holds_EC[copied].T
+    left_E[copied] += kept_E[copied] - kept_CX.sum(axis=0)
+    kept_E[copied] = 0
+    # Sums in float64: whole numbers, and exact.
+    received_C = np.bincount(owner_E, left_E, num_cells).astype(np.int64)
+    kept_C = np.bincount(owner_E, kept_E, num_cells).astype(np.int64) + kept_CX.sum(axis=1)
+    return CellRows(computed_C=kept_C + received_C, received_C=received_C)
 
 
 def copied_experts(target: Placement) -> float:
@@ -143,11 +167,11 @@ def placement_seconds(
     home: Placement, target: Placement, rows_CE: np.ndarray, *, prices: BlockPrices
 ) -> BlockSeconds:
     """The model on a placement. Arguments as of ``cell_rows``."""
-    return seconds_of(target, cell_rows(home, target, rows_CE), prices)
+    return seconds_of_rows(target, cell_rows(home, target, rows_CE), prices=prices)
 
 
-def seconds_of(target: Placement, rows: CellRows, prices: BlockPrices) -> BlockSeconds:
-    """The same, of rows that are counted already."""
+def seconds_of_rows(target: Placement, rows: CellRows, *, prices: BlockPrices) -> BlockSeconds:
+    """The model on a placement, of which is known where rows go."""
     return block_seconds(
         prices,
         most_received=int(rows.received_C.max()),
@@ -165,13 +189,18 @@ def is_balanced(computed_C: np.ndarray, num_experts: int, balance: float) -> boo
         balance: ``alpha``: the spread allowed, in mean rows of an expert.
     """
     spread = int(computed_C.max()) - int(computed_C.min())
-    return spread < most_spread(computed_C, num_experts, balance)
+    return spread < balanced_spread(int(computed_C.sum()), num_experts, balance)
 
 
-def most_spread(computed_C: np.ndarray, num_experts: int, balance: float) -> float:
-    """Rows by which the busiest cell exceeds the idlest where they are just not balanced.
-    Arguments as of ``is_balanced``."""
-    return balance * int(computed_C.sum()) / num_experts
+def balanced_spread(num_rows: int, num_experts: int, balance: float) -> float:
+    """Rows between the busiest cell and the idlest, below which a layer is balanced.
+
+    Args:
+        num_rows: of the layer.
+        num_experts: ``E`` of the layer.
+        balance: as of ``is_balanced``.
+    """
+    return balance * num_rows / num_experts
 
 
 MOST_ROWS = 2**53  # of a layer: seconds are computed in floats, which count no further

@@ -87,13 +87,22 @@ class RoutedRows:
     def of(cls, rows: Sequence[np.ndarray], node_C: np.ndarray) -> RoutedRows:
         """Costs some passes over the rows. ``node_C`` may number nodes by any numbers."""
         numbered_C = np.unique(node_C, return_inverse=True)[1]
+        of_nodes = list(_of_nodes(rows, numbered_C))
         return cls(
             rows,
             numbered_C,
             np.stack([rows_CE.sum(axis=1) for rows_CE in rows]),
-            [rows_CE.sum(axis=0) for rows_CE in rows],
-            list(_of_nodes(rows, numbered_C)),
+            [rows_NE.sum(axis=0) for rows_NE in of_nodes],
+            of_nodes,
         )
+
+    def of_layers(self, layers: Sequence[int]) -> RoutedRows:
+        """Those of some of the layers."""
+        rows, totals, of_nodes = (
+            [tables[layer] for layer in layers]
+            for tables in (self.rows, self.totals, self.of_nodes)
+        )
+        return RoutedRows(rows, self.node_C, self.sent_LC[list(layers)], totals, of_nodes)
 
     @cached_property
     def is_on_CN(self) -> np.ndarray:

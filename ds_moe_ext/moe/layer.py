@@ -7,6 +7,7 @@ tokens, K choices, E experts, D model width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_moe_ext.comm import all_gather_counts
+from ds_moe_ext.comm import all_gather_counts, can_broadcast
 from ds_moe_ext.cost.exchange import BY_NODES, Way
 from ds_moe_ext.layout import GRID, ParallelLayout
 from ds_moe_ext.moe.cell import CellGather, CellScatter, CellWire
@@ -29,14 +30,15 @@ from ds_moe_ext.moe.dispatch import Combine, Dispatch, Wire
 from ds_moe_ext.moe.expert import Expert, ExpertFunction
 from ds_moe_ext.moe.gate import GateFunction
 from ds_moe_ext.moe.hooks import NO_HOOKS, Batch, Hook, Hooked, Moe, watched
-from ds_moe_ext.moe.local_stage import Aside, Local
+from ds_moe_ext.moe.local_stage import Aside, Local, Present
 from ds_moe_ext.moe.observation import RowsSeen, TasksSeen, tell
 from ds_moe_ext.moe.order import Order, Seat, kind_of
 from ds_moe_ext.moe.padding import Padding
 from ds_moe_ext.moe.restore import Restore
 from ds_moe_ext.moe.turns import Likeness, Turns
 from ds_moe_ext.moe.windows import Windows
-from ds_moe_ext.schedule.crew import Crew, SavesAlike, Stage
+from ds_moe_ext.planners.layer_pipelines import Placed
+from ds_moe_ext.schedule.crew import Crew, Stage
 from ds_moe_ext.schedule.executor import Lanes, Mark, lanes_for
 from ds_moe_ext.schedule.pipeline_orders import QUEUED, reductions
 from ds_moe_ext.schedule.program import Program, in_backward
@@ -67,38 +69,8 @@ from ds_moe_ext.schedule.task import (
     Task,
 )
 from ds_moe_ext.schedule.wires import LayerTasks, block
+from ds_moe_ext.schedule.worker import worker
 from ds_moe_ext.strategy import Destination, Plan, Site, Strategy, layer_tasks
-
-
-@dataclass(eq=False)
-class _PresentOrder(SavesAlike):
-    """Order by the present plan, in a program that serves plans that follow as well.
-
-    Attributes:
-        present: of that plan.
-    """
-
-    present: Order
-
-    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return self.present.forward(span, *reads)
-
-    def backward(self, span: Span, saved: Any, *grads: Any) -> tuple[Any, ...]:
-        return self.present.backward(span, saved, *grads)
-
-
-class _Bound(NamedTuple):
-    """A program, and what it takes to serve another plan.
-
-    Attributes:
-        shape: what such a plan has in common with that which it was made for.
-        order: all that knows where experts are.
-        program: that serves.
-    """
-
-    shape: tuple[Any, ...]
-    order: _PresentOrder
-    program: Program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +104,28 @@ class GradientSlices(Protocol):
     def begin(self, elements: int, saw: SawSlice) -> None:
         """So many, beside what the host computes next; ``saw`` is told when."""
         ...
+
+
+class _Shape(NamedTuple):
+    """What of a plan a program is made by, beside where rows go: plans of one shape share programs.
+
+    Attributes:
+        tasks: what runs.
+        way: of rows between the cells.
+        degrees: spans that the tokens are cut into, forward and backward.
+        reductions: of dense gradients.
+        copies: whether the plan has some, joins them, frees them.
+        workers: what experts compute with, and what moves their copies and dense gradients.
+        is_common: no stage is the strategy's own, which may look at all of a plan.
+    """
+
+    tasks: LayerTasks
+    way: Way
+    degrees: tuple[int, int]
+    reductions: Placed
+    copies: tuple[bool, bool, bool]
+    workers: tuple[ExpertFunction, Copies | None, GradientSlices | None]
+    is_common: bool
 
 
 class RoutedExperts:
@@ -172,8 +166,7 @@ class RoutedExperts:
         self.tasks, self.meter = TasksSeen(), TasksSeen()
         self.row_width, self.row_dtype = 0, torch.float32
         self.copies: Copies | None = None
-        self._stages_of_copies: Mapping[Op, Stage] = {}
-        self._planned: Plan | None = None  # the next plan, where the program made it
+        self._planned: Future[Plan] | None = None  # the next plan, where a pass had it made
         self.windows = Windows(site.layer, (self.tasks, self.meter))
         self.slices: GradientSlices | None = None
         self.turns: Turns | None = None
@@ -192,7 +185,8 @@ class RoutedExperts:
         self._started: Weights | None = None
         self._was_graded = False  # when that was made
         self._program: dict[torch.device, Program] = {}
-        self._bound: dict[torch.device, _Bound] = {}
+        self._made_by: _Shape | None = None  # the programs
+        self._present: dict[torch.device, Present] = {}  # what orders rows in each of them
         self._schedules: LayerTasks | None = None
 
     @property
@@ -225,17 +219,10 @@ class RoutedExperts:
         layout = self.site.layout
         group = layout.group("ep", PARAM)
         in_float32 = self._strategy.sums_copies_in_float32
-        place = Place(self.site.layer, layout.index("ep"), layout.node_C, group, in_float32)
-        copies = Copies(place, self.site.plan, like, (self.tasks, self.meter))
-        self.copies = copies
-        self._stages_of_copies = {
-            JOIN: Join(copies),
-            HAVE_AGAIN: HaveAgain(copies),
-            LAUNCH: Aside(lambda span: copies.launch_following()),
-            SEND_HOME: Aside(lambda span: copies.send_home(span.start)),
-            RECALL: Aside(lambda span: copies.recall_before()),
-            PLAN: Aside(lambda span: self._plan_ahead(copies)),
-        }
+        broadcasts = can_broadcast(like[0].device)
+        layer, cell, node_C = self.site.layer, layout.index("ep"), layout.node_C
+        place = Place(layer, cell, node_C, group, in_float32, broadcasts)
+        self.copies = Copies(place, self.site.plan, like, (self.tasks, self.meter))
 
     def take(self, plan: Plan, following: Plan | None = None) -> None:
         """Run by a new plan from now on. Call it between steps, on every rank.
@@ -251,16 +238,43 @@ class RoutedExperts:
         if self.copies is not None:
             self.copies.take(plan)
         plan.share.prepare(self.site.layout.index("ep"))
-        self._program.clear()
         self._schedules = None
+        if self._program:
+            self._keep_programs()
+
+    def _keep_programs(self) -> None:
+        """Let the programs that are there run by the present plan; or none, where it needs
+        others."""
+        shape = self._shape()
+        if shape != self._made_by or not shape.is_common:
+            self._program.clear()
+            self._present.clear()
+            return
+        order = self._ordering()
+        for present in self._present.values():
+            present.stage = order
+
+    def _shape(self) -> _Shape:
+        """Of the present plan."""
+        plan = self.site.plan
+        return _Shape(
+            self.schedules,
+            plan.way,
+            (plan.forward_degree, plan.backward_degree),
+            plan.reductions,
+            (plan.has_copies, plan.is_joined, self.site.frees_copies),
+            (self.function, self.copies, self.slices),
+            is_common=not self._strategy.stages(self.site),
+        )
 
     def successor(self, routed_CE: np.ndarray) -> Plan:
         """The plan that follows the present one: as it was made while rows travelled, or from all
-        rows of the step, int64 ``[C, E]``; the present one if none does."""
+        rows of the step, int64 ``[C, E]``; the present one if none does. Waits for the thread that
+        plans, and raises what failed there."""
         plan = self.site.plan
-        if self._planned is not None or plan.successor is None:
-            return self._planned or plan
-        return plan.successor(routed_CE)
+        if self._planned is not None:
+            return self._planned.result()
+        return plan if plan.successor is None else plan.successor(routed_CE)
 
     def start_anew(self) -> None:
         """Other weights have been put in, as from a checkpoint."""
@@ -398,46 +412,25 @@ class RoutedExperts:
         return outputs
 
     def program(self, device: torch.device) -> Program:
-        """The program of the present plan; made once a plan, or once for plans that differ in where
-        experts are alone."""
+        """The program of the present plan; made once for all plans of its shape."""
         if device not in self._program:
-            self._check(*self.schedules[1:])
-            layout, own = self.site.layout, self._strategy.stages(self.site)
-            order = self._order(None if layout.grid.size == 1 else layout.group(GRID, INTER))
-            # Stages of a strategy's own may know of their plan: their program serves no other.
-            bound = None if own else self._bound.get(device)
-            if bound is None or bound.shape != self._shape:
-                present = _PresentOrder(order)
-                program = self._bind(device, {**self._common_stages(device, present), **own})
-                bound = _Bound(self._shape, present, program)
-                if not own:
-                    self._bound[device] = bound
-            bound.order.present = order
-            self._program[device] = bound.program
+            site = self.site
+            self._made_by = self._shape()
+            _, forward, backward = self.schedules
+            self._check(forward, backward)
+            # On one rank nothing is sent, so there is nothing to hide behind anything.
+            alone = site.layout.grid.size == 1
+            chain = forward.is_chain and backward.is_chain
+            lanes = lanes_for(device, overlaps=not (alone or chain))
+            stages = self._stages(device, lanes)
+            self._program[device] = Program(
+                forward,
+                backward,
+                Crew(stages, (self.tasks, self.meter), self.name),
+                lanes,
+                site.plan.num_chunks,
+            )
         return self._program[device]
-
-    @property
-    def _shape(self) -> tuple[Any, ...]:
-        """What plans have in common that one program serves."""
-        plan, (_, forward, backward) = self.site.plan, self.schedules
-        cuts = plan.num_chunks, plan.pieces, plan.reductions
-        return forward, backward, *cuts, plan.way, self.function, self.copies, self.slices
-
-    def _bind(self, device: torch.device, stages: Mapping[Op, Stage]) -> Program:
-        """A program of these stages, as hooks see them, in either queue."""
-        _, forward, backward = self.schedules
-        stages = {**stages, **watched(stages, self._options.hooks, self._moe)}
-        queued = {QUEUED[op]: stage for op, stage in stages.items() if op in QUEUED}
-        # On one rank nothing is sent, so there is nothing to hide behind anything.
-        alone = self.site.layout.grid.size == 1
-        chain = forward.is_chain and backward.is_chain
-        return Program(
-            forward,
-            backward,
-            Crew(queued | stages, (self.tasks, self.meter), self.name),
-            lanes_for(device, overlaps=not (alone or chain)),
-            self.site.plan.num_chunks,
-        )
 
     def _check(self, forward: Schedule, backward: Schedule) -> None:
         """Raises ValueError where what a strategy says itself leaves out what its plan asks for."""
@@ -498,16 +491,32 @@ class RoutedExperts:
         seen = self.rows
         return kind_of(self.site.layer, is_training=seen.is_training, is_graded=seen.is_graded)
 
-    def _plan_ahead(self, copies: Copies) -> None:
-        """Make the plan of the next step while the rows of this one travel."""
-        if not copies.is_last_pass():
+    def _plan_ahead(self, copies: Copies, lanes: Lanes) -> None:
+        """Have the plan of the next step made while the rows of this one travel: here, where the
+        host has a lane of its own, else in the thread that plans."""
+        if not copies.is_last_pass() or not self.rows.counts:
             return
-        plan = self.site.plan
-        if self.rows.counts and plan.successor is not None:
-            self._planned = plan.successor(self.rows.so_far_CE)
-        planned = self._planned or plan
-        copies.prepare(planned)
-        planned.share.prepare(copies.place.cell)
+        if self._planned is not None:
+            self._planned.cancel()  # where it has not begun: it was of fewer rows
+        given = self.site.plan, self.rows.so_far_CE
+        if lanes.has_threads:
+            self._planned = Future()
+            self._planned.set_result(self._planned_by(*given))
+        else:
+            self._planned = worker().submit(self._planned_by, *given)
+
+    def _planned_by(self, plan: Plan, rows_CE: np.ndarray) -> Plan:
+        """What follows a plan, made ready."""
+        planned = plan if plan.successor is None else plan.successor(rows_CE)
+        self.prepare(planned)
+        return planned
+
+    def prepare(self, plan: Plan) -> None:
+        """Work out beforehand what a plan asks for, so that it is soon taken. While a step goes on,
+        in any one thread."""
+        if self.copies is not None:
+            self.copies.prepare(plan)
+        plan.share.prepare(self.site.layout.index("ep"))
 
     def crew_between_sides(self, device: torch.device, *, counts: bool, is_graded: bool) -> Crew:
         """Who does the layer's tasks where ranks have roles; see ``schedule/stripes.py``. Its own
@@ -531,6 +540,11 @@ class RoutedExperts:
         there, back = (Wire.between(layout, lane, device) for lane in (A2E, E2A))
         common = {ORDER: order, **self._exchanges(there, back), EXPERT: Expert(self.function)}
         return Crew(self._with_own(common), (self.tasks, self.meter), self.name)
+
+    def _stages(self, device: torch.device, lanes: Lanes) -> Mapping[Op, Stage]:
+        """Of each op: the strategy's own or the common one, as hooks see it, in either queue."""
+        stages = self._with_own(self._common_stages(device, lanes))
+        return {queued: stages[op] for op, queued in QUEUED.items() if op in stages} | stages
 
     def _with_own(self, common: Mapping[Op, Stage]) -> dict[Op, Stage]:
         stages = {**common, **self._strategy.stages(self.site)}
@@ -561,6 +575,11 @@ class RoutedExperts:
         layout = self.site.layout
         return Seat(layout.index("ep"), layout.index("esp"), layout.grid.cell_size)
 
+    def _ordering(self) -> Order:
+        """What orders the rows of a pass by the present plan."""
+        layout = self.site.layout
+        return self._order(None if layout.grid.size == 1 else layout.group(GRID, INTER))
+
     def _exchanges(self, there: Wire, back: Wire) -> dict[Op, Stage]:
         """Rows to the experts and back. Gradients go against the direction of their rows."""
         of_dispatch, of_combine = self._options.hooks.of_dispatch, self._options.hooks.of_combine
@@ -569,20 +588,28 @@ class RoutedExperts:
             COMBINE: Combine(*_coded(back, there, of_combine)),
         }
 
-    def _common_stages(self, device: torch.device, order: Stage) -> Mapping[Op, Stage]:
+    def _common_stages(self, device: torch.device, lanes: Lanes) -> Mapping[Op, Stage]:
         """One stage for each op that strategies share."""
         plan, layout = self.site.plan, self.site.layout
         wire = Wire.between(layout, INTER, device, plan.way)
+        present = self._present[device] = Present(self._ordering())
         stages: dict[Op, Stage] = {
-            ORDER: order,
+            ORDER: present,
             **self._exchanges(wire, wire),
             EXPERT: Expert(self.function, plan.pieces),
             RESTORE: Restore(),
-            **self._stages_of_copies,
         }
         if layout.grid.cell_size > 1:
             cell = CellWire(layout.group("esp", INTRA), wire.all_to_all)
             stages |= {CELL_GATHER: CellGather(cell), CELL_SCATTER: CellScatter(cell)}
+        if self.copies is not None:
+            copies = self.copies
+            stages[JOIN] = Join(copies)
+            stages[HAVE_AGAIN] = HaveAgain(copies)
+            stages[LAUNCH] = Aside(lambda span: copies.launch_following())
+            stages[SEND_HOME] = Aside(lambda span: copies.send_home(span.start))
+            stages[RECALL] = Aside(lambda span: copies.recall_before())
+            stages[PLAN] = Aside(lambda span: self._plan_ahead(copies, lanes))
         if self.slices is not None:
             slices, (within_moe, dense) = self.slices, plan.reductions
             stages[GRADIENTS] = Aside(lambda span: slices.reduce(within_moe[span.start]))

@@ -1,4 +1,5 @@
-"""Stages from functions: those that autograd differentiates, and those with an effect alone."""
+"""Stages from functions: those that autograd differentiates, those with an effect alone; and one
+that stands for another."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from ds_moe_ext.schedule.crew import SavesAlike, Uncut
+from ds_moe_ext.schedule.crew import SavesAlike, Stage, Uncut
 from ds_moe_ext.schedule.task import Span
 
 Function = Callable[..., tuple[Any, ...]]  # (*reads) -> what the task writes
@@ -144,6 +145,26 @@ class Aside(SavesAlike):
 
     def backward(self, span: Span, saved: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
         return ()
+
+
+@dataclass(eq=False)
+class Present:
+    """A stage in whose place another one comes between steps, in programs that stay.
+
+    Attributes:
+        stage: the present one.
+    """
+
+    stage: Stage
+
+    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return self.stage.forward(span, *reads)
+
+    def backward(self, span: Span, saved: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
+        return self.stage.backward(span, saved, *grads)
+
+    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
+        return self.stage.recut(span, pieces)
 
 
 def _leaf(read: Any) -> Any:

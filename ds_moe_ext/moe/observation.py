@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -17,7 +17,8 @@ from ds_moe_ext.schedule.task import Task
 from ds_moe_ext.share import Share, computed_by
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Rows:
     """What a layer routed.
 
     Attributes:
@@ -27,6 +28,12 @@ class Rows(NamedTuple):
 
     routed_CE: np.ndarray
     computed_C: np.ndarray
+
+    @cached_property
+    def total_E(self) -> np.ndarray:
+        """Rows for each expert, int64."""
+        total_E: np.ndarray = self.routed_CE.sum(axis=0)
+        return total_E
 
 
 @dataclass
@@ -46,6 +53,7 @@ class RowsSeen:
     is_graded: bool = True  # likewise
     counts: bool = True  # and it is counted
     gather: Callable[[Tensor], Tensor] | None = None
+    on_count: Callable[[], None] = lambda: None  # called when rows of a micro-batch were counted
     _on_host: list[tuple[np.ndarray, Share]] = field(default_factory=list)  # rows [C, E]
     _on_device: Tensor | None = None  # int64 [E], where rows end, summed; the host does not wait
     _share: Share | None = None  # of those
@@ -69,6 +77,12 @@ class RowsSeen:
             self._on_device, self._share = before + rows.end_S.long(), share
         else:
             self._on_host.append((rows, share))
+        self.on_count()
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether the host knows all rows since the last ``take``."""
+        return self._on_device is None
 
     @property
     def so_far_CE(self) -> np.ndarray:
@@ -84,19 +98,36 @@ class RowsSeen:
         """Rows since the last call. Waits for the device."""
         return take_rows((self,))[0]
 
-    def _ended(self, computed_C: np.ndarray) -> Rows:
-        """Rows since the last call, and what cells computed of them."""
-        routed_CE = self.so_far_CE
+    def clear(self) -> None:
+        """Forget all rows so far."""
         self._on_host.clear()
+        self._on_device = None
+
+    def _ended(self, computed_C: np.ndarray) -> Rows:
+        """Rows since the last ``take``, and what cells computed of them."""
+        routed_CE = self.so_far_CE
         return Rows(routed_CE, computed_C)
 
 
 def take_rows(layers: Sequence[RowsSeen]) -> list[Rows]:
     """Rows of several layers of one grid since the last call. Waits for the device; collective
     where ranks know their own rows alone."""
-    _bring_to_host([layer for layer in layers if layer._on_device is not None])
+    _bring_to_host([layer for layer in layers if not layer.knows_all])
+    rows = rows_so_far(layers)
+    for layer in layers:
+        layer.clear()
+    return rows
+
+
+def rows_so_far(layers: Sequence[RowsSeen]) -> list[Rows]:
+    """The same rows, of which the host must know all; they are not forgotten."""
+    numbers = [len(layer._on_host) for layer in layers]
+    if set(numbers) == {1}:
+        rows, shares = zip(*(layer._on_host[0] for layer in layers))
+        computed_LC = computed_by(shares, rows)
+        return [layer._ended(computed_C) for layer, computed_C in zip(layers, computed_LC)]
     computed_LC = np.zeros((len(layers), layers[0].num_cells), dtype=np.int64)
-    for number in range(max(len(layer._on_host) for layer in layers)):  # of the micro-batch
+    for number in range(max(numbers)):  # of the micro-batch
         seen = [at for at, layer in enumerate(layers) if number < len(layer._on_host)]
         rows, shares = zip(*(layers[at]._on_host[number] for at in seen))
         computed_LC[seen] += computed_by(shares, rows)

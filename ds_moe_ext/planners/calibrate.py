@@ -23,10 +23,9 @@ from ds_moe_ext.planners.materialize import materialize
 def guarded(
     homes: Sequence[Placement],
     targets: Sequence[Placement],
-    rows: Sequence[np.ndarray],
+    routed: RoutedRows,
     *,
     prices: Prices,
-    node_C: np.ndarray,
 ) -> tuple[Placement, ...]:
     """The targets that are faster than the homes alone; the homes of the other layers.
 
@@ -36,11 +35,10 @@ def guarded(
     Args:
         homes: of each layer.
         targets: of each layer, homes included.
-        rows: of each layer, that each sender routes to each expert, int64 ``[C, E]``.
+        routed: rows of each layer.
         prices: of the cluster.
-        node_C: node of each cell.
     """
-    saved_L = seconds_saved(homes, targets, RoutedRows.of(rows, node_C), prices)
+    saved_L = seconds_saved(homes, targets, routed, prices)
     return tuple(
         target if is_faster else home
         for home, target, is_faster in zip(homes, targets, saved_L > 0)

@@ -10,16 +10,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from ds_moe_ext.cost.block_costs import (
     BlockPrices,
     BlockSeconds,
+    CellRows,
+    balanced_spread,
     block_seconds,
     cell_rows,
-    most_spread,
-    seconds_of,
+    seconds_of_rows,
+    step_seconds_S,
     whole_rows,
 )
 from ds_moe_ext.placement import Placement
@@ -53,21 +56,22 @@ class BlockPlan:
         *,
         selected: tuple[int, ...],
         holders_EC: np.ndarray,
+        alone: CellRows,
         prices: BlockPrices,
     ) -> BlockPlan:
-        """The plan that lets each selected expert compute where ``holders_EC`` says."""
-        target = home
+        """The plan that lets each selected expert compute where ``holders_EC`` says; ``alone`` are
+        rows without copies."""
+        target, rows = home, alone
         if selected:
-            is_selected_E = np.zeros(home.num_experts, dtype=bool)
-            is_selected_E[list(selected)] = True
-            target = home.with_copies(holders_EC & is_selected_E[:, None])
-        at_home = cell_rows(home, home, rows_CE)
-        rows = cell_rows(home, target, rows_CE) if selected else at_home
+            holds_EC, copied = home.holds_EC.copy(), list(selected)
+            holds_EC[copied] |= holders_EC[copied]
+            target = Placement(holds_EC)
+            rows = cell_rows(home, target, rows_CE)
         return cls(
             target=target,
             selected=selected,
-            seconds=seconds_of(target, rows, prices),
-            seconds_without=seconds_of(home, at_home, prices),
+            seconds=seconds_of_rows(target, rows, prices=prices),
+            seconds_without=seconds_of_rows(home, alone, prices=prices),
             computed_C=rows.computed_C,
             received_C=rows.received_C,
         )
@@ -108,14 +112,15 @@ def place_experts(
     if not 0 <= balance < math.inf:
         raise ValueError(f"balance is {balance}; it must be finite and at least 0")
     choices = _Choices(home, rows_CE, num_excluded)
-    steps = _search(choices, balance)
-    seconds = [step.seconds(prices) for step in steps]
-    best = min(range(len(steps)), key=lambda s: seconds[s].step_s)  # the first of the fastest
+    alone = cell_rows(home, home, rows_CE)
+    tried = _search(choices, alone, balance, prices)
+    best = int(tried.step_seconds(prices).argmin())  # the first of the fastest
     return BlockPlan.of(
         home,
         rows_CE,
-        selected=tuple(step.expert for step in steps[1 : best + 1]),
+        selected=tried.experts[:best],
         holders_EC=choices.holders_EC,
+        alone=alone,
         prices=prices,
     )
 
@@ -172,54 +177,77 @@ class _Choices:
         return experts
 
 
-@dataclass(frozen=True)
-class _Step:
-    """The layer with one more expert copied than in the step before.
+class _Tried(NamedTuple):
+    """The layer without copies, and with one more expert copied from place to place; S places.
 
     Attributes:
-        expert: that was added; -1 where there is none.
-        most_received: rows that the cell which receives most receives.
-        most_computed: rows that the busiest cell computes.
-        copied: experts that are copied, each counted as the share of cells that hold it.
+        experts: that were added, in order: one less than places.
+        most_received_S: rows that the cell which receives most receives, int64.
+        most_computed_S: rows that the busiest cell computes, int64.
+        copied_S: experts that are copied, each counted as the share of cells that hold it.
     """
 
-    expert: int
-    most_received: int
-    most_computed: int
-    copied: float
+    experts: tuple[int, ...]
+    most_received_S: np.ndarray
+    most_computed_S: np.ndarray
+    copied_S: np.ndarray
 
-    def seconds(self, prices: BlockPrices) -> BlockSeconds:
-        return block_seconds(
-            prices,
-            most_received=self.most_received,
-            most_computed=self.most_computed,
-            copied=self.copied,
-        )
+    def step_seconds(self, prices: BlockPrices) -> np.ndarray:
+        """By the model, float ``[S]``."""
+        return step_seconds_S(prices, *self[1:])
 
 
-def _search(choices: _Choices, balance: float) -> list[_Step]:
-    """The loop of Algorithm 1: all experts it tries, in order, after a step with no copies."""
+ROUNDING = 1e-9  # far more than what seconds lose in floats
+LOOKED_AT = 16  # experts that the loop adds before it looks whether more can pay
+
+
+def _search(choices: _Choices, alone: CellRows, balance: float, prices: BlockPrices) -> _Tried:
+    """The loop of Algorithm 1: the experts it tries, in order, after a step with no copies; but for
+    those at the end that cannot make the step faster, whatever they balance."""
     home = choices.home
-    rows = cell_rows(home, home, choices.rows_CE)
-    computed_C, received_C = rows.computed_C, rows.received_C
-    waiting, num_stay_E = choices.by_home(), choices.stays_EC.sum(axis=1)
-    copies = 0
+    computed_C, received = alone.computed_C.copy(), alone.received_C.tolist()
+    stays_EC, copies_E = choices.stays_EC, choices.copies_E
+    stays: list[int] = stays_EC.sum(axis=1).tolist()
+    waiting = choices.by_home()
+    # Copies keep rows where they are: as many as before are computed.
+    num_rows = int(computed_C.sum())
+    spread = balanced_spread(num_rows, home.num_experts, balance)
+    least_computed = -(-num_rows // home.num_cells)
+    busiest = int(computed_C.argmax())
+    experts: list[int] = []
+    most_received, most_computed = [max(received)], [int(computed_C[busiest])]
 
-    def step(expert: int) -> _Step:
-        most_received, most_computed = int(received_C.max()), int(computed_C.max())
-        return _Step(expert, most_received, most_computed, copies / home.num_cells)
+    def tried() -> _Tried:
+        copies = np.cumsum([0, *copies_E[experts].tolist()])
+        figures = np.array(most_received), np.array(most_computed), copies / home.num_cells
+        return _Tried(tuple(experts), *figures)
 
-    steps = [step(-1)]
-    most = most_spread(computed_C, home.num_experts, balance)  # no copy changes how many rows
-    while steps[-1].most_computed - int(computed_C.min()) >= most:
-        busiest = int(computed_C.argmax())
+    while not most_computed[-1] - int(computed_C[computed_C.argmin()]) < spread:
         if not waiting[busiest]:
             break
+        if len(experts) % LOOKED_AT == LOOKED_AT - 1 and _no_more_pay(
+            tried(), least_computed, prices
+        ):
+            break
         expert = waiting[busiest].pop()
-        stays_C = choices.stays_EC[expert]
-        computed_C += stays_C
-        computed_C[busiest] -= num_stay_E[expert]
-        received_C[busiest] -= num_stay_E[expert]
-        copies += int(choices.copies_E[expert])
-        steps.append(step(expert))
-    return steps
+        computed_C += stays_EC[expert]
+        computed_C[busiest] -= stays[expert]
+        received[busiest] -= stays[expert]
+        busiest = int(computed_C.argmax())
+        experts.append(expert)
+        most_received.append(max(received))
+        most_computed.append(int(computed_C[busiest]))
+    return tried()
+
+
+def _no_more_pay(tried: _Tried, least_computed: int, prices: BlockPrices) -> bool:
+    """Whether a step with yet more copies is slower than the fastest so far: even if no rows
+    travelled, and all cells computed equally many.
+
+    The model's time does not fall where more is copied; nor where more is computed, as a second of
+    experts hides one of gathers in forward, and two of transfers in backward, where it takes three.
+    """
+    ideal_s = block_seconds(
+        prices, most_received=0, most_computed=least_computed, copied=float(tried.copied_S[-1])
+    ).step_s
+    return ideal_s > (1 + ROUNDING) * float(tried.step_seconds(prices).min())

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ds_moe_ext.cost.block_costs import BACKWARD, FORWARD, BlockPrices, whole_rows
+from ds_moe_ext.cost.block_costs import BACKWARD, FORWARD, BlockPrices, cell_rows, whole_rows
 from ds_moe_ext.cost.prices import TRIPS
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.prophet_greedy import BlockPlan
@@ -59,5 +59,6 @@ def shadow_experts(home: Placement, rows_CE: np.ndarray, *, prices: BlockPrices)
         rows_CE,
         selected=tuple(hottest_first_E[:num_shadows].tolist()),
         holders_EC=np.ones(home.holds_EC.shape, dtype=bool),
+        alone=cell_rows(home, home, rows_CE),
         prices=prices,
     )

@@ -77,7 +77,7 @@ class StepLoads:
         copies_LE = np.zeros((num_layers, num_experts), dtype=np.int16)
         for index, (plan, seen) in enumerate(zip(plans, rows)):
             own = slice(plan.home.num_experts)
-            np.sum(seen.routed_CE, axis=0, out=rows_LE[index, own])
+            rows_LE[index, own] = seen.total_E
             if plan.target is not plan.home:
                 copies_E = plan.target.num_holders_E - plan.home.num_holders_E
                 copies_LE[index, own] = copies_E

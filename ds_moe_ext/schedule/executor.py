@@ -30,7 +30,13 @@ class OnDevice(ABC):
 
 
 class Lanes(Protocol):
-    """In-order queues that can wait for each other."""
+    """In-order queues that can wait for each other.
+
+    Attributes:
+        has_threads: what the host works out in one lane does not keep it from issuing another's.
+    """
+
+    has_threads: bool
 
     def run(self, schedule: Schedule, do: Callable[[int], None]) -> None:
         """Do every task, by its position, and make the caller's next work see the results.
@@ -63,6 +69,8 @@ class Lanes(Protocol):
 
 class InlineLanes:
     """All lanes in the caller's thread, in issue order. For CPU hosts where nothing overlaps."""
+
+    has_threads = False
 
     def run(self, schedule: Schedule, do: Callable[[int], None]) -> None:
         for position in range(len(schedule.tasks)):
@@ -205,6 +213,8 @@ class Workers:
 class ThreadLanes(InlineLanes):
     """Computation in the caller's thread, a worker thread for any other lane. For CPU hosts: a
     collective that waits blocks its thread only."""
+
+    has_threads = True
 
     def __init__(self) -> None:
         self._workers = Workers()
@@ -349,6 +359,8 @@ class CudaLanes:
         device: where the layers compute.
         streams: where its streams come from; None for CUDA's own.
     """
+
+    has_threads = False
 
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
         self._device = device

@@ -5,6 +5,7 @@ Shape letters: L layers, C cells, E experts.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -13,8 +14,9 @@ import numpy as np
 
 from ds_moe_ext.attachment.replacement import AttachedLayer, check_agreement
 from ds_moe_ext.load import LoadWindow
-from ds_moe_ext.moe.observation import Rows
+from ds_moe_ext.moe.observation import Rows, RowsSeen, rows_so_far, take_rows
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.steps.beside import BesideStep
 from ds_moe_ext.steps.cost_checks import Checks
 from ds_moe_ext.steps.costs import Costs
 from ds_moe_ext.strategy import Job, Plan, Rhythm, Strategy, followers
@@ -28,9 +30,31 @@ class Mover(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
+class Ahead:
+    """What was made of a step's rows before the step ended.
+
+    Attributes:
+        step: its number, if steps went on as they did.
+        job: what was known before it.
+        rows: what each layer routed in it.
+        window: with them.
+        plans: of the next step, by what was known before; None where none are due.
+    """
+
+    step: int
+    job: Job
+    rows: list[Rows]
+    window: LoadWindow
+    plans: tuple[Plan, ...] | None
+
+
 @dataclass(eq=False)
 class Planning:
     """Plans anew after each step, on every rank alike.
+
+    Where loads are predicted, that and what follows from it alone are done beside the step, as soon
+    as its rows are known; nothing but when it is done depends on that.
 
     Attributes:
         strategy: what decides.
@@ -54,42 +78,99 @@ class Planning:
     rank: int
     tell: Callable[[str], None]
     _rhythm: Rhythm = field(init=False)
-    _window: LoadWindow = field(init=False)
+    _window: LoadWindow = field(init=False)  # another one after each step; none is changed
+    _next_step: int = field(default=0, init=False)
+    _beside: BesideStep[Ahead | None] | None = field(default=None, init=False)
+    _ahead: Ahead | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._rhythm = self.strategy.rhythm()
         self._window = LoadWindow(self._rhythm.window)
+        if self._rhythm.weighs_copies and self.job.homes[0].num_cells > 1:
+            me = weakref.ref(self)  # layers must not keep alive what has them
+            self._beside = BesideStep(self._seen, lambda: _made_ahead(me))
         if self.debug:
             check_agreement(self.layers, self.rank)
+
+    @property
+    def _seen(self) -> list[RowsSeen]:
+        return [layer.routed.rows for layer in self.layers]
+
+    def take_rows(self) -> list[Rows]:
+        """What each layer routed since the last call. Waits for the device, and for what is made
+        beside the step; raises what failed there."""
+        self._ahead = None if self._beside is None else self._beside.taken()
+        if self._ahead is None:
+            return take_rows(self._seen)
+        for seen in self._seen:
+            seen.clear()
+        return self._ahead.rows
+
+    def made_ahead(self) -> Ahead | None:
+        """What can be known of the step when all its rows are; None where the host does not know
+        these. It changes nothing but what layers have ready."""
+        seen, step, job = self._seen, self._next_step, self.job
+        if not all(layer.knows_all for layer in seen):
+            return None
+        rows = rows_so_far(seen)
+        for each in rows:
+            _ = each.total_E  # the report's
+        window = self._window.after([each.routed_CE for each in rows])
+        if not self._is_plan_due(step) or _is_due(self._rhythm.shard_every, step):
+            return Ahead(step, job, rows, window, None)
+        plans = self.strategy.plan(replace(job, rows=window.predicted()))
+        for layer, plan in zip(self.layers, plans):
+            layer.routed.prepare(plan)
+        return Ahead(step, job, rows, window, plans)
+
+    def _is_plan_due(self, step: int) -> bool:
+        """Whether all layers are planned anew after a step, whatever has changed."""
+        return not self._follows and _is_due(self._rhythm.plan_every, step)
+
+    @property
+    def _follows(self) -> bool:
+        """Whether plans say which come after them."""
+        return any(layer.routed.site.plan.successor is not None for layer in self.layers)
 
     def after_step(self, step: int, rows: Sequence[Rows]) -> None:
         """Plan the next step. Collective.
 
         Args:
             step: number of the step that has ended, from 0.
-            rows: what each layer routed in it.
+            rows: what each layer routed in it, as ``take_rows`` gave it.
         """
+        ahead, self._ahead, self._next_step = self._ahead, None, step + 1
+        if ahead is not None and (
+            ahead.step != step or ahead.job is not self.job or ahead.rows is not rows
+        ):
+            ahead = None
         for layer in self.layers:
             layer.routed.after_step()
         if not (self._rhythm.weighs_copies or self._rhythm.measures):
             return
-        self._window.push([each.routed_CE for each in rows])
+        if ahead is None:
+            self._window = self._window.after([each.routed_CE for each in rows])
+        else:
+            self._window = ahead.window
         measured = self.costs.after_step(rows)
         self.checks.after_step(step, self.job, rows, self.costs.seen)
         if self.checks.copy_speed is not None:
             measured = self.costs.corrected(self.checks.copy_speed)
         self.job = replace(self.job, **measured)
         is_shard_due = _is_due(self._rhythm.shard_every, step)
-        follows = any(layer.routed.site.plan.successor is not None for layer in self.layers)
-        is_plan_due = not follows and _is_due(self._rhythm.plan_every, step)
+        is_plan_due = self._is_plan_due(step)
         if self.costs.are_new or is_shard_due or is_plan_due:
             self.job = replace(self.job, rows=self._window.predicted())
         if self.costs.are_new:
             self.tell(self.strategy.describe(self.job))
         has_moved = is_shard_due and self._moved()
-        if has_moved or self.costs.are_new or is_plan_due:
+        if has_moved or self.costs.are_new:
             self.plan()
-        elif follows:
+        elif is_plan_due and ahead is not None and ahead.plans is not None:
+            self._take(ahead.plans)
+        elif is_plan_due:
+            self.plan()
+        elif self._follows:
             pairs = zip((layer.routed for layer in self.layers), rows)
             self._take([r.successor(seen.routed_CE) for r, seen in pairs])
 
@@ -122,11 +203,13 @@ class Planning:
             homes: of each layer.
             remembered_ILCE: as ``remembered_ILCE`` was; no steps to begin anew.
         """
-        self._window = LoadWindow(self._rhythm.window)
+        self._window, self._ahead = LoadWindow(self._rhythm.window), None
         if self._rhythm.plan_every:
             counts = [home.num_experts for home in homes]
             for rows_LCE in remembered_ILCE:
-                self._window.push([rows_CE[:, :E] for rows_CE, E in zip(rows_LCE, counts)])
+                self._window = self._window.after(
+                    [rows_CE[:, :E] for rows_CE, E in zip(rows_LCE, counts)]
+                )
         rows = tuple(np.zeros_like(rows_CE) for rows_CE in self.job.rows)
         self.job = replace(self.job, homes=tuple(homes), rows=rows)
         if len(self._window):
@@ -143,6 +226,12 @@ class Planning:
         self.tell(f"{num_moved} experts have moved to new homes")
         self.job = replace(self.job, homes=homes)
         return True
+
+
+def _made_ahead(planning: weakref.ref[Planning]) -> Ahead | None:
+    """Of a run that may have ended by now."""
+    found = planning()
+    return None if found is None else found.made_ahead()
 
 
 def _is_due(every: int, step: int) -> bool:

@@ -14,7 +14,7 @@ from rich.table import Table
 from ds_moe_ext.attachment.outputs import ENDINGS, or_warn, say
 from ds_moe_ext.attachment.replacement import AttachedLayer, Blueprint, bytes_of, told_way
 from ds_moe_ext.layout import Grid
-from ds_moe_ext.moe.observation import TimedTask, take_rows
+from ds_moe_ext.moe.observation import TimedTask
 from ds_moe_ext.report.page import write_report
 from ds_moe_ext.report.record import RunRecord
 from ds_moe_ext.report.recorder import Recorder, spans_of
@@ -112,7 +112,7 @@ class Run:
 
     def after_step(self, step: int) -> None:
         """Record the optimizer step that has been taken, and plan the next. Collective."""
-        rows = take_rows([layer.routed.rows for layer in self.layers])
+        rows = self.planning.take_rows()
         self.recorder.after_step(step, rows)
         self.planning.after_step(step, rows)
         self.recorder.terms = self.planning.checks.terms

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from ds_moe_ext.cost.overlap import copies_that_fit, overlap_degree
-from ds_moe_ext.cost.prices import Prices
+from ds_moe_ext.cost.prices import Prices, RoutedRows
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.calibrate import calibrate, guarded
 from ds_moe_ext.planners.homes import shard
@@ -99,11 +99,11 @@ class FullySharded(Strategy):
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
         degree_L, fits_L = self._overlap_degrees(job), self._copies_that_fit(job)
-        loads = [rows_CE.sum(axis=0) for rows_CE in job.rows]
+        routed = RoutedRows.of(job.rows, job.node_C)
         prices: dict[int, Prices] = {}
         wanted = materialize(
             job.homes,
-            loads,
+            routed.totals,
             overlap_degree=degree_L,
             copies_per_cell=fits_L,
             node_C=job.node_C,
@@ -113,9 +113,8 @@ class FullySharded(Strategy):
             chosen = guarded(
                 [job.homes[layer] for layer in pool.layers],
                 [wanted[layer] for layer in pool.layers],
-                [job.rows[layer] for layer in pool.layers],
+                routed.of_layers(pool.layers),
                 prices=pool.prices,
-                node_C=job.node_C,
             )
             for layer, target in zip(pool.layers, chosen):
                 home = job.homes[layer]

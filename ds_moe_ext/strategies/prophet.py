@@ -86,8 +86,6 @@ class ProProphet(Strategy):
         planner: "prophet", or "shadow" for FasterMoE's.
         rematerialize: free the copies after forward and gather them again for backward: copies of
             two layers take memory at a time. False keeps those of all layers until backward.
-        sum_copies_in_float32: a rank adds gradients of copies in 32 bits where they are narrower;
-            they travel and come home as they are.
     """
 
     frequency: int | None = None
@@ -97,7 +95,6 @@ class ProProphet(Strategy):
     split: str = "fnec_first"
     planner: str = "prophet"
     rematerialize: bool = True
-    sum_copies_in_float32: bool = False
 
     def __post_init__(self) -> None:
         at_least("ds_moe_ext.prophet.frequency", self.frequency, 1)
@@ -113,10 +110,6 @@ class ProProphet(Strategy):
                     f"ds_moe_ext.prophet.{key} is {value!r}, which is unknown; "
                     f"{nearest(value, known)}"
                 )
-
-    @property
-    def sums_copies_in_float32(self) -> bool:
-        return self.sum_copies_in_float32
 
     def rhythm(self) -> Rhythm:
         return Rhythm(window=1, plan_every=1)
@@ -256,10 +249,9 @@ class _Search:
         return replace(plan, successor=partial(self._next, plan, age))
 
     def _next(self, plan: Plan, age: int, rows_CE: np.ndarray) -> Plan:
-        if age + 1 < self.strategy.steps_kept and self._is_balanced(plan, rows_CE):
-            return self._followed(plan, age=age + 1)
+        strategy = self.strategy
+        if age + 1 < strategy.steps_kept:
+            computed_C = cell_rows(self.home, plan.target, rows_CE).computed_C
+            if is_balanced(computed_C, self.home.num_experts, strategy.balance):
+                return self._followed(plan, age=age + 1)
         return self(rows_CE)
-
-    def _is_balanced(self, plan: Plan, rows_CE: np.ndarray) -> bool:
-        computed_C = cell_rows(self.home, plan.target, rows_CE).computed_C
-        return is_balanced(computed_C, self.home.num_experts, self.strategy.balance)

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import track
 from trace_replay import A100, Planner, PricedCluster, Score, score, to_nearest
 
+from ds_moe_ext.cost.prices import RoutedRows
 from ds_moe_ext.hardware import read_hardware
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.calibrate import calibrate, guarded
@@ -62,7 +63,7 @@ def materialized(
         copies_per_cell=copies - calibrates,
         node_C=node_C,
     )
-    targets = guarded(homes, targets, list(planned_LCE), prices=prices, node_C=node_C)
+    targets = guarded(homes, targets, RoutedRows.of(list(planned_LCE), node_C), prices=prices)
     if not calibrates:
         return targets
     return tuple(

@@ -5,8 +5,9 @@
 
 One process stands for one rank of many: no process group is needed, for nothing here talks to
 another rank. Rows are drawn in place of routed; all that follows is the product's own, as
-``Run.after_step`` does it, and then the programs of the next step are made. What ``prophet`` does
-while rows travel counts as a part of its own.
+``Run.after_step`` does it, and then the programs of the next step are made. Parts "beside" are
+those of the thread that plans while the step goes on; here the caller does them, so that they can
+be told apart.
 
 Shape letters: L layers, C ranks, E experts.
 """
@@ -19,11 +20,13 @@ import time
 import tracemalloc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
+from unittest import mock
 
 import numpy as np
 import torch
@@ -36,20 +39,26 @@ from ds_moe_ext.attachment.replacement import AttachedLayer
 from ds_moe_ext.cost.prices import Prices
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.load import LoadWindow
+from ds_moe_ext.moe import layer as moe_layer
 from ds_moe_ext.moe.copies.layer_copies import Copies, in_order
 from ds_moe_ext.moe.layer import RoutedExperts
-from ds_moe_ext.moe.observation import Rows, take_rows
+from ds_moe_ext.moe.observation import Rows
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.report.recorder import Recorder
+from ds_moe_ext.schedule.executor import InlineLanes
 from ds_moe_ext.schedule.task import INTER, PARAM
 from ds_moe_ext.settings import BLOCK, read_settings
 from ds_moe_ext.share import LocalElseHome, NearestCopy
+from ds_moe_ext.steps import beside
 from ds_moe_ext.steps.cost_checks import Checks
 from ds_moe_ext.steps.costs import STEPS, Costs, Measured
 from ds_moe_ext.steps.planning import Planning
 from ds_moe_ext.strategy import Job, Pool, Site, Strategy, followers
 
 CPU = torch.device("cpu")
+T = TypeVar("T")
+BESIDE = "beside: "
+INLINE = InlineLanes()
 NUM_WARM_UPS = STEPS[-1] + 4  # costs are known, and the window has seen these loads
 EXPERT_BYTES = 9_437_184  # of Qwen3-30B-A3B, in 16 bits
 PRICES = Prices(
@@ -96,6 +105,7 @@ class Parts:
     """How long each part takes, without what parts within it take."""
 
     spent: dict[str, Moment] = field(default_factory=lambda: defaultdict(lambda: NOTHING))
+    where: str = ""  # stands before the names of parts
     _within: list[Moment] = field(default_factory=lambda: [NOTHING])
 
     @contextmanager
@@ -106,6 +116,7 @@ class Parts:
         yield
         whole = Moment.now() - start
         within = self._within.pop()
+        name = f"{self.where}{name}"
         self.spent[name] = self.spent[name].plus(whole - within)
         self._within[-1] = self._within[-1].plus(whole)
 
@@ -121,14 +132,30 @@ class Parts:
         setattr(owner, method, timed)
 
 
+class Beside(Executor):
+    """In place of the thread: the caller does at once what that would do beside the step."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def submit(self, work: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+        self._parts.where = BESIDE
+        with self._parts.part("strategy's plan, and the rest"):
+            future.set_result(work(*args, **kwargs))
+        self._parts.where = ""
+        return future
+
+
 WATCHED: tuple[tuple[type, str, str], ...] = (
     (Recorder, "after_step", "report"),
-    (LoadWindow, "push", "prediction"),
+    (LoadWindow, "after", "prediction"),
     (LoadWindow, "predicted", "prediction"),
     (Costs, "after_step", "costs"),
+    (Planning, "take_rows", "rows"),
     (RoutedExperts, "take", "layers take plans"),
     (RoutedExperts, "program", "programs"),
-    (RoutedExperts, "_plan_ahead", "while rows travel"),
+    (RoutedExperts, "_planned_by", "search"),
     (Copies, "prepare", "trips"),
     (NearestCopy, "prepare", "shares"),
     (LocalElseHome, "prepare", "shares"),
@@ -182,6 +209,7 @@ class OneRank:
 
     def __init__(self, strategy: Strategy, sizes: Sizes, parts: Parts) -> None:
         self.parts = parts
+        self._beside = Beside(parts)
         layout = sizes.layout()
         pools = (Pool(layers=tuple(range(sizes.layers))),)
         homes = strategy.first_homes([sizes.experts] * sizes.layers, pools, sizes.ranks)
@@ -204,16 +232,19 @@ class OneRank:
 
     def route(self, rows_LCE: np.ndarray) -> None:
         """Let the layers see rows, and plan while they travel."""
-        for layer, rows_CE in zip(self.layers, rows_LCE):
-            routed = layer.routed
-            routed.rows(rows_CE, 1, routed.site.plan.share)
-            if routed.copies is not None and routed.site.plan.successor is not None:
-                routed._plan_ahead(routed.copies)
+        with (
+            mock.patch.object(beside, "worker", lambda: self._beside),
+            mock.patch.object(moe_layer, "worker", lambda: self._beside),
+        ):
+            for each, rows_CE in zip(self.layers, rows_LCE):
+                routed = each.routed
+                routed.rows(rows_CE, 1, routed.site.plan.share)
+                if routed.copies is not None and routed.site.plan.successor is not None:
+                    routed._plan_ahead(routed.copies, INLINE)
 
     def after_step(self, step: int) -> None:
         """As ``Run.after_step``; and the programs of the next step."""
-        with self.parts.part("rows"):
-            rows = take_rows([layer.routed.rows for layer in self.layers])
+        rows = self.planning.take_rows()
         self.recorder.after_step(step, rows)
         self.planning.after_step(step, rows)
         for layer in self.layers:
@@ -261,6 +292,20 @@ class Figures(NamedTuple):
     peak_bytes: int
     copies: float
 
+    def total_ms(self, key: str, is_beside: bool) -> float:
+        """Of the parts beside the step, or of those between steps, in ``wall_ms`` or ``cpu_ms``."""
+        parts: dict[str, float] = getattr(self, key)
+        of_thread = sum(ms for name, ms in parts.items() if name.startswith(BESIDE))
+        return of_thread if is_beside else sum(parts.values()) - of_thread
+
+
+TOTALS = (
+    ("all beside, CPU", "cpu_ms", True),
+    ("all beside, wall", "wall_ms", True),
+    ("all between, CPU", "cpu_ms", False),
+    ("all between, wall", "wall_ms", False),
+)
+
 
 def measured(rank: OneRank, sizes: Sizes, num_steps: int) -> Figures:
     """Medians of some steps. Where memory is traced, times are of no use."""
@@ -294,8 +339,8 @@ def shown(figures: dict[str, Figures]) -> Table:
     parts = sorted({part for each in figures.values() for part in each.cpu_ms})
     for part in parts:
         table.add_row(part, *(f"{each.cpu_ms.get(part, 0.0):.2f}" for each in figures.values()))
-    for title, key in (("all, CPU", "cpu_ms"), ("all, wall", "wall_ms")):
-        table.add_row(title, *(f"{sum(getattr(e, key).values()):.2f}" for e in figures.values()))
+    for title, key, is_beside in TOTALS:
+        table.add_row(title, *(f"{e.total_ms(key, is_beside):.2f}" for e in figures.values()))
     table.add_row("copies a layer", *(f"{each.copies:.1f}" for each in figures.values()))
     if any(each.peak_bytes for each in figures.values()):
         table.add_row("peak, MiB", *(f"{e.peak_bytes / 2**20:.0f}" for e in figures.values()))
@@ -315,6 +360,7 @@ def main() -> None:
     add("--overlap_degree", type=int, default=8, help="t of fssdp")
     add("--copies_per_rank", type=int, default=2, help="m of fssdp")
     add("--steps", type=int, default=20, help="that are timed")
+    add("--broadcasts", action="store_true", help="trips as on CUDA, where they need no trees")
     add("--memory", action="store_true", help="trace memory; what is timed then is slow")
     add("--json", action="store_true", help="print that in place of a table")
     given = parser.parse_args()
@@ -328,7 +374,8 @@ def main() -> None:
     for name in given.strategies:
         if given.memory:
             tracemalloc.start()
-        rank = OneRank(strategy_of(name, keys), sizes, parts)
+        with mock.patch.object(moe_layer, "can_broadcast", lambda device: given.broadcasts):
+            rank = OneRank(strategy_of(name, keys), sizes, parts)
         figures[name] = measured(rank, sizes, given.steps)
         tracemalloc.stop()
     if given.json:

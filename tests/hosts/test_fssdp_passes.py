@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from ds_moe_ext.comm import Arrived, Traffic, sparse_all_gather, sparse_reduce_scatter
+from ds_moe_ext.moe.expert import Expert
 from ds_moe_ext.moe.observation import TimedTask
 from ds_moe_ext.report.recorder import span_of
 from ds_moe_ext.schedule.step import whole_step
 from ds_moe_ext.schedule.task import ATTENTION, START, Schedule, Task
+from ds_moe_ext.strategies.fssdp import FullySharded
 from tests.hosts.copied_runs import (
     COPIES,
     Step,
@@ -244,6 +246,38 @@ def check_gathered_again(layer: int, moments: dict[tuple[str, str, int], Moment]
     assert start < moments["attention", "backward", layer + 1][1]
     assert end <= moments["expert", "backward", layer][0]
     assert moments["dispatch", "backward", layer + 1][1] <= start
+
+
+def planned_beside(rank: int, world_size: int, job: Job) -> int:
+    """Plans that were made while experts computed backward, in the last step."""
+    engine = engine_of(job, world_size)
+    barriers, backward, plan = Barriers(), Expert.backward, FullySharded.plan
+    met: list[str] = []
+
+    def meet_plan(stage: Expert, *arguments: Any) -> Any:
+        if not met:
+            barriers.meet("plan", 0)
+        return backward(stage, *arguments)
+
+    def meet_backward(strategy: FullySharded, known: Any) -> Any:
+        barriers.meet("plan", 0)
+        met.extend(["backward"] * barriers.is_on)
+        return plan(strategy, known)
+
+    with (
+        mock.patch.object(Expert, "backward", meet_plan),
+        mock.patch.object(FullySharded, "plan", meet_backward),
+    ):
+        for step in range(job.steps):
+            barriers.is_on = step == job.steps - 1
+            engine.backward(loss_of(engine, micro_batch(step, rank)))
+            engine.step()
+    return len(met)
+
+
+def test_the_next_step_is_planned_beside_backward() -> None:
+    job = fssdp(replace(JOB, dtype="float32", steps=3, micro_batches=2))
+    assert pool_of(2).run(planned_beside, job) == [1, 1]
 
 
 # Late, and not a number before.

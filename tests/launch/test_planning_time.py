@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from unittest import mock
+
+import numpy as np
 import pytest
 from load_traces import zipf_steps
-from planning_time import BLOCKS, NUM_WARM_UPS, OneRank, Parts, Sizes, measured, strategy_of
+from planning_time import BLOCKS, CPU, NUM_WARM_UPS, OneRank, Parts, Sizes, measured, strategy_of
 
-from ds_moe_ext.strategy import Plan
+from ds_moe_ext.moe.local_stage import Local
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.schedule.crew import Stage
+from ds_moe_ext.schedule.task import EXPERT, ORDER, Op
+from ds_moe_ext.steps.beside import BesideStep
+from ds_moe_ext.strategies.fssdp import FullySharded
+from ds_moe_ext.strategy import Plan, Site
 
 SIZES = Sizes(ranks=8, ranks_per_node=4, layers=3, experts=16, rows=4096, skew=1.0)
 COPIED = {"overlap_degree": 4, "copies_per_rank": 2, "reshard_interval": 0}
@@ -45,3 +56,61 @@ def test_a_plan_stays_for_its_interval_and_is_then_what_it_would_be() -> None:
         pairs = zip(every[step], third[step])
         assert all((one.target.holds_EC == other.target.holds_EC).all() for one, other in pairs)
         assert third[step] != third[step - 1]
+
+
+@pytest.mark.parametrize("keys", [{}, {"plan_interval": 2}, {"reshard_interval": 3, "window": 2}])
+def test_plans_made_beside_the_step_are_those_made_after_it(keys: dict[str, int]) -> None:
+    beside = plans_of_steps(NUM_WARM_UPS + 4, **keys)
+    with mock.patch.object(BesideStep, "taken", lambda step: None):
+        after = plans_of_steps(NUM_WARM_UPS + 4, **keys)
+    for one, other in zip(beside, after):
+        for plan, same in zip(one, other):
+            assert np.array_equal(plan.home.holds_EC, same.home.holds_EC)
+            assert np.array_equal(plan.target.holds_EC, same.target.holds_EC)
+            assert plan.share.describe() == same.share.describe()
+
+
+def test_what_was_made_by_other_homes_or_of_other_rows_does_not_count() -> None:
+    """As after a checkpoint was loaded between a pass and the end of its step."""
+    rank = OneRank(strategy_of("fssdp", {"fssdp": COPIED}), SIZES, Parts())
+    loads = zipf_steps((SIZES.layers, SIZES.ranks, SIZES.experts), rows=SIZES.rows, skew=SIZES.skew)
+    for step, rows_LCE in zip(range(NUM_WARM_UPS), loads):
+        rank.route(rows_LCE)
+        rank.after_step(step)
+    rank.route(next(loads))
+    homes = [Placement(np.roll(home.holds_EC, 1, axis=1)) for home in rank.planning.job.homes]
+    rank.planning.resume(homes, rank.planning.remembered_ILCE)
+    rank.after_step(NUM_WARM_UPS)
+    assert all(layer.routed.site.plan.home is home for layer, home in zip(rank.layers, homes))
+
+
+@dataclass(frozen=True)
+class Varied(FullySharded):
+    """Layers have stages of their own while nothing is copied, if asked."""
+
+    has_own: bool = False
+
+    def stages(self, site: Site) -> Mapping[Op, Stage]:
+        return {EXPERT: Local(lambda x: x)} if self.has_own and not site.plan.has_copies else {}
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_programs_stay_while_plans_have_one_shape(has_own: bool) -> None:
+    strategy = Varied(**COPIED, has_own=has_own)
+    rank = OneRank(strategy, SIZES, Parts())
+    loads = zipf_steps((SIZES.layers, SIZES.ranks, SIZES.experts), rows=SIZES.rows, skew=SIZES.skew)
+    before = None
+    for step, rows_LCE in zip(range(NUM_WARM_UPS + 2), loads):
+        rank.route(rows_LCE)
+        rank.after_step(step)
+        routed = rank.layers[0].routed
+        plan, program = routed.site.plan, routed.program(CPU)
+        present = program.crew.stages[ORDER]
+        assert present.stage.destination.target is plan.target
+        assert isinstance(program.crew.stages[EXPERT], Local) == bool(strategy.stages(routed.site))
+        if before is not None:
+            had_copies, previous = before
+            stays = had_copies == plan.has_copies and not strategy.stages(routed.site)
+            assert (program is previous) == stays
+        before = plan.has_copies, program
+    assert plan.has_copies

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_moe_ext.cost.prices import Prices, busiest_link, step_seconds
+from ds_moe_ext.cost.prices import Prices, RoutedRows, busiest_link, step_seconds
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.calibrate import calibrate, guarded
 from ds_moe_ext.planners.materialize import materialize
@@ -71,16 +71,15 @@ def test_guard_by_hand() -> None:
     targets = guarded(
         (home, home),
         (everywhere, everywhere),
-        (all_stay_CE, all_meet_CE),
+        RoutedRows.of((all_stay_CE, all_meet_CE), node_C),
         prices=only_compute(0),
-        node_C=node_C,
     )
     assert targets == (home, everywhere)
     # Where the all-to-all is what takes time, keeping all rows is the faster way.
     wired = Prices(
         row_s=1e-6, row_bytes=1.0, copy_s=0, inter_bytes_per_s=1.0, intra_bytes_per_s=1.0
     )
-    (target,) = guarded((home,), (everywhere,), (all_stay_CE,), prices=wired, node_C=node_C)
+    (target,) = guarded((home,), (everywhere,), RoutedRows.of((all_stay_CE,), node_C), prices=wired)
     assert target is everywhere
 
 
@@ -125,7 +124,7 @@ def test_guarded_copies_never_make_a_layer_slower(
     homes, rows, node_C = model
     loads = [rows_CE.sum(axis=0) for rows_CE in rows]
     targets = materialize(homes, loads, overlap_degree=t, copies_per_cell=m, node_C=node_C)
-    kept = guarded(homes, targets, rows, prices=costs, node_C=node_C)
+    kept = guarded(homes, targets, RoutedRows.of(rows, node_C), prices=costs)
     alone_L = step_seconds(homes, rows, prices=costs, node_C=node_C)
     kept_L = step_seconds(kept, rows, prices=costs, node_C=node_C)
     for home, target, each, alone, now in zip(homes, targets, kept, alone_L, kept_L):

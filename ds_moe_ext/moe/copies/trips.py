@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.copy_split import Split
 from ds_moe_ext.strategy import Plan
-from ds_moe_ext.transfer import Part, part_of
+from ds_moe_ext.transfer import Part, part_of, star_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +28,7 @@ class Place:
         node_C: node of each cell.
         group: the cells, in a communicator that only the parameter lane uses.
         in_float32: sums of gradients on their way home are kept so; the same in all cells.
+        broadcasts: what goes to all cells travels by broadcasts.
     """
 
     layer: int
@@ -35,9 +36,14 @@ class Place:
     node_C: np.ndarray
     group: dist.ProcessGroup
     in_float32: bool = False
+    broadcasts: bool = False
 
     def part(self, held: Placement, wanted: Placement) -> Part:
         """What this cell does for the others to get their copies."""
+        if self.broadcasts:
+            star = star_of(held, wanted, self.node_C, self.cell)
+            if star is not None:
+                return star
         return part_of(held, wanted, self.node_C, self.cell)
 
     def experts(self, placement: Placement) -> Sequence[int]:
