@@ -127,6 +127,11 @@ class Placement:
         """How many copies the cells before each hold, and all, int64 ``[C + 1]``."""
         return _frozen(np.concatenate(([0], self.holds_EC.sum(axis=0).cumsum())))
 
+    def prepare(self, cell: int) -> None:
+        """Work out beforehand what rows are ordered by, for a cell that sends and receives."""
+        _ = self.is_single, self.by_holder_N, self.held_C1, self.is_everywhere
+        self.experts_of(cell)
+
     def experts_of(self, cell: int) -> np.ndarray:
         """Expert ids of one cell in slot order (ascending), int64 ``[<= S]``."""
         if cell not in self._experts:

@@ -23,12 +23,12 @@ def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 def block_index(starts: np.ndarray, lengths: np.ndarray, device: torch.device) -> Tensor:
     """The same as ``ranges``, int64, made on the device: the host sends two numbers a block."""
-    lengths = lengths.ravel()
-    table_2N = np.empty((2, lengths.size), dtype=np.int64)
     ends_N = lengths.cumsum()
-    table_2N[0], table_2N[1] = starts.ravel() - ends_N + lengths, lengths
-    num_rows, table = int(ends_N[-1]) if lengths.size else 0, on_device(table_2N, device)
-    index = table[0].repeat_interleave(table[1], output_size=num_rows)
+    num_rows = int(ends_N[-1]) if ends_N.size else 0
+    length_N = lengths.ravel()
+    shift_N = starts.ravel() - ends_N + length_N
+    shift, length = on_device(np.concatenate((shift_N, length_N)), device).view(2, -1)
+    index = shift.repeat_interleave(length, output_size=num_rows)
     index += torch.arange(num_rows, device=device)
     return index
 

@@ -72,7 +72,9 @@ class LocalElseHome:
         return np.arange(self.target.num_experts) * self.target.num_cells
 
     def prepare(self, cell: int) -> None:
-        _ = self._holder_CE, self._first_E
+        self.target.prepare(cell)
+        if not self.target.is_single:
+            _ = self._pair_E(cell), self._kept_C1S(cell)
 
     def rows_from(self, sender: int, rows_FE: np.ndarray) -> np.ndarray:
         rows_FX = np.zeros((len(rows_FE), self.target.holds_EC.size), dtype=np.int64)
@@ -85,20 +87,28 @@ class LocalElseHome:
 
     def sent_by_pair(self, sender: int, rows_FE: np.ndarray) -> np.ndarray:
         """See ``sent_by_pair``."""
+        rows_FN = np.zeros((len(rows_FE), self.target.flat_N.size), dtype=np.int64)
+        rows_FN[:, self._pair_E(sender)] = rows_FE
+        return rows_FN
+
+    def _pair_E(self, sender: int) -> np.ndarray:
+        """Place of each expert's holder, for a sender, among the target's pairs."""
         if sender not in self._pairs:
             flat_E = self._first_E + self._holder_CE[sender]
             self._pairs[sender] = np.searchsorted(self.target.flat_N, flat_E)
-        rows_FN = np.zeros((len(rows_FE), self.target.flat_N.size), dtype=np.int64)
-        rows_FN[:, self._pairs[sender]] = rows_FE
-        return rows_FN
+        return self._pairs[sender]
 
     def received_by_slot(self, holder: int, rows_CFE: np.ndarray) -> np.ndarray:
         """See ``received_by_slot``."""
+        rows: np.ndarray = rows_CFE[..., self.target.experts_of(holder)] * self._kept_C1S(holder)
+        return rows
+
+    def _kept_C1S(self, holder: int) -> np.ndarray:
+        """Whose rows of each of its experts a holder gets."""
         if holder not in self._keeps:
             expert_S = self.target.experts_of(holder)
             self._keeps[holder] = (self._holder_CE[:, expert_S] == holder)[:, None]
-        rows: np.ndarray = rows_CFE[..., self.target.experts_of(holder)] * self._keeps[holder]
-        return rows
+        return self._keeps[holder]
 
     def rows_between(self, rows_CFE: np.ndarray) -> np.ndarray:
         return _by_holder(rows_CFE, self._holder_CE)
@@ -437,6 +447,7 @@ class NearestCopy:
         return self._together or self._alone
 
     def prepare(self, cell: int) -> None:
+        self.target.prepare(cell)
         self._tables.leaving(cell)
         self._tables.coming(cell)
 

@@ -31,7 +31,6 @@ from ds_moe_ext.attachment.host_layer import (
     shape_of,
 )
 from ds_moe_ext.moe.expert import ExpertFunction, on_shard
-from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.gate import RunRows
 from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.memory_order import unstacked
@@ -265,19 +264,16 @@ class HostedExperts(nn.Module):
         of all slots for each name."""
         if not self._views:
             return tuple(chain.from_iterable(self._by_slot()))
-        if self._takes_stacks and self.routed.copies is None:
+        if self.routed.takes_stacks:
             return self._viewed()
         return tuple(chain.from_iterable(zip(*map(unstacked, self._viewed()))))
-
-    @property
-    def _takes_stacks(self) -> bool:
-        return isinstance(self.routed.function, FeedForwardExperts)
 
     def forward(self, hidden: Tensor, expert_ids: Tensor, scores: Tensor) -> Tensor:
         """``[..., D]`` to ``[..., D]``. Collective over the cells."""
         self.routed.rows.begin(is_training=self.training)
         x_TD = hidden.reshape(-1, hidden.shape[-1])
-        y_TD = self.run(x_TD, expert_ids.long(), scores, self.weights())
+        weights = () if self.routed.is_begun else self.weights()
+        y_TD = self.run(x_TD, expert_ids.long(), scores, weights)
         return y_TD.view_as(hidden)
 
 

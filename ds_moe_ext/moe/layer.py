@@ -28,6 +28,7 @@ from ds_moe_ext.moe.copies.slab import Weights
 from ds_moe_ext.moe.copies.trips import Place
 from ds_moe_ext.moe.dispatch import Combine, Dispatch, Wire
 from ds_moe_ext.moe.expert import Expert, ExpertFunction
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.gate import GateFunction
 from ds_moe_ext.moe.hooks import NO_HOOKS, Batch, Hook, Hooked, Moe, watched
 from ds_moe_ext.moe.local_stage import Aside, Local, Present
@@ -181,6 +182,7 @@ class RoutedExperts:
         if strategy.roles is not None:
             _check_roles(own, strategy, site)
         self._moves_rows_itself = not own.keys().isdisjoint(_MOVES_ROWS)
+        self._computes_itself = EXPERT in own
         self._gate = gate
         self._started: Weights | None = None
         self._was_graded = False  # when that was made
@@ -304,9 +306,14 @@ class RoutedExperts:
             )
 
     @property
-    def _is_begun(self) -> bool:
-        """Whether the coming pass has begun, in the mode that it runs in."""
+    def is_begun(self) -> bool:
+        """Whether the coming pass has begun, in the mode that it runs in, and has its weights."""
         return self._started is not None and self._was_graded == torch.is_grad_enabled()
+
+    @property
+    def takes_stacks(self) -> bool:
+        """Whether weights may come as one tensor of all slots a name."""
+        return isinstance(self.function, FeedForwardExperts) and not self._computes_itself
 
     def launch(self) -> None:
         """Launch what is not yet on its way of the copies of the pass that has begun. Collective
@@ -335,7 +342,7 @@ class RoutedExperts:
         tasks, beside = self.schedules, self.schedules.beside
         if in_backward():  # computed again, a block for itself
             return block(tasks.layer, beside._replace(carried=False, carries=False))
-        if beside.carried and not self._is_begun:
+        if beside.carried and not self.is_begun:
             return block(tasks.layer, beside._replace(carried=False))
         return tasks.block
 
@@ -361,7 +368,8 @@ class RoutedExperts:
             x_TD: hidden states.
             expert_TK: chosen experts, int64.
             score_TK: weight of each choice.
-            weights: of the experts that this rank is home to, as the expert function wants them.
+            weights: of the experts that this rank is home to, as the expert function wants them;
+                none are looked at if the pass has begun.
 
         Returns:
             ``[T, D]``.
@@ -401,7 +409,7 @@ class RoutedExperts:
         self.windows.layer_begins(x_TD)
         if self.copies is None or not self.site.plan.is_joined:
             return self.program(x_TD.device)(x_TD, *given, weights)
-        if not self._is_begun:
+        if not self.is_begun:
             self.begin(weights, is_training=self.rows.is_training)
         joined, self._started, flight = self._started, None, self.copies.coming
         assert joined is not None and flight is not None

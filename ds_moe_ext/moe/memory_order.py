@@ -94,6 +94,15 @@ def unstacked(weight_S: Tensor) -> tuple[Tensor, ...]:
     return by_slot
 
 
+def restacked(grads_S: Sequence[Tensor]) -> Tensor:
+    """Gradients of slots as one ``[S, ...]``, without a copy where they lie so."""
+    if len(runs_of([grads_S])) == 1:
+        whole = as_one(grads_S)
+        if whole.is_contiguous():
+            return whole
+    return torch.stack(list(grads_S))
+
+
 _Place = tuple[tuple[int, int, int], ...]
 """Of a slot: for each of its weights where its storage lies, where it lies, and its bytes; bytes
 are 0 where it cannot be stacked."""
@@ -174,8 +183,4 @@ class _Unstacked(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads_S: Tensor) -> Tensor:
-        if len(runs_of([grads_S])) == 1:
-            whole = as_one(grads_S)
-            if whole.is_contiguous():
-                return whole
-        return torch.stack(grads_S)
+        return restacked(grads_S)

@@ -279,7 +279,7 @@ def _by_holder(choice_N: Tensor, sent_FN: np.ndarray, target: Placement) -> Tens
     if order_N is None:
         return choice_N
     starts_FN, sent_FN = starts_of(sent_FN)[:, order_N], sent_FN[:, order_N]
-    return choice_N[block_index(starts_FN, sent_FN, choice_N.device)]
+    return choice_N.index_select(0, block_index(starts_FN, sent_FN, choice_N.device))
 
 
 def _sums_by_holder(sent_FN: np.ndarray, target: Placement) -> np.ndarray:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_moe_ext.moe.copies.airfield import Airfield
 from ds_moe_ext.moe.copies.flight import Flight
-from ds_moe_ext.moe.copies.slab import Slab, Weights
+from ds_moe_ext.moe.copies.slab import Slab, Weights, by_slot
 from ds_moe_ext.moe.copies.trips import Piece, Place, Trips
 from ds_moe_ext.moe.observation import TasksSeen
 from ds_moe_ext.strategy import Plan
@@ -83,10 +83,11 @@ class Copies(Airfield):
         """Begin a pass; its gather is launched piece by piece.
 
         Args:
-            weights: by slot, of the experts at home on this rank.
+            weights: of the experts at home on this rank, by slot or stacked.
             is_training: the copies may serve later micro-batches of the step.
         """
-        own = self.by_expert([weight.detach() for weight in weights], self.plan.home)
+        at_home = by_slot(tuple(weight.detach() for weight in weights), self.like)
+        own = self.by_expert(at_home, self.plan.home)
         if self.plan.rematerialize or not is_training:
             # Outside of training a user may have put other weights in for a while.
             self.coming = Flight(self, Slab(), own, deque(self.trips.gathers))

@@ -7,6 +7,7 @@ again behind its back, as long as the same values are put in (see ``Slab.release
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import cast
 
 import torch
@@ -15,6 +16,18 @@ from torch import Tensor
 from ds_moe_ext.schedule.executor import Event
 
 Weights = tuple[Tensor, ...]  # of one expert, in the order of their names
+
+
+def by_slot(weights: Weights, like: Weights) -> Weights:
+    """Weights of the first slot, then of the second and so on, where they may be stacked, one of
+    all slots a name.
+
+    Args:
+        like: of one expert.
+    """
+    if not weights or weights[0].dim() == like[0].dim():
+        return weights
+    return tuple(chain.from_iterable(zip(*(weight.unbind() for weight in weights))))
 
 
 def whole(grads: Sequence[Tensor | None], like: Weights) -> Weights:
