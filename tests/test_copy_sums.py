@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from ds_moe_ext.comm import Arrived, sparse_reduce_scatter
 from ds_moe_ext.layout import Grid, ParallelLayout
-from ds_moe_ext.moe.expert import FeedForwardExperts, silu_gated
+from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import MoELayer
+from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.settings import read_settings
 from ds_moe_ext.strategy import Job, Strategy
