@@ -86,6 +86,8 @@ class ProProphet(Strategy):
         planner: "prophet", or "shadow" for FasterMoE's.
         rematerialize: free the copies after forward and gather them again for backward: copies of
             two layers take memory at a time. False keeps those of all layers until backward.
+        sum_copies_in_float32: a rank adds gradients of copies in 32 bits where they are narrower;
+            they travel and come home as they are.
     """
 
     frequency: int | None = None
@@ -95,6 +97,7 @@ class ProProphet(Strategy):
     split: str = "fnec_first"
     planner: str = "prophet"
     rematerialize: bool = True
+    sum_copies_in_float32: bool = False
 
     def __post_init__(self) -> None:
         at_least("ds_moe_ext.prophet.frequency", self.frequency, 1)
@@ -110,6 +113,10 @@ class ProProphet(Strategy):
                     f"ds_moe_ext.prophet.{key} is {value!r}, which is unknown; "
                     f"{nearest(value, known)}"
                 )
+
+    @property
+    def sums_copies_in_float32(self) -> bool:
+        return self.sum_copies_in_float32
 
     def rhythm(self) -> Rhythm:
         return Rhythm(window=1, plan_every=1)
