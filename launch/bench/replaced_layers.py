@@ -14,7 +14,7 @@ from torch import nn
 from ds_moe_ext.attachment.block_hooks import launch_with_blocks
 from ds_moe_ext.attachment.experts import HostedExperts, find_registered
 from ds_moe_ext.attachment.replacement import AttachedLayer, Finder, build, draw, stays_in_slots
-from ds_moe_ext.moe.observation import Rows, take_rows
+from ds_moe_ext.moe.observation import Rows
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.settings import BLOCK, read_settings
 from ds_moe_ext.steps.cost_checks import Checks
@@ -98,7 +98,7 @@ class ReplacedLayers:
 
     def after_step(self, number: int) -> list[Rows]:
         """Plan the next step; what each layer routed in the one of a number. Collective."""
-        rows = take_rows([layer.routed.rows for layer in self.layers])
+        rows = self.planning.take_rows()
         self.planning.after_step(number, rows)
         return rows
 
