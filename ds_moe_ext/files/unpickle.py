@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterable
+from enum import EnumMeta
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
@@ -67,6 +68,16 @@ _OF_ARRAYS: tuple[Any, ...] = (
 """What ``torch.save`` makes of arrays of numbers."""
 
 
+def _member(kind: Any, name: str) -> Any:
+    """In the place of ``getattr``, by which Python 3.11 before 3.11.4 pickles members of enums."""
+    if not isinstance(kind, EnumMeta):
+        raise pickle.UnpicklingError(f"it asks for {name} of {kind!r}, which is no enum")
+    return kind[name]
+
+
+_SAFE = (*_OF_ARRAYS, (_member, "builtins.getattr"))
+
+
 class Unknown:
     """Stands for an object of a class that is not loaded."""
 
@@ -95,6 +106,8 @@ class _OfTables(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith("megatron."):  # of 0.15 the table itself, of others what lies beside
             return Metadata if name == "MCoreMetadata" else Unknown
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if name not in _IN_TABLES.get(module, ()):
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not run")
         return super().find_class(module, name)
@@ -145,7 +158,7 @@ def load_object(stream: io.BytesIO, more: Iterable[type] = ()) -> Any:
         pickle.UnpicklingError: it has others.
         Exception: of any kind; it is damaged.
     """
-    with serialization.safe_globals([*_OF_ARRAYS, *more]):
+    with serialization.safe_globals([*_SAFE, *more]):
         try:
             return torch.load(stream, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
@@ -161,7 +174,7 @@ def check_object(name: str, stream: io.BytesIO, more: Iterable[type] = ()) -> No
         ValueError: it would not.
     """
     stream.seek(0)
-    with serialization.safe_globals([*_OF_ARRAYS, *more]):
+    with serialization.safe_globals([*_SAFE, *more]):
         others = sorted(serialization.get_unsafe_globals_in_checkpoint(stream))
     if others:
         raise ValueError(
