@@ -164,6 +164,8 @@ def load_object(stream: io.BytesIO, more: Iterable[type] = ()) -> Any:
         except pickle.UnpicklingError as error:
             stream.seek(0)
             others = sorted(serialization.get_unsafe_globals_in_checkpoint(stream))
+            if not others:  # known things, put to no known use
+                raise
             raise pickle.UnpicklingError(f"it asks for {others}, which is not run") from error
 
 
