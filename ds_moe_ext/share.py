@@ -525,8 +525,6 @@ def received_by_slot(
 ) -> np.ndarray:
     """Rows that each sender sends to one holder for each of its slots, int64 ``[C, F, S]``: what
     ``rows_to`` says of them."""
-    if target.is_single:
-        return rows_CFE[..., target.experts_of(holder)]
     if _has_pairs(share, target):
         return share.received_by_slot(holder, rows_CFE)
     return share.rows_to(holder, rows_CFE)[..., target.experts_of(holder)]
@@ -542,7 +540,7 @@ def _home_keys(homes: tuple[Placement, ...]) -> np.ndarray | None:
     """Place of each expert's home in a flattened ``[L, C]``, once for homes that stay; None where
     an expert has several."""
     num_cells = homes[0].num_cells
-    if any(home.flat_N.size > home.num_experts for home in homes):
+    if not all(home.is_single for home in homes):
         return None
     return np.concatenate([home.owner_E + n * num_cells for n, home in enumerate(homes)])
 

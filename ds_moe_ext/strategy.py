@@ -188,7 +188,7 @@ class Plan:
     def is_joined(self) -> bool:
         """Whether the weights are joined from homes and copies; also where a cell is home to none
         of the experts, so that its rank takes part in backward whatever has a gradient there."""
-        return self.has_copies or not self.home.holds_EC.any(axis=0).all()
+        return self.has_copies or not self.home.is_everywhere
 
     @property
     def pieces(self) -> tuple[Span, ...]:

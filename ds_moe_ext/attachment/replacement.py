@@ -281,7 +281,7 @@ def build(
 def stays_in_slots(blueprint: Blueprint) -> bool:
     """Whether the experts of each layer lie in the same slots of every rank for good."""
     strategy, homes = blueprint.strategy, blueprint.homes()
-    has_all = all(home.holds_EC.any(axis=0).all() for home in homes)
+    has_all = all(home.is_everywhere for home in homes)
     return has_all and not blueprint.moves_experts and strategy.roles is None
 
 
@@ -389,7 +389,7 @@ def told_homes(
             f"{blueprint.settings.placing} to have an effect"
         )
     pairs = zip(blueprint.found, blueprint.homes())
-    bare = [found for found, home in pairs if not home.holds_EC.any(axis=0).all()]
+    bare = [found for found, home in pairs if not home.is_everywhere]
     if not bare or strategy.roles is not None:
         return ""
     least = min(bare, key=lambda found: found.num_experts)

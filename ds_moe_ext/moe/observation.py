@@ -105,8 +105,7 @@ class RowsSeen:
 
     def _ended(self, computed_C: np.ndarray) -> Rows:
         """Rows since the last ``take``, and what cells computed of them."""
-        routed_CE = self.so_far_CE
-        return Rows(routed_CE, computed_C)
+        return Rows(self.so_far_CE, computed_C)
 
 
 def take_rows(layers: Sequence[RowsSeen]) -> list[Rows]:
@@ -121,13 +120,8 @@ def take_rows(layers: Sequence[RowsSeen]) -> list[Rows]:
 
 def rows_so_far(layers: Sequence[RowsSeen]) -> list[Rows]:
     """The same rows, of which the host must know all; they are not forgotten."""
-    numbers = [len(layer._on_host) for layer in layers]
-    if set(numbers) == {1}:
-        rows, shares = zip(*(layer._on_host[0] for layer in layers))
-        computed_LC = computed_by(shares, rows)
-        return [layer._ended(computed_C) for layer, computed_C in zip(layers, computed_LC)]
     computed_LC = np.zeros((len(layers), layers[0].num_cells), dtype=np.int64)
-    for number in range(max(numbers)):  # of the micro-batch
+    for number in range(max(len(layer._on_host) for layer in layers)):  # of the micro-batch
         seen = [at for at, layer in enumerate(layers) if number < len(layer._on_host)]
         rows, shares = zip(*(layers[at]._on_host[number] for at in seen))
         computed_LC[seen] += computed_by(shares, rows)

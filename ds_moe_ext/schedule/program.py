@@ -276,11 +276,9 @@ class Pass:
         written, saved = self._binding.stages[position].forward(step.task.span, *reads)
         if self._keeps:
             self.saved[position] = saved
-            for number in step.graded_reads:
-                if _wants_gradient(reads[number]):
-                    for graded in step.graded_writes:
-                        _want_gradient(written[graded])
-                    break
+            if any(_wants_gradient(reads[number]) for number in step.graded_reads):
+                for number in step.graded_writes:
+                    _want_gradient(written[number])
         return written
 
     def _adjoint(self, position: int, step: Step, grads: list[Any]) -> Sequence[Any]:
