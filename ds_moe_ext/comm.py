@@ -17,7 +17,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllToAllOptions,
+    _get_default_store,
+)
 
 from ds_moe_ext.transfer import Move, Part, Round
 from ds_moe_ext.watch import WATCH, Waiting, Wires
@@ -29,6 +33,11 @@ except ImportError:  # it is private; without it the trees do what broadcasts wo
 
 AllToAll = Callable[[Tensor, Sequence[int], Sequence[int], dist.ProcessGroup], Tensor]
 """``(rows [N, ...], rows to each member, rows from each member, group) -> rows [R, ...]``."""
+
+
+# Of the lane that calls, whose work goes on behind them.
+_ALL_TO_ALL, _ALL_GATHER = AllToAllOptions(), AllgatherOptions()
+_ALL_TO_ALL.asyncOp = _ALL_GATHER.asyncOp = False
 
 
 def all_to_all_rows(
@@ -46,10 +55,16 @@ def all_to_all_rows(
         return rows_N
     arrived_R = rows_N.new_empty(sum(received_C), *rows_N.shape[1:])
     with Waiting(group):
-        dist.all_to_all_single(
-            arrived_R, rows_N.contiguous(), list(received_C), list(sent_C), group=group
-        )
+        # The group's own, as in ``Pairs``: what ``dist`` checks before takes the host as long.
+        all_to_all: Any = group.all_to_all_single  # its stub wants lists
+        _end(all_to_all(arrived_R, rows_N.contiguous(), received_C, sent_C, _ALL_TO_ALL))
     return arrived_R
+
+
+def _end(work: dist.Work | None) -> None:
+    """On CUDA the current stream waits, and not the host."""
+    if work is not None:
+        work.wait()
 
 
 def all_to_all_by_pairs(
@@ -114,13 +129,13 @@ def reduce_scatter_rows(
 
 def all_gather_counts(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The counts of every member, int ``[C, ...]``, in the order of the members. Collective."""
-    num_members = dist.get_world_size() if group is None else group.size()
-    if num_members == 1:
+    members = group or dist.group.WORLD
+    if members is None or members.size() == 1:
         return counts.unsqueeze(0)
-    gathered = counts.new_empty(num_members * counts.shape[0], *counts.shape[1:])
+    gathered = counts.new_empty(members.size() * counts.shape[0], *counts.shape[1:])
     with Waiting(group):
-        dist.all_gather_single(gathered, counts.contiguous(), group=group)
-    return gathered.view(num_members, *counts.shape)
+        _end(members.all_gather_single(gathered, counts.contiguous(), _ALL_GATHER))
+    return gathered.view(members.size(), *counts.shape)
 
 
 def max_in_place(most: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -34,6 +34,7 @@ class Placement:
 
     holds_EC: np.ndarray
     _experts: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False)
+    _columns: dict[int, np.ndarray | slice] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         homeless = np.flatnonzero(~self.holds_EC.any(axis=1))
@@ -130,13 +131,22 @@ class Placement:
     def prepare(self, cell: int) -> None:
         """Work out beforehand what rows are ordered by, for a cell that sends and receives."""
         _ = self.is_single, self.by_holder_N, self.held_C1, self.is_everywhere
-        self.experts_of(cell)
+        self.columns_of(cell)
 
     def experts_of(self, cell: int) -> np.ndarray:
         """Expert ids of one cell in slot order (ascending), int64 ``[<= S]``."""
         if cell not in self._experts:
             self._experts[cell] = self._found_experts(cell)
         return self._experts[cell]
+
+    def columns_of(self, cell: int) -> np.ndarray | slice:
+        """The same as an index: a slice where they follow one another, which copies nothing."""
+        if cell not in self._columns:
+            expert_S = self.experts_of(cell)
+            size, first = len(expert_S), int(expert_S[0]) if len(expert_S) else 0
+            follow = np.array_equal(expert_S, first + np.arange(size))
+            self._columns[cell] = slice(first, first + size) if follow else expert_S
+        return self._columns[cell]
 
     def _found_experts(self, cell: int) -> np.ndarray:
         held = slice(*self.held_C1[cell : cell + 2])

@@ -8,7 +8,7 @@ shared experts and parameter names stay as they are.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -214,7 +214,8 @@ class HostedExperts(nn.Module):
     @property
     def stacks(self) -> tuple[nn.Parameter, ...]:
         """The parameters where each is a weight of all slots, ``[S, ...]``; else none."""
-        return tuple(self.get_parameter(name) for name in self._views)
+        found: Mapping[str, Any] = self._parameters  # asked in every pass: get_parameter takes long
+        return tuple([found[name] for name in self._views])
 
     def stack(self) -> dict[nn.Parameter, nn.Parameter]:
         """Make one parameter of each weight of all slots, for experts that stay in theirs: what a

@@ -244,7 +244,7 @@ class Order(SavesAlike):
         self.on_rows(rows_CE, top_k, share)
         sent_FN = sent_by_pair(share, target, cell, rows_CPFE[cell, place])
         if target.is_single:
-            received_PCFS = rows_CPFE.swapaxes(0, 1)[..., target.experts_of(cell)]
+            received_PCFS = rows_CPFE.swapaxes(0, 1)[..., target.columns_of(cell)]
         else:
             # Rows go to the rank of the sender's place, so each place is a plane of its own.
             received_PCFS = np.stack(

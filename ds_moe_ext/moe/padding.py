@@ -72,7 +72,8 @@ class Padding:
             choice_N=choice_N,
             token_N=choice_N // top_k,
             sent_C=tuple(self._sent_1C[0].tolist()),
-            received_C=(self.capacity * sorting.rows_XS.shape[1],) * self.target.num_cells,
+            received_C=(self.capacity * sorting.together.rows_GXS.shape[2],)
+            * self.target.num_cells,
             sorting=sorting,
             slots=sorting.slots,
             num_tokens=num_tokens,
@@ -98,8 +99,12 @@ class Padding:
 
     @property
     def _received_PC1S(self) -> np.ndarray:
-        num_slots = len(self.target.experts_of(self.cell))
-        return np.full((self.cell_size, self.target.num_cells, 1, num_slots), self.capacity)
+        shape = self.cell_size, self.target.num_cells, 1, self._num_slots
+        return np.full(shape, self.capacity)
+
+    @property
+    def _num_slots(self) -> int:
+        return len(self.target.experts_of(self.cell))
 
     def _first_row_E(self, device: torch.device) -> Tensor:
         """Where each expert's rows begin in send order, int64 ``[E]``; made once."""
@@ -113,7 +118,7 @@ class Padding:
     def _sorting(self, device: torch.device) -> SlotSorting:
         """Rows that arrived, to their slots and back: the same in every pass, made once."""
         if device not in self._sortings:
-            self._sortings[device] = SlotSorting(self._received_PC1S[self.place, :, 0], device)
+            self._sortings[device] = SlotSorting.of(self._received_PC1S[self.place, :, 0], device)
         return self._sortings[device]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 
 import numpy as np
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.all_to_all import Carrier, Trip
-from ds_moe_ext.moe.slot_rows import SlotRows, SlotSorting
+from ds_moe_ext.moe.slot_rows import SlotRows, SlotSorting, SlotSortings
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.rows import block_index, starts_of
+from ds_moe_ext.rows import block_index, on_device, ranges, starts_of
 from ds_moe_ext.schedule.executor import OnDevice
 from ds_moe_ext.schedule.task import Cut, Span
+from ds_moe_ext.schedule.task import spans as equal_spans
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,9 +119,8 @@ class Route:
         return total_TD.to(rows_ND.dtype)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All index tensors that were made so far."""
-        made = [x for x in vars(self).values() if isinstance(x, Tensor)]
-        return (*made, *(() if self.sorting is None else self.sorting.tensors()))
+        """All index tensors that were made so far, but for what sorts."""
+        return tuple(x for x in vars(self).values() if isinstance(x, Tensor))
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +138,7 @@ class CellRoute:
     @classmethod
     def of(cls, rows_PS: np.ndarray, device: torch.device) -> CellRoute:
         """From the rows that each place has for each slot, on the host."""
-        return cls(tuple(rows_PS.sum(axis=1).tolist()), SlotSorting(rows_PS, device))
+        return cls(tuple(rows_PS.sum(axis=1).tolist()), SlotSorting.of(rows_PS, device))
 
     def to_slots(self, rows_GD: Tensor) -> Tensor:
         """Gathered order to slot order."""
@@ -185,7 +185,8 @@ class LayerRoute(OnDevice):
         # Two lanes that ask at once may both make it: they make the same, so no lock is needed.
         route = self._routes.get(span)
         if route is None:
-            route = self._routes[span] = self._route(span)
+            self._routes.update(self._routes_like(span))
+            route = self._routes[span]
         return route
 
     def in_cell(self, span: Span) -> CellRoute:
@@ -212,38 +213,69 @@ class LayerRoute(OnDevice):
         is_alone = self.received_PCFS.shape[0] == 1
         return self.on(span).slots if is_alone else self.in_cell(span).sorting.slots
 
-    def _route(self, span: Span) -> Route:
-        chunks = slice(span.start, span.stop)
-        sent_FC, received_CFS = self.sent_FC[chunks], self.received_PCFS[self.place][:, chunks]
-        choice_N = self.choice_N
-        if len(sent_FC) < len(self.sent_FC):
-            before = int(self.sent_FC[: span.start].sum())
-            choice_N = choice_N[before : before + int(sent_FC.sum())]
-        if len(sent_FC) > 1:  # by chunk and cell, to by cell and chunk
-            choice_N = choice_N[transposed_blocks(sent_FC, (1, 0), choice_N.device)]
-        choice_N = choice_N - self.cut.first(span) * self.top_k if span.start else choice_N
-        sent_C = sent_FC[0] if len(sent_FC) == 1 else sent_FC.sum(axis=0)
-        num_cells, num_chunks, num_slots = received_CFS.shape
-        rows_XS = received_CFS.reshape(num_cells * num_chunks, num_slots)
-        sorting = SlotSorting(rows_XS, choice_N.device)
-        return Route(
-            choice_N=choice_N,
-            token_N=choice_N // self.top_k if self.top_k > 1 else choice_N,
-            sent_C=tuple(sent_C.tolist()),
-            received_C=tuple(
-                rows_XS.reshape(num_cells, num_chunks * num_slots).sum(axis=1).tolist()
-            ),
-            sorting=sorting,
-            slots=sorting.slots,
-            num_tokens=self.cut.length(span),
-            top_k=self.top_k,
+    def _routes_like(self, span: Span) -> dict[Span, Route]:
+        """The routes of a span and of its like, where all tokens are cut into such: all that is
+        worked out for one is for all at once."""
+        spans = _alike(span, self.cut.num_chunks)
+        chunks, num_spans = slice(spans[0].start, spans[-1].stop), len(spans)
+        received_CFS = self.received_PCFS[self.place][:, chunks]
+        num_cells, _, num_slots = received_CFS.shape
+        width = span.stop - span.start
+        sent_GFC = self.sent_FC[chunks].reshape(num_spans, width, num_cells)
+        received_GCFS = received_CFS.reshape(num_cells, num_spans, width, num_slots).swapaxes(0, 1)
+        rows_GXS = received_GCFS.reshape(num_spans, num_cells * width, num_slots)
+        sortings = SlotSortings(rows_GXS, self.choice_N.device)
+        sent_GC = sent_GFC[:, 0] if sent_GFC.shape[1] == 1 else sent_GFC.sum(axis=1)
+        received_GC = rows_GXS.reshape(num_spans, num_cells, width * num_slots).sum(axis=2)
+        tables = zip(
+            spans,
+            *self._choices(spans, sent_GFC),
+            map(tuple, sent_GC.tolist()),
+            map(tuple, received_GC.tolist()),
+            sortings.each(),
         )
+        return {
+            own: Route(
+                choice_N=choice_N,
+                token_N=token_N,
+                sent_C=sent_C,
+                received_C=received_C,
+                sorting=sorting,
+                slots=sorting.slots,
+                num_tokens=self.cut.length(own),
+                top_k=self.top_k,
+            )
+            for own, choice_N, token_N, sent_C, received_C, sorting in tables
+        }
+
+    def _choices(
+        self, spans: Sequence[Span], sent_GFC: np.ndarray
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Of each span: the places of its sent rows among its choices, in send order; and among its
+        tokens. ``sent_GFC`` are the rows of each for each cell, chunk by chunk."""
+        choice_N = self.choice_N
+        if len(spans) == 1 and len(sent_GFC[0]) < len(self.sent_FC):
+            before = int(self.sent_FC[: spans[0].start].sum())
+            choice_N = choice_N[before : before + int(sent_GFC.sum())]
+        if sent_GFC.shape[1] > 1:  # by chunk and cell, to by cell and chunk
+            choice_N = choice_N[transposed_blocks(sent_GFC, (0, 2, 1), choice_N.device)]
+        if len(spans) > 1:
+            choice_T, token_T = _places(self.cut, tuple(spans), self.top_k, choice_N.device)
+            sizes = sent_GFC.sum(axis=(1, 2)).tolist()
+            choice, token = (place_T.index_select(0, choice_N) for place_T in (choice_T, token_T))
+            return choice.split_with_sizes(sizes), token.split_with_sizes(sizes)
+        first = self.cut.first(spans[0]) * self.top_k
+        choice_N = choice_N - first if first else choice_N
+        return (choice_N,), (choice_N // self.top_k if self.top_k > 1 else choice_N,)
 
     def tensors(self) -> tuple[Tensor, ...]:
         routes = (route.tensors() for route in self._routes.values())
-        cells = (route.sorting.tensors() for route in self._cells.values())
+        of_routes = [route.sorting for route in self._routes.values()]
+        of_cells = [route.sorting for route in self._cells.values()]
+        together = {s.together for s in (*of_routes, *of_cells) if s is not None}
+        sorted_by = (sortings.made for sortings in together)
         trips = (trip.tensors() for trip in self._trips.values())
-        return (self.choice_N, *chain.from_iterable(chain(routes, cells, trips)))
+        return (self.choice_N, *chain.from_iterable(chain(routes, sorted_by, trips)))
 
     def rows_of(self, span: Span, pieces: Sequence[tuple[Span, Tensor]]) -> Tensor:
         """Computed rows of a span in slot order, from those of overlapping spans in slot order."""
@@ -258,6 +290,27 @@ class LayerRoute(OnDevice):
         joined = torch.cat([rows for _, rows in pieces])
         index = block_index(starts_SPCF[..., chunks], rows_SPCF[..., chunks], joined.device)
         return joined.index_select(0, index)
+
+
+def _alike(span: Span, num_chunks: int) -> Sequence[Span]:
+    """All spans that are as long, from the first chunk to the last, where it is one of these; else
+    the span alone."""
+    width = span.stop - span.start
+    if num_chunks % width or span.start % width:
+        return (span,)
+    return equal_spans(num_chunks, num_chunks // width)
+
+
+@lru_cache(maxsize=8)  # batches are often alike
+def _places(
+    cut: Cut, spans: tuple[Span, ...], top_k: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Of each choice of all tokens, in order, its place among the choices of its span, and its
+    token's among the tokens of that, int64 ``[T * K]``."""
+    length_G = np.array([cut.length(span) for span in spans])
+    choice_T = ranges(np.zeros_like(length_G), length_G * top_k)
+    choice, token = on_device(np.stack((choice_T, choice_T // top_k)), device)
+    return choice, token
 
 
 def transposed_blocks(lengths: np.ndarray, axes: tuple[int, ...], device: torch.device) -> Tensor:

@@ -1,21 +1,21 @@
 """Rows of slots: how many each has, and how rows that came in blocks get to their slots and back.
 
 Indices are made on the device, from a table with a few numbers a block: that is all that the host
-has to send, however many rows there are. Shape letters: X blocks as they came, S expert slots, R
-rows, D model width.
+has to send, however many rows there are. Shape letters: G spans, X blocks as they came, S expert
+slots, R rows, D model width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ds_moe_ext.rows import on_device
+from ds_moe_ext.rows import on_device, starts_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,62 +64,110 @@ class SlotRows:
 
 
 @dataclass(frozen=True, eq=False)
-class SlotSorting:
-    """Brings rows from the order in which they came to that of slots, and back.
+class SlotSortings:
+    """Bring the rows of several spans from the order in which they came to that of slots, and back;
+    what they need on the device is made for all at once.
 
     Attributes:
-        rows_XS: rows of each block for each slot, on the host; as they came, rows lie block by
-            block and in a block slot by slot.
+        rows_GXS: rows of each span and block for each slot, on the host; as they came, the rows of
+            a span lie block by block and in a block slot by slot.
         device: of the rows.
+        made: what is on the device so far.
     """
 
-    rows_XS: np.ndarray
+    rows_GXS: np.ndarray
     device: torch.device
-    _made: list[Tensor] = field(default_factory=list)
+    made: list[Tensor] = field(default_factory=list)
+
+    def each(self) -> list[SlotSorting]:
+        """Of one span each."""
+        return [SlotSorting(self, number) for number in range(len(self.rows_GXS))]
 
     @cached_property
+    def slots(self) -> list[SlotRows]:
+        """Rows of each slot, of all blocks of a span; of each span."""
+        host_GS: list[list[int]] = np.add.reduce(self.rows_GXS, axis=1).tolist()
+        return [
+            SlotRows(sum(host_S), partial(self._end_S, number), [tuple(host_S)])
+            for number, host_S in enumerate(host_GS)
+        ]
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether rows come in the order of slots."""
+        return min(self.rows_GXS.shape[1:]) <= 1
+
+    @cached_property
+    def indices(self) -> Sequence[Tensor]:
+        """Take the rows of each span to their slots, and back, int32 ``[2, R]``."""
+        sizes = [2 * slots.num_rows for slots in self.slots]
+        shift, length, _ = self._table
+        index = shift.repeat_interleave(length, output_size=sum(sizes))
+        index += torch.arange(sum(sizes), dtype=torch.int32, device=self.device)
+        self.made.append(index)
+        if len(sizes) == 1:
+            return (index.view(2, -1),)
+        return [index_2R.view(2, -1) for index_2R in index.split_with_sizes(sizes)]
+
+    def _end_S(self, number: int) -> Tensor:
+        return self._table[2][number]
+
+    @cached_property
+    def _table(self) -> Sequence[Tensor]:
+        """How far each block moves, there and back, span by span, from where it lies among all
+        blocks; its rows, likewise; then where the rows of each slot end, ``[G, S]``. Int32, on the
+        device."""
+        num_spans, num_blocks, num_slots = self.rows_GXS.shape
+        by_block, by_slot = (num_spans, num_blocks, num_slots), (num_spans, num_slots, num_blocks)
+        size = 2 * self.rows_GXS.size
+        numbers = np.empty(2 * size + num_spans * num_slots, dtype=np.int32)
+        shift_G2B, length_G2B = numbers[: 2 * size].reshape(2, num_spans, 2, -1)
+        length_G2B[:, 0].reshape(by_slot)[...] = self.rows_GXS.swapaxes(1, 2)
+        length_G2B[:, 1].reshape(by_block)[...] = self.rows_GXS
+        # Where each block lies that is written; those before it are taken from there as well.
+        place_G2B = starts_of(length_G2B)
+        there_GSX, back_GXS = place_G2B[:, 0].reshape(by_slot), place_G2B[:, 1].reshape(by_block)
+        came_GXS, slot_GSX = back_GXS - back_GXS[:, :1, :1], there_GSX - there_GSX[:, :1, :1]
+        shift_G2B[:, 0].reshape(by_slot)[...] = came_GXS.swapaxes(1, 2) - there_GSX
+        shift_G2B[:, 1].reshape(by_block)[...] = slot_GSX.swapaxes(1, 2) - back_GXS
+        end_GS = numbers[2 * size :].reshape(num_spans, num_slots)
+        np.add.reduce(self.rows_GXS, axis=1).cumsum(axis=1, out=end_GS)
+        table = on_device(numbers, self.device)
+        self.made.append(table)
+        return table[:size], table[size : 2 * size], table[2 * size :].view(num_spans, num_slots)
+
+
+@dataclass(frozen=True, eq=False)
+class SlotSorting:
+    """Brings the rows of one span from the order in which they came to that of slots, and back.
+
+    Attributes:
+        together: of several spans.
+        number: of the span among them.
+    """
+
+    together: SlotSortings
+    number: int = 0
+
+    @classmethod
+    def of(cls, rows_XS: np.ndarray, device: torch.device) -> SlotSorting:
+        """Of a span for itself."""
+        return cls(SlotSortings(rows_XS[None], device))
+
+    @property
     def slots(self) -> SlotRows:
         """Rows of each slot, of all blocks."""
-        host = np.add.reduce(self.rows_XS).tolist()
-        return SlotRows(sum(host), lambda: self._table[-len(host) :], [tuple(host)])
+        return self.together.slots[self.number]
 
     def to_slots(self, rows_RD: Tensor) -> Tensor:
         """From the order in which they came to that of slots."""
-        return rows_RD if self._is_in_order else rows_RD.index_select(0, self.index_2R[0])
+        return rows_RD if self.together.is_in_order else rows_RD.index_select(0, self.index_2R[0])
 
     def back(self, rows_RD: Tensor) -> Tensor:
         """From the order of slots to that in which they came."""
-        return rows_RD if self._is_in_order else rows_RD.index_select(0, self.index_2R[1])
-
-    @cached_property
-    def index_2R(self) -> Tensor:
-        """Takes rows to their slots, and back, int32."""
-        size, num_rows = 2 * self.rows_XS.size, self.slots.num_rows
-        shift, length = self._table[:size], self._table[size : 2 * size]
-        index_2R = shift.repeat_interleave(length, output_size=2 * num_rows).view(2, num_rows)
-        index_2R += torch.arange(num_rows, dtype=torch.int32, device=self.device)
-        self._made.append(index_2R)
-        return index_2R
-
-    def tensors(self) -> list[Tensor]:
-        """All that were made so far."""
-        return self._made
+        return rows_RD if self.together.is_in_order else rows_RD.index_select(0, self.index_2R[1])
 
     @property
-    def _is_in_order(self) -> bool:
-        return min(self.rows_XS.shape) <= 1
-
-    @cached_property
-    def _table(self) -> Tensor:
-        """How far each block moves, there and back; its rows, likewise; then where the rows of each
-        slot end. Int32, on the device."""
-        num_blocks, num_slots = self.rows_XS.shape
-        there, back = self.rows_XS.ravel(), self.rows_XS.T.ravel()
-        starts, ends = there.cumsum() - there, back.cumsum()
-        shift_SX = starts.reshape(num_blocks, num_slots).T.ravel() - ends + back
-        shift_XS = shift_SX.reshape(num_slots, num_blocks).T.ravel()
-        parts = shift_SX, -shift_XS, back, there, ends[num_blocks - 1 :: num_blocks]
-        numbers = np.concatenate(parts, dtype=np.int32, casting="unsafe")
-        table = on_device(numbers, self.device)
-        self._made.append(table)
-        return table
+    def index_2R(self) -> Tensor:
+        """Takes rows to their slots, and back, int32."""
+        return self.together.indices[self.number]

@@ -136,7 +136,7 @@ class SwiGluAdjoint:
     def _room(self, is_wanted: bool, last: Tensor) -> _WeightGrads:
         """For a weight, of which the last run's is known."""
         num_slots = self.runs[-1].stop
-        if is_wanted and self.is_stacked and last.dim() == 2:  # slot by slot into one
+        if is_wanted and self.is_stacked and len(self.runs) > 1:  # slot by slot into one
             stack_S = last.new_empty(num_slots, *last.shape)
             return _WeightGrads(list(stack_S), stack_S)
         return _WeightGrads([None] * num_slots)
@@ -168,11 +168,14 @@ class SwiGluAdjoint:
 
     def _of_weight(self, run: _Run, grad: Tensor, rows: Tensor, grads: _WeightGrads) -> None:
         one, other = (rows, grad) if self.is_transposed else (grad, rows)
-        found = run.product(one.mT, other, grads.by_slot[run.start] if self.is_stacked else None)
-        if run.end_S is None:
+        if grads.stack_S is not None:
+            run.product(one.mT, other, grads.by_slot[run.start])
+            return
+        found = run.product(one.mT, other)
+        if self.is_stacked:
+            grads.stack_S = found if run.end_S is not None else found[None]
+        elif run.end_S is None:
             grads.by_slot[run.start] = found
-        elif self.is_stacked:
-            grads.stack_S = found
         else:
             grads.by_slot[run.start : run.stop] = found.unbind()
 

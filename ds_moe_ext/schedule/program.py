@@ -63,8 +63,20 @@ class Program:
         arity = tuple(len(read) if isinstance(read, tuple) else None for read in inputs)
         wanted = torch.is_grad_enabled() and any(t.requires_grad for t in flat)
         if not wanted:
-            return Pass(self.bound_forward, self.lanes, cut=_cut_of(self, inputs))(inputs)
+            with torch.no_grad():
+                return Pass(self.bound_forward, self.lanes, cut=self.cut_of(inputs))(inputs)
         return _Node.apply(self, arity, *flat)
+
+    def cut_of(self, inputs: Sequence[Any]) -> Cut:
+        """Of the tokens of these inputs."""
+        first = self._first_by_token
+        return Cut.equal(0 if first is None else inputs[first].shape[0], self.num_chunks)
+
+    @cached_property
+    def _first_by_token(self) -> int | None:
+        """An input that says how many tokens there are; None where all are weights."""
+        values = enumerate(self.forward.inputs)
+        return next((number for number, value in values if value.kind.by_token), None)
 
     @cached_property
     def bound_forward(self) -> Binding:
@@ -104,7 +116,7 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, program: Program, arity: tuple[int | None, ...], *flat: Tensor) -> Any:
         inputs = _grouped(flat, arity)
-        cut = _cut_of(program, inputs)
+        cut = program.cut_of(inputs)
         run = Pass(program.bound_forward, program.lanes, cut=cut, keeps=True)
         outputs = tuple(t.detach() for t in run(inputs))
         ctx.program, ctx.arity, ctx.cut = program, arity, cut
@@ -176,12 +188,6 @@ def _grouped(flat: Sequence[Tensor], arity: Sequence[int | None]) -> list[Any]:
     return inputs
 
 
-def _cut_of(program: Program, inputs: Sequence[Any]) -> Cut:
-    pairs = zip(program.forward.inputs, inputs)
-    lengths = (read.shape[0] for value, read in pairs if value.kind.by_token)
-    return Cut.equal(next(lengths, 0), program.num_chunks)  # 0: of weights alone
-
-
 class Pass:
     """One run of one schedule: a table of pieces, filled and emptied by its tasks.
 
@@ -216,17 +222,16 @@ class Pass:
         self._is_watched = any(self._watching)
 
     def __call__(self, inputs: Iterable[Any]) -> tuple[Any, ...]:
-        """Do all tasks; the outputs.
+        """Do all tasks; the outputs. Autograd must not record.
 
         Args:
             inputs: of the schedule, in order; None for what this rank has none of.
         """
         for number, given in zip(self._binding.table.inputs, inputs):
             self._table[number] = given
-        with torch.no_grad():
-            schedule = self._binding.schedule
-            self._lanes.run(schedule, in_ranges(schedule, self._run))
-            outputs = tuple(map(self._read, self._binding.table.outputs))
+        schedule = self._binding.schedule
+        self._lanes.run(schedule, in_ranges(schedule, self._run))
+        outputs = tuple(map(self._read, self._binding.table.outputs))
         if WATCH.has_failed:  # in an earlier pass
             WATCH.went_through()
         return outputs

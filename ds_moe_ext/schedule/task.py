@@ -131,6 +131,8 @@ class Cut(NamedTuple):
     @classmethod
     def equal(cls, num_tokens: int, num_chunks: int) -> Cut:
         """As equal as can be, the longer chunks first."""
+        if num_chunks == 1:
+            return cls((0, num_tokens))
         size, longer = divmod(num_tokens, num_chunks)
         return cls(tuple(i * size + min(i, longer) for i in range(num_chunks + 1)))
 

@@ -155,7 +155,8 @@ class Stack:
             given = (self._given(value, is_graded=is_graded) for value in schedule.inputs)
             binding = Binding.of(schedule, lambda task: crews[task.layer])
             one_pass = Pass(binding, self.lanes, keeps=is_graded)
-            with RandomNumbers().own():  # ranks of both roles draw one number of theirs
+            # Ranks of both roles draw one number of theirs.
+            with RandomNumbers().own(), torch.no_grad():
                 one_pass(given)
         finally:
             for stripe in stripes:
