@@ -15,6 +15,7 @@ PROPHET, SHADOW = "prophet", "shadow"
 DEGREE, PARTITION = "pipeline-degree", "gradient-partition"
 ASYMMETRIC = "asym-ea"
 RATIO = "zebra-ratio"
+SHARE = "priced-share"
 
 REPLICATION: dict[str, Any] = {
     "rows": [[10, 2, 3, 1], [8, 4, 2, 2], [9, 1, 4, 2], [7, 3, 3, 3]],
@@ -98,6 +99,20 @@ JOBS: dict[str, dict[str, Any]] = {
         "stripes": [2, 8],
         "link": {"bytes_per_s": 160},
     },
+    SHARE: {
+        "rows": [[10, 2], [8, 4]],
+        "holders": [[0, 1], [1]],
+        "node": [0, 0],
+        "row_s": 1,
+        "local_row_s": 0.1,
+        "cross_row_s": 1,
+    },
+}
+S1 = {
+    "sent": [[{"0": 10}, {"1": 2}], [{"0": 2, "1": 6}, {"1": 4}]],
+    "computed": [12, 12],
+    "time_s": 12.2,
+    "time_nearest_s": 14.2,
 }
 H2 = {
     "holders": [[0, 1, 2], [0, 3], [1], [1], [0, 2], [2], [3], [3]],
@@ -137,6 +152,17 @@ def test_goldens() -> None:
     assert planned(SHARD, JOBS[SHARD]) == H5
     assert planned(PROPHET, JOBS[PROPHET]) == P1
     assert planned(SHADOW, JOBS[SHADOW]) == P7
+    assert planned(SHARE, JOBS[SHARE]) == S1
+
+
+def test_shares_that_do_not_pay_are_the_nearest_copies() -> None:
+    """Moving a row costs more than it saves; unlike cells take rows by their speed."""
+    dear = planned(SHARE, changed(SHARE, rows=[[10, 0], [8, 4]], local_row_s=3))
+    assert dear["time_s"] == dear["time_nearest_s"] == 12
+    assert dear["sent"] == [[{"0": 10}, {}], [{"1": 8}, {"1": 4}]]
+    unlike = planned(SHARE, changed(SHARE, row_s=[1, 0.5], local_row_s=0))
+    assert unlike["computed"] == [8, 16]
+    assert unlike["time_s"] == 8
 
 
 def test_h1_and_h3() -> None:
@@ -345,6 +371,24 @@ def bad_jobs() -> list[tuple[str, Any, str]]:
         ({"variant": 1}, "variant is 1, but must be a string"),
         ({"layers": 4}, "has no key 'layers'; did you mean 'num_layers'?"),
     ]
+    share: list[tuple[dict[str, Any], str]] = [
+        ({"rows": []}, "rows are of 0 senders and holders of 2 experts; give at least one of both"),
+        ({"rows": [[10, 2], [8]]}, "rows[1] has 1 numbers, but holders are of 2 experts"),
+        ({"rows": [[10, 2], [8, -4]]}, "rows[1][1] is -4"),
+        ({"rows": [[10, 2], [8, 0.5]]}, "rows[1][1] is 0.5; it must be an integer"),
+        ({"holders": [[0, 1], []]}, "holders[1] is []; give a list of the cells"),
+        ({"holders": [[0, 1], 1]}, "holders[1] is 1; give a list of the cells"),
+        ({"holders": [[0, 2], [1]]}, "holders[0][1] is 2; it must be an integer from 0 to 1"),
+        ({"holders": [[1, 1], [1]]}, "holders[0] is [1, 1]; name each cell once"),
+        ({"node": [0]}, "node has 1 numbers, but rows are of 2 cells; give one for each"),
+        ({"node": [0, -1]}, "node[1] is -1"),
+        ({"row_s": [1]}, "row_s has 1 numbers, but rows are of 2 cells"),
+        ({"row_s": [1, -1]}, "row_s[1] is -1; it must be a number from 0 to 1e+18"),
+        ({"row_s": "1"}, "row_s is '1', but must be a number or a list"),
+        ({"local_row_s": -0.5}, "local_row_s is -0.5"),
+        ({"cross_row_s": 10**400}, "cross_row_s is inf"),
+        ({"cros_row_s": 1}, "did you mean 'cross_row_s'?"),
+    ]
     loads = [-1, True, "7", None, [7], {}, 2**33, 1e300, 10**400]
     return [
         *((name, changed(name, **v), says) for name in (MATERIALIZE, SHARD) for v, says in hecate),
@@ -353,6 +397,7 @@ def bad_jobs() -> list[tuple[str, Any, str]]:
         *((PARTITION, changed(PARTITION, **values), says) for values, says in partition),
         *((PARTITION, changed(PARTITION, layers=[BACKWARD, x]), says) for x, says in layer),
         *((ASYMMETRIC, changed(ASYMMETRIC, **values), says) for values, says in asymmetric),
+        *((SHARE, changed(SHARE, **values), says) for values, says in share),
         (SHADOW, changed(SHADOW, rows=[]), "rows is []"),
         *((MATERIALIZE, changed(MATERIALIZE, load=[1] * 7 + [x]), "load[7] is ") for x in loads),
         *((SHARD, changed(SHARD, load=[[1], [1, x]]), "load[1][1] is ") for x in loads),

@@ -27,6 +27,7 @@ from ds_moe_ext.commands.plan_jobs.hecate import (
 from ds_moe_ext.commands.plan_jobs.heter_moe import AsymmetricJob, asymmetric_assignment
 from ds_moe_ext.commands.plan_jobs.heter_moe_ratio import ZebraRatioJob, zebra_ratio
 from ds_moe_ext.commands.plan_jobs.pro_prophet import ReplicationJob, prophet, shadow
+from ds_moe_ext.commands.plan_jobs.row_shares import PricedShareJob, priced_share
 from ds_moe_ext.files.documents import parsed
 from ds_moe_ext.strict import nearest, read_record
 
@@ -49,6 +50,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "gradient-partition": Algorithm(PartitionJob, gradient_partition),
     "heterogeneous-sharding": Algorithm(ShardingJob, heterogeneous_sharding),
     "pipeline-degree": Algorithm(DegreeJob, pipeline_degree),
+    "priced-share": Algorithm(PricedShareJob, priced_share),
     "prophet": Algorithm(ReplicationJob, prophet),
     "shadow": Algorithm(ReplicationJob, shadow),
     "sparse-materialization": Algorithm(MaterializationJob, sparse_materialization),

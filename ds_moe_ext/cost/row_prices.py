@@ -1,0 +1,76 @@
+"""What rows cost one by one: to compute, to leave a cell, to cross between nodes. Pure.
+
+The model is ``cost.prices``': a layer takes as long as its busiest cell computes and its busiest
+link carries rows, where a link is a cell's own or its node's card, in or out. Shape letters: C
+cells, V nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ds_moe_ext.cost.prices import TRIPS, Prices
+
+
+@dataclass(frozen=True, eq=False)
+class RowPrices:
+    """Seconds a row; the same on every rank.
+
+    Attributes:
+        row_s_C: that an expert computes on it in each cell, float64.
+        local_row_s: that it takes of a cell's own link, which carries all rows that leave or enter
+            the cell.
+        cross_row_s: that it takes of a node's card, which carries all rows that leave or enter the
+            node; its cells share it.
+
+    Raises:
+        ValueError: a price below zero or not finite, or none above zero.
+    """
+
+    row_s_C: np.ndarray
+    local_row_s: float
+    cross_row_s: float
+
+    def __post_init__(self) -> None:
+        for name, price in (
+            *(("row_s", float(row_s)) for row_s in self.row_s_C),
+            ("local_row_s", self.local_row_s),
+            ("cross_row_s", self.cross_row_s),
+        ):
+            if not 0 <= price < math.inf:
+                raise ValueError(f"{name} is {price}; prices are finite and not below zero")
+
+    @classmethod
+    def of(cls, prices: Prices, num_cells: int) -> RowPrices:
+        """Of like cells: a row's trips, forward and backward, and its experts."""
+        trips_bytes = TRIPS * prices.row_bytes
+        return cls(
+            np.full(num_cells, prices.row_s),
+            trips_bytes / prices.intra_bytes_per_s,
+            trips_bytes / prices.inter_bytes_per_s,
+        )
+
+    @property
+    def is_sending_free(self) -> bool:
+        return self.local_row_s == self.cross_row_s == 0
+
+    def seconds(self, sent_CC: np.ndarray, node_C: np.ndarray) -> float:
+        """Of a layer.
+
+        Args:
+            sent_CC: rows from each cell to each, ``[C, C]``.
+            node_C: node of each cell; any numbers.
+        """
+        is_on_CV = (node_C[:, None] == np.unique(node_C)).astype(sent_CC.dtype)
+        crossing_VV = is_on_CV.T @ sent_CC @ is_on_CV
+        link_s = max(self.local_row_s * _busiest(sent_CC), self.cross_row_s * _busiest(crossing_VV))
+        return float((self.row_s_C * sent_CC.sum(axis=0)).max()) + link_s
+
+
+def _busiest(sent: np.ndarray) -> float:
+    """The most that leaves one place for others, or comes to it from them."""
+    away = sent - np.diag(np.diag(sent))
+    return float(max(away.sum(axis=0).max(), away.sum(axis=1).max()))
