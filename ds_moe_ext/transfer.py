@@ -53,15 +53,15 @@ class Cargo:
             num_others: cells of the node with most of them, the one that has it first left out.
         """
         size, start = self.expert_bytes, self.start_bytes
-        hops, rounds = num_leaders + num_others, num_leaders.bit_length() + num_others.bit_length()
         near = size // WITHIN
         slowest = size if num_leaders else near
         first = num_leaders * size + num_others * near - slowest
-        count = min(isqrt(first // start), MOST_SEGMENTS)
-        if count < 2:
+        if first < 4 * start:  # the best number is below two
             return 1
-        in_segments = (count + hops - 1) * start + slowest + first // count
-        whole = rounds * start + num_leaders.bit_length() * size + num_others.bit_length() * near
+        count = min(isqrt(first // start), MOST_SEGMENTS)
+        in_segments = (count + num_leaders + num_others - 1) * start + slowest + first // count
+        out, within = num_leaders.bit_length(), num_others.bit_length()
+        whole = (out + within) * start + out * size + within * near
         return count if in_segments < whole else 1
 
 

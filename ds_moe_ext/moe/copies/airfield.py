@@ -47,8 +47,9 @@ class Airfield:
     def __init__(
         self, place: Place, plan: Plan, like: Weights, observers: tuple[TasksSeen, ...] = ()
     ) -> None:
-        # By elements, since not all ranks know the type yet; see ``learn_types``.
-        expert_bytes = BYTES * sum(weight.numel() for weight in like)
+        # By elements, since not all ranks know the type yet; see ``learn_types``. Whole where sums
+        # are in float32: along a chain each rank adds two numbers and rounds, whatever the type.
+        expert_bytes = 0 if place.in_float32 else BYTES * sum(weight.numel() for weight in like)
         self.place = replace(place, cargo=replace(place.cargo, expert_bytes=expert_bytes))
         self.like, self._observers = like, observers
         self._knows_types = False
