@@ -51,16 +51,23 @@ class Case(NamedTuple):
 
     Attributes:
         name: in the table.
-        num_experts: that move at once; their homes are spread over the nodes.
+        num_experts: that move at once, from one node after another; None: as many as nodes.
         cells_per_node: that each goes to.
+        apart: cards between the first of one expert and of the next.
     """
 
     name: str
-    num_experts: int
+    num_experts: int | None
     cells_per_node: int
+    apart: int = 0
 
 
-CASES = (Case("1 expert", 1, 1), Case("8 experts", 8, 2), Case("1 everywhere", 1, CARDS))
+CASES = (
+    Case("1 expert", 1, 1),
+    Case("8 experts", 8, 2, apart=2),
+    Case("1 everywhere", 1, CARDS),
+    Case("1 a node, same cards", None, 1),
+)
 
 
 # By the model.
@@ -69,10 +76,11 @@ CASES = (Case("1 expert", 1, 1), Case("8 experts", 8, 2), Case("1 everywhere", 1
 def placements(case: Case, num_nodes: int) -> tuple[Placement, Placement, np.ndarray]:
     """Who has the experts, who shall have them, and the node of each cell."""
     num_cells = num_nodes * CARDS
-    numbers = np.arange(case.num_experts)
-    home = Placement.owned_by(numbers % num_nodes * CARDS + numbers, num_cells)
+    numbers = np.arange(case.num_experts or num_nodes)
+    home_card = numbers * case.apart % CARDS
+    home = Placement.owned_by(numbers % num_nodes * CARDS + home_card, num_cells)
     wanted_EC = home.holds_EC.copy()
-    cards = (numbers[:, None] * case.cells_per_node + np.arange(case.cells_per_node)) % CARDS
+    cards = (numbers[:, None] * case.apart + np.arange(case.cells_per_node)) % CARDS
     for node in range(num_nodes):
         wanted_EC[numbers[:, None], node * CARDS + cards] = True
     return home, Placement(wanted_EC), np.arange(num_cells) // CARDS
@@ -135,7 +143,7 @@ def show_model() -> None:
                 count = int(both[1].num_segments_N.max())
                 row.append(f"{whole_ms:.2f} / {ms:.2f} ({count})")
             table.add_row(*row)
-    Console(width=110).print(table)
+    Console(width=130).print(table)
 
 
 # On ranks.

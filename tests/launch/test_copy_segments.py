@@ -40,11 +40,11 @@ def test_messages_of_a_round_share_a_link() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_experts_of_a_case_go_to_all_nodes(case) -> None:
     home, wanted, node_C = placements(case, 4)
-    assert (home.num_holders_E == 1).all() and home.num_experts == case.num_experts
+    assert (home.num_holders_E == 1).all() and home.num_experts == (case.num_experts or 4)
     for node in range(4):
         assert (wanted.holds_EC[:, node_C == node].sum(axis=1) >= case.cells_per_node).all()
         assert wanted.holds_EC[:, node_C == node].shape[1] == CARDS
-    assert gather_rounds(home, wanted, node_C, SMALL).num_moved == case.num_experts
+    assert gather_rounds(home, wanted, node_C, SMALL).num_moved == home.num_experts
 
 
 def _seconds(rank: int, world_size: int) -> dict[str, list[float]]:
