@@ -707,17 +707,23 @@ class _Sums:
 
     def add(self, moves: Sequence[Move], landed: Sequence[list[Tensor]]) -> None:
         """Take in what has landed, move by move."""
-        totals, more = [], []
+        adding: dict[tuple[int, Segment], list[Tensor]] = {}
         for (expert, _, segment), tensors in zip(moves, landed):
-            before = self._sums.get((expert, segment))
-            if before is not None:
-                totals += before
-                more += tensors
+            key = expert, segment
+            if key in adding:  # a kernel for many must not add to one twice
+                self._add(adding)
+                adding.clear()
+            if key in self._sums:
+                adding[key] = tensors
             elif self._widens:
-                self._sums[expert, segment] = [tensor.to(_wide(tensor)) for tensor in tensors]
+                self._sums[key] = [tensor.to(_wide(tensor)) for tensor in tensors]
             else:
-                self._sums[expert, segment] = tensors
-        add_each(totals, more)
+                self._sums[key] = tensors
+        self._add(adding)
+
+    def _add(self, more: Mapping[tuple[int, Segment], list[Tensor]]) -> None:
+        totals = [total for key in more for total in self._sums[key]]
+        add_each(totals, [tensor for tensors in more.values() for tensor in tensors])
 
     def at_home(self) -> dict[int, tuple[Tensor, ...]]:
         """By expert, what has not left at the end; rounded to the types of the gradients."""

@@ -517,6 +517,28 @@ def test_broadcasts_equal_trees() -> None:
     assert rooted == [(0, 0), (2 * expert_bytes, 2 * expert_bytes), (0, 0), (0, 0)]
 
 
+def _by_a_star_in_float32(rank: int, world_size: int) -> list[float]:
+    """The home adds what comes from all others in one round, to each of its sums once a call."""
+    home = Placement.owned_by(np.array([0, 0]), world_size)
+    everywhere = Placement(np.ones((2, world_size), dtype=bool))
+    star = star_of(home, everywhere, np.zeros(world_size, dtype=np.int64), rank)
+    assert star is not None
+    add_each = comm.add_each
+
+    def add_once(totals: list[Tensor], more: list[Tensor]) -> None:
+        assert len({total.data_ptr() for total in totals}) == len(totals)
+        add_each(totals, more)
+
+    grads = {e: (torch.full((3,), 10.0**e * rank, dtype=torch.bfloat16),) for e in range(2)}
+    with mock.patch.object(comm, "add_each", add_once):
+        came = comm.sparse_reduce_scatter(star, grads, dist.group.WORLD, in_float32=True)
+    return [float(total[0]) for total, *_ in came.grads.values()]
+
+
+def test_a_star_adds_to_a_sum_once_a_call() -> None:
+    assert pool_of(4).run(_by_a_star_in_float32) == [[6.0, 60.0], [], [], []]
+
+
 def test_when_broadcasts_serve() -> None:
     home = Placement.owned_by(np.array([0, 1]), 2)
     node_C = np.zeros(2, dtype=np.int64)

@@ -42,7 +42,7 @@ class Place:
 
     def part(self, held: Placement, wanted: Placement) -> Part:
         """What this cell does for the others to get their copies."""
-        if self.broadcasts:
+        if self.broadcasts and not self.in_float32:  # a star brings home all gradients at once
             star = star_of(held, wanted, self.node_C, self.cell)
             if star is not None:
                 return star
