@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,
 )
 
-from ds_moe_ext.transfer import Move, Part, Round
+from ds_moe_ext.transfer import WHOLE, Move, Part, Segment
 from ds_moe_ext.watch import WATCH, Waiting, Wires
 
 try:
@@ -121,7 +121,7 @@ def reduce_scatter_rows(
     num_rows = num_rows_P[group.rank()]
     arrived = all_to_all(rows_G, num_rows_P, [num_rows] * num_ranks, group)
     first, second, *others = arrived.view(num_ranks, num_rows, *rows_G.shape[1:])
-    total_R = first.to(_sum_dtype(first, in_float32=True)) + second
+    total_R = first.to(_wide(first)) + second
     for summand_R in others:
         total_R += summand_R
     return total_R.to(rows_G.dtype)
@@ -555,7 +555,7 @@ def sparse_all_gather(
 
     Args:
         part: what this rank does: ``transfers.part_of(its place in the group)``, of the same
-            transfers on every rank.
+            transfers on every rank. Segments of experts are views.
         chunks: tensors of the experts that this rank holds, at least those that it sends. An expert
             has the same shapes and dtypes, in the same order, on every rank.
         buffers: where to receive, of those shapes and dtypes, at least for ``part.received``.
@@ -572,8 +572,7 @@ def sparse_all_gather(
         pairs = Pairs.of(group, device)
         with Waiting(group):
             for round_ in part.rounds:
-                receives, sends = _parcels(round_.receives, have), _parcels(round_.sends, have)
-                pairs.move(receives, sends)
+                pairs.move(_parcels(round_.receives, have), _parcels(round_.sends, have))
         traffic = pairs.traffic
     for expert in part.received:
         for buffer, arrived in zip(buffers[expert], have[expert]):
@@ -597,8 +596,8 @@ def sparse_reduce_scatter(
     given is as it was. A rank without a part returns at once.
 
     Each node of the tree adds what arrives as it arrives, round by round and by ascending cell
-    within a round, then its own: the same bits every time. Streams and lifetimes: see
-    ``sparse_all_gather``; the sums belong to the current stream.
+    within a round, then its own: the same bits every time, segment by segment too. Streams and
+    lifetimes: see ``sparse_all_gather``; the sums belong to the current stream.
 
     Args:
         part: see ``sparse_all_gather``.
@@ -613,18 +612,13 @@ def sparse_reduce_scatter(
     device = _device_of(grads)
     if not in_float32 and by_broadcast(part, device):
         return _reduce(part, grads, group)
-    sums: dict[int, list[Tensor]] = {}
-    pairs = Pairs.of(group, device)
+    sums, pairs = _Sums(part, grads, in_float32), Pairs.of(group, device)
     with Waiting(group):
         for round_ in reversed(part.rounds):
-            _reduce_round(round_, grads, sums, pairs, in_float32)
-    arrived = {
-        expert: tuple(total.to(like.dtype) for total, like in zip(totals, grads[expert]))
-        if in_float32
-        else tuple(totals)
-        for expert, totals in sums.items()
-    }
-    return Arrived(arrived, pairs.traffic)
+            leaving, landing = sums.leaving(round_.receives), sums.landing(round_.sends)
+            pairs.move(_addressed(landing, round_.sends), _addressed(leaving, round_.receives))
+            sums.add(round_.sends, landing)
+    return Arrived(sums.at_home(), pairs.traffic)
 
 
 def by_broadcast(part: Part, device: torch.device) -> bool:
@@ -642,7 +636,7 @@ def can_broadcast(device: torch.device) -> bool:
 
 def _broadcast(part: Part, have: Mapping[int, list[Tensor]], group: dist.ProcessGroup) -> Traffic:
     with _one_call(group, _device_of(have)):
-        for expert, root in part.everywhere:
+        for expert, root, _ in part.everywhere:
             for tensor in have[expert]:
                 dist.broadcast(tensor, group=group, async_op=True, group_src=root)
     received = sum(tensor.nbytes for expert in part.received for tensor in have[expert])
@@ -654,21 +648,21 @@ def _reduce(part: Part, grads: Mapping[int, Sequence[Tensor]], group: dist.Proce
         expert: [torch.zeros_like(grad, memory_format=PACKED) for grad in grads[expert]]
         if root == part.cell
         else _whole(grads[expert])
-        for expert, root in part.everywhere
+        for expert, root, _ in part.everywhere
     }
     with _one_call(group, _device_of(totals)):
-        for expert, root in part.everywhere:
+        for expert, root, _ in part.everywhere:
             for total in totals[expert]:
                 dist.reduce(total, group=group, async_op=True, group_dst=root)
     arrived = {
-        expert: tuple(totals[expert]) for expert, root in part.everywhere if root == part.cell
+        expert: tuple(totals[expert]) for expert, root, _ in part.everywhere if root == part.cell
     }
     sent = sum(total.nbytes for expert in part.received for total in totals[expert])
     return Arrived(arrived, Traffic(sent, _rooted_bytes(part, totals)))
 
 
 def _rooted_bytes(part: Part, tensors: Mapping[int, Sequence[Tensor]]) -> int:
-    roots = [expert for expert, root in part.everywhere if root == part.cell]
+    roots = [expert for expert, root, _ in part.everywhere if root == part.cell]
     return sum(tensor.nbytes for expert in roots for tensor in tensors[expert])
 
 
@@ -681,53 +675,83 @@ def _one_call(group: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
         calls.wait()
 
 
-def _reduce_round(
-    round_: Round,
-    grads: Mapping[int, Sequence[Tensor]],
-    sums: dict[int, list[Tensor]],
-    pairs: Pairs,
-    in_float32: bool,
-) -> None:
-    """One round of the gather, backwards: ``sums`` loses what leaves and gains what arrives."""
-    leaving = _with_own(round_.receives, grads, sums)
-    landed = [
-        [torch.empty_like(grad, memory_format=PACKED) for grad in grads[expert]]
-        for expert, _ in round_.sends
-    ]
-    receives = [
-        (tensor, cell) for (_, cell), tensors in zip(round_.sends, landed) for tensor in tensors
-    ]
-    pairs.move(receives, _parcels(round_.receives, leaving))
-    totals, more = [], []
-    for (expert, _), tensors in zip(round_.sends, landed):
-        if expert in sums:
-            totals += sums[expert]
-            more += tensors
-        elif in_float32:
-            sums[expert] = [tensor.to(_sum_dtype(tensor, in_float32)) for tensor in tensors]
-        else:
-            sums[expert] = tensors
-    add_each(totals, more)
+class _Sums:
+    """Gradients of copies that have come to this rank and have not left.
 
+    Arguments as of ``sparse_reduce_scatter``.
+    """
 
-def _with_own(
-    moves: Iterable[Move], grads: Mapping[int, Sequence[Tensor]], sums: dict[int, list[Tensor]]
-) -> dict[int, list[Tensor]]:
-    """What a cell sends home: what arrived from others, then its own."""
-    leaving, totals, own = {}, [], []
-    for expert, _ in moves:
-        arrived = sums.pop(expert, None)
-        if arrived is None:
-            leaving[expert] = _whole(grads[expert])
-        else:
-            leaving[expert] = arrived
-            totals += arrived
-            own += [_apart(grad) for grad in grads[expert]]
-    add_each(totals, own)
-    if any(total.dtype != grad.dtype for total, grad in zip(totals, own)):  # kept in float32
-        for expert, tensors in leaving.items():
-            leaving[expert] = [t.to(g.dtype) for t, g in zip(tensors, grads[expert])]
-    return leaving
+    def __init__(self, part: Part, grads: Mapping[int, Sequence[Tensor]], in_float32: bool) -> None:
+        moves = (move for round_ in part.rounds for move in (*round_.sends, *round_.receives))
+        cut = {move.expert for move in moves if move.segment != WHOLE}
+        self._grads = {**grads, **{expert: _whole(grads[expert]) for expert in cut}}
+        self._widens = in_float32 and any(
+            _wide(grad) != grad.dtype for tensors in grads.values() for grad in tensors
+        )
+        self._sums: dict[tuple[int, Segment], list[Tensor]] = {}
+        self._whole: dict[int, list[Tensor]] = {}  # of whole experts, where segments come to lie
+
+    def leaving(self, moves: Sequence[Move]) -> list[list[Tensor]]:
+        """What goes home by each move of the gather: what arrived from others, then this rank's."""
+        both: list[tuple[list[Tensor], list[Tensor]]] = []
+        totals: list[Tensor] = []
+        more: list[Tensor] = []
+        for expert, _, segment in moves:
+            own = segment_of(self._grads[expert], segment)
+            arrived = self._sums.pop((expert, segment), None)
+            if arrived is not None:
+                totals += arrived
+                more += map(_apart, own)
+            both.append((_whole(own) if arrived is None else arrived, own))
+            if not segment.number:  # the last one to leave
+                self._whole.pop(expert, None)
+        add_each(totals, more)
+        return [[t.to(grad.dtype) for t, grad in zip(each, own)] for each, own in both]
+
+    def landing(self, moves: Sequence[Move]) -> list[list[Tensor]]:
+        """Where to receive what comes home by each move of the gather."""
+        rooms, first = [], set()
+        for expert, _, segment in moves:
+            key = expert, segment
+            if self._widens or key in self._sums or key in first:
+                rooms.append(_like_each(segment_of(self._grads[expert], segment)))
+            else:
+                first.add(key)
+                rooms.append(segment_of(self._room(expert), segment))
+        return rooms
+
+    def add(self, moves: Sequence[Move], landed: Sequence[list[Tensor]]) -> None:
+        """Take in what has landed, move by move."""
+        adding: dict[tuple[int, Segment], list[Tensor]] = {}
+        for (expert, _, segment), tensors in zip(moves, landed):
+            key = expert, segment
+            if key in adding:  # a kernel for many must not add to one twice
+                self._add(adding)
+                adding.clear()
+            if key in self._sums:
+                adding[key] = tensors
+            elif self._widens:
+                self._sums[key] = [tensor.to(_wide(tensor)) for tensor in tensors]
+            else:
+                self._sums[key] = tensors
+        self._add(adding)
+
+    def _add(self, more: Mapping[tuple[int, Segment], list[Tensor]]) -> None:
+        totals = [total for key in more for total in self._sums[key]]
+        add_each(totals, [tensor for tensors in more.values() for tensor in tensors])
+
+    def at_home(self) -> dict[int, tuple[Tensor, ...]]:
+        """By expert, what has not left at the end; rounded to the types of the gradients."""
+        if self._widens:
+            for (expert, segment), totals in self._sums.items():
+                for into, total in zip(segment_of(self._room(expert), segment), totals):
+                    into.copy_(total)
+        return {expert: tuple(self._whole[expert]) for expert, _ in self._sums}
+
+    def _room(self, expert: int) -> list[Tensor]:
+        if expert not in self._whole:
+            self._whole[expert] = _like_each(self._grads[expert])
+        return self._whole[expert]
 
 
 def add_each(totals: list[Tensor], more: list[Tensor]) -> None:
@@ -738,12 +762,41 @@ def add_each(totals: list[Tensor], more: list[Tensor]) -> None:
         totals[0].add_(more[0])
 
 
-def _sum_dtype(tensor: Tensor, in_float32: bool) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32) if in_float32 else tensor.dtype
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _parcels(moves: Iterable[Move], have: Mapping[int, Sequence[Tensor]]) -> list[Parcel]:
-    return [(tensor, cell) for expert, cell in moves for tensor in have[expert]]
+def segment_of(tensors: Sequence[Tensor], segment: Segment) -> list[Tensor]:
+    """What is in a segment of contiguous tensors, as flat views; of the whole they themselves.
+
+    A segment has an even part of the bytes, but for edges amid an element, and so of some tensors
+    a part or nothing: it is at most a message more than it has tensors.
+    """
+    if segment == WHOLE:
+        return list(tensors)
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    start, stop = (num_bytes * edge // segment.of for edge in (segment.number, segment.number + 1))
+    views = []
+    for tensor in tensors:
+        first, last = (
+            min(max(edge, 0), tensor.nbytes) // tensor.element_size() for edge in (start, stop)
+        )
+        if first < last:
+            views.append(tensor.view(-1)[first:last])
+        start, stop = start - tensor.nbytes, stop - tensor.nbytes
+    return views
+
+
+def _parcels(moves: Sequence[Move], have: Mapping[int, Sequence[Tensor]]) -> list[Parcel]:
+    return _addressed((segment_of(have[move.expert], move.segment) for move in moves), moves)
+
+
+def _addressed(contents: Iterable[Sequence[Tensor]], moves: Sequence[Move]) -> list[Parcel]:
+    return [(tensor, move.cell) for tensors, move in zip(contents, moves) for tensor in tensors]
+
+
+def _like_each(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(tensor, memory_format=PACKED) for tensor in tensors]
 
 
 def _whole(tensors: Iterable[Tensor]) -> list[Tensor]:

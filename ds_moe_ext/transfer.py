@@ -1,8 +1,10 @@
 """Who sends which expert to whom, and in which round, so that a wider placement comes to hold.
 
-An expert's weights travel whole, along a tree: from a holder to one *leader* in each node that has
-no copy yet, and from the copy in a node to the node's other targets. Gradients go home along the
-same tree, backwards. Pure: every rank computes the same rounds, and acts on its own part of them.
+An expert's weights go from a holder to one *leader* in each node that has no copy yet, and from the
+copy in a node to the node's other targets: whole, along doubling trees, or, where they are large
+(``Cargo``), in *segments* along chains, so that a cell passes one on while the next arrives. A tree
+in segments would gain nothing: its root sends every one to each of its children. Gradients go home
+the same way, backwards. Pure: every rank computes the same rounds, and acts on its part of them.
 
 Shape letters: E experts, C cells, V nodes, N transfers.
 """
@@ -15,23 +17,84 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import isqrt
 from typing import NamedTuple
 
 import numpy as np
 
 from ds_moe_ext.placement import Placement
 
+START_BYTES = 2 << 20
+"""What 50 GB/s carry in 40 us: until a first byte arrives, and for the host to post a message."""
+WITHIN = 8  # times as fast as links between nodes are those within one taken to be, as NVLinks are
+MOST_SEGMENTS = 16  # each costs the host a round
+
+
+@dataclass(frozen=True, slots=True)
+class Cargo:
+    """How large an expert is, from which follows how it travels. The same on all ranks.
+
+    Attributes:
+        expert_bytes: about what the weights of one take; 0 for experts that travel whole.
+        start_bytes: what a link between nodes carries in the time that a message takes to start.
+    """
+
+    expert_bytes: int = 0
+    start_bytes: int = START_BYTES
+
+    def num_segments(self, num_leaders: int, num_others: int) -> int:
+        """In how many segments an expert goes along a chain; 1 if a tree has it there no later.
+
+        Times are compared in bytes of a link between nodes. A message starts, then its bytes pass;
+        a chain's first segment takes all hops, and the others follow one by one.
+
+        Args:
+            num_leaders: nodes that it has to enter.
+            num_others: cells of the node with most of them, the one that has it first left out.
+        """
+        size, start = self.expert_bytes, self.start_bytes
+        near = size // WITHIN
+        slowest = size if num_leaders else near
+        first = num_leaders * size + num_others * near - slowest
+        if first < 4 * start:  # the best number is below two
+            return 1
+        count = min(isqrt(first // start), MOST_SEGMENTS)
+        in_segments = (count + num_leaders + num_others - 1) * start + slowest + first // count
+        out, within = num_leaders.bit_length(), num_others.bit_length()
+        whole = (out + within) * start + out * size + within * near
+        return count if in_segments < whole else 1
+
+
+SMALL = Cargo()
+
+
+class Segment(NamedTuple):
+    """One of the even parts of all bytes of an expert, its tensors one after the other.
+
+    Attributes:
+        number: of the part, from 0.
+        of: parts in all.
+    """
+
+    number: int
+    of: int
+
+
+WHOLE = Segment(0, 1)
+
 
 class Move(NamedTuple):
-    """One expert that travels between this cell and another.
+    """One expert, or a segment of it, that travels between this cell and another.
 
     Attributes:
         expert: what travels.
         cell: the other end.
+        segment: what of it.
     """
 
     expert: int
     cell: int
+    segment: Segment = WHOLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +126,8 @@ class Part:
 
     @cached_property
     def received(self) -> tuple[int, ...]:
-        """Experts that this cell lacks and gets."""
-        return tuple([move.expert for round_ in self.rounds for move in round_.receives])
+        """Experts that this cell lacks and gets, each once."""
+        return tuple({move.expert: None for round_ in self.rounds for move in round_.receives})
 
     @cached_property
     def sent(self) -> tuple[int, ...]:
@@ -80,10 +143,12 @@ class Transfers:
         held: who holds what before.
         wanted: and after.
         node_C: node of each cell, 0 to V - 1, int64.
-        round_N: round of each transfer, int64.
+        round_N: round of each transfer, of its first segment, int64. The others follow in the
+            rounds after it.
         expert_N: what travels, int64.
         sender_N: from which cell, int64.
         receiver_N: to which cell, int64.
+        num_segments_N: in which it travels, int64.
     """
 
     held: Placement
@@ -93,6 +158,7 @@ class Transfers:
     expert_N: np.ndarray
     sender_N: np.ndarray
     receiver_N: np.ndarray
+    num_segments_N: np.ndarray
 
     @cached_property
     def num_moved(self) -> int:
@@ -108,9 +174,10 @@ class Transfers:
     def sent_C(self) -> np.ndarray:
         """Experts that each cell sends, int64 ``[C]``; gradients that it receives.
 
-        At most rounds times ``num_moved``: a cell sends an expert once a round. A tree pays for its
-        few rounds with this logarithm, which eq. (1) does not have; all cells together send no more
-        than they receive.
+        At most rounds times ``num_moved``: in a tree a cell sends an expert once a round. It pays
+        for its few rounds with this logarithm, which eq. (1) does not have; in chains a cell sends
+        an expert twice at most, once out of its node. All cells together send no more than they
+        receive.
         """
         return np.bincount(self.sender_N, minlength=self.node_C.size)
 
@@ -126,22 +193,47 @@ class Transfers:
     def part_of(self, cell: int) -> Part:
         """What one cell does."""
         own = np.flatnonzero((self.sender_N == cell) | (self.receiver_N == cell))
-        columns = (self.round_N, self.expert_N, self.sender_N, self.receiver_N)
-        sends: dict[int, list[Move]] = {}
-        receives: dict[int, list[Move]] = {}
-        for number, expert, sender, receiver in zip(*(column[own].tolist() for column in columns)):
-            if sender == cell:
-                sends.setdefault(number, []).append(Move(expert, receiver))
-            else:
-                receives.setdefault(number, []).append(Move(expert, sender))
-        rounds = tuple(
-            Round(tuple(sends.get(number, ())), tuple(receives.get(number, ())))
-            for number in sorted(sends.keys() | receives.keys())
+        columns = (
+            self.round_N,
+            self.expert_N,
+            self.sender_N,
+            self.receiver_N,
+            self.num_segments_N,
         )
-        return Part(cell, rounds, self.everywhere)
+        rounds = _OwnRounds(cell)
+        for transfer in zip(*(column[own].tolist() for column in columns)):
+            rounds.add(*transfer)
+        return Part(cell, rounds.done(), self.everywhere)
 
 
-def part_of(held: Placement, wanted: Placement, node_C: np.ndarray, cell: int) -> Part:
+class _OwnRounds:
+    """Rounds as one cell sees them."""
+
+    def __init__(self, cell: int) -> None:
+        self._cell = cell
+        self._rounds: dict[int, tuple[list[Move], list[Move]]] = {}
+
+    def add(self, number: int, expert: int, sender: int, receiver: int, num_segments: int) -> None:
+        """A transfer of this cell's, whose first segment goes in the round of a number."""
+        is_sent = sender == self._cell
+        other = receiver if is_sent else sender
+        for segment in range(num_segments):
+            sends, receives = self._rounds.setdefault(number + segment, ([], []))
+            move = Move(expert, other, Segment(segment, num_segments))
+            (sends if is_sent else receives).append(move)
+
+    def done(self) -> tuple[Round, ...]:
+        """Those in which the cell takes part."""
+        numbered = sorted(self._rounds.items())
+        return tuple(
+            Round(tuple(sorted(sends)), tuple(sorted(receives)))
+            for _, (sends, receives) in numbered
+        )
+
+
+def part_of(
+    held: Placement, wanted: Placement, node_C: np.ndarray, cell: int, cargo: Cargo = SMALL
+) -> Part:
     """What one cell does of ``gather_rounds``. Where every expert has one holder before, the trees
     that the cell has no part in are not worked out, but for how often each of their cells sends.
 
@@ -150,15 +242,15 @@ def part_of(held: Placement, wanted: Placement, node_C: np.ndarray, cell: int) -
     _check(held, wanted, node_C)
     targets = _new_holders(held, wanted)
     if (held.num_holders_E[list(targets)] > 1).any():
-        return gather_rounds(held, wanted, node_C).part_of(cell)
+        return gather_rounds(held, wanted, node_C, cargo).part_of(cell)
     owners: list[int] = held.owner_E.tolist()
-    trees = _Trees(node_C.tolist(), cell)
+    trees = _Trees(node_C.tolist(), cell, cargo)
     for expert, cells in targets.items():
         trees.grow(expert, owners[expert], cells)
     everywhere = all(len(cells) == held.num_cells - 1 for cells in targets.values())
     return Part(
         cell,
-        trees.rounds(),
+        trees.rounds.done(),
         tuple(Move(expert, owners[expert]) for expert in targets) if everywhere else (),
     )
 
@@ -186,24 +278,19 @@ def star_of(held: Placement, wanted: Placement, node_C: np.ndarray, cell: int) -
 
 
 class _Trees:
-    """The trees of ``gather_rounds``, as one cell sees them, of experts with one holder.
+    """The trees and chains of ``gather_rounds``, as one cell sees them, of experts with one holder.
 
     In a round every cell that has the expert sends it, while cells lack it: those that have sent
     least first, in the last round not all. So a tree of ``n`` receivers takes ``log2(n + 1)`` full
     rounds, and who sends how often in these follows from the order of the receivers.
     """
 
-    def __init__(self, node_of: list[int], cell: int) -> None:
+    def __init__(self, node_of: list[int], cell: int, cargo: Cargo) -> None:
         self._node_of, self._cell, self._size = node_of, cell, len(node_of)
-        self._has_one_node = len(set(node_of)) == 1
+        self._has_one_node, self._cargo = len(set(node_of)) == 1, cargo
         # Sends so far and cell as one number, by which cells are ordered.
         self._key = list(range(len(node_of)))
-        self._rounds: dict[int, tuple[list[Move], list[Move]]] = {}
-
-    def rounds(self) -> tuple[Round, ...]:
-        """Those in which the cell takes part."""
-        numbered = sorted(self._rounds.items())
-        return tuple(Round(tuple(sends), tuple(receives)) for _, (sends, receives) in numbered)
+        self.rounds = _OwnRounds(cell)
 
     def grow(self, expert: int, root: int, targets: list[int]) -> None:
         """The tree of one more expert, from its holder to the leaders of other nodes, and there on.
@@ -212,17 +299,30 @@ class _Trees:
             targets: in any order.
         """
         targets = sorted(targets, key=self._key.__getitem__)
-        if self._has_one_node:
-            if self._cell == root or self._cell in targets:
-                self._moves(expert, 0, root, targets)
-            else:
-                self._count(root, targets)
+        nodes = [[root, *targets]]
+        if not self._has_one_node:
+            cells_of: dict[int, list[int]] = defaultdict(list, {self._node_of[root]: [root]})
+            for cell in targets:
+                cells_of[self._node_of[cell]].append(cell)
+            nodes = list(cells_of.values())
+        num_segments = self._cargo.num_segments(len(nodes) - 1, max(map(len, nodes)) - 1)
+        if num_segments == 1:
+            self._tree(expert, nodes)
             return
-        node_of, own = self._node_of, self._node_of[self._cell]
-        nodes: dict[int, list[int]] = defaultdict(list, {node_of[root]: [root]})
-        for cell in targets:
-            nodes[node_of[cell]].append(cell)
-        leaders = [cells[0] for cells in list(nodes.values())[1:]]
+        self._chain(expert, 0, [cells[0] for cells in nodes], num_segments)
+        for number, cells in enumerate(nodes):
+            self._chain(expert, number, cells, num_segments)
+
+    def _chain(self, expert: int, number: int, cells: list[int], num_segments: int) -> None:
+        """Count what each cell of a chain sends, with the moves of the cell."""
+        for hop, (sender, receiver) in enumerate(pairwise(cells), start=number):
+            self._key[sender] += self._size
+            if self._cell in (sender, receiver):
+                self.rounds.add(hop, expert, sender, receiver, num_segments)
+
+    def _tree(self, expert: int, nodes: list[list[int]]) -> None:
+        """The same of a tree. Args: nodes: cells of each; in front the one that has it first."""
+        root, leaders = nodes[0][0], [cells[0] for cells in nodes[1:]]
         free = None  # the first round in which the head of this node has it and is free
         if not leaders:
             free = 0
@@ -230,8 +330,9 @@ class _Trees:
             free = self._moves(expert, 0, root, leaders)
         else:
             full, last = self._count(root, leaders)
-        for node, (head, *rest) in nodes.items():
-            if rest and node == own:
+        for cells in nodes:
+            head, *rest = cells
+            if rest and self._cell in cells:
                 if free is None:  # only its first round is of interest
                     is_late = head in last or head in leaders[(1 << full) - 1 :]
                     free = full + is_late
@@ -273,25 +374,25 @@ class _Trees:
             for sender in senders:
                 key[sender] += size
             if own in senders:
-                sends, _ = self._rounds.setdefault(number, ([], []))
-                sends.append(Move(expert, receivers[senders.index(own)]))
+                self.rounds.add(number, expert, own, receivers[senders.index(own)], 1)
                 free = number + 1
             elif own in receivers:
-                _, receives = self._rounds.setdefault(number, ([], []))
-                receives.append(Move(expert, senders[receivers.index(own)]))
+                self.rounds.add(number, expert, senders[receivers.index(own)], own, 1)
                 free = number + 1
             number += 1
             num_ready += len(receivers)
         return free
 
 
-def gather_rounds(held: Placement, wanted: Placement, node_C: np.ndarray) -> Transfers:
+def gather_rounds(
+    held: Placement, wanted: Placement, node_C: np.ndarray, cargo: Cargo = SMALL
+) -> Transfers:
     """Plan how the experts of one placement reach the cells of a wider one.
 
-    An expert crosses into a node once at most, and a cell sends it to one other in a round. Any
-    holder serves, one in the receiver's node first; among equals the one that has sent least so
-    far. Targets that have sent least are served first, since those pass most on. Ties go to the
-    lowest cell.
+    An expert crosses into a node once at most, and a cell sends it to one other in a round; in a
+    chain to one in its node and to one in another. Any holder serves, one in the receiver's node
+    first; among equals the one that has sent least so far. Targets that have sent least are served
+    first, since those pass most on. Ties go to the lowest cell.
 
     Cost: ``O(E C + N log N)``.
 
@@ -299,6 +400,7 @@ def gather_rounds(held: Placement, wanted: Placement, node_C: np.ndarray) -> Tra
         held: who holds what: the homes, or several copies if copies exist already.
         wanted: who shall hold what, besides.
         node_C: node of each cell, 0 to V - 1, int64 ``[C]``.
+        cargo: how large an expert is.
 
     Raises:
         ValueError: the placements are of different sizes, or ``wanted`` takes a copy away.
@@ -310,15 +412,17 @@ def gather_rounds(held: Placement, wanted: Placement, node_C: np.ndarray) -> Tra
     rows, holders = np.nonzero(held.holds_EC[moved])
     for row, cell in zip(rows.tolist(), holders.tolist()):
         holder_cells[moved[row]].append(cell)
-    forest = _Forest(node_C.tolist())
+    forest = _Forest(node_C.tolist(), cargo)
     transfers = sorted(
-        (number, expert, receiver, sender)
+        (number, expert, receiver, sender, num_segments)
         for expert in moved
-        for number, sender, receiver in forest.tree(holder_cells[expert], target_cells[expert])
+        for number, sender, receiver, num_segments in forest.grow(
+            holder_cells[expert], target_cells[expert]
+        )
     )
-    table_N4 = np.array(transfers, dtype=np.int64).reshape(-1, 4)
-    round_N, expert_N, receiver_N, sender_N = table_N4.T
-    return Transfers(held, wanted, node_C, round_N, expert_N, sender_N, receiver_N)
+    table_N5 = np.array(transfers, dtype=np.int64).reshape(-1, 5)
+    round_N, expert_N, receiver_N, sender_N, num_segments_N = table_N5.T
+    return Transfers(held, wanted, node_C, round_N, expert_N, sender_N, receiver_N, num_segments_N)
 
 
 def _check(held: Placement, wanted: Placement, node_C: np.ndarray) -> None:
@@ -345,26 +449,31 @@ def _new_holders(held: Placement, wanted: Placement) -> dict[int, list[int]]:
 
 
 class _Forest:
-    """Trees for one expert after another, which share the work of sending evenly."""
+    """The way of one expert after another, which share the work of sending evenly."""
 
-    def __init__(self, node_of: Sequence[int]) -> None:
-        self._node_of = node_of
+    def __init__(self, node_of: Sequence[int], cargo: Cargo) -> None:
+        self._node_of, self._cargo = node_of, cargo
         self._num_sent = [0] * len(node_of)
 
-    def tree(
+    def grow(
         self, holders: Iterable[int], targets: Iterable[int]
-    ) -> Iterator[tuple[int, int, int]]:
-        """(round, sender, receiver) of one expert, senders before their receivers."""
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """(round, sender, receiver, segments) of one expert, senders before their receivers."""
         ready = [(0, self._num_sent[cell], cell) for cell in holders]
         served = {self._node_of[cell] for _, _, cell in ready}
         waiting: dict[int, list[int]] = {}
         for cell in self._least_sent_first(targets):
             waiting.setdefault(self._node_of[cell], []).append(cell)
         leaders = [cells.pop(0) for node, cells in waiting.items() if node not in served]
-        yield from self._spread(ready, leaders)
+        most = max(map(len, waiting.values()), default=0)
+        num_segments = self._cargo.num_segments(len(leaders), most)
+        spread = self._spread if num_segments == 1 else self._chain
+        for move in spread(ready, leaders):
+            yield *move, num_segments
         for node, cells in waiting.items():
             here = [entry for entry in ready if self._node_of[entry[2]] == node]
-            yield from self._spread(here, cells)
+            for move in spread(here, cells):
+                yield *move, num_segments
 
     def _spread(
         self, ready: list[tuple[int, int, int]], targets: Iterable[int]
@@ -381,6 +490,22 @@ class _Forest:
             heapq.heapreplace(ready, (number + 1, self._num_sent[sender], sender))
             heapq.heappush(ready, (number + 1, self._num_sent[receiver], receiver))
             yield number, sender, receiver
+
+    def _chain(
+        self, ready: list[tuple[int, int, int]], targets: Iterable[int]
+    ) -> Iterator[tuple[int, int, int]]:
+        """Serve each target by the one before it, the first by the holder that has sent least.
+
+        Args:
+            ready: (round, sends so far, cell) of every holder and when it has the first segment;
+                targets join it.
+        """
+        number, _, sender = min(ready)
+        for receiver in targets:
+            self._num_sent[sender] += 1
+            yield number, sender, receiver
+            number, sender = number + 1, receiver
+            ready.append((number, self._num_sent[receiver], receiver))
 
     def _least_sent_first(self, cells: Iterable[int]) -> list[int]:
         return sorted(cells, key=lambda cell: (self._num_sent[cell], cell))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ds_moe_ext import comm
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.transfer import Part, Transfers, gather_rounds, star_of
+from ds_moe_ext.transfer import SMALL, Cargo, Part, Segment, Transfers, gather_rounds, star_of
 from tests.ranks import pool_of
 
 SENT = [[2, 0, 3], [1, 4, 0], [0, 0, 0]]  # rows from each rank to each; rank 2 sends nothing
@@ -169,6 +169,7 @@ SHAPES = (
     (1,),
 )  # an expert's tensors: the second lies transposed, the last is a bias
 EXPERT_NUMEL = 15 + 12 + 1
+IN_SEGMENTS = Cargo(expert_bytes=EXPERT_NUMEL, start_bytes=1)  # where it has more than one hop
 Expert = tuple[Tensor, ...]
 
 
@@ -194,8 +195,8 @@ class Grids:
         node_C = np.arange(world_size) * num_nodes // world_size
         return cls(home, Placement(first), Placement(first | second), node_C)
 
-    def transfers(self) -> Transfers:
-        return gather_rounds(self.home, self.first, self.node_C)
+    def transfers(self, cargo: Cargo = SMALL) -> Transfers:
+        return gather_rounds(self.home, self.first, self.node_C, cargo)
 
 
 def drawn(dtype: torch.dtype, *seed: int) -> Expert:
@@ -220,7 +221,7 @@ def all_equal(ours: Expert, theirs: Expert) -> bool:
     return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 
-def _gather_twice(rank: int, world_size: int, seed: int, dtype: torch.dtype) -> None:
+def _gather_twice(rank: int, world_size: int, seed: int, dtype: torch.dtype, cargo: Cargo) -> None:
     """From the homes, then from all that hold a copy: every wanted copy has its home's bits."""
     grids = Grids.of(world_size, seed)
     chunks = {
@@ -230,7 +231,7 @@ def _gather_twice(rank: int, world_size: int, seed: int, dtype: torch.dtype) -> 
     expert_bytes = EXPERT_NUMEL * dtype.itemsize
     held = grids.home
     for wanted in (grids.first, grids.second):
-        transfers = gather_rounds(held, wanted, grids.node_C)
+        transfers = gather_rounds(held, wanted, grids.node_C, cargo)
         part = transfers.part_of(rank)
         in_slabs = slabs(len(part.received) + 2, dtype)
         buffers = buffers_in(in_slabs, part.received)
@@ -246,10 +247,10 @@ def _gather_twice(rank: int, world_size: int, seed: int, dtype: torch.dtype) -> 
         assert all_equal(tensors, drawn(dtype, seed, expert))
 
 
-def _reduce_home(rank: int, world_size: int, seed: int, dtype: torch.dtype) -> None:
+def _reduce_home(rank: int, world_size: int, seed: int, dtype: torch.dtype, cargo: Cargo) -> None:
     """The sum over the copies, exact; what was given is as it was."""
     grids = Grids.of(world_size, seed)
-    transfers = grids.transfers()
+    transfers = grids.transfers(cargo)
     held = [int(e) for e in grids.first.experts_of(rank)]
     grads = {e: drawn(dtype, seed, e, rank) for e in held}
     came = comm.sparse_reduce_scatter(transfers.part_of(rank), grads, dist.group.WORLD)
@@ -269,20 +270,32 @@ def _reduce_home(rank: int, world_size: int, seed: int, dtype: torch.dtype) -> N
     assert came.traffic.received_bytes == transfers.sent_C[rank] * expert_bytes
 
 
-def _many(rank: int, world_size: int, check: Callable[..., None], dtype: torch.dtype) -> int:
-    """Returns how many experts moved, so that a test cannot pass by moving none."""
+def _many(
+    rank: int, world_size: int, check: Callable[..., None], dtype: torch.dtype, cargo: Cargo
+) -> tuple[int, int]:
+    """Returns how many experts moved, so that a test cannot pass by moving none, and how many
+    transfers were in segments."""
     seeds = range(24)
     for seed in seeds:
-        check(rank, world_size, seed, dtype)
-    return sum(Grids.of(world_size, seed).transfers().num_moved for seed in seeds)
+        check(rank, world_size, seed, dtype, cargo)
+    transfers = [Grids.of(world_size, seed).transfers(cargo) for seed in seeds]
+    in_segments = sum(int((each.num_segments_N > 1).sum()) for each in transfers)
+    return sum(each.num_moved for each in transfers), in_segments
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("check", [_gather_twice, _reduce_home])
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-def test_random_placements(world_size: int, check: Callable[..., None], dtype: torch.dtype) -> None:
-    num_moved = pool_of(world_size).run(_many, check, dtype)
-    assert min(num_moved) > 10 or world_size == 1
+@pytest.mark.parametrize(
+    ("world_size", "cargo"),
+    [(1, SMALL), (2, SMALL), (4, SMALL), (8, SMALL)]
+    + [(world_size, IN_SEGMENTS) for world_size in (3, 4, 7, 8)],
+)
+def test_random_placements(
+    world_size: int, check: Callable[..., None], dtype: torch.dtype, cargo: Cargo
+) -> None:
+    (num_moved, in_segments), *_ = pool_of(world_size).run(_many, check, dtype, cargo)
+    assert num_moved > 10 or world_size == 1
+    assert in_segments > 10 or cargo == SMALL
 
 
 def normal(dtype: torch.dtype, *seed: int) -> Expert:
@@ -291,12 +304,12 @@ def normal(dtype: torch.dtype, *seed: int) -> Expert:
 
 
 def _reduce_everywhere(
-    rank: int, world_size: int, dtype: torch.dtype, in_float32: bool
+    rank: int, world_size: int, dtype: torch.dtype, in_float32: bool, cargo: Cargo
 ) -> tuple[float, float]:
     """The largest errors, of the sums of three experts and of a repetition."""
     home = Placement.owned_by(np.arange(3), world_size)
     everywhere = Placement(np.ones((3, world_size), dtype=bool))
-    part = gather_rounds(home, everywhere, np.arange(world_size) // 4).part_of(rank)
+    part = gather_rounds(home, everywhere, np.arange(world_size) // 4, cargo).part_of(rank)
     grads = {e: normal(dtype, e, rank) for e in range(3)}
     first, again = (
         comm.sparse_reduce_scatter(part, grads, dist.group.WORLD, in_float32=in_float32).grads
@@ -323,10 +336,11 @@ def _reduce_everywhere(
         (torch.bfloat16, True, 4 / 32),
     ],
 )
+@pytest.mark.parametrize("cargo", [SMALL, IN_SEGMENTS], ids=["trees", "chains"])
 def test_sums_are_right_and_the_same_bits_every_time(
-    dtype: torch.dtype, in_float32: bool, bound: float
+    dtype: torch.dtype, in_float32: bool, bound: float, cargo: Cargo
 ) -> None:
-    for error, change in pool_of(8).run(_reduce_everywhere, dtype, in_float32):
+    for error, change in pool_of(8).run(_reduce_everywhere, dtype, in_float32, cargo):
         assert error <= bound
         assert change == 0.0
 
@@ -377,6 +391,74 @@ def _some_have_no_part(rank: int, world_size: int) -> bool:
 
 def test_ranks_without_a_part_are_not_needed() -> None:
     assert all(pool_of(4).run(_some_have_no_part))
+
+
+# Segments.
+
+
+def _views(number: int, of: int) -> list[list[float]]:
+    wide = torch.arange(6.0).reshape(2, 3)  # 24 bytes
+    narrow = torch.arange(10, 15).to(torch.bfloat16)  # 10
+    one = torch.tensor(20.0, dtype=torch.float64)  # 8
+    found = comm.segment_of((wide, narrow, one), Segment(number, of))
+    given = {tensor.untyped_storage().data_ptr() for tensor in (wide, narrow, one)}
+    assert {view.untyped_storage().data_ptr() for view in found} <= given, "nothing is copied"
+    return [view.tolist() for view in found]
+
+
+def test_segments_have_even_parts_of_the_bytes() -> None:
+    # Edges at 14 and 28 of 42 bytes: amid the fourth number, and behind two of the second tensor.
+    assert [_views(number, 3) for number in range(3)] == [
+        [[0.0, 1.0, 2.0]],
+        [[3.0, 4.0, 5.0], [10.0, 11.0]],
+        [[12.0, 13.0, 14.0], [20.0]],
+    ]
+
+
+@pytest.mark.parametrize("of", range(2, 17))
+def test_segments_have_every_element_once(of: int) -> None:
+    """Also where a segment is less than an element, and so may be empty."""
+    found = [value for number in range(of) for view in _views(number, of) for value in view]
+    assert found == [*range(6), *range(10, 15), 20]
+
+
+def test_the_whole_is_what_was_given() -> None:
+    weight = torch.ones(2, 3)
+    assert comm.segment_of((weight,), Segment(0, 1)) == [weight]
+
+
+def _chain_of_types(rank: int, world_size: int, in_float32: bool) -> tuple[Expert, ...]:
+    """Sums of an expert of several types, of which one lies transposed, by a tree and a chain."""
+    home = Placement.owned_by(np.array([0]), world_size)
+    everywhere = Placement(np.ones((1, world_size), dtype=bool))
+    grads = {0: tuple(map(Tensor.to, normal(torch.float64, rank), TYPES))}
+    grads[0] = (grads[0][0].t().contiguous().t(), *grads[0][1:])
+    kept = tuple(grad.clone() for grad in grads[0])
+    found = []
+    for cargo in (SMALL, IN_SEGMENTS):
+        part = gather_rounds(home, everywhere, np.arange(world_size) // 2, cargo).part_of(rank)
+        came = comm.sparse_reduce_scatter(part, grads, dist.group.WORLD, in_float32=in_float32)
+        assert all_equal(grads[0], kept)
+        found.append(came.grads.get(0, ()))
+    return found[0], found[1]
+
+
+TYPES = (torch.bfloat16, torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize("in_float32", [False, True])
+@pytest.mark.parametrize(("world_size", "are_equal"), [(6, True), (8, False)])
+def test_types_of_one_expert_may_differ(world_size: int, are_equal: bool, in_float32: bool) -> None:
+    """On three nodes of two the tree is a chain, and sums have the same bits; on four it is not."""
+    (tree, chain), *others = pool_of(world_size).run(_chain_of_types, in_float32)
+    assert others == [((), ())] * (world_size - 1)
+    copies = [normal(torch.float64, cell) for cell in range(1, world_size)]
+    for ours, theirs, dtype, *same in zip(tree, chain, TYPES, *copies):
+        assert ours.dtype == theirs.dtype == dtype
+        exact = sum(same)
+        for total in (ours, theirs):
+            assert float((total - exact).abs().max()) <= 25 * torch.finfo(dtype).eps
+    assert all_equal(tree, chain) == are_equal
 
 
 # Broadcasts instead of trees: NCCL only, here by gloo's own, one after the other.
@@ -433,6 +515,28 @@ def test_broadcasts_equal_trees() -> None:
     expert_bytes = EXPERT_NUMEL * 8
     rooted = pool_of(4).run(_by_trees_and_by_broadcasts)
     assert rooted == [(0, 0), (2 * expert_bytes, 2 * expert_bytes), (0, 0), (0, 0)]
+
+
+def _by_a_star_in_float32(rank: int, world_size: int) -> list[float]:
+    """The home adds what comes from all others in one round, to each of its sums once a call."""
+    home = Placement.owned_by(np.array([0, 0]), world_size)
+    everywhere = Placement(np.ones((2, world_size), dtype=bool))
+    star = star_of(home, everywhere, np.zeros(world_size, dtype=np.int64), rank)
+    assert star is not None
+    add_each = comm.add_each
+
+    def add_once(totals: list[Tensor], more: list[Tensor]) -> None:
+        assert len({total.data_ptr() for total in totals}) == len(totals)
+        add_each(totals, more)
+
+    grads = {e: (torch.full((3,), 10.0**e * rank, dtype=torch.bfloat16),) for e in range(2)}
+    with mock.patch.object(comm, "add_each", add_once):
+        came = comm.sparse_reduce_scatter(star, grads, dist.group.WORLD, in_float32=True)
+    return [float(total[0]) for total, *_ in came.grads.values()]
+
+
+def test_a_star_adds_to_a_sum_once_a_call() -> None:
+    assert pool_of(4).run(_by_a_star_in_float32) == [[6.0, 60.0], [], [], []]
 
 
 def test_when_broadcasts_serve() -> None:

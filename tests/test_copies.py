@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.moe.copies.layer_copies import Copies, in_order
+from ds_moe_ext.moe.copies.trips import Place
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import MoELayer
@@ -26,6 +28,7 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.share import NearestCopy
 from ds_moe_ext.strategy import Destination, Job
 from ds_moe_ext.testing import dense_experts, relative_error
+from ds_moe_ext.transfer import SMALL, Cargo
 from tests.marks import slow
 from tests.ranks import pool_of
 from tests.strategies_for_tests import Copied
@@ -54,6 +57,7 @@ class Case:
     holders: tuple[tuple[int, tuple[int, ...]], ...] = ()  # of some experts, in place of chance
     goes_home: bool = False  # what has no copy at its sender
     follows: bool = False  # a step by other copies
+    cargo: Cargo = SMALL  # sizes from which on copies travel in segments
     seed: int = 0
 
     def home(self, layer: int, num_cells: int) -> Placement:
@@ -149,7 +153,8 @@ def layer_of(
         layer=number,
     )
     like = (up[0].clone(), down[0].clone())
-    layer.routed.allow_copies(tuple(weight.requires_grad_(case.is_trained) for weight in like))
+    with mock.patch("ds_moe_ext.moe.layer.Place", partial(Place, cargo=case.cargo)):
+        layer.routed.allow_copies(tuple(weight.requires_grad_(case.is_trained) for weight in like))
     return layer, mine
 
 
@@ -293,8 +298,27 @@ CASES = {
     "a node each": Case(ranks_per_node=1),
 }
 
+IN_SEGMENTS = Cargo(start_bytes=5)  # an expert has 288 weights
+CASES |= {
+    f"in segments, {name}": replace(CASES[name], cargo=IN_SEGMENTS)
+    for name in (
+        "all everywhere",
+        "uneven homes",
+        "rematerialized",
+        "revised",
+        "three layers, rematerialized, revised",
+        "after other copies",
+        "one node",
+        "a node each",
+    )
+}
 
-ON_EIGHT = {"a node each", "three layers, rematerialized, revised"}
+ON_EIGHT = {
+    "a node each",
+    "three layers, rematerialized, revised",
+    "in segments, a node each",
+    "in segments, all everywhere",
+}
 
 
 @pytest.mark.parametrize(
@@ -307,6 +331,29 @@ ON_EIGHT = {"a node each", "three layers, rematerialized, revised"}
 )
 def test_equals_dense(name: str, world_size: int) -> None:
     check(CASES[name], world_size)
+
+
+def _segments(rank: int, world_size: int, case: Case) -> set[int]:
+    """In how many of them what this rank sends and receives travels."""
+    ((layer, _),) = layers_of(case, world_size)
+    rounds = copies_of(layer).trips.whole.rounds
+    return {move.segment.of for each in rounds for move in (*each.sends, *each.receives)}
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "of"),
+    [
+        ("all everywhere", 2, {1}),
+        ("all everywhere", 4, {3}),
+        ("all everywhere", 8, {15}),
+        ("one node", 4, {1, 3}),
+        ("one node", 8, {1, 3, 5}),
+        ("a node each", 4, {1, 10}),
+    ],
+)
+def test_copies_in_segments_are(name: str, world_size: int, of: set[int]) -> None:
+    found = pool_of(world_size).run(_segments, CASES[f"in segments, {name}"])
+    assert set().union(*found) == of
 
 
 EVERYWHERE = (0, 1, 2, 3)
@@ -342,6 +389,7 @@ def test_golden_p8(holders: tuple[tuple[int, tuple[int, ...]], ...]) -> None:
         starts_early=st.booleans(),
         reaches_x=st.booleans(),
         is_trained=st.booleans(),
+        cargo=st.sampled_from([SMALL, IN_SEGMENTS, Cargo(start_bytes=1)]),
         seed=st.integers(0, 100),
     )
 )

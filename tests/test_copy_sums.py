@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_moe_ext.comm import Arrived, sparse_reduce_scatter
 from ds_moe_ext.layout import Grid, ParallelLayout
+from ds_moe_ext.moe.copies.trips import Place
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import MoELayer
@@ -23,6 +27,7 @@ from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.settings import read_settings
 from ds_moe_ext.strategy import Job, Strategy
+from ds_moe_ext.transfer import Cargo, part_of, star_of
 from tests.ranks import pool_of
 from tests.strategies_for_tests import Copied
 
@@ -125,6 +130,35 @@ def test_ranks_compare_how_they_sum() -> None:
     }
     assert [len(texts) for texts in told.values()] == [1, 1]
     assert told[True] != told[False]
+
+
+def _most_segments(rank: int, world_size: int, in_float32: bool) -> int:
+    with mock.patch("ds_moe_ext.moe.layer.Place", partial(Place, cargo=Cargo(start_bytes=1))):
+        copies = _layer(rank, torch.bfloat16, in_float32=in_float32).routed.copies
+    assert copies is not None
+    rounds = copies.trips.whole.rounds
+    return max(move.segment.of for each in rounds for move in (*each.sends, *each.receives))
+
+
+def test_experts_travel_whole_where_sums_are_in_float32() -> None:
+    """Along a chain each rank adds two numbers and rounds, which would gain nothing."""
+    assert set(pool_of(RANKS).run(_most_segments, True)) == {1}
+    assert set(pool_of(RANKS).run(_most_segments, False)) == {16}
+
+
+def test_sums_in_float32_go_along_trees_where_broadcasts_copy() -> None:
+    """The home does not receive the gradients of all ranks at once."""
+    home, everywhere = Placement.block(4, 4), Placement(np.ones((4, 4), dtype=bool))
+    node_C, group = np.zeros(4, dtype=np.int64), cast(dist.ProcessGroup, None)
+    grid = home, everywhere, node_C
+    for cell in range(4):
+        in_float32, plain = (
+            Place(0, cell, node_C, group, way, broadcasts=True).part(home, everywhere)
+            for way in (True, False)
+        )
+        assert in_float32 == part_of(*grid, cell)
+        assert plain == star_of(*grid, cell)
+        assert in_float32.everywhere == plain.everywhere
 
 
 # The key.

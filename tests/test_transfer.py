@@ -14,7 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.transfer import Move, Part, Round, Transfers, gather_rounds, part_of, star_of
+from ds_moe_ext.transfer import (
+    MOST_SEGMENTS,
+    START_BYTES,
+    Cargo,
+    Move,
+    Part,
+    Round,
+    Segment,
+    Transfers,
+    gather_rounds,
+    part_of,
+    star_of,
+)
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=300)
 
@@ -42,6 +54,13 @@ def grids(draw: st.DrawFn, one_home: bool = False) -> tuple[Placement, Placement
     return held, Placement(held.holds_EC | (rng.random(shape) < density_E1)), node_C
 
 
+CARGOES = st.builds(
+    Cargo,
+    expert_bytes=st.sampled_from([0, 0, 100, 10_000, 1_000_000]),
+    start_bytes=st.sampled_from([1, 1_000]),
+)
+
+
 def num_rounds(transfers: Transfers) -> int:
     return int(transfers.round_N.max(initial=-1)) + 1
 
@@ -57,13 +76,13 @@ def log2_up(count: int) -> int:
 
 
 @PROPERTY
-@given(grids())
+@given(grids(), CARGOES)
 def test_after_the_rounds_every_wanted_copy_has_arrived_once(
-    grid: tuple[Placement, Placement, np.ndarray],
+    grid: tuple[Placement, Placement, np.ndarray], cargo: Cargo
 ) -> None:
     held, wanted, node_C = grid
     has_EC = held.holds_EC.copy()
-    transfers = gather_rounds(held, wanted, node_C)
+    transfers = gather_rounds(held, wanted, node_C, cargo)
     for number in range(num_rounds(transfers)):
         before_EC = has_EC.copy()
         for _, expert, sender, receiver in (m for m in moves(transfers) if m[0] == number):
@@ -73,12 +92,12 @@ def test_after_the_rounds_every_wanted_copy_has_arrived_once(
 
 
 @PROPERTY
-@given(grids())
+@given(grids(), CARGOES)
 def test_an_expert_crosses_into_a_node_once_and_only_if_it_must(
-    grid: tuple[Placement, Placement, np.ndarray],
+    grid: tuple[Placement, Placement, np.ndarray], cargo: Cargo
 ) -> None:
     held, wanted, node_C = grid
-    transfers = gather_rounds(held, wanted, node_C)
+    transfers = gather_rounds(held, wanted, node_C, cargo)
     crossings = [
         (expert, int(node_C[receiver]))
         for _, expert, sender, receiver in moves(transfers)
@@ -124,19 +143,35 @@ def test_rounds_and_sends_of_an_expert_are_logarithmic(
 
 
 @PROPERTY
-@given(grids())
+@given(grids(), CARGOES)
 def test_parts_are_the_two_sides_of_the_same_transfers(
-    grid: tuple[Placement, Placement, np.ndarray],
+    grid: tuple[Placement, Placement, np.ndarray], cargo: Cargo
 ) -> None:
     held, wanted, node_C = grid
-    transfers, again = (gather_rounds(held, wanted, node_C) for _ in range(2))
+    transfers, again = (gather_rounds(held, wanted, node_C, cargo) for _ in range(2))
     assert moves(transfers) == moves(again)
     parts = [transfers.part_of(cell) for cell in range(held.num_cells)]
-    sent = {(m.expert, part.cell, m.cell) for part in parts for r in part.rounds for m in r.sends}
-    received = {
-        (m.expert, m.cell, part.cell) for part in parts for r in part.rounds for m in r.receives
+    sent = {
+        (m.expert, part.cell, m.cell, m.segment)
+        for part in parts
+        for r in part.rounds
+        for m in r.sends
     }
-    assert sent == received == {move[1:] for move in moves(transfers)}
+    received = {
+        (m.expert, m.cell, part.cell, m.segment)
+        for part in parts
+        for r in part.rounds
+        for m in r.receives
+    }
+    assert (
+        sent
+        == received
+        == {
+            (*move[1:], Segment(number, count))
+            for move, count in zip(moves(transfers), transfers.num_segments_N.tolist())
+            for number in range(count)
+        }
+    )
     for part in parts:
         assert Counter(part.received) == Counter(
             np.flatnonzero(wanted.holds_EC[:, part.cell] & ~held.holds_EC[:, part.cell]).tolist()
@@ -148,13 +183,107 @@ def test_parts_are_the_two_sides_of_the_same_transfers(
 
 
 @PROPERTY
-@given(grids() | grids(one_home=True))
+@given(grids() | grids(one_home=True), CARGOES)
 def test_a_part_alone_is_that_of_the_whole(
-    grid: tuple[Placement, Placement, np.ndarray],
+    grid: tuple[Placement, Placement, np.ndarray], cargo: Cargo
 ) -> None:
-    transfers = gather_rounds(*grid)
+    transfers = gather_rounds(*grid, cargo)
     for cell in range(len(grid[2])):
-        assert part_of(*grid, cell) == transfers.part_of(cell)
+        assert part_of(*grid, cell, cargo) == transfers.part_of(cell)
+
+
+# Segments.
+
+
+@PROPERTY
+@given(grids(), CARGOES)
+def test_in_a_chain_a_cell_passes_an_expert_on_once_into_its_node_and_once_out_of_it(
+    grid: tuple[Placement, Placement, np.ndarray], cargo: Cargo
+) -> None:
+    held, _, node_C = grid
+    transfers = gather_rounds(*grid, cargo)
+    first = {(expert, cell): -1 for expert, cell in np.argwhere(held.holds_EC).tolist()}
+    ways = Counter()
+    for (number, expert, sender, receiver), count in zip(
+        moves(transfers), transfers.num_segments_N.tolist()
+    ):
+        if count > 1:
+            assert 2 <= count <= MOST_SEGMENTS
+            first[expert, receiver] = number
+            assert number == first[expert, sender] + 1, "as soon as a segment has come"
+            ways[expert, sender, bool(node_C[sender] == node_C[receiver])] += 1
+    assert set(ways.values()) <= {1}
+
+
+def test_a_chain_over_two_nodes_by_hand() -> None:
+    home = Placement.owned_by(np.array([1]), 5)
+    wanted = widened(home, [(0, cell) for cell in range(5)])
+    cargo = Cargo(expert_bytes=900, start_bytes=26)
+    assert cargo.num_segments(1, 2) == 2
+    node_C = np.array([0, 0, 1, 1, 1])
+    transfers = gather_rounds(home, wanted, node_C, cargo)
+    assert moves(transfers) == [(0, 0, 1, 0), (0, 0, 1, 2), (1, 0, 2, 3), (2, 0, 3, 4)]
+    one, two = Segment(0, 2), Segment(1, 2)
+    assert transfers.part_of(1).rounds == (
+        Round((Move(0, 0, one), Move(0, 2, one)), ()),
+        Round((Move(0, 0, two), Move(0, 2, two)), ()),
+    )
+    assert transfers.part_of(3).rounds == (
+        Round((), (Move(0, 2, one),)),
+        Round((Move(0, 4, one),), (Move(0, 2, two),)),
+        Round((Move(0, 4, two),), ()),
+    )
+    assert transfers.part_of(3).received == transfers.part_of(3).sent == (0,)
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("expert_bytes", "num_leaders", "num_others", "count"),
+    [
+        (0, 7, 7, 1),
+        (4 * MIB, 7, 0, 1),  # starts of messages would cost more than is gained
+        (352 * MIB, 1, 0, 1),  # one hop
+        (352 * MIB, 0, 1, 1),
+        (352 * MIB, 2, 0, 13),
+        (352 * MIB, 7, 0, MOST_SEGMENTS),
+        (90 * MIB, 3, 0, 9),
+        (8 * 90 * MIB, 0, 3, 9),  # a chain within a node, eight times as fast
+        (90 * MIB, 60, 0, 1),  # a tree of six rounds is shorter than a chain of sixty hops
+    ],
+)
+def test_in_how_many_segments(
+    expert_bytes: int, num_leaders: int, num_others: int, count: int
+) -> None:
+    assert Cargo(expert_bytes).num_segments(num_leaders, num_others) == count
+
+
+@PROPERTY
+@given(st.integers(0, 1 << 30), st.integers(1, 1 << 24), st.integers(0, 300), st.integers(0, 16))
+def test_the_number_of_segments_is_the_best(
+    expert_bytes: int, start_bytes: int, num_leaders: int, num_others: int
+) -> None:
+    """Against all numbers: what a chain takes in so many rounds, link by link, and a tree."""
+    if num_leaders + num_others == 0:
+        return
+    near = expert_bytes / 8
+
+    def chain(count: int) -> float:
+        out, within = start_bytes + expert_bytes / count, start_bytes + near / count
+        slowest = out if num_leaders else within
+        return num_leaders * out + num_others * within + (count - 1) * slowest
+
+    tree = num_leaders.bit_length() * (start_bytes + expert_bytes)
+    tree += num_others.bit_length() * (start_bytes + near)
+    count = Cargo(expert_bytes, start_bytes).num_segments(num_leaders, num_others)
+    best = min(map(chain, range(2, MOST_SEGMENTS + 1)))
+    ours = tree if count == 1 else chain(count)
+    assert ours <= 1.06 * min(best, tree) + 8
+
+
+def test_a_start_is_what_a_fast_link_carries_in_40_us() -> None:
+    assert Cargo().start_bytes == START_BYTES == pytest.approx(40e-6 * 50e9, rel=0.05)
 
 
 @PROPERTY

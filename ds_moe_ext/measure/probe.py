@@ -39,7 +39,7 @@ from ds_moe_ext.measure.bench import Bench, Sweep
 from ds_moe_ext.measure.fit import LinearFit
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.task import INTER, INTRA, PARAM
-from ds_moe_ext.transfer import gather_rounds
+from ds_moe_ext.transfer import Cargo, gather_rounds
 
 NUM_DIGITS = 5  # significant, of what is measured
 
@@ -305,7 +305,8 @@ def copy_sweep(level: Level, sizes: Sizes, device: torch.device) -> Sweep:
     for num_experts in sizes.num_experts_N:
         homes = Placement.owned_by(np.arange(num_experts) % level.num_members, level.num_members)
         everywhere = Placement(np.ones_like(homes.holds_EC))
-        transfers = gather_rounds(homes, everywhere, level.node_C)
+        cargo = Cargo(sizes.expert_bytes)
+        transfers = gather_rounds(homes, everywhere, level.node_C, cargo)
         part = transfers.part_of(level.here)
         units_N.append(int(transfers.received_C.max()) * sizes.expert_bytes)
         works_N.append(partial(sparse_all_gather, part, slots, slots, level.group))

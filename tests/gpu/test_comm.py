@@ -18,11 +18,12 @@ from ds_moe_ext import comm
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.task import INTER
-from ds_moe_ext.transfer import Move, Part, Round, gather_rounds
+from ds_moe_ext.transfer import SMALL, Cargo, Move, Part, Round, gather_rounds
 from tests.ranks import pool_of
 
 SHAPE = (64, 48)
 NUM_EXPERTS = 3
+IN_SEGMENTS = Cargo(expert_bytes=2 * 64 * 48, start_bytes=1)  # where it has two hops
 
 
 def expert(number: int, cell: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -32,11 +33,13 @@ def expert(number: int, cell: int, device: torch.device) -> tuple[Tensor, Tensor
     return drawn.t(), drawn[0, :1]
 
 
-def check_there_and_back(rank: int, world_size: int, device: torch.device) -> None:
+def check_there_and_back(
+    rank: int, world_size: int, device: torch.device, cargo: Cargo = SMALL
+) -> None:
     """Experts go everywhere and gradients come home, twice without the host's waiting."""
     home = Placement.owned_by(np.arange(NUM_EXPERTS) % world_size, world_size)
     everywhere = Placement(np.ones((NUM_EXPERTS, world_size), dtype=bool))
-    part = gather_rounds(home, everywhere, np.arange(world_size) // 2).part_of(rank)
+    part = gather_rounds(home, everywhere, np.arange(world_size) // 2, cargo).part_of(rank)
     chunks = {int(e): expert(int(e), 0, device) for e in home.experts_of(rank)}
     slabs = [torch.zeros(NUM_EXPERTS, *SHAPE[::-1]), torch.zeros(NUM_EXPERTS, 1)]
     slabs = [slab.to(device, torch.bfloat16) for slab in slabs]
@@ -66,6 +69,11 @@ def test_trees_on_a_cpu(world_size: int) -> None:
     pool_of(world_size).run(check_there_and_back, torch.device("cpu"))
 
 
+def test_chains_on_a_cpu() -> None:
+    assert IN_SEGMENTS.num_segments(1, 1) == 16
+    pool_of(4).run(check_there_and_back, torch.device("cpu"), IN_SEGMENTS)
+
+
 def _on_nccl(rank: int, world_size: int, folder: Path) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
@@ -78,6 +86,7 @@ def _on_nccl(rank: int, world_size: int, folder: Path) -> None:
         check_there_and_back(rank, world_size, device)  # by broadcasts
         with mock.patch.object(comm, "_coalescing_manager", None):
             check_there_and_back(rank, world_size, device)  # by trees
+            check_there_and_back(rank, world_size, device, IN_SEGMENTS)
     torch.cuda.synchronize()
     dist.destroy_process_group()
 

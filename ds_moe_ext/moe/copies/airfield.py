@@ -6,6 +6,7 @@ Shape letters: C cells, E experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from ds_moe_ext.schedule.wires import TARGET_WEIGHTS, WEIGHTS
 from ds_moe_ext.strategy import Plan
 
 T = TypeVar("T")
+BYTES = 2  # of an element, as experts mostly travel
 
 
 class Airfield:
@@ -45,11 +47,15 @@ class Airfield:
     def __init__(
         self, place: Place, plan: Plan, like: Weights, observers: tuple[TasksSeen, ...] = ()
     ) -> None:
-        self.place, self.like, self._observers = place, like, observers
+        # By elements, since not all ranks know the type yet; see ``learn_types``. Whole where sums
+        # are in float32: along a chain each rank adds two numbers and rounds, whatever the type.
+        expert_bytes = 0 if place.in_float32 else BYTES * sum(weight.numel() for weight in like)
+        self.place = replace(place, cargo=replace(place.cargo, expert_bytes=expert_bytes))
+        self.like, self._observers = like, observers
         self._knows_types = False
         self.is_last_pass: Callable[[], bool] = lambda: True
         self.plan = plan
-        self.trips = Trips.of(place, plan)
+        self.trips = Trips.of(self.place, plan)
         self.traffic = Traffic()
         self._waiting: dict[int, Weights] = {}  # gradients of copies from earlier micro-batches
         self._nothing: Tensor | None = None

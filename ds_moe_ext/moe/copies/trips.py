@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.copy_split import Split
 from ds_moe_ext.strategy import Plan
-from ds_moe_ext.transfer import Part, part_of, star_of
+from ds_moe_ext.transfer import SMALL, Cargo, Part, part_of, star_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +29,7 @@ class Place:
         group: the cells, in a communicator that only the parameter lane uses.
         in_float32: sums of gradients on their way home are kept so; the same in all cells.
         broadcasts: what goes to all cells travels by broadcasts.
+        cargo: how large an expert is.
     """
 
     layer: int
@@ -37,14 +38,15 @@ class Place:
     group: dist.ProcessGroup
     in_float32: bool = False
     broadcasts: bool = False
+    cargo: Cargo = SMALL
 
     def part(self, held: Placement, wanted: Placement) -> Part:
         """What this cell does for the others to get their copies."""
-        if self.broadcasts:
+        if self.broadcasts and not self.in_float32:  # a star brings home all gradients at once
             star = star_of(held, wanted, self.node_C, self.cell)
             if star is not None:
                 return star
-        return part_of(held, wanted, self.node_C, self.cell)
+        return part_of(held, wanted, self.node_C, self.cell, self.cargo)
 
     def experts(self, placement: Placement) -> Sequence[int]:
         """Experts that a placement has in this cell, by slot."""
