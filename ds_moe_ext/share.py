@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol, TypeGuard
 import numpy as np
 
 from ds_moe_ext.placement import Holders, Placement
+from ds_moe_ext.planned_share import PlannedShare
 
 
 class Share(Protocol):
@@ -530,9 +531,14 @@ def received_by_slot(
     return share.rows_to(holder, rows_CFE)[..., target.experts_of(holder)]
 
 
-def _has_pairs(share: Share, target: Placement) -> TypeGuard[LocalElseHome | NearestCopy]:
-    known = isinstance(share, (LocalElseHome, NearestCopy)) and share.target is target
-    return known and type(share) in (LocalElseHome, NearestCopy)  # others may share otherwise
+def _has_pairs(
+    share: Share, target: Placement
+) -> TypeGuard[LocalElseHome | NearestCopy | PlannedShare]:
+    known = isinstance(share, _OURS) and share.target is target
+    return known and type(share) in _OURS  # others may share otherwise
+
+
+_OURS = (LocalElseHome, NearestCopy, PlannedShare)
 
 
 @lru_cache(maxsize=2)

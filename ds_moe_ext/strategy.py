@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -143,6 +144,25 @@ class Carried(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
+class BetterShare:
+    """A share that rests on numbers which one rank works out for all: floats decide them, and on
+    unlike processors could decide otherwise.
+
+    Attributes:
+        solve: works them out, integers of any shape; in the thread that plans.
+        share: by these numbers, on every rank. Pure.
+    """
+
+    solve: Callable[[], np.ndarray]
+    share: Callable[[np.ndarray], Share]
+
+    @cached_property
+    def numbers(self) -> np.ndarray:
+        """As this rank has worked them out."""
+        return self.solve()
+
+
+@dataclass(frozen=True, eq=False)
 class Plan:
     """What a strategy decided for one layer, until the next plan.
 
@@ -160,6 +180,7 @@ class Plan:
             the strategy, for all layers together. Pure.
         reductions: of dense gradients, beside the layer's backward.
         way: of rows between the cells.
+        better: a share that takes the place of ``share`` before the plan is in force; None: none.
     """
 
     home: Placement
@@ -173,6 +194,7 @@ class Plan:
     successor: Callable[[np.ndarray], Plan] | None = None
     reductions: Placed = NOWHERE
     way: Way = Way.DIRECT
+    better: BetterShare | None = None
 
     @classmethod
     def at_home(cls, home: Placement) -> Plan:
@@ -224,6 +246,13 @@ class Site:
         """Whether the plan's copies are freed between forward and backward: not those of the last
         layer, whose backward is next."""
         return self.plan.is_joined and self.plan.rematerialize and self.following is not None
+
+    @property
+    def solves(self) -> bool:
+        """Whether this rank works out for all what a better share of the layer rests on: each rank
+        does some layers."""
+        grid, index = self.layout.grid, self.layout.index
+        return self.layer % grid.size == index("ep") * grid.cell_size + index("esp")
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.task import PARAM
 from ds_moe_ext.settings import BLOCK, read_settings
 from ds_moe_ext.share import Share
+from ds_moe_ext.steps.completion import completed
 from ds_moe_ext.strategies.esp import ExpertSharding, TwoDegrees
 from ds_moe_ext.strategy import Job, Overlay, Plan, Pool, Strategy, followers
 
@@ -530,6 +531,7 @@ def _num_copies(block: _Block) -> int:
 
 
 def _take(blocks: Sequence[_Block], plans: Sequence[Plan]) -> None:
+    plans = completed(plans, [block.routed.site for block in blocks])
     for block, plan, after in zip(blocks, plans, followers(plans, [0] * len(plans))):
         block.routed.take(plan, after)
         texts = gather_objects(block.routed.describe(), None)

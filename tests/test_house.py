@@ -22,7 +22,7 @@ PACKAGE = "ds_moe_ext"
 LAYERS = (
     ("_autoload",),  # names the patches, and imports nothing of ours
     ("strict", "files", "placement", "rows", "roles", "load", "watch"),
-    ("share", "transfer", "hardware"),
+    ("share", "planned_share", "transfer", "hardware"),
     ("schedule",),
     ("comm",),
     ("all_to_all",),
@@ -47,8 +47,9 @@ LAYERS = (
 )
 """Rooms, the lowest first: a folder or a file of the package. Imports go up this list only."""
 
-PURE = ("strict", "placement", "share", "transfer", "hardware", "load", "cost", "planners")
-PURE += ("files.documents", "measure.fit", "schedule.task", "schedule.orders", "schedule.simulator")
+PURE = ("strict", "placement", "share", "planned_share", "transfer", "hardware", "load", "cost")
+PURE += ("planners", "files.documents", "measure.fit", "schedule.task", "schedule.orders")
+PURE += ("schedule.simulator",)
 PURE += ("schedule.step", "schedule.trace", "schedule.wires", "schedule.stripes")
 PURE += ("schedule.pipeline_orders", "schedule.stripe_samples")
 FOREIGN = ("hosts", "patches", "attachment", "steps", "zebra", "commands.model_layers")

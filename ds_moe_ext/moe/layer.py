@@ -525,6 +525,8 @@ class RoutedExperts:
         if self.copies is not None:
             self.copies.prepare(plan)
         plan.share.prepare(self.site.layout.index("ep"))
+        if plan.better is not None and self.site.solves:
+            _ = plan.better.numbers
 
     def crew_between_sides(self, device: torch.device, *, counts: bool, is_graded: bool) -> Crew:
         """Who does the layer's tasks where ranks have roles; see ``schedule/stripes.py``. Its own

@@ -21,6 +21,7 @@ from ds_moe_ext.planners.calibrate import calibrate, guarded
 from ds_moe_ext.planners.homes import shard
 from ds_moe_ext.planners.materialize import materialize
 from ds_moe_ext.share import NearestCopy
+from ds_moe_ext.strategies.shares import check_share, divided_by_time
 from ds_moe_ext.strategy import (
     Destination,
     Job,
@@ -34,6 +35,7 @@ from ds_moe_ext.strategy import (
 from ds_moe_ext.strict import at_least, in_json
 
 WHERE = "ds_moe_ext.fssdp"
+NEAREST = "nearest"  # a share, by its JSON name
 RESHARD_INTERVAL = 100  # steps, where nobody says
 
 
@@ -57,6 +59,8 @@ class FullySharded(Strategy):
             the rank's own experts and their gradients take, one of each layer at least.
         sum_copies_in_float32: a rank adds gradients of copies in 32 bits where they are narrower;
             they travel and come home as they are.
+        share: how copies divide rows: "nearest", the paper's rule, or "planned", so that the layer
+            takes least time by what rows are predicted to cost (docs/priced_share.md).
     """
 
     overlap_degree: int | None = None
@@ -69,8 +73,10 @@ class FullySharded(Strategy):
     heterogeneous_sharding: bool = True
     copy_bytes: int | None = None
     sum_copies_in_float32: bool = False
+    share: str = NEAREST
 
     def __post_init__(self) -> None:
+        check_share(f"{WHERE}.share", self.share, NEAREST)
         for key in ("overlap_degree", "copies_per_rank", "reshard_interval", "copy_bytes"):
             at_least(f"{WHERE}.{key}", vars(self)[key], 0)
         at_least(f"{WHERE}.window", self.window, 1)
@@ -122,9 +128,15 @@ class FullySharded(Strategy):
                 targets[layer] = home if is_home else target
                 prices[layer] = pool.prices
         shares = NearestCopy.of_layers(targets, job.node_C)
-        return tuple(
+        plans = (
             self._plan_of(home, share, prices[layer], int(fits_L[layer]))
             for layer, (home, share) in enumerate(zip(job.homes, shares))
+        )
+        if self.share == NEAREST:
+            return tuple(plans)
+        return tuple(
+            divided_by_time(plan, job.rows[layer], job.node_C, prices[layer])
+            for layer, plan in enumerate(plans)
         )
 
     def homes(self, job: Job) -> tuple[Placement, ...]:

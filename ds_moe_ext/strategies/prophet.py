@@ -22,13 +22,14 @@ from ds_moe_ext.cost.block_costs import (
     is_balanced,
     placement_seconds,
 )
-from ds_moe_ext.cost.prices import TRIPS
+from ds_moe_ext.cost.prices import TRIPS, Prices
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.copy_split import SPLITS, split_backward, split_forward
 from ds_moe_ext.planners.prophet_greedy import BlockPlan, place_experts
 from ds_moe_ext.planners.shadow import shadow_experts
 from ds_moe_ext.schedule.wires import Beside
 from ds_moe_ext.share import LocalElseHome
+from ds_moe_ext.strategies.shares import check_share, divided_by_time
 from ds_moe_ext.strategy import (
     Carried,
     Forecast,
@@ -41,6 +42,8 @@ from ds_moe_ext.strategy import (
     register,
 )
 from ds_moe_ext.strict import at_least, nearest
+
+LOCAL = "local"  # a share, by its JSON name
 
 Planner = Callable[["ProProphet", Placement, np.ndarray, BlockPrices], BlockPlan]
 
@@ -88,6 +91,9 @@ class ProProphet(Strategy):
             two layers take memory at a time. False keeps those of all layers until backward.
         sum_copies_in_float32: a rank adds gradients of copies in 32 bits where they are narrower;
             they travel and come home as they are.
+        share: how copies divide rows: "local", the paper's rule, local copy else home; or
+            "planned", so that the layer takes least time by what rows are predicted to cost
+            (docs/priced_share.md).
     """
 
     frequency: int | None = None
@@ -98,8 +104,10 @@ class ProProphet(Strategy):
     planner: str = "prophet"
     rematerialize: bool = True
     sum_copies_in_float32: bool = False
+    share: str = LOCAL
 
     def __post_init__(self) -> None:
+        check_share("ds_moe_ext.prophet.share", self.share, LOCAL)
         at_least("ds_moe_ext.prophet.frequency", self.frequency, 1)
         at_least("ds_moe_ext.prophet.num_excluded", self.num_excluded, 0)
         if not 0 <= self.balance < np.inf:
@@ -130,7 +138,9 @@ class ProProphet(Strategy):
                 f"{num_cells - 1}, or null"
             )
         plans = {
-            layer: _Search(self, job.homes[layer], job.follows(layer), prices)(job.rows[layer])
+            layer: _Search(
+                self, job.homes[layer], job.follows(layer), prices, job.node_C, pool.prices
+            )(job.rows[layer])
             if (prices := self._prices(job, pool, layer))
             else _at_home(job.homes[layer])
             for pool in job.pools
@@ -206,19 +216,23 @@ class _Search:
         home: where the experts live.
         follows: whether there is a block before its own, which can carry its copies.
         prices: of its block.
+        node_C: node of each cell.
+        row_prices: of its rows.
     """
 
     strategy: ProProphet
     home: Placement
     follows: bool
     prices: BlockPrices
+    node_C: np.ndarray
+    row_prices: Prices
 
     def __call__(self, rows_CE: np.ndarray) -> Plan:
         """The plan by the chosen planner, int64 ``[C, E]``."""
         strategy, home = self.strategy, self.home
         found = PLANNERS[strategy.planner](strategy, home, rows_CE, self.prices)
         if not found.selected:
-            return self._followed(_at_home(home), age=0)
+            return self._followed(_at_home(home), rows_CE, age=0)
         target = found.target
         plan = Plan(
             home,
@@ -227,7 +241,7 @@ class _Search:
             rematerialize=strategy.rematerialize,
             carried=self._carried(found) if strategy.scheduler and self.follows else None,
         )
-        return self._followed(plan, age=0)
+        return self._followed(plan, rows_CE, age=0)
 
     def _carried(self, found: BlockPlan) -> Carried:
         rule, num_experts = SPLITS[self.strategy.split], len(found.selected)
@@ -246,19 +260,23 @@ class _Search:
             ),
         )
 
-    def _followed(self, plan: Plan, *, age: int) -> Plan:
-        """The plan, and how it is followed.
+    def _followed(self, plan: Plan, rows_CE: np.ndarray, *, age: int) -> Plan:
+        """The plan, how it is followed, and how copies divide rows.
 
         Args:
             plan: of a search.
+            rows_CE: of the step before.
             age: steps that it has been in force before.
         """
-        return replace(plan, successor=partial(self._next, plan, age))
+        followed = replace(plan, successor=partial(self._next, plan, age))
+        if self.strategy.share == LOCAL:
+            return followed
+        return divided_by_time(followed, rows_CE, self.node_C, self.row_prices)
 
     def _next(self, plan: Plan, age: int, rows_CE: np.ndarray) -> Plan:
         strategy = self.strategy
         if age + 1 < strategy.steps_kept:
             computed_C = cell_rows(self.home, plan.target, rows_CE).computed_C
             if is_balanced(computed_C, self.home.num_experts, strategy.balance):
-                return self._followed(plan, age=age + 1)
+                return self._followed(plan, rows_CE, age=age + 1)
         return self(rows_CE)

@@ -358,6 +358,14 @@ FSSDP: dict[str, tuple[int, dict[str, Any], Shows]] = {
         {"overlap_degree": 2, "copies_per_rank": 1, "calibrate": True, "reshard_interval": 4},
         moves,
     ),
+    "planned share": (
+        4,
+        {
+            **{"overlap_degree": 4, "copies_per_rank": 2, "reshard_interval": 4},
+            **{"share": "planned", "rematerialize": True},
+        },
+        moves,
+    ),
     "all at once": (
         4,
         {
@@ -397,6 +405,7 @@ PROPHET: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "as it is": ((2, 4), {"balance": 0.3}),
     "halves": ((4,), {"split": "half", "num_excluded": 1, "balance": 0.3}),
     "kept copies": ((2,), {"rematerialize": False, "num_excluded": None, "balance": 0.2}),
+    "planned share": ((4,), {"share": "planned", "balance": 0.3}),
     "not hidden": ((2,), {"scheduler": False, "frequency": 1, "balance": 0.3}),
     "shadows": ((2,), {"planner": "shadow"}),
     "stale": ((2,), {"planner": "shadow", "frequency": 7, "balance": 1e6}),
@@ -468,7 +477,7 @@ def esp_rows() -> Iterator[Row]:
     for ranks, size in ((2, 1), (4, 2)):
         job = over(esp(float64(steps=6), size), VARIED, **drawn)
         yield Row(f"esp over varied {ranks} ranks by {size}", ranks, job, shows=(copies, moves))
-    fewer = {"copies_per_rank": 2, "reshard_interval": 3}
+    fewer = {"copies_per_rank": 2, "reshard_interval": 3, "share": "planned"}
     job = over(esp(float64("mixtral", 8), 2), "fssdp", **fewer)
     yield Row("esp over fssdp", 4, job)
     job = over(esp(float64("mixtral", 8), 2), "prophet")
