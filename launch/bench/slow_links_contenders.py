@@ -42,7 +42,7 @@ PLAIN = Way("ep", {"strategy": "ep"})
 
 
 def fssdp_ways(copies_per_rank: Sequence[int], overlap_degree: int) -> Iterator[Way]:
-    """Copies in growing numbers, variants of the most, and t and m measured.
+    """Copies in growing numbers by either share, variants of the most, and t and m measured.
 
     Args:
         copies_per_rank: m of each; none leaves only what is measured.
@@ -51,10 +51,12 @@ def fssdp_ways(copies_per_rank: Sequence[int], overlap_degree: int) -> Iterator[
     for copies in copies_per_rank:
         given = {"overlap_degree": overlap_degree, "copies_per_rank": copies}
         yield _fssdp(f"m = {copies}", **given)
+        yield _fssdp(f"m = {copies}, planned share", **given, share="planned")
     if copies_per_rank:
         yield _fssdp("the same, rematerialized", **given, rematerialize=True)
         yield replace(_fssdp("the same, late", **given), is_early=False)
     yield _fssdp("fssdp, t and m measured")
+    yield _fssdp("the same, planned share", share="planned")
 
 
 def _fssdp(name: str, **keys: Any) -> Way:
@@ -65,6 +67,7 @@ def prophet_ways() -> Iterator[Way]:
     """As it comes; then with one thing changed; last as "own block", but kept and launched late."""
     yield _prophet("prophet")
     yield _prophet("prophet, kept", rematerialize=False)
+    yield _prophet("prophet, planned share", share="planned")
     yield _prophet("prophet, shadow", planner="shadow")
     yield _prophet("prophet, own block", scheduler=False)
     bare = _prophet("prophet, not hidden", scheduler=False, rematerialize=False)
