@@ -36,8 +36,9 @@ class Placement:
     _experts: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        homeless = np.flatnonzero(~self.holds_EC.any(axis=1))
-        if homeless.size:
+        is_held_E = self.holds_EC.any(axis=1)
+        if not is_held_E.all():
+            homeless = np.flatnonzero(~is_held_E)
             raise ValueError(
                 f"no cell holds expert(s) {homeless.tolist()}; every expert needs a holder"
             )

@@ -55,10 +55,11 @@ def materialize(
     num_experts_L = np.array([home.num_experts for home in homes])
     check_loads(loads, num_experts_L.tolist(), factor=len(node_C) * num_experts_L.max())
     degree_L = np.minimum(per_layer(overlap_degree, len(homes)), num_experts_L)
-    degree_L = np.where([load_E.any() for load_E in loads], degree_L, 0)
+    order_LE, rows_LE = hottest_first(loads)
+    degree_L = np.where(rows_LE[:, 0] > 0, degree_L, 0)
     copies_L = np.minimum(per_layer(copies_per_cell, len(homes)), degree_L)
 
-    hot = _Hot.of(loads, degree_L)
+    hot = _Hot.of(order_LE, rows_LE, num_experts_L, degree_L)
     all_fit_L = degree_L <= copies_L
     holds_XC = np.concatenate([home.holds_EC for home in homes])
     holds_XC[hot.of_layers(all_fit_L).experts] = True
@@ -97,12 +98,19 @@ class _Hot:
     is_one_LT: np.ndarray
 
     @classmethod
-    def of(cls, loads: Sequence[np.ndarray], degree_L: np.ndarray) -> _Hot:
-        order_LE, rows_LE = hottest_first(loads)
-        is_one_LT = np.arange(degree_L.max()) < degree_L[:, None]
-        first_L = np.cumsum([0, *map(len, loads[:-1])])
-        expert_LT = order_LE[:, : degree_L.max()] + first_L[:, None]
-        return cls(expert_LT * is_one_LT, rows_LE[:, : degree_L.max()] * is_one_LT, is_one_LT)
+    def of(
+        cls,
+        order_LE: np.ndarray,
+        rows_LE: np.ndarray,
+        num_experts_L: np.ndarray,
+        degree_L: np.ndarray,
+    ) -> _Hot:
+        """Args: order_LE and rows_LE: as of ``hottest_first``. degree_L: hot ones of each layer."""
+        most = degree_L.max()
+        is_one_LT = np.arange(most) < degree_L[:, None]
+        first_L = np.cumsum(num_experts_L) - num_experts_L
+        expert_LT = order_LE[:, :most] + first_L[:, None]
+        return cls(expert_LT * is_one_LT, rows_LE[:, :most] * is_one_LT, is_one_LT)
 
     def of_layers(self, is_in_L: np.ndarray) -> _Hot:
         return _Hot(self.expert_LT[is_in_L], self.rows_LT[is_in_L], self.is_one_LT[is_in_L])
