@@ -29,6 +29,8 @@ class BlockPrices:
         weight_bytes: bytes of one expert's parameters.
         gradient_bytes: bytes of one expert's gradients.
         copy_bytes_per_s: bandwidth of Trans and Agg.
+        copy_latency_s: what each of the two takes besides, however little is copied; 0 is the
+            paper's formula.
         forward_gap_s: forward of the non-MoE layer, ``T_FNEC``.
         backward_gap_s: its backward, ``T_BNEC``.
         is_scheduled: copies move beside the computations: equation (8) in place of (6).
@@ -44,6 +46,7 @@ class BlockPrices:
     weight_bytes: float
     gradient_bytes: float
     copy_bytes_per_s: float
+    copy_latency_s: float = 0.0
     forward_gap_s: float = 0.0
     backward_gap_s: float = 0.0
     is_scheduled: bool = False
@@ -101,8 +104,9 @@ def _seconds(
     """The fields of ``BlockSeconds``."""
     exchange_s = most_received * prices.row_bytes / prices.bytes_per_s
     expert_s = most_computed * prices.row_s
-    gather_s = copied * prices.weight_bytes / prices.copy_bytes_per_s
-    reduce_s = copied * prices.gradient_bytes / prices.copy_bytes_per_s
+    latency_s = prices.copy_latency_s if copied else 0.0
+    gather_s = latency_s + copied * prices.weight_bytes / prices.copy_bytes_per_s
+    reduce_s = latency_s + copied * prices.gradient_bytes / prices.copy_bytes_per_s
     before_s, after_s = gather_s, reduce_s + gather_s * prices.gathers_again
     if prices.is_scheduled:
         before_s = max(0.0, before_s - FORWARD * expert_s - prices.forward_gap_s)
