@@ -230,10 +230,14 @@ class OneRank:
             layer.routed.tasks.is_on = False
 
     def route(self, rows_LCE: np.ndarray) -> None:
-        """Let the layers see rows, and plan beside the step."""
+        """Let the layers see rows, and plan beside the step: here and now."""
         with mock.patch.object(beside, "worker", lambda: self._beside):
-            for each, rows_CE in zip(self.layers, rows_LCE):
-                each.routed.rows(rows_CE, 1, each.routed.site.plan.share)
+            self.count(rows_LCE)
+
+    def count(self, rows_LCE: np.ndarray) -> None:
+        """Let the layers see rows; the last ones begin the planning."""
+        for each, rows_CE in zip(self.layers, rows_LCE):
+            each.routed.rows(rows_CE, 1, each.routed.site.plan.share)
 
     def after_step(self, step: int) -> None:
         """As ``Run.after_step``; and the programs of the next step, as on CUDA."""
