@@ -166,9 +166,9 @@ def _of_star(star: Part, experts: frozenset[int]) -> Part:
     def of_these(moves: Sequence[Move]) -> tuple[Move, ...]:
         return tuple([move for move in moves if move.expert in experts])
 
-    rounds = tuple(
+    rounds = (
         replace(each, sends=of_these(each.sends), receives=of_these(each.receives))
         for each in star.rounds
-        if experts
     )
-    return replace(star, rounds=rounds, everywhere=of_these(star.everywhere))
+    everywhere = of_these(star.everywhere)
+    return replace(star, rounds=tuple(rounds) if everywhere else (), everywhere=everywhere)
