@@ -2,7 +2,7 @@
 
 Ranks must agree on every plan, so planners count in whole rows, in which no order of summation and
 no rounding can differ. Shape letters: I steps, L layers, C senders, E experts of a layer (of the
-largest, where layers differ).
+largest, where layers differ), Y experts of all layers.
 """
 
 from __future__ import annotations
@@ -139,6 +139,10 @@ def check_loads(loads: Sequence[np.ndarray], num_experts: Sequence[int], *, fact
             f"{list(num_experts)} experts; give each layer one load an expert"
         )
     most = np.iinfo(np.int64).max // factor
+    if all(load_E.dtype.kind in "iu" for load_E in loads):
+        all_Y = np.concatenate(loads)
+        if all_Y.size and 0 <= all_Y.min() <= all_Y.max() <= most:
+            return
     for layer, load_E in enumerate(loads):
         if load_E.dtype.kind not in "iu":
             raise ValueError(
@@ -155,14 +159,20 @@ def check_loads(loads: Sequence[np.ndarray], num_experts: Sequence[int], *, fact
 def hottest_first(loads: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Experts of each layer by falling load, the lower index first among equals.
 
+    Args:
+        loads: whole rows of each expert, ``[E]`` a layer; times ``E`` they fit into int64.
+
     Returns:
         Experts and their rows, int64 ``[L, E]``; -1 rows where a layer has fewer experts.
     """
-    rows_LE = np.full((len(loads), max(map(len, loads))), -1, dtype=np.int64)
+    most = max(map(len, loads))
+    rows_LE = np.full((len(loads), most), -1, dtype=np.int64)
     for layer, load_E in enumerate(loads):
         rows_LE[layer, : len(load_E)] = load_E
-    order_LE = np.argsort(-rows_LE, axis=1, kind="stable")
-    return order_LE, np.take_along_axis(rows_LE, order_LE, axis=1)
+    key_LE = np.arange(most) - rows_LE * most  # a quarter of the time of a stable argsort
+    key_LE.sort(axis=1)
+    order_LE = key_LE % most
+    return order_LE, (order_LE - key_LE) // most
 
 
 def per_layer(number: np.ndarray | int, num_layers: int) -> np.ndarray:

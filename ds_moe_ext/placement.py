@@ -37,8 +37,9 @@ class Placement:
     _columns: dict[int, np.ndarray | slice] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        homeless = np.flatnonzero(~self.holds_EC.any(axis=1))
-        if homeless.size:
+        is_held_E = self.holds_EC.any(axis=1)
+        if not is_held_E.all():
+            homeless = np.flatnonzero(~is_held_E)
             raise ValueError(
                 f"no cell holds expert(s) {homeless.tolist()}; every expert needs a holder"
             )
@@ -77,6 +78,11 @@ class Placement:
         return _frozen(np.flatnonzero(self.holds_EC))
 
     @cached_property
+    def holder_N(self) -> np.ndarray:
+        """The holder of each pair, in the order of ``flat_N``, int64."""
+        return _frozen(self.flat_N % self.num_cells)
+
+    @cached_property
     def num_holders_E(self) -> np.ndarray:
         """Cells that hold each expert, int64."""
         return _frozen(np.bincount(self.flat_N // self.num_cells, minlength=self.num_experts))
@@ -89,7 +95,7 @@ class Placement:
     @cached_property
     def is_everywhere(self) -> bool:
         """Whether each cell holds an expert."""
-        return bool(self.holds_EC.any(axis=0).all())
+        return bool((self.held_C1[1:] > self.held_C1[:-1]).all())
 
     @cached_property
     def num_slots(self) -> int:
@@ -119,14 +125,16 @@ class Placement:
     def by_holder_N(self) -> np.ndarray | None:
         """Takes pairs, in the order of ``flat_N``, to that of holders and their slots, int64
         ``[N]``; None where it is theirs: one copy an expert, experts in the order of cells."""
-        order_N = np.argsort(self.flat_N % self.num_cells, kind="stable")
+        order_N = np.argsort(self.holder_N, kind="stable")
         in_order = np.array_equal(order_N, np.arange(order_N.size))
         return None if in_order else _frozen(order_N)
 
     @cached_property
     def held_C1(self) -> np.ndarray:
         """How many copies the cells before each hold, and all, int64 ``[C + 1]``."""
-        return _frozen(np.concatenate(([0], self.holds_EC.sum(axis=0).cumsum())))
+        held_C1 = np.zeros(self.num_cells + 1, dtype=np.int64)
+        np.cumsum(np.bincount(self.holder_N, minlength=self.num_cells), out=held_C1[1:])
+        return _frozen(held_C1)
 
     def prepare(self, cell: int) -> None:
         """Work out beforehand what rows are ordered by, for a cell that sends and receives."""

@@ -95,8 +95,8 @@ class LocalElseHome:
     def _pair_E(self, sender: int) -> np.ndarray:
         """Place of each expert's holder, for a sender, among the target's pairs."""
         if sender not in self._pairs:
-            flat_E = self._first_E + self._holder_CE[sender]
-            self._pairs[sender] = np.searchsorted(self.target.flat_N, flat_E)
+            holder_E = np.where(self.target.holds_EC[:, sender], sender, self.home.owner_E)
+            self._pairs[sender] = np.searchsorted(self.target.flat_N, self._first_E + holder_E)
         return self._pairs[sender]
 
     def received_by_slot(self, holder: int, rows_CFE: np.ndarray) -> np.ndarray:
@@ -108,7 +108,10 @@ class LocalElseHome:
         """Whose rows of each of its experts a holder gets."""
         if holder not in self._keeps:
             expert_S = self.target.experts_of(holder)
-            self._keeps[holder] = (self._holder_CE[:, expert_S] == holder)[:, None]
+            lacks_CS = ~self.target.holds_EC[expert_S].T
+            kept_CS = lacks_CS & (self.home.owner_E[expert_S] == holder)
+            kept_CS[holder] = True
+            self._keeps[holder] = kept_CS[:, None]
         return self._keeps[holder]
 
     def rows_between(self, rows_CFE: np.ndarray) -> np.ndarray:

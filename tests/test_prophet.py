@@ -163,6 +163,16 @@ def test_copies_that_were_seen_to_be_slow_are_not_made() -> None:
         assert all(plan.has_copies == pays for plan in plans)
 
 
+def test_copies_that_take_long_to_start_are_not_made() -> None:
+    """The measured latency counts as it does for ``fssdp``."""
+    job = job_of(ROWS_ILCE[0])
+    (pool,) = job.pools
+    for latency_s, pays in ((0.0, True), (1e6, False)):
+        pools = (replace(pool, copy_latency_s=latency_s),)
+        plans = ProProphet().plan(replace(job, pools=pools))
+        assert all(plan.has_copies == pays for plan in plans)
+
+
 COPIED = HOMES[0].with_copies(np.ones_like(HOMES[0].holds_EC))
 ALONE = ProProphet().plan(Job.at_start(HOMES, np.zeros(NUM_CELLS, dtype=np.int64)))[0]
 JOINED = replace(ALONE, target=COPIED)

@@ -8,7 +8,6 @@ are computed from the counts by one formula. Shape letters: E experts, C cells.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -30,6 +29,8 @@ class BlockPrices:
         weight_bytes: bytes of one expert's parameters.
         gradient_bytes: bytes of one expert's gradients.
         copy_bytes_per_s: bandwidth of Trans and Agg.
+        copy_latency_s: what each of the two takes besides, however little is copied; 0 is the
+            paper's formula.
         forward_gap_s: forward of the non-MoE layer, ``T_FNEC``.
         backward_gap_s: its backward, ``T_BNEC``.
         is_scheduled: copies move beside the computations: equation (8) in place of (6).
@@ -45,6 +46,7 @@ class BlockPrices:
     weight_bytes: float
     gradient_bytes: float
     copy_bytes_per_s: float
+    copy_latency_s: float = 0.0
     forward_gap_s: float = 0.0
     backward_gap_s: float = 0.0
     is_scheduled: bool = False
@@ -86,35 +88,29 @@ def block_seconds(
         copied: experts that are copied, each counted as the share of cells that hold it:
             ``s (D - n) / D``; see ``copied_experts``.
     """
-    return BlockSeconds(*_seconds(prices, most_received, most_computed, copied, max))
+    return BlockSeconds(*_seconds(prices, most_received, most_computed, copied))
 
 
-def step_seconds_S(
-    prices: BlockPrices,
-    most_received_S: np.ndarray,
-    most_computed_S: np.ndarray,
-    copied_S: np.ndarray,
-) -> np.ndarray:
-    """``step_s`` of several placements, float ``[S]``, to the last bit. Arguments as of
-    ``block_seconds``."""
-    figures = most_received_S, most_computed_S, copied_S
-    step_s: np.ndarray = _seconds(prices, *figures, np.maximum)[-1]
-    return step_s
+def step_seconds(
+    prices: BlockPrices, most_received: float, most_computed: float, copied: float
+) -> float:
+    """``step_s`` alone. Arguments as of ``block_seconds``."""
+    return _seconds(prices, most_received, most_computed, copied)[-1]
 
 
 def _seconds(
-    prices: BlockPrices, most_received: Any, most_computed: Any, copied: Any, larger: Any
-) -> tuple[Any, Any, Any, Any, Any]:
-    """The fields of ``BlockSeconds``; of numbers or of arrays, with what gives the larger of
-    two."""
+    prices: BlockPrices, most_received: float, most_computed: float, copied: float
+) -> tuple[float, float, float, float, float]:
+    """The fields of ``BlockSeconds``."""
     exchange_s = most_received * prices.row_bytes / prices.bytes_per_s
     expert_s = most_computed * prices.row_s
-    gather_s = copied * prices.weight_bytes / prices.copy_bytes_per_s
-    reduce_s = copied * prices.gradient_bytes / prices.copy_bytes_per_s
+    latency_s = prices.copy_latency_s if copied else 0.0
+    gather_s = latency_s + copied * prices.weight_bytes / prices.copy_bytes_per_s
+    reduce_s = latency_s + copied * prices.gradient_bytes / prices.copy_bytes_per_s
     before_s, after_s = gather_s, reduce_s + gather_s * prices.gathers_again
     if prices.is_scheduled:
-        before_s = larger(0.0, before_s - FORWARD * expert_s - prices.forward_gap_s)
-        after_s = larger(0.0, after_s - BACKWARD * expert_s - prices.backward_gap_s)
+        before_s = max(0.0, before_s - FORWARD * expert_s - prices.forward_gap_s)
+        after_s = max(0.0, after_s - BACKWARD * expert_s - prices.backward_gap_s)
     computed_s = (FORWARD + BACKWARD) * expert_s
     step_s = TRIPS * exchange_s + computed_s + before_s + after_s
     return exchange_s, expert_s, gather_s, reduce_s, step_s
@@ -144,13 +140,16 @@ def cell_rows(home: Placement, target: Placement, rows_CE: np.ndarray) -> CellRo
     owner_E, num_cells = home.owner_E, home.num_cells
     kept_E = rows_CE[owner_E, np.arange(home.num_experts)]
     left_E = rows_CE.sum(axis=0) - kept_E
-    copied = np.flatnonzero(target.holds_EC.sum(axis=1) > 1)
-    kept_CX = rows_CE[:, copied] * target.holds_EC[copied].T
-    left_E[copied] += kept_E[copied] - kept_CX.sum(axis=0)
-    kept_E[copied] = 0
+    kept_C = np.zeros(num_cells, dtype=np.int64)
+    if not target.is_single:
+        copied = np.flatnonzero(target.num_holders_E > 1)
+        kept_CX = rows_CE[:, copied] * target.holds_EC[copied].T
+        left_E[copied] += kept_E[copied] - kept_CX.sum(axis=0)
+        kept_E[copied] = 0
+        kept_C = kept_CX.sum(axis=1)
     # Sums in float64: whole numbers, and exact.
     received_C = np.bincount(owner_E, left_E, num_cells).astype(np.int64)
-    kept_C = np.bincount(owner_E, kept_E, num_cells).astype(np.int64) + kept_CX.sum(axis=1)
+    kept_C = kept_C + np.bincount(owner_E, kept_E, num_cells).astype(np.int64)
     return CellRows(computed_C=kept_C + received_C, received_C=received_C)
 
 
@@ -159,7 +158,7 @@ def copied_experts(target: Placement) -> float:
 
     An expert in its home alone is not copied, whatever the formula says (spec choices 3 and 4).
     """
-    holders_E = target.holds_EC.sum(axis=1)
+    holders_E = target.num_holders_E
     return int(holders_E[holders_E > 1].sum()) / target.num_cells
 
 

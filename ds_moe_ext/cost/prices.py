@@ -1,13 +1,13 @@
 """What a step of an MoE layer costs under a placement: HECATE's model, spec rule 22. Pure.
 
 ``T(P) = c * (rows of the busiest cell) + 4 * (the slowest of the all-to-all's links)``: rows travel
-there and back, forward and backward. Shape letters: L layers, E experts of one layer, C cells, N
-nodes, X copied experts of all layers, A the others.
+there and back, forward and backward. Shape letters: L layers, E experts of one layer, Y those of
+all layers, X copied ones of all layers, A the others, C cells, N nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -67,42 +67,53 @@ class RowFlow:
 
 @dataclass(frozen=True, eq=False)
 class RoutedRows:
-    """Rows of some layers, added up as flows want them: once for several placements.
+    """Rows of some layers, side by side, added up as flows want them: once for several placements.
 
     Attributes:
-        rows: of each layer, that each sender routes to each expert, int64 ``[C, E]``.
+        rows_CY: that each sender routes to each expert, int64.
+        first_L1: where each layer's experts begin, and where the last one's end.
         node_C: node of each cell, 0 to N - 1.
         sent_LC: rows of each sender, int64.
-        totals: rows of each expert, int64 ``[E]`` a layer.
-        of_nodes: rows of each node's senders for each expert, int64 ``[N, E]`` a layer.
+        of_nodes_NY: rows of each node's senders for each expert, int64.
     """
 
-    rows: Sequence[np.ndarray]
+    rows_CY: np.ndarray
+    first_L1: np.ndarray
     node_C: np.ndarray
     sent_LC: np.ndarray
-    totals: Sequence[np.ndarray]
-    of_nodes: Sequence[np.ndarray]
+    of_nodes_NY: np.ndarray
 
     @classmethod
     def of(cls, rows: Sequence[np.ndarray], node_C: np.ndarray) -> RoutedRows:
-        """Costs some passes over the rows. ``node_C`` may number nodes by any numbers."""
+        """Of each layer, int64 ``[C, E]``. Costs some passes over them. ``node_C`` may number nodes
+        by any numbers."""
         numbered_C = np.unique(node_C, return_inverse=True)[1]
-        of_nodes = list(_of_nodes(rows, numbered_C))
-        return cls(
-            rows,
-            numbered_C,
-            np.stack([rows_CE.sum(axis=1) for rows_CE in rows]),
-            [rows_NE.sum(axis=0) for rows_NE in of_nodes],
-            of_nodes,
-        )
+        rows_CY = np.concatenate(rows, axis=1)
+        first_L1 = np.cumsum([0, *(rows_CE.shape[1] for rows_CE in rows)])
+        sent_LC = np.add.reduceat(rows_CY, first_L1[:-1], axis=1).T
+        return cls(rows_CY, first_L1, numbered_C, sent_LC, _of_nodes(rows_CY, numbered_C))
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.first_L1) - 1
+
+    @cached_property
+    def total_Y(self) -> np.ndarray:
+        """Rows of each expert, int64."""
+        total_Y: np.ndarray = self.of_nodes_NY.sum(axis=0)
+        return total_Y
+
+    @property
+    def totals(self) -> list[np.ndarray]:
+        """The same, ``[E]`` a layer."""
+        return np.split(self.total_Y, self.first_L1[1:-1])
 
     def of_layers(self, layers: Sequence[int]) -> RoutedRows:
         """Those of some of the layers."""
-        rows, totals, of_nodes = (
-            [tables[layer] for layer in layers]
-            for tables in (self.rows, self.totals, self.of_nodes)
-        )
-        return RoutedRows(rows, self.node_C, self.sent_LC[list(layers)], totals, of_nodes)
+        if list(layers) == list(range(self.num_layers)):
+            return self
+        bounds = [self.first_L1[layer : layer + 2] for layer in layers]
+        return RoutedRows.of([self.rows_CY[:, slice(*each)] for each in bounds], self.node_C)
 
     @cached_property
     def is_on_CN(self) -> np.ndarray:
@@ -110,18 +121,16 @@ class RoutedRows:
         return (self.node_C[:, None] == np.arange(int(self.node_C.max()) + 1)).astype(np.float64)
 
 
-def _of_nodes(rows: Sequence[np.ndarray], node_C: np.ndarray) -> Iterator[np.ndarray]:
+def _of_nodes(rows_CY: np.ndarray, node_C: np.ndarray) -> np.ndarray:
     """See ``RoutedRows``."""
     order_C = np.argsort(node_C, kind="stable")
     size_N = np.bincount(node_C)
-    in_order = bool((order_C[1:] > order_C[:-1]).all())
-    for rows_CE in rows:
-        sorted_CE = rows_CE if in_order else rows_CE[order_C]
-        if (size_N == size_N[0]).all():  # add.reduceat takes four times as long
-            yield sorted_CE.reshape(len(size_N), size_N[0], -1).sum(axis=1)
-        else:
-            parts = np.split(sorted_CE, size_N.cumsum()[:-1])
-            yield np.stack([part_GE.sum(axis=0) for part_GE in parts])
+    if not (order_C[1:] > order_C[:-1]).all():
+        rows_CY = rows_CY[order_C]
+    if (size_N == size_N[0]).all():  # add.reduceat takes four times as long
+        of_nodes_NY: np.ndarray = rows_CY.reshape(len(size_N), size_N[0], -1).sum(axis=1)
+        return of_nodes_NY
+    return np.add.reduceat(rows_CY, size_N.cumsum() - size_N)
 
 
 def nearest_copy_flow(
@@ -172,26 +181,20 @@ class _Flow(NamedTuple):
 
 
 def _flow_to_only_holders(holders: Holders, routed: RoutedRows) -> _Flow:
-    parts = holders.by_layer(holders.layer_A, holders.expert_A, holders.cell_A)
-    own, near, total = [], [], []
-    for layer, (expert_A, cell_A) in enumerate(parts):
-        total_E = routed.totals[layer]
-        own.append(routed.rows[layer].take(cell_A * len(total_E) + expert_A))
-        near.append(routed.of_nodes[layer].take(routed.node_C[cell_A] * len(total_E) + expert_A))
-        total.append(total_E.take(expert_A))
-    own_A, near_A, total_A = map(np.concatenate, (own, near, total))
+    at_A = routed.first_L1[holders.layer_A] + holders.expert_A
+    node_A = routed.node_C[holders.cell_A]
+    own_A, near_A = routed.rows_CY[holders.cell_A, at_A], routed.of_nodes_NY[node_A, at_A]
+    total_A = routed.total_Y[at_A]
     at_cells = _Sums(holders.layer_A, holders.cell_A, routed.sent_LC.shape)
-    shape_LN = len(own), routed.is_on_CN.shape[1]
-    at_nodes = _Sums(holders.layer_A, routed.node_C[holders.cell_A], shape_LN)
+    at_nodes = _Sums(holders.layer_A, node_A, (holders.num_layers, len(routed.of_nodes_NY)))
     return _Flow(
         at_cells(own_A), at_cells(total_A - own_A), at_nodes(near_A), at_nodes(total_A - near_A)
     )
 
 
 def _flow_to_copies(holders: Holders, routed: RoutedRows) -> _Flow:
-    parts = holders.by_layer(holders.layer_X, holders.expert_X)
-    columns = [rows_CE[:, expert_X] for rows_CE, (expert_X,) in zip(routed.rows, parts)]
-    rows_XC = np.concatenate(columns, axis=1).T.astype(np.float64)
+    at_X = routed.first_L1[holders.layer_X] + holders.expert_X
+    rows_XC = routed.rows_CY[:, at_X].T.astype(np.float64)
     held_XC = holders.holds_XC.astype(np.float64)
     is_on_CN = routed.is_on_CN
     nodes_N = np.arange(is_on_CN.shape[1])

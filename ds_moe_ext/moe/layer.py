@@ -7,7 +7,6 @@ tokens, K choices, E experts, D model width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -70,7 +69,6 @@ from ds_moe_ext.schedule.task import (
     Task,
 )
 from ds_moe_ext.schedule.wires import LayerTasks, block
-from ds_moe_ext.schedule.worker import worker
 from ds_moe_ext.strategy import Destination, Plan, Site, Strategy, layer_tasks
 
 
@@ -149,6 +147,7 @@ class RoutedExperts:
         copies: of other ranks' experts; None where the strategy makes none.
         windows: times of what the host computes between this layer and the one before.
         slices: what reduces dense gradients beside this layer; None where the host does it alone.
+        plans_in_lane: a plan that says which comes after it has that made in a lane of the host's.
         turns: by which ranks run what others run; None where there has been no such block.
     """
 
@@ -167,7 +166,8 @@ class RoutedExperts:
         self.tasks, self.meter = TasksSeen(), TasksSeen()
         self.row_width, self.row_dtype = 0, torch.float32
         self.copies: Copies | None = None
-        self._planned: Future[Plan] | None = None  # the next plan, where a pass had it made
+        self.plans_in_lane = False
+        self._planned: Plan | None = None  # the next one, where a pass made it
         self.windows = Windows(site.layer, (self.tasks, self.meter))
         self.slices: GradientSlices | None = None
         self.turns: Turns | None = None
@@ -271,11 +271,10 @@ class RoutedExperts:
 
     def successor(self, routed_CE: np.ndarray) -> Plan:
         """The plan that follows the present one: as it was made while rows travelled, or from all
-        rows of the step, int64 ``[C, E]``; the present one if none does. Waits for the thread that
-        plans, and raises what failed there."""
+        rows of the step, int64 ``[C, E]``; the present one if none does."""
         plan = self.site.plan
         if self._planned is not None:
-            return self._planned.result()
+            return self._planned
         return plan if plan.successor is None else plan.successor(routed_CE)
 
     def start_anew(self) -> None:
@@ -499,25 +498,16 @@ class RoutedExperts:
         seen = self.rows
         return kind_of(self.site.layer, is_training=seen.is_training, is_graded=seen.is_graded)
 
-    def _plan_ahead(self, copies: Copies, lanes: Lanes) -> None:
-        """Have the plan of the next step made while the rows of this one travel: here, where the
-        host has a lane of its own, else in the thread that plans."""
-        if not copies.is_last_pass() or not self.rows.counts:
+    def _plan_ahead(self, copies: Copies) -> None:
+        """Make the plan of the next step while the rows of this one travel, where the host has a
+        lane of its own. Else that would take Python's lock from the thread that issues all lanes,
+        just as the device waits for it; ``steps/planning.py`` has it made behind the last rows."""
+        if not self.plans_in_lane or not copies.is_last_pass() or not self.rows.counts:
             return
-        if self._planned is not None:
-            self._planned.cancel()  # where it has not begun: it was of fewer rows
-        given = self.site.plan, self.rows.so_far_CE
-        if lanes.has_threads:
-            self._planned = Future()
-            self._planned.set_result(self._planned_by(*given))
-        else:
-            self._planned = worker().submit(self._planned_by, *given)
-
-    def _planned_by(self, plan: Plan, rows_CE: np.ndarray) -> Plan:
-        """What follows a plan, made ready."""
-        planned = plan if plan.successor is None else plan.successor(rows_CE)
+        self._planned = None  # it was of fewer rows
+        planned = self.successor(self.rows.so_far_CE)
         self.prepare(planned)
-        return planned
+        self._planned = planned
 
     def prepare(self, plan: Plan) -> None:
         """Work out beforehand what a plan asks for, so that it is soon taken. While a step goes on,
@@ -619,7 +609,8 @@ class RoutedExperts:
             stages[LAUNCH] = Aside(lambda span: copies.launch_following())
             stages[SEND_HOME] = Aside(lambda span: copies.send_home(span.start))
             stages[RECALL] = Aside(lambda span: copies.recall_before())
-            stages[PLAN] = Aside(lambda span: self._plan_ahead(copies, lanes))
+            self.plans_in_lane = lanes.has_threads
+            stages[PLAN] = Aside(lambda span: self._plan_ahead(copies))
         if self.slices is not None:
             slices, (within_moe, dense) = self.slices, plan.reductions
             stages[GRADIENTS] = Aside(lambda span: slices.reduce(within_moe[span.start]))

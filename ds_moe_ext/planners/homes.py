@@ -49,7 +49,7 @@ def shard(
     if len(loads) == 0:
         return ()
     num_experts = [home.num_experts for home in homes] if homes else [len(load) for load in loads]
-    check_loads(loads, num_experts, factor=1)
+    check_loads(loads, num_experts, factor=max(num_experts))
     degrees = np.minimum(per_layer(overlap_degree, len(loads)), num_experts).tolist()
     order = [order_E[:count] for order_E, count in zip(hottest_first(loads)[0], num_experts)]
     hot = [order_E[:degree] for order_E, degree in zip(order, degrees)]

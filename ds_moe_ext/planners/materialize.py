@@ -55,10 +55,11 @@ def materialize(
     num_experts_L = np.array([home.num_experts for home in homes])
     check_loads(loads, num_experts_L.tolist(), factor=len(node_C) * num_experts_L.max())
     degree_L = np.minimum(per_layer(overlap_degree, len(homes)), num_experts_L)
-    degree_L = np.where([load_E.any() for load_E in loads], degree_L, 0)
+    order_LE, rows_LE = hottest_first(loads)
+    degree_L = np.where(rows_LE[:, 0] > 0, degree_L, 0)
     copies_L = np.minimum(per_layer(copies_per_cell, len(homes)), degree_L)
 
-    hot = _Hot.of(loads, degree_L)
+    hot = _Hot.of(order_LE, rows_LE, num_experts_L, degree_L)
     all_fit_L = degree_L <= copies_L
     holds_XC = np.concatenate([home.holds_EC for home in homes])
     holds_XC[hot.of_layers(all_fit_L).experts] = True
@@ -97,12 +98,19 @@ class _Hot:
     is_one_LT: np.ndarray
 
     @classmethod
-    def of(cls, loads: Sequence[np.ndarray], degree_L: np.ndarray) -> _Hot:
-        order_LE, rows_LE = hottest_first(loads)
-        is_one_LT = np.arange(degree_L.max()) < degree_L[:, None]
-        first_L = np.cumsum([0, *map(len, loads[:-1])])
-        expert_LT = order_LE[:, : degree_L.max()] + first_L[:, None]
-        return cls(expert_LT * is_one_LT, rows_LE[:, : degree_L.max()] * is_one_LT, is_one_LT)
+    def of(
+        cls,
+        order_LE: np.ndarray,
+        rows_LE: np.ndarray,
+        num_experts_L: np.ndarray,
+        degree_L: np.ndarray,
+    ) -> _Hot:
+        """Args: order_LE and rows_LE: as of ``hottest_first``. degree_L: hot ones of each layer."""
+        most = degree_L.max()
+        is_one_LT = np.arange(most) < degree_L[:, None]
+        first_L = np.cumsum(num_experts_L) - num_experts_L
+        expert_LT = order_LE[:, :most] + first_L[:, None]
+        return cls(expert_LT * is_one_LT, rows_LE[:, :most] * is_one_LT, is_one_LT)
 
     def of_layers(self, is_in_L: np.ndarray) -> _Hot:
         return _Hot(self.expert_LT[is_in_L], self.rows_LT[is_in_L], self.is_one_LT[is_in_L])
@@ -184,21 +192,39 @@ def _spread(
     node_C: np.ndarray,
 ) -> None:
     """Put the copies into ``holds_XC``, expert by expert, hottest first (spec rule 19)."""
-    nodes = _Nodes.of(node_C)
-    best_places = _best_places if nodes.num_nodes > 1 else _best_of_one_node
-    table = (-1, nodes.num_nodes, len(nodes.cell_P) // nodes.num_nodes)
-    free_LNG = np.where(nodes.is_pad_P, 0, copies_L[:, None]).astype(np.int32).reshape(table)
-
     # Experts that get copies first, so that no turn is spent on the others.
     order_LT = np.argsort(quota_LT == 0, axis=1, kind="stable")
-    hot_LT = np.take_along_axis(hot_LT, order_LT, axis=1)
-    quota_LT = np.take_along_axis(quota_LT, order_LT, axis=1)
-    for turn in range((quota_LT > 0).sum(axis=1).max()):
-        expert_L = hot_LT[:, turn]
+    hot_TL = np.take_along_axis(hot_LT, order_LT, axis=1).T
+    quota_TL = np.take_along_axis(quota_LT, order_LT, axis=1).T
+    turns = list(zip(hot_TL, quota_TL))[: (quota_LT > 0).sum(axis=1).max()]
+    nodes = _Nodes.of(node_C)
+    if nodes.num_nodes == 1:
+        _spread_on_one_node(holds_XC, turns, copies_L)
+        return
+    table = (-1, nodes.num_nodes, len(nodes.cell_P) // nodes.num_nodes)
+    free_LNG = np.where(nodes.is_pad_P, 0, copies_L[:, None]).astype(np.int32).reshape(table)
+    for expert_L, quota_L in turns:
         held_LP = holds_XC[expert_L[:, None], nodes.cell_P] & ~nodes.is_pad_P
-        layer_I, node_I, column_I = best_places(held_LP.reshape(table), free_LNG, quota_LT[:, turn])
+        layer_I, node_I, column_I = _best_places(held_LP.reshape(table), free_LNG, quota_L)
         free_LNG[layer_I, node_I, column_I] -= 1
         holds_XC[expert_L[layer_I], nodes.cell_P[node_I * table[2] + column_I]] = True
+
+
+def _spread_on_one_node(
+    holds_XC: np.ndarray, turns: Sequence[tuple[np.ndarray, np.ndarray]], copies_L: np.ndarray
+) -> None:
+    """The same where there is one node: the cells with most free slots, the first among equals."""
+    num_cells, most = holds_XC.shape[1], copies_L.max()
+    # Slots taken and cell as one number, by which cells are ordered; who has no slot comes last.
+    key_LC = (most - copies_L)[:, None] * num_cells + np.arange(num_cells)
+    for expert_L, quota_L in turns:
+        open_LC = np.where(holds_XC[expert_L], NEVER, key_LC)
+        open_LC.sort(axis=1)
+        is_chosen_LC = (open_LC < most * num_cells) & (np.arange(num_cells) < quota_L[:, None])
+        layer_I = np.nonzero(is_chosen_LC)[0]
+        cell_I = open_LC[is_chosen_LC] % num_cells
+        key_LC[layer_I, cell_I] += num_cells
+        holds_XC[expert_L[layer_I], cell_I] = True
 
 
 def _best_places(
@@ -230,17 +256,3 @@ def _best_places(
     is_chosen_LNG = (key_LNG <= last_L[:, None, None]) & (key_LNG < NEVER)
     layer_I, node_I, _ = np.nonzero(is_chosen_LNG)
     return layer_I, node_I, cell_LNG[is_chosen_LNG] % size
-
-
-def _best_of_one_node(
-    held_LNG: np.ndarray, free_LNG: np.ndarray, quota_L: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same where there is one node: the cells with most free slots, the first among equals."""
-    size = free_LNG.shape[2]
-    most_free = np.int32(free_LNG.max())
-    key_LG = (most_free - free_LNG[:, 0]) * size + np.arange(size, dtype=np.int32)
-    key_LG[held_LNG[:, 0]] = NEVER
-    key_LG.sort(axis=1)
-    is_chosen_LG = (key_LG < most_free * size) & (np.arange(size) < quota_L[:, None])
-    layer_I = np.nonzero(is_chosen_LG)[0]
-    return layer_I, np.zeros_like(layer_I), key_LG[is_chosen_LG] % size

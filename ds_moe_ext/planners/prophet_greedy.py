@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,10 +18,9 @@ from ds_moe_ext.cost.block_costs import (
     BlockSeconds,
     CellRows,
     balanced_spread,
-    block_seconds,
     cell_rows,
     seconds_of_rows,
-    step_seconds_S,
+    step_seconds,
     whole_rows,
 )
 from ds_moe_ext.placement import Placement
@@ -50,23 +48,15 @@ class BlockPlan:
 
     @classmethod
     def of(
-        cls,
-        home: Placement,
-        rows_CE: np.ndarray,
-        *,
-        selected: tuple[int, ...],
-        holders_EC: np.ndarray,
-        alone: CellRows,
-        prices: BlockPrices,
+        cls, choices: Choices, *, selected: tuple[int, ...], alone: CellRows, prices: BlockPrices
     ) -> BlockPlan:
-        """The plan that lets each selected expert compute where ``holders_EC`` says; ``alone`` are
-        rows without copies."""
+        """The plan that copies the selected experts; ``alone`` are rows without copies."""
+        home, copied = choices.home, list(selected)
         target, rows = home, alone
-        if selected:
-            holds_EC, copied = home.holds_EC.copy(), list(selected)
-            holds_EC[copied] |= holders_EC[copied]
-            target = Placement(holds_EC)
-            rows = cell_rows(home, target, rows_CE)
+        if copied:
+            holds_EC = home.holds_EC.copy()
+            holds_EC[copied] |= choices.holders_EC[copied]
+            target, rows = Placement(holds_EC), choices.rows_with(copied, alone)
         return cls(
             target=target,
             selected=selected,
@@ -111,22 +101,14 @@ def place_experts(
         )
     if not 0 <= balance < math.inf:
         raise ValueError(f"balance is {balance}; it must be finite and at least 0")
-    choices = _Choices(home, rows_CE, num_excluded)
+    choices = Choices(home, rows_CE, num_excluded)
     alone = cell_rows(home, home, rows_CE)
-    tried = _search(choices, alone, balance, prices)
-    best = int(tried.step_seconds(prices).argmin())  # the first of the fastest
-    return BlockPlan.of(
-        home,
-        rows_CE,
-        selected=tried.experts[:best],
-        holders_EC=choices.holders_EC,
-        alone=alone,
-        prices=prices,
-    )
+    selected = _fastest(choices, alone, balance, prices)
+    return BlockPlan.of(choices, selected=selected, alone=alone, prices=prices)
 
 
 @dataclass(frozen=True, eq=False)
-class _Choices:
+class Choices:
     """What copying each expert would change, for all experts at once.
 
     Attributes:
@@ -156,12 +138,25 @@ class _Choices:
     @cached_property
     def stays_EC(self) -> np.ndarray:
         """Rows of each sender that a copy would keep from going to the expert's home, int64."""
-        return np.where(self.holders_EC & ~self.home.holds_EC, self.rows_CE.T, 0)
+        stays_EC = self.rows_CE.T.copy()
+        if self.num_excluded:
+            stays_EC *= self.holders_EC
+        stays_EC[np.arange(self.home.num_experts), self.home.owner_E] = 0
+        return stays_EC
+
+    @cached_property
+    def stays_E(self) -> np.ndarray:
+        """The same of all senders, int64."""
+        stays_E: np.ndarray = self.stays_EC.sum(axis=1)
+        return stays_E
 
     @cached_property
     def copies_E(self) -> np.ndarray:
         """``D - n`` of an expert; 0 if that is its home alone, int64."""
-        holders_E = self.holders_EC.sum(axis=1)
+        if self.num_excluded is None:
+            holders_E = self.holders_EC.sum(axis=1)
+        else:
+            holders_E = np.full(self.home.num_experts, self.home.num_cells - self.num_excluded)
         return np.where(holders_E > 1, holders_E, 0)
 
     def by_home(self) -> list[list[int]]:
@@ -170,84 +165,64 @@ class _Choices:
         The paper's loop also picks experts without a place for a copy, to which nothing happens.
         """
         experts: list[list[int]] = [[] for _ in range(self.home.num_cells)]
-        owner_E = self.home.owner_E
-        hottest_first_E = np.argsort(-self.rows_CE.sum(axis=0), kind="stable")
-        for expert in hottest_first_E[self.copies_E[hottest_first_E] > 0][::-1].tolist():
-            experts[owner_E[expert]].append(expert)
+        coldest_first_E = np.argsort(-self.rows_CE.sum(axis=0), kind="stable")[::-1]
+        copied = coldest_first_E[self.copies_E[coldest_first_E] > 0]
+        for expert, owner in zip(copied.tolist(), self.home.owner_E[copied].tolist()):
+            experts[owner].append(expert)
         return experts
 
-
-class _Tried(NamedTuple):
-    """The layer without copies, and with one more expert copied from place to place; S places.
-
-    Attributes:
-        experts: that were added, in order: one less than places.
-        most_received_S: rows that the cell which receives most receives, int64.
-        most_computed_S: rows that the busiest cell computes, int64.
-        copied_S: experts that are copied, each counted as the share of cells that hold it.
-    """
-
-    experts: tuple[int, ...]
-    most_received_S: np.ndarray
-    most_computed_S: np.ndarray
-    copied_S: np.ndarray
-
-    def step_seconds(self, prices: BlockPrices) -> np.ndarray:
-        """By the model, float ``[S]``."""
-        return step_seconds_S(prices, *self[1:])
+    def rows_with(self, experts: list[int], alone: CellRows) -> CellRows:
+        """Rows by cell if these experts are copied; ``alone`` are those without copies."""
+        owner, num_cells = self.home.owner_E[experts], self.home.num_cells
+        stays_C = np.bincount(owner, self.stays_E[experts], num_cells).astype(np.int64)
+        kept_C = self.stays_EC[experts].sum(axis=0)
+        return CellRows(alone.computed_C + kept_C - stays_C, alone.received_C - stays_C)
 
 
 ROUNDING = 1e-9  # far more than what seconds lose in floats
 LOOKED_AT = 16  # experts that the loop adds before it looks whether more can pay
 
 
-def _search(choices: _Choices, alone: CellRows, balance: float, prices: BlockPrices) -> _Tried:
-    """The loop of Algorithm 1: the experts it tries, in order, after a step with no copies; but for
-    those at the end that cannot make the step faster, whatever they balance."""
+def _fastest(
+    choices: Choices, alone: CellRows, balance: float, prices: BlockPrices
+) -> tuple[int, ...]:
+    """The experts that the loop of Algorithm 1 tries, in order, up to where the step is fastest:
+    the first such place. Those at the end that cannot make it faster, whatever they balance, are
+    not tried."""
     home = choices.home
     computed_C, received = alone.computed_C.copy(), alone.received_C.tolist()
-    stays_EC, copies_E = choices.stays_EC, choices.copies_E
-    stays: list[int] = stays_EC.sum(axis=1).tolist()
+    stays_EC, stays, copies = choices.stays_EC, choices.stays_E.tolist(), choices.copies_E.tolist()
     waiting = choices.by_home()
     # Copies keep rows where they are: as many as before are computed.
     num_rows = int(computed_C.sum())
     spread = balanced_spread(num_rows, home.num_experts, balance)
     least_computed = -(-num_rows // home.num_cells)
     busiest = int(computed_C.argmax())
+    most_computed = int(computed_C[busiest])
     experts: list[int] = []
-    most_received, most_computed = [max(received)], [int(computed_C[busiest])]
+    num_fastest = num_copies = 0
+    fastest_s = step_seconds(prices, max(received), most_computed, 0.0)
 
-    def tried() -> _Tried:
-        copies = np.cumsum([0, *copies_E[experts].tolist()])
-        figures = np.array(most_received), np.array(most_computed), copies / home.num_cells
-        return _Tried(tuple(experts), *figures)
-
-    while not most_computed[-1] - int(computed_C[computed_C.argmin()]) < spread:
+    while not most_computed - int(computed_C[computed_C.argmin()]) < spread:
         if not waiting[busiest]:
             break
-        if len(experts) % LOOKED_AT == LOOKED_AT - 1 and _no_more_pay(
-            tried(), least_computed, prices
-        ):
-            break
+        if len(experts) % LOOKED_AT == LOOKED_AT - 1:
+            # Even if no rows travelled, and all cells computed equally many. The model's time does
+            # not fall where more is copied; nor where more is computed, as a second of experts
+            # hides one of gathers in forward, and two of transfers in backward, where it takes
+            # three.
+            ideal_s = step_seconds(prices, 0, least_computed, num_copies / home.num_cells)
+            if ideal_s > (1 + ROUNDING) * fastest_s:
+                break
         expert = waiting[busiest].pop()
         computed_C += stays_EC[expert]
         computed_C[busiest] -= stays[expert]
         received[busiest] -= stays[expert]
         busiest = int(computed_C.argmax())
+        most_computed = int(computed_C[busiest])
         experts.append(expert)
-        most_received.append(max(received))
-        most_computed.append(int(computed_C[busiest]))
-    return tried()
-
-
-def _no_more_pay(tried: _Tried, least_computed: int, prices: BlockPrices) -> bool:
-    """Whether a step with yet more copies is slower than the fastest so far: even if no rows
-    travelled, and all cells computed equally many.
-
-    The model's time does not fall where more is copied; nor where more is computed, as a second of
-    experts hides one of gathers in forward, and two of transfers in backward, where it takes three.
-    """
-    ideal_s = block_seconds(
-        prices, most_received=0, most_computed=least_computed, copied=float(tried.copied_S[-1])
-    ).step_s
-    return ideal_s > (1 + ROUNDING) * float(tried.step_seconds(prices).min())
+        num_copies += copies[expert]
+        step_s = step_seconds(prices, max(received), most_computed, num_copies / home.num_cells)
+        if step_s < fastest_s:
+            fastest_s, num_fastest = step_s, len(experts)
+    return tuple(experts[:num_fastest])

@@ -13,7 +13,7 @@ import numpy as np
 from ds_moe_ext.cost.block_costs import BACKWARD, FORWARD, BlockPrices, cell_rows, whole_rows
 from ds_moe_ext.cost.prices import TRIPS
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.prophet_greedy import BlockPlan
+from ds_moe_ext.planners.prophet_greedy import BlockPlan, Choices
 
 
 def shadow_seconds(prices: BlockPrices, *, most_rows: int, num_shadows: int) -> float:
@@ -55,10 +55,8 @@ def shadow_experts(home: Placement, rows_CE: np.ndarray, *, prices: BlockPrices)
     is_gain = [after < before for before, after in pairwise(seconds)]
     num_shadows = [*is_gain, False].index(False)
     return BlockPlan.of(
-        home,
-        rows_CE,
+        Choices(home, rows_CE, num_excluded=0),
         selected=tuple(hottest_first_E[:num_shadows].tolist()),
-        holders_EC=np.ones(home.holds_EC.shape, dtype=bool),
         alone=cell_rows(home, home, rows_CE),
         prices=prices,
     )

@@ -231,7 +231,11 @@ class Costs:
             copy_speed: of copies, as a multiple of what they were thought to have.
         """
         pools = tuple(
-            replace(pool, copy_bytes_per_s=copy_speed * pool.expert_bytes / pool.prices.copy_s)
+            replace(
+                pool,
+                copy_bytes_per_s=copy_speed * pool.expert_bytes / pool.prices.copy_s,
+                copy_latency_s=pool.copy_latency_s / copy_speed,
+            )
             for pool in self._measured["pools"]
         )
         self._measured = {**self._measured, "pools": pools}

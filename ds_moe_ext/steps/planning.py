@@ -40,7 +40,7 @@ class Ahead:
         job: what was known before it.
         rows: what each layer routed in it.
         window: with them.
-        plans: of the next step, by what was known before; None where none are due.
+        plans: of the next step, by what was known before; None where none were made.
     """
 
     step: int
@@ -117,12 +117,24 @@ class Planning:
         for each in rows:
             _ = each.total_E  # the report's
         window = self._window.after([each.routed_CE for each in rows])
-        if not self._is_plan_due(step) or _is_due(self._rhythm.shard_every, step):
-            return Ahead(step, job, rows, window, None)
-        plans = self.strategy.plan(replace(job, rows=window.predicted()))
-        for layer, plan in zip(self.layers, plans):
+        plans = self._next_plans(step, rows, window)
+        for layer, plan in zip(self.layers, plans or ()):
             layer.routed.prepare(plan)
         return Ahead(step, job, rows, window, plans)
+
+    def _next_plans(
+        self, step: int, rows: Sequence[Rows], window: LoadWindow
+    ) -> tuple[Plan, ...] | None:
+        """By what is known before a step has ended; None where that is not enough, or layers plan
+        for themselves."""
+        layers = [layer.routed for layer in self.layers]
+        if _is_due(self._rhythm.shard_every, step):
+            return None
+        if self._is_plan_due(step):
+            return self.strategy.plan(replace(self.job, rows=window.predicted()))
+        if self._follows and not any(layer.plans_in_lane for layer in layers):
+            return tuple(r.successor(seen.routed_CE) for r, seen in zip(layers, rows))
+        return None
 
     def _is_plan_due(self, step: int) -> bool:
         """Whether all layers are planned anew after a step, whatever has changed."""
@@ -167,7 +179,7 @@ class Planning:
         has_moved = is_shard_due and self._moved()
         if has_moved or self.costs.are_new:
             self.plan()
-        elif is_plan_due and ahead is not None and ahead.plans is not None:
+        elif ahead is not None and ahead.plans is not None:
             self._take(ahead.plans)
         elif is_plan_due:
             self.plan()

@@ -196,6 +196,7 @@ class ProProphet(Strategy):
             weight_bytes=pool.expert_bytes,
             gradient_bytes=pool.expert_bytes,
             copy_bytes_per_s=pool.copy_bytes_per_s or pool.expert_bytes / pool.prices.copy_s,
+            copy_latency_s=pool.copy_latency_s,
             forward_gap_s=job.window_s[layer],
             backward_gap_s=job.back_window_s[layer],
             is_scheduled=self.scheduler,

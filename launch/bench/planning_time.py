@@ -30,6 +30,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from fake_world import inline
 from load_traces import zipf_steps
 from rich.console import Console
 from rich.table import Table
@@ -45,7 +46,6 @@ from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.observation import Rows
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.report.recorder import Recorder
-from ds_moe_ext.schedule.executor import InlineLanes
 from ds_moe_ext.schedule.task import INTER, PARAM
 from ds_moe_ext.settings import BLOCK, read_settings
 from ds_moe_ext.share import LocalElseHome, NearestCopy
@@ -58,7 +58,6 @@ from ds_moe_ext.strategy import Job, Pool, Site, Strategy, followers
 CPU = torch.device("cpu")
 T = TypeVar("T")
 BESIDE = "beside: "
-INLINE = InlineLanes()
 NUM_WARM_UPS = STEPS[-1] + 4  # costs are known, and the window has seen these loads
 EXPERT_BYTES = 9_437_184  # of Qwen3-30B-A3B, in 16 bits
 PRICES = Prices(
@@ -155,7 +154,7 @@ WATCHED: tuple[tuple[type, str, str], ...] = (
     (Planning, "take_rows", "rows"),
     (RoutedExperts, "take", "layers take plans"),
     (RoutedExperts, "program", "programs"),
-    (RoutedExperts, "_planned_by", "search"),
+    (RoutedExperts, "successor", "search"),
     (Copies, "prepare", "trips"),
     (NearestCopy, "prepare", "shares"),
     (LocalElseHome, "prepare", "shares"),
@@ -231,24 +230,23 @@ class OneRank:
             layer.routed.tasks.is_on = False
 
     def route(self, rows_LCE: np.ndarray) -> None:
-        """Let the layers see rows, and plan while they travel."""
-        with (
-            mock.patch.object(beside, "worker", lambda: self._beside),
-            mock.patch.object(moe_layer, "worker", lambda: self._beside),
-        ):
-            for each, rows_CE in zip(self.layers, rows_LCE):
-                routed = each.routed
-                routed.rows(rows_CE, 1, routed.site.plan.share)
-                if routed.copies is not None and routed.site.plan.successor is not None:
-                    routed._plan_ahead(routed.copies, INLINE)
+        """Let the layers see rows, and plan beside the step: here and now."""
+        with mock.patch.object(beside, "worker", lambda: self._beside):
+            self.count(rows_LCE)
+
+    def count(self, rows_LCE: np.ndarray) -> None:
+        """Let the layers see rows; the last ones begin the planning."""
+        for each, rows_CE in zip(self.layers, rows_LCE):
+            each.routed.rows(rows_CE, 1, each.routed.site.plan.share)
 
     def after_step(self, step: int) -> None:
-        """As ``Run.after_step``; and the programs of the next step."""
+        """As ``Run.after_step``; and the programs of the next step, as on CUDA."""
         rows = self.planning.take_rows()
         self.recorder.after_step(step, rows)
         self.planning.after_step(step, rows)
-        for layer in self.layers:
-            layer.routed.program(CPU)
+        with inline():
+            for layer in self.layers:
+                layer.routed.program(CPU)
 
 
 def _stay(old: Sequence[Placement], new: Sequence[Placement]) -> None:

@@ -67,6 +67,19 @@ def test_seconds_by_hand() -> None:
     assert block_seconds(again, **given).step_s == copied.step_s + 16
 
 
+def test_copies_that_take_no_time_but_to_start() -> None:
+    """Trans and Agg have a latency each where anything is copied; what hides them hides that."""
+    free = replace(BLOCK_PRICES, weight_bytes=0.0, gradient_bytes=0.0, copy_latency_s=5.0)
+    rows = {"most_received": 6, "most_computed": 20}
+    assert block_seconds(free, **rows, copied=0.0).step_s == 24 + 30
+    for copied in (0.25, 2.0):
+        assert block_seconds(free, **rows, copied=copied).step_s == 24 + 30 + 5 + 5
+        again = replace(free, gathers_again=True)
+        assert block_seconds(again, **rows, copied=copied).step_s == 24 + 30 + 5 + 10
+        scheduled = replace(free, is_scheduled=True)
+        assert block_seconds(scheduled, **rows, copied=copied).step_s == 24 + 30
+
+
 def test_a_copys_share_of_cells() -> None:
     """Golden P6: two experts on 3 of 4 cells; an expert at home alone is not moved."""
     holds_EC = np.array([[1, 1, 1, 0], [1, 1, 0, 1], [0, 0, 1, 0], [0, 0, 0, 1]], dtype=bool)
@@ -92,6 +105,7 @@ def test_balance() -> None:
         ("row_bytes", float("nan")),
         ("bytes_per_s", 0.0),
         ("copy_bytes_per_s", 0.0),
+        ("copy_latency_s", -1e-6),
         ("weight_bytes", float("inf")),
         ("backward_gap_s", -0.5),
     ],

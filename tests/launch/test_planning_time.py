@@ -16,6 +16,7 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.crew import Stage
 from ds_moe_ext.schedule.task import EXPERT, ORDER, Op
 from ds_moe_ext.steps.beside import BesideStep
+from ds_moe_ext.strategies import prophet
 from ds_moe_ext.strategies.fssdp import FullySharded
 from ds_moe_ext.strategy import Plan, Site
 
@@ -32,9 +33,10 @@ def test_every_strategy_is_taken_apart(name: str) -> None:
     assert (figures.copies > 0) == (name != "ep")
 
 
-def plans_of_steps(num_steps: int, **keys: int) -> list[tuple[Plan, ...]]:
-    """Behind each step of one rank under ``fssdp``."""
-    rank = OneRank(strategy_of("fssdp", {"fssdp": {**COPIED, **keys}}), SIZES, Parts())
+def plans_of_steps(num_steps: int, name: str = "fssdp", **keys: int) -> list[tuple[Plan, ...]]:
+    """Behind each step of one rank."""
+    given = {**COPIED, **keys} if name == "fssdp" else keys
+    rank = OneRank(strategy_of(name, {name: given}), SIZES, Parts())
     loads = zipf_steps((SIZES.layers, SIZES.ranks, SIZES.experts), rows=SIZES.rows, skew=SIZES.skew)
     plans = []
     for step, rows_LCE in zip(range(num_steps), loads):
@@ -58,16 +60,43 @@ def test_a_plan_stays_for_its_interval_and_is_then_what_it_would_be() -> None:
         assert third[step] != third[step - 1]
 
 
-@pytest.mark.parametrize("keys", [{}, {"plan_interval": 2}, {"reshard_interval": 3, "window": 2}])
-def test_plans_made_beside_the_step_are_those_made_after_it(keys: dict[str, int]) -> None:
-    beside = plans_of_steps(NUM_WARM_UPS + 4, **keys)
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("fssdp", {}),
+        ("fssdp", {"plan_interval": 2}),
+        ("fssdp", {"reshard_interval": 3, "window": 2}),
+        ("prophet", {}),
+        ("prophet", {"frequency": 3}),
+    ],
+)
+def test_plans_made_beside_the_step_are_those_made_after_it(
+    name: str, keys: dict[str, int]
+) -> None:
+    beside = plans_of_steps(NUM_WARM_UPS + 4, name, **keys)
     with mock.patch.object(BesideStep, "taken", lambda step: None):
-        after = plans_of_steps(NUM_WARM_UPS + 4, **keys)
+        after = plans_of_steps(NUM_WARM_UPS + 4, name, **keys)
     for one, other in zip(beside, after):
         for plan, same in zip(one, other):
             assert np.array_equal(plan.home.holds_EC, same.home.holds_EC)
             assert np.array_equal(plan.target.holds_EC, same.target.holds_EC)
             assert plan.share.describe() == same.share.describe()
+            assert plan.carried == same.carried
+
+
+def test_plans_that_follow_others_are_made_beside_the_step() -> None:
+    """All of them, once; between steps they are only taken."""
+    rank = OneRank(strategy_of("prophet", {}), SIZES, Parts())
+    loads = zipf_steps((SIZES.layers, SIZES.ranks, SIZES.experts), rows=SIZES.rows, skew=SIZES.skew)
+    for step, rows_LCE in zip(range(NUM_WARM_UPS), loads):
+        rank.route(rows_LCE)
+        rank.after_step(step)
+    planner = mock.Mock(wraps=prophet.PLANNERS["prophet"])
+    with mock.patch.object(prophet, "PLANNERS", {"prophet": planner}):
+        rank.route(next(loads))
+        assert planner.call_count == SIZES.layers
+        rank.after_step(NUM_WARM_UPS)
+    assert planner.call_count == SIZES.layers
 
 
 def test_what_was_made_by_other_homes_or_of_other_rows_does_not_count() -> None:

@@ -211,13 +211,14 @@ def home_loads(
 def block_time(
     prices: BlockPrices, rows: list[list[int]], own: list[int], holders: dict[int, list[int]]
 ) -> float:
-    """Equation (6) or (8), with choices 3 and 4."""
+    """Equation (6) or (8), with choices 3 and 4, and latencies."""
     computed, received = home_loads(rows, own, holders)
     moved = sum(len(cells) for cells in holders.values() if len(cells) > 1) / len(rows)
     a2a = max(received) * prices.row_bytes / prices.bytes_per_s
     fec, bec = max(computed) * prices.row_s, 2 * (max(computed) * prices.row_s)
-    trans = moved * prices.weight_bytes / prices.copy_bytes_per_s
-    agg = moved * prices.gradient_bytes / prices.copy_bytes_per_s
+    starts = prices.copy_latency_s if moved else 0.0
+    trans = starts + moved * prices.weight_bytes / prices.copy_bytes_per_s
+    agg = starts + moved * prices.gradient_bytes / prices.copy_bytes_per_s
     if prices.gathers_again:
         agg += trans
     if prices.is_scheduled:
@@ -266,6 +267,7 @@ def blocks(draw: st.DrawFn) -> Block:
         weight_bytes=draw(st.sampled_from([4.0, 64.0, 0.0])),
         gradient_bytes=draw(st.sampled_from([4.0, 128.0, 0.0])),
         copy_bytes_per_s=draw(st.sampled_from([8.0, 0.5])),
+        copy_latency_s=draw(st.sampled_from([0.0, 8.0])),
         forward_gap_s=draw(st.sampled_from([0.0, 16.0])),
         backward_gap_s=draw(st.sampled_from([0.0, 32.0])),
         is_scheduled=draw(st.booleans()),

@@ -100,6 +100,15 @@ def test_golden_p3() -> None:
     assert (plan.seconds_without.step_s, plan.seconds.step_s) == (135.5, 85.5)
 
 
+def test_nothing_is_copied_that_gains_less_than_it_takes_to_start() -> None:
+    """Golden P3's four experts gain 98 s if they weigh nothing; Trans and Agg start for each."""
+    rows_CE = np.array([[6, 6, 0, 4], [8, 7, 6, 4], [7, 5, 9, 3], [8, 2, 4, 2]])
+    free = replace(BLOCK_PRICES, weight_bytes=0.0, gradient_bytes=0.0)
+    for latency_s, selected in ((0.0, (0, 1, 2, 3)), (48.0, (0, 1, 2, 3)), (50.0, ())):
+        prices = replace(free, copy_latency_s=latency_s)
+        assert place_experts(ONE_EACH, rows_CE, prices=prices, balance=0.25).selected == selected
+
+
 def test_more_experts_than_cells() -> None:
     """Choice 8: cell 0 owns experts 0 and 1, and 1 has more rows; a cell may own none."""
     home = Placement.owned_by(np.array([0, 0, 1]), 3)

@@ -6,7 +6,7 @@ Worked out from plans alone, so that it can be done beforehand. Shape letters: C
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.copy_split import Split
 from ds_moe_ext.strategy import Plan
-from ds_moe_ext.transfer import SMALL, Cargo, Part, part_of, star_of
+from ds_moe_ext.transfer import SMALL, Cargo, Move, Part, part_of, star_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +108,7 @@ class Trips:
             return cls(place, plan, whole, all_, all_, *here)
         copied = frozenset(np.flatnonzero((target.holds_EC > home.holds_EC).any(axis=1)).tolist())
         parts = {copied: whole}  # splits have often the same pieces, or one with all
-        gathers, reductions = (_pieces(place, plan, split, parts) for split in plan.carried)
+        gathers, reductions = (_pieces(place, plan, split, parts, whole) for split in plan.carried)
         return cls(place, plan, whole, gathers, reductions, *here)
 
     def experts_here(self, placement: Placement) -> Sequence[int]:
@@ -144,16 +144,33 @@ class Trips:
 
 
 def _pieces(
-    place: Place, plan: Plan, split: Split, parts: dict[frozenset[int], Part]
+    place: Place, plan: Plan, split: Split, parts: dict[frozenset[int], Part], whole: Part
 ) -> list[Piece]:
-    """Args: parts: by the experts whose copies they bring; it gains those that it lacks."""
+    """Args: parts: by the experts whose copies they bring; it gains those that it lacks. whole: of
+    all copies."""
     home, target = plan.home, plan.target
     pieces = []
     for number, split_experts in enumerate(split):
         experts = frozenset(split_experts)
-        if experts not in parts:
+        if experts not in parts and place.broadcasts and whole.everywhere:
+            parts[experts] = _of_star(whole, experts)
+        elif experts not in parts:
             some_EC = np.zeros_like(target.holds_EC)
             some_EC[list(experts)] = target.holds_EC[list(experts)]
             parts[experts] = place.part(home, home.with_copies(some_EC))
         pieces.append(Piece(parts[experts], experts, number))
     return pieces
+
+
+def _of_star(star: Part, experts: frozenset[int]) -> Part:
+    """What ``star_of`` says of some of its experts."""
+
+    def of_these(moves: Sequence[Move]) -> tuple[Move, ...]:
+        return tuple([move for move in moves if move.expert in experts])
+
+    rounds = (
+        replace(each, sends=of_these(each.sends), receives=of_these(each.receives))
+        for each in star.rounds
+    )
+    everywhere = of_these(star.everywhere)
+    return replace(star, rounds=tuple(rounds) if everywhere else (), everywhere=everywhere)
