@@ -40,9 +40,15 @@ class Place:
     broadcasts: bool = False
     cargo: Cargo = SMALL
 
+    @property
+    def has_stars(self) -> bool:
+        """Whether what goes to all cells needs no trees. A star brings home all gradients at once,
+        so that their sums could not be kept in 32 bits."""
+        return self.broadcasts and not self.in_float32
+
     def part(self, held: Placement, wanted: Placement) -> Part:
         """What this cell does for the others to get their copies."""
-        if self.broadcasts and not self.in_float32:  # a star brings home all gradients at once
+        if self.has_stars:
             star = star_of(held, wanted, self.node_C, self.cell)
             if star is not None:
                 return star
@@ -152,7 +158,7 @@ def _pieces(
     pieces = []
     for number, split_experts in enumerate(split):
         experts = frozenset(split_experts)
-        if experts not in parts and place.broadcasts and whole.everywhere:
+        if experts not in parts and place.has_stars and whole.everywhere:
             parts[experts] = _of_star(whole, experts)
         elif experts not in parts:
             some_EC = np.zeros_like(target.holds_EC)
