@@ -160,6 +160,8 @@ class Plan:
             the strategy, for all layers together. Pure.
         reductions: of dense gradients, beside the layer's backward.
         way: of rows between the cells.
+        sends_once: each token's row travels once to each cell that has some of its experts, and one
+            row comes back; else one for each choice. Not where experts have copies.
     """
 
     home: Placement
@@ -173,6 +175,7 @@ class Plan:
     successor: Callable[[np.ndarray], Plan] | None = None
     reductions: Placed = NOWHERE
     way: Way = Way.DIRECT
+    sends_once: bool = False
 
     @classmethod
     def at_home(cls, home: Placement) -> Plan:
@@ -224,6 +227,11 @@ class Site:
         """Whether the plan's copies are freed between forward and backward: not those of the last
         layer, whose backward is next."""
         return self.plan.is_joined and self.plan.rematerialize and self.following is not None
+
+    @property
+    def sends_once(self) -> bool:
+        """Whether rows travel, each once to a cell."""
+        return self.plan.sends_once and self.layout.grid.num_cells > 1
 
 
 @dataclass(frozen=True)
@@ -278,12 +286,14 @@ class Keys(NamedTuple):
         slices_gradients: whether dense gradients are reduced beside layers.
         homes: steps between new homes.
         static_capacity: rows that each rank sends to each expert.
+        sends_once: whether each token's row travels once to a cell.
     """
 
     ways: str = "the strategy's ways"
     slices_gradients: str = "the strategy's slices_gradients"
     homes: str = "shard_every of the strategy's rhythm"
     static_capacity: str = "the strategy's static_capacity"
+    sends_once: str = "sends_once of the strategy's plans"
 
 
 class Strategy(ABC):
@@ -475,6 +485,7 @@ def cutting_of(site: Site, pipeline: Pipeline) -> Cutting:
         plan.backward_degree,
         sharded=site.layout.grid.cell_size > 1,
         slices=Slices(*map(len, plan.reductions)),
+        once=site.sends_once,
     )
 
 

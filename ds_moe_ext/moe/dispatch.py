@@ -90,9 +90,12 @@ class Wire:
 
     def home(self, rows_RD: Tensor, span: Span, layer_route: LayerRoute) -> Tensor:
         """Rows ``[R, D]`` in slot order back to ``[N, D]`` in send order at their tokens."""
-        route = layer_route.on(span)
-        rows_RD = route.to_arrival(rows_RD)
+        return self.back(layer_route.on(span).to_arrival(rows_RD), span, layer_route)
+
+    def back(self, rows_RD: Tensor, span: Span, layer_route: LayerRoute) -> Tensor:
+        """The same of rows in the order of arrival."""
         if self.carrier is None:
+            route = layer_route.on(span)
             return self._directly(rows_RD, route.received_C, route.sent_C)
         return self._coded(layer_route.trip(span, self.carrier).home, rows_RD)
 
