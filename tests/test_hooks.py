@@ -370,6 +370,7 @@ CODED = (
     (4, Case(degrees=(2, 2), cell_size=2, schedule="tutel")),
     (2, Case(cell_size=2)),
     (4, Case(degrees=(2, 3), send_once=True)),
+    (4, Case(degrees=(2, 1), send_once=True, way="2dh")),
     (4, Case(degrees=(3, 2), way="2dh")),
     (4, Case(degrees=(1, 2), way="1dh")),
 )

@@ -6,16 +6,22 @@ a token, C cells, N rows, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ds_moe_ext import layout
+from ds_moe_ext.comm import all_to_all_rows
 from ds_moe_ext.layout import Grid, ParallelLayout
+from ds_moe_ext.moe import dispatch
 from ds_moe_ext.moe.codecs import Codec
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.hooks import Hooked
@@ -70,10 +76,10 @@ def layer_of(
     strategy: Strategy, world_size: int, options: LayerOptions, cell_size: int = 1
 ) -> RoutedExperts:
     grid = Grid(world_size, world_size // cell_size, cell_size)
-    layout = ParallelLayout.build(grid, strategy.uses())
+    built = ParallelLayout.build(grid, strategy.uses())
     home = Placement.block(EXPERTS, grid.num_cells)
-    (plan,) = strategy.plan(Job.at_start([home], layout.node_C))
-    return RoutedExperts(strategy, Site(plan, layout, 0), FUNCTION, options=options)
+    (plan,) = strategy.plan(Job.at_start([home], built.node_C))
+    return RoutedExperts(strategy, Site(plan, built, 0), FUNCTION, options=options)
 
 
 @dataclass(frozen=True)
@@ -84,11 +90,17 @@ class Result:
 
 
 def trained(
-    strategy: Strategy, rank: int, world_size: int, top_k: int, dtype: torch.dtype
+    strategy: Strategy,
+    rank: int,
+    world_size: int,
+    top_k: int,
+    dtype: torch.dtype,
+    *,
+    codec: Travels | None = None,
 ) -> Result:
     """One pass, with scores in float32 at least."""
-    codec = Travels()
-    options = LayerOptions(gate_may_drop=True, hooks=Hooked(codecs=(codec,)))
+    hooks = Hooked() if codec is None else Hooked(codecs=(codec,))
+    options = LayerOptions(gate_may_drop=True, hooks=hooks)
     routed = layer_of(strategy, world_size, options)
     generator = torch.Generator().manual_seed(50 + rank)
     x_TD, grad_TD = torch.randn(2, T, D, generator=generator, dtype=torch.float64).to(dtype)
@@ -104,7 +116,7 @@ def trained(
     y_TD.backward(grad_TD)
     gradients = tuple(leaf.grad for leaf in leaves if leaf.grad is not None)
     assert len(gradients) == len(leaves)
-    return Result(y_TD.detach(), gradients, codec)
+    return Result(y_TD.detach(), gradients, codec or Travels())
 
 
 def both(
@@ -114,7 +126,9 @@ def both(
     strategies = ExpertParallel(send_once=True), ExpertParallel()
     if isinstance(over, ExpertSharding):
         strategies = tuple(map(over.over, strategies))
-    once, plain = (trained(each, rank, world_size, top_k, dtype) for each in strategies)
+    once, plain = (
+        trained(each, rank, world_size, top_k, dtype, codec=Travels()) for each in strategies
+    )
     again = trained(strategies[0], rank, world_size, top_k, dtype)
     assert torch.equal(once.y_TD, again.y_TD)
     assert all(map(torch.equal, once.gradients, again.gradients))
@@ -158,11 +172,62 @@ def test_halves_are_rounded_a_few_times_more() -> None:
             assert relative_error(ours.double(), theirs.double()) <= 2**-6
 
 
+@contextmanager
+def on_hosts(names: str) -> Iterator[None]:
+    """Inside the block ranks are on hosts of these names, a letter each."""
+    with mock.patch.object(layout, "gather_objects", lambda thing, group: list(names)):
+        yield
+
+
+def by_nodes(rank: int, world_size: int, hosts: str, top_k: int) -> list[int]:
+    """Rows that leave this rank's node, once to a node, and once to a rank."""
+    far: list[int] = []
+
+    def counted(
+        rows_N: Tensor, sent_C: Sequence[int], received_C: Sequence[int], group: Any
+    ) -> Tensor:
+        if rows_N.shape[1:] == (D,):
+            peers = zip(dist.get_process_group_ranks(group), sent_C)
+            far[-1] += sum(sent for peer, sent in peers if hosts[peer] != hosts[rank])
+        return all_to_all_rows(rows_N, sent_C, received_C, group)
+
+    by_places = ExpertSharding(degree=2, slice_gradients=False, all_to_all="2dh")
+    once = ExpertParallel(send_once=True)
+    results = []
+    with on_hosts(hosts), mock.patch.object(dispatch, "all_to_all_by_pairs", counted):
+        for strategy in (by_places.over(once), once, ExpertParallel()):
+            far.append(0)
+            results.append(trained(strategy, rank, world_size, top_k, torch.float64))
+    for result in results[:2]:
+        assert relative_error(result.y_TD, results[2].y_TD) <= 1e-12
+        for ours, theirs in zip(result.gradients, results[2].gradients):
+            assert relative_error(ours, theirs) <= 1e-12
+    return far
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "abba", "abbaabab", "abcdbadc"])
+def test_a_row_travels_once_to_a_node(hosts: str) -> None:
+    """And is added up there before it comes back. Ranks of a node may be any."""
+    world_size, top_k = len(hosts), 5
+    once_to_nodes = once_to_ranks = all_rows = 0
+    for rank in range(world_size):
+        for row in choices(rank, top_k).tolist():
+            cells = [expert * world_size // EXPERTS for expert in row if expert >= 0]
+            other = [cell for cell in cells if hosts[cell] != hosts[rank]]
+            once_to_nodes += len({hosts[cell] for cell in other})
+            once_to_ranks += len(set(other))
+            all_rows += len(other)
+    found = np.sum(pool_of(world_size).run(by_nodes, hosts, top_k), axis=0)
+    # There and back, and so their gradients.
+    assert found.tolist() == [4 * once_to_nodes, 4 * once_to_ranks, 4 * all_rows]
+    assert once_to_nodes < once_to_ranks
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_sums_of_groups(dtype: torch.dtype) -> None:
     group_N = torch.tensor([2, 0, 2, 2, 1], dtype=torch.int32)
     groups = Groups.of(group_N, 3)
-    assert groups.row_N.tolist() == [1, 4, 0, 2, 3] and groups.start_G.tolist() == [0, 1, 2]
+    assert groups.row_N.tolist() == [1, 4, 0, 2, 3] and groups.start_J.tolist() == [0, 1, 2]
     rows_ND = torch.tensor([[256.0], [3.0], [1.0], [-256.0], [5.0]], dtype=dtype)
     assert groups.sums(rows_ND).tolist() == [[3.0], [5.0], [1.0]]
     # 1 + 2**-10 is no number of bfloat16: weights of more digits are not rounded to it.
@@ -199,7 +264,7 @@ class InChunks(Chunked):
         return tuple(replace(plan, sends_once=True) for plan in super().plan(job))
 
 
-def built(rank: int, world_size: int, strategy: Strategy) -> None:
+def begun(rank: int, world_size: int, strategy: Strategy) -> None:
     routed = layer_of(strategy, world_size, LayerOptions())
     routed.program(torch.device("cpu"))
 
@@ -218,7 +283,7 @@ def built(rank: int, world_size: int, strategy: Strategy) -> None:
 )
 def test_what_cannot_be_sent_once_is_refused(strategy: Strategy, said: str) -> None:
     with pytest.raises(AssertionError, match=f"ValueError.*{said}"):
-        pool_of(2).run(built, strategy)
+        pool_of(2).run(begun, strategy)
 
 
 def test_what_it_does_is_told() -> None:

@@ -38,6 +38,7 @@ from ds_moe_ext.moe.padding import Padding
 from ds_moe_ext.moe.restore import Restore
 from ds_moe_ext.moe.send_once import CombineOnce, OrderOnce, RestoreOnce
 from ds_moe_ext.moe.turns import Likeness, Turns
+from ds_moe_ext.moe.visits import Tour
 from ds_moe_ext.moe.windows import Windows
 from ds_moe_ext.planners.layer_pipelines import Placed
 from ds_moe_ext.schedule.crew import Crew, Stage
@@ -580,7 +581,16 @@ class RoutedExperts:
             kind=self._kind,
             padding=self._padding(),
             counts_visits=self.site.sends_once,
+            tour=self._tour(),
         )
+
+    def _tour(self) -> Tour | None:
+        """Where a token's row goes once to a node. Codecs encode rows, not sums made on the way."""
+        site, codecs = self.site, self._options.hooks.codecs
+        is_flat = site.plan.way is not Way.BY_PLACES or site.layout.why_flat
+        if is_flat or codecs or not site.sends_once:
+            return None
+        return Tour(site.layout.nodes, site.layout.index("ep"))
 
     def _padding(self) -> Padding | None:
         capacity, (cell, place, cell_size) = self._strategy.static_capacity, self._seat
@@ -611,6 +621,8 @@ class RoutedExperts:
         """One stage for each op that strategies share."""
         plan, layout = self.site.plan, self.site.layout
         wire = Wire.between(layout, INTER, device, plan.way)
+        if self._tour() is not None:
+            wire = wire.by_nodes()
         present = self._present[device] = Present(self._ordering())
         stages: dict[Op, Stage] = {
             ORDER: present,

@@ -6,7 +6,7 @@ F finest chunks, C cells, P places in a cell, S expert slots, E experts, D model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_moe_ext.all_to_all import Carrier, Trip
+from ds_moe_ext.all_to_all import Carrier, Channel, Reach, Trip
+from ds_moe_ext.moe.node_trips import NodeTrip
 from ds_moe_ext.moe.slot_rows import SlotRows, SlotSorting
 from ds_moe_ext.moe.visits import SpanVisits, Visits
 from ds_moe_ext.placement import Placement
@@ -64,7 +65,7 @@ class Route:
     def of_tokens(self, x_TD: Tensor) -> Tensor:
         """What tokens have, for each sent row, ``[N, D]``; zeros for padding."""
         if self.visits is not None:
-            return x_TD.index_select(0, self.visits.token_U)
+            return x_TD.index_select(0, self.visits.leaving.token_U)
         return self._with_padding(x_TD).index_select(0, self.token_N)
 
     def of_choices(self, value_TK: Tensor) -> Tensor:
@@ -114,7 +115,7 @@ class Route:
         Visits come weighed.
         """
         if self.visits is not None:
-            return self.visits.by_token.sums(rows_ND)
+            return self.visits.leaving.by_token.sums(rows_ND)
         has_kernel = weight_TK is None or weight_TK.dtype == rows_ND.dtype
         if rows_ND.is_cpu and rows_ND.numel() and self.is_full and has_kernel:
             # One pass over the rows. The same kernel on CUDA is slower than the passes below.
@@ -245,6 +246,15 @@ class LayerRoute(OnDevice):
         if span not in self._trips:
             counts_CC = self._between_FCC[span.start : span.stop].sum(axis=0)
             self._trips[span] = carrier.trip(counts_CC, self.choice_N.device)
+        return self._trips[span]
+
+    def node_trip(self, span: Span, channels: Mapping[Reach, Channel]) -> Trip:
+        """How the visits of a span travel once to a node; the same one every time."""
+        if span not in self._trips:
+            visits = self.on(span).visits
+            assert self.visits is not None and visits is not None
+            legs = self.visits.legs(span, visits.leaving)
+            self._trips[span] = NodeTrip(legs, channels)
         return self._trips[span]
 
     def computed(self, span: Span) -> SlotRows:

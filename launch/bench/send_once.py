@@ -165,11 +165,11 @@ def main() -> None:
             seconds[each.name].append(time.perf_counter() - start_s)
     by_choices, by_cells, by_nodes = rows_of(choices[0], given.experts, num_cells, num_nodes)
     table = Table("contender", "ms a step", "first is slower by", "rounds won", "MB sent, rank 0")
-    for name, each in seconds.items():
-        ratios = [theirs / ours for theirs, ours in zip(seconds[given.only[0]], each)]
+    for name, own in seconds.items():
+        ratios = [first / its for first, its in zip(seconds[given.only[0]], own)]
         table.add_row(
             name,
-            f"{1e3 * statistics.median(each):.0f}",
+            f"{1e3 * statistics.median(own):.0f}",
             f"{statistics.median(ratios):.3f}",
             f"{sum(ratio > 1 for ratio in ratios)}/{len(ratios)}",
             f"{sent[name] / given.rounds / 1e6:.2f}",
