@@ -37,7 +37,7 @@ TOLERANCE = 1e-5  # of the largest value: sums are taken in another order
 def esp(way: str) -> dict[str, Any]:
     """Whole experts, uncut, with rows by a way."""
     pipeline = {"degree": 1, "slice_gradients": False, "all_to_all": way}
-    return {"strategy": "esp", "expert_sharding_size": 1, "esp": pipeline}
+    return {"strategy": "esp", "balance": "ep", "expert_sharding_size": 1, "esp": pipeline}
 
 
 ONCE: Mapping[str, Any] = {"ep": {"send_once": True}}
