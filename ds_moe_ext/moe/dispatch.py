@@ -98,29 +98,35 @@ class Wire:
     def out(self, rows_ND: Tensor, span: Span, layer_route: LayerRoute) -> Tensor:
         """Rows ``[N, D]`` in send order to ``[R, D]`` in slot order at their experts."""
         route = layer_route.on(span)
-        trip = self._trip(span, layer_route)
-        if trip is None:
+        if self.carrier is None and self.node_channels is None:
             arrived_RD = self._directly(rows_ND, route.sent_C, route.received_C)
         else:
-            arrived_RD = self._coded(trip.out, rows_ND)
+            arrived_RD = self._coded(self._trip(span, layer_route).out, rows_ND)
         return route.to_slots(arrived_RD)
 
-    def home(self, rows_RD: Tensor, span: Span, layer_route: LayerRoute) -> Tensor:
-        """Rows ``[R, D]`` in slot order back to ``[N, D]`` in send order at their tokens."""
-        return self.back(layer_route.on(span).to_arrival(rows_RD), span, layer_route)
+    def home(
+        self,
+        rows_RD: Tensor,
+        span: Span,
+        layer_route: LayerRoute,
+        weight_R: Tensor | None = None,
+    ) -> Tensor:
+        """Rows ``[R, D]`` in slot order back to ``[N, D]`` in send order at their tokens.
 
-    def back(self, rows_RD: Tensor, span: Span, layer_route: LayerRoute) -> Tensor:
-        """The same of rows in the order of arrival."""
-        trip = self._trip(span, layer_route)
-        if trip is None:
-            route = layer_route.on(span)
+        Args:
+            weight_R: of rows that are added up before they travel.
+        """
+        route = layer_route.on(span)
+        rows_RD = route.to_arrival(rows_RD, weight_R)
+        if self.carrier is None and self.node_channels is None:
             return self._directly(rows_RD, route.received_C, route.sent_C)
-        return self._coded(trip.home, rows_RD)
+        return self._coded(self._trip(span, layer_route).home, rows_RD)
 
-    def _trip(self, span: Span, layer_route: LayerRoute) -> Trip | None:
+    def _trip(self, span: Span, layer_route: LayerRoute) -> Trip:
         if self.node_channels is not None:
             return layer_route.node_trip(span, self.node_channels)
-        return None if self.carrier is None else layer_route.trip(span, self.carrier)
+        assert self.carrier is not None
+        return layer_route.trip(span, self.carrier)
 
     def _directly(self, rows: Tensor, sent_C: Sequence[int], received_C: Sequence[int]) -> Tensor:
         group = self.group

@@ -84,10 +84,10 @@ class Route:
             return rows_RD.index_select(0, self.visits.visit_R)
         return rows_RD if self.sorting is None else self.sorting.to_slots(rows_RD)
 
-    def to_arrival(self, rows_RD: Tensor) -> Tensor:
-        """Slot order to arrival order; rows of one visit are added up."""
+    def to_arrival(self, rows_RD: Tensor, weight_R: Tensor | None = None) -> Tensor:
+        """Slot order to arrival order; rows of one visit, times their weights, are added up."""
         if self.visits is not None:
-            return self.visits.by_visit.sums(rows_RD)
+            return self.visits.by_visit.sums(rows_RD, weight_R)
         return rows_RD if self.sorting is None else self.sorting.back(rows_RD)
 
     @cached_property
@@ -134,8 +134,9 @@ class Route:
     def tensors(self) -> tuple[Tensor, ...]:
         """All index tensors that were made so far."""
         made = [x for x in vars(self).values() if isinstance(x, Tensor)]
-        parts = (part.tensors() for part in (self.sorting, self.visits) if part is not None)
-        return (*made, *chain.from_iterable(parts))
+        sorting = () if self.sorting is None else self.sorting.tensors()
+        visits = () if self.visits is None else self.visits.tensors()
+        return (*made, *sorting, *visits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +208,10 @@ class LayerRoute(OnDevice):
         # Two lanes that ask at once may both make it: they make the same, so no lock is needed.
         route = self._routes.get(span)
         if route is None:
-            route = self._routes[span] = self._visiting(span, self._route(span))
+            route = self._route(span)
+            if self.visits is not None:
+                route = self._visiting(span, route)
+            self._routes[span] = route
         return route
 
     def told(self, visit_R: Tensor) -> LayerRoute:
@@ -224,7 +228,8 @@ class LayerRoute(OnDevice):
 
     def _visiting(self, span: Span, route: Route) -> Route:
         """The route of a span, by which visits travel once the cells know them."""
-        if self.visits is None or self.visits.visit_R is None:
+        assert self.visits is not None
+        if self.visits.visit_R is None:
             return route
         visits = self.visits.on(span, self.of_span(span, self.visits.visit_R))
         return replace(route, sent_C=visits.sent_C, received_C=visits.received_C, visits=visits)

@@ -77,10 +77,7 @@ class CombineOnce:
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         computed_RD, score_R = computed_RD.detach(), score_R.detach()
         own_R = layer_route.of_span(span, score_R)
-        visits = layer_route.on(span).visits
-        assert visits is not None, "order is the stage for it"
-        sum_VD = visits.by_visit.sums(computed_RD, own_R)
-        returned_UD = self.wire.back(sum_VD, span, layer_route)
+        returned_UD = self.wire.home(computed_RD, span, layer_route, own_R)
         return (returned_UD,), (computed_RD, score_R, layer_route)
 
     def backward(
