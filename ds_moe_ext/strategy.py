@@ -181,6 +181,8 @@ class Plan:
         reductions: of dense gradients, beside the layer's backward.
         way: of rows between the cells.
         better: a share that takes the place of ``share`` before the plan is in force; None: none.
+        sends_once: each token's row travels once to each cell that has some of its experts, and one
+            row comes back; else one for each choice. Not where experts have copies.
     """
 
     home: Placement
@@ -195,6 +197,7 @@ class Plan:
     reductions: Placed = NOWHERE
     way: Way = Way.DIRECT
     better: BetterShare | None = None
+    sends_once: bool = False
 
     @classmethod
     def at_home(cls, home: Placement) -> Plan:
@@ -254,6 +257,11 @@ class Site:
         grid, index = self.layout.grid, self.layout.index
         return self.layer % grid.size == index("ep") * grid.cell_size + index("esp")
 
+    @property
+    def sends_once(self) -> bool:
+        """Whether rows travel, each once to a cell."""
+        return self.plan.sends_once and self.layout.grid.num_cells > 1
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -307,12 +315,14 @@ class Keys(NamedTuple):
         slices_gradients: whether dense gradients are reduced beside layers.
         homes: steps between new homes.
         static_capacity: rows that each rank sends to each expert.
+        sends_once: whether each token's row travels once to a cell.
     """
 
     ways: str = "the strategy's ways"
     slices_gradients: str = "the strategy's slices_gradients"
     homes: str = "shard_every of the strategy's rhythm"
     static_capacity: str = "the strategy's static_capacity"
+    sends_once: str = "sends_once of the strategy's plans"
 
 
 class Strategy(ABC):
@@ -504,6 +514,7 @@ def cutting_of(site: Site, pipeline: Pipeline) -> Cutting:
         plan.backward_degree,
         sharded=site.layout.grid.cell_size > 1,
         slices=Slices(*map(len, plan.reductions)),
+        once=site.sends_once,
     )
 
 

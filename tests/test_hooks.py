@@ -31,6 +31,7 @@ from ds_moe_ext.moe.sharding import Along, Shard
 from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.settings import read_settings
+from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.esp import ExpertSharding, TwoDegrees
 from ds_moe_ext.strategy import Job, Strategy
 from ds_moe_ext.testing import relative_error
@@ -49,6 +50,7 @@ class Case:
     schedule: str = "fsmoe"
     way: str = "direct"  # between cells, of two a node
     has_own_gate: bool = True
+    send_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,8 @@ class Results(dict[str, Tensor]):
 def strategy_of(case: Case) -> Strategy:
     forward, backward = case.degrees
     degree = TwoDegrees(forward=forward, backward=backward)
-    return ExpertSharding(degree=degree, schedule=case.schedule, all_to_all=case.way)
+    esp = ExpertSharding(degree=degree, schedule=case.schedule, all_to_all=case.way)
+    return esp.over(ExpertParallel(send_once=case.send_once))
 
 
 def layer_of(world_size: int, case: Case, options: LayerOptions) -> MoELayer:
@@ -366,6 +369,8 @@ CODED = (
     (4, Case(degrees=(2, 3), cell_size=2)),
     (4, Case(degrees=(2, 2), cell_size=2, schedule="tutel")),
     (2, Case(cell_size=2)),
+    (4, Case(degrees=(2, 3), send_once=True)),
+    (4, Case(degrees=(2, 1), send_once=True, way="2dh")),
     (4, Case(degrees=(3, 2), way="2dh")),
     (4, Case(degrees=(1, 2), way="1dh")),
 )

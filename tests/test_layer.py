@@ -43,6 +43,7 @@ class Case:
     has_sine: bool = False  # by a stage of its own
     capacity_factor: float | None = None
     static_capacity: int | None = None
+    send_once: bool = False
 
 
 D, F = 12, 20
@@ -131,12 +132,12 @@ def _strategy(case: Case) -> Strategy:
     forward, backward = case.degrees
     if case.schedule is not None:
         degree = TwoDegrees(forward=forward, backward=backward)
-        placing = Sine() if case.has_sine else ExpertParallel()
+        placing = Sine() if case.has_sine else ExpertParallel(send_once=case.send_once)
         return ExpertSharding(degree=degree, schedule=case.schedule, placing=placing)
     if case.has_sine:
         return Sine()
     if case.degrees == (1, 1) and case.cell_size == 1:
-        return ExpertParallel(static_capacity=case.static_capacity)
+        return ExpertParallel(static_capacity=case.static_capacity, send_once=case.send_once)
     return Chunked(forward=forward, backward=backward)
 
 
@@ -194,7 +195,22 @@ CASES = {
 }
 
 
-ON_EIGHT = {"ragged", "64 experts", "capacity in chunks"}
+CASES |= {
+    "once": Case(send_once=True, top_k=4),
+    "once, top 1": Case(send_once=True, top_k=1),
+    "once, all experts": Case(send_once=True, top_k=8, tokens_W=(24, 7, 1, 30, 3, 24, 12, 9)),
+    "once, 64 experts": Case(send_once=True, num_experts=64, top_k=8),
+    "once, one hot expert": Case(send_once=True, hot=50.0),
+    "once, dead experts": Case(send_once=True, dead=5, top_k=3),
+    "once, a rank with no rows": Case(send_once=True, tokens_W=(24, 0, 5, 0, 3, 0, 8, 1)),
+    "once, no rows at all": Case(send_once=True, tokens_W=(0,) * 8),
+    "once, capacity": Case(send_once=True, capacity_factor=0.6, hot=1.0, top_k=4),
+    "once in chunks": Case(send_once=True, schedule="fsmoe", degrees=(3, 2), top_k=4),
+    "once, more chunks than tokens": Case(
+        send_once=True, schedule="tutel", degrees=(4, 3), tokens_W=(2, 0, 1, 3, 2, 1, 0, 5)
+    ),
+}
+ON_EIGHT = {"ragged", "64 experts", "capacity in chunks", "once, 64 experts", "once in chunks"}
 
 
 @pytest.mark.parametrize(
@@ -218,6 +234,7 @@ SPLIT = {
     "ragged": Case(schedule="fsmoe", degrees=(2, 1), tokens_W=(24, 7, 1, 30, 3, 0, 12, 9)),
     "no rows at all": Case(schedule="fsmoe", degrees=(2, 2), tokens_W=(0,) * 8),
     "capacity": Case(schedule="fsmoe", degrees=(1, 3), capacity_factor=0.7, top_k=4),
+    "once": Case(send_once=True, schedule="fsmoe", degrees=(2, 3), top_k=4, hot=2.0),
 }
 
 
@@ -268,6 +285,7 @@ def test_several_grids_equal_dense(degrees: tuple[int, int]) -> None:
 @pytest.mark.parametrize("world_size", [3, slow(5), slow(6), slow(7)])
 def test_odd_worlds_equal_dense(world_size: int) -> None:
     _check(Case(num_experts=2 * world_size, degrees=(2, 1)), world_size)
+    _check(Case(num_experts=2 * world_size, top_k=3, send_once=True), world_size)
 
 
 def _cases() -> st.SearchStrategy[Case]:
@@ -284,6 +302,12 @@ def _cases() -> st.SearchStrategy[Case]:
             capacity_factor=st.sampled_from([None, None, 0.5, 1.25]),
         )
     )
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(_cases())
+def test_any_case_sent_once_equals_dense(case: Case) -> None:
+    _check(replace(case, send_once=True, schedule="fsmoe"), 2)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)

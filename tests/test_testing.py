@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 
 OURS: Mapping[str, Strategy] = {
     "ep": ExpertParallel(),
+    "ep, send once": ExpertParallel(send_once=True),
     "fssdp": FullySharded(calibrate=True, overlap_degree=2, copies_per_rank=3),
     "fssdp, planned share": FullySharded(share="planned", overlap_degree=2, copies_per_rank=3),
     "prophet": ProProphet(),

@@ -13,7 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_moe_ext.all_to_all import Carrier, Channel, Planner, Reach, Relays, by_leaders, by_places
+from ds_moe_ext.all_to_all import (
+    Carrier,
+    Channel,
+    Planner,
+    Reach,
+    Relays,
+    Trip,
+    by_leaders,
+    by_places,
+)
 from ds_moe_ext.comm import AllToAll, all_to_all_by_pairs, all_to_all_rows
 from ds_moe_ext.cost.exchange import Way
 from ds_moe_ext.layout import BETWEEN_NODES, WITHIN_NODES, ParallelLayout
@@ -56,12 +65,14 @@ class Wire:
         all_to_all: how rows are exchanged.
         coding: what they travel as; None: as they are. Where nothing travels nothing is encoded.
         carrier: how they go another way than straight from each cell to each; None: so.
+        node_channels: within and between the nodes, where a token's row goes once to a node.
     """
 
     group: dist.ProcessGroup | None
     all_to_all: AllToAll = all_to_all_rows
     coding: Coding | None = None
     carrier: Carrier | None = None
+    node_channels: Mapping[Reach, Channel] | None = None
 
     @classmethod
     def between(
@@ -75,6 +86,11 @@ class Wire:
         direct = Channel(layout.group("ep", lane), all_to_all)
         return cls(direct.group, all_to_all, carrier=carrier_of(layout, lane, way, direct))
 
+    def by_nodes(self) -> Wire:
+        """The same wire, on which a row travels once to a node."""
+        assert isinstance(self.carrier, Relays)
+        return replace(self, carrier=None, node_channels=self.carrier.channels)
+
     def through(self, coding: Coding | None) -> Wire:
         """The same wire, on which rows travel encoded."""
         return replace(self, coding=coding)
@@ -82,19 +98,35 @@ class Wire:
     def out(self, rows_ND: Tensor, span: Span, layer_route: LayerRoute) -> Tensor:
         """Rows ``[N, D]`` in send order to ``[R, D]`` in slot order at their experts."""
         route = layer_route.on(span)
-        if self.carrier is None:
+        if self.carrier is None and self.node_channels is None:
             arrived_RD = self._directly(rows_ND, route.sent_C, route.received_C)
         else:
-            arrived_RD = self._coded(layer_route.trip(span, self.carrier).out, rows_ND)
+            arrived_RD = self._coded(self._trip(span, layer_route).out, rows_ND)
         return route.to_slots(arrived_RD)
 
-    def home(self, rows_RD: Tensor, span: Span, layer_route: LayerRoute) -> Tensor:
-        """Rows ``[R, D]`` in slot order back to ``[N, D]`` in send order at their tokens."""
+    def home(
+        self,
+        rows_RD: Tensor,
+        span: Span,
+        layer_route: LayerRoute,
+        weight_R: Tensor | None = None,
+    ) -> Tensor:
+        """Rows ``[R, D]`` in slot order back to ``[N, D]`` in send order at their tokens.
+
+        Args:
+            weight_R: of rows that are added up before they travel.
+        """
         route = layer_route.on(span)
-        rows_RD = route.to_arrival(rows_RD)
-        if self.carrier is None:
+        rows_RD = route.to_arrival(rows_RD, weight_R)
+        if self.carrier is None and self.node_channels is None:
             return self._directly(rows_RD, route.received_C, route.sent_C)
-        return self._coded(layer_route.trip(span, self.carrier).home, rows_RD)
+        return self._coded(self._trip(span, layer_route).home, rows_RD)
+
+    def _trip(self, span: Span, layer_route: LayerRoute) -> Trip:
+        if self.node_channels is not None:
+            return layer_route.node_trip(span, self.node_channels)
+        assert self.carrier is not None
+        return layer_route.trip(span, self.carrier)
 
     def _directly(self, rows: Tensor, sent_C: Sequence[int], received_C: Sequence[int]) -> Tensor:
         group = self.group

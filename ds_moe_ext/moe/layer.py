@@ -35,7 +35,9 @@ from ds_moe_ext.moe.observation import RowsSeen, TasksSeen, tell
 from ds_moe_ext.moe.order import Order, Seat, kind_of
 from ds_moe_ext.moe.padding import Padding
 from ds_moe_ext.moe.restore import Restore
+from ds_moe_ext.moe.send_once import CombineOnce, OrderOnce, RestoreOnce
 from ds_moe_ext.moe.turns import Likeness, Turns
+from ds_moe_ext.moe.visits import Tour
 from ds_moe_ext.moe.windows import Windows
 from ds_moe_ext.planners.layer_pipelines import Placed
 from ds_moe_ext.schedule.crew import Crew, Stage
@@ -68,7 +70,7 @@ from ds_moe_ext.schedule.task import (
     Span,
     Task,
 )
-from ds_moe_ext.schedule.wires import LayerTasks, block
+from ds_moe_ext.schedule.wires import ROW_SCORES, LayerTasks, block
 from ds_moe_ext.strategy import Destination, Plan, Site, Strategy, layer_tasks
 
 
@@ -179,6 +181,7 @@ class RoutedExperts:
             self.rows.gather = partial(_by_cell, site.layout)
         own = strategy.stages(site)
         _check_stages(own, strategy, site, self._options.hooks)
+        _check_send_once(own, strategy, site)
         if strategy.roles is not None:
             _check_roles(own, strategy, site)
         self._moves_rows_itself = not own.keys().isdisjoint(_MOVES_ROWS)
@@ -236,6 +239,7 @@ class RoutedExperts:
         self.site = replace(self.site, plan=plan, following=following)
         if self._strategy.roles is not None:
             _check_roles({}, self._strategy, self.site)
+        _check_send_once({}, self._strategy, self.site)
         self._planned = self._started = None
         if self.copies is not None:
             self.copies.take(plan)
@@ -468,6 +472,12 @@ class RoutedExperts:
                 "have them again in backward; let beside() say freed, or leave beside and "
                 "schedules to the base class"
             )
+        if self.site.sends_once and not forward.once(_weighs_rows):
+            raise ValueError(
+                f"{who} sends each token's row once to a cell ({self._strategy.keys.sends_once} is "
+                "true), but its schedules take no scores there; leave schedules to the base class, "
+                "or say once in wires.routed_tasks"
+            )
         if self.site.layout.grid.cell_size > 1 and not _OF_CELLS & ops:
             raise ValueError(
                 f"the ranks of a cell split every expert, but the schedules of {who} exchange no "
@@ -484,7 +494,7 @@ class RoutedExperts:
         tables = (str(table.tolist()) for table in placements)
         about = f"rematerialize {plan.rematerialize}, revise {plan.revise is not None}, "
         about += f"carried {plan.carried}, reductions {plan.reductions}, way {plan.way.value}, "
-        about += f"codecs {self._options.hooks.codecs}, "
+        about += f"sends once {plan.sends_once}, codecs {self._options.hooks.codecs}, "
         about += f"copies summed in float32 {self._strategy.sums_copies_in_float32}"
         return "\n".join((*map(str, orders), *tables, plan.share.describe(), about))
 
@@ -562,7 +572,17 @@ class RoutedExperts:
             revise=plan.revise,
             kind=self._kind,
             padding=self._padding(),
+            counts_visits=self.site.sends_once,
+            tour=self._tour(),
         )
+
+    def _tour(self) -> Tour | None:
+        """Where a token's row goes once to a node. Codecs encode rows, not sums made on the way."""
+        site, codecs = self.site, self._options.hooks.codecs
+        is_flat = site.plan.way is not Way.BY_PLACES or site.layout.why_flat
+        if is_flat or codecs or not site.sends_once:
+            return None
+        return Tour(site.layout.nodes, site.layout.index("ep"))
 
     def _padding(self) -> Padding | None:
         capacity, (cell, place, cell_size) = self._strategy.static_capacity, self._seat
@@ -583,15 +603,18 @@ class RoutedExperts:
     def _exchanges(self, there: Wire, back: Wire) -> dict[Op, Stage]:
         """Rows to the experts and back. Gradients go against the direction of their rows."""
         of_dispatch, of_combine = self._options.hooks.of_dispatch, self._options.hooks.of_combine
+        combine = CombineOnce if self.site.sends_once else Combine
         return {
             DISPATCH: Dispatch(*_coded(there, back, of_dispatch)),
-            COMBINE: Combine(*_coded(back, there, of_combine)),
+            COMBINE: combine(*_coded(back, there, of_combine)),
         }
 
     def _common_stages(self, device: torch.device, lanes: Lanes) -> Mapping[Op, Stage]:
         """One stage for each op that strategies share."""
         plan, layout = self.site.plan, self.site.layout
         wire = Wire.between(layout, INTER, device, plan.way)
+        if self._tour() is not None:
+            wire = wire.by_nodes()
         present = self._present[device] = Present(self._ordering())
         stages: dict[Op, Stage] = {
             ORDER: present,
@@ -599,6 +622,9 @@ class RoutedExperts:
             EXPERT: Expert(self.function, plan.pieces),
             RESTORE: Restore(),
         }
+        if self.site.sends_once:
+            straight = Wire.between(layout, INTER, device)
+            stages |= {ORDER: OrderOnce(present, straight), RESTORE: RestoreOnce()}
         if layout.grid.cell_size > 1:
             cell = CellWire(layout.group("esp", INTRA), wire.all_to_all)
             stages |= {CELL_GATHER: CellGather(cell), CELL_SCATTER: CellScatter(cell)}
@@ -624,6 +650,11 @@ class RoutedExperts:
 
 def _ops(schedule: Schedule) -> frozenset[Op]:
     return frozenset(task.op for task in schedule.tasks)
+
+
+def _weighs_rows(schedule: Schedule) -> bool:
+    """Whether scores weigh rows before these come home."""
+    return any(value.kind == ROW_SCORES for value in schedule.written)
 
 
 _MOVES_ROWS = frozenset((DISPATCH, COMBINE))
@@ -669,6 +700,46 @@ def _check_static_capacity(strategy: Strategy, options: LayerOptions) -> None:
             f"{key} is {capacity}, but {type(strategy).__qualname__} gives the ranks roles, whose "
             "stripes are of any length; leave it out"
         )
+
+
+def _check_send_once(own: Mapping[Op, Stage], strategy: Strategy, site: Site) -> None:
+    """Raises ValueError for what says otherwise which rows travel, or when they are weighed."""
+    plan = site.plan
+    if not plan.sends_once:
+        return
+    names = ", ".join(sorted(op.name for op in own.keys() & _OF_ROUTES))
+    asked = (
+        (
+            strategy.static_capacity is not None,
+            f"{strategy.keys.static_capacity} is {strategy.static_capacity}, which sends as many "
+            "rows to each expert, shared or not",
+            "leave one of them out",
+        ),
+        (
+            not plan.target.is_single or plan.revise is not None,
+            "experts have copies, which share the rows of an expert one by one",
+            "leave it out, or the copies",
+        ),
+        (
+            strategy.has_roles,
+            "its ranks have roles, and rows are weighed where attention is",
+            "leave it out",
+        ),
+        (
+            bool(names),
+            f"the strategy has stages of its own for {names}, which know one row a choice",
+            "leave it out, or those stages",
+        ),
+    )
+    for is_asked, why, remedy in asked:
+        if is_asked:
+            raise ValueError(
+                f"{strategy.keys.sends_once} is true, so that {type(strategy).__qualname__} sends "
+                f"each token's row once to a cell, but {why}; {remedy}"
+            )
+
+
+_OF_ROUTES = frozenset((ORDER, DISPATCH, COMBINE, RESTORE))
 
 
 def _by_cell(layout: ParallelLayout, rows_X: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from ds_moe_ext.moe.padding import Padding
 from ds_moe_ext.moe.route import LayerRoute, one_cell_route
 from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.moe.turns import Likeness
+from ds_moe_ext.moe.visits import Goals, Tour, Visits
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.rows import block_index, on_device, starts_of
 from ds_moe_ext.schedule.crew import SavesAlike
@@ -161,6 +162,8 @@ class Order(SavesAlike):
         has_sides: ranks of one side have no tokens: what rows are like goes with the counts, too.
         kind: of the pass; it goes with the counts, see ``kind_of``.
         padding: where every rank sends as many rows to each expert; nothing is exchanged then.
+        counts_visits: each token's row goes once to a cell: how many do, goes with the counts, too.
+        tour: and once to a node.
     """
 
     destination: Destination
@@ -173,6 +176,8 @@ class Order(SavesAlike):
     kind: Callable[[], int] = int  # 0
     has_sides: bool = False
     padding: Padding | None = None
+    counts_visits: bool = False
+    tour: Tour | None = None
 
     def forward(
         self, span: Span, expert_TK: Tensor, x_TD: Tensor | None = None
@@ -205,6 +210,10 @@ class Order(SavesAlike):
         told = () if self.group is None else self._told(x_TD, top_k)
         key_N = keys_of(expert_TK, cut, num_experts + len(told), may_drop=self._may_drop)
         rows_FW = counted(key_N, cut, num_experts, told)
+        goals = None
+        if self.counts_visits:
+            goals = Goals.of(expert_TK, self.destination.target, self.tour)
+            rows_FW = torch.cat((rows_FW, goals.by_chunk(cut)), dim=1)
         gathered = rows_FW[None] if self.group is None else all_gather_counts(rows_FW, self.group)
         counts = counts_to_host(gathered, self.group)
         by_key_N = key_N.argsort(stable=True)  # while they are on their way
@@ -215,6 +224,10 @@ class Order(SavesAlike):
         )
         if self.group is not None:
             check_kinds(known[:, 0, num_experts])
+        if goals is not None:
+            num_CFX = known[self.seat.place :: self.seat.cell_size, :, num_experts + len(told) :]
+            visits = Visits(goals, cut, num_CFX, self.seat.cell, self.tour)
+            return replace(self.routed(by_key_N, rows_CPFE, cut, top_k), visits=visits)
         if not self.has_sides:
             return self.routed(by_key_N, rows_CPFE, cut, top_k)
         like = Likeness(*known[:, 0, num_experts + 1 :].max(axis=0).tolist())

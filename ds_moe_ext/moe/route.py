@@ -6,8 +6,8 @@ F finest chunks, C cells, P places in a cell, S expert slots, E experts, D model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import chain
 
@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_moe_ext.all_to_all import Carrier, Trip
+from ds_moe_ext.all_to_all import Carrier, Channel, Reach, Trip
+from ds_moe_ext.moe.node_trips import NodeTrip
 from ds_moe_ext.moe.slot_rows import SlotRows, SlotSorting, SlotSortings
+from ds_moe_ext.moe.visits import SpanVisits, Visits
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.rows import block_index, on_device, ranges, starts_of
 from ds_moe_ext.schedule.executor import OnDevice
@@ -41,6 +43,8 @@ class Route:
         top_k: choices ``K``.
         padded_row_N: where each choice lies in send order, ``N`` of those that do not travel, int64
             ``[T * K]``; None where nothing is padded.
+        visits: what travels in place of rows, where each token's goes once to a cell; ``sent_C``,
+            ``received_C`` and what is in send or arrival order are theirs then.
     """
 
     choice_N: Tensor
@@ -52,6 +56,7 @@ class Route:
     num_tokens: int
     top_k: int
     padded_row_N: Tensor | None = None
+    visits: SpanVisits | None = None
 
     @property
     def is_full(self) -> bool:
@@ -60,6 +65,8 @@ class Route:
 
     def of_tokens(self, x_TD: Tensor) -> Tensor:
         """What tokens have, for each sent row, ``[N, D]``; zeros for padding."""
+        if self.visits is not None:
+            return x_TD.index_select(0, self.visits.leaving.token_U)
         return self._with_padding(x_TD).index_select(0, self.token_N)
 
     def of_choices(self, value_TK: Tensor) -> Tensor:
@@ -74,10 +81,14 @@ class Route:
 
     def to_slots(self, rows_RD: Tensor) -> Tensor:
         """Arrival order to slot order."""
+        if self.visits is not None:
+            return rows_RD.index_select(0, self.visits.visit_R)
         return rows_RD if self.sorting is None else self.sorting.to_slots(rows_RD)
 
-    def to_arrival(self, rows_RD: Tensor) -> Tensor:
-        """Slot order to arrival order."""
+    def to_arrival(self, rows_RD: Tensor, weight_R: Tensor | None = None) -> Tensor:
+        """Slot order to arrival order; rows of one visit, times their weights, are added up."""
+        if self.visits is not None:
+            return self.visits.by_visit.sums(rows_RD, weight_R)
         return rows_RD if self.sorting is None else self.sorting.back(rows_RD)
 
     @cached_property
@@ -102,7 +113,10 @@ class Route:
         """Add the rows of each token, times their weights, to ``[T, D]``.
 
         Sums in the weights' precision, over choices in order, so that the result is deterministic.
+        Visits come weighed.
         """
+        if self.visits is not None:
+            return self.visits.leaving.by_token.sums(rows_ND)
         has_kernel = weight_TK is None or weight_TK.dtype == rows_ND.dtype
         if rows_ND.is_cpu and rows_ND.numel() and self.is_full and has_kernel:
             # One pass over the rows. The same kernel on CUDA is slower than the passes below.
@@ -120,7 +134,8 @@ class Route:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All index tensors that were made so far, but for what sorts."""
-        return tuple(x for x in vars(self).values() if isinstance(x, Tensor))
+        made = [x for x in vars(self).values() if isinstance(x, Tensor)]
+        return (*made, *(() if self.visits is None else self.visits.tensors()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,6 +180,7 @@ class LayerRoute(OnDevice):
         count_between: gives the rows of each chunk from each cell to each, of this rank's place,
             int64 ``[F, C, C]``; asked once, and only where a carrier needs them.
         none_0D: rows as they travel, none of them, ``[0, D]``; where the order tells of it.
+        visits: where each token's row goes once to a cell.
     """
 
     cut: Cut
@@ -176,18 +192,47 @@ class LayerRoute(OnDevice):
     place: int = 0
     count_between: Callable[[], np.ndarray] | None = None
     none_0D: Tensor | None = None
+    visits: Visits | None = None
     _routes: dict[Span, Route] = field(default_factory=dict)
     _cells: dict[Span, CellRoute] = field(default_factory=dict)
     _trips: dict[Span, Trip] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> Span:
+        """All chunks."""
+        return Span(0, self.cut.num_chunks)
 
     def on(self, span: Span) -> Route:
         """The route of a span of finest chunks."""
         # Two lanes that ask at once may both make it: they make the same, so no lock is needed.
         route = self._routes.get(span)
         if route is None:
-            self._routes.update(self._routes_like(span))
+            routes = self._routes_like(span)
+            if self.visits is not None:
+                routes = {own: self._visiting(own, each) for own, each in routes.items()}
+            self._routes.update(routes)
             route = self._routes[span]
         return route
+
+    def told(self, visit_R: Tensor) -> LayerRoute:
+        """The same route, by which visits travel.
+
+        Args:
+            visit_R: of the rows at this cell's experts, as in ``Visits``.
+        """
+        assert self.visits is not None
+        visits = replace(self.visits, visit_R=visit_R)
+        told = replace(self, visits=visits, count_between=visits.between, _routes={})
+        told._routes[self.whole] = told._visiting(self.whole, self.on(self.whole))
+        return told
+
+    def _visiting(self, span: Span, route: Route) -> Route:
+        """The route of a span, by which visits travel once the cells know them."""
+        assert self.visits is not None
+        if self.visits.visit_R is None:
+            return route
+        visits = self.visits.on(span, self.of_span(span, self.visits.visit_R))
+        return replace(route, sent_C=visits.sent_C, received_C=visits.received_C, visits=visits)
 
     def in_cell(self, span: Span) -> CellRoute:
         """How the rows of a span meet in the cell."""
@@ -206,6 +251,15 @@ class LayerRoute(OnDevice):
         if span not in self._trips:
             counts_CC = self._between_FCC[span.start : span.stop].sum(axis=0)
             self._trips[span] = carrier.trip(counts_CC, self.choice_N.device)
+        return self._trips[span]
+
+    def node_trip(self, span: Span, channels: Mapping[Reach, Channel]) -> Trip:
+        """How the visits of a span travel once to a node; the same one every time."""
+        if span not in self._trips:
+            visits = self.on(span).visits
+            assert self.visits is not None and visits is not None
+            legs = self.visits.legs(span, visits.leaving)
+            self._trips[span] = NodeTrip(legs, channels)
         return self._trips[span]
 
     def computed(self, span: Span) -> SlotRows:
@@ -275,21 +329,43 @@ class LayerRoute(OnDevice):
         together = {s.together for s in (*of_routes, *of_cells) if s is not None}
         sorted_by = (sortings.made for sortings in together)
         trips = (trip.tensors() for trip in self._trips.values())
-        return (self.choice_N, *chain.from_iterable(chain(routes, sorted_by, trips)))
+        visits = () if self.visits is None else self.visits.tensors()
+        return (self.choice_N, *visits, *chain.from_iterable(chain(routes, sorted_by, trips)))
 
     def rows_of(self, span: Span, pieces: Sequence[tuple[Span, Tensor]]) -> Tensor:
         """Computed rows of a span in slot order, from those of overlapping spans in slot order."""
-        rows_SPCF = self.received_PCFS.transpose(3, 0, 1, 2)
-        starts_SPCF = np.zeros(rows_SPCF.shape, dtype=np.int64)
-        before = 0
-        for piece_span, rows in pieces:
-            chunks = slice(piece_span.start, piece_span.stop)
-            starts_SPCF[..., chunks] = before + starts_of(rows_SPCF[..., chunks])
-            before += rows.shape[0]
-        chunks = slice(span.start, span.stop)
-        joined = torch.cat([rows for _, rows in pieces])
-        index = block_index(starts_SPCF[..., chunks], rows_SPCF[..., chunks], joined.device)
-        return joined.index_select(0, index)
+        return _rows_of(self.received_PCFS, span, pieces)
+
+    def own_rows_of(self, span: Span, pieces: Sequence[tuple[Span, Tensor]]) -> Tensor:
+        """The same of the rows that arrived at this rank of its cell."""
+        return _rows_of(self.received_PCFS[self.place][None], span, pieces)
+
+    def of_span(self, span: Span, all_R: Tensor) -> Tensor:
+        """What the rows of a span that arrived here have, of what all of the layer's have."""
+        return all_R if span == self.whole else self.own_rows_of(span, [(self.whole, all_R)])
+
+    def among_all(self, span: Span, own_R: Tensor) -> Tensor:
+        """And back: zeros for the other rows."""
+        if span == self.whole:
+            return own_R
+        num_rows = int(self.received_PCFS[self.place].sum())
+        place_R = self.of_span(span, torch.arange(num_rows, device=own_R.device))
+        return own_R.new_zeros(num_rows).index_copy_(0, place_R, own_R)
+
+
+def _rows_of(rows_PCFS: np.ndarray, span: Span, pieces: Sequence[tuple[Span, Tensor]]) -> Tensor:
+    """See ``LayerRoute.rows_of``; of rows by place, sender, chunk and slot."""
+    rows_SPCF = rows_PCFS.transpose(3, 0, 1, 2)
+    starts_SPCF = np.zeros(rows_SPCF.shape, dtype=np.int64)
+    before = 0
+    for piece_span, rows in pieces:
+        chunks = slice(piece_span.start, piece_span.stop)
+        starts_SPCF[..., chunks] = before + starts_of(rows_SPCF[..., chunks])
+        before += rows.shape[0]
+    chunks = slice(span.start, span.stop)
+    joined = torch.cat([rows for _, rows in pieces])
+    index = block_index(starts_SPCF[..., chunks], rows_SPCF[..., chunks], joined.device)
+    return joined.index_select(0, index)
 
 
 def _alike(span: Span, num_chunks: int) -> Sequence[Span]:

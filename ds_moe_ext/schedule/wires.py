@@ -9,6 +9,10 @@ Where the ranks of a cell split each expert, two collectives of the cell stand a
 
     arrived --cell_gather--> gathered --expert--> partial --cell_scatter--> computed
 
+Where each token's row is sent once to a cell, scores weigh the rows there, and go with the route::
+
+    expert_ids, scores --order--> route, row_scores; computed, row_scores --combine--> returned
+
 Where the host keeps its own gate, the program starts after it, with ids and scores as inputs.
 Where experts have copies, ``weights --join--> target_weights`` stands before the experts. Copies
 travel beside all this: tasks launch them, recall them for backward and send their gradients home,
@@ -58,6 +62,7 @@ EXPERT_IDS = Kind("expert_ids", by_token=True, has_gradient=False)  # int64 [T, 
 SCORES = Kind("scores", by_token=True)  # [T, K]
 GATE_LOSSES = Kind("gate_losses")  # [2]: load balance, z
 ROUTE = Kind("route", has_gradient=False)  # LayerRoute
+ROW_SCORES = Kind("row_scores")  # scores of all rows at the experts [R], by slot
 WEIGHTS = Kind("weights")  # tuple of tensors: of the experts at home on this rank, by slot
 TARGET_WEIGHTS = Kind("target_weights")  # and of all that compute here
 ARRIVED = Kind("arrived")  # rows at the experts [R, D], by slot
@@ -86,10 +91,13 @@ def gate(layer: int, whole: Span) -> Task:
     return Task(GATE, layer, whole, reads, writes)
 
 
-def order(layer: int, whole: Span) -> Task:
-    """One exchange of counts for all chunks of the layer."""
-    reads = (Value(EXPERT_IDS, layer, whole),)
-    return Task(ORDER, layer, whole, reads, (Value(ROUTE, layer, whole),))
+def order(layer: int, whole: Span, *, once: bool = False) -> Task:
+    """One exchange of counts for all chunks of the layer; and of scores, if rows go ``once``."""
+    ids, route = Value(EXPERT_IDS, layer, whole), Value(ROUTE, layer, whole)
+    if not once:
+        return Task(ORDER, layer, whole, (ids,), (route,))
+    scores, row_scores = Value(SCORES, layer, whole), Value(ROW_SCORES, layer, whole)
+    return Task(ORDER, layer, whole, (ids, scores), (route, row_scores))
 
 
 def dispatch(layer: int, span: Span) -> Task:
@@ -159,18 +167,27 @@ def cell_scatter(layer: int, span: Span) -> Task:
     return Task(CELL_SCATTER, layer, span, reads, (Value(COMPUTED, layer, span),))
 
 
-def combine(layer: int, span: Span) -> Task:
-    reads = (Value(COMPUTED, layer, span), Value(ROUTE, layer, span))
+def combine(layer: int, span: Span, scores: Value | None = None) -> Task:
+    """Rows back to their tokens; where they are weighed before, by the ``scores`` of all rows."""
+    weights = () if scores is None else (scores,)
+    reads = (Value(COMPUTED, layer, span), *weights, Value(ROUTE, layer, span))
     return Task(COMBINE, layer, span, reads, (Value(RETURNED, layer, span),))
 
 
-def restore(layer: int, span: Span) -> Task:
-    reads = (Value(RETURNED, layer, span), Value(SCORES, layer, span), Value(ROUTE, layer, span))
+def restore(layer: int, span: Span, *, weighs: bool = True) -> Task:
+    scores = (Value(SCORES, layer, span),) if weighs else ()
+    reads = (Value(RETURNED, layer, span), *scores, Value(ROUTE, layer, span))
     return Task(RESTORE, layer, span, reads, (Value(Y, layer, span),))
 
 
 def routed_tasks(
-    layer: int, *, num_chunks: int, degree: int, copied: bool = False, sharded: bool = False
+    layer: int,
+    *,
+    num_chunks: int,
+    degree: int,
+    copied: bool = False,
+    sharded: bool = False,
+    once: bool = False,
 ) -> list[Task]:
     """Order to restore, chunk by chunk: what every strategy starts from.
 
@@ -178,10 +195,12 @@ def routed_tasks(
         copied: experts may have copies here, which are joined when the first rows are on their way.
         sharded: the ranks of a cell split each expert, so that rows are gathered and sums scattered
             within it.
+        once: each token's row goes once to a cell, so that rows are weighed there.
     """
     whole = Span(0, num_chunks)
     weights = TARGET_WEIGHTS if copied else WEIGHTS
-    tasks = [order(layer, whole)]
+    scores = Value(ROW_SCORES, layer, whole) if once else None
+    tasks = [order(layer, whole, once=once)]
     for span in spans(num_chunks, degree):
         tasks.append(dispatch(layer, span))
         if copied and span.start == 0:
@@ -189,7 +208,7 @@ def routed_tasks(
         computing = [expert(layer, span, weights, sharded=sharded)]
         if sharded:
             computing = [cell_gather(layer, span), *computing, cell_scatter(layer, span)]
-        tasks += [*computing, combine(layer, span), restore(layer, span)]
+        tasks += [*computing, combine(layer, span, scores), restore(layer, span, weighs=not once)]
     return tasks
 
 
@@ -239,6 +258,7 @@ class Cutting(NamedTuple):
         backward_degree: and of a backward pass.
         sharded: as in ``routed_tasks``.
         slices: reductions of dense gradients that the layer begins in backward.
+        once: as in ``routed_tasks``.
     """
 
     pipeline: Pipeline = PIPELINES["default"]
@@ -246,6 +266,7 @@ class Cutting(NamedTuple):
     backward_degree: int = 1
     sharded: bool = False
     slices: Slices = NO_SLICES
+    once: bool = False
 
 
 ALONE, WHOLE = Beside(), Cutting()
@@ -305,12 +326,17 @@ def programs(
     Raises:
         ValueError: as of ``Pipeline.arranged``.
     """
-    pipeline, *degrees, sharded, slices = cutting
+    pipeline, *degrees, sharded, slices, once = cutting
     num_chunks = lcm(*degrees)
 
     def cut(degree: int) -> Schedule:
         tasks = routed_tasks(
-            layer, num_chunks=num_chunks, degree=degree, copied=beside.copied, sharded=sharded
+            layer,
+            num_chunks=num_chunks,
+            degree=degree,
+            copied=beside.copied,
+            sharded=sharded,
+            once=once,
         )
         return layer_schedule(tasks, layer, num_chunks=num_chunks, gated=gated)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_moe_ext.schedule.task import INTER, Lane
 from ds_moe_ext.strategy import Job, Keys, Plan, Strategy, register
@@ -20,9 +20,13 @@ class ExpertParallel(Strategy):
         static_capacity: rows that each rank sends to each expert in every pass: fewer are padded
             with zeros, more are dropped. No counts travel then, and the host waits for nothing.
             Null sends the rows that there are.
+        send_once: each token's row travels once to each rank that has some of its experts, where
+            the outputs are weighed and added up before one row comes back; else a row travels for
+            each choice.
     """
 
     static_capacity: int | None = None
+    send_once: bool = False
 
     def __post_init__(self) -> None:
         at_least(f"{KEY}.static_capacity", self.static_capacity, 1)
@@ -31,13 +35,21 @@ class ExpertParallel(Strategy):
         return (("ep", INTER),)  # no copies
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
-        return tuple(map(Plan.at_home, job.homes))
+        plans = map(Plan.at_home, job.homes)
+        return tuple(replace(plan, sends_once=self.send_once) for plan in plans)
 
     @property
     def keys(self) -> Keys:
-        return Keys(static_capacity=f"{KEY}.static_capacity")
+        return Keys(static_capacity=f"{KEY}.static_capacity", sends_once=f"{KEY}.send_once")
 
     def remarks(self, job: Job) -> tuple[str, ...]:
+        if self.send_once and job.node_C.size == 1:
+            return (f"{KEY}.send_once has no effect: one cell has all experts, and no row travels",)
+        if self.send_once:
+            return (
+                "send once: each token's row travels once to a rank, however many of its experts "
+                "are there, and one row comes back",
+            )
         if self.static_capacity is None:
             return ()
         sent = [self.static_capacity * home.num_experts for home in job.homes]

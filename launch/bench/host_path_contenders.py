@@ -131,6 +131,7 @@ def esp(degree: int, **keys: Any) -> dict[str, Any]:
 WAYS = (
     Way("ep", {"strategy": "ep"}),
     Way("ep, static capacity", {"strategy": "ep", "ep": {"static_capacity": 16}}),
+    Way("ep, send once", {"strategy": "ep", "ep": {"send_once": True}}),
     *(Way(f"esp, degree {degree}", esp(degree)) for degree in (1, 2, 4, 8)),
     Way("fssdp", {"strategy": "fssdp", "fssdp": _FSSDP}),
     Way("prophet", {"strategy": "prophet"}),

@@ -298,6 +298,22 @@ def static_rows() -> Iterator[Row]:
     yield Row("static capacity gradients", 4, job, GRADIENTS, Stock.ALONE, is_slow=True)
 
 
+def once_rows() -> Iterator[Row]:
+    """A token's row once to a rank, whole and in pipelines."""
+    keys = (("send_once", True),)
+    for family, ranks, is_slow in (("mixtral", 2, False), ("toy", 4, True), ("gpt_moe", 4, True)):
+        job = float64(family, keys=keys, evaluate=True)
+        yield Row(f"send once {family}", ranks, job, close_of(family), is_slow=is_slow)
+    for reentrant in (True, False):
+        job = float64("mixtral", 3, keys=keys, use_reentrant=reentrant)
+        name = f"send once checkpointed, reentrant {reentrant}"
+        yield Row(name, 2, job, is_slow=not reentrant)
+    job = one_gradient("mixtral", 1, keys=keys)
+    yield Row("send once gradients", 4, job, GRADIENTS, Stock.ALONE, is_slow=True)
+    job = Job("mixtral", 1, dtype="bfloat16", steps=6, keys=keys)
+    yield Row("send once bfloat16", 4, job, Close(2e-2), Stock.ALONE, is_slow=True)
+
+
 def varied_at_zero_rows() -> Iterator[Row]:
     """By hand: quicker tests train at ZeRO 1 and 2 too."""
     for stage in (0, 1, 2):
@@ -675,8 +691,8 @@ def zebra_at_zero_rows() -> Iterator[Row]:
 
 
 ROWS = [
-    *(*ep_rows(), *static_rows(), *varied_rows(), *varied_at_zero_rows(), *fssdp_rows()),
-    *prophet_rows(),
+    *(*ep_rows(), *static_rows(), *once_rows(), *varied_rows(), *varied_at_zero_rows()),
+    *(*fssdp_rows(), *prophet_rows()),
     *(*esp_rows(), *gate_rows(), *zebra_rows(), *zebra_at_zero_rows()),
 ]
 

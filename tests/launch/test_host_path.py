@@ -37,6 +37,7 @@ class Most(NamedTuple):
 MOST: Mapping[str, Most] = {
     "ep": Most(1, 3, 5),
     "ep, static capacity": Most(1, 1, 5),  # between steps, for all layers at once
+    "ep, send once": Most(1, 4, 7),
     "esp, degree 1": Most(1, 3, 5),
     "esp, degree 2": Most(1, 7, 9),
     "esp, degree 4": Most(1, 13, 17),

@@ -1,0 +1,327 @@
+"""Visits: a token's row goes once to each cell that has some of its experts.
+
+A *visit* is one (token, cell) pair: the row that travels for all choices of the token there. Which
+visit each row at the experts is of is told to that cell; the rest is index work, on the device. By
+way of the nodes one row goes to each node, to the cell of the sender's own place there, which hands
+it on. Shape letters: T tokens, K choices a token, F finest chunks, C cells, V nodes, G cells of a
+node, X cells and then nodes, U visits that leave this rank, R rows at the experts, J groups, D
+model width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_moe_ext.all_to_all import Nodes
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.rows import block_index, on_device, starts_of
+from ds_moe_ext.schedule.task import Cut, Span
+
+
+@dataclass(frozen=True, eq=False)
+class Tour:
+    """The way by the nodes, of one cell: its rows go over to the cells of its own place, and from
+    there on within the node.
+
+    Attributes:
+        nodes: of the cells.
+        cell: which.
+    """
+
+    nodes: Nodes
+    cell: int
+    _on: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def _seat(self) -> tuple[int, int]:
+        return self.nodes.find(self.cell)
+
+    @cached_property
+    def cell_VG(self) -> np.ndarray:
+        """The cells by node and place, nodes in the order of the cells of one's own place."""
+        _, place = self._seat
+        ranks_VG = self.nodes.ranks_VG
+        return ranks_VG[np.argsort(ranks_VG[:, place])]
+
+    def on(self, device: torch.device) -> Tensor:
+        """The same, flat, int64; made once."""
+        if device not in self._on:
+            self._on[device] = on_device(self.cell_VG.ravel(), device)
+        return self._on[device]
+
+    @cached_property
+    def sender_C(self) -> np.ndarray:
+        """The cells in the order in which their visits arrive: place by place."""
+        return np.sort(self.nodes.ranks_VG, axis=0).ravel(order="F")
+
+    def numbers(self, num_CX: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Visits as in ``Legs``, of those from each cell to each, and then to each node as its own
+        place has these in order."""
+        _, place = self._seat
+        num_cells, relay_V = len(num_CX), self.cell_VG[:, place]
+        here = int(np.flatnonzero(relay_V == self.cell)[0])
+        return (
+            num_CX[self.cell, num_cells:],
+            num_CX[relay_V, num_cells + here],
+            num_CX[np.ix_(relay_V, self.cell_VG[here])].sum(axis=0),
+            num_CX[self.cell_VG, self.cell].sum(axis=0),
+        )
+
+
+class Goals(NamedTuple):
+    """Where the tokens of a rank go; known before the ranks have counted.
+
+    Attributes:
+        cell_TK: cell of each choice, int64; ``C`` of those that were dropped.
+        goes_TC1: whether a token has a choice in a cell; one column more, of those that were
+            dropped.
+        goes_TVG: the same by node and place, nodes in the order in which one's own place sends to
+            them; None where no row goes by the nodes.
+    """
+
+    cell_TK: Tensor
+    goes_TC1: Tensor
+    goes_TVG: Tensor | None
+
+    @classmethod
+    def of(cls, expert_TK: Tensor, target: Placement, tour: Tour | None = None) -> Goals:
+        """Of chosen experts, -1 where there is none, with one holder each."""
+        device = expert_TK.device
+        cell_TK = _cell_E1(target, device)[expert_TK]
+        shape = len(expert_TK), target.num_cells + 1
+        goes_TC1 = torch.zeros(shape, dtype=torch.bool, device=device).scatter_(1, cell_TK, 1)
+        if tour is None:
+            return cls(cell_TK, goes_TC1, None)
+        goes_TVG = goes_TC1.index_select(1, tour.on(device))
+        return cls(cell_TK, goes_TC1, goes_TVG.view(-1, *tour.cell_VG.shape))
+
+    def by_chunk(self, cut: Cut) -> Tensor:
+        """Visits of each chunk to each cell, and node if rows go there, int64 ``[F, X]``."""
+        goes_TX = self.goes_TC1[:, :-1]
+        if self.goes_TVG is not None:
+            goes_TX = torch.cat((goes_TX, self.goes_TVG.any(dim=2)), dim=1)
+        if cut.num_chunks == 1:
+            return goes_TX.sum(dim=0, keepdim=True)
+        lengths = np.diff(np.asarray(cut.bounds)).tolist()
+        return torch.stack([part.sum(dim=0) for part in goes_TX.split(lengths)])
+
+
+@lru_cache(maxsize=1024)  # a placement a layer
+def _cell_E1(target: Placement, device: torch.device) -> Tensor:
+    """The cell of each expert, and of no expert ``C``, which -1 finds."""
+    return on_device(np.append(target.owner_E, target.num_cells), device)
+
+
+class Groups(NamedTuple):
+    """Rows that are added up: in the order in which they are listed, so that the bits are always
+    the same.
+
+    Attributes:
+        row_N: rows of the first group, of the second, and so on, int64.
+        start_J: where each group begins, int64.
+    """
+
+    row_N: Tensor
+    start_J: Tensor
+
+    @classmethod
+    def of(cls, group_N: Tensor, num_groups: int) -> Groups:
+        """Of rows whose groups are known, int32."""
+        group_N, row_N = group_N.sort(stable=True)
+        number_J = torch.arange(num_groups, dtype=group_N.dtype, device=group_N.device)
+        return cls(row_N, torch.searchsorted(group_N, number_J))
+
+    def sums(self, rows_ND: Tensor, weight_N: Tensor | None = None) -> Tensor:
+        """The sum of each group, ``[J, D]``; zeros of an empty one.
+
+        Args:
+            rows_ND: all rows.
+            weight_N: of each; sums are then in the wider type of both, and rounded once.
+        """
+        if not rows_ND.shape[0]:
+            return rows_ND.new_zeros(len(self.start_J), rows_ND.shape[1])
+        wide_ND = rows_ND
+        if weight_N is not None:
+            dtype = torch.promote_types(rows_ND.dtype, weight_N.dtype)
+            wide_ND, weight_N = rows_ND.to(dtype), weight_N.to(dtype).index_select(0, self.row_N)
+        sum_JD = torch.nn.functional.embedding_bag(
+            self.row_N, wide_ND, self.start_J, mode="sum", per_sample_weights=weight_N
+        )
+        return sum_JD.to(rows_ND.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Leaving:
+    """Visits that leave: goal by goal, which are cells or nodes, and there token by token.
+
+    Attributes:
+        goes_TC: whether a token goes to a goal.
+        num_visits: in all.
+    """
+
+    goes_TC: Tensor
+    num_visits: int
+
+    @cached_property
+    def place_U(self) -> Tensor:
+        """Where each visit is in the flattened ``[C, T]``, int32."""
+        goes_N = self.goes_TC.T.flatten()
+        place_N = torch.arange(goes_N.numel(), dtype=torch.int32, device=goes_N.device)
+        # Numbers of visits, from 1 on; what does not go, goes to 0.
+        number_N = goes_N.cumsum(dim=0) * goes_N
+        return place_N.new_empty(1 + self.num_visits).scatter_(0, number_N, place_N)[1:]
+
+    @cached_property
+    def token_U(self) -> Tensor:
+        """The token of each visit, int32."""
+        return self.place_U % max(1, len(self.goes_TC))
+
+    @cached_property
+    def by_token(self) -> Groups:
+        """Visits token by token, in the order of goals."""
+        return Groups.of(self.token_U, len(self.goes_TC))
+
+    def tensors(self) -> list[Tensor]:
+        """All that were made so far."""
+        return _tensors(self)
+
+
+@dataclass(frozen=True, eq=False)
+class SpanVisits:
+    """Visits of the tokens of one span.
+
+    Attributes:
+        leaving: of this rank's tokens.
+        sent_C: visits to each cell.
+        received_C: visits from each cell.
+        visit_R: visit of each row at the experts, in the order of arrival, int32; rows in slot
+            order.
+    """
+
+    leaving: Leaving
+    sent_C: tuple[int, ...]
+    received_C: tuple[int, ...]
+    visit_R: Tensor
+
+    @cached_property
+    def by_visit(self) -> Groups:
+        """Rows at the experts, visit by visit, in the order of slots."""
+        return Groups.of(self.visit_R, sum(self.received_C))
+
+    def tensors(self) -> list[Tensor]:
+        """All that were made so far."""
+        return [*self.leaving.tensors(), *_tensors(self)]
+
+
+def _tensors(record: Leaving | SpanVisits) -> list[Tensor]:
+    made = (own if isinstance(own, Groups) else (own,) for own in vars(record).values())
+    return [x for own in made for x in own if isinstance(x, Tensor)]
+
+
+class Legs(NamedTuple):
+    """How visits of a span travel by way of the nodes: over to a node, then to its cells.
+
+    Attributes:
+        goes_UG: to which places of its node each visit goes on, as it leaves.
+        over_V: visits to each node, to the cell of one's own place there; in the order of cells.
+        came_V: and from each.
+        on_G: visits that this cell hands on to each of its node.
+        arrived_G: and those that arrive from each.
+    """
+
+    goes_UG: Tensor
+    over_V: tuple[int, ...]
+    came_V: tuple[int, ...]
+    on_G: tuple[int, ...]
+    arrived_G: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Visits:
+    """Of one layer's pass.
+
+    Attributes:
+        goals: of this rank's tokens.
+        cut: of them.
+        num_CFX: visits from each cell, of each chunk, to each cell, and to each node if rows go
+            there, of this rank's place, on the host.
+        cell: this rank's.
+        tour: by the nodes, if rows go so.
+        visit_R: as in ``SpanVisits``, of all tokens; None until the cells have told each other.
+    """
+
+    goals: Goals
+    cut: Cut
+    num_CFX: np.ndarray
+    cell: int
+    tour: Tour | None = None
+    visit_R: Tensor | None = None
+
+    def between(self) -> np.ndarray:
+        """Visits of each chunk from each cell to each, int64 ``[F, C, C]``."""
+        return self.num_CFX[..., : len(self.num_CFX)].swapaxes(0, 1)
+
+    def number_TK(self) -> Tensor:
+        """Each choice's visit, in the order in which all visits of its cell arrive there, int32."""
+        goes_TC1, device = self.goals.goes_TC1, self.goals.goes_TC1.device
+        num_cells, sender_C = len(self.num_CFX), self._sender_C
+        before = sender_C[: np.flatnonzero(sender_C == self.cell)[0]]
+        before_C = self.num_CFX[before, :, :num_cells].sum(axis=(0, 1))
+        number_TC1 = goes_TC1.cumsum(dim=0) + on_device(np.append(before_C, 0) - 1, device)
+        return number_TC1.gather(1, self.goals.cell_TK).int()
+
+    def on(self, span: Span, visit_R: Tensor) -> SpanVisits:
+        """Those of a span, whose rows are of these among all visits."""
+        chunks = slice(span.start, span.stop)
+        received_CF = self.num_CFX[self._sender_C, :, self.cell]
+        if span.stop - span.start < self.cut.num_chunks:
+            starts_CF = starts_of(received_CF)[:, chunks]
+            own_V = block_index(starts_CF, received_CF[:, chunks], visit_R.device)
+            place = visit_R.new_empty(int(received_CF.sum()))
+            nth_V = torch.arange(len(own_V), dtype=place.dtype, device=place.device)
+            place.scatter_(0, own_V, nth_V)
+            visit_R = place.index_select(0, visit_R)
+        sent_C = self.num_CFX[self.cell, chunks, : len(self.num_CFX)].sum(axis=0)
+        return SpanVisits(
+            self._leaving(span),
+            sent_C=tuple(sent_C.tolist()),
+            received_C=tuple(received_CF[:, chunks].sum(axis=1).tolist()),
+            visit_R=visit_R,
+        )
+
+    def legs(self, span: Span, leaving: Leaving) -> Legs:
+        """How those of a span that leave travel by the nodes."""
+        assert self.tour is not None
+        goes_VTG = self._of_span(span, self.goals.goes_TVG).swapaxes(0, 1)
+        goes_UG = goes_VTG.flatten(0, 1).index_select(0, leaving.place_U)
+        numbers = self.tour.numbers(self.num_CFX[:, span.start : span.stop].sum(axis=1))
+        return Legs(goes_UG, *(tuple(num.tolist()) for num in numbers))
+
+    def _leaving(self, span: Span) -> Leaving:
+        sent_X = self.num_CFX[self.cell, span.start : span.stop].sum(axis=0)
+        sent_C, sent_V = np.split(sent_X, [len(self.num_CFX)])
+        if self.tour is None:
+            goes_TC = self._of_span(span, self.goals.goes_TC1)[:, :-1]
+            return Leaving(goes_TC, int(sent_C.sum()))
+        goes_TV = self._of_span(span, self.goals.goes_TVG).any(dim=2)
+        return Leaving(goes_TV, int(sent_V.sum()))
+
+    def _of_span(self, span: Span, of_tokens: Tensor | None) -> Tensor:
+        assert of_tokens is not None
+        return of_tokens.narrow(0, self.cut.first(span), self.cut.length(span))
+
+    @property
+    def _sender_C(self) -> np.ndarray:
+        """The cells, in the order in which their visits arrive."""
+        return np.arange(len(self.num_CFX)) if self.tour is None else self.tour.sender_C
+
+    def tensors(self) -> list[Tensor]:
+        """What it holds on the device."""
+        held = *self.goals, self.visit_R
+        return [tensor for tensor in held if tensor is not None]
