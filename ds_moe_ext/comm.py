@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -330,13 +331,14 @@ def begin_watch() -> None:
     if world is None or world.size() == 1:
         return
     whole = _meeting_place()
-    if whole is None:
+    if whole is None or WATCH.has_begun(whole):
         return
     store = whole.clone()  # its own: another thread may wait in that
     store.set_timeout(STORE_TIMEOUT)
     WATCH.start(
         Wires(
             store,
+            weakref.ref(whole),
             world.rank(),
             world.size(),
             os.getpid(),

@@ -223,7 +223,11 @@ def _fields(cls: type) -> set[str]:
 def _chosen(settings: Settings, blocks: Mapping[str, Strategy]) -> Strategy:
     chosen = _named("strategy", settings.strategy, settings, blocks)
     if settings.balance is None:
-        return chosen
+        if not isinstance(chosen, Overlay):
+            return chosen
+        # Over what it lies over by itself, with the keys that stand in that one's block.
+        likes = (block for block in blocks.values() if type(block) is type(chosen.placing))
+        return chosen.over(next(likes, chosen.placing))
     if not isinstance(chosen, Overlay):
         overlays = (repr(name) for name, block in blocks.items() if isinstance(block, Overlay))
         raise ValueError(

@@ -53,6 +53,7 @@ class Wires:
 
     Attributes:
         store: a client of its own.
+        met: the store by which the world met, whose client it is; None once that has ended.
         rank: of this process.
         world_size: ranks of the launch.
         process: its id.
@@ -63,6 +64,7 @@ class Wires:
     """
 
     store: Store
+    met: Callable[[], object | None]
     rank: int
     world_size: int
     process: int
@@ -118,6 +120,11 @@ class Watch:
     def is_on(self) -> bool:
         """Whether there are others."""
         return self._wires is not None
+
+    def has_begun(self, met: object) -> bool:
+        """Whether it watches by a store already, in this process."""
+        wires = self._wires
+        return wires is not None and wires.process == os.getpid() and wires.met() is met
 
     def start(self, wires: Wires) -> None:
         """Begin to watch; where it has begun, with other wires."""

@@ -21,7 +21,7 @@ from ds_moe_ext.moe.gates.noisy_top_k import NoisyTopK
 from ds_moe_ext.moe.hooks import Hooked
 from ds_moe_ext.settings import ReportSettings, Settings, TraceSettings, read_settings
 from ds_moe_ext.strategies.ep import ExpertParallel
-from ds_moe_ext.strategy import Strategy
+from ds_moe_ext.strategy import Overlay, Strategy
 from tests.strategies_for_tests import Chunked
 
 CHUNKED = "tests.strategies_for_tests:Chunked"
@@ -549,3 +549,12 @@ def test_any_block_is_read_or_refused(keys: dict[str, Any]) -> None:
     else:
         assert settings.enabled == (keys.get("enabled") is True)
         assert (strategy is not None) == settings.enabled
+
+
+def test_without_a_balance_pipelines_lie_over_the_block_of_ep() -> None:
+    block = {"enabled": True, "strategy": "esp", "ep": {"send_once": True}}
+    _, strategy = read_settings({"ds_moe_ext": block})
+    assert isinstance(strategy, Overlay) and strategy.placing == ExpertParallel(send_once=True)
+    refused = {**block, "ep": {"static_capacity": 8}}
+    with pytest.raises(ValueError, match=r"ep\.static_capacity is 8, but strategy 'esp' cuts"):
+        read_settings({"ds_moe_ext": refused})

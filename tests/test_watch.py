@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import pytest
@@ -65,10 +65,20 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Rank]]:
     for rank in range(2):
         broken: list[str] = []
         wires = Wires(
-            store, rank, 2, os.getpid(), lambda group: (0, 1), broken.append, lambda: None
+            *(store, lambda: store, rank, 2, os.getpid()),
+            *(lambda group: (0, 1), broken.append, lambda: None),
         )
         found.append(Rank(Watch(_wires=wires), broken))
     yield found
+
+
+def test_watches_by_the_store_of_this_process(ranks: list[Rank]) -> None:
+    first, _ = ranks
+    wires = first.watch._wires
+    assert wires is not None and first.watch.has_begun(wires.store)
+    assert not first.watch.has_begun(Store())
+    assert not Watch(_wires=replace(wires, process=0)).has_begun(wires.store)
+    assert not Watch().has_begun(wires.store)
 
 
 def test_who_waits_leaves_when_another_has_failed(ranks: list[Rank]) -> None:

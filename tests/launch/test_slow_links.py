@@ -177,9 +177,10 @@ def test_contenders_agree_and_copies_level_the_ranks() -> None:
 def test_contenders_of_the_command_line() -> None:
     """Without copies given, HECATE's strategy finds its own."""
     chosen = slow_links.parse_arguments(("--strategies", "fssdp", "--copies"))
-    assert [way.name for way in slow_links.ways(chosen)] == ["ep", "fssdp, t and m measured"]
+    measured = "fssdp, t and m measured", "the same, planned share"
+    assert [way.name for way in slow_links.ways(chosen)] == ["ep", *measured]
     names = [way.name for way in slow_links.ways(slow_links.parse_arguments(()))]
-    assert len(set(names)) == len(names) == 12
+    assert len(set(names)) == len(names) == 17
 
 
 def test_loads_of_a_trace(tmp_path: Path) -> None:
