@@ -187,12 +187,16 @@ class PlannedShare:
         return rows
 
     def rows_between(self, rows_CFE: np.ndarray) -> np.ndarray:
-        num_cells, num_chunks, _ = rows_CFE.shape
         sent_CFP = self._all.quotas(rows_CFE[..., self._expert_P])
-        between_CFC = np.zeros((num_cells, num_chunks, num_cells), dtype=np.int64)
-        holder_P = self.target.flat_N % self.target.num_cells
-        np.add.at(between_CFC.T, holder_P, sent_CFP.T)
-        return between_CFC.swapaxes(0, 1)
+        # Sums of whole numbers below 2**53: exact.
+        between_CFC = sent_CFP.astype(np.float64) @ self._is_at_PC
+        return between_CFC.astype(np.int64).swapaxes(0, 1)
+
+    @cached_property
+    def _is_at_PC(self) -> np.ndarray:
+        """1 where a cell is the holder of a pair, float64."""
+        holder_P1 = (self.target.flat_N % self.target.num_cells)[:, None]
+        return (holder_P1 == np.arange(self.target.num_cells)).astype(np.float64)
 
     @cached_property
     def _all(self) -> _Dealt:
@@ -201,7 +205,8 @@ class PlannedShare:
         return self._dealt(np.arange(self.target.num_cells)[:, None, None], pair_P)
 
     def computed_C(self, rows_CE: np.ndarray) -> np.ndarray:
-        computed_C: np.ndarray = self.rows_between(rows_CE[:, None]).sum(axis=(0, 1))
+        computed_P = self._all.quotas(rows_CE[:, None, self._expert_P]).sum(axis=(0, 1))
+        computed_C: np.ndarray = (computed_P @ self._is_at_PC).astype(np.int64)
         return computed_C
 
     def describe(self) -> str:

@@ -11,7 +11,6 @@ Shape letters: L layers, C ranks, E experts, G turns of the loop.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from unittest import mock
 import numpy as np
 import torch
 from load_traces import zipf_steps
-from planning_time import NUM_WARM_UPS, OneRank, Parts, Sizes, strategy_of
+from planning_time import NUM_WARM_UPS, OneRank, Parts, Sizes, sizes_parser, strategy_of
 from rich.console import Console
 from rich.table import Table
 
@@ -104,18 +103,7 @@ def shown(costs: dict[str, Cost]) -> Table:
 
 def main() -> None:
     """Measure each strategy, print."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add = parser.add_argument
-    add("--ranks", type=int, default=64)
-    add("--ranks_per_node", type=int, default=8)
-    add("--layers", type=int, default=58)
-    add("--experts", type=int, default=256)
-    add("--rows", type=int, default=32768, help="of a rank and layer")
-    add("--skew", type=float, default=0.6, help="of loads, Zipf's exponent")
-    add("--strategies", nargs="+", default=["fssdp", "prophet"], choices=["fssdp", "prophet"])
-    add("--overlap_degree", type=int, default=8, help="t of fssdp")
-    add("--copies_per_rank", type=int, default=2, help="m of fssdp")
-    add("--steps", type=int, default=20, help="that are timed")
+    parser = sizes_parser(__doc__, ("fssdp", "prophet"), ("fssdp", "prophet"))
     given = parser.parse_args()
     sizes = Sizes(**{name: vars(given)[name] for name in Sizes.__dataclass_fields__})
     copied = {"overlap_degree": given.overlap_degree, "copies_per_rank": given.copies_per_rank}

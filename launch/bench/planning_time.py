@@ -19,7 +19,7 @@ import json
 import time
 import tracemalloc
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -345,8 +345,15 @@ def shown(figures: dict[str, Figures]) -> Table:
     return table
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def sizes_parser(doc: str, chosen: Iterable[str], known: Iterable[str]) -> argparse.ArgumentParser:
+    """What a script takes that plans for ranks of which it is one.
+
+    Args:
+        doc: its own.
+        chosen: strategies that it takes by default.
+        known: that it can take.
+    """
+    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     add = parser.add_argument
     add("--ranks", type=int, default=64)
     add("--ranks_per_node", type=int, default=8)
@@ -354,10 +361,16 @@ def main() -> None:
     add("--experts", type=int, default=256)
     add("--rows", type=int, default=32768, help="of a rank and layer")
     add("--skew", type=float, default=0.6, help="of loads, Zipf's exponent")
-    add("--strategies", nargs="+", default=["ep", "fssdp", "prophet"], choices=BLOCKS)
+    add("--strategies", nargs="+", default=[*chosen], choices=[*known])
     add("--overlap_degree", type=int, default=8, help="t of fssdp")
     add("--copies_per_rank", type=int, default=2, help="m of fssdp")
     add("--steps", type=int, default=20, help="that are timed")
+    return parser
+
+
+def main() -> None:
+    parser = sizes_parser(__doc__, ("ep", "fssdp", "prophet"), BLOCKS)
+    add = parser.add_argument
     add("--broadcasts", action="store_true", help="trips as on CUDA, where they need no trees")
     add("--memory", action="store_true", help="trace memory; what is timed then is slow")
     add("--json", action="store_true", help="print that in place of a table")
