@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -13,7 +12,7 @@ import pytest
 
 from ds_moe_ext.moe.observation import RowsSeen
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.schedule.worker import SWITCH_S, giving_way, worker
+from ds_moe_ext.schedule.worker import worker
 from ds_moe_ext.share import LocalElseHome
 from ds_moe_ext.steps.beside import BesideStep
 
@@ -76,31 +75,6 @@ def test_what_fails_in_the_thread_is_raised_where_it_is_taken() -> None:
     counted(layers, 0, 1)
     with pytest.raises(ValueError, match="it broke"):
         step.taken()
-
-
-def test_other_threads_get_pythons_lock_soon_while_it_is_made() -> None:
-    def fail() -> float:
-        during.append(sys.getswitchinterval())
-        raise ValueError("it broke")
-
-    during: list[float] = []
-    before_s = sys.getswitchinterval()
-    try:
-        for interval_s, expected_s in ((5e-3, SWITCH_S), (1e-5, 1e-5)):  # never later than before
-            sys.setswitchinterval(interval_s)
-            with pytest.raises(ValueError, match="it broke"):
-                giving_way(fail)
-            assert sys.getswitchinterval() == pytest.approx(interval_s)
-            assert during.pop() == pytest.approx(expected_s)
-        layers, step = beside(lambda: during.append(sys.getswitchinterval()) or "made")
-        counted(layers, 0, 1)
-        step.taken()
-        sys.setswitchinterval(5e-3)
-        counted(layers, 0, 1)
-        assert step.taken() == "made"
-        assert during == [pytest.approx(SWITCH_S)]
-    finally:
-        sys.setswitchinterval(before_s)
 
 
 def _doubled(found: Queue[int]) -> None:

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from ds_moe_ext.moe.observation import RowsSeen
-from ds_moe_ext.schedule.worker import giving_way, worker
+from ds_moe_ext.schedule.worker import worker
 
 Made = TypeVar("Made")
 
@@ -40,7 +40,7 @@ class BesideStep(Generic[Made]):
             self._num_counted += 1
             is_all = self._num_counted == self._num_expected
         if is_all:
-            self._made = worker().submit(giving_way, self._make)
+            self._made = worker().submit(self._make)
 
     def taken(self) -> Made | None:
         """What was made of the rows that were counted since the last call; None where it was not
