@@ -372,7 +372,7 @@ def _alike(span: Span, num_chunks: int) -> Sequence[Span]:
     """All spans that are as long, from the first chunk to the last, where it is one of these; else
     the span alone."""
     width = span.stop - span.start
-    if num_chunks % width or span.start % width:
+    if width == num_chunks or num_chunks % width or span.start % width:
         return (span,)
     return equal_spans(num_chunks, num_chunks // width)
 

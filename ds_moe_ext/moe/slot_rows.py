@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_moe_ext.rows import on_device, starts_of
+from ds_moe_ext.rows import on_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,27 +114,28 @@ class SlotSortings:
 
     @cached_property
     def _table(self) -> Sequence[Tensor]:
-        """How far each block moves, there and back, span by span, from where it lies among all
-        blocks; its rows, likewise; then where the rows of each slot end, ``[G, S]``. Int32, on the
+        """How far each block moves, there and back, span by span, from where it lies among all that
+        move; its rows, likewise; then where the rows of each slot end, ``[G, S]``. Int32, on the
         device."""
-        num_spans, num_blocks, num_slots = self.rows_GXS.shape
-        by_block, by_slot = (num_spans, num_blocks, num_slots), (num_spans, num_slots, num_blocks)
-        size = 2 * self.rows_GXS.size
-        numbers = np.empty(2 * size + num_spans * num_slots, dtype=np.int32)
-        shift_G2B, length_G2B = numbers[: 2 * size].reshape(2, num_spans, 2, -1)
-        length_G2B[:, 0].reshape(by_slot)[...] = self.rows_GXS.swapaxes(1, 2)
-        length_G2B[:, 1].reshape(by_block)[...] = self.rows_GXS
-        # Where each block lies that is written; those before it are taken from there as well.
-        place_G2B = starts_of(length_G2B)
-        there_GSX, back_GXS = place_G2B[:, 0].reshape(by_slot), place_G2B[:, 1].reshape(by_block)
-        came_GXS, slot_GSX = back_GXS - back_GXS[:, :1, :1], there_GSX - there_GSX[:, :1, :1]
-        shift_G2B[:, 0].reshape(by_slot)[...] = came_GXS.swapaxes(1, 2) - there_GSX
-        shift_G2B[:, 1].reshape(by_block)[...] = slot_GSX.swapaxes(1, 2) - back_GXS
-        end_GS = numbers[2 * size :].reshape(num_spans, num_slots)
-        np.add.reduce(self.rows_GXS, axis=1).cumsum(axis=1, out=end_GS)
-        table = on_device(numbers, self.device)
+        shifts: list[np.ndarray] = []
+        lengths: list[np.ndarray] = []
+        ends: list[np.ndarray] = []
+        before = 0
+        for rows_XS, slots in zip(self.rows_GXS, self.slots):
+            num_blocks, num_slots = rows_XS.shape
+            there, back = rows_XS.ravel(), rows_XS.T.ravel()
+            starts, end = there.cumsum() - there, back.cumsum()
+            shift_SX = starts.reshape(num_blocks, num_slots).T.ravel() - end + back
+            shift_XS = shift_SX.reshape(num_slots, num_blocks).T.ravel()
+            shifts += shift_SX - before, -shift_XS - (before + slots.num_rows)
+            lengths += back, there
+            ends.append(end[num_blocks - 1 :: num_blocks])
+            before += 2 * slots.num_rows
+        parts = *shifts, *lengths, *ends
+        table = on_device(np.concatenate(parts, dtype=np.int32, casting="unsafe"), self.device)
         self.made.append(table)
-        return table[:size], table[size : 2 * size], table[2 * size :].view(num_spans, num_slots)
+        size = 2 * self.rows_GXS.size
+        return table[:size], table[size : 2 * size], table[2 * size :].view(len(ends), -1)
 
 
 @dataclass(frozen=True, eq=False)
