@@ -78,6 +78,11 @@ class Placement:
         return _frozen(np.flatnonzero(self.holds_EC))
 
     @cached_property
+    def expert_N(self) -> np.ndarray:
+        """The expert of each pair, in the order of ``flat_N``, int64."""
+        return _frozen(self.flat_N // self.num_cells)
+
+    @cached_property
     def holder_N(self) -> np.ndarray:
         """The holder of each pair, in the order of ``flat_N``, int64."""
         return _frozen(self.flat_N % self.num_cells)
@@ -85,7 +90,12 @@ class Placement:
     @cached_property
     def num_holders_E(self) -> np.ndarray:
         """Cells that hold each expert, int64."""
-        return _frozen(np.bincount(self.flat_N // self.num_cells, minlength=self.num_experts))
+        return _frozen(np.bincount(self.expert_N, minlength=self.num_experts))
+
+    @cached_property
+    def holders(self) -> Holders:
+        """Who holds its experts; of this layer alone."""
+        return Holders.found((self,))
 
     @cached_property
     def is_single(self) -> bool:
@@ -200,6 +210,11 @@ class Holders:
     @lru_cache(maxsize=4)
     def of(cls, placements: tuple[Placement, ...]) -> Holders:
         """Of layers on one grid; once for homes that stay, and for a plan's targets."""
+        return cls.found(placements)
+
+    @classmethod
+    def found(cls, placements: tuple[Placement, ...]) -> Holders:
+        """The same, worked out."""
         num_cells = placements[0].num_cells
         flat = [placement.flat_N for placement in placements]
         layer, pair = np.repeat(np.arange(len(flat)), list(map(len, flat))), np.concatenate(flat)

@@ -72,7 +72,7 @@ class PlannedShare:
 
     def __post_init__(self) -> None:
         self.node_C.setflags(write=False)
-        num_pairs = len(self.holders.copied_N)
+        num_pairs = len(self.target.holders.copied_N)
         shape = int(self._place_C.max()) + 1, num_pairs
         if self.kept_N.shape != (num_pairs,) or self.ends_VN.shape != shape:
             raise ValueError(
@@ -86,11 +86,6 @@ class PlannedShare:
         if self.kept_N.max(initial=0) > PARTS:
             raise ValueError(f"a holder keeps {self.kept_N.max()} parts of {PARTS}; mend them")
 
-    @property
-    def holders(self) -> Holders:
-        """Of the target."""
-        return Holders.of((self.target,))
-
     @cached_property
     def _place_C(self) -> np.ndarray:
         """Each cell's node by its number among the nodes."""
@@ -98,13 +93,13 @@ class PlannedShare:
 
     @cached_property
     def _last_X(self) -> np.ndarray:
-        return self.holders.num_holders_X.cumsum() - 1
+        return self.target.holders.num_holders_X.cumsum() - 1
 
     @cached_property
     def _starts_VN(self) -> np.ndarray:
         starts_VN = np.zeros_like(self.ends_VN)
         starts_VN[:, 1:] = self.ends_VN[:, :-1]
-        starts_VN[:, self._last_X - self.holders.num_holders_X + 1] = 0
+        starts_VN[:, self._last_X - self.target.holders.num_holders_X + 1] = 0
         return starts_VN
 
     @cached_property
@@ -118,20 +113,20 @@ class PlannedShare:
     @cached_property
     def _pair_P(self) -> np.ndarray:
         """Place of each pair among those of copied experts; -1 of an expert with one holder."""
-        is_copied_P = (self.target.num_holders_E > 1)[self.target.flat_N // self.target.num_cells]
+        is_copied_P = (self.target.num_holders_E > 1)[self.target.expert_N]
         return np.where(is_copied_P, is_copied_P.cumsum() - 1, -1)
 
     @cached_property
     def _kept_CE(self) -> np.ndarray:
         """Parts of its rows that each sender keeps; none where it holds no copy."""
-        holders = self.holders
+        holders = self.target.holders
         kept_CE = np.zeros((self.target.num_cells, self.target.num_experts), dtype=np.int64)
         kept_CE[holders.cell_N, holders.expert_X[holders.copied_N]] = self.kept_N
         return kept_CE
 
     def _dealt(self, sender: np.ndarray, pair: np.ndarray) -> _Dealt:
         """By senders and places among all pairs, of shapes that fit each other."""
-        expert, holder = np.divmod(self.target.flat_N[pair], self.target.num_cells)
+        expert, holder = self.target.expert_N[pair], self.target.holder_N[pair]
         copied = self._pair_P[pair]
         node, is_alone = self._place_C[sender], copied < 0
         # All rows for an expert with one holder are its.
@@ -159,18 +154,14 @@ class PlannedShare:
     def _comes(self, holder: int) -> _Dealt:
         """``[C, 1, S]``."""
         if holder not in self._coming:
-            pair_S = np.flatnonzero(self.target.flat_N % self.target.num_cells == holder)
+            pair_S = np.flatnonzero(self.target.holder_N == holder)
             sender_C11 = np.arange(self.target.num_cells)[:, None, None]
             self._coming[holder] = self._dealt(sender_C11, pair_S)
         return self._coming[holder]
 
-    @cached_property
-    def _expert_P(self) -> np.ndarray:
-        return self.target.flat_N // self.target.num_cells
-
     def sent_by_pair(self, sender: int, rows_FE: np.ndarray) -> np.ndarray:
         """See ``share.sent_by_pair``."""
-        return self._leaves(sender).quotas(rows_FE[:, self._expert_P])
+        return self._leaves(sender).quotas(rows_FE[:, self.target.expert_N])
 
     def received_by_slot(self, holder: int, rows_CFE: np.ndarray) -> np.ndarray:
         """See ``share.received_by_slot``."""
@@ -187,7 +178,7 @@ class PlannedShare:
         return rows
 
     def rows_between(self, rows_CFE: np.ndarray) -> np.ndarray:
-        sent_CFP = self._all.quotas(rows_CFE[..., self._expert_P])
+        sent_CFP = self._all.quotas(rows_CFE[..., self.target.expert_N])
         # Sums of whole numbers below 2**53: exact.
         between_CFC = sent_CFP.astype(np.float64) @ self._is_at_PC
         return between_CFC.astype(np.int64).swapaxes(0, 1)
@@ -195,8 +186,9 @@ class PlannedShare:
     @cached_property
     def _is_at_PC(self) -> np.ndarray:
         """1 where a cell is the holder of a pair, float64."""
-        holder_P1 = (self.target.flat_N % self.target.num_cells)[:, None]
-        return (holder_P1 == np.arange(self.target.num_cells)).astype(np.float64)
+        return (self.target.holder_N[:, None] == np.arange(self.target.num_cells)).astype(
+            np.float64
+        )
 
     @cached_property
     def _all(self) -> _Dealt:
@@ -205,7 +197,7 @@ class PlannedShare:
         return self._dealt(np.arange(self.target.num_cells)[:, None, None], pair_P)
 
     def computed_C(self, rows_CE: np.ndarray) -> np.ndarray:
-        computed_P = self._all.quotas(rows_CE[:, None, self._expert_P]).sum(axis=(0, 1))
+        computed_P = self._all.quotas(rows_CE[:, None, self.target.expert_N]).sum(axis=(0, 1))
         computed_C: np.ndarray = (computed_P @ self._is_at_PC).astype(np.int64)
         return computed_C
 
@@ -253,7 +245,7 @@ def as_told(kept_N: np.ndarray, ends_VN: np.ndarray) -> np.ndarray:
 
 def from_told(parts: np.ndarray, target: Placement, node_C: np.ndarray) -> PlannedShare:
     """And the share that they make."""
-    num_pairs = len(Holders.of((target,)).copied_N)
+    num_pairs = len(target.holders.copied_N)
     kept_N, ends = np.split(parts.astype(np.int64), [num_pairs])
     num_nodes = np.unique(node_C).size
     return PlannedShare(target, node_C, kept_N, ends.reshape(num_nodes, num_pairs))

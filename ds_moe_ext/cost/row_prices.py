@@ -27,7 +27,7 @@ class RowPrices:
             node; its cells share it.
 
     Raises:
-        ValueError: a price below zero or not finite, or none above zero.
+        ValueError: a price below zero or not finite.
     """
 
     row_s_C: np.ndarray
@@ -53,10 +53,6 @@ class RowPrices:
             trips_bytes / prices.inter_bytes_per_s,
         )
 
-    @property
-    def is_sending_free(self) -> bool:
-        return self.local_row_s == self.cross_row_s == 0
-
     def seconds(self, sent_CC: np.ndarray, node_C: np.ndarray) -> float:
         """Of a layer.
 
@@ -64,13 +60,24 @@ class RowPrices:
             sent_CC: rows from each cell to each, ``[C, C]``.
             node_C: node of each cell; any numbers.
         """
-        is_on_CV = (node_C[:, None] == np.unique(node_C)).astype(sent_CC.dtype)
-        crossing_VV = is_on_CV.T @ sent_CC @ is_on_CV
-        link_s = max(self.local_row_s * _busiest(sent_CC), self.cross_row_s * _busiest(crossing_VV))
+        leaving_CC, crossing_VV = _without_own(sent_CC), between_nodes(sent_CC, node_C)
+        links = (self.local_row_s, leaving_CC), (self.cross_row_s, crossing_VV)
+        link_s = max(price * _busiest(sent) for price, sent in links)
         return float((self.row_s_C * sent_CC.sum(axis=0)).max()) + link_s
 
 
-def _busiest(sent: np.ndarray) -> float:
-    """The most that leaves one place for others, or comes to it from them."""
-    away = sent - np.diag(np.diag(sent))
-    return float(max(away.sum(axis=0).max(), away.sum(axis=1).max()))
+def between_nodes(sent_CC: np.ndarray, node_C: np.ndarray) -> np.ndarray:
+    """Rows from each node to each other one, ``[V, V]``; nodes in the order of their numbers."""
+    is_on_CV = (node_C[:, None] == np.unique(node_C)).astype(sent_CC.dtype)
+    return _without_own(is_on_CV.T @ sent_CC @ is_on_CV)
+
+
+def _without_own(sent: np.ndarray) -> np.ndarray:
+    """But for what stays in its place."""
+    leaving: np.ndarray = sent - np.diag(np.diag(sent))
+    return leaving
+
+
+def _busiest(leaving: np.ndarray) -> float:
+    """The most that leaves one place, or comes to it."""
+    return float(max(leaving.sum(axis=0).max(), leaving.sum(axis=1).max()))

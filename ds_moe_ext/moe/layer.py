@@ -524,8 +524,9 @@ class RoutedExperts:
         in any one thread."""
         if self.copies is not None:
             self.copies.prepare(plan)
-        plan.share.prepare(self.site.layout.index("ep"))
-        if plan.better is not None and self.site.solves:
+        if plan.better is None:
+            plan.share.prepare(self.site.layout.index("ep"))
+        elif self.site.solves:
             _ = plan.better.numbers
 
     def crew_between_sides(self, device: torch.device, *, counts: bool, is_graded: bool) -> Crew:

@@ -72,8 +72,7 @@ class Padding:
             choice_N=choice_N,
             token_N=choice_N // top_k,
             sent_C=tuple(self._sent_1C[0].tolist()),
-            received_C=(self.capacity * sorting.together.rows_GXS.shape[2],)
-            * self.target.num_cells,
+            received_C=(self.capacity * self._num_slots,) * self.target.num_cells,
             sorting=sorting,
             slots=sorting.slots,
             num_tokens=num_tokens,

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_moe_ext.cost.row_prices import RowPrices
+from ds_moe_ext.cost.row_prices import RowPrices, between_nodes
 from ds_moe_ext.placement import Holders, Placement
 from ds_moe_ext.planned_share import as_told, ends_in_parts, in_parts
 
@@ -54,9 +54,9 @@ class Routed:
     target: Placement
     node_C: np.ndarray
 
-    @cached_property
+    @property
     def holders(self) -> Holders:
-        return Holders.of((self.target,))
+        return self.target.holders
 
     @cached_property
     def numbered_C(self) -> np.ndarray:
@@ -209,8 +209,7 @@ class _Programme:
                 self._limit(self._link_s, local_C, leave_C - own_C, kept=-1),
             ]
         if self._cross:
-            node_C = routed.numbered_C
-            alone_VV = _between_nodes(alone_CC, node_C)
+            alone_VV = between_nodes(alone_CC, routed.node_C)
             cross_V, sender_V1 = np.full(num_nodes, self._cross), np.arange(num_nodes)[:, None]
             rules += [
                 self._limit(self._link_s, cross_V, fixed_V, place_VN=place, crosses=True)
@@ -258,14 +257,6 @@ class _Programme:
             np.concatenate(unknown),
             -price_P * fixed_P,
         )
-
-
-def _between_nodes(sent_CC: np.ndarray, node_C: np.ndarray) -> np.ndarray:
-    """Rows from each node to each other one."""
-    is_on_CV = (node_C[:, None] == np.arange(int(node_C.max()) + 1)).astype(np.int64)
-    sent_VV = is_on_CV.T @ sent_CC @ is_on_CV
-    np.fill_diagonal(sent_VV, 0)
-    return sent_VV
 
 
 def in_whole_rows(division: Division, routed: Routed) -> Division:
