@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ds_moe_ext.patches.megatron import forget, use
     from ds_moe_ext.placement import Placement
     from ds_moe_ext.settings import read_settings
-    from ds_moe_ext.share import LocalElseHome, NearestCopy, Share
+    from ds_moe_ext.share import LocalElseHome, NearestCopy, Rule, Share
     from ds_moe_ext.steps.training_run import recorder_of
     from ds_moe_ext.steps.unequal_passes import joined
     from ds_moe_ext.strategy import Destination, Job, Plan, Rhythm, Strategy, register
@@ -25,7 +25,7 @@ __all__ = ["ExpertsDescription", "FeedForwardExperts", "MoELayer", "attach", "fo
 __all__ += ["full_state_dict", "joined", "read_settings", "recorder_of", "register_experts", "use"]
 # A strategy of one's own: what it is, what it is asked and answers, and the shares that are there.
 __all__ += ["Destination", "Job", "LocalElseHome", "NearestCopy", "Placement", "Plan", "Rhythm"]
-__all__ += ["Share", "Strategy", "register"]
+__all__ += ["Rule", "Share", "Strategy", "register"]
 
 _NAMES = {
     "attachment.experts": ("ExpertsDescription", "register_experts"),
@@ -36,7 +36,7 @@ _NAMES = {
     "patches.megatron": ("forget", "use"),
     "placement": ("Placement",),
     "settings": ("read_settings",),
-    "share": ("LocalElseHome", "NearestCopy", "Share"),
+    "share": ("LocalElseHome", "NearestCopy", "Rule", "Share"),
     "steps.training_run": ("recorder_of",),
     "steps.unequal_passes": ("joined",),
     "strategy": ("Destination", "Job", "Plan", "Rhythm", "Strategy", "register"),

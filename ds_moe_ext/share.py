@@ -13,16 +13,29 @@ from typing import NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 
+from ds_moe_ext.level_share import DividedRows
 from ds_moe_ext.placement import Holders, Placement
-from ds_moe_ext.planned_share import PlannedShare
 
 
-class Share(Protocol):
-    """Who computes which rows. The first rows of an expert go to its lowest holder, and so on."""
+class Rule(Protocol):
+    """What says who computes which rows, once the rows of a pass are known."""
 
     def prepare(self, cell: int) -> None:
         """Work out beforehand what does not depend on rows, for a cell that sends and receives."""
         ...
+
+    def of_rows(self, rows_CE: np.ndarray) -> Share:
+        """The share of a pass, by the rows of every sender and all chunks, int64 ``[C, E]``; a rule
+        that looks at each sender's rows alone is its own. Pure, and the same on every rank."""
+        ...
+
+    def describe(self) -> str:
+        """The rule and what it rests on, as text: equal texts are equal rules."""
+        ...
+
+
+class Share(Rule, Protocol):
+    """Who computes which rows. The first rows of an expert go to its lowest holder, and so on."""
 
     def rows_from(self, sender: int, rows_FE: np.ndarray) -> np.ndarray:
         """Rows that one sender sends to each holder of each expert, int64 ``[F, E, C]``.
@@ -43,10 +56,6 @@ class Share(Protocol):
 
     def computed_C(self, rows_CE: np.ndarray) -> np.ndarray:
         """Rows that each cell computes, int64 ``[C]``, of what each sender routes, ``[C, E]``."""
-        ...
-
-    def describe(self) -> str:
-        """The rule and what it rests on, as text: equal texts are equal shares."""
         ...
 
 
@@ -76,6 +85,9 @@ class LocalElseHome:
         self.target.prepare(cell)
         if not self.target.is_single:
             _ = self._pair_E(cell), self._kept_C1S(cell)
+
+    def of_rows(self, rows_CE: np.ndarray) -> LocalElseHome:
+        return self
 
     def rows_from(self, sender: int, rows_FE: np.ndarray) -> np.ndarray:
         rows_FX = np.zeros((len(rows_FE), self.target.holds_EC.size), dtype=np.int64)
@@ -218,7 +230,7 @@ class _NearestCopies:
     _leaving: dict[int, list[_Leaving]] = field(default_factory=dict, init=False)
     _coming: dict[int, list[_Coming]] = field(default_factory=dict, init=False)
 
-    def is_of(self, shares: Sequence[Share]) -> bool:
+    def is_of(self, shares: Sequence[Rule]) -> bool:
         """Whether these are the shares of the layers, in their order."""
         pairs = enumerate(shares)
         return len(shares) == len(self.targets) and all(
@@ -455,6 +467,9 @@ class NearestCopy:
         self._tables.leaving(cell)
         self._tables.coming(cell)
 
+    def of_rows(self, rows_CE: np.ndarray) -> NearestCopy:
+        return self
+
     def rows_from(self, sender: int, rows_FE: np.ndarray) -> np.ndarray:
         expert_M, flat_M, _, turns_M = self._tables.leaving(sender)[self._layer]
         rows_FX = np.zeros((len(rows_FE), self.target.holds_EC.size), dtype=np.int64)
@@ -536,12 +551,12 @@ def received_by_slot(
 
 def _has_pairs(
     share: Share, target: Placement
-) -> TypeGuard[LocalElseHome | NearestCopy | PlannedShare]:
+) -> TypeGuard[LocalElseHome | NearestCopy | DividedRows]:
     known = isinstance(share, _OURS) and share.target is target
     return known and type(share) in _OURS  # others may share otherwise
 
 
-_OURS = (LocalElseHome, NearestCopy, PlannedShare)
+_OURS = (LocalElseHome, NearestCopy, DividedRows)
 
 
 @lru_cache(maxsize=2)
@@ -561,7 +576,7 @@ def _computed_at_home(key: np.ndarray, rows: Sequence[np.ndarray], num_cells: in
     return _sums(key, total, len(rows) * num_cells).reshape(-1, num_cells)
 
 
-def computed_by(shares: Sequence[Share], rows: Sequence[np.ndarray]) -> np.ndarray:
+def computed_by(shares: Sequence[Rule], rows: Sequence[np.ndarray]) -> np.ndarray:
     """``computed_C`` of each layer, int64 ``[L, C]``; at once of all that were planned together.
 
     Args:
@@ -577,4 +592,5 @@ def computed_by(shares: Sequence[Share], rows: Sequence[np.ndarray]) -> np.ndarr
     together = first._together if isinstance(first, NearestCopy) else None
     if together is not None and together.is_of(shares):
         return together.computed_LC(rows)
-    return np.stack([share.computed_C(rows_CE) for share, rows_CE in zip(shares, rows)])
+    each = zip(shares, rows)
+    return np.stack([rule.of_rows(rows_CE).computed_C(rows_CE) for rule, rows_CE in each])

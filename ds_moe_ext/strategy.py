@@ -12,7 +12,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -29,7 +28,7 @@ from ds_moe_ext.schedule.pipeline_orders import PIPELINES, Pipeline, Slices
 from ds_moe_ext.schedule.stripes import A2E, E2A
 from ds_moe_ext.schedule.task import INTER, PARAM, Lane, Op, Schedule, Span, refined
 from ds_moe_ext.schedule.wires import Beside, Cutting, LayerTasks, programs
-from ds_moe_ext.share import LocalElseHome, Share
+from ds_moe_ext.share import LocalElseHome, Rule
 from ds_moe_ext.strict import found_at
 
 ROWS_ALONE = Prices(
@@ -126,7 +125,7 @@ class Destination(NamedTuple):
     """Where rows go: who holds copies, and how they divide the rows."""
 
     target: Placement
-    share: Share
+    share: Rule
 
 
 class Carried(NamedTuple):
@@ -144,32 +143,13 @@ class Carried(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class BetterShare:
-    """A share that rests on numbers which one rank works out for all: floats decide them, and on
-    unlike processors could decide otherwise.
-
-    Attributes:
-        solve: works them out, integers of any shape; in the thread that plans.
-        share: by these numbers, on every rank. Pure.
-    """
-
-    solve: Callable[[], np.ndarray]
-    share: Callable[[np.ndarray], Share]
-
-    @cached_property
-    def numbers(self) -> np.ndarray:
-        """As this rank has worked them out."""
-        return self.solve()
-
-
-@dataclass(frozen=True, eq=False)
 class Plan:
     """What a strategy decided for one layer, until the next plan.
 
     Attributes:
         home: where an expert's weights and optimizer state live.
         target: where the expert computes this step.
-        share: how the copies of an expert divide each sender's rows.
+        share: how the copies of an expert divide its rows.
         forward_degree: spans that the tokens of a forward pass are cut into.
         backward_degree: and of a backward pass.
         rematerialize: free the copies after forward and gather them again for backward.
@@ -180,14 +160,13 @@ class Plan:
             the strategy, for all layers together. Pure.
         reductions: of dense gradients, beside the layer's backward.
         way: of rows between the cells.
-        better: a share that takes the place of ``share`` before the plan is in force; None: none.
         sends_once: each token's row travels once to each cell that has some of its experts, and one
             row comes back; else one for each choice. Not where experts have copies.
     """
 
     home: Placement
     target: Placement
-    share: Share
+    share: Rule
     forward_degree: int = 1
     backward_degree: int = 1
     rematerialize: bool = False
@@ -196,7 +175,6 @@ class Plan:
     successor: Callable[[np.ndarray], Plan] | None = None
     reductions: Placed = NOWHERE
     way: Way = Way.DIRECT
-    better: BetterShare | None = None
     sends_once: bool = False
 
     @classmethod
@@ -249,13 +227,6 @@ class Site:
         """Whether the plan's copies are freed between forward and backward: not those of the last
         layer, whose backward is next."""
         return self.plan.is_joined and self.plan.rematerialize and self.following is not None
-
-    @property
-    def solves(self) -> bool:
-        """Whether this rank works out for all what a better share of the layer rests on: each rank
-        does some layers."""
-        grid, index = self.layout.grid, self.layout.index
-        return self.layer % grid.size == index("ep") * grid.cell_size + index("esp")
 
     @property
     def sends_once(self) -> bool:

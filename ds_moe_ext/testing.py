@@ -47,8 +47,7 @@ from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.task import PARAM
 from ds_moe_ext.settings import BLOCK, read_settings
-from ds_moe_ext.share import Share
-from ds_moe_ext.steps.completion import completed
+from ds_moe_ext.share import Rule
 from ds_moe_ext.strategies.esp import ExpertSharding, TwoDegrees
 from ds_moe_ext.strategy import Job, Overlay, Plan, Pool, Strategy, followers
 
@@ -492,13 +491,14 @@ def _faults(plan: Plan, home: Placement, rows_CE: np.ndarray) -> Iterator[str]:
 
 
 def _faults_of_target(
-    target: Placement, least: Placement, share: Share, rows_CE: np.ndarray
+    target: Placement, least: Placement, rule: Rule, rows_CE: np.ndarray
 ) -> Iterator[str]:
     missing = np.argwhere(least.holds_EC & ~target.holds_EC)
     if missing.size:
         yield f"its target lacks expert {missing[0][0]} in cell {missing[0][1]}, which has it"
     num_cells = len(rows_CE)
-    rows_CFE = np.stack((rows_CE, rows_CE[:, ::-1]), axis=1)  # as if in two chunks
+    rows_CFE = np.stack((rows_CE // 3, rows_CE - rows_CE // 3), axis=1)  # as if in two chunks
+    share = rule.of_rows(rows_CE)
     sent_SFEC = np.stack([share.rows_from(s, rows_CFE[s]) for s in range(num_cells)])
     if (sent_SFEC < 0).any() or (sent_SFEC.sum(axis=-1) != rows_CFE).any():
         yield "rows_from of its share does not hand out all rows of each expert, and once each"
@@ -531,7 +531,6 @@ def _num_copies(block: _Block) -> int:
 
 
 def _take(blocks: Sequence[_Block], plans: Sequence[Plan]) -> None:
-    plans = completed(plans, [block.routed.site for block in blocks])
     for block, plan, after in zip(blocks, plans, followers(plans, [0] * len(plans))):
         block.routed.take(plan, after)
         texts = gather_objects(block.routed.describe(), None)

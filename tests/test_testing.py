@@ -36,8 +36,11 @@ OURS: Mapping[str, Strategy] = {
     "ep, send once": ExpertParallel(send_once=True),
     "fssdp": FullySharded(calibrate=True, overlap_degree=2, copies_per_rank=3),
     "fssdp, planned share": FullySharded(share="planned", overlap_degree=2, copies_per_rank=3),
+    "fssdp, priced share": FullySharded(
+        share="priced", calibrate=True, overlap_degree=2, copies_per_rank=3
+    ),
     "prophet": ProProphet(),
-    "prophet, planned share": ProProphet(share="planned"),
+    "prophet, priced share": ProProphet(share="priced"),
     "esp": ExpertSharding(degree=2, slice_gradients=False),
 }
 

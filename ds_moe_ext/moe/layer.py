@@ -524,10 +524,7 @@ class RoutedExperts:
         in any one thread."""
         if self.copies is not None:
             self.copies.prepare(plan)
-        if plan.better is None:
-            plan.share.prepare(self.site.layout.index("ep"))
-        elif self.site.solves:
-            _ = plan.better.numbers
+        plan.share.prepare(self.site.layout.index("ep"))
 
     def crew_between_sides(self, device: torch.device, *, counts: bool, is_graded: bool) -> Crew:
         """Who does the layer's tasks where ranks have roles; see ``schedule/stripes.py``. Its own

@@ -14,7 +14,7 @@ from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.schedule.executor import Lanes, Mark
 from ds_moe_ext.schedule.program import in_backward
 from ds_moe_ext.schedule.task import Task
-from ds_moe_ext.share import Share, computed_by
+from ds_moe_ext.share import Rule, computed_by
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,22 +54,22 @@ class RowsSeen:
     counts: bool = True  # and it is counted
     gather: Callable[[Tensor], Tensor] | None = None
     on_count: Callable[[], None] = lambda: None  # called when rows of a micro-batch were counted
-    _on_host: list[tuple[np.ndarray, Share]] = field(default_factory=list)  # rows [C, E]
+    _on_host: list[tuple[np.ndarray, Rule]] = field(default_factory=list)  # rows [C, E]
     _on_device: Tensor | None = None  # int64 [E], where rows end, summed; the host does not wait
-    _share: Share | None = None  # of those
+    _share: Rule | None = None  # of those
 
     def begin(self, *, is_training: bool) -> None:
         """Say what the coming pass is. Call it in the thread that runs the model."""
         self.is_training, self.is_graded = is_training, torch.is_grad_enabled()
         self.counts = is_training and not in_backward()
 
-    def __call__(self, rows: np.ndarray | SlotRows, top_k: int, share: Share) -> None:
+    def __call__(self, rows: np.ndarray | SlotRows, top_k: int, share: Rule) -> None:
         """Args: rows: int64 ``[C, E]`` by sender and expert; or by expert this rank's, where it
         does not know those of others, or its host none. share: who computes them."""
         if self.counts:
             self.add(rows, top_k, share)
 
-    def add(self, rows: np.ndarray | SlotRows, top_k: int, share: Share) -> None:
+    def add(self, rows: np.ndarray | SlotRows, top_k: int, share: Rule) -> None:
         """Count rows, whatever the pass is. Takes what a call takes."""
         self.top_k = top_k
         if isinstance(rows, SlotRows):

@@ -30,7 +30,7 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.rows import block_index, on_device, starts_of
 from ds_moe_ext.schedule.crew import SavesAlike
 from ds_moe_ext.schedule.task import Cut, Span
-from ds_moe_ext.share import Share, received_by_slot, sent_by_pair
+from ds_moe_ext.share import Rule, received_by_slot, sent_by_pair
 from ds_moe_ext.strategy import Destination
 from ds_moe_ext.watch import REMEDY
 
@@ -171,7 +171,7 @@ class Order(SavesAlike):
     group: dist.ProcessGroup | None
     capacity_factor: float | None
     gate_may_drop: bool
-    on_rows: Callable[[np.ndarray | SlotRows, int, Share], None]
+    on_rows: Callable[[np.ndarray | SlotRows, int, Rule], None]
     revise: Callable[[np.ndarray], Destination] | None = None
     kind: Callable[[], int] = int  # 0
     has_sides: bool = False
@@ -253,7 +253,8 @@ class Order(SavesAlike):
         cell, place, cell_size = self.seat
         is_whole = rows_CPFE.shape[1] == rows_CPFE.shape[2] == 1
         rows_CE = rows_CPFE[:, 0, 0] if is_whole else rows_CPFE.sum(axis=(1, 2))
-        target, share = self.destination if self.revise is None else self.revise(rows_CE)
+        target, rule = self.destination if self.revise is None else self.revise(rows_CE)
+        share = rule.of_rows(rows_CE)
         self.on_rows(rows_CE, top_k, share)
         sent_FN = sent_by_pair(share, target, cell, rows_CPFE[cell, place])
         if target.is_single:

@@ -18,7 +18,6 @@ import numpy as np
 
 from ds_moe_ext.cost.row_prices import RowPrices, between_nodes
 from ds_moe_ext.placement import Holders, Placement
-from ds_moe_ext.planned_share import as_told, ends_in_parts, in_parts
 
 LEAVING = 1e-4
 """What a row costs besides that leaves its cell, where all cells compute one row in 1: of divisions
@@ -310,15 +309,3 @@ def sent_rows(division: Division, routed: Routed) -> np.ndarray:
     sent_CN = np.maximum(sent_CN, 0)
     sent_CN[holders.cell_N, np.arange(len(copied_N))] += division.kept_N
     return sent_CN
-
-
-def planned_parts(
-    rows_CE: np.ndarray, target: Placement, node_C: np.ndarray, prices: RowPrices
-) -> np.ndarray:
-    """The parts of a ``PlannedShare`` that are best for these rows, as they are told, int16. Floats
-    decide them: one rank works them out for all."""
-    routed = Routed(rows_CE, target, node_C)
-    division = divide(routed, prices)
-    kept_N = in_parts(division.kept_N, routed.own_N)
-    ends_VN = ends_in_parts(division.sent_VN, routed.holders, routed.numbered_C)
-    return as_told(kept_N, ends_VN)

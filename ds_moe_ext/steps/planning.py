@@ -17,7 +17,6 @@ from ds_moe_ext.load import LoadWindow
 from ds_moe_ext.moe.observation import Rows, RowsSeen, rows_so_far, take_rows
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.steps.beside import BesideStep
-from ds_moe_ext.steps.completion import completed
 from ds_moe_ext.steps.cost_checks import Checks
 from ds_moe_ext.steps.costs import Costs
 from ds_moe_ext.strategy import Job, Plan, Rhythm, Strategy, followers
@@ -197,7 +196,6 @@ class Planning:
         self._take(self.strategy.plan(self.job))
 
     def _take(self, plans: Sequence[Plan]) -> None:
-        plans = completed(plans, [layer.routed.site for layer in self.layers])
         stacks = [layer.stack for layer in self.layers]
         for layer, plan, following in zip(self.layers, plans, followers(plans, stacks)):
             layer.routed.take(plan, following)

@@ -8,7 +8,7 @@ cells, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,7 +21,7 @@ from ds_moe_ext.planners.calibrate import calibrate, guarded
 from ds_moe_ext.planners.homes import shard
 from ds_moe_ext.planners.materialize import materialize
 from ds_moe_ext.share import NearestCopy
-from ds_moe_ext.strategies.shares import check_share, divided_by_time
+from ds_moe_ext.strategies.shares import calibrated, check_share, shared_by_time
 from ds_moe_ext.strategy import (
     Destination,
     Job,
@@ -59,8 +59,9 @@ class FullySharded(Strategy):
             the rank's own experts and their gradients take, one of each layer at least.
         sum_copies_in_float32: a rank adds gradients of copies in 32 bits where they are narrower;
             they travel and come home as they are.
-        share: how copies divide rows: "nearest", the paper's rule, or "planned", so that the layer
-            takes least time by what rows are predicted to cost (docs/priced_share.md).
+        share: how copies divide rows: "nearest", the paper's rule; "planned", in parts under which
+            the layer takes least time on the rows that are predicted; "priced", on the rows as they
+            are (docs/priced_share.md).
     """
 
     overlap_degree: int | None = None
@@ -104,16 +105,12 @@ class FullySharded(Strategy):
         return Rhythm(window=self.window, plan_every=self.plan_interval, shard_every=every)
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
-        degree_L, fits_L = self._overlap_degrees(job), self._copies_that_fit(job)
+        fits_L = self._copies_that_fit(job)
         routed = RoutedRows.of(job.rows, job.node_C)
+        wanted = self._wanted(job, routed, fits_L)
+        if self.share != NEAREST:
+            return self._priced(job, routed, wanted, fits_L)
         prices: dict[int, Prices] = {}
-        wanted = materialize(
-            job.homes,
-            routed.totals,
-            overlap_degree=degree_L,
-            copies_per_cell=fits_L,
-            node_C=job.node_C,
-        )
         targets = list(wanted)
         for pool in job.pools:
             chosen = guarded(
@@ -128,16 +125,48 @@ class FullySharded(Strategy):
                 targets[layer] = home if is_home else target
                 prices[layer] = pool.prices
         shares = NearestCopy.of_layers(targets, job.node_C)
-        plans = (
+        return tuple(
             self._plan_of(home, share, prices[layer], int(fits_L[layer]))
             for layer, (home, share) in enumerate(zip(job.homes, shares))
         )
-        if self.share == NEAREST:
-            return tuple(plans)
-        return tuple(
-            divided_by_time(plan, job.rows[layer], job.node_C, prices[layer])
-            for layer, plan in enumerate(plans)
+
+    def _wanted(self, job: Job, routed: RoutedRows, fits_L: np.ndarray) -> tuple[Placement, ...]:
+        """Algorithm 1, with at most so many copies of each layer in a cell."""
+        return materialize(
+            job.homes,
+            routed.totals,
+            overlap_degree=self._overlap_degrees(job),
+            copies_per_cell=fits_L,
+            node_C=job.node_C,
         )
+
+    def _priced(
+        self,
+        job: Job,
+        routed: RoutedRows,
+        widest: Sequence[Placement],
+        fits_L: np.ndarray,
+    ) -> tuple[Plan, ...]:
+        """Plans whose copies divide rows by time. It says itself how many copies that takes."""
+        targets = [widest]
+        narrower_L = np.minimum(fits_L, self._overlap_degrees(job))
+        while narrower_L.any():
+            narrower_L = narrower_L // 2
+            targets.append(self._wanted(job, routed, narrower_L))
+        prices = {layer: pool.prices for pool in job.pools for layer in pool.layers}
+        plans = []
+        for layer, home in enumerate(job.homes):
+            each = [target[layer] for target in targets]
+            share = shared_by_time(each, job.rows[layer], job.node_C, prices[layer], self.share)
+            copies_EC = share.levels.target.holds_EC & ~home.holds_EC
+            plan = Plan.at_home(home)
+            if copies_EC.any():
+                plan = Plan(home, share.levels.target, share)
+            if self.calibrate:
+                copies_left = int(fits_L[layer]) - int(copies_EC.sum(axis=0).max())
+                plan = calibrated(plan, share, prices[layer], copies_left)
+            plans.append(replace(plan, rematerialize=self.rematerialize))
+        return tuple(plans)
 
     def homes(self, job: Job) -> tuple[Placement, ...]:
         """Algorithm 2, pool by pool."""

@@ -29,7 +29,7 @@ from ds_moe_ext.planners.prophet_greedy import BlockPlan, place_experts
 from ds_moe_ext.planners.shadow import shadow_experts
 from ds_moe_ext.schedule.wires import Beside
 from ds_moe_ext.share import LocalElseHome
-from ds_moe_ext.strategies.shares import check_share, divided_by_time
+from ds_moe_ext.strategies.shares import check_share, shared_by_time
 from ds_moe_ext.strategy import (
     Carried,
     Forecast,
@@ -91,9 +91,9 @@ class ProProphet(Strategy):
             two layers take memory at a time. False keeps those of all layers until backward.
         sum_copies_in_float32: a rank adds gradients of copies in 32 bits where they are narrower;
             they travel and come home as they are.
-        share: how copies divide rows: "local", the paper's rule, local copy else home; or
-            "planned", so that the layer takes least time by what rows are predicted to cost
-            (docs/priced_share.md).
+        share: how copies divide rows: "local", the paper's rule, local copy else home; "planned",
+            in parts under which the layer takes least time on the rows that are predicted;
+            "priced", on the rows as they are (docs/priced_share.md).
     """
 
     frequency: int | None = None
@@ -270,9 +270,12 @@ class _Search:
             age: steps that it has been in force before.
         """
         followed = replace(plan, successor=partial(self._next, plan, age))
-        if self.strategy.share == LOCAL:
+        if self.strategy.share == LOCAL or plan.target is plan.home:
             return followed
-        return divided_by_time(followed, rows_CE, self.node_C, self.row_prices)
+        share = shared_by_time(
+            (plan.target,), rows_CE, self.node_C, self.row_prices, self.strategy.share
+        )
+        return replace(followed, share=share)
 
     def _next(self, plan: Plan, age: int, rows_CE: np.ndarray) -> Plan:
         strategy = self.strategy

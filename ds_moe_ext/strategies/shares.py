@@ -2,53 +2,90 @@
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
+from ds_moe_ext.compiled import compiler
 from ds_moe_ext.cost.prices import Prices
 from ds_moe_ext.cost.row_prices import RowPrices
-from ds_moe_ext.planned_share import from_told
-from ds_moe_ext.planners.priced_share import planned_parts
-from ds_moe_ext.strategy import BetterShare, Plan
+from ds_moe_ext.level_share import SWEEPS, LevelShare
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.planners.priced_copies import calibrate, fewest
+from ds_moe_ext.row_levels import RowLevels, WholePrices
+from ds_moe_ext.strategy import Destination, Plan
 from ds_moe_ext.strict import nearest
 
-PLANNED = "planned"
+SWEEPS_OF = {"planned": 0, "priced": SWEEPS}  # by the names of shares
+WORTH_S = 1e-4
+"""What dividing anew has to save: it takes about so long between gate and dispatch."""
 
 
 def check_share(key: str, value: str, papers: str) -> None:
-    """Raises ValueError for a share that a strategy does not know.
+    """Raises ValueError for a share that a strategy does not know, or this machine cannot make.
 
     Args:
         key: as a person writes it.
         value: what is there.
         papers: the name of the paper's own.
     """
-    known = (papers, PLANNED)
+    known = (papers, *SWEEPS_OF)
     if value not in known:
         raise ValueError(f"{key} is {value!r}, which is unknown; {nearest(value, known)}")
-    if value == PLANNED and importlib.util.find_spec("scipy") is None:
+    if value != papers and compiler() is None:
         raise ValueError(
-            f"{key} is {PLANNED!r}, which needs SciPy, and that is not installed; pip install "
-            f"scipy, or take {papers!r}"
+            f"{key} is {value!r}, which needs a C compiler, and this machine has none; install "
+            f"gcc, or take {papers!r}"
         )
 
 
-def divided_by_time(plan: Plan, rows_CE: np.ndarray, node_C: np.ndarray, prices: Prices) -> Plan:
-    """The plan, whose copies shall divide rows so that the layer takes least time; as it is where
-    it has none.
+def levels_by(prices: Prices, node_C: np.ndarray) -> Callable[[Placement], RowLevels]:
+    """What divides rows under a target, by what they cost, over cells that are alike."""
+    each = RowPrices.of(prices, len(node_C))
+    whole = WholePrices.of(each.row_s_C, each.local_row_s, each.cross_row_s, WORTH_S)
+    return partial(RowLevels, node_C=node_C, prices=whole)
+
+
+def shared_by_time(
+    targets: Sequence[Placement], rows_CE: np.ndarray, node_C: np.ndarray, prices: Prices, name: str
+) -> LevelShare:
+    """The share under which a layer takes least time, and which target it is of: the one with
+    fewest copies that is hardly slower than the widest.
 
     Args:
-        plan: with the paper's share, which holds until the parts are known.
+        targets: the widest first.
         rows_CE: that are predicted, int64 ``[C, E]``.
         node_C: node of each cell.
         prices: of rows.
+        name: "planned" or "priced".
     """
-    if plan.target is plan.home:
+    return fewest(targets, levels_by(prices, node_C), rows_CE, sweeps=SWEEPS_OF[name])
+
+
+def calibrated(plan: Plan, share: LevelShare, prices: Prices, copies_left: int) -> Plan:
+    """The plan, to which copies are added once rows are known, where a cell has room for more."""
+    if copies_left <= 0:
         return plan
-    row_prices = RowPrices.of(prices, plan.home.num_cells)
-    solve = partial(planned_parts, rows_CE, plan.target, node_C, row_prices)
-    share = partial(from_told, target=plan.target, node_C=node_C)
-    return replace(plan, better=BetterShare(solve, share))
+    revise = partial(_calibrated, plan.home, share, prices=prices, copies_left=copies_left)
+    return replace(plan, revise=revise)
+
+
+def _calibrated(
+    home: Placement,
+    share: LevelShare,
+    rows_CE: np.ndarray,
+    *,
+    prices: Prices,
+    copies_left: int,
+) -> Destination:
+    divided = calibrate(
+        home,
+        share,
+        rows_CE,
+        copies_left=copies_left,
+        prices=prices,
+        levels_of=levels_by(prices, share.levels.node_C),
+    )
+    return Destination(divided.target, divided)

@@ -33,10 +33,8 @@ def rows_between(plans: Sequence[Plan], rows: Sequence[np.ndarray]) -> np.ndarra
         plans: of each layer; none is revised once rows are known.
         rows: of each layer, that each sender routes to each expert, int64 ``[C, E]``.
     """
-    sent = [
-        [plan.share.rows_from(sender, own_E[None])[0].sum(axis=0) for sender, own_E in each]
-        for plan, each in zip(plans, map(enumerate, rows))
-    ]
+    each = zip(plans, rows)
+    sent = [plan.share.of_rows(rows_CE).rows_between(rows_CE[:, None])[0] for plan, rows_CE in each]
     return np.array(sent)
 
 
