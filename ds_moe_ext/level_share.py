@@ -49,8 +49,9 @@ class LevelShare:
 
     def describe(self) -> str:
         plan, levels = self.plan, self.levels
-        numbers = plan.part_N.tolist(), plan.leave, plan.cross, plan.mean, plan.price, self.sweeps
-        return f"levels {numbers}\n{levels.prices}\n{levels.node_C}\n{levels.target.describe()}"
+        steps = plan.leave, plan.cross, plan.toll, self.sweeps
+        known = f"{plan.part_N.tolist()} {steps} {plan.mean} {plan.price}"
+        return f"levels {known}\n{levels.prices}\n{levels.node_C}\n{levels.target.describe()}"
 
 
 @dataclass(frozen=True, eq=False)

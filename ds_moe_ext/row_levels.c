@@ -3,8 +3,8 @@
  *
  * Expert by expert, all others as they are, rows fill the holders up to one level: of time, in rows
  * of the fastest cell. A row that leaves its cell has to find a level lower by leave, one that
- * leaves its node by leave + cross. What these two are, is what is searched: those under which the
- * layer takes least time.
+ * leaves its node by leave + cross; and lower by a toll, the more the links on its way carry. What
+ * these three are, is what is searched: those under which the layer takes least time.
  *
  * Shape letters: C cells, E experts, V nodes, X copied experts, G (copied expert, node) groups that
  * have holders, N (copied expert, holder) pairs by group and then cell, P pairs of all experts, F
@@ -19,6 +19,8 @@ typedef int64_t i64;
 
 #define PARTS_BITS 12  /* of an expert's rows, and of a cell's speed */
 #define LAST_STEP 11   /* of the steps that leave and cross take */
+#define LAST_TOLL 5
+#define DEAREST ((i64)1 << 20) /* toll, in parts of a row */
 #define FURTHEST ((i64)1 << 40)
 
 typedef struct {
@@ -34,20 +36,16 @@ typedef struct {
 
 /* What rows of one pass are, and where they go. */
 typedef struct {
-    i64 *own_N, *supply_G, *total_X, *sent_VE;
-    i64 *alone_C, *alone_own_C, *leaving_C, *alone_in_V, *alone_out_V, *all_out_V;
-    i64 *held_N, *load_C; /* rows of each holder, and of each cell */
-    i64 *base_N, *even_N, *even_G, *in_C, *out_C, *in_V, *out_V;
     i64 mean;
+    i64 *own_N, *supply_G, *total_X, *sent_VE;
+    i64 *alone_in_C, *alone_out_C, *alone_in_V, *alone_out_V, *alone_C;
+    i64 *held_N, *load_C, *in_C, *out_C, *in_V, *out_V; /* rows of holders, cells, links */
+    i64 *base_N, *even_N, *even_G, *low_N, *high_N, *low_G, *high_G;
 } Rows;
 
 static i64 most(i64 a, i64 b) { return a > b ? a : b; }
 static i64 least(i64 a, i64 b) { return a < b ? a : b; }
 static i64 within(i64 a, i64 low, i64 high) { return a < low ? low : a > high ? high : a; }
-
-static i64 size_of_rows(const Layer *layer) {
-    return 4 * layer->N + 2 * layer->G + layer->X + 6 * layer->C + (5 + layer->E) * layer->V;
-}
 
 static i64 *laid(i64 **rest, i64 size) {
     i64 *own = *rest;
@@ -55,31 +53,27 @@ static i64 *laid(i64 **rest, i64 size) {
     return own;
 }
 
+static i64 size_of_rows(const Layer *layer) {
+    return 6 * layer->N + 4 * layer->G + layer->X + 6 * layer->C + (4 + layer->E) * layer->V;
+}
+
 static Rows rows_in(const Layer *layer, i64 *memory) {
     Rows rows;
-    rows.own_N = laid(&memory, layer->N);
-    rows.base_N = laid(&memory, layer->N);
-    rows.even_N = laid(&memory, layer->N);
-    rows.held_N = laid(&memory, layer->N);
-    rows.supply_G = laid(&memory, layer->G);
-    rows.even_G = laid(&memory, layer->G);
+    i64 **of_N[] = {&rows.own_N, &rows.held_N, &rows.base_N, &rows.even_N, &rows.low_N, &rows.high_N};
+    i64 **of_G[] = {&rows.supply_G, &rows.even_G, &rows.low_G, &rows.high_G};
+    i64 **of_C[] = {&rows.alone_in_C, &rows.alone_out_C, &rows.alone_C,
+                    &rows.load_C,     &rows.in_C,        &rows.out_C};
+    i64 **of_V[] = {&rows.alone_in_V, &rows.alone_out_V, &rows.in_V, &rows.out_V};
+    for (i64 k = 0; k < 6; k++) *of_N[k] = laid(&memory, layer->N);
+    for (i64 k = 0; k < 4; k++) *of_G[k] = laid(&memory, layer->G);
+    for (i64 k = 0; k < 6; k++) *of_C[k] = laid(&memory, layer->C);
+    for (i64 k = 0; k < 4; k++) *of_V[k] = laid(&memory, layer->V);
     rows.total_X = laid(&memory, layer->X);
     rows.sent_VE = laid(&memory, layer->V * layer->E);
-    rows.load_C = laid(&memory, layer->C);
-    rows.alone_C = laid(&memory, layer->C);
-    rows.alone_own_C = laid(&memory, layer->C);
-    rows.leaving_C = laid(&memory, layer->C);
-    rows.in_C = laid(&memory, layer->C);
-    rows.out_C = laid(&memory, layer->C);
-    rows.alone_in_V = laid(&memory, layer->V);
-    rows.alone_out_V = laid(&memory, layer->V);
-    rows.all_out_V = laid(&memory, layer->V);
-    rows.in_V = laid(&memory, layer->V);
-    rows.out_V = laid(&memory, layer->V);
     return rows;
 }
 
-/* What does not depend on how rows are divided. */
+/* What does not depend on how rows are divided: all of an expert with several holders leave. */
 static void count(const Layer *layer, const i64 *rows_CE, Rows *rows) {
     i64 all = 0, speed = 0, E = layer->E, V = layer->V;
     for (i64 c = 0; c < layer->C; c++) {
@@ -89,30 +83,30 @@ static void count(const Layer *layer, const i64 *rows_CE, Rows *rows) {
             sum_E[e] += row_E[e];
             sum += row_E[e];
         }
-        rows->leaving_C[c] = sum;
+        rows->alone_out_C[c] = sum;
         all += sum;
         speed += layer->speed_C[c];
     }
     rows->mean = most((all << PARTS_BITS) / speed, 1);
     for (i64 e = 0; e < E; e++) {
         i64 c = layer->holder_E[e], x = -1 - c;
-        if (c < 0) {
-            for (i64 v = 0; v < V; v++) rows->total_X[x] += rows->sent_VE[v * E + e];
-            continue;
-        }
         for (i64 v = 0; v < V; v++) {
-            rows->alone_C[c] += rows->sent_VE[v * E + e];
-            if (v == layer->node_C[c]) continue;
-            rows->alone_out_V[v] += rows->sent_VE[v * E + e];
-            rows->alone_in_V[layer->node_C[c]] += rows->sent_VE[v * E + e];
+            i64 sent = rows->sent_VE[v * E + e];
+            if (c < 0 || v != layer->node_C[c]) rows->alone_out_V[v] += sent;
+            if (c < 0)
+                rows->total_X[x] += sent;
+            else {
+                rows->alone_C[c] += sent;
+                if (v != layer->node_C[c]) rows->alone_in_V[layer->node_C[c]] += sent;
+            }
         }
-        rows->alone_own_C[c] += rows_CE[c * E + e];
-        rows->leaving_C[c] -= rows_CE[c * E + e];
+        if (c < 0) continue;
+        rows->alone_in_C[c] -= rows_CE[c * E + e];
+        rows->alone_out_C[c] -= rows_CE[c * E + e];
     }
-    memcpy(rows->all_out_V, rows->alone_out_V, V * sizeof(i64));
+    for (i64 c = 0; c < layer->C; c++) rows->alone_in_C[c] += rows->alone_C[c];
     for (i64 x = 0; x < layer->X; x++) {
         i64 e = layer->expert_X[x];
-        for (i64 v = 0; v < V; v++) rows->all_out_V[v] += rows->sent_VE[v * E + e];
         for (i64 g = layer->group_X1[x]; g < layer->group_X1[x + 1]; g++) {
             rows->supply_G[g] = rows->sent_VE[layer->node_G[g] * E + e];
             for (i64 n = layer->pair_G1[g]; n < layer->pair_G1[g + 1]; n++)
@@ -121,37 +115,64 @@ static void count(const Layer *layer, const i64 *rows_CE, Rows *rows) {
     }
 }
 
+/* What cells compute and links carry of one copied expert: once more, or with -1 no more. */
+static void carry(const Layer *layer, Rows *rows, i64 x, i64 times) {
+    for (i64 g = layer->group_X1[x]; g < layer->group_X1[x + 1]; g++) {
+        i64 v = layer->node_G[g], sum = 0;
+        for (i64 n = layer->pair_G1[g]; n < layer->pair_G1[g + 1]; n++) {
+            i64 c = layer->cell_N[n], kept = least(rows->own_N[n], rows->held_N[n]);
+            rows->load_C[c] += times * rows->held_N[n];
+            rows->in_C[c] += times * (rows->held_N[n] - kept);
+            rows->out_C[c] -= times * kept;
+            sum += rows->held_N[n];
+        }
+        rows->in_V[v] += times * most(sum - rows->supply_G[g], 0);
+        rows->out_V[v] -= times * least(sum, rows->supply_G[g]);
+    }
+}
+
+/* How long the layer takes, by the prices: the busiest cell and the busiest link. */
+static i64 time_of(const Layer *layer, const Rows *rows) {
+    i64 cell_s = 0, local = 0, across = 0;
+    for (i64 c = 0; c < layer->C; c++) {
+        cell_s = most(cell_s, rows->load_C[c] * layer->price_C[c]);
+        local = most(local, most(rows->in_C[c], rows->out_C[c]));
+    }
+    for (i64 v = 0; v < layer->V; v++) across = most(across, most(rows->in_V[v], rows->out_V[v]));
+    return cell_s + most(local * layer->local_price, across * layer->cross_price);
+}
+
 static i64 level_of(const Layer *layer, i64 cell, i64 load) {
     return (load * layer->slowness_C[cell]) >> PARTS_BITS;
 }
 
-/* Rows of a holder at a level for what comes from its node, if own ones may find a higher one. */
-static i64 filled(const Layer *layer, const Rows *rows, i64 n, i64 level, i64 leave) {
-    i64 cell = layer->cell_N[n], even = rows->even_N[n];
-    if (level <= even && even <= level + leave) return rows->own_N[n];
-    level = even < level ? level : level + leave;
-    return most(((level * layer->speed_C[cell]) >> PARTS_BITS) - rows->base_N[n], 0);
+/* Rows of a holder, if those of its node find a level; its own may find another. */
+static i64 filled(const Layer *layer, const Rows *rows, i64 n, i64 level) {
+    i64 low = level - rows->low_N[n], high = level + rows->high_N[n], even = rows->even_N[n];
+    if (low <= even && even <= high) return rows->own_N[n];
+    level = even < low ? low : high;
+    level = (level * layer->speed_C[layer->cell_N[n]]) >> PARTS_BITS;
+    return most(level - rows->base_N[n], 0);
 }
 
-static i64 filled_on_node(const Layer *layer, const Rows *rows, i64 g, i64 level, i64 leave) {
+static i64 filled_on_node(const Layer *layer, const Rows *rows, i64 g, i64 level) {
     i64 sum = 0;
     for (i64 n = layer->pair_G1[g]; n < layer->pair_G1[g + 1]; n++)
-        sum += filled(layer, rows, n, level, leave);
+        sum += filled(layer, rows, n, level);
     return sum;
 }
 
 /* The level at which a node computes as many rows as it sends, from a range of levels. */
-static i64 even_level(
-    const Layer *layer, const Rows *rows, i64 g, i64 leave, i64 below, i64 above) {
+static i64 even_level(const Layer *layer, const Rows *rows, i64 g, i64 below, i64 above) {
     i64 n = layer->pair_G1[g], supply = rows->supply_G[g];
     if (n + 1 == layer->pair_G1[g + 1]) {
-        if (supply == rows->own_N[n]) return rows->even_N[n] - leave;
-        below = level_of(layer, layer->cell_N[n], rows->base_N[n] + supply);
+        if (supply == rows->own_N[n]) return rows->even_N[n] - rows->high_N[n];
+        below = level_of(layer, layer->cell_N[n], rows->base_N[n] + supply) + rows->low_N[n];
         above = below + 1;
     }
     while (below < above) {
         i64 level = below + ((above - below) >> 1);
-        if (filled_on_node(layer, rows, g, level, leave) >= supply)
+        if (filled_on_node(layer, rows, g, level) >= supply)
             above = level;
         else
             below = level + 1;
@@ -159,36 +180,51 @@ static i64 even_level(
     return below;
 }
 
+/* The node's own level, where that of all leaves it. */
+static i64 level_on_node(const Rows *rows, i64 g, i64 level) {
+    return within(rows->even_G[g], level - rows->low_G[g], level + rows->high_G[g]);
+}
+
 /* One copied expert's rows over its holders, all others as they are. */
-static void fill(const Layer *layer, Rows *rows, i64 x, i64 leave, i64 cross) {
+static void fill(const Layer *layer, Rows *rows, i64 x, i64 leave, i64 cross, const i64 *toll_2) {
     i64 first = layer->group_X1[x], last = layer->group_X1[x + 1], total = rows->total_X[x];
     i64 begin = layer->pair_G1[first], end = layer->pair_G1[last];
-    i64 low = FURTHEST, high = 0;
+    i64 below = FURTHEST, above = 0, lowest = FURTHEST, highest = -FURTHEST, away = 0, sent = 0;
     if (!total) return;
+    /* Tolls by what links carry, this expert's rows too: it must not find them empty. */
     for (i64 n = begin; n < end; n++) {
-        i64 cell = layer->cell_N[n];
-        rows->base_N[n] = rows->load_C[cell] - rows->held_N[n];
-        rows->even_N[n] = level_of(layer, cell, rows->base_N[n] + rows->own_N[n]);
-        low = least(low, level_of(layer, cell, rows->base_N[n]));
-        high = most(high, level_of(layer, cell, rows->base_N[n] + total) + 1);
+        i64 c = layer->cell_N[n];
+        rows->low_N[n] = (rows->in_C[c] * toll_2[0]) >> PARTS_BITS;
+        rows->high_N[n] = leave + ((rows->out_C[c] * toll_2[0]) >> PARTS_BITS);
+    }
+    for (i64 g = first; g < last; g++) {
+        i64 v = layer->node_G[g];
+        rows->low_G[g] = (rows->in_V[v] * toll_2[1]) >> PARTS_BITS;
+        rows->high_G[g] = cross + ((rows->out_V[v] * toll_2[1]) >> PARTS_BITS);
+        away = most(away, rows->low_G[g]);
+    }
+    carry(layer, rows, x, -1);
+    for (i64 n = begin; n < end; n++) {
+        i64 c = layer->cell_N[n];
+        rows->base_N[n] = rows->load_C[c];
+        rows->even_N[n] = level_of(layer, c, rows->load_C[c] + rows->own_N[n]);
+        below = least(below, level_of(layer, c, rows->load_C[c]) - rows->high_N[n] - 1);
+        above = most(above, level_of(layer, c, rows->load_C[c] + total) + rows->low_N[n] + 1);
     }
     /* The level at which each node computes what it sends. */
-    i64 lowest = FURTHEST, highest = -FURTHEST, sent = 0, below, above;
     for (i64 g = first; g < last; g++) {
-        rows->even_G[g] = even_level(layer, rows, g, leave, low - leave - 1, high);
-        lowest = least(lowest, rows->even_G[g]);
-        highest = most(highest, rows->even_G[g]);
+        rows->even_G[g] = even_level(layer, rows, g, below, above);
+        lowest = least(lowest, rows->even_G[g] - rows->high_G[g]);
+        highest = most(highest, rows->even_G[g] + rows->low_G[g]);
         sent += rows->supply_G[g];
     }
-    /* And the one of all: nodes with a higher level send, and stay higher by cross. */
-    below = lowest - cross;
-    above = sent == total ? highest : high;
-    if (sent == total && highest - lowest <= cross) below = above = lowest;
+    /* And the one of all: nodes with a higher level send, those with a lower one receive. */
+    below = lowest;
+    above = sent == total ? highest : most(above, highest) + away;
     while (below < above) {
         i64 level = below + ((above - below) >> 1), sum = 0;
         for (i64 g = first; g < last && sum < total; g++)
-            sum += filled_on_node(
-                layer, rows, g, within(rows->even_G[g], level, level + cross), leave);
+            sum += filled_on_node(layer, rows, g, level_on_node(rows, g, level));
         if (sum >= total)
             above = level;
         else
@@ -196,9 +232,9 @@ static void fill(const Layer *layer, Rows *rows, i64 x, i64 leave, i64 cross) {
     }
     i64 over = -total;
     for (i64 g = first; g < last; g++) {
-        i64 level = within(rows->even_G[g], below, below + cross);
+        i64 level = level_on_node(rows, g, below);
         for (i64 n = layer->pair_G1[g]; n < layer->pair_G1[g + 1]; n++) {
-            rows->held_N[n] = filled(layer, rows, n, level, leave);
+            rows->held_N[n] = filled(layer, rows, n, level);
             over += rows->held_N[n];
         }
     }
@@ -209,36 +245,7 @@ static void fill(const Layer *layer, Rows *rows, i64 x, i64 leave, i64 cross) {
                 rows->held_N[n]--;
                 over--;
             }
-    for (i64 n = begin; n < end; n++)
-        rows->load_C[layer->cell_N[n]] = rows->base_N[n] + rows->held_N[n];
-}
-
-/* How long the layer takes, by the prices: the busiest cell and the busiest link. */
-static i64 time_of(const Layer *layer, Rows *rows) {
-    i64 cell_s = 0, local = 0, across = 0;
-    for (i64 c = 0; c < layer->C; c++) {
-        rows->in_C[c] = rows->alone_C[c] - rows->alone_own_C[c];
-        rows->out_C[c] = rows->leaving_C[c];
-        cell_s = most(cell_s, rows->load_C[c] * layer->price_C[c]);
-    }
-    memcpy(rows->in_V, rows->alone_in_V, layer->V * sizeof(i64));
-    memcpy(rows->out_V, rows->all_out_V, layer->V * sizeof(i64));
-    for (i64 x = 0; x < layer->X; x++) {
-        for (i64 g = layer->group_X1[x]; g < layer->group_X1[x + 1]; g++) {
-            i64 v = layer->node_G[g], sum = 0;
-            for (i64 n = layer->pair_G1[g]; n < layer->pair_G1[g + 1]; n++) {
-                i64 kept = least(rows->own_N[n], rows->held_N[n]);
-                rows->in_C[layer->cell_N[n]] += rows->held_N[n] - kept;
-                rows->out_C[layer->cell_N[n]] -= kept;
-                sum += rows->held_N[n];
-            }
-            rows->out_V[v] -= least(sum, rows->supply_G[g]);
-            rows->in_V[v] += most(sum - rows->supply_G[g], 0);
-        }
-    }
-    for (i64 c = 0; c < layer->C; c++) local = most(local, most(rows->in_C[c], rows->out_C[c]));
-    for (i64 v = 0; v < layer->V; v++) across = most(across, most(rows->in_V[v], rows->out_V[v]));
-    return cell_s + most(local * layer->local_price, across * layer->cross_price);
+    carry(layer, rows, x, 1);
 }
 
 /* The nearest copies in even parts: HECATE's rule, but for whole rows. */
@@ -272,13 +279,19 @@ static void deal(const Layer *layer, Rows *rows, const i64 *part_N, i64 x) {
 
 /* How long the layer takes with such a division to begin with; NULL: the nearest copies. */
 static i64 begun(const Layer *layer, Rows *rows, const i64 *part_N) {
-    for (i64 x = 0; x < layer->X; x++)
+    i64 of_C = layer->C * sizeof(i64), of_V = layer->V * sizeof(i64);
+    memcpy(rows->load_C, rows->alone_C, of_C);
+    memcpy(rows->in_C, rows->alone_in_C, of_C);
+    memcpy(rows->out_C, rows->alone_out_C, of_C);
+    memcpy(rows->in_V, rows->alone_in_V, of_V);
+    memcpy(rows->out_V, rows->alone_out_V, of_V);
+    for (i64 x = 0; x < layer->X; x++) {
         if (part_N)
             deal(layer, rows, part_N, x);
         else
             nearest(layer, rows, x);
-    memcpy(rows->load_C, rows->alone_C, layer->C * sizeof(i64));
-    for (i64 n = 0; n < layer->N; n++) rows->load_C[layer->cell_N[n]] += rows->held_N[n];
+        carry(layer, rows, x, 1);
+    }
     return time_of(layer, rows);
 }
 
@@ -288,37 +301,70 @@ static i64 at_step(const Rows *rows, i64 step) {
     return step == LAST_STEP ? FURTHEST >> 2 : (rows->mean << step) >> 9;
 }
 
+/* Levels, in parts, for each row that a link carries: nothing, and from a quarter by twos up to four
+ * times what it takes there over what it takes to be computed. */
+static i64 toll_at(const Layer *layer, i64 step, i64 price) {
+    i64 cheapest = layer->price_C[0];
+    for (i64 c = 1; c < layer->C; c++) cheapest = least(cheapest, layer->price_C[c]);
+    return step ? least((price << (PARTS_BITS + step)) / (8 * most(cheapest, 1)), DEAREST) : 0;
+}
+
+/* Steps of leave, cross and tolls. */
+typedef struct {
+    i64 leave, cross, toll;
+} Steps;
+
 typedef struct {
     Rows *rows;
-    i64 *best_N, best_s, step_2[2];
+    i64 *best_N, best_s;
+    Steps best;
 } Search;
 
 /* One more sweep over all experts, at these steps; keeps what is best. */
-static int tried(const Layer *layer, Search *search, i64 leave_step, i64 cross_step) {
+static int tried(const Layer *layer, Search *search, Steps at) {
     Rows *rows = search->rows;
-    i64 leave = at_step(rows, leave_step), cross = at_step(rows, cross_step), found_s;
-    for (i64 x = 0; x < layer->X; x++) fill(layer, rows, x, leave, cross);
+    i64 leave = at_step(rows, at.leave), cross = at_step(rows, at.cross), found_s;
+    i64 toll_2[2] = {
+        toll_at(layer, at.toll, layer->local_price), toll_at(layer, at.toll, layer->cross_price)};
+    for (i64 x = 0; x < layer->X; x++) fill(layer, rows, x, leave, cross, toll_2);
     found_s = time_of(layer, rows);
     if (found_s >= search->best_s) return 0;
     search->best_s = found_s;
-    search->step_2[0] = leave_step;
-    search->step_2[1] = cross_step;
+    search->best = at;
     memcpy(search->best_N, rows->held_N, layer->N * sizeof(i64));
     return 1;
 }
 
-/* Sweeps, from the best on, at its steps and at those beside them, as long as there are better. */
+/* Sweeps at the best steps and at those beside them, in turn. */
 static void searched(const Layer *layer, Search *search, i64 num_sweeps) {
-    static const i64 ways[5][2] = {{0, 0}, {0, 1}, {0, -1}, {1, 0}, {-1, 0}};
-    for (i64 way = 0; num_sweeps > 0; way = (way + 1) % 5) {
-        i64 leave, cross;
-        if ((ways[way][0] && !layer->local_price) || (ways[way][1] && !layer->cross_price)) continue;
-        do {
-            leave = search->step_2[0] + ways[way][0];
-            cross = search->step_2[1] + ways[way][1];
-            if (least(leave, cross) < 0 || most(leave, cross) > LAST_STEP) break;
-        } while (num_sweeps-- > 0 && tried(layer, search, leave, cross));
+    static const Steps ways[7] = {{0, 0, 0},  {0, 1, 0}, {0, -1, 0}, {0, 0, 1},
+                                  {0, 0, -1}, {1, 0, 0}, {-1, 0, 0}};
+    i64 is_free = !layer->local_price && !layer->cross_price;
+    for (i64 way = 0; num_sweeps > 0; way = (way + 1) % 7) {
+        Steps to = ways[way];
+        if ((to.leave && !layer->local_price) || (to.cross && !layer->cross_price)) continue;
+        if (to.toll && is_free) continue;
+        for (;;) {
+            Steps at = {search->best.leave + to.leave, search->best.cross + to.cross,
+                        search->best.toll + to.toll};
+            if (least(at.leave, at.cross) < 0 || most(at.leave, at.cross) > LAST_STEP) break;
+            if (at.toll < 0 || at.toll > LAST_TOLL || num_sweeps-- <= 0) break;
+            if (!tried(layer, search, at)) break;
+        }
     }
+}
+
+/* Sweeps at steps all over. */
+static void looked_around(const Layer *layer, Search *search) {
+    i64 last_leave = layer->local_price ? LAST_STEP : 0;
+    i64 last_cross = layer->cross_price ? LAST_STEP : 0;
+    i64 last_toll = last_leave + last_cross ? LAST_TOLL : 0;
+    for (i64 toll = 0; toll <= last_toll; toll += 2)
+        for (i64 leave = 0; leave <= last_leave; leave += 4)
+            for (i64 cross = 0; cross <= last_cross; cross += 1 + (toll > 0)) {
+                Steps at = {leave, cross, toll};
+                tried(layer, search, at);
+            }
 }
 
 /* Numbers that the functions below need room for. */
@@ -331,7 +377,7 @@ i64 memory_size(const Layer *layer) {
  *
  * part_N: of each expert's rows what holders got when this was planned; NULL: the nearest copies.
  * plan: the mean level and the time then, by the prices; and what less is not worth a search.
- * step_2: of leave and cross, to begin with; and those that were best.
+ * step_3: of leave, cross and tolls, to begin with; and those that were best.
  * num_sweeps: over all copied experts, at most.
  * rows_N: the result.
  * parts_N: it, in parts of each expert's rows.
@@ -339,11 +385,13 @@ i64 memory_size(const Layer *layer) {
  */
 void divide(
     const Layer *layer, const i64 *rows_CE, i64 *memory, const i64 *part_N, const i64 *plan_3,
-    i64 *step_2, i64 num_sweeps, i64 *rows_N, i64 *parts_N, i64 *found_2) {
+    i64 *step_3, i64 num_sweeps, i64 *rows_N, i64 *parts_N, i64 *found_2) {
     Rows rows = rows_in(layer, memory);
     memset(memory, 0, size_of_rows(layer) * sizeof(i64));
     count(layer, rows_CE, &rows);
-    Search search = {&rows, rows_N, begun(layer, &rows, part_N), {step_2[0], step_2[1]}};
+    Steps at = {
+        layer->local_price ? step_3[0] : 0, layer->cross_price ? step_3[1] : 0, step_3[2]};
+    Search search = {&rows, rows_N, begun(layer, &rows, part_N), at};
     memcpy(rows_N, rows.held_N, layer->N * sizeof(i64));
     i64 is_known = part_N && search.best_s - plan_3[1] * rows.mean / plan_3[0] <= plan_3[2];
     if (part_N && !is_known) {
@@ -354,15 +402,11 @@ void divide(
         } else
             begun(layer, &rows, part_N);
     }
-    i64 prices[2] = {layer->local_price, layer->cross_price};
-    for (i64 k = 0; k < 2; k++)
-        if (!prices[k]) search.step_2[k] = 0;
-    if (!part_N)
-        for (i64 leave = 0; leave <= (prices[0] ? LAST_STEP : 0); leave += 3)
-            for (i64 cross = 0; cross <= (prices[1] ? LAST_STEP : 0); cross++)
-                tried(layer, &search, leave, cross);
+    if (!part_N) looked_around(layer, &search);
     if (!is_known) searched(layer, &search, num_sweeps);
-    memcpy(step_2, search.step_2, 2 * sizeof(i64));
+    step_3[0] = search.best.leave;
+    step_3[1] = search.best.cross;
+    step_3[2] = search.best.toll;
     found_2[0] = rows.mean;
     found_2[1] = search.best_s;
     for (i64 x = 0; x < layer->X; x++) {

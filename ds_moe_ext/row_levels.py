@@ -68,6 +68,7 @@ class Division:
         part_N: of each expert's rows what each holder gets, in ``PARTS``, int64.
         leave: step of what a level is lower at which a row leaves its cell, 0 to 11.
         cross: and of what it is lower, besides, at which it leaves its node.
+        toll: and of what it is lower for each row that the links on its way carry, 0 to 5.
         mean: level of all cells, if their levels were equal.
         price: of the busiest cell and link, together, by the prices in whole numbers.
     """
@@ -76,6 +77,7 @@ class Division:
     part_N: np.ndarray
     leave: int
     cross: int
+    toll: int
     mean: int
     price: int
 
@@ -186,7 +188,7 @@ class RowLevels:
             sweeps: over all copied experts, at most.
         """
         rows_CE, size = _whole(rows_CE), len(self._order_N)
-        steps = np.array((0, MIDDLE) if plan is None else (plan.leave, plan.cross))
+        steps = np.array((0, MIDDLE, 0) if plan is None else (plan.leave, plan.cross, plan.toll))
         known = np.array((1, 0, 0) if plan is None else (plan.mean, plan.price, self.prices.worth))
         rows_N, part_N, found = (np.empty(n, dtype=np.int64) for n in (size, size, 2))
         memory = np.empty(self._memory_size, dtype=np.int64)
