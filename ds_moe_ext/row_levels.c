@@ -394,12 +394,12 @@ void divide(
     Search search = {&rows, rows_N, begun(layer, &rows, part_N), at};
     memcpy(rows_N, rows.held_N, layer->N * sizeof(i64));
     i64 is_known = part_N && search.best_s - plan_3[1] * rows.mean / plan_3[0] <= plan_3[2];
-    if (part_N && !is_known) {
+    if (part_N && (num_sweeps || !is_known)) {
         i64 near_s = begun(layer, &rows, NULL);
         if (near_s < search.best_s) {
             search.best_s = near_s;
             memcpy(rows_N, rows.held_N, layer->N * sizeof(i64));
-        } else
+        } else if (!is_known)
             begun(layer, &rows, part_N);
     }
     if (!part_N) looked_around(layer, &search);

@@ -179,8 +179,8 @@ class RowLevels:
         _ = self._memory_size
 
     def divided(self, rows_CE: np.ndarray, plan: Division | None, *, sweeps: int) -> Division:
-        """Rows of each holder, so that the layer takes least time: no more than by the plan's
-        parts, nor, where these are not as good as was planned, by the nearest copies.
+        """Rows of each holder, so that the layer takes least time; no more than by the nearest
+        copies, where sweeps are made or the plan's parts are not as good as was planned.
 
         Args:
             rows_CE: of each cell for each expert, int64.
