@@ -181,6 +181,9 @@ class Plan:
         reductions: of dense gradients, beside the layer's backward.
         way: of rows between the cells.
         better: a share that takes the place of ``share`` before the plan is in force; None: none.
+        predicted_CE: rows by sender and expert that it was made for, int64; None: of no use.
+        by_paper: the share by the paper's own rule on any target, where ``share`` is another; for
+            the report, which shows what that one gains.
         sends_once: each token's row travels once to each cell that has some of its experts, and one
             row comes back; else one for each choice. Not where experts have copies.
     """
@@ -197,12 +200,19 @@ class Plan:
     reductions: Placed = NOWHERE
     way: Way = Way.DIRECT
     better: BetterShare | None = None
+    predicted_CE: np.ndarray | None = None
+    by_paper: Callable[[Placement], Share] | None = None
     sends_once: bool = False
 
     @classmethod
     def at_home(cls, home: Placement) -> Plan:
         """Every expert computes where it lives."""
         return cls(home, home, LocalElseHome(home, home))
+
+    @property
+    def destination(self) -> Destination:
+        """Where rows go, unless that is revised."""
+        return Destination(self.target, self.share)
 
     @property
     def has_copies(self) -> bool:

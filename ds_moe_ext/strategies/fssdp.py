@@ -129,13 +129,20 @@ class FullySharded(Strategy):
                 prices[layer] = pool.prices
         shares = NearestCopy.of_layers(targets, job.node_C)
         plans = (
-            self._plan_of(home, share, prices[layer], int(fits_L[layer]))
+            replace(
+                self._plan_of(home, share, prices[layer], int(fits_L[layer])),
+                predicted_CE=job.rows[layer],
+            )
             for layer, (home, share) in enumerate(zip(job.homes, shares))
         )
         if self.share == NEAREST:
             return tuple(plans)
+        nearest_copy = partial(NearestCopy, node_C=job.node_C)
         return tuple(
-            divided_by_time(plan, job.rows[layer], job.node_C, prices[layer])
+            replace(
+                divided_by_time(plan, job.rows[layer], job.node_C, prices[layer]),
+                by_paper=nearest_copy,
+            )
             for layer, plan in enumerate(plans)
         )
 

@@ -269,9 +269,10 @@ class _Search:
             rows_CE: of the step before.
             age: steps that it has been in force before.
         """
-        followed = replace(plan, successor=partial(self._next, plan, age))
+        followed = replace(plan, successor=partial(self._next, plan, age), predicted_CE=rows_CE)
         if self.strategy.share == LOCAL:
             return followed
+        followed = replace(followed, by_paper=partial(LocalElseHome, self.home))
         return divided_by_time(followed, rows_CE, self.node_C, self.row_prices)
 
     def _next(self, plan: Plan, age: int, rows_CE: np.ndarray) -> Plan:
