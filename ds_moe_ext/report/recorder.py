@@ -100,7 +100,7 @@ class StepLoads:
             step: its number.
             plans: what it ran by, one a layer.
             rows: what each layer routed.
-            added: by layer, where ``added_EC`` has some.
+            added: by layer, of plans that may add some: what ``added_EC`` says.
             looks: by layer.
         """
         num_experts = max(plan.home.num_experts for plan in plans)

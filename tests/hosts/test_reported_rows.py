@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import numpy as np
@@ -23,6 +24,7 @@ from ds_moe_ext.report.record import RunRecord
 from ds_moe_ext.report.recorder import Recorder
 from ds_moe_ext.report.summary import division_of
 from ds_moe_ext.share import LocalElseHome, NearestCopy, Share
+from ds_moe_ext.steps.training_run import finish, run_of
 from ds_moe_ext.strategy import Plan
 from tests.hosts.jobs import Job, engine_of, loss_of, micro_batch
 from tests.ranks import pool_of
@@ -126,8 +128,6 @@ class Run:
 
 
 def trained(rank: int, world_size: int, job: Job) -> Run:
-    from ds_moe_ext.steps.training_run import run_of
-
     engine = engine_of(job, world_size)
     recorder, steps, after_step = run_of(engine).recorder, [], Recorder.after_step
 
@@ -223,7 +223,9 @@ def test_copies_are_those_of_the_passes(run: Run) -> None:
     assert any(layer.planned or layer.added for layers in run.steps for layer in layers)
 
 
-def test_a_person_is_told(run: Run) -> None:
+def test_a_person_is_told(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    finish(cast(Recorder, SimpleNamespace(record=lambda: run.report)), None)
+    assert f"\nds_moe_ext: {division_line(run.report)}\n" in capsys.readouterr().out
     looks, line, page = run.report.looks, division_line(run.report), page_of(run.report)
     assert looks is not None
     told = division_of(run.report, looks, range(len(run.report.layers)))
