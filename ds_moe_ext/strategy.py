@@ -28,7 +28,7 @@ from ds_moe_ext.schedule.pipeline_orders import PIPELINES, Pipeline, Slices
 from ds_moe_ext.schedule.stripes import A2E, E2A
 from ds_moe_ext.schedule.task import INTER, PARAM, Lane, Op, Schedule, Span, refined
 from ds_moe_ext.schedule.wires import Beside, Cutting, LayerTasks, programs
-from ds_moe_ext.share import LocalElseHome, Rule
+from ds_moe_ext.share import LocalElseHome, Rule, Share
 from ds_moe_ext.strict import found_at
 
 ROWS_ALONE = Prices(
@@ -160,6 +160,9 @@ class Plan:
             the strategy, for all layers together. Pure.
         reductions: of dense gradients, beside the layer's backward.
         way: of rows between the cells.
+        predicted_CE: rows by sender and expert that it was made for, int64; None: of no use.
+        by_paper: the share by the paper's own rule on any target, where ``share`` is another; for
+            the report, which shows what that one gains.
         sends_once: each token's row travels once to each cell that has some of its experts, and one
             row comes back; else one for each choice. Not where experts have copies.
     """
@@ -175,12 +178,19 @@ class Plan:
     successor: Callable[[np.ndarray], Plan] | None = None
     reductions: Placed = NOWHERE
     way: Way = Way.DIRECT
+    predicted_CE: np.ndarray | None = None
+    by_paper: Callable[[Placement], Share] | None = None
     sends_once: bool = False
 
     @classmethod
     def at_home(cls, home: Placement) -> Plan:
         """Every expert computes where it lives."""
         return cls(home, home, LocalElseHome(home, home))
+
+    @property
+    def destination(self) -> Destination:
+        """Where rows go, unless that is revised."""
+        return Destination(self.target, self.share)
 
     @property
     def has_copies(self) -> bool:

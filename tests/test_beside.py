@@ -15,6 +15,7 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.worker import worker
 from ds_moe_ext.share import LocalElseHome
 from ds_moe_ext.steps.beside import BesideStep
+from ds_moe_ext.strategy import Destination
 
 HOME = Placement.block(2, 2)
 
@@ -22,7 +23,9 @@ HOME = Placement.block(2, 2)
 def counted(layers: list[RowsSeen], *numbers: int) -> None:
     """Rows of a micro-batch for each number of a layer."""
     for number in numbers:
-        layers[number](np.ones((2, 2), dtype=np.int64), 1, LocalElseHome(HOME, HOME))
+        layers[number](
+            np.ones((2, 2), dtype=np.int64), 1, Destination(HOME, LocalElseHome(HOME, HOME))
+        )
 
 
 def beside(make: Callable[[], str]) -> tuple[list[RowsSeen], BesideStep[str]]:

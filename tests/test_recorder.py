@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_moe_ext.moe.observation import Rows, TasksSeen, TimedTask
+from ds_moe_ext.moe.observation import Pass, Rows, TasksSeen, TimedTask
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.report.looks import MOST_ENTRIES, MOST_LAYERS, in_turn
 from ds_moe_ext.report.record import LayerRecord, Move, RunRecord, Span, TermRecord
 from ds_moe_ext.report.recorder import Recorder, spans_of
 from ds_moe_ext.schedule.task import ATTENTION, EXPERT, GATHER, GRADIENTS, JOIN, Op, Task
 from ds_moe_ext.schedule.task import Span as Chunks
 from ds_moe_ext.share import LocalElseHome
-from ds_moe_ext.strategy import Plan
+from ds_moe_ext.strategy import Destination, Plan
 
 
 def is_timed(**wanted: Any) -> bool:
@@ -50,7 +53,8 @@ class FakeLayer:
 
     def __init__(self, name: str, plan: Plan) -> None:
         self.name = name
-        site = SimpleNamespace(plan=plan)
+        layout = SimpleNamespace(node_C=np.arange(plan.home.num_cells) // 2)
+        site = SimpleNamespace(plan=plan, layout=layout)
         self.routed: Any = SimpleNamespace(site=site, tasks=TasksSeen())
 
     def record(self) -> LayerRecord:
@@ -67,7 +71,10 @@ def recorded(
     for step, (plans, rows_LCE) in enumerate(zip(steps, rows_ILCE)):
         for layer, plan in zip(layers, plans):
             layer.routed.site.plan = plan
-        rows = [Rows(r, plan.share.computed_C(r)) for r, plan in zip(rows_LCE, plans)]
+        rows = [
+            Rows(r, plan.share.computed_C(r), (Pass(r, plan.destination),))
+            for r, plan in zip(rows_LCE, plans)
+        ]
         recorder.after_step(step, rows)
     # What the host does at the end of a step: the plans of the next one.
     for layer, plan in zip(layers, steps[-1]):
@@ -92,6 +99,76 @@ def test_copies_worked_by_hand() -> None:
     assert (run.placements.last_step, run.placements.moves) == (1, ())
     np.testing.assert_allclose(run.home_balance_IL(), [[10 / 6], [10 / 6]])
     np.testing.assert_allclose(run.balance_IL(), [[10 / 6], [7 / 6]])
+
+
+def test_copies_made_after_the_gate_worked_by_hand() -> None:
+    # Expert 0 is copied to cell 1 by the plan; then in both passes to cell 2, in one to cell 3.
+    home, planned = (plan_of([0, 1], copied) for copied in ([[0] * 4] * 2, [[0, 1, 0, 0], [0] * 4]))
+    plan = dataclasses.replace(home, target=planned.target, revise=lambda rows_CE: plan.destination)
+    targets = [
+        planned.target.with_copies(np.array([cells, [False] * 4]))
+        for cells in ([False, False, True, False], [False, False, True, True])
+    ]
+    rows_CE = np.full((4, 2), 6)
+    passes = tuple(
+        Pass(rows_CE, Destination(target, LocalElseHome(home.home, target))) for target in targets
+    )
+    computed_C = sum(one.destination.share.computed_C(rows_CE) for one in passes)
+    recorder = Recorder("fssdp", 4, [FakeLayer("m.0", plan)])
+    recorder.after_step(0, [Rows(2 * rows_CE, np.asarray(computed_C), passes)])
+    run = recorder.record()
+    assert run.placements is not None and run.placements.added is not None
+    assert run.placements.copies_ILE.tolist() == [[[1, 0]]]
+    assert run.placements.copied_to == (((1,), ()),)
+    assert run.placements.added.copies_ILE.tolist() == [[[2, 0]]]
+    assert run.placements.added.num_passes == 2
+    assert run.placements.added.to == ((((2, 2), (3, 1)), ()),)
+    assert run.placements.all_copies_ILE.tolist() == [[[3, 0]]]
+    # Cells 0 and 1 are a node. Senders 2 and 3 keep expert 0's rows but for the last in the first
+    # pass, which goes to cell 0; all rows of expert 1 but the sender's own go to cell 1.
+    assert run.looks is not None and run.looks.num_nodes == 2
+    assert run.looks.left_IL.tolist() == [[6 + 2 * 3 * 6]]
+    assert run.looks.crossed_IL.tolist() == [[6 + 2 * 2 * 6]]
+    assert np.isnan(run.looks.predicted_IL).all() and np.isnan(run.looks.by_paper_IL).all()
+
+
+def test_predicted_and_reached_worked_by_hand() -> None:
+    rows_CE, none_CE = np.array([[4, 1, 1], [4, 1, 1]]), np.zeros((2, 3), dtype=np.int64)
+    plan = plan_of([0, 0, 1], [[0, 1], [0, 0], [1, 0]])
+    plans = [
+        plan,
+        dataclasses.replace(plan, predicted_CE=none_CE),  # before the first step
+        dataclasses.replace(plan, predicted_CE=np.array([[2, 0, 0], [6, 0, 0]])),
+        dataclasses.replace(plan, by_paper=lambda target: LocalElseHome(plan.home, plan.home)),
+    ]
+    run = recorded([[each] for each in plans], [[rows_CE]] * 4)
+    looks = run.looks
+    assert looks is not None and looks.num_nodes == 1
+    unknown = float("nan")
+    # Each cell keeps its rows of expert 0: 2 and 6 of a mean of 4.
+    np.testing.assert_equal(looks.predicted_IL, [[unknown], [unknown], [1.5], [unknown]])
+    # At home cell 0 computes 10 of 12 rows.
+    np.testing.assert_equal(looks.by_paper_IL, [[unknown]] * 3 + [[10 / 6]])
+    assert looks.left_IL.tolist() == [[1.0]] * 4 and not looks.crossed_IL.any()
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "shape", "num_passes"),
+    [(1, (2, 2), 1), (8, (4, 8), 2), (58, (64, 256), 1), (24, (64, 256), 4), (3, (512, 256), 1)],
+)
+def test_layers_take_turns(num_layers: int, shape: tuple[int, int], num_passes: int) -> None:
+    """Each as often as the others, also where only every fourth step is kept."""
+    rows_CE, plan = np.zeros(shape, dtype=np.int64), plan_of([0], [[0]])
+    passes = (Pass(rows_CE, plan.destination),) * num_passes
+    rows = [Rows(rows_CE, rows_CE.sum(axis=1), passes)] * num_layers
+    rounds = in_turn(0, rows).step
+    for every in (1, 4):
+        seen = [in_turn(step, rows) for step in range(0, every * rounds, every)]
+        assert sorted(layer for layers in seen for layer in layers) == [*range(num_layers)]
+        assert max(map(len, seen)) <= MOST_LAYERS
+        mean = len(rows) / rounds * num_passes * rows_CE.size
+        assert mean <= MOST_ENTRIES
+    assert num_layers > 1 or shape != (2, 2) or rounds == 1
 
 
 def test_homes_are_those_of_the_last_step() -> None:

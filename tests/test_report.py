@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_moe_ext.report.colours import (
+    ADDED_INK,
     COPY_INK,
     COPY_PAPER,
     HOME,
@@ -27,16 +28,25 @@ from ds_moe_ext.report.colours import (
     copies_level,
     copies_ramp,
 )
+from ds_moe_ext.report.division import division_line
 from ds_moe_ext.report.page import page_of
 from ds_moe_ext.report.record import (
+    AddedRecord,
     LayerRecord,
+    LooksRecord,
     Move,
     PlacementRecord,
     RunRecord,
     Span,
     TermRecord,
 )
-from ds_moe_ext.report.summary import gather_steps, outcome_of, outcomes_by_layer, summarize
+from ds_moe_ext.report.summary import (
+    division_of,
+    gather_steps,
+    outcome_of,
+    outcomes_by_layer,
+    summarize,
+)
 from ds_moe_ext.report.timeline import MAX_BOXES, passes_of
 from ds_moe_ext.report.units import EN_DASH, TIMES, bytes_text, seconds_text, short_names
 
@@ -98,6 +108,35 @@ def copied() -> RunRecord:
         copied_to=(((1,), (), (), (0,)), ((), ())),
     )
     return dataclasses.replace(run, strategy="fssdp", placements=placements)
+
+
+def added() -> RunRecord:
+    """``copied``, had expert 1 of layer a been copied after the gate in one of two passes of the
+    last step, and expert 2 in both."""
+    run = copied()
+    assert run.placements is not None
+    found = AddedRecord(
+        copies_ILE=np.array([[[0] * 4, [0] * 4], [[0, 1, 1, 0], [0] * 4]]),
+        num_passes=2,
+        to=(((), ((1, 1),), ((0, 2),), ()), ((), ())),
+    )
+    return dataclasses.replace(run, placements=dataclasses.replace(run.placements, added=found))
+
+
+UNKNOWN = float("nan")
+
+
+def looked_at() -> RunRecord:
+    """``copied``, of whose second step something was predicted, and by a share of its own in layer
+    a; layer b was not looked at then."""
+    looks = LooksRecord(
+        predicted_IL=np.array([[UNKNOWN, UNKNOWN], [1.25, UNKNOWN]]),
+        by_paper_IL=np.array([[UNKNOWN, UNKNOWN], [1.5, UNKNOWN]]),
+        left_IL=np.array([[4.0, 5.0], [1.0, UNKNOWN]]),
+        crossed_IL=np.array([[2.0, 0.0], [0.0, UNKNOWN]]),
+        num_nodes=2,
+    )
+    return dataclasses.replace(copied(), looks=looks)
 
 
 TERMS = (
@@ -225,6 +264,23 @@ def test_json_round_trip_with_copies() -> None:
     assert again.to_json() == run.to_json() and page_of(again) == page_of(run)
 
 
+def test_json_round_trip_with_copies_made_after_the_gate() -> None:
+    again = RunRecord.from_json(added().to_json())
+    assert again.placements is not None and again.placements.added is not None
+    assert again.placements.added.to == (((), ((1, 1),), ((0, 2),), ()), ((), ()))
+    assert again.to_json() == added().to_json() and page_of(again) == page_of(added())
+
+
+def test_json_round_trip_with_what_is_not_known() -> None:
+    """Which JSON calls null: it has no nan."""
+    text = looked_at().to_json()
+    assert "NaN" not in text and json.loads(text)["looks"]["predicted_IL"][0] == [None, None]
+    again = RunRecord.from_json(text)
+    assert again.looks is not None and looked_at().looks is not None
+    np.testing.assert_equal(vars(again.looks), vars(looked_at().looks))
+    assert again.to_json() == text and page_of(again) == page_of(looked_at())
+
+
 def test_json_round_trip_with_terms() -> None:
     run = dataclasses.replace(worked(), terms=TERMS)
     again = RunRecord.from_json(run.to_json())
@@ -234,10 +290,15 @@ def test_json_round_trip_with_terms() -> None:
 
 def test_json_of_an_earlier_version() -> None:
     data = json.loads(worked().to_json())
-    del data["placements"], data["terms"]
+    del data["placements"], data["terms"], data["looks"]
     again = RunRecord.from_json(json.dumps(data))
-    assert again.placements is None and again.terms == ()
-    assert page_of(again) == page_of(worked())
+    assert again.placements is None and again.terms == () and again.looks is None
+    assert page_of(again) == page_of(worked()) and division_line(again) == ""
+    data = json.loads(copied().to_json())
+    del data["placements"]["added"], data["looks"]
+    again = RunRecord.from_json(json.dumps(data))
+    assert again.placements is not None and again.placements.added is None
+    assert page_of(again) == page_of(copied())
 
 
 def test_json_round_trip_without_steps() -> None:
@@ -270,6 +331,53 @@ def test_outcome_without_copies_or_steps() -> None:
     nothing = record((layer("a", (0, 1)),), np.zeros((0, 1, 2), dtype=np.int64))
     assert outcome_of(nothing) == (1.0, 1.0, 0.0, 0)
     assert outcome_of(record((), np.zeros((0, 0, 0), dtype=np.int64))) == (1.0, 1.0, 0.0, 0)
+
+
+def test_divisions_worked_by_hand() -> None:
+    run = looked_at()
+    assert run.looks is not None
+    # Something was predicted of layer a in step 20 alone, when its cells had 2 and 2 rows. Of the
+    # 8 + 10 + 4 rows that were looked at 10 left their cell, and 2 their node.
+    whole = division_of(run, run.looks, [0, 1])
+    assert whole == (1.0, 1.25, 1.0, 1.5, pytest.approx(10 / 22), pytest.approx(2 / 22))
+    assert division_line(run) == (
+        "balance 1.00 without copies -> 1.25 predicted -> 1.00 reached (1.50 by the paper's rule); "
+        "45.5 % of rows left their cell, 9.1 % crossed nodes"
+    )
+    second = division_of(run, run.looks, [1])
+    assert (second.left, second.crossed) == (0.5, 0.0)
+    assert np.isnan(second[:4]).all()
+
+
+def test_one_node_is_not_crossed() -> None:
+    looks = dataclasses.replace(
+        looked_at().looks, num_nodes=1, predicted_IL=np.full((2, 2), UNKNOWN)
+    )
+    run = dataclasses.replace(worked(), looks=looks)
+    assert division_line(run) == "45.5 % of rows left their cell"
+    page = checked(run)
+    assert "Where rows went" in page and "crossed nodes" not in page
+
+
+def test_page_of_a_run_that_was_looked_at() -> None:
+    page = checked(looked_at())
+    shown = page[page.index("<h2>Balance predicted and reached") : page.index("<h2>Balance over")]
+    assert "of 3 of 4 pairs of a recorded step and a layer" in shown
+    cells = re.findall(r"<td>([^<]*|[^<]*<wbr>.*?)</td>", shown)
+    ratios = [f"{ratio}{TIMES}" for ratio in ("1.00", "1.25", "1.00", "1.50")]
+    assert cells == [
+        *("all layers", *ratios, "45.5 %", "9.1 %"),
+        *("m.<wbr>0.<wbr>a", *ratios, "41.7 %", "16.7 %"),
+        *("m.<wbr>1.<wbr>a", *[EN_DASH] * 4, "50.0 %", "0.0 %"),
+    ]
+    # Bars begin at 1; the longest is by the paper's rule.
+    widths = re.findall(r'<rect class="s(\d)" [^>]*width="([^"]*)%"', shown)
+    assert widths == [("2", "50.000"), ("3", "100.000")] * 2
+    # Of all layers nothing was predicted in one step; of layer a in the second.
+    gain = page[page.index("<h2>Balance with copies") : page.index("<h2>Balance predicted")]
+    drawn = [json.loads(values) for values in re.findall(r'data-values="([^"]*)"', gain)]
+    assert [len(lines) for lines in drawn] == [2, 4, 2]
+    assert drawn[1][2:] == [[None, 1.25], [None, 1.5]]
 
 
 def test_drift_compares_quarters() -> None:
@@ -311,6 +419,18 @@ def test_page_of_a_run_with_copies() -> None:
     # Homes changed before the second of two columns; the layer's own chart is marked as well.
     assert page.count('<line class="mark" x1="50%"') == 2
     assert page.count("&quot;1&quot;: &quot;1 home changed&quot;") == 2
+
+
+def test_page_of_a_run_with_copies_made_after_the_gate() -> None:
+    page = checked(added())
+    assert "There were 2.0 copies a step, 1.0 of them made after the gate, and homes" in page
+    assert "counted where any pass of the step had them" in page
+    assert 'data-added="[[],[[1,1]],[[0,2]],[]]" data-passes="2"' in page
+    images = pixels(page)
+    on_map = images[7]  # behind two scales, the loads, three keys and the copies
+    inks = [set(np.unique(row)) for row in np.array_split(on_map[on_map.any(axis=1)], 4)]
+    assert [COPY_INK in ink for ink in inks] == [True, False, False, True]
+    assert [ADDED_INK in ink for ink in inks] == [False, True, True, False]
 
 
 def test_page_of_a_run_without_copies_says_nothing_of_them() -> None:
@@ -626,9 +746,10 @@ def test_any_small_record_makes_a_sound_page(data: st.DataObject) -> None:
     )
     run = record(layers, rows_ILE, num_cells=num_cells, timeline=spans)
     placements = data.draw(st.none() | st.just(any_placements(run, rng)))
+    looks = data.draw(st.none() | st.just(any_looks(run, rng)))
     seconds = st.floats(0, 1e6)
     terms = data.draw(st.lists(st.builds(TermRecord, names, seconds, seconds, seconds), max_size=3))
-    checked(dataclasses.replace(run, placements=placements, terms=tuple(terms)))
+    checked(dataclasses.replace(run, placements=placements, looks=looks, terms=tuple(terms)))
 
 
 def any_placements(run: RunRecord, rng: np.random.Generator) -> PlacementRecord:
@@ -646,4 +767,23 @@ def any_placements(run: RunRecord, rng: np.random.Generator) -> PlacementRecord:
             )
             for one in run.layers
         ),
+        added=None if rng.random() < 0.5 else any_added(run, rng),
     )
+
+
+def any_added(run: RunRecord, rng: np.random.Generator) -> AddedRecord:
+    """Likewise."""
+    copies_ILE = rng.integers(0, run.num_cells, run.rows_ILE.shape)
+    to = (((int(rng.integers(run.num_cells)), 1),) for one in run.layers for _ in one.home_E)
+    return AddedRecord(
+        copies_ILE, 2, tuple(tuple(next(to) for _ in one.home_E) for one in run.layers)
+    )
+
+
+def any_looks(run: RunRecord, rng: np.random.Generator) -> LooksRecord:
+    """Likewise, at some layers in some steps."""
+    shape_IL = run.rows_ILE.shape[:2]
+    tables = [rng.uniform(1, 4, shape_IL) for _ in range(4)]
+    for table_IL in tables:
+        table_IL[rng.random(shape_IL) < rng.choice([0.0, 0.5, 1.0])] = UNKNOWN
+    return LooksRecord(*tables, num_nodes=int(rng.integers(1, 4)))

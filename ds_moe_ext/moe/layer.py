@@ -71,7 +71,7 @@ from ds_moe_ext.schedule.task import (
     Task,
 )
 from ds_moe_ext.schedule.wires import ROW_SCORES, LayerTasks, block
-from ds_moe_ext.strategy import Destination, Plan, Site, Strategy, layer_tasks
+from ds_moe_ext.strategy import Plan, Site, Strategy, layer_tasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -561,7 +561,7 @@ class RoutedExperts:
     def _order(self, group: dist.ProcessGroup | None) -> Order:
         plan = self.site.plan
         return Order(
-            destination=Destination(plan.target, plan.share),
+            destination=plan.destination,
             seat=self._seat,
             group=group,
             capacity_factor=self._options.capacity_factor,

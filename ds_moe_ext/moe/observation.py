@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +15,15 @@ from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.schedule.executor import Lanes, Mark
 from ds_moe_ext.schedule.program import in_backward
 from ds_moe_ext.schedule.task import Task
-from ds_moe_ext.share import Rule, computed_by
+from ds_moe_ext.share import computed_by
+from ds_moe_ext.strategy import Destination
+
+
+class Pass(NamedTuple):
+    """Rows of one micro-batch, by sender and expert, int64 ``[C, E]``, and where they went."""
+
+    rows_CE: np.ndarray
+    destination: Destination
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,10 +33,12 @@ class Rows:
     Attributes:
         routed_CE: rows by sender and expert, int64.
         computed_C: rows that each cell computed, int64.
+        passes: they, micro-batch by micro-batch.
     """
 
     routed_CE: np.ndarray
     computed_C: np.ndarray
+    passes: tuple[Pass, ...]
 
     @cached_property
     def total_E(self) -> np.ndarray:
@@ -54,29 +65,29 @@ class RowsSeen:
     counts: bool = True  # and it is counted
     gather: Callable[[Tensor], Tensor] | None = None
     on_count: Callable[[], None] = lambda: None  # called when rows of a micro-batch were counted
-    _on_host: list[tuple[np.ndarray, Rule]] = field(default_factory=list)  # rows [C, E]
+    _on_host: list[Pass] = field(default_factory=list)
     _on_device: Tensor | None = None  # int64 [E], where rows end, summed; the host does not wait
-    _share: Rule | None = None  # of those
+    _destination: Destination | None = None  # of those
 
     def begin(self, *, is_training: bool) -> None:
         """Say what the coming pass is. Call it in the thread that runs the model."""
         self.is_training, self.is_graded = is_training, torch.is_grad_enabled()
         self.counts = is_training and not in_backward()
 
-    def __call__(self, rows: np.ndarray | SlotRows, top_k: int, share: Rule) -> None:
+    def __call__(self, rows: np.ndarray | SlotRows, top_k: int, destination: Destination) -> None:
         """Args: rows: int64 ``[C, E]`` by sender and expert; or by expert this rank's, where it
-        does not know those of others, or its host none. share: who computes them."""
+        does not know those of others, or its host none. destination: where they go."""
         if self.counts:
-            self.add(rows, top_k, share)
+            self.add(rows, top_k, destination)
 
-    def add(self, rows: np.ndarray | SlotRows, top_k: int, share: Rule) -> None:
+    def add(self, rows: np.ndarray | SlotRows, top_k: int, destination: Destination) -> None:
         """Count rows, whatever the pass is. Takes what a call takes."""
         self.top_k = top_k
         if isinstance(rows, SlotRows):
             before = 0 if self._on_device is None else self._on_device
-            self._on_device, self._share = before + rows.end_S.long(), share
+            self._on_device, self._destination = before + rows.end_S.long(), destination
         else:
-            self._on_host.append((rows, share))
+            self._on_host.append(Pass(rows, destination))
         self.on_count()
 
     @property
@@ -87,7 +98,7 @@ class RowsSeen:
     @property
     def so_far_CE(self) -> np.ndarray:
         """Rows by sender and expert since the last ``take``, of those the host knows, int64."""
-        tables = [rows_CE for rows_CE, _ in self._on_host]
+        tables = [one.rows_CE for one in self._on_host]
         if len(tables) == 1:
             return tables[0]
         zero_CE = np.zeros((self.num_cells, self.num_experts), dtype=np.int64)
@@ -105,7 +116,7 @@ class RowsSeen:
 
     def _ended(self, computed_C: np.ndarray) -> Rows:
         """Rows since the last ``take``, and what cells computed of them."""
-        return Rows(self.so_far_CE, computed_C)
+        return Rows(self.so_far_CE, computed_C, tuple(self._on_host))
 
 
 def take_rows(layers: Sequence[RowsSeen]) -> list[Rows]:
@@ -123,8 +134,8 @@ def rows_so_far(layers: Sequence[RowsSeen]) -> list[Rows]:
     computed_LC = np.zeros((len(layers), layers[0].num_cells), dtype=np.int64)
     for number in range(max(len(layer._on_host) for layer in layers)):  # of the micro-batch
         seen = [at for at, layer in enumerate(layers) if number < len(layer._on_host)]
-        rows, shares = zip(*(layers[at]._on_host[number] for at in seen))
-        computed_LC[seen] += computed_by(shares, rows)
+        rows, destinations = zip(*(layers[at]._on_host[number] for at in seen))
+        computed_LC[seen] += computed_by([each.share for each in destinations], rows)
     return [layer._ended(computed_C) for layer, computed_C in zip(layers, computed_LC)]
 
 
@@ -138,8 +149,8 @@ def _bring_to_host(layers: Sequence[RowsSeen]) -> None:
     rows_CX = (rows[None] if gather is None else gather(rows)).cpu().numpy()
     stops = np.cumsum([layer.num_experts for layer in layers])
     for layer, rows_CE in zip(layers, np.split(rows_CX, stops[:-1], axis=1)):
-        assert layer._share is not None
-        layer._on_host.append((rows_CE, layer._share))
+        assert layer._destination is not None
+        layer._on_host.append(Pass(rows_CE, layer._destination))
         layer._on_device = None
 
 

@@ -30,7 +30,7 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.rows import block_index, on_device, starts_of
 from ds_moe_ext.schedule.crew import SavesAlike
 from ds_moe_ext.schedule.task import Cut, Span
-from ds_moe_ext.share import Rule, received_by_slot, sent_by_pair
+from ds_moe_ext.share import received_by_slot, sent_by_pair
 from ds_moe_ext.strategy import Destination
 from ds_moe_ext.watch import REMEDY
 
@@ -157,7 +157,7 @@ class Order(SavesAlike):
         gate_may_drop: whether ids may be -1.
         on_rows: told the rows of each sender and expert, int64 ``[C, E]``, on the host; or, where
             it does not wait for them, where this rank's rows end, expert by expert; and choices a
-            token, and the share.
+            token, and where rows go.
         revise: another destination once the rows are known.
         has_sides: ranks of one side have no tokens: what rows are like goes with the counts, too.
         kind: of the pass; it goes with the counts, see ``kind_of``.
@@ -171,7 +171,7 @@ class Order(SavesAlike):
     group: dist.ProcessGroup | None
     capacity_factor: float | None
     gate_may_drop: bool
-    on_rows: Callable[[np.ndarray | SlotRows, int, Rule], None]
+    on_rows: Callable[[np.ndarray | SlotRows, int, Destination], None]
     revise: Callable[[np.ndarray], Destination] | None = None
     kind: Callable[[], int] = int  # 0
     has_sides: bool = False
@@ -185,7 +185,7 @@ class Order(SavesAlike):
         """Reads hidden states too, where there are two sides and this one has some."""
         if self.padding is not None:
             route, kept = self.padding.route(expert_TK)
-            self.on_rows(kept, route.top_k, self.destination.share)
+            self.on_rows(kept, route.top_k, self.destination)
             return (route,), ()
         cut = Cut.equal(expert_TK.shape[0], span.stop - span.start)
         num_experts = self.destination.target.num_experts
@@ -194,7 +194,7 @@ class Order(SavesAlike):
             expert_TK = drop_over_capacity(expert_TK, num_experts, capacity)
         if self.group is None and cut.num_chunks == 1 and not self._may_drop:
             route = one_cell_route(expert_TK, self.destination.target)
-            self.on_rows(route.on(span).slots, route.top_k, self.destination.share)
+            self.on_rows(route.on(span).slots, route.top_k, self.destination)
             return (route,), ()
         return (self._exchanged(expert_TK, cut, x_TD),), ()
 
@@ -253,9 +253,9 @@ class Order(SavesAlike):
         cell, place, cell_size = self.seat
         is_whole = rows_CPFE.shape[1] == rows_CPFE.shape[2] == 1
         rows_CE = rows_CPFE[:, 0, 0] if is_whole else rows_CPFE.sum(axis=(1, 2))
-        target, rule = self.destination if self.revise is None else self.revise(rows_CE)
-        share = rule.of_rows(rows_CE)
-        self.on_rows(rows_CE, top_k, share)
+        destination = self.destination if self.revise is None else self.revise(rows_CE)
+        target, share = destination.target, destination.share.of_rows(rows_CE)
+        self.on_rows(rows_CE, top_k, Destination(target, share))
         sent_FN = sent_by_pair(share, target, cell, rows_CPFE[cell, place])
         if target.is_single:
             received_PCFS = rows_CPFE.swapaxes(0, 1)[..., target.columns_of(cell)]

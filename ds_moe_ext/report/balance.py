@@ -18,6 +18,7 @@ from ds_moe_ext.report.summary import Bins
 from ds_moe_ext.report.units import counted, dotted, short_names
 
 _ROWS = "Rows of the busiest cell over the mean cell, at each recorded step."
+_KNOWN = " What was predicted is drawn where that is known of all layers of a chart."
 _THINNED = "shows their mean and, as a band, the smallest and the largest"
 
 
@@ -41,14 +42,25 @@ def balance(record: RunRecord, bins: Bins) -> str:
 def gain(record: RunRecord, placements: PlacementRecord, bins: Bins) -> str:
     """Balance as computed beside that without copies: of all layers together, and of each."""
     home_IL, balance_IL = record.home_balance_IL(), record.balance_IL()
-    scale = balance_scale(float(max(home_IL.max(), balance_IL.max())))
-    every = range(len(record.layers))
+    looks, every = record.looks, range(len(record.layers))
+    known = {}
+    if looks is not None:
+        known = {"predicted": looks.predicted_IL, "by the paper's rule": looks.by_paper_IL}
+    highest = [
+        np.nanmax(table_IL, initial=1.0) for table_IL in (home_IL, balance_IL, *known.values())
+    ]
+    scale = balance_scale(float(max(highest)))
 
     def chart(layers: Sequence[int], *, small: bool) -> str:
         lines = [
             _line("as computed", balance_IL[:, layers], bins),
             _line("at home only", home_IL[:, layers], bins),
         ]
+        for name, known_IL in known.items():
+            value_B = bins.known_mean(known_IL[:, layers]).mean(axis=1)
+            if not np.isnan(value_B).all():
+                mean = float(np.nanmean(known_IL[:, layers]))
+                lines.append(Line(name, mean, value_B, value_B, value_B))
         moves = [move for move in placements.moves if move.layer in layers]
         return line_chart(lines, bins, scale=scale, small=small, marks=_marks(moves, bins))
 
@@ -68,6 +80,7 @@ def gain(record: RunRecord, placements: PlacementRecord, bins: Bins) -> str:
     note = (
         f"{_ROWS} At home only is what the same rows would have come to, had every expert computed "
         f"at its home of that step.{band if len(every) > 1 else ''}{thinned(bins, _THINNED)}"
+        f"{_KNOWN if looks is not None and not np.isnan(looks.predicted_IL).all() else ''}"
     )
     return section("Balance with copies, and at home only", f'<p class="note">{note}</p>{body}')
 

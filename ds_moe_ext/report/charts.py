@@ -18,6 +18,7 @@ from ds_moe_ext.report.units import escaped, ratio_text, round_steps, seconds_te
 
 _UNITS = 1000  # of a line chart's viewBox, from top to bottom
 _TALL, _SMALL = 220, 84  # pixels of a line chart
+_BAR, _APART = 9, 2  # pixels a thin bar is high, and between two
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +28,7 @@ class Line:
     Attributes:
         name: what the legend says.
         mean: over all steps, for the legend.
-        value_B: balance, float ``[B]``.
+        value_B: balance, float ``[B]``; nan where that is not known.
         low_B: lower edge of the band around it.
         high_B: upper edge.
     """
@@ -103,7 +104,7 @@ def line_chart(
         legend += '<span><i class="mark"></i>homes changed</span>'
     happened = "".join(_mark_line(column, bins) for column in marks or ())
     notes = escaped(json.dumps(marks or {}))
-    values = json.dumps([[round(float(v), 3) for v in line.value_B] for line in lines])
+    values = json.dumps([_listed(line.value_B) for line in lines])
     return (
         f'<figure class="lines" data-values="{values}" data-notes="{notes}">'
         f'<figcaption class="legend">{legend}</figcaption>'
@@ -114,6 +115,10 @@ def line_chart(
         f'preserveAspectRatio="none">{drawn}</svg></svg>'
         f"{step_axis(bins, max_labels=3 if small else 5)}</div></figure>"
     )
+
+
+def _listed(value_B: np.ndarray) -> list[float | None]:
+    return [None if math.isnan(value) else round(float(value), 3) for value in value_B]
 
 
 def step_axis(bins: Bins, *, max_labels: int) -> str:
@@ -152,6 +157,24 @@ def bars(rows: Sequence[Bar], classes: dict[str, str], *, longest: float, total:
     )
 
 
+def key(slot: int, name: str) -> str:
+    """A name, in the colour of its line or bar."""
+    return f'<i class="dash s{slot}"></i>{name}'
+
+
+def thin_bars(name: str, bars: Sequence[tuple[int, float]], longest: float) -> str:
+    """A bar below the other for each colour and length, the longest of all as wide as there is
+    room."""
+    rects = "".join(
+        f'<rect class="s{slot}" y="{place * (_BAR + _APART)}" height="{_BAR}" rx="2" '
+        f'width="{100 * length / max(longest, 1e-12):.3f}%"/>'
+        for place, (slot, length) in enumerate(bars)
+        if length > 0
+    )
+    high = len(bars) * (_BAR + _APART) - _APART
+    return f'<svg height="{high}" role="img" aria-label="{escaped(name)}">{rects}</svg>'
+
+
 def kind_legend(classes: dict[str, str]) -> str:
     """The colour of each kind of task."""
     items = (
@@ -181,7 +204,8 @@ def _drawn(line: Line, scale: Scale, slot: int) -> str:
 
 
 def _points(value_B: np.ndarray, scale: Scale) -> list[str]:
-    at_y = [round(_UNITS * (1 - scale.height(float(value)))) for value in value_B]
-    if len(at_y) == 1:  # one step has no direction: a level line over the whole width
+    known = np.flatnonzero(~np.isnan(value_B)).tolist()
+    at_y = [round(_UNITS * (1 - scale.height(float(value_B[i])))) for i in known]
+    if len(value_B) == 1:  # one step has no direction: a level line over the whole width
         return [f"0 {at_y[0]}", f"1 {at_y[0]}"]
-    return [f"{i + 0.5} {y}" for i, y in enumerate(at_y)]
+    return [f"{i + 0.5} {y}" for i, y in zip(known, at_y)]

@@ -124,12 +124,13 @@ def copies_level(copies: np.ndarray, ramp: Ramp) -> np.ndarray:
     return (1 + np.rint(copies / ramp.value_P[-1] * num_levels)).astype(np.uint8)
 
 
-NOT_HELD, HOME, COPY_PAPER, COPY_INK = 1, 2, 3, 4
+NOT_HELD, HOME, COPY_PAPER, COPY_INK, ADDED_PAPER, ADDED_INK = 1, 2, 3, 4, 5, 6
 
 
 def map_palette() -> np.ndarray:
-    """Who holds an expert: nobody, its home, and the two colours of a hatched copy."""
-    return _palette(np.array([_NEUTRAL, _COLD[2], _COPIED[1], _COPIED[2]]))
+    """Who holds an expert: nobody, its home, and the two colours of a hatched copy, planned or
+    made after the gate."""
+    return _palette(np.array([_NEUTRAL, _COLD[2], *_COPIED[1:3], *_HOT[1:3]]))
 
 
 def _palette(colours_P3: np.ndarray) -> np.ndarray:

@@ -6,11 +6,14 @@ Shape letters: I recorded steps, B bins of them, L layers, E experts, C cells, Y
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import numpy as np
 
 from ds_moe_ext.report.charts import axis_labels
 from ds_moe_ext.report.colours import (
+    ADDED_INK,
+    ADDED_PAPER,
     COPY_INK,
     COPY_PAPER,
     HOME,
@@ -29,11 +32,12 @@ _WIDE, _WIDEST_BOX = 560, 18  # pixels of a map, where they suffice, and of a bo
 _MARGIN_FROM = 6  # pixels a box must be high and wide to stand apart from its neighbours
 _HATCH = 4  # pixels from line to line
 _MOST_LABELS = 16
+_HATCHED = {COPY_INK: (COPY_PAPER, 1), ADDED_INK: (ADDED_PAPER, -1)}  # colour between lines; slope
 
 
 def ramp_of(placements: PlacementRecord) -> Ramp:
     """The colours of copies in a run: one ramp for all layers."""
-    most = int(placements.copies_ILE.max(initial=0))
+    most = int(placements.all_copies_ILE.max(initial=0))
     return copies_ramp(max(most, 1))
 
 
@@ -50,7 +54,7 @@ def copies_of_layer(
 ) -> str:
     """Copies over the steps, and at their side the map of the last one."""
     return (
-        f"<h4>Copies</h4>{map_legend()}"
+        f"<h4>Copies</h4>{map_legend(has_added=placements.added is not None)}"
         f'<div class="beside">{copies_heatmap(record, placements, index, ramp=ramp, bins=bins)}'
         f"{copies_map(record, placements, index)}</div>"
     )
@@ -61,7 +65,7 @@ def copies_heatmap(
 ) -> str:
     """The number of copies of each expert of one layer over the steps."""
     num_experts = record.layers[index].num_experts
-    copies_BE = bins.mean(placements.copies_ILE[:, index, :num_experts])
+    copies_BE = bins.mean(placements.all_copies_ILE[:, index, :num_experts])
     return heatmap(
         copies_level(copies_BE, ramp).T,
         Shelves.of(record, index),
@@ -72,14 +76,18 @@ def copies_heatmap(
 
 
 def copies_map(record: RunRecord, placements: PlacementRecord, index: int) -> str:
-    """Experts by cells of one layer at the last step: homes filled, copies hatched."""
-    shelves = Shelves.of(record, index)
+    """Experts by cells of one layer at the last step: homes filled, copies hatched; those that were
+    made after the gate the other way round."""
+    shelves, added = Shelves.of(record, index), placements.added
+    added_to = () if added is None else added.to[index]
     num_cells, copied_to = record.num_cells, placements.copied_to[index]
     width = int(np.clip(_WIDE // num_cells, 3, _WIDEST_BOX))
     held_EC = np.full((len(copied_to), num_cells), NOT_HELD, dtype=np.uint8)
     held_EC[np.arange(len(copied_to)), record.layers[index].home_E] = HOME
     for expert, cells in enumerate(copied_to):
         held_EC[expert, list(cells)] = COPY_INK
+    for expert, late in enumerate(added_to):
+        held_EC[expert, [cell for cell, _ in late]] = ADDED_INK
     pixels_YX = _boxed(shelves.stacked(held_EC), shelves, width)
     step = -(-num_cells // _MOST_LABELS)
     named = range(0, num_cells, step)
@@ -88,7 +96,8 @@ def copies_map(record: RunRecord, placements: PlacementRecord, index: int) -> st
     )
     return (
         f'<figure class="map" data-held="{shelves.held}" data-row="{shelves.row_height}" '
-        f'data-copied="{json.dumps(copied_to, separators=(",", ":"))}" data-cells="{num_cells}">'
+        f'data-copied="{_json(copied_to)}" data-added="{_json(added_to)}" '
+        f'data-passes="{1 if added is None else added.num_passes}" data-cells="{num_cells}">'
         f'<div class="axes">{shelves.names()}<div class="wide"><img class="ramp" '
         f'src="{data_uri(pixels_YX, map_palette())}" width="{width * num_cells}" '
         f'height="{shelves.height}" alt="homes and copies of {len(copied_to)} experts">'
@@ -97,9 +106,22 @@ def copies_map(record: RunRecord, placements: PlacementRecord, index: int) -> st
     )
 
 
-def map_legend() -> str:
+def _json(table: Sequence[object]) -> str:
+    return json.dumps(table, separators=(",", ":"))
+
+
+def told_of_added(placements: PlacementRecord) -> str:
+    """What is counted as a copy, where some were made after the gate."""
+    if placements.added is None:
+        return ""
+    return " Copies made after the gate are counted where any pass of the step had them."
+
+
+def map_legend(*, has_added: bool) -> str:
     """What the boxes of a map mean."""
     kinds = {"home": HOME, "copy": COPY_INK}
+    if has_added:
+        kinds = {"home": HOME, "planned copy": COPY_INK, "copy made after the gate": ADDED_INK}
     size = 14
     boxes = {
         name: data_uri(_box(np.full((size, size), kind, dtype=np.uint8)), map_palette())
@@ -130,10 +152,12 @@ def _boxed(kind_YC: np.ndarray, shelves: Shelves, width: int) -> np.ndarray:
 
 def _box(kind_YX: np.ndarray) -> np.ndarray:
     """A box of one kind: a copy is hatched inside its outline."""
-    if kind_YX[0, 0] != COPY_INK:
+    ink = int(kind_YX[0, 0])
+    if ink not in _HATCHED:
         return kind_YX
-    drawn_YX = np.full_like(kind_YX, COPY_INK)
+    paper, slope = _HATCHED[ink]
+    drawn_YX = np.full_like(kind_YX, ink)
     y, x = np.indices(kind_YX.shape)
-    is_paper = (y + x) % _HATCH != 0
-    drawn_YX[1:-1, 1:-1] = np.where(is_paper, COPY_PAPER, COPY_INK)[1:-1, 1:-1]
+    is_paper = (y + slope * x) % _HATCH != 0
+    drawn_YX[1:-1, 1:-1] = np.where(is_paper, paper, ink)[1:-1, 1:-1]
     return drawn_YX

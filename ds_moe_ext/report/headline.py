@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from ds_moe_ext.report.record import RunRecord
 from ds_moe_ext.report.summary import Drift, Summary, outcome_of
 from ds_moe_ext.report.units import (
@@ -70,11 +72,17 @@ def _placements(record: RunRecord) -> str:
         return ""
     outcome = outcome_of(record)
     moved = f", and homes changed {counted(outcome.num_moved, 'time')}"
+    added = record.placements.added
+    late = "" if added is None else f", {_a_step(added.copies_ILE):.1f} of them made after the gate"
     return (
         f" With every expert at its home only it would have computed <b>{outcome.home_balance:.2f} "
-        f"times the mean</b>. There were {outcome.copies:.1f} copies a step"
+        f"times the mean</b>. There were {outcome.copies:.1f} copies a step{late}"
         f"{moved if outcome.num_moved else ''}."
     )
+
+
+def _a_step(copies_ILE: np.ndarray) -> float:
+    return float(copies_ILE.sum(axis=(1, 2)).mean())
 
 
 def _drift(drift: Drift | None) -> str:

@@ -22,7 +22,8 @@ document.querySelectorAll('.lines').forEach(figure=>{
   const count=steps.lines.length,i=at(event,plot.getBoundingClientRect(),count);
   const x=(i+.5)/count*100+'%';cross.setAttribute('x1',x);cross.setAttribute('x2',x);
   plot.append(cross);show(event,'step '+steps.lines[i]+'\n'
-   +names.map((name,k)=>name+'  '+values[k][i].toFixed(2)+'\u00d7').join('\n')
+   +names.map((name,k)=>name+'  '+(values[k][i]===null?'unknown':values[k][i].toFixed(2)
+    +'\u00d7')).join('\n')
    +(notes[i]?'\n'+notes[i]:''))});
  plot.addEventListener('mouseleave',()=>{cross.remove();tip.hidden=true})});
 const pixels=image=>{const canvas=document.createElement('canvas');
@@ -53,12 +54,16 @@ document.querySelectorAll('.heat').forEach(figure=>{
  image.addEventListener('mouseleave',()=>tip.hidden=true)});
 document.querySelectorAll('.map').forEach(figure=>{
  const image=figure.querySelector('img'),expertAt=held(figure);
- const copied=JSON.parse(figure.dataset.copied);
+ const copied=JSON.parse(figure.dataset.copied),added=JSON.parse(figure.dataset.added);
+ const passes=figure.dataset.passes;
  image.addEventListener('mousemove',event=>{
   const box=image.getBoundingClientRect(),cell=at(event,box,figure.dataset.cells);
   const [expert,home]=expertAt(event.clientY-box.top);
   if(expert===undefined){tip.hidden=true;return}
-  const cells=copied[expert],what=cell===home?'home':cells.includes(cell)?'copy':'no copy';
+  const late=(added[expert]||[]).find(one=>one[0]===cell),cells=copied[expert]
+   .concat((added[expert]||[]).map(one=>one[0]));
+  const what=cell===home?'home':late?'copy made after the gate'
+   +(passes>1?', in '+late[1]+' of '+passes+' passes':''):cells.includes(cell)?'copy':'no copy';
   show(event,'expert '+expert+', cell '+cell+': '+what+'\nhome cell '+home
    +(cells.length?', copied to '+cells.join(', '):', not copied'))});
  image.addEventListener('mouseleave',()=>tip.hidden=true)});

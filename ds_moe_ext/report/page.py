@@ -13,6 +13,7 @@ from ds_moe_ext.report import charts, copy_map, heatmap, timeline
 from ds_moe_ext.report.balance import balance, gain
 from ds_moe_ext.report.charts import Bar
 from ds_moe_ext.report.colours import classes_of, style_rules
+from ds_moe_ext.report.division import division
 from ds_moe_ext.report.headline import header, tiles
 from ds_moe_ext.report.parts import OPEN, Panel, section, selectable, table, thinned
 from ds_moe_ext.report.prediction import expected
@@ -66,6 +67,8 @@ def page_of(record: RunRecord) -> str:
         parts += [tiles(record, summary), _layers(record, summary)]
         if record.placements is not None:
             parts.append(gain(record, record.placements, line_bins))
+        if record.looks is not None:
+            parts.append(division(record, record.looks))
         parts += [balance(record, line_bins), _loads(record, summary, heat_bins)]
     else:
         parts += [_layers(record, None), _nothing_recorded()]
@@ -135,6 +138,7 @@ def _loads(record: RunRecord, summary: Summary, bins: Bins) -> str:
         note += (
             f" Below: how many copies they had beside their homes, and where in step "
             f"{placements.last_step:,}, the last. Experts stand where their home was then."
+            f"{copy_map.told_of_added(placements)}"
         )
         scales += copy_map.copies_scale(ramp)
         bodies = [

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from ds_moe_ext.report.charts import key, thin_bars
 from ds_moe_ext.report.parts import section, table
-from ds_moe_ext.report.record import RunRecord, TermRecord
+from ds_moe_ext.report.record import RunRecord
 from ds_moe_ext.report.units import escaped, seconds_text
-
-_BAR, _APART = 9, 2  # pixels a bar is high, and between the two of a term
 
 
 def expected(record: RunRecord) -> str:
@@ -14,11 +13,11 @@ def expected(record: RunRecord) -> str:
     if not record.terms:
         return ""
     longest_s = max(max(term.said_s, term.found_s) for term in record.terms)
-    headings = ["term", "", _key(0, "expected"), _key(1, "took"), "mean error"]
+    headings = ["term", "", key(0, "expected"), key(1, "took"), "mean error"]
     rows = [
         [
             escaped(term.name),
-            _bars(term, longest_s),
+            thin_bars(term.name, [(0, term.said_s), (1, term.found_s)], longest_s),
             seconds_text(term.said_s),
             seconds_text(term.found_s),
             f"{100 * term.error:,.1f} %",
@@ -44,20 +43,3 @@ def _steps(steps: tuple[int, ...]) -> str:
     first, last = steps[0], steps[-1]
     which = f"Steps {first:,} to {last:,} were" if last > first else f"Step {first:,} was"
     return f"{which} checked, soon after costs had been measured."
-
-
-def _key(slot: int, name: str) -> str:
-    return f'<i class="dash s{slot}"></i>{name}'
-
-
-def _bars(term: TermRecord, longest_s: float) -> str:
-    """Two bars, the longest of all terms as wide as the column."""
-    rects = "".join(
-        f'<rect class="s{slot}" y="{slot * (_BAR + _APART)}" height="{_BAR}" rx="2" '
-        f'width="{100 * seconds / max(longest_s, 1e-12):.3f}%"/>'
-        for slot, seconds in enumerate((term.said_s, term.found_s))
-    )
-    return (
-        f'<svg height="{2 * _BAR + _APART}" role="img" aria-label="{escaped(term.name)}">'
-        f"{rects}</svg>"
-    )

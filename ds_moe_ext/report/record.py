@@ -60,6 +60,22 @@ class Move:
 
 
 @dataclass(frozen=True, eq=False)
+class AddedRecord:
+    """Copies that were made after the gate, as rows were known.
+
+    Attributes:
+        copies_ILE: of each expert, in any pass of the step, int64 ``[I, L, E]``, padded with zeros.
+        num_passes: of the last step; each may have made others.
+        to: cells with such a copy of each expert in that step, by layer and expert, each with the
+            number of passes that had it.
+    """
+
+    copies_ILE: np.ndarray
+    num_passes: int
+    to: tuple[tuple[tuple[tuple[int, int], ...], ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
 class PlacementRecord:
     """Where experts were, in a run that copied or moved some.
 
@@ -71,7 +87,8 @@ class PlacementRecord:
         moves: changes of homes, in the order of steps; every one, in thinned records too.
         last_step: the last step, recorded or not.
         copied_to: cells with a copy of each expert beside its home in that step, by layer and
-            expert.
+            expert, as planned.
+        added: copies that were not planned; None if there were none, or that is not known.
     """
 
     copies_ILE: np.ndarray
@@ -79,6 +96,33 @@ class PlacementRecord:
     moves: tuple[Move, ...]
     last_step: int
     copied_to: tuple[tuple[tuple[int, ...], ...], ...]
+    added: AddedRecord | None = None
+
+    @property
+    def all_copies_ILE(self) -> np.ndarray:
+        """Planned and added, int64 ``[I, L, E]``."""
+        return self.copies_ILE if self.added is None else self.copies_ILE + self.added.copies_ILE
+
+
+@dataclass(frozen=True, eq=False)
+class LooksRecord:
+    """What was predicted of rows, and where they went, in the steps and layers that were looked at.
+
+    Attributes:
+        predicted_IL: balance of the rows that the plan was made for, by its own share, float ``[I,
+            L]``; nan where it was made for none, or not looked at.
+        by_paper_IL: balance of the rows that came, with the same copies but by the paper's own
+            rule; nan where no other was followed, or not looked at.
+        left_IL: rows that another cell computed than they came from; nan where not looked at.
+        crossed_IL: and one on another node.
+        num_nodes: that the cells are on.
+    """
+
+    predicted_IL: np.ndarray
+    by_paper_IL: np.ndarray
+    left_IL: np.ndarray
+    crossed_IL: np.ndarray
+    num_nodes: int
 
 
 @dataclass(frozen=True)
@@ -119,6 +163,7 @@ class RunRecord:
         versions: package versions.
         placements: where experts were; None in a run that copied and moved none.
         terms: how good the strategy's model of costs was, if it has one and was checked.
+        looks: what was predicted of rows and where they went; None if that is not known.
     """
 
     strategy: str
@@ -133,6 +178,7 @@ class RunRecord:
     versions: dict[str, str]
     placements: PlacementRecord | None = None
     terms: tuple[TermRecord, ...] = ()
+    looks: LooksRecord | None = None
 
     def balance_IL(self) -> np.ndarray:
         """Rows of the busiest cell over the mean of those that are home to experts, float
@@ -160,7 +206,7 @@ class RunRecord:
     def to_json(self) -> str:
         """The record as JSON text."""
         data = {**dataclasses.asdict(self), "balance_by_layer": self.balance_by_layer()}
-        return json.dumps(data, default=np.ndarray.tolist)
+        return json.dumps(data, default=_listed)
 
     @classmethod
     def from_json(cls, text: str) -> RunRecord:
@@ -173,7 +219,7 @@ class RunRecord:
         num_experts = max((layer.num_experts for layer in layers), default=0)
         shape_IL = len(data["steps_I"]), len(layers)
         shape_ILE, shape_ILC = (*shape_IL, num_experts), (*shape_IL, data["num_cells"])
-        placements = data.get("placements")
+        placements, looks = data.get("placements"), data.get("looks")
         return cls(
             **{
                 **data,
@@ -187,6 +233,7 @@ class RunRecord:
                     for term in data.get("terms", ())
                 ),
                 "placements": placements and _placements_of(placements, shape_ILE, shape_ILC),
+                "looks": looks and _looks_of(looks, shape_IL),
             }
         )
 
@@ -194,15 +241,46 @@ class RunRecord:
 Shape = tuple[int, int, int]
 
 
+def _listed(array: np.ndarray) -> list[Any]:
+    """For JSON, which knows no nan."""
+    if np.issubdtype(array.dtype, np.floating):
+        array = np.array([None if np.isnan(x) else x for x in array.flat]).reshape(array.shape)
+    listed: list[Any] = array.tolist()
+    return listed
+
+
 def _integers(nested: list[Any], shape: Shape) -> np.ndarray:
     return np.asarray(nested, dtype=np.int64).reshape(shape)
 
 
 def _placements_of(data: Mapping[str, Any], shape_ILE: Shape, shape_ILC: Shape) -> PlacementRecord:
+    added = data.get("added")
     return PlacementRecord(
         copies_ILE=_integers(data["copies_ILE"], shape_ILE),
         home_cell_rows_ILC=_integers(data["home_cell_rows_ILC"], shape_ILC),
         moves=tuple(Move(**move) for move in data["moves"]),
         last_step=data["last_step"],
         copied_to=tuple(tuple(tuple(cells) for cells in experts) for experts in data["copied_to"]),
+        added=added and _added_of(added, shape_ILE),
+    )
+
+
+def _added_of(data: Mapping[str, Any], shape_ILE: Shape) -> AddedRecord:
+    to = tuple(
+        tuple(tuple((cell, number) for cell, number in cells) for cells in experts)
+        for experts in data["to"]
+    )
+    return AddedRecord(_integers(data["copies_ILE"], shape_ILE), data["num_passes"], to)
+
+
+def _looks_of(data: Mapping[str, Any], shape_IL: tuple[int, int]) -> LooksRecord:
+    def table(name: str) -> np.ndarray:
+        return np.array(data[name], dtype=np.float64).reshape(shape_IL)
+
+    return LooksRecord(
+        predicted_IL=table("predicted_IL"),
+        by_paper_IL=table("by_paper_IL"),
+        left_IL=table("left_IL"),
+        crossed_IL=table("crossed_IL"),
+        num_nodes=data["num_nodes"],
     )

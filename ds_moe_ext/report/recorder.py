@@ -8,8 +8,9 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +18,17 @@ import numpy as np
 from ds_moe_ext.load import balance_L
 from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.observation import Rows, TimedTask
-from ds_moe_ext.report.record import LayerRecord, Move, PlacementRecord, RunRecord, Span, TermRecord
+from ds_moe_ext.report.looks import Look, in_turn, looks_record
+from ds_moe_ext.report.record import (
+    AddedRecord,
+    LayerRecord,
+    LooksRecord,
+    Move,
+    PlacementRecord,
+    RunRecord,
+    Span,
+    TermRecord,
+)
 from ds_moe_ext.schedule.task import COMPUTE, GATHER, GRADIENTS, PARAM
 from ds_moe_ext.strategy import Plan
 
@@ -59,7 +70,10 @@ class StepLoads:
         rows_LE: rows routed to each expert, int64, padded with zeros.
         cell_rows_LC: rows that each cell computed, int64.
         home_cell_rows_LC: rows that each would have computed without copies, int64.
-        copies_LE: copies of each expert beside its home, int16, padded with zeros.
+        copies_LE: copies of each expert beside its home, as planned, int16, padded with zeros.
+        added_LE: others that were there in any pass, likewise.
+        num_passes: micro-batches.
+        looks: at some of the layers.
     """
 
     step: int
@@ -67,14 +81,35 @@ class StepLoads:
     cell_rows_LC: np.ndarray
     home_cell_rows_LC: np.ndarray
     copies_LE: np.ndarray
+    added_LE: np.ndarray
+    num_passes: int
+    looks: Mapping[int, Look]
 
     @classmethod
-    def of(cls, step: int, plans: Sequence[Plan], rows: Sequence[Rows]) -> StepLoads:
-        """Args: plans: what the step ran by, one a layer. rows: what each layer routed."""
+    def of(
+        cls,
+        step: int,
+        plans: Sequence[Plan],
+        rows: Sequence[Rows],
+        added: Mapping[int, np.ndarray],
+        looks: Mapping[int, Look],
+    ) -> StepLoads:
+        """What a step leaves behind.
+
+        Args:
+            step: its number.
+            plans: what it ran by, one a layer.
+            rows: what each layer routed.
+            added: by layer, of plans that may add some: what ``added_EC`` says.
+            looks: by layer.
+        """
         num_experts = max(plan.home.num_experts for plan in plans)
         num_layers, num_cells = len(plans), plans[0].home.num_cells
         rows_LE = np.zeros((num_layers, num_experts), dtype=np.int64)
         copies_LE = np.zeros((num_layers, num_experts), dtype=np.int16)
+        added_LE = np.zeros_like(copies_LE)
+        for index, passes_EC in added.items():
+            added_LE[index, : len(passes_EC)] = (passes_EC > 0).sum(axis=1)
         for index, (plan, seen) in enumerate(zip(plans, rows)):
             own = slice(plan.home.num_experts)
             rows_LE[index, own] = seen.total_E
@@ -88,7 +123,16 @@ class StepLoads:
         home_cell_rows = np.bincount(np.concatenate(homes), np.concatenate(routed), size)
         home_cell_rows_LC = home_cell_rows.astype(np.int64).reshape(num_layers, num_cells)
         cell_rows_LC = np.stack([seen.computed_C for seen in rows])
-        return cls(step, rows_LE, cell_rows_LC, home_cell_rows_LC, copies_LE)
+        return cls(
+            step=step,
+            rows_LE=rows_LE,
+            cell_rows_LC=cell_rows_LC,
+            home_cell_rows_LC=home_cell_rows_LC,
+            copies_LE=copies_LE,
+            added_LE=added_LE,
+            num_passes=max(len(seen.passes) for seen in rows),
+            looks=looks,
+        )
 
 
 @dataclass(eq=False)
@@ -130,6 +174,7 @@ class Recorder:
     _kept: list[StepLoads] = field(default_factory=list)
     _latest: StepLoads | None = None
     _plans: tuple[Plan, ...] = ()  # of the latest step
+    _added: Mapping[int, np.ndarray] = field(default_factory=dict)  # likewise
     _moves: list[Move] = field(default_factory=list)
     _every: int = 1
     _times: _Times = field(default_factory=_Times)
@@ -187,12 +232,25 @@ class Recorder:
             versions=versions(),
             placements=None if self._latest is None else self._placements(self._latest),
             terms=self.terms,
+            looks=self._looks(layers),
         )
+
+    @cached_property
+    def _node_C(self) -> np.ndarray:
+        """Node of each cell."""
+        return self.layers[0].routed.site.layout.node_C
+
+    def _looks(self, layers: Sequence[LayerRecord]) -> LooksRecord:
+        homes = sorted({cell for layer in layers for cell in layer.home_E})
+        return looks_record([loads.looks for loads in self._kept], len(layers), homes, self._node_C)
 
     def _placements(self, latest: StepLoads) -> PlacementRecord | None:
         """Where experts were, if any was ever copied or moved."""
         kept = self._kept
-        if not self._moves and not any(loads.copies_LE.any() for loads in (*kept, latest)):
+        seen = (*kept, latest)
+        has_added = any(loads.added_LE.any() for loads in seen)
+        has_copies = has_added or any(loads.copies_LE.any() for loads in seen)
+        if not self._moves and not has_copies:
             return None
         shape_ILE = len(kept), *latest.copies_LE.shape
         shape_ILC = len(kept), *latest.home_cell_rows_LC.shape
@@ -205,6 +263,19 @@ class Recorder:
                 tuple(tuple(np.flatnonzero(copied_C).tolist()) for copied_C in copied_EC(plan))
                 for plan in self._plans
             ),
+            added=self._added_record(latest, shape_ILE) if has_added else None,
+        )
+
+    def _added_record(self, latest: StepLoads, shape_ILE: tuple[int, int, int]) -> AddedRecord:
+        """Of copies that were not planned."""
+        passes = [
+            self._added.get(index, np.zeros(plan.home.holds_EC.shape, dtype=np.int64))
+            for index, plan in enumerate(self._plans)
+        ]
+        return AddedRecord(
+            copies_ILE=_stacked([loads.added_LE for loads in self._kept], shape_ILE),
+            num_passes=latest.num_passes,
+            to=tuple(tuple(map(_named, passes_EC)) for passes_EC in passes),
         )
 
     def _time(self, step: int) -> None:
@@ -228,8 +299,16 @@ class Recorder:
         self._plans = plans
 
     def _take_loads(self, step: int, rows: Sequence[Rows]) -> None:
-        self._latest = StepLoads.of(step, self._plans, rows)
-        if step % self._every == 0:
+        is_kept, plans = step % self._every == 0, self._plans
+        self._added = {
+            index: added_EC(plan, seen)
+            for index, (plan, seen) in enumerate(zip(plans, rows))
+            if plan.revise is not None
+        }
+        looked_at = in_turn(step, rows) if is_kept else ()
+        looks = {n: Look.at(plans[n], rows[n], self._node_C) for n in looked_at}
+        self._latest = StepLoads.of(step, plans, rows, self._added, looks)
+        if is_kept:
             self._kept.append(self._latest)
         if len(self._kept) > self.max_steps:
             self._every *= 2
@@ -255,6 +334,21 @@ def copied_EC(plan: Plan) -> np.ndarray:
     """Where experts have copies beside their homes, bool ``[E, C]``."""
     copied: np.ndarray = plan.target.holds_EC & ~plan.home.holds_EC
     return copied
+
+
+def added_EC(plan: Plan, seen: Rows) -> np.ndarray:
+    """In how many passes each cell had a copy of each expert that was not planned, int64 ``[E,
+    C]``."""
+    passes_EC = np.zeros(plan.target.holds_EC.shape, dtype=np.int64)
+    for _, (target, _) in seen.passes:
+        if target is not plan.target:
+            passes_EC += target.holds_EC & ~plan.target.holds_EC
+    return passes_EC
+
+
+def _named(passes_C: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """The cells that had a copy, and in how many passes."""
+    return tuple((int(cell), int(passes_C[cell])) for cell in np.flatnonzero(passes_C))
 
 
 def _stacked(arrays: Sequence[np.ndarray], shape: tuple[int, int, int]) -> np.ndarray:

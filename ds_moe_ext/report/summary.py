@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_moe_ext.report.record import RunRecord
+from ds_moe_ext.report.record import LooksRecord, RunRecord
 from ds_moe_ext.report.units import EN_DASH
 
 
@@ -40,6 +40,27 @@ class Drift:
 
     first: float
     last: float
+
+
+class Division(NamedTuple):
+    """What was predicted of rows, and where they went, in some layers; nan where nobody knows.
+
+    Attributes:
+        home_balance: as in ``Outcome``, of the looks where something was predicted.
+        predicted: balance of the rows that plans were made for, mean of these looks.
+        balance: of the rows that came, as they were computed.
+        by_paper: and by the paper's own rule, with the same copies; nan where no other was
+            followed.
+        left: part of all rows that another cell computed than they came from.
+        crossed: and one on another node.
+    """
+
+    home_balance: float
+    predicted: float
+    balance: float
+    by_paper: float
+    left: float
+    crossed: float
 
 
 class Outcome(NamedTuple):
@@ -124,6 +145,12 @@ class Bins:
         size_B = np.diff([*self.start_B, len(self.steps_I)])
         return self.total(values) / size_B.reshape(-1, *(1,) * (values.ndim - 1))
 
+    def known_mean(self, values: np.ndarray) -> np.ndarray:
+        """``mean`` of what is not nan; nan where all is."""
+        is_known = ~np.isnan(values)
+        number, total = self.total(is_known), self.total(np.where(is_known, values, 0.0))
+        return np.where(number > 0, total / np.maximum(number, 1), np.nan)
+
     def lowest(self, values: np.ndarray) -> np.ndarray:
         """Smallest of the steps of each column."""
         return np.minimum.reduceat(values, self.start_B, axis=0)
@@ -173,7 +200,9 @@ def outcomes_by_layer(record: RunRecord) -> tuple[Outcome, ...]:
     """Of each layer, in model order. Pure."""
     placements = record.placements
     home_IL, balance_IL = record.home_balance_IL(), record.balance_IL()
-    copies_IL = np.zeros(home_IL.shape) if placements is None else placements.copies_ILE.sum(axis=2)
+    copies_IL = (
+        np.zeros(home_IL.shape) if placements is None else placements.all_copies_ILE.sum(axis=2)
+    )
     moves = () if placements is None else placements.moves
     return tuple(
         Outcome(
@@ -184,6 +213,30 @@ def outcomes_by_layer(record: RunRecord) -> tuple[Outcome, ...]:
         )
         for index in range(len(record.layers))
     )
+
+
+def division_of(record: RunRecord, looks: LooksRecord, layers: Sequence[int]) -> Division:
+    """Of these layers together. Pure."""
+    predicted_IL, by_paper_IL, left_IL, crossed_IL = (
+        table_IL[:, layers]
+        for table_IL in (looks.predicted_IL, looks.by_paper_IL, looks.left_IL, looks.crossed_IL)
+    )
+    home_IL, balance_IL = record.home_balance_IL()[:, layers], record.balance_IL()[:, layers]
+    was_predicted, was_seen = ~np.isnan(predicted_IL), ~np.isnan(left_IL)
+    has_rule = was_predicted & ~np.isnan(by_paper_IL)
+    num_rows = record.rows_ILE.sum(axis=2)[:, layers][was_seen].sum() or np.nan
+    return Division(
+        home_balance=_known(home_IL[was_predicted]),
+        predicted=_known(predicted_IL[was_predicted]),
+        balance=_known(balance_IL[was_predicted]),
+        by_paper=_known(by_paper_IL[has_rule]),
+        left=float(left_IL[was_seen].sum() / num_rows),
+        crossed=float(crossed_IL[was_seen].sum() / num_rows),
+    )
+
+
+def _known(balances: np.ndarray) -> float:
+    return float(balances.mean()) if balances.size else float("nan")
 
 
 def _mean(balances: Sequence[float] | np.ndarray) -> float:

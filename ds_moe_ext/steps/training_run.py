@@ -15,6 +15,7 @@ from ds_moe_ext.attachment.outputs import ENDINGS, or_warn, say
 from ds_moe_ext.attachment.replacement import AttachedLayer, Blueprint, bytes_of, told_way
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.moe.observation import TimedTask
+from ds_moe_ext.report.division import division_line
 from ds_moe_ext.report.page import write_report
 from ds_moe_ext.report.record import RunRecord
 from ds_moe_ext.report.recorder import Recorder, spans_of
@@ -151,6 +152,8 @@ def finish(recorder: Recorder, path: str | None) -> None:
         return
     console = Console()
     console.print(end_table(record))
+    if line := division_line(record):
+        console.print(f"ds_moe_ext: {line}", soft_wrap=True, highlight=False)
     if record.seconds_by_kind:
         console.print(time_table(record))
     if record.terms:

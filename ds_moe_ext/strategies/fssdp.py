@@ -125,10 +125,12 @@ class FullySharded(Strategy):
                 targets[layer] = home if is_home else target
                 prices[layer] = pool.prices
         shares = NearestCopy.of_layers(targets, job.node_C)
-        return tuple(
+        plans = (
             self._plan_of(home, share, prices[layer], int(fits_L[layer]))
             for layer, (home, share) in enumerate(zip(job.homes, shares))
         )
+        pairs = zip(plans, job.rows)
+        return tuple(replace(plan, predicted_CE=rows_CE) for plan, rows_CE in pairs)
 
     def _wanted(self, job: Job, routed: RoutedRows, fits_L: np.ndarray) -> tuple[Placement, ...]:
         """Algorithm 1, with at most so many copies of each layer in a cell."""
@@ -161,11 +163,14 @@ class FullySharded(Strategy):
             copies_EC = share.levels.target.holds_EC & ~home.holds_EC
             plan = Plan.at_home(home)
             if copies_EC.any():
-                plan = Plan(home, share.levels.target, share)
+                by_paper = partial(NearestCopy, node_C=job.node_C)
+                plan = Plan(home, share.levels.target, share, by_paper=by_paper)
             if self.calibrate:
                 copies_left = int(fits_L[layer]) - int(copies_EC.sum(axis=0).max())
                 plan = calibrated(plan, share, prices[layer], copies_left)
-            plans.append(replace(plan, rematerialize=self.rematerialize))
+            predicted_CE = job.rows[layer]
+            plan = replace(plan, predicted_CE=predicted_CE, rematerialize=self.rematerialize)
+            plans.append(plan)
         return tuple(plans)
 
     def homes(self, job: Job) -> tuple[Placement, ...]:

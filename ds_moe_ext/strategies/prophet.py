@@ -269,13 +269,13 @@ class _Search:
             rows_CE: of the step before.
             age: steps that it has been in force before.
         """
-        followed = replace(plan, successor=partial(self._next, plan, age))
+        followed = replace(plan, successor=partial(self._next, plan, age), predicted_CE=rows_CE)
         if self.strategy.share == LOCAL or plan.target is plan.home:
             return followed
         share = shared_by_time(
             (plan.target,), rows_CE, self.node_C, self.row_prices, self.strategy.share
         )
-        return replace(followed, share=share)
+        return replace(followed, share=share, by_paper=partial(LocalElseHome, self.home))
 
     def _next(self, plan: Plan, age: int, rows_CE: np.ndarray) -> Plan:
         strategy = self.strategy

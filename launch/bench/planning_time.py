@@ -237,7 +237,7 @@ class OneRank:
     def count(self, rows_LCE: np.ndarray) -> None:
         """Let the layers see rows; the last ones begin the planning."""
         for each, rows_CE in zip(self.layers, rows_LCE):
-            each.routed.rows(rows_CE, 1, each.routed.site.plan.share)
+            each.routed.rows(rows_CE, 1, each.routed.site.plan.destination)
 
     def after_step(self, step: int) -> None:
         """As ``Run.after_step``; and the programs of the next step, as on CUDA."""

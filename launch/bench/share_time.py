@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from timeit import repeat
 
 import numpy as np
@@ -23,7 +24,7 @@ from ds_moe_ext.cost.row_prices import RowPrices
 from ds_moe_ext.level_share import SWEEPS, LevelShare
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.materialize import materialize
-from ds_moe_ext.share import LocalElseHome, NearestCopy, Rule, received_by_slot, sent_by_pair
+from ds_moe_ext.share import NearestCopy, Rule, received_by_slot, sent_by_pair
 from ds_moe_ext.strategies.shares import levels_by
 
 PRICES = Prices(
@@ -49,6 +50,23 @@ def routed(num_ranks: int, num_experts: int, rows: int, zipf: float) -> tuple[np
 def seconds_of(run: Callable[[], object]) -> float:
     """The least of several."""
     return min(repeat(run, number=100, repeat=7)) / 100
+
+
+def planned(target: Placement, node_C: np.ndarray, rows_CE: np.ndarray, sweeps: int) -> LevelShare:
+    """For the rows of the step before."""
+    return LevelShare.planned(levels_by(PRICES, node_C)(target), rows_CE, sweeps=sweeps)
+
+
+def prepared(made: Callable[[], Rule]) -> None:
+    """What is done between steps, or beside them."""
+    made().prepare(HERE)
+
+
+def divide(rule: Rule, target: Placement, rows_CE: np.ndarray) -> None:
+    """What is done between gate and dispatch."""
+    share = rule.of_rows(rows_CE)
+    sent_by_pair(share, target, HERE, rows_CE[HERE][None])
+    received_by_slot(share, target, HERE, rows_CE[:, None])
 
 
 def main() -> None:
@@ -81,39 +99,26 @@ def main() -> None:
             copies_per_cell=given.copies,
             node_C=node_C,
         )
-        nearest_s = 0.0
-        rules: tuple[tuple[str, Callable[[], Rule]], ...] = (
-            ("no copies", lambda: LocalElseHome(home, home)),
-            ("nearest", lambda target=target: NearestCopy(target, node_C)),
-            *(
-                (
-                    name,
-                    lambda target=target, sweeps=sweeps: LevelShare.planned(
-                        levels_by(PRICES, node_C)(target), before_CE, sweeps=sweeps
-                    ),
-                )
+        rules: dict[str, Callable[[], Rule]] = {
+            "nearest": partial(NearestCopy, target, node_C),
+            **{
+                name: partial(planned, target, node_C, before_CE, sweeps)
                 for name, sweeps in (("planned", 0), ("priced", SWEEPS))
-            ),
-        )
-        for name, made in rules:
-            rule, held = made(), home if name == "no copies" else target
+            },
+        }
+        nearest_s = 0.0
+        for name, made in rules.items():
+            rule = made()
             rule.prepare(HERE)
-
-            def divide(rule: Rule = rule, held: Placement = held) -> None:
-                share = rule.of_rows(rows_CE)
-                sent_by_pair(share, held, HERE, rows_CE[HERE][None])
-                received_by_slot(share, held, HERE, rows_CE[:, None])
-
             between_CC = rule.of_rows(rows_CE).rows_between(rows_CE[:, None])[0]
             load_C, layer_s = between_CC.sum(axis=0), prices.seconds(between_CC, node_C)
-            if name == "nearest":
-                nearest_s = layer_s
-            made_s = min(repeat(lambda made=made: made().prepare(HERE), number=1, repeat=5))
+            nearest_s = nearest_s or layer_s
+            made_s = min(repeat(partial(prepared, made), number=1, repeat=5))
             cells = (
-                f"{1e6 * seconds_of(divide):.0f}",
+                f"{1e6 * seconds_of(partial(divide, rule, target, rows_CE)):.0f}",
                 f"{1e6 * made_s:.0f}",
                 f"{load_C.max() / load_C.mean():.3f}",
-                f"{layer_s / nearest_s:.3f}" if nearest_s else "",
+                f"{layer_s / nearest_s:.3f}",
             )
             table.add_row(str(degree), name, *cells)
     Console().print(table)

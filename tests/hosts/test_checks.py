@@ -109,7 +109,7 @@ class Fakes:
     def step(self, *, num_rows: int, seen: Sequence[Seen], job: Job = JOB) -> None:
         """A step in which each layer routed so many rows from each sender to each expert."""
         rows_CE = np.full((2, 2), num_rows)
-        rows = [Rows(rows_CE, rows_CE.sum(axis=0)) for _ in PLANS]
+        rows = [Rows(rows_CE, rows_CE.sum(axis=0), ()) for _ in PLANS]
         self.checks.after_step(self.next_step, job, rows, seen)
         self.next_step += 1
 

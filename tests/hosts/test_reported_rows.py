@@ -1,0 +1,239 @@
+"""What real runs report of their rows, held against what each pass routed, worked out anew: by
+``rows_from`` of every sender, and by copies cell by cell.
+
+Shape letters: C cells, E experts, L layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from ds_moe_ext.hardware import Device, Hardware, Link
+from ds_moe_ext.load import LoadWindow, balance_L
+from ds_moe_ext.moe.observation import Rows
+from ds_moe_ext.report.division import division_line
+from ds_moe_ext.report.page import page_of
+from ds_moe_ext.report.record import RunRecord
+from ds_moe_ext.report.recorder import Recorder
+from ds_moe_ext.report.summary import division_of
+from ds_moe_ext.share import LocalElseHome, NearestCopy, Rule
+from ds_moe_ext.steps.training_run import finish, run_of
+from ds_moe_ext.strategy import Plan
+from tests.hosts.jobs import Job, engine_of, loss_of, micro_batch
+from tests.ranks import pool_of
+
+RANKS = 4
+NODES = Hardware(
+    name="of a test",
+    source="made up",
+    num_nodes=2,
+    ranks_per_node=2,
+    device=Device(name="CPU"),
+    intra=Link(bytes_per_s=1e12),
+    inter=Link(bytes_per_s=1e12),
+)
+COPYING = {"overlap_degree": 3, "copies_per_rank": 2, "reshard_interval": 0, "window": 3}
+LATE = {**COPYING, "overlap_degree": 0, "calibrate": True}
+LESS = {"balance": 0.3, "num_excluded": 2}
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ep": ("ep", {}),
+    "fssdp": ("fssdp", COPYING),
+    "fssdp planned": ("fssdp", {**COPYING, "share": "planned"}),
+    "fssdp calibrated": ("fssdp", LATE),
+    "prophet": ("prophet", LESS),
+    "prophet priced": ("prophet", {**LESS, "share": "priced"}),
+}
+
+
+class Layer(NamedTuple):
+    """One layer in one step, worked out by hand.
+
+    Attributes:
+        routed_CE: its rows.
+        computed_C: rows that each cell computed of them.
+        left: that another cell computed than their sender.
+        crossed: and one on another node.
+        made_for_CE: rows that the plan was made for.
+        predicted_C: computed of these by the plan; None where it was made for none.
+        by_paper_C: computed by the same copies and the paper's rule.
+        planned: copies, as (expert, cell).
+        added: others, with the number of passes that had them.
+    """
+
+    routed_CE: np.ndarray
+    computed_C: np.ndarray
+    left: int
+    crossed: int
+    made_for_CE: np.ndarray | None
+    predicted_C: np.ndarray | None
+    by_paper_C: np.ndarray
+    planned: set[tuple[int, int]]
+    added: dict[tuple[int, int], int]
+
+    @classmethod
+    def of(cls, plan: Plan, rows: Rows, node_C: np.ndarray, *, is_local: bool) -> Layer:
+        between = sum(between_of(one.destination.share, one.rows_CE) for one in rows.passes)
+        by_paper = sum(
+            between_of(
+                LocalElseHome(plan.home, target) if is_local else NearestCopy(target, node_C),
+                rows_CE,
+            )
+            for rows_CE, (target, _) in rows.passes
+        )
+        assert isinstance(between, np.ndarray) and isinstance(by_paper, np.ndarray)
+        away = [(s, h) for s, h in np.ndindex(between.shape) if s != h]
+        made_for_CE = plan.predicted_CE
+        is_predicted = made_for_CE is not None and made_for_CE.any()
+        added: dict[tuple[int, int], int] = {}
+        for _, (target, _) in rows.passes:
+            for pair in pairs(target.holds_EC) - pairs(plan.target.holds_EC):
+                added[pair] = added.get(pair, 0) + 1
+        return cls(
+            rows.routed_CE,
+            between.sum(axis=0),
+            left=sum(int(between[pair]) for pair in away),
+            crossed=sum(int(between[s, h]) for s, h in away if node_C[s] != node_C[h]),
+            made_for_CE=made_for_CE,
+            predicted_C=between_of(plan.share, made_for_CE).sum(axis=0) if is_predicted else None,
+            by_paper_C=by_paper.sum(axis=0),
+            planned=pairs(plan.target.holds_EC) - pairs(plan.home.holds_EC),
+            added=added,
+        )
+
+
+def pairs(holds_EC: np.ndarray) -> set[tuple[int, int]]:
+    return {(int(expert), int(cell)) for expert, cell in np.argwhere(holds_EC)}
+
+
+def between_of(rule: Rule, rows_CE: np.ndarray) -> np.ndarray:
+    """Rows from each sender to each holder, int64 ``[C, C]``."""
+    senders = range(len(rows_CE))
+    share = rule.of_rows(rows_CE)
+    return np.stack([share.rows_from(s, rows_CE[s][None]).sum(axis=(0, 1)) for s in senders])
+
+
+@dataclass
+class Run:
+    """A job, what it reported, and its steps worked out by hand."""
+
+    job: Job
+    report: RunRecord
+    steps: list[list[Layer]] = field(default_factory=list)
+
+
+def trained(rank: int, world_size: int, job: Job) -> Run:
+    engine = engine_of(job, world_size)
+    recorder, steps, after_step = run_of(engine).recorder, [], Recorder.after_step
+
+    def watched(recorder: Recorder, step: int, rows: list[Rows]) -> None:
+        sites = [layer.routed.site for layer in recorder.layers]
+        is_local = job.strategy == "prophet"
+        steps.append(
+            [
+                Layer.of(site.plan, seen, site.layout.node_C, is_local=is_local)
+                for site, seen in zip(sites, rows)
+            ]
+        )
+        after_step(recorder, step, rows)
+
+    with mock.patch.object(Recorder, "after_step", watched):
+        for step in range(job.steps):
+            for number in range(rank, job.micro_batches, world_size):
+                engine.backward(loss_of(engine, micro_batch(step, number)))
+                engine.step()
+    return Run(job, RunRecord.from_json(recorder.record().to_json()), steps)
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    strategy, keys = RUNS[request.param]
+    path: Path = tmp_path_factory.mktemp("hardware") / "hardware.json"
+    path.write_text(NODES.to_json())
+    job = Job("mixtral", 1, steps=9, micro_batches=2 * RANKS, num_experts=8, strategy=strategy)
+    ranks = pool_of(RANKS).run(trained, replace(job, keys=tuple(keys.items()), hardware=str(path)))
+    assert len({str((one.report.looks, one.report.placements)) for one in ranks}) == 1
+    found: Run = ranks[0]
+    return found
+
+
+def test_rows_that_left_and_balances_are_those_of_the_passes(run: Run) -> None:
+    report, looks = run.report, run.report.looks
+    assert looks is not None and looks.num_nodes == 2
+    has_rule = "share" in dict(run.job.keys)
+    for index, layers in enumerate(run.steps):
+        for number, layer in enumerate(layers):
+            at = index, number
+            assert report.cell_rows_ILC[at].tolist() == layer.computed_C.tolist()
+            assert (looks.left_IL[at], looks.crossed_IL[at]) == (layer.left, layer.crossed)
+            if layer.predicted_C is None:
+                assert np.isnan(looks.predicted_IL[at])
+            else:
+                assert looks.predicted_IL[at] == balance_L(layer.predicted_C)
+            if has_rule and layer.predicted_C is not None:
+                assert looks.by_paper_IL[at] == balance_L(layer.by_paper_C)
+    assert 0 < looks.crossed_IL.sum() < looks.left_IL.sum() < report.rows_ILE.sum()
+    assert np.isnan(looks.predicted_IL).all() == (run.job.strategy == "ep")
+    if has_rule:
+        assert (looks.by_paper_IL != report.balance_IL()).any()
+    else:
+        assert np.isnan(looks.by_paper_IL).all()
+
+
+def test_plans_are_made_for_the_rows_before(run: Run) -> None:
+    window = LoadWindow({"prophet": 1}.get(run.job.strategy, 3))
+    for layers in run.steps:
+        for number, layer in enumerate(layers):
+            if layer.predicted_C is not None:
+                assert layer.made_for_CE is not None
+                np.testing.assert_array_equal(layer.made_for_CE, window.predicted()[number])
+        window.push([layer.routed_CE for layer in layers])
+
+
+def test_copies_are_those_of_the_passes(run: Run) -> None:
+    placements = run.report.placements
+    if placements is None:
+        assert run.job.strategy == "ep"
+        return
+    for index, layers in enumerate(run.steps):
+        for number, layer in enumerate(layers):
+            for expert in range(8):
+                planned, added = (
+                    sum(pair[0] == expert for pair in found)
+                    for found in (layer.planned, layer.added)
+                )
+                assert placements.copies_ILE[index, number, expert] == planned
+                assert placements.all_copies_ILE[index, number, expert] == planned + added
+    last = run.steps[-1]
+    told = [{(e, c) for e, cells in enumerate(one) for c in cells} for one in placements.copied_to]
+    assert told == [layer.planned for layer in last]
+    assert (placements.added is not None) == ("calibrate" in dict(run.job.keys))
+    if placements.added is not None:
+        assert placements.added.num_passes == 2 and not placements.copies_ILE.any()
+        late = [
+            {(expert, cell): number for expert, cells in enumerate(one) for cell, number in cells}
+            for one in placements.added.to
+        ]
+        assert late == [layer.added for layer in last]
+    assert any(layer.planned or layer.added for layers in run.steps for layer in layers)
+
+
+def test_a_person_is_told(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    finish(cast(Recorder, SimpleNamespace(record=lambda: run.report)), None)
+    assert f"\nds_moe_ext: {division_line(run.report)}\n" in capsys.readouterr().out
+    looks, line, page = run.report.looks, division_line(run.report), page_of(run.report)
+    assert looks is not None
+    told = division_of(run.report, looks, range(len(run.report.layers)))
+    assert f"{100 * told.left:.1f} % of rows left their cell, " in line
+    assert f"{100 * told.crossed:.1f} % crossed nodes" in line
+    is_predicted = run.job.strategy != "ep"
+    assert (f"{told.predicted:.2f} predicted -> {told.balance:.2f} reached" in line) is is_predicted
+    assert ("<h2>Balance predicted and reached</h2>" in page) is is_predicted
+    assert ("<h2>Where rows went</h2>" in page) is not is_predicted
+    assert ("by the paper&#x27;s rule" in page) is ("by the paper's rule" in line)
