@@ -288,14 +288,15 @@ class Rhythm:
     ``costs``; when it is known, and when that changes, plans are made anew in any case.
 
     Attributes:
-        window: steps whose mean load predicts the next.
+        window: steps whose mean load predicts the next; None: the last one or the mean of the last
+            five, whichever would have predicted the latest step better.
         plan_every: steps between plans.
         shard_every: steps between new homes.
         costs: what rows and copies cost is measured in the first steps.
         measures: what pipelines cost is, too.
     """
 
-    window: int = 1
+    window: int | None = 1
     plan_every: int = 0
     shard_every: int = 0
     costs: bool = False

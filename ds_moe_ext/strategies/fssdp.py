@@ -48,7 +48,8 @@ class FullySharded(Strategy):
         overlap_degree: experts of a layer that are copied at most (t); null: as many as can be sent
             while attention computes, measured.
         copies_per_rank: copies of a layer that a rank holds at most (m); null: as many as fit.
-        window: steps whose mean load predicts the next step's.
+        window: steps whose mean load predicts the next step's; null: the last one or the mean of
+            the last five, whichever would have predicted the latest step better.
         plan_interval: steps between plans.
         calibrate: add copies when the rows are known, if they pay at once.
         rematerialize: free the copies after forward and gather them again for backward.
@@ -65,7 +66,7 @@ class FullySharded(Strategy):
 
     overlap_degree: int | None = None
     copies_per_rank: int | None = None
-    window: int = 5
+    window: int | None = None
     plan_interval: int = 1
     calibrate: bool = False
     rematerialize: bool = False

@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "negative m": ({"copies_per_rank": -2}, ("fssdp.copies_per_rank is -2", "at least 0")),
     "m that is true": ({"copies_per_rank": True}, ("copies_per_rank is True", "an integer")),
     "no window": ({"window": 0}, ("fssdp.window is 0", "at least 1")),
-    "a window that is null": ({"window": None}, ("fssdp.window is None", "an integer")),
+    "a window in words": ({"window": "auto"}, ("fssdp.window is 'auto'", "write null")),
     "plans at no interval": ({"plan_interval": 0}, ("plan_interval is 0", "at least 1")),
     "calibrate as a number": ({"calibrate": 1}, ("fssdp.calibrate is 1", "true or false")),
     "rematerialize in words": ({"rematerialize": "yes"}, ("rematerialize is 'yes'", "true or")),

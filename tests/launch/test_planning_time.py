@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -111,6 +113,33 @@ def test_what_was_made_by_other_homes_or_of_other_rows_does_not_count() -> None:
     rank.planning.resume(homes, rank.planning.remembered_ILCE)
     rank.after_step(NUM_WARM_UPS)
     assert all(layer.routed.site.plan.home is home for layer, home in zip(rank.layers, homes))
+
+
+def told_of_steps(num_steps: int, skew: float, **keys: Any) -> tuple[list[str], OneRank]:
+    """Lines about homes, of one rank."""
+    rank = OneRank(strategy_of("fssdp", {"fssdp": {**COPIED, **keys}}), SIZES, Parts())
+    told: list[str] = []
+    rank.planning.tell = told.append
+    loads = zipf_steps((SIZES.layers, SIZES.ranks, SIZES.experts), rows=SIZES.rows, skew=skew)
+    for step, rows_LCE in zip(range(num_steps), loads):
+        rank.route(rows_LCE)
+        rank.after_step(step)
+    return [line for line in told if "new home" in line], rank
+
+
+def test_how_forecasts_came_out() -> None:
+    """Here loads drift, so that the last step says more than a mean; see ``zipf_steps``."""
+    rest = r"; \d+\.\d % of the rows went to other experts"
+    for window, by in (
+        (None, r"the last step in \d+ of 11 steps, else by the mean of the last \d steps"),
+        (1, "the last step"),
+        (3, "the mean of the last 3 steps"),
+    ):
+        _, rank = told_of_steps(12, skew=1.0, window=window)
+        line = str(rank.planning.forecasts)
+        assert re.fullmatch(f"loads were predicted by {by}{rest}", line), line
+    rank = OneRank(strategy_of("ep", {}), SIZES, Parts())
+    assert str(rank.planning.forecasts) == ""
 
 
 @dataclass(frozen=True)
