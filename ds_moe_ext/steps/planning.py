@@ -5,6 +5,7 @@ Shape letters: L layers, C cells, E experts.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -85,6 +86,7 @@ class Planning:
     _next_step: int = field(default=0, init=False)
     _beside: BesideStep[Ahead | None] | None = field(default=None, init=False)
     _ahead: Ahead | None = field(default=None, init=False)
+    _has_told_stay: bool = field(default=False, init=False)  # that no expert moves
 
     def __post_init__(self) -> None:
         self._window = LoadWindow(self._rhythm.window)
@@ -242,12 +244,19 @@ class Planning:
 
     def _moved(self) -> bool:
         homes = self.strategy.homes(self.job)
-        if all(np.array_equal(a.holds_EC, b.holds_EC) for a, b in zip(self.job.homes, homes)):
-            return False
-        self.mover(self.job.homes, homes)
         pairs = zip(self.job.homes, homes)
         num_moved = sum(int((old.owner_E != new.owner_E).sum()) for old, new in pairs)
-        self.tell(f"{num_moved} experts have moved to new homes")
+        said = self.strategy.describe_homes(self.job, homes)
+        if not num_moved:
+            if not self._has_told_stay:
+                self.tell(said)
+            self._has_told_stay = self._has_told_stay or bool(said)
+            return False
+        began_s = time.perf_counter()
+        self.mover(self.job.homes, homes)
+        took_ms = 1e3 * (time.perf_counter() - began_s)
+        told = f"{num_moved} experts have moved to new homes, within {took_ms:,.0f} ms"
+        self.tell("; ".join(filter(None, (told, said))))
         self.job = replace(self.job, homes=homes)
         return True
 

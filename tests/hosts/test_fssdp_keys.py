@@ -101,6 +101,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "m that is true": ({"copies_per_rank": True}, ("copies_per_rank is True", "an integer")),
     "no window": ({"window": 0}, ("fssdp.window is 0", "at least 1")),
     "a window in words": ({"window": "auto"}, ("fssdp.window is 'auto'", "write null")),
+    "homes in other ways": ({"resharding": "pays"}, ("resharding is 'pays'", "gain", "paper")),
     "plans at no interval": ({"plan_interval": 0}, ("plan_interval is 0", "at least 1")),
     "calibrate as a number": ({"calibrate": 1}, ("fssdp.calibrate is 1", "true or false")),
     "rematerialize in words": ({"rematerialize": "yes"}, ("rematerialize is 'yes'", "true or")),

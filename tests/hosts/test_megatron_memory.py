@@ -56,7 +56,7 @@ SKEW = (2.0, 1.0, *([0.0] * (2 * NUM_SLOTS - 3)), NEVER)
 COPIES = {"overlap_degree": 2, "copies_per_rank": 2, "reshard_interval": 0}
 MOVES = {
     **{"overlap_degree": 1, "copies_per_rank": 0},
-    **{"reshard_interval": 1, "window": 5},
+    **{"reshard_interval": 1, "resharding": "paper", "window": 5},
 }
 
 

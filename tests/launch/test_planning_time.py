@@ -14,7 +14,7 @@ from load_traces import zipf_steps
 from planning_time import BLOCKS, CPU, NUM_WARM_UPS, OneRank, Parts, Sizes, measured, strategy_of
 
 from ds_moe_ext.moe.local_stage import Local
-from ds_moe_ext.placement import Placement
+from ds_moe_ext.placement import Placement, even_homes
 from ds_moe_ext.schedule.crew import Stage
 from ds_moe_ext.schedule.task import EXPERT, ORDER, Op
 from ds_moe_ext.steps.beside import BesideStep
@@ -125,6 +125,32 @@ def told_of_steps(num_steps: int, skew: float, **keys: Any) -> tuple[list[str], 
         rank.route(rows_LCE)
         rank.after_step(step)
     return [line for line in told if "new home" in line], rank
+
+
+def test_homes_that_change_are_told_with_what_they_gain() -> None:
+    (line,), rank = told_of_steps(60, skew=1.0, reshard_interval=50)
+    found = re.fullmatch(
+        r"(\d+) experts have moved to new homes, within \d+ ms; rows are expected to take (\S+) ms "
+        r"a step before, (\S+) ms now: (\S+) ms in 50 steps, for (\S+) ms of transfers",
+        line,
+    )
+    assert found is not None, line
+    moved, before_ms, now_ms, gained_ms, cost_ms = map(float, found.groups())
+    first = even_homes([SIZES.experts] * SIZES.layers, SIZES.ranks)
+    homes = [layer.routed.site.plan.home for layer in rank.layers]
+    assert moved == sum(int((a.owner_E != b.owner_E).sum()) for a, b in zip(first, homes)) > 0
+    assert gained_ms == pytest.approx(50 * (before_ms - now_ms), rel=0.2)
+    assert gained_ms > cost_ms > 0
+
+
+def test_homes_that_stay_are_told_once() -> None:
+    (line,), _ = told_of_steps(12, skew=1.0, reshard_interval=1)
+    assert line.startswith("no expert moves to a new home: rows are expected to take ")
+    assert line.endswith("no move would gain more in 1 steps than it costs")
+    by_paper, _ = told_of_steps(12, skew=1.0, reshard_interval=1, resharding="paper")
+    assert len(by_paper) > 5  # before costs are known, too: of these nothing is expected
+    assert re.fullmatch(r"\d+ experts have moved to new homes, within \d+ ms", by_paper[0])
+    assert "in 1 steps, for" in by_paper[-1]
 
 
 def test_how_forecasts_came_out() -> None:
