@@ -10,27 +10,54 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+
+REMEMBERED = 5  # steps, where the window chooses its forecast: HECATE's mean
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the forecast of one step came out.
+
+    Attributes:
+        num_steps: whose mean it was.
+        astray: rows that went to other experts than it said, of all layers; whole ones.
+        rows: all of them.
+    """
+
+    num_steps: int
+    astray: int
+    rows: int
 
 
 class LoadWindow:
     """The rows of the last steps, of all layers; their mean predicts the next step.
 
     Routing moves slowly: between steps ten apart the shares of a real run's experts differ by 0.03
-    in total variation, on average (HECATE and Pro-Prophet both build on it).
+    in total variation, on average (HECATE and Pro-Prophet both build on it). What a mean gains is
+    noise, what it costs is that it comes late: early in training the last step alone is the better
+    forecast, later the mean. A window may choose: the one that would have said the newest step
+    better. It goes by what it remembers alone, so that a window made of the same steps chooses
+    alike.
 
     Args:
-        num_steps: steps that are remembered.
+        num_steps: steps that are remembered, whose mean predicts; None: the last step alone or the
+            mean of the last five.
     """
 
-    def __init__(self, num_steps: int) -> None:
-        if num_steps < 1:
+    def __init__(self, num_steps: int | None) -> None:
+        self._num_steps = REMEMBERED if num_steps is None else num_steps
+        if self._num_steps < 1:
             raise ValueError(f"a window of {num_steps} steps remembers nothing; give 1 or more")
-        self._num_steps = num_steps
-        self._steps: deque[tuple[np.ndarray, ...]] = deque(maxlen=num_steps)
+        self._chooses = num_steps is None
+        self._steps: deque[tuple[np.ndarray, ...]] = deque(maxlen=self._num_steps)
+        self._experts: deque[np.ndarray] = deque(maxlen=self._num_steps)  # [Y], of all senders
         self._totals: tuple[np.ndarray, ...] = ()  # of the remembered steps
         self._predicted: tuple[np.ndarray, ...] | None = None
+        self._goes_by_last = False
+        self._outcome: Outcome | None = None
 
     def push(self, rows: Sequence[np.ndarray]) -> None:
         """Remember one step, int64 ``[C, E]`` of each layer; the oldest is forgotten."""
@@ -49,11 +76,42 @@ class LoadWindow:
             self._totals = tuple(map(_exchanged, self._totals, self._steps[0], tables))
         self._steps.append(tables)
         self._predicted = None
+        self._compare(np.concatenate([rows_CE.sum(axis=0, dtype=np.int64) for rows_CE in tables]))
+
+    def _compare(self, came_Y: np.ndarray) -> None:
+        """Hold forecasts against a step that came, by the rows of each expert.
+
+        The five steps before it were known when it was predicted, but of these the oldest is now
+        forgotten: what shall predict the next is chosen by what both can say without that one.
+        """
+        self._outcome = self._came_out(came_Y)
+        self._experts.append(came_Y)
+        if not self._chooses or len(self) < 3:  # of one step before, both say the same
+            return
+        *others, last_Y, _ = self._experts
+        number = len(others) + 1
+        by_last = int(np.abs(last_Y - came_Y).sum())
+        by_mean = int(np.abs(sum(others, last_Y) - number * came_Y).sum())  # times their number
+        self._goes_by_last = number * by_last < by_mean
+
+    def _came_out(self, came_Y: np.ndarray) -> Outcome | None:
+        if not self._experts:
+            return None
+        steps = [self._experts[-1]] if self._goes_by_last else list(self._experts)
+        number = len(steps)
+        off = int(np.abs(sum(steps[1:], steps[0]) - number * came_Y).sum())
+        # A row that went astray is missed by one expert, and is one too many at another.
+        return Outcome(number, off // (2 * number), int(came_Y.sum()))
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """Of the forecast of the newest step; None where nothing was known before."""
+        return self._outcome
 
     def after(self, rows: Sequence[np.ndarray]) -> LoadWindow:
         """The window that remembers one more step; takes what ``push`` takes."""
         window = copy.copy(self)
-        window._steps = self._steps.copy()
+        window._steps, window._experts = self._steps.copy(), self._experts.copy()
         window.push(rows)
         return window
 
@@ -74,14 +132,17 @@ class LoadWindow:
         return steps_ILCE
 
     def predicted(self) -> tuple[np.ndarray, ...]:
-        """Mean rows of the remembered steps, rounded, int64 ``[C, E]`` of each layer.
+        """Mean rows of the remembered steps, rounded, int64 ``[C, E]`` of each layer; those of the
+        last, where that is chosen.
 
         Raises:
             ValueError: nothing was pushed yet.
         """
         if not self._steps:
             raise ValueError("the window is empty; push a step before asking for a prediction")
-        if self._predicted is None:
+        if self._predicted is None and self._goes_by_last:
+            self._predicted = tuple(rows_CE.astype(np.int64) for rows_CE in self._steps[-1])
+        elif self._predicted is None:
             # Layer by layer: what is in between stays in the cache.
             self._predicted = tuple(_rounded_mean(total, len(self)) for total in self._totals)
         return self._predicted

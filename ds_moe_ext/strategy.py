@@ -45,6 +45,8 @@ class Pool:
         layers: their numbers.
         prices: of their rows and copies.
         expert_bytes: weights of one expert; 0 until costs have been measured.
+        state_bytes: what goes with one to a new home: its weights as they are stepped, and two
+            states of each, as Adam has; likewise.
         copy_latency_s: seconds until the first byte of a copy arrives.
         row_bytes_per_s: what a cell receives in an exchange of rows, as measured; 0 until then.
         copy_bytes_per_s: likewise of copies, in steps that had some.
@@ -53,6 +55,7 @@ class Pool:
     layers: tuple[int, ...]
     prices: Prices = ROWS_ALONE
     expert_bytes: int = 0
+    state_bytes: int = 0
     copy_latency_s: float = 0.0
     row_bytes_per_s: float = 0.0
     copy_bytes_per_s: float = 0.0
@@ -269,14 +272,15 @@ class Rhythm:
     ``costs``; when it is known, and when that changes, plans are made anew in any case.
 
     Attributes:
-        window: steps whose mean load predicts the next.
+        window: steps whose mean load predicts the next; None: the last one or the mean of the last
+            five, whichever would have predicted the latest step better.
         plan_every: steps between plans.
         shard_every: steps between new homes.
         costs: what rows and copies cost is measured in the first steps.
         measures: what pipelines cost is, too.
     """
 
-    window: int = 1
+    window: int | None = 1
     plan_every: int = 0
     shard_every: int = 0
     costs: bool = False
@@ -466,6 +470,11 @@ class Strategy(ABC):
 
     def describe(self, job: Job) -> str:
         """What it makes of what was measured, for a person; empty if it has nothing to say."""
+        return ""
+
+    def describe_homes(self, job: Job, homes: Sequence[Placement]) -> str:
+        """What is expected of the homes that ``homes(job)`` gave, for a person; empty if it has
+        nothing to say. Pure."""
         return ""
 
     def forecast(self, job: Job, layer: int, plan: Plan, rows_CE: np.ndarray) -> Forecast | None:

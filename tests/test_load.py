@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ds_moe_ext.load import LoadWindow, balance_L, check_loads, hottest_first, per_layer
+from ds_moe_ext.load import (
+    LoadWindow,
+    Outcome,
+    balance_L,
+    check_loads,
+    hottest_first,
+    per_layer,
+)
 
 
 def test_window_forgets_the_oldest() -> None:
@@ -72,3 +79,56 @@ def test_one_number_for_all_layers_or_one_each() -> None:
     assert per_layer(np.array([0, 5]), 2).tolist() == [0, 5]
     with pytest.raises(ValueError, match="-1 experts cannot be copied"):
         per_layer(np.array([3, -1]), 2)
+
+
+def window_of(steps: list[list[int]], num_steps: int | None = None) -> LoadWindow:
+    window = LoadWindow(num_steps)
+    for rows in steps:
+        window.push([np.array([rows, rows])])  # of two senders
+    return window
+
+
+MOVING = [[10 * step, 100 - 10 * step] for step in range(8)]
+NOISY = [[50 + 8 * (-1) ** step, 50 - 8 * (-1) ** step] for step in range(8)]
+
+
+def test_a_window_that_chooses_takes_the_better_of_two_forecasts() -> None:
+    assert window_of(MOVING).predicted()[0].tolist() == [MOVING[-1]] * 2
+    # Of five steps three have 58 rows less 8: (42 * 3 + 58 * 2) / 5 = 48.4.
+    assert window_of(NOISY).predicted()[0].tolist() == [[48, 52]] * 2
+    for steps in (MOVING, NOISY):
+        means = window_of(steps, 5).predicted()[0].tolist()
+        assert means == [np.rint(np.mean(steps[-5:], axis=0)).tolist()] * 2
+
+
+def test_what_a_window_chooses_depends_on_what_it_remembers_alone() -> None:
+    """As after a checkpoint: a new window that is given what the old one remembered."""
+    rng = np.random.default_rng(0)
+    window, chosen = LoadWindow(None), set()
+    drift_E = np.zeros(6)
+    for step in range(60):
+        drift_E += 9 * rng.standard_normal(6)
+        rows = [rng.poisson(40 + np.abs(drift_E), (3, 6)), rng.poisson(20, (3, 4))]
+        window = window.after(rows)
+        again = LoadWindow(None)
+        for rows_LCE in window.steps():
+            again.push([rows_LCE[0], rows_LCE[1, :, :4]])
+        for a, b in zip(window.predicted(), again.predicted(), strict=True):
+            assert a.tolist() == b.tolist()
+        chosen.add(window.predicted()[0].tolist() == rows[0].tolist())
+        assert len(window) == min(step + 1, 5)
+    assert chosen == {True, False}
+
+
+def test_how_a_forecast_came_out() -> None:
+    window = LoadWindow(None)
+    assert window.outcome is None
+    window.push([np.array([[8, 2]])])
+    assert window.outcome is None
+    window.push([np.array([[5, 5]])])
+    assert window.outcome == Outcome(num_steps=1, astray=3, rows=10)
+    window.push([np.array([[3, 7]])])  # of the mean, 6.5 and 3.5, which both forecasts were
+    assert window.outcome == Outcome(num_steps=2, astray=3, rows=10)
+    window.push([np.array([[1, 9]])])  # the last step said 3, the mean of the two before 6.5
+    assert window.outcome == Outcome(num_steps=1, astray=2, rows=10)
+    assert window_of(NOISY, 2).outcome == Outcome(num_steps=2, astray=16, rows=200)

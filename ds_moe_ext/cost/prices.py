@@ -109,11 +109,17 @@ class RoutedRows:
         return np.split(self.total_Y, self.first_L1[1:-1])
 
     def of_layers(self, layers: Sequence[int]) -> RoutedRows:
-        """Those of some of the layers."""
+        """Those of some of the layers, each as often as it is named."""
         if list(layers) == list(range(self.num_layers)):
             return self
-        bounds = [self.first_L1[layer : layer + 2] for layer in layers]
-        return RoutedRows.of([self.rows_CY[:, slice(*each)] for each in bounds], self.node_C)
+        own = [slice(*self.first_L1[layer : layer + 2]) for layer in layers]
+        return RoutedRows(
+            np.concatenate([self.rows_CY[:, each] for each in own], axis=1),
+            np.cumsum([0, *(each.stop - each.start for each in own)]),
+            self.node_C,
+            self.sent_LC[list(layers)],
+            np.concatenate([self.of_nodes_NY[:, each] for each in own], axis=1),
+        )
 
     @cached_property
     def is_on_CN(self) -> np.ndarray:
@@ -147,10 +153,11 @@ def nearest_copy_flow(
         rows: of each layer, that each sender routes to each expert, int64 ``[C, E]``.
         node_C: node of each cell.
     """
-    return _flow(placements, RoutedRows.of(rows, node_C))
+    return nearest_flow(placements, RoutedRows.of(rows, node_C))
 
 
-def _flow(placements: Sequence[Placement], routed: RoutedRows) -> RowFlow:
+def nearest_flow(placements: Sequence[Placement], routed: RoutedRows) -> RowFlow:
+    """The same of rows that have been added up."""
     holders = Holders.of(tuple(placements))
     flow = _flow_to_only_holders(holders, routed)
     if holders.layer_X.size:
@@ -160,6 +167,21 @@ def _flow(placements: Sequence[Placement], routed: RoutedRows) -> RowFlow:
         sent_LC=routed.sent_LC - flow.kept_LC,
         received_LC=flow.received_LC,
         out_LN=routed.sent_LC @ routed.is_on_CN - flow.near_LN,
+        in_LN=flow.in_LN,
+    )
+
+
+def least_flow(placements: Sequence[Placement], routed: RoutedRows) -> RowFlow:
+    """What no division of rows over copies can do without: experts with one holder compute and
+    receive there, and the busiest cell computes the mean at least. Arguments as of
+    ``nearest_flow``."""
+    flow = _flow_to_only_holders(Holders.of(tuple(placements)), routed)
+    mean_L1 = routed.sent_LC.mean(axis=1, keepdims=True)
+    return RowFlow(
+        computed_LC=np.maximum(flow.kept_LC + flow.received_LC, mean_L1),
+        sent_LC=np.zeros_like(flow.received_LC),
+        received_LC=flow.received_LC,
+        out_LN=np.zeros_like(flow.in_LN),
         in_LN=flow.in_LN,
     )
 
@@ -251,7 +273,8 @@ def seconds_saved(
 ) -> np.ndarray:
     """``step_seconds`` under homes less those under targets, float ``[L]``."""
     alone_L, copied_L = (
-        flow_seconds(_flow(placements, routed), prices=prices) for placements in (homes, targets)
+        flow_seconds(nearest_flow(placements, routed), prices=prices)
+        for placements in (homes, targets)
     )
     return alone_L - copied_L
 

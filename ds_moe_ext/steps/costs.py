@@ -32,6 +32,7 @@ CHECKED = range(10, 13)  # and by then from what copies took, too
 WATCHED = (STEPS, TRIED, CHECKED)
 SHARE_OF_FREE = 0.7  # that copies may take of a device's free memory
 NUM_EXPERTS = (1, 4, 8)  # that a quick look copies at once
+KEPT = 3  # numbers of a weight that move with it: the one that is stepped, and two states
 
 
 class Measured(TypedDict):
@@ -305,7 +306,8 @@ class Costs:
 
     def _priced(self, pool: Pool, sums: Sequence[Seen], exchange_s: Sequence[float]) -> Pool:
         links = self._links(pool)
-        expert_bytes = bytes_of(self._expert(pool))
+        expert = self._expert(pool)
+        expert_bytes = bytes_of(expert)
         seen = sum((sums[layer] for layer in pool.layers), Seen())
         row_bytes = self.layers[pool.layers[0]].routed.row_bytes
         num_ranks = self._layout.grid.world_size
@@ -321,6 +323,8 @@ class Costs:
                 intra_bytes_per_s=links.intra.bytes_per_s,
             ),
             expert_bytes=expert_bytes,
+            # Optimizers step narrow weights in 32 bits.
+            state_bytes=KEPT * sum(w.numel() * max(w.element_size(), 4) for w in expert),
             copy_latency_s=links.copy.latency_s,
             row_bytes_per_s=received_bytes / waited_s if waited_s else 0.0,
         )

@@ -5,6 +5,7 @@ Shape letters: L layers, C cells, E experts.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.steps.beside import BesideStep
 from ds_moe_ext.steps.cost_checks import Checks
 from ds_moe_ext.steps.costs import Costs
+from ds_moe_ext.steps.load_forecasts import LoadForecasts
 from ds_moe_ext.strategy import Job, Plan, Rhythm, Strategy, followers
 
 
@@ -66,6 +68,7 @@ class Planning:
         debug: check that all ranks made the same plans.
         rank: this rank.
         tell: shows a line to a person.
+        forecasts: how those of loads came out; none where nothing is planned by them.
     """
 
     strategy: Strategy
@@ -77,20 +80,24 @@ class Planning:
     debug: bool
     rank: int
     tell: Callable[[str], None]
-    _rhythm: Rhythm = field(init=False)
+    forecasts: LoadForecasts = field(default_factory=LoadForecasts, init=False)
     _window: LoadWindow = field(init=False)  # another one after each step; none is changed
     _next_step: int = field(default=0, init=False)
     _beside: BesideStep[Ahead | None] | None = field(default=None, init=False)
     _ahead: Ahead | None = field(default=None, init=False)
+    _has_told_stay: bool = field(default=False, init=False)  # that no expert moves
 
     def __post_init__(self) -> None:
-        self._rhythm = self.strategy.rhythm()
         self._window = LoadWindow(self._rhythm.window)
         if self._rhythm.weighs_copies and self.job.homes[0].num_cells > 1:
             me = weakref.ref(self)  # layers must not keep alive what has them
             self._beside = BesideStep(self._seen, lambda: _made_ahead(me))
         if self.debug:
             check_agreement(self.layers, self.rank)
+
+    @property
+    def _rhythm(self) -> Rhythm:
+        return self.strategy.rhythm()
 
     @property
     def _seen(self) -> list[RowsSeen]:
@@ -160,10 +167,7 @@ class Planning:
             layer.routed.after_step()
         if not (self._rhythm.weighs_copies or self._rhythm.measures):
             return
-        if ahead is None:
-            self._window = self._window.after([each.routed_CE for each in rows])
-        else:
-            self._window = ahead.window
+        self._remember(rows, ahead)
         measured = self.costs.after_step(rows)
         self.checks.after_step(step, self.job, rows, self.costs.seen)
         if self.checks.copy_speed is not None:
@@ -185,6 +189,14 @@ class Planning:
         elif self._follows:
             pairs = zip((layer.routed for layer in self.layers), rows)
             self._take([r.successor(seen.routed_CE) for r, seen in pairs])
+
+    def _remember(self, rows: Sequence[Rows], ahead: Ahead | None) -> None:
+        if ahead is None:
+            self._window = self._window.after([each.routed_CE for each in rows])
+        else:
+            self._window = ahead.window
+        if self._rhythm.plan_every:
+            self.forecasts.add(self._window.outcome)
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -230,12 +242,19 @@ class Planning:
 
     def _moved(self) -> bool:
         homes = self.strategy.homes(self.job)
-        if all(np.array_equal(a.holds_EC, b.holds_EC) for a, b in zip(self.job.homes, homes)):
-            return False
-        self.mover(self.job.homes, homes)
         pairs = zip(self.job.homes, homes)
         num_moved = sum(int((old.owner_E != new.owner_E).sum()) for old, new in pairs)
-        self.tell(f"{num_moved} experts have moved to new homes")
+        said = self.strategy.describe_homes(self.job, homes)
+        if not num_moved:
+            if not self._has_told_stay:
+                self.tell(said)
+            self._has_told_stay = self._has_told_stay or bool(said)
+            return False
+        began_s = time.perf_counter()
+        self.mover(self.job.homes, homes)
+        took_ms = 1e3 * (time.perf_counter() - began_s)
+        told = f"{num_moved} experts have moved to new homes, within {took_ms:,.0f} ms"
+        self.tell("; ".join(filter(None, (told, said))))
         self.job = replace(self.job, homes=homes)
         return True
 

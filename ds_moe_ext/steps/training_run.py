@@ -24,6 +24,7 @@ from ds_moe_ext.report.units import bytes_text, seconds_text
 from ds_moe_ext.schedule.trace import Box, chrome_trace
 from ds_moe_ext.settings import Settings
 from ds_moe_ext.steps.expert_moves import ExpertMover
+from ds_moe_ext.steps.load_forecasts import LoadForecasts
 from ds_moe_ext.steps.planning import Planning
 
 RECORD = "ds_moe_ext"  # the one attribute of ours that a host's object has
@@ -105,7 +106,7 @@ class Run:
         run = cls(blueprint, tuple(layers), planning, mover, recorder, rank)
         if rank == 0 and report.enabled:
             Console().print(start_table(run))
-            leave_report(recorder, report.path, lives_with)
+            leave_report(recorder, report.path, lives_with, planning.forecasts)
         way = told_way(blueprint.strategy, layout)
         for line in (way, settings.hooks.rule, *planning.remarks, blueprint.why_grid):
             planning.tell(line)
@@ -119,13 +120,16 @@ class Run:
         self.recorder.terms = self.planning.checks.terms
 
 
-def leave_report(recorder: Recorder, path: str | None, lives_with: object) -> None:
+def leave_report(
+    recorder: Recorder, path: str | None, lives_with: object, forecasts: LoadForecasts
+) -> None:
     """Let a report be there behind a run, also where SIGTERM ends it.
 
     Args:
         recorder: of the run.
         path: folder; None writes no files.
         lives_with: as ``Run.start`` takes it.
+        forecasts: of the run's loads.
     """
 
     def write() -> None:
@@ -136,7 +140,7 @@ def leave_report(recorder: Recorder, path: str | None, lives_with: object) -> No
 
     def end() -> None:
         try:
-            finish(recorder, path)
+            finish(recorder, path, str(forecasts))
         finally:
             ENDINGS.remove(write)
 
@@ -145,8 +149,9 @@ def leave_report(recorder: Recorder, path: str | None, lives_with: object) -> No
     weakref.finalize(lives_with, end)
 
 
-def finish(recorder: Recorder, path: str | None) -> None:
-    """Tell a person what a run was like, and write the report if a folder was named."""
+def finish(recorder: Recorder, path: str | None, forecasts: str = "") -> None:
+    """Tell a person what a run was like and how its forecasts came out, and write the report if a
+    folder was named."""
     record = recorder.record()
     if not record.steps_I:
         return
@@ -158,6 +163,8 @@ def finish(recorder: Recorder, path: str | None) -> None:
         console.print(time_table(record))
     if record.terms:
         console.print(terms_table(record))
+    if forecasts:
+        console.print(f"ds_moe_ext: {forecasts}", soft_wrap=True, highlight=False)
     if path is not None:
         with or_warn(f"the report in {path!r}"):
             write_report(record, Path(path))

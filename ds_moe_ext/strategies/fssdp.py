@@ -2,7 +2,7 @@
 
 Every expert lives on one rank of the whole world. In every step the hot ones are copied to other
 ranks while attention computes, and the gradients of the copies are summed at home behind its
-backward; every ``reshard_interval`` steps the cold ones get new homes. Shape letters: L layers, C
+backward; every ``reshard_interval`` steps experts get new homes. Shape letters: L layers, C
 cells, E experts.
 """
 
@@ -15,9 +15,10 @@ from functools import partial
 import numpy as np
 
 from ds_moe_ext.cost.overlap import copies_that_fit, overlap_degree
-from ds_moe_ext.cost.prices import Prices, RoutedRows
+from ds_moe_ext.cost.prices import Prices, RoutedRows, least_flow, nearest_flow
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.calibrate import calibrate, guarded
+from ds_moe_ext.planners.home_swaps import CopyRules, MoveCosts, swap_homes
 from ds_moe_ext.planners.homes import shard
 from ds_moe_ext.planners.materialize import materialize
 from ds_moe_ext.share import NearestCopy
@@ -32,11 +33,12 @@ from ds_moe_ext.strategy import (
     Strategy,
     register,
 )
-from ds_moe_ext.strict import at_least, in_json
+from ds_moe_ext.strict import at_least, in_json, nearest
 
 WHERE = "ds_moe_ext.fssdp"
 NEAREST = "nearest"  # a share, by its JSON name
 RESHARD_INTERVAL = 100  # steps, where nobody says
+GAIN, PAPER = "gain", "paper"  # ways to choose new homes, by their JSON names
 
 
 @register("fssdp")
@@ -48,13 +50,16 @@ class FullySharded(Strategy):
         overlap_degree: experts of a layer that are copied at most (t); null: as many as can be sent
             while attention computes, measured.
         copies_per_rank: copies of a layer that a rank holds at most (m); null: as many as fit.
-        window: steps whose mean load predicts the next step's.
+        window: steps whose mean load predicts the next step's; null: the last one or the mean of
+            the last five, whichever would have predicted the latest step better.
         plan_interval: steps between plans.
         calibrate: add copies when the rows are known, if they pay at once.
         rematerialize: free the copies after forward and gather them again for backward.
         reshard_interval: steps between new homes; 0 is never; null: 100 where every expert has one
             home in the world, else never.
-        heterogeneous_sharding: a layer may be at home unevenly. False keeps the first, even homes.
+        resharding: which experts get new homes: "gain", those whose move gains more until the next
+            than it costs, by what rows are predicted to cost; or "paper", by Algorithm 2.
+        heterogeneous_sharding: homes may change. False keeps the first, even ones.
         copy_bytes: memory of a rank for copies; null: most of what is free, and on a CPU as much as
             the rank's own experts and their gradients take, one of each layer at least.
         sum_copies_in_float32: a rank adds gradients of copies in 32 bits where they are narrower;
@@ -66,11 +71,12 @@ class FullySharded(Strategy):
 
     overlap_degree: int | None = None
     copies_per_rank: int | None = None
-    window: int = 5
+    window: int | None = None
     plan_interval: int = 1
     calibrate: bool = False
     rematerialize: bool = False
     reshard_interval: int | None = None
+    resharding: str = GAIN
     heterogeneous_sharding: bool = True
     copy_bytes: int | None = None
     sum_copies_in_float32: bool = False
@@ -78,6 +84,11 @@ class FullySharded(Strategy):
 
     def __post_init__(self) -> None:
         check_share(f"{WHERE}.share", self.share, NEAREST)
+        if self.resharding not in (GAIN, PAPER):
+            remedy = nearest(self.resharding, (GAIN, PAPER))
+            raise ValueError(
+                f"{WHERE}.resharding is {self.resharding!r}, which is unknown; {remedy}"
+            )
         for key in ("overlap_degree", "copies_per_rank", "reshard_interval", "copy_bytes"):
             at_least(f"{WHERE}.{key}", vars(self)[key], 0)
         at_least(f"{WHERE}.window", self.window, 1)
@@ -174,19 +185,44 @@ class FullySharded(Strategy):
         return tuple(plans)
 
     def homes(self, job: Job) -> tuple[Placement, ...]:
-        """Algorithm 2, pool by pool."""
+        """By gain, of experts whose costs have been measured, or Algorithm 2; pool by pool."""
         degree_L = self._overlap_degrees(job)
         homes = dict(enumerate(job.homes))
-        for pool in job.pools:
+        for pool in job.pools if self.resharding == PAPER else _measured(job):
             layers = list(pool.layers)
-            new = shard(
-                [job.rows[layer].sum(axis=0) for layer in layers],
-                overlap_degree=degree_L[layers],
-                node_C=job.node_C,
-                homes=[job.homes[layer] for layer in layers],
-            )
+            present = [job.homes[layer] for layer in layers]
+            if self.resharding == PAPER:
+                new = shard(
+                    [job.rows[layer].sum(axis=0) for layer in layers],
+                    overlap_degree=degree_L[layers],
+                    node_C=job.node_C,
+                    homes=present,
+                )
+            else:
+                new = swap_homes(present, self._rules(job, pool), self._move_costs(pool))
             homes.update(zip(layers, new))
         return tuple(homes[layer] for layer in range(len(job.homes)))
+
+    def _rules(self, job: Job, pool: Pool) -> CopyRules:
+        """How the layers of a pool run by any homes."""
+        layers = list(pool.layers)
+        return CopyRules(
+            RoutedRows.of([job.rows[layer] for layer in layers], job.node_C),
+            self._overlap_degrees(job)[layers],
+            self._copies_that_fit(job)[layers],
+            pool.prices,
+            # Planned shares divide rows so well that homes matter to experts without copies alone.
+            nearest_flow if self.share == NEAREST else least_flow,
+        )
+
+    def _move_costs(self, pool: Pool) -> MoveCosts:
+        copied_s = pool.prices.copy_s
+        if pool.copy_bytes_per_s:
+            copied_s = pool.expert_bytes / pool.copy_bytes_per_s
+        return MoveCosts(
+            expert_s=pool.copy_latency_s + copied_s * pool.state_bytes / pool.expert_bytes,
+            num_steps=self.rhythm().shard_every,
+        )
 
     def remarks(self, job: Job) -> tuple[str, ...]:
         asked = {"overlap_degree": self.overlap_degree, "copies_per_rank": self.copies_per_rank}
@@ -216,6 +252,26 @@ class FullySharded(Strategy):
         )
         idle = self._idle_calibration(job), self._idle_sharding(job)
         return "; ".join(filter(None, (told, *self._never_copied(job), *idle)))
+
+    def describe_homes(self, job: Job, homes: Sequence[Placement]) -> str:
+        pools, num_steps = _measured(job), self.rhythm().shard_every
+        if not pools:
+            return ""
+        before_s = after_s = cost_s = 0.0
+        for pool in pools:
+            rules = self._rules(job, pool)
+            old, new = ([each[layer] for layer in pool.layers] for each in (job.homes, homes))
+            before_s, after_s = before_s + rules.seconds(old), after_s + rules.seconds(new)
+            cost_s += self._move_costs(pool).seconds(old, new, rules.routed.node_C)
+        now = f"rows are expected to take {_ms(before_s)} a step"
+        if all(np.array_equal(a.owner_E, b.owner_E) for a, b in zip(job.homes, homes)):
+            stays = (
+                f"no expert moves to a new home: {now}, and no move would gain more in {num_steps} "
+                "steps than it costs"
+            )
+            return stays if self.resharding == GAIN else ""
+        gained = f"{_ms(num_steps * (before_s - after_s))} in {num_steps} steps"
+        return f"{now} before, {_ms(after_s)} now: {gained}, for {_ms(cost_s)} of transfers"
 
     def _never_copied(self, job: Job) -> Iterator[str]:
         """Layers of which nothing is copied, as t or m came out 0, and what to set."""
@@ -258,11 +314,13 @@ class FullySharded(Strategy):
         """That no expert ever moves, for a person; else empty."""
         degree_L = self._overlap_degrees(job)
         experts_L = np.array([home.num_experts for home in job.homes])
-        if not self.rhythm().shard_every or (degree_L < experts_L).any():
+        is_by_gain = self.resharding == GAIN or not self.rhythm().shard_every
+        if is_by_gain or (degree_L < experts_L).any():
             return ""
         return (
             "heterogeneous_sharding moves no expert, for it balances those that are never copied, "
-            f"and all {_span(experts_L)} of a layer may be (t); set {WHERE}.overlap_degree lower"
+            f"and all {_span(experts_L)} of a layer may be (t); set {WHERE}.overlap_degree lower, "
+            f'or {WHERE}.resharding to "{GAIN}"'
         )
 
     def _overlap_degrees(self, job: Job) -> np.ndarray:
@@ -330,6 +388,12 @@ def _revision(
 def _measured(job: Job) -> list[Pool]:
     """Nothing is copied before the costs are known."""
     return [pool for pool in job.pools if pool.expert_bytes]
+
+
+def _ms(seconds: float) -> str:
+    """For a person, with three digits."""
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:{',.0f' if abs(milliseconds) >= 100 else '.3g'}} ms"
 
 
 def _some(is_meant_L: np.ndarray) -> str:

@@ -165,7 +165,10 @@ class KnownCosts(Costs):
     """Costs that no step has to show."""
 
     def _agreed(self, rows: Sequence[Rows]) -> Measured:
-        pools = (replace(p, prices=PRICES, expert_bytes=EXPERT_BYTES) for p in self.pools)
+        pools = (
+            replace(p, prices=PRICES, expert_bytes=EXPERT_BYTES, state_bytes=6 * EXPERT_BYTES)
+            for p in self.pools
+        )
         windows_s = (WINDOW_S,) * len(self.layers)
         return Measured(
             pools=tuple(pools),

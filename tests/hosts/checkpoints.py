@@ -37,7 +37,8 @@ WEIGHT = "weight"
 Key = tuple[str, str]  # of a parameter, and what of it
 
 COPIES = (("overlap_degree", 2), ("copies_per_rank", 2))
-MOVING = Job(strategy="fssdp", keys=(*COPIES, ("reshard_interval", 1)))
+OFTEN = (("reshard_interval", 1), ("resharding", "paper"))
+MOVING = Job(strategy="fssdp", keys=(*COPIES, *OFTEN))
 """Plans by rows alone in its first five steps, so that two runs plan alike."""
 
 

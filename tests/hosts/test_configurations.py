@@ -353,10 +353,15 @@ def varied_at_zero_rows() -> Iterator[Row]:
 # Strategies of the papers.
 
 
+def often(interval: int) -> dict[str, Any]:
+    """Keys of homes that change so often that it could not pay."""
+    return {"reshard_interval": interval, "resharding": "paper"}
+
+
 FSSDP: dict[str, tuple[int, dict[str, Any], Shows]] = {
     "some copies": (
         4,
-        {"overlap_degree": 3, "copies_per_rank": 2, "reshard_interval": 3},
+        {"overlap_degree": 3, "copies_per_rank": 2, **often(3)},
         moves,
     ),
     "all everywhere": (
@@ -371,13 +376,13 @@ FSSDP: dict[str, tuple[int, dict[str, Any], Shows]] = {
     ),
     "calibrated": (
         4,
-        {"overlap_degree": 2, "copies_per_rank": 1, "calibrate": True, "reshard_interval": 4},
+        {"overlap_degree": 2, "copies_per_rank": 1, "calibrate": True, **often(4)},
         moves,
     ),
     "planned share": (
         4,
         {
-            **{"overlap_degree": 4, "copies_per_rank": 2, "reshard_interval": 4},
+            **{"overlap_degree": 4, "copies_per_rank": 2, **often(4)},
             **{"share": "planned", "rematerialize": True},
         },
         moves,
@@ -386,7 +391,7 @@ FSSDP: dict[str, tuple[int, dict[str, Any], Shows]] = {
         4,
         {
             **{"overlap_degree": 4, "copies_per_rank": 3, "calibrate": True},
-            **{"rematerialize": True, "reshard_interval": 5, "window": 2},
+            **{"rematerialize": True, "window": 2, **often(5)},
         },
         moves,
     ),
@@ -407,6 +412,11 @@ def fssdp_rows() -> Iterator[Row]:
             job = fssdp(float64(steps=8), **keys)
             shows, is_slow = (copies, homes), ranks != quick
             yield Row(f"fssdp {name} {ranks} ranks", ranks, job, shows=shows, is_slow=is_slow)
+    keys = {"overlap_degree": 1, "copies_per_rank": 1, "reshard_interval": 6}
+    for ranks in (2, 4):  # where a move costs next to nothing it pays as soon as costs are known
+        job = fssdp(float64(steps=14), **keys)
+        name, is_slow = f"fssdp by gain {ranks} ranks", ranks != 4
+        yield Row(name, ranks, job, shows=(copies, moves), hardware=FREE, is_slow=is_slow)
 
 
 FREE = Hardware(
@@ -493,7 +503,7 @@ def esp_rows() -> Iterator[Row]:
     for ranks, size in ((2, 1), (4, 2)):
         job = over(esp(float64(steps=6), size), VARIED, **drawn)
         yield Row(f"esp over varied {ranks} ranks by {size}", ranks, job, shows=(copies, moves))
-    fewer = {"copies_per_rank": 2, "reshard_interval": 3, "share": "planned"}
+    fewer = {"copies_per_rank": 2, "share": "planned", **often(3)}
     job = over(esp(float64("mixtral", 8), 2), "fssdp", **fewer)
     yield Row("esp over fssdp", 4, job)
     job = over(esp(float64("mixtral", 8), 2), "prophet")

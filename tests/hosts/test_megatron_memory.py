@@ -54,7 +54,10 @@ def test_experts_in_the_buffers_of_megatron_take_one_gemm_a_weight(
 
 SKEW = (2.0, 1.0, *([0.0] * (2 * NUM_SLOTS - 3)), NEVER)
 COPIES = {"overlap_degree": 2, "copies_per_rank": 2, "reshard_interval": 0}
-MOVES = {"overlap_degree": 1, "copies_per_rank": 0, "reshard_interval": 1}
+MOVES = {
+    **{"overlap_degree": 1, "copies_per_rank": 0},
+    **{"reshard_interval": 1, "resharding": "paper", "window": 5},
+}
 
 
 @pytest.mark.parametrize("experts", ["sequential", "te_grouped"])

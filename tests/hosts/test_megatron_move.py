@@ -31,7 +31,8 @@ RUN = MegatronRun(
 
 def fssdp(**keys: Any) -> dict[str, Any]:
     """The block of a run whose experts move every other step; nothing is copied but hot ones."""
-    settings = {"reshard_interval": 2, "overlap_degree": 1, "copies_per_rank": 1, **keys}
+    copies = {"overlap_degree": 1, "copies_per_rank": 1}
+    settings = {"reshard_interval": 2, "resharding": "paper", **copies, **keys}
     return {
         "enabled": True,
         "strategy": "fssdp",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -106,6 +107,33 @@ def test_files_that_cannot_be_written_later_end_no_training(tmp_path: Path) -> N
     trace, report = pool_of(2).run(spoilt, tmp_path / "out")[0]
     assert trace.startswith(f"ds_moe_ext: the trace '{tmp_path}/out/trace.json' could not be")
     assert report.startswith(f"ds_moe_ext: the report in '{tmp_path}/out' could not be written")
+
+
+class Owner:
+    """What a run lives with."""
+
+
+def ended(rank: int, world_size: int) -> str:
+    """What is shown as a run ends that has planned by forecasts."""
+    from ds_moe_ext.steps.training_run import leave_report, run_of
+
+    engine = engine_of(world_size, strategy="fssdp")
+    shown, owner = StringIO(), Owner()
+    with redirect_stdout(shown):
+        for step in range(3):
+            engine.backward(loss_of(engine, micro_batch(step, rank)))
+            engine.step()
+        run = run_of(engine)
+        assert run is not None
+        leave_report(run.recorder, None, owner, run.planning.forecasts)
+        assert "loads were predicted" not in shown.getvalue()
+        del owner
+    return shown.getvalue()
+
+
+def test_how_loads_were_predicted_is_told_at_the_end() -> None:
+    told = pool_of(2).run(ended)[0]
+    assert re.search(r"ds_moe_ext: loads were predicted by .*\d % of the rows went to other", told)
 
 
 # SIGTERM.

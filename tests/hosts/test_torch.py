@@ -33,7 +33,12 @@ from tests.ranks import pool_of, preload
 preload("transformers")
 
 MICRO_BATCHES = 4  # a step, over all ranks
-MOVING = {"fssdp": {"overlap_degree": 2, "copies_per_rank": 2, "reshard_interval": 2}}
+MOVING = {
+    "fssdp": {
+        **{"overlap_degree": 2, "copies_per_rank": 2},
+        **{"reshard_interval": 2, "resharding": "paper"},
+    }
+}
 STAYING = {"fssdp": {"copies_per_rank": 2, "reshard_interval": 0}}
 
 

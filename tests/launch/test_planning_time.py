@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -12,7 +14,7 @@ from load_traces import zipf_steps
 from planning_time import BLOCKS, CPU, NUM_WARM_UPS, OneRank, Parts, Sizes, measured, strategy_of
 
 from ds_moe_ext.moe.local_stage import Local
-from ds_moe_ext.placement import Placement
+from ds_moe_ext.placement import Placement, even_homes
 from ds_moe_ext.schedule.crew import Stage
 from ds_moe_ext.schedule.task import EXPERT, ORDER, Op
 from ds_moe_ext.steps.beside import BesideStep
@@ -111,6 +113,59 @@ def test_what_was_made_by_other_homes_or_of_other_rows_does_not_count() -> None:
     rank.planning.resume(homes, rank.planning.remembered_ILCE)
     rank.after_step(NUM_WARM_UPS)
     assert all(layer.routed.site.plan.home is home for layer, home in zip(rank.layers, homes))
+
+
+def told_of_steps(num_steps: int, skew: float, **keys: Any) -> tuple[list[str], OneRank]:
+    """Lines about homes, of one rank."""
+    rank = OneRank(strategy_of("fssdp", {"fssdp": {**COPIED, **keys}}), SIZES, Parts())
+    told: list[str] = []
+    rank.planning.tell = told.append
+    loads = zipf_steps((SIZES.layers, SIZES.ranks, SIZES.experts), rows=SIZES.rows, skew=skew)
+    for step, rows_LCE in zip(range(num_steps), loads):
+        rank.route(rows_LCE)
+        rank.after_step(step)
+    return [line for line in told if "new home" in line], rank
+
+
+def test_homes_that_change_are_told_with_what_they_gain() -> None:
+    (line,), rank = told_of_steps(60, skew=1.0, reshard_interval=50)
+    found = re.fullmatch(
+        r"(\d+) experts have moved to new homes, within \d+ ms; rows are expected to take (\S+) ms "
+        r"a step before, (\S+) ms now: (\S+) ms in 50 steps, for (\S+) ms of transfers",
+        line,
+    )
+    assert found is not None, line
+    moved, before_ms, now_ms, gained_ms, cost_ms = map(float, found.groups())
+    first = even_homes([SIZES.experts] * SIZES.layers, SIZES.ranks)
+    homes = [layer.routed.site.plan.home for layer in rank.layers]
+    assert moved == sum(int((a.owner_E != b.owner_E).sum()) for a, b in zip(first, homes)) > 0
+    assert gained_ms == pytest.approx(50 * (before_ms - now_ms), rel=0.2)
+    assert gained_ms > cost_ms > 0
+
+
+def test_homes_that_stay_are_told_once() -> None:
+    (line,), _ = told_of_steps(12, skew=1.0, reshard_interval=1)
+    assert line.startswith("no expert moves to a new home: rows are expected to take ")
+    assert line.endswith("no move would gain more in 1 steps than it costs")
+    by_paper, _ = told_of_steps(12, skew=1.0, reshard_interval=1, resharding="paper")
+    assert len(by_paper) > 5  # before costs are known, too: of these nothing is expected
+    assert re.fullmatch(r"\d+ experts have moved to new homes, within \d+ ms", by_paper[0])
+    assert "in 1 steps, for" in by_paper[-1]
+
+
+def test_how_forecasts_came_out() -> None:
+    """Here loads drift, so that the last step says more than a mean; see ``zipf_steps``."""
+    rest = r"; \d+\.\d % of the rows went to other experts"
+    for window, by in (
+        (None, r"the last step in \d+ of 11 steps, else by the mean of the last \d steps"),
+        (1, "the last step"),
+        (3, "the mean of the last 3 steps"),
+    ):
+        _, rank = told_of_steps(12, skew=1.0, window=window)
+        line = str(rank.planning.forecasts)
+        assert re.fullmatch(f"loads were predicted by {by}{rest}", line), line
+    rank = OneRank(strategy_of("ep", {}), SIZES, Parts())
+    assert str(rank.planning.forecasts) == ""
 
 
 @dataclass(frozen=True)
