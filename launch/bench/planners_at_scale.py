@@ -14,12 +14,13 @@ import argparse
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from load_traces import zipf_steps
-from planners_table import line, others, ours
+from planners_table import line, ours, packed, relaid, spilling
 from priced_cluster import A100, PricedCluster
-from row_ways import by_optimum
+from row_ways import by_optimum, evenly, evenly_on_node, in_turn
 from trace_replay import Planner
 
 from ds_moe_ext.placement import even_homes
@@ -28,11 +29,14 @@ NODE = 8  # ranks of one
 
 
 def planners(num_ranks: int, num_experts: int, degree: int) -> Iterator[Planner]:
-    """Those of the table but for the optimum, which takes its time after the gate."""
+    """Those of the table but for the optimum, which takes its time after the gate; slots of others
+    are so many more of a rank than ``ep`` needs."""
     least = -(-num_experts // num_ranks)
-    for more, planner in zip((1, 2), others((), 1, (least + 1, least + 2), ())):
-        yield replace(planner, name=f"laer, +{more}")
-    yield from others((1, 2), 1, (), (1.1,))
+    for more in (1, 2):
+        yield Planner(f"eplb, +{more}", partial(packed, more=more, num_groups=1), evenly)
+    for more in (1, 2):
+        yield Planner(f"laer, +{more}", partial(relaid, slots=least + more), evenly_on_node)
+    yield Planner("llep", partial(spilling, alpha=1.1), in_turn)
     yield from (each for each in ours((degree,), (1, 2), (1.0,)) if each.way is not by_optimum)
 
 

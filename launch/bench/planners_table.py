@@ -44,6 +44,7 @@ from row_ways import (
 from trace_replay import Planner, Score, score
 
 from ds_moe_ext.cost.prices import RoutedRows
+from ds_moe_ext.cost.row_prices import RowPrices
 from ds_moe_ext.hardware import read_hardware
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.calibrate import calibrate, guarded
@@ -171,19 +172,7 @@ def spilling(
 
 EP = Planner("ep", at_home)
 OUR_WAYS: tuple[tuple[str, Way], ...] = (("planned", by_planned_parts), ("optimum", by_optimum))
-"""Besides the papers' own; by the priced share."""
-
-
-def others(
-    more: Sequence[int], num_groups: int, slots: Sequence[int], alphas: Sequence[float]
-) -> Iterator[Planner]:
-    """Rows of policies that the product does not have."""
-    for count in more:
-        yield Planner(f"eplb, +{count}", partial(packed, more=count, num_groups=num_groups), evenly)
-    for count in slots:
-        yield Planner(f"laer, {count} slots", partial(relaid, slots=count), evenly_on_node)
-    for alpha in alphas:
-        yield Planner(f"llep, alpha = {alpha:g}", partial(spilling, alpha=alpha), in_turn)
+"""By the priced share, besides the way that a paper has for its own copies."""
 
 
 def divided(planner: Planner, own: str) -> Iterator[Planner]:
@@ -192,21 +181,39 @@ def divided(planner: Planner, own: str) -> Iterator[Planner]:
         yield replace(planner, name=f"{planner.name}, {name}", way=way)
 
 
+def others(
+    more: Sequence[int], num_groups: int, slots: Sequence[int], alphas: Sequence[float]
+) -> Iterator[Planner]:
+    """Rows of policies that the product does not have."""
+    for count in more:
+        layouts = partial(packed, more=count, num_groups=num_groups)
+        yield from divided(Planner(f"eplb, +{count}", layouts, evenly), "even")
+    for count in slots:
+        layouts = partial(relaid, slots=count)
+        yield from divided(
+            Planner(f"laer, {count} slots", layouts, evenly_on_node), "even, own node"
+        )
+    for alpha in alphas:
+        spilled_to = Planner(f"llep, alpha = {alpha:g}", partial(spilling, alpha=alpha), in_turn)
+        # Parts of a forecast are of no use to copies that are chosen after the gate.
+        yield from (
+            row for row in divided(spilled_to, "spilled") if row.way is not by_planned_parts
+        )
+
+
 def ours(
     degrees: Sequence[int], copies: Sequence[int], balances: Sequence[float]
 ) -> Iterator[Planner]:
-    """Rows of the product's copies, each divided in all ways."""
+    """Rows of the product's copies."""
     for degree, count in itertools.product(degrees, copies):
         layouts = partial(materialized, degree=degree, copies=count)
-        yield from divided(
-            Planner(f"fssdp, t = {degree}, m = {count}", layouts, to_nearest), "nearest"
-        )
+        hecate = Planner(f"fssdp, t = {degree}, m = {count}", layouts, to_nearest)
+        yield from divided(hecate, "nearest")
     for balance in balances:
         search = partial(place_experts, num_excluded=0, balance=balance)
         layouts = partial(replicated, search=search, is_scheduled=True)
-        yield from divided(
-            Planner(f"prophet, alpha = {balance:g}", layouts, to_home), "local else home"
-        )
+        prophet = Planner(f"prophet, alpha = {balance:g}", layouts, to_home)
+        yield from divided(prophet, "local else home")
 
 
 def replicating(excluded: Sequence[int | None], balances: Sequence[float]) -> Iterator[Planner]:
@@ -274,6 +281,18 @@ def figures(columns: Sequence[Column], exact: Score, ahead: Score, ep: Score) ->
     return [*pairs, f"{1e3 * ahead.plan_s:.2f}"]
 
 
+def priced(prices: RowPrices, ep: Score) -> str:
+    """What rows cost, for a person."""
+    row, link, card = (
+        f"{1e9 * s:.3g} ns" for s in (prices.row_s_C[0], prices.local_row_s, prices.cross_row_s)
+    )
+    return (
+        f"On all its trips a row takes {row} of an expert, {link} of the link of each rank that it "
+        f"leaves or enters, {card} of the card of each such node. `ep` takes "
+        f"{1e3 * ep.priced_s:.3g} ms a layer."
+    )
+
+
 def count_or_auto(text: str) -> int | None:
     """``n`` of Pro-Prophet's planner; None is automatic."""
     return None if text == "auto" else int(text)
@@ -301,6 +320,21 @@ def table_parser() -> argparse.ArgumentParser:
     add("--excluded", type=count_or_auto, nargs="+", default=[0], help="of those, n, or auto")
     add("--shard_every", type=int, default=10, help="of those, logged steps between new homes")
     return parser
+
+
+def planners(given: argparse.Namespace) -> list[Planner]:
+    """Rows of the table."""
+    if given.papers:
+        return [
+            EP,
+            *replicating(given.excluded, given.balances),
+            *fully_sharded(given.degrees, given.copies),
+        ]
+    return [
+        EP,
+        *others(given.eplb, given.groups, given.laer, given.llep),
+        *ours(given.degrees, given.copies, given.balances),
+    ]
 
 
 def main() -> None:
@@ -339,21 +373,16 @@ def main() -> None:
         cluster = replace(
             cluster, row_prices=replace(cluster.row_prices, local_row_s=0.0, cross_row_s=0.0)
         )
-    planners = [EP]
     columns = PAPERS_COLUMNS if given.papers else COLUMNS
-    if given.papers:
-        planners += replicating(given.excluded, given.balances)
-        planners += fully_sharded(given.degrees, given.copies)
-    else:
-        planners += others(given.eplb, given.groups, given.laer, given.llep)
-        planners += ours(given.degrees, given.copies, given.balances)
     run = partial(score, runs=runs, cluster=cluster)
     ep = run(EP, window=0, shard_every=1)
-    ep_s = ep.plain_s if given.papers else ep.priced_s
-    print(f"{cluster.text} `ep` takes {1e3 * ep_s:.3g} ms a layer.\n")
+    if given.papers:
+        print(f"{cluster.text} `ep` takes {1e3 * ep.plain_s:.3g} ms a layer.\n")
+    else:
+        print(f"{cluster.text} {priced(cluster.row_prices, ep)}\n")
     titles = ["planner", *(column.title for column in columns), "planning, ms a layer"]
     print(f"{line(titles)}\n|{'---|' * len(titles)}")
-    for planner in track(planners, console=Console(stderr=True), description="planning"):
+    for planner in track(planners(given), console=Console(stderr=True), description="planning"):
         exact = run(planner, window=0, shard_every=1)
         ahead = run(planner, window=given.window, shard_every=given.shard_every)
         print(line([planner.name, *figures(columns, exact, ahead, ep)]), flush=True)

@@ -86,16 +86,18 @@ def test_the_table(
     given = ("--width", "64", "--degrees", "4", "--copies", "1", "2")
     run_main(monkeypatch, tmp_path / "loads.npz", *given)
     rows = table(capsys.readouterr().out)
-    assert len(rows) == 1 + 2 + 2 + 1 + 2 * 3 + 3
+    assert len(rows) == 1 + 2 * 3 + 2 * 3 + 2 + 2 * 3 + 3
     of_ep = f"{balance_of_ep():.3f}"
     assert rows["ep"]["max/mean"] == f"{of_ep} / {of_ep}"
     assert pair(rows["ep"], "`ep` / it, seconds") == (1, 1)
     # What plans by exact counts knows nothing else.
-    exact, stale = pair(rows["llep, alpha = 1.1"], "max/mean")
+    exact, stale = pair(rows["llep, alpha = 1.1, spilled"], "max/mean")
     assert exact == stale < balance_of_ep()
     seconds = {name: pair(row, "`ep` / it, seconds") for name, row in rows.items()}
     copies = {name: rows[name]["copies a rank"] for name in rows}
     for name, own in (
+        *((f"eplb, +{more}", "even") for more in (1, 2)),
+        *((f"laer, {slots} slots", "even, own node") for slots in (3, 5)),
         ("fssdp, t = 4, m = 1", "nearest"),
         ("fssdp, t = 4, m = 2", "nearest"),
         ("prophet, alpha = 1", "local else home"),
