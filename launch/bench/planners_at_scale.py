@@ -18,7 +18,7 @@ from functools import partial
 
 import numpy as np
 from load_traces import zipf_steps
-from planners_table import line, ours, packed, relaid, spilling
+from planners_table import line, ours, redundant, relaid, spilling
 from priced_cluster import A100, PricedCluster
 from row_ways import by_optimum, evenly, evenly_on_node, in_turn
 from trace_replay import Planner
@@ -33,7 +33,7 @@ def planners(num_ranks: int, num_experts: int, degree: int) -> Iterator[Planner]
     are so many more of a rank than ``ep`` needs."""
     least = -(-num_experts // num_ranks)
     for more in (1, 2):
-        yield Planner(f"eplb, +{more}", partial(packed, more=more, num_groups=1), evenly)
+        yield Planner(f"eplb, +{more}", partial(redundant, more=more, num_groups=1), evenly)
     for more in (1, 2):
         yield Planner(f"laer, +{more}", partial(relaid, slots=least + more), evenly_on_node)
     yield Planner("llep", partial(spilling, alpha=1.1), in_turn)

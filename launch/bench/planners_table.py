@@ -15,6 +15,7 @@ experts.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -119,7 +120,7 @@ def at_home(homes: Sequence[Placement], *_: object) -> list[Layout]:
     return [Layout.of(home) for home in homes]
 
 
-def packed(
+def redundant(
     homes: Sequence[Placement],
     planned_LCE: np.ndarray,
     actual_LCE: np.ndarray,
@@ -186,7 +187,7 @@ def others(
 ) -> Iterator[Planner]:
     """Rows of policies that the product does not have."""
     for count in more:
-        layouts = partial(packed, more=count, num_groups=num_groups)
+        layouts = partial(redundant, more=count, num_groups=num_groups)
         yield from divided(Planner(f"eplb, +{count}", layouts, evenly), "even")
     for count in slots:
         layouts = partial(relaid, slots=count)
@@ -337,12 +338,19 @@ def planners(given: argparse.Namespace) -> list[Planner]:
     ]
 
 
-def main() -> None:
-    parser = table_parser()
-    given = parser.parse_args()
+def check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Refuse what no trace allows."""
     for name in ("nodes", "width", "window", "groups", "shard_every"):
         if vars(given)[name] < 1:
             parser.error(f"--{name} is {vars(given)[name]}; give 1 or more")
+    if min(given.eplb, default=0) < 0:
+        parser.error(f"--eplb is {min(given.eplb)}; give 0 or more")
+    if not given.papers and importlib.util.find_spec("scipy") is None:
+        parser.error("our ways of rows need SciPy; pip install scipy, or give --papers")
+
+
+def runs_of(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[np.ndarray]:
+    """The trace's runs of steps, or the one that is asked for; refuse what they do not allow."""
     runs = read_trace(given.trace)
     if given.run is not None and not 0 <= given.run < len(runs):
         parser.error(
@@ -360,6 +368,15 @@ def main() -> None:
             f"--laer is {min(given.laer)}, but {num_experts} experts need {least} slots of each of "
             f"{num_ranks} ranks; give {least} or more"
         )
+    return runs
+
+
+def main() -> None:
+    parser = table_parser()
+    given = parser.parse_args()
+    check(parser, given)
+    runs = runs_of(parser, given)
+    num_ranks = runs[0].shape[2]
     try:
         hardware = read_hardware(given.hardware) if given.hardware else A100
         cluster = PricedCluster.of(

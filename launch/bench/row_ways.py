@@ -48,16 +48,16 @@ class Layout:
         return cls(Placement(slots_EC > 0), slots_EC)
 
 
-Division = Callable[[np.ndarray], np.ndarray]
+Sending = Callable[[np.ndarray], np.ndarray]
 """Rows that each sender sends of each expert to each rank, int64 ``[C, E, C]``, of its rows ``[C,
 E]``."""
 
-Way = Callable[[Placement, Layout, np.ndarray, PricedCluster], Division]
+Way = Callable[[Placement, Layout, np.ndarray, PricedCluster], Sending]
 """How the copies of a layer divide rows, said before these are known: from its home, its layout and
 the rows planned on ``[C, E]``."""
 
 
-def by_share(share: Share) -> Division:
+def by_share(share: Share) -> Sending:
     """As a share does it."""
 
     def sent(rows_CE: np.ndarray) -> np.ndarray:
@@ -69,21 +69,21 @@ def by_share(share: Share) -> Division:
 
 def to_nearest(
     home: Placement, layout: Layout, planned_CE: np.ndarray, cluster: PricedCluster
-) -> Division:
+) -> Sending:
     """HECATE's way: rows without a copy at hand go to the nearest ones."""
     return by_share(NearestCopy(layout.target, cluster.node_C))
 
 
 def to_home(
     home: Placement, layout: Layout, planned_CE: np.ndarray, cluster: PricedCluster
-) -> Division:
+) -> Sending:
     """Pro-Prophet's way: rows without a copy at hand go home."""
     return by_share(LocalElseHome(home, layout.target))
 
 
 def by_planned_parts(
     home: Placement, layout: Layout, planned_CE: np.ndarray, cluster: PricedCluster
-) -> Division:
+) -> Sending:
     """In the parts that would have been best for the rows planned on."""
     told = planned_parts(planned_CE, layout.target, cluster.node_C, cluster.row_prices)
     return by_share(from_told(told, layout.target, cluster.node_C))
@@ -91,7 +91,7 @@ def by_planned_parts(
 
 def by_optimum(
     home: Placement, layout: Layout, planned_CE: np.ndarray, cluster: PricedCluster
-) -> Division:
+) -> Sending:
     """As is best for the rows that come; by a solver, after the gate."""
 
     def sent(rows_CE: np.ndarray) -> np.ndarray:
@@ -109,14 +109,14 @@ def by_optimum(
 
 def evenly(
     home: Placement, layout: Layout, planned_CE: np.ndarray, cluster: PricedCluster
-) -> Division:
+) -> Sending:
     """By the layout's weights, wherever rows come from."""
     return partial(_in_parts, weight_CEC=layout.weight_EC[None])
 
 
 def evenly_on_node(
     home: Placement, layout: Layout, planned_CE: np.ndarray, cluster: PricedCluster
-) -> Division:
+) -> Sending:
     """By the layout's weights over the ranks of the sender's node, or over all if none has any."""
 
     def sent(rows_CE: np.ndarray) -> np.ndarray:
@@ -139,7 +139,7 @@ def _in_parts(rows_CE: np.ndarray, weight_CEC: np.ndarray) -> np.ndarray:
 
 def in_turn(
     home: Placement, layout: Layout, planned_CE: np.ndarray, cluster: PricedCluster
-) -> Division:
+) -> Sending:
     """By the layout's weights, which are all rows of an expert: ranks keep of their own what they
     can, of the rest senders in order meet ranks in order."""
 

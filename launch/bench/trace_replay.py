@@ -117,12 +117,12 @@ def score(
             loads = list(planned_LCE.sum(axis=1))
             homes = shard(loads, overlap_degree=degree, node_C=cluster.node_C, homes=homes)
         layouts = planner.layouts(homes, planned_LCE, rows_LCE, cluster)
-        divisions = [
+        sendings = [
             planner.way(home, layout, planned_CE, cluster)
             for home, layout, planned_CE in zip(homes, layouts, planned_LCE)
         ]
         plan_s = (time.process_time() - started) / num_layers
-        sent = [divide(rows_CE).sum(axis=1) for divide, rows_CE in zip(divisions, rows_LCE)]
+        sent = [send(rows_CE).sum(axis=1) for send, rows_CE in zip(sendings, rows_LCE)]
         targets = [layout.target for layout in layouts]
         scores.append(_score_of_step(homes, targets, np.stack(sent), cluster, plan_s))
     return Score(*np.mean([list(vars(each).values()) for each in scores], axis=0).tolist())

@@ -232,6 +232,7 @@ def test_a_described_cluster(
     [
         (("--nodes", "3"), "--nodes is 3, which does not divide 4 ranks"),
         (("--groups", "3"), "--groups is 3, which does not divide 8 experts"),
+        (("--eplb", "1", "-1"), "--eplb is -1; give 0 or more"),
         (("--laer", "3", "1"), "--laer is 1, but 8 experts need 2 slots of each of 4 ranks"),
         (("--run", "1"), "--run is 1, but the trace has 1"),
         (("--window", "0"), "--window is 0; give 1 or more"),
