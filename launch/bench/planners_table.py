@@ -1,7 +1,9 @@
-"""What the planners of HECATE, Pro-Prophet and FasterMoE do with real loads, a table in markdown.
+"""Planners and ways of rows beside each other on real loads, a table in markdown.
 
-Every planner plans each logged step twice: on the rows to come, and on those of the step before.
-HECATE's plans are guarded. No device and no process group is needed::
+HECATE's, Pro-Prophet's and FasterMoE's planners are the product's own; EPLB, LLEP and LAER-MoE are
+written anew here, their policies alone. Every planner plans each logged step twice: on the rows to
+come, and on those of the step before. HECATE's plans are guarded. No device and no process group is
+needed::
 
     python launch/bench/planners_table.py --trace loads.npz > table.md
 
@@ -13,19 +15,37 @@ experts.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from eplb import balanced_slots
+from laer import laid_out
+from llep import spilled
 from load_traces import read_trace
+from priced_cluster import A100, PricedCluster
 from rich.console import Console
 from rich.progress import track
-from trace_replay import A100, Planner, PricedCluster, Score, score, to_nearest
+from row_ways import (
+    Layout,
+    Way,
+    by_optimum,
+    by_planned_parts,
+    evenly,
+    evenly_on_node,
+    in_turn,
+    to_home,
+    to_nearest,
+)
+from trace_replay import Planner, Score, score
 
 from ds_moe_ext.cost.prices import RoutedRows
+from ds_moe_ext.cost.row_prices import RowPrices
 from ds_moe_ext.hardware import read_hardware
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.calibrate import calibrate, guarded
@@ -43,7 +63,7 @@ def materialized(
     degree: int,
     copies: int,
     calibrates: bool = False,
-) -> tuple[Placement, ...]:
+) -> list[Layout]:
     """HECATE's targets, guarded.
 
     Args:
@@ -65,8 +85,8 @@ def materialized(
     )
     targets = guarded(homes, targets, RoutedRows.of(list(planned_LCE), node_C), prices=prices)
     if not calibrates:
-        return targets
-    return tuple(
+        return [Layout.of(target) for target in targets]
+    calibrated = (
         calibrate(
             home,
             target,
@@ -77,6 +97,7 @@ def materialized(
         )
         for home, target, rows_CE in zip(homes, targets, actual_LCE)
     )
+    return [Layout.of(target) for target in calibrated]
 
 
 def replicated(
@@ -87,24 +108,117 @@ def replicated(
     *,
     search: Callable[..., BlockPlan],
     is_scheduled: bool = False,
-) -> tuple[Placement, ...]:
+) -> list[Layout]:
     """What Pro-Prophet's planner, or FasterMoE's, finds; by equation (8) if scheduled, else (6)."""
     prices = replace(cluster.block, is_scheduled=is_scheduled)
-    return tuple(
-        search(home, rows_CE, prices=prices).target for home, rows_CE in zip(homes, planned_LCE)
-    )
+    plans = (search(home, rows_CE, prices=prices) for home, rows_CE in zip(homes, planned_LCE))
+    return [Layout.of(plan.target) for plan in plans]
 
 
-def at_home(homes: Sequence[Placement], *_: object) -> tuple[Placement, ...]:
+def at_home(homes: Sequence[Placement], *_: object) -> list[Layout]:
     """No copies."""
-    return tuple(homes)
+    return [Layout.of(home) for home in homes]
+
+
+def redundant(
+    homes: Sequence[Placement],
+    planned_LCE: np.ndarray,
+    actual_LCE: np.ndarray,
+    cluster: PricedCluster,
+    *,
+    more: int,
+    num_groups: int,
+) -> list[Layout]:
+    """EPLB's slots, so many more of each rank than ``ep`` needs."""
+    _, num_ranks, num_experts = planned_LCE.shape
+    slots = partial(
+        balanced_slots,
+        num_ranks=num_ranks,
+        slots=-(-num_experts // num_ranks) + more,
+        num_nodes=int(cluster.node_C.max()) + 1,
+        num_groups=num_groups,
+    )
+    return [Layout.of_slots(slots(rows_CE.sum(axis=0))) for rows_CE in planned_LCE]
+
+
+def relaid(
+    homes: Sequence[Placement],
+    planned_LCE: np.ndarray,
+    actual_LCE: np.ndarray,
+    cluster: PricedCluster,
+    *,
+    slots: int,
+) -> list[Layout]:
+    """LAER-MoE's slots."""
+    seconds = partial(cluster.row_prices.seconds, node_C=cluster.node_C)
+    found = (laid_out(rows_CE, slots, cluster.node_C, seconds) for rows_CE in planned_LCE)
+    return [Layout.of_slots(slots_EC) for slots_EC in found]
+
+
+def spilling(
+    homes: Sequence[Placement],
+    planned_LCE: np.ndarray,
+    actual_LCE: np.ndarray,
+    cluster: PricedCluster,
+    *,
+    alpha: float,
+) -> list[Layout]:
+    """LLEP's, on the rows to come, whatever else is planned on."""
+    quotas = (
+        spilled(rows_CE.sum(axis=0), home.owner_E, home.num_cells, alpha=alpha)
+        for home, rows_CE in zip(homes, actual_LCE)
+    )
+    return [Layout(home.with_copies(q > 0), q) for home, q in zip(homes, quotas)]
 
 
 EP = Planner("ep", at_home)
+OUR_WAYS: tuple[tuple[str, Way], ...] = (("planned", by_planned_parts), ("optimum", by_optimum))
+"""By the priced share, besides the way that a paper has for its own copies."""
+
+
+def divided(planner: Planner, own: str) -> Iterator[Planner]:
+    """The same copies, whose rows go the paper's own way and ours."""
+    for name, way in ((own, planner.way), *OUR_WAYS):
+        yield replace(planner, name=f"{planner.name}, {name}", way=way)
+
+
+def others(
+    more: Sequence[int], num_groups: int, slots: Sequence[int], alphas: Sequence[float]
+) -> Iterator[Planner]:
+    """Rows of policies that the product does not have."""
+    for count in more:
+        layouts = partial(redundant, more=count, num_groups=num_groups)
+        yield from divided(Planner(f"eplb, +{count}", layouts, evenly), "even")
+    for count in slots:
+        layouts = partial(relaid, slots=count)
+        yield from divided(
+            Planner(f"laer, {count} slots", layouts, evenly_on_node), "even, own node"
+        )
+    for alpha in alphas:
+        spilled_to = Planner(f"llep, alpha = {alpha:g}", partial(spilling, alpha=alpha), in_turn)
+        # Parts of a forecast are of no use to copies that are chosen after the gate.
+        yield from (
+            row for row in divided(spilled_to, "spilled") if row.way is not by_planned_parts
+        )
+
+
+def ours(
+    degrees: Sequence[int], copies: Sequence[int], balances: Sequence[float]
+) -> Iterator[Planner]:
+    """Rows of the product's copies."""
+    for degree, count in itertools.product(degrees, copies):
+        layouts = partial(materialized, degree=degree, copies=count)
+        hecate = Planner(f"fssdp, t = {degree}, m = {count}", layouts, to_nearest)
+        yield from divided(hecate, "nearest")
+    for balance in balances:
+        search = partial(place_experts, num_excluded=0, balance=balance)
+        layouts = partial(replicated, search=search, is_scheduled=True)
+        prophet = Planner(f"prophet, alpha = {balance:g}", layouts, to_home)
+        yield from divided(prophet, "local else home")
 
 
 def replicating(excluded: Sequence[int | None], balances: Sequence[float]) -> Iterator[Planner]:
-    """FasterMoE's and Pro-Prophet's rows."""
+    """FasterMoE's and Pro-Prophet's rows, as in their papers."""
     yield Planner("shadow", partial(replicated, search=shadow_experts))
     for num_excluded, balance, is_scheduled in itertools.product(excluded, balances, (False, True)):
         search = partial(place_experts, num_excluded=num_excluded, balance=balance)
@@ -116,7 +230,7 @@ def replicating(excluded: Sequence[int | None], balances: Sequence[float]) -> It
 
 
 def fully_sharded(degrees: Sequence[int], copies: Sequence[int]) -> Iterator[Planner]:
-    """HECATE's rows."""
+    """HECATE's rows, as in its paper."""
     yield Planner("fssdp, sharding alone", at_home, shard_degree=0)
     for degree, count in itertools.product(degrees, copies):
         targets = partial(materialized, degree=degree, copies=count)
@@ -127,32 +241,56 @@ def fully_sharded(degrees: Sequence[int], copies: Sequence[int]) -> Iterator[Pla
         yield Planner(f"fssdp, both, calibrated, {sizes}", calibrated, to_nearest, degree)
 
 
-COLUMNS = (
-    *("planner", "max/mean", "RB", "remote rows", "to other nodes", "copies a rank"),
-    *("eq. (6)", "eq. (8)", "planning, ms a layer"),
-)
+class Column(NamedTuple):
+    """Of the table.
 
-
-def line(planner: Planner, exact: Score, ahead: Score, alone: Score) -> str:
-    """A row of the table: of plans on the exact rows, and on predicted ones.
-
-    RB and the equations' figures are times less than without copies: the standard deviation of the
-    ranks' rows, and seconds.
+    Attributes:
+        title: as printed.
+        figure: of a planner and of ``ep``, as printed.
     """
-    columns = zip(_cells(exact, alone), _cells(ahead, alone))
-    pairs = [f"{of_exact} / {of_ahead}" for of_exact, of_ahead in columns]
-    return f"| {planner.name} | {' | '.join(pairs)} | {1e3 * ahead.plan_s:.2f} |"
+
+    title: str
+    figure: Callable[[Score, Score], str]
 
 
-def _cells(score: Score, alone: Score) -> tuple[str, ...]:
+COLUMNS = (
+    Column("max/mean", lambda it, ep: f"{it.balance:.3f}"),
+    Column("`ep` / it, seconds", lambda it, ep: f"{ep.priced_s / it.priced_s:.2f}"),
+    Column("remote rows", lambda it, ep: f"{it.remote:.0%}"),
+    Column("to other nodes", lambda it, ep: f"{it.abroad:.0%}"),
+    Column("copies a rank", lambda it, ep: f"{it.copies:.2f}"),
+)
+PAPERS_COLUMNS = (
+    Column("max/mean", lambda it, ep: f"{it.balance:.2f}"),
+    Column("RB", lambda it, ep: f"{ep.spread / it.spread:.2f}" if it.spread else ""),
+    *COLUMNS[2:],
+    Column("eq. (6)", lambda it, ep: f"{ep.plain_s / it.plain_s:.2f}"),
+    Column("eq. (8)", lambda it, ep: f"{ep.hidden_s / it.hidden_s:.2f}"),
+)
+"""RB and the equations' figures are times less than without copies: the standard deviation of the
+ranks' rows, and seconds."""
+
+
+def line(cells: Sequence[str]) -> str:
+    """A row in markdown."""
+    return f"| {' | '.join(cells)} |"
+
+
+def figures(columns: Sequence[Column], exact: Score, ahead: Score, ep: Score) -> list[str]:
+    """Of plans on the exact rows, and on predicted ones; and milliseconds of planning."""
+    pairs = [f"{each.figure(exact, ep)} / {each.figure(ahead, ep)}" for each in columns]
+    return [*pairs, f"{1e3 * ahead.plan_s:.2f}"]
+
+
+def priced(prices: RowPrices, ep: Score) -> str:
+    """What rows cost, for a person."""
+    row, link, card = (
+        f"{1e9 * s:.3g} ns" for s in (prices.row_s_C[0], prices.local_row_s, prices.cross_row_s)
+    )
     return (
-        f"{score.balance:.2f}",
-        f"{alone.spread / score.spread:.2f}" if score.spread else "",
-        f"{score.remote:.0%}",
-        f"{score.abroad:.0%}",
-        f"{score.copies:.2f}",
-        f"{alone.plain_s / score.plain_s:.2f}",
-        f"{alone.hidden_s / score.hidden_s:.2f}",
+        f"On all its trips a row takes {row} of an expert, {link} of the link of each rank that it "
+        f"leaves or enters, {card} of the card of each such node. `ep` takes "
+        f"{1e3 * ep.priced_s:.3g} ms a layer."
     )
 
 
@@ -161,7 +299,8 @@ def count_or_auto(text: str) -> int | None:
     return None if text == "auto" else int(text)
 
 
-def main() -> None:
+def table_parser() -> argparse.ArgumentParser:
+    """What the script takes."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--trace", type=Path, required=True)
@@ -172,22 +311,72 @@ def main() -> None:
     add("--window", type=int, default=1, help="logged steps whose mean predicts the next")
     add("--degrees", type=int, nargs="+", default=[8], help="t")
     add("--copies", type=int, nargs="+", default=[1, 2, 4, 8], help="m")
-    add("--excluded", type=count_or_auto, nargs="+", default=[0], help="n, or auto")
-    add("--balances", type=float, nargs="+", default=[1.0], help="alpha")
-    add("--shard_every", type=int, default=10, help="logged steps between new homes")
-    given = parser.parse_args()
-    for name in ("nodes", "width", "window", "shard_every"):
+    add("--balances", type=float, nargs="+", default=[1.0], help="alpha of prophet")
+    add("--eplb", type=int, nargs="*", default=[1, 2], help="slots of a rank more than of ep")
+    add("--groups", type=int, default=1, help="of experts, for eplb's hierarchical policy")
+    add("--laer", type=int, nargs="*", default=[3, 5], help="slots of a rank")
+    add("--llep", type=float, nargs="*", default=[1.1], help="alpha of llep")
+    add("--free_sending", action="store_true", help="rows cost nothing to send: balance alone")
+    add("--papers", action="store_true", help="instead the papers' planners by their own figures")
+    add("--excluded", type=count_or_auto, nargs="+", default=[0], help="of those, n, or auto")
+    add("--shard_every", type=int, default=10, help="of those, logged steps between new homes")
+    return parser
+
+
+def planners(given: argparse.Namespace) -> list[Planner]:
+    """Rows of the table."""
+    if given.papers:
+        return [
+            EP,
+            *replicating(given.excluded, given.balances),
+            *fully_sharded(given.degrees, given.copies),
+        ]
+    return [
+        EP,
+        *others(given.eplb, given.groups, given.laer, given.llep),
+        *ours(given.degrees, given.copies, given.balances),
+    ]
+
+
+def check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Refuse what no trace allows."""
+    for name in ("nodes", "width", "window", "groups", "shard_every"):
         if vars(given)[name] < 1:
             parser.error(f"--{name} is {vars(given)[name]}; give 1 or more")
+    if min(given.eplb, default=0) < 0:
+        parser.error(f"--eplb is {min(given.eplb)}; give 0 or more")
+    if not given.papers and importlib.util.find_spec("scipy") is None:
+        parser.error("our ways of rows need SciPy; pip install scipy, or give --papers")
+
+
+def runs_of(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[np.ndarray]:
+    """The trace's runs of steps, or the one that is asked for; refuse what they do not allow."""
     runs = read_trace(given.trace)
     if given.run is not None and not 0 <= given.run < len(runs):
         parser.error(
             f"--run is {given.run}, but the trace has {len(runs)}; give 0 to {len(runs) - 1}"
         )
     runs = runs if given.run is None else [runs[given.run]]
-    num_ranks = runs[0].shape[2]
+    _, _, num_ranks, num_experts = runs[0].shape
     if num_ranks % given.nodes:
         parser.error(f"--nodes is {given.nodes}, which does not divide {num_ranks} ranks")
+    if num_experts % given.groups:
+        parser.error(f"--groups is {given.groups}, which does not divide {num_experts} experts")
+    least = -(-num_experts // num_ranks)
+    if min(given.laer, default=least) < least:
+        parser.error(
+            f"--laer is {min(given.laer)}, but {num_experts} experts need {least} slots of each of "
+            f"{num_ranks} ranks; give {least} or more"
+        )
+    return runs
+
+
+def main() -> None:
+    parser = table_parser()
+    given = parser.parse_args()
+    check(parser, given)
+    runs = runs_of(parser, given)
+    num_ranks = runs[0].shape[2]
     try:
         hardware = read_hardware(given.hardware) if given.hardware else A100
         cluster = PricedCluster.of(
@@ -197,19 +386,23 @@ def main() -> None:
         )
     except ValueError as error:
         parser.error(str(error))
-    planners = [
-        EP,
-        *replicating(given.excluded, given.balances),
-        *fully_sharded(given.degrees, given.copies),
-    ]
+    if given.free_sending:
+        cluster = replace(
+            cluster, row_prices=replace(cluster.row_prices, local_row_s=0.0, cross_row_s=0.0)
+        )
+    columns = PAPERS_COLUMNS if given.papers else COLUMNS
     run = partial(score, runs=runs, cluster=cluster)
-    alone = run(EP, window=0, shard_every=1)
-    print(f"{cluster.text} `ep` takes {1e3 * alone.plain_s:.3g} ms a layer.\n")
-    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
-    for planner in track(planners, console=Console(stderr=True), description="planning"):
+    ep = run(EP, window=0, shard_every=1)
+    if given.papers:
+        print(f"{cluster.text} `ep` takes {1e3 * ep.plain_s:.3g} ms a layer.\n")
+    else:
+        print(f"{cluster.text} {priced(cluster.row_prices, ep)}\n")
+    titles = ["planner", *(column.title for column in columns), "planning, ms a layer"]
+    print(f"{line(titles)}\n|{'---|' * len(titles)}")
+    for planner in track(planners(given), console=Console(stderr=True), description="planning"):
         exact = run(planner, window=0, shard_every=1)
         ahead = run(planner, window=given.window, shard_every=given.shard_every)
-        print(line(planner, exact, ahead, alone), flush=True)
+        print(line([planner.name, *figures(columns, exact, ahead, ep)]), flush=True)
 
 
 if __name__ == "__main__":
