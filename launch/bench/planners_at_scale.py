@@ -20,7 +20,7 @@ import numpy as np
 from load_traces import zipf_steps
 from planners_table import line, ours, redundant, relaid, spilling
 from priced_cluster import A100, PricedCluster
-from row_ways import by_optimum, evenly, evenly_on_node, in_turn
+from row_ways import by_optimum, by_priced, evenly, evenly_on_node, in_turn
 from trace_replay import Planner
 
 from ds_moe_ext.placement import even_homes
@@ -29,7 +29,7 @@ NODE = 8  # ranks of one
 
 
 def planners(num_ranks: int, num_experts: int, degree: int) -> Iterator[Planner]:
-    """Those of the table but for the optimum, which takes its time after the gate; slots of others
+    """Those of the table but for those that take their time after the gate; slots of others
     are so many more of a rank than ``ep`` needs."""
     least = -(-num_experts // num_ranks)
     for more in (1, 2):
@@ -37,7 +37,8 @@ def planners(num_ranks: int, num_experts: int, degree: int) -> Iterator[Planner]
     for more in (1, 2):
         yield Planner(f"laer, +{more}", partial(relaid, slots=least + more), evenly_on_node)
     yield Planner("llep", partial(spilling, alpha=1.1), in_turn)
-    yield from (each for each in ours((degree,), (1, 2), (1.0,)) if each.way is not by_optimum)
+    late = by_optimum, by_priced
+    yield from (each for each in ours((degree,), (1, 2), (1.0,)) if each.way not in late)
 
 
 def described(num_ranks: int, rows: int) -> PricedCluster:

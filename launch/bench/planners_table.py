@@ -36,6 +36,7 @@ from row_ways import (
     Way,
     by_optimum,
     by_planned_parts,
+    by_priced,
     evenly,
     evenly_on_node,
     in_turn,
@@ -172,7 +173,11 @@ def spilling(
 
 
 EP = Planner("ep", at_home)
-OUR_WAYS: tuple[tuple[str, Way], ...] = (("planned", by_planned_parts), ("optimum", by_optimum))
+OUR_WAYS: tuple[tuple[str, Way], ...] = (
+    ("planned", by_planned_parts),
+    ("priced", by_priced),
+    ("optimum", by_optimum),
+)
 """By the priced share, besides the way that a paper has for its own copies."""
 
 
@@ -197,9 +202,9 @@ def others(
     for alpha in alphas:
         spilled_to = Planner(f"llep, alpha = {alpha:g}", partial(spilling, alpha=alpha), in_turn)
         # Parts of a forecast are of no use to copies that are chosen after the gate.
-        yield from (
-            row for row in divided(spilled_to, "spilled") if row.way is not by_planned_parts
-        )
+        of_forecasts = by_planned_parts, by_priced
+        rows = divided(spilled_to, "spilled")
+        yield from (row for row in rows if row.way not in of_forecasts)
 
 
 def ours(

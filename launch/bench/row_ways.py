@@ -12,16 +12,11 @@ from functools import partial
 import numpy as np
 from priced_cluster import PricedCluster
 
+from ds_moe_ext.level_share import SWEEPS, LevelShare
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.planned_share import from_told
-from ds_moe_ext.planners.priced_share import (
-    Routed,
-    divide,
-    in_whole_rows,
-    planned_parts,
-    sent_rows,
-)
-from ds_moe_ext.share import LocalElseHome, NearestCopy, Share
+from ds_moe_ext.planners.priced_share import Routed, divide, in_whole_rows, sent_rows
+from ds_moe_ext.row_levels import RowLevels, WholePrices
+from ds_moe_ext.share import LocalElseHome, NearestCopy, Rule
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +52,11 @@ Way = Callable[[Placement, Layout, np.ndarray, PricedCluster], Sending]
 the rows planned on ``[C, E]``."""
 
 
-def by_share(share: Share) -> Sending:
-    """As a share does it."""
+def by_rule(rule: Rule) -> Sending:
+    """As a rule says."""
 
     def sent(rows_CE: np.ndarray) -> np.ndarray:
+        share = rule.of_rows(rows_CE)
         senders = enumerate(rows_CE[:, None])
         return np.stack([share.rows_from(cell, rows_1E)[0] for cell, rows_1E in senders])
 
@@ -71,22 +67,37 @@ def to_nearest(
     home: Placement, layout: Layout, planned_CE: np.ndarray, cluster: PricedCluster
 ) -> Sending:
     """HECATE's way: rows without a copy at hand go to the nearest ones."""
-    return by_share(NearestCopy(layout.target, cluster.node_C))
+    return by_rule(NearestCopy(layout.target, cluster.node_C))
 
 
 def to_home(
     home: Placement, layout: Layout, planned_CE: np.ndarray, cluster: PricedCluster
 ) -> Sending:
     """Pro-Prophet's way: rows without a copy at hand go home."""
-    return by_share(LocalElseHome(home, layout.target))
+    return by_rule(LocalElseHome(home, layout.target))
 
 
 def by_planned_parts(
     home: Placement, layout: Layout, planned_CE: np.ndarray, cluster: PricedCluster
 ) -> Sending:
     """In the parts that would have been best for the rows planned on."""
-    told = planned_parts(planned_CE, layout.target, cluster.node_C, cluster.row_prices)
-    return by_share(from_told(told, layout.target, cluster.node_C))
+    return by_rule(_by_levels(layout, planned_CE, cluster, sweeps=0))
+
+
+def by_priced(
+    home: Placement, layout: Layout, planned_CE: np.ndarray, cluster: PricedCluster
+) -> Sending:
+    """Divided anew when rows are known, as the product does it, where these are others."""
+    return by_rule(_by_levels(layout, planned_CE, cluster, sweeps=SWEEPS))
+
+
+def _by_levels(
+    layout: Layout, planned_CE: np.ndarray, cluster: PricedCluster, *, sweeps: int
+) -> LevelShare:
+    each = cluster.row_prices
+    prices = WholePrices.of(each.row_s_C, each.local_row_s, each.cross_row_s)
+    levels = RowLevels(layout.target, cluster.node_C, prices)
+    return LevelShare.planned(levels, planned_CE, sweeps=sweeps)
 
 
 def by_optimum(

@@ -86,7 +86,7 @@ def test_the_table(
     given = ("--width", "64", "--degrees", "4", "--copies", "1", "2")
     run_main(monkeypatch, tmp_path / "loads.npz", *given)
     rows = table(capsys.readouterr().out)
-    assert len(rows) == 1 + 2 * 3 + 2 * 3 + 2 + 2 * 3 + 3
+    assert len(rows) == 1 + 2 * 4 + 2 * 4 + 2 + 2 * 4 + 4
     of_ep = f"{balance_of_ep():.3f}"
     assert rows["ep"]["max/mean"] == f"{of_ep} / {of_ep}"
     assert pair(rows["ep"], "`ep` / it, seconds") == (1, 1)
@@ -102,12 +102,15 @@ def test_the_table(
         ("fssdp, t = 4, m = 2", "nearest"),
         ("prophet, alpha = 1", "local else home"),
     ):
-        way, planned, optimum = (f"{name}, {each}" for each in (own, "planned", "optimum"))
-        assert copies[way] == copies[planned] == copies[optimum]
+        names = own, "planned", "priced", "optimum"
+        way, planned, priced, optimum = (f"{name}, {each}" for each in names)
+        assert copies[way] == copies[planned] == copies[priced] == copies[optimum]
         # Best by the table's own seconds, but for whole rows; planned parts are, of exact rows.
         assert seconds[optimum][0] >= seconds[way][0] - 0.01
         assert seconds[optimum][1] >= max(seconds[way][1], seconds[planned][1]) - 0.01
-        assert seconds[planned][0] == pytest.approx(seconds[optimum][0], rel=0.02)
+        assert seconds[planned][0] == pytest.approx(seconds[optimum][0], rel=0.05)
+        assert seconds[priced][0] == pytest.approx(seconds[optimum][0], rel=0.05)
+        assert seconds[priced][1] >= seconds[planned][1] - 0.01
 
 
 def test_sending_can_be_free(

@@ -23,7 +23,13 @@ STEPS_LCE = zipf_loads((2, 10, 4, 8), rows=1000, skew=1.0)
 CLUSTER = PricedCluster.of(replace(A100, ranks_per_node=2), rows=1000, width=64)
 HOME = Placement.block(8, 4)
 WAYS = (
-    *(row_ways.to_nearest, row_ways.to_home, row_ways.by_planned_parts, row_ways.by_optimum),
+    *(
+        row_ways.to_nearest,
+        row_ways.to_home,
+        row_ways.by_planned_parts,
+        row_ways.by_priced,
+        row_ways.by_optimum,
+    ),
     *(row_ways.evenly, row_ways.evenly_on_node),
 )
 
