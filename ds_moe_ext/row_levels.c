@@ -20,6 +20,7 @@ typedef int64_t i64;
 #define PARTS_BITS 12  /* of an expert's rows, and of a cell's speed */
 #define LAST_STEP 11   /* of the steps that leave and cross take */
 #define LAST_TOLL 5
+#define MANY 512 /* pairs */
 #define DEAREST ((i64)1 << 20) /* toll, in parts of a row */
 #define FURTHEST ((i64)1 << 40)
 
@@ -354,14 +355,18 @@ static void searched(const Layer *layer, Search *search, i64 num_sweeps) {
     }
 }
 
-/* Sweeps at steps all over. */
+/* Times as many pairs as sweeps are counted for; each sweep divides better then, too. */
+static i64 how_many(const Layer *layer) { return 1 + layer->N / MANY; }
+
+/* Sweeps at steps all over; fewer where there are many pairs. */
 static void looked_around(const Layer *layer, Search *search) {
+    i64 stride = how_many(layer);
     i64 last_leave = layer->local_price ? LAST_STEP : 0;
     i64 last_cross = layer->cross_price ? LAST_STEP : 0;
     i64 last_toll = last_leave + last_cross ? LAST_TOLL : 0;
     for (i64 toll = 0; toll <= last_toll; toll += 2)
-        for (i64 leave = 0; leave <= last_leave; leave += 4)
-            for (i64 cross = 0; cross <= last_cross; cross += 1 + (toll > 0)) {
+        for (i64 leave = 0; leave <= last_leave; leave += 4 * stride)
+            for (i64 cross = 0; cross <= last_cross; cross += stride + (toll > 0)) {
                 Steps at = {leave, cross, toll};
                 tried(layer, search, at);
             }
@@ -378,7 +383,7 @@ i64 memory_size(const Layer *layer) {
  * part_N: of each expert's rows what holders got when this was planned; NULL: the nearest copies.
  * plan: the mean level and the time then, by the prices; and what less is not worth a search.
  * step_3: of leave, cross and tolls, to begin with; and those that were best.
- * num_sweeps: over all copied experts, at most.
+ * num_sweeps: over all copied experts, at most; fewer where there are many pairs.
  * rows_N: the result.
  * parts_N: it, in parts of each expert's rows.
  * found: the mean level and the time.
@@ -403,7 +408,7 @@ void divide(
             begun(layer, &rows, part_N);
     }
     if (!part_N) looked_around(layer, &search);
-    if (!is_known) searched(layer, &search, num_sweeps);
+    if (!is_known) searched(layer, &search, (num_sweeps + how_many(layer) - 1) / how_many(layer));
     step_3[0] = search.best.leave;
     step_3[1] = search.best.cross;
     step_3[2] = search.best.toll;

@@ -185,7 +185,7 @@ class RowLevels:
         Args:
             rows_CE: of each cell for each expert, int64.
             plan: of rows like these, where it begins; None: with the nearest copies.
-            sweeps: over all copied experts, at most.
+            sweeps: over all copied experts, at most; fewer where copies are many.
         """
         rows_CE, size = _whole(rows_CE), len(self._order_N)
         steps = np.array((0, MIDDLE, 0) if plan is None else (plan.leave, plan.cross, plan.toll))

@@ -44,6 +44,8 @@ class Pool:
     Attributes:
         layers: their numbers.
         prices: of their rows and copies.
+        row_s_C: seconds that each cell's experts compute on a row, as ``prices.row_s``; none where
+            cells are alike.
         expert_bytes: weights of one expert; 0 until costs have been measured.
         state_bytes: what goes with one to a new home: its weights as they are stepped, and two
             states of each, as Adam has; likewise.
@@ -54,6 +56,7 @@ class Pool:
 
     layers: tuple[int, ...]
     prices: Prices = ROWS_ALONE
+    row_s_C: tuple[float, ...] = ()
     expert_bytes: int = 0
     state_bytes: int = 0
     copy_latency_s: float = 0.0

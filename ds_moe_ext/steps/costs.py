@@ -32,6 +32,7 @@ CHECKED = range(10, 13)  # and by then from what copies took, too
 WATCHED = (STEPS, TRIED, CHECKED)
 SHARE_OF_FREE = 0.7  # that copies may take of a device's free memory
 NUM_EXPERTS = (1, 4, 8)  # that a quick look copies at once
+UNLIKE = 1.3  # times longer that some cell takes for a row than another, where they are unlike
 KEPT = 3  # numbers of a weight that move with it: the one that is stepped, and two states
 
 
@@ -257,7 +258,7 @@ class Costs:
         window_s = [seen.window_s / max(seen.num_windows, 1) for seen in sums]
         back_s = [seen.back_window_s / max(seen.num_back_windows, 1) for seen in sums]
         behind_s = tuple(back or BACKWARD * s for back, s in zip(back_s, window_s))
-        prices = (self._priced(pool, sums, exchange_s) for pool in self.pools)
+        prices = (self._priced(pool, seen_RL, sums, exchange_s) for pool in self.pools)
         return Measured(
             pools=tuple(prices) if self._copies else self.pools,
             window_s=tuple(window_s),
@@ -304,7 +305,26 @@ class Costs:
             return Links.of(self.hardware, self._layout.grid.size)
         return Links.measured(self._layout, self._expert(pool))
 
-    def _priced(self, pool: Pool, sums: Sequence[Seen], exchange_s: Sequence[float]) -> Pool:
+    def _row_s_C(self, pool: Pool, seen_RL: Sequence[Sequence[Seen]]) -> tuple[float, ...]:
+        """Seconds a row of each cell; none where they are alike, or some have computed nothing."""
+        grid = self._layout.grid
+        # In Python, in order: every processor adds up the same.
+        by_cell: list[Seen] = [Seen()] * grid.num_cells
+        for place, seen_L in enumerate(seen_RL):
+            cell = place // grid.cell_size % grid.num_cells
+            by_cell[cell] = sum((seen_L[layer] for layer in pool.layers), by_cell[cell])
+        if not all(seen.rows and seen.expert_s for seen in by_cell):
+            return ()
+        row_s_C = tuple(seen.expert_s / seen.rows for seen in by_cell)
+        return row_s_C if max(row_s_C) > UNLIKE * min(row_s_C) else ()
+
+    def _priced(
+        self,
+        pool: Pool,
+        seen_RL: Sequence[Sequence[Seen]],
+        sums: Sequence[Seen],
+        exchange_s: Sequence[float],
+    ) -> Pool:
         links = self._links(pool)
         expert = self._expert(pool)
         expert_bytes = bytes_of(expert)
@@ -315,6 +335,7 @@ class Costs:
         waited_s = sum(exchange_s[layer] for layer in pool.layers)
         return replace(
             pool,
+            row_s_C=self._row_s_C(pool, seen_RL),
             prices=Prices(
                 row_s=seen.expert_s / max(seen.rows, 1),
                 row_bytes=row_bytes,

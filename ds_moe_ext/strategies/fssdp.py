@@ -166,11 +166,11 @@ class FullySharded(Strategy):
         while narrower_L.any():
             narrower_L = narrower_L // 2
             targets.append(self._wanted(job, routed, narrower_L))
-        prices = {layer: pool.prices for pool in job.pools for layer in pool.layers}
+        pools = {layer: pool for pool in job.pools for layer in pool.layers}
         plans = []
         for layer, home in enumerate(job.homes):
             each = [target[layer] for target in targets]
-            share = shared_by_time(each, job.rows[layer], job.node_C, prices[layer], self.share)
+            share = shared_by_time(each, job.rows[layer], job.node_C, pools[layer], self.share)
             copies_EC = share.levels.target.holds_EC & ~home.holds_EC
             plan = Plan.at_home(home)
             if copies_EC.any():
@@ -178,7 +178,7 @@ class FullySharded(Strategy):
                 plan = Plan(home, share.levels.target, share, by_paper=by_paper)
             if self.calibrate:
                 copies_left = int(fits_L[layer]) - int(copies_EC.sum(axis=0).max())
-                plan = calibrated(plan, share, prices[layer], copies_left)
+                plan = calibrated(plan, share, pools[layer], copies_left)
             predicted_CE = job.rows[layer]
             plan = replace(plan, predicted_CE=predicted_CE, rematerialize=self.rematerialize)
             plans.append(plan)

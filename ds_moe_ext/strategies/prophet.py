@@ -22,7 +22,7 @@ from ds_moe_ext.cost.block_costs import (
     is_balanced,
     placement_seconds,
 )
-from ds_moe_ext.cost.prices import TRIPS, Prices
+from ds_moe_ext.cost.prices import TRIPS
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.copy_split import SPLITS, split_backward, split_forward
 from ds_moe_ext.planners.prophet_greedy import BlockPlan, place_experts
@@ -138,9 +138,9 @@ class ProProphet(Strategy):
                 f"{num_cells - 1}, or null"
             )
         plans = {
-            layer: _Search(
-                self, job.homes[layer], job.follows(layer), prices, job.node_C, pool.prices
-            )(job.rows[layer])
+            layer: _Search(self, job.homes[layer], job.follows(layer), prices, job.node_C, pool)(
+                job.rows[layer]
+            )
             if (prices := self._prices(job, pool, layer))
             else _at_home(job.homes[layer])
             for pool in job.pools
@@ -218,7 +218,7 @@ class _Search:
         follows: whether there is a block before its own, which can carry its copies.
         prices: of its block.
         node_C: node of each cell.
-        row_prices: of its rows.
+        pool: with what its rows cost.
     """
 
     strategy: ProProphet
@@ -226,7 +226,7 @@ class _Search:
     follows: bool
     prices: BlockPrices
     node_C: np.ndarray
-    row_prices: Prices
+    pool: Pool
 
     def __call__(self, rows_CE: np.ndarray) -> Plan:
         """The plan by the chosen planner, int64 ``[C, E]``."""
@@ -272,9 +272,7 @@ class _Search:
         followed = replace(plan, successor=partial(self._next, plan, age), predicted_CE=rows_CE)
         if self.strategy.share == LOCAL or plan.target is plan.home:
             return followed
-        share = shared_by_time(
-            (plan.target,), rows_CE, self.node_C, self.row_prices, self.strategy.share
-        )
+        share = shared_by_time((plan.target,), rows_CE, self.node_C, self.pool, self.strategy.share)
         return replace(followed, share=share, by_paper=partial(LocalElseHome, self.home))
 
     def _next(self, plan: Plan, age: int, rows_CE: np.ndarray) -> Plan:

@@ -9,13 +9,12 @@ from functools import partial
 import numpy as np
 
 from ds_moe_ext.compiled import compiler
-from ds_moe_ext.cost.prices import Prices
 from ds_moe_ext.cost.row_prices import RowPrices
 from ds_moe_ext.level_share import SWEEPS, LevelShare
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.priced_copies import calibrate, fewest
 from ds_moe_ext.row_levels import RowLevels, WholePrices
-from ds_moe_ext.strategy import Destination, Plan
+from ds_moe_ext.strategy import Destination, Plan, Pool
 from ds_moe_ext.strict import nearest
 
 SWEEPS_OF = {"planned": 0, "priced": SWEEPS}  # by the names of shares
@@ -41,15 +40,16 @@ def check_share(key: str, value: str, papers: str) -> None:
         )
 
 
-def levels_by(prices: Prices, node_C: np.ndarray) -> Callable[[Placement], RowLevels]:
-    """What divides rows under a target, by what they cost, over cells that are alike."""
-    each = RowPrices.of(prices, len(node_C))
-    whole = WholePrices.of(each.row_s_C, each.local_row_s, each.cross_row_s, WORTH_S)
+def levels_by(pool: Pool, node_C: np.ndarray) -> Callable[[Placement], RowLevels]:
+    """What divides rows of a pool's layers under a target, by what they cost."""
+    each = RowPrices.of(pool.prices, len(node_C))
+    row_s_C = np.array(pool.row_s_C) if pool.row_s_C else each.row_s_C
+    whole = WholePrices.of(row_s_C, each.local_row_s, each.cross_row_s, WORTH_S)
     return partial(RowLevels, node_C=node_C, prices=whole)
 
 
 def shared_by_time(
-    targets: Sequence[Placement], rows_CE: np.ndarray, node_C: np.ndarray, prices: Prices, name: str
+    targets: Sequence[Placement], rows_CE: np.ndarray, node_C: np.ndarray, pool: Pool, name: str
 ) -> LevelShare:
     """The share under which a layer takes least time, and which target it is of: the one with
     fewest copies that is hardly slower than the widest.
@@ -58,17 +58,17 @@ def shared_by_time(
         targets: the widest first.
         rows_CE: that are predicted, int64 ``[C, E]``.
         node_C: node of each cell.
-        prices: of rows.
+        pool: with what rows cost.
         name: "planned" or "priced".
     """
-    return fewest(targets, levels_by(prices, node_C), rows_CE, sweeps=SWEEPS_OF[name])
+    return fewest(targets, levels_by(pool, node_C), rows_CE, sweeps=SWEEPS_OF[name])
 
 
-def calibrated(plan: Plan, share: LevelShare, prices: Prices, copies_left: int) -> Plan:
+def calibrated(plan: Plan, share: LevelShare, pool: Pool, copies_left: int) -> Plan:
     """The plan, to which copies are added once rows are known, where a cell has room for more."""
     if copies_left <= 0:
         return plan
-    revise = partial(_calibrated, plan.home, share, prices=prices, copies_left=copies_left)
+    revise = partial(_calibrated, plan.home, share, pool=pool, copies_left=copies_left)
     return replace(plan, revise=revise)
 
 
@@ -77,7 +77,7 @@ def _calibrated(
     share: LevelShare,
     rows_CE: np.ndarray,
     *,
-    prices: Prices,
+    pool: Pool,
     copies_left: int,
 ) -> Destination:
     divided = calibrate(
@@ -85,7 +85,7 @@ def _calibrated(
         share,
         rows_CE,
         copies_left=copies_left,
-        prices=prices,
-        levels_of=levels_by(prices, share.levels.node_C),
+        prices=pool.prices,
+        levels_of=levels_by(pool, share.levels.node_C),
     )
     return Destination(divided.target, divided)

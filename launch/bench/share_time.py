@@ -26,6 +26,7 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.materialize import materialize
 from ds_moe_ext.share import NearestCopy, Rule, received_by_slot, sent_by_pair
 from ds_moe_ext.strategies.shares import levels_by
+from ds_moe_ext.strategy import Pool
 
 PRICES = Prices(
     row_s=2e-7, row_bytes=4096, copy_s=1e-4, inter_bytes_per_s=4e11, intra_bytes_per_s=4.5e11
@@ -54,7 +55,8 @@ def seconds_of(run: Callable[[], object]) -> float:
 
 def planned(target: Placement, node_C: np.ndarray, rows_CE: np.ndarray, sweeps: int) -> LevelShare:
     """For the rows of the step before."""
-    return LevelShare.planned(levels_by(PRICES, node_C)(target), rows_CE, sweeps=sweeps)
+    levels_of = levels_by(Pool(layers=(0,), prices=PRICES), node_C)
+    return LevelShare.planned(levels_of(target), rows_CE, sweeps=sweeps)
 
 
 def prepared(made: Callable[[], Rule]) -> None:
