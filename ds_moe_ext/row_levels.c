@@ -17,11 +17,11 @@
 
 typedef int64_t i64;
 
-#define PARTS_BITS 12  /* of an expert's rows, and of a cell's speed */
+#define PARTS_BITS 20  /* of an expert's rows, and of a cell's speed */
 #define LAST_STEP 11   /* of the steps that leave and cross take */
 #define LAST_TOLL 5
 #define MANY 512 /* pairs */
-#define DEAREST ((i64)1 << 20) /* toll, in parts of a row */
+#define DEAREST ((i64)1 << 28) /* toll, in parts of a row */
 #define FURTHEST ((i64)1 << 40)
 
 typedef struct {

@@ -16,7 +16,7 @@ import numpy as np
 from ds_moe_ext.compiled import library
 from ds_moe_ext.placement import Placement
 
-PARTS = 1 << 12
+PARTS = 1 << 20
 """Of an expert's rows, and of the speed of the fastest cell."""
 SLOWEST = PARTS >> 6  # a cell's speed counts as so much at least
 HIGHEST = 1 << 20  # price

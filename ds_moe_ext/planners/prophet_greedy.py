@@ -8,7 +8,7 @@ paper's devices, ``D`` of them).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -62,6 +62,24 @@ class BlockPlan:
             selected=selected,
             seconds=seconds_of_rows(target, rows, prices=prices),
             seconds_without=seconds_of_rows(home, alone, prices=prices),
+            computed_C=rows.computed_C,
+            received_C=rows.received_C,
+        )
+
+    def first(
+        self, num_copied: int, home: Placement, rows_CE: np.ndarray, prices: BlockPrices
+    ) -> BlockPlan:
+        """The same with the first so many of the copied experts."""
+        selected = self.selected[:num_copied]
+        holds_EC, copied = home.holds_EC.copy(), list(selected)
+        holds_EC[copied] = self.target.holds_EC[copied]
+        target = Placement(holds_EC)
+        rows = cell_rows(home, target, rows_CE)
+        return replace(
+            self,
+            target=target,
+            selected=selected,
+            seconds=seconds_of_rows(target, rows, prices=prices),
             computed_C=rows.computed_C,
             received_C=rows.received_C,
         )

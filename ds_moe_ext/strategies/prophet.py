@@ -8,7 +8,7 @@ while rows travel (Algorithms 1 and 2 of the paper). Shape letters: C cells, E e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,6 +23,7 @@ from ds_moe_ext.cost.block_costs import (
     placement_seconds,
 )
 from ds_moe_ext.cost.prices import TRIPS
+from ds_moe_ext.level_share import LevelShare
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.copy_split import SPLITS, split_backward, split_forward
 from ds_moe_ext.planners.prophet_greedy import BlockPlan, place_experts
@@ -232,17 +233,30 @@ class _Search:
         """The plan by the chosen planner, int64 ``[C, E]``."""
         strategy, home = self.strategy, self.home
         found = PLANNERS[strategy.planner](strategy, home, rows_CE, self.prices)
+        if strategy.share != LOCAL:
+            found = self._narrowed(found, rows_CE)
         if not found.selected:
             return self._followed(_at_home(home), rows_CE, age=0)
-        target = found.target
         plan = Plan(
             home,
-            target,
-            LocalElseHome(home, target),
+            found.target,
+            LocalElseHome(home, found.target),
             rematerialize=strategy.rematerialize,
             carried=self._carried(found) if strategy.scheduler and self.follows else None,
         )
         return self._followed(plan, rows_CE, age=0)
+
+    def _narrowed(self, found: BlockPlan, rows_CE: np.ndarray) -> BlockPlan:
+        """With no more copies than it takes, if these divide rows by time."""
+        plans = [found]
+        while plans[-1].selected:
+            num_copied = len(plans[-1].selected) // 2
+            plans.append(found.first(num_copied, self.home, rows_CE, self.prices))
+        share = self._share([plan.target for plan in plans], rows_CE)
+        return next(plan for plan in plans if plan.target is share.levels.target)
+
+    def _share(self, targets: Sequence[Placement], rows_CE: np.ndarray) -> LevelShare:
+        return shared_by_time(targets, rows_CE, self.node_C, self.pool, self.strategy.share)
 
     def _carried(self, found: BlockPlan) -> Carried:
         rule, num_experts = SPLITS[self.strategy.split], len(found.selected)
@@ -272,7 +286,7 @@ class _Search:
         followed = replace(plan, successor=partial(self._next, plan, age), predicted_CE=rows_CE)
         if self.strategy.share == LOCAL or plan.target is plan.home:
             return followed
-        share = shared_by_time((plan.target,), rows_CE, self.node_C, self.pool, self.strategy.share)
+        share = self._share((plan.target,), rows_CE)
         return replace(followed, share=share, by_paper=partial(LocalElseHome, self.home))
 
     def _next(self, plan: Plan, age: int, rows_CE: np.ndarray) -> Plan:
