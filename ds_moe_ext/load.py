@@ -108,6 +108,12 @@ class LoadWindow:
         """Of the forecast of the newest step; None where nothing was known before."""
         return self._outcome
 
+    @property
+    def drift(self) -> float:
+        """Part of the newest step's rows that went to other experts than those of the step before;
+        1 where that is not remembered."""
+        return drift(*list(self._experts)[-2:]) if len(self._experts) > 1 else 1.0
+
     def after(self, rows: Sequence[np.ndarray]) -> LoadWindow:
         """The window that remembers one more step; takes what ``push`` takes."""
         window = copy.copy(self)
@@ -146,6 +152,16 @@ class LoadWindow:
             # Layer by layer: what is in between stays in the cache.
             self._predicted = tuple(_rounded_mean(total, len(self)) for total in self._totals)
         return self._predicted
+
+
+def drift(before_E: np.ndarray, after_E: np.ndarray) -> float:
+    """Part of the rows that went to other experts than before, of the loads of two steps.
+
+    From whole numbers by one division: every processor says the same.
+    """
+    num_rows = int(after_E.sum())
+    # A row that went elsewhere is missed by one expert, and is one more at another.
+    return int(np.abs(after_E - before_E).sum()) / (2 * num_rows) if num_rows else 0.0
 
 
 def _shapes(rows: Sequence[np.ndarray]) -> list[tuple[int, ...]]:

@@ -82,6 +82,8 @@ class Job:
         pipelines: what pipelines cost; None until it has been measured.
         stacks: number of each layer's stack: layers of one run one after the other in a pass, those
             of two at different times; none where there is one stack.
+        drift: part of the latest step's rows that went to other experts than those before; 1 where
+            it is not known.
     """
 
     rows: tuple[np.ndarray, ...]
@@ -94,6 +96,7 @@ class Job:
     accumulates: bool = False
     pipelines: Measured | None = None
     stacks: tuple[int, ...] = ()
+    drift: float = 1.0
 
     @classmethod
     def at_start(

@@ -132,3 +132,14 @@ def test_how_a_forecast_came_out() -> None:
     window.push([np.array([[1, 9]])])  # the last step said 3, the mean of the two before 6.5
     assert window.outcome == Outcome(num_steps=1, astray=2, rows=10)
     assert window_of(NOISY, 2).outcome == Outcome(num_steps=2, astray=16, rows=200)
+
+
+def test_drift_is_of_the_last_two_steps() -> None:
+    window = LoadWindow(5)
+    assert window.drift == 1.0
+    window.push([np.array([[3, 1], [0, 0]])])
+    assert window.drift == 1.0
+    window.push([np.array([[1, 3], [4, 0]])])  # of eight rows two more went to the second expert
+    assert window.drift == (abs(5 - 3) + abs(3 - 1)) / 16
+    window.push([np.array([[5, 3], [0, 0]])])
+    assert window.drift == 0.0

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 import numpy as np
 
@@ -137,7 +137,7 @@ class Planning:
         if _is_due(self._rhythm.shard_every, step):
             return None
         if self._is_plan_due(step):
-            return self.strategy.plan(replace(self.job, rows=window.predicted()))
+            return self.strategy.plan(replace(self.job, **_forecast(window)))
         if self._follows and not any(layer.plans_in_lane for layer in layers):
             return tuple(r.successor(seen.routed_CE) for r, seen in zip(layers, rows))
         return None
@@ -176,7 +176,7 @@ class Planning:
         is_shard_due = _is_due(self._rhythm.shard_every, step)
         is_plan_due = self._is_plan_due(step)
         if self.costs.are_new or is_shard_due or is_plan_due:
-            self.job = replace(self.job, rows=self._window.predicted())
+            self.job = replace(self.job, **_forecast(self._window))
         if self.costs.are_new:
             self.tell(self.strategy.describe(self.job))
         has_moved = is_shard_due and self._moved()
@@ -237,7 +237,7 @@ class Planning:
         rows = tuple(np.zeros_like(rows_CE) for rows_CE in self.job.rows)
         self.job = replace(self.job, homes=tuple(homes), rows=rows)
         if len(self._window):
-            self.job = replace(self.job, rows=self._window.predicted())
+            self.job = replace(self.job, **_forecast(self._window))
         self.plan()
 
     def _moved(self) -> bool:
@@ -257,6 +257,16 @@ class Planning:
         self.tell("; ".join(filter(None, (told, said))))
         self.job = replace(self.job, homes=homes)
         return True
+
+
+class _Forecast(TypedDict):
+    rows: tuple[np.ndarray, ...]
+    drift: float
+
+
+def _forecast(window: LoadWindow) -> _Forecast:
+    """What a job knows of the steps that are remembered."""
+    return {"rows": window.predicted(), "drift": window.drift}
 
 
 def _made_ahead(planning: weakref.ref[Planning]) -> Ahead | None:

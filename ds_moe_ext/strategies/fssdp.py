@@ -22,7 +22,7 @@ from ds_moe_ext.planners.home_swaps import CopyRules, MoveCosts, swap_homes
 from ds_moe_ext.planners.homes import shard
 from ds_moe_ext.planners.materialize import materialize
 from ds_moe_ext.share import NearestCopy
-from ds_moe_ext.strategies.shares import calibrated, check_share, shared_by_time
+from ds_moe_ext.strategies.shares import STEADY, calibrated, check_share, shared_by_time
 from ds_moe_ext.strategy import (
     Destination,
     Job,
@@ -163,7 +163,7 @@ class FullySharded(Strategy):
         """Plans whose copies divide rows by time. It says itself how many copies that takes."""
         targets = [widest]
         narrower_L = np.minimum(fits_L, self._overlap_degrees(job))
-        while narrower_L.any():
+        while narrower_L.any() and job.drift < STEADY:
             narrower_L = narrower_L // 2
             targets.append(self._wanted(job, routed, narrower_L))
         pools = {layer: pool for pool in job.pools for layer in pool.layers}

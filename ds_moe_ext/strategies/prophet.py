@@ -24,13 +24,14 @@ from ds_moe_ext.cost.block_costs import (
 )
 from ds_moe_ext.cost.prices import TRIPS
 from ds_moe_ext.level_share import LevelShare
+from ds_moe_ext.load import drift
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.copy_split import SPLITS, split_backward, split_forward
 from ds_moe_ext.planners.prophet_greedy import BlockPlan, place_experts
 from ds_moe_ext.planners.shadow import shadow_experts
 from ds_moe_ext.schedule.wires import Beside
 from ds_moe_ext.share import LocalElseHome
-from ds_moe_ext.strategies.shares import check_share, shared_by_time
+from ds_moe_ext.strategies.shares import STEADY, check_share, shared_by_time
 from ds_moe_ext.strategy import (
     Carried,
     Forecast,
@@ -229,11 +230,17 @@ class _Search:
     node_C: np.ndarray
     pool: Pool
 
-    def __call__(self, rows_CE: np.ndarray) -> Plan:
-        """The plan by the chosen planner, int64 ``[C, E]``."""
+    def __call__(self, rows_CE: np.ndarray, before_CE: np.ndarray | None = None) -> Plan:
+        """The plan by the chosen planner.
+
+        Args:
+            rows_CE: of the step before, int64.
+            before_CE: and of the one before that, if they are known.
+        """
         strategy, home = self.strategy, self.home
         found = PLANNERS[strategy.planner](strategy, home, rows_CE, self.prices)
-        if strategy.share != LOCAL:
+        is_steady = before_CE is not None and drift(before_CE.sum(0), rows_CE.sum(0)) < STEADY
+        if strategy.share != LOCAL and is_steady:
             found = self._narrowed(found, rows_CE)
         if not found.selected:
             return self._followed(_at_home(home), rows_CE, age=0)
@@ -283,16 +290,17 @@ class _Search:
             rows_CE: of the step before.
             age: steps that it has been in force before.
         """
-        followed = replace(plan, successor=partial(self._next, plan, age), predicted_CE=rows_CE)
+        successor = partial(self._next, plan, rows_CE, age)
+        followed = replace(plan, successor=successor, predicted_CE=rows_CE)
         if self.strategy.share == LOCAL or plan.target is plan.home:
             return followed
         share = self._share((plan.target,), rows_CE)
         return replace(followed, share=share, by_paper=partial(LocalElseHome, self.home))
 
-    def _next(self, plan: Plan, age: int, rows_CE: np.ndarray) -> Plan:
+    def _next(self, plan: Plan, before_CE: np.ndarray, age: int, rows_CE: np.ndarray) -> Plan:
         strategy = self.strategy
         if age + 1 < strategy.steps_kept:
             computed_C = cell_rows(self.home, plan.target, rows_CE).computed_C
             if is_balanced(computed_C, self.home.num_experts, strategy.balance):
                 return self._followed(plan, rows_CE, age=age + 1)
-        return self(rows_CE)
+        return self(rows_CE, before_CE)

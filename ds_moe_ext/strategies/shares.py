@@ -18,6 +18,9 @@ from ds_moe_ext.strategy import Destination, Plan, Pool
 from ds_moe_ext.strict import nearest
 
 SWEEPS_OF = {"planned": 0, "priced": SWEEPS}  # by the names of shares
+STEADY = 0.05
+"""Drift below which copies are left out that the predicted rows can do without: where loads move
+faster, those come in for rows that nobody predicted."""
 WORTH_S = 1e-4
 """What dividing anew has to save: it takes about so long between gate and dispatch."""
 
