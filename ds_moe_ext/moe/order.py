@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -256,17 +256,17 @@ class Order(SavesAlike):
         destination = self.destination if self.revise is None else self.revise(rows_CE)
         target, share = destination.target, destination.share.of_rows(rows_CE)
         self.on_rows(rows_CE, top_k, Destination(target, share))
-        sent_FN = sent_by_pair(share, target, cell, rows_CPFE[cell, place])
+        # Each rank of a cell divides its own rows, as if they were chunks of the cell's.
+        num_cells, _, num_chunks, num_experts = rows_CPFE.shape
+        rows_CFE = rows_CPFE.reshape(num_cells, -1, num_experts)
+        own = slice(place * num_chunks, (place + 1) * num_chunks)
+        sent_FN = sent_by_pair(share, target, cell, rows_CFE[cell])[own]
         if target.is_single:
-            received_PCFS = rows_CPFE.swapaxes(0, 1)[..., target.columns_of(cell)]
+            received_CFS = rows_CFE[..., target.columns_of(cell)]
         else:
-            # Rows go to the rank of the sender's place, so each place is a plane of its own.
-            received_PCFS = np.stack(
-                [
-                    received_by_slot(share, target, cell, rows_CPFE[:, each])
-                    for each in range(cell_size)
-                ]
-            )
+            received_CFS = received_by_slot(share, target, cell, rows_CFE)
+        # Rows go to the rank of the sender's place, so each place is a plane of its own.
+        received_PCFS = received_CFS.reshape(num_cells, cell_size, num_chunks, -1).swapaxes(0, 1)
         if self._may_drop:
             by_key_N = by_key_N[: int(sent_FN.sum())]
         return LayerRoute(
@@ -277,7 +277,7 @@ class Order(SavesAlike):
             sent_FC=_sums_by_holder(sent_FN, target),
             received_PCFS=received_PCFS,
             place=place,
-            count_between=partial(share.rows_between, rows_CPFE[:, place]),
+            count_between=lambda: share.rows_between(rows_CFE)[own],
         )
 
 
