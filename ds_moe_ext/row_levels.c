@@ -12,17 +12,16 @@
  */
 
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
 typedef int64_t i64;
 
-#define PARTS_BITS 20  /* of an expert's rows, and of a cell's speed */
-#define LAST_STEP 11   /* of the steps that leave and cross take */
-#define LAST_TOLL 5
-#define MANY 512 /* pairs */
-#define DEAREST ((i64)1 << 28) /* toll, in parts of a row */
-#define FURTHEST ((i64)1 << 40)
+#define PARTS_BITS 20              /* of an expert's rows, and of a cell's speed */
+#define LAST_STEP 11               /* of the steps that leave and cross take */
+#define LAST_TOLL 5                /* of those of tolls */
+#define DEAREST ((i64)1 << 28)     /* toll, in parts of a row */
+#define FURTHEST ((i64)1 << 40)    /* of levels */
+#define MANY 512                   /* pairs */
 
 typedef struct {
     i64 C, E, V, X, G, N;
@@ -398,7 +397,8 @@ void divide(
         layer->local_price ? step_3[0] : 0, layer->cross_price ? step_3[1] : 0, step_3[2]};
     Search search = {&rows, rows_N, begun(layer, &rows, part_N), at};
     memcpy(rows_N, rows.held_N, layer->N * sizeof(i64));
-    i64 is_known = part_N && search.best_s - plan_3[1] * rows.mean / plan_3[0] <= plan_3[2];
+    i64 expected_s = (i64)((__int128)plan_3[1] * rows.mean / plan_3[0]);
+    i64 is_known = part_N && search.best_s - expected_s <= plan_3[2];
     if (part_N && (num_sweeps || !is_known)) {
         i64 near_s = begun(layer, &rows, NULL);
         if (near_s < search.best_s) {
