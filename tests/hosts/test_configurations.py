@@ -11,12 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from ds_moe_ext.hardware import Device, Hardware, Link
+from ds_moe_ext.hardware import Collectives, Device, Hardware, Link
+from ds_moe_ext.level_share import LevelShare
+from ds_moe_ext.strategy import Plan
 from tests.hosts import families, toy
 from tests.hosts.copied_runs import (
     Step,
@@ -158,6 +162,37 @@ def carries(steps: Sequence[Step]) -> None:
 
 def carries_nothing(steps: Sequence[Step]) -> None:
     assert all(plan.carried is None for plan in _with_copies(steps))
+
+
+def divides_anew(steps: Sequence[Step]) -> None:
+    """Rows of a step, which are the forecast for the next, otherwise than by the planned parts."""
+    assert any(
+        rule.of_rows(rows_CE).describe() != replace(rule, sweeps=0).of_rows(rows_CE).describe()
+        for plan, rows_CE in _with_rows(steps)
+        if isinstance(rule := plan.share, LevelShare)
+    )
+
+
+def adds_copies(steps: Sequence[Step]) -> None:
+    """Once the rows are known."""
+    assert any(
+        plan.revise(rows_CE).target.holds_EC.sum() > plan.target.holds_EC.sum()
+        for plan, rows_CE in _with_rows(steps)
+        if plan.revise is not None
+    )
+
+
+def _with_rows(steps: Sequence[Step]) -> Iterator[tuple[Plan, np.ndarray]]:
+    """Plans, and the rows of each one's step where the next is planned by these alone."""
+    for first, second in pairwise(steps):
+        for plan, after in zip(first.plans, second.plans):
+            if after.predicted_CE is not None:
+                yield plan, after.predicted_CE
+
+
+def shares_by_parts(steps: Sequence[Step]) -> None:
+    for plan in _with_copies(steps):
+        assert isinstance(plan.share, LevelShare) and not plan.share.sweeps
 
 
 def _with_copies(steps: Sequence[Step]) -> list[Any]:
@@ -379,14 +414,6 @@ FSSDP: dict[str, tuple[int, dict[str, Any], Shows]] = {
         {"overlap_degree": 2, "copies_per_rank": 1, "calibrate": True, **often(4)},
         moves,
     ),
-    "planned share": (
-        4,
-        {
-            **{"overlap_degree": 4, "copies_per_rank": 2, **often(4)},
-            **{"share": "planned", "rematerialize": True},
-        },
-        moves,
-    ),
     "all at once": (
         4,
         {
@@ -431,7 +458,6 @@ PROPHET: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "as it is": ((2, 4), {"balance": 0.3}),
     "halves": ((4,), {"split": "half", "num_excluded": 1, "balance": 0.3}),
     "kept copies": ((2,), {"rematerialize": False, "num_excluded": None, "balance": 0.2}),
-    "planned share": ((4,), {"share": "planned", "balance": 0.3}),
     "not hidden": ((2,), {"scheduler": False, "frequency": 1, "balance": 0.3}),
     "shadows": ((2,), {"planner": "shadow"}),
     "stale": ((2,), {"planner": "shadow", "frequency": 7, "balance": 1e6}),
@@ -476,6 +502,107 @@ def prophet_rows() -> Iterator[Row]:
             yield Row(name, 2, job, shows=(copies,), hardware=FREE)
 
 
+SLOW = Hardware(
+    name="of a test",
+    source="made up",
+    num_nodes=4,
+    ranks_per_node=2,
+    device=Device(name="CPU"),
+    intra=Link(bytes_per_s=1e6),
+    inter=Link(bytes_per_s=2e5),
+    intra_collectives=Collectives(copy=Link(bytes_per_s=1e12)),
+    copy=Link(bytes_per_s=1e12),
+)
+"""Where a row on its way is so dear that dividing anew always pays, and copies are cheap."""
+BY_TIME: dict[str, dict[str, dict[str, Any]]] = {
+    "fssdp": {
+        "kept": {"share": "priced", "overlap_degree": 4, "copies_per_rank": 2, **often(5)},
+        "freed": {"share": "priced", "overlap_degree": 4, "copies_per_rank": 2},
+        "calibrated": {"share": "priced", "overlap_degree": 2, "copies_per_rank": 3},
+        "by parts": {"share": "planned", "overlap_degree": 4, "copies_per_rank": 2},
+    },
+    "prophet": {
+        "kept": {"share": "priced", "rematerialize": False, "balance": 0.3},
+        "freed": {"share": "priced", "balance": 0.3},
+        "by parts": {"share": "planned", "balance": 0.3},
+    },
+}
+"""Shares under which layers take least time."""
+for _name, _keys in BY_TIME["fssdp"].items():
+    _keys.update(window=1, rematerialize=_name != "kept", calibrate=_name == "calibrated")
+
+
+def by_time_rows() -> Iterator[Row]:
+    """20 steps of Adam."""
+    for strategy, name in ((s, n) for s, names in BY_TIME.items() for n in names):
+        divides = shares_by_parts if name == "by parts" else divides_anew
+        adds = (adds_copies,) if name == "calibrated" else ()
+        for ranks in (2, 3, 4, 8):
+            sizes = {"micro_batches": 6, "clip": 0.0} if ranks == 3 else sized(ranks)
+            keys = tuple(BY_TIME[strategy][name].items())
+            job = replace(float64(steps=20, **sizes), strategy=strategy, keys=keys)
+            stock = Stock.ALONE if ranks in (3, 8) else Stock.EP
+            yield Row(
+                f"{strategy} by time {name} {ranks} ranks",
+                *(ranks, job, EXACT, stock, (copies, divides, *adds), SLOW),
+                is_slow=(strategy, name, ranks) not in QUICK_BY_TIME,
+            )
+
+
+QUICK_BY_TIME = (("fssdp", "calibrated", 4), ("prophet", "freed", 4))
+
+
+def esp_by_time_rows() -> Iterator[Row]:
+    """In chunks, forward in other numbers than backward, and in cells of several ranks."""
+    for strategy, names in BY_TIME.items():
+        for name, keys in names.items():
+            for ranks, size, degrees in (
+                (4, 2, (2, 3)),
+                (4, 1, (3, 2)),
+                (8, 2, (8, 2)),
+                (8, 4, (2, 8)),
+            ):
+                degree = {"forward": degrees[0], "backward": degrees[1]}
+                job = esp(float64("mixtral", 20, **sized(ranks)), size, degree=degree)
+                job = replace(job, balance=strategy, balance_keys=tuple(keys.items()))
+                stock = Stock.ALONE if ranks == 8 else Stock.EP
+                cut = f"{degrees[0]} and {degrees[1]} chunks"
+                yield Row(
+                    f"esp over {strategy} by time {name}, {ranks} ranks by {size}, {cut}",
+                    *(ranks, job, EXACT, stock, (copies,), SLOW),
+                    is_slow=(strategy, name, ranks, size) != ("fssdp", "kept", 4, 2),
+                )
+
+
+def others_by_time_rows() -> Iterator[Row]:
+    """By hand: rows that are dropped, micro-batches, blocks computed again, ZeRO, grids."""
+    jobs = {
+        "with capacity": float64("toy", 20, capacity_factor=0.8),
+        "uneven layers with capacity": float64("toy, uneven layers", 20, capacity_factor=0.8),
+        "drops": float64("gpt_moe", 20, drop_tokens=True, top_k=2),
+        "noisy gate": float64("mixtral", 20, gate=NOISY),
+        "expert choice": float64("mixtral", 20, gate=GATES["expert choice"]),
+        "micro-batches": float64("toy", 20, micro_batches=12),
+        "checkpointed": float64("mixtral", 20, use_reentrant=True),
+        "checkpointed, not reentrant": float64("mixtral", 20, use_reentrant=False),
+        "grids of 2": float64("toy", 20, cells=2),
+    }
+    for strategy, names in BY_TIME.items():
+        for name, keys in names.items():
+            for what, plain_job in jobs.items():
+                if (what, name) == ("grids of 2", "kept"):  # homes cannot change there
+                    continue
+                job = replace(plain_job, strategy=strategy, keys=tuple(keys.items()))
+                row = f"{strategy} by time {name}, {what}"
+                yield Row(row, 4, job, BUT_KEYS, shows=(copies,), hardware=SLOW, is_slow=True)
+        for stage, dtype in ((1, "float32"), (2, "float32"), (2, "bfloat16")):
+            job = Job("mixtral", stage, dtype=dtype, clip=0.5, steps=8)
+            job = replace(job, strategy=strategy, keys=tuple(names["freed"].items()))
+            close = replace(CURVES if dtype == "float32" else HALVES, norms=None)
+            row = f"{strategy} by time {dtype} zero{stage}"
+            yield Row(row, 4, job, close, shows=(copies,), hardware=SLOW, is_slow=True)
+
+
 def esp(job: Job, cell_size: int, **keys: Any) -> Job:
     """Experts split in cells of so many ranks, rows in chunks."""
     given = {"degree": {"forward": 2, "backward": 3}, "slice_gradients": False, **keys}
@@ -503,9 +630,8 @@ def esp_rows() -> Iterator[Row]:
     for ranks, size in ((2, 1), (4, 2)):
         job = over(esp(float64(steps=6), size), VARIED, **drawn)
         yield Row(f"esp over varied {ranks} ranks by {size}", ranks, job, shows=(copies, moves))
-    fewer = {"copies_per_rank": 2, "share": "planned", **often(3)}
-    job = over(esp(float64("mixtral", 8), 2), "fssdp", **fewer)
-    yield Row("esp over fssdp", 4, job)
+    job = over(esp(float64("mixtral", 8), 2), "fssdp", copies_per_rank=2, **often(3))
+    yield Row("esp over fssdp", 4, job, is_slow=True)
     job = over(esp(float64("mixtral", 8), 2), "prophet")
     yield Row("esp over prophet", 4, job)
     for reentrant in (False, True):
@@ -703,6 +829,7 @@ def zebra_at_zero_rows() -> Iterator[Row]:
 ROWS = [
     *(*ep_rows(), *static_rows(), *once_rows(), *varied_rows(), *varied_at_zero_rows()),
     *(*fssdp_rows(), *prophet_rows()),
+    *(*by_time_rows(), *esp_by_time_rows(), *others_by_time_rows()),
     *(*esp_rows(), *gate_rows(), *zebra_rows(), *zebra_at_zero_rows()),
 ]
 
