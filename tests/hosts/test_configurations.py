@@ -11,26 +11,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from ds_moe_ext.hardware import Collectives, Device, Hardware, Link
+from ds_moe_ext.hardware import Device, Hardware, Link
 from ds_moe_ext.level_share import LevelShare
-from ds_moe_ext.strategy import Plan
 from tests.hosts import families, toy
 from tests.hosts.copied_runs import (
+    SLOW,
     Step,
     alone,
+    divides_anew,
     fssdp,
     num_copied,
     num_moved,
     plain,
     run,
     varied,
+    with_rows,
     worst,
 )
 from tests.hosts.jobs import Job
@@ -164,30 +164,17 @@ def carries_nothing(steps: Sequence[Step]) -> None:
     assert all(plan.carried is None for plan in _with_copies(steps))
 
 
-def divides_anew(steps: Sequence[Step]) -> None:
-    """Rows of a step, which are the forecast for the next, otherwise than by the planned parts."""
-    assert any(
-        rule.of_rows(rows_CE).describe() != replace(rule, sweeps=0).of_rows(rows_CE).describe()
-        for plan, rows_CE in _with_rows(steps)
-        if isinstance(rule := plan.share, LevelShare)
-    )
+def divides(steps: Sequence[Step]) -> None:
+    assert divides_anew(steps)
 
 
 def adds_copies(steps: Sequence[Step]) -> None:
     """Once the rows are known."""
     assert any(
         plan.revise(rows_CE).target.holds_EC.sum() > plan.target.holds_EC.sum()
-        for plan, rows_CE in _with_rows(steps)
+        for plan, rows_CE in with_rows(steps)
         if plan.revise is not None
     )
-
-
-def _with_rows(steps: Sequence[Step]) -> Iterator[tuple[Plan, np.ndarray]]:
-    """Plans, and the rows of each one's step where the next is planned by these alone."""
-    for first, second in pairwise(steps):
-        for plan, after in zip(first.plans, second.plans):
-            if after.predicted_CE is not None:
-                yield plan, after.predicted_CE
 
 
 def shares_by_parts(steps: Sequence[Step]) -> None:
@@ -502,18 +489,6 @@ def prophet_rows() -> Iterator[Row]:
             yield Row(name, 2, job, shows=(copies,), hardware=FREE)
 
 
-SLOW = Hardware(
-    name="of a test",
-    source="made up",
-    num_nodes=4,
-    ranks_per_node=2,
-    device=Device(name="CPU"),
-    intra=Link(bytes_per_s=1e6),
-    inter=Link(bytes_per_s=2e5),
-    intra_collectives=Collectives(copy=Link(bytes_per_s=1e12)),
-    copy=Link(bytes_per_s=1e12),
-)
-"""Where a row on its way is so dear that dividing anew always pays, and copies are cheap."""
 BY_TIME: dict[str, dict[str, dict[str, Any]]] = {
     "fssdp": {
         "kept": {"share": "priced", "overlap_degree": 4, "copies_per_rank": 2, **often(5)},
@@ -535,7 +510,7 @@ for _name, _keys in BY_TIME["fssdp"].items():
 def by_time_rows() -> Iterator[Row]:
     """20 steps of Adam."""
     for strategy, name in ((s, n) for s, names in BY_TIME.items() for n in names):
-        divides = shares_by_parts if name == "by parts" else divides_anew
+        shows = shares_by_parts if name == "by parts" else divides
         adds = (adds_copies,) if name == "calibrated" else ()
         for ranks in (2, 3, 4, 8):
             sizes = {"micro_batches": 6, "clip": 0.0} if ranks == 3 else sized(ranks)
@@ -544,7 +519,7 @@ def by_time_rows() -> Iterator[Row]:
             stock = Stock.ALONE if ranks in (3, 8) else Stock.EP
             yield Row(
                 f"{strategy} by time {name} {ranks} ranks",
-                *(ranks, job, EXACT, stock, (copies, divides, *adds), SLOW),
+                *(ranks, job, EXACT, stock, (copies, shows, *adds), SLOW),
                 is_slow=(strategy, name, ranks) not in QUICK_BY_TIME,
             )
 
@@ -554,53 +529,42 @@ QUICK_BY_TIME = (("fssdp", "calibrated", 4), ("prophet", "freed", 4))
 
 def esp_by_time_rows() -> Iterator[Row]:
     """In chunks, forward in other numbers than backward, and in cells of several ranks."""
-    for strategy, names in BY_TIME.items():
-        for name, keys in names.items():
-            for ranks, size, degrees in (
-                (4, 2, (2, 3)),
-                (4, 1, (3, 2)),
-                (8, 2, (8, 2)),
-                (8, 4, (2, 8)),
-            ):
-                degree = {"forward": degrees[0], "backward": degrees[1]}
-                job = esp(float64("mixtral", 20, **sized(ranks)), size, degree=degree)
-                job = replace(job, balance=strategy, balance_keys=tuple(keys.items()))
-                stock = Stock.ALONE if ranks == 8 else Stock.EP
-                cut = f"{degrees[0]} and {degrees[1]} chunks"
-                yield Row(
-                    f"esp over {strategy} by time {name}, {ranks} ranks by {size}, {cut}",
-                    *(ranks, job, EXACT, stock, (copies,), SLOW),
-                    is_slow=(strategy, name, ranks, size) != ("fssdp", "kept", 4, 2),
-                )
+    for strategy, name in (("fssdp", "kept"), ("fssdp", "calibrated"), ("prophet", "freed")):
+        keys = tuple(BY_TIME[strategy][name].items())
+        for ranks, size, ahead, behind in ((4, 2, 2, 3), (4, 1, 3, 2), (8, 2, 8, 2), (8, 4, 2, 8)):
+            degree = {"forward": ahead, "backward": behind}
+            job = esp(float64("mixtral", 20, **sized(ranks)), size, degree=degree)
+            job = replace(job, balance=strategy, balance_keys=keys)
+            stock = Stock.ALONE if ranks == 8 else Stock.EP
+            yield Row(
+                f"esp {ahead}, {behind} over {strategy} by time {name} {ranks} ranks by {size}",
+                *(ranks, job, EXACT, stock, (copies,), SLOW),
+                is_slow=(name, ranks, size) != ("kept", 4, 2),
+            )
 
 
 def others_by_time_rows() -> Iterator[Row]:
     """By hand: rows that are dropped, micro-batches, blocks computed again, ZeRO, grids."""
     jobs = {
-        "with capacity": float64("toy", 20, capacity_factor=0.8),
-        "uneven layers with capacity": float64("toy, uneven layers", 20, capacity_factor=0.8),
-        "drops": float64("gpt_moe", 20, drop_tokens=True, top_k=2),
+        "with capacity": float64(steps=20, capacity_factor=0.8),
+        "drops": float64("gpt_moe", 20, drop_tokens=True),
         "noisy gate": float64("mixtral", 20, gate=NOISY),
-        "expert choice": float64("mixtral", 20, gate=GATES["expert choice"]),
-        "micro-batches": float64("toy", 20, micro_batches=12),
+        "micro-batches": float64(steps=20, micro_batches=12),
         "checkpointed": float64("mixtral", 20, use_reentrant=True),
         "checkpointed, not reentrant": float64("mixtral", 20, use_reentrant=False),
-        "grids of 2": float64("toy", 20, cells=2),
+        "grids of 2": float64(steps=20, cells=2),
+        **{
+            f"{dtype} zero{stage}": Job("mixtral", stage, dtype=dtype, clip=0.5, steps=8)
+            for stage, dtype in ((1, "float32"), (2, "float32"), (2, "bfloat16"))
+        },
     }
-    for strategy, names in BY_TIME.items():
-        for name, keys in names.items():
-            for what, plain_job in jobs.items():
-                if (what, name) == ("grids of 2", "kept"):  # homes cannot change there
-                    continue
-                job = replace(plain_job, strategy=strategy, keys=tuple(keys.items()))
-                row = f"{strategy} by time {name}, {what}"
-                yield Row(row, 4, job, BUT_KEYS, shows=(copies,), hardware=SLOW, is_slow=True)
-        for stage, dtype in ((1, "float32"), (2, "float32"), (2, "bfloat16")):
-            job = Job("mixtral", stage, dtype=dtype, clip=0.5, steps=8)
-            job = replace(job, strategy=strategy, keys=tuple(names["freed"].items()))
-            close = replace(CURVES if dtype == "float32" else HALVES, norms=None)
-            row = f"{strategy} by time {dtype} zero{stage}"
-            yield Row(row, 4, job, close, shows=(copies,), hardware=SLOW, is_slow=True)
+    closes = {"float64": BUT_KEYS, "float32": CURVES, "bfloat16": HALVES}
+    for strategy, name in (("fssdp", "calibrated"), ("prophet", "freed")):
+        for what, job in jobs.items():
+            close = closes[job.dtype] if job.stage == 0 else replace(closes[job.dtype], norms=None)
+            own = replace(job, strategy=strategy, keys=tuple(BY_TIME[strategy][name].items()))
+            row = f"{strategy} by time {name}, {what}"
+            yield Row(row, 4, own, close, shows=(copies,), hardware=SLOW, is_slow=True)
 
 
 def esp(job: Job, cell_size: int, **keys: Any) -> Job:
