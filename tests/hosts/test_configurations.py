@@ -509,21 +509,28 @@ for _name, _keys in BY_TIME["fssdp"].items():
 
 def by_time_rows() -> Iterator[Row]:
     """20 steps of Adam."""
+    three = float64("mixtral", 20, num_experts=6, micro_batches=6, clip=0.0)
     for strategy, name in ((s, n) for s, names in BY_TIME.items() for n in names):
-        shows = shares_by_parts if name == "by parts" else divides
-        adds = (adds_copies,) if name == "calibrated" else ()
+        shows = (copies, *SHOWN_BY_TIME.get((strategy, name), ()))
         for ranks in (2, 3, 4, 8):
-            sizes = {"micro_batches": 6, "clip": 0.0} if ranks == 3 else sized(ranks)
-            keys = tuple(BY_TIME[strategy][name].items())
-            job = replace(float64(steps=20, **sizes), strategy=strategy, keys=keys)
+            job = three if ranks == 3 else float64(steps=20, **sized(ranks))
+            job = replace(job, strategy=strategy, keys=tuple(BY_TIME[strategy][name].items()))
             stock = Stock.ALONE if ranks in (3, 8) else Stock.EP
             yield Row(
                 f"{strategy} by time {name} {ranks} ranks",
-                *(ranks, job, EXACT, stock, (copies, shows, *adds), SLOW),
+                *(ranks, job, EXACT, stock, shows, SLOW),
                 is_slow=(strategy, name, ranks) not in QUICK_BY_TIME,
             )
 
 
+SHOWN_BY_TIME: dict[tuple[str, str], tuple[Shows, ...]] = {
+    ("fssdp", "kept"): (divides,),
+    ("fssdp", "freed"): (divides,),
+    ("fssdp", "calibrated"): (divides, adds_copies),
+    ("fssdp", "by parts"): (shares_by_parts,),
+    ("prophet", "by parts"): (shares_by_parts,),
+}
+"""Which experts prophet copies depends on what a machine's first steps take."""
 QUICK_BY_TIME = (("fssdp", "calibrated", 4), ("prophet", "freed", 4))
 
 
