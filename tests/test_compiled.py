@@ -59,7 +59,9 @@ def divided(_: int = 0) -> list[int]:
 
 def test_processes_that_compile_at_once_all_have_it(kept: Path) -> None:
     """As the ranks of a node do. One library is left, and nothing beside it."""
-    with multiprocessing.get_context("spawn").Pool(4) as processes:
+    context = multiprocessing.get_context("spawn")
+    all_are_there = context.Barrier(4)
+    with context.Pool(4, initializer=all_are_there.wait) as processes:
         assert processes.map(divided, range(4), chunksize=1) == [[5, 5]] * 4
     (library,) = kept.iterdir()
     assert re.fullmatch(r"row_levels-[0-9a-f]{16}\.so", library.name)
