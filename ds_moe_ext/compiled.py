@@ -2,7 +2,7 @@
 
 The library lies beside torch's extensions (``TORCH_EXTENSIONS_DIR``, or torch's own place), under a
 name that tells source and compiler. Ranks that compile at once do so each for itself; the last one
-that is done takes the place.
+that is done takes the place. Where nothing can be kept there, a process compiles for itself alone.
 """
 
 from __future__ import annotations
@@ -30,14 +30,37 @@ def library(name: str) -> ctypes.CDLL:
     """The library of ``name.c``, compiled where it is not yet.
 
     Raises:
-        RuntimeError: there is no compiler, or it refuses.
+        RuntimeError: there is no compiler, it refuses, or what it makes cannot be loaded.
     """
     source = Path(__file__).with_name(f"{name}.c")
     command = compiler()
     if command is None:
         raise RuntimeError(f"{source.name} needs a C compiler, and there is none; install gcc")
-    told = (source.read_bytes(), command.encode(), platform.machine().encode())
-    place = _folder() / f"{name}-{hashlib.sha256(b' '.join(told)).hexdigest()[:16]}.so"
+    told = (source.read_bytes(), *(word.encode() for word in (command, platform.machine(), *FLAGS)))
+    file = f"{name}-{hashlib.sha256(b' '.join(told)).hexdigest()[:16]}.so"
+    try:
+        return _kept(command, source, _folder() / file)
+    except (OSError, RuntimeError) as error:  # no home, no right to write, no room, no loading
+        why = error
+    try:
+        # A folder of this process: nobody else can put a library there. Loaded, it needs no file.
+        with tempfile.TemporaryDirectory() as folder:
+            return _kept(command, source, Path(folder) / file)
+    except (OSError, RuntimeError) as error:
+        raise RuntimeError(
+            f"{source.name} can be compiled and loaded neither beside torch's extensions ({why}) "
+            f"nor in a temporary folder ({error}); let TORCH_EXTENSIONS_DIR name a folder with "
+            "room, from which libraries may be loaded"
+        ) from error
+
+
+def _kept(command: str, source: Path, place: Path) -> ctypes.CDLL:
+    """From its place; compiled where it does not lie there.
+
+    Raises:
+        OSError: the place cannot be written to, or nothing can be loaded from there.
+        RuntimeError: the compiler refuses.
+    """
     if not place.exists():
         _compile(command, source, place)
     return ctypes.CDLL(str(place))
@@ -56,5 +79,6 @@ def _compile(command: str, source: Path, place: Path) -> None:
         told = [command, *FLAGS, "-o", str(made), str(source)]
         done = subprocess.run(told, check=False, capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(f"{command} does not compile {source.name}: {done.stderr.strip()}")
+            said = done.stderr.strip()
+            raise RuntimeError(f"{command} does not compile for {place.parent}: {said}")
         made.replace(place)

@@ -47,6 +47,9 @@ static i64 most(i64 a, i64 b) { return a > b ? a : b; }
 static i64 least(i64 a, i64 b) { return a < b ? a : b; }
 static i64 within(i64 a, i64 low, i64 high) { return a < low ? low : a > high ? high : a; }
 
+/* a * b / c, where a * b may not fit into 64 bits, but b * c does. */
+static i64 scaled(i64 a, i64 b, i64 c) { return a / c * b + a % c * b / c; }
+
 static i64 *laid(i64 **rest, i64 size) {
     i64 *own = *rest;
     *rest += size;
@@ -397,8 +400,7 @@ void divide(
         layer->local_price ? step_3[0] : 0, layer->cross_price ? step_3[1] : 0, step_3[2]};
     Search search = {&rows, rows_N, begun(layer, &rows, part_N), at};
     memcpy(rows_N, rows.held_N, layer->N * sizeof(i64));
-    i64 expected_s = (i64)((__int128)plan_3[1] * rows.mean / plan_3[0]);
-    i64 is_known = part_N && search.best_s - expected_s <= plan_3[2];
+    i64 is_known = part_N && search.best_s - scaled(plan_3[1], rows.mean, plan_3[0]) <= plan_3[2];
     if (part_N && (num_sweeps || !is_known)) {
         i64 near_s = begun(layer, &rows, NULL);
         if (near_s < search.best_s) {

@@ -113,6 +113,10 @@ class RowLevels:
     node_C: np.ndarray
     prices: WholePrices
 
+    def __reduce__(self) -> tuple[type[RowLevels], tuple[Placement, np.ndarray, WholePrices]]:
+        """Copied without its tables, which point into this process's memory."""
+        return RowLevels, (self.target, self.node_C, self.prices)
+
     @cached_property
     def _place_C(self) -> np.ndarray:
         """Each cell's node by its number among the nodes, 0 to V - 1."""
@@ -172,7 +176,7 @@ class RowLevels:
 
     @cached_property
     def _memory_size(self) -> int:
-        return int(_code().memory_size(ctypes.byref(self._tables)))
+        return int(code().memory_size(ctypes.byref(self._tables)))
 
     def prepare(self) -> None:
         """Work out beforehand what does not depend on rows."""
@@ -192,7 +196,7 @@ class RowLevels:
         known = np.array((1, 0, 0) if plan is None else (plan.mean, plan.price, self.prices.worth))
         rows_N, part_N, found = (np.empty(n, dtype=np.int64) for n in (size, size, 2))
         memory = np.empty(self._memory_size, dtype=np.int64)
-        _code().divide(
+        code().divide(
             ctypes.byref(self._tables),
             *map(_at, (rows_CE, memory)),
             None if plan is None else _at(plan.part_N),
@@ -225,7 +229,7 @@ class RowLevels:
         memory, rows_FE = np.empty(self._memory_size, dtype=np.int64), _whole(rows_FE)
         numbers = (ctypes.c_int64(sender), ctypes.c_int64(len(rows_FE)))
         arrays = (_at(rows_CE), _at(rows_N), _at(memory))
-        _code().send(ctypes.byref(self._tables), *arrays, *numbers, _at(rows_FE), _at(sent_FP))
+        code().send(ctypes.byref(self._tables), *arrays, *numbers, _at(rows_FE), _at(sent_FP))
         return sent_FP
 
     def received(
@@ -239,7 +243,7 @@ class RowLevels:
         numbers = (ctypes.c_int64(holder), ctypes.c_int64(len(expert_S)), _at(expert_S))
         chunks = (ctypes.c_int64(num_chunks), _at(rows_CFE), _at(received_CFS))
         arrays = (_at(rows_CE), _at(rows_N), _at(memory))
-        _code().receive(ctypes.byref(self._tables), *arrays, *numbers, *chunks)
+        code().receive(ctypes.byref(self._tables), *arrays, *numbers, *chunks)
         return received_CFS
 
 
@@ -252,5 +256,6 @@ def _whole(rows: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(rows, dtype=np.int64)
 
 
-def _code() -> ctypes.CDLL:
+def code() -> ctypes.CDLL:
+    """What divides. Raises RuntimeError where it can be neither found nor compiled."""
     return library("row_levels")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -17,15 +18,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ds_moe_ext.level_share import SWEEPS, LevelShare
 from ds_moe_ext.moe import order
 from ds_moe_ext.moe.order import Order, Seat, counted, keys_of, kind_of
 from ds_moe_ext.moe.restore import Restore
 from ds_moe_ext.moe.route import LayerRoute, one_cell_route, transposed_blocks
 from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.row_levels import Division, RowLevels, WholePrices
 from ds_moe_ext.schedule.task import Cut, Span, spans
-from ds_moe_ext.share import LocalElseHome, NearestCopy, Share
-from ds_moe_ext.strategy import Destination
+from ds_moe_ext.share import LocalElseHome, NearestCopy, Rule, Share
+from ds_moe_ext.strategies.fssdp import FullySharded
+from ds_moe_ext.strategy import Destination, Job
 
 CPU = torch.device("cpu")
 BIG = 10_000  # more choices than a rank has: names a row by sender and choice
@@ -37,8 +41,15 @@ class Layer:
 
     ids_C: tuple[Tensor, ...]  # of each cell, [T, K]
     target: Placement
-    share: Share
+    rule: Rule
     num_chunks: int = 1
+
+    @property
+    def share(self) -> Share:
+        """By the rows of all cells."""
+        kept_C = (ids[ids >= 0] for ids in self.ids_C)
+        rows = [kept.bincount(minlength=self.target.num_experts).numpy() for kept in kept_C]
+        return self.rule.of_rows(np.stack(rows))
 
     def routes(self) -> list[LayerRoute]:
         """The route that Order makes on each cell."""
@@ -60,7 +71,7 @@ class Layer:
     def _route(self, cell: int) -> LayerRoute:
         told: list[np.ndarray] = []
         stage = Order(
-            destination=Destination(self.target, self.share),
+            destination=Destination(self.target, self.rule),
             seat=Seat(cell),
             group=cell,  # all that the replaced exchange wants to know
             capacity_factor=None,
@@ -267,6 +278,48 @@ def test_capacity_drops_before_the_exchange() -> None:
     assert route.on(Span(0, 1)).choice_N.tolist() == [0, 1]
 
 
+# What is worked out between gate and dispatch.
+
+
+def test_without_copies_nothing_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By plans of priced shares, before costs are known and where nothing is worth copying."""
+    strategy = FullySharded(share="priced", overlap_degree=0)
+    home = Placement.block(4, 2)
+    (plan,) = strategy.plan(Job.at_start([home], np.array([0, 0])))
+    monkeypatch.setattr("ds_moe_ext.row_levels.library", None)
+    assert plan.target is home and plan.revise is None
+    assert plan.share.of_rows(np.ones((2, 4), dtype=np.int64)) is plan.share
+    ids = torch.tensor([[0, 1], [2, 3], [3, 1]])
+    routes = Layer((ids, ids), plan.target, plan.share, num_chunks=3).routes()
+    assert [route.on(Span(0, 3)).sent_C for route in routes] == [(3, 3)] * 2
+
+
+def test_rows_are_divided_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many chunks and spans there are."""
+    rule, num_divided = _by_time(Placement(np.ones((2, 2), dtype=bool))), 0
+    divided = RowLevels.divided
+
+    def then_divide(levels: RowLevels, *given: Any, **named: Any) -> Division:
+        nonlocal num_divided
+        num_divided += 1
+        return divided(levels, *given, **named)
+
+    monkeypatch.setattr(RowLevels, "divided", then_divide)
+    ids = torch.tensor([[0], [0], [1], [0], [1], [0]])
+    routes = Layer((ids, ids[:3]), rule.levels.target, rule, num_chunks=3).routes()
+    for route in routes:
+        for span in (*spans(3, 3), Span(0, 3)):
+            assert route.on(span).choice_N is not None
+    assert num_divided == len(routes)
+
+
+def _by_time(target: Placement) -> LevelShare:
+    prices = WholePrices.of(np.ones(target.num_cells), 0.0, 0.0)
+    levels = RowLevels(target, np.zeros(target.num_cells, dtype=np.int64), prices)
+    predicted_CE = np.ones((target.num_cells, target.num_experts), dtype=np.int64)
+    return LevelShare.planned(levels, predicted_CE, sweeps=SWEEPS)
+
+
 # Any routing.
 
 
@@ -284,9 +337,13 @@ def layers(draw: st.DrawFn) -> Layer:
         for num_tokens in draw(st.lists(st.integers(0, 14), min_size=num_cells, max_size=num_cells))
     )
     target = Placement(held_EC)
-    near = NearestCopy(target, rng.integers(2, size=num_cells))
-    share = draw(st.sampled_from((near, LocalElseHome(target, target))))
-    return Layer(ids_C, target, share, draw(st.sampled_from((1, 2, 6))))
+    node_C = rng.integers(2, size=num_cells)
+    prices = WholePrices.of(np.ones(num_cells), *rng.integers(3, size=2).astype(float))
+    predicted_CE = rng.integers(9, size=(num_cells, num_experts))
+    levels, sweeps = RowLevels(target, node_C, prices), draw(st.sampled_from((0, SWEEPS)))
+    by_time = LevelShare.planned(levels, predicted_CE, sweeps=sweeps)
+    rules = NearestCopy(target, node_C), LocalElseHome(target, target), by_time
+    return Layer(ids_C, target, draw(st.sampled_from(rules)), draw(st.sampled_from((1, 2, 6))))
 
 
 @given(layers(), st.data())
@@ -322,8 +379,9 @@ def test_rows_go_by_quota_in_the_order_of_tokens(layer: Layer) -> None:
             cut = Cut.equal(len(ids), layer.num_chunks)
             first = cut.first(span)
             own = ids[first : first + cut.length(span)]
-            rows_FE = own[own >= 0].bincount(minlength=layer.target.num_experts).numpy()[None]
-            quota_EC = layer.share.rows_from(sender, rows_FE)[0]
+            rows_FE = np.zeros((layer.num_chunks, layer.target.num_experts), dtype=np.int64)
+            rows_FE[chunk] = own[own >= 0].bincount(minlength=layer.target.num_experts)
+            quota_EC = layer.share.rows_from(sender, rows_FE)[chunk]
             for expert in range(layer.target.num_experts):
                 mine = [
                     [n for n in names if n // BIG == sender and layer.expert(n) == expert]

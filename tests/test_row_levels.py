@@ -5,6 +5,8 @@ Shape letters: C cells, E experts, F chunks.
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -243,3 +245,24 @@ def test_as_planned_is_divided_as_planned() -> None:
         plan = levels.divided(case.rows_CE, None, sweeps=PLANNED_SWEEPS)
         shares = [LevelShare(levels, plan, sweeps).of_rows(case.rows_CE) for sweeps in (0, SWEEPS)]
         assert shares[0].describe() == shares[1].describe()
+
+
+def test_what_is_compared_stays_within_64_bits() -> None:
+    """Some million rows a cell, as of long sequences: they are still known as those planned."""
+    for case in cases(20, most_cells=8, most_experts=24, seed=15):
+        many_CE = case.rows_CE << 10
+        plan = levels_of(case).divided(many_CE, None, sweeps=PLANNED_SWEEPS)
+        levels = levels_of(case, worth_s=0.2 * plan.price * levels_of(case).prices.unit_s)
+        shares = [LevelShare(levels, plan, sweeps).of_rows(many_CE) for sweeps in (1, 100)]
+        assert shares[0].describe() == shares[1].describe()
+
+
+def test_rules_are_copied_with_a_model() -> None:
+    """What they have worked out points into memory: a copy works it out anew."""
+    (case,) = cases(1, most_cells=8, most_experts=24, seed=12)
+    rule = LevelShare.planned(levels_of(case), case.rows_CE, sweeps=SWEEPS)
+    share = rule.of_rows(case.rows_CE)
+    for again in (copy.deepcopy(rule), pickle.loads(pickle.dumps(rule))):
+        assert again.describe() == rule.describe()
+        assert again.of_rows(case.rows_CE).describe() == share.describe()
+        assert again.levels.target is not rule.levels.target

@@ -55,6 +55,30 @@ def test_ours_pass(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ("0 moves" not in told.splitlines()[3]) == name.startswith("fssdp")
 
 
+BY_TIME = {
+    **{name: OURS[name] for name in OURS if "share" in name},
+    "fssdp, priced share, freed": FullySharded(
+        share="priced", rematerialize=True, overlap_degree=4, copies_per_rank=2
+    ),
+    "prophet, planned share, kept": ProProphet(share="planned", rematerialize=False),
+}
+LARGER = (
+    Case(num_ranks=8),
+    Case(num_ranks=4, hot=30.0, num_micro_batches=3),  # nearly all rows for one expert
+    Case(num_ranks=8, degrees=(8, 3)),
+    Case(num_ranks=8, degrees=(2, 8), cell_size=2, num_micro_batches=2),
+    Case(num_ranks=8, degrees=(3, 2), cell_size=4, checkpoints=True),
+    Case(num_ranks=4, degrees=(2, 3), cell_size=4),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LARGER, ids=str)
+@pytest.mark.parametrize("name", BY_TIME)
+def test_shares_by_time_pass_in_larger_cases(name: str, case: Case) -> None:
+    check(BY_TIME[name], (case,), ranks_of=pool_of)
+
+
 # The page.
 
 

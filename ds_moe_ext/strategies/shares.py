@@ -8,12 +8,11 @@ from functools import partial
 
 import numpy as np
 
-from ds_moe_ext.compiled import compiler
 from ds_moe_ext.cost.row_prices import RowPrices
 from ds_moe_ext.level_share import SWEEPS, LevelShare
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.priced_copies import calibrate, fewest
-from ds_moe_ext.row_levels import RowLevels, WholePrices
+from ds_moe_ext.row_levels import RowLevels, WholePrices, code
 from ds_moe_ext.strategy import Destination, Plan, Pool
 from ds_moe_ext.strict import nearest
 
@@ -26,7 +25,8 @@ WORTH_S = 1e-4
 
 
 def check_share(key: str, value: str, papers: str) -> None:
-    """Raises ValueError for a share that a strategy does not know, or this machine cannot make.
+    """Raises ValueError for a share that a strategy does not know, or this machine cannot make: it
+    is compiled here, as a run starts, and not in the step that needs it first.
 
     Args:
         key: as a person writes it.
@@ -36,11 +36,12 @@ def check_share(key: str, value: str, papers: str) -> None:
     known = (papers, *SWEEPS_OF)
     if value not in known:
         raise ValueError(f"{key} is {value!r}, which is unknown; {nearest(value, known)}")
-    if value != papers and compiler() is None:
-        raise ValueError(
-            f"{key} is {value!r}, which needs a C compiler, and this machine has none; install "
-            f"gcc, or take {papers!r}"
-        )
+    if value == papers:
+        return
+    try:
+        code()
+    except RuntimeError as error:
+        raise ValueError(f"{key} is {value!r}, but {error}; or take {papers!r}") from error
 
 
 def levels_by(pool: Pool, node_C: np.ndarray) -> Callable[[Placement], RowLevels]:

@@ -21,12 +21,27 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.comm import Arrived, Traffic, sparse_all_gather, sparse_reduce_scatter
+from ds_moe_ext.hardware import Collectives, Device, Hardware, Link
+from ds_moe_ext.level_share import LevelShare
 from ds_moe_ext.steps.planning import Planning
 from ds_moe_ext.strategy import Plan
 from ds_moe_ext.transfer import Part
 from tests.hosts.jobs import Job, Result, train
 from tests.hosts.varied import VARIED
 from tests.ranks import pool_of
+
+SLOW = Hardware(
+    name="of a test",
+    source="made up",
+    num_nodes=4,
+    ranks_per_node=2,
+    device=Device(name="CPU"),
+    intra=Link(bytes_per_s=1e6),
+    inter=Link(bytes_per_s=2e5),
+    intra_collectives=Collectives(copy=Link(bytes_per_s=1e12)),
+    copy=Link(bytes_per_s=1e12),
+)
+"""Where a row on its way is so dear that dividing anew always pays, and copies are cheap."""
 
 COPIES = "ds_moe_ext.moe.copies.flight"
 
@@ -189,4 +204,21 @@ def num_moved(steps: Sequence[Step]) -> int:
         int((before.home.owner_E != after.home.owner_E).sum())
         for first, second in pairs
         for before, after in zip(first.plans, second.plans)
+    )
+
+
+def with_rows(steps: Sequence[Step]) -> Iterator[tuple[Plan, np.ndarray]]:
+    """Plans, and the rows of each one's step where the next is planned by these alone."""
+    for first, second in itertools.pairwise(steps):
+        for plan, after in zip(first.plans, second.plans):
+            if after.predicted_CE is not None:
+                yield plan, after.predicted_CE
+
+
+def divides_anew(steps: Sequence[Step]) -> bool:
+    """Whether rows were ever divided otherwise than in the parts that were planned."""
+    return any(
+        rule.of_rows(rows_CE).describe() != replace(rule, sweeps=0).of_rows(rows_CE).describe()
+        for plan, rows_CE in with_rows(steps)
+        if isinstance(rule := plan.share, LevelShare)
     )

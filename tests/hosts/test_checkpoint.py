@@ -177,6 +177,31 @@ def test_fssdp_goes_on_to_the_last_bit(family: str, stage: int, dtype: str, clip
         assert_equal(joined(ranks), joined(checkpoint.ranks))
 
 
+PRICED = replace(MOVING, stage=1, keys=(*MOVING.keys, ("share", "priced")))
+PARTS = replace(MOVING, stage=1, keys=(*MOVING.keys, ("share", "planned")))
+
+
+@pytest.mark.parametrize("job", [PRICED, slow(PARTS), slow(replace(PRICED, dtype="bfloat16"))])
+def test_shares_by_time_go_on_to_the_last_bit(job: Job) -> None:
+    """Rows are divided by what is remembered, which comes back."""
+    checkpoint = saved(2, job, steps=3)
+    ranks = loaded(2, job, checkpoint, Call(before=1, after=2))
+    assert ranks[0].homes == checkpoint.ranks[0].homes
+    assert ranks[0].losses == checkpoint.ranks[0].losses
+    assert_equal(joined(ranks), joined(checkpoint.ranks))
+
+
+@pytest.mark.parametrize("after", [replace(MOVING, stage=1), slow(PARTS)])
+def test_another_share_goes_on(after: Job) -> None:
+    """And back: what is saved says nothing of how rows were divided."""
+    for source, goal in ((PRICED, after), (after, PRICED)):
+        checkpoint = saved(2, source, steps=3)
+        ranks = loaded(2, goal, checkpoint, Call(before=1, after=2))
+        assert ranks[0].homes == checkpoint.ranks[0].homes
+        assert ranks[0].losses == pytest.approx(checkpoint.ranks[0].losses, rel=1e-5)
+        assert_equal(joined(ranks), joined(checkpoint.ranks))
+
+
 def test_other_cells_keep_their_homes_and_remember_nothing() -> None:
     checkpoint = saved(2, replace(MOVING, stage=1))
     ranks = loaded(4, replace(MOVING, stage=1), checkpoint)

@@ -17,16 +17,20 @@ from typing import Any
 import pytest
 
 from ds_moe_ext.hardware import Device, Hardware, Link
+from ds_moe_ext.level_share import LevelShare
 from tests.hosts import families, toy
 from tests.hosts.copied_runs import (
+    SLOW,
     Step,
     alone,
+    divides_anew,
     fssdp,
     num_copied,
     num_moved,
     plain,
     run,
     varied,
+    with_rows,
     worst,
 )
 from tests.hosts.jobs import Job
@@ -158,6 +162,24 @@ def carries(steps: Sequence[Step]) -> None:
 
 def carries_nothing(steps: Sequence[Step]) -> None:
     assert all(plan.carried is None for plan in _with_copies(steps))
+
+
+def divides(steps: Sequence[Step]) -> None:
+    assert divides_anew(steps)
+
+
+def adds_copies(steps: Sequence[Step]) -> None:
+    """Once the rows are known."""
+    assert any(
+        plan.revise(rows_CE).target.holds_EC.sum() > plan.target.holds_EC.sum()
+        for plan, rows_CE in with_rows(steps)
+        if plan.revise is not None
+    )
+
+
+def shares_by_parts(steps: Sequence[Step]) -> None:
+    for plan in _with_copies(steps):
+        assert isinstance(plan.share, LevelShare) and not plan.share.sweeps
 
 
 def _with_copies(steps: Sequence[Step]) -> list[Any]:
@@ -379,14 +401,6 @@ FSSDP: dict[str, tuple[int, dict[str, Any], Shows]] = {
         {"overlap_degree": 2, "copies_per_rank": 1, "calibrate": True, **often(4)},
         moves,
     ),
-    "planned share": (
-        4,
-        {
-            **{"overlap_degree": 4, "copies_per_rank": 2, **often(4)},
-            **{"share": "planned", "rematerialize": True},
-        },
-        moves,
-    ),
     "all at once": (
         4,
         {
@@ -431,7 +445,6 @@ PROPHET: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "as it is": ((2, 4), {"balance": 0.3}),
     "halves": ((4,), {"split": "half", "num_excluded": 1, "balance": 0.3}),
     "kept copies": ((2,), {"rematerialize": False, "num_excluded": None, "balance": 0.2}),
-    "planned share": ((4,), {"share": "planned", "balance": 0.3}),
     "not hidden": ((2,), {"scheduler": False, "frequency": 1, "balance": 0.3}),
     "shadows": ((2,), {"planner": "shadow"}),
     "stale": ((2,), {"planner": "shadow", "frequency": 7, "balance": 1e6}),
@@ -476,6 +489,91 @@ def prophet_rows() -> Iterator[Row]:
             yield Row(name, 2, job, shows=(copies,), hardware=FREE)
 
 
+BY_TIME: dict[str, dict[str, dict[str, Any]]] = {
+    "fssdp": {
+        "kept": {"share": "priced", "overlap_degree": 4, "copies_per_rank": 2, **often(5)},
+        "freed": {"share": "priced", "overlap_degree": 4, "copies_per_rank": 2},
+        "calibrated": {"share": "priced", "overlap_degree": 2, "copies_per_rank": 3},
+        "by parts": {"share": "planned", "overlap_degree": 4, "copies_per_rank": 2},
+    },
+    "prophet": {
+        "kept": {"share": "priced", "rematerialize": False, "balance": 0.3},
+        "freed": {"share": "priced", "balance": 0.3},
+        "by parts": {"share": "planned", "balance": 0.3},
+    },
+}
+"""Shares under which layers take least time."""
+for _name, _keys in BY_TIME["fssdp"].items():
+    _keys.update(window=1, rematerialize=_name != "kept", calibrate=_name == "calibrated")
+
+
+def by_time_rows() -> Iterator[Row]:
+    """20 steps of Adam."""
+    three = float64("mixtral", 20, num_experts=6, micro_batches=6, clip=0.0)
+    for strategy, name in ((s, n) for s, names in BY_TIME.items() for n in names):
+        shows = (copies, *SHOWN_BY_TIME.get((strategy, name), ()))
+        for ranks in (2, 3, 4, 8):
+            job = three if ranks == 3 else float64(steps=20, **sized(ranks))
+            job = replace(job, strategy=strategy, keys=tuple(BY_TIME[strategy][name].items()))
+            stock = Stock.ALONE if ranks in (3, 8) else Stock.EP
+            yield Row(
+                f"{strategy} by time {name} {ranks} ranks",
+                *(ranks, job, EXACT, stock, shows, SLOW),
+                is_slow=(strategy, name, ranks) not in QUICK_BY_TIME,
+            )
+
+
+SHOWN_BY_TIME: dict[tuple[str, str], tuple[Shows, ...]] = {
+    ("fssdp", "kept"): (divides,),
+    ("fssdp", "freed"): (divides,),
+    ("fssdp", "calibrated"): (divides, adds_copies),
+    ("fssdp", "by parts"): (shares_by_parts,),
+    ("prophet", "by parts"): (shares_by_parts,),
+}
+"""Which experts prophet copies depends on what a machine's first steps take."""
+QUICK_BY_TIME = (("fssdp", "calibrated", 4), ("prophet", "freed", 4))
+
+
+def esp_by_time_rows() -> Iterator[Row]:
+    """In chunks, forward in other numbers than backward, and in cells of several ranks."""
+    for strategy, name in (("fssdp", "kept"), ("fssdp", "calibrated"), ("prophet", "freed")):
+        keys = tuple(BY_TIME[strategy][name].items())
+        for ranks, size, ahead, behind in ((4, 2, 2, 3), (4, 1, 3, 2), (8, 2, 8, 2), (8, 4, 2, 8)):
+            degree = {"forward": ahead, "backward": behind}
+            job = esp(float64("mixtral", 20, **sized(ranks)), size, degree=degree)
+            job = replace(job, balance=strategy, balance_keys=keys)
+            stock = Stock.ALONE if ranks == 8 else Stock.EP
+            yield Row(
+                f"esp {ahead}, {behind} over {strategy} by time {name} {ranks} ranks by {size}",
+                *(ranks, job, EXACT, stock, (copies,), SLOW),
+                is_slow=(name, ranks, size) != ("kept", 4, 2),
+            )
+
+
+def others_by_time_rows() -> Iterator[Row]:
+    """By hand: rows that are dropped, micro-batches, blocks computed again, ZeRO, grids."""
+    jobs = {
+        "with capacity": float64(steps=20, capacity_factor=0.8),
+        "drops": float64("gpt_moe", 20, drop_tokens=True),
+        "noisy gate": float64("mixtral", 20, gate=NOISY),
+        "micro-batches": float64(steps=20, micro_batches=12),
+        "checkpointed": float64("mixtral", 20, use_reentrant=True),
+        "checkpointed, not reentrant": float64("mixtral", 20, use_reentrant=False),
+        "grids of 2": float64(steps=20, cells=2),
+        **{
+            f"{dtype} zero{stage}": Job("mixtral", stage, dtype=dtype, clip=0.5, steps=8)
+            for stage, dtype in ((1, "float32"), (2, "float32"), (2, "bfloat16"))
+        },
+    }
+    closes = {"float64": BUT_KEYS, "float32": CURVES, "bfloat16": HALVES}
+    for strategy, name in (("fssdp", "calibrated"), ("prophet", "freed")):
+        for what, job in jobs.items():
+            close = closes[job.dtype] if job.stage == 0 else replace(closes[job.dtype], norms=None)
+            own = replace(job, strategy=strategy, keys=tuple(BY_TIME[strategy][name].items()))
+            row = f"{strategy} by time {name}, {what}"
+            yield Row(row, 4, own, close, shows=(copies,), hardware=SLOW, is_slow=True)
+
+
 def esp(job: Job, cell_size: int, **keys: Any) -> Job:
     """Experts split in cells of so many ranks, rows in chunks."""
     given = {"degree": {"forward": 2, "backward": 3}, "slice_gradients": False, **keys}
@@ -503,9 +601,8 @@ def esp_rows() -> Iterator[Row]:
     for ranks, size in ((2, 1), (4, 2)):
         job = over(esp(float64(steps=6), size), VARIED, **drawn)
         yield Row(f"esp over varied {ranks} ranks by {size}", ranks, job, shows=(copies, moves))
-    fewer = {"copies_per_rank": 2, "share": "planned", **often(3)}
-    job = over(esp(float64("mixtral", 8), 2), "fssdp", **fewer)
-    yield Row("esp over fssdp", 4, job)
+    job = over(esp(float64("mixtral", 8), 2), "fssdp", copies_per_rank=2, **often(3))
+    yield Row("esp over fssdp", 4, job, is_slow=True)
     job = over(esp(float64("mixtral", 8), 2), "prophet")
     yield Row("esp over prophet", 4, job)
     for reentrant in (False, True):
@@ -703,6 +800,7 @@ def zebra_at_zero_rows() -> Iterator[Row]:
 ROWS = [
     *(*ep_rows(), *static_rows(), *once_rows(), *varied_rows(), *varied_at_zero_rows()),
     *(*fssdp_rows(), *prophet_rows()),
+    *(*by_time_rows(), *esp_by_time_rows(), *others_by_time_rows()),
     *(*esp_rows(), *gate_rows(), *zebra_rows(), *zebra_at_zero_rows()),
 ]
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from torch import nn
 
+from ds_moe_ext.cost.prices import Prices
 from ds_moe_ext.measure.bench import Bench
 from ds_moe_ext.steps.costs import STEPS
 from tests.hosts import families
@@ -28,8 +29,7 @@ class Measured(NamedTuple):
 
     window_s: tuple[float, ...]
     free_bytes: int
-    copy_s: float
-    row_s: float
+    prices: Prices
     num_copies: int
 
 
@@ -53,25 +53,28 @@ def planned(rank: int, world_size: int, job: Job) -> list[Measured]:
             engine.backward(loss_of(engine, micro_batch(step, number)))
             engine.step()
         known = planning.job
-        prices = known.pools[0].prices
         plans = [layer.routed.site.plan for layer in planning.layers]
         copies = sum(int((p.target.holds_EC & ~p.home.holds_EC).sum()) for p in plans)
-        seen.append(Measured(known.window_s, known.free_bytes, prices.copy_s, prices.row_s, copies))
+        prices = known.pools[0].prices
+        seen.append(Measured(known.window_s, known.free_bytes, prices, copies))
     return seen
 
 
 JOB = fssdp(Job("mixtral", 1, steps=8))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_t_and_m_are_measured_in_the_first_steps(world_size: int) -> None:
-    """On all ranks alike; and then experts are copied, also where a rank has one of a layer."""
-    ranks = pool_of(world_size).run(measured, fssdp(JOB, overlap_degree=4), None)
+@pytest.mark.parametrize(("world_size", "share"), [(2, "nearest"), (4, "priced")])
+def test_t_and_m_are_measured_in_the_first_steps(world_size: int, share: str) -> None:
+    """On all ranks alike, to the last bit, as whole prices of rows are made from that; and then
+    experts are copied, also where a rank has one of a layer."""
+    ranks = pool_of(world_size).run(measured, fssdp(JOB, overlap_degree=4, share=share), None)
     assert all(rank == ranks[0] for rank in ranks)
     before, after = ranks[0][: STEPS[-1]], ranks[0][STEPS[-1] :]
     assert all(known.num_copies == 0 for known in before)
     assert sum(known.num_copies for known in after) > 0
-    assert all(min(known.window_s) > 0 and known.copy_s > 0 < known.row_s for known in after)
+    assert all(
+        min(known.window_s) > 0 and known.prices.copy_s > 0 < known.prices.row_s for known in after
+    )
     assert all(known.free_bytes > 0 for known in after)
 
 
@@ -82,7 +85,7 @@ def test_any_measured_link_will_do(seconds: float) -> None:
     assert all(rank == ranks[0] for rank in ranks)
     last = ranks[0][-1]
     assert min(last.window_s) > 0
-    assert seconds / 10 < last.copy_s < seconds
+    assert seconds / 10 < last.prices.copy_s < seconds
     assert seconds > 1e-6 or last.num_copies > 0
     assert seconds < 1 or last.num_copies == 0
 

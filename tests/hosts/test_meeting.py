@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 
+from ds_moe_ext import compiled
 from ds_moe_ext.attachment import agreement, meeting
 from ds_moe_ext.attachment.meeting import Start
 from ds_moe_ext.settings import read_settings
@@ -169,6 +170,22 @@ def test_a_rank_that_fails_ends_the_start_of_all() -> None:
         assert "rank 1" in told and str(error) in told and "\n" not in told, (name, told)
         assert told.startswith("ValueError" if isinstance(error, ValueError) else "RuntimeError")
         assert seconds < SOON_S
+
+
+def without_a_compiler(rank: int, world_size: int) -> str:
+    """What ends a start where rank 1 cannot compile what its share needs."""
+    lacks = mock.patch("ds_moe_ext.compiled.compiler", return_value=None)
+    with lacks if rank == 1 else nullcontext():
+        compiled.library.cache_clear()
+        told = told_at_start(rank, fssdp(share="priced"), world_size)
+    return told
+
+
+def test_a_rank_that_cannot_compile_ends_the_start_of_all() -> None:
+    """Not in the step that needs it first, in which the others would wait for it."""
+    for rank, told in enumerate(pool_of(2).run(without_a_compiler)):
+        assert told.startswith("ValueError") and ("rank 1 cannot start" in told) == (rank == 0)
+        assert "fssdp.share is 'priced', but row_levels.c needs a C compiler" in told
 
 
 REFUSING = """

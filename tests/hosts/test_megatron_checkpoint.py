@@ -37,6 +37,8 @@ def block(strategy: str) -> dict[str, Any] | None:
         return None
     if strategy == "fssdp":
         return fssdp()
+    if strategy == "fssdp, by time":
+        return fssdp(share="priced")
     return {"enabled": True, "strategy": strategy, "report": {"enabled": False}, "debug": True}
 
 
@@ -202,7 +204,7 @@ def both_ways(
     stocks.mkdir()
     job = Job(run, strategy, str(ours), form)
     saved = pool_of(world_size).run(run_saving, job)
-    assert saved[0].was_away == (strategy == "fssdp")
+    assert saved[0].was_away == strategy.startswith("fssdp")
     job = replace(job, run=other)
     for resuming in ("stock", strategy):
         found = pool_of(other_size).run(run_resuming, replace(job, strategy=resuming))
@@ -240,7 +242,7 @@ def test_of_grouped_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ep", "esp", "prophet"])
+@pytest.mark.parametrize("strategy", ["ep", "esp", "prophet", "fssdp, by time"])
 def test_of_every_strategy(tmp_path: Path, strategy: str) -> None:
     both_ways(tmp_path, RUN, strategy, FULLY)
 

@@ -43,8 +43,10 @@ MOST: Mapping[str, Most] = {
     "esp, degree 4": Most(1, 13, 17),
     "esp, degree 8": Most(1, 25, 33),
     "fssdp": Most(1, 4, 11),
+    "fssdp, priced share": Most(1, 4, 11),
     # Which experts it copies depends on what the machine's first steps took.
     "prophet": Most(1, 6, 24),
+    "prophet, priced share": Most(1, 6, 24),
     "esp, degree 2, over fssdp": Most(1, 8, 15),
     "esp, degree 2, over prophet": Most(1, 10, 28),
     "esp, degree 2, threads": Most(1, 7, 9),
