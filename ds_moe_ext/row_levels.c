@@ -376,7 +376,7 @@ static void looked_around(const Layer *layer, Search *search) {
 
 /* Numbers that the functions below need room for. */
 i64 memory_size(const Layer *layer) {
-    i64 to_send = 2 * layer->N + layer->C + 3 * layer->V + layer->C * layer->N;
+    i64 to_send = 2 * layer->N + layer->C + 3 * layer->V + layer->C * layer->C;
     return most(size_of_rows(layer), to_send);
 }
 

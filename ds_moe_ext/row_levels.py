@@ -176,7 +176,10 @@ class RowLevels:
 
     @cached_property
     def _memory_size(self) -> int:
-        return int(code().memory_size(ctypes.byref(self._tables)))
+        memory_size = code().memory_size
+        memory_size.restype = ctypes.c_int64
+        size: int = memory_size(ctypes.byref(self._tables))
+        return size
 
     def prepare(self) -> None:
         """Work out beforehand what does not depend on rows."""
