@@ -13,7 +13,7 @@ import numpy as np
 from ds_moe_ext.cost.prices import Prices, busiest_link
 from ds_moe_ext.level_share import PLANNED_SWEEPS, DividedRows, LevelShare
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.materialize import materialize
+from ds_moe_ext.planners.calibrate import wider
 from ds_moe_ext.row_levels import RowLevels
 
 TOLERANCE = 0.01
@@ -76,16 +76,8 @@ def calibrate(
     found = DividedRows(levels, rows_CE, divided.rows_N)
     if divided.price <= (1 + TOLERANCE) * even + levels.prices.worth:
         return found
-    load_E = np.where(target.holds_EC.all(axis=1), 0, rows_CE.sum(axis=0))
-    wider = materialize(
-        [target] * copies_left,
-        [load_E] * copies_left,
-        overlap_degree=np.arange(1, copies_left + 1),
-        copies_per_cell=copies_left,
-        node_C=levels.node_C,
-    )
     least_s = divided.price * levels.prices.unit_s
-    for each in wider:
+    for each in wider(target, rows_CE, copies_left, levels.node_C):
         own = levels_of(each)
         copies_s = prices.copy_s * busiest_link(home, target, each, levels.node_C)
         divided = own.divided(rows_CE, None, sweeps=PLANNED_SWEEPS)
