@@ -362,12 +362,12 @@ static i64 how_many(const Layer *layer) { return 1 + layer->N / MANY; }
 
 /* Sweeps at steps all over; fewer where there are many pairs. */
 static void looked_around(const Layer *layer, Search *search) {
-    i64 stride = how_many(layer);
+    i64 stride = 1 + how_many(layer);
     i64 last_leave = layer->local_price ? LAST_STEP : 0;
     i64 last_cross = layer->cross_price ? LAST_STEP : 0;
     i64 last_toll = last_leave + last_cross ? LAST_TOLL : 0;
     for (i64 toll = 0; toll <= last_toll; toll += 2)
-        for (i64 leave = 0; leave <= last_leave; leave += 4 * stride)
+        for (i64 leave = 0; leave <= last_leave; leave += 2 * stride)
             for (i64 cross = 0; cross <= last_cross; cross += stride + (toll > 0)) {
                 Steps at = {leave, cross, toll};
                 tried(layer, search, at);
