@@ -290,6 +290,7 @@ class _Trees:
         self._has_one_node, self._cargo = len(set(node_of)) == 1, cargo
         # Sends so far and cell as one number, by which cells are ordered.
         self._key = list(range(len(node_of)))
+        self._num_led = [0] * len(node_of)
         self.rounds = _OwnRounds(cell)
 
     def grow(self, expert: int, root: int, targets: list[int]) -> None:
@@ -305,6 +306,8 @@ class _Trees:
             for cell in targets:
                 cells_of[self._node_of[cell]].append(cell)
             nodes = list(cells_of.values())
+            for cells in nodes[1:]:
+                _lead(cells, self._num_led)
         num_segments = self._cargo.num_segments(len(nodes) - 1, max(map(len, nodes)) - 1)
         if num_segments == 1:
             self._tree(expert, nodes)
@@ -391,8 +394,9 @@ def gather_rounds(
 
     An expert crosses into a node once at most, and a cell sends it to one other in a round; in a
     chain to one in its node and to one in another. Any holder serves, one in the receiver's node
-    first; among equals the one that has sent least so far. Targets that have sent least are served
-    first, since those pass most on. Ties go to the lowest cell.
+    first; among equals the one that has sent least so far. Into a node the target leads that has
+    led least; else targets that have sent least are served first, since those pass most on. Ties go
+    to the lowest cell.
 
     Cost: ``O(E C + N log N)``.
 
@@ -448,12 +452,21 @@ def _new_holders(held: Placement, wanted: Placement) -> dict[int, list[int]]:
     return {e: cells[start:stop] for e, (start, stop) in zip(expert[starts].tolist(), pairs)}
 
 
+def _lead(cells: list[int], num_led: list[int]) -> None:
+    """Bring to the front who takes the next expert into its node: it has led least, so that the
+    node's cards take in alike. Args: cells: of the node, those that have sent least first."""
+    leader = min(cells, key=num_led.__getitem__)
+    num_led[leader] += 1
+    cells.remove(leader)
+    cells.insert(0, leader)
+
+
 class _Forest:
     """The way of one expert after another, which share the work of sending evenly."""
 
     def __init__(self, node_of: Sequence[int], cargo: Cargo) -> None:
         self._node_of, self._cargo = node_of, cargo
-        self._num_sent = [0] * len(node_of)
+        self._num_sent, self._num_led = [0] * len(node_of), [0] * len(node_of)
 
     def grow(
         self, holders: Iterable[int], targets: Iterable[int]
@@ -464,7 +477,11 @@ class _Forest:
         waiting: dict[int, list[int]] = {}
         for cell in self._least_sent_first(targets):
             waiting.setdefault(self._node_of[cell], []).append(cell)
-        leaders = [cells.pop(0) for node, cells in waiting.items() if node not in served]
+        leaders = []
+        for node, cells in waiting.items():
+            if node not in served:
+                _lead(cells, self._num_led)
+                leaders.append(cells.pop(0))
         most = max(map(len, waiting.values()), default=0)
         num_segments = self._cargo.num_segments(len(leaders), most)
         spread = self._spread if num_segments == 1 else self._chain
