@@ -355,8 +355,16 @@ class Schedule:
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether work could never overlap: each task waits for the one issued before it."""
-        work = [position for position, task in enumerate(self.tasks) if task.op.is_work]
+        """Whether work could never overlap: each task waits for the one issued before it.
+
+        What the host works out is not looked at: threads for that alone would cost every task a
+        hand-over, and it may be worked out behind the pass as well.
+        """
+        work = [
+            position
+            for position, task in enumerate(self.tasks)
+            if task.op.is_work and task.lane != HOST
+        ]
         return all(
             before in self.after[position] or self.tasks[position].lane == self.tasks[before].lane
             for before, position in pairwise(work)

@@ -15,7 +15,7 @@ from ds_moe_ext.comm import max_in_place, sum_in_place
 from ds_moe_ext.cost.block_costs import BACKWARD, cell_rows
 from ds_moe_ext.cost.prices import TRIPS, Prices
 from ds_moe_ext.hardware import Hardware, Link
-from ds_moe_ext.layout import ParallelLayout
+from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.measure.bench import Bench, clock_of
 from ds_moe_ext.measure.probe import Level, Sizes, least_free_bytes, measure_copies, measure_pairs
 from ds_moe_ext.moe.copies.slab import Weights
@@ -73,10 +73,12 @@ class Links:
     intra: Link
 
     @classmethod
-    def of(cls, hardware: Hardware, num_ranks: int) -> Links:
+    def of(cls, hardware: Hardware, grid: Grid) -> Links:
         """Those of a described cluster; rows go over the link of copies where it says no other."""
-        copy = hardware.copy_link(num_ranks)
-        return cls(copy, hardware.inter or copy, hardware.intra or copy)
+        copy = hardware.copy_link(grid.size)
+        intra = hardware.intra or copy
+        of_cell = replace(intra, bytes_per_s=grid.cell_size * intra.bytes_per_s)
+        return cls(copy, hardware.inter or copy, of_cell)
 
     @classmethod
     def measured(cls, layout: ParallelLayout, expert: Weights, peer_bytes: int) -> Links:
@@ -332,7 +334,7 @@ class Costs:
     def _links(self, pool: Pool, rows: Sequence[Rows]) -> Links:
         grid = self._layout.grid
         if self.hardware is not None:
-            return Links.of(self.hardware, grid.size)
+            return Links.of(self.hardware, grid)
         layer = pool.layers[0]
         num_rows = int(rows[layer].routed_CE.sum()) // max(len(rows[layer].passes), 1)
         peer_bytes = num_rows * self.layers[layer].routed.row_bytes // (grid.size * grid.num_cells)
