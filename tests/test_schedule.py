@@ -119,7 +119,7 @@ def test_one_chunk_after_a_hosts_gate() -> None:
     assert backward.is_chain
 
 
-def test_what_the_host_works_out_asks_for_no_threads() -> None:
+def test_planning_alone_asks_for_no_threads() -> None:
     beside = wires.Beside(copied=True, plans=True)
     for degree, is_chain in ((1, True), (2, False)):
         cutting = wires.Cutting(wires.PIPELINES["fsmoe"], forward_degree=degree)

@@ -357,13 +357,13 @@ class Schedule:
     def is_chain(self) -> bool:
         """Whether work could never overlap: each task waits for the one issued before it.
 
-        What the host works out is not looked at: threads for that alone would cost every task a
-        hand-over, and it may be worked out behind the pass as well.
+        ``PLAN`` is not looked at: threads for that alone would cost every task a hand-over, and
+        where there are none the plan is made behind the pass.
         """
         work = [
             position
             for position, task in enumerate(self.tasks)
-            if task.op.is_work and task.lane != HOST
+            if task.op.is_work and task.op != PLAN
         ]
         return all(
             before in self.after[position] or self.tasks[position].lane == self.tasks[before].lane
