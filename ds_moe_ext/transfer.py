@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -244,7 +244,8 @@ def part_of(
     if (held.num_holders_E[list(targets)] > 1).any():
         return gather_rounds(held, wanted, node_C, cargo).part_of(cell)
     owners: list[int] = held.owner_E.tolist()
-    trees = _Trees(node_C.tolist(), cell, cargo)
+    node_of: list[int] = node_C.tolist()
+    trees = _Trees(node_of, cell, cargo, _leaving(targets, owners, node_of))
     for expert, cells in targets.items():
         trees.grow(expert, owners[expert], cells)
     everywhere = all(len(cells) == held.num_cells - 1 for cells in targets.values())
@@ -285,11 +286,12 @@ class _Trees:
     rounds, and who sends how often in these follows from the order of the receivers.
     """
 
-    def __init__(self, node_of: list[int], cell: int, cargo: Cargo) -> None:
+    def __init__(self, node_of: list[int], cell: int, cargo: Cargo, num_leaving: list[int]) -> None:
         self._node_of, self._cell, self._size = node_of, cell, len(node_of)
         self._has_one_node, self._cargo = len(set(node_of)) == 1, cargo
         # Sends so far and cell as one number, by which cells are ordered.
         self._key = list(range(len(node_of)))
+        self._num_led, self._num_leaving = [0] * len(node_of), num_leaving
         self.rounds = _OwnRounds(cell)
 
     def grow(self, expert: int, root: int, targets: list[int]) -> None:
@@ -305,6 +307,8 @@ class _Trees:
             for cell in targets:
                 cells_of[self._node_of[cell]].append(cell)
             nodes = list(cells_of.values())
+            for cells in nodes[1:]:
+                _lead(cells, self._num_led)
         num_segments = self._cargo.num_segments(len(nodes) - 1, max(map(len, nodes)) - 1)
         if num_segments == 1:
             self._tree(expert, nodes)
@@ -323,19 +327,26 @@ class _Trees:
     def _tree(self, expert: int, nodes: list[list[int]]) -> None:
         """The same of a tree. Args: nodes: cells of each; in front the one that has it first."""
         root, leaders = nodes[0][0], [cells[0] for cells in nodes[1:]]
+        gate = _gate(nodes[0], self._num_leaving) if leaders else root
+        first = int(gate != root)  # round in which it leaves the node
+        if first:
+            nodes[0].remove(gate)
+            self._moves(expert, 0, root, [gate])
         free = None  # the first round in which the head of this node has it and is free
         if not leaders:
             free = 0
-        elif self._cell == root or self._cell in leaders:
-            free = self._moves(expert, 0, root, leaders)
+        elif self._cell == gate or self._cell in leaders:
+            free = self._moves(expert, first, gate, leaders)
         else:
-            full, last = self._count(root, leaders)
+            full, last = self._count(gate, leaders)
         for cells in nodes:
             head, *rest = cells
             if rest and self._cell in cells:
-                if free is None:  # only its first round is of interest
+                if first and head == root:
+                    free = first
+                elif free is None:  # only its first round is of interest
                     is_late = head in last or head in leaders[(1 << full) - 1 :]
-                    free = full + is_late
+                    free = first + full + is_late
                 self._moves(expert, free, head, rest)
             elif rest:
                 self._count(head, rest)
@@ -391,8 +402,9 @@ def gather_rounds(
 
     An expert crosses into a node once at most, and a cell sends it to one other in a round; in a
     chain to one in its node and to one in another. Any holder serves, one in the receiver's node
-    first; among equals the one that has sent least so far. Targets that have sent least are served
-    first, since those pass most on. Ties go to the lowest cell.
+    first; among equals the one that has sent least so far. Into a node the target leads that has
+    led least; else targets that have sent least are served first, since those pass most on. Ties go
+    to the lowest cell.
 
     Cost: ``O(E C + N log N)``.
 
@@ -412,7 +424,9 @@ def gather_rounds(
     rows, holders = np.nonzero(held.holds_EC[moved])
     for row, cell in zip(rows.tolist(), holders.tolist()):
         holder_cells[moved[row]].append(cell)
-    forest = _Forest(node_C.tolist(), cargo)
+    node_of: list[int] = node_C.tolist()
+    owners = held.holds_EC.argmax(axis=1).tolist()
+    forest = _Forest(node_of, cargo, _leaving(target_cells, owners, node_of))
     transfers = sorted(
         (number, expert, receiver, sender, num_segments)
         for expert in moved
@@ -448,12 +462,49 @@ def _new_holders(held: Placement, wanted: Placement) -> dict[int, list[int]]:
     return {e: cells[start:stop] for e, (start, stop) in zip(expert[starts].tolist(), pairs)}
 
 
+def _leaving(
+    targets: Mapping[int, Sequence[int]], owners: Sequence[int], node_of: Sequence[int]
+) -> list[int]:
+    """Experts of each cell that other nodes want. Args: targets: new cells of each that moves."""
+    num_leaving = [0] * len(node_of)
+    for expert, cells in targets.items():
+        home = owners[expert]
+        num_leaving[home] += any(node_of[cell] != node_of[home] for cell in cells)
+    return num_leaving
+
+
+def _gate(cells: Sequence[int], num_leaving: list[int]) -> int:
+    """Who takes an expert out of its node: its holder; or, if that has two more to take out than
+    another who gets it, and takes it over, this one, so that the node's cards give alike.
+
+    Args:
+        cells: of the node, the holder and those that get it, which have sent least first.
+        num_leaving: experts that each cell is to take out of its node.
+    """
+    holder, gate = cells[0], min(cells, key=num_leaving.__getitem__)
+    if num_leaving[holder] - num_leaving[gate] < 2:
+        return holder
+    num_leaving[holder] -= 1
+    num_leaving[gate] += 1
+    return gate
+
+
+def _lead(cells: list[int], num_led: list[int]) -> None:
+    """Bring to the front who takes the next expert into its node: it has led least, so that the
+    node's cards take in alike. Args: cells: of the node, those that have sent least first."""
+    leader = min(cells, key=num_led.__getitem__)
+    num_led[leader] += 1
+    cells.remove(leader)
+    cells.insert(0, leader)
+
+
 class _Forest:
     """The way of one expert after another, which share the work of sending evenly."""
 
-    def __init__(self, node_of: Sequence[int], cargo: Cargo) -> None:
+    def __init__(self, node_of: Sequence[int], cargo: Cargo, num_leaving: list[int]) -> None:
         self._node_of, self._cargo = node_of, cargo
-        self._num_sent = [0] * len(node_of)
+        self._num_sent, self._num_led = [0] * len(node_of), [0] * len(node_of)
+        self._num_leaving = num_leaving
 
     def grow(
         self, holders: Iterable[int], targets: Iterable[int]
@@ -464,12 +515,29 @@ class _Forest:
         waiting: dict[int, list[int]] = {}
         for cell in self._least_sent_first(targets):
             waiting.setdefault(self._node_of[cell], []).append(cell)
-        leaders = [cells.pop(0) for node, cells in waiting.items() if node not in served]
+        leaders = []
+        for node, cells in waiting.items():
+            if node not in served:
+                _lead(cells, self._num_led)
+                leaders.append(cells.pop(0))
         most = max(map(len, waiting.values()), default=0)
         num_segments = self._cargo.num_segments(len(leaders), most)
         spread = self._spread if num_segments == 1 else self._chain
-        for move in spread(ready, leaders):
+        outward = ready
+        if leaders and num_segments == len(ready) == 1:
+            holder = ready[0][2]
+            mates = waiting.get(self._node_of[holder], [])
+            gate = _gate([holder, *mates], self._num_leaving)
+            if gate != holder:
+                mates.remove(gate)
+                yield 0, holder, gate, 1
+                self._num_sent[holder] += 1
+                ready = [(1, self._num_sent[holder], holder)]
+                outward = [(1, self._num_sent[gate], gate)]
+        for move in spread(outward, leaders):
             yield *move, num_segments
+        if outward is not ready:
+            ready += [entry for entry in outward if entry[2] in leaders]
         for node, cells in waiting.items():
             here = [entry for entry in ready if self._node_of[entry[2]] == node]
             for move in spread(here, cells):

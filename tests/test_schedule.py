@@ -119,6 +119,16 @@ def test_one_chunk_after_a_hosts_gate() -> None:
     assert backward.is_chain
 
 
+def test_planning_alone_asks_for_no_threads() -> None:
+    beside = wires.Beside(copied=True, plans=True)
+    for degree, is_chain in ((1, True), (2, False)):
+        cutting = wires.Cutting(wires.PIPELINES["fsmoe"], forward_degree=degree)
+        forward, backward = wires.programs(0, gated=False, beside=beside, cutting=cutting)
+        assert "plan[0" in str(forward)
+        assert forward.is_chain is is_chain
+        assert backward.is_chain
+
+
 def test_two_chunks_forward_three_backward() -> None:
     """Six finest chunks: forward in 0-2 and 3-5, backward in 0-1, 2-3 and 4-5."""
     forward = layer(6, 2)

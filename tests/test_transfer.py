@@ -137,7 +137,7 @@ def test_rounds_and_sends_of_an_expert_are_logarithmic(
     transfers = gather_rounds(held, wanted, node_C)
     num_cells_V = np.bincount(node_C)
     most = log2_up(len(num_cells_V)) + log2_up(int(num_cells_V.max()))
-    assert num_rounds(transfers) <= most
+    assert num_rounds(transfers) <= most + 1, "one more, where another cell takes it out"
     at_once = Counter((number, expert, sender) for number, expert, sender, _ in moves(transfers))
     assert set(at_once.values()) <= {1}, "a cell sends an expert once a round"
 
@@ -365,8 +365,8 @@ def test_sparse_copies() -> None:
     assert transfers.num_moved == 3
     assert transfers.received_C.tolist() == [1, 1, 1, 1]
     assert transfers.everywhere == ()
-    # Expert 0 first crosses to cell 2, and a round later reaches cell 1 from cell 0.
-    assert moves(transfers) == [(0, 0, 0, 2), (0, 1, 0, 3), (0, 4, 2, 0), (1, 0, 0, 1)]
+    # Cell 0 has two experts for the other node: cell 1, which gets expert 0, takes it out.
+    assert moves(transfers) == [(0, 0, 0, 1), (0, 1, 0, 3), (0, 4, 2, 0), (1, 0, 1, 2)]
 
 
 @pytest.mark.parametrize(("size", "volume"), [(2, 5.0), (4, 7.5), (8, 8.75), (32, 9.6875)])
@@ -398,6 +398,40 @@ def test_one_expert_everywhere_by_hand() -> None:
         (Round((), (Move(0, 0),)), Round((Move(0, 2),), ())),
         (Move(0, 0),),
     )
+
+
+@PROPERTY
+@given(grids(one_home=True))
+def test_no_card_takes_more_out_of_its_node_than_its_home_has_for_others(
+    grid: tuple[Placement, Placement, np.ndarray],
+) -> None:
+    homes, wanted, node_C = grid
+    leaving_EC = (wanted.holds_EC > homes.holds_EC) & (node_C != node_C[homes.owner_E, None])
+    transfers = gather_rounds(homes, wanted, node_C)
+    assert gates(transfers).max() <= experts_of(homes, leaving_EC.any(axis=1)).max()
+
+
+def gates(transfers: Transfers) -> np.ndarray:
+    """Experts that each cell is the first to take out of a node, int64 ``[C]``."""
+    node_C = transfers.node_C
+    leaves_N = node_C[transfers.sender_N] != node_C[transfers.receiver_N]
+    _, first_M = np.unique(transfers.expert_N[leaves_N], return_index=True)  # in order of rounds
+    return np.bincount(transfers.sender_N[leaves_N][first_M], minlength=node_C.size)
+
+
+def experts_of(homes: Placement, which_E: np.ndarray) -> np.ndarray:
+    """Such experts that each cell has, int64 ``[C]``."""
+    return np.bincount(homes.owner_E[which_E], minlength=homes.num_cells)
+
+
+def test_mates_take_out_what_one_home_has_and_each_takes_in_alike() -> None:
+    homes = Placement.owned_by(np.zeros(4, dtype=np.int64), 4)
+    wanted = widened(homes, [(expert, cell) for expert in range(4) for cell in range(4)])
+    transfers = gather_rounds(homes, wanted, TWO_BY_TWO)
+    assert gates(transfers).tolist() == [2, 2, 0, 0]
+    crossing_N = transfers.round_N <= 1
+    entered = transfers.receiver_N[crossing_N & (TWO_BY_TWO[transfers.sender_N] == 0)]
+    assert np.bincount(entered, minlength=4)[2:].tolist() == [2, 2]
 
 
 def test_leaders_take_turns() -> None:

@@ -223,6 +223,27 @@ def measure_copies(level: Level, bench: Bench, sizes: Sizes) -> Link:
     return link_of(bench.fit(copy_sweep(level, sizes, bench.device)), level.num_sharers)
 
 
+def measure_pairs(
+    level: Level, bench: Bench, pairs_CC: np.ndarray, bytes_per_peer_N: Sequence[int]
+) -> Link | None:
+    """What the members of some pairs give and take, all at once, as rows go. Collective.
+
+    Args:
+        level: the members.
+        bench: times it.
+        pairs_CC: who gives to whom, bool, symmetric; nobody to itself.
+        bytes_per_peer_N: to each.
+
+    Returns:
+        The link of the level's sharers together, by the member with most peers; None where there
+        are no pairs.
+    """
+    if not pairs_CC.any():
+        return None
+    sweep = pairs_sweep(level, pairs_CC, bytes_per_peer_N, bench.device)
+    return link_of(bench.fit(sweep), level.num_sharers)
+
+
 def link_of(fit: LinearFit, num_sharers: int = 1) -> Link:
     """The link of several alike that send at once, from a line over the bytes of one of them."""
     return Link(
@@ -253,6 +274,21 @@ def all_to_all_sweep(level: Level, num_rows_N: Sequence[int], row: Tensor) -> Sw
         return level.exchange(rows, even_C, even_C, level.group)
 
     return _sweep(f"all-to-all {level.name}", work, rows_N)
+
+
+def pairs_sweep(
+    level: Level, pairs_CC: np.ndarray, bytes_per_peer_N: Sequence[int], device: torch.device
+) -> Sweep:
+    """The exchange of ``measure_pairs``; units are the bytes that the member with most peers
+    gives."""
+    is_peer_C, most_peers = pairs_CC[level.here], int(pairs_CC.sum(axis=1).max())
+    works_N = []
+    for num_bytes in bytes_per_peer_N:
+        counts_C = (num_bytes * is_peer_C).tolist()
+        given = torch.zeros(sum(counts_C), dtype=torch.uint8, device=device)
+        works_N.append(partial(level.exchange, given, counts_C, counts_C, level.group))
+    units_N = [most_peers * num_bytes for num_bytes in bytes_per_peer_N]
+    return Sweep(f"exchange of pairs {level.name}", units_N, works_N)
 
 
 def all_gather_sweep(level: Level, num_rows_N: Sequence[int], row: Tensor) -> Sweep:

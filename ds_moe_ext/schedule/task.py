@@ -355,8 +355,16 @@ class Schedule:
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether work could never overlap: each task waits for the one issued before it."""
-        work = [position for position, task in enumerate(self.tasks) if task.op.is_work]
+        """Whether work could never overlap: each task waits for the one issued before it.
+
+        ``PLAN`` is not looked at: threads for that alone would cost every task a hand-over, and
+        where there are none the plan is made behind the pass.
+        """
+        work = [
+            position
+            for position, task in enumerate(self.tasks)
+            if task.op.is_work and task.op != PLAN
+        ]
         return all(
             before in self.after[position] or self.tasks[position].lane == self.tasks[before].lane
             for before, position in pairwise(work)

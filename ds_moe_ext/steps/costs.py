@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -14,15 +15,26 @@ from ds_moe_ext.comm import max_in_place, sum_in_place
 from ds_moe_ext.cost.block_costs import BACKWARD, cell_rows
 from ds_moe_ext.cost.prices import TRIPS, Prices
 from ds_moe_ext.hardware import Hardware, Link
-from ds_moe_ext.layout import ParallelLayout
+from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.measure.bench import Bench, clock_of
-from ds_moe_ext.measure.probe import Level, Sizes, least_free_bytes, measure_copies
+from ds_moe_ext.measure.probe import Level, Sizes, least_free_bytes, measure_copies, measure_pairs
 from ds_moe_ext.moe.copies.slab import Weights
+from ds_moe_ext.moe.dispatch import Wire
 from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.observation import Rows, TimedTask
 from ds_moe_ext.planners import layer_pipelines
 from ds_moe_ext.schedule.stripes import OFFLOADED
-from ds_moe_ext.schedule.task import ATTENTION, COMBINE, DISPATCH, EXPERT, GATHER, PARAM, Op, Task
+from ds_moe_ext.schedule.task import (
+    ATTENTION,
+    COMBINE,
+    DISPATCH,
+    EXPERT,
+    GATHER,
+    INTER,
+    PARAM,
+    Op,
+    Task,
+)
 from ds_moe_ext.steps.pipeline_costs import Pipelines
 from ds_moe_ext.strategy import Pool
 
@@ -33,6 +45,7 @@ WATCHED = (STEPS, TRIED, CHECKED)
 SHARE_OF_FREE = 0.7  # that copies may take of a device's free memory
 NUM_EXPERTS = (1, 4, 8)  # that a quick look copies at once
 UNLIKE = 1.3  # times longer that some cell takes for a row than another, where they are unlike
+PARTS = (4, 2, 1)  # of a peer's rows, that a quick look sends
 KEPT = 3  # numbers of a weight that move with it: the one that is stepped, and two states
 
 
@@ -53,7 +66,7 @@ class Links:
     Attributes:
         copy: what copies of weights wait for, in bytes that the busiest receiver takes in.
         inter: what one node sends to the others.
-        intra: what one rank sends to the others.
+        intra: what one cell sends to the others of its node.
     """
 
     copy: Link
@@ -61,27 +74,46 @@ class Links:
     intra: Link
 
     @classmethod
-    def of(cls, hardware: Hardware, num_ranks: int) -> Links:
+    def of(cls, hardware: Hardware, grid: Grid) -> Links:
         """Those of a described cluster; rows go over the link of copies where it says no other."""
-        copy = hardware.copy_link(num_ranks)
-        return cls(copy, hardware.inter or copy, hardware.intra or copy)
+        copy = hardware.copy_link(grid.size)
+        intra = hardware.intra or copy
+        of_cell = replace(intra, bytes_per_s=grid.cell_size * intra.bytes_per_s)
+        return cls(copy, hardware.inter or copy, of_cell)
 
     @classmethod
-    def measured(cls, layout: ParallelLayout, expert: Weights) -> Links:
-        """A quick look at this run's own communicator for copies. Collective.
+    def measured(cls, layout: ParallelLayout, expert: Weights, peer_bytes: int) -> Links:
+        """A quick look at this run's own communicators for copies and for rows. Collective.
 
-        Rows are then priced by the link of copies.
+        Rows within nodes and rows between them are sent apart, each by all ranks at once.
 
         Args:
             layout: of the run.
             expert: weights of one expert.
+            peer_bytes: of the rows that a rank sends to a peer, if they are even.
         """
-        group, device = layout.group("ep", PARAM), expert[0].device
-        level = Level("of this run", group, layout.index("ep"), layout.node_C, num_sharers=1)
+        device, node_C = expert[0].device, layout.node_C
+        group, wire = layout.group("ep", PARAM), Wire.between(layout, INTER, device)
+        assert wire.group is not None
         bench = Bench(clock_of(device), device, num_warm_ups=1, num_repeats=5, group=group)
-        link = measure_copies(level, bench, Sizes((), bytes_of(expert), NUM_EXPERTS))
-        link = slowest(link, device, layout.everyone)
-        return cls(link, link, link)
+        copies = Level("of this run", group, layout.index("ep"), node_C, num_sharers=1)
+        of_cells = replace(
+            copies,
+            group=wire.group,
+            num_sharers=layout.grid.cell_size,
+            exchange=wire.all_to_all,
+        )
+        cells_of_node = int(np.bincount(node_C).max())
+        of_nodes = replace(of_cells, num_sharers=cells_of_node * of_cells.num_sharers)
+        is_far_CC = node_C[:, None] != node_C
+        is_near_CC = ~is_far_CC & ~np.eye(len(node_C), dtype=bool)
+        bytes_N = [max(peer_bytes, *PARTS) // part for part in PARTS]
+        copy = measure_copies(copies, bench, Sizes((), bytes_of(expert), NUM_EXPERTS))
+        inter = measure_pairs(of_nodes, bench, is_far_CC, bytes_N)
+        intra = measure_pairs(of_cells, bench, is_near_CC, bytes_N)
+        # A cell alone on its node has one link for all; on one node nothing goes to others.
+        found = copy, inter or intra or copy, intra or inter or copy
+        return cls(*(slowest(link, device, layout.everyone) for link in found))
 
 
 def slowest(link: Link, device: torch.device, group: dist.ProcessGroup | None = None) -> Link:
@@ -258,7 +290,7 @@ class Costs:
         window_s = [seen.window_s / max(seen.num_windows, 1) for seen in sums]
         back_s = [seen.back_window_s / max(seen.num_back_windows, 1) for seen in sums]
         behind_s = tuple(back or BACKWARD * s for back, s in zip(back_s, window_s))
-        prices = (self._priced(pool, seen_RL, sums, exchange_s) for pool in self.pools)
+        prices = (self._priced(pool, rows, seen_RL, sums, exchange_s) for pool in self.pools)
         return Measured(
             pools=tuple(prices) if self._copies else self.pools,
             window_s=tuple(window_s),
@@ -300,10 +332,14 @@ class Costs:
         assert copies is not None
         return copies.like
 
-    def _links(self, pool: Pool) -> Links:
+    def _links(self, pool: Pool, rows: Sequence[Rows]) -> Links:
+        grid = self._layout.grid
         if self.hardware is not None:
-            return Links.of(self.hardware, self._layout.grid.size)
-        return Links.measured(self._layout, self._expert(pool))
+            return Links.of(self.hardware, grid)
+        layer = pool.layers[0]
+        num_rows = int(rows[layer].routed_CE.sum()) // max(len(rows[layer].passes), 1)
+        peer_bytes = num_rows * self.layers[layer].routed.row_bytes // (grid.size * grid.num_cells)
+        return Links.measured(self._layout, self._expert(pool), peer_bytes)
 
     def _row_s_C(self, pool: Pool, seen_RL: Sequence[Sequence[Seen]]) -> tuple[float, ...]:
         """Seconds a row of each cell; none where they are alike, or some have computed nothing."""
@@ -321,11 +357,12 @@ class Costs:
     def _priced(
         self,
         pool: Pool,
+        rows: Sequence[Rows],
         seen_RL: Sequence[Sequence[Seen]],
         sums: Sequence[Seen],
         exchange_s: Sequence[float],
     ) -> Pool:
-        links = self._links(pool)
+        links = self._links(pool, rows)
         expert = self._expert(pool)
         expert_bytes = bytes_of(expert)
         seen = sum((sums[layer] for layer in pool.layers), Seen())

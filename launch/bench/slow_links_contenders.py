@@ -51,12 +51,12 @@ def fssdp_ways(copies_per_rank: Sequence[int], overlap_degree: int) -> Iterator[
     for copies in copies_per_rank:
         given = {"overlap_degree": overlap_degree, "copies_per_rank": copies}
         yield _fssdp(f"m = {copies}", **given)
-        yield _fssdp(f"m = {copies}, planned share", **given, share="planned")
+        yield _fssdp(f"m = {copies}, priced share", **given, share="priced")
     if copies_per_rank:
         yield _fssdp("the same, rematerialized", **given, rematerialize=True)
         yield replace(_fssdp("the same, late", **given), is_early=False)
     yield _fssdp("fssdp, t and m measured")
-    yield _fssdp("the same, planned share", share="planned")
+    yield _fssdp("the same, priced share", share="priced")
 
 
 def _fssdp(name: str, **keys: Any) -> Way:
@@ -67,7 +67,7 @@ def prophet_ways() -> Iterator[Way]:
     """As it comes; then with one thing changed; last as "own block", but kept and launched late."""
     yield _prophet("prophet")
     yield _prophet("prophet, kept", rematerialize=False)
-    yield _prophet("prophet, planned share", share="planned")
+    yield _prophet("prophet, priced share", share="priced")
     yield _prophet("prophet, shadow", planner="shadow")
     yield _prophet("prophet, own block", scheduler=False)
     bare = _prophet("prophet, not hidden", scheduler=False, rematerialize=False)
@@ -93,6 +93,15 @@ def esp_ways() -> Iterator[Way]:
 def _esp(name: str, cell_size: int, **keys: Any) -> Way:
     block = {"strategy": "esp", "expert_sharding_size": cell_size}
     return Way(name, {**block, "esp": {"slice_gradients": False, **keys}})
+
+
+def _speeds(prices: Prices) -> str:
+    """Of rows, as first steps have shown, for a person."""
+    inter, intra = prices.inter_bytes_per_s / 1e6, prices.intra_bytes_per_s / 1e6
+    return (
+        f"rows leave a node at {inter:.0f} MB/s and a rank at {intra:.0f} MB/s, and take "
+        f"{1e6 * prices.row_s:.1f} us to compute"
+    )
 
 
 @dataclass(frozen=True)
@@ -146,7 +155,8 @@ class Contender:
 
     @property
     def told(self) -> Told:
-        return Told(self._line, self._replaced.planning.checks.terms)
+        line = f"{self._line}; {_speeds(self.measured)}" if self._line else ""
+        return Told(line, self._replaced.planning.checks.terms)
 
     @property
     def node_C(self) -> np.ndarray:

@@ -104,6 +104,7 @@ class Routed:
         balance: rows of the busiest rank over the mean, mean over layers.
         model_s: seconds of the step by HECATE's model.
         cards_s: by the speed of each rank's card, if copies took no time.
+        limit_s: if rows were even, and all that travels took no time.
     """
 
     remote: float
@@ -111,6 +112,7 @@ class Routed:
     balance: float
     model_s: float
     cards_s: float
+    limit_s: float
 
     @classmethod
     def of(
@@ -121,12 +123,14 @@ class Routed:
         computed_L = pace.attention_s + pace.row_s * flow.computed_LC.max(axis=1)
         model_L = flow_seconds(flow, prices=prices) + passes * pace.attention_s
         cards_L = TRIPS * cards.seconds(rows_LCC, node_C) + passes * computed_L
+        even_L = pace.attention_s + pace.row_s * flow.computed_LC.mean(axis=1)
         return cls(
             remote=float(flow.sent_LC.sum() / rows_LCC.sum()),
             abroad=float(flow.out_LN.sum() / rows_LCC.sum()),
             balance=float(balance_L(flow.computed_LC).mean()),
             model_s=float(model_L.sum()),
             cards_s=float(cards_L.sum()),
+            limit_s=float(passes * even_L.sum()),
         )
 
 
@@ -223,6 +227,7 @@ class Result:
         faster: expert parallelism's seconds over ours, by round.
         faster_by_model: likewise by HECATE's model, all steps.
         faster_by_cards: likewise by the speed of each rank's card, if copies took no time.
+        limit_s: of a step, if rows were even, and all that travels took no time.
         hidden_gather: share of the gathers' time that their rank computed beside them; None without
             any.
         hidden_reduction: likewise of reductions.
@@ -241,6 +246,7 @@ class Result:
     faster: list[float]
     faster_by_model: float
     faster_by_cards: float
+    limit_s: float
     hidden_gather: float | None
     hidden_reduction: float | None
     remote: float
@@ -287,6 +293,7 @@ class Tally:
             faster=[theirs / ours for theirs, ours in zip(first.seconds, self.seconds)],
             faster_by_model=sum(r.model_s for r in theirs) / sum(r.model_s for r in ours),
             faster_by_cards=sum(r.cards_s for r in theirs) / sum(r.cards_s for r in ours),
+            limit_s=statistics.mean(routed.limit_s for routed in ours),
             hidden_gather=_hidden(float(gather_s), float(gather_bare_s)),
             hidden_reduction=_hidden(float(reduction_s), float(reduction_bare_s)),
             remote=statistics.mean(routed.remote for routed in ours),
@@ -317,12 +324,14 @@ def markdown(results: Sequence[Result]) -> Iterator[str]:
     what else the machine does can only make one slower. "By the cards" is what links and paces let
     expect of copies that take no time; "by the model", what HECATE's model of rows does.
     """
-    yield f"\n{results[0].load}\n"
+    first = results[0]
+    yield f"\n{first.load}\n"
     yield f"| {' | '.join(COLUMNS)} |"
     yield "|---" * len(COLUMNS) + "|"
     for each in results:
-        yield f"| {' | '.join(_cells(each, results[0]))} |"
-    yield ""
+        yield f"| {' | '.join(_cells(each, first))} |"
+    limit = statistics.median(first.seconds) / first.limit_s
+    yield f"\nThe limit, even rows and all hidden: {1e3 * first.limit_s:.0f} ms, {limit:.3f}\n"
     for each in results:
         said = [each.told.line] if each.told.line else []
         said += [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +28,43 @@ def _slowest(rank: int, world_size: int) -> tuple[float, float]:
 def test_the_places_of_a_cell_reckon_with_one_link() -> None:
     found = pool_of(2).run(_slowest)
     assert found[0] == found[1] == (pytest.approx(10.0), 0.25)
+
+
+class _RisingClock:
+    """Does the work; says 1, 2, 3 ms in turn, whatever it took."""
+
+    def __init__(self) -> None:
+        self._num_calls = 0
+
+    def seconds(self, ready: Callable[[], object], work: Callable[[], object]) -> float:
+        ready()
+        work()
+        self._num_calls += 1
+        return ((self._num_calls - 1) % 3 + 1) * 1e-3
+
+
+def _links(rank: int, world_size: int, cell_size: int) -> tuple[float, float]:
+    from ds_moe_ext.layout import Grid, ParallelLayout
+    from ds_moe_ext.schedule.task import INTER, PARAM
+    from ds_moe_ext.steps import costs
+
+    grid = Grid(world_size, world_size // cell_size, cell_size)
+    uses = [("ep", INTER), ("ep", PARAM)]
+    layout = ParallelLayout.build(grid, uses, ranks_per_node=world_size // 2)
+    with mock.patch.object(costs, "clock_of", lambda device: _RisingClock()):
+        links = costs.Links.measured(layout, (torch.zeros(64),), peer_bytes=4096)
+    return links.inter.bytes_per_s, links.intra.bytes_per_s
+
+
+@pytest.mark.parametrize(("cell_size", "ratio"), [(1, 4.0), (2, 1.0)])
+def test_rows_are_priced_by_links_of_nodes_and_of_cells(cell_size: int, ratio: float) -> None:
+    """Two nodes of two ranks, which exchange as long with each of two far cells as with a near one;
+    then each a cell of both, which has no other near it."""
+    found = pool_of(4).run(_links, cell_size)
+    assert len(set(found)) == 1, "all ranks must find the same"
+    inter, intra = found[0]
+    assert inter == pytest.approx(ratio * intra, rel=1e-3)
+    assert intra > 0
 
 
 CLUSTERS = Path(__file__).parents[2] / "configs" / "hardware"

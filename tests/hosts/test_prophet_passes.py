@@ -11,9 +11,11 @@ import pytest
 from torch import Tensor
 
 from ds_moe_ext.comm import sparse_all_gather, sparse_reduce_scatter
+from ds_moe_ext.moe import layer as layer_module
 from ds_moe_ext.moe.dispatch import Dispatch
 from ds_moe_ext.moe.expert import Expert
 from ds_moe_ext.moe.layer import RoutedExperts
+from ds_moe_ext.schedule.executor import ThreadLanes
 from tests.hosts.copied_runs import (
     COPIES,
     check_equal,
@@ -152,7 +154,8 @@ def check_carried(layer: int, moments: dict[tuple[str, str, int], Moment]) -> No
 
 
 def planned_ahead(rank: int, world_size: int, job: Job) -> int:
-    """Plans that were made while their layer's rows were on their way, in the last step."""
+    """Plans that were made while their layer's rows were on their way, in the last step, where
+    lanes have threads."""
     engine = engine_of(job, world_size)
     meetings, dispatch, plan = Meetings(), Dispatch.forward, RoutedExperts._plan_ahead
 
@@ -165,6 +168,7 @@ def planned_ahead(rank: int, world_size: int, job: Job) -> int:
         return plan(layer, *arguments)
 
     with (
+        mock.patch.object(layer_module, "lanes_for", lambda device, overlaps: ThreadLanes()),
         mock.patch.object(Dispatch, "forward", meet_plan),
         mock.patch.object(RoutedExperts, "_plan_ahead", meet_dispatch),
     ):

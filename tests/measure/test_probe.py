@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from ds_moe_ext.measure.probe import (
     levels_of,
     matmul_sweep,
     measure_cluster,
+    measure_pairs,
     reduce_scatter_sweep,
 )
 from tests.ranks import pool_of
@@ -89,6 +92,28 @@ def test_two_nodes_of_two(by_pairs: bool) -> None:
     assert_links(found.inter_collectives.copy, line(2 * 2 * 5 * KIB))
     assert_links(found.copy, line(3 * 5 * KIB))
     assert found.copy_link(4) == found.copy
+
+
+def rows_between(rank: int, world_size: int, num_sharers: int) -> list[Link | None]:
+    """Far from a rank, near to it, and of nobody; of nodes of 3 and 1."""
+    node_C = np.array([0, 0, 0, 1])
+    whole = levels_of(world_size, 1, all_to_all_by_pairs).whole
+    level = replace(whole, node_C=node_C, num_sharers=num_sharers)
+    bench = Bench(RisingClock(), CPU, num_warm_ups=1, num_repeats=2)
+    is_far_CC = node_C[:, None] != node_C
+    is_near_CC = ~is_far_CC & ~np.eye(world_size, dtype=bool)
+    sizes = (KIB, 2 * KIB, 3 * KIB)
+    nobody_CC = np.zeros_like(is_far_CC)
+    return [measure_pairs(level, bench, each, sizes) for each in (is_far_CC, is_near_CC, nobody_CC)]
+
+
+@pytest.mark.parametrize("num_sharers", [1, 3])
+def test_rows_of_some_pairs(num_sharers: int) -> None:
+    """Each millisecond the lone rank sends a KiB to each of three, and those each to two others."""
+    far, near, none = pool_of(4).run(rows_between, num_sharers)[0]
+    assert_links(far, line(num_sharers * 3 * KIB))
+    assert_links(near, line(num_sharers * 2 * KIB))
+    assert none is None
 
 
 def test_one_node() -> None:
