@@ -174,14 +174,18 @@ class FullySharded(Strategy):
             copies_EC = share.levels.target.holds_EC & ~home.holds_EC
             plan = Plan.at_home(home)
             if copies_EC.any():
-                by_paper = partial(NearestCopy, node_C=job.node_C)
-                plan = Plan(home, share.levels.target, share, by_paper=by_paper)
+                plan = Plan(home, share.levels.target, share)
             if self.calibrate:
                 copies_left = int(fits_L[layer]) - int(copies_EC.sum(axis=0).max())
                 plan = calibrated(plan, share, pools[layer], copies_left)
-            predicted_CE = job.rows[layer]
-            plan = replace(plan, predicted_CE=predicted_CE, rematerialize=self.rematerialize)
-            plans.append(plan)
+            plans.append(
+                replace(
+                    plan,
+                    predicted_CE=job.rows[layer],
+                    by_paper=partial(NearestCopy, node_C=job.node_C),
+                    rematerialize=self.rematerialize,
+                )
+            )
         return tuple(plans)
 
     def homes(self, job: Job) -> tuple[Placement, ...]:

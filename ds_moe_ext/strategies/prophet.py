@@ -292,10 +292,12 @@ class _Search:
         """
         successor = partial(self._next, plan, rows_CE, age)
         followed = replace(plan, successor=successor, predicted_CE=rows_CE)
-        if self.strategy.share == LOCAL or plan.target is plan.home:
+        if self.strategy.share == LOCAL:
             return followed
-        share = self._share((plan.target,), rows_CE)
-        return replace(followed, share=share, by_paper=partial(LocalElseHome, self.home))
+        followed = replace(followed, by_paper=partial(LocalElseHome, self.home))
+        if plan.target is plan.home:
+            return followed
+        return replace(followed, share=self._share((plan.target,), rows_CE))
 
     def _next(self, plan: Plan, before_CE: np.ndarray, age: int, rows_CE: np.ndarray) -> Plan:
         strategy = self.strategy

@@ -110,6 +110,7 @@ def _printed(rank: int, world_size: int, job: Job, steps: int = 0) -> str:
 
 def test_keys_that_cannot_do_anything_are_told_once() -> None:
     keys = (("calibrate", True), ("overlap_degree", 4), ("copies_per_rank", 4))
+    keys += (("resharding", "paper"),)
     first, second = pool_of(2).run(_printed, Job(strategy="fssdp", keys=keys))
     assert first.count("ds_moe_ext: calibrate can add no copies, for 4 of 4 experts") == 1
     assert first.count("ds_moe_ext: heterogeneous_sharding moves no expert") == 1
