@@ -376,7 +376,7 @@ static void looked_around(const Layer *layer, Search *search) {
 
 /* Numbers that the functions below need room for. */
 i64 memory_size(const Layer *layer) {
-    i64 to_send = 2 * layer->N + layer->C + 3 * layer->V + layer->C * layer->C;
+    i64 to_send = 2 * layer->N + layer->C + 5 * layer->V + layer->C * layer->C;
     return most(size_of_rows(layer), to_send);
 }
 
@@ -423,12 +423,17 @@ void divide(
     }
 }
 
+/* What so far is of a whole that is divided: of a part of it, rounded down. */
+static i64 of_part(i64 so_far, i64 part, i64 whole) { return whole ? so_far * part / whole : 0; }
+
 /* Rows of each sender for each holder of a copied expert: what it keeps; what stays on its node, in
- * the order of senders and holders; and what other nodes have room for, in that order, too.
+ * the order of senders and holders; and what other nodes have room for, in that order, too. All
+ * senders of a node send like parts of theirs to others, and all its holders take like parts from
+ * there: each may have a card of its own.
  *
  * num_senders: the first ones, which are looked at.
  * sent_CH: theirs; holders in the order of cells.
- * memory: room for 2 N, C and 3 V.
+ * memory: room for 2 N, C and 5 V.
  */
 static void send_rows(
     const Layer *layer, const i64 *rows_CE, const i64 *rows_N, i64 x, i64 num_senders, i64 *memory,
@@ -437,36 +442,43 @@ static void send_rows(
     i64 end = layer->pair_G1[layer->group_X1[x + 1]], num_holders = end - begin, far = begin;
     i64 *near_N = laid(&memory, layer->N), *far_N = laid(&memory, layer->N);
     i64 *left_C = laid(&memory, layer->C), *pool_V = laid(&memory, layer->V);
+    i64 *near_V = laid(&memory, layer->V), *sent_V = laid(&memory, layer->V);
     i64 *next_V = laid(&memory, layer->V), *last_V = laid(&memory, layer->V);
     memset(sent_CH, 0, num_senders * num_holders * sizeof(i64));
-    memset(pool_V, 0, 3 * layer->V * sizeof(i64));
+    memset(pool_V, 0, 5 * layer->V * sizeof(i64));
     for (i64 c = 0; c < layer->C; c++) left_C[c] = rows_CE[c * layer->E + e];
     for (i64 n = begin; n < end; n++) {
         i64 c = layer->cell_N[n], kept = least(left_C[c], rows_N[n]);
         if (c < num_senders)
             sent_CH[c * num_holders + layer->place_N[n] - layer->first_E1[e]] = kept;
         left_C[c] -= kept;
-        near_N[n] = rows_N[n] - kept;
+        far_N[n] = rows_N[n] - kept;
     }
     for (i64 c = 0; c < layer->C; c++) pool_V[layer->node_C[c]] += left_C[c];
     for (i64 g = layer->group_X1[x]; g < layer->group_X1[x + 1]; g++) {
-        i64 v = layer->node_G[g];
+        i64 v = layer->node_G[g], lacking = 0, so_far = 0;
         next_V[v] = layer->pair_G1[g];
         last_V[v] = layer->pair_G1[g + 1];
+        for (i64 n = next_V[v]; n < last_V[v]; n++) lacking += far_N[n];
+        near_V[v] = least(pool_V[v], lacking);
         for (i64 n = next_V[v]; n < last_V[v]; n++) {
-            i64 taken = least(pool_V[v], near_N[n]);
-            far_N[n] = near_N[n] - taken;
-            near_N[n] = taken;
-            pool_V[v] -= taken;
+            i64 before = of_part(so_far, near_V[v], lacking);
+            so_far += far_N[n];
+            near_N[n] = of_part(so_far, near_V[v], lacking) - before;
+            far_N[n] -= near_N[n];
         }
     }
     for (i64 c = 0; c < num_senders; c++) {
         i64 v = layer->node_C[c], *row_H = sent_CH + c * num_holders;
-        for (i64 n = next_V[v]; left_C[c] && n < last_V[v]; n++) {
-            i64 given = least(left_C[c], near_N[n]);
+        i64 before = of_part(sent_V[v], near_V[v], pool_V[v]);
+        sent_V[v] += left_C[c];
+        i64 left = of_part(sent_V[v], near_V[v], pool_V[v]) - before;
+        left_C[c] -= left;
+        for (i64 n = next_V[v]; left && n < last_V[v]; n++) {
+            i64 given = least(left, near_N[n]);
             row_H[layer->place_N[n] - layer->first_E1[e]] += given;
             near_N[n] -= given;
-            left_C[c] -= given;
+            left -= given;
             if (!near_N[n]) next_V[v] = n + 1;
         }
         while (left_C[c] && far < end) {
@@ -494,7 +506,7 @@ static i64 ends(i64 rows, i64 end, i64 total, i64 chunk, i64 sender, i64 num_chu
 void send(
     const Layer *layer, const i64 *rows_CE, const i64 *rows_N, i64 *memory, i64 cell, i64 num_chunks,
     const i64 *rows_FE, i64 *sent_FP) {
-    i64 *sent_CH = memory + 2 * layer->N + layer->C + 3 * layer->V;
+    i64 *sent_CH = memory + 2 * layer->N + layer->C + 5 * layer->V;
     i64 num_pairs = layer->first_E1[layer->E];
     for (i64 e = 0; e < layer->E; e++) {
         i64 first = layer->first_E1[e], num_holders = layer->first_E1[e + 1] - first;
@@ -523,7 +535,7 @@ void send(
 void receive(
     const Layer *layer, const i64 *rows_CE, const i64 *rows_N, i64 *memory, i64 cell, i64 num_slots,
     const i64 *expert_S, i64 num_chunks, const i64 *rows_CFE, i64 *received_CFS) {
-    i64 *sent_CH = memory + 2 * layer->N + layer->C + 3 * layer->V;
+    i64 *sent_CH = memory + 2 * layer->N + layer->C + 5 * layer->V;
     for (i64 s = 0; s < num_slots; s++) {
         i64 e = expert_S[s], x = -1 - layer->holder_E[e], own = 0;
         i64 num_holders = layer->first_E1[e + 1] - layer->first_E1[e];
