@@ -429,7 +429,7 @@ def fssdp_rows() -> Iterator[Row]:
     keys = {"overlap_degree": 1, "copies_per_rank": 1, "reshard_interval": 6}
     for ranks in (2, 4):  # where a move costs next to nothing it pays as soon as costs are known
         job = fssdp(float64(steps=14), **keys)
-        name, is_slow = f"fssdp by gain {ranks} ranks", ranks != 4
+        name, is_slow = f"fssdp by gain {ranks} ranks", ranks != 2
         yield Row(name, ranks, job, shows=(copies, moves), hardware=FREE, is_slow=is_slow)
 
 
@@ -531,7 +531,7 @@ SHOWN_BY_TIME: dict[tuple[str, str], tuple[Shows, ...]] = {
     ("prophet", "by parts"): (shares_by_parts,),
 }
 """Which experts prophet copies depends on what a machine's first steps take."""
-QUICK_BY_TIME = (("fssdp", "calibrated", 4), ("prophet", "freed", 4))
+QUICK_BY_TIME = (("fssdp", "calibrated", 4),)
 
 
 def esp_by_time_rows() -> Iterator[Row]:
@@ -546,7 +546,7 @@ def esp_by_time_rows() -> Iterator[Row]:
             yield Row(
                 f"esp {ahead}, {behind} over {strategy} by time {name} {ranks} ranks by {size}",
                 *(ranks, job, EXACT, stock, (copies,), SLOW),
-                is_slow=(name, ranks, size) != ("kept", 4, 2),
+                is_slow=True,  # quick: the same in test_testing.py
             )
 
 

@@ -45,9 +45,7 @@ LESS = {"balance": 0.3, "num_excluded": 2}
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "ep": ("ep", {}),
     "fssdp": ("fssdp", COPYING),
-    "fssdp planned": ("fssdp", {**COPYING, "share": "planned"}),
     "fssdp calibrated": ("fssdp", LATE),
-    "prophet": ("prophet", LESS),
     "prophet priced": ("prophet", {**LESS, "share": "priced"}),
 }
 
