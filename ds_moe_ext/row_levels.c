@@ -374,21 +374,25 @@ static void looked_around(const Layer *layer, Search *search) {
             }
 }
 
+/* What comes before rows by sender and holder, where they are sent. */
+static i64 size_before_sent(const Layer *layer) {
+    return 2 * layer->N + layer->C + 5 * layer->V;
+}
+
 /* Numbers that the functions below need room for. */
 i64 memory_size(const Layer *layer) {
-    i64 to_send = 2 * layer->N + layer->C + 5 * layer->V + layer->C * layer->C;
-    return most(size_of_rows(layer), to_send);
+    return most(size_of_rows(layer), size_before_sent(layer) + layer->C * layer->C);
 }
 
 /* Rows of each holder, so that the layer takes least time.
  *
  * part_N: of each expert's rows what holders got when this was planned; NULL: the nearest copies.
- * plan: the mean level and the time then, by the prices; and what less is not worth a search.
+ * plan_3: the mean level and the time then, by the prices; and what less is not worth a search.
  * step_3: of leave, cross and tolls, to begin with; and those that were best.
  * num_sweeps: over all copied experts, at most; fewer where there are many pairs.
  * rows_N: the result.
  * parts_N: it, in parts of each expert's rows.
- * found: the mean level and the time.
+ * found_2: the mean level and the time.
  */
 void divide(
     const Layer *layer, const i64 *rows_CE, i64 *memory, const i64 *part_N, const i64 *plan_3,
@@ -433,7 +437,7 @@ static i64 of_part(i64 so_far, i64 part, i64 whole) { return whole ? so_far * pa
  *
  * num_senders: the first ones, which are looked at.
  * sent_CH: theirs; holders in the order of cells.
- * memory: room for 2 N, C and 5 V.
+ * memory: as much room as size_before_sent says.
  */
 static void send_rows(
     const Layer *layer, const i64 *rows_CE, const i64 *rows_N, i64 x, i64 num_senders, i64 *memory,
@@ -506,7 +510,7 @@ static i64 ends(i64 rows, i64 end, i64 total, i64 chunk, i64 sender, i64 num_chu
 void send(
     const Layer *layer, const i64 *rows_CE, const i64 *rows_N, i64 *memory, i64 cell, i64 num_chunks,
     const i64 *rows_FE, i64 *sent_FP) {
-    i64 *sent_CH = memory + 2 * layer->N + layer->C + 5 * layer->V;
+    i64 *sent_CH = memory + size_before_sent(layer);
     i64 num_pairs = layer->first_E1[layer->E];
     for (i64 e = 0; e < layer->E; e++) {
         i64 first = layer->first_E1[e], num_holders = layer->first_E1[e + 1] - first;
@@ -535,7 +539,7 @@ void send(
 void receive(
     const Layer *layer, const i64 *rows_CE, const i64 *rows_N, i64 *memory, i64 cell, i64 num_slots,
     const i64 *expert_S, i64 num_chunks, const i64 *rows_CFE, i64 *received_CFS) {
-    i64 *sent_CH = memory + 2 * layer->N + layer->C + 5 * layer->V;
+    i64 *sent_CH = memory + size_before_sent(layer);
     for (i64 s = 0; s < num_slots; s++) {
         i64 e = expert_S[s], x = -1 - layer->holder_E[e], own = 0;
         i64 num_holders = layer->first_E1[e + 1] - layer->first_E1[e];

@@ -240,8 +240,9 @@ class _Search:
         strategy, home = self.strategy, self.home
         found = PLANNERS[strategy.planner](strategy, home, rows_CE, self.prices)
         is_steady = before_CE is not None and drift(before_CE.sum(0), rows_CE.sum(0)) < STEADY
+        share = None
         if strategy.share != LOCAL and is_steady:
-            found = self._narrowed(found, rows_CE)
+            found, share = self._narrowed(found, rows_CE)
         if not found.selected:
             return self._followed(_at_home(home), rows_CE, age=0)
         plan = Plan(
@@ -251,16 +252,16 @@ class _Search:
             rematerialize=strategy.rematerialize,
             carried=self._carried(found) if strategy.scheduler and self.follows else None,
         )
-        return self._followed(plan, rows_CE, age=0)
+        return self._followed(plan, rows_CE, age=0, share=share)
 
-    def _narrowed(self, found: BlockPlan, rows_CE: np.ndarray) -> BlockPlan:
-        """With no more copies than it takes, if these divide rows by time."""
+    def _narrowed(self, found: BlockPlan, rows_CE: np.ndarray) -> tuple[BlockPlan, LevelShare]:
+        """With no more copies than it takes, if these divide rows by time; and how they do."""
         plans = [found]
         while plans[-1].selected:
             num_copied = len(plans[-1].selected) // 2
             plans.append(found.first(num_copied, self.home, rows_CE, self.prices))
         share = self._share([plan.target for plan in plans], rows_CE)
-        return next(plan for plan in plans if plan.target is share.levels.target)
+        return next(plan for plan in plans if plan.target is share.levels.target), share
 
     def _share(self, targets: Sequence[Placement], rows_CE: np.ndarray) -> LevelShare:
         return shared_by_time(targets, rows_CE, self.node_C, self.pool, self.strategy.share)
@@ -282,13 +283,16 @@ class _Search:
             ),
         )
 
-    def _followed(self, plan: Plan, rows_CE: np.ndarray, *, age: int) -> Plan:
+    def _followed(
+        self, plan: Plan, rows_CE: np.ndarray, *, age: int, share: LevelShare | None = None
+    ) -> Plan:
         """The plan, how it is followed, and how copies divide rows.
 
         Args:
             plan: of a search.
             rows_CE: of the step before.
             age: steps that it has been in force before.
+            share: of the plan's target for these rows, where it was found.
         """
         successor = partial(self._next, plan, rows_CE, age)
         followed = replace(plan, successor=successor, predicted_CE=rows_CE)
@@ -297,7 +301,7 @@ class _Search:
         followed = replace(followed, by_paper=partial(LocalElseHome, self.home))
         if plan.target is plan.home:
             return followed
-        return replace(followed, share=self._share((plan.target,), rows_CE))
+        return replace(followed, share=share or self._share((plan.target,), rows_CE))
 
     def _next(self, plan: Plan, before_CE: np.ndarray, age: int, rows_CE: np.ndarray) -> Plan:
         strategy = self.strategy
