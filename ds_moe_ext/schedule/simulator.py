@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ds_moe_ext.schedule.task import Lane, Schedule, Task
+
+ENDED_S = 1e-12  # of work left, which rounding may leave of a task that is done
 
 Seconds = Callable[[int, Task], float]  # (rank, task) -> seconds, alone on its link
 Peers = Callable[[int, Task], Sequence[int]]  # ranks that must all reach the task
@@ -74,8 +79,24 @@ def simulate(
     ).run()
 
 
+class _UnderWay(NamedTuple):
+    """A task that has begun, on one rank.
+
+    Attributes:
+        link: that it occupies.
+    """
+
+    rank: int
+    position: int
+    link: str | None
+
+
 class _Simulation:
-    """An event queue over (rank, position); time jumps from one finished task to the next."""
+    """An event queue over (rank, position); time jumps from one finished task to the next.
+
+    After an end only those ranks are looked at that it may let go on: its own, and those of which a
+    task was found to wait for it.
+    """
 
     def __init__(
         self,
@@ -87,35 +108,41 @@ class _Simulation:
         *,
         crowding_of: Crowding,
     ) -> None:
-        self._tasks, self._after = schedule.tasks, schedule.after
+        self._tasks, self._ranks = schedule.tasks, range(num_ranks)
         self._seconds_of, self._peers_of, self._link_of = seconds_of, peers_of, link_of
         self._crowding_of = crowding_of
-        self._ranks = range(num_ranks)
         self._start = [[math.nan] * len(self._tasks) for _ in self._ranks]
         self._end = [[math.nan] * len(self._tasks) for _ in self._ranks]
-        self._queue = [self._lanes() for _ in self._ranks]
-        self._left: dict[tuple[int, int], float] = {}  # seconds of work left of what is under way
+        lanes = _lanes(self._tasks)
+        # What each lane of each rank has left to start, the next one last.
+        self._queue = [[list(lane) for lane in lanes.values()] for _ in self._ranks]
+        self._busy = [[False] * len(lanes) for _ in self._ranks]
+        number = {lane: place for place, lane in enumerate(lanes)}
+        self._lane_of = [number[task.lane] for task in self._tasks]
+        self._num_awaited = [[len(after) for after in schedule.after] for _ in self._ranks]
+        self._followers: list[list[int]] = [[] for _ in self._tasks]
+        for position, after in enumerate(schedule.after):
+            for awaited in after:
+                self._followers[awaited].append(position)
+        self._held_up: list[set[int]] = [set() for _ in self._ranks]  # ranks, by each
+        self._under_way: list[_UnderWay] = []
+        self._left: list[float] = []  # seconds of work left of each of them
         self._now = 0.0
 
-    def _lanes(self) -> dict[Lane, list[int]]:
-        lanes: dict[Lane, list[int]] = {}
-        for position in reversed(range(len(self._tasks))):
-            lanes.setdefault(self._tasks[position].lane, []).append(position)
-        return lanes
-
     def run(self) -> Timeline:
+        ended = set(self._ranks)
         while True:
-            self._start_what_can()
+            self._start_what_can(ended)
             if not self._left:
                 self._check_that_all_ran()
                 return Timeline(self._start, self._end)
-            self._advance()
+            ended = self._advance()
 
     def _check_that_all_ran(self) -> None:
         stuck = [
             f"{self._tasks[lane[-1]]} of rank {rank}"
             for rank in self._ranks
-            for lane in self._queue[rank].values()
+            for lane in self._queue[rank]
             if lane
         ]
         if stuck:
@@ -124,51 +151,74 @@ class _Simulation:
             )
 
     def _ready(self, rank: int, position: int) -> bool:
-        lane = self._queue[rank][self._tasks[position].lane]
-        in_turn = bool(lane) and lane[-1] == position
-        done = all(not math.isnan(self._end[rank][w]) for w in self._after[position])
-        busy = any(
-            r == rank and self._tasks[p].lane == self._tasks[position].lane for r, p in self._left
-        )
-        return in_turn and done and not busy
+        lane = self._lane_of[position]
+        queue = self._queue[rank][lane]
+        in_turn = bool(queue) and queue[-1] == position
+        return in_turn and not self._busy[rank][lane] and not self._num_awaited[rank][position]
 
-    def _start_what_can(self) -> None:
-        for rank in self._ranks:
-            for lane in self._queue[rank].values():
-                if not lane:
-                    continue
-                position = lane[-1]
-                peers = self._peers_of(rank, self._tasks[position])
-                if all(self._ready(peer, position) for peer in peers):
-                    for peer in peers:
-                        self._begin(peer, position)
+    def _start_what_can(self, ended: set[int]) -> None:
+        """What ends on these ranks allow."""
+        again = ended.union(*(self._held_up[rank] for rank in ended))
+        for rank in ended:
+            self._held_up[rank].clear()
+        for rank in sorted(again):
+            for lane in self._queue[rank]:
+                if lane and self._ready(rank, lane[-1]):
+                    self._start_with_peers(rank, lane[-1])
+
+    def _start_with_peers(self, rank: int, position: int) -> None:
+        peers = self._peers_of(rank, self._tasks[position])
+        for peer in peers:
+            if not self._ready(peer, position):
+                self._held_up[peer].add(rank)
+                return
+        for peer in peers:
+            self._begin(peer, position)
 
     def _begin(self, rank: int, position: int) -> None:
-        task = self._tasks[position]
-        self._queue[rank][task.lane].pop()
+        task, lane = self._tasks[position], self._lane_of[position]
+        self._queue[rank][lane].pop()
+        self._busy[rank][lane] = True
         self._start[rank][position] = self._now
-        self._left[rank, position] = self._seconds_of(rank, task)
+        self._under_way.append(_UnderWay(rank, position, self._link_of(rank, task)))
+        self._left.append(self._seconds_of(rank, task))
 
-    def _advance(self) -> None:
-        """To the end of the next task."""
+    def _advance(self) -> set[int]:
+        """To the end of the next task; the ranks where one ends."""
         slowed = self._slowed()
-        step = min(left * by for left, by in zip(self._left.values(), slowed))
+        step = min(map(operator.mul, self._left, slowed))
         self._now += step
-        for (rank, position), by in zip(list(self._left), slowed):
-            self._left[rank, position] -= step / by
-            if self._left[rank, position] <= 1e-12:
-                del self._left[rank, position]
-                self._end[rank][position] = self._now
+        left = [before - step / by for before, by in zip(self._left, slowed)]
+        ended = [each for each, after in zip(self._under_way, left) if after <= ENDED_S]
+        self._under_way = [each for each, after in zip(self._under_way, left) if after > ENDED_S]
+        self._left = [after for after in left if after > ENDED_S]
+        for rank, position, _ in ended:
+            self._end[rank][position] = self._now
+            self._busy[rank][self._lane_of[position]] = False
+            for follower in self._followers[position]:
+                self._num_awaited[rank][follower] -= 1
+        return {each.rank for each in ended}
 
     def _slowed(self) -> list[float]:
         """Times the seconds alone of each task under way: it shares its link with all that are on
         it, and its rank with all that are there."""
-        links = [self._link_of(rank, self._tasks[position]) for rank, position in self._left]
-        beside: dict[int, list[Task]] = {rank: [] for rank, _ in self._left}
-        for rank, position in self._left:
+        on_link = Counter(each.link for each in self._under_way)
+        on_link[None] = 1
+        shared = [float(on_link[each.link]) for each in self._under_way]
+        if self._crowding_of is not_crowded:
+            return shared
+        beside: dict[int, list[Task]] = defaultdict(list)
+        for rank, position, _ in self._under_way:
             beside[rank].append(self._tasks[position])
         return [
-            (1 if link is None else links.count(link))
-            * self._crowding_of(self._tasks[position], beside[rank])
-            for link, (rank, position) in zip(links, self._left)
+            by * self._crowding_of(self._tasks[position], beside[rank])
+            for by, (rank, position, _) in zip(shared, self._under_way)
         ]
+
+
+def _lanes(tasks: Sequence[Task]) -> dict[Lane, list[int]]:
+    """What each lane does, by position, the last one first."""
+    lanes: dict[Lane, list[int]] = defaultdict(list)
+    for position in reversed(range(len(tasks))):
+        lanes[tasks[position].lane].append(position)
+    return lanes
