@@ -33,6 +33,7 @@ LAYERS = (
     ("planners",),  # policies, by those prices
     ("measure",),
     ("strategy",),  # what a strategy is: the layer takes one
+    ("pricing",),  # a whole step of a model, by what strategies say
     ("moe",),
     ("strategies",),
     ("settings",),

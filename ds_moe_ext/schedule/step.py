@@ -46,16 +46,18 @@ ADDED = Kind("added")  # all of them, to those that were there
 SLICE = Kind("slice", has_gradient=False)  # of the dense gradients, summed
 
 
-def whole_step(layers: Sequence[LayerTasks]) -> Schedule:
+def whole_step(layers: Sequence[LayerTasks], *, leads: bool = False) -> Schedule:
     """A step of a model, for ``simulate``.
 
     Tasks that begin a move, or wait for one, take no seconds. What a block does as it begins, it
-    does when the layer before has its output; the first one at the very start, where nothing hides
-    it. The step ends when all gradients are at home. Kinds of values of backward have a prime.
+    does when the layer before has its output; the first one at the very start. The step ends when
+    all gradients are at home. Kinds of values of backward have a prime.
 
     Args:
         layers: what runs of each layer, in the order of the model. Tokens pass from one to the
             next; weights are given.
+        leads: the host computes before the first layer, too, which may hide what its block does:
+            task ATTENTION, numbered one below that layer. Else tokens are given to it.
 
     Raises:
         ValueError: there is no layer, or two have one number.
@@ -67,10 +69,11 @@ def whole_step(layers: Sequence[LayerTasks]) -> Schedule:
             "a number of its own"
         )
     layers = [each._replace(backward=_primed(each.backward)) for each in layers]
-    step = _Step(layers)
+    step = _Step(layers, leads)
     step.run()
+    tokens = () if leads else _tokens(layers[0].forward.inputs)
     outputs = _outputs(layers, step.tasks)
-    return Schedule(tuple(step.tasks), _inputs(layers), outputs, is_round_trip=True)
+    return Schedule(tuple(step.tasks), (*tokens, *_untokened(layers)), outputs, is_round_trip=True)
 
 
 def in_lanes(schedule: Schedule, lanes: Mapping[Lane, Lane]) -> Schedule:
@@ -106,15 +109,17 @@ class _Step:
 
     Args:
         layers: with primed backward.
+        leads: as of ``whole_step``.
     """
 
-    def __init__(self, layers: Sequence[LayerTasks]) -> None:
+    def __init__(self, layers: Sequence[LayerTasks], leads: bool) -> None:
         self.tasks: list[Task] = []
-        self._layers = layers
+        self._layers, self._leads = layers, leads
         backward = (task for each in layers for task in each.backward.tasks)
         self._freed = {task.layer for task in backward if task.op == HAVE_AGAIN}
         self._gathers: dict[int, list[int]] = defaultdict(list)  # of forward, by layer
         self._recalled: set[int] = set()
+        self._first = 0  # where what leads stands
         self._home: dict[int, list[Value]] = defaultdict(list)  # gradients of copies, by layer
 
     def run(self) -> None:
@@ -126,11 +131,22 @@ class _Step:
             self._add(Task(ATTENTION, each.layer, Span(0, 1), grads, given, (host,)))
             self._backward(each.backward, program, (*given, *self._end(begun)))
             grads, begun = _tokens(each.backward.outputs), block
+        if self._leads:
+            done = (Value(LOSS, self._before),)
+            self._add(Task(ATTENTION, self._before, Span(0, 1), grads, done, (self._first,)))
         self._end(begun)
+
+    @property
+    def _before(self) -> int:
+        """Number of what the host computes before the first layer."""
+        return self._layers[0].layer - 1
 
     def _forward(self) -> list[_Ran]:
         ran = []
         block = self._begin(self._layers[0], ())
+        if self._leads:
+            tokens = _tokens(self._layers[0].forward.inputs)
+            self._first = self._add(Task(ATTENTION, self._before, Span(0, 1), (), tokens))
         for each, following in zip(self._layers, (*self._layers[1:], None)):
             program = [self._add(self._with_copies(task)) for task in each.forward.tasks]
             y, own = _tokens(each.forward.outputs), block
@@ -226,11 +242,10 @@ def _with_prime(values: Iterable[Value]) -> tuple[Value, ...]:
     )
 
 
-def _inputs(layers: Sequence[LayerTasks]) -> tuple[Value, ...]:
-    """The first layer's tokens, and what every program takes besides tokens."""
+def _untokened(layers: Sequence[LayerTasks]) -> tuple[Value, ...]:
+    """What every program takes besides tokens."""
     taken = (value for _, *programs in layers for each in programs for value in each.inputs)
-    rest = (value for value in taken if not value.kind.by_token)
-    return (*_tokens(layers[0].forward.inputs), *rest)
+    return tuple(value for value in taken if not value.kind.by_token)
 
 
 def _outputs(layers: Sequence[LayerTasks], tasks: Sequence[Task]) -> tuple[Value, ...]:

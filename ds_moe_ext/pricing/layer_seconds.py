@@ -1,0 +1,270 @@
+"""Seconds of one layer's tasks in every cell, under a plan and the rows that came. Pure.
+
+Shape letters: C cells, V nodes, E experts, K classes of cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_moe_ext.cost.block_costs import BACKWARD, FORWARD
+from ds_moe_ext.cost.lines import FREE, AllReduce, Line
+from ds_moe_ext.cost.prices import busiest_link
+from ds_moe_ext.cost.row_prices import between_nodes
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.schedule.task import (
+    CELL_GATHER,
+    CELL_SCATTER,
+    COMBINE,
+    DISPATCH,
+    EXPERT,
+    GATHER,
+    GRADIENTS,
+    ORDER,
+    RESTORE,
+    Task,
+)
+from ds_moe_ext.strategy import Plan, Pool
+
+FORWARD_PART = FORWARD / (FORWARD + BACKWARD)  # of a row's seconds in experts
+NO_REDUCTION = AllReduce(0.0, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskCosts:
+    """What tasks cost that a job's prices of rows and copies leave out.
+
+    Attributes:
+        exchange_start_s: of one exchange between cells, however little travels.
+        weight_s: to read the weights of one expert from memory: experts take no less, however few
+            rows they have.
+        expert_start_s: of one call of a rank's experts.
+        row_move_s: to put one row in another place in memory.
+        cell_gather: inside a cell, by bytes of the rows that one rank ends up with.
+        cell_scatter: likewise, by bytes of the rows that one rank gives.
+        all_reduce: of dense gradients.
+    """
+
+    exchange_start_s: float = 0.0
+    weight_s: float = 0.0
+    expert_start_s: float = 0.0
+    row_move_s: float = 0.0
+    cell_gather: Line = FREE
+    cell_scatter: Line = FREE
+    all_reduce: AllReduce = NO_REDUCTION
+
+
+@dataclass(frozen=True, eq=False)
+class Flow:
+    """Where the rows of one layer go in one pass.
+
+    Attributes:
+        target: who holds what.
+        computed_C: rows that each cell computes, int64.
+        exchange_s_C: seconds that each cell takes in one exchange of them all, but for its
+            start, float64.
+        is_far_C: whether that is for its node's card, else for its own link.
+    """
+
+    target: Placement
+    computed_C: np.ndarray
+    exchange_s_C: np.ndarray
+    is_far_C: np.ndarray
+
+    @classmethod
+    def of(cls, plan: Plan, rows_CE: np.ndarray, node_C: np.ndarray, pool: Pool) -> Flow:
+        """Of the rows that came, int64 ``[C, E]``, which may add copies to the plan's."""
+        target, rule = plan.destination if plan.revise is None else plan.revise(rows_CE)
+        share = rule.of_rows(rows_CE)
+        sent_CC = share.rows_between(rows_CE[:, None, :])[0]
+        leaving_CC = sent_CC - np.diag(np.diag(sent_CC))
+        near_C = np.maximum(leaving_CC.sum(axis=0), leaving_CC.sum(axis=1))
+        crossing_VV = between_nodes(sent_CC, node_C)
+        far_V = np.maximum(crossing_VV.sum(axis=0), crossing_VV.sum(axis=1))
+        far_C = far_V[np.unique(node_C, return_inverse=True)[1]]
+        row_bytes, prices = pool.prices.row_bytes, pool.prices
+        near_s_C = near_C * row_bytes / prices.intra_bytes_per_s
+        far_s_C = far_C * row_bytes / prices.inter_bytes_per_s
+        is_far_C = far_s_C > near_s_C
+        return cls(target, sent_CC.sum(axis=0), np.maximum(near_s_C, far_s_C), is_far_C)
+
+
+class Timing(NamedTuple):
+    """Seconds of one kind of task in each class of cells, by how much of a layer's rows it has.
+
+    Attributes:
+        start_s: of any.
+        whole_s_K: of all rows, besides.
+        least_s_K: of any, at least; none for 0.
+    """
+
+    start_s: float
+    whole_s_K: Sequence[float]
+    least_s_K: Sequence[float] = ()
+
+    def seconds(self, place: int, part: float) -> float:
+        """Of some part of the rows."""
+        seconds = self.start_s + part * self.whole_s_K[place]
+        return max(seconds, self.least_s_K[place]) if self.least_s_K else seconds
+
+
+Side = tuple[str, bool]
+"""An op by name, and whether it is backward's."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSeconds:
+    """Seconds of the tasks of one layer, by class of cells.
+
+    Attributes:
+        by_rows: of tasks on rows.
+        by_piece: of tasks on copies and on dense gradients, piece by piece.
+        is_far_K: in exchanges the node's card takes longest, else the cell's own link.
+        expert_s_K: experts on all rows, forward.
+        mean_expert_s: the mean of all cells.
+        restore_s: rows put back into the order of tokens, forward.
+        num_chunks: finest chunks.
+    """
+
+    by_rows: Mapping[Side, Timing]
+    by_piece: Mapping[Side, Sequence[float]]
+    is_far_K: Sequence[bool]
+    expert_s_K: Sequence[float]
+    mean_expert_s: float
+    restore_s: float
+    num_chunks: int
+
+    def seconds(self, place: int, task: Task) -> float:
+        """Of one task in one class of cells."""
+        side = task.op.name, bool(task.adjoint_of)
+        if side in self.by_rows:
+            part = (task.span.stop - task.span.start) / self.num_chunks
+            return self.by_rows[side].seconds(place, part)
+        return sum(self.by_piece.get(side, ())[task.span.start : task.span.stop])
+
+    def without_moves(self) -> LayerSeconds:
+        """In a later micro-batch: copies are there, and no gradient travels before the last."""
+        return replace(self, by_piece={})
+
+
+def layer_seconds(
+    plan: Plan,
+    flow: Flow,
+    pool: Pool,
+    costs: TaskCosts,
+    *,
+    node_C: np.ndarray,
+    cell_size: int,
+    classes: int,
+) -> LayerSeconds:
+    """Of one layer.
+
+    Args:
+        plan: of the layer.
+        flow: of its rows.
+        pool: with what rows and copies cost.
+        costs: of all else.
+        node_C: node of each cell.
+        cell_size: ranks of a cell.
+        classes: that cells are put into where there are more of them: the busiest, the idlest and
+            some between, in even steps. Each stands in every layer for those that are as busy
+            there, whichever they are.
+    """
+    row_s_C = np.array(pool.row_s_C) if pool.row_s_C else pool.prices.row_s
+    by_rows_s_C = flow.computed_C * (row_s_C * FORWARD_PART + 2 * costs.row_move_s)
+    least_s_C = costs.expert_start_s + flow.target.holds_EC.sum(axis=0) * costs.weight_s
+    expert_s_C = np.maximum(by_rows_s_C, least_s_C)
+    place_K = _places(expert_s_C + 2 * flow.exchange_s_C, classes)
+    none = [0.0] * len(place_K)
+    exchange = Timing(
+        costs.exchange_start_s if len(node_C) > 1 else 0.0, flow.exchange_s_C[place_K].tolist()
+    )
+    experts = [
+        Timing(
+            0.0, (rounds * by_rows_s_C[place_K]).tolist(), (rounds * least_s_C[place_K]).tolist()
+        )
+        for rounds in (FORWARD, BACKWARD)
+    ]
+    restore_s = float(flow.computed_C.mean()) / cell_size * costs.row_move_s
+    restore = Timing(0.0, [restore_s] * len(place_K))
+    bytes_K = flow.computed_C[place_K] * pool.prices.row_bytes
+    gather, scatter = (
+        Timing(line.alpha_s, (line.beta_s * bytes_K).tolist())
+        for line in (costs.cell_gather, costs.cell_scatter)
+    )
+    copied, reduced = (
+        _copied(plan, flow.target, pool, node_C, is_back=is_back) for is_back in (False, True)
+    )
+    slices = (*plan.reductions.within_moe, *plan.reductions.dense)
+    is_back = True
+    return LayerSeconds(
+        by_rows={
+            (ORDER.name, not is_back): Timing(exchange.start_s, none),
+            (DISPATCH.name, not is_back): exchange,
+            (DISPATCH.name, is_back): exchange,
+            (COMBINE.name, not is_back): exchange,
+            (COMBINE.name, is_back): exchange,
+            (EXPERT.name, not is_back): experts[0],
+            (EXPERT.name, is_back): experts[1],
+            (RESTORE.name, not is_back): restore,
+            (RESTORE.name, is_back): restore,
+            (CELL_GATHER.name, not is_back): gather,
+            (CELL_GATHER.name, is_back): scatter,
+            (CELL_SCATTER.name, not is_back): scatter,
+            (CELL_SCATTER.name, is_back): gather,
+        },
+        by_piece={
+            (GATHER.name, not is_back): copied,
+            (GATHER.name, is_back): reduced,
+            (GRADIENTS.name, not is_back): [costs.all_reduce.seconds(each) for each in slices],
+        },
+        is_far_K=flow.is_far_C[place_K].tolist(),
+        expert_s_K=expert_s_C[place_K].tolist(),
+        mean_expert_s=float(expert_s_C.mean()),
+        restore_s=restore_s,
+        num_chunks=plan.num_chunks,
+    )
+
+
+def _places(busy_C: np.ndarray, classes: int) -> np.ndarray:
+    """Cells that stand for all, int64 ``[K]``."""
+    if len(busy_C) <= classes:
+        return np.arange(len(busy_C))
+    by_busy_C = np.argsort(-busy_C, kind="stable")
+    chosen: np.ndarray = by_busy_C[np.linspace(0, len(busy_C) - 1, classes).round().astype(int)]
+    return chosen
+
+
+def _copied(
+    plan: Plan, target: Placement, pool: Pool, node_C: np.ndarray, *, is_back: bool
+) -> tuple[float, ...]:
+    """Seconds of each piece of the copies."""
+    if target is plan.home:
+        return (0.0, 0.0)
+    if plan.carried is None:
+        return (_moved_s(plan.home, target, pool, node_C), 0.0)
+    split = plan.carried.reductions if is_back else plan.carried.gathers
+    return tuple(
+        _moved_s(plan.home, _only(plan.home, target, each), pool, node_C) for each in split
+    )
+
+
+def _only(home: Placement, target: Placement, experts: Sequence[int]) -> Placement:
+    """The copies of some experts."""
+    holds_EC = home.holds_EC.copy()
+    holds_EC[list(experts)] = target.holds_EC[list(experts)]
+    return Placement(holds_EC)
+
+
+def _moved_s(home: Placement, target: Placement, pool: Pool, node_C: np.ndarray) -> float:
+    experts = busiest_link(home, home, target, node_C)
+    if not experts:
+        return 0.0
+    copied_s = pool.prices.copy_s
+    if pool.copy_bytes_per_s:
+        copied_s = pool.expert_bytes / pool.copy_bytes_per_s
+    return pool.copy_latency_s + experts * copied_s
