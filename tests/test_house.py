@@ -22,7 +22,7 @@ PACKAGE = "ds_moe_ext"
 LAYERS = (
     ("_autoload",),  # names the patches, and imports nothing of ours
     ("strict", "files", "placement", "rows", "roles", "load", "watch", "compiled"),
-    ("row_levels", "transfer", "hardware"),
+    ("row_levels", "transfer", "hardware", "loads"),
     ("level_share",),
     ("share",),
     ("schedule",),
@@ -51,7 +51,7 @@ LAYERS = (
 """Rooms, the lowest first: a folder or a file of the package. Imports go up this list only."""
 
 PURE = ("strict", "placement", "share", "level_share", "row_levels", "transfer", "hardware")
-PURE += ("load", "cost")
+PURE += ("load", "loads", "cost")
 PURE += ("planners", "files.documents", "measure.fit", "schedule.task", "schedule.orders")
 PURE += ("schedule.simulator",)
 PURE += ("schedule.step", "schedule.trace", "schedule.wires", "schedule.stripes")

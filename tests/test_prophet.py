@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from load_traces import zipf_loads
 
 from ds_moe_ext.cost.prices import Prices
+from ds_moe_ext.loads.zipf import zipf_loads
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.copy_split import Split
 from ds_moe_ext.schedule import wires

@@ -17,12 +17,12 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-from load_traces import zipf_steps
 from planners_table import line, ours, redundant, relaid, spilling
 from priced_cluster import A100, PricedCluster
 from row_ways import by_optimum, by_priced, evenly, evenly_on_node, in_turn
 from trace_replay import Planner
 
+from ds_moe_ext.loads.zipf import zipf_steps
 from ds_moe_ext.placement import even_homes
 
 NODE = 8  # ranks of one

@@ -19,11 +19,11 @@ from unittest import mock
 
 import numpy as np
 import torch
-from load_traces import zipf_steps
 from planning_time import NUM_WARM_UPS, OneRank, Parts, Sizes, sizes_parser, strategy_of
 from rich.console import Console
 from rich.table import Table
 
+from ds_moe_ext.loads.zipf import zipf_steps
 from ds_moe_ext.moe import layer as moe_layer
 from ds_moe_ext.schedule.worker import worker
 

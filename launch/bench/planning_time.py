@@ -31,7 +31,6 @@ from unittest import mock
 import numpy as np
 import torch
 from fake_world import inline
-from load_traces import zipf_steps
 from rich.console import Console
 from rich.table import Table
 
@@ -40,6 +39,7 @@ from ds_moe_ext.attachment.replacement import AttachedLayer
 from ds_moe_ext.cost.prices import Prices
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.load import LoadWindow
+from ds_moe_ext.loads.zipf import zipf_steps
 from ds_moe_ext.moe import layer as moe_layer
 from ds_moe_ext.moe.copies.layer_copies import Copies, in_order
 from ds_moe_ext.moe.layer import RoutedExperts

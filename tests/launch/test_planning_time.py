@@ -10,9 +10,9 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from load_traces import zipf_steps
 from planning_time import BLOCKS, CPU, NUM_WARM_UPS, OneRank, Parts, Sizes, measured, strategy_of
 
+from ds_moe_ext.loads.zipf import zipf_steps
 from ds_moe_ext.moe.local_stage import Local
 from ds_moe_ext.placement import Placement, even_homes
 from ds_moe_ext.schedule.crew import Stage

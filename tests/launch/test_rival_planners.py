@@ -14,11 +14,11 @@ import pytest
 from eplb import balanced_slots, packed, replicated
 from laer import copies_by_rows, laid_out, placed, sent
 from llep import spilled
-from load_traces import zipf_loads
 from priced_cluster import A100, PricedCluster
 from row_ways import Layout, evenly_on_node
 
 from ds_moe_ext.cost.row_prices import RowPrices
+from ds_moe_ext.loads.zipf import zipf_loads
 from ds_moe_ext.placement import Placement
 
 LOADS = zipf_loads((20, 1, 8, 16), rows=500, skew=1.2)[:, 0]

@@ -11,10 +11,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import row_ways
-from load_traces import zipf_loads
 from priced_cluster import A100, PricedCluster
 from row_ways import Layout
 
+from ds_moe_ext.loads.zipf import zipf_loads
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.share import LocalElseHome, NearestCopy, Share
 

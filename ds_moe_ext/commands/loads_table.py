@@ -1,0 +1,79 @@
+"""``ds-moe-ext loads``: look at loads by a name or from a file, and write them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ds_moe_ext.loads.figures import figures_of
+from ds_moe_ext.loads.loads import Loads
+from ds_moe_ext.loads.sizes import Sizes
+from ds_moe_ext.loads.sources import NAMES, read_loads, write_loads
+
+SIZES = {
+    "ranks": "that send, and are home to experts",
+    "experts": "of each layer",
+    "layers": "of experts",
+    "tokens": "of a rank in a step, in the mean",
+    "top_k": "experts that a token chooses",
+    "steps": "",
+}
+
+
+def add_loads(commands: Any) -> None:
+    """Add ``loads`` to the commands of a parser."""
+    parser = commands.add_parser("loads", help="look at loads of experts, or make them")
+    parser.add_argument(
+        "loads",
+        metavar="NAME_OR_FILE",
+        help=f"{', '.join(NAMES)}, with parameters as zipf:1.4,seed=3; or .npz, .jsonl, .json",
+    )
+    defaults = Sizes()
+    for name, what in SIZES.items():
+        default = f"{what} (default: {vars(defaults)[name]}, of a file its own)".strip()
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=default)
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of a generator (0)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help=".npz or .jsonl to write")
+    parser.set_defaults(run=show)
+
+
+def show(given: argparse.Namespace) -> int:
+    """Print what loads are like; write them where ``--out`` says."""
+    sizes = {name: vars(given)[name] for name in SIZES}
+    loads = read_loads(given.loads, **sizes, seed=given.seed)
+    console = Console()
+    console.print(table_of(loads))
+    if given.out is not None:
+        write_loads(given.out, loads)
+        console.print(f"wrote {given.out}", soft_wrap=True, markup=False, highlight=False)
+    return 0
+
+
+def table_of(loads: Loads) -> Table:
+    """How uneven they are: mean, least and most over steps and layers."""
+    num_steps, num_layers, num_ranks, num_experts = loads.rows_ILCE.shape
+    choices = "" if loads.top_k is None else f", {loads.top_k} a token"
+    title = (
+        f"{loads.source}: {num_steps} steps, {num_layers} layers, {num_ranks} ranks of "
+        f"{loads.tokens_ILC().mean():,.0f} {'rows' if loads.top_k is None else 'tokens'}, "
+        f"{num_experts} experts{choices}"
+    )
+    table = Table(title=escape(title), title_justify="left")
+    table.add_column("of a layer in a step")
+    for heading in ("mean", "least", "most"):
+        table.add_column(heading, justify="right")
+    figures = figures_of(loads)
+    for what, values in (
+        ("rows of the busiest rank / mean, experts in index order", figures.by_rank_IL),
+        ("rows of the hottest expert / mean", figures.hottest_IL),
+        ("part of experts without rows", figures.unused_IL),
+        ("total variation to the next step", figures.moved_L),
+    ):
+        found = (values.mean(), values.min(), values.max()) if values.size else ()
+        table.add_row(what, *(f"{value:.3f}" for value in found))
+    return table
