@@ -85,7 +85,7 @@ def _parts(rows_ILE: np.ndarray, pieces: np.ndarray, whole: int, top_k: int) -> 
 
     In the order of experts the sender's rows are dealt to its tokens in turn. Each token gets
     ``top_k`` different experts, as none has more rows than there are tokens; each part gets tokens
-    evenly from among them, and so its part of every expert's rows, to a few.
+    evenly from among them, and so its part of every expert's rows, to one or two.
 
     Args:
         rows_ILE: of the sender.
