@@ -1,0 +1,233 @@
+"""What ``ds-moe-ext price`` is asked: a job's file, a model, a cluster, how it is trained."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ds_moe_ext.files.documents import bytes_of, read_document
+from ds_moe_ext.hardware import Hardware, read_hardware
+from ds_moe_ext.pricing.model_shape import ModelShape, of_config, of_megatron
+from ds_moe_ext.pricing.training_shape import Training
+from ds_moe_ext.settings import BLOCK
+from ds_moe_ext.strict import nearest
+
+CONFIG = "config.json"
+DEFAULT_LENGTH = 4096  # tokens of a sample, where nobody says
+FLAG = "--ds-moe-ext-config"
+
+
+@dataclass(frozen=True, eq=False)
+class AskedJob:
+    """A job as its file describes it.
+
+    Attributes:
+        document: with our block; ``{}`` where there is none.
+        shape: of the model, where the file says; Megatron's flags do.
+        sizes: fields of ``Training`` that the file says.
+        samples: of a step, where the file says.
+    """
+
+    document: Mapping[str, Any]
+    shape: ModelShape | None
+    sizes: Mapping[str, Any]
+    samples: int | None = None
+
+
+def read_job(path: Path) -> AskedJob:
+    """Of a DeepSpeed JSON, or of a file of Megatron's flags.
+
+    Raises:
+        ValueError: it cannot be read, or what is wrong in it.
+    """
+    try:
+        text = bytes_of(path).decode("utf-8")
+    except ValueError as error:
+        raise ValueError(
+            f"{str(path)!r} cannot be read ({error}); name a DeepSpeed JSON, or a file of "
+            "Megatron's flags"
+        ) from error
+    if text.lstrip().startswith("{"):
+        return _of_deepspeed(read_document(path))
+    return _of_megatron(text, path)
+
+
+def _of_deepspeed(document: Mapping[str, Any]) -> AskedJob:
+    kinds = [kind for kind in _KINDS if _section(document, kind).get("enabled") is True]
+    zero = _section(document, "zero_optimization")
+    stage = zero.get("stage", 0)
+    sizes = {
+        "micro_batch": _number(document, "train_micro_batch_size_per_gpu"),
+        "micro_batches": _number(document, "gradient_accumulation_steps"),
+        "number_type": kinds[0] if kinds else "fp32",
+        "zero_stage": stage if isinstance(stage, int) else 0,
+        "hides_gradients": zero.get("overlap_comm") is True,
+    }
+    samples = _number(document, "train_batch_size")
+    return AskedJob(document, None, _said(sizes), samples)
+
+
+_KINDS = ("bf16", "fp16")
+"""Number types, as both hosts name them."""
+
+
+def _said(sizes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without those that nobody said."""
+    return {name: value for name, value in sizes.items() if value is not None}
+
+
+def _section(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = document.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _number(document: Mapping[str, Any], key: str) -> int | None:
+    """A whole number above 0; DeepSpeed's "auto" and what is not there are None."""
+    value = document.get(key)
+    return value if isinstance(value, int) and value > 0 else None
+
+
+_NOT_PRICED = ("tensor-model-parallel", "pipeline-model-parallel", "context-parallel")
+_ONE, _ALL_OF_IT = "1", "full"  # values of flags
+
+
+def _of_megatron(text: str, path: Path) -> AskedJob:
+    flags = _flags(text, path)
+    for name in (f"{kind}-size" for kind in _NOT_PRICED):
+        if flags.get(name, _ONE) != _ONE:
+            raise ValueError(
+                f"{str(path)!r} says --{name} {flags[name]}, which is not priced yet; leave it out "
+                "to see the strategies beside each other without it"
+            )
+    document: Mapping[str, Any] = {}
+    named = flags.get(FLAG[2:])
+    if isinstance(named, str):
+        document = read_document(path.parent / named)
+    sizes = {
+        "number_type": next((kind for kind in _KINDS if flags.get(kind)), "fp32"),
+        "zero_stage": 1 if flags.get("use-distributed-optimizer") else 0,
+        "hides_gradients": bool(flags.get("overlap-grad-reduce")),
+        "recomputes": flags.get("recompute-granularity") == _ALL_OF_IT,
+        "micro_batch": _whole(flags, "micro-batch-size", path),
+        "length": _whole(flags, "seq-length", path),
+    }
+    samples = _whole(flags, "global-batch-size", path)
+    block = _sized_by_flags(document, flags)
+    return AskedJob(block, of_megatron(flags, path.stem), _said(sizes), samples)
+
+
+def _sized_by_flags(document: Mapping[str, Any], flags: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With the sizes that Megatron's own flags say."""
+    names = {
+        "expert-model-parallel-size": "expert_parallel_size",
+        "expert-tensor-parallel-size": "expert_sharding_size",
+    }
+    said = {ours: int(flags[theirs]) for theirs, ours in names.items() if theirs in flags}
+    return {**document, BLOCK: {**said, **_section(document, BLOCK)}}
+
+
+def _whole(flags: Mapping[str, Any], name: str, path: Path) -> int | None:
+    """Of a flag, if it is given."""
+    value = flags.get(name)
+    if value is None:
+        return None
+    if isinstance(value, str) and value.isdigit() and int(value):
+        return int(value)
+    raise ValueError(f"{str(path)!r} says --{name} {value}; give a whole number above 0")
+
+
+def _flags(text: str, path: Path) -> dict[str, str | bool]:
+    """Flags by name, those without a value as true, as a shell would read them."""
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is no list of flags ({error}); mend it") from error
+    flags: dict[str, str | bool] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            flags[name] = value if equals else True
+        elif name and flags[name] is True:
+            flags[name] = word
+        else:
+            raise ValueError(
+                f"{str(path)!r} says {word!r}, which follows no flag; give Megatron's flags as "
+                "--name value, or a DeepSpeed JSON"
+            )
+    return flags
+
+
+# The model and the cluster.
+
+
+def read_model(path: Path) -> ModelShape:
+    """Of a Hugging Face config.json or its folder, or of a file like those of configs/models.
+
+    Raises:
+        ValueError: it cannot be read, or what it lacks.
+    """
+    file = path / CONFIG if path.is_dir() else path
+    if not file.exists():
+        file = _shipped("models", str(path))
+    try:
+        document = read_document(file)
+    except ValueError as error:
+        raise ValueError(
+            f"--model is {str(path)!r}, which cannot be read ({error}); name a model's config.json"
+        ) from error
+    inner = document.get("config")
+    name = file.parent.name if file.name == CONFIG else file.stem
+    return of_config(inner if isinstance(inner, Mapping) else document, name)
+
+
+def read_cluster(given: str, num_nodes: int | None) -> Hardware:
+    """Of a file, or a name of configs/hardware; with another number of nodes, if one is given.
+
+    Raises:
+        ValueError: there is none, or what is wrong in it.
+    """
+    path = Path(given)
+    hardware = read_hardware(path if path.exists() else _shipped("hardware", given))
+    if num_nodes is None:
+        return hardware
+    return replace(hardware, num_nodes=num_nodes)
+
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+
+def _shipped(kind: str, name: str) -> Path:
+    """A file of configs/ by its name."""
+    known = {file.stem: file for file in sorted((CONFIGS / kind).rglob("*.json"))}
+    if name not in known:
+        raise ValueError(
+            f"{name!r} is neither a file nor a name of configs/{kind}; {nearest(name, known)}"
+        )
+    return known[name]
+
+
+def training_of(
+    asked: AskedJob, shape: ModelShape, num_ranks: int, given: Mapping[str, Any]
+) -> Training:
+    """How the job is trained: what is given on the command line, else by its file.
+
+    Raises:
+        ValueError: sizes that do not fit.
+    """
+    sizes: dict[str, Any] = {"length": min(shape.length or DEFAULT_LENGTH, DEFAULT_LENGTH)}
+    sizes |= asked.sizes
+    sizes |= {key: value for key, value in given.items() if value is not None}
+    training = Training(num_ranks=num_ranks, **sizes)
+    if asked.samples is None or "micro_batches" in sizes:
+        return training
+    at_once = num_ranks * training.micro_batch
+    if asked.samples % at_once:
+        raise ValueError(
+            f"a step has {asked.samples} samples, which {num_ranks} ranks of "
+            f"{training.micro_batch} each do not divide; give other --nodes, or --micro-batch"
+        )
+    return replace(training, micro_batches=asked.samples // at_once)

@@ -1,0 +1,122 @@
+"""Which strategies and grids ``ds-moe-ext price`` sets beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ds_moe_ext.hardware import Hardware
+from ds_moe_ext.layout import Grid
+from ds_moe_ext.pricing.candidates import Way, grids_for
+from ds_moe_ext.settings import BLOCK, read_settings
+from ds_moe_ext.strategy import Strategy
+from ds_moe_ext.strict import nearest
+
+BASE = "ep"
+OVER = " over "
+ALL = (BASE, "fssdp", "prophet", "esp", f"esp{OVER}fssdp", f"esp{OVER}prophet")
+EVERY = "all"
+
+
+class Chosen(NamedTuple):
+    """A strategy that is priced.
+
+    Attributes:
+        name: of it, for a person.
+        strategy: with the keys of its block.
+        sizes: of cells and of their ranks, where they are given.
+        is_own: it is what the job's file says.
+    """
+
+    name: str
+    strategy: Strategy
+    sizes: tuple[int | None, int | None]
+    is_own: bool
+
+
+def chosen_strategies(document: Mapping[str, Any], asked: str) -> list[Chosen]:
+    """The strategies to price: what the file says, what plain expert parallelism would do, and
+    those that were asked for.
+
+    Args:
+        document: with our block.
+        asked: ``"all"``, or names with commas between; ``"esp over fssdp"`` lays a pipeline over
+            another.
+
+    Raises:
+        ValueError: an unknown name, or what is wrong in the block.
+    """
+    block = document.get(BLOCK) or {}
+    settings, _ = read_settings(document)
+    own = settings.strategy
+    if settings.balance is not None:
+        own = f"{settings.strategy}{OVER}{settings.balance}"
+    names = list(ALL) if asked == EVERY else [name.strip() for name in asked.split(",")]
+    for name in names:
+        if name not in (*ALL, own):
+            raise ValueError(
+                f"--strategies has {name!r}, which is not priced; {nearest(name, ALL)}"
+            )
+    chosen = []
+    for name in dict.fromkeys((own, BASE, *names)):
+        strategy = _strategy(document, block, name)
+        if strategy.has_roles:
+            continue
+        given = settings.expert_parallel_size, settings.expert_sharding_size
+        sizes = given if name == own else (None, None)
+        chosen.append(Chosen(name, strategy, sizes, name == own))
+    return chosen
+
+
+def _strategy(document: Mapping[str, Any], block: Mapping[str, Any], name: str) -> Strategy:
+    laid, _, over = name.partition(OVER)
+    changed = {**block, "enabled": True, "strategy": laid, "balance": over or None}
+    strategy = read_settings({**document, BLOCK: changed})[1]
+    assert strategy is not None
+    return strategy
+
+
+def ways_of(
+    chosen: Sequence[Chosen], hardware: Hardware, num_experts: int, *, every_grid: bool
+) -> Iterator[tuple[Chosen, Way]]:
+    """Each strategy on the grids that it is to be tried on.
+
+    Args:
+        chosen: strategies.
+        hardware: of all ranks.
+        num_experts: of a layer.
+        every_grid: all that there are; else, where none is given, experts spread within a node and
+            over as many ranks as there can be, whole and split by the ranks of a node.
+    """
+    for each in chosen:
+        grids = list(grids_for(each.strategy, hardware, hardware.num_ranks, num_experts))
+        if not every_grid:
+            grids = _few(grids, min(hardware.ranks_per_node, hardware.num_ranks))
+        own = _given(each.sizes, grids, hardware.num_ranks)
+        for grid in own:
+            if grid.num_cells > 1 or OVER not in each.name:  # in one cell there is nothing to copy
+                yield each, Way(each.name, each.strategy, grid)
+
+
+def _given(
+    sizes: tuple[int | None, int | None], grids: Sequence[Grid], num_ranks: int
+) -> Sequence[Grid]:
+    """Those of given sizes; where both are given, that one."""
+    num_cells, cell_size = sizes
+    if num_cells is not None:
+        return [Grid(num_ranks, num_cells, cell_size or 1)]
+    if cell_size is not None:
+        return [grid for grid in grids if grid.cell_size == cell_size]
+    return grids
+
+
+def _few(grids: Sequence[Grid], on_node: int) -> list[Grid]:
+    """The largest within a node, and the largest there are; experts whole, and split by a node."""
+    kept = []
+    for cell_size in sorted({grid.cell_size for grid in grids} & {1, on_node}):
+        alike = [grid for grid in grids if grid.cell_size == cell_size]
+        within = [grid for grid in alike if grid.size <= on_node]
+        kept += within[-1:]
+        if alike[-1] not in kept:
+            kept.append(alike[-1])
+    return kept
