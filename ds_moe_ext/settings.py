@@ -20,8 +20,8 @@ from ds_moe_ext.files.documents import read_document
 from ds_moe_ext.moe.gate import Gate
 from ds_moe_ext.moe.gates.gate_object import read_gate
 from ds_moe_ext.moe.hooks import NO_HOOKS, Hooked, read_hooks
-from ds_moe_ext.strategies import ep, esp, fssdp, prophet, zebra  # noqa: F401  register themselves
-from ds_moe_ext.strategy import Overlay, Strategy, class_at, registered
+from ds_moe_ext.strategies import auto, ep, esp, fssdp, prophet, zebra  # noqa: F401  register themselves
+from ds_moe_ext.strategy import Choosing, Overlay, Strategy, class_at, registered
 from ds_moe_ext.strict import at_least, check_object, fields_of, nearest, read_record
 
 BLOCK = "ds_moe_ext"
@@ -222,6 +222,8 @@ def _fields(cls: type) -> set[str]:
 
 def _chosen(settings: Settings, blocks: Mapping[str, Strategy]) -> Strategy:
     chosen = _named("strategy", settings.strategy, settings, blocks)
+    if isinstance(chosen, Choosing):
+        chosen = chosen.among(blocks)
     if settings.balance is None:
         if not isinstance(chosen, Overlay):
             return chosen
@@ -246,7 +248,7 @@ def _chosen(settings: Settings, blocks: Mapping[str, Strategy]) -> Strategy:
 
 def _may_balance(block: Strategy) -> bool:
     """Whether it places experts, on ranks that all do the same."""
-    return not (isinstance(block, Overlay) or block.has_roles)
+    return not (isinstance(block, (Overlay, Choosing)) or block.has_roles)
 
 
 def _named(key: str, name: str, settings: Settings, blocks: Mapping[str, Strategy]) -> Strategy:

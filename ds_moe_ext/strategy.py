@@ -11,7 +11,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -64,6 +64,39 @@ class Pool:
     copy_bytes_per_s: float = 0.0
 
 
+class Choice(NamedTuple):
+    """Which of several strategies plans.
+
+    Attributes:
+        name: of it.
+        expected_s: seconds of a step by its price, when it was chosen.
+        told: why, for a person.
+    """
+
+    name: str
+    expected_s: float
+    told: str
+
+
+@dataclass(frozen=True, eq=False)
+class Past:
+    """What is known of the steps that have run, for who chooses between strategies.
+
+    Attributes:
+        step: number of the one that is planned.
+        predicted: rows that were predicted for the latest, as ``Job.rows``.
+        came: rows that came in it.
+        choice: by which it was planned; None before the first.
+        ratios: seconds that steps took over those expected, by the name of a choice.
+    """
+
+    step: int
+    predicted: tuple[np.ndarray, ...]
+    came: tuple[np.ndarray, ...]
+    choice: Choice | None = None
+    ratios: Mapping[str, float] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, eq=False)
 class Job:
     """All that a planner may know. The same on every rank.
@@ -84,6 +117,7 @@ class Job:
             of two at different times; none where there is one stack.
         drift: part of the latest step's rows that went to other experts than those before; 1 where
             it is not known.
+        past: of strategies that choose between others; else None.
     """
 
     rows: tuple[np.ndarray, ...]
@@ -97,6 +131,7 @@ class Job:
     pipelines: Measured | None = None
     stacks: tuple[int, ...] = ()
     drift: float = 1.0
+    past: Past | None = None
 
     @classmethod
     def at_start(
@@ -174,6 +209,7 @@ class Plan:
             the report, which shows what that one gains.
         sends_once: each token's row travels once to each cell that has some of its experts, and one
             row comes back; else one for each choice. Not where experts have copies.
+        choice: of the strategy that made it, where there are several to choose from.
     """
 
     home: Placement
@@ -190,6 +226,7 @@ class Plan:
     predicted_CE: np.ndarray | None = None
     by_paper: Callable[[Placement], Share] | None = None
     sends_once: bool = False
+    choice: Choice | None = None
 
     @classmethod
     def at_home(cls, home: Placement) -> Plan:
@@ -284,6 +321,7 @@ class Rhythm:
         shard_every: steps between new homes.
         costs: what rows and copies cost is measured in the first steps.
         measures: what pipelines cost is, too.
+        choose_every: steps between choices of who plans; ``Job.past`` is told then.
     """
 
     window: int | None = 1
@@ -291,6 +329,7 @@ class Rhythm:
     shard_every: int = 0
     costs: bool = False
     measures: bool = False
+    choose_every: int = 0
 
     @property
     def weighs_copies(self) -> bool:
@@ -545,6 +584,21 @@ class Overlay(Strategy):
 
     def settled(self, devices: Callable[[], Sequence[str]], micro_batch: int | None) -> Overlay:
         return self.over(self.placing.settled(devices, micro_batch))
+
+
+class Choosing(Strategy):
+    """A strategy whose plans are those of others, one at a time."""
+
+    @abstractmethod
+    def among(self, blocks: Mapping[str, Strategy]) -> Choosing:
+        """The same, whose others have the keys of their own blocks. Pure.
+
+        Args:
+            blocks: all built-in strategies by name.
+
+        Raises:
+            ValueError: one that it cannot choose.
+        """
 
 
 StrategyT = TypeVar("StrategyT", bound=type)

@@ -23,7 +23,7 @@ from ds_moe_ext.attachment.host_layer import Found
 from ds_moe_ext.attachment.meeting import Description
 from ds_moe_ext.hardware import read_hardware
 from ds_moe_ext.settings import BLOCK, Settings
-from ds_moe_ext.strategy import registered
+from ds_moe_ext.strategy import Choosing, registered
 from ds_moe_ext.strict import read_record
 
 _AS_WRITTEN = ("gate", "hooks", "options")
@@ -69,13 +69,20 @@ def settings_of(settings: Settings, block: Mapping[str, Any]) -> Description:
         elif field.name not in _APART:
             told.update(_flat(where, getattr(settings, field.name)))
     told[f"{BLOCK}.report.trace_step"] = _text(settings.report.trace_step)
-    for name in (settings.strategy, settings.balance):
-        if name is not None and name in registered():
+    for name in _blocks_read(settings):
+        if name in registered():
             where = f"{BLOCK}.{name}"
             told.update(_flat(where, read_record(registered()[name], block.get(name) or {}, where)))
     hardware = None if settings.hardware is None else read_hardware(settings.hardware)
     told.update(_flat(f"{BLOCK}.hardware", hardware))
     return told
+
+
+def _blocks_read(settings: Settings) -> list[str]:
+    """Names of strategies whose keys count."""
+    if issubclass(registered().get(settings.strategy, object), Choosing):
+        return list(registered())
+    return [name for name in (settings.strategy, settings.balance) if name is not None]
 
 
 def layers_of(found: Iterable[Found]) -> Description:

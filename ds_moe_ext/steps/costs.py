@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypedDict
 
 import numpy as np
@@ -36,7 +37,8 @@ from ds_moe_ext.schedule.task import (
     Task,
 )
 from ds_moe_ext.steps.pipeline_costs import Pipelines
-from ds_moe_ext.strategy import Pool
+from ds_moe_ext.steps.step_times import StepTimes
+from ds_moe_ext.strategy import Choice, Pool, Rhythm
 
 STEPS = range(2, 5)  # the first ones are slow: libraries allocate and choose algorithms
 TRIED = range(6, 9)  # by then layers run by plans that were made from what was measured
@@ -211,6 +213,7 @@ class Costs:
     layers: in model order.
     pools: layers whose experts are alike.
     hardware: the cluster, if it was described; else its links are looked at.
+    rhythm: of the strategy.
     pipelines: measures these too, where a strategy plans by it.
 
     Attributes:
@@ -221,6 +224,7 @@ class Costs:
     layers: Sequence[AttachedLayer]
     pools: tuple[Pool, ...]
     hardware: Hardware | None
+    rhythm: Rhythm
     pipelines: Pipelines | None = None
     are_new: bool = field(default=False, init=False)
     seen: Sequence[Seen] = field(default=(), init=False)
@@ -237,11 +241,25 @@ class Costs:
             pipelines=None,
         )
 
-    def after_step(self, rows: Sequence[Rows]) -> Measured:
+    @cached_property
+    def times(self) -> StepTimes:
+        """Of steps; where these change much, costs are measured again."""
+        return StepTimes.of(self.rhythm, self.device, self._layout.everyone)
+
+    def after_step(self, number: int, rows: Sequence[Rows], choice: Choice | None) -> Measured:
         """What is known after a step; nothing more than before it of a strategy that wants to know
-        nothing. Collective."""
+        nothing. Collective.
+
+        Args:
+            number: of the step, from 0.
+            rows: what each layer routed in it.
+            choice: by which it ran, if there was one.
+        """
         if not self._copies and self.pipelines is None:
             return self._measured
+        self.times.after_step(number, choice)
+        if self.times.has_drifted:
+            self._measure_again()
         step, self._num_steps = self._num_steps, self._num_steps + 1
         size = self.layers[0].routed.site.layout.grid.size
         self.are_new = step == STEPS[-1] and size > 1  # alone, there is nothing to send
@@ -257,6 +275,12 @@ class Costs:
         if self.are_new:
             self._measured = self._agreed(rows)
         return self._measured
+
+    def _measure_again(self) -> None:
+        """Begin anew: links, or what steps bring, are others than when costs were measured. What is
+        known stays until then."""
+        # The step that has just ended was not looked at.
+        self._num_steps, self._seen = STEPS.start - 1, [Seen() for _ in self.layers]
 
     def corrected(self, copy_speed: float) -> Measured:
         """What is known now that copies have been seen to travel.
@@ -283,7 +307,7 @@ class Costs:
         return routed.copies is not None and routed.site.layout.grid.num_cells > 1
 
     def _agreed(self, rows: Sequence[Rows]) -> Measured:
-        seen_RL = of_all_ranks(self._seen, self._layout, self._device)
+        seen_RL = of_all_ranks(self._seen, self._layout, self.device)
         sums = [sum(column, Seen()) for column in zip(*seen_RL)]
         # Who comes late to an exchange makes the others wait: the last takes as long as it takes.
         exchange_s = [min(seen.exchange_s for seen in column) for column in zip(*seen_RL)]
@@ -302,8 +326,8 @@ class Costs:
     def _free_bytes(self) -> int:
         """Memory for copies on the rank that has least; where nothing tells, as much as its own
         experts and their gradients take."""
-        clock, group = clock_of(self._device), self._layout.everyone
-        bench = Bench(clock, self._device, num_warm_ups=0, num_repeats=1, group=group)
+        clock, group = clock_of(self.device), self._layout.everyone
+        bench = Bench(clock, self.device, num_warm_ups=0, num_repeats=1, group=group)
         free = least_free_bytes(bench)
         if free is not None:
             return int(SHARE_OF_FREE * free)
@@ -321,7 +345,8 @@ class Costs:
         return self.layers[0].routed.site.layout
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
+        """Of this rank."""
         copies = self.layers[0].routed.copies
         held = (parameter for layer in self.layers for parameter in layer.parameters)
         return next(held).device if copies is None else copies.like[0].device

@@ -203,7 +203,9 @@ def run_on(host: Host, model: nn.Module, settings: Settings, strategy: Strategy)
                 layer.routed.copies.is_last_pass = host.last_pass(layer)
         mover = ExpertMover(host.optimizer_states(), layers, blueprint.pools)
         pipelines = _pipelines(host, blueprint, layers, gradients)
-        costs = Costs(layers, blueprint.pools, blueprint.hardware, pipelines)
+        costs = Costs(
+            layers, blueprint.pools, blueprint.hardware, blueprint.strategy.rhythm(), pipelines
+        )
     planning = _planning(host, blueprint, layers, costs, mover)
     run = Run.start(blueprint, layers, planning, mover, host.carrier)
     host.watch_steps(run)

@@ -21,7 +21,7 @@ from ds_moe_ext.steps.beside import BesideStep
 from ds_moe_ext.steps.cost_checks import Checks
 from ds_moe_ext.steps.costs import Costs
 from ds_moe_ext.steps.load_forecasts import LoadForecasts
-from ds_moe_ext.strategy import Job, Plan, Rhythm, Strategy, followers
+from ds_moe_ext.strategy import Choice, Job, Past, Plan, Rhythm, Strategy, followers
 
 
 class Mover(Protocol):
@@ -137,10 +137,23 @@ class Planning:
         if _is_due(self._rhythm.shard_every, step):
             return None
         if self._is_plan_due(step):
-            return self.strategy.plan(replace(self.job, **_forecast(window)))
+            return self.strategy.plan(replace(self.job, **self._known(step, rows, window)))
         if self._follows and not any(layer.plans_in_lane for layer in layers):
             return tuple(r.successor(seen.routed_CE) for r, seen in zip(layers, rows))
         return None
+
+    def _known(self, step: int, rows: Sequence[Rows], window: LoadWindow) -> _Known:
+        """What a job knows of the steps that are remembered, the latest with them."""
+        past = None
+        if self._rhythm.choose_every and any(rows_CE.any() for rows_CE in self.job.rows):
+            came = tuple(each.routed_CE for each in rows)
+            past = Past(step + 1, self.job.rows, came, self._choice, self.costs.times.ratios)
+        return {"rows": window.predicted(), "drift": window.drift, "past": past}
+
+    @property
+    def _choice(self) -> Choice | None:
+        """By which the present plans were made."""
+        return self.layers[0].routed.site.plan.choice
 
     def _is_plan_due(self, step: int) -> bool:
         """Whether all layers are planned anew after a step, whatever has changed."""
@@ -168,7 +181,7 @@ class Planning:
         if not (self._rhythm.weighs_copies or self._rhythm.measures):
             return
         self._remember(rows, ahead)
-        measured = self.costs.after_step(rows)
+        measured = self.costs.after_step(step, rows, self._choice)
         self.checks.after_step(step, self.job, rows, self.costs.seen)
         if self.checks.copy_speed is not None:
             measured = self.costs.corrected(self.checks.copy_speed)
@@ -176,7 +189,7 @@ class Planning:
         is_shard_due = _is_due(self._rhythm.shard_every, step)
         is_plan_due = self._is_plan_due(step)
         if self.costs.are_new or is_shard_due or is_plan_due:
-            self.job = replace(self.job, **_forecast(self._window))
+            self.job = replace(self.job, **self._known(step, rows, self._window))
         if self.costs.are_new:
             self.tell(self.strategy.describe(self.job))
         has_moved = is_shard_due and self._moved()
@@ -208,6 +221,9 @@ class Planning:
         self._take(self.strategy.plan(self.job))
 
     def _take(self, plans: Sequence[Plan]) -> None:
+        before, choice = self._choice, plans[0].choice
+        if before is not None and choice is not None and choice.name != before.name:
+            self.tell(choice.told)
         stacks = [layer.stack for layer in self.layers]
         for layer, plan, following in zip(self.layers, plans, followers(plans, stacks)):
             layer.routed.take(plan, following)
@@ -237,7 +253,8 @@ class Planning:
         rows = tuple(np.zeros_like(rows_CE) for rows_CE in self.job.rows)
         self.job = replace(self.job, homes=tuple(homes), rows=rows)
         if len(self._window):
-            self.job = replace(self.job, **_forecast(self._window))
+            predicted, drift = self._window.predicted(), self._window.drift
+            self.job = replace(self.job, rows=predicted, drift=drift, past=None)
         self.plan()
 
     def _moved(self) -> bool:
@@ -259,14 +276,12 @@ class Planning:
         return True
 
 
-class _Forecast(TypedDict):
+class _Known(TypedDict):
+    """What changes in a job with each step."""
+
     rows: tuple[np.ndarray, ...]
     drift: float
-
-
-def _forecast(window: LoadWindow) -> _Forecast:
-    """What a job knows of the steps that are remembered."""
-    return {"rows": window.predicted(), "drift": window.drift}
+    past: Past | None
 
 
 def _made_ahead(planning: weakref.ref[Planning]) -> Ahead | None:

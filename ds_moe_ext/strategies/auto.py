@@ -1,0 +1,247 @@
+"""Whichever of the other strategies the coming steps are priced lowest under: ``auto``.
+
+Plans come from one of them at a time. Every ``interval`` steps each plans the latest step by what
+was known before it, and is priced on the rows that came, by the tasks that its layers would run
+(``pricing``). A price is held against what steps have taken under a strategy, where it has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
+
+from ds_moe_ext.cost.lines import AllReduce
+from ds_moe_ext.layout import Grid
+from ds_moe_ext.planners.layer_pipelines import Measured
+from ds_moe_ext.pricing.layer_seconds import TaskCosts
+from ds_moe_ext.pricing.step_price import Conditions, price_step
+from ds_moe_ext.strategies.ep import ExpertParallel
+from ds_moe_ext.strategies.esp import ExpertSharding
+from ds_moe_ext.strategies.fssdp import FullySharded
+from ds_moe_ext.strategies.prophet import ProProphet
+from ds_moe_ext.strategy import (
+    Choice,
+    Choosing,
+    Forecast,
+    Job,
+    Keys,
+    Plan,
+    Rhythm,
+    Strategy,
+    register,
+)
+from ds_moe_ext.strict import NOT_A_KEY, at_least, nearest
+
+KEY = "ds_moe_ext.auto"
+BASE = "ep"
+OVER = " over "
+ONES = (ExpertParallel, FullySharded, ProProphet)
+NAMES = ("ep", "fssdp", "prophet", "esp", "esp over fssdp", "esp over prophet")
+SAMPLED = 8  # layers that are priced, of more; evenly among them
+CLASSES = 4  # of cells
+
+
+def _own() -> dict[str, Strategy]:
+    return with_pipelines(
+        {"ep": ExpertParallel(), "fssdp": FullySharded(), "prophet": ProProphet()}
+    )
+
+
+def with_pipelines(
+    placing: Mapping[str, Strategy], esp: ExpertSharding | None = None
+) -> dict[str, Strategy]:
+    """Strategies by name, and a pipeline over each; it leaves dense gradients to the host."""
+    pipeline = (esp or ExpertSharding()).without_slices()
+    laid = {
+        "esp" if name == BASE else f"esp{OVER}{name}": pipeline.over(strategy)
+        for name, strategy in placing.items()
+    }
+    return {**placing, **laid}
+
+
+@register("auto")
+@dataclass(frozen=True, kw_only=True)
+class Auto(Choosing):
+    """Chooses between strategies while a run goes on; the loss is the same under all of them.
+
+    Attributes:
+        candidates: names of those to choose from; null: all of ``NAMES``. Their keys are those of
+            their own blocks.
+        interval: steps between choices.
+        margin: part of a step by which another strategy must be faster, to be taken in place of the
+            present one.
+        strategies: the candidates, by name.
+    """
+
+    candidates: list[str] | None = None
+    interval: int = 50
+    margin: float = 0.02
+    strategies: Mapping[str, Strategy] = field(default_factory=_own, metadata=NOT_A_KEY)
+
+    def __post_init__(self) -> None:
+        at_least(f"{KEY}.interval", self.interval, 1)
+        if not 0 <= self.margin < 1:
+            raise ValueError(f"{KEY}.margin is {self.margin}; it must be at least 0 and below 1")
+        for name in self.candidates or ():
+            if name not in NAMES:
+                raise ValueError(
+                    f"{KEY}.candidates has {name!r}, which is unknown; {nearest(name, NAMES)}"
+                )
+        if self.candidates == []:
+            raise ValueError(f"{KEY}.candidates is empty; name some of {', '.join(NAMES)}, or null")
+
+    def among(self, blocks: Mapping[str, Strategy]) -> Auto:
+        placing = {name: block for name, block in blocks.items() if isinstance(block, ONES)}
+        if isinstance(ep := placing.get(BASE), ExpertParallel) and ep != ExpertParallel():
+            raise ValueError(
+                f"{KEY} knows 'ep' without its keys, whose rows travel otherwise than those of "
+                "other strategies; leave out the block ds_moe_ext.ep, or choose strategy 'ep'"
+            )
+        esp = next((each for each in blocks.values() if isinstance(each, ExpertSharding)), None)
+        return replace(self, strategies=with_pipelines(placing, esp))
+
+    @property
+    def _candidates(self) -> dict[str, Strategy]:
+        names = NAMES if self.candidates is None else self.candidates
+        return {name: self.strategies[name] for name in names}
+
+    @property
+    def _first(self) -> Strategy:
+        """What runs until costs have been measured."""
+        return self.strategies[BASE]
+
+    # What the candidates say together.
+
+    @property
+    def has_uneven_homes(self) -> bool:
+        return True
+
+    def rhythm(self) -> Rhythm:
+        rhythms = [each.rhythm() for each in self._candidates.values()]
+        return Rhythm(
+            window=None,
+            plan_every=1,
+            costs=True,
+            measures=any(rhythm.measures for rhythm in rhythms),
+            choose_every=self.interval,
+        )
+
+    @property
+    def sums_copies_in_float32(self) -> bool:
+        return any(each.sums_copies_in_float32 for each in self._candidates.values())
+
+    @property
+    def keys(self) -> Keys:
+        return Keys(homes="ds_moe_ext.fssdp.reshard_interval")
+
+    def describe(self, job: Job) -> str:
+        return f"costs are known now; {self._chosen(job).told}"
+
+    def forecast(self, job: Job, layer: int, plan: Plan, rows_CE: np.ndarray) -> Forecast | None:
+        if plan.choice is None:
+            return None
+        return self.strategies[plan.choice.name].forecast(job, layer, plan, rows_CE)
+
+    # Plans.
+
+    def plan(self, job: Job) -> tuple[Plan, ...]:
+        if not _are_costs_known(job):
+            return self._first.plan(job)
+        choice = self._chosen(job)
+        plans = self.strategies[choice.name].plan(job)
+        # What follows is asked of all layers together, step by step: it may come from another.
+        return tuple(replace(plan, successor=None, choice=choice) for plan in plans)
+
+    def _chosen(self, job: Job) -> Choice:
+        """The present choice, or another where it is time."""
+        past = job.past
+        if past is not None and past.choice is not None and past.step % self.interval:
+            return past.choice
+        priced = {name: self._price(each, job) for name, each in self._candidates.items()}
+        present = None if past is None or past.choice is None else past.choice.name
+        ratios = {} if past is None else past.ratios
+        usual = ratios.get(present or "", 1.0)
+        expected = {name: ratios.get(name, usual) * seconds for name, seconds in priced.items()}
+        best = min(expected, key=lambda name: expected[name])
+        if present in expected and expected[best] > (1 - self.margin) * expected[present]:
+            best = present
+        others = sorted(expected.items(), key=lambda item: item[1])
+        told = ", ".join(f"{1e3 * seconds:.3g} under {name}" for name, seconds in others)
+        why = f"auto takes {best}: a step is expected to take {told} (ms, but for the optimizer)"
+        return Choice(best, priced[best], why)
+
+    def _price(self, strategy: Strategy, job: Job) -> float:
+        """Seconds of a step like the latest, planned by what was known before it."""
+        sample = _sampled(job)
+        known, came = sample, sample.rows
+        if sample.past is not None:
+            known, came = replace(sample, rows=sample.past.predicted), sample.past.came
+        plans = strategy.plan(known)
+        num_cells = len(job.node_C)
+        conditions = Conditions(
+            grid=Grid(num_cells, num_cells), tasks=_costs(sample), classes=CLASSES
+        )
+        price = price_step(strategy, plans, known, came, conditions)
+        return price.step_s * len(job.homes) / len(sample.homes)
+
+
+def _are_costs_known(job: Job) -> bool:
+    return all(pool.expert_bytes for pool in job.pools)
+
+
+def _costs(job: Job) -> TaskCosts:
+    """What tasks cost besides rows and copies, as far as it was measured."""
+    start_s = max(pool.copy_latency_s for pool in job.pools)
+    if job.pipelines is None:
+        return TaskCosts(exchange_start_s=start_s)
+    costs = job.pipelines.layers[0].costs
+    return TaskCosts(
+        exchange_start_s=costs.all_to_all.alpha_s,
+        expert_start_s=costs.expert.alpha_s,
+        all_reduce=AllReduce(job.pipelines.all_reduce.alpha_s, job.pipelines.all_reduce.beta_s),
+    )
+
+
+def _sampled(job: Job) -> Job:
+    """The job of some of its layers, as if they followed each other, each pool's among them."""
+    num_layers = len(job.homes)
+    if num_layers <= SAMPLED:
+        return job
+    kept = sorted({round(place) for place in np.linspace(0, num_layers - 1, SAMPLED)})
+    place_of = {layer: place for place, layer in enumerate(kept)}
+    pools = (
+        replace(pool, layers=tuple(place_of[layer] for layer in pool.layers if layer in place_of))
+        for pool in job.pools
+    )
+    past = job.past
+    if past is not None:
+        past = replace(past, predicted=_of(past.predicted, kept), came=_of(past.came, kept))
+    return replace(
+        job,
+        rows=_of(job.rows, kept),
+        homes=_of(job.homes, kept),
+        pools=tuple(pool for pool in pools if pool.layers),
+        window_s=_of(job.window_s, kept),
+        back_window_s=_of(job.back_window_s, kept),
+        free_bytes=job.free_bytes * len(kept) // num_layers,
+        pipelines=_pipelines(job.pipelines, kept),
+        stacks=_of(job.stacks, kept),
+        past=past,
+    )
+
+
+T = TypeVar("T")
+
+
+def _of(items: Sequence[T], kept: Sequence[int]) -> tuple[T, ...]:
+    """Those of some layers; none where there are none."""
+    return tuple(items[layer] for layer in kept) if items else ()
+
+
+def _pipelines(pipelines: Measured | None, kept: Sequence[int]) -> Measured | None:
+    if pipelines is None:
+        return None
+    return replace(pipelines, layers=_of(pipelines.layers, kept))

@@ -1,0 +1,185 @@
+"""What ``auto`` ends at beside the strategies that it chooses from, by the simulator.
+
+`python launch/bench/auto_scenarios.py`: six scenarios, 8 cells of two nodes, 8 layers. Each strategy
+plans by the steps before and is priced on the rows that come; so is ``auto``, which chooses every
+ten steps. The second half of the steps counts. No ranks are started.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from ds_moe_ext.cost.block_costs import BACKWARD
+from ds_moe_ext.cost.layer_costs import LayerCosts
+from ds_moe_ext.cost.lines import FREE, AllReduce, Line
+from ds_moe_ext.cost.prices import Prices
+from ds_moe_ext.layout import Grid
+from ds_moe_ext.load import LoadWindow
+from ds_moe_ext.loads.sources import read_loads
+from ds_moe_ext.placement import even_homes
+from ds_moe_ext.planners.layer_pipelines import Measured, MeasuredLayer
+from ds_moe_ext.pricing.layer_seconds import TaskCosts
+from ds_moe_ext.pricing.step_price import Conditions, price_step
+from ds_moe_ext.strategies.auto import Auto
+from ds_moe_ext.strategy import Choice, Job, Past, Pool, Strategy
+
+CELLS, LAYERS, TOKENS, TOP_K = 8, 8, 4096, 2
+WIDTH = 4096  # of a row, two bytes each
+START_S = 20e-6  # of a transfer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A run.
+
+    Attributes:
+        loads: a name of ``loads.sources``.
+        inter: bytes a second of a node's card.
+        experts: of a layer.
+        expert_width: of each.
+        slow_cells: that take three times as long for a row.
+        balances: strategies that copy may gain little; for a reader.
+    """
+
+    loads: str
+    inter: float = 50e9
+    experts: int = 32
+    expert_width: int = 4096
+    slow_cells: int = 0
+
+    @property
+    def job(self) -> Job:
+        """Without rows."""
+        row_s = 3 * 3 * WIDTH * self.expert_width / 300e12
+        expert_bytes = 2 * 3 * WIDTH * self.expert_width
+        layers = tuple(range(LAYERS))
+        pool = Pool(
+            layers=layers,
+            prices=Prices(
+                row_s=row_s,
+                row_bytes=2 * WIDTH,
+                copy_s=expert_bytes / self.inter,
+                inter_bytes_per_s=self.inter,
+                intra_bytes_per_s=360e9,
+            ),
+            row_s_C=tuple(3 * row_s if c < self.slow_cells else row_s for c in range(CELLS))
+            if self.slow_cells
+            else (),
+            expert_bytes=expert_bytes,
+            state_bytes=6 * expert_bytes,
+            copy_latency_s=START_S,
+        )
+        window_s = TOKENS * (4 * WIDTH * WIDTH + TOKENS * WIDTH) / 300e12
+        job = Job.at_start(
+            even_homes([self.experts] * LAYERS, CELLS), np.arange(CELLS) // 4, (pool,)
+        )
+        return replace(
+            job,
+            window_s=(window_s,) * LAYERS,
+            back_window_s=(BACKWARD * window_s,) * LAYERS,
+            free_bytes=8 * LAYERS * expert_bytes,
+            pipelines=self._pipelines(row_s, BACKWARD * window_s),
+        )
+
+    def _pipelines(self, row_s: float, dense_window_s: float) -> Measured:
+        rows = float(TOKENS * TOP_K)
+        exchange = Line(alpha_s=START_S, beta_s=2 * WIDTH * 4 / 2 / self.inter)
+        costs = LayerCosts(
+            all_to_all=exchange.over(rows),
+            all_gather=FREE.over(rows),
+            reduce_scatter=FREE.over(rows),
+            expert=Line(alpha_s=START_S, beta_s=row_s / 3).over(rows),
+        )
+        layer = MeasuredLayer(costs, dense_window_s, 0)
+        return Measured((layer,) * LAYERS, 0, AllReduce(0.0, 0.0), 2)
+
+
+SCENARIOS = {
+    "skewed, fast net": Scenario(loads="zipf:0.9", inter=360e9),
+    "skewed, slow net": Scenario(loads="zipf:0.9", inter=10e9),
+    "balanced, slow net": Scenario(loads="balanced", inter=10e9),
+    "unlike devices": Scenario(loads="zipf:0.5", slow_cells=4),
+    "tiny experts": Scenario(loads="zipf:0.9", experts=64, expert_width=256),
+    "rotating hotspot": Scenario(loads="rotating_hotspot"),
+}
+
+
+def run(strategy: Strategy, scenario: Scenario, num_steps: int) -> tuple[list[float], list[str]]:
+    """Seconds of each step by the simulator, and what planned it."""
+    rows_ILCE = read_loads(
+        scenario.loads,
+        ranks=CELLS,
+        experts=scenario.experts,
+        layers=LAYERS,
+        tokens=TOKENS,
+        top_k=TOP_K,
+        steps=num_steps + 1,
+    ).rows_ILCE
+    conditions = Conditions(
+        grid=Grid(CELLS, CELLS), tasks=TaskCosts(exchange_start_s=START_S, expert_start_s=START_S)
+    )
+    window = LoadWindow(strategy.rhythm().window)
+    job, choice, ratios = scenario.job, None, dict[str, float]()
+    window.push(list(rows_ILCE[0]))
+    predicted = window.predicted()
+    seconds, names = list[float](), list[str]()
+    for step, rows_LCE in enumerate(rows_ILCE[1:], 1):
+        came = tuple(rows_ILCE[step - 1])
+        past = Past(step, predicted, came, choice, ratios)
+        predicted = window.predicted()
+        job = replace(job, rows=predicted, drift=window.drift, past=past)
+        every = strategy.rhythm().shard_every
+        if every and step % every == 0:
+            job = replace(job, homes=strategy.homes(job))
+        plans = strategy.plan(job)
+        price = price_step(strategy, plans, job, list(rows_LCE), conditions)
+        choice = plans[0].choice
+        seconds.append(price.step_s)
+        names.append("" if choice is None else choice.name)
+        ratios = _learnt(ratios, choice, price.step_s)
+        window.push(list(rows_LCE))
+    return seconds, names
+
+
+def _learnt(ratios: Mapping[str, float], choice: Choice | None, step_s: float) -> dict[str, float]:
+    if choice is None:
+        return dict(ratios)
+    return {**ratios, choice.name: step_s / choice.expected_s}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=40)
+    given = parser.parse_args()
+    auto = Auto(interval=10)
+    table = Table(title="ms a step, by the simulator; the second half of the steps")
+    table.add_column("scenario")
+    for name in (*auto.strategies, "auto", "over the best", "took at the end"):
+        table.add_column(name, justify="right")
+    for name, scenario in SCENARIOS.items():
+        fixed = {
+            each: _end_s(run(strategy, scenario, given.steps)[0])
+            for each, strategy in auto.strategies.items()
+        }
+        seconds, took = run(auto, scenario, given.steps)
+        own_s = _end_s(seconds)
+        over = own_s / min(fixed.values()) - 1
+        cells = (f"{1e3 * s:.2f}" for s in (*fixed.values(), own_s))
+        table.add_row(name, *cells, f"{100 * over:.1f} %", took[-1])
+    Console(width=160).print(table)
+
+
+def _end_s(seconds: list[float]) -> float:
+    return fmean(seconds[len(seconds) // 2 :])
+
+
+if __name__ == "__main__":
+    main()
