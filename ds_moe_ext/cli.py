@@ -9,13 +9,14 @@ from ds_moe_ext.commands.convert import add_convert
 from ds_moe_ext.commands.doctor import add_doctor
 from ds_moe_ext.commands.plan import add_plan
 from ds_moe_ext.commands.report import add_report
+from ds_moe_ext.commands.reproduce import add_reproduce
 
 
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="ds-moe-ext", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (add_doctor, add_report, add_plan, add_profile, add_convert):
+    for add in (add_doctor, add_report, add_plan, add_reproduce, add_profile, add_convert):
         add(commands)
     given = parser.parse_args()
     try:
