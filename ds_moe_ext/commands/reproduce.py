@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ds_moe_ext.papers.figure import Figure, Paper
+from ds_moe_ext.papers.figure import Figure, Paper, met_of
 from ds_moe_ext.papers.figure_page import Reproduced, page_of
 from ds_moe_ext.papers.fsmoe_figures import FSMOE
 from ds_moe_ext.papers.hecate_figures import HECATE
@@ -76,8 +76,7 @@ def _shown(paper: Paper, console: Console, *, as_json: bool) -> Reproduced:
             figures.append(make())
             if not as_json:
                 _show(figures[-1], console)
-    met = sum(figure.is_met for figure in figures)
-    console.print(f"{paper.name}: {met} of {len(figures)} tables and figures met\n")
+    console.print(f"{paper.name}: {met_of(figures)}\n")
     return paper, figures
 
 

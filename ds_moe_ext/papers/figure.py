@@ -6,7 +6,7 @@ reason, in words.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -116,6 +116,11 @@ class Figure:
         return tuple(claim for claim in self.claims if not claim.holds)
 
     @property
+    def is_judged(self) -> bool:
+        """Whether anything is held; else it stands for comparison only."""
+        return bool(self.held or self.claims)
+
+    @property
     def is_met(self) -> bool:
         return not self.missed and not self.broken
 
@@ -129,7 +134,7 @@ class Figure:
         if self.claims:
             number = len(self.claims) - len(self.broken)
             told.append(f"{number} of {len(self.claims)} claims hold")
-        if not told:
+        if not self.is_judged:
             return "for comparison"
         return f"{'met' if self.is_met else 'missed'}: {', '.join(told)}"
 
@@ -155,3 +160,9 @@ class Paper:
     fitted: tuple[str, ...]
     left_out: tuple[str, ...]
     figures: tuple[Callable[[], Figure], ...]
+
+
+def met_of(figures: Sequence[Figure]) -> str:
+    """How many of those that are judged are met, in words."""
+    judged = [figure.is_met for figure in figures if figure.is_judged]
+    return f"{sum(judged)} of {len(judged)} tables and figures met"

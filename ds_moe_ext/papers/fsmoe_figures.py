@@ -26,6 +26,7 @@ from ds_moe_ext.papers.fsmoe_grid import (
     per_unit,
 )
 from ds_moe_ext.papers.fsmoe_layers import (
+    OVER,
     QUANTA,
     Interference,
     Plan,
@@ -46,6 +47,8 @@ NAMES = {
     "tutel_improved": "Tutel-Improved",
     "pipemoe_lina": "PipeMoE+Lina",
     "tutel": "Tutel",
+    "fsmoe_unsliced": "FSMoE, not sliced",
+    "default": "one chunk",
 }
 
 
@@ -133,12 +136,13 @@ def table_5(cluster: Cluster) -> Figure:
         told = f"k = {choices}{'' if slowed else ', no interference'}"
         return tuple(
             Row(
-                name=f"{NAMES[name]} over Tutel, {told}",
-                paper=paper,
+                name=f"{text} over Tutel, {told}",
+                paper=cluster.paper.get(name),
                 ours=sums.speed[name],
                 is_held=choices == 1 and slowed,
             )
-            for name, paper in cluster.paper.items()
+            for name, text in NAMES.items()
+            if name != OVER
         )
 
     sums = grid_sums(cluster.name, 1, True)
@@ -160,7 +164,7 @@ def table_5(cluster: Cluster) -> Figure:
 
 def degrees_differ() -> Figure:
     return Figure(
-        name="Section 4",
+        name="Section 2.3",
         title="layers of B whose best degrees differ between forward and backward",
         rows=tuple(
             Row(
@@ -404,7 +408,7 @@ FSMOE = Paper(
     fitted=(
         f"gamma = {INTERFERENCE.collectives}, delta = {INTERFERENCE.compute} and k = 1 of the "
         "grid: on table 5, A; B and all models have the same",
-        "experts and attention of both clusters: on table 2",
+        "attention of A and experts of B: on table 2",
     ),
     left_out=(
         "figure 5 (fits of the collectives): is an input",

@@ -6,7 +6,6 @@ beside attention, and what attention does not hide is added.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -195,14 +194,13 @@ class Setup:
             num_experts=self.num_experts,
             num_cells=self.num_ranks,
             rows=CHOICES * self.tokens,
-        ).steps(WINDOW + self.age + 1)
-        before = LoadWindow(WINDOW)
-        for _, rows in zip(range(WINDOW), steps):
+        ).steps([*range(WINDOW), *range(self.age, self.age + WINDOW + 1)])
+        *known, now = steps
+        before, window = LoadWindow(WINDOW), LoadWindow(WINDOW)
+        for rows in known[:WINDOW]:
             before.push(rows)
-        *last, now = deque(steps, maxlen=WINDOW + 1)
-        window = before
-        for rows in last:
-            window = window.after(rows)
+        for rows in known[WINDOW:]:
+            window.push(rows)
         return Loads(before.predicted(), window.predicted(), now)
 
     @lru_cache(maxsize=64)  # noqa: B019  figures share steps, and setups are few

@@ -303,7 +303,7 @@ PROPHET = Paper(
     title="Pro-Prophet: a systematic load balancing method for efficient parallel training of MoE",
     inputs=(
         "models: table III; one expert of each layer a rank, top-1 and top-2",
-        "clusters: section VI (configs/hardware/proprophet_hpwnv.json, proprophet_lpwnv.json): "
+        "clusters: section VI (configs/hardware/proprophet_hpwnv.json, hpnv, lpwnv): "
         "100 Gb/s a node of four; tokens: 16,384, 32,768 and 4,096",
         f"sequences of {SEQUENCE}, fp32: the authors' script",
     ),

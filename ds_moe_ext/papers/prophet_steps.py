@@ -92,7 +92,7 @@ HPWNV = Cluster(
     flops_per_s=FLOPS_3090,
 )
 HPWNV_32 = replace(HPWNV, name="HPWNV, 32 ranks", num_nodes=8, tokens=32768)
-HPNV = replace(HPWNV, name="HPNV, 16 ranks")  # its NVLinks join pairs: no rate of a node says it
+HPNV = replace(HPWNV, name="HPNV, 16 ranks", file="proprophet_hpnv.json")
 LPWNV = Cluster(
     name="LPWNV, 8 ranks",
     file="proprophet_lpwnv.json",
@@ -176,7 +176,7 @@ class Block:
             picks=self.picks,
             own=SENDERS_ALIKE,
         )
-        return list(loads.steps(STEPS))
+        return list(loads.steps(range(STEPS)))
 
     def seconds(self, policy: Policy) -> np.ndarray:
         """With the non-MoE layer, of each step but the first and each layer, float ``[I, L]``."""

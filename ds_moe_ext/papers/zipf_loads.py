@@ -7,7 +7,7 @@ E experts of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,14 +39,17 @@ class ZipfLoads:
     own: float = np.inf
     seed: int = 0
 
-    def steps(self, number: int) -> Iterator[tuple[np.ndarray, ...]]:
-        """Rows of each layer, int64 ``[C, E]``, of so many steps."""
+    def steps(self, wanted: Sequence[int]) -> Iterator[tuple[np.ndarray, ...]]:
+        """Rows of each layer, int64 ``[C, E]``, of some steps in ascending order, the first 0."""
         draw = np.random.default_rng(self.seed)
         log_rank_E = np.log(np.arange(1, self.num_experts + 1))
         log_LE = np.array([-each * draw.permutation(log_rank_E) for each in self.exponents])
-        for _ in range(number):
+        step = 0
+        for number in wanted:
+            # Of so many steps together, the walk is as far as one that is longer.
+            log_LE += self.drift * np.sqrt(number - step) * draw.standard_normal(log_LE.shape)
+            step = number
             yield tuple(self._drawn(draw, np.exp(log_E)) for log_E in log_LE)
-            log_LE += self.drift * draw.standard_normal(log_LE.shape)
 
     def _drawn(self, draw: np.random.Generator, share_E: np.ndarray) -> np.ndarray:
         share_E = share_E / share_E.sum()
