@@ -20,7 +20,7 @@ INTRODUCTION = """\
 `ds-moe-ext reproduce PAPER...` works out tables and figures of `hecate`, `prophet`, `fsmoe` and
 `hetermoe` by the product's own planners, prices and simulator, and prints each beside the paper's
 values: what was taken from the paper and from where, what is assumed, what was fitted, how far off
-ours is, and why what is missed is. No device is needed; the four take 8, 3, 28 and 10 s of one
+ours is, and why what is missed is. No device is needed; the four take 3, 2, 28 and 10 s of one
 core of an AMD EPYC. `--html FILE` writes one page with charts that needs no other file, `--json`
 prints a document.
 

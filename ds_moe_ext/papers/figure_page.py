@@ -76,7 +76,8 @@ def _row(figure: Figure, row: Row, longest: float) -> list[str]:
 
 def _chart(curves: Sequence[Curve]) -> str:
     """Ours over an axis that all of them share."""
-    highest = max(1e-9, *(value for curve in curves for value in curve.ours))
+    highest = max(value for curve in curves for value in curve.ours)
+    highest = highest if highest > 1e-9 else 1.0
     step = round_steps(highest, max_ticks=4)
     top = step * math.ceil(highest / step)
     ticks = [step * tick for tick in range(round(top / step) + 1)]

@@ -21,8 +21,6 @@ from ds_moe_ext.papers.hetermoe_rivals import (
 )
 from ds_moe_ext.papers.hetermoe_setups import (
     A100,
-    FIGURE_7,
-    FIGURE_8,
     KI,
     LENGTHS,
     MODELS,
@@ -199,10 +197,6 @@ PAPER = Means(
     aws_ideal=1.17,
     aws_most_ideal=1.25,
 )
-
-
-def means(way: Way) -> Means:
-    return Means.of(compared(FIGURE_7, way), compared(FIGURE_8, way))
 
 
 def over_pipelines(name: str, cluster: Cluster, length: int, way: Way) -> float:
