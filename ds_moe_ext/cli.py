@@ -11,13 +11,15 @@ from ds_moe_ext.commands.loads_table import add_loads
 from ds_moe_ext.commands.plan import add_plan
 from ds_moe_ext.commands.price import add_price
 from ds_moe_ext.commands.report import add_report
+from ds_moe_ext.commands.reproduce import add_reproduce
 
 
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="ds-moe-ext", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (add_doctor, add_report, add_plan, add_price, add_profile, add_loads, add_convert):
+    added = (add_doctor, add_report, add_price, add_loads, add_reproduce, add_plan, add_profile)
+    for add in (*added, add_convert):
         add(commands)
     given = parser.parse_args()
     try:

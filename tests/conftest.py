@@ -16,7 +16,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("patient")
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ("launch", "launch/bench", "launch/papers", "docs")
+SCRIPTS = ("launch", "launch/bench", "docs")
 sys.path[:0] = [str(ROOT / folder) for folder in SCRIPTS]  # as when a script there runs
 
 

@@ -44,6 +44,7 @@ LAYERS = (
     ("hosts",),
     ("patches",),
     ("convert",),
+    ("papers",),  # their figures
     ("commands", "testing"),
     ("cli", "run", "profile_run"),  # what is started
     ("",),  # the package's public names

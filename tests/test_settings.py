@@ -324,7 +324,7 @@ def mistyped() -> Iterator[Bad]:
 
 def unknown() -> Iterator[Bad]:
     for key in ("zzz", "", "ZERO", "0", "gpus"):
-        yield Bad(at((key,), 1), "ds_moe_ext", repr(key), "known: balance, capacity_factor, debug,")
+        yield Bad(at((key,), 1), "ds_moe_ext", repr(key), "known: auto, balance, capacity_factor, debug,")
         yield Bad(
             at(("report", key), 1), "ds_moe_ext.report", repr(key), "known: enabled, max_steps,"
         )
@@ -383,8 +383,8 @@ def of_patterns() -> Iterator[Bad]:
 
 def of_strategies() -> Iterator[Bad]:
     key = "ds_moe_ext.strategy"
-    for name in ("e", "eep", "EP", "fssd", "", "auto", "expert_parallel", "tests.no_colon"):
-        near = {"e": "'ep'", "eep": "'ep'", "fssd": "'fssdp'"}.get(name, "ep")
+    for name in ("e", "eep", "EP", "fssd", "", "automatic", "expert_parallel", "tests.no_colon"):
+        near = {"e": "'ep'", "eep": "'ep'", "fssd": "'fssdp'", "automatic": "auto"}.get(name, "ep")
         yield Bad(block(strategy=name), key, repr(name), near)
         yield Bad(block(strategy=name, options={"a": 1}), key, repr(name), near)
     for path in (

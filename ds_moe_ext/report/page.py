@@ -73,16 +73,25 @@ def page_of(record: RunRecord) -> str:
     else:
         parts += [_layers(record, None), _nothing_recorded()]
     parts += [_seconds(record), expected(record), _timeline(record)]
-    here = Path(__file__)
-    style, script = (here.with_suffix(kind).read_text("utf-8") for kind in (".css", ".js"))
+    script = Path(__file__).with_suffix(".js").read_text("utf-8")
+    return html_of(
+        f"MoE run: {record.strategy}",
+        parts,
+        scripts=f'<script type="application/json" id="steps">{labels}</script>'
+        f"<script>\n{script}</script>",
+    )
+
+
+def html_of(title: str, parts: Sequence[str], *, scripts: str = "") -> str:
+    """A page in the style of reports, which needs no other file."""
+    style = Path(__file__).with_suffix(".css").read_text("utf-8")
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>MoE run: {escaped(record.strategy)}</title>"
+        f"<title>{escaped(title)}</title>"
         f"<style>\n{style}{style_rules()}</style></head><body><main>\n"
         + "\n".join(parts)
-        + f'\n</main><script type="application/json" id="steps">{labels}</script>'
-        f"<script>\n{script}</script></body></html>\n"
+        + f"\n</main>{scripts}</body></html>\n"
     )
 
 

@@ -222,7 +222,7 @@ class OneRank:
             strategy=strategy,
             layers=self.layers,
             job=replace(job, accumulates=True),  # so that no forecasts are checked
-            costs=KnownCosts(self.layers, pools, None),
+            costs=KnownCosts(self.layers, pools, None, strategy.rhythm()),
             checks=Checks(strategy, self.layers),
             mover=_stay,
             debug=False,

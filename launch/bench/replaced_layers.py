@@ -82,7 +82,7 @@ class ReplacedLayers:
             strategy=strategy,
             layers=layers,
             job=Job.at_start(homes, node_C, blueprint.pools),
-            costs=Costs(layers, blueprint.pools, None, pipelines),
+            costs=Costs(layers, blueprint.pools, None, strategy.rhythm(), pipelines),
             checks=Checks(strategy, layers),
             mover=_stay,
             debug=False,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hetermoe_pipelines import PipelinePlan, Pipelines, best_pipelines
 from hypothesis import given
 from hypothesis import strategies as st
 from pytest import approx
 
 from ds_moe_ext.cost.zebra_work import MoeModel, RankClass, TwoClasses
 from ds_moe_ext.hardware import Link
+from ds_moe_ext.papers.hetermoe_pipelines import PipelinePlan, Pipelines, best_pipelines
 from tests.planners.plainly import PROPERTY
 
 

@@ -1,6 +1,6 @@
 """What each table and figure of HeterMoE compares, priced by the simulator.
 
-Inputs are those of ``hetermoe_setups``. ``hetermoe_tables`` prints what comes out.
+Inputs are those of ``hetermoe_setups``; ``hetermoe_figures`` puts what comes out beside the paper.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from itertools import product
 from statistics import mean
 
-from hetermoe_pipelines import Pipelines, best_pipelines
-from hetermoe_rivals import (
+from ds_moe_ext.cost.zebra_step import StepPrice, ZebraShape, price_step, stripe_times
+from ds_moe_ext.cost.zebra_work import TwoClasses
+from ds_moe_ext.papers.hetermoe_pipelines import Pipelines, best_pipelines
+from ds_moe_ext.papers.hetermoe_rivals import (
     EpGroup,
     ep_ideal_tokens_per_s,
     ep_tokens_per_s,
     price_dist_ep,
 )
-from hetermoe_setups import (
+from ds_moe_ext.papers.hetermoe_setups import (
     A100,
-    FIGURE_7,
-    FIGURE_8,
     KI,
     LENGTHS,
     MODELS,
@@ -31,9 +31,6 @@ from hetermoe_setups import (
     Cluster,
     on_premise,
 )
-
-from ds_moe_ext.cost.zebra_step import StepPrice, ZebraShape, price_step, stripe_times
-from ds_moe_ext.cost.zebra_work import TwoClasses
 from ds_moe_ext.planners.asym_ea import ZebraGroup, assign_experts
 from ds_moe_ext.planners.zebra_ratio import PricedShape, best_shape, price_shapes
 from ds_moe_ext.schedule.simulator import Timeline, simulate
@@ -200,10 +197,6 @@ PAPER = Means(
     aws_ideal=1.17,
     aws_most_ideal=1.25,
 )
-
-
-def means(way: Way) -> Means:
-    return Means.of(compared(FIGURE_7, way), compared(FIGURE_8, way))
 
 
 def over_pipelines(name: str, cluster: Cluster, length: int, way: Way) -> float:

@@ -1,25 +1,21 @@
-"""What FSMoE's schedule and its rivals take on the paper's 1458 layers, tables in markdown.
+"""What FSMoE's schedule and its rivals take on layers of the paper. Pure.
 
 Each schedule is planned without interference. Without it, prices are closed formulas, which tests
-show to be the simulator's; with it, the simulator runs every schedule. No device is needed::
-
-    python launch/papers/fsmoe_tables.py > layers.md
+show to be the simulator's; with it, the simulator runs every schedule.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
-from fsmoe_grid import CLUSTERS, ELEMENT_BYTES, ROUTE_S, Cluster, PricedLayer, Shape, grid
 
 from ds_moe_ext.cost.layer_costs import LayerCosts
 from ds_moe_ext.cost.lines import AllReduce
+from ds_moe_ext.papers.fsmoe_grid import ELEMENT_BYTES, ROUTE_S, Cluster, PricedLayer, Shape
 from ds_moe_ext.planners.layer_pipelines import Measured, MeasuredLayer, MoePart, place
 from ds_moe_ext.schedule import wires
 from ds_moe_ext.schedule.pipeline_orders import PIPELINES, Pipeline, Slices, reductions
@@ -230,7 +226,7 @@ def task_seconds(layer: PricedLayer, costs: LayerCosts, degree: int) -> Mapping[
     return {op.name: alone_s for op, alone_s in each.items()}
 
 
-# Tables.
+# Means.
 
 
 @dataclass(frozen=True)
@@ -269,87 +265,3 @@ def summed(
         speeds.append([taken[OVER] / taken_s for taken_s in taken.values()])
         num_unequal += plans["fsmoe"].forward.best() != plans["fsmoe"].backward.best()
     return Sums(dict(zip(PIPELINES, np.mean(speeds, axis=0).tolist())), num_unequal)
-
-
-COLUMNS = tuple(name for name in PIPELINES if name != OVER)
-PAPER_UNEQUAL = 912  # on B
-
-
-def assumptions(clusters: Sequence[Cluster]) -> Iterator[str]:
-    """What the paper does not say, and is assumed here."""
-    yield "Speeds over Tutel, means over layers; beside them the paper's. Assumed:\n"
-    for cluster in clusters:
-        yield f"- cluster {cluster.name}: {cluster.text};"
-    yield (
-        "- experts and attention take twice as long in backward; "
-        f"gate and order take {1e3 * ROUTE_S:g} ms in each direction;"
-    )
-    yield (
-        "- the grid's heads are key-value heads beside 32 query heads; a capacity of * is 1 with "
-        "even loads; k, the experts of a token, is not stated: see the column;"
-    )
-    yield (
-        "- layers are equal: each reduces the gradients of one attention, (2 + 2 heads / 32) M^2 "
-        "over the ranks of a cell; the one queue is that of the MoE part's collectives, beside "
-        "which reductions run under the dense part, gate and order;"
-    )
-    yield (
-        "- Lina's pieces of 30 MB run whole, under the dense part and then the experts, where they "
-        "fit: a low priority in a lane that keeps its order;"
-    )
-    yield (
-        "- degrees and slices are planned without interference. With it, collectives between and "
-        "within cells slow each other by gamma, computation and collectives by delta, both "
-        "together by the product.\n"
-    )
-
-
-def line(cluster: Cluster, choices: int, interference: Interference | None, sums: Sums) -> str:
-    """A row of the table."""
-    speeds = (
-        f"{sums.speed[name]:.3f}"
-        + (f" ({cluster.paper[name]:.2f})" if name in cluster.paper else "")
-        for name in COLUMNS
-    )
-    slowed = f"{interference.collectives:g}, {interference.compute:g}" if interference else "none"
-    cells = (cluster.name, str(choices), slowed, *speeds, str(sums.num_unequal))
-    return f"| {' | '.join(cells)} |"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add = parser.add_argument
-    add("--clusters", nargs="+", choices=CLUSTERS, default=list(CLUSTERS))
-    add("--k", type=int, nargs="+", default=[1, 2], help="experts of a token")
-    add("--degrees", type=int, nargs="+", default=list(range(1, 9)), help="to choose from")
-    add("--gamma", type=float, default=0.35, help="of collectives on each other")
-    add("--delta", type=float, default=0.2, help="of computation and collectives")
-    add("--every", type=int, default=1, help="price one layer of so many")
-    given = parser.parse_args()
-    for name, values in (("k", given.k), ("degrees", given.degrees), ("every", [given.every])):
-        if min(values) < 1:
-            parser.error(f"--{name} is {min(values)}; give 1 or more")
-    for name in ("gamma", "delta"):
-        if not 0 <= vars(given)[name] < np.inf:
-            parser.error(f"--{name} is {vars(given)[name]}; give a finite share from 0")
-    clusters = [CLUSTERS[name] for name in given.clusters]
-    print("\n".join(assumptions(clusters)))
-    print(f"Degrees: {', '.join(map(str, given.degrees))}. ", end="")
-    print(f"The paper's degrees differ on {PAPER_UNEQUAL} of 1458 layers of B.\n")
-    header = ("cluster", "k", "gamma, delta", *COLUMNS, "degrees differ")
-    print(f"| {' | '.join(header)} |\n|{'---|' * len(header)}")
-    for cluster, choices in product(clusters, given.k):
-        shapes = list(grid(cluster.lengths))[:: given.every]
-        for interference in (None, Interference(given.gamma, given.delta)):
-            sums = summed(
-                cluster,
-                shapes,
-                choices=choices,
-                degrees=sorted(set(given.degrees)),
-                interference=interference,
-            )
-            print(line(cluster, choices, interference, sums), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from ds_moe_ext.cost.layer_costs import LayerCosts
 from ds_moe_ext.cost.lines import AllReduce, LinearCost
-from ds_moe_ext.hardware import Hardware, Link, read_hardware
+from ds_moe_ext.hardware import Collectives, Hardware, Link, read_hardware
 
-HARDWARE = Path(__file__).parents[2] / "configs" / "hardware"
+HARDWARE = Path(__file__).parent / "hardware"  # is configs/hardware
 ELEMENT_BYTES = 4
 QUERY_HEADS = 32
 ROUTE_S = 0.4e-3  # gate and order, in each direction
@@ -28,7 +28,7 @@ class Shape:
 
     Attributes:
         batch: samples of a cell.
-        kv_heads: the grid's heads, beside 32 query heads (the authors' script).
+        kv_heads: key-value heads for 32 query heads; the grid's heads (the authors' script).
         length: tokens of a sample.
         width: of the model.
         hidden_ratio: width of an expert, in widths of the model.
@@ -37,10 +37,10 @@ class Shape:
     """
 
     batch: int
-    kv_heads: int
+    kv_heads: float
     length: int
     width: int
-    hidden_ratio: int
+    hidden_ratio: float
     capacity: float
     num_products: int
 
@@ -110,6 +110,7 @@ class Cluster:
         attention: likewise.
         paper: mean speed over Tutel of pipelines, by name (section 6.4).
         text: what is assumed, where the paper does not say.
+        between_cells: collectives in place of the file's, for another number of ranks.
     """
 
     name: str
@@ -119,6 +120,7 @@ class Cluster:
     attention: LinearCost
     paper: Mapping[str, float]
     text: str
+    between_cells: Collectives | None = None
 
     @cached_property
     def hardware(self) -> Hardware:
@@ -131,7 +133,8 @@ class Cluster:
             shape: of the layer.
             choices: experts of a token.
         """
-        intra, inter = self.hardware.intra_collectives, self.hardware.inter_collectives
+        intra = self.hardware.intra_collectives
+        inter = self.between_cells or self.hardware.inter_collectives
         cell = self.hardware.ranks_per_node
         tokens = shape.num_tokens * shape.width
         rows = choices * shape.capacity * tokens

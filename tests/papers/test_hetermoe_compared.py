@@ -1,7 +1,7 @@
 """HeterMoE's tables and figures by the simulator: what it meets, what it misses, by how much.
 
 Means within 10 %, and the sign and order of extremes (spec 6.4, rules 5 and 6). Inputs are in
-``launch/papers/hetermoe_setups.py``; ``docs/zebra_simulator.md`` says why what is missed is.
+``papers/hetermoe_setups.py``; ``docs/zebra_simulator.md`` says why what is missed is.
 """
 
 from __future__ import annotations
@@ -10,14 +10,24 @@ from functools import cache
 from itertools import pairwise
 from statistics import mean
 
-import hetermoe_figures
-import hetermoe_tables
 import pytest
-from hetermoe_figures import PAPER, Compared, Means, Way
-from hetermoe_setups import FIGURE_7, FIGURE_8, FIGURE_9, KI, LENGTHS, LOST, MODELS, O1, T4, V100
 from pytest import approx
 
 from ds_moe_ext.cost.zebra_step import StepPrice
+from ds_moe_ext.papers import hetermoe_compared
+from ds_moe_ext.papers.hetermoe_compared import PAPER, Compared, Means, Way
+from ds_moe_ext.papers.hetermoe_setups import (
+    FIGURE_7,
+    FIGURE_8,
+    FIGURE_9,
+    KI,
+    LENGTHS,
+    LOST,
+    MODELS,
+    O1,
+    T4,
+    V100,
+)
 
 WAY = Way()
 NEAR = 0.10
@@ -25,12 +35,12 @@ NEAR = 0.10
 
 @cache
 def premise() -> list[Compared]:
-    return hetermoe_figures.compared(FIGURE_7, WAY)
+    return hetermoe_compared.compared(FIGURE_7, WAY)
 
 
 @cache
 def aws() -> list[Compared]:
-    return hetermoe_figures.compared(FIGURE_8, WAY)
+    return hetermoe_compared.compared(FIGURE_8, WAY)
 
 
 @cache
@@ -72,6 +82,7 @@ def test_attention_meets_experts_where_figure_12_says() -> None:
 # Figures 7 and 8.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -83,23 +94,27 @@ def test_means_of_figures_7_and_8(name: str) -> None:
     assert vars(means())[name] == approx(vars(PAPER)[name], rel=NEAR)
 
 
+@pytest.mark.slow
 def test_dist_ep_on_aws_is_missed() -> None:
     """By 18 %: 2.32 for 1.96."""
     assert means().aws_dist == approx(2.32, abs=0.01)
     assert PAPER.aws_dist == 1.96
 
 
+@pytest.mark.slow
 def test_extremes_over_ep() -> None:
     """At 32K 2.05 for D1 (on O1) and 2.29 for D2 (O3)."""
     assert of_setup("D1", "O1")[-1].over_ep == approx(2.05, rel=NEAR)
     assert of_setup("D2", "O3")[-1].over_ep == approx(2.29, rel=NEAR)
 
 
+@pytest.mark.slow
 def test_the_most_over_ep_ideal_is_d1_on_o1_at_20k() -> None:
     best = max(premise(), key=lambda of: of.over_ideal)
     assert (best.model, best.cluster.name, best.length) == ("D1", "O1", 20 * KI)
 
 
+@pytest.mark.slow
 def test_the_least_over_ep_ideal_is_missed() -> None:
     """The paper has -3 % for W2 on O2 at 4K; here the least is D1 on O2 at 32K, -7 %, where old
     ranks are too many: EP (Ideal) has work for them, zebra has not."""
@@ -108,6 +123,7 @@ def test_the_least_over_ep_ideal_is_missed() -> None:
     assert worst.over_ideal == approx(0.93, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "cluster"), [("D1", "O1"), ("D2", "O3"), ("W1", "O1")])
 def test_speed_over_ep_grows_with_length(name: str, cluster: str) -> None:
     """But for steps where whole chunks of experts stop moving, 4 % at most."""
@@ -116,6 +132,7 @@ def test_speed_over_ep_grows_with_length(name: str, cluster: str) -> None:
     assert speeds[-1] > 1.4 * speeds[0]
 
 
+@pytest.mark.slow
 def test_dist_ep_is_slower_than_ep_where_samples_are_short_and_not_where_long() -> None:
     """32 % slower at 4K (here 41 %), 8 % faster at 32K."""
     over_ep = {
@@ -130,6 +147,7 @@ def test_dist_ep_is_slower_than_ep_where_samples_are_short_and_not_where_long() 
 # Figure 12 and table 3.
 
 
+@pytest.mark.slow
 def test_what_moving_experts_gains_shrinks_and_ends() -> None:
     for name in ("D1", "W1"):
         results = of_setup(name, "O1")
@@ -142,6 +160,7 @@ def test_what_moving_experts_gains_shrinks_and_ends() -> None:
                 assert sum(of.zebra.moved_L) == 0
 
 
+@pytest.mark.slow
 def test_what_moving_experts_gains_at_4k_is_missed() -> None:
     """1.39 for D1 (paper 1.14), 1.32 for W1 (1.20): stripes are enough here to hide all else."""
     gains = [of_setup(name, "O1")[0].over_itself for name in ("D1", "W1")]
@@ -151,7 +170,7 @@ def test_what_moving_experts_gains_at_4k_is_missed() -> None:
 def test_table_3() -> None:
     """In shares of the whole step. Without moves and for DistEP within 3 points; with moves the
     sides are 5 points from the paper's 83 / 78 and 86 / 84, busier on the other side."""
-    short, long = hetermoe_figures.table_3(8 * KI), hetermoe_figures.table_3(16 * KI)
+    short, long = hetermoe_compared.table_3(8 * KI), hetermoe_compared.table_3(16 * KI)
 
     def use(price: StepPrice) -> tuple[float, float]:
         return LOST * price.attention_use, LOST * price.expert_use
@@ -170,7 +189,7 @@ def test_table_3() -> None:
 
 def test_figure_6() -> None:
     plain, moved, more = (
-        hetermoe_figures.figure_6(*of) for of in ((0, 0, 0), (0, 1, 1), (1, 1, 1))
+        hetermoe_compared.figure_6(*of) for of in ((0, 0, 0), (0, 1, 1), (1, 1, 1))
     )
     assert (plain.seconds, moved.seconds, more.seconds) == approx((41, 37, 37))
     assert (plain.attention_s, plain.expert_open_s) == approx((27, 36))
@@ -182,10 +201,11 @@ def test_figure_6() -> None:
 # Figure 9.
 
 
+@pytest.mark.slow
 def test_figure_9() -> None:
     """Mean 1.28; the most, 1.47, is missed: 1.67 for W2 on O2 at 4K."""
     speeds = [
-        hetermoe_figures.over_pipelines(*setup, length, WAY)
+        hetermoe_compared.over_pipelines(*setup, length, WAY)
         for setup in FIGURE_9
         for length in LENGTHS
     ]
@@ -203,7 +223,7 @@ def test_figure_9() -> None:
 )
 def test_best_ratio(length: int, best: tuple[int, ...], speed: float | None) -> None:
     """At 12K the paper has 4:5; here 4:4 and 4:5 are even."""
-    ratios = hetermoe_figures.figure_10(length, WAY)
+    ratios = hetermoe_compared.figure_10(length, WAY)
     most = max(of.speed for of in ratios)
     assert tuple(of.old_ranks for of in ratios if of.speed > 0.99 * most) == best
     assert speed is None or most == approx(speed, rel=NEAR)
@@ -212,16 +232,17 @@ def test_best_ratio(length: int, best: tuple[int, ...], speed: float | None) -> 
 def test_ratios_at_4k() -> None:
     """Paper: 0.76 at 4:3, where no expert can move, 1.03 at 4:2, 1.10 at 4:7, its best. Here 4:8 is
     better yet, where experts move; without that 4:7 is the best."""
-    speeds = {of.old_ranks: of.speed for of in hetermoe_figures.figure_10(4 * KI, WAY)}
+    speeds = {of.old_ranks: of.speed for of in hetermoe_compared.figure_10(4 * KI, WAY)}
     assert [speeds[old] for old in (2, 3, 7)] == approx([1.03, 0.76, 1.10], rel=NEAR)
     assert max(speeds, key=lambda old: speeds[old]) == 8
     cannot_move = {old: speeds[old] for old in (3, 5, 6, 7)}
     assert max(cannot_move, key=lambda old: cannot_move[old]) == 7
 
 
+@pytest.mark.slow
 def test_fewer_old_ranks_are_best_for_longer_samples() -> None:
     best = [
-        max(hetermoe_figures.figure_10(length, WAY), key=lambda of: of.speed).old_ranks
+        max(hetermoe_compared.figure_10(length, WAY), key=lambda of: of.speed).old_ranks
         for length in LENGTHS
     ]
     assert all(longer <= shorter for shorter, longer in pairwise(best))
@@ -230,16 +251,17 @@ def test_fewer_old_ranks_are_best_for_longer_samples() -> None:
 def test_half_of_the_old_ranks_do_what_ep_ideal_does() -> None:
     """4:4 against EP (Ideal) on 4:8, within 2 %: so at 20K; at 32K 7 % are missing."""
     for length, reached in ((20 * KI, 1.0), (32 * KI, 0.93)):
-        ratios = hetermoe_figures.figure_10(length, WAY)
+        ratios = hetermoe_compared.figure_10(length, WAY)
         assert ratios[2].zebra / ratios[-1].ideal == approx(reached, abs=0.01)
 
 
 # Figure 11.
 
 
+@pytest.mark.slow
 def test_figure_11() -> None:
     """Zebra is 95 % of 4 A40s, within 2 % at 12K to 20K (here 3 %); 2 A100s are 1.14 times it."""
-    figures = [hetermoe_figures.figure_11(length, WAY) for length in LENGTHS]
+    figures = [hetermoe_compared.figure_11(length, WAY) for length in LENGTHS]
     assert mean(1 / of.four_a40 for of in figures) == approx(0.95, rel=NEAR)
     assert [1 / of.four_a40 for of in figures[2:5]] == approx([0.985] * 3, abs=0.03)
     assert mean(of.two_a100 for of in figures) == approx(1.14, rel=NEAR)
@@ -247,18 +269,9 @@ def test_figure_11() -> None:
     assert figures[-1].four_v100 == approx(0.52, rel=NEAR)
 
 
+@pytest.mark.slow
 def test_four_v100s_are_missed() -> None:
     """Zebra is 1.88 times 4 V100s in the mean (paper 1.66), which are 0.70 of it at 4K (0.84)."""
-    figures = [hetermoe_figures.figure_11(length, WAY) for length in LENGTHS]
+    figures = [hetermoe_compared.figure_11(length, WAY) for length in LENGTHS]
     assert mean(1 / of.four_v100 for of in figures) == approx(1.88, abs=0.01)
     assert figures[0].four_v100 == approx(0.70, abs=0.01)
-
-
-# The script.
-
-
-def test_tables_are_printed() -> None:
-    text = "\n".join(hetermoe_tables.lines(Way(samples=2)))
-    assert text.count("\n## ") == 7
-    assert "| 0, 1, 1 | 37 | 31 of 33 | 32 of 32 | 10 % faster |" in text
-    assert "nan" not in text

@@ -145,20 +145,20 @@ FIGURE_9 = tuple((name, cluster) for name, cluster in FIGURE_7 if cluster in (O1
 ASSUMED = (
     "D1 on an A40 for each V100 (table 3): of a V100's seconds for experts, attention takes "
     f"{MATRICES} + {SCORES} (length / 8K) on an A40, an all-to-all {SENT}; a V100's card carries "
-    f"12.5 GB/s, so that its experts take {1e6 * EXPERTS_S:.2f} us a token and layer;",
+    f"12.5 GB/s, so that its experts take {1e6 * EXPERTS_S:.2f} us a token and layer",
     "V100: experts 1.25 times as slow as on an A40 (figure 2a); what is linear in the length as "
     "fast as there (no figure says; its memory is faster, its products slower), the rest 4.17 "
-    "times as slow, so that all attention is 3.7 times as slow at 64K;",
+    "times as slow, so that all attention is 3.7 times as slow at 64K",
     "L40S, A100: as efficient as an A40, by datasheet 2.42 and 2.08 times as fast; T4: experts 7.0 "
-    "times as slow as L40S, attention 9.9 times at 4K and 13.6 times at 64K (figure 2b);",
+    "times as slow as L40S, attention 9.9 times at 4K and 13.6 times at 64K (figure 2b)",
     f"matrix products of width 2048 are {WIDER} times as efficient as those of 1024, so that W1's "
-    "attention meets its experts at 28K (figure 12);",
+    "attention meets its experts at 28K (figure 12)",
     "no head, no optimizer; backward takes three times as long as forward (activations are "
-    "computed again);",
+    "computed again)",
     "EP computes all it sends in one chunk and repeats the exchange when it computes a layer "
-    "again, as DeepSpeed's checkpointing of whole layers does; zebra and DistEP repeat none;",
+    "again, as DeepSpeed's checkpointing of whole layers does; zebra and DistEP repeat none",
     f"three quarters of a device's memory are for experts, {WEIGHT_BYTES} bytes a weight; "
-    f"pipelines share {SHARED_BYTES} of these;",
+    f"pipelines share {SHARED_BYTES} of these",
     "the setups of figures 7 to 9 are those where the numbers of GPUs divide the experts (the "
-    "paper does not name all);",
+    "paper does not name all)",
 )
