@@ -362,11 +362,12 @@ HECATE = Paper(
         "copies: what the busiest card carries over the nodes' link, what attention hides is free",
     ),
     fitted=(
-        f"Zipf's exponent, {EXPONENT}: of seven that were tried, on the mean of figure 11; all figures "
-        "share it",
-        f"{END_TO_END:,} tokens a rank where whole steps are compared (figures 9, 10, 15): of several "
-        "that were tried, with figures 10 and 15 (a) in sight, so that neither is an independent "
-        "check; with 8,192 throughout 15 (a) is 5.9. The paper takes the largest batch for which every system has memory. No one "
+        f"Zipf's exponent, {EXPONENT}: of seven that were tried, on the mean of figure 11; all "
+        "figures share it",
+        f"{END_TO_END:,} tokens a rank where whole steps are compared (figures 9, 10, 15): of "
+        "several that were tried, with figures 10 and 15 (a) in sight, so that neither is an "
+        "independent check; with 8,192 throughout 15 (a) is 5.9. The paper takes the largest batch "
+        "for which every system has memory. No one "
         "batch meets layers and steps: 11.87 in the layers and 3.54 end to end agree only if EP "
         "spends 22 % of its step outside MoE layers (spec 6.4, 4), a third of which it does here",
     ),

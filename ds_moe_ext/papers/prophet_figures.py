@@ -319,9 +319,9 @@ PROPHET = Paper(
         "FasterMoE: its released policy, by the rows that come, copies and sums blocking",
     ),
     fitted=(
-        "the one bandwidth: of eleven pairs for rows and copies that were tried, two kept all orders "
-        "but those of table I and RB; the one with a single value was taken. Orders are held, not "
-        "values (spec 8.5)",
+        "the one bandwidth: of eleven pairs for rows and copies that were tried, two kept all "
+        "orders but those of table I and RB; the one with a single value was taken. Orders are "
+        "held, not values (spec 8.5)",
     ),
     left_out=(
         "figure 13 (error of the model): needs the devices; a run's report shows what was "

@@ -1,8 +1,8 @@
 """What ``auto`` ends at beside the strategies that it chooses from, by the simulator.
 
 `python launch/bench/auto_scenarios.py`: six scenarios, 8 cells of two nodes, 8 layers. Each
-strategy plans by the steps before and is priced on the rows that come; so is ``auto``, which chooses
-every ten steps. The second half of the steps counts. No ranks are started.
+strategy plans by the steps before and is priced on the rows that come; so is ``auto``, which
+chooses every ten steps. The second half of the steps counts. No ranks are started.
 """
 
 from __future__ import annotations
