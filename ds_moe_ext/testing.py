@@ -49,7 +49,7 @@ from ds_moe_ext.schedule.task import PARAM
 from ds_moe_ext.settings import BLOCK, read_settings
 from ds_moe_ext.share import Rule
 from ds_moe_ext.strategies.esp import ExpertSharding, TwoDegrees
-from ds_moe_ext.strategy import Job, Overlay, Plan, Pool, Strategy, followers
+from ds_moe_ext.strategy import Job, Overlay, Past, Plan, Pool, Strategy, followers
 
 TOLERANCE = 1e-12  # of float64, relative to the largest of the reference
 HERE = "127.0.0.1"
@@ -443,8 +443,10 @@ def _next(
     then plans lead to others, then experts move."""
     rows = tuple(block.routed.rows.take().routed_CE for block in blocks)
     known_s = (1.0,) * NUM_LAYERS
+    choice = blocks[0].routed.site.plan.choice
     job = replace(
         job,
+        past=Past(step, job.rows, rows, choice) if strategy.rhythm().choose_every else None,
         rows=rows,
         pools=tuple(replace(pool, **MEASURED) for pool in job.pools),  # type: ignore[arg-type]
         window_s=known_s,

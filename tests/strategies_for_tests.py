@@ -18,8 +18,9 @@ from ds_moe_ext.schedule.crew import Stage
 from ds_moe_ext.schedule.orders import stage_major
 from ds_moe_ext.schedule.task import RESTORE, Op, Schedule, Span
 from ds_moe_ext.share import LocalElseHome, NearestCopy
+from ds_moe_ext.strategies.auto import NAMES, Auto
 from ds_moe_ext.strategies.zebra import asymmetric_home
-from ds_moe_ext.strategy import Destination, Job, Plan, Pool, Rhythm, Site, Strategy
+from ds_moe_ext.strategy import Choice, Destination, Job, Plan, Pool, Rhythm, Site, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,3 +171,12 @@ def with_busiest(
     copies_EC[rows_CE.sum(axis=0).argmax()] = cells
     more = target.with_copies(copies_EC)
     return Destination(more, NearestCopy(more, node_C))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByTurns(Auto):
+    """Another strategy in each step, whatever it costs."""
+
+    def _chosen(self, job: Job) -> Choice:
+        step = 0 if job.past is None else job.past.step
+        return Choice(NAMES[-1 - step % len(NAMES)], 1.0, "its turn")

@@ -324,7 +324,7 @@ def mistyped() -> Iterator[Bad]:
 
 def unknown() -> Iterator[Bad]:
     for key in ("zzz", "", "ZERO", "0", "gpus"):
-        yield Bad(at((key,), 1), "ds_moe_ext", repr(key), "known: auto, balance, capacity_factor, debug,")
+        yield Bad(at((key,), 1), "ds_moe_ext", repr(key), "known: auto, balance, capacity_factor,")
         yield Bad(
             at(("report", key), 1), "ds_moe_ext.report", repr(key), "known: enabled, max_steps,"
         )

@@ -29,6 +29,7 @@ from ds_moe_ext.strategy import Job, Plan, Rhythm, Site, Strategy
 from ds_moe_ext.testing import Case, check
 from tests.marks import slow
 from tests.ranks import pool_of
+from tests.strategies_for_tests import ByTurns
 
 ROOT = Path(__file__).parents[1]
 
@@ -43,10 +44,12 @@ OURS: Mapping[str, Strategy] = {
     "prophet": ProProphet(),
     "prophet, priced share": ProProphet(share="priced"),
     "esp": ExpertSharding(degree=2, slice_gradients=False),
+    "auto, by turns": ByTurns(),
 }
 
 
-GUARDED = ("fssdp, planned share",)  # by the priced share, which goes by planned parts, too
+GUARDED = ("fssdp, planned share", "auto, by turns")
+"""By the priced share, which goes by planned parts, too, and by those whose turn it is."""
 
 
 @pytest.mark.parametrize("name", [slow(name) if name in GUARDED else name for name in OURS])
@@ -55,7 +58,7 @@ def test_ours_pass(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert told.count("equal") == len(testing.CASES) and "left out" not in told
     copies = [int(number) for number in re.findall(r"(\d+) copies", told)]
-    assert any(copies) == name.startswith(("fssdp", "prophet"))
+    assert any(copies) == name.startswith(("fssdp", "prophet", "auto"))
     assert ("0 moves" not in told.splitlines()[3]) == name.startswith("fssdp")
 
 

@@ -24,8 +24,7 @@ class StepTimes:
 
     Attributes:
         every: steps between two looks; 0 for none.
-        device: of this rank.
-        everyone: the ranks that run the same layers; None for all.
+        slowest: of all ranks' seconds. Collective.
         clock: seconds now.
         ratios: seconds that steps took over those expected, by the name of a choice; the same on
             all ranks.
@@ -33,8 +32,7 @@ class StepTimes:
     """
 
     every: int
-    device: torch.device
-    everyone: dist.ProcessGroup | None
+    slowest: Callable[[float], float]
     clock: Callable[[], float] = time.perf_counter
     ratios: Mapping[str, float] = field(default_factory=dict, init=False)
     has_drifted: bool = field(default=False, init=False)
@@ -45,9 +43,20 @@ class StepTimes:
     def of(
         cls, rhythm: Rhythm, device: torch.device, everyone: dist.ProcessGroup | None
     ) -> StepTimes:
-        """For a strategy of that rhythm."""
+        """For a strategy of that rhythm.
+
+        Args:
+            rhythm: of the strategy.
+            device: of this rank.
+            everyone: the ranks that run the same layers; None for all.
+        """
+
+        def slowest(seconds: float) -> float:
+            own = torch.tensor([seconds], dtype=torch.float64, device=device)
+            return float(max_in_place(own, everyone))
+
         plans = rhythm.weighs_copies or rhythm.measures
-        return cls(rhythm.choose_every or (LOOKED_AT if plans else 0), device, everyone)
+        return cls(rhythm.choose_every or (LOOKED_AT if plans else 0), slowest)
 
     def after_step(self, step: int, choice: Choice | None) -> None:
         """Take the time. Collective in the last step but one before a look.
@@ -72,8 +81,7 @@ class StepTimes:
     def _look(self, choice: Choice) -> None:
         first_s, *_, last_s = self._ends_s[SETTLING:]
         own_s = (last_s - first_s) / (len(self._ends_s) - SETTLING - 1)
-        slowest = torch.tensor([own_s], dtype=torch.float64, device=self.device)
-        ratio = float(max_in_place(slowest, self.everyone)) / choice.expected_s
+        ratio = self.slowest(own_s) / choice.expected_s
         before = self.ratios.get(choice.name, ratio)
         self.has_drifted = not before / DRIFTED < ratio < before * DRIFTED
         self.ratios = {**self.ratios, choice.name: ratio}
