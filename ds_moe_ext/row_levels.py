@@ -8,7 +8,7 @@ pairs of all experts in the order of ``Placement.flat_N``, F chunks, S slots of 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -81,6 +81,11 @@ class Division:
     mean: int
     price: int
 
+    def for_others(self, num_pairs: int) -> Division:
+        """Where the division over other copies begins: with the nearest, at its steps."""
+        nothing_N = np.zeros(num_pairs, dtype=np.int64)
+        return replace(self, rows_N=nothing_N, part_N=nothing_N, price=0)
+
 
 class _Tables(ctypes.Structure):
     """``Layer`` of the C file."""
@@ -131,6 +136,11 @@ class RowLevels:
         """Takes pairs by copied expert and then holder to those by group and then cell."""
         holders = self.target.holders
         return np.lexsort((holders.cell_N, self._place_C[holders.cell_N], holders.copied_N))
+
+    @property
+    def num_pairs(self) -> int:
+        """Copied experts and holders ``N``."""
+        return len(self.target.holders.cell_N)
 
     @cached_property
     def _arrays(self) -> dict[str, np.ndarray]:
@@ -209,13 +219,13 @@ class RowLevels:
         )
         return Division(rows_N, part_N, *steps.tolist(), *found.tolist())
 
-    def load_C(self, rows_CE: np.ndarray, rows_N: np.ndarray) -> np.ndarray:
-        """Rows that each cell computes, int64."""
-        holders, num_cells = self.target.holders, self.target.num_cells
-        alone_A = rows_CE[:, holders.expert_A].sum(axis=0)
-        cells = np.concatenate((holders.cell_A, self._arrays["cell_N"]))
-        load = np.bincount(cells, np.concatenate((alone_A, rows_N)), num_cells)
-        return load.astype(np.int64)
+    def computed_EC(self, rows_CE: np.ndarray, rows_N: np.ndarray) -> np.ndarray:
+        """Rows of each expert that each cell computes, int64 ``[E, C]``."""
+        holders = self.target.holders
+        computed_EC = self.target.holds_EC * rows_CE.sum(axis=0)[:, None]
+        order_N = self._order_N
+        computed_EC[holders.expert_X[holders.copied_N[order_N]], holders.cell_N[order_N]] = rows_N
+        return computed_EC
 
     def sent(
         self, rows_CE: np.ndarray, rows_N: np.ndarray, sender: int, rows_FE: np.ndarray

@@ -108,7 +108,7 @@ def test_balances_where_sending_is_free() -> None:
         if case.prices.cross_row_s != FREE[2]:
             continue
         division = levels_of(case).divided(case.rows_CE, None, sweeps=100)
-        load_C = levels_of(case).load_C(case.rows_CE, division.rows_N)
+        load_C = levels_of(case).computed_EC(case.rows_CE, division.rows_N).sum(axis=0)
         busiest, best = (load_C * case.prices.row_s_C).max(), joint_optimum(case)
         over.append((busiest - case.prices.row_s_C.max()) / best)
         num_best += busiest <= best + 1.5 * case.prices.row_s_C.max()
