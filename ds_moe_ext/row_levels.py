@@ -31,6 +31,7 @@ class WholePrices:
         row_C: to compute one in each cell, int64.
         local: of a row on its cell's own link.
         cross: and on its node's card.
+        card: and on its cell's part of that; 0 where a cell may use all of it.
         speed_C: of each cell, in ``PARTS`` of the fastest, int64.
         unit_s: seconds of one.
         worth: what dividing anew has to save.
@@ -39,24 +40,35 @@ class WholePrices:
     row_C: np.ndarray
     local: int
     cross: int
+    card: int
     speed_C: np.ndarray
     unit_s: float
     worth: int
 
     @classmethod
     def of(
-        cls, row_s_C: np.ndarray, local_row_s: float, cross_row_s: float, worth_s: float = 0.0
+        cls,
+        row_s_C: np.ndarray,
+        local_row_s: float,
+        cross_row_s: float,
+        *,
+        cards: float = 1.0,
+        worth_s: float = 0.0,
     ) -> WholePrices:
         """From seconds. Each is rounded by itself, so that every processor does it alike."""
-        unit = max(float(row_s_C.max()), local_row_s, cross_row_s) / HIGHEST
+        card_row_s = cards * cross_row_s if cards > 1 else 0.0
+        unit = max(float(row_s_C.max()), local_row_s, cross_row_s, card_row_s) / HIGHEST
         if not unit:
             row_s_C, unit = np.ones(len(row_s_C)), 1 / HIGHEST
         speed_C = np.full(len(row_s_C), PARTS, dtype=np.int64)
         if row_s_C.all():
             speed = np.rint(PARTS * row_s_C.min() / row_s_C)
             speed_C = np.maximum(speed, SLOWEST).astype(np.int64)
-        local, cross, worth = (round(s / unit) for s in (local_row_s, cross_row_s, worth_s))
-        return cls(np.rint(row_s_C / unit).astype(np.int64), local, cross, speed_C, unit, worth)
+        local, cross, card, worth = (
+            round(s / unit) for s in (local_row_s, cross_row_s, card_row_s, worth_s)
+        )
+        row_C = np.rint(row_s_C / unit).astype(np.int64)
+        return cls(row_C, local, cross, card, speed_C, unit, worth)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +113,7 @@ class _Tables(ctypes.Structure):
         ),
         ("local_price", ctypes.c_int64),
         ("cross_price", ctypes.c_int64),
+        ("card_price", ctypes.c_int64),
     )
 
 
@@ -181,6 +194,7 @@ class RowLevels:
             N=len(arrays["cell_N"]),
             local_price=self.prices.local,
             cross_price=self.prices.cross if self._num_nodes > 1 else 0,
+            card_price=self.prices.card if self._num_nodes > 1 else 0,
             **{name: _at(array) for name, array in arrays.items()},
         )
 

@@ -49,7 +49,9 @@ def levels_by(pool: Pool, node_C: np.ndarray) -> Callable[[Placement], RowLevels
     """What divides rows of a pool's layers under a target, by what they cost."""
     each = RowPrices.of(pool.prices, len(node_C))
     row_s_C = np.array(pool.row_s_C) if pool.row_s_C else each.row_s_C
-    whole = WholePrices.of(row_s_C, each.local_row_s, each.cross_row_s, WORTH_S)
+    whole = WholePrices.of(
+        row_s_C, each.local_row_s, each.cross_row_s, cards=each.cards, worth_s=WORTH_S
+    )
     return partial(RowLevels, node_C=node_C, prices=whole)
 
 

@@ -95,7 +95,7 @@ def _by_levels(
     layout: Layout, planned_CE: np.ndarray, cluster: PricedCluster, *, sweeps: int
 ) -> LevelShare:
     each = cluster.row_prices
-    prices = WholePrices.of(each.row_s_C, each.local_row_s, each.cross_row_s)
+    prices = WholePrices.of(each.row_s_C, each.local_row_s, each.cross_row_s, cards=each.cards)
     levels = RowLevels(layout.target, cluster.node_C, prices)
     return LevelShare.planned(levels, planned_CE, sweeps=sweeps)
 
