@@ -17,6 +17,7 @@ from ds_moe_ext.row_levels import Division, RowLevels
 
 TRIALS = 24
 """Of a layer, at most: what planning has time for, in counts, so that all ranks decide alike."""
+MISSES = 8  # in a row, at most
 CELLS = 16
 """On more cells trials are fewer, by the square: each takes longer, and one copy changes less."""
 
@@ -54,7 +55,7 @@ def swap_copies(
     is_better = copies_C.any()
     while is_better and not is_even(levels, division):
         is_better = False
-        for target in islice(swaps_of(levels, division), left):
+        for target in islice(swaps_of(levels, division), min(left, MISSES)):
             left -= 1
             tried = levels_of(target)
             found = tried.divided(rows_CE, division.for_others(tried.num_pairs), sweeps=SWEEPS)
