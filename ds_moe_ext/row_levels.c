@@ -54,7 +54,7 @@ static i64 within(i64 a, i64 low, i64 high) { return a < low ? low : a > high ? 
 static i64 scaled(i64 a, i64 b, i64 c) { return a / c * b + a % c * b / c; }
 
 /* What so far is of a whole that is divided: of a part of it, rounded down. */
-static i64 of_part(i64 so_far, i64 part, i64 whole) { return whole ? so_far * part / whole : 0; }
+static i64 of_part(i64 so_far, i64 part, i64 whole) { return part ? so_far * part / whole : 0; }
 
 static i64 *laid(i64 **rest, i64 size) {
     i64 *own = *rest;
@@ -130,6 +130,13 @@ static void count(const Layer *layer, const i64 *rows_CE, Rows *rows) {
             for (i64 n = layer->pair_G1[g]; n < layer->pair_G1[g + 1]; n++)
                 rows->own_N[n] = rows_CE[layer->cell_N[n] * E + e];
         }
+        if (!layer->card_price) continue;
+        /* All of it leaves nodes where nobody holds it. */
+        for (i64 v = 0; v < V; v++) rows->left_V[v] = 1;
+        for (i64 g = layer->group_X1[x]; g < layer->group_X1[x + 1]; g++)
+            rows->left_V[layer->node_G[g]] = 0;
+        for (i64 c = 0; c < layer->C; c++)
+            rows->alone_far_out_C[c] += rows->left_V[layer->node_C[c]] * rows_CE[c * E + e];
     }
 }
 
@@ -157,8 +164,8 @@ static i64 busiest_card(const Layer *layer, const Rows *rows) {
     memcpy(rows->far_out_C, rows->alone_far_out_C, of_C);
     for (i64 x = 0; x < layer->X; x++) {
         const i64 *row_E = rows->rows_CE + layer->expert_X[x];
-        /* Of what a node's cells do not keep, so much leaves it: all of it where nobody holds. */
-        for (i64 v = 0; v < layer->V; v++) rows->pool_V[v] = rows->left_V[v] = 1;
+        i64 left = 0;
+        memset(rows->left_V, 0, layer->V * sizeof(i64));
         for (i64 g = layer->group_X1[x]; g < layer->group_X1[x + 1]; g++) {
             i64 v = layer->node_G[g], pool = rows->supply_G[g], lacking = 0;
             for (i64 n = layer->pair_G1[g]; n < layer->pair_G1[g + 1]; n++) {
@@ -167,7 +174,8 @@ static i64 busiest_card(const Layer *layer, const Rows *rows) {
                 lacking += rows->held_N[n] - kept;
             }
             rows->pool_V[v] = pool;
-            rows->left_V[v] = most(pool - lacking, 0);
+            rows->left_V[v] = most(pool - lacking, 0); /* of what its cells do not keep */
+            left += rows->left_V[v];
             for (i64 n = layer->pair_G1[g]; n < layer->pair_G1[g + 1]; n++) {
                 i64 c = layer->cell_N[n], kept = least(rows->own_N[n], rows->held_N[n]);
                 rows->far_in_C[c] +=
@@ -175,7 +183,7 @@ static i64 busiest_card(const Layer *layer, const Rows *rows) {
                 rows->far_out_C[c] -= of_part(kept, rows->left_V[v], pool);
             }
         }
-        for (i64 c = 0; c < layer->C; c++) {
+        for (i64 c = 0; left && c < layer->C; c++) {
             i64 v = layer->node_C[c];
             rows->far_out_C[c] += of_part(row_E[c * layer->E], rows->left_V[v], rows->pool_V[v]);
         }
