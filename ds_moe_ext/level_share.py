@@ -110,7 +110,8 @@ class DividedRows:
         return is_at_PC.astype(np.float64)
 
     def computed_C(self, rows_CE: np.ndarray) -> np.ndarray:
-        return self.levels.load_C(self.rows_CE, self.rows_N)
+        computed_C: np.ndarray = self.levels.computed_EC(self.rows_CE, self.rows_N).sum(axis=0)
+        return computed_C
 
     def describe(self) -> str:
         return f"rows {self.rows_N.tolist()}\n{self.target.describe()}"

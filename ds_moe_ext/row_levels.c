@@ -32,14 +32,17 @@ typedef struct {
     const i64 *first_E1; /* the first of these of each expert */
     const i64 *speed_C, *slowness_C, *price_C;
     i64 local_price, cross_price;
+    i64 card_price; /* of a row on its cell's part of the node's card; 0: a cell may use all of it */
 } Layer;
 
 /* What rows of one pass are, and where they go. */
 typedef struct {
     i64 mean;
+    const i64 *rows_CE;
     i64 *own_N, *supply_G, *total_X, *sent_VE;
     i64 *alone_in_C, *alone_out_C, *alone_in_V, *alone_out_V, *alone_C;
     i64 *held_N, *load_C, *in_C, *out_C, *in_V, *out_V; /* rows of holders, cells, links */
+    i64 *alone_far_in_C, *alone_far_out_C, *far_in_C, *far_out_C, *pool_V, *left_V;
     i64 *base_N, *even_N, *even_G, *low_N, *high_N, *low_G, *high_G;
 } Rows;
 
@@ -50,6 +53,9 @@ static i64 within(i64 a, i64 low, i64 high) { return a < low ? low : a > high ? 
 /* a * b / c, where a * b may not fit into 64 bits, but b * c does. */
 static i64 scaled(i64 a, i64 b, i64 c) { return a / c * b + a % c * b / c; }
 
+/* What so far is of a whole that is divided: of a part of it, rounded down. */
+static i64 of_part(i64 so_far, i64 part, i64 whole) { return part ? so_far * part / whole : 0; }
+
 static i64 *laid(i64 **rest, i64 size) {
     i64 *own = *rest;
     *rest += size;
@@ -57,20 +63,23 @@ static i64 *laid(i64 **rest, i64 size) {
 }
 
 static i64 size_of_rows(const Layer *layer) {
-    return 6 * layer->N + 4 * layer->G + layer->X + 6 * layer->C + (4 + layer->E) * layer->V;
+    return 6 * layer->N + 4 * layer->G + layer->X + 10 * layer->C + (6 + layer->E) * layer->V;
 }
 
 static Rows rows_in(const Layer *layer, i64 *memory) {
     Rows rows;
     i64 **of_N[] = {&rows.own_N, &rows.held_N, &rows.base_N, &rows.even_N, &rows.low_N, &rows.high_N};
     i64 **of_G[] = {&rows.supply_G, &rows.even_G, &rows.low_G, &rows.high_G};
-    i64 **of_C[] = {&rows.alone_in_C, &rows.alone_out_C, &rows.alone_C,
-                    &rows.load_C,     &rows.in_C,        &rows.out_C};
-    i64 **of_V[] = {&rows.alone_in_V, &rows.alone_out_V, &rows.in_V, &rows.out_V};
+    i64 **of_C[] = {&rows.alone_in_C,     &rows.alone_out_C,     &rows.alone_C,
+                    &rows.alone_far_in_C, &rows.alone_far_out_C, &rows.load_C,
+                    &rows.in_C,           &rows.out_C,           &rows.far_in_C,
+                    &rows.far_out_C};
+    i64 **of_V[] = {&rows.alone_in_V, &rows.alone_out_V, &rows.in_V,
+                    &rows.out_V,      &rows.pool_V,      &rows.left_V};
     for (i64 k = 0; k < 6; k++) *of_N[k] = laid(&memory, layer->N);
     for (i64 k = 0; k < 4; k++) *of_G[k] = laid(&memory, layer->G);
-    for (i64 k = 0; k < 6; k++) *of_C[k] = laid(&memory, layer->C);
-    for (i64 k = 0; k < 4; k++) *of_V[k] = laid(&memory, layer->V);
+    for (i64 k = 0; k < 10; k++) *of_C[k] = laid(&memory, layer->C);
+    for (i64 k = 0; k < 6; k++) *of_V[k] = laid(&memory, layer->V);
     rows.total_X = laid(&memory, layer->X);
     rows.sent_VE = laid(&memory, layer->V * layer->E);
     return rows;
@@ -79,6 +88,7 @@ static Rows rows_in(const Layer *layer, i64 *memory) {
 /* What does not depend on how rows are divided: all of an expert with several holders leave. */
 static void count(const Layer *layer, const i64 *rows_CE, Rows *rows) {
     i64 all = 0, speed = 0, E = layer->E, V = layer->V;
+    rows->rows_CE = rows_CE;
     for (i64 c = 0; c < layer->C; c++) {
         const i64 *row_E = rows_CE + c * E;
         i64 *sum_E = rows->sent_VE + layer->node_C[c] * E, sum = 0;
@@ -104,6 +114,11 @@ static void count(const Layer *layer, const i64 *rows_CE, Rows *rows) {
             }
         }
         if (c < 0) continue;
+        for (i64 s = 0; layer->card_price && s < layer->C; s++) {
+            if (layer->node_C[s] == layer->node_C[c]) continue;
+            rows->alone_far_out_C[s] += rows_CE[s * E + e];
+            rows->alone_far_in_C[c] += rows_CE[s * E + e];
+        }
         rows->alone_in_C[c] -= rows_CE[c * E + e];
         rows->alone_out_C[c] -= rows_CE[c * E + e];
     }
@@ -115,6 +130,13 @@ static void count(const Layer *layer, const i64 *rows_CE, Rows *rows) {
             for (i64 n = layer->pair_G1[g]; n < layer->pair_G1[g + 1]; n++)
                 rows->own_N[n] = rows_CE[layer->cell_N[n] * E + e];
         }
+        if (!layer->card_price) continue;
+        /* All of it leaves nodes where nobody holds it. */
+        for (i64 v = 0; v < V; v++) rows->left_V[v] = 1;
+        for (i64 g = layer->group_X1[x]; g < layer->group_X1[x + 1]; g++)
+            rows->left_V[layer->node_G[g]] = 0;
+        for (i64 c = 0; c < layer->C; c++)
+            rows->alone_far_out_C[c] += rows->left_V[layer->node_C[c]] * rows_CE[c * E + e];
     }
 }
 
@@ -134,6 +156,43 @@ static void carry(const Layer *layer, Rows *rows, i64 x, i64 times) {
     }
 }
 
+/* Rows of the busiest part of a node's card, in or out: as send_rows sends them, but for how it
+ * rounds. */
+static i64 busiest_card(const Layer *layer, const Rows *rows) {
+    i64 of_C = layer->C * sizeof(i64), busiest = 0;
+    memcpy(rows->far_in_C, rows->alone_far_in_C, of_C);
+    memcpy(rows->far_out_C, rows->alone_far_out_C, of_C);
+    for (i64 x = 0; x < layer->X; x++) {
+        const i64 *row_E = rows->rows_CE + layer->expert_X[x];
+        i64 left = 0;
+        memset(rows->left_V, 0, layer->V * sizeof(i64));
+        for (i64 g = layer->group_X1[x]; g < layer->group_X1[x + 1]; g++) {
+            i64 v = layer->node_G[g], pool = rows->supply_G[g], lacking = 0;
+            for (i64 n = layer->pair_G1[g]; n < layer->pair_G1[g + 1]; n++) {
+                i64 kept = least(rows->own_N[n], rows->held_N[n]);
+                pool -= kept;
+                lacking += rows->held_N[n] - kept;
+            }
+            rows->pool_V[v] = pool;
+            rows->left_V[v] = most(pool - lacking, 0); /* of what its cells do not keep */
+            left += rows->left_V[v];
+            for (i64 n = layer->pair_G1[g]; n < layer->pair_G1[g + 1]; n++) {
+                i64 c = layer->cell_N[n], kept = least(rows->own_N[n], rows->held_N[n]);
+                rows->far_in_C[c] +=
+                    of_part(rows->held_N[n] - kept, most(lacking - pool, 0), lacking);
+                rows->far_out_C[c] -= of_part(kept, rows->left_V[v], pool);
+            }
+        }
+        for (i64 c = 0; left && c < layer->C; c++) {
+            i64 v = layer->node_C[c];
+            rows->far_out_C[c] += of_part(row_E[c * layer->E], rows->left_V[v], rows->pool_V[v]);
+        }
+    }
+    for (i64 c = 0; c < layer->C; c++)
+        busiest = most(busiest, most(rows->far_in_C[c], rows->far_out_C[c]));
+    return busiest;
+}
+
 /* How long the layer takes, by the prices: the busiest cell and the busiest link. */
 static i64 time_of(const Layer *layer, const Rows *rows) {
     i64 cell_s = 0, local = 0, across = 0;
@@ -142,7 +201,9 @@ static i64 time_of(const Layer *layer, const Rows *rows) {
         local = most(local, most(rows->in_C[c], rows->out_C[c]));
     }
     for (i64 v = 0; v < layer->V; v++) across = most(across, most(rows->in_V[v], rows->out_V[v]));
-    return cell_s + most(local * layer->local_price, across * layer->cross_price);
+    i64 link_s = most(local * layer->local_price, across * layer->cross_price);
+    if (layer->card_price) link_s = most(link_s, busiest_card(layer, rows) * layer->card_price);
+    return cell_s + link_s;
 }
 
 static i64 level_of(const Layer *layer, i64 cell, i64 load) {
@@ -426,9 +487,6 @@ void divide(
             parts_N[n] = (rows_N[n] << PARTS_BITS) / most(rows.total_X[x], 1);
     }
 }
-
-/* What so far is of a whole that is divided: of a part of it, rounded down. */
-static i64 of_part(i64 so_far, i64 part, i64 whole) { return whole ? so_far * part / whole : 0; }
 
 /* Rows of each sender for each holder of a copied expert: what it keeps; what stays on its node, in
  * the order of senders and holders; and what other nodes have room for, in that order, too. All

@@ -8,7 +8,7 @@ pairs of all experts in the order of ``Placement.flat_N``, F chunks, S slots of 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -31,6 +31,7 @@ class WholePrices:
         row_C: to compute one in each cell, int64.
         local: of a row on its cell's own link.
         cross: and on its node's card.
+        card: and on its cell's part of that; 0 where a cell may use all of it.
         speed_C: of each cell, in ``PARTS`` of the fastest, int64.
         unit_s: seconds of one.
         worth: what dividing anew has to save.
@@ -39,24 +40,35 @@ class WholePrices:
     row_C: np.ndarray
     local: int
     cross: int
+    card: int
     speed_C: np.ndarray
     unit_s: float
     worth: int
 
     @classmethod
     def of(
-        cls, row_s_C: np.ndarray, local_row_s: float, cross_row_s: float, worth_s: float = 0.0
+        cls,
+        row_s_C: np.ndarray,
+        local_row_s: float,
+        cross_row_s: float,
+        *,
+        cards: float = 1.0,
+        worth_s: float = 0.0,
     ) -> WholePrices:
         """From seconds. Each is rounded by itself, so that every processor does it alike."""
-        unit = max(float(row_s_C.max()), local_row_s, cross_row_s) / HIGHEST
+        card_row_s = cards * cross_row_s if cards > 1 else 0.0
+        unit = max(float(row_s_C.max()), local_row_s, cross_row_s, card_row_s) / HIGHEST
         if not unit:
             row_s_C, unit = np.ones(len(row_s_C)), 1 / HIGHEST
         speed_C = np.full(len(row_s_C), PARTS, dtype=np.int64)
         if row_s_C.all():
             speed = np.rint(PARTS * row_s_C.min() / row_s_C)
             speed_C = np.maximum(speed, SLOWEST).astype(np.int64)
-        local, cross, worth = (round(s / unit) for s in (local_row_s, cross_row_s, worth_s))
-        return cls(np.rint(row_s_C / unit).astype(np.int64), local, cross, speed_C, unit, worth)
+        local, cross, card, worth = (
+            round(s / unit) for s in (local_row_s, cross_row_s, card_row_s, worth_s)
+        )
+        row_C = np.rint(row_s_C / unit).astype(np.int64)
+        return cls(row_C, local, cross, card, speed_C, unit, worth)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +93,11 @@ class Division:
     mean: int
     price: int
 
+    def for_others(self, num_pairs: int) -> Division:
+        """Where the division over other copies begins: with the nearest, at its steps."""
+        nothing_N = np.zeros(num_pairs, dtype=np.int64)
+        return replace(self, rows_N=nothing_N, part_N=nothing_N, price=0)
+
 
 class _Tables(ctypes.Structure):
     """``Layer`` of the C file."""
@@ -96,6 +113,7 @@ class _Tables(ctypes.Structure):
         ),
         ("local_price", ctypes.c_int64),
         ("cross_price", ctypes.c_int64),
+        ("card_price", ctypes.c_int64),
     )
 
 
@@ -131,6 +149,11 @@ class RowLevels:
         """Takes pairs by copied expert and then holder to those by group and then cell."""
         holders = self.target.holders
         return np.lexsort((holders.cell_N, self._place_C[holders.cell_N], holders.copied_N))
+
+    @property
+    def num_pairs(self) -> int:
+        """Copied experts and holders ``N``."""
+        return len(self.target.holders.cell_N)
 
     @cached_property
     def _arrays(self) -> dict[str, np.ndarray]:
@@ -171,6 +194,7 @@ class RowLevels:
             N=len(arrays["cell_N"]),
             local_price=self.prices.local,
             cross_price=self.prices.cross if self._num_nodes > 1 else 0,
+            card_price=self.prices.card if self._num_nodes > 1 else 0,
             **{name: _at(array) for name, array in arrays.items()},
         )
 
@@ -209,13 +233,13 @@ class RowLevels:
         )
         return Division(rows_N, part_N, *steps.tolist(), *found.tolist())
 
-    def load_C(self, rows_CE: np.ndarray, rows_N: np.ndarray) -> np.ndarray:
-        """Rows that each cell computes, int64."""
-        holders, num_cells = self.target.holders, self.target.num_cells
-        alone_A = rows_CE[:, holders.expert_A].sum(axis=0)
-        cells = np.concatenate((holders.cell_A, self._arrays["cell_N"]))
-        load = np.bincount(cells, np.concatenate((alone_A, rows_N)), num_cells)
-        return load.astype(np.int64)
+    def computed_EC(self, rows_CE: np.ndarray, rows_N: np.ndarray) -> np.ndarray:
+        """Rows of each expert that each cell computes, int64 ``[E, C]``."""
+        holders = self.target.holders
+        computed_EC = self.target.holds_EC * rows_CE.sum(axis=0)[:, None]
+        order_N = self._order_N
+        computed_EC[holders.expert_X[holders.copied_N[order_N]], holders.cell_N[order_N]] = rows_N
+        return computed_EC
 
     def sent(
         self, rows_CE: np.ndarray, rows_N: np.ndarray, sender: int, rows_FE: np.ndarray

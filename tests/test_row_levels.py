@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +25,9 @@ from tests.planners.test_priced_share import FREE, Case, cases, joint_optimum, n
 
 def levels_of(case: Case, worth_s: float = 0.0) -> RowLevels:
     each = case.prices
-    prices = WholePrices.of(each.row_s_C, each.local_row_s, each.cross_row_s, worth_s)
+    prices = WholePrices.of(
+        each.row_s_C, each.local_row_s, each.cross_row_s, cards=each.cards, worth_s=worth_s
+    )
     return RowLevels(case.routed.target, case.routed.node_C, prices)
 
 
@@ -108,7 +111,7 @@ def test_balances_where_sending_is_free() -> None:
         if case.prices.cross_row_s != FREE[2]:
             continue
         division = levels_of(case).divided(case.rows_CE, None, sweeps=100)
-        load_C = levels_of(case).load_C(case.rows_CE, division.rows_N)
+        load_C = levels_of(case).computed_EC(case.rows_CE, division.rows_N).sum(axis=0)
         busiest, best = (load_C * case.prices.row_s_C).max(), joint_optimum(case)
         over.append((busiest - case.prices.row_s_C.max()) / best)
         num_best += busiest <= best + 1.5 * case.prices.row_s_C.max()
@@ -266,3 +269,42 @@ def test_rules_are_copied_with_a_model() -> None:
         assert again.describe() == rule.describe()
         assert again.of_rows(case.rows_CE).describe() == share.describe()
         assert again.levels.target is not rule.levels.target
+
+
+def with_cards(case: Case) -> Case:
+    """Each cell has its part of its node's card to itself."""
+    cells_of_node = np.unique(case.routed.node_C, return_counts=True)[1].max()
+    return Case(case.routed, replace(case.prices, cards=float(cells_of_node)))
+
+
+def test_cells_with_cards_of_their_own() -> None:
+    """The price is what the rows that are sent cost, but for whole rows; to know it pays."""
+    gains = []
+    for blind in cases(60, most_cells=16, most_experts=32, seed=21):
+        case, node_C = with_cards(blind), blind.routed.node_C
+        if case.prices.cards == 1 or not case.prices.cross_row_s:
+            continue
+        times_s = []
+        for levels in (levels_of(blind), levels_of(case)):
+            division = levels.divided(case.rows_CE, None, sweeps=PLANNED_SWEEPS)
+            share = DividedRows(levels, case.rows_CE, division.rows_N)
+            between_CC = share.rows_between(case.rows_CE[:, None])[0]
+            times_s.append(case.prices.seconds(between_CC, node_C))
+        rounding_s = levels.num_pairs * case.prices.cards * case.prices.cross_row_s
+        priced_s = division.price * levels.prices.unit_s
+        assert abs(priced_s - times_s[1]) <= rounding_s + 1e-4 * times_s[1]
+        assert times_s[1] <= times_s[0] + 2 * rounding_s
+        gains.append(times_s[0] / times_s[1])
+    assert len(gains) > 20
+    assert np.mean(gains) > 1.01
+
+
+def test_one_cell_that_sends_all_its_node_does() -> None:
+    sent_CC = np.zeros((4, 4), dtype=np.int64)
+    sent_CC[0, 2], sent_CC[0, 1] = 10, 50
+    node_C = np.array([5, 5, 7, 7])
+    shared = RowPrices(np.zeros(4), 0.1, 1.0)
+    assert shared.seconds(sent_CC, node_C) == 10.0
+    assert replace(shared, cards=2.0).seconds(sent_CC, node_C) == 20.0
+    sent_CC[0, 2], sent_CC[1, 3] = 5, 5
+    assert replace(shared, cards=2.0).seconds(sent_CC, node_C) == 10.0

@@ -31,6 +31,8 @@ class Prices:
         copy_s: seconds to send one expert's weights: its bytes over the bandwidth.
         inter_bytes_per_s: what one node sends to, and receives from, the other nodes.
         intra_bytes_per_s: what one cell sends to, and receives from, all others.
+        cards: by how much more a node sends to other nodes than one of its cells alone; 1 where its
+            cells share a card. Only rows that are divided by price know it.
 
     Raises:
         ValueError: a cost below zero or not finite, or a bandwidth of zero.
@@ -41,6 +43,7 @@ class Prices:
     copy_s: float
     inter_bytes_per_s: float
     intra_bytes_per_s: float
+    cards: float = 1.0
 
     def __post_init__(self) -> None:
         check_costs(vars(self))

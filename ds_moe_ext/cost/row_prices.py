@@ -1,7 +1,8 @@
 """What rows cost one by one: to compute, to leave a cell, to cross between nodes. Pure.
 
 The model is ``cost.prices``': a layer takes as long as its busiest cell computes and its busiest
-link carries rows, where a link is a cell's own or its node's card, in or out. Shape letters: C
+link carries rows, where a link is a cell's own or its node's card, in or out; or a cell's part of
+that card, if it can use no more of it. Shape letters: C
 cells, V nodes.
 """
 
@@ -25,6 +26,8 @@ class RowPrices:
             the cell.
         cross_row_s: that it takes of a node's card, which carries all rows that leave or enter the
             node; its cells share it.
+        cards: by how much more a row takes of its own cell's part of the node's card; 1 where a
+            cell may use all of it.
 
     Raises:
         ValueError: a price below zero or not finite.
@@ -33,12 +36,14 @@ class RowPrices:
     row_s_C: np.ndarray
     local_row_s: float
     cross_row_s: float
+    cards: float = 1.0
 
     def __post_init__(self) -> None:
         for name, price in (
             *(("row_s", float(row_s)) for row_s in self.row_s_C),
             ("local_row_s", self.local_row_s),
             ("cross_row_s", self.cross_row_s),
+            ("cards", self.cards),
         ):
             if not 0 <= price < math.inf:
                 raise ValueError(f"{name} is {price}; prices are finite and not below zero")
@@ -51,6 +56,7 @@ class RowPrices:
             np.full(num_cells, prices.row_s),
             trips_bytes / prices.intra_bytes_per_s,
             trips_bytes / prices.inter_bytes_per_s,
+            prices.cards,
         )
 
     def seconds(self, sent_CC: np.ndarray, node_C: np.ndarray) -> float:
@@ -61,7 +67,12 @@ class RowPrices:
             node_C: node of each cell; any numbers.
         """
         leaving_CC, crossing_VV = _without_own(sent_CC), between_nodes(sent_CC, node_C)
-        links = (self.local_row_s, leaving_CC), (self.cross_row_s, crossing_VV)
+        far_CC = sent_CC * (node_C[:, None] != node_C)
+        links = (
+            (self.local_row_s, leaving_CC),
+            (self.cross_row_s, crossing_VV),
+            (self.cards * self.cross_row_s, far_CC),
+        )
         link_s = max(price * _busiest(sent) for price, sent in links)
         return float((self.row_s_C * sent_CC.sum(axis=0)).max()) + link_s
 

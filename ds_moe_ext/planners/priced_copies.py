@@ -6,7 +6,7 @@ count what it leaves. Ours; docs/priced_share.md. Shape letters: E experts, C ce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -14,22 +14,28 @@ from ds_moe_ext.cost.prices import Prices, busiest_link
 from ds_moe_ext.level_share import PLANNED_SWEEPS, DividedRows, LevelShare
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.calibrate import wider
-from ds_moe_ext.row_levels import RowLevels
+from ds_moe_ext.row_levels import Division, RowLevels
 
 TOLERANCE = 0.01
 """By so much a layer may take longer with fewer copies; and than if all rows were local and even,
 before copies are added to it."""
 
 
+def is_even(levels: RowLevels, division: Division) -> bool:
+    """Whether a layer takes hardly longer than if all rows were local and even."""
+    even = division.mean * int(levels.prices.row_C.min())
+    return division.price <= (1 + TOLERANCE) * even + levels.prices.worth
+
+
 def fewest(
-    targets: Sequence[Placement],
+    targets: Iterable[Placement],
     levels_of: Callable[[Placement], RowLevels],
     rows_CE: np.ndarray,
     *,
     sweeps: int,
 ) -> LevelShare:
     """The share of the narrowest target under which the layer takes hardly longer than under the
-    widest. Targets are tried until one is too narrow.
+    widest. Targets are asked for, and tried, until one is too narrow.
 
     Args:
         targets: the widest first.
@@ -72,9 +78,8 @@ def calibrate(
     levels, target = share.levels, share.levels.target
     rows_CE = np.ascontiguousarray(rows_CE, dtype=np.int64)
     divided = levels.divided(rows_CE, share.plan, sweeps=share.sweeps)
-    even = divided.mean * int(levels.prices.row_C.min())
     found = DividedRows(levels, rows_CE, divided.rows_N)
-    if divided.price <= (1 + TOLERANCE) * even + levels.prices.worth:
+    if is_even(levels, divided):
         return found
     least_s = divided.price * levels.prices.unit_s
     for each in wider(target, rows_CE, copies_left, levels.node_C):

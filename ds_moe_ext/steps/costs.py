@@ -46,7 +46,7 @@ CHECKED = range(10, 13)  # and by then from what copies took, too
 WATCHED = (STEPS, TRIED, CHECKED)
 SHARE_OF_FREE = 0.7  # that copies may take of a device's free memory
 NUM_EXPERTS = (1, 4, 8)  # that a quick look copies at once
-UNLIKE = 1.3  # times longer that some cell takes for a row than another, where they are unlike
+UNLIKE = 1.3  # times longer that a row takes in some cells, or on some cards, where they are unlike
 PARTS = (4, 2, 1)  # of a peer's rows, that a quick look sends
 KEPT = 3  # numbers of a weight that move with it: the one that is stepped, and two states
 
@@ -69,11 +69,19 @@ class Links:
         copy: what copies of weights wait for, in bytes that the busiest receiver takes in.
         inter: what one node sends to the others.
         intra: what one cell sends to the others of its node.
+        alone: what one cell sends to other nodes while the others of its node send nothing.
     """
 
     copy: Link
     inter: Link
     intra: Link
+    alone: Link
+
+    @property
+    def cards(self) -> float:
+        """By how much more a node sends than one of its cells alone; 1 where that is not much."""
+        cards = self.inter.bytes_per_s / self.alone.bytes_per_s
+        return cards if cards > UNLIKE else 1.0
 
     @classmethod
     def of(cls, hardware: Hardware, grid: Grid) -> Links:
@@ -81,13 +89,15 @@ class Links:
         copy = hardware.copy_link(grid.size)
         intra = hardware.intra or copy
         of_cell = replace(intra, bytes_per_s=grid.cell_size * intra.bytes_per_s)
-        return cls(copy, hardware.inter or copy, of_cell)
+        inter = hardware.inter or copy  # a file does not say whether cells share a card
+        return cls(copy, inter, of_cell, alone=inter)
 
     @classmethod
     def measured(cls, layout: ParallelLayout, expert: Weights, peer_bytes: int) -> Links:
         """A quick look at this run's own communicators for copies and for rows. Collective.
 
-        Rows within nodes and rows between them are sent apart, each by all ranks at once.
+        Rows within nodes and rows between them are sent apart, each by all ranks at once; and rows
+        between nodes by one cell of each.
 
         Args:
             layout: of the run.
@@ -113,8 +123,11 @@ class Links:
         copy = measure_copies(copies, bench, Sizes((), bytes_of(expert), NUM_EXPERTS))
         inter = measure_pairs(of_nodes, bench, is_far_CC, bytes_N)
         intra = measure_pairs(of_cells, bench, is_near_CC, bytes_N)
+        is_first_C = np.isin(np.arange(len(node_C)), np.unique(node_C, return_index=True)[1])
+        is_alone_CC = is_far_CC & is_first_C & is_first_C[:, None]
+        alone = measure_pairs(of_cells, bench, is_alone_CC, bytes_N) if is_near_CC.any() else None
         # A cell alone on its node has one link for all; on one node nothing goes to others.
-        found = copy, inter or intra or copy, intra or inter or copy
+        found = copy, inter or intra or copy, intra or inter or copy, alone or inter or copy
         return cls(*(slowest(link, device, layout.everyone) for link in found))
 
 
@@ -404,6 +417,7 @@ class Costs:
                 copy_s=expert_bytes / links.copy.bytes_per_s,
                 inter_bytes_per_s=links.inter.bytes_per_s,
                 intra_bytes_per_s=links.intra.bytes_per_s,
+                cards=links.cards,
             ),
             expert_bytes=expert_bytes,
             # Optimizers step narrow weights in 32 bits.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from ds_moe_ext.planners.home_swaps import CopyRules, MoveCosts, swap_homes
 from ds_moe_ext.planners.homes import shard
 from ds_moe_ext.planners.materialize import materialize
 from ds_moe_ext.share import NearestCopy
-from ds_moe_ext.strategies.shares import STEADY, calibrated, check_share, shared_by_time
+from ds_moe_ext.strategies.shares import STEADY, calibrated, check_share, shared_by_time, swapped
 from ds_moe_ext.strategy import (
     Destination,
     Job,
@@ -118,9 +118,9 @@ class FullySharded(Strategy):
     def plan(self, job: Job) -> tuple[Plan, ...]:
         fits_L = self._copies_that_fit(job)
         routed = RoutedRows.of(job.rows, job.node_C)
-        wanted = self._wanted(job, routed, fits_L)
         if self.share != NEAREST:
-            return self._priced(job, routed, wanted, fits_L)
+            return self._priced(job, routed, fits_L)
+        wanted = self._wanted(job, routed, fits_L)
         prices: dict[int, Prices] = {}
         targets = list(wanted)
         for pool in job.pools:
@@ -153,35 +153,34 @@ class FullySharded(Strategy):
             node_C=job.node_C,
         )
 
-    def _priced(
-        self,
-        job: Job,
-        routed: RoutedRows,
-        widest: Sequence[Placement],
-        fits_L: np.ndarray,
-    ) -> tuple[Plan, ...]:
+    def _priced(self, job: Job, routed: RoutedRows, fits_L: np.ndarray) -> tuple[Plan, ...]:
         """Plans whose copies divide rows by time. It says itself how many copies that takes."""
-        targets = [widest]
-        narrower_L = np.minimum(fits_L, self._overlap_degrees(job))
-        while narrower_L.any() and job.drift < STEADY:
-            narrower_L = narrower_L // 2
-            targets.append(self._wanted(job, routed, narrower_L))
+        degree_L = self._overlap_degrees(job)
+        most_L = np.minimum(fits_L, degree_L)
+
+        @cache
+        def targets(halvings: int) -> tuple[Placement, ...]:
+            return self._wanted(job, routed, most_L >> halvings)
+
+        halved = range(int(most_L.max()).bit_length() + 1 if job.drift < STEADY else 1)
         pools = {layer: pool for pool in job.pools for layer in pool.layers}
         plans = []
         for layer, home in enumerate(job.homes):
-            each = [target[layer] for target in targets]
-            share = shared_by_time(each, job.rows[layer], job.node_C, pools[layer], self.share)
+            each = (targets(halvings)[layer] for halvings in halved)
+            rows_CE, pool = job.rows[layer], pools[layer]
+            share = shared_by_time(each, rows_CE, job.node_C, pool, self.share)
+            share = swapped(home, share, rows_CE, pool, int(degree_L[layer]))
             copies_EC = share.levels.target.holds_EC & ~home.holds_EC
             plan = Plan.at_home(home)
             if copies_EC.any():
                 plan = Plan(home, share.levels.target, share)
             if self.calibrate:
                 copies_left = int(fits_L[layer]) - int(copies_EC.sum(axis=0).max())
-                plan = calibrated(plan, share, pools[layer], copies_left)
+                plan = calibrated(plan, share, pool, copies_left)
             plans.append(
                 replace(
                     plan,
-                    predicted_CE=job.rows[layer],
+                    predicted_CE=rows_CE,
                     by_paper=partial(NearestCopy, node_C=job.node_C),
                     rematerialize=self.rematerialize,
                 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +11,7 @@ import numpy as np
 from ds_moe_ext.cost.row_prices import RowPrices
 from ds_moe_ext.level_share import SWEEPS, LevelShare
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.planners.copy_swaps import swap_copies
 from ds_moe_ext.planners.priced_copies import calibrate, fewest
 from ds_moe_ext.row_levels import RowLevels, WholePrices, code
 from ds_moe_ext.strategy import Destination, Plan, Pool
@@ -48,12 +49,14 @@ def levels_by(pool: Pool, node_C: np.ndarray) -> Callable[[Placement], RowLevels
     """What divides rows of a pool's layers under a target, by what they cost."""
     each = RowPrices.of(pool.prices, len(node_C))
     row_s_C = np.array(pool.row_s_C) if pool.row_s_C else each.row_s_C
-    whole = WholePrices.of(row_s_C, each.local_row_s, each.cross_row_s, WORTH_S)
+    whole = WholePrices.of(
+        row_s_C, each.local_row_s, each.cross_row_s, cards=each.cards, worth_s=WORTH_S
+    )
     return partial(RowLevels, node_C=node_C, prices=whole)
 
 
 def shared_by_time(
-    targets: Sequence[Placement], rows_CE: np.ndarray, node_C: np.ndarray, pool: Pool, name: str
+    targets: Iterable[Placement], rows_CE: np.ndarray, node_C: np.ndarray, pool: Pool, name: str
 ) -> LevelShare:
     """The share under which a layer takes least time, and which target it is of: the one with
     fewest copies that is hardly slower than the widest.
@@ -66,6 +69,15 @@ def shared_by_time(
         name: "planned" or "priced".
     """
     return fewest(targets, levels_by(pool, node_C), rows_CE, sweeps=SWEEPS_OF[name])
+
+
+def swapped(
+    home: Placement, share: LevelShare, rows_CE: np.ndarray, pool: Pool, most_experts: int
+) -> LevelShare:
+    """The share of other copies, no more in any cell and of so many experts at most, where that is
+    better on the rows that are predicted."""
+    levels_of = levels_by(pool, share.levels.node_C)
+    return swap_copies(home, share, rows_CE, levels_of, most_experts=most_experts)
 
 
 def calibrated(plan: Plan, share: LevelShare, pool: Pool, copies_left: int) -> Plan:

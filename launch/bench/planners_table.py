@@ -40,6 +40,7 @@ from row_ways import (
     evenly,
     evenly_on_node,
     in_turn,
+    levels_by,
     to_home,
     to_nearest,
 )
@@ -48,8 +49,10 @@ from trace_replay import Planner, Score, score
 from ds_moe_ext.cost.prices import RoutedRows
 from ds_moe_ext.cost.row_prices import RowPrices
 from ds_moe_ext.hardware import read_hardware
+from ds_moe_ext.level_share import SWEEPS, LevelShare
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.calibrate import calibrate, guarded
+from ds_moe_ext.planners.copy_swaps import swap_copies
 from ds_moe_ext.planners.materialize import materialize
 from ds_moe_ext.planners.prophet_greedy import BlockPlan, place_experts
 from ds_moe_ext.planners.shadow import shadow_experts
@@ -99,6 +102,37 @@ def materialized(
         for home, target, rows_CE in zip(homes, targets, actual_LCE)
     )
     return [Layout.of(target) for target in calibrated]
+
+
+def by_price(
+    homes: Sequence[Placement],
+    planned_LCE: np.ndarray,
+    actual_LCE: np.ndarray,
+    cluster: PricedCluster,
+    *,
+    degree: int,
+    copies: int,
+) -> list[Layout]:
+    """HECATE's targets, some of whose copies are of other experts where that saves time."""
+    targets = materialize(
+        homes,
+        list(planned_LCE.sum(axis=1)),
+        overlap_degree=degree,
+        copies_per_cell=copies,
+        node_C=cluster.node_C,
+    )
+    levels_of = levels_by(cluster)
+    shares = (
+        swap_copies(
+            home,
+            LevelShare.planned(levels_of(target), rows_CE, sweeps=SWEEPS),
+            rows_CE,
+            levels_of,
+            most_experts=degree,
+        )
+        for home, target, rows_CE in zip(homes, targets, planned_LCE)
+    )
+    return [Layout.of(share.levels.target) for share in shares]
 
 
 def replicated(
@@ -215,6 +249,9 @@ def ours(
         layouts = partial(materialized, degree=degree, copies=count)
         hecate = Planner(f"fssdp, t = {degree}, m = {count}", layouts, to_nearest)
         yield from divided(hecate, "nearest")
+        layouts = partial(by_price, degree=degree, copies=count)
+        name = f"fssdp, t = {degree}, m = {count}, copies by price, priced"
+        yield Planner(name, layouts, by_priced)
     for balance in balances:
         search = partial(place_experts, num_excluded=0, balance=balance)
         layouts = partial(replicated, search=search, is_scheduled=True)

@@ -94,10 +94,14 @@ def by_priced(
 def _by_levels(
     layout: Layout, planned_CE: np.ndarray, cluster: PricedCluster, *, sweeps: int
 ) -> LevelShare:
+    return LevelShare.planned(levels_by(cluster)(layout.target), planned_CE, sweeps=sweeps)
+
+
+def levels_by(cluster: PricedCluster) -> Callable[[Placement], RowLevels]:
+    """What divides rows under a target."""
     each = cluster.row_prices
-    prices = WholePrices.of(each.row_s_C, each.local_row_s, each.cross_row_s)
-    levels = RowLevels(layout.target, cluster.node_C, prices)
-    return LevelShare.planned(levels, planned_CE, sweeps=sweeps)
+    prices = WholePrices.of(each.row_s_C, each.local_row_s, each.cross_row_s, cards=each.cards)
+    return partial(RowLevels, node_C=cluster.node_C, prices=prices)
 
 
 def by_optimum(

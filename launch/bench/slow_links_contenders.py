@@ -99,8 +99,9 @@ def _speeds(prices: Prices) -> str:
     """Of rows, as first steps have shown, for a person."""
     inter, intra = prices.inter_bytes_per_s / 1e6, prices.intra_bytes_per_s / 1e6
     return (
-        f"rows leave a node at {inter:.0f} MB/s and a rank at {intra:.0f} MB/s, and take "
-        f"{1e6 * prices.row_s:.1f} us to compute"
+        f"rows leave a node at {inter:.0f} MB/s ({prices.cards:.2f} times as fast as one of its "
+        f"ranks alone) and a rank at {intra:.0f} MB/s, and take {1e6 * prices.row_s:.1f} us to "
+        "compute"
     )
 
 

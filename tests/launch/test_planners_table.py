@@ -86,7 +86,7 @@ def test_the_table(
     given = ("--width", "64", "--degrees", "4", "--copies", "1", "2")
     run_main(monkeypatch, tmp_path / "loads.npz", *given)
     rows = table(capsys.readouterr().out)
-    assert len(rows) == 1 + 2 * 4 + 2 * 4 + 2 + 2 * 4 + 4
+    assert len(rows) == 1 + 2 * 4 + 2 * 4 + 2 + 2 * 5 + 4
     of_ep = f"{balance_of_ep():.3f}"
     assert rows["ep"]["max/mean"] == f"{of_ep} / {of_ep}"
     assert pair(rows["ep"], "`ep` / it, seconds") == (1, 1)
@@ -111,6 +111,10 @@ def test_the_table(
         assert seconds[planned][0] == pytest.approx(seconds[optimum][0], rel=0.05)
         assert seconds[priced][0] == pytest.approx(seconds[optimum][0], rel=0.05)
         assert seconds[priced][1] >= seconds[planned][1] - 0.01
+    for name in ("fssdp, t = 4, m = 1", "fssdp, t = 4, m = 2"):
+        by_price, priced = f"{name}, copies by price, priced", f"{name}, priced"
+        assert seconds[by_price][0] >= seconds[priced][0] - 0.01
+        assert float(copies[by_price].split()[0]) <= int(name[-1])
 
 
 def test_sending_can_be_free(
