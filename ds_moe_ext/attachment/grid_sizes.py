@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ds_moe_ext.attachment.grid_prices import LOADS, TOKENS, prices_of_cells
 from ds_moe_ext.attachment.host_layer import Found
 from ds_moe_ext.attachment.launcher import ranks_on_this_node
+from ds_moe_ext.hardware import Hardware, read_hardware
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.roles import Roles
 from ds_moe_ext.settings import BLOCK, Settings
@@ -40,7 +42,7 @@ def grid_of(
     max_cells = world_size // cell_size
     num_cells, why = settings.expert_parallel_size, ""
     if num_cells is None:
-        num_cells, why = _num_cells(strategy, found, max_cells, cell_size)
+        num_cells, why = _num_cells(settings, strategy, found, Grid(world_size, 1, cell_size))
     if max_cells % num_cells:
         cells = "" if cell_size == 1 else f" in cells of {cell_size} ranks"
         raise ValueError(
@@ -116,32 +118,73 @@ def sizes_with_homes(fewest: int, max_cells: int) -> list[int]:
 
 
 def _num_cells(
-    strategy: Strategy, found: Sequence[Found], max_cells: int, cell_size: int
+    settings: Settings, strategy: Strategy, found: Sequence[Found], grid: Grid
 ) -> tuple[int, str]:
-    """The best for the model, and why: what it was built with, if it was; else as many as leave no
-    rank without experts, in a node if there are several."""
+    """The best for the model, and why: what it was built with, if it was; else what costs least on
+    the cluster that is described; else as many as leave no rank without experts, in a node if there
+    are several.
+
+    Args:
+        settings: whether a cluster is described.
+        strategy: that runs.
+        found: its layers.
+        grid: with all ranks and those of a cell.
+    """
+    max_cells = grid.world_size // grid.cell_size
     built = {layer.num_cells for layer in found} - {1}
     if built:
         num_cells = built.pop()
         return num_cells, f"{_cells(num_cells)}, as the model was built"
-    if not strategy.has_uneven_homes:
-        num_cells = int(np.gcd.reduce([max_cells, *(layer.num_experts for layer in found)]))
-        return num_cells, f"{_cells(num_cells)}, the most that divide ranks and experts"
     if strategy.with_homes_that_stay().rhythm().shard_every:
         return max_cells, f"all {_cells(max_cells)}, for experts that move have one home"
-    smallest = min(found, key=lambda layer: layer.num_experts)
-    fitting = sizes_with_homes(smallest.num_experts, max_cells)
+    if strategy.has_uneven_homes:
+        smallest = min(found, key=lambda layer: layer.num_experts)
+        sizes = sizes_with_homes(smallest.num_experts, max_cells)
+        why = (
+            f"the most at which each is home to experts of all layers ({smallest.name} has "
+            f"{smallest.num_experts})"
+        )
+    else:
+        sizes = divisors(np.gcd.reduce([max_cells, *(layer.num_experts for layer in found)]))
+        why = "the most that divide ranks and experts"
+    if settings.hardware is not None:
+        try:
+            return _cheapest(strategy, found, read_hardware(settings.hardware), sizes, grid)
+        except ValueError as error:
+            why = f"{why} ({BLOCK}.hardware does not tell what others would cost: {error})"
     on_node = ranks_on_this_node() or max_cells
-    in_nodes = [size for size in fitting if cell_size == 1 and on_node % size == 0]
-    if 1 < max(in_nodes, default=1) < fitting[-1]:
-        larger = in_json(f"{BLOCK}.expert_parallel_size", fitting[-1])
+    is_spread = strategy.has_uneven_homes and grid.cell_size == 1
+    in_nodes = [size for size in sizes if is_spread and on_node % size == 0]
+    if 1 < max(in_nodes, default=1) < sizes[-1]:
+        larger = in_json(f"{BLOCK}.expert_parallel_size", sizes[-1])
         return in_nodes[-1], (
             f"{_cells(in_nodes[-1])}, so that rows and copies stay in a node of {on_node} ranks "
             f"(to spread experts over more, set {larger})"
         )
-    return fitting[-1], (
-        f"{_cells(fitting[-1])}, the most at which each is home to experts of all layers "
-        f"({smallest.name} has {smallest.num_experts})"
+    return sizes[-1], f"{_cells(sizes[-1])}, {why}"
+
+
+def _cheapest(
+    strategy: Strategy,
+    found: Sequence[Found],
+    hardware: Hardware,
+    sizes: Sequence[int],
+    grid: Grid,
+) -> tuple[int, str]:
+    """What a layer takes least time with, and what the others would lose; experts are spread over
+    the ranks of a node at least."""
+    in_node = [size for size in sizes if hardware.ranks_per_node % (size * grid.cell_size) == 0]
+    tried = [size for size in sizes if size >= in_node[-1]]
+    if len(tried) == 1:
+        return tried[0], f"{_cells(tried[0])}, the most there can be"
+    best, *others = prices_of_cells(strategy, found, hardware, tried, grid)
+    lost = ", ".join(
+        f"{_cells(each.num_cells)} {each.layer_s / best.layer_s:.3g} times" for each in others
+    )
+    return best.num_cells, (
+        f"{_cells(best.num_cells)}, by what a layer costs on {hardware.name}: it takes "
+        f"{1e3 * best.layer_s:.3g} ms a step, with {lost} as long ({TOKENS:,} tokens a rank, loads "
+        f"{LOADS})"
     )
 
 

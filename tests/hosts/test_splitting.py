@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from ds_moe_ext.attachment.expert_split import ways_to_split
 from ds_moe_ext.attachment.experts import find_registered
 from ds_moe_ext.attachment.grid_sizes import Sized, grid_of
 from ds_moe_ext.attachment.host_layer import any_name
+from ds_moe_ext.hardware import Device, Flops, Hardware, Link
 from ds_moe_ext.hosts.huggingface import find
 from ds_moe_ext.moe.expert import ModuleExperts
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
@@ -231,6 +235,43 @@ def test_what_was_chosen_is_told_in_a_line(chosen: Chosen) -> None:
         "layers (blocks.0.experts has 2); each expert has 2 homes"
     )
     assert chosen(1, found=experts_of(8), strategy="fssdp").why == ""
+
+
+def described(tmp_path: Path, **links: float) -> dict[str, str]:
+    """A block that names a cluster: two nodes of eight, whose links have these rates."""
+    device = Device(
+        name="a device", memory_bytes_per_s=3e12, flops_per_s=Flops(fp32=1e14, bf16=1e15)
+    )
+    rates = {name: Link(bytes_per_s=rate) for name, rate in links.items()}
+    hardware = Hardware(
+        name="two nodes", source="a test", num_nodes=2, ranks_per_node=8, device=device, **rates
+    )
+    (tmp_path / "hardware.json").write_text(hardware.to_json())
+    return {"strategy": "fssdp", "hardware": str(tmp_path / "hardware.json")}
+
+
+def test_cells_are_chosen_by_price_where_the_cluster_is_described(
+    chosen: Chosen, tmp_path: Path
+) -> None:
+    few_weights, many_weights = (
+        [replace(experts_of(16)[0], expert=(("up", (256, width), "torch.float32", True),))]
+        for width in (512, 262144)
+    )
+    slow = described(tmp_path, intra=4e11, inter=1e9)
+    grid, why = chosen(16, 8, found=few_weights, **slow)
+    assert grid.num_cells == 8
+    assert "8 cells, by what a layer costs on two nodes: it takes " in why
+    assert re.search(r"ms a step, with 16 cells [1-9][\d.]* times as long \(4,096 tokens", why)
+    # Experts so large, and rows so few, that summing their gradients costs more than sending rows.
+    assert chosen(16, 8, found=many_weights, **slow).grid.num_cells == 16
+
+
+def test_a_cluster_that_says_too_little_leaves_it_to_the_rule(
+    chosen: Chosen, tmp_path: Path
+) -> None:
+    grid, why = chosen(16, 8, found=experts_of(16), **described(tmp_path))
+    assert grid.num_cells == 8
+    assert "ds_moe_ext.hardware does not tell what others would cost: " in why
 
 
 @pytest.mark.parametrize(
