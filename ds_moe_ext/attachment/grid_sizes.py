@@ -147,11 +147,12 @@ def _num_cells(
     else:
         sizes = divisors(np.gcd.reduce([max_cells, *(layer.num_experts for layer in found)]))
         why = "the most that divide ranks and experts"
+    untold = ""
     if settings.hardware is not None:
         try:
             return _cheapest(strategy, found, read_hardware(settings.hardware), sizes, grid)
         except ValueError as error:
-            why = f"{why} ({BLOCK}.hardware does not tell what others would cost: {error})"
+            untold = f"; {BLOCK}.hardware does not tell what others would cost: {error}"
     on_node = ranks_on_this_node() or max_cells
     is_spread = strategy.has_uneven_homes and grid.cell_size == 1
     in_nodes = [size for size in sizes if is_spread and on_node % size == 0]
@@ -159,9 +160,9 @@ def _num_cells(
         larger = in_json(f"{BLOCK}.expert_parallel_size", sizes[-1])
         return in_nodes[-1], (
             f"{_cells(in_nodes[-1])}, so that rows and copies stay in a node of {on_node} ranks "
-            f"(to spread experts over more, set {larger})"
+            f"(to spread experts over more, set {larger}){untold}"
         )
-    return sizes[-1], f"{_cells(sizes[-1])}, {why}"
+    return sizes[-1], f"{_cells(sizes[-1])}, {why}{untold}"
 
 
 def _cheapest(

@@ -12,6 +12,7 @@ from pathlib import Path
 from ds_moe_ext.report import charts, copy_map, heatmap, timeline
 from ds_moe_ext.report.balance import balance, gain
 from ds_moe_ext.report.charts import Bar
+from ds_moe_ext.report.choices import chosen
 from ds_moe_ext.report.colours import classes_of, style_rules
 from ds_moe_ext.report.division import division
 from ds_moe_ext.report.headline import header, tiles
@@ -72,7 +73,7 @@ def page_of(record: RunRecord) -> str:
         parts += [balance(record, line_bins), _loads(record, summary, heat_bins)]
     else:
         parts += [_layers(record, None), _nothing_recorded()]
-    parts += [_seconds(record), expected(record), _timeline(record)]
+    parts += [chosen(record), _seconds(record), expected(record), _timeline(record)]
     script = Path(__file__).with_suffix(".js").read_text("utf-8")
     return html_of(
         f"MoE run: {record.strategy}",

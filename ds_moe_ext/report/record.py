@@ -144,6 +144,21 @@ class TermRecord:
     steps: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class ChoiceRecord:
+    """A strategy that another one chose.
+
+    Attributes:
+        step: from which on it planned.
+        name: of it.
+        told: why.
+    """
+
+    step: int
+    name: str
+    told: str
+
+
 @dataclass(frozen=True, eq=False)
 class RunRecord:
     """The end of a run, as rank 0 saw it.
@@ -164,6 +179,7 @@ class RunRecord:
         placements: where experts were; None in a run that copied and moved none.
         terms: how good the strategy's model of costs was, if it has one and was checked.
         looks: what was predicted of rows and where they went; None if that is not known.
+        choices: which strategy planned from when on, where one chose between several.
     """
 
     strategy: str
@@ -179,6 +195,7 @@ class RunRecord:
     placements: PlacementRecord | None = None
     terms: tuple[TermRecord, ...] = ()
     looks: LooksRecord | None = None
+    choices: tuple[ChoiceRecord, ...] = ()
 
     def balance_IL(self) -> np.ndarray:
         """Rows of the busiest cell over the mean of those that are home to experts, float
@@ -234,6 +251,7 @@ class RunRecord:
                 ),
                 "placements": placements and _placements_of(placements, shape_ILE, shape_ILC),
                 "looks": looks and _looks_of(looks, shape_IL),
+                "choices": tuple(ChoiceRecord(**each) for each in data.get("choices", ())),
             }
         )
 

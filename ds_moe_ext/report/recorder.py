@@ -21,6 +21,7 @@ from ds_moe_ext.moe.observation import Rows, TimedTask
 from ds_moe_ext.report.looks import Look, in_turn, looks_record
 from ds_moe_ext.report.record import (
     AddedRecord,
+    ChoiceRecord,
     LayerRecord,
     LooksRecord,
     Move,
@@ -176,6 +177,7 @@ class Recorder:
     _plans: tuple[Plan, ...] = ()  # of the latest step
     _added: Mapping[int, np.ndarray] = field(default_factory=dict)  # likewise
     _moves: list[Move] = field(default_factory=list)
+    _choices: list[ChoiceRecord] = field(default_factory=list)
     _every: int = 1
     _times: _Times = field(default_factory=_Times)
 
@@ -233,6 +235,7 @@ class Recorder:
             placements=None if self._latest is None else self._placements(self._latest),
             terms=self.terms,
             looks=self._looks(layers),
+            choices=tuple(self._choices),
         )
 
     @cached_property
@@ -297,6 +300,9 @@ class Recorder:
             if num_moved:
                 self._moves.append(Move(step, index, num_moved))
         self._plans = plans
+        choice, latest = plans[0].choice, self._choices[-1].name if self._choices else ""
+        if choice is not None and choice.name != latest:
+            self._choices.append(ChoiceRecord(step, choice.name, choice.told))
 
     def _take_loads(self, step: int, rows: Sequence[Rows]) -> None:
         is_kept, plans = step % self._every == 0, self._plans
