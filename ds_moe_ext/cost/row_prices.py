@@ -62,7 +62,7 @@ class RowPrices:
         """
         leaving_CC, crossing_VV = _without_own(sent_CC), between_nodes(sent_CC, node_C)
         links = (self.local_row_s, leaving_CC), (self.cross_row_s, crossing_VV)
-        link_s = max(price * _busiest(sent) for price, sent in links)
+        link_s = max(price * busiest(sent) for price, sent in links)
         return float((self.row_s_C * sent_CC.sum(axis=0)).max()) + link_s
 
 
@@ -78,6 +78,6 @@ def _without_own(sent: np.ndarray) -> np.ndarray:
     return leaving
 
 
-def _busiest(leaving: np.ndarray) -> float:
+def busiest(leaving: np.ndarray) -> float:
     """The most that leaves one place, or comes to it."""
     return float(max(leaving.sum(axis=0).max(), leaving.sum(axis=1).max()))
