@@ -29,8 +29,8 @@ class BlockPrices:
         weight_bytes: bytes of one expert's parameters.
         gradient_bytes: bytes of one expert's gradients.
         copy_bytes_per_s: bandwidth of Trans and Agg.
-        exchange_start_s: what an all-to-all takes besides, however few rows travel; 0 is the paper's
-            formula.
+        exchange_start_s: what an all-to-all takes besides, however few rows travel; 0 is the
+            paper's formula.
         copy_latency_s: what Trans and Agg each take besides, however little is copied; 0 is the
             paper's formula.
         forward_gap_s: forward of the non-MoE layer, ``T_FNEC``.
