@@ -511,9 +511,9 @@ class Strategy(ABC):
         row_s_C = np.array(pool.row_s_C or pool.prices.row_s)
         frees = plan.rematerialize and job.follows(layer + 1)
         gathers, reductions = (plan.pieces_of(split) for split in plan.carried or (None, None))
-        whole = _copies_s(pool, job.node_C, plan.home, [plan.target])
-        gather_s, reduce_s = (
-            _copies_s(pool, job.node_C, plan.home, each) for each in (gathers, reductions)
+        again = [plan.target] if frees else []
+        gather_s, reduce_s = _copies_s(
+            pool, job.node_C, plan.home, ([*gathers, *again], reductions)
         )
         return Forecast(
             exchange_s=sum(
@@ -521,25 +521,28 @@ class Strategy(ABC):
                 for degree in (plan.forward_degree, plan.backward_degree)
             ),
             expert_s=float((row_s_C * sent_CC.sum(axis=0)).max()),
-            gather_s=gather_s + frees * whole,
+            gather_s=gather_s,
             reduce_s=reduce_s,
         )
 
 
 def _copies_s(
-    pool: Pool, node_C: np.ndarray, home: Placement, pieces: Iterable[Placement]
-) -> float:
-    """Seconds of copies that travel piece by piece, on the mean cell."""
-    assert pool.links is not None
-    cargo = Cargo(pool.expert_bytes)
-    return sum(
-        float(
-            pool.links.copies_s_C(
-                gather_rounds(home, target, node_C, cargo), pool.expert_bytes
-            ).mean()
-        )
-        for target in pieces
-    )
+    pool: Pool, node_C: np.ndarray, home: Placement, ways: Iterable[Sequence[Placement]]
+) -> list[float]:
+    """Seconds of copies that travel piece by piece, on the mean cell; of each way, which often have
+    the same pieces."""
+    links, cargo = pool.links, Cargo(pool.expert_bytes)
+    assert links is not None
+    known: dict[bytes, float] = {}
+    sums = []
+    for pieces in ways:
+        keys = [piece.holds_EC.tobytes() for piece in pieces]
+        for key, piece in zip(keys, pieces):
+            if key not in known:
+                transfers = gather_rounds(home, piece, node_C, cargo)
+                known[key] = float(links.copies_s_C(transfers, pool.expert_bytes).mean())
+        sums.append(sum(known[key] for key in keys))
+    return sums
 
 
 def layer_tasks(strategy: Strategy, site: Site, *, gated: bool) -> LayerTasks:

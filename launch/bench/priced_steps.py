@@ -237,7 +237,7 @@ class Pricing:
             if name == ATTENTION.name and layer < len(step.layers) - 1:
                 seconds = times * self.attention_s
             elif name == EXPERT.name:
-                return times * self.row_s * computed_LC[layer] / degree
+                return times * self.row_s / cell_size * computed_LC[layer] / degree
             elif name in (DISPATCH.name, COMBINE.name):
                 seconds = self.trip_s(step, layer, is_back) / degree
             elif name in REST:
