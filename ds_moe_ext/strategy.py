@@ -540,7 +540,8 @@ def _copies_s(
         for key, piece in zip(keys, pieces):
             if key not in known:
                 transfers = gather_rounds(home, piece, node_C, cargo)
-                known[key] = float(links.copies_s_C(transfers, pool.expert_bytes).mean())
+                each_s = links.copies_s_C(transfers, pool.expert_bytes).tolist()
+                known[key] = math.fsum(each_s) / len(each_s)
         sums.append(sum(known[key] for key in keys))
     return sums
 

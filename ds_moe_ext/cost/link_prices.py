@@ -116,17 +116,20 @@ class LinkPrices:
         for number in range(int(round_M.max(initial=-1)) + 1):
             now = round_M == number
             sender, receiver = sender_M[now], receiver_M[now]
-            moved = np.where(node_C[sender] != node_C[receiver], bytes_M[now], 0.0)
-            near = bytes_M[now] - moved
-            busy_C = np.zeros(num_cells)
+            is_far = node_C[sender] != node_C[receiver]
+            far, near = bytes_M[now] * is_far, bytes_M[now] * ~is_far
+            far_s_C, near_s_C = np.zeros((2, num_cells))
             for cells in (sender, receiver):
-                far_C = np.bincount(cells, moved, num_cells)
-                near_C = np.bincount(cells, near, num_cells)
-                node_s_V = np.bincount(node_C[cells], moved, num_nodes) / self.node_bytes_per_s
-                own_s_C = np.maximum(far_C / self.far_bytes_per_s, near_C / self.near_bytes_per_s)
-                busy_C = np.maximum(busy_C, np.maximum(own_s_C, (far_C > 0) * node_s_V[node_C]))
+                own_C = np.bincount(cells, far, num_cells) / self.far_bytes_per_s
+                node_V = np.bincount(node_C[cells], far, num_nodes) / self.node_bytes_per_s
+                far_s_C = np.maximum(far_s_C, np.maximum(own_C, (own_C > 0) * node_V[node_C]))
+                own_C = np.bincount(cells, near, num_cells) / self.near_bytes_per_s
+                near_s_C = np.maximum(near_s_C, own_C)
+            of_sender, of_receiver = (
+                np.where(is_far, far_s_C[cells], near_s_C[cells]) for cells in (sender, receiver)
+            )
             begin = np.maximum(end_C[sender], end_C[receiver])
-            done = begin + np.maximum(busy_C[sender], busy_C[receiver]) + self.start_s
+            done = begin + np.maximum(of_sender, of_receiver) + self.start_s
             for cells in (sender, receiver):
                 np.maximum.at(end_C, cells, done)
         return self.copy_factor * end_C
