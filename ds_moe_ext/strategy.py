@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from ds_moe_ext.cost.exchange import BY_NODES, Way
-from ds_moe_ext.cost.prices import Prices
+from ds_moe_ext.cost.link_prices import LinkPrices
+from ds_moe_ext.cost.prices import TRIPS, Prices
 from ds_moe_ext.layout import NODE_AXES, ParallelLayout
 from ds_moe_ext.placement import Placement, even_homes
 from ds_moe_ext.planners.copy_split import Split
@@ -30,6 +31,7 @@ from ds_moe_ext.schedule.task import INTER, PARAM, Lane, Op, Schedule, Span, ref
 from ds_moe_ext.schedule.wires import Beside, Cutting, LayerTasks, programs
 from ds_moe_ext.share import LocalElseHome, Rule, Share
 from ds_moe_ext.strict import found_at
+from ds_moe_ext.transfer import Cargo, gather_rounds
 
 ROWS_ALONE = Prices(
     row_s=1.0, row_bytes=0.0, copy_s=0.0, inter_bytes_per_s=1.0, intra_bytes_per_s=1.0
@@ -52,6 +54,7 @@ class Pool:
         copy_latency_s: seconds until the first byte of a copy arrives.
         row_bytes_per_s: what a cell receives in an exchange of rows, as measured; 0 until then.
         copy_bytes_per_s: likewise of copies, in steps that had some.
+        links: what both wait for, by who sends; None until it has been measured.
     """
 
     layers: tuple[int, ...]
@@ -62,6 +65,7 @@ class Pool:
     copy_latency_s: float = 0.0
     row_bytes_per_s: float = 0.0
     copy_bytes_per_s: float = 0.0
+    links: LinkPrices | None = None
 
 
 class Choice(NamedTuple):
@@ -255,6 +259,17 @@ class Plan:
         if self.forward_degree == self.backward_degree:
             return ()
         return refined(self.num_chunks, self.forward_degree, self.backward_degree)
+
+    def pieces_of(self, split: Split | None) -> list[Placement]:
+        """Who holds what with each piece of the copies alone; or with all, if nothing is split."""
+        if split is None:
+            return [self.target]
+        pieces = []
+        for experts in map(list, split):
+            copies_EC = np.zeros_like(self.target.holds_EC)
+            copies_EC[experts] = self.target.holds_EC[experts]
+            pieces.append(self.home.with_copies(copies_EC))
+        return pieces
 
     @property
     def num_chunks(self) -> int:
@@ -523,11 +538,51 @@ class Strategy(ABC):
         return ""
 
     def forecast(self, job: Job, layer: int, plan: Plan, rows_CE: np.ndarray) -> Forecast | None:
-        """What its model says of rows by cell and expert under a plan; None if it has none. Pure.
+        """What is expected of rows by cell and expert under a plan; None where that is not known.
 
-        Costs must have been measured.
+        Pure; by what links carry and who sends what to whom, also where plans are made by less.
         """
-        return None
+        pool = next(pool for pool in job.pools if layer in pool.layers)
+        if pool.links is None or plan.revise is not None or plan.way is not Way.DIRECT:
+            return None
+        sent_CC = plan.share.of_rows(rows_CE).rows_between(rows_CE[:, None])[0]
+        bytes_CC = pool.prices.row_bytes * sent_CC
+        row_s_C = np.array(pool.row_s_C or pool.prices.row_s)
+        frees = plan.rematerialize and job.follows(layer + 1)
+        gathers, reductions = (plan.pieces_of(split) for split in plan.carried or (None, None))
+        again = [plan.target] if frees else []
+        gather_s, reduce_s = _copies_s(
+            pool, job.node_C, plan.home, ([*gathers, *again], reductions)
+        )
+        return Forecast(
+            exchange_s=sum(
+                TRIPS / 2 * pool.links.exchange_s(bytes_CC, job.node_C, degree)
+                for degree in (plan.forward_degree, plan.backward_degree)
+            ),
+            expert_s=float((row_s_C * sent_CC.sum(axis=0)).max()),
+            gather_s=gather_s,
+            reduce_s=reduce_s,
+        )
+
+
+def _copies_s(
+    pool: Pool, node_C: np.ndarray, home: Placement, ways: Iterable[Sequence[Placement]]
+) -> list[float]:
+    """Seconds of copies that travel piece by piece, on the mean cell; of each way, which often have
+    the same pieces."""
+    links, cargo = pool.links, Cargo(pool.expert_bytes)
+    assert links is not None
+    known: dict[bytes, float] = {}
+    sums = []
+    for pieces in ways:
+        keys = [piece.holds_EC.tobytes() for piece in pieces]
+        for key, piece in zip(keys, pieces):
+            if key not in known:
+                transfers = gather_rounds(home, piece, node_C, cargo)
+                each_s = links.copies_s_C(transfers, pool.expert_bytes).tolist()
+                known[key] = math.fsum(each_s) / len(each_s)
+        sums.append(sum(known[key] for key in keys))
+    return sums
 
 
 def layer_tasks(strategy: Strategy, site: Site, *, gated: bool) -> LayerTasks:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ds_moe_ext.cost.exchange import Way
+from ds_moe_ext.cost.link_prices import LinkPrices, Trip
 from ds_moe_ext.cost.prices import Prices
 from ds_moe_ext.loads.zipf import zipf_loads
 from ds_moe_ext.placement import Placement
@@ -29,6 +31,8 @@ from ds_moe_ext.schedule.task import (
     Schedule,
 )
 from ds_moe_ext.settings import read_settings
+from ds_moe_ext.share import LocalElseHome
+from ds_moe_ext.strategies.fssdp import FullySharded
 from ds_moe_ext.strategies.prophet import ProProphet
 from ds_moe_ext.strategy import Carried, Job, Plan, Pool, Site
 
@@ -171,6 +175,61 @@ def test_copies_that_take_long_to_start_are_not_made() -> None:
         pools = (replace(pool, copy_latency_s=latency_s),)
         plans = ProProphet().plan(replace(job, pools=pools))
         assert all(plan.has_copies == pays for plan in plans)
+
+
+def test_a_layer_is_foretold_by_who_sends_what_over_which_link() -> None:
+    """Two nodes of two cells, which are home to two experts each; rows of 100 bytes."""
+    node_C = np.array([0, 0, 1, 1])
+    home = Placement.block(8, 4)
+    copies_EC = np.zeros_like(home.holds_EC)
+    copies_EC[0] = True
+    target = home.with_copies(copies_EC)
+    rows_CE = np.zeros((4, 8), dtype=np.int64)
+    rows_CE[:, 0] = 50  # stay
+    rows_CE[0, 4], rows_CE[0, 6], rows_CE[0, 2] = 7, 3, 4  # to either far cell, and the near one
+    links = LinkPrices(near_bytes_per_s=1e3, far_bytes_per_s=100.0, node_bytes_per_s=1e3)
+    links = replace(links, start_s=1.0, trip=Trip(2.0, 3.0), copy_factor=2.0)
+    prices = replace(job_of(ROWS_ILCE[0]).pools[0].prices, row_s=0.5)
+    pool = Pool(layers=(0, 1), prices=prices, expert_bytes=400, links=links)
+    job = Job.at_start([home, home], node_C, [pool])
+    plan = Plan(home, target, LocalElseHome(home, target))
+    said = ProProphet().forecast(job, 0, plan, rows_CE)
+    assert said is not None
+    assert said.exchange_s == pytest.approx(4 * (2 + 3 * (1 + 10)))
+    assert said.expert_s == pytest.approx(0.5 * 57)
+    # 4 s out of a node and 0.4 s within, and a second to start each, twice as long in layers.
+    assert said.gather_s == said.reduce_s == pytest.approx(2 * (4 + 0.4 + 2))
+    freed = ProProphet().forecast(job, 0, replace(plan, rematerialize=True), rows_CE)
+    assert freed == replace(said, gather_s=2 * said.gather_s)
+    halves = Carried(Split((0,), ()), Split((), (0,)))
+    carried = ProProphet().forecast(job, 0, replace(plan, carried=halves), rows_CE)
+    assert carried == said
+    cut = ProProphet().forecast(job, 0, replace(plan, forward_degree=3), rows_CE)
+    assert cut == replace(said, exchange_s=said.exchange_s + 2 * 3 * 2)
+    assert FullySharded().forecast(job, 0, plan, rows_CE) == said
+    papers = ProProphet(prices="paper").forecast(job, 0, plan, rows_CE)
+    assert papers is not None
+    assert papers.exchange_s == pytest.approx(4 * 700 / 1e6)
+
+
+@pytest.mark.parametrize("changed", [{"revise": lambda rows_CE: None}, {"way": Way.BY_PLACES}])
+def test_what_is_not_known_is_not_foretold(changed: dict[str, Any]) -> None:
+    job = job_of(ROWS_ILCE[0])
+    links = LinkPrices(near_bytes_per_s=1.0, far_bytes_per_s=1.0, node_bytes_per_s=1.0)
+    known = replace(job, pools=(replace(job.pools[0], links=links),))
+    plan = ProProphet().plan(job)[0]
+    assert ProProphet().forecast(known, 0, plan, ROWS_ILCE[0][0]) is not None
+    assert ProProphet().forecast(job, 0, plan, ROWS_ILCE[0][0]) is None
+    assert ProProphet().forecast(known, 0, replace(plan, **changed), ROWS_ILCE[0][0]) is None
+
+
+def test_the_papers_prices_know_no_starts() -> None:
+    job = job_of(ROWS_ILCE[0])
+    pools = (replace(job.pools[0], copy_latency_s=1e6),)
+    plans = ProProphet(prices="paper").plan(replace(job, pools=pools))
+    assert all(plan.has_copies for plan in plans)
+    with pytest.raises(ValueError, match=r"prophet.prices is 'link', .*did you mean 'links'"):
+        ProProphet(prices="link")
 
 
 COPIED = HOMES[0].with_copies(np.ones_like(HOMES[0].holds_EC))

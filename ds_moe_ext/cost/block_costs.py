@@ -29,7 +29,9 @@ class BlockPrices:
         weight_bytes: bytes of one expert's parameters.
         gradient_bytes: bytes of one expert's gradients.
         copy_bytes_per_s: bandwidth of Trans and Agg.
-        copy_latency_s: what each of the two takes besides, however little is copied; 0 is the
+        exchange_start_s: what an all-to-all takes besides, however few rows travel; 0 is the
+            paper's formula.
+        copy_latency_s: what Trans and Agg each take besides, however little is copied; 0 is the
             paper's formula.
         forward_gap_s: forward of the non-MoE layer, ``T_FNEC``.
         backward_gap_s: its backward, ``T_BNEC``.
@@ -46,6 +48,7 @@ class BlockPrices:
     weight_bytes: float
     gradient_bytes: float
     copy_bytes_per_s: float
+    exchange_start_s: float = 0.0
     copy_latency_s: float = 0.0
     forward_gap_s: float = 0.0
     backward_gap_s: float = 0.0
@@ -102,7 +105,8 @@ def _seconds(
     prices: BlockPrices, most_received: float, most_computed: float, copied: float
 ) -> tuple[float, float, float, float, float]:
     """The fields of ``BlockSeconds``."""
-    exchange_s = most_received * prices.row_bytes / prices.bytes_per_s
+    sent_s = most_received * prices.row_bytes / prices.bytes_per_s
+    exchange_s = prices.exchange_start_s + sent_s
     expert_s = most_computed * prices.row_s
     latency_s = prices.copy_latency_s if copied else 0.0
     gather_s = latency_s + copied * prices.weight_bytes / prices.copy_bytes_per_s

@@ -73,7 +73,7 @@ class RowPrices:
             (self.cross_row_s, crossing_VV),
             (self.cards * self.cross_row_s, far_CC),
         )
-        link_s = max(price * _busiest(sent) for price, sent in links)
+        link_s = max(price * busiest(sent) for price, sent in links)
         return float((self.row_s_C * sent_CC.sum(axis=0)).max()) + link_s
 
 
@@ -89,6 +89,6 @@ def _without_own(sent: np.ndarray) -> np.ndarray:
     return leaving
 
 
-def _busiest(leaving: np.ndarray) -> float:
+def busiest(leaving: np.ndarray) -> float:
     """The most that leaves one place, or comes to it."""
     return float(max(leaving.sum(axis=0).max(), leaving.sum(axis=1).max()))

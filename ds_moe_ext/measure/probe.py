@@ -244,6 +244,12 @@ def measure_pairs(
     return link_of(bench.fit(sweep), level.num_sharers)
 
 
+def least_exchange_s(level: Level, bench: Bench) -> float:
+    """Seconds of an exchange in which each member gives each other one a byte. Collective."""
+    others_CC = ~np.eye(level.num_members, dtype=bool)
+    return float(bench.seconds(pairs_sweep(level, others_CC, [1], bench.device).works_N)[0])
+
+
 def link_of(fit: LinearFit, num_sharers: int = 1) -> Link:
     """The link of several alike that send at once, from a line over the bytes of one of them."""
     return Link(

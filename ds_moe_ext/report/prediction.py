@@ -25,11 +25,12 @@ def expected(record: RunRecord) -> str:
         for term in record.terms
     ]
     note = (
-        f"{_steps(record.terms[0].steps)} Expected is what the model that plans are made by says "
-        "of the rows that came. Seconds are of one layer in one step, forward and backward, on "
-        "average. An exchange of rows is counted as its last rank saw it, which waits for nobody; "
-        "experts, where they took longest; copies and gradients, as the mean rank saw them. The "
-        "paper on Pro-Prophet claims a mean error of less than 5 % on its cluster."
+        f"{_steps(record.terms[0].steps)} Expected is what measured costs say of the rows that "
+        "came and of who sends them, copies and gradients to whom. Seconds are of one layer in one "
+        "step, forward and backward, on average. Each exchange of rows is counted as its last rank "
+        "saw it, which waits for nobody; experts, where they took longest; copies and gradients, "
+        "as the mean rank saw them. The paper on Pro-Prophet claims a mean error of less than 5 % "
+        "on its cluster."
     )
     return section(
         "What the plan expected",

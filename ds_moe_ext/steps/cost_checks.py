@@ -1,41 +1,51 @@
 """How good a strategy's model of costs is: what it said of some steps beside what they took.
 
-First it is tried, which tells how fast copies really are: that depends on who sends how many to
-whom, beside what. Then it is checked, for a person to know.
+First it is tried, which tells what layers add to what links alone would take: exchanges a start,
+copies what they meet on their way. Then it is checked, for a person to know.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from statistics import mean
+from typing import NamedTuple
 
 import numpy as np
 
 from ds_moe_ext.attachment.replacement import AttachedLayer
+from ds_moe_ext.cost.link_prices import Trip, trip_through
+from ds_moe_ext.cost.prices import TRIPS
 from ds_moe_ext.moe.observation import Rows
 from ds_moe_ext.report.record import TermRecord
-from ds_moe_ext.steps.costs import CHECKED, TRIED, Seen, of_all_ranks
+from ds_moe_ext.steps.costs import (
+    CHECKED,
+    TRIED,
+    Correction,
+    Seen,
+    exchange_s,
+    of_all_ranks,
+)
 from ds_moe_ext.strategy import Forecast, Job, Strategy
 
 
 class Term(NamedTuple):
-    """One term of a model; its key is its name in ``Forecast`` and in ``Seen``.
+    """One term of a model; its key is its name in ``Forecast``.
 
     Attributes:
         name: for a person.
-        of_ranks: what counts of the ranks' seconds.
+        found_s: seconds of a layer and step, by what each rank saw.
     """
 
     name: str
-    of_ranks: Callable[..., Any]
+    found_s: Callable[[Sequence[Seen]], float]
 
 
 TERMS = {
-    "exchange_s": Term("exchange of rows", np.min),  # the last to come does not wait for others
-    "expert_s": Term("experts", np.max),
-    "gather_s": Term("copies", np.mean),
-    "reduce_s": Term("their gradients", np.mean),
+    "exchange_s": Term("exchange of rows", exchange_s),
+    "expert_s": Term("experts", lambda ranks: max(seen.expert_s for seen in ranks)),
+    "gather_s": Term("copies", lambda ranks: mean(seen.gather_s for seen in ranks)),
+    "reduce_s": Term("their gradients", lambda ranks: mean(seen.reduce_s for seen in ranks)),
 }
 
 
@@ -53,14 +63,14 @@ class Checks:
     layers: in model order.
 
     Attributes:
-        copy_speed: of copies and their gradients, as a multiple of what the model takes it for,
-            just after the last of the steps in which it is tried; else None.
+        correction: what layers make of links, just after the last of the steps in which the model
+            is tried; else None.
         terms: what came out, once all steps to be checked have ended.
     """
 
     strategy: Strategy
     layers: Sequence[AttachedLayer]
-    copy_speed: float | None = field(default=None, init=False)
+    correction: Correction | None = field(default=None, init=False)
     terms: tuple[TermRecord, ...] = field(default=(), init=False)
     _is_tried: bool = field(default=False, init=False)
     _steps: list[int] = field(default_factory=list, init=False)
@@ -75,7 +85,7 @@ class Checks:
             rows: what each layer routed.
             seen: what this rank saw of each layer; of no layer if nobody looked.
         """
-        self.copy_speed = None
+        self.correction = None
         if not seen or job.accumulates:  # how often copies travel is then another matter
             return
         plans = [layer.routed.site.plan for layer in self.layers]
@@ -94,7 +104,11 @@ class Checks:
         if self._is_tried:
             self.terms = self.terms or self._terms(times)
         else:
-            self._is_tried, self.copy_speed = True, _speed(times["gather_s"], times["reduce_s"])
+            copy_speed = _speed(times["gather_s"], times["reduce_s"])
+            self._is_tried, self.correction = (
+                True,
+                Correction(copy_speed, _trip(times["exchange_s"])),
+            )
         self._steps.clear()
         self._pairs.clear()
 
@@ -107,8 +121,8 @@ class Checks:
 
         def times(key: str, term: Term) -> Times:
             said = [[vars(said)[key] for said, _ in step] for step in self._pairs]
-            found = [[[vars(seen)[key] for seen in rank] for rank in step] for step in steps]
-            return Times(np.array(said), term.of_ranks(np.array(found), axis=1))
+            found = [[term.found_s(ranks) for ranks in zip(*step)] for step in steps]
+            return Times(np.array(said), np.array(found))
 
         return {key: times(key, term) for key, term in TERMS.items()}
 
@@ -125,6 +139,12 @@ def _speed(*times: Times) -> float | None:
     said_s = sum(float(each.said_IL.sum()) for each in times)
     found_s = sum(float(each.found_IL.sum()) for each in times)
     return said_s / found_s if said_s and found_s else None
+
+
+def _trip(times: Times) -> Trip:
+    """Of one of the exchanges of a layer and step."""
+    said_N, found_N = (each.ravel() / TRIPS for each in times)
+    return trip_through(said_N.tolist(), found_N.tolist())
 
 
 def term_of(name: str, said_IL: np.ndarray, found_IL: np.ndarray) -> TermRecord:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -14,11 +14,19 @@ import torch.distributed as dist
 from ds_moe_ext.attachment.replacement import AttachedLayer, bytes_of
 from ds_moe_ext.comm import max_in_place, sum_in_place
 from ds_moe_ext.cost.block_costs import BACKWARD, cell_rows
+from ds_moe_ext.cost.link_prices import LinkPrices, Trip
 from ds_moe_ext.cost.prices import TRIPS, Prices
 from ds_moe_ext.hardware import Hardware, Link
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.measure.bench import Bench, clock_of
-from ds_moe_ext.measure.probe import Level, Sizes, least_free_bytes, measure_copies, measure_pairs
+from ds_moe_ext.measure.probe import (
+    Level,
+    Sizes,
+    least_exchange_s,
+    least_free_bytes,
+    measure_copies,
+    measure_pairs,
+)
 from ds_moe_ext.moe.copies.slab import Weights
 from ds_moe_ext.moe.dispatch import Wire
 from ds_moe_ext.moe.layer import RoutedExperts
@@ -69,13 +77,15 @@ class Links:
         copy: what copies of weights wait for, in bytes that the busiest receiver takes in.
         inter: what one node sends to the others.
         intra: what one cell sends to the others of its node.
-        alone: what one cell sends to other nodes while the others of its node send nothing.
+        alone: what one cell sends to other nodes while no other of its node does.
+        start_s: seconds of an exchange of next to nothing.
     """
 
     copy: Link
     inter: Link
     intra: Link
     alone: Link
+    start_s: float
 
     @property
     def cards(self) -> float:
@@ -90,7 +100,7 @@ class Links:
         intra = hardware.intra or copy
         of_cell = replace(intra, bytes_per_s=grid.cell_size * intra.bytes_per_s)
         inter = hardware.inter or copy  # a file does not say whether cells share a card
-        return cls(copy, inter, of_cell, alone=inter)
+        return cls(copy, inter, of_cell, inter, inter.latency_s)
 
     @classmethod
     def measured(cls, layout: ParallelLayout, expert: Weights, peer_bytes: int) -> Links:
@@ -123,12 +133,28 @@ class Links:
         copy = measure_copies(copies, bench, Sizes((), bytes_of(expert), NUM_EXPERTS))
         inter = measure_pairs(of_nodes, bench, is_far_CC, bytes_N)
         intra = measure_pairs(of_cells, bench, is_near_CC, bytes_N)
-        is_first_C = np.isin(np.arange(len(node_C)), np.unique(node_C, return_index=True)[1])
-        is_alone_CC = is_far_CC & is_first_C & is_first_C[:, None]
-        alone = measure_pairs(of_cells, bench, is_alone_CC, bytes_N) if is_near_CC.any() else None
+        is_first_C = np.unique(node_C, return_index=True)[1]
+        is_lone_CC = np.zeros_like(is_far_CC)
+        is_lone_CC[np.ix_(is_first_C, is_first_C)] = is_far_CC[np.ix_(is_first_C, is_first_C)]
+        alone = measure_pairs(of_cells, bench, is_lone_CC, bytes_N) if cells_of_node > 1 else inter
         # A cell alone on its node has one link for all; on one node nothing goes to others.
-        found = copy, inter or intra or copy, intra or inter or copy, alone or inter or copy
-        return cls(*(slowest(link, device, layout.everyone) for link in found))
+        far, near = inter or intra or copy, intra or inter or copy
+        found = copy, far, near, alone or far
+        start = Link(bytes_per_s=1.0, latency_s=least_exchange_s(of_cells, bench))
+        copy, far, near, lone, least = (
+            slowest(link, device, layout.everyone) for link in (*found, start)
+        )
+        return cls(copy, far, near, lone, least.latency_s)
+
+    @property
+    def prices(self) -> LinkPrices:
+        """Of rows and copies, by who sends."""
+        return LinkPrices(
+            near_bytes_per_s=self.intra.bytes_per_s,
+            far_bytes_per_s=self.alone.bytes_per_s,
+            node_bytes_per_s=self.inter.bytes_per_s,
+            start_s=self.start_s,
+        )
 
 
 def slowest(link: Link, device: torch.device, group: dist.ProcessGroup | None = None) -> Link:
@@ -153,7 +179,10 @@ class Seen:
         num_back_windows: how often.
         expert_s: experts, forward and backward.
         rows: that they computed.
-        exchange_s: all exchanges of rows, the wait for others with them.
+        dispatch_s: exchanges of rows on their way to the experts, the wait for others with them.
+        combine_s: and back.
+        combine_back_s: of gradients to the experts.
+        dispatch_back_s: and back.
         most_received: rows that the cell which received most received, in one of them.
         gather_s: copies on their way.
         reduce_s: their gradients.
@@ -165,7 +194,10 @@ class Seen:
     num_back_windows: float = 0.0
     expert_s: float = 0.0
     rows: float = 0.0
-    exchange_s: float = 0.0
+    dispatch_s: float = 0.0
+    combine_s: float = 0.0
+    combine_back_s: float = 0.0
+    dispatch_back_s: float = 0.0
     most_received: float = 0.0
     gather_s: float = 0.0
     reduce_s: float = 0.0
@@ -192,11 +224,26 @@ class Seen:
             num_back_windows=len(behind),
             expert_s=sum(s for task, s in seen if _is(task, EXPERT, OFFLOADED)),
             rows=int(rows.computed_C[layout.index("ep")]),
-            exchange_s=sum(s for task, s in seen if _is(task, DISPATCH, COMBINE)),
+            dispatch_s=sum(times(DISPATCH, is_adjoint=False)),
+            combine_s=sum(times(COMBINE, is_adjoint=False)),
+            combine_back_s=sum(times(COMBINE, is_adjoint=True)),
+            dispatch_back_s=sum(times(DISPATCH, is_adjoint=True)),
             most_received=int(received_C.max()),
             gather_s=sum(times(GATHER, is_adjoint=False)),
             reduce_s=sum(times(GATHER, is_adjoint=True)),
         )
+
+
+def exchange_s(ranks: Iterable[Seen]) -> float:
+    """Of one layer: who comes late to an exchange makes the others wait, and itself takes as long
+    as that takes; another one may be late for the next."""
+    trips = zip(
+        *(
+            (seen.dispatch_s, seen.combine_s, seen.combine_back_s, seen.dispatch_back_s)
+            for seen in ranks
+        )
+    )
+    return sum(min(trip) for trip in trips)
 
 
 def _is(task: Task, *ops: Op) -> bool:
@@ -218,6 +265,34 @@ def of_all_ranks(
     all_RLX[layout.place] = own_LX
     told = sum_in_place(all_RLX, layout.everyone).tolist()
     return [[Seen(*layer) for layer in rank] for rank in told]
+
+
+class Correction(NamedTuple):
+    """What layers made of what links were measured to carry.
+
+    Attributes:
+        copy_speed: of copies, as a multiple of what they were thought to have; None where there
+            were none.
+        trip: of exchanges.
+    """
+
+    copy_speed: float | None
+    trip: Trip
+
+
+def _corrected(pool: Pool, found: Correction) -> Pool:
+    speed, links = found.copy_speed or 1.0, pool.links
+    if links is not None:
+        copy_factor = links.copy_factor / speed
+        links = replace(links, trip=found.trip, copy_factor=copy_factor)
+    if found.copy_speed is None:
+        return replace(pool, links=links)
+    return replace(
+        pool,
+        copy_bytes_per_s=speed * pool.expert_bytes / pool.prices.copy_s,
+        copy_latency_s=pool.copy_latency_s / speed,
+        links=links,
+    )
 
 
 @dataclass(eq=False)
@@ -295,20 +370,9 @@ class Costs:
         # The step that has just ended was not looked at.
         self._num_steps, self._seen = STEPS.start - 1, [Seen() for _ in self.layers]
 
-    def corrected(self, copy_speed: float) -> Measured:
-        """What is known now that copies have been seen to travel.
-
-        Args:
-            copy_speed: of copies, as a multiple of what they were thought to have.
-        """
-        pools = tuple(
-            replace(
-                pool,
-                copy_bytes_per_s=copy_speed * pool.expert_bytes / pool.prices.copy_s,
-                copy_latency_s=pool.copy_latency_s / copy_speed,
-            )
-            for pool in self._measured["pools"]
-        )
+    def corrected(self, found: Correction) -> Measured:
+        """What is known now that rows and copies have been seen to travel."""
+        pools = tuple(_corrected(pool, found) for pool in self._measured["pools"])
         self._measured = {**self._measured, "pools": pools}
         self.are_new = True
         return self._measured
@@ -322,12 +386,11 @@ class Costs:
     def _agreed(self, rows: Sequence[Rows]) -> Measured:
         seen_RL = of_all_ranks(self._seen, self._layout, self.device)
         sums = [sum(column, Seen()) for column in zip(*seen_RL)]
-        # Who comes late to an exchange makes the others wait: the last takes as long as it takes.
-        exchange_s = [min(seen.exchange_s for seen in column) for column in zip(*seen_RL)]
+        exchanged_s = [exchange_s(column) for column in zip(*seen_RL)]
         window_s = [seen.window_s / max(seen.num_windows, 1) for seen in sums]
         back_s = [seen.back_window_s / max(seen.num_back_windows, 1) for seen in sums]
         behind_s = tuple(back or BACKWARD * s for back, s in zip(back_s, window_s))
-        prices = (self._priced(pool, rows, seen_RL, sums, exchange_s) for pool in self.pools)
+        prices = (self._priced(pool, rows, seen_RL, sums, exchanged_s) for pool in self.pools)
         return Measured(
             pools=tuple(prices) if self._copies else self.pools,
             window_s=tuple(window_s),
@@ -398,7 +461,7 @@ class Costs:
         rows: Sequence[Rows],
         seen_RL: Sequence[Sequence[Seen]],
         sums: Sequence[Seen],
-        exchange_s: Sequence[float],
+        exchanged_s: Sequence[float],
     ) -> Pool:
         links = self._links(pool, rows)
         expert = self._expert(pool)
@@ -407,7 +470,7 @@ class Costs:
         row_bytes = self.layers[pool.layers[0]].routed.row_bytes
         num_ranks = self._layout.grid.world_size
         received_bytes = TRIPS * row_bytes * seen.most_received / num_ranks  # all know all rows
-        waited_s = sum(exchange_s[layer] for layer in pool.layers)
+        waited_s = sum(exchanged_s[layer] for layer in pool.layers)
         return replace(
             pool,
             row_s_C=self._row_s_C(pool, seen_RL),
@@ -424,4 +487,5 @@ class Costs:
             state_bytes=KEPT * sum(w.numel() * max(w.element_size(), 4) for w in expert),
             copy_latency_s=links.copy.latency_s,
             row_bytes_per_s=received_bytes / waited_s if waited_s else 0.0,
+            links=links.prices,
         )

@@ -183,8 +183,8 @@ class Planning:
         self._remember(rows, ahead)
         measured = self.costs.after_step(step, rows, self._choice)
         self.checks.after_step(step, self.job, rows, self.costs.seen)
-        if self.checks.copy_speed is not None:
-            measured = self.costs.corrected(self.checks.copy_speed)
+        if self.checks.correction is not None:
+            measured = self.costs.corrected(self.checks.correction)
         self.job = replace(self.job, **measured)
         is_shard_due = _is_due(self._rhythm.shard_every, step)
         is_plan_due = self._is_plan_due(step)

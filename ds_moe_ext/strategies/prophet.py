@@ -46,6 +46,7 @@ from ds_moe_ext.strategy import (
 from ds_moe_ext.strict import at_least, nearest
 
 LOCAL = "local"  # a share, by its JSON name
+LINKS, PAPER = PRICES = ("links", "paper")  # models of costs, by their JSON names
 
 Planner = Callable[["ProProphet", Placement, np.ndarray, BlockPrices], BlockPlan]
 
@@ -93,6 +94,8 @@ class ProProphet(Strategy):
             two layers take memory at a time. False keeps those of all layers until backward.
         sum_copies_in_float32: a rank adds gradients of copies in 32 bits where they are narrower;
             they travel and come home as they are.
+        prices: by which plans are made and steps foretold: "links", by who sends what over which
+            link, with what starts cost; "paper", equations (1), (4) and (5) to the letter.
         share: how copies divide rows: "local", the paper's rule, local copy else home; "planned",
             in parts under which the layer takes least time on the rows that are predicted;
             "priced", on the rows as they are (docs/priced_share.md).
@@ -106,6 +109,7 @@ class ProProphet(Strategy):
     planner: str = "prophet"
     rematerialize: bool = True
     sum_copies_in_float32: bool = False
+    prices: str = LINKS
     share: str = LOCAL
 
     def __post_init__(self) -> None:
@@ -116,7 +120,7 @@ class ProProphet(Strategy):
             raise ValueError(
                 f"ds_moe_ext.prophet.balance is {self.balance}; it must be at least 0 and finite"
             )
-        for key, known in (("split", SPLITS), ("planner", PLANNERS)):
+        for key, known in (("split", SPLITS), ("planner", PLANNERS), ("prices", PRICES)):
             value = vars(self)[key]
             if value not in known:
                 raise ValueError(
@@ -165,6 +169,8 @@ class ProProphet(Strategy):
         )
 
     def forecast(self, job: Job, layer: int, plan: Plan, rows_CE: np.ndarray) -> Forecast | None:
+        if self.prices != PAPER:
+            return super().forecast(job, layer, plan, rows_CE)
         pool = next(pool for pool in job.pools if layer in pool.layers)
         prices = self._prices(job, pool, layer)
         if prices is None:
@@ -191,6 +197,7 @@ class ProProphet(Strategy):
         """Of one layer's block; None before costs have been measured."""
         if not pool.expert_bytes:
             return None
+        starts = self.prices != PAPER
         return BlockPrices(
             row_s=pool.prices.row_s / (FORWARD + BACKWARD),
             row_bytes=pool.prices.row_bytes,
@@ -198,7 +205,8 @@ class ProProphet(Strategy):
             weight_bytes=pool.expert_bytes,
             gradient_bytes=pool.expert_bytes,
             copy_bytes_per_s=pool.copy_bytes_per_s or pool.expert_bytes / pool.prices.copy_s,
-            copy_latency_s=pool.copy_latency_s,
+            exchange_start_s=pool.links.exchange_start_s if starts and pool.links else 0.0,
+            copy_latency_s=pool.copy_latency_s if starts else 0.0,
             forward_gap_s=job.window_s[layer],
             backward_gap_s=job.back_window_s[layer],
             is_scheduled=self.scheduler,

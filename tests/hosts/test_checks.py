@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from rich.console import Console
 
+from ds_moe_ext.cost.link_prices import Trip
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.moe.observation import Rows
 from ds_moe_ext.placement import Placement
@@ -26,7 +27,7 @@ from ds_moe_ext.report.record import RunRecord, TermRecord
 from ds_moe_ext.share import LocalElseHome
 from ds_moe_ext.steps import cost_checks
 from ds_moe_ext.steps.cost_checks import Checks, term_of
-from ds_moe_ext.steps.costs import CHECKED, STEPS, TRIED, Seen
+from ds_moe_ext.steps.costs import CHECKED, STEPS, TRIED, Seen, exchange_s
 from ds_moe_ext.steps.training_run import terms_table
 from ds_moe_ext.strategy import Forecast, Job, Plan, Site
 
@@ -121,7 +122,7 @@ def two_ranks(
     others = [
         replace(
             each,
-            exchange_s=each.exchange_s / 2,
+            dispatch_s=each.dispatch_s / 2,
             expert_s=3 * each.expert_s,
             reduce_s=0.0,
         )
@@ -136,8 +137,8 @@ def by_rows(layer: int, rows_CE: np.ndarray) -> Forecast:
     return Forecast(total, total / 2, 6.0 * layer, 2.0 * layer)
 
 
-FIRST = Seen(exchange_s=8.0, expert_s=1.0, most_received=4, rows=8)
-SECOND = Seen(exchange_s=16.0, expert_s=2.0, gather_s=4.0, reduce_s=8.0)
+FIRST = Seen(dispatch_s=8.0, expert_s=1.0, most_received=4, rows=8)
+SECOND = Seen(dispatch_s=16.0, expert_s=2.0, gather_s=4.0, reduce_s=8.0)
 
 
 def test_steps_worked_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +195,7 @@ def test_a_model_that_does_not_know_all_layers_is_not_checked(
     fakes = Fakes(monkeypatch, model)
     for _ in range(2 * len(CHECKED)):
         fakes.step(num_rows=1, seen=[FIRST, SECOND])
-        assert fakes.checks.copy_speed is None
+        assert fakes.checks.correction is None
     assert len(fakes.asked) == 4 * len(CHECKED) and fakes.checks.terms == ()
 
 
@@ -204,15 +205,32 @@ def test_how_fast_copies_are(monkeypatch: pytest.MonkeyPatch) -> None:
     speeds = []
     for _ in range(2 * len(TRIED)):
         fakes.step(num_rows=1, seen=[FIRST, replace(SECOND, gather_s=8.0)])
-        speeds.append(fakes.checks.copy_speed)
+        speeds.append(fakes.checks.correction and fakes.checks.correction.copy_speed)
     assert speeds == [None, None, pytest.approx(8 / 12), None, None, None]
+
+
+def test_what_exchanges_take_besides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said are 4 s for four trips of a layer; found 4 s and 8 s, where the rank took them that
+    waited less: none more, and one each."""
+    fakes = Fakes(monkeypatch, by_rows)
+    for _ in TRIED:
+        fakes.step(num_rows=1, seen=[FIRST, SECOND])
+    assert fakes.checks.correction is not None
+    assert fakes.checks.correction.trip == Trip(start_s=0.5)
+
+
+def test_each_exchange_has_a_last_rank_of_its_own() -> None:
+    first = Seen(dispatch_s=1.0, combine_s=5.0, combine_back_s=2.0, dispatch_back_s=3.0)
+    other = Seen(dispatch_s=4.0, combine_s=2.0, combine_back_s=2.0, dispatch_back_s=2.5)
+    assert exchange_s([first, other]) == 1.0 + 2.0 + 2.0 + 2.5
 
 
 def test_without_copies_their_speed_stays_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes = Fakes(monkeypatch, by_rows)
     for _ in TRIED:
         fakes.step(num_rows=1, seen=[FIRST, FIRST])
-    assert fakes.checks.copy_speed is None
+    assert fakes.checks.correction is not None
+    assert fakes.checks.correction.copy_speed is None
 
 
 def test_steps_are_tried_and_checked_when_plans_know_what_was_measured() -> None:

@@ -43,7 +43,7 @@ class _RisingClock:
         return ((self._num_calls - 1) % 3 + 1) * 1e-3
 
 
-def _links(rank: int, world_size: int, cell_size: int) -> tuple[float, float, float]:
+def _links(rank: int, world_size: int, cell_size: int) -> tuple[float, ...]:
     from ds_moe_ext.layout import Grid, ParallelLayout
     from ds_moe_ext.schedule.task import INTER, PARAM
     from ds_moe_ext.steps import costs
@@ -53,7 +53,7 @@ def _links(rank: int, world_size: int, cell_size: int) -> tuple[float, float, fl
     layout = ParallelLayout.build(grid, uses, ranks_per_node=world_size // 2)
     with mock.patch.object(costs, "clock_of", lambda device: _RisingClock()):
         links = costs.Links.measured(layout, (torch.zeros(64),), peer_bytes=4096)
-    return links.inter.bytes_per_s, links.intra.bytes_per_s, links.cards
+    return links.inter.bytes_per_s, links.intra.bytes_per_s, links.alone.bytes_per_s, links.cards
 
 
 @pytest.mark.parametrize(("cell_size", "ratio", "cards"), [(1, 4.0, 4.0), (2, 1.0, 1.0)])
@@ -64,8 +64,9 @@ def test_rows_are_priced_by_links_of_nodes_and_of_cells(
     and alone as long with one; then each a cell of both, which has no other near it."""
     found = pool_of(4).run(_links, cell_size)
     assert len(set(found)) == 1, "all ranks must find the same"
-    inter, intra, times_alone = found[0]
+    inter, intra, alone, times_alone = found[0]
     assert inter == pytest.approx(ratio * intra, rel=1e-3)
+    assert alone == pytest.approx(intra, rel=1e-3)
     assert times_alone == pytest.approx(cards, rel=1e-3)
     assert intra > 0
 

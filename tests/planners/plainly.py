@@ -214,7 +214,7 @@ def block_time(
     """Equation (6) or (8), with choices 3 and 4, and latencies."""
     computed, received = home_loads(rows, own, holders)
     moved = sum(len(cells) for cells in holders.values() if len(cells) > 1) / len(rows)
-    a2a = max(received) * prices.row_bytes / prices.bytes_per_s
+    a2a = prices.exchange_start_s + max(received) * prices.row_bytes / prices.bytes_per_s
     fec, bec = max(computed) * prices.row_s, 2 * (max(computed) * prices.row_s)
     starts = prices.copy_latency_s if moved else 0.0
     trans = starts + moved * prices.weight_bytes / prices.copy_bytes_per_s
@@ -267,6 +267,7 @@ def blocks(draw: st.DrawFn) -> Block:
         weight_bytes=draw(st.sampled_from([4.0, 64.0, 0.0])),
         gradient_bytes=draw(st.sampled_from([4.0, 128.0, 0.0])),
         copy_bytes_per_s=draw(st.sampled_from([8.0, 0.5])),
+        exchange_start_s=draw(st.sampled_from([0.0, 2.0])),
         copy_latency_s=draw(st.sampled_from([0.0, 8.0])),
         forward_gap_s=draw(st.sampled_from([0.0, 16.0])),
         backward_gap_s=draw(st.sampled_from([0.0, 32.0])),

@@ -1,0 +1,598 @@
+"""What the simulator says of a step beside what it takes, where tasks only take time.
+
+`chrt -r 10 python launch/bench/predicted_steps.py`
+`chrt -r 10 python launch/bench/cluster.py --nodes 1 launch/bench/predicted_steps.py`
+
+Layers, lanes, copies and their hooks are the product's own, so that schedules run as they do in
+training; each of their tasks lasts as long as was drawn for it. Plans are drawn, too: how many
+copies, in which pieces, how many chunks and slices. The same tasks are priced by ``simulate``. By
+itself the process stands for one rank of four, whose exchanges return at once (``fake_world.py``);
+with a launcher's ranks each exchange is made, and lasts from when the last of its ranks has come.
+
+Shape letters: C cells, E experts, T rows of a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from fake_world import fake_world
+from pace import Pace, PacedExperts
+from replaced_layers import ReplacedLayers
+from rich.console import Console
+from torch import Tensor, nn
+
+from ds_moe_ext.moe.copies.airfield import Airfield
+from ds_moe_ext.moe.layer import RoutedExperts, SawSlice
+from ds_moe_ext.planners.copy_split import Split
+from ds_moe_ext.planners.layer_pipelines import NOWHERE, Placed
+from ds_moe_ext.schedule.crew import Stage
+from ds_moe_ext.schedule.executor import Event, Lanes, Mark, lanes_for
+from ds_moe_ext.schedule.simulator import simulate
+from ds_moe_ext.schedule.step import whole_step
+from ds_moe_ext.schedule.task import (
+    ATTENTION,
+    CELL_GATHER,
+    CELL_SCATTER,
+    COMBINE,
+    DISPATCH,
+    EXPERT,
+    GATHER,
+    GRADIENTS,
+    INTER,
+    ORDER,
+    PLAN,
+    RESTORE,
+    Op,
+    Schedule,
+    Span,
+    Task,
+)
+from ds_moe_ext.share import LocalElseHome
+from ds_moe_ext.strategy import Carried, Plan, followers
+
+NUM_RANKS = 4  # that a process by itself stands for one of
+NUM_EXPERTS, NUM_ROWS, WIDTH = 8, 48, 4
+MOST_TASKS = 1000  # of a step
+CPU = torch.device("cpu")
+
+SECONDS: Mapping[str, tuple[float, float]] = {
+    ATTENTION.name: (0.005, 0.020),
+    EXPERT.name: (0.005, 0.025),
+    ORDER.name: (0.001, 0.002),
+    DISPATCH.name: (0.004, 0.015),
+    COMBINE.name: (0.004, 0.015),
+    CELL_GATHER.name: (0.004, 0.012),
+    CELL_SCATTER.name: (0.004, 0.012),
+    RESTORE.name: (0.001, 0.002),
+    GATHER.name: (0.005, 0.025),
+    GRADIENTS.name: (0.002, 0.010),
+    PLAN.name: (0.001, 0.005),
+}
+"""Of whole tasks in forward, at least and at most."""
+
+LONGER_BACK = frozenset((ATTENTION.name, EXPERT.name))  # two gradients in place of one output
+CHUNK_NOISE = (0.8, 1.25)  # of a chunk's share: chunks have unlike rows
+OF_CELL = frozenset((CELL_GATHER.name, CELL_SCATTER.name))
+BETWEEN_CELLS = frozenset((DISPATCH.name, COMBINE.name, GATHER.name))
+EXCHANGES = OF_CELL | BETWEEN_CELLS | {ORDER.name}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run layers.
+
+    Attributes:
+        name: in the table.
+        block: of the JSON.
+        copied: experts are copied, and at most so many layers' blocks before carry them.
+        degree: chunks of forward; of backward as many, or one of its divisors.
+        sliced: dense gradients are reduced beside layers.
+    """
+
+    name: str
+    block: Mapping[str, Any]
+    copied: bool = False
+    carried: bool = False
+    freed: bool = False
+    degree: int = 1
+    sliced: bool = False
+
+
+def ways() -> Iterator[Way]:
+    """Every strategy whose layers all ranks run alike."""
+    yield Way("ep", {"strategy": "ep"})
+    for degree in (1, 2, 4):
+        for sliced in (False, True):
+            name = f"esp, degree {degree}{', slices' if sliced else ''}"
+            keys = {"degree": degree, "slice_gradients": sliced}
+            block = {"strategy": "esp", "expert_sharding_size": 2, "esp": keys}
+            yield Way(name, block, degree=degree, sliced=sliced)
+    fssdp = {"strategy": "fssdp", "fssdp": {"reshard_interval": 0}}
+    yield Way("fssdp", fssdp, copied=True)
+    yield Way("fssdp, freed copies", fssdp, copied=True, freed=True)
+    prophet = {"strategy": "prophet"}
+    yield Way("prophet", prophet, copied=True, carried=True)
+    yield Way("prophet, freed copies", prophet, copied=True, carried=True, freed=True)
+    esp = {"esp": {"degree": 2, "slice_gradients": False}}
+    over = {**esp, **fssdp, "strategy": "esp", "balance": "fssdp"}
+    yield Way("esp over fssdp", over, copied=True, freed=True, degree=2)
+    over = {**esp, "strategy": "esp", "balance": "prophet"}
+    yield Way("esp over prophet", over, copied=True, carried=True, freed=True, degree=2)
+
+
+Key = tuple[str, int, Span, bool]  # a task's op, layer and span, and whether it is an adjoint
+
+
+def key_of(task: Task) -> Key:
+    """By which its seconds are found."""
+    return task.op.name, task.layer, task.span, bool(task.adjoint_of)
+
+
+@dataclass(eq=False)
+class Times:
+    """How long the tasks of a step take, and the tasks that ran.
+
+    Attributes:
+        seconds: of each task.
+        ran: those that did, in the order in which they ended.
+        came_KC: moments at which each rank came to each task, in memory that all ranks share;
+            None where there are none.
+    """
+
+    seconds: Mapping[Key, float] = field(default_factory=dict)
+    ran: list[Key] = field(default_factory=list)
+    came_KC: np.ndarray | None = None
+    _row_of: Mapping[Key, int] = field(default_factory=dict)
+
+    def begin(self, seconds: Mapping[Key, float]) -> None:
+        """Tasks take so long from now on."""
+        self.seconds = seconds
+        self._row_of = {key: row for row, key in enumerate(seconds)}
+        self.ran.clear()
+        if self.came_KC is not None:
+            self.came_KC[:, dist.get_rank()] = 0.0
+
+    def comes_to(self, key: Key) -> float:
+        """This moment."""
+        now_s = time.perf_counter()  # one clock for all processes of a Linux machine
+        if self.came_KC is not None and key in self._row_of:
+            self.came_KC[self._row_of[key], dist.get_rank()] = now_s
+        return now_s
+
+    def hold(self, key: Key, came_s: float, peers: Sequence[int] = ()) -> None:
+        """Let the thread sleep until the task has lasted as long as it should since this rank, and
+        any of its peers, came to it."""
+        if self.came_KC is not None and peers:
+            came_s = max(came_s, float(self.came_KC[self._row_of[key], list(peers)].max()))
+        end_s = came_s + self.seconds[key]
+        while (left_s := end_s - time.perf_counter()) > 0:
+            time.sleep(left_s)
+        self.ran.append(key)
+
+
+def peers_of(name: str, rank: int, num_ranks: int, cell_size: int) -> Sequence[int]:
+    """Ranks, itself among them, that exchange something in a task of this name."""
+    everyone, place = range(num_ranks), rank % cell_size
+    if name in OF_CELL:
+        return everyone[rank - place : rank - place + cell_size]
+    if name in BETWEEN_CELLS:
+        return everyone[place::cell_size]
+    return everyone if name == ORDER.name else (rank,)
+
+
+@dataclass(frozen=True, eq=False)
+class PacedStage:
+    """A stage that lasts; an exchange, so long from when all have come."""
+
+    stage: Stage
+    op: Op
+    layer: int
+    times: Times
+    peers: Sequence[int]
+
+    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        key = self.op.name, self.layer, span, False
+        came_s = self.times.comes_to(key)
+        made = self.stage.forward(span, *reads)
+        self.times.hold(key, came_s, self.peers)
+        return made
+
+    def backward(self, span: Span, saved: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
+        key = self.op.name, self.layer, span, True
+        came_s = self.times.comes_to(key)
+        made = self.stage.backward(span, saved, *grads)
+        self.times.hold(key, came_s, self.peers)
+        return made
+
+    def recut(self, span: Span, pieces: Sequence[tuple[Span, tuple[Any, ...]]]) -> tuple[Any, ...]:
+        return self.stage.recut(span, pieces)
+
+
+@dataclass(eq=False)
+class PacedSlices:
+    """Dense gradients that only take time; slice 0 has one element, slice 1 two, and so on."""
+
+    layer: int
+    times: Times
+    events: list[Event] = field(default_factory=list)
+
+    def reduce(self, elements: int) -> None:
+        """The stage takes the time."""
+
+    def begin(self, elements: int, saw: SawSlice) -> None:
+        key = GRADIENTS.name, self.layer, Span(elements - 1, elements), False
+        lanes = lanes_for(CPU, overlaps=True)
+        work = lambda: self.times.hold(key, time.perf_counter())  # noqa: E731
+        self.events.append(lanes.submit(INTER, work, ()))
+
+
+class _Attention(torch.autograd.Function):
+    """Hands x on, a while later."""
+
+    @staticmethod
+    def forward(ctx: Any, times: Times, layer: int, x_TD: Tensor) -> Tensor:
+        ctx.times, ctx.layer = times, layer
+        times.hold((ATTENTION.name, layer, Span(0, 1), False), time.perf_counter())
+        return x_TD.view_as(x_TD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[None, None, Tensor]:
+        ctx.times.hold((ATTENTION.name, ctx.layer, Span(0, 1), True), time.perf_counter())
+        return None, None, grad_TD
+
+
+class Block(nn.Module):
+    """What the host computes behind the layer before, then experts beside a residual."""
+
+    def __init__(self, layer: int, times: Times) -> None:
+        super().__init__()
+        self.layer, self.times = layer, times
+        self.experts: nn.Module = PacedExperts(Pace(0.0, 0.0), (NUM_EXPERTS, WIDTH, WIDTH))
+
+    def forward(self, x_TD: Tensor, expert_T1: Tensor) -> Tensor:
+        if self.layer:
+            x_TD = _Attention.apply(self.times, self.layer - 1, x_TD)
+        return x_TD + self.experts(x_TD, expert_T1, x_TD.new_ones(expert_T1.shape))
+
+
+class Model:
+    """Layers under one strategy, whose tasks take as long as they are told. Collective."""
+
+    def __init__(self, way: Way, num_layers: int) -> None:
+        self.way, self.times = way, Times(came_KC=shared_moments())
+        self._blocks = nn.ModuleList([Block(layer, self.times) for layer in range(num_layers)])
+        model = nn.ModuleDict({"blocks": self._blocks})
+        with paced(self.times):
+            self._replaced = ReplacedLayers.of(model, way.block)
+        self.layers = [each.routed for each in self._replaced.layers]
+        for layer in self.layers:
+            layer.slices = PacedSlices(layer.site.layer, self.times)
+        self._x_TD = torch.rand(NUM_ROWS, WIDTH, requires_grad=True)
+
+    def take(self, plans: Sequence[Plan]) -> Schedule:
+        """Run by these plans; what a step then is."""
+        for layer, plan, following in zip(self.layers, plans, followers(plans, [0] * len(plans))):
+            layer.take(plan, following)
+        return whole_step([layer.schedules for layer in self.layers])
+
+    def takes_time(self, task: Task) -> bool:
+        """Whether it is work; plans of the next step are, where a lane makes them."""
+        return task.op.is_work and (task.op != PLAN or self.layers[task.layer].plans_in_lane)
+
+    def step_s(self, seconds: Mapping[Key, float]) -> float:
+        """What one step takes."""
+        self.times.begin(seconds)
+        expert_T1 = torch.arange(NUM_ROWS)[:, None] % NUM_EXPERTS
+        with paced(self.times):
+            if dist.get_backend() != "fake":
+                dist.barrier()
+            start_s = time.perf_counter()
+            x_TD = self._x_TD
+            for block in self._blocks:
+                x_TD = block(x_TD, expert_T1)
+            x_TD = _Attention.apply(self.times, len(self.layers) - 1, x_TD)
+            x_TD.backward(torch.ones_like(x_TD))
+            for layer in self.layers:
+                slices = layer.slices
+                assert isinstance(slices, PacedSlices)
+                lanes_for(CPU, overlaps=True).join(slices.events)
+                slices.events.clear()
+            end_s = time.perf_counter()
+        self._replaced.planning.take_rows()
+        for layer in self.layers:
+            layer.after_step()
+        return end_s - start_s
+
+
+def shared_moments() -> np.ndarray | None:
+    """Zeros for each task and rank, in memory of all ranks. Collective."""
+    if dist.get_backend() == "fake":
+        return None
+    path: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        with NamedTemporaryFile(delete=False) as file:
+            file.truncate(8 * MOST_TASKS * dist.get_world_size())
+            path[0] = file.name
+    dist.broadcast_object_list(path)
+    assert path[0] is not None
+    moments_KC = np.memmap(path[0], np.float64, "r+", shape=(MOST_TASKS, dist.get_world_size()))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.unlink(path[0])
+    return moments_KC
+
+
+@contextmanager
+def paced(times: Times) -> Iterator[None]:
+    """All stages of layers, and all copies, take their time inside the block."""
+    stages = RoutedExperts._stages
+
+    def paced_stages(self: RoutedExperts, device: torch.device, lanes: Lanes) -> Mapping[Op, Stage]:
+        layer, cell_size = self.site.layer, self.site.layout.grid.cell_size
+
+        def stage_of(op: Op, stage: Stage) -> Stage:
+            if not op.is_work or (op == PLAN and not lanes.has_threads):
+                return stage
+            peers = peers_of(op.name, dist.get_rank(), dist.get_world_size(), cell_size)
+            return PacedStage(stage, op, layer, times, peers)
+
+        return {op: stage_of(op, stage) for op, stage in stages(self, device, lanes).items()}
+
+    def paced_began(self: Airfield) -> Mark:
+        return time.perf_counter()
+
+    def paced_saw(
+        self: Airfield, op: Op, start: Mark, *, is_adjoint: bool = False, piece: int = 0
+    ) -> None:
+        span, num_pieces = Span(piece, piece + 1), len(self.trips.gathers)
+        if not is_adjoint and (op.name, self.place.layer, span, False) in times.ran:
+            span = Span(0, num_pieces)  # all once more, for backward
+        times.hold((op.name, self.place.layer, span, is_adjoint), start)
+
+    with (
+        mock.patch.object(RoutedExperts, "_stages", paced_stages),
+        mock.patch.object(Airfield, "began", paced_began),
+        mock.patch.object(Airfield, "saw", paced_saw),
+    ):
+        yield
+
+
+# What is drawn: the same on all ranks, but how long a rank computes.
+
+
+def drawn_plans(way: Way, model: Model, random: np.random.Generator) -> list[Plan]:
+    """One a layer."""
+    plans: list[Plan] = []
+    for number, layer in enumerate(model.layers):
+        home = layer.site.plan.home
+        plan = Plan.at_home(home)
+        if way.copied:
+            plan = _copied(way, plan, random, follows=number > 0)
+        if way.degree > 1:
+            divisors = [d for d in (1, 2, 4) if way.degree % d == 0]
+            plan = replace(
+                plan, forward_degree=way.degree, backward_degree=int(random.choice(divisors))
+            )
+        plans.append(replace(plan, reductions=_slices(random) if way.sliced else NOWHERE))
+    return plans
+
+
+def _copied(way: Way, plan: Plan, random: np.random.Generator, *, follows: bool) -> Plan:
+    """With copies of some experts in all cells."""
+    home = plan.home
+    copied = random.choice(home.num_experts, size=int(random.integers(2, 5)), replace=False)
+    holds_EC = home.holds_EC.copy()
+    holds_EC[copied] = True
+    target = home.with_copies(holds_EC)
+    halves = [_halves(copied, random) for _ in range(2)]
+    plan = Plan(
+        home,
+        target,
+        LocalElseHome(home, target),
+        rematerialize=way.freed,
+        carried=Carried(*halves) if way.carried and follows else None,
+    )
+    return replace(plan, successor=lambda rows_CE: plan) if way.carried else plan
+
+
+def _halves(experts: np.ndarray, random: np.random.Generator) -> Split:
+    at = int(random.integers(1, len(experts)))
+    return Split(tuple(experts[:at].tolist()), tuple(experts[at:].tolist()))
+
+
+def _slices(random: np.random.Generator) -> Placed:
+    within, dense = random.integers(0, 3, size=2).tolist()
+    numbers = tuple(range(1, within + dense + 1))
+    return Placed(numbers[:within], numbers[within:])
+
+
+def drawn_seconds(
+    step: Schedule, num_ranks: int, random: np.random.Generator, pace: float
+) -> list[dict[Key, float]]:
+    """Of each rank's tasks, times ``pace``; exchanges take all ranks equally long."""
+    num_chunks = {task.layer: 1 for task in step.tasks}
+    for task in step.tasks:
+        if task.op == DISPATCH:
+            num_chunks[task.layer] = max(num_chunks[task.layer], task.span.stop)
+    whole: dict[tuple[str, int, bool], np.ndarray] = {}
+    seconds: list[dict[Key, float]] = [{} for _ in range(num_ranks)]
+
+    def draw(least: float, most: float, *, alike: bool) -> np.ndarray:
+        if alike:
+            return np.full(num_ranks, random.uniform(least, most))
+        return random.uniform(least, most, size=num_ranks)
+
+    for task in step.tasks:
+        key = name, layer, span, is_adjoint = key_of(task)
+        if not task.op.is_work or key in seconds[0]:
+            continue
+        alike = name not in (ATTENTION.name, EXPERT.name, RESTORE.name, PLAN.name)
+        by_piece = name in (GATHER.name, GRADIENTS.name)
+        if by_piece:
+            drawn = draw(*SECONDS[name], alike=alike) * (span.stop - span.start)
+        else:
+            if (name, layer, is_adjoint) not in whole:
+                times = 2 if is_adjoint and name in LONGER_BACK else 1
+                whole[name, layer, is_adjoint] = times * draw(*SECONDS[name], alike=alike)
+            part = (span.stop - span.start) / num_chunks[layer]
+            noise = draw(*CHUNK_NOISE, alike=alike) if part < 1 else 1.0
+            drawn = whole[name, layer, is_adjoint] * part * noise
+        if name == ATTENTION.name:
+            drawn = whole[name, layer, is_adjoint]
+        for of_rank, own in zip(seconds, drawn):
+            of_rank[key] = pace * float(own)
+    return seconds
+
+
+def predicted_s(step: Schedule, seconds: Sequence[Mapping[Key, float]], model: Model) -> float:
+    """What the simulator says."""
+    cell_size = model.layers[0].site.layout.grid.cell_size
+    num_ranks = len(seconds)
+
+    def seconds_of(rank: int, task: Task) -> float:
+        return seconds[rank][key_of(task)] if model.takes_time(task) else 0.0
+
+    def peers(rank: int, task: Task) -> Sequence[int]:
+        return (rank,) if num_ranks == 1 else peers_of(task.op.name, rank, num_ranks, cell_size)
+
+    return simulate(step, seconds_of, num_ranks=num_ranks, peers_of=peers).makespan_s
+
+
+@dataclass(frozen=True)
+class Result:
+    """One schedule.
+
+    Attributes:
+        way: its strategy.
+        predicted_s: of a step, by the simulator.
+        executed_s: as it took, each time.
+    """
+
+    way: str
+    predicted_s: float
+    executed_s: tuple[float, ...]
+
+    @property
+    def error(self) -> float:
+        """By how much more is said than the median step took, as part of it."""
+        return self.predicted_s / statistics.median(self.executed_s) - 1
+
+
+def results(
+    way: Way, num_schedules: int, *, num_steps: int, seed: int, pace: float = 1.0
+) -> Iterator[Result]:
+    """One for each schedule of a way, in as many steps. Collective."""
+    is_fake = dist.get_backend() == "fake"
+    num_ranks = 1 if is_fake else dist.get_world_size()
+    own = dist.get_rank()
+    models: dict[int, Model] = {}
+    for number in range(num_schedules):
+        random = np.random.default_rng([seed, number])
+        num_layers = 2 + number % 3
+        if num_layers not in models:
+            models[num_layers] = Model(way, num_layers)
+        model = models[num_layers]
+        step = model.take(drawn_plans(way, model, random))
+        seconds = drawn_seconds(step, num_ranks, random, pace)
+        model.step_s(dict.fromkeys(seconds[own], 0.0))  # makes programs and connections
+        took = []
+        for _ in range(num_steps):
+            took_s = model.step_s(seconds[own])
+            check_ran(step, model)
+            if not is_fake:
+                told = torch.tensor([took_s], dtype=torch.float64)
+                dist.all_reduce(told, dist.ReduceOp.MAX)
+                took_s = float(told)
+            took.append(took_s)
+        yield Result(way.name, predicted_s(step, seconds, model), tuple(took))
+
+
+def check_ran(step: Schedule, model: Model) -> None:
+    """Each lane did just the tasks of the schedule that take time, in its order.
+
+    Raises:
+        RuntimeError: it did not.
+    """
+    lane_of = {key_of(task): task.lane for task in step.tasks}
+    for lane, positions in step.by_lane.items():
+        tasks = [step.tasks[position] for position in positions]
+        wanted = [key_of(task) for task in tasks if model.takes_time(task)]
+        ran = [key for key in model.times.ran if lane_of.get(key) == lane]
+        if wanted != ran:
+            raise RuntimeError(f"lane {lane.name} was to do {wanted}, but did {ran}")
+
+
+def markdown(found: Sequence[Result]) -> Iterator[str]:
+    """A row for each way, and one for all."""
+    columns = ("strategy", "schedules", "step, ms", "error, median", "worst", "said too short")
+    yield f"| {' | '.join(columns)} |"
+    yield "|---" * len(columns) + "|"
+    names = dict.fromkeys(each.way for each in found)
+    for name in (*names, "all"):
+        own = [each for each in found if name in (each.way, "all")]
+        ms = [1e3 * statistics.median(each.executed_s) for each in own]
+        errors = [each.error for each in own]
+        yield (
+            f"| {name} | {len(own)} | {min(ms):.0f} to {max(ms):.0f} | "
+            f"{statistics.median(map(abs, errors)):.1%} | {max(map(abs, errors)):.1%} | "
+            f"{sum(error < 0 for error in errors)} of {len(errors)} |"
+        )
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--schedules", type=int, default=20, help="of each strategy")
+    add("--steps", type=int, default=3, help="of each schedule; the median counts")
+    add("--only", nargs="+", default=[], help="strategies, as the table names them")
+    add("--pace", type=float, default=1.0, help="times that tasks take what is drawn")
+    add("--seed", type=int, default=1)
+    add("--json", type=Path, help="write the figures here")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """All strategies, one after the other."""
+    given = parse_arguments()
+    torch.set_num_threads(1)
+    has_ranks = "RANK" in os.environ
+    if has_ranks:
+        dist.init_process_group("gloo")
+    with nullcontext() if has_ranks else fake_world(NUM_RANKS):
+        console = Console(quiet=dist.get_rank() != 0, highlight=False)
+        found: list[Result] = []
+        for way in ways():
+            if not given.only or way.name in given.only:
+                found += results(
+                    way,
+                    given.schedules,
+                    num_steps=given.steps,
+                    seed=given.seed,
+                    pace=given.pace,
+                )
+        console.print("\n".join(markdown(found)), soft_wrap=True)
+        console.print(f"load average at the end: {os.getloadavg()[0]:.2f}")
+        if given.json is not None and dist.get_rank() == 0:
+            given.json.write_text(json.dumps([asdict(each) for each in found], indent=1))
+    if has_ranks:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
