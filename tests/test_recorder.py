@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from ds_moe_ext.moe.observation import Pass, Rows, TasksSeen, TimedTask
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.report.looks import MOST_ENTRIES, MOST_LAYERS, in_turn
+from ds_moe_ext.report.page import page_of
 from ds_moe_ext.report.record import LayerRecord, Move, RunRecord, Span, TermRecord
 from ds_moe_ext.report.recorder import Recorder, spans_of
 from ds_moe_ext.schedule.task import ATTENTION, EXPERT, GATHER, GRADIENTS, JOIN, Op, Task
 from ds_moe_ext.schedule.task import Span as Chunks
 from ds_moe_ext.share import LocalElseHome
-from ds_moe_ext.strategy import Destination, Plan
+from ds_moe_ext.strategy import Choice, Destination, Plan
 
 
 def is_timed(**wanted: Any) -> bool:
@@ -99,6 +100,23 @@ def test_copies_worked_by_hand() -> None:
     assert (run.placements.last_step, run.placements.moves) == (1, ())
     np.testing.assert_allclose(run.home_balance_IL(), [[10 / 6], [10 / 6]])
     np.testing.assert_allclose(run.balance_IL(), [[10 / 6], [7 / 6]])
+
+
+def test_who_planned_from_when_on() -> None:
+    rows_CE = np.array([[4, 1], [4, 1]])
+    plain = plan_of([0, 1], [[0, 0], [0, 0]])
+    ep, fssdp = (
+        dataclasses.replace(plain, choice=Choice(name, 1.0, f"{name} is cheaper"))
+        for name in ("ep", "fssdp")
+    )
+    steps = [plain, ep, ep, fssdp, ep]
+    run = recorded([[plan] for plan in steps], [[rows_CE]] * len(steps))
+    assert [(each.step, each.name) for each in run.choices] == [(1, "ep"), (3, "fssdp"), (4, "ep")]
+    again = RunRecord.from_json(run.to_json())
+    assert again.choices == run.choices
+    page = page_of(run)
+    assert "What was chosen" in page
+    assert "fssdp is cheaper" in page
 
 
 def test_copies_made_after_the_gate_worked_by_hand() -> None:

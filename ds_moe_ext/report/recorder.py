@@ -31,7 +31,7 @@ from ds_moe_ext.report.record import (
     TermRecord,
 )
 from ds_moe_ext.schedule.task import COMPUTE, GATHER, GRADIENTS, PARAM
-from ds_moe_ext.strategy import Plan
+from ds_moe_ext.strategy import Choice, Plan
 
 TIME_EVERY = 10  # steps: timing costs little, but not nothing
 HEAD_NAME = "head"  # what follows the last layer, where a step is one pass
@@ -152,6 +152,20 @@ class _Times:
 
 
 @dataclass(eq=False)
+class _Changes:
+    """Of homes, and of the strategy that plans."""
+
+    moves: list[Move] = field(default_factory=list)
+    choices: list[ChoiceRecord] = field(default_factory=list)
+
+    def add_choice(self, step: int, choice: Choice | None) -> None:
+        """By which a step ran, if that is another than before."""
+        latest = self.choices[-1].name if self.choices else ""
+        if choice is not None and choice.name != latest:
+            self.choices.append(ChoiceRecord(step, choice.name, choice.told))
+
+
+@dataclass(eq=False)
 class Recorder:
     """Args:
     strategy: JSON name of the strategy.
@@ -176,8 +190,7 @@ class Recorder:
     _latest: StepLoads | None = None
     _plans: tuple[Plan, ...] = ()  # of the latest step
     _added: Mapping[int, np.ndarray] = field(default_factory=dict)  # likewise
-    _moves: list[Move] = field(default_factory=list)
-    _choices: list[ChoiceRecord] = field(default_factory=list)
+    _changes: _Changes = field(default_factory=_Changes)
     _every: int = 1
     _times: _Times = field(default_factory=_Times)
 
@@ -235,7 +248,7 @@ class Recorder:
             placements=None if self._latest is None else self._placements(self._latest),
             terms=self.terms,
             looks=self._looks(layers),
-            choices=tuple(self._choices),
+            choices=tuple(self._changes.choices),
         )
 
     @cached_property
@@ -253,14 +266,14 @@ class Recorder:
         seen = (*kept, latest)
         has_added = any(loads.added_LE.any() for loads in seen)
         has_copies = has_added or any(loads.copies_LE.any() for loads in seen)
-        if not self._moves and not has_copies:
+        if not self._changes.moves and not has_copies:
             return None
         shape_ILE = len(kept), *latest.copies_LE.shape
         shape_ILC = len(kept), *latest.home_cell_rows_LC.shape
         return PlacementRecord(
             copies_ILE=_stacked([loads.copies_LE for loads in kept], shape_ILE),
             home_cell_rows_ILC=_stacked([loads.home_cell_rows_LC for loads in kept], shape_ILC),
-            moves=tuple(self._moves),
+            moves=tuple(self._changes.moves),
             last_step=latest.step,
             copied_to=tuple(
                 tuple(tuple(np.flatnonzero(copied_C).tolist()) for copied_C in copied_EC(plan))
@@ -298,11 +311,9 @@ class Recorder:
                 continue
             num_moved = int((plan.home.owner_E != before.home.owner_E).sum())
             if num_moved:
-                self._moves.append(Move(step, index, num_moved))
+                self._changes.moves.append(Move(step, index, num_moved))
         self._plans = plans
-        choice, latest = plans[0].choice, self._choices[-1].name if self._choices else ""
-        if choice is not None and choice.name != latest:
-            self._choices.append(ChoiceRecord(step, choice.name, choice.told))
+        self._changes.add_choice(step, plans[0].choice)
 
     def _take_loads(self, step: int, rows: Sequence[Rows]) -> None:
         is_kept, plans = step % self._every == 0, self._plans
