@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,8 @@ NO_CHOICE = Choice("", 1.0, "")
 
 @dataclass(eq=False)
 class StepTimes:
-    """Mean seconds of some steps, agreed upon by all ranks: of the slowest.
+    """Median seconds of some steps, agreed upon by all ranks: of the slowest. Between some of them
+    a run evaluates, or saves.
 
     Attributes:
         every: steps between two looks; 0 for none.
@@ -79,8 +82,7 @@ class StepTimes:
             self._ends_s.clear()
 
     def _look(self, choice: Choice) -> None:
-        first_s, *_, last_s = self._ends_s[SETTLING:]
-        own_s = (last_s - first_s) / (len(self._ends_s) - SETTLING - 1)
+        own_s = median(after - before for before, after in pairwise(self._ends_s[SETTLING:]))
         ratio = self.slowest(own_s) / choice.expected_s
         before = self.ratios.get(choice.name, ratio)
         self.has_drifted = not before / DRIFTED < ratio < before * DRIFTED

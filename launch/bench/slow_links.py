@@ -29,7 +29,16 @@ from load_traces import read_trace, zipf_loads
 from pace import Pace
 from rich.console import Console
 from rotation import rotated
-from slow_links_contenders import PLAIN, Contender, Sizes, Way, esp_ways, fssdp_ways, prophet_ways
+from slow_links_contenders import (
+    PLAIN,
+    Contender,
+    Sizes,
+    Way,
+    auto_ways,
+    esp_ways,
+    fssdp_ways,
+    prophet_ways,
+)
 from slow_links_figures import Result, Seen, Tally, markdown
 
 from ds_moe_ext.steps.costs import CHECKED, STEPS
@@ -43,7 +52,12 @@ TOLERANCE = 1e-5  # of the largest gradient: sums are taken in another order
 def ways(given: argparse.Namespace) -> tuple[Way, ...]:
     """The contenders of the command line."""
     fssdp = fssdp_ways(given.copies, given.overlap_degree)
-    by_strategy = {"fssdp": fssdp, "prophet": prophet_ways(), "esp": esp_ways()}
+    by_strategy = {
+        "fssdp": fssdp,
+        "prophet": prophet_ways(),
+        "esp": esp_ways(),
+        "auto": auto_ways(),
+    }
     return PLAIN, *(way for name in given.strategies for way in by_strategy[name])
 
 
@@ -164,7 +178,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--skews", type=float, nargs="+", default=[0.0, 0.6, 1.2], help="of Zipf loads")
     add("--trace", type=Path, help="of loads, instead; see planners_table.py")
-    names = ["fssdp", "prophet", "esp"]
+    names = ["fssdp", "prophet", "esp", "auto"]
     add("--strategies", nargs="+", choices=names, default=names[:2], help="beside ep")
     add("--copies", type=int, nargs="*", default=[1, 2, 4], help="m of fssdp beside what it finds")
     add("--overlap_degree", type=int, default=4, help="t of those")

@@ -5,6 +5,7 @@ Shape letters: L layers, C ranks, E experts, T rows of a rank, D width of a row.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -95,6 +96,18 @@ def _esp(name: str, cell_size: int, **keys: Any) -> Way:
     return Way(name, {**block, "esp": {"slice_gradients": False, **keys}})
 
 
+def auto_ways() -> Iterator[Way]:
+    """What chooses, often; and each of those that it chooses from."""
+    stays = {"fssdp": {"reshard_interval": 0}}
+    yield Way("auto", {"strategy": "auto", "auto": {"interval": 5}, **stays})
+    yield _fssdp("fssdp, t and m measured")
+    yield _prophet("prophet")
+    yield _esp("esp", 1)
+    for balance, keys in (("fssdp", stays["fssdp"]), ("prophet", {})):
+        way = _esp(f"esp over {balance}", 1)
+        yield replace(way, block={**way.block, "balance": balance, balance: keys})
+
+
 def _speeds(prices: Prices) -> str:
     """Of rows, as first steps have shown, for a person."""
     inter, intra = prices.inter_bytes_per_s / 1e6, prices.intra_bytes_per_s / 1e6
@@ -148,11 +161,17 @@ class Contender:
         self._layers = self._replaced.layers
         for layer in self._layers:
             layer.routed.tasks.is_on = True
+        self._own_s, self._began_s = 0.0, time.perf_counter()
+        self._replaced.planning.costs.times.clock = self._clock
         generator = torch.Generator().manual_seed(dist.get_rank())
         self._x_TD = torch.rand(sizes.rows, sizes.width, generator=generator)
 
     def _tell(self, line: str) -> None:
         self._line = line
+
+    def _clock(self) -> float:
+        """Seconds of its own turns."""
+        return self._own_s + time.perf_counter() - self._began_s
 
     @property
     def told(self) -> Told:
@@ -180,6 +199,7 @@ class Contender:
             number: of the step, from 0.
             rows_LE: rows that this rank routes to each expert of each layer.
         """
+        self._began_s = time.perf_counter()
         plans = [layer.routed.site.plan for layer in self._layers]
         before = self._sent_bytes
         self._blocks.zero_grad(set_to_none=True)
@@ -191,6 +211,7 @@ class Contender:
             x_TD = block(x_TD, expert_T[:, None])
         x_TD.backward(torch.ones_like(x_TD))
         rows = self._replaced.after_step(number)
+        self._own_s, self._began_s = self._clock(), time.perf_counter()
         rows_LCC = rows_between(plans, [each.routed_CE for each in rows])
         timed = (task for layer in self._layers for task in layer.routed.tasks.take())
         held = self._pace.take()
