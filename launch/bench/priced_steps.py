@@ -175,7 +175,7 @@ class Pricing:
 
     def learned(self, steps: Sequence[Step]) -> Pricing:
         """With what layers added to links in these steps, and what the rest took."""
-        said, found, copied = [], [], [0.0, 0.0]
+        said, found, factors = [], [], list[float]()
         rest: dict[Span, list[float]] = defaultdict(list)
         for step in steps:
             for layer, plan in enumerate(step.plans):
@@ -187,14 +187,16 @@ class Pricing:
                         span = name, layer, is_back
                         rest[span].append(min(step.by_rank(span)))
                 pieces = [plan.target] if plan.carried is None else plan.pieces_of(plan.carried[1])
-                copied[0] += sum(float(self.copies_s_C(plan, piece).mean()) for piece in pieces)
-                copied[1] += statistics.mean(step.by_rank((GATHER.name, layer, True)))
+                said_s = sum(float(self.copies_s_C(plan, piece).mean()) for piece in pieces)
+                found_s = statistics.mean(step.by_rank((GATHER.name, layer, True)))
+                if min(said_s, found_s) > 0:
+                    factors.append(found_s / said_s)
         learned = replace(
             self,
             links=replace(
                 self.links,
                 trip=trip_through(said, found),
-                copy_factor=copied[1] / copied[0] if min(copied) else 1.0,
+                copy_factor=statistics.median(factors or [1.0]),
             ),
             rest_s={span: statistics.median(seconds) for span, seconds in rest.items()},
         )
@@ -259,16 +261,11 @@ class Pricing:
                 return range(first, first + cell_size)
             return range(num_ranks) if task.op.name == ORDER.name else (rank,)
 
-        def link_of(rank: int, task: Task) -> str | None:
-            moves = task.op.name in (DISPATCH.name, COMBINE.name, GATHER.name)
-            return f"card {rank}" if moves else None
-
         simulated = simulate(
             tasks,
             lambda rank, task: float(known[id(task)][rank // cell_size]),
             num_ranks=num_ranks,
             peers_of=peers_of,
-            link_of=link_of,
         )
         first_s = (1 + BACKWARD) * self.attention_s  # before the first layer
         return self.host_s + first_s + simulated.makespan_s
