@@ -30,7 +30,6 @@ from ds_moe_ext.schedule.task import (
 )
 from ds_moe_ext.strategy import Plan, Pool
 
-FORWARD_PART = FORWARD / (FORWARD + BACKWARD)  # of a row's seconds in experts
 NO_REDUCTION = AllReduce(0.0, 0.0)
 
 
@@ -47,6 +46,8 @@ class TaskCosts:
         cell_gather: inside a cell, by bytes of the rows that one rank ends up with.
         cell_scatter: likewise, by bytes of the rows that one rank gives.
         all_reduce: of dense gradients.
+        backward_rounds: times of forward that backward takes in experts: one more where forward
+            runs again there, its exchanges with it.
     """
 
     exchange_start_s: float = 0.0
@@ -56,6 +57,7 @@ class TaskCosts:
     cell_gather: Line = FREE
     cell_scatter: Line = FREE
     all_reduce: AllReduce = NO_REDUCTION
+    backward_rounds: int = BACKWARD
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +112,14 @@ class Timing(NamedTuple):
         """Of some part of the rows."""
         seconds = self.start_s + part * self.whole_s_K[place]
         return max(seconds, self.least_s_K[place]) if self.least_s_K else seconds
+
+    def times(self, rounds: int) -> Timing:
+        """So often."""
+        return Timing(
+            rounds * self.start_s,
+            [rounds * seconds for seconds in self.whole_s_K],
+            [rounds * seconds for seconds in self.least_s_K],
+        )
 
 
 Side = tuple[str, bool]
@@ -175,7 +185,8 @@ def layer_seconds(
             there, whichever they are.
     """
     row_s_C = np.array(pool.row_s_C) if pool.row_s_C else pool.prices.row_s
-    by_rows_s_C = flow.computed_C * (row_s_C * FORWARD_PART + 2 * costs.row_move_s)
+    forward_s_C = row_s_C / (FORWARD + costs.backward_rounds)
+    by_rows_s_C = flow.computed_C * (forward_s_C + 2 * costs.row_move_s)
     least_s_C = costs.expert_start_s + flow.target.holds_EC.sum(axis=0) * costs.weight_s
     expert_s_C = np.maximum(by_rows_s_C, least_s_C)
     place_K = _places(expert_s_C + 2 * flow.exchange_s_C, classes)
@@ -187,8 +198,10 @@ def layer_seconds(
         Timing(
             0.0, (rounds * by_rows_s_C[place_K]).tolist(), (rounds * least_s_C[place_K]).tolist()
         )
-        for rounds in (FORWARD, BACKWARD)
+        for rounds in (FORWARD, costs.backward_rounds)
     ]
+    # Back as often as there: forward's own once more where it runs again.
+    sent_back = FORWARD + costs.backward_rounds - BACKWARD
     restore_s = float(flow.computed_C.mean()) / cell_size * costs.row_move_s
     restore = Timing(0.0, [restore_s] * len(place_K))
     bytes_K = flow.computed_C[place_K] * pool.prices.row_bytes
@@ -205,17 +218,17 @@ def layer_seconds(
         by_rows={
             (ORDER.name, not is_back): Timing(exchange.start_s, none),
             (DISPATCH.name, not is_back): exchange,
-            (DISPATCH.name, is_back): exchange,
+            (DISPATCH.name, is_back): exchange.times(sent_back),
             (COMBINE.name, not is_back): exchange,
-            (COMBINE.name, is_back): exchange,
+            (COMBINE.name, is_back): exchange.times(sent_back),
             (EXPERT.name, not is_back): experts[0],
             (EXPERT.name, is_back): experts[1],
             (RESTORE.name, not is_back): restore,
-            (RESTORE.name, is_back): restore,
+            (RESTORE.name, is_back): restore.times(sent_back),
             (CELL_GATHER.name, not is_back): gather,
-            (CELL_GATHER.name, is_back): scatter,
+            (CELL_GATHER.name, is_back): scatter.times(sent_back),
             (CELL_SCATTER.name, not is_back): scatter,
-            (CELL_SCATTER.name, is_back): gather,
+            (CELL_SCATTER.name, is_back): gather.times(sent_back),
         },
         by_piece={
             (GATHER.name, not is_back): copied,
