@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -184,17 +184,24 @@ def read_model(path: Path) -> ModelShape:
     return of_config(inner if isinstance(inner, Mapping) else document, name)
 
 
-def read_cluster(given: str, num_nodes: int | None) -> Hardware:
-    """Of a file, or a name of configs/hardware; with another number of nodes, if one is given.
+def read_clusters(given: Sequence[str], num_nodes: Sequence[int] | None) -> list[Hardware]:
+    """Of files, or names of configs/hardware; with other numbers of nodes, if they are given.
 
     Raises:
-        ValueError: there is none, or what is wrong in it.
+        ValueError: there is none, or what is wrong in it; or numbers for other than each.
     """
-    path = Path(given)
-    hardware = read_hardware(path if path.exists() else _shipped("hardware", given))
+    paths = [Path(each) for each in given]
+    read = [
+        read_hardware(path if path.exists() else _shipped("hardware", str(path))) for path in paths
+    ]
     if num_nodes is None:
-        return hardware
-    return replace(hardware, num_nodes=num_nodes)
+        return read
+    if len(num_nodes) != len(read):
+        raise ValueError(
+            f"--nodes has {len(num_nodes)} numbers, but --hardware {len(read)} clusters; give each "
+            "cluster its number"
+        )
+    return [replace(hardware, num_nodes=nodes) for hardware, nodes in zip(read, num_nodes)]
 
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

@@ -11,7 +11,20 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ds_moe_ext.schedule.task import ATTENTION, JOIN, LAUNCH, ORDER, START, Kind, Lane, Op, Schedule, Span, Task, Value
+from ds_moe_ext.schedule.task import (
+    ATTENTION,
+    JOIN,
+    LAUNCH,
+    ORDER,
+    START,
+    Kind,
+    Lane,
+    Op,
+    Schedule,
+    Span,
+    Task,
+    Value,
+)
 from ds_moe_ext.schedule.wires import ROUTE
 
 ISSUING = Lane("issuing")

@@ -6,7 +6,7 @@ Its style sheet and its script, which it reads well without, lie beside this fil
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ds_moe_ext.report import charts, copy_map, heatmap, timeline
@@ -61,7 +61,6 @@ def page_of(record: RunRecord) -> str:
     line_bins = _bins(record, most=_LINE_BINS, budget=_LINE_POINTS // num_layers)
     num_experts = max(sum(layer.num_experts for layer in record.layers), 1)
     heat_bins = _bins(record, most=_HEAT_BINS, budget=_HEAT_PIXELS // num_experts)
-    labels = json.dumps({"lines": line_bins.labels(), "heat": heat_bins.labels()})
     parts = [header(record, summary)]
     if summary is not None:
         parts += [tiles(record, summary), _layers(record, summary)]
@@ -73,15 +72,27 @@ def page_of(record: RunRecord) -> str:
     else:
         parts += [_layers(record, None), _nothing_recorded()]
     parts += [_seconds(record), expected(record), _timeline(record)]
+    steps = {"lines": line_bins.labels(), "heat": heat_bins.labels()}
+    return html_document(f"MoE run: {record.strategy}", parts, steps)
+
+
+def html_document(title: str, parts: Sequence[str], steps: Mapping[str, Sequence[str]]) -> str:
+    """A page with our style and script.
+
+    Args:
+        title: of the window, as text.
+        parts: HTML, from top to bottom.
+        steps: names of the columns of line charts and of heatmaps.
+    """
     here = Path(__file__)
     style, script = (here.with_suffix(kind).read_text("utf-8") for kind in (".css", ".js"))
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>MoE run: {escaped(record.strategy)}</title>"
+        f"<title>{escaped(title)}</title>"
         f"<style>\n{style}{style_rules()}</style></head><body><main>\n"
         + "\n".join(parts)
-        + f'\n</main><script type="application/json" id="steps">{labels}</script>'
+        + f'\n</main><script type="application/json" id="steps">{json.dumps(steps)}</script>'
         f"<script>\n{script}</script></body></html>\n"
     )
 

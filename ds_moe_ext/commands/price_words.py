@@ -1,0 +1,114 @@
+"""What was priced, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ds_moe_ext.commands.price_record import Market
+from ds_moe_ext.layout import Grid
+from ds_moe_ext.pricing.candidates import Priced, most_copies
+
+
+def about(market: Market) -> str:
+    """The model, the cluster, the training."""
+    shape, training, hardware = market.case.shape, market.case.training, market.case.hardware
+    return (
+        f"{shape.name}: {shape.all_weights / 1e9:,.1f} billion weights, {len(shape.moe_layers)} "
+        f"layers of {shape.num_experts} experts, {shape.top_k} a token; on {_clusters(market)}; "
+        f"{training.tokens_of_step:,} tokens a step, {training.micro_batches} x "
+        f"{training.micro_batch} samples of {training.length:,} a rank, {training.number_type}, "
+        f"ZeRO {training.zero_stage}{', layers run again in backward' * training.recomputes}; "
+        f"loads: {market.loads}; {hardware.num_ranks:,} ranks"
+    )
+
+
+def _clusters(market: Market) -> str:
+    return " beside ".join(
+        f"{each.num_nodes} nodes of {each.ranks_per_node} {each.device.name}"
+        for each in market.case.clusters
+    )
+
+
+def grid_text(grid: Grid) -> str:
+    """A grid for a person."""
+    homes = grid.world_size // grid.size
+    split = f" x {grid.cell_size}" if grid.cell_size > 1 else ""
+    return f"{grid.num_cells}{split}" + (f", {homes} times" if homes > 1 else "")
+
+
+def verdict(market: Market) -> str:
+    """The fastest, and what it gains."""
+    best, base, own = market.best, market.base, market.own_best
+    if best is None:
+        return "no way can be"
+    told = f"fastest: {best.way.name} on {grid_text(best.way.grid)}, {_times(market, best)}"
+    if base is not None:
+        told += f" (which is on {grid_text(base.way.grid)})"
+    if own is not None and own is not best:
+        told += f"; yours, {own.way.name} on {grid_text(own.way.grid)}: {_times(market, own)}"
+    if not market.fits(best):
+        told += (
+            "; nothing fits into memory: take more nodes, --recomputes, shorter samples or a "
+            "higher ZeRO stage"
+        )
+    return told
+
+
+def _times(market: Market, priced: Priced) -> str:
+    gain = market.gain(priced)
+    if gain is None:
+        return f"{priced.tokens_per_s:,.0f} tokens/s"
+    return f"{gain:.2f} times the speed of the best plain expert parallelism"
+
+
+def plan_words(priced: Priced) -> str:
+    """What the layers do: where experts live, which are copied, and what the strategy says."""
+    way = priced.way
+    told = (f"{way.name} on {grid_text(way.grid)}", _homes(priced), _copies(priced), priced.told)
+    return "; ".join(filter(None, told))
+
+
+def _homes(priced: Priced) -> str:
+    grid, plans = priced.way.grid, priced.plans
+    held = np.stack([plan.home.holds_EC.sum(axis=0) for plan in plans])
+    ranks = f"{grid.cell_size} ranks split each expert, " if grid.cell_size > 1 else ""
+    homes = grid.world_size // grid.size
+    times = f", which live {homes} times" if homes > 1 else ""
+    return f"{ranks}a cell is home to {_span(held.ravel().tolist())} of a layer's experts{times}"
+
+
+def _copies(priced: Priced) -> str:
+    copies_L = [most_copies(plan) for plan in priced.plans]
+    if not any(copies_L):
+        return "no copies"
+    told = f"{sum(map(bool, copies_L))} of {len(copies_L)} layers have copies, "
+    told += f"up to {_span([copies for copies in copies_L if copies])} in a cell"
+    if any(plan.carried is not None for plan in priced.plans):
+        told += ", which travel during the block before"
+    if any(plan.rematerialize for plan in priced.plans):
+        told += ", freed between forward and backward"
+    return told
+
+
+def _span(numbers: Sequence[int]) -> str:
+    least, most = min(numbers), max(numbers)
+    return f"{least}" if least == most else f"{least} to {most}"
+
+
+def assumed(market: Market) -> list[str]:
+    """What the prices rest on."""
+    reached = market.case.reached
+    told = [
+        "assumed where the hardware file has no measurement: products reach "
+        f"{reached.products:.0%} of the peak, memory {reached.memory:.0%}, links "
+        f"{reached.links:.0%}, which start in {1e6 * reached.start_s:.0f} us; the host issues as "
+        "measured (docs/price.md says all)"
+    ]
+    if len({each.device.name for each in market.case.clusters}) > 1:
+        told.append(
+            "unlike devices: each computes experts at its own speed, all else at the slowest's; "
+            "zebra, which gives them roles, is not priced (docs/zebra_simulator.md)"
+        )
+    return told
