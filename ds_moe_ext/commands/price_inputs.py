@@ -65,6 +65,7 @@ def _of_deepspeed(document: Mapping[str, Any]) -> AskedJob:
         "number_type": kinds[0] if kinds else "fp32",
         "zero_stage": stage if isinstance(stage, int) else 0,
         "hides_gradients": zero.get("overlap_comm") is True,
+        "sums_in_float32": _section(document, "data_types").get("grad_accum_dtype") == "fp32",
     }
     samples = _number(document, "train_batch_size")
     return AskedJob(document, None, _said(sizes), samples)
@@ -110,6 +111,8 @@ def _of_megatron(text: str, path: Path) -> AskedJob:
         "number_type": next((kind for kind in _KINDS if flags.get(kind)), "fp32"),
         "zero_stage": 1 if flags.get("use-distributed-optimizer") else 0,
         "hides_gradients": bool(flags.get("overlap-grad-reduce")),
+        # As Megatron does in bf16, whatever else is said.
+        "sums_in_float32": bool(flags.get("bf16")) and not flags.get("grad-reduce-in-bf16"),
         "recomputes": flags.get("recompute-granularity") == _ALL_OF_IT,
         "micro_batch": _whole(flags, "micro-batch-size", path),
         "length": _whole(flags, "seq-length", path),

@@ -61,7 +61,7 @@ def _name(market: Market, priced: Priced) -> str:
 
 
 def _ways(market: Market) -> str:
-    headings = ["strategy, cells x split", "step", "tokens/s", "gain", *PARTS]
+    headings = ["strategy and grid", "step", "tokens/s", "gain", *PARTS]
     headings += ["balance", "copies", "GiB a rank"]
     rows = []
     for each in market.priced:

@@ -50,7 +50,7 @@ def _seconds(market: Market) -> Table:
     table = Table(title="a step, ms", title_justify="left")
     table.add_column("")
     table.add_column("strategy")
-    table.add_column("cells x split")
+    table.add_column("grid")
     for heading in ("step", "tokens/s", "gain", *PARTS, "balance", "copies", "GiB a rank"):
         table.add_column(heading, justify="right")
     for each in market.priced:
@@ -78,7 +78,7 @@ def _memory(market: Market) -> Table:
     of_device = "" if has is None else f" of {has / GIB:,.0f}"
     table = Table(title=f"memory of the fullest rank, GiB{of_device}", title_justify="left")
     table.add_column("strategy")
-    table.add_column("cells x split")
+    table.add_column("grid")
     for heading in (*MEMORY, "all"):
         table.add_column(heading, justify="right")
     for _, each in market.named:

@@ -9,6 +9,7 @@ import numpy as np
 from ds_moe_ext.commands.price_record import Market
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.pricing.candidates import Priced, most_copies
+from ds_moe_ext.report.units import counted
 
 
 def about(market: Market) -> str:
@@ -34,8 +35,8 @@ def _clusters(market: Market) -> str:
 def grid_text(grid: Grid) -> str:
     """A grid for a person."""
     homes = grid.world_size // grid.size
-    split = f" x {grid.cell_size}" if grid.cell_size > 1 else ""
-    return f"{grid.num_cells}{split}" + (f", {homes} times" if homes > 1 else "")
+    ranks = f" of {grid.cell_size} ranks" if grid.cell_size > 1 else ""
+    return f"{counted(grid.num_cells, 'cell')}{ranks}" + (f", {homes} homes" if homes > 1 else "")
 
 
 def verdict(market: Market) -> str:
@@ -43,10 +44,15 @@ def verdict(market: Market) -> str:
     best, base, own = market.best, market.base, market.own_best
     if best is None:
         return "no way can be"
-    told = f"fastest: {best.way.name} on {grid_text(best.way.grid)}, {_times(market, best)}"
-    if base is not None:
+    told = f"fastest: {best.way.name} on {grid_text(best.way.grid)}"
+    if best is base:
+        told += ", the best plain expert parallelism"
+    elif base is None:
+        told += f", {best.tokens_per_s:,.0f} tokens/s"
+    else:
+        told += f", {_times(market, best)}"
         told += f" (which is on {grid_text(base.way.grid)})"
-    if own is not None and own is not best:
+    if own is not None and own is not best and own is not base and base is not None:
         told += f"; yours, {own.way.name} on {grid_text(own.way.grid)}: {_times(market, own)}"
     if not market.fits(best):
         told += (
@@ -57,10 +63,7 @@ def verdict(market: Market) -> str:
 
 
 def _times(market: Market, priced: Priced) -> str:
-    gain = market.gain(priced)
-    if gain is None:
-        return f"{priced.tokens_per_s:,.0f} tokens/s"
-    return f"{gain:.2f} times the speed of the best plain expert parallelism"
+    return f"{market.gain(priced):.2f} times the speed of the best plain expert parallelism"
 
 
 def plan_words(priced: Priced) -> str:
@@ -75,7 +78,7 @@ def _homes(priced: Priced) -> str:
     held = np.stack([plan.home.holds_EC.sum(axis=0) for plan in plans])
     ranks = f"{grid.cell_size} ranks split each expert, " if grid.cell_size > 1 else ""
     homes = grid.world_size // grid.size
-    times = f", which live {homes} times" if homes > 1 else ""
+    times = f", which have {homes} homes each" if homes > 1 else ""
     return f"{ranks}a cell is home to {_span(held.ravel().tolist())} of a layer's experts{times}"
 
 

@@ -183,9 +183,12 @@ class DescribedRun:
             number_type=self.training.number_type,
             row_multiply_adds=self.shape.expert_weights / grid.cell_size,
             num_products=self.shape.products * self.slots,
-            element_bytes=self.training.element_bytes,
+            element_bytes=self.training.gradient_bytes,
         )
-        return described_lines(self.hardware, usage)
+        lines = described_lines(self.hardware, usage)
+        # Each call of the experts reads their weights, however few rows it has.
+        read_s = self.slots * self.expert_bytes / self.memory_rate
+        return replace(lines, expert=replace(lines.expert, alpha_s=lines.expert.alpha_s + read_s))
 
     @property
     def slots(self) -> int:
@@ -287,7 +290,7 @@ class DescribedRun:
         if homes == 1:
             return 0.0
         line = self._replica_line()
-        sent = self._held_experts * self.training.element_bytes * 2 * (homes - 1) / homes
+        sent = self._held_experts * self.training.gradient_bytes * 2 * (homes - 1) / homes
         return line.alpha_s + sent * line.beta_s
 
     def _replica_line(self) -> Line:

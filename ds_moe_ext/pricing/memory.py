@@ -62,7 +62,7 @@ def memory_use(
     stepped += experts / (num_replicas if stage >= 1 else 1)
     return MemoryUse(
         weights=held * element,
-        gradients=reduced * element,
+        gradients=reduced * training.gradient_bytes,
         optimizer=stepped * (MASTER_AND_STATES if element < 4 else 8),
         activations=_activations(shape, training, grid, most_rows),
     )

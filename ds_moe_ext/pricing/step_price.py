@@ -25,6 +25,7 @@ from ds_moe_ext.schedule.task import (
     COMBINE,
     DISPATCH,
     GATHER,
+    GRADIENTS,
     INTER,
     ORDER,
     PARAM,
@@ -133,7 +134,7 @@ def price_step(
     ]
     schedule = step_of(strategy, plans, conditions.grid, job.stacks)
     by_host = with_host(schedule, conditions.host)
-    times = _Times(layers, job, conditions.head_s, conditions.tasks.backward_rounds)
+    times = _Times(layers, job, conditions)
     device = times.run(with_host(schedule, NO_HOST))
     whole = device if conditions.host.is_nothing else times.run(by_host)
     computed_s, imbalance_s = times.computed()
@@ -186,14 +187,12 @@ class _Times:
     Attributes:
         layers: of each layer.
         job: with what lies between them.
-        head_s: as of ``Conditions``.
-        backward_rounds: as of ``TaskCosts``.
+        conditions: of the run.
     """
 
     layers: Sequence[LayerSeconds]
     job: Job
-    head_s: float
-    backward_rounds: int
+    conditions: Conditions
 
     def run(self, step: Issued) -> _Run:
         """As it passes."""
@@ -221,7 +220,7 @@ class _Times:
         """What the host computes behind a layer, before the next."""
         following = task.layer + 1
         if following == len(self.layers):
-            return self.head_s * (BACKWARD if task.adjoint_of else FORWARD)
+            return self.conditions.head_s * (BACKWARD if task.adjoint_of else FORWARD)
         windows = self.job.back_window_s if task.adjoint_of else self.job.window_s
         return windows[following]
 
@@ -229,9 +228,11 @@ class _Times:
         """What rows and copies that are under way together share."""
         if task.lane.name not in _SHARED:
             return None
-        is_far = self._spans_nodes
+        grid, is_far = self.conditions.grid, self._spans_nodes
         if task.op.name in _OF_ROWS:
             is_far = self.layers[task.layer].is_far_K[place]
+        elif task.op.name == GRADIENTS.name:  # of all ranks, not of one grid's
+            is_far = is_far or grid.world_size > grid.size
         return f"{'far' if is_far else 'near'} {place}"
 
     @cached_property
@@ -241,11 +242,12 @@ class _Times:
     def computed(self) -> tuple[float, float]:
         """Seconds that all compute, and those that the busiest cell of each layer computes more."""
         between_s = sum(self.job.window_s) + sum(self.job.back_window_s)
-        rounds = FORWARD + self.backward_rounds
+        again = self.conditions.tasks.backward_rounds
+        rounds = FORWARD + again
         even_s = rounds * sum(layer.mean_expert_s for layer in self.layers)
         most_s = rounds * sum(max(layer.expert_s_K) for layer in self.layers)
-        restored_s = self.backward_rounds * sum(layer.restore_s for layer in self.layers)
-        head_s = (FORWARD + BACKWARD) * self.head_s
+        restored_s = again * sum(layer.restore_s for layer in self.layers)
+        head_s = (FORWARD + BACKWARD) * self.conditions.head_s
         return between_s + head_s + even_s + restored_s, most_s - even_s
 
 
