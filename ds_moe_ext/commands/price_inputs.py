@@ -65,13 +65,13 @@ def _of_deepspeed(document: Mapping[str, Any]) -> AskedJob:
         "number_type": kinds[0] if kinds else "fp32",
         "zero_stage": stage if isinstance(stage, int) else 0,
         "hides_gradients": zero.get("overlap_comm") is True,
-        "sums_in_float32": _section(document, "data_types").get("grad_accum_dtype") == "fp32",
+        "sums_in_float32": _section(document, "data_types").get("grad_accum_dtype") == _IN_32,
     }
     samples = _number(document, "train_batch_size")
     return AskedJob(document, None, _said(sizes), samples)
 
 
-_KINDS = ("bf16", "fp16")
+_KINDS, _IN_32 = ("bf16", "fp16"), "fp32"
 """Number types, as both hosts name them."""
 
 

@@ -17,6 +17,7 @@ from ds_moe_ext.report.page import html_document
 from ds_moe_ext.report.parts import section, table
 from ds_moe_ext.report.record import Span
 from ds_moe_ext.report.units import EN_DASH, TIMES, bytes_text, escaped, ratio_text, seconds_text
+from ds_moe_ext.schedule.task import EXPERT
 
 _ABOUT_PARTS = (
     "computed: what ranks compute if rows are even; imbalance: what the busiest cell of each layer "
@@ -154,7 +155,7 @@ def _timeline(priced: Priced) -> str:
 
 
 def _busy_s(drawn: Sequence[Span]) -> float:
-    return sum(span.end_s - span.start_s for span in drawn if span.name == "expert")
+    return sum(span.end_s - span.start_s for span in drawn if span.name == EXPERT.name)
 
 
 def _rests_on(market: Market) -> str:
