@@ -31,7 +31,7 @@ def add_price(commands: Any) -> None:
     add("--recomputes", action=argparse.BooleanOptionalAction, help="activations, in backward")
     add("--pays", action="store_true", help="price other skews and token counts, too")
     add("--html", type=Path, metavar="FILE", help="a page: tables, memory, timelines")
-    add("--trace", type=Path, metavar="FILE", help="the fastest's timeline, for ui.perfetto.dev")
+    add("--trace", type=Path, metavar="FILE", help="a timeline, for ui.perfetto.dev")
     add("--json", type=Path, metavar="FILE", help="all numbers")
     parser.set_defaults(run=_price)
 

@@ -19,10 +19,10 @@ NUMBERS = ("computed_s", "imbalance_s", "exposed_s", "host_s", "end_s", "balance
 
 
 def write_trace(path: Path, market: Market, pays: Sequence[str]) -> None:
-    """The timeline of the fastest way, a process a class of cells."""
-    best = market.best
-    assert best is not None
-    path.write_text(chrome_trace(boxes(best), dict(enumerate(class_names(best)))), "utf-8")
+    """The timeline of a way, a process a class of cells."""
+    way = market.traced
+    assert way is not None
+    path.write_text(chrome_trace(boxes(way), dict(enumerate(class_names(way)))), "utf-8")
 
 
 def write_json(path: Path, market: Market, pays: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.progress import Progress
@@ -14,7 +15,7 @@ from ds_moe_ext.commands.price_page import write_page
 from ds_moe_ext.commands.price_pays import told_of_scans
 from ds_moe_ext.commands.price_record import Case, Market
 from ds_moe_ext.commands.price_table import print_market
-from ds_moe_ext.commands.price_ways import EVERY, Chosen, chosen_strategies, ways_of
+from ds_moe_ext.commands.price_ways import EVERY, SEVERAL, Chosen, chosen_strategies, ways_of
 from ds_moe_ext.pricing.candidates import Priced, Refused, price_way
 
 
@@ -38,6 +39,8 @@ def price(given: argparse.Namespace) -> int:
     chosen = chosen_strategies(asked.document, given.strategies)
     console = Console()
     market = priced_market(case, given.loads, chosen, every_grid=given.grids == EVERY, to=console)
+    if given.strategies != EVERY and SEVERAL not in given.strategies:
+        market = replace(market, asked=given.strategies)
     pays = told_of_scans(market, given.loads, console) if given.pays else ()
     print_market(market, pays, console)
     if not market.priced:

@@ -97,6 +97,7 @@ class Market:
         own: name of the strategy that the job's file says; empty for one that is not priced.
         priced: ways that can be, the fastest first.
         refused: ways that cannot.
+        asked: name of the only strategy that was asked for; empty if there are several.
     """
 
     case: Case
@@ -104,6 +105,7 @@ class Market:
     own: str
     priced: Sequence[Priced]
     refused: Sequence[Refused]
+    asked: str = ""
 
     def fits(self, priced: Priced) -> bool:
         """Whether a rank has memory for it."""
@@ -113,7 +115,7 @@ class Market:
     @property
     def base(self) -> Priced | None:
         """The fastest of plain expert parallelism; of those that fit, if any does."""
-        return self._fastest([each for each in self.priced if each.way.name == BASE])
+        return self._fastest_of(BASE)
 
     @property
     def best(self) -> Priced | None:
@@ -123,7 +125,12 @@ class Market:
     @property
     def own_best(self) -> Priced | None:
         """The fastest of the job's own strategy; likewise."""
-        return self._fastest([each for each in self.priced if each.way.name == self.own])
+        return self._fastest_of(self.own)
+
+    @property
+    def traced(self) -> Priced | None:
+        """The fastest of the only strategy that was asked for, else of all."""
+        return self._fastest_of(self.asked) or self.best
 
     @property
     def named(self) -> list[tuple[str, Priced]]:
@@ -145,6 +152,9 @@ class Market:
     def gain(self, priced: Priced) -> float | None:
         """Speed over the best plain expert parallelism; None where there is none."""
         return None if self.base is None else self.base.step_s / priced.step_s
+
+    def _fastest_of(self, name: str) -> Priced | None:
+        return self._fastest([each for each in self.priced if each.way.name == name])
 
     def _fastest(self, priced: Sequence[Priced]) -> Priced | None:
         fitting = [each for each in priced if self.fits(each)]

@@ -24,7 +24,7 @@ def class_names(priced: Priced) -> list[str]:
 def _place(number: int, last: int) -> str:
     if number in (0, last):
         return "the idlest" if number else "the busiest"
-    return f"{number}/{last} of the way from the busiest to the idlest"
+    return f"between these, class {number + 1} of {last + 1},"
 
 
 def boxes(priced: Priced) -> Iterator[Box]:

@@ -180,16 +180,17 @@ def layer_seconds(
         costs: of all else.
         node_C: node of each cell.
         cell_size: ranks of a cell.
-        classes: that cells are put into where there are more of them: the busiest, the idlest and
-            some between, in even steps. Each stands in every layer for those that are as busy
-            there, whichever they are.
+        classes: that cells are put into where there are more of them, four or more: the busiest,
+            the one that computes longest, the one whose rows travel longest, the idlest, and others
+            between in even steps. Each stands in every layer for those that are as busy there,
+            whichever they are.
     """
     row_s_C = np.array(pool.row_s_C) if pool.row_s_C else pool.prices.row_s
     forward_s_C = row_s_C / (FORWARD + costs.backward_rounds)
     by_rows_s_C = flow.computed_C * (forward_s_C + 2 * costs.row_move_s)
     least_s_C = costs.expert_start_s + flow.target.holds_EC.sum(axis=0) * costs.weight_s
     expert_s_C = np.maximum(by_rows_s_C, least_s_C)
-    place_K = _places(expert_s_C + 2 * flow.exchange_s_C, classes)
+    place_K = _places(expert_s_C, flow.exchange_s_C, classes)
     none = [0.0] * len(place_K)
     exchange = Timing(
         costs.exchange_start_s if len(node_C) > 1 else 0.0, flow.exchange_s_C[place_K].tolist()
@@ -243,13 +244,17 @@ def layer_seconds(
     )
 
 
-def _places(busy_C: np.ndarray, classes: int) -> np.ndarray:
-    """Cells that stand for all, int64 ``[K]``."""
-    if len(busy_C) <= classes:
-        return np.arange(len(busy_C))
-    by_busy_C = np.argsort(-busy_C, kind="stable")
-    chosen: np.ndarray = by_busy_C[np.linspace(0, len(busy_C) - 1, classes).round().astype(int)]
-    return chosen
+def _places(expert_s_C: np.ndarray, exchange_s_C: np.ndarray, classes: int) -> np.ndarray:
+    """Cells that stand for all, the busiest first, int64 ``[K]``."""
+    num_cells = len(expert_s_C)
+    if num_cells <= classes:
+        return np.arange(num_cells)
+    by_busy_C = np.argsort(-(expert_s_C + 2 * exchange_s_C), kind="stable")
+    longest = (by_busy_C[0], by_busy_C[-1], expert_s_C.argmax(), exchange_s_C.argmax())
+    even = by_busy_C[np.linspace(0, num_cells - 1, classes).round().astype(int)]
+    chosen = list(dict.fromkeys(map(int, (*longest, *even))))[:classes]
+    kept: np.ndarray = by_busy_C[np.isin(by_busy_C, chosen)]
+    return kept
 
 
 def _copied(
