@@ -10,7 +10,7 @@ from typing import Any
 
 from ds_moe_ext.commands.price_record import Market
 from ds_moe_ext.commands.price_timelines import boxes, class_names
-from ds_moe_ext.commands.price_words import about, assumed, plan_words, verdict
+from ds_moe_ext.commands.price_words import about, assumed, plan_words, verdict, zebra_words
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.pricing.candidates import Priced
 from ds_moe_ext.schedule.trace import chrome_trace
@@ -40,6 +40,7 @@ def write_json(path: Path, market: Market, pays: Sequence[str]) -> None:
             {"strategy": each.way.name, **_sizes(each.way.grid), "why": each.why}
             for each in market.refused
         ],
+        "zebra": None if market.zebra is None else zebra_words(market)[0],
         "pays": list(pays),
         "reached": dataclasses.asdict(case.reached),
         "assumed": assumed(market),

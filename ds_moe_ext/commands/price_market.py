@@ -16,7 +16,9 @@ from ds_moe_ext.commands.price_pays import told_of_scans
 from ds_moe_ext.commands.price_record import Case, Market
 from ds_moe_ext.commands.price_table import print_market
 from ds_moe_ext.commands.price_ways import EVERY, SEVERAL, Chosen, chosen_strategies, ways_of
+from ds_moe_ext.loads.loads import Loads
 from ds_moe_ext.pricing.candidates import Priced, Refused, price_way
+from ds_moe_ext.pricing.zebra_price import ZebraPrice
 
 
 def price(given: argparse.Namespace) -> int:
@@ -78,4 +80,12 @@ def priced_market(
                 refused.append(Refused(way, str(error)))
     own = next((each.name for each in chosen if each.is_own), "")
     priced.sort(key=lambda each: each.step_s)
-    return Market(case, rows.source, own, tuple(priced), tuple(refused))
+    market = Market(case, rows.source, own, tuple(priced), tuple(refused))
+    return replace(market, zebra=_zebra(case, rows)) if case.has_two_kinds else market
+
+
+def _zebra(case: Case, rows: Loads) -> ZebraPrice | str:
+    try:
+        return case.zebra(rows)
+    except ValueError as error:
+        return str(error)

@@ -8,7 +8,14 @@ from pathlib import Path
 from ds_moe_ext.commands.price_record import Market
 from ds_moe_ext.commands.price_table import GIB, MEMORY, PARTS
 from ds_moe_ext.commands.price_timelines import class_names, spans
-from ds_moe_ext.commands.price_words import about, assumed, grid_text, plan_words, verdict
+from ds_moe_ext.commands.price_words import (
+    about,
+    assumed,
+    grid_text,
+    plan_words,
+    verdict,
+    zebra_words,
+)
 from ds_moe_ext.pricing.candidates import Priced
 from ds_moe_ext.report import timeline
 from ds_moe_ext.report.charts import Stack, kind_legend, stacked_bars
@@ -117,6 +124,7 @@ def _plans(market: Market, pays: Sequence[str]) -> str:
         f"<h3>{escaped(name[0].upper() + name[1:])}</h3><p>{escaped(plan_words(each))}</p>"
         for name, each in market.named
     )
+    told += "".join(f"<h3>Zebra</h3><p>{escaped(line)}</p>" for line in zebra_words(market))
     if pays:
         told += "<h3>From where it pays</h3>" + "".join(f"<p>{escaped(line)}</p>" for line in pays)
     return section("The plans in words", told)

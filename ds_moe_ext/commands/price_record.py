@@ -17,6 +17,7 @@ from ds_moe_ext.pricing.mixed_cluster import joined
 from ds_moe_ext.pricing.model_shape import ModelShape
 from ds_moe_ext.pricing.reached import Reached
 from ds_moe_ext.pricing.training_shape import Training
+from ds_moe_ext.pricing.zebra_price import ZebraPrice, price_zebra
 
 SEEN = 3  # steps that plans go by, before those that are priced
 LARGE = 2**22  # counts of a step, from which one step is priced in place of some
@@ -46,6 +47,22 @@ class Case:
     @cached_property
     def _mixed(self) -> tuple[Hardware, ...]:
         return tuple(map(self.reached.of, self.clusters))
+
+    @property
+    def has_two_kinds(self) -> bool:
+        """Whether it is two clusters of unlike devices, to which zebra would give roles."""
+        names = [each.device.name for each in self.clusters]
+        return len(names) == 2 and names[0] != names[1]
+
+    def zebra(self, rows: Loads) -> ZebraPrice:
+        """What zebra would take.
+
+        Raises:
+            ValueError: as of ``price_zebra``.
+        """
+        rows_LE = rows.rows_ILCE[-1].sum(axis=1)
+        passes = self.reached.passes
+        return price_zebra(self._mixed, self.shape, self.training, rows_LE, passes=passes)
 
     def run(self, grid: Grid) -> DescribedRun:
         """The model on the cluster by one grid."""
@@ -97,6 +114,7 @@ class Market:
         own: name of the strategy that the job's file says; empty for one that is not priced.
         priced: ways that can be, the fastest first.
         refused: ways that cannot.
+        zebra: what it would take, or why it cannot be; None where devices are alike.
         asked: name of the only strategy that was asked for; empty if there are several.
     """
 
@@ -105,6 +123,7 @@ class Market:
     own: str
     priced: Sequence[Priced]
     refused: Sequence[Refused]
+    zebra: ZebraPrice | str | None = None
     asked: str = ""
 
     def fits(self, priced: Priced) -> bool:

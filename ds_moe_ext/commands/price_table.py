@@ -8,7 +8,14 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_moe_ext.commands.price_record import Market
-from ds_moe_ext.commands.price_words import about, assumed, grid_text, plan_words, verdict
+from ds_moe_ext.commands.price_words import (
+    about,
+    assumed,
+    grid_text,
+    plan_words,
+    verdict,
+    zebra_words,
+)
 
 GIB = 2**30
 PARTS = {
@@ -36,7 +43,7 @@ def print_market(market: Market, pays: Sequence[str], to: Console) -> None:
     to.print(_memory(market))
     told = [verdict(market)]
     told += [f"{name}: {plan_words(each)}" for name, each in market.named]
-    told += pays
+    told += [*zebra_words(market), *pays]
     told += [
         f"{each.way.name} on {grid_text(each.way.grid)} cannot be: {each.why}"
         for each in market.refused

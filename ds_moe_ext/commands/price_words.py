@@ -100,6 +100,23 @@ def _span(numbers: Sequence[int]) -> str:
     return f"{least}" if least == most else f"{least} to {most}"
 
 
+def zebra_words(market: Market) -> list[str]:
+    """What zebra would take, where devices are unlike."""
+    found = market.zebra
+    if found is None:
+        return []
+    if isinstance(found, str):
+        return [f"zebra cannot be: {found}"]
+    shape, base = found.shape, market.base
+    gain = "" if base is None else f", {base.step_s / found.step_s:.2f} x"
+    return [
+        f"zebra, {counted(found.num_groups, 'group')} of {shape.attention_ranks} attention and "
+        f"{shape.expert_ranks} expert ranks: {1e3 * found.step_s:,.1f} ms a step{gain}, by a "
+        "simulator of its own: exchanges are even, the host takes no time; of each expert rank "
+        f"{_span(found.moved_L)} experts of a layer move to attention ranks"
+    ]
+
+
 def assumed(market: Market) -> list[str]:
     """What the prices rest on."""
     reached = market.case.reached
@@ -111,7 +128,6 @@ def assumed(market: Market) -> list[str]:
     ]
     if len({each.device.name for each in market.case.clusters}) > 1:
         told.append(
-            "unlike devices: each computes experts at its own speed, all else at the slowest's; "
-            "zebra, which gives them roles, is not priced (docs/zebra_simulator.md)"
+            "unlike devices: each computes experts at its own speed, all else at the slowest's"
         )
     return told

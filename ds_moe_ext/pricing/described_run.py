@@ -273,10 +273,26 @@ class DescribedRun:
 
     def end_s(self, sliced: int) -> float:
         """Behind the last backward: gradients that nothing hid, and the optimizer."""
-        dense = 0.0
+        return self.dense_end_s(sliced) + self.expert_end_s
+
+    def dense_end_s(self, sliced: int) -> float:
+        """Of what is not of experts."""
+        elements = self.shape.all_dense_weights
+        reduced_s = 0.0
         if not self.training.hides_gradients:
-            dense = self.lines.gradients.seconds(max(self.shape.all_dense_weights - sliced, 0))
-        return dense + self._expert_gradients_s() + self._optimizer_s()
+            reduced_s = self.lines.gradients.seconds(max(elements - sliced, 0))
+        return reduced_s + self._stepped_s(elements, self.grid.world_size)
+
+    @property
+    def expert_end_s(self) -> float:
+        """Of experts."""
+        homes = self.grid.world_size // self.grid.size
+        return self._expert_gradients_s() + self._stepped_s(self._held_experts, homes)
+
+    def _stepped_s(self, elements: float, num_replicas: int) -> float:
+        """The optimizer's step of weights that so many ranks have."""
+        own = elements / (num_replicas if self.training.zero_stage >= 1 else 1)
+        return STEP_BYTES * own / self.memory_rate
 
     @property
     def _held_experts(self) -> float:
@@ -303,10 +319,3 @@ class DescribedRun:
             link = hardware.inter or hardware.copy_link(self.grid.world_size)
             sharers = min(hardware.ranks_per_node, self.grid.size)
         return Line(alpha_s=link.latency_s, beta_s=sharers / link.bytes_per_s)
-
-    def _optimizer_s(self) -> float:
-        homes = self.grid.world_size // self.grid.size
-        is_divided = self.training.zero_stage >= 1
-        dense = self.shape.all_dense_weights / (self.grid.world_size if is_divided else 1)
-        experts = self._held_experts / (homes if is_divided else 1)
-        return STEP_BYTES * (dense + experts) / self.memory_rate

@@ -133,7 +133,8 @@ def test_clusters_side_by_side(
     assert run(monkeypatch, files, "job.json", *asked, *both) == 0
     said = capsys.readouterr().out
     assert "2 nodes of 2 of 1e+09 beside 1 nodes of 2 of 4e+09" in said
-    assert "6 ranks" in said and "zebra, which gives them roles, is not priced" in said
+    assert "6 ranks" in said and "each computes experts at its own speed" in said
+    assert "zebra, 1 group of 2 attention and 4 expert ranks: " in said
     assert run(monkeypatch, files, "job.json", *asked, *both[:3], "--nodes", "2") == 2
     assert "--nodes has 1 numbers, but --hardware 2 clusters" in capsys.readouterr().err
 
