@@ -87,7 +87,7 @@ def _copies(priced: Priced) -> str:
     if not any(copies_L):
         return "no copies"
     told = f"{sum(map(bool, copies_L))} of {len(copies_L)} layers have copies, "
-    told += f"up to {_span([copies for copies in copies_L if copies])} in a cell"
+    told += f"{_span([copies for copies in copies_L if copies])} in the fullest cell"
     if any(plan.carried is not None for plan in priced.plans):
         told += ", which travel during the block before"
     if any(plan.rematerialize for plan in priced.plans):
