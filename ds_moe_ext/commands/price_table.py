@@ -39,8 +39,9 @@ def print_market(market: Market, pays: Sequence[str], to: Console) -> None:
         to: where.
     """
     to.print(about(market), highlight=False)
-    to.print(_seconds(market))
-    to.print(_memory(market))
+    if market.priced:
+        to.print(_seconds(market))
+        to.print(_memory(market))
     told = [verdict(market)]
     told += [f"{name}: {plan_words(each)}" for name, each in market.named]
     told += [*zebra_words(market), *pays]

@@ -160,6 +160,17 @@ def test_megatron_s_flags(
     assert "2 cells, 2 homes" in own
 
 
+def test_a_cluster_that_nothing_can_be_priced_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], files: Path
+) -> None:
+    """Each way says why, and no page is written."""
+    asked = ("--model", "tiny.json", "--hardware", "hetermoe_c1_l40s", "--html", "page.html")
+    assert run(monkeypatch, files, "job.json", *asked, "--strategies", "ep") == 1
+    said = capsys.readouterr().out
+    assert "no way can be" in said and said.count("add 'device.flops_per_s.bf16'") == 2
+    assert not (files / "page.html").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
