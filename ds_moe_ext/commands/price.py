@@ -15,8 +15,13 @@ def add_price(commands: Any) -> None:
     add = parser.add_argument
     add("job", type=Path, help="DeepSpeed's JSON, or a file of Megatron's flags")
     add("--model", type=Path, help="a Hugging Face config.json, or a name of configs/models")
-    add("--hardware", required=True, help="a file, or a name of configs/hardware, as dgx_h100")
-    add("--nodes", type=int, help="of the cluster, where not those of its file")
+    add(
+        "--hardware",
+        required=True,
+        nargs="+",
+        help="a file, or a name of configs/hardware, as dgx_h100; several stand side by side",
+    )
+    add("--nodes", type=int, nargs="+", help="of each cluster, where not those of its file")
     add("--loads", default="zipf:0.6", help="a workload's name or a file; see ds-moe-ext loads")
     add("--strategies", default="all", help="names with commas between, or all")
     add("--grids", choices=("few", "all"), default="few", help="of ranks that are tried")
@@ -24,6 +29,10 @@ def add_price(commands: Any) -> None:
     add("--micro-batch", type=int, help="samples of a rank in one pass")
     add("--micro-batches", type=int, help="passes of a step")
     add("--recomputes", action=argparse.BooleanOptionalAction, help="activations, in backward")
+    add("--pays", action="store_true", help="price other skews and token counts, too")
+    add("--html", type=Path, metavar="FILE", help="a page: tables, memory, timelines")
+    add("--trace", type=Path, metavar="FILE", help="a timeline, for ui.perfetto.dev")
+    add("--json", type=Path, metavar="FILE", help="all numbers")
     parser.set_defaults(run=_price)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,12 +65,13 @@ def _of_deepspeed(document: Mapping[str, Any]) -> AskedJob:
         "number_type": kinds[0] if kinds else "fp32",
         "zero_stage": stage if isinstance(stage, int) else 0,
         "hides_gradients": zero.get("overlap_comm") is True,
+        "sums_in_float32": _section(document, "data_types").get("grad_accum_dtype") == _IN_32,
     }
     samples = _number(document, "train_batch_size")
     return AskedJob(document, None, _said(sizes), samples)
 
 
-_KINDS = ("bf16", "fp16")
+_KINDS, _IN_32 = ("bf16", "fp16"), "fp32"
 """Number types, as both hosts name them."""
 
 
@@ -110,6 +111,8 @@ def _of_megatron(text: str, path: Path) -> AskedJob:
         "number_type": next((kind for kind in _KINDS if flags.get(kind)), "fp32"),
         "zero_stage": 1 if flags.get("use-distributed-optimizer") else 0,
         "hides_gradients": bool(flags.get("overlap-grad-reduce")),
+        # As Megatron does in bf16, whatever else is said.
+        "sums_in_float32": bool(flags.get("bf16")) and not flags.get("grad-reduce-in-bf16"),
         "recomputes": flags.get("recompute-granularity") == _ALL_OF_IT,
         "micro_batch": _whole(flags, "micro-batch-size", path),
         "length": _whole(flags, "seq-length", path),
@@ -184,17 +187,24 @@ def read_model(path: Path) -> ModelShape:
     return of_config(inner if isinstance(inner, Mapping) else document, name)
 
 
-def read_cluster(given: str, num_nodes: int | None) -> Hardware:
-    """Of a file, or a name of configs/hardware; with another number of nodes, if one is given.
+def read_clusters(given: Sequence[str], num_nodes: Sequence[int] | None) -> list[Hardware]:
+    """Of files, or names of configs/hardware; with other numbers of nodes, if they are given.
 
     Raises:
-        ValueError: there is none, or what is wrong in it.
+        ValueError: there is none, or what is wrong in it; or numbers for other than each.
     """
-    path = Path(given)
-    hardware = read_hardware(path if path.exists() else _shipped("hardware", given))
+    paths = [Path(each) for each in given]
+    read = [
+        read_hardware(path if path.exists() else _shipped("hardware", str(path))) for path in paths
+    ]
     if num_nodes is None:
-        return hardware
-    return replace(hardware, num_nodes=num_nodes)
+        return read
+    if len(num_nodes) != len(read):
+        raise ValueError(
+            f"--nodes has {len(num_nodes)} numbers, but --hardware {len(read)} clusters; give each "
+            "cluster its number"
+        )
+    return [replace(hardware, num_nodes=nodes) for hardware, nodes in zip(read, num_nodes)]
 
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

@@ -15,7 +15,7 @@ from ds_moe_ext.strict import nearest
 BASE = "ep"
 OVER = " over "
 ALL = (BASE, "fssdp", "prophet", "esp", f"esp{OVER}fssdp", f"esp{OVER}prophet")
-EVERY = "all"
+EVERY, SEVERAL = "all", ","
 
 
 class Chosen(NamedTuple):
@@ -51,7 +51,7 @@ def chosen_strategies(document: Mapping[str, Any], asked: str) -> list[Chosen]:
     own = settings.strategy
     if settings.balance is not None:
         own = f"{settings.strategy}{OVER}{settings.balance}"
-    names = list(ALL) if asked == EVERY else [name.strip() for name in asked.split(",")]
+    names = list(ALL) if asked == EVERY else [name.strip() for name in asked.split(SEVERAL)]
     for name in names:
         if name not in (*ALL, own):
             raise ValueError(

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from ds_moe_ext.papers.figure import Curve, Figure, Paper, Row
 from ds_moe_ext.report.charts import axis_labels, key, thin_bars
-from ds_moe_ext.report.page import html_of
+from ds_moe_ext.report.page import html_document
 from ds_moe_ext.report.parts import section, table
 from ds_moe_ext.report.units import EN_DASH, escaped, round_steps
 
@@ -28,7 +28,7 @@ def page_of(papers: Sequence[Reproduced]) -> str:
     ]
     for paper, figures in papers:
         parts += [_inputs(paper), *map(_figure, figures)]
-    return html_of(" and ".join(paper.name for paper, _ in papers), parts)
+    return html_document(" and ".join(paper.name for paper, _ in papers), parts)
 
 
 def _inputs(paper: Paper) -> str:

@@ -94,37 +94,49 @@ class Refused:
     why: str
 
 
-def price_way(way: Way, run: DescribedRun, rows_ILRE: np.ndarray) -> Priced:
+def price_way(
+    way: Way, run: DescribedRun, rows_ILRE: np.ndarray, *, num_priced: int = PRICED
+) -> Priced:
     """Price one way.
 
     Args:
         way: of the run's grid.
         run: the model on the cluster.
-        rows_ILRE: rows of each rank in one pass, integers; the last steps are priced.
+        rows_ILRE: rows of each rank in one pass, integers.
+        num_priced: steps of them that are priced, the last ones; plans go by those before.
 
     Raises:
         ValueError: what the strategy, or the hardware file, refuses.
     """
     strategy, grid = way.strategy, way.grid
+    if grid.world_size > grid.size:
+        strategy = strategy.with_homes_that_stay()
+        if strategy.rhythm().shard_every:
+            raise ValueError(
+                f"{strategy.keys.homes} moves experts to new homes, which needs one home an "
+                f"expert, but here each has {grid.world_size // grid.size}; set it to null or 0, "
+                "or leave this grid out"
+            )
     cells_ILCE = cells_of(rows_ILRE, grid)
     num_layers, num_experts = cells_ILCE.shape[1], cells_ILCE.shape[3]
-    before = [list(step_LCE) for step_LCE in cells_ILCE[:-PRICED]]
+    passes = run.training.micro_batches  # plans go by the rows of a step, all its passes together
+    before = [list(step_LCE) for step_LCE in cells_ILCE[:-num_priced]]
     homes = strategy.first_homes([num_experts] * num_layers, (run.pool,), grid.num_cells)
     used = run.memory(_most_rows(homes, before[-1]))
     rhythm = strategy.rhythm()
     window = LoadWindow(rhythm.window)
     for rows in before:
-        window.push(rows)
+        window.push([passes * rows_CE for rows_CE in rows])
     job = replace(run.job(homes, used), pipelines=run.pipelines(before[-1]))
     if rhythm.shard_every:
         job = replace(job, homes=strategy.homes(_seen(job, window)))
     prices, plans = list[StepPrice](), tuple[Plan, ...]()
-    for step_LCE in cells_ILCE[-PRICED:]:
+    for step_LCE in cells_ILCE[-num_priced:]:
         job = _seen(job, window)
         plans = strategy.plan(job)
         rows = list(step_LCE)
         prices.append(price_step(strategy, plans, job, rows, run.conditions(sliced(plans))))
-        window.push(rows)
+        window.push([passes * rows_CE for rows_CE in rows])
     return Priced(
         way,
         tuple(prices),

@@ -45,6 +45,8 @@ class DescribedRun:
         grid: of the ranks.
         passes: as of ``Reached``.
         host: what issuing takes; see ``HostTimes``.
+        mixed: clusters that it was joined of, where their devices are unlike (``mixed_cluster``),
+            reckoned with likewise: each computes experts at its own speed.
 
     Raises:
         ValueError: what the hardware file does not say.
@@ -56,6 +58,7 @@ class DescribedRun:
     grid: Grid
     passes: int = 16
     host: HostTimes = HOST_TIMES
+    mixed: tuple[Hardware, ...] = ()
 
     @property
     def node_C(self) -> np.ndarray:
@@ -64,12 +67,15 @@ class DescribedRun:
 
     @cached_property
     def product(self) -> Product:
-        """The line of matrix products."""
+        """The line of matrix products, of the slowest device."""
+        return self._product(self.hardware)
+
+    def _product(self, hardware: Hardware) -> Product:
         kind = self.training.number_type
-        line = self.hardware.device.product(kind)
+        line = hardware.device.product(kind)
         if line is None:
             raise ValueError(
-                f"hardware {self.hardware.name!r} does not say how fast its device multiplies in "
+                f"hardware {hardware.name!r} does not say how fast its device multiplies in "
                 f"{kind}; add 'device.flops_per_s.{kind}' to its file, or measure it with "
                 "ds-moe-ext profile"
             )
@@ -133,21 +139,37 @@ class DescribedRun:
         copy = hardware.copy_link(grid.size)
         intra = hardware.intra or copy
         inter = hardware.inter or copy
-        row_work = self.shape.expert_weights / grid.cell_size
-        rounds = 1 + self.backward_rounds
+        row_work = (1 + self.backward_rounds) * self.shape.expert_weights / grid.cell_size
+        # A node takes all parts of an expert in at its cards, a rank its own at its link.
+        parts = grid.cell_size if grid.size > hardware.ranks_per_node else 1
+        row_s_C = self._row_s_C(row_work)
         return Pool(
             layers=tuple(range(len(self.shape.moe_layers))),
             prices=Prices(
-                row_s=rounds * row_work / self.product.multiply_adds_per_s,
+                row_s=float(row_s_C.mean()),
                 row_bytes=self.row_bytes,
-                copy_s=self.expert_bytes * grid.cell_size / copy.bytes_per_s,
+                copy_s=parts * self.expert_bytes / copy.bytes_per_s,
                 inter_bytes_per_s=inter.bytes_per_s,
                 intra_bytes_per_s=grid.cell_size * intra.bytes_per_s,
             ),
+            row_s_C=tuple(row_s_C.tolist()) if row_s_C.max() > row_s_C.min() else (),
             expert_bytes=self.expert_bytes,
             state_bytes=MASTER_AND_STATES * self.shape.expert_weights // grid.cell_size,
             copy_latency_s=copy.latency_s,
         )
+
+    def _row_s_C(self, row_work: float) -> np.ndarray:
+        """Seconds of a row in each cell: of the slowest grid, where there are several, and of a
+        cell's slowest rank."""
+        row_s_R = np.concatenate(
+            [
+                np.full(each.num_ranks, row_work / self._product(each).multiply_adds_per_s)
+                for each in self.mixed or (self.hardware,)
+            ]
+        )[: self.grid.world_size]
+        by_grid = row_s_R.reshape(-1, self.grid.num_cells, self.grid.cell_size).max(axis=2)
+        slowest: np.ndarray = by_grid[int(by_grid.sum(axis=1).argmax())]
+        return slowest
 
     @cached_property
     def lines(self) -> PipelineLines:
@@ -161,9 +183,12 @@ class DescribedRun:
             number_type=self.training.number_type,
             row_multiply_adds=self.shape.expert_weights / grid.cell_size,
             num_products=self.shape.products * self.slots,
-            element_bytes=self.training.element_bytes,
+            element_bytes=self.training.gradient_bytes,
         )
-        return described_lines(self.hardware, usage)
+        lines = described_lines(self.hardware, usage)
+        # Each call of the experts reads their weights, however few rows it has.
+        read_s = self.slots * self.expert_bytes / self.memory_rate
+        return replace(lines, expert=replace(lines.expert, alpha_s=lines.expert.alpha_s + read_s))
 
     @property
     def slots(self) -> int:
@@ -235,11 +260,12 @@ class DescribedRun:
             cell_gather=self.lines.all_gather,
             cell_scatter=self.lines.reduce_scatter,
             all_reduce=self.lines.gradients,
+            backward_rounds=self.backward_rounds,
         )
         return Conditions(
             grid=self.grid,
             tasks=tasks,
-            host=self.host,
+            host=self.host.with_forward_again() if self.training.recomputes else self.host,
             head_s=self.head_s,
             end_s=self.end_s(sliced),
             micro_batches=self.training.micro_batches,
@@ -247,10 +273,26 @@ class DescribedRun:
 
     def end_s(self, sliced: int) -> float:
         """Behind the last backward: gradients that nothing hid, and the optimizer."""
-        dense = 0.0
+        return self.dense_end_s(sliced) + self.expert_end_s
+
+    def dense_end_s(self, sliced: int) -> float:
+        """Of what is not of experts."""
+        elements = self.shape.all_dense_weights
+        reduced_s = 0.0
         if not self.training.hides_gradients:
-            dense = self.lines.gradients.seconds(max(self.shape.all_dense_weights - sliced, 0))
-        return dense + self._expert_gradients_s() + self._optimizer_s()
+            reduced_s = self.lines.gradients.seconds(max(elements - sliced, 0))
+        return reduced_s + self._stepped_s(elements, self.grid.world_size)
+
+    @property
+    def expert_end_s(self) -> float:
+        """Of experts."""
+        homes = self.grid.world_size // self.grid.size
+        return self._expert_gradients_s() + self._stepped_s(self._held_experts, homes)
+
+    def _stepped_s(self, elements: float, num_replicas: int) -> float:
+        """The optimizer's step of weights that so many ranks have."""
+        own = elements / (num_replicas if self.training.zero_stage >= 1 else 1)
+        return STEP_BYTES * own / self.memory_rate
 
     @property
     def _held_experts(self) -> float:
@@ -264,22 +306,16 @@ class DescribedRun:
         if homes == 1:
             return 0.0
         line = self._replica_line()
-        sent = self._held_experts * self.training.element_bytes * 2 * (homes - 1) / homes
+        sent = self._held_experts * self.training.gradient_bytes * 2 * (homes - 1) / homes
         return line.alpha_s + sent * line.beta_s
 
     def _replica_line(self) -> Line:
-        """By bytes that one rank sends, all of its node at once."""
+        """By bytes that one rank sends, in rings along the ranks: of those that hold the same on
+        one node, one sends to another node."""
         hardware = self.hardware
         if self.grid.world_size <= hardware.ranks_per_node:
             link, sharers = hardware.intra or hardware.copy_link(self.grid.world_size), 1
         else:
             link = hardware.inter or hardware.copy_link(self.grid.world_size)
-            sharers = hardware.ranks_per_node
+            sharers = min(hardware.ranks_per_node, self.grid.size)
         return Line(alpha_s=link.latency_s, beta_s=sharers / link.bytes_per_s)
-
-    def _optimizer_s(self) -> float:
-        homes = self.grid.world_size // self.grid.size
-        is_divided = self.training.zero_stage >= 1
-        dense = self.shape.all_dense_weights / (self.grid.world_size if is_divided else 1)
-        experts = self._held_experts / (homes if is_divided else 1)
-        return STEP_BYTES * (dense + experts) / self.memory_rate

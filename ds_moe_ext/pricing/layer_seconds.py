@@ -30,7 +30,6 @@ from ds_moe_ext.schedule.task import (
 )
 from ds_moe_ext.strategy import Plan, Pool
 
-FORWARD_PART = FORWARD / (FORWARD + BACKWARD)  # of a row's seconds in experts
 NO_REDUCTION = AllReduce(0.0, 0.0)
 
 
@@ -47,6 +46,8 @@ class TaskCosts:
         cell_gather: inside a cell, by bytes of the rows that one rank ends up with.
         cell_scatter: likewise, by bytes of the rows that one rank gives.
         all_reduce: of dense gradients.
+        backward_rounds: times of forward that backward takes in experts: one more where forward
+            runs again there, its exchanges with it.
     """
 
     exchange_start_s: float = 0.0
@@ -56,6 +57,7 @@ class TaskCosts:
     cell_gather: Line = FREE
     cell_scatter: Line = FREE
     all_reduce: AllReduce = NO_REDUCTION
+    backward_rounds: int = BACKWARD
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +112,14 @@ class Timing(NamedTuple):
         """Of some part of the rows."""
         seconds = self.start_s + part * self.whole_s_K[place]
         return max(seconds, self.least_s_K[place]) if self.least_s_K else seconds
+
+    def times(self, rounds: int) -> Timing:
+        """So often."""
+        return Timing(
+            rounds * self.start_s,
+            [rounds * seconds for seconds in self.whole_s_K],
+            [rounds * seconds for seconds in self.least_s_K],
+        )
 
 
 Side = tuple[str, bool]
@@ -170,15 +180,17 @@ def layer_seconds(
         costs: of all else.
         node_C: node of each cell.
         cell_size: ranks of a cell.
-        classes: that cells are put into where there are more of them: the busiest, the idlest and
-            some between, in even steps. Each stands in every layer for those that are as busy
-            there, whichever they are.
+        classes: that cells are put into where there are more of them, four or more: the busiest,
+            the one that computes longest, the one whose rows travel longest, the idlest, and others
+            between in even steps. Each stands in every layer for those that are as busy there,
+            whichever they are.
     """
     row_s_C = np.array(pool.row_s_C) if pool.row_s_C else pool.prices.row_s
-    by_rows_s_C = flow.computed_C * (row_s_C * FORWARD_PART + 2 * costs.row_move_s)
+    forward_s_C = row_s_C / (FORWARD + costs.backward_rounds)
+    by_rows_s_C = flow.computed_C * (forward_s_C + 2 * costs.row_move_s)
     least_s_C = costs.expert_start_s + flow.target.holds_EC.sum(axis=0) * costs.weight_s
     expert_s_C = np.maximum(by_rows_s_C, least_s_C)
-    place_K = _places(expert_s_C + 2 * flow.exchange_s_C, classes)
+    place_K = _places(expert_s_C, flow.exchange_s_C, classes)
     none = [0.0] * len(place_K)
     exchange = Timing(
         costs.exchange_start_s if len(node_C) > 1 else 0.0, flow.exchange_s_C[place_K].tolist()
@@ -187,8 +199,10 @@ def layer_seconds(
         Timing(
             0.0, (rounds * by_rows_s_C[place_K]).tolist(), (rounds * least_s_C[place_K]).tolist()
         )
-        for rounds in (FORWARD, BACKWARD)
+        for rounds in (FORWARD, costs.backward_rounds)
     ]
+    # Back as often as there: forward's own once more where it runs again.
+    sent_back = FORWARD + costs.backward_rounds - BACKWARD
     restore_s = float(flow.computed_C.mean()) / cell_size * costs.row_move_s
     restore = Timing(0.0, [restore_s] * len(place_K))
     bytes_K = flow.computed_C[place_K] * pool.prices.row_bytes
@@ -205,17 +219,17 @@ def layer_seconds(
         by_rows={
             (ORDER.name, not is_back): Timing(exchange.start_s, none),
             (DISPATCH.name, not is_back): exchange,
-            (DISPATCH.name, is_back): exchange,
+            (DISPATCH.name, is_back): exchange.times(sent_back),
             (COMBINE.name, not is_back): exchange,
-            (COMBINE.name, is_back): exchange,
+            (COMBINE.name, is_back): exchange.times(sent_back),
             (EXPERT.name, not is_back): experts[0],
             (EXPERT.name, is_back): experts[1],
             (RESTORE.name, not is_back): restore,
-            (RESTORE.name, is_back): restore,
+            (RESTORE.name, is_back): restore.times(sent_back),
             (CELL_GATHER.name, not is_back): gather,
-            (CELL_GATHER.name, is_back): scatter,
+            (CELL_GATHER.name, is_back): scatter.times(sent_back),
             (CELL_SCATTER.name, not is_back): scatter,
-            (CELL_SCATTER.name, is_back): gather,
+            (CELL_SCATTER.name, is_back): gather.times(sent_back),
         },
         by_piece={
             (GATHER.name, not is_back): copied,
@@ -230,13 +244,17 @@ def layer_seconds(
     )
 
 
-def _places(busy_C: np.ndarray, classes: int) -> np.ndarray:
-    """Cells that stand for all, int64 ``[K]``."""
-    if len(busy_C) <= classes:
-        return np.arange(len(busy_C))
-    by_busy_C = np.argsort(-busy_C, kind="stable")
-    chosen: np.ndarray = by_busy_C[np.linspace(0, len(busy_C) - 1, classes).round().astype(int)]
-    return chosen
+def _places(expert_s_C: np.ndarray, exchange_s_C: np.ndarray, classes: int) -> np.ndarray:
+    """Cells that stand for all, the busiest first, int64 ``[K]``."""
+    num_cells = len(expert_s_C)
+    if num_cells <= classes:
+        return np.arange(num_cells)
+    by_busy_C = np.argsort(-(expert_s_C + 2 * exchange_s_C), kind="stable")
+    longest = (by_busy_C[0], by_busy_C[-1], expert_s_C.argmax(), exchange_s_C.argmax())
+    even = by_busy_C[np.linspace(0, num_cells - 1, classes).round().astype(int)]
+    chosen = list(dict.fromkeys(map(int, (*longest, *even))))[:classes]
+    kept: np.ndarray = by_busy_C[np.isin(by_busy_C, chosen)]
+    return kept
 
 
 def _copied(

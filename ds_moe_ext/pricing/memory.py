@@ -62,7 +62,7 @@ def memory_use(
     stepped += experts / (num_replicas if stage >= 1 else 1)
     return MemoryUse(
         weights=held * element,
-        gradients=reduced * element,
+        gradients=reduced * training.gradient_bytes,
         optimizer=stepped * (MASTER_AND_STATES if element < 4 else 8),
         activations=_activations(shape, training, grid, most_rows),
     )
@@ -75,9 +75,12 @@ def _activations(shape: ModelShape, training: Training, grid: Grid, most_rows: f
     of_row = 2 * shape.width + shape.products * shape.expert_width / grid.cell_size
     rows = most_rows * of_row * training.element_bytes
     rows += training.tokens * shape.top_k * state  # as they came back
-    of_mlp = shape.products * shape.dense_width * training.tokens * training.element_bytes
+    hidden = shape.products * training.tokens * training.element_bytes
+    rows += hidden * shape.shared_width
     num_moe = len(shape.moe_layers)
-    whole = shape.num_layers * dense + num_moe * rows + (shape.num_layers - num_moe) * of_mlp
+    num_dense = shape.num_layers - num_moe
+    of_mlp = hidden * shape.dense_width if num_dense else 0
+    whole = shape.num_layers * dense + num_moe * rows + num_dense * of_mlp
     if training.recomputes:
         whole = shape.num_layers * training.tokens * state + dense + max(rows, of_mlp)
     return whole + training.tokens * shape.vocab_size * LOGIT_BYTES

@@ -7,15 +7,16 @@ for their ranks, which do the same. Shape letters: L layers, C cells, E experts,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from ds_moe_ext.cost.block_costs import BACKWARD, FORWARD
 from ds_moe_ext.layout import Grid, ParallelLayout
-from ds_moe_ext.pricing.issue import ISSUE, NO_HOST, HostTimes, issued
+from ds_moe_ext.pricing.issue import ISSUE, NO_HOST, HostTimes, Issued, with_host
 from ds_moe_ext.pricing.layer_seconds import Flow, LayerSeconds, TaskCosts, layer_seconds
 from ds_moe_ext.schedule.simulator import Timeline, simulate
 from ds_moe_ext.schedule.step import whole_step
@@ -24,6 +25,7 @@ from ds_moe_ext.schedule.task import (
     COMBINE,
     DISPATCH,
     GATHER,
+    GRADIENTS,
     INTER,
     ORDER,
     PARAM,
@@ -32,7 +34,7 @@ from ds_moe_ext.schedule.task import (
 )
 from ds_moe_ext.strategy import Job, Plan, Site, Strategy, layer_tasks
 
-CLASSES = 8  # of cells, where there are more
+CLASSES = 4  # of cells, where there are more
 NO_COSTS = TaskCosts()
 
 
@@ -131,15 +133,15 @@ def price_step(
         for layer, (plan, flow) in enumerate(zip(plans, flows))
     ]
     schedule = step_of(strategy, plans, conditions.grid, job.stacks)
-    times = _Times(layers, job, conditions.head_s)
-    device = times.run(schedule, NO_HOST)
-    whole = device if conditions.host.is_nothing else times.run(schedule, conditions.host)
+    by_host = with_host(schedule, conditions.host)
+    times = _Times(layers, job, conditions)
+    device = times.run(with_host(schedule, NO_HOST))
+    whole = device if conditions.host.is_nothing else times.run(by_host)
     computed_s, imbalance_s = times.computed()
     number = conditions.micro_batches
     later = whole
     if number > 1:
-        still = _Times([each.without_moves() for each in layers], job, conditions.head_s)
-        later = still.run(schedule, conditions.host)
+        later = replace(times, layers=[each.without_moves() for each in layers]).run(by_host)
     micro_s = whole.seconds + (number - 1) * later.seconds
     device_s = number * device.seconds - (number - 1) * (whole.seconds - later.seconds)
     return StepPrice(
@@ -185,25 +187,21 @@ class _Times:
     Attributes:
         layers: of each layer.
         job: with what lies between them.
-        head_s: as of ``Conditions``.
+        conditions: of the run.
     """
 
     layers: Sequence[LayerSeconds]
     job: Job
-    head_s: float
+    conditions: Conditions
 
-    def run(self, schedule: Schedule, host: HostTimes) -> _Run:
+    def run(self, step: Issued) -> _Run:
         """As it passes."""
-        host_s: Mapping[int, float] = {}
-        if not host.is_nothing:
-            schedule, host_s = issued(schedule, host)
-        issue_s = iter(host_s.values())
-        by_task = {id(task): next(issue_s) for task in schedule.tasks if task.op == ISSUE}
+        schedule, host_s = step
 
         def seconds_of(place: int, task: Task) -> float:
-            if task.op == ISSUE:
-                return by_task[id(task)]
-            if task.op == ATTENTION:
+            if task.op is ISSUE:
+                return host_s[id(task)]
+            if task.op.name == ATTENTION.name:
                 return self._between(task)
             return self.layers[task.layer].seconds(place, task)
 
@@ -222,31 +220,43 @@ class _Times:
         """What the host computes behind a layer, before the next."""
         following = task.layer + 1
         if following == len(self.layers):
-            return self.head_s * (BACKWARD if task.adjoint_of else FORWARD)
+            return self.conditions.head_s * (BACKWARD if task.adjoint_of else FORWARD)
         windows = self.job.back_window_s if task.adjoint_of else self.job.window_s
         return windows[following]
 
     def _link(self, place: int, task: Task) -> str | None:
         """What rows and copies that are under way together share."""
-        if task.lane not in (INTER, PARAM):
+        if task.lane.name not in _SHARED:
             return None
-        is_far = bool(self.job.node_C.max() != self.job.node_C.min())
-        if task.op in (DISPATCH, COMBINE):
+        grid, is_far = self.conditions.grid, self._spans_nodes
+        if task.op.name in _OF_ROWS:
             is_far = self.layers[task.layer].is_far_K[place]
+        elif task.op.name == GRADIENTS.name:  # of all ranks, not of one grid's
+            is_far = is_far or grid.world_size > grid.size
         return f"{'far' if is_far else 'near'} {place}"
+
+    @cached_property
+    def _spans_nodes(self) -> bool:
+        return bool(self.job.node_C.max() != self.job.node_C.min())
 
     def computed(self) -> tuple[float, float]:
         """Seconds that all compute, and those that the busiest cell of each layer computes more."""
         between_s = sum(self.job.window_s) + sum(self.job.back_window_s)
-        rounds = FORWARD + BACKWARD
+        again = self.conditions.tasks.backward_rounds
+        rounds = FORWARD + again
         even_s = rounds * sum(layer.mean_expert_s for layer in self.layers)
         most_s = rounds * sum(max(layer.expert_s_K) for layer in self.layers)
-        restored_s = 2 * sum(layer.restore_s for layer in self.layers)
-        return between_s + rounds * self.head_s + even_s + restored_s, most_s - even_s
+        restored_s = again * sum(layer.restore_s for layer in self.layers)
+        head_s = (FORWARD + BACKWARD) * self.conditions.head_s
+        return between_s + head_s + even_s + restored_s, most_s - even_s
+
+
+# Ops and lanes by their names: an op may stand in another lane than its own.
+_OF_ROWS = frozenset(op.name for op in (DISPATCH, COMBINE))
+_MET = _OF_ROWS | {ORDER.name, GATHER.name}
+_SHARED = frozenset(lane.name for lane in (INTER, PARAM))
 
 
 def _meets(task: Task) -> bool:
     """Whether all cells must come to it."""
-    if task.op == GATHER:
-        return True
-    return task.op in (DISPATCH, COMBINE, ORDER)
+    return task.op.name in _MET

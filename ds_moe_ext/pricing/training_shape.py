@@ -22,6 +22,7 @@ class Training:
             from 3 dense weights. Megatron's distributed optimizer is 1.
         recomputes: layers run again in backward, so that only what passes between them is kept.
         hides_gradients: dense gradients are reduced beside backward by the host itself.
+        sums_in_float32: gradients are summed in 32 bits, where they are narrower.
 
     Raises:
         ValueError: no such training.
@@ -35,6 +36,7 @@ class Training:
     zero_stage: int = 1
     recomputes: bool = False
     hides_gradients: bool = False
+    sums_in_float32: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "length", "micro_batch", "micro_batches"):
@@ -57,5 +59,10 @@ class Training:
 
     @property
     def element_bytes(self) -> int:
-        """Of a weight, a gradient or a number of a row."""
+        """Of a weight or a number of a row."""
         return ELEMENT_BYTES[self.number_type]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of a weight's gradient."""
+        return 4 if self.sums_in_float32 else self.element_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -155,6 +155,82 @@ def bars(rows: Sequence[Bar], classes: dict[str, str], *, longest: float, total:
         )
         + "</div>"
     )
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One bar of several parts, one behind the other.
+
+    Attributes:
+        name: HTML.
+        parts: lengths, in the order of the colours.
+        told: what stands at its end, HTML.
+        is_faint: it is shown, but cannot be.
+    """
+
+    name: str
+    parts: Sequence[float]
+    told: str
+    is_faint: bool = False
+
+
+def stacked_bars(
+    stacks: Sequence[Stack],
+    names: Sequence[str],
+    text: Callable[[float], str],
+    *,
+    limit: tuple[float, str] | None = None,
+) -> str:
+    """Bars of the same parts below each other, on one scale.
+
+    Args:
+        stacks: one a bar.
+        names: of the parts, for the legend and for who points at one.
+        text: a length as a person reads it.
+        limit: a length that is marked, and what it is; the scale shows it.
+    """
+    longest = max([sum(each.parts) for each in stacks] + [limit[0] if limit else 0.0]) or 1.0
+    legend = "".join(
+        f'<span><i class="box s{slot}"></i>{escaped(name)}</span>'
+        for slot, name in enumerate(names)
+    )
+    if limit is not None:
+        legend += f'<span><i class="mark"></i>{escaped(limit[1])}</span>'
+    drawn = "".join(
+        f"<div{_FAINT * each.is_faint}><b>{each.name}</b>"
+        f'<svg height="18" role="img" aria-label="{escaped(_told(each, names, text))}">'
+        f"{_stacked(each, names, text, longest)}{_limit_line(limit, longest)}</svg>"
+        f"<span>{each.told}</span></div>"
+        for each in stacks
+    )
+    return f'<p class="legend">{legend}</p><div class="stacked">{drawn}</div>'
+
+
+_FAINT = ' class="faint"'
+
+
+def _told(stack: Stack, names: Sequence[str], text: Callable[[float], str]) -> str:
+    return ", ".join(f"{name} {text(part)}" for name, part in zip(names, stack.parts))
+
+
+def _stacked(
+    stack: Stack, names: Sequence[str], text: Callable[[float], str], longest: float
+) -> str:
+    ends = np.cumsum([0.0, *stack.parts]) / longest * 100
+    return "".join(
+        f'<rect class="s{slot}" x="{ends[slot]:.3f}%" height="18" '
+        f'width="{ends[slot + 1] - ends[slot]:.3f}%"><title>{escaped(name)} {text(part)}</title>'
+        "</rect>"
+        for slot, (name, part) in enumerate(zip(names, stack.parts))
+        if part > 0
+    )
+
+
+def _limit_line(limit: tuple[float, str] | None, longest: float) -> str:
+    if limit is None:
+        return ""
+    x = f"{100 * limit[0] / longest:.4g}%"
+    return f'<line class="mark" x1="{x}" x2="{x}" y1="0" y2="100%"/>'
 
 
 def key(slot: int, name: str) -> str:

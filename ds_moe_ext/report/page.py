@@ -6,8 +6,9 @@ Its style sheet and its script, which it reads well without, lie beside this fil
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from ds_moe_ext.report import charts, copy_map, heatmap, timeline
 from ds_moe_ext.report.balance import balance, gain
@@ -43,6 +44,9 @@ _HEAT_BINS = 240  # columns of a heatmap
 _HEAT_PIXELS = 1_000_000  # experts x columns of all heatmaps together
 _FEWEST_BINS = 24
 
+NO_STEPS = MappingProxyType({"lines": (), "heat": ()})
+"""Of a page without line charts and heatmaps over steps."""
+
 
 def write_report(record: RunRecord, folder: Path) -> None:
     """Write ``report.json`` and ``report.html`` into a folder."""
@@ -62,7 +66,6 @@ def page_of(record: RunRecord) -> str:
     line_bins = _bins(record, most=_LINE_BINS, budget=_LINE_POINTS // num_layers)
     num_experts = max(sum(layer.num_experts for layer in record.layers), 1)
     heat_bins = _bins(record, most=_HEAT_BINS, budget=_HEAT_PIXELS // num_experts)
-    labels = json.dumps({"lines": line_bins.labels(), "heat": heat_bins.labels()})
     parts = [header(record, summary)]
     if summary is not None:
         parts += [tiles(record, summary), _layers(record, summary)]
@@ -74,25 +77,30 @@ def page_of(record: RunRecord) -> str:
     else:
         parts += [_layers(record, None), _nothing_recorded()]
     parts += [chosen(record), _seconds(record), expected(record), _timeline(record)]
-    script = Path(__file__).with_suffix(".js").read_text("utf-8")
-    return html_of(
-        f"MoE run: {record.strategy}",
-        parts,
-        scripts=f'<script type="application/json" id="steps">{labels}</script>'
-        f"<script>\n{script}</script>",
-    )
+    steps = {"lines": line_bins.labels(), "heat": heat_bins.labels()}
+    return html_document(f"MoE run: {record.strategy}", parts, steps)
 
 
-def html_of(title: str, parts: Sequence[str], *, scripts: str = "") -> str:
-    """A page in the style of reports, which needs no other file."""
-    style = Path(__file__).with_suffix(".css").read_text("utf-8")
+def html_document(
+    title: str, parts: Sequence[str], steps: Mapping[str, Sequence[str]] = NO_STEPS
+) -> str:
+    """A page with our style and script.
+
+    Args:
+        title: of the window, as text.
+        parts: HTML, from top to bottom.
+        steps: names of the columns of line charts and of heatmaps.
+    """
+    here = Path(__file__)
+    style, script = (here.with_suffix(kind).read_text("utf-8") for kind in (".css", ".js"))
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escaped(title)}</title>"
         f"<style>\n{style}{style_rules()}</style></head><body><main>\n"
         + "\n".join(parts)
-        + f"\n</main>{scripts}</body></html>\n"
+        + f'\n</main><script type="application/json" id="steps">{json.dumps(dict(steps))}</script>'
+        f"<script>\n{script}</script></body></html>\n"
     )
 
 

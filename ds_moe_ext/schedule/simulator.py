@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -202,9 +202,8 @@ class _Simulation:
     def _slowed(self) -> list[float]:
         """Times the seconds alone of each task under way: it shares its link with all that are on
         it, and its rank with all that are there."""
-        on_link = Counter(each.link for each in self._under_way)
-        on_link[None] = 1
-        shared = [float(on_link[each.link]) for each in self._under_way]
+        links = [each.link for each in self._under_way]
+        shared = [1.0 if link is None else float(links.count(link)) for link in links]
         if self._crowding_of is not_crowded:
             return shared
         beside: dict[int, list[Task]] = defaultdict(list)

@@ -200,7 +200,7 @@ class Value(NamedTuple):
 
     def touches(self, other: Value) -> bool:
         """Whether a writer of ``other`` writes (a part of) this value."""
-        if self.kind != other.kind or self.layer != other.layer:
+        if self.layer != other.layer or (self.kind is not other.kind and self.kind != other.kind):
             return False
         if self.span is None or other.span is None:
             return self.span == other.span

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,23 @@ class Box:
     category: str
 
 
-def chrome_trace(boxes: Iterable[Box]) -> str:
-    """Trace Event Format: a process a rank, a thread a lane, microseconds."""
+def chrome_trace(boxes: Iterable[Box], ranks: Mapping[int, str] = MappingProxyType({})) -> str:
+    """Trace Event Format: a process a rank, a thread a lane, microseconds.
+
+    Args:
+        boxes: of the timeline.
+        ranks: names of row groups, where they have some.
+    """
     boxes = list(boxes)
     lanes = {lane: number for number, lane in enumerate(dict.fromkeys(box.lane for box in boxes))}
     names = [
         {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}}
         for rank in sorted({box.rank for box in boxes})
         for lane, number in lanes.items()
+    ]
+    names += [
+        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
+        for rank, name in ranks.items()
     ]
     events = [
         {

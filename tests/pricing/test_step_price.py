@@ -191,10 +191,11 @@ def test_classes_stand_for_many_cells(strategy: Strategy) -> None:
     rows_CE = random.multinomial(400, share_E, size=32)
     job = replace(job, pools=(replace(job.pools[0], prices=prices),), rows=(rows_CE,) * 3)
     plans = list(strategy.plan(job))
-    few, all_of_them = (
-        priced(strategy, plans, job, rows_CE, classes=classes) for classes in (8, 32)
+    four, eight, all_of_them = (
+        priced(strategy, plans, job, rows_CE, classes=classes) for classes in (4, 8, 32)
     )
-    assert few.step_s == pytest.approx(all_of_them.step_s, rel=0.02)
+    assert four.step_s == pytest.approx(all_of_them.step_s, rel=0.02)
+    assert eight.step_s == pytest.approx(all_of_them.step_s, rel=0.02)
 
 
 def test_a_plan_of_its_own_homes() -> None:
@@ -204,3 +205,18 @@ def test_a_plan_of_its_own_homes() -> None:
     price = priced(ExpertParallel(), [Plan.at_home(home)], job, SKEWED_CE)
     assert price.balance == pytest.approx(2)
     assert price.exposed_s == pytest.approx(4 * 6 * ROW_BYTES / 5.0)
+
+
+def test_where_layers_run_again_rows_travel_again() -> None:
+    job = job_of(1, back_window_s=(21.0,))
+    job = replace(job, pools=(replace(job.pools[0], prices=replace(PRICES, row_s=4.0)),))
+    plans = [Plan.at_home(job.homes[0])]
+    price = priced(ExpertParallel(), plans, job, SKEWED_CE, tasks=TaskCosts(backward_rounds=3))
+    assert price.step_s == pytest.approx(7 + 21 + 10 * 4 + 6 * 6 * ROW_BYTES / 5.0)
+    host = HostTimes(
+        forward={"attention": 1.0, "order": 2.0, "dispatch": 4.0, "join": 8.0},
+        backward={"dispatch": 16.0, "send_home": 32.0},
+    )
+    again = {"attention": 3.0, "dispatch": 20.0, "send_home": 32.0}
+    assert host.with_forward_again().backward == again
+    assert host.with_forward_again().forward == host.forward

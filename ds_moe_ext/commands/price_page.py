@@ -1,0 +1,179 @@
+"""The page of what was priced: one HTML file that needs nothing else to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ds_moe_ext.commands.price_record import Market
+from ds_moe_ext.commands.price_table import GIB, MEMORY, PARTS
+from ds_moe_ext.commands.price_timelines import class_names, spans
+from ds_moe_ext.commands.price_words import (
+    about,
+    assumed,
+    grid_text,
+    plan_words,
+    verdict,
+    zebra_words,
+)
+from ds_moe_ext.pricing.candidates import Priced
+from ds_moe_ext.report import timeline
+from ds_moe_ext.report.charts import Stack, kind_legend, stacked_bars
+from ds_moe_ext.report.colours import classes_of
+from ds_moe_ext.report.page import html_document
+from ds_moe_ext.report.parts import section, table
+from ds_moe_ext.report.record import Span
+from ds_moe_ext.report.units import EN_DASH, TIMES, bytes_text, escaped, ratio_text, seconds_text
+from ds_moe_ext.schedule.task import EXPERT
+
+_ABOUT_PARTS = (
+    "computed: what ranks compute if rows are even; imbalance: what the busiest cell of each layer "
+    "computes beyond that; sending: communication that nothing hides; host: devices wait for the "
+    "host to issue; end: gradients that nothing hid, and the optimizer."
+)
+
+
+def write_page(path: Path, market: Market, pays: Sequence[str]) -> None:
+    """Write the page."""
+    path.write_text(page_of(market, pays), "utf-8")
+
+
+def page_of(market: Market, pays: Sequence[str]) -> str:
+    """One self-contained HTML page. Pure.
+
+    Args:
+        market: what was priced, one way at least.
+        pays: from what skew and how many tokens ways pay, in words.
+    """
+    parts = [_header(market), _ways(market), _seconds(market), _memory(market), _balance(market)]
+    parts += [_plans(market, pays), *_timelines(market), _rests_on(market)]
+    steps: dict[str, Sequence[str]] = {"lines": (), "heat": ()}
+    return html_document(f"Price of {market.case.shape.name}", parts, steps)
+
+
+def _header(market: Market) -> str:
+    facts = "".join(f"<span>{escaped(fact)}</span>" for fact in about(market).split("; "))
+    told = verdict(market)
+    return (
+        f"<header><h1>Price of <code>{escaped(market.case.shape.name)}</code></h1>"
+        f'<p class="facts">{facts}</p><p class="verdict">{escaped(told[0].upper() + told[1:])}.</p>'
+        "</header>"
+    )
+
+
+def _name(market: Market, priced: Priced) -> str:
+    """A way, and what it is to the reader."""
+    is_what = ("fastest", market.best), ("yours", market.own_best), ("best ep", market.base)
+    marks = "".join(f" <mark>{what}</mark>" for what, which in is_what if which is priced)
+    return f"{escaped(priced.way.name)} <small>{escaped(grid_text(priced.way.grid))}</small>{marks}"
+
+
+def _ways(market: Market) -> str:
+    headings = ["strategy and grid", "step", "tokens/s", "gain", *PARTS]
+    headings += ["balance", "copies", "GiB a rank"]
+    rows = []
+    for each in market.priced:
+        gain = market.gain(each)
+        row = [_name(market, each), seconds_text(each.step_s), f"{each.tokens_per_s:,.0f}"]
+        row.append(EN_DASH if gain is None else ratio_text(gain))
+        row += [seconds_text(each.mean(part)) for part in PARTS.values()]
+        memory = f"{each.memory.total / GIB:,.0f}"
+        row += [ratio_text(each.mean("balance")), f"{each.copies:.1f}"]
+        row.append(memory if market.fits(each) else f"{memory} too much")
+        rows.append(row)
+    note = f'<p class="note">{_ABOUT_PARTS}</p>'
+    return section("Ways to run it, the fastest first", note + table(headings, rows))
+
+
+def _stacks(market: Market, parts: Sequence[Sequence[float]], told: Sequence[str]) -> list[Stack]:
+    return [
+        Stack(_name(market, each), of_it, text, is_faint=not market.fits(each))
+        for each, of_it, text in zip(market.priced, parts, told)
+    ]
+
+
+def _seconds(market: Market) -> str:
+    parts = [[each.mean(part) for part in PARTS.values()] for each in market.priced]
+    told = [seconds_text(each.step_s) for each in market.priced]
+    bars = stacked_bars(_stacks(market, parts, told), list(PARTS), seconds_text)
+    return section("Where the time of a step goes", bars)
+
+
+def _memory(market: Market) -> str:
+    parts = [[vars(each.memory)[name] for name in MEMORY] for each in market.priced]
+    told = [bytes_text(int(each.memory.total)) for each in market.priced]
+    has = market.case.hardware.device.memory_bytes
+    limit = None if has is None else (has, f"all that a device has, {bytes_text(has)}")
+    bars = stacked_bars(
+        _stacks(market, parts, told), MEMORY, lambda part: bytes_text(int(part)), limit=limit
+    )
+    return section("Memory of the fullest rank", bars)
+
+
+def _balance(market: Market) -> str:
+    parts = [[1.0, each.mean("balance") - 1] for each in market.priced]
+    told = [ratio_text(each.mean("balance")) for each in market.priced]
+    names = ("the mean cell", "what the busiest has more")
+    bars = stacked_bars(_stacks(market, parts, told), names, lambda part: f"{part:.2f}{TIMES}")
+    note = '<p class="note">Rows of the busiest cell over the mean, mean of the layers.</p>'
+    return section("Balance", note + bars)
+
+
+def _plans(market: Market, pays: Sequence[str]) -> str:
+    told = "".join(
+        f"<h3>{escaped(name[0].upper() + name[1:])}</h3><p>{escaped(plan_words(each))}</p>"
+        for name, each in market.named
+    )
+    told += "".join(f"<h3>Zebra</h3><p>{escaped(line)}</p>" for line in zebra_words(market))
+    if pays:
+        told += "<h3>From where it pays</h3>" + "".join(f"<p>{escaped(line)}</p>" for line in pays)
+    return section("The plans in words", told)
+
+
+def _timelines(market: Market) -> list[str]:
+    """Of the named ways: the busiest cells and the idlest, and one layer of the busiest."""
+    return [
+        section(f"Timeline of {escaped(name)}: {_name(market, each)}", _timeline(each))
+        for name, each in market.named
+    ]
+
+
+def _timeline(priced: Priced) -> str:
+    names = class_names(priced)
+    drawn = [spans(priced, number) for number in range(len(names))]
+    shown = sorted(range(len(names)), key=lambda number: _busy_s(drawn[number]))
+    shown = [shown[-1]] + ([shown[0]] if len(shown) > 1 else [])
+    classes = classes_of(span.name for number in shown for span in drawn[number])
+    body = '<p class="note">One pass of a step as simulated, a row a lane, with the percent of the '
+    body += (
+        f"time that the lane was busy.{timeline.hidden(drawn[shown[0]])}</p>{kind_legend(classes)}"
+    )
+    for number in shown:
+        body += f"<h3>{escaped(names[number])}</h3>{timeline.overview(drawn[number], classes)}"
+    passes = timeline.passes_of(drawn[shown[0]])
+    layers = sorted({one.layer for one in passes}, key=lambda layer: int(layer.split()[-1]))
+    middle = layers[len(layers) // 2]
+    its = [one.own for one in passes if one.layer == middle]
+    boxed = timeline.boxed([span for one in its for span in one.spans])
+    longest = max(one.length_s for one in its)
+    body += f"<h3>{escaped(middle)}, {escaped(names[shown[0]])}</h3>"
+    return body + "".join(
+        timeline.pass_chart(one, classes, length_s=longest, drawn=boxed) for one in its
+    )
+
+
+def _busy_s(drawn: Sequence[Span]) -> float:
+    return sum(span.end_s - span.start_s for span in drawn if span.name == EXPERT.name)
+
+
+def _rests_on(market: Market) -> str:
+    told = "".join(f"<p>{escaped(line)}</p>" for line in assumed(market))
+    told += "".join(
+        f"<p>{escaped(each.way.name)} on {escaped(grid_text(each.way.grid))} cannot be: "
+        f"{escaped(each.why)}</p>"
+        for each in market.refused
+    )
+    sources = "".join(
+        f"<p>{escaped(each.name)}: {escaped(each.source)}</p>" for each in market.case.clusters
+    )
+    return section("What this rests on", told + sources)

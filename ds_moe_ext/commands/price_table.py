@@ -1,0 +1,96 @@
+"""How a person reads what was priced: tables, and plans in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from ds_moe_ext.commands.price_record import Market
+from ds_moe_ext.commands.price_words import (
+    about,
+    assumed,
+    grid_text,
+    plan_words,
+    verdict,
+    zebra_words,
+)
+
+GIB = 2**30
+PARTS = {
+    "computed": "computed_s",
+    "imbalance": "imbalance_s",
+    "sending": "exposed_s",
+    "host": "host_s",
+    "end": "end_s",
+}
+"""Where the time of a step goes: heading, and number of ``StepPrice``."""
+MEMORY = ("weights", "gradients", "optimizer", "activations", "copies", "runtime")
+"""What a rank needs memory for: numbers of ``MemoryUse``."""
+
+
+def print_market(market: Market, pays: Sequence[str], to: Console) -> None:
+    """The tables, the plans in words, and what all rests on.
+
+    Args:
+        market: what was priced.
+        pays: from what skew and how many tokens ways pay, in words.
+        to: where.
+    """
+    to.print(about(market), highlight=False)
+    if market.priced:
+        to.print(_seconds(market))
+        to.print(_memory(market))
+    told = [verdict(market)]
+    told += [f"{name}: {plan_words(each)}" for name, each in market.named]
+    told += [*zebra_words(market), *pays]
+    told += [
+        f"{each.way.name} on {grid_text(each.way.grid)} cannot be: {each.why}"
+        for each in market.refused
+    ]
+    told += assumed(market)
+    for line in told:
+        to.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _seconds(market: Market) -> Table:
+    table = Table(title="a step, ms", title_justify="left")
+    table.add_column("")
+    table.add_column("strategy")
+    table.add_column("grid")
+    for heading in ("step", "tokens/s", "gain", *PARTS, "balance", "copies", "GiB a rank"):
+        table.add_column(heading, justify="right")
+    for each in market.priced:
+        marks = ">" if each is market.best else ""
+        gain = market.gain(each)
+        memory = f"{each.memory.total / GIB:,.0f}"
+        table.add_row(
+            f"{marks} yours".strip() if each.way.name == market.own else marks,
+            each.way.name,
+            grid_text(each.way.grid),
+            f"{1e3 * each.step_s:,.1f}",
+            f"{each.tokens_per_s:,.0f}",
+            "" if gain is None else f"{gain:.2f} x",
+            *(f"{1e3 * each.mean(part):,.1f}" for part in PARTS.values()),
+            f"{each.mean('balance'):.2f}",
+            f"{each.copies:.1f}",
+            memory if market.fits(each) else f"{memory} too much",
+            style=None if market.fits(each) else "dim",
+        )
+    return table
+
+
+def _memory(market: Market) -> Table:
+    has = market.case.hardware.device.memory_bytes
+    of_device = "" if has is None else f" of {has / GIB:,.0f}"
+    table = Table(title=f"memory of the fullest rank, GiB{of_device}", title_justify="left")
+    table.add_column("strategy")
+    table.add_column("grid")
+    for heading in (*MEMORY, "all"):
+        table.add_column(heading, justify="right")
+    for _, each in market.named:
+        parts = [vars(each.memory)[name] for name in MEMORY]
+        numbers = [f"{part / GIB:,.1f}" for part in (*parts, each.memory.total)]
+        table.add_row(each.way.name, grid_text(each.way.grid), *numbers)
+    return table

@@ -1,0 +1,133 @@
+"""What was priced, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ds_moe_ext.commands.price_record import Market
+from ds_moe_ext.layout import Grid
+from ds_moe_ext.pricing.candidates import Priced, most_copies
+from ds_moe_ext.report.units import counted
+
+
+def about(market: Market) -> str:
+    """The model, the cluster, the training."""
+    shape, training, hardware = market.case.shape, market.case.training, market.case.hardware
+    return (
+        f"{shape.name}: {shape.all_weights / 1e9:,.1f} billion weights, {len(shape.moe_layers)} "
+        f"layers of {shape.num_experts} experts, {shape.top_k} a token; on {_clusters(market)}; "
+        f"{training.tokens_of_step:,} tokens a step, {training.micro_batches} x "
+        f"{training.micro_batch} samples of {training.length:,} a rank, {training.number_type}, "
+        f"ZeRO {training.zero_stage}{', layers run again in backward' * training.recomputes}; "
+        f"loads: {market.loads}; {hardware.num_ranks:,} ranks"
+    )
+
+
+def _clusters(market: Market) -> str:
+    return " beside ".join(
+        f"{each.num_nodes} nodes of {each.ranks_per_node} {each.device.name}"
+        for each in market.case.clusters
+    )
+
+
+def grid_text(grid: Grid) -> str:
+    """A grid for a person."""
+    homes = grid.world_size // grid.size
+    ranks = f" of {grid.cell_size} ranks" if grid.cell_size > 1 else ""
+    return f"{counted(grid.num_cells, 'cell')}{ranks}" + (f", {homes} homes" if homes > 1 else "")
+
+
+def verdict(market: Market) -> str:
+    """The fastest, and what it gains."""
+    best, base, own = market.best, market.base, market.own_best
+    if best is None:
+        return "no way can be"
+    told = f"fastest: {best.way.name} on {grid_text(best.way.grid)}"
+    if best is base:
+        told += ", the best plain expert parallelism"
+    elif base is None:
+        told += f", {best.tokens_per_s:,.0f} tokens/s"
+    else:
+        told += f", {_times(market, best)}"
+        told += f" (which is on {grid_text(base.way.grid)})"
+    if own is not None and own is not best and own is not base and base is not None:
+        told += f"; yours, {own.way.name} on {grid_text(own.way.grid)}: {_times(market, own)}"
+    if not market.fits(best):
+        told += (
+            "; nothing fits into memory: take more nodes, --recomputes, shorter samples or a "
+            "higher ZeRO stage"
+        )
+    return told
+
+
+def _times(market: Market, priced: Priced) -> str:
+    return f"{market.gain(priced):.2f} times the speed of the best plain expert parallelism"
+
+
+def plan_words(priced: Priced) -> str:
+    """What the layers do: where experts live, which are copied, and what the strategy says."""
+    way = priced.way
+    told = (f"{way.name} on {grid_text(way.grid)}", _homes(priced), _copies(priced), priced.told)
+    return "; ".join(filter(None, told))
+
+
+def _homes(priced: Priced) -> str:
+    grid, plans = priced.way.grid, priced.plans
+    held = np.stack([plan.home.holds_EC.sum(axis=0) for plan in plans])
+    ranks = f"{grid.cell_size} ranks split each expert, " if grid.cell_size > 1 else ""
+    homes = grid.world_size // grid.size
+    times = f", which have {homes} homes each" if homes > 1 else ""
+    return f"{ranks}a cell is home to {_span(held.ravel().tolist())} of a layer's experts{times}"
+
+
+def _copies(priced: Priced) -> str:
+    copies_L = [most_copies(plan) for plan in priced.plans]
+    if not any(copies_L):
+        return "no copies"
+    told = f"{sum(map(bool, copies_L))} of {len(copies_L)} layers have copies, "
+    told += f"{_span([copies for copies in copies_L if copies])} in the fullest cell"
+    if any(plan.carried is not None for plan in priced.plans):
+        told += ", which travel during the block before"
+    if any(plan.rematerialize for plan in priced.plans):
+        told += ", freed between forward and backward"
+    return told
+
+
+def _span(numbers: Sequence[int]) -> str:
+    least, most = min(numbers), max(numbers)
+    return f"{least}" if least == most else f"{least} to {most}"
+
+
+def zebra_words(market: Market) -> list[str]:
+    """What zebra would take, where devices are unlike."""
+    found = market.zebra
+    if found is None:
+        return []
+    if isinstance(found, str):
+        return [f"zebra cannot be: {found}"]
+    shape, base = found.shape, market.base
+    gain = "" if base is None else f", {base.step_s / found.step_s:.2f} x"
+    return [
+        f"zebra, {counted(found.num_groups, 'group')} of {shape.attention_ranks} attention and "
+        f"{shape.expert_ranks} expert ranks: {1e3 * found.step_s:,.1f} ms a step{gain}, by a "
+        "simulator of its own: exchanges are even, the host takes no time; of each expert rank "
+        f"{_span(found.moved_L)} experts of a layer move to attention ranks"
+    ]
+
+
+def assumed(market: Market) -> list[str]:
+    """What the prices rest on."""
+    reached = market.case.reached
+    told = [
+        "assumed where the hardware file has no measurement: products reach "
+        f"{reached.products:.0%} of the peak, memory {reached.memory:.0%}, links "
+        f"{reached.links:.0%}, which start in {1e6 * reached.start_s:.0f} us; the host issues as "
+        "measured (docs/price.md says all)"
+    ]
+    if len({each.device.name for each in market.case.clusters}) > 1:
+        told.append(
+            "unlike devices: each computes experts at its own speed, all else at the slowest's"
+        )
+    return told

@@ -1,0 +1,173 @@
+"""What a run costs by its cluster's file and its model's sizes, against sums by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ds_moe_ext.hardware import Device, Flops, Hardware, Link, Product, Products
+from ds_moe_ext.layout import Grid
+from ds_moe_ext.pricing.described_run import DescribedRun
+from ds_moe_ext.pricing.memory import RUNTIME, MemoryUse
+from ds_moe_ext.pricing.mixed_cluster import joined
+from ds_moe_ext.pricing.reached import Reached
+from ds_moe_ext.pricing.training_shape import Training
+from tests.pricing.models import cluster, tiny
+
+# Of a layer: attention 4 x 4 x 4, router 4 x 4, norms 2 x 4; of an expert 3 x 4 x 8.
+DENSE, EXPERT, EMBEDDINGS = 64 + 16 + 8, 96, 2 * 10 * 4
+ALL_DENSE = 2 * DENSE + EMBEDDINGS
+TOKENS = 6
+
+
+def run_on(grid: Grid, hardware: Hardware | None = None, **given: Any) -> DescribedRun:
+    training = Training(num_ranks=grid.world_size, length=TOKENS, **given)
+    return DescribedRun(hardware=hardware or cluster(), shape=tiny(), training=training, grid=grid)
+
+
+def test_what_lies_between_experts() -> None:
+    run = run_on(Grid(4, 4))
+    scores = TOKENS / 2 * (4 + 4)
+    window_s = TOKENS * ((DENSE + scores) / 1000 + 16 * 4 * 2 / 1e4)
+    assert run.window_s == pytest.approx((window_s, window_s))
+    assert run.head_s == pytest.approx(TOKENS * (10 * 4 / 1000 + 10 * 4 * 2 / 1e4))
+    job = run.job((), run.memory(0))
+    assert job.back_window_s == pytest.approx((2 * window_s,) * 2)
+    again = run_on(Grid(4, 4), recomputes=True)
+    assert again.job((), run.memory(0)).back_window_s == pytest.approx((3 * window_s,) * 2)
+
+
+def test_rows() -> None:
+    prices = run_on(Grid(4, 4)).pool.prices
+    assert prices.row_s == pytest.approx(3 * EXPERT / 1000)
+    assert prices.row_bytes == 4 * 2
+    assert (prices.intra_bytes_per_s, prices.inter_bytes_per_s) == (500, 200)
+    split = run_on(Grid(4, 2, 2), recomputes=True).pool.prices
+    assert split.row_s == pytest.approx(4 * EXPERT / 2 / 1000)
+    assert split.intra_bytes_per_s == 2 * 500
+
+
+@pytest.mark.parametrize(
+    ("grid", "copy_s"),
+    [
+        (Grid(4, 4), 2 * EXPERT / 200),  # over a node's cards
+        (Grid(4, 2), 2 * EXPERT / 500),  # within a node
+        (Grid(4, 2, 2), 2 * EXPERT / 200),  # both halves over a node's cards
+        (Grid(8, 2, 2), 2 * EXPERT / 2 / 500),  # within a node, each half over a link of its own
+    ],
+)
+def test_copies(grid: Grid, copy_s: float) -> None:
+    hardware = cluster(ranks_per_node=4 if grid.world_size == 8 else 2)
+    assert run_on(grid, hardware).pool.prices.copy_s == pytest.approx(copy_s)
+
+
+def test_the_end_of_a_step() -> None:
+    # A sum over two nodes crosses each card twice a byte, halved, and all ranks share it.
+    dense_s = ALL_DENSE * 2 * 2 * 0.5 / 200
+    stepped = ALL_DENSE / 4 + 2 * EXPERT
+    assert run_on(Grid(4, 4)).end_s(0) == pytest.approx(dense_s + 30 * stepped / 1e4)
+    assert run_on(Grid(4, 4)).end_s(ALL_DENSE) == pytest.approx(30 * stepped / 1e4)
+    hidden = run_on(Grid(4, 4), hides_gradients=True)
+    assert hidden.end_s(0) == pytest.approx(30 * stepped / 1e4)
+
+
+def test_gradients_of_experts_that_have_several_homes() -> None:
+    run = run_on(Grid(4, 2), hides_gradients=True)
+    held = 2 * 2 * EXPERT
+    # Two ranks of a node send at once, each a ring of two: its bytes once there and once back.
+    rings_s = 2 * held * 2 * 2 * 0.5 / 200
+    stepped = ALL_DENSE / 4 + held / 2
+    assert run.end_s(0) == pytest.approx(rings_s + 30 * stepped / 1e4)
+
+
+def test_of_homes_on_one_node_one_sends_to_others() -> None:
+    hardware = cluster(ranks_per_node=4)
+    run = run_on(Grid(8, 2), hardware, hides_gradients=True)
+    held = 2 * 2 * EXPERT
+    rings_s = 2 * held * 2 * 2 * 0.75 / 200  # four homes each, two rings
+    stepped = ALL_DENSE / 8 + held / 4
+    assert run.end_s(0) == pytest.approx(rings_s + 30 * stepped / 1e4)
+
+
+def test_memory() -> None:
+    dense, rows = 16 * TOKENS * 8, 5 * (8 + 3 * 8) * 2 + TOKENS * 2 * 8
+    logits = TOKENS * 10 * 6
+    assert run_on(Grid(4, 4)).memory(5) == MemoryUse(
+        weights=2 * (ALL_DENSE + 2 * EXPERT),
+        gradients=2 * (ALL_DENSE + 2 * EXPERT),
+        optimizer=12 * (ALL_DENSE / 4 + 2 * EXPERT),
+        activations=2 * (dense + rows) + logits,
+        copies=0.0,
+        runtime=RUNTIME,
+    )
+    again = run_on(Grid(4, 4), recomputes=True).memory(5)
+    assert again.activations == 2 * TOKENS * 8 + dense + rows + logits
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights", "gradients", "optimizer"),
+    [(0, 1, 1, 1), (1, 1, 1, 4), (2, 1, 4, 4), (3, 4, 4, 4)],
+)
+def test_zero_divides(stage: int, weights: int, gradients: int, optimizer: int) -> None:
+    """Dense weights over all ranks, experts over their homes."""
+    held = 4 * EXPERT  # two of each layer
+    use = run_on(Grid(4, 2), zero_stage=stage).memory(0)
+    homes = {1: 1, 4: 2}
+    assert use.weights == 2 * (ALL_DENSE / weights + held)
+    assert use.gradients == 2 * (ALL_DENSE / gradients + held / homes[gradients])
+    assert use.optimizer == 12 * (ALL_DENSE / optimizer + held / homes[optimizer])
+
+
+def test_unlike_devices() -> None:
+    fast, slow = cluster(1000.0), cluster(250.0, inter=Link(bytes_per_s=100.0))
+    both = joined([fast, slow])
+    training = Training(num_ranks=8, length=TOKENS)
+    grids = (Grid(8, 4), Grid(8, 8), Grid(8, 4, 2))
+    runs = [
+        DescribedRun(hardware=both, shape=tiny(), training=training, grid=grid, mixed=(fast, slow))
+        for grid in grids
+    ]
+    one_row_s = 3 * EXPERT / 1000
+    # Of two grids the one on slow devices; of one grid half of the cells.
+    assert runs[0].pool.row_s_C == ()
+    assert runs[0].pool.prices.row_s == pytest.approx(4 * one_row_s)
+    assert runs[1].pool.row_s_C == pytest.approx([one_row_s] * 4 + [4 * one_row_s] * 4)
+    assert runs[2].pool.row_s_C == pytest.approx([one_row_s / 2] * 2 + [2 * one_row_s] * 2)
+    assert runs[1].pool.prices.inter_bytes_per_s == 100
+    assert np.array_equal(runs[1].node_C, [0, 0, 1, 1, 2, 2, 3, 3])
+    assert runs[1].product.multiply_adds_per_s == 250
+    with pytest.raises(ValueError, match="nodes of 2 and 4 ranks cannot be priced together"):
+        joined([fast, cluster(ranks_per_node=4)])
+
+
+def test_what_is_reached_of_a_datasheet() -> None:
+    measured = Product(multiply_adds_per_s=7.0, start_s=1.0, r_squared=1.0)
+    device = Device(
+        name="it",
+        memory_bytes_per_s=100.0,
+        flops_per_s=Flops(bf16=2000.0, fp16=2000.0),
+        products=Products(fp16=measured),
+    )
+    link = Link(bytes_per_s=10.0, latency_s=1.0, r_squared=0.999)
+    hardware = replace(cluster(), device=device, intra=link)
+    found = Reached(products=0.5, memory=0.25, links=0.1, start_s=2.0).of(hardware)
+    assert found.device.product("bf16") == Product(multiply_adds_per_s=500.0)
+    assert found.device.product("fp16") == measured
+    assert found.device.product("fp32") is None
+    assert found.device.memory_bytes_per_s == 25
+    assert found.intra == link
+    assert found.inter == Link(bytes_per_s=20.0, latency_s=2.0)
+    with pytest.raises(ValueError, match=r"links is 1.5; a part is above 0, at most 1"):
+        Reached(links=1.5)
+
+
+def test_what_a_file_lacks_is_named() -> None:
+    no_rate = replace(cluster(), device=Device(name="it", memory_bytes_per_s=1.0))
+    with pytest.raises(ValueError, match=r"multiplies in bf16; add 'device.flops_per_s.bf16'"):
+        _ = run_on(Grid(4, 4), no_rate).window_s
+    no_memory = replace(cluster(), device=Device(name="it", flops_per_s=Flops(bf16=1.0)))
+    with pytest.raises(ValueError, match=r"add 'device.memory_bytes_per_s'"):
+        _ = run_on(Grid(4, 4), no_memory).window_s

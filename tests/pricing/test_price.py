@@ -1,0 +1,300 @@
+"""``ds-moe-ext price``, from a shell."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ds_moe_ext import cli
+from ds_moe_ext.commands.price_inputs import read_clusters, read_job, training_of
+from ds_moe_ext.commands.price_market import priced_market
+from ds_moe_ext.commands.price_record import Case, Market
+from ds_moe_ext.commands.price_ways import chosen_strategies, ways_of
+from ds_moe_ext.layout import Grid
+from ds_moe_ext.pricing.model_shape import of_config
+from ds_moe_ext.pricing.training_shape import Training
+from tests.pricing.models import TINY, cluster
+from tests.pricing.test_model_shape import DEEPSEEK, FLAGS, MIXTRAL, QWEN
+
+README = {"enabled": True, "strategy": "fssdp"}
+JOB = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 1},
+    "ds_moe_ext": README,
+}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    (tmp_path / "job.json").write_text(json.dumps(JOB))
+    (tmp_path / "tiny.json").write_text(json.dumps({**TINY, "hidden_size": 32, "vocab_size": 100}))
+    device = replace(cluster(1e9).device, memory_bytes=16 * 2**30, memory_bytes_per_s=1e9)
+    hardware = replace(cluster(), device=device)
+    (tmp_path / "two.json").write_text(hardware.to_json())
+    fast = replace(hardware, device=replace(cluster(4e9).device, memory_bytes_per_s=1e9))
+    (tmp_path / "fast.json").write_text(fast.to_json())
+    return tmp_path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> int:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("COLUMNS", "220")
+    monkeypatch.setattr(sys, "argv", ["ds-moe-ext", "price", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(str(ended.value))
+
+
+ASKED = ("--model", "tiny.json", "--hardware", "two.json", "--length", "64")
+
+
+def test_a_job_is_priced_and_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], files: Path
+) -> None:
+    wanted = ("--html", "out/page.html", "--trace", "out/trace.json", "--json", "out/all.json")
+    assert (
+        run(monkeypatch, files, "job.json", *ASKED, "--loads", "zipf:1.2", "--pays", *wanted) == 0
+    )
+    said = capsys.readouterr().out
+    assert "tiny: 0.0 billion weights, 2 layers of 4 experts, 2 a token" in said
+    assert "1,024 tokens a step, 2 x 2 samples of 64 a rank, bf16, ZeRO 1" in said
+    assert "fastest: " in said and "memory of the fullest rank, GiB of 16" in said
+    assert said.count(" pays, by loads: ") in (1, 2) and "by tokens of a rank in a pass: " in said
+
+    numbers = json.loads((files / "out/all.json").read_text())
+    ways = numbers["ways"]
+    assert {each["strategy"] for each in ways} >= {"ep", "fssdp", "prophet", "esp"}
+    assert sorted(each["step_s"] for each in ways) == [each["step_s"] for each in ways]
+    parts = ("computed_s", "imbalance_s", "exposed_s", "host_s", "end_s")
+    for each in ways:
+        assert sum(each[part] for part in parts) == pytest.approx(each["step_s"])
+        memory = dict(each["memory_bytes"])
+        assert memory.pop("total") == sum(memory.values())
+    (base,) = (each for each in ways if each["is_base"])
+    assert base["gain"] == 1 and base["strategy"] == "ep"
+    assert sum(each["is_fastest"] for each in ways) == 1
+    assert numbers["pays"]
+
+    events = json.loads((files / "out/trace.json").read_text())["traceEvents"]
+    (best,) = (each for each in ways if each["is_fastest"])
+    names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {f"cell {cell}" for cell in range(best["expert_parallel_size"])}
+    assert {e["cat"] for e in events if e["ph"] == "X"} >= {"attention", "expert", "issue"}
+
+    page = (files / "out/page.html").read_text()
+    assert not Parsed.of(page).left_open
+    assert not re.search(r"(src|href)=.?http", page)
+    for title in ("Where the time of a step goes", "Memory of the fullest rank", "Timeline of"):
+        assert title in page
+    assert page.count('class="stacked"') == 3
+
+
+class Parsed(HTMLParser):
+    """Tags that are open."""
+
+    VOID = ("meta", "br", "img", "wbr", "input", "link")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left_open: list[str] = []
+
+    @classmethod
+    def of(cls, page: str) -> Parsed:
+        parsed = cls()
+        parsed.feed(page)
+        return parsed
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag not in self.VOID:
+            self.left_open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.left_open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        pass
+
+
+def test_clusters_side_by_side(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], files: Path
+) -> None:
+    asked = ("--model", "tiny.json", "--length", "64", "--strategies", "fssdp")
+    both = ("--hardware", "two.json", "fast.json", "--nodes", "2", "1")
+    assert run(monkeypatch, files, "job.json", *asked, *both) == 0
+    said = capsys.readouterr().out
+    assert "2 nodes of 2 of 1e+09 beside 1 nodes of 2 of 4e+09" in said
+    assert "6 ranks" in said and "each computes experts at its own speed" in said
+    assert "zebra, 1 group of 2 attention and 4 expert ranks: " in said
+    assert run(monkeypatch, files, "job.json", *asked, *both[:3], "--nodes", "2") == 2
+    assert "--nodes has 1 numbers, but --hardware 2 clusters" in capsys.readouterr().err
+
+
+def test_megatron_s_flags(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], files: Path
+) -> None:
+    given = {**FLAGS, "num-layers": 3, "moe-layer-freq": "([0]*1+[1]*2)", "num-experts": 4}
+    given |= {"moe-router-topk": 2, "bf16": True, "use-distributed-optimizer": True}
+    given |= {"micro-batch-size": 1, "global-batch-size": 8, "seq-length": 64}
+    given |= {"expert-model-parallel-size": 2, "recompute-granularity": "full"}
+    given |= {"ds-moe-ext-config": "ours.json"}
+    flags = (f"--{name}" + ("" if value is True else f" {value}") for name, value in given.items())
+    (files / "flags.sh").write_text("# a run\n" + " \\\n  ".join(flags) + "\n")
+    (files / "ours.json").write_text(json.dumps({"ds_moe_ext": {**README, "strategy": "prophet"}}))
+    assert run(monkeypatch, files, "flags.sh", "--hardware", "two.json", "--strategies", "ep") == 0
+    said = capsys.readouterr().out
+    assert "2 layers of 4 experts" in said and "2 x 1 samples of 64 a rank, bf16, ZeRO 1" in said
+    assert "layers run again in backward" in said
+    (own,) = (
+        line for line in said.splitlines() if "yours" in line and "prophet" in line and "│" in line
+    )
+    assert "2 cells, 2 homes" in own
+
+
+def test_a_cluster_that_nothing_can_be_priced_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], files: Path
+) -> None:
+    """Each way says why, and no page is written."""
+    asked = ("--model", "tiny.json", "--hardware", "hetermoe_c1_l40s", "--html", "page.html")
+    assert run(monkeypatch, files, "job.json", *asked, "--strategies", "ep") == 1
+    said = capsys.readouterr().out
+    assert "no way can be" in said and said.count("add 'device.flops_per_s.bf16'") == 2
+    assert not (files / "page.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("none.json", *ASKED), r"'none.json' cannot be read .* name a DeepSpeed JSON"),
+        (("job.json", *ASKED[2:]), r"does not say the model's sizes; name its config.json"),
+        (("job.json", "--model", "mixtrl_tiny", *ASKED[2:]), r"did you mean 'mixtral_tiny'"),
+        (("job.json", *ASKED[:3], "dgx_h10"), r"'dgx_h10' is neither .* did you mean 'dgx_h100'"),
+        (
+            ("job.json", *ASKED, "--strategies", "fsdp"),
+            r"'fsdp', which is not priced; did you mean",
+        ),
+        (("job.json", *ASKED, "--loads", "zip:1"), r"'zip:1' is neither the name of loads"),
+        (("job.json", *ASKED, "--length", "0"), r"length is 0; give at least 1"),
+        (("flags.sh", *ASKED[2:]), r"says --pipeline-model-parallel-size 2, which is not priced"),
+        (("words.sh", *ASKED[2:]), r"says 'words', which follows no flag; give Megatron's flags"),
+        (
+            ("odd.json", *ASKED),
+            r"has 10 samples, which 4 ranks of 1 each do not divide; give other",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    files: Path,
+    arguments: tuple[str, ...],
+    error: str,
+) -> None:
+    (files / "flags.sh").write_text("--num-layers 2 --pipeline-model-parallel-size 2")
+    (files / "words.sh").write_text("words")
+    (files / "odd.json").write_text(json.dumps({"train_batch_size": 10}))
+    assert run(monkeypatch, files, *arguments) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert re.search(error, said), said
+
+
+def market_of(
+    config: dict[str, Any], hardware: list[str], nodes: list[int], **training: Any
+) -> Market:
+    shape, clusters = of_config(config, "it"), read_clusters(hardware, nodes)
+    num_ranks = sum(each.num_ranks for each in clusters)
+    sizes = {"length": 4096, "micro_batches": 4, "recomputes": True, **training}
+    case = Case(tuple(clusters), shape, Training(num_ranks=num_ranks, **sizes))
+    chosen = chosen_strategies({"ds_moe_ext": README}, "ep")
+    return priced_market(case, "zipf:0.6", chosen, every_grid=False, to=Console(quiet=True))
+
+
+CLUSTERS = [
+    pytest.param(["dgx_h100"], [8], id="h100"),
+    pytest.param(["dgx_a100"], [4], id="a100"),
+    pytest.param(["dgx_h100", "dgx_a100"], [2, 2], id="mixed"),
+]
+SHORT = {
+    "mixtral": {**MIXTRAL, "num_hidden_layers": 2},
+    "qwen": {**QWEN, "num_hidden_layers": 2},
+    "deepseek": {**DEEPSEEK, "num_hidden_layers": 3, "first_k_dense_replace": 1},
+}
+
+
+@pytest.mark.parametrize(("hardware", "nodes"), CLUSTERS)
+@pytest.mark.parametrize("config", SHORT.values(), ids=SHORT)
+def test_readme_s_block_is_never_behind(
+    config: dict[str, Any], hardware: list[str], nodes: list[int]
+) -> None:
+    """By its own price, on the best of its grids."""
+    market = market_of(config, hardware, nodes)
+    assert market.base is not None and market.own_best is not None
+    assert market.fits(market.base) and market.fits(market.own_best)
+    on_grid = {each.way.grid: each.step_s for each in market.priced if each.way.name == "ep"}
+    for own in (each for each in market.priced if each.way.name == "fssdp"):
+        assert own.step_s <= on_grid[own.way.grid] * 1.001
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("hardware", "nodes"), CLUSTERS)
+@pytest.mark.parametrize("config", [MIXTRAL, QWEN, DEEPSEEK], ids=["mixtral", "qwen", "deepseek"])
+def test_readme_s_block_is_never_behind_with_whole_models(
+    config: dict[str, Any], hardware: list[str], nodes: list[int]
+) -> None:
+    market = market_of(config, hardware, nodes)
+    assert market.base is not None and market.own_best is not None
+    assert market.own_best.step_s <= market.base.step_s * 1.001
+
+
+# What is set beside what.
+
+
+def ways(block: dict[str, Any], asked: str = "all", *, every_grid: bool = False) -> set[Any]:
+    chosen = chosen_strategies({"ds_moe_ext": {**README, **block}}, asked)
+    found = ways_of(chosen, cluster(num_nodes=2, ranks_per_node=4), 16, every_grid=every_grid)
+    return {(way.name, way.grid.num_cells, way.grid.cell_size) for _, way in found}
+
+
+def test_strategies_and_few_grids() -> None:
+    found = ways({})
+    assert {name for name, *_ in found} == {
+        "fssdp", "ep", "prophet", "esp", "esp over fssdp", "esp over prophet"
+    }  # fmt: skip
+    assert {each[1:] for each in found if each[0] == "ep"} == {(4, 1), (8, 1)}
+    assert {each[1:] for each in found if each[0] == "esp"} == {(4, 1), (8, 1), (1, 4), (2, 4)}
+    over = {each[1:] for each in found if each[0] == "esp over fssdp"}
+    assert over == {(4, 1), (8, 1), (2, 4)}  # in one cell there is nothing to copy
+
+
+def test_all_grids_and_given_ones() -> None:
+    found = ways({}, "ep", every_grid=True)
+    assert {each[1:] for each in found if each[0] == "ep"} == {(2, 1), (4, 1), (8, 1)}
+    given = ways({"expert_parallel_size": 2}, "ep")
+    assert {each[1:] for each in given if each[0] == "fssdp"} == {(2, 1)}
+    assert {each[1:] for each in given if each[0] == "ep"} == {(4, 1), (8, 1)}
+    assert ways({"strategy": "esp", "expert_sharding_size": 2}, "ep", every_grid=True) >= {
+        ("esp", 2, 2), ("esp", 4, 2)
+    }  # fmt: skip
+    assert {name for name, *_ in ways({"strategy": "zebra"}, "ep")} == {"ep"}
+
+
+def test_homes_that_move_need_one_home(files: Path) -> None:
+    """Where experts have several homes they stay, and a key that moves them is refused."""
+    asked = read_job(files / "job.json")
+    shape, clusters = of_config(TINY, "tiny"), [cluster(1e9)]
+    training = training_of(asked, shape, 4, {"length": 8})
+    chosen = chosen_strategies({"ds_moe_ext": {**README, "fssdp": {"reshard_interval": 5}}}, "ep")
+    case = Case(tuple(clusters), shape, training)
+    market = priced_market(case, "balanced", chosen, every_grid=False, to=Console(quiet=True))
+    (refused,) = market.refused
+    assert refused.way.grid == Grid(4, 2) and "fssdp.reshard_interval moves experts" in refused.why
+    assert {each.way.grid for each in market.priced if each.way.name == "fssdp"} == {Grid(4, 4)}
