@@ -18,7 +18,7 @@ import numpy as np
 
 from ds_moe_ext.cost.exchange import BY_NODES, Way
 from ds_moe_ext.cost.link_prices import LinkPrices
-from ds_moe_ext.cost.prices import TRIPS, Prices
+from ds_moe_ext.cost.prices import TRIPS, Prices, busiest_link
 from ds_moe_ext.layout import NODE_AXES, ParallelLayout
 from ds_moe_ext.placement import Placement, even_homes
 from ds_moe_ext.planners.copy_split import Split
@@ -66,6 +66,21 @@ class Pool:
     row_bytes_per_s: float = 0.0
     copy_bytes_per_s: float = 0.0
     links: LinkPrices | None = None
+
+    def copies_s(self, home: Placement, target: Placement, node_C: np.ndarray) -> float:
+        """Seconds of the copies that a target has beside homes: on the mean cell, by who sends, if
+        that was measured; else by what the busiest cell or node sends or receives. Pure."""
+        if target is home:
+            return 0.0
+        if self.links is None:
+            copied_s = self.prices.copy_s
+            if self.copy_bytes_per_s:
+                copied_s = self.expert_bytes / self.copy_bytes_per_s
+            experts = busiest_link(home, home, target, node_C)
+            return self.copy_latency_s + experts * copied_s if experts else 0.0
+        transfers = gather_rounds(home, target, node_C, Cargo(self.expert_bytes))
+        each_s = self.links.copies_s_C(transfers, self.expert_bytes).tolist()
+        return math.fsum(each_s) / len(each_s)
 
 
 class Choice(NamedTuple):
@@ -568,19 +583,15 @@ class Strategy(ABC):
 def _copies_s(
     pool: Pool, node_C: np.ndarray, home: Placement, ways: Iterable[Sequence[Placement]]
 ) -> list[float]:
-    """Seconds of copies that travel piece by piece, on the mean cell; of each way, which often have
-    the same pieces."""
-    links, cargo = pool.links, Cargo(pool.expert_bytes)
-    assert links is not None
+    """Seconds of copies that travel piece by piece; of each way, which often have the same
+    pieces."""
     known: dict[bytes, float] = {}
     sums = []
     for pieces in ways:
         keys = [piece.holds_EC.tobytes() for piece in pieces]
         for key, piece in zip(keys, pieces):
             if key not in known:
-                transfers = gather_rounds(home, piece, node_C, cargo)
-                each_s = links.copies_s_C(transfers, pool.expert_bytes).tolist()
-                known[key] = math.fsum(each_s) / len(each_s)
+                known[key] = pool.copies_s(home, piece, node_C)
         sums.append(sum(known[key] for key in keys))
     return sums
 

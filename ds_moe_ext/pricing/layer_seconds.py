@@ -13,7 +13,6 @@ import numpy as np
 
 from ds_moe_ext.cost.block_costs import BACKWARD, FORWARD
 from ds_moe_ext.cost.lines import FREE, AllReduce, Line
-from ds_moe_ext.cost.prices import busiest_link
 from ds_moe_ext.cost.row_prices import between_nodes
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.task import (
@@ -38,7 +37,8 @@ class TaskCosts:
     """What tasks cost that a job's prices of rows and copies leave out.
 
     Attributes:
-        exchange_start_s: of one exchange between cells, however little travels.
+        exchange_start_s: of one exchange between cells, however little travels, where links were
+            not measured.
         weight_s: to read the weights of one expert from memory: experts take no less, however few
             rows they have.
         expert_start_s: of one call of a rank's experts.
@@ -89,6 +89,10 @@ class Flow:
         far_V = np.maximum(crossing_VV.sum(axis=0), crossing_VV.sum(axis=1))
         far_C = far_V[np.unique(node_C, return_inverse=True)[1]]
         row_bytes, prices = pool.prices.row_bytes, pool.prices
+        if pool.links is not None:  # the last to come makes all wait
+            busiest_s = pool.links.trip.factor * pool.links.link_s(row_bytes * sent_CC, node_C)
+            all_C = np.ones(len(node_C), dtype=bool)
+            return cls(target, sent_CC.sum(axis=0), busiest_s * all_C, all_C)
         near_s_C = near_C * row_bytes / prices.intra_bytes_per_s
         far_s_C = far_C * row_bytes / prices.inter_bytes_per_s
         is_far_C = far_s_C > near_s_C
@@ -192,9 +196,8 @@ def layer_seconds(
     expert_s_C = np.maximum(by_rows_s_C, least_s_C)
     place_K = _places(expert_s_C, flow.exchange_s_C, classes)
     none = [0.0] * len(place_K)
-    exchange = Timing(
-        costs.exchange_start_s if len(node_C) > 1 else 0.0, flow.exchange_s_C[place_K].tolist()
-    )
+    start_s = costs.exchange_start_s if pool.links is None else pool.links.exchange_start_s
+    exchange = Timing(start_s if len(node_C) > 1 else 0.0, flow.exchange_s_C[place_K].tolist())
     experts = [
         Timing(
             0.0, (rounds * by_rows_s_C[place_K]).tolist(), (rounds * least_s_C[place_K]).tolist()
@@ -261,28 +264,7 @@ def _copied(
     plan: Plan, target: Placement, pool: Pool, node_C: np.ndarray, *, is_back: bool
 ) -> tuple[float, ...]:
     """Seconds of each piece of the copies."""
-    if target is plan.home:
-        return (0.0, 0.0)
     if plan.carried is None:
-        return (_moved_s(plan.home, target, pool, node_C), 0.0)
-    split = plan.carried.reductions if is_back else plan.carried.gathers
-    return tuple(
-        _moved_s(plan.home, _only(plan.home, target, each), pool, node_C) for each in split
-    )
-
-
-def _only(home: Placement, target: Placement, experts: Sequence[int]) -> Placement:
-    """The copies of some experts."""
-    holds_EC = home.holds_EC.copy()
-    holds_EC[list(experts)] = target.holds_EC[list(experts)]
-    return Placement(holds_EC)
-
-
-def _moved_s(home: Placement, target: Placement, pool: Pool, node_C: np.ndarray) -> float:
-    experts = busiest_link(home, home, target, node_C)
-    if not experts:
-        return 0.0
-    copied_s = pool.prices.copy_s
-    if pool.copy_bytes_per_s:
-        copied_s = pool.expert_bytes / pool.copy_bytes_per_s
-    return pool.copy_latency_s + experts * copied_s
+        return (pool.copies_s(plan.home, target, node_C), 0.0)
+    pieces = plan.pieces_of(plan.carried.reductions if is_back else plan.carried.gathers)
+    return tuple(pool.copies_s(plan.home, piece, node_C) for piece in pieces)
