@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ds_moe_ext.cost.block_costs import BACKWARD
 from ds_moe_ext.cost.exchange import Way
 from ds_moe_ext.cost.layer_costs import TIE, Chunks, LayerCosts, link_seconds, path_seconds
 from ds_moe_ext.cost.lines import AllReduce, LinearCost
@@ -106,6 +107,18 @@ class Placed(NamedTuple):
 NOWHERE = Placed()
 
 
+class Issued(NamedTuple):
+    """What a thread of the host takes to issue one layer in one direction, in seconds.
+
+    Attributes:
+        layer_s: its dense part, and what a pass takes however it is cut.
+        chunk_s: each chunk.
+    """
+
+    layer_s: float
+    chunk_s: float
+
+
 @dataclass(frozen=True, eq=False)
 class MeasuredLayer:
     """What is known of one layer, with all that follows its MoE part in backward.
@@ -140,12 +153,14 @@ class Measured:
         head_elements: of dense gradients that are ready when the last layer's backward begins.
         all_reduce: what reductions cost.
         element_bytes: of a gradient.
+        issued: by the host, in forward and in backward, where devices may have to wait for it.
     """
 
     layers: tuple[MeasuredLayer, ...]
     head_elements: int
     all_reduce: AllReduce
     element_bytes: int
+    issued: tuple[Issued, Issued] | None = None
 
 
 class Piped(NamedTuple):
@@ -175,8 +190,43 @@ class Pair(NamedTuple):
 Choices = tuple[Sequence[int], Sequence[int]]  # degrees of forward and of backward
 
 
+@dataclass(frozen=True)
+class Beside:
+    """What a layer's MoE parts have beside them.
+
+    Attributes:
+        gradient_s: reductions within the MoE part of backward.
+        dense_s: its dense part, in forward and in backward.
+        issued: as of ``Measured``.
+    """
+
+    gradient_s: float = 0.0
+    dense_s: tuple[float, float] = (0.0, 0.0)
+    issued: tuple[Issued, Issued] | None = None
+
+    def with_host(self, direction: int, moe_R: np.ndarray, degree_R: np.ndarray) -> np.ndarray:
+        """Seconds of the MoE part where the host issues no faster than it does.
+
+        Args:
+            direction: 0 for forward, 1 for backward.
+            moe_R: seconds that the devices take.
+            degree_R: chunks.
+        """
+        if self.issued is None:
+            return moe_R
+        issued = self.issued[direction]
+        chunks_R = degree_R * issued.chunk_s
+        host_R = issued.layer_s + chunks_R - self.dense_s[direction]
+        if direction == 0:  # it has waited for counts of rows, and is not ahead
+            host_R = np.maximum(host_R, chunks_R)
+        return np.maximum(moe_R, host_R)
+
+
+NOTHING = Beside()
+
+
 def best_pair(
-    pipeline: Pipeline, costs: LayerCosts, choices: Choices, gradient_s: float = 0.0
+    pipeline: Pipeline, costs: LayerCosts, choices: Choices, beside: Beside = NOTHING
 ) -> Pair:
     """The fastest pair of degrees; of equals the smallest.
 
@@ -187,7 +237,7 @@ def best_pair(
         pipeline: which.
         costs: of forward.
         choices: to choose from.
-        gradient_s: seconds of reductions within the MoE part of backward.
+        beside: what else goes on.
     """
     if not pipeline.is_cut:
         choices = (1,), (1,)
@@ -199,7 +249,8 @@ def best_pair(
         behind = _called(costs.in_backward(), backward_R, calls_R)
         ahead_R, _ = _seconds(pipeline, ahead)
         alone_R, queue_R = _seconds(pipeline, behind)
-        total_R = ahead_R + np.maximum(alone_R, queue_R + gradient_s)
+        behind_R = np.maximum(alone_R, queue_R + beside.gradient_s)
+        total_R = beside.with_host(0, ahead_R, degree) + beside.with_host(1, behind_R, backward_R)
         best = int((total_R <= total_R.min() * (1 + TIE)).argmax())
         pairs.append(Pair(int(degree), int(backward_R[best]), float(total_R[best])))
     least_s = min(pair.seconds for pair in pairs)
@@ -270,9 +321,11 @@ def plan_pipelines(
         parts = [MoePart.of(pipeline, c.in_backward(), choices[1]) for _, c in chosen]
         placed = place(pipeline, measured, parts, step_2=solver.step_2)
     piped = []
-    for (way, costs), each in zip(chosen, placed):
+    for (way, costs), each, layer in zip(chosen, placed, measured.layers):
         within_s = sum(map(measured.all_reduce.seconds, each.within_moe))
-        pair = best_pair(pipeline, costs, choices, within_s)[:2]
+        dense_s = layer.dense_window_s / BACKWARD, layer.dense_window_s
+        beside = Beside(within_s, dense_s, measured.issued)
+        pair = best_pair(pipeline, costs, choices, beside)[:2]
         if solver.degree is not best_degree and not pipeline.has_one_queue:
             found = (
                 solver.degree(costs, 0.0, max_degree).degree,

@@ -21,7 +21,7 @@ from ds_moe_ext.hardware import Hardware, Product
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.layer_pipelines import Measured, MeasuredLayer
-from ds_moe_ext.pricing.host_times import HOST_TIMES
+from ds_moe_ext.pricing.host_times import HOST_TIMES, issued
 from ds_moe_ext.pricing.issue import HostTimes
 from ds_moe_ext.pricing.layer_seconds import TaskCosts
 from ds_moe_ext.pricing.memory import MemoryUse, memory_use
@@ -214,7 +214,13 @@ class DescribedRun:
                 )
             )
         head = shape.vocab_size * shape.width + sum(map(shape.dense_weights, shape.layers_after))
-        return Measured(tuple(layers), head, self.lines.gradients, self.training.element_bytes)
+        return Measured(
+            tuple(layers),
+            head,
+            self.lines.gradients,
+            self.training.element_bytes,
+            issued(self.host, is_split=grid.cell_size > 1),
+        )
 
     # What is asked for.
 

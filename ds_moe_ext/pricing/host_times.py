@@ -9,6 +9,9 @@ and 300 backward, measured by the same means. Torch 2.13, an Intel Xeon of 2.6 G
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from ds_moe_ext.planners.layer_pipelines import Issued
 from ds_moe_ext.pricing.issue import HostTimes
 
 _US = 1e-6
@@ -42,3 +45,22 @@ HOST_TIMES = HostTimes(
         "begin_gradients": 40 * _US,
     },
 )
+
+_CHUNKS = ("dispatch", "expert", "combine", "restore")
+_SPLIT = ("cell_gather", "cell_scatter")  # of cells whose ranks split experts
+
+
+def issued(host: HostTimes, *, is_split: bool) -> tuple[Issued, Issued]:
+    """As planners of pipelines want it: forward, and backward.
+
+    Args:
+        host: of each task.
+        is_split: the ranks of a cell split experts.
+    """
+    names = (*_CHUNKS, *_SPLIT) if is_split else _CHUNKS
+
+    def side(times: Mapping[str, float]) -> Issued:
+        layer_s = times.get("attention", 0.0) + times.get("order", 0.0)
+        return Issued(layer_s, sum(times.get(name, 0.0) for name in names))
+
+    return side(host.forward), side(host.backward)

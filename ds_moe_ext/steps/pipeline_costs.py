@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_moe_ext.all_to_all import Channel
-from ds_moe_ext.attachment.replacement import AttachedLayer
+from ds_moe_ext.attachment.replacement import CPU, AttachedLayer
 from ds_moe_ext.comm import max_in_place
 from ds_moe_ext.cost.exchange import BY_NODES, Way, described_links, line_of_way
 from ds_moe_ext.cost.lines import Line
@@ -38,7 +38,8 @@ from ds_moe_ext.moe.dispatch import Wire
 from ds_moe_ext.moe.expert import arrangement_for
 from ds_moe_ext.moe.observation import Rows
 from ds_moe_ext.moe.slot_rows import SlotRows
-from ds_moe_ext.planners.layer_pipelines import Measured, MeasuredLayer
+from ds_moe_ext.planners.layer_pipelines import Issued, Measured, MeasuredLayer
+from ds_moe_ext.pricing.host_times import HOST_TIMES, issued
 from ds_moe_ext.schedule.task import INTER, INTRA
 from ds_moe_ext.strategy import Pool
 
@@ -175,7 +176,16 @@ class Pipelines:
             self.gradients.head_elements,
             all_reduce,
             self.gradients.dtype.itemsize,
+            self._issued,
         )
+
+    @property
+    def _issued(self) -> tuple[Issued, Issued] | None:
+        """By the host, where it is not what computes."""
+        if self.device.type == CPU.type:
+            return None
+        is_split = self.layers[0].routed.site.layout.grid.cell_size > 1
+        return issued(HOST_TIMES, is_split=is_split)
 
     def _rows(self, layer: int, routed: int, computed: int) -> LayerRows:
         routed_experts = self.layers[layer].routed

@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_moe_ext.cost.layer_costs import LayerCosts
-from ds_moe_ext.cost.lines import AllReduce, LinearCost
+from ds_moe_ext.cost.lines import FREE, AllReduce, LinearCost
 from ds_moe_ext.planners.degree import best_degree
 from ds_moe_ext.planners.layer_pipelines import (
     NOWHERE,
     SOLVERS,
+    Beside,
+    Issued,
     Measured,
     MeasuredLayer,
     MoePart,
@@ -81,7 +83,7 @@ def test_the_best_pair_is_the_best_of_all(
             total_s += MoePart.of(FSMOE, called, [degree]).seconds(np.array([s]))[0, 0]
         return total_s
 
-    pair = best_pair(FSMOE, costs, (range(1, 7), range(1, 7)), gradient_s)
+    pair = best_pair(FSMOE, costs, (range(1, 7), range(1, 7)), Beside(gradient_s))
     everything = [seconds(f, b) for f, b in product(range(1, 7), repeat=2)]
     assert pair.seconds == pytest.approx(min(everything), rel=1e-9)
     assert seconds(*pair[:2]) == pytest.approx(pair.seconds, rel=1e-9)
@@ -173,3 +175,23 @@ def test_slices_are_causal_and_cover_at_most_once(
         left += now - sum(map(sum, each))
         assert left >= 0
         assert all(size > 0 for sizes in each for size in sizes)
+
+
+def test_chunks_that_the_host_cannot_issue_in_time_are_not_made() -> None:
+    """Where rows would pay for eight chunks, and the host takes longer for them than the layer."""
+    costs = LayerCosts(
+        all_to_all=LinearCost(alpha_s=0.0, beta_s=1.0, n=8.0),
+        all_gather=FREE.over(1),
+        reduce_scatter=FREE.over(1),
+        expert=LinearCost(alpha_s=0.0, beta_s=2.0, n=8.0),
+    )
+    choices = (range(1, 9), range(1, 9))
+    assert best_pair(FSMOE, costs, choices)[:2] == (8, 8)
+    slow = (Issued(layer_s=5.0, chunk_s=9.0), Issued(layer_s=5.0, chunk_s=9.0))
+    # r chunks take devices 16 + 16 / r and 32 + 16 / r, and the host 5 + 9 r.
+    assert best_pair(FSMOE, costs, choices, Beside(issued=slow))[:2] == (2, 3)
+    # Forward waits for counts, backward has been issued while the dense part computed.
+    ahead = Beside(dense_s=(100.0, 100.0), issued=slow)
+    assert best_pair(FSMOE, costs, choices, ahead)[:2] == (2, 8)
+    quick = tuple(Issued(layer_s=0.1, chunk_s=0.1) for _ in slow)
+    assert best_pair(FSMOE, costs, choices, Beside(issued=(quick[0], quick[1])))[:2] == (8, 8)
