@@ -15,7 +15,13 @@ from functools import cache, partial
 import numpy as np
 
 from ds_moe_ext.cost.overlap import copies_that_fit, overlap_degree
-from ds_moe_ext.cost.prices import Prices, RoutedRows, least_flow, nearest_flow
+from ds_moe_ext.cost.prices import (
+    Prices,
+    RoutedRows,
+    flow_seconds,
+    least_flow,
+    nearest_flow,
+)
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.calibrate import calibrate, guarded
 from ds_moe_ext.planners.home_swaps import CopyRules, MoveCosts, swap_homes
@@ -38,6 +44,7 @@ from ds_moe_ext.strict import at_least, in_json, nearest
 WHERE = "ds_moe_ext.fssdp"
 NEAREST = "nearest"  # a share, by its JSON name
 RESHARD_INTERVAL = 100  # steps, where nobody says
+ENOUGH = 1.01  # times the least seconds of any division, at which dividing rows is not worth it
 GAIN, PAPER = "gain", "paper"  # ways to choose new homes, by their JSON names
 
 
@@ -118,9 +125,20 @@ class FullySharded(Strategy):
     def plan(self, job: Job) -> tuple[Plan, ...]:
         fits_L = self._copies_that_fit(job)
         routed = RoutedRows.of(job.rows, job.node_C)
-        if self.share != NEAREST:
-            return self._priced(job, routed, fits_L)
         wanted = self._wanted(job, routed, fits_L)
+        papers = self._by_paper(job, routed, wanted, fits_L)
+        if self.share == NEAREST:
+            return papers
+        return self._priced(job, routed, fits_L, papers)
+
+    def _by_paper(
+        self,
+        job: Job,
+        routed: RoutedRows,
+        wanted: Sequence[Placement],
+        fits_L: np.ndarray,
+    ) -> tuple[Plan, ...]:
+        """Plans whose rows go to the nearest copy, where copies that were chosen pay."""
         prices: dict[int, Prices] = {}
         targets = list(wanted)
         for pool in job.pools:
@@ -153,8 +171,12 @@ class FullySharded(Strategy):
             node_C=job.node_C,
         )
 
-    def _priced(self, job: Job, routed: RoutedRows, fits_L: np.ndarray) -> tuple[Plan, ...]:
-        """Plans whose copies divide rows by time. It says itself how many copies that takes."""
+    def _priced(
+        self, job: Job, routed: RoutedRows, fits_L: np.ndarray, papers: Sequence[Plan]
+    ) -> tuple[Plan, ...]:
+        """Plans whose copies divide rows by time, which says itself how many copies that takes;
+        those of the paper where no division would take less."""
+        is_enough_L = self._is_enough(job, routed, papers)
         degree_L = self._overlap_degrees(job)
         most_L = np.minimum(fits_L, degree_L)
 
@@ -166,6 +188,9 @@ class FullySharded(Strategy):
         pools = {layer: pool for pool in job.pools for layer in pool.layers}
         plans = []
         for layer, home in enumerate(job.homes):
+            if is_enough_L[layer]:
+                plans.append(papers[layer])
+                continue
             each = (targets(halvings)[layer] for halvings in halved)
             rows_CE, pool = job.rows[layer], pools[layer]
             share = shared_by_time(each, rows_CE, job.node_C, pool, self.share)
@@ -186,6 +211,22 @@ class FullySharded(Strategy):
                 )
             )
         return tuple(plans)
+
+    def _is_enough(self, job: Job, routed: RoutedRows, papers: Sequence[Plan]) -> np.ndarray:
+        """Where the paper's plans take hardly longer than any division of rows could, bool
+        ``[L]``."""
+        is_enough_L = np.zeros(len(papers), dtype=bool)
+        if self.calibrate:  # which has its own way to add copies under either share
+            return is_enough_L
+        for pool in _measured(job):
+            layers = list(pool.layers)
+            targets, rows = [papers[layer].target for layer in layers], routed.of_layers(layers)
+            nearest_s_L, least_s_L = (
+                flow_seconds(flow(targets, rows), prices=pool.prices)
+                for flow in (nearest_flow, least_flow)
+            )
+            is_enough_L[layers] = nearest_s_L <= ENOUGH * least_s_L
+        return is_enough_L
 
     def homes(self, job: Job) -> tuple[Placement, ...]:
         """By gain, of experts whose costs have been measured, or Algorithm 2; pool by pool."""
