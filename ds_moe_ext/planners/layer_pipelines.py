@@ -107,7 +107,7 @@ class Placed(NamedTuple):
 NOWHERE = Placed()
 
 
-class Issued(NamedTuple):
+class HostSeconds(NamedTuple):
     """What a thread of the host takes to issue one layer in one direction, in seconds.
 
     Attributes:
@@ -160,7 +160,7 @@ class Measured:
     head_elements: int
     all_reduce: AllReduce
     element_bytes: int
-    issued: tuple[Issued, Issued] | None = None
+    issued: tuple[HostSeconds, HostSeconds] | None = None
 
 
 class Piped(NamedTuple):
@@ -191,7 +191,7 @@ Choices = tuple[Sequence[int], Sequence[int]]  # degrees of forward and of backw
 
 
 @dataclass(frozen=True)
-class Beside:
+class Meanwhile:
     """What a layer's MoE parts have beside them.
 
     Attributes:
@@ -202,7 +202,7 @@ class Beside:
 
     gradient_s: float = 0.0
     dense_s: tuple[float, float] = (0.0, 0.0)
-    issued: tuple[Issued, Issued] | None = None
+    issued: tuple[HostSeconds, HostSeconds] | None = None
 
     def with_host(self, direction: int, moe_R: np.ndarray, degree_R: np.ndarray) -> np.ndarray:
         """Seconds of the MoE part where the host issues no faster than it does.
@@ -222,11 +222,11 @@ class Beside:
         return np.maximum(moe_R, host_R)
 
 
-NOTHING = Beside()
+NOTHING = Meanwhile()
 
 
 def best_pair(
-    pipeline: Pipeline, costs: LayerCosts, choices: Choices, beside: Beside = NOTHING
+    pipeline: Pipeline, costs: LayerCosts, choices: Choices, meanwhile: Meanwhile = NOTHING
 ) -> Pair:
     """The fastest pair of degrees; of equals the smallest.
 
@@ -237,7 +237,7 @@ def best_pair(
         pipeline: which.
         costs: of forward.
         choices: to choose from.
-        beside: what else goes on.
+        meanwhile: what else goes on.
     """
     if not pipeline.is_cut:
         choices = (1,), (1,)
@@ -249,8 +249,10 @@ def best_pair(
         behind = _called(costs.in_backward(), backward_R, calls_R)
         ahead_R, _ = _seconds(pipeline, ahead)
         alone_R, queue_R = _seconds(pipeline, behind)
-        behind_R = np.maximum(alone_R, queue_R + beside.gradient_s)
-        total_R = beside.with_host(0, ahead_R, degree) + beside.with_host(1, behind_R, backward_R)
+        behind_R = np.maximum(alone_R, queue_R + meanwhile.gradient_s)
+        total_R = meanwhile.with_host(0, ahead_R, degree) + meanwhile.with_host(
+            1, behind_R, backward_R
+        )
         best = int((total_R <= total_R.min() * (1 + TIE)).argmax())
         pairs.append(Pair(int(degree), int(backward_R[best]), float(total_R[best])))
     least_s = min(pair.seconds for pair in pairs)
@@ -324,8 +326,8 @@ def plan_pipelines(
     for (way, costs), each, layer in zip(chosen, placed, measured.layers):
         within_s = sum(map(measured.all_reduce.seconds, each.within_moe))
         dense_s = layer.dense_window_s / BACKWARD, layer.dense_window_s
-        beside = Beside(within_s, dense_s, measured.issued)
-        pair = best_pair(pipeline, costs, choices, beside)[:2]
+        meanwhile = Meanwhile(within_s, dense_s, measured.issued)
+        pair = best_pair(pipeline, costs, choices, meanwhile)[:2]
         if solver.degree is not best_degree and not pipeline.has_one_queue:
             found = (
                 solver.degree(costs, 0.0, max_degree).degree,

@@ -50,7 +50,6 @@ class Priced:
         plans: of the last of these.
         memory: of the fullest rank, copies with it.
         told: by the strategy, of what it makes of the costs; empty if nothing.
-        copies: that a cell holds of a layer at most, the mean of layers.
         tokens: of a step, of all ranks.
     """
 

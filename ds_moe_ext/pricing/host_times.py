@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ds_moe_ext.planners.layer_pipelines import Issued
+from ds_moe_ext.planners.layer_pipelines import HostSeconds
 from ds_moe_ext.pricing.issue import HostTimes
 
 _US = 1e-6
@@ -50,7 +50,7 @@ _CHUNKS = ("dispatch", "expert", "combine", "restore")
 _SPLIT = ("cell_gather", "cell_scatter")  # of cells whose ranks split experts
 
 
-def issued(host: HostTimes, *, is_split: bool) -> tuple[Issued, Issued]:
+def issued(host: HostTimes, *, is_split: bool) -> tuple[HostSeconds, HostSeconds]:
     """As planners of pipelines want it: forward, and backward.
 
     Args:
@@ -59,8 +59,8 @@ def issued(host: HostTimes, *, is_split: bool) -> tuple[Issued, Issued]:
     """
     names = (*_CHUNKS, *_SPLIT) if is_split else _CHUNKS
 
-    def side(times: Mapping[str, float]) -> Issued:
+    def side(times: Mapping[str, float]) -> HostSeconds:
         layer_s = times.get("attention", 0.0) + times.get("order", 0.0)
-        return Issued(layer_s, sum(times.get(name, 0.0) for name in names))
+        return HostSeconds(layer_s, sum(times.get(name, 0.0) for name in names))
 
     return side(host.forward), side(host.backward)

@@ -225,8 +225,9 @@ class _Times:
         return windows[following]
 
     def _link(self, place: int, task: Task) -> str | None:
-        """What rows and copies that are under way together share."""
-        if task.lane.name not in _SHARED:
+        """What rows and copies that are under way together share; measured links have that in
+        them."""
+        if task.lane.name not in _SHARED or self._has_measured_links:
             return None
         grid, is_far = self.conditions.grid, self._spans_nodes
         if task.op.name in _OF_ROWS:
@@ -234,6 +235,10 @@ class _Times:
         elif task.op.name == GRADIENTS.name:  # of all ranks, not of one grid's
             is_far = is_far or grid.world_size > grid.size
         return f"{'far' if is_far else 'near'} {place}"
+
+    @cached_property
+    def _has_measured_links(self) -> bool:
+        return any(pool.links is not None for pool in self.job.pools)
 
     @cached_property
     def _spans_nodes(self) -> bool:

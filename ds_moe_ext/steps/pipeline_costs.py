@@ -38,7 +38,7 @@ from ds_moe_ext.moe.dispatch import Wire
 from ds_moe_ext.moe.expert import arrangement_for
 from ds_moe_ext.moe.observation import Rows
 from ds_moe_ext.moe.slot_rows import SlotRows
-from ds_moe_ext.planners.layer_pipelines import Issued, Measured, MeasuredLayer
+from ds_moe_ext.planners.layer_pipelines import HostSeconds, Measured, MeasuredLayer
 from ds_moe_ext.pricing.host_times import HOST_TIMES, issued
 from ds_moe_ext.schedule.task import INTER, INTRA
 from ds_moe_ext.strategy import Pool
@@ -180,7 +180,7 @@ class Pipelines:
         )
 
     @property
-    def _issued(self) -> tuple[Issued, Issued] | None:
+    def _issued(self) -> tuple[HostSeconds, HostSeconds] | None:
         """By the host, where it is not what computes."""
         if self.device.type == CPU.type:
             return None

@@ -16,8 +16,8 @@ from ds_moe_ext.planners.degree import best_degree
 from ds_moe_ext.planners.layer_pipelines import (
     NOWHERE,
     SOLVERS,
-    Beside,
-    Issued,
+    HostSeconds,
+    Meanwhile,
     Measured,
     MeasuredLayer,
     MoePart,
@@ -83,7 +83,7 @@ def test_the_best_pair_is_the_best_of_all(
             total_s += MoePart.of(FSMOE, called, [degree]).seconds(np.array([s]))[0, 0]
         return total_s
 
-    pair = best_pair(FSMOE, costs, (range(1, 7), range(1, 7)), Beside(gradient_s))
+    pair = best_pair(FSMOE, costs, (range(1, 7), range(1, 7)), Meanwhile(gradient_s))
     everything = [seconds(f, b) for f, b in product(range(1, 7), repeat=2)]
     assert pair.seconds == pytest.approx(min(everything), rel=1e-9)
     assert seconds(*pair[:2]) == pytest.approx(pair.seconds, rel=1e-9)
@@ -187,11 +187,11 @@ def test_chunks_that_the_host_cannot_issue_in_time_are_not_made() -> None:
     )
     choices = (range(1, 9), range(1, 9))
     assert best_pair(FSMOE, costs, choices)[:2] == (8, 8)
-    slow = (Issued(layer_s=5.0, chunk_s=9.0), Issued(layer_s=5.0, chunk_s=9.0))
+    slow = (HostSeconds(layer_s=5.0, chunk_s=9.0), HostSeconds(layer_s=5.0, chunk_s=9.0))
     # r chunks take devices 16 + 16 / r and 32 + 16 / r, and the host 5 + 9 r.
-    assert best_pair(FSMOE, costs, choices, Beside(issued=slow))[:2] == (2, 3)
+    assert best_pair(FSMOE, costs, choices, Meanwhile(issued=slow))[:2] == (2, 3)
     # Forward waits for counts, backward has been issued while the dense part computed.
-    ahead = Beside(dense_s=(100.0, 100.0), issued=slow)
+    ahead = Meanwhile(dense_s=(100.0, 100.0), issued=slow)
     assert best_pair(FSMOE, costs, choices, ahead)[:2] == (2, 8)
-    quick = tuple(Issued(layer_s=0.1, chunk_s=0.1) for _ in slow)
-    assert best_pair(FSMOE, costs, choices, Beside(issued=(quick[0], quick[1])))[:2] == (8, 8)
+    quick = tuple(HostSeconds(layer_s=0.1, chunk_s=0.1) for _ in slow)
+    assert best_pair(FSMOE, costs, choices, Meanwhile(issued=(quick[0], quick[1])))[:2] == (8, 8)
