@@ -14,7 +14,7 @@ from ds_moe_ext.hardware import Hardware, read_hardware
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.roles import Roles
 from ds_moe_ext.settings import BLOCK, Settings
-from ds_moe_ext.strategy import Strategy, names_with
+from ds_moe_ext.strategy import Choosing, Strategy, names_with
 from ds_moe_ext.strict import in_json
 
 
@@ -207,11 +207,13 @@ def _cell_size(
     if asked == 1:
         return 1
     if not strategy.splits_experts:
+        placed = f", with {BLOCK}.balance {settings.strategy!r} if experts shall be placed so"
+        if isinstance(strategy, Choosing):  # it cannot be a balance
+            placed = ""
         raise ValueError(
             f"{BLOCK}.expert_sharding_size is {asked}, but strategy {settings.strategy!r} keeps "
             "every expert whole on one rank; set it to 1 or null, or use strategy "
-            f"{names_with('splits_experts')}, with {BLOCK}.balance {settings.strategy!r} if "
-            "experts shall be placed so"
+            f"{names_with('splits_experts')}{placed}"
         )
     if world_size % asked:
         raise ValueError(

@@ -279,6 +279,7 @@ def test_a_cluster_that_says_too_little_leaves_it_to_the_rule(
     [
         ({"expert_sharding_size": 3}, ("is 3", "world size 4", "[1, 2, 4]")),
         ({"strategy": "fssdp", "expert_sharding_size": 2}, ("is 2", "'fssdp'", "strategy 'esp'")),
+        ({"strategy": "auto", "expert_sharding_size": 2}, ("is 2", "'auto'", "strategy 'esp'")),
         (
             {"expert_sharding_size": 2, "expert_parallel_size": 4},
             ("expert_parallel_size is 4", "in cells of 2 ranks", "[1, 2]"),
