@@ -18,7 +18,7 @@ from ds_moe_ext.schedule.crew import Stage
 from ds_moe_ext.schedule.orders import stage_major
 from ds_moe_ext.schedule.task import RESTORE, Op, Schedule, Span
 from ds_moe_ext.share import LocalElseHome, NearestCopy
-from ds_moe_ext.strategies.auto import NAMES, Auto
+from ds_moe_ext.strategies.auto import USUAL, Auto
 from ds_moe_ext.strategies.zebra import asymmetric_home
 from ds_moe_ext.strategy import Choice, Destination, Job, Plan, Pool, Rhythm, Site, Strategy
 
@@ -179,4 +179,4 @@ class ByTurns(Auto):
 
     def _chosen(self, job: Job) -> Choice:
         step = 0 if job.past is None else job.past.step
-        return Choice(NAMES[-1 - step % len(NAMES)], 1.0, "its turn")
+        return Choice(USUAL[-1 - step % len(USUAL)], 1.0, "its turn")

@@ -14,7 +14,7 @@ import torch
 
 from ds_moe_ext.settings import read_settings
 from ds_moe_ext.steps.step_times import SETTLING, StepTimes
-from ds_moe_ext.strategies.auto import NAMES, SAMPLED, Auto
+from ds_moe_ext.strategies.auto import SAMPLED, USUAL, Auto
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.esp import ExpertSharding
 from ds_moe_ext.strategies.fssdp import FullySharded
@@ -100,7 +100,7 @@ def test_a_choice_stays_until_the_next_is_due() -> None:
     due = chosen(auto, job_of(SKEWED, step=20, present="ep"))
     assert due.name != "ep"
     assert due.told.startswith(f"auto takes {due.name}: a step is expected to take ")
-    assert all(name in due.told for name in NAMES)
+    assert all(name in due.told for name in USUAL)
 
 
 def test_the_present_one_stays_where_another_gains_too_little() -> None:
@@ -176,6 +176,13 @@ def test_candidates_have_the_keys_of_their_own_blocks() -> None:
     assert over.max_degree == 2
     assert not over.slices_gradients
     assert auto.strategies["ep"] == ExpertParallel()
+    assert "fssdp, priced share" not in auto.strategies  # it would be compiled
+    names = ["ep", "esp over fssdp, priced share"]
+    priced = read(fssdp={"copies_per_rank": 3}, auto={"candidates": names})
+    assert isinstance(priced, Auto)
+    laid = priced.strategies[names[1]]
+    assert isinstance(laid, ExpertSharding)
+    assert laid.placing == FullySharded(copies_per_rank=3, share="priced")
 
 
 @pytest.mark.parametrize(
@@ -185,6 +192,8 @@ def test_candidates_have_the_keys_of_their_own_blocks() -> None:
         ({"auto": {"candidates": []}}, r"candidates is empty; name some of ep, fssdp"),
         ({"auto": {"interval": 0}}, r"interval is 0; it must be at least 1"),
         ({"auto": {"margin": 1.0}}, r"margin is 1.0; it must be at least 0 and below 1"),
+        ({"esp": {"schedule": "tutel"}}, r"esp.schedule is 'tutel', but ds_moe_ext.auto lets all"),
+        ({"esp": {"all_to_all": "2dh"}}, r"esp.all_to_all is '2dh', but ds_moe_ext.auto lets all"),
         ({"ep": {"send_once": True}}, r"knows 'ep' without its keys.*leave out the block"),
         ({"strategy": "esp", "balance": "auto"}, r"balance is 'auto', which does not place"),
     ],

@@ -7,8 +7,9 @@ was known before it, and is priced on the rows that came, by the tasks that its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -38,28 +39,38 @@ from ds_moe_ext.strict import NOT_A_KEY, at_least, nearest
 KEY = "ds_moe_ext.auto"
 BASE = "ep"
 OVER = " over "
-ONES = (ExpertParallel, FullySharded, ProProphet)
-NAMES = ("ep", "fssdp", "prophet", "esp", "esp over fssdp", "esp over prophet")
+PIPELINE = "esp"
+_DEFAULTS: Mapping[str, Callable[[], Strategy]] = {
+    BASE: ExpertParallel,
+    PIPELINE: ExpertParallel,  # that it lies over by itself
+    "fssdp": FullySharded,
+    "prophet": ProProphet,
+}
+PRICED = ", priced share"
+USUAL = ("ep", "fssdp", "prophet", "esp", "esp over fssdp", "esp over prophet")
+NAMES = (*USUAL, *(f"{name}{PRICED}" for name in USUAL if name.endswith(("fssdp", "prophet"))))
 SAMPLED = 8  # layers that are priced, of more; evenly among them
 CLASSES = 4  # of cells
 
 
-def _own() -> dict[str, Strategy]:
-    return with_pipelines(
-        {"ep": ExpertParallel(), "fssdp": FullySharded(), "prophet": ProProphet()}
-    )
+def _made(name: str, blocks: Mapping[str, Strategy]) -> Strategy:
+    """A candidate by its name; a pipeline leaves dense gradients to the host.
 
-
-def with_pipelines(
-    placing: Mapping[str, Strategy], esp: ExpertSharding | None = None
-) -> dict[str, Strategy]:
-    """Strategies by name, and a pipeline over each; it leaves dense gradients to the host."""
-    pipeline = (esp or ExpertSharding()).without_slices()
-    laid = {
-        "esp" if name == BASE else f"esp{OVER}{name}": pipeline.over(strategy)
-        for name, strategy in placing.items()
-    }
-    return {**placing, **laid}
+    Args:
+        name: of ``NAMES``.
+        blocks: strategies with the keys of their blocks, by their own names.
+    """
+    whole = name.removesuffix(PRICED)
+    laid, _, over = whole.partition(OVER)
+    strategy = blocks.get(over or (BASE if laid == PIPELINE else laid)) or _DEFAULTS[over or laid]()
+    if whole != name:
+        assert isinstance(strategy, (FullySharded, ProProphet))
+        strategy = replace(strategy, share="priced")
+    if laid != PIPELINE:
+        return strategy
+    esp = blocks.get(PIPELINE)
+    pipeline = esp if isinstance(esp, ExpertSharding) else ExpertSharding()
+    return pipeline.without_slices().over(strategy)
 
 
 @register("auto")
@@ -68,18 +79,18 @@ class Auto(Choosing):
     """Chooses between strategies while a run goes on; the loss is the same under all of them.
 
     Attributes:
-        candidates: names of those to choose from; null: all of ``NAMES``. Their keys are those of
-            their own blocks.
+        candidates: names of those to choose from, some of ``NAMES``; null: ``USUAL``, whose keys
+            are those of their own blocks. Others have the priced share besides.
         interval: steps between choices.
         margin: part of a step by which another strategy must be faster, to be taken in place of the
             present one.
-        strategies: the candidates, by name.
+        blocks: strategies with the keys of their own blocks, by name.
     """
 
     candidates: list[str] | None = None
     interval: int = 50
     margin: float = 0.02
-    strategies: Mapping[str, Strategy] = field(default_factory=_own, metadata=NOT_A_KEY)
+    blocks: Mapping[str, Strategy] = field(default_factory=dict, hash=False, metadata=NOT_A_KEY)
 
     def __post_init__(self) -> None:
         at_least(f"{KEY}.interval", self.interval, 1)
@@ -94,18 +105,31 @@ class Auto(Choosing):
             raise ValueError(f"{KEY}.candidates is empty; name some of {', '.join(NAMES)}, or null")
 
     def among(self, blocks: Mapping[str, Strategy]) -> Auto:
-        placing = {name: block for name, block in blocks.items() if isinstance(block, ONES)}
-        if isinstance(ep := placing.get(BASE), ExpertParallel) and ep != ExpertParallel():
+        ep, esp = blocks.get(BASE), blocks.get(PIPELINE)
+        if ep is not None and ep != ExpertParallel():
             raise ValueError(
                 f"{KEY} knows 'ep' without its keys, whose rows travel otherwise than those of "
                 "other strategies; leave out the block ds_moe_ext.ep, or choose strategy 'ep'"
             )
-        esp = next((each for each in blocks.values() if isinstance(each, ExpertSharding)), None)
-        return replace(self, strategies=with_pipelines(placing, esp))
+        if isinstance(esp, ExpertSharding):
+            for key, only in (("schedule", ("fsmoe",)), ("all_to_all", (None, "direct"))):
+                if vars(esp)[key] not in only:
+                    raise ValueError(
+                        f"ds_moe_ext.esp.{key} is {vars(esp)[key]!r}, but {KEY} lets all its "
+                        "candidates run in one order and way; leave it out, or choose strategy "
+                        "'esp'"
+                    )
+        return replace(self, blocks=blocks)
+
+    @cached_property
+    def strategies(self) -> Mapping[str, Strategy]:
+        """Those that are named, and the usual ones."""
+        names = dict.fromkeys((*USUAL, *(self.candidates or ())))
+        return {name: _made(name, self.blocks) for name in names}
 
     @property
     def _candidates(self) -> dict[str, Strategy]:
-        names = NAMES if self.candidates is None else self.candidates
+        names = USUAL if self.candidates is None else self.candidates
         return {name: self.strategies[name] for name in names}
 
     @property
