@@ -146,7 +146,7 @@ def test_no_float_comes_to_the_code() -> None:
     fields: dict[str, Any] = dict(row_levels._Tables._fields_)
     assert set(fields.values()) == {ctypes.c_int64, ctypes.c_void_p}
     rng = np.random.default_rng(0)
-    prices = WholePrices.of(rng.random(4), 0.3, 0.7, 1e-3)
+    prices = WholePrices.of(rng.random(4), 0.3, 0.7, worth_s=1e-3)
     levels = RowLevels(Placement(rng.random((6, 4)) < 2), np.array([0, 0, 1, 1]), prices)
     assert {array.dtype for array in levels._arrays.values()} == {np.dtype(np.int64)}
     assert {type(n) for n in (prices.local, prices.cross, prices.worth)} == {int}
@@ -157,7 +157,7 @@ def test_prices_are_rounded_one_by_one() -> None:
     rng = np.random.default_rng(1)
     for size in (1, 3, 8, 64):
         row_s_C = np.exp(rng.normal(-10, 1, size))
-        whole = WholePrices.of(row_s_C, 2e-5, 7e-5, 1e-4)
+        whole = WholePrices.of(row_s_C, 2e-5, 7e-5, worth_s=1e-4)
         unit = max(*row_s_C.tolist(), 2e-5, 7e-5) / row_levels.HIGHEST
         assert whole.unit_s == unit
         assert whole.row_C.tolist() == [round(row_s / unit) for row_s in row_s_C.tolist()]

@@ -6,10 +6,8 @@ Moments are of one clock, for all ranks are on one machine.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from pace import BACKWARD, Moments, bare, union
 from slow_ranks_model import Shape
@@ -17,11 +15,8 @@ from slow_ranks_model import Shape
 from ds_moe_ext.cost.zebra_step import ZebraShape, price_step, stripe_times
 from ds_moe_ext.cost.zebra_work import MoeModel, RankClass, TwoClasses
 from ds_moe_ext.hardware import Link
+from ds_moe_ext.papers.hetermoe_rivals import EpGroup, ep_tokens_per_s, price_dist_ep
 from ds_moe_ext.planners.asym_ea import ZebraGroup, assign_experts
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "papers"))  # a script sees its own folder alone
-
-from hetermoe_rivals import EpGroup, ep_tokens_per_s, price_dist_ep
 
 ELEMENT_BYTES = 4  # float32 travels
 
