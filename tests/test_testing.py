@@ -48,8 +48,9 @@ OURS: Mapping[str, Strategy] = {
 }
 
 
-GUARDED = ("fssdp, planned share", "auto, by turns")
-"""By the priced share, which goes by planned parts, too, and by those whose turn it is."""
+GUARDED = ("fssdp, planned share", "prophet", "auto, by turns")
+"""By the priced share, which goes by planned parts and prophet's copies, too, and by those whose
+turn it is."""
 
 
 @pytest.mark.parametrize("name", [slow(name) if name in GUARDED else name for name in OURS])

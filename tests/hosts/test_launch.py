@@ -130,6 +130,7 @@ def losses_of(tmp_path: Path, **block: Any) -> list[float]:
 ROLES = {"strategy": "zebra", "zebra": {"attention_size": 1, "expert_size": 1}}
 
 
+@pytest.mark.slow
 def test_roles_under_torchrun(tmp_path: Path) -> None:
     """The same script with attention on one rank and experts on the other; both are in the
     picture."""

@@ -19,6 +19,7 @@ from ds_moe_ext.commands.price_market import priced_market
 from ds_moe_ext.commands.price_record import Case, Market
 from ds_moe_ext.commands.price_ways import chosen_strategies, ways_of
 from ds_moe_ext.layout import Grid
+from ds_moe_ext.loads.sources import read_loads, write_loads
 from ds_moe_ext.pricing.model_shape import of_config
 from ds_moe_ext.pricing.training_shape import Training
 from tests.pricing.models import TINY, cluster
@@ -97,6 +98,20 @@ def test_a_job_is_priced_and_written(
     for title in ("Where the time of a step goes", "Memory of the fullest rank", "Timeline of"):
         assert title in page
     assert page.count('class="stacked"') == 3
+
+
+def test_a_routing_trace_as_megatron_writes_it_is_priced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], files: Path
+) -> None:
+    """Of two ranks, on a cluster of four, whose ranks each have half as many samples."""
+    loads = read_loads("hot_rank", ranks=2, experts=4, layers=2, tokens=256, top_k=2, steps=5)
+    write_loads(files / "trace.jsonl", loads)
+    one_way = ("--strategies", "ep", "--loads", "trace.jsonl")
+    assert run(monkeypatch, files, "job.json", *ASKED, *one_way) == 0
+    said = capsys.readouterr().out
+    assert "loads: trace.jsonl" in said
+    hot = float(re.findall(r"\b([1-9]\.\d\d) +│ +0\.0 │", said)[0])  # busiest cell over mean
+    assert hot > 1.2
 
 
 class Parsed(HTMLParser):
