@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +40,12 @@ def grid_of(
     if strategy.roles is not None:
         return Sized(_grid_of_roles(settings, strategy.roles, found, world_size))
     cell_size = _cell_size(settings, strategy, found, world_size)
+    is_split = ""
+    if settings.expert_sharding_size is None and cell_size > 1:
+        is_split = f"{cell_size} ranks split each expert, those of a node"
+        if settings.hardware is not None:
+            grid = Grid(world_size, 1, cell_size)
+            cell_size, is_split = _split(settings, strategy, found, grid, is_split)
     max_cells = world_size // cell_size
     num_cells, why = settings.expert_parallel_size, ""
     if num_cells is None:
@@ -62,17 +69,12 @@ def grid_of(
                 f"with ep_size {layer.num_cells}; make them equal, or build it with ep_size 1"
             )
     grid = Grid(world_size, num_cells, cell_size)
-    return Sized(grid, _told(settings, grid, why) if world_size > 1 else "")
+    return Sized(grid, _told(settings, grid, is_split, why) if world_size > 1 else "")
 
 
-def _told(settings: Settings, grid: Grid, why: str) -> str:
+def _told(settings: Settings, grid: Grid, is_split: str, why: str) -> str:
     """What was chosen, in one line."""
-    chosen = []
-    if settings.expert_sharding_size is None and grid.cell_size > 1:
-        chosen.append(
-            f"expert_sharding_size is null: {grid.cell_size} ranks split each expert, "
-            "those of a node"
-        )
+    chosen = [f"expert_sharding_size is null: {is_split}"] if is_split else []
     if settings.expert_parallel_size is None:
         chosen.append(f"expert_parallel_size is null: {why}")
     num_homes = grid.world_size // grid.size
@@ -137,16 +139,7 @@ def _num_cells(
         return num_cells, f"{_cells(num_cells)}, as the model was built"
     if strategy.with_homes_that_stay().rhythm().shard_every:
         return max_cells, f"all {_cells(max_cells)}, for experts that move have one home"
-    if strategy.has_uneven_homes:
-        smallest = min(found, key=lambda layer: layer.num_experts)
-        sizes = sizes_with_homes(smallest.num_experts, max_cells)
-        why = (
-            f"the most at which each is home to experts of all layers ({smallest.name} has "
-            f"{smallest.num_experts})"
-        )
-    else:
-        sizes = divisors(np.gcd.reduce([max_cells, *(layer.num_experts for layer in found)]))
-        why = "the most that divide ranks and experts"
+    sizes, why = _homes(strategy, found, max_cells)
     untold = ""
     if settings.hardware is not None:
         try:
@@ -165,6 +158,18 @@ def _num_cells(
     return sizes[-1], f"{_cells(sizes[-1])}, {why}{untold}"
 
 
+def _homes(strategy: Strategy, found: Sequence[Found], max_cells: int) -> tuple[Sequence[int], str]:
+    """Numbers of cells that may be home to all layers' experts, ascending, and why no more."""
+    if not strategy.has_uneven_homes:
+        numbers = [max_cells, *(layer.num_experts for layer in found)]
+        return divisors(np.gcd.reduce(numbers)), "the most that divide ranks and experts"
+    smallest = min(found, key=lambda layer: layer.num_experts)
+    return sizes_with_homes(smallest.num_experts, max_cells), (
+        f"the most at which each is home to experts of all layers ({smallest.name} has "
+        f"{smallest.num_experts})"
+    )
+
+
 def _cheapest(
     strategy: Strategy,
     found: Sequence[Found],
@@ -174,8 +179,7 @@ def _cheapest(
 ) -> tuple[int, str]:
     """What a layer takes least time with, and what the others would lose; experts are spread over
     the ranks of a node at least."""
-    in_node = [size for size in sizes if hardware.ranks_per_node % (size * grid.cell_size) == 0]
-    tried = [size for size in sizes if size >= in_node[-1]]
+    tried = _filling(sizes, hardware, grid)
     if len(tried) == 1:
         return tried[0], f"{_cells(tried[0])}, the most there can be"
     best, *others = prices_of_cells(strategy, found, hardware, tried, grid)
@@ -186,6 +190,47 @@ def _cheapest(
         f"{_cells(best.num_cells)}, by what a layer costs on {hardware.name}: it takes "
         f"{1e3 * best.layer_s:.3g} ms a step, with {lost} as long ({TOKENS:,} tokens a rank, loads "
         f"{LOADS})"
+    )
+
+
+def _filling(sizes: Sequence[int], hardware: Hardware, grid: Grid) -> list[int]:
+    """Numbers of cells that fill a node at least, as far as there are so many."""
+    per_node = hardware.ranks_per_node
+    in_node = [size for size in sizes if per_node % (size * grid.cell_size) == 0]
+    return [size for size in sizes if size >= max(in_node, default=sizes[0])]
+
+
+def _split(
+    settings: Settings, strategy: Strategy, found: Sequence[Found], grid: Grid, usual: str
+) -> tuple[int, str]:
+    """Whether the ranks of a node split experts, by what a layer costs on the cluster that is
+    described; and why, for a person.
+
+    Args:
+        settings: with the cluster.
+        strategy: that runs.
+        found: its layers.
+        grid: with all ranks and those that would split an expert.
+        usual: what is told where the file does not say enough.
+    """
+    assert settings.hardware is not None
+    hardware, given = read_hardware(settings.hardware), settings.expert_parallel_size
+    best_s = []
+    for size in (1, grid.cell_size):
+        each = replace(grid, cell_size=size)
+        sizes, _ = _homes(strategy, found, grid.world_size // size)
+        tried = _filling(sizes, hardware, each) if given is None else [given]
+        try:
+            best_s.append(prices_of_cells(strategy, found, hardware, tried, each)[0].layer_s)
+        except ValueError:
+            return grid.cell_size, usual
+    whole_s, split_s = best_s
+    if split_s < whole_s:
+        return grid.cell_size, f"{usual}; whole a layer takes {whole_s / split_s:.3g} times as long"
+    return 1, (
+        f"experts stay whole, by what a layer costs on {hardware.name}: it takes "
+        f"{split_s / whole_s:.3g} times as long where the {grid.cell_size} ranks of a node split "
+        "each"
     )
 
 

@@ -266,6 +266,25 @@ def test_cells_are_chosen_by_price_where_the_cluster_is_described(
     assert chosen(16, 8, found=many_weights, **slow).grid.num_cells == 16
 
 
+def test_experts_are_split_by_price_where_the_cluster_is_described(
+    chosen: Chosen, mixtral: Any, tmp_path: Path
+) -> None:
+    """Rows are gathered slowly over slow links; over fast ones a hot expert computes in parts."""
+    slow = {**described(tmp_path, intra=1e9, inter=1e9), "strategy": "esp"}
+    grid, why = chosen(16, 8, found=mixtral, **slow)
+    assert grid.cell_size == 1
+    assert re.search(
+        r"expert_sharding_size is null: experts stay whole, by what a layer costs on two nodes: it "
+        r"takes [\d.e+]+ times as long where the 8 ranks of a node split each; ",
+        why,
+    )
+    fast = {**described(tmp_path, intra=1e13, inter=1e13), "strategy": "esp"}
+    large = (("up", (4096, 43008), "torch.bfloat16", True),)
+    grid, why = chosen(16, 8, found=[replace(layer, expert=large) for layer in mixtral], **fast)
+    assert grid.cell_size == 8
+    assert "8 ranks split each expert, those of a node; whole a layer takes 1." in why
+
+
 def test_a_cluster_that_says_too_little_leaves_it_to_the_rule(
     chosen: Chosen, tmp_path: Path
 ) -> None:
