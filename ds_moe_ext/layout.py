@@ -55,6 +55,11 @@ def world(
         dist.destroy_process_group()
 
 
+def divisors(number: int) -> list[int]:
+    """All of them, ascending."""
+    return [d for d in range(1, int(number) + 1) if number % d == 0]
+
+
 @dataclass(frozen=True)
 class Grid:
     """Rank arithmetic. Pure.

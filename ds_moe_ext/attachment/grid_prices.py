@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
+
+import numpy as np
 
 from ds_moe_ext.attachment.host_layer import Found
 from ds_moe_ext.hardware import Hardware
@@ -64,15 +67,7 @@ def prices_of_cells(
     reached = Reached()
     shape, number_type = _shape(found)
     training = Training(num_ranks=grid.world_size, length=TOKENS, number_type=number_type)
-    rows_ILRE = read_loads(
-        LOADS,
-        ranks=grid.world_size,
-        experts=shape.num_experts,
-        layers=len(shape.moe_layers),
-        tokens=TOKENS,
-        top_k=shape.top_k,
-        steps=STEPS,
-    ).rows_ILCE
+    rows_ILRE = _rows(grid.world_size, shape.num_experts, shape.top_k)
     prices = []
     for num_cells in sizes:
         run = DescribedRun(
@@ -86,6 +81,20 @@ def prices_of_cells(
         layers_s = priced.step_s - priced.mean("host_s")
         prices.append(CellsPrice(num_cells, float(f"{layers_s / LAYERS:.2e}")))
     return sorted(prices, key=lambda price: (price.layer_s, price.num_cells))
+
+
+@lru_cache(maxsize=1)  # grids with and without split experts have the same
+def _rows(num_ranks: int, num_experts: int, top_k: int) -> np.ndarray:
+    """Of all steps, int64 ``[I, L, R, E]``."""
+    return read_loads(
+        LOADS,
+        ranks=num_ranks,
+        experts=num_experts,
+        layers=LAYERS,
+        tokens=TOKENS,
+        top_k=top_k,
+        steps=STEPS,
+    ).rows_ILCE
 
 
 def _shape(found: Sequence[Found]) -> tuple[ModelShape, str]:

@@ -12,7 +12,7 @@ from ds_moe_ext.attachment.grid_prices import LOADS, TOKENS, prices_of_cells
 from ds_moe_ext.attachment.host_layer import Found
 from ds_moe_ext.attachment.launcher import ranks_on_this_node
 from ds_moe_ext.hardware import Hardware, read_hardware
-from ds_moe_ext.layout import Grid
+from ds_moe_ext.layout import Grid, divisors
 from ds_moe_ext.roles import Roles
 from ds_moe_ext.settings import BLOCK, Settings
 from ds_moe_ext.strategy import Choosing, Strategy, names_with
@@ -107,11 +107,6 @@ def _grid_of_roles(
                 "ep_size 1"
             )
     return Grid(world_size, roles.size)
-
-
-def divisors(number: int) -> list[int]:
-    """All of them, ascending."""
-    return [d for d in range(1, int(number) + 1) if number % d == 0]
 
 
 def sizes_with_homes(fewest: int, max_cells: int) -> list[int]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.grid_sizes import divisors, grid_of, sizes_with_homes
+from ds_moe_ext.attachment.grid_sizes import grid_of, sizes_with_homes
 from ds_moe_ext.attachment.host_layer import Adopted, ExpertShape, Found, Hosted, Wanted
 from ds_moe_ext.attachment.meeting import start_of
 from ds_moe_ext.attachment.outputs import check_outputs
@@ -23,7 +23,7 @@ from ds_moe_ext.attachment.unknown_experts import unknown_experts, warn_of_unkno
 from ds_moe_ext.comm import connect, gather_objects, take_first
 from ds_moe_ext.cost.exchange import BY_NODES, Way
 from ds_moe_ext.hardware import Hardware, read_hardware
-from ds_moe_ext.layout import GRID, NODE_AXES, Grid, ParallelLayout
+from ds_moe_ext.layout import GRID, NODE_AXES, Grid, ParallelLayout, divisors
 from ds_moe_ext.moe import deep_ep
 from ds_moe_ext.moe.copies.layer_copies import in_order
 from ds_moe_ext.moe.copies.slab import Weights

@@ -14,7 +14,7 @@ from statistics import fmean
 import numpy as np
 
 from ds_moe_ext.hardware import Hardware
-from ds_moe_ext.layout import Grid
+from ds_moe_ext.layout import Grid, divisors
 from ds_moe_ext.load import LoadWindow
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.pricing.described_run import DescribedRun
@@ -216,8 +216,3 @@ def grids_for(
             has_home = num_cells <= num_experts
             if has_home and (divides or strategy.has_uneven_homes) and num_cells * cell_size > 1:
                 yield Grid(num_ranks, num_cells, cell_size)
-
-
-def divisors(number: int) -> list[int]:
-    """All of them, ascending."""
-    return [size for size in range(1, number + 1) if number % size == 0]

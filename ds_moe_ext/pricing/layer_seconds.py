@@ -83,20 +83,21 @@ class Flow:
         target, rule = plan.destination if plan.revise is None else plan.revise(rows_CE)
         share = rule.of_rows(rows_CE)
         sent_CC = share.rows_between(rows_CE[:, None, :])[0]
+        computed_C = sent_CC.sum(axis=0)
+        row_bytes, prices = pool.prices.row_bytes, pool.prices
+        if pool.links is not None:  # the last to come makes all wait
+            busiest_s = pool.links.trip.factor * pool.links.link_s(row_bytes * sent_CC, node_C)
+            all_C = np.ones(len(node_C), dtype=bool)
+            return cls(target, computed_C, busiest_s * all_C, all_C)
         leaving_CC = sent_CC - np.diag(np.diag(sent_CC))
         near_C = np.maximum(leaving_CC.sum(axis=0), leaving_CC.sum(axis=1))
         crossing_VV = between_nodes(sent_CC, node_C)
         far_V = np.maximum(crossing_VV.sum(axis=0), crossing_VV.sum(axis=1))
         far_C = far_V[np.unique(node_C, return_inverse=True)[1]]
-        row_bytes, prices = pool.prices.row_bytes, pool.prices
-        if pool.links is not None:  # the last to come makes all wait
-            busiest_s = pool.links.trip.factor * pool.links.link_s(row_bytes * sent_CC, node_C)
-            all_C = np.ones(len(node_C), dtype=bool)
-            return cls(target, sent_CC.sum(axis=0), busiest_s * all_C, all_C)
         near_s_C = near_C * row_bytes / prices.intra_bytes_per_s
         far_s_C = far_C * row_bytes / prices.inter_bytes_per_s
         is_far_C = far_s_C > near_s_C
-        return cls(target, sent_CC.sum(axis=0), np.maximum(near_s_C, far_s_C), is_far_C)
+        return cls(target, computed_C, np.maximum(near_s_C, far_s_C), is_far_C)
 
 
 class Timing(NamedTuple):

@@ -32,7 +32,7 @@ from ds_moe_ext.schedule.task import (
     Schedule,
     Task,
 )
-from ds_moe_ext.strategy import Job, Plan, Site, Strategy, layer_tasks
+from ds_moe_ext.strategy import Job, Plan, Site, Strategy, followers, layer_tasks
 
 CLASSES = 4  # of cells, where there are more
 NO_COSTS = TaskCosts()
@@ -169,13 +169,7 @@ def step_of(
         stacks: as of ``Job``.
     """
     layout = ParallelLayout(grid, rank=0)
-    following: list[Plan | None] = [*plans[1:], None]
-    if stacks:
-        following = [
-            after if own == its else None
-            for after, own, its in zip(following, stacks, (*stacks[1:], None))
-        ]
-    pairs = enumerate(zip(plans, following))
+    pairs = enumerate(zip(plans, followers(plans, stacks or [0] * len(plans))))
     sites = (Site(plan, layout, layer, after) for layer, (plan, after) in pairs)
     return whole_step([layer_tasks(strategy, site, gated=False) for site in sites], leads=True)
 

@@ -17,10 +17,9 @@ from ds_moe_ext.cost.block_costs import BACKWARD, FORWARD
 from ds_moe_ext.cost.zebra_step import LayerTimes, ZebraShape
 from ds_moe_ext.cost.zebra_work import card_of
 from ds_moe_ext.hardware import Hardware
-from ds_moe_ext.layout import Grid
+from ds_moe_ext.layout import Grid, divisors
 from ds_moe_ext.planners.asym_ea import ZebraGroup
 from ds_moe_ext.planners.zebra_choice import Memory, Stripes, choose_moved
-from ds_moe_ext.pricing.candidates import divisors
 from ds_moe_ext.pricing.described_run import DescribedRun
 from ds_moe_ext.pricing.memory import KEPT_DENSE, LOGIT_BYTES, RUNTIME
 from ds_moe_ext.pricing.mixed_cluster import joined

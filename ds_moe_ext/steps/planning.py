@@ -222,7 +222,7 @@ class Planning:
 
     def _take(self, plans: Sequence[Plan]) -> None:
         before, choice = self._choice, plans[0].choice
-        if before is not None and choice is not None and choice.name != before.name:
+        if choice is not None and (before is None or choice.name != before.name):
             self.tell(choice.told)
         stacks = [layer.stack for layer in self.layers]
         for layer, plan, following in zip(self.layers, plans, followers(plans, stacks)):

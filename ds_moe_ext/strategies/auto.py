@@ -14,7 +14,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from ds_moe_ext.cost.lines import AllReduce
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.planners.layer_pipelines import Measured
 from ds_moe_ext.pricing.layer_seconds import TaskCosts
@@ -161,9 +160,6 @@ class Auto(Choosing):
     def keys(self) -> Keys:
         return Keys(homes="ds_moe_ext.fssdp.reshard_interval")
 
-    def describe(self, job: Job) -> str:
-        return f"costs are known now; {self._chosen(job).told}"
-
     def forecast(self, job: Job, layer: int, plan: Plan, rows_CE: np.ndarray) -> Forecast | None:
         if plan.choice is None:
             return None
@@ -184,7 +180,9 @@ class Auto(Choosing):
         past = job.past
         if past is not None and past.choice is not None and past.step % self.interval:
             return past.choice
-        priced = {name: self._price(each, job) for name, each in self._candidates.items()}
+        sample = _sampled(job)
+        scale = len(job.homes) / len(sample.homes)
+        priced = {name: scale * _price(each, sample) for name, each in self._candidates.items()}
         present = None if past is None or past.choice is None else past.choice.name
         ratios = {} if past is None else past.ratios
         usual = ratios.get(present or "", 1.0)
@@ -197,19 +195,16 @@ class Auto(Choosing):
         why = f"auto takes {best}: a step is expected to take {told} (ms, but for the optimizer)"
         return Choice(best, priced[best], why)
 
-    def _price(self, strategy: Strategy, job: Job) -> float:
-        """Seconds of a step like the latest, planned by what was known before it."""
-        sample = _sampled(job)
-        known, came = sample, sample.rows
-        if sample.past is not None:
-            known, came = replace(sample, rows=sample.past.predicted), sample.past.came
-        plans = strategy.plan(known)
-        num_cells = len(job.node_C)
-        conditions = Conditions(
-            grid=Grid(num_cells, num_cells), tasks=_costs(sample), classes=CLASSES
-        )
-        price = price_step(strategy, plans, known, came, conditions)
-        return price.step_s * len(job.homes) / len(sample.homes)
+
+def _price(strategy: Strategy, job: Job) -> float:
+    """Seconds of a step like the latest, planned by what was known before it."""
+    known, came = job, job.rows
+    if job.past is not None:
+        known, came = replace(job, rows=job.past.predicted), job.past.came
+    plans = strategy.plan(known)
+    num_cells = len(job.node_C)
+    conditions = Conditions(grid=Grid(num_cells, num_cells), tasks=_costs(job), classes=CLASSES)
+    return price_step(strategy, plans, known, came, conditions).step_s
 
 
 def _are_costs_known(job: Job) -> bool:
@@ -225,7 +220,7 @@ def _costs(job: Job) -> TaskCosts:
     return TaskCosts(
         exchange_start_s=costs.all_to_all.alpha_s,
         expert_start_s=costs.expert.alpha_s,
-        all_reduce=AllReduce(job.pipelines.all_reduce.alpha_s, job.pipelines.all_reduce.beta_s),
+        all_reduce=job.pipelines.all_reduce,
     )
 
 

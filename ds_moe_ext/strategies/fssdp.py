@@ -126,10 +126,9 @@ class FullySharded(Strategy):
         fits_L = self._copies_that_fit(job)
         routed = RoutedRows.of(job.rows, job.node_C)
         wanted = self._wanted(job, routed, fits_L)
-        papers = self._by_paper(job, routed, wanted, fits_L)
         if self.share == NEAREST:
-            return papers
-        return self._priced(job, routed, fits_L, papers)
+            return self._by_paper(job, routed, wanted, fits_L)
+        return self._priced(job, routed, wanted, fits_L)
 
     def _by_paper(
         self,
@@ -172,17 +171,25 @@ class FullySharded(Strategy):
         )
 
     def _priced(
-        self, job: Job, routed: RoutedRows, fits_L: np.ndarray, papers: Sequence[Plan]
+        self,
+        job: Job,
+        routed: RoutedRows,
+        wanted: tuple[Placement, ...],
+        fits_L: np.ndarray,
     ) -> tuple[Plan, ...]:
         """Plans whose copies divide rows by time, which says itself how many copies that takes;
         those of the paper where no division would take less."""
-        is_enough_L = self._is_enough(job, routed, papers)
+        papers: Sequence[Plan] = ()
+        is_enough_L = np.zeros(len(job.homes), dtype=bool)
+        if not self.calibrate:  # which has its own way to add copies under either share
+            papers = self._by_paper(job, routed, wanted, fits_L)
+            is_enough_L = self._is_enough(job, routed, papers)
         degree_L = self._overlap_degrees(job)
         most_L = np.minimum(fits_L, degree_L)
 
         @cache
         def targets(halvings: int) -> tuple[Placement, ...]:
-            return self._wanted(job, routed, most_L >> halvings)
+            return self._wanted(job, routed, most_L >> halvings) if halvings else wanted
 
         halved = range(int(most_L.max()).bit_length() + 1 if job.drift < STEADY else 1)
         pools = {layer: pool for pool in job.pools for layer in pool.layers}
@@ -216,8 +223,6 @@ class FullySharded(Strategy):
         """Where the paper's plans take hardly longer than any division of rows could, bool
         ``[L]``."""
         is_enough_L = np.zeros(len(papers), dtype=bool)
-        if self.calibrate:  # which has its own way to add copies under either share
-            return is_enough_L
         for pool in _measured(job):
             layers = list(pool.layers)
             targets, rows = [papers[layer].target for layer in layers], routed.of_layers(layers)

@@ -7,7 +7,7 @@ needed::
 
     python launch/bench/planners_table.py --trace loads.npz > table.md
 
-A trace holds ``rows_ILCE`` and ``steps_I``, as ``load_traces.write_loads`` writes them, or
+A trace holds ``rows_ILCE`` and ``steps_I``, as ``ds_moe_ext.loads`` writes them, or
 ``counts_IRLE`` and ``iteration_I``. Shape letters: I logged steps, L layers, C cells (ranks), E
 experts.
 """
@@ -27,7 +27,6 @@ import numpy as np
 from eplb import balanced_slots
 from laer import laid_out
 from llep import spilled
-from load_traces import read_trace
 from priced_cluster import A100, PricedCluster
 from rich.console import Console
 from rich.progress import track
@@ -50,6 +49,7 @@ from ds_moe_ext.cost.prices import RoutedRows
 from ds_moe_ext.cost.row_prices import RowPrices
 from ds_moe_ext.hardware import read_hardware
 from ds_moe_ext.level_share import SWEEPS, LevelShare
+from ds_moe_ext.loads.count_tables import read_table
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.calibrate import calibrate, guarded
 from ds_moe_ext.planners.copy_swaps import swap_copies
@@ -393,7 +393,7 @@ def check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
 
 def runs_of(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[np.ndarray]:
     """The trace's runs of steps, or the one that is asked for; refuse what they do not allow."""
-    runs = read_trace(given.trace)
+    runs = read_table(given.trace).runs()
     if given.run is not None and not 0 <= given.run < len(runs):
         parser.error(
             f"--run is {given.run}, but the trace has {len(runs)}; give 0 to {len(runs) - 1}"

@@ -25,7 +25,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from load_traces import read_trace, zipf_loads
 from pace import Pace
 from rich.console import Console
 from rotation import rotated
@@ -41,6 +40,8 @@ from slow_links_contenders import (
 )
 from slow_links_figures import Result, Seen, Tally, markdown
 
+from ds_moe_ext.loads.count_tables import read_table
+from ds_moe_ext.loads.zipf import zipf_loads
 from ds_moe_ext.steps.costs import CHECKED, STEPS
 
 NUM_WARM_UPS = max(STEPS[-1] + 4, CHECKED[-1] + 1)
@@ -88,7 +89,7 @@ def loads(given: argparse.Namespace, world_size: int) -> Iterator[Load]:
 
 def traced(given: argparse.Namespace, world_size: int) -> np.ndarray:
     """The last run of steps in a trace: layers evenly chosen, its ranks in groups of neighbours."""
-    rows_ILCE = read_trace(given.trace)[-1]
+    rows_ILCE = read_table(given.trace).runs()[-1]
     num_steps, num_layers, num_ranks, num_experts = rows_ILCE.shape
     if num_ranks % world_size or num_layers < given.layers:
         raise ValueError(

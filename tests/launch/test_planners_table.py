@@ -6,6 +6,7 @@ Shape letters: I logged steps, L layers, C cells (ranks), E experts.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +14,13 @@ import numpy as np
 import planners_table
 import pytest
 import trace_replay
-from load_traces import read_trace, write_loads, zipf_loads
 from priced_cluster import A100, PricedCluster
 
 from ds_moe_ext.cost.prices import Prices
 from ds_moe_ext.load import balance_L
+from ds_moe_ext.loads.count_tables import read_table, write_table
+from ds_moe_ext.loads.loads import Loads
+from ds_moe_ext.loads.zipf import zipf_loads
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.prophet_greedy import place_experts
 from ds_moe_ext.planners.shadow import shadow_experts
@@ -41,17 +44,21 @@ def run_main(monkeypatch: pytest.MonkeyPatch, trace: Path, *given: str) -> None:
     planners_table.main()
 
 
+def write_loads(path: Path, rows_ILCE: np.ndarray, steps_I: Sequence[int]) -> None:
+    write_table(path, Loads(rows_ILCE, np.asarray(steps_I), "a test"))
+
+
 def test_traces(tmp_path: Path) -> None:
     """Two runs of steps; the other kind of file."""
     write_loads(tmp_path / "loads.npz", RUN_ILCE, [1, 2, 3, 4, 100, 101, 102, 103])
-    runs = read_trace(tmp_path / "loads.npz")
+    runs = read_table(tmp_path / "loads.npz").runs()
     assert [len(run) for run in runs] == [4, 4]
     np.savez(
         tmp_path / "other.npz",
         counts_IRLE=RUN_ILCE.transpose(0, 2, 1, 3).astype(np.uint16),
         iteration_I=np.arange(8),
     )
-    (run,) = read_trace(tmp_path / "other.npz")
+    (run,) = read_table(tmp_path / "other.npz").runs()
     assert np.array_equal(run, RUN_ILCE)
 
 

@@ -15,7 +15,6 @@ import pytest
 import slow_links
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from load_traces import write_loads, zipf_loads
 from pace import bare, union
 from slow_links_figures import (
     Cards,
@@ -30,6 +29,9 @@ from slow_links_figures import (
 
 from ds_moe_ext.cost.block_costs import cell_rows
 from ds_moe_ext.cost.prices import Prices, flow_seconds, nearest_copy_flow, step_seconds
+from ds_moe_ext.loads.count_tables import write_table
+from ds_moe_ext.loads.loads import Loads
+from ds_moe_ext.loads.zipf import zipf_loads
 from ds_moe_ext.moe.observation import TimedTask
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.executor import InlineLanes
@@ -186,7 +188,7 @@ def test_contenders_of_the_command_line() -> None:
 def test_loads_of_a_trace(tmp_path: Path) -> None:
     """8 ranks in 4 groups; layers 0, 2 and 4 of 5."""
     rows_ILCE = zipf_loads((6, 5, 8, 12), rows=300, skew=1.0)
-    write_loads(tmp_path / "loads.npz", rows_ILCE, range(6))
+    write_table(tmp_path / "loads.npz", Loads(rows_ILCE, np.arange(6), "a test"))
     words = ("--trace", str(tmp_path / "loads.npz"), "--layers", "3", "--rows", "600")
     (load,) = slow_links.loads(slow_links.parse_arguments(words), 4)
     assert np.array_equal(load.rows_ILCE, rows_ILCE[:, ::2].reshape(6, 3, 4, 2, 12).sum(axis=3))
