@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Print docs/reproduce.md: the four papers' tables and figures beside ours, in a minute or two.
 
 python docs/reproduce.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MoE training systems for DeepSpeed, Megatron-core and PyTorch; to import it attaches it there."""
 
 from __future__ import annotations

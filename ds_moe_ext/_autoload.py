@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a script that knows nothing of us gets us: an import hook, installed when torch loads.
 
 torch calls ``autoload`` at the end of its own import (entry point group ``torch.backends``). It

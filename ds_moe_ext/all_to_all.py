@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All-to-alls by way of the nodes: fewer and larger messages between them, and the same rows.
 
 Each brings exactly what the direct exchange brings, in its order. The adjoint of an all-to-all is

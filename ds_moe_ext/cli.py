@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ds-moe-ext``: what a person asks from a shell."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The collectives we use: no other file moves data between ranks.
 
 Shape letters: N rows sent, R rows received, C members of the group. Inside a cell: P its ranks, R

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Code of the package in C: compiled by the machine's own compiler when it is first asked for.
 
 The library lies beside torch's extensions (``TORCH_EXTENSIONS_DIR``, or torch's own place), under a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cluster that planners and prices reckon with: a device, and the links in and between nodes.
 
 A file in ``configs/hardware`` describes a known cluster; ``ds-moe-ext profile`` writes one of the

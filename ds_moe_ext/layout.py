@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which ranks form the expert-parallel grid, and a communicator for each of its axes and lanes.
 
 The ranks form a grid ``[edp, ep, esp]``: ``edp`` copies of the expert-parallel grid, ``ep`` cells

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies divide rows so that a layer takes least time, by the rows of all senders as they are.
 
 Ours; docs/priced_share.md has the idea, ``row_levels.py`` the division. Pure. Shape letters: E

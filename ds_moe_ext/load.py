@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads of experts: a window that predicts the next step, and loads as planners take them. Pure.
 
 Ranks must agree on every plan, so planners count in whole rows, in which no order of summation and

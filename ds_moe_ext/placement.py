@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which cells hold which experts.
 
 A *cell* is a group of ranks that together hold whole experts; it is one rank when

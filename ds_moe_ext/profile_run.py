@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``torchrun ... -m ds_moe_ext.profile_run``: ``ds-moe-ext profile`` on every rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which ranks have attention and which have experts: the roles of zebra parallelism. Pure.
 
 HeterMoE, section 3 (spec 2.1). A *ZP group* is M + N neighbouring ranks; it takes the place of an

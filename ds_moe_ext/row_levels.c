@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* How the copies of a layer's experts divide its rows, by the rows as they are: whole numbers only,
  * so that every rank finds the same on whatever processor. docs/priced_share.md has the idea.
  *

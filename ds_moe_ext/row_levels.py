@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the copies of a layer's experts divide its rows, by the rows as they are; in whole numbers.
 
 Binds ``row_levels.c``, which says how. Pure. Shape letters: C cells, E experts, V nodes, X copied

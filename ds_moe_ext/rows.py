@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows in blocks, one block behind the other: indices that bring them into another order."""
 
 from __future__ import annotations

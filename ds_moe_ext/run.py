@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m ds_moe_ext.run train.py ...``: run a script with the hosts attached.
 
 For machines where torch's autoloading of extensions is off. Anything after the script is its own.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ``ds_moe_ext`` block of a JSON file, read strictly into records.
 
 The records are the schema: a field is a key, its type the rule, its default the default. What is

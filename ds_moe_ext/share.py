@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the copies of an expert divide its rows: the whole difference between many papers. Pure.
 
 Shares are counted in whole rows, from integers only: whoever knows a sender's rows computes the

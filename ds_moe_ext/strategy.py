@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a strategy is, and how JSON names one.
 
 A strategy is a frozen dataclass: its fields are its JSON keys. One of the user's own is named

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """JSON, read strictly into records. Pure.
 
 The records are the schema: a field is a key, its type the rule, its default the default. What is

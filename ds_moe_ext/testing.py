@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A strategy against the dense reference: ``check(MyStrategy())``, on a CPU, in a minute.
 
 Every case trains two layers for a few steps on gloo ranks that are started here: before anything is

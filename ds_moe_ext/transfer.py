@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who sends which expert to whom, and in which round, so that a wider placement comes to hold.
 
 An expert's weights go from a holder to one *leader* in each node that has no copy yet, and from the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks tell each other when one of them fails, and when one waits for others in vain.
 
 A rank that fails says so in the store of the launch. A rank that has waited for two seconds in an

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare two runs of `pretrain_deepspeed.py` that differ in the strategy alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What pre-training scripts show and tell a person, whatever the host: a bar or lines while they
 train, a table at the end, and what was wrong with the command line in one line.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Sourced by quickstart.sh and test.sh from the repository's root: makes .venv as
 # launch/requirements.txt pins it (once, and again when that changes) and puts it on PATH.
 # shellcheck shell=bash

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Megatron-core model that a file of configs/models/ describes.
 
 The files are those of DeepSpeed's script: the same shapes, built of Megatron's own modules.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small decoder-only GPT whose every n-th feed-forward is `deepspeed.moe.layer.MoE`.
 
 Shape letters: B windows in a micro-batch, T positions of a window, D model width, H attention

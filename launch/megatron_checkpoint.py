@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints in Megatron's distributed form, in folders laid out as Megatron-LM lays them out.
 
 Other numbers of ranks can load them, as far as Megatron can cut the optimizer's state anew: without

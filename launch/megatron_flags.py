@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line of `pretrain_megatron.py`: Megatron-LM's flags, and a few of ours."""
 
 from __future__ import annotations

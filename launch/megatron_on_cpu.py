@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-core and Megatron-LM on a machine without CUDA: for tests and smoke runs only.
 
 ``torchrun ... launch/megatron_on_cpu.py SCRIPT ARGUMENT ...`` (or ``-m MODULE ARGUMENT ...``) runs

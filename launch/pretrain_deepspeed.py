@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pre-train a mixture-of-experts language model on bytes under DeepSpeed.
 
 A plain DeepSpeed script: which MoE system runs is a matter of the JSON that `--deepspeed_config`

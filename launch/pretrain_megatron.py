@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pre-train a mixture-of-experts language model on bytes under Megatron-core.
 
 A plain loop over Megatron-core's own parts, with the flags of Megatron-LM's `pretrain_gpt.py`; no

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pre-train a Hugging Face mixture-of-experts model on bytes in a plain PyTorch loop.
 
 torchrun --nproc_per_node 4 launch/pretrain_torch.py --model configs/models/mixtral_tiny.json \

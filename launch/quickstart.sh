@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Train a small mixture-of-experts language model twice on 4 ranks of this machine, with or without
 # GPUs: with plain expert parallelism (ep) and with copies of hot experts (fssdp), from the same
 # weights and on the same text; then compare. Four minutes on two cores. Arguments go to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a training run leaves behind for people and for `compare.py`: `summary.json`."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Lint, types and tests; arguments go to pytest, for example: bash launch/test.sh -m slow
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real text as bytes, and windows of it that any number of ranks draw without talking.
 
 Without a path the text is the running interpreter's standard library: some 30 MB of sources and

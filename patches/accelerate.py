@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The patch to Hugging Face accelerate, for the Trainer's ``save_model`` under DeepSpeed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The patches to DeepSpeed. Each does nothing where the JSON block is absent or not enabled."""
 
 from __future__ import annotations

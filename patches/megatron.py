@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The patches to Megatron-core, applied where settings are in use."""
 
 from __future__ import annotations

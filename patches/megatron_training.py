@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The patch to Megatron-LM's training scripts: a flag. Without it nothing else is changed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A patch: five facts and a function. It applies or raises, and can be undone."""
 
 from __future__ import annotations

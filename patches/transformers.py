@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patches to Hugging Face's Trainer: what ``zebra`` cannot give it is said before it is missed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small schedules, written as text or drawn at random."""
 
 from __future__ import annotations

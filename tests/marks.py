@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which cases of a test are long runs, started by hand: ``pytest -m slow``."""
 
 from __future__ import annotations

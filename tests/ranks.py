@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks for tests: a pool of gloo processes that stays for the session."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Strategies from outside the package, as a user would write them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All-to-alls by way of the nodes: the plans by simulating every rank, then real ranks.
 
 Shape letters: P ranks, V nodes, G ranks of a node, N rows sent, R rows received.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``auto``: what it chooses, when it changes its mind, and that it says so."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``esp`` over another strategy answers itself, and what it asks that one: nothing is lost.
 
 The stages of a balance are held against the dense reference in ``test_layer.py``.

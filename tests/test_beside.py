@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is made of a step's rows beside the step: when it begins, and when it counts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Classes that JSON names by where they are: any way in which a module may have one will do."""
 
 from __future__ import annotations

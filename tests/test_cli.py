@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ds-moe-ext`` as a person runs it: in a process of its own, from some folder.
 
 What it merely says is asked in the process of the tests, which has loaded the hosts already.

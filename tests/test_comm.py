@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The collectives, on gloo ranks: every member gives other sizes.
 
 Shape letters: E experts, C cells.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Code in C: compiled once where it can be kept, by many processes at once, and else by each."""
 
 from __future__ import annotations

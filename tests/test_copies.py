@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers with copies of experts against the dense reference: float64, 1e-12.
 
 Shape letters: W ranks, T tokens, E experts, D model width, F expert width, C cells.

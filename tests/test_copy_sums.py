@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of an expert's copies, summed in bfloat16 and in float32.
 
 Shape letters: D model width, F expert width.

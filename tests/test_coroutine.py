@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Code in turns with its caller: what it asks, how it ends, and that no thread is left."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The adapter to DeepEP over a stand-in that keeps to its documented API, on gloo ranks: what the
 adapter asks for, and refuses. DeepEP itself is not run.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that cannot be read: one line that names the file, whoever reads it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lanes obey the rule of time: a task starts when the task before it in its lane and every task
 that writes what it reads have finished; and it takes as long as the simulator says."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Expert functions against one expert at a time, plain autograd. No ranks.
 
 Shape letters: R rows, S slots, D model width, F expert width.

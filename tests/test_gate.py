@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gates against plain formulas and numbers by hand.
 
 Shape letters: T tokens, K choices, E experts, D width.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The other gates against numbers by hand, plain formulas, and a dense layer.
 
 Shape letters: W ranks, T tokens, K choices, E experts, D model width, F expert width.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Backward in parts, beside backward at once: random graphs, float64."""
 
 from __future__ import annotations

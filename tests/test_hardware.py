@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hardware files: what they mean, what is read, what is refused. Pure."""
 
 from __future__ import annotations

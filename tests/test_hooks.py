@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks: how often each is called and with what, that they change nothing, and what codecs cost.
 
 Shape letters: W ranks, T tokens, N rows, D model width, E experts, F expert width.

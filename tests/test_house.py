@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The structure that must hold, by ``ast``: who imports whom, and what may not exist.
 
 A rule is a generator over one source file; what it yields is wrong there. No rule counts lines of
@@ -778,3 +779,11 @@ def test_what_is_wrong_is_found(rule: Rule, path: str, text: str) -> None:
 )
 def test_what_is_right_is_not(rule: Rule, path: str, text: str) -> None:
     assert findings(rule, sample(path, text)) == []
+
+
+def test_every_source_names_its_licence() -> None:
+    folders = [ROOT / name for name in (PACKAGE, "patches", "launch", "docs", "tests")]
+    endings = ("py", "sh", "c", "css", "js")
+    for path in (path for folder in folders for e in endings for path in folder.rglob(f"*.{e}")):
+        head = path.read_text()[:120]
+        assert not head or "SPDX-License-Identifier: Apache-2.0" in head, path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which passes of ranks belong together."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page of known limits is what the rows say that refuse."""
 
 from __future__ import annotations

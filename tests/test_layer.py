@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layer against the dense reference: output and every gradient, float64, 1e-12.
 
 Shape letters: W ranks, T tokens, E experts, D model width, F expert width.

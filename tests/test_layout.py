@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rank arithmetic, and how long communicators wait."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads: the window's prediction, and what planners take. Pure."""
 
 from __future__ import annotations

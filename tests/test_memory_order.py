@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slots in the order of their weights in memory: fewer GEMMs, same rows and gradients. No ranks.
 
 Shape letters: T tokens, K choices a token, S slots, D model width, F expert width.

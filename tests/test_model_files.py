@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model files of real sizes: as large as their authors say, and what would be replaced in them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routes of all ranks, made in one process: the exchange of counts is replaced by a table.
 
 Shape letters: T tokens, K choices, N rows sent, R rows received, F chunks, C cells, E experts.

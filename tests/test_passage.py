@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pieces through a model in turns, all in one process, beside plain autograd on the same model.
 
 Spec hetermoe.md: rules 15 to 21 and G11. Shape letters: B samples, T positions or tokens, K

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The schedules of FSMoE: golden tests, the planner's formulas against them, their order. Pure.
 
 Shape letter: R degrees.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Placements against counting by hand and by loops. Pure.
 
 Shape letters: E experts, C cells, S slots.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Planners as jobs in JSON: good input, and every kind of bad input in one line."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ds-moe-ext profile``: as a launcher starts it, and what it prints and writes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs of small stages against plain autograd, float64.
 
 Shape letters: T tokens, D width.

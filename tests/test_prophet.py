@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The strategy ``prophet`` without ranks: its plans, how they follow each other, its schedules."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the recorder keeps of a run: which steps it times, where experts were, what a task is."""
 
 from __future__ import annotations

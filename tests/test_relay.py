@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers whose rows go by way of the nodes: bit for bit as they go directly, and as dense experts.
 
 Shape letters: W ranks, E experts, C cells, P ranks that exchange rows, D model width, F expert

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What strategies say as a run starts, of keys that cannot do anything there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The record of a run and its page. Pure: no ranks, no torch."""
 
 from __future__ import annotations

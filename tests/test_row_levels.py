@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows by levels: near the optimum of a linear programme, in whole rows, and the same for all.
 
 Shape letters: C cells, E experts, F chunks.

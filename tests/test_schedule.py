@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules as text, and what they cost by hand. Pure: nothing runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each token's row once to a cell: what travels, sums that are the same every time, and refusals.
 
 That results are those of dense experts is in ``test_layer.py``. Shape letters: T tokens, K choices

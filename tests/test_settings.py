@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The JSON block: what is read, and what is refused in one sentence. Pure."""
 
 from __future__ import annotations

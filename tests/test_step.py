@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole steps: what they are made of, by hand, and Pro-Prophet's formula. Pure: nothing runs."""
 
 from __future__ import annotations

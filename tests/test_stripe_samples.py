@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How batches are cut into stripes: examples by hand, and what holds for any batches. Pure.
 
 Shape letter: C ranks of the group, those with attention first.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps of zebra parallelism on several ranks, without a host, beside plain autograd.
 
 Spec hetermoe.md: G9, G12, rule 33 and invariants 1 to 4. Shape letters: B samples, T tokens, K

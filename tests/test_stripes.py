@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Zebra steps: Theorem 1's order, the goldens of HeterMoE's spec, and what holds at any size.
 
 Tasks have short names here: letter, prime of an adjoint, layer, micro-batch. ``a`` attention, ``h``

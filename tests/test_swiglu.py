@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SwiGLU experts with their own adjoint, against autograd through the same products.
 
 On a CPU they go slot by slot; where a tensor says that it is on none, by grouped GEMM, as on a GPU.

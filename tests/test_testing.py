@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The check of strategies: ours and those of the docs pass it, and planted errors are found."""
 
 from __future__ import annotations

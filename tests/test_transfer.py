@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounds of transfers: what the trees promise, on random placements and by hand.
 
 Shape letters: E experts, C cells, V nodes, N transfers.

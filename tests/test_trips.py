@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pieces in which a plan's copies travel are what each would be alone."""
 
 from __future__ import annotations

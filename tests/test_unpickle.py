@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Members of enums as Python 3.11 before 3.11.4 pickles them, by ``getattr``: read as others write
 them, and nothing else by that name."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a watch takes for a failure of another rank, and what it says of a wait: time is set by
 hand, and the store is a dict."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must be the same on all ranks of a run, as texts that ranks compare as it starts.
 
 Ranks that plan from unlike settings, or run other code, would wait for each other in vain. What

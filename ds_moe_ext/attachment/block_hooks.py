@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a transformer block does about copies as it begins.
 
 It does the tasks of the layer's ``block`` (``schedule/wires.py``): starts the pass of its own

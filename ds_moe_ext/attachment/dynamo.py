@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``torch.compile`` and replaced layers: Dynamo breaks its graph there, and names stay plain.
 
 What is between the layers is compiled as the user asked; rows travel between ranks by schedules

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How experts that a model was built with can be split over the ranks of a cell.
 
 A host does not say which dim of which weight is the experts' hidden width, or whether gate and up

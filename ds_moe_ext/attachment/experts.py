@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts modules of a host: found, described, and replaced by one that keeps this rank's share.
 
 The contract of the call is Hugging Face's since version 5: ``experts(hidden [T, D], expert ids

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Over how many cells experts are spread where nobody says, by what a described cluster costs.
 
 As a run starts its batches are not known, nor its dense layers: both are taken to be usual.

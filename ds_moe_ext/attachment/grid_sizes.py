@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many ranks split an expert, and over how many cells the experts of a layer are spread."""
 
 from __future__ import annotations

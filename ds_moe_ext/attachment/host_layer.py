@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a host adapter finds in a model, and what it leaves behind when it has adopted it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a launcher (torchrun, deepspeed) tells a process about its rank, in the environment."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The start of a run, on all ranks together: what one rank cannot do, none goes on to do.
 
 Ranks tell each other over the world's store, not by collectives: a rank that fails says so and is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files that a run leaves behind: tried as it starts, and written whatever comes.
 
 A report is there after SIGTERM too, by which schedulers and launchers end jobs.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a host can do and ds_moe_ext cannot go along with: a row each.
 
 docs/known_limits.md is made of these rows, by docs/known_limits.py.

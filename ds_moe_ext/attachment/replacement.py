@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a model and the settings to replaced layers: the same for every host."""
 
 from __future__ import annotations

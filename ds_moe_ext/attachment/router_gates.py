@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A gate of ours in a host's router: found, checked, and put there.
 
 The router's module stays where it is, with its name, its class (output recorders look for it) and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules that look like experts, but that nothing here knows how to replace: never in silence."""
 
 from __future__ import annotations

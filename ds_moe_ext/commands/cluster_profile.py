@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ds-moe-ext profile``: measure this cluster, and write a hardware file of it.
 
 Every rank runs it: ``torchrun --nproc_per_node 8 -m ds_moe_ext.profile_run``.

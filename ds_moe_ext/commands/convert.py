@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ds-moe-ext convert``: a checkpoint's weights in the form of another host."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ds-moe-ext doctor``: is it loaded, which patches are in, which layers would be replaced."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ds-moe-ext loads``: look at loads by a name or from a file, and write them."""
 
 from __future__ import annotations

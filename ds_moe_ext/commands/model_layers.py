@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which layers of a model would be replaced."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ds-moe-ext plan``: plan a job, or many, given in JSON."""
 
 from __future__ import annotations

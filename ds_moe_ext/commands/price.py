@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ds-moe-ext price``: what a job would take under every strategy, before a GPU hour is spent."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What was priced, for other programs: all numbers, and a timeline for Perfetto."""
 
 from __future__ import annotations

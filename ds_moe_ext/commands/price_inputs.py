@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``ds-moe-ext price`` is asked: a job's file, a model, a cluster, how it is trained."""
 
 from __future__ import annotations

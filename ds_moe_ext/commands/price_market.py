@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a job was priced at, under every strategy and grid."""
 
 from __future__ import annotations

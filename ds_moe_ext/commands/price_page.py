@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page of what was priced: one HTML file that needs nothing else to be read."""
 
 from __future__ import annotations

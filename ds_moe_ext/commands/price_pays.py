@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From what skew and how many tokens a way pays, against plain expert parallelism."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is priced, and what came out: records that the table, the page and the files share."""
 
 from __future__ import annotations

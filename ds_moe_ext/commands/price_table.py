@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a person reads what was priced: tables, and plans in words."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The simulated timeline of a way: of classes of cells, the busiest first."""
 
 from __future__ import annotations

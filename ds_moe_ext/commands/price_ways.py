@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which strategies and grids ``ds-moe-ext price`` sets beside each other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``ds-moe-ext profile`` does on every rank."""
 
 from __future__ import annotations

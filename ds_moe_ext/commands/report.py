@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ds-moe-ext report``: draw the page of a report.json again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ds-moe-ext reproduce``: tables and figures of the four papers beside ours."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One conversion: which form a folder has, open, check, write."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Folders of torch.distributed.checkpoint (DCP), box by box and without a process group.
 
 DCP's own functions read and write all that they are told at once; a checkpoint may be larger than

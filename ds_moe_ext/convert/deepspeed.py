@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of DeepSpeed with ds_moe_ext, without DeepSpeed and without ranks.
 
 DeepSpeed's file has dense weights, a folder of ours experts by number; see

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What describes a model: a Hugging Face config.json, or a model file of ours."""
 
 from __future__ import annotations

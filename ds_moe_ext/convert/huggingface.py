@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Folders of Hugging Face: config.json and safetensors files."""
 
 from __future__ import annotations

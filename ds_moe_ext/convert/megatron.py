@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron's distributed checkpoints (``--ckpt-format torch_dist``), without Megatron.
 
 Their tensors are whole, whatever sizes of TP, PP, EP and ETP a run has that saves or loads them.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron's arguments of a model: those that a checkpoint keeps, and flags of pretrain_gpt.py."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a model is, whatever form keeps it: its shape, and the pieces that its weights are made of.
 
 Every form keeps the same pieces under other names, some of them joined. A piece is the smallest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables: what Hugging Face, DeepSpeed and Megatron call the parts of a model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small files of text beside tensors; what is wrong with one is told with its name."""
 
 from __future__ import annotations

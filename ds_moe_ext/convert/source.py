@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is read: stored tensors, and from them the pieces of a model."""
 
 from __future__ import annotations

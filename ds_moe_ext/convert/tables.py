@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a form keeps the pieces of a model: a table of rows, the same for reading and for writing.
 
 A row names a stored tensor and the parts that are joined in it. ``{layer}`` and ``{expert}`` stand

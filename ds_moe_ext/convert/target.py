@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is written: stored tensors, each made of pieces when its turn comes."""
 
 from __future__ import annotations

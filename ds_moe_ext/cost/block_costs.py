@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step of an MoE block costs under a placement: Pro-Prophet's model, eqs. (1) to (8). Pure.
 
 A block is an MoE layer and the non-MoE layer after it. Rows stay where a copy of their expert is;

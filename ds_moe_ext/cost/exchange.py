@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ways in which rows travel between cells, and what each costs by a model of two links. Pure.
 
 A way differs in the number of messages between nodes, not in the bytes that cross there (spec 1.5).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the chunks of an MoE layer take in three lanes: FSMoE's model, exact (spec 2.2, 2.3). Pure.
 
 ``r`` chunks pass through three lanes, each in its own order; one all-reduce of gradients may stand

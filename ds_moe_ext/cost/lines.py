@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an operation costs by its size: a start and a price a unit (FSMoE, eq. 1; spec 2.1). Pure.
 
 Units are what the fit counted: elements or bytes of a message, rows or multiply-adds of an expert.

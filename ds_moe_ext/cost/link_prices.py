@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What rows and copies of experts wait for on a cluster's links, by who sends what to whom. Pure.
 
 Rows go all at once: an exchange takes as long as its busiest link. Copies go in rounds, and a cell

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many copies can be hidden, and how many fit: HECATE's ``t``, ``m`` and memory. Pure."""
 
 from __future__ import annotations

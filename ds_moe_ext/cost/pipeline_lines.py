@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the operations of an MoE layer's pipeline cost: straight lines (FSMoE, eq. 1). Pure.
 
 ``measure.pipeline_probe`` measures them on a run's own ranks; ``described_lines`` takes them from a

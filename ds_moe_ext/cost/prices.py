@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step of an MoE layer costs under a placement: HECATE's model, spec rule 22. Pure.
 
 ``T(P) = c * (rows of the busiest cell) + 4 * (the slowest of the all-to-all's links)``: rows travel

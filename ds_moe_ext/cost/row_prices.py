@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What rows cost one by one: to compute, to leave a cell, to cross between nodes. Pure.
 
 The model is ``cost.prices``': a layer takes as long as its busiest cell computes and its busiest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seconds of a zebra group's step, by the schedule that it runs. Pure.
 
 Ranks of a side are alike, and so one rank of each stands for all: what they meet on, an all-to-all,

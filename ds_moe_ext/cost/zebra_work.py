@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a zebra group is priced with: a model, ranks of two classes, the cards between them. Pure.
 
 HeterMoE's simulator (section 6.4.1, spec 2.9). Work is counted a token and layer, in forward, so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A reader of folders of torch.distributed.checkpoint (DCP) that executes nothing of them.
 
 DCP's own reads its table, and objects, by pickle.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """JSON as people write it into files; what cannot be read is told in few words.
 
 Callers put the name of the file and the remedy around these: ``{name}, which ... ({error}); ...``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lengths and checksums of a checkpoint's files, by which damage and mix-ups are found."""
 
 from __future__ import annotations

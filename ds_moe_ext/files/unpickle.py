@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pickles that others wrote, of known classes only: nothing of a file is executed.
 
 What hosts pickle beside weights, such as enums of Megatron and settings of DeepSpeed, becomes an

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face transformers, version 5: the experts modules of its MoE blocks.
 
 All families keep ``gate_up_proj`` and ``down_proj`` (or ``up_proj``) with the experts as first dim,

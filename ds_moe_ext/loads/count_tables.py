@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of rows in ``.npz`` files.
 
 Shape letters: I steps, L layers, C or R senders (ranks), E experts.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How uneven loads are, and how they move.
 
 Shape letters: I steps, L layers, C senders (ranks), E experts.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads of a run, step by step: who sent how many rows to which expert.
 
 Shape letters: I steps, L layers, C senders (ranks), E experts.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must hold of the counts of each workload, in integers, whoever made them.
 
 An oracle knows neither the seed nor how rows are dealt: from the sizes alone it says how many rows

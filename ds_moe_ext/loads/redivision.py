@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads of one grid, made those of another: other ranks, tokens, layers, steps.
 
 Shape letters: I steps, L layers, C senders before, D after, E experts, T tokens of a sender, P

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing traces of Megatron-core (``--moe-routing-trace-path``): JSONL, a line for each step,
 layer and rank, with the experts of every token.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads of a finished run, from the ``report.json`` that it left.
 
 It has each expert's rows, summed over the ranks that sent them: of a rank alone nothing is known.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How large generated loads shall be."""
 
 from __future__ import annotations

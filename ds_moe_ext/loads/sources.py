@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads by a name or from a file."""
 
 from __future__ import annotations

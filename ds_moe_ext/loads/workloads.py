@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The eight workloads of Megatron-LM's benchmark of uneven tokens (pull request 7488), as counts.
 
 There a token draws its experts. Here as many tokens choose from such sets, as evenly as whole rows

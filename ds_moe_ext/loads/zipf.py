@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads with Zipf shares of experts, which wander from step to step.
 
 Shape letters: I steps, L layers, C senders, E experts.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time operations on all ranks together.
 
 A sweep is one operation at growing sizes. All ranks run it at once, as in training; the slowest

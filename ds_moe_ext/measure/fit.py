@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A straight line through measured times. Pure.
 
 Shape letter: N samples, by growing size.

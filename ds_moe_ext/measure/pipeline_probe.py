@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run's own pipeline costs: a quick look at its communicators and its experts.
 
 Shape letters: N sizes, R rows, D model width.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure the ranks at hand: what links, copies of weights, devices and experts cost here.
 
 Shape letters: N sizes, C members of a group, R rows, D model width.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cell: its ranks gather each other's rows, and scatter the sums of what they computed of them.
 
 Where the ranks of a cell split every expert, each computes with its part on the rows of all; the

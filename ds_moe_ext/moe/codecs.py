@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What rows travel as between cells: fewer bytes, at the price of an error.
 
 A codec stands at both ends of an all-to-all, of any algorithm: rows are encoded where they leave

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows between cells by DeepEP, where that is installed: its legacy ``Buffer`` as a carrier.
 
 Written against deep_ep 2.1.0 (``deep_ep/buffers/legacy.py`` and ``docs/legacy.md`` of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dispatch and Combine: rows to the cells of their experts and back, each the other's adjoint.
 
 Shape letters: T tokens, N rows sent, R rows received, D model width.

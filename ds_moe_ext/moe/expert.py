@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Expert: the rows of each slot through the weights of its expert.
 
 An expert function maps rows, slot by slot, and the weights of all slots to rows; any

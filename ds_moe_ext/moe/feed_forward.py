@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Feed-forward experts: GPT's two matrices, or SwiGLU's three with gate and up joined.
 
 Shape letters: R rows, S slots, D model width, F expert width.

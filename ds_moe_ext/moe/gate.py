@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gate: which experts a token goes to, with what score, and what the choice costs.
 
 A gate is a function of hidden states and its own weights. ``Gate`` makes one that JSON can name;

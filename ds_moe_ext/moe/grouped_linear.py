@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of each slot times the slot's matrix: one grouped GEMM where there is one.
 
 Shape letters: R rows, S slots, D width in, F width out.

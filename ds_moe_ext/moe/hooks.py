@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks: who is told of the rows of a layer, at the six places of FSMoE, and what rows travel as.
 
 Where, in the way of one chunk; the two in brackets stand once around all chunks::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The MoE layer that all strategies share: Gate, Order, Dispatch, Expert, Combine, Restore.
 
 ``RoutedExperts`` starts after a gate of the host's; ``MoELayer`` has its own. Shape letters: T

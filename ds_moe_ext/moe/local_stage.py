@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stages from functions: those that autograd differentiates, those with an effect alone; and one
 that stands for another."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the weights of slots lie: runs of slots that one grouped GEMM takes, and the order of slots
 that has fewest.
 

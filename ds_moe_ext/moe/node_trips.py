@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows that go once to a node: over to it, on to its cells; and sums of what these made back.
 
 Of ``visits.Visits`` by way of the nodes: each row is taken to all cells of a node where its token

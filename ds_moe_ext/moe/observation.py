@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks: who is told what a layer does. Observers see; they change nothing."""
 
 from __future__ import annotations

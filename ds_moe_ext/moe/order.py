@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Order: which row goes where. One exchange of counts, from which every rank makes the same routes.
 
 With the counts goes the kind of pass a rank is in, so that ranks in passes that do not belong

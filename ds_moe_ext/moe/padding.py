@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Static capacity: every rank sends as many rows to each expert in every pass, padded with zeros.
 
 So the splits of the exchange are known beforehand: no counts are gathered, and the host waits for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Restore: the rows that came back, weighed by their scores, added to their tokens (I-Order).
 
 Shape letters: T tokens, K choices a token, N rows sent, D model width.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Route: how a chunk's rows travel. Order makes it, other stages read it, it dies with the pass.
 
 Shape letters: T tokens, K choices a token, N rows sent, R rows received, G rows gathered in a cell,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each token's row is sent once to a cell: stages that take the place of the common ones.
 
 Order tells each cell, beside the counts, which visit each of its rows is of and its score; rows are

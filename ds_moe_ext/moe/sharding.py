@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the ranks of a cell split every expert: expert-sharding parallelism (FSMoE, spec 1.6).
 
 Rank ``p`` of ``P`` has the ``p``-th part of the expert's hidden width: rows of the matrices that

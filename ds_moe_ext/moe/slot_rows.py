@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of slots: how many each has, and how rows that came in blocks get to their slots and back.
 
 Indices are made on the device, from a table with a few numbers a block: that is all that the host

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SwiGLU experts, with their adjoint written out: what autograd would record, and keep, is not.
 
 The rows of a run of slots whose weights lie at equal distances are one grouped GEMM a matrix; other

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens that several ranks have alike, as under tensor parallelism: each routes a part of them.
 
 What FSMoE does by scattering and gathering along the sequence (spec 1.7, steps 2 and 10), for

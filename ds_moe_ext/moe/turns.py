@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turns of ranks that run unlike numbers of passes: who has nothing to run serves the others.
 
 A rank takes part in every exchange of a layer, also where it has no rows. Inside a block of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Visits: a token's row goes once to each cell that has some of its experts.
 
 A *visit* is one (token, cell) pair: the row that travels for all choices of the token there. Which

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the host computes between two MoE layers, timed: there copies and gradients are hidden."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a paper prints beside what we get: one record for all tables and figures. Pure.
 
 A figure is met where its rows lie within the tolerance and its claims hold. What is not met has a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Papers' figures beside ours as one HTML page that needs no other file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSMoE's tables and figures (spec 8), by its schedules, our planner and simulator."""
 
 from __future__ import annotations

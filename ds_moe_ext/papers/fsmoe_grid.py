@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The 1458 layers that FSMoE measures, and what their operations cost on its two clusters.
 
 Tables 4 and 5 of the paper; spec 8.1 to 8.3, choices of section 5. Seconds, fp32 elements and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What FSMoE's schedule and its rivals take on layers of the paper. Pure.
 
 Each schedule is planned without interference. Without it, prices are closed formulas, which tests

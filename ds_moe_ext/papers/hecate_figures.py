@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HECATE's figures (spec 6), by its algorithms as the product has them, on loads by Zipf's law."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A step of HECATE and of what it is compared with, by our planners and prices (spec 6.4).
 
 A layer's forward and backward is its experts and four all-to-alls (``cost.prices``); copies move

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each table and figure of HeterMoE compares, priced by the simulator.
 
 Inputs are those of ``hetermoe_setups``; ``hetermoe_figures`` puts what comes out beside the paper.

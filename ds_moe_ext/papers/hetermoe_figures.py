@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HeterMoE's tables and figures (spec 6), by the product's simulator of zebra groups."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipelines of ranks of both classes, a rival of zebra: how many layers each stage has. Pure.
 
 HeterMoE, section 6.3. A stage is one rank with whole layers, all their experts among them: no row

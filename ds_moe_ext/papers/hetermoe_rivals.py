@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What zebra is compared with: expert parallelism of all ranks or of each class, and DistEP. Pure.
 
 HeterMoE, section 6.1 (spec rule 40). Pipelines of both classes: ``hetermoe_pipelines``.

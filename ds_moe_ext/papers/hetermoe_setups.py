@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The clusters and models that HeterMoE was measured on, as far as the paper says, and its figures.
 
 Section 6.1 and figures 2 and 7 to 12, table 3. What is not in it is assumed, and named in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pro-Prophet's tables and figures (spec 8), by its planner and model and FasterMoE's policy."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A block of Pro-Prophet and of what it is compared with, by its own model of time (spec 2.3, 8.5).
 
 Plans are made for the rows of the step before and priced on those that came; FasterMoE's for the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of a skewed gate whose load drifts: what papers show as colours stands here as a law. Pure.
 
 Expert loads fall by Zipf's law and lie shuffled over the experts; each sender has its own mixture

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many experts of each layer move back to attention ranks: HeterMoE's Asym-EA (spec 2.7). Pure.
 
 ``M`` attention ranks and ``N`` expert ranks of a zebra group work at once, on different

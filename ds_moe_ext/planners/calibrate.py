@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether copies pay, by the model of ``prices``: the guard, and HECATE's calibration. Pure.
 
 Shape letters: E experts, C cells.

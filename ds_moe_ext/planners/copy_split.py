@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which of a block's copies move beside which computation: Pro-Prophet's sub-operators (spec 3.3).
 
 Experts move one after another, in the order in which they were selected. Under the block before,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other copies in place of those that a planner chose by load, where a priced share then takes less
 time. Ours; docs/priced_share.md. Pure. Shape letters: E experts, C cells, V nodes.
 """

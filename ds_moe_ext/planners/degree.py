@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In how many chunks a layer's tokens travel: FSMoE's Algorithm 1, exact (spec 2.2 to 2.5). Pure.
 
 Letters of the formulas are the paper's, as in ``cost.layer_costs``, and ``t``, the seconds of the

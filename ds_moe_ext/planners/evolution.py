@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Step 2 of the gradient partition as the paper solves it: SciPy's differential evolution. Pure.
 
 To compare with the exact solution (``partition.partition_gradients``), which needs no library, is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """New homes for experts where that gains more than the move costs. Ours. Pure.
 
 Experts change places by twos, so that every cell keeps its number of experts of each layer. What a

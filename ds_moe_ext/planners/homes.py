@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """New homes for the experts of all layers: HECATE's Algorithm 2 (spec rules 23 to 26). Pure.
 
 Shape letters: L layers, E experts of a layer, C cells.

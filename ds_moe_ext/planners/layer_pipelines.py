@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each layer of a model does by a pipeline: its degrees, and which reductions beside it. Pure.
 
 FSMoE's planner for any of the schedules of ``schedule.pipeline_orders``. Layers here are in the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies of hot experts for the next step: HECATE's Algorithm 1 (spec rules 16 to 20). Pure.
 
 All layers are planned at once; a turn of the loop places one expert of each. Shape letters: L

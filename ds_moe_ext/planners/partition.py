@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which gradients are reduced beside which layer of backward: FSMoE, section 5. Pure.
 
 A layer here is the paper's generalized layer: an MoE layer and all that follows it in backward up

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which copies a priced share needs, and which it lacks once the rows are known. Pure.
 
 Planners that judge a placement by a rule of their own cannot know what a share will mend. These

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How copies divide rows so that a layer takes least time, by what rows cost. Pure.
 
 A linear programme over all copied experts of a layer: the seconds of the busiest cell and of the

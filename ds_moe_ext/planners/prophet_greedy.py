@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which experts to copy where for the next step: Pro-Prophet's Algorithm 1. Pure.
 
 Which expert is next depends on rows alone, so the order is found first, in integers; the model of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which experts to copy everywhere: FasterMoE's shadowing, a baseline (spec section 5). Pure.
 
 Its model knows the expert with most rows only: not what comes back to each cell from the experts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From what was measured of a run to the experts that move: the end of HeterMoE's profiler. Pure.
 
 Spec 2.8, and the assignment of ``planners.asym_ea``. Seconds are of forward and backward together,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shape of a zebra group: how many ranks of each class, and how many stripes. Pure.
 
 HeterMoE's simulator (section 6.4.1, spec rule 39). For a length of samples the shape with the best

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which ways to run a job are priced, and what each comes to. Pure.
 
 A way is a strategy on a grid. It plans by the steps before and meets the rows of the next, as in a

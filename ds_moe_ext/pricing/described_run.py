@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run as strategies and prices see it, from what describes its cluster and model. Pure.
 
 In a run costs are measured (``steps.costs``); here they follow from rates. Shape letters: L MoE

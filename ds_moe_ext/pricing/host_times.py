@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a host takes to issue the tasks of a layer: measured once, of all strategies. Data.
 
 From docs/measurements.md, "Host time": microseconds of the thread that issues, one expert on each

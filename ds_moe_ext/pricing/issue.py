@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the host takes to issue a step: one thread, task after task, and a wait for counts. Pure.
 
 A device starts what the host has issued. So a host that is slower than the devices shows as a lane

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seconds of one layer's tasks in every cell, under a plan and the rows that came. Pure.
 
 Shape letters: C cells, V nodes, E experts, K classes of cells.

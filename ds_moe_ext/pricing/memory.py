@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank needs memory for. Pure."""
 
 from __future__ import annotations

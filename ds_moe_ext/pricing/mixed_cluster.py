@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clusters of unlike devices side by side, as one. Pure.
 
 Ranks are those of the first cluster, then those of the next. All ranks meet in every exchange, so

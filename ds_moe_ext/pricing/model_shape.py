@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sizes of a model that its price depends on, from a Hugging Face config or Megatron's flags.
 
 Pure. Work is counted in multiply-adds of one token in forward.

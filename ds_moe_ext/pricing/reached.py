@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a cluster reaches of its datasheet, where nobody has measured it. Pure.
 
 Peaks of matrix products and links are never reached. Where a hardware file has measured lines these

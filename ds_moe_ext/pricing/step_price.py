@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step of a model takes under the plans of its layers: the schedule that runs, priced. Pure.
 
 The tasks are those that the layers issue (``strategy.layer_tasks``), the order and the waits those

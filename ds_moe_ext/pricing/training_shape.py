@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a model is trained, as far as its price depends on it. Pure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What zebra would take on clusters of unlike devices, by its planner's simulator. Pure.
 
 Attention on the faster devices, experts on the others and, as Asym-EA says, some beside attention.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Balance over the steps: of each layer, and what copies and new homes did for it.
 
 Shape letters: I recorded steps, L layers.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lines over steps, and bars of seconds, as HTML around inline SVG.
 
 Drawings stretch with the page: SVG lengths are percents or lie in a viewBox that does not keep its

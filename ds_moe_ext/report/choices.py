@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which strategy planned from which step on, where one chose between several, and why."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Colours of the page: one for each kind of task, and ramps for loads and for copies.
 
 Under protanopia and deuteranopia the kinds of one lane, which touch, stay apart best. The ramp of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the copies of experts were: over the steps, and on a map of the last one.
 
 Shape letters: I recorded steps, B bins of them, L layers, E experts, C cells, Y and X pixels.

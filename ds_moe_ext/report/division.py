@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Balance as it was predicted and as it came, and which rows left where they came from."""
 
 from __future__ import annotations

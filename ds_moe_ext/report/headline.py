@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The top of the page: what ran, how balanced it was in words, and its headline numbers."""
 
 from __future__ import annotations

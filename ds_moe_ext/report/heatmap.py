@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One number for every expert at every step: an indexed image, its names, and a colour scale.
 
 The experts of a home cell stand together, on a shelf.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Looks at some layers in each step: what was predicted of their rows, and where these went.
 
 A look reads whole tables of rows, while nothing else goes on. So layers take turns: all are looked

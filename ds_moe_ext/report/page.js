@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 (()=>{
 const root=document.documentElement;root.classList.add('js');
 const tip=document.createElement('div');tip.id='tip';tip.hidden=true;document.body.append(tip);

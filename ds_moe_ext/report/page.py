@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page a run leaves behind: one HTML file that needs nothing else to be read.
 
 Its style sheet and its script, which it reads well without, lie beside this file.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the strategy's model of costs said of the layers, beside what they took."""
 
 from __future__ import annotations

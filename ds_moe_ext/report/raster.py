@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Indexed images, and text beside them. Shape letters: Y and X pixels, P colours."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run leaves behind: one record, and its form as JSON; ``page`` draws it.
 
 Shape letters: I recorded steps, L layers, E experts, C cells.

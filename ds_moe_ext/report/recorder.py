@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records a run as it goes: loads of every step, times of some, one timeline.
 
 Shape letters: L layers, E experts, C cells.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run comes to: its headline numbers, and its steps gathered into few enough columns.
 
 Shape letters: I recorded steps, B bins of steps, L layers, E experts, C cells.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tasks of one step: an overview of the whole step, then each layer, forward and backward."""
 
 from __future__ import annotations

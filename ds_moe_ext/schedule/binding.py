@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A schedule bound to its crew: what every pass would look up, looked up once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who does the tasks of a layer, and who sees them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run a schedule on real lanes: the caller's thread, worker threads, or CUDA streams."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Issue orders: passes from a list of tasks to a list of tasks. Pure."""
 
 from __future__ import annotations

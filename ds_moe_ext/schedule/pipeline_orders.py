@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The schedules that FSMoE compares, as passes over the tasks of one layer (spec 2.5). Pure.
 
 One issue order serves them all. Here it is in three lanes, of two chunks; backward has the adjoints

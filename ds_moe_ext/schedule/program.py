@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A program: a schedule with a stage for each op, run as one autograd node; and what runs any.
 
 Weights are inputs of the node and their gradients its outputs, so the hooks that ZeRO, DDP and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranges for profilers: what a task computes, issues or waits for stands under its name.
 
 ``torch.profiler`` shows them in its trace, and under ``torch.autograd.profiler.emit_nvtx`` they are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Price a schedule: the executor's rule with seconds in place of work. Pure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One optimizer step of a model as one schedule, made of those that its layers run by. Pure.
 
 Forward of all layers, then backward from the last to the first. Behind each MoE layer the host

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which attention rank runs which samples of a ZP group, in which stripe. Pure.
 
 HeterMoE cuts the batch of an attention rank into R micro-batches, here *stripes* (spec 2.1). All

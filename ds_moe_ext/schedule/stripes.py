@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Zebra parallelism: attention and experts on ranks of their own, striped by micro-batches. Pure.
 
 HeterMoE, section 4.1 (spec 2.3, 2.4, 2.7). Layers and micro-batches are numbered from 0. A layer's

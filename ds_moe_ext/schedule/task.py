@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A schedule: which tasks, in which lane, issued in which order. Data only; nothing runs here.
 
 The tokens of a layer are cut into *finest chunks*. A task works on a *span* of them, and a value is

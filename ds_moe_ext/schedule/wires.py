@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tasks of one MoE layer, one function each: what they read, what they write.
 
 The way of one batch::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The thread in which a process plans, beside the lanes in which its layers run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is made of a step's rows while the step goes on, in a thread of its own.
 
 Rows are known when the last forward pass of a step has ordered them; what comes after that,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How good a strategy's model of costs is: what it said of some steps beside what they took.
 
 First it is tried, which tells what layers add to what links alone would take: exchanges a start,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What planners must know of a run's costs: measured in its first steps, the same on all ranks."""
 
 from __future__ import annotations

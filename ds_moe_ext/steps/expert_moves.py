@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts to new homes, with all that the host's optimizer keeps of them: the same for every host.
 
 A rank gives away as many experts as it gets, so that its parameters stay the same objects: only

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much of the dense gradients was reduced where: the same for every host."""
 
 from __future__ import annotations

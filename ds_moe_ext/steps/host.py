@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a training framework must give, and the start that follows from it: the same for every host.
 
 ``docs/hosts.md`` has it as a page, with how one more is written.

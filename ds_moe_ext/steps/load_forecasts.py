@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the forecasts of loads came out that plans were made by, for a person."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All that an optimizer keeps of one parameter, read and written in place: the same for every host,
 which says where it lies.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run's pipelines cost: measured on its own ranks once libraries have warmed up, or taken
 from a hardware file. Shape letters: L layers, C cells, E experts.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Between two steps: what the layers saw, the plans of the next step, and new homes when due.
 
 Shape letters: L layers, C cells, E experts.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What steps take on the clock: for who chooses by prices, and to see that costs have changed."""
 
 from __future__ import annotations

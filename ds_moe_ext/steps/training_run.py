@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run with replaced layers: what the host's engine carries, and what a person is told."""
 
 from __future__ import annotations

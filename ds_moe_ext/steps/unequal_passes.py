@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Passes that not all ranks run alike: evaluation and generation, on some ranks or at any length.
 
 See ``moe/turns.py``. A model's own ``generate`` is such a block on all ranks that call it.

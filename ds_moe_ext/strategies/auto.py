@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whichever of the other strategies the coming steps are priced lowest under: ``auto``.
 
 Plans come from one of them at a time. Every ``interval`` steps each plans the latest step by what

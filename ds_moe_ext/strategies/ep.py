@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plain expert parallelism: one copy of each expert, at home. The base case of all strategies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Expert-sharding parallelism and pipelining: FSMoE.
 
 The ranks of a cell split every expert. Rows travel in chunks, between cells and within them at the

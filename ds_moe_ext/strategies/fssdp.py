@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fully sharded sparse data parallelism: HECATE.
 
 Every expert lives on one rank of the whole world. In every step the hot ones are copied to other

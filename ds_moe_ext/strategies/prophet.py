@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pro-Prophet: copies of busy experts where they pay, moved while the block before computes.
 
 After each step the experts of the busiest cells are copied to where their rows come from, by the

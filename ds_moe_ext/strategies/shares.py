@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How copies divide rows, as strategies take it from their JSON."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Zebra parallelism: attention and experts on ranks of their own, striped by micro-batches.
 
 HeterMoE (spec hetermoe.md). New GPUs are much faster than old ones in attention and little faster

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How attention ranks run the batches of a whole ZP group, and every rank has its own loss.
 
 Expert ranks are given batches too, by samplers that know nothing of roles. Attention ranks take

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tasks of an expert rank in the picture of an attention rank: both sides of a striped step."""
 
 from __future__ import annotations

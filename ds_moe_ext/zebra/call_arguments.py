@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank's model was called with: told to other ranks, cut, and put together for a piece."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Code that runs by turns with its caller, in a thread of its own.
 
 So a model that knows nothing of micro-batches can pause in the middle of its forward, while other

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows between attention ranks and expert ranks, stripe by stripe. See ``schedule/stripes.py``.
 
 What is done is done by the stages of the layer; here they are laid to the tasks of a step, where a

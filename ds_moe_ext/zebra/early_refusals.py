@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys of strategy zebra that need what is not known where roles are given as a flag is read."""
 
 from __future__ import annotations

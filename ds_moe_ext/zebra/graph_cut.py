@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A graph of autograd in parts: backward through one part now, through what came before it later.
 
 HeterMoE cuts the graph at each layer's attention outputs (section 4.1; spec 2.5, rules 19 to 21).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the user's model returns: its scalars, and what it looks like without them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One piece of a stripe on its way through the user's model, stage by stage, there and back.
 
 The model runs unchanged in a coroutine, which pauses at the experts of every layer. A *block* is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many experts of each layer move to attention ranks, measured as a run starts.
 
 HeterMoE's profiler and Algorithm 1 (spec rules 28 to 38). The first attention rank runs the model

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the ranks of a run tell each other of a profile, so that all know the same."""
 
 from __future__ import annotations

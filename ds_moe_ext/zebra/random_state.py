@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """States of torch's generators of random numbers: the host's, and that of the device in use."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model run before training, on a copy, to see what its parts take: HeterMoE's profiler.
 
 Spec rules 35 to 38. The copy has the host's device and types. Its experts give rows back as they

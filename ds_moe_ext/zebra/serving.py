@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts at the service of stripes, and the gradients that a step finds.
 
 Shape letters: R rows received, D model width.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole step of zebra parallelism on one rank: the tasks of ``schedule/stripes.py``, done.
 
 Forward and backward of all layers and stripes are one pass, with the gradient of the loss known

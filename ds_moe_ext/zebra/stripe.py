@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stripe on its attention rank: pieces that run by turns, and travel together.
 
 Shape letters: T tokens, N rows sent, D model width.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies of experts at the service of stripes: gathered once a step, and what stripes add to them.
 
 Gradients of copies are summed over the stripes where they compute, and go home together.

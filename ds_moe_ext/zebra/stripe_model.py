@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model whose forward is a whole step of zebra parallelism, in the place of the user's.
 
 Attention ranks run the model itself, piece by piece, and expert ranks serve experts. On both,

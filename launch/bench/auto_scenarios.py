@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``auto`` ends at beside the strategies that it chooses from, by the simulator.
 
 `python launch/bench/auto_scenarios.py`: six scenarios, 8 cells of two nodes, 8 layers. Each

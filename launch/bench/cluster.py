@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Start a script on ranks with slow links between them: a small cluster inside one Linux machine.
 
 `python launch/bench/cluster.py --nodes 2 --inter_mbit 400 launch/bench/slow_links.py`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What copies of experts and their gradients take, whole along trees and in segments along chains.
 
 `python launch/bench/cluster.py --nodes 8 --ranks_per_node 1 --inter_mbit 200 \

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens per second of our strategies beside what a DeepSpeed user has today, in one run.
 
 `torchrun --nproc_per_node 4 launch/bench/deepspeed_speed.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """EPLB: slots of heavy experts' copies, packed to ranks of equal rows. Pure.
 
 Source: the description of DeepSeek's Expert Parallelism Load Balancer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One process that stands for one rank of many: collectives return at once, and no row arrives.
 
 Torch's fake process group takes every call and hands back what this rank has sent: gathered counts

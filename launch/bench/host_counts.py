@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What of a pass would make a GPU's host wait, copy or call its network: counted, without a GPU.
 
 A tensor is the host's if it came from numpy or from Python's numbers, was fetched, or was computed

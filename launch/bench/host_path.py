@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host time of one MoE layer: what a GPU would wait for, measured without one.
 
 `python launch/bench/host_path.py --ranks 8 64 --slots 1 8`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contenders of host_path.py: tiny MoE layers of ours under a strategy each.
 
 All take the same experts' ids and scores, which are made beforehand. Shape letters: L layers, T

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user has beside our strategies, for host_path.py: DeepSpeed's two layers and Megatron's.
 
 They go the way of a GPU as ours do. Their Triton kernels and the grouped GEMM's wheel are not there

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LAER-MoE: experts laid out anew over all slots, copies by their rows, close to every node. Pure.
 
 Source: LAER-MoE (Liu et al., ASPLOS 2026, arXiv 2602.11686), its planner, and what its public code

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contenders of layer_speed.py: ours, Hugging Face's, DeepSpeed's, and a dense ceiling; gates
 alone, and orders around experts that do nothing.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time one MoE layer, forward and backward, beside what a user has today.
 
 One process, one device; all contenders take turns, repetition by repetition::

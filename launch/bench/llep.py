@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LLEP: ranks with too many rows spill them to the least loaded ones, after the gate. Pure.
 
 Source: Least-Loaded Expert Parallelism (Nguyen et al., Salesforce, arXiv 2601.17111, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens per second of our strategies under Megatron-core beside Megatron's own MoE, in one run.
 
 `torchrun --nproc_per_node 4 launch/bench/megatron_speed.py --strategies ep --model

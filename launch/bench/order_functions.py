@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GShard's and Tutel's order functions: tokens to one padded buffer of every expert, and back.
 
 No strategy runs by these: ``moe/order.py`` sends the rows that there are, and pads none. They are

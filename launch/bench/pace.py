@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model whose computing only takes time, so that few cores stand for any number of devices.
 
 Attention and experts hold their thread until their time has passed, in proportion to rows. Shape

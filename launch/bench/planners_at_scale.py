@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What planning takes on many ranks, by every policy of the table of planners.
 
 Processor time of a layer, all parts that come before the step for policies that plan on predicted

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Planners and ways of rows beside each other on real loads, a table in markdown.
 
 HECATE's, Pro-Prophet's and FasterMoE's planners are the product's own; EPLB, LLEP and LAER-MoE are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What planning beside a step costs the thread that issues it, who shares Python's lock.
 
 `python launch/bench/planning_beside.py --ranks 64 --layers 58 --experts 256`

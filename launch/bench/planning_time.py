@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What strategies that plan do between two steps, and how long that takes one rank.
 
 `python launch/bench/planning_time.py --ranks 64 --layers 58 --experts 256`

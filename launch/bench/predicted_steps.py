@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the simulator says of a step beside what it takes, where tasks only take time.
 
 `chrt -r 10 python launch/bench/predicted_steps.py`

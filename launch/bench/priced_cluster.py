@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What plans are made for: the costs of a cluster that is described, not measured.
 
 Shape letter: C cells (ranks).

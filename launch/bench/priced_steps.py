@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step costs by measured prices beside what it takes, of every strategy, on slow links.
 
 `python launch/bench/cluster.py --inter_mbit 400 launch/bench/priced_steps.py --skews 1.2`

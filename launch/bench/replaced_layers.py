@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model's experts replaced and planned for, by a JSON block: as under a host, without one."""
 
 from __future__ import annotations

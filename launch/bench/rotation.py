@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Contenders that take turns in the same processes, a few steps each, in an order that rotates, so
 that a machine whose speed drifts slows them alike; ratios are paired by round.
 """

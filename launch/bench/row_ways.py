@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the copies of a layer divide its rows: the papers' ways and ours, of one shape.
 
 Shape letters: C cells (ranks), E experts.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What it saves to send each token's row once to a rank, where links are slow.
 
 `python launch/bench/cluster.py --nodes 2 --ranks_per_node 4 launch/bench/send_once.py --top_k 8`

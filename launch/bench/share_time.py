@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What dividing a layer's rows over its copies costs the host between gate and dispatch, and how
 even it leaves them.
 

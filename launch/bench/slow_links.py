@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What strategies that copy experts gain over `ep` where links are slow and routing is skewed.
 
 `python launch/bench/cluster.py --inter_mbit 400 launch/bench/slow_links.py --skews 0 1.2`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contenders of slow_links.py: paced layers under one strategy each, trained step by step.
 
 Shape letters: L layers, C ranks, E experts, T rows of a rank, D width of a row.

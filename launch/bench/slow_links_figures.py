@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What slow_links.py shows of a contender: where rows go, what hides copies, and the table of it.
 
 Shape letters: L layers, C ranks, E experts.

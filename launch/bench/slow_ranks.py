@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Zebra parallelism beside DistEP and `ep` where some ranks are slow, and beside the simulator.
 
 `torchrun --nproc_per_node 4 launch/bench/slow_ranks.py --attention_us 100`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps of the contenders of slow_ranks.py: as the simulator says, and as the ranks show.
 
 Pure. New ranks have attention under zebra, old ones experts; expert parallelism has both on all.

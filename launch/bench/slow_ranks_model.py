@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small language model whose blocks take as long as they are told: see ``pace.py``.
 
 Embeddings, norms, gates, head and loss are real and trained; attention is one matrix product. What

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replays a trace of real loads under a planner: its plans, the way of the rows, the figures, by
 the costs of a cluster that is described, not measured.
 

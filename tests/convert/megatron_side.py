@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stock Megatron, in processes of its own: loads checkpoints, says what it computes, saves them.
 
 ``megatron_side.py '{"cases": [[LOAD, SAVE], ...], "tokens": [...], "tp": 1, "ep": 1}'`` in every

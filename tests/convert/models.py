@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny models of Hugging Face with weights that are all drawn, norms too, and folders of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of DeepSpeed engines of two ranks, to and from the other forms."""
 
 from __future__ import annotations

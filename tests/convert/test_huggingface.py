@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face to Megatron and back: every bit, and what is refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stock Megatron loads what was converted, computes the same, and what it saves comes back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever a file of a checkpoint has, ``convert`` runs nothing of it, and names the file."""
 
 from __future__ import annotations

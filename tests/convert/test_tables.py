@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every form's table has every piece of a model once, and undoes what it joins."""
 
 from __future__ import annotations

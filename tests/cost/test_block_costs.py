@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pro-Prophet's model: its equations by hand, rows against the share and row by row. Pure.
 
 Shape letters: E experts, C cells.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ways between cells: their messages and bytes as itineraries have them, their lines, the choice.
 
 Shape letters: V nodes, G ranks of a node, P ranks that exchange rows.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What links carry: rows and copies worked by hand, and lines through what was found. Pure.
 
 Shape letters: C cells, E experts.

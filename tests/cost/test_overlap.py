@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Overlap degree, copies that fit, memory: the spec's golden tests. Pure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lines of a pipeline: by hardware files, and the costs of a layer from them. Pure."""
 
 from __future__ import annotations

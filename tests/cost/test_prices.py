@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost model: traffic by hand and against the shares, seconds by hand. Pure.
 
 Shape letters: L layers, E experts, C cells, N nodes.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Closed forms of zebra and its rivals: golden G13, the spec's optima, and bounds of simulation."""
 
 from __future__ import annotations

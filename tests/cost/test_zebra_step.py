@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The price of a zebra step: table 3, golden steps, what cards carry, and bounds at any shape.
 
 Shape letters: C ranks, L layers.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Closed forms of zebra and its rivals where nothing travels and nothing idles. Pure.
 
 HeterMoE's spec, 6.4, rule 2: bounds by computing alone, of any number of layers and stripes. A unit

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One MoE layer on one device, on lanes that a test chooses; on a CPU the same code runs too.
 
 Shape letters: T tokens, K choices a token, E experts, D model width, F expert width.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse collectives over NCCL: trees against broadcasts. On a CPU the trees alone, over gloo.
 
 Shape letters: E experts, C cells.

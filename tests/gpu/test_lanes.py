@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streams against threads against one stream: the same program, the same numbers.
 
 On a CPU the same bodies run on worker threads, so that the tests themselves are tested.

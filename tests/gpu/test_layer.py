@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layer on one device against the dense reference.
 
 Shape letters: T tokens, K choices a token, E experts, D model width, F expert width.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tasks by their names in the traces of ``torch.profiler``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where one cell holds all experts and nothing is dropped, the host never waits for the device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an engine holds, saved and loaded by runs of any layout.
 
 Jobs save and load a checkpoint by the engine's own calls; what they hold is compared by names that

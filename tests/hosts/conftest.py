@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixtures of tests under DeepSpeed."""
 
 from __future__ import annotations

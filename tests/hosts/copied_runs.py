@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs with copies: what each rank does for them counted, and results compared.
 
 Collectives can be late on purpose, each by another time on each rank, and what a gather will write

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training that ends by a signal: ``endless_run.py DOCUMENT``. Says after each step how many.
 
 With the argument ``stuck`` rank 1 stops after five steps, and rank 0 waits for it in a collective.

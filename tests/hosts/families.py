@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny random models of Hugging Face's MoE families."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training script that knows nothing of us: five steps of two models, to the last bit.
 
 Prints a hash of losses and of all parameters for each configuration in the file it is given.

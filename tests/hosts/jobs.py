@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training jobs that ranks run: a real DeepSpeed engine on a tiny model.
 
 Every job sees the same global batch, whatever the number of ranks: micro-batch ``i`` of a step goes

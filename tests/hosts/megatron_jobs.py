@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training jobs under Megatron-core that ranks run: a real GPTModel, its DDP, optimizer, schedules.
 
 ``train`` runs on every rank of a pool. Every layout starts from the same weights and sees the same

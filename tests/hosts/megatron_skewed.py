@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs under Megatron-core whose experts are unevenly busy, so that copies of them are made.
 
 The norm before a router gives rows whose elements sum to 0. With a bias of ones there, a constant

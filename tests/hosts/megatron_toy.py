@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tiny GPTModel of Megatron-core, and the record of a run that trains it."""
 
 from __future__ import annotations

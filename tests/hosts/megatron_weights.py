@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters of a Megatron model under names that no layout changes, and weights drawn by these.
 
 Layers are counted over all pipeline stages and experts over all expert parallel ranks; a shard of a

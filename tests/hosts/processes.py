@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scripts in processes of their own, as a person runs them."""
 
 from __future__ import annotations

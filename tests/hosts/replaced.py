@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models with replaced experts, without a host's engine around them."""
 
 from __future__ import annotations

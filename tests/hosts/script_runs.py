@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several runs of a script in the same ranks, one after the other: hosts take seconds to import.
 Called as ``torchrun ... script_runs.py SCRIPT '[["--model", ...], ...]'``.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A script that trains under prophet, whose first rank fails or comes late in its fourth step."""
 
 from __future__ import annotations

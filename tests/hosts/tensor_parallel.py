@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tensor parallel model as users of Megatron's layers have it, and the mpu that goes with it.
 
 Attention's heads are divided over the ranks; what they make is summed by an all-reduce, or, with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batches of a ZP group on its attention ranks, and their losses back where they are of.
 
 Shape letters: B samples of a rank's batch, L their length.

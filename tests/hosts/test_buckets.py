@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZeRO's buckets smaller than a model, where ranks hold unequal numbers of a layer's experts."""
 
 from __future__ import annotations

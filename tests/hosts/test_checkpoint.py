@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run saved, any other run of the model goes on from: weights and states to the last bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activation checkpointing computes layers again in backward: same gradients, rows counted once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a model of costs said beside what ranks saw: worked by hand, without ranks.
 
 Shape letters: I steps, L layers, N steps and layers that count, C cells, E experts.

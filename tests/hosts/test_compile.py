@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``torch.compile``: what lies between replaced layers is compiled, and a run learns the same."""
 
 from __future__ import annotations

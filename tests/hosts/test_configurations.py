@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configurations under DeepSpeed, a row each, that learn what stock learns: by plain expert
 parallelism on as many ranks, or on one rank without us.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What planners know of a run's costs is the same on all ranks, and known to be there at start."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint is whole and of one save, or it is refused by the name of what is wrong."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Strategy ``esp`` under a real DeepSpeed engine: what it takes from the strategy that it is over,
 and sizes that ranks choose otherwise."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows by way of the nodes under a real DeepSpeed engine: trained as directly, and told."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of which little is trained, as where adapters of attention are: all experts are frozen, or
 some, or all but a router."""
 

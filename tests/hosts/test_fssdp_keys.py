@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys of ``fssdp``: what is measured where they are null, and what is refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What copies cost in memory, counted in the storages that live: HECATE's model, spec rule 40.
 
 Nothing of ours is believed here: every slab that a rank makes and every gradient of a copy that it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When copies travel in a real step, how often, and what they read; what may come between."""
 
 from __future__ import annotations

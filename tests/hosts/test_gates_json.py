@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gates that JSON names, in the routers of real engines. Shape letters: T tokens, E experts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face models with replaced experts against the stock models: output and every gradient."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that evaluate and generate otherwise than each other, and what they are told where they do
 so without a joined block."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The main job as a user starts it: real launchers, real text, a few steps."""
 
 from __future__ import annotations

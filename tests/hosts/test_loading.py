@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How we come into a script that knows nothing of us, stay out of one that does not want us, and
 break nothing where we fail."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that cannot start together: all of them raise, within seconds, and say the same."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of runs under Megatron-core are Megatron's own, wherever experts have moved.
 
 Each run trains some steps, saves, and trains on; others go on from what it saved, with other

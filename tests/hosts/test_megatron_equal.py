@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every strategy under Megatron-core learns what Megatron's own alltoall dispatcher does.
 
 Both run with the same layout, from the same weights, in float64 (see ``megatron_jobs``), unless a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank fails under Megatron: the others learn it within seconds, and of what."""
 
 from __future__ import annotations

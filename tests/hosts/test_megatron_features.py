@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Megatron-core's MoE layers can do goes on as without us: routers, losses, shared experts.
 
 Each feature is compared with stock Megatron, in float64, some experts busy and one without rows.

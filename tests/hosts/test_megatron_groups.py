@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process groups that are given to Megatron's modules, and are not those of its parallel state."""
 
 from __future__ import annotations

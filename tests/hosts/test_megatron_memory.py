@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GEMMs that experts take where Megatron-core has laid their weights down."""
 
 from __future__ import annotations

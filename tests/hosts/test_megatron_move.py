@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts that move to new homes under Megatron-core take all with them, and come home by name.
 
 Routing is skewed, so that homes become uneven; all is computed in float64 but where a run says so.

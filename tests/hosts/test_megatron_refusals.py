@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What cannot be done under Megatron-core is an error as early as can be, and says what to do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dense gradients under Megatron-core, reduced bucket by bucket within backward of MoE layers.
 
 Plans are fixed: real ones go by measured times. In the first step Megatron reduces after backward,

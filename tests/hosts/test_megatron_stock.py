@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-core itself in the tests' harness: one model and one batch, whatever the layout."""
 
 from __future__ import annotations

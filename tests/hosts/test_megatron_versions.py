@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other versions of megatron-core, each in an environment of its own: losses of smoke runs."""
 
 from __future__ import annotations

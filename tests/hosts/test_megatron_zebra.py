@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Zebra parallelism under Megatron-core, beside stock Megatron on the attention ranks alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lock of a compilation that was killed is named before a run waits for it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run leaves behind: paths are tried at start, and a report is there after SIGTERM."""
 
 from __future__ import annotations

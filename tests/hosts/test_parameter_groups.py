@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A user's optimizer, and its groups by the parts that DeepSpeed steps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the host reduces beside MoE layers is reckoned alike by all ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-LM's own pretrain_gpt.py, not changed, from a checkout that is named by hand:
 ``MEGATRON_LM=PATH pytest -m slow tests/hosts/test_pretrain_gpt.py``. It needs what that needs: pip
 packages six, regex, pyyaml and pybind11, make, g++ and python3-config.

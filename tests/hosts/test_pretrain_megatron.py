@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """launch/pretrain_megatron.py as a user starts it: torchrun, real text, a few steps."""
 
 from __future__ import annotations

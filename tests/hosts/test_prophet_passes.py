@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When copies that a block carries travel: what hides them, and the memory they take."""
 
 from __future__ import annotations

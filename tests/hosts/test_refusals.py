@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What cannot work is refused by ``deepspeed.initialize`` in one line, before any process group."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fragments of parts of weights, cut into rectangles, against slices of the whole weight."""
 
 from __future__ import annotations

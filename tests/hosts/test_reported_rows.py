@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What real runs report of their rows, held against what each pass routed, worked out anew: by
 ``rows_from`` of every sender, and by copies cell by cell.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines whose ranks have attention, or experts only, beside one process that holds all weights.
 
 No rank sends another anything but through DeepSpeed: the part of the loss that a rank's weights

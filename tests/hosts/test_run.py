@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a person is told at the start of a run, and what its timeline shows."""
 
 from __future__ import annotations

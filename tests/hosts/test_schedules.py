@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules of the learning rate that users make on optimizers of their own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts that the ranks of a cell split between them are saved and loaded by any layout."""
 
 from __future__ import annotations

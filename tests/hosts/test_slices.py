@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dense gradients reduced in slices within backward, under real DeepSpeed engines.
 
 The model is dense; between its blocks stand windows that do in backward what an MoE layer does:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How experts can be split is found by trying; and how large cells are. No ranks."""
 
 from __future__ import annotations

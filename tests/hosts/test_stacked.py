@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One parameter a weight where experts stay in their slots; all else as if each had its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks begin with: weights of their own, of which DeepSpeed trains rank 0's, and so do we;
 and layers that nobody knows."""
 

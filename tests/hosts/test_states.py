@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """States of a parameter are found under every optimizer of DeepSpeed's, and may move to another.
 
 The model of these tests keeps each expert's weights in a slot and gathers all slots in every pass,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors written in parts by several ranks are read back in any others."""
 
 from __future__ import annotations

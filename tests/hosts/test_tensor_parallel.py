@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Split experts beside tensor parallel attention: FSMoE's ten steps under a real DeepSpeed engine.
 
 Losses, gradient norms and the gradients of the first step equal those of the undivided model.

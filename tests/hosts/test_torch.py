@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training loop of a user's own, in plain PyTorch, learns what one rank without us does.
 
 All in float64. Every job sees the same global batch, whatever the number of ranks.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face's Trainer with our block in its DeepSpeed JSON; the script knows nothing of us."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real DeepSpeed engine with replaced layers: users' optimizers, and runs that are resumed."""
 
 from __future__ import annotations

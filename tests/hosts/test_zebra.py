@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Strategy zebra under DeepSpeed: a long run, and what it asks for before anything is built."""
 
 from __future__ import annotations

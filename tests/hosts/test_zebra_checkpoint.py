@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of zebra parallelism: any other run goes on from them, and it from any other's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A profile at the start of a run: what it leaves alone, what it chooses, what it says.
 
 Ranks are late by a clock of the tests, so that what is chosen does not depend on the machine.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What striped models are called with, and what scripts do with what they return."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Zebra parallelism in float16, whose scale all ranks share, and with rates of a role's own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small model of our own, in variants that published ones do not come in.
 
 Shape letters: B rows of a batch, T positions, D model width, E experts, F expert width.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A strategy that plans at random, and anew in every step: what a run must not depend on.
 
 Named in JSON as ``tests.hosts.varied:Varied``. Shape letters: C cells, E experts.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs of tests by strategy ``zebra``."""
 
 from __future__ import annotations

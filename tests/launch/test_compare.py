@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two finished runs side by side. Pure, but for the script that reads their folders."""
 
 from __future__ import annotations

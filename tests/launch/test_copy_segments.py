@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark of copies whole and in segments: its model by hand, and its contenders."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host time: what each strategy makes the host wait for, copy and call in a layer, and its counter.
 
 Counts, never times. A change that lowers a count lowers its limit here.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GShard's and Tutel's order functions against each other, plain loops and our own Order.
 
 Shape letters: T tokens, K choices, E experts, B rows of an expert, D model width.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of planners, on synthetic loads.
 
 Shape letters: I logged steps, L layers, C cells (ranks), E experts.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark of what planning costs the thread that issues, on few ranks."""
 
 from __future__ import annotations

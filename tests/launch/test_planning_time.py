@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark of what happens between steps, on few ranks; and how long plans stay."""
 
 from __future__ import annotations

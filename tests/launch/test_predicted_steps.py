@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps of every strategy run as the simulator takes them to: lane by lane, and no faster.
 
 How much slower they are is measured, not tested: see docs/measurements.md.

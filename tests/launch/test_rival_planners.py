@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """EPLB, LLEP and LAER-MoE, written anew: what their descriptions promise, and cases by hand.
 
 Shape letters: C ranks, E experts.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ways of rows: each row goes once, to a holder; what each way promises.
 
 Shape letters: L layers, C cells (ranks), E experts.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slow links between ranks on one machine, and the benchmark that runs on them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark of zebra with slow ranks: its pure parts, its model, and one short run of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads in files: ours, Megatron's and those of a run's report."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ds-moe-ext loads``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads of one grid as those of another: what is conserved."""
 
 from __future__ import annotations

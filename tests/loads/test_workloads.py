@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The eight workloads, held against their oracles."""
 
 from __future__ import annotations

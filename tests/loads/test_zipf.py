@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads with Zipf shares, and those fitted to a real run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Timing on all ranks together, by a clock of the test's own: nothing here depends on real time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lines through times: exact ones, flat beginnings, noise, and what is no line. Pure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lines of a run's own ranks: what is sent at which size, by a clock of the test's own, and by a
 real one. Four ranks, two cells of two."""
 

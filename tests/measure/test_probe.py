@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sweeps move what they say, and a cluster is what its times make of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The record of figures, what each paper's come to, and what the pages say of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The 1458 layers: what they cost, closed prices against the simulator, and the paper's means."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HeterMoE's tables and figures by the simulator: what it meets, what it misses, by how much.
 
 Means within 10 %, and the sign and order of extremes (spec 6.4, rules 5 and 6). Inputs are in

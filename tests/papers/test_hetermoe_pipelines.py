@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipelines of both classes: golden steps, the best split by hand, and what does not fit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Zebra's rivals: EP with all-to-alls, by hand and against closed forms, and DistEP."""
 
 from __future__ import annotations

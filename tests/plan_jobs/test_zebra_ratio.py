@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shape of a zebra group as a job in JSON: good input, and every kind of bad input."""
 
 from __future__ import annotations

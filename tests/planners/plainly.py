@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The papers' algorithms written down line by line, one layer and one copy at a time, to compare
 with: HECATE's, Pro-Prophet's and FasterMoE's.
 

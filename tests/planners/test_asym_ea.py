@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HeterMoE's Asym-EA: golden tests, Algorithm 1 line by line, and all small assignments.
 
 Shape letter: L layers.

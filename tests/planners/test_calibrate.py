@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The guard and the calibration: the spec's golden test, and what they promise. Pure.
 
 Shape letters: L layers, E experts, C cells.

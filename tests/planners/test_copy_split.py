@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies under two computations: the golden test, both rules both ways, properties. Pure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies chosen by what a layer takes: never worse, within the planner's numbers, near the best.
 
 Shape letters: C cells, E experts.

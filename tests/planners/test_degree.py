@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSMoE's Algorithm 1: golden tests, the formulas against running schedules, and properties.
 
 Shape letters: R degrees, G all-reduces, N random layers.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """New homes by gain: by hand, and what holds of any layers. Pure.
 
 Shape letters: E experts, C cells.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Algorithm 2: the spec's golden tests, and against the algorithm written down line by line.
 
 Shape letters: L layers, E experts, C cells.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How layers run by a pipeline: degrees, and which gradients are reduced beside which layer."""
 
 from __future__ import annotations

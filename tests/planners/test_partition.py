@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients over windows: the golden test, every rule of both steps, properties. Pure."""
 
 from __future__ import annotations

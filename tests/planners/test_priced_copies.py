@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many copies a priced share needs, and which it lacks once rows are known.
 
 Shape letters: C cells, E experts.

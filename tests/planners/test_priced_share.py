@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The priced share against the joint linear programme of every sender and holder.
 
 Shape letters: C cells, E experts, N (expert, holder) pairs, V nodes.

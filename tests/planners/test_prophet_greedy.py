@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Algorithm 1: the spec's golden tests, the paper's loop line by line, properties. Pure.
 
 Shape letters: E experts, C cells.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FasterMoE's policy: the golden test, and the policy line by line. Pure."""
 
 from __future__ import annotations

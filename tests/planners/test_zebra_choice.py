@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is made of a profile: bounds of memory by hand, and the choice beside the simulator."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shape of a zebra group: which experts move, what fits, and which shape is taken."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model and a cluster whose prices a person can add up."""
 
 from __future__ import annotations

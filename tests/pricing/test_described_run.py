@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run costs by its cluster's file and its model's sizes, against sums by hand."""
 
 from __future__ import annotations

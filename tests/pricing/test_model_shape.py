@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizes of models, against the numbers of weights that their makers publish."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The price of a step, against seconds that were added up by hand."""
 
 from __future__ import annotations

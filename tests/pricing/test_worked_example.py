@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The example that docs/price.md follows by hand: Mixtral 8x7B on 8 nodes of 8 H100."""
 
 from __future__ import annotations

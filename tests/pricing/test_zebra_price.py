@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Zebra on two clusters, against seconds that were added up by hand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Planners as jobs in JSON: what ``ds-moe-ext plan`` reads and prints.
 
 A job is a record, read strictly; so is a plan. A new algorithm is a job, a plan, a function from

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSMoE's planners as jobs: into how many chunks, and which gradients beside them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HECATE's planners as jobs: which experts are copied where, and where they live.
 
 A cell is one rank here. Shape letter: C cells.

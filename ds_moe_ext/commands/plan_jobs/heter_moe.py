@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HeterMoE's planner as a job: which layers' experts move back to attention ranks."""
 
 from __future__ import annotations

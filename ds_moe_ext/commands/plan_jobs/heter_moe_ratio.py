@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HeterMoE's simulator as a job: a zebra group's shape, for a model and two kinds of devices."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What several jobs of planners check alike."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pro-Prophet's planner as a job, and FasterMoE's. A cell is one rank here."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The priced share as a job: which rows go to which of an expert's copies.
 
 Shape letters: C cells, E experts, N (copied expert, holder) pairs.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients in the buckets of ZeRO 1 and 2, and those that do not go through them as they come.
 
 *Experts last*: DeepSpeed puts gradients of dense weights and of experts into one bucket and reduces

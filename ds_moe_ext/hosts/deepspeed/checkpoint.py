@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints that any run of the model can go on from, however it is laid out.
 
 DeepSpeed's own files keep what it says once: dense weights and buffers, the learning rate's

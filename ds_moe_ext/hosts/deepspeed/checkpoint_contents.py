@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a checkpoint keeps of an engine, and by which names.
 
 Everything has a name that tells nothing of ranks, slots or ZeRO stages, so that any later run finds

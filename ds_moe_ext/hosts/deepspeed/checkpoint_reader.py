@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint for this rank, read into host memory and checked, before anything is changed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Named tensors and objects in a folder, in the format of torch.distributed.checkpoint (DCP).
 
 A tensor is kept in boxes. A rank writes those that it has and reads those that it needs, which may

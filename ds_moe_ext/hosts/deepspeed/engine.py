@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replaced layers inside an unmodified DeepSpeed engine: surgery, groups, optimizer, clipping."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our one record of a DeepSpeed engine: on the engine, and on what reduces its gradients."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model's state with all experts under the host's names, as the stock class loads it."""
 
 from __future__ import annotations

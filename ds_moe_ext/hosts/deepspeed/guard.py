@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When our patches could not be applied: nobody who asked for us trains without us unawares."""
 
 from __future__ import annotations

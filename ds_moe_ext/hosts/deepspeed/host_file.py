@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's own file of a checkpoint: that it is whole, and of the save that the rest is of."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ds_moe_ext.json`` in a checkpoint: how the run was laid out that wrote it, and what it wrote.
 
 A save has an id, which all of its parts have: this file, DeepSpeed's and our folder.

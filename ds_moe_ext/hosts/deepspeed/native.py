@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``deepspeed.moe.layer.MoE``: its gate stays, its experts run by a strategy.
 
 Parameter names stay as DeepSpeed's checkpoints have them

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A lock that a killed compilation of DeepSpeed's CPU collectives has left behind.
 
 torch compiles extensions under a lock that is a file. Who finds it waits until it is gone, without

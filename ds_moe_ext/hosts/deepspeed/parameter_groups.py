@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameter groups as DeepSpeed's wrappers must have them, beside those that the user made.
 
 ZeRO 1 and 2, and half precision, take the tensors of a group for one flat one, which ranks share

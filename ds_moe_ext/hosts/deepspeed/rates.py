@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A saved schedule of the learning rate, for a rank whose parameter groups may be others.
 
 A schedule of torch's keeps lists with an entry for each parameter group, such as base rates, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is refused under DeepSpeed before anything is built, by the name of the key."""
 
 from __future__ import annotations

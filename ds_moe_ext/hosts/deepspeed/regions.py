@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank keeps of its part of a weight, as rectangles of the whole; and read back so.
 
 An optimizer keeps consecutive elements of a flattened parameter, and a parameter may be a part of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An unmodified DeepSpeed engine whose ranks have two roles: attention, and experts only.
 
 HeterMoE, section 3 (spec 2.1, rule 47, A10). DeepSpeed takes every rank for a replica of the others

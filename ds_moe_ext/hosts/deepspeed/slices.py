@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dense gradients, averaged in slices where backward leaves the network idle.
 
 FSMoE, section 5 (spec section 3, runtime). DeepSpeed puts gradients into buckets and reduces a

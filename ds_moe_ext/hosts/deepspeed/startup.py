@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is checked before DeepSpeed builds anything: the JSON block, the model, the ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where an engine's optimizer keeps its states.
 
 At every ZeRO stage and precision that we support, before the first step too. DeepSpeed's own

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor parallelism of the user's model, as the ``mpu`` that is passed to DeepSpeed tells it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How an engine under construction is going to train, for what is measured before it does."""
 
 from __future__ import annotations

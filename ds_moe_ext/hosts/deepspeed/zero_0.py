@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dense gradients at ZeRO 0, where DeepSpeed averages all of them after backward.
 
 Where an engine has ``GradientSlices``, a hook shows them each gradient as it becomes ready; what is

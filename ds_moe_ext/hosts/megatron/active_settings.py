@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings that this process runs Megatron by."""
 
 from __future__ import annotations

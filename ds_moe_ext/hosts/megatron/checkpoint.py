@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints are Megatron's own, in every form it knows.
 
 Experts that have moved go home before anything is told of the parameters by name: each into the

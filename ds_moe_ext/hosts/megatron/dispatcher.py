@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-core's dispatcher of tokens, in six phases: ours hands everything on to the experts,
 whose program has all of them.
 

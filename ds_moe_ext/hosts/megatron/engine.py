@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adopted layers inside an unmodified Megatron run: groups, plans, steps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-core's modules of experts: where the weights of each lie, and what they compute.
 
 Their class is swapped for a subclass whose forward is ours, so that parameters, names, state dicts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A step of zebra parallelism in the place of Megatron's forward-backward schedule.
 
 The host's micro-batches are the stripes: each runs Megatron's own forward step in a coroutine that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-core's MoE layers: found in a model, adopted in place.
 
 Shape letters: S slots.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which pass through a layer is the last before the optimizer's step, by Megatron's schedules.
 
 They say how many micro-batches a step has. With a pipeline, passes of several micro-batches are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron's parallel ranks as grids of cells: one for each pipeline stage.
 
 Expert model parallelism is the axis of cells, expert tensor parallelism the ranks of a cell, expert

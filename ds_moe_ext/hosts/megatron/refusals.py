@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ds_moe_ext does not do under Megatron-core, found at start and told by the flag's name.
 
 Nearly all is asked of a ``TransformerConfig``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One checkpoint of both roles, as stock Megatron would write it of attention ranks alone.
 
 Megatron's distributed format knows weights by name and experts by number, so that each role says

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What becomes of Megatron's model on a rank that has attention, and on one that has experts only.
 
 Both build the whole model as Megatron does. An attention rank drops the experts of each MoE layer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One norm of gradients over both roles: what Megatron clips by, and tells."""
 
 from __future__ import annotations

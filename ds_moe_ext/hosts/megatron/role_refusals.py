@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ds_moe_ext does not do under Megatron-core where ranks have roles: by the flag's name."""
 
 from __future__ import annotations

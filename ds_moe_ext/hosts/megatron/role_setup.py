@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks with roles in an unmodified Megatron run: from a model and its optimizer to striped steps.
 
 See ``docs/strategies/zebra.md``. Each role trains in a world of its own (``worlds``), with what it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dense gradients under Megatron-core, reduced where backward leaves the network idle.
 
 Megatron's DDP puts gradients into buckets and, with ``overlap_grad_reduce``, starts to reduce a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where Megatron's optimizers keep their states."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two worlds in one launch: Megatron knows the ranks of its own role only.
 
 Megatron makes its groups and sizes of torch's default process group. So that attention ranks train

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plain PyTorch as a host: every rank trains the model on data of its own, wrapped as it likes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model and optimizer for ``torch.distributed.checkpoint``, experts by their numbers in the model.
 
 On a rank an expert's weight is ``<layer>.<weight>.<slot>``; two ranks have other experts in the

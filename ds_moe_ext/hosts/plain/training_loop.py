@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replaced layers in a training loop of the user's own, in plain PyTorch."""
 
 from __future__ import annotations

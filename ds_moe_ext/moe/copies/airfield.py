@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the flights of one layer share: where they go, the lane they go in, what waits for them.
 
 Shape letters: C cells, E experts.

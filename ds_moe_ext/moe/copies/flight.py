@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A flight: the copies of experts for one pass, there and, as gradients, back.
 
 They travel in pieces, each launched when the strategy says so; whoever needs them launches what is

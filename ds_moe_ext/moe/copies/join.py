@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a pass meets its copies, by the tasks of ``schedule/wires.py``::
 
     start       of a block, before     forward: begin the flight

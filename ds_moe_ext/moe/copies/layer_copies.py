@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer's copies of experts for one step: which flights are under way, and what neighbours do.
 
 Shape letters: C cells, E experts.

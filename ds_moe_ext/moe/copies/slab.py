@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory for copies of experts: slots that are used again from step to step.
 
 Copies are no parameters. Autograd may save views of them, so that the memory can be freed and had

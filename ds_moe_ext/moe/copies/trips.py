@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this rank does so that a plan's copies come to be, and their gradients come home.
 
 Worked out from plans alone, so that it can be done beforehand. Shape letters: C cells, E experts.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cosine top-k: the angle between token and expert in a few dimensions, not the token's length.
 
 Shape letters: T tokens, E experts, D model width, P width of the projection.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Expert choice: experts choose tokens, each as many, so that the load is even by construction.
 
 Shape letters: T tokens, K choices, E experts, R rows that each expert takes.

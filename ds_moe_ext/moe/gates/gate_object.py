@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which gate a JSON object names, read strictly."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Noisy top-k: noise, as large as the token asks for, lets other experts be tried.
 
 Shape letters: T tokens, E experts, D model width.

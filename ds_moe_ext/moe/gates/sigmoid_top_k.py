@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sigmoid top-k: each expert's score stands for itself; they need not sum to one.
 
 Shape letters: T tokens, K choices, E experts.

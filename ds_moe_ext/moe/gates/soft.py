@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SoftMoE: every slot of an expert takes a mixture of all tokens, every token one of all slots.
 
 Shape letters: B sequences, T tokens, L tokens of a sequence, E experts, S slots of all experts, D
