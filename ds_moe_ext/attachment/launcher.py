@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launcher (torchrun, deepspeed) tells a process about its rank, in the environment."""
+"""What a launcher (torchrun, deepspeed, MPI, srun) tells a process, in the environment."""
 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 
 
@@ -42,9 +43,20 @@ class Launched:
 
 
 def ranks_on_this_node() -> int | None:
-    """As torchrun or DeepSpeed's launcher says; None where neither does."""
-    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
-    return next((int(os.environ[name]) for name in names if name in os.environ), None)
+    """As torchrun, DeepSpeed's launcher, an MPI or ``srun`` says; None where none does.
+
+    Of SLURM's variables the step's count, where its tasks are the ranks: under ``srun torchrun`` a
+    task is a launcher, and torchrun says more.
+    """
+    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+    for name in names:
+        if name in os.environ:
+            return int(os.environ[name])
+    tasks, per_node = os.environ.get("SLURM_STEP_NUM_TASKS"), "SLURM_STEP_TASKS_PER_NODE"
+    if tasks is not None and tasks == os.environ.get("WORLD_SIZE"):
+        even = re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ.get(per_node, ""))  # "8(x4)"
+        return int(even[1]) if even else None
+    return None
 
 
 def is_first() -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from ds_moe_ext.attachment.expert_split import ways_to_split
 from ds_moe_ext.attachment.experts import find_registered
 from ds_moe_ext.attachment.grid_sizes import Sized, grid_of
 from ds_moe_ext.attachment.host_layer import any_name
+from ds_moe_ext.attachment.launcher import ranks_on_this_node
 from ds_moe_ext.hardware import Device, Flops, Hardware, Link
 from ds_moe_ext.hosts.huggingface import find
 from ds_moe_ext.moe.expert import ModuleExperts
@@ -136,7 +138,7 @@ def chosen(mixtral: Any, monkeypatch: pytest.MonkeyPatch) -> Chosen:
     def choose(
         world_size: int, ranks_here: int | None = None, *, found: Any = mixtral, **block: Any
     ) -> Sized:
-        for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_STEP_NUM_TASKS"):
             monkeypatch.delenv(name, raising=False)
         if ranks_here is not None:
             monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_here))
@@ -146,6 +148,29 @@ def chosen(mixtral: Any, monkeypatch: pytest.MonkeyPatch) -> Chosen:
         return grid_of(settings, strategy, found, world_size)
 
     return choose
+
+
+@pytest.mark.parametrize(
+    ("told", "ranks"),
+    [
+        ({"LOCAL_SIZE": "8"}, 8),
+        ({"LOCAL_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, 4),  # mpirun torchrun
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, 8),
+        ({"SLURM_STEP_NUM_TASKS": "32", "SLURM_STEP_TASKS_PER_NODE": "8(x4)"}, 8),
+        ({"SLURM_STEP_NUM_TASKS": "32", "SLURM_STEP_TASKS_PER_NODE": "32"}, 32),
+        ({"SLURM_STEP_NUM_TASKS": "32", "SLURM_STEP_TASKS_PER_NODE": "12(x2),8"}, None),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "1(x4)"}, None),  # launchers
+        ({}, None),
+    ],
+)
+def test_launchers_tell_of_nodes(
+    told: dict[str, str], ranks: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith(("LOCAL", "OMPI", "SLURM"))]:
+        monkeypatch.delenv(name)
+    for name, value in {"WORLD_SIZE": "32", **told}.items():
+        monkeypatch.setenv(name, value)
+    assert ranks_on_this_node() == ranks
 
 
 Sizes = Callable[..., tuple[int, int]]
