@@ -782,7 +782,7 @@ def test_what_is_right_is_not(rule: Rule, path: str, text: str) -> None:
 
 
 def test_every_source_names_its_licence() -> None:
-    folders = [ROOT / name for name in (PACKAGE, "patches", "launch", "docs", "tests")]
+    folders = [ROOT / name for name in (PACKAGE, "patches", "launch", "docs", "examples", "tests")]
     endings = ("py", "sh", "c", "css", "js")
     for path in (path for folder in folders for e in endings for path in folder.rglob(f"*.{e}")):
         head = path.read_text()[:120]
