@@ -21,7 +21,8 @@ class _Version(argparse.Action):
     """Asked of what is installed only where a person asks: other commands run without that."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        parser.exit(message=f"ds-moe-ext {version('ds-moe-ext')}\n")
+        print(f"ds-moe-ext {version('ds-moe-ext')}")
+        parser.exit()
 
 
 def main() -> None:
