@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from ds_moe_ext.steps.training_run import recorder_of
     from ds_moe_ext.steps.unequal_passes import joined
     from ds_moe_ext.strategy import Destination, Job, Plan, Rhythm, Strategy, register
+    from ds_moe_ext.version import __version__
 
 __all__ = ["ExpertsDescription", "FeedForwardExperts", "MoELayer", "attach", "forget"]
 __all__ += ["full_state_dict", "joined", "read_settings", "recorder_of", "register_experts", "use"]
 # A strategy of one's own: what it is, what it is asked and answers, and the shares that are there.
 __all__ += ["Destination", "Job", "LocalElseHome", "NearestCopy", "Placement", "Plan", "Rhythm"]
-__all__ += ["Rule", "Share", "Strategy", "register"]
+__all__ += ["Rule", "Share", "Strategy", "__version__", "register"]
 
 _NAMES = {
     "attachment.experts": ("ExpertsDescription", "register_experts"),
@@ -41,8 +42,13 @@ _NAMES = {
     "steps.training_run": ("recorder_of",),
     "steps.unequal_passes": ("joined",),
     "strategy": ("Destination", "Job", "Plan", "Rhythm", "Strategy", "register"),
+    "version": ("__version__",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
 
 
 def __getattr__(name: str) -> Any:

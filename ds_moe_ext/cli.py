@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+from importlib.metadata import version
+from typing import Any
 
 from ds_moe_ext.commands.cluster_profile import add_profile
 from ds_moe_ext.commands.convert import add_convert
@@ -15,9 +17,18 @@ from ds_moe_ext.commands.report import add_report
 from ds_moe_ext.commands.reproduce import add_reproduce
 
 
+class _Version(argparse.Action):
+    """Asked of what is installed only where a person asks: other commands run without that."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(f"ds-moe-ext {version('ds-moe-ext')}")
+        parser.exit()
+
+
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="ds-moe-ext", description=__doc__)
+    parser.add_argument("--version", action=_Version, nargs=0, help="print it and end")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     added = (add_doctor, add_report, add_price, add_loads, add_reproduce, add_plan, add_profile)
     for add in (*added, add_convert):

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from ds_moe_ext.files.configs import file_of, names_of
 from ds_moe_ext.files.documents import bytes_of, parsed
-from ds_moe_ext.strict import read_record
+from ds_moe_ext.strict import nearest, read_record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,18 +267,24 @@ def ranks_per_node_of(hosts_C: Sequence[str]) -> int:
     return size
 
 
+_KIND = "hardware"  # of configs/
+
+
 def read_hardware(path: str | Path) -> Hardware:
     """The cluster that a file describes.
+
+    Args:
+        path: of a file, or a name of ``configs/hardware``.
 
     Raises:
         ValueError: there is no such file, or what is wrong in it.
     """
     try:
-        text = bytes_of(path)
+        text = bytes_of(file_of(_KIND, path))
     except ValueError as error:
         raise ValueError(
-            f"hardware file {str(path)!r} cannot be read ({error}); name a file of "
-            "configs/hardware, or write one with ds-moe-ext profile"
+            f"hardware file {str(path)!r} cannot be read ({error}); write one with ds-moe-ext "
+            f"profile, or name one of configs/hardware: {nearest(str(path), names_of(_KIND))}"
         ) from error
     try:
         return Hardware.from_json(text)

@@ -17,6 +17,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
+from ds_moe_ext.files.configs import file_of
 from ds_moe_ext.files.documents import read_document
 from ds_moe_ext.moe.gate import Gate
 from ds_moe_ext.moe.gates.gate_object import read_gate
@@ -143,14 +144,14 @@ def read_file(path: str | Path, told: str) -> Any:
     """A JSON file that a user gives for its block.
 
     Args:
-        path: of the file.
+        path: of the file, or a name of ``configs/strategies``.
         told: what was given, the beginning of an error.
 
     Raises:
         ValueError: it cannot be read.
     """
     try:
-        return read_document(path)
+        return read_document(file_of("strategies", path))
     except ValueError as error:
         raise ValueError(
             f"{told}, which cannot be read as JSON ({error}); name a file with a {BLOCK!r} block, "

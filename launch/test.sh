@@ -16,7 +16,7 @@ python -c 'from deepspeed.comm.torch import build_shm_op; build_shm_op()' >/dev/
 
 check ruff check
 check ruff format --check
-check mypy ds_moe_ext patches launch docs
+check mypy ds_moe_ext patches launch docs examples
 # nproc alone would count what OMP_NUM_THREADS allows.
 check pytest --numprocesses "$(nproc --all)" --maxprocesses 4 --dist worksteal "$@"
 

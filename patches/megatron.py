@@ -209,7 +209,7 @@ def use(given: str | Path | Mapping[str, Any]) -> None:
     model is built; where the block is not enabled, Megatron is left as it is.
 
     Args:
-        given: a JSON file, or what is in it.
+        given: a JSON file, a name of ``configs/strategies``, or what is in the file.
 
     Raises:
         ValueError: the document is malformed, or asks for what cannot be done.

@@ -22,7 +22,7 @@ PACKAGE = "ds_moe_ext"
 
 LAYERS = (
     ("_autoload",),  # names the patches, and imports nothing of ours
-    ("strict", "files", "placement", "rows", "roles", "load", "watch", "compiled"),
+    ("strict", "files", "placement", "rows", "roles", "load", "watch", "compiled", "version"),
     ("row_levels", "transfer", "hardware", "loads"),
     ("level_share",),
     ("share",),
@@ -54,8 +54,8 @@ LAYERS = (
 
 PURE = ("strict", "placement", "share", "level_share", "row_levels", "transfer", "hardware")
 PURE += ("load", "loads", "cost")
-PURE += ("planners", "files.documents", "measure.fit", "schedule.task", "schedule.orders")
-PURE += ("schedule.simulator",)
+PURE += ("planners", "files.configs", "files.documents", "measure.fit")
+PURE += ("schedule.task", "schedule.orders", "schedule.simulator")
 PURE += ("schedule.step", "schedule.trace", "schedule.wires", "schedule.stripes")
 PURE += ("schedule.pipeline_orders", "schedule.stripe_samples")
 BINDING = "compiled"
@@ -782,7 +782,7 @@ def test_what_is_right_is_not(rule: Rule, path: str, text: str) -> None:
 
 
 def test_every_source_names_its_licence() -> None:
-    folders = [ROOT / name for name in (PACKAGE, "patches", "launch", "docs", "tests")]
+    folders = [ROOT / name for name in (PACKAGE, "patches", "launch", "docs", "examples", "tests")]
     endings = ("py", "sh", "c", "css", "js")
     for path in (path for folder in folders for e in endings for path in folder.rglob(f"*.{e}")):
         head = path.read_text()[:120]

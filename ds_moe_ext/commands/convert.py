@@ -28,8 +28,8 @@ def add_convert(commands: Any) -> None:
         dest="described",
         metavar="FILE",
         type=Path,
-        help="a Hugging Face config.json (or its folder), or a file like those of configs/models; "
-        "a deepspeed SOURCE needs it, others say themselves",
+        help="a Hugging Face config.json (or its folder), a file like those of configs/models, or "
+        "a name there; a deepspeed SOURCE needs it, others say themselves",
     )
     add("--dtype", choices=DTYPES, help="of the weights; default: as they are")
     parser.set_defaults(run=convert)

@@ -23,8 +23,9 @@ def add_doctor(commands: Any) -> None:
     )
     parser.add_argument(
         "--model",
-        help="a Hugging Face config.json (or its folder), a file like those of configs/models, or "
-        "'package.module:function' that returns a model: list the layers that would be replaced",
+        help="a Hugging Face config.json (or its folder), a file like those of configs/models, a "
+        "name there, or 'package.module:function' that returns a model: list the layers that would "
+        "be replaced",
     )
     parser.set_defaults(run=lambda given: examine(given.model))
 

@@ -15,8 +15,10 @@ from torch import nn
 from ds_moe_ext.attachment.host_layer import any_name
 from ds_moe_ext.attachment.unknown_experts import unknown_experts
 from ds_moe_ext.convert.description import BUILDER, is_model_file
+from ds_moe_ext.files.configs import file_of, names_of
 from ds_moe_ext.files.documents import read_document
 from ds_moe_ext.hosts.deepspeed.startup import FINDERS
+from ds_moe_ext.strict import nearest
 
 
 def layers_table(model: str) -> Table:
@@ -24,7 +26,7 @@ def layers_table(model: str) -> Table:
 
     Args:
         model: path of a Hugging Face config.json or its folder, of a file like those of
-            configs/models, or ``"package.module:function"``.
+            configs/models, a name there, or ``"package.module:function"``.
 
     Raises:
         ValueError: it names no model.
@@ -47,18 +49,20 @@ def layers_table(model: str) -> Table:
 
 
 def _built(model: str) -> nn.Module:
-    if ":" in model and not Path(model).exists():
+    path = file_of("models", model)
+    if ":" in model and not path.exists():
         sys.path.insert(0, str(Path.cwd()))  # a person's own module is where they are
         try:
             build = pkgutil.resolve_name(model)
         except (ImportError, AttributeError, ValueError) as error:
             raise ValueError(f"--model is {model!r}, which cannot be imported: {error}") from error
         built = build()
-    elif Path(model).exists():
-        built = _of_file(Path(model))
+    elif path.exists():
+        built = _of_file(path)
     else:
         raise ValueError(
             f"--model is {model!r}, which is neither a file or folder nor 'package.module:function'"
+            f", nor a name of configs/models; {nearest(model, names_of('models'))}"
         )
     if not isinstance(built, nn.Module):
         raise ValueError(f"--model is {model!r}, which gives no module but {built!r}")

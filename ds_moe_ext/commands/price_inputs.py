@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ds_moe_ext.files.configs import file_of, names_of
 from ds_moe_ext.files.documents import bytes_of, read_document
 from ds_moe_ext.hardware import Hardware, read_hardware
 from ds_moe_ext.pricing.model_shape import ModelShape, of_config, of_megatron
@@ -169,19 +170,18 @@ def _flags(text: str, path: Path) -> dict[str, str | bool]:
 
 
 def read_model(path: Path) -> ModelShape:
-    """Of a Hugging Face config.json or its folder, or of a file like those of configs/models.
+    """Of a Hugging Face config.json or its folder, of a file of configs/models or like those.
 
     Raises:
         ValueError: it cannot be read, or what it lacks.
     """
-    file = path / CONFIG if path.is_dir() else path
-    if not file.exists():
-        file = _shipped("models", str(path))
+    file = path / CONFIG if path.is_dir() else file_of("models", path)
     try:
         document = read_document(file)
     except ValueError as error:
         raise ValueError(
-            f"--model is {str(path)!r}, which cannot be read ({error}); name a model's config.json"
+            f"--model is {str(path)!r}, which cannot be read ({error}); name a model's config.json,"
+            f" or one of configs/models: {nearest(str(path), names_of('models'))}"
         ) from error
     inner = document.get("config")
     name = file.parent.name if file.name == CONFIG else file.stem
@@ -194,10 +194,7 @@ def read_clusters(given: Sequence[str], num_nodes: Sequence[int] | None) -> list
     Raises:
         ValueError: there is none, or what is wrong in it; or numbers for other than each.
     """
-    paths = [Path(each) for each in given]
-    read = [
-        read_hardware(path if path.exists() else _shipped("hardware", str(path))) for path in paths
-    ]
+    read = [read_hardware(each) for each in given]
     if num_nodes is None:
         return read
     if len(num_nodes) != len(read):
@@ -206,19 +203,6 @@ def read_clusters(given: Sequence[str], num_nodes: Sequence[int] | None) -> list
             "cluster its number"
         )
     return [replace(hardware, num_nodes=nodes) for hardware, nodes in zip(read, num_nodes)]
-
-
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-
-
-def _shipped(kind: str, name: str) -> Path:
-    """A file of configs/ by its name."""
-    known = {file.stem: file for file in sorted((CONFIGS / kind).rglob("*.json"))}
-    if name not in known:
-        raise ValueError(
-            f"{name!r} is neither a file nor a name of configs/{kind}; {nearest(name, known)}"
-        )
-    return known[name]
 
 
 def training_of(

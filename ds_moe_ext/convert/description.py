@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_moe_ext.convert.model import Attention, Experts, Family, Model
+from ds_moe_ext.files.configs import file_of
 from ds_moe_ext.files.documents import read_document as read_json
 
 Document = Mapping[str, Any]
@@ -75,7 +76,7 @@ def read_document(path: Path) -> Document:
     """The config of a model.
 
     Args:
-        path: of a Hugging Face config.json, its folder, or a model file of ours.
+        path: of a Hugging Face config.json, its folder, or a model file of ours, by name too.
 
     Returns:
         It, with ``model_type``.
@@ -85,7 +86,7 @@ def read_document(path: Path) -> Document:
     """
     file = path
     try:
-        file = path / CONFIG if path.is_dir() else path
+        file = path / CONFIG if path.is_dir() else file_of("models", path)
         document = read_json(file)
     except (OSError, ValueError) as error:
         raise ValueError(

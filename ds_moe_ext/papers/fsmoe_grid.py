@@ -11,13 +11,12 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 from ds_moe_ext.cost.layer_costs import LayerCosts
 from ds_moe_ext.cost.lines import AllReduce, LinearCost
+from ds_moe_ext.files.configs import CONFIGS
 from ds_moe_ext.hardware import Collectives, Hardware, Link, read_hardware
 
-HARDWARE = Path(__file__).parent / "hardware"  # is configs/hardware
 ELEMENT_BYTES = 4
 QUERY_HEADS = 32
 ROUTE_S = 0.4e-3  # gate and order, in each direction
@@ -125,7 +124,7 @@ class Cluster:
 
     @cached_property
     def hardware(self) -> Hardware:
-        return read_hardware(HARDWARE / self.file)
+        return read_hardware(CONFIGS / "hardware" / self.file)
 
     def priced(self, shape: Shape, choices: int) -> PricedLayer:
         """A layer on this cluster; every cell has its own tokens.

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
-from pathlib import Path
 
 import numpy as np
 
 from ds_moe_ext.cost.overlap import overlap_degree
 from ds_moe_ext.cost.prices import Prices, busiest_link, flow_seconds, nearest_copy_flow
+from ds_moe_ext.files.configs import CONFIGS
 from ds_moe_ext.hardware import Hardware, read_hardware
 from ds_moe_ext.load import LoadWindow
 from ds_moe_ext.papers.zipf_loads import ZipfLoads
@@ -24,7 +24,6 @@ from ds_moe_ext.placement import Placement, even_homes
 from ds_moe_ext.planners.homes import shard
 from ds_moe_ext.planners.materialize import materialize
 
-HARDWARE = Path(__file__).parent / "hardware"  # is configs/hardware
 ELEMENT_BYTES = 2
 CHOICES = 2
 EFFICIENCY = 0.35  # of the device's peak
@@ -135,7 +134,7 @@ class Setup:
 
     @cached_property
     def hardware(self) -> Hardware:
-        return read_hardware(HARDWARE / self.file)
+        return read_hardware(CONFIGS / "hardware" / self.file)
 
     @property
     def num_ranks(self) -> int:

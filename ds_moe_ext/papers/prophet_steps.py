@@ -11,18 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 
 from ds_moe_ext.cost.block_costs import BlockPrices, BlockSeconds, cell_rows, seconds_of_rows
+from ds_moe_ext.files.configs import CONFIGS
 from ds_moe_ext.hardware import Hardware, read_hardware
 from ds_moe_ext.papers.zipf_loads import ZipfLoads
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.prophet_greedy import place_experts
 from ds_moe_ext.planners.shadow import shadow_experts
 
-HARDWARE = Path(__file__).parent / "hardware"  # is configs/hardware
 ELEMENT_BYTES = 4
 SEQUENCE = 256
 BACKWARD = 2  # times forward
@@ -71,7 +70,7 @@ class Cluster:
 
     @cached_property
     def hardware(self) -> Hardware:
-        return read_hardware(HARDWARE / self.file)
+        return read_hardware(CONFIGS / "hardware" / self.file)
 
     @property
     def num_ranks(self) -> int:

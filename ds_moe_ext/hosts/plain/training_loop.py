@@ -41,7 +41,8 @@ def attach(
         model: on its device, with its weights; changed in place. All ranks train it, each on data
             of its own.
         config: the block ``ds_moe_ext``, or a document that has it; or the path of such a JSON
-            file. Where it is not enabled the model stays as it is.
+            file, or a name of ``configs/strategies``. Where it is not enabled the model stays as it
+            is.
         micro_batches: backward passes of an optimizer step.
 
     Raises:
