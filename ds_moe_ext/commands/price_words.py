@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 import numpy as np
 
@@ -22,8 +23,32 @@ def about(market: Market) -> str:
         f"{training.tokens_of_step:,} tokens a step, {training.micro_batches} x "
         f"{training.micro_batch} samples of {training.length:,} a rank, {training.number_type}, "
         f"ZeRO {training.zero_stage}{', layers run again in backward' * training.recomputes}; "
+        f"{_parallel(market)}"
         f"loads: {market.loads}; {hardware.num_ranks:,} ranks"
     )
+
+
+def _parallel(market: Market) -> str:
+    parallel = market.case.training.parallel
+    if not parallel.is_any:
+        return ""
+    told = f"tensor parallelism {parallel.tensor}, context {parallel.context}, "
+    told += counted(parallel.pipeline, "pipeline stage")
+    if parallel.pipeline > 1:
+        stages = parallel.layers(market.case.shape.num_layers)
+        layers = (sum(map(len, chunks)) for chunks in stages)
+        told += f" of {_runs(layers)} layers" + _chunks(parallel.chunks)
+    return told + "; "
+
+
+def _chunks(number: int) -> str:
+    return f" in {number} chunks each" if number > 1 else ""
+
+
+def _runs(numbers: Iterable[int]) -> str:
+    """Numbers that follow each other, with how often each comes."""
+    runs = [(number, len(list(same))) for number, same in groupby(numbers)]
+    return ", ".join(f"{number} x {times}" if times > 1 else f"{number}" for number, times in runs)
 
 
 def _clusters(market: Market) -> str:
@@ -70,7 +95,10 @@ def _times(market: Market, priced: Priced) -> str:
 def plan_words(priced: Priced) -> str:
     """What the layers do: where experts live, which are copied, and what the strategy says."""
     way = priced.way
-    told = (f"{way.name} on {grid_text(way.grid)}", _homes(priced), _copies(priced), priced.told)
+    told = [f"{way.name} on {grid_text(way.grid)}", _homes(priced), _copies(priced), priced.told]
+    step = priced.steps[-1]
+    if step.turns:
+        told.append(f"pipeline stage {step.stage} is the busiest, {priced.fullest} the fullest")
     return "; ".join(filter(None, told))
 
 

@@ -155,6 +155,11 @@ def test_clusters_side_by_side(
     assert "--nodes has 1 numbers, but --hardware 2 clusters" in capsys.readouterr().err
 
 
+def write_flags(path: Path, given: dict[str, Any]) -> None:
+    flags = (f"--{name}" + ("" if value is True else f" {value}") for name, value in given.items())
+    path.write_text("# a run\n" + " \\\n  ".join(flags) + "\n")
+
+
 def test_megatron_s_flags(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], files: Path
 ) -> None:
@@ -163,8 +168,7 @@ def test_megatron_s_flags(
     given |= {"micro-batch-size": 1, "global-batch-size": 8, "seq-length": 64}
     given |= {"expert-model-parallel-size": 2, "recompute-granularity": "full"}
     given |= {"ds-moe-ext-config": "ours.json"}
-    flags = (f"--{name}" + ("" if value is True else f" {value}") for name, value in given.items())
-    (files / "flags.sh").write_text("# a run\n" + " \\\n  ".join(flags) + "\n")
+    write_flags(files / "flags.sh", given)
     (files / "ours.json").write_text(json.dumps({"ds_moe_ext": {**README, "strategy": "prophet"}}))
     assert run(monkeypatch, files, "flags.sh", "--hardware", "two.json", "--strategies", "ep") == 0
     said = capsys.readouterr().out
@@ -200,7 +204,10 @@ def test_a_cluster_that_nothing_can_be_priced_on(
         ),
         (("job.json", *ASKED, "--loads", "zip:1"), r"'zip:1' is neither the name of loads"),
         (("job.json", *ASKED, "--length", "0"), r"length is 0; give at least 1"),
-        (("flags.sh", *ASKED[2:]), r"says --pipeline-model-parallel-size 2, which is not priced"),
+        (("layout.sh", *ASKED[2:]), r"says --pipeline-model-parallel-layout, which is not priced"),
+        (("alone.sh", *ASKED[2:]), r"without --sequence-parallel, which Megatron .* add it"),
+        (("stages.sh", *ASKED[2:]), r"3 layers do not divide over 2 pipeline stages; give another"),
+        (("auto.json", *ASKED), r"tensor_parallel.autotp_size is 2, under which .* set it to 1"),
         (("words.sh", *ASKED[2:]), r"says 'words', which follows no flag; give Megatron's flags"),
         (
             ("odd.json", *ASKED),
@@ -215,7 +222,13 @@ def test_what_is_wrong_is_named(
     arguments: tuple[str, ...],
     error: str,
 ) -> None:
-    (files / "flags.sh").write_text("--num-layers 2 --pipeline-model-parallel-size 2")
+    for name, flags in (
+        ("layout", {"pipeline-model-parallel-layout": "Et|tL"}),
+        ("alone", {"tensor-model-parallel-size": 2}),
+        ("stages", {"pipeline-model-parallel-size": 2, "moe-layer-freq": 1}),
+    ):
+        write_flags(files / f"{name}.sh", {**FLAGS, "num-layers": 3, "moe-layer-freq": 1, **flags})
+    (files / "auto.json").write_text(json.dumps({"tensor_parallel": {"autotp_size": 2}}))
     (files / "words.sh").write_text("words")
     (files / "odd.json").write_text(json.dumps({"train_batch_size": 10}))
     assert run(monkeypatch, files, *arguments) == 2
@@ -276,7 +289,7 @@ def test_readme_s_block_is_never_behind_with_whole_models(
 
 def ways(block: dict[str, Any], asked: str = "all", *, every_grid: bool = False) -> set[Any]:
     chosen = chosen_strategies({"ds_moe_ext": {**README, **block}}, asked)
-    found = ways_of(chosen, cluster(num_nodes=2, ranks_per_node=4), 16, every_grid=every_grid)
+    found = ways_of(chosen, cluster(num_nodes=2, ranks_per_node=4), 8, 16, every_grid=every_grid)
     return {(way.name, way.grid.num_cells, way.grid.cell_size) for _, way in found}
 
 
