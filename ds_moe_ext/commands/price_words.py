@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 import numpy as np
@@ -36,19 +36,16 @@ def _parallel(market: Market) -> str:
     told += counted(parallel.pipeline, "pipeline stage")
     if parallel.pipeline > 1:
         stages = parallel.layers(market.case.shape.num_layers)
-        layers = (sum(map(len, chunks)) for chunks in stages)
-        told += f" of {_runs(layers)} layers" + _chunks(parallel.chunks)
+        layers = [sum(map(len, chunks)) for chunks in stages]
+        told += f" of {layers[0] if len(set(layers)) == 1 else _runs(layers)} layers"
+        told += f" in {parallel.chunks} chunks each" if parallel.chunks > 1 else ""
     return told + "; "
 
 
-def _chunks(number: int) -> str:
-    return f" in {number} chunks each" if number > 1 else ""
-
-
-def _runs(numbers: Iterable[int]) -> str:
+def _runs(numbers: Sequence[int]) -> str:
     """Numbers that follow each other, with how often each comes."""
-    runs = [(number, len(list(same))) for number, same in groupby(numbers)]
-    return ", ".join(f"{number} x {times}" if times > 1 else f"{number}" for number, times in runs)
+    runs = [(len(list(same)), number) for number, same in groupby(numbers)]
+    return ", ".join(f"{times} x {number}" if times > 1 else f"{number}" for times, number in runs)
 
 
 def _clusters(market: Market) -> str:

@@ -180,6 +180,43 @@ def test_megatron_s_flags(
     assert "2 cells, 2 homes" in own
 
 
+def test_pipeline_stages_of_divided_layers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], files: Path
+) -> None:
+    """Two interleaved stages of four ranks, which share each sample."""
+    given = {**FLAGS, "num-layers": 4, "moe-layer-freq": 1, "num-experts": 4, "bf16": True}
+    given |= {"moe-router-topk": 2, "seq-length": 64, "global-batch-size": 4}
+    given |= {"tensor-model-parallel-size": 2, "sequence-parallel": True}
+    given |= {"context-parallel-size": 2, "pipeline-model-parallel-size": 2}
+    given |= {"num-layers-per-virtual-pipeline-stage": 1, "expert-model-parallel-size": 2}
+    write_flags(files / "flags.sh", given)
+    wanted = ("--html", "out/page.html", "--trace", "out/trace.json", "--json", "out/all.json")
+    asked = ("flags.sh", "--hardware", "two.json", "--nodes", "4", "--strategies", "esp", "--pays")
+    assert run(monkeypatch, files, *asked, *wanted) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    layout = "tensor parallelism 2, context 2, 2 pipeline stages of 2 layers in 2 chunks each"
+    assert layout in said and "256 tokens a step, 4 x 1 samples of 64" in said
+    assert "bubble" in said and " is the busiest, " in said
+    numbers = json.loads((files / "out/all.json").read_text())
+    # Experts are split as dense weights are, where nobody says otherwise.
+    own = [each for each in numbers["ways"] if each["is_own"]]
+    assert [(each["expert_parallel_size"], each["expert_sharding_size"]) for each in own] == [
+        (2, 2)
+    ]
+    parts = ("computed_s", "imbalance_s", "exposed_s", "host_s", "end_s", "bubble_s")
+    for each in numbers["ways"]:
+        assert each["bubble_s"] > 0
+        assert sum(each[part] for part in parts) == pytest.approx(each["step_s"])
+    events = json.loads((files / "out/trace.json").read_text())["traceEvents"]
+    names = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
+    stages = [names[f"pipeline stage {stage}"] for stage in range(2)]
+    ran = [sum(e["ph"] == "X" and e["pid"] == stage for e in events) for stage in stages]
+    assert ran == [2 * 2 * 4] * 2  # chunks, micro-batches, both ways
+    page = (files / "out/page.html").read_text()
+    assert not Parsed.of(page).left_open
+    assert "a row a pipeline stage" in page and "bubble: it waits for other stages" in page
+
+
 def test_a_cluster_that_nothing_can_be_priced_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], files: Path
 ) -> None:
@@ -206,6 +243,11 @@ def test_a_cluster_that_nothing_can_be_priced_on(
         (("job.json", *ASKED, "--length", "0"), r"length is 0; give at least 1"),
         (("layout.sh", *ASKED[2:]), r"says --pipeline-model-parallel-layout, which is not priced"),
         (("alone.sh", *ASKED[2:]), r"without --sequence-parallel, which Megatron .* add it"),
+        (("heads.sh", *ASKED[2:]), r"says --num-attention-heads 128, which .* 3 does not divide"),
+        (("ring.sh", *ASKED[2:]), r"says --cp-comm-type a2a, which is not priced; only p2p is"),
+        (("parts.sh", *ASKED[2:]), r"stage 2, but 4 layers do not divide into 4 pipeline stages"),
+        (("ranks.sh", *ASKED[2:]), r"which 4 ranks in groups of 8 of 1 each do not divide"),
+        (("cells.sh", *ASKED[2:]), r"8 cells of 1 rank\(s\) do not divide 2 ranks"),
         (("stages.sh", *ASKED[2:]), r"3 layers do not divide over 2 pipeline stages; give another"),
         (("auto.json", *ASKED), r"tensor_parallel.autotp_size is 2, under which .* set it to 1"),
         (("words.sh", *ASKED[2:]), r"says 'words', which follows no flag; give Megatron's flags"),
@@ -222,12 +264,19 @@ def test_what_is_wrong_is_named(
     arguments: tuple[str, ...],
     error: str,
 ) -> None:
+    pipeline = {"pipeline-model-parallel-size": 4}
+    halves = {"pipeline-model-parallel-size": 2, "bf16": True}
     for name, flags in (
         ("layout", {"pipeline-model-parallel-layout": "Et|tL"}),
         ("alone", {"tensor-model-parallel-size": 2}),
-        ("stages", {"pipeline-model-parallel-size": 2, "moe-layer-freq": 1}),
+        ("heads", {"tensor-model-parallel-size": 3, "sequence-parallel": True}),
+        ("ring", {"context-parallel-size": 2, "cp-comm-type": "a2a"}),
+        ("parts", {**pipeline, "num-layers-per-virtual-pipeline-stage": 2}),
+        ("ranks", {"context-parallel-size": 8, "global-batch-size": 1}),
+        ("cells", {**pipeline, "expert-model-parallel-size": 8, "seq-length": 8, **halves}),
+        ("stages", {"pipeline-model-parallel-size": 2, "num-layers": 3}),
     ):
-        write_flags(files / f"{name}.sh", {**FLAGS, "num-layers": 3, "moe-layer-freq": 1, **flags})
+        write_flags(files / f"{name}.sh", {**FLAGS, "num-layers": 4, "moe-layer-freq": 1, **flags})
     (files / "auto.json").write_text(json.dumps({"tensor_parallel": {"autotp_size": 2}}))
     (files / "words.sh").write_text("words")
     (files / "odd.json").write_text(json.dumps({"train_batch_size": 10}))
