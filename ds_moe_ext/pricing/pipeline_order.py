@@ -9,6 +9,7 @@ micro-batches as there are stages go through the first chunk, then the same ones
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from ds_moe_ext.pricing.model_parallel import ModelParallel
@@ -31,7 +32,8 @@ class Turn(NamedTuple):
     end_s: float
 
 
-def order_of(stage: int, parallel: ModelParallel, micro_batches: int) -> list[Pass]:
+@lru_cache(maxsize=128)  # all ways and steps have the same
+def order_of(stage: int, parallel: ModelParallel, micro_batches: int) -> tuple[Pass, ...]:
     """The passes of a stage.
 
     Args:
@@ -53,7 +55,7 @@ def order_of(stage: int, parallel: ModelParallel, micro_batches: int) -> list[Pa
     passes = [Pass(*each, is_back=False) for each in forward]
     back = [Pass(chunks - 1 - chunk, number, is_back=True) for chunk, number in forward]
     turns = [each for pair in zip(passes[ahead:], back) for each in pair]
-    return [*passes[:ahead], *turns, *back[len(back) - ahead :]]
+    return (*passes[:ahead], *turns, *back[len(back) - ahead :])
 
 
 def most_kept(order: Iterable[Pass], kept: Sequence[float]) -> float:
@@ -88,7 +90,7 @@ def run_passes(
         send_s: from one stage to the next.
     """
     stages = range(parallel.pipeline)
-    left = [order_of(stage, parallel, micro_batches)[::-1] for stage in stages]
+    left = [list(reversed(order_of(stage, parallel, micro_batches))) for stage in stages]
     free_s = [0.0] * parallel.pipeline
     come_s: dict[tuple[int, Pass], float] = {}  # when a pass has what it needs of another stage
     turns: list[Turn] = []
