@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from ds_moe_ext.commands.price_record import Market
-from ds_moe_ext.commands.price_timelines import boxes, class_names
+from ds_moe_ext.commands.price_timelines import boxes, row_names
 from ds_moe_ext.commands.price_words import about, assumed, plan_words, verdict, zebra_words
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.pricing.candidates import Priced
 from ds_moe_ext.schedule.trace import chrome_trace
 
-NUMBERS = ("computed_s", "imbalance_s", "exposed_s", "host_s", "end_s", "balance")
+NUMBERS = ("computed_s", "imbalance_s", "exposed_s", "host_s", "end_s", "bubble_s", "balance")
 
 
 def write_trace(path: Path, market: Market, pays: Sequence[str]) -> None:
-    """The timeline of a way, a process a class of cells."""
+    """The timeline of a way, a process a class of cells, and one a pipeline stage."""
     way = market.traced
     assert way is not None
-    path.write_text(chrome_trace(boxes(way), dict(enumerate(class_names(way)))), "utf-8")
+    path.write_text(chrome_trace(boxes(way), dict(enumerate(row_names(way)))), "utf-8")
 
 
 def write_json(path: Path, market: Market, pays: Sequence[str]) -> None:
@@ -62,6 +62,8 @@ def _way(market: Market, priced: Priced) -> Mapping[str, Any]:
         "gain": market.gain(priced),
         **{name: priced.mean(name) for name in NUMBERS},
         "copies": priced.copies,
+        "busiest_stage": priced.steps[-1].stage,
+        "fullest_stage": priced.fullest,
         "memory_bytes": {**vars(priced.memory), "total": priced.memory.total},
         "plan": plan_words(priced),
     }

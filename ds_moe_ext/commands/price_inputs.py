@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ds_moe_ext.commands.price_parallel import expert_sizes, parallel_of, whole
 from ds_moe_ext.files.configs import file_of, names_of
 from ds_moe_ext.files.documents import bytes_of, read_document
 from ds_moe_ext.hardware import Hardware, read_hardware
+from ds_moe_ext.pricing.model_parallel import ALONE
 from ds_moe_ext.pricing.model_shape import ModelShape, of_config, of_megatron
 from ds_moe_ext.pricing.training_shape import Training
 from ds_moe_ext.settings import BLOCK
@@ -59,6 +61,12 @@ def read_job(path: Path) -> AskedJob:
 
 def _of_deepspeed(document: Mapping[str, Any]) -> AskedJob:
     kinds = [kind for kind in _KINDS if _section(document, kind).get("enabled") is True]
+    tensor = _number(_section(document, "tensor_parallel"), "autotp_size") or 1
+    if tensor > 1:
+        raise ValueError(
+            f"tensor_parallel.autotp_size is {tensor}, under which ds_moe_ext does not run; set it "
+            "to 1, or give a file of Megatron's flags"
+        )
     zero = _section(document, "zero_optimization")
     stage = zero.get("stage", 0)
     sizes = {
@@ -93,18 +101,13 @@ def _number(document: Mapping[str, Any], key: str) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
 
 
-_NOT_PRICED = ("tensor-model-parallel", "pipeline-model-parallel", "context-parallel")
-_ONE, _ALL_OF_IT = "1", "full"  # values of flags
+_ALL_OF_IT = "full"  # a flag's value
 
 
 def _of_megatron(text: str, path: Path) -> AskedJob:
     flags = _flags(text, path)
-    for name in (f"{kind}-size" for kind in _NOT_PRICED):
-        if flags.get(name, _ONE) != _ONE:
-            raise ValueError(
-                f"{str(path)!r} says --{name} {flags[name]}, which is not priced yet; leave it out "
-                "to see the strategies beside each other without it"
-            )
+    shape = of_megatron(flags, path.stem)
+    parallel = parallel_of(flags, shape, path)
     document: Mapping[str, Any] = {}
     named = flags.get(FLAG[2:])
     if isinstance(named, str):
@@ -116,32 +119,14 @@ def _of_megatron(text: str, path: Path) -> AskedJob:
         # As Megatron does in bf16, whatever else is said.
         "sums_in_float32": bool(flags.get("bf16")) and not flags.get("grad-reduce-in-bf16"),
         "recomputes": flags.get("recompute-granularity") == _ALL_OF_IT,
-        "micro_batch": _whole(flags, "micro-batch-size", path),
-        "length": _whole(flags, "seq-length", path),
+        "micro_batch": whole(flags, "micro-batch-size", path),
+        "length": whole(flags, "seq-length", path),
+        "parallel": parallel,
     }
-    samples = _whole(flags, "global-batch-size", path)
-    block = _sized_by_flags(document, flags)
-    return AskedJob(block, of_megatron(flags, path.stem), _said(sizes), samples)
-
-
-def _sized_by_flags(document: Mapping[str, Any], flags: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With the sizes that Megatron's own flags say."""
-    names = {
-        "expert-model-parallel-size": "expert_parallel_size",
-        "expert-tensor-parallel-size": "expert_sharding_size",
-    }
-    said = {ours: int(flags[theirs]) for theirs, ours in names.items() if theirs in flags}
-    return {**document, BLOCK: {**said, **_section(document, BLOCK)}}
-
-
-def _whole(flags: Mapping[str, Any], name: str, path: Path) -> int | None:
-    """Of a flag, if it is given."""
-    value = flags.get(name)
-    if value is None:
-        return None
-    if isinstance(value, str) and value.isdigit() and int(value):
-        return int(value)
-    raise ValueError(f"{str(path)!r} says --{name} {value}; give a whole number above 0")
+    samples = whole(flags, "global-batch-size", path)
+    said = expert_sizes(flags, parallel, path)
+    block = {**document, BLOCK: {**said, **_section(document, BLOCK)}}
+    return AskedJob(block, shape, _said(sizes), samples)
 
 
 def _flags(text: str, path: Path) -> dict[str, str | bool]:
@@ -216,13 +201,15 @@ def training_of(
     sizes: dict[str, Any] = {"length": min(shape.length or DEFAULT_LENGTH, DEFAULT_LENGTH)}
     sizes |= asked.sizes
     sizes |= {key: value for key, value in given.items() if value is not None}
-    training = Training(num_ranks=num_ranks, **sizes)
+    parallel = sizes.get("parallel", ALONE)
     if asked.samples is None or "micro_batches" in sizes:
-        return training
-    at_once = num_ranks * training.micro_batch
-    if asked.samples % at_once:
+        return Training(num_ranks=num_ranks, **sizes)
+    micro_batch = sizes.get("micro_batch", 1)
+    at_once = num_ranks // parallel.size * micro_batch
+    if not at_once or asked.samples % at_once:
+        share = f" in groups of {parallel.size}" * parallel.is_any
         raise ValueError(
-            f"a step has {asked.samples} samples, which {num_ranks} ranks of "
-            f"{training.micro_batch} each do not divide; give other --nodes, or --micro-batch"
+            f"a step has {asked.samples} samples, which {num_ranks} ranks{share} of "
+            f"{micro_batch} each do not divide; give other --nodes, or --micro-batch"
         )
-    return replace(training, micro_batches=asked.samples // at_once)
+    return Training(num_ranks=num_ranks, micro_batches=asked.samples // at_once, **sizes)

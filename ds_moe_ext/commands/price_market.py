@@ -70,7 +70,10 @@ def priced_market(
         to: where progress is shown.
     """
     rows = case.rows(loads)
-    ways = list(ways_of(chosen, case.hardware, case.shape.num_experts, every_grid=every_grid))
+    ranks = case.training.stage_ranks
+    ways = list(
+        ways_of(chosen, case.hardware, ranks, case.shape.num_experts, every_grid=every_grid)
+    )
     priced, refused = list[Priced](), list[Refused]()
     with Progress(console=to, transient=True) as progress:
         for _, way in progress.track(ways, description="pricing"):

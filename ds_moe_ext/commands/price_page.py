@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ds_moe_ext.commands.price_record import Market
-from ds_moe_ext.commands.price_table import GIB, MEMORY, PARTS
-from ds_moe_ext.commands.price_timelines import class_names, spans
+from ds_moe_ext.commands.price_table import GIB, MEMORY, parts_of
+from ds_moe_ext.commands.price_timelines import class_names, spans, turn_spans
 from ds_moe_ext.commands.price_words import (
     about,
     assumed,
@@ -31,6 +31,10 @@ _ABOUT_PARTS = (
     "computed: what ranks compute if rows are even; imbalance: what the busiest cell of each layer "
     "computes beyond that; sending: communication that nothing hides; host: devices wait for the "
     "host to issue; end: gradients that nothing hid, and the optimizer."
+)
+_ABOUT_BUBBLE = (
+    " In a pipeline they are those of the stage whose passes take longest; bubble: it waits for "
+    "other stages."
 )
 
 
@@ -69,20 +73,26 @@ def _name(market: Market, priced: Priced) -> str:
     return f"{escaped(priced.way.name)} <small>{escaped(grid_text(priced.way.grid))}</small>{marks}"
 
 
+def _is_pipeline(market: Market) -> bool:
+    return market.case.training.parallel.pipeline > 1
+
+
 def _ways(market: Market) -> str:
-    headings = ["strategy and grid", "step", "tokens/s", "gain", *PARTS]
+    parts = parts_of(market)
+    headings = ["strategy and grid", "step", "tokens/s", "gain", *parts]
     headings += ["balance", "copies", "GiB a rank"]
     rows = []
     for each in market.priced:
         gain = market.gain(each)
         row = [_name(market, each), seconds_text(each.step_s), f"{each.tokens_per_s:,.0f}"]
         row.append(EN_DASH if gain is None else ratio_text(gain))
-        row += [seconds_text(each.mean(part)) for part in PARTS.values()]
+        row += [seconds_text(each.mean(part)) for part in parts.values()]
         memory = f"{each.memory.total / GIB:,.0f}"
         row += [ratio_text(each.mean("balance")), f"{each.copies:.1f}"]
         row.append(memory if market.fits(each) else f"{memory} too much")
         rows.append(row)
-    note = f'<p class="note">{_ABOUT_PARTS}</p>'
+    about_bubble = _ABOUT_BUBBLE if _is_pipeline(market) else ""
+    note = f'<p class="note">{_ABOUT_PARTS}{about_bubble}</p>'
     return section("Ways to run it, the fastest first", note + table(headings, rows))
 
 
@@ -94,9 +104,10 @@ def _stacks(market: Market, parts: Sequence[Sequence[float]], told: Sequence[str
 
 
 def _seconds(market: Market) -> str:
-    parts = [[each.mean(part) for part in PARTS.values()] for each in market.priced]
+    names = parts_of(market)
+    parts = [[each.mean(part) for part in names.values()] for each in market.priced]
     told = [seconds_text(each.step_s) for each in market.priced]
-    bars = stacked_bars(_stacks(market, parts, told), list(PARTS), seconds_text)
+    bars = stacked_bars(_stacks(market, parts, told), list(names), seconds_text)
     return section("Where the time of a step goes", bars)
 
 
@@ -134,9 +145,20 @@ def _plans(market: Market, pays: Sequence[str]) -> str:
 def _timelines(market: Market) -> list[str]:
     """Of the named ways: the busiest cells and the idlest, and one layer of the busiest."""
     return [
-        section(f"Timeline of {escaped(name)}: {_name(market, each)}", _timeline(each))
+        section(
+            f"Timeline of {escaped(name)}: {_name(market, each)}", _pipeline(each) + _timeline(each)
+        )
         for name, each in market.named
     ]
+
+
+def _pipeline(priced: Priced) -> str:
+    """A row a pipeline stage."""
+    drawn = turn_spans(priced)
+    if not drawn:
+        return ""
+    body = '<p class="note">The passes of a step, a row a pipeline stage.</p>'
+    return body + timeline.overview(drawn, classes_of(span.name for span in drawn))
 
 
 def _timeline(priced: Priced) -> str:

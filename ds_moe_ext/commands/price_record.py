@@ -33,12 +33,26 @@ class Case:
         shape: of the model.
         training: how it is trained.
         reached: of datasheets.
+
+    Raises:
+        ValueError: pipeline stages on unlike clusters.
     """
 
     clusters: tuple[Hardware, ...]
     shape: ModelShape
     training: Training
     reached: Reached = field(default_factory=Reached)
+
+    def __post_init__(self) -> None:
+        if self.training.parallel.pipeline > 1 and len(self._device_names) > 1:
+            raise ValueError(
+                f"pipeline stages on {' and '.join(sorted(self._device_names))} are not priced; "
+                "give clusters of one device, or no pipeline parallelism"
+            )
+
+    @property
+    def _device_names(self) -> set[str]:
+        return {each.device.name for each in self.clusters}
 
     @cached_property
     def hardware(self) -> Hardware:
@@ -52,8 +66,7 @@ class Case:
     @property
     def has_two_kinds(self) -> bool:
         """Whether it is two clusters of unlike devices, to which zebra would give roles."""
-        names = [each.device.name for each in self.clusters]
-        return len(names) == 2 and names[0] != names[1]
+        return len(self.clusters) == len(self._device_names) == 2
 
     def zebra(self, rows: Loads) -> ZebraPrice:
         """What zebra would take.
@@ -61,6 +74,8 @@ class Case:
         Raises:
             ValueError: as of ``price_zebra``.
         """
+        if self.training.parallel.is_any:
+            raise ValueError("its roles go with no tensor, context or pipeline parallelism")
         rows_LE = rows.rows_ILCE[-1].sum(axis=1)
         passes = self.reached.passes
         return price_zebra(self._mixed, self.shape, self.training, rows_LE, passes=passes)
@@ -79,7 +94,7 @@ class Case:
     @property
     def num_priced(self) -> int:
         """Steps whose mean is a price."""
-        counts = self.training.num_ranks * len(self.shape.moe_layers) * self.shape.num_experts
+        counts = self.training.stage_ranks * len(self.shape.moe_layers) * self.shape.num_experts
         return 1 if counts > LARGE else PRICED
 
     def rows(self, loads: str) -> Loads:
@@ -90,7 +105,7 @@ class Case:
         """
         return read_loads(
             loads,
-            ranks=self.training.num_ranks,
+            ranks=self.training.stage_ranks,
             experts=self.shape.num_experts,
             layers=len(self.shape.moe_layers),
             tokens=self.training.tokens,
@@ -100,8 +115,9 @@ class Case:
 
     def with_tokens(self, tokens: int) -> Case:
         """The same with so many tokens of a rank in a pass: shorter samples, or more of them."""
-        length = min(tokens, self.training.length)
-        training = replace(self.training, length=length, micro_batch=max(tokens // length, 1))
+        shared = tokens * self.training.parallel.sharers
+        length = min(shared, self.training.length)
+        training = replace(self.training, length=length, micro_batch=max(shared // length, 1))
         return replace(self, training=training)
 
 

@@ -27,8 +27,15 @@ PARTS = {
     "end": "end_s",
 }
 """Where the time of a step goes: heading, and number of ``StepPrice``."""
+BUBBLE = {"bubble": "bubble_s"}
+"""And where there are pipeline stages."""
 MEMORY = ("weights", "gradients", "optimizer", "activations", "copies", "runtime")
 """What a rank needs memory for: numbers of ``MemoryUse``."""
+
+
+def parts_of(market: Market) -> dict[str, str]:
+    """Where the time of this market's steps goes."""
+    return PARTS | BUBBLE if market.case.training.parallel.pipeline > 1 else PARTS
 
 
 def print_market(market: Market, pays: Sequence[str], to: Console) -> None:
@@ -60,7 +67,8 @@ def _seconds(market: Market) -> Table:
     table.add_column("")
     table.add_column("strategy")
     table.add_column("grid")
-    for heading in ("step", "tokens/s", "gain", *PARTS, "balance", "copies", "GiB a rank"):
+    parts = parts_of(market)
+    for heading in ("step", "tokens/s", "gain", *parts, "balance", "copies", "GiB a rank"):
         table.add_column(heading, justify="right")
     for each in market.priced:
         marks = ">" if each is market.best else ""
@@ -73,7 +81,7 @@ def _seconds(market: Market) -> Table:
             f"{1e3 * each.step_s:,.1f}",
             f"{each.tokens_per_s:,.0f}",
             "" if gain is None else f"{gain:.2f} x",
-            *(f"{1e3 * each.mean(part):,.1f}" for part in PARTS.values()),
+            *(f"{1e3 * each.mean(part):,.1f}" for part in parts.values()),
             f"{each.mean('balance'):.2f}",
             f"{each.copies:.1f}",
             memory if market.fits(each) else f"{memory} too much",

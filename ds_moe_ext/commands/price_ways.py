@@ -78,22 +78,28 @@ def _strategy(document: Mapping[str, Any], block: Mapping[str, Any], name: str) 
 
 
 def ways_of(
-    chosen: Sequence[Chosen], hardware: Hardware, num_experts: int, *, every_grid: bool
+    chosen: Sequence[Chosen],
+    hardware: Hardware,
+    num_ranks: int,
+    num_experts: int,
+    *,
+    every_grid: bool,
 ) -> Iterator[tuple[Chosen, Way]]:
     """Each strategy on the grids that it is to be tried on.
 
     Args:
         chosen: strategies.
         hardware: of all ranks.
+        num_ranks: of them, those that run the same layers.
         num_experts: of a layer.
         every_grid: all that there are; else, where none is given, experts spread within a node and
             over as many ranks as there can be, whole and split by the ranks of a node.
     """
     for each in chosen:
-        grids = list(grids_for(each.strategy, hardware, hardware.num_ranks, num_experts))
+        grids = list(grids_for(each.strategy, hardware, num_ranks, num_experts))
         if not every_grid:
-            grids = _few(grids, min(hardware.ranks_per_node, hardware.num_ranks))
-        own = _given(each.sizes, grids, hardware.num_ranks)
+            grids = _few(grids, min(hardware.ranks_per_node, num_ranks))
+        own = _given(each.sizes, grids, num_ranks)
         for grid in own:
             if grid.num_cells > 1 or OVER not in each.name:  # in one cell there is nothing to copy
                 yield each, Way(each.name, each.strategy, grid)

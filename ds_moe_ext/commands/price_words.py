@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 
@@ -22,8 +23,29 @@ def about(market: Market) -> str:
         f"{training.tokens_of_step:,} tokens a step, {training.micro_batches} x "
         f"{training.micro_batch} samples of {training.length:,} a rank, {training.number_type}, "
         f"ZeRO {training.zero_stage}{', layers run again in backward' * training.recomputes}; "
+        f"{_parallel(market)}"
         f"loads: {market.loads}; {hardware.num_ranks:,} ranks"
     )
+
+
+def _parallel(market: Market) -> str:
+    parallel = market.case.training.parallel
+    if not parallel.is_any:
+        return ""
+    told = f"tensor parallelism {parallel.tensor}, context {parallel.context}, "
+    told += counted(parallel.pipeline, "pipeline stage")
+    if parallel.pipeline > 1:
+        stages = parallel.layers(market.case.shape.num_layers)
+        layers = [sum(map(len, chunks)) for chunks in stages]
+        told += f" of {layers[0] if len(set(layers)) == 1 else _runs(layers)} layers"
+        told += f" in {parallel.chunks} chunks each" if parallel.chunks > 1 else ""
+    return told + "; "
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """Numbers that follow each other, with how often each comes."""
+    runs = [(len(list(same)), number) for number, same in groupby(numbers)]
+    return ", ".join(f"{times} x {number}" if times > 1 else f"{number}" for times, number in runs)
 
 
 def _clusters(market: Market) -> str:
@@ -70,7 +92,10 @@ def _times(market: Market, priced: Priced) -> str:
 def plan_words(priced: Priced) -> str:
     """What the layers do: where experts live, which are copied, and what the strategy says."""
     way = priced.way
-    told = (f"{way.name} on {grid_text(way.grid)}", _homes(priced), _copies(priced), priced.told)
+    told = [f"{way.name} on {grid_text(way.grid)}", _homes(priced), _copies(priced), priced.told]
+    step = priced.steps[-1]
+    if step.turns:
+        told.append(f"pipeline stage {step.stage} is the busiest, {priced.fullest} the fullest")
     return "; ".join(filter(None, told))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +20,10 @@ from ds_moe_ext.layout import Grid, divisors
 from ds_moe_ext.load import LoadWindow
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.pricing.described_run import DescribedRun
-from ds_moe_ext.pricing.memory import MemoryUse
-from ds_moe_ext.pricing.step_price import StepPrice, price_step
+from ds_moe_ext.pricing.memory import MemoryUse, stage_memory
+from ds_moe_ext.pricing.pipeline_order import order_of
+from ds_moe_ext.pricing.pipeline_price import ChunkPrice, pipeline_step
+from ds_moe_ext.pricing.step_price import Passes, StepPrice, price_passes
 from ds_moe_ext.strategy import Job, Plan, Strategy
 
 PRICED = 2  # steps of the loads whose price is taken; those before them are what plans go by
@@ -52,6 +55,7 @@ class Priced:
         memory: of the fullest rank, copies with it.
         told: by the strategy, of what it makes of the costs; empty if nothing.
         tokens: of a step, of all ranks.
+        fullest: pipeline stage of the fullest rank.
     """
 
     way: Way
@@ -60,6 +64,7 @@ class Priced:
     memory: MemoryUse
     told: str
     tokens: int
+    fullest: int = 0
 
     @property
     def step_s(self) -> float:
@@ -102,13 +107,13 @@ def price_way(
     Args:
         way: of the run's grid.
         run: the model on the cluster.
-        rows_ILRE: rows of each rank in one pass, integers.
+        rows_ILRE: rows of each rank of a pipeline stage in one pass, integers.
         num_priced: steps of them that are priced, the last ones; plans go by those before.
 
     Raises:
         ValueError: what the strategy, or the hardware file, refuses.
     """
-    strategy, grid = way.strategy, way.grid
+    strategy, grid, training = way.strategy, way.grid, run.training
     if grid.world_size > grid.size:
         strategy = strategy.with_homes_that_stay()
         if strategy.rhythm().shard_every:
@@ -117,34 +122,123 @@ def price_way(
                 f"expert, but here each has {grid.world_size // grid.size}; set it to null or 0, "
                 "or leave this grid out"
             )
-    cells_ILCE = cells_of(rows_ILRE, grid)
-    num_layers, num_experts = cells_ILCE.shape[1], cells_ILCE.shape[3]
-    passes = run.training.micro_batches  # plans go by the rows of a step, all its passes together
-    before = [list(step_LCE) for step_LCE in cells_ILCE[:-num_priced]]
-    homes = strategy.first_homes([num_experts] * num_layers, (run.pool,), grid.num_cells)
-    used = run.memory(_most_rows(homes, before[-1]))
-    rhythm = strategy.rhythm()
-    window = LoadWindow(rhythm.window)
-    for rows in before:
-        window.push([passes * rows_CE for rows_CE in rows])
-    job = replace(run.job(homes, used), pipelines=run.pipelines(before[-1]))
-    if rhythm.shard_every:
-        job = replace(job, homes=strategy.homes(_seen(job, window)))
-    prices, plans = list[StepPrice](), tuple[Plan, ...]()
-    for step_LCE in cells_ILCE[-num_priced:]:
-        job = _seen(job, window)
-        plans = strategy.plan(job)
-        rows = list(step_LCE)
-        prices.append(price_step(strategy, plans, job, rows, run.conditions(sliced(plans))))
-        window.push([passes * rows_CE for rows_CE in rows])
+    stages = [
+        [
+            _Chunk.of(replace(way, strategy=strategy), part, rows_ILRE[:, layers], num_priced)
+            for layers, part in chunks
+        ]
+        for chunks in run.stages
+    ]
+    used = [_used(chunks, number) for number, chunks in enumerate(stages)]
+    priced = [
+        [chunk.price(strategy, of_stage) for chunk in chunks]
+        for chunks, of_stage in zip(stages, used)
+    ]
+    memory = [
+        replace(of_stage, copies=sum(chunk.copies for chunk in chunks))
+        for chunks, of_stage in zip(priced, used)
+    ]
+    fullest = max(range(len(memory)), key=lambda stage: memory[stage].total)
+    steps = tuple(_step(run, priced, step) for step in range(num_priced))
+    told = [chunk.told for chunks in priced[steps[-1].stage :] + priced for chunk in chunks]
     return Priced(
         way,
-        tuple(prices),
-        plans,
-        replace(used, copies=copied_bytes(plans, run)),
-        strategy.describe(job),
-        run.training.tokens_of_step,
+        steps,
+        tuple(plan for chunks in zip(*priced) for chunk in chunks for plan in chunk.plans),
+        memory[fullest],
+        next(filter(None, told), ""),
+        training.tokens_of_step,
+        fullest,
     )
+
+
+def _step(run: DescribedRun, stages: Sequence[Sequence[_PricedChunk]], step: int) -> StepPrice:
+    """One of the steps, of all stages."""
+    parallel = run.training.parallel
+    if parallel.pipeline == 1:
+        passes, end_s = stages[0][0].steps[step]
+        return passes.then(end_s)
+    prices = [[chunk.steps[step] for chunk in chunks] for chunks in stages]
+    return pipeline_step(prices, parallel, run.training.micro_batches, run.send_s)
+
+
+def _used(chunks: Sequence[_Chunk], stage: int) -> MemoryUse:
+    """Of a stage, without copies."""
+    training = chunks[0].run.training
+    return stage_memory(
+        [chunk.run.memory(chunk.most_rows) for chunk in chunks],
+        [chunk.run.activations(chunk.most_rows) for chunk in chunks],
+        order_of(stage, training.parallel, training.micro_batches),
+    )
+
+
+class _PricedChunk(NamedTuple):
+    """What a stage runs in one piece: each step that was priced, the plans of the last, bytes of
+    their copies, and what the strategy tells."""
+
+    steps: Sequence[ChunkPrice]
+    plans: Sequence[Plan] = ()
+    copies: float = 0.0
+    told: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    """What a stage runs in one piece, before it is priced.
+
+    Attributes:
+        run: it alone.
+        before: rows of cells in the steps that plans go by, int64 ``[C, E]`` of each layer.
+        after: those of the steps that are priced.
+        homes: of each layer.
+    """
+
+    run: DescribedRun
+    before: Sequence[Sequence[np.ndarray]]
+    after: Sequence[Sequence[np.ndarray]]
+    homes: Sequence[Placement]
+
+    @classmethod
+    def of(cls, way: Way, run: DescribedRun, rows_ILRE: np.ndarray, num_priced: int) -> _Chunk:
+        if not run.shape.moe_layers:
+            return cls(run, (), ((),) * num_priced, ())
+        cells_ILCE = cells_of(rows_ILRE, way.grid)
+        num_layers, num_experts = cells_ILCE.shape[1], cells_ILCE.shape[3]
+        steps = [list(step_LCE) for step_LCE in cells_ILCE]
+        homes = way.strategy.first_homes(
+            [num_experts] * num_layers, (run.pool,), way.grid.num_cells
+        )
+        return cls(run, steps[:-num_priced], steps[-num_priced:], homes)
+
+    @property
+    def most_rows(self) -> float:
+        """Rows of the busiest cell where nothing is copied, mean of the layers."""
+        return _most_rows(self.homes, self.before[-1]) if self.homes else 0.0
+
+    def price(self, strategy: Strategy, used: MemoryUse) -> _PricedChunk:
+        """Under one strategy, in a stage whose ranks use so much memory."""
+        run = self.run
+        if not self.homes:
+            plain = run.conditions()
+            end = ChunkPrice(Passes.without_experts(plain), plain.end_s)
+            return _PricedChunk([end] * len(self.after))
+        passes = run.training.micro_batches  # plans go by the rows of a step, all passes together
+        rhythm = strategy.rhythm()
+        window = LoadWindow(rhythm.window)
+        for rows in self.before:
+            window.push([passes * rows_CE for rows_CE in rows])
+        job = replace(run.job(self.homes, used), pipelines=run.pipelines(self.before[-1]))
+        if rhythm.shard_every:
+            job = replace(job, homes=strategy.homes(_seen(job, window)))
+        steps, plans = list[ChunkPrice](), tuple[Plan, ...]()
+        for rows in self.after:
+            job = _seen(job, window)
+            plans = strategy.plan(job)
+            conditions = run.conditions(sliced(plans))
+            price = price_passes(strategy, plans, job, rows, conditions)
+            steps.append(ChunkPrice(price, conditions.end_s))
+            window.push([passes * rows_CE for rows_CE in rows])
+        return _PricedChunk(steps, plans, copied_bytes(plans, run), strategy.describe(job))
 
 
 def _seen(job: Job, window: LoadWindow) -> Job:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from ds_moe_ext.cost.block_costs import BACKWARD
-from ds_moe_ext.cost.lines import Line
 from ds_moe_ext.cost.pipeline_lines import LayerRows, PipelineLines, Usage, described_lines
 from ds_moe_ext.cost.pipeline_lines import layer_costs as costs_of_layer
 from ds_moe_ext.cost.prices import Prices
@@ -22,10 +22,11 @@ from ds_moe_ext.hardware import Hardware, Product
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.layer_pipelines import Measured, MeasuredLayer
+from ds_moe_ext.pricing.dense_traffic import DenseTraffic, passing_line
 from ds_moe_ext.pricing.host_times import HOST_TIMES, issued
 from ds_moe_ext.pricing.issue import HostTimes
 from ds_moe_ext.pricing.layer_seconds import TaskCosts
-from ds_moe_ext.pricing.memory import MemoryUse, memory_use
+from ds_moe_ext.pricing.memory import Activations, MemoryUse, activations, memory_use
 from ds_moe_ext.pricing.model_shape import ModelShape
 from ds_moe_ext.pricing.step_price import Conditions
 from ds_moe_ext.pricing.training_shape import MASTER_AND_STATES, Training
@@ -37,13 +38,13 @@ SHARE_OF_FREE = 0.7  # of free memory that copies may take, as in a run
 
 @dataclass(frozen=True, kw_only=True)
 class DescribedRun:
-    """A model trained on a cluster by a grid of ranks.
+    """A model trained on a cluster by a grid of ranks; or a pipeline stage's part of one.
 
     Attributes:
         hardware: as it is reckoned with (``reached``).
-        shape: of the model.
+        shape: of the model, or of the part.
         training: how.
-        grid: of the ranks.
+        grid: of the ranks of a stage.
         passes: as of ``Reached``.
         host: what issuing takes; see ``HostTimes``.
         mixed: clusters that it was joined of, where their devices are unlike (``mixed_cluster``),
@@ -103,10 +104,44 @@ class DescribedRun:
         return tokens * (work / self.product.multiply_adds_per_s + touched / self.memory_rate)
 
     @cached_property
-    def window_s(self) -> tuple[float, ...]:
-        """Before each MoE layer, float ``[L]``."""
+    def _computed_s(self) -> tuple[float, ...]:
+        """Forward of what is dense before each MoE layer, float ``[L]``."""
         numbers = range(len(self.shape.moe_layers))
         return tuple(self.dense_s(self.shape.layers_before(number)) for number in numbers)
+
+    @cached_property
+    def _traffic(self) -> DenseTraffic:
+        return DenseTraffic(
+            hardware=self.hardware,
+            shape=self.shape,
+            training=self.training,
+            multiply_adds_per_s=self.product.multiply_adds_per_s,
+        )
+
+    @cached_property
+    def _sent_s(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """What the same sends, forward and backward."""
+        before = [self.shape.layers_before(n) for n in range(len(self.shape.moe_layers))]
+        embedding_s = [self._embedding_s, *[0.0] * len(before)]
+        return (
+            tuple(self._traffic.forward_s(each) + s for each, s in zip(before, embedding_s)),
+            tuple(self._traffic.backward_s(each) + s for each, s in zip(before, embedding_s)),
+        )
+
+    @property
+    def _embedding_s(self) -> float:
+        return self._traffic.embedding_s if self.shape.vocabulary.has_embedding else 0.0
+
+    @cached_property
+    def window_s(self) -> tuple[float, ...]:
+        """Before each MoE layer, float ``[L]``."""
+        return tuple(map(sum, zip(self._computed_s, self._sent_s[0])))
+
+    @cached_property
+    def back_window_s(self) -> tuple[float, ...]:
+        """The same in backward."""
+        computed_s = (self.backward_rounds * s for s in self._computed_s)
+        return tuple(map(sum, zip(computed_s, self._sent_s[1])))
 
     @property
     def backward_rounds(self) -> int:
@@ -117,9 +152,20 @@ class DescribedRun:
     def head_s(self) -> float:
         """Forward of what follows the last experts: layers without, head and loss."""
         shape, tokens = self.shape, self.training.tokens
-        head = tokens * shape.vocab_size * shape.width / self.product.multiply_adds_per_s
-        loss = tokens * shape.vocab_size * 4 * 2 / self.memory_rate
+        if not shape.vocabulary.has_head:
+            return self.dense_s(shape.layers_after)
+        head = tokens * shape.vocabulary.size * shape.width / self.product.multiply_adds_per_s
+        loss = tokens * shape.vocabulary.size * 4 * 2 / self.memory_rate
         return self.dense_s(shape.layers_after) + head + loss
+
+    @property
+    def head_sent_s(self) -> tuple[float, float]:
+        """What that sends, forward and backward."""
+        traffic, layers = self._traffic, self.shape.layers_after
+        ends_s = traffic.head_s if self.shape.vocabulary.has_head else 0.0
+        if not self.shape.moe_layers:
+            ends_s += self._embedding_s
+        return traffic.forward_s(layers) + ends_s, traffic.backward_s(layers) + ends_s
 
     # What rows and copies cost.
 
@@ -180,7 +226,9 @@ class DescribedRun:
             num_ranks=grid.world_size,
             num_cells=grid.num_cells,
             cell_size=grid.cell_size,
-            dense_ranks_per_node=min(self.hardware.ranks_per_node, grid.world_size),
+            dense_ranks_per_node=max(
+                min(self.hardware.ranks_per_node, grid.world_size) // self._tensor, 1
+            ),
             number_type=self.training.number_type,
             row_multiply_adds=self.shape.expert_weights / grid.cell_size,
             num_products=self.shape.products * self.slots,
@@ -192,13 +240,18 @@ class DescribedRun:
         return replace(lines, expert=replace(lines.expert, alpha_s=lines.expert.alpha_s + read_s))
 
     @property
+    def _tensor(self) -> int:
+        """Ranks that divide dense weights."""
+        return self.training.parallel.tensor
+
+    @property
     def slots(self) -> int:
         """Experts of a layer that a cell is home to, at most."""
         return -(-self.shape.num_experts // self.grid.num_cells)
 
     def pipelines(self, rows: Sequence[np.ndarray]) -> Measured:
         """For planners of pipelines, by the rows of one pass, int64 ``[C, E]`` of each layer."""
-        shape, grid = self.shape, self.grid
+        shape, grid, tensor = self.shape, self.grid, self._tensor
         layers = []
         for number, rows_CE in enumerate(rows):
             even = float(rows_CE.sum()) / grid.num_cells
@@ -210,11 +263,12 @@ class DescribedRun:
             layers.append(
                 MeasuredLayer(
                     costs,
-                    self.backward_rounds * self.window_s[number],
-                    sum(map(shape.dense_weights, before)),
+                    self.back_window_s[number],
+                    sum(shape.dense_weights(each, tensor) for each in before),
                 )
             )
-        head = shape.vocab_size * shape.width + sum(map(shape.dense_weights, shape.layers_after))
+        head = shape.vocabulary.size * shape.width // tensor if shape.vocabulary.has_head else 0
+        head += sum(shape.dense_weights(each, tensor) for each in shape.layers_after)
         return Measured(
             tuple(layers),
             head,
@@ -230,17 +284,45 @@ class DescribedRun:
 
         Args:
             homes: of each layer's experts.
-            used: memory of a rank.
+            used: memory of a rank, of all that its stage has.
         """
         free = (self.hardware.device.memory_bytes or 0) - used.total
         job = Job.at_start(homes, self.node_C, (self.pool,))
         return replace(
             job,
             window_s=self.window_s,
-            back_window_s=tuple(self.backward_rounds * s for s in self.window_s),
-            free_bytes=max(int(SHARE_OF_FREE * free), 0),
+            back_window_s=self.back_window_s,
+            free_bytes=max(int(SHARE_OF_FREE * free), 0) // self.training.parallel.chunks,
             accumulates=self.training.micro_batches > 1,
         )
+
+    @cached_property
+    def stages(self) -> list[list[StageChunk]]:
+        """What each pipeline stage has, ``[stage][chunk]``."""
+        parallel, shape = self.training.parallel, self.shape
+        if parallel.pipeline == 1:
+            return [[StageChunk(slice(None), self)]]
+        return [
+            [self._chunk(layers) for layers in chunks]
+            for chunks in parallel.layers(shape.num_layers)
+        ]
+
+    def _chunk(self, layers: range) -> StageChunk:
+        part = self.shape.part(layers)
+        before = sum(layer < layers.start for layer in self.shape.moe_layers)
+        moe_layers = slice(before, before + len(part.moe_layers))
+        return StageChunk(moe_layers, replace(self, shape=part))
+
+    @property
+    def send_s(self) -> float:
+        """From a pipeline stage to the next, all its ranks at once."""
+        training = self.training
+        line = passing_line(self.hardware, training.num_ranks, training.stage_ranks)
+        return line.alpha_s + line.beta_s * training.tokens * self.row_bytes
+
+    def activations(self, most_rows: float) -> Activations:
+        """Of one pass. Arguments as of ``memory``."""
+        return activations(self.shape, self.training, self.grid, most_rows)
 
     def memory(self, most_rows: float) -> MemoryUse:
         """Of the fullest rank, without copies.
@@ -274,6 +356,9 @@ class DescribedRun:
             tasks=tasks,
             host=self.host.with_forward_again() if self.training.recomputes else self.host,
             head_s=self.head_s,
+            head_again_s=self.dense_s(self.shape.layers_after) * (self.backward_rounds - BACKWARD),
+            head_sent_s=self.head_sent_s,
+            window_sent_s=sum(map(sum, self._sent_s)),
             end_s=self.end_s(sliced),
             micro_batches=self.training.micro_batches,
         )
@@ -284,11 +369,11 @@ class DescribedRun:
 
     def dense_end_s(self, sliced: int) -> float:
         """Of what is not of experts."""
-        elements = self.shape.all_dense_weights
+        elements = self.shape.held_dense_weights(self._tensor)
         reduced_s = 0.0
         if not self.training.hides_gradients:
             reduced_s = self.lines.gradients.seconds(max(elements - sliced, 0))
-        return reduced_s + self._stepped_s(elements, self.grid.world_size)
+        return reduced_s + self._stepped_s(elements, self.training.dense_replicas)
 
     @property
     def expert_end_s(self) -> float:
@@ -312,17 +397,19 @@ class DescribedRun:
         homes = self.grid.world_size // self.grid.size
         if homes == 1:
             return 0.0
-        line = self._replica_line()
+        # In rings along the ranks: of those that hold the same on one node, one sends to another.
+        line = passing_line(self.hardware, self.grid.world_size, self.grid.size)
         sent = self._held_experts * self.training.gradient_bytes * 2 * (homes - 1) / homes
         return line.alpha_s + sent * line.beta_s
 
-    def _replica_line(self) -> Line:
-        """By bytes that one rank sends, in rings along the ranks: of those that hold the same on
-        one node, one sends to another node."""
-        hardware = self.hardware
-        if self.grid.world_size <= hardware.ranks_per_node:
-            link, sharers = hardware.intra or hardware.copy_link(self.grid.world_size), 1
-        else:
-            link = hardware.inter or hardware.copy_link(self.grid.world_size)
-            sharers = min(hardware.ranks_per_node, self.grid.size)
-        return Line(alpha_s=link.latency_s, beta_s=sharers / link.bytes_per_s)
+
+class StageChunk(NamedTuple):
+    """What a pipeline stage has of the model, in one piece.
+
+    Attributes:
+        moe_layers: places of its MoE layers among all.
+        run: it alone.
+    """
+
+    moe_layers: slice
+    run: DescribedRun

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.pricing.model_shape import ModelShape
+from ds_moe_ext.pricing.pipeline_order import Pass, most_kept
 from ds_moe_ext.pricing.training_shape import MASTER_AND_STATES, Training
 
 RUNTIME = 2 << 30  # bytes of the device's own runtime and of communicators
@@ -54,23 +57,36 @@ def memory_use(
     """
     element, num_replicas = training.element_bytes, grid.world_size // grid.size
     experts = len(shape.moe_layers) * slots * shape.expert_weights / grid.cell_size
-    dense = shape.all_dense_weights
-    held = dense / (grid.world_size if training.zero_stage >= 3 else 1) + experts
+    dense = shape.held_dense_weights(training.parallel.tensor)
+    dense_replicas = training.dense_replicas
+    held = dense / (dense_replicas if training.zero_stage >= 3 else 1) + experts
     stage = training.zero_stage
-    reduced = dense / (grid.world_size if stage >= 2 else 1)
+    reduced = dense / (dense_replicas if stage >= 2 else 1)
     reduced += experts / (num_replicas if stage >= 2 else 1)
-    stepped = dense / (grid.world_size if stage >= 1 else 1)
+    stepped = dense / (dense_replicas if stage >= 1 else 1)
     stepped += experts / (num_replicas if stage >= 1 else 1)
     return MemoryUse(
         weights=held * element,
         gradients=reduced * training.gradient_bytes,
         optimizer=stepped * (MASTER_AND_STATES if element < 4 else 8),
-        activations=_activations(shape, training, grid, most_rows),
+        activations=sum(activations(shape, training, grid, most_rows)),
     )
 
 
-def _activations(shape: ModelShape, training: Training, grid: Grid, most_rows: float) -> float:
-    """Of one pass: hidden states of dense parts, rows there and back, hidden ones of experts."""
+class Activations(NamedTuple):
+    """Bytes of one pass: hidden states of dense parts, rows there and back, hidden ones of experts.
+
+    Attributes:
+        kept: from its forward to its backward.
+        passing: more, of a layer that runs again.
+    """
+
+    kept: float
+    passing: float
+
+
+def activations(shape: ModelShape, training: Training, grid: Grid, most_rows: float) -> Activations:
+    """Of one pass. Arguments as of ``memory_use``."""
     state = shape.width * training.element_bytes
     dense = KEPT_DENSE * training.tokens * state
     of_row = 2 * shape.width + shape.products * shape.expert_width / grid.cell_size
@@ -81,7 +97,31 @@ def _activations(shape: ModelShape, training: Training, grid: Grid, most_rows: f
     num_moe = len(shape.moe_layers)
     num_dense = shape.num_layers - num_moe
     of_mlp = hidden * shape.dense_width if num_dense else 0
-    whole = shape.num_layers * dense + num_moe * rows + num_dense * of_mlp
+    logits = (
+        training.tokens * shape.vocabulary.size * LOGIT_BYTES if shape.vocabulary.has_head else 0
+    )
     if training.recomputes:
-        whole = shape.num_layers * training.tokens * state + dense + max(rows, of_mlp)
-    return whole + training.tokens * shape.vocab_size * LOGIT_BYTES
+        rows = rows if num_moe else 0
+        states = shape.num_layers * training.tokens * state
+        return Activations(states + logits, dense + max(rows, of_mlp))
+    whole = shape.num_layers * dense + num_moe * rows + num_dense * of_mlp
+    return Activations(whole + logits, 0.0)
+
+
+def stage_memory(
+    uses: Sequence[MemoryUse], passes: Sequence[Activations], order: Iterable[Pass]
+) -> MemoryUse:
+    """Of the chunks of a pipeline stage together.
+
+    Args:
+        uses: of each chunk alone.
+        passes: of one pass through each.
+        order: passes of the stage.
+    """
+    kept = most_kept(order, [each.kept for each in passes])
+    return MemoryUse(
+        weights=sum(each.weights for each in uses),
+        gradients=sum(each.gradients for each in uses),
+        optimizer=sum(each.optimizer for each in uses),
+        activations=kept + max(each.passing for each in passes),
+    )

@@ -7,8 +7,8 @@ Pure. Work is counted in multiply-adds of one token in forward.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from ds_moe_ext.strict import check_object
 
@@ -16,8 +16,46 @@ GATED, PLAIN = 3, 2  # matrix products of an MLP: SwiGLU's, and two layers
 
 
 @dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """What stands at the ends of a model, or of a part of it.
+
+    Attributes:
+        size: of the embedding and of the head.
+        is_tied: the two are one.
+        has_embedding: the embedding is in this part.
+        has_head: so are head and loss.
+    """
+
+    size: int = 0
+    is_tied: bool = False
+    has_embedding: bool = True
+    has_head: bool = True
+
+    @property
+    def tables(self) -> int:
+        """Tables of weights that this part has."""
+        tables = self.has_embedding + self.has_head
+        return min(tables, 1) if self.is_tied else tables
+
+
+@dataclass(frozen=True, kw_only=True)
+class DividedAttention:
+    """What tensor and context parallelism make of a layer's attention.
+
+    Attributes:
+        replicated_weights: those that tensor parallel ranks all have whole.
+        gathered_widths: what of a token these gather before; none: its hidden state.
+        key_value_width: of all heads' keys and values together; 0 for that of queries and values.
+    """
+
+    replicated_weights: int = 0
+    gathered_widths: tuple[int, ...] = ()
+    key_value_width: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A decoder whose layers are alike, but for those that have no experts.
+    """A decoder whose layers are alike, but for those that have no experts; or a part of one.
 
     Attributes:
         name: for a person.
@@ -33,9 +71,9 @@ class ModelShape:
         top_k: experts of a token.
         expert_width: hidden width of an expert.
         shared_width: hidden width of what all tokens pass beside the experts; 0 for none.
-        vocab_size: of the embedding and of the head.
-        is_tied: the two are one.
+        vocabulary: embedding and head.
         length: tokens of a sample, where the model says.
+        divided: attention, where ranks divide it.
 
     Raises:
         ValueError: sizes that no model has.
@@ -53,12 +91,13 @@ class ModelShape:
     top_k: int
     expert_width: int
     shared_width: int = 0
-    vocab_size: int = 0
-    is_tied: bool = False
+    vocabulary: Vocabulary = field(default_factory=Vocabulary)
     length: int | None = None
+    divided: DividedAttention = field(default_factory=DividedAttention)
 
     def __post_init__(self) -> None:
-        if not self.moe_layers:
+        is_whole = self.vocabulary.has_embedding and self.vocabulary.has_head
+        if is_whole and not self.moe_layers:
             raise ValueError(f"model {self.name!r} has no layer with experts, which are priced")
         if self.top_k > self.num_experts:
             raise ValueError(
@@ -71,20 +110,45 @@ class ModelShape:
         """Of one expert."""
         return self.products * self.width * self.expert_width
 
-    def dense_weights(self, layer: int) -> int:
-        """Of one layer, without its experts: its router and shared experts with it."""
+    def part(self, layers: range) -> ModelShape:
+        """Some layers that follow each other, with the embedding or the head if they have the first
+        one or the last."""
+        return replace(
+            self,
+            num_layers=len(layers),
+            moe_layers=tuple(each - layers.start for each in self.moe_layers if each in layers),
+            vocabulary=replace(
+                self.vocabulary,
+                has_embedding=layers.start == 0,
+                has_head=layers.stop == self.num_layers,
+            ),
+        )
+
+    def dense_weights(self, layer: int, tensor: int = 1) -> int:
+        """Of one layer, without its experts: its router and shared experts with it.
+
+        Args:
+            layer: its number.
+            tensor: ranks that divide all but the router, norms and what is replicated.
+        """
         mlp = self.dense_width
         router = 0
         if layer in self.moe_layers:
             mlp, router = self.shared_width, self.width * self.num_experts
-        norms = 2 * self.width
-        return self.attention_weights + self.products * self.width * mlp + router + norms
+        whole = self.divided.replicated_weights + router + 2 * self.width
+        divided = self.attention_weights - self.divided.replicated_weights
+        return whole + (divided + self.products * self.width * mlp) // tensor
 
     @property
     def all_dense_weights(self) -> int:
         """Of the model without its experts."""
-        embeddings = self.vocab_size * self.width * (1 if self.is_tied else 2)
-        return embeddings + sum(map(self.dense_weights, range(self.num_layers)))
+        return self.held_dense_weights(1)
+
+    def held_dense_weights(self, tensor: int) -> int:
+        """Those of them that each of so many tensor parallel ranks has."""
+        embeddings = self.vocabulary.tables * self.vocabulary.size * self.width
+        layers = range(self.num_layers)
+        return embeddings // tensor + sum(self.dense_weights(each, tensor) for each in layers)
 
     @property
     def all_weights(self) -> int:
@@ -95,7 +159,11 @@ class ModelShape:
     def dense_work(self, layer: int, length: int) -> float:
         """Of one layer without its experts, in samples of so many tokens, each of which attends to
         those before it."""
-        return self.dense_weights(layer) + length / 2 * sum(self.head_width)
+        return self.dense_weights(layer) + self.attention_work(length)
+
+    def attention_work(self, length: int) -> float:
+        """Of attention itself, its scores and what they weigh."""
+        return length / 2 * sum(self.head_width)
 
     def layers_before(self, number: int) -> range:
         """Layers that run before the experts of MoE layer ``number``, since those of the one before
@@ -106,7 +174,7 @@ class ModelShape:
     @property
     def layers_after(self) -> range:
         """Layers behind the last one with experts."""
-        return range(self.moe_layers[-1] + 1, self.num_layers)
+        return range(self.moe_layers[-1] + 1 if self.moe_layers else 0, self.num_layers)
 
 
 def of_config(keys: Mapping[str, Any], name: str) -> ModelShape:
@@ -126,14 +194,14 @@ def of_config(keys: Mapping[str, Any], name: str) -> ModelShape:
     num_layers, width = read("num_hidden_layers"), read("hidden_size")
     num_experts = read("n_routed_experts", "num_local_experts", "num_experts")
     expert_width = read("moe_intermediate_size", "intermediate_size")
-    weights, head_width = _attention(read, width)
+    attention = _attention(read, width)
     return ModelShape(
         name=name,
         num_layers=num_layers,
         moe_layers=tuple(_moe_layers(read, num_layers)),
         width=width,
-        attention_weights=weights,
-        head_width=head_width,
+        attention_weights=attention.weights,
+        head_width=attention.head_width,
         dense_width=read("intermediate_size", default=0),
         products=GATED,
         num_experts=num_experts,
@@ -143,9 +211,11 @@ def of_config(keys: Mapping[str, Any], name: str) -> ModelShape:
             "shared_expert_intermediate_size",
             default=read("n_shared_experts", default=0) * expert_width,
         ),
-        vocab_size=read("vocab_size"),
-        is_tied=bool(read("tie_word_embeddings", default=0)),
+        vocabulary=Vocabulary(
+            size=read("vocab_size"), is_tied=bool(read("tie_word_embeddings", default=0))
+        ),
         length=read("max_position_embeddings", default=0) or None,
+        divided=attention.divided,
     )
 
 
@@ -161,25 +231,28 @@ def of_megatron(flags: Mapping[str, Any], name: str) -> ModelShape:
     head = read("kv-channels", default=width // heads)
     groups = read("num-query-groups", default=heads)
     ffn = read("ffn-hidden-size", default=4 * width)
-    weights, head_width = width * head * 2 * (heads + groups), (heads * head, heads * head)
+    attention = _grouped(width, heads, groups, head)
     if flags.get("multi-latent-attention"):
-        weights, head_width = _latent(read, width, heads, _LATENT_FLAGS)
+        attention = _latent(read, width, heads, _LATENT_FLAGS)
     return ModelShape(
         name=name,
         num_layers=num_layers,
         moe_layers=tuple(_by_frequency(flags.get("moe-layer-freq", 1), num_layers, name)),
         width=width,
-        attention_weights=weights,
-        head_width=head_width,
+        attention_weights=attention.weights,
+        head_width=attention.head_width,
         dense_width=ffn,
         products=GATED if flags.get("swiglu") else PLAIN,
         num_experts=read("num-experts"),
         top_k=read("moe-router-topk", default=2),
         expert_width=read("moe-ffn-hidden-size", default=ffn),
         shared_width=read("moe-shared-expert-intermediate-size", default=0),
-        vocab_size=read("vocab-size", "padded-vocab-size", default=0),
-        is_tied=not flags.get("untie-embeddings-and-output-weights"),
+        vocabulary=Vocabulary(
+            size=read("vocab-size", "padded-vocab-size", default=0),
+            is_tied=not flags.get("untie-embeddings-and-output-weights"),
+        ),
         length=read("seq-length", default=0) or None,
+        divided=attention.divided,
     )
 
 
@@ -219,13 +292,28 @@ def _text_config(keys: Mapping[str, Any]) -> Mapping[str, Any]:
     return inner if isinstance(inner, Mapping) else {}
 
 
-def _attention(read: _Reader, width: int) -> tuple[int, tuple[int, int]]:
+class _Attention(NamedTuple):
+    """Of one layer; see ``ModelShape``."""
+
+    weights: int
+    head_width: tuple[int, int]
+    divided: DividedAttention
+
+
+def _attention(read: _Reader, width: int) -> _Attention:
     heads = read("num_attention_heads")
     if read.get("kv_lora_rank") is not None:
         return _latent(read, width, heads, _LATENT_KEYS)
     head = read("head_dim", default=width // max(heads, 1))
     groups = read("num_key_value_heads", default=heads)
-    return width * head * 2 * (heads + groups), (heads * head, heads * head)
+    return _grouped(width, heads, groups, head)
+
+
+def _grouped(width: int, heads: int, groups: int, head: int) -> _Attention:
+    queries = heads * head
+    weights = width * head * 2 * (heads + groups)
+    divided = DividedAttention(key_value_width=2 * groups * head)
+    return _Attention(weights, (queries, queries), divided)
 
 
 _LATENT_KEYS = (
@@ -238,10 +326,9 @@ _LATENT_KEYS = (
 _LATENT_FLAGS = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
 
 
-def _latent(
-    read: _Reader, width: int, heads: int, keys: Sequence[str]
-) -> tuple[int, tuple[int, int]]:
-    """DeepSeek's multi-head latent attention."""
+def _latent(read: _Reader, width: int, heads: int, keys: Sequence[str]) -> _Attention:
+    """DeepSeek's multi-head latent attention. Tensor parallel ranks compute latent vectors each of
+    its own tokens, by whole weights, and gather these."""
     query_rank, latent, plain, rotary, value = (read(key, default=0) for key in keys)
     query = heads * (plain + rotary)
     queries = width * query_rank + query_rank * query if query_rank else width * query
@@ -251,7 +338,12 @@ def _latent(
         + latent * heads * (plain + value)
         + heads * value * width
     )
-    return weights, (query, heads * value)
+    divided = DividedAttention(
+        replicated_weights=width * (query_rank + latent + rotary),
+        gathered_widths=(query_rank or width, latent, rotary),
+        key_value_width=query + heads * value,
+    )
+    return _Attention(weights, (query, heads * value), divided)
 
 
 def _moe_layers(read: _Reader, num_layers: int) -> list[int]:
@@ -313,7 +405,8 @@ def _of_gpt_moe(keys: Mapping[str, Any], name: str) -> ModelShape:
         num_experts=moe("num_experts"),
         top_k=moe("k"),
         expert_width=ffn,
-        vocab_size=read("vocab_size"),
-        is_tied=bool(read("tie_embeddings", default=0)),
+        vocabulary=Vocabulary(
+            size=read("vocab_size"), is_tied=bool(read("tie_embeddings", default=0))
+        ),
         length=read("sequence_length", default=0) or None,
     )

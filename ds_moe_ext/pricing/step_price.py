@@ -19,6 +19,7 @@ from ds_moe_ext.cost.block_costs import BACKWARD, FORWARD
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.pricing.issue import ISSUE, NO_HOST, HostTimes, Issued, with_host
 from ds_moe_ext.pricing.layer_seconds import Flow, LayerSeconds, TaskCosts, layer_seconds
+from ds_moe_ext.pricing.pipeline_order import Turn
 from ds_moe_ext.schedule.simulator import Timeline, simulate
 from ds_moe_ext.schedule.step import whole_step
 from ds_moe_ext.schedule.task import (
@@ -48,6 +49,9 @@ class Conditions:
         tasks: what tasks cost that the job's prices leave out.
         host: what the host takes to issue them.
         head_s: forward of what follows the last layer, its loss with it.
+        head_again_s: more of its backward, where layers behind the last experts run again.
+        head_sent_s: what all that sends, forward and backward.
+        window_sent_s: seconds of the job's windows, both ways, in which ranks send.
         end_s: of a step, behind the last backward: gradients that nothing hid, the optimizer.
         micro_batches: of a step.
         classes: of cells, where there are more.
@@ -57,14 +61,29 @@ class Conditions:
     tasks: TaskCosts = NO_COSTS
     host: HostTimes = NO_HOST
     head_s: float = 0.0
+    head_again_s: float = 0.0
+    head_sent_s: tuple[float, float] = (0.0, 0.0)
+    window_sent_s: float = 0.0
     end_s: float = 0.0
     micro_batches: int = 1
     classes: int = CLASSES
 
+    def behind_s(self, *, is_back: bool) -> float:
+        """What follows the last experts, computed and sent."""
+        if is_back:
+            return BACKWARD * self.head_s + self.head_again_s + self.head_sent_s[1]
+        return FORWARD * self.head_s + self.head_sent_s[0]
+
+    @property
+    def head_computed_s(self) -> float:
+        """What of it is computed, forward and backward."""
+        return (FORWARD + BACKWARD) * self.head_s + self.head_again_s
+
 
 @dataclass(frozen=True, eq=False)
 class StepPrice:
-    """Seconds of one step, and where they go: the four parts and the end are the whole.
+    """Seconds of one step, and where they go: the parts are the whole. In a pipeline they are those
+    of the stage whose passes take longest.
 
     Attributes:
         step_s: all.
@@ -74,8 +93,12 @@ class StepPrice:
         host_s: what devices wait for the host to issue.
         end_s: behind the last backward.
         balance: rows of the busiest cell over the mean, mean of the layers.
-        schedule: of one micro-batch.
+        schedule: of one micro-batch; in a pipeline through the chunk that takes longest.
         timeline: its tasks on each class of cells.
+        bubble_s: that stage waits for others.
+        stage: number of it.
+        turns: what stages do, in a pipeline.
+        layers_before: MoE layers before the first of the schedule.
     """
 
     step_s: float
@@ -87,17 +110,109 @@ class StepPrice:
     balance: float
     schedule: Schedule
     timeline: Timeline
+    bubble_s: float = 0.0
+    stage: int = 0
+    turns: Sequence[Turn] = ()
+    layers_before: int = 0
 
 
-class _Run(NamedTuple):
-    """Seconds of one micro-batch, and how they came."""
+class PassRun(NamedTuple):
+    """One micro-batch as it passes."""
 
     schedule: Schedule
     timeline: Timeline
 
     @property
+    def sides(self) -> PassSeconds:
+        """Forward ends when all have what they hand on."""
+        tasks = self.schedule.tasks
+        turn = next(place for place, task in enumerate(tasks) if task.adjoint_of)
+        last = max(place for place in range(turn) if tasks[place].op.name == ATTENTION.name)
+        forward_s = max(ends[last] for ends in self.timeline.end_s)
+        return PassSeconds(self.timeline.makespan_s, forward_s)
+
+
+class PassSeconds(NamedTuple):
+    """Seconds of one micro-batch.
+
+    Attributes:
+        seconds: forward and backward.
+        forward_s: forward.
+    """
+
+    seconds: float
+    forward_s: float
+
+    @property
+    def backward_s(self) -> float:
+        """The rest."""
+        return self.seconds - self.forward_s
+
+
+@dataclass(frozen=True, eq=False)
+class Passes:
+    """All passes of a step through the same layers, which follow each other on the same ranks.
+
+    Attributes:
+        first: with the copies that the step moves, there and back.
+        later: without.
+        number: of them.
+        computed_s: as of ``StepPrice``, of all.
+        imbalance_s: likewise.
+        device_s: of all, were the host no matter.
+        balance_L: of each layer, rows of the busiest cell over the mean.
+        run: the first, as it passes; None without experts.
+    """
+
+    first: PassSeconds
+    later: PassSeconds
+    number: int
+    computed_s: float
+    imbalance_s: float
+    device_s: float
+    balance_L: tuple[float, ...] = ()
+    run: PassRun | None = None
+
+    @classmethod
+    def without_experts(cls, conditions: Conditions) -> Passes:
+        """Of layers that have none; the host is no matter."""
+        forward_s = conditions.behind_s(is_back=False)
+        both_s = forward_s + conditions.behind_s(is_back=True)
+        each, number = PassSeconds(both_s, forward_s), conditions.micro_batches
+        computed_s = number * conditions.head_computed_s
+        return cls(each, each, number, computed_s, 0.0, number * both_s)
+
+    @property
     def seconds(self) -> float:
-        return self.timeline.makespan_s
+        """Of all, one after the other."""
+        return self.first.seconds + (self.number - 1) * self.later.seconds
+
+    @property
+    def exposed_s(self) -> float:
+        """As of ``StepPrice``."""
+        # A host that comes late may keep tasks from crowding a link, and so help.
+        passed_s = min(self.device_s, self.seconds)
+        return max(passed_s - (self.computed_s + self.imbalance_s), 0.0)
+
+    @property
+    def host_s(self) -> float:
+        """As of ``StepPrice``."""
+        return max(self.seconds - self.device_s, 0.0)
+
+    def then(self, end_s: float) -> StepPrice:
+        """A step of these passes and what is behind them."""
+        assert self.run is not None
+        return StepPrice(
+            step_s=self.seconds + end_s,
+            computed_s=self.computed_s,
+            imbalance_s=self.imbalance_s,
+            exposed_s=self.exposed_s,
+            host_s=self.host_s,
+            end_s=end_s,
+            balance=float(np.mean(self.balance_L)),
+            schedule=self.run.schedule,
+            timeline=self.run.timeline,
+        )
 
 
 def price_step(
@@ -107,7 +222,18 @@ def price_step(
     rows: Sequence[np.ndarray],
     conditions: Conditions,
 ) -> StepPrice:
-    """A step of all layers.
+    """A step of all layers. Arguments as of ``price_passes``."""
+    return price_passes(strategy, plans, job, rows, conditions).then(conditions.end_s)
+
+
+def price_passes(
+    strategy: Strategy,
+    plans: Sequence[Plan],
+    job: Job,
+    rows: Sequence[np.ndarray],
+    conditions: Conditions,
+) -> Passes:
+    """The passes of a step through some layers that follow each other.
 
     Args:
         strategy: whose plans they are.
@@ -143,18 +269,16 @@ def price_step(
     later = whole
     if number > 1:
         later = replace(times, layers=[each.without_moves() for each in layers]).run(by_host)
-    micro_s = whole.seconds + (number - 1) * later.seconds
-    device_s = number * device.seconds - (number - 1) * (whole.seconds - later.seconds)
-    return StepPrice(
-        step_s=micro_s + conditions.end_s,
+    device_s, whole_s = device.timeline.makespan_s, whole.timeline.makespan_s
+    return Passes(
+        first=whole.sides,
+        later=later.sides,
+        number=number,
         computed_s=number * computed_s,
         imbalance_s=number * imbalance_s,
-        exposed_s=max(device_s - number * (computed_s + imbalance_s), 0.0),
-        host_s=max(micro_s - device_s, 0.0),
-        end_s=conditions.end_s,
-        balance=float(np.mean([f.computed_C.max() / f.computed_C.mean() for f in flows])),
-        schedule=whole.schedule,
-        timeline=whole.timeline,
+        device_s=number * device_s - (number - 1) * (whole_s - later.timeline.makespan_s),
+        balance_L=tuple(float(f.computed_C.max() / f.computed_C.mean()) for f in flows),
+        run=whole,
     )
 
 
@@ -189,7 +313,7 @@ class _Times:
     job: Job
     conditions: Conditions
 
-    def run(self, step: Issued) -> _Run:
+    def run(self, step: Issued) -> PassRun:
         """As it passes."""
         schedule, host_s = step
 
@@ -209,13 +333,13 @@ class _Times:
             peers_of=lambda place, task: everyone if _meets(task) else (place,),
             link_of=self._link,
         )
-        return _Run(schedule, timeline)
+        return PassRun(schedule, timeline)
 
     def _between(self, task: Task) -> float:
         """What the host computes behind a layer, before the next."""
         following = task.layer + 1
         if following == len(self.layers):
-            return self.conditions.head_s * (BACKWARD if task.adjoint_of else FORWARD)
+            return self.conditions.behind_s(is_back=bool(task.adjoint_of))
         windows = self.job.back_window_s if task.adjoint_of else self.job.window_s
         return windows[following]
 
@@ -242,12 +366,13 @@ class _Times:
     def computed(self) -> tuple[float, float]:
         """Seconds that all compute, and those that the busiest cell of each layer computes more."""
         between_s = sum(self.job.window_s) + sum(self.job.back_window_s)
+        between_s -= self.conditions.window_sent_s
         again = self.conditions.tasks.backward_rounds
         rounds = FORWARD + again
         even_s = rounds * sum(layer.mean_expert_s for layer in self.layers)
         most_s = rounds * sum(max(layer.expert_s_K) for layer in self.layers)
         restored_s = again * sum(layer.restore_s for layer in self.layers)
-        head_s = (FORWARD + BACKWARD) * self.conditions.head_s
+        head_s = self.conditions.head_computed_s
         return between_s + head_s + even_s + restored_s, most_s - even_s
 
 

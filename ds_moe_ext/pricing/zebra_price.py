@@ -96,7 +96,7 @@ class _Sides:
             expert_bytes=model.expert_weights * _weight_bytes(training, self.num_groups),
             rows_bytes=int(self.rows * of_row * training.element_bytes),
             dense_bytes=dense * _weight_bytes(training, self.new.grid.world_size)
-            + tokens * (model.num_layers * kept * state + model.vocab_size * LOGIT_BYTES),
+            + tokens * (model.num_layers * kept * state + model.vocabulary.size * LOGIT_BYTES),
             expert_free_bytes=_free_bytes(self.old),
             attention_free_bytes=_free_bytes(self.new),
         )

@@ -155,6 +155,11 @@ def test_clusters_side_by_side(
     assert "--nodes has 1 numbers, but --hardware 2 clusters" in capsys.readouterr().err
 
 
+def write_flags(path: Path, given: dict[str, Any]) -> None:
+    flags = (f"--{name}" + ("" if value is True else f" {value}") for name, value in given.items())
+    path.write_text("# a run\n" + " \\\n  ".join(flags) + "\n")
+
+
 def test_megatron_s_flags(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], files: Path
 ) -> None:
@@ -163,8 +168,7 @@ def test_megatron_s_flags(
     given |= {"micro-batch-size": 1, "global-batch-size": 8, "seq-length": 64}
     given |= {"expert-model-parallel-size": 2, "recompute-granularity": "full"}
     given |= {"ds-moe-ext-config": "ours.json"}
-    flags = (f"--{name}" + ("" if value is True else f" {value}") for name, value in given.items())
-    (files / "flags.sh").write_text("# a run\n" + " \\\n  ".join(flags) + "\n")
+    write_flags(files / "flags.sh", given)
     (files / "ours.json").write_text(json.dumps({"ds_moe_ext": {**README, "strategy": "prophet"}}))
     assert run(monkeypatch, files, "flags.sh", "--hardware", "two.json", "--strategies", "ep") == 0
     said = capsys.readouterr().out
@@ -174,6 +178,43 @@ def test_megatron_s_flags(
         line for line in said.splitlines() if "yours" in line and "prophet" in line and "│" in line
     )
     assert "2 cells, 2 homes" in own
+
+
+def test_pipeline_stages_of_divided_layers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], files: Path
+) -> None:
+    """Two interleaved stages of four ranks, which share each sample."""
+    given = {**FLAGS, "num-layers": 4, "moe-layer-freq": 1, "num-experts": 4, "bf16": True}
+    given |= {"moe-router-topk": 2, "seq-length": 64, "global-batch-size": 4}
+    given |= {"tensor-model-parallel-size": 2, "sequence-parallel": True}
+    given |= {"context-parallel-size": 2, "pipeline-model-parallel-size": 2}
+    given |= {"num-layers-per-virtual-pipeline-stage": 1, "expert-model-parallel-size": 2}
+    write_flags(files / "flags.sh", given)
+    wanted = ("--html", "out/page.html", "--trace", "out/trace.json", "--json", "out/all.json")
+    asked = ("flags.sh", "--hardware", "two.json", "--nodes", "4", "--strategies", "esp", "--pays")
+    assert run(monkeypatch, files, *asked, *wanted) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    layout = "tensor parallelism 2, context 2, 2 pipeline stages of 2 layers in 2 chunks each"
+    assert layout in said and "256 tokens a step, 4 x 1 samples of 64" in said
+    assert "bubble" in said and " is the busiest, " in said
+    numbers = json.loads((files / "out/all.json").read_text())
+    # Experts are split as dense weights are, where nobody says otherwise.
+    own = [each for each in numbers["ways"] if each["is_own"]]
+    assert [(each["expert_parallel_size"], each["expert_sharding_size"]) for each in own] == [
+        (2, 2)
+    ]
+    parts = ("computed_s", "imbalance_s", "exposed_s", "host_s", "end_s", "bubble_s")
+    for each in numbers["ways"]:
+        assert each["bubble_s"] > 0
+        assert sum(each[part] for part in parts) == pytest.approx(each["step_s"])
+    events = json.loads((files / "out/trace.json").read_text())["traceEvents"]
+    names = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
+    stages = [names[f"pipeline stage {stage}"] for stage in range(2)]
+    ran = [sum(e["ph"] == "X" and e["pid"] == stage for e in events) for stage in stages]
+    assert ran == [2 * 2 * 4] * 2  # chunks, micro-batches, both ways
+    page = (files / "out/page.html").read_text()
+    assert not Parsed.of(page).left_open
+    assert "a row a pipeline stage" in page and "bubble: it waits for other stages" in page
 
 
 def test_a_cluster_that_nothing_can_be_priced_on(
@@ -200,7 +241,15 @@ def test_a_cluster_that_nothing_can_be_priced_on(
         ),
         (("job.json", *ASKED, "--loads", "zip:1"), r"'zip:1' is neither the name of loads"),
         (("job.json", *ASKED, "--length", "0"), r"length is 0; give at least 1"),
-        (("flags.sh", *ASKED[2:]), r"says --pipeline-model-parallel-size 2, which is not priced"),
+        (("layout.sh", *ASKED[2:]), r"says --pipeline-model-parallel-layout, which is not priced"),
+        (("alone.sh", *ASKED[2:]), r"without --sequence-parallel, which Megatron .* add it"),
+        (("heads.sh", *ASKED[2:]), r"says --num-attention-heads 128, which .* 3 does not divide"),
+        (("ring.sh", *ASKED[2:]), r"says --cp-comm-type a2a, which is not priced; only p2p is"),
+        (("parts.sh", *ASKED[2:]), r"stage 2, but 4 layers do not divide into 4 pipeline stages"),
+        (("ranks.sh", *ASKED[2:]), r"which 4 ranks in groups of 8 of 1 each do not divide"),
+        (("cells.sh", *ASKED[2:]), r"8 cells of 1 rank\(s\) do not divide 2 ranks"),
+        (("stages.sh", *ASKED[2:]), r"3 layers do not divide over 2 pipeline stages; give another"),
+        (("auto.json", *ASKED), r"tensor_parallel.autotp_size is 2, under which .* set it to 1"),
         (("words.sh", *ASKED[2:]), r"says 'words', which follows no flag; give Megatron's flags"),
         (
             ("odd.json", *ASKED),
@@ -215,7 +264,20 @@ def test_what_is_wrong_is_named(
     arguments: tuple[str, ...],
     error: str,
 ) -> None:
-    (files / "flags.sh").write_text("--num-layers 2 --pipeline-model-parallel-size 2")
+    pipeline = {"pipeline-model-parallel-size": 4}
+    halves = {"pipeline-model-parallel-size": 2, "bf16": True}
+    for name, flags in (
+        ("layout", {"pipeline-model-parallel-layout": "Et|tL"}),
+        ("alone", {"tensor-model-parallel-size": 2}),
+        ("heads", {"tensor-model-parallel-size": 3, "sequence-parallel": True}),
+        ("ring", {"context-parallel-size": 2, "cp-comm-type": "a2a"}),
+        ("parts", {**pipeline, "num-layers-per-virtual-pipeline-stage": 2}),
+        ("ranks", {"context-parallel-size": 8, "global-batch-size": 1}),
+        ("cells", {**pipeline, "expert-model-parallel-size": 8, "seq-length": 8, **halves}),
+        ("stages", {"pipeline-model-parallel-size": 2, "num-layers": 3}),
+    ):
+        write_flags(files / f"{name}.sh", {**FLAGS, "num-layers": 4, "moe-layer-freq": 1, **flags})
+    (files / "auto.json").write_text(json.dumps({"tensor_parallel": {"autotp_size": 2}}))
     (files / "words.sh").write_text("words")
     (files / "odd.json").write_text(json.dumps({"train_batch_size": 10}))
     assert run(monkeypatch, files, *arguments) == 2
@@ -276,7 +338,7 @@ def test_readme_s_block_is_never_behind_with_whole_models(
 
 def ways(block: dict[str, Any], asked: str = "all", *, every_grid: bool = False) -> set[Any]:
     chosen = chosen_strategies({"ds_moe_ext": {**README, **block}}, asked)
-    found = ways_of(chosen, cluster(num_nodes=2, ranks_per_node=4), 16, every_grid=every_grid)
+    found = ways_of(chosen, cluster(num_nodes=2, ranks_per_node=4), 8, 16, every_grid=every_grid)
     return {(way.name, way.grid.num_cells, way.grid.cell_size) for _, way in found}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example that docs/price.md follows by hand: Mixtral 8x7B on 8 nodes of 8 H100."""
+"""The examples that docs/price.md follows by hand: Mixtral 8x7B on 8 nodes of 8 H100."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ds_moe_ext.commands.price_inputs import read_clusters
 from ds_moe_ext.commands.price_record import Case
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.pricing.candidates import Way, price_way
+from ds_moe_ext.pricing.model_parallel import ModelParallel
 from ds_moe_ext.pricing.model_shape import of_config
 from ds_moe_ext.pricing.training_shape import Training
 from ds_moe_ext.strategies.ep import ExpertParallel
@@ -66,3 +67,65 @@ def test_the_worked_example() -> None:
         assert text in page
     assert f"{1e3 * priced.step_s:,.1f}" == "7,015.8"
     assert f"{priced.tokens_per_s:,.0f}" == "298,917"
+
+
+def test_the_worked_example_of_a_pipeline() -> None:
+    """Tensor parallelism 2, two stages of 16 layers, experts in 4 homes."""
+    training = Training(
+        num_ranks=64,
+        length=TOKENS,
+        micro_batches=PASSES,
+        zero_stage=1,
+        recomputes=True,
+        parallel=ModelParallel(tensor=2, pipeline=2),
+    )
+    case = Case(tuple(read_clusters(["dgx_h100"], [8])), of_config(MIXTRAL, "it"), training)
+    way = Way("ep", ExpertParallel(), Grid(32, 8))
+    priced = price_way(way, case.run(way.grid), case.rows("balanced").rows_ILCE)
+
+    layers, tokens, rows = LAYERS // 2, TOKENS // 2, ROWS // 2
+    moved_s = 2 * STATE / MEMORY
+    dense_s = tokens * ((DENSE + TOKENS / 2 * 2 * WIDTH) / PRODUCTS + 16 * STATE / MEMORY)
+    expert_s = rows * (EXPERT / PRODUCTS + 2 * moved_s)
+    ordered_s = rows * moved_s
+    head_s = tokens * 32000 * (WIDTH / PRODUCTS + 8 / MEMORY)
+    gather_s = 15e-6 + TOKENS / 2 * STATE / NEAR  # and a scatter
+    exchange_s = 15e-6 + rows * 7 / 8 * STATE / NEAR
+    send_s = 15e-6 + 8 * tokens * STATE / FAR
+    host_s = 320e-6 + layers * 35e-6
+
+    moved = 2 * gather_s + 2 * exchange_s  # forward, and each of backward's two
+    forward_s = layers * (dense_s + expert_s + ordered_s + moved + 15e-6) + gather_s + host_s
+    back_s = layers * (3 * dense_s + 3 * expert_s + 2 * ordered_s + 2 * moved) + gather_s
+    held = layers * EXPERT
+    own = layers * (DENSE - 4096 * 128 * (32 + 8)) + 32000 * WIDTH / 2
+    sums_s = 2 * 15e-6 + 2 * 2 * 3 / 4 * (2 * own + 8 * held) / FAR
+    end_s = sums_s + 30 * (own / 16 + held / 4) / MEMORY
+    pass_s = forward_s + back_s + 3 * head_s + send_s
+    step_s = forward_s + send_s + PASSES * pass_s + back_s + end_s
+
+    assert priced.step_s == pytest.approx(step_s)
+    computed_s = layers * (4 * dense_s + 4 * expert_s + 3 * ordered_s) + 3 * head_s
+    assert priced.mean("computed_s") == pytest.approx(PASSES * computed_s)
+    sent_s = layers * (3 * moved + 15e-6) + 2 * gather_s + send_s
+    assert priced.mean("exposed_s") == pytest.approx(PASSES * sent_s)
+    assert priced.mean("host_s") == pytest.approx(PASSES * host_s)
+    assert priced.mean("end_s") == pytest.approx(end_s)
+    assert priced.mean("bubble_s") == pytest.approx(forward_s + send_s + back_s)
+
+    # Stage 1, with the logits of one pass; stage 0 keeps two passes, of one state a layer.
+    assert priced.fullest == 1
+    assert priced.memory.weights == priced.memory.gradients == 2 * (own + held)
+    again = rows * (2 * WIDTH + 3 * 14336) * 2 + rows * STATE + 16 * tokens * STATE
+    kept = layers * tokens * STATE + tokens * 32000 * 6
+    assert priced.memory.activations == pytest.approx(kept + again)
+
+    page = PAGE.read_text("utf-8")
+    own_s = [dense_s, expert_s, ordered_s, head_s, gather_s, exchange_s, send_s]
+    for seconds in own_s:
+        assert f"{1e3 * seconds:.4f}" in page
+    for seconds in (forward_s, back_s, pass_s, sums_s, end_s - sums_s, end_s, step_s):
+        assert f"{1e3 * seconds:,.1f}" in page
+    for part in ("computed_s", "exposed_s", "host_s", "bubble_s", "step_s"):
+        assert f"{1e3 * priced.mean(part):,.1f}" in page
+    assert f"{priced.tokens_per_s:,.0f}" in page
