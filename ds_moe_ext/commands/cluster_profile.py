@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ds_moe_ext.files.console import wide_console
 from ds_moe_ext.hardware import Collectives, Flops, Hardware, Link, Product
 from ds_moe_ext.report.units import bytes_text, seconds_text, short_count
 
@@ -69,7 +69,7 @@ def profile(given: argparse.Namespace) -> int:
 
 def tell(hardware: Hardware, given: argparse.Namespace) -> None:
     """Print what was measured, what was not, and what it means for copies of experts."""
-    console = Console()
+    console = wide_console()
     console.print(table_of(hardware))
     lines = list(notes(hardware))
     if hardware.num_ranks > 1:

@@ -9,10 +9,10 @@ import importlib.util
 import warnings
 from typing import Any, NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 
 from ds_moe_ext import _autoload
+from ds_moe_ext.files.console import wide_console
 
 
 def add_doctor(commands: Any) -> None:
@@ -32,7 +32,7 @@ def add_doctor(commands: Any) -> None:
 
 def examine(model: str | None) -> int:
     """Print what is loaded and patched; and the layers of a model. 0 if all is well."""
-    console = Console()
+    console = wide_console()
     console.print(_loading())
     well = True
     for host in PATCHED:

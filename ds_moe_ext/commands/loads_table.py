@@ -7,10 +7,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ds_moe_ext.files.console import wide_console
 from ds_moe_ext.loads.figures import figures_of
 from ds_moe_ext.loads.loads import Loads
 from ds_moe_ext.loads.sizes import Sizes
@@ -47,7 +47,7 @@ def show(given: argparse.Namespace) -> int:
     """Print what loads are like; write them where ``--out`` says."""
     sizes = {name: vars(given)[name] for name in SIZES}
     loads = read_loads(given.loads, **sizes, seed=given.seed)
-    console = Console()
+    console = wide_console()
     console.print(table_of(loads))
     if given.out is not None:
         write_loads(given.out, loads)

@@ -17,6 +17,7 @@ from ds_moe_ext.commands.price_pays import told_of_scans
 from ds_moe_ext.commands.price_record import Case, Market
 from ds_moe_ext.commands.price_table import print_market
 from ds_moe_ext.commands.price_ways import EVERY, SEVERAL, Chosen, chosen_strategies, ways_of
+from ds_moe_ext.files.console import wide_console
 from ds_moe_ext.loads.loads import Loads
 from ds_moe_ext.pricing.candidates import Priced, Refused, price_way
 from ds_moe_ext.pricing.zebra_price import ZebraPrice
@@ -40,12 +41,12 @@ def price(given: argparse.Namespace) -> int:
     num_ranks = sum(each.num_ranks for each in clusters)
     case = Case(tuple(clusters), shape, training_of(asked, shape, num_ranks, sizes))
     chosen = chosen_strategies(asked.document, given.strategies)
-    console = Console()
-    market = priced_market(case, given.loads, chosen, every_grid=given.grids == EVERY, to=console)
+    to = wide_console()
+    market = priced_market(case, given.loads, chosen, every_grid=given.grids == EVERY, to=to)
     if given.strategies != EVERY and SEVERAL not in given.strategies:
         market = replace(market, asked=given.strategies)
-    pays = told_of_scans(market, given.loads, console) if given.pays else ()
-    print_market(market, pays, console)
+    pays = told_of_scans(market, given.loads, to) if given.pays else ()
+    print_market(market, pays, to)
     if not market.priced:
         return 1
     writers = (given.html, write_page), (given.trace, write_trace), (given.json, write_json)
@@ -53,7 +54,7 @@ def price(given: argparse.Namespace) -> int:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write(path, market, pays)
-            console.print(f"wrote {path}", soft_wrap=True, markup=False, highlight=False)
+            to.print(f"wrote {path}", soft_wrap=True, markup=False, highlight=False)
     return 0
 
 

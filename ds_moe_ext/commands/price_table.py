@@ -29,6 +29,10 @@ PARTS = {
 """Where the time of a step goes: heading, and number of ``StepPrice``."""
 BUBBLE = {"bubble": "bubble_s"}
 """And where there are pipeline stages."""
+FULL = 150
+"""Columns of a terminal that all of these want."""
+BRIEF = ("step", "gain", "balance", "GiB a rank")
+"""What is shown on fewer."""
 MEMORY = ("weights", "gradients", "optimizer", "activations", "copies", "runtime")
 """What a rank needs memory for: numbers of ``MemoryUse``."""
 
@@ -48,7 +52,7 @@ def print_market(market: Market, pays: Sequence[str], to: Console) -> None:
     """
     to.print(about(market), highlight=False)
     if market.priced:
-        to.print(_seconds(market))
+        to.print(_seconds(market, to.width))
         to.print(_memory(market))
     told = [verdict(market)]
     told += [f"{name}: {plan_words(each)}" for name, each in market.named]
@@ -62,22 +66,20 @@ def print_market(market: Market, pays: Sequence[str], to: Console) -> None:
         to.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
-def _seconds(market: Market) -> Table:
+def _seconds(market: Market, width: int) -> Table:
     table = Table(title="a step, ms", title_justify="left")
-    table.add_column("")
-    table.add_column("strategy")
-    table.add_column("grid")
     parts = parts_of(market)
-    for heading in ("step", "tokens/s", "gain", *parts, "balance", "copies", "GiB a rank"):
-        table.add_column(heading, justify="right")
+    headings = ("step", "tokens/s", "gain", *parts, "balance", "copies", "GiB a rank")
+    shown = [each for each in headings if width >= FULL or each in BRIEF]
+    for heading in ("", "strategy", "grid"):
+        table.add_column(heading)
+    for heading in shown:
+        table.add_column(heading, justify="right", no_wrap=True)
     for each in market.priced:
         marks = ">" if each is market.best else ""
         gain = market.gain(each)
         memory = f"{each.memory.total / GIB:,.0f}"
-        table.add_row(
-            f"{marks} yours".strip() if each.way.name == market.own else marks,
-            each.way.name,
-            grid_text(each.way.grid),
+        cells = (
             f"{1e3 * each.step_s:,.1f}",
             f"{each.tokens_per_s:,.0f}",
             "" if gain is None else f"{gain:.2f} x",
@@ -85,8 +87,17 @@ def _seconds(market: Market) -> Table:
             f"{each.mean('balance'):.2f}",
             f"{each.copies:.1f}",
             memory if market.fits(each) else f"{memory} too much",
+        )
+        by_heading = dict(zip(headings, cells))
+        table.add_row(
+            f"{marks} yours".strip() if each.way.name == market.own else marks,
+            each.way.name,
+            grid_text(each.way.grid),
+            *(by_heading[heading] for heading in shown),
             style=None if market.fits(each) else "dim",
         )
+    if len(shown) < len(headings):
+        table.caption = f"where the time goes: from {FULL} columns on, by --html or --json"
     return table
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ds_moe_ext.files.console import wide_console
 from ds_moe_ext.papers.figure import Figure, Paper, met_of
 from ds_moe_ext.papers.figure_page import Reproduced, page_of
 from ds_moe_ext.papers.fsmoe_figures import FSMOE
@@ -55,7 +56,7 @@ def reproduce(names: Sequence[str], page: Path | None, *, as_json: bool) -> int:
     """
     if page is not None and not page.resolve().parent.is_dir():
         raise ValueError(f"--html is {str(page)!r}, whose folder does not exist; make it first")
-    console = Console(stderr=as_json)
+    console = wide_console(stderr=as_json)
     results = [_shown(PAPERS[name], console, as_json=as_json) for name in dict.fromkeys(names)]
     if as_json:
         json.dump([document_of(*result) for result in results], sys.stdout, indent=2)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from ds_moe_ext.attachment.outputs import ENDINGS, or_warn, say
 from ds_moe_ext.attachment.replacement import AttachedLayer, Blueprint, bytes_of, told_way
+from ds_moe_ext.files.console import wide_console
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.moe.observation import TimedTask
 from ds_moe_ext.report.division import division_line
@@ -106,7 +106,7 @@ class Run:
         )
         run = cls(blueprint, tuple(layers), planning, mover, recorder, rank)
         if rank == 0 and report.enabled:
-            Console().print(start_table(run))
+            wide_console().print(start_table(run))
             leave_report(recorder, report.path, lives_with, planning.forecasts)
         way = told_way(blueprint.strategy, layout)
         for line in (way, settings.hooks.rule, *planning.remarks, blueprint.why_grid):
@@ -156,7 +156,7 @@ def finish(recorder: Recorder, path: str | None, forecasts: str = "") -> None:
     record = recorder.record()
     if not record.steps_I:
         return
-    console = Console()
+    console = wide_console()
     console.print(end_table(record))
     if line := division_line(record):
         console.print(f"ds_moe_ext: {line}", soft_wrap=True, highlight=False)
@@ -177,7 +177,7 @@ def teller(settings: Settings, rank: int) -> Callable[[str], None]:
 
     def tell(line: str) -> None:
         if line and rank == 0 and settings.report.enabled:
-            Console().print(f"ds_moe_ext: {line}", soft_wrap=True, highlight=False)
+            wide_console().print(f"ds_moe_ext: {line}", soft_wrap=True, highlight=False)
 
     return tell
 

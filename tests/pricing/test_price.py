@@ -18,6 +18,7 @@ from ds_moe_ext import cli
 from ds_moe_ext.commands.price_inputs import read_clusters, read_job, training_of
 from ds_moe_ext.commands.price_market import priced_market
 from ds_moe_ext.commands.price_record import Case, Market
+from ds_moe_ext.commands.price_table import PARTS
 from ds_moe_ext.commands.price_ways import chosen_strategies, ways_of
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.loads.sources import read_loads, write_loads
@@ -50,7 +51,7 @@ def files(tmp_path: Path) -> Path:
 
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> int:
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("COLUMNS", "220")
+    monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr(sys, "argv", ["ds-moe-ext", "price", *arguments])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -71,6 +72,8 @@ def test_a_job_is_priced_and_written(
     assert "tiny: 0.0 billion weights, 2 layers of 4 experts, 2 a token" in said
     assert "1,024 tokens a step, 2 x 2 samples of 64 a rank, bf16, ZeRO 1" in said
     assert "fastest: " in said and "memory of the fullest rank, GiB of 16" in said
+    assert all(heading in said for heading in ("tokens/s", *PARTS, "GiB a rank"))  # in a pipe
+    assert "…" not in said and "where the time goes" not in said
     assert said.count(" pays, by loads: ") in (1, 2) and "by tokens of a rank in a pass: " in said
 
     numbers = json.loads((files / "out/all.json").read_text())
@@ -99,6 +102,19 @@ def test_a_job_is_priced_and_written(
     for title in ("Where the time of a step goes", "Memory of the fullest rank", "Timeline of"):
         assert title in page
     assert page.count('class="stacked"') == 3
+
+
+def test_a_narrow_terminal_is_shown_the_columns_that_it_has_room_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], files: Path
+) -> None:
+    narrow = Console(width=80, force_terminal=True, color_system=None)
+    monkeypatch.setattr("ds_moe_ext.commands.price_market.wide_console", lambda: narrow)
+    assert run(monkeypatch, files, "job.json", *ASKED, "--strategies", "ep") == 0
+    said = capsys.readouterr().out
+    (heading,) = (line for line in said.splitlines() if "balance" in line)
+    for each in ("strategy", "grid", "step", "gain", "balance", "GiB a rank"):
+        assert f" {each} " in heading
+    assert "imbalance" not in said and "--html or --json" in said
 
 
 def test_a_routing_trace_as_megatron_writes_it_is_priced(
