@@ -203,7 +203,12 @@ def run_on(host: Host, model: nn.Module, settings: Settings, strategy: Strategy)
         mover = ExpertMover(host.optimizer_states(), layers, blueprint.pools)
         pipelines = _pipelines(host, blueprint, layers, gradients)
         costs = Costs(
-            layers, blueprint.pools, blueprint.hardware, blueprint.strategy.rhythm(), pipelines
+            layers,
+            blueprint.pools,
+            blueprint.hardware,
+            blueprint.strategy.rhythm(),
+            pipelines,
+            host.num_micro_batches > 1,
         )
     planning = _planning(host, blueprint, layers, costs, mover)
     run = Run.start(blueprint, layers, planning, mover, host.carrier)
