@@ -185,6 +185,8 @@ class Hardware:
         inter_collectives: what was measured between nodes.
         copy: copies of weights over all ranks, into nodes and on within them, as bytes that the
             busiest rank takes in; null where there is one level, or nothing was measured.
+        stands_for: names of devices, as their driver tells them, for whose clusters the file stands
+            where a run names none.
     """
 
     name: str
@@ -197,10 +199,17 @@ class Hardware:
     intra_collectives: Collectives = field(default_factory=Collectives)
     inter_collectives: Collectives = field(default_factory=Collectives)
     copy: Link | None = None
+    stands_for: list[str] = field(default_factory=list, hash=False)
 
     def __post_init__(self) -> None:
         _positive("num_nodes", self.num_nodes)
         _positive("ranks_per_node", self.ranks_per_node)
+        for name in self.stands_for:
+            if not isinstance(name, str) or not name.strip():
+                raise ValueError(
+                    f"stands_for has {name!r}; give names of devices as "
+                    "torch.cuda.get_device_name tells them"
+                )
 
     @property
     def num_ranks(self) -> int:
@@ -292,6 +301,16 @@ def read_hardware(path: str | Path) -> Hardware:
         raise ValueError(f"hardware file {str(path)!r}: {error}") from error
 
 
+def shipped_for(device_name: str) -> Path | None:
+    """The file of ``configs/hardware`` that stands for clusters of a device; None where none does.
+
+    Args:
+        device_name: as its driver tells it.
+    """
+    files = names_of("hardware").values()
+    return next((file for file in files if device_name in read_hardware(file).stands_for), None)
+
+
 def _check_line(whose: str, start_name: str, start_s: float, r_squared: float | None) -> None:
     if not 0 <= start_s < math.inf:
         raise ValueError(
@@ -311,8 +330,8 @@ def _positive(what: str, value: float | None) -> None:
 
 
 def _without_nothing(value: Any) -> Any:
-    """Without keys whose value is None or an object of nothing."""
+    """Without keys whose value is None, or an object or a list of nothing."""
     if not isinstance(value, Mapping):
         return value
     kept = {key: _without_nothing(inner) for key, inner in value.items()}
-    return {key: inner for key, inner in kept.items() if inner is not None and inner != {}}
+    return {key: inner for key, inner in kept.items() if inner not in (None, {}, [])}

@@ -91,11 +91,17 @@ class Choice(NamedTuple):
         name: of it.
         expected_s: seconds of a step by its price, when it was chosen.
         told: why, for a person.
+        left_out: names of those that a rank has no memory for.
     """
 
     name: str
     expected_s: float
     told: str
+    left_out: tuple[str, ...] = ()
+
+    def is_like(self, other: Choice | None) -> bool:
+        """Whether the other was as this is, for a person."""
+        return other is not None and (self.name, self.left_out) == (other.name, other.left_out)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +114,8 @@ class Past:
         came: rows that came in it.
         choice: by which it was planned; None before the first.
         ratios: seconds that steps took over those expected, by the name of a choice.
+        taken: bytes that a rank's memory was seen to be fuller by in steps under a choice than
+            before any was copied, by its name; of the rank where that is most.
     """
 
     step: int
@@ -115,6 +123,7 @@ class Past:
     came: tuple[np.ndarray, ...]
     choice: Choice | None = None
     ratios: Mapping[str, float] = field(default_factory=dict)
+    taken: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +139,7 @@ class Job:
         window_s: seconds that the host computes before each layer in forward, which can hide
             copies; 0 until it has been measured.
         back_window_s: and behind each layer in backward.
-        free_bytes: memory of a rank for copies, of all layers together.
+        free_bytes: memory of a rank for copies, of all layers of the run together.
         accumulates: several micro-batches make a step.
         pipelines: what pipelines cost; None until it has been measured.
         stacks: number of each layer's stack: layers of one run one after the other in a pass, those
@@ -138,6 +147,7 @@ class Job:
         drift: part of the latest step's rows that went to other experts than those before; 1 where
             it is not known.
         past: of strategies that choose between others; else None.
+        of_layers: layers of the run, where these are some of them; 0: these are all.
     """
 
     rows: tuple[np.ndarray, ...]
@@ -152,6 +162,12 @@ class Job:
     stacks: tuple[int, ...] = ()
     drift: float = 1.0
     past: Past | None = None
+    of_layers: int = 0
+
+    @property
+    def num_layers(self) -> int:
+        """Of the run."""
+        return self.of_layers or len(self.homes)
 
     @classmethod
     def at_start(

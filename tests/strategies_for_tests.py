@@ -178,6 +178,7 @@ def with_busiest(
 class ByTurns(Auto):
     """Another strategy in each step, whatever it costs."""
 
-    def _chosen(self, job: Job) -> Choice:
+    def _chosen(self, job: Job) -> tuple[Choice, tuple[Plan, ...]]:
         step = 0 if job.past is None else job.past.step
-        return Choice(USUAL[-1 - step % len(USUAL)], 1.0, "its turn")
+        choice = Choice(USUAL[-1 - step % len(USUAL)], 1.0, "its turn")
+        return choice, self.strategies[choice.name].plan(job)

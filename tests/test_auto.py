@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from ds_moe_ext.pricing.memory import copied_bytes_C
 from ds_moe_ext.settings import read_settings
 from ds_moe_ext.steps.step_times import SETTLING, StepTimes
 from ds_moe_ext.strategies.auto import SAMPLED, USUAL, Auto
@@ -146,7 +147,7 @@ def test_of_many_layers_some_are_priced() -> None:
         ),
         window_s=job.window_s * 3,
         back_window_s=job.back_window_s * 3,
-        free_bytes=3 * job.free_bytes,
+        free_bytes=3 * job.free_bytes,  # of all layers together
         pipelines=replace(job.pipelines, layers=job.pipelines.layers * 3),
         past=replace(job.past, predicted=tuple(before_LCE), came=tuple(came_LCE)),
     )
@@ -156,6 +157,95 @@ def test_of_many_layers_some_are_priced() -> None:
     assert chosen(Auto(), long).expected_s == pytest.approx(
         3 * chosen(Auto(), job).expected_s, rel=0.1
     )
+
+
+# Memory.
+
+
+def of_much(**more: Any) -> Auto:
+    """With a candidate that copies as much as it is told, whatever is free."""
+    much = FullySharded(copies_per_rank=8, overlap_degree=8, rematerialize=True)
+    return Auto(blocks={"fssdp": much}, **more)
+
+
+def without(job: Job, free_bytes: int, **taken: int) -> Job:
+    assert job.past is not None
+    return replace(job, free_bytes=free_bytes, past=replace(job.past, taken=taken))
+
+
+def test_copies_that_do_not_fit_are_left_out_and_told() -> None:
+    auto, job = of_much(candidates=["ep", "fssdp"]), job_of(SKEWED)
+    assert chosen(auto, job).name == "fssdp"
+    plans = auto.strategies["fssdp"].plan(job)
+    expert_bytes = job.pools[0].expert_bytes
+    wanted = int(copied_bytes_C(plans, [expert_bytes] * 8, accumulates=False).max())
+    most = max(int((p.target.holds_EC & ~p.home.holds_EC).sum(axis=0).max()) for p in plans)
+    assert wanted == 2 * most * expert_bytes  # one layer's, and their gradients
+    assert chosen(auto, without(job, wanted)).name == "fssdp"
+    tight = chosen(auto, without(job, wanted - 1))
+    assert (tight.name, tight.left_out) == ("ep", ("fssdp",))
+    assert tight.told.endswith(
+        f"(ms, but for the optimizer); fssdp is left out, for its copies want {wanted / 1e6:,.0f} "
+        f"MB of a rank, where {(wanted - 1) / 1e6:,.0f} MB are free for them"
+    )
+    # It is told again where others are left out, though the same runs.
+    assert not tight.is_like(tight._replace(left_out=()))
+    assert tight.is_like(tight._replace(told="", expected_s=2.0))
+
+
+def test_gradients_that_wait_for_the_last_micro_batch_count() -> None:
+    auto = Auto(blocks={"fssdp": FullySharded(copies_per_rank=2, overlap_degree=8)})
+    job = job_of(SKEWED)
+    plans, each = auto.strategies["fssdp"].plan(job), [job.pools[0].expert_bytes] * 8
+    once, summed = (
+        int(copied_bytes_C(plans, each, accumulates=accumulates).max())
+        for accumulates in (False, True)
+    )
+    assert summed == pytest.approx(16 / 9 * once, rel=0.01)  # 8 layers' and 1, or 8 layers' twice
+    asked = replace(auto, candidates=["fssdp"])
+    job = without(job, (once + summed) // 2)
+    assert chosen(asked, job).name == "fssdp"
+    assert chosen(asked, replace(job, accumulates=True)).name == "ep"
+
+
+def test_what_was_seen_counts_where_that_is_more() -> None:
+    auto, job = of_much(candidates=["ep", "fssdp"]), job_of(SKEWED)
+    much = 10**12
+    assert chosen(auto, without(job, much, fssdp=much)).name == "fssdp"
+    seen = chosen(auto, without(job, much, fssdp=much + 10**6))
+    assert (seen.name, seen.left_out) == ("ep", ("fssdp",))
+    assert "its copies want 1,000,001 MB of a rank, where 1,000,000 MB are free" in seen.told
+    assert chosen(auto, without(job, much, ep=2 * much)).name == "fssdp"
+
+
+def test_the_present_one_goes_where_it_fits_no_more_and_home_is_left() -> None:
+    auto = of_much(candidates=["fssdp"], margin=0.9)
+    job = job_of(SKEWED, step=50, present="fssdp")
+    assert chosen(auto, job).name == "fssdp"
+    home = chosen(auto, without(job, 0))
+    assert (home.name, home.left_out) == ("ep", ("fssdp",))
+    assert home.expected_s > chosen(auto, job).expected_s
+
+
+def test_of_many_layers_copies_are_planned_by_what_is_free_for_all() -> None:
+    """Where they are freed after forward, as much as in a run of few layers."""
+    auto, job = Auto(candidates=["prophet"]), job_of(SKEWED)
+    job = replace(job, free_bytes=8 * job.pools[0].expert_bytes)  # two copies of a layer
+    few = chosen(auto, job).expected_s
+    assert few < 0.99 * chosen(Auto(candidates=["ep"]), job).expected_s
+    assert few > 1.01 * chosen(auto, replace(job, free_bytes=10**12)).expected_s
+    assert job.past is not None
+    thrice = replace(
+        job,
+        rows=job.rows * 3,
+        homes=job.homes * 3,
+        pools=(replace(job.pools[0], layers=tuple(range(24))),),
+        window_s=job.window_s * 3,
+        back_window_s=job.back_window_s * 3,
+        pipelines=None,  # nothing but what esp is planned by
+        past=replace(job.past, predicted=job.past.predicted * 3, came=job.past.came * 3),
+    )
+    assert chosen(auto, thrice).expected_s == pytest.approx(3 * few, rel=0.1)
 
 
 # Its keys.

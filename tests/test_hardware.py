@@ -23,6 +23,7 @@ from ds_moe_ext.hardware import (
     Products,
     ranks_per_node_of,
     read_hardware,
+    shipped_for,
 )
 
 FOLDER = Path(__file__).parents[1] / "configs" / "hardware"
@@ -178,6 +179,16 @@ def test_every_paper_has_a_file() -> None:
     assert {"hecate", "fsmoe", "proprophet", "hetermoe"} <= papers
 
 
+def test_a_device_has_one_file_at_most() -> None:
+    names = [name for file in FILES for name in read_hardware(file).stands_for]
+    assert len(names) == len(set(names))
+    found = shipped_for("NVIDIA H100 80GB HBM3")
+    assert found is not None and found.resolve() == FOLDER / "dgx_h100.json"
+    found = shipped_for("NVIDIA A100-SXM4-40GB")  # AWS's, whose cards are slower than DGX's
+    assert found is not None and found.stem == "hecate_b"
+    assert shipped_for("NVIDIA H100 PCIe") is None  # its links are others
+
+
 def test_clusters_of_hecate() -> None:
     """Spec, section 6.1: 100 and 400 Gb/s a node, 8 GPUs of 32 and 40 GB."""
     a, b = (read_hardware(FOLDER / f"hecate_{name}.json") for name in "ab")
@@ -231,6 +242,8 @@ def product(**changed: float) -> dict[str, Any]:
         ({"inter": {"bytes_per_s": 1, "latency_s": -1}}, "latency_s is -1.0; it must be at least"),
         ({"inter": {"bytes_per_s": 1, "r_squared": 2}}, "r_squared is 2.0; it must be at most 1"),
         ({"num_nodes": 0}, "num_nodes is 0; it must be above 0"),
+        ({"stands_for": "a GPU"}, "hardware.stands_for is 'a GPU', but must be a list"),
+        ({"stands_for": ["a GPU", 3]}, "stands_for has 3; give names of devices as torch.cuda"),
         ({"num_nodes": 1.5}, "hardware.num_nodes is 1.5, but must be an integer"),
         ({"device": {"name": "x", "memory_bytes": -4}}, "memory_bytes is -4; it must be above 0"),
         (

@@ -15,6 +15,7 @@ from ds_moe_ext.cost.prices import Prices
 from ds_moe_ext.loads.zipf import zipf_loads
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.copy_split import Split
+from ds_moe_ext.pricing.memory import copied_bytes_C
 from ds_moe_ext.schedule import wires
 from ds_moe_ext.schedule.task import (
     COMBINE,
@@ -50,7 +51,47 @@ def job_of(rows_LCE: np.ndarray, *, window_s: float = 0.02) -> Job:
     pool = Pool(layers=tuple(range(NUM_LAYERS)), prices=prices, expert_bytes=10_000)
     windows_s = (window_s,) * NUM_LAYERS
     job = Job.at_start(HOMES, np.zeros(NUM_CELLS, dtype=np.int64), [pool])
-    return replace(job, rows=tuple(rows_LCE), window_s=windows_s, back_window_s=windows_s)
+    return replace(
+        job,
+        rows=tuple(rows_LCE),
+        window_s=windows_s,
+        back_window_s=windows_s,
+        free_bytes=10**9,
+    )
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize(
+    ("keys", "layers_in_memory"),
+    [
+        ({}, (2, 2)),
+        ({"scheduler": False}, (1, 1)),
+        ({"rematerialize": False}, (NUM_LAYERS, 2)),
+        ({"planner": "shadow"}, (2, 2)),
+        ({"share": "priced"}, (2, 2)),
+    ],
+)
+def test_no_more_is_copied_than_fits(
+    keys: dict[str, Any], layers_in_memory: tuple[int, int], accumulates: bool
+) -> None:
+    """Of all plans that follow each other, too."""
+    held, reduced = layers_in_memory
+    each = (held + (held if accumulates else reduced)) * 10_000
+    plenty = job_of(ROWS_ILCE[0])
+    for num_copies in range(3):
+        job = replace(plenty, free_bytes=(num_copies + 1) * each - 1, accumulates=accumulates)
+        strategy = ProProphet(**keys)
+        assert f"a rank has room for {num_copies} copies of a layer" in strategy.describe(job)
+        plans = strategy.plan(job)
+        for rows_LCE in ROWS_ILCE[1:4]:
+            most = [int((p.target.holds_EC & ~HOMES[0].holds_EC).sum(axis=0).max()) for p in plans]
+            assert max(most) <= num_copies
+            assert max(most) > 0 or num_copies == 0
+            expert_bytes = [10_000] * NUM_LAYERS
+            taken_C = copied_bytes_C(plans, expert_bytes, accumulates=accumulates)
+            assert taken_C.max() <= job.free_bytes
+            assert all(p.successor is not None for p in plans)
+            plans = tuple(p.successor(rows_CE) for p, rows_CE in zip(plans, rows_LCE))
 
 
 def same(ours: Plan, theirs: Plan) -> bool:

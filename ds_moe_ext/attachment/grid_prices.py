@@ -66,13 +66,15 @@ def prices_of_cells(
         ValueError: what the hardware file does not say.
     """
     reached = Reached()
+    nodes = -(-grid.world_size // hardware.ranks_per_node)  # of the run, whatever the file has
+    hardware = reached.of(replace(hardware, num_nodes=nodes))
     shape, number_type = _shape(found)
     training = Training(num_ranks=grid.world_size, length=TOKENS, number_type=number_type)
     rows_ILRE = _rows(grid.world_size, shape.num_experts, shape.top_k)
     prices = []
     for num_cells in sizes:
         run = DescribedRun(
-            hardware=reached.of(hardware),
+            hardware=hardware,
             shape=shape,
             training=training,
             grid=replace(grid, num_cells=num_cells),

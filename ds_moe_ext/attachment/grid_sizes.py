@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
 
-from ds_moe_ext.attachment.grid_prices import LOADS, TOKENS, prices_of_cells
+from ds_moe_ext.attachment.grid_prices import LOADS, TOKENS, CellsPrice, prices_of_cells
 from ds_moe_ext.attachment.host_layer import Found
 from ds_moe_ext.attachment.launcher import ranks_on_this_node
-from ds_moe_ext.hardware import Hardware, read_hardware
+from ds_moe_ext.attachment.priced_cluster import REMEDY, UNKNOWN, Cluster
+from ds_moe_ext.hardware import Hardware
 from ds_moe_ext.layout import Grid, divisors
 from ds_moe_ext.roles import Roles
 from ds_moe_ext.settings import BLOCK, Settings
@@ -30,10 +32,31 @@ class Sized(NamedTuple):
     why: str = ""
 
 
+class _Market(NamedTuple):
+    """Attributes:
+    hardware: the cluster.
+    prices: of numbers of cells of a grid's ranks, as ``prices_of_cells``; they are made once.
+    """
+
+    hardware: Hardware
+    prices: Callable[[tuple[int, ...], Grid], list[CellsPrice]]
+
+
 def grid_of(
-    settings: Settings, strategy: Strategy, found: Sequence[Found], world_size: int
+    settings: Settings,
+    strategy: Strategy,
+    found: Sequence[Found],
+    world_size: int,
+    cluster: Cluster = UNKNOWN,
 ) -> Sized:
     """The grid that the settings ask for, or the best for the model.
+
+    Args:
+        settings: the block.
+        strategy: that runs.
+        found: its layers.
+        world_size: ranks.
+        cluster: by whose prices open sizes are chosen; a rule does where it is not known.
 
     Raises:
         ValueError: sizes do not divide.
@@ -41,16 +64,23 @@ def grid_of(
     if strategy.roles is not None:
         return Sized(_grid_of_roles(settings, strategy.roles, found, world_size))
     cell_size = _cell_size(settings, strategy, found, world_size)
-    is_split = ""
-    if settings.expert_sharding_size is None and cell_size > 1:
+    hardware, market = cluster.hardware, None
+    if hardware is not None:
+        market = _Market(hardware, cache(partial(prices_of_cells, strategy, found, hardware)))
+    is_open, is_split = settings.expert_sharding_size is None and cell_size > 1, ""
+    if is_open:
         is_split = f"{cell_size} ranks split each expert, those of a node"
-        if settings.hardware is not None:
-            grid = Grid(world_size, 1, cell_size)
-            cell_size, is_split = _split(settings, strategy, found, grid, is_split)
+        if market is not None:
+            cell_size, told = _split(
+                settings, strategy, found, Grid(world_size, 1, cell_size), market
+            )
+            is_split = told or is_split
     max_cells = world_size // cell_size
     num_cells, why = settings.expert_parallel_size, ""
     if num_cells is None:
-        num_cells, why = _num_cells(settings, strategy, found, Grid(world_size, 1, cell_size))
+        grid = Grid(world_size, 1, cell_size)
+        num_cells, why, is_number_open = _num_cells(strategy, found, grid, market)
+        is_open = is_open or is_number_open
     if max_cells % num_cells:
         cells = "" if cell_size == 1 else f" in cells of {cell_size} ranks"
         raise ValueError(
@@ -70,7 +100,10 @@ def grid_of(
                 f"with ep_size {layer.num_cells}; make them equal, or build it with ep_size 1"
             )
     grid = Grid(world_size, num_cells, cell_size)
-    return Sized(grid, _told(settings, grid, is_split, why) if world_size > 1 else "")
+    if world_size == 1:
+        return Sized(grid)
+    told = _told(settings, grid, is_split, why)
+    return Sized(grid, f"{told}; {cluster.told}; {REMEDY}" if is_open and cluster.told else told)
 
 
 def _told(settings: Settings, grid: Grid, is_split: str, why: str) -> str:
@@ -116,42 +149,44 @@ def sizes_with_homes(fewest: int, max_cells: int) -> list[int]:
 
 
 def _num_cells(
-    settings: Settings, strategy: Strategy, found: Sequence[Found], grid: Grid
-) -> tuple[int, str]:
-    """The best for the model, and why: what it was built with, if it was; else what costs least on
-    the cluster that is described; else as many as leave no rank without experts, in a node if there
-    are several.
+    strategy: Strategy, found: Sequence[Found], grid: Grid, market: _Market | None
+) -> tuple[int, str, bool]:
+    """The best for the model, why, and whether prices may choose: what it was built with, if it
+    was; else what costs least on the cluster that is described; else as many as leave no rank
+    without experts, in a node if there are several.
 
     Args:
-        settings: whether a cluster is described.
         strategy: that runs.
         found: its layers.
         grid: with all ranks and those of a cell.
+        market: of the cluster, if it is described.
     """
     max_cells = grid.world_size // grid.cell_size
     built = {layer.num_cells for layer in found} - {1}
     if built:
         num_cells = built.pop()
-        return num_cells, f"{_cells(num_cells)}, as the model was built"
+        return num_cells, f"{_cells(num_cells)}, as the model was built", False
     if strategy.with_homes_that_stay().rhythm().shard_every:
-        return max_cells, f"all {_cells(max_cells)}, for experts that move have one home"
+        return max_cells, f"all {_cells(max_cells)}, for experts that move have one home", False
     sizes, why = _homes(strategy, found, max_cells)
-    untold = ""
-    if settings.hardware is not None:
+    on_node = ranks_on_this_node() or grid.world_size
+    tried = _filling(sizes, on_node if market is None else market.hardware.ranks_per_node, grid)
+    is_open, untold = len(tried) > 1, ""
+    if market is not None:
         try:
-            return _cheapest(strategy, found, read_hardware(settings.hardware), sizes, grid)
+            return *_cheapest(market, tried, grid), is_open
         except ValueError as error:
-            untold = f"; {BLOCK}.hardware does not tell what others would cost: {error}"
-    on_node = ranks_on_this_node() or max_cells
+            untold = f"; {market.hardware.name} does not tell what others would cost: {error}"
     is_spread = strategy.has_uneven_homes and grid.cell_size == 1
     in_nodes = [size for size in sizes if is_spread and on_node % size == 0]
     if 1 < max(in_nodes, default=1) < sizes[-1]:
         larger = in_json(f"{BLOCK}.expert_parallel_size", sizes[-1])
-        return in_nodes[-1], (
+        why = (
             f"{_cells(in_nodes[-1])}, so that rows and copies stay in a node of {on_node} ranks "
             f"(to spread experts over more, set {larger}){untold}"
         )
-    return sizes[-1], f"{_cells(sizes[-1])}, {why}{untold}"
+        return in_nodes[-1], why, is_open
+    return sizes[-1], f"{_cells(sizes[-1])}, {why}{untold}", is_open
 
 
 def _homes(strategy: Strategy, found: Sequence[Found], max_cells: int) -> tuple[Sequence[int], str]:
@@ -166,65 +201,65 @@ def _homes(strategy: Strategy, found: Sequence[Found], max_cells: int) -> tuple[
     )
 
 
-def _cheapest(
-    strategy: Strategy,
-    found: Sequence[Found],
-    hardware: Hardware,
-    sizes: Sequence[int],
-    grid: Grid,
-) -> tuple[int, str]:
-    """What a layer takes least time with, and what the others would lose; experts are spread over
-    the ranks of a node at least."""
-    tried = _filling(sizes, hardware, grid)
+def _cheapest(market: _Market, tried: tuple[int, ...], grid: Grid) -> tuple[int, str]:
+    """What a layer takes least time with, and what the others would lose."""
     if len(tried) == 1:
         return tried[0], f"{_cells(tried[0])}, the most there can be"
-    best, *others = prices_of_cells(strategy, found, hardware, tried, grid)
+    best, *others = market.prices(tried, grid)
     lost = ", ".join(
         f"{_cells(each.num_cells)} {each.layer_s / best.layer_s:.3g} times" for each in others
     )
     return best.num_cells, (
-        f"{_cells(best.num_cells)}, by what a layer costs on {hardware.name}: it takes "
+        f"{_cells(best.num_cells)}, by what a layer costs on {market.hardware.name}: it takes "
         f"{1e3 * best.layer_s:.3g} ms a step, with {lost} as long ({TOKENS:,} tokens a rank, loads "
         f"{LOADS})"
     )
 
 
-def _filling(sizes: Sequence[int], hardware: Hardware, grid: Grid) -> list[int]:
+def _filling(sizes: Sequence[int], per_node: int, grid: Grid) -> tuple[int, ...]:
     """Numbers of cells that fill a node at least, as far as there are so many."""
-    per_node = hardware.ranks_per_node
     in_node = [size for size in sizes if per_node % (size * grid.cell_size) == 0]
-    return [size for size in sizes if size >= max(in_node, default=sizes[0])]
+    return tuple(size for size in sizes if size >= max(in_node, default=sizes[0]))
 
 
 def _split(
-    settings: Settings, strategy: Strategy, found: Sequence[Found], grid: Grid, usual: str
+    settings: Settings,
+    strategy: Strategy,
+    found: Sequence[Found],
+    grid: Grid,
+    market: _Market,
 ) -> tuple[int, str]:
     """Whether the ranks of a node split experts, by what a layer costs on the cluster that is
     described; and why, for a person.
 
     Args:
-        settings: with the cluster.
+        settings: which may say the number of cells.
         strategy: that runs.
         found: its layers.
         grid: with all ranks and those that would split an expert.
-        usual: what is told where the file does not say enough.
+        market: of the cluster.
+
+    Returns:
+        Ranks of a cell, and why; nothing where the file does not say enough.
     """
-    assert settings.hardware is not None
-    hardware, given = read_hardware(settings.hardware), settings.expert_parallel_size
-    best_s = []
+    given, best_s = settings.expert_parallel_size, []
     for size in (1, grid.cell_size):
         each = replace(grid, cell_size=size)
         sizes, _ = _homes(strategy, found, grid.world_size // size)
-        tried = _filling(sizes, hardware, each) if given is None else [given]
+        per_node = market.hardware.ranks_per_node
+        tried = _filling(sizes, per_node, each) if given is None else (given,)
         try:
-            best_s.append(prices_of_cells(strategy, found, hardware, tried, each)[0].layer_s)
+            best_s.append(market.prices(tried, each)[0].layer_s)
         except ValueError:
-            return grid.cell_size, usual
+            return grid.cell_size, ""
     whole_s, split_s = best_s
     if split_s < whole_s:
-        return grid.cell_size, f"{usual}; whole a layer takes {whole_s / split_s:.3g} times as long"
+        return grid.cell_size, (
+            f"{grid.cell_size} ranks split each expert, those of a node; whole a layer takes "
+            f"{whole_s / split_s:.3g} times as long"
+        )
     return 1, (
-        f"experts stay whole, by what a layer costs on {hardware.name}: it takes "
+        f"experts stay whole, by what a layer costs on {market.hardware.name}: it takes "
         f"{split_s / whole_s:.3g} times as long where the {grid.cell_size} ranks of a node split "
         "each"
     )

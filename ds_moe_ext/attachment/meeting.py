@@ -68,12 +68,11 @@ class Start:
     Attributes:
         of: what the host calls it, for a person.
         is_wanted: this rank runs by us.
-        is_agreed: ranks have compared what they start with.
     """
 
     of: str
     is_wanted: bool = False
-    is_agreed: bool = False
+    _agreed: set[str] = field(default_factory=set, init=False)  # what ranks have compared
     _step: int = field(default=0, init=False)
     _has_left: bool = field(default=False, init=False)
 
@@ -146,7 +145,7 @@ class Start:
             warnings.warn(f"{BLOCK}: other ranks could not be told ({gone})", stacklevel=2)
 
     def agree(self, description: Description, first: int = 0) -> None:
-        """Compare what ranks start with, once. Collective.
+        """Compare what ranks start with, each thing once. Collective.
 
         Args:
             description: of this rank.
@@ -155,12 +154,12 @@ class Start:
         Raises:
             ValueError: on all ranks, naming what differs and both values.
         """
-        if self.is_agreed or self.board is None:
+        new = {key: text for key, text in description.items() if key not in self._agreed}
+        if self.board is None or (description and not new):
             return
-        self.is_agreed = True
         board, number = self.board, self._step
         mark, told = self._key(number, f"mark {first}"), self._key(number, f"told {first}")
-        own = json.dumps(description, sort_keys=True)
+        own = json.dumps(new, sort_keys=True)
         own_mark = hashlib.sha256(own.encode()).hexdigest()
         with self.together():
             if board.rank == first:
@@ -169,7 +168,27 @@ class Start:
         with self.together():
             if board.read(mark) != own_mark:
                 theirs = json.loads(board.read(told) or "{}")
-                raise Disagreement(_differences(theirs, first, description, board.rank))
+                raise Disagreement(_differences(theirs, first, new, board.rank))
+        self._agreed.update(new)
+
+    def each_different(self, what: str, text: str) -> tuple[str, ...]:
+        """What ranks say, which may differ. Collective.
+
+        Args:
+            what: it is about.
+            text: of this rank.
+
+        Returns:
+            The same on all ranks: the one text, or the first two of several.
+        """
+        board = self.board
+        if board is None:
+            return (text,)
+        first, other = self._key(self._step, what), self._key(self._step, f"another {what}")
+        with self.together():
+            if board.put_first(first, text) != text:
+                board.put_first(other, text)
+        return tuple(said for key in (first, other) if (said := board.read(key)) is not None)
 
     def _meet(self) -> None:
         """Wait until all ranks are here."""

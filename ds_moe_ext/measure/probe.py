@@ -432,17 +432,11 @@ def expert_sweep(
     return Sweep("expert", num_rows_N, [partial(work, num_rows) for num_rows in num_rows_N])
 
 
-def least_free_bytes(bench: Bench, budget_bytes: int | None = None) -> int | None:
-    """Memory that every rank could still take, the same on all. Collective.
-
-    On CUDA what the driver and PyTorch's allocator had left at the fullest moment so far, at most
-    the budget. Elsewhere the
-    budget, and None without one: a host's memory is shared with other ranks and programs.
-    """
-    if bench.device.type != "cuda":
-        return budget_bytes
-    free_bytes, _ = torch.cuda.mem_get_info(bench.device)
-    free_bytes += torch.cuda.memory_reserved(bench.device)
-    free_bytes -= torch.cuda.max_memory_allocated(bench.device)
-    least_bytes = int(bench.over_ranks(np.array([free_bytes])).min())
-    return least_bytes if budget_bytes is None else min(least_bytes, budget_bytes)
+def spare_bytes(device: torch.device) -> int | None:
+    """What the driver and PyTorch's allocator had left at the fullest moment so far; None of a
+    host's memory, which is shared with other ranks and programs."""
+    if device.type != "cuda":
+        return None
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    return int(free_bytes + reserved - torch.cuda.max_memory_allocated(device))

@@ -93,6 +93,7 @@ def place_experts(
     prices: BlockPrices,
     num_excluded: int | None = 0,
     balance: float = 1.0,
+    max_copied: int | None = None,
 ) -> BlockPlan:
     """Copy the experts of the busiest cells to the cells whose rows they compute.
 
@@ -108,6 +109,7 @@ def place_experts(
         num_excluded: ``n``, cells that get no copy of an expert: those with the fewest rows for it,
             never its home; None excludes the cells without any rows for it.
         balance: ``alpha`` of equation (7).
+        max_copied: experts of which a cell has memory for a copy; None: of all.
 
     Raises:
         ValueError: rows, ``num_excluded`` or ``balance`` that do not fit.
@@ -122,7 +124,7 @@ def place_experts(
         raise ValueError(f"balance is {balance}; it must be finite and at least 0")
     choices = Choices(home, rows_CE, num_excluded)
     alone = cell_rows(home, home, rows_CE)
-    selected = _fastest(choices, alone, balance, prices)
+    selected = _fastest(choices, alone, balance, prices, max_copied)
     return BlockPlan.of(choices, selected=selected, alone=alone, prices=prices)
 
 
@@ -203,7 +205,11 @@ LOOKED_AT = 16  # experts that the loop adds before it looks whether more can pa
 
 
 def _fastest(
-    choices: Choices, alone: CellRows, balance: float, prices: BlockPrices
+    choices: Choices,
+    alone: CellRows,
+    balance: float,
+    prices: BlockPrices,
+    max_copied: int | None,
 ) -> tuple[int, ...]:
     """The experts that the loop of Algorithm 1 tries, in order, up to where the step is fastest:
     the first such place. Those at the end that cannot make it faster, whatever they balance, are
@@ -223,7 +229,7 @@ def _fastest(
     fastest_s = step_seconds(prices, max(received), most_computed, 0.0)
 
     while not most_computed - int(computed_C[computed_C.argmin()]) < spread:
-        if not waiting[busiest]:
+        if not waiting[busiest] or len(experts) == max_copied:
             break
         if len(experts) % LOOKED_AT == LOOKED_AT - 1:
             # Even if no rows travelled, and all cells computed equally many. The model's time does

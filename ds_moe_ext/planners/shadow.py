@@ -30,7 +30,9 @@ def shadow_seconds(prices: BlockPrices, *, most_rows: int, num_shadows: int) -> 
     return computed_s + exchanged_s + num_shadows * prices.weight_bytes / prices.copy_bytes_per_s
 
 
-def shadow_experts(home: Placement, rows_CE: np.ndarray, *, prices: BlockPrices) -> BlockPlan:
+def shadow_experts(
+    home: Placement, rows_CE: np.ndarray, *, prices: BlockPrices, max_copied: int | None = None
+) -> BlockPlan:
     """Copy the hottest experts to all cells, one more as long as that is faster by FasterMoE.
 
     The expert with the fewest rows is never copied. Among equals the lower index is hotter.
@@ -39,6 +41,7 @@ def shadow_experts(home: Placement, rows_CE: np.ndarray, *, prices: BlockPrices)
         home: where each expert lives, one cell an expert.
         rows_CE: rows that each cell is expected to route to each expert; integers.
         prices: of the block.
+        max_copied: experts of which a cell has memory for a copy; None: of all.
 
     Returns:
         The plan; its seconds are those of Pro-Prophet's model.
@@ -54,7 +57,7 @@ def shadow_experts(home: Placement, rows_CE: np.ndarray, *, prices: BlockPrices)
         for shadows, rows in enumerate(load_E[hottest_first_E].tolist())
     ]
     is_gain = [after < before for before, after in pairwise(seconds)]
-    num_shadows = [*is_gain, False].index(False)
+    num_shadows = [*is_gain[:max_copied], False].index(False)
     return BlockPlan.of(
         Choices(home, rows_CE, num_excluded=0),
         selected=tuple(hottest_first_E[:num_shadows].tolist()),

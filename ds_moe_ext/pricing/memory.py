@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank needs memory for. Pure."""
+"""What a rank needs memory for. Pure. Shape letters: L layers, C cells."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.pricing.model_shape import ModelShape
 from ds_moe_ext.pricing.pipeline_order import Pass, most_kept
 from ds_moe_ext.pricing.training_shape import MASTER_AND_STATES, Training
+from ds_moe_ext.strategy import Plan
 
 RUNTIME = 2 << 30  # bytes of the device's own runtime and of communicators
 KEPT_DENSE = 16  # hidden states that a layer's dense part keeps for backward, with fused attention
@@ -125,3 +128,25 @@ def stage_memory(
         optimizer=sum(each.optimizer for each in uses),
         activations=kept + max(each.passing for each in passes),
     )
+
+
+def copied_bytes_C(
+    plans: Sequence[Plan], expert_bytes_L: Sequence[int], *, accumulates: bool
+) -> np.ndarray:
+    """Copies of experts and their gradients on each cell when it has most, int64 ``[C]``.
+
+    All layers' copies, or one layer's where they are freed after forward, or two layers' where the
+    block before carries them besides; of gradients those of as few layers, but where they wait for
+    the last micro-batch those of as many as have copies.
+
+    Args:
+        plans: of each layer.
+        expert_bytes_L: of one expert's weights.
+        accumulates: several micro-batches make a step.
+    """
+    copies_LC = np.array([(p.target.holds_EC & ~p.home.holds_EC).sum(axis=0) for p in plans])
+    most_first_LC = -np.sort(-copies_LC * np.array(expert_bytes_L)[:, None], axis=0)
+    at_once = 2 if any(plan.carried is not None for plan in plans) else 1
+    frees = all(plan.rematerialize for plan in plans if plan.has_copies)
+    held_C: np.ndarray = most_first_LC[: at_once if frees else None].sum(axis=0)
+    return held_C + (held_C if accumulates else most_first_LC[:at_once].sum(axis=0))

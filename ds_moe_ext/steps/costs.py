@@ -24,15 +24,16 @@ from ds_moe_ext.measure.probe import (
     Level,
     Sizes,
     least_exchange_s,
-    least_free_bytes,
     measure_copies,
     measure_pairs,
+    spare_bytes,
 )
 from ds_moe_ext.moe.copies.slab import Weights
 from ds_moe_ext.moe.dispatch import Wire
 from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.observation import Rows, TimedTask
 from ds_moe_ext.planners import layer_pipelines
+from ds_moe_ext.pricing.memory import copied_bytes_C
 from ds_moe_ext.schedule.stripes import OFFLOADED
 from ds_moe_ext.schedule.task import (
     ATTENTION,
@@ -45,6 +46,7 @@ from ds_moe_ext.schedule.task import (
     Op,
     Task,
 )
+from ds_moe_ext.steps.memory_taken import MemoryTaken
 from ds_moe_ext.steps.pipeline_costs import Pipelines
 from ds_moe_ext.steps.step_times import StepTimes
 from ds_moe_ext.strategy import Choice, Pool, Rhythm
@@ -304,6 +306,7 @@ class Costs:
     hardware: the cluster, if it was described; else its links are looked at.
     rhythm: of the strategy.
     pipelines: measures these too, where a strategy plans by it.
+    accumulates: several micro-batches make a step.
 
     Attributes:
         are_new: they have been measured in the latest step.
@@ -315,6 +318,7 @@ class Costs:
     hardware: Hardware | None
     rhythm: Rhythm
     pipelines: Pipelines | None = None
+    accumulates: bool = False
     are_new: bool = field(default=False, init=False)
     seen: Sequence[Seen] = field(default=(), init=False)
 
@@ -335,6 +339,16 @@ class Costs:
         """Of steps; where these change much, costs are measured again."""
         return StepTimes.of(self.rhythm, self.device, self._layout.everyone)
 
+    @cached_property
+    def memory(self) -> MemoryTaken:
+        """Of steps under each choice."""
+
+        def most(number: int) -> int:
+            own = torch.tensor([number], device=self.device)
+            return int(max_in_place(own, self._layout.everyone))
+
+        return MemoryTaken(lambda: spare_bytes(self.device), most)
+
     def after_step(self, number: int, rows: Sequence[Rows], choice: Choice | None) -> Measured:
         """What is known after a step; nothing more than before it of a strategy that wants to know
         nothing. Collective.
@@ -347,6 +361,8 @@ class Costs:
         if not self._copies and self.pipelines is None:
             return self._measured
         self.times.after_step(number, choice)
+        if choice is not None:
+            self.memory.after_step(choice.name, is_due=self.times.is_due(number))
         if self.times.has_drifted:
             self._measure_again()
         step, self._num_steps = self._num_steps, self._num_steps + 1
@@ -401,14 +417,23 @@ class Costs:
         )
 
     def _free_bytes(self) -> int:
-        """Memory for copies on the rank that has least; where nothing tells, as much as its own
-        experts and their gradients take."""
-        clock, group = clock_of(self.device), self._layout.everyone
-        bench = Bench(clock, self.device, num_warm_ups=0, num_repeats=1, group=group)
-        free = least_free_bytes(bench)
-        if free is not None:
-            return int(SHARE_OF_FREE * free)
-        return 2 * sum(self._bytes_at_home(pool) for pool in self.pools)
+        """Memory for copies on the rank that has least, those that are there among it; where
+        nothing tells, as much as its own experts and their gradients take."""
+        spare = spare_bytes(self.device)
+        if spare is None:
+            return 2 * sum(self._bytes_at_home(pool) for pool in self.pools)
+        spare += self._copied_bytes()
+        self.memory.begin(spare)
+        least = max_in_place(torch.tensor([-spare], device=self.device), self._layout.everyone)
+        return int(SHARE_OF_FREE * -int(least))
+
+    def _copied_bytes(self) -> int:
+        """Of this rank's copies under the present plans."""
+        plans = [layer.routed.site.plan for layer in self.layers]
+        pools = {layer: pool for pool in self.pools for layer in pool.layers}
+        each = [bytes_of(self._expert(pools[layer])) for layer in range(len(plans))]
+        copied_C = copied_bytes_C(plans, each, accumulates=self.accumulates)
+        return int(copied_C[self._layout.index("ep")])
 
     def _bytes_at_home(self, pool: Pool) -> int:
         """Of a rank with as many experts as the mean, and one of each layer at least: where experts

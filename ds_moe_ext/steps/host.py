@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -17,6 +16,7 @@ from torch import nn
 from ds_moe_ext.attachment import block_hooks, replacement
 from ds_moe_ext.attachment.host_layer import Adopted, Found
 from ds_moe_ext.attachment.meeting import Description, start_of
+from ds_moe_ext.attachment.priced_cluster import device_name
 from ds_moe_ext.attachment.replacement import Around, AttachedLayer, Blueprint
 from ds_moe_ext.attachment.router_gates import routers_of
 from ds_moe_ext.comm import gather_objects
@@ -110,7 +110,7 @@ class Host(Protocol):
         ...
 
     def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> Seats:
-        """Which ranks run the same layers, in cells of which sizes.
+        """Which ranks run the same layers, in cells of which sizes. Collective.
 
         Raises:
             ValueError: sizes do not divide, or are not the host's.
@@ -157,9 +157,7 @@ class Host(Protocol):
 
 def device_names(device: torch.device) -> list[str]:
     """Name of each rank's device, in the order of the ranks. Collective, over the world."""
-    has_name = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if has_name else platform.processor()
-    return gather_objects(name or device.type, None)
+    return gather_objects(device_name(device), None)
 
 
 def run_on(host: Host, model: nn.Module, settings: Settings, strategy: Strategy) -> Run | None:
@@ -205,7 +203,12 @@ def run_on(host: Host, model: nn.Module, settings: Settings, strategy: Strategy)
         mover = ExpertMover(host.optimizer_states(), layers, blueprint.pools)
         pipelines = _pipelines(host, blueprint, layers, gradients)
         costs = Costs(
-            layers, blueprint.pools, blueprint.hardware, blueprint.strategy.rhythm(), pipelines
+            layers,
+            blueprint.pools,
+            blueprint.hardware,
+            blueprint.strategy.rhythm(),
+            pipelines,
+            host.num_micro_batches > 1,
         )
     planning = _planning(host, blueprint, layers, costs, mover)
     run = Run.start(blueprint, layers, planning, mover, host.carrier)

@@ -148,7 +148,8 @@ class Planning:
         past = None
         if self._rhythm.choose_every and any(rows_CE.any() for rows_CE in self.job.rows):
             came = tuple(each.routed_CE for each in rows)
-            past = Past(step + 1, self.job.rows, came, self._choice, self.costs.times.ratios)
+            ratios, taken = self.costs.times.ratios, self.costs.memory.taken
+            past = Past(step + 1, self.job.rows, came, self._choice, ratios, taken)
         return {"rows": window.predicted(), "drift": window.drift, "past": past}
 
     @property
@@ -222,8 +223,8 @@ class Planning:
         self._take(self.strategy.plan(self.job))
 
     def _take(self, plans: Sequence[Plan]) -> None:
-        before, choice = self._choice, plans[0].choice
-        if choice is not None and (before is None or choice.name != before.name):
+        choice, before = plans[0].choice, self._choice
+        if choice is not None and not choice.is_like(before):
             self.tell(choice.told)
         stacks = [layer.stack for layer in self.layers]
         for layer, plan, following in zip(self.layers, plans, followers(plans, stacks)):

@@ -77,10 +77,14 @@ class StepTimes:
             self._ends_s.clear()
         self._choice = choice
         self._ends_s.append(self.clock())
-        if (step + 2) % self.every == 0:  # what is made beside the next step knows of it
+        if self.is_due(step):
             if len(self._ends_s) > SETTLING + 1:
                 self._look(choice)
             self._ends_s.clear()
+
+    def is_due(self, step: int) -> bool:
+        """Whether ranks tell each other behind a step: what is made beside the next knows of it."""
+        return self.every > 0 and (step + 2) % self.every == 0
 
     def _look(self, choice: Choice) -> None:
         own_s = median(after - before for before, after in pairwise(self._ends_s[SETTLING:]))

@@ -18,6 +18,7 @@ import numpy as np
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.planners.layer_pipelines import Measured
 from ds_moe_ext.pricing.layer_seconds import TaskCosts
+from ds_moe_ext.pricing.memory import copied_bytes_C
 from ds_moe_ext.pricing.step_price import Conditions, price_step
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.esp import ExpertSharding
@@ -171,16 +172,15 @@ class Auto(Choosing):
     def plan(self, job: Job) -> tuple[Plan, ...]:
         if not _are_costs_known(job):
             return self._first.plan(job)
-        choice = self._chosen(job)
-        plans = self.strategies[choice.name].plan(job)
+        choice, plans = self._chosen(job)
         # What follows is asked of all layers together, step by step: it may come from another.
         return tuple(replace(plan, successor=None, choice=choice) for plan in plans)
 
-    def _chosen(self, job: Job) -> Choice:
-        """The present choice, or another where it is time."""
+    def _chosen(self, job: Job) -> tuple[Choice, tuple[Plan, ...]]:
+        """The present choice, or another where it is time; and its plans."""
         past = job.past
         if past is not None and past.choice is not None and past.step % self.interval:
-            return past.choice
+            return past.choice, self.strategies[past.choice.name].plan(job)
         sample = _sampled(job)
         scale = len(job.homes) / len(sample.homes)
         priced = {name: scale * _price(each, sample) for name, each in self._candidates.items()}
@@ -188,13 +188,43 @@ class Auto(Choosing):
         ratios = {} if past is None else past.ratios
         usual = ratios.get(present or "", 1.0)
         expected = {name: ratios.get(name, usual) * seconds for name, seconds in priced.items()}
-        best = min(expected, key=lambda name: expected[name])
-        if present in expected and expected[best] > (1 - self.margin) * expected[present]:
-            best = present
         others = sorted(expected.items(), key=lambda item: item[1])
         told = ", ".join(f"{1e3 * seconds:.3g} under {name}" for name, seconds in others)
+        best, plans, left_out = self._that_fits(job, expected, present)
+        if best not in priced:
+            priced[best] = scale * _price(self.strategies[best], sample)
         why = f"auto takes {best}: a step is expected to take {told} (ms, but for the optimizer)"
-        return Choice(best, priced[best], why)
+        return Choice(
+            best, priced[best], "; ".join((why, *left_out.values())), tuple(left_out)
+        ), plans
+
+    def _that_fits(
+        self, job: Job, expected: Mapping[str, float], present: str | None
+    ) -> tuple[str, tuple[Plan, ...], Mapping[str, str]]:
+        """The cheapest that a rank has memory for, its plans, and why cheaper ones are left out; of
+        equals, nearly, the present one. What copies nothing fits in any case.
+
+        Args:
+            job: of all layers.
+            expected: seconds of the candidates.
+            present: that runs, if one does.
+        """
+        remaining, left_out = dict(expected), dict[str, str]()
+        while remaining:
+            best = min(remaining, key=lambda name: remaining[name])
+            if present in remaining:
+                enough_s = (1 - self.margin) * remaining[present]
+                best = best if remaining[best] <= enough_s else present
+            plans = self.strategies[best].plan(job)
+            wanted = _wanted_bytes(best, plans, job)
+            if wanted <= job.free_bytes:
+                return best, plans, left_out
+            left_out[best] = (
+                f"{best} is left out, for its copies want {wanted / 1e6:,.0f} MB of a rank, where "
+                f"{job.free_bytes / 1e6:,.0f} MB are free for them"
+            )
+            del remaining[best]
+        return BASE, self._first.plan(job), left_out
 
 
 def _price(strategy: Strategy, job: Job) -> float:
@@ -206,6 +236,16 @@ def _price(strategy: Strategy, job: Job) -> float:
     num_cells = len(job.node_C)
     conditions = Conditions(grid=Grid(num_cells, num_cells), tasks=_costs(job), classes=CLASSES)
     return price_step(strategy, plans, known, came, conditions).step_s
+
+
+def _wanted_bytes(name: str, plans: Sequence[Plan], job: Job) -> int:
+    """What copies take of a rank's memory: as the plans hold it, and as it was seen, where they
+    ran."""
+    pools = {layer: pool for pool in job.pools for layer in pool.layers}
+    each = [pools[layer].expert_bytes for layer in range(len(plans))]
+    held = int(copied_bytes_C(plans, each, accumulates=job.accumulates).max())
+    seen = 0 if job.past is None else job.past.taken.get(name, 0)
+    return max(held, seen) if held else 0
 
 
 def _are_costs_known(job: Job) -> bool:
@@ -246,10 +286,10 @@ def _sampled(job: Job) -> Job:
         pools=tuple(pool for pool in pools if pool.layers),
         window_s=_of(job.window_s, kept),
         back_window_s=_of(job.back_window_s, kept),
-        free_bytes=job.free_bytes * len(kept) // num_layers,
         pipelines=_pipelines(job.pipelines, kept),
         stacks=_of(job.stacks, kept),
         past=past,
+        of_layers=num_layers,
     )
 
 

@@ -407,7 +407,7 @@ class FullySharded(Strategy):
 
     def _layers_in_memory(self, job: Job) -> tuple[int, int]:
         """At once: those whose copies are, and those whose copies' gradients are."""
-        layers_held = 1 if self.rematerialize else len(job.homes)
+        layers_held = 1 if self.rematerialize else job.num_layers
         # Gradients of copies wait for the last micro-batch, those of all layers.
         return layers_held, layers_held if job.accumulates else 1
 

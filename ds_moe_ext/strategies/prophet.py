@@ -23,6 +23,7 @@ from ds_moe_ext.cost.block_costs import (
     is_balanced,
     placement_seconds,
 )
+from ds_moe_ext.cost.overlap import copies_that_fit
 from ds_moe_ext.cost.prices import TRIPS
 from ds_moe_ext.level_share import LevelShare
 from ds_moe_ext.load import drift
@@ -49,11 +50,11 @@ from ds_moe_ext.strict import at_least, nearest
 LOCAL = "local"  # a share, by its JSON name
 LINKS, PAPER = PRICES = ("links", "paper")  # models of costs, by their JSON names
 
-Planner = Callable[["ProProphet", Placement, np.ndarray, BlockPrices], BlockPlan]
+Planner = Callable[["ProProphet", Placement, np.ndarray, BlockPrices, int], BlockPlan]
 
 
 def _greedy(
-    strategy: ProProphet, home: Placement, rows_CE: np.ndarray, prices: BlockPrices
+    strategy: ProProphet, home: Placement, rows_CE: np.ndarray, prices: BlockPrices, fits: int
 ) -> BlockPlan:
     return place_experts(
         home,
@@ -61,13 +62,14 @@ def _greedy(
         prices=prices,
         num_excluded=strategy.num_excluded,
         balance=strategy.balance,
+        max_copied=fits,
     )
 
 
 def _shadow(
-    strategy: ProProphet, home: Placement, rows_CE: np.ndarray, prices: BlockPrices
+    strategy: ProProphet, home: Placement, rows_CE: np.ndarray, prices: BlockPrices, fits: int
 ) -> BlockPlan:
-    return shadow_experts(home, rows_CE, prices=prices)
+    return shadow_experts(home, rows_CE, prices=prices, max_copied=fits)
 
 
 PLANNERS: Mapping[str, Planner] = {"prophet": _greedy, "shadow": _shadow}
@@ -145,9 +147,15 @@ class ProProphet(Strategy):
                 f"{num_cells - 1}, or null"
             )
         plans = {
-            layer: _Search(self, job.homes[layer], job.follows(layer), prices, job.node_C, pool)(
-                job.rows[layer]
-            )
+            layer: _Search(
+                self,
+                job.homes[layer],
+                job.follows(layer),
+                prices,
+                job.node_C,
+                pool,
+                self._copies_that_fit(job, pool),
+            )(job.rows[layer])
             if (prices := self._prices(job, pool, layer))
             else _at_home(job.homes[layer])
             for pool in job.pools
@@ -161,12 +169,14 @@ class ProProphet(Strategy):
         row_speed = min(prices.bytes_per_s for prices in each)
         copy_speed = min(prices.copy_bytes_per_s for prices in each)
         window_s = float(np.mean(job.window_s)), float(np.mean(job.back_window_s))
+        fits = min(self._copies_that_fit(job, pool) for pool in job.pools if pool.expert_bytes)
         hidden = "hidden behind" if self.scheduler else "not hidden, beside"
         return (
             f"experts are copied where that pays by Pro-Prophet's model: a rank computes "
             f"{rows_per_s:,.0f} rows a second, receives rows at {row_speed / 1e6:,.0f} MB/s and "
             f"weights at {copy_speed / 1e6:,.0f} MB/s, {hidden} {window_s[0] * 1e3:.3g} ms between "
-            f"two layers in forward and {window_s[1] * 1e3:.3g} ms in backward"
+            f"two layers in forward and {window_s[1] * 1e3:.3g} ms in backward; a rank has room "
+            f"for {fits} copies of a layer"
         )
 
     def forecast(self, job: Job, layer: int, plan: Plan, rows_CE: np.ndarray) -> Forecast | None:
@@ -193,6 +203,17 @@ class ProProphet(Strategy):
     def steps_kept(self) -> int:
         """Steps that a plan stays, if nothing becomes unbalanced."""
         return self.frequency or (1 if self.scheduler else 10)
+
+    def _copies_that_fit(self, job: Job, pool: Pool) -> int:
+        """Copies of a layer that a rank has memory for, gradients with them."""
+        at_once = min(2 if self.scheduler else 1, job.num_layers)
+        layers_held = at_once if self.rematerialize else job.num_layers
+        return copies_that_fit(
+            job.free_bytes,
+            expert_bytes=pool.expert_bytes,
+            layers_held=layers_held,
+            layers_reduced=layers_held if job.accumulates else at_once,
+        )
 
     def _prices(self, job: Job, pool: Pool, layer: int) -> BlockPrices | None:
         """Of one layer's block; None before costs have been measured."""
@@ -230,6 +251,7 @@ class _Search:
         prices: of its block.
         node_C: node of each cell.
         pool: with what its rows cost.
+        fits: copies that a cell has memory for.
     """
 
     strategy: ProProphet
@@ -238,6 +260,7 @@ class _Search:
     prices: BlockPrices
     node_C: np.ndarray
     pool: Pool
+    fits: int
 
     def __call__(self, rows_CE: np.ndarray, before_CE: np.ndarray | None = None) -> Plan:
         """The plan by the chosen planner.
@@ -247,7 +270,7 @@ class _Search:
             before_CE: and of the one before that, if they are known.
         """
         strategy, home = self.strategy, self.home
-        found = PLANNERS[strategy.planner](strategy, home, rows_CE, self.prices)
+        found = PLANNERS[strategy.planner](strategy, home, rows_CE, self.prices, self.fits)
         is_steady = before_CE is not None and drift(before_CE.sum(0), rows_CE.sum(0)) < STEADY
         share = None
         if strategy.share != LOCAL and is_steady:

@@ -175,7 +175,7 @@ class KnownCosts(Costs):
             pools=tuple(pools),
             window_s=windows_s,
             back_window_s=windows_s,
-            free_bytes=0,
+            free_bytes=1 << 40,
             pipelines=None,
         )
 

@@ -14,12 +14,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ds_moe_ext.attachment import grid_sizes
 from ds_moe_ext.attachment.expert_split import ways_to_split
 from ds_moe_ext.attachment.experts import find_registered
 from ds_moe_ext.attachment.grid_sizes import Sized, grid_of
 from ds_moe_ext.attachment.host_layer import any_name
 from ds_moe_ext.attachment.launcher import ranks_on_this_node
-from ds_moe_ext.hardware import Device, Flops, Hardware, Link
+from ds_moe_ext.attachment.priced_cluster import UNKNOWN, Cluster
+from ds_moe_ext.attachment.replacement import on_grid, told_homes
+from ds_moe_ext.hardware import Device, Flops, Hardware, Link, read_hardware, shipped_for
 from ds_moe_ext.hosts.huggingface import find
 from ds_moe_ext.moe.expert import ModuleExperts
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
@@ -136,7 +139,12 @@ def chosen(mixtral: Any, monkeypatch: pytest.MonkeyPatch) -> Chosen:
     """What is chosen for so many ranks, of which a launcher says how many are on a node."""
 
     def choose(
-        world_size: int, ranks_here: int | None = None, *, found: Any = mixtral, **block: Any
+        world_size: int,
+        ranks_here: int | None = None,
+        *,
+        found: Any = mixtral,
+        cluster: Cluster = UNKNOWN,
+        **block: Any,
     ) -> Sized:
         for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_STEP_NUM_TASKS"):
             monkeypatch.delenv(name, raising=False)
@@ -145,7 +153,9 @@ def chosen(mixtral: Any, monkeypatch: pytest.MonkeyPatch) -> Chosen:
         document = {"ds_moe_ext": {"enabled": True, "strategy": "esp", **block}}
         settings, strategy = read_settings(document)
         assert strategy is not None
-        return grid_of(settings, strategy, found, world_size)
+        if settings.hardware is not None:
+            cluster = Cluster(read_hardware(settings.hardware))
+        return grid_of(settings, strategy, found, world_size, cluster)
 
     return choose
 
@@ -316,7 +326,75 @@ def test_a_cluster_that_says_too_little_leaves_it_to_the_rule(
 ) -> None:
     grid, why = chosen(16, 8, found=experts_of(16), **described(tmp_path))
     assert grid.num_cells == 8
-    assert "ds_moe_ext.hardware does not tell what others would cost: " in why
+    assert "two nodes does not tell what others would cost: hardware 'two nodes' does not" in why
+
+
+def test_a_cluster_stands_for_any_number_of_nodes(chosen: Chosen, tmp_path: Path) -> None:
+    fast = described(tmp_path, intra=4e11, inter=4e11)
+    assert "by what a layer costs on two nodes" in chosen(64, 8, found=experts_of(64), **fast).why
+    assert "by what a layer costs on two nodes" in chosen(12, 4, found=experts_of(12), **fast).why
+
+
+def test_each_grid_is_priced_once(
+    chosen: Chosen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    priced = []
+
+    def prices_of_cells(*given: Any) -> Any:
+        priced.extend((size, given[4].cell_size) for size in given[3])
+        return one(*given)
+
+    one = grid_sizes.prices_of_cells
+    monkeypatch.setattr(grid_sizes, "prices_of_cells", prices_of_cells)
+    slow = {**described(tmp_path, intra=1e9, inter=1e9), "strategy": "esp", "balance": "fssdp"}
+    why = chosen(32, 2, found=experts_of(32), **slow).why
+    assert "expert_sharding_size is null" in why and "by what a layer costs" in why
+    assert len(priced) == len(set(priced)) > 2
+
+
+H100 = shipped_for("NVIDIA H100 80GB HBM3")
+
+
+def test_what_sizes_were_chosen_by_is_told_where_they_were_open(chosen: Chosen) -> None:
+    assert H100 is not None
+    by_name = Cluster(read_hardware(H100), "it is taken for that")
+    grid, why = chosen(16, 8, found=experts_of(16), strategy="fssdp", cluster=by_name)
+    assert "by what a layer costs on DGX H100, 4 nodes" in why
+    assert "; it is taken for that; ds-moe-ext profile measures your cluster, and ds_moe" in why
+    unknown = Cluster(None, "nobody knows it")
+    grid, why = chosen(16, 8, found=experts_of(16), strategy="fssdp", cluster=unknown)
+    assert grid == chosen(16, 8, found=experts_of(16), strategy="fssdp").grid
+    assert "; nobody knows it; ds-moe-ext profile measures your cluster, and ds_moe_ext.ha" in why
+    sure: list[dict[str, Any]] = [
+        {"found": experts_of(8)},  # no more cells than fill a node
+        {"found": experts_of(16), "expert_parallel_size": 16},
+        {"found": experts_of(16), "fssdp": {"reshard_interval": 5}},
+    ]
+    for block in sure:
+        told = chosen(16, 8, strategy="fssdp", cluster=unknown, **block).why
+        assert "nobody knows it" not in told
+    # Whether experts are split was open.
+    assert "nobody knows it" in chosen(8, 4, expert_parallel_size=1, cluster=unknown).why
+
+
+@pytest.mark.parametrize("strategy", ["ep", "fssdp", "prophet", "esp", "auto"])
+@pytest.mark.parametrize(
+    ("num_experts", "world_size", "ranks_here"),
+    [(8, 64, 8), (8, 64, None), (2, 4, 4), (256, 64, 8), (256, 64, None), (3, 4, 4), (5, 7, 7)],
+)
+def test_the_rule_leaves_no_rank_idle_and_says_where_nothing_can_be_copied(
+    chosen: Chosen, strategy: str, num_experts: int, world_size: int, ranks_here: int | None
+) -> None:
+    found = experts_of(num_experts)
+    grid, why = chosen(world_size, ranks_here, found=found, strategy=strategy)
+    settings, made = read_settings({"ds_moe_ext": {"enabled": True, "strategy": strategy}})
+    assert made is not None
+    blueprint = on_grid(settings, made, found, grid)
+    assert all(home.is_everywhere for home in blueprint.homes())
+    copies = made.rhythm().weighs_copies
+    is_told = "every rank has all experts, so that none is copied" in told_homes(blueprint)
+    assert is_told == (grid.num_cells == 1 and copies)
+    assert f"{grid.num_cells} cell" in why
 
 
 @pytest.mark.parametrize(

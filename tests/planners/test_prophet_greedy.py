@@ -99,6 +99,12 @@ def test_golden_p3() -> None:
     assert plan.selected == (0, 1, 2, 3)
     assert count == 4
     assert (plan.seconds_without.step_s, plan.seconds.step_s) == (135.5, 85.5)
+    # Where not all of them fit, the fastest of those that do.
+    fitting = [
+        place_experts(ONE_EACH, rows_CE, prices=prices, balance=0.25, max_copied=most).selected
+        for most in range(6)
+    ]
+    assert fitting == [(), (0,), (0,), (0,), (0, 1, 2, 3), (0, 1, 2, 3)]
 
 
 def test_nothing_is_copied_that_gains_less_than_it_takes_to_start() -> None:

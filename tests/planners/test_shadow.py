@@ -42,6 +42,9 @@ def test_golden_p7() -> None:
     assert plan.computed_C.tolist() == [15, 14, 14, 21]
     assert plan.seconds.step_s == 4 * 5 + 3 * 21 / 2 + 3 * 2 + 3 * 2
     assert plan.seconds_without.step_s == 147
+    fitting = shadow_experts(ONE_EACH, GATING_CE, prices=P7_PRICES, max_copied=2)
+    assert fitting.selected == plan.selected[:2]
+    assert not shadow_experts(ONE_EACH, GATING_CE, prices=P7_PRICES, max_copied=0).selected
 
 
 def test_it_stops_at_the_first_that_is_no_gain() -> None:

@@ -24,6 +24,7 @@ from ds_moe_ext.attachment.experts import HostedExperts
 from ds_moe_ext.attachment.grid_sizes import grid_of
 from ds_moe_ext.attachment.host_layer import Adopted, Found
 from ds_moe_ext.attachment.meeting import start_of
+from ds_moe_ext.attachment.priced_cluster import cluster_of
 from ds_moe_ext.attachment.replacement import Around, AttachedLayer, Blueprint
 from ds_moe_ext.comm import gather_objects, sum_in_place
 from ds_moe_ext.hosts.deepspeed import engine_record, parameter_groups, startup
@@ -112,7 +113,9 @@ class DeepSpeedHost:
         return replacement.found_in(self._model, FINDERS, settings)
 
     def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> Seats:
-        grid, why = grid_of(settings, strategy, found, dist.get_world_size())
+        startup.agree(self._document, self._model, self.carrier.mpu)
+        cluster = cluster_of(settings, self.device, start_of(INITIALIZE))
+        grid, why = grid_of(settings, strategy, found, dist.get_world_size(), cluster)
         alike = startup.description(self._document, self._model, self.carrier.mpu, grid)
         return Seats(grid, (), alike, why)
 

@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ds_moe_ext.attachment import agreement, experts, replacement
 from ds_moe_ext.attachment.grid_sizes import grid_of
 from ds_moe_ext.attachment.host_layer import Found
+from ds_moe_ext.attachment.meeting import start_of
+from ds_moe_ext.attachment.priced_cluster import cluster_of
 from ds_moe_ext.attachment.refusal import Refusal, refuse
 from ds_moe_ext.attachment.replacement import Around, AttachedLayer, Blueprint
 from ds_moe_ext.comm import sum_in_place
@@ -187,16 +189,19 @@ class PlainHost:
         return replacement.found_in(self.carrier, FINDERS, settings)
 
     def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> Seats:
-        grid, why = grid_of(settings, strategy, found, dist.get_world_size())
         alike = {
             **agreement.settings_of(settings, self._block),
             "micro_batches": str(self.num_micro_batches),
             **agreement.versions("torch", str(torch.__version__)),
             **agreement.layers_of(found),
             **agreement.weights_of(self.carrier),
-            "the grid": f"{grid.num_cells} cells of {grid.cell_size} ranks",
         }
-        return Seats(grid, (), alike, why)
+        start = start_of(NAME)
+        start.agree(alike)
+        cluster = cluster_of(settings, self.device, start)
+        grid, why = grid_of(settings, strategy, found, dist.get_world_size(), cluster)
+        told = f"{grid.num_cells} cells of {grid.cell_size} ranks"
+        return Seats(grid, (), {**alike, "the grid": told}, why)
 
     def prepare(self, blueprint: Blueprint) -> tuple[Blueprint, Around | None]:
         """Of dense weights DistributedDataParallel takes rank 0's too."""

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of copies, worked by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ds_moe_ext.placement import Placement
+from ds_moe_ext.pricing.memory import copied_bytes_C
+from ds_moe_ext.share import LocalElseHome
+from ds_moe_ext.strategy import Carried, Plan
+
+HOME = Placement.block(4, 2)  # experts 0 and 1 live in cell 0
+
+
+def copying(experts: list[int], **given: bool) -> Plan:
+    """These experts compute in both cells."""
+    copies_EC = np.zeros_like(HOME.holds_EC)
+    copies_EC[experts] = True
+    target = HOME.with_copies(copies_EC)
+    return replace(Plan(HOME, target, LocalElseHome(HOME, target)), **given)
+
+
+COPIED = ([0], [0, 1, 2], [2])  # of three layers: cell 0 gets 0, 1, 1; cell 1 gets 1, 2, 0
+BYTES_L = (10, 10, 100)
+
+
+@pytest.mark.parametrize(
+    ("frees", "carries", "accumulates", "cell_0", "cell_1"),
+    [
+        (False, False, False, 110 + 100, 30 + 20),  # all copies, the largest layer's gradients
+        (False, False, True, 110 + 110, 30 + 30),
+        (True, False, False, 100 + 100, 20 + 20),
+        (True, False, True, 100 + 100, 20 + 20),
+        (True, True, False, 110 + 110, 30 + 30),  # two layers at a time
+        (False, True, False, 110 + 110, 30 + 30),
+    ],
+)
+def test_copies_and_their_gradients(
+    frees: bool, carries: bool, accumulates: bool, cell_0: int, cell_1: int
+) -> None:
+    plans = [copying(experts, rematerialize=frees) for experts in COPIED]
+    if carries:
+        plans[1] = replace(plans[1], carried=Carried(((), ()), ((), ())))
+    held_C = copied_bytes_C(plans, BYTES_L, accumulates=accumulates)
+    assert held_C.tolist() == [cell_0, cell_1]
+
+
+def test_experts_at_home_take_nothing() -> None:
+    plans = [Plan.at_home(HOME)] * 3
+    assert copied_bytes_C(plans, BYTES_L, accumulates=True).tolist() == [0, 0]
