@@ -233,6 +233,17 @@ def _telling(name: str) -> Callable[[Any], Any]:
     return wrap
 
 
+def _telling_of_loss(original: Any) -> Any:
+    """A wrap of ``backward``, which gets the loss."""
+
+    @functools.wraps(original)
+    def backward(self: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        engine.saw_loss(self, loss)
+        return original(self, loss, *args, **kwargs)
+
+    return _telling("backward")(backward)
+
+
 def _arguments(function: Any, given: Any, named: Any) -> dict[str, Any]:
     bound = inspect.signature(function).bind(*given, **named)
     bound.apply_defaults()
@@ -303,7 +314,13 @@ PATCHES = tuple(
                 "ranks that wait for one that has failed are told",
                 _telling(name),
             )
-            for name in ("forward", "backward", "step")
+            for name in ("forward", "step")
+        ),
+        (
+            "tell-of-backward",
+            f"{ENGINE}.backward",
+            "ranks that wait for one that has failed are told; the report has losses",
+            _telling_of_loss,
         ),
         (
             "record-step",
