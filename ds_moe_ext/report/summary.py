@@ -251,9 +251,9 @@ def ranks_line(record: RunRecord) -> str:
         seconds_text(float(each_R.mean()))
         for each_R in (ranks.exposed_s_R, ranks.waited_s_R, ranks.sent_s_R)
     )
-    told.append(f"{exposed_s} of communication that nothing hides")
-    told.append(f"exchanges of rows wait {waited_s} and send {sent_s}")
     if ranks.num_last_R.any():
+        told.append(f"{exposed_s} of communication that nothing hides")
+        told.append(f"exchanges of rows wait {waited_s} and send {sent_s}")
         last = int(ranks.num_last_R.argmax())
         share = ranks.num_last_R[last] / ranks.num_exchanges
         told.append(f"rank {ranks.ranks_R[last]} comes last most often, to {100 * share:.0f} %")

@@ -24,6 +24,7 @@ import ds_moe_ext
 from ds_moe_ext.report.record import RunRecord
 from tests.hosts.jobs import LENGTH, ROWS, Job, document_of, loss_of, micro_batch, model_of
 from tests.hosts.megatron_toy import MegatronRun
+from tests.hosts.zebra_runs import zebra
 from tests.ranks import pool_of, preload
 
 preload("torch.utils.tensorboard")
@@ -229,6 +230,19 @@ def test_all_ranks_tell_what_they_took() -> None:
     assert "mean of all ranks" in shown[0].printed
 
 
+def test_both_roles_tell_what_they_took() -> None:
+    """Attention ranks have all the tokens; an exchange has as many ends as there are ranks."""
+    job = zebra(replace(FSSDP, steps=12), 1, 1)
+    record = RunRecord.from_json(pool_of(2).run(trained, job, {})[0].record)
+    ranks = record.ranks
+    assert ranks is not None and ranks.ranks_R == (0, 1) and ranks.pace.steps_G == (9,)
+    tokens = MICRO_BATCHES * ROWS * LENGTH
+    assert ranks.pace.tokens_per_s_G[0] * ranks.pace.step_s_G[0] == pytest.approx(tokens)
+    row = ranks.kinds_K.index("forward:expert")
+    assert ranks.seconds_KR[row, 0] == 0 < ranks.seconds_KR[row, 1]
+    assert ranks.num_last_R.sum() == ranks.num_exchanges > 0
+
+
 # Plain torch.
 
 
@@ -309,11 +323,11 @@ def loop_of(folder: Path) -> Iterator[Loop]:
 
 
 def under_megatron(
-    rank: int, world_size: int, run: MegatronRun, folder: Path
+    rank: int, world_size: int, run: MegatronRun, folder: Path, **keys: Any
 ) -> tuple[list[dict[str, float]], list[Any], str]:
     from tests.hosts.megatron_jobs import Training, megatron
 
-    settings = {"enabled": True, "report": {"path": str(folder / "report")}}
+    settings = {"enabled": True, "report": {"path": str(folder / "report")}, **keys}
     with redirect_stdout(StringIO()), megatron(run, settings), loop_of(folder / "board") as loop:
         training, balances = Training(run), []
         recorder = ds_moe_ext.recorder_of(training.optimizer)
@@ -345,3 +359,17 @@ def test_scalars_come_to_writers_of_megatrons_loop(tmp_path: Path, run: Megatron
     assert ranks.ranks_R == ((1,) if run.pp == 2 else (0, 1))
     tokens = run.batch * run.length * (1 if run.pp == 2 else 2)
     assert ranks.pace.tokens_per_s_G[0] * ranks.pace.step_s_G[0] == pytest.approx(tokens)
+
+
+def test_both_roles_tell_under_megatron(tmp_path: Path) -> None:
+    """Steps are taken in the world of a role, of which the last rank writes: one of each."""
+    pytest.importorskip("megatron.core")
+    keys = {"strategy": "zebra", "zebra": {"attention_size": 1, "expert_size": 1}}
+    run = MegatronRun(steps=12, dtype="float64", num_microbatches=2)
+    for _, _, record in pool_of(2).run(under_megatron, run, tmp_path, **keys):
+        ranks = RunRecord.from_json(record).ranks
+        assert ranks is not None and ranks.ranks_R == (0, 1)
+        tokens = run.batch * run.length * run.num_microbatches
+        assert ranks.pace.tokens_per_s_G[0] * ranks.pace.step_s_G[0] == pytest.approx(tokens)
+    shown = on_board(tmp_path / "board")["ds_moe_ext/tokens_per_s"]
+    assert [at for at, _ in shown] == [110, 110] and shown[0] == shown[1]
