@@ -230,6 +230,18 @@ def test_all_ranks_tell_what_they_took() -> None:
     assert "mean of all ranks" in shown[0].printed
 
 
+@pytest.mark.parametrize(
+    "job", [Job("toy", cells=1), Job("toy", strategy="esp", cell_size=2)], ids=["copies", "split"]
+)
+def test_tokens_of_ranks_that_do_not_exchange_rows(job: Job) -> None:
+    """Each has all experts, or all of their parts are in one cell."""
+    shown = pool_of(2).run(trained, replace(job, steps=10, micro_batches=MICRO_BATCHES), {})
+    ranks = RunRecord.from_json(shown[0].record).ranks
+    assert ranks is not None and ranks.ranks_R == (0, 1) and not ranks.num_last_R.any()
+    tokens = MICRO_BATCHES * ROWS * LENGTH
+    assert ranks.pace.tokens_per_s_G[0] * ranks.pace.step_s_G[0] == pytest.approx(tokens)
+
+
 def test_both_roles_tell_what_they_took() -> None:
     """Attention ranks have all the tokens; an exchange has as many ends as there are ranks."""
     job = zebra(replace(FSSDP, steps=12), 1, 1)
