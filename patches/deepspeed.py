@@ -217,31 +217,22 @@ def _only_unaveraged(original: Any) -> Any:
     return _reduce_non_expert_gradients
 
 
-def _telling(name: str) -> Callable[[Any], Any]:
-    """A wrap of a method: other ranks are told of its errors."""
+def _telling(name: str, hear: Callable[..., None] | None = None) -> Callable[[Any], Any]:
+    """A wrap of a method: other ranks are told of its errors, and ours hears what it is given."""
 
     def wrap(original: Any) -> Any:
         @functools.wraps(original)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             if run_of(self) is None:
                 return original(self, *args, **kwargs)
+            if hear is not None:
+                hear(self, *args, **kwargs)
             with WATCH.host_pass(f"engine.{name}"):
                 return original(self, *args, **kwargs)
 
         return method
 
     return wrap
-
-
-def _telling_of_loss(original: Any) -> Any:
-    """A wrap of ``backward``, which gets the loss."""
-
-    @functools.wraps(original)
-    def backward(self: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        engine.saw_loss(self, loss)
-        return original(self, loss, *args, **kwargs)
-
-    return _telling("backward")(backward)
 
 
 def _arguments(function: Any, given: Any, named: Any) -> dict[str, Any]:
@@ -320,7 +311,7 @@ PATCHES = tuple(
             "tell-of-backward",
             f"{ENGINE}.backward",
             "ranks that wait for one that has failed are told; the report has losses",
-            _telling_of_loss,
+            _telling("backward", engine.saw_loss),
         ),
         (
             "record-step",

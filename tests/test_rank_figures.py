@@ -173,6 +173,16 @@ def test_json_of_an_earlier_version_has_no_ranks() -> None:
     assert again.ranks is None and ranks_line(again) == ""
 
 
+def test_a_run_that_has_just_gone_on() -> None:
+    """Its first step is one behind which ranks tell each other: nobody knows how long it took."""
+    seen = RanksSeen(OwnSteps(0), [[0]], lambda own: [own])
+    seen.after_step(159, 64.0)
+    ranks = seen.record()
+    assert ranks is not None and np.isnan(ranks.pace.step_s_G).all()
+    run = RunRecord.from_json(dataclasses.replace(worked(), ranks=ranks).to_json())
+    assert ranks_line(run).startswith("rank 0 needs most, ")
+
+
 def test_the_line_at_the_end() -> None:
     assert ranks_line(with_ranks()) == (
         "a step takes 2 s; 48 tokens a second; loss 9.5 -> 19.5; 3.5 s of communication that "

@@ -241,12 +241,13 @@ def ranks_line(record: RunRecord) -> str:
     ranks = record.ranks
     if ranks is None or not ranks.pace.steps_G:
         return ""
-    pace, step_s = ranks.pace, float(ranks.pace.step_s_G[-1])
-    told = [f"a step takes {seconds_text(step_s)}"]
+    pace, told = ranks.pace, []
+    if not np.isnan(pace.step_s_G[-1]):
+        told.append(f"a step takes {seconds_text(float(pace.step_s_G[-1]))}")
     if not np.isnan(pace.tokens_per_s_G[-1]):
         told.append(f"{short_count(float(pace.tokens_per_s_G[-1]))} tokens a second")
-    if not np.isnan(pace.loss_G[-1]):
-        told.append(f"loss {pace.loss_G[0]:.4g} -> {pace.loss_G[-1]:.4g}")
+    if (known := pace.loss_G[~np.isnan(pace.loss_G)]).size:
+        told.append(f"loss {known[0]:.4g} -> {known[-1]:.4g}")
     exposed_s, waited_s, sent_s = (
         seconds_text(float(each_R.mean()))
         for each_R in (ranks.exposed_s_R, ranks.waited_s_R, ranks.sent_s_R)

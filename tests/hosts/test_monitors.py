@@ -258,12 +258,21 @@ def test_both_roles_tell_what_they_took() -> None:
 # Plain torch.
 
 
-def looped(rank: int, world_size: int) -> tuple[list[Any], list[dict[str, float]], str]:
+class Looped(NamedTuple):
     """What a monitor of the user's got, and what came of steps."""
+
+    got: list[Any]
+    balances: list[dict[str, float]]
+    record: str
+    losses: list[float]
+
+
+def looped(rank: int, world_size: int, **report: Any) -> Looped:
     got: list[Any] = []
+    losses = []
     model = model_of(Job("toy"))
     with redirect_stdout(StringIO()):
-        moe = ds_moe_ext.attach(model, {"enabled": True}, monitor=got.append)
+        moe = ds_moe_ext.attach(model, {"enabled": True, "report": report}, monitor=got.append)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         moe.watch(optimizer)
         recorder = ds_moe_ext.recorder_of(moe)
@@ -271,16 +280,19 @@ def looped(rank: int, world_size: int) -> tuple[list[Any], list[dict[str, float]
         balances = []
         for step in range(STEPS):
             ids = micro_batch(step, rank)
-            model(input_ids=ids, labels=ids).loss.backward()
+            loss = model(input_ids=ids, labels=ids).loss
+            losses.append(float(loss))
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             balances.append(balances_of(recorder))
-    return got, balances, recorder.record().to_json()
+    return Looped(got, balances, recorder.record().to_json(), losses)
 
 
 def test_a_monitor_of_ones_own_in_a_training_loop() -> None:
-    (got, balances, record), (others, *_) = pool_of(2).run(looped)
-    assert len(got) == 2 and others == []
+    first, second = pool_of(2).run(looped)
+    got, balances = first.got, first.balances
+    assert len(got) == 2 and second.got == []
     points: dict[str, list[tuple[int, float]]] = {}
     for events in got:
         for name, value, at in events:
@@ -288,12 +300,28 @@ def test_a_monitor_of_ones_own_in_a_training_loop() -> None:
     check_balances(points, balances, 10)
     assert {at for values in points.values() for at, _ in values} == {10, 20}
     assert {name.removeprefix("ds_moe_ext/") for name in points} >= TIMES
-    ranks = RunRecord.from_json(record).ranks
+    ranks = RunRecord.from_json(first.record).ranks
     assert ranks is not None and np.isnan(ranks.pace.loss_G).all()
     assert points["ds_moe_ext/step_s"] == [
         (10, ranks.pace.step_s_G[0]),
         (20, ranks.pace.step_s_G[1]),
     ]
+    quiet = pool_of(2).run(looped, enabled=False)
+    assert [rank.got for rank in quiet] == [[], []]
+    assert [rank.losses for rank in quiet] == [first.losses, second.losses]  # to the last bit
+
+
+def given_a_word(rank: int, world_size: int) -> str:
+    with pytest.raises(ValueError) as caught:
+        ds_moe_ext.attach(model_of(Job("toy")), {"enabled": True}, monitor="wandb")  # type: ignore
+    return str(caught.value)
+
+
+def test_a_monitor_that_cannot_be_called_is_refused() -> None:
+    assert set(pool_of(2).run(given_a_word)) == {
+        "ds_moe_ext.attach was given monitor='wandb', which cannot be called; give a function of a "
+        "list of (name, value, step), or leave it out"
+    }
 
 
 # Megatron.
@@ -334,31 +362,41 @@ def loop_of(folder: Path) -> Iterator[Loop]:
         loop.board.close()
 
 
+class UnderMegatron(NamedTuple):
+    """What came of steps, and what the writer of W&B was given."""
+
+    balances: list[dict[str, float]]
+    logged: list[Any]
+    record: str
+    losses: list[float]
+
+
 def under_megatron(
     rank: int, world_size: int, run: MegatronRun, folder: Path, **keys: Any
-) -> tuple[list[dict[str, float]], list[Any], str]:
+) -> UnderMegatron:
     from tests.hosts.megatron_jobs import Training, megatron
 
     settings = {"enabled": True, "report": {"path": str(folder / "report")}, **keys}
     with redirect_stdout(StringIO()), megatron(run, settings), loop_of(folder / "board") as loop:
-        training, balances = Training(run), []
+        training, balances, losses = Training(run), [], []
         recorder = ds_moe_ext.recorder_of(training.optimizer)
         assert recorder is not None
         for step in range(run.steps):
-            training.compute(step)
+            losses.append(training.compute(step))
             training.update()
             loop.told.curr_iteration += 1
             balances.append(balances_of(recorder))
         logged = [] if loop.wandb is None else [call.args for call in loop.wandb.log.mock_calls]
-    return balances, logged, recorder.record().to_json()
+    return UnderMegatron(balances, logged, recorder.record().to_json(), losses)
 
 
 @pytest.mark.parametrize("run", [MegatronRun(ep=2, steps=12), MegatronRun(pp=2, steps=12)])
 def test_scalars_come_to_writers_of_megatrons_loop(tmp_path: Path, run: MegatronRun) -> None:
     """Under pipelines each stage tells of its own layers, and the last one writes."""
     pytest.importorskip("megatron.core")
-    (_, nothing, _), (balances, logged, record) = pool_of(2).run(under_megatron, run, tmp_path)
-    assert nothing == []
+    first, last = pool_of(2).run(under_megatron, run, tmp_path)
+    balances, logged = last.balances, last.logged
+    assert first.logged == []
     points = on_board(tmp_path / "board")
     check_balances(points, balances, 5)
     assert [at for at, _ in points["ds_moe_ext/balance/mean"]] == [105, 110]
@@ -366,11 +404,13 @@ def test_scalars_come_to_writers_of_megatrons_loop(tmp_path: Path, run: Megatron
     assert [at for _, at in logged] == [105, 110]
     for name, value in logged[1][0].items():
         assert dict(points[name])[110] == pytest.approx(value, rel=1e-6)
-    ranks = RunRecord.from_json(record).ranks
+    ranks = RunRecord.from_json(last.record).ranks
     assert ranks is not None and ranks.pace.steps_G == (9,)
     assert ranks.ranks_R == ((1,) if run.pp == 2 else (0, 1))
     tokens = run.batch * run.length * (1 if run.pp == 2 else 2)
     assert ranks.pace.tokens_per_s_G[0] * ranks.pace.step_s_G[0] == pytest.approx(tokens)
+    quiet = pool_of(2).run(under_megatron, run, tmp_path / "quiet", report={"enabled": False})
+    assert quiet[1].logged == [] and quiet[1].losses == last.losses  # to the last bit
 
 
 def test_both_roles_tell_under_megatron(tmp_path: Path) -> None:
@@ -378,8 +418,8 @@ def test_both_roles_tell_under_megatron(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     keys = {"strategy": "zebra", "zebra": {"attention_size": 1, "expert_size": 1}}
     run = MegatronRun(steps=12, dtype="float64", num_microbatches=2)
-    for _, _, record in pool_of(2).run(under_megatron, run, tmp_path, **keys):
-        ranks = RunRecord.from_json(record).ranks
+    for rank in pool_of(2).run(under_megatron, run, tmp_path, **keys):
+        ranks = RunRecord.from_json(rank.record).ranks
         assert ranks is not None and ranks.ranks_R == (0, 1)
         tokens = run.batch * run.length * run.num_microbatches
         assert ranks.pace.tokens_per_s_G[0] * ranks.pace.step_s_G[0] == pytest.approx(tokens)

@@ -21,7 +21,7 @@ import pytest
 from ds_moe_ext.files import writable
 from ds_moe_ext.report.record import RunRecord
 from tests.hosts.jobs import Job, document_of, loss_of, micro_batch, model_of
-from tests.hosts.processes import ROOT, started
+from tests.hosts.processes import ROOT, answers, started
 from tests.ranks import meeting_place, pool_of
 
 
@@ -166,7 +166,8 @@ def test_a_report_is_there_after_sigterm(tmp_path: Path, how: tuple[str, ...]) -
         assert time.monotonic() - begun_s < 5
         printed = first.stdout.read()
     record = RunRecord.from_json((tmp_path / "out/report.json").read_text())
-    assert record.steps_I[:5] == (0, 1, 2, 3, 4)
+    last = max([5, *map(int, answers(printed))])  # that ended before the signal
+    assert record.steps_I[:last] == tuple(range(last))
     assert "</html>" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
     assert f"ds_moe_ext: wrote {tmp_path}/out/report.html and" in printed
 

@@ -335,8 +335,8 @@ def _show(engine: Any, run: Run) -> None:
         run.monitor.show(run.recorder, engine.monitor.write_events, engine.global_samples)
 
 
-def saw_loss(engine: Any, loss: Any) -> None:
-    """Keep the loss of a micro-batch for the report, which reads it later."""
+def saw_loss(engine: Any, loss: Any, *_: Any, **__: Any) -> None:
+    """Keep the loss that ``backward`` is given for the report, which reads it later."""
     run = run_of(engine)
     is_one = isinstance(loss, torch.Tensor) and loss.numel() == 1
     if run is not None and run.recorder.ranks is not None and is_one:

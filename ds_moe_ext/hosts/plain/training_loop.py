@@ -58,6 +58,11 @@ def attach(
             f"{NAME} was called before torch.distributed.init_process_group, so that it does not "
             "know the ranks; call that first, and start with torchrun, also for one rank"
         )
+    if not (monitor is None or callable(monitor)):
+        raise ValueError(
+            f"{NAME} was given monitor={monitor!r}, which cannot be called; give a function of a "
+            "list of (name, value, step), or leave it out"
+        )
     with starting(Start(NAME, is_wanted=True)) as start:
         block = _block(config)
         settings, strategy = read_settings({BLOCK: block})
