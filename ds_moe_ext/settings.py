@@ -41,16 +41,22 @@ class ReportSettings:
         path: folder for report.json and report.html; null writes no files.
         trace_step: optimizer step whose tasks are drawn as a timeline; null for none.
         max_steps: steps kept for the heatmap; a longer run is thinned evenly.
+        write_every_s: seconds between two writings of the files while the run goes on, at least;
+            null writes them at its end only.
+        monitor: let the host's own monitor (TensorBoard, W&B, ...) have scalars, where it is on.
     """
 
     enabled: bool = True
     path: str | None = None
     trace_step: int | None = 5
     max_steps: int = 400
+    write_every_s: int | None = 300
+    monitor: bool = True
 
     def __post_init__(self) -> None:
         at_least(f"{BLOCK}.report.trace_step", self.trace_step, 0)
         at_least(f"{BLOCK}.report.max_steps", self.max_steps, 2)
+        at_least(f"{BLOCK}.report.write_every_s", self.write_every_s, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

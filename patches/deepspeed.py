@@ -217,14 +217,16 @@ def _only_unaveraged(original: Any) -> Any:
     return _reduce_non_expert_gradients
 
 
-def _telling(name: str) -> Callable[[Any], Any]:
-    """A wrap of a method: other ranks are told of its errors."""
+def _telling(name: str, hear: Callable[..., None] | None = None) -> Callable[[Any], Any]:
+    """A wrap of a method: other ranks are told of its errors, and ours hears what it is given."""
 
     def wrap(original: Any) -> Any:
         @functools.wraps(original)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             if run_of(self) is None:
                 return original(self, *args, **kwargs)
+            if hear is not None:
+                hear(self, *args, **kwargs)
             with WATCH.host_pass(f"engine.{name}"):
                 return original(self, *args, **kwargs)
 
@@ -303,7 +305,13 @@ PATCHES = tuple(
                 "ranks that wait for one that has failed are told",
                 _telling(name),
             )
-            for name in ("forward", "backward", "step")
+            for name in ("forward", "step")
+        ),
+        (
+            "tell-of-backward",
+            f"{ENGINE}.backward",
+            "ranks that wait for one that has failed are told; the report has losses",
+            _telling("backward", engine.saw_loss),
         ),
         (
             "record-step",

@@ -2,9 +2,8 @@
 """What must be the same on all ranks of a run, as texts that ranks compare as it starts.
 
 Ranks that plan from unlike settings, or run other code, would wait for each other in vain. What
-says where a rank writes, and what it shows to a person, may differ: ``report.enabled``,
-``report.path`` and ``report.max_steps``, and all of ``trace``. A hardware file is compared by what
-is in it.
+says where a rank writes, and what it shows to a person, may differ: all of ``report`` but
+``trace_step``, and all of ``trace``. A hardware file is compared by what is in it.
 """
 
 from __future__ import annotations

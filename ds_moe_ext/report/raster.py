@@ -35,7 +35,7 @@ def _png(pixels_YX: np.ndarray, palette_P3: np.ndarray) -> bytes:
             _chunk(b"IHDR", header),
             _chunk(b"PLTE", palette_P3.tobytes()),
             _chunk(b"tRNS", b"\0"),
-            _chunk(b"IDAT", zlib.compress(rows.astype(np.uint8).tobytes(), 9)),
+            _chunk(b"IDAT", zlib.compress(rows.astype(np.uint8).tobytes(), 6)),
             _chunk(b"IEND", b""),
         )
     )

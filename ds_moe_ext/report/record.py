@@ -161,8 +161,71 @@ class ChoiceRecord:
 
 
 @dataclass(frozen=True, eq=False)
+class PaceRecord:
+    """How a run went on: a point for each step at which the ranks told each other, thinned evenly.
+
+    Shape letter: G points. What is not known is nan.
+
+    Attributes:
+        steps_G: optimizer step that had just ended.
+        step_s_G: median seconds of a step since the point before, on the slowest rank.
+        tokens_per_s_G: of all ranks together, by ``step_s_G`` and the tokens of that step.
+        loss_G: of that step, mean over micro-batches and ranks, where the host hands it over.
+        exposed_s_G: seconds of the last timed step in which exchanges of rows went on, or copies of
+            experts were waited for, and nothing was computed in the layers; mean over the ranks.
+        waited_s_G: of that step's exchanges of rows: until the last of the ranks that exchange had
+            come; mean over the ranks.
+        sent_s_G: and from then on: the rows were on their way.
+    """
+
+    steps_G: tuple[int, ...]
+    step_s_G: np.ndarray
+    tokens_per_s_G: np.ndarray
+    loss_G: np.ndarray
+    exposed_s_G: np.ndarray
+    waited_s_G: np.ndarray
+    sent_s_G: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class RanksRecord:
+    """What each rank took and needed, of the ranks that run the same layers.
+
+    Shape letters: R these ranks, K kinds of task. Times are means of the timed steps; exchanges are
+    those of the last timed step before each point of ``pace``, thinned or not.
+
+    Attributes:
+        ranks_R: numbers of the ranks in the world, ascending: under pipelines a stage has some.
+        allocated_R: most bytes of device memory in tensors so far, int64; 0 without a device.
+        reserved_R: most that torch's allocator held, likewise.
+        resident_R: most bytes of the process in the host's memory, int64.
+        kinds_K: ``phase:kind``, as in ``RunRecord.seconds_by_kind``.
+        seconds_KR: seconds a step in each kind of task, float ``[K, R]``; waiting is in it.
+        exposed_s_R: seconds a step, as ``PaceRecord.exposed_s_G``.
+        waited_s_R: likewise; a rank that waits little is one for which others wait.
+        sent_s_R: likewise.
+        num_last_R: exchanges of rows to which the rank came last, int64.
+        num_exchanges: of each rank.
+        pace: the run over its steps.
+    """
+
+    ranks_R: tuple[int, ...]
+    allocated_R: np.ndarray
+    reserved_R: np.ndarray
+    resident_R: np.ndarray
+    kinds_K: tuple[str, ...]
+    seconds_KR: np.ndarray
+    exposed_s_R: np.ndarray
+    waited_s_R: np.ndarray
+    sent_s_R: np.ndarray
+    num_last_R: np.ndarray
+    num_exchanges: int
+    pace: PaceRecord
+
+
+@dataclass(frozen=True, eq=False)
 class RunRecord:
-    """The end of a run, as rank 0 saw it.
+    """A run up to now, as rank 0 saw it.
 
     Attributes:
         strategy: JSON name of the strategy.
@@ -181,6 +244,7 @@ class RunRecord:
         terms: how good the strategy's model of costs was, if it has one and was checked.
         looks: what was predicted of rows and where they went; None if that is not known.
         choices: which strategy planned from when on, where one chose between several.
+        ranks: what each rank took and needed; None before they told each other.
     """
 
     strategy: str
@@ -197,6 +261,7 @@ class RunRecord:
     terms: tuple[TermRecord, ...] = ()
     looks: LooksRecord | None = None
     choices: tuple[ChoiceRecord, ...] = ()
+    ranks: RanksRecord | None = None
 
     def balance_IL(self) -> np.ndarray:
         """Rows of the busiest cell over the mean of those that are home to experts, float
@@ -237,7 +302,7 @@ class RunRecord:
         num_experts = max((layer.num_experts for layer in layers), default=0)
         shape_IL = len(data["steps_I"]), len(layers)
         shape_ILE, shape_ILC = (*shape_IL, num_experts), (*shape_IL, data["num_cells"])
-        placements, looks = data.get("placements"), data.get("looks")
+        placements, looks, ranks = (data.get(key) for key in ("placements", "looks", "ranks"))
         return cls(
             **{
                 **data,
@@ -253,6 +318,7 @@ class RunRecord:
                 "placements": placements and _placements_of(placements, shape_ILE, shape_ILC),
                 "looks": looks and _looks_of(looks, shape_IL),
                 "choices": tuple(ChoiceRecord(**each) for each in data.get("choices", ())),
+                "ranks": ranks and _ranks_of(ranks),
             }
         )
 
@@ -303,3 +369,35 @@ def _looks_of(data: Mapping[str, Any], shape_IL: tuple[int, int]) -> LooksRecord
         crossed_IL=table("crossed_IL"),
         num_nodes=data["num_nodes"],
     )
+
+
+def _ranks_of(data: Mapping[str, Any]) -> RanksRecord:
+    pace = data["pace"]
+    shape_KR = len(data["kinds_K"]), len(data["ranks_R"])
+    return RanksRecord(
+        ranks_R=tuple(data["ranks_R"]),
+        allocated_R=np.asarray(data["allocated_R"], dtype=np.int64),
+        reserved_R=np.asarray(data["reserved_R"], dtype=np.int64),
+        resident_R=np.asarray(data["resident_R"], dtype=np.int64),
+        kinds_K=tuple(data["kinds_K"]),
+        seconds_KR=_floats(data["seconds_KR"]).reshape(shape_KR),
+        exposed_s_R=_floats(data["exposed_s_R"]),
+        waited_s_R=_floats(data["waited_s_R"]),
+        sent_s_R=_floats(data["sent_s_R"]),
+        num_last_R=np.asarray(data["num_last_R"], dtype=np.int64),
+        num_exchanges=data["num_exchanges"],
+        pace=PaceRecord(
+            tuple(pace["steps_G"]),
+            step_s_G=_floats(pace["step_s_G"]),
+            tokens_per_s_G=_floats(pace["tokens_per_s_G"]),
+            loss_G=_floats(pace["loss_G"]),
+            exposed_s_G=_floats(pace["exposed_s_G"]),
+            waited_s_G=_floats(pace["waited_s_G"]),
+            sent_s_G=_floats(pace["sent_s_G"]),
+        ),
+    )
+
+
+def _floats(nested: list[Any]) -> np.ndarray:
+    """Null is nan."""
+    return np.array(nested, dtype=np.float64)

@@ -20,6 +20,7 @@ from ds_moe_ext.load import balance_L
 from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.observation import Rows, TimedTask
 from ds_moe_ext.report.looks import Look, in_turn, looks_record
+from ds_moe_ext.report.rank_figures import NAN, RanksSeen
 from ds_moe_ext.report.record import (
     AddedRecord,
     ChoiceRecord,
@@ -153,6 +154,32 @@ class _Times:
 
 
 @dataclass(eq=False)
+class _Kept:
+    """Steps of a run, thinned evenly.
+
+    Attributes:
+        most: that are kept.
+        steps: they.
+        every: how many of a run's steps each of them stands for.
+    """
+
+    most: int
+    steps: list[StepLoads] = field(default_factory=list)
+    every: int = 1
+
+    def wants(self, step: int) -> bool:
+        """Whether it is one of those that are kept."""
+        return step % self.every == 0
+
+    def add(self, loads: StepLoads) -> None:
+        """Keep a step, which may be one too many."""
+        self.steps.append(loads)
+        if len(self.steps) > self.most:
+            self.every *= 2
+            self.steps = [one for one in self.steps if self.wants(one.step)]
+
+
+@dataclass(eq=False)
 class _Changes:
     """Of homes, and of the strategy that plans."""
 
@@ -177,6 +204,7 @@ class Recorder:
     tracer: given the tasks of its steps.
     terms: how good the strategy's model of costs is, once that is known.
     beside: adds what another rank did in a timed step; collective over the two.
+    ranks: what all ranks take and need; None where nobody asks them.
     """
 
     strategy: str
@@ -187,20 +215,21 @@ class Recorder:
     tracer: StepTracer | None = None
     terms: tuple[TermRecord, ...] = ()
     beside: Callable[[list[Span]], list[Span]] | None = None
-    _kept: list[StepLoads] = field(default_factory=list)
+    ranks: RanksSeen | None = None
+    _kept: _Kept = field(init=False)
     _latest: StepLoads | None = None
     _plans: tuple[Plan, ...] = ()  # of the latest step
     _added: Mapping[int, np.ndarray] = field(default_factory=dict)  # likewise
     _changes: _Changes = field(default_factory=_Changes)
-    _every: int = 1
     _times: _Times = field(default_factory=_Times)
 
     def __post_init__(self) -> None:
+        self._kept = _Kept(self.max_steps)
         self._time(0)
 
     def after_step(self, step: int, rows: Sequence[Rows]) -> None:
         """Take what the layers saw since the last step. Call it after each optimizer step, while
-        the layers still have the plans that the step ran by.
+        the layers still have the plans that the step ran by. Collective where ``ranks`` is given.
 
         Args:
             step: number of the step that has ended, from 0.
@@ -209,15 +238,40 @@ class Recorder:
         self._take_plans(step)
         self._take_loads(step, rows)
         self._take_times(step)
+        if self.ranks is not None:
+            self.ranks.after_step(step, self._tokens(rows))
         self._time(step + 1)
 
     def latest_balance(self) -> float:
         """Rows of the busiest cell over the mean of those that are home to experts, in the latest
         step, mean over layers."""
+        return float(self.latest_balance_L().mean())
+
+    def latest_balance_L(self) -> np.ndarray:
+        """The same of each layer, float ``[L]``."""
         if self._latest is None:
-            return 1.0
+            return np.ones(len(self.layers))
         homes = np.unique(np.concatenate([plan.home.owner_E for plan in self._plans]))
-        return float(balance_L(self._latest.cell_rows_LC[:, homes]).mean())
+        return balance_L(self._latest.cell_rows_LC[:, homes])
+
+    def latest_copies(self) -> int:
+        """Copies of experts beside their homes in the latest step, of all layers."""
+        latest = self._latest
+        return 0 if latest is None else int(latest.copies_LE.sum() + latest.added_LE.sum())
+
+    def latest_choice(self) -> Choice | None:
+        """By which the latest step ran, where one strategy chooses between several."""
+        return self._plans[0].choice if self._plans else None
+
+    def _tokens(self, rows: Sequence[Rows]) -> float:
+        """That came from this rank in a step, by the rows of the first layer; nan where nobody said
+        how many a token makes."""
+        layer = self.layers[0].routed
+        layout, top_k = layer.site.layout, layer.rows.top_k
+        if not top_k:
+            return NAN
+        sent = int(rows[0].routed_CE[layout.index("ep")].sum())
+        return sent / (top_k * layout.grid.cell_size)
 
     def balance_by_layer(self) -> dict[str, float]:
         """Mean over the kept steps of the busiest cell's rows over the mean, by layer."""
@@ -231,7 +285,8 @@ class Recorder:
             layers = tuple(replace(layer, home_E=home_E) for layer, home_E in zip(layers, homes))
         num_cells = self.layers[0].routed.site.plan.home.num_cells
         num_experts = max(layer.num_experts for layer in layers)
-        kept, shape_IL = self._kept, (len(self._kept), len(layers))
+        kept = self._kept.steps
+        shape_IL = len(kept), len(layers)
         return RunRecord(
             strategy=self.strategy,
             world_size=self.world_size,
@@ -250,6 +305,7 @@ class Recorder:
             terms=self.terms,
             looks=self._looks(layers),
             choices=tuple(self._changes.choices),
+            ranks=None if self.ranks is None else self.ranks.record(),
         )
 
     @cached_property
@@ -259,11 +315,12 @@ class Recorder:
 
     def _looks(self, layers: Sequence[LayerRecord]) -> LooksRecord:
         homes = sorted({cell for layer in layers for cell in layer.home_E})
-        return looks_record([loads.looks for loads in self._kept], len(layers), homes, self._node_C)
+        kept = [loads.looks for loads in self._kept.steps]
+        return looks_record(kept, len(layers), homes, self._node_C)
 
     def _placements(self, latest: StepLoads) -> PlacementRecord | None:
         """Where experts were, if any was ever copied or moved."""
-        kept = self._kept
+        kept = self._kept.steps
         seen = (*kept, latest)
         has_added = any(loads.added_LE.any() for loads in seen)
         has_copies = has_added or any(loads.copies_LE.any() for loads in seen)
@@ -290,7 +347,7 @@ class Recorder:
             for index, plan in enumerate(self._plans)
         ]
         return AddedRecord(
-            copies_ILE=_stacked([loads.added_LE for loads in self._kept], shape_ILE),
+            copies_ILE=_stacked([loads.added_LE for loads in self._kept.steps], shape_ILE),
             num_passes=latest.num_passes,
             to=tuple(tuple(map(_named, passes_EC)) for passes_EC in passes),
         )
@@ -317,7 +374,7 @@ class Recorder:
         self._changes.add_choice(step, plans[0].choice)
 
     def _take_loads(self, step: int, rows: Sequence[Rows]) -> None:
-        is_kept, plans = step % self._every == 0, self._plans
+        is_kept, plans = self._kept.wants(step), self._plans
         self._added = {
             index: added_EC(plan, seen)
             for index, (plan, seen) in enumerate(zip(plans, rows))
@@ -327,10 +384,7 @@ class Recorder:
         looks = {n: Look.at(plans[n], rows[n], self._node_C) for n in looked_at}
         self._latest = StepLoads.of(step, plans, rows, self._added, looks)
         if is_kept:
-            self._kept.append(self._latest)
-        if len(self._kept) > self.max_steps:
-            self._every *= 2
-            self._kept = [loads for loads in self._kept if loads.step % self._every == 0]
+            self._kept.add(self._latest)
 
     def _take_times(self, step: int) -> None:
         timed = [task for layer in self.layers for task in layer.routed.tasks.take()]
@@ -338,8 +392,11 @@ class Recorder:
             return
         self._times.num_steps += 1
         spans = spans_of(timed, timed[0], [layer.name for layer in self.layers])
-        if self.beside is not None and self._is_sample(step):
-            spans = self.beside(spans)
+        if self._is_sample(step):
+            if self.ranks is not None:
+                self.ranks.own.saw_tasks(spans)
+            if self.beside is not None:
+                spans = self.beside(spans)
         for span in spans:
             self._times.seconds[f"{span.phase}:{span.name}"] += span.end_s - span.start_s
         if step == self.trace_step:

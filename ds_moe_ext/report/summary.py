@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_moe_ext.report.record import LooksRecord, RunRecord
-from ds_moe_ext.report.units import EN_DASH
+from ds_moe_ext.report.units import EN_DASH, bytes_text, seconds_text, short_count
 
 
 @dataclass(frozen=True)
@@ -234,6 +234,35 @@ def division_of(record: RunRecord, looks: LooksRecord, layers: Sequence[int]) ->
         left=float(left_IL[was_seen].sum() / num_rows),
         crossed=float(crossed_IL[was_seen].sum() / num_rows),
     )
+
+
+def ranks_line(record: RunRecord) -> str:
+    """What all ranks took and needed, for a person; empty before they told each other. Pure."""
+    ranks = record.ranks
+    if ranks is None or not ranks.pace.steps_G:
+        return ""
+    pace, told = ranks.pace, []
+    if not np.isnan(pace.step_s_G[-1]):
+        told.append(f"a step takes {seconds_text(float(pace.step_s_G[-1]))}")
+    if not np.isnan(pace.tokens_per_s_G[-1]):
+        told.append(f"{short_count(float(pace.tokens_per_s_G[-1]))} tokens a second")
+    if (known := pace.loss_G[~np.isnan(pace.loss_G)]).size:
+        told.append(f"loss {known[0]:.4g} -> {known[-1]:.4g}")
+    exposed_s, waited_s, sent_s = (
+        seconds_text(float(each_R.mean()))
+        for each_R in (ranks.exposed_s_R, ranks.waited_s_R, ranks.sent_s_R)
+    )
+    if ranks.num_last_R.any():
+        told.append(f"{exposed_s} of communication that nothing hides")
+        told.append(f"exchanges of rows wait {waited_s} and send {sent_s}")
+        last = int(ranks.num_last_R.argmax())
+        share = ranks.num_last_R[last] / ranks.num_exchanges
+        told.append(f"rank {ranks.ranks_R[last]} comes last most often, to {100 * share:.0f} %")
+    is_device = bool(ranks.allocated_R.any())
+    most_R = ranks.allocated_R if is_device else ranks.resident_R
+    where, most = "of its device" if is_device else "of the host's memory", int(most_R.argmax())
+    told.append(f"rank {ranks.ranks_R[most]} needs most, {bytes_text(int(most_R[most]))} {where}")
+    return "; ".join(told)
 
 
 def _known(balances: np.ndarray) -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,22 @@ from rich.table import Table
 
 from ds_moe_ext.attachment.outputs import ENDINGS, or_warn, say
 from ds_moe_ext.attachment.replacement import AttachedLayer, Blueprint, bytes_of, told_way
+from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.files.console import wide_console
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.moe.observation import TimedTask
 from ds_moe_ext.report.division import division_line
-from ds_moe_ext.report.page import write_report
+from ds_moe_ext.report.rank_figures import OwnSteps, RanksSeen
 from ds_moe_ext.report.record import RunRecord
 from ds_moe_ext.report.recorder import Recorder, spans_of
-from ds_moe_ext.report.summary import outcomes_by_layer
+from ds_moe_ext.report.report_files import ReportFiles
+from ds_moe_ext.report.summary import outcomes_by_layer, ranks_line
 from ds_moe_ext.report.units import bytes_text, seconds_text
 from ds_moe_ext.schedule.trace import Box, chrome_trace
 from ds_moe_ext.settings import Settings
 from ds_moe_ext.steps.expert_moves import ExpertMover
 from ds_moe_ext.steps.load_forecasts import LoadForecasts
+from ds_moe_ext.steps.monitor import Monitor
 from ds_moe_ext.steps.planning import Planning
 
 RECORD = "ds_moe_ext"  # the one attribute of ours that a host's object has
@@ -66,6 +70,8 @@ class Run:
         mover: moves experts between the ranks.
         recorder: what has happened.
         rank: this rank's place among those that run the same layers.
+        monitor: what the host's own shows meanwhile.
+        files: written meanwhile; None on a rank that writes none.
     """
 
     blueprint: Blueprint
@@ -74,6 +80,8 @@ class Run:
     mover: ExpertMover
     recorder: Recorder
     rank: int
+    monitor: Monitor
+    files: ReportFiles | None
 
     @classmethod
     def start(
@@ -103,8 +111,16 @@ class Run:
             trace_step=report.trace_step,
             max_steps=report.max_steps,
             tracer=tracer,
+            ranks=RanksSeen(
+                OwnSteps(layout.rank),
+                layout.grid.along("ep"),
+                partial(gather_objects, group=layout.everyone),
+            ),
         )
-        run = cls(blueprint, tuple(layers), planning, mover, recorder, rank)
+        monitor, files = Monitor(report.enabled and report.monitor), None
+        if rank == 0 and report.enabled and report.path is not None:
+            files = ReportFiles(Path(report.path), report.write_every_s)
+        run = cls(blueprint, tuple(layers), planning, mover, recorder, rank, monitor, files)
         if rank == 0 and report.enabled:
             wide_console().print(start_table(run))
             leave_report(recorder, report.path, lives_with, planning.forecasts)
@@ -119,6 +135,9 @@ class Run:
         self.recorder.after_step(step, rows)
         self.planning.after_step(step, rows)
         self.recorder.terms = self.planning.checks.terms
+        if self.files is not None:
+            with or_warn(f"the report in {str(self.files.folder)!r}"):
+                self.files.after_step(self.recorder.record)
 
 
 def leave_report(
@@ -136,7 +155,7 @@ def leave_report(
     def write() -> None:
         record = recorder.record()
         if path is not None and record.steps_I:
-            write_report(record, Path(path))
+            ReportFiles(Path(path)).write(record)
             say(f"wrote {path}/report.html and {path}/report.json at SIGTERM")
 
     def end() -> None:
@@ -160,6 +179,8 @@ def finish(recorder: Recorder, path: str | None, forecasts: str = "") -> None:
     console.print(end_table(record))
     if line := division_line(record):
         console.print(f"ds_moe_ext: {line}", soft_wrap=True, highlight=False)
+    if line := ranks_line(record):
+        console.print(f"ds_moe_ext: {line}", soft_wrap=True, highlight=False)
     if record.seconds_by_kind:
         console.print(time_table(record))
     if record.terms:
@@ -168,7 +189,7 @@ def finish(recorder: Recorder, path: str | None, forecasts: str = "") -> None:
         console.print(f"ds_moe_ext: {forecasts}", soft_wrap=True, highlight=False)
     if path is not None:
         with or_warn(f"the report in {path!r}"):
-            write_report(record, Path(path))
+            ReportFiles(Path(path)).write(record)
             console.print(f"ds_moe_ext: wrote {path}/report.html and {path}/report.json")
 
 
@@ -269,14 +290,24 @@ def end_table(record: RunRecord) -> Table:
 
 
 def time_table(record: RunRecord) -> Table:
-    """Where the time of rank 0's layers went; what runs beside something else is counted too."""
+    """Where the time of rank 0's layers went, and of all ranks', where they have told; what runs
+    beside something else is counted too."""
     table = Table(title="ds_moe_ext: rank 0, mean of the timed steps", title_justify="left")
     table.add_column("task")
-    for heading in ("ms a step", "share"):
+    ranks = record.ranks
+    others = {} if ranks is None else dict(zip(ranks.kinds_K, ranks.seconds_KR))
+    of_all = ("mean of all ranks", "largest, of rank") if others else ()
+    for heading in ("ms a step", "share", *of_all):
         table.add_column(heading, justify="right")
     total = sum(record.seconds_by_kind.values())
     for kind, seconds in sorted(record.seconds_by_kind.items(), key=lambda item: -item[1]):
-        table.add_row(kind, f"{seconds * 1e3:.2f}", f"{100 * seconds / total:.0f} %")
+        cells = [kind, f"{seconds * 1e3:.2f}", f"{100 * seconds / total:.0f} %"]
+        if ranks is not None and kind in others:
+            seconds_R = others[kind]
+            largest = int(seconds_R.argmax())
+            told = f"{1e3 * seconds_R[largest]:.2f}, {ranks.ranks_R[largest]}"
+            cells += [f"{1e3 * seconds_R.mean():.2f}", told]
+        table.add_row(*cells)
     return table
 
 

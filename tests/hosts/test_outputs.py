@@ -21,7 +21,7 @@ import pytest
 from ds_moe_ext.files import writable
 from ds_moe_ext.report.record import RunRecord
 from tests.hosts.jobs import Job, document_of, loss_of, micro_batch, model_of
-from tests.hosts.processes import ROOT, started
+from tests.hosts.processes import ROOT, answers, started
 from tests.ranks import meeting_place, pool_of
 
 
@@ -140,10 +140,10 @@ def test_how_loads_were_predicted_is_told_at_the_end() -> None:
 # SIGTERM.
 
 
-def document(folder: Path) -> Path:
+def document(folder: Path, **report: Any) -> Path:
     path = folder / "ds.json"
     content = document_of(Job("toy", micro_batches=1), 1)
-    content["ds_moe_ext"]["report"] = {"path": str(folder / "out")}
+    content["ds_moe_ext"]["report"] = {"path": str(folder / "out"), **report}
     path.write_text(json.dumps(content))
     return path
 
@@ -166,9 +166,30 @@ def test_a_report_is_there_after_sigterm(tmp_path: Path, how: tuple[str, ...]) -
         assert time.monotonic() - begun_s < 5
         printed = first.stdout.read()
     record = RunRecord.from_json((tmp_path / "out/report.json").read_text())
-    assert record.steps_I[:5] == (0, 1, 2, 3, 4)
+    last = max([5, *map(int, answers(printed))])  # that ended before the signal
+    assert record.steps_I[:last] == tuple(range(last))
     assert "</html>" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
     assert f"ds_moe_ext: wrote {tmp_path}/out/report.html and" in printed
+
+
+def steps_on_disk(path: Path) -> tuple[int, ...]:
+    return RunRecord.from_json(path.read_text()).steps_I if path.exists() else ()
+
+
+def test_a_run_that_is_killed_leaves_what_was_written_last(tmp_path: Path) -> None:
+    script, out = ROOT / "tests/hosts/endless_run.py", tmp_path / "out"
+    arguments = str(document(tmp_path, write_every_s=0))
+    with started(script, arguments, path=(ROOT,)) as (only,):
+        assert only.stdout is not None
+        for line in only.stdout:
+            if "answer: 20" in line:
+                break
+        before = steps_on_disk(out / "report.json")
+        only.kill()
+        assert only.wait(timeout=10) == -signal.SIGKILL
+    left = steps_on_disk(out / "report.json")
+    assert left[0] == 0 and left[: len(before)] == before
+    assert "</html>" in (out / "report.html").read_text(encoding="utf-8")
 
 
 LAUNCHERS = {

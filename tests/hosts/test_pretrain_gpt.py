@@ -17,6 +17,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from tests.hosts.test_monitors import on_board
+
 ROOT = Path(__file__).parents[2]
 CHECKOUT = os.environ.get("MEGATRON_LM")
 CONFIGS = ROOT / "configs/strategies"
@@ -162,6 +164,14 @@ def test_a_run_goes_on_under_another_strategy_and_without_us(
     for config in (CONFIGS / "prophet.json", None):
         losses = train(world_size, "--load", str(tmp_path), config=config, iterations=ITERATIONS)
         check_close(losses, resumed_stock(world_size))
+
+
+def test_scalars_come_to_its_tensorboard(tmp_path: Path) -> None:
+    board = ("--tensorboard-dir", str(tmp_path), "--tensorboard-log-interval", "5")
+    start(2, *board, config=CONFIGS / "fssdp.json", iterations=HALF)
+    points = on_board(tmp_path)
+    assert [at for at, _ in points["ds_moe_ext/balance/mean"]] == [5, HALF]
+    assert [at for at, _ in points["ds_moe_ext/tokens_per_s"]] == [HALF]
 
 
 def test_the_import_line_applies(tmp_path: Path) -> None:

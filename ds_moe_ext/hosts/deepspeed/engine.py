@@ -39,6 +39,7 @@ from ds_moe_ext.moe.token_parts import TokenParts
 from ds_moe_ext.settings import BLOCK, Settings, read_settings
 from ds_moe_ext.steps.expert_moves import check_alike
 from ds_moe_ext.steps.host import Built, Seats, run_on
+from ds_moe_ext.steps.monitor import MONITORED
 from ds_moe_ext.steps.optimizer_states import States
 from ds_moe_ext.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.steps.training_run import Run, run_of
@@ -326,3 +327,20 @@ def after_step(engine: Any) -> None:
     run = run_of(engine)
     if run is not None:
         run.after_step(engine.global_steps - 1)
+        _show(engine, run)
+
+
+def _show(engine: Any, run: Run) -> None:
+    """Let DeepSpeed's monitor have scalars, on the rank and the axis of its own."""
+    every = engine.steps_per_print() or MONITORED
+    is_writer = engine.global_rank == 0 and engine.monitor.enabled
+    if is_writer and run.monitor.is_on and engine.global_steps % every == 0:
+        run.monitor.show(run.recorder, engine.monitor.write_events, engine.global_samples)
+
+
+def saw_loss(engine: Any, loss: Any, *_: Any, **__: Any) -> None:
+    """Keep the loss that ``backward`` is given for the report, which reads it later."""
+    run = run_of(engine)
+    is_one = isinstance(loss, torch.Tensor) and loss.numel() == 1
+    if run is not None and run.recorder.ranks is not None and is_one:
+        run.recorder.ranks.own.saw_loss(loss.reshape(()))

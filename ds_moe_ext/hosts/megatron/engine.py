@@ -21,7 +21,7 @@ from ds_moe_ext.attachment.meeting import start_of
 from ds_moe_ext.attachment.refusal import refuse
 from ds_moe_ext.attachment.replacement import Around, AttachedLayer, Blueprint
 from ds_moe_ext.comm import gather_objects
-from ds_moe_ext.hosts.megatron import checkpoint, moe_layers
+from ds_moe_ext.hosts.megatron import checkpoint, moe_layers, monitoring
 from ds_moe_ext.hosts.megatron.active_settings import Chosen
 from ds_moe_ext.hosts.megatron.expert_modules import HostedExperts, Ready
 from ds_moe_ext.hosts.megatron.passes import Passes, Schedules
@@ -272,6 +272,7 @@ def watch_steps(optimizer: Any, run: Run) -> None:
         planning.job = replace(planning.job, accumulates=SCHEDULES.latest > 1)
         run.after_step(num_steps)
         num_steps += 1
+        monitoring.show(run)
         return outcome
 
     optimizer.step = watched

@@ -9,6 +9,7 @@ keeps of the model (``role_models``), by striped steps (``forward_backward``) an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from ds_moe_ext.attachment import agreement
 from ds_moe_ext.attachment.host_layer import Found
 from ds_moe_ext.attachment.meeting import start_of
 from ds_moe_ext.attachment.replacement import Around, AttachedLayer, Blueprint
+from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.hosts.megatron.active_settings import Chosen
 from ds_moe_ext.hosts.megatron.engine import (
     OPTIMIZER,
@@ -100,9 +102,9 @@ class RolesHost(MegatronHost):
         stack = stack_of(blueprint, layers, self.device, self._here)
         stripes, debug = strategy.striping.num_stripes, blueprint.settings.debug
         set_steps(StripedSteps(chunk, stack, self._control, stripes, debug))
-        everyone = group_among([list(range(worlds.size))], backend="gloo")
-        join_norm(self.carrier, worlds, everyone)
-        tell_of_both(self.carrier, chunk, worlds, everyone)
+        self._everyone = group_among([list(range(worlds.size))], backend="gloo")
+        join_norm(self.carrier, worlds, self._everyone)
+        tell_of_both(self.carrier, chunk, worlds, self._everyone)
 
     def dense_gradients(
         self, blueprint: Blueprint, layers: Sequence[AttachedLayer]
@@ -113,3 +115,6 @@ class RolesHost(MegatronHost):
         watch_steps(self.carrier, run)
         side = dist.get_rank(self._control)
         run.recorder.beside = BothSides(self._control, side, self._worlds.roles)
+        assert run.recorder.ranks is not None
+        # Steps are taken in the world of a role.
+        run.recorder.ranks.gather = partial(gather_objects, group=self._everyone)

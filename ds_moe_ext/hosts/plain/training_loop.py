@@ -21,11 +21,16 @@ from ds_moe_ext.hosts.plain.plain_host import NAME, Experts, PlainHost
 from ds_moe_ext.settings import BLOCK, read_file, read_settings
 from ds_moe_ext.steps.expert_moves import check_alike
 from ds_moe_ext.steps.host import run_on
+from ds_moe_ext.steps.monitor import MONITORED, WriteEvents
 from ds_moe_ext.steps.training_run import Record, run_of
 
 
 def attach(
-    model: nn.Module, config: str | Path | Mapping[str, Any], *, micro_batches: int = 1
+    model: nn.Module,
+    config: str | Path | Mapping[str, Any],
+    *,
+    micro_batches: int = 1,
+    monitor: WriteEvents | None = None,
 ) -> Attachment:
     """Replace a model's MoE layers, for a training loop of your own. Collective, over the world.
 
@@ -44,6 +49,7 @@ def attach(
             file, or a name of ``configs/strategies``. Where it is not enabled the model stays as it
             is.
         micro_batches: backward passes of an optimizer step.
+        monitor: called on rank 0 behind every tenth step with a list of ``(name, value, step)``.
 
     Raises:
         ValueError: on all ranks: the block is malformed, or asks for what cannot be done.
@@ -52,6 +58,11 @@ def attach(
         raise ValueError(
             f"{NAME} was called before torch.distributed.init_process_group, so that it does not "
             "know the ranks; call that first, and start with torchrun, also for one rank"
+        )
+    if not (monitor is None or callable(monitor)):
+        raise ValueError(
+            f"{NAME} was given monitor={monitor!r}, which cannot be called; give a function of a "
+            "list of (name, value, step), or leave it out"
         )
     with starting(Start(NAME, is_wanted=True)) as start:
         block = _block(config)
@@ -63,7 +74,7 @@ def attach(
         else:
             host = PlainHost(model, block, micro_batches, experts)
             run_on(host, model, settings, strategy)
-    return Attachment(model, experts)
+    return Attachment(model, experts, monitor)
 
 
 def _block(given: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
@@ -90,10 +101,12 @@ class Attachment:
         model: as given; ``fully_shard`` changes it in place, and ``DistributedDataParallel`` holds
             it.
         experts: of this rank.
+        monitor: see ``attach``.
     """
 
     model: nn.Module
     experts: Experts
+    monitor: WriteEvents | None = None
     _optimizer: torch.optim.Optimizer | None = field(default=None, init=False)
     _num_steps: int = field(default=0, init=False)
     _is_asleep: bool = field(default=False, init=False)
@@ -151,6 +164,9 @@ class Attachment:
         self.experts.is_averaged = False
         run.after_step(self._num_steps)
         self._num_steps += 1
+        is_due = run.rank == 0 and run.monitor.is_on and self._num_steps % MONITORED == 0
+        if self.monitor is not None and is_due:
+            run.monitor.show(run.recorder, self.monitor, self._num_steps)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all ranks took and needed, which they tell each other now and then.
+
+When they do follows from the numbers of the steps alone, so that all come to it together. Between
+that a rank reads its clock once a step, and keeps losses on their device.
+
+Shape letters: R ranks, K kinds of task, N exchanges of rows.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_moe_ext.report.exposure import exchanges_s, exposed_s
+from ds_moe_ext.report.record import PaceRecord, RanksRecord, Span
+
+OFTEN, SELDOM = 10, 80
+"""Steps between two tellings: until the second of these, and from then on. It is the first times a
+power of two, so that points which are thinned lie evenly."""
+MOST_POINTS = 128  # of ``PaceRecord``
+NAN = float("nan")
+
+
+def is_told(step: int) -> bool:
+    """Whether ranks tell each other behind this step, number 0 being the first. Pure."""
+    number = step + 1
+    return number % (OFTEN if number <= SELDOM else SELDOM) == 0
+
+
+class Memory(NamedTuple):
+    """Most bytes that a rank had so far: in tensors on its device, held there by torch's allocator,
+    and of its process in the host's memory."""
+
+    allocated: int
+    reserved: int
+    resident: int
+
+    @classmethod
+    def now(cls) -> Memory:
+        """Of this process. The device is not waited for."""
+        resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if not torch.cuda.is_initialized():
+            return cls(0, 0, resident)
+        return cls(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), resident)
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """What one rank tells the others. What it does not know is nan.
+
+    Attributes:
+        rank: its number in the world.
+        step_s: median seconds of its steps since the last time.
+        tokens: that came from it in the latest step.
+        loss: of the latest step, mean over its micro-batches.
+        memory: that it needed.
+        seconds: by ``phase:kind``, mean of its timed steps.
+        exposed_s: of the latest timed step, as ``exposure`` has it; likewise the next.
+        exchanges_s: of that step.
+    """
+
+    rank: int
+    step_s: float
+    tokens: float
+    loss: float
+    memory: Memory
+    seconds: Mapping[str, float]
+    exposed_s: float
+    exchanges_s: tuple[float, ...]
+
+
+class Exchanged(NamedTuple):
+    """The exchanges of rows of one step, by rank: seconds until the last rank had come, seconds
+    from then on, and how many this rank came to last."""
+
+    waited_s_R: np.ndarray
+    sent_s_R: np.ndarray
+    num_last_R: np.ndarray
+
+    @classmethod
+    def of(cls, told: Sequence[RankFigures], partners: Sequence[Sequence[int]]) -> Exchanged:
+        """Who comes last waits for nobody: all leave an exchange together, so that it is shortest
+        for that rank. No clocks of different ranks are compared. Pure.
+
+        Args:
+            told: by all ranks.
+            partners: lists of ranks that exchange rows with each other.
+        """
+        waited_s_R, sent_s_R = np.zeros((2, len(told)))
+        num_last_R = np.zeros(len(told), dtype=np.int64)
+        place = {figures.rank: at for at, figures in enumerate(told)}
+        for ranks in partners:
+            at_P = [place[rank] for rank in ranks if rank in place]
+            seen = [told[at].exchanges_s for at in at_P]
+            if len(seen) < 2 or len({len(one) for one in seen}) > 1:
+                continue
+            seconds_PN = np.array(seen)
+            least_s_N = seconds_PN.min(axis=0)
+            waited_s_R[at_P] = (seconds_PN - least_s_N).sum(axis=1)
+            sent_s_R[at_P] = least_s_N.sum()
+            num_last_R[at_P] = np.bincount(seconds_PN.argmin(axis=0), minlength=len(at_P))
+        return cls(waited_s_R, sent_s_R, num_last_R)
+
+
+class Point(NamedTuple):
+    """One of ``PaceRecord``."""
+
+    step: int
+    step_s: float
+    tokens_per_s: float
+    loss: float
+    exposed_s: float
+    waited_s: float
+    sent_s: float
+
+
+@dataclass(eq=False)
+class OwnSteps:
+    """What this rank sees of its steps.
+
+    Attributes:
+        rank: its number in the world.
+        clock: seconds now.
+    """
+
+    rank: int
+    clock: Callable[[], float] = time.perf_counter
+    _ends_s: list[float] = field(default_factory=list, init=False)
+    _losses: list[Tensor] = field(default_factory=list, init=False)  # of the present step
+    _spans: Sequence[Span] = field(default=(), init=False)  # of the latest timed step
+    _seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float), init=False)
+    _num_timed: int = field(default=0, init=False)
+
+    def saw_loss(self, loss: Tensor) -> None:
+        """Take the loss of a micro-batch, 0-dim. It is not read before ranks tell each other."""
+        self._losses.append(loss.detach())
+
+    def saw_tasks(self, spans: Sequence[Span]) -> None:
+        """Take the tasks of a step that all ranks time."""
+        self._spans, self._num_timed = spans, self._num_timed + 1
+        for span in spans:
+            self._seconds[f"{span.phase}:{span.name}"] += span.end_s - span.start_s
+
+    def step_ended(self) -> None:
+        """Look at the clock."""
+        self._ends_s.append(self.clock())
+
+    def forget_losses(self) -> None:
+        """Of the step that has ended."""
+        self._losses.clear()
+
+    def told(self, tokens: float) -> RankFigures:
+        """What the others shall know; steps are counted anew from here. Waits for the device.
+
+        Args:
+            tokens: that came from this rank in the latest step.
+        """
+        steps_s = [after - before for before, after in pairwise(self._ends_s)]
+        self._ends_s = self._ends_s[-1:]
+        losses = torch.stack([loss.double() for loss in self._losses]) if self._losses else None
+        return RankFigures(
+            rank=self.rank,
+            step_s=median(steps_s) if steps_s else NAN,
+            tokens=tokens,
+            loss=NAN if losses is None else float(losses.mean()),
+            memory=Memory.now(),
+            seconds={kind: total_s / self._num_timed for kind, total_s in self._seconds.items()},
+            exposed_s=exposed_s(self._spans),
+            exchanges_s=exchanges_s(self._spans),
+        )
+
+
+@dataclass(eq=False)
+class RanksSeen:
+    """The ranks that run the same layers.
+
+    Attributes:
+        own: this one's steps.
+        partners: lists of ranks that exchange rows with each other.
+        gather: what every rank tells. Collective over these ranks.
+        latest: the last point; None before the first.
+    """
+
+    own: OwnSteps
+    partners: Sequence[Sequence[int]]
+    gather: Callable[[RankFigures], Sequence[RankFigures]]
+    latest: Point | None = field(default=None, init=False)
+    _told: Sequence[RankFigures] = field(default=(), init=False)
+    _sums_4R: np.ndarray | None = field(default=None, init=False)  # exposed, and of ``Exchanged``
+    _num_told: int = field(default=0, init=False)
+    _num_exchanges: int = field(default=0, init=False)
+    _points: list[Point] = field(default_factory=list, init=False)
+    _every: int = field(default=OFTEN, init=False)  # steps between points that are kept
+
+    def after_step(self, step: int, tokens: float) -> None:
+        """Take a step that has ended. Collective in some steps, by their numbers.
+
+        Args:
+            step: its number, from 0.
+            tokens: see ``OwnSteps.told``.
+        """
+        self.own.step_ended()
+        if is_told(step):
+            self._take(step, sorted(self.gather(self.own.told(tokens)), key=lambda one: one.rank))
+        self.own.forget_losses()
+
+    def _take(self, step: int, told: Sequence[RankFigures]) -> None:
+        exposed_s_R = np.array([one.exposed_s for one in told])
+        exchanged = Exchanged.of(told, self.partners)
+        sums_4R = np.stack([exposed_s_R, *exchanged])
+        self._sums_4R = sums_4R if self._sums_4R is None else self._sums_4R + sums_4R
+        self._told, self._num_told = told, self._num_told + 1
+        self._num_exchanges += max(len(one.exchanges_s) for one in told)
+        step_s = max(one.step_s for one in told)
+        losses = [one.loss for one in told if not np.isnan(one.loss)]
+        self.latest = Point(
+            step,
+            step_s,
+            tokens_per_s=sum(one.tokens for one in told) / step_s,
+            loss=float(np.mean(losses)) if losses else NAN,
+            exposed_s=float(exposed_s_R.mean()),
+            waited_s=float(exchanged.waited_s_R.mean()),
+            sent_s=float(exchanged.sent_s_R.mean()),
+        )
+        if (step + 1) % self._every == 0:
+            self._points.append(self.latest)
+        if len(self._points) > MOST_POINTS:
+            self._every *= 2
+            self._points = [one for one in self._points if (one.step + 1) % self._every == 0]
+
+    def record(self) -> RanksRecord | None:
+        """Up to the last point; None before the first."""
+        told = self._told
+        if self._sums_4R is None:
+            return None
+        exposed_s_R, waited_s_R, sent_s_R, num_last_R = self._sums_4R
+        kinds_K = tuple(sorted({kind for one in told for kind in one.seconds}))
+        seconds_KR = np.array([[one.seconds.get(kind, 0.0) for one in told] for kind in kinds_K])
+        steps_G, *columns = zip(*self._points)
+        allocated_R, reserved_R, resident_R = np.array([one.memory for one in told]).T
+        return RanksRecord(
+            ranks_R=tuple(one.rank for one in told),
+            allocated_R=allocated_R,
+            reserved_R=reserved_R,
+            resident_R=resident_R,
+            kinds_K=kinds_K,
+            seconds_KR=seconds_KR.reshape(len(kinds_K), len(told)),
+            exposed_s_R=exposed_s_R / self._num_told,
+            waited_s_R=waited_s_R / self._num_told,
+            sent_s_R=sent_s_R / self._num_told,
+            num_last_R=num_last_R.astype(np.int64),
+            num_exchanges=self._num_exchanges,
+            pace=PaceRecord(steps_G, *(np.array(column) for column in columns)),
+        )

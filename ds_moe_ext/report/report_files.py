@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report's two files, written while a run goes on: whole or not at all, and rarely enough."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ds_moe_ext.report.page import page_of
+from ds_moe_ext.report.record import RunRecord
+
+SHARE = 5e-4
+"""Of a run's time that writing one of the two files may take: the next waits two thousand times as
+long as the last took, as lists of millions of numbers take seconds."""
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Put a text in the place of a file: who reads it, or finds it behind a crash, has the old one
+    or the new one.
+
+    Raises:
+        OSError: it cannot be written; what was there stays.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
+@dataclass(eq=False)
+class ReportFile:
+    """One of the files, and when it is due.
+
+    Attributes:
+        name: in the folder.
+        text_of: what is in it.
+        due_s: when it is written next, on the clock of its run.
+    """
+
+    name: str
+    text_of: Callable[[RunRecord], str]
+    due_s: float = 0.0
+
+
+@dataclass(eq=False)
+class ReportFiles:
+    """``report.json`` and ``report.html`` of a run.
+
+    Attributes:
+        folder: of both.
+        every_s: seconds between two writings while the run goes on, at least; None for never.
+        clock: seconds now.
+    """
+
+    folder: Path
+    every_s: int | None = None
+    clock: Callable[[], float] = time.perf_counter
+    _files: tuple[ReportFile, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._files = (
+            ReportFile("report.json", RunRecord.to_json),
+            ReportFile("report.html", page_of),
+        )
+        for file in self._files:
+            file.due_s = self.clock() + (self.every_s or 0)
+
+    def write(self, record: RunRecord) -> None:
+        """Write both.
+
+        Raises:
+            OSError: one cannot be written.
+        """
+        for file in self._files:
+            write_whole(self.folder / file.name, file.text_of(record))
+
+    def after_step(self, record: Callable[[], RunRecord]) -> None:
+        """Write what is due. Between two steps, so that the run waits for no more than is measured;
+        what encodes the lists would hold Python's lock in a thread too.
+
+        Args:
+            record: makes it of the run up to now.
+
+        Raises:
+            OSError: it cannot be written; it is tried again when it is next due.
+        """
+        if self.every_s is None:
+            return
+        for file in self._files:
+            began_s = self.clock()
+            if began_s < file.due_s:
+                continue
+            try:
+                write_whole(self.folder / file.name, file.text_of(record()))
+            finally:
+                ended_s = self.clock()
+                file.due_s = ended_s + max(self.every_s, (ended_s - began_s) / SHARE)

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks tell each other, worked out by hand. Pure: no ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from ds_moe_ext.report.exposure import exchanges_s, exposed_s
+from ds_moe_ext.report.page import page_of
+from ds_moe_ext.report.rank_figures import (
+    MOST_POINTS,
+    NAN,
+    Exchanged,
+    Memory,
+    OwnSteps,
+    RankFigures,
+    RanksSeen,
+    is_told,
+)
+from ds_moe_ext.report.record import RanksRecord, RunRecord, Span
+from ds_moe_ext.report.summary import ranks_line
+from tests.test_report import worked
+
+
+def span(name: str, lane: str, start_s: float, end_s: float, phase: str = "forward") -> Span:
+    return Span(name, lane, phase, "m.0", "0", start_s, end_s)
+
+
+STEP = (
+    span("gate", "compute", 0.0, 1.0),
+    span("dispatch", "inter", 1.0, 3.0),  # hidden for a second
+    span("expert", "compute", 2.0, 4.0),
+    span("join", "compute", 4.0, 4.5),  # copies were late
+    span("gather", "param", 0.0, 4.5),  # beside all of it
+    span("combine", "inter", 5.0, 6.0),
+    span("cell_gather", "intra", 5.5, 7.0),  # beside that
+    span("gradients", "inter", 8.0, 9.0, "backward"),  # the host computes meanwhile
+)
+
+
+def test_communication_that_nothing_hides() -> None:
+    assert exposed_s(STEP) == pytest.approx(1.0 + 0.5 + 2.0)
+    assert exposed_s(STEP[:1]) == exposed_s(()) == 0.0
+
+
+def test_exchanges_are_in_the_order_of_their_lane() -> None:
+    later = span("dispatch", "inter", 0.5, 0.75)
+    assert exchanges_s((*STEP, later)) == pytest.approx((0.25, 2.0, 1.0))
+
+
+def figures(rank: int, exchanges: Sequence[float] = (), **other: object) -> RankFigures:
+    base = RankFigures(rank, 2.0, 64.0, NAN, Memory(0, 0, 1), {}, 0.0, tuple(exchanges))
+    return dataclasses.replace(base, **other)  # type: ignore[arg-type]
+
+
+def test_who_comes_last_waits_least() -> None:
+    # Ranks 4 and 6 exchange rows, and 5 with 7. To the first exchange rank 6 came 3 s late, to the
+    # second rank 4 did 1 s late; 7 was always the last.
+    told = [
+        figures(4, (5.0, 1.0)),
+        figures(5, (3.0, 3.0)),
+        figures(6, (2.0, 2.0)),
+        figures(7, (1.0, 1.0)),
+    ]
+    waited_s_R, sent_s_R, num_last_R = Exchanged.of(told, [[4, 6], [5, 7]])
+    assert waited_s_R.tolist() == [3.0, 4.0, 1.0, 0.0]
+    assert sent_s_R.tolist() == [3.0, 2.0, 3.0, 2.0]
+    assert num_last_R.tolist() == [1, 0, 1, 2]
+
+
+def test_ranks_that_saw_unlike_exchanges_are_not_compared() -> None:
+    told = [figures(0, (1.0, 1.0)), figures(1, (1.0,)), figures(2, (4.0,))]
+    for partners in ([[0, 1]], [[2]], [[2, 3]]):
+        assert not any(each.any() for each in Exchanged.of(told, partners))
+
+
+def test_when_ranks_tell_each_other() -> None:
+    assert [step + 1 for step in range(350) if is_told(step)] == [*range(10, 90, 10), 160, 240, 320]
+
+
+class Clock:
+    """Steps take a second; every fifth, at which a run saves, takes a minute."""
+
+    def __init__(self) -> None:
+        self.now_s, self.calls = 0.0, 0
+
+    def __call__(self) -> float:
+        self.calls += 1
+        self.now_s += 60.0 if self.calls % 5 == 0 else 1.0
+        return self.now_s
+
+
+def run_of(num_steps: int) -> RanksSeen:
+    """Of rank 1, beside a rank 0 that is half as fast."""
+
+    def gather(own: RankFigures) -> list[RankFigures]:
+        slow = dataclasses.replace(own, rank=0, step_s=2 * own.step_s, loss=NAN, tokens=32.0)
+        return [own, dataclasses.replace(slow, memory=Memory(3, 4, 5), seconds={})]
+
+    seen = RanksSeen(OwnSteps(1, Clock()), [[0, 1]], gather)
+    for step in range(num_steps):
+        seen.own.saw_loss(torch.tensor(float(step)))
+        seen.own.saw_loss(torch.tensor(step + 1.0))
+        if step % 10 == 5:
+            seen.own.saw_tasks(STEP)
+        seen.after_step(step, 64.0)
+    return seen
+
+
+def record_of(num_steps: int) -> RanksRecord:
+    record = run_of(num_steps).record()
+    assert record is not None
+    return record
+
+
+def test_a_run_of_two_ranks() -> None:
+    assert run_of(9).record() is None and run_of(9).latest is None
+    ranks = record_of(29)
+    assert ranks.ranks_R == (0, 1) and ranks.pace.steps_G == (9, 19)
+    assert ranks.pace.step_s_G.tolist() == [2.0, 2.0]
+    assert ranks.pace.tokens_per_s_G.tolist() == [48.0, 48.0]
+    assert ranks.pace.loss_G.tolist() == [9.5, 19.5]
+    assert ranks.allocated_R.tolist() == [3, 0] and ranks.reserved_R.tolist() == [4, 0]
+    assert ranks.resident_R[0] == 5 and ranks.resident_R[1] > 1 << 20
+    row = ranks.kinds_K.index("forward:expert")
+    assert ranks.seconds_KR[row].tolist() == [0.0, 2.0]
+    assert ranks.exposed_s_R.tolist() == [3.5, 3.5]
+    assert ranks.num_exchanges == 4 and ranks.num_last_R.tolist() == [4, 0]
+    assert ranks.sent_s_R.tolist() == [3.0, 3.0] and not ranks.waited_s_R.any()
+
+
+def test_a_long_run_has_few_points() -> None:
+    steps = record_of(40_000).pace.steps_G
+    assert MOST_POINTS // 2 <= len(steps) <= MOST_POINTS
+    assert len({later - step for step, later in pairwise(steps)}) == 1
+
+
+def test_losses_are_not_kept_for_long() -> None:
+    seen = run_of(9)
+    assert np.isnan(seen.own.told(1.0).loss)
+
+
+def with_ranks() -> RunRecord:
+    return dataclasses.replace(worked(), ranks=record_of(20))
+
+
+def test_json_round_trip_with_ranks() -> None:
+    run = with_ranks()
+    assert run.ranks is not None
+    pace = dataclasses.replace(run.ranks.pace, loss_G=np.array([NAN, 2.0]))
+    run = dataclasses.replace(run, ranks=dataclasses.replace(run.ranks, pace=pace))
+    text = run.to_json()
+    assert "NaN" not in text and json.loads(text)["ranks"]["pace"]["loss_G"] == [None, 2.0]
+    again = RunRecord.from_json(text)
+    assert again.ranks is not None and run.ranks is not None
+    assert again.to_json() == text and page_of(again) == page_of(run)
+    left, right = ({**vars(one), "pace": None} for one in (again.ranks, run.ranks))
+    np.testing.assert_equal(left, right)
+    np.testing.assert_equal(vars(again.ranks.pace), vars(run.ranks.pace))
+
+
+def test_json_of_an_earlier_version_has_no_ranks() -> None:
+    data = json.loads(worked().to_json())
+    del data["ranks"]
+    again = RunRecord.from_json(json.dumps(data))
+    assert again.ranks is None and ranks_line(again) == ""
+
+
+def test_a_run_that_has_just_gone_on() -> None:
+    """Its first step is one behind which ranks tell each other: nobody knows how long it took."""
+    seen = RanksSeen(OwnSteps(0), [[0]], lambda own: [own])
+    seen.after_step(159, 64.0)
+    ranks = seen.record()
+    assert ranks is not None and np.isnan(ranks.pace.step_s_G).all()
+    run = RunRecord.from_json(dataclasses.replace(worked(), ranks=ranks).to_json())
+    assert ranks_line(run).startswith("rank 0 needs most, ")
+
+
+def test_the_line_at_the_end() -> None:
+    assert ranks_line(with_ranks()) == (
+        "a step takes 2 s; 48 tokens a second; loss 9.5 -> 19.5; 3.5 s of communication that "
+        "nothing hides; exchanges of rows wait 0 s and send 3 s; rank 0 comes last most often, "
+        "to 100 %; rank 0 needs most, 3 B of its device"
+    )
