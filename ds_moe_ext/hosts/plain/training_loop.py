@@ -53,7 +53,7 @@ def attach(
             "know the ranks; call that first, and start with torchrun, also for one rank"
         )
     with starting(Start(NAME, is_wanted=True)) as start:
-        block = _block(config)
+        block = block_of(config)
         settings, strategy = read_settings({BLOCK: block})
         experts = Experts()
         if strategy is None:
@@ -65,7 +65,7 @@ def attach(
     return Attachment(model, experts)
 
 
-def _block(given: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+def block_of(given: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     """What the user's configuration says of us."""
     document = given
     if isinstance(given, str | Path):

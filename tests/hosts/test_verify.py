@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ds-moe-ext verify`` finds what is planted, and nothing where nothing is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_moe_ext.commands.verify import verdict_of
+from ds_moe_ext.verification.comparison import Stage
+from ds_moe_ext.verification.rank_record import Kind
+from ds_moe_ext.verification.trial import Precision
+from tests.hosts import families
+from tests.hosts.jobs import Job
+from tests.hosts.verified import both, train_job
+from tests.marks import slow
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ep": {},
+    "fssdp": {"keys": (("copies_per_rank", 2), ("reshard_interval", 2), ("resharding", "paper"))},
+    "prophet": {"clip": 1.0},
+    "esp": {"cell_size": 2},
+    "auto": {},
+}
+
+
+def job_of(family: str, strategy: str, stage: int) -> Job:
+    return Job(family, stage=stage, strategy=strategy, **STRATEGIES[strategy])
+
+
+@pytest.mark.parametrize(
+    ("family", "strategy", "stage"),
+    [
+        ("mixtral", "fssdp", 2),
+        ("gpt_oss", "esp", 0),
+        *(slow(family, "ep", 1) for family in families.NAMES),
+        *(slow("qwen3_moe", strategy, 1) for strategy in STRATEGIES),
+        *(slow("toy", "prophet", stage) for stage in (0, 1, 2)),
+    ],
+)
+def test_equal_runs_are_found_equal(family: str, strategy: str, stage: int, tmp_path: Path) -> None:
+    comparison = both(train_job, tmp_path, job_of(family, strategy, stage))
+    assert comparison.first is None
+    assert not comparison.uncompared
+    assert len(comparison.off_I) == 4 and comparison.off_I[-1] != comparison.off_I[0]
+    assert {each.stage for each in comparison.compared} == set(Stage)
+    assert {each.kind for each in comparison.compared} == {None, *Kind}
+    # The sharpest check: rounding is far below what is let pass.
+    gradients = [each.error for each in comparison.compared if each.stage is Stage.GRADIENTS]
+    assert 0 < max(gradients) < 2e-5
+    assert verdict_of(comparison, Precision.FLOAT32).text == "equal within the rounding of float32"
+
+
+@pytest.mark.parametrize(("ep_size", "stage"), [(2, 1), slow(1, 0), slow(1, 2)])
+def test_layers_of_deepspeed_are_compared(ep_size: int, stage: int, tmp_path: Path) -> None:
+    comparison = both(train_job, tmp_path, Job("gpt_moe", stage=stage, ep_size=ep_size))
+    assert comparison.first is None
+    assert {each.kind for each in comparison.compared} == {None, *Kind}
+    names = {each.name for each in comparison.compared if each.kind is Kind.EXPERT}
+    assert len(names) == 2 * 4 * 4  # layers, experts, weights and biases
+
+
+GATES = {
+    "tests.hosts.verified:Louder": (Stage.SCORES, 1.01),
+    "sigmoid_top_k": (Stage.SCORES, None),
+}
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_a_gate_that_weighs_otherwise_is_found(gate: str, tmp_path: Path) -> None:
+    job = replace(job_of("mixtral", "ep", 1), gate=(("type", gate),))
+    comparison = both(train_job, tmp_path, job)
+    stage, factor = GATES[gate]
+    first = comparison.first
+    assert first is not None
+    assert (first.stage, first.name) == (stage, "model.layers.0.mlp.experts")
+    assert first.factor == (None if factor is None else pytest.approx(factor, rel=1e-5))
+    text = verdict_of(comparison, Precision.FLOAT32).text
+    assert "NOT equal: first differs in scores: model.layers.0.mlp.experts" in text
+    assert ("on is 1.01 times off" in text) == (factor is not None)
+
+
+def test_experts_that_compute_something_else_are_found(tmp_path: Path) -> None:
+    comparison = both(train_job, tmp_path, Job("toy"), is_wrong=True)
+    first = comparison.first
+    assert first is not None
+    assert (first.stage, first.name) == (Stage.OUTPUT, "blocks.0.experts")
+    assert "activation" in verdict_of(comparison, Precision.FLOAT32).text
