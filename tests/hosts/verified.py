@@ -23,7 +23,6 @@ from tests.hosts import toy
 from tests.hosts.jobs import Job, train
 from tests.ranks import pool_of
 
-
 NUM_STEPS = 4
 
 
