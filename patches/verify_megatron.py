@@ -12,6 +12,7 @@ from typing import Any
 from ds_moe_ext.hosts.megatron.active_settings import read_document
 from ds_moe_ext.hosts.megatron.flag import FLAG
 from ds_moe_ext.hosts.verification.recording import turned
+from ds_moe_ext.hosts.verification.this_run import undrawn
 from ds_moe_ext.patches.megatron import VERSIONS
 from ds_moe_ext.patches.patch import Patch, apply_all
 
@@ -21,9 +22,19 @@ def _turned(original: Any) -> Any:
     def use(given: str | Path | Mapping[str, Any]) -> None:
         source, document = read_document(given)
         original(turned(document, f"{source}, which {FLAG} names,"))
-        apply_all(CORE)  # behind ours: around them
+        apply_all(CORE)
 
     return use
+
+
+def _unwatched_first(original: Any) -> Any:
+    @functools.wraps(original)
+    def forget() -> None:
+        for patch in CORE:  # which are around ours
+            patch.undo()
+        original()
+
+    return forget
 
 
 def _watched(original: Any) -> Any:
@@ -31,7 +42,8 @@ def _watched(original: Any) -> Any:
     def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
         from ds_moe_ext.hosts.verification import of_megatron
 
-        optimizer = original(*args, **kwargs)
+        with undrawn():
+            optimizer = original(*args, **kwargs)
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         of_megatron.watch(given["config"], given["model_chunks"])
         return optimizer
@@ -74,9 +86,16 @@ PATCHES = (
         "one run of two has the block off, and both are watched",
         _turned,
     ),
+    Patch(
+        "verify-no-more",
+        "ds_moe_ext.patches.megatron:forget",
+        ">=0",
+        "Megatron is left as it was",
+        _unwatched_first,
+    ),
 )
 
 
 def apply() -> None:
-    """Apply it, or say why not; those of Megatron-core follow where its settings are read."""
+    """Apply both, or none and say why; Megatron-core's follow where its settings are read."""
     apply_all(PATCHES)

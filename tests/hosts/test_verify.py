@@ -15,7 +15,8 @@ from ds_moe_ext.verification.rank_record import Kind
 from ds_moe_ext.verification.trial import Precision
 from tests.hosts import families
 from tests.hosts.jobs import Job
-from tests.hosts.verified import both, train_job
+from tests.hosts.megatron_toy import MegatronRun
+from tests.hosts.verified import both, train_job, train_loop, train_megatron
 from tests.marks import slow
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -89,3 +90,33 @@ def test_experts_that_compute_something_else_are_found(tmp_path: Path) -> None:
     assert first is not None
     assert (first.stage, first.name) == (Stage.OUTPUT, "blocks.0.experts")
     assert "activation" in verdict_of(comparison, Precision.FLOAT32).text
+
+
+@pytest.mark.parametrize("family", ["mixtral", slow("toy")])
+def test_a_loop_of_ones_own_is_compared(family: str, tmp_path: Path) -> None:
+    comparison = both(train_loop, tmp_path, family)
+    assert comparison.first is None
+    assert {each.kind for each in comparison.compared} == {None, *Kind}
+    assert {each.stage for each in comparison.compared} == set(Stage)
+
+
+def test_gradients_alone_are_enough(tmp_path: Path) -> None:
+    """Those of all parameters are doubled; in the loop's losses it is seen behind them."""
+    first = both(train_loop, tmp_path, "mixtral", is_wrong=True).first
+    assert first is not None
+    assert first.stage is Stage.GRADIENTS and first.factor == pytest.approx(2, rel=1e-5)
+
+
+MEGATRON = MegatronRun(ep=2, num_microbatches=2, swiglu=True)
+
+
+@pytest.mark.parametrize(
+    "run", [MEGATRON, slow(replace(MEGATRON, optimizer="distributed", recompute="full"))]
+)
+def test_megatron_is_compared(run: MegatronRun, tmp_path: Path) -> None:
+    comparison = both(train_megatron, tmp_path, run)
+    assert comparison.first is None
+    assert {each.kind for each in comparison.compared} == {None, *Kind}
+    assert {each.stage for each in comparison.compared} == set(Stage)
+    names = {each.name for each in comparison.compared if each.kind is Kind.EXPERT}
+    assert len(names) == 2 * 4 * 2  # layers, experts, weights

@@ -24,7 +24,7 @@ from ds_moe_ext.hosts.verification.recording import (
     parts_of_stacks,
     turned,
 )
-from ds_moe_ext.hosts.verification.this_run import trial_of_this_run
+from ds_moe_ext.hosts.verification.this_run import trial_of_this_run, undrawn
 from ds_moe_ext.settings import BLOCK, read_settings
 from ds_moe_ext.steps.training_run import run_of
 from ds_moe_ext.verification.trial import Precision
@@ -45,7 +45,8 @@ def initialize(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     given["config"], given["config_params"] = _prepared(document), None
     given["args"] = _without_config(given["args"])
     cast(given["model"], trial_of_this_run().precision)
-    engine, *others = original(*bound.args, **bound.kwargs)
+    with undrawn():
+        engine, *others = original(*bound.args, **bound.kwargs)
     _watch(engine)
     return (engine, *others)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_moe_ext.attachment.host_layer import any_name
@@ -19,7 +20,7 @@ from ds_moe_ext.hosts.verification.recording import (
     parts_of_stacks,
     turned,
 )
-from ds_moe_ext.hosts.verification.this_run import trial_of_this_run
+from ds_moe_ext.hosts.verification.this_run import trial_of_this_run, undrawn
 from ds_moe_ext.settings import BLOCK
 from ds_moe_ext.steps.training_run import run_of
 
@@ -30,7 +31,8 @@ def attach(original: Callable[..., Any], model: nn.Module, config: Any, **given:
     """``ds_moe_ext.attach``, of a model that is watched."""
     document = turned({BLOCK: block_of(config)}, f"the configuration of {NAME}")
     cast(model, trial_of_this_run().precision)
-    attached: Attachment = original(model, document, **given)
+    with undrawn():
+        attached: Attachment = original(model, document, **given)
     run = run_of(model)
     if run is None:
         found = [layer for finder in FINDERS for layer in finder(model, any_name)]
@@ -40,7 +42,8 @@ def attach(original: Callable[..., Any], model: nn.Module, config: Any, **given:
         parts = parts_of_run(run)
         homes = run.planning.job.homes
         num_experts_of = {layer.name: home.num_experts for layer, home in zip(run.layers, homes)}
-    recording = Recording(trial_of_this_run(), model, parts, num_experts_of)
+    divides = 1 if run is None else dist.get_world_size()
+    recording = Recording(trial_of_this_run(), model, parts, num_experts_of, divides)
     for name in num_experts_of:
         recording.watch_experts(name, model.get_submodule(name))
     _RECORDINGS[:] = [recording]

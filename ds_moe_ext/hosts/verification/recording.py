@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ds_moe_ext.attachment.host_layer import Found
 from ds_moe_ext.comm import gather_objects
-from ds_moe_ext.hosts.verification.this_run import seed, trial_of_this_run
+from ds_moe_ext.hosts.verification.this_run import trial_of_this_run
 from ds_moe_ext.moe.sharding import WHOLE, Shard
 from ds_moe_ext.settings import BLOCK
 from ds_moe_ext.steps.training_run import Run
@@ -121,10 +121,16 @@ class Recording:
         model: of this rank, by whose names its parameters are told.
         parts: of its parameters, those that are experts'.
         num_experts_of: by name, the MoE layers.
+        divides: a hook of the host's has divided gradients of experts by this before.
     """
 
     def __init__(
-        self, trial: Trial, model: nn.Module, parts: Parts, num_experts_of: Mapping[str, int]
+        self,
+        trial: Trial,
+        model: nn.Module,
+        parts: Parts,
+        num_experts_of: Mapping[str, int],
+        divides: int = 1,
     ) -> None:
         self._trial, self._rank = trial, dist.get_rank()
         self._micro_losses: list[float] = []
@@ -133,12 +139,11 @@ class Recording:
         self._weights: dict[str, Tensor] = {}
         self._gradients: dict[Kind, dict[str, Tensor]] = {kind: {} for kind in Kind}
         self._layers: dict[str, dict[str, Tensor]] = {}
-        self._num_experts_of = num_experts_of
+        self._num_experts_of, self._divides = num_experts_of, divides
         self._handles: list[Any] = []
         for name, parameter in model.named_parameters():
             self._watch(name, parameter, parts.get(parameter))
         atexit.register(self._write)  # a script may end before its steps are through
-        seed(trial.seed + self._rank)  # the same from here, whatever the start has drawn
 
     def _watch(
         self, name: str, parameter: nn.Parameter, experts: Sequence[ExpertPart] | None
@@ -151,7 +156,7 @@ class Recording:
         def see(gradient: Tensor) -> None:
             gradient = gradient.to_dense() if gradient.is_sparse else gradient
             for part in experts or ():
-                self._add(Kind.EXPERT, part.name, part.sketch_of(gradient))
+                self._add(Kind.EXPERT, part.name, part.sketch_of(gradient) * self._divides)
             if experts is None:
                 self._add(self._kind(name, gradient), name, sketch(gradient))
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import random
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -19,13 +20,16 @@ def trial_of_this_run() -> Trial:
     return Trial.from_text(os.environ[VERIFY])
 
 
-def seed(number: int) -> None:
-    """Of all generators that there are."""
-    random.seed(number)
-    np.random.seed(number)
-    torch.manual_seed(number)
+def undrawn() -> AbstractContextManager[None]:
+    """Behind the block torch's generators are as before, whatever a start draws in it: the script
+    goes on alike in both runs, by its own seeds if it sets any."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    return torch.random.fork_rng(devices)
 
 
 def apply() -> None:
-    """Called when torch has been imported."""
-    seed(trial_of_this_run().seed)
+    """Seed all generators; called when torch has been imported, before the script does."""
+    seed = trial_of_this_run().seed
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
