@@ -71,8 +71,7 @@ def verify(given: argparse.Namespace) -> int:
     off, on = runs
     if len(off) != len(on):
         raise ValueError(f"{len(off)} ranks trained when off and {len(on)} when on")
-    tolerance = precision.tolerance if given.tolerance is None else given.tolerance
-    comparison = compare(off, on, tolerance)
+    comparison = compare(off, on, precision.tolerances(given.tolerance))
     verdict = verdict_of(comparison, precision)
     if given.json:
         print(json.dumps(_in_json(comparison, verdict)))
@@ -159,8 +158,9 @@ def _show(console: Console, comparison: Comparison, verdict: Verdict) -> None:
         losses.add_row(str(step), f"{off:.6f}", f"{on:.6f}", f"{abs(on - off) / abs(off):.1e}")
     console.print(losses)
     table = Table(title="the first step, and the curve", title_justify="left")
-    for heading in ("compared", "how many", "worst difference", "rounding", "in"):
-        table.add_column(heading)
+    for heading in ("compared", "count", "worst", "rounding"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("in", overflow="fold")
     for words, count, worst in comparison.worst:
         errors = f"{worst.error:.1e}", f"{worst.tolerance:.1e}"
         table.add_row(words, str(count), *errors, worst.name if worst.error else "")

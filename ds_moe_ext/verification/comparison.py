@@ -14,6 +14,7 @@ from enum import Enum
 import numpy as np
 
 from ds_moe_ext.verification.rank_record import SIZE, Kind, LayerSeen, RankRecord, Sketches
+from ds_moe_ext.verification.trial import Tolerances
 
 
 class Stage(Enum):
@@ -44,11 +45,13 @@ class Stage(Enum):
         "output of MoE layers",
         "the experts compute something else of the same rows: a function given to "
         "register_experts that is not what the class computes (its activation, the order of its "
-        "weights), or scores applied twice or not at all; else please report it",
+        "weights), scores applied twice or not at all, or rows that the block drops "
+        "(`capacity_factor`) or changes on their way (`hooks`)",
     )
     GRADIENTS = (
         "gradients",
-        "the forward pass agrees, so it is the way back: please report it, with the layer's name",
+        "the forward pass agrees, so it is the way back: an expert's function whose gradient is "
+        "not its own, or an error of ds_moe_ext: please report it, with this name",
     )
     FIRST_LOSS = (
         "loss of the first step",
@@ -66,8 +69,6 @@ class Stage(Enum):
 
 KINDS = {Kind.DENSE: "dense weights", Kind.GATE: "gates", Kind.EXPERT: "experts"}
 
-CURVE_TOLERANCE = 1e-2
-"""Of losses behind the first, which part by flips of choices and by what grows from rounding."""
 MOST_TIES = 0.01
 """Share of a layer's choices that may be ties."""
 NEGLIGIBLE = 1e-3
@@ -139,15 +140,17 @@ def _error(compared: Compared) -> float:
     return compared.error
 
 
-def compare(off: Sequence[RankRecord], on: Sequence[RankRecord], tolerance: float) -> Comparison:
+def compare(
+    off: Sequence[RankRecord], on: Sequence[RankRecord], tolerances: Tolerances
+) -> Comparison:
     """Hold one run against the other.
 
     Args:
         off: of each rank.
         on: likewise, as many.
-        tolerance: relative, of all but the losses behind the first.
+        tolerances: what is rounding.
     """
-    layers = _Layers(off, on, tolerance)
+    layers = _Layers(off, on, tolerances.first_step)
     of_layers = list(layers.compared())
     weights = [
         _held(
@@ -163,13 +166,13 @@ def compare(off: Sequence[RankRecord], on: Sequence[RankRecord], tolerance: floa
     off_I, on_I = _losses(off), _losses(on)
     errors_I = np.abs(on_I - off_I) / np.maximum(np.abs(off_I), 1e-30)
     losses = [
-        Compared(Stage.CURVE, f"step {i + 1}", float(error), max(CURVE_TOLERANCE, tolerance))
+        Compared(Stage.CURVE, f"step {i + 1}", float(error), tolerances.curve)
         for i, error in enumerate(errors_I)
     ]
     if losses:
         losses[0] = Compared(Stage.FIRST_LOSS, "step 1", float(errors_I[0]), layers.tolerance)
-    gradients = list(_gradients(off, on, layers.tolerance))
     only = {name for r in off for name in r.weights} ^ {name for r in on for name in r.weights}
+    gradients = [each for each in _gradients(off, on, layers.tolerance) if each.name not in only]
     return Comparison(
         off_I,
         on_I,
@@ -218,7 +221,6 @@ class _Layers:
             self.tolerance += 4 * flipped**0.5
         else:
             yield from choices
-            yield from sizes
             yield from self._of(Stage.SCORES, name, [(off.scores, on.scores) for off, on in pairs])
         yield from self._of(Stage.OUTPUT, name, [(off.output, on.output) for off, on in pairs])
 

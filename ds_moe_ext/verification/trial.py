@@ -7,6 +7,19 @@ import json
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
+from typing import NamedTuple
+
+
+class Tolerances(NamedTuple):
+    """Relative differences that rounding makes.
+
+    Attributes:
+        first_step: of all that a step computes from equal weights and batches.
+        curve: of losses behind that, which part by flips of choices.
+    """
+
+    first_step: float
+    curve: float
 
 
 class Precision(Enum):
@@ -16,13 +29,19 @@ class Precision(Enum):
     FLOAT64 = "float64"
     AS_IS = "as-is"
 
-    @property
-    def tolerance(self) -> float:
-        """Largest relative difference that rounding alone makes in the first step."""
-        return _TOLERANCES[self]
+    def tolerances(self, first_step: float | None = None) -> Tolerances:
+        """By measurement; or around what a user lets pass in the first step."""
+        known = _TOLERANCES[self]
+        if first_step is None:
+            return known
+        return Tolerances(first_step, max(known.curve, 10 * first_step))
 
 
-_TOLERANCES = {Precision.FLOAT32: 1e-4, Precision.FLOAT64: 1e-10, Precision.AS_IS: 5e-2}
+_TOLERANCES = {
+    Precision.FLOAT32: Tolerances(1e-4, 1e-3),
+    Precision.FLOAT64: Tolerances(1e-10, 1e-6),
+    Precision.AS_IS: Tolerances(5e-2, 2e-2),
+}
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,12 @@ def test_a_loop_of_ones_own_is_compared(family: str, tmp_path: Path) -> None:
     assert {each.stage for each in comparison.compared} == set(Stage)
 
 
+def test_a_loop_in_float64_is_compared_to_its_last_digits(tmp_path: Path) -> None:
+    comparison = both(train_loop, tmp_path, "toy", precision=Precision.FLOAT64)
+    assert comparison.first is None
+    assert max(each.error for each in comparison.compared) < 1e-12
+
+
 def test_gradients_alone_are_enough(tmp_path: Path) -> None:
     """Those of all parameters are doubled; in the loop's losses it is seen behind them."""
     first = both(train_loop, tmp_path, "mixtral", is_wrong=True).first

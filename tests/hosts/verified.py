@@ -117,14 +117,21 @@ def train_megatron(
         megatron_jobs.train(rank, world_size, replace(run, steps=2 * trial.num_steps), block)
 
 
-def both(run: Callable[..., None], folder: Path, job: Any, *, is_wrong: bool = False) -> Comparison:
+def both(
+    run: Callable[..., None],
+    folder: Path,
+    job: Any,
+    *,
+    is_wrong: bool = False,
+    precision: Precision = Precision.FLOAT32,
+) -> Comparison:
     """Both runs, compared."""
     records = []
     for is_on in (False, True):
         own = folder / str(is_on)
         own.mkdir(parents=True)
-        trial = Trial(str(own), is_on, NUM_STEPS, Precision.FLOAT32, 1)
+        trial = Trial(str(own), is_on, NUM_STEPS, precision, 1)
         pool_of(2).run(run, trial, job, is_wrong and is_on)
         records.append([RankRecord.read(trial.file_of(rank)) for rank in range(2)])
         assert all(record.num_steps == NUM_STEPS for record in records[-1])
-    return compare(*records, Precision.FLOAT32.tolerance)
+    return compare(*records, precision.tolerances())

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.host_layer import Found, any_name
+from ds_moe_ext.attachment.host_layer import Found
+from ds_moe_ext.attachment.replacement import found_in
 from ds_moe_ext.hosts.deepspeed.startup import FINDERS, INITIALIZE, document_of
 from ds_moe_ext.hosts.verification.recording import (
     ExpertPart,
@@ -47,7 +48,7 @@ def initialize(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     cast(given["model"], trial_of_this_run().precision)
     with undrawn():
         engine, *others = original(*bound.args, **bound.kwargs)
-    _watch(engine)
+    _watch(engine, document)
     return (engine, *others)
 
 
@@ -86,10 +87,11 @@ def _without_config(args: Any) -> Any:
     return without
 
 
-def _watch(engine: Any) -> None:
+def _watch(engine: Any, document: Mapping[str, Any]) -> None:
     model, run = engine.module, run_of(engine)
     if run is None:
-        found = [layer for finder in FINDERS for layer in finder(model, any_name)]
+        settings, _ = read_settings(document)
+        found = found_in(model, FINDERS, settings)
         stacked = [layer for layer in found if not _is_native(model, layer.name)]
         parts: Parts = {**parts_of_stacks(model, stacked), **_parts_of_modules(model, found)}
         num_experts_of = {layer.name: layer.num_experts for layer in found}

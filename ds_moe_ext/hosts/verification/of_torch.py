@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_moe_ext.attachment.host_layer import any_name
+from ds_moe_ext.attachment.replacement import found_in
 from ds_moe_ext.hosts.plain.plain_host import FINDERS, NAME
 from ds_moe_ext.hosts.plain.training_loop import Attachment, block_of
 from ds_moe_ext.hosts.verification.recording import (
@@ -21,7 +21,7 @@ from ds_moe_ext.hosts.verification.recording import (
     turned,
 )
 from ds_moe_ext.hosts.verification.this_run import trial_of_this_run, undrawn
-from ds_moe_ext.settings import BLOCK
+from ds_moe_ext.settings import BLOCK, read_settings
 from ds_moe_ext.steps.training_run import run_of
 
 _RECORDINGS: list[Recording] = []  # of this process: one or none
@@ -35,7 +35,8 @@ def attach(original: Callable[..., Any], model: nn.Module, config: Any, **given:
         attached: Attachment = original(model, document, **given)
     run = run_of(model)
     if run is None:
-        found = [layer for finder in FINDERS for layer in finder(model, any_name)]
+        settings, _ = read_settings(document)
+        found = found_in(model, FINDERS, settings)
         parts = parts_of_stacks(model, found)
         num_experts_of = {layer.name: layer.num_experts for layer in found}
     else:
