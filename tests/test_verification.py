@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+from ds_moe_ext._autoload import HOSTS, VERIFIERS, VERIFY, _patches_of
 from ds_moe_ext.cli import main
 from ds_moe_ext.verification.comparison import Comparison, Stage, compare
 from ds_moe_ext.verification.rank_record import Kind, LayerSeen, RankRecord
 from ds_moe_ext.verification.sketch import CHUNK, sketch, sketch_at
 from ds_moe_ext.verification.trial import Precision
+from tests.test_house import SOURCES, imported
 
 T, K, E, D = 600, 2, 8, 4
 
@@ -131,9 +134,15 @@ def test_weights_batches_and_curves_have_causes_of_their_own() -> None:
     assert "experts that move" in first.stage.cause
     less = {"embedding": record.weights["embedding"]}
     gradients = {**record.gradients, Kind.GATE: {}}
+    comparison = compare(
+        [replace(record, gradients=gradients)] * 2,
+        [replace(record, gradients=gradients)] * 2,
+        Precision.FLOAT32.tolerances(),
+    )
+    assert comparison.uncompared[0].startswith("gradients of gates")
     on = replace(record, weights=less, gradients=gradients)
     comparison = compare([record] * 2, [on] * 2, Precision.FLOAT32.tolerances())
-    assert comparison.first is None and comparison.uncompared == ("gate",)
+    assert comparison.first is None and comparison.uncompared == ("gate, which one run has",)
 
 
 @pytest.mark.parametrize(
@@ -161,3 +170,14 @@ def test_what_cannot_be_compared_is_told(
         main()
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_nobody_else_loads_what_verifies() -> None:
+    """Its patches and what watches are loaded by name, where the variable is set."""
+    ours = ("hosts.verification", "patches.verify_")
+    for source in SOURCES:
+        if not source.module.startswith(ours):
+            names = [name for _, name in imported(source.nodes)]
+            assert not [name for name in names if name.partition(".")[2].startswith(ours)]
+    assert VERIFY not in os.environ
+    assert [module for host in VERIFIERS for module in _patches_of(host)] == [HOSTS["deepspeed"]]

@@ -19,7 +19,8 @@ from ds_moe_ext.verification.comparison import Compared, Comparison, compare
 from ds_moe_ext.verification.rank_record import RankRecord
 from ds_moe_ext.verification.trial import Precision, Trial
 
-NUM_TAIL_LINES = 25
+NUM_TAIL_LINES = 60
+"""Of the output of a run that failed: launchers add dozens of their own."""
 LOG = "output.log"
 
 
@@ -116,6 +117,11 @@ def _ran(name: str, trial: Trial, command: Sequence[str]) -> list[RankRecord]:
             f"the command ended after {steps} of {trial.num_steps} steps when {name}; let it train "
             f"longer, or give --steps {steps}"
         )
+    if not any(len(record.losses_I) for record in records):
+        raise ValueError(
+            f"{steps} steps were seen when {name}, but no loss: under DeepSpeed give it to "
+            "engine.backward(loss), in a loop of your own call its backward()"
+        )
     return records
 
 
@@ -166,7 +172,7 @@ def _show(console: Console, comparison: Comparison, verdict: Verdict) -> None:
         table.add_row(words, str(count), *errors, worst.name if worst.error else "")
     console.print(table)
     for name in comparison.uncompared:
-        console.print(f"not compared, one of the runs has none: {name}", soft_wrap=True)
+        console.print(f"not compared: {name}", soft_wrap=True)
     console.print(verdict.text, soft_wrap=True, highlight=False)
 
 

@@ -108,7 +108,7 @@ class Comparison:
         on_I: likewise.
         compared: in the order of the stages.
         num_ties: choices between experts of equal scores that fell differently.
-        uncompared: parameters that one of the runs does not have.
+        uncompared: what one of the runs does not have or show, for a person.
     """
 
     off_I: np.ndarray
@@ -178,8 +178,15 @@ def compare(
         on_I,
         (*weights, *of_layers, *gradients, *losses),
         layers.num_ties,
-        tuple(sorted(only)),
+        (*(f"{name}, which one run has" for name in sorted(only)), *_unseen(off)),
     )
+
+
+def _unseen(ranks: Sequence[RankRecord]) -> Iterator[str]:
+    """What a host does not show."""
+    for kind, words in KINDS.items():
+        if not any(record.gradients[kind] for record in ranks):
+            yield f"gradients of {words}, which are frozen, or which the host keeps to itself"
 
 
 class _Layers:
@@ -267,14 +274,15 @@ def _held(
         return Compared(stage, name, 0.0, tolerance, kind=kind)
     factor = float(a @ b / (a @ a)) if size else 0.0
     is_multiple = bool(size) and np.linalg.norm(b - factor * a) < 0.05 * difference
-    error = float(difference) / max(float(size), least, 1e-300)
+    error = float(difference) / (max(float(size), least) or float(difference))
     return Compared(stage, name, error, tolerance, factor if is_multiple else None, kind)
 
 
 def _gradients(
     off: Sequence[RankRecord], on: Sequence[RankRecord], tolerance: float
 ) -> Iterator[Compared]:
-    """Of each parameter, summed over the ranks that have some of it."""
+    """Of each parameter, summed over the ranks that have some of it; not of kinds that the run that
+    is off does not show."""
     sums = {
         kind: (_summed([r.gradients[kind] for r in off]), _summed([r.gradients[kind] for r in on]))
         for kind in Kind
@@ -283,7 +291,7 @@ def _gradients(
     least = NEGLIGIBLE * float(np.median(norms)) if norms else 0.0
     zeros = np.zeros(SIZE)
     for kind, (of_off, of_on) in sums.items():
-        for name in dict.fromkeys((*of_off, *of_on)):
+        for name in dict.fromkeys((*of_off, *of_on)) if of_off else ():
             yield _held(
                 Stage.GRADIENTS,
                 name,

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,11 @@ from ds_moe_ext.verification.trial import Precision
 from tests.hosts import families
 from tests.hosts.jobs import Job
 from tests.hosts.megatron_toy import MegatronRun
+from tests.hosts.processes import ROOT
+from tests.hosts.test_launch import arguments, document
 from tests.hosts.verified import both, train_job, train_loop, train_megatron
 from tests.marks import slow
+from tests.ranks import meeting_place
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ep": {},
@@ -113,6 +119,17 @@ def test_gradients_alone_are_enough(tmp_path: Path) -> None:
     assert first.stage is Stage.GRADIENTS and first.factor == pytest.approx(2, rel=1e-5)
 
 
+def test_strategies_with_roles_are_refused(tmp_path: Path) -> None:
+    roles = (("attention_size", 1), ("expert_size", 1))
+    with pytest.raises(AssertionError, match="under which ranks run the batches of others"):
+        both(train_job, tmp_path, Job(strategy="zebra", keys=roles))
+
+
+def test_a_block_that_is_off_leaves_nothing_to_compare(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="has no block ds_moe_ext that is enabled"):
+        both(train_job, tmp_path, Job(block=False))
+
+
 MEGATRON = MegatronRun(ep=2, num_microbatches=2, swiglu=True)
 
 
@@ -126,3 +143,64 @@ def test_megatron_is_compared(run: MegatronRun, tmp_path: Path) -> None:
     assert {each.stage for each in comparison.compared} == set(Stage)
     names = {each.name for each in comparison.compared if each.kind is Kind.EXPERT}
     assert len(names) == 2 * 4 * 2  # layers, experts, weights
+
+
+def verified(folder: Path, *command: str, num_steps: int = 5) -> tuple[int, dict[str, Any]]:
+    """How ``ds-moe-ext verify`` of a command ends, and what it prints as JSON."""
+    options = ["--steps", str(num_steps), "--out", str(folder / "verify"), "--json"]
+    done = subprocess.run(
+        ["ds-moe-ext", "verify", *options, "--", *command],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode < 2, done.stderr[-3000:]
+    return done.returncode, json.loads(done.stdout)
+
+
+TORCHRUN = ("torchrun", "--standalone", "--nproc_per_node", "2")
+
+
+def test_the_command_finds_an_error_in_a_script_without_seeds(tmp_path: Path) -> None:
+    config = tmp_path / "moe.json"
+    config.write_text('{"ds_moe_ext": {"enabled": true, "report": {"enabled": false}}}')
+    script = str(ROOT / "tests/hosts/verified_script.py")
+    ended, printed = verified(tmp_path, *TORCHRUN, script, str(config), "wrong")
+    assert ended == 1 and not printed["equal"]
+    assert printed["first_difference"]["name"] == "blocks.0.experts"
+    assert len(printed["losses_off"]) == 5 and printed["worst"][0]["error"] == 0
+
+
+TEXT = ("--data", str(ROOT / "docs"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt_moe_tiny", "mixtral_tiny"])
+def test_the_main_job_is_equal_under_deepspeeds_launcher(model: str, tmp_path: Path) -> None:
+    config = document(tmp_path, strategy="fssdp")
+    with meeting_place() as address:
+        port = ("--master_port", address["MASTER_PORT"])
+        launcher = ("deepspeed", "--num_accelerators", "2", *port)
+        job = arguments(tmp_path, config, model)
+        steps = job.index("--steps") + 1
+        job[steps] = "30"
+        ended, printed = verified(tmp_path, *launcher, *job, num_steps=20)
+    assert ended == 0 and printed["verdict"] == "equal within the rounding of float32"
+    assert len(printed["losses_on"]) == 20
+
+
+@pytest.mark.slow
+def test_the_loop_and_the_megatron_job_are_equal_under_torchrun(tmp_path: Path) -> None:
+    block = str(ROOT / "configs/strategies/fssdp.json")
+    model = ("--model", str(ROOT / "configs/models/mixtral_tiny.json"))
+    loop = (str(ROOT / "launch/pretrain_torch.py"), *model, *TEXT, "--config", block)
+    ended, printed = verified(tmp_path, *TORCHRUN, *loop)
+    assert ended == 0 and not printed["not_compared"]
+    megatron = (str(ROOT / "launch/pretrain_megatron.py"), *model, *TEXT, "--train-iters", "30")
+    flags = ("--expert-model-parallel-size", "2", "--ds-moe-ext-config", block)
+    output = ("--output", str(tmp_path / "out"))
+    ended, printed = verified(tmp_path, *TORCHRUN, *megatron, *flags, *output)
+    assert ended == 0 and not printed["not_compared"]

@@ -9,6 +9,8 @@ tokens, K choices, E experts.
 from __future__ import annotations
 
 import atexit
+import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -143,7 +145,7 @@ class Recording:
         self._handles: list[Any] = []
         for name, parameter in model.named_parameters():
             self._watch(name, parameter, parts.get(parameter))
-        atexit.register(self._write)  # a script may end before its steps are through
+        atexit.register(self._end)
 
     def _watch(
         self, name: str, parameter: nn.Parameter, experts: Sequence[ExpertPart] | None
@@ -236,9 +238,17 @@ class Recording:
             self._handles.pop().remove()
         if self._num_steps >= self._trial.num_steps:
             self._write()
-            atexit.unregister(self._write)
             gather_objects(None, None)  # nobody leaves while others wait for it
             raise SystemExit(0)
+
+    def _end(self) -> None:
+        """The interpreter is about to end."""
+        if self._num_steps < self._trial.num_steps:
+            self._write()  # how far the script went
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # groups that nobody has destroyed may outlive the interpreter, and hang
 
     def _write(self) -> None:
         record = RankRecord(
