@@ -64,6 +64,7 @@ def _record() -> RankRecord:
     return RankRecord(
         losses_I=np.array([4.0, 3.0, 2.0]),
         num_steps=3,
+        num_ranks=2,
         weights={"embedding": gradient, "gate": gradient},
         layers={"first": _seen(score_TK, expert_TK), "second": _seen(score_TK, expert_TK)},
         gradients={

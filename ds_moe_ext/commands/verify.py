@@ -71,7 +71,10 @@ def verify(given: argparse.Namespace) -> int:
         runs.append(_ran(name, trial, command))
     off, on = runs
     if len(off) != len(on):
-        raise ValueError(f"{len(off)} ranks trained when off and {len(on)} when on")
+        raise ValueError(
+            f"{len(off)} ranks trained when off and {len(on)} when on; let the command start as "
+            "many each time"
+        )
     comparison = compare(off, on, precision.tolerances(given.tolerance))
     verdict = verdict_of(comparison, precision)
     if given.json:
@@ -117,6 +120,11 @@ def _ran(name: str, trial: Trial, command: Sequence[str]) -> list[RankRecord]:
             f"the command ended after {steps} of {trial.num_steps} steps when {name}; let it train "
             f"longer, or give --steps {steps}"
         )
+    if len(records) != records[0].num_ranks:
+        raise ValueError(
+            f"{len(records)} of {records[0].num_ranks} ranks left a record in {folder} when "
+            f"{name}; give --out a folder that all nodes share"
+        )
     if not any(len(record.losses_I) for record in records):
         raise ValueError(
             f"{steps} steps were seen when {name}, but no loss: under DeepSpeed give it to "
@@ -153,7 +161,8 @@ def verdict_of(comparison: Comparison, precision: Precision) -> Verdict:
             f"; {comparison.num_ties} choices between experts of equal scores fell differently, "
             "which is rounding too"
         )
-    return Verdict(True, f"equal within the rounding of {kind}{ties}")
+    unseen = "; but not all was compared" if comparison.uncompared else ""
+    return Verdict(True, f"equal within the rounding of {kind}{ties}{unseen}")
 
 
 def _show(console: Console, comparison: Comparison, verdict: Verdict) -> None:

@@ -69,6 +69,8 @@ class Stage(Enum):
 
 KINDS = {Kind.DENSE: "dense weights", Kind.GATE: "gates", Kind.EXPERT: "experts"}
 
+SAME = 1e-10
+"""Of weights, which are equal: a GPU adds their sketches in any order."""
 MOST_TIES = 0.01
 """Share of a layer's choices that may be ties."""
 NEGLIGIBLE = 1e-3
@@ -152,17 +154,7 @@ def compare(
     """
     layers = _Layers(off, on, tolerances.first_step)
     of_layers = list(layers.compared())
-    weights = [
-        _held(
-            Stage.WEIGHTS,
-            name,
-            [record.weights[name] for record in off],
-            [record.weights[name] for record in on],
-            tolerance=0.0,
-        )
-        for name in off[0].weights
-        if all(name in record.weights for record in (*off, *on))
-    ]
+    weights = list(_weights(off, on))
     off_I, on_I = _losses(off), _losses(on)
     errors_I = np.abs(on_I - off_I) / np.maximum(np.abs(off_I), 1e-30)
     losses = [
@@ -187,6 +179,18 @@ def _unseen(ranks: Sequence[RankRecord]) -> Iterator[str]:
     for kind, words in KINDS.items():
         if not any(record.gradients[kind] for record in ranks):
             yield f"gradients of {words}, which are frozen, or which the host keeps to itself"
+
+
+def _weights(off: Sequence[RankRecord], on: Sequence[RankRecord]) -> Iterator[Compared]:
+    """Of each parameter, on the ranks that have it in both runs."""
+    for name in dict.fromkeys(name for record in off for name in record.weights):
+        pairs = [
+            (a.weights[name], b.weights[name])
+            for a, b in zip(off, on)
+            if name in a.weights and name in b.weights
+        ]
+        if pairs:
+            yield _held(Stage.WEIGHTS, name, *zip(*pairs), tolerance=SAME)
 
 
 class _Layers:

@@ -55,6 +55,7 @@ class RankRecord:
     Attributes:
         losses_I: mean over the micro-batches of each step; none on a rank that sees no loss.
         num_steps: of the optimizer.
+        num_ranks: of the run.
         weights: dense weights before the first step.
         layers: MoE layers, in the order in which they ran.
         gradients: of the first step, of this rank's rows, by kind.
@@ -62,13 +63,15 @@ class RankRecord:
 
     losses_I: np.ndarray
     num_steps: int
+    num_ranks: int
     weights: Sketches
     layers: Mapping[str, LayerSeen]
     gradients: Mapping[Kind, Sketches]
 
     def write(self, path: Path) -> None:
         """Leave it in a file; the folder is there."""
-        arrays = {"losses": self.losses_I, "num_steps": np.array(self.num_steps)}
+        arrays = {"losses": self.losses_I}
+        arrays |= {"num_steps": np.array(self.num_steps), "num_ranks": np.array(self.num_ranks)}
         arrays |= {f"weight|{name}": array for name, array in self.weights.items()}
         for name, seen in self.layers.items():
             found = {field: array for field, array in vars(seen).items() if array is not None}
@@ -90,6 +93,7 @@ class RankRecord:
         return cls(
             losses_I=arrays["losses",],
             num_steps=int(arrays["num_steps",]),
+            num_ranks=int(arrays["num_ranks",]),
             weights=_of("weight", arrays),
             layers={name: LayerSeen(**fields) for name, fields in seen.items()},
             gradients={kind: _of(kind.value, arrays) for kind in Kind},

@@ -29,7 +29,7 @@ from ds_moe_ext.verification.rank_record import Kind, LayerSeen, RankRecord
 from ds_moe_ext.verification.sketch import sketch, sketch_at
 from ds_moe_ext.verification.trial import Precision, Trial
 
-DTYPES = {Precision.FLOAT32: torch.float32, Precision.FLOAT64: torch.float64}
+CASTS = {Precision.FLOAT32: nn.Module.float, Precision.FLOAT64: nn.Module.double}
 
 
 def turned(document: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -52,10 +52,9 @@ def turned(document: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def cast(model: nn.Module, precision: Precision) -> None:
-    """Give a model's parameters the type of the trial, in place."""
-    dtype = DTYPES.get(precision)
-    if dtype is not None:
-        model.to(dtype)
+    """Give a model's parameters and buffers of real numbers the trial's type, in place."""
+    if precision in CASTS:
+        CASTS[precision](model)
 
 
 class ExpertPart(NamedTuple):
@@ -134,7 +133,7 @@ class Recording:
         num_experts_of: Mapping[str, int],
         divides: int = 1,
     ) -> None:
-        self._trial, self._rank = trial, dist.get_rank()
+        self._trial, self._rank, self._num_ranks = trial, dist.get_rank(), dist.get_world_size()
         self._micro_losses: list[float] = []
         self._losses: list[float] = []
         self._num_steps = 0
@@ -254,6 +253,7 @@ class Recording:
         record = RankRecord(
             losses_I=np.array(self._losses),
             num_steps=self._num_steps,
+            num_ranks=self._num_ranks,
             weights=_on_host(self._weights),
             layers={name: LayerSeen(**_on_host(seen)) for name, seen in self._layers.items()},
             gradients={kind: _on_host(seen) for kind, seen in self._gradients.items()},
