@@ -45,7 +45,7 @@ def _watched(original: Any) -> Any:
         with undrawn():
             optimizer = original(*args, **kwargs)
         given = inspect.signature(original).bind(*args, **kwargs).arguments
-        of_megatron.watch(given["config"], given["model_chunks"])
+        of_megatron.watch(optimizer, given["config"], given["model_chunks"])
         return optimizer
 
     return get_megatron_optimizer

@@ -43,6 +43,13 @@ PATCHES = (
         _by(of_torch.watch),
     ),
     Patch(
+        "verify-norm",
+        f"{LOOP}:Attachment.clip_grad_norm_",
+        ">=0",
+        "the norm of all gradients is seen",
+        _by(of_torch.clip),
+    ),
+    Patch(
         "verify-loss",
         "torch:Tensor.backward",
         ">=2.13",

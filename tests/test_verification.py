@@ -63,6 +63,7 @@ def _record() -> RankRecord:
     gradient = sketch(torch.randn(50, generator=generator)).numpy()
     return RankRecord(
         losses_I=np.array([4.0, 3.0, 2.0]),
+        norms_I=np.array([7.0]),
         num_steps=3,
         num_ranks=2,
         weights={"embedding": gradient, "gate": gradient},
@@ -133,6 +134,8 @@ def test_weights_batches_and_curves_have_causes_of_their_own() -> None:
     first = _compared(replace(record, losses_I=np.array([4.0, 3.0, 2.1]))).first
     assert first is not None and (first.stage, first.name) == (Stage.CURVE, "step 3")
     assert "experts that move" in first.stage.cause
+    first = _compared(replace(record, norms_I=np.array([8.0]))).first
+    assert first is not None and first.stage is Stage.NORM
     less = {"embedding": record.weights["embedding"]}
     gradients = {**record.gradients, Kind.GATE: {}}
     comparison = compare(

@@ -53,6 +53,12 @@ class Stage(Enum):
         "the forward pass agrees, so it is the way back: an expert's function whose gradient is "
         "not its own, or an error of ds_moe_ext: please report it, with this name",
     )
+    NORM = (
+        "norm of the reduced gradients",
+        "what each rank computes agrees, so it is how gradients are summed or averaged over ranks: "
+        "please report it; not so at ZeRO 0 with experts that DeepSpeed itself spreads, where it "
+        "takes a mean of norms",
+    )
     FIRST_LOSS = (
         "loss of the first step",
         "MoE layers agree, so it is what stands beside them: a balance loss of the gate",
@@ -154,24 +160,41 @@ def compare(
     """
     layers = _Layers(off, on, tolerances.first_step)
     of_layers = list(layers.compared())
-    weights = list(_weights(off, on))
-    off_I, on_I = _losses(off), _losses(on)
-    errors_I = np.abs(on_I - off_I) / np.maximum(np.abs(off_I), 1e-30)
-    losses = [
-        Compared(Stage.CURVE, f"step {i + 1}", float(error), tolerances.curve)
-        for i, error in enumerate(errors_I)
-    ]
-    if losses:
-        losses[0] = Compared(Stage.FIRST_LOSS, "step 1", float(errors_I[0]), layers.tolerance)
+    tolerance = layers.tolerance  # which ties have widened
     only = {name for r in off for name in r.weights} ^ {name for r in on for name in r.weights}
-    gradients = [each for each in _gradients(off, on, layers.tolerance) if each.name not in only]
+    off_I, on_I = _losses(off), _losses(on)
     return Comparison(
         off_I,
         on_I,
-        (*weights, *of_layers, *gradients, *losses),
+        (
+            *_weights(off, on),
+            *of_layers,
+            *(each for each in _gradients(off, on, tolerance) if each.name not in only),
+            *_norm(off, on, tolerance),
+            *_curve(off_I, on_I, tolerances._replace(first_step=tolerance)),
+        ),
         layers.num_ties,
         (*(f"{name}, which one run has" for name in sorted(only)), *_unseen(off)),
     )
+
+
+def _norm(
+    off: Sequence[RankRecord], on: Sequence[RankRecord], tolerance: float
+) -> Iterator[Compared]:
+    """Of the first step, where every rank is told it."""
+    if all(len(record.norms_I) for record in (*off, *on)):
+        norms = [record.norms_I for record in off], [record.norms_I for record in on]
+        yield _held(Stage.NORM, "step 1", *norms, tolerance=tolerance)
+
+
+def _curve(off_I: np.ndarray, on_I: np.ndarray, tolerances: Tolerances) -> Iterator[Compared]:
+    """Of each step; the first by itself."""
+    for i, (off, on) in enumerate(zip(off_I.tolist(), on_I.tolist())):
+        error = abs(on - off) / max(abs(off), 1e-30)
+        stage = Stage.CURVE if i else Stage.FIRST_LOSS
+        yield Compared(
+            stage, f"step {i + 1}", error, tolerances.curve if i else tolerances.first_step
+        )
 
 
 def _unseen(ranks: Sequence[RankRecord]) -> Iterator[str]:

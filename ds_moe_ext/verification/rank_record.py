@@ -54,6 +54,7 @@ class RankRecord:
 
     Attributes:
         losses_I: mean over the micro-batches of each step; none on a rank that sees no loss.
+        norms_I: of all reduced gradients, as the host tells; of the first step alone, or none.
         num_steps: of the optimizer.
         num_ranks: of the run.
         weights: dense weights before the first step.
@@ -62,6 +63,7 @@ class RankRecord:
     """
 
     losses_I: np.ndarray
+    norms_I: np.ndarray
     num_steps: int
     num_ranks: int
     weights: Sketches
@@ -70,7 +72,7 @@ class RankRecord:
 
     def write(self, path: Path) -> None:
         """Leave it in a file; the folder is there."""
-        arrays = {"losses": self.losses_I}
+        arrays = {"losses": self.losses_I, "norms": self.norms_I}
         arrays |= {"num_steps": np.array(self.num_steps), "num_ranks": np.array(self.num_ranks)}
         arrays |= {f"weight|{name}": array for name, array in self.weights.items()}
         for name, seen in self.layers.items():
@@ -92,6 +94,7 @@ class RankRecord:
                 seen.setdefault(key[1], {})[key[2]] = array
         return cls(
             losses_I=arrays["losses",],
+            norms_I=arrays["norms",],
             num_steps=int(arrays["num_steps",]),
             num_ranks=int(arrays["num_ranks",]),
             weights=_of("weight", arrays),

@@ -8,6 +8,7 @@ import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from socket import socket
 from typing import Any
 
 import pytest
@@ -23,7 +24,6 @@ from tests.hosts.processes import ROOT
 from tests.hosts.test_launch import arguments, document
 from tests.hosts.verified import both, train_job, train_loop, train_megatron
 from tests.marks import slow
-from tests.ranks import meeting_place
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ep": {},
@@ -53,7 +53,8 @@ def test_equal_runs_are_found_equal(family: str, strategy: str, stage: int, tmp_
     assert comparison.first is None
     assert not comparison.uncompared
     assert len(comparison.off_I) == 4 and comparison.off_I[-1] != comparison.off_I[0]
-    assert {each.stage for each in comparison.compared} == set(Stage)
+    stages = {each.stage for each in comparison.compared}
+    assert stages == set(Stage) - (set() if stage else {Stage.NORM})  # ZeRO 0 tells none
     assert {each.kind for each in comparison.compared} == {None, *Kind}
     # The sharpest check: rounding is far below what is let pass.
     gradients = [each.error for each in comparison.compared if each.stage is Stage.GRADIENTS]
@@ -181,13 +182,13 @@ TEXT = ("--data", str(ROOT / "docs"))
 @pytest.mark.parametrize("model", ["gpt_moe_tiny", "mixtral_tiny"])
 def test_the_main_job_is_equal_under_deepspeeds_launcher(model: str, tmp_path: Path) -> None:
     config = document(tmp_path, strategy="fssdp")
-    with meeting_place() as address:
-        port = ("--master_port", address["MASTER_PORT"])
-        launcher = ("deepspeed", "--num_accelerators", "2", *port)
-        job = arguments(tmp_path, config, model)
-        steps = job.index("--steps") + 1
-        job[steps] = "30"
-        ended, printed = verified(tmp_path, *launcher, *job, num_steps=20)
+    with socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])  # free in both runs, unless others come before
+    launcher = ("deepspeed", "--num_accelerators", "2", "--master_port", port)
+    job = arguments(tmp_path, config, model)
+    job[job.index("--steps") + 1] = "30"
+    ended, printed = verified(tmp_path, *launcher, *job, num_steps=20)
     assert ended == 0 and printed["verdict"] == "equal within the rounding of float32"
     assert len(printed["losses_on"]) == 20
 

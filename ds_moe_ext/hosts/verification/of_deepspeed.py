@@ -140,6 +140,7 @@ def _watch_steps(engine: Any, recording: Recording) -> None:
         before = engine.global_steps
         result = step(*args, **kwargs)
         if engine.global_steps > before:
+            recording.norm(engine.get_global_grad_norm())
             recording.step()
         return result
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,11 +21,12 @@ from ds_moe_ext.verification.trial import Precision
 _RECORDINGS: list[Recording] = []  # of this process: one or none
 
 
-def watch(config: Any, chunks: Sequence[nn.Module]) -> None:
+def watch(optimizer: Any, config: Any, chunks: Sequence[nn.Module]) -> None:
     """Watch a model whose optimizer has been made.
 
     Args:
-        config: Megatron's ``OptimizerConfig``.
+        optimizer: Megatron's.
+        config: its ``OptimizerConfig``.
         chunks: the model's parts on this rank.
 
     Raises:
@@ -41,6 +43,15 @@ def watch(config: Any, chunks: Sequence[nn.Module]) -> None:
         recording.watch_layer(name, layer)
         recording.watch_router(name, layer.get_submodule("router"))
     _RECORDINGS[:] = [recording]
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def step_seen(*args: Any, **kwargs: Any) -> Any:
+        is_taken, norm, *others = step(*args, **kwargs)
+        recording.norm(norm)
+        return (is_taken, norm, *others)
+
+    optimizer.step = step_seen
 
 
 def _check_type(config: Any, model: nn.Module, precision: Precision) -> None:

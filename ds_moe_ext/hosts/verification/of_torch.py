@@ -63,3 +63,11 @@ def watch(original: Callable[..., Any], attached: Any, optimizer: torch.optim.Op
     original(attached, optimizer)
     if _RECORDINGS:
         optimizer.register_step_post_hook(lambda *_: _RECORDINGS[0].step())
+
+
+def clip(original: Callable[..., Tensor], attached: Any, max_norm: float) -> Tensor:
+    """``Attachment.clip_grad_norm_``, which tells the norm."""
+    norm = original(attached, max_norm)
+    if _RECORDINGS:
+        _RECORDINGS[0].norm(float(norm))
+    return norm

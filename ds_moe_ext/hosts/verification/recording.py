@@ -136,6 +136,7 @@ class Recording:
         self._trial, self._rank, self._num_ranks = trial, dist.get_rank(), dist.get_world_size()
         self._micro_losses: list[float] = []
         self._losses: list[float] = []
+        self._norms: list[float] = []
         self._num_steps = 0
         self._weights: dict[str, Tensor] = {}
         self._gradients: dict[Kind, dict[str, Tensor]] = {kind: {} for kind in Kind}
@@ -227,6 +228,11 @@ class Recording:
         """Of a micro-batch."""
         self._micro_losses.append(value)
 
+    def norm(self, value: float | None) -> None:
+        """Of all gradients, reduced; the first is kept."""
+        if value and not self._norms:
+            self._norms.append(float(value))
+
     def step(self) -> None:
         """The optimizer has stepped, or is about to. Collective in the last, which ends here."""
         self._num_steps += 1
@@ -252,6 +258,7 @@ class Recording:
     def _write(self) -> None:
         record = RankRecord(
             losses_I=np.array(self._losses),
+            norms_I=np.array(self._norms),
             num_steps=self._num_steps,
             num_ranks=self._num_ranks,
             weights=_on_host(self._weights),
