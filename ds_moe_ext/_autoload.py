@@ -33,6 +33,18 @@ GUARDS = {"deepspeed": "ds_moe_ext.hosts.deepspeed.guard"}
 """Host package -> the module that makes a run fail which asks for us when we could not attach."""
 
 
+VERIFY = "DS_MOE_EXT_VERIFY"
+"""Set by ``ds-moe-ext verify`` in the runs that it starts, and by nobody else."""
+
+VERIFIERS = {
+    "torch": "ds_moe_ext.hosts.verification.this_run",
+    "deepspeed": "ds_moe_ext.patches.verify_deepspeed",
+    "ds_moe_ext.patches.megatron": "ds_moe_ext.patches.verify_megatron",
+    "ds_moe_ext.hosts.plain.training_loop": "ds_moe_ext.patches.verify_torch",
+}
+"""Module -> the one whose ``apply()`` lets it be watched, in such a run."""
+
+
 OWN_SWITCH = "DS_MOE_EXT_AUTOLOAD"
 SWITCHES = ("TORCH_DEVICE_BACKEND_AUTOLOAD", OWN_SWITCH)  # torch's is read by torch
 
@@ -46,7 +58,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name not in HOSTS or self._busy:
+        if self._busy or not _patches_of(name):
             return None
         self._busy = True
         try:
@@ -59,9 +71,16 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
+def _patches_of(host: str) -> list[str]:
+    """The modules that patch it, in this order."""
+    tables = (HOSTS, VERIFIERS) if VERIFY in os.environ else (HOSTS,)
+    return [table[host] for table in tables if host in table]
+
+
 def _patch(host: str) -> None:
     try:
-        importlib.import_module(HOSTS[host]).apply()
+        for module in _patches_of(host):
+            importlib.import_module(module).apply()
     except Exception as error:
         warnings.warn(
             f"ds_moe_ext could not attach to {host} and is off: {error!r}; "
@@ -117,8 +136,9 @@ def install() -> None:
     """Patch the hosts: those already imported now, the others when their import ends."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-    for host in HOSTS:
-        _patch_when_whole(host)
+    for host in (*HOSTS, *VERIFIERS):
+        if _patches_of(host):
+            _patch_when_whole(host)
 
 
 def switched_off_by() -> list[str]:

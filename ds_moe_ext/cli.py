@@ -15,6 +15,7 @@ from ds_moe_ext.commands.plan import add_plan
 from ds_moe_ext.commands.price import add_price
 from ds_moe_ext.commands.report import add_report
 from ds_moe_ext.commands.reproduce import add_reproduce
+from ds_moe_ext.commands.verify import add_verify
 
 
 class _Version(argparse.Action):
@@ -31,7 +32,7 @@ def main() -> None:
     parser.add_argument("--version", action=_Version, nargs=0, help="print it and end")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     added = (add_doctor, add_report, add_price, add_loads, add_reproduce, add_plan, add_profile)
-    for add in (*added, add_convert):
+    for add in (*added, add_convert, add_verify):
         add(commands)
     given = parser.parse_args()
     try:

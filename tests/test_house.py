@@ -38,7 +38,7 @@ LAYERS = (
     ("moe",),
     ("strategies",),
     ("settings",),
-    ("report",),
+    ("report", "verification"),
     ("attachment",),
     ("steps",),
     ("zebra",),
@@ -174,6 +174,7 @@ LATE = {
     "patches.accelerate": "accelerate goes without DeepSpeed too",
     "patches.megatron": "loads Megatron's models, which have to be patched first",
     "patches.megatron_training": "loads Megatron-core, where the flag is used",
+    "patches.verify_megatron": "loads Megatron's models, which have to be patched first",
     "patches.transformers": "strategies are loaded where the block is read",
 }
 """Modules that import ours when a function runs, and why."""

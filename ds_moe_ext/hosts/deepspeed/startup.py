@@ -167,7 +167,7 @@ def check_initialize(
     bound = inspect.signature(initialize).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
-    document, model, mpu = _document(given), given["model"], given["mpu"]
+    document, model, mpu = document_of(given), given["model"], given["mpu"]
     if document is not None and is_first() and (told := misspelt(document)):
         warnings.warn(told, stacklevel=3)
     if document is None or model is None:
@@ -226,7 +226,7 @@ def check_inference(given: Mapping[str, Any]) -> None:
     Raises:
         ValueError: it is there.
     """
-    document = _document({"config": given["config"]}) or {}
+    document = document_of({"config": given["config"]}) or {}
     if BLOCK in document or BLOCK in given["kwargs"]:
         raise ValueError(
             f"{BLOCK} is in the configuration of deepspeed.init_inference, but {BLOCK} runs "
@@ -236,7 +236,7 @@ def check_inference(given: Mapping[str, Any]) -> None:
         )
 
 
-def _document(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def document_of(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The configuration as DeepSpeed will find it; None where it will complain itself."""
     args = given.get("args")
     named = (getattr(args, f"{name}_config", None) for name in ("deepspeed", "deepscale"))

@@ -98,7 +98,7 @@ def read(given: str | Path | Mapping[str, Any]) -> Chosen | None:
     Raises:
         ValueError: the document is malformed, or asks for what cannot be done under Megatron.
     """
-    source, document = _read(given)
+    source, document = read_document(given)
     told = misspelt(document)
     if BLOCK not in document:
         raise ValueError(
@@ -122,7 +122,7 @@ def read(given: str | Path | Mapping[str, Any]) -> Chosen | None:
     return Chosen(source, settings, strategy, agreement.settings_of(settings, document[BLOCK]))
 
 
-def _read(given: str | Path | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+def read_document(given: str | Path | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     if isinstance(given, Mapping):
         return "a document", given
     path = Path(given)

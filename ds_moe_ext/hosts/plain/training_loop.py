@@ -65,7 +65,7 @@ def attach(
             "list of (name, value, step), or leave it out"
         )
     with starting(Start(NAME, is_wanted=True)) as start:
-        block = _block(config)
+        block = block_of(config)
         settings, strategy = read_settings({BLOCK: block})
         experts = Experts()
         if strategy is None:
@@ -77,7 +77,7 @@ def attach(
     return Attachment(model, experts, monitor)
 
 
-def _block(given: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+def block_of(given: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     """What the user's configuration says of us."""
     document = given
     if isinstance(given, str | Path):

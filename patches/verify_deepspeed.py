@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The patch by which ``ds-moe-ext verify`` watches DeepSpeed; others never load it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ds_moe_ext.hosts.verification import of_deepspeed
+from ds_moe_ext.patches.patch import Patch, apply_all
+
+
+def _watched(original: Any) -> Any:
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        return of_deepspeed.initialize(original, args, kwargs)
+
+    return initialize
+
+
+PATCHES = (
+    Patch(
+        "verify",
+        "deepspeed:initialize",
+        ">=0.19.2,<0.20",
+        "one run of two has the block off, and both are watched",
+        _watched,
+    ),
+)
+
+
+def apply() -> None:
+    """Apply it, or say why not."""
+    apply_all(PATCHES)

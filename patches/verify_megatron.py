@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The patches by which ``ds-moe-ext verify`` watches Megatron-core; others never load them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ds_moe_ext.hosts.megatron.active_settings import read_document
+from ds_moe_ext.hosts.megatron.flag import FLAG
+from ds_moe_ext.hosts.verification.recording import turned
+from ds_moe_ext.hosts.verification.this_run import undrawn
+from ds_moe_ext.patches.megatron import VERSIONS
+from ds_moe_ext.patches.patch import Patch, apply_all
+
+
+def _turned(original: Any) -> Any:
+    @functools.wraps(original)
+    def use(given: str | Path | Mapping[str, Any]) -> None:
+        source, document = read_document(given)
+        original(turned(document, f"{source}, which {FLAG} names,"))
+        apply_all(CORE)
+
+    return use
+
+
+def _unwatched_first(original: Any) -> Any:
+    @functools.wraps(original)
+    def forget() -> None:
+        for patch in CORE:  # which are around ours
+            patch.undo()
+        original()
+
+    return forget
+
+
+def _watched(original: Any) -> Any:
+    @functools.wraps(original)
+    def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
+        from ds_moe_ext.hosts.verification import of_megatron
+
+        with undrawn():
+            optimizer = original(*args, **kwargs)
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        of_megatron.watch(optimizer, given["config"], given["model_chunks"])
+        return optimizer
+
+    return get_megatron_optimizer
+
+
+def _counted(original: Any) -> Any:
+    @functools.wraps(original)
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+        from ds_moe_ext.hosts.verification import of_megatron
+
+        return of_megatron.watched(original(*args, **kwargs))
+
+    return get_forward_backward_func
+
+
+CORE = (
+    Patch(
+        "verify-model",
+        "megatron.core.optimizer:get_megatron_optimizer",
+        VERSIONS,
+        "a model that is ready to be trained is watched",
+        _watched,
+    ),
+    Patch(
+        "verify-steps",
+        "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
+        VERSIONS,
+        "losses are seen, and steps counted",
+        _counted,
+    ),
+)
+
+PATCHES = (
+    Patch(
+        "verify",
+        "ds_moe_ext.patches.megatron:use",
+        ">=0",
+        "one run of two has the block off, and both are watched",
+        _turned,
+    ),
+    Patch(
+        "verify-no-more",
+        "ds_moe_ext.patches.megatron:forget",
+        ">=0",
+        "Megatron is left as it was",
+        _unwatched_first,
+    ),
+)
+
+
+def apply() -> None:
+    """Apply both, or none and say why; Megatron-core's follow where its settings are read."""
+    apply_all(PATCHES)
