@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 
 from ds_moe_ext.commands.cluster_profile import add_profile
+from ds_moe_ext.commands.compare import add_compare
 from ds_moe_ext.commands.convert import add_convert
 from ds_moe_ext.commands.doctor import add_doctor
 from ds_moe_ext.commands.loads_table import add_loads
@@ -20,7 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="ds-moe-ext", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     added = (add_doctor, add_report, add_price, add_loads, add_reproduce, add_plan, add_profile)
-    for add in (*added, add_convert):
+    for add in (*added, add_convert, add_compare):
         add(commands)
     given = parser.parse_args()
     try:
