@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from ds_moe_ext import read_settings, recorder_of
 from ds_moe_ext.attachment.launcher import is_first
-from ds_moe_ext.hosts.deepspeed.op_lock import tell_of_old_lock
+from ds_moe_ext.hosts.deepspeed.op_lock import is_compiled, tell_of_old_lock
 
 SCRIPT = "pretrain_deepspeed"
 NUM_HELD_OUT_BATCHES = 4
@@ -298,7 +298,8 @@ def main() -> None:
         model = build_model(arguments)
     if is_first():
         tell_of_old_lock()
-        print("starting; on a CPU, DeepSpeed's first start compiles for 20 to 60 s", flush=True)
+        if not is_compiled():
+            print("on a CPU, DeepSpeed now compiles its collectives: 20 to 60 s", flush=True)
     deepspeed.init_distributed()
     trainer = Trainer(arguments, run, model)
     with plain_errors(SCRIPT):
