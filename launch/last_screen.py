@@ -14,6 +14,7 @@ from ds_moe_ext.commands.compare import EQUAL, ON_CPU, Finished, equal_steps, la
 from ds_moe_ext.files.documents import read_document
 
 WIDTH = 96
+BUSY = 1.5  # load of a core: slow motion itself makes less
 PUBLIC = "Mixtral 8x7B"  # what quickstart.sh prices: as many experts, and choices of a token
 
 
@@ -44,15 +45,20 @@ def levelled(plain: Finished, copied: Finished) -> str:
     )
 
 
-def timed(results: Sequence[Mapping[str, Any]], training: Finished) -> str:
+def timed(seen: Mapping[str, Any], training: Finished) -> str:
     """Of slow motion."""
-    plain, *others = results
+    plain, *others = seen["results"]
     gains = " and ".join(f"{median(each['faster']):.2f} times ({each['name']})" for each in others)
     text = (
         "That saves time where waiting costs time. In slow motion, on 4 GPUs with a network "
         f"between them, steps were {gains} as fast as with {plain['name']}: the busiest rank has "
         "less to compute and to receive, and copies travel while ranks compute."
     )
+    if seen["load"] > BUSY * seen["cores"]:
+        text += (
+            f" (Other work kept this machine busy, load {seen['load']:.0f} on {seen['cores']} "
+            "cores, which hides part of that.)"
+        )
     if training.told.device == ON_CPU:
         text += (
             " (The training above tells nothing of speed: its ranks share the cores of this "

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -206,9 +207,12 @@ def show(given: argparse.Namespace) -> list[Result]:
         )
     console.print(table_of(results))
     console.print(LEGEND, markup=False)
+    load_average, cores = os.getloadavg()[0], os.cpu_count() or 1
+    console.print(f"load {load_average:.1f} on {cores} cores: a busy machine hides gains")
     if given.json is not None and dist.get_rank() == 0:
         given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps([asdict(each) for each in results], indent=1))
+        seen = {"load": load_average, "cores": cores, "results": list(map(asdict, results))}
+        given.json.write_text(json.dumps(seen, indent=1))
     return results
 
 

@@ -75,7 +75,8 @@ def root(tmp_path: Path) -> Path:
         {"name": "fssdp", "faster": [1.5]},
         {"name": "prophet", "faster": [1.7, 1.9, 1.8]},
     ]
-    (tmp_path / "slow_motion.json").write_text(json.dumps(times))
+    seen = {"load": 1.0, "cores": 2, "results": times}
+    (tmp_path / "slow_motion.json").write_text(json.dumps(seen))
     cluster = {"num_nodes": 8, "ranks_per_node": 8, "device": {"name": "H100"}}
     ways = [way("esp", 1.41), way("fssdp", 1.23), way("ep", 1.0, is_base=True), way("esp", 0.6)]
     ways.append(way("prophet", 3.0, fits=False))
@@ -105,8 +106,10 @@ def test_losses_that_part_and_ranks_that_share_nothing(root: Path) -> None:
     said = last_screen.learned(plain, dataclasses.replace(copied, told=parted))
     assert "in the first 1 of 2 steps; then a last bit decides otherwise" in said
     gpu = dataclasses.replace(plain, told=dataclasses.replace(plain.told, device="A GPU"))
-    results = json.loads((root / "slow_motion.json").read_text())
-    assert "tells nothing of speed" not in last_screen.timed(results, gpu)
+    seen = json.loads((root / "slow_motion.json").read_text())
+    quiet, busy = (last_screen.timed({**seen, "load": load}, gpu) for load in (1.0, 9.0))
+    assert "tells nothing of speed" not in quiet and "kept this machine busy" not in quiet
+    assert "kept this machine busy, load 9 on 2 cores" in busy
 
 
 def test_the_script_is_one_and_names_files_that_are_there() -> None:
