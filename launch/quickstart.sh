@@ -3,7 +3,7 @@
 # The first five minutes, on 4 ranks of this machine, with or without GPUs: train a small
 # mixture-of-experts language model with plain expert parallelism (ep) and with copies of hot experts
 # (fssdp), from the same weights and on the same text, and compare; show in slow motion what copies
-# save on a cluster; price two clusters. Four minutes on two cores. Arguments go to
+# save on a cluster; price two clusters. Four minutes on two quiet cores. Arguments go to
 # launch/pretrain_deepspeed.py, both times; with a --model of your own the comparison is the end:
 #   bash launch/quickstart.sh --data my_book.txt
 # With --strategy NAME, or with a --deepspeed_config of your own, it trains once, as the file says:
