@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 from ds_moe_ext.commands.cluster_profile import add_profile
+from ds_moe_ext.commands.compare import add_compare
 from ds_moe_ext.commands.convert import add_convert
 from ds_moe_ext.commands.doctor import add_doctor
 from ds_moe_ext.commands.loads_table import add_loads
@@ -32,7 +33,7 @@ def main() -> None:
     parser.add_argument("--version", action=_Version, nargs=0, help="print it and end")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     added = (add_doctor, add_report, add_price, add_loads, add_reproduce, add_plan, add_profile)
-    for add in (*added, add_convert, add_verify):
+    for add in (*added, add_compare, add_verify, add_convert):
         add(commands)
     given = parser.parse_args()
     try:

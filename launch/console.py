@@ -5,6 +5,7 @@ train, a table at the end, and what was wrong with the command line in one line.
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 import time
@@ -16,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -177,10 +179,13 @@ def _version(package: str) -> str:
 class Trained(Protocol):
     """A trainer of either host, when it has trained."""
 
-    run: Any  # its strategy and text
+    run: Any  # its strategy, text and dtype
     arguments: Any  # its model and seed
     recorder: Recorder | None
     held_out_losses: dict[int, float]
+
+    @property
+    def device(self) -> torch.device: ...
 
     @property
     def tokens_per_step(self) -> int: ...
@@ -198,6 +203,9 @@ def summarize(trainer: Trained, records: Sequence[StepRecord], packages: Sequenc
         model=str(trainer.arguments.model),
         text=trainer.run.text.source,
         seed=trainer.arguments.seed,
+        dtype=trainer.run.dtype,
+        device=_name_of(trainer.device),
+        cores=os.cpu_count() or 1,
         world_size=dist.get_world_size(),
         tokens_per_step=trainer.tokens_per_step,
         first_step=records[0].step - 1,
@@ -208,6 +216,10 @@ def summarize(trainer: Trained, records: Sequence[StepRecord], packages: Sequenc
         balance_by_layer={} if recorder is None else recorder.balance_by_layer(),
         versions=versions_of(packages),
     )
+
+
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def leave_summary(display: Display, summary: Summary, output: Path, saved: Path | None) -> None:

@@ -101,6 +101,11 @@ class Run:
     text: Text
     architecture: Architecture
 
+    @property
+    def dtype(self) -> str:
+        """Of weights in forward."""
+        return "bf16" if self.arguments.bf16 else "fp32"
+
 
 def read_run(arguments: argparse.Namespace) -> Run:
     """Read the files that the command line names, and check what Megatron does not."""

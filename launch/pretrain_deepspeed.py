@@ -32,12 +32,14 @@ from torch import Tensor, nn
 
 from ds_moe_ext import read_settings, recorder_of
 from ds_moe_ext.attachment.launcher import is_first
-from ds_moe_ext.hosts.deepspeed.op_lock import tell_of_old_lock
+from ds_moe_ext.hosts.deepspeed.op_lock import is_compiled, tell_of_old_lock
 
 SCRIPT = "pretrain_deepspeed"
 NUM_HELD_OUT_BATCHES = 4
 GPT_MOE = "gpt_moe"
 FAMILIES = (GPT_MOE, "mixtral", "qwen3_moe")  # the others by Hugging Face's model type
+NARROW = ("bf16", "fp16")  # as sections of a DeepSpeed JSON are called
+DTYPES = ("fp32", *NARROW)
 PACKAGES = ("torch", "deepspeed", "transformers", "ds_moe_ext")
 
 
@@ -52,6 +54,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--output", type=Path, help="folder for results; default: runs/quickstart/<strategy>")
     add("--seed", type=int, default=1, help="of weights and of the order of the text")
     add("--strategy", help="replaces the word after `strategy` in the ds_moe_ext block")
+    add("--dtype", choices=DTYPES, help="replaces the number type of the DeepSpeed JSON")
     add("--ep_size", type=int, help="replaces ep_size of a gpt_moe model file")
     add("--save", type=Path, help="folder for a checkpoint after the last step")
     add("--save_every", type=int, default=0, help="save also every so many steps")
@@ -124,6 +127,7 @@ class Run:
     """What the command line asks for, once the files it names are read."""
 
     deepspeed_config: dict[str, Any]
+    dtype: str  # one of DTYPES
     strategy: str  # "plain" without an enabled ds_moe_ext block
     output: Path
     text: Text
@@ -143,13 +147,21 @@ def read_run(arguments: argparse.Namespace) -> Run:
         )
     if arguments.strategy:
         block["strategy"] = arguments.strategy
+    if arguments.dtype:
+        config |= {name: {"enabled": name == arguments.dtype} for name in NARROW}
     name = named(config, arguments.output, Path("runs/quickstart"))
     num_steps = _last_step(config) if arguments.steps is None else arguments.steps
     if num_steps < 1:
         raise ValueError(f"--steps {num_steps} trains nothing; give 1 or more")
     if arguments.save_every and arguments.save is None:
         raise ValueError(f"--save_every {arguments.save_every} has no effect without --save FOLDER")
-    return Run(config, name.strategy, name.output, read_text(arguments.data), num_steps)
+    text = read_text(arguments.data)
+    return Run(config, _dtype(config), name.strategy, name.output, text, num_steps)
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    enabled = (name for name in NARROW if config.get(name, {}).get("enabled", False))
+    return next(enabled, "fp32")
 
 
 def _last_step(config: Mapping[str, Any]) -> int:
@@ -239,8 +251,14 @@ class Trainer:
 
     def _forward(self, sampler: WindowSampler, step: int, micro_step: int) -> Any:
         batch = sampler.batch(step, micro_step, dist.get_rank())
-        on_device = Batch(*(tensor.to(self.engine.device) for tensor in batch))
+        on_device = Batch(*(tensor.to(self.device) for tensor in batch))
         return self.engine(**self.model.arguments(on_device))
+
+    @property
+    def device(self) -> torch.device:
+        """What this rank computes on."""
+        device: torch.device = self.engine.device
+        return device
 
     @property
     def tokens_per_step(self) -> int:
@@ -280,7 +298,8 @@ def main() -> None:
         model = build_model(arguments)
     if is_first():
         tell_of_old_lock()
-        print("starting; on a CPU, DeepSpeed's first start compiles for 20 to 60 s", flush=True)
+        if not is_compiled():
+            print("on a CPU, DeepSpeed now compiles its collectives: 20 to 60 s", flush=True)
     deepspeed.init_distributed()
     trainer = Trainer(arguments, run, model)
     with plain_errors(SCRIPT):

@@ -1,22 +1,25 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Train a small mixture-of-experts language model twice on 4 ranks of this machine, with or without
-# GPUs: with plain expert parallelism (ep) and with copies of hot experts (fssdp), from the same
-# weights and on the same text; then compare. Four minutes on two cores. Arguments go to
-# launch/pretrain_deepspeed.py, both times:
+# The first five minutes, on 4 ranks of this machine, with or without GPUs: train a small
+# mixture-of-experts language model with plain expert parallelism (ep) and with copies of hot experts
+# (fssdp), from the same weights and on the same text, and compare; show in slow motion what copies
+# save on a cluster; price two clusters. Four minutes on two quiet cores. Arguments go to
+# launch/pretrain_deepspeed.py, both times; with a --model of your own the comparison is the end:
 #   bash launch/quickstart.sh --data my_book.txt
-# With --strategy NAME, or with a --deepspeed_config of your own, it trains once:
+# With --strategy NAME, or with a --deepspeed_config of your own, it trains once, as the file says:
 #   bash launch/quickstart.sh --strategy ep --steps 50
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 is_single=""
+has_own_model=""
 is_help=""
 one_folder=""
 for argument in "$@"; do
   case "${argument%%=*}" in
     -h | --help) is_help=yes ;;
     --strategy | --deepspeed_config) is_single=yes ;;
+    --model) has_own_model=yes ;;
     --output | --save) one_folder="${argument%%=*}" ;;
   esac
 done
@@ -64,13 +67,44 @@ if [[ -n "$is_single" ]]; then
   exit
 fi
 
-strategies=(ep fssdp)
-for strategy in "${strategies[@]}"; do
-  echo "quickstart: training with strategy $strategy"
-  train --strategy "$strategy" "$@"
-done
-python launch/compare.py "${strategies[@]/#/runs/quickstart/}"
-if [[ "${DS_ACCELERATOR:-}" == cpu ]]; then
-  echo "On a CPU the ranks share cores: a rank that waits leaves its core to the busy ones, so that"
-  echo "balance shows in the rows and hardly in the seconds."
+results=runs/quickstart
+step() {
+  echo
+  echo "quickstart: $*"
+}
+
+# The loads of the first run on two clusters: Mixtral 8x7B has as many experts and choices a token.
+price() {
+  local cluster
+  for cluster in dgx_h100 dgx_a100; do
+    COLUMNS=170 ds-moe-ext price configs/hosts/deepspeed_zero1.json --model mixtral_8x7b \
+      --hardware "$cluster" --nodes 8 --recomputes --length 4096 --micro-batch 4 \
+      --loads "$results/ep/report.json" --strategies ep,fssdp,prophet,esp \
+      --json "$results/price_$cluster.json" --html "$results/price_$cluster.html" \
+      >"$results/price_$cluster.txt"
+  done
+}
+
+# 40 steps in 32 bits: there, sums in another order do not yet flip a choice of an expert, so that
+# the losses of both runs agree to the last digits.
+short=(--dtype fp32 --steps 40)
+step "training a small model with plain expert parallelism (ep)"
+train --strategy ep "${short[@]}" "$@"
+if [[ -z "$has_own_model" ]]; then
+  price & # while one core waits for DeepSpeed to start
+  pricing=$!
 fi
+step "the same with copies of busy experts (fssdp)"
+train --strategy fssdp "${short[@]}" "$@"
+step "the two runs"
+ds-moe-ext compare "$results/ep" "$results/fssdp"
+if [[ -n "$has_own_model" ]]; then
+  exit
+fi
+wait "$pricing"
+
+step "where time is worth something: 50 s of a cluster in slow motion"
+torchrun --standalone --nproc_per_node "$num_ranks" launch/bench/slow_motion.py \
+  --json "$results/slow_motion.json"
+echo
+python launch/last_screen.py "$results"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training run leaves behind for people and for `compare.py`: `summary.json`."""
+"""What a training run leaves behind for people and for `ds-moe-ext compare`: `summary.json`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ class Summary:
     model: str
     text: str  # what was read
     seed: int
+    dtype: str  # of weights in forward
+    device: str  # "cpu", or the name of a GPU
+    cores: int  # of this machine's CPU
     world_size: int
     tokens_per_step: int  # all ranks
     first_step: int  # steps that a resumed checkpoint had behind it
@@ -34,22 +37,3 @@ class Summary:
         path = folder / NAME
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
         return path
-
-    @classmethod
-    def read(cls, folder: Path) -> Summary:
-        """Read what `write` wrote.
-
-        Raises:
-            ValueError: there is none, or it is none.
-        """
-        path = folder / NAME
-        if not path.is_file():
-            raise ValueError(f"{path} is not there; name the --output folder of a finished run")
-        try:
-            data = json.loads(path.read_text())
-            held_out = {int(step): loss for step, loss in data["held_out_losses"].items()}
-            return cls(**{**data, "held_out_losses": held_out})
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{path} is not a summary of this version ({error!r}); train again"
-            ) from error

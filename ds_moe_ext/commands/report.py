@@ -20,14 +20,22 @@ def add_report(commands: Any) -> None:
 
 def draw(path: Path) -> int:
     """Write report.html beside a report.json."""
+    write_report(read_report(path), path.parent)
+    print(f"wrote {path.parent / 'report.html'}")
+    return 0
+
+
+def read_report(path: Path) -> RunRecord:
+    """What is in a report.json.
+
+    Raises:
+        ValueError: it cannot be read, or is none.
+    """
     try:
         text = bytes_of(path).decode("utf-8")
     except ValueError as error:
         raise ValueError(f"{path} cannot be read ({error}); name report.json of a run") from error
     try:
-        record = RunRecord.from_json(text)
+        return RunRecord.from_json(text)
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a report.json of a run ({error!r})") from error
-    write_report(record, path.parent)
-    print(f"wrote {path.parent / 'report.html'}")
-    return 0

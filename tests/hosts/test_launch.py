@@ -72,11 +72,13 @@ def test_deepspeed_launcher_trains_and_reports(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     steps = {"path": str(trace), "first_step": 2, "num_steps": 2}
     config = document(tmp_path, trace=steps, debug=True)
-    printed = start_by_deepspeed(arguments(tmp_path, config, "gpt_moe_tiny"))
+    command = [*arguments(tmp_path, config, "gpt_moe_tiny"), "--dtype", "fp32"]
+    printed = start_by_deepspeed(command)
     assert "ds_moe_ext: strategy ep, 2 ranks" in printed  # the table at the start
     assert "busiest cell / mean" in printed  # and at the end
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert summary["strategy"] == "ep" and summary["world_size"] == 2
+    assert summary["dtype"] == "fp32" and summary["device"] == "cpu"
     assert len(summary["losses"]) == 7 and summary["losses"][-1] < summary["losses"][0]
     assert set(summary["balance_by_layer"]) == {"blocks.1.ffn", "blocks.3.ffn"}
     assert all(1.0 <= balance <= 2.0 for balance in summary["balance_by_layer"].values())
@@ -120,9 +122,8 @@ def test_a_run_resumes_on_fewer_ranks_with_another_strategy(tmp_path: Path) -> N
 def losses_of(tmp_path: Path, **block: Any) -> list[float]:
     """Of seven steps in float32 under torchrun, which starts in half the time of deepspeed's."""
     config = document(tmp_path, debug=True, **block)
-    content = json.loads(config.read_text())
-    config.write_text(json.dumps({**content, "bf16": {"enabled": False}}))
-    printed = start_by_torchrun(2, arguments(tmp_path, config, "gpt_moe_tiny"))
+    command = [*arguments(tmp_path, config, "gpt_moe_tiny"), "--dtype", "fp32"]
+    printed = start_by_torchrun(2, command)
     assert f"ds_moe_ext: strategy {block['strategy']}, 2 ranks = 1 x" in printed
     losses: list[float] = json.loads((tmp_path / "out/summary.json").read_text())["losses"]
     return losses

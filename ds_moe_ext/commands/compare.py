@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ds-moe-ext compare``: two runs that differ in the strategy alone, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from ds_moe_ext.commands.report import read_report
+from ds_moe_ext.files.documents import read_document
+from ds_moe_ext.report.record import RunRecord
+from ds_moe_ext.report.summary import Outcome, outcome_of
+from ds_moe_ext.report.units import bytes_text
+
+REPORT, SUMMARY = "report.json", "summary.json"
+SAME = ("model", "text", "seed", "dtype", "device", "tokens_per_step", "first_step")
+ON_CPU = "cpu"
+EQUAL = 1e-5  # nats: losses that sums in another order explain
+
+
+def add_compare(commands: Any) -> None:
+    """Add ``compare`` to the commands of a parser."""
+    parser = commands.add_parser(
+        "compare", help="two runs that differ in the strategy alone, side by side"
+    )
+    for name in ("first", "second"):
+        parser.add_argument(name, type=Path, help="folder of a run's results, with report.json")
+    parser.set_defaults(run=lambda given: compare(given.first, given.second))
+
+
+def compare(first: Path, second: Path) -> int:
+    """Print the comparison."""
+    runs = Finished.read(first), Finished.read(second)
+    check_comparable(*runs)
+    console = Console(highlight=False)
+    console.print(comparison(*runs))
+    for remark in remarks(*runs):
+        console.print(remark, markup=False)
+    return 0
+
+
+# What runs leave behind.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What a training script told of its run in `summary.json`; None where it told nothing.
+
+    Attributes:
+        strategy: its name.
+        model: what was trained.
+        text: what was read.
+        seed: of weights and of the order of the text.
+        dtype: number type of the weights in forward.
+        device: what ranks computed on.
+        cores: of a CPU, that all ranks shared.
+        world_size: ranks.
+        tokens_per_step: of all ranks.
+        first_step: steps that a resumed checkpoint had behind it.
+        losses: one a step, nats.
+        tokens_per_s: of all ranks, without the first step.
+        seconds_per_step_s: likewise.
+    """
+
+    strategy: str | None = None
+    model: str | None = None
+    text: str | None = None
+    seed: int | None = None
+    dtype: str | None = None
+    device: str | None = None
+    cores: int | None = None
+    world_size: int | None = None
+    tokens_per_step: int | None = None
+    first_step: int = 0
+    losses: tuple[float, ...] = ()
+    tokens_per_s: float | None = None
+    seconds_per_step_s: float | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> Told:
+        """Read a file, which may tell more.
+
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            document = read_document(path)
+            if not isinstance(document, Mapping):
+                raise ValueError("it holds no JSON object")
+            known = {
+                each.name: document[each.name] for each in fields(cls) if each.name in document
+            }
+            return cls(**{**known, "losses": tuple(map(float, known.get("losses", ())))})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not a summary of a run ({error}); train again") from error
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that has ended.
+
+    Attributes:
+        folder: its results.
+        told: by the training script.
+        record: by ds_moe_ext; None if it replaced no layers.
+    """
+
+    folder: Path
+    told: Told
+    record: RunRecord | None
+
+    @classmethod
+    def read(cls, folder: Path) -> Finished:
+        """Read the files of a run.
+
+        Raises:
+            ValueError: there are none, or they are not those of a run.
+        """
+        summary, report = folder / SUMMARY, folder / REPORT
+        if not summary.is_file() and not report.is_file():
+            raise ValueError(
+                f"{folder} has neither {REPORT} nor {SUMMARY}; name the folder that a run left its "
+                'results in, by "report": {"path": FOLDER} or --output FOLDER'
+            )
+        told = Told.read(summary) if summary.is_file() else Told()
+        return cls(folder, told, read_report(report) if report.is_file() else None)
+
+    @property
+    def name(self) -> str:
+        """Of its strategy."""
+        known = (self.told.strategy, self.record and self.record.strategy, str(self.folder))
+        return next(name for name in known if name)
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """Of all its layers."""
+        return None if self.record is None else outcome_of(self.record)
+
+    @property
+    def layers(self) -> tuple[tuple[str, int], ...] | None:
+        """What was replaced: names and numbers of experts."""
+        if self.record is None:
+            return None
+        return tuple((layer.name, layer.num_experts) for layer in self.record.layers)
+
+
+def check_comparable(first: Finished, second: Finished) -> None:
+    """Refuse runs whose figures have nothing to do with each other. What one of them does not tell
+    is not asked of the other.
+
+    Raises:
+        ValueError: they differ in more than the strategy.
+    """
+    ours, theirs = _facts(first), _facts(second)
+    for name in ours:
+        if None not in (ours[name], theirs[name]) and ours[name] != theirs[name]:
+            raise ValueError(
+                f"{name} is {ours[name]!r} in {first.folder} and {theirs[name]!r} in "
+                f"{second.folder}; compare runs that differ in the strategy alone"
+            )
+    num_steps = len(first.told.losses), len(second.told.losses)
+    if all(num_steps) and num_steps[0] != num_steps[1]:
+        raise ValueError(
+            f"{first.folder} has {num_steps[0]} steps and {second.folder} {num_steps[1]}; give "
+            "both the same number of steps"
+        )
+
+
+def _facts(run: Finished) -> Mapping[str, Any]:
+    world_size = run.told.world_size if run.record is None else run.record.world_size
+    told = {name: vars(run.told)[name] for name in SAME}
+    return {**told, "world_size": world_size, "replaced layers": run.layers}
+
+
+# Losses.
+
+
+class Difference(NamedTuple):
+    """Where two loss curves are furthest apart."""
+
+    step: int  # 1 is the first
+    loss: float  # nats, without sign
+
+
+def largest_difference(first: Sequence[float], second: Sequence[float]) -> Difference:
+    """The first of several as large. Pure."""
+    apart = [abs(a - b) for a, b in zip(first, second)]
+    largest = max(apart)
+    return Difference(apart.index(largest) + 1, largest)
+
+
+def equal_steps(first: Sequence[float], second: Sequence[float]) -> int:
+    """Steps before the first whose losses differ by more than `EQUAL`. Pure."""
+    apart = (step for step, (a, b) in enumerate(zip(first, second)) if abs(a - b) > EQUAL)
+    return next(apart, len(first))
+
+
+def shown_steps(num_steps: int) -> list[int]:
+    """First, middle and last step, each once; 1 is the first. Pure."""
+    return sorted({1, (1 + num_steps) // 2, num_steps}) if num_steps else []
+
+
+# The table.
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A line of the table; one that neither run knows is left out.
+
+    Attributes:
+        name: of the line.
+        of: a run's, None where it is not known.
+        shown: as text.
+        is_speed: it says how fast the run was, which some machines cannot tell.
+    """
+
+    name: str
+    of: Callable[[Finished], float | None]
+    shown: Callable[[float], str]
+    is_speed: bool = False
+
+
+def _of_outcome(value: Callable[[Outcome], float]) -> Callable[[Finished], float | None]:
+    return lambda run: None if run.outcome is None else value(run.outcome)
+
+
+def _expert_bytes(run: Finished) -> float | None:
+    return None if run.record is None else sum(layer.expert_bytes for layer in run.record.layers)
+
+
+FIGURES = (
+    Figure("tokens/s", lambda run: run.told.tokens_per_s, "{:,.0f}".format, is_speed=True),
+    Figure("a step takes", lambda run: run.told.seconds_per_step_s, "{:.3f} s".format, True),
+    Figure(
+        "balance, no copies", _of_outcome(lambda outcome: outcome.home_balance), "{:.2f}".format
+    ),
+    Figure("balance, as computed", _of_outcome(lambda outcome: outcome.balance), "{:.2f}".format),
+    Figure("copies a step", _of_outcome(lambda outcome: outcome.copies), "{:.1f}".format),
+    Figure("homes moved", _of_outcome(lambda outcome: outcome.num_moved), "{:,.0f}".format),
+    Figure("expert weights, rank 0", _expert_bytes, lambda value: bytes_text(round(value))),
+)
+
+
+def comparison(first: Finished, second: Finished) -> Table:
+    """Both runs side by side. Pure."""
+    runs = (first, second)
+    table = Table(title="Two runs side by side", title_justify="left")
+    table.add_column("")
+    for run in runs:
+        table.add_column(run.name, justify="right")
+    table.add_column("difference", justify="right")
+
+    ours, theirs = (run.told.losses for run in runs)
+    begun = first.told.first_step
+    if ours and theirs:
+        for step in shown_steps(len(ours)):
+            losses = ours[step - 1], theirs[step - 1]
+            shown = (f"{loss:.6f}" for loss in losses)
+            table.add_row(f"loss, step {begun + step}", *shown, f"{losses[1] - losses[0]:+.1e}")
+        worst = largest_difference(ours, theirs)
+        where = f", step {begun + worst.step}" if worst.loss else ""
+        name = f"largest difference{where}"
+        table.add_row(name, "", "", f"{worst.loss:.1e}", end_section=True)
+
+    for figure in FIGURES:
+        values = [figure.of(run) for run in runs]
+        if any(value is not None for value in values):
+            entries = ("-" if value is None else figure.shown(value) for value in values)
+            table.add_row(figure.name, *entries, _gain(first, *values) if figure.is_speed else "")
+    return table
+
+
+def _gain(run: Finished, ours: float | None, theirs: float | None) -> str:
+    if run.told.device == ON_CPU:
+        shares = (run.told.cores or 1) < (run.told.world_size or 1)
+        return "no measure: shared cores" if shares else "no measure: no network"
+    return f"{100 * (theirs / ours - 1):+.1f} %" if ours and theirs else ""
+
+
+def remarks(first: Finished, second: Finished) -> list[str]:
+    """What is compared, and where more is to be seen. Pure."""
+    told, losses = first.told, (first.told.losses, second.told.losses)
+    lines = []
+    if all(losses):
+        alike = equal_steps(*losses)
+        until = "all steps" if alike == len(told.losses) else f"the first {alike} steps"
+        lines.append(
+            f"Losses (nats a token) are equal within {EQUAL:.0e} in {until}. Strategies add up the "
+            "same numbers in different orders, so the last bits differ; where two experts score "
+            "almost alike, such a bit decides sooner or later which one a token goes to, and the "
+            "curves part a little: the sooner, the fewer bits a number has."
+        )
+    if told.device == ON_CPU:
+        lines.append(
+            f"Speeds of ranks on a CPU ({told.cores} cores here) are no measure: a rank that waits "
+            "leaves its core to the busy ones, and there is no network whose time copies could "
+            "save; they only cost."
+        )
+    lines.append(
+        "Balance: rows of the busiest rank over the mean; all others wait for it. It is 1 at best."
+    )
+    pages = (run.folder / "report.html" for run in (first, second) if run.record is not None)
+    lines += [f"Pictures: {page}" for page in pages]
+    return lines

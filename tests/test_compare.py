@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ds-moe-ext compare``: two finished runs side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from summary import Summary
+
+from ds_moe_ext.commands.compare import (
+    SUMMARY,
+    Finished,
+    Told,
+    check_comparable,
+    compare,
+    comparison,
+    equal_steps,
+    largest_difference,
+    remarks,
+    shown_steps,
+)
+from ds_moe_ext.report.page import write_report
+from ds_moe_ext.report.record import LayerRecord, PlacementRecord, RunRecord
+
+
+def summary(strategy: str, losses: list[float], **other: object) -> Summary:
+    base = Summary(
+        strategy=strategy,
+        model="tiny.json",
+        text="a book",
+        seed=1,
+        dtype="fp32",
+        device="A GPU",
+        cores=2,
+        world_size=2,
+        tokens_per_step=1000,
+        first_step=0,
+        losses=losses,
+        held_out_losses={2: 4.0},
+        tokens_per_s=2000.0,
+        seconds_per_step_s=0.5,
+        balance_by_layer={"a": 1.5},
+        versions={"torch": "2.13.0"},
+    )
+    return dataclasses.replace(base, **other)  # type: ignore[arg-type]
+
+
+def record(strategy: str) -> RunRecord:
+    """2 steps, 1 layer of 2 experts on 2 cells; one of the first 8 rows' experts was copied."""
+    rows_ILE = np.array([[[6, 2]], [[4, 4]]])
+    copied = PlacementRecord(np.array([[[1, 0]], [[0, 0]]]), rows_ILE, (), 1, (((), ()),))
+    return RunRecord(
+        strategy=strategy,
+        world_size=2,
+        num_cells=2,
+        layers=(LayerRecord("a", "fake", 2, 1, (0, 1), 2048),),
+        steps_I=(0, 1),
+        rows_ILE=rows_ILE,
+        cell_rows_ILC=np.array([[[4, 4]], [[4, 4]]]) if strategy == "fssdp" else rows_ILE,
+        seconds_by_kind={},
+        timeline=(),
+        versions={},
+        placements=copied if strategy == "fssdp" else None,
+    )
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[Finished, Finished]:
+    """As scripts and ds_moe_ext leave them."""
+    plain = summary("ep", [5.0, 4.5, 4.0, 3.0])
+    faster = {"tokens_per_s": 2200.0, "seconds_per_step_s": 0.4}
+    copied = summary("fssdp", [5.0, 4.500001, 4.0, 3.125], **faster)
+    for each in (plain, copied):
+        each.write(tmp_path / each.strategy)
+        write_report(record(each.strategy), tmp_path / each.strategy)
+    return Finished.read(tmp_path / "ep"), Finished.read(tmp_path / "fssdp")
+
+
+def printed(first: Finished, second: Finished) -> dict[str, list[str]]:
+    """Entries of the table by the name of their row."""
+    text = io.StringIO()
+    Console(file=text, width=160).print(comparison(first, second))
+    lines = text.getvalue().replace("\u2503", "\u2502").splitlines()
+    rows = [[entry.strip() for entry in line.split("\u2502")[1:-1]] for line in lines]
+    return {name: entries for name, *entries in (row for row in rows if row)}
+
+
+def telling(run: Finished, **other: object) -> Finished:
+    told = dataclasses.replace(run.told, **other)  # type: ignore[arg-type]
+    return dataclasses.replace(run, told=told)
+
+
+def test_the_table_worked_by_hand(runs: tuple[Finished, Finished]) -> None:
+    assert printed(*runs) == {
+        "": ["ep", "fssdp", "difference"],
+        "loss, step 1": ["5.000000", "5.000000", "+0.0e+00"],
+        "loss, step 2": ["4.500000", "4.500001", "+1.0e-06"],
+        "loss, step 4": ["3.000000", "3.125000", "+1.2e-01"],
+        "largest difference, step 4": ["", "", "1.2e-01"],
+        "tokens/s": ["2,000", "2,200", "+10.0 %"],
+        "a step takes": ["0.500 s", "0.400 s", "-20.0 %"],
+        "balance, no copies": ["1.25", "1.25", ""],
+        "balance, as computed": ["1.25", "1.00", ""],
+        "copies a step": ["0.0", "0.5", ""],
+        "homes moved": ["0", "0", ""],
+        "expert weights, rank 0": ["2 KiB", "2 KiB", ""],
+    }
+    losses, balance, *pages = remarks(*runs)
+    assert "equal within 1e-05 in the first 3 steps" in losses and "1 at best" in balance
+    assert pages == [f"Pictures: {run.folder / 'report.html'}" for run in runs]
+
+
+def test_ranks_of_one_cpu_measure_no_speed(runs: tuple[Finished, Finished]) -> None:
+    """What is slower there says on its own line that it is no measure."""
+    for cores, why in ((1, "no measure: shared cores"), (8, "no measure: no network")):
+        on_cpu = [telling(run, device="cpu", cores=cores) for run in runs]
+        table = printed(*on_cpu)
+        assert [table[name][-1] for name in ("tokens/s", "a step takes")] == [why, why]
+        assert any("no measure" in line for line in remarks(*on_cpu))
+
+
+def test_reports_alone(runs: tuple[Finished, Finished]) -> None:
+    """Scripts of users write no summary: what is not known is left out."""
+    for run in runs:
+        (run.folder / SUMMARY).unlink()
+    plain, copied = (Finished.read(run.folder) for run in runs)
+    check_comparable(plain, copied)
+    table = printed(plain, copied)
+    assert table[""] == ["ep", "fssdp", "difference"]
+    assert table["balance, as computed"] == ["1.25", "1.00", ""]
+    assert not {"tokens/s", "a step takes", "loss, step 1"} & set(table)
+
+
+def test_a_run_without_the_extension_and_one_that_was_resumed(
+    runs: tuple[Finished, Finished],
+) -> None:
+    plain, copied = (telling(run, first_step=100) for run in runs)
+    table = printed(dataclasses.replace(plain, record=None), copied)
+    assert table["loss, step 101"][0] == "5.000000" and "largest difference, step 104" in table
+    assert table["balance, as computed"] == ["-", "1.00", ""]
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(st.tuples(*[st.floats(0, 10)] * 2), min_size=1, max_size=30))
+def test_nothing_is_further_apart_than_the_largest_difference(
+    pairs: list[tuple[float, float]],
+) -> None:
+    ours, theirs = zip(*pairs)
+    worst = largest_difference(ours, theirs)
+    assert worst.loss == abs(ours[worst.step - 1] - theirs[worst.step - 1])
+    assert all(abs(a - b) <= worst.loss for a, b in pairs)
+    assert worst == largest_difference(theirs, ours)
+    alike = equal_steps(ours, theirs)
+    assert all(abs(a - b) <= 1e-5 for a, b in pairs[:alike])
+    assert alike == len(pairs) or abs(ours[alike] - theirs[alike]) > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "shown"),
+    [(0, []), (1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (5, [1, 3, 5]), (200, [1, 100, 200])],
+)
+def test_first_middle_and_last_step(num_steps: int, shown: list[int]) -> None:
+    assert shown_steps(num_steps) == shown
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"seed": 2}, "seed is 1 in .*ep and 2 in .*fssdp; compare runs that differ in"),
+        ({"text": "another"}, "text is 'a book' in .* and 'another' in"),
+        ({"dtype": "bf16"}, "dtype is 'fp32' in .* and 'bf16' in"),
+        ({"tokens_per_step": 7}, "tokens_per_step is 1000 in .* and 7 in"),
+        ({"losses": (5.0,)}, "has 4 steps and .* 1; give both the same number"),
+    ],
+)
+def test_runs_that_cannot_be_compared(
+    runs: tuple[Finished, Finished], other: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        check_comparable(runs[0], telling(runs[1], **other))
+
+
+def test_reports_that_cannot_be_compared(runs: tuple[Finished, Finished]) -> None:
+    plain, copied = runs
+    assert plain.record is not None and copied.record is not None
+    other = dataclasses.replace(copied.record, layers=(*copied.record.layers,) * 2)
+    with pytest.raises(ValueError, match="replaced layers is"):
+        check_comparable(plain, dataclasses.replace(copied, record=other))
+    more = dataclasses.replace(copied.record, world_size=4)
+    with pytest.raises(ValueError, match=r"world_size is 2 in .* and 4 in"):
+        check_comparable(plain, dataclasses.replace(copied, record=more))
+
+
+def test_the_command(
+    runs: tuple[Finished, Finished], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert compare(*(run.folder for run in runs)) == 0
+    assert "balance, as computed" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="none has neither report"):
+        compare(runs[0].folder, tmp_path / "none")
+    for text in ("[]", '{"losses": 1}', "{"):
+        (runs[1].folder / SUMMARY).write_text(text)
+        with pytest.raises(ValueError, match=r"summary.json is not a summary of a run \("):
+            compare(*(run.folder for run in runs))
+
+
+def test_a_summary_may_tell_more_and_less(tmp_path: Path) -> None:
+    (tmp_path / SUMMARY).write_text(json.dumps({"losses": [1, 2.5], "weather": "fine"}))
+    assert Told.read(tmp_path / SUMMARY) == Told(losses=(1.0, 2.5))
