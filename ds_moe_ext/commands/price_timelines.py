@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from ds_moe_ext.pricing.candidates import Priced
 from ds_moe_ext.pricing.issue import ISSUING
 from ds_moe_ext.report.record import Span
-from ds_moe_ext.schedule.task import HOST
+from ds_moe_ext.report.waits import Moment, bound_by
+from ds_moe_ext.schedule.task import HOST, Task
 from ds_moe_ext.schedule.trace import Box
 
 
@@ -31,33 +32,44 @@ def _place(number: int, last: int) -> str:
 def boxes(priced: Priced) -> Iterator[Box]:
     """One micro-batch of the last step that was priced."""
     step = priced.steps[-1]
-    for number, (starts, ends) in enumerate(zip(step.timeline.start_s, step.timeline.end_s)):
-        for task, start_s, end_s in zip(step.schedule.tasks, starts, ends):
-            lane = HOST.name if task.lane == ISSUING else task.lane.name
-            back = "'" if task.adjoint_of else ""
-            name = f"{task.op.name}{back} {task.layer}"
-            yield Box(name, number, lane, start_s, end_s, task.op.name)
+    for number in range(len(step.timeline.start_s)):
+        moments, bound = _seen(priced, number)
+        for task, (start_s, end_s), by in zip(step.schedule.tasks, moments, bound):
+            told = {"layer": f"layer {task.layer}", "chunk": f"{task.span}"}
+            lane = _lane(task)
+            yield Box(task.label, number, lane, start_s, end_s, task.op.name, by, told)
 
 
 def spans(priced: Priced, number: int) -> list[Span]:
-    """The same of one class, but for tasks that take no time."""
-    step = priced.steps[-1]
-    tasks, starts, ends = (
-        step.schedule.tasks,
-        step.timeline.start_s[number],
-        step.timeline.end_s[number],
-    )
+    """The same of one class, but for tasks that take no time, in the order in which they begin."""
+    tasks, (moments, bound) = priced.steps[-1].schedule.tasks, _seen(priced, number)
     turn = next(place for place, task in enumerate(tasks) if task.adjoint_of)
+    takes = [end_s > start_s for start_s, end_s in moments]
+    for place, by in enumerate(bound):  # ascending: what one waited for is settled
+        bound[place] = bound[by] if by is not None and not takes[by] else by
+    kept = sorted((place for place, one in enumerate(takes) if one), key=lambda p: moments[p][0])
+    new = {old: place for place, old in enumerate(kept)}
     return [
         Span(
-            name=task.op.name,
-            lane=HOST.name if task.lane == ISSUING else task.lane.name,
+            name=tasks[place].op.name,
+            lane=_lane(tasks[place]),
             phase="forward" if place < turn else "backward",
-            layer=f"layer {task.layer}",
-            chunk=f"{task.span}",
-            start_s=start_s,
-            end_s=end_s,
+            layer=f"layer {tasks[place].layer}",
+            chunk=f"{tasks[place].span}",
+            start_s=moments[place][0],
+            end_s=moments[place][1],
+            bound_by=new.get(by) if (by := bound[place]) is not None else None,
         )
-        for place, (task, start_s, end_s) in enumerate(zip(tasks, starts, ends))
-        if end_s > start_s
+        for place in kept
     ]
+
+
+def _lane(task: Task) -> str:
+    return HOST.name if task.lane == ISSUING else task.lane.name
+
+
+def _seen(priced: Priced, number: int) -> tuple[list[Moment], list[int | None]]:
+    """When each task began and ended, and which it waited for last."""
+    step = priced.steps[-1]
+    moments = list(zip(step.timeline.start_s[number], step.timeline.end_s[number]))
+    return moments, bound_by(step.schedule.tasks, step.schedule.after, moments)

@@ -22,6 +22,7 @@ from ds_moe_ext.schedule.task import (
     PARAM,
     PLAN,
 )
+from ds_moe_ext.schedule.trace import in_order
 
 _WAITS = (JOIN.name, HAVE_AGAIN.name)  # no work, in the lane of what is computed
 MAX_BOXES = 2500  # tasks drawn as boxes of their own, with tooltips
@@ -139,7 +140,7 @@ def overview(timeline: Sequence[Span], classes: dict[str, str]) -> str:
     """The whole step: which layer was at work, and every task of every lane."""
     start_s = min(span.start_s for span in timeline)
     window = _window(start_s, max(span.end_s for span in timeline) - start_s)
-    lanes = _lanes(timeline)
+    lanes = in_order(span.lane for span in timeline)
     height = _ROW * len(lanes)
     passes = passes_of(timeline)
     short = short_names(list(dict.fromkeys(one.layer for one in passes)))
@@ -163,7 +164,7 @@ def pass_chart(
 ) -> str:
     """The tasks of one layer in one phase, on a scale of ``length_s`` seconds."""
     window = _window(one.start_s, length_s)
-    lanes = _lanes(one.spans)
+    lanes = in_order(span.lane for span in one.spans)
     height = _ROW * len(lanes)
     boxes = "".join(
         _box(span, window, row=lanes.index(span.lane), style=classes[span.name])
@@ -185,13 +186,6 @@ def pass_chart(
 
 def _window(start_s: float, length_s: float) -> Window:
     return Window(start_s, max(length_s, 1e-9))
-
-
-def _lanes(spans: Iterable[Span]) -> list[str]:
-    """Those of weights and of rows on either side of the one that computes; the host's; others."""
-    seen = dict.fromkeys(span.lane for span in spans)
-    known = [lane.name for lane in (PARAM, COMPUTE, INTER, INTRA, HOST)]
-    return [lane for lane in known if lane in seen] + [lane for lane in seen if lane not in known]
 
 
 def _lane_names(lanes: list[str], spans: Sequence[Span], length_s: float) -> str:

@@ -208,7 +208,7 @@ def run_on(host: Host, model: nn.Module, settings: Settings, strategy: Strategy)
             layers, blueprint.pools, blueprint.hardware, blueprint.strategy.rhythm(), pipelines
         )
     planning = _planning(host, blueprint, layers, costs, mover)
-    run = Run.start(blueprint, layers, planning, mover, host.carrier)
+    run = Run.start(blueprint, layers, planning, mover, host.carrier, device=host.device)
     host.watch_steps(run)
     join_generate(model, run, host.device)
     return run

@@ -9,24 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from ds_moe_ext.attachment.outputs import ENDINGS, or_warn, say
 from ds_moe_ext.attachment.replacement import AttachedLayer, Blueprint, bytes_of, told_way
 from ds_moe_ext.layout import Grid
-from ds_moe_ext.moe.observation import TimedTask
 from ds_moe_ext.report.division import division_line
 from ds_moe_ext.report.page import write_report
 from ds_moe_ext.report.record import RunRecord
-from ds_moe_ext.report.recorder import Recorder, spans_of
+from ds_moe_ext.report.recorder import Recorder
 from ds_moe_ext.report.summary import outcomes_by_layer
 from ds_moe_ext.report.units import bytes_text, seconds_text
-from ds_moe_ext.schedule.trace import Box, chrome_trace
+from ds_moe_ext.schedule.executor import lanes_for
 from ds_moe_ext.settings import Settings
 from ds_moe_ext.steps.expert_moves import ExpertMover
 from ds_moe_ext.steps.load_forecasts import LoadForecasts
 from ds_moe_ext.steps.planning import Planning
+from ds_moe_ext.steps.tracer import Tracer
 
 RECORD = "ds_moe_ext"  # the one attribute of ours that a host's object has
 
@@ -83,19 +84,22 @@ class Run:
         planning: Planning,
         mover: ExpertMover,
         lives_with: object,
+        *,
+        device: torch.device,
     ) -> Run:
-        """Begin to record, and tell a person what was replaced.
+        """Begin to record, and tell a person what was replaced. Collective.
 
         Args:
             lives_with: the host's engine, which carries the run: it ends with it, or with the
                 process.
+            device: where this rank's experts compute.
         """
         settings, layout = blueprint.settings, layers[0].routed.site.layout
         rank, report, trace = layout.place, settings.report, settings.trace
-        tracer = None
-        if rank == 0 and trace.path is not None:
+        tracer, lanes = None, lanes_for(device, overlaps=True)
+        if trace.path is not None:
             steps = range(trace.first_step, trace.first_step + trace.num_steps)
-            tracer = _Tracer(Path(trace.path), steps, [layer.name for layer in layers])
+            tracer = Tracer(Path(trace.path), steps, layers, lanes)
         recorder = Recorder(
             strategy=_strategy(settings),
             world_size=blueprint.grid.world_size,
@@ -103,6 +107,7 @@ class Run:
             trace_step=report.trace_step,
             max_steps=report.max_steps,
             tracer=tracer,
+            lanes=lanes,
         )
         run = cls(blueprint, tuple(layers), planning, mover, recorder, rank)
         if rank == 0 and report.enabled:
@@ -180,25 +185,6 @@ def teller(settings: Settings, rank: int) -> Callable[[str], None]:
             Console().print(f"ds_moe_ext: {line}", soft_wrap=True, highlight=False)
 
     return tell
-
-
-class _Tracer:
-    """Writes the tasks of some steps as one Chrome trace."""
-
-    def __init__(self, path: Path, steps: range, layer_names: Sequence[str]) -> None:
-        self._path, self.steps, self._layer_names = path, steps, layer_names
-        self._origin: TimedTask | None = None
-        self._boxes: list[Box] = []
-
-    def __call__(self, step: int, timed: list[TimedTask]) -> None:
-        self._origin = self._origin or timed[0]
-        for span in spans_of(timed, self._origin, self._layer_names):
-            name = f"{span.name} {span.layer} [{span.chunk}] {span.phase}"
-            self._boxes.append(Box(name, 0, span.lane, span.start_s, span.end_s, span.name))
-        if step == self.steps[-1]:
-            with or_warn(f"the trace {str(self._path)!r}"):
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._path.write_text(chrome_trace(self._boxes))
 
 
 def start_table(run: Run) -> Table:
