@@ -147,10 +147,12 @@ def _timeline(priced: Priced) -> str:
     classes = classes_of(span.name for number in shown for span in drawn[number])
     body = '<p class="note">One pass of a step as simulated, a row a lane, with the percent of the '
     body += (
-        f"time that the lane was busy.{timeline.hidden(drawn[shown[0]])}</p>{kind_legend(classes)}"
+        f"time that the lane was busy.{timeline.hidden(drawn[shown[0]])}"
+        f"{timeline.critical(drawn[shown[0]])}</p>{kind_legend(classes)}"
     )
     for number in shown:
-        body += f"<h3>{escaped(names[number])}</h3>{timeline.overview(drawn[number], classes)}"
+        step = timeline.Step(drawn[number])
+        body += f"<h3>{escaped(names[number])}</h3>{timeline.overview(step, classes)}"
     passes = timeline.passes_of(drawn[shown[0]])
     layers = sorted({one.layer for one in passes}, key=lambda layer: int(layer.split()[-1]))
     middle = layers[len(layers) // 2]

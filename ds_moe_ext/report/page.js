@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-(()=>{
 const root=document.documentElement;root.classList.add('js');
 const tip=document.createElement('div');tip.id='tip';tip.hidden=true;document.body.append(tip);
 const show=(event,text)=>{tip.textContent=text;tip.hidden=false;
@@ -74,4 +73,3 @@ document.addEventListener('mouseover',event=>{
  if(event.target.dataset&&event.target.dataset.tip)show(event,event.target.dataset.tip)});
 document.addEventListener('mouseout',event=>{
  if(event.target.dataset&&event.target.dataset.tip)tip.hidden=true});
-})();

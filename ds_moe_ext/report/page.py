@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page a run leaves behind: one HTML file that needs nothing else to be read.
 
-Its style sheet and its script, which it reads well without, lie beside this file.
+Its style sheet and its scripts, which it reads well without, lie beside this file.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ _LINE_POINTS = 8_000  # of all line charts together
 _HEAT_BINS = 240  # columns of a heatmap
 _HEAT_PIXELS = 1_000_000  # experts x columns of all heatmaps together
 _FEWEST_BINS = 24
+
+_HERE = Path(__file__).parent
+_SCRIPTS = ("page.js", "timeline.js")  # one after the other: the first has what others use
 
 NO_STEPS = MappingProxyType({"lines": (), "heat": ()})
 """Of a page without line charts and heatmaps over steps."""
@@ -92,8 +95,7 @@ def html_document(
         parts: HTML, from top to bottom.
         steps: names of the columns of line charts and of heatmaps.
     """
-    here = Path(__file__)
-    style, script = (here.with_suffix(kind).read_text("utf-8") for kind in (".css", ".js"))
+    style, *scripts = ((_HERE / name).read_text("utf-8") for name in ("page.css", *_SCRIPTS))
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -101,7 +103,7 @@ def html_document(
         f"<style>\n{style}{style_rules()}</style></head><body><main>\n"
         + "\n".join(parts)
         + f'\n</main><script type="application/json" id="steps">{json.dumps(dict(steps))}</script>'
-        f"<script>\n{script}</script></body></html>\n"
+        f"<script>\n(()=>{{\n{''.join(scripts)}}})();\n</script></body></html>\n"
     )
 
 
@@ -233,6 +235,10 @@ def _timeline(record: RunRecord) -> str:
         _pass_panel(layer, passes, classes=classes, drawn=drawn) for layer, passes in held.items()
     ]
     left_out = len(record.timeline) - len(drawn)
+    step = timeline.Step(record.timeline, record.traced_s)
+    legend = {kind: name for kind, name in classes.items() if kind in traced}
+    if step.length_s:
+        legend[timeline.HOST_WORK] = "kh"
     note = (
         f" The {len(drawn):,} longest of {len(record.timeline):,} tasks are drawn layer by layer; "
         "the overview has all."
@@ -242,9 +248,10 @@ def _timeline(record: RunRecord) -> str:
     return section(
         title,
         '<p class="note">Tasks of this rank, a row a lane, with the percent of the time that the '
-        f"lane was busy.{timeline.hidden(record.timeline)}{note}</p>"
-        f"{charts.kind_legend({k: c for k, c in classes.items() if k in traced})}"
-        f"<h3>The whole step</h3>{timeline.overview(record.timeline, classes)}"
+        f"lane was busy.{timeline.hidden(record.timeline)}"
+        f"{timeline.critical(record.timeline)}{note}</p>"
+        f"{charts.kind_legend(legend)}"
+        f"<h3>The whole step</h3>{timeline.overview(step, classes)}"
         f"{selectable('passes', panels, first=0)}",
     )
 

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,6 +27,8 @@ from ds_moe_ext.schedule.task import (
 from ds_moe_ext.schedule.trace import in_order
 
 _WAITS = (JOIN.name, HAVE_AGAIN.name)  # no work, in the lane of what is computed
+HOST_WORK = "rest of the model"
+MAX_TASKS = 6000  # told to the script
 MAX_BOXES = 2500  # tasks drawn as boxes of their own, with tooltips
 _FINE = 2000  # horizontal resolution of the overview
 _ROW = 26  # pixels a lane
@@ -136,26 +140,177 @@ class _Busy:
         return float(np.interp(time_s, self._at_s, self._busy_s))
 
 
-def overview(timeline: Sequence[Span], classes: dict[str, str]) -> str:
-    """The whole step: which layer was at work, and every task of every lane."""
-    start_s = min(span.start_s for span in timeline)
-    window = _window(start_s, max(span.end_s for span in timeline) - start_s)
-    lanes = in_order(span.lane for span in timeline)
+@dataclass(frozen=True)
+class Step:
+    """What is drawn of a step.
+
+    Attributes:
+        spans: the tasks of one rank.
+        length_s: from the start of the step to its end; 0 if that is not known.
+    """
+
+    spans: Sequence[Span]
+    length_s: float = 0.0
+
+    @property
+    def window(self) -> Window:
+        """From its start, or that of the first task, to its end, or that of the last."""
+        start_s = 0.0 if self.length_s else min(span.start_s for span in self.spans)
+        end_s = max(self.length_s, *(span.end_s for span in self.spans))
+        return _window(start_s, end_s - start_s)
+
+    def others(self) -> list[Span]:
+        """What the model does when no layer of ours is at work; none where nobody knows how long
+        the step was."""
+        if not self.length_s:
+            return []
+        window, ordered = self.window, sorted(self.spans, key=lambda span: span.start_s)
+        lanes = in_order(span.lane for span in ordered)
+        lane = COMPUTE.name if COMPUTE.name in lanes else lanes[0]
+        before, ended_s, found = None, window.start_s, []
+        for after in (*ordered, None):
+            start_s = window.start_s + window.length_s if after is None else after.start_s
+            if start_s > ended_s and _differ(before, after):
+                told = _between(before, after)
+                found.append(Span(HOST_WORK, lane, "", told, "", ended_s, start_s))
+            if after is not None and after.end_s > ended_s:
+                before, ended_s = after, after.end_s
+        return found
+
+
+def _differ(before: Span | None, after: Span | None) -> bool:
+    if before is None or after is None:
+        return True
+    return (before.layer, before.phase) != (after.layer, after.phase)
+
+
+def _between(before: Span | None, after: Span | None) -> str:
+    if after is None:
+        return "behind the last layer: gradients, optimizer"
+    if before is None:
+        return "before the first layer: data, embedding"
+    if before.layer == after.layer:
+        return f"between {before.phase} and {after.phase} of {after.layer}: head and loss"
+    return f"between {before.layer} and {after.layer}, {after.phase}"
+
+
+def overview(step: Step, classes: dict[str, str]) -> str:
+    """The whole step: which layer was at work, every task of every lane, and the rest of the model.
+
+    The script draws the same by what it is told of the tasks, nearer and with who waited for whom.
+    """
+    window, others = step.window, step.others()
+    lanes = in_order(span.lane for span in step.spans)
     height = _ROW * len(lanes)
-    passes = passes_of(timeline)
+    passes = passes_of(step.spans)
     short = short_names(list(dict.fromkeys(one.layer for one in passes)))
     rows = "".join(_pass_box(one.own, window, short=short[one.layer]) for one in passes)
+    everything = [*step.spans, *others]
+    styles = {**classes, HOST_WORK: "kh"}
     paths = "".join(
-        f'<path class="{classes[kind]}" d="{_merged(timeline, window, lanes=lanes, kind=kind)}"/>'
-        for kind in sorted({span.name for span in timeline})
+        f'<path class="{styles[kind]}" d="{_merged(everything, window, lanes=lanes, kind=kind)}"/>'
+        for kind in sorted({span.name for span in everything})
     )
     return (
-        f'<div class="axes time"><div class="lanes" style="height:{height + _ROW}px"><span>layer'
-        f"</span>{_lane_names(lanes, timeline, window.length_s)}</div>"
+        f'<figure class="timeline"><div class="axes time">'
+        f'<div class="lanes" style="height:{height + _ROW}px"><span>layer'
+        f"</span>{_lane_names(lanes, step.spans, window.length_s)}</div>"
         f'<svg class="plot" height="{height + _ROW}" role="img" aria-label="the whole step">'
         f'{_time_grid(window)}{rows}<svg y="{_ROW}" width="100%" height="{height}" '
         f'viewBox="0 0 {_FINE} {height}" preserveAspectRatio="none">{paths}</svg></svg>'
-        f"{_time_axis(window)}</div>"
+        f'{_time_axis(window)}</div><script type="application/json">'
+        f"{_told(step, others, lanes, styles, short)}</script></figure>"
+    )
+
+
+def _told(
+    step: Step,
+    others: Sequence[Span],
+    lanes: Sequence[str],
+    styles: Mapping[str, str],
+    short: Mapping[str, str],
+) -> str:
+    """The longest tasks for the script, microseconds from the left edge."""
+    spans, start_s = step.spans, step.window.start_s
+    kept = sorted(range(len(spans)), key=lambda at: spans[at].start_s - spans[at].end_s)[:MAX_TASKS]
+    drawn = [(spans[at], at) for at in kept] + [(span, -1) for span in others]
+    drawn.sort(key=lambda each: each[0].start_s)
+    new = {old: at for at, (_, old) in enumerate(drawn)}
+    kinds, places = _Numbers(), _Numbers()
+    tasks = [
+        (
+            kinds(span.name),
+            lanes.index(span.lane),
+            places(f"{span.layer} {span.phase}".strip()),
+            span.chunk,
+            _microseconds(span.start_s - start_s),
+            _microseconds(span.end_s - span.start_s),
+            None if span.bound_by is None else new.get(span.bound_by),
+        )
+        for span, _ in drawn
+    ]
+    passes = [
+        (
+            f"{short[one.layer]} {one.phase}",
+            places(f"{one.layer} {one.phase}"),
+            _microseconds(one.own.start_s - start_s),
+            _microseconds(one.own.length_s),
+        )
+        for one in passes_of(spans)
+    ]
+    told = {
+        "kinds": [(kind, styles[kind]) for kind in kinds],
+        "places": list(places),
+        "numLanes": len(lanes),
+        "passes": passes,
+        "tasks": tasks,
+        "last": new.get(_last(spans)),
+        "length": _microseconds(step.window.length_s),
+    }
+    return json.dumps(told, separators=(",", ":")).replace("<", "\\u003c")
+
+
+class _Numbers(dict[str, int]):
+    """Texts, each with its number."""
+
+    def __call__(self, text: str) -> int:
+        return self.setdefault(text, len(self))
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
+
+
+def _last(spans: Sequence[Span]) -> int:
+    """Position of the task that ended last."""
+    return max(range(len(spans)), key=lambda at: spans[at].end_s)
+
+
+def _chain(spans: Sequence[Span]) -> Iterator[Span]:
+    """The last task, the one that it waited for last, and so on."""
+    at: int | None = _last(spans)
+    while at is not None:
+        yield spans[at]
+        at = spans[at].bound_by
+
+
+def critical(spans: Sequence[Span]) -> str:
+    """What the step spent its time on, from its last task back, each to the one that it waited for
+    last; nothing where that is not known."""
+    if all(span.bound_by is None for span in spans):
+        return ""
+    chain = list(_chain(spans))
+    seconds: dict[str, float] = defaultdict(float)
+    for span in chain:
+        seconds[span.name] += span.end_s - span.start_s
+    total_s = max(chain[0].end_s - chain[-1].start_s, 1e-12)
+    longest = sorted(seconds.items(), key=lambda item: -item[1])
+    parts = [f"{name} {100 * own_s / total_s:.0f} %" for name, own_s in longest[:6]]
+    idle_s = total_s - sum(seconds.values())
+    return (
+        " From the last task back, each to the one that it waited for last, "
+        f"{seconds_text(total_s)} went by: {', '.join(parts)}; none of these was at work for "
+        f"{100 * max(idle_s, 0.0) / total_s:.0f} %."
     )
 
 

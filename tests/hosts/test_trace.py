@@ -12,7 +12,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from ds_moe_ext.report.record import RunRecord
-from tests.hosts.copied_runs import fssdp
+from tests.hosts.copied_runs import varied
 from tests.hosts.jobs import Job, document_of, loss_of, micro_batch, model_of
 from tests.ranks import pool_of
 from tests.trace_rules import assert_sound, of
@@ -62,7 +62,7 @@ def left(rank: int, world_size: int, job: Job, path: Path) -> Left:
 
 JOBS = {
     "ep": Job(micro_batches=2 * RANKS),
-    "fssdp": fssdp(Job(micro_batches=RANKS), copies_per_rank=2),
+    "copies": varied(Job(micro_batches=RANKS), layers=1.0, copies=1.0),
 }
 
 
@@ -77,13 +77,13 @@ def test_all_ranks_are_in_one_trace(job: Job, tmp_path: Path) -> None:
     tasks = of(events, "X")
     kinds = [[e["cat"] for e in tasks if e["pid"] == rank] for rank in range(RANKS)]
     assert set(kinds[0]) == set(kinds[1]) >= {"order", "dispatch", "expert", "combine", "restore"}
-    if job.strategy == "fssdp":
+    if job == JOBS["copies"]:
         assert set(kinds[0]) >= NOT_OF_A_PROGRAM
     # Profilers show the same names.
     labels = {e["name"] for e in tasks if e["cat"] not in NOT_OF_A_PROGRAM and e["pid"] == 0}
     assert labels <= first.ranges
     _assert_clocks_agree(tasks)
-    _assert_counts(events, first.record, job.micro_batches // RANKS)
+    _assert_counts(events, first.record, job)
 
 
 def _assert_clocks_agree(tasks: list[dict[str, Any]]) -> None:
@@ -98,8 +98,9 @@ def _assert_clocks_agree(tasks: list[dict[str, Any]]) -> None:
         assert min(ours["ts"] + ours["dur"], theirs["ts"] + theirs["dur"]) >= latest - 2_000
 
 
-def _assert_counts(events: list[dict[str, Any]], record: RunRecord, num_passes: int) -> None:
+def _assert_counts(events: list[dict[str, Any]], record: RunRecord, job: Job) -> None:
     """What the counters say is what the layers computed."""
+    num_passes = job.micro_batches // RANKS
     counts = [e for e in of(events, "C") if e["name"] == "rows"]
     assert len(counts) == RANKS * len(STEPS) * len(record.layers) * num_passes
     for rank in range(RANKS):
@@ -107,13 +108,13 @@ def _assert_counts(events: list[dict[str, Any]], record: RunRecord, num_passes: 
         steps = [record.steps_I.index(step) for step in STEPS]
         assert computed == record.cell_rows_ILC[steps, :, rank].sum()
     sent, arrived = (sum(e["args"][name] for e in counts) for name in ("sent", "arrived"))
-    assert sent == arrived > 0
+    assert sent == arrived and (sent > 0) == (job == JOBS["ep"])  # else all is copied
     bytes_sent = sum(e["args"]["sent"] for e in of(events, "C") if e["name"] == "bytes")
     assert bytes_sent == sent * 32 * 4  # a row of Job's model, in float32
 
 
 def test_the_timeline_knows_who_waited_and_how_long_the_step_was(tmp_path: Path) -> None:
-    record = pool_of(RANKS).run(left, JOBS["fssdp"], tmp_path / "trace.json")[0].record
+    record = pool_of(RANKS).run(left, JOBS["copies"], tmp_path / "trace.json")[0].record
     spans = record.timeline
     assert 0 <= spans[0].start_s <= max(span.end_s for span in spans) <= record.traced_s
     by = {
