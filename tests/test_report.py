@@ -48,7 +48,7 @@ from ds_moe_ext.report.summary import (
     outcomes_by_layer,
     summarize,
 )
-from ds_moe_ext.report.timeline import MAX_BOXES, passes_of
+from ds_moe_ext.report.timeline import MAX_BOXES, stretches
 from ds_moe_ext.report.units import EN_DASH, TIMES, bytes_text, seconds_text, short_names
 
 VOID = {"meta", "img", "wbr", "br", "link"}
@@ -630,12 +630,11 @@ def test_a_layer_is_at_work_when_its_own_tasks_are() -> None:
         span("m.1", "expert", "compute", 4.0, 8.0),
         span("m.2", "gather", "param", 5.0, 6.0),  # of a layer without any others
     )
-    first, second, third = passes_of(tasks)
-    assert [(one.own.start_s, one.own.end_s) for one in (first, second, third)] == [
-        (0.0, 4.0),
-        (4.0, 8.0),
-        (5.0, 6.0),
-    ]
+    assert [(one.start_s, one.end_s) for one in stretches(tasks)] == [(0.0, 4.0), (4.0, 8.0)]
+    again = dataclasses.replace(tasks[0], start_s=8.0, end_s=9.0)  # in another micro-batch
+    assert [one.layer for one in stretches([*tasks, again])] == ["m.0", "m.1", "m.0"]
+    (alone,) = stretches(tasks[4:])
+    assert (alone.start_s, alone.end_s) == (5.0, 6.0)
     page = checked(dataclasses.replace(worked(), timeline=tasks))
     assert '<svg x="0.000%" y="3" width="50.000%"' in page
     assert '<svg x="50.000%" y="3" width="50.000%"' in page

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_moe_ext.files.documents import bytes_of
-from ds_moe_ext.report.page import write_report
+from ds_moe_ext.report.chart_files import chart_files
+from ds_moe_ext.report.page import page_of, write_report
 from ds_moe_ext.report.record import RunRecord
 
 
@@ -15,19 +16,35 @@ def add_report(commands: Any) -> None:
     """Add ``report`` to the commands of a parser."""
     parser = commands.add_parser("report", help="draw the page of a report.json again")
     parser.add_argument("json", type=Path, help="report.json of a run")
-    parser.set_defaults(run=lambda given: draw(given.json))
+    parser.add_argument("--charts", type=Path, metavar="DIR", help="write each chart as SVG, too")
+    parser.set_defaults(run=lambda given: draw(given.json, given.charts))
 
 
-def draw(path: Path) -> int:
-    """Write report.html beside a report.json."""
+def draw(path: Path, charts: Path | None = None) -> int:
+    """Write report.html beside a report.json, and its charts into a folder."""
+    record = read(path)
+    write_report(record, path.parent)
+    print(f"wrote {path.parent / 'report.html'}")
+    if charts is not None:
+        files = chart_files(page_of(record))
+        charts.mkdir(parents=True, exist_ok=True)
+        for name, drawing in files.items():
+            (charts / f"{name}.svg").write_text(drawing, "utf-8")
+        print(f"wrote {len(files)} charts into {charts}")
+    return 0
+
+
+def read(path: Path) -> RunRecord:
+    """The record of a run.
+
+    Raises:
+        ValueError: it is not one.
+    """
     try:
         text = bytes_of(path).decode("utf-8")
     except ValueError as error:
         raise ValueError(f"{path} cannot be read ({error}); name report.json of a run") from error
     try:
-        record = RunRecord.from_json(text)
+        return RunRecord.from_json(text)
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a report.json of a run ({error!r})") from error
-    write_report(record, path.parent)
-    print(f"wrote {path.parent / 'report.html'}")
-    return 0

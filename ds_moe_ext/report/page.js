@@ -12,7 +12,7 @@ document.querySelectorAll('.pick select').forEach(select=>{
  const panels=document.querySelectorAll('[data-panel='+select.name+']');
  const pick=()=>panels.forEach((panel,i)=>panel.hidden=i!==select.selectedIndex);
  select.addEventListener('change',pick);pick()});
-document.querySelectorAll('.lines').forEach(figure=>{
+document.querySelectorAll('.lines[data-values]').forEach(figure=>{
  const values=JSON.parse(figure.dataset.values),plot=figure.querySelector('.plot');
  const names=[...figure.querySelectorAll('.legend b')].map(name=>name.textContent);
  const notes=JSON.parse(figure.dataset.notes);

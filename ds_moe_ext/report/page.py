@@ -46,7 +46,11 @@ _HEAT_PIXELS = 1_000_000  # experts x columns of all heatmaps together
 _FEWEST_BINS = 24
 
 _HERE = Path(__file__).parent
-_SCRIPTS = ("page.js", "timeline.js")  # one after the other: the first has what others use
+_SCRIPTS = (
+    "page.js",
+    "timeline.js",
+    "save.js",
+)  # one after the other: the first has what others use
 
 NO_STEPS = MappingProxyType({"lines": (), "heat": ()})
 """Of a page without line charts and heatmaps over steps."""

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The timeline of a step: zoom, pan, who waited for whom. It draws what is in sight anew.
 const ROW=26,BOX=20;
-const time=us=>us>=1e6?+(us/1e6).toPrecision(4)+' s':us>=1e3?+(us/1e3).toPrecision(4)+' ms'
+const time=us=>us<.05?'0 s':us>=1e6?+(us/1e6).toPrecision(4)+' s':us>=1e3?+(us/1e3).toPrecision(4)+' ms'
  :+us.toPrecision(3)+' \u00b5s';
 const round=rough=>{const power=10**Math.floor(Math.log10(rough));
  return power*[1,2,5,10].find(m=>m*power>=rough)};
@@ -20,9 +20,10 @@ document.querySelectorAll('.timeline').forEach(figure=>{
   const left=Math.max(x(start),-9),right=Math.min(x(start+long),width()+9),wide=right-left;
   if(right<0||left>width())return '';
   const fits=wide>6.7*label.length+9;
+  const ink=style.match(/^k(\w+)/);
   return '<rect class="'+style+'" x="'+left.toFixed(1)+'" y="'+(top+3)+'" width="'
    +Math.max(wide,.5).toFixed(1)+'" height="'+BOX+'" rx="'+Math.min(2,wide/4)+'" '+more+'/>'+(fits
-    ?'<text class="'+style.replace(/\bk/,'t')+'" x="'+(Math.max(left,0)+5).toFixed(1)+'" y="'
+    ?'<text class="'+(ink?'t'+ink[1]:'')+'" x="'+(Math.max(left,0)+5).toFixed(1)+'" y="'
      +(top+17)+'">'+escape(label)+'</text>':'')};
  const arrow=(i,style)=>{const task=tasks[i],by=task[6]===null?null:tasks[task[6]];
   if(!by)return '';

@@ -71,10 +71,8 @@ class Pass:
 
     @property
     def own(self) -> Pass:
-        """Without what may happen while another layer is at work: weights travel, and the host
-        plans."""
-        spans = tuple(s for s in self.spans if s.lane not in (PARAM.name, HOST.name))
-        return replace(self, spans=spans or self.spans)
+        """Of its own tasks, as ``stretches`` has them."""
+        return replace(self, spans=tuple(_own(self.spans)))
 
 
 def passes_of(timeline: Iterable[Span]) -> list[Pass]:
@@ -84,6 +82,24 @@ def passes_of(timeline: Iterable[Span]) -> list[Pass]:
         held.setdefault((span.layer, span.phase), []).append(span)
     passes = [Pass(layer, phase, tuple(spans)) for (layer, phase), spans in held.items()]
     return sorted(passes, key=lambda one: one.start_s)
+
+
+def stretches(timeline: Sequence[Span]) -> list[Pass]:
+    """Which layer was at work when, in one phase: what is done in a row of its own tasks, in the
+    order in which they begin. A layer comes once a micro-batch."""
+    held: list[list[Span]] = []
+    for span in sorted(_own(timeline), key=lambda span: span.start_s):
+        if held and (held[-1][0].layer, held[-1][0].phase) == (span.layer, span.phase):
+            held[-1].append(span)
+        else:
+            held.append([span])
+    return [Pass(spans[0].layer, spans[0].phase, tuple(spans)) for spans in held]
+
+
+def _own(spans: Sequence[Span]) -> Sequence[Span]:
+    """Without what may happen while another layer is at work: weights travel, and the host
+    plans."""
+    return tuple(s for s in spans if s.lane not in (PARAM.name, HOST.name)) or spans
 
 
 def boxed(timeline: Sequence[Span]) -> frozenset[Span]:
@@ -202,9 +218,8 @@ def overview(step: Step, classes: dict[str, str]) -> str:
     window, others = step.window, step.others()
     lanes = in_order(span.lane for span in step.spans)
     height = _ROW * len(lanes)
-    passes = passes_of(step.spans)
-    short = short_names(list(dict.fromkeys(one.layer for one in passes)))
-    rows = "".join(_pass_box(one.own, window, short=short[one.layer]) for one in passes)
+    short = short_names(list(dict.fromkeys(span.layer for span in step.spans)))
+    rows = "".join(_pass_box(one, window, short=short[one.layer]) for one in stretches(step.spans))
     everything = [*step.spans, *others]
     styles = {**classes, HOST_WORK: "kh"}
     paths = "".join(
@@ -253,10 +268,10 @@ def _told(
         (
             f"{short[one.layer]} {one.phase}",
             places(f"{one.layer} {one.phase}"),
-            _microseconds(one.own.start_s - start_s),
-            _microseconds(one.own.length_s),
+            _microseconds(one.start_s - start_s),
+            _microseconds(one.length_s),
         )
-        for one in passes_of(spans)
+        for one in stretches(spans)
     ]
     told = {
         "kinds": [(kind, styles[kind]) for kind in kinds],
