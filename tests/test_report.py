@@ -186,7 +186,7 @@ class Balance(HTMLParser):
 def drawings(page: str) -> list[str]:
     """The outermost ``<svg>`` elements of a page."""
     found, depth, start = [], 0, 0
-    for tag in re.finditer(r"<svg\b|</svg>", page):
+    for tag in re.finditer(r"<svg\b|</svg>", page.partition("</main>")[0]):  # not in the script
         opens = tag.group().startswith("<svg")
         start = tag.start() if opens and not depth else start
         depth += 1 if opens else -1
@@ -343,7 +343,7 @@ def test_divisions_worked_by_hand() -> None:
     assert whole == (1.0, 1.25, 1.0, 1.5, pytest.approx(10 / 22), pytest.approx(2 / 22))
     assert division_line(run) == (
         "balance 1.00 without copies -> 1.25 predicted -> 1.00 reached (1.50 by the paper's rule); "
-        "45.5 % of rows left their cell, 9.1 % crossed nodes"
+        "45.5 % of rows left their EP rank, 9.1 % crossed nodes"
     )
     second = division_of(run, run.looks, [1])
     assert (second.left, second.crossed) == (0.5, 0.0)
@@ -355,7 +355,7 @@ def test_one_node_is_not_crossed() -> None:
         looked_at().looks, num_nodes=1, predicted_IL=np.full((2, 2), UNKNOWN)
     )
     run = dataclasses.replace(worked(), looks=looks)
-    assert division_line(run) == "45.5 % of rows left their cell"
+    assert division_line(run) == "45.5 % of rows left their EP rank"
     page = checked(run)
     assert "Where rows went" in page and "crossed nodes" not in page
 

@@ -22,8 +22,10 @@ _WIDE, _MARGIN = 960.0, 12.0  # pixels
 _LINE = 18.0  # a line of text
 _LETTER = 6.4  # of it, wide
 _LEFT = {"lines": 44.0}  # for labels beside a drawing
-_LEFT_ELSE = 124.0
-_VOID = {"meta", "img", "wbr", "br", "link"}
+_LEFT_ELSE = 132.0
+_HEADINGS, _CAPTION, _INNER, _IMAGE = ("h2", "h3", "h4"), "figcaption", "i", "img"
+_DRAWINGS = ("svg", _IMAGE)
+_VOID = {"meta", _IMAGE, "wbr", "br", "link"}
 
 
 def chart_files(page: str) -> dict[str, str]:
@@ -82,7 +84,7 @@ def _charts(page: ET.Element) -> Iterator[tuple[str, ET.Element]]:
     """Charts in their order, each with a name for a file."""
     above: dict[str, str] = {}
     for element in page.iter():
-        if element.tag in ("h2", "h3", "h4"):
+        if element.tag in _HEADINGS:
             above = {tag: text for tag, text in above.items() if tag < element.tag}
             above[element.tag] = _text(element).partition(":")[0]
         elif not _classes(element).isdisjoint(CHARTS):
@@ -102,9 +104,9 @@ def _text(element: ET.Element | None) -> str:
 
 def _place(element: ET.Element, side: str, whole: float) -> float:
     """Where a label is put by its style, in pixels of ``whole``."""
-    found = re.search(rf"\b{side}:([-\d.e]+)(%|px)", element.get("style", ""))
+    found = re.search(rf"\b{side}:([-\d.e]+)(%?)", element.get("style", ""))
     assert found is not None
-    return float(found[1]) * (whole / 100 if found[2] == "%" else 1)
+    return float(found[1]) * (whole / 100 if found[2] else 1)
 
 
 class _Sheet:
@@ -135,7 +137,7 @@ class _Sheet:
         own = next((name for name in draws if name in _classes(element)), None)
         if own is not None:
             draws[own](element)
-        elif element.tag == "figcaption":
+        elif element.tag == _CAPTION:
             self._add_words(_text(element))
         else:
             left = _LEFT.get(element.get("class", ""), _LEFT_ELSE)
@@ -175,17 +177,17 @@ class _Sheet:
     def _add_axes(self, axes: ET.Element) -> None:
         left, top = float(axes.get("data-left", _LEFT_ELSE)), self._height
         names, *others = axes
-        drawn = next(element for element in axes.iter() if element.tag in ("svg", "img"))
+        drawn = next(element for element in axes.iter() if element.tag in _DRAWINGS)
         width = float(drawn.get("width", _WIDE - left))
         height = self._add_drawing(drawn, left, width)
         for place, name in enumerate(names):
             if "lanes" in _classes(names):
                 self._write(0, top + 26 * place + 17, _text(name))
             else:
-                is_inner = name.tag == "i" or "marks" in _classes(names)
+                is_inner = name.tag == _INNER or "marks" in _classes(names)
                 x, anchor = (left - 8, "end") if is_inner else (0.0, "start")
                 self._write(x, top + _place(name, "top", height) + 4, _text(name), anchor)
-        for steps in (each for other in others for each in other.iter() if each.tag == "div"):
+        for steps in (each for other in others for each in other.iter("div")):
             for name in steps.iterfind("span"):
                 ends = {"first": "start", "last": "end"}
                 anchor = ends.get(name.get("class", ""), "middle")
@@ -196,7 +198,7 @@ class _Sheet:
     def _add_drawing(self, drawn: ET.Element, x: float, width: float) -> float:
         """An image or a nested drawing; its height."""
         high = drawn.get("height") or f"{_place(drawn, 'height', 0)}"
-        if drawn.tag == "img":
+        if drawn.tag == _IMAGE:
             self._parts.append(
                 f'<image x="{x:g}" y="{self._height:g}" width="{width:g}" height="{high}" '
                 f'preserveAspectRatio="none" style="image-rendering:pixelated" '

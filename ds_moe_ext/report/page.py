@@ -70,22 +70,19 @@ def page_of(record: RunRecord) -> str:
     says so; all numbers in words and tables are of every recorded step.
     """
     summary = summarize(record)
-    num_layers = max(len(record.layers), 1)
-    line_bins = _bins(record, most=_LINE_BINS, budget=_LINE_POINTS // num_layers)
-    num_experts = max(sum(layer.num_experts for layer in record.layers), 1)
-    heat_bins = _bins(record, most=_HEAT_BINS, budget=_HEAT_PIXELS // num_experts)
+    lines, heat = line_bins(record), heat_bins(record)
     parts = [header(record, summary)]
     if summary is not None:
         parts += [tiles(record, summary), _layers(record, summary)]
         if record.placements is not None:
-            parts.append(gain(record, record.placements, line_bins))
+            parts.append(gain(record, record.placements, lines))
         if record.looks is not None:
             parts.append(division(record, record.looks))
-        parts += [balance(record, line_bins), _loads(record, summary, heat_bins)]
+        parts += [balance(record, lines), _loads(record, summary, heat)]
     else:
         parts += [_layers(record, None), _nothing_recorded()]
     parts += [chosen(record), _seconds(record), expected(record), _timeline(record)]
-    steps = {"lines": line_bins.labels(), "heat": heat_bins.labels()}
+    steps = {"lines": lines.labels(), "heat": heat.labels()}
     return html_document(f"MoE run: {record.strategy}", parts, steps)
 
 
@@ -109,6 +106,17 @@ def html_document(
         + f'\n</main><script type="application/json" id="steps">{json.dumps(dict(steps))}</script>'
         f"<script>\n(()=>{{\n{''.join(scripts)}}})();\n</script></body></html>\n"
     )
+
+
+def line_bins(record: RunRecord) -> Bins:
+    """Columns of line charts."""
+    return _bins(record, most=_LINE_BINS, budget=_LINE_POINTS // max(len(record.layers), 1))
+
+
+def heat_bins(record: RunRecord) -> Bins:
+    """Columns of heatmaps."""
+    num_experts = max(sum(layer.num_experts for layer in record.layers), 1)
+    return _bins(record, most=_HEAT_BINS, budget=_HEAT_PIXELS // num_experts)
 
 
 def _bins(record: RunRecord, *, most: int, budget: int) -> Bins:
@@ -185,10 +193,7 @@ def _seconds(record: RunRecord) -> str:
     title = "Seconds by kind of task"
     if not record.seconds_by_kind:
         return section(title, "<p>No task was timed.</p>")
-    by_phase: dict[str, list[Bar]] = {}
-    for key, seconds in record.seconds_by_kind.items():
-        phase, kind = _phase_and_kind(key)
-        by_phase.setdefault(phase, []).append(Bar(kind, seconds))
+    by_phase = bars_by_phase(record)
     classes = _classes(record)
     total = sum(record.seconds_by_kind.values())
     longest = max(record.seconds_by_kind.values())
@@ -204,6 +209,15 @@ def _seconds(record: RunRecord) -> str:
         f"{seconds_text(total)}.</p>"
         f'<div class="bars-of">{blocks}</div>',
     )
+
+
+def bars_by_phase(record: RunRecord) -> dict[str, list[Bar]]:
+    """Seconds of each kind of task, forward and backward."""
+    by_phase: dict[str, list[Bar]] = {}
+    for key, seconds in record.seconds_by_kind.items():
+        phase, kind = _phase_and_kind(key)
+        by_phase.setdefault(phase, []).append(Bar(kind, seconds))
+    return by_phase
 
 
 def _phase_head(phase: str, bars: Sequence[Bar], total: float) -> str:

@@ -16,13 +16,13 @@ document.querySelectorAll('.timeline').forEach(figure=>{
  const x=us=>(us-from)/(to-from)*width();
  const y=task=>(1+task[1])*ROW;
  const name=i=>kinds[tasks[i][0]][0]+(places[tasks[i][2]]?', '+places[tasks[i][2]]:'');
- const box=(start,long,top,style,label,more)=>{
+ const box=(start,long,top,style,labels,more)=>{
   const left=Math.max(x(start),-9),right=Math.min(x(start+long),width()+9),wide=right-left;
   if(right<0||left>width())return '';
-  const fits=wide>6.7*label.length+9;
+  const label=labels.find(one=>wide>6.7*one.length+9);
   const ink=style.match(/^k(\w+)/);
   return '<rect class="'+style+'" x="'+left.toFixed(1)+'" y="'+(top+3)+'" width="'
-   +Math.max(wide,.5).toFixed(1)+'" height="'+BOX+'" rx="'+Math.min(2,wide/4)+'" '+more+'/>'+(fits
+   +Math.max(wide,.5).toFixed(1)+'" height="'+BOX+'" rx="'+Math.min(2,wide/4)+'" '+more+'/>'+(label
     ?'<text class="'+(ink?'t'+ink[1]:'')+'" x="'+(Math.max(left,0)+5).toFixed(1)+'" y="'
      +(top+17)+'">'+escape(label)+'</text>':'')};
  const arrow=(i,style)=>{const task=tasks[i],by=task[6]===null?null:tasks[task[6]];
@@ -37,8 +37,8 @@ document.querySelectorAll('.timeline').forEach(figure=>{
    svg.push('<line x1="'+at+'%" x2="'+at+'%" y1="0" y2="100%"/>');
    names.push('<span class="'+(at<4?'first':at>96?'last':'')+'" style="left:'+at+'%">'+time(us)
     +'</span>')}
-  passes.forEach(([short,place,start,long],i)=>
-   svg.push(box(start,long,0,'pass-box',short,'data-pass="'+i+'"')));
+  passes.forEach(([short,phase,place,start,long],i)=>
+   svg.push(box(start,long,0,'pass-box',[short+' '+phase,short],'data-pass="'+i+'"')));
   const marked=new Set(chosen===null?[]:chain(chosen));
   tasks.forEach((task,i)=>{const end=x(task[4]+task[5]);
    // What lies on pixels that are taken is left out, but for what is marked.
@@ -46,7 +46,7 @@ document.querySelectorAll('.timeline').forEach(figure=>{
    free[task[1]]=Math.max(end,free[task[1]]);
    const [kind,style]=kinds[task[0]];
    svg.push(box(task[4],task[5],y(task),style+' task'+(marked.size&&!marked.has(i)?' pale':''),
-    (kind+' '+task[3]).trim(),'data-task="'+i+'"'))});
+    [(kind+' '+task[3]).trim(),task[3]],'data-task="'+i+'"'))});
   marked.forEach(i=>svg.push(arrow(i,'')));
   if(pointed!==null)svg.push(arrow(pointed,'strong'));
   plot.innerHTML=svg.join('');axis.innerHTML=names.join('')};
@@ -94,11 +94,11 @@ document.querySelectorAll('.timeline').forEach(figure=>{
   pointed=task===undefined||fingers.size?null:+task;
   if(pointed!==before)ask();
   if(fingers.size||task===undefined&&pass===undefined)tip.hidden=true;
-  else show(event,pointed===null?places[passes[pass][1]]+'\n'+time(passes[pass][3]):told(pointed))});
+  else show(event,pointed===null?places[passes[pass][2]]+'\n'+time(passes[pass][4]):told(pointed))});
  plot.addEventListener('mouseleave',()=>{pointed=null;tip.hidden=true;ask()});
  plot.addEventListener('click',event=>{if(moved>4)return;
   const {task,pass}=event.target.dataset;
-  if(pass!==undefined)move(passes[pass][2]-passes[pass][3]*.05,passes[pass][3]*1.1);
+  if(pass!==undefined)move(passes[pass][3]-passes[pass][4]*.05,passes[pass][4]*1.1);
   else choose(task===undefined||+task===chosen?null:+task)});
  plot.addEventListener('dblclick',()=>move(0,length));
  const keys={'+':()=>zoom(.5),'=':()=>zoom(.5),'-':()=>zoom(2),'0':()=>move(0,length),

@@ -29,6 +29,7 @@ from ds_moe_ext.schedule.trace import in_order
 _WAITS = (JOIN.name, HAVE_AGAIN.name)  # no work, in the lane of what is computed
 HOST_WORK = "rest of the model"
 MAX_TASKS = 6000  # told to the script
+_MOST_STRETCHES = 1000
 MAX_BOXES = 2500  # tasks drawn as boxes of their own, with tooltips
 _FINE = 2000  # horizontal resolution of the overview
 _ROW = 26  # pixels a lane
@@ -86,13 +87,16 @@ def passes_of(timeline: Iterable[Span]) -> list[Pass]:
 
 def stretches(timeline: Sequence[Span]) -> list[Pass]:
     """Which layer was at work when, in one phase: what is done in a row of its own tasks, in the
-    order in which they begin. A layer comes once a micro-batch."""
+    order in which they begin. A layer comes once a micro-batch; where tasks of many layers take
+    turns, once."""
     held: list[list[Span]] = []
     for span in sorted(_own(timeline), key=lambda span: span.start_s):
         if held and (held[-1][0].layer, held[-1][0].phase) == (span.layer, span.phase):
             held[-1].append(span)
         else:
             held.append([span])
+    if len(held) > _MOST_STRETCHES:
+        return [one.own for one in passes_of(timeline)]
     return [Pass(spans[0].layer, spans[0].phase, tuple(spans)) for spans in held]
 
 
@@ -163,29 +167,31 @@ class Step:
     Attributes:
         spans: the tasks of one rank.
         length_s: from the start of the step to its end; 0 if that is not known.
+        shown_s: what is drawn at least, to compare it with another.
     """
 
     spans: Sequence[Span]
     length_s: float = 0.0
+    shown_s: float = 0.0
 
     @property
     def window(self) -> Window:
         """From its start, or that of the first task, to its end, or that of the last."""
         start_s = 0.0 if self.length_s else min(span.start_s for span in self.spans)
         end_s = max(self.length_s, *(span.end_s for span in self.spans))
-        return _window(start_s, end_s - start_s)
+        return _window(start_s, max(end_s - start_s, self.shown_s))
 
     def others(self) -> list[Span]:
         """What the model does when no layer of ours is at work; none where nobody knows how long
         the step was."""
         if not self.length_s:
             return []
-        window, ordered = self.window, sorted(self.spans, key=lambda span: span.start_s)
+        ordered = sorted(self.spans, key=lambda span: span.start_s)
         lanes = in_order(span.lane for span in ordered)
         lane = COMPUTE.name if COMPUTE.name in lanes else lanes[0]
-        before, ended_s, found = None, window.start_s, []
+        before, ended_s, found = None, 0.0, []
         for after in (*ordered, None):
-            start_s = window.start_s + window.length_s if after is None else after.start_s
+            start_s = self.length_s if after is None else after.start_s
             if start_s > ended_s and _differ(before, after):
                 told = _between(before, after)
                 found.append(Span(HOST_WORK, lane, "", told, "", ended_s, start_s))
@@ -266,7 +272,8 @@ def _told(
     ]
     passes = [
         (
-            f"{short[one.layer]} {one.phase}",
+            short[one.layer],
+            one.phase,
             places(f"{one.layer} {one.phase}"),
             _microseconds(one.start_s - start_s),
             _microseconds(one.length_s),

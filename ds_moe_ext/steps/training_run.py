@@ -191,7 +191,7 @@ def start_table(run: Run) -> Table:
     """What was replaced, by what, and what it costs."""
     table = Table(title=f"ds_moe_ext: {_told(run.blueprint)}", title_justify="left")
     table.add_column("layer", no_wrap=True, overflow="fold")
-    for heading in ("was", "experts", "a cell", "bytes a rank", "before"):
+    for heading in ("was", "experts", "an EP rank", "bytes a rank", "before"):
         table.add_column(heading)
     for layer in run.layers:
         home = layer.routed.site.plan.home
@@ -238,7 +238,7 @@ def end_table(record: RunRecord) -> Table:
         title_justify="left",
     )
     table.add_column("layer")
-    table.add_column("busiest cell / mean", justify="right")
+    table.add_column("busiest EP rank / mean", justify="right")
     has_placements = record.placements is not None
     for heading in ("at home only", "copies a step", "changed homes") if has_placements else ():
         table.add_column(heading, justify="right")

@@ -74,7 +74,7 @@ def test_deepspeed_launcher_trains_and_reports(tmp_path: Path) -> None:
     config = document(tmp_path, trace=steps, debug=True)
     printed = start_by_deepspeed(arguments(tmp_path, config, "gpt_moe_tiny"))
     assert "ds_moe_ext: strategy ep, 2 ranks" in printed  # the table at the start
-    assert "busiest cell / mean" in printed  # and at the end
+    assert "busiest EP rank / mean" in printed  # and at the end
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert summary["strategy"] == "ep" and summary["world_size"] == 2
     assert len(summary["losses"]) == 7 and summary["losses"][-1] < summary["losses"][0]
