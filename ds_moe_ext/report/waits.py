@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from ds_moe_ext.schedule.task import COMPUTE, Lane, Schedule, Task
 
@@ -17,7 +18,7 @@ def bound_by(
     """Of each task, the position of the one that it waited for last.
 
     By the rule of time: a task starts when the task before it in its lane and all that it waits for
-    have ended.
+    have ended. One that only waits hands on what it waited for, until its own end.
 
     Args:
         tasks: of one rank, each lane's in the order in which it did them.
@@ -28,11 +29,16 @@ def bound_by(
         A position before the task's own; None where nothing had ended yet that it waits for.
     """
     latest: dict[Lane, int] = {}
-    found = []
-    for position, (task, awaited) in enumerate(zip(tasks, after)):
+    found: list[int | None] = []
+    for position, (task, awaited, (start_s, end_s)) in enumerate(zip(tasks, after, moments)):
         before = {*awaited, latest.get(task.lane, position)} - {position}
-        start_s = moments[position][0] + _ROUNDING_S
-        ended = [(moments[other][1], other) for other in before if moments[other][1] <= start_s]
+        work = {found[other] if tasks[other].op.is_wait else other for other in before}
+        by_s = (end_s if task.op.is_wait else start_s) + _ROUNDING_S
+        ended = [
+            (moments[other][1], other)
+            for other in work
+            if other is not None and moments[other][1] <= by_s
+        ]
         found.append(max(ended)[1] if ended else None)
         latest[task.lane] = position
     return found
@@ -43,8 +49,13 @@ def seen_after(tasks: Sequence[Task]) -> list[Iterable[int]]:
 
     Args:
         tasks: of any programs, in the order in which they began. What none of them writes comes
-            from the host's model, and that computes in the lane of what is computed.
+            from the host's model, and that computes in the lane of what is computed. One that only
+            waits writes what another has brought.
     """
+    tasks = [
+        replace(task, reads=(*task.reads, *task.writes)) if task.op.is_wait else task
+        for task in tasks
+    ]
     given = dict.fromkeys(value for task in tasks for value in task.reads)
     after: list[Iterable[int]] = []
     computed: int | None = None

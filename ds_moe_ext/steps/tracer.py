@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 
 from ds_moe_ext.attachment.outputs import or_warn
 from ds_moe_ext.attachment.replacement import AttachedLayer
@@ -17,13 +20,15 @@ from ds_moe_ext.schedule.executor import Lanes, Mark
 from ds_moe_ext.schedule.task import ORDER
 from ds_moe_ext.schedule.trace import Box, Count, chrome_trace
 
+_MEETINGS = 9
+
 
 @dataclass(eq=False)
 class Tracer:
     """Writes the tasks of some steps, of all ranks that run the same layers, as one Chrome trace.
 
-    All clocks begin as ``begin`` has brought the ranks together: they agree to what its last
-    message takes.
+    Seconds begin as the ranks meet before the first step. Ranks of one machine have one clock; those
+    of others are set by the median of several meetings, which all ranks leave at nearly one moment.
 
     Args:
         path: of the file.
@@ -37,13 +42,22 @@ class Tracer:
     layers: Sequence[AttachedLayer]
     lanes: Lanes
     _origin: Mark | None = None
+    _later_s: float = 0.0  # than when seconds begin
     _boxes: list[Box] = field(default_factory=list)
     _counts: list[Count] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Bring the ranks together, and start this one's clock. Collective."""
-        gather_objects(None, self._layout.everyone)
-        self._origin = self.lanes.mark()
+        """Let the ranks meet, and set this one's clock. Collective."""
+        left_s = []
+        for _ in range(_MEETINGS):
+            gather_objects(None, self._layout.everyone)
+            left_s.append(time.perf_counter())
+        # Nothing is under way on a device that has just told what it gathered.
+        self._origin, now_s = self.lanes.mark(), time.perf_counter()
+        here = socket.gethostname()
+        there, first_s = gather_objects((here, left_s), self._layout.everyone)[0]
+        ahead_s = [own_s - other_s for own_s, other_s in zip(left_s, first_s)]
+        self._later_s = now_s - first_s[0] - (0.0 if there == here else median(ahead_s))
 
     def __call__(self, step: int, timed: list[TimedTask], rows: Sequence[Rows]) -> None:
         """Keep a step, and write the file behind the last. Collective."""
@@ -73,8 +87,8 @@ class Tracer:
                     name=each.task.label,
                     rank=self._layout.rank,
                     lane=span.lane,
-                    start_s=span.start_s,
-                    end_s=span.end_s,
+                    start_s=self._later_s + span.start_s,
+                    end_s=self._later_s + span.end_s,
                     category=span.name,
                     bound_by=None if span.bound_by is None else before + span.bound_by,
                     told={"layer": span.layer, "chunk": span.chunk, "phase": span.phase},
@@ -91,7 +105,7 @@ class Tracer:
                 continue
             row_bytes = routed.row_width * routed.row_dtype.itemsize
             for each, one in zip(own, seen.passes):
-                at_s = each.seconds_from(origin)[1]
+                at_s = self._later_s + each.seconds_from(origin)[1]
                 self._counts += self._numbers(at_s, one, row_bytes)
 
     def _numbers(self, at_s: float, one: Pass, row_bytes: int) -> Iterator[Count]:

@@ -42,7 +42,10 @@ def left(rank: int, world_size: int, job: Job, path: Path) -> Left:
 
     model, document = model_of(job), document_of(job, world_size)
     asked = {"path": str(path), "first_step": STEPS.start, "num_steps": len(STEPS)}
-    document["ds_moe_ext"] |= {"trace": asked, "report": {"trace_step": STEPS.start}}
+    document["ds_moe_ext"] |= {
+        "trace": asked,
+        "report": {"enabled": False, "trace_step": STEPS.start},
+    }
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=document
     )
@@ -95,7 +98,7 @@ def _assert_clocks_agree(tasks: list[dict[str, Any]]) -> None:
     for ours, theirs in zip(*dispatches):
         assert ours["name"] == theirs["name"]
         latest = max(ours["ts"], theirs["ts"])
-        assert min(ours["ts"] + ours["dur"], theirs["ts"] + theirs["dur"]) >= latest - 2_000
+        assert min(ours["ts"] + ours["dur"], theirs["ts"] + theirs["dur"]) >= latest - 50  # how fine marks are
 
 
 def _assert_counts(events: list[dict[str, Any]], record: RunRecord, job: Job) -> None:
