@@ -21,6 +21,7 @@ from ds_moe_ext.pricing.candidates import Priced
 from ds_moe_ext.report import timeline
 from ds_moe_ext.report.charts import Stack, kind_legend, stacked_bars
 from ds_moe_ext.report.colours import classes_of
+from ds_moe_ext.report.glossary import legend
 from ds_moe_ext.report.page import html_document
 from ds_moe_ext.report.parts import section, table
 from ds_moe_ext.report.record import Span
@@ -58,7 +59,7 @@ def _header(market: Market) -> str:
     return (
         f"<header><h1>Price of <code>{escaped(market.case.shape.name)}</code></h1>"
         f'<p class="facts">{facts}</p><p class="verdict">{escaped(told[0].upper() + told[1:])}.</p>'
-        "</header>"
+        f"{legend()}</header>"
     )
 
 

@@ -28,6 +28,7 @@ from ds_moe_ext.schedule.trace import in_order
 
 _WAITS = (JOIN.name, HAVE_AGAIN.name)  # no work, in the lane of what is computed
 HOST_WORK = "rest of the model"
+_LEAST_SHARE = 0.01  # of the critical path, of a kind that is named
 MAX_TASKS = 6000  # told to the script
 _MOST_STRETCHES = 1000
 MAX_BOXES = 2500  # tasks drawn as boxes of their own, with tooltips
@@ -287,7 +288,7 @@ def _told(
         "passes": passes,
         "tasks": tasks,
         "last": new.get(_last(spans)),
-        "length": _microseconds(step.window.length_s),
+        "length": max(_microseconds(step.window.length_s), 0.1),
     }
     return json.dumps(told, separators=(",", ":")).replace("<", "\\u003c")
 
@@ -327,7 +328,11 @@ def critical(spans: Sequence[Span]) -> str:
         seconds[span.name] += span.end_s - span.start_s
     total_s = max(chain[0].end_s - chain[-1].start_s, 1e-12)
     longest = sorted(seconds.items(), key=lambda item: -item[1])
-    parts = [f"{name} {100 * own_s / total_s:.0f} %" for name, own_s in longest[:6]]
+    parts = [
+        f"{name} {100 * own_s / total_s:.0f} %"
+        for name, own_s in longest
+        if own_s >= _LEAST_SHARE * total_s
+    ]
     idle_s = total_s - sum(seconds.values())
     return (
         " From the last task back, each to the one that it waited for last, "

@@ -27,8 +27,8 @@ _MEETINGS = 9
 class Tracer:
     """Writes the tasks of some steps, of all ranks that run the same layers, as one Chrome trace.
 
-    Seconds begin as the ranks meet before the first step. Ranks of one machine have one clock; those
-    of others are set by the median of several meetings, which all ranks leave at nearly one moment.
+    Seconds begin as the ranks meet before the first step. Ranks of one machine have one clock; that
+    of another is set by the median of several meetings, which all leave at nearly one moment.
 
     Args:
         path: of the file.
