@@ -671,7 +671,7 @@ def test_the_rest_of_the_model_lies_between_the_layers() -> None:
     assert [(one.start_s, one.end_s, one.layer) for one in Step(spans, 10.0).others()] == [
         (0.0, 1.0, "before the first layer: data, embedding"),
         (4.0, 5.0, "between m.0.a and m.1.a, forward"),
-        (6.0, 6.5, "between forward and backward of m.1.a: head and loss"),
+        (6.0, 6.5, "between forward and backward of m.1.a"),
         (7.0, 10.0, "behind the last layer: gradients, optimizer"),
     ]
     assert Step(spans).others() == []  # of a file that does not say how long the step was

@@ -213,7 +213,7 @@ def _between(before: Span | None, after: Span | None) -> str:
     if before is None:
         return "before the first layer: data, embedding"
     if before.layer == after.layer:
-        return f"between {before.phase} and {after.phase} of {after.layer}: head and loss"
+        return f"between {before.phase} and {after.phase} of {after.layer}"
     return f"between {before.layer} and {after.layer}, {after.phase}"
 
 
