@@ -30,7 +30,9 @@ class Shown:
 
     @property
     def heading(self) -> str:
-        """HTML."""
+        """HTML: with its strategy, unless it is called by that."""
+        if self.name == self.record.strategy:
+            return escaped(self.name)
         return f"{escaped(self.name)} <small>({escaped(self.record.strategy)})</small>"
 
     @property
