@@ -6,6 +6,7 @@ What it merely says is asked in the process of the tests, which has loaded the h
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -322,6 +323,19 @@ def test_report_draws_the_page_again(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert f"wrote {page}" in done.stdout
     assert page.read_text() == drawn
+    # Its charts, and it beside another run.
+    other = tmp_path / "other"
+    write_report(dataclasses.replace(record, strategy="fssdp", steps_I=(1, 2)), other)
+    asked = ("report.json", "--beside", "other/report.json", "--charts", "out/charts")
+    done = start(tmp_path, "report", *asked)
+    assert done.returncode == 0, done.stderr
+    assert "1 common step, 1 to 1" in (tmp_path / "beside.html").read_text()
+    charts = list((tmp_path / "out/charts").glob("*.svg"))
+    assert f"wrote {len(charts)} charts into out/charts" in done.stdout
+    assert "balance-over-the-steps.svg" in {chart.name for chart in charts}
+    write_report(dataclasses.replace(record, steps_I=(7, 8)), other)
+    done = start(tmp_path, "report", *asked)
+    assert done.returncode == 2 and "have no recorded step in common" in done.stderr
 
 
 @pytest.mark.parametrize("text", [None, "not json", "{}", "[]", '{"layers": 3}'])

@@ -33,11 +33,16 @@ def is_timed(**wanted: Any) -> bool:
     return tasks.is_on
 
 
+def tracer(steps: range) -> Any:
+    """Wants them, and begins."""
+    return SimpleNamespace(steps=steps, begin=lambda: None)
+
+
 def test_the_first_step_is_timed_if_it_is_wanted() -> None:
     assert is_timed(trace_step=0)
-    assert is_timed(tracer=SimpleNamespace(steps=range(2)))
+    assert is_timed(tracer=tracer(range(2)))
     assert not is_timed(trace_step=3)
-    assert not is_timed(tracer=SimpleNamespace(steps=range(1, 3)))
+    assert not is_timed(tracer=tracer(range(1, 3)))
 
 
 # Where experts were.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import html
 import json
 import re
 import struct
@@ -17,6 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_moe_ext.report.chart_files import chart_files
+from ds_moe_ext.report.charts import value_scale
 from ds_moe_ext.report.colours import (
     ADDED_INK,
     COPY_INK,
@@ -30,6 +33,7 @@ from ds_moe_ext.report.colours import (
     copies_ramp,
 )
 from ds_moe_ext.report.division import division_line
+from ds_moe_ext.report.over_steps import over_steps
 from ds_moe_ext.report.page import page_of
 from ds_moe_ext.report.record import (
     AddedRecord,
@@ -48,7 +52,8 @@ from ds_moe_ext.report.summary import (
     outcomes_by_layer,
     summarize,
 )
-from ds_moe_ext.report.timeline import MAX_BOXES, passes_of
+from ds_moe_ext.report.timeline import MAX_BOXES, Step, critical, stretches
+from ds_moe_ext.report.two_runs import Shown, at_steps, page_beside
 from ds_moe_ext.report.units import EN_DASH, TIMES, bytes_text, seconds_text, short_names
 
 VOID = {"meta", "img", "wbr", "br", "link"}
@@ -186,7 +191,7 @@ class Balance(HTMLParser):
 def drawings(page: str) -> list[str]:
     """The outermost ``<svg>`` elements of a page."""
     found, depth, start = [], 0, 0
-    for tag in re.finditer(r"<svg\b|</svg>", page):
+    for tag in re.finditer(r"<svg\b|</svg>", page.partition("</main>")[0]):  # not in the script
         opens = tag.group().startswith("<svg")
         start = tag.start() if opens and not depth else start
         depth += 1 if opens else -1
@@ -197,7 +202,11 @@ def drawings(page: str) -> list[str]:
 
 def checked(run: RunRecord) -> str:
     """The page, after it was parsed whole and found to need nothing from outside."""
-    page = page_of(run)
+    return sound(page_of(run))
+
+
+def sound(page: str) -> str:
+    """Likewise, of a page."""
     parser = Balance()
     parser.feed(page)
     parser.close()
@@ -343,7 +352,7 @@ def test_divisions_worked_by_hand() -> None:
     assert whole == (1.0, 1.25, 1.0, 1.5, pytest.approx(10 / 22), pytest.approx(2 / 22))
     assert division_line(run) == (
         "balance 1.00 without copies -> 1.25 predicted -> 1.00 reached (1.50 by the paper's rule); "
-        "45.5 % of rows left their cell, 9.1 % crossed nodes"
+        "45.5 % of rows left their EP rank, 9.1 % crossed nodes"
     )
     second = division_of(run, run.looks, [1])
     assert (second.left, second.crossed) == (0.5, 0.0)
@@ -355,7 +364,7 @@ def test_one_node_is_not_crossed() -> None:
         looked_at().looks, num_nodes=1, predicted_IL=np.full((2, 2), UNKNOWN)
     )
     run = dataclasses.replace(worked(), looks=looks)
-    assert division_line(run) == "45.5 % of rows left their cell"
+    assert division_line(run) == "45.5 % of rows left their EP rank"
     page = checked(run)
     assert "Where rows went" in page and "crossed nodes" not in page
 
@@ -630,16 +639,130 @@ def test_a_layer_is_at_work_when_its_own_tasks_are() -> None:
         span("m.1", "expert", "compute", 4.0, 8.0),
         span("m.2", "gather", "param", 5.0, 6.0),  # of a layer without any others
     )
-    first, second, third = passes_of(tasks)
-    assert [(one.own.start_s, one.own.end_s) for one in (first, second, third)] == [
-        (0.0, 4.0),
-        (4.0, 8.0),
-        (5.0, 6.0),
-    ]
+    assert [(one.start_s, one.end_s) for one in stretches(tasks)] == [(0.0, 4.0), (4.0, 8.0)]
+    again = dataclasses.replace(tasks[0], start_s=8.0, end_s=9.0)  # in another micro-batch
+    assert [one.layer for one in stretches([*tasks, again])] == ["m.0", "m.1", "m.0"]
+    (alone,) = stretches(tasks[4:])
+    assert (alone.start_s, alone.end_s) == (5.0, 6.0)
     page = checked(dataclasses.replace(worked(), timeline=tasks))
     assert '<svg x="0.000%" y="3" width="50.000%"' in page
     assert '<svg x="50.000%" y="3" width="50.000%"' in page
     assert page.count(' task"') == 5 and "2 tasks in 7 s, from 1 s into the step" in page
+
+
+def timed(name: str, lane: str, start_s: float, end_s: float, by: int | None, **other: str) -> Span:
+    given = {"phase": "forward", "layer": "m.0.a", "chunk": "0", **other}
+    return Span(name, lane, start_s=start_s, end_s=end_s, bound_by=by, **given)
+
+
+def step_of_two_layers() -> tuple[Span, ...]:
+    """A step of 10 s in which tasks of two layers run from 1 s to 7 s."""
+    return (
+        timed("dispatch", "inter", 1.0, 2.0, None),
+        timed("expert", "compute", 2.0, 4.0, 0),
+        timed("expert", "compute", 5.0, 6.0, 1, layer="m.1.a"),
+        timed("gather", "param", 5.0, 5.5, None, layer="m.1.a"),
+        timed("expert", "compute", 6.5, 7.0, 2, layer="m.1.a", phase="backward"),
+    )
+
+
+def test_the_rest_of_the_model_lies_between_the_layers() -> None:
+    spans = step_of_two_layers()
+    assert [(one.start_s, one.end_s, one.layer) for one in Step(spans, 10.0).others()] == [
+        (0.0, 1.0, "before the first layer: data, embedding"),
+        (4.0, 5.0, "between m.0.a and m.1.a, forward"),
+        (6.0, 6.5, "between forward and backward of m.1.a"),
+        (7.0, 10.0, "behind the last layer: gradients, optimizer"),
+    ]
+    assert Step(spans).others() == []  # of a file that does not say how long the step was
+    page = checked(dataclasses.replace(worked(), timeline=spans, traced_s=10.0))
+    assert "rest of the model" in page
+
+
+def test_the_critical_path_in_words_and_for_the_script() -> None:
+    # Its tasks take 1, 2, 1 and 0.5 of 6 seconds.
+    told = critical(step_of_two_layers())
+    assert "6 s went by: expert 58 %, dispatch 17 %; none of these was at work for 25 %." in told
+    assert critical(traced(3)) == ""
+    page = checked(dataclasses.replace(worked(), timeline=step_of_two_layers(), traced_s=10.0))
+    found = re.search(r'<script type="application/json">(.*?)</script></figure>', page)
+    assert found is not None
+    given = json.loads(found[1])
+    names = [given["kinds"][task[0]][0] for task in given["tasks"]]
+    assert names.count("rest of the model") == 4 and given["length"] == 10e6
+    chain, at = [], given["last"]
+    while at is not None:
+        chain.append((names[at], *given["tasks"][at][4:6]))
+        at = given["tasks"][at][6]
+    assert chain == [
+        ("expert", 6.5e6, 0.5e6),
+        ("expert", 5e6, 1e6),
+        ("expert", 2e6, 2e6),
+        ("dispatch", 1e6, 1e6),
+    ]
+
+
+def test_every_chart_is_a_file_of_its_own() -> None:
+    run = dataclasses.replace(added(), timeline=step_of_two_layers(), traced_s=10.0)
+    files = chart_files(checked(run))
+    for drawing in files.values():
+        tree = ET.fromstring(drawing)
+        assert tree.tag == "{http://www.w3.org/2000/svg}svg"
+        assert "var(" not in drawing and "url(" not in drawing and "http" not in drawing[40:]
+        known = {rule for rule in re.findall(r"\.([a-z][\w-]*)", drawing.partition("</style>")[0])}
+        assert {*["plot", "strong"], *known} >= {
+            name for one in tree.iter() for name in one.get("class", "").split()
+        }
+    assert sorted(files) == [
+        "balance-over-the-steps",
+        "balance-with-copies-and-at-home-only",
+        *(
+            f"balance-with-copies-and-at-home-only-each-layer-largest-gain-first-{layer}"
+            for layer in ("m-0", "m-1")
+        ),
+        *(
+            f"load-of-the-experts-and-their-copies-m-{layer}{what}"
+            for layer in ("0-a", "1-a")
+            for what in ("", "-copies", "-copies-map")
+        ),
+        "seconds-by-kind-of-task-backward",
+        "seconds-by-kind-of-task-forward",
+        "timeline-of-one-step-m-0-a-forward",
+        "timeline-of-one-step-m-1-a-backward",
+        "timeline-of-one-step-m-1-a-forward",
+        "timeline-of-one-step-the-whole-step",
+    ]
+    words = " ".join(ET.fromstring(files["seconds-by-kind-of-task-backward"]).itertext())
+    assert "expert" in words and "6 s" in words and "60.0 %" in words
+
+
+def test_two_runs_are_compared_over_the_steps_of_both() -> None:
+    run = dataclasses.replace(copied(), timeline=step_of_two_layers(), traced_s=10.0)
+    short = at_steps(worked(), [20])
+    page = sound(page_beside(Shown("ours", run), Shown(NASTY, short)))
+    assert "1 common step, 20 to 20" in page and "a<b>" not in page
+    # In step 20 layers have 1.00 and 1.80, in both runs.
+    assert "were as balanced, the busiest EP rank with <b>1.40 times" in page
+    lines = re.search(r'class="lines" data-values="([^"]*)"', page)
+    assert lines is not None
+    assert json.loads(html.unescape(lines[1])) == [[f"1.40{TIMES}"], [f"1.40{TIMES}"]]
+    assert page.count('<figure class="heat"') == 4 and page.count('<figure class="timeline"') == 1
+    assert chart_files(page).keys() >= {"balance-over-the-steps", "timeline-of-one-step-ours-fssdp"}
+    moved = dataclasses.replace(worked(), steps_I=(11, 21))
+    with pytest.raises(ValueError, match="ours and theirs have no recorded step in common; name"):
+        page_beside(Shown("ours", run), Shown("theirs", moved))
+
+
+def test_values_of_any_kind_are_drawn_over_the_steps() -> None:
+    bins = gather_steps((0, 10, 20), max_bins=9)
+    values = {"ours": np.array([1.0, UNKNOWN, 3.0]), "unknown": np.full(3, UNKNOWN)}
+    card = over_steps("Seconds", "A step.", values, bins, seconds_text)
+    (given,) = re.findall(r'data-values="([^"]*)"', card)
+    assert json.loads(html.unescape(given)) == [["1 s", None, "3 s"]]
+    assert "<b>ours</b> 2 s" in card and ">0 s</span>" in card and "unknown" not in card
+    assert over_steps("Seconds", "", {"unknown": np.full(3, UNKNOWN)}, bins, seconds_text) == ""
+    assert value_scale(95.0, 99.0).ticks()[0] == 95.0 and value_scale(0.0, 0.0).top > 0
+    assert value_scale(3.0, 3.0).height(3.0) <= 1.0
 
 
 def test_tasks_without_length() -> None:

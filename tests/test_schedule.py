@@ -27,8 +27,9 @@ from ds_moe_ext.schedule.task import (
     Value,
     spans,
 )
-from ds_moe_ext.schedule.trace import Box, chrome_trace
+from ds_moe_ext.schedule.trace import Box, Count, chrome_trace
 from tests.flows import before, flow, flows
+from tests.trace_rules import assert_sound, of
 
 
 def layer(num_chunks: int, degree: int, *, gated: bool = True) -> Schedule:
@@ -502,28 +503,43 @@ def test_bounds_of_the_makespan(schedule: Schedule, num_ranks: int, data: st.Dat
 
 def test_chrome_trace() -> None:
     boxes = [
-        Box("expert[0,0]", 0, "compute", 0.0, 0.5, "expert"),
-        Box("dispatch[0,1]", 0, "inter", 0.25, 0.75, "dispatch"),
+        Box("expert[0,0]", 0, "compute", 0.0, 0.5, "expert", told={"layer": "m.0"}),
+        Box("dispatch[0,1]", 0, "inter", 0.5, 0.75, "dispatch", bound_by=0),
         Box("expert[0,0]", 3, "compute", 1.0, 1.000002, "expert"),
+        Box("gather", 3, "param", 1.000001, 1.000003, "gather"),
+        Box("mine", 3, "other", 1.000003, 1.000003, "mine", bound_by=1),
     ]
-    trace = json.loads(chrome_trace(iter(boxes)))
+    counts = [Count("rows", 3, 1.0, {"sent": 5, "arrived": 0})]
+    trace = json.loads(chrome_trace(iter(boxes), {3: "rank 3 (EP rank 1)"}, counts))
     events = trace["traceEvents"]
-    drawn = [event for event in events if event["ph"] == "X"]
+    assert_sound(events)
+    drawn = of(events, "X")
     # Microseconds.
-    assert [(e["name"], e["cat"], e["pid"], e["ts"]) for e in drawn] == [
+    assert [(e["name"], e["cat"], e["pid"], e["ts"]) for e in drawn[:3]] == [
         ("expert[0,0]", "expert", 0, 0),
-        ("dispatch[0,1]", "dispatch", 0, 250_000),
+        ("dispatch[0,1]", "dispatch", 0, 500_000),
         ("expert[0,0]", "expert", 3, 1_000_000),
     ]
-    assert [round(e["dur"], 3) for e in drawn] == [500_000, 500_000, 2]
-    # Every row that is drawn on has the name of its lane.
+    assert [round(e["dur"], 3) for e in drawn[:3]] == [500_000, 250_000, 2]
+    assert drawn[0]["args"] == {"layer": "m.0"}
+    # Every row that is drawn on has the name of its lane, and lanes stand as on the page.
     rows = {
         (e["pid"], e["tid"]): e["args"]["name"]
-        for e in events
-        if e["ph"] == "M" and e["name"] == "thread_name"
+        for e in of(events, "M")
+        if e["name"] == "thread_name"
     }
-    assert [rows[e["pid"], e["tid"]] for e in drawn] == ["compute", "inter", "compute"]
-    assert drawn[0]["tid"] != drawn[1]["tid"]
+    assert [rows[e["pid"], e["tid"]] for e in drawn] == [box.lane for box in boxes]
+    named = {rows[e["pid"], e["tid"]]: e["tid"] for e in drawn}
+    assert sorted(named, key=lambda lane: named[lane]) == ["param", "compute", "inter", "other"]
+    names = {e["pid"]: e["args"]["name"] for e in of(events, "M") if e["name"] == "process_name"}
+    assert names == {0: "rank 0", 3: "rank 3 (EP rank 1)"}
+    # Arrows by the boxes of a rank.
+    arrows = zip(of(events, "s"), of(events, "f"))
+    assert [(s["pid"], rows[s["pid"], s["tid"]], rows[f["pid"], f["tid"]]) for s, f in arrows] == [
+        (0, "compute", "inter"),
+        (3, "param", "other"),
+    ]
+    assert [e["args"] for e in of(events, "C")] == [{"sent": 5, "arrived": 0}]
 
 
 def test_an_empty_trace_is_json() -> None:

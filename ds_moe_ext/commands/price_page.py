@@ -21,6 +21,7 @@ from ds_moe_ext.pricing.candidates import Priced
 from ds_moe_ext.report import timeline
 from ds_moe_ext.report.charts import Stack, kind_legend, stacked_bars
 from ds_moe_ext.report.colours import classes_of
+from ds_moe_ext.report.glossary import legend
 from ds_moe_ext.report.page import html_document
 from ds_moe_ext.report.parts import section, table
 from ds_moe_ext.report.record import Span
@@ -62,7 +63,7 @@ def _header(market: Market) -> str:
     return (
         f"<header><h1>Price of <code>{escaped(market.case.shape.name)}</code></h1>"
         f'<p class="facts">{facts}</p><p class="verdict">{escaped(told[0].upper() + told[1:])}.</p>'
-        "</header>"
+        f"{legend()}</header>"
     )
 
 
@@ -158,7 +159,7 @@ def _pipeline(priced: Priced) -> str:
     if not drawn:
         return ""
     body = '<p class="note">The passes of a step, a row a pipeline stage.</p>'
-    return body + timeline.overview(drawn, classes_of(span.name for span in drawn))
+    return body + timeline.overview(timeline.Step(drawn), classes_of(span.name for span in drawn))
 
 
 def _timeline(priced: Priced) -> str:
@@ -169,10 +170,12 @@ def _timeline(priced: Priced) -> str:
     classes = classes_of(span.name for number in shown for span in drawn[number])
     body = '<p class="note">One pass of a step as simulated, a row a lane, with the percent of the '
     body += (
-        f"time that the lane was busy.{timeline.hidden(drawn[shown[0]])}</p>{kind_legend(classes)}"
+        f"time that the lane was busy.{timeline.hidden(drawn[shown[0]])}"
+        f"{timeline.critical(drawn[shown[0]])}</p>{kind_legend(classes)}"
     )
     for number in shown:
-        body += f"<h3>{escaped(names[number])}</h3>{timeline.overview(drawn[number], classes)}"
+        step = timeline.Step(drawn[number])
+        body += f"<h3>{escaped(names[number])}</h3>{timeline.overview(step, classes)}"
     passes = timeline.passes_of(drawn[shown[0]])
     layers = sorted({one.layer for one in passes}, key=lambda layer: int(layer.split()[-1]))
     middle = layers[len(layers) // 2]

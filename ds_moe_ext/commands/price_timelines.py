@@ -5,11 +5,13 @@ pipeline."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ds_moe_ext.pricing.candidates import Priced
 from ds_moe_ext.pricing.issue import ISSUING
 from ds_moe_ext.report.record import Span
-from ds_moe_ext.schedule.task import HOST
+from ds_moe_ext.report.waits import Moment, bound_by
+from ds_moe_ext.schedule.task import HOST, Task
 from ds_moe_ext.schedule.trace import Box
 
 
@@ -43,35 +45,37 @@ def boxes(priced: Priced) -> Iterator[Box]:
         name = f"{span.name} {turn.what.micro_batch}"
         row = first_row + turn.stage
         yield Box(name, row, span.layer, turn.start_s, turn.end_s, span.name)
-    for number, (starts, ends) in enumerate(zip(step.timeline.start_s, step.timeline.end_s)):
-        for task, start_s, end_s in zip(step.schedule.tasks, starts, ends):
-            lane = HOST.name if task.lane == ISSUING else task.lane.name
-            back = "'" if task.adjoint_of else ""
-            name = f"{task.op.name}{back} {step.layers_before + task.layer}"
-            yield Box(name, number, lane, start_s, end_s, task.op.name)
+    for number in range(first_row):
+        moments, bound = _seen(priced, number)
+        for task, (start_s, end_s), by in zip(step.schedule.tasks, moments, bound):
+            numbered = replace(task, layer=step.layers_before + task.layer)
+            told = {"layer": f"layer {numbered.layer}", "chunk": f"{task.span}"}
+            lane = _lane(task)
+            yield Box(numbered.label, number, lane, start_s, end_s, task.op.name, by, told)
 
 
 def spans(priced: Priced, number: int) -> list[Span]:
-    """The same of one class, but for tasks that take no time."""
+    """The same of one class, but for tasks that take no time, in the order in which they begin."""
     step = priced.steps[-1]
-    tasks, starts, ends = (
-        step.schedule.tasks,
-        step.timeline.start_s[number],
-        step.timeline.end_s[number],
-    )
+    tasks, (moments, bound) = step.schedule.tasks, _seen(priced, number)
     turn = next(place for place, task in enumerate(tasks) if task.adjoint_of)
+    takes = [end_s > start_s for start_s, end_s in moments]
+    for place, by in enumerate(bound):  # ascending: what one waited for is settled
+        bound[place] = bound[by] if by is not None and not takes[by] else by
+    kept = sorted((place for place, one in enumerate(takes) if one), key=lambda p: moments[p][0])
+    new = {old: place for place, old in enumerate(kept)}
     return [
         Span(
-            name=task.op.name,
-            lane=HOST.name if task.lane == ISSUING else task.lane.name,
+            name=tasks[place].op.name,
+            lane=_lane(tasks[place]),
             phase="forward" if place < turn else "backward",
-            layer=f"layer {step.layers_before + task.layer}",
-            chunk=f"{task.span}",
-            start_s=start_s,
-            end_s=end_s,
+            layer=f"layer {step.layers_before + tasks[place].layer}",
+            chunk=f"{tasks[place].span}",
+            start_s=moments[place][0],
+            end_s=moments[place][1],
+            bound_by=new.get(by) if (by := bound[place]) is not None else None,
         )
-        for place, (task, start_s, end_s) in enumerate(zip(tasks, starts, ends))
-        if end_s > start_s
+        for place in kept
     ]
 
 
@@ -89,3 +93,14 @@ def turn_spans(priced: Priced) -> list[Span]:
         )
         for stage, what, start_s, end_s in priced.steps[-1].turns
     ]
+
+
+def _lane(task: Task) -> str:
+    return HOST.name if task.lane == ISSUING else task.lane.name
+
+
+def _seen(priced: Priced, number: int) -> tuple[list[Moment], list[int | None]]:
+    """When each task began and ended, and which it waited for last."""
+    step = priced.steps[-1]
+    moments = list(zip(step.timeline.start_s[number], step.timeline.end_s[number]))
+    return moments, bound_by(step.schedule.tasks, step.schedule.after, moments)

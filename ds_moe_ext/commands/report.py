@@ -7,29 +7,53 @@ from pathlib import Path
 from typing import Any
 
 from ds_moe_ext.files.documents import bytes_of
-from ds_moe_ext.report.page import write_report
+from ds_moe_ext.report.chart_files import chart_files
+from ds_moe_ext.report.page import page_of
 from ds_moe_ext.report.record import RunRecord
+from ds_moe_ext.report.two_runs import Shown, page_beside
 
 
 def add_report(commands: Any) -> None:
     """Add ``report`` to the commands of a parser."""
     parser = commands.add_parser("report", help="draw the page of a report.json again")
     parser.add_argument("json", type=Path, help="report.json of a run")
-    parser.set_defaults(run=lambda given: draw(given.json))
+    parser.add_argument("--beside", type=Path, metavar="JSON", help="compare with another run")
+    parser.add_argument("--charts", type=Path, metavar="DIR", help="write each chart as SVG, too")
+    parser.set_defaults(run=lambda given: draw(given.json, given.beside, given.charts))
 
 
-def draw(path: Path) -> int:
-    """Write report.html beside a report.json."""
-    write_report(read_report(path), path.parent)
-    print(f"wrote {path.parent / 'report.html'}")
+def draw(path: Path, beside: Path | None = None, charts: Path | None = None) -> int:
+    """Write report.html beside a report.json, or beside.html of two, and their charts into a
+    folder."""
+    record = read_report(path)
+    if beside is None:
+        page, page_path = page_of(record), path.parent / "report.html"
+    else:
+        names = _names(path, beside)
+        runs = (Shown(*each) for each in zip(names, (record, read_report(beside))))
+        page, page_path = page_beside(*runs), path.parent / "beside.html"
+    page_path.write_text(page, "utf-8")
+    print(f"wrote {page_path}")
+    if charts is not None:
+        files = chart_files(page)
+        charts.mkdir(parents=True, exist_ok=True)
+        for name, drawing in files.items():
+            (charts / f"{name}.svg").write_text(drawing, "utf-8")
+        print(f"wrote {len(files)} charts into {charts}")
     return 0
 
 
+def _names(first: Path, second: Path) -> tuple[str, str]:
+    """Of two runs: their folders', where these differ."""
+    folders = [path.resolve().parent.name for path in (first, second)]
+    return (folders[0], folders[1]) if folders[0] != folders[1] else (str(first), str(second))
+
+
 def read_report(path: Path) -> RunRecord:
-    """What is in a report.json.
+    """The record of a run.
 
     Raises:
-        ValueError: it cannot be read, or is none.
+        ValueError: it is not one.
     """
     try:
         text = bytes_of(path).decode("utf-8")

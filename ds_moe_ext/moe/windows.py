@@ -11,7 +11,7 @@ from torch import Tensor
 from ds_moe_ext.moe.observation import TasksSeen, tell
 from ds_moe_ext.schedule.executor import Lanes, Mark, lanes_for
 from ds_moe_ext.schedule.task import ATTENTION, Span, Task, Value
-from ds_moe_ext.schedule.wires import X, Y
+from ds_moe_ext.schedule.wires import EXPERT_IDS, SCORES, X, Y
 
 
 class Windows:
@@ -64,7 +64,8 @@ class Windows:
 
     def _saw(self, start: Mark, lanes: Lanes, adjoint_of: tuple[int, ...] = ()) -> None:
         whole = Span(0, 1)
-        reads, writes = (Value(Y, self._layer - 1, whole),), (Value(X, self._layer, whole),)
+        reads: tuple[Value, ...] = (Value(Y, self._layer - 1, whole),)
+        writes = tuple(Value(kind, self._layer, whole) for kind in (X, EXPERT_IDS, SCORES))
         if adjoint_of:
             reads, writes = writes, reads
         task = Task(ATTENTION, self._layer, whole, reads, writes, adjoint_of)

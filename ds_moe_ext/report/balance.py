@@ -18,7 +18,7 @@ from ds_moe_ext.report.record import Move, PlacementRecord, RunRecord
 from ds_moe_ext.report.summary import Bins
 from ds_moe_ext.report.units import counted, dotted, short_names
 
-_ROWS = "Rows of the busiest cell over the mean cell, at each recorded step."
+_ROWS = "Rows of the busiest EP rank over the mean, at each recorded step."
 _KNOWN = " What was predicted is drawn where that is known of all layers of a chart."
 _THINNED = "shows their mean and, as a band, the smallest and the largest"
 

@@ -51,25 +51,36 @@ class Bar:
 
 @dataclass(frozen=True)
 class Scale:
-    """The vertical scale of balance charts: from 1 to ``top``, with a tick each ``step``."""
+    """The vertical scale of a line chart: from ``floor``, which is 1 for balances, to ``top``, with
+    a tick each ``step``."""
 
     top: float
     step: float
+    floor: float = 1.0
 
     def height(self, value: float) -> float:
         """Where ``value`` lies, 0 at the bottom and 1 at the top."""
-        return min(max((value - 1) / (self.top - 1), 0.0), 1.0)
+        return min(max((value - self.floor) / (self.top - self.floor), 0.0), 1.0)
 
     def ticks(self) -> list[float]:
-        """1, and the round values above it that leave it room."""
-        above = (i * self.step for i in range(1, round(self.top / self.step) + 1))
-        return [1.0, *(tick for tick in above if tick >= 1 + 0.5 * self.step - 1e-9)]
+        """The floor, and the round values above it that leave it room."""
+        multiples = (i * self.step for i in range(1, round(self.top / self.step) + 1))
+        lowest = self.floor + (0.5 - 1e-9) * self.step
+        return [self.floor, *(tick for tick in multiples if tick >= lowest)]
 
 
 def balance_scale(highest: float) -> Scale:
     """The scale with round ticks that shows ``highest``."""
     step = round_steps(max(highest - 1, 0.05), max_ticks=4)
     return Scale(step * max(math.ceil(highest / step - 1e-9), round(1 / step) + 1), step)
+
+
+def value_scale(lowest: float, highest: float) -> Scale:
+    """The scale with round ticks that shows both, from 0 unless that would waste most of it."""
+    is_flat = lowest > 0.5 * highest
+    step = round_steps(highest - lowest if is_flat and highest > lowest else highest, max_ticks=4)
+    floor = step * math.floor(lowest / step) if is_flat or lowest < 0 else 0.0
+    return Scale(max(step * math.ceil(highest / step - 1e-9), floor + step), step, floor)
 
 
 def line_chart(
@@ -79,8 +90,9 @@ def line_chart(
     scale: Scale,
     small: bool,
     marks: Mapping[int, str] | None = None,
+    text: Callable[[float], str] | None = None,
 ) -> str:
-    """Balance over the steps: lines on one scale, and a legend that gives their means.
+    """Values over the steps: lines on one scale, and a legend that gives their means.
 
     Args:
         lines: what is drawn.
@@ -88,38 +100,44 @@ def line_chart(
         scale: from bottom to top.
         small: whether it stands beside others.
         marks: which homes changed before some columns, in words.
+        text: a value as a person reads it; None: they are balances.
     """
     ticks = scale.ticks()
     grid = "".join(_grid_line(scale.height(tick)) for tick in ticks)
+    tick_text = text or "{:.3g}".format
     names = "".join(
-        f'<span style="top:{100 * (1 - scale.height(tick)):.4g}%">{tick:.3g}</span>'
+        f'<span style="top:{100 * (1 - scale.height(tick)):.4g}%">{tick_text(tick)}</span>'
         for tick in ticks
     )
     drawn = "".join(_drawn(line, scale, slot) for slot, line in enumerate(lines))
     legend = "".join(
         f'<span><i class="dash s{slot}"></i><b>{escaped(line.name)}</b> '
-        f"{ratio_text(line.mean)}</span>"
+        f"{(text or ratio_text)(line.mean)}</span>"
         for slot, line in enumerate(lines)
     )
     if marks and not small:
         legend += '<span><i class="mark"></i>homes changed</span>'
     happened = "".join(_mark_line(column, bins) for column in marks or ())
     notes = escaped(json.dumps(marks or {}))
-    values = json.dumps([_listed(line.value_B) for line in lines])
+    values = escaped(json.dumps([_listed(line.value_B, text) for line in lines]))
     return (
         f'<figure class="lines" data-values="{values}" data-notes="{notes}">'
         f'<figcaption class="legend">{legend}</figcaption>'
         f'<div class="axes"><div class="marks">{names}</div><svg class="plot" '
         f'height="{_SMALL if small else _TALL}" role="img" '
-        f'aria-label="balance over steps">{grid}{happened}'
+        f'aria-label="{"values" if text else "balance"} over steps">{grid}{happened}'
         f'<svg width="100%" height="100%" viewBox="0 0 {len(bins)} {_UNITS}" '
         f'preserveAspectRatio="none">{drawn}</svg></svg>'
         f"{step_axis(bins, max_labels=3 if small else 5)}</div></figure>"
     )
 
 
-def _listed(value_B: np.ndarray) -> list[float | None]:
-    return [None if math.isnan(value) else round(float(value), 3) for value in value_B]
+def _listed(value_B: np.ndarray, text: Callable[[float], str] | None) -> list[float | str | None]:
+    """For the script: in words, but for balances, of which there are many."""
+    return [
+        None if math.isnan(value) else text(value) if text else round(value, 3)
+        for value in value_B.tolist()
+    ]
 
 
 def step_axis(bins: Bins, *, max_labels: int) -> str:

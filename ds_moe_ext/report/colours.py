@@ -98,6 +98,28 @@ def style_rules() -> str:
     return f"{kinds}{light}@media screen and (prefers-color-scheme:dark){{{dark}}}"
 
 
+def file_rules() -> str:
+    """CSS of a drawing that is a file of its own, in the light scheme; some that draw know no
+    variables."""
+    kinds = "".join(
+        f".k{slot}{{fill:{fill}}}.t{slot}{{fill:{ink}}}"
+        for slot, (fill, ink) in enumerate((*_KINDS.values(), _OTHER))
+    )
+    lines = "".join(
+        f"rect.s{i}{{fill:{line}}}.s{i} .line{{stroke:{line}}}.s{i} .band{{fill:{line}}}"
+        for i, (line, _) in enumerate(LINES)
+    )
+    return _FILE_RULES + kinds + lines
+
+
+_FILE_RULES = (
+    "text{font:12px system-ui,sans-serif;fill:#1b1b19}.sheet{fill:#fff}.soft{fill:#5d5d58}"
+    "line{stroke:#ecece7}line.floor{stroke:#b9b9b1}line.mark{stroke:#5d5d58;stroke-dasharray:2 3}"
+    ".line{fill:none;stroke-width:2;stroke-linejoin:round;vector-effect:non-scaling-stroke}"
+    ".band{opacity:.16}.kh,.pass-box{fill:#efefea;stroke:#e3e3dd}.task{stroke:#fff}"
+)
+
+
 def load_ramp(octaves: int) -> Ramp:
     """Loads over the mean; a log scale, ``2**-octaves`` to ``2**octaves``."""
     at = np.linspace(0, 1, _LEVELS_A_SIDE + 1)

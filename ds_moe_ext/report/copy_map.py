@@ -103,7 +103,7 @@ def copies_map(record: RunRecord, placements: PlacementRecord, index: int) -> st
         f'src="{data_uri(pixels_YX, map_palette())}" width="{width * num_cells}" '
         f'height="{shelves.height}" alt="homes and copies of {len(copied_to)} experts">'
         f'<div style="width:{width * num_cells}px">{labels}</div></div></div>'
-        f'<figcaption class="note">Across: cells.</figcaption></figure>'
+        f'<figcaption class="note">Across: EP ranks.</figcaption></figure>'
     )
 
 

@@ -37,7 +37,7 @@ def division_line(record: RunRecord) -> str:
     if record.looks is None or whole is None:
         return ""
     crossed = f", {_percent(whole.crossed)} crossed nodes" if record.looks.num_nodes > 1 else ""
-    went = f"{_percent(whole.left)} of rows left their cell{crossed}"
+    went = f"{_percent(whole.left)} of rows left their EP rank{crossed}"
     if np.isnan(whole.predicted):
         return went
     by_paper = "" if np.isnan(whole.by_paper) else f" ({whole.by_paper:.2f} by the paper's rule)"
@@ -65,7 +65,7 @@ def division(record: RunRecord, looks: LooksRecord) -> str:
         return [dotted(name), *drawn, *map(_ratio, ratios), *map(_percent, parts)]
 
     headings = ["layer", *([""] if shown else []), *(key(slot, name) for slot, name, _ in shown)]
-    headings += ["left their cell", "crossed nodes"][: min(looks.num_nodes, 2)]
+    headings += ["left their EP rank", "crossed nodes"][: min(looks.num_nodes, 2)]
     first = row("all layers", whole)
     rows = [row(layer.name, one) for layer, one in zip(record.layers, each)]
     body = table(headings, [first, *rows] if len(rows) > 1 else rows)
@@ -92,7 +92,7 @@ def _note(shown: Sequence[_Balance], looks: LooksRecord) -> str:
             "By the paper's rule is what the same copies would have come to, had they divided the "
             "rows that came as the paper has it."
         )
-    told.append("A row left its cell if another one computed it than the one it came from.")
+    told.append("A row left its EP rank if another one computed it than the one it came from.")
     seen = int((~np.isnan(looks.left_IL)).sum())
     if seen < looks.left_IL.size:
         told.append(

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from ds_moe_ext.report.glossary import legend
 from ds_moe_ext.report.record import RunRecord
 from ds_moe_ext.report.summary import Drift, Summary, outcome_of
 from ds_moe_ext.report.units import (
@@ -25,7 +26,7 @@ def header(record: RunRecord, summary: Summary | None) -> str:
     """Strategy, sizes, versions, and the verdict."""
     facts = [
         counted(record.world_size, "rank"),
-        counted(record.num_cells, "cell"),
+        counted(record.num_cells, "EP rank"),
         counted(len(record.layers), "MoE layer"),
         _steps_fact(record),
     ]
@@ -35,7 +36,7 @@ def header(record: RunRecord, summary: Summary | None) -> str:
     return (
         f"<header><h1>MoE run with <code>{escaped(record.strategy)}</code></h1>"
         f'<p class="facts">{_spans(facts)}</p><p class="facts">{_spans(versions)}</p>'
-        f'<p class="verdict">{verdict}</p>{_meaning()}</header>'
+        f'<p class="verdict">{verdict}</p>{legend()}</header>'
     )
 
 
@@ -62,8 +63,9 @@ def _verdict(record: RunRecord, summary: Summary) -> str:
         else ""
     )
     return (
-        f"The busiest cell computed <b>{summary.mean:.2f} times the mean</b> on average{where}. "
-        f"An average cell waited for the busiest during {100 * idle:.0f} % of the expert time."
+        f"The busiest EP rank (cell) computed <b>{summary.mean:.2f} times the mean</b> on "
+        f"average{where}. An average one waited for the busiest during {100 * idle:.0f} % of the "
+        "expert time."
         f"{_placements(record)}{_drift(summary.drift)}"
     )
 
@@ -96,13 +98,6 @@ def _drift(drift: Drift | None) -> str:
     return (
         f" Over the run this ratio {verb}, from {drift.first:.2f} in the first quarter to "
         f"{drift.last:.2f} in the last."
-    )
-
-
-def _meaning() -> str:
-    return (
-        '<p class="note">A cell is a rank, or a group of ranks that together hold whole experts. '
-        "Balance is the rows that the busiest cell computed over the mean cell; 1 is perfect.</p>"
     )
 
 

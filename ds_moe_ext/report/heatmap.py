@@ -106,7 +106,7 @@ class Shelves:
             if middle - _LINE // 2 >= free_from or not names:
                 free_from = middle + _LINE // 2
                 names.append(
-                    f'<span style="top:{middle}px"><b>cell {shelf.cell}</b> '
+                    f'<span style="top:{middle}px"><b>EP rank {shelf.cell}</b> '
                     f"{ratio_text(shelf.load)}</span>"
                 )
         if high >= _LINE - 2:
@@ -121,15 +121,15 @@ class Shelves:
 def heatmap(level_EB: np.ndarray, shelves: Shelves, ramp: Ramp, bins: Bins, *, what: str) -> str:
     """Palette indices of the experts of one layer over the steps. ``what`` they are, for people."""
     empty = shelves.num_empty
-    note = f" {counted(empty, 'cell')} hold no expert of this layer." if empty else ""
+    note = f" {counted(empty, 'EP rank')} hold no expert of this layer." if empty else ""
     return (
         f'<figure class="heat" data-held="{shelves.held}" data-row="{shelves.row_height}" '
         f'data-ramp="{ramp.name}"><div class="axes">{shelves.names()}'
         f'<img class="ramp" src="{data_uri(shelves.stacked(level_EB), ramp.palette_P3)}" '
         f'style="height:{shelves.height}px" alt="{what}">'
         f"{step_axis(bins, max_labels=5)}</div>"
-        '<figcaption class="note">Down: experts, grouped by home cell, with their rows over the '
-        f"mean cell's. Across: recorded steps.{note}</figcaption></figure>"
+        '<figcaption class="note">Down: experts, grouped by the EP rank that owns them (home), '
+        f"with its rows over the mean's. Across: recorded steps.{note}</figcaption></figure>"
     )
 
 

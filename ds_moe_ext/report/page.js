@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-(()=>{
 const root=document.documentElement;root.classList.add('js');
 const tip=document.createElement('div');tip.id='tip';tip.hidden=true;document.body.append(tip);
 const show=(event,text)=>{tip.textContent=text;tip.hidden=false;
@@ -13,7 +12,7 @@ document.querySelectorAll('.pick select').forEach(select=>{
  const panels=document.querySelectorAll('[data-panel='+select.name+']');
  const pick=()=>panels.forEach((panel,i)=>panel.hidden=i!==select.selectedIndex);
  select.addEventListener('change',pick);pick()});
-document.querySelectorAll('.lines').forEach(figure=>{
+document.querySelectorAll('.lines[data-values]').forEach(figure=>{
  const values=JSON.parse(figure.dataset.values),plot=figure.querySelector('.plot');
  const names=[...figure.querySelectorAll('.legend b')].map(name=>name.textContent);
  const notes=JSON.parse(figure.dataset.notes);
@@ -23,8 +22,8 @@ document.querySelectorAll('.lines').forEach(figure=>{
   const count=steps.lines.length,i=at(event,plot.getBoundingClientRect(),count);
   const x=(i+.5)/count*100+'%';cross.setAttribute('x1',x);cross.setAttribute('x2',x);
   plot.append(cross);show(event,'step '+steps.lines[i]+'\n'
-   +names.map((name,k)=>name+'  '+(values[k][i]===null?'unknown':values[k][i].toFixed(2)
-    +'\u00d7')).join('\n')
+   +names.map((name,k)=>name+'  '+(values[k][i]===null?'unknown':values[k][i].toFixed
+    ?values[k][i].toFixed(2)+'\u00d7':values[k][i])).join('\n')
    +(notes[i]?'\n'+notes[i]:''))});
  plot.addEventListener('mouseleave',()=>{cross.remove();tip.hidden=true})});
 const pixels=image=>{const canvas=document.createElement('canvas');
@@ -50,7 +49,7 @@ document.querySelectorAll('.heat').forEach(figure=>{
   const [expert,home]=expertAt(y);
   if(expert===undefined){tip.hidden=true;return}
   const there=value.get(colour(found.data,y*found.width+i));
-  show(event,'expert '+expert+', home cell '+home+'\nstep '+steps.heat[i]+'\nabout '
+  show(event,'expert '+expert+', of EP rank '+home+'\nstep '+steps.heat[i]+'\nabout '
    +there.toFixed(2)+unit)});
  image.addEventListener('mouseleave',()=>tip.hidden=true)});
 document.querySelectorAll('.map').forEach(figure=>{
@@ -65,7 +64,7 @@ document.querySelectorAll('.map').forEach(figure=>{
    .concat((added[expert]||[]).map(one=>one[0]));
   const what=cell===home?'home':late?'copy made after the gate'
    +(passes>1?', in '+late[1]+' of '+passes+' passes':''):cells.includes(cell)?'copy':'no copy';
-  show(event,'expert '+expert+', cell '+cell+': '+what+'\nhome cell '+home
+  show(event,'expert '+expert+', EP rank '+cell+': '+what+'\nhome: EP rank '+home
    +(cells.length?', copied to '+cells.join(', '):', not copied'))});
  image.addEventListener('mouseleave',()=>tip.hidden=true)});
 document.addEventListener('mouseover',event=>{
@@ -74,4 +73,3 @@ document.addEventListener('mouseover',event=>{
  if(event.target.dataset&&event.target.dataset.tip)show(event,event.target.dataset.tip)});
 document.addEventListener('mouseout',event=>{
  if(event.target.dataset&&event.target.dataset.tip)tip.hidden=true});
-})();

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page a run leaves behind: one HTML file that needs nothing else to be read.
 
-Its style sheet and its script, which it reads well without, lie beside this file.
+Its style sheet and its scripts, which it reads well without, lie beside this file.
 """
 
 from __future__ import annotations
@@ -45,6 +45,13 @@ _HEAT_BINS = 240  # columns of a heatmap
 _HEAT_PIXELS = 1_000_000  # experts x columns of all heatmaps together
 _FEWEST_BINS = 24
 
+_HERE = Path(__file__).parent
+_SCRIPTS = (
+    "page.js",
+    "timeline.js",
+    "save.js",
+)  # one after the other: the first has what others use
+
 NO_STEPS = MappingProxyType({"lines": (), "heat": ()})
 """Of a page without line charts and heatmaps over steps."""
 
@@ -63,22 +70,19 @@ def page_of(record: RunRecord) -> str:
     says so; all numbers in words and tables are of every recorded step.
     """
     summary = summarize(record)
-    num_layers = max(len(record.layers), 1)
-    line_bins = _bins(record, most=_LINE_BINS, budget=_LINE_POINTS // num_layers)
-    num_experts = max(sum(layer.num_experts for layer in record.layers), 1)
-    heat_bins = _bins(record, most=_HEAT_BINS, budget=_HEAT_PIXELS // num_experts)
+    lines, heat = line_bins(record), heat_bins(record)
     parts = [header(record, summary)]
     if summary is not None:
         parts += [tiles(record, summary), _layers(record, summary)]
         if record.placements is not None:
-            parts.append(gain(record, record.placements, line_bins))
+            parts.append(gain(record, record.placements, lines))
         if record.looks is not None:
             parts.append(division(record, record.looks))
-        parts += [balance(record, line_bins), _loads(record, summary, heat_bins)]
+        parts += [balance(record, lines), _loads(record, summary, heat)]
     else:
         parts += [_layers(record, None), _nothing_recorded()]
     parts += [chosen(record), _seconds(record), expected(record), _timeline(record)]
-    steps = {"lines": line_bins.labels(), "heat": heat_bins.labels()}
+    steps = {"lines": lines.labels(), "heat": heat.labels()}
     return html_document(f"MoE run: {record.strategy}", parts, steps)
 
 
@@ -92,8 +96,7 @@ def html_document(
         parts: HTML, from top to bottom.
         steps: names of the columns of line charts and of heatmaps.
     """
-    here = Path(__file__)
-    style, script = (here.with_suffix(kind).read_text("utf-8") for kind in (".css", ".js"))
+    style, *scripts = ((_HERE / name).read_text("utf-8") for name in ("page.css", *_SCRIPTS))
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -101,8 +104,19 @@ def html_document(
         f"<style>\n{style}{style_rules()}</style></head><body><main>\n"
         + "\n".join(parts)
         + f'\n</main><script type="application/json" id="steps">{json.dumps(dict(steps))}</script>'
-        f"<script>\n{script}</script></body></html>\n"
+        f"<script>\n(()=>{{\n{''.join(scripts)}}})();\n</script></body></html>\n"
     )
+
+
+def line_bins(record: RunRecord) -> Bins:
+    """Columns of line charts."""
+    return _bins(record, most=_LINE_BINS, budget=_LINE_POINTS // max(len(record.layers), 1))
+
+
+def heat_bins(record: RunRecord) -> Bins:
+    """Columns of heatmaps."""
+    num_experts = max(sum(layer.num_experts for layer in record.layers), 1)
+    return _bins(record, most=_HEAT_BINS, budget=_HEAT_PIXELS // num_experts)
 
 
 def _bins(record: RunRecord, *, most: int, budget: int) -> Bins:
@@ -179,10 +193,7 @@ def _seconds(record: RunRecord) -> str:
     title = "Seconds by kind of task"
     if not record.seconds_by_kind:
         return section(title, "<p>No task was timed.</p>")
-    by_phase: dict[str, list[Bar]] = {}
-    for key, seconds in record.seconds_by_kind.items():
-        phase, kind = _phase_and_kind(key)
-        by_phase.setdefault(phase, []).append(Bar(kind, seconds))
+    by_phase = bars_by_phase(record)
     classes = _classes(record)
     total = sum(record.seconds_by_kind.values())
     longest = max(record.seconds_by_kind.values())
@@ -198,6 +209,15 @@ def _seconds(record: RunRecord) -> str:
         f"{seconds_text(total)}.</p>"
         f'<div class="bars-of">{blocks}</div>',
     )
+
+
+def bars_by_phase(record: RunRecord) -> dict[str, list[Bar]]:
+    """Seconds of each kind of task, forward and backward."""
+    by_phase: dict[str, list[Bar]] = {}
+    for key, seconds in record.seconds_by_kind.items():
+        phase, kind = _phase_and_kind(key)
+        by_phase.setdefault(phase, []).append(Bar(kind, seconds))
+    return by_phase
 
 
 def _phase_head(phase: str, bars: Sequence[Bar], total: float) -> str:
@@ -233,6 +253,10 @@ def _timeline(record: RunRecord) -> str:
         _pass_panel(layer, passes, classes=classes, drawn=drawn) for layer, passes in held.items()
     ]
     left_out = len(record.timeline) - len(drawn)
+    step = timeline.Step(record.timeline, record.traced_s)
+    legend = {kind: name for kind, name in classes.items() if kind in traced}
+    if step.length_s:
+        legend[timeline.HOST_WORK] = "kh"
     note = (
         f" The {len(drawn):,} longest of {len(record.timeline):,} tasks are drawn layer by layer; "
         "the overview has all."
@@ -242,9 +266,10 @@ def _timeline(record: RunRecord) -> str:
     return section(
         title,
         '<p class="note">Tasks of this rank, a row a lane, with the percent of the time that the '
-        f"lane was busy.{timeline.hidden(record.timeline)}{note}</p>"
-        f"{charts.kind_legend({k: c for k, c in classes.items() if k in traced})}"
-        f"<h3>The whole step</h3>{timeline.overview(record.timeline, classes)}"
+        f"lane was busy.{timeline.hidden(record.timeline)}"
+        f"{timeline.critical(record.timeline)}{note}</p>"
+        f"{charts.kind_legend(legend)}"
+        f"<h3>The whole step</h3>{timeline.overview(step, classes)}"
         f"{selectable('passes', panels, first=0)}",
     )
 

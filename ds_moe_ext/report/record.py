@@ -40,7 +40,11 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class Span:
-    """One task of the traced step on this rank; seconds from the start of the step."""
+    """One task of the traced step on this rank; seconds from the start of the step.
+
+    ``bound_by`` is the position in the timeline of the task that it waited for last; None if there
+    was none, or that is not known.
+    """
 
     name: str  # gate, order, dispatch, expert, combine, restore, ...
     lane: str
@@ -49,6 +53,7 @@ class Span:
     chunk: str  # finest chunks covered, as "0" or "0-2"
     start_s: float
     end_s: float
+    bound_by: int | None = None
 
 
 @dataclass(frozen=True)
@@ -245,6 +250,8 @@ class RunRecord:
         looks: what was predicted of rows and where they went; None if that is not known.
         choices: which strategy planned from when on, where one chose between several.
         ranks: what each rank took and needed; None before they told each other.
+        traced_s: how long the step of the timeline was, the host's own work and its optimizer's
+            included; 0 if that is not known.
     """
 
     strategy: str
@@ -262,6 +269,7 @@ class RunRecord:
     looks: LooksRecord | None = None
     choices: tuple[ChoiceRecord, ...] = ()
     ranks: RanksRecord | None = None
+    traced_s: float = 0.0
 
     def balance_IL(self) -> np.ndarray:
         """Rows of the busiest cell over the mean of those that are home to experts, float

@@ -32,6 +32,8 @@ from ds_moe_ext.report.record import (
     Span,
     TermRecord,
 )
+from ds_moe_ext.report.waits import bound_by, seen_after
+from ds_moe_ext.schedule.executor import Lanes, Mark
 from ds_moe_ext.schedule.task import COMPUTE, GATHER, GRADIENTS, PARAM
 from ds_moe_ext.strategy import Choice, Plan
 
@@ -56,12 +58,18 @@ class Watched(Protocol):
 class StepTracer(Protocol):
     """Wants the tasks of some steps."""
 
+    def begin(self) -> None:
+        """Called before the first of them. Collective."""
+        ...
+
     @property
     def steps(self) -> range:
         """The steps; no others are timed for it."""
         ...
 
-    def __call__(self, step: int, timed: list[TimedTask]) -> None: ...
+    def __call__(self, step: int, timed: list[TimedTask], rows: Sequence[Rows]) -> None:
+        """Called after each of them, by all ranks, with what each layer routed. Collective."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,11 +154,23 @@ class _Times:
         seconds: of all, by phase and task.
         num_steps: how many there were.
         timeline: tasks of one of them.
+        began: when that step did; None if that is not known.
+        traced_s: how long it was; 0 if that is not known.
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     num_steps: int = 0
     timeline: tuple[Span, ...] = ()
+    began: Mark | None = None
+    traced_s: float = 0.0
+
+
+@dataclass(eq=False)
+class _Ran:
+    """By what the latest step did: its plans, and by layer the copies that were not planned."""
+
+    plans: tuple[Plan, ...] = ()
+    added: Mapping[int, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -205,6 +225,7 @@ class Recorder:
     terms: how good the strategy's model of costs is, once that is known.
     beside: adds what another rank did in a timed step; collective over the two.
     ranks: what all ranks take and need; None where nobody asks them.
+    lanes: tell when the traced step began and ended; None: nobody knows.
     """
 
     strategy: str
@@ -216,10 +237,10 @@ class Recorder:
     terms: tuple[TermRecord, ...] = ()
     beside: Callable[[list[Span]], list[Span]] | None = None
     ranks: RanksSeen | None = None
+    lanes: Lanes | None = None
     _kept: _Kept = field(init=False)
     _latest: StepLoads | None = None
-    _plans: tuple[Plan, ...] = ()  # of the latest step
-    _added: Mapping[int, np.ndarray] = field(default_factory=dict)  # likewise
+    _ran: _Ran = field(default_factory=_Ran)
     _changes: _Changes = field(default_factory=_Changes)
     _times: _Times = field(default_factory=_Times)
 
@@ -235,9 +256,10 @@ class Recorder:
             step: number of the step that has ended, from 0.
             rows: what each layer routed since the last step.
         """
+        ended = self._mark(step)
         self._take_plans(step)
         self._take_loads(step, rows)
-        self._take_times(step)
+        self._take_times(step, rows, ended)
         if self.ranks is not None:
             self.ranks.after_step(step, self._tokens(rows))
         self._time(step + 1)
@@ -251,7 +273,7 @@ class Recorder:
         """The same of each layer, float ``[L]``."""
         if self._latest is None:
             return np.ones(len(self.layers))
-        homes = np.unique(np.concatenate([plan.home.owner_E for plan in self._plans]))
+        homes = np.unique(np.concatenate([plan.home.owner_E for plan in self._ran.plans]))
         return balance_L(self._latest.cell_rows_LC[:, homes])
 
     def latest_copies(self) -> int:
@@ -261,7 +283,7 @@ class Recorder:
 
     def latest_choice(self) -> Choice | None:
         """By which the latest step ran, where one strategy chooses between several."""
-        return self._plans[0].choice if self._plans else None
+        return self._ran.plans[0].choice if self._ran.plans else None
 
     def _tokens(self, rows: Sequence[Rows]) -> float:
         """That came from this rank in a step, by the rows of the first layer; nan where nobody said
@@ -280,8 +302,8 @@ class Recorder:
     def record(self) -> RunRecord:
         """The run up to now."""
         layers = tuple(layer.record() for layer in self.layers)
-        if self._plans:  # the layers may already have the homes of the next step
-            homes = (tuple(plan.home.owner_E.tolist()) for plan in self._plans)
+        if self._ran.plans:  # the layers may already have the homes of the next step
+            homes = (tuple(plan.home.owner_E.tolist()) for plan in self._ran.plans)
             layers = tuple(replace(layer, home_E=home_E) for layer, home_E in zip(layers, homes))
         num_cells = self.layers[0].routed.site.plan.home.num_cells
         num_experts = max(layer.num_experts for layer in layers)
@@ -306,6 +328,7 @@ class Recorder:
             looks=self._looks(layers),
             choices=tuple(self._changes.choices),
             ranks=None if self.ranks is None else self.ranks.record(),
+            traced_s=self._times.traced_s,
         )
 
     @cached_property
@@ -335,7 +358,7 @@ class Recorder:
             last_step=latest.step,
             copied_to=tuple(
                 tuple(tuple(np.flatnonzero(copied_C).tolist()) for copied_C in copied_EC(plan))
-                for plan in self._plans
+                for plan in self._ran.plans
             ),
             added=self._added_record(latest, shape_ILE) if has_added else None,
         )
@@ -343,8 +366,8 @@ class Recorder:
     def _added_record(self, latest: StepLoads, shape_ILE: tuple[int, int, int]) -> AddedRecord:
         """Of copies that were not planned."""
         passes = [
-            self._added.get(index, np.zeros(plan.home.holds_EC.shape, dtype=np.int64))
-            for index, plan in enumerate(self._plans)
+            self._ran.added.get(index, np.zeros(plan.home.holds_EC.shape, dtype=np.int64))
+            for index, plan in enumerate(self._ran.plans)
         ]
         return AddedRecord(
             copies_ILE=_stacked([loads.added_LE for loads in self._kept.steps], shape_ILE),
@@ -355,8 +378,15 @@ class Recorder:
     def _time(self, step: int) -> None:
         """Time the tasks of the coming step, if anybody wants to know."""
         is_traced = self.tracer is not None and step in self.tracer.steps
+        if self.tracer is not None and step == self.tracer.steps.start:
+            self.tracer.begin()
+        self._times.began = self._mark(step)
         for layer in self.layers:
             layer.routed.tasks.is_on = self._is_sample(step) or is_traced
+
+    def _mark(self, step: int) -> Mark | None:
+        """This moment, if the step is traced for the page."""
+        return self.lanes.mark() if self.lanes is not None and step == self.trace_step else None
 
     def _is_sample(self, step: int) -> bool:
         """Whether the tasks of a step are timed, by all ranks."""
@@ -364,34 +394,40 @@ class Recorder:
 
     def _take_plans(self, step: int) -> None:
         plans = tuple(layer.routed.site.plan for layer in self.layers)
-        for index, (before, plan) in enumerate(zip(self._plans, plans)):
+        for index, (before, plan) in enumerate(zip(self._ran.plans, plans)):
             if plan.home is before.home:
                 continue
             num_moved = int((plan.home.owner_E != before.home.owner_E).sum())
             if num_moved:
                 self._changes.moves.append(Move(step, index, num_moved))
-        self._plans = plans
+        self._ran.plans = plans
         self._changes.add_choice(step, plans[0].choice)
 
     def _take_loads(self, step: int, rows: Sequence[Rows]) -> None:
-        is_kept, plans = self._kept.wants(step), self._plans
-        self._added = {
+        is_kept, plans = self._kept.wants(step), self._ran.plans
+        self._ran.added = {
             index: added_EC(plan, seen)
             for index, (plan, seen) in enumerate(zip(plans, rows))
             if plan.revise is not None
         }
         looked_at = in_turn(step, rows) if is_kept else ()
         looks = {n: Look.at(plans[n], rows[n], self._node_C) for n in looked_at}
-        self._latest = StepLoads.of(step, plans, rows, self._added, looks)
+        self._latest = StepLoads.of(step, plans, rows, self._ran.added, looks)
         if is_kept:
             self._kept.add(self._latest)
 
-    def _take_times(self, step: int) -> None:
+    def _take_times(self, step: int, rows: Sequence[Rows], ended: Mark | None) -> None:
         timed = [task for layer in self.layers for task in layer.routed.tasks.take()]
+        if self.tracer is not None and step in self.tracer.steps:
+            self.tracer(step, timed, rows)
         if not timed:
             return
         self._times.num_steps += 1
-        spans = spans_of(timed, timed[0], [layer.name for layer in self.layers])
+        is_traced, names = step == self.trace_step, [layer.name for layer in self.layers]
+        origin = (
+            timed[0] if self._times.began is None else replace(timed[0], start=self._times.began)
+        )
+        spans = spans_of(timed, origin, names, has_waits=is_traced)
         if self._is_sample(step):
             if self.ranks is not None:
                 self.ranks.own.saw_tasks(spans)
@@ -399,10 +435,10 @@ class Recorder:
                 spans = self.beside(spans)
         for span in spans:
             self._times.seconds[f"{span.phase}:{span.name}"] += span.end_s - span.start_s
-        if step == self.trace_step:
+        if is_traced:
             self._times.timeline = tuple(spans)
-        if self.tracer is not None and step in self.tracer.steps:
-            self.tracer(step, timed)
+            if ended is not None:
+                self._times.traced_s = replace(origin, end=ended).seconds_from(origin)[1]
 
 
 def copied_EC(plan: Plan) -> np.ndarray:
@@ -436,15 +472,26 @@ def phase_of(task: TimedTask) -> str:
 
 
 def spans_of(
-    timed: Iterable[TimedTask], origin: TimedTask, layer_names: Sequence[str]
+    timed: Iterable[TimedTask],
+    origin: TimedTask,
+    layer_names: Sequence[str],
+    *,
+    has_waits: bool = False,
 ) -> list[Span]:
     """Tasks as the page draws them, in the order in which they began.
 
     Weights may be gathered for backward too. That is nobody's adjoint: it belongs to the phase of
     what this rank computes next.
+
+    Args:
+        timed: the tasks.
+        origin: at whose start seconds begin.
+        layer_names: of the run.
+        has_waits: whether it is said who waited for whom.
     """
-    found = (span_of(task, origin, layer_names) for task in timed)
-    spans = sorted(found, key=lambda span: span.start_s)
+    found = [(span_of(task, origin, layer_names), task.task) for task in timed]
+    found.sort(key=lambda each: each[0].start_s)
+    spans = [span for span, _ in found]
     phase = None
     for position in reversed(range(len(spans))):
         span = spans[position]
@@ -452,6 +499,10 @@ def spans_of(
             phase = span.phase
         elif (span.name, span.lane) == (GATHER.name, PARAM.name) and phase is not None:
             spans[position] = replace(span, phase=phase)
+    if has_waits:
+        tasks, moments = [task for _, task in found], [(s.start_s, s.end_s) for s in spans]
+        bound = bound_by(tasks, seen_after(tasks), moments)
+        spans = [replace(span, bound_by=by) for span, by in zip(spans, bound)]
     return spans
 
 

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,8 +24,13 @@ from ds_moe_ext.schedule.task import (
     PARAM,
     PLAN,
 )
+from ds_moe_ext.schedule.trace import in_order
 
 _WAITS = (JOIN.name, HAVE_AGAIN.name)  # no work, in the lane of what is computed
+HOST_WORK = "rest of the model"
+_LEAST_SHARE = 0.01  # of the critical path, of a kind that is named
+MAX_TASKS = 6000  # told to the script
+_MOST_STRETCHES = 1000
 MAX_BOXES = 2500  # tasks drawn as boxes of their own, with tooltips
 _FINE = 2000  # horizontal resolution of the overview
 _ROW = 26  # pixels a lane
@@ -66,10 +73,8 @@ class Pass:
 
     @property
     def own(self) -> Pass:
-        """Without what may happen while another layer is at work: weights travel, and the host
-        plans."""
-        spans = tuple(s for s in self.spans if s.lane not in (PARAM.name, HOST.name))
-        return replace(self, spans=spans or self.spans)
+        """Of its own tasks, as ``stretches`` has them."""
+        return replace(self, spans=tuple(_own(self.spans)))
 
 
 def passes_of(timeline: Iterable[Span]) -> list[Pass]:
@@ -79,6 +84,27 @@ def passes_of(timeline: Iterable[Span]) -> list[Pass]:
         held.setdefault((span.layer, span.phase), []).append(span)
     passes = [Pass(layer, phase, tuple(spans)) for (layer, phase), spans in held.items()]
     return sorted(passes, key=lambda one: one.start_s)
+
+
+def stretches(timeline: Sequence[Span]) -> list[Pass]:
+    """Which layer was at work when, in one phase: what is done in a row of its own tasks, in the
+    order in which they begin. A layer comes once a micro-batch; where tasks of many layers take
+    turns, once."""
+    held: list[list[Span]] = []
+    for span in sorted(_own(timeline), key=lambda span: span.start_s):
+        if held and (held[-1][0].layer, held[-1][0].phase) == (span.layer, span.phase):
+            held[-1].append(span)
+        else:
+            held.append([span])
+    if len(held) > _MOST_STRETCHES:
+        return [one.own for one in passes_of(timeline)]
+    return [Pass(spans[0].layer, spans[0].phase, tuple(spans)) for spans in held]
+
+
+def _own(spans: Sequence[Span]) -> Sequence[Span]:
+    """Without what may happen while another layer is at work: weights travel, and the host
+    plans."""
+    return tuple(s for s in spans if s.lane not in (PARAM.name, HOST.name)) or spans
 
 
 def boxed(timeline: Sequence[Span]) -> frozenset[Span]:
@@ -135,26 +161,183 @@ class _Busy:
         return float(np.interp(time_s, self._at_s, self._busy_s))
 
 
-def overview(timeline: Sequence[Span], classes: dict[str, str]) -> str:
-    """The whole step: which layer was at work, and every task of every lane."""
-    start_s = min(span.start_s for span in timeline)
-    window = _window(start_s, max(span.end_s for span in timeline) - start_s)
-    lanes = _lanes(timeline)
+@dataclass(frozen=True)
+class Step:
+    """What is drawn of a step.
+
+    Attributes:
+        spans: the tasks of one rank.
+        length_s: from the start of the step to its end; 0 if that is not known.
+        shown_s: what is drawn at least, to compare it with another.
+    """
+
+    spans: Sequence[Span]
+    length_s: float = 0.0
+    shown_s: float = 0.0
+
+    @property
+    def window(self) -> Window:
+        """From its start, or that of the first task, to its end, or that of the last."""
+        start_s = 0.0 if self.length_s else min(span.start_s for span in self.spans)
+        end_s = max(self.length_s, *(span.end_s for span in self.spans))
+        return _window(start_s, max(end_s - start_s, self.shown_s))
+
+    def others(self) -> list[Span]:
+        """What the model does when no layer of ours is at work; none where nobody knows how long
+        the step was."""
+        if not self.length_s:
+            return []
+        ordered = sorted(self.spans, key=lambda span: span.start_s)
+        lanes = in_order(span.lane for span in ordered)
+        lane = COMPUTE.name if COMPUTE.name in lanes else lanes[0]
+        before, ended_s, found = None, 0.0, []
+        for after in (*ordered, None):
+            start_s = self.length_s if after is None else after.start_s
+            if start_s > ended_s and _differ(before, after):
+                told = _between(before, after)
+                found.append(Span(HOST_WORK, lane, "", told, "", ended_s, start_s))
+            if after is not None and after.end_s > ended_s:
+                before, ended_s = after, after.end_s
+        return found
+
+
+def _differ(before: Span | None, after: Span | None) -> bool:
+    if before is None or after is None:
+        return True
+    return (before.layer, before.phase) != (after.layer, after.phase)
+
+
+def _between(before: Span | None, after: Span | None) -> str:
+    if after is None:
+        return "behind the last layer: gradients, optimizer"
+    if before is None:
+        return "before the first layer: data, embedding"
+    if before.layer == after.layer:
+        return f"between {before.phase} and {after.phase} of {after.layer}"
+    return f"between {before.layer} and {after.layer}, {after.phase}"
+
+
+def overview(step: Step, classes: dict[str, str]) -> str:
+    """The whole step: which layer was at work, every task of every lane, and the rest of the model.
+
+    The script draws the same by what it is told of the tasks, nearer and with who waited for whom.
+    """
+    window, others = step.window, step.others()
+    lanes = in_order(span.lane for span in step.spans)
     height = _ROW * len(lanes)
-    passes = passes_of(timeline)
-    short = short_names(list(dict.fromkeys(one.layer for one in passes)))
-    rows = "".join(_pass_box(one.own, window, short=short[one.layer]) for one in passes)
+    short = short_names(list(dict.fromkeys(span.layer for span in step.spans)))
+    rows = "".join(_pass_box(one, window, short=short[one.layer]) for one in stretches(step.spans))
+    everything = [*step.spans, *others]
+    styles = {**classes, HOST_WORK: "kh"}
     paths = "".join(
-        f'<path class="{classes[kind]}" d="{_merged(timeline, window, lanes=lanes, kind=kind)}"/>'
-        for kind in sorted({span.name for span in timeline})
+        f'<path class="{styles[kind]}" d="{_merged(everything, window, lanes=lanes, kind=kind)}"/>'
+        for kind in sorted({span.name for span in everything})
     )
     return (
-        f'<div class="axes time"><div class="lanes" style="height:{height + _ROW}px"><span>layer'
-        f"</span>{_lane_names(lanes, timeline, window.length_s)}</div>"
+        f'<figure class="timeline"><div class="axes time">'
+        f'<div class="lanes" style="height:{height + _ROW}px"><span>layer'
+        f"</span>{_lane_names(lanes, step.spans, window.length_s)}</div>"
         f'<svg class="plot" height="{height + _ROW}" role="img" aria-label="the whole step">'
         f'{_time_grid(window)}{rows}<svg y="{_ROW}" width="100%" height="{height}" '
         f'viewBox="0 0 {_FINE} {height}" preserveAspectRatio="none">{paths}</svg></svg>'
-        f"{_time_axis(window)}</div>"
+        f'{_time_axis(window)}</div><script type="application/json">'
+        f"{_told(step, others, lanes, styles, short)}</script></figure>"
+    )
+
+
+def _told(
+    step: Step,
+    others: Sequence[Span],
+    lanes: Sequence[str],
+    styles: Mapping[str, str],
+    short: Mapping[str, str],
+) -> str:
+    """The longest tasks for the script, microseconds from the left edge."""
+    spans, start_s = step.spans, step.window.start_s
+    kept = sorted(range(len(spans)), key=lambda at: spans[at].start_s - spans[at].end_s)[:MAX_TASKS]
+    drawn = [(spans[at], at) for at in kept] + [(span, -1) for span in others]
+    drawn.sort(key=lambda each: each[0].start_s)
+    new = {old: at for at, (_, old) in enumerate(drawn)}
+    kinds, places = _Numbers(), _Numbers()
+    tasks = [
+        (
+            kinds(span.name),
+            lanes.index(span.lane),
+            places(f"{span.layer} {span.phase}".strip()),
+            span.chunk,
+            _microseconds(span.start_s - start_s),
+            _microseconds(span.end_s - span.start_s),
+            None if span.bound_by is None else new.get(span.bound_by),
+        )
+        for span, _ in drawn
+    ]
+    passes = [
+        (
+            short[one.layer],
+            one.phase,
+            places(f"{one.layer} {one.phase}"),
+            _microseconds(one.start_s - start_s),
+            _microseconds(one.length_s),
+        )
+        for one in stretches(spans)
+    ]
+    told = {
+        "kinds": [(kind, styles[kind]) for kind in kinds],
+        "places": list(places),
+        "numLanes": len(lanes),
+        "passes": passes,
+        "tasks": tasks,
+        "last": new.get(_last(spans)),
+        "length": max(_microseconds(step.window.length_s), 0.1),
+    }
+    return json.dumps(told, separators=(",", ":")).replace("<", "\\u003c")
+
+
+class _Numbers(dict[str, int]):
+    """Texts, each with its number."""
+
+    def __call__(self, text: str) -> int:
+        return self.setdefault(text, len(self))
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
+
+
+def _last(spans: Sequence[Span]) -> int:
+    """Position of the task that ended last."""
+    return max(range(len(spans)), key=lambda at: spans[at].end_s)
+
+
+def _chain(spans: Sequence[Span]) -> Iterator[Span]:
+    """The last task, the one that it waited for last, and so on."""
+    at: int | None = _last(spans)
+    while at is not None:
+        yield spans[at]
+        at = spans[at].bound_by
+
+
+def critical(spans: Sequence[Span]) -> str:
+    """What the step spent its time on, from its last task back, each to the one that it waited for
+    last; nothing where that is not known."""
+    if all(span.bound_by is None for span in spans):
+        return ""
+    chain = list(_chain(spans))
+    seconds: dict[str, float] = defaultdict(float)
+    for span in chain:
+        seconds[span.name] += span.end_s - span.start_s
+    total_s = max(chain[0].end_s - chain[-1].start_s, 1e-12)
+    longest = sorted(seconds.items(), key=lambda item: -item[1])
+    parts = [
+        f"{name} {100 * own_s / total_s:.0f} %"
+        for name, own_s in longest
+        if own_s >= _LEAST_SHARE * total_s
+    ]
+    idle_s = total_s - sum(seconds.values())
+    return (
+        " From the last task back, each to the one that it waited for last, "
+        f"{seconds_text(total_s)} went by: {', '.join(parts)}; none of these was at work for "
+        f"{100 * max(idle_s, 0.0) / total_s:.0f} %."
     )
 
 
@@ -163,7 +346,7 @@ def pass_chart(
 ) -> str:
     """The tasks of one layer in one phase, on a scale of ``length_s`` seconds."""
     window = _window(one.start_s, length_s)
-    lanes = _lanes(one.spans)
+    lanes = in_order(span.lane for span in one.spans)
     height = _ROW * len(lanes)
     boxes = "".join(
         _box(span, window, row=lanes.index(span.lane), style=classes[span.name])
@@ -185,13 +368,6 @@ def pass_chart(
 
 def _window(start_s: float, length_s: float) -> Window:
     return Window(start_s, max(length_s, 1e-9))
-
-
-def _lanes(spans: Iterable[Span]) -> list[str]:
-    """Those of weights and of rows on either side of the one that computes; the host's; others."""
-    seen = dict.fromkeys(span.lane for span in spans)
-    known = [lane.name for lane in (PARAM, COMPUTE, INTER, INTRA, HOST)]
-    return [lane for lane in known if lane in seen] + [lane for lane in seen if lane not in known]
 
 
 def _lane_names(lanes: list[str], spans: Sequence[Span], length_s: float) -> str:

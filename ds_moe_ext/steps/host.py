@@ -211,7 +211,7 @@ def run_on(host: Host, model: nn.Module, settings: Settings, strategy: Strategy)
             host.num_micro_batches > 1,
         )
     planning = _planning(host, blueprint, layers, costs, mover)
-    run = Run.start(blueprint, layers, planning, mover, host.carrier)
+    run = Run.start(blueprint, layers, planning, mover, host.carrier, device=host.device)
     host.watch_steps(run)
     join_generate(model, run, host.device)
     return run

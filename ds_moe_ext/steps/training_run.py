@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
 
 from ds_moe_ext.attachment.outputs import ENDINGS, or_warn, say
@@ -17,20 +18,20 @@ from ds_moe_ext.attachment.replacement import AttachedLayer, Blueprint, bytes_of
 from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.files.console import wide_console
 from ds_moe_ext.layout import Grid
-from ds_moe_ext.moe.observation import TimedTask
 from ds_moe_ext.report.division import division_line
 from ds_moe_ext.report.rank_figures import OwnSteps, RanksSeen
 from ds_moe_ext.report.record import RunRecord
-from ds_moe_ext.report.recorder import Recorder, spans_of
+from ds_moe_ext.report.recorder import Recorder
 from ds_moe_ext.report.report_files import ReportFiles
 from ds_moe_ext.report.summary import outcomes_by_layer, ranks_line
 from ds_moe_ext.report.units import bytes_text, seconds_text
-from ds_moe_ext.schedule.trace import Box, chrome_trace
+from ds_moe_ext.schedule.executor import lanes_for
 from ds_moe_ext.settings import Settings
 from ds_moe_ext.steps.expert_moves import ExpertMover
 from ds_moe_ext.steps.load_forecasts import LoadForecasts
 from ds_moe_ext.steps.monitor import Monitor
 from ds_moe_ext.steps.planning import Planning
+from ds_moe_ext.steps.tracer import Tracer
 
 RECORD = "ds_moe_ext"  # the one attribute of ours that a host's object has
 
@@ -91,19 +92,22 @@ class Run:
         planning: Planning,
         mover: ExpertMover,
         lives_with: object,
+        *,
+        device: torch.device,
     ) -> Run:
-        """Begin to record, and tell a person what was replaced.
+        """Begin to record, and tell a person what was replaced. Collective.
 
         Args:
             lives_with: the host's engine, which carries the run: it ends with it, or with the
                 process.
+            device: where this rank's experts compute.
         """
         settings, layout = blueprint.settings, layers[0].routed.site.layout
         rank, report, trace = layout.place, settings.report, settings.trace
-        tracer = None
-        if rank == 0 and trace.path is not None:
+        tracer, lanes = None, lanes_for(device, overlaps=True)
+        if trace.path is not None:
             steps = range(trace.first_step, trace.first_step + trace.num_steps)
-            tracer = _Tracer(Path(trace.path), steps, [layer.name for layer in layers])
+            tracer = Tracer(Path(trace.path), steps, layers, lanes)
         recorder = Recorder(
             strategy=_strategy(settings),
             world_size=blueprint.grid.world_size,
@@ -116,6 +120,7 @@ class Run:
                 layout.grid.along("ep"),
                 partial(gather_objects, group=layout.everyone),
             ),
+            lanes=lanes,
         )
         monitor, files = Monitor(report.enabled and report.monitor), None
         if rank == 0 and report.enabled and report.path is not None:
@@ -203,30 +208,11 @@ def teller(settings: Settings, rank: int) -> Callable[[str], None]:
     return tell
 
 
-class _Tracer:
-    """Writes the tasks of some steps as one Chrome trace."""
-
-    def __init__(self, path: Path, steps: range, layer_names: Sequence[str]) -> None:
-        self._path, self.steps, self._layer_names = path, steps, layer_names
-        self._origin: TimedTask | None = None
-        self._boxes: list[Box] = []
-
-    def __call__(self, step: int, timed: list[TimedTask]) -> None:
-        self._origin = self._origin or timed[0]
-        for span in spans_of(timed, self._origin, self._layer_names):
-            name = f"{span.name} {span.layer} [{span.chunk}] {span.phase}"
-            self._boxes.append(Box(name, 0, span.lane, span.start_s, span.end_s, span.name))
-        if step == self.steps[-1]:
-            with or_warn(f"the trace {str(self._path)!r}"):
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._path.write_text(chrome_trace(self._boxes))
-
-
 def start_table(run: Run) -> Table:
     """What was replaced, by what, and what it costs."""
     table = Table(title=f"ds_moe_ext: {_told(run.blueprint)}", title_justify="left")
     table.add_column("layer", no_wrap=True, overflow="fold")
-    for heading in ("was", "experts", "a cell", "bytes a rank", "before"):
+    for heading in ("was", "experts", "an EP rank", "bytes a rank", "before"):
         table.add_column(heading)
     for layer in run.layers:
         home = layer.routed.site.plan.home
@@ -273,7 +259,7 @@ def end_table(record: RunRecord) -> Table:
         title_justify="left",
     )
     table.add_column("layer")
-    table.add_column("busiest cell / mean", justify="right")
+    table.add_column("busiest EP rank / mean", justify="right")
     has_placements = record.placements is not None
     for heading in ("at home only", "copies a step", "changed homes") if has_placements else ():
         table.add_column(heading, justify="right")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -39,10 +39,22 @@ class BothSides:
         later_s = _first_end_s(spans) - _first_end_s(theirs)
         computed = [span for span in theirs if span.lane == EXPERT_SIDE.name]
         moved = (
-            replace(span, start_s=span.start_s + later_s, end_s=span.end_s + later_s)
+            replace(span, start_s=span.start_s + later_s, end_s=span.end_s + later_s, bound_by=None)
             for span in computed
         )
-        return sorted([*spans, *moved], key=lambda span: span.start_s)
+        return _merged(spans, moved)
+
+
+def _merged(spans: Sequence[Span], others: Iterable[Span]) -> list[Span]:
+    """All, in the order in which they began; the first ones know where those are now that they
+    waited for."""
+    both = [*spans, *others]
+    order = sorted(range(len(both)), key=lambda old: both[old].start_s)
+    new = {old: place for place, old in enumerate(order)}
+    return [
+        span if span.bound_by is None else replace(span, bound_by=new[span.bound_by])
+        for span in (both[old] for old in order)
+    ]
 
 
 def _first_end_s(spans: Sequence[Span]) -> float:

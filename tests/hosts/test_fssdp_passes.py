@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ds_moe_ext.comm import Arrived, Traffic, sparse_all_gather, sparse_reduce_scatter
 from ds_moe_ext.moe.expert import Expert
-from ds_moe_ext.moe.observation import TimedTask
+from ds_moe_ext.moe.observation import Rows, TimedTask
 from ds_moe_ext.report.recorder import span_of
 from ds_moe_ext.schedule.step import whole_step
 from ds_moe_ext.schedule.task import ATTENTION, START, Schedule, Task
@@ -124,7 +124,9 @@ class Kept:
     moments: dict[tuple[str, str, int], Moment] = field(default_factory=dict)
     timed: list[TimedTask] = field(default_factory=list)
 
-    def __call__(self, step: int, timed: list[TimedTask]) -> None:
+    def begin(self) -> None: ...
+
+    def __call__(self, step: int, timed: list[TimedTask], rows: Sequence[Rows]) -> None:
         self.timed += timed
         for task in timed:
             span = span_of(task, timed[0], [str(layer) for layer in range(NUM_LAYERS)])

@@ -229,7 +229,7 @@ def test_a_person_is_told(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     looks, line, page = run.report.looks, division_line(run.report), page_of(run.report)
     assert looks is not None
     told = division_of(run.report, looks, range(len(run.report.layers)))
-    assert f"{100 * told.left:.1f} % of rows left their cell, " in line
+    assert f"{100 * told.left:.1f} % of rows left their EP rank, " in line
     assert f"{100 * told.crossed:.1f} % crossed nodes" in line
     is_predicted = run.job.strategy != "ep"
     assert (f"{told.predicted:.2f} predicted -> {told.balance:.2f} reached" in line) is is_predicted

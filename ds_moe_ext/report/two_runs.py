@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of two runs, one beside the other, over the steps that both recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ds_moe_ext.report import charts, heatmap, timeline
+from ds_moe_ext.report.charts import key
+from ds_moe_ext.report.colours import classes_of
+from ds_moe_ext.report.glossary import legend
+from ds_moe_ext.report.over_steps import over_steps
+from ds_moe_ext.report.page import bars_by_phase, heat_bins, html_document, line_bins
+from ds_moe_ext.report.parts import Panel, section, selectable, table
+from ds_moe_ext.report.record import PlacementRecord, RunRecord
+from ds_moe_ext.report.summary import Bins, outcome_of
+from ds_moe_ext.report.timeline import Step
+from ds_moe_ext.report.units import EN_DASH, counted, escaped, ratio_text, seconds_text
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """A run, as the page calls it."""
+
+    name: str
+    record: RunRecord
+
+    @property
+    def heading(self) -> str:
+        """HTML: with its strategy, unless it is called by that."""
+        if self.name == self.record.strategy:
+            return escaped(self.name)
+        return f"{escaped(self.name)} <small>({escaped(self.record.strategy)})</small>"
+
+    @property
+    def tasks_s(self) -> float:
+        """In tasks, a step."""
+        return sum(self.record.seconds_by_kind.values())
+
+
+def page_beside(first: Shown, second: Shown) -> str:
+    """One self-contained HTML page about two runs. Pure.
+
+    Raises:
+        ValueError: no step was recorded of both.
+    """
+    common = sorted(set(first.record.steps_I) & set(second.record.steps_I))
+    if not common:
+        raise ValueError(
+            f"{first.name} and {second.name} have no recorded step in common; name two runs that "
+            "trained through the same steps"
+        )
+    runs = [replace(each, record=at_steps(each.record, common)) for each in (first, second)]
+    lines, heat = (bins(runs[0].record) for bins in (line_bins, heat_bins))
+    parts = [_header(runs), _figures(runs), _balance(runs, lines), _loads(runs, heat)]
+    parts += [_seconds(runs), _timelines(runs)]
+    steps = {"lines": lines.labels(), "heat": heat.labels()}
+    return html_document(f"{first.name} beside {second.name}", parts, steps)
+
+
+def at_steps(record: RunRecord, steps: Sequence[int]) -> RunRecord:
+    """The record of some of its steps only; the rest of it is of all."""
+    at = np.searchsorted(record.steps_I, steps)
+    placements = record.placements
+    return replace(
+        record,
+        steps_I=tuple(steps),
+        rows_ILE=record.rows_ILE[at],
+        cell_rows_ILC=record.cell_rows_ILC[at],
+        placements=None if placements is None else _placements_at(placements, at),
+        looks=None,
+    )
+
+
+def _placements_at(placements: PlacementRecord, at: np.ndarray) -> PlacementRecord:
+    added = placements.added
+    return replace(
+        placements,
+        copies_ILE=placements.copies_ILE[at],
+        home_cell_rows_ILC=placements.home_cell_rows_ILC[at],
+        added=None if added is None else replace(added, copies_ILE=added.copies_ILE[at]),
+    )
+
+
+def _header(runs: Sequence[Shown]) -> str:
+    first, second = runs
+    ours, theirs = (float(each.record.balance_IL().mean()) for each in runs)
+    if abs(ours - theirs) < 0.005:
+        told = f"were as balanced, the busiest EP rank with <b>{ours:.2f} times the mean</b>"
+    else:
+        better = first if ours < theirs else second
+        told = (
+            f"had their busiest EP rank at <b>{ours:.2f}</b> and <b>{theirs:.2f} times the mean"
+            f"</b>; with {escaped(better.name)} experts end after "
+            f"<b>{100 * min(ours, theirs) / max(ours, theirs):.0f} %</b> of the other's time"
+        )
+    times = ""
+    if first.tasks_s and second.tasks_s:
+        times = (
+            f" A rank spent {seconds_text(first.tasks_s)} a step in tasks of the layers, and "
+            f"{seconds_text(second.tasks_s)}: <b>{first.tasks_s / second.tasks_s:.2f} times</b>."
+        )
+    steps = first.record.steps_I
+    facts = (
+        f"{first.record.world_size} and {counted(second.record.world_size, 'rank')}",
+        f"{len(first.record.layers)} and {counted(len(second.record.layers), 'MoE layer')}",
+        f"{counted(len(steps), 'common step')}, {steps[0]:,} to {steps[-1]:,}",
+    )
+    return (
+        f"<header><h1>{first.heading} beside {second.heading}</h1>"
+        f'<p class="facts">{"".join(f"<span>{fact}</span>" for fact in facts)}</p>'
+        f'<p class="verdict">{escaped(first.name)} and {escaped(second.name)} {told}.{times}</p>'
+        f"{legend()}</header>"
+    )
+
+
+def _figures(runs: Sequence[Shown]) -> str:
+    outcomes = [outcome_of(each.record) for each in runs]
+    rows = [
+        ["mean balance", *(ratio_text(one.balance) for one in outcomes)],
+        ["at home only", *(ratio_text(one.home_balance) for one in outcomes)],
+        ["copies a step", *(f"{one.copies:.1f}" for one in outcomes)],
+        ["experts that changed homes", *(f"{one.num_moved:,}" for one in outcomes)],
+        ["rows computed", *(f"{int(each.record.rows_ILE.sum()):,}" for each in runs)],
+        ["in tasks, a step", *(_known(each.tasks_s) for each in runs)],
+        ["the traced step", *(_known(each.record.traced_s) for each in runs)],
+    ]
+    names = (key(slot, escaped(each.name)) for slot, each in enumerate(runs))
+    return section("In figures", table(["", *names], rows))
+
+
+def _known(seconds: float) -> str:
+    return seconds_text(seconds) if seconds else EN_DASH
+
+
+def _balance(runs: Sequence[Shown], bins: Bins) -> str:
+    values = {each.name: each.record.balance_IL().mean(axis=1) for each in runs}
+    note = "Rows of the busiest EP rank over the mean, mean of the layers, at each common step."
+    return over_steps("Balance over the steps", note, values, bins, ratio_text)
+
+
+def _loads(runs: Sequence[Shown], bins: Bins) -> str:
+    octaves = max(heatmap.load_octaves(each.record, bins) for each in runs)
+    panels = []
+    for index, (ours, theirs) in enumerate(zip(*(each.record.layers for each in runs))):
+        names = dict.fromkeys((ours.name, theirs.name))
+        drawn = "".join(
+            f"<div><h4>{each.heading}</h4>"
+            f"{heatmap.load_heatmap(each.record, index, bins=bins, octaves=octaves)}</div>"
+            for each in runs
+        )
+        ratios = (float(each.record.balance_IL()[:, index].mean()) for each in runs)
+        remark = f"balance {' and '.join(map(ratio_text, ratios))}"
+        panels.append(Panel(" and ".join(names), remark, f'<div class="two">{drawn}</div>'))
+    return section(
+        "Load of the experts",
+        f'<div class="scales">{heatmap.load_scale(octaves)}</div>'
+        f"{selectable('heat', panels, first=0)}",
+    )
+
+
+def _seconds(runs: Sequence[Shown]) -> str:
+    by_phase = [bars_by_phase(each.record) for each in runs]
+    every = [bar for phases in by_phase for bars in phases.values() for bar in bars]
+    if not every:
+        return ""
+    classes = classes_of(bar.kind for bar in every)
+    longest = max(bar.seconds for bar in every)
+    drawn = "".join(
+        f"<div><h3>{escaped(each.name)}, {escaped(phase)}: "
+        f"{seconds_text(sum(bar.seconds for bar in bars))}</h3>"
+        f"{charts.bars(bars, classes, longest=longest, total=each.tasks_s)}</div>"
+        for phase in ("forward", "backward")
+        for each, phases in zip(runs, by_phase)
+        if (bars := phases.get(phase, []))
+    )
+    note = '<p class="note">Time of a rank in tasks, a step on average, on one scale.</p>'
+    return section("Seconds by kind of task", f'{note}<div class="two">{drawn}</div>')
+
+
+def _timelines(runs: Sequence[Shown]) -> str:
+    traced = [each for each in runs if each.record.timeline]
+    if not traced:
+        return ""
+    classes = classes_of(span.name for each in traced for span in each.record.timeline)
+    steps = [Step(each.record.timeline, each.record.traced_s) for each in traced]
+    shown_s = max(step.window.length_s for step in steps)
+    body = "".join(
+        f'<h3>{each.heading}</h3><p class="note">{timeline.hidden(step.spans)}'
+        f"{timeline.critical(step.spans)}</p>"
+        f"{timeline.overview(replace(step, shown_s=shown_s), classes)}"
+        for each, step in zip(traced, steps)
+    )
+    return section("Timeline of one step", f"{charts.kind_legend(classes)}{body}")

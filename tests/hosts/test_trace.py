@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Chrome trace of a run of several ranks, and the timeline of its report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
+
+from ds_moe_ext.report.record import RunRecord
+from tests.hosts.copied_runs import varied
+from tests.hosts.jobs import Job, document_of, loss_of, micro_batch, model_of
+from tests.ranks import pool_of
+from tests.trace_rules import assert_sound, of
+
+STEPS = range(6, 8)
+RANKS = 2
+NOT_OF_A_PROGRAM = {"attention", "gather", "reduction"}  # the host's; begun by tasks
+
+
+class Left(NamedTuple):
+    """By a run.
+
+    Attributes:
+        ranges: names of our ranges that a profiler saw in the traced steps.
+        record: of this rank.
+    """
+
+    ranges: set[str]
+    record: RunRecord
+
+
+def left(rank: int, world_size: int, job: Job, path: Path) -> Left:
+    """Run a job whose steps are traced, and profiled."""
+    import deepspeed
+
+    from ds_moe_ext.steps.training_run import run_of
+
+    model, document = model_of(job), document_of(job, world_size)
+    asked = {"path": str(path), "first_step": STEPS.start, "num_steps": len(STEPS)}
+    document["ds_moe_ext"] |= {
+        "trace": asked,
+        "report": {"enabled": False, "trace_step": STEPS.start},
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=document
+    )
+
+    def run(steps: range) -> None:
+        for _ in range(len(steps) * engine.gradient_accumulation_steps()):
+            engine.backward(loss_of(engine, micro_batch(steps.start, rank)))
+            engine.step()
+
+    run(range(STEPS.start))
+    everywhere = _ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere) as found:
+        run(STEPS)
+    ranges = {event.name for event in found.events() if event.name.startswith("layer ")}
+    return Left(ranges, run_of(engine).recorder.record())
+
+
+JOBS = {
+    "ep": Job(micro_batches=2 * RANKS),
+    "copies": varied(Job(micro_batches=RANKS), layers=1.0, copies=1.0),
+}
+
+
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+def test_all_ranks_are_in_one_trace(job: Job, tmp_path: Path) -> None:
+    path = tmp_path / "new/trace.json"
+    first, _ = pool_of(RANKS).run(left, job, path)
+    events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    assert_sound(events)
+    names = {e["pid"]: e["args"]["name"] for e in of(events, "M") if e["name"] == "process_name"}
+    assert names == {rank: f"rank {rank} (EP rank {rank}, node 0)" for rank in range(RANKS)}
+    tasks = of(events, "X")
+    kinds = [[e["cat"] for e in tasks if e["pid"] == rank] for rank in range(RANKS)]
+    assert set(kinds[0]) == set(kinds[1]) >= {"order", "dispatch", "expert", "combine", "restore"}
+    if job == JOBS["copies"]:
+        assert set(kinds[0]) >= NOT_OF_A_PROGRAM
+    # Profilers show the same names.
+    labels = {e["name"] for e in tasks if e["cat"] not in NOT_OF_A_PROGRAM and e["pid"] == 0}
+    assert labels <= first.ranges
+    _assert_clocks_agree(tasks)
+    _assert_counts(events, first.record, job)
+
+
+def _assert_clocks_agree(tasks: list[dict[str, Any]]) -> None:
+    """No rank has its rows before the others have begun to send theirs."""
+    dispatches = [
+        [e for e in tasks if e["cat"] == "dispatch" and e["pid"] == rank] for rank in range(RANKS)
+    ]
+    assert len(dispatches[0]) == len(dispatches[1])
+    for ours, theirs in zip(*dispatches):
+        assert ours["name"] == theirs["name"]
+        first_end = min(each["ts"] + each["dur"] for each in (ours, theirs))
+        assert first_end >= max(ours["ts"], theirs["ts"]) - 50
+
+
+def _assert_counts(events: list[dict[str, Any]], record: RunRecord, job: Job) -> None:
+    """What the counters say is what the layers computed."""
+    num_passes = job.micro_batches // RANKS
+    counts = [e for e in of(events, "C") if e["name"] == "rows"]
+    assert len(counts) == RANKS * len(STEPS) * len(record.layers) * num_passes
+    for rank in range(RANKS):
+        computed = sum(e["args"]["computed here"] for e in counts if e["pid"] == rank)
+        steps = [record.steps_I.index(step) for step in STEPS]
+        assert computed == record.cell_rows_ILC[steps, :, rank].sum()
+    sent, arrived = (sum(e["args"][name] for e in counts) for name in ("sent", "arrived"))
+    assert sent == arrived and (sent > 0) == (job == JOBS["ep"])  # else all is copied
+    bytes_sent = sum(e["args"]["sent"] for e in of(events, "C") if e["name"] == "bytes")
+    assert bytes_sent == sent * 32 * 4  # a row of Job's model, in float32
+
+
+def test_the_timeline_knows_who_waited_and_how_long_the_step_was(tmp_path: Path) -> None:
+    record = pool_of(RANKS).run(left, JOBS["copies"], tmp_path / "trace.json")[0].record
+    spans = record.timeline
+    assert 0 <= spans[0].start_s <= max(span.end_s for span in spans) <= record.traced_s
+    by = {
+        (span.phase, span.name): spans[span.bound_by]
+        for span in spans
+        if span.bound_by is not None and span.layer == record.layers[1].name
+    }
+    assert by["forward", "order"].name == "attention"
+    assert by["forward", "dispatch"].name == "order"
+    assert by["forward", "combine"].name == "expert"
+    assert by["forward", "restore"].name == "combine"
+    assert by["backward", "combine"].name == "restore"
+    for span in spans:
+        if span.bound_by is not None:
+            assert spans[span.bound_by].end_s <= span.start_s + 1e-5
