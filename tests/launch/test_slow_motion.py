@@ -13,7 +13,7 @@ import slow_motion
 from paced_links import Card
 from slow_motion import Scene
 
-from ds_moe_ext.commands.price_inputs import CONFIGS
+from ds_moe_ext.files.configs import CONFIGS
 from tests.ranks import pool_of
 
 
