@@ -61,7 +61,7 @@ def test_a_scene_takes_what_the_price_says() -> None:
     ("words", "says"),
     [
         (("--tokens", "100"), "--tokens 100 cannot be shown by rows that stand for 32 each"),
-        (("--hardware", "dgx"), "neither a file nor a name of configs/hardware"),
+        (("--hardware", "dgx"), "or name one of configs/hardware: "),
     ],
 )
 def test_scenes_that_cannot_be(words: tuple[str, ...], says: str) -> None:
