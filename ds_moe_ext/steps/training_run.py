@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from torch.utils.hooks import RemovableHandle
 
 from ds_moe_ext.attachment.outputs import ENDINGS, or_warn, say
 from ds_moe_ext.attachment.replacement import AttachedLayer, Blueprint, bytes_of, told_way
@@ -66,6 +67,7 @@ class Run:
         mover: moves experts between the ranks.
         recorder: what has happened.
         rank: this rank's place among those that run the same layers.
+        block_hooks: by which copies are launched as blocks begin.
     """
 
     blueprint: Blueprint
@@ -74,6 +76,7 @@ class Run:
     mover: ExpertMover
     recorder: Recorder
     rank: int
+    block_hooks: tuple[RemovableHandle, ...]
 
     @classmethod
     def start(
@@ -83,12 +86,15 @@ class Run:
         planning: Planning,
         mover: ExpertMover,
         lives_with: object,
+        *,
+        block_hooks: tuple[RemovableHandle, ...],
     ) -> Run:
         """Begin to record, and tell a person what was replaced.
 
         Args:
             lives_with: the host's engine, which carries the run: it ends with it, or with the
                 process.
+            block_hooks: see ``Run``.
         """
         settings, layout = blueprint.settings, layers[0].routed.site.layout
         rank, report, trace = layout.place, settings.report, settings.trace
@@ -104,7 +110,7 @@ class Run:
             max_steps=report.max_steps,
             tracer=tracer,
         )
-        run = cls(blueprint, tuple(layers), planning, mover, recorder, rank)
+        run = cls(blueprint, tuple(layers), planning, mover, recorder, rank, block_hooks)
         if rank == 0 and report.enabled:
             Console().print(start_table(run))
             leave_report(recorder, report.path, lives_with, planning.forecasts)
