@@ -61,6 +61,9 @@ CROSSES = [
     ("gpt_moe", "bfloat16", ep(4, 2, 2), [fssdp(2, 1), ep(2, 0), fssdp(4, 2), ep(1, 1)]),
     ("gpt_moe", "float32", fssdp(4, 0), [ep(2, 2, 1), fssdp(2, 1)]),
     ("mixtral", "bfloat16", fssdp(2, 0), [ep(4, 1, 4), fssdp(2, 2)]),
+    ("mixtral", "float32", ep(2, 3), [ep(4, 1, 2), ep(1, 2, 1)]),
+    ("gpt_moe", "bfloat16", fssdp(2, 2), [ep(4, 3, 2), ep(2, 3)]),
+    ("mixtral", "bfloat16", ep(4, 3, 2), [prophet(2, 3), ep(4, 3), fssdp(2, 1)]),
 ]
 EVERY = [
     *(ep(w, stage, cells) for w, cells in ((1, 1), (2, 2), (2, 1), (4, 2)) for stage in (0, 1, 2)),
@@ -275,7 +278,7 @@ def test_rates_counters_and_tags(tmp_path: Path) -> None:
         assert latest == 3
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_frozen_weights_come_back(stage: int, tmp_path: Path) -> None:
     """DeepSpeed gives every rank those of rank 0's slots, at ZeRO 2."""
     job = Job("mixtral", stage)

@@ -130,9 +130,9 @@ def pipeline() -> nn.Module:
     return model
 
 
-def sharded_at_construction() -> nn.Module:
+def sharded_at_construction(model: nn.Module | None = None) -> nn.Module:
     """As ``deepspeed.zero.Init`` leaves parameters."""
-    model = families.build("mixtral")
+    model = model or families.build("mixtral")
     for number, parameter in enumerate(model.parameters()):
         parameter.ds_id = number
     return model
@@ -291,7 +291,20 @@ MODELS = {
         document=zero(stage=1, cpu_offload_param=True),
     ),
     "parameters sharded at construction": Case(
-        ("deepspeed.zero.Init", "build it without"), model=sharded_at_construction
+        ("deepspeed.zero.Init", "stage is 1", "use stage 3, or build it without"),
+        model=sharded_at_construction,
+        document=zero(stage=1),
+    ),
+    "experts of DeepSpeed's sharded at construction": Case(
+        ("deepspeed.moe.layer.MoE", "deepspeed.zero.Init", "build it without"),
+        model=lambda: sharded_at_construction(native()),
+        document=zero(stage=3),
+    ),
+    "a gate in a model that was sharded at construction": Case(
+        ("gate is set", "deepspeed.zero.Init", "build it without"),
+        {"gate": {"type": "noisy_top_k"}},
+        model=sharded_at_construction,
+        document=zero(stage=3),
     ),
     # Other parallelism
     "pipeline": Case(("PipelineModule", "plain nn.Module"), model=pipeline),

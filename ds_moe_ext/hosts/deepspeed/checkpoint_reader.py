@@ -400,7 +400,8 @@ def check_module(engine: Any, given: Mapping[str, Any], asked: Asked) -> None:
     """
     own = engine.module.state_dict()
     shapes = {name: each.shape for name, each in own.items() if isinstance(each, Tensor)}
-    shapes |= {name: shards.shape_of(p) for name, p in engine.module.named_parameters()}
+    named = engine.module.named_parameters(remove_duplicate=False)
+    shapes |= {name: shards.shape_of(p) for name, p in named}
     missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
     if asked.is_strict and (missing or unknown):
         raise ValueError(

@@ -26,7 +26,13 @@ from ds_moe_ext.attachment.host_layer import Adopted, Found
 from ds_moe_ext.attachment.meeting import start_of
 from ds_moe_ext.attachment.replacement import Around, AttachedLayer, Blueprint
 from ds_moe_ext.comm import gather_objects, sum_in_place
-from ds_moe_ext.hosts.deepspeed import engine_record, parameter_groups, startup, zero_3
+from ds_moe_ext.hosts.deepspeed import (
+    engine_record,
+    parameter_groups,
+    startup,
+    zero_3,
+    zero_init,
+)
 from ds_moe_ext.hosts.deepspeed.role_engine import clip_gradients, experts_factor
 from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
 from ds_moe_ext.hosts.deepspeed.startup import FINDERS, INITIALIZE, off_by
@@ -62,7 +68,8 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
     if strategy is None:
         start_of(INITIALIZE).stand_aside(off_by(document) or "off")
         return
-    run_on(DeepSpeedHost(engine, model, document, sources), model, settings, strategy)
+    with zero_init.described(model):
+        run_on(DeepSpeedHost(engine, model, document, sources), model, settings, strategy)
 
 
 class DeepSpeedHost:
@@ -110,7 +117,8 @@ class DeepSpeedHost:
         return settings, strategy
 
     def find(self, settings: Settings) -> list[Found]:
-        return replacement.found_in(self._model, FINDERS, settings)
+        found = replacement.found_in(self._model, FINDERS, settings)
+        return [zero_init.gathering(self._model, layer) for layer in found]
 
     def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> Seats:
         grid, why = grid_of(settings, strategy, found, dist.get_world_size())
@@ -127,7 +135,8 @@ class DeepSpeedHost:
         groups._create_expert_and_data_parallel(blueprint.grid.size)
         # DeepSpeed does so with all weights, but only when each rank has none but its own experts
         # left.
-        replacement.take_first_ranks_experts(self._model, blueprint, self.device)
+        if not zero_init.is_of(self._model):  # which gave all ranks the first one's weights
+            replacement.take_first_ranks_experts(self._model, blueprint, self.device)
         TensorParallel.of(self.carrier.mpu).check()
         return blueprint, self._around(blueprint)
 

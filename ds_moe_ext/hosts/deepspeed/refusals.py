@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from deepspeed.moe.layer import MoE
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.zero.utils import is_zero_param
 from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size
 from torch import nn
 
@@ -101,9 +103,30 @@ def _without_weights(given: Given) -> str:
     return f"this {type(given.model).__name__} lies on the meta device" if is_empty else ""
 
 
-def _sharded(given: Given) -> str:
-    is_sharded = any(hasattr(parameter, "ds_id") for parameter in given.model.parameters())
-    return "the model was built under deepspeed.zero.Init" if is_sharded else ""
+_INIT = "built under deepspeed.zero.Init"
+
+
+def _is_sharded(given: Given) -> bool:
+    return any(map(is_zero_param, given.model.parameters()))
+
+
+def _sharded_for_others(given: Given) -> str:
+    stage = given.at("zero_optimization.stage")
+    if stage == 3 or not _is_sharded(given):
+        return ""
+    return f"the model was {_INIT}, and {told('zero_optimization.stage', stage)}"
+
+
+def _native_sharded(given: Given) -> str:
+    is_native = any(isinstance(module, MoE) for module in given.model.modules())
+    return f"a deepspeed.moe.layer.MoE was {_INIT}" if is_native and _is_sharded(given) else ""
+
+
+def _gate_sharded(given: Given) -> str:
+    has_gate = bool(given.at(f"{BLOCK}.gate"))
+    return (
+        f"{BLOCK}.gate is set, and the model was {_INIT}" if has_gate and _is_sharded(given) else ""
+    )
 
 
 _MPU = "the mpu passed to deepspeed.initialize has"
@@ -205,9 +228,21 @@ UNSUPPORTED = (
         "build it on the CPU, or load its weights before deepspeed.initialize",
     ),
     Refusal(
-        "a model built under deepspeed.zero.Init",
-        _sharded,
-        "it shards weights at construction",
+        f"a model {_INIT}, at another stage than 3",
+        _sharded_for_others,
+        "other stages know no shards of weights",
+        "use stage 3, or build it without",
+    ),
+    Refusal(
+        f"deepspeed.moe.layer.MoE {_INIT}",
+        _native_sharded,
+        "its experts stay the parameters that they were, sharded over all ranks",
+        "build it without",
+    ),
+    Refusal(
+        f"{BLOCK}.gate with a model {_INIT}",
+        _gate_sharded,
+        "the gate's weights take the place of shards",
         "build it without",
     ),
 )

@@ -27,7 +27,7 @@ from ds_moe_ext.attachment.launcher import is_first
 from ds_moe_ext.attachment.meeting import PATIENCE_S, Description, Start, start_of, starting
 from ds_moe_ext.attachment.replacement import Blueprint, draw, wanted
 from ds_moe_ext.hosts import huggingface
-from ds_moe_ext.hosts.deepspeed import native, zero_3
+from ds_moe_ext.hosts.deepspeed import native, zero_3, zero_init
 from ds_moe_ext.hosts.deepspeed.op_lock import tell_of_old_lock
 from ds_moe_ext.hosts.deepspeed.refusals import (
     refuse_at_stage_3,
@@ -75,7 +75,8 @@ def blueprint_of(
     size = world_size()
     if size is None:
         return None
-    blueprint = draw(settings, strategy, model, FINDERS, size)
+    with zero_init.described(model):
+        blueprint = draw(settings, strategy, model, FINDERS, size)
     if shards_weights(document):
         zero_3.check_homes(blueprint)
     return blueprint
@@ -134,6 +135,13 @@ def description(
     document: Mapping[str, Any], model: nn.Module, mpu: Any, grid: Grid | None = None
 ) -> Description:
     """What all ranks must start with alike, as texts; ``grid`` where it is known."""
+    with zero_init.described(model):
+        return _described(document, model, mpu, grid)
+
+
+def _described(
+    document: Mapping[str, Any], model: nn.Module, mpu: Any, grid: Grid | None
+) -> Description:
     settings, _ = read_settings(document)
     found = [layer for finder in FINDERS for layer in finder(model, wanted(settings))]
     told = {
