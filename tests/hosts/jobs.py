@@ -167,7 +167,7 @@ def _balance_block(job: Job) -> dict[str, Any]:
     return {"options" if ":" in job.balance else job.balance: dict(job.balance_keys)}
 
 
-def _zero(stage: int) -> dict[str, Any]:
+def zero(stage: int) -> dict[str, Any]:
     """At stage 3 weights so small would stay whole between passes, by default."""
     return {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}
 
@@ -177,7 +177,7 @@ def document_of(job: Job, world_size: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": job.micro_batches // world_size,
         "gradient_clipping": job.clip,
-        "zero_optimization": _zero(job.stage),
+        "zero_optimization": zero(job.stage),
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
         **dict(job.extra),

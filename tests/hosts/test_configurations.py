@@ -270,6 +270,11 @@ def sharded_rows() -> Iterator[Row]:
     yield Row("fssdp sharded native", 2, job, CURVES, shows=(copies,), is_slow=True)
     job = Job("mixtral", 3, clip=0.5, steps=8, num_experts=8, strategy="prophet")
     yield Row("prophet sharded", 2, job, CURVES, is_slow=True)
+    for family in ("mixtral", "gpt_moe"):
+        job = Job(family, 3, clip=0.5, steps=4, gate=GATES["cosine"])
+        yield Row(f"gate sharded {family}", 2, job, CURVES, is_slow=family == "gpt_moe")
+    job = Job("mixtral", 3, clip=0.5, steps=8, num_experts=8, strategy="auto")
+    yield Row("auto sharded", 2, job, CURVES, is_slow=True)
     for ranks in (2, 4):
         job = esp(Job("mixtral", 3, clip=0.5, num_experts=8), 2)
         yield Row(f"esp sharded {ranks} ranks", ranks, job, CURVES, is_slow=ranks == 4)

@@ -97,7 +97,7 @@ def save(engine: Any, arguments: Arguments, save_rest: Callable[..., Any]) -> An
             _experts_apart(engine, run),
             own_groups(engine),
             shards.one_file(engine),
-            shards.whole_in_state(engine, is_writer=is_writer),
+            shards.whole_in_state(engine),
         ):
             result = save_rest(**{**arguments, "client_state": client})
             own += host_file.written(engine, arguments["save_dir"], arguments["tag"])

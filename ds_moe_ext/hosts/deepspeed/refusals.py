@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import deepspeed
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.utils import is_zero_param
 from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size
 from torch import nn
@@ -273,6 +275,11 @@ def is_above(key: str, most: int) -> Asked:
     return lambda given: told(key, given.at(key)) if (given.at(key) or 0) > most else ""
 
 
+def _shards_over_all(_: GivenToShard) -> str:
+    is_able = hasattr(DeepSpeedZeroOptimizer_Stage3, "_autoep_expert_parallel_group")
+    return "" if is_able else f"DeepSpeed is {deepspeed.__version__}"
+
+
 def _has_roles(given: GivenToShard) -> str:
     return "the strategy gives ranks roles" if given.strategy.roles is not None else ""
 
@@ -286,6 +293,12 @@ _ZERO = "zero_optimization."
 _WHOLE = "use stage 0, 1 or 2"
 
 AT_STAGE_3 = (
+    Refusal(
+        "DeepSpeed before ZeRO 3 sharded experts of its own",
+        _shards_over_all,
+        "its ZeRO 3 shards all weights over the same ranks",
+        f"use DeepSpeed 0.19.8, or {_WHOLE.removeprefix('use ')}",
+    ),
     Refusal(
         "a strategy that gives ranks roles (zebra)",
         _has_roles,

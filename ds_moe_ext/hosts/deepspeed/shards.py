@@ -16,6 +16,7 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.utils import is_zero_param
+from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from ds_moe_ext.steps.optimizer_states import Shard
@@ -60,8 +61,7 @@ def all_of(optimizer: DeepSpeedZeroOptimizer_Stage3, model: nn.Module) -> Iterat
     """What this rank has of every parameter. What is not trained is in no tensor that is stepped:
     there the shard stands for it."""
     trained = set[nn.Parameter]()
-    groups = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups)
-    for held, parameters in groups:
+    for held, parameters in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups):
         offset = 0
         for parameter in parameters:
             yield _shard(parameter, held, offset)
@@ -107,10 +107,10 @@ def one_file(engine: Any) -> Iterator[None]:
 
 
 @contextmanager
-def whole_in_state(engine: Any, *, is_writer: bool) -> Iterator[None]:
-    """A block in which the module's state has dense weights whole, on the rank that writes them.
+def whole_in_state(engine: Any) -> Iterator[None]:
+    """A block in which the module's state has dense weights whole, on a rank that writes them.
     Collective where ZeRO shards weights."""
-    state = _whole_dense(engine.module, keeps=is_writer)
+    state = _whole_dense(engine.module, keeps=groups._get_data_parallel_rank() == 0)
 
     def put(module: nn.Module, given: dict[str, Any], prefix: str, _: Any) -> None:
         given.update({prefix + name: weight for name, weight in state.items()})

@@ -118,10 +118,13 @@ def reduce_waiting(optimizer: Any) -> None:
 
 def at_hand(engine: Any, run: Run) -> Any:
     """A block between steps, in which experts are whole where plans are made by what is measured of
-    them. Collective."""
+    them, or by their sizes, which stacks tell without. Collective."""
     if not engine.zero_optimization_partition_weights():
         return nullcontext()
     measures = run.blueprint.strategy.rhythm().measures
-    copies = any(layer.routed.copies is not None for layer in run.layers)
-    layers = run.layers if measures or copies else ()
-    return whole(chain.from_iterable(layer.parameters for layer in layers))
+    needed = [
+        layer
+        for layer in run.layers
+        if measures or (layer.routed.copies is not None and not layer.hosted.stacks)
+    ]
+    return whole(chain.from_iterable(layer.parameters for layer in needed))
