@@ -96,12 +96,13 @@ def _close_groups() -> None:
 
 
 def _restore_linear() -> None:
-    """ZeRO 3 has put one of its own in the place of torch's for all that follows."""
+    """ZeRO 3 puts one of its own in the place of torch's, for all that follows."""
     import torch
 
     zero = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
-    if zero is not None and zero.Init.linear_bk is not None:
-        torch.nn.functional.linear = zero.Init.linear_bk
+    base = None if zero is None else vars(zero.InsertPostInitMethodToModuleSubClasses)
+    if base is not None and "linear_bk" in base:
+        torch.nn.functional.linear = base["linear_bk"]
 
 
 def _classes(names: Mapping[str, str]) -> set[type]:

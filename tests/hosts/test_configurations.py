@@ -247,9 +247,6 @@ def sharded_rows() -> Iterator[Row]:
         job, is_slow = Job("mixtral", 3, clip=0.5, cells=cells), ranks == 4 or cells == 1
         name = f"sharded curve {ranks} ranks {cells or 'all'} cells"
         yield Row(name, ranks, job, CURVES, Stock.SHARDED, is_slow=is_slow)
-    whole_when_small = (("zero_optimization", {"stage": 3}),)
-    job = Job("mixtral", 3, clip=0.5, extra=whole_when_small)
-    yield Row("sharded curve, small weights whole", 2, job, CURVES, Stock.SHARDED, is_slow=True)
     job = Job("mixtral", 3, clip=0.5, steps=4, evaluate=True, evaluate_within=True)
     yield Row("sharded evaluates", 2, job, CURVES, Stock.SHARDED)
     for family in ("mixtral", "gpt_moe"):

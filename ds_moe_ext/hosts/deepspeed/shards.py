@@ -42,13 +42,17 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 def _whole_dense(model: nn.Module, *, keeps: bool = True) -> dict[str, Tensor]:
     """Dense weights that are sharded, in host memory; none where this rank does not keep them.
     Collective."""
-    weights: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if is_zero_param(parameter) and not is_moe_param(parameter):
-            with whole([parameter]):
-                if keeps:
-                    weights[name] = parameter.detach().cpu().clone()
-    return weights
+    weights: dict[nn.Parameter, Tensor] = {}
+    dense = {
+        name: parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if is_zero_param(parameter) and not is_moe_param(parameter)
+    }
+    for parameter in dict.fromkeys(dense.values()):
+        with whole([parameter]):
+            if keeps:
+                weights[parameter] = parameter.detach().to("cpu", copy=True)
+    return {name: weights[parameter] for name, parameter in dense.items()} if keeps else {}
 
 
 def shape_of(parameter: nn.Parameter) -> torch.Size:
