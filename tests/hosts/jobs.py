@@ -168,8 +168,15 @@ def _balance_block(job: Job) -> dict[str, Any]:
 
 
 def zero(stage: int) -> dict[str, Any]:
-    """At stage 3 weights so small would stay whole between passes, by default."""
-    return {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}
+    """At stage 3 a model so small would stay whole, by default, or be gathered at once."""
+    if stage < 3:
+        return {"stage": stage}
+    return {
+        "stage": stage,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": 10_000,
+    }
 
 
 def document_of(job: Job, world_size: int) -> dict[str, Any]:

@@ -66,9 +66,9 @@ CROSSES = [
     ("mixtral", "bfloat16", ep(4, 3, 2), [prophet(2, 3), ep(4, 3), fssdp(2, 1)]),
 ]
 EVERY = [
-    *(ep(w, stage, cells) for w, cells in ((1, 1), (2, 2), (2, 1), (4, 2)) for stage in (0, 1, 2)),
+    *(ep(w, stage, cells) for w, cells in ((1, 1), (2, 2), (2, 1), (4, 2)) for stage in range(4)),
     *(fssdp(w, stage) for w in (2, 4) for stage in (0, 1, 2)),
-    *(prophet(w, stage) for w in (2, 4) for stage in (0, 1, 2)),
+    *(prophet(w, stage) for w in (2, 4) for stage in range(4)),
 ]
 
 

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import ds_moe_ext
 from tests.hosts import jobs
@@ -62,6 +63,39 @@ def test_experts_are_sharded_over_those_that_have_them(
         assert dense == {1 / ranks}
         assert experts == {share}
         assert copied == is_copied
+
+
+def held(rank: int, world_size: int, job: Job) -> tuple[list[bool], list[bool]]:
+    """Which of the experts that forward gathered are in memory before backward, and after the
+    step."""
+    from ds_moe_ext.steps.training_run import run_of
+
+    engine, gathered = engine_of(job, world_size), list[StorageWeakRef]()
+
+    def see(module: nn.Module, _: Any) -> None:
+        gathered.extend(StorageWeakRef(p.untyped_storage()) for p in module.parameters())
+
+    hooks = [
+        layer.hosted.register_forward_pre_hook(see)  # type: ignore[attr-defined]
+        for layer in run_of(engine).layers
+    ]
+    loss = loss_of(engine, micro_batch(0, rank))
+    before = [not each.expired() for each in gathered]
+    for hook in hooks:
+        hook.remove()
+    engine.backward(loss)
+    engine.step()
+    return before, [not each.expired() for each in gathered]
+
+
+@pytest.mark.parametrize("use_reentrant", [None, slow(True), False])
+def test_experts_of_several_ranks_are_let_go(use_reentrant: bool | None) -> None:
+    """Before backward by who checkpoints activations; else the layer keeps them for backward."""
+    job = replace(JOB, cells=2, micro_batches=4, use_reentrant=use_reentrant)
+    for before, after in pool_of(4).run(held, job):
+        assert len(before) == 4  # two weights of two layers
+        assert all(before) if use_reentrant is None else not any(before)
+        assert not any(after)
 
 
 @pytest.mark.slow
