@@ -87,9 +87,12 @@ def _has_experts_apart(engine: Any) -> bool:
 def _of_parts(original: Any) -> Any:
     @functools.wraps(original)
     def configure(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if run_of(self) is not None and self.zero_optimization_partition_weights():
+        run = run_of(self)
+        if run is not None and self.zero_optimization_partition_weights():
             with parameter_groups.not_parted(self):
-                return original(self, optimizer, *args, **kwargs)
+                made = original(self, optimizer, *args, **kwargs)
+            zero_3.launch_when_whole(run)
+            return made
         if optimizer is None or not _has_experts_apart(self):
             return original(self, optimizer, *args, **kwargs)
         with parameter_groups.parted(self, optimizer) as parted:
@@ -162,9 +165,6 @@ def _then_slice(original: Any) -> Any:
             original(self, client_optimizer, *args)
         role_engine.join(self)
         engine_record.share(self)
-        run = run_of(self)
-        if run is not None and self.zero_optimization_partition_weights():
-            zero_3.launch_when_whole(run)
         slices = engine_record.record_of(self).slices
         if slices is not None and not self.zero_optimization():
             zero_0.slice_gradients(self, slices)

@@ -127,14 +127,14 @@ def scales(rank: int, world_size: int, job: Job, folder: str, saves: bool) -> tu
     return type(engine.optimizer).__name__, float(engine.optimizer.loss_scale)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_the_loss_scale_goes_on(stage: int, tmp_path: Path) -> None:
     halves = {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 1}
     job = Job("gpt_moe", stage, extra=(("fp16", halves),))
     written = pool_of(2).run(scales, job, str(tmp_path), True)
     assert all(scale > 2**6 for _, scale in written)
     assert pool_of(2).run(scales, job, str(tmp_path), False) == written
-    other = replace(job, stage=1 - stage)
+    other = replace(job, stage=0 if stage else 1)
     for wrapper, scale in pool_of(2).run(scales, other, str(tmp_path), False):
         assert wrapper != written[0][0]
         assert scale == 2**6  # it starts anew

@@ -203,6 +203,27 @@ def test_a_saved_model_is_whole_where_that_is_asked_for(gathers: bool, tmp_path:
 # Passes.
 
 
+def evaluated(rank: int, world_size: int, job: Job) -> list[float]:
+    """Losses of an engine without an optimizer, and of one with."""
+    import deepspeed
+
+    document = jobs.document_of(job, world_size)
+    del document["optimizer"]
+    bare, *_ = deepspeed.initialize(model=jobs.model_of(job), config=document)
+    losses = []
+    for engine in (bare, engine_of(job, world_size)):
+        engine.eval()
+        with torch.no_grad():
+            losses.append(float(loss_of(engine, micro_batch(0, rank))))
+    return losses
+
+
+@pytest.mark.parametrize("job", [JOB, COPIES], ids=["ep", "fssdp"])
+def test_an_engine_without_an_optimizer_evaluates(job: Job) -> None:
+    for bare, full in pool_of(2).run(evaluated, job):
+        assert bare == full
+
+
 def generated(rank: int, world_size: int) -> list[int]:
     """As many tokens as the rank's number says, and one."""
     engine = engine_of(JOB, world_size)
