@@ -275,6 +275,9 @@ def sharded_rows() -> Iterator[Row]:
     for ranks in (2, 4):
         job = esp(Job("mixtral", 3, clip=0.5, num_experts=8), 2)
         yield Row(f"esp sharded {ranks} ranks", ranks, job, CURVES, is_slow=ranks == 4)
+    job = esp(Job("mixtral", 3, clip=0.5, steps=8, num_experts=8), 2)
+    job = over(job, "fssdp", overlap_degree=2, copies_per_rank=2)
+    yield Row("esp over fssdp sharded", 4, job, CURVES, shows=(copies,), is_slow=True)
 
 
 # Plans by chance: whatever a strategy says, a run learns the same.
