@@ -50,6 +50,7 @@ class Section:
 
 SECTIONS = (
     Section("Under DeepSpeed", deepspeed.UNSUPPORTED),
+    Section("Under DeepSpeed, at ZeRO 3", deepspeed.AT_STAGE_3),
     Section("Under DeepSpeed, where ranks have roles (`zebra`)", deepspeed.WITH_ROLES),
     Section("Under DeepSpeed, where `esp` slices dense gradients", slices.UNSLICED),
     Section(

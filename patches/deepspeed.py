@@ -19,6 +19,7 @@ from ds_moe_ext.hosts.deepspeed import (
     role_engine,
     startup,
     zero_0,
+    zero_3,
 )
 from ds_moe_ext.patches.patch import Patch, apply_all
 from ds_moe_ext.steps.training_run import run_of
@@ -27,6 +28,7 @@ from ds_moe_ext.watch import WATCH
 VERSIONS = ">=0.19.2,<0.20"
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+ZERO_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 
 
 def _check_first(original: Any) -> Any:
@@ -85,6 +87,12 @@ def _has_experts_apart(engine: Any) -> bool:
 def _of_parts(original: Any) -> Any:
     @functools.wraps(original)
     def configure(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        run = run_of(self)
+        if run is not None and self.zero_optimization_partition_weights():
+            with parameter_groups.not_parted(self):
+                made = original(self, optimizer, *args, **kwargs)
+            zero_3.launch_when_whole(run)
+            return made
         if optimizer is None or not _has_experts_apart(self):
             return original(self, optimizer, *args, **kwargs)
         with parameter_groups.parted(self, optimizer) as parted:
@@ -195,6 +203,24 @@ def _waiting_last(original: Any) -> Any:
     @functools.wraps(original)
     def independent_gradient_partition_epilogue(self: Any) -> Any:
         buckets.reduce_waiting(self)
+        return original(self)
+
+    return independent_gradient_partition_epilogue
+
+
+def _unless_last(original: Any) -> Any:
+    @functools.wraps(original)
+    def reduce_independent_p_g_buckets_and_remove_grads(self: Any, param: Any) -> None:
+        if not zero_3.waits(self, param):
+            original(self, param)
+
+    return reduce_independent_p_g_buckets_and_remove_grads
+
+
+def _last_at_the_end(original: Any) -> Any:
+    @functools.wraps(original)
+    def independent_gradient_partition_epilogue(self: Any) -> Any:
+        zero_3.reduce_waiting(self)
         return original(self)
 
     return independent_gradient_partition_epilogue
@@ -348,6 +374,18 @@ PATCHES = tuple(
             f"{ZERO}.independent_gradient_partition_epilogue",
             "what no slice took is reduced at the end, and experts when all others have been",
             _waiting_last,
+        ),
+        (
+            "unless-last",
+            f"{ZERO_3}.reduce_independent_p_g_buckets_and_remove_grads",
+            "grids of ranks with plans of their own would fill buckets at different moments",
+            _unless_last,
+        ),
+        (
+            "last-at-the-end",
+            f"{ZERO_3}.independent_gradient_partition_epilogue",
+            "experts are reduced when all others have been",
+            _last_at_the_end,
         ),
         (
             "among-own-role",

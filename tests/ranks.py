@@ -75,6 +75,7 @@ def _close_groups() -> None:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
 
+    _restore_linear()
     kept, holding = _classes(_KEPT), _classes(_HOLD_GROUPS)
     has_host = bool(kept)
     for thing in gc.get_objects() if has_host else ():
@@ -92,6 +93,16 @@ def _close_groups() -> None:
     if has_host:
         gc.collect()
         gc.freeze()
+
+
+def _restore_linear() -> None:
+    """ZeRO 3 puts one of its own in the place of torch's, for all that follows."""
+    import torch
+
+    zero = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    base = None if zero is None else vars(zero.InsertPostInitMethodToModuleSubClasses)
+    if base is not None and "linear_bk" in base:
+        torch.nn.functional.linear = base["linear_bk"]
 
 
 def _classes(names: Mapping[str, str]) -> set[type]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ds_moe_ext.attachment.dynamo import eager
 from ds_moe_ext.attachment.host_layer import Hosted
@@ -22,17 +23,22 @@ from ds_moe_ext.strategy import followers
 
 def launch_with_blocks(
     model: nn.Module, layers: Sequence[AttachedLayer], *, measures: bool
-) -> None:
+) -> tuple[RemovableHandle, ...]:
     """Let each layer's block launch copies as it begins.
 
     Args:
         measures: what blocks compute beside their MoE layer is timed also where none has copies.
+
+    Returns:
+        The hooks that do it.
     """
+    hooks: list[RemovableHandle] = []
     for layer, launch in zip(layers, launches(layers)):
         if measures or layer.routed.copies is not None:
             hook = eager(launch.__call__)
             block = model.get_submodule(block_of(model, layer.name))
-            block.register_forward_pre_hook(hook, with_kwargs=True)
+            hooks.append(block.register_forward_pre_hook(hook, with_kwargs=True))
+    return tuple(hooks)
 
 
 def launches(layers: Sequence[AttachedLayer]) -> list[Launch]:
@@ -59,6 +65,11 @@ class Launch:
 
     def __init__(self, hosted: Hosted, after: Hosted | None) -> None:
         self._hosted, self._after = hosted, after
+
+    @property
+    def begun(self) -> tuple[Hosted, ...]:
+        """Layers whose copies may be launched."""
+        return (self._hosted,) if self._after is None else (self._hosted, self._after)
 
     def __call__(self, block: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         tensors = (x for x in (*given, *named.values()) if isinstance(x, Tensor))

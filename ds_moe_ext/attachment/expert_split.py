@@ -34,21 +34,22 @@ def ways_to_split(
     Args:
         name: of the layer, for errors.
         function: what its experts compute.
-        weights: of one of them, whole.
+        weights: of one of them, whole; values are drawn for biases, and for weights that are a
+            shape alone.
         num_shards: parts.
 
     Raises:
         ValueError: no way does it.
     """
-    weights = [weight.detach().to(_dtype(weight)) for weight in weights]
     generator = torch.Generator().manual_seed(0)
-    # Biases often start as zeros, which add up however they are split.
     drawn = [
-        torch.randn(weight.shape, generator=generator).to(weight) if weight.dim() == 1 else weight
+        torch.randn(weight.shape, generator=generator).to(weight.device, _dtype(weight))
+        if weight.dim() == 1 or _is_shape_alone(weight)
+        else weight.detach().to(_dtype(weight))
         for weight in weights
     ]
     for width in dict.fromkeys(size for weight in weights for size in weight.shape):
-        rows_RD = torch.randn(NUM_ROWS, width, generator=generator).to(weights[0])
+        rows_RD = torch.randn(NUM_ROWS, width, generator=generator).to(drawn[0])
         whole = _output(function, WHOLE, rows_RD, drawn)
         if whole is None or whole.shape != rows_RD.shape or not whole.isfinite().all():
             continue
@@ -98,6 +99,12 @@ def _adds_up(parts: Sequence[Tensor | None], whole: Tensor) -> bool:
         return False
     error = (torch.stack(given).sum(dim=0) - whole).abs().max()
     return bool(error <= TOLERANCE * whole.abs().max()) and bool(whole.abs().max() > 0)
+
+
+def _is_shape_alone(weight: Tensor) -> bool:
+    """Whether all elements are one, as of weights that a host has elsewhere. These would add up
+    however they are split; so do biases, which often start as zeros."""
+    return not any(weight.stride())
 
 
 def _dtype(weight: Tensor) -> torch.dtype:

@@ -242,12 +242,20 @@ class HostedExperts(nn.Module):
     def _viewed(self) -> tuple[nn.Parameter, ...]:
         """The stacks, whose views are of where they lie now and as they are: hosts give parameters
         other memory and types."""
-        stacks = self.stacks
-        for stack, views in zip(stacks, self._views.values()):
-            first = views[0]
-            if (first.data_ptr(), first.dtype) != (stack.data_ptr(), stack.dtype):
+        for stack, views in zip(stacks := self._likened(), self._views.values()):
+            if views[0].data_ptr() != stack.data_ptr():
                 for view, own in zip(views, stack.data):
                     view.data = own
+        return stacks
+
+    def _likened(self) -> tuple[nn.Parameter, ...]:
+        """The stacks, whose views are of their type, wherever they lie: a view would keep memory
+        that a host takes from a stack between passes."""
+        for stack, views in zip(stacks := self.stacks, self._views.values()):
+            first = views[0]
+            if first.dtype != stack.dtype:
+                for view in views:
+                    view.data = stack.data.new_empty(1).expand_as(view)
             if first.requires_grad != stack.requires_grad:
                 for view in views:
                     view.requires_grad_(stack.requires_grad)
@@ -266,9 +274,10 @@ class HostedExperts(nn.Module):
         of all slots for each name."""
         if not self._views:
             return tuple(chain.from_iterable(self._by_slot()))
+        stacks = self._likened()
         if self.routed.takes_stacks:
-            return self._viewed()
-        return tuple(chain.from_iterable(zip(*map(unstacked, self._viewed()))))
+            return stacks
+        return tuple(chain.from_iterable(zip(*map(unstacked, stacks))))
 
     def forward(self, hidden: Tensor, expert_ids: Tensor, scores: Tensor) -> Tensor:
         """``[..., D]`` to ``[..., D]``. Collective over the cells."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_moe_ext.attachment.grid_sizes import grid_of, sizes_with_homes
-from ds_moe_ext.attachment.host_layer import Adopted, ExpertShape, Found, Hosted, Wanted
+from ds_moe_ext.attachment.host_layer import Adopted, ExpertShape, Found, Hosted, Wanted, weights_of
 from ds_moe_ext.attachment.meeting import start_of
 from ds_moe_ext.attachment.outputs import check_outputs
 from ds_moe_ext.attachment.router_gates import Router, host, routers_of, warn_if_causal
@@ -74,9 +74,7 @@ class AttachedLayer:
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """The expert weights of this rank, as the model has them: slot by slot, or stacked."""
-        if self.hosted.stacks:
-            return self.hosted.stacks
-        return tuple(parameter for slot in self.hosted.slots() for parameter in slot.parameters)
+        return parameters_of(self.hosted)
 
     @classmethod
     def of(cls, found: Found, adopted: Adopted) -> AttachedLayer:
@@ -98,8 +96,15 @@ class AttachedLayer:
             num_experts=home.num_experts,
             top_k=self.routed.rows.top_k,
             home_E=tuple(int(cell) for cell in home.owner_E),
-            expert_bytes=bytes_of(self.parameters),
+            expert_bytes=bytes_of(weights_of(self.hosted.slots())),
         )
+
+
+def parameters_of(hosted: Hosted) -> tuple[nn.Parameter, ...]:
+    """See ``AttachedLayer.parameters``."""
+    if hosted.stacks:
+        return hosted.stacks
+    return tuple(parameter for slot in hosted.slots() for parameter in slot.parameters)
 
 
 def bytes_of(weights: Iterable[Tensor]) -> int:
@@ -119,6 +124,7 @@ class Blueprint:
         hardware: the cluster, if the settings name a file.
         routers: of the layers, where the settings have a gate; else none.
         why_grid: what was chosen where the settings leave sizes open, for a person; else empty.
+        why_together: why all ranks must call the model together, for a person; else empty.
     """
 
     settings: Settings
@@ -128,6 +134,7 @@ class Blueprint:
     hardware: Hardware | None
     routers: tuple[Router, ...] = ()
     why_grid: str = ""
+    why_together: str = ""
 
     @property
     def pools(self) -> tuple[Pool, ...]:
@@ -147,6 +154,11 @@ class Blueprint:
     def moves_experts(self) -> bool:
         """Whether experts may change their homes."""
         return self.strategy.rhythm().shard_every > 0
+
+    @property
+    def copies_by_grid(self) -> bool:
+        """Whether several grids copy experts, each by plans of its own."""
+        return self.grid.size < self.grid.world_size and ("ep", PARAM) in self.strategy.uses()
 
     def homes(self) -> tuple[Placement, ...]:
         """Where the experts of each layer live at first."""

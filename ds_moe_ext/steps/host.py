@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ds_moe_ext.attachment import block_hooks, replacement
 from ds_moe_ext.attachment.host_layer import Adopted, Found
@@ -193,10 +194,11 @@ def run_on(host: Host, model: nn.Module, settings: Settings, strategy: Strategy)
         with start.together():  # where the others are about to plan
             return None
     gradients = host.dense_gradients(blueprint, layers)
+    hooks: tuple[RemovableHandle, ...] = ()
     with start.together():
         if blueprint.strategy.roles is None:  # else the schedule of a step has tasks for it
             measures = blueprint.strategy.rhythm().measures
-            block_hooks.launch_with_blocks(model, layers, measures=measures)
+            hooks = block_hooks.launch_with_blocks(model, layers, measures=measures)
         for layer in layers:
             if layer.routed.copies is not None:
                 layer.routed.copies.is_last_pass = host.last_pass(layer)
@@ -211,7 +213,15 @@ def run_on(host: Host, model: nn.Module, settings: Settings, strategy: Strategy)
             host.num_micro_batches > 1,
         )
     planning = _planning(host, blueprint, layers, costs, mover)
-    run = Run.start(blueprint, layers, planning, mover, host.carrier, device=host.device)
+    run = Run.start(
+        blueprint,
+        layers,
+        planning,
+        mover,
+        host.carrier,
+        device=host.device,
+        block_hooks=hooks,
+    )
     host.watch_steps(run)
     join_generate(model, run, host.device)
     return run

@@ -46,12 +46,14 @@ class ParameterStates:
 
 class Place(NamedTuple):
     """Where an optimizer keeps one parameter: elements ``[start, stop)`` of it lie at ``offset`` of
-    the tensor ``held`` that the optimizer steps."""
+    the tensor ``held`` that the optimizer steps, and what the model computes with in ``weight``,
+    ``[F]``; None: in the parameter's own memory."""
 
     held: Tensor
     offset: int
     start: int
     stop: int
+    weight: Tensor | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
         """The parameter's part of a tensor that is shaped as ``held``, ``[F]``."""
@@ -94,6 +96,43 @@ class Group(NamedTuple):
         return Place(self.held, low, low - first, high - first)
 
 
+class Shard(NamedTuple):
+    """What a rank has of one parameter that is sharded by itself, with what it has of others in one
+    tensor that an optimizer steps.
+
+    Attributes:
+        held: that tensor.
+        offset: where the shard begins in it.
+        parameter: of which it is.
+        numel: elements of the whole parameter.
+        begin: the first of them that is in the shard.
+        weight: what the model computes with, ``[N]``; it may be longer than what is left.
+    """
+
+    held: Tensor
+    offset: int
+    parameter: nn.Parameter
+    numel: int
+    begin: int
+    weight: Tensor
+
+    def places(self, views_of: Views) -> Iterator[tuple[nn.Parameter, Place]]:
+        """See ``Group.places``."""
+        yield self.parameter, self._place_of(0, self.numel)
+        views = views_of.get(self.parameter, ())
+        starts = accumulate((view.numel() for view in views), initial=0)
+        for view, start in zip(views, starts):
+            yield view, self._place_of(start, view.numel())
+
+    def _place_of(self, first: int, numel: int) -> Place:
+        """Of elements from ``first`` on."""
+        length = self.weight.numel()
+        low, high = (min(max(end - self.begin, 0), length) for end in (first, first + numel))
+        start, stop = low + self.begin - first, high + self.begin - first
+        weight = self.weight.detach().narrow(0, low, high - low)
+        return Place(self.held, self.offset + low, start, stop, weight)
+
+
 class _Stepper(NamedTuple):
     """What steps a held tensor: an optimizer of torch's kind, and the number of its group."""
 
@@ -112,7 +151,7 @@ class States:
     """
 
     def __init__(
-        self, stepped: Iterable[tuple[Any, Iterable[Group]]], views_of: Views | None = None
+        self, stepped: Iterable[tuple[Any, Iterable[Group | Shard]]], views_of: Views | None = None
     ) -> None:
         self._views_of = views_of or {}
         self._place: dict[nn.Parameter, Place] = {}
@@ -125,7 +164,7 @@ class States:
                 for held in options["params"]:
                     self._stepper[held] = _Stepper(optimizer, number)
 
-    def _add(self, group: Group) -> None:
+    def _add(self, group: Group | Shard) -> None:
         for parameter, place in group.places(self._views_of):
             self._place[parameter] = place
             if place.start < place.stop and parameter not in self._views_of:
@@ -234,7 +273,10 @@ class States:
             self._stepper[place.held].optimizer.state[place.held] = new
         elif old:
             del self._stepper[place.held].optimizer.state[place.held]
-        parameter.data.view(-1)[place.start : place.stop].copy_(given.tensors[MASTER])
+        own = place.weight
+        if own is None:
+            own = parameter.data.view(-1)[place.start : place.stop]
+        own.copy_(given.tensors[MASTER])
 
     def _like(self, old: Scalar | None, new: Scalar, held: Tensor) -> Any:
         """A scalar in the kind that the optimizer has; where it has none yet, as it came."""

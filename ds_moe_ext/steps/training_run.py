@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from torch.utils.hooks import RemovableHandle
 
 from ds_moe_ext.attachment.outputs import ENDINGS, or_warn, say
 from ds_moe_ext.attachment.replacement import AttachedLayer, Blueprint, bytes_of, told_way
@@ -73,6 +74,7 @@ class Run:
         rank: this rank's place among those that run the same layers.
         monitor: what the host's own shows meanwhile.
         files: written meanwhile; None on a rank that writes none.
+        block_hooks: by which copies are launched as blocks begin.
     """
 
     blueprint: Blueprint
@@ -83,6 +85,7 @@ class Run:
     rank: int
     monitor: Monitor
     files: ReportFiles | None
+    block_hooks: tuple[RemovableHandle, ...]
 
     @classmethod
     def start(
@@ -94,6 +97,7 @@ class Run:
         lives_with: object,
         *,
         device: torch.device,
+        block_hooks: tuple[RemovableHandle, ...],
     ) -> Run:
         """Begin to record, and tell a person what was replaced. Collective.
 
@@ -101,6 +105,7 @@ class Run:
             lives_with: the host's engine, which carries the run: it ends with it, or with the
                 process.
             device: where this rank's experts compute.
+            block_hooks: see ``Run``.
         """
         settings, layout = blueprint.settings, layers[0].routed.site.layout
         rank, report, trace = layout.place, settings.report, settings.trace
@@ -125,7 +130,9 @@ class Run:
         monitor, files = Monitor(report.enabled and report.monitor), None
         if rank == 0 and report.enabled and report.path is not None:
             files = ReportFiles(Path(report.path), report.write_every_s)
-        run = cls(blueprint, tuple(layers), planning, mover, recorder, rank, monitor, files)
+        run = cls(
+            blueprint, tuple(layers), planning, mover, recorder, rank, monitor, files, block_hooks
+        )
         if rank == 0 and report.enabled:
             wide_console().print(start_table(run))
             leave_report(recorder, report.path, lives_with, planning.forecasts)

@@ -41,7 +41,8 @@ def joined(engine: Any) -> Iterator[None]:
         engine: of DeepSpeed.
 
     Raises:
-        ValueError: under strategy zebra, where ranks that have experts only cannot run the model.
+        ValueError: under strategy zebra, where ranks that have experts only cannot run the model,
+            and where ZeRO shards weights.
     """
     run = run_of(engine)
     with torch.no_grad(), _nothing() if run is None else _joined(run, engine.device):
@@ -60,6 +61,11 @@ def _joined(run: Run, device: torch.device) -> Iterator[None]:
             f"{BLOCK}.strategy is {run.blueprint.settings.strategy!r}, under which ranks "
             "cannot run the model alone, nor generate; let all ranks evaluate together with "
             "labels, or save the model and generate from what was saved"
+        )
+    if run.blueprint.why_together:
+        raise ValueError(
+            f"ds_moe_ext.joined was called, but {run.blueprint.why_together}; let all ranks call "
+            "the model equally often, generate with synced_gpus=True, or use stage 0, 1 or 2"
         )
     if run.blueprint.grid.size == 1:
         yield
@@ -110,7 +116,7 @@ def _server(layer: AttachedLayer, launch: Launch, device: torch.device) -> Serve
 
 def join_generate(model: nn.Module, run: Run, device: torch.device) -> None:
     """Let ``generate`` of a Hugging Face model be a joined block; not where the caller says by
-    ``synced_gpus`` how ranks keep in step."""
+    ``synced_gpus`` how ranks keep in step, nor where they must: there it is on."""
     loaded = sys.modules.get("transformers.generation.utils")
     if loaded is None:
         return
@@ -122,6 +128,8 @@ def join_generate(model: nn.Module, run: Run, device: torch.device) -> None:
 def _generating(original: Any, run: Run, device: torch.device) -> Any:
     @functools.wraps(original)
     def generate(*args: Any, **kwargs: Any) -> Any:
+        if run.blueprint.why_together:
+            kwargs.setdefault("synced_gpus", True)
         if kwargs.get("synced_gpus") is not None:
             return original(*args, **kwargs)
         with torch.no_grad(), _joined(run, device):

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_moe_ext.hosts.deepspeed import dcp_folder
+from ds_moe_ext.hosts.deepspeed import dcp_folder, shards
 from ds_moe_ext.hosts.deepspeed.layout_file import FOLDER, LAYOUT_FILE, SAVE
 from ds_moe_ext.hosts.deepspeed.regions import Region
 from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
@@ -84,6 +84,11 @@ def names_of(engine: Any) -> dict[nn.Parameter, str]:
 
 
 def pieces_of(engine: Any) -> dict[Key, Piece]:
+    with shards.whole(engine.module.parameters()):
+        return _pieces_of(engine)
+
+
+def _pieces_of(engine: Any) -> dict[Key, Piece]:
     states, pieces = OptimizerStates(engine), {}
     for parameter, (name, region) in regions_of(engine).items():
         own = states.of(parameter).clone()

@@ -167,12 +167,24 @@ def _balance_block(job: Job) -> dict[str, Any]:
     return {"options" if ":" in job.balance else job.balance: dict(job.balance_keys)}
 
 
+def zero(stage: int) -> dict[str, Any]:
+    """At stage 3 a model so small would stay whole, by default, or be gathered at once."""
+    if stage < 3:
+        return {"stage": stage}
+    return {
+        "stage": stage,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": 10_000,
+    }
+
+
 def document_of(job: Job, world_size: int) -> dict[str, Any]:
     document: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": job.micro_batches // world_size,
         "gradient_clipping": job.clip,
-        "zero_optimization": {"stage": job.stage},
+        "zero_optimization": zero(job.stage),
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
         **dict(job.extra),

@@ -61,11 +61,14 @@ CROSSES = [
     ("gpt_moe", "bfloat16", ep(4, 2, 2), [fssdp(2, 1), ep(2, 0), fssdp(4, 2), ep(1, 1)]),
     ("gpt_moe", "float32", fssdp(4, 0), [ep(2, 2, 1), fssdp(2, 1)]),
     ("mixtral", "bfloat16", fssdp(2, 0), [ep(4, 1, 4), fssdp(2, 2)]),
+    ("mixtral", "float32", ep(2, 3), [ep(4, 1, 2), ep(1, 2, 1)]),
+    ("gpt_moe", "bfloat16", fssdp(2, 2), [ep(4, 3, 2), ep(2, 3)]),
+    ("mixtral", "bfloat16", ep(4, 3, 2), [prophet(2, 3), ep(4, 3), fssdp(2, 1)]),
 ]
 EVERY = [
-    *(ep(w, stage, cells) for w, cells in ((1, 1), (2, 2), (2, 1), (4, 2)) for stage in (0, 1, 2)),
+    *(ep(w, stage, cells) for w, cells in ((1, 1), (2, 2), (2, 1), (4, 2)) for stage in range(4)),
     *(fssdp(w, stage) for w in (2, 4) for stage in (0, 1, 2)),
-    *(prophet(w, stage) for w in (2, 4) for stage in (0, 1, 2)),
+    *(prophet(w, stage) for w in (2, 4) for stage in range(4)),
 ]
 
 
@@ -124,14 +127,14 @@ def scales(rank: int, world_size: int, job: Job, folder: str, saves: bool) -> tu
     return type(engine.optimizer).__name__, float(engine.optimizer.loss_scale)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_the_loss_scale_goes_on(stage: int, tmp_path: Path) -> None:
     halves = {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 1}
     job = Job("gpt_moe", stage, extra=(("fp16", halves),))
     written = pool_of(2).run(scales, job, str(tmp_path), True)
     assert all(scale > 2**6 for _, scale in written)
     assert pool_of(2).run(scales, job, str(tmp_path), False) == written
-    other = replace(job, stage=1 - stage)
+    other = replace(job, stage=0 if stage else 1)
     for wrapper, scale in pool_of(2).run(scales, other, str(tmp_path), False):
         assert wrapper != written[0][0]
         assert scale == 2**6  # it starts anew
@@ -275,7 +278,7 @@ def test_rates_counters_and_tags(tmp_path: Path) -> None:
         assert latest == 3
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_frozen_weights_come_back(stage: int, tmp_path: Path) -> None:
     """DeepSpeed gives every rank those of rank 0's slots, at ZeRO 2."""
     job = Job("mixtral", stage)

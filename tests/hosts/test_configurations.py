@@ -47,6 +47,7 @@ class Stock(Enum):
 
     EP = "plain expert parallelism on as many ranks"
     ALONE = "one rank without us"
+    SHARDED = "ZeRO 3 on as many ranks without us"
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,60 @@ def ep_rows() -> Iterator[Row]:
         for drops in (False, True):
             job = one_gradient("gpt_moe", 1, top_k=top_k, drop_tokens=drops)
             yield Row(f"ep top-{top_k} drops {drops}", 2, job, GRADIENTS, Stock.ALONE)
+
+
+# ZeRO 3: dense weights in shards of all ranks, experts in shards of those that have the same.
+
+
+def sharded_rows() -> Iterator[Row]:
+    """What stages 1 and 2 prove of families and optimizers is not proved again."""
+    gradients = Close(1e-6, None, 1e-6)
+    for family, ranks, cells in (("mixtral", 2, None), ("mixtral", 4, 2), ("gpt_moe", 4, 2)):
+        name = f"sharded gradients {family} {ranks} ranks {cells or 'all'} cells"
+        job = one_gradient(family, 3, cells=cells)
+        yield Row(name, ranks, job, gradients, Stock.ALONE)
+    for family in ("qwen3_moe", "toy, some experts frozen", "gpt_moe"):
+        job = one_gradient(family, 3)
+        yield Row(f"sharded gradients {family}", 2, job, gradients, Stock.ALONE, is_slow=True)
+    for use_reentrant in (True, False):
+        job = one_gradient("mixtral", 3, use_reentrant=use_reentrant)
+        name = f"sharded gradients reentrant {use_reentrant}"
+        yield Row(name, 2, job, gradients, Stock.ALONE, is_slow=use_reentrant)
+    for ranks, cells in ((2, None), (4, 2), (4, None), (2, 1)):
+        job, is_slow = Job("mixtral", 3, clip=0.5, cells=cells), ranks == 4 or cells == 1
+        name = f"sharded curve {ranks} ranks {cells or 'all'} cells"
+        yield Row(name, ranks, job, CURVES, Stock.SHARDED, is_slow=is_slow)
+    job = Job("mixtral", 3, clip=0.5, steps=4, evaluate=True, evaluate_within=True)
+    yield Row("sharded evaluates", 2, job, CURVES, Stock.SHARDED)
+    for family in ("mixtral", "gpt_moe"):
+        job, is_slow = Job(family, 3, dtype="bfloat16", steps=6), family == "gpt_moe"
+        yield Row(f"sharded bfloat16 {family}", 2, job, Close(2e-2), Stock.ALONE, is_slow=is_slow)
+    for ranks, cells in ((2, None), (4, 2), (4, None)):
+        for use_reentrant in (None, True, False):
+            job = Job("mixtral", 3, cells=cells, clip=0.5, steps=8, num_experts=8)
+            job = replace(job, use_reentrant=use_reentrant)
+            again = "" if use_reentrant is None else f" reentrant {use_reentrant}"
+            at = f"sharded {ranks} ranks {cells or 'all'} cells{again}"
+            is_slow = (cells is None and ranks == 4) or use_reentrant is not None
+            by_chance = varied(job, **{**ALL, "shard_every": 0})
+            yield Row(f"varied {at}", ranks, by_chance, CURVES, shows=(copies,), is_slow=is_slow)
+            job = fssdp(job, overlap_degree=2, copies_per_rank=2)
+            yield Row(f"fssdp {at}", ranks, job, CURVES, shows=(copies,), is_slow=True)
+    job = fssdp(Job("gpt_moe", 3, steps=8, num_experts=8), overlap_degree=2, copies_per_rank=2)
+    yield Row("fssdp sharded native", 2, job, CURVES, shows=(copies,), is_slow=True)
+    job = Job("mixtral", 3, clip=0.5, steps=8, num_experts=8, strategy="prophet")
+    yield Row("prophet sharded", 2, job, CURVES, is_slow=True)
+    for family in ("mixtral", "gpt_moe"):
+        job = Job(family, 3, clip=0.5, steps=4, gate=GATES["cosine"])
+        yield Row(f"gate sharded {family}", 2, job, CURVES, is_slow=family == "gpt_moe")
+    job = Job("mixtral", 3, clip=0.5, steps=8, num_experts=8, strategy="auto")
+    yield Row("auto sharded", 2, job, CURVES, is_slow=True)
+    for ranks in (2, 4):
+        job = esp(Job("mixtral", 3, clip=0.5, num_experts=8), 2)
+        yield Row(f"esp sharded {ranks} ranks", ranks, job, CURVES, is_slow=ranks == 4)
+    job = esp(Job("mixtral", 3, clip=0.5, steps=8, num_experts=8), 2)
+    job = over(job, "fssdp", overlap_degree=2, copies_per_rank=2)
+    yield Row("esp over fssdp sharded", 4, job, CURVES, shows=(copies,), is_slow=True)
 
 
 # Plans by chance: whatever a strategy says, a run learns the same.
@@ -799,7 +854,14 @@ def zebra_at_zero_rows() -> Iterator[Row]:
 
 
 ROWS = [
-    *(*ep_rows(), *static_rows(), *once_rows(), *varied_rows(), *varied_at_zero_rows()),
+    *(
+        *ep_rows(),
+        *sharded_rows(),
+        *static_rows(),
+        *once_rows(),
+        *varied_rows(),
+        *varied_at_zero_rows(),
+    ),
     *(*fssdp_rows(), *prophet_rows()),
     *(*by_time_rows(), *esp_by_time_rows(), *others_by_time_rows()),
     *(*esp_rows(), *gate_rows(), *zebra_rows(), *zebra_at_zero_rows()),
@@ -816,6 +878,8 @@ def of_stock(row: Row) -> Any:
         **{"cell_size": None, "balance": None, "balance_keys": ()},
         **{"no_sync": False, "evaluate": False, "evaluate_within": False},
     )
+    if row.stock is Stock.SHARDED:
+        return plain(row.ranks, replace(job, stage=3, block=False, cells=None))
     if row.stock is Stock.EP:
         return plain(row.ranks, job)
     return alone(replace(job, cells=None, ep_size=1))

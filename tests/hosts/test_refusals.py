@@ -130,9 +130,9 @@ def pipeline() -> nn.Module:
     return model
 
 
-def sharded_at_construction() -> nn.Module:
+def sharded_at_construction(model: nn.Module | None = None) -> nn.Module:
     """As ``deepspeed.zero.Init`` leaves parameters."""
-    model = families.build("mixtral")
+    model = model or families.build("mixtral")
     for number, parameter in enumerate(model.parameters()):
         parameter.ds_id = number
     return model
@@ -230,8 +230,41 @@ MODELS = {
         world_size=4,
     ),
     # ZeRO
-    "stage 3": Case(
-        ("zero_optimization.stage is 3", "use stage 0, 1 or 2"), document=zero(stage=3)
+    "roles at stage 3": Case(
+        ("stage is 3", "gives ranks roles", "use stage 0, 1 or 2"),
+        {"strategy": "zebra", "zebra": {"attention_size": 1, "expert_size": 1}},
+        document=zero(stage=3),
+    ),
+    "homes that move at stage 3": Case(
+        ("stage is 3", "fssdp.reshard_interval is 9", "set it to 0 or null"),
+        {"strategy": "fssdp", "fssdp": {"reshard_interval": 9}},
+        document=zero(stage=3),
+    ),
+    "uneven homes at stage 3": Case(
+        ("stage is 3", "3 cells have 2 to 3 of the 8 experts", "expert_parallel_size"),
+        {"strategy": "fssdp", "expert_parallel_size": 3},
+        document=zero(stage=3),
+        world_size=3,
+    ),
+    "second shards": Case(
+        ("stage is 3", "zero_hpz_partition_size is 2", "set it to 1"),
+        document=zero(stage=3, zero_hpz_partition_size=2),
+    ),
+    "rounded weights": Case(
+        ("stage is 3", "zero_quantized_weights is true", "set it to false"),
+        document=zero(stage=3, zero_quantized_weights=True),
+    ),
+    "rounded weights that are not trained": Case(
+        ("stage is 3", "zero_quantized_nontrainable_weights is true", "set it to false"),
+        document=zero(stage=3, zero_quantized_nontrainable_weights=True),
+    ),
+    "rounded gradients": Case(
+        ("stage is 3", "zero_quantized_gradients is true", "set it to false"),
+        document=zero(stage=3, zero_quantized_gradients=True),
+    ),
+    "modules taken for one": Case(
+        ("stage is 3", "stage3_module_granularity_threshold is 100", "leave it out"),
+        document=zero(stage=3, stage3_module_granularity_threshold=100),
     ),
     "offloaded optimizer": Case(
         ("zero_optimization.offload_optimizer", "remove it"),
@@ -258,7 +291,20 @@ MODELS = {
         document=zero(stage=1, cpu_offload_param=True),
     ),
     "parameters sharded at construction": Case(
-        ("deepspeed.zero.Init", "build it without"), model=sharded_at_construction
+        ("deepspeed.zero.Init", "stage is 1", "use stage 3, or build it without"),
+        model=sharded_at_construction,
+        document=zero(stage=1),
+    ),
+    "experts of DeepSpeed's sharded at construction": Case(
+        ("deepspeed.moe.layer.MoE", "deepspeed.zero.Init", "build it without"),
+        model=lambda: sharded_at_construction(native()),
+        document=zero(stage=3),
+    ),
+    "a gate in a model that was sharded at construction": Case(
+        ("gate is set", "deepspeed.zero.Init", "build it without"),
+        {"gate": {"type": "noisy_top_k"}},
+        model=sharded_at_construction,
+        document=zero(stage=3),
     ),
     # Other parallelism
     "pipeline": Case(("PipelineModule", "plain nn.Module"), model=pipeline),
@@ -610,10 +656,10 @@ def test_ranks_that_are_not_known_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     import deepspeed
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(ValueError, match=r"zero_optimization\.stage is 3"):
+    with pytest.raises(ValueError, match="zero_hpz_partition_size is 2"):
         deepspeed.initialize(
             model=families.build("mixtral"),
-            config=document_with({"enabled": True}, **zero(stage=3)),
+            config=document_with({"enabled": True}, **zero(stage=3, zero_hpz_partition_size=2)),
         )
     assert not dist.is_initialized()
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests.hosts import jobs
 from tests.hosts.jobs import micro_batch
 from tests.marks import slow
 from tests.ranks import pool_of
@@ -83,7 +84,7 @@ def _document(case: Case, copies: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": case.micro_batches // copies,
         "gradient_clipping": 0.5,
-        "zero_optimization": {"stage": case.stage},
+        "zero_optimization": jobs.zero(case.stage),
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}},
@@ -112,6 +113,8 @@ def undivided() -> Run:
         (4, Case(2, 2, sequence_parallel=True)),
         (4, Case(1, 2)),
         (4, Case(2, 2, sequence_parallel=True, stage=2)),
+        (4, Case(2, 2, stage=3)),
+        slow(4, Case(2, 1, stage=3)),
         slow(4, Case(2, 4, sequence_parallel=True)),
         slow(4, Case(4, 2)),
         slow(4, Case(2, 1)),
@@ -133,9 +136,10 @@ def test_ten_steps_equal_the_undivided_model(world_size: int, case: Case, undivi
         assert ours.norms == pytest.approx(reference.norms, rel=1e-4)
 
 
-def test_checkpoints_keep_every_ranks_part(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+def test_checkpoints_keep_every_ranks_part(stage: int, tmp_path: Path) -> None:
     """Dense weights have one name on all tensor parallel ranks, and other values."""
-    case = Case(2, 2, sequence_parallel=True, folder=str(tmp_path))
+    case = Case(2, 2, sequence_parallel=stage == 1, stage=stage, folder=str(tmp_path))
     whole = pool_of(4).run(_train, case)[0]
     half = case.steps // 2
     resumed = pool_of(4).run(_train, case._replace(resumes=True))[0]

@@ -14,6 +14,7 @@ import torch
 from ds_moe_ext.testing import relative_error
 from tests.hosts import families
 from tests.hosts.processes import ROOT, answers, run_script
+from tests.marks import slow
 
 SCRIPT = """
     import json
@@ -58,11 +59,12 @@ SCRIPT = """
         own = trainer(config, output)
         own.train(resume_from_checkpoint=get_last_checkpoint(output) if resumes else None)
         logged = own.state.log_history
+        weight = own.model.model.layers[0].mlp.experts.gate_up_proj
         answer = json.dumps({
             "losses": [entry["loss"] for entry in logged if "loss" in entry],
             "norms": [float(entry["grad_norm"]) for entry in logged if "grad_norm" in entry],
             "evaluation": own.evaluate()["eval_loss"],
-            "experts": len(own.model.model.layers[0].mlp.experts.gate_up_proj),
+            "experts": getattr(weight, "ds_shape", weight.shape)[0],
         })
         print("answer:", answer)
         own.save_model(output + "/saved")
@@ -138,9 +140,9 @@ class Runs(NamedTuple):
     resumed: Run  # ours, from its own checkpoint
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Trained on two ranks."""
+@pytest.fixture(scope="module", params=[1, slow(3)])
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Trained on two ranks, at a stage of ZeRO."""
     folder = tmp_path_factory.mktemp("trainer")
     script = folder / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
@@ -148,7 +150,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
-        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}},
+        "zero_optimization": {
+            "stage": request.param,
+            "offload_optimizer": {"device": "none"},
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
     }
     documents = {"stock": plain, "ours": {**plain, "ds_moe_ext": {"enabled": True}}}

@@ -25,6 +25,7 @@ from ds_moe_ext.strategy import (
 )
 
 VARIED = f"{__name__}:Varied"
+IN_SLOTS = f"{__name__}:VariedInSlots"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +111,15 @@ class Halved(Varied):
     def _cut(self, experts: list[int], rng: np.random.Generator) -> Split:
         half = len(experts) // 2
         return Split(tuple(experts[:half]), tuple(experts[half:]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariedInSlots(Varied):
+    """Homes stay, and every rank has as many experts."""
+
+    @property
+    def has_uneven_homes(self) -> bool:
+        return False
 
 
 def _digits(table: np.ndarray) -> list[int]:

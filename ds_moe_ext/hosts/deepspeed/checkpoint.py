@@ -19,6 +19,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
@@ -29,7 +30,7 @@ from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.files import file_sums
 from ds_moe_ext.files.dcp_reader import TABLE
 from ds_moe_ext.files.file_sums import FileSum
-from ds_moe_ext.hosts.deepspeed import dcp_folder, host_file, rates
+from ds_moe_ext.hosts.deepspeed import dcp_folder, host_file, rates, shards
 from ds_moe_ext.hosts.deepspeed.checkpoint_contents import (
     REMEMBERED,
     base_optimizer,
@@ -92,7 +93,12 @@ def save(engine: Any, arguments: Arguments, save_rest: Callable[..., Any]) -> An
     own, result = [f"{FOLDER}/{name}" for name in names], None
     if has_dense_weights(run):
         client = {**arguments["client_state"], SAVE: layout.save}
-        with _experts_apart(engine, run), own_groups(engine):
+        with (
+            _experts_apart(engine, run),
+            own_groups(engine),
+            shards.one_file(engine),
+            shards.whole_in_state(engine),
+        ):
             result = save_rest(**{**arguments, "client_state": client})
             own += host_file.written(engine, arguments["save_dir"], arguments["tag"])
     files = _sums(folder, own)
@@ -119,8 +125,10 @@ def load(engine: Any, arguments: Arguments, load_rest: Callable[..., Any]) -> An
     if run is None:
         return load_rest(**arguments)
     asked = Asked.of(engine, arguments)
-    loaded = read(engine, run, asked)
+    with shards.one_file(engine):
+        loaded = read(engine, run, asked)
     with (
+        shards.one_file(engine),
         host_file.checked(engine, asked, loaded.layout),
         _weights_given(engine, run, loaded, asked, arguments["load_lr_scheduler_states"]),
     ):
@@ -223,7 +231,12 @@ def _weights_given(
         agreed(asked.folder, check)
         if wants_schedule and engine.lr_scheduler is not None:
             checkpoint["lr_scheduler"] = rates.fitting(engine, run, checkpoint["lr_scheduler"])
-        return type(engine).load_module_state_dict(engine, checkpoint, *args, **kwargs)
+        if not shards.are_of(engine):
+            return type(engine).load_module_state_dict(engine, checkpoint, *args, **kwargs)
+        if kwargs.get("custom_load_fn") is None:
+            return shards.take(engine.module, checkpoint["module"])
+        gathered = {**kwargs, "fetch_z3_params": True}
+        return type(engine).load_module_state_dict(engine, checkpoint, *args, **gathered)
 
     engine.load_module_state_dict = load_module_state_dict
     try:
@@ -292,6 +305,10 @@ def _apply_states(engine: Any, run: Run, loaded: Loaded) -> None:
 def _take_settings(optimizer: Any, settings: Mapping[str, Any]) -> None:
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         optimizer._load_global_state(settings)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        optimizer.loss_scaler = settings["loss_scaler"]
+        optimizer.dynamic_loss_scale = settings["dynamic_loss_scale"]
+        optimizer.overflow = settings["overflow"]
     elif isinstance(optimizer, BF16_Optimizer):
         optimizer.clip_grad = settings["clip_grad"]
     else:  # FP16_Optimizer and FP16_UnfusedOptimizer, with no master to copy

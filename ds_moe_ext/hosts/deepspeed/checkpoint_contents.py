@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ds_moe_ext.attachment.dynamo import plain
 from ds_moe_ext.attachment.host_layer import Slot
+from ds_moe_ext.hosts.deepspeed import shards
 from ds_moe_ext.hosts.deepspeed.dcp_folder import Part
 from ds_moe_ext.hosts.deepspeed.parameter_groups import OF_A_PART
 from ds_moe_ext.hosts.deepspeed.regions import Region
@@ -62,8 +63,8 @@ class Named(NamedTuple):
         """Of a weight that is no expert's. Tensor parallel ranks have others by the same name."""
         if tensor_parallel.size > 1:
             name = f"part {tensor_parallel.rank} of {name}"
-        flat = Region.all_of((parameter.numel(),))
-        return cls(name, name, tuple(parameter.shape), flat, False)
+        shape = shards.shape_of(parameter)
+        return cls(name, name, tuple(shape), Region.all_of((shape.numel(),)), False)
 
 
 def named_parameters(
@@ -79,11 +80,14 @@ def named_parameters(
         layer = run.layers[expert.layer]
         shard = layer.hosted.shard
         for index, (weight, p) in enumerate(zip(layer.hosted.weight_names, slot.parameters)):
-            kind, shape = f"{layer.name}.{weight}", shard.whole_shape(index, p.shape)
-            region = Region.of_shard(shard, index, p.shape)
+            own = shards.shape_of(p)
+            kind, shape = f"{layer.name}.{weight}", shard.whole_shape(index, own)
+            region = Region.of_shard(shard, index, own)
             named[p] = Named(f"{kind}.{expert.number}", kind, shape, region, True)
     stacks = {stack for slot in slots.values() for stack in slot.stacks}
-    return {p: names for p, names in named.items() if p.numel() and p not in stacks}
+    return {
+        p: names for p, names in named.items() if shards.shape_of(p).numel() and p not in stacks
+    }
 
 
 def kept_of(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ds_moe_ext.attachment.dynamo import plain
 from ds_moe_ext.attachment.host_layer import Slot
 from ds_moe_ext.comm import gather_objects
-from ds_moe_ext.hosts.deepspeed import dcp_folder
+from ds_moe_ext.hosts.deepspeed import dcp_folder, shards
 from ds_moe_ext.hosts.deepspeed.checkpoint_contents import (
     ABOUT,
     OPTIMIZER,
@@ -357,11 +357,11 @@ class _Reading:
         masters = {p: f"{names.name}/{MASTER}" for p, names in experts.items()}
         read = self._read(
             {
-                masters[p]: Fragment(names.region, 0, p.numel(), p.dtype)
+                masters[p]: Fragment(names.region, 0, shards.shape_of(p).numel(), p.dtype)
                 for p, names in experts.items()
             }
         )
-        return {p: read[master].view(p.shape) for p, master in masters.items()}
+        return {p: read[master].view(shards.shape_of(p)) for p, master in masters.items()}
 
     def _parameter_states(
         self, wanted: Mapping[nn.Parameter, Named], objects: Mapping[str, Any]
@@ -399,6 +399,9 @@ def check_module(engine: Any, given: Mapping[str, Any], asked: Asked) -> None:
         ValueError: names that it lacks or does not have, or another shape.
     """
     own = engine.module.state_dict()
+    shapes = {name: each.shape for name, each in own.items() if isinstance(each, Tensor)}
+    named = engine.module.named_parameters(remove_duplicate=False)
+    shapes |= {name: shards.shape_of(p) for name, p in named}
     missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
     if asked.is_strict and (missing or unknown):
         raise ValueError(
@@ -407,8 +410,8 @@ def check_module(engine: Any, given: Mapping[str, Any], asked: Asked) -> None:
             "load_module_strict=False"
         )
     for name in own.keys() & given.keys():
-        if isinstance(own[name], Tensor) and own[name].shape != given[name].shape:
+        if name in shapes and shapes[name] != given[name].shape:
             raise ValueError(
                 f"the checkpoint {asked.folder} has {name} of shape {tuple(given[name].shape)}, "
-                f"but this model of shape {tuple(own[name].shape)}; build the model as it was"
+                f"but this model of shape {tuple(shapes[name])}; build the model as it was"
             )

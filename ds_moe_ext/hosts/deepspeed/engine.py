@@ -27,7 +27,13 @@ from ds_moe_ext.attachment.meeting import start_of
 from ds_moe_ext.attachment.priced_cluster import cluster_of
 from ds_moe_ext.attachment.replacement import Around, AttachedLayer, Blueprint
 from ds_moe_ext.comm import gather_objects, sum_in_place
-from ds_moe_ext.hosts.deepspeed import engine_record, parameter_groups, startup
+from ds_moe_ext.hosts.deepspeed import (
+    engine_record,
+    parameter_groups,
+    startup,
+    zero_3,
+    zero_init,
+)
 from ds_moe_ext.hosts.deepspeed.role_engine import clip_gradients, experts_factor
 from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
 from ds_moe_ext.hosts.deepspeed.startup import FINDERS, INITIALIZE, off_by
@@ -64,7 +70,8 @@ def replace_layers(engine: Any, model: nn.Module, sources: ReplacementSourceMap)
     if strategy is None:
         start_of(INITIALIZE).stand_aside(off_by(document) or "off")
         return
-    run_on(DeepSpeedHost(engine, model, document, sources), model, settings, strategy)
+    with zero_init.described(model):
+        run_on(DeepSpeedHost(engine, model, document, sources), model, settings, strategy)
 
 
 class DeepSpeedHost:
@@ -94,13 +101,14 @@ class DeepSpeedHost:
         self._model, self._document, self._sources = model, document, sources
         self._here = Here()
         self._role: Role | None = None
+        self._shards_weights: bool = engine.zero_optimization_partition_weights()
 
     def devices(self) -> Sequence[str]:
         return startup.devices_of(self._document, self._model, self.carrier.mpu)
 
     def refuse(self, settings: Settings, strategy: Strategy) -> tuple[Settings, Strategy]:
         engine = self.carrier
-        startup.refuse(
+        strategy = startup.checked(
             self._document,
             settings,
             strategy,
@@ -111,7 +119,8 @@ class DeepSpeedHost:
         return settings, strategy
 
     def find(self, settings: Settings) -> list[Found]:
-        return replacement.found_in(self._model, FINDERS, settings)
+        found = replacement.found_in(self._model, FINDERS, settings)
+        return [zero_init.gathering(self._model, layer) for layer in found]
 
     def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> Seats:
         startup.agree(self._document, self._model, self.carrier.mpu)
@@ -121,13 +130,17 @@ class DeepSpeedHost:
         return Seats(grid, (), alike, why)
 
     def prepare(self, blueprint: Blueprint) -> tuple[Blueprint, Around | None]:
+        if self._shards_weights:
+            zero_3.check_homes(blueprint)
+            blueprint = replace(blueprint, why_together=zero_3.WHY_TOGETHER)
         replacement.warn_of_what_stays(self._model, blueprint)
         training = training_of(self.carrier, self.device)
         blueprint = profiled(blueprint, self._model, FINDERS, training)
         groups._create_expert_and_data_parallel(blueprint.grid.size)
         # DeepSpeed does so with all weights, but only when each rank has none but its own experts
         # left.
-        replacement.take_first_ranks_experts(self._model, blueprint, self.device)
+        if not zero_init.is_of(self._model):  # which gave all ranks the first one's weights
+            replacement.take_first_ranks_experts(self._model, blueprint, self.device)
         TensorParallel.of(self.carrier.mpu).check()
         return blueprint, self._around(blueprint)
 
@@ -147,7 +160,9 @@ class DeepSpeedHost:
             built = [(layer, _stacked(layer, adopted)) for layer, adopted in built]
         for layer, adopted in built:
             _make_known(layer, adopted, blueprint.grid, sources)
-            if strategy.has_uneven_homes:
+            if self._shards_weights:
+                zero_3.shard_over_replicas(layer, blueprint.grid)
+            if strategy.has_uneven_homes or blueprint.copies_by_grid:
                 record.last.update(layer.parameters)
         if strategy.roles is not None:
             self._role = self._role_of(blueprint, [layer for layer, _ in built])
@@ -273,6 +288,9 @@ def count_experts(engine: Any) -> None:
     if run is None:
         return
     engine.has_moe_layers = True
+    if engine.zero_optimization_partition_weights():
+        zero_3.open_layers(engine.module, run.layers)
+        zero_3.gather_with_blocks(engine.module, run.layers)
     native = {name for name, module in named_modules(engine.module) if isinstance(module, MoE)}
     engine.num_experts += [
         layer.routed.site.plan.home.num_experts for layer in run.layers if layer.name not in native
@@ -326,7 +344,8 @@ def after_step(engine: Any) -> None:
     """Record the optimizer step that has just been taken."""
     run = run_of(engine)
     if run is not None:
-        run.after_step(engine.global_steps - 1)
+        with zero_3.at_hand(engine, run):
+            run.after_step(engine.global_steps - 1)
         _show(engine, run)
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ds_moe_ext.attachment.experts import HostedExperts
 from ds_moe_ext.attachment.host_layer import Hosted
 from ds_moe_ext.comm import all_gather_slots, as_bytes, exchange, gather_objects
+from ds_moe_ext.hosts.deepspeed import shards
 from ds_moe_ext.hosts.deepspeed.native import HostedMoE
 from ds_moe_ext.moe.cell import whole_weights
 from ds_moe_ext.schedule.task import INTER, INTRA
@@ -30,7 +31,9 @@ def whole_state(engine: Any) -> Iterator[None]:
         return
     engine.module_state_dict = lambda **_: full_state_dict(engine.module)
     try:
-        yield
+        is_asked = not shards.are_of(engine) or engine.zero_gather_16bit_weights_on_model_save()
+        with shards.one_file(engine) if is_asked else nullcontext():
+            yield
     finally:
         del engine.module_state_dict
 
@@ -44,19 +47,22 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     Args:
         model: ``engine.module``.
     """
-    state, experts = dict(model.state_dict()), dict[str, Tensor]()
+    state, experts = shards.state_of(model), dict[str, Tensor]()
     for name, module in model.named_modules(remove_duplicate=False):  # some blocks share experts
         if isinstance(module, HostedExperts):
             for own, _ in module.named_parameters():
                 del state[f"{name}.{own}"]
-            for index, weight in enumerate(module.weight_names):
-                experts[f"{name}.{weight}"] = _joined(module, index)
+            with shards.whole(module.parameters()):
+                for index, weight in enumerate(module.weight_names):
+                    experts[f"{name}.{weight}"] = _joined(module, index)
         elif isinstance(module, HostedMoE):
             prefix = f"{name}.experts.deepspeed_experts"
             for index, weight in enumerate(module.weight_names):
                 for slot in range(len(module.slots())):
                     del state[f"{prefix}.{slot}.{weight}"]
-                for expert, tensor in enumerate(_joined(module, index)):
+                with shards.whole(module.experts.parameters()):
+                    whole = _joined(module, index)
+                for expert, tensor in enumerate(whole):
                     experts[f"{prefix}.{expert}.{weight}"] = tensor
     hosted = (m for m in model.modules() if isinstance(m, (HostedExperts, HostedMoE)))
     first = next(hosted, None)

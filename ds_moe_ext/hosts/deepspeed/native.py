@@ -8,6 +8,7 @@ Parameter names stay as DeepSpeed's checkpoints have them
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -112,8 +113,11 @@ def _keep_part(expert: nn.Module, names: Sequence[str], shard: Shard) -> None:
 
 
 def _code(expert: nn.Module) -> nn.Module:
-    """The expert's modules without weights: ``functional_call`` brings them."""
+    """The expert's modules without weights: ``functional_call`` brings them. They have its hooks,
+    but not those that a host will put on the modules of its model, as ZeRO 3 does."""
     empty = shell(expert)
+    empty._forward_pre_hooks = copy.copy(expert._forward_pre_hooks)
+    empty._forward_hooks = copy.copy(expert._forward_hooks)
     empty._modules = {name: module and _code(module) for name, module in expert._modules.items()}
     return empty
 

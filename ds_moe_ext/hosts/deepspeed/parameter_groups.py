@@ -73,6 +73,17 @@ def parted(engine: Any, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
         engine.has_moe_layers = False
 
 
+@contextmanager
+def not_parted(engine: Any) -> Iterator[None]:
+    """While ZeRO 3 is being made, which parts groups itself, by the ranks that share a weight: told
+    of MoE layers, it wants DeepSpeed's own."""
+    has_moe_layers, engine.has_moe_layers = engine.has_moe_layers, False
+    try:
+        yield
+    finally:
+        engine.has_moe_layers = has_moe_layers
+
+
 def _parts_of(group: Options, number: int) -> list[Options]:
     """What is trained of a group: its dense weights, and its experts in one or several parts."""
     trained = [p for p in group["params"] if p.requires_grad]

@@ -8,15 +8,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import deepspeed
+from deepspeed.moe.layer import MoE
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.utils import is_zero_param
 from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size
 from torch import nn
 
 from ds_moe_ext.attachment import experts
-from ds_moe_ext.attachment.refusal import Refusal, refuse
+from ds_moe_ext.attachment.refusal import ENABLED, Refusal, refuse
 from ds_moe_ext.hosts.deepspeed import native
 from ds_moe_ext.hosts.deepspeed.role_engine import RoleUnit
 from ds_moe_ext.settings import BLOCK, Settings
+from ds_moe_ext.strategy import Strategy
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,9 +105,30 @@ def _without_weights(given: Given) -> str:
     return f"this {type(given.model).__name__} lies on the meta device" if is_empty else ""
 
 
-def _sharded(given: Given) -> str:
-    is_sharded = any(hasattr(parameter, "ds_id") for parameter in given.model.parameters())
-    return "the model was built under deepspeed.zero.Init" if is_sharded else ""
+_INIT = "built under deepspeed.zero.Init"
+
+
+def _is_sharded(given: Given) -> bool:
+    return any(map(is_zero_param, given.model.parameters()))
+
+
+def _sharded_for_others(given: Given) -> str:
+    stage = given.at("zero_optimization.stage")
+    if stage == 3 or not _is_sharded(given):
+        return ""
+    return f"the model was {_INIT}, and {told('zero_optimization.stage', stage)}"
+
+
+def _native_sharded(given: Given) -> str:
+    is_native = any(isinstance(module, MoE) for module in given.model.modules())
+    return f"a deepspeed.moe.layer.MoE was {_INIT}" if is_native and _is_sharded(given) else ""
+
+
+def _gate_sharded(given: Given) -> str:
+    has_gate = bool(given.at(f"{BLOCK}.gate"))
+    return (
+        f"{BLOCK}.gate is set, and the model was {_INIT}" if has_gate and _is_sharded(given) else ""
+    )
 
 
 _MPU = "the mpu passed to deepspeed.initialize has"
@@ -124,12 +150,6 @@ UNSUPPORTED = (
         is_on("expert_parallel.enabled"),
         "DeepSpeed's AutoEP replaces the same layers",
         f"set one of expert_parallel.enabled and {BLOCK}.enabled to false",
-    ),
-    Refusal(
-        "zero_optimization.stage 3",
-        is_in("zero_optimization.stage", 3),
-        "it shards expert weights a second time, and experts are spread over the ranks already",
-        "use stage 0, 1 or 2",
     ),
     Refusal(
         "zero_optimization.offload_param, offload_optimizer, cpu_offload, cpu_offload_param",
@@ -210,10 +230,22 @@ UNSUPPORTED = (
         "build it on the CPU, or load its weights before deepspeed.initialize",
     ),
     Refusal(
-        "a model built under deepspeed.zero.Init",
-        _sharded,
-        "it shards weights at construction",
-        "build it without, at stage 0, 1 or 2",
+        f"a model {_INIT}, at another stage than 3",
+        _sharded_for_others,
+        "other stages know no shards of weights",
+        "use stage 3, or build it without",
+    ),
+    Refusal(
+        f"deepspeed.moe.layer.MoE {_INIT}",
+        _native_sharded,
+        "its experts stay the parameters that they were, sharded over all ranks",
+        "build it without",
+    ),
+    Refusal(
+        f"{BLOCK}.gate with a model {_INIT}",
+        _gate_sharded,
+        "the gate's weights take the place of shards",
+        "build it without",
     ),
 )
 
@@ -225,6 +257,103 @@ def refuse_unsupported(document: Mapping[str, Any], model: nn.Module, mpu: Any, 
         ValueError: the key, its value, why, and what to do.
     """
     refuse(UNSUPPORTED, Given(document, model, mpu, mesh))
+
+
+@dataclass(frozen=True, eq=False)
+class GivenToShard(Given):
+    """What ``deepspeed.initialize`` was given, where ZeRO shards weights.
+
+    Attributes:
+        strategy: that was asked for.
+    """
+
+    strategy: Strategy
+
+
+def is_above(key: str, most: int) -> Asked:
+    """A key is a number above this one."""
+    return lambda given: told(key, given.at(key)) if (given.at(key) or 0) > most else ""
+
+
+def _shards_over_all(_: GivenToShard) -> str:
+    is_able = hasattr(DeepSpeedZeroOptimizer_Stage3, "_autoep_expert_parallel_group")
+    return "" if is_able else f"DeepSpeed is {deepspeed.__version__}"
+
+
+def _has_roles(given: GivenToShard) -> str:
+    return "the strategy gives ranks roles" if given.strategy.roles is not None else ""
+
+
+def _moves_homes(given: GivenToShard) -> str:
+    every = given.strategy.rhythm().shard_every
+    return f"{given.strategy.keys.homes} is {every}" if every else ""
+
+
+_ZERO = "zero_optimization."
+_WHOLE = "use stage 0, 1 or 2"
+
+AT_STAGE_3 = (
+    Refusal(
+        "DeepSpeed before ZeRO 3 sharded experts of its own",
+        _shards_over_all,
+        "its ZeRO 3 shards all weights over the same ranks",
+        f"use DeepSpeed 0.19.8, or {_WHOLE.removeprefix('use ')}",
+    ),
+    Refusal(
+        "a strategy that gives ranks roles (zebra)",
+        _has_roles,
+        "ranks of one role would gather weights that those of the other do not have",
+        _WHOLE,
+    ),
+    Refusal(
+        "experts that move to new homes (reshard_interval above 0)",
+        _moves_homes,
+        "the states of experts that move lie in ZeRO's shards",
+        f"set it to 0 or null, or {_WHOLE}",
+    ),
+    Refusal(
+        f"{_ZERO}zero_hpz_partition_size above 1",
+        is_above(f"{_ZERO}zero_hpz_partition_size", 1),
+        "its second shards are of all ranks of a node, which have other experts",
+        "set it to 1",
+    ),
+    Refusal(
+        f"{_ZERO}zero_quantized_weights true",
+        is_on(f"{_ZERO}zero_quantized_weights"),
+        "experts that only one rank has would be rounded for nothing",
+        "set it to false",
+    ),
+    Refusal(
+        f"{_ZERO}zero_quantized_nontrainable_weights true",
+        is_on(f"{_ZERO}zero_quantized_nontrainable_weights"),
+        "experts that only one rank has would be rounded for nothing",
+        "set it to false",
+    ),
+    Refusal(
+        f"{_ZERO}zero_quantized_gradients true",
+        is_on(f"{_ZERO}zero_quantized_gradients"),
+        "it sums gradients over all ranks, which have other experts",
+        "set it to false",
+    ),
+    Refusal(
+        f"{_ZERO}stage3_module_granularity_threshold above 0",
+        is_above(f"{_ZERO}stage3_module_granularity_threshold", 0),
+        "it takes MoE layers for one module, behind whose end gradients of copies come",
+        "leave it out",
+    ),
+)
+
+
+def refuse_at_stage_3(
+    document: Mapping[str, Any], model: nn.Module, mpu: Any, strategy: Strategy
+) -> None:
+    """Refuse what cannot work where ZeRO shards weights, by the name of the key.
+
+    Raises:
+        ValueError: the key, its value, why, and what to do.
+    """
+    given = GivenToShard(document, model, mpu, None, strategy)
+    refuse(AT_STAGE_3, given, context=f"{ENABLED} and {_ZERO}stage is 3")
 
 
 @dataclass(frozen=True, eq=False)

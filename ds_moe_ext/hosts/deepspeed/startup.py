@@ -27,9 +27,13 @@ from ds_moe_ext.attachment.launcher import is_first
 from ds_moe_ext.attachment.meeting import PATIENCE_S, Description, Start, start_of, starting
 from ds_moe_ext.attachment.replacement import Blueprint, draw, wanted
 from ds_moe_ext.hosts import huggingface
-from ds_moe_ext.hosts.deepspeed import native
+from ds_moe_ext.hosts.deepspeed import native, zero_3, zero_init
 from ds_moe_ext.hosts.deepspeed.op_lock import tell_of_old_lock
-from ds_moe_ext.hosts.deepspeed.refusals import refuse_unsupported, refuse_with_roles
+from ds_moe_ext.hosts.deepspeed.refusals import (
+    refuse_at_stage_3,
+    refuse_unsupported,
+    refuse_with_roles,
+)
 from ds_moe_ext.hosts.deepspeed.role_engine import RoleUnit
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.layout import Grid
@@ -67,12 +71,24 @@ def blueprint_of(
         return None
     devices = partial(devices_of, document, model, mpu)
     strategy = strategy.settled(devices, micro_batch_of(document))
-    refuse(document, settings, strategy, model=model, mpu=mpu, mesh=mesh)
+    strategy = checked(document, settings, strategy, model=model, mpu=mpu, mesh=mesh)
     size = world_size()
-    return None if size is None else draw(settings, strategy, model, FINDERS, size)
+    if size is None:
+        return None
+    with zero_init.described(model):
+        blueprint = draw(settings, strategy, model, FINDERS, size)
+    if shards_weights(document):
+        zero_3.check_homes(blueprint)
+    return blueprint
 
 
-def refuse(
+def shards_weights(document: Mapping[str, Any]) -> bool:
+    """Whether ZeRO does, which is its stage 3."""
+    zero = document.get("zero_optimization")
+    return isinstance(zero, Mapping) and zero.get("stage") == 3
+
+
+def checked(
     document: Mapping[str, Any],
     settings: Settings,
     strategy: Strategy,
@@ -80,9 +96,16 @@ def refuse(
     model: nn.Module,
     mpu: Any,
     mesh: Any,
-) -> None:
-    """Raises ValueError where the settings cannot be had with the rest of the document."""
+) -> Strategy:
+    """The strategy as it can be had with the rest of the document.
+
+    Raises:
+        ValueError: the settings cannot.
+    """
     refuse_unsupported(document, model, mpu, mesh)
+    if shards_weights(document):
+        strategy = strategy.with_homes_that_stay()
+        refuse_at_stage_3(document, model, mpu, strategy)
     if strategy.roles is not None:
         refuse_with_roles(document, settings, model, mpu)
     if settings.sequence_parallel and TensorParallel.of(mpu).group is None:
@@ -90,6 +113,7 @@ def refuse(
             f"{BLOCK}.sequence_parallel is true, but no mpu with tensor parallel groups was passed "
             "to deepspeed.initialize; pass it, or leave sequence_parallel out"
         )
+    return strategy
 
 
 def agree(document: Mapping[str, Any], model: nn.Module, mpu: Any) -> None:
@@ -111,6 +135,13 @@ def description(
     document: Mapping[str, Any], model: nn.Module, mpu: Any, grid: Grid | None = None
 ) -> Description:
     """What all ranks must start with alike, as texts; ``grid`` where it is known."""
+    with zero_init.described(model):
+        return _described(document, model, mpu, grid)
+
+
+def _described(
+    document: Mapping[str, Any], model: nn.Module, mpu: Any, grid: Grid | None
+) -> Description:
     settings, _ = read_settings(document)
     found = [layer for finder in FINDERS for layer in finder(model, wanted(settings))]
     told = {

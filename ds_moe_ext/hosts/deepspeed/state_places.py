@@ -8,7 +8,7 @@ those of the first parameter group; so parameters are found here from the flat g
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -17,10 +17,12 @@ from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
-from ds_moe_ext.steps.optimizer_states import Group, States, Views
+from ds_moe_ext.hosts.deepspeed import shards
+from ds_moe_ext.steps.optimizer_states import Group, Shard, States, Views
 from ds_moe_ext.steps.training_run import Run, run_of
 
 
@@ -48,7 +50,7 @@ def _groups_of(optimizer: Any) -> Iterator[Group]:
             yield from map(Group.of_one, masters, parameters)
     elif isinstance(optimizer, DeepSpeedOptimizer):
         raise ValueError(
-            f"the states of a {type(optimizer).__name__} cannot be moved; use ZeRO stage 0, 1 or 2"
+            f"the states of a {type(optimizer).__name__} cannot be moved; use ZeRO stage 0 to 3"
         )
     elif optimizer is not None:  # ZeRO 0, full precision: the user's or a plain one
         for group in optimizer.param_groups:
@@ -69,10 +71,15 @@ class OptimizerStates(States):
 
     def __init__(self, engine: Any) -> None:
         optimizer = engine.optimizer
-        groups = list(_groups_of(optimizer))
+        groups: Sequence[Group | Shard] = list(
+            shards.all_of(optimizer, engine.module)
+            if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
+            else _groups_of(optimizer)
+        )
         is_wrapped = isinstance(optimizer, DeepSpeedOptimizer)
         stepper = optimizer.optimizer if is_wrapped else optimizer
-        super().__init__([(stepper, groups)], _views_of(run_of(engine)))
+        with shards.groups_filled(optimizer):
+            super().__init__([(stepper, groups)], _views_of(run_of(engine)))
 
 
 def _views_of(run: Run | None) -> Views:
