@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -158,11 +158,14 @@ class ChoiceRecord:
         step: from which on it planned.
         name: of it.
         told: why.
+        expected_s: seconds of a step under each candidate, as they were expected then, by name;
+            empty if that is not known.
     """
 
     step: int
     name: str
     told: str
+    expected_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,6 +184,9 @@ class PaceRecord:
         waited_s_G: of that step's exchanges of rows: until the last of the ranks that exchange had
             come; mean over the ranks.
         sent_s_G: and from then on: the rows were on their way.
+        allocated_G: most bytes of device memory in tensors so far, on the fullest rank.
+        reserved_G: most that torch's allocator held, likewise.
+        resident_G: most bytes of a process in the host's memory, likewise.
     """
 
     steps_G: tuple[int, ...]
@@ -190,6 +196,22 @@ class PaceRecord:
     exposed_s_G: np.ndarray
     waited_s_G: np.ndarray
     sent_s_G: np.ndarray
+    allocated_G: np.ndarray
+    reserved_G: np.ndarray
+    resident_G: np.ndarray
+
+
+@dataclass(frozen=True)
+class DeviceRecord:
+    """What ranks computed on.
+
+    Attributes:
+        name: "cpu", or the name of a GPU.
+        num_cores: of rank 0's machine.
+    """
+
+    name: str
+    num_cores: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,6 +234,9 @@ class RanksRecord:
         num_last_R: exchanges of rows to which the rank came last, int64.
         num_exchanges: of each rank.
         pace: the run over its steps.
+        ep_rank_R: place of each among those that it exchanges rows with; empty if that is not
+            known.
+        device: what they compute on; None if that is not known.
     """
 
     ranks_R: tuple[int, ...]
@@ -226,6 +251,8 @@ class RanksRecord:
     num_last_R: np.ndarray
     num_exchanges: int
     pace: PaceRecord
+    ep_rank_R: tuple[int, ...] = ()
+    device: DeviceRecord | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -380,7 +407,8 @@ def _looks_of(data: Mapping[str, Any], shape_IL: tuple[int, int]) -> LooksRecord
 
 
 def _ranks_of(data: Mapping[str, Any]) -> RanksRecord:
-    pace = data["pace"]
+    pace, device = data["pace"], data.get("device")
+    unknown = [None] * len(pace["steps_G"])  # in files of earlier versions
     shape_KR = len(data["kinds_K"]), len(data["ranks_R"])
     return RanksRecord(
         ranks_R=tuple(data["ranks_R"]),
@@ -402,7 +430,12 @@ def _ranks_of(data: Mapping[str, Any]) -> RanksRecord:
             exposed_s_G=_floats(pace["exposed_s_G"]),
             waited_s_G=_floats(pace["waited_s_G"]),
             sent_s_G=_floats(pace["sent_s_G"]),
+            allocated_G=_floats(pace.get("allocated_G", unknown)),
+            reserved_G=_floats(pace.get("reserved_G", unknown)),
+            resident_G=_floats(pace.get("resident_G", unknown)),
         ),
+        ep_rank_R=tuple(data.get("ep_rank_R", ())),
+        device=device and DeviceRecord(**device),
     )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from ds_moe_ext.load import balance_L
 from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.observation import Rows, TimedTask
+from ds_moe_ext.report.exposure import REDUCTION
 from ds_moe_ext.report.looks import Look, in_turn, looks_record
 from ds_moe_ext.report.rank_figures import NAN, RanksSeen
 from ds_moe_ext.report.record import (
@@ -39,7 +40,6 @@ from ds_moe_ext.strategy import Choice, Plan
 
 TIME_EVERY = 10  # steps: timing costs little, but not nothing
 HEAD_NAME = "head"  # what follows the last layer, where a step is one pass
-REDUCTION = "reduction"  # a gather's adjoint is known by a name of its own
 PACKAGES = ("torch", "deepspeed", "transformers", "ds-moe-ext")
 
 
@@ -210,7 +210,8 @@ class _Changes:
         """By which a step ran, if that is another than before."""
         latest = self.choices[-1].name if self.choices else ""
         if choice is not None and choice.name != latest:
-            self.choices.append(ChoiceRecord(step, choice.name, choice.told))
+            expected_s = dict(choice.among_s)
+            self.choices.append(ChoiceRecord(step, choice.name, choice.told, expected_s))
 
 
 @dataclass(eq=False)
