@@ -68,7 +68,6 @@ def record(strategy: str) -> RunRecord:
         rows_ILE=rows_ILE,
         cell_rows_ILC=np.array([[[4, 4]], [[4, 4]]]) if strategy == "fssdp" else rows_ILE,
         seconds_by_kind={},
-        timeline=(),
         versions={},
         placements=copied if strategy == "fssdp" else None,
     )

@@ -57,6 +57,20 @@ class Span:
 
 
 @dataclass(frozen=True)
+class TracedRecord:
+    """A step whose tasks were kept.
+
+    Attributes:
+        timeline: they; empty when nothing was traced.
+        traced_s: how long the step was, the host's own work and its optimizer's included; 0 if that
+            is not known.
+    """
+
+    timeline: tuple[Span, ...] = ()
+    traced_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Move:
     """Experts of one layer that changed their homes between two steps."""
 
@@ -270,15 +284,13 @@ class RunRecord:
         cell_rows_ILC: rows that each cell computed, int64 ``[I, L, C]``.
         seconds_by_kind: mean seconds a step that this rank spent in each kind of task, by
             ``phase:kind``, over the steps that were timed.
-        timeline: the tasks of one step, for the drawing; empty when nothing was traced.
         versions: package versions.
         placements: where experts were; None in a run that copied and moved none.
         terms: how good the strategy's model of costs was, if it has one and was checked.
         looks: what was predicted of rows and where they went; None if that is not known.
         choices: which strategy planned from when on, where one chose between several.
         ranks: what each rank took and needed; None before they told each other.
-        traced_s: how long the step of the timeline was, the host's own work and its optimizer's
-            included; 0 if that is not known.
+        traced: one step, for the drawing.
     """
 
     strategy: str
@@ -289,14 +301,23 @@ class RunRecord:
     rows_ILE: np.ndarray
     cell_rows_ILC: np.ndarray
     seconds_by_kind: dict[str, float]
-    timeline: tuple[Span, ...]
     versions: dict[str, str]
     placements: PlacementRecord | None = None
     terms: tuple[TermRecord, ...] = ()
     looks: LooksRecord | None = None
     choices: tuple[ChoiceRecord, ...] = ()
     ranks: RanksRecord | None = None
-    traced_s: float = 0.0
+    traced: TracedRecord = TracedRecord()
+
+    @property
+    def timeline(self) -> tuple[Span, ...]:
+        """The tasks of the traced step."""
+        return self.traced.timeline
+
+    @property
+    def traced_s(self) -> float:
+        """How long that step was."""
+        return self.traced.traced_s
 
     def balance_IL(self) -> np.ndarray:
         """Rows of the busiest cell over the mean of those that are home to experts, float
@@ -323,7 +344,8 @@ class RunRecord:
 
     def to_json(self) -> str:
         """The record as JSON text."""
-        data = {**dataclasses.asdict(self), "balance_by_layer": self.balance_by_layer()}
+        data = dataclasses.asdict(self)
+        data |= {**data.pop("traced"), "balance_by_layer": self.balance_by_layer()}
         return json.dumps(data, default=_listed)
 
     @classmethod
@@ -331,6 +353,8 @@ class RunRecord:
         """Read what ``to_json`` wrote."""
         data = json.loads(text)
         data.pop("balance_by_layer")
+        timeline = tuple(Span(**span) for span in data.pop("timeline"))
+        traced_s = data.pop("traced_s", 0.0)
         layers = tuple(
             LayerRecord(**{**layer, "home_E": tuple(layer["home_E"])}) for layer in data["layers"]
         )
@@ -345,7 +369,7 @@ class RunRecord:
                 "steps_I": tuple(data["steps_I"]),
                 "rows_ILE": _integers(data["rows_ILE"], shape_ILE),
                 "cell_rows_ILC": _integers(data["cell_rows_ILC"], shape_ILC),
-                "timeline": tuple(Span(**span) for span in data["timeline"]),
+                "traced": TracedRecord(timeline, traced_s),
                 "terms": tuple(
                     TermRecord(**{**term, "steps": tuple(term.get("steps", ()))})
                     for term in data.get("terms", ())
