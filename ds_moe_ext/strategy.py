@@ -92,12 +92,15 @@ class Choice(NamedTuple):
         expected_s: seconds of a step by its price, when it was chosen.
         told: why, for a person.
         left_out: names of those that a rank has no memory for.
+        among_s: seconds that a step was expected to take under each candidate, by what steps have
+            taken so far; with its name.
     """
 
     name: str
     expected_s: float
     told: str
     left_out: tuple[str, ...] = ()
+    among_s: tuple[tuple[str, float], ...] = ()
 
     def is_like(self, other: Choice | None) -> bool:
         """Whether the other was as this is, for a person."""

@@ -10,8 +10,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ds_moe_ext.commands.compare import EQUAL, ON_CPU, Finished, equal_steps, largest_difference
+from ds_moe_ext.commands.compare import EQUAL, Finished, equal_steps, largest_difference
 from ds_moe_ext.files.documents import read_document
+from ds_moe_ext.report.time_saved import ON_CPU
 
 WIDTH = 96
 BUSY = 1.5  # load of a core: slow motion itself makes less

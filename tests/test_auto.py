@@ -103,6 +103,7 @@ def test_a_choice_stays_until_the_next_is_due() -> None:
     assert due.name != "ep"
     assert due.told.startswith(f"auto takes {due.name}: a step is expected to take ")
     assert all(name in due.told for name in USUAL)
+    assert {name for name, _ in due.among_s} == {*USUAL}
 
 
 def test_the_present_one_stays_where_another_gains_too_little() -> None:

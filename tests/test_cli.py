@@ -312,7 +312,6 @@ def test_report_draws_the_page_again(tmp_path: Path) -> None:
         rows_ILE=np.array([[[4, 4, 4, 4]], [[10, 2, 2, 2]]]),
         cell_rows_ILC=np.array([[[8, 8]], [[12, 4]]]),
         seconds_by_kind={"forward:expert": 0.1},
-        timeline=(),
         versions={"torch": "2"},
     )
     write_report(record, tmp_path)

@@ -28,7 +28,9 @@ from ds_moe_ext.commands.compare import (
     shown_steps,
 )
 from ds_moe_ext.report.page import write_report
-from ds_moe_ext.report.record import LayerRecord, PlacementRecord, RunRecord
+from ds_moe_ext.report.record import DeviceRecord, LayerRecord, PlacementRecord, RunRecord
+from tests.test_report import UNKNOWN
+from tests.test_time_saved import pace, ranks
 
 
 def summary(strategy: str, losses: list[float], **other: object) -> Summary:
@@ -66,7 +68,6 @@ def record(strategy: str) -> RunRecord:
         rows_ILE=rows_ILE,
         cell_rows_ILC=np.array([[[4, 4]], [[4, 4]]]) if strategy == "fssdp" else rows_ILE,
         seconds_by_kind={},
-        timeline=(),
         versions={},
         placements=copied if strategy == "fssdp" else None,
     )
@@ -137,6 +138,34 @@ def test_reports_alone(runs: tuple[Finished, Finished]) -> None:
     assert table[""] == ["ep", "fssdp", "difference"]
     assert table["balance, as computed"] == ["1.25", "1.00", ""]
     assert not {"tokens/s", "a step takes", "loss, step 1"} & set(table)
+
+
+def test_reports_alone_tell_what_ranks_found(runs: tuple[Finished, Finished]) -> None:
+    """A script's mean is not held against another's median, nor its loss, without that of routers,
+    against what gradients were made of."""
+    told = pace((9, 19), step_s_G=[3.0, 1.0], tokens_per_s_G=[9.0, UNKNOWN], loss_G=[4.0, 2.0])
+    found = [
+        dataclasses.replace(
+            run, record=dataclasses.replace(record("ep"), ranks=ranks(over_steps=told, device=cpu))
+        )
+        for run, cpu in zip(runs, (DeviceRecord("cpu", 1), None))
+    ]
+    alone = [dataclasses.replace(run, told=Told()) for run in found]
+    check_comparable(*alone)
+    table = printed(*alone)
+    why = "no measure: shared cores"
+    assert table["tokens/s"] == ["9", "9", why] and table["a step takes"] == ["2.000 s"] * 2 + [why]
+    assert table["loss, step 10"] == ["4.000000", "4.000000", "+0.0e+00"]
+    assert table["host memory, fullest rank"] == ["3 MiB", "3 MiB", ""]
+    assert "allocated, fullest rank" not in table and "loss, step 1" not in table
+    first, *others = remarks(*alone)
+    assert "in the first 2 of 2 steps that both reports tell of." in first
+    assert any("(1 cores here) are no measure" in line for line in others)
+    both = printed(found[0], alone[1])
+    assert both["loss, step 20"] == table["loss, step 20"] and both["tokens/s"][:2] == ["9", "9"]
+    assert printed(*found)["tokens/s"][:2] == ["2,000", "2,200"]
+    with pytest.raises(ValueError, match=r"device is 'cpu' in .*ep and 'A GPU' in"):
+        check_comparable(alone[0], runs[1])
 
 
 def test_a_run_without_the_extension_and_one_that_was_resumed(

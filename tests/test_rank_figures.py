@@ -128,6 +128,7 @@ def test_a_run_of_two_ranks() -> None:
     assert ranks.pace.tokens_per_s_G.tolist() == [48.0, 48.0]
     assert ranks.pace.loss_G.tolist() == [9.5, 19.5]
     assert ranks.allocated_R.tolist() == [3, 0] and ranks.reserved_R.tolist() == [4, 0]
+    assert ranks.pace.reserved_G.tolist() == [4.0, 4.0] and ranks.ep_rank_R == (0, 1)
     assert ranks.resident_R[0] == 5 and ranks.resident_R[1] > 1 << 20
     row = ranks.kinds_K.index("forward:expert")
     assert ranks.seconds_KR[row].tolist() == [0.0, 2.0]
@@ -185,7 +186,7 @@ def test_a_run_that_has_just_gone_on() -> None:
 
 def test_the_line_at_the_end() -> None:
     assert ranks_line(with_ranks()) == (
-        "a step takes 2 s; 48 tokens a second; loss 9.5 -> 19.5; 3.5 s of communication that "
-        "nothing hides; exchanges of rows wait 0 s and send 3 s; rank 0 comes last most often, "
-        "to 100 %; rank 0 needs most, 3 B of its device"
+        "a step took 2 s, 48 tokens a second (median, measured); loss 9.5 -> 19.5; 3.5 s of "
+        "communication that nothing hides; exchanges of rows wait 0 s and send 3 s; rank 0 comes "
+        "last most often, to 100 %; rank 0 needs most, 3 B of its device"
     )

@@ -112,12 +112,15 @@ def test_who_planned_from_when_on() -> None:
     rows_CE = np.array([[4, 1], [4, 1]])
     plain = plan_of([0, 1], [[0, 0], [0, 0]])
     ep, fssdp = (
-        dataclasses.replace(plain, choice=Choice(name, 1.0, f"{name} is cheaper"))
+        dataclasses.replace(
+            plain, choice=Choice(name, 1.0, f"{name} is cheaper", among_s=((name, 2.0),))
+        )
         for name in ("ep", "fssdp")
     )
     steps = [plain, ep, ep, fssdp, ep]
     run = recorded([[plan] for plan in steps], [[rows_CE]] * len(steps))
     assert [(each.step, each.name) for each in run.choices] == [(1, "ep"), (3, "fssdp"), (4, "ep")]
+    assert [each.expected_s for each in run.choices] == [{"ep": 2.0}, {"fssdp": 2.0}, {"ep": 2.0}]
     again = RunRecord.from_json(run.to_json())
     assert again.choices == run.choices
     page = page_of(run)

@@ -44,6 +44,7 @@ from ds_moe_ext.report.record import (
     RunRecord,
     Span,
     TermRecord,
+    TracedRecord,
 )
 from ds_moe_ext.report.summary import (
     division_of,
@@ -84,7 +85,6 @@ def record(layers: tuple[LayerRecord, ...], rows_ILE: np.ndarray, **other: objec
         rows_ILE=rows_ILE,
         cell_rows_ILC=at_home(layers, rows_ILE),
         seconds_by_kind={"forward:expert": 3.0, "backward:expert": 6.0, "forward:dispatch": 1.0},
-        timeline=(),
         versions={"torch": "2.13.0"},
     )
     return dataclasses.replace(base, **other)
@@ -251,7 +251,7 @@ def test_steps_without_rows_are_balanced() -> None:
 
 
 def test_json_round_trip() -> None:
-    run = dataclasses.replace(worked(), timeline=traced(3))
+    run = dataclasses.replace(worked(), traced=TracedRecord(traced(3)))
     again = RunRecord.from_json(run.to_json())
     np.testing.assert_array_equal(again.rows_ILE, run.rows_ILE)
     assert again.rows_ILE.dtype == np.int64
@@ -542,7 +542,7 @@ def test_names_are_escaped() -> None:
         (LayerRecord(NASTY, NASTY, 2, 1, (0, 1), 0),),
         np.array([[[3, 1]]]),
         strategy=NASTY,
-        timeline=spans,
+        traced=TracedRecord(spans),
         seconds_by_kind={f"forward:{NASTY}": 1.0, NASTY: 1.0},
         versions={NASTY: NASTY},
     )
@@ -552,7 +552,7 @@ def test_names_are_escaped() -> None:
 
 
 def test_timeline_draws_every_task_once() -> None:
-    page = checked(dataclasses.replace(worked(), timeline=traced(10)))
+    page = checked(dataclasses.replace(worked(), traced=TracedRecord(traced(10))))
     assert page.count(' task"') == 10
     assert "expert, chunk 3, lane compute\n3.000 ms to 4.000 ms, 1 ms" in page
     assert "<b>forward</b> 5 tasks in 9 ms" in page
@@ -560,7 +560,7 @@ def test_timeline_draws_every_task_once() -> None:
 
 def test_timeline_of_many_tasks_keeps_the_longest() -> None:
     long = Span("gate", "compute", "forward", "m.0.a", "0", 0.0, 5.0)
-    run = dataclasses.replace(worked(), timeline=(*traced(MAX_BOXES + 500), long))
+    run = dataclasses.replace(worked(), traced=TracedRecord((*traced(MAX_BOXES + 500), long)))
     page = checked(run)
     assert page.count(' task"') == MAX_BOXES
     assert f"The {MAX_BOXES:,} longest of {MAX_BOXES + 501:,} tasks" in page
@@ -573,14 +573,16 @@ def test_lanes_of_weights_stand_by_the_one_that_computes() -> None:
 
     run = dataclasses.replace(
         worked(),
-        timeline=(
-            span("attention", "compute", 0.0, 4.0),
-            span("gather", "param", 1.0, 5.0),  # 3 of 4 seconds under attention
-            span("join", "compute", 4.0, 5.0),  # which only waits
-            span("dispatch", "inter", 5.0, 6.0),
-            span("expert", "compute", 6.0, 7.0),
-            span("reduction", "param", 8.0, 12.0),  # under nothing
-            span("mine", "other", 8.0, 12.0),
+        traced=TracedRecord(
+            (
+                span("attention", "compute", 0.0, 4.0),
+                span("gather", "param", 1.0, 5.0),  # 3 of 4 seconds under attention
+                span("join", "compute", 4.0, 5.0),  # which only waits
+                span("dispatch", "inter", 5.0, 6.0),
+                span("expert", "compute", 6.0, 7.0),
+                span("reduction", "param", 8.0, 12.0),  # under nothing
+                span("mine", "other", 8.0, 12.0),
+            )
         ),
     )
     page = checked(run)
@@ -601,9 +603,11 @@ def test_cells_and_slices_of_gradients_are_drawn() -> None:
         span("attention", "compute", 6.0, 8.0),
         span("gradients", "inter", 6.0, 7.0),
     )
-    page = checked(dataclasses.replace(worked(), timeline=tasks))
+    page = checked(dataclasses.replace(worked(), traced=TracedRecord(tasks)))
     assert "dense gradients were reduced for 4 s, during 75 % of which this rank computed" in page
-    assert "dense gradients" not in checked(dataclasses.replace(worked(), timeline=tasks[:2]))
+    assert "dense gradients" not in checked(
+        dataclasses.replace(worked(), traced=TracedRecord(tasks[:2]))
+    )
     names = {task.name for task in tasks}
     known = classes_of(names)
     assert len(set(known.values())) == len(names)
@@ -621,11 +625,11 @@ def test_the_host_plans_while_rows_are_on_their_way() -> None:
         span("sum", "intra", 3.0, 8.0),
         span("mine", "other", 4.0, 5.0),
     )
-    page = checked(dataclasses.replace(worked(), timeline=tasks))
+    page = checked(dataclasses.replace(worked(), traced=TracedRecord(tasks)))
     at = [page.index(f"<b>{lane}</b>") for lane in ("compute", "inter", "intra", "host", "other")]
     assert at == sorted(at)
     assert "The host planned the next step for 4 s, during 75 % of which rows were on" in page
-    assert "planned" not in checked(dataclasses.replace(worked(), timeline=tasks[:1]))
+    assert "planned" not in checked(dataclasses.replace(worked(), traced=TracedRecord(tasks[:1])))
 
 
 def test_a_layer_is_at_work_when_its_own_tasks_are() -> None:
@@ -644,7 +648,7 @@ def test_a_layer_is_at_work_when_its_own_tasks_are() -> None:
     assert [one.layer for one in stretches([*tasks, again])] == ["m.0", "m.1", "m.0"]
     (alone,) = stretches(tasks[4:])
     assert (alone.start_s, alone.end_s) == (5.0, 6.0)
-    page = checked(dataclasses.replace(worked(), timeline=tasks))
+    page = checked(dataclasses.replace(worked(), traced=TracedRecord(tasks)))
     assert '<svg x="0.000%" y="3" width="50.000%"' in page
     assert '<svg x="50.000%" y="3" width="50.000%"' in page
     assert page.count(' task"') == 5 and "2 tasks in 7 s, from 1 s into the step" in page
@@ -675,7 +679,7 @@ def test_the_rest_of_the_model_lies_between_the_layers() -> None:
         (7.0, 10.0, "behind the last layer: gradients, optimizer"),
     ]
     assert Step(spans).others() == []  # of a file that does not say how long the step was
-    page = checked(dataclasses.replace(worked(), timeline=spans, traced_s=10.0))
+    page = checked(dataclasses.replace(worked(), traced=TracedRecord(spans, 10.0)))
     assert "rest of the model" in page
 
 
@@ -684,7 +688,7 @@ def test_the_critical_path_in_words_and_for_the_script() -> None:
     told = critical(step_of_two_layers())
     assert "6 s went by: expert 58 %, dispatch 17 %; none of these was at work for 25 %." in told
     assert critical(traced(3)) == ""
-    page = checked(dataclasses.replace(worked(), timeline=step_of_two_layers(), traced_s=10.0))
+    page = checked(dataclasses.replace(worked(), traced=TracedRecord(step_of_two_layers(), 10.0)))
     found = re.search(r'<script type="application/json">(.*?)</script></figure>', page)
     assert found is not None
     given = json.loads(found[1])
@@ -703,7 +707,7 @@ def test_the_critical_path_in_words_and_for_the_script() -> None:
 
 
 def test_every_chart_is_a_file_of_its_own() -> None:
-    run = dataclasses.replace(added(), timeline=step_of_two_layers(), traced_s=10.0)
+    run = dataclasses.replace(added(), traced=TracedRecord(step_of_two_layers(), 10.0))
     files = chart_files(checked(run))
     for drawing in files.values():
         tree = ET.fromstring(drawing)
@@ -737,7 +741,7 @@ def test_every_chart_is_a_file_of_its_own() -> None:
 
 
 def test_two_runs_are_compared_over_the_steps_of_both() -> None:
-    run = dataclasses.replace(copied(), timeline=step_of_two_layers(), traced_s=10.0)
+    run = dataclasses.replace(copied(), traced=TracedRecord(step_of_two_layers(), 10.0))
     short = at_steps(worked(), [20])
     page = sound(page_beside(Shown("ours", run), Shown(NASTY, short)))
     assert "1 common step, 20 to 20" in page and "a<b>" not in page
@@ -766,7 +770,11 @@ def test_values_of_any_kind_are_drawn_over_the_steps() -> None:
 
 
 def test_tasks_without_length() -> None:
-    checked(dataclasses.replace(worked(), timeline=(Span("gate", "c", "f", "m", "0", 1.0, 1.0),)))
+    checked(
+        dataclasses.replace(
+            worked(), traced=TracedRecord((Span("gate", "c", "f", "m", "0", 1.0, 1.0),))
+        )
+    )
 
 
 def test_large_record_stays_small() -> None:
@@ -782,7 +790,7 @@ def test_large_record_stays_small() -> None:
         dataclasses.replace(span, layer=layers[i % num_layers].name)
         for i, span in enumerate(traced(8000))
     )
-    page = checked(record(layers, rows_ILE, num_cells=32, timeline=spans))
+    page = checked(record(layers, rows_ILE, num_cells=32, traced=TracedRecord(spans)))
     assert len(page.encode()) < 3_000_000
     assert "The 1,000 recorded steps are drawn in 65 columns: each takes 15 or 16" in page
 
@@ -868,7 +876,7 @@ def test_any_small_record_makes_a_sound_page(data: st.DataObject) -> None:
         dataclasses.replace(span, name=data.draw(names), lane=data.draw(names))
         for span in traced(data.draw(st.integers(0, 4)))
     )
-    run = record(layers, rows_ILE, num_cells=num_cells, timeline=spans)
+    run = record(layers, rows_ILE, num_cells=num_cells, traced=TracedRecord(spans))
     placements = data.draw(st.none() | st.just(any_placements(run, rng)))
     looks = data.draw(st.none() | st.just(any_looks(run, rng)))
     seconds = st.floats(0, 1e6)

@@ -3,23 +3,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from ds_moe_ext.commands.report import read_report
 from ds_moe_ext.files.documents import read_document
-from ds_moe_ext.report.record import RunRecord
-from ds_moe_ext.report.summary import Outcome, outcome_of
+from ds_moe_ext.report.record import DeviceRecord, PaceRecord, RanksRecord, RunRecord
+from ds_moe_ext.report.summary import Outcome, outcome_of, typical
+from ds_moe_ext.report.time_saved import ON_CPU, no_measure
 from ds_moe_ext.report.units import bytes_text
 
 REPORT, SUMMARY = "report.json", "summary.json"
-SAME = ("model", "text", "seed", "dtype", "device", "tokens_per_step", "first_step")
-ON_CPU = "cpu"
+SAME = ("model", "text", "seed", "dtype", "tokens_per_step", "first_step")
 EQUAL = 1e-5  # nats: losses that sums in another order explain
 
 
@@ -142,6 +144,39 @@ class Finished:
         return None if self.record is None else outcome_of(self.record)
 
     @property
+    def world_size(self) -> int | None:
+        """Ranks."""
+        return self.told.world_size if self.record is None else self.record.world_size
+
+    @property
+    def device(self) -> DeviceRecord | None:
+        """What ranks computed on."""
+        if self.told.device is not None:
+            return DeviceRecord(self.told.device, self.told.cores or 1)
+        return None if self.ranks is None else self.ranks.device
+
+    @property
+    def ranks(self) -> RanksRecord | None:
+        """What these told each other."""
+        return None if self.record is None else self.record.ranks
+
+    @property
+    def pace(self) -> PaceRecord | None:
+        """Of the ranks, over the steps."""
+        return None if self.ranks is None else self.ranks.pace
+
+    def losses_told(self) -> Mapping[int, float]:
+        """By the script, by step; 1 is the first."""
+        return dict(enumerate(self.told.losses, start=self.told.first_step + 1))
+
+    def losses_found(self) -> Mapping[int, float]:
+        """By the ranks, by step: what gradients are made of, with losses of routers."""
+        if self.pace is None:
+            return {}
+        losses = zip(self.pace.steps_G, self.pace.loss_G.tolist())
+        return {step + 1: loss for step, loss in losses if not math.isnan(loss)}
+
+    @property
     def layers(self) -> tuple[tuple[str, int], ...] | None:
         """What was replaced: names and numbers of experts."""
         if self.record is None:
@@ -172,9 +207,10 @@ def check_comparable(first: Finished, second: Finished) -> None:
 
 
 def _facts(run: Finished) -> Mapping[str, Any]:
-    world_size = run.told.world_size if run.record is None else run.record.world_size
     told = {name: vars(run.told)[name] for name in SAME}
-    return {**told, "world_size": world_size, "replaced layers": run.layers}
+    device = run.device and run.device.name
+    found = {"device": device, "world_size": run.world_size, "replaced layers": run.layers}
+    return {**told, **found}
 
 
 # Losses.
@@ -200,6 +236,24 @@ def equal_steps(first: Sequence[float], second: Sequence[float]) -> int:
     return next(apart, len(first))
 
 
+class CommonLosses(NamedTuple):
+    """Of the steps whose losses both runs tell, nats."""
+
+    steps: Sequence[int]  # 1 is the first
+    first: Sequence[float]
+    second: Sequence[float]
+
+
+def common_losses(first: Finished, second: Finished) -> CommonLosses:
+    """What scripts told, if both did, else what ranks found; none where one of them knows none.
+    Pure."""
+    for losses in (Finished.losses_told, Finished.losses_found):
+        ours, theirs = losses(first), losses(second)
+        if steps := [step for step in ours if step in theirs]:
+            return CommonLosses(steps, [ours[at] for at in steps], [theirs[at] for at in steps])
+    return CommonLosses((), (), ())
+
+
 def shown_steps(num_steps: int) -> list[int]:
     """First, middle and last step, each once; 1 is the first. Pure."""
     return sorted({1, (1 + num_steps) // 2, num_steps}) if num_steps else []
@@ -217,12 +271,19 @@ class Figure:
         of: a run's, None where it is not known.
         shown: as text.
         is_speed: it says how fast the run was, which some machines cannot tell.
+        found: the same by the ranks of a run, for runs whose scripts do not tell.
     """
 
     name: str
     of: Callable[[Finished], float | None]
     shown: Callable[[float], str]
     is_speed: bool = False
+    found: Callable[[Finished], float | None] | None = None
+
+    def of_both(self, runs: Sequence[Finished]) -> list[float | None]:
+        """From where more is known: one run's mean is not held against another's median."""
+        sources = [[of(run) for run in runs] for of in (self.of, self.found) if of is not None]
+        return max(sources, key=lambda values: sum(value is not None for value in values))
 
 
 def _of_outcome(value: Callable[[Outcome], float]) -> Callable[[Finished], float | None]:
@@ -233,16 +294,53 @@ def _expert_bytes(run: Finished) -> float | None:
     return None if run.record is None else sum(layer.expert_bytes for layer in run.record.layers)
 
 
+def _of_pace(value: Callable[[PaceRecord], np.ndarray]) -> Callable[[Finished], float | None]:
+    """The median."""
+    return lambda run: None if run.pace is None else _known(typical(value(run.pace)))
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _most(of: Callable[[RanksRecord], np.ndarray]) -> Callable[[Finished], float | None]:
+    """Of the fullest rank; None where there is no such memory."""
+
+    def most(run: Finished) -> float | None:
+        return None if run.ranks is None else float(of(run.ranks).max()) or None
+
+    return most
+
+
+def _bytes(value: float) -> str:
+    return bytes_text(round(value))
+
+
 FIGURES = (
-    Figure("tokens/s", lambda run: run.told.tokens_per_s, "{:,.0f}".format, is_speed=True),
-    Figure("a step takes", lambda run: run.told.seconds_per_step_s, "{:.3f} s".format, True),
+    Figure(
+        "tokens/s",
+        lambda run: run.told.tokens_per_s,
+        "{:,.0f}".format,
+        is_speed=True,
+        found=_of_pace(lambda pace: pace.tokens_per_s_G),
+    ),
+    Figure(
+        "a step takes",
+        lambda run: run.told.seconds_per_step_s,
+        "{:.3f} s".format,
+        is_speed=True,
+        found=_of_pace(lambda pace: pace.step_s_G),
+    ),
     Figure(
         "balance, no copies", _of_outcome(lambda outcome: outcome.home_balance), "{:.2f}".format
     ),
     Figure("balance, as computed", _of_outcome(lambda outcome: outcome.balance), "{:.2f}".format),
     Figure("copies a step", _of_outcome(lambda outcome: outcome.copies), "{:.1f}".format),
     Figure("homes moved", _of_outcome(lambda outcome: outcome.num_moved), "{:,.0f}".format),
-    Figure("expert weights, rank 0", _expert_bytes, lambda value: bytes_text(round(value))),
+    Figure("expert weights, rank 0", _expert_bytes, _bytes),
+    Figure("allocated, fullest rank", _most(lambda ranks: ranks.allocated_R), _bytes),
+    Figure("reserved, fullest rank", _most(lambda ranks: ranks.reserved_R), _bytes),
+    Figure("host memory, fullest rank", _most(lambda ranks: ranks.resident_R), _bytes),
 )
 
 
@@ -255,51 +353,53 @@ def comparison(first: Finished, second: Finished) -> Table:
         table.add_column(run.name, justify="right")
     table.add_column("difference", justify="right")
 
-    ours, theirs = (run.told.losses for run in runs)
-    begun = first.told.first_step
-    if ours and theirs:
-        for step in shown_steps(len(ours)):
-            losses = ours[step - 1], theirs[step - 1]
+    steps, ours, theirs = common_losses(first, second)
+    if steps:
+        for at in shown_steps(len(steps)):
+            losses = ours[at - 1], theirs[at - 1]
             shown = (f"{loss:.6f}" for loss in losses)
-            table.add_row(f"loss, step {begun + step}", *shown, f"{losses[1] - losses[0]:+.1e}")
+            table.add_row(f"loss, step {steps[at - 1]}", *shown, f"{losses[1] - losses[0]:+.1e}")
         worst = largest_difference(ours, theirs)
-        where = f", step {begun + worst.step}" if worst.loss else ""
+        where = f", step {steps[worst.step - 1]}" if worst.loss else ""
         name = f"largest difference{where}"
         table.add_row(name, "", "", f"{worst.loss:.1e}", end_section=True)
 
     for figure in FIGURES:
-        values = [figure.of(run) for run in runs]
+        values = figure.of_both(runs)
         if any(value is not None for value in values):
             entries = ("-" if value is None else figure.shown(value) for value in values)
-            table.add_row(figure.name, *entries, _gain(first, *values) if figure.is_speed else "")
+            table.add_row(figure.name, *entries, _gain(runs, *values) if figure.is_speed else "")
     return table
 
 
-def _gain(run: Finished, ours: float | None, theirs: float | None) -> str:
-    if run.told.device == ON_CPU:
-        shares = (run.told.cores or 1) < (run.told.world_size or 1)
-        return "no measure: shared cores" if shares else "no measure: no network"
+def _gain(runs: Sequence[Finished], ours: float | None, theirs: float | None) -> str:
+    first, second = runs
+    if why := no_measure(first.device or second.device, first.world_size or 1):
+        return f"no measure: {why}"
     return f"{100 * (theirs / ours - 1):+.1f} %" if ours and theirs else ""
 
 
 def remarks(first: Finished, second: Finished) -> list[str]:
     """What is compared, and where more is to be seen. Pure."""
-    told, losses = first.told, (first.told.losses, second.told.losses)
+    steps, *losses = common_losses(first, second)
     lines = []
-    if all(losses):
+    if steps:
         alike = equal_steps(*losses)
-        until = "all steps" if alike == len(told.losses) else f"the first {alike} steps"
+        until = "all steps" if alike == len(steps) else f"the first {alike} steps"
+        if not all(run.told.losses for run in (first, second)):
+            until = f"the first {alike} of {len(steps)} steps that both reports tell of"
         lines.append(
             f"Losses (nats a token) are equal within {EQUAL:.0e} in {until}. Strategies add up the "
             "same numbers in different orders, so the last bits differ; where two experts score "
             "almost alike, such a bit decides sooner or later which one a token goes to, and the "
             "curves part a little: the sooner, the fewer bits a number has."
         )
-    if told.device == ON_CPU:
+    device = first.device or second.device
+    if device is not None and device.name == ON_CPU:
         lines.append(
-            f"Speeds of ranks on a CPU ({told.cores} cores here) are no measure: a rank that waits "
-            "leaves its core to the busy ones, and there is no network whose time copies could "
-            "save; they only cost."
+            f"Speeds of ranks on a CPU ({device.num_cores} cores here) are no measure: a rank that "
+            "waits leaves its core to the busy ones, and there is no network whose time copies "
+            "could save; they only cost."
         )
     lines.append(
         "Balance: rows of the busiest rank over the mean; all others wait for it. It is 1 at best."

@@ -19,6 +19,7 @@ from ds_moe_ext.report.units import escaped, ratio_text, round_steps, seconds_te
 
 _UNITS = 1000  # of a line chart's viewBox, from top to bottom
 _TALL, _SMALL = 220, 84  # pixels of a line chart
+LINES_AXIS = "lines"  # of charts over the recorded steps
 _BAR, _APART = 9, 2  # pixels a thin bar is high, and between two
 
 
@@ -91,6 +92,7 @@ def line_chart(
     small: bool,
     marks: Mapping[int, str] | None = None,
     text: Callable[[float], str] | None = None,
+    axis: str = LINES_AXIS,
 ) -> str:
     """Values over the steps: lines on one scale, and a legend that gives their means.
 
@@ -101,6 +103,7 @@ def line_chart(
         small: whether it stands beside others.
         marks: which homes changed before some columns, in words.
         text: a value as a person reads it; None: they are balances.
+        axis: what the page calls the names of the columns.
     """
     ticks = scale.ticks()
     grid = "".join(_grid_line(scale.height(tick)) for tick in ticks)
@@ -121,7 +124,7 @@ def line_chart(
     notes = escaped(json.dumps(marks or {}))
     values = escaped(json.dumps([_listed(line.value_B, text) for line in lines]))
     return (
-        f'<figure class="lines" data-values="{values}" data-notes="{notes}">'
+        f'<figure class="lines" data-values="{values}" data-notes="{notes}" data-axis="{axis}">'
         f'<figcaption class="legend">{legend}</figcaption>'
         f'<div class="axes"><div class="marks">{names}</div><svg class="plot" '
         f'height="{_SMALL if small else _TALL}" role="img" '

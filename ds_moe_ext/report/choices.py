@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
-from ds_moe_ext.report.parts import section
+import math
+
+from ds_moe_ext.report.parts import section, table
 from ds_moe_ext.report.record import RunRecord
-from ds_moe_ext.report.units import escaped
+from ds_moe_ext.report.time_saved import BASE, NAN, found_s
+from ds_moe_ext.report.units import EN_DASH, escaped, seconds_text
 
 
 def chosen(record: RunRecord) -> str:
@@ -21,4 +24,28 @@ def chosen(record: RunRecord) -> str:
         f"{escaped(each.told)}</li>"
         for each in record.choices
     )
-    return section("What was chosen", f'<p class="note">{note}</p><ul>{lines}</ul>')
+    return section(
+        "What was chosen", f'<p class="note">{note}</p><ul>{lines}</ul>{_held_against(record)}'
+    )
+
+
+def _held_against(record: RunRecord) -> str:
+    """What steps were expected to take beside what they took; nothing of a file of an earlier
+    version."""
+    if not any(each.expected_s for each in record.choices):
+        return ""
+    rows = [
+        [
+            f"{each.step:,}",
+            escaped(each.name),
+            *(_seconds(each.expected_s.get(name, NAN)) for name in (BASE, each.name)),
+            _seconds(found_s(record, index)),
+        ]
+        for index, each in enumerate(record.choices)
+    ]
+    headings = ["from step", "ran", f"{BASE} (estimated)", "what ran (estimated)", "measured"]
+    return table(headings, rows)
+
+
+def _seconds(seconds: float) -> str:
+    return EN_DASH if math.isnan(seconds) else seconds_text(seconds)

@@ -13,6 +13,7 @@ from ds_moe_ext.schedule.task import (
     COMBINE,
     COMPUTE,
     DISPATCH,
+    GATHER,
     GRADIENTS,
     HAVE_AGAIN,
     INTER,
@@ -21,9 +22,13 @@ from ds_moe_ext.schedule.task import (
     START,
 )
 
+REDUCTION = "reduction"  # a gather's adjoint is known by a name of its own
+TRAVELS = frozenset((GATHER.name, REDUCTION))
+"""Copies of experts on their way, and their gradients."""
+WAITS = frozenset(op.name for op in (START, JOIN, HAVE_AGAIN, OFFLOADED_JOIN))
+"""Tasks that only wait for copies of experts, or for their gradients."""
 _COMPUTING = frozenset(lane.name for lane in (COMPUTE, ATTENTION_SIDE, EXPERT_SIDE))
 _SENDING = frozenset(lane.name for lane in (INTER, INTRA, A2E, E2A))
-_WAITS = frozenset(op.name for op in (START, JOIN, HAVE_AGAIN, OFFLOADED_JOIN))
 _EXCHANGES = frozenset(op.name for op in (DISPATCH, COMBINE))
 
 
@@ -35,9 +40,9 @@ def exposed_s(spans: Iterable[Span]) -> float:
     """
     computed, sent = [], []
     for span in spans:
-        if span.lane in _COMPUTING and span.name not in _WAITS:
+        if span.lane in _COMPUTING and span.name not in WAITS:
             computed.append(span)
-        elif span.name in _WAITS or (span.lane in _SENDING and span.name != GRADIENTS.name):
+        elif span.name in WAITS or (span.lane in _SENDING and span.name != GRADIENTS.name):
             sent.append(span)
     return _covered_s([*computed, *sent]) - _covered_s(computed)
 

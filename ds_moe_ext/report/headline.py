@@ -9,7 +9,8 @@ import numpy as np
 
 from ds_moe_ext.report.glossary import legend
 from ds_moe_ext.report.record import RunRecord
-from ds_moe_ext.report.summary import Drift, Summary, outcome_of
+from ds_moe_ext.report.summary import Drift, Summary, outcome_of, took_line
+from ds_moe_ext.report.time_saved import choice_line, saved_line
 from ds_moe_ext.report.units import (
     bytes_text,
     counted,
@@ -36,6 +37,7 @@ def header(record: RunRecord, summary: Summary | None) -> str:
     return (
         f"<header><h1>MoE run with <code>{escaped(record.strategy)}</code></h1>"
         f'<p class="facts">{_spans(facts)}</p><p class="facts">{_spans(versions)}</p>'
+        f"{_in_time(record)}"
         f'<p class="verdict">{verdict}</p>{legend()}</header>'
     )
 
@@ -50,6 +52,13 @@ def _steps_fact(record: RunRecord) -> str:
     first, last = record.steps_I[0], record.steps_I[-1]
     which = f"{first:,} to {last:,}" if last > first else f"{first:,}"
     return f"{counted(len(record.steps_I), 'recorded step')}, {which}"
+
+
+def _in_time(record: RunRecord) -> str:
+    """What steps took, in words, and what copies and choices did for that."""
+    lines = [line for line in (took_line(record), saved_line(record), choice_line(record)) if line]
+    told = "".join(f"{escaped(line[:1].upper() + line[1:])}. " for line in lines)
+    return f'<p class="verdict">{told.strip()}</p>' if told else ""
 
 
 def _verdict(record: RunRecord, summary: Summary) -> str:

@@ -10,9 +10,14 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from ds_moe_ext.report.charts import Line, line_chart, value_scale
+from ds_moe_ext.report.charts import LINES_AXIS, Line, line_chart, value_scale
 from ds_moe_ext.report.parts import section, thinned
 from ds_moe_ext.report.summary import Bins
+
+
+def mean_of(value_I: np.ndarray) -> float:
+    """Of all."""
+    return float(value_I.mean())
 
 
 def over_steps(
@@ -31,15 +36,39 @@ def over_steps(
         bins: of the steps.
         text: a value as a person reads it.
     """
+    chart = lines_over_steps(values, bins, text)
+    if not chart:
+        return ""
+    note += thinned(bins, "shows their mean")
+    return section(title, f'<p class="note">{note}</p>{chart}')
+
+
+def lines_over_steps(
+    values: Mapping[str, np.ndarray],
+    bins: Bins,
+    text: Callable[[float], str],
+    *,
+    small: bool = False,
+    axis: str = LINES_AXIS,
+    whole: Callable[[np.ndarray], float] = mean_of,
+) -> str:
+    """The chart of such a card.
+
+    Args:
+        values: as of ``over_steps``; likewise the next.
+        bins: of the steps.
+        text: a value as a person reads it.
+        small: whether it stands beside others.
+        axis: what the page calls the names of the columns.
+        whole: what the legend gives, of the values that are known.
+    """
     known = {name: value_I for name, value_I in values.items() if not np.isnan(value_I).all()}
     if not known:
         return ""
     lines = []
     for name, value_I in known.items():
         value_B = bins.known_mean(value_I)
-        lines.append(Line(name, float(np.nanmean(value_I)), value_B, value_B, value_B))
+        lines.append(Line(name, whole(value_I[~np.isnan(value_I)]), value_B, value_B, value_B))
     lowest = min(float(np.nanmin(line.value_B)) for line in lines)
     scale = value_scale(lowest, max(float(np.nanmax(line.value_B)) for line in lines))
-    chart = line_chart(lines, bins, scale=scale, small=False, text=text)
-    note += thinned(bins, "shows their mean")
-    return section(title, f'<p class="note">{note}</p>{chart}')
+    return line_chart(lines, bins, scale=scale, small=small, text=text, axis=axis)

@@ -15,13 +15,13 @@ document.querySelectorAll('.pick select').forEach(select=>{
 document.querySelectorAll('.lines[data-values]').forEach(figure=>{
  const values=JSON.parse(figure.dataset.values),plot=figure.querySelector('.plot');
  const names=[...figure.querySelectorAll('.legend b')].map(name=>name.textContent);
- const notes=JSON.parse(figure.dataset.notes);
+ const notes=JSON.parse(figure.dataset.notes),columns=steps[figure.dataset.axis];
  const cross=document.createElementNS('http://www.w3.org/2000/svg','line');
  cross.setAttribute('class','cross');cross.setAttribute('y1','0');cross.setAttribute('y2','100%');
  plot.addEventListener('mousemove',event=>{
-  const count=steps.lines.length,i=at(event,plot.getBoundingClientRect(),count);
+  const count=columns.length,i=at(event,plot.getBoundingClientRect(),count);
   const x=(i+.5)/count*100+'%';cross.setAttribute('x1',x);cross.setAttribute('x2',x);
-  plot.append(cross);show(event,'step '+steps.lines[i]+'\n'
+  plot.append(cross);show(event,'step '+columns[i]+'\n'
    +names.map((name,k)=>name+'  '+(values[k][i]===null?'unknown':values[k][i].toFixed
     ?values[k][i].toFixed(2)+'\u00d7':values[k][i])).join('\n')
    +(notes[i]?'\n'+notes[i]:''))});

@@ -18,6 +18,7 @@ from ds_moe_ext.report.choices import chosen
 from ds_moe_ext.report.colours import classes_of, style_rules
 from ds_moe_ext.report.division import division
 from ds_moe_ext.report.headline import header, tiles
+from ds_moe_ext.report.pace import AXIS, pace_charts, pace_labels, paces_of, waited_for
 from ds_moe_ext.report.parts import OPEN, Panel, section, selectable, table, thinned
 from ds_moe_ext.report.prediction import expected
 from ds_moe_ext.report.record import RunRecord, Span
@@ -52,7 +53,7 @@ _SCRIPTS = (
     "save.js",
 )  # one after the other: the first has what others use
 
-NO_STEPS = MappingProxyType({"lines": (), "heat": ()})
+NO_STEPS = MappingProxyType({charts.LINES_AXIS: (), "heat": (), AXIS: ()})
 """Of a page without line charts and heatmaps over steps."""
 
 
@@ -71,9 +72,10 @@ def page_of(record: RunRecord) -> str:
     """
     summary = summarize(record)
     lines, heat = line_bins(record), heat_bins(record)
+    paces = paces_of({record.strategy: record})
     parts = [header(record, summary)]
     if summary is not None:
-        parts += [tiles(record, summary), _layers(record, summary)]
+        parts += [tiles(record, summary), pace_charts(paces), _layers(record, summary)]
         if record.placements is not None:
             parts.append(gain(record, record.placements, lines))
         if record.looks is not None:
@@ -81,8 +83,13 @@ def page_of(record: RunRecord) -> str:
         parts += [balance(record, lines), _loads(record, summary, heat)]
     else:
         parts += [_layers(record, None), _nothing_recorded()]
-    parts += [chosen(record), _seconds(record), expected(record), _timeline(record)]
-    steps = {"lines": lines.labels(), "heat": heat.labels()}
+    parts += [chosen(record), _seconds(record), waited_for(record.ranks), expected(record)]
+    parts.append(_timeline(record))
+    steps = {
+        charts.LINES_AXIS: lines.labels(),
+        "heat": heat.labels(),
+        AXIS: pace_labels(paces),
+    }
     return html_document(f"MoE run: {record.strategy}", parts, steps)
 
 
@@ -94,7 +101,7 @@ def html_document(
     Args:
         title: of the window, as text.
         parts: HTML, from top to bottom.
-        steps: names of the columns of line charts and of heatmaps.
+        steps: names of the columns of line charts, of heatmaps and of charts of all ranks.
     """
     style, *scripts = ((_HERE / name).read_text("utf-8") for name in ("page.css", *_SCRIPTS))
     return (

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.report.exposure import exchanges_s, exposed_s
-from ds_moe_ext.report.record import PaceRecord, RanksRecord, Span
+from ds_moe_ext.report.record import DeviceRecord, PaceRecord, RanksRecord, Span
 
 OFTEN, SELDOM = 10, 80
 """Steps between two tellings: until the second of these, and from then on. It is the first times a
@@ -123,6 +123,9 @@ class Point(NamedTuple):
     exposed_s: float
     waited_s: float
     sent_s: float
+    allocated: float = NAN
+    reserved: float = NAN
+    resident: float = NAN
 
 
 @dataclass(eq=False)
@@ -189,12 +192,14 @@ class RanksSeen:
         own: this one's steps.
         partners: lists of ranks that exchange rows with each other.
         gather: what every rank tells. Collective over these ranks.
+        device: what they compute on; None: nobody knows.
         latest: the last point; None before the first.
     """
 
     own: OwnSteps
     partners: Sequence[Sequence[int]]
     gather: Callable[[RankFigures], Sequence[RankFigures]]
+    device: DeviceRecord | None = None
     latest: Point | None = field(default=None, init=False)
     _told: Sequence[RankFigures] = field(default=(), init=False)
     _sums_4R: np.ndarray | None = field(default=None, init=False)  # exposed, and of ``Exchanged``
@@ -232,6 +237,7 @@ class RanksSeen:
             exposed_s=float(exposed_s_R.mean()),
             waited_s=float(exchanged.waited_s_R.mean()),
             sent_s=float(exchanged.sent_s_R.mean()),
+            **_most(told),
         )
         if (step + 1) % self._every == 0:
             self._points.append(self.latest)
@@ -248,6 +254,7 @@ class RanksSeen:
         kinds_K = tuple(sorted({kind for one in told for kind in one.seconds}))
         seconds_KR = np.array([[one.seconds.get(kind, 0.0) for one in told] for kind in kinds_K])
         steps_G, *columns = zip(*self._points)
+        place = {rank: at for ranks in self.partners for at, rank in enumerate(ranks)}
         allocated_R, reserved_R, resident_R = np.array([one.memory for one in told]).T
         return RanksRecord(
             ranks_R=tuple(one.rank for one in told),
@@ -262,4 +269,12 @@ class RanksSeen:
             num_last_R=num_last_R.astype(np.int64),
             num_exchanges=self._num_exchanges,
             pace=PaceRecord(steps_G, *(np.array(column) for column in columns)),
+            ep_rank_R=tuple(place[one.rank] for one in told),
+            device=self.device,
         )
+
+
+def _most(told: Sequence[RankFigures]) -> dict[str, float]:
+    """Bytes of the fullest rank, of each kind of memory; nan of a device that is not there."""
+    most_3 = np.max([one.memory for one in told], axis=0)
+    return {name: float(most) or NAN for name, most in zip(Memory._fields, most_3)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,20 @@ class Span:
     start_s: float
     end_s: float
     bound_by: int | None = None
+
+
+@dataclass(frozen=True)
+class TracedRecord:
+    """A step whose tasks were kept.
+
+    Attributes:
+        timeline: they; empty when nothing was traced.
+        traced_s: how long the step was, the host's own work and its optimizer's included; 0 if that
+            is not known.
+    """
+
+    timeline: tuple[Span, ...] = ()
+    traced_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -158,11 +172,14 @@ class ChoiceRecord:
         step: from which on it planned.
         name: of it.
         told: why.
+        expected_s: seconds of a step under each candidate, as they were expected then, by name;
+            empty if that is not known.
     """
 
     step: int
     name: str
     told: str
+    expected_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,6 +198,9 @@ class PaceRecord:
         waited_s_G: of that step's exchanges of rows: until the last of the ranks that exchange had
             come; mean over the ranks.
         sent_s_G: and from then on: the rows were on their way.
+        allocated_G: most bytes of device memory in tensors so far, on the fullest rank.
+        reserved_G: most that torch's allocator held, likewise.
+        resident_G: most bytes of a process in the host's memory, likewise.
     """
 
     steps_G: tuple[int, ...]
@@ -190,6 +210,22 @@ class PaceRecord:
     exposed_s_G: np.ndarray
     waited_s_G: np.ndarray
     sent_s_G: np.ndarray
+    allocated_G: np.ndarray
+    reserved_G: np.ndarray
+    resident_G: np.ndarray
+
+
+@dataclass(frozen=True)
+class DeviceRecord:
+    """What ranks computed on.
+
+    Attributes:
+        name: "cpu", or the name of a GPU.
+        num_cores: of rank 0's machine.
+    """
+
+    name: str
+    num_cores: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,6 +248,9 @@ class RanksRecord:
         num_last_R: exchanges of rows to which the rank came last, int64.
         num_exchanges: of each rank.
         pace: the run over its steps.
+        ep_rank_R: place of each among those that it exchanges rows with; empty if that is not
+            known.
+        device: what they compute on; None if that is not known.
     """
 
     ranks_R: tuple[int, ...]
@@ -226,6 +265,8 @@ class RanksRecord:
     num_last_R: np.ndarray
     num_exchanges: int
     pace: PaceRecord
+    ep_rank_R: tuple[int, ...] = ()
+    device: DeviceRecord | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,15 +284,13 @@ class RunRecord:
         cell_rows_ILC: rows that each cell computed, int64 ``[I, L, C]``.
         seconds_by_kind: mean seconds a step that this rank spent in each kind of task, by
             ``phase:kind``, over the steps that were timed.
-        timeline: the tasks of one step, for the drawing; empty when nothing was traced.
         versions: package versions.
         placements: where experts were; None in a run that copied and moved none.
         terms: how good the strategy's model of costs was, if it has one and was checked.
         looks: what was predicted of rows and where they went; None if that is not known.
         choices: which strategy planned from when on, where one chose between several.
         ranks: what each rank took and needed; None before they told each other.
-        traced_s: how long the step of the timeline was, the host's own work and its optimizer's
-            included; 0 if that is not known.
+        traced: one step, for the drawing.
     """
 
     strategy: str
@@ -262,14 +301,23 @@ class RunRecord:
     rows_ILE: np.ndarray
     cell_rows_ILC: np.ndarray
     seconds_by_kind: dict[str, float]
-    timeline: tuple[Span, ...]
     versions: dict[str, str]
     placements: PlacementRecord | None = None
     terms: tuple[TermRecord, ...] = ()
     looks: LooksRecord | None = None
     choices: tuple[ChoiceRecord, ...] = ()
     ranks: RanksRecord | None = None
-    traced_s: float = 0.0
+    traced: TracedRecord = TracedRecord()
+
+    @property
+    def timeline(self) -> tuple[Span, ...]:
+        """The tasks of the traced step."""
+        return self.traced.timeline
+
+    @property
+    def traced_s(self) -> float:
+        """How long that step was."""
+        return self.traced.traced_s
 
     def balance_IL(self) -> np.ndarray:
         """Rows of the busiest cell over the mean of those that are home to experts, float
@@ -296,7 +344,8 @@ class RunRecord:
 
     def to_json(self) -> str:
         """The record as JSON text."""
-        data = {**dataclasses.asdict(self), "balance_by_layer": self.balance_by_layer()}
+        data = dataclasses.asdict(self)
+        data |= {**data.pop("traced"), "balance_by_layer": self.balance_by_layer()}
         return json.dumps(data, default=_listed)
 
     @classmethod
@@ -304,6 +353,8 @@ class RunRecord:
         """Read what ``to_json`` wrote."""
         data = json.loads(text)
         data.pop("balance_by_layer")
+        timeline = tuple(Span(**span) for span in data.pop("timeline"))
+        traced_s = data.pop("traced_s", 0.0)
         layers = tuple(
             LayerRecord(**{**layer, "home_E": tuple(layer["home_E"])}) for layer in data["layers"]
         )
@@ -318,7 +369,7 @@ class RunRecord:
                 "steps_I": tuple(data["steps_I"]),
                 "rows_ILE": _integers(data["rows_ILE"], shape_ILE),
                 "cell_rows_ILC": _integers(data["cell_rows_ILC"], shape_ILC),
-                "timeline": tuple(Span(**span) for span in data["timeline"]),
+                "traced": TracedRecord(timeline, traced_s),
                 "terms": tuple(
                     TermRecord(**{**term, "steps": tuple(term.get("steps", ()))})
                     for term in data.get("terms", ())
@@ -380,7 +431,8 @@ def _looks_of(data: Mapping[str, Any], shape_IL: tuple[int, int]) -> LooksRecord
 
 
 def _ranks_of(data: Mapping[str, Any]) -> RanksRecord:
-    pace = data["pace"]
+    pace, device = data["pace"], data.get("device")
+    unknown = [None] * len(pace["steps_G"])  # in files of earlier versions
     shape_KR = len(data["kinds_K"]), len(data["ranks_R"])
     return RanksRecord(
         ranks_R=tuple(data["ranks_R"]),
@@ -402,7 +454,12 @@ def _ranks_of(data: Mapping[str, Any]) -> RanksRecord:
             exposed_s_G=_floats(pace["exposed_s_G"]),
             waited_s_G=_floats(pace["waited_s_G"]),
             sent_s_G=_floats(pace["sent_s_G"]),
+            allocated_G=_floats(pace.get("allocated_G", unknown)),
+            reserved_G=_floats(pace.get("reserved_G", unknown)),
+            resident_G=_floats(pace.get("resident_G", unknown)),
         ),
+        ep_rank_R=tuple(data.get("ep_rank_R", ())),
+        device=device and DeviceRecord(**device),
     )
 
 

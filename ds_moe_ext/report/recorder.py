@@ -19,6 +19,7 @@ import numpy as np
 from ds_moe_ext.load import balance_L
 from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.observation import Rows, TimedTask
+from ds_moe_ext.report.exposure import REDUCTION
 from ds_moe_ext.report.looks import Look, in_turn, looks_record
 from ds_moe_ext.report.rank_figures import NAN, RanksSeen
 from ds_moe_ext.report.record import (
@@ -31,6 +32,7 @@ from ds_moe_ext.report.record import (
     RunRecord,
     Span,
     TermRecord,
+    TracedRecord,
 )
 from ds_moe_ext.report.waits import bound_by, seen_after
 from ds_moe_ext.schedule.executor import Lanes, Mark
@@ -39,7 +41,6 @@ from ds_moe_ext.strategy import Choice, Plan
 
 TIME_EVERY = 10  # steps: timing costs little, but not nothing
 HEAD_NAME = "head"  # what follows the last layer, where a step is one pass
-REDUCTION = "reduction"  # a gather's adjoint is known by a name of its own
 PACKAGES = ("torch", "deepspeed", "transformers", "ds-moe-ext")
 
 
@@ -153,16 +154,14 @@ class _Times:
     Attributes:
         seconds: of all, by phase and task.
         num_steps: how many there were.
-        timeline: tasks of one of them.
+        traced: one of them.
         began: when that step did; None if that is not known.
-        traced_s: how long it was; 0 if that is not known.
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     num_steps: int = 0
-    timeline: tuple[Span, ...] = ()
+    traced: TracedRecord = field(default_factory=TracedRecord)
     began: Mark | None = None
-    traced_s: float = 0.0
 
 
 @dataclass(eq=False)
@@ -210,7 +209,8 @@ class _Changes:
         """By which a step ran, if that is another than before."""
         latest = self.choices[-1].name if self.choices else ""
         if choice is not None and choice.name != latest:
-            self.choices.append(ChoiceRecord(step, choice.name, choice.told))
+            expected_s = dict(choice.among_s)
+            self.choices.append(ChoiceRecord(step, choice.name, choice.told, expected_s))
 
 
 @dataclass(eq=False)
@@ -321,14 +321,13 @@ class Recorder:
                 kind: seconds / self._times.num_steps
                 for kind, seconds in self._times.seconds.items()
             },
-            timeline=self._times.timeline,
             versions=versions(),
             placements=None if self._latest is None else self._placements(self._latest),
             terms=self.terms,
             looks=self._looks(layers),
             choices=tuple(self._changes.choices),
             ranks=None if self.ranks is None else self.ranks.record(),
-            traced_s=self._times.traced_s,
+            traced=self._times.traced,
         )
 
     @cached_property
@@ -436,9 +435,10 @@ class Recorder:
         for span in spans:
             self._times.seconds[f"{span.phase}:{span.name}"] += span.end_s - span.start_s
         if is_traced:
-            self._times.timeline = tuple(spans)
+            length_s = 0.0
             if ended is not None:
-                self._times.traced_s = replace(origin, end=ended).seconds_from(origin)[1]
+                length_s = replace(origin, end=ended).seconds_from(origin)[1]
+            self._times.traced = TracedRecord(tuple(spans), length_s)
 
 
 def copied_EC(plan: Plan) -> np.ndarray:

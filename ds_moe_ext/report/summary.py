@@ -236,17 +236,33 @@ def division_of(record: RunRecord, looks: LooksRecord, layers: Sequence[int]) ->
     )
 
 
+def typical(values_G: np.ndarray) -> float:
+    """Median of what is known; nan where nothing is. Pure."""
+    known_G = values_G[~np.isnan(values_G)]
+    return float(np.median(known_G)) if known_G.size else float("nan")
+
+
+def step_s_of(record: RunRecord) -> float:
+    """Median seconds of a step, on the slowest rank; nan where nobody knows. Pure."""
+    return float("nan") if record.ranks is None else typical(record.ranks.pace.step_s_G)
+
+
+def took_line(record: RunRecord) -> str:
+    """What a step took, for a person; empty where that is not known. Pure."""
+    if record.ranks is None or np.isnan(step_s := step_s_of(record)):
+        return ""
+    tokens = typical(record.ranks.pace.tokens_per_s_G)
+    rate = "" if np.isnan(tokens) else f", {short_count(tokens)} tokens a second"
+    return f"a step took {seconds_text(step_s)}{rate} (median, measured)"
+
+
 def ranks_line(record: RunRecord) -> str:
     """What all ranks took and needed, for a person; empty before they told each other. Pure."""
     ranks = record.ranks
     if ranks is None or not ranks.pace.steps_G:
         return ""
-    pace, told = ranks.pace, []
-    if not np.isnan(pace.step_s_G[-1]):
-        told.append(f"a step takes {seconds_text(float(pace.step_s_G[-1]))}")
-    if not np.isnan(pace.tokens_per_s_G[-1]):
-        told.append(f"{short_count(float(pace.tokens_per_s_G[-1]))} tokens a second")
-    if (known := pace.loss_G[~np.isnan(pace.loss_G)]).size:
+    told = [line] if (line := took_line(record)) else []
+    if (known := ranks.pace.loss_G[~np.isnan(ranks.pace.loss_G)]).size:
         told.append(f"loss {known[0]:.4g} -> {known[-1]:.4g}")
     exposed_s, waited_s, sent_s = (
         seconds_text(float(each_R.mean()))

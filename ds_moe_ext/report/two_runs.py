@@ -13,10 +13,12 @@ from ds_moe_ext.report.charts import key
 from ds_moe_ext.report.colours import classes_of
 from ds_moe_ext.report.glossary import legend
 from ds_moe_ext.report.over_steps import over_steps
+from ds_moe_ext.report.pace import AXIS, pace_charts, pace_labels, paces_of
 from ds_moe_ext.report.page import bars_by_phase, heat_bins, html_document, line_bins
 from ds_moe_ext.report.parts import Panel, section, selectable, table
 from ds_moe_ext.report.record import PlacementRecord, RunRecord
-from ds_moe_ext.report.summary import Bins, outcome_of
+from ds_moe_ext.report.summary import Bins, outcome_of, step_s_of
+from ds_moe_ext.report.time_saved import no_measure_of
 from ds_moe_ext.report.timeline import Step
 from ds_moe_ext.report.units import EN_DASH, counted, escaped, ratio_text, seconds_text
 
@@ -55,9 +57,10 @@ def page_beside(first: Shown, second: Shown) -> str:
         )
     runs = [replace(each, record=at_steps(each.record, common)) for each in (first, second)]
     lines, heat = (bins(runs[0].record) for bins in (line_bins, heat_bins))
-    parts = [_header(runs), _figures(runs), _balance(runs, lines), _loads(runs, heat)]
-    parts += [_seconds(runs), _timelines(runs)]
-    steps = {"lines": lines.labels(), "heat": heat.labels()}
+    paces = paces_of({each.name: each.record for each in runs})
+    parts = [_header(runs), _figures(runs), pace_charts(paces), _balance(runs, lines)]
+    parts += [_loads(runs, heat), _seconds(runs), _timelines(runs)]
+    steps = {charts.LINES_AXIS: lines.labels(), "heat": heat.labels(), AXIS: pace_labels(paces)}
     return html_document(f"{first.name} beside {second.name}", parts, steps)
 
 
@@ -95,14 +98,25 @@ def _header(runs: Sequence[Shown]) -> str:
         told = (
             f"had their busiest EP rank at <b>{ours:.2f}</b> and <b>{theirs:.2f} times the mean"
             f"</b>; with {escaped(better.name)} experts end after "
-            f"<b>{100 * min(ours, theirs) / max(ours, theirs):.0f} %</b> of the other's time"
+            f"<b>{100 * min(ours, theirs) / max(ours, theirs):.0f} %</b> of the other's time "
+            "(estimated: expert seconds scale with rows)"
         )
     times = ""
-    if first.tasks_s and second.tasks_s:
+    steps_s = [step_s_of(each.record) for each in runs]
+    if not np.isnan(steps_s).any():
+        times = (
+            f" A step took {seconds_text(steps_s[0])} and {seconds_text(steps_s[1])}: "
+            f"<b>{steps_s[0] / steps_s[1]:.2f} times</b> as fast with {escaped(second.name)} "
+            "(medians, measured)."
+        )
+    elif first.tasks_s and second.tasks_s:
         times = (
             f" A rank spent {seconds_text(first.tasks_s)} a step in tasks of the layers, and "
-            f"{seconds_text(second.tasks_s)}: <b>{first.tasks_s / second.tasks_s:.2f} times</b>."
+            f"{seconds_text(second.tasks_s)}: <b>{first.tasks_s / second.tasks_s:.2f} times</b> "
+            "(measured)."
         )
+    if why := next(filter(None, (no_measure_of(each.record) for each in runs)), ""):
+        times += f" On a CPU these times are no measure of a cluster: {why}."
     steps = first.record.steps_I
     facts = (
         f"{first.record.world_size} and {counted(second.record.world_size, 'rank')}",
@@ -125,6 +139,7 @@ def _figures(runs: Sequence[Shown]) -> str:
         ["copies a step", *(f"{one.copies:.1f}" for one in outcomes)],
         ["experts that changed homes", *(f"{one.num_moved:,}" for one in outcomes)],
         ["rows computed", *(f"{int(each.record.rows_ILE.sum()):,}" for each in runs)],
+        ["a step, median", *(_known(step_s_of(each.record)) for each in runs)],
         ["in tasks, a step", *(_known(each.tasks_s) for each in runs)],
         ["the traced step", *(_known(each.record.traced_s) for each in runs)],
     ]
@@ -133,7 +148,7 @@ def _figures(runs: Sequence[Shown]) -> str:
 
 
 def _known(seconds: float) -> str:
-    return seconds_text(seconds) if seconds else EN_DASH
+    return EN_DASH if not seconds or np.isnan(seconds) else seconds_text(seconds)
 
 
 def _balance(runs: Sequence[Shown], bins: Bins) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,10 +22,11 @@ from ds_moe_ext.files.console import wide_console
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.report.division import division_line
 from ds_moe_ext.report.rank_figures import OwnSteps, RanksSeen
-from ds_moe_ext.report.record import RunRecord
+from ds_moe_ext.report.record import DeviceRecord, RunRecord
 from ds_moe_ext.report.recorder import Recorder
 from ds_moe_ext.report.report_files import ReportFiles
 from ds_moe_ext.report.summary import outcomes_by_layer, ranks_line
+from ds_moe_ext.report.time_saved import choice_line, saved_line
 from ds_moe_ext.report.units import bytes_text, seconds_text
 from ds_moe_ext.schedule.executor import lanes_for
 from ds_moe_ext.settings import Settings
@@ -124,6 +126,7 @@ class Run:
                 OwnSteps(layout.rank),
                 layout.grid.along("ep"),
                 partial(gather_objects, group=layout.everyone),
+                _device_of(device),
             ),
             lanes=lanes,
         )
@@ -189,10 +192,9 @@ def finish(recorder: Recorder, path: str | None, forecasts: str = "") -> None:
         return
     console = wide_console()
     console.print(end_table(record))
-    if line := division_line(record):
-        console.print(f"ds_moe_ext: {line}", soft_wrap=True, highlight=False)
-    if line := ranks_line(record):
-        console.print(f"ds_moe_ext: {line}", soft_wrap=True, highlight=False)
+    for told in (division_line, ranks_line, saved_line, choice_line):
+        if line := told(record):
+            console.print(f"ds_moe_ext: {line}", soft_wrap=True, highlight=False)
     if record.seconds_by_kind:
         console.print(time_table(record))
     if record.terms:
@@ -232,6 +234,12 @@ def start_table(run: Run) -> Table:
             bytes_text(layer.bytes_before),
         )
     return table
+
+
+def _device_of(device: torch.device) -> DeviceRecord:
+    is_cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_cuda else device.type
+    return DeviceRecord(name, os.cpu_count() or 1)
 
 
 def _strategy(settings: Settings) -> str:

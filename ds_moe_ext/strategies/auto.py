@@ -195,7 +195,11 @@ class Auto(Choosing):
             priced[best] = scale * _price(self.strategies[best], sample)
         why = f"auto takes {best}: a step is expected to take {told} (ms, but for the optimizer)"
         return Choice(
-            best, priced[best], "; ".join((why, *left_out.values())), tuple(left_out)
+            best,
+            priced[best],
+            told="; ".join((why, *left_out.values())),
+            left_out=tuple(left_out),
+            among_s=tuple(others),
         ), plans
 
     def _that_fits(

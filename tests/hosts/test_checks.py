@@ -245,7 +245,7 @@ def test_steps_are_tried_and_checked_when_plans_know_what_was_measured() -> None
 def test_terms_are_printed() -> None:
     terms = (TermRecord("experts", 2e-3, 2.5e-3, 0.2), TermRecord("copies", 0.01, 1e-3, 9.0))
     nothing = np.zeros((0, 0, 0), dtype=np.int64)
-    record = RunRecord("prophet", 1, 1, (), (), nothing, nothing, {}, (), {}, terms=terms)
+    record = RunRecord("prophet", 1, 1, (), (), nothing, nothing, {}, {}, terms=terms)
     console = Console(file=io.StringIO(), width=100)
     console.print(terms_table(record))
     printed: Any = console.file

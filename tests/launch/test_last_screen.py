@@ -54,7 +54,6 @@ def finished(folder: Path, *, copies: int, losses: list[float]) -> None:
         rows_ILE=rows_ILE,
         cell_rows_ILC=np.array([[[4, 4]]]) if copies else rows_ILE,
         seconds_by_kind={},
-        timeline=(),
         versions={},
         placements=copied if copies else None,
     )

@@ -196,7 +196,6 @@ RECORD = RunRecord(
     rows_ILE=np.array([[[4, 4, 4, 4]], [[8, 5, 2, 1]]]),
     cell_rows_ILC=np.array([[[8, 8]], [[13, 3]]]),
     seconds_by_kind={},
-    timeline=(),
     versions={},
 )
 

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run took in seconds, what copies saved of that, and when a clock is no measure.
+
+Shape letters: G points, R ranks.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_moe_ext.report.exposure import TRAVELS, WAITS
+from ds_moe_ext.report.record import ChoiceRecord, DeviceRecord, RunRecord
+from ds_moe_ext.report.summary import outcome_of, typical
+from ds_moe_ext.report.units import seconds_text
+from ds_moe_ext.schedule.task import EXPERT
+
+BASE = "ep"  # computes every expert at its home
+ON_CPU = "cpu"
+NAN = float("nan")
+
+
+def no_measure(device: DeviceRecord | None, num_ranks: int) -> str:
+    """Why the speed of ranks there says nothing about copies; empty where it does. Pure."""
+    if device is None or device.name != ON_CPU:
+        return ""
+    return "shared cores" if device.num_cores < num_ranks else "no network"
+
+
+def no_measure_of(record: RunRecord) -> str:
+    """Likewise, of a run. Pure."""
+    ranks = record.ranks
+    return "" if ranks is None else no_measure(ranks.device, record.world_size)
+
+
+class Saved(NamedTuple):
+    """What copies did for the waiting of an average rank, in seconds of a step.
+
+    Attributes:
+        expert_s: that a rank computed in experts, forward and backward, mean of those that have
+            some (measured).
+        home_balance: rows of the busiest cell over the mean, had there been no copies.
+        balance: and as they were computed.
+        travelled_s: that copies and their gradients were on their way, beside what is computed or
+            not; mean of all ranks (measured).
+        copies_s: that a rank waited for them in the layers, likewise. What it waits for gradients
+            where the backward of a block of the host ends is not timed.
+    """
+
+    expert_s: float
+    home_balance: float
+    balance: float
+    travelled_s: float
+    copies_s: float
+
+    @property
+    def saved_s(self) -> float:
+        """That ranks would have waited longer for the busiest without copies (estimated: seconds of
+        experts scale with rows)."""
+        return self.expert_s * (self.home_balance - self.balance)
+
+
+def saved_of(record: RunRecord) -> Saved | None:
+    """None where nothing was copied, or ranks have not told what they took. Pure."""
+    ranks, outcome = record.ranks, outcome_of(record)
+    if ranks is None or not outcome.copies:
+        return None
+    names_K = [kind.rpartition(":")[2] for kind in ranks.kinds_K]
+    expert_s_R, travelled_s_R, copies_s_R = (
+        ranks.seconds_KR[[name in those for name in names_K]].sum(axis=0)
+        for those in ((EXPERT.name,), TRAVELS, WAITS)
+    )
+    if not expert_s_R.any():
+        return None
+    return Saved(
+        float(expert_s_R[expert_s_R > 0].mean()),
+        outcome.home_balance,
+        outcome.balance,
+        float(travelled_s_R.mean()),
+        float(copies_s_R.mean()),
+    )
+
+
+def saved_line(record: RunRecord) -> str:
+    """What copies saved and cost, for a person; empty where that is not known. Pure."""
+    saved = saved_of(record)
+    if saved is None:
+        return ""
+    by = (
+        f"estimated: {seconds_text(saved.expert_s)} of experts a rank, times balance "
+        f"{saved.home_balance:.2f} less {saved.balance:.2f}"
+    )
+    if saved.saved_s > 0:
+        gain = f"without copies ranks would have waited {seconds_text(saved.saved_s)} more in each"
+        told = f"{gain} step ({by})"
+    else:
+        told = f"copies saved no waiting for experts ({by})"
+    told += (
+        f"; copies and their gradients travelled for {seconds_text(saved.travelled_s)}, of which "
+        f"ranks waited {seconds_text(saved.copies_s)} in the layers (measured)"
+    )
+    if saved.copies_s > max(saved.saved_s, 0.0):
+        told += ": copying cost more than it saved"
+    elif saved.travelled_s > saved.saved_s:
+        told += ": were the rest not hidden, copying would have cost more than it saved"
+    why = no_measure_of(record)
+    return told + (f"; on a CPU neither is a measure of a cluster: {why}" if why else "")
+
+
+def found_s(record: RunRecord, index: int) -> float:
+    """Seconds of a step between a choice and the next, the median; nan where nobody knows. Pure.
+
+    Args:
+        record: of the run.
+        index: of the choice.
+    """
+    if record.ranks is None:
+        return NAN
+    pace, starts = record.ranks.pace, [choice.step for choice in record.choices]
+    first, end = starts[index], ([*starts, float("inf")])[index + 1]
+    seen = [
+        seconds
+        for (before, step), seconds in zip(pairwise(pace.steps_G), pace.step_s_G[1:])
+        if first <= before + 1 and step < end
+    ]
+    return typical(np.array(seen))
+
+
+def choice_line(record: RunRecord) -> str:
+    """What the strategy of the last steps was expected to take, and took; empty where nobody chose.
+    Pure."""
+    latest = record.choices[-1] if record.choices else None
+    if latest is None or latest.name not in latest.expected_s:
+        return ""
+    found = found_s(record, len(record.choices) - 1)
+    took = "" if np.isnan(found) else f"; it took {seconds_text(found)} (median, measured)"
+    return (
+        f"from step {latest.step:,} on auto ran {latest.name}: a step was expected to take "
+        f"{_expected(latest)} (estimated, but for the optimizer){took}"
+    )
+
+
+def _expected(choice: ChoiceRecord) -> str:
+    own = f"{seconds_text(choice.expected_s[choice.name])} under {choice.name}"
+    if choice.name == BASE or BASE not in choice.expected_s:
+        return own
+    return f"{seconds_text(choice.expected_s[BASE])} under {BASE} and {own}"
