@@ -122,6 +122,11 @@ def test_what_copies_cost(travelled_s: float, waited_s: float, ending: str) -> N
     assert saved_line(run({**EXPERTS, **both})).endswith(ending)
 
 
+def test_copies_whose_steps_were_not_timed() -> None:
+    unknown = "; no step with copies was timed, so what they took is not known"
+    assert saved_line(run(EXPERTS)).endswith(unknown)
+
+
 def test_copies_that_made_it_worse() -> None:
     seen = run()
     seen = dataclasses.replace(seen, cell_rows_ILC=np.array([[[8, 0], [5, 5]], [[2, 2], [9, 1]]]))

@@ -97,7 +97,16 @@ def saved_line(record: RunRecord) -> str:
         told = f"{gain} step ({by})"
     else:
         told = f"copies saved no waiting for experts ({by})"
-    told += (
+    told += _cost(saved)
+    why = no_measure_of(record)
+    return told + (f"; on a CPU neither is a measure of a cluster: {why}" if why else "")
+
+
+def _cost(saved: Saved) -> str:
+    """Of copies, in the steps that were timed."""
+    if not saved.travelled_s:
+        return "; no step with copies was timed, so what they took is not known"
+    told = (
         f"; copies and their gradients travelled for {seconds_text(saved.travelled_s)}, of which "
         f"ranks waited {seconds_text(saved.copies_s)} in the layers (measured)"
     )
@@ -105,8 +114,7 @@ def saved_line(record: RunRecord) -> str:
         told += ": copying cost more than it saved"
     elif saved.travelled_s > saved.saved_s:
         told += ": were the rest not hidden, copying would have cost more than it saved"
-    why = no_measure_of(record)
-    return told + (f"; on a CPU neither is a measure of a cluster: {why}" if why else "")
+    return told
 
 
 def found_s(record: RunRecord, index: int) -> float:
