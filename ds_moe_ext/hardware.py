@@ -307,7 +307,7 @@ def shipped_for(device_name: str) -> Path | None:
     Args:
         device_name: as its driver tells it.
     """
-    files = names_of("hardware").values()
+    files = names_of(_KIND).values()
     return next((file for file in files if device_name in read_hardware(file).stands_for), None)
 
 

@@ -3,7 +3,8 @@
 
 Ranks that plan from unlike settings, or run other code, would wait for each other in vain. What
 says where a rank writes, and what it shows to a person, may differ: all of ``report`` but
-``trace_step``, and all of ``trace``. A hardware file is compared by what is in it.
+``trace_step``, and the path of ``trace``, though not whether there is one: ranks send their tasks
+to the first. A hardware file is compared by what is in it.
 """
 
 from __future__ import annotations
@@ -69,6 +70,9 @@ def settings_of(settings: Settings, block: Mapping[str, Any]) -> Description:
         elif field.name not in _APART:
             told.update(_flat(where, getattr(settings, field.name)))
     told[f"{BLOCK}.report.trace_step"] = _text(settings.report.trace_step)
+    trace = settings.trace
+    steps = {"first_step": trace.first_step, "num_steps": trace.num_steps}
+    told[f"{BLOCK}.trace"] = _text(None if trace.path is None else steps)
     for name in _blocks_read(settings):
         if name in registered():
             where = f"{BLOCK}.{name}"

@@ -20,7 +20,7 @@ from ds_moe_ext.layout import Grid, divisors
 from ds_moe_ext.load import LoadWindow
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.pricing.described_run import DescribedRun
-from ds_moe_ext.pricing.memory import MemoryUse, stage_memory
+from ds_moe_ext.pricing.memory import MemoryUse, copied_bytes_C, stage_memory
 from ds_moe_ext.pricing.pipeline_order import order_of
 from ds_moe_ext.pricing.pipeline_price import ChunkPrice, pipeline_step
 from ds_moe_ext.pricing.step_price import Passes, StepPrice, price_passes
@@ -256,14 +256,9 @@ def most_copies(plan: Plan) -> int:
 
 
 def copied_bytes(plans: Sequence[Plan], run: DescribedRun) -> float:
-    """Of copies and their gradients on the cell that holds most: of all layers, or of two at a time
-    where they are freed after forward."""
-    copies_L = [most_copies(plan) for plan in plans]
-    at_once = sum(copies_L)
-    if all(plan.rematerialize for plan, copies in zip(plans, copies_L) if copies):
-        at_once = sum(sorted(copies_L)[-2:])
-    gradients = at_once if run.training.micro_batches > 1 else max(copies_L)
-    return (at_once + gradients) * run.expert_bytes
+    """Of copies and their gradients on the cell that holds most."""
+    each, accumulates = [run.expert_bytes] * len(plans), run.training.micro_batches > 1
+    return float(copied_bytes_C(plans, each, accumulates=accumulates).max())
 
 
 def cells_of(rows_ILRE: np.ndarray, grid: Grid) -> np.ndarray:

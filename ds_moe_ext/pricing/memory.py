@@ -62,8 +62,11 @@ def memory_use(
     experts = len(shape.moe_layers) * slots * shape.expert_weights / grid.cell_size
     dense = shape.held_dense_weights(training.parallel.tensor)
     dense_replicas = training.dense_replicas
-    held = dense / (dense_replicas if training.zero_stage >= 3 else 1) + experts
     stage = training.zero_stage
+    held = dense / (dense_replicas if stage >= 3 else 1) + experts
+    if stage >= 3 and training.recomputes and experts:  # else layers keep theirs whole for backward
+        a_layer = experts / len(shape.moe_layers)
+        held += (experts - a_layer) * (1 / num_replicas - 1)
     reduced = dense / (dense_replicas if stage >= 2 else 1)
     reduced += experts / (num_replicas if stage >= 2 else 1)
     stepped = dense / (dense_replicas if stage >= 1 else 1)

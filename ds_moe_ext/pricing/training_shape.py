@@ -22,7 +22,7 @@ class Training:
         micro_batches: passes of a step.
         number_type: in which matrices are multiplied: ``fp32``, ``tf32``, ``fp16`` or ``bf16``.
         zero_stage: as DeepSpeed counts: from 1 ranks divide optimizer states, from 2 gradients,
-            from 3 dense weights. Megatron's distributed optimizer is 1.
+            from 3 weights. Megatron's distributed optimizer is 1.
         recomputes: layers run again in backward, so that only what passes between them is kept.
         hides_gradients: dense gradients are reduced beside backward by the host itself.
         sums_in_float32: gradients are summed in 32 bits, where they are narrower.

@@ -60,7 +60,7 @@ class StepTracer(Protocol):
     """Wants the tasks of some steps."""
 
     def begin(self) -> None:
-        """Called before the first of them. Collective."""
+        """Called before each of them. Collective before the first that the run comes to."""
         ...
 
     @property
@@ -377,7 +377,7 @@ class Recorder:
     def _time(self, step: int) -> None:
         """Time the tasks of the coming step, if anybody wants to know."""
         is_traced = self.tracer is not None and step in self.tracer.steps
-        if self.tracer is not None and step == self.tracer.steps.start:
+        if self.tracer is not None and is_traced:
             self.tracer.begin()
         self._times.began = self._mark(step)
         for layer in self.layers:

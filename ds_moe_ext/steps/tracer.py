@@ -47,7 +47,10 @@ class Tracer:
     _counts: list[Count] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Let the ranks meet, and set this one's clock. Collective."""
+        """Let the ranks meet, and set this one's clock; once. A run that was loaded may come to the
+        steps behind the first of them. Collective."""
+        if self._origin is not None:
+            return
         left_s = []
         for _ in range(_MEETINGS):
             gather_objects(None, self._layout.everyone)

@@ -34,8 +34,8 @@ class Left(NamedTuple):
     record: RunRecord
 
 
-def left(rank: int, world_size: int, job: Job, path: Path) -> Left:
-    """Run a job whose steps are traced, and profiled."""
+def left(rank: int, world_size: int, job: Job, path: Path, loaded_at: int = 0) -> Left:
+    """Run a job whose steps are traced, and profiled, from a step on at which it was loaded."""
     import deepspeed
 
     from ds_moe_ext.steps.training_run import run_of
@@ -55,7 +55,8 @@ def left(rank: int, world_size: int, job: Job, path: Path) -> Left:
             engine.backward(loss_of(engine, micro_batch(steps.start, rank)))
             engine.step()
 
-    run(range(STEPS.start))
+    engine.global_steps = loaded_at
+    run(range(loaded_at, STEPS.start))
     everywhere = _ExperimentalConfig(profile_all_threads=True)
     with profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere) as found:
         run(STEPS)
@@ -87,6 +88,14 @@ def test_all_ranks_are_in_one_trace(job: Job, tmp_path: Path) -> None:
     assert labels <= first.ranges
     _assert_clocks_agree(tasks)
     _assert_counts(events, first.record, job)
+
+
+def test_a_run_that_is_loaded_within_the_traced_steps_traces_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    pool_of(RANKS).run(left, JOBS["ep"], path, STEPS.start)
+    events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    assert_sound(events)
+    assert {e["pid"] for e in of(events, "X")} == set(range(RANKS))
 
 
 def _assert_clocks_agree(tasks: list[dict[str, Any]]) -> None:

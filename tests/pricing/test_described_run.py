@@ -122,6 +122,12 @@ def test_zero_divides(stage: int, weights: int, gradients: int, optimizer: int) 
     assert use.optimizer == 12 * (ALL_DENSE / optimizer + held / homes[optimizer])
 
 
+def test_zero_3_has_one_layer_whole_where_layers_run_again() -> None:
+    use = run_on(Grid(4, 2), zero_stage=3, recomputes=True).memory(0)
+    held = 2 * EXPERT + 2 * EXPERT / 2  # of two layers, each expert with two homes
+    assert use.weights == 2 * (ALL_DENSE / 4 + held)
+
+
 def test_unlike_devices() -> None:
     fast, slow = cluster(1000.0), cluster(250.0, inter=Link(bytes_per_s=100.0))
     both = joined([fast, slow])
