@@ -74,8 +74,8 @@ def priced(documents: Sequence[Mapping[str, Any]]) -> str:
     return (
         f"What it would save on clusters, by `ds-moe-ext price`: if the experts of {PUBLIC} were "
         f"asked as unevenly as those of this young model, {told}. (prophet copies where it expects "
-        "to save time, esp splits each expert over the GPUs of a node.) A router that was trained "
-        "longer is often more even, and there is less to gain."
+        "to save time: seldom here, where an expert is large; esp splits each expert over the GPUs "
+        "of a node.) A router that was trained longer is often more even: less to gain."
     )
 
 

@@ -49,14 +49,13 @@ def read_job(path: Path) -> AskedJob:
     """
     try:
         text = bytes_of(path).decode("utf-8")
+        document = read_document(path) if text.lstrip().startswith("{") else None
     except ValueError as error:
         raise ValueError(
             f"{str(path)!r} cannot be read ({error}); name a DeepSpeed JSON, or a file of "
             "Megatron's flags"
         ) from error
-    if text.lstrip().startswith("{"):
-        return _of_deepspeed(read_document(path))
-    return _of_megatron(text, path)
+    return _of_megatron(text, path) if document is None else _of_deepspeed(document)
 
 
 def _of_deepspeed(document: Mapping[str, Any]) -> AskedJob:
@@ -169,7 +168,7 @@ def read_model(path: Path) -> ModelShape:
             f" or one of configs/models: {nearest(str(path), names_of('models'))}"
         ) from error
     inner = document.get("config")
-    name = file.parent.name if file.name == CONFIG else file.stem
+    name = file.resolve().parent.name if file.name == CONFIG else file.stem
     return of_config(inner if isinstance(inner, Mapping) else document, name)
 
 

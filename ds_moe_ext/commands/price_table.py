@@ -12,6 +12,7 @@ from ds_moe_ext.commands.price_record import Market
 from ds_moe_ext.commands.price_words import (
     about,
     assumed,
+    block_words,
     grid_text,
     plan_words,
     verdict,
@@ -54,7 +55,7 @@ def print_market(market: Market, pays: Sequence[str], to: Console) -> None:
     if market.priced:
         to.print(_seconds(market, to.width))
         to.print(_memory(market))
-    told = [verdict(market)]
+    told = [verdict(market), *block_words(market)]
     told += [f"{name}: {plan_words(each)}" for name, each in market.named]
     told += [*zebra_words(market), *pays]
     told += [
@@ -105,12 +106,11 @@ def _memory(market: Market) -> Table:
     has = market.case.hardware.device.memory_bytes
     of_device = "" if has is None else f" of {has / GIB:,.0f}"
     table = Table(title=f"memory of the fullest rank, GiB{of_device}", title_justify="left")
-    table.add_column("strategy")
-    table.add_column("grid")
-    for heading in (*MEMORY, "all"):
-        table.add_column(heading, justify="right")
+    table.add_column("")
     for _, each in market.named:
-        parts = [vars(each.memory)[name] for name in MEMORY]
-        numbers = [f"{part / GIB:,.1f}" for part in (*parts, each.memory.total)]
-        table.add_row(each.way.name, grid_text(each.way.grid), *numbers)
+        table.add_column(f"{each.way.name}, {grid_text(each.way.grid)}", justify="right")
+    used = [each.memory for _, each in market.named]
+    for name in MEMORY:
+        table.add_row(name, *(f"{vars(memory)[name] / GIB:,.1f}" for memory in used))
+    table.add_row("all", *(f"{memory.total / GIB:,.1f}" for memory in used))
     return table

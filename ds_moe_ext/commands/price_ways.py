@@ -65,7 +65,7 @@ def chosen_strategies(document: Mapping[str, Any], asked: str) -> list[Chosen]:
             continue
         given = settings.expert_parallel_size, settings.expert_sharding_size
         sizes = given if name == own else (None, None)
-        chosen.append(Chosen(name, strategy, sizes, name == own))
+        chosen.append(Chosen(name, strategy, sizes, name == own and bool(block)))
     return chosen
 
 

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import groupby
 
 import numpy as np
 
 from ds_moe_ext.commands.price_record import Market
+from ds_moe_ext.commands.price_ways import OVER
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.pricing.candidates import Priced, most_copies
 from ds_moe_ext.report.units import counted
+from ds_moe_ext.settings import BLOCK
 
 
 def about(market: Market) -> str:
@@ -143,6 +146,28 @@ def zebra_words(market: Market) -> list[str]:
     ]
 
 
+def block_words(market: Market) -> list[str]:
+    """How the fastest way is asked for."""
+    best = market.best
+    if best is None:
+        return []
+    strategy, _, balance = best.way.name.partition(OVER)
+    grid = best.way.grid
+    block = {
+        "enabled": True,
+        "strategy": strategy,
+        "balance": balance or None,
+        "expert_parallel_size": grid.num_cells,
+        "expert_sharding_size": grid.cell_size if grid.cell_size > 1 else None,
+    }
+    said = {key: value for key, value in block.items() if value is not None}
+    return [
+        f"to run the fastest: {json.dumps({BLOCK: said})}; under Megatron the sizes are flags: "
+        f"--expert-model-parallel-size {grid.num_cells} "
+        f"--expert-tensor-parallel-size {grid.cell_size}"
+    ]
+
+
 def assumed(market: Market) -> list[str]:
     """What the prices rest on."""
     reached = market.case.reached
@@ -152,6 +177,12 @@ def assumed(market: Market) -> list[str]:
         f"{reached.links:.0%}, which start in {1e6 * reached.start_s:.0f} us; the host issues as "
         "measured (docs/price.md says all)"
     ]
+    training = market.case.training
+    if training.zero_stage >= 2 and training.micro_batches > 1:
+        told.append(
+            f"ZeRO {training.zero_stage} sums gradients in each of {training.micro_batches} "
+            "micro-batches: all but the last sums are taken as hidden"
+        )
     if len({each.device.name for each in market.case.clusters}) > 1:
         told.append(
             "unlike devices: each computes experts at its own speed, all else at the slowest's"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -64,6 +65,8 @@ def verify(given: argparse.Namespace) -> int:
     folder = (given.out or Path(tempfile.mkdtemp(prefix="ds_moe_ext_verify_"))).resolve()
     precision = Precision(given.dtype)
     console = Console(stderr=given.json)
+    if shutil.which(command[0]) is None:
+        raise ValueError(f"there is no command {command[0]!r}; give it as a shell finds it")
     runs = []
     for name, is_on in (("off", False), ("on", True)):
         trial = Trial(str(folder / name), is_on, given.steps, precision, given.seed)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 from rich.console import Console
 
 WIDE = 180
@@ -18,4 +20,5 @@ def wide_console(*, stderr: bool = False) -> Console:
         stderr: there, in place of stdout.
     """
     made = Console(stderr=stderr)
-    return made if made.is_terminal else Console(width=max(made.width, WIDE), stderr=stderr)
+    width = shutil.get_terminal_size((WIDE, 0)).columns  # as COLUMNS says, if it does
+    return made if made.is_terminal else Console(width=width, stderr=stderr)

@@ -126,6 +126,11 @@ def test_strategies_with_roles_are_refused(tmp_path: Path) -> None:
         both(train_job, tmp_path, Job(strategy="zebra", keys=roles))
 
 
+def test_shards_of_weights_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="verify the job at stage 2"):
+        both(train_job, tmp_path, Job(stage=3))
+
+
 def test_a_block_that_is_off_leaves_nothing_to_compare(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="has no block ds_moe_ext that is enabled"):
         both(train_job, tmp_path, Job(block=False))

@@ -247,6 +247,7 @@ def test_a_cluster_that_nothing_can_be_priced_on(
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
+        (("comma.json", *ASKED), r"'comma.json' cannot be read \(.*line 1.*name a DeepSpeed JSON"),
         (("none.json", *ASKED), r"'none.json' cannot be read .* name a DeepSpeed JSON"),
         (("job.json", *ASKED[2:]), r"does not say the model's sizes; name its config.json"),
         (("job.json", "--model", "mixtrl_tiny", *ASKED[2:]), r"did you mean 'mixtral_tiny'"),
@@ -280,6 +281,7 @@ def test_what_is_wrong_is_named(
     arguments: tuple[str, ...],
     error: str,
 ) -> None:
+    (files / "comma.json").write_text('{"bf16": {},}')
     pipeline = {"pipeline-model-parallel-size": 4}
     halves = {"pipeline-model-parallel-size": 2, "bf16": True}
     for name, flags in (

@@ -70,6 +70,12 @@ def _prepared(document: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             "--dtype is float64, in which DeepSpeed reduces no gradients; leave it out"
         )
+    if (document.get("zero_optimization") or {}).get("stage") == 3:
+        raise ValueError(
+            "zero_optimization.stage is 3, at which weights are shards between passes, so that "
+            "ds-moe-ext verify cannot compare them; verify the job at stage 2, on fewer layers if "
+            "they do not fit"
+        )
     prepared = turned(document, f"the configuration of {INITIALIZE}")
     if precision is Precision.AS_IS:
         return prepared
