@@ -31,7 +31,8 @@ def add_doctor(commands: Any) -> None:
 
 
 def examine(model: str | None) -> int:
-    """Print what is loaded and patched; and the layers of a model. 0 if all is well."""
+    """Print what is loaded and patched; or a line of it, and the layers of a model. 0 if all is
+    well."""
     console = wide_console()
     console.print(_loading())
     well = True
@@ -41,10 +42,13 @@ def examine(model: str | None) -> int:
             console.print(f"{host.name}: {host.absent}")
             continue
         title = f"{host.name} {version}{host.when}"
+        rows = _patch_rows(host)
+        if model is not None and not any(row.failure for row in rows):
+            console.print(f"{title}: all {len(rows)} patches are in", highlight=False)
+            continue
         table = Table(title=title, title_justify="left")
         for heading in ("patch", "state", "target", "why"):
             table.add_column(heading)
-        rows = _patch_rows(host)
         for row in rows:
             table.add_row(row.id, "out" if row.failure else "in", row.target, row.reason)
         console.print(table)

@@ -268,7 +268,7 @@ class _Reader:
             if default is None:
                 raise ValueError(
                     f"model {self._name!r} does not say {' or '.join(map(repr, names))}, which its "
-                    "price depends on; add it to its file"
+                    "price depends on; is it a model's config.json? If so, add it there"
                 )
             return default
         try:

@@ -170,13 +170,15 @@ class ProProphet(Strategy):
         copy_speed = min(prices.copy_bytes_per_s for prices in each)
         window_s = float(np.mean(job.window_s)), float(np.mean(job.back_window_s))
         fits = min(self._copies_that_fit(job, pool) for pool in job.pools if pool.expert_bytes)
+        has_room = fits >= max(home.num_experts for home in job.homes)
+        room = "copies of all experts of a layer" if has_room else f"{fits} copies of a layer"
         hidden = "hidden behind" if self.scheduler else "not hidden, beside"
         return (
             f"experts are copied where that pays by Pro-Prophet's model: a rank computes "
             f"{rows_per_s:,.0f} rows a second, receives rows at {row_speed / 1e6:,.0f} MB/s and "
             f"weights at {copy_speed / 1e6:,.0f} MB/s, {hidden} {window_s[0] * 1e3:.3g} ms between "
             f"two layers in forward and {window_s[1] * 1e3:.3g} ms in backward; a rank has room "
-            f"for {fits} copies of a layer"
+            f"for {room}"
         )
 
     def forecast(self, job: Job, layer: int, plan: Plan, rows_CE: np.ndarray) -> Forecast | None:
