@@ -21,8 +21,8 @@ import pytest
 from torch import nn
 
 from ds_moe_ext import cli
-from ds_moe_ext.report.page import write_report
 from ds_moe_ext.report.record import LayerRecord, RunRecord
+from ds_moe_ext.report.report_files import ReportFiles
 
 ROOT = Path(__file__).parents[1]
 COMMAND = Path(sys.executable).parent / "ds-moe-ext"
@@ -314,7 +314,7 @@ def test_report_draws_the_page_again(tmp_path: Path) -> None:
         seconds_by_kind={"forward:expert": 0.1},
         versions={"torch": "2"},
     )
-    write_report(record, tmp_path)
+    ReportFiles(tmp_path).write(record)
     page = tmp_path / "report.html"
     drawn = page.read_text()
     page.unlink()
@@ -324,7 +324,7 @@ def test_report_draws_the_page_again(tmp_path: Path) -> None:
     assert page.read_text() == drawn
     # Its charts, and it beside another run.
     other = tmp_path / "other"
-    write_report(dataclasses.replace(record, strategy="fssdp", steps_I=(1, 2)), other)
+    ReportFiles(other).write(dataclasses.replace(record, strategy="fssdp", steps_I=(1, 2)))
     asked = ("report.json", "--beside", "other/report.json", "--charts", "out/charts")
     done = start(tmp_path, "report", *asked)
     assert done.returncode == 0, done.stderr
@@ -332,7 +332,7 @@ def test_report_draws_the_page_again(tmp_path: Path) -> None:
     charts = list((tmp_path / "out/charts").glob("*.svg"))
     assert f"wrote {len(charts)} charts into out/charts" in done.stdout
     assert "balance-over-the-steps.svg" in {chart.name for chart in charts}
-    write_report(dataclasses.replace(record, steps_I=(7, 8)), other)
+    ReportFiles(other).write(dataclasses.replace(record, steps_I=(7, 8)))
     done = start(tmp_path, "report", *asked)
     assert done.returncode == 2 and "have no recorded step in common" in done.stderr
 

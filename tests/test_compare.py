@@ -27,8 +27,8 @@ from ds_moe_ext.commands.compare import (
     remarks,
     shown_steps,
 )
-from ds_moe_ext.report.page import write_report
 from ds_moe_ext.report.record import DeviceRecord, LayerRecord, PlacementRecord, RunRecord
+from ds_moe_ext.report.report_files import ReportFiles
 from tests.test_report import UNKNOWN
 from tests.test_time_saved import pace, ranks
 
@@ -81,7 +81,7 @@ def runs(tmp_path: Path) -> tuple[Finished, Finished]:
     copied = summary("fssdp", [5.0, 4.500001, 4.0, 3.125], **faster)
     for each in (plain, copied):
         each.write(tmp_path / each.strategy)
-        write_report(record(each.strategy), tmp_path / each.strategy)
+        ReportFiles(tmp_path / each.strategy).write(record(each.strategy))
     return Finished.read(tmp_path / "ep"), Finished.read(tmp_path / "fssdp")
 
 

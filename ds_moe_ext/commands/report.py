@@ -10,6 +10,7 @@ from ds_moe_ext.files.documents import bytes_of
 from ds_moe_ext.report.chart_files import chart_files
 from ds_moe_ext.report.page import page_of
 from ds_moe_ext.report.record import RunRecord
+from ds_moe_ext.report.report_files import write_whole
 from ds_moe_ext.report.two_runs import Shown, page_beside
 
 
@@ -32,7 +33,7 @@ def draw(path: Path, beside: Path | None = None, charts: Path | None = None) -> 
         names = _names(path, beside)
         runs = (Shown(*each) for each in zip(names, (record, read_report(beside))))
         page, page_path = page_beside(*runs), path.parent / "beside.html"
-    page_path.write_text(page, "utf-8")
+    write_whole(page_path, page)
     print(f"wrote {page_path}")
     if charts is not None:
         files = chart_files(page)

@@ -36,14 +36,15 @@ def header(record: RunRecord, summary: Summary | None) -> str:
     verdict = _verdict(record, summary) if summary else nothing
     return (
         f"<header><h1>MoE run with <code>{escaped(record.strategy)}</code></h1>"
-        f'<p class="facts">{_spans(facts)}</p><p class="facts">{_spans(versions)}</p>'
+        f"{facts_line(facts)}{facts_line(versions)}"
         f"{_in_time(record)}"
         f'<p class="verdict">{verdict}</p>{legend()}</header>'
     )
 
 
-def _spans(texts: Iterable[str]) -> str:
-    return "".join(f"<span>{text}</span>" for text in texts)
+def facts_line(facts: Iterable[str]) -> str:
+    """What a header says in short, below its title."""
+    return f'<p class="facts">{"".join(f"<span>{fact}</span>" for fact in facts)}</p>'
 
 
 def _steps_fact(record: RunRecord) -> str:

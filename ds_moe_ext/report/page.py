@@ -57,13 +57,6 @@ NO_STEPS = MappingProxyType({charts.LINES_AXIS: (), "heat": (), AXIS: ()})
 """Of a page without line charts and heatmaps over steps."""
 
 
-def write_report(record: RunRecord, folder: Path) -> None:
-    """Write ``report.json`` and ``report.html`` into a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.json").write_text(record.to_json(), encoding="utf-8")
-    (folder / "report.html").write_text(page_of(record), encoding="utf-8")
-
-
 def page_of(record: RunRecord) -> str:
     """One self-contained HTML page about ``record``. Pure.
 

@@ -12,6 +12,7 @@ from ds_moe_ext.report import charts, heatmap, timeline
 from ds_moe_ext.report.charts import key
 from ds_moe_ext.report.colours import classes_of
 from ds_moe_ext.report.glossary import legend
+from ds_moe_ext.report.headline import facts_line
 from ds_moe_ext.report.over_steps import over_steps
 from ds_moe_ext.report.pace import AXIS, pace_charts, pace_labels, paces_of
 from ds_moe_ext.report.page import bars_by_phase, heat_bins, html_document, line_bins
@@ -125,7 +126,7 @@ def _header(runs: Sequence[Shown]) -> str:
     )
     return (
         f"<header><h1>{first.heading} beside {second.heading}</h1>"
-        f'<p class="facts">{"".join(f"<span>{fact}</span>" for fact in facts)}</p>'
+        f"{facts_line(facts)}"
         f'<p class="verdict">{escaped(first.name)} and {escaped(second.name)} {told}.{times}</p>'
         f"{legend()}</header>"
     )

@@ -16,8 +16,8 @@ import pytest
 from summary import Summary
 
 from ds_moe_ext.commands.compare import Finished
-from ds_moe_ext.report.page import write_report
 from ds_moe_ext.report.record import LayerRecord, PlacementRecord, RunRecord
+from ds_moe_ext.report.report_files import ReportFiles
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "launch" / "quickstart.sh"
@@ -57,7 +57,7 @@ def finished(folder: Path, *, copies: int, losses: list[float]) -> None:
         versions={},
         placements=copied if copies else None,
     )
-    write_report(record, folder)
+    ReportFiles(folder).write(record)
 
 
 def way(strategy: str, gain: float, **other: bool) -> dict[str, Any]:

@@ -14,8 +14,8 @@ import pytest
 
 from ds_moe_ext.loads.loads import Loads
 from ds_moe_ext.loads.sources import read_loads, write_loads
-from ds_moe_ext.report.page import write_report
 from ds_moe_ext.report.record import LayerRecord, RunRecord
+from ds_moe_ext.report.report_files import ReportFiles
 
 
 @pytest.mark.parametrize("ending", ["npz", "jsonl"])
@@ -201,7 +201,7 @@ RECORD = RunRecord(
 
 
 def test_a_report_is_read_with_senders_alike(tmp_path: Path) -> None:
-    write_report(RECORD, tmp_path)
+    ReportFiles(tmp_path).write(RECORD)
     path = tmp_path / "report.json"
     loads = read_loads(str(path))
     assert np.array_equal(loads.rows_ILCE.sum(axis=2), RECORD.rows_ILE)
