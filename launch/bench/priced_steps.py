@@ -7,7 +7,8 @@ Layers and arguments are those of ``slow_links.py``. Once first steps have shown
 copies cost, each further one is priced by its rows and plans alone: ``simulate`` runs the schedules
 with what links carry (``cost/link_prices.py``), computing as long as it is paced, and what is left
 of a layer as long as it took in the warm-up. A step is from the start of forward to the end of
-backward on the last rank; planning between steps is not in it.
+backward on the last rank; planning between steps is not in it. It is taken several times with its
+plans and rows as they are, and the median counts: four ranks share this machine's cores.
 
 Shape letters: L layers, C ranks, E experts.
 """
@@ -63,6 +64,7 @@ from ds_moe_ext.transfer import Cargo, gather_rounds
 
 NUM_SEEN = 6  # last steps of the warm-up, which tell what layers add to links
 NUM_PRICED = 8
+NUM_TAKEN = 3  # each of those
 
 Span = tuple[str, int, bool]  # a task's op and layer, and whether it is an adjoint
 REST = (ORDER.name, RESTORE.name, CELL_GATHER.name, CELL_SCATTER.name)
@@ -119,19 +121,20 @@ class Watched:
         for layer in self.layers:
             layer.routed.meter.is_on = True
 
-    def step(self, number: int, rows_LCE: np.ndarray) -> Step:
-        """One step of all ranks' rows, int64 ``[L, C, E]``."""
+    def step(self, number: int, rows_LCE: np.ndarray, *, plans_next: bool = True) -> Step:
+        """One step of all ranks' rows, int64 ``[L, C, E]``; the next one has its plans, too, where
+        it shall not plan."""
         plans = [layer.routed.site.plan for layer in self.layers]
         layers = [layer.routed.schedules for layer in self.layers]
         seen: list[TimedTask] = []
         ended: list[float] = []
-        plan_next = ReplacedLayers.after_step
+        plan = ReplacedLayers.after_step
 
         def after_step(replaced: ReplacedLayers, number: int) -> list[Rows]:
             ended.append(time.perf_counter())
             for layer in self.layers:
                 seen.extend(layer.routed.tasks.take())
-            return plan_next(replaced, number)
+            return plan(replaced, number) if plans_next else replaced.planning.take_rows()
 
         dist.barrier()
         start_s = time.perf_counter()
@@ -286,8 +289,8 @@ def priced(contender: Contender, load: Load, given: argparse.Namespace) -> Resul
     site = watched.layers[0].routed.site
     rows_ILCE = load.rows_ILCE
 
-    def step(number: int) -> Step:
-        return watched.step(number, rows_ILCE[number % len(rows_ILCE)])
+    def step(number: int, *, plans_next: bool = True) -> Step:
+        return watched.step(number, rows_ILCE[number % len(rows_ILCE)], plans_next=plans_next)
 
     warm = [step(number) for number in range(NUM_WARM_UPS + NUM_SEEN)]
     expert = (torch.zeros(given.expert_rows // site.layout.grid.cell_size, given.width),)
@@ -306,10 +309,10 @@ def priced(contender: Contender, load: Load, given: argparse.Namespace) -> Resul
         {},
     ).learned(warm[-NUM_SEEN:])
     said_s, took_s = [], []
-    for number in range(NUM_PRICED):
-        done = step(NUM_WARM_UPS + NUM_SEEN + number)
-        said_s.append(pricing.seconds(done))
-        took_s.append(done.seconds)
+    for number in range(len(warm), len(warm) + NUM_PRICED):
+        taken = [step(number, plans_next=turn == NUM_TAKEN - 1) for turn in range(NUM_TAKEN)]
+        said_s.append(pricing.seconds(taken[-1]))
+        took_s.append(statistics.median(each.seconds for each in taken))
     return Result(contender.name, said_s, took_s)
 
 
