@@ -176,7 +176,9 @@ class Contender:
 
     @property
     def told(self) -> Told:
-        line = f"{self._line}; {_speeds(self.measured)}" if self._line else ""
+        line = self._line
+        if line and self.measured is not ROWS_ALONE:
+            line = f"{line}; {_speeds(self.measured)}"
         return Told(line, self._replaced.planning.checks.terms)
 
     @property
