@@ -94,7 +94,7 @@ def saved_line(record: RunRecord) -> str:
     )
     if saved.saved_s > 0:
         less = f"{seconds_text(saved.saved_s)} less in each step"
-        told = f"ranks waited {less} than under {BASE} with the same homes"
+        told = f"ranks waited {less} than with every expert at its home, as under {BASE}"
     else:
         told = "copies saved no waiting for experts"
     told += f" ({by}{_foreseen(record, saved)}){_cost(saved)}"

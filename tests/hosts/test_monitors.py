@@ -232,7 +232,7 @@ def test_all_ranks_tell_what_they_took() -> None:
     assert (ranks.exposed_s_R < ranks.seconds_KR.sum(axis=0)).all()
     assert "tokens a second (median up to step 19, measured); loss" in shown[0].printed
     assert (
-        "than under ep with the same homes" in shown[0].printed
+        "with every expert at its home, as under ep" in shown[0].printed
         or "copies saved" in shown[0].printed
     )
     assert "mean of all ranks" in shown[0].printed
@@ -423,6 +423,17 @@ def test_scalars_come_to_writers_of_megatrons_loop(tmp_path: Path, run: Megatron
     assert ranks.pace.loss_G[0] == pytest.approx(last.losses[9], rel=1e-6)
     quiet = pool_of(2).run(under_megatron, run, tmp_path / "quiet", report={"enabled": False})
     assert quiet[1].logged == [] and quiet[1].losses == last.losses  # to the last bit
+
+
+def test_losses_are_those_that_loss_functions_tell() -> None:
+    """A mean, or a sum and its tokens; of several values only Megatron-LM's own."""
+    from ds_moe_ext.hosts.megatron.monitoring import LOSS, losses_of
+
+    mean, of_tokens = torch.tensor(2.0), torch.tensor([12.0, 4.0])
+    stored = [{LOSS: mean, "z": of_tokens}, {LOSS: of_tokens}, {"mine": mean}]
+    assert [float(loss) for loss in losses_of(stored)] == [2.0, 3.0, 2.0]
+    unknown = [{}, {"a": mean, "b": mean}, {LOSS: 1.0}, {LOSS: torch.ones(3)}, mean]
+    assert losses_of(unknown) == losses_of([]) == losses_of(None) == []
 
 
 def test_both_roles_tell_under_megatron(tmp_path: Path) -> None:
