@@ -82,7 +82,8 @@ def test_what_copies_saved_by_hand() -> None:
         "ranks waited 250 ms less in each step than with every expert at its home, as under ep "
         "(found, estimated from this run's own 4 s of experts a rank, times balance 1.39 less "
         "1.32); copies and their gradients travelled for 500 ms, of which ranks waited 100 ms in "
-        "the layers (measured): were the rest not hidden, copying would have cost more than it saved"
+        "the layers (measured): were the rest not hidden, copying would have cost more than it "
+        "saved"
     )
 
 

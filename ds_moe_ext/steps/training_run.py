@@ -301,7 +301,7 @@ def time_table(record: RunRecord) -> Table:
     ranks = record.ranks
     others = {} if ranks is None else dict(zip(ranks.kinds_K, ranks.seconds_KR))
     of_all = ("mean of all ranks", "largest, of rank") if others else ()
-    for heading in ("ms a step", "of all tasks", *of_all):
+    for heading in ("ms a step", "of all", *of_all):
         table.add_column(heading, justify="right")
     total = sum(record.seconds_by_kind.values())
     for kind, seconds in sorted(record.seconds_by_kind.items(), key=lambda item: -item[1]):
