@@ -51,6 +51,7 @@ def train(block: str) -> None:
         ids_BT = text[starts_B + torch.arange(LENGTH)].to(moe.device)
         loss = wrapped(input_ids=ids_BT, labels=ids_BT).loss
         loss.backward()
+        moe.saw_loss(loss)  # for the report
         moe.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()

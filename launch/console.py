@@ -232,14 +232,13 @@ def leave_summary(display: Display, summary: Summary, output: Path, saved: Path 
 def summary_table(summary: Summary, files: Sequence[Path]) -> Table:
     """Lay a summary out for reading."""
     steps = f"step {summary.first_step + 1}", f"step {summary.first_step + len(summary.losses)}"
-    balances = [f"{layer}: {value:.2f}" for layer, value in summary.balance_by_layer.items()]
     table = Table("", "", title="Summary", show_header=False)
     table.add_row("strategy", f"{summary.strategy}, {summary.world_size} ranks, {summary.model}")
-    table.add_row(f"loss, {steps[0]}", f"{summary.losses[0]:.3f} nats per byte")
-    table.add_row(f"loss, {steps[1]}", f"{summary.losses[-1]:.3f} nats per byte")
-    table.add_row("speed", f"{summary.tokens_per_s:,.0f} tokens/s")
-    table.add_row("a step takes", f"{summary.seconds_per_step_s:.2f} s")
-    table.add_row("rows, busiest rank / mean", "\n".join(balances) or format_balance(None))
+    for step, loss in zip(steps, (summary.losses[0], summary.losses[-1])):
+        table.add_row(f"loss, {step}", f"{loss:.3f} nats per byte, without that of routers")
+    if not summary.balance_by_layer:  # else the report that follows has speed and balance
+        table.add_row("speed, mean", f"{summary.tokens_per_s:,.0f} tokens/s")
+        table.add_row("a step takes, mean", f"{summary.seconds_per_step_s:.2f} s")
     table.add_row("versions", ", ".join(f"{k} {v}" for k, v in summary.versions.items()))
     table.add_row("files", "\n".join(map(str, files)))
     return table

@@ -26,6 +26,7 @@ from console import (
     read_json,
     summarize,
 )
+from deepspeed.utils import logger
 from gpt_moe import GptMoe, GptMoeConfig
 from text import VOCABULARY_SIZE, Batch, Text, WindowSampler, read_text
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from ds_moe_ext.hosts.deepspeed.op_lock import is_compiled, tell_of_old_lock
 
 SCRIPT = "pretrain_deepspeed"
 NUM_HELD_OUT_BATCHES = 4
+ASKS_ITSELF = "Attempting to get learning rate from scheduler before it has started"
 GPT_MOE = "gpt_moe"
 FAMILIES = (GPT_MOE, "mixtral", "qwen3_moe")  # the others by Hugging Face's model type
 NARROW = ("bf16", "fp16")  # as sections of a DeepSpeed JSON are called
@@ -300,6 +302,8 @@ def main() -> None:
         tell_of_old_lock()
         if not is_compiled():
             print("on a CPU, DeepSpeed now compiles its collectives: 20 to 60 s", flush=True)
+    # WarmupCosineLR asks for its own rate as it is made, and warns on every rank that it did.
+    logger.addFilter(lambda record: ASKS_ITSELF not in record.getMessage())
     deepspeed.init_distributed()
     trainer = Trainer(arguments, run, model)
     with plain_errors(SCRIPT):

@@ -95,6 +95,7 @@ def train(arguments: argparse.Namespace) -> None:
                 ids = sampler.batch(step, number, dist.get_rank()).input_ids.to(moe.device)
                 loss = wrapped(input_ids=ids, labels=ids).loss / arguments.micro_batches
                 loss.backward()
+                moe.saw_loss(loss * arguments.micro_batches)
         norm = moe.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -41,22 +41,15 @@ if ((num_gpus > 0 && num_gpus < num_ranks)); then
   export OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu
 fi
 if [[ "${DS_ACCELERATOR:-}" == cpu ]]; then
-  python - <<'END'
-from ds_moe_ext.hosts.deepspeed.op_lock import is_compiled, told_of_old_lock
-
-told = told_of_old_lock()
-if told:
-    raise SystemExit(f"quickstart: {told}")
-if not is_compiled():
-    print("quickstart: DeepSpeed now compiles its CPU collectives, once: 20 to 60 s of silence")
-END
+  python launch/compile_collectives.py
 fi
 # DeepSpeed calls collectives by names that torch has deprecated: one warning a rank.
 export PYTHONWARNINGS=ignore::FutureWarning
 
+# The launcher's own level, not that of the ranks: without a hostfile it warns that there is none.
 train() {
   deepspeed --num_accelerators "$num_ranks" --master_port "${MASTER_PORT:-29500}" \
-    --log_level warning launch/pretrain_deepspeed.py \
+    --log_level error launch/pretrain_deepspeed.py \
     --model configs/models/gpt_moe_tiny.json \
     --deepspeed_config configs/hosts/deepspeed_zero1.json \
     "$@"

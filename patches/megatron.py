@@ -124,7 +124,7 @@ def _saved(original: Any) -> Any:
 def _counted(original: Any) -> Any:
     @functools.wraps(original)
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
-        from ds_moe_ext.hosts.megatron import engine, forward_backward
+        from ds_moe_ext.hosts.megatron import engine, forward_backward, monitoring
 
         stock = original(*args, **kwargs)
 
@@ -135,9 +135,12 @@ def _counted(original: Any) -> Any:
             run = forward_backward.steps_of(given["model"]) or stock
             try:
                 with WATCH.host_pass("a step's passes"):
-                    return run(num_microbatches=num_microbatches, **given)
+                    stored = run(num_microbatches=num_microbatches, **given)
             finally:
                 engine.SCHEDULES.end()
+            if not is_evaluation:
+                engine.SCHEDULES.losses = monitoring.losses_of(stored)
+            return stored
 
         return counted
 

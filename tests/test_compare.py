@@ -114,7 +114,11 @@ def test_the_table_worked_by_hand(runs: tuple[Finished, Finished]) -> None:
         "homes moved": ["0", "0", ""],
         "expert weights, rank 0": ["2 KiB", "2 KiB", ""],
     }
-    losses, balance, *pages = remarks(*runs)
+    losses, found, balance, *pages = remarks(*runs)
+    assert found == (
+        "Found: a step took 500 ms with ep and 400 ms with fssdp, 1.25 times as fast (measured in "
+        "both runs)."
+    )
     assert "equal within 1e-05 in the first 3 steps" in losses and "1 at best" in balance
     assert pages == [f"Pictures: {run.folder / 'report.html'}" for run in runs]
 
@@ -163,7 +167,7 @@ def test_reports_alone_tell_what_ranks_found(runs: tuple[Finished, Finished]) ->
     assert any("(1 cores here) are no measure" in line for line in others)
     both = printed(found[0], alone[1])
     assert both["loss, step 20"] == table["loss, step 20"] and both["tokens/s"][:2] == ["9", "9"]
-    assert printed(*found)["tokens/s"][:2] == ["2,000", "2,200"]
+    assert printed(*found)["tokens/s"][:2] == ["9", "9"]  # as pages and consoles have it
     with pytest.raises(ValueError, match=r"device is 'cpu' in .*ep and 'A GPU' in"):
         check_comparable(alone[0], runs[1])
 

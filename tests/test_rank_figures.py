@@ -186,7 +186,8 @@ def test_a_run_that_has_just_gone_on() -> None:
 
 def test_the_line_at_the_end() -> None:
     assert ranks_line(with_ranks()) == (
-        "a step took 2 s, 48 tokens a second (median, measured); loss 9.5 -> 19.5; 3.5 s of "
-        "communication that nothing hides; exchanges of rows wait 0 s and send 3 s; rank 0 comes "
-        "last most often, to 100 %; rank 0 needs most, 3 B of its device"
+        "a step took 2 s, 48 tokens a second (median up to step 19, measured); loss 9.5 in step 9 "
+        "-> 19.5 in step 19, counted from 0; 3.5 s of communication that nothing hides; exchanges "
+        "of rows wait 0 s and send 3 s; rank 0 comes last most often, to 100 %; rank 0 needs most, "
+        "3 B of its device"
     )

@@ -351,8 +351,9 @@ def test_divisions_worked_by_hand() -> None:
     whole = division_of(run, run.looks, [0, 1])
     assert whole == (1.0, 1.25, 1.0, 1.5, pytest.approx(10 / 22), pytest.approx(2 / 22))
     assert division_line(run) == (
-        "balance 1.00 without copies -> 1.25 predicted -> 1.00 reached (1.50 by the paper's rule); "
-        "45.5 % of rows left their EP rank, 9.1 % crossed nodes"
+        "balance 1.00 without copies -> 1.25 predicted -> 1.00 reached (1.50 by the paper's rule), "
+        "in 1 of 2 recorded steps, those predicted; copies did not help, and the plan predicted no "
+        "gain; 45.5 % of rows left their EP rank, 9.1 % crossed nodes"
     )
     second = division_of(run, run.looks, [1])
     assert (second.left, second.crossed) == (0.5, 0.0)
@@ -919,3 +920,27 @@ def any_looks(run: RunRecord, rng: np.random.Generator) -> LooksRecord:
     for table_IL in tables:
         table_IL[rng.random(shape_IL) < rng.choice([0.0, 0.5, 1.0])] = UNKNOWN
     return LooksRecord(*tables, num_nodes=int(rng.integers(1, 4)))
+
+
+@pytest.mark.parametrize(
+    ("predicted", "copied_experts", "told"),
+    [
+        (1.25, True, ""),
+        (1.25, False, "copies did not help: other rows came than were predicted"),
+        (1.5, False, "copies did not help, and the plan predicted no gain"),
+    ],
+)
+def test_copies_that_did_not_help_say_why(
+    predicted: float, copied_experts: bool, told: str
+) -> None:
+    base = copied()
+    assert base.placements is not None
+    computed = base.cell_rows_ILC if copied_experts else base.placements.home_cell_rows_ILC
+    shape_IL = computed.shape[:2]
+    looks = LooksRecord(*np.full((4, *shape_IL), UNKNOWN), 1)
+    looks = dataclasses.replace(
+        looks, predicted_IL=np.full(shape_IL, predicted), left_IL=np.zeros(shape_IL)
+    )
+    line = division_line(dataclasses.replace(base, cell_rows_ILC=computed, looks=looks))
+    assert f"in {shape_IL[0]} of {shape_IL[0]} recorded steps, those predicted" in line
+    assert told in line and ("did not help" in line) == bool(told)

@@ -18,10 +18,11 @@ from ds_moe_ext.files.documents import read_document
 from ds_moe_ext.report.record import DeviceRecord, PaceRecord, RanksRecord, RunRecord
 from ds_moe_ext.report.summary import Outcome, outcome_of, typical
 from ds_moe_ext.report.time_saved import ON_CPU, no_measure
-from ds_moe_ext.report.units import bytes_text
+from ds_moe_ext.report.units import bytes_text, seconds_text
 
 REPORT, SUMMARY = "report.json", "summary.json"
 SAME = ("model", "text", "seed", "dtype", "tokens_per_step", "first_step")
+STEP = "a step takes"
 EQUAL = 1e-5  # nats: losses that sums in another order explain
 
 
@@ -282,7 +283,7 @@ class Figure:
 
     def of_both(self, runs: Sequence[Finished]) -> list[float | None]:
         """From where more is known: one run's mean is not held against another's median."""
-        sources = [[of(run) for run in runs] for of in (self.of, self.found) if of is not None]
+        sources = [[of(run) for run in runs] for of in (self.found, self.of) if of is not None]
         return max(sources, key=lambda values: sum(value is not None for value in values))
 
 
@@ -325,7 +326,7 @@ FIGURES = (
         found=_of_pace(lambda pace: pace.tokens_per_s_G),
     ),
     Figure(
-        "a step takes",
+        STEP,
         lambda run: run.told.seconds_per_step_s,
         "{:.3f} s".format,
         is_speed=True,
@@ -379,6 +380,17 @@ def _gain(runs: Sequence[Finished], ours: float | None, theirs: float | None) ->
     return f"{100 * (theirs / ours - 1):+.1f} %" if ours and theirs else ""
 
 
+def _took(first: Finished, second: Finished) -> str:
+    """What the second gained; empty where one of them does not know its seconds."""
+    ours, theirs = next(each for each in FIGURES if each.name == STEP).of_both((first, second))
+    if not ours or not theirs:
+        return ""
+    return (
+        f"Found: a step took {seconds_text(ours)} with {first.name} and {seconds_text(theirs)} "
+        f"with {second.name}, {ours / theirs:.2f} times as fast (measured in both runs)."
+    )
+
+
 def remarks(first: Finished, second: Finished) -> list[str]:
     """What is compared, and where more is to be seen. Pure."""
     steps, *losses = common_losses(first, second)
@@ -401,6 +413,8 @@ def remarks(first: Finished, second: Finished) -> list[str]:
             "waits leaves its core to the busy ones, and there is no network whose time copies "
             "could save; they only cost."
         )
+    elif took := _took(first, second):
+        lines.append(took)
     lines.append(
         "Balance: rows of the busiest rank over the mean; all others wait for it. It is 1 at best."
     )

@@ -11,7 +11,7 @@ import numpy as np
 from ds_moe_ext.report.charts import key, thin_bars
 from ds_moe_ext.report.parts import OPEN, section, table
 from ds_moe_ext.report.record import LooksRecord, RunRecord
-from ds_moe_ext.report.summary import Division, division_of
+from ds_moe_ext.report.summary import Division, division_of, outcome_of
 from ds_moe_ext.report.units import EN_DASH, counted, dotted, ratio_text
 
 
@@ -43,8 +43,32 @@ def division_line(record: RunRecord) -> str:
     by_paper = "" if np.isnan(whole.by_paper) else f" ({whole.by_paper:.2f} by the paper's rule)"
     return (
         f"balance {whole.home_balance:.2f} without copies -> {whole.predicted:.2f} predicted -> "
-        f"{whole.balance:.2f} reached{by_paper}; {went}"
+        f"{whole.balance:.2f} reached{by_paper}, in {_predicted_steps(record.looks)}"
+        f"{_no_gain(record, whole)}; {went}"
     )
+
+
+def _predicted_steps(looks: LooksRecord) -> str:
+    """Which steps count: balances elsewhere are of all."""
+    was_predicted_I = ~np.isnan(looks.predicted_IL).all(axis=1)
+    number = int(was_predicted_I.sum())
+    return f"{number:,} of {counted(was_predicted_I.size, 'recorded step')}, those predicted"
+
+
+def _no_gain(record: RunRecord, whole: Division) -> str:
+    """Why copies did not help, where balances as they are shown tell of no gain; else empty."""
+    reached, predicted, at_home = (
+        round(ratio, 2) for ratio in (whole.balance, whole.predicted, whole.home_balance)
+    )
+    if reached < at_home:
+        return ""
+    outcome = outcome_of(record)
+    if not outcome.copies:
+        none = "; no expert was copied: none paid, or there was no time or room for it"
+        return "" if outcome.num_moved else none
+    if predicted < at_home:
+        return "; copies did not help: other rows came than were predicted"
+    return "; copies did not help, and the plan predicted no gain"
 
 
 def division(record: RunRecord, looks: LooksRecord) -> str:
@@ -84,8 +108,8 @@ def _note(shown: Sequence[_Balance], looks: LooksRecord) -> str:
     if shown:
         told.append(
             "Predicted is what the plan came to for the rows that it was made for, reached what "
-            "it came to for those that came; bars begin at 1. Steps before the first prediction "
-            "do not count here."
+            "it came to for those that came; bars begin at 1. This is of "
+            f"{_predicted_steps(looks)}; the balance at the top of the page is of all."
         )
     if len(shown) == len(_BALANCES):
         told.append(

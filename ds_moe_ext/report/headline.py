@@ -57,7 +57,7 @@ def _steps_fact(record: RunRecord) -> str:
 
 def _in_time(record: RunRecord) -> str:
     """What steps took, in words, and what copies and choices did for that."""
-    lines = [line for line in (took_line(record), saved_line(record), choice_line(record)) if line]
+    lines = [line for told in (saved_line, took_line, choice_line) if (line := told(record))]
     told = "".join(f"{escaped(line[:1].upper() + line[1:])}. " for line in lines)
     return f'<p class="verdict">{told.strip()}</p>' if told else ""
 

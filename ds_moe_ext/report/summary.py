@@ -253,7 +253,8 @@ def took_line(record: RunRecord) -> str:
         return ""
     tokens = typical(record.ranks.pace.tokens_per_s_G)
     rate = "" if np.isnan(tokens) else f", {short_count(tokens)} tokens a second"
-    return f"a step took {seconds_text(step_s)}{rate} (median, measured)"
+    last = record.ranks.pace.steps_G[-1]
+    return f"a step took {seconds_text(step_s)}{rate} (median up to step {last:,}, measured)"
 
 
 def ranks_line(record: RunRecord) -> str:
@@ -262,8 +263,12 @@ def ranks_line(record: RunRecord) -> str:
     if ranks is None or not ranks.pace.steps_G:
         return ""
     told = [line] if (line := took_line(record)) else []
-    if (known := ranks.pace.loss_G[~np.isnan(ranks.pace.loss_G)]).size:
-        told.append(f"loss {known[0]:.4g} -> {known[-1]:.4g}")
+    if known := [at for at, loss in enumerate(ranks.pace.loss_G) if not np.isnan(loss)]:
+        first, last = (
+            f"{ranks.pace.loss_G[at]:.4g} in step {ranks.pace.steps_G[at]:,}"
+            for at in (known[0], known[-1])
+        )
+        told.append(f"loss {first} -> {last}, counted from 0")
     exposed_s, waited_s, sent_s = (
         seconds_text(float(each_R.mean()))
         for each_R in (ranks.exposed_s_R, ranks.waited_s_R, ranks.sent_s_R)
@@ -271,9 +276,9 @@ def ranks_line(record: RunRecord) -> str:
     if ranks.num_last_R.any():
         told.append(f"{exposed_s} of communication that nothing hides")
         told.append(f"exchanges of rows wait {waited_s} and send {sent_s}")
-        last = int(ranks.num_last_R.argmax())
-        share = ranks.num_last_R[last] / ranks.num_exchanges
-        told.append(f"rank {ranks.ranks_R[last]} comes last most often, to {100 * share:.0f} %")
+        latest = int(ranks.num_last_R.argmax())
+        share = ranks.num_last_R[latest] / ranks.num_exchanges
+        told.append(f"rank {ranks.ranks_R[latest]} comes last most often, to {100 * share:.0f} %")
     is_device = bool(ranks.allocated_R.any())
     most_R = ranks.allocated_R if is_device else ranks.resident_R
     where, most = "of its device" if is_device else "of the host's memory", int(most_R.argmax())

@@ -13,7 +13,7 @@ import numpy as np
 
 from ds_moe_ext.report.exposure import TRAVELS, WAITS
 from ds_moe_ext.report.record import ChoiceRecord, DeviceRecord, RunRecord
-from ds_moe_ext.report.summary import outcome_of, typical
+from ds_moe_ext.report.summary import division_of, outcome_of, typical
 from ds_moe_ext.report.units import seconds_text
 from ds_moe_ext.schedule.task import EXPERT
 
@@ -89,17 +89,28 @@ def saved_line(record: RunRecord) -> str:
     if saved is None:
         return ""
     by = (
-        f"estimated: {seconds_text(saved.expert_s)} of experts a rank, times balance "
-        f"{saved.home_balance:.2f} less {saved.balance:.2f}"
+        f"found, estimated from this run's own {seconds_text(saved.expert_s)} of experts a rank, "
+        f"times balance {saved.home_balance:.2f} less {saved.balance:.2f}"
     )
     if saved.saved_s > 0:
-        gain = f"without copies ranks would have waited {seconds_text(saved.saved_s)} more in each"
-        told = f"{gain} step ({by})"
+        less = f"{seconds_text(saved.saved_s)} less in each step"
+        told = f"ranks waited {less} than with every expert at its home, as under {BASE}"
     else:
-        told = f"copies saved no waiting for experts ({by})"
-    told += _cost(saved)
+        told = "copies saved no waiting for experts"
+    told += f" ({by}{_foreseen(record, saved)}){_cost(saved)}"
     why = no_measure_of(record)
     return told + (f"; on a CPU neither is a measure of a cluster: {why}" if why else "")
+
+
+def _foreseen(record: RunRecord, saved: Saved) -> str:
+    """What plans predicted, by the same seconds; empty where they say nothing."""
+    if record.looks is None:
+        return ""
+    whole = division_of(record, record.looks, range(len(record.layers)))
+    if np.isnan(whole.predicted):
+        return ""
+    predicted_s = max(0.0, saved.expert_s * (whole.home_balance - whole.predicted))
+    return f"; predicted: {seconds_text(predicted_s)}, by balance {whole.predicted:.2f}"
 
 
 def _cost(saved: Saved) -> str:

@@ -27,7 +27,7 @@ from ds_moe_ext.report.recorder import Recorder
 from ds_moe_ext.report.report_files import ReportFiles
 from ds_moe_ext.report.summary import outcomes_by_layer, ranks_line
 from ds_moe_ext.report.time_saved import choice_line, saved_line
-from ds_moe_ext.report.units import bytes_text, seconds_text
+from ds_moe_ext.report.units import bytes_text, counted, seconds_text
 from ds_moe_ext.schedule.executor import lanes_for
 from ds_moe_ext.settings import Settings
 from ds_moe_ext.steps.expert_moves import ExpertMover
@@ -208,10 +208,12 @@ def finish(recorder: Recorder, path: str | None, forecasts: str = "") -> None:
 
 
 def teller(settings: Settings, rank: int) -> Callable[[str], None]:
-    """Shows lines to a person, on rank 0 where the report is enabled."""
+    """Shows lines to a person, each once, on rank 0 where the report is enabled."""
+    told: set[str] = set()
 
     def tell(line: str) -> None:
-        if line and rank == 0 and settings.report.enabled:
+        if line and rank == 0 and settings.report.enabled and line not in told:
+            told.add(line)
             wide_console().print(f"ds_moe_ext: {line}", soft_wrap=True, highlight=False)
 
     return tell
@@ -253,11 +255,12 @@ def _told(blueprint: Blueprint) -> str:
     grid, settings = blueprint.grid, blueprint.settings
     copies = grid.world_size // (grid.num_cells * grid.cell_size)
     roles = blueprint.strategy.roles
-    split = "" if grid.cell_size == 1 else f" of {grid.cell_size} ranks"
+    split = "" if grid.cell_size == 1 else f" x {grid.cell_size} ranks"
     drops = "dropless" if settings.capacity_factor is None else f"x{settings.capacity_factor}"
     gate = "" if settings.gate is None else f", gate {settings.gate}"
-    cells = f"{grid.num_cells} cells{split}" if roles is None else f"({roles})"
-    return f"strategy {_strategy(settings)}, {_ranks(grid)} = {copies} x {cells}, {drops}{gate}"
+    cells = f"{counted(grid.num_cells, 'EP rank')}{split}" if roles is None else f"({roles})"
+    groups = f"{copies} x" if roles is not None else f"{counted(copies, 'EP group')} x"
+    return f"strategy {_strategy(settings)}, {_ranks(grid)} = {groups} {cells}, {drops}{gate}"
 
 
 def _ranks(grid: Grid) -> str:
@@ -298,7 +301,7 @@ def time_table(record: RunRecord) -> Table:
     ranks = record.ranks
     others = {} if ranks is None else dict(zip(ranks.kinds_K, ranks.seconds_KR))
     of_all = ("mean of all ranks", "largest, of rank") if others else ()
-    for heading in ("ms a step", "share", *of_all):
+    for heading in ("ms a step", "of all", *of_all):
         table.add_column(heading, justify="right")
     total = sum(record.seconds_by_kind.values())
     for kind, seconds in sorted(record.seconds_by_kind.items(), key=lambda item: -item[1]):

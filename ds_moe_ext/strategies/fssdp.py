@@ -296,9 +296,9 @@ class FullySharded(Strategy):
         window_L = np.array(job.window_s) * 1e3
         speed = min(pool.expert_bytes / pool.prices.copy_s for pool in _measured(job))
         told = (
-            f"up to {_span(degree_L)} experts of a layer are copied (t): weights travel at "
-            f"{speed / 1e6:,.0f} MB/s, behind {_span(window_L, 'ms')} of attention; "
-            f"a rank holds up to {_span(fits_L)} copies of a layer (m)"
+            f"up to {_span(degree_L)} experts of a layer are copied (overlap_degree): weights "
+            f"travel at {speed / 1e6:,.0f} MB/s, behind {_span(window_L, 'ms')} of attention; "
+            f"a rank holds up to {_span(fits_L)} copies of a layer (copies_per_rank)"
         )
         idle = self._idle_calibration(job), self._idle_sharding(job)
         return "; ".join(filter(None, (told, *self._never_copied(job), *idle)))

@@ -14,6 +14,7 @@ own, a row for several. There is no optimizer.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -222,6 +223,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     show(given)
+    gc.collect()  # layers lie in circles, and hold groups whose threads must end before Python does
     dist.destroy_process_group()
 
 

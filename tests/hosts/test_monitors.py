@@ -230,8 +230,11 @@ def test_all_ranks_tell_what_they_took() -> None:
     np.testing.assert_allclose(ranks.sent_s_R[0], ranks.sent_s_R[1], rtol=1e-12)
     assert (ranks.exposed_s_R > 0).all()
     assert (ranks.exposed_s_R < ranks.seconds_KR.sum(axis=0)).all()
-    assert "tokens a second (median, measured); loss" in shown[0].printed
-    assert "without copies ranks would" in shown[0].printed or "copies saved" in shown[0].printed
+    assert "tokens a second (median up to step 19, measured); loss" in shown[0].printed
+    assert (
+        "with every expert at its home, as under ep" in shown[0].printed
+        or "copies saved" in shown[0].printed
+    )
     assert "mean of all ranks" in shown[0].printed
 
 
@@ -287,6 +290,7 @@ def looped(rank: int, world_size: int, **report: Any) -> Looped:
             ids = micro_batch(step, rank)
             loss = model(input_ids=ids, labels=ids).loss
             losses.append(float(loss))
+            moe.saw_loss(loss)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -306,7 +310,9 @@ def test_a_monitor_of_ones_own_in_a_training_loop() -> None:
     assert {at for values in points.values() for at, _ in values} == {10, 20}
     assert {name.removeprefix("ds_moe_ext/") for name in points} >= TIMES
     ranks = RunRecord.from_json(first.record).ranks
-    assert ranks is not None and np.isnan(ranks.pace.loss_G).all()
+    assert ranks is not None
+    losses_GR = np.array([first.losses, second.losses]).T[[9, 19]]
+    np.testing.assert_allclose(ranks.pace.loss_G, losses_GR.mean(axis=1), rtol=1e-6)
     assert points["ds_moe_ext/step_s"] == [
         (10, ranks.pace.step_s_G[0]),
         (20, ranks.pace.step_s_G[1]),
@@ -414,8 +420,20 @@ def test_scalars_come_to_writers_of_megatrons_loop(tmp_path: Path, run: Megatron
     assert ranks.ranks_R == ((1,) if run.pp == 2 else (0, 1))
     tokens = run.batch * run.length * (1 if run.pp == 2 else 2)
     assert ranks.pace.tokens_per_s_G[0] * ranks.pace.step_s_G[0] == pytest.approx(tokens)
+    assert ranks.pace.loss_G[0] == pytest.approx(last.losses[9], rel=1e-6)
     quiet = pool_of(2).run(under_megatron, run, tmp_path / "quiet", report={"enabled": False})
     assert quiet[1].logged == [] and quiet[1].losses == last.losses  # to the last bit
+
+
+def test_losses_are_those_that_loss_functions_tell() -> None:
+    """A mean, or a sum and its tokens; of several values only Megatron-LM's own."""
+    from ds_moe_ext.hosts.megatron.monitoring import LOSS, losses_of
+
+    mean, of_tokens = torch.tensor(2.0), torch.tensor([12.0, 4.0])
+    stored = [{LOSS: mean, "z": of_tokens}, {LOSS: of_tokens}, {"mine": mean}]
+    assert [float(loss) for loss in losses_of(stored)] == [2.0, 3.0, 2.0]
+    unknown = [{}, {"a": mean, "b": mean}, {LOSS: 1.0}, {LOSS: torch.ones(3)}, mean]
+    assert losses_of(unknown) == losses_of([]) == losses_of(None) == []
 
 
 def test_both_roles_tell_under_megatron(tmp_path: Path) -> None:

@@ -22,12 +22,16 @@ from tests.ranks import pool_of
 @pytest.mark.parametrize(
     ("block", "grid", "title"),
     [
-        ({}, Grid(4, 2), "strategy ep, 4 ranks = 2 x 2 cells, dropless"),
-        ({"capacity_factor": 1.5}, Grid(4, 4), "strategy ep, 4 ranks = 1 x 4 cells, x1.5"),
+        ({}, Grid(4, 2), "strategy ep, 4 ranks = 2 EP groups x 2 EP ranks, dropless"),
+        (
+            {"capacity_factor": 1.5},
+            Grid(4, 4),
+            "strategy ep, 4 ranks = 1 EP group x 4 EP ranks, x1.5",
+        ),
         (
             {"strategy": "esp", "balance": "fssdp", "gate": {"type": "sigmoid_top_k", "top_k": 1}},
             Grid(8, 2, 2),
-            "strategy esp over fssdp, 8 ranks = 2 x 2 cells of 2 ranks, dropless, gate "
+            "strategy esp over fssdp, 8 ranks = 2 EP groups x 2 EP ranks x 2 ranks, dropless, gate "
             "SigmoidTopK(top_k=1)",
         ),
         (
@@ -130,7 +134,10 @@ def test_ranks_without_experts_are_told_and_have_room_for_copies() -> None:
         'everywhere set {"ds_moe_ext": {"expert_parallel_size": 2}}\n'
     ) in printed
     assert "expert_parallel_size is null" not in printed
-    assert "a rank holds up to 1 copies of a layer (m)" in printed and "m is 0" not in printed
+    assert (
+        "a rank holds up to 1 copies of a layer (copies_per_rank)" in printed
+        and "m is 0" not in printed
+    )
     assert not any("ds_moe_ext" in other for other in others)
 
 
@@ -138,7 +145,7 @@ def test_null_leaves_no_rank_without_experts() -> None:
     """And when costs have been measured, what they forbid is told."""
     job = replace(FEW, cells=None, keys=(("copy_bytes", 1), ("overlap_degree", 1)))
     printed, *_ = pool_of(4).run(_printed, job, 5)
-    assert "strategy fssdp, 4 ranks = 2 x 2 cells" in printed
+    assert "strategy fssdp, 4 ranks = 2 EP groups x 2 EP ranks" in printed
     assert "ds_moe_ext: expert_parallel_size is null: 2 cells, the most" in printed
     assert "some of the" not in printed
     assert "nothing is copied of any layer, for a rank has no room for a copy (m is 0)" in printed

@@ -83,6 +83,7 @@ def under_deepspeed(rank: int, world_size: int, folder: Path) -> Any:
     with offline(folder):
         shown = trained(rank, world_size, job, {})
         wandb.finish()
+        wandb.teardown()  # its service may still be writing
     return shown
 
 
@@ -104,6 +105,7 @@ def with_wandb(rank: int, world_size: int, run: MegatronRun, folder: Path) -> An
         with mock.patch.object(Loop, "get_wandb_writer", lambda _: of_run):
             shown = under_megatron(rank, world_size, run, folder)
         of_run.finish()
+        wandb.teardown()  # its service may still be writing
     return shown
 
 

@@ -270,6 +270,10 @@ def watch_steps(optimizer: Any, run: Run) -> None:
         outcome = step(*args, **kwargs)
         planning = run.planning
         planning.job = replace(planning.job, accumulates=SCHEDULES.latest > 1)
+        if (ranks := run.recorder.ranks) is not None:
+            for loss in SCHEDULES.losses:
+                ranks.own.saw_loss(loss)
+        SCHEDULES.losses = []
         run.after_step(num_steps)
         num_steps += 1
         monitoring.show(run)

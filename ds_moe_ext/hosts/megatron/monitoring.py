@@ -11,10 +11,29 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from ds_moe_ext.steps.monitor import Event
 from ds_moe_ext.steps.training_run import Run
 
 LOOP = "megatron.training.global_vars"
+LOSS = "lm loss"  # as Megatron-LM's loss functions call it
+
+
+def losses_of(stored: Any) -> list[Tensor]:
+    """Of each micro-batch, 0-dim, from what Megatron's schedule returns: that of loss functions, on
+    the last stage. Nothing is read, so the device is not waited for.
+
+    A loss is told as its mean, or as a sum and the tokens it is of.
+    """
+    losses = []
+    for told in stored or ():
+        known = told if isinstance(told, dict) else {}
+        loss = known.get(LOSS, *known.values()) if len(known) == 1 else known.get(LOSS)
+        if isinstance(loss, Tensor) and loss.numel() in (1, 2):
+            total, *tokens = loss.detach().reshape(-1)
+            losses.append(total / tokens[0] if tokens else total)
+    return losses
 
 
 def show(run: Run) -> None:

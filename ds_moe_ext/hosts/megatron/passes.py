@@ -22,11 +22,13 @@ class Schedules:
         num_micro_batches: of the present step; None where no schedule of Megatron's runs.
         latest: number of them in the latest step; it changes while batches grow.
         steps: schedules with a backward so far.
+        losses: of the micro-batches of the present step, where this rank has any.
     """
 
     num_micro_batches: int | None = None
     latest: int = 1
     steps: int = 0
+    losses: list[Tensor] = field(default_factory=list)
 
     def begin(self, num_micro_batches: int, *, forward_only: bool) -> None:
         """A schedule begins."""

@@ -153,6 +153,16 @@ class Attachment:
         optimizer.register_step_pre_hook(lambda *_: self._before_step())
         optimizer.register_step_post_hook(lambda *_: self._after_step())
 
+    def saw_loss(self, loss: Tensor) -> None:
+        """Show the loss of a micro-batch in the report. It is read later, at most every tenth step.
+
+        Args:
+            loss: one number, as it is differentiated.
+        """
+        run = run_of(self.model)
+        if run is not None and run.recorder.ranks is not None:
+            run.recorder.ranks.own.saw_loss(loss.reshape(()))
+
     def _before_step(self) -> None:
         if not self._is_asleep:
             self.experts.average()
