@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tests.hosts.copied_runs import Watch, num_copied, watching
 from tests.hosts.jobs import LENGTH, ROWS, Job, document_of, micro_batch, model_of
 
 
@@ -47,13 +48,16 @@ class Case(NamedTuple):
 class Learnt(NamedTuple):
     losses: list[float]  # mean over a step's micro-batches
     norms: list[float]
-    state: dict[str, Tensor]  # of this rank, with all experts
+    state: dict[str, Tensor]  # whole, of any rank
+    num_copied: int  # in the plans of all steps
 
 
 def train(rank: int, world_size: int, case: Case) -> Learnt:
     """Run the job."""
-    with _attention_as_it_was(), _no_groups_left():
-        return _trained(rank, world_size, case)
+    watch = Watch()
+    with _attention_as_it_was(), _no_groups_left(), watching(watch):
+        learnt = _trained(rank, world_size, case)
+    return learnt._replace(num_copied=sum(num_copied(watch.steps)))
 
 
 def _trained(rank: int, world_size: int, case: Case) -> Learnt:
@@ -79,7 +83,8 @@ def _trained(rank: int, world_size: int, case: Case) -> Learnt:
         norms.append(float(engine.get_global_grad_norm() or 0.0))
         if job.save_at == step + 1:
             engine.save_checkpoint(job.folder)
-    return Learnt(losses, norms, {k: v.clone() for k, v in full_state_dict(engine.module).items()})
+    state = {name: weight.clone() for name, weight in full_state_dict(engine.module).items()}
+    return Learnt(losses, norms, state, 0)
 
 
 def _engine_of(case: Case, copies: int) -> Any:
