@@ -243,6 +243,16 @@ def _only_unaveraged(original: Any) -> Any:
     return _reduce_non_expert_gradients
 
 
+def _scaled_as_dense(original: Any) -> Any:
+    @functools.wraps(original)
+    def _reduce_expert_gradients(self: Any, expert_grads: Any, *args: Any, **kwargs: Any) -> None:
+        if run_of(self):
+            zero_0.scale_experts(self, expert_grads.values())
+        original(self, expert_grads, *args, **kwargs)
+
+    return _reduce_expert_gradients
+
+
 def _telling(name: str, hear: Callable[..., None] | None = None) -> Callable[[Any], Any]:
     """A wrap of a method: other ranks are told of its errors, and ours hears what it is given."""
 
@@ -398,6 +408,12 @@ PATCHES = tuple(
             f"{ENGINE}._reduce_non_expert_gradients",
             "at ZeRO 0 the engine averages what no slice did",
             _only_unaveraged,
+        ),
+        (
+            "scaled-as-dense",
+            f"{ENGINE}._reduce_expert_gradients",
+            "at ZeRO 0 DeepSpeed counts sequence parallel ranks for experts, not for dense weights",
+            _scaled_as_dense,
         ),
         (
             "save-experts",

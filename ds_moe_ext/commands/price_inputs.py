@@ -63,8 +63,8 @@ def _of_deepspeed(document: Mapping[str, Any]) -> AskedJob:
     tensor = _number(_section(document, "tensor_parallel"), "autotp_size") or 1
     if tensor > 1:
         raise ValueError(
-            f"tensor_parallel.autotp_size is {tensor}, under which ds_moe_ext does not run; set it "
-            "to 1, or give a file of Megatron's flags"
+            f"tensor_parallel.autotp_size is {tensor}, and AutoTP is not priced; set it to 1, or "
+            "give a file of Megatron's flags"
         )
     zero = _section(document, "zero_optimization")
     stage = zero.get("stage", 0)

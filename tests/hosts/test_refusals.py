@@ -312,26 +312,23 @@ MODELS = {
         ("mpu", "2 pipeline stages", "use 1"),
         arguments={"mpu": SimpleNamespace(get_pipeline_model_parallel_world_size=lambda: 2)},
     ),
-    "sequence parallel groups of an mpu": Case(
-        ("mpu", "sequence parallel groups", "tensor and data parallel groups only"),
-        arguments={"mpu": SimpleNamespace(initialize_sequence_parallel=None)},
-    ),
     "parts of sequences without an mpu": Case(
         ("ds_moe_ext.sequence_parallel is true", "no mpu", "leave sequence_parallel out"),
         {"sequence_parallel": True},
     ),
-    "mesh": Case(("mesh_param", "leave mesh_param out"), arguments={"mesh_param": (1, 2)}),
-    "sequence parallel": Case(
-        ("sequence_parallel_size is 2", "set it to 1"),
+    "mesh": Case(("mesh_param was passed", "UlyssesSP"), arguments={"mesh_param": (1, 2)}),
+    "mesh of the JSON": Case(
+        ("data_parallel_size is set beside sequence_parallel_size", "UlyssesSP"),
         document={"sequence_parallel_size": 2, "data_parallel_size": 1},
     ),
-    "tensor parallel": Case(
-        ("tensor_parallel.autotp_size is 2", "set it to 1"),
-        document={"tensor_parallel": {"autotp_size": 2}},
+    "sequence parallel without groups": Case(
+        ("sequence_parallel_size is 2", "UlyssesSP", "set it to 1"),
+        document={"sequence_parallel_size": 2},
     ),
-    "tensor parallel as a string": Case(
-        ("tensor_parallel.autotp_size is '2'", "set it to 1"),
-        document={"tensor_parallel": {"autotp_size": "2"}},
+    "AutoTP and an mpu": Case(
+        ("tensor_parallel.autotp_size is 2, and an mpu was passed", "leave out one"),
+        document={"tensor_parallel": {"autotp_size": 2}},
+        arguments={"mpu": SimpleNamespace(get_model_parallel_world_size=lambda: 1)},
     ),
     "AutoEP": Case(
         ("expert_parallel.enabled is true", "AutoEP", "set one"),

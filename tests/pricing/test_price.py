@@ -266,7 +266,10 @@ def test_a_cluster_that_nothing_can_be_priced_on(
         (("ranks.sh", *ASKED[2:]), r"which 4 ranks in groups of 8 of 1 each do not divide"),
         (("cells.sh", *ASKED[2:]), r"8 cells of 1 rank\(s\) do not divide 2 ranks"),
         (("stages.sh", *ASKED[2:]), r"3 layers do not divide over 2 pipeline stages; give another"),
-        (("auto.json", *ASKED), r"tensor_parallel.autotp_size is 2, under which .* set it to 1"),
+        (
+            ("auto.json", *ASKED),
+            r"autotp_size is 2, and AutoTP is not priced; set it to 1",
+        ),
         (("words.sh", *ASKED[2:]), r"says 'words', which follows no flag; give Megatron's flags"),
         (
             ("odd.json", *ASKED),

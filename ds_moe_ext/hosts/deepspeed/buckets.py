@@ -102,10 +102,10 @@ class _Averaging:
 
 
 def _gradient(optimizer: Any, parameter: nn.Parameter, group: int) -> Gradient:
-    num_ranks = dist.get_world_size(optimizer.dp_process_group)
+    num_ranks = dist.get_world_size(optimizer.dp_process_group) / optimizer.sequence_parallel_size
     summed_in = optimizer.get_param_comm_dtype(parameter)
     averaging = _Averaging(
-        divisor=float(num_ranks) if optimizer.gradient_average else 1.0,
+        divisor=num_ranks if optimizer.gradient_average else 1.0,
         divided_in=optimizer.ipg_buckets[summed_in].buffer[0].dtype,
         summed_in=summed_in,
     )

@@ -38,7 +38,7 @@ from ds_moe_ext.hosts.deepspeed.role_engine import clip_gradients, experts_facto
 from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
 from ds_moe_ext.hosts.deepspeed.startup import FINDERS, INITIALIZE, off_by
 from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
-from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
+from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel, make_groups
 from ds_moe_ext.hosts.deepspeed.training import training_of
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.moe.token_parts import TokenParts
@@ -141,6 +141,7 @@ class DeepSpeedHost:
         # left.
         if not zero_init.is_of(self._model):  # which gave all ranks the first one's weights
             replacement.take_first_ranks_experts(self._model, blueprint, self.device)
+        make_groups(self.carrier)
         TensorParallel.of(self.carrier.mpu).check()
         return blueprint, self._around(blueprint)
 
@@ -244,6 +245,7 @@ def _make_known(
     layer: AttachedLayer, adopted: Adopted, grid: Grid, sources: ReplacementSourceMap
 ) -> None:
     """Tell the engine which parameters are experts', and what became of the model's."""
+    layer.hosted._is_autoep_layer = True  # type: ignore[attr-defined]  # AutoTP leaves it alone
     for parameter in layer.parameters:
         # DeepSpeed reduces these over the ranks that hold the same experts.
         parameter.allreduce = False  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.utils import is_zero_param
+from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size
 from torch import nn
 
@@ -20,6 +21,7 @@ from ds_moe_ext.attachment import experts
 from ds_moe_ext.attachment.refusal import ENABLED, Refusal, refuse
 from ds_moe_ext.hosts.deepspeed import native
 from ds_moe_ext.hosts.deepspeed.role_engine import RoleUnit
+from ds_moe_ext.hosts.deepspeed.tensor_parallel import is_of_sequences
 from ds_moe_ext.settings import BLOCK, Settings
 from ds_moe_ext.strategy import Strategy
 
@@ -134,14 +136,34 @@ def _gate_sharded(given: Given) -> str:
 _MPU = "the mpu passed to deepspeed.initialize has"
 
 
-def _sequence_groups(given: Given) -> str:
-    has_groups = hasattr(given.mpu, "initialize_sequence_parallel")
-    return f"{_MPU} sequence parallel groups" if has_groups else ""
-
-
 def _stages(given: Given) -> str:
     num_stages = 1 if given.mpu is None else bwc_pipeline_parallel_world_size(given.mpu)
     return f"{_MPU} {num_stages} pipeline stages" if num_stages > 1 else ""
+
+
+_AUTOTP = "tensor_parallel.autotp_size"
+_is_autotp = is_not_in(_AUTOTP, 0, 1)
+
+
+def _divided_twice(given: Given) -> str:
+    has_groups = given.mpu not in (None, groups)  # AutoTP's own mpu is DeepSpeed's module
+    return f"{_is_autotp(given)}, and an mpu was passed" if has_groups and _is_autotp(given) else ""
+
+
+_SEQUENCES = "sequence_parallel_size"
+_ULYSSES = "pass the mpu that UlyssesSPAttentionHF.register_with_transformers returns"
+
+
+def _sequences_alone(given: Given) -> str:
+    has_groups = given.mpu is not None and is_of_sequences(given.mpu)
+    return "" if has_groups else is_not_in(_SEQUENCES, 1)(given)
+
+
+def _meshed(given: Given) -> str:
+    if given.mesh is not None:
+        return "mesh_param was passed to deepspeed.initialize"
+    is_asked = given.at("data_parallel_size") is not None and given.at(_SEQUENCES) is not None
+    return f"data_parallel_size is set beside {_SEQUENCES}" if is_asked else ""
 
 
 UNSUPPORTED = (
@@ -158,16 +180,23 @@ UNSUPPORTED = (
         "remove it",
     ),
     Refusal(
-        "tensor_parallel.autotp_size above 1",
-        is_not_in("tensor_parallel.autotp_size", 0, 1),
-        "AutoTP is not supported",
-        "set it to 1, or pass an mpu with tensor parallel groups",
+        f"{_AUTOTP} above 1 with an mpu",
+        _divided_twice,
+        "AutoTP makes tensor parallel groups of its own",
+        "leave out one of the two",
     ),
     Refusal(
-        "sequence_parallel_size above 1",
-        is_not_in("sequence_parallel_size", 1),
-        "DeepSpeed's sequence parallelism is not supported",
-        "set it to 1",
+        f"mesh_param of deepspeed.initialize, or data_parallel_size with {_SEQUENCES}",
+        _meshed,
+        "DeepSpeed then reduces gradients over the data parallel ranks alone, and the weights of "
+        "sequence parallel ones part ways",
+        f"leave it out, and {_ULYSSES}",
+    ),
+    Refusal(
+        f"{_SEQUENCES} above 1 without an mpu of sequence parallel groups",
+        _sequences_alone,
+        "DeepSpeed makes no groups of it",
+        f"{_ULYSSES}, or set it to 1",
     ),
     Refusal(
         "hybrid_engine.enabled true",
@@ -204,18 +233,6 @@ UNSUPPORTED = (
         _stages,
         "pipeline parallelism is not supported",
         "use 1",
-    ),
-    Refusal(
-        "an mpu with sequence parallel groups",
-        _sequence_groups,
-        "these are not supported",
-        "pass one with tensor and data parallel groups only",
-    ),
-    Refusal(
-        "mesh_param of deepspeed.initialize",
-        lambda given: "" if given.mesh is None else "mesh_param was passed to deepspeed.initialize",
-        "sequence parallel groups are not supported",
-        "leave mesh_param out",
     ),
     Refusal(
         "a model whose experts were replaced before",
@@ -407,6 +424,12 @@ WITH_ROLES = (
         _foreign_unit,
         "tensor and sequence parallelism are not supported with roles",
         "leave mpu out",
+    ),
+    Refusal(
+        f"{_AUTOTP} above 1",
+        _is_autotp,
+        "tensor parallelism is not supported with roles",
+        "set it to 1",
     ),
     Refusal(
         "a model compiled in place (its own compile())",

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed.module_inject.layers import DS_IS_REPLACED_MODULE
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -35,8 +36,8 @@ def whole(parameters: Iterable[nn.Parameter]) -> Any:
 
 def state_of(model: nn.Module) -> dict[str, Any]:
     """The model's state, of what is no expert whole: each weight comes from its shards to host
-    memory. Collective where ZeRO shards weights."""
-    return {**model.state_dict(), **_whole_dense(model)}
+    memory. Collective where ZeRO shards weights, or AutoTP divides them."""
+    return {**model.state_dict(), **_whole_dense(model), **_undivided(model)}
 
 
 def _whole_dense(model: nn.Module, *, keeps: bool = True) -> dict[str, Tensor]:
@@ -53,6 +54,24 @@ def _whole_dense(model: nn.Module, *, keeps: bool = True) -> dict[str, Tensor]:
             if keeps:
                 weights[parameter] = parameter.detach().to("cpu", copy=True)
     return {name: weights[parameter] for name, parameter in dense.items()} if keeps else {}
+
+
+def _undivided(model: nn.Module) -> dict[str, Tensor]:
+    """Weights that AutoTP divided, in host memory. Collective where there are some."""
+    weights = dict[str, Tensor]()
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        named = dict(module.named_parameters(recurse=False))
+        own: Any = module
+        if not any(getattr(weight, DS_IS_REPLACED_MODULE, False) for weight in named.values()):
+            continue
+        with whole(named.values()):
+            # Its own way back would not leave them where ZeRO has them.
+            parts = [weight.data for weight in named.values()]
+            own.gather_params(list(named.values()))
+            for (name, weight), part in zip(named.items(), parts):
+                weights[f"{prefix}.{name}"] = weight.detach().to("cpu", copy=True)
+                weight.data = part
+    return weights
 
 
 def shape_of(parameter: nn.Parameter) -> torch.Size:

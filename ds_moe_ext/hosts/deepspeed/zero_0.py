@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from ds_moe_ext.comm import max_in_place, sum_in_place
@@ -47,6 +49,23 @@ def unaveraged(engine: Any, gradients: list[Any]) -> list[Any]:
     return left
 
 
+def scale_experts(engine: Any, gradients: Iterable[list[Tensor]]) -> None:
+    """Make up for what DeepSpeed will divide experts' gradients by, where it is not what it divides
+    dense ones by: by all ranks, where sequence parallel ones count for one.
+
+    Args:
+        engine: DeepSpeed's.
+        gradients: of experts, in lists; changed in place.
+    """
+    by = dist.get_world_size(groups._get_data_parallel_group())
+    dense_by = dist.get_world_size(engine.seq_data_parallel_group) / engine.sequence_parallel_size
+    if by == dense_by or not engine.gradient_average:
+        return
+    for own in gradients:
+        if own:
+            torch._foreach_mul_(own, by / dense_by)
+
+
 def _check_alike(engine: Any, key: str) -> None:
     """DeepSpeed takes zeros for a gradient that a rank does not have; slices cannot. Collective.
 
@@ -74,7 +93,8 @@ def _show(engine: weakref.ref[Any], slices: GradientSlices, number: int, paramet
     if parameter.grad.is_sparse or not slices.is_awaited(parameter):
         return
     flat_N = parameter.grad.data.view(-1)
-    averaging = _Averaging.of(alive, dist.get_world_size(slices.group))
+    num_ranks = dist.get_world_size(slices.group) / alive.sequence_parallel_size
+    averaging = _Averaging.of(alive, num_ranks)
     record = record_of(alive)
     keep = partial(_keep, flat_N, record.averaged)
     record.order.append(number)
@@ -99,7 +119,7 @@ class _Averaging:
     after: float
 
     @classmethod
-    def of(cls, engine: Any, num_ranks: int) -> _Averaging:
+    def of(cls, engine: Any, num_ranks: float) -> _Averaging:
         summed_in = engine.communication_data_type
         if not engine.gradient_average:
             return cls(summed_in, 1.0, 1.0)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replaced experts in a model that DeepSpeed divides: by AutoTP, or by Ulysses along the sequence.
+
+Gradients of the first step, curves and norms equal those of DeepSpeed alone, divided likewise, and
+of one rank where it has the same weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.hosts.divided_runs import Case, Learnt, Way, train
+from tests.hosts.jobs import Job
+from tests.hosts.varied import VARIED
+from tests.marks import slow
+from tests.ranks import pool_of, preload
+
+preload("deepspeed", "transformers.models.mixtral.modeling_mixtral", "einops")
+
+AUTOTP, ULYSSES = Way.AUTOTP, Way.ULYSSES
+CURVE = Job(aux_coefficient=0.0, steps=6, clip=0.5)
+GRADIENTS = Job(aux_coefficient=0.0, steps=1, sgd=True, learning_rate=1e4, optimizer="object")
+"""One step so long that weights are gradients."""
+
+EP: dict[str, Any] = {"strategy": "ep"}
+FSSDP: dict[str, Any] = {
+    "strategy": "fssdp",
+    "keys": (("overlap_degree", 2), ("copies_per_rank", 2), ("reshard_interval", 0)),
+}
+BY_CHANCE: dict[str, Any] = {
+    "strategy": VARIED,
+    "keys": (("layers", 1.0), ("copies", 0.7), ("rematerialized", 0.4)),
+}
+PROPHET: dict[str, Any] = {"strategy": "prophet"}
+ESP: dict[str, Any] = {
+    "strategy": "esp",
+    "cell_size": 2,
+    "keys": (("degree", 2), ("slice_gradients", False)),
+}
+SLICED: dict[str, Any] = {**ESP, "keys": (("degree", 2), ("slice_gradients", True))}
+
+
+@cache
+def stock(job: Job, way: Way, world_size: int) -> list[Learnt]:
+    """Of DeepSpeed alone, all of whose ranks have all experts."""
+    size = 1 if way is Way.NONE else 2
+    return pool_of(world_size).run(train, Case(replace(job, block=False), way, size))
+
+
+ROWS = [
+    (AUTOTP, 1, EP),
+    (ULYSSES, 1, BY_CHANCE),
+    *(
+        slow(way, stage, strategy)
+        for way in (AUTOTP, ULYSSES)
+        for stage in (0, 1, 2, 3)
+        for strategy in (EP, BY_CHANCE, FSSDP, PROPHET, ESP, SLICED)
+        if (way, stage, strategy) not in ((AUTOTP, 1, EP), (ULYSSES, 1, BY_CHANCE))
+        and (stage < 3 or strategy is not SLICED)  # which is refused
+    ),
+]
+
+
+@pytest.mark.parametrize(("way", "stage", "strategy"), ROWS)
+def test_learns_what_deepspeed_alone_learns(way: Way, stage: int, strategy: dict[str, Any]) -> None:
+    """On four ranks, two a copy of the model."""
+    ours = pool_of(4).run(train, Case(replace(GRADIENTS, stage=stage, **strategy), way, 2))
+    like = 3 if stage == 3 else 1
+    for own, alone in zip(ours, stock(replace(GRADIENTS, stage=like), way, 4)):
+        assert_alike(own, alone)
+        assert own.num_copied or strategy is not BY_CHANCE
+    if stage == 3 and way is ULYSSES:  # where DeepSpeed takes the mean over all ranks
+        reference = stock(replace(CURVE, stage=3), way, 4)[0]
+    else:
+        reference = stock(CURVE, Way.NONE, 1)[0]
+        assert_alike(ours[0], stock(GRADIENTS, Way.NONE, 1)[0])
+    for own in pool_of(4).run(train, Case(replace(CURVE, stage=stage, **strategy), way, 2)):
+        assert own.losses == pytest.approx(reference.losses, rel=2e-5)
+        assert own.norms == pytest.approx(reference.norms, rel=1e-4)
+        assert own.num_copied or strategy not in (BY_CHANCE, FSSDP)
+
+
+def assert_alike(own: Learnt, alone: Learnt) -> None:
+    """By the largest gradient of each weight."""
+    assert own.losses == pytest.approx(alone.losses, rel=1e-6)
+    assert own.state.keys() == alone.state.keys()
+    for name, weight in alone.state.items():
+        torch.testing.assert_close(
+            own.state[name], weight, rtol=0, atol=2e-6 * float(weight.abs().max()), msg=name
+        )
+
+
+@pytest.mark.slow
+def test_what_tp_model_init_was_told() -> None:
+    """It only remembers, and ``initialize`` divides."""
+    told = pool_of(4).run(train, Case(replace(GRADIENTS, **EP), AUTOTP, 2, early=True))
+    for own, alone in zip(told, stock(GRADIENTS, AUTOTP, 4)):
+        assert_alike(own, alone)
+
+
+@pytest.mark.parametrize(
+    ("way", "stages", "later"),
+    [
+        (AUTOTP, (1, 2), Case(replace(CURVE, **FSSDP), AUTOTP, 2)),
+        slow(ULYSSES, (2, 1), Case(replace(CURVE, **ESP))),
+        slow(AUTOTP, (3, 0), Case(replace(CURVE, **ESP), AUTOTP, 2)),
+        slow(ULYSSES, (3, 1), Case(replace(CURVE, **PROPHET), ULYSSES, 2)),
+        slow(ULYSSES, (0, 2), Case(replace(CURVE, **FSSDP), ULYSSES, 4)),
+    ],
+)
+def test_goes_on_by_another_strategy(
+    way: Way, stages: tuple[int, int], later: Case, tmp_path: Path
+) -> None:
+    """At another stage too, and after Ulysses undivided."""
+    folder, half = str(tmp_path), CURVE.steps // 2
+    job = replace(CURVE, **EP, stage=stages[0], folder=folder, save_at=half, steps=half)
+    pool_of(4).run(train, Case(job, way, 2))
+    goes_on = replace(later.job, stage=stages[1], folder=folder, resume=True)
+    one = stock(CURVE, Way.NONE, 1)[0]
+    for own in pool_of(4).run(train, later._replace(job=goes_on)):
+        assert own.losses == pytest.approx(one.losses[half:], rel=2e-5)
+        assert own.norms == pytest.approx(one.norms[half:], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_parts_of_autotp_need_as_many_ranks_again(tmp_path: Path) -> None:
+    job = replace(CURVE, **EP, folder=str(tmp_path), save_at=1, steps=1)
+    pool_of(4).run(train, Case(job, AUTOTP, 2))
+    with pytest.raises(AssertionError, match="2 tensor parallel rank"):
+        pool_of(4).run(train, Case(replace(job, resume=True)))
