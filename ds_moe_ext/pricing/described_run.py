@@ -233,11 +233,9 @@ class DescribedRun:
             row_multiply_adds=self.shape.expert_weights / grid.cell_size,
             num_products=self.shape.products * self.slots,
             element_bytes=self.training.gradient_bytes,
+            expert_bytes=self.slots * self.expert_bytes,
         )
-        lines = described_lines(self.hardware, usage)
-        # Each call of the experts reads their weights, however few rows it has.
-        read_s = self.slots * self.expert_bytes / self.memory_rate
-        return replace(lines, expert=replace(lines.expert, alpha_s=lines.expert.alpha_s + read_s))
+        return described_lines(self.hardware, usage)
 
     @property
     def _tensor(self) -> int:
