@@ -381,6 +381,11 @@ class Costs:
             self._measured = self._agreed(rows)
         return self._measured
 
+    @property
+    def is_due(self) -> bool:
+        """Whether they are measured behind the step that is about to end."""
+        return self._num_steps == STEPS[-1]
+
     def _measure_again(self) -> None:
         """Begin anew: links, or what steps bring, are others than when costs were measured. What is
         known stays until then."""
