@@ -98,12 +98,9 @@ class Links:
 
     @classmethod
     def of(cls, hardware: Hardware, grid: Grid) -> Links:
-        """Those of a described cluster; rows go over the link of copies where it says no other."""
-        copy = hardware.copy_link(grid.size)
-        intra = hardware.intra or copy
-        of_cell = replace(intra, bytes_per_s=grid.cell_size * intra.bytes_per_s)
-        inter = hardware.inter or copy  # a file does not say whether cells share a card
-        return cls(copy, inter, of_cell, inter, inter.latency_s)
+        """Those of a described cluster, which does not say whether cells share a card."""
+        copy, inter, intra = hardware.cell_links(grid.size, grid.cell_size)
+        return cls(copy, inter, intra, inter, inter.latency_s)
 
     @classmethod
     def measured(cls, layout: ParallelLayout, expert: Weights, peer_bytes: int) -> Links:

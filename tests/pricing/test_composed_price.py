@@ -8,8 +8,8 @@ from functools import cache
 
 import numpy as np
 
-from ds_moe_ext.commands.price.inputs import read_clusters
 from ds_moe_ext.commands.price.cases import Case
+from ds_moe_ext.commands.price.inputs import read_clusters
 from ds_moe_ext.cost.lines import LinearCost
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.pricing.candidates import Priced, Way, price_way

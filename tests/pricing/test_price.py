@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 from ds_moe_ext import cli
+from ds_moe_ext.commands.price.cases import Case, Market
 from ds_moe_ext.commands.price.inputs import read_clusters, read_job, training_of
 from ds_moe_ext.commands.price.market import priced_market
-from ds_moe_ext.commands.price.cases import Case, Market
 from ds_moe_ext.commands.price.table import PARTS
 from ds_moe_ext.commands.price.ways import chosen_strategies, ways_of
 from ds_moe_ext.layout import Grid
