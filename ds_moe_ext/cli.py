@@ -13,7 +13,7 @@ from ds_moe_ext.commands.convert import add_convert
 from ds_moe_ext.commands.doctor import add_doctor
 from ds_moe_ext.commands.loads_table import add_loads
 from ds_moe_ext.commands.plan import add_plan
-from ds_moe_ext.commands.price import add_price
+from ds_moe_ext.commands.price.command import add_price
 from ds_moe_ext.commands.report import add_report
 from ds_moe_ext.commands.reproduce import add_reproduce
 from ds_moe_ext.commands.verify import add_verify

@@ -11,9 +11,9 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -220,6 +220,18 @@ class Hardware:
         """Node of each cell, by its first rank, int64 ``[C]``."""
         return np.arange(num_cells) * cell_size // self.ranks_per_node
 
+    def cell_links(self, num_ranks: int, cell_size: int) -> CellLinks:
+        """What copies and rows travel over, where experts are spread over ``num_ranks`` ranks in
+        cells of ``cell_size``; rows go over the link of copies where the file says no other.
+
+        Raises:
+            ValueError: the file does not say.
+        """
+        copy = self.copy_link(num_ranks)
+        intra = self.intra or copy
+        of_cell = replace(intra, bytes_per_s=cell_size * intra.bytes_per_s)
+        return CellLinks(copy, self.inter or copy, of_cell)
+
     def copy_link(self, num_ranks: int) -> Link:
         """The link that copies of weights wait for, over ``num_ranks`` ranks.
 
@@ -257,6 +269,20 @@ class Hardware:
             ValueError: no JSON, or what is wrong in it.
         """
         return read_record(cls, parsed(text), "hardware")
+
+
+class CellLinks(NamedTuple):
+    """What copies and rows travel over.
+
+    Attributes:
+        copy: copies of weights.
+        inter: what one node sends to the others.
+        intra: what one cell sends to the others of its node.
+    """
+
+    copy: Link
+    inter: Link
+    intra: Link
 
 
 def ranks_per_node_of(hosts_C: Sequence[str]) -> int:

@@ -169,7 +169,7 @@ LATE = {
     "": "types only: what is named there is loaded when it is used",
     "commands.convert": "other commands do without torch",
     "commands.doctor": "the layers of a model are those of hosts, which it loads",
-    "commands.price": "other commands do without torch",
+    "commands.price.command": "other commands do without torch",
     "commands.cluster_profile": "other commands do without torch",
     "patches.accelerate": "accelerate goes without DeepSpeed too",
     "patches.megatron": "loads Megatron's models, which have to be patched first",

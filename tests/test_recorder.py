@@ -108,6 +108,36 @@ def test_copies_worked_by_hand() -> None:
     np.testing.assert_allclose(run.balance_IL(), [[10 / 6], [7 / 6]])
 
 
+def test_no_memory_for_more_candidates_is_a_change() -> None:
+    rows_CE = np.array([[4, 1], [4, 1]])
+    plain = plan_of([0, 1], [[0, 0], [0, 0]])
+    both, fewer = (
+        dataclasses.replace(plain, choice=Choice("ep", 1.0, told, left_out=left_out))
+        for told, left_out in (("cheap", ()), ("cheap; prophet has no room", ("prophet",)))
+    )
+    run = recorded([[both], [both], [fewer], [fewer]], [[rows_CE]] * 4)
+    assert [(each.step, each.told) for each in run.choices] == [
+        (0, "cheap"),
+        (2, "cheap; prophet has no room"),
+    ]
+
+
+def test_others_are_told_of_a_timed_step_without_tasks() -> None:
+    """They wait for it."""
+    rows_CE = np.array([[4, 1], [4, 1]])
+    plain = plan_of([0, 1], [[0, 0], [0, 0]])
+    given: list[list[Span]] = []
+    theirs = Span("expert", "compute", "forward", "m.0", "0", 1.0, 3.0)
+
+    def beside(spans: list[Span]) -> list[Span]:
+        given.append(spans)
+        return [theirs]
+
+    run = recorded([[plain]] * 7, [[rows_CE]] * 7, beside=beside)
+    assert given == [[]]  # step 5
+    assert run.seconds_by_kind == {"forward:expert": 2.0}
+
+
 def test_who_planned_from_when_on() -> None:
     rows_CE = np.array([[4, 1], [4, 1]])
     plain = plan_of([0, 1], [[0, 0], [0, 0]])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_moe_ext.attachment.grid_sizes import grid_of, sizes_with_homes
-from ds_moe_ext.attachment.host_layer import Adopted, ExpertShape, Found, Hosted, Wanted, weights_of
+from ds_moe_ext.attachment.host_layer import Adopted, ExpertShape, Found, Hosted, Wanted
 from ds_moe_ext.attachment.meeting import start_of
 from ds_moe_ext.attachment.outputs import check_outputs
 from ds_moe_ext.attachment.router_gates import Router, host, routers_of, warn_if_causal
@@ -58,6 +58,8 @@ class AttachedLayer:
         hosted: what has taken its place.
         bytes_before: bytes of expert weights that the rank held before.
         stack: see ``Found``.
+        expert_bytes: of expert weights that it holds now; a host that shards them later leaves less
+            to look at.
     """
 
     name: str
@@ -65,6 +67,7 @@ class AttachedLayer:
     hosted: Hosted
     bytes_before: int
     stack: int
+    expert_bytes: int
 
     @property
     def routed(self) -> RoutedExperts:
@@ -85,6 +88,7 @@ class AttachedLayer:
             adopted.hosted,
             bytes_of(before.union(adopted.discarded)),
             found.stack,
+            bytes_of(parameters_of(adopted.hosted)),
         )
 
     def record(self) -> LayerRecord:
@@ -96,7 +100,7 @@ class AttachedLayer:
             num_experts=home.num_experts,
             top_k=self.routed.rows.top_k,
             home_E=tuple(int(cell) for cell in home.owner_E),
-            expert_bytes=bytes_of(weights_of(self.hosted.slots())),
+            expert_bytes=self.expert_bytes,
         )
 
 

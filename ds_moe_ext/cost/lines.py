@@ -39,6 +39,7 @@ class LinearCost:
         alpha_s: seconds to start a call.
         beta_s: seconds of one unit.
         n: units of the whole layer, which its chunks share equally.
+        least_s: seconds of any call, however few units it has.
 
     Raises:
         ValueError: a number below zero or not finite.
@@ -47,17 +48,23 @@ class LinearCost:
     alpha_s: float
     beta_s: float
     n: float
+    least_s: float = 0.0
 
     def __post_init__(self) -> None:
         check_costs(vars(self))
 
     def chunk_seconds(self, degree_R: np.ndarray) -> np.ndarray:
         """Seconds of one of ``r`` chunks, float ``[R]``."""
-        return self.alpha_s + self.n * self.beta_s / degree_R
+        return np.maximum(self.alpha_s + self.n * self.beta_s / degree_R, self.least_s)
 
     def doubled(self) -> LinearCost:
         """Twice the seconds for the same units."""
-        return replace(self, alpha_s=2 * self.alpha_s, beta_s=2 * self.beta_s)
+        starts = self.started(2.0)
+        return replace(starts, beta_s=2 * self.beta_s)
+
+    def started(self, times: float) -> LinearCost:
+        """With so many times the seconds that a call takes whatever its units."""
+        return replace(self, alpha_s=times * self.alpha_s, least_s=times * self.least_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +75,7 @@ class Line:
         alpha_s: seconds to start a call.
         beta_s: seconds of one unit.
         r_squared: of the line through what was measured; None where nothing was.
+        least_s: seconds of any call, however few units it has.
 
     Raises:
         ValueError: seconds below zero or not finite.
@@ -76,13 +84,15 @@ class Line:
     alpha_s: float = 0.0
     beta_s: float = 0.0
     r_squared: float | None = None
+    least_s: float = 0.0
 
     def __post_init__(self) -> None:
-        check_costs({"alpha_s": self.alpha_s, "beta_s": self.beta_s})
+        seconds = {"alpha_s": self.alpha_s, "beta_s": self.beta_s, "least_s": self.least_s}
+        check_costs(seconds)
 
     def over(self, n: float) -> LinearCost:
         """The cost of ``n`` units, which chunks share."""
-        return LinearCost(alpha_s=self.alpha_s, beta_s=self.beta_s, n=n)
+        return LinearCost(alpha_s=self.alpha_s, beta_s=self.beta_s, n=n, least_s=self.least_s)
 
 
 FREE = Line()

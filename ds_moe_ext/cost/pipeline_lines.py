@@ -43,7 +43,7 @@ class PipelineLines:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRows:
-    """The rows of one MoE layer in one pass: of the rank that has most, or of the mean rank.
+    """The rows of one MoE layer in one pass, of the mean rank.
 
     Attributes:
         sent: that a rank sends to the cells of their experts, and that return to it.
@@ -84,6 +84,7 @@ class Usage:
         row_multiply_adds: of one row through the part of an expert that one rank has.
         num_products: matrix products in one call of a rank's experts; each has its start.
         element_bytes: of a dense gradient.
+        expert_bytes: weights of a rank's experts, which each call reads.
     """
 
     num_ranks: int
@@ -94,6 +95,7 @@ class Usage:
     row_multiply_adds: float
     num_products: int
     element_bytes: int
+    expert_bytes: int
 
 
 def described_lines(hardware: Hardware, usage: Usage) -> PipelineLines:
@@ -168,8 +170,10 @@ def _expert(hardware: Hardware, usage: Usage) -> Line:
             f"with ds-moe-ext profile, or add the key 'device.products.{usage.number_type}' or "
             f"'device.flops_per_s.{usage.number_type}' to its file"
         )
+    memory_rate = hardware.device.memory_bytes_per_s
     return Line(
         alpha_s=usage.num_products * product.start_s,
         beta_s=usage.row_multiply_adds / product.multiply_adds_per_s,
         r_squared=product.r_squared,
+        least_s=usage.expert_bytes / memory_rate if memory_rate else 0.0,
     )

@@ -180,6 +180,35 @@ class Piped(NamedTuple):
     way: Way = Way.DIRECT
 
 
+class Balance(NamedTuple):
+    """What a plan of copies makes of one layer's costs, over those of even rows at home.
+
+    Attributes:
+        held: experts of the cell that has most, over those at home: as many times as long does a
+            call take that has few rows.
+        computed: rows of the busiest cell.
+        exchanged: seconds of an exchange, but for its start.
+    """
+
+    held: float = 1.0
+    computed: float = 1.0
+    exchanged: float = 1.0
+
+    def of(self, costs: LayerCosts) -> LayerCosts:
+        """The costs of a layer, from those of even rows at home."""
+        expert, all_to_all = costs.expert.started(self.held), costs.all_to_all
+        return replace(
+            costs,
+            all_to_all=replace(all_to_all, n=self.exchanged * all_to_all.n),
+            all_gather=replace(costs.all_gather, n=self.computed * costs.all_gather.n),
+            reduce_scatter=replace(costs.reduce_scatter, n=self.computed * costs.reduce_scatter.n),
+            expert=replace(expert, n=self.computed * expert.n),
+        )
+
+
+EVEN = Balance()
+
+
 class Pair(NamedTuple):
     """The degrees of one layer, and what its MoE parts take with them."""
 
@@ -263,8 +292,8 @@ def best_pair(
 def _called(costs: LayerCosts, degree_R: np.ndarray, calls_R: np.ndarray) -> Chunks:
     """Chunks whose experts take so many calls in all."""
     chunks = costs.cut(degree_R)
-    more_R = costs.expert.alpha_s * (calls_R / degree_R - 1)
-    return chunks._replace(expert_R=chunks.expert_R + more_R)
+    called_R = costs.expert.chunk_seconds(calls_R) * calls_R / degree_R
+    return chunks._replace(expert_R=called_R)
 
 
 Degrees = tuple[int | None, int | None]
@@ -315,28 +344,66 @@ def plan_pipelines(
         slices: gradients may be reduced beside layers, where the pipeline has places for them.
         solver: what finds degrees and partitions; of one queue degrees are always the exact ones.
     """
-    every = range(1, max_degree + 1)
-    choices = tuple(every if given is None else (given,) for given in degrees)
-    assert len(choices) == 2
+    choices = _choices(degrees, max_degree)
     chosen = [_fastest_way(pipeline, layer, choices) for layer in measured.layers]
     placed = [NOWHERE] * len(chosen)
     if slices:
         parts = [MoePart.of(pipeline, c.in_backward(), choices[1]) for _, c in chosen]
         placed = place(pipeline, measured, parts, step_2=solver.step_2)
-    piped = []
-    for (way, costs), each, layer in zip(chosen, placed, measured.layers):
-        within_s = sum(map(measured.all_reduce.seconds, each.within_moe))
-        dense_s = layer.dense_window_s / BACKWARD, layer.dense_window_s
-        meanwhile = Meanwhile(within_s, dense_s, measured.issued)
-        pair = best_pair(pipeline, costs, choices, meanwhile)[:2]
-        if solver.degree is not best_degree and not pipeline.has_one_queue:
-            found = (
-                solver.degree(costs, 0.0, max_degree).degree,
-                solver.degree(costs.in_backward(), within_s, max_degree).degree,
-            )
-            pair = degrees[0] or found[0], degrees[1] or found[1]
-        piped.append(Piped(*pair, each, way))
-    return tuple(piped)
+    return tuple(
+        with_degrees(
+            Piped(placed=each, way=way),
+            pipeline,
+            measured,
+            layer,
+            max_degree=max_degree,
+            degrees=degrees,
+            solver=solver,
+        )
+        for layer, ((way, _), each) in enumerate(zip(chosen, placed))
+    )
+
+
+def with_degrees(
+    piped: Piped,
+    pipeline: Pipeline,
+    measured: Measured,
+    layer: int,
+    balance: Balance = EVEN,
+    *,
+    max_degree: int,
+    degrees: Degrees = (None, None),
+    solver: Solver = SOLVERS["exact"],
+) -> Piped:
+    """How a layer runs, with the degrees that suit its rows and copies. Ways and reductions stay:
+    all ranks have the same, also where grids of them copy by plans of their own.
+
+    Args:
+        piped: its way and its reductions.
+        pipeline: as of ``plan_pipelines``, as all that is not named here.
+        layer: its number.
+        balance: what its plan makes of the costs.
+    """
+    choices, of_layer = _choices(degrees, max_degree), measured.layers[layer]
+    costs = balance.of(of_layer.costs_by_way[piped.way])
+    within_s = sum(map(measured.all_reduce.seconds, piped.placed.within_moe))
+    dense_s = of_layer.dense_window_s / BACKWARD, of_layer.dense_window_s
+    meanwhile = Meanwhile(within_s, dense_s, measured.issued)
+    pair = best_pair(pipeline, costs, choices, meanwhile)[:2]
+    if solver.degree is not best_degree and not pipeline.has_one_queue:
+        found = (
+            solver.degree(costs, 0.0, max_degree).degree,
+            solver.degree(costs.in_backward(), within_s, max_degree).degree,
+        )
+        pair = degrees[0] or found[0], degrees[1] or found[1]
+    return piped._replace(forward_degree=pair[0], backward_degree=pair[1])
+
+
+def _choices(degrees: Degrees, max_degree: int) -> Choices:
+    """Of forward and of backward: the given one, or all."""
+    every = range(1, max_degree + 1)
+    forward, backward = (every if given is None else (given,) for given in degrees)
+    return forward, backward
 
 
 def _fastest_way(

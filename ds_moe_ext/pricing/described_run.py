@@ -183,9 +183,7 @@ class DescribedRun:
     def pool(self) -> Pool:
         """All MoE layers."""
         hardware, grid = self.hardware, self.grid
-        copy = hardware.copy_link(grid.size)
-        intra = hardware.intra or copy
-        inter = hardware.inter or copy
+        copy, inter, intra = hardware.cell_links(grid.size, grid.cell_size)
         row_work = (1 + self.backward_rounds) * self.shape.expert_weights / grid.cell_size
         # A node takes all parts of an expert in at its cards, a rank its own at its link.
         parts = grid.cell_size if grid.size > hardware.ranks_per_node else 1
@@ -197,7 +195,7 @@ class DescribedRun:
                 row_bytes=self.row_bytes,
                 copy_s=parts * self.expert_bytes / copy.bytes_per_s,
                 inter_bytes_per_s=inter.bytes_per_s,
-                intra_bytes_per_s=grid.cell_size * intra.bytes_per_s,
+                intra_bytes_per_s=intra.bytes_per_s,
             ),
             row_s_C=tuple(row_s_C.tolist()) if row_s_C.max() > row_s_C.min() else (),
             expert_bytes=self.expert_bytes,
@@ -233,11 +231,9 @@ class DescribedRun:
             row_multiply_adds=self.shape.expert_weights / grid.cell_size,
             num_products=self.shape.products * self.slots,
             element_bytes=self.training.gradient_bytes,
+            expert_bytes=self.slots * self.expert_bytes,
         )
-        lines = described_lines(self.hardware, usage)
-        # Each call of the experts reads their weights, however few rows it has.
-        read_s = self.slots * self.expert_bytes / self.memory_rate
-        return replace(lines, expert=replace(lines.expert, alpha_s=lines.expert.alpha_s + read_s))
+        return described_lines(self.hardware, usage)
 
     @property
     def _tensor(self) -> int:

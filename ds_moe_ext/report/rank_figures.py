@@ -193,6 +193,7 @@ class RanksSeen:
         partners: lists of ranks that exchange rows with each other.
         gather: what every rank tells. Collective over these ranks.
         device: what they compute on; None: nobody knows.
+        is_on: they tell each other; the same on all of them.
         latest: the last point; None before the first.
     """
 
@@ -200,6 +201,7 @@ class RanksSeen:
     partners: Sequence[Sequence[int]]
     gather: Callable[[RankFigures], Sequence[RankFigures]]
     device: DeviceRecord | None = None
+    is_on: bool = True
     latest: Point | None = field(default=None, init=False)
     _told: Sequence[RankFigures] = field(default=(), init=False)
     _sums_4R: np.ndarray | None = field(default=None, init=False)  # exposed, and of ``Exchanged``
@@ -215,8 +217,9 @@ class RanksSeen:
             step: its number, from 0.
             tokens: see ``OwnSteps.told``.
         """
-        self.own.step_ended()
-        if is_told(step):
+        if self.is_on:
+            self.own.step_ended()
+        if self.is_on and is_told(step):
             self._take(step, sorted(self.gather(self.own.told(tokens)), key=lambda one: one.rank))
         self.own.forget_losses()
 

@@ -204,12 +204,12 @@ class _Changes:
 
     moves: list[Move] = field(default_factory=list)
     choices: list[ChoiceRecord] = field(default_factory=list)
+    latest: Choice | None = None
 
     def add_choice(self, step: int, choice: Choice | None) -> None:
-        """By which a step ran, if that is another than before."""
-        latest = self.choices[-1].name if self.choices else ""
-        if choice is not None and choice.name != latest:
-            expected_s = dict(choice.among_s)
+        """By which a step ran, if a person would call it another than before."""
+        if choice is not None and not choice.is_like(self.latest):
+            self.latest, expected_s = choice, dict(choice.among_s)
             self.choices.append(ChoiceRecord(step, choice.name, choice.told, expected_s))
 
 
@@ -419,24 +419,24 @@ class Recorder:
         timed = [task for layer in self.layers for task in layer.routed.tasks.take()]
         if self.tracer is not None and step in self.tracer.steps:
             self.tracer(step, timed, rows)
-        if not timed:
-            return
-        self._times.num_steps += 1
         is_traced, names = step == self.trace_step, [layer.name for layer in self.layers]
-        origin = (
-            timed[0] if self._times.began is None else replace(timed[0], start=self._times.began)
-        )
-        spans = spans_of(timed, origin, names, has_waits=is_traced)
-        if self._is_sample(step):
+        origin = timed[0] if timed else None
+        if origin is not None and self._times.began is not None:
+            origin = replace(origin, start=self._times.began)
+        spans = [] if origin is None else spans_of(timed, origin, names, has_waits=is_traced)
+        if self._is_sample(step):  # also of a rank that timed nothing: others wait for it
             if self.ranks is not None:
                 self.ranks.own.saw_tasks(spans)
             if self.beside is not None:
                 spans = self.beside(spans)
+        if not spans:
+            return
+        self._times.num_steps += 1
         for span in spans:
             self._times.seconds[f"{span.phase}:{span.name}"] += span.end_s - span.start_s
         if is_traced:
             length_s = 0.0
-            if ended is not None:
+            if ended is not None and origin is not None:
                 length_s = replace(origin, end=ended).seconds_from(origin)[1]
             self._times.traced = TracedRecord(tuple(spans), length_s)
 

@@ -98,12 +98,9 @@ class Links:
 
     @classmethod
     def of(cls, hardware: Hardware, grid: Grid) -> Links:
-        """Those of a described cluster; rows go over the link of copies where it says no other."""
-        copy = hardware.copy_link(grid.size)
-        intra = hardware.intra or copy
-        of_cell = replace(intra, bytes_per_s=grid.cell_size * intra.bytes_per_s)
-        inter = hardware.inter or copy  # a file does not say whether cells share a card
-        return cls(copy, inter, of_cell, inter, inter.latency_s)
+        """Those of a described cluster, which does not say whether cells share a card."""
+        copy, inter, intra = hardware.cell_links(grid.size, grid.cell_size)
+        return cls(copy, inter, intra, inter, inter.latency_s)
 
     @classmethod
     def measured(cls, layout: ParallelLayout, expert: Weights, peer_bytes: int) -> Links:
@@ -380,6 +377,11 @@ class Costs:
         if self.are_new:
             self._measured = self._agreed(rows)
         return self._measured
+
+    @property
+    def is_due(self) -> bool:
+        """Whether they are measured behind the step that is about to end."""
+        return self._num_steps == STEPS[-1]
 
     def _measure_again(self) -> None:
         """Begin anew: links, or what steps bring, are others than when costs were measured. What is

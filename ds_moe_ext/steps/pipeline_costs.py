@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_moe_ext.all_to_all import Channel
-from ds_moe_ext.attachment.replacement import CPU, AttachedLayer
+from ds_moe_ext.attachment.replacement import CPU, AttachedLayer, bytes_of
 from ds_moe_ext.comm import max_in_place
 from ds_moe_ext.cost.exchange import BY_NODES, Way, described_links, line_of_way
 from ds_moe_ext.cost.lines import Line
@@ -144,20 +144,20 @@ class Pipelines:
             self._lines_by_way(self._held(pool), (), lines)
 
     def measured(self, rows: Sequence[Rows], dense_window_L: Sequence[float]) -> Measured:
-        """By the rows of a step, of the busiest ranks. Collective, over all ranks.
+        """By the rows of a step, of the grid of ranks that has most. Collective, over all ranks.
 
         Args:
             rows: what each layer routed in it.
             dense_window_L: seconds behind each layer in backward, the same on all ranks.
         """
-        numbers = np.array([(each.routed_CE.sum(), each.computed_C.max()) for each in rows])
+        routed_L = np.array([each.routed_CE.sum() for each in rows])
         # Grids of cells see their own rows only; all ranks must plan alike.
         everyone = self.layers[0].routed.site.layout.everyone
-        agreed_L2 = max_in_place(torch.from_numpy(numbers).to(self.device), everyone).tolist()
+        agreed_L = max_in_place(torch.from_numpy(routed_L).to(self.device), everyone).tolist()
         measured: dict[int, MeasuredLayer] = {}
         all_reduce = None
         for pool in self.pools:
-            of_layers = [self._rows(layer, *agreed_L2[layer]) for layer in pool.layers]
+            of_layers = [self._rows(layer, agreed_L[layer]) for layer in pool.layers]
             lines = self._lines(pool, of_layers)
             lines_by_way = self._lines_by_way(self._held(pool), of_layers, lines)
             all_reduce = all_reduce or lines.gradients
@@ -188,12 +188,12 @@ class Pipelines:
         is_split = self.layers[0].routed.site.layout.grid.cell_size > 1
         return issued(HOST_TIMES, is_split=is_split)
 
-    def _rows(self, layer: int, routed: int, computed: int) -> LayerRows:
+    def _rows(self, layer: int, routed: int) -> LayerRows:
         routed_experts = self.layers[layer].routed
         grid = routed_experts.site.layout.grid
         return LayerRows(
             sent=routed / grid.size / self.micro_batches,
-            gathered=computed / self.micro_batches,
+            gathered=routed / grid.num_cells / self.micro_batches,
             row_bytes=routed_experts.row_bytes,
         )
 
@@ -260,6 +260,7 @@ class Pipelines:
             row_multiply_adds=sum(weight.numel() for weight in matrices),
             num_products=len(matrices) * num_slots,
             element_bytes=self.gradients.dtype.itemsize,
+            expert_bytes=num_slots * bytes_of(expert),
         )
 
 

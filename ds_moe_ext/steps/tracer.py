@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from ds_moe_ext.attachment.outputs import or_warn
 from ds_moe_ext.attachment.replacement import AttachedLayer
@@ -21,11 +22,13 @@ from ds_moe_ext.schedule.task import ORDER
 from ds_moe_ext.schedule.trace import Box, Count, chrome_trace
 
 _MEETINGS = 9
+Gather = Callable[[Any], list[Any]]
 
 
 @dataclass(eq=False)
 class Tracer:
-    """Writes the tasks of some steps, of all ranks that run the same layers, as one Chrome trace.
+    """Writes the tasks of some steps, of all ranks that run the same layers, as one Chrome trace. A
+    run that ends within these steps leaves what the first rank has: the others may be gone.
 
     Seconds begin as the ranks meet before the first step. Ranks of one machine have one clock; that
     of another is set by the median of several meetings, which all leave at nearly one moment.
@@ -41,10 +44,17 @@ class Tracer:
     steps: range
     layers: Sequence[AttachedLayer]
     lanes: Lanes
+    _gather: Gather | None = None  # of the ranks in it; None: of those that run the same layers
     _origin: Mark | None = None
     _later_s: float = 0.0  # than when seconds begin
     _boxes: list[Box] = field(default_factory=list)
     _counts: list[Count] = field(default_factory=list)
+
+    def meet_by(self, gather: Gather) -> None:
+        """Let other ranks be in the trace: those that this gathers from. Collective over them."""
+        self._gather, has_begun, self._origin = gather, self._origin is not None, None
+        if has_begun:
+            self.begin()
 
     def begin(self) -> None:
         """Let the ranks meet, and set this one's clock; once. A run that was loaded may come to the
@@ -53,12 +63,12 @@ class Tracer:
             return
         left_s = []
         for _ in range(_MEETINGS):
-            gather_objects(None, self._layout.everyone)
+            self._told(None)
             left_s.append(time.perf_counter())
         # Nothing is under way on a device that has just told what it gathered.
         self._origin, now_s = self.lanes.mark(), time.perf_counter()
         here = socket.gethostname()
-        there, first_s = gather_objects((here, left_s), self._layout.everyone)[0]
+        there, first_s = self._told((here, left_s))[0]
         ahead_s = [own_s - other_s for own_s, other_s in zip(left_s, first_s)]
         self._later_s = now_s - first_s[0] - (0.0 if there == here else median(ahead_s))
 
@@ -68,9 +78,21 @@ class Tracer:
             self._keep(replace(timed[0], start=self._origin), timed)
             self._count(replace(timed[0], start=self._origin), timed, rows)
         if step == self.steps[-1]:
-            found = gather_objects((self._name, self._boxes, self._counts), self._layout.everyone)
-            if self._layout.place == 0:
+            found = self._told((self._name, self._boxes, self._counts))
+            self._boxes, self._counts = [], []
+            if self._layout.rank == min(rank for (rank, _), *_ in found):
                 self._write(found)
+
+    def end(self) -> None:
+        """Write what the first rank has of steps behind which nothing was written."""
+        if self._boxes and self._layout.place == 0 and self._gather is None:
+            self._write([(self._name, self._boxes, self._counts)])
+
+    def _told(self, own: Any) -> list[Any]:
+        """What each rank gives, the first's first. Collective."""
+        if self._gather is not None:
+            return self._gather(own)
+        return gather_objects(own, self._layout.everyone)
 
     @property
     def _layout(self) -> ParallelLayout:

@@ -115,6 +115,8 @@ class Run:
         if trace.path is not None:
             steps = range(trace.first_step, trace.first_step + trace.num_steps)
             tracer = Tracer(Path(trace.path), steps, layers, lanes)
+            weakref.finalize(lives_with, tracer.end)
+        tell_all = partial(gather_objects, group=layout.everyone)
         recorder = Recorder(
             strategy=_strategy(settings),
             world_size=blueprint.grid.world_size,
@@ -125,8 +127,9 @@ class Run:
             ranks=RanksSeen(
                 OwnSteps(layout.rank),
                 layout.grid.along("ep"),
-                partial(gather_objects, group=layout.everyone),
+                tell_all,
                 _device_of(device),
+                is_on=any(tell_all(report.enabled)),  # each rank may say otherwise
             ),
             lanes=lanes,
         )

@@ -17,7 +17,16 @@ from importlib.util import find_spec
 import numpy as np
 
 from ds_moe_ext.cost.exchange import BY_COST, WAYS, Way
-from ds_moe_ext.planners.layer_pipelines import SOLVERS, Measured, Piped, plan_pipelines
+from ds_moe_ext.planners.layer_pipelines import (
+    EVEN,
+    SOLVERS,
+    Balance,
+    Measured,
+    Piped,
+    plan_pipelines,
+    with_degrees,
+)
+from ds_moe_ext.pricing.layer_seconds import Flow
 from ds_moe_ext.schedule import wires
 from ds_moe_ext.schedule.pipeline_orders import PIPELINES, Pipeline
 from ds_moe_ext.schedule.task import Lane, Schedule
@@ -27,6 +36,7 @@ from ds_moe_ext.strategy import (
     Keys,
     Overlay,
     Plan,
+    Pool,
     Rhythm,
     Site,
     Strategy,
@@ -184,14 +194,39 @@ class ExpertSharding(Overlay):
             forward, backward = self.degrees
             piped = Piped(forward or 1, backward or 1, way=self.ways[0])
             return tuple(_piped(piped, plan) for plan in plans)
-        pipes = _pipes(self, job.pipelines)
+        pipes = self._pipes(job, job.pipelines, plans)
         return tuple(_piped(piped, plan) for piped, plan in zip(pipes, plans))
+
+    def _pipes(self, job: Job, measured: Measured, plans: Sequence[Plan]) -> tuple[Piped, ...]:
+        """How each layer runs, with the rows and the copies that these plans make."""
+        pools = {layer: pool for pool in job.pools for layer in pool.layers}
+        balances = [
+            _balance(plan, job.rows[layer], job.node_C, pools[layer])
+            for layer, plan in enumerate(plans)
+        ]
+        return tuple(_balanced(self, measured, *each) for each in enumerate(balances))
 
     def describe(self, job: Job) -> str:
         told = [self.placing.describe(job)] if any(pool.expert_bytes for pool in job.pools) else []
         if job.pipelines is not None:
-            told.append(_told(_pipes(self, job.pipelines), job.pipelines))
+            plans = self.placing.plan(job)
+            pipes = self._pipes(job, job.pipelines, plans)
+            told += [_told(pipes, job.pipelines), self._told_copies(pipes, job.pipelines, plans)]
         return "; ".join(filter(None, told))
+
+    def _told_copies(
+        self, pipes: Sequence[Piped], measured: Measured, plans: Sequence[Plan]
+    ) -> str:
+        """Why copies and chunks do not add up, where they do not; else nothing."""
+        pairs = zip(pipes, _pipes(self, measured), plans)
+        less = [_held(plan) for own, even, plan in pairs if sum(own[:2]) < sum(even[:2])]
+        if not less or max(less) <= 1:
+            return ""
+        return (
+            f"for each chunk a cell reads the weights of copies too, up to {max(less):.3g} times "
+            f"those of its own experts, so that {len(less)} of {len(plans)} layers are cut into "
+            "fewer chunks than experts at home would be"
+        )
 
     def schedules(self, site: Site, *, gated: bool) -> tuple[Schedule, Schedule]:
         cutting = cutting_of(site, self.pipeline)
@@ -209,6 +244,48 @@ def _pipes(esp: ExpertSharding, measured: Measured) -> tuple[Piped, ...]:
         slices=esp.slices_gradients,
         solver=SOLVERS[esp.solver],
     )
+
+
+@lru_cache(maxsize=4096)
+def _balanced(esp: ExpertSharding, measured: Measured, layer: int, balance: Balance) -> Piped:
+    """How one layer runs under a plan of copies, worked out once for all that are alike."""
+    return with_degrees(
+        _pipes(esp, measured)[layer],
+        esp.pipeline,
+        measured,
+        layer,
+        balance,
+        max_degree=esp.max_degree,
+        degrees=esp.degrees,
+        solver=SOLVERS[esp.solver],
+    )
+
+
+STEP = 16  # parts of one, in which balances are told apart: degrees hang on no less
+
+
+def _balance(plan: Plan, rows_CE: np.ndarray, node_C: np.ndarray, pool: Pool) -> Balance:
+    """What a plan makes of the rows that it is made for. Copies that it adds when it has counted
+    rows are left out: to find them takes as long as in the step itself."""
+    num_cells, total = len(rows_CE), int(rows_CE.sum())
+    if not total:
+        return EVEN
+    home = Plan.at_home(plan.home)
+    flow = Flow.of(replace(plan, revise=None), rows_CE, node_C, pool)
+    even_CE = np.full_like(rows_CE, -(-total // rows_CE.size))
+    even_s = float(Flow.of(home, even_CE, node_C, pool).exchange_s_C.max())
+    ratios = (
+        _held(plan),
+        flow.computed_C.max() * num_cells / total,
+        flow.exchange_s_C.max() / even_s if even_s else 1.0,
+    )
+    return Balance(*(round(STEP * float(ratio)) / STEP for ratio in ratios))
+
+
+def _held(plan: Plan) -> float:
+    """Experts of the cell that computes most, over those at home on the one that has most."""
+    held, at_home = (each.holds_EC.sum(axis=0).max() for each in (plan.target, plan.home))
+    return float(held / at_home)
 
 
 def _told(pipes: Sequence[Piped], measured: Measured) -> str:

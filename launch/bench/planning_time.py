@@ -267,7 +267,7 @@ def _layers(strategy: Strategy, job: Job, layout: ParallelLayout) -> list[Attach
         if ("ep", PARAM) in strategy.uses():
             routed.allow_copies((torch.zeros(1, 1),))
         hosted = cast(Hosted, SimpleNamespace(routed=routed, slots=list))
-        layers.append(AttachedLayer(f"layer {index}", "", hosted, 0, 0))
+        layers.append(AttachedLayer(f"layer {index}", "", hosted, 0, 0, 0))
     in_order(layer.routed.copies for layer in layers if layer.routed.copies is not None)
     return layers
 

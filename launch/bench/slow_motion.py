@@ -32,7 +32,7 @@ from slow_links import NUM_WARM_UPS, Load, compare
 from slow_links_contenders import PLAIN, Contender, Sizes, Way
 from slow_links_figures import Result
 
-from ds_moe_ext.commands.price_inputs import read_clusters, read_model
+from ds_moe_ext.commands.price.inputs import read_clusters, read_model
 from ds_moe_ext.cost.block_costs import BACKWARD, FORWARD
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.loads.sources import read_loads

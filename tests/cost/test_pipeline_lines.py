@@ -53,6 +53,7 @@ def usage(num_cells: int, cell_size: int, **changed: Any) -> Usage:
         "row_multiply_adds": 3e6,
         "num_products": 2,
         "element_bytes": 2,
+        "expert_bytes": 0,
     }
     return Usage(num_cells=num_cells, cell_size=cell_size, **{**usual, **changed})
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import replace
@@ -22,6 +23,7 @@ from tests.hosts.megatron_jobs import Trained, Training, megatron, merged, train
 from tests.hosts.megatron_toy import MegatronRun
 from tests.hosts.test_megatron_checkpoint import FULLY, load, save, steps
 from tests.ranks import pool_of, preload
+from tests.trace_rules import assert_sound, of
 
 preload("megatron.core.dist_checkpointing")
 
@@ -81,6 +83,16 @@ def _assert_as_stock(
 
 def test_both_roles_train_as_attention_ranks_alone_would() -> None:
     assert_as_stock(2, 1, RUN)
+
+
+@pytest.mark.parametrize("first_step", [0, 1])
+def test_both_roles_are_in_one_trace(first_step: int, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    asked = {"path": str(path), "first_step": first_step, "num_steps": 1}
+    pool_of(3).run(train, RUN, {**block(2, 1), "trace": asked})
+    events = json.loads(path.read_text())["traceEvents"]
+    assert_sound(events)
+    assert {event["pid"] for event in of(events, "X")} == {0, 1, 2}
 
 
 def test_copies_on_either_role() -> None:

@@ -106,6 +106,30 @@ def test_small_weights_may_stay_whole_between_passes() -> None:
     assert all(torch.equal(got.state[name], weight) for name, weight in expected.state.items())
 
 
+def gathered_behind(rank: int, world_size: int, job: Job, number: int) -> list[int]:
+    """Steps, from 0, behind which experts are gathered."""
+    from ds_moe_ext.hosts.deepspeed import zero_3
+
+    engine, found = engine_of(job, world_size), []
+    whole = zero_3.whole
+
+    def watched(parameters: Any) -> Any:
+        given = list(parameters)
+        if given:
+            found.append(engine.global_steps - 1)
+        return whole(given)
+
+    with mock.patch.object(zero_3, "whole", watched):
+        steps(engine, rank, world_size, number)
+    return found
+
+
+def test_what_measures_gathers_only_where_it_measures() -> None:
+    keys = (("slice_gradients", False),)
+    job = replace(JOB, strategy="esp", keys=keys, cells=2, cell_size=1)
+    assert pool_of(4).run(gathered_behind, job, 7) == [[4]] * 4
+
+
 def traced(rank: int, world_size: int, job: Job) -> bool:
     engine = engine_of(job, world_size)
     steps(engine, rank, world_size, 4)

@@ -34,8 +34,10 @@ class Left(NamedTuple):
     record: RunRecord
 
 
-def left(rank: int, world_size: int, job: Job, path: Path, loaded_at: int = 0) -> Left:
-    """Run a job whose steps are traced, and profiled, from a step on at which it was loaded."""
+def left(
+    rank: int, world_size: int, job: Job, path: Path, steps: range = range(STEPS.stop)
+) -> Left:
+    """Run a job whose steps are traced, and profiled, from the step on at which it was loaded."""
     import deepspeed
 
     from ds_moe_ext.steps.training_run import run_of
@@ -55,11 +57,13 @@ def left(rank: int, world_size: int, job: Job, path: Path, loaded_at: int = 0) -
             engine.backward(loss_of(engine, micro_batch(steps.start, rank)))
             engine.step()
 
-    engine.global_steps = loaded_at
-    run(range(loaded_at, STEPS.start))
+    engine.global_steps = steps.start
+    run(range(steps.start, STEPS.start))
     everywhere = _ExperimentalConfig(profile_all_threads=True)
     with profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere) as found:
-        run(STEPS)
+        run(range(STEPS.start, steps.stop))
+    if steps.stop < STEPS.stop:
+        run_of(engine).recorder.tracer.end()  # as the end of the process does
     ranges = {event.name for event in found.events() if event.name.startswith("layer ")}
     return Left(ranges, run_of(engine).recorder.record())
 
@@ -92,10 +96,20 @@ def test_all_ranks_are_in_one_trace(job: Job, tmp_path: Path) -> None:
 
 def test_a_run_that_is_loaded_within_the_traced_steps_traces_the_rest(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    pool_of(RANKS).run(left, JOBS["ep"], path, STEPS.start)
+    pool_of(RANKS).run(left, JOBS["ep"], path, STEPS)
     events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
     assert_sound(events)
     assert {e["pid"] for e in of(events, "X")} == set(range(RANKS))
+
+
+def test_a_run_that_ends_within_the_traced_steps_leaves_those_of_the_first_rank(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "trace.json"
+    pool_of(RANKS).run(left, JOBS["ep"], path, range(STEPS.start + 1))
+    events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    assert_sound(events)
+    assert {e["pid"] for e in of(events, "X")} == {0}
 
 
 def _assert_clocks_agree(tasks: list[dict[str, Any]]) -> None:

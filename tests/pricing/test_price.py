@@ -15,11 +15,11 @@ import pytest
 from rich.console import Console
 
 from ds_moe_ext import cli
-from ds_moe_ext.commands.price_inputs import read_clusters, read_job, training_of
-from ds_moe_ext.commands.price_market import priced_market
-from ds_moe_ext.commands.price_record import Case, Market
-from ds_moe_ext.commands.price_table import PARTS
-from ds_moe_ext.commands.price_ways import chosen_strategies, ways_of
+from ds_moe_ext.commands.price.cases import Case, Market
+from ds_moe_ext.commands.price.inputs import read_clusters, read_job, training_of
+from ds_moe_ext.commands.price.market import priced_market
+from ds_moe_ext.commands.price.table import PARTS
+from ds_moe_ext.commands.price.ways import chosen_strategies, ways_of
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.loads.sources import read_loads, write_loads
 from ds_moe_ext.pricing.model_shape import of_config
@@ -108,7 +108,7 @@ def test_a_narrow_terminal_is_shown_the_columns_that_it_has_room_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], files: Path
 ) -> None:
     narrow = Console(width=80, force_terminal=True, color_system=None)
-    monkeypatch.setattr("ds_moe_ext.commands.price_market.wide_console", lambda: narrow)
+    monkeypatch.setattr("ds_moe_ext.commands.price.market.wide_console", lambda: narrow)
     assert run(monkeypatch, files, "job.json", *ASKED, "--strategies", "ep") == 0
     said = capsys.readouterr().out
     (heading,) = (line for line in said.splitlines() if "balance" in line)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_moe_ext.commands.price_inputs import read_clusters
-from ds_moe_ext.commands.price_record import Case
+from ds_moe_ext.commands.price.cases import Case
+from ds_moe_ext.commands.price.inputs import read_clusters
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.pricing.candidates import Way, price_way
 from ds_moe_ext.pricing.model_parallel import ModelParallel

@@ -117,11 +117,11 @@ def reduce_waiting(optimizer: Any) -> None:
 
 
 def at_hand(engine: Any, run: Run) -> Any:
-    """A block between steps, in which experts are whole where plans are made by what is measured of
-    them, or by their sizes, which stacks tell without. Collective."""
+    """A block between steps, in which experts are whole where they are about to be measured, or
+    where plans are made by their sizes, which stacks tell without. Collective."""
     if not engine.zero_optimization_partition_weights():
         return nullcontext()
-    measures = run.blueprint.strategy.rhythm().measures
+    measures = run.blueprint.strategy.rhythm().measures and run.planning.costs.is_due
     needed = [
         layer
         for layer in run.layers

@@ -38,6 +38,7 @@ from ds_moe_ext.layout import Grid, group_among
 from ds_moe_ext.settings import Settings
 from ds_moe_ext.steps.host import Built, Seats, run_on
 from ds_moe_ext.steps.pipeline_costs import DenseGradients
+from ds_moe_ext.steps.tracer import Tracer
 from ds_moe_ext.steps.training_run import Run
 from ds_moe_ext.strategy import Strategy
 from ds_moe_ext.zebra.both_sides import BothSides
@@ -115,6 +116,10 @@ class RolesHost(MegatronHost):
         watch_steps(self.carrier, run)
         side = dist.get_rank(self._control)
         run.recorder.beside = BothSides(self._control, side, self._worlds.roles)
-        assert run.recorder.ranks is not None
         # Steps are taken in the world of a role.
-        run.recorder.ranks.gather = partial(gather_objects, group=self._everyone)
+        gather, tracer = partial(gather_objects, group=self._everyone), run.recorder.tracer
+        assert run.recorder.ranks is not None
+        run.recorder.ranks.gather = gather
+        run.recorder.ranks.is_on = any(gather(run.recorder.ranks.is_on))
+        if isinstance(tracer, Tracer):
+            tracer.meet_by(gather)

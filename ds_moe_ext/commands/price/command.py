@@ -38,6 +38,6 @@ def add_price(commands: Any) -> None:
 
 
 def _price(given: argparse.Namespace) -> int:
-    from ds_moe_ext.commands.price_market import price  # loads torch, with the strategies
+    from ds_moe_ext.commands.price.market import price  # loads torch, with the strategies
 
     return price(given)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from ds_moe_ext.commands.price_record import Market
-from ds_moe_ext.commands.price_words import (
+from ds_moe_ext.commands.price.cases import Market
+from ds_moe_ext.commands.price.words import (
     about,
     assumed,
     block_words,

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_moe_ext.commands.price_record import Market
-from ds_moe_ext.commands.price_table import GIB, MEMORY, parts_of
-from ds_moe_ext.commands.price_timelines import class_names, spans, turn_spans
-from ds_moe_ext.commands.price_words import (
+from ds_moe_ext.commands.price.cases import Market
+from ds_moe_ext.commands.price.table import GIB, MEMORY, parts_of
+from ds_moe_ext.commands.price.timelines import class_names, spans, turn_spans
+from ds_moe_ext.commands.price.words import (
     about,
     assumed,
     grid_text,

@@ -10,13 +10,13 @@ from dataclasses import replace
 from rich.console import Console
 from rich.progress import Progress
 
-from ds_moe_ext.commands.price_files import write_json, write_trace
-from ds_moe_ext.commands.price_inputs import read_clusters, read_job, read_model, training_of
-from ds_moe_ext.commands.price_page import write_page
-from ds_moe_ext.commands.price_pays import told_of_scans
-from ds_moe_ext.commands.price_record import Case, Market
-from ds_moe_ext.commands.price_table import print_market
-from ds_moe_ext.commands.price_ways import EVERY, SEVERAL, Chosen, chosen_strategies, ways_of
+from ds_moe_ext.commands.price.cases import Case, Market
+from ds_moe_ext.commands.price.files import write_json, write_trace
+from ds_moe_ext.commands.price.inputs import read_clusters, read_job, read_model, training_of
+from ds_moe_ext.commands.price.market_page import write_page
+from ds_moe_ext.commands.price.pays import told_of_scans
+from ds_moe_ext.commands.price.table import print_market
+from ds_moe_ext.commands.price.ways import EVERY, SEVERAL, Chosen, chosen_strategies, ways_of
 from ds_moe_ext.files.console import wide_console
 from ds_moe_ext.loads.loads import Loads
 from ds_moe_ext.pricing.candidates import Priced, Refused, price_way

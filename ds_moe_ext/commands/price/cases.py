@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ds_moe_ext.commands.price_ways import BASE
+from ds_moe_ext.commands.price.ways import BASE
 from ds_moe_ext.hardware import Hardware
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.loads.loads import Loads

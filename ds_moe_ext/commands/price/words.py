@@ -9,8 +9,8 @@ from itertools import groupby
 
 import numpy as np
 
-from ds_moe_ext.commands.price_record import Market
-from ds_moe_ext.commands.price_ways import OVER
+from ds_moe_ext.commands.price.cases import Market
+from ds_moe_ext.commands.price.ways import OVER
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.pricing.candidates import Priced, most_copies
 from ds_moe_ext.report.units import counted

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import Progress
 
-from ds_moe_ext.commands.price_record import Case, Market
-from ds_moe_ext.commands.price_words import grid_text
+from ds_moe_ext.commands.price.cases import Case, Market
+from ds_moe_ext.commands.price.words import grid_text
 from ds_moe_ext.pricing.candidates import Way, price_way
 
 SKEWS = (0.0, 0.3, 0.6, 0.9, 1.2)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_moe_ext.commands.price_parallel import expert_sizes, parallel_of, whole
+from ds_moe_ext.commands.price.parallel import expert_sizes, parallel_of, whole
 from ds_moe_ext.files.configs import file_of, names_of
 from ds_moe_ext.files.documents import bytes_of, read_document
 from ds_moe_ext.hardware import Hardware, read_hardware

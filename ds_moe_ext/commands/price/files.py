@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_moe_ext.commands.price_record import Market
-from ds_moe_ext.commands.price_timelines import boxes, row_names
-from ds_moe_ext.commands.price_words import about, assumed, plan_words, verdict, zebra_words
+from ds_moe_ext.commands.price.cases import Market
+from ds_moe_ext.commands.price.timelines import boxes, row_names
+from ds_moe_ext.commands.price.words import about, assumed, plan_words, verdict, zebra_words
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.pricing.candidates import Priced
 from ds_moe_ext.schedule.trace import chrome_trace
