@@ -76,13 +76,10 @@ def _close_groups() -> None:
     from torch.distributed.distributed_c10d import _world
 
     _restore_linear()
-    kept, holding = _classes(_KEPT), _classes(_HOLD_GROUPS)
-    has_host = bool(kept)
-    for thing in gc.get_objects() if has_host else ():
-        if type(thing) in kept or type(thing) in holding:
-            thing.__dict__.clear()
-    if has_host:
-        gc.collect()
+    has_host = bool(_classes(_KEPT))
+    for classes in (_KEPT, _HOLD_GROUPS) if has_host else ():
+        _empty(classes)
+        gc.collect()  # a run whose engine goes reads its layers once more, for its report
     groups = sys.modules.get("deepspeed.utils.groups")
     held = list(vars(groups).values()) if groups else []
     held += [group for value in held if isinstance(value, dict) for group in value.values()]
@@ -93,6 +90,14 @@ def _close_groups() -> None:
     if has_host:
         gc.collect()
         gc.freeze()
+
+
+def _empty(names: Mapping[str, str]) -> None:
+    """All instances of these classes."""
+    classes = _classes(names)
+    for thing in gc.get_objects():
+        if type(thing) in classes:
+            thing.__dict__.clear()
 
 
 def _restore_linear() -> None:

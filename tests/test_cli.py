@@ -103,6 +103,7 @@ def test_doctor_says_what_switches_us_off(
     assert f"autoload: off, by {variable}=0" in done.stdout
 
 
+@pytest.mark.slow  # quick: where patches are broken, and in test_loading.py
 def test_doctor_fails_where_a_host_has_another_version(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.metadata as m; v = m.version; "

@@ -23,6 +23,7 @@ from torch import Tensor
 from ds_moe_ext import comm
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.transfer import SMALL, Cargo, Part, Segment, Transfers, gather_rounds, star_of
+from tests.marks import slow
 from tests.ranks import pool_of
 
 SENT = [[2, 0, 3], [1, 4, 0], [0, 0, 0]]  # rows from each rank to each; rank 2 sends nothing
@@ -288,8 +289,11 @@ def _many(
 @pytest.mark.parametrize("check", [_gather_twice, _reduce_home])
 @pytest.mark.parametrize(
     ("world_size", "cargo"),
-    [(1, SMALL), (2, SMALL), (4, SMALL), (8, SMALL)]
-    + [(world_size, IN_SEGMENTS) for world_size in (3, 4, 7, 8)],
+    [
+        *((ranks, SMALL) for ranks in (1, 2, 4, 8)),
+        *((ranks, IN_SEGMENTS) for ranks in (3, 4, 8)),
+        slow(7, IN_SEGMENTS),
+    ],
 )
 def test_random_placements(
     world_size: int, check: Callable[..., None], dtype: torch.dtype, cargo: Cargo

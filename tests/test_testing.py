@@ -49,9 +49,9 @@ OURS: Mapping[str, Strategy] = {
 }
 
 
-GUARDED = ("fssdp, planned share", "prophet", "auto, by turns")
+GUARDED = ("fssdp", "fssdp, planned share", "prophet", "auto, by turns")
 """By the priced share, which goes by planned parts and prophet's copies, too, and by those whose
-turn it is."""
+turn it is; the share that fssdp has by default, in test_configurations.py."""
 
 
 @pytest.mark.parametrize("name", [slow(name) if name in GUARDED else name for name in OURS])

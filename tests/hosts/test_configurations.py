@@ -201,7 +201,8 @@ def ep_rows() -> Iterator[Row]:
                 yield Row(name, ranks, job, Close(1e-6, None, 1e-6), Stock.ALONE, is_slow=is_slow)
                 name = f"ep curve {family} zero{stage} {ranks} ranks"
                 job = Job(family, stage, clip=0.5)
-                yield Row(name, ranks, job, Close(2e-4, 2e-3), Stock.ALONE, is_slow=ranks == 4)
+                is_slow = ranks == 4 or (family == "gpt_moe") != (stage == 1)
+                yield Row(name, ranks, job, Close(2e-4, 2e-3), Stock.ALONE, is_slow=is_slow)
             job = Job(family, stage, dtype="bfloat16", steps=6)
             name, is_slow = f"ep bfloat16 {family} zero{stage}", family == "gpt_moe"
             yield Row(name, 2, job, Close(2e-2), Stock.ALONE, is_slow=is_slow)
@@ -258,7 +259,7 @@ def sharded_rows() -> Iterator[Row]:
             job = replace(job, use_reentrant=use_reentrant)
             again = "" if use_reentrant is None else f" reentrant {use_reentrant}"
             at = f"sharded {ranks} ranks {cells or 'all'} cells{again}"
-            is_slow = (cells is None and ranks == 4) or use_reentrant is not None
+            is_slow = ranks == 4 or use_reentrant is not None
             by_chance = varied(job, **{**ALL, "shard_every": 0})
             yield Row(f"varied {at}", ranks, by_chance, CURVES, shows=(copies,), is_slow=is_slow)
             job = fssdp(job, overlap_degree=2, copies_per_rank=2)
@@ -309,7 +310,7 @@ def varied_rows() -> Iterator[Row]:
             stock=Stock.ALONE if ranks == 8 else Stock.EP,
             shows=(draws_all_kinds, lies_on(nodes)),
             hardware=on_nodes(ranks // nodes),
-            is_slow=(ranks, nodes) not in ((2, 1), (4, 2)),
+            is_slow=(ranks, nodes) != (4, 2),
         )
     for family in TOYS:  # few experts, layers of other sizes or shapes, shared or frozen ones
         name, job = f"varied {family}", varied(float64(family, clip=0.0), **ALL)
@@ -329,7 +330,7 @@ def varied_rows() -> Iterator[Row]:
         yield Row(f"varied few experts, copies {layers}", 4, job, stock=Stock.ALONE)
     for family in ("mixtral", "gpt_moe", "gpt_oss", "qwen3_moe", "deepseek_v3"):
         job = varied(float64(family, clip=0.0), layers=1.0, **ALL)
-        is_slow = family in ("qwen3_moe", "deepseek_v3")
+        is_slow = family in ("mixtral", "qwen3_moe", "deepseek_v3")
         name = f"varied {family}"
         yield Row(name, 4, job, close_of(family), shows=(copies,), is_slow=is_slow)
     job = varied(float64("gpt_moe", clip=0.0, num_experts=2), **ALL)
@@ -448,12 +449,12 @@ FSSDP: dict[str, tuple[int, dict[str, Any], Shows]] = {
         moves_nothing,
     ),
     "rematerialized": (
-        2,
+        0,  # see "calibrated"
         {"overlap_degree": 2, "copies_per_rank": 2, "rematerialize": True},
         moves_nothing,
     ),
     "calibrated": (
-        4,
+        0,  # none is quick: "all at once" is calibrated, and frees its copies
         {"overlap_degree": 2, "copies_per_rank": 1, "calibrate": True, **often(4)},
         moves,
     ),
@@ -498,7 +499,7 @@ FREE = Hardware(
     intra=Link(bytes_per_s=1e12),
 )
 PROPHET: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
-    "as it is": ((2, 4), {"balance": 0.3}),
+    "as it is": ((2,), {"balance": 0.3}),
     "halves": ((4,), {"split": "half", "num_excluded": 1, "balance": 0.3}),
     "kept copies": ((2,), {"rematerialize": False, "num_excluded": None, "balance": 0.2}),
     "not hidden": ((2,), {"scheduler": False, "frequency": 1, "balance": 0.3}),
@@ -532,7 +533,8 @@ def prophet_rows() -> Iterator[Row]:
         job = prophet(Job("mixtral", stage, dtype=dtype, clip=0.5, steps=8), **EAGER)
         close = replace(CURVES if dtype == "float32" else HALVES, norms=None)
         name = f"prophet {dtype} zero{stage}"
-        yield Row(name, 2, job, close, shows=(carries,), hardware=FREE)
+        shows, is_slow = (carries,), (stage, dtype) == (1, "float32")
+        yield Row(name, 2, job, close, shows=shows, hardware=FREE, is_slow=is_slow)
     for cells in (2, None):  # a grid of some ranks plans for itself
         job = prophet(float64(steps=8, clip=0.0, cells=cells), **EAGER)
         name, is_slow = f"prophet grids of {cells or 'all'}", cells is None
@@ -542,7 +544,8 @@ def prophet_rows() -> Iterator[Row]:
             job = float64("mixtral", 8, clip=0.0, use_reentrant=reentrant)
             job = prophet(job, **EAGER, rematerialize=freed)
             name = f"prophet checkpointed, reentrant {reentrant}, freed {freed}"
-            yield Row(name, 2, job, shows=(copies,), hardware=FREE)
+            is_slow = freed == reentrant
+            yield Row(name, 2, job, shows=(copies,), hardware=FREE, is_slow=is_slow)
 
 
 BY_TIME: dict[str, dict[str, dict[str, Any]]] = {
@@ -587,7 +590,7 @@ SHOWN_BY_TIME: dict[tuple[str, str], tuple[Shows, ...]] = {
     ("prophet", "by parts"): (shares_by_parts,),
 }
 """Which experts prophet copies depends on what a machine's first steps take."""
-QUICK_BY_TIME = (("fssdp", "calibrated", 4),)
+QUICK_BY_TIME = (("fssdp", "calibrated", 2),)
 
 
 def esp_by_time_rows() -> Iterator[Row]:
@@ -656,28 +659,30 @@ def esp_rows() -> Iterator[Row]:
     drawn = {"carried": 0.5, "rematerialized": 0.5, "revised": 0.5, "shard_every": 2}
     for ranks, size in ((2, 1), (4, 2)):
         job = over(esp(float64(steps=6), size), VARIED, **drawn)
-        yield Row(f"esp over varied {ranks} ranks by {size}", ranks, job, shows=(copies, moves))
+        name, shows = f"esp over varied {ranks} ranks by {size}", (copies, moves)
+        yield Row(name, ranks, job, shows=shows, is_slow=ranks == 2)
     job = over(esp(float64("mixtral", 8), 2), "fssdp", copies_per_rank=2, **often(3))
     yield Row("esp over fssdp", 4, job, is_slow=True)
     job = over(esp(float64("mixtral", 8), 2), "prophet")
-    yield Row("esp over prophet", 4, job)
+    yield Row("esp over prophet", 4, job, is_slow=True)
     for reentrant in (False, True):
         job = esp(float64("mixtral", use_reentrant=reentrant), 2)
         yield Row(f"esp checkpointed, reentrant {reentrant}", 4, job, is_slow=reentrant)
     for stage, dtype in ((1, "float32"), (2, "float32"), (2, "bfloat16")):
         job = Job("mixtral", stage, dtype=dtype, clip=0.5, steps=6)
         close = replace(CURVES if dtype == "float32" else HALVES, norms=None)
-        yield Row(f"esp {dtype} zero{stage}", 4, esp(job, 2), close)
+        yield Row(f"esp {dtype} zero{stage}", 4, esp(job, 2), close, is_slow=stage == 2)
         for schedule in ("fsmoe", "tutel_improved", "pipemoe_lina"):
             sliced = esp(job, 2, slice_gradients=True, degree=2, schedule=schedule)
-            name, is_slow = f"esp sliced {schedule} {dtype} zero{stage}", schedule != "fsmoe"
+            name = f"esp sliced {schedule} {dtype} zero{stage}"
+            is_slow = schedule != "fsmoe" or stage == 1
             yield Row(name, 4, sliced, close, is_slow=is_slow)
     # Costs are measured in step 4; by then dense gradients are reduced in slices.
     for ranks, size, batches in ((2, 2, 4), (4, 2, 8), (2, 2, 8), (4, 2, 4), (4, 1, 4), (4, 1, 8)):
         job = float64("mixtral", 7, micro_batches=batches)
         job = esp(job, size, degree=None, slice_gradients=True)
         name = f"esp planned {ranks} ranks by {size}, {batches} micro-batches"
-        yield Row(name, ranks, job, is_slow=(ranks, size, batches) not in ((2, 2, 4), (4, 2, 8)))
+        yield Row(name, ranks, job, is_slow=(ranks, size, batches) not in ((2, 2, 4), (4, 2, 4)))
 
 
 def gate_rows() -> Iterator[Row]:
@@ -708,6 +713,10 @@ def shared(ranks: int, family: str = "mixtral", **fields: Any) -> Job:
     """A job of which each rank accumulates two micro-batches."""
     sizes = {"micro_batches": 2 * ranks, "num_experts": NUM_EXPERTS[ranks]}
     return float64(family, **{"steps": 3, **sizes, **fields})
+
+
+QUICK_ROLES = ("gpt_moe", "toy, some experts frozen")
+"""Families whose two roles with copies are quick on two ranks; on four, mixtral is."""
 
 
 def zebra_rows() -> Iterator[Row]:
@@ -796,7 +805,7 @@ def zebra_rows() -> Iterator[Row]:
             keys=tuple({"attention_size": attention, "expert_size": experts, **keys}.items()),
         )
         name = f"two roles with copies, {attention}+{experts}, {family}, {', '.join(keys)}"
-        is_slow = experts == 1 and family == "mixtral"
+        is_slow = attention == 1 and family not in QUICK_ROLES
         yield Row(
             name, attention + experts, job, close_of(family), shows=(copies,), is_slow=is_slow
         )

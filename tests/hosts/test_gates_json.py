@@ -101,7 +101,7 @@ def of_gates(result: Result) -> dict[str, Tensor]:
 
 
 QUICK = [("mixtral", name) for name in GATES]
-QUICK += [("gpt_moe", name) for name in ("sigmoid", "cosine", "expert choice", "soft")]
+QUICK += [("gpt_moe", name) for name in ("cosine", "expert choice", "soft")]
 OTHERS = [("gpt_moe", name) for name in GATES if ("gpt_moe", name) not in QUICK]
 
 

@@ -64,7 +64,7 @@ def test_switched_off_hosts_are_left_alone(switch: dict[str, str], tmp_path: Pat
 
 @pytest.mark.parametrize(
     "code",
-    ["import ds_moe_ext, deepspeed", "import torch, deepspeed, ds_moe_ext"],
+    [slow("import ds_moe_ext, deepspeed"), "import torch, deepspeed, ds_moe_ext"],
     ids=["before", "after"],
 )
 def test_plain_import_attaches(code: str, tmp_path: Path) -> None:
@@ -164,7 +164,12 @@ for enabled in (False, True):
 """
 
 
-BROKEN = [(name, "deepspeed") for name in BREAKAGES] + [slow(name, "torch") for name in BREAKAGES]
+BROKEN = [
+    ("broken patches", "deepspeed"),
+    ("another version", "deepspeed"),
+    slow("a target that has gone", "deepspeed"),  # refused where another version is
+    *(slow(name, "torch") for name in BREAKAGES),
+]
 
 
 @pytest.mark.parametrize(("name", "first"), BROKEN)
@@ -306,7 +311,7 @@ def test_our_patches_leave_the_host_as_it_was(name: str) -> None:
 # Where nobody asks for us.
 
 
-@pytest.mark.parametrize("world_size", [slow(1), 2])
+@pytest.mark.parametrize("world_size", [1, slow(2)])
 def test_without_the_block_a_run_is_the_same_to_the_last_bit(
     world_size: int, tmp_path: Path
 ) -> None:

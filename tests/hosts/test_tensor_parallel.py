@@ -109,8 +109,8 @@ def undivided() -> Run:
 @pytest.mark.parametrize(
     ("world_size", "case"),
     [
-        (4, Case(2, 2)),
-        (4, Case(2, 2, sequence_parallel=True)),
+        slow(4, Case(2, 2)),
+        slow(4, Case(2, 2, sequence_parallel=True)),
         (4, Case(1, 2)),
         (4, Case(2, 2, sequence_parallel=True, stage=2)),
         (4, Case(2, 2, stage=3)),

@@ -177,7 +177,7 @@ def assert_equal(ranks: list[Learnt], family: str, steps: int, first: int = 0) -
     assert max(errors.values()) <= 1e-9, max(errors, key=lambda name: errors[name])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [slow(1), slow(2), 4])
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
     "block",
@@ -229,7 +229,7 @@ def test_a_fused_optimizer_has_a_group_of_experts() -> None:
         slow((4, "ddp", "fssdp"), (4, "ddp", "fssdp")),
     ],
 )
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", [slow(False), True])
 def test_goes_on_elsewhere(saved: Any, resumed: Any, fused: bool, tmp_path: Path) -> None:
     """With other ranks, another wrapper and another strategy: experts have moved when they are
     saved, and take the optimizer's states along."""
