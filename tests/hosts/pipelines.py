@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -259,6 +259,42 @@ def _trained(rank: int, world_size: int, pipeline: Pipeline) -> Result | None:
     state = {name: weight for states, _ in told for name, weight in states.items()}
     copies = sum(number for _, number in told[::num_places])
     return Result(losses, norms, state, evaluations, copies) if rank == 0 else None
+
+
+def why_refused(rank: int, world_size: int, pipeline: Pipeline) -> str:
+    """What a start says that is refused."""
+    try:
+        engine_of(pipeline, world_size)
+    except ValueError as error:
+        return str(error)
+    finally:
+        forget_groups()
+    return ""
+
+
+def train_with_report(rank: int, world_size: int, pipeline: Pipeline) -> None:
+    """Let the report be written into the job's folder."""
+    from unittest import mock
+
+    from ds_moe_ext.report.report_files import ReportFiles
+    from ds_moe_ext.steps.training_run import run_of
+
+    report = {"enabled": True, "path": pipeline.job.folder}
+    document = jobs.document_of(pipeline.job, world_size // pipeline.num_stages)
+    document["ds_moe_ext"]["report"] = report
+    try:
+        with mock.patch.object(jobs, "document_of", lambda *_: document):
+            engine = engine_of(
+                replace(pipeline, job=replace(pipeline.job, dtype="float32")), world_size
+            )
+        place, num_places = engine.grid.get_data_parallel_id(), engine.dp_world_size
+        for step in range(pipeline.job.steps):
+            engine.train_batch(batches(step, place, num_places, pipeline.job))
+    finally:
+        forget_groups()
+    run = run_of(engine)
+    if run.files is not None:
+        ReportFiles(run.files.folder).write(run.recorder.record())
 
 
 def _num_copies(engine: Any) -> int:

@@ -5,6 +5,7 @@ us; and goes on from its checkpoints with other stages and by another strategy."
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,9 +19,9 @@ from tests.marks import slow
 from tests.ranks import pool_of
 
 GPT = Job(family="gpt_moe", stage=0, num_layers=4, steps=4, micro_batches=8, dtype="float64")
-GPT = replace(GPT, learning_rate=1e-2, num_experts=8)
+GPT = replace(GPT, num_experts=8, optimizer="object", sgd=True, learning_rate=0.1)
 MIXTRAL = replace(GPT, family="mixtral")
-ZERO_1 = replace(GPT, stage=1, dtype="float32", optimizer="json", steps=3)
+ZERO_1 = replace(GPT, stage=1, dtype="float32", optimizer="json", learning_rate=1e-2, steps=3)
 
 RANDOM = {"copies": 0.5, "revised": 0.3, "rematerialized": 0.4, "carried": 0.6}
 
@@ -51,7 +52,7 @@ class Row:
 
     pipeline: Pipeline
     ranks: int = 4
-    error: float = 1e-11
+    error: float = 1e-12
     copies: bool = False
 
 
@@ -86,12 +87,16 @@ def test_learns_what_one_rank_does(name: str) -> None:
     ours, theirs = run(row.ranks, row.pipeline), alone(row.pipeline)
     assert ours.losses == pytest.approx(theirs.losses, rel=row.error)
     assert ours.evaluations == pytest.approx(theirs.evaluations, rel=max(row.error, 1e-6))
+    if any(theirs.norms) and any(ours.norms):  # in float32, over all stages
+        assert ours.norms == pytest.approx(theirs.norms, rel=10 * row.error)
     assert bool(ours.copies) or not row.copies
     if row.error < 1e-6:
         assert worst(ours.state, theirs.state, row.pipeline.job) < row.error
 
 
-SAVED = replace(fssdp(GPT, overlap_degree=2, copies_per_rank=2), steps=4, optimizer="object")
+SAVED = replace(
+    fssdp(GPT, overlap_degree=2, copies_per_rank=2), steps=4, sgd=False, learning_rate=1e-3
+)
 ANOTHER = {
     "the same": (4, Pipeline(SAVED)),
     "by ep": (4, Pipeline(replace(SAVED, strategy="ep", keys=()))),
@@ -101,7 +106,7 @@ ANOTHER = {
 }
 
 
-@pytest.mark.parametrize("name", [slow(name) for name in ANOTHER])
+@pytest.mark.parametrize("name", [n if n == "four stages" else slow(n) for n in ANOTHER])
 def test_goes_on(name: str, tmp_path: Path) -> None:
     whole = run(4, Pipeline(SAVED))
     folder = str(tmp_path)
@@ -109,5 +114,22 @@ def test_goes_on(name: str, tmp_path: Path) -> None:
     ranks, pipeline = ANOTHER[name]
     resumed = replace(pipeline, job=replace(pipeline.job, resume=True, folder=folder))
     rest = run(ranks, resumed)
-    assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-11)
-    assert worst(rest.state, whole.state, SAVED) < 1e-11
+    assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-9)
+    assert worst(rest.state, whole.state, SAVED) < 1e-8
+
+
+@pytest.mark.slow
+def test_a_stage_without_experts_is_refused_on_all_ranks() -> None:
+    told = pool_of(2).run(pipelines.why_refused, Pipeline(replace(GPT, num_layers=1)))
+    assert all("of this PipelineModule has no MoE layer" in text for text in told)
+    assert all("partition_method" in text for text in told)
+
+
+@pytest.mark.slow
+def test_each_stage_leaves_a_report(tmp_path: Path) -> None:
+    job = replace(GPT, steps=2, folder=str(tmp_path))
+    pool_of(4).run(pipelines.train_with_report, Pipeline(job))
+    for stage, layers in enumerate((("2", "3"), ("4", "5"))):
+        document = json.loads((tmp_path / f"stage_{stage}" / "report.json").read_text())
+        names = [layer["name"] for layer in document["layers"]]
+        assert [name.partition(".")[0] for name in names] == list(layers)

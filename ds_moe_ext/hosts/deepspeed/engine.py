@@ -360,7 +360,6 @@ def clip_by_global_norm(engine: Any) -> bool:
     if run is None:
         return False
     parameters = [p for p in engine.module.parameters() if p.grad is not None]
-    stages = Stages.of(engine.module)
     of_experts, of_parts, of_wholes = torch.zeros(3, dtype=torch.float64, device=engine.device)
     for parameter in parameters:
         if pipeline.is_of_another_stage(engine.module, parameter):  # which counts it
@@ -378,8 +377,8 @@ def clip_by_global_norm(engine: Any) -> bool:
     if tensor_parallel.group is not None:
         sum_in_place(of_parts, tensor_parallel.group)
     total = of_experts + of_parts + of_wholes
-    if stages is not None:
-        sum_in_place(total, stages.across)
+    if engine.pipeline_parallelism:
+        sum_in_place(total, engine.mpu.get_pipe_parallel_group())
     clip_gradients(engine, parameters, total.sqrt())
     return True
 

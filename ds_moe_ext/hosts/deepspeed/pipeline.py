@@ -30,23 +30,20 @@ class Stages:
         ranks: of each stage, in their order.
         own: number of this rank's stage.
         group: the ranks of this one.
-        across: the ranks of all stages that run the same rows.
     """
 
     ranks: tuple[tuple[int, ...], ...]
     own: int
     group: dist.ProcessGroup
-    across: dist.ProcessGroup
 
     @classmethod
     def of(cls, model: nn.Module) -> Stages | None:
         """Of a model that ``refusals`` let through; None where it is no ``PipelineModule``."""
         if not isinstance(model, PipelineModule):
             return None
-        mpu = model.mpu()
         ranks = tuple(tuple(each) for each in model.topology().get_axis_comm_lists("data"))
-        number = mpu.get_pipe_parallel_rank()
-        return cls(ranks, number, mpu.get_data_parallel_group(), mpu.get_pipe_parallel_group())
+        mpu = model.mpu()
+        return cls(ranks, mpu.get_pipe_parallel_rank(), mpu.get_data_parallel_group())
 
     @property
     def size(self) -> int:
@@ -109,10 +106,10 @@ def _apart(made: Any) -> Any:
     leaves = [x.detach().requires_grad_() for x in floats]
 
     def go_back(_: Tensor) -> None:
-        grads = [leaf.grad for leaf in leaves]
-        for leaf in leaves:
-            leaf.grad = None
-        torch.autograd.backward(floats, grads)
+        outputs, grads = tuple(floats), [leaf.grad for leaf in leaves]
+        floats.clear()
+        leaves.clear()  # which hold this hook, where no garbage collector looks
+        torch.autograd.backward(outputs, grads)
 
     leaves[-1].register_post_accumulate_grad_hook(go_back)  # DeepSpeed takes them in order
     left = iter(leaves)
