@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -284,9 +284,7 @@ def train_with_report(rank: int, world_size: int, pipeline: Pipeline) -> None:
     document["ds_moe_ext"]["report"] = report
     try:
         with mock.patch.object(jobs, "document_of", lambda *_: document):
-            engine = engine_of(
-                replace(pipeline, job=replace(pipeline.job, dtype="float32")), world_size
-            )
+            engine = engine_of(pipeline, world_size)
         place, num_places = engine.grid.get_data_parallel_id(), engine.dp_world_size
         for step in range(pipeline.job.steps):
             engine.train_batch(batches(step, place, num_places, pipeline.job))
