@@ -16,6 +16,7 @@ from ds_moe_ext.hosts.deepspeed import (
     engine_record,
     export,
     parameter_groups,
+    pipeline,
     role_engine,
     startup,
     zero_0,
@@ -27,6 +28,7 @@ from ds_moe_ext.watch import WATCH
 
 VERSIONS = ">=0.19.2,<0.20"
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+PIPELINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 ZERO_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 
@@ -348,6 +350,18 @@ PATCHES = tuple(
             f"{ENGINE}.backward",
             "ranks that wait for one that has failed are told; the report has losses",
             _telling("backward", engine.saw_loss),
+        ),
+        (
+            "count-passes",
+            f"{PIPELINE}.train_batch",
+            "a pipeline's passes overlap, and its engine says of none that it is the last",
+            _around(pipeline.train_batch),
+        ),
+        (
+            "tell-of-eval_batch",
+            f"{PIPELINE}.eval_batch",
+            "ranks that wait for one that has failed are told",
+            _telling("eval_batch"),
         ),
         (
             "record-step",

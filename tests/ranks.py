@@ -55,6 +55,7 @@ def _environment(rank: int, world_size: int, port: int) -> None:
 
 _KEPT = {
     "deepspeed.runtime.engine": "DeepSpeedEngine",
+    "deepspeed.runtime.pipe.engine": "PipelineEngine",
     "deepspeed.runtime.zero.stage_1_and_2": "DeepSpeedZeroOptimizer",
     "deepspeed.runtime.zero.stage3": "DeepSpeedZeroOptimizer_Stage3",
     "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel",

@@ -51,13 +51,13 @@ def launches(layers: Sequence[AttachedLayer]) -> list[Launch]:
 
 
 def block_of(model: nn.Module, name: str) -> str:
-    """Name of the block: the innermost element of a list of modules around a layer; the layer's own
-    where there is none."""
+    """Name of the block: the innermost element of a list of modules around a layer, also where the
+    model is one, as of a pipeline; the layer's own where there is none."""
     parts = name.split(".")
     for length in range(len(parts) - 1, 0, -1):
         if isinstance(model.get_submodule(".".join(parts[: length - 1])), nn.ModuleList):
             return ".".join(parts[:length])
-    return name
+    return parts[0] if parts[0].isdecimal() else name
 
 
 class Launch:

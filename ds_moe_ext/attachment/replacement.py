@@ -350,19 +350,26 @@ def _adopted(
     return attached
 
 
-def take_first_ranks_experts(model: nn.Module, blueprint: Blueprint, device: torch.device) -> None:
-    """Give all ranks rank 0's experts, for ranks may have drawn or loaded their own. Collective.
+def take_first_ranks_experts(
+    model: nn.Module,
+    blueprint: Blueprint,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Give all ranks the first one's experts, for ranks may have drawn or loaded their own.
+    Collective.
 
     Args:
         model: before its layers are replaced.
         blueprint: of what will be.
         device: that ranks talk over.
+        group: the ranks that run the same layers; None: all.
     """
     for found in blueprint.found if blueprint.grid.world_size > 1 else ():
         if found.num_cells > 1:
             continue  # the model was built with other experts on each rank
         for parameter in model.get_submodule(found.name).parameters():
-            parameter.data.copy_(take_first(parameter.data.to(device).contiguous(), None))
+            parameter.data.copy_(take_first(parameter.data.to(device).contiguous(), group))
 
 
 def warn_of_what_stays(model: nn.Module, blueprint: Blueprint) -> None:

@@ -43,7 +43,7 @@ def tag_of(folder: Path) -> Path:
     """The folder of the tag that a run would go on from.
 
     Raises:
-        ValueError: it is not one of ours, or of tensor parallel ranks.
+        ValueError: it is not one of ours, or of tensor parallel ranks or pipeline stages.
     """
     tag = folder
     if not (folder / LAYOUT_FILE).exists():
@@ -54,6 +54,12 @@ def tag_of(folder: Path) -> Path:
             f"{tag} was saved by {layout.tensor_parallel_size} tensor parallel ranks, whose parts "
             "are the model's own affair; export the weights in the run (ds_moe_ext."
             "full_state_dict), or train without tensor parallelism"
+        )
+    if layout.pipeline_stages > 1:
+        raise ValueError(
+            f"{tag} was saved by {layout.pipeline_stages} pipeline stages of a PipelineModule, "
+            "whose layers have other names than a model that can be converted; export the "
+            "weights in the run (ds_moe_ext.full_state_dict, of each stage)"
         )
     if not (tag / STATES).exists():
         raise ValueError(f"{tag} has no {STATES}: copy the whole folder again")

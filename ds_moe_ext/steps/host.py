@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -159,6 +160,17 @@ class Host(Protocol):
 def device_names(device: torch.device) -> list[str]:
     """Name of each rank's device, in the order of the ranks. Collective, over the world."""
     return gather_objects(device_name(device), None)
+
+
+def of_stage(settings: Settings, number: int) -> Settings:
+    """With a report and a trace of a pipeline stage's own."""
+    report, trace, stage = settings.report, settings.trace, f"stage_{number}"
+    if report.path is not None:
+        report = replace(report, path=str(Path(report.path) / stage))
+    if trace.path is not None:
+        path = Path(trace.path)
+        trace = replace(trace, path=str(path.parent / stage / path.name))
+    return replace(settings, report=report, trace=trace)
 
 
 def run_on(host: Host, model: nn.Module, settings: Settings, strategy: Strategy) -> Run | None:

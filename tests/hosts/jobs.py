@@ -86,10 +86,10 @@ def _checkpoint_activations(model: nn.Module, use_reentrant: bool) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
 
 
-def _mixtral(job: Job) -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
+def mixtral_config(job: Job) -> Any:
+    from transformers import MixtralConfig
 
-    shape = MixtralConfig(
+    return MixtralConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
@@ -104,7 +104,12 @@ def _mixtral(job: Job) -> nn.Module:
         sliding_window=None,
         attn_implementation="sdpa",
     )
-    model = MixtralForCausalLM(shape)
+
+
+def _mixtral(job: Job) -> nn.Module:
+    from transformers import MixtralForCausalLM
+
+    model = MixtralForCausalLM(mixtral_config(job))
     if job.dtype == "float64":
         model.set_experts_implementation("eager")  # grouped GEMM has no float64
     for name, parameter in model.named_parameters():

@@ -122,12 +122,26 @@ def parametrized(experts: str, name: str, model: nn.Module) -> nn.Module:
     return model
 
 
-def pipeline() -> nn.Module:
-    from deepspeed.pipe import PipelineModule
+def pipeline(**axes: int) -> Callable[[], nn.Module]:
+    """Stages by the sizes of a topology's axes, the first of which changes least from rank to
+    rank."""
 
-    model = PipelineModule.__new__(PipelineModule)  # a whole one wants a process group
-    nn.Module.__init__(model)
+    def model() -> nn.Module:
+        from deepspeed.pipe import PipelineModule
+        from deepspeed.runtime.pipe.topology import ProcessTopology
+
+        model = PipelineModule.__new__(PipelineModule)  # a whole one wants a process group
+        nn.Module.__init__(model)
+        model._topo = ProcessTopology(list(axes), list(axes.values()))
+        return model
+
     return model
+
+
+def folded() -> nn.Module:
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+
+    return DualPipeVModule.__new__(DualPipeVModule)
 
 
 def sharded_at_construction(model: nn.Module | None = None) -> nn.Module:
@@ -307,7 +321,25 @@ MODELS = {
         document=zero(stage=3),
     ),
     # Other parallelism
-    "pipeline": Case(("PipelineModule", "plain nn.Module"), model=pipeline),
+    "pipeline of two stages a rank": Case(("DualPipeVModule", "use PipelineModule"), model=folded),
+    "pipeline of tensor parallel ranks": Case(
+        ("topology of the PipelineModule has model 2", "num_stages"),
+        model=pipeline(pipe=2, data=1, model=2),
+    ),
+    "pipeline of strides": Case(
+        ("ranks [[0, 2], [1, 3]]", "neighbours", "PipeDataParallelTopology"),
+        model=pipeline(data=2, pipe=2),
+    ),
+    "pipeline in float16": Case(
+        ("fp16.enabled is true", "use bf16"),
+        document={"fp16": {"enabled": True}},
+        model=pipeline(pipe=2, data=2),
+    ),
+    "pipeline of roles": Case(
+        ("the model is a PipelineModule", "ranks of one role", "plain nn.Module"),
+        {"strategy": "zebra", "zebra": {"attention_size": 1, "expert_size": 1}},
+        model=pipeline(pipe=2, data=2),
+    ),
     "pipeline stages of an mpu": Case(
         ("mpu", "2 pipeline stages", "use 1"),
         arguments={"mpu": SimpleNamespace(get_pipeline_model_parallel_world_size=lambda: 2)},

@@ -32,11 +32,11 @@ from ds_moe_ext.files.dcp_reader import TABLE
 from ds_moe_ext.files.file_sums import FileSum
 from ds_moe_ext.hosts.deepspeed import dcp_folder, host_file, rates, shards
 from ds_moe_ext.hosts.deepspeed.checkpoint_contents import (
-    REMEMBERED,
     base_optimizer,
     has_dense_weights,
     kept_of,
     named_parameters,
+    remembered_name,
     wrapper_name,
 )
 from ds_moe_ext.hosts.deepspeed.checkpoint_reader import (
@@ -54,6 +54,7 @@ from ds_moe_ext.hosts.deepspeed.layout_file import (
     SavedLayout,
 )
 from ds_moe_ext.hosts.deepspeed.native import HostedMoE
+from ds_moe_ext.hosts.deepspeed.pipeline import num_stages
 from ds_moe_ext.hosts.deepspeed.role_engine import own_groups
 from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
@@ -76,7 +77,7 @@ def save(engine: Any, arguments: Arguments, save_rest: Callable[..., Any]) -> An
         return save_rest(**arguments)
     folder = Path(arguments["save_dir"]) / str(arguments["tag"])
     roles = run.blueprint.strategy.roles
-    is_writer = run.rank == (0 if roles is None else roles.attention_cells[0])
+    is_writer = dist.get_rank() == (0 if roles is None else roles.attention_cells[0])
     if is_writer:
         (folder / LAYOUT_FILE).unlink(missing_ok=True)  # of one that is being overwritten
     slots = run.mover.slots(run.planning.job.homes)
@@ -86,7 +87,7 @@ def save(engine: Any, arguments: Arguments, save_rest: Callable[..., Any]) -> An
         named_parameters(engine, run, slots),
         excludes_frozen=arguments["exclude_frozen_parameters"],
     )
-    objects |= {REMEMBERED: run.planning.remembered_ILCE, SAVE: layout.save}
+    objects |= {remembered_name(run): run.planning.remembered_ILCE, SAVE: layout.save}
     here = dist.get_rank()
     names = dcp_folder.save(folder / FOLDER, parts, objects)[here :: dist.get_world_size()]
     names += [TABLE] if here == 0 else []
@@ -149,26 +150,33 @@ def is_replaced(model: nn.Module) -> bool:
 
 def _layout_of(engine: Any, run: Run, slots: Mapping[Expert, Slot]) -> SavedLayout:
     """Collective."""
-    own = [(expert, slot_name(engine, slot)) for expert, slot in slots.items()]
-    told = gather_objects((uuid4().hex, own), None)
-    names = {expert: name for _, theirs in told for expert, name in theirs}
+    own = {
+        (run.layers[expert.layer].name, expert.number): slot_name(engine, slot)
+        for expert, slot in slots.items()
+    }
+    own_homes = {
+        layer.name: home.owner_E.tolist() for layer, home in zip(run.layers, run.planning.job.homes)
+    }
+    told = gather_objects((uuid4().hex, own, own_homes), None)
+    names = {expert: name for _, theirs, _ in told for expert, name in theirs.items()}
+    homes = {layer: home for _, _, theirs in told for layer, home in theirs.items()}
     optimizer, grid = base_optimizer(engine), run.blueprint.grid
-    homes = {layer.name: home for layer, home in zip(run.layers, run.planning.job.homes)}
     return SavedLayout(
         strategy=run.blueprint.settings.strategy,
         expert_parallel_size=grid.num_cells,
         expert_sharding_size=grid.cell_size,
-        world_size=grid.world_size,
+        world_size=dist.get_world_size(),
         zero_stage=int(engine.zero_optimization_stage()),
-        num_experts={name: home.num_experts for name, home in homes.items()},
-        homes={name: home.owner_E.tolist() for name, home in homes.items()},
+        num_experts={layer: len(home) for layer, home in homes.items()},
+        homes=homes,
         slots={
-            name: [names[Expert(layer, number)] for number in range(home.num_experts)]
-            for layer, (name, home) in enumerate(homes.items())
+            layer: [names[layer, number] for number in range(len(home))]
+            for layer, home in homes.items()
         },
         optimizer=None if optimizer is None else optimizer.__class__.__name__,
         step=engine.global_steps,
         tensor_parallel_size=TensorParallel.of(engine.mpu).size,
+        pipeline_stages=num_stages(engine.module),
         save=told[0][0],
     )
 
@@ -213,6 +221,8 @@ def _weights_given(
 
     def load_module_state_dict(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         own = engine.module.state_dict().keys()
+        if loaded.layout.pipeline_stages != num_stages(engine.module):
+            checkpoint["module"] = _of_own_layers(engine, asked, own)
         checkpoint["module"] = _renamed(checkpoint["module"], own)
         names = {parameter: name for name, parameter in engine.module.named_parameters()}
         checkpoint["module"].update({names[p]: weight for p, weight in _of_model(loaded).items()})
@@ -243,6 +253,15 @@ def _weights_given(
         yield
     finally:
         del engine.load_module_state_dict
+
+
+def _of_own_layers(engine: Any, asked: Asked, own: Iterable[str]) -> dict[str, Any]:
+    """Dense weights of this stage's layers, from files of stages that had others. Collective."""
+    layers, state = {name.partition(".")[0] for name in own}, dict[str, Any]()
+    for path in engine._get_all_ckpt_names(asked.folder.parent, asked.folder.name):
+        saved = engine.checkpoint_engine.load(path, map_location="cpu")["module"]
+        state |= {name: each for name, each in saved.items() if name.partition(".")[0] in layers}
+    return state
 
 
 def _of_model(loaded: Loaded) -> dict[nn.Parameter, Tensor]:

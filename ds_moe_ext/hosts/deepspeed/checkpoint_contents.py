@@ -10,7 +10,7 @@ leaves out the number, for what all experts of a layer have in common:
     NAME/scalars    what the optimizer keeps once, such as ``step``
     KIND/about      shape, and options of the parameter group, such as ``lr``
     optimizer       settings of DeepSpeed's wrapper, such as the loss scale
-    remembered      rows of the steps that predict the next
+    remembered      rows of the steps that predict the next; of a pipeline's stage by its layers
     ds_moe_ext_save id of the save, see ``layout_file``
 
 An expert's tensors have the shape of its weight, whichever part of it a rank has; dense ones are
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ds_moe_ext.attachment.dynamo import plain
 from ds_moe_ext.attachment.host_layer import Slot
-from ds_moe_ext.hosts.deepspeed import shards
+from ds_moe_ext.hosts.deepspeed import pipeline, shards
 from ds_moe_ext.hosts.deepspeed.dcp_folder import Part
 from ds_moe_ext.hosts.deepspeed.parameter_groups import OF_A_PART
 from ds_moe_ext.hosts.deepspeed.regions import Region
@@ -90,6 +90,14 @@ def named_parameters(
     }
 
 
+def remembered_name(run: Run) -> str:
+    """Where rows are kept that predict the next: those of a pipeline's stage are of its layers."""
+    first = run.layers[0]
+    if not first.routed.site.layout.beside:
+        return REMEMBERED
+    return f"{REMEMBERED} of {', '.join(layer.name for layer in run.layers)}"
+
+
 def kept_of(
     engine: Any, named: Mapping[nn.Parameter, Named], *, excludes_frozen: bool = False
 ) -> tuple[dict[str, Part], dict[str, Any]]:
@@ -110,6 +118,8 @@ def kept_of(
     parts, objects = dict[str, Part](), {OPTIMIZER: wrapper_settings(engine)}
     for parameter, names in named.items():
         if not names.is_expert and not is_stepped(states, parameter):
+            continue
+        if pipeline.is_of_another_stage(engine.module, parameter):
             continue
         if names.is_expert and excludes_frozen and not parameter.requires_grad:
             continue

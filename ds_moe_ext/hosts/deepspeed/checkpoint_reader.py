@@ -19,14 +19,15 @@ from ds_moe_ext.hosts.deepspeed import dcp_folder, shards
 from ds_moe_ext.hosts.deepspeed.checkpoint_contents import (
     ABOUT,
     OPTIMIZER,
-    REMEMBERED,
     SCALARS,
     Named,
     base_optimizer,
     is_stepped,
     named_parameters,
+    remembered_name,
 )
 from ds_moe_ext.hosts.deepspeed.layout_file import FOLDER, SAVE, SavedLayout
+from ds_moe_ext.hosts.deepspeed.pipeline import num_stages
 from ds_moe_ext.hosts.deepspeed.regions import Fragment, read_fragments
 from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
@@ -111,7 +112,8 @@ def read(engine: Any, run: Run, asked: Asked) -> Loaded:
     def reads(step: Callable[[], T]) -> T:
         return agreed(asked.folder, step)
 
-    layout = reads(lambda: _checked_layout(engine, run, asked))
+    num_experts = _num_experts_of_all_stages(run)
+    layout = reads(lambda: _checked_layout(engine, num_experts, asked))
     place, num_places = dist.get_rank(), dist.get_world_size()
     reads(lambda: layout.check(asked.folder, place=place, num_places=num_places))
     if layout.save is None:
@@ -154,7 +156,7 @@ def agreed(folder: Path, step: Callable[[], T]) -> T:
 # The layout.
 
 
-def _checked_layout(engine: Any, run: Run, asked: Asked) -> SavedLayout:
+def _checked_layout(engine: Any, own: Mapping[str, int], asked: Asked) -> SavedLayout:
     if engine.load_universal_checkpoint():
         raise ValueError(
             "checkpoint.load_universal is true, which is not supported with replaced experts; set "
@@ -169,8 +171,8 @@ def _checked_layout(engine: Any, run: Run, asked: Asked) -> SavedLayout:
             f"parallel rank(s), but this run has {size}, which have other parts of the dense "
             f"weights; run with {layout.tensor_parallel_size}"
         )
-    _check_names(engine, asked, size)
-    theirs, own = layout.num_experts, _num_experts(run)
+    _check_names(engine, asked, layout)
+    theirs = layout.num_experts
     if theirs != own:
         names = [name for name in {**theirs, **own} if theirs.get(name) != own.get(name)]
         differ = "; ".join(
@@ -192,17 +194,21 @@ def _checked_layout(engine: Any, run: Run, asked: Asked) -> SavedLayout:
     return layout
 
 
-def _check_names(engine: Any, asked: Asked, tensor_parallel_size: int) -> None:
+def _check_names(engine: Any, asked: Asked, layout: SavedLayout) -> None:
     """Of DeepSpeed's files, which it reads by their number."""
     where = asked.folder.parent, asked.folder.name
     path = Path(engine._get_ckpt_name(*where))
-    if not path.exists():
+    is_own = layout.pipeline_stages == num_stages(engine.module)
+    if is_own and not path.exists():
         raise ValueError(f"{asked.folder} has no {path.name}: copy the whole folder again")
     names = [Path(found).name for found in engine._get_all_ckpt_names(*where)]
-    if len(names) != tensor_parallel_size:
+    number, parts = layout.tensor_parallel_size, "tensor parallel rank(s)"
+    if layout.pipeline_stages > 1:
+        number, parts = layout.pipeline_stages, "pipeline stages"
+    if len(names) != number:
         raise ValueError(
-            f"{asked.folder} has {' and '.join(names)}, but was saved by {tensor_parallel_size} "
-            "tensor parallel rank(s), which have a file each; leave no file of another save there"
+            f"{asked.folder} has {' and '.join(names)}, but was saved by {number} {parts}, which "
+            "have a file each; leave no file of another save there, and none out"
         )
 
 
@@ -210,10 +216,17 @@ def _num_experts(run: Run) -> dict[str, int]:
     return {layer.name: layer.routed.site.plan.home.num_experts for layer in run.layers}
 
 
+def _num_experts_of_all_stages(run: Run) -> dict[str, int]:
+    """Collective."""
+    told = gather_objects(_num_experts(run), None)
+    return {name: number for theirs in told for name, number in theirs.items()}
+
+
 def _is_of_these_cells(run: Run, layout: SavedLayout) -> bool:
     """Whether the same cells route the same layers, in the same order."""
     has_these_cells = layout.expert_parallel_size == run.blueprint.grid.num_cells
-    return has_these_cells and list(layout.num_experts) == list(_num_experts(run))
+    own = _num_experts(run)
+    return has_these_cells and [name for name in layout.num_experts if name in own] == list(own)
 
 
 # Where experts shall lie.
@@ -287,6 +300,7 @@ class _Reading:
 
     def __init__(self, engine: Any, run: Run, asked: Asked, seats: Seats) -> None:
         self._run, self._asked, self._seats = run, asked, seats
+        self._remembered, self._num_stages = remembered_name(run), num_stages(engine.module)
         self._named = named_parameters(engine, run, seats.slots)
         self._states = OptimizerStates(engine)
         self._path = asked.folder / FOLDER
@@ -303,10 +317,11 @@ class _Reading:
         for parameter, names in wanted.items():
             self._check(parameter, names, objects)
         weights = self._weights({p: names for p, names in wanted.items() if names.is_expert})
-        for name in (OPTIMIZER, REMEMBERED):
+        remembers = layout.pipeline_stages == self._num_stages
+        for name in (OPTIMIZER, self._remembered)[: 1 + remembers]:
             if name not in objects:
                 raise ValueError(f"{self._path} has no {name!r}: copy the whole folder again")
-        remembered = objects[REMEMBERED]
+        remembered = objects[self._remembered] if remembers else np.zeros(0)
         if not _is_of_these_cells(self._run, layout):
             remembered = remembered[:0]
         if not self._asked.with_optimizer:
@@ -332,7 +347,7 @@ class _Reading:
         return self._asked.with_optimizer and is_stepped(self._states, parameter)
 
     def _objects(self, wanted: Mapping[nn.Parameter, Named]) -> dict[str, Any]:
-        names = {OPTIMIZER, REMEMBERED, SAVE}
+        names = {OPTIMIZER, self._remembered, SAVE}
         for each in wanted.values():
             names |= {f"{each.name}/{SCALARS}", f"{each.kind}/{ABOUT}"}
         return dcp_folder.load(self._path, {}, names & self._contents.objects)

@@ -30,21 +30,23 @@ from ds_moe_ext.comm import gather_objects, sum_in_place
 from ds_moe_ext.hosts.deepspeed import (
     engine_record,
     parameter_groups,
+    pipeline,
     startup,
     zero_3,
     zero_init,
 )
+from ds_moe_ext.hosts.deepspeed.pipeline import Stages
 from ds_moe_ext.hosts.deepspeed.role_engine import clip_gradients, experts_factor
 from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
 from ds_moe_ext.hosts.deepspeed.startup import FINDERS, INITIALIZE, off_by
 from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel, make_groups
 from ds_moe_ext.hosts.deepspeed.training import training_of
-from ds_moe_ext.layout import Grid
+from ds_moe_ext.layout import GRID, Grid
 from ds_moe_ext.moe.token_parts import TokenParts
 from ds_moe_ext.settings import BLOCK, Settings, read_settings
 from ds_moe_ext.steps.expert_moves import check_alike
-from ds_moe_ext.steps.host import Built, Seats, run_on
+from ds_moe_ext.steps.host import Built, Seats, of_stage, run_on
 from ds_moe_ext.steps.monitor import MONITORED
 from ds_moe_ext.steps.optimizer_states import States
 from ds_moe_ext.steps.pipeline_costs import DenseGradients
@@ -102,6 +104,7 @@ class DeepSpeedHost:
         self._here = Here()
         self._role: Role | None = None
         self._shards_weights: bool = engine.zero_optimization_partition_weights()
+        self._stages = Stages.of(model)
 
     def devices(self) -> Sequence[str]:
         return startup.devices_of(self._document, self._model, self.carrier.mpu)
@@ -116,7 +119,10 @@ class DeepSpeedHost:
             mpu=engine.mpu,
             mesh=engine.mesh_device,
         )
-        return settings, strategy
+        stages = self._stages
+        if stages is None or len(stages.ranks) == 1:
+            return settings, strategy
+        return of_stage(settings, stages.own), strategy
 
     def find(self, settings: Settings) -> list[Found]:
         found = replacement.found_in(self._model, FINDERS, settings)
@@ -125,9 +131,15 @@ class DeepSpeedHost:
     def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> Seats:
         startup.agree(self._document, self._model, self.carrier.mpu)
         cluster = cluster_of(settings, self.device, start_of(INITIALIZE))
-        grid, why = grid_of(settings, strategy, found, dist.get_world_size(), cluster)
+        stages = self._stages
+        size = dist.get_world_size() if stages is None else stages.size
+        grid, why = grid_of(settings, strategy, found, size, cluster)
         alike = startup.description(self._document, self._model, self.carrier.mpu, grid)
-        return Seats(grid, (), alike, why)
+        if stages is None or len(stages.ranks) == 1:
+            return Seats(grid, (), alike, why)
+        start_of(INITIALIZE).agree({startup.GRID: alike[startup.GRID]})  # as DeepSpeed has groups
+        grids = stages.grids(grid)
+        return Seats(grids[stages.own], grids, alike, why)
 
     def prepare(self, blueprint: Blueprint) -> tuple[Blueprint, Around | None]:
         if self._shards_weights:
@@ -136,11 +148,15 @@ class DeepSpeedHost:
         replacement.warn_of_what_stays(self._model, blueprint)
         training = training_of(self.carrier, self.device)
         blueprint = profiled(blueprint, self._model, FINDERS, training)
+        if self._stages is not None:
+            groups.mpu = self.carrier.mpu  # by which groups lie within stages
         groups._create_expert_and_data_parallel(blueprint.grid.size)
+        _check_groups(blueprint.grid)
         # DeepSpeed does so with all weights, but only when each rank has none but its own experts
         # left.
         if not zero_init.is_of(self._model):  # which gave all ranks the first one's weights
-            replacement.take_first_ranks_experts(self._model, blueprint, self.device)
+            stage = None if self._stages is None else self._stages.group
+            replacement.take_first_ranks_experts(self._model, blueprint, self.device, stage)
         make_groups(self.carrier)
         TensorParallel.of(self.carrier.mpu).check()
         return blueprint, self._around(blueprint)
@@ -168,6 +184,8 @@ class DeepSpeedHost:
         if strategy.roles is not None:
             self._role = self._role_of(blueprint, [layer for layer, _ in built])
             sources.discarded.update(map(id, self._role.left))
+        if self._stages is not None:
+            pipeline.go_back_once(self._model, self._stages)
         if not sources.sources:  # a rank without experts; of an empty map nothing is dropped
             kept = next(self._model.parameters())
             sources.sources[id(kept)] = [kept]
@@ -183,6 +201,10 @@ class DeepSpeedHost:
         return role
 
     def last_pass(self, layer: AttachedLayer) -> Callable[[], bool]:
+        if self._stages is not None:
+            assert isinstance(layer.hosted, nn.Module)
+            schedules = engine_record.record_of(self.carrier).schedules
+            return pipeline.counted(layer.hosted, schedules).is_last
         engine = weakref.ref(self.carrier)
 
         def is_boundary() -> bool:
@@ -212,6 +234,23 @@ class DeepSpeedHost:
         engine_record.record_of(self.carrier).run = run
         run.planning.tell(replacement.told_homes(run.blueprint))
         run.recorder.beside = None if self._role is None else self._role.both_sides
+
+
+def _check_groups(grid: Grid) -> None:
+    """DeepSpeed has one set of groups of a size, for all engines of a process.
+
+    Raises:
+        ValueError: an engine with other stages made them.
+    """
+    name, rank = f"ep_size_{grid.size}", dist.get_rank()
+    own = next(ranks for ranks in grid.along(GRID) if rank in ranks)
+    made = list(groups._get_expert_parallel_group_ranks(name))
+    if made != own:
+        raise ValueError(
+            f"DeepSpeed's groups {name} are of ranks {made} here, as an earlier engine of this "
+            f"process made them, but this engine's experts lie on ranks {own}: engines with other "
+            "pipeline stages need processes of their own; start anew"
+        )
 
 
 def _stacked(layer: AttachedLayer, adopted: Adopted) -> Adopted:
@@ -325,6 +364,8 @@ def clip_by_global_norm(engine: Any) -> bool:
     parameters = [p for p in engine.module.parameters() if p.grad is not None]
     of_experts, of_parts, of_wholes = torch.zeros(3, dtype=torch.float64, device=engine.device)
     for parameter in parameters:
+        if pipeline.is_of_another_stage(engine.module, parameter):  # which counts it
+            continue
         square = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) ** 2
         if is_moe_param(parameter):
             of_experts += square
@@ -337,8 +378,10 @@ def clip_by_global_norm(engine: Any) -> bool:
     tensor_parallel = TensorParallel.of(engine.mpu)
     if tensor_parallel.group is not None:
         sum_in_place(of_parts, tensor_parallel.group)
-    total = (of_experts + of_parts + of_wholes).sqrt()
-    clip_gradients(engine, parameters, total)
+    total = of_experts + of_parts + of_wholes
+    if engine.pipeline_parallelism:
+        sum_in_place(total, engine.mpu.get_pipe_parallel_group())
+    clip_gradients(engine, parameters, total.sqrt())
     return True
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
+from ds_moe_ext.steps.passes import Schedules
 from ds_moe_ext.steps.training_run import RECORD, Record
 
 
@@ -23,6 +24,7 @@ class EngineRecord(Record):
         waiting: those of them that are ready, with the number of their group.
         means: of the gradients that ZeRO is about to sum, flat, while it takes one back.
         averaged: addresses of gradients that slices averaged at ZeRO 0.
+        schedules: of a pipeline, what its engine is about to do.
         order: numbers of the weights whose gradients slices were shown at ZeRO 0.
     """
 
@@ -33,6 +35,7 @@ class EngineRecord(Record):
     means: Tensor | None = None
     averaged: set[int] = field(default_factory=set)
     order: list[int] = field(default_factory=list)
+    schedules: Schedules = field(default_factory=Schedules)
 
     def take_waiting(self) -> list[tuple[nn.Parameter, int]]:
         """What waits, which no longer does."""

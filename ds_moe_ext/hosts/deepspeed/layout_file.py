@@ -44,6 +44,7 @@ class SavedLayout:
         optimizer: class that steps the weights; None without one.
         step: optimizer steps that were taken.
         tensor_parallel_size: ranks that share the dense weights of one copy of the model.
+        pipeline_stages: of a ``PipelineModule``, each with a file of dense weights; else 1.
         save: id of the save; None before format 4.
         files: checksums, by name from the folder; of all files but this, and those that DeepSpeed
             goes on writing.
@@ -60,6 +61,7 @@ class SavedLayout:
     optimizer: str | None
     step: int
     tensor_parallel_size: int = 1
+    pipeline_stages: int = 1
     save: str | None = None
     files: Mapping[str, FileSum] | None = None
 

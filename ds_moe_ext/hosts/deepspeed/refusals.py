@@ -88,10 +88,32 @@ def _offloads(value: Any) -> bool:
 OFFLOADS = ("offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_param")
 
 
-def _pipelined(given: Given) -> str:
+def _folded(given: Given) -> str:
+    # By name, for older versions have no such class.
+    is_folded = any(kind.__name__ == "DualPipeVModule" for kind in type(given.model).__mro__)
+    return f"the model is a DualPipeVModule ({type(given.model).__name__})" if is_folded else ""
+
+
+def _pipeline_in_float16(given: Given) -> str:
     is_pipeline = isinstance(given.model, PipelineModule)
-    kind = type(given.model).__name__
-    return f"the model is a PipelineModule ({kind})" if is_pipeline else ""
+    return is_on("fp16.enabled")(given) if is_pipeline else ""
+
+
+def _pipeline_of_parts(given: Given) -> str:
+    if not isinstance(given.model, PipelineModule):
+        return ""
+    topology = given.model.topology()
+    others = [axis for axis in topology.get_axis_names() if axis not in ("pipe", "data")]
+    parts = [f"{axis} {size}" for axis in others if (size := topology.get_dim(axis)) > 1]
+    return f"the topology of the PipelineModule has {' and '.join(parts)}" if parts else ""
+
+
+def _pipeline_of_strides(given: Given) -> str:
+    if not isinstance(given.model, PipelineModule):
+        return ""
+    stages = given.model.topology().get_axis_comm_lists("data")
+    are_neighbours = all(ranks == [*range(ranks[0], ranks[0] + len(ranks))] for ranks in stages)
+    return "" if are_neighbours else f"the stages of the PipelineModule have ranks {stages}"
 
 
 def _replaced(given: Given) -> str:
@@ -137,7 +159,8 @@ _MPU = "the mpu passed to deepspeed.initialize has"
 
 
 def _stages(given: Given) -> str:
-    num_stages = 1 if given.mpu is None else bwc_pipeline_parallel_world_size(given.mpu)
+    is_own = given.mpu is None or isinstance(given.model, PipelineModule)
+    num_stages = 1 if is_own else bwc_pipeline_parallel_world_size(given.mpu)
     return f"{_MPU} {num_stages} pipeline stages" if num_stages > 1 else ""
 
 
@@ -223,16 +246,34 @@ UNSUPPORTED = (
         "set it to false and save to a file system that they share",
     ),
     Refusal(
-        "a model that is a PipelineModule",
-        _pipelined,
-        "pipeline parallelism is not supported",
-        "pass a plain nn.Module",
+        "a DualPipeVModule",
+        _folded,
+        "a rank has two stages there",
+        "use PipelineModule",
+    ),
+    Refusal(
+        "fp16.enabled true with a PipelineModule",
+        _pipeline_in_float16,
+        "whether its stages skip steps together has not been tried",
+        "use bf16",
+    ),
+    Refusal(
+        "a PipelineModule with tensor or sequence parallel ranks in its topology",
+        _pipeline_of_parts,
+        "only pipelines of data parallel ranks are supported",
+        "use PipeDataParallelTopology, or num_stages",
+    ),
+    Refusal(
+        "a PipelineModule whose stages are not neighbouring ranks",
+        _pipeline_of_strides,
+        "DeepSpeed's groups of experts are of neighbours",
+        "use PipeDataParallelTopology, or num_stages",
     ),
     Refusal(
         "an mpu with pipeline stages",
         _stages,
-        "pipeline parallelism is not supported",
-        "use 1",
+        "stages are known of a PipelineModule only",
+        "use 1, or a PipelineModule without mpu",
     ),
     Refusal(
         "a model whose experts were replaced before",
@@ -384,6 +425,12 @@ class GivenWithRoles(Given):
     settings: Settings
 
 
+def _pipelined(given: Given) -> str:
+    kind = type(given.model).__name__
+    is_pipeline = isinstance(given.model, PipelineModule)
+    return f"the model is a PipelineModule ({kind})" if is_pipeline else ""
+
+
 def _foreign_unit(given: Given) -> str:
     is_foreign = given.mpu is not None and not isinstance(given.mpu, RoleUnit)
     kind = type(given.mpu).__name__
@@ -419,6 +466,12 @@ OPTIMIZERS_OF_ONE_ROLE = ("onebitadam", "onebitlamb", "zerooneadam", "muon")
 
 
 WITH_ROLES = (
+    Refusal(
+        "a PipelineModule",
+        _pipelined,
+        "its stages have other layers, and ranks of one role have all",
+        "pass a plain nn.Module",
+    ),
     Refusal(
         "an mpu",
         _foreign_unit,

@@ -326,7 +326,17 @@ def _flows(engine: Any) -> str:
     return "zero_optimization.zenflow is set" if engine.zenflow_config() is not None else ""
 
 
+def _is_pipeline(engine: Any) -> str:
+    return "the model is a PipelineModule" if engine.pipeline_parallelism else ""
+
+
 UNSLICED = (
+    Refusal(
+        "a PipelineModule",
+        _is_pipeline,
+        "its engine reduces all gradients behind the last backward",
+        "pass a plain nn.Module",
+    ),
     Refusal(
         "zero_optimization.stage 3", _shards_weights, "it shards weights", "use stage 0, 1 or 2"
     ),

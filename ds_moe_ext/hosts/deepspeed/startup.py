@@ -23,12 +23,14 @@ from deepspeed.comm import init_distributed
 from torch import nn
 
 from ds_moe_ext.attachment import agreement, experts
+from ds_moe_ext.attachment.host_layer import Found
 from ds_moe_ext.attachment.launcher import is_first
 from ds_moe_ext.attachment.meeting import PATIENCE_S, Description, Start, start_of, starting
 from ds_moe_ext.attachment.replacement import Blueprint, draw, wanted
 from ds_moe_ext.hosts import huggingface
 from ds_moe_ext.hosts.deepspeed import native, zero_3, zero_init
 from ds_moe_ext.hosts.deepspeed.op_lock import tell_of_old_lock
+from ds_moe_ext.hosts.deepspeed.pipeline import Stages
 from ds_moe_ext.hosts.deepspeed.refusals import (
     refuse_at_stage_3,
     refuse_unsupported,
@@ -76,6 +78,10 @@ def blueprint_of(
     if size is None:
         return None
     with zero_init.described(model):
+        stages = Stages.of(model)
+        if stages is not None:
+            stages.check(_found(settings, model))
+            size = stages.size
         blueprint = draw(settings, strategy, model, FINDERS, size)
     if shards_weights(document):
         zero_3.check_homes(blueprint)
@@ -143,18 +149,22 @@ def _described(
     document: Mapping[str, Any], model: nn.Module, mpu: Any, grid: Grid | None
 ) -> Description:
     settings, _ = read_settings(document)
-    found = [layer for finder in FINDERS for layer in finder(model, wanted(settings))]
     told = {
         **agreement.settings_of(settings, document[BLOCK]),
         "train_micro_batch_size_per_gpu": str(micro_batch_of(document)),
         **agreement.versions("deepspeed", deepspeed.__version__),
-        **agreement.layers_of(found),
     }
-    if TensorParallel.of(mpu).group is None:  # else a rank has parts of weights
-        told.update(agreement.weights_of(model))
+    if Stages.of(model) is None or grid is not None:  # else others have other layers
+        told.update(agreement.layers_of(_found(settings, model)))
+        if TensorParallel.of(mpu).group is None:  # else a rank has parts of weights
+            told.update(agreement.weights_of(model))
     if grid is not None:
         told[GRID] = f"{grid.num_cells} cells of {grid.cell_size} ranks"
     return told
+
+
+def _found(settings: Settings, model: nn.Module) -> list[Found]:
+    return [layer for finder in FINDERS for layer in finder(model, wanted(settings))]
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.hosts.megatron import checkpoint, moe_layers, monitoring
 from ds_moe_ext.hosts.megatron.active_settings import Chosen
 from ds_moe_ext.hosts.megatron.expert_modules import HostedExperts, Ready
-from ds_moe_ext.hosts.megatron.passes import Passes, Schedules
 from ds_moe_ext.hosts.megatron.ranks import Grids, check_sizes, grids
 from ds_moe_ext.hosts.megatron.refusals import STEPPING
 from ds_moe_ext.hosts.megatron.slices import dense_gradients, slice_gradients, why_unsliced
@@ -32,8 +30,9 @@ from ds_moe_ext.hosts.megatron.state_places import OptimizerStates
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.schedule.program import in_backward
 from ds_moe_ext.settings import BLOCK, Settings
-from ds_moe_ext.steps.host import Built, Seats, device_names, run_on
+from ds_moe_ext.steps.host import Built, Seats, device_names, of_stage, run_on
 from ds_moe_ext.steps.optimizer_states import States
+from ds_moe_ext.steps.passes import Passes, Schedules
 from ds_moe_ext.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.steps.training_run import RECORD, Record, Run
 from ds_moe_ext.strategy import Strategy
@@ -101,7 +100,8 @@ class MegatronHost:
         stays = _told(grid, strategy)
         self._told = unsliced or "", stays
         strategy = strategy if unsliced is None else strategy.without_slices()
-        return _of_stage(settings, self._seats), strategy
+        seats = self._seats
+        return of_stage(settings, seats.stage) if seats.beside else settings, strategy
 
     def find(self, settings: Settings) -> list[Found]:
         return list(moe_layers.find(self.model, replacement.wanted(settings)))
@@ -185,19 +185,6 @@ def check_found(found: Sequence[Found], settings: Settings, chunks: Sequence[Any
                     "that are made for some of the weights at a time, as --optimizer muon; use "
                     "adam or sgd, and freeze weights before the model is wrapped"
                 )
-
-
-def _of_stage(settings: Settings, seats: Grids) -> Settings:
-    """Every pipeline stage leaves a report and a trace of its own."""
-    report, trace, stage = settings.report, settings.trace, f"stage_{seats.stage}"
-    if not seats.beside:
-        return settings
-    if report.path is not None:
-        report = replace(report, path=str(Path(report.path) / stage))
-    if trace.path is not None:
-        path = Path(trace.path)
-        trace = replace(trace, path=str(path.parent / stage / path.name))
-    return replace(settings, report=report, trace=trace)
 
 
 def _told(grid: Grid, strategy: Strategy) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pass through a layer is the last before the optimizer's step, by Megatron's schedules.
+"""Which pass through a layer is the last before the optimizer's step, by the host's schedules.
 
 They say how many micro-batches a step has. With a pipeline, passes of several micro-batches are
 under way at once, so that forward and backward passes are counted by themselves.
@@ -16,10 +16,10 @@ from ds_moe_ext.schedule.program import in_backward
 
 @dataclass(eq=False)
 class Schedules:
-    """What Megatron's schedule is about to do; one for all layers.
+    """What the host's schedule is about to do; one for all layers.
 
     Attributes:
-        num_micro_batches: of the present step; None where no schedule of Megatron's runs.
+        num_micro_batches: of the present step; None where no schedule runs.
         latest: number of them in the latest step; it changes while batches grow.
         steps: schedules with a backward so far.
         losses: of the micro-batches of the present step, where this rank has any.

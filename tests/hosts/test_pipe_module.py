@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``PipelineModule`` with replaced experts learns what one rank learns with whole experts, without
+us; and goes on from its checkpoints with other stages and by another strategy."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import pipelines
+from tests.hosts.copied_runs import fssdp, varied, worst
+from tests.hosts.jobs import Job
+from tests.hosts.pipelines import Pipeline, Result
+from tests.marks import slow
+from tests.ranks import pool_of
+
+GPT = Job(family="gpt_moe", stage=0, num_layers=4, steps=4, micro_batches=8, dtype="float64")
+GPT = replace(GPT, num_experts=8, optimizer="object", sgd=True, learning_rate=0.1)
+MIXTRAL = replace(GPT, family="mixtral")
+ZERO_1 = replace(GPT, stage=1, dtype="float32", optimizer="json", learning_rate=1e-2, steps=3)
+
+RANDOM = {"copies": 0.5, "revised": 0.3, "rematerialized": 0.4, "carried": 0.6}
+
+
+def run(world_size: int, pipeline: Pipeline) -> Result:
+    result: Result = pool_of(world_size).run(pipelines.train, pipeline)[0]
+    return result
+
+
+@functools.cache
+def alone(pipeline: Pipeline) -> Result:
+    """One rank, one stage, whole experts, without us."""
+    job = replace(pipeline.job, block=False, strategy="ep", keys=(), balance=None, cell_size=None)
+    job = replace(job, cells=None, balance_keys=())
+    return run(1, replace(pipeline, job=job, num_stages=1, checkpoint_interval=0))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A pipeline on ranks.
+
+    Attributes:
+        pipeline: with its strategy.
+        ranks: on which it runs.
+        error: the largest of losses, norms and weights.
+        copies: experts must have been copied.
+    """
+
+    pipeline: Pipeline
+    ranks: int = 4
+    error: float = 1e-12
+    copies: bool = False
+
+
+ESP = replace(GPT, strategy="esp", keys=(("slice_gradients", False),))
+QUICK = {"varied"}
+ROWS = {
+    "varied": Row(Pipeline(varied(GPT, **RANDOM), checkpoint_interval=1), copies=True),
+    "ep": Row(Pipeline(GPT, evaluates=True)),
+    "balance losses": Row(Pipeline(varied(GPT, **RANDOM), carries_aux=True), copies=True),
+    "untied": Row(Pipeline(GPT, is_tied=False)),
+    "moved": Row(Pipeline(varied(GPT, **RANDOM, shard_every=1)), copies=True),
+    "mixtral": Row(Pipeline(varied(MIXTRAL, **RANDOM)), copies=True),
+    "fssdp": Row(Pipeline(fssdp(GPT, overlap_degree=2, copies_per_rank=2)), copies=True),
+    "prophet": Row(Pipeline(replace(GPT, strategy="prophet"))),
+    "esp": Row(Pipeline(ESP)),
+    "esp of two ranks": Row(Pipeline(replace(ESP, cell_size=2))),
+    "esp over fssdp": Row(Pipeline(replace(ESP, balance="fssdp"))),
+    "grids": Row(Pipeline(varied(replace(GPT, cells=1), **RANDOM))),
+    "one stage": Row(Pipeline(varied(GPT, **RANDOM), num_stages=1), ranks=2, copies=True),
+    "four stages": Row(Pipeline(GPT, num_stages=4)),
+    "zero 1": Row(Pipeline(ZERO_1), error=1e-4),
+    "zero 0, clipped": Row(Pipeline(replace(ZERO_1, stage=0, clip=0.5)), error=1e-4),
+    "zero 1, clipped": Row(Pipeline(replace(ZERO_1, clip=0.5)), error=1e-4),
+    "bf16": Row(Pipeline(replace(ZERO_1, dtype="bfloat16")), error=5e-2),
+    "bf16, zero 0": Row(Pipeline(replace(ZERO_1, dtype="bfloat16", stage=0)), error=5e-2),
+}
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in ROWS])
+def test_learns_what_one_rank_does(name: str) -> None:
+    row = ROWS[name]
+    ours, theirs = run(row.ranks, row.pipeline), alone(row.pipeline)
+    assert ours.losses == pytest.approx(theirs.losses, rel=row.error)
+    assert ours.evaluations == pytest.approx(theirs.evaluations, rel=max(row.error, 1e-6))
+    if any(theirs.norms) and any(ours.norms):  # in float32, over all stages
+        assert ours.norms == pytest.approx(theirs.norms, rel=10 * row.error)
+    assert bool(ours.copies) or not row.copies
+    if row.error < 1e-6:
+        assert worst(ours.state, theirs.state, row.pipeline.job) < row.error
+
+
+SAVED = replace(
+    fssdp(GPT, overlap_degree=2, copies_per_rank=2), steps=4, sgd=False, learning_rate=1e-3
+)
+ANOTHER = {
+    "the same": (4, Pipeline(SAVED)),
+    "by ep": (4, Pipeline(replace(SAVED, strategy="ep", keys=()))),
+    "four stages": (4, Pipeline(SAVED, num_stages=4)),
+    "one stage": (2, Pipeline(SAVED, num_stages=1)),
+    "one rank at ZeRO 0": (1, Pipeline(SAVED, num_stages=1)),
+}
+
+
+@pytest.mark.parametrize("name", [n if n == "four stages" else slow(n) for n in ANOTHER])
+def test_goes_on(name: str, tmp_path: Path) -> None:
+    whole = run(4, Pipeline(SAVED))
+    folder = str(tmp_path)
+    run(4, Pipeline(replace(SAVED, steps=2, save_at=2, folder=folder)))
+    ranks, pipeline = ANOTHER[name]
+    resumed = replace(pipeline, job=replace(pipeline.job, resume=True, folder=folder))
+    rest = run(ranks, resumed)
+    assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-9)
+    assert worst(rest.state, whole.state, SAVED) < 1e-8
+
+
+@pytest.mark.slow
+def test_a_stage_without_experts_is_refused_on_all_ranks() -> None:
+    told = pool_of(2).run(pipelines.why_refused, Pipeline(replace(GPT, num_layers=1)))
+    assert all("of this PipelineModule has no MoE layer" in text for text in told)
+    assert all("partition_method" in text for text in told)
+
+
+@pytest.mark.slow
+def test_each_stage_leaves_a_report(tmp_path: Path) -> None:
+    job = replace(GPT, steps=2, dtype="float32", folder=str(tmp_path))
+    pool_of(4).run(pipelines.train_with_report, Pipeline(job))
+    for stage, layers in enumerate((("2", "3"), ("4", "5"))):
+        document = json.loads((tmp_path / f"stage_{stage}" / "report.json").read_text())
+        names = [layer["name"] for layer in document["layers"]]
+        assert [name.partition(".")[0] for name in names] == list(layers)
