@@ -309,6 +309,7 @@ def _shards_weights(engine: Any) -> str:
 def _sums_after_backward(engine: Any) -> str:
     types = engine.get_data_types()
     is_late = engine.zero_optimization_stage() == 1 and types == (torch.bfloat16, torch.float32)
+    is_late = is_late and not engine.zero_cpu_offload()  # by another wrapper
     return "bfloat16 weights have float32 sums at stage 1" if is_late else ""
 
 
@@ -322,10 +323,6 @@ def _does_not_scatter(engine: Any) -> str:
     return told("zero_optimization.reduce_scatter", False) if is_asked else ""
 
 
-def _flows(engine: Any) -> str:
-    return "zero_optimization.zenflow is set" if engine.zenflow_config() is not None else ""
-
-
 UNSLICED = (
     Refusal(
         "zero_optimization.stage 3", _shards_weights, "it shards weights", "use stage 0, 1 or 2"
@@ -335,12 +332,6 @@ UNSLICED = (
         _sums_after_backward,
         "DeepSpeed's BF16_Optimizer makes the gradients it reduces after backward",
         "use stage 2, or leave out data_types.grad_accum_dtype",
-    ),
-    Refusal(
-        "zero_optimization.zenflow",
-        _flows,
-        "it keeps gradients in an order of its own",
-        "remove it",
     ),
     Refusal(
         "zero_optimization.contiguous_gradients false",
