@@ -38,6 +38,7 @@ from tests.hosts.jobs import Job
 from tests.hosts.test_gates_json import GATES, NOISY
 from tests.hosts.varied import VARIED
 from tests.hosts.zebra_runs import zebra
+from tests.marks import needs_compiler
 
 Shows = Callable[[Sequence[Step]], None]
 
@@ -309,7 +310,7 @@ def offloaded_rows() -> Iterator[Row]:
         name = f"offloaded fssdp zero{stage}"
         yield Row(name, 2, copied, CURVES, shows=shows, is_slow=stage != 2)
         own = replace(job, torch_adam=False)
-        yield Row(f"offloaded cpu adam zero{stage}", 2, own, CURVES, is_slow=True)
+        yield Row(f"offloaded cpu adam zero{stage}", 2, own, CURVES, Stock.ALONE, is_slow=True)
         sliced = esp(job, 2, slice_gradients=stage < 3, degree=2)
         for dtype, close in (("float32", CURVES), ("bfloat16", HALVES)):
             of_dtype = replace(sliced, dtype=dtype)
@@ -914,7 +915,7 @@ def of_stock(row: Row) -> Any:
         stage=row.job.stage if skips_steps else min(row.job.stage, 1),
         **{"strategy": "ep", "keys": (), "hardware": None},
         **{"cell_size": None, "balance": None, "balance_keys": ()},
-        **{"offload": (), "torch_adam": True},
+        offload=() if row.job.torch_adam else row.job.offload,  # each Adam has its own decay
         **{"no_sync": False, "evaluate": False, "evaluate_within": False},
     )
     if row.stock is Stock.SHARDED:
@@ -927,7 +928,14 @@ def of_stock(row: Row) -> Any:
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(row, id=row.name, marks=[pytest.mark.slow] if row.is_slow else [])
+        pytest.param(
+            row,
+            id=row.name,
+            marks=[
+                *([pytest.mark.slow] if row.is_slow else []),
+                *([] if row.job.torch_adam else [needs_compiler]),
+            ],
+        )
         for row in ROWS
     ],
 )
