@@ -18,6 +18,7 @@ from ds_moe_ext.hosts.deepspeed import (
     parameter_groups,
     pipeline,
     role_engine,
+    shards,
     startup,
     zero_0,
     zero_3,
@@ -94,6 +95,7 @@ def _of_parts(original: Any) -> Any:
             with parameter_groups.not_parted(self):
                 made = original(self, optimizer, *args, **kwargs)
             zero_3.launch_when_whole(run)
+            shards.share_groups(made)
             return made
         if optimizer is None or not _has_experts_apart(self):
             return original(self, optimizer, *args, **kwargs)

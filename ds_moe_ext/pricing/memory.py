@@ -27,7 +27,7 @@ class MemoryUse:
     Attributes:
         weights: as they compute.
         gradients: of these.
-        optimizer: weights in 32 bits and two states.
+        optimizer: weights in 32 bits and two states, but for those in host memory.
         activations: kept for backward.
         copies: of experts, and their gradients.
         runtime: what the device and its communicators take.
@@ -71,6 +71,7 @@ def memory_use(
     reduced += experts / (num_replicas if stage >= 2 else 1)
     stepped = dense / (dense_replicas if stage >= 1 else 1)
     stepped += experts / (num_replicas if stage >= 1 else 1)
+    stepped *= 1 - training.offloaded_states
     return MemoryUse(
         weights=held * element,
         gradients=reduced * training.gradient_bytes,

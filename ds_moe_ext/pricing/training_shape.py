@@ -23,6 +23,7 @@ class Training:
         number_type: in which matrices are multiplied: ``fp32``, ``tf32``, ``fp16`` or ``bf16``.
         zero_stage: as DeepSpeed counts: from 1 ranks divide optimizer states, from 2 gradients,
             from 3 weights. Megatron's distributed optimizer is 1.
+        offloaded_states: part of the optimizer's states that lies in host memory, 0 to 1.
         recomputes: layers run again in backward, so that only what passes between them is kept.
         hides_gradients: dense gradients are reduced beside backward by the host itself.
         sums_in_float32: gradients are summed in 32 bits, where they are narrower.
@@ -38,6 +39,7 @@ class Training:
     micro_batches: int = 1
     number_type: str = "bf16"
     zero_stage: int = 1
+    offloaded_states: float = 0.0
     recomputes: bool = False
     hides_gradients: bool = False
     sums_in_float32: bool = False

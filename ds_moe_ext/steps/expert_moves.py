@@ -161,7 +161,10 @@ class ExpertMover:
         )
 
     def _exchange(self, kind: Kind, trips: _Trips, kept: Kept) -> None:
-        """Move one state of one weight of all experts that move."""
+        """Move one state of one weight of all experts that move. What lies in host memory travels
+        by the device of the weights, which the group is of."""
+        away = [slot for slot, _ in (*trips.given, *trips.got)]
+        device = away[0].parameters[0].device if away else None
 
         def views(slots: Iterable[Slot]) -> list[Tensor]:
             return [
@@ -173,9 +176,10 @@ class ExpertMover:
         def ends(pairs: Sequence[tuple[Slot, int]]) -> list[int]:
             return [other for slot, other in pairs if kind in _kinds(slot, kept)]
 
-        sent = [view.clone() for view in views(slot for slot, _ in trips.given)]
+        sent = [view.to(device, copy=True) for view in views(slot for slot, _ in trips.given)]
         stayed = [view.clone() for view in views(slot for slot, _ in trips.within)]
-        arrived = [torch.empty_like(view) for view in views(slot for slot, _ in trips.got)]
+        got = views(slot for slot, _ in trips.got)
+        arrived = [torch.empty_like(view, device=device) for view in got]
         receives = list(zip(arrived, ends(trips.got)))
         exchange(receives, list(zip(sent, ends(trips.given))), self._group)
         for view, content in zip(views(trips.taken), arrived + stayed, strict=True):

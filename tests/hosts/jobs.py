@@ -54,6 +54,8 @@ class Job:
     ep_size: int = 1  # that a native MoE is built with
     top_k: int = 2  # of a native MoE
     drop_tokens: bool = False
+    offload: tuple[tuple[str, Any], ...] = ()  # keys of ZeRO's offload_optimizer
+    torch_adam: bool = True  # else DeepSpeed's own
     extra: tuple[tuple[str, Any], ...] = ()
     save_at: int | None = None
     folder: str | None = None
@@ -190,14 +192,17 @@ def document_of(job: Job, world_size: int) -> dict[str, Any]:
         "gradient_accumulation_steps": job.micro_batches // world_size,
         "gradient_clipping": job.clip,
         "zero_optimization": zero(job.stage),
+        "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
         **dict(job.extra),
     }
+    if job.offload:
+        document["zero_optimization"]["offload_optimizer"] = dict(job.offload)
     if job.optimizer == "json":
         document["optimizer"] = {
             "type": "AdamW",
-            "params": {"lr": job.learning_rate, "torch_adam": True},
+            "params": {"lr": job.learning_rate, "torch_adam": job.torch_adam},
         }
     if job.dtype == "bfloat16":
         document["bf16"] = {"enabled": True}

@@ -38,6 +38,7 @@ from tests.hosts.jobs import Job
 from tests.hosts.test_gates_json import GATES, NOISY
 from tests.hosts.varied import VARIED
 from tests.hosts.zebra_runs import zebra
+from tests.marks import needs_compiler
 
 Shows = Callable[[Sequence[Step]], None]
 
@@ -279,6 +280,43 @@ def sharded_rows() -> Iterator[Row]:
     job = esp(Job("mixtral", 3, clip=0.5, steps=8, num_experts=8), 2)
     job = over(job, "fssdp", overlap_degree=2, copies_per_rank=2)
     yield Row("esp over fssdp sharded", 4, job, CURVES, shows=(copies,), is_slow=True)
+
+
+# The optimizer's states in host memory.
+
+
+ON_HOST: dict[str, Any] = {"offload": (("device", "cpu"),)}
+
+
+def offloaded_rows() -> Iterator[Row]:
+    """Where states lie changes no strategy; homes that move move them from there."""
+    for stage in (1, 2, 3):
+        stock = Stock.SHARDED if stage == 3 else Stock.ALONE
+        for ranks, cells in ((2, None), (4, 2)):
+            at = f"zero{stage} {ranks} ranks"
+            job = one_gradient("mixtral", stage, cells=cells, **ON_HOST)
+            close = Close(1e-6, None, 1e-6)
+            yield Row(f"offloaded gradients {at}", ranks, job, close, Stock.ALONE, is_slow=True)
+            for dtype, close in (("float32", CURVES), ("bfloat16", HALVES)):
+                job = Job("mixtral", stage, dtype=dtype, clip=0.5, steps=6, cells=cells, **ON_HOST)
+                name = f"offloaded curve {dtype} {at}"
+                yield Row(name, ranks, job, close, stock, is_slow=True)
+        job = Job("mixtral", stage, clip=0.5, steps=8, num_experts=8, **ON_HOST)
+        for strategy in ("prophet", "auto"):
+            of_strategy = replace(job, strategy=strategy)
+            yield Row(f"offloaded {strategy} zero{stage}", 2, of_strategy, CURVES, is_slow=True)
+        moving = {} if stage == 3 else often(2)
+        copied = fssdp(job, overlap_degree=2, copies_per_rank=2, **moving)
+        shows = (copies,) if stage == 3 else (copies, moves)
+        name = f"offloaded fssdp zero{stage}"
+        yield Row(name, 2, copied, CURVES, shows=shows, is_slow=stage != 2)
+        own = replace(job, torch_adam=False)
+        yield Row(f"offloaded cpu adam zero{stage}", 2, own, CURVES, Stock.ALONE, is_slow=True)
+        sliced = esp(job, 2, slice_gradients=stage < 3, degree=2)
+        for dtype, close in (("float32", CURVES), ("bfloat16", HALVES)):
+            of_dtype = replace(sliced, dtype=dtype)
+            name = f"offloaded esp {dtype} zero{stage}"
+            yield Row(name, 4, of_dtype, replace(close, norms=None), is_slow=True)
 
 
 # Plans by chance: whatever a strategy says, a run learns the same.
@@ -866,6 +904,7 @@ ROWS = [
     *(
         *ep_rows(),
         *sharded_rows(),
+        *offloaded_rows(),
         *static_rows(),
         *once_rows(),
         *varied_rows(),
@@ -885,6 +924,7 @@ def of_stock(row: Row) -> Any:
         stage=row.job.stage if skips_steps else min(row.job.stage, 1),
         **{"strategy": "ep", "keys": (), "hardware": None},
         **{"cell_size": None, "balance": None, "balance_keys": ()},
+        offload=() if row.job.torch_adam else row.job.offload,  # each Adam has its own decay
         **{"no_sync": False, "evaluate": False, "evaluate_within": False},
     )
     if row.stock is Stock.SHARDED:
@@ -897,7 +937,14 @@ def of_stock(row: Row) -> Any:
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(row, id=row.name, marks=[pytest.mark.slow] if row.is_slow else [])
+        pytest.param(
+            row,
+            id=row.name,
+            marks=[
+                *([pytest.mark.slow] if row.is_slow else []),
+                *([] if row.job.torch_adam else [needs_compiler]),
+            ],
+        )
         for row in ROWS
     ],
 )

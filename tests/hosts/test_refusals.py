@@ -280,28 +280,45 @@ MODELS = {
         ("stage is 3", "stage3_module_granularity_threshold is 100", "leave it out"),
         document=zero(stage=3, stage3_module_granularity_threshold=100),
     ),
-    "offloaded optimizer": Case(
-        ("zero_optimization.offload_optimizer", "remove it"),
-        document=zero(stage=2, offload_optimizer={"device": "cpu"}),
+    "optimizer offloaded without ZeRO": Case(
+        ("zero_optimization.offload_optimizer is set", "use stage 1, 2 or 3"),
+        document=zero(stage=0, offload_optimizer={"device": "cpu"}),
     ),
     "optimizer offloaded to disk": Case(
-        ("zero_optimization.offload_optimizer", "remove it"),
-        document=zero(stage=1, offload_optimizer={"device": "nvme", "nvme_path": "/tmp"}),
+        ("zero_optimization.offload_optimizer.device is 'nvme'", "use cpu"),
+        document=zero(stage=3, offload_optimizer={"device": "nvme", "nvme_path": "/tmp"}),
+    ),
+    "optimizer offloaded to another process": Case(
+        ("zero_optimization.offload_optimizer.super_offload is true", "set it to false"),
+        document=zero(stage=3, offload_optimizer={"device": "cpu", "super_offload": True}),
+    ),
+    "zenflow": Case(
+        ("zero_optimization.zenflow is set", "remove it"),
+        document=zero(stage=2, offload_optimizer={"device": "cpu"}, zenflow={"topk_ratio": 0.1}),
+    ),
+    "masters of 16 bits": Case(
+        ("bf16.bf16_master_weights_and_grads is true", "set it to false"),
+        document={
+            **zero(stage=2, offload_optimizer={"device": "cpu"}),
+            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+        },
     ),
     "offloaded parameters": Case(
-        ("zero_optimization.offload_param", "remove it"),
-        document=zero(stage=2, offload_param={"device": "cpu"}),
+        ("zero_optimization.offload_param is set", "offload_optimizer may stay"),
+        document=zero(stage=3, offload_param={"device": "cpu"}),
     ),
     "both offloaded": Case(
-        ("offload_param and offload_optimizer", "remove it"),
-        document=zero(offload_param={"device": "cpu"}, offload_optimizer={"device": "cpu"}),
+        ("zero_optimization.offload_param is set", "offload_optimizer may stay"),
+        document=zero(
+            stage=3, offload_param={"device": "cpu"}, offload_optimizer={"device": "cpu"}
+        ),
     ),
     "offloading, old spelling": Case(
-        ("zero_optimization.cpu_offload is set", "remove it"),
+        ("zero_optimization.cpu_offload is true", "offload_optimizer"),
         document=zero(stage=1, cpu_offload=True),
     ),
     "offloading of parameters, old spelling": Case(
-        ("zero_optimization.cpu_offload_param is set", "remove it"),
+        ("zero_optimization.cpu_offload_param is true", "remove it"),
         document=zero(stage=1, cpu_offload_param=True),
     ),
     "parameters sharded at construction": Case(

@@ -370,6 +370,19 @@ def test_any_way_to_accumulate(case: Case) -> None:
     assert bool(got.reduced[-1].within_moe) == is_within
 
 
+OFFLOADED = Case(clip=0.05, bucket=500, zero=(("offload_optimizer", {"device": "cpu"}),))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sums", [None, "fp32"])
+@pytest.mark.parametrize("stage, overlap, accumulate", ENGINES[2:])
+def test_gradients_on_their_way_to_host_memory(
+    stage: int, overlap: bool, accumulate: int, sums: str | None
+) -> None:
+    case = replace(OFFLOADED, stage=stage, overlap=overlap, accumulate=accumulate, sums=sums)
+    check(case if sums is None else replace(case, dtype="bfloat16"), 2, rel=0.0)
+
+
 @pytest.mark.parametrize("sizes", ["all beside", "random"])
 def test_fixed_pieces(sizes: str) -> None:
     """What does not fill a piece waits for more, and the tail has the rest."""

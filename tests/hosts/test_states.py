@@ -63,6 +63,7 @@ CASES = [
     *(Case(ZERO, stage, dtype) for stage in (1, 2) for dtype in ("float32", "bfloat16", "float16")),
     Case(ZERO, 1, optimizer="SGD"),
     Case(ZERO, 2, optimizer="NAdam"),
+    Case(ZERO, 2, "bfloat16", settings=(("offload_optimizer", {"device": "cpu"}),)),
     Case(ZERO, 1, settings=(("round_robin_gradients", True), ("parameter_alignment", True))),
 ]
 OPTIONS = {"SGD": {"momentum": 0.9}, "AdamW": {"amsgrad": True}}
@@ -164,6 +165,7 @@ def engine_of(case: Case) -> Any:
         "gradient_clipping": 0.0,  # a norm is summed in the order of the slots
         "zero_optimization": {"stage": case.stage, **dict(case.settings)},
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
     }
     if case.dtype == "bfloat16":

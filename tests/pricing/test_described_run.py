@@ -122,6 +122,13 @@ def test_zero_divides(stage: int, weights: int, gradients: int, optimizer: int) 
     assert use.optimizer == 12 * (ALL_DENSE / optimizer + held / homes[optimizer])
 
 
+def test_states_in_host_memory_take_none_of_the_device() -> None:
+    whole = run_on(Grid(4, 2), zero_stage=3).memory(0)
+    in_part = run_on(Grid(4, 2), zero_stage=3, offloaded_states=0.75).memory(0)
+    assert in_part.optimizer == whole.optimizer / 4
+    assert in_part.total == whole.total - 0.75 * whole.optimizer
+
+
 def test_zero_3_has_one_layer_whole_where_layers_run_again() -> None:
     use = run_on(Grid(4, 2), zero_stage=3, recomputes=True).memory(0)
     held = 2 * EXPERT + 2 * EXPERT / 2  # of two layers, each expert with two homes

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -58,6 +59,19 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> int:
     return int(str(ended.value))
 
 
+@pytest.fixture
+def priced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], files: Path
+) -> Callable[..., str]:
+    """Prices by these arguments, and says what was printed."""
+
+    def price(*arguments: str) -> str:
+        assert run(monkeypatch, files, *arguments) == 0
+        return capsys.readouterr().out
+
+    return price
+
+
 ASKED = ("--model", "tiny.json", "--hardware", "two.json", "--length", "64")
 
 
@@ -102,6 +116,26 @@ def test_a_job_is_priced_and_written(
     for title in ("Where the time of a step goes", "Memory of the fullest rank", "Timeline of"):
         assert title in page
     assert page.count('class="stacked"') == 3
+
+
+@pytest.mark.parametrize(
+    ("stage", "device", "share"),
+    [(1, "none", 0.0), (1, "cpu", 1.0), (3, "cpu", 0.25)],  # a ratio is of stage 3 alone
+)
+def test_states_in_host_memory_are_not_on_the_device(
+    priced: Callable[..., str], files: Path, stage: int, device: str, share: float
+) -> None:
+    told, bytes_of, offload = [], [], {"device": device, "ratio": 0.25}
+    for name, zero in (("all", {}), ("part", {"offload_optimizer": offload})):
+        document = {**JOB, "zero_optimization": {"stage": stage, **zero}}
+        (files / f"{name}.json").write_text(json.dumps(document))
+        asked = (f"{name}.json", *ASKED, "--strategies", "ep", "--json", f"{name}_out.json")
+        told.append(priced(*asked))
+        way, *_ = json.loads((files / f"{name}_out.json").read_text())["ways"]
+        bytes_of.append(way["memory_bytes"]["optimizer"])
+    assert bytes_of[1] == bytes_of[0] * (1 - share)
+    assert (f"{share:.0%} of the optimizer's states lie in host memory" in told[1]) == (share > 0)
+    assert "host memory" not in told[0]
 
 
 def test_a_narrow_terminal_is_shown_the_columns_that_it_has_room_for(

@@ -73,12 +73,23 @@ def _of_deepspeed(document: Mapping[str, Any]) -> AskedJob:
         "micro_batches": _number(document, "gradient_accumulation_steps"),
         "number_type": kinds[0] if kinds else "fp32",
         "zero_stage": stage if isinstance(stage, int) else 0,
+        "offloaded_states": _offloaded(_section(zero, "offload_optimizer"), stage),
         "hides_gradients": zero.get("overlap_comm") is True,
         "sums_in_float32": _section(document, "data_types").get("grad_accum_dtype") == _IN_32,
     }
     samples = _number(document, "train_batch_size")
     return AskedJob(document, None, _said(sizes), samples)
 
+
+def _offloaded(block: Mapping[str, Any], stage: Any) -> float:
+    """Part of the optimizer's states that DeepSpeed keeps in host memory."""
+    if block.get("device", _NOWHERE) == _NOWHERE:
+        return 0.0
+    ratio = block.get("ratio", 1.0) if stage == 3 else 1.0
+    return float(ratio) if isinstance(ratio, int | float) and 0 <= ratio <= 1 else 1.0
+
+
+_NOWHERE = "none"  # as DeepSpeed says that it offloads nothing
 
 _KINDS, _IN_32 = ("bf16", "fp16"), "fp32"
 """Number types, as both hosts name them."""

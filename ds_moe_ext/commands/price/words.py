@@ -183,6 +183,11 @@ def assumed(market: Market) -> list[str]:
             f"ZeRO {training.zero_stage} sums gradients in each of {training.micro_batches} "
             "micro-batches: all but the last sums are taken as hidden"
         )
+    if training.offloaded_states:
+        told.append(
+            f"{training.offloaded_states:.0%} of the optimizer's states lie in host memory, and "
+            "take none of the device; their step is taken as if they lay there"
+        )
     if len({each.device.name for each in market.case.clusters}) > 1:
         told.append(
             "unlike devices: each computes experts at its own speed, all else at the slowest's"

@@ -29,7 +29,7 @@ from ds_moe_ext.hosts.deepspeed.checkpoint_contents import (
 from ds_moe_ext.hosts.deepspeed.layout_file import FOLDER, SAVE, SavedLayout
 from ds_moe_ext.hosts.deepspeed.pipeline import num_stages
 from ds_moe_ext.hosts.deepspeed.regions import Fragment, read_fragments
-from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
+from ds_moe_ext.hosts.deepspeed.state_places import ADAMS, OptimizerStates
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.steps.expert_moves import Expert
@@ -183,12 +183,13 @@ def _checked_layout(engine: Any, own: Mapping[str, int], asked: Asked) -> SavedL
             f"the checkpoint {asked.folder} has other num_experts than this run: {differ}; build "
             "the model with as many, and replace the same layers"
         )
-    optimizer = base_optimizer(engine)
-    if asked.with_optimizer and layout.optimizer != optimizer.__class__.__name__:
+    name = base_optimizer(engine).__class__.__name__
+    is_same = layout.optimizer == name or {layout.optimizer, name} <= ADAMS
+    if asked.with_optimizer and not is_same:
         raise ValueError(
             f"the checkpoint {asked.folder} has states of {layout.optimizer}, but this run steps "
-            f"with {optimizer.__class__.__name__}, to which they mean other things; use "
-            f"{layout.optimizer}, or load_optimizer_states=False"
+            f"with {name}, to which they mean other things; use {layout.optimizer}, or "
+            "load_optimizer_states=False"
         )
     layout.check_homes(asked.folder)
     return layout

@@ -74,18 +74,28 @@ def is_not_in(key: str, *values: Any) -> Asked:
     return lambda given: "" if given.at(key) in (None, *values) else told(key, given.at(key))
 
 
-def _offloaded(given: Given) -> str:
-    zero = "zero_optimization"
-    offloads = [key for key in OFFLOADS if _offloads(given.at(f"{zero}.{key}"))]
-    return f"{zero}.{' and '.join(offloads)} is set" if offloads else ""
+_ZERO = "zero_optimization."
+_OPTIMIZER = f"{_ZERO}offload_optimizer"
 
 
-def _offloads(value: Any) -> bool:
-    """Whether a key of ``zero_optimization`` turns offloading on: a block may say it is off."""
-    return value.get("device", "none") != "none" if isinstance(value, Mapping) else bool(value)
+def _offloads(key: str) -> Asked:
+    """A key turns offloading on: a block may say it is off."""
+
+    def asked(given: Given) -> str:
+        value = given.at(key)
+        is_asked = value.get("device", "none") != "none" if isinstance(value, Mapping) else value
+        return f"{key} is set" if is_asked else ""
+
+    return asked
 
 
-OFFLOADS = ("offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_param")
+def _offloads_unsharded(given: Given) -> str:
+    stage = given.at(f"{_ZERO}stage") or 0
+    return "" if stage else _offloads(_OPTIMIZER)(given)
+
+
+def _is_there(key: str) -> Asked:
+    return lambda given: "" if given.at(key) is None else f"{key} is set"
 
 
 def _folded(given: Given) -> str:
@@ -197,10 +207,55 @@ UNSUPPORTED = (
         f"set one of expert_parallel.enabled and {BLOCK}.enabled to false",
     ),
     Refusal(
-        "zero_optimization.offload_param, offload_optimizer, cpu_offload, cpu_offload_param",
-        _offloaded,
-        "offloading is not supported with replaced experts",
+        f"{_ZERO}offload_param",
+        _offloads(f"{_ZERO}offload_param"),
+        "experts that lie in host memory would be brought for every pass and every copy",
+        "remove it; offload_optimizer may stay",
+    ),
+    Refusal(
+        f"{_ZERO}cpu_offload_param true",
+        is_on(f"{_ZERO}cpu_offload_param"),
+        "it is an older name of offload_param",
         "remove it",
+    ),
+    Refusal(
+        f"{_ZERO}cpu_offload true",
+        is_on(f"{_ZERO}cpu_offload"),
+        "it is an older name of offload_optimizer",
+        'write "offload_optimizer": {"device": "cpu"}',
+    ),
+    Refusal(
+        f"{_OPTIMIZER}.device nvme",
+        is_in(f"{_OPTIMIZER}.device", "nvme"),
+        "states in files of a rank's own can neither be saved by name nor move",
+        "use cpu",
+    ),
+    Refusal(
+        f"{_OPTIMIZER} at stage 0",
+        _offloads_unsharded,
+        "DeepSpeed offloads what ZeRO has parted",
+        "use stage 1, 2 or 3, or remove it",
+    ),
+    Refusal(
+        f"{_OPTIMIZER}.super_offload true",
+        is_on(f"{_OPTIMIZER}.super_offload"),
+        "another process steps the optimizer",
+        "set it to false",
+    ),
+    Refusal(
+        f"{_ZERO}zenflow",
+        _is_there(f"{_ZERO}zenflow"),
+        "it keeps gradients in an order of its own",
+        "remove it",
+    ),
+    *(
+        Refusal(
+            f"{kind}.{kind}_master_weights_and_grads true",
+            is_on(f"{kind}.{kind}_master_weights_and_grads"),
+            "states of 32 bits beside masters of 16 would be rounded when they are loaded",
+            "set it to false",
+        )
+        for kind in ("bf16", "fp16")
     ),
     Refusal(
         f"{_AUTOTP} above 1 with an mpu",
@@ -347,7 +402,6 @@ def _moves_homes(given: GivenToShard) -> str:
     return f"{given.strategy.keys.homes} is {every}" if every else ""
 
 
-_ZERO = "zero_optimization."
 _WHOLE = "use stage 0, 1 or 2"
 
 AT_STAGE_3 = (
@@ -507,6 +561,12 @@ WITH_ROLES = (
         _scattered_gradients,
         "DeepSpeed refuses it on the ranks that have experts only",
         "set it to true",
+    ),
+    Refusal(
+        f"{_OPTIMIZER} with roles",
+        _offloads(_OPTIMIZER),
+        "DeepSpeed takes norms of offloaded gradients over ranks of one role",
+        "remove it",
     ),
     Refusal(
         "optimizer.legacy_fusion true",

@@ -118,6 +118,33 @@ def groups_filled(optimizer: Any) -> Iterator[None]:
         optimizer._clear_fp32_optimizer_param_groups()
 
 
+def has_second_optimizer(optimizer: Any) -> bool:
+    """Whether ``offload_optimizer.ratio`` leaves some of what is stepped to another optimizer."""
+    is_sharded = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
+    return is_sharded and optimizer.offload_optimizer and optimizer.partial_offload != 1.0
+
+
+def stepped_on_device(optimizer: Any) -> Iterator[Tensor]:
+    """What is left to it."""
+    if has_second_optimizer(optimizer):
+        for held, device in zip(
+            optimizer.fp32_partitioned_groups_flat, optimizer.subgroup_to_device.values()
+        ):
+            if device != "cpu":
+                yield held
+
+
+def share_groups(optimizer: Any) -> None:
+    """Let the second optimizer have the groups of the first. DeepSpeed gives it one of its own in
+    the place of the first group, whose rate no schedule reaches."""
+    if has_second_optimizer(optimizer):
+        second = optimizer.backup_optimizer
+        for group in optimizer.optimizer.param_groups:
+            for name, value in second.defaults.items():
+                group.setdefault(name, value)
+        second.param_groups[:] = optimizer.optimizer.param_groups
+
+
 @contextmanager
 def one_file(engine: Any) -> Iterator[None]:
     """A block in which DeepSpeed's file of dense weights is one for all ranks, which has them

@@ -309,6 +309,7 @@ def _shards_weights(engine: Any) -> str:
 def _sums_after_backward(engine: Any) -> str:
     types = engine.get_data_types()
     is_late = engine.zero_optimization_stage() == 1 and types == (torch.bfloat16, torch.float32)
+    is_late = is_late and not engine.zero_cpu_offload()  # by another wrapper
     return "bfloat16 weights have float32 sums at stage 1" if is_late else ""
 
 
@@ -320,10 +321,6 @@ def _has_no_buckets(engine: Any) -> str:
 def _does_not_scatter(engine: Any) -> str:
     is_asked = engine.zero_optimization_stage() > 0 and not engine.zero_reduce_scatter()
     return told("zero_optimization.reduce_scatter", False) if is_asked else ""
-
-
-def _flows(engine: Any) -> str:
-    return "zero_optimization.zenflow is set" if engine.zenflow_config() is not None else ""
 
 
 def _is_pipeline(engine: Any) -> str:
@@ -345,12 +342,6 @@ UNSLICED = (
         _sums_after_backward,
         "DeepSpeed's BF16_Optimizer makes the gradients it reduces after backward",
         "use stage 2, or leave out data_types.grad_accum_dtype",
-    ),
-    Refusal(
-        "zero_optimization.zenflow",
-        _flows,
-        "it keeps gradients in an order of its own",
-        "remove it",
     ),
     Refusal(
         "zero_optimization.contiguous_gradients false",

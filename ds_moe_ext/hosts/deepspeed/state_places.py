@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -19,10 +20,10 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from torch import nn
+from torch import Tensor, nn
 
 from ds_moe_ext.hosts.deepspeed import shards
-from ds_moe_ext.steps.optimizer_states import Group, Shard, States, Views
+from ds_moe_ext.steps.optimizer_states import Group, Scalar, Shard, States, Views
 from ds_moe_ext.steps.training_run import Run, run_of
 
 
@@ -62,6 +63,11 @@ def _back_to_back(parameters: Iterable[nn.Parameter]) -> Iterator[int]:
     return accumulate((parameter.numel() for parameter in parameters), initial=0)
 
 
+ADAMS = {"FusedAdam", "DeepSpeedCPUAdam"}
+"""DeepSpeed's own, which keep the same; it takes the second where states are offloaded. Their steps
+are numbers, and those of torch's, which steps what ``ratio`` leaves on the device, tensors."""
+
+
 class OptimizerStates(States):
     """Access to the states of every parameter of an engine.
 
@@ -80,6 +86,18 @@ class OptimizerStates(States):
         stepper = optimizer.optimizer if is_wrapped else optimizer
         with shards.groups_filled(optimizer):
             super().__init__([(stepper, groups)], _views_of(run_of(engine)))
+        for held in shards.stepped_on_device(optimizer):
+            own = self._stepper[held]
+            self._stepper[held] = own._replace(optimizer=optimizer.backup_optimizer)
+
+    def _like(self, old: Scalar | None, new: Scalar, held: Tensor) -> Any:
+        if old is None:
+            stepper = self._stepper[held].optimizer
+            if stepper.__class__.__name__ in ADAMS:
+                new = int(new)
+            elif isinstance(stepper, torch.optim.AdamW):
+                new = torch.as_tensor(float(new))
+        return super()._like(old, new, held)
 
 
 def _views_of(run: Run | None) -> Views:
