@@ -151,6 +151,14 @@ def test_lamb_is_exact_by_expert_under_deepspeed(job: Job, world_size: int) -> N
     assert learnt.losses == pytest.approx(wanted(Lamb), rel=1e-12)
 
 
+@pytest.mark.slow
+def test_lamb_is_stock_where_experts_are_modules() -> None:
+    job = Job("gpt_moe", stage=0, optimizer="callable", steps=4)
+    stock: Result = pool_of(1).run(learnt_by, replace(job, block=False), Lamb)[0]
+    learnt: Result = pool_of(2).run(learnt_by, job, Lamb)[0]
+    assert learnt.losses == pytest.approx(stock.losses, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("kind", "block"),
     [
