@@ -16,6 +16,7 @@ from ds_moe_ext.hosts.deepspeed import slices
 from ds_moe_ext.hosts.megatron import refusals as megatron
 from ds_moe_ext.hosts.megatron import role_refusals as megatron_roles
 from ds_moe_ext.hosts.plain import plain_host as plain
+from ds_moe_ext.steps import optimizer_kinds
 from ds_moe_ext.zebra.early_refusals import EARLY
 
 PAGE = Path(__file__).parents[1] / "docs/known_limits.md"
@@ -63,6 +64,7 @@ SECTIONS = (
         (*EARLY, *megatron_roles.BLOCKS, *megatron_roles.WITH_ROLES, *megatron_roles.ARGUMENTS),
     ),
     Section("In plain PyTorch", plain.REFUSALS),
+    Section("Optimizers", optimizer_kinds.OPTIMIZERS),
 )
 
 

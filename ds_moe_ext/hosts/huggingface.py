@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from ds_moe_ext.attachment.experts import (
     shell,
 )
 from ds_moe_ext.attachment.host_layer import Found, Wanted
+from ds_moe_ext.hosts import llama4
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.swiglu import silu_gated
 
@@ -34,7 +36,11 @@ def find(model: nn.Module, wanted: Wanted) -> Iterator[Found]:
     for name, module in named_modules(model):
         if _is_experts(module) and wanted(name):
             check_own_weights(model, name)
-            yield found_experts(model, name, module, _describe(name, module))
+            block = model.get_submodule(name.rpartition(".")[0])
+            if llama4.is_block(block):
+                yield llama4.found(model, block, name, _describe_llama4(module))
+            else:
+                yield found_experts(model, name, module, _describe(name, module))
 
 
 def _is_experts(module: nn.Module) -> bool:
@@ -86,6 +92,16 @@ def _describe(name: str, module: nn.Module) -> ExpertsDescription:
     )
 
 
+def _describe_llama4(module: nn.Module) -> ExpertsDescription:
+    """It has no decorator, but what that would say is always the same."""
+    weights: Any = module
+    return ExpertsDescription(
+        num_experts=weights.num_experts,
+        weight_names=("gate_up_proj", "down_proj"),
+        function=FeedForwardExperts(_activation(module, is_gated=True), is_transposed=True),
+    )
+
+
 def _check_call(name: str, module: nn.Module) -> None:
     """Names tell what the arguments are: ids and scores are both ``[T, K]``.
 
@@ -118,8 +134,7 @@ def _activation(module: nn.Module, *, is_gated: bool) -> Callable[[Tensor], Tens
     if not is_gated:
         activation: Callable[[Tensor], Tensor] = code.act_fn
         return activation
+    gated: Any = getattr(code, "_apply_gate", None) or MethodType(_default_apply_gate, code)
     is_silu = isinstance(getattr(code, "act_fn", None), (nn.SiLU, SiLUActivation))
-    if is_silu and getattr(code._apply_gate, "__func__", None) is _default_apply_gate:
-        return silu_gated
-    gated: Callable[[Tensor], Tensor] = code._apply_gate
-    return gated
+    is_default = getattr(gated, "__func__", None) is _default_apply_gate
+    return silu_gated if is_silu and is_default else gated

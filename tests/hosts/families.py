@@ -153,6 +153,21 @@ def _gpt_oss() -> nn.Module:
     )
 
 
+def _llama4() -> nn.Module:
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    return Llama4ForCausalLM(
+        Llama4TextConfig(
+            **_COMMON,
+            head_dim=8,
+            intermediate_size=24,
+            intermediate_size_mlp=48,
+            num_local_experts=8,
+            attention_chunk_size=8,
+        )
+    )
+
+
 _FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "mixtral": _mixtral,
     "qwen2_moe": _qwen2_moe,
@@ -162,6 +177,7 @@ _FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "deepseek_v3": _deepseek_v3,
     "olmoe": _olmoe,
     "gpt_oss": _gpt_oss,
+    "llama4": _llama4,
 }
 NAMES = tuple(_FAMILIES)
 MOE_LAYERS = {name: 1 if name.startswith("deepseek") else 2 for name in NAMES}
@@ -179,7 +195,7 @@ def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             nn.init.normal_(parameter, std=0.1)
-        elif name.endswith(("mlp.gate.weight", "mlp.router.weight", "mlp.router.bias")):
+        elif name.endswith((".gate.weight", ".router.weight", ".router.bias")):
             nn.init.normal_(parameter, std=0.5)
     return model.to(dtype)
 

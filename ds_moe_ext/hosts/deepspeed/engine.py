@@ -48,6 +48,12 @@ from ds_moe_ext.settings import BLOCK, Settings, read_settings
 from ds_moe_ext.steps.expert_moves import check_alike
 from ds_moe_ext.steps.host import Built, Seats, of_stage, run_on
 from ds_moe_ext.steps.monitor import MONITORED
+from ds_moe_ext.steps.optimizer_kinds import (
+    ELEMENT_BY_ELEMENT,
+    Stepping,
+    check_kind,
+    split_by,
+)
 from ds_moe_ext.steps.optimizer_states import States
 from ds_moe_ext.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.steps.training_run import Run, run_of
@@ -263,13 +269,6 @@ def _stacked(layer: AttachedLayer, adopted: Adopted) -> Adopted:
     return replace(adopted, sources=others | made)
 
 
-ELEMENT_BY_ELEMENT = {
-    *("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "Adagrad", "DeepSpeedCPUAdagrad"),
-    *("Lion", "FusedLion", "DeepSpeedCPULion", "SGD", "RMSprop"),
-}
-"""Optimizers to which it is nothing where one weight ends and another begins."""
-
-
 def takes_each_number_alone(engine: Any) -> bool:
     """Whether the engine's optimizer is one of these. Others, as LAMB, look at whole weights, for
     which an expert's are to be its own."""
@@ -342,10 +341,19 @@ def check_optimizer(engine: Any, optimizer: torch.optim.Optimizer) -> None:
     """Look at the optimizer that an engine is about to wrap, and give it back the user's groups.
 
     Raises:
-        ValueError: experts that may change places are optimized differently.
+        ValueError: experts that may change places are optimized differently, or it would not do
+            what it does without us.
     """
     run = run_of(engine)
     if run is not None:
+        stage, cell_size = engine.zero_optimization_stage(), run.blueprint.grid.cell_size
+        stepping = Stepping(
+            optimizer,
+            sharding=f"zero_optimization.stage is {stage}" if stage else "",
+            splitting=split_by(cell_size),
+            by_elements="checkpoints have states by element",
+        )
+        check_kind(stepping)
         parameter_groups.restore(engine, optimizer)
         check_alike(run.blueprint, run.layers, optimizer)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ds_moe_ext.attachment.meeting import Start, starting
+from ds_moe_ext.attachment.replacement import stays_in_slots
 from ds_moe_ext.comm import sum_in_place
 from ds_moe_ext.hosts.plain import state_names
 from ds_moe_ext.hosts.plain.plain_host import NAME, Experts, PlainHost
@@ -22,6 +23,7 @@ from ds_moe_ext.settings import BLOCK, read_file, read_settings
 from ds_moe_ext.steps.expert_moves import check_alike
 from ds_moe_ext.steps.host import run_on
 from ds_moe_ext.steps.monitor import MONITORED, WriteEvents
+from ds_moe_ext.steps.optimizer_kinds import Stepping, check_kind, split_by
 from ds_moe_ext.steps.training_run import Record, run_of
 
 
@@ -133,7 +135,7 @@ class Attachment:
             optimizer: of the model's weights, the experts' among them.
 
         Raises:
-            ValueError: it does not step the experts.
+            ValueError: it does not step the experts, or not as it would without us.
         """
         run = run_of(self.model)
         if self._optimizer is not None:
@@ -148,6 +150,15 @@ class Attachment:
                 f"{missing} of the {len(trained)} expert weights of this rank are not in the "
                 f"optimizer; make it from model.parameters() behind {NAME}, which replaces them"
             )
+        moves = not stays_in_slots(run.blueprint)
+        stepping = Stepping(
+            optimizer,
+            splitting=split_by(run.blueprint.grid.cell_size),
+            by_elements=f"experts move (strategy {run.blueprint.settings.placing})"
+            if moves
+            else "",
+        )
+        check_kind(stepping)
         check_alike(run.blueprint, run.layers, optimizer)
         self._optimizer = self.experts.optimizer = optimizer
         optimizer.register_step_pre_hook(lambda *_: self._before_step())

@@ -107,9 +107,10 @@ def _watch(engine: Any, document: Mapping[str, Any]) -> None:
         num_experts_of = {layer.name: home.num_experts for layer, home in zip(run.layers, homes)}
     recording = Recording(trial_of_this_run(), model, parts, num_experts_of)
     for name in num_experts_of:
-        module = model.get_submodule(name)
-        watch = recording.watch_layer if _is_native(model, name) else recording.watch_experts
-        watch(name, module)
+        if _is_native(model, name):
+            recording.watch_layer(name, model.get_submodule(name))
+        else:
+            recording.watch_in_block(model, name)
     _watch_steps(engine, recording)
 
 

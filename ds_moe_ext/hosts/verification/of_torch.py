@@ -46,7 +46,7 @@ def attach(original: Callable[..., Any], model: nn.Module, config: Any, **given:
     divides = 1 if run is None else dist.get_world_size()
     recording = Recording(trial_of_this_run(), model, parts, num_experts_of, divides)
     for name in num_experts_of:
-        recording.watch_experts(name, model.get_submodule(name))
+        recording.watch_in_block(model, name)
     _RECORDINGS[:] = [recording]
     return attached
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ds_moe_ext.attachment.host_layer import Found
 from ds_moe_ext.comm import gather_objects
+from ds_moe_ext.hosts import llama4
 from ds_moe_ext.hosts.verification.this_run import trial_of_this_run
 from ds_moe_ext.moe.sharding import WHOLE, Shard
 from ds_moe_ext.settings import BLOCK
@@ -178,6 +179,15 @@ class Recording:
 
     # Layers: the first pass of each, in training.
 
+    def watch_in_block(self, model: nn.Module, name: str) -> None:
+        """Of experts by this name, as their block calls them."""
+        block = model.get_submodule(name.rpartition(".")[0])
+        if llama4.is_block(block):
+            self.watch_layer(name, block)
+            self.watch_router(name, block.get_submodule("router"), has_map=False)
+        else:
+            self.watch_experts(name, model.get_submodule(name))
+
     def watch_experts(self, name: str, module: nn.Module) -> None:
         """Of a module that is called as ``experts(rows, expert ids, scores)``."""
 
@@ -209,18 +219,19 @@ class Recording:
 
         self._handles.append(module.register_forward_hook(see, with_kwargs=True))
 
-    def watch_router(self, name: str, router: nn.Module) -> None:
-        """Of a module that gives scores and a map, both ``[T, E]``."""
+    def watch_router(self, name: str, router: nn.Module, *, has_map: bool = True) -> None:
+        """Of a module that gives scores and a map, both ``[T, E]``; or whose scores are zero where
+        an expert was not chosen."""
 
         def see(_: nn.Module, given: Any, output: Any) -> None:
             seen = self._layers.setdefault(name, {})
             if router.training and "choices" not in seen:
-                score_TE, map_TE = output[:2]
+                score_TE, map_TE = output[:2] if has_map else (output[0], output[0])
                 place_N = map_TE.reshape(-1).nonzero()[:, 0]
                 seen.update(_seen_of_choices(place_N, score_TE.reshape(-1)[place_N]))
                 seen["score_sizes"] = sketch(score_TE.sort(dim=-1, descending=True).values)
 
-        self._handles.append(router.register_forward_hook(see))
+        self._handles.append(router.register_forward_hook(see, prepend=True))  # as the host made it
 
     # Steps.
 

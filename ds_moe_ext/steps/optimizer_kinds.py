@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an optimizer looks at: each number alone, whole weights, or all that a rank has.
+
+A rank has experts that others do not, and may have parts of them. To an optimizer that takes each
+number alone this is nothing. One that takes norms of whole weights, as LAMB, is exact where each
+expert's weights are parameters of their own and whole; one that takes a norm over all weights of a
+rank, or sends weights to other ranks, would do to each rank something else.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+
+from torch.optim import Optimizer
+
+from ds_moe_ext.attachment.launcher import is_first
+from ds_moe_ext.attachment.refusal import ENABLED, Refusal, refuse
+
+ELEMENT_BY_ELEMENT = {
+    *("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "NAdam", "RAdam", "Adamax"),
+    *("Adagrad", "FusedAdagrad", "DeepSpeedCPUAdagrad", "Adadelta"),
+    *("Lion", "FusedLion", "DeepSpeedCPULion"),
+    *("SGD", "FusedSGD", "ASGD", "RMSprop", "Rprop"),
+}
+"""To these it is nothing where one weight ends and another begins: of torch, DeepSpeed and apex."""
+
+OF_WHOLE_WEIGHTS = {
+    *("Lamb", "LAMB", "FusedLamb", "FusedLAMB", "FusedMixedPrecisionLamb", "Lars", "LARS"),
+    *("NovoGrad", "FusedNovoGrad", "Muon", "SingleDeviceMuon", "SingleDeviceMuonWithAuxAdam"),
+}
+OF_ROWS_AND_COLUMNS = {"Adafactor", "CAME", "SM3", "Shampoo", "SOAP"}
+"""They keep something of each row and column, as well as looking at whole weights."""
+
+OF_ALL_WEIGHTS = {
+    *("LBFGS", "Prodigy", "DAdaptAdam", "DAdaptAdaGrad", "DAdaptLion", "DAdaptSGD"),
+}
+
+COMMUNICATING = {
+    *("OneBitAdam", "OneBitLamb", "ZeroOneAdam"),
+    *("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "DistributedShampoo"),
+    *("DistributedFusedAdam", "DistributedFusedLAMB"),
+}
+COMMUNICATING_MUONS = {
+    (module, name)
+    for module in ("muon", "deepspeed.runtime.zero.muon.original_muon")
+    for name in ("Muon", "MuonWithAuxAdam")
+}
+"""By module too: torch's own and that of DeepSpeed's JSON do not communicate."""
+
+WHOLE_UNDER_ZERO = {("deepspeed.runtime.zero.muon.muon_optimizer", "MuonWithAuxAdam")}
+"""ZeRO gathers whole gradients for them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stepping:
+    """An optimizer, and what becomes of the weights that it steps.
+
+    Attributes:
+        optimizer: that steps them.
+        sharding: how ZeRO cuts them, for a person; empty where it does not.
+        splitting: how a cell's ranks split experts, likewise.
+        by_elements: who needs states to have a part for each element, likewise.
+    """
+
+    optimizer: Optimizer
+    sharding: str = ""
+    splitting: str = ""
+    by_elements: str = ""
+
+    @property
+    def kind(self) -> str:
+        """Name of its class."""
+        return type(self.optimizer).__name__
+
+    @property
+    def source(self) -> tuple[str, str]:
+        """Module and name of its class."""
+        return type(self.optimizer).__module__, self.kind
+
+    @property
+    def cut(self) -> str:
+        """How it sees less than whole weights; empty where it does not."""
+        is_gathered = self.source in WHOLE_UNDER_ZERO
+        return self.splitting or ("" if is_gathered else self.sharding)
+
+
+def split_by(cell_size: int) -> str:
+    """How the ranks of a cell split experts, for ``Stepping``."""
+    return f"{cell_size} ranks split each expert (expert_sharding_size)" if cell_size > 1 else ""
+
+
+def _communicates(given: Stepping) -> str:
+    does = given.kind in COMMUNICATING or given.source in COMMUNICATING_MUONS
+    return f"the optimizer is {'.'.join(given.source)}" if does else ""
+
+
+def _looks_at_all(given: Stepping) -> str:
+    return f"the optimizer is {given.kind}" if given.kind in OF_ALL_WEIGHTS else ""
+
+
+def _clips(given: Stepping) -> str:
+    norms = [group.get("max_grad_norm") or 0.0 for group in given.optimizer.param_groups]
+    clips = [norm for norm in norms if 0 < norm < math.inf]
+    return f"max_grad_norm of the optimizer ({given.kind}) is {clips[0]}" if clips else ""
+
+
+def _looks_at_parts(given: Stepping) -> str:
+    looks = given.kind in OF_WHOLE_WEIGHTS | OF_ROWS_AND_COLUMNS or given.source in WHOLE_UNDER_ZERO
+    return f"the optimizer is {given.kind}, and {given.cut}" if looks and given.cut else ""
+
+
+def _keeps_rows(given: Stepping) -> str:
+    keeps = given.kind in OF_ROWS_AND_COLUMNS and given.by_elements
+    return f"the optimizer is {given.kind}, and {given.by_elements}" if keeps else ""
+
+
+def _names(*kinds: set[str]) -> str:
+    return ", ".join(sorted(set[str]().union(*kinds)))
+
+
+OPTIMIZERS = (
+    Refusal(
+        f"{_names(COMMUNICATING)}, and Muon and MuonWithAuxAdam of the package muon and of "
+        "DeepSpeed's original_muon",
+        _communicates,
+        "it communicates by itself, among ranks that have other experts",
+        "use another, as AdamW or torch.optim.Muon",
+    ),
+    Refusal(
+        _names(OF_ALL_WEIGHTS),
+        _looks_at_all,
+        "its step follows from all weights of a rank, and each rank has other experts",
+        "use another, as AdamW",
+    ),
+    Refusal(
+        "max_grad_norm of an optimizer (apex's FusedLAMB has 1.0 by default)",
+        _clips,
+        "it would clip by the norm of one rank's weights, and each rank has other experts",
+        "give it float('inf'), and clip by gradient_clipping of DeepSpeed's JSON, or in plain "
+        "PyTorch by clip_grad_norm_ of what attach gave",
+    ),
+    Refusal(
+        f"{_names(OF_WHOLE_WEIGHTS, OF_ROWS_AND_COLUMNS)} at ZeRO 1 to 3 (but "
+        "optimizer.type muon), or where ranks split experts",
+        _looks_at_parts,
+        "it takes norms of whole weights, but would see parts of them",
+        "use ZeRO stage 0 and expert_sharding_size 1, or an optimizer such as AdamW",
+    ),
+    Refusal(
+        f"{_names(OF_ROWS_AND_COLUMNS)} under DeepSpeed, or where experts move",
+        _keeps_rows,
+        "it keeps states of rows and columns, which have no part for each element",
+        "use an optimizer such as AdamW, or ep in plain PyTorch",
+    ),
+)
+
+
+def check_kind(stepping: Stepping) -> None:
+    """Look at an optimizer before it steps experts.
+
+    Raises:
+        ValueError: it would not do what it does without us.
+    """
+    refuse(OPTIMIZERS, stepping, ENABLED)
+    is_known = stepping.kind in ELEMENT_BY_ELEMENT
+    if stepping.cut and not is_known and is_first():
+        warnings.warn(
+            f"ds_moe_ext does not know the optimizer {'.'.join(stepping.source)}: {stepping.cut}, "
+            "so that it is right only if it takes each number of a weight alone",
+            stacklevel=2,
+        )
