@@ -155,6 +155,41 @@ def test_a_stall_is_told_and_no_more(ranks: list[Rank], capsys: pytest.CaptureFi
     assert first.broken == second.broken == []
 
 
+def test_a_rank_that_was_killed_is_named(
+    ranks: list[Rank], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has counted, and does no more; who finds that tells the others."""
+    first, second = ranks
+    first.watch.at(lambda: "layer 1")
+    second.watch._beat(1000.0)
+    first.watch.came(GROUP)
+    first.late(3.0)
+    first.late(11.0)
+    assert "rank 1 is not heard of: it has ended, or stopped" in capsys.readouterr().err
+    error = first.watch.explained(first.watch.left(), RuntimeError("closed"))
+    assert isinstance(error, BrokenOff)
+    assert str(error).startswith("rank 1 ended, or stopped, without a word: nothing has been heard")
+    assert str(error).endswith("(this rank waited in layer 1)")
+    other = Watch(_wires=replace(second.watch._wires, rank=2, world_size=3))  # type: ignore[type-var]
+    other.came(GROUP)
+    told = other.explained(other.left(), RuntimeError("closed"))
+    assert str(told).startswith("rank 1 ended")
+
+
+def test_who_counts_on_is_not_named(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host's collective that fails, while the other rank is there."""
+    first, second = ranks
+    second.watch._beat(1000.0)
+    beats = iter([{1: b"1"}, {1: b"2"}])
+    monkeypatch.setattr(first.watch, "_beats", lambda: next(beats))
+    with (
+        pytest.raises(RuntimeError, match="gloo says") as caught,
+        first.watch.host_pass("engine.step"),
+    ):
+        raise RuntimeError("gloo says something")
+    assert not isinstance(caught.value, BrokenOff)
+
+
 IN_A_FAKE_GROUP = """
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
