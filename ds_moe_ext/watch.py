@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed import DistError, Store
+from torch.distributed import Store
 
 PERIOD_S = 1.0
 """How often a process looks at its own waits."""
@@ -255,6 +255,12 @@ class Watch:
         wires = self._wires
         if wires is None:
             return False
+        if not self._find_reason():
+            self._reason = (
+                "the store by which ranks met does not answer: the process that keeps it, which is "
+                "rank 0 or a launcher, has ended or stopped"
+            )
+            return True
         before, end_s = self._beats(), time.monotonic() + LISTEN_S
         while before and time.monotonic() < end_s and not self._reason and self._find_reason():
             time.sleep(0.25)
@@ -492,10 +498,9 @@ def _ranks(numbers: Sequence[int]) -> str:
 
 
 def _is_of_network(error: BaseException) -> bool:
-    """Whether a collective has failed: gloo has no class of errors of its own."""
-    return isinstance(error, DistError) or (
-        isinstance(error, RuntimeError) and "gloo" in str(error).lower()
-    )
+    """Whether a collective has failed: torch's own class of it, or gloo, which has none."""
+    is_torchs = type(error).__module__.startswith("torch.distributed")
+    return is_torchs or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
 
 def _text(error: BaseException) -> str:

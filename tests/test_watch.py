@@ -176,6 +176,15 @@ def test_a_rank_that_was_killed_is_named(
     assert str(told).startswith("rank 1 ended")
 
 
+def test_a_store_that_is_gone_is_told(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where rank 0 keeps it, and was killed."""
+    first, _ = ranks
+    monkeypatch.setattr(first.watch, "_with_store", lambda work: False)
+    first.watch.came(GROUP)
+    error = first.watch.explained(first.watch.left(), RuntimeError("closed"))
+    assert str(error).startswith("the store by which ranks met does not answer")
+
+
 def test_who_counts_on_is_not_named(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
     """A host's collective that fails, while the other rank is there."""
     first, second = ranks
