@@ -295,6 +295,12 @@ class Watch:
             key, text = _BEAT.format(self._rank), str(self._num_beats)
             self._with_store(lambda store: store.set(key, text))
 
+    def explain_last(self, error: BaseException) -> None:
+        """Say why a collective that is not ours has failed, and with it this process."""
+        if _is_of_network(error) and not self.has_failed and self._listen_for_ends():
+            self._fails_now()
+            print(f"ds_moe_ext: {self._reason}", file=sys.stderr, flush=True)
+
     def _place(self) -> str:
         return self._places.get(threading.get_ident(), _nowhere)()
 
@@ -464,6 +470,7 @@ class _AfterHook:
     before: Callable[..., Any]
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        self.watch.explain_last(error)
         self.watch.failed(error, "its script")
         self.before(kind, error, trace)
         if not isinstance(error, KeyboardInterrupt):  # which comes to all

@@ -176,6 +176,19 @@ def test_a_rank_that_was_killed_is_named(
     assert str(told).startswith("rank 1 ended")
 
 
+def test_a_script_that_ends_by_a_killed_rank_says_so(
+    ranks: list[Rank], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a collective of the host's optimizer."""
+    first, second = ranks
+    second.watch._beat(1000.0)
+    first.watch.explain_last(ValueError("a mistake"))
+    assert capsys.readouterr().err == ""
+    first.watch.explain_last(RuntimeError("gloo: connection reset"))
+    assert capsys.readouterr().err.startswith("ds_moe_ext: rank 1 ended, or stopped")
+    assert first.watch.has_failed
+
+
 def test_a_store_that_is_gone_is_told(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
     """As where rank 0 keeps it, and was killed."""
     first, _ = ranks

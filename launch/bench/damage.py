@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from small_runs import HOSTS, STRATEGIES, SmallRun, made
 
-LAYOUT_FILE = "ds_moe_ext.json"
+SUMS_FILE = "ds_moe_ext_files.json"  # of Megatron's
 BY_NAME, EQUAL = "refused by the file's name", "loaded, equal"
 REFUSED, RAW, WRONG = "refused, no file named", "raw error", "silent wrong state"
 
@@ -146,7 +146,7 @@ class Tries:
         self._run.step()
         self._next = self._run.save(folder / "next")
         if dist.get_rank() == 0 and not has_sums:
-            for path in folder.rglob(LAYOUT_FILE):
+            for path in folder.rglob(SUMS_FILE):
                 path.unlink()
         dist.barrier()
         self._run.load(folder / "other")
@@ -167,10 +167,10 @@ class Tries:
             file = draw.choice(_files(tag))
             DAMAGES[kind](Damage(tag, file, self._next, self._of_other_run, draw))
         dist.barrier()
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             self._run.load(self._case)
-        except Exception as raised:
+        except BaseException as raised:  # torch's CheckpointException is no Exception
             error = raised
         found = self._judged(error), f"{type(error).__name__}: {error}" if error else ""
         told: list[tuple[str, str]] = [found] * dist.get_world_size()
@@ -186,7 +186,7 @@ class Tries:
             assert state_of(self._run) == self._before
         return worst
 
-    def _judged(self, error: Exception | None) -> str:
+    def _judged(self, error: BaseException | None) -> str:
         if error is None:
             return EQUAL
         names = {path.name for path in _files(self._folder / "whole")}

@@ -40,7 +40,7 @@ class Look:
         tensors: that gc knows.
         threads, files: of the process.
         communicators: of torch.distributed.
-        step_s: median of the steps since the last look.
+        step_s: processor time of a step, median since the last look: others may use the cores.
     """
 
     rss_bytes: int
@@ -67,18 +67,18 @@ def look(step_s: Sequence[float]) -> Look:
     )
 
 
-def looks_at(run: SmallRun, num_steps: int) -> list[Look]:
+def looks_at(run: SmallRun, num_steps: int, num_looks: int = NUM_LOOKS) -> list[Look]:
     """Take all steps; looks at the last four fifths of them. Collective."""
-    between, found = max(num_steps * 4 // 5 // NUM_LOOKS, 1), []
-    for _ in range(num_steps - between * NUM_LOOKS):
+    between, found = max(num_steps * 4 // 5 // num_looks, 1), []
+    for _ in range(num_steps - between * num_looks):
         run.step()
     tracemalloc.start()
-    for _ in range(NUM_LOOKS):
+    for _ in range(num_looks):
         step_s = []
         for _ in range(between):
-            begun_s = time.perf_counter()
+            begun_s = time.process_time()
             run.step()
-            step_s.append(time.perf_counter() - begun_s)
+            step_s.append(time.process_time() - begun_s)
         found.append(look(step_s))
     tracemalloc.stop()
     return found

@@ -20,7 +20,7 @@ from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.files import file_sums
 from ds_moe_ext.files.file_sums import FileSum
 
-SUMS_FILE = "ds_moe_ext.json"
+SUMS_FILE = "ds_moe_ext_files.json"
 FORMAT = 1
 
 
@@ -49,17 +49,25 @@ def check(folder: Any) -> None:
     Raises:
         ValueError: on all ranks: a file is missing, damaged or of another save.
     """
-    path, text = Path(folder), ""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    text = ""
     try:
-        sums = _read(path / SUMS_FILE)
-        names = sorted(sums)[rank::size]
-        file_sums.check(path, {name: sums[name] for name in names}, SUMS_FILE)
+        check_part(Path(folder), place=dist.get_rank(), num_places=dist.get_world_size())
     except ValueError as error:
         text = str(error)
     told = next(filter(None, gather_objects(text, None)), None)
     if told is not None:
         raise ValueError(told)
+
+
+def check_part(folder: Path, *, place: int = 0, num_places: int = 1) -> None:
+    """Likewise for one reader of so many; no collective.
+
+    Raises:
+        ValueError: a file of its part is missing, damaged or of another save.
+    """
+    sums = _read(folder / SUMS_FILE)
+    names = sorted(sums)[place::num_places]
+    file_sums.check(folder, {name: sums[name] for name in names}, SUMS_FILE)
 
 
 def _seal(folder: Path) -> None:
