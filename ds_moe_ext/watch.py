@@ -6,6 +6,9 @@ exchange of ours looks there, and leaves the exchange if another one has failed;
 goes on waiting, and says so from time to time. One thread of each process does this; it wakes once
 a second, and is in no collective.
 
+A rank that is killed says nothing. So each counts in the store, every two seconds; whoever finds an
+exchange broken without a reason listens for a moment, and names those that count no more.
+
 An error that all ranks raise alike is nobody's failure: a rank that has failed itself takes no
 other's for a reason, until a pass has gone through.
 """
@@ -16,7 +19,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +37,9 @@ HOST_PATIENCE_S = 4.0
 
 TOLD_AFTER_S, TOLD_EVERY_S = 10.0, 60.0
 """When a wait for a rank that has not failed is told, and how often."""
+
+BEAT_S, LISTEN_S = 2.0, 6.0
+"""How often a process says that it is there, and how long one listens for that."""
 
 LINGER_S = 5.0
 """How long rank 0, which may keep the store, stays for others to read what it failed of."""
@@ -89,6 +95,7 @@ class Wait:
     where: Callable[[], str]
     is_broken: bool = False
     next_told_s: float = TOLD_AFTER_S
+    beats: dict[int, bytes] | None = None  # of others, when it was found to last
 
 
 def _nowhere() -> str:
@@ -115,6 +122,8 @@ class Watch:
     _failed_s: float = 0.0
     _told: bool = False  # the others, of a failure
     _posted: bool = False  # the others, of a wait
+    _num_beats: int = 0
+    _beat_s: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)  # one user of the store at a time
 
     @property
@@ -153,6 +162,9 @@ class Watch:
         except BaseException as error:
             is_theirs = bool(self._reason) and not self.has_failed
             if is_theirs and isinstance(error, RuntimeError) and not isinstance(error, BrokenOff):
+                self._fails_now()
+                raise BrokenOff(f"{self._reason} (this rank was in {where})") from error
+            if _is_of_network(error) and not self.has_failed and self._listen_for_ends():
                 self._fails_now()
                 raise BrokenOff(f"{self._reason} (this rank was in {where})") from error
             self.failed(error, where)
@@ -227,7 +239,7 @@ class Watch:
         end_s = time.monotonic() + PATIENCE_S
         while not self._reason and time.monotonic() < end_s and self._find_reason():
             time.sleep(0.1)
-        if self._reason:
+        if self._reason or self._listen_for_ends():
             self._fails_now()
             return BrokenOff(f"{self._reason} (this rank waited in {wait.where()})")
         error.add_note(
@@ -236,6 +248,58 @@ class Watch:
             f"has ended; where time was out one has not come: {REMEDY}"
         )
         return error
+
+    def _listen_for_ends(self) -> bool:
+        """Whether there is a reason: another rank has told one, or some are heard of no more, which
+        others are told then."""
+        wires = self._wires
+        if wires is None:
+            return False
+        if not self._find_reason():
+            self._reason = (
+                "the store by which ranks met does not answer: the process that keeps it, which is "
+                "rank 0 or a launcher, has ended or stopped"
+            )
+            return True
+        before, end_s = self._beats(), time.monotonic() + LISTEN_S
+        while before and time.monotonic() < end_s and not self._reason and self._find_reason():
+            time.sleep(0.25)
+        if self._reason:
+            return True
+        silent = _silent(before, self._beats())
+        if not silent:
+            return False
+        self._reason = reason = (
+            f"{_ranks(silent)} ended, or stopped, without a word: nothing has been heard for "
+            f"{LISTEN_S:.0f} s; see what the launcher and the system (as its killer of processes "
+            "that take too much memory) say of it"
+        )
+        self._told = self._with_store(lambda store: _post_failure(store, wires.rank, reason))
+        return True
+
+    def _beats(self) -> dict[int, bytes]:
+        """What other ranks have counted to."""
+        wires, found = self._wires, dict[int, bytes]()
+        assert wires is not None
+
+        def look(store: Store) -> None:
+            for rank in range(wires.world_size):
+                if rank != wires.rank and store.check([_BEAT.format(rank)]):
+                    found[rank] = store.get(_BEAT.format(rank))
+
+        return found if self._with_store(look) else {}
+
+    def _beat(self, now_s: float) -> None:
+        if now_s - self._beat_s >= BEAT_S:
+            self._num_beats, self._beat_s = self._num_beats + 1, now_s
+            key, text = _BEAT.format(self._rank), str(self._num_beats)
+            self._with_store(lambda store: store.set(key, text))
+
+    def explain_last(self, error: BaseException) -> None:
+        """Say why a collective that is not ours has failed, and with it this process."""
+        if _is_of_network(error) and not self.has_failed and self._listen_for_ends():
+            self._fails_now()
+            print(f"ds_moe_ext: {self._reason}", file=sys.stderr, flush=True)
 
     def _place(self) -> str:
         return self._places.get(threading.get_ident(), _nowhere)()
@@ -247,9 +311,11 @@ class Watch:
 
     def _watch(self) -> None:
         latest, latest_s = self._latest, time.monotonic()
+        self._beat(latest_s)
         while True:
             time.sleep(PERIOD_S)
             now_s = time.monotonic()
+            self._beat(now_s)
             if latest is not self._latest:
                 latest, latest_s = self._latest, now_s
             late = [w for w in [*self.waits.values()] if now_s - w.since_s > PATIENCE_S]
@@ -275,6 +341,8 @@ class Watch:
             self._break_off([*self.waits.values()])
             return
         for wait in late:
+            if wait.beats is None:
+                wait.beats = self._beats()
             if now_s - wait.since_s > wait.next_told_s:
                 wait.next_told_s += TOLD_EVERY_S
                 self._tell(wait, now_s - wait.since_s)
@@ -330,8 +398,11 @@ class Watch:
                     found[rank] = store.get(key).decode()
 
         if self._with_store(look) and where not in [found.get(rank) for rank in range(own)]:
+            silent = _silent(wait.beats or {}, self._beats())
             lines = [
-                f"rank {rank} waits in {found[rank]}"
+                f"rank {rank} is not heard of: it has ended, or stopped"
+                if rank in silent
+                else f"rank {rank} waits in {found[rank]}"
                 if rank in found
                 else f"rank {rank} is in none of them"
                 for rank in ranks
@@ -399,6 +470,7 @@ class _AfterHook:
     before: Callable[..., Any]
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        self.watch.explain_last(error)
         self.watch.failed(error, "its script")
         self.before(kind, error, trace)
         if not isinstance(error, KeyboardInterrupt):  # which comes to all
@@ -409,6 +481,7 @@ _FAILURES = "ds_moe_ext/failures"  # how many there are
 _FAILURE = "ds_moe_ext/failure/{}"
 _READERS = "ds_moe_ext/readers"  # how often one was read
 _WAIT = "ds_moe_ext/wait/{}"
+_BEAT = "ds_moe_ext/beat/{}"
 
 
 def _post_failure(store: Store, rank: int, reason: str) -> None:
@@ -420,6 +493,21 @@ def _post_failure(store: Store, rank: int, reason: str) -> None:
 def _take_back(store: Store, rank: int) -> None:
     store.delete_key(_FAILURE.format(rank))
     store.add(_FAILURES, -1)
+
+
+def _silent(before: Mapping[int, bytes], after: Mapping[int, bytes]) -> list[int]:
+    """Ranks that count no more."""
+    return [rank for rank, beat in before.items() if after.get(rank) == beat]
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+
+
+def _is_of_network(error: BaseException) -> bool:
+    """Whether a collective has failed: torch's own class of it, or gloo, which has none."""
+    is_torchs = type(error).__module__.startswith("torch.distributed")
+    return is_torchs or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
 
 def _text(error: BaseException) -> str:

@@ -76,8 +76,10 @@ class Kept:
             raise ValueError(f"--load {folder} has no file {LATEST}; name the folder of --save")
         path = folder / f"iter_{int(latest.read_text()):07d}"
         start_adam(self.optimizer)
-        state = dist_checkpointing.load(self._state(is_loading=True), str(path))
-        if (0 in state["optimizer"]) != (len(_parts(self.optimizer)) > 1):
+        asked = self._state(is_loading=True)
+        has_two = 0 in asked["optimizer"]
+        state = dist_checkpointing.load(asked, str(path))
+        if (0 in state["optimizer"]) != has_two:
             raise ValueError(
                 f"--load {path}: with --expert-model-parallel-size above 1 Megatron keeps a second "
                 "optimizer for experts, with 1 it does not, and one cannot load the other's state; "

@@ -110,15 +110,31 @@ def _stripped(original: Any) -> Any:
 
 def _saved(original: Any) -> Any:
     @functools.wraps(original)
-    def save(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    def save(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         parted = active_settings.worlds()
-        if parted is None:
-            return original(sharded_state_dict, *args, **kwargs)
-        from ds_moe_ext.hosts.megatron import role_checkpoint
+        if active_settings.chosen() is None:
+            return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        from ds_moe_ext.hosts.megatron import checkpoint_sums, role_checkpoint
 
-        return role_checkpoint.save_together(original, parted, sharded_state_dict, *args, **kwargs)
+        sealed = functools.partial(checkpoint_sums.save_sealed, original)
+        if parted is None:
+            return sealed(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        state = sharded_state_dict, checkpoint_dir
+        return role_checkpoint.save_together(sealed, parted, *state, *args, **kwargs)
 
     return save
+
+
+def _checked(original: Any) -> Any:
+    @functools.wraps(original)
+    def load(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        if active_settings.chosen() is not None:
+            from ds_moe_ext.hosts.megatron import checkpoint_sums
+
+            checkpoint_sums.check(checkpoint_dir)
+        return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+
+    return load
 
 
 def _counted(original: Any) -> Any:
@@ -173,8 +189,15 @@ PATCHES = (
         "save",
         "megatron.core.dist_checkpointing.serialization:save",
         VERSIONS,
-        "where ranks have roles, they write one checkpoint together",
+        "checksums are written beside; where ranks have roles, they write one checkpoint together",
         _saved,
+    ),
+    Patch(
+        "check",
+        "megatron.core.dist_checkpointing.serialization:load",
+        VERSIONS,
+        "damaged files are refused before Megatron reads them",
+        _checked,
     ),
     Patch(
         "start",

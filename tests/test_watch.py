@@ -155,6 +155,63 @@ def test_a_stall_is_told_and_no_more(ranks: list[Rank], capsys: pytest.CaptureFi
     assert first.broken == second.broken == []
 
 
+def test_a_rank_that_was_killed_is_named(
+    ranks: list[Rank], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has counted, and does no more; who finds that tells the others."""
+    first, second = ranks
+    first.watch.at(lambda: "layer 1")
+    second.watch._beat(1000.0)
+    first.watch.came(GROUP)
+    first.late(3.0)
+    first.late(11.0)
+    assert "rank 1 is not heard of: it has ended, or stopped" in capsys.readouterr().err
+    error = first.watch.explained(first.watch.left(), RuntimeError("closed"))
+    assert isinstance(error, BrokenOff)
+    assert str(error).startswith("rank 1 ended, or stopped, without a word: nothing has been heard")
+    assert str(error).endswith("(this rank waited in layer 1)")
+    other = Watch(_wires=replace(second.watch._wires, rank=2, world_size=3))  # type: ignore[type-var]
+    other.came(GROUP)
+    told = other.explained(other.left(), RuntimeError("closed"))
+    assert str(told).startswith("rank 1 ended")
+
+
+def test_a_script_that_ends_by_a_killed_rank_says_so(
+    ranks: list[Rank], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a collective of the host's optimizer."""
+    first, second = ranks
+    second.watch._beat(1000.0)
+    first.watch.explain_last(ValueError("a mistake"))
+    assert capsys.readouterr().err == ""
+    first.watch.explain_last(RuntimeError("gloo: connection reset"))
+    assert capsys.readouterr().err.startswith("ds_moe_ext: rank 1 ended, or stopped")
+    assert first.watch.has_failed
+
+
+def test_a_store_that_is_gone_is_told(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where rank 0 keeps it, and was killed."""
+    first, _ = ranks
+    monkeypatch.setattr(first.watch, "_with_store", lambda work: False)
+    first.watch.came(GROUP)
+    error = first.watch.explained(first.watch.left(), RuntimeError("closed"))
+    assert str(error).startswith("the store by which ranks met does not answer")
+
+
+def test_who_counts_on_is_not_named(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host's collective that fails, while the other rank is there."""
+    first, second = ranks
+    second.watch._beat(1000.0)
+    beats = iter([{1: b"1"}, {1: b"2"}])
+    monkeypatch.setattr(first.watch, "_beats", lambda: next(beats))
+    with (
+        pytest.raises(RuntimeError, match="gloo says") as caught,
+        first.watch.host_pass("engine.step"),
+    ):
+        raise RuntimeError("gloo says something")
+    assert not isinstance(caught.value, BrokenOff)
+
+
 IN_A_FAKE_GROUP = """
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore

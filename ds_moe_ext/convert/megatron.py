@@ -24,6 +24,7 @@ from ds_moe_ext.convert.source import Source, Stored
 from ds_moe_ext.convert.tables import Cell, cells, of_model
 from ds_moe_ext.convert.target import Maker
 from ds_moe_ext.files import unpickle
+from ds_moe_ext.hosts.megatron import checkpoint_sums
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BACKENDS, COMMON = "metadata.json", "common.pt"
@@ -98,7 +99,12 @@ def _is_of_optimizer(name: str) -> bool:
 
 
 def open_source(folder: Path, model: Model) -> Source:
-    """Its tensors."""
+    """Its tensors.
+
+    Raises:
+        ValueError: a file is not what was written, where that can be told.
+    """
+    checkpoint_sums.check_part(folder)
     stored = dcp.Folder(folder)
     tensors = {
         name: Stored(tuple(kept.size), kept.properties.dtype, partial(stored.read, name))

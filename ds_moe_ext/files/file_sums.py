@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 FileSum = Sequence[int]
 """Bytes of a file, and their CRC-32."""
@@ -22,9 +25,28 @@ def sum_of(path: Path) -> FileSum:
     return num_bytes, crc
 
 
-def sums_of(folder: Path, names: Iterable[str]) -> dict[str, FileSum]:
-    """Those of files in a folder, by their names from there."""
+def sums_of(folder: Path, names: Sequence[str]) -> dict[str, FileSum]:
+    """Those of files that were written, by their names from the folder; they are on the disk then,
+    and not only on their way to it."""
+    for name in names:
+        with (folder / name).open("rb") as file:
+            os.fsync(file.fileno())
     return {name: sum_of(folder / name) for name in names}
+
+
+def sum_of_document(document: Mapping[str, Any]) -> int:
+    """CRC-32 of what a document of JSON says, however it is written."""
+    return zlib.crc32(json.dumps(document, sort_keys=True).encode())
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is there whole or not at all, whenever this process or machine ends."""
+    new = path.with_name(f"{path.name}.new")
+    with new.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
 
 
 def check(folder: Path, sums: Mapping[str, FileSum], told_by: str) -> None:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A script that trains under prophet, whose first rank fails or comes late in its fourth step."""
+"""A script that trains under prophet, whose first rank fails, dies or comes late in its fourth
+step."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -28,6 +30,8 @@ def main(how: str) -> None:
     for step in range(4):
         if step == 3 and rank == 0 and how == "late":
             time.sleep(13.0)
+        if step == 3 and rank == 0 and how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
         if step == 3 and rank == 0 and how == "fail":
             for layer in engine.ds_moe_ext.run.layers:
                 layer.routed.function = fail

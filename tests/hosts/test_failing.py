@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -97,6 +98,16 @@ def test_processes_end_of_themselves() -> None:
     assert "ValueError: it broke" in failed
     assert "BrokenOff: rank 0 failed in model.layers." in other
     assert "ValueError: it broke" in other
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_named() -> None:
+    """Without a launcher that would end the other; see also ``launch/bench/kills.py``."""
+    start = time.monotonic()
+    _, other = run_script(SCRIPT, "die", world_size=2, path=(ROOT,), good=False)
+    assert time.monotonic() - start < 100.0
+    assert "BrokenOff: rank 0 ended, or stopped, without a word" in other
+    assert re.search(r"\(this rank (waited|was) in (model\.layers|engine)\.", other)
 
 
 @pytest.mark.slow

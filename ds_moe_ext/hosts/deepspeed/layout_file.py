@@ -7,7 +7,6 @@ A save has an id, which all of its parts have: this file, DeepSpeed's and our fo
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,8 +67,8 @@ class SavedLayout:
     def write(self, folder: Path) -> None:
         """Write it; that it is there says that all else is."""
         document = {"format": FORMAT, **asdict(self)}
-        document = {"format": FORMAT, "crc32": _sum_of(document), **asdict(self)}
-        (folder / LAYOUT_FILE).write_text(json.dumps(document, indent=1), encoding="utf-8")
+        document = {"format": FORMAT, "crc32": file_sums.sum_of_document(document), **asdict(self)}
+        file_sums.write_whole(folder / LAYOUT_FILE, json.dumps(document, indent=1))
 
     @classmethod
     def read(cls, folder: Path) -> SavedLayout:
@@ -107,7 +106,7 @@ class SavedLayout:
         if document["format"] == FORMAT:
             document = dict(document)
             told = document.pop("crc32", 0)  # null where a person has changed something
-            if told is not None and told != _sum_of(document):
+            if told is not None and told != file_sums.sum_of_document(document):
                 raise ValueError("its crc32 is another")
         given = {key: value for key, value in document.items() if key != "format"}
         return read_record(cls, {"expert_sharding_size": 1, **given}, "it")
@@ -155,11 +154,6 @@ class SavedLayout:
                 f"{path} is of another save than {LAYOUT_FILE} beside it ({told} and {self.save}): "
                 "parts of two checkpoints lie together; copy one of them whole, or choose another"
             )
-
-
-def _sum_of(document: Mapping[str, Any]) -> int:
-    """Of what a document says, however it is written."""
-    return zlib.crc32(json.dumps(document, sort_keys=True).encode())
 
 
 def _damaged(path: Path, error: BaseException) -> ValueError:

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint in Megatron's distributed form is whole, or it is refused: lengths and checksums of
+all its files lie beside them, in a file that is written last.
+
+Megatron looks at no file that it does not know; a checkpoint without that file, as stock Megatron
+writes it, is loaded as Megatron loads it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_moe_ext.comm import gather_objects
+from ds_moe_ext.files import file_sums
+from ds_moe_ext.files.file_sums import FileSum
+
+SUMS_FILE = "ds_moe_ext_files.json"
+FORMAT = 1
+
+
+def save_sealed(
+    save: Callable[..., Any], state: Any, folder: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Call ``dist_checkpointing.save``, and write the sums when all files are there. Collective.
+
+    Returns:
+        What it returns: where it goes on in the background a request, whose end writes them.
+    """
+    path = Path(folder)
+    if dist.get_rank() == 0:
+        (path / SUMS_FILE).unlink(missing_ok=True)  # of one that is being overwritten
+    request = save(state, folder, *args, **kwargs)
+    if request is None:
+        _seal(path)
+    else:
+        request.finalize_fns.append(lambda: _seal(path))
+    return request
+
+
+def check(folder: Any) -> None:
+    """Whether a checkpoint's files are what was written; each rank reads a part. Collective.
+
+    Raises:
+        ValueError: on all ranks: a file is missing, damaged or of another save.
+    """
+    text = ""
+    try:
+        check_part(Path(folder), place=dist.get_rank(), num_places=dist.get_world_size())
+    except ValueError as error:
+        text = str(error)
+    told = next(filter(None, gather_objects(text, None)), None)
+    if told is not None:
+        raise ValueError(told)
+
+
+def check_part(folder: Path, *, place: int = 0, num_places: int = 1) -> None:
+    """Likewise for one reader of so many; no collective.
+
+    Raises:
+        ValueError: a file of its part is missing, damaged or of another save.
+    """
+    sums = _read(folder / SUMS_FILE)
+    names = sorted(sums)[place::num_places]
+    file_sums.check(folder, {name: sums[name] for name in names}, SUMS_FILE)
+
+
+def _seal(folder: Path) -> None:
+    """Collective."""
+    if not gather_objects(folder.is_dir(), None)[0]:  # in an object store
+        return
+    rank = dist.get_rank()
+    own = [name for name in _names(folder) if _writer(name) == rank]
+    told = gather_objects(file_sums.sums_of(folder, own), None)
+    if rank == 0:
+        files = {name: each for theirs in told for name, each in theirs.items()}
+        document = {"format": FORMAT, "files": files}
+        text = json.dumps({**document, "crc32": file_sums.sum_of_document(document)}, indent=1)
+        file_sums.write_whole(folder / SUMS_FILE, text)
+
+
+def _names(folder: Path) -> list[str]:
+    return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+
+
+def _writer(name: str) -> int:
+    """The rank that has written a file, or sums it up: it need not come over the network again."""
+    named = re.match(r"__(\d+)_", name)
+    rank = int(named[1]) if named else 0
+    return rank if rank < dist.get_world_size() else 0
+
+
+def _read(path: Path) -> Mapping[str, FileSum]:
+    """What the file says; nothing where it is not there.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    if not path.exists():
+        return {}
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        crc = document.pop("crc32")
+        if crc is not None and crc != file_sums.sum_of_document(document):
+            raise ValueError("its crc32 is another")
+        return {name: (int(size), int(crc)) for name, (size, crc) in document["files"].items()}
+    except Exception as error:  # what is damaged may be anything
+        raise ValueError(
+            f"{path} cannot be read ({error}): it is damaged; copy the whole folder again, or "
+            "choose another checkpoint (if you have changed the checkpoint yourself, remove it)"
+        ) from error

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that are killed or stopped at random moments: how soon the others end, and what is left.
+
+`python launch/bench/kills.py --cases 28`
+`python launch/bench/kills.py --how save --cases 50`
+
+Cases take turns between hosts, strategies and what happens. No launcher ends the others, as
+torchrun would: they end by themselves or are counted as hanging. In cases of a save, ranks save
+after every step until all are killed at once; then the last checkpoint must be loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.distributed import TCPStore
+
+STRATEGIES = ("ep", "fssdp", "prophet", "esp over fssdp", "zebra")
+HOSTS = ("deepspeed", "megatron")
+SHARED = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What happens to whom.
+
+    Attributes:
+        host, strategy: of the run.
+        how: "kill", "stop" or "save".
+        victim: the rank; in a save all are killed.
+        after_s: seconds behind the third step; in a save, behind the first checkpoint.
+    """
+
+    host: str
+    strategy: str
+    how: str
+    victim: int
+    after_s: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of it.
+
+    Attributes:
+        case: what happened.
+        ended_s: when the last of the others had ended; in a stop, when the first line was told.
+            None: not in time.
+        names_layer, names_rank: what the others told says where they waited, and for whom.
+        is_loaded: of a save: the last checkpoint was loaded.
+        told: by the others, at the end.
+    """
+
+    case: Case
+    ended_s: float | None
+    names_layer: bool
+    names_rank: bool
+    is_loaded: bool | None
+    told: str
+
+
+def train(rank: int, port: int, case: Case, folder: Path, loads: bool) -> None:
+    """What each of two ranks does, in a process of its own."""
+    output = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", GLOO_SOCKET_IFNAME="lo")
+    from small_runs import made
+
+    run = made(case.host, case.strategy)
+    if loads:
+        run.load(folder / "saved")
+        run.step()
+        print("loaded", flush=True)
+        dist.barrier()
+        os._exit(0)  # nothing is asked of the end
+    number = 0
+    while True:
+        run.step()
+        number += 1
+        print("step", number, flush=True)
+        if case.how == "save" and number > 1:
+            run.save(folder / "saved")
+            print("saved", number, flush=True)
+
+
+@contextmanager
+def started(case: Case, folder: Path, loads: bool = False) -> Iterator[list[ForkServerProcess]]:
+    """The ranks, which end with the block."""
+    context = multiprocessing.get_context("forkserver")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = []
+    for rank in range(2):
+        given = (rank, store.port, case, folder, loads)
+        ranks.append(context.Process(target=train, args=given, daemon=False))
+        ranks[-1].start()
+    try:
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+        del store
+
+
+def text_of(folder: Path, rank: int) -> str:
+    """What a rank has printed."""
+    path = folder / f"rank{rank}.log"
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def wait_for(done: Any, seconds: float) -> float | None:
+    """Seconds until it is true; None where it did not come to that."""
+    begun_s = time.monotonic()
+    while not done():
+        if time.monotonic() - begun_s > seconds:
+            return None
+        time.sleep(0.05)
+    return time.monotonic() - begun_s
+
+
+def outcome(case: Case, patience_s: float) -> Outcome:
+    """Run one case."""
+    folder = Path(tempfile.mkdtemp(prefix="kills_"))
+    marks = "saved 2" if case.how == "save" else "step 3"
+    loaded, names_layer, names_rank, told = None, False, False, ""
+    with started(case, folder) as ranks:
+        if wait_for(lambda: all(marks in text_of(folder, r) for r in range(2)), 120) is None:
+            raise RuntimeError(f"{case} did not start: {text_of(folder, 0)[-3000:]}")
+        time.sleep(case.after_s)
+        if case.how == "save":
+            for process in ranks:
+                os.kill(int(process.pid or 0), signal.SIGKILL)
+            ended_s = wait_for(lambda: not any(p.is_alive() for p in ranks), patience_s)
+        else:
+            victim, other = ranks[case.victim], ranks[1 - case.victim]
+            length = len(text_of(folder, 1 - case.victim))
+            word = signal.SIGKILL if case.how == "kill" else signal.SIGSTOP
+            os.kill(int(victim.pid or 0), word)
+
+            def is_told() -> bool:
+                return "ds_moe_ext:" in text_of(folder, 1 - case.victim)[length:]
+
+            def has_ended() -> bool:
+                return not other.is_alive()
+
+            ended_s = wait_for(has_ended if case.how == "kill" else is_told, patience_s)
+            told = text_of(folder, 1 - case.victim)[length:]
+            names_layer = re.search(r"layers\.\d|engine\.|a step's passes", told) is not None
+            names_rank = re.search(rf"rank {case.victim} ", told) is not None
+    if case.how == "save":
+        with started(case, folder, loads=True):
+            loaded = all(
+                wait_for(lambda r=r: "loaded" in text_of(folder, r), patience_s) is not None
+                for r in range(2)
+            )
+            told = text_of(folder, 0)[-2000:]
+    shutil.rmtree(folder)
+    return Outcome(case, ended_s, names_layer, names_rank, loaded, told)
+
+
+def files_there() -> set[str]:
+    """Names in shared memory and among temporary files, without those of multiprocessing here."""
+    names = {*os.listdir(SHARED), *os.listdir(tempfile.gettempdir())}
+    return {name for name in names if not name.startswith("pymp-")}
+
+
+def main() -> None:
+    """Draw cases, run them, count."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=len(HOSTS) * len(STRATEGIES) * 2)
+    parser.add_argument("--how", nargs="+", choices=("kill", "stop", "save"), default=["kill"])
+    parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=HOSTS)
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
+    parser.add_argument("--at_once", type=int, default=1, help="cases; their ranks share the cores")
+    parser.add_argument("--patience_s", type=float, default=60.0)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after these")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write all outcomes here")
+    given = parser.parse_args()
+    preload = ["deepspeed", "transformers.models.mixtral.modeling_mixtral", "small_runs"]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+    draw, begun_s, found = random.Random(given.seed), time.monotonic(), list[Outcome]()
+    kinds = [(h, s, w) for w in given.how for s in given.strategies for h in given.hosts]
+    cases = []
+    for number in range(given.cases):
+        host, strategy, how = kinds[number % len(kinds)]
+        cases.append(Case(host, strategy, how, draw.randrange(2), draw.uniform(0, 2.0)))
+    before = files_there()
+
+    def tried(case: Case) -> None:
+        if time.monotonic() - begun_s < given.seconds:
+            found.append(outcome(case, given.patience_s))
+
+    with ThreadPoolExecutor(given.at_once) as workers:
+        list(workers.map(tried, cases))
+    if given.json:
+        given.json.write_text(json.dumps([asdict(each) for each in found], indent=1))
+    print(
+        "left in /dev/shm and the folder for temporary files:", *(files_there() - before or ["-"])
+    )
+    show(found)
+
+
+def show(found: list[Outcome]) -> None:
+    """A line for each kind of case."""
+    table = Table(title=f"{len(found)} cases, two ranks")
+    for name in ("host", "strategy", "what", "cases", "ended or told", "seconds: median, most"):
+        table.add_column(name)
+    for name in ("names a layer", "names the rank", "loaded"):
+        table.add_column(name)
+    for kind in dict.fromkeys((o.case.host, o.case.strategy, o.case.how) for o in found):
+        own = [o for o in found if (o.case.host, o.case.strategy, o.case.how) == kind]
+        seconds = sorted(o.ended_s for o in own if o.ended_s is not None)
+        typical = f"{seconds[len(seconds) // 2]:.1f}, {seconds[-1]:.1f}" if seconds else ""
+        counts = (len(own), len(seconds), typical, sum(o.names_layer for o in own))
+        more = (sum(o.names_rank for o in own), sum(bool(o.is_loaded) for o in own))
+        table.add_row(*kind, *map(str, (*counts, *more)))
+    Console(width=130).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint that Megatron wrote under us is whole, or refused by the name of what is wrong,
+before Megatron reads it; whatever is planted in it, nothing is run."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+from ds_moe_ext.hosts.megatron.checkpoint_sums import SUMS_FILE
+from tests.hosts.megatron_jobs import Training, megatron
+from tests.hosts.megatron_toy import MegatronRun
+from tests.hosts.test_megatron_checkpoint import FULLY, block, load, save, steps
+from tests.payloads import Payload, archive_of
+from tests.ranks import pool_of
+
+RUN = MegatronRun(ep=2, optimizer="distributed")
+
+
+class Told(NamedTuple):
+    """Of one rank.
+
+    Attributes:
+        files: names of those that were written.
+        damaged: by file and damage, what loading told.
+    """
+
+    files: list[str]
+    damaged: dict[tuple[str, str], str]
+
+
+def damages(whole: bytes, marker: Path) -> dict[str, bytes | None]:
+    """A bit, the last byte, the file, and two payloads in its place."""
+    middle = len(whole) // 2
+    return {
+        "a bit": whole[:middle] + bytes([whole[middle] ^ 8]) + whole[middle + 1 :],
+        "the end": whole[:-1],
+        "all": None,
+        "a payload": pickle.dumps(Payload(marker)),
+        "an archive": archive_of(Payload(marker)),
+    }
+
+
+def refusals(rank: int, world_size: int, folder: str, marker: str) -> Told:
+    """What loading says of each file, damaged in each way."""
+    told: dict[tuple[str, str], str] = {}
+    with megatron(RUN, block("ep")):
+        training = Training(RUN)
+        steps(training, 0, 1)
+        save(training, folder, FULLY)
+        dist.barrier()
+        paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        for path in paths:
+            whole = path.read_bytes()
+            for name, contents in damages(whole, Path(marker)).items():
+                if path.name == SUMS_FILE and contents is None:
+                    continue  # it is then as stock Megatron writes it
+                dist.barrier()
+                if rank == 0:
+                    path.unlink() if contents is None else path.write_bytes(contents)
+                dist.barrier()
+                with pytest.raises(ValueError, match=path.name.replace(".", r"\.")) as caught:
+                    load(training, folder, FULLY)
+                told[path.name, name] = str(caught.value)
+            dist.barrier()
+            if rank == 0:
+                path.write_bytes(whole)
+            dist.barrier()
+        load(training, folder, FULLY)
+        if rank == 0:
+            (Path(folder) / SUMS_FILE).unlink()
+        dist.barrier()
+        load(training, folder, FULLY)  # as Megatron loads it
+    return Told([path.name for path in paths], told)
+
+
+def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
+    folder, marker = tmp_path / "saved", tmp_path / "marker"
+    folder.mkdir()
+    first, second = pool_of(2).run(refusals, str(folder), str(marker))
+    assert first == second
+    assert {SUMS_FILE, ".metadata", "common.pt", "metadata.json"} < set(first.files)
+    assert {".distcp"} < {Path(name).suffix for name in first.files}
+    assert len(first.damaged) == 5 * len(first.files) - 1
+    assert not any("\n" in text for text in first.damaged.values())
+    assert not marker.exists()
+
+
+def sealed(rank: int, world_size: int, folder: str) -> None:
+    """Two saves into one folder, as where a run was started again."""
+    with megatron(RUN, block("fssdp")):
+        training = Training(RUN)
+        for _ in range(2):
+            steps(training, 0, 1)
+            save(training, folder, FULLY)
+
+
+def test_a_folder_that_is_written_again_has_new_sums(tmp_path: Path) -> None:
+    pool_of(2).run(sealed, str(tmp_path))
+    document = json.loads((tmp_path / SUMS_FILE).read_text())
+    files = {str(p.relative_to(tmp_path)): p.stat().st_size for p in tmp_path.rglob("*")}
+    del files[SUMS_FILE]
+    assert {name: size for name, (size, _) in document["files"].items()} == files
