@@ -299,12 +299,15 @@ def end_table(record: RunRecord) -> Table:
 def time_table(record: RunRecord) -> Table:
     """Where the time of rank 0's layers went, and of all ranks', where they have told; what runs
     beside something else is counted too."""
-    table = Table(title="ds_moe_ext: rank 0, mean of the timed steps", title_justify="left")
+    table = Table(
+        title="ds_moe_ext: rank 0, mean of the timed steps; share of all tasks' time",
+        title_justify="left",
+    )
     table.add_column("task")
     ranks = record.ranks
     others = {} if ranks is None else dict(zip(ranks.kinds_K, ranks.seconds_KR))
     of_all = ("mean of all ranks", "largest, of rank") if others else ()
-    for heading in ("ms a step", "of all", *of_all):
+    for heading in ("ms a step", "share", *of_all):
         table.add_column(heading, justify="right")
     total = sum(record.seconds_by_kind.values())
     for kind, seconds in sorted(record.seconds_by_kind.items(), key=lambda item: -item[1]):
