@@ -374,6 +374,11 @@ MODELS = {
         ("sequence_parallel_size is 2", "UlyssesSP", "set it to 1"),
         document={"sequence_parallel_size": 2},
     ),
+    "AutoTP and DeepSpeed's own MoE": Case(
+        ("autotp_size is 2, and the model has a deepspeed.moe", "set it to 1"),
+        model=native,
+        document={"tensor_parallel": {"autotp_size": 2}},
+    ),
     "AutoTP and an mpu": Case(
         ("tensor_parallel.autotp_size is 2, and an mpu was passed", "leave out one"),
         document={"tensor_parallel": {"autotp_size": 2}},

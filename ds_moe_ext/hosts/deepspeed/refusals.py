@@ -183,6 +183,12 @@ def _divided_twice(given: Given) -> str:
     return f"{_is_autotp(given)}, and an mpu was passed" if has_groups and _is_autotp(given) else ""
 
 
+def _native_divided(given: Given) -> str:
+    is_native = any(isinstance(module, MoE) for module in given.model.modules())
+    asked = _is_autotp(given)
+    return f"{asked}, and the model has a deepspeed.moe.layer.MoE" if is_native and asked else ""
+
+
 _SEQUENCES = "sequence_parallel_size"
 _ULYSSES = "pass the mpu that UlyssesSPAttentionHF.register_with_transformers returns"
 
@@ -262,6 +268,12 @@ UNSUPPORTED = (
         _divided_twice,
         "AutoTP makes tensor parallel groups of its own",
         "leave out one of the two",
+    ),
+    Refusal(
+        f"{_AUTOTP} above 1 with deepspeed.moe.layer.MoE",
+        _native_divided,
+        "gradients of its gate are not those of the undivided model",
+        "set it to 1, or use a model of transformers",
     ),
     Refusal(
         f"mesh_param of deepspeed.initialize, or data_parallel_size with {_SEQUENCES}",
