@@ -195,12 +195,15 @@ def engine_of(pipeline: Pipeline, world_size: int) -> Any:
     if job.dtype == "float64":
         model.double()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    document = jobs.document_of(job, world_size // pipeline.num_stages)
+    if job.sgd and job.optimizer == "json":
+        document["optimizer"] = {"type": "SGD", "params": {"lr": job.learning_rate}}
     made = jobs._torch_optimizer(job, parameters) if job.optimizer == "object" else None
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=None if made else parameters,
         optimizer=made,
-        config=jobs.document_of(job, world_size // pipeline.num_stages),
+        config=document,
     )
     if job.dtype == "float64":
         engine.allreduce_gradients = lambda bucket_size: jobs._reduce_in_float64(engine)
