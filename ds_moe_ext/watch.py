@@ -281,11 +281,14 @@ class Watch:
         """What other ranks have counted to."""
         wires, found = self._wires, dict[int, bytes]()
         assert wires is not None
+        others = [rank for rank in range(wires.world_size) if rank != wires.rank]
 
         def look(store: Store) -> None:
-            for rank in range(wires.world_size):
-                if rank != wires.rank and store.check([_BEAT.format(rank)]):
-                    found[rank] = store.get(_BEAT.format(rank))
+            keys = {rank: _BEAT.format(rank) for rank in others}
+            if not store.check([*keys.values()]):
+                keys = {rank: key for rank, key in keys.items() if store.check([key])}
+            if keys:
+                found.update(zip(keys, store.multi_get([*keys.values()])))
 
         return found if self._with_store(look) else {}
 

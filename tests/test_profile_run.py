@@ -65,6 +65,7 @@ def start(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 # Launched.
 
 
+@pytest.mark.slow
 def test_two_ranks_by_torchrun(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     done = start(tmp_path, *torchrun, *MODULE, *SMALL, "--out", "ours.json", "--window-s", "0.1")

@@ -49,9 +49,10 @@ OURS: Mapping[str, Strategy] = {
 }
 
 
-GUARDED = ("fssdp", "fssdp, planned share", "prophet", "auto, by turns")
+GUARDED = ("ep, send once", "fssdp", "fssdp, planned share", "prophet", "auto, by turns")
 """By the priced share, which goes by planned parts and prophet's copies, too, and by those whose
-turn it is; the share that fssdp has by default, in test_configurations.py."""
+turn it is; the share that fssdp has by default, in test_configurations.py; rows sent once, in
+test_layer.py."""
 
 
 @pytest.mark.parametrize("name", [slow(name) if name in GUARDED else name for name in OURS])
@@ -103,7 +104,7 @@ def test_the_page_has_two_strategies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [slow("busiest:Busiest", '{"num_copied": 2}'), ("paying:Paying", "{}")]
+    ("name", "options"), [slow("busiest:Busiest", '{"num_copied": 2}'), slow("paying:Paying", "{}")]
 )
 def test_strategies_of_the_page_pass(tmp_path: Path, name: str, options: str) -> None:
     for path, text in modules_of_the_page().items():

@@ -31,6 +31,9 @@ class Store:
     def get(self, key: str) -> bytes:
         return self.values[key]
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.values[key] for key in keys]
+
     def add(self, key: str, amount: int) -> int:
         total = int(self.values.get(key, b"0")) + amount
         self.values[key] = str(total).encode()

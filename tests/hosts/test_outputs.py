@@ -148,7 +148,10 @@ def document(folder: Path, **report: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("how", [(), ("stuck",)], ids=["running", "stuck"])
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param((), marks=pytest.mark.slow, id="running"), pytest.param(("stuck",), id="stuck")],
+)
 def test_a_report_is_there_after_sigterm(tmp_path: Path, how: tuple[str, ...]) -> None:
     """Also where rank 0 waits for another, and no instruction of Python comes."""
     script = ROOT / "tests/hosts/endless_run.py"

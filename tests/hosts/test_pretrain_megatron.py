@@ -89,6 +89,7 @@ def saved_and_resumed(started: Started, *flags: str) -> dict[str, dict[str, Any]
     )
 
 
+@pytest.mark.slow
 def test_losses_fall_and_a_resumed_run_has_the_same(tmp_path: Path) -> None:
     summaries = saved_and_resumed(Started(tmp_path, num_ranks=2), *EP_2)
     whole = summaries["whole"]

@@ -327,6 +327,7 @@ def seen(rank: int, world_size: int, folder: str) -> int:
     return len(ds_moe_ext.recorder_of(moe).record().steps_I)
 
 
+@pytest.mark.slow
 def test_the_script_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     script = ROOT / "launch/pretrain_torch.py"
     common = ("--model", str(ROOT / "configs/models/mixtral_tiny.json"), "--sequence_length", "16")

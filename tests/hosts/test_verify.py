@@ -170,6 +170,7 @@ def verified(folder: Path, *command: str, num_steps: int = 5) -> tuple[int, dict
 TORCHRUN = ("torchrun", "--standalone", "--nproc_per_node", "2")
 
 
+@pytest.mark.slow
 def test_the_command_finds_an_error_in_a_script_without_seeds(tmp_path: Path) -> None:
     config = tmp_path / "moe.json"
     config.write_text('{"ds_moe_ext": {"enabled": true, "report": {"enabled": false}}}')

@@ -153,6 +153,7 @@ def compared(rank: int, world_size: int, words: tuple[str, ...]) -> list[Result]
     return slow_links.compare(contenders, load, num_rounds=1, steps_per_round=1)
 
 
+@pytest.mark.slow
 def test_contenders_agree_and_copies_level_the_ranks() -> None:
     """Of all links the fastest: what is timed means nothing, what is counted does."""
     results, *others = pool_of(4).run(compared, SMALL)

@@ -184,9 +184,9 @@ def _divided_twice(given: Given) -> str:
 
 
 def _native_divided(given: Given) -> str:
-    is_native = any(isinstance(module, MoE) for module in given.model.modules())
     asked = _is_autotp(given)
-    return f"{asked}, and the model has a deepspeed.moe.layer.MoE" if is_native and asked else ""
+    is_native = asked and any(isinstance(module, MoE) for module in given.model.modules())
+    return f"{asked}, and the model has a deepspeed.moe.layer.MoE" if is_native else ""
 
 
 _SEQUENCES = "sequence_parallel_size"
