@@ -37,6 +37,7 @@ from ds_moe_ext.strategies.esp import ExpertSharding, TwoDegrees
 from ds_moe_ext.strategy import Job, Strategy
 from ds_moe_ext.testing import relative_error
 from tests.hosts import jobs
+from tests.marks import slow
 from tests.ranks import pool_of
 
 D, F, E, T, TOP_K = 16, 24, 4, 22, 2
@@ -658,7 +659,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [slow("esp"), "fssdp", slow("prophet")])
 def test_an_engine_trains_alike_with_observers_and_exact_codecs(strategy: str) -> None:
     job = jobs.Job("mixtral", 0, dtype="float64", steps=4, strategy=strategy)
     job = replace(job, keys=STRATEGIES[strategy])

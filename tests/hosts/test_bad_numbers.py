@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.hosts.jobs import Job, _float16_on_a_cpu, engine_of, loss_of, micro_batch
 from tests.hosts.zebra_runs import zebra
+from tests.marks import slow
 from tests.ranks import pool_of, preload
 
 preload("deepspeed", "transformers")
@@ -62,7 +63,7 @@ def trained(rank: int, world_size: int, job: Job, what: str, bad: int) -> tuple[
         return changed, int(engine.skipped_steps)
 
 
-@pytest.mark.parametrize("what", ["logits", "loss"])
+@pytest.mark.parametrize("what", ["logits", slow("loss")])
 @pytest.mark.parametrize("name", JOBS)
 def test_all_ranks_skip_the_step(name: str, what: str) -> None:
     for changed, num_skipped in pool_of(2).run(trained, JOBS[name], what, 0):

@@ -120,7 +120,7 @@ def test_four_ranks_equal_one(family: str, name: str) -> None:
 WEIGHTS = {"cosine": {"projection", "direction", "sharpness"}}
 
 
-@pytest.mark.parametrize("name", ["two soft slots", slow("expert choice"), slow("cosine")])
+@pytest.mark.parametrize("name", ["expert choice", slow("two soft slots"), slow("cosine")])
 def test_split_experts_take_any_gate(name: str) -> None:
     """Two cells of two ranks against two grids of two cells, by DeepSpeed's own reduction."""
     job = Job("mixtral", 1, gate=GATES[name], steps=3, cells=2)

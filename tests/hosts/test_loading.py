@@ -42,7 +42,7 @@ def attached(folder: Path, code: str, **environment: str) -> list[str]:
 @pytest.mark.parametrize(
     "code",
     [
-        "from deepspeed.runtime.engine import DeepSpeedEngine",
+        slow("from deepspeed.runtime.engine import DeepSpeedEngine"),
         "import torch, transformers, accelerate, deepspeed",
         slow("import torch, deepspeed"),
         slow("import deepspeed"),

@@ -111,7 +111,7 @@ def undivided() -> Run:
     [
         slow(4, Case(2, 2)),
         slow(4, Case(2, 2, sequence_parallel=True)),
-        (4, Case(1, 2)),
+        slow(4, Case(1, 2)),
         (4, Case(2, 2, sequence_parallel=True, stage=2)),
         (4, Case(2, 2, stage=3)),
         slow(4, Case(2, 1, stage=3)),
