@@ -100,7 +100,7 @@ def _esp(name: str, cell_size: int, **keys: Any) -> Way:
 def auto_ways() -> Iterator[Way]:
     """What chooses, often; and each of those that it chooses from."""
     stays = {"fssdp": {"reshard_interval": 0}}
-    yield Way("auto", {"strategy": "auto", "auto": {"interval": 5}, **stays})
+    yield Way("auto", {"strategy": "auto", "auto": {"interval": 10}, **stays})
     yield _fssdp("fssdp, t and m measured")
     yield _prophet("prophet")
     yield _esp("esp", 1)
