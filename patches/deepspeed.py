@@ -168,6 +168,7 @@ def _then_slice(original: Any) -> Any:
         with parameter_groups.undivided(self, client_optimizer) if is_apart else nullcontext():
             original(self, client_optimizer, *args)
         role_engine.join(self)
+        engine.clip_halves_by_global_norm(self)
         engine_record.share(self)
         slices = engine_record.record_of(self).slices
         if slices is not None and not self.zero_optimization():

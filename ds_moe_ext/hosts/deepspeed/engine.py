@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +14,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject.auto_ep_layer import ReplacementSourceMap
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups
-from torch import nn
+from torch import Tensor, nn
 
 from ds_moe_ext.attachment import replacement
 from ds_moe_ext.attachment.dynamo import named_modules
@@ -370,6 +371,35 @@ def clip_by_global_norm(engine: Any) -> bool:
     if run is None:
         return False
     parameters = [p for p in engine.module.parameters() if p.grad is not None]
+    clip_gradients(engine, parameters, _global_norm(engine, run, parameters))
+    return True
+
+
+def clip_halves_by_global_norm(engine: Any) -> None:
+    """Let half precision at ZeRO stage 0 clip by that norm, too.
+
+    DeepSpeed's wrapper of an optimizer that takes no flat weights leaves all experts out. What it
+    reports is the norm of scaled gradients, as before.
+
+    Args:
+        engine: whose optimizer has just been made.
+    """
+    run, optimizer = run_of(engine), engine.optimizer
+    if run is None or not isinstance(optimizer, FP16_UnfusedOptimizer):
+        return
+    clips = optimizer.unscale_and_clip_grads
+
+    def unscale_and_clip_grads(total_norm: Any, **named: Any) -> Any:
+        parameters = (p for group in optimizer.fp16_groups for p in group if p.grad is not None)
+        optimizer._global_grad_norm = float(_global_norm(engine, run, parameters))
+        return clips(optimizer._global_grad_norm, **named)
+
+    optimizer.unscale_and_clip_grads = unscale_and_clip_grads
+
+
+def _global_norm(engine: Any, run: Run, parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Of gradients of all ranks, each expert and each part of a divided weight counted once.
+    Collective."""
     of_experts, of_parts, of_wholes = torch.zeros(3, dtype=torch.float64, device=engine.device)
     for parameter in parameters:
         if pipeline.is_of_another_stage(engine.module, parameter):  # which counts it
@@ -389,8 +419,7 @@ def clip_by_global_norm(engine: Any) -> bool:
     total = of_experts + of_parts + of_wholes
     if engine.pipeline_parallelism:
         sum_in_place(total, engine.mpu.get_pipe_parallel_group())
-    clip_gradients(engine, parameters, total.sqrt())
-    return True
+    return total.sqrt()
 
 
 def after_step(engine: Any) -> None:
