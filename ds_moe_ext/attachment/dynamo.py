@@ -43,10 +43,12 @@ class Compilable:
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = self._run = forward
+        # Backward goes through some graphs twice, which may then free nothing the first time. One
+        # patch for all calls: each leaves a variable in its thread's context for ever.
+        self._keeping = functorch_config.patch(donated_buffer=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Backward goes through some graphs twice, which may then free nothing the first time.
-        with functorch_config.patch(donated_buffer=False):
+        with self._keeping:
             return self._run(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
