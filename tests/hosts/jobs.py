@@ -265,7 +265,7 @@ def loss_of(engine: Any, tokens: Tensor) -> Tensor:
     return loss
 
 
-def _reduce_in_float64(engine: Any) -> None:
+def reduce_in_float64(engine: Any) -> None:
     """What DeepSpeed does at ZeRO 0, but it refuses to do it in float64: all gradients of a group
     at once."""
     import torch.distributed as dist
@@ -358,7 +358,7 @@ def _trained(rank: int, world_size: int, job: Job) -> Result | None:
                     _evaluate(engine, step)
                 engine.backward(loss)
             if job.dtype == "float64" and engine.is_gradient_accumulation_boundary():
-                _reduce_in_float64(engine)
+                reduce_in_float64(engine)
             engine.step()
             total += loss.detach().double()
         if job.evaluate:

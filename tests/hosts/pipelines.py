@@ -206,7 +206,7 @@ def engine_of(pipeline: Pipeline, world_size: int) -> Any:
         config=document,
     )
     if job.dtype == "float64":
-        engine.allreduce_gradients = lambda bucket_size: jobs._reduce_in_float64(engine)
+        engine.allreduce_gradients = lambda bucket_size: jobs.reduce_in_float64(engine)
     return engine
 
 
