@@ -49,6 +49,18 @@ def write_whole(path: Path, text: str) -> None:
     new.replace(path)
 
 
+def remove(path: Path) -> None:
+    """Remove a file, if it is there; it is gone from the disk then, before anything is written."""
+    if not path.exists():
+        return
+    path.unlink()
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
 def check(folder: Path, sums: Mapping[str, FileSum], told_by: str) -> None:
     """Whether files are what they were.
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch.distributed as dist
 
-from ds_moe_ext.hosts.megatron.checkpoint_sums import SUMS_FILE
+from ds_moe_ext.hosts.megatron.checkpoint_sums import SUMS_FILE, check_part, save_sealed
 from tests.hosts.megatron_jobs import Training, megatron
 from tests.hosts.megatron_toy import MegatronRun
 from tests.hosts.test_megatron_checkpoint import FULLY, block, load, save, steps
@@ -106,3 +106,39 @@ def test_a_folder_that_is_written_again_has_new_sums(tmp_path: Path) -> None:
     files = {str(p.relative_to(tmp_path)): p.stat().st_size for p in tmp_path.rglob("*")}
     del files[SUMS_FILE]
     assert {name: size for name, (size, _) in document["files"].items()} == files
+
+
+class Stopped(Exception):
+    """Stands for a kill."""
+
+
+def stopped(state: object, folder: str) -> None:
+    """A save that ends after its first file."""
+    if dist.get_rank() == 0:
+        assert not (Path(folder) / "metadata.json").exists()
+        (Path(folder) / "common.pt").write_bytes(b"of the second save")
+    raise Stopped
+
+
+def loads_after_a_stop(rank: int, world_size: int, folder: str) -> str:
+    """What loading says of a folder whose second save did not end."""
+    with megatron(RUN, block("ep")):
+        training = Training(RUN)
+        steps(training, 0, 1)
+        save(training, folder, FULLY)
+        dist.barrier()
+        with pytest.raises(Stopped):
+            save_sealed(stopped, {}, folder)
+        dist.barrier()
+        with pytest.raises(ValueError) as caught:
+            load(training, folder, FULLY)
+        return str(caught.value)
+
+
+def test_a_second_save_that_did_not_end_is_refused(tmp_path: Path) -> None:
+    first, second = pool_of(2).run(loads_after_a_stop, str(tmp_path))
+    assert first == second
+    assert "has no metadata.json" in first
+    assert "did not end" in first
+    with pytest.raises(ValueError, match="did not end"):
+        check_part(tmp_path)

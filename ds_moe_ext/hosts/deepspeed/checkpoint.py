@@ -79,7 +79,8 @@ def save(engine: Any, arguments: Arguments, save_rest: Callable[..., Any]) -> An
     roles = run.blueprint.strategy.roles
     is_writer = dist.get_rank() == (0 if roles is None else roles.attention_cells[0])
     if is_writer:
-        (folder / LAYOUT_FILE).unlink(missing_ok=True)  # of one that is being overwritten
+        file_sums.remove(folder / LAYOUT_FILE)  # of one that is being overwritten
+    dist.barrier()
     slots = run.mover.slots(run.planning.job.homes)
     layout = _layout_of(engine, run, slots)
     parts, objects = kept_of(

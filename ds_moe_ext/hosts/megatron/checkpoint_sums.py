@@ -3,7 +3,8 @@
 all its files lie beside them, in a file that is written last.
 
 Megatron looks at no file that it does not know; a checkpoint without that file, as stock Megatron
-writes it, is loaded as Megatron loads it.
+writes it, is loaded as Megatron loads it. Megatron's own ``metadata.json``, which it writes when
+all else is there, is removed before a folder is written again: what a kill leaves is not loaded.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ds_moe_ext.files import file_sums
 from ds_moe_ext.files.file_sums import FileSum
 
 SUMS_FILE = "ds_moe_ext_files.json"
+LAST_FILE = "metadata.json"  # of Megatron's (``dist_checkpointing/core.py``)
 FORMAT = 1
 
 
@@ -34,7 +36,9 @@ def save_sealed(
     """
     path = Path(folder)
     if dist.get_rank() == 0:
-        (path / SUMS_FILE).unlink(missing_ok=True)  # of one that is being overwritten
+        for name in (LAST_FILE, SUMS_FILE):  # of one that is being overwritten
+            file_sums.remove(path / name)
+    dist.barrier()
     request = save(state, folder, *args, **kwargs)
     if request is None:
         _seal(path)
@@ -65,6 +69,11 @@ def check_part(folder: Path, *, place: int = 0, num_places: int = 1) -> None:
     Raises:
         ValueError: a file of its part is missing, damaged or of another save.
     """
+    if folder.is_dir() and not (folder / LAST_FILE).exists():
+        raise ValueError(
+            f"{folder} has no {LAST_FILE}, which Megatron writes last: writing did not end, or the "
+            "file is missing; copy the whole folder again, or choose another checkpoint"
+        )
     sums = _read(folder / SUMS_FILE)
     names = sorted(sums)[place::num_places]
     file_sums.check(folder, {name: sums[name] for name in names}, SUMS_FILE)
