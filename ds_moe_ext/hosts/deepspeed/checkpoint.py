@@ -80,7 +80,7 @@ def save(engine: Any, arguments: Arguments, save_rest: Callable[..., Any]) -> An
     is_writer = dist.get_rank() == (0 if roles is None else roles.attention_cells[0])
     if is_writer:
         file_sums.remove(folder / LAYOUT_FILE)  # of one that is being overwritten
-    dist.barrier()
+    gather_objects(None, None)  # nobody writes before
     slots = run.mover.slots(run.planning.job.homes)
     layout = _layout_of(engine, run, slots)
     parts, objects = kept_of(

@@ -38,7 +38,7 @@ def save_sealed(
     if dist.get_rank() == 0:
         for name in (LAST_FILE, SUMS_FILE):  # of one that is being overwritten
             file_sums.remove(path / name)
-    dist.barrier()
+    gather_objects(None, None)  # nobody writes before
     request = save(state, folder, *args, **kwargs)
     if request is None:
         _seal(path)
