@@ -27,7 +27,7 @@ from ds_moe_ext.files import unpickle
 from ds_moe_ext.hosts.megatron import checkpoint_sums
 
 TRACKER = "latest_checkpointed_iteration.txt"
-BACKENDS, COMMON = "metadata.json", "common.pt"
+BACKENDS, COMMON = checkpoint_sums.LAST_FILE, "common.pt"
 RELEASE = "release"
 """In place of an iteration: Megatron then takes weights, and starts optimizer and counters anew."""
 
