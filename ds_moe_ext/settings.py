@@ -25,6 +25,7 @@ from ds_moe_ext.moe.hooks import NO_HOOKS, Hooked, read_hooks
 from ds_moe_ext.strategies import auto, ep, esp, fssdp, prophet, zebra  # noqa: F401  register themselves
 from ds_moe_ext.strategy import Choosing, Overlay, Strategy, class_at, registered
 from ds_moe_ext.strict import at_least, check_object, fields_of, nearest, read_record
+from ds_moe_ext.watch import Patience
 
 BLOCK = "ds_moe_ext"
 NEAR = 0.8
@@ -79,7 +80,37 @@ class TraceSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class CheckpointSettings:
+    """How checkpoints are kept.
+
+    Attributes:
+        checksums: write the CRC-32 of each file beside its length; loading compares what is there.
+    """
+
+    checksums: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What is told, kept and checked of a run, whatever its strategy.
+
+    Attributes:
+        report: what the run leaves behind.
+        trace: a trace of steps.
+        waits: how long waits for other ranks may last before something is said.
+        checkpoint: how checkpoints are kept.
+        debug: check on every new plan that all ranks agree.
+    """
+
+    report: ReportSettings = field(default_factory=ReportSettings)
+    trace: TraceSettings = field(default_factory=TraceSettings)
+    waits: Patience = field(default_factory=Patience)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    debug: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(RunSettings):
     """The block.
 
     Attributes:
@@ -98,9 +129,6 @@ class Settings:
         hardware: file that describes the cluster, as ``ds-moe-ext profile`` writes it; null
             measures in the first steps what the strategy needs to know.
         options: keys of a strategy of the user's own.
-        report: what the run leaves behind.
-        trace: a trace of steps.
-        debug: check on every new plan that all ranks agree.
     """
 
     enabled: bool = False
@@ -115,9 +143,6 @@ class Settings:
     moe_layer_pattern: str | None = None
     hardware: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    report: ReportSettings = field(default_factory=ReportSettings)
-    trace: TraceSettings = field(default_factory=TraceSettings)
-    debug: bool = False
 
     def __post_init__(self) -> None:
         at_least(f"{BLOCK}.expert_parallel_size", self.expert_parallel_size, 1)

@@ -22,9 +22,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed import Store
+
+from ds_moe_ext.strict import at_least
 
 PERIOD_S = 1.0
 """How often a process looks at its own waits."""
@@ -35,11 +37,8 @@ PATIENCE_S = 2.0
 HOST_PATIENCE_S = 4.0
 """Likewise inside of the host's forward, backward or step, while no task of ours begins."""
 
-TOLD_AFTER_S, TOLD_EVERY_S = 10.0, 60.0
-"""When a wait for a rank that has not failed is told, and how often."""
-
-BEAT_S, LISTEN_S = 2.0, 6.0
-"""How often a process says that it is there, and how long one listens for that."""
+BEAT_S = 2.0
+"""How often a process says that it is there."""
 
 LINGER_S = 5.0
 """How long rank 0, which may keep the store, stays for others to read what it failed of."""
@@ -48,6 +47,30 @@ REMEDY = (
     "every rank calls the model as often as the others; where ranks have more or less to evaluate "
     "or to generate, let all of them do it in a block 'with ds_moe_ext.joined(engine):'"
 )
+
+
+WHERE = "ds_moe_ext.waits"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long waits for other ranks may last before something is said or done.
+
+    Attributes:
+        told_after_s: when a wait for a rank that has not failed is told.
+        told_every_s: when it is told again, at least.
+        silent_after_s: when a rank that is not heard of is taken to have ended, where an exchange
+            with it has failed.
+    """
+
+    told_after_s: int = 10
+    told_every_s: int = 60
+    silent_after_s: int = 6
+
+    def __post_init__(self) -> None:
+        at_least(f"{WHERE}.told_after_s", self.told_after_s, 2)
+        at_least(f"{WHERE}.told_every_s", self.told_every_s, 1)
+        at_least(f"{WHERE}.silent_after_s", self.silent_after_s, 4)  # two beats
 
 
 class BrokenOff(RuntimeError):
@@ -94,8 +117,15 @@ class Wait:
     since_s: float
     where: Callable[[], str]
     is_broken: bool = False
-    next_told_s: float = TOLD_AFTER_S
+    num_told: int = 0
     beats: dict[int, bytes] | None = None  # of others, when it was found to last
+
+
+class Heard(NamedTuple):
+    """What other ranks had counted to, at a time."""
+
+    since_s: float
+    beats: Mapping[int, bytes]
 
 
 def _nowhere() -> str:
@@ -107,10 +137,12 @@ class Watch:
     """Of this process.
 
     Attributes:
+        patience: of the run that was attached last.
         has_failed: since a pass went through last.
         waits: by thread.
     """
 
+    patience: Patience = field(default_factory=Patience)
     has_failed: bool = False
     waits: dict[int, Wait] = field(default_factory=dict)
     _places: dict[int, Callable[[], str]] = field(default_factory=dict)
@@ -124,6 +156,7 @@ class Watch:
     _posted: bool = False  # the others, of a wait
     _num_beats: int = 0
     _beat_s: float = 0.0
+    _heard: Heard | None = None  # in a wait of the host's
     _lock: threading.Lock = field(default_factory=threading.Lock)  # one user of the store at a time
 
     @property
@@ -261,7 +294,8 @@ class Watch:
                 "rank 0 or a launcher, has ended or stopped"
             )
             return True
-        before, end_s = self._beats(), time.monotonic() + LISTEN_S
+        listen_s = self.patience.silent_after_s
+        before, end_s = self._beats(), time.monotonic() + listen_s
         while before and time.monotonic() < end_s and not self._reason and self._find_reason():
             time.sleep(0.25)
         if self._reason:
@@ -271,7 +305,7 @@ class Watch:
             return False
         self._reason = reason = (
             f"{_ranks(silent)} ended, or stopped, without a word: nothing has been heard for "
-            f"{LISTEN_S:.0f} s; see what the launcher and the system (as its killer of processes "
+            f"{listen_s} s; see what the launcher and the system (as its killer of processes "
             "that take too much memory) say of it"
         )
         self._told = self._with_store(lambda store: _post_failure(store, wires.rank, reason))
@@ -329,7 +363,7 @@ class Watch:
                 and not self.has_failed
                 and now_s - max(latest_s, self._pass_since_s) > HOST_PATIENCE_S
             ):
-                self._look_for_host()
+                self._look_for_host(now_s)
             if self._posted and not late:
                 self._posted = False
                 self._with_store(lambda store: store.delete_key(_WAIT.format(self._rank)))
@@ -346,18 +380,44 @@ class Watch:
         for wait in late:
             if wait.beats is None:
                 wait.beats = self._beats()
-            if now_s - wait.since_s > wait.next_told_s:
-                wait.next_told_s += TOLD_EVERY_S
+            told_after_s = self.patience.told_after_s + wait.num_told * self.patience.told_every_s
+            if now_s - wait.since_s > told_after_s:
+                wait.num_told += 1
                 self._tell(wait, now_s - wait.since_s)
                 return
 
-    def _look_for_host(self) -> None:
+    def _look_for_host(self, now_s: float) -> None:
         """It may wait in a collective of its own."""
         if not self._reason:
             self._find_reason()
             if self._reason:
                 assert self._wires is not None
                 self._wires.break_off_all()
+            else:
+                self._tell_stops(now_s)
+
+    def _tell_stops(self, now_s: float) -> None:
+        """Say which ranks are not heard of any more. A rank that they count for waits, or computes
+        for long: nobody can tell."""
+        wires, heard = self._wires, self._heard
+        assert wires is not None
+        if heard is None:
+            self._heard = Heard(now_s, self._beats())
+        elif now_s - heard.since_s > self.patience.told_after_s:
+            self._heard = None
+            silent = _silent(heard.beats, self._beats())
+            keys = [_STOP.format(rank, heard.beats[rank].decode()) for rank in silent]
+            first: list[bool] = []  # of the ranks that find it, which one tells
+            self._with_store(lambda store: first.extend(store.add(key, 1) == 1 for key in keys))
+            new = [rank for rank, is_first in zip(silent, first) if is_first]
+            if new:
+                print(
+                    f"ds_moe_ext: {_ranks(new)} ended, or stopped: nothing has been heard for "
+                    f"{now_s - heard.since_s:.0f} s. Rank {wires.rank} is in the host's part of a "
+                    "step, and goes on waiting if it needs them there",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def _break_off(self, waits: Iterable[Wait]) -> None:
         wires = self._wires
@@ -485,6 +545,7 @@ _FAILURE = "ds_moe_ext/failure/{}"
 _READERS = "ds_moe_ext/readers"  # how often one was read
 _WAIT = "ds_moe_ext/wait/{}"
 _BEAT = "ds_moe_ext/beat/{}"
+_STOP = "ds_moe_ext/stop/{}/{}"  # of a rank, at a beat: how many have found it
 
 
 def _post_failure(store: Store, rank: int, reason: str) -> None:

@@ -111,12 +111,14 @@ def _stripped(original: Any) -> Any:
 def _saved(original: Any) -> Any:
     @functools.wraps(original)
     def save(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        parted = active_settings.worlds()
-        if active_settings.chosen() is None:
+        parted, chosen = active_settings.worlds(), active_settings.chosen()
+        if chosen is None:
             return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
         from ds_moe_ext.hosts.megatron import checkpoint_sums, role_checkpoint
 
-        sealed = functools.partial(checkpoint_sums.save_sealed, original)
+        sealed = functools.partial(
+            checkpoint_sums.save_sealed, chosen.settings.checkpoint.checksums, original
+        )
         if parted is None:
             return sealed(sharded_state_dict, checkpoint_dir, *args, **kwargs)
         state = sharded_state_dict, checkpoint_dir

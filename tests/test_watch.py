@@ -14,7 +14,7 @@ from itertools import count
 import pytest
 
 from ds_moe_ext import watch
-from ds_moe_ext.watch import BrokenOff, Watch, Wires
+from ds_moe_ext.watch import BrokenOff, Patience, Watch, Wires
 
 GROUP = "a communicator"
 
@@ -177,6 +177,44 @@ def test_a_rank_that_was_killed_is_named(
     other.came(GROUP)
     told = other.explained(other.left(), RuntimeError("closed"))
     assert str(told).startswith("rank 1 ended")
+
+
+def test_a_stop_in_a_wait_of_the_host_is_told_once(
+    ranks: list[Rank], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By one of those that find it, also where nobody is in an exchange of ours."""
+    first, second = ranks
+    third = Watch(_wires=replace(first.watch._wires, rank=2, world_size=3))  # type: ignore[type-var]
+    second.watch._beat(1000.0)
+    for each in (first.watch, third):
+        each._look_for_host(1000.0)
+        each._look_for_host(1009.0)
+    assert capsys.readouterr().err == ""
+    for each in (first.watch, third):
+        each._look_for_host(1011.0)
+    told = capsys.readouterr().err
+    assert told.startswith("ds_moe_ext: rank 1 ended, or stopped: nothing has been heard for 11 s")
+    assert told.count("\n") == 1
+    for seconds in (1012.0, 1023.0):
+        first.watch._look_for_host(seconds)
+    assert capsys.readouterr().err == ""
+    second.watch._beat(1024.0)  # it goes on, and stops again
+    for seconds in (1025.0, 1036.0, 1047.0):
+        first.watch._look_for_host(seconds)
+    assert "rank 1 ended" in capsys.readouterr().err
+
+
+def test_waits_are_told_when_the_keys_say(
+    ranks: list[Rank], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, _ = ranks
+    first.watch.patience = Patience(told_after_s=30, told_every_s=5)
+    first.watch.came(GROUP)
+    told = []
+    for seconds in (11.0, 31.0, 34.0, 36.0):
+        first.late(seconds)
+        told.append(capsys.readouterr().err != "")
+    assert told == [False, True, False, True]
 
 
 def test_a_script_that_ends_by_a_killed_rank_says_so(

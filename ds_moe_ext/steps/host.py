@@ -33,6 +33,7 @@ from ds_moe_ext.steps.planning import Planning
 from ds_moe_ext.steps.training_run import Run, teller
 from ds_moe_ext.steps.unequal_passes import join_generate
 from ds_moe_ext.strategy import Job, Strategy
+from ds_moe_ext.watch import WATCH
 
 Built = Sequence[tuple[AttachedLayer, Adopted]]
 """The replaced layers of this rank, in model order; none where a pipeline stage has none."""
@@ -189,7 +190,7 @@ def run_on(host: Host, model: nn.Module, settings: Settings, strategy: Strategy)
     Raises:
         ValueError: on all ranks: the model or the ranks do not suit the settings.
     """
-    start = start_of(host.name)
+    start, WATCH.patience = start_of(host.name), settings.waits
     strategy = strategy.settled(host.devices, host.micro_batch)
     settings, strategy = host.refuse(settings, strategy)
     found = tuple(host.find(settings))

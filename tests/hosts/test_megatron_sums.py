@@ -128,7 +128,7 @@ def loads_after_a_stop(rank: int, world_size: int, folder: str) -> str:
         save(training, folder, FULLY)
         dist.barrier()
         with pytest.raises(Stopped):
-            save_sealed(stopped, {}, folder)
+            save_sealed(True, stopped, {}, folder)
         dist.barrier()
         with pytest.raises(ValueError) as caught:
             load(training, folder, FULLY)

@@ -103,7 +103,7 @@ def save(engine: Any, arguments: Arguments, save_rest: Callable[..., Any]) -> An
         ):
             result = save_rest(**{**arguments, "client_state": client})
             own += host_file.written(engine, arguments["save_dir"], arguments["tag"])
-    files = _sums(folder, own)
+    files = _sums(folder, own, run.blueprint.settings.checkpoint.checksums)
     if is_writer:
         replace(layout, files=files).write(folder)
     return result
@@ -182,9 +182,9 @@ def _layout_of(engine: Any, run: Run, slots: Mapping[Expert, Slot]) -> SavedLayo
     )
 
 
-def _sums(folder: Path, own: list[str]) -> dict[str, FileSum]:
+def _sums(folder: Path, own: list[str], checksums: bool) -> dict[str, FileSum]:
     """Of the files that all ranks have written, each of its own. Collective."""
-    sums = agreed(folder, lambda: file_sums.sums_of(folder, own))
+    sums = agreed(folder, lambda: file_sums.sums_of(folder, own, checksums=checksums))
     return {name: each for theirs in gather_objects(sums, None) for name, each in theirs.items()}
 
 

@@ -45,7 +45,7 @@ class SavedLayout:
         tensor_parallel_size: ranks that share the dense weights of one copy of the model.
         pipeline_stages: of a ``PipelineModule``, each with a file of dense weights; else 1.
         save: id of the save; None before format 4.
-        files: checksums, by name from the folder; of all files but this, and those that DeepSpeed
+        files: lengths and checksums, by name from the folder; of all files but this, and those that DeepSpeed
             goes on writing.
     """
 
@@ -134,8 +134,8 @@ class SavedLayout:
         files = self.files or {}
         names = list(files)[place::num_places]
         try:
-            sums = {name: (int(files[name][0]), int(files[name][1])) for name in names}
-        except (TypeError, ValueError, IndexError) as error:
+            sums = {name: file_sums.read_sum(files[name]) for name in names}
+        except (TypeError, ValueError) as error:
             raise _damaged(folder / LAYOUT_FILE, error) from error
         file_sums.check(folder, sums, LAYOUT_FILE)
 

@@ -27,9 +27,20 @@ FORMAT = 1
 
 
 def save_sealed(
-    save: Callable[..., Any], state: Any, folder: Any, *args: Any, **kwargs: Any
+    checksums: bool,
+    save: Callable[..., Any],
+    state: Any,
+    folder: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Call ``dist_checkpointing.save``, and write the sums when all files are there. Collective.
+
+    Args:
+        checksums: else lengths alone.
+        save: Megatron's.
+        state: of it.
+        folder: likewise.
 
     Returns:
         What it returns: where it goes on in the background a request, whose end writes them.
@@ -41,9 +52,9 @@ def save_sealed(
     gather_objects(None, None)  # nobody writes before
     request = save(state, folder, *args, **kwargs)
     if request is None:
-        _seal(path)
+        _seal(path, checksums)
     else:
-        request.finalize_fns.append(lambda: _seal(path))
+        request.finalize_fns.append(lambda: _seal(path, checksums))
     return request
 
 
@@ -79,13 +90,13 @@ def check_part(folder: Path, *, place: int = 0, num_places: int = 1) -> None:
     file_sums.check(folder, {name: sums[name] for name in names}, SUMS_FILE)
 
 
-def _seal(folder: Path) -> None:
+def _seal(folder: Path, checksums: bool) -> None:
     """Collective."""
     if not gather_objects(folder.is_dir(), None)[0]:  # in an object store
         return
     rank = dist.get_rank()
     own = [name for name in _names(folder) if _writer(name) == rank]
-    told = gather_objects(file_sums.sums_of(folder, own), None)
+    told = gather_objects(file_sums.sums_of(folder, own, checksums=checksums), None)
     if rank == 0:
         files = {name: each for theirs in told for name, each in theirs.items()}
         document = {"format": FORMAT, "files": files}
@@ -117,7 +128,7 @@ def _read(path: Path) -> Mapping[str, FileSum]:
         crc = document.pop("crc32")
         if crc is not None and crc != file_sums.sum_of_document(document):
             raise ValueError("its crc32 is another")
-        return {name: (int(size), int(crc)) for name, (size, crc) in document["files"].items()}
+        return {name: file_sums.read_sum(told) for name, told in document["files"].items()}
     except Exception as error:  # what is damaged may be anything
         raise ValueError(
             f"{path} cannot be read ({error}): it is damaged; copy the whole folder again, or "
