@@ -154,7 +154,6 @@ class Watch:
     _failed_s: float = 0.0
     _told: bool = False  # the others, of a failure
     _posted: bool = False  # the others, of a wait
-    _num_beats: int = 0
     _beat_s: float = 0.0
     _heard: Heard | None = None  # in a wait of the host's
     _lock: threading.Lock = field(default_factory=threading.Lock)  # one user of the store at a time
@@ -328,8 +327,8 @@ class Watch:
 
     def _beat(self, now_s: float) -> None:
         if now_s - self._beat_s >= BEAT_S:
-            self._num_beats, self._beat_s = self._num_beats + 1, now_s
-            key, text = _BEAT.format(self._rank), str(self._num_beats)
+            self._beat_s = now_s
+            key, text = _BEAT.format(self._rank), str(now_s)
             self._with_store(lambda store: store.set(key, text))
 
     def explain_last(self, error: BaseException) -> None:

@@ -25,9 +25,7 @@ def sum_of(path: Path) -> FileSum:
     return num_bytes, crc
 
 
-def sums_of(
-    folder: Path, names: Sequence[str], *, checksums: bool = True
-) -> dict[str, FileSum]:
+def sums_of(folder: Path, names: Sequence[str], *, checksums: bool = True) -> dict[str, FileSum]:
     """Those of files that were written, by their names from the folder; they are on the disk then,
     and not only on their way to it.
 

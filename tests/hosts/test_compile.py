@@ -16,6 +16,7 @@ from torch import nn
 from ds_moe_ext.attachment.dynamo import plain
 from tests.hosts.jobs import Job, document_of, loss_of, micro_batch, model_of
 from tests.hosts.varied import VARIED
+from tests.marks import slow
 from tests.ranks import pool_of
 
 ATTENTION = "scaled_dot_product"
@@ -135,7 +136,17 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(("name", "way"), [(name, way) for name in JOBS for way in WAYS[name]])
+QUICK = (("ep", "engine"), ("experts that move", "model"), ("zebra", "blocks"))
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        (name, way) if (name, way) in QUICK else slow(name, way)
+        for name in JOBS
+        for way in WAYS[name]
+    ],
+)
 def test_dense_parts_are_compiled(name: str, way: str) -> None:
     """Losses are those of the run that is not compiled. Attention is in graphs, on ranks that have
     any; nothing is compiled anew when experts move."""

@@ -342,6 +342,9 @@ def on_nodes(ranks_per_node: int) -> Hardware:
     )
 
 
+QUICK_TOYS = ("toy, uneven layers", "toy, shared experts", "toy, some experts frozen")
+
+
 def varied_rows() -> Iterator[Row]:
     for ranks, nodes in ((2, 1), (4, 2), (2, 2), (4, 1), (4, 4), (8, 1), (8, 2), (8, 4)):
         yield Row(
@@ -355,12 +358,13 @@ def varied_rows() -> Iterator[Row]:
         )
     for family in TOYS:  # few experts, layers of other sizes or shapes, shared or frozen ones
         name, job = f"varied {family}", varied(float64(family, clip=0.0), **ALL)
-        yield Row(name, 4, job, stock=Stock.ALONE, shows=(copies,))
+        is_slow = family not in QUICK_TOYS
+        yield Row(name, 4, job, stock=Stock.ALONE, shows=(copies,), is_slow=is_slow)
         job = replace(job, micro_batches=8)
         yield Row(f"{name} 8 ranks", 8, job, stock=Stock.ALONE, is_slow=True)
     for family in ("toy, paired", "toy, shared experts", "toy, top alone"):
         job = varied(float64(family, clip=0.0, micro_batches=6), layers=1.0, shard_every=2)
-        name, is_slow = f"varied {family} accumulates", family != "toy, paired"
+        name, is_slow = f"varied {family} accumulates", family != "toy, shared experts"
         yield Row(name, 2, job, stock=Stock.ALONE, is_slow=is_slow)
     # Nothing of the optimizer is kept of frozen experts; some ranks have only such to move.
     job = float64("toy, some experts frozen", clip=0.0)
@@ -368,10 +372,11 @@ def varied_rows() -> Iterator[Row]:
     yield Row("varied frozen experts move", 4, job, stock=Stock.ALONE, shows=(moves,))
     for layers in (0.0, 1.0):  # two experts a layer, on four ranks
         job = varied(float64("toy, experts alone", clip=0.0), layers=layers, shard_every=3)
-        yield Row(f"varied few experts, copies {layers}", 4, job, stock=Stock.ALONE)
+        name, is_slow = f"varied few experts, copies {layers}", layers == 0.0
+        yield Row(name, 4, job, stock=Stock.ALONE, is_slow=is_slow)
     for family in ("mixtral", "gpt_moe", "gpt_oss", "qwen3_moe", "deepseek_v3"):
         job = varied(float64(family, clip=0.0), layers=1.0, **ALL)
-        is_slow = family in ("mixtral", "qwen3_moe", "deepseek_v3")
+        is_slow = family != "gpt_moe"
         name = f"varied {family}"
         yield Row(name, 4, job, close_of(family), shows=(copies,), is_slow=is_slow)
     job = varied(float64("gpt_moe", clip=0.0, num_experts=2), **ALL)
@@ -390,7 +395,7 @@ def varied_rows() -> Iterator[Row]:
                 varied(float64(family, 3, clip=0.0, use_reentrant=reentrant), layers=1.0, **keys),
                 close_of(family),
                 Stock.ALONE if is_toy else Stock.EP,
-                is_slow=not reentrant,
+                is_slow=not reentrant or family == "gpt_moe",
             )
     for ranks in (2, 4):  # experts of each of two grids are copied within it
         job = one_gradient("toy", 1, cells=ranks // 2, learning_rate=1e3)
@@ -398,12 +403,13 @@ def varied_rows() -> Iterator[Row]:
         yield Row(f"varied two grids {ranks} ranks", ranks, job, GRADIENTS, Stock.ALONE)
     for family in ("toy", "toy, uneven layers"):  # rows are dropped by experts, wherever they are
         job = varied(float64(family, clip=0.0, capacity_factor=0.8), **ALL)
-        yield Row(f"varied {family} with capacity", 2, job)
+        is_slow = family == "toy"
+        yield Row(f"varied {family} with capacity", 2, job, is_slow=is_slow)
     for gate, keys in {"noisy": NOISY, "expert choice": GATES["expert choice"]}.items():
         for family in ("mixtral", "gpt_moe"):  # a rank draws the same noise by any plan
             job = float64(family, gate=keys)
             job = varied(job, shard_every=2, carried=0.4, revised=0.3)
-            is_slow = (gate == "noisy") == (family == "gpt_moe")
+            is_slow = gate == "noisy" or family == "mixtral"
             name = f"varied {gate} gate of {family}"
             yield Row(name, 4, job, BUT_KEYS, shows=(moves,), is_slow=is_slow)
 
@@ -540,10 +546,10 @@ FREE = Hardware(
     intra=Link(bytes_per_s=1e12),
 )
 PROPHET: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
-    "as it is": ((2,), {"balance": 0.3}),
+    "as it is": ((), {"balance": 0.3}),
     "halves": ((4,), {"split": "half", "num_excluded": 1, "balance": 0.3}),
     "kept copies": ((2,), {"rematerialize": False, "num_excluded": None, "balance": 0.2}),
-    "not hidden": ((2,), {"scheduler": False, "frequency": 1, "balance": 0.3}),
+    "not hidden": ((), {"scheduler": False, "frequency": 1, "balance": 0.3}),
     "shadows": ((2,), {"planner": "shadow"}),
     "stale": ((2,), {"planner": "shadow", "frequency": 7, "balance": 1e6}),
 }
@@ -574,7 +580,7 @@ def prophet_rows() -> Iterator[Row]:
         job = prophet(Job("mixtral", stage, dtype=dtype, clip=0.5, steps=8), **EAGER)
         close = replace(CURVES if dtype == "float32" else HALVES, norms=None)
         name = f"prophet {dtype} zero{stage}"
-        shows, is_slow = (carries,), (stage, dtype) == (1, "float32")
+        shows, is_slow = (carries,), dtype == "float32"
         yield Row(name, 2, job, close, shows=shows, hardware=FREE, is_slow=is_slow)
     for cells in (2, None):  # a grid of some ranks plans for itself
         job = prophet(float64(steps=8, clip=0.0, cells=cells), **EAGER)
@@ -585,7 +591,7 @@ def prophet_rows() -> Iterator[Row]:
             job = float64("mixtral", 8, clip=0.0, use_reentrant=reentrant)
             job = prophet(job, **EAGER, rematerialize=freed)
             name = f"prophet checkpointed, reentrant {reentrant}, freed {freed}"
-            is_slow = freed == reentrant
+            is_slow = freed or not reentrant
             yield Row(name, 2, job, shows=(copies,), hardware=FREE, is_slow=is_slow)
 
 

@@ -165,7 +165,7 @@ for enabled in (False, True):
 
 
 BROKEN = [
-    ("broken patches", "deepspeed"),
+    slow("broken patches", "deepspeed"),
     ("another version", "deepspeed"),
     slow("a target that has gone", "deepspeed"),  # refused where another version is
     *(slow(name, "torch") for name in BREAKAGES),

@@ -178,14 +178,14 @@ def assert_equal(ranks: list[Learnt], family: str, steps: int, first: int = 0) -
 
 
 @pytest.mark.parametrize("world_size", [slow(1), slow(2), 4])
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+@pytest.mark.parametrize("wrap", [slow("ddp"), "fsdp"])
 @pytest.mark.parametrize(
     "block",
     [
         {"strategy": "ep"},
         {"strategy": "fssdp", **MOVING},
         {"strategy": "esp", "esp": {"degree": 2}},
-        {"strategy": "prophet"},
+        slow({"strategy": "prophet"}),
     ],
     ids=lambda block: block["strategy"],
 )
@@ -225,7 +225,7 @@ def test_a_fused_optimizer_has_a_group_of_experts() -> None:
     [
         ((4, "fsdp", "fssdp"), (2, "ddp", "ep")),
         ((2, "ddp", "ep"), (4, "fsdp", "fssdp")),
-        ((2, "fsdp", "fssdp"), (1, "ddp", "ep")),
+        slow((2, "fsdp", "fssdp"), (1, "ddp", "ep")),
         slow((4, "ddp", "fssdp"), (4, "ddp", "fssdp")),
     ],
 )

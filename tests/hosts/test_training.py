@@ -51,7 +51,7 @@ def test_users_own_optimizer_and_parameters(stage: int, optimizer: str, paramete
     ("family", "dtype"),
     [
         ("mixtral", "float32"),
-        ("gpt_moe", "bfloat16"),
+        slow("gpt_moe", "bfloat16"),
         slow("mixtral", "bfloat16"),
         slow("gpt_moe", "float32"),
     ],

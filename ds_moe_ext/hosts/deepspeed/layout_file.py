@@ -45,8 +45,8 @@ class SavedLayout:
         tensor_parallel_size: ranks that share the dense weights of one copy of the model.
         pipeline_stages: of a ``PipelineModule``, each with a file of dense weights; else 1.
         save: id of the save; None before format 4.
-        files: lengths and checksums, by name from the folder; of all files but this, and those that DeepSpeed
-            goes on writing.
+        files: lengths and checksums, by name from the folder; of all files but this, and those that
+            DeepSpeed goes on writing.
     """
 
     strategy: str
