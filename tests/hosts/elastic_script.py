@@ -25,7 +25,11 @@ from tests.hosts.jobs import (
     reduce_in_float64,
 )
 
-KEYS = {"fssdp": (("overlap_degree", 2), ("copies_per_rank", 2), ("reshard_interval", 2))}
+KEYS = {
+    "fssdp": (("overlap_degree", 2), ("copies_per_rank", 2), ("reshard_interval", 2)),
+    "esp": (("slice_gradients", False),),
+    "zebra": (("attention_size", 1), ("expert_size", 1)),
+}
 STEPS = 12
 PAUSE_S = 0.5  # between steps: somebody has to be killed meanwhile
 

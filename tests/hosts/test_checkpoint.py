@@ -76,11 +76,10 @@ EVERY = [
 @pytest.mark.parametrize(
     ("family", "dtype", "source", "goal"),
     [
-        (family, dtype, source, goal)
-        if (row, column) in QUICK
-        else slow(family, dtype, source, goal)
-        for row, (family, dtype, source, goals) in enumerate(CROSSES)
+        case if (row, column) in QUICK else slow(*case)
+        for row, (*rest, goals) in enumerate(CROSSES)
         for column, goal in enumerate(goals)
+        if (case := (*rest, goal))
     ],
     ids=str,
 )

@@ -85,7 +85,7 @@ def printed(folder: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ep", "fssdp"])
+@pytest.mark.parametrize("strategy", ["ep", "fssdp", "prophet", "esp", "zebra"])
 def test_goes_on_with_the_ranks_that_are_left(strategy: str, tmp_path: Path) -> None:
     alone, lost = tmp_path / "alone", tmp_path / "lost"
     with agents(["--standalone"], alone, strategy) as (agent,):

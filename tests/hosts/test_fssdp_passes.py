@@ -389,7 +389,7 @@ def check_bytes(step: Step, cell: int) -> None:
 # What may come between.
 
 
-@pytest.mark.parametrize("name", LATE)
+@pytest.mark.parametrize("name", [*map(slow, list(LATE)[:-1]), "of all kinds"])
 def test_evaluation_changes_nothing(name: str) -> None:
     """Between steps, between micro-batches, and between a pass and its backward."""
     job = replace(JOB, evaluate=True, evaluate_within=True)
@@ -417,7 +417,7 @@ def train_with_other_weights(rank: int, world_size: int, job: Job) -> list[float
     return losses
 
 
-@pytest.mark.parametrize("name", LATE)
+@pytest.mark.parametrize("name", [*map(slow, list(LATE)[:-1]), "of all kinds"])
 def test_other_weights_may_be_evaluated(name: str) -> None:
     """A mean of past weights, say: copies are then of those, and afterwards of the run's own."""
     job = replace(JOB, dtype="float32", micro_batches=2)
