@@ -16,6 +16,9 @@ from tests import ranks
 hypothesis.settings.register_profile(
     "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
+hypothesis.settings.register_profile(
+    "long", hypothesis.settings.get_profile("patient"), max_examples=5000, print_blob=True
+)
 hypothesis.settings.load_profile("patient")
 
 ROOT = Path(__file__).parents[1]
