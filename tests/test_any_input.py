@@ -28,15 +28,19 @@ from ds_moe_ext import cli
 from ds_moe_ext.commands.plan_jobs.algorithms import plan_text
 from ds_moe_ext.hosts.megatron import active_settings
 from ds_moe_ext.settings import BLOCK, read_settings
+from tests.marks import slow
 from tests.test_plan_jobs import JOBS
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 BLOCKS = {path.stem: json.loads(path.read_text()) for path in CONFIGS.glob("strategies/*.json")}
 JOB = CONFIGS / "hosts/deepspeed_zero1.json"
-HARDWARE = CONFIGS / "hardware/fsmoe_a.json"
+HARDWARE = CONFIGS / "hardware/dgx_h100.json"
 MODEL = CONFIGS / "models/mixtral_tiny.json"
-PRICE = ("price", str(JOB), "--hardware", str(HARDWARE), "--model", str(MODEL))
+PRICE = (
+    *("price", str(JOB), "--hardware", str(HARDWARE), "--model", str(MODEL)),
+    *("--strategies", "ep,fssdp"),
+)
 COMMANDS = {
     "price, job": (PRICE, JOB),
     "price, hardware": (PRICE, HARDWARE),
@@ -153,7 +157,7 @@ def as_bytes(document: Any) -> bytes:
     return json.dumps(document).encode()
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [*[*COMMANDS][:-1], slow("doctor, model")])
 @FEWER
 @given(data=st.data())
 def test_files_of_commands(
@@ -175,9 +179,8 @@ def test_files_of_commands(
     ):
         warnings.simplefilter("ignore")
         cli.main()
-    if ended.value.code:
-        assert ended.value.code == 2
+    if ended.value.code == 2:
         check_line(err.getvalue())
         assert err.getvalue().startswith("ds-moe-ext: ")
     else:
-        assert out.getvalue()
+        assert out.getvalue()  # what it costs, or why no way can be

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pkgutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ds_moe_ext.convert.description import BUILDER, is_model_file
 from ds_moe_ext.files.configs import file_of, names_of
 from ds_moe_ext.files.documents import read_document
 from ds_moe_ext.hosts.deepspeed.startup import FINDERS
-from ds_moe_ext.strict import nearest
+from ds_moe_ext.strict import check_object, nearest
 
 
 def layers_table(model: str) -> Table:
@@ -71,7 +72,7 @@ def _built(model: str) -> nn.Module:
 
 def _of_file(path: Path) -> Any:
     """The model of a config: Hugging Face's, or a file like those of configs/models."""
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     try:
         document = read_document(path) if path.is_file() else {}
@@ -80,18 +81,29 @@ def _of_file(path: Path) -> Any:
             f"--model is {str(path)!r}, which cannot be read ({error}); name a model's config"
         ) from error
     if not is_model_file(document):
-        return _of_config(AutoConfig.from_pretrained(path))
+        return _made(path, lambda: _of_config(AutoConfig.from_pretrained(path)))
+    family, config = document["family"], document["config"]
+    check_object(f"--model is {str(path)!r}, and config", config)
     if BUILDER in document:
-        return _of_builder(path, document[BUILDER], document["config"])
-    try:
-        config = AutoConfig.for_model(document["family"], **document["config"])
-    except ValueError as error:
+        return _of_builder(path, document[BUILDER], config)
+    if not isinstance(family, str) or family not in CONFIG_MAPPING:
         raise ValueError(
-            f"--model is {str(path)!r}, which is of family {document['family']!r}, which "
-            f"transformers does not know; add {BUILDER!r}: FILE.py:function, which makes the model "
-            "of its config"
+            f"--model is {str(path)!r}, which is of family {family!r}, which transformers does not "
+            f"know; add {BUILDER!r}: FILE.py:function, which makes the model of its config"
+        )
+    return _made(path, lambda: _of_config(AutoConfig.for_model(family, **config)))
+
+
+def _made(path: Path, make: Callable[[], Any]) -> Any:
+    """What transformers makes of a file."""
+    try:
+        return make()
+    except Exception as error:  # a config that is wrong may raise anything, anywhere
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        raise ValueError(
+            f"--model is {str(path)!r}, of which transformers makes no model ({reason}); mend its "
+            "config"
         ) from error
-    return _of_config(config)
 
 
 def _of_builder(path: Path, builder: str, config: dict[str, Any]) -> Any:
