@@ -5,9 +5,11 @@ before Megatron reads it; whatever is planted in it, nothing is run."""
 from __future__ import annotations
 
 import json
+import multiprocessing
 import pickle
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -15,7 +17,15 @@ import torch.distributed as dist
 from ds_moe_ext.hosts.megatron.checkpoint_sums import SUMS_FILE, check_part, save_sealed
 from tests.hosts.megatron_jobs import Training, megatron
 from tests.hosts.megatron_toy import MegatronRun
-from tests.hosts.test_megatron_checkpoint import FULLY, block, load, save, steps
+from tests.hosts.test_megatron_checkpoint import (
+    FULLY,
+    block,
+    give_gloo,
+    load,
+    save,
+    sharded,
+    steps,
+)
 from tests.payloads import Payload, archive_of
 from tests.ranks import pool_of
 
@@ -106,6 +116,46 @@ def test_a_folder_that_is_written_again_has_new_sums(tmp_path: Path) -> None:
     files = {str(p.relative_to(tmp_path)): p.stat().st_size for p in tmp_path.rglob("*")}
     del files[SUMS_FILE]
     assert {name: size for name, (size, _) in document["files"].items()} == files
+
+
+def saved_beside(rank: int, world_size: int, folder: str) -> bool:
+    """A save that goes on in processes of its own while training does; whether its sums were there
+    before it had ended."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
+
+    config = vars(multiprocessing.current_process())["_config"]
+    with megatron(RUN, block("fssdp")):
+        training = Training(RUN)
+        steps(training, 0, 1)
+        give_gloo(training)
+        calls = async_utils.AsyncCallsQueue()
+        with (
+            mock.patch.dict(config, daemon=False),
+            mock.patch.object(filesystem_async, "_results_queue", None),
+        ):
+            state = sharded(training, FULLY, is_loading=False)
+            request = dist_checkpointing.save(state, folder, async_sharded_save=True)
+            calls.schedule_async_request(request)
+            was_there = (Path(folder) / SUMS_FILE).exists()
+            dist.barrier()
+            steps(training, 1, 2)
+            calls.maybe_finalize_async_calls(blocking=True)
+            calls.close()
+        dist.barrier()
+        load(training, folder, FULLY)
+    return was_there
+
+
+@pytest.mark.slow
+def test_a_save_beside_training_is_sealed_when_it_ends(tmp_path: Path) -> None:
+    assert pool_of(2).run(saved_beside, str(tmp_path)) == [False, False]
+    check_part(tmp_path)
+    sums = json.loads((tmp_path / SUMS_FILE).read_text())["files"]
+    path = next(tmp_path / name for name in sums if name.endswith(".distcp"))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=path.name):
+        check_part(tmp_path)
 
 
 class Stopped(Exception):
