@@ -347,11 +347,15 @@ def _check_line(whose: str, start_name: str, start_s: float, r_squared: float | 
         raise ValueError(f"{whose}'s r_squared is {r_squared}; it must be at most 1")
 
 
+LEAST, MOST = 1e-9, 1e30
+"""Of rates and sizes: seconds that are found from them are numbers, too."""
+
+
 def _positive(what: str, value: float | None) -> None:
-    if value is not None and not 0 < value < math.inf:
+    if value is not None and not LEAST <= value <= MOST:
         raise ValueError(
-            f"{what} is {value}; it must be above 0 and finite: mend it, or leave out what is not "
-            "known"
+            f"{what} is {value}; it must be above 0 and finite (from {LEAST} to {MOST}): mend it, "
+            "or leave out what is not known"
         )
 
 

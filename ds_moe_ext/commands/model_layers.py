@@ -19,6 +19,7 @@ from ds_moe_ext.convert.description import BUILDER, is_model_file
 from ds_moe_ext.files.configs import file_of, names_of
 from ds_moe_ext.files.documents import read_document
 from ds_moe_ext.hosts.deepspeed.startup import FINDERS
+from ds_moe_ext.pricing.model_shape import MOST_LAYERS
 from ds_moe_ext.strict import check_object, nearest
 
 
@@ -125,6 +126,11 @@ def _of_config(config: Any) -> Any:
     """As the class that the config names builds it, or else the first that takes such configs."""
     import transformers
 
+    num_layers = getattr(config, "num_hidden_layers", None) or 0
+    if num_layers > MOST_LAYERS:
+        raise ValueError(
+            f"num_hidden_layers is {num_layers}, but at most {MOST_LAYERS:,} are built"
+        )
     named = (getattr(transformers, name, None) for name in config.architectures or ())
     architecture = next((cls for cls in named if cls is not None), None)
     if architecture is not None:

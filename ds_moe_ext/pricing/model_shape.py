@@ -191,7 +191,7 @@ def of_config(keys: Mapping[str, Any], name: str) -> ModelShape:
     if "moe_every" in keys:
         return _of_gpt_moe(keys, name)
     read = _Reader({**keys, **_text_config(keys)}, name)
-    num_layers, width = read("num_hidden_layers"), read("hidden_size")
+    num_layers, width = read("num_hidden_layers", most=MOST_LAYERS), read("hidden_size")
     num_experts = read("n_routed_experts", "num_local_experts", "num_experts")
     expert_width = read("moe_intermediate_size", "intermediate_size")
     attention = _attention(read, width)
@@ -226,7 +226,7 @@ def of_megatron(flags: Mapping[str, Any], name: str) -> ModelShape:
         ValueError: what they lack.
     """
     read = _Reader(flags, name)
-    num_layers, width = read("num-layers"), read("hidden-size")
+    num_layers, width = read("num-layers", most=MOST_LAYERS), read("hidden-size")
     heads = read("num-attention-heads")
     head = read("kv-channels", default=width // heads)
     groups = read("num-query-groups", default=heads)
@@ -256,13 +256,20 @@ def of_megatron(flags: Mapping[str, Any], name: str) -> ModelShape:
     )
 
 
+MOST_LAYERS = 10_000
+
+
 class _Reader:
     """Whole numbers of a config, by the first of some keys that is there."""
+
+    MOST = 10**7
 
     def __init__(self, keys: Mapping[str, Any], name: str) -> None:
         self._keys, self._name = keys, name
 
-    def __call__(self, *names: str, default: int | None = None) -> int:
+    def __call__(
+        self, *names: str, default: int | None = None, least: int = 0, most: int = MOST
+    ) -> int:
         found = next((key for key in names if self._keys.get(key) is not None), None)
         if found is None:
             if default is None:
@@ -273,12 +280,12 @@ class _Reader:
             return default
         try:
             value = int(self._keys[found])
-        except (TypeError, ValueError):
+        except (OverflowError, TypeError, ValueError):
             value = -1
-        if value < 0:
+        if not least <= value <= most:
             raise ValueError(
                 f"{found!r} of model {self._name!r} is {self._keys[found]!r}; give a whole "
-                "number, at least 0"
+                f"number, at least {least} and at most {most:,}"
             )
         return value
 
@@ -348,7 +355,7 @@ def _latent(read: _Reader, width: int, heads: int, keys: Sequence[str]) -> _Atte
 
 def _moe_layers(read: _Reader, num_layers: int) -> list[int]:
     dense_first = read("first_k_dense_replace", default=0)
-    every = read("decoder_sparse_step", "moe_layer_freq", default=1)
+    every = read("decoder_sparse_step", "moe_layer_freq", default=1, least=1)
     named = read.get("mlp_only_layers") or ()
     first = every - 1 if read.get("decoder_sparse_step") else 0
     return [
@@ -384,6 +391,8 @@ def _pattern(text: str) -> list[int] | None:
         flags = items.strip("[]").split(",")
         if not _FLAGS.keys() >= set(flags) or not (times or "1").isdigit():
             return None
+        if len(flags) * int(times or 1) > MOST_LAYERS:
+            return None
         pattern += [_FLAGS[flag] for flag in flags] * int(times or 1)
     return pattern
 
@@ -391,8 +400,8 @@ def _pattern(text: str) -> list[int] | None:
 def _of_gpt_moe(keys: Mapping[str, Any], name: str) -> ModelShape:
     read = _Reader(keys, name)
     moe = _Reader(keys.get("moe") or {}, name)
-    width, every = read("hidden_size"), read("moe_every")
-    num_layers, ffn = read("num_layers"), read("ffn_hidden_size")
+    width, every = read("hidden_size"), read("moe_every", least=1)
+    num_layers, ffn = read("num_layers", most=MOST_LAYERS), read("ffn_hidden_size")
     return ModelShape(
         name=name,
         num_layers=num_layers,

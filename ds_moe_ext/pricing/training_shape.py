@@ -11,6 +11,9 @@ ELEMENT_BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
 MASTER_AND_STATES = 12  # bytes of a weight for Adam: itself and two states, in 32 bits
 
 
+MOST_PASSES = 100_000  # of a step
+
+
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """One optimizer step of a run.
@@ -49,6 +52,11 @@ class Training:
         for name in ("num_ranks", "length", "micro_batch", "micro_batches"):
             if vars(self)[name] < 1:
                 raise ValueError(f"{name} is {vars(self)[name]}; give at least 1")
+        if self.micro_batches > MOST_PASSES:
+            raise ValueError(
+                f"micro_batches is {self.micro_batches}, and each is gone through; give at most "
+                f"{MOST_PASSES:,}"
+            )
         if self.number_type not in ELEMENT_BYTES:
             raise ValueError(
                 f"number_type is {self.number_type!r}; choose {', '.join(ELEMENT_BYTES)}"

@@ -23,7 +23,8 @@ def main(folder: Path, strategy: str) -> None:
     """Train to the last step."""
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    run, latest = replace(RUN, num_microbatches=SAMPLES // world_size), folder / "latest"
+    run = replace(RUN, ep=world_size, num_microbatches=SAMPLES // world_size)
+    latest = folder / "latest"
     with megatron(run, block(strategy)):
         training, begun = Training(run), 0
         if latest.exists():
@@ -43,6 +44,7 @@ def main(folder: Path, strategy: str) -> None:
                 with (folder / "losses.txt").open("a") as lines:
                     print(world_size, step, loss, file=lines)
             time.sleep(PAUSE_S)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

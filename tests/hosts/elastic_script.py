@@ -59,6 +59,7 @@ def main(folder: Path, strategy: str) -> None:
                 with (folder / "losses.txt").open("a") as lines:
                     print(world_size, step, float(total) / job.micro_batches, file=lines)
             time.sleep(PAUSE_S)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
