@@ -24,8 +24,8 @@ from ds_moe_ext.report.rank_figures import (
     RanksSeen,
     is_told,
 )
-from ds_moe_ext.report.record import RanksRecord, RunRecord, Span
-from ds_moe_ext.report.summary import ranks_line
+from ds_moe_ext.report.record import BadScores, RanksRecord, RunRecord, Span
+from ds_moe_ext.report.summary import ranks_line, scores_line
 from tests.test_report import worked
 
 
@@ -182,6 +182,32 @@ def test_a_run_that_has_just_gone_on() -> None:
     assert ranks is not None and np.isnan(ranks.pace.step_s_G).all()
     run = RunRecord.from_json(dataclasses.replace(worked(), ranks=ranks).to_json())
     assert ranks_line(run).startswith("rank 0 needs most, ")
+
+
+def test_the_first_scores_that_are_no_numbers() -> None:
+    """Of all ranks, in the order of steps and layers; later ones are not told."""
+    good, bad = torch.tensor(3.0), torch.tensor(torch.inf)
+    ranks = [OwnSteps(0), OwnSteps(1)]
+    told: list[BadScores] = []
+    seen = RanksSeen(
+        ranks[0],
+        [[0, 1]],
+        lambda own: [own, ranks[1].told(1.0)],
+        on_bad_scores=told.append,
+    )
+    for step in range(20):
+        ranks[0].saw_scores(step, [good, None, bad if step > 5 else good])
+        ranks[1].saw_scores(step, [good, bad * 0 if step >= 5 else good, good])
+        seen.after_step(step, 1.0)
+    assert told == [BadScores(step=5, layer=1, rank=1)]
+    ranks_record = seen.record()
+    assert ranks_record is not None and ranks_record.bad_scores == told[0]
+    run = RunRecord.from_json(dataclasses.replace(worked(), ranks=ranks_record).to_json())
+    assert run.ranks is not None and run.ranks.bad_scores == told[0]
+    names = [layer.name for layer in run.layers]
+    if len(names) > 1:
+        assert scores_line(run).startswith(f"scores of {names[1]} were no finite numbers in step 5")
+    assert scores_line(worked()) == ""
 
 
 def test_the_line_at_the_end() -> None:

@@ -145,6 +145,8 @@ def found_experts(
         }
         return Adopted(hosted, sources, tuple(module.parameters()))
 
+    if not description.num_experts:
+        raise ValueError(f"{name} has no experts; give its model one at least, or leave it out")
     whole = [(each, module.get_parameter(each)) for each in description.weight_names]
     return Found(
         name=name,
@@ -284,6 +286,7 @@ class HostedExperts(nn.Module):
         self.routed.rows.begin(is_training=self.training)
         x_TD = hidden.reshape(-1, hidden.shape[-1])
         weights = () if self.routed.is_begun else self.weights()
+        self.routed.rows.saw_scores(scores)
         y_TD = self.run(x_TD, expert_ids.long(), scores, weights)
         return y_TD.view_as(hidden)
 

@@ -64,11 +64,13 @@ class RowsSeen:
     is_training: bool = True  # the latest pass
     is_graded: bool = True  # likewise
     counts: bool = True  # and it is counted
+    keeps_scores: bool = False  # somebody calls ``take_score``
     gather: Callable[[Tensor], Tensor] | None = None
     on_count: Callable[[], None] = lambda: None  # called when rows of a micro-batch were counted
     _on_host: list[Pass] = field(default_factory=list)
     _on_device: Tensor | None = None  # int64 [E], where rows end, summed; the host does not wait
     _destination: Destination | None = None  # of those
+    _score: Tensor | None = None  # 0-dim, sum of all scores since ``take_score``
 
     def begin(self, *, is_training: bool) -> None:
         """Say what the coming pass is. Call it in the thread that runs the model."""
@@ -90,6 +92,18 @@ class RowsSeen:
         else:
             self._on_host.append(Pass(rows, destination))
         self.on_count()
+
+    def saw_scores(self, score_TK: Tensor) -> None:
+        """Take what weighs the coming pass's rows. The device is not waited for."""
+        if self.keeps_scores and self.counts:
+            total = score_TK.detach().sum(dtype=torch.float32)
+            self._score = total if self._score is None else self._score + total
+
+    def take_score(self) -> Tensor | None:
+        """Sum of all scores since the last call, 0-dim float32, which is finite where all are; None
+        where there were none."""
+        score, self._score = self._score, None
+        return score
 
     @property
     def knows_all(self) -> bool:

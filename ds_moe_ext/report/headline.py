@@ -9,7 +9,7 @@ import numpy as np
 
 from ds_moe_ext.report.glossary import legend
 from ds_moe_ext.report.record import RunRecord
-from ds_moe_ext.report.summary import Drift, Summary, outcome_of, took_line
+from ds_moe_ext.report.summary import Drift, Summary, outcome_of, scores_line, took_line
 from ds_moe_ext.report.time_saved import choice_line, saved_line
 from ds_moe_ext.report.units import (
     bytes_text,
@@ -57,7 +57,9 @@ def _steps_fact(record: RunRecord) -> str:
 
 def _in_time(record: RunRecord) -> str:
     """What steps took, in words, and what copies and choices did for that."""
-    lines = [line for told in (saved_line, took_line, choice_line) if (line := told(record))]
+    lines = [
+        line for told in (scores_line, saved_line, took_line, choice_line) if (line := told(record))
+    ]
     told = "".join(f"{escaped(line[:1].upper() + line[1:])}. " for line in lines)
     return f'<p class="verdict">{told.strip()}</p>' if told else ""
 

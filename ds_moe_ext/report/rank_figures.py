@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.report.exposure import exchanges_s, exposed_s
-from ds_moe_ext.report.record import DeviceRecord, PaceRecord, RanksRecord, Span
+from ds_moe_ext.report.record import BadScores, DeviceRecord, PaceRecord, RanksRecord, Span
 
 OFTEN, SELDOM = 10, 80
 """Steps between two tellings: until the second of these, and from then on. It is the first times a
@@ -68,6 +68,7 @@ class RankFigures:
         seconds: by ``phase:kind``, mean of its timed steps.
         exposed_s: of the latest timed step, as ``exposure`` has it; likewise the next.
         exchanges_s: of that step.
+        bad_scores: since the last time; None where all were finite.
     """
 
     rank: int
@@ -78,6 +79,7 @@ class RankFigures:
     seconds: Mapping[str, float]
     exposed_s: float
     exchanges_s: tuple[float, ...]
+    bad_scores: BadScores | None = None
 
 
 class Exchanged(NamedTuple):
@@ -141,6 +143,7 @@ class OwnSteps:
     clock: Callable[[], float] = time.perf_counter
     _ends_s: list[float] = field(default_factory=list, init=False)
     _losses: list[Tensor] = field(default_factory=list, init=False)  # of the present step
+    _scores: list[tuple[int, Tensor]] = field(default_factory=list, init=False)  # by step, [L]
     _spans: Sequence[Span] = field(default=(), init=False)  # of the latest timed step
     _seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float), init=False)
     _num_timed: int = field(default=0, init=False)
@@ -148,6 +151,13 @@ class OwnSteps:
     def saw_loss(self, loss: Tensor) -> None:
         """Take the loss of a micro-batch, 0-dim. It is not read before ranks tell each other."""
         self._losses.append(loss.detach())
+
+    def saw_scores(self, step: int, scores: Sequence[Tensor | None]) -> None:
+        """Take what a step's scores sum to, a layer each, 0-dim; None where a layer had none. Read
+        when ranks tell each other."""
+        if known := [score for score in scores if score is not None]:
+            zero = torch.zeros_like(known[0])
+            self._scores.append((step, torch.stack([zero if s is None else s for s in scores])))
 
     def saw_tasks(self, spans: Sequence[Span]) -> None:
         """Take the tasks of a step that all ranks time."""
@@ -158,6 +168,17 @@ class OwnSteps:
     def step_ended(self) -> None:
         """Look at the clock."""
         self._ends_s.append(self.clock())
+
+    def _bad_scores(self) -> BadScores | None:
+        """The first since the last call. Waits for the device."""
+        seen, self._scores = self._scores, []
+        if not seen:
+            return None
+        bad_SL = ~torch.stack([sum_L for _, sum_L in seen]).isfinite().cpu().numpy()
+        if not bad_SL.any():
+            return None
+        at, layer = np.argwhere(bad_SL)[0].tolist()
+        return BadScores(seen[at][0], layer, self.rank)
 
     def forget_losses(self) -> None:
         """Of the step that has ended."""
@@ -181,6 +202,7 @@ class OwnSteps:
             seconds={kind: total_s / self._num_timed for kind, total_s in self._seconds.items()},
             exposed_s=exposed_s(self._spans),
             exchanges_s=exchanges_s(self._spans),
+            bad_scores=self._bad_scores(),
         )
 
 
@@ -194,6 +216,7 @@ class RanksSeen:
         gather: what every rank tells. Collective over these ranks.
         device: what they compute on; None: nobody knows.
         is_on: they tell each other; the same on all of them.
+        on_bad_scores: called with the first that any of them had.
         latest: the last point; None before the first.
     """
 
@@ -202,12 +225,14 @@ class RanksSeen:
     gather: Callable[[RankFigures], Sequence[RankFigures]]
     device: DeviceRecord | None = None
     is_on: bool = True
+    on_bad_scores: Callable[[BadScores], None] = lambda _: None
     latest: Point | None = field(default=None, init=False)
     _told: Sequence[RankFigures] = field(default=(), init=False)
     _sums_4R: np.ndarray | None = field(default=None, init=False)  # exposed, and of ``Exchanged``
     _num_told: int = field(default=0, init=False)
     _num_exchanges: int = field(default=0, init=False)
     _points: list[Point] = field(default_factory=list, init=False)
+    _bad_scores: BadScores | None = field(default=None, init=False)
     _every: int = field(default=OFTEN, init=False)  # steps between points that are kept
 
     def after_step(self, step: int, tokens: float) -> None:
@@ -230,6 +255,10 @@ class RanksSeen:
         self._sums_4R = sums_4R if self._sums_4R is None else self._sums_4R + sums_4R
         self._told, self._num_told = told, self._num_told + 1
         self._num_exchanges += max(len(one.exchanges_s) for one in told)
+        if self._bad_scores is None:
+            self._bad_scores = min((one.bad_scores for one in told if one.bad_scores), default=None)
+            if self._bad_scores is not None:
+                self.on_bad_scores(self._bad_scores)
         step_s = max(one.step_s for one in told)
         losses = [one.loss for one in told if not np.isnan(one.loss)]
         self.latest = Point(
@@ -274,6 +303,7 @@ class RanksSeen:
             pace=PaceRecord(steps_G, *(np.array(column) for column in columns)),
             ep_rank_R=tuple(place[one.rank] for one in told),
             device=self.device,
+            bad_scores=self._bad_scores,
         )
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -228,6 +228,20 @@ class DeviceRecord:
     num_cores: int
 
 
+class BadScores(NamedTuple):
+    """The first scores of a run that were no finite numbers.
+
+    Attributes:
+        step: in which.
+        layer: place of the first layer in it that had some.
+        rank: one that had them.
+    """
+
+    step: int
+    layer: int
+    rank: int
+
+
 @dataclass(frozen=True, eq=False)
 class RanksRecord:
     """What each rank took and needed, of the ranks that run the same layers.
@@ -251,6 +265,7 @@ class RanksRecord:
         ep_rank_R: place of each among those that it exchanges rows with; empty if that is not
             known.
         device: what they compute on; None if that is not known.
+        bad_scores: None where all were finite.
     """
 
     ranks_R: tuple[int, ...]
@@ -267,6 +282,7 @@ class RanksRecord:
     pace: PaceRecord
     ep_rank_R: tuple[int, ...] = ()
     device: DeviceRecord | None = None
+    bad_scores: BadScores | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -431,11 +447,12 @@ def _looks_of(data: Mapping[str, Any], shape_IL: tuple[int, int]) -> LooksRecord
 
 
 def _ranks_of(data: Mapping[str, Any]) -> RanksRecord:
-    pace, device = data["pace"], data.get("device")
+    pace, device, bad = data["pace"], data.get("device"), data.get("bad_scores")
     unknown = [None] * len(pace["steps_G"])  # in files of earlier versions
     shape_KR = len(data["kinds_K"]), len(data["ranks_R"])
     return RanksRecord(
         ranks_R=tuple(data["ranks_R"]),
+        bad_scores=bad and BadScores(*bad),
         allocated_R=np.asarray(data["allocated_R"], dtype=np.int64),
         reserved_R=np.asarray(data["reserved_R"], dtype=np.int64),
         resident_R=np.asarray(data["resident_R"], dtype=np.int64),

@@ -246,6 +246,9 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self._kept = _Kept(self.max_steps)
+        if self.ranks is not None:
+            for layer in self.layers:
+                layer.routed.rows.keeps_scores = self.ranks.is_on
         self._time(0)
 
     def after_step(self, step: int, rows: Sequence[Rows]) -> None:
@@ -261,6 +264,9 @@ class Recorder:
         self._take_loads(step, rows)
         self._take_times(step, rows, ended)
         if self.ranks is not None:
+            if self.ranks.is_on:
+                scores = [layer.routed.rows.take_score() for layer in self.layers]
+                self.ranks.own.saw_scores(step, scores)
             self.ranks.after_step(step, self._tokens(rows))
         self._time(step + 1)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_moe_ext.report.record import LooksRecord, RunRecord
+from ds_moe_ext.report.record import BadScores, LooksRecord, RunRecord
 from ds_moe_ext.report.units import EN_DASH, bytes_text, seconds_text, short_count
 
 
@@ -255,6 +255,21 @@ def took_line(record: RunRecord) -> str:
     rate = "" if np.isnan(tokens) else f", {short_count(tokens)} tokens a second"
     last = record.ranks.pace.steps_G[-1]
     return f"a step took {seconds_text(step_s)}{rate} (median up to step {last:,}, measured)"
+
+
+def bad_scores_line(bad: BadScores, names: Sequence[str]) -> str:
+    """Where numbers went bad first, for a person; ``names`` of the layers. Pure."""
+    return (
+        f"scores of {names[bad.layer]} were no finite numbers in step {bad.step:,} (counted from "
+        f"0) on rank {bad.rank}, the first of the run: what came to its router was none, or the "
+        "router made them"
+    )
+
+
+def scores_line(record: RunRecord) -> str:
+    """The same of a run; empty where all that is known were numbers. Pure."""
+    bad = record.ranks and record.ranks.bad_scores
+    return bad_scores_line(bad, [layer.name for layer in record.layers]) if bad else ""
 
 
 def ranks_line(record: RunRecord) -> str:

@@ -25,7 +25,7 @@ from ds_moe_ext.report.rank_figures import OwnSteps, RanksSeen
 from ds_moe_ext.report.record import DeviceRecord, RunRecord
 from ds_moe_ext.report.recorder import Recorder
 from ds_moe_ext.report.report_files import ReportFiles
-from ds_moe_ext.report.summary import outcomes_by_layer, ranks_line
+from ds_moe_ext.report.summary import bad_scores_line, outcomes_by_layer, ranks_line, scores_line
 from ds_moe_ext.report.time_saved import choice_line, saved_line
 from ds_moe_ext.report.units import bytes_text, counted, seconds_text
 from ds_moe_ext.schedule.executor import lanes_for
@@ -130,6 +130,9 @@ class Run:
                 tell_all,
                 _device_of(device),
                 is_on=any(tell_all(report.enabled)),  # each rank may say otherwise
+                on_bad_scores=lambda bad: planning.tell(
+                    bad_scores_line(bad, [layer.name for layer in layers])
+                ),
             ),
             lanes=lanes,
         )
@@ -195,7 +198,7 @@ def finish(recorder: Recorder, path: str | None, forecasts: str = "") -> None:
         return
     console = wide_console()
     console.print(end_table(record))
-    for told in (division_line, ranks_line, saved_line, choice_line):
+    for told in (division_line, ranks_line, scores_line, saved_line, choice_line):
         if line := told(record):
             console.print(f"ds_moe_ext: {line}", soft_wrap=True, highlight=False)
     if record.seconds_by_kind:

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from ds_moe_ext.report.record import BadScores
+from ds_moe_ext.steps.training_run import run_of
 from tests.hosts.jobs import Job, _float16_on_a_cpu, engine_of, loss_of, micro_batch
 from tests.hosts.zebra_runs import zebra
 from tests.marks import slow
@@ -37,11 +39,31 @@ def _spoil(module: Any, given: Any, found: tuple[Tensor, ...]) -> tuple[Tensor, 
     return tuple(each * torch.nan if each.is_floating_point() else each for each in found)
 
 
-def trained(rank: int, world_size: int, job: Job, what: str, bad: int) -> tuple[list[bool], int]:
-    """Whether weights changed in each step, and how many the engine says were skipped."""
+class Told(NamedTuple):
+    """By one rank.
+
+    Attributes:
+        changed: whether weights did, in each step.
+        num_skipped: steps, as the engine says.
+        bad_scores: as the report will have them.
+    """
+
+    changed: list[bool]
+    num_skipped: int
+    bad_scores: BadScores | None
+
+
+def trained(rank: int, world_size: int, job: Job, what: str, bad: int) -> Told:
+    """Train past a step of bad numbers."""
     scaled = (("fp16", {"enabled": True, "initial_scale_power": 4}),)
     with _float16_on_a_cpu():
         engine = engine_of(replace(job, dtype="float32", extra=scaled), world_size)
+        run = run_of(engine)
+        assert run is not None
+        ranks = run.recorder.ranks
+        ranks.is_on = True
+        for layer in run.layers:
+            layer.routed.rows.keeps_scores = True
         changed = []
         for step in range(BAD_STEP + 3):
             before = [p.detach().clone() for p in engine.module.parameters()]
@@ -60,12 +82,15 @@ def trained(rank: int, world_size: int, job: Job, what: str, bad: int) -> tuple[
             assert all(p.isfinite().all() for p in own), step
             assert step == BAD_STEP or bool(loss.isfinite())
             changed.append(any(not torch.equal(p, old) for p, old in zip(own, before)))
-        return changed, int(engine.skipped_steps)
+        return Told(changed, int(engine.skipped_steps), ranks.own.told(0.0).bad_scores)
 
 
 @pytest.mark.parametrize("what", ["logits", slow("loss")])
 @pytest.mark.parametrize("name", JOBS)
 def test_all_ranks_skip_the_step(name: str, what: str) -> None:
-    for changed, num_skipped in pool_of(2).run(trained, JOBS[name], what, 0):
+    ranks = pool_of(2).run(trained, JOBS[name], what, 0)
+    for changed, num_skipped, _ in ranks:
         assert changed == [step != BAD_STEP for step in range(len(changed))]
         assert num_skipped == 1
+    bad = BadScores(BAD_STEP, layer=1, rank=0) if what == "logits" else None
+    assert [told.bad_scores for told in ranks] == [bad, None]

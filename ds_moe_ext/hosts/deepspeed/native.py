@@ -183,6 +183,7 @@ class HostedMoE(nn.Module):
         x_TD = hidden.reshape(-1, hidden.shape[-1])
         l_aux, _, _, ids_KT, _, score_KT, exp_counts = self.gate(x_TD, used_token, True)
         expert_TK = ids_KT.T.contiguous().to(torch.int64)
+        self.routed.rows.saw_scores(score_KT)
         y_TD = self.run(x_TD, expert_TK, score_KT.T.contiguous(), self.weights())
         # Behind the experts: other micro-batches may have come by while this one waited for them.
         self.l_aux, self.exp_counts = l_aux, exp_counts
