@@ -204,10 +204,11 @@ def test_the_first_scores_that_are_no_numbers() -> None:
     assert ranks_record is not None and ranks_record.bad_scores == told[0]
     run = RunRecord.from_json(dataclasses.replace(worked(), ranks=ranks_record).to_json())
     assert run.ranks is not None and run.ranks.bad_scores == told[0]
-    names = [layer.name for layer in run.layers]
-    if len(names) > 1:
-        assert scores_line(run).startswith(f"scores of {names[1]} were no finite numbers in step 5")
+    assert scores_line(run).startswith("scores of m.1.a were no finite numbers in step 5")
     assert scores_line(worked()) == ""
+    hostile = run.to_json().replace('"bad_scores": [5, 1, 1]', '"bad_scores": [5, 2, 1]')
+    with pytest.raises(ValueError, match="names layer 2 of 2"):
+        RunRecord.from_json(hostile)
 
 
 def test_the_line_at_the_end() -> None:

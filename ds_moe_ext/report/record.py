@@ -393,7 +393,7 @@ class RunRecord:
                 "placements": placements and _placements_of(placements, shape_ILE, shape_ILC),
                 "looks": looks and _looks_of(looks, shape_IL),
                 "choices": tuple(ChoiceRecord(**each) for each in data.get("choices", ())),
-                "ranks": ranks and _ranks_of(ranks),
+                "ranks": ranks and _ranks_of(ranks, len(layers)),
             }
         )
 
@@ -446,13 +446,16 @@ def _looks_of(data: Mapping[str, Any], shape_IL: tuple[int, int]) -> LooksRecord
     )
 
 
-def _ranks_of(data: Mapping[str, Any]) -> RanksRecord:
+def _ranks_of(data: Mapping[str, Any], num_layers: int) -> RanksRecord:
     pace, device, bad = data["pace"], data.get("device"), data.get("bad_scores")
+    bad = bad and BadScores(*bad)
+    if bad and bad.layer not in range(num_layers):
+        raise ValueError(f"ranks.bad_scores names layer {bad.layer} of {num_layers}")
     unknown = [None] * len(pace["steps_G"])  # in files of earlier versions
     shape_KR = len(data["kinds_K"]), len(data["ranks_R"])
     return RanksRecord(
         ranks_R=tuple(data["ranks_R"]),
-        bad_scores=bad and BadScores(*bad),
+        bad_scores=bad,
         allocated_R=np.asarray(data["allocated_R"], dtype=np.int64),
         reserved_R=np.asarray(data["reserved_R"], dtype=np.int64),
         resident_R=np.asarray(data["resident_R"], dtype=np.int64),
