@@ -24,10 +24,18 @@ from ds_moe_ext.moe.gates.gate_object import read_gate
 from ds_moe_ext.moe.hooks import NO_HOOKS, Hooked, read_hooks
 from ds_moe_ext.strategies import auto, ep, esp, fssdp, prophet, zebra  # noqa: F401  register themselves
 from ds_moe_ext.strategy import Choosing, Overlay, Strategy, class_at, registered
-from ds_moe_ext.strict import at_least, check_object, fields_of, nearest, read_record
+from ds_moe_ext.strict import (
+    at_least,
+    check_object,
+    fields_of,
+    nearest,
+    read_record,
+    shortened,
+)
 from ds_moe_ext.watch import Patience
 
 BLOCK = "ds_moe_ext"
+MOST_CHARACTERS = 1000  # of an error
 NEAR = 0.8
 """Share of letters in common above which a key was meant to be the block's; no name in DeepSpeed's
 own code has 0.7."""
@@ -194,15 +202,24 @@ def read_settings(document: Mapping[str, Any]) -> tuple[Settings, Strategy | Non
     """Read the block of a whole JSON document, as of DeepSpeed or of our own.
 
     All strategy blocks are checked, also of those that are not chosen, so that a mistake shows
-    before it matters.
+    before it matters. Code that a block names is imported where it is enabled alone.
 
     Returns:
         The settings, and the chosen strategy; None for the strategy where the block is absent or
         not enabled.
 
     Raises:
-        ValueError: what is wrong, in one sentence.
+        ValueError: what is wrong, in one sentence, with some hundred characters of a value.
     """
+    try:
+        return _read(document)
+    except ValueError as error:
+        if len(str(error)) <= MOST_CHARACTERS:
+            raise
+        raise ValueError(shortened(str(error), MOST_CHARACTERS)) from error
+
+
+def _read(document: Mapping[str, Any]) -> tuple[Settings, Strategy | None]:
     check_object("the document", document)
     block = document.get(BLOCK)
     if block is None:
@@ -216,6 +233,7 @@ def read_settings(document: Mapping[str, Any]) -> tuple[Settings, Strategy | Non
             if owners:
                 remedy = f"it goes into the block {BLOCK}.{f' or {BLOCK}.'.join(owners)}"
             raise ValueError(f"{BLOCK} has no key {key!r}; {remedy}")
+    block = block if block.get("enabled") is True else _without_code(block)
     gate = None if block.get("gate") is None else read_gate(block["gate"], f"{BLOCK}.gate")
     named = block.get("hooks")
     hooks = NO_HOOKS if named is None else read_hooks(named, f"{BLOCK}.hooks")
@@ -227,6 +245,27 @@ def read_settings(document: Mapping[str, Any]) -> tuple[Settings, Strategy | Non
     }
     strategy = _chosen(settings, blocks)
     return settings, strategy if settings.enabled else None
+
+
+def _without_code(block: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without what would be imported: strategies, a gate and hooks of the user's own."""
+    hooks = block.get("hooks")
+    if isinstance(hooks, list):
+        block = {**block, "hooks": [hook for hook in hooks if not _is_code(_name_of(hook))]}
+    if any(_is_code(block.get(key)) for key in ("strategy", "balance")):
+        left_out = ("strategy", "balance", "options")
+        block = {key: value for key, value in block.items() if key not in left_out}
+    if _is_code(_name_of(block.get("gate"))):
+        block = {key: value for key, value in block.items() if key != "gate"}
+    return block
+
+
+def _name_of(named: Any) -> Any:
+    return named.get("type") if isinstance(named, Mapping) else named
+
+
+def _is_code(name: Any) -> bool:
+    return isinstance(name, str) and ":" in name
 
 
 def misspelt(document: Mapping[str, Any]) -> str:
@@ -296,7 +335,7 @@ def _named(key: str, name: str, settings: Settings, blocks: Mapping[str, Strateg
 def _compiles(key: str, pattern: str) -> None:
     try:
         re.compile(pattern)
-    except re.error as error:
+    except (OverflowError, RecursionError, re.error) as error:
         raise ValueError(
             f"{BLOCK}.{key} is {pattern!r}, which is no regular expression ({error}); mend it"
         ) from error

@@ -132,6 +132,15 @@ def check_object(where: str, value: Any) -> None:
         raise ValueError(f"{where} is {value!r}, but must be an object: {{...}}")
 
 
+def shortened(message: str, most: int) -> str:
+    """A message without its middle, where it is too long: its beginning names the key, its end the
+    remedy."""
+    if len(message) <= most:
+        return message
+    half = most // 2
+    return f"{message[:half]} ... ({len(message) - 2 * half:,} characters) ... {message[-half:]}"
+
+
 def nearest(word: object, known: Iterable[str]) -> str:
     """The end of an error about an unknown word."""
     known = sorted(known)

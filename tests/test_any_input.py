@@ -30,6 +30,7 @@ from ds_moe_ext.hosts.megatron import active_settings
 from ds_moe_ext.settings import BLOCK, read_settings
 from tests.marks import slow
 from tests.test_plan_jobs import JOBS
+from tests.test_rank_figures import with_ranks
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
@@ -41,12 +42,15 @@ PRICE = (
     *("price", str(JOB), "--hardware", str(HARDWARE), "--model", str(MODEL)),
     *("--strategies", "ep,fssdp"),
 )
+REPORT = "report.json"
 COMMANDS = {
-    "price, job": (PRICE, JOB),
-    "price, hardware": (PRICE, HARDWARE),
-    "price, model": (PRICE, MODEL),
-    "doctor, model": (("doctor", "--model", str(MODEL)), MODEL),
+    "price, job": (PRICE, str(JOB), JOB.read_bytes()),
+    "price, hardware": (PRICE, str(HARDWARE), HARDWARE.read_bytes()),
+    "price, model": (PRICE, str(MODEL), MODEL.read_bytes()),
+    "report": (("report", REPORT), REPORT, with_ranks().to_json().encode()),
+    "doctor, model": (("doctor", "--model", str(MODEL)), str(MODEL), MODEL.read_bytes()),
 }
+"""Words, which of them is a file, and what is in it."""
 FEWER = hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 10)
 """Of what takes a tenth of a second."""
 
@@ -163,12 +167,12 @@ def as_bytes(document: Any) -> bytes:
 def test_files_of_commands(
     name: str, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    words, path = COMMANDS[name]
-    text = path.read_bytes()
+    words, path, text = COMMANDS[name]
     given = data.draw(of_bytes(text) | nearly(json.loads(text)).map(as_bytes))
-    file = tmp_path_factory.getbasetemp() / f"{name}.json"
+    file = tmp_path_factory.getbasetemp() / name / REPORT
+    file.parent.mkdir(exist_ok=True)
     file.write_bytes(given)
-    argv = ["ds-moe-ext", *(str(file) if word == str(path) else word for word in words)]
+    argv = ["ds-moe-ext", *(str(file) if word == path else word for word in words)]
     out, err = io.StringIO(), io.StringIO()
     with (
         mock.patch.object(sys, "argv", argv),

@@ -597,7 +597,7 @@ class Needy(Hooks):
 @pytest.mark.parametrize(("values", "key", "shown", "remedy"), list(refusals()))
 def test_refused_in_one_sentence(values: Any, key: str, shown: str, remedy: str) -> None:
     with pytest.raises(ValueError) as caught:
-        read_settings({"ds_moe_ext": {"hooks": values}})
+        read_settings({"ds_moe_ext": {"enabled": True, "hooks": values}})
     message = str(caught.value)
     assert message.startswith(f"ds_moe_ext.{key}")
     assert shown in message

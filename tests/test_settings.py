@@ -480,7 +480,10 @@ BAD = [
 
 
 def refusal_of(document: Any) -> str:
-    """The text of the one ValueError."""
+    """The text of the one ValueError; of an enabled block, where nothing is said of that."""
+    block = document.get("ds_moe_ext") if isinstance(document, dict) else None
+    if isinstance(block, dict):
+        document = {**document, "ds_moe_ext": {"enabled": True, **block}}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(ValueError) as caught:
@@ -525,8 +528,38 @@ def test_a_solver_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None
     assert "ds_moe_ext.esp.solver is 'paper'" in message and "pip install scipy" in message
 
 
-def test_a_strategy_is_checked_where_it_is_not_enabled() -> None:
-    assert "'forward'" in refusal_of(block(enabled=False, strategy=CHUNKED))
+def test_nothing_is_imported_where_it_is_not_enabled() -> None:
+    keys = {
+        "strategy": "no_such_module:Mine",
+        "options": {"level": 3},
+        "gate": {"type": "no_such_module:Gate"},
+        "hooks": ["no_such_module:Hook", {"type": "no_such_module:Other"}],
+    }
+    settings, strategy = read_settings(block(**{**keys, "enabled": False}))
+    assert strategy is None and not settings.enabled
+    assert "no_such_module" in refusal_of(block(**{**keys, "enabled": True}))
+    assert "'forward'" in refusal_of(block(enabled=True, strategy=CHUNKED))
+    # What needs no code is read as ever.
+    assert "ds_moe_ext.hooks[0]" in refusal_of(block(**{**keys, "enabled": False, "hooks": [3]}))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"strategy": "x" * 5000},
+        {"strategy": ["a"] * 3000},
+        {"report": {"path": {"a": "b" * 9000}}},
+        {"moe_layer_pattern": "(" * 4000},
+        {"y" * 5000: 1},
+        {"gate": {"type": "z" * 5000}},
+        {"hooks": ["q" * 5000]},
+    ],
+    ids=lambda keys: next(iter(keys))[:12],
+)
+def test_a_long_value_makes_a_short_error(keys: dict[str, Any]) -> None:
+    message = refusal_of(block(**keys))
+    assert len(message) < 1100 and message.startswith("ds_moe_ext")
+    assert next(iter(keys))[:100] in message
 
 
 KEY = st.sampled_from(

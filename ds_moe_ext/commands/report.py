@@ -12,6 +12,7 @@ from ds_moe_ext.report.page import page_of
 from ds_moe_ext.report.record import RunRecord
 from ds_moe_ext.report.report_files import write_whole
 from ds_moe_ext.report.two_runs import Shown, page_beside
+from ds_moe_ext.strict import shortened
 
 
 def add_report(commands: Any) -> None:
@@ -23,16 +24,26 @@ def add_report(commands: Any) -> None:
     parser.set_defaults(run=lambda given: draw(given.json, given.beside, given.charts))
 
 
+UNFIT = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What values raise that no run has."""
+
+
 def draw(path: Path, beside: Path | None = None, charts: Path | None = None) -> int:
     """Write report.html beside a report.json, or beside.html of two, and their charts into a
     folder."""
-    record = read_report(path)
-    if beside is None:
-        page, page_path = page_of(record), path.parent / "report.html"
-    else:
-        names = _names(path, beside)
-        runs = (Shown(*each) for each in zip(names, (record, read_report(beside))))
-        page, page_path = page_beside(*runs), path.parent / "beside.html"
+    paths = [path] if beside is None else [path, beside]
+    records = [read_report(each) for each in paths]
+    page_path = path.parent / ("report.html" if beside is None else "beside.html")
+    try:
+        if beside is None:
+            page = page_of(records[0])
+        else:
+            page = page_beside(*map(Shown, _names(path, beside), records))
+    except UNFIT as error:
+        told = " and ".join(map(str, paths))
+        raise ValueError(
+            f"{told}: values that no report.json of a run has ({shortened(repr(error), 300)})"
+        ) from error
     write_whole(page_path, page)
     print(f"wrote {page_path}")
     if charts is not None:
@@ -62,5 +73,13 @@ def read_report(path: Path) -> RunRecord:
         raise ValueError(f"{path} cannot be read ({error}); name report.json of a run") from error
     try:
         return RunRecord.from_json(text)
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a report.json of a run ({error!r})") from error
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as e:
+        reason = shortened(repr(e), 300)
+        raise ValueError(f"{path} is not a report.json of a run ({reason})") from e

@@ -450,7 +450,8 @@ def test_used_tokens_are_refused() -> None:
 
 
 def gate_of(values: Any, **block: Any) -> Gate | None:
-    return read_settings({"ds_moe_ext": {"gate": values, **block}})[0].gate
+    keys = {"enabled": True, "gate": values, **block}
+    return read_settings({"ds_moe_ext": keys})[0].gate
 
 
 def test_gates_are_read() -> None:
