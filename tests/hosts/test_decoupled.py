@@ -12,6 +12,7 @@ from tests.hosts.processes import ROOT
 from tests.hosts.test_launch import start
 
 SCRIPT = """
+import json
 import sys
 from pathlib import Path
 
@@ -26,12 +27,13 @@ CONFIG = {
     "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
     "zero_optimization": {"stage": 1},
     "checkpoint": {"writer": {"type": "PYTHON", "decoupled": True}},
-    "ds_moe_ext": {
-        "enabled": True,
-        "strategy": "fssdp",
-        "fssdp": {"copies_per_rank": 2, "reshard_interval": 2, "resharding": "paper"},
-        "report": {"enabled": False},
-    },
+}
+BLOCK = {
+    "enabled": True,
+    "strategy": sys.argv[2],
+    "fssdp": {"copies_per_rank": 2, "reshard_interval": 2, "resharding": "paper"},
+    "zebra": {"attention_size": 1, "expert_size": 1},
+    "report": {"enabled": False},
 }
 
 
@@ -45,15 +47,22 @@ def step(engine, number):
 def main():
     deepspeed.init_distributed(dist_backend="gloo")
     folder = Path(sys.argv[1])
-    engine, *_ = deepspeed.initialize(model=families.build("mixtral"), config=CONFIG)
+    engine, *_ = deepspeed.initialize(
+        model=families.build("mixtral"), config={**CONFIG, "ds_moe_ext": BLOCK}
+    )
     assert engine.checkpoint_engine.is_decoupled()
     for number in range(3):
         step(engine, number)
     engine.save_checkpoint(str(folder))
-    assert not (folder / "latest").exists()
+    layout = folder / "global_step3" / "ds_moe_ext.json"
+    assert not (folder / "latest").exists() and not layout.exists()
     expected = [step(engine, number) for number in range(3, 6)]
     assert (folder / "latest").read_text() == "global_step3"
-    path, _ = engine.load_checkpoint(str(folder))
+    files = json.loads(layout.read_text())["files"]
+    assert "mp_rank_00_model_states.pt" in files and len(files) == 4, files
+    engine.save_checkpoint(str(folder))  # is ended by the load
+    path, _ = engine.load_checkpoint(str(folder), tag="global_step3")
+    assert (folder / "latest").read_text() == "global_step6"
     assert path is not None and engine.global_steps == 3
     assert [step(engine, number) for number in range(3, 6)] == expected
     engine.destroy()
@@ -67,10 +76,12 @@ if __name__ == "__main__":  # the writer's processes import this file
 
 
 @pytest.mark.slow
-def test_a_save_beside_training_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["fssdp", "esp", "zebra"])
+def test_a_save_beside_training_goes_on(strategy: str, tmp_path: Path) -> None:
     script = tmp_path / "decoupled.py"
     script.write_text(SCRIPT)
     command = ["torchrun", "--standalone", "--nproc_per_node", "2", str(script)]
     launcher = {"CROSS_SIZE": "1", "CROSS_RANK": "0"}  # as DeepSpeed's own sets them
-    said = start([*command, str(tmp_path / "saved")], PYTHONPATH=str(ROOT), **launcher)
+    words = (str(tmp_path / "saved"), strategy)
+    said = start([*command, *words], PYTHONPATH=str(ROOT), **launcher)
     assert said.count("went on") == 2

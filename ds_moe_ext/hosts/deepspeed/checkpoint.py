@@ -30,7 +30,7 @@ from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.files import file_sums
 from ds_moe_ext.files.dcp_reader import TABLE
 from ds_moe_ext.files.file_sums import FileSum
-from ds_moe_ext.hosts.deepspeed import dcp_folder, host_file, rates, shards
+from ds_moe_ext.hosts.deepspeed import decoupled_saves, host_file, rates, shards
 from ds_moe_ext.hosts.deepspeed.checkpoint_contents import (
     base_optimizer,
     has_dense_weights,
@@ -89,10 +89,7 @@ def save(engine: Any, arguments: Arguments, save_rest: Callable[..., Any]) -> An
         excludes_frozen=arguments["exclude_frozen_parameters"],
     )
     objects |= {remembered_name(run): run.planning.remembered_ILCE, SAVE: layout.save}
-    here = dist.get_rank()
-    names = dcp_folder.save(folder / FOLDER, parts, objects)[here :: dist.get_world_size()]
-    names += [TABLE] if here == 0 else []
-    own, result = [f"{FOLDER}/{name}" for name in names], None
+    ours, result = decoupled_saves.begun(engine, folder / FOLDER, parts, objects), None
     if has_dense_weights(run):
         client = {**arguments["client_state"], SAVE: layout.save}
         with (
@@ -102,10 +99,16 @@ def save(engine: Any, arguments: Arguments, save_rest: Callable[..., Any]) -> An
             shards.whole_in_state(engine),
         ):
             result = save_rest(**{**arguments, "client_state": client})
+
+    def seal() -> None:
+        own = _own(ours())
+        if has_dense_weights(run):
             own += host_file.written(engine, arguments["save_dir"], arguments["tag"])
-    files = _sums(folder, own, run.blueprint.settings.checkpoint.checksums)
-    if is_writer:
-        replace(layout, files=files).write(folder)
+        files = _sums(folder, own, run.blueprint.settings.checkpoint.checksums)
+        if is_writer:
+            replace(layout, files=files).write(folder)
+
+    decoupled_saves.when_written(engine, seal)
     return result
 
 
@@ -126,6 +129,7 @@ def load(engine: Any, arguments: Arguments, load_rest: Callable[..., Any]) -> An
     run = run_of(engine)
     if run is None:
         return load_rest(**arguments)
+    decoupled_saves.end(engine)
     asked = Asked.of(engine, arguments)
     with shards.one_file(engine):
         loaded = read(engine, run, asked)
@@ -180,6 +184,13 @@ def _layout_of(engine: Any, run: Run, slots: Mapping[Expert, Slot]) -> SavedLayo
         pipeline_stages=num_stages(engine.module),
         save=told[0][0],
     )
+
+
+def _own(names: list[str]) -> list[str]:
+    """Of our files those that this rank sums up, which may be others than it wrote."""
+    here = dist.get_rank()
+    own = [*names[here :: dist.get_world_size()], *([TABLE] if here == 0 else [])]
+    return [f"{FOLDER}/{name}" for name in own]
 
 
 def _sums(folder: Path, own: list[str], checksums: bool) -> dict[str, FileSum]:

@@ -86,13 +86,19 @@ class Contents(NamedTuple):
     objects: frozenset[str]
 
 
-def save(folder: Path, parts: Mapping[str, Part], objects: Mapping[str, Any]) -> list[str]:
+def save(
+    folder: Path,
+    parts: Mapping[str, Part],
+    objects: Mapping[str, Any],
+    group: Any = None,
+) -> list[str]:
     """Write what all ranks have; of what several have alike, one writes it. Collective.
 
     Args:
         folder: made if it is not there; what it had of these names is overwritten.
         parts: this rank's, by the tensor's name; those of all ranks make up whole tensors.
         objects: this rank's; of several of one name any is kept.
+        group: by which ranks agree who writes what; None is that of the world.
 
     Returns:
         Names of the files that all ranks have written, of lower ranks first, and no table.
@@ -101,7 +107,8 @@ def save(folder: Path, parts: Mapping[str, Part], objects: Mapping[str, Any]) ->
         OSError: on all ranks, where one could not write.
     """
     try:
-        table = dcp.save(dict(objects), checkpoint_id=folder, planner=_SaveParts(parts))
+        planner = _SaveParts(parts)
+        table = dcp.save(dict(objects), checkpoint_id=folder, planner=planner, process_group=group)
     except CheckpointException as error:
         raise OSError(f"{folder} could not be written: {_reason(error)!r}") from error
     assert isinstance(table, Metadata)

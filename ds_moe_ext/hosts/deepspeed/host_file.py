@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import (
+    DecoupledCheckpointEngine,
+)
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.utils import groups
 
@@ -17,10 +20,11 @@ from ds_moe_ext.hosts.deepspeed.layout_file import LAYOUT_FILE, SAVE, SavedLayou
 
 
 def written(engine: Any, save_dir: str, tag: str) -> list[str]:
-    """Names of the files that DeepSpeed has written here; not where its engine of checkpoints goes
-    on writing when it has returned."""
+    """Names of the files that DeepSpeed has written here, when its writer has ended; not where
+    another's goes on when it has returned."""
     is_writer = groups._get_data_parallel_rank() == 0
-    if not is_writer or not isinstance(engine.checkpoint_engine, TorchCheckpointEngine):
+    ends = (TorchCheckpointEngine, DecoupledCheckpointEngine)
+    if not is_writer or not isinstance(engine.checkpoint_engine, ends):
         return []
     return [Path(engine._get_ckpt_name(save_dir, tag)).name]
 
