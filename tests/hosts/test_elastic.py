@@ -101,7 +101,7 @@ def printed(folder: Path) -> str:
     ("host", "strategy"),
     [
         *(("deepspeed", name) for name in ("ep", "fssdp", "prophet", "esp", "zebra")),
-        *(("megatron", name) for name in ("ep", "fssdp", "prophet", "esp")),
+        *(("megatron", name) for name in ("ep", "fssdp", "prophet", "esp", "zebra")),
     ],
 )
 def test_goes_on_with_the_ranks_that_are_left(host: str, strategy: str, tmp_path: Path) -> None:

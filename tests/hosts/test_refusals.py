@@ -678,8 +678,21 @@ def test_models_and_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(part in message for part in case.says), message
 
 
-@pytest.mark.parametrize("is_enabled", [True, False])
-@pytest.mark.parametrize("name", BLOCKS)
+NAMES_CODE = [
+    name
+    for name, (block, _) in BLOCKS.items()
+    if isinstance(block, dict)
+    and any(
+        ":" in path for key in ("strategy", "balance") if isinstance(path := block.get(key), str)
+    )
+]
+"""Which is imported where the block is enabled alone."""
+
+
+@pytest.mark.parametrize(
+    ("name", "is_enabled"),
+    [(name, on) for name in BLOCKS for on in (True, False) if on or name not in NAMES_CODE],
+)
 def test_malformed_blocks(name: str, is_enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block is checked whether it is enabled or not."""
     block, says = BLOCKS[name]

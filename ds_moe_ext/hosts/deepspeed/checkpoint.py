@@ -89,7 +89,8 @@ def save(engine: Any, arguments: Arguments, save_rest: Callable[..., Any]) -> An
         excludes_frozen=arguments["exclude_frozen_parameters"],
     )
     objects |= {remembered_name(run): run.planning.remembered_ILCE, SAVE: layout.save}
-    ours, result = decoupled_saves.begun(engine, folder / FOLDER, parts, objects), None
+    ours = decoupled_saves.begun(engine, folder / FOLDER, parts, objects)
+    theirs, result = list[str](), None
     if has_dense_weights(run):
         client = {**arguments["client_state"], SAVE: layout.save}
         with (
@@ -99,11 +100,10 @@ def save(engine: Any, arguments: Arguments, save_rest: Callable[..., Any]) -> An
             shards.whole_in_state(engine),
         ):
             result = save_rest(**{**arguments, "client_state": client})
+            theirs = host_file.written(engine, arguments["save_dir"], arguments["tag"])
 
     def seal() -> None:
-        own = _own(ours())
-        if has_dense_weights(run):
-            own += host_file.written(engine, arguments["save_dir"], arguments["tag"])
+        own = [*_own(ours()), *theirs]
         files = _sums(folder, own, run.blueprint.settings.checkpoint.checksums)
         if is_writer:
             replace(layout, files=files).write(folder)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 
@@ -20,7 +20,7 @@ from ds_moe_ext.hosts.deepspeed import dcp_folder
 from ds_moe_ext.hosts.deepspeed.dcp_folder import Part
 from ds_moe_ext.layout import group_among
 
-_PENDING: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()  # by engine
+_PENDING: WeakSet[Any] = WeakSet()  # engines whose save goes on
 _GROUPS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """By engine, of all ranks: a thread's exchanges would come between others'. Of gloo, for what is
 written is on the host."""
@@ -57,17 +57,17 @@ def when_written(engine: Any, seal: Callable[[], None]) -> None:
     commit = writer.commit
 
     def commit_both(info: Any) -> Any:
-        del writer.commit, _PENDING[engine]
+        del writer.commit
+        _PENDING.discard(engine)
         done = commit(info)
         seal()
         return done
 
     writer.commit = commit_both
-    _PENDING[engine] = engine._commit_decoupled_checkpoint
+    _PENDING.add(engine)
 
 
 def end(engine: Any) -> None:
     """Wait for a save that goes on, and move ``latest``. Collective."""
-    commit = _PENDING.get(engine)
-    if commit is not None:
-        commit()
+    if engine in _PENDING:
+        engine._commit_decoupled_checkpoint()

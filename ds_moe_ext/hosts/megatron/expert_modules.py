@@ -270,10 +270,10 @@ class HostedExperts:
         self.routed.rows.begin(is_training=self.training)
         self.passes.begins(is_training=self.training)
         expert_TK, score_TK = choices(routing_map, probs, config)
+        self.routed.rows.saw_scores(score_TK)
         if config.moe_apply_probs_on_input:  # of the only choice
             x_TD = (score_TK * x_TD).to(x_TD.dtype)
             score_TK = torch.ones_like(score_TK)
-        self.routed.rows.saw_scores(score_TK)
         y_TD = self.run(x_TD, expert_TK, score_TK, self.weights())
         self.passes.watch(y_TD)
         return y_TD
