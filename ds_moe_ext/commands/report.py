@@ -73,13 +73,6 @@ def read_report(path: Path) -> RunRecord:
         raise ValueError(f"{path} cannot be read ({error}); name report.json of a run") from error
     try:
         return RunRecord.from_json(text)
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RecursionError,
-        TypeError,
-        ValueError,
-    ) as e:
-        reason = shortened(repr(e), 300)
-        raise ValueError(f"{path} is not a report.json of a run ({reason})") from e
+    except UNFIT as error:
+        reason = shortened(repr(error), 300)
+        raise ValueError(f"{path} is not a report.json of a run ({reason})") from error

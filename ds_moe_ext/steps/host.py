@@ -190,7 +190,8 @@ def run_on(host: Host, model: nn.Module, settings: Settings, strategy: Strategy)
     Raises:
         ValueError: on all ranks: the model or the ranks do not suit the settings.
     """
-    start, WATCH.patience = start_of(host.name), settings.waits
+    start = start_of(host.name)
+    WATCH.patience = settings.waits
     strategy = strategy.settled(host.devices, host.micro_batch)
     settings, strategy = host.refuse(settings, strategy)
     found = tuple(host.find(settings))
