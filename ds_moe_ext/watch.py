@@ -7,7 +7,9 @@ goes on waiting, and says so from time to time. One thread of each process does 
 a second, and is in no collective.
 
 A rank that is killed says nothing. So each counts in the store, every two seconds; whoever finds an
-exchange broken without a reason listens for a moment, and names those that count no more.
+exchange broken without a reason listens for a moment, and names those that count no more. So does
+one that began nothing of ours for a while: the host may wait where we do not see it. A rank that
+ends as it should says so in its count.
 
 An error that all ranks raise alike is nobody's failure: a rank that has failed itself takes no
 other's for a reason, until a pass has gone through.
@@ -15,6 +17,7 @@ other's for a reason, until a pass has gone through.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -35,7 +38,7 @@ PATIENCE_S = 2.0
 """How long it waits before it looks whether another rank has failed."""
 
 HOST_PATIENCE_S = 4.0
-"""Likewise inside of the host's forward, backward or step, while no task of ours begins."""
+"""Likewise where it is in no exchange of ours, while no task of ours begins."""
 
 BEAT_S = 2.0
 """How often a process says that it is there."""
@@ -155,7 +158,7 @@ class Watch:
     _told: bool = False  # the others, of a failure
     _posted: bool = False  # the others, of a wait
     _beat_s: float = 0.0
-    _heard: Heard | None = None  # in a wait of the host's
+    _heard: Heard | None = None  # while nothing of ours began
     _lock: threading.Lock = field(default_factory=threading.Lock)  # one user of the store at a time
 
     @property
@@ -173,7 +176,10 @@ class Watch:
         is_new = self._wires is None
         self._wires = wires
         if is_new:
-            threading.Thread(target=self._watch, name="ds_moe_ext_watch", daemon=True).start()
+            name, ends = "ds_moe_ext_watch", threading.Event()
+            thread = threading.Thread(target=self._watch, args=[ends], name=name, daemon=True)
+            thread.start()
+            atexit.register(_end, ends, thread)
             sys.excepthook = _AfterHook(self, sys.excepthook)
 
     def at(self, place: Callable[[], str]) -> None:
@@ -345,11 +351,10 @@ class Watch:
         assert self._wires is not None
         return self._wires.rank
 
-    def _watch(self) -> None:
+    def _watch(self, ends: threading.Event) -> None:
         latest, latest_s = self._latest, time.monotonic()
         self._beat(latest_s)
-        while True:
-            time.sleep(PERIOD_S)
+        while not ends.wait(PERIOD_S):
             now_s = time.monotonic()
             self._beat(now_s)
             if latest is not self._latest:
@@ -358,14 +363,16 @@ class Watch:
             if late:
                 self._look_at(late, now_s)
             elif (
-                self._num_passes
-                and not self.has_failed
-                and now_s - max(latest_s, self._pass_since_s) > HOST_PATIENCE_S
+                not self.has_failed and now_s - max(latest_s, self._pass_since_s) > HOST_PATIENCE_S
             ):
                 self._look_for_host(now_s)
             if self._posted and not late:
                 self._posted = False
                 self._with_store(lambda store: store.delete_key(_WAIT.format(self._rank)))
+        self._says_it_ends()
+
+    def _says_it_ends(self) -> None:
+        self._with_store(lambda store: store.set(_BEAT.format(self._rank), _ENDED.decode()))
 
     def _look_at(self, late: Sequence[Wait], now_s: float) -> None:
         if self.has_failed:  # what is left of the pass that failed
@@ -386,18 +393,21 @@ class Watch:
                 return
 
     def _look_for_host(self, now_s: float) -> None:
-        """It may wait in a collective of its own."""
-        if not self._reason:
+        """It may wait in a collective of its own, which is left in its passes alone: nobody knows
+        what a script does between them."""
+        if self._reason:
+            return
+        if self._num_passes:
             self._find_reason()
-            if self._reason:
-                assert self._wires is not None
-                self._wires.break_off_all()
-            else:
-                self._tell_stops(now_s)
+        if self._reason:
+            assert self._wires is not None
+            self._wires.break_off_all()
+        else:
+            self._tell_stops(now_s)
 
     def _tell_stops(self, now_s: float) -> None:
-        """Say which ranks are not heard of any more. A rank that they count for waits, or computes
-        for long: nobody can tell."""
+        """Say which ranks are not heard of any more, but for those that ended as they should, of
+        which a step alone has need."""
         wires, heard = self._wires, self._heard
         assert wires is not None
         if heard is None:
@@ -405,15 +415,18 @@ class Watch:
         elif now_s - heard.since_s > self.patience.told_after_s:
             self._heard = None
             silent = _silent(heard.beats, self._beats())
+            if not self._num_passes:
+                silent = [rank for rank in silent if heard.beats[rank] != _ENDED]
             keys = [_STOP.format(rank, heard.beats[rank].decode()) for rank in silent]
             first: list[bool] = []  # of the ranks that find it, which one tells
             self._with_store(lambda store: first.extend(store.add(key, 1) == 1 for key in keys))
             new = [rank for rank, is_first in zip(silent, first) if is_first]
             if new:
                 print(
-                    f"ds_moe_ext: {_ranks(new)} ended, or stopped: nothing has been heard for "
-                    f"{now_s - heard.since_s:.0f} s. Rank {wires.rank} is in the host's part of a "
-                    "step, and goes on waiting if it needs them there",
+                    f"ds_moe_ext: {_ranks(new)} ended, or stopped, or is in one long call that "
+                    f"lets no thread run: nothing has been heard for {now_s - heard.since_s:.0f} "
+                    f"s. Rank {wires.rank} is in no exchange of MoE layers; where it needs them, "
+                    "it goes on waiting",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -544,7 +557,14 @@ _FAILURE = "ds_moe_ext/failure/{}"
 _READERS = "ds_moe_ext/readers"  # how often one was read
 _WAIT = "ds_moe_ext/wait/{}"
 _BEAT = "ds_moe_ext/beat/{}"
+_ENDED = b"ended"  # the last beat of a rank that ends as it should
 _STOP = "ds_moe_ext/stop/{}/{}"  # of a rank, at a beat: how many have found it
+
+
+def _end(ends: threading.Event, watching: threading.Thread) -> None:
+    """This process ends, as its watch is to tell the others."""
+    ends.set()
+    watching.join(PATIENCE_S)
 
 
 def _post_failure(store: Store, rank: int, reason: str) -> None:

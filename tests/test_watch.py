@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 import pytest
+from torch.distributed import TCPStore
 
 from ds_moe_ext import watch
 from ds_moe_ext.watch import BrokenOff, Patience, Watch, Wires
@@ -193,7 +194,8 @@ def test_a_stop_in_a_wait_of_the_host_is_told_once(
     for each in (first.watch, third):
         each._look_for_host(1011.0)
     told = capsys.readouterr().err
-    assert told.startswith("ds_moe_ext: rank 1 ended, or stopped: nothing has been heard for 11 s")
+    assert told.startswith("ds_moe_ext: rank 1 ended, or stopped")
+    assert "nothing has been heard for 11 s. Rank 0 is in no exchange" in told
     assert told.count("\n") == 1
     for seconds in (1012.0, 1023.0):
         first.watch._look_for_host(seconds)
@@ -202,6 +204,71 @@ def test_a_stop_in_a_wait_of_the_host_is_told_once(
     for seconds in (1025.0, 1036.0, 1047.0):
         first.watch._look_for_host(seconds)
     assert "rank 1 ended" in capsys.readouterr().err
+
+
+def test_a_rank_that_ended_is_missed_in_a_step_alone(
+    ranks: list[Rank], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Elsewhere ranks may have more or less to do than others, at the end of a script."""
+    first, second = ranks
+    second.watch._says_it_ends()
+    for seconds in (1000.0, 1011.0, 1022.0):
+        first.watch._look_for_host(seconds)
+    assert capsys.readouterr().err == ""
+    with first.watch.host_pass("engine.step"):
+        for seconds in (1033.0, 1044.0):
+            first.watch._look_for_host(seconds)
+    assert "rank 1 ended" in capsys.readouterr().err
+
+
+def test_a_failure_elsewhere_is_left_to_the_script_between_steps(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = ranks
+    broken: list[str] = []
+    wires = replace(first.watch._wires, break_off_all=lambda: broken.append("all"))  # type: ignore[type-var]
+    first.watch._wires = wires
+    second.watch.failed(ValueError("no"), "a step")
+    first.watch._look_for_host(1000.0)
+    assert broken == []
+    with pytest.raises(BrokenOff), first.watch.host_pass("engine.step"):
+        first.watch._look_for_host(1001.0)
+        raise RuntimeError("gloo: closed")
+    assert broken == ["all"]
+
+
+AT_ITS_END = """
+import sys
+
+import torch.distributed as dist
+
+from ds_moe_ext.comm import begin_watch
+from ds_moe_ext.watch import WATCH
+
+rank, port = map(int, sys.argv[1:])
+store = dist.TCPStore("127.0.0.1", port, is_master=False)
+dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
+begin_watch()
+dist.barrier()
+dist.destroy_process_group()
+if rank == 0:
+    while WATCH._beats()[1] != b"ended":
+        pass
+    print("told")
+"""
+
+
+def test_a_process_says_that_it_ends() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", AT_ITS_END, str(rank), str(store.port)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["told\n", ""]
 
 
 def test_waits_are_told_when_the_keys_say(
