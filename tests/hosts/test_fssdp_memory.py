@@ -48,7 +48,8 @@ class Census:
         sizes = [sum(storage_bytes(slab.tensors)) for slab in self._slabs]
         self.most_copies = max(self.most_copies, sum(sizes))
         self.most_layers = max(self.most_layers, sum(size > 0 for size in sizes))
-        self._grads = {ref: size for ref, size in self._grads.items() if not ref.expired()}
+        # A list first: another lane may add one meanwhile.
+        self._grads = {ref: size for ref, size in [*self._grads.items()] if not ref.expired()}
         self.most_grads = max(self.most_grads, sum(self._grads.values()))
 
     def reduce(
