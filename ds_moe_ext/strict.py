@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import importlib
 import json
 import math
@@ -41,7 +42,7 @@ def read_record(cls: type[RecordT], values: Any, where: str) -> RecordT:
         ValueError: an unknown or missing key, a value of the wrong type, or what ``cls`` refuses.
     """
     check_object(where, values)
-    hints = typing.get_type_hints(cls)
+    hints = _hints_of(cls)
     fields = fields_of(cls)
     names = [f.name for f in fields]
     for key in values:
@@ -58,6 +59,11 @@ def read_record(cls: type[RecordT], values: Any, where: str) -> RecordT:
         raise ValueError(f"{where} needs the key {missing[0]!r}; add it")
     read = {k: _value(hints[k], v, f"{where}.{k}") for k, v in values.items()}
     return cls(**read)
+
+
+@functools.cache  # a start reads a hundred records
+def _hints_of(cls: type) -> Mapping[str, Any]:
+    return typing.get_type_hints(cls)
 
 
 def fields_of(cls: type) -> list[dataclasses.Field[Any]]:

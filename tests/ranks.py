@@ -12,12 +12,16 @@ from contextlib import contextmanager
 from ds_moe_ext.testing import Ranks
 
 _PRELOADED = ["torch", "torch._dynamo", "numpy", "ds_moe_ext.testing"]
+_BY_ENGINES = "deepspeed.runtime.zero.muon.muon_optimizer"
+"""Loaded by the first engine of a process, and with it all of torch's inductor: two seconds."""
+os.environ.setdefault("TORCH_WARM_POOL", "0")  # which that would start, with threads, before forks
 
 
 def preload(*modules: str) -> None:
     """Let the forkserver load these, which each rank would take seconds for; to be called where a
     test module is imported, as it is too late when a pool is there."""
-    _PRELOADED.extend(module for module in modules if module not in _PRELOADED)
+    late = [_BY_ENGINES] if any(module.startswith("deepspeed") for module in modules) else []
+    _PRELOADED.extend(module for module in (*modules, *late) if module not in _PRELOADED)
 
 
 @contextmanager
