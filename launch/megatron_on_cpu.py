@@ -227,9 +227,9 @@ class CudaMeansCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        named = dict(kwargs or {})
+        named = kwargs or {}
         if "device" in named:
-            named["device"] = _on_cpu(named["device"])
+            named = {**named, "device": _on_cpu(named["device"])}
         if func is Tensor.to:
             args = tuple(_on_cpu(a) if isinstance(a, str | torch.device) else a for a in args)
         return func(*args, **named)
