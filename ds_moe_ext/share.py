@@ -85,7 +85,7 @@ class LocalElseHome:
     def prepare(self, cell: int) -> None:
         self.target.prepare(cell)
         if not self.target.is_single:
-            _ = self._pair_E(cell), self._kept_C1S(cell)
+            _ = self.pair_E(cell), self._kept_C1S(cell)
 
     def of_rows(self, rows_CE: np.ndarray) -> LocalElseHome:
         return self
@@ -102,11 +102,11 @@ class LocalElseHome:
     def sent_by_pair(self, sender: int, rows_FE: np.ndarray) -> np.ndarray:
         """See ``sent_by_pair``."""
         rows_FN = np.zeros((len(rows_FE), self.target.flat_N.size), dtype=np.int64)
-        rows_FN[:, self._pair_E(sender)] = rows_FE
+        rows_FN[:, self.pair_E(sender)] = rows_FE
         return rows_FN
 
-    def _pair_E(self, sender: int) -> np.ndarray:
-        """Place of each expert's holder, for a sender, among the target's pairs."""
+    def pair_E(self, sender: int) -> np.ndarray:
+        """See ``pair_of``."""
         if sender not in self._pairs:
             holder_E = np.where(self.target.holds_EC[:, sender], sender, self.home.owner_E)
             self._pairs[sender] = np.searchsorted(self.target.flat_N, self._first_E + holder_E)
@@ -490,6 +490,15 @@ class NearestCopy:
         rows_FN[:, pair_M] = turns_M.quotas(rows_FE[:, expert_M])
         return rows_FN
 
+    def pair_E(self, sender: int) -> np.ndarray | None:
+        """See ``pair_of``."""
+        expert_M, _, pair_M, _ = self._tables.leaving(sender)[self._layer]
+        if len(expert_M) != self.target.num_experts:
+            return None
+        pair_E = np.empty_like(pair_M)
+        pair_E[expert_M] = pair_M
+        return pair_E
+
     def received_by_slot(self, holder: int, rows_CFE: np.ndarray) -> np.ndarray:
         """See ``received_by_slot``."""
         expert_S, turns_C1S = self._tables.coming(holder)[self._layer]
@@ -538,6 +547,14 @@ def sent_by_pair(share: Share, target: Placement, sender: int, rows_FE: np.ndarr
     if _has_pairs(share, target):
         return share.sent_by_pair(sender, rows_FE)
     return share.rows_from(sender, rows_FE).reshape(len(rows_FE), -1)[:, target.flat_N]
+
+
+def pair_of(rule: Rule, target: Placement, sender: int) -> np.ndarray | None:
+    """To which of the target's pairs all rows of each expert go from one sender, int64 ``[E]``;
+    None where the rule is another, or divides a sender's rows of some expert."""
+    if not isinstance(rule, LocalElseHome | NearestCopy) or type(rule) not in _OURS:
+        return None
+    return rule.pair_E(sender) if rule.target is target else None
 
 
 def received_by_slot(

@@ -42,7 +42,7 @@ def read_record(cls: type[RecordT], values: Any, where: str) -> RecordT:
         ValueError: an unknown or missing key, a value of the wrong type, or what ``cls`` refuses.
     """
     check_object(where, values)
-    hints = _hints_of(cls)
+    hints = _hints_of(typing.cast(type, cls))
     fields = fields_of(cls)
     names = [f.name for f in fields]
     for key in values:

@@ -10,9 +10,9 @@ experts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +31,7 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.rows import block_index, on_device, starts_of
 from ds_moe_ext.schedule.crew import SavesAlike
 from ds_moe_ext.schedule.task import Cut, Span
-from ds_moe_ext.share import received_by_slot, sent_by_pair
+from ds_moe_ext.share import pair_of, received_by_slot, sent_by_pair
 from ds_moe_ext.strategy import Destination
 from ds_moe_ext.watch import REMEDY
 
@@ -179,6 +179,7 @@ class Order(SavesAlike):
     padding: Padding | None = None
     counts_visits: bool = False
     tour: Tour | None = None
+    _places: dict[tuple[int, int, torch.device], Tensor] = field(default_factory=dict, repr=False)
 
     def forward(
         self, span: Span, expert_TK: Tensor, x_TD: Tensor | None = None
@@ -217,6 +218,10 @@ class Order(SavesAlike):
             rows_FW = torch.cat((rows_FW, goals.by_chunk(cut)), dim=1)
         gathered = rows_FW[None] if self.group is None else all_gather_counts(rows_FW, self.group)
         counts = counts_to_host(gathered, self.group)
+        if self._place_E is not None:
+            width = num_experts + len(told)
+            place_FW1 = self._places_of_keys(self._place_E, cut, width, key_N.device)
+            key_N = place_FW1.index_select(0, key_N)
         by_key_N = key_N.argsort(stable=True)  # while they are on their way
         # The one wait for the device: splits must be known.
         known = counts.ready().numpy()
@@ -242,11 +247,37 @@ class Order(SavesAlike):
             return (self.kind(),)
         return self.kind(), *(Likeness() if x_TD is None else Likeness.of(x_TD, top_k))
 
+    @cached_property
+    def _place_E(self) -> np.ndarray | None:
+        """Where the rows of each expert lie among all that this rank sends, by holder and slot;
+        None where that is their own order, or is known only when rows have been counted."""
+        target, share = self.destination
+        order_N = target.by_holder_N
+        if order_N is None or self.revise is not None:
+            return None
+        pair_E = pair_of(share, target, self.seat.cell)
+        return None if pair_E is None else np.argsort(order_N)[pair_E]
+
+    def _places_of_keys(
+        self, place_E: np.ndarray, cut: Cut, width: int, device: torch.device
+    ) -> Tensor:
+        """Chunk and place of each key of ``keys_of`` as one number, int64 ``[F * W + 1]``, once a
+        plan; the last is for what was dropped."""
+        made, num_chunks = (cut.num_chunks, width, device), cut.num_chunks
+        if made not in self._places:
+            stride = int(place_E.max()) + 1
+            place_FW = np.zeros((num_chunks, width), dtype=np.int64)
+            place_FW[:, : place_E.size] = place_E
+            place_FW += stride * np.arange(num_chunks)[:, None]
+            self._places[made] = on_device(np.append(place_FW, num_chunks * stride), device)
+        return self._places[made]
+
     def routed(self, by_key_N: Tensor, rows_CPFE: np.ndarray, cut: Cut, top_k: int) -> LayerRoute:
         """The route, once the rows of every rank are known.
 
         Args:
-            by_key_N: this rank's choices in the order of ``keys_of``, the dropped ones last.
+            by_key_N: this rank's choices by chunk and expert, or place where that is known (see
+                ``_place_E``), the dropped ones last.
             rows_CPFE: of every rank, on the host.
             cut: of this rank's tokens.
             top_k: choices ``K`` a token.
@@ -270,11 +301,13 @@ class Order(SavesAlike):
         received_PCFS = received_CFS.reshape(num_cells, cell_size, num_chunks, -1).swapaxes(0, 1)
         if self._may_drop:
             by_key_N = by_key_N[: int(sent_FN.sum())]
+        if self._place_E is None:
+            by_key_N = _by_holder(by_key_N, sent_FN, target)
         return LayerRoute(
             cut=cut,
             target=target,
             top_k=top_k,
-            choice_N=_by_holder(by_key_N, sent_FN, target),
+            choice_N=by_key_N,
             sent_FC=_sums_by_holder(sent_FN, target),
             received_PCFS=received_PCFS,
             place=place,
