@@ -9,7 +9,8 @@ a second, and is in no collective.
 A rank that is killed says nothing. So each counts in the store, every two seconds; whoever finds an
 exchange broken without a reason listens for a moment, and names those that count no more. So does
 one that began nothing of ours for a while: the host may wait where we do not see it. A rank that
-ends as it should says so in its count.
+ends as it should says so in its count. One that has stopped is waited for, unless a key says how
+long.
 
 An error that all ranks raise alike is nobody's failure: a rank that has failed itself takes no
 other's for a reason, until a pass has gone through.
@@ -43,6 +44,9 @@ HOST_PATIENCE_S = 4.0
 BEAT_S = 2.0
 """How often a process says that it is there."""
 
+MOST_UNHEARD_S = 3 * BEAT_S
+"""As what a longer time between two looks counts."""
+
 LINGER_S = 5.0
 """How long rank 0, which may keep the store, stays for others to read what it failed of."""
 
@@ -64,16 +68,20 @@ class Patience:
         told_every_s: when it is told again, at least.
         silent_after_s: when a rank that is not heard of is taken to have ended, where an exchange
             with it has failed.
+        ends_after_s: when waits for others are ended, where a rank is not heard of all that time.
+            None: never.
     """
 
     told_after_s: int = 10
     told_every_s: int = 60
     silent_after_s: int = 6
+    ends_after_s: int | None = None
 
     def __post_init__(self) -> None:
         at_least(f"{WHERE}.told_after_s", self.told_after_s, 2)
         at_least(f"{WHERE}.told_every_s", self.told_every_s, 1)
         at_least(f"{WHERE}.silent_after_s", self.silent_after_s, 4)  # two beats
+        at_least(f"{WHERE}.ends_after_s", self.ends_after_s, 10)  # a store may be late
 
 
 class BrokenOff(RuntimeError):
@@ -131,6 +139,24 @@ class Heard(NamedTuple):
     beats: Mapping[int, bytes]
 
 
+@dataclass(eq=False, slots=True)
+class Silence:
+    """For how long other ranks are not heard of, while this one waits."""
+
+    beats: Mapping[int, bytes] = field(default_factory=dict)
+    lasted_s: dict[int, float] = field(default_factory=dict)
+    looked_s: float | None = None
+
+    def look(self, beats: Mapping[int, bytes], now_s: float) -> None:
+        """Take what others have counted to by now. Where this process itself stood still, nobody
+        was silent all that time."""
+        passed_s = 0.0 if self.looked_s is None else min(now_s - self.looked_s, MOST_UNHEARD_S)
+        self.lasted_s = {
+            rank: self.lasted_s.get(rank, 0.0) + passed_s for rank in _silent(self.beats, beats)
+        }
+        self.beats, self.looked_s = beats, now_s
+
+
 def _nowhere() -> str:
     return "an exchange of ours"
 
@@ -159,6 +185,7 @@ class Watch:
     _posted: bool = False  # the others, of a wait
     _beat_s: float = 0.0
     _heard: Heard | None = None  # while nothing of ours began
+    _silence: Silence = field(default_factory=Silence)
     _lock: threading.Lock = field(default_factory=threading.Lock)  # one user of the store at a time
 
     @property
@@ -360,12 +387,16 @@ class Watch:
             if latest is not self._latest:
                 latest, latest_s = self._latest, now_s
             late = [w for w in [*self.waits.values()] if now_s - w.since_s > PATIENCE_S]
+            began_s = max(latest_s, self._pass_since_s)
+            is_idle = not self.has_failed and now_s - began_s > HOST_PATIENCE_S
             if late:
                 self._look_at(late, now_s)
-            elif (
-                not self.has_failed and now_s - max(latest_s, self._pass_since_s) > HOST_PATIENCE_S
-            ):
+            elif is_idle:
                 self._look_for_host(now_s)
+            if late or is_idle:
+                self._look_for_ends(now_s)
+            else:
+                self._silence = Silence()
             if self._posted and not late:
                 self._posted = False
                 self._with_store(lambda store: store.delete_key(_WAIT.format(self._rank)))
@@ -404,6 +435,32 @@ class Watch:
             self._wires.break_off_all()
         else:
             self._tell_stops(now_s)
+
+    def _look_for_ends(self, now_s: float) -> None:
+        """End all waits where a rank is not heard of for as long as the key says, but for one that
+        ended as it should and that no step needs."""
+        wires, ends_after_s = self._wires, self.patience.ends_after_s
+        if ends_after_s is None or self.has_failed or self._reason:
+            return
+        assert wires is not None
+        self._silence.look(self._beats(), now_s)
+        is_needed = bool(self._num_passes or self.waits)
+        beats = self._silence.beats
+        silent = [
+            rank
+            for rank, lasted_s in self._silence.lasted_s.items()
+            if lasted_s > ends_after_s and (is_needed or beats[rank] != _ENDED)
+        ]
+        if not silent:
+            return
+        self._reason = reason = (
+            f"{_ranks(silent)} stopped, or ended, without a word: nothing has been heard for "
+            f"{ends_after_s} s ({WHERE}.ends_after_s)"
+        )
+        self._told = self._with_store(lambda store: _post_failure(store, wires.rank, reason))
+        for wait in [*self.waits.values()]:
+            wait.is_broken = True
+        wires.break_off_all()  # another thread may wait in the host's
 
     def _tell_stops(self, now_s: float) -> None:
         """Say which ranks are not heard of any more, but for those that ended as they should, of
