@@ -12,9 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
@@ -104,12 +111,26 @@ def files_of(table: Metadata) -> set[str]:
 def _checked(table: Any) -> Metadata:
     if not isinstance(table, Metadata):
         raise TypeError(f"it has a {type(table).__name__}, no table of tensors")
-    for kept in (table.state_dict_metadata, table.storage_data):
+    for kept in (vars(table).get("state_dict_metadata"), table.storage_data):
         if not isinstance(kept, Mapping):
             raise TypeError(f"it has a {type(kept).__name__} where names should be")
     for place in table.storage_data.values():
         if not isinstance(place, _StorageInfo):
             raise TypeError(f"it has a {type(place).__name__} where a place should be")
+        _check_fields(place, relative_path=str, offset=int, length=int)
         if Path(place.relative_path).name != place.relative_path:
             raise ValueError(f"it names {place.relative_path!r}, which lies elsewhere")
+    for about in table.state_dict_metadata.values():
+        if isinstance(about, TensorStorageMetadata):
+            _check_fields(about, properties=TensorProperties, size=torch.Size, chunks=list)
+            _check_fields(about.properties, dtype=torch.dtype)
+            for box in about.chunks:
+                _check_fields(box, offsets=torch.Size, sizes=torch.Size)
     return table
+
+
+def _check_fields(kept: Any, **kinds: type) -> None:
+    """A pickle sets what it names, whatever its class has."""
+    for name, kind in kinds.items():
+        if not isinstance(vars(kept).get(name), kind):
+            raise TypeError(f"its {type(kept).__name__} has no {name}")

@@ -135,7 +135,7 @@ class SavedLayout:
         names = list(files)[place::num_places]
         try:
             sums = {name: file_sums.read_sum(files[name]) for name in names}
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise _damaged(folder / LAYOUT_FILE, error) from error
         file_sums.check(folder, sums, LAYOUT_FILE)
 
