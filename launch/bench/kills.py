@@ -25,7 +25,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -138,19 +138,29 @@ def train(rank: int, port: int, case: Case, folder: Path, loads: bool) -> None:
 
 
 def state_of(run: Any) -> str:
-    """A digest of a rank's weights and states, without the count of steps."""
-    digest = hashlib.sha256()
+    """Digests of a rank's weights and states, without the count of steps."""
     *tensors, _ = run.tensors()
-    for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+    return " ".join(
+        hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:16]
+        for tensor in tensors
+    )
 
 
-def step_of(told: str, before: str) -> str:
-    """Of which step a rank's state was that was loaded, by what it had said before."""
-    state = told.partition("loaded ")[2].split()
-    found = re.search(rf"state (\d+) {state[0]}", before) if state else None
-    return found[1] if found else ""
+def step_of(loaded: Sequence[str], before: Sequence[str]) -> str:
+    """Of which step the state was that ranks loaded, by what they had said before; experts may have
+    come to others. Empty: of none.
+
+    Args:
+        loaded, before: what each rank told.
+    """
+
+    def together(told: Sequence[str], what: str) -> list[str]:
+        found = [re.search(rf"{what} ([0-9a-f ]+)$", text, re.MULTILINE) for text in told]
+        return sorted(word for each in found if each for word in each[1].split())
+
+    own = together(loaded, "loaded")
+    steps = re.findall(r"state (\d+) ", before[0])
+    return next((n for n in steps if own and together(before, f"state {n}") == own), "")
 
 
 @contextmanager
@@ -228,8 +238,7 @@ def outcome(case: Case, patience_s: float) -> Outcome:
 
         with started(case, folder, loads=True):
             wait_for(lambda: all(re.search("loaded|refused", after(r)) for r in range(2)), START_S)
-        steps = {step_of(after(rank), before[rank]) for rank in range(2)}
-        loaded = len(steps) == 1 and "" not in steps
+        loaded = bool(step_of([after(0), after(1)], before))
         refused = all(re.search(r"refused: .*/saved/.*", after(rank)) for rank in range(2))
         told = "".join(f"rank {rank}: {after(rank)[-1000:]}\n" for rank in range(2))
         if not loaded and not refused:
