@@ -4,7 +4,7 @@
 A rank that fails says so in the store of the launch. A rank that has waited for two seconds in an
 exchange of ours looks there, and leaves the exchange if another one has failed; where none has, it
 goes on waiting, and says so from time to time. One thread of each process does this; it wakes once
-a second, and is in no collective.
+a second, and is in no collective. Another one looks whether the store answers the first.
 
 A rank that is killed says nothing. So each counts in the store, every two seconds; whoever finds an
 exchange broken without a reason listens for a moment, and names those that count no more. So does
@@ -184,6 +184,8 @@ class Watch:
     _told: bool = False  # the others, of a failure
     _posted: bool = False  # the others, of a wait
     _beat_s: float = 0.0
+    _asked_s: float | None = None  # since when the store owes an answer
+    _unanswered: int = 0  # looks at that
     _heard: Heard | None = None  # while nothing of ours began
     _silence: Silence = field(default_factory=Silence)
     _lock: threading.Lock = field(default_factory=threading.Lock)  # one user of the store at a time
@@ -207,6 +209,8 @@ class Watch:
             thread = threading.Thread(target=self._watch, args=[ends], name=name, daemon=True)
             thread.start()
             atexit.register(_end, ends, thread)
+            name = "ds_moe_ext_watch_store"
+            threading.Thread(target=self._watch_store, args=[ends], name=name, daemon=True).start()
             sys.excepthook = _AfterHook(self, sys.excepthook)
 
     def at(self, place: Callable[[], str]) -> None:
@@ -458,9 +462,7 @@ class Watch:
             f"{ends_after_s} s ({WHERE}.ends_after_s)"
         )
         self._told = self._with_store(lambda store: _post_failure(store, wires.rank, reason))
-        for wait in [*self.waits.values()]:
-            wait.is_broken = True
-        wires.break_off_all()  # another thread may wait in the host's
+        self._break_off_all()
 
     def _tell_stops(self, now_s: float) -> None:
         """Say which ranks are not heard of any more, but for those that ended as they should, of
@@ -552,12 +554,48 @@ class Watch:
         wires = self._wires
         if wires is None or os.getpid() != wires.process:  # a fork has its parent's connection
             return False
-        try:
-            with self._lock:
+        with self._lock:
+            self._asked_s = time.monotonic()
+            try:
                 work(wires.store)
-        except RuntimeError:  # torch's DistError is one
-            return False
+            except RuntimeError:  # torch's DistError is one
+                return False
+            finally:
+                self._asked_s = None
         return True
+
+    def _watch_store(self, ends: threading.Event) -> None:
+        """Its process may have stopped: whoever asks it then waits for ever."""
+        asked_s: float | None = None
+        while not ends.wait(PERIOD_S):
+            now_asked_s = self._asked_s
+            is_same = now_asked_s is not None and now_asked_s == asked_s
+            self._unanswered, asked_s = self._unanswered + 1 if is_same else 0, now_asked_s
+            if is_same:
+                self._look_at_store()
+
+    def _look_at_store(self) -> None:
+        """Time is counted by looks: this process may have stood still itself."""
+        wires, ends_after_s = self._wires, self.patience.ends_after_s
+        waited_s = self._unanswered * PERIOD_S
+        if wires is None or self._reason or self.has_failed:
+            return
+        what = (
+            f"the store by which ranks met has not answered rank {wires.rank} for {waited_s:.0f} "
+            "s: the process that keeps it, which is rank 0 or a launcher, has stopped"
+        )
+        if waited_s == self.patience.told_after_s:
+            print(f"ds_moe_ext: {what}", file=sys.stderr, flush=True)
+        if ends_after_s is not None and waited_s > ends_after_s:
+            self._reason = f"{what} ({WHERE}.ends_after_s)"
+            self._break_off_all()
+
+    def _break_off_all(self) -> None:
+        """Those of the host too, for another thread may wait there."""
+        assert self._wires is not None
+        for wait in [*self.waits.values()]:
+            wait.is_broken = True
+        self._wires.break_off_all()
 
 
 WATCH = Watch()

@@ -272,6 +272,33 @@ def test_a_wait_for_a_stopped_rank_ends_when_the_key_says(
     assert "rank 1 stopped" in str(other.explained(other.left(), RuntimeError("closed")))
 
 
+def test_a_store_that_does_not_answer_is_told_and_ends_waits(
+    ranks: list[Rank], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where rank 0 keeps it, and has stopped."""
+    waiting = ranks[1].watch
+    broken: list[str] = []
+    waiting._wires = replace(waiting._wires, break_off_all=lambda: broken.append("all"))  # type: ignore[type-var]
+    waiting.patience = Patience(ends_after_s=20)
+    waiting.at(lambda: "layer 1")
+    waiting.came(GROUP)
+    for looks in range(21):
+        waiting._unanswered = looks
+        waiting._look_at_store()
+    told = capsys.readouterr().err
+    assert told.startswith(
+        "ds_moe_ext: the store by which ranks met has not answered rank 1 for 10"
+    )
+    assert told.count("\n") == 1
+    assert broken == []
+    waiting._unanswered = 21
+    waiting._look_at_store()
+    assert broken == ["all"]
+    error = waiting.explained(waiting.left(), RuntimeError("closed"))
+    assert isinstance(error, BrokenOff)
+    assert "has stopped (ds_moe_ext.waits.ends_after_s) (this rank waited in layer 1)" in str(error)
+
+
 def test_nobody_is_silent_while_one_stands_still_itself(ranks: list[Rank]) -> None:
     """As where all of a machine was suspended."""
     first, second = ranks
