@@ -157,6 +157,27 @@ class Silence:
         self.beats, self.looked_s = beats, now_s
 
 
+@dataclass(eq=False, slots=True)
+class Hearing:
+    """How ranks hear of each other.
+
+    Attributes:
+        lock: of the store, which has one user at a time.
+        asked_s: since when it owes an answer.
+        unanswered: looks at that.
+        told_s: when this rank has counted.
+        heard: while nothing of ours began.
+        silence: of others.
+    """
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    asked_s: float | None = None
+    unanswered: int = 0
+    told_s: float = 0.0
+    heard: Heard | None = None
+    silence: Silence = field(default_factory=Silence)
+
+
 def _nowhere() -> str:
     return "an exchange of ours"
 
@@ -183,12 +204,7 @@ class Watch:
     _failed_s: float = 0.0
     _told: bool = False  # the others, of a failure
     _posted: bool = False  # the others, of a wait
-    _beat_s: float = 0.0
-    _asked_s: float | None = None  # since when the store owes an answer
-    _unanswered: int = 0  # looks at that
-    _heard: Heard | None = None  # while nothing of ours began
-    _silence: Silence = field(default_factory=Silence)
-    _lock: threading.Lock = field(default_factory=threading.Lock)  # one user of the store at a time
+    _hearing: Hearing = field(default_factory=Hearing)
 
     @property
     def is_on(self) -> bool:
@@ -363,8 +379,8 @@ class Watch:
         return found if self._with_store(look) else {}
 
     def _beat(self, now_s: float) -> None:
-        if now_s - self._beat_s >= BEAT_S:
-            self._beat_s = now_s
+        if now_s - self._hearing.told_s >= BEAT_S:
+            self._hearing.told_s = now_s
             key, text = _BEAT.format(self._rank), str(now_s)
             self._with_store(lambda store: store.set(key, text))
 
@@ -400,7 +416,7 @@ class Watch:
             if late or is_idle:
                 self._look_for_ends(now_s)
             else:
-                self._silence = Silence()
+                self._hearing.silence = Silence()
             if self._posted and not late:
                 self._posted = False
                 self._with_store(lambda store: store.delete_key(_WAIT.format(self._rank)))
@@ -447,12 +463,12 @@ class Watch:
         if ends_after_s is None or self.has_failed or self._reason:
             return
         assert wires is not None
-        self._silence.look(self._beats(), now_s)
+        self._hearing.silence.look(self._beats(), now_s)
         is_needed = bool(self._num_passes or self.waits)
-        beats = self._silence.beats
+        beats = self._hearing.silence.beats
         silent = [
             rank
-            for rank, lasted_s in self._silence.lasted_s.items()
+            for rank, lasted_s in self._hearing.silence.lasted_s.items()
             if lasted_s > ends_after_s and (is_needed or beats[rank] != _ENDED)
         ]
         if not silent:
@@ -467,12 +483,12 @@ class Watch:
     def _tell_stops(self, now_s: float) -> None:
         """Say which ranks are not heard of any more, but for those that ended as they should, of
         which a step alone has need."""
-        wires, heard = self._wires, self._heard
+        wires, heard = self._wires, self._hearing.heard
         assert wires is not None
         if heard is None:
-            self._heard = Heard(now_s, self._beats())
+            self._hearing.heard = Heard(now_s, self._beats())
         elif now_s - heard.since_s > self.patience.told_after_s:
-            self._heard = None
+            self._hearing.heard = None
             silent = _silent(heard.beats, self._beats())
             if not self._num_passes:
                 silent = [rank for rank in silent if heard.beats[rank] != _ENDED]
@@ -554,30 +570,33 @@ class Watch:
         wires = self._wires
         if wires is None or os.getpid() != wires.process:  # a fork has its parent's connection
             return False
-        with self._lock:
-            self._asked_s = time.monotonic()
+        with self._hearing.lock:
+            self._hearing.asked_s = time.monotonic()
             try:
                 work(wires.store)
             except RuntimeError:  # torch's DistError is one
                 return False
             finally:
-                self._asked_s = None
+                self._hearing.asked_s = None
         return True
 
     def _watch_store(self, ends: threading.Event) -> None:
         """Its process may have stopped: whoever asks it then waits for ever."""
         asked_s: float | None = None
         while not ends.wait(PERIOD_S):
-            now_asked_s = self._asked_s
+            now_asked_s = self._hearing.asked_s
             is_same = now_asked_s is not None and now_asked_s == asked_s
-            self._unanswered, asked_s = self._unanswered + 1 if is_same else 0, now_asked_s
+            self._hearing.unanswered, asked_s = (
+                self._hearing.unanswered + 1 if is_same else 0,
+                now_asked_s,
+            )
             if is_same:
                 self._look_at_store()
 
     def _look_at_store(self) -> None:
         """Time is counted by looks: this process may have stood still itself."""
         wires, ends_after_s = self._wires, self.patience.ends_after_s
-        waited_s = self._unanswered * PERIOD_S
+        waited_s = self._hearing.unanswered * PERIOD_S
         if wires is None or self._reason or self.has_failed:
             return
         what = (

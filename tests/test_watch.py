@@ -283,7 +283,7 @@ def test_a_store_that_does_not_answer_is_told_and_ends_waits(
     waiting.at(lambda: "layer 1")
     waiting.came(GROUP)
     for looks in range(21):
-        waiting._unanswered = looks
+        waiting._hearing.unanswered = looks
         waiting._look_at_store()
     told = capsys.readouterr().err
     assert told.startswith(
@@ -291,7 +291,7 @@ def test_a_store_that_does_not_answer_is_told_and_ends_waits(
     )
     assert told.count("\n") == 1
     assert broken == []
-    waiting._unanswered = 21
+    waiting._hearing.unanswered = 21
     waiting._look_at_store()
     assert broken == ["all"]
     error = waiting.explained(waiting.left(), RuntimeError("closed"))

@@ -7,7 +7,7 @@ DCP's own reads its table, and objects, by pickle.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
@@ -109,28 +108,30 @@ def files_of(table: Metadata) -> set[str]:
 
 
 def _checked(table: Any) -> Metadata:
+    """Raises Exception, of any kind: what it should have is not there, or something else."""
     if not isinstance(table, Metadata):
         raise TypeError(f"it has a {type(table).__name__}, no table of tensors")
-    for kept in (vars(table).get("state_dict_metadata"), table.storage_data):
+    for kept in (table.state_dict_metadata, table.storage_data):
         if not isinstance(kept, Mapping):
             raise TypeError(f"it has a {type(kept).__name__} where names should be")
     for place in table.storage_data.values():
         if not isinstance(place, _StorageInfo):
             raise TypeError(f"it has a {type(place).__name__} where a place should be")
-        _check_fields(place, relative_path=str, offset=int, length=int)
+        _check_kinds(str, [place.relative_path])
+        _check_kinds(int, [place.offset, place.length])
         if Path(place.relative_path).name != place.relative_path:
             raise ValueError(f"it names {place.relative_path!r}, which lies elsewhere")
     for about in table.state_dict_metadata.values():
         if isinstance(about, TensorStorageMetadata):
-            _check_fields(about, properties=TensorProperties, size=torch.Size, chunks=list)
-            _check_fields(about.properties, dtype=torch.dtype)
+            _check_kinds(torch.dtype, [about.properties.dtype])
+            _check_kinds(torch.Size, [about.size])
             for box in about.chunks:
-                _check_fields(box, offsets=torch.Size, sizes=torch.Size)
+                _check_kinds(torch.Size, [box.offsets, box.sizes])
     return table
 
 
-def _check_fields(kept: Any, **kinds: type) -> None:
-    """A pickle sets what it names, whatever its class has."""
-    for name, kind in kinds.items():
-        if not isinstance(vars(kept).get(name), kind):
-            raise TypeError(f"its {type(kept).__name__} has no {name}")
+def _check_kinds(kind: type, found: Sequence[Any]) -> None:
+    """A pickle sets what it names to what it has, whatever a class says."""
+    for kept in found:
+        if not isinstance(kept, kind):
+            raise TypeError(f"it has a {type(kept).__name__} where a {kind.__name__} should be")

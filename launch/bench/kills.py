@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -104,6 +104,7 @@ class Continued(RuntimeError):
 
 def train(rank: int, port: int, case: Case, folder: Path, loads: bool) -> None:
     """What each of two ranks does, in a process of its own."""
+    os.setsid()  # with the processes that a host writes by, which outlive a kill
     output = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -178,6 +179,8 @@ def started(case: Case, folder: Path, loads: bool = False) -> Iterator[list[Fork
     finally:
         for process in ranks:
             process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(int(process.pid or 0), signal.SIGKILL)
             process.join()
         del store
 
