@@ -4,12 +4,13 @@
 A rank that fails says so in the store of the launch. A rank that has waited for two seconds in an
 exchange of ours looks there, and leaves the exchange if another one has failed; where none has, it
 goes on waiting, and says so from time to time. One thread of each process does this; it wakes once
-a second, and is in no collective.
+a second, and is in no collective. Another one looks whether the store answers the first.
 
 A rank that is killed says nothing. So each counts in the store, every two seconds; whoever finds an
 exchange broken without a reason listens for a moment, and names those that count no more. So does
 one that began nothing of ours for a while: the host may wait where we do not see it. A rank that
-ends as it should says so in its count.
+ends as it should says so in its count. One that has stopped is waited for, unless a key says how
+long.
 
 An error that all ranks raise alike is nobody's failure: a rank that has failed itself takes no
 other's for a reason, until a pass has gone through.
@@ -43,6 +44,9 @@ HOST_PATIENCE_S = 4.0
 BEAT_S = 2.0
 """How often a process says that it is there."""
 
+MOST_UNHEARD_S = 3 * BEAT_S
+"""As what a longer time between two looks counts."""
+
 LINGER_S = 5.0
 """How long rank 0, which may keep the store, stays for others to read what it failed of."""
 
@@ -64,16 +68,20 @@ class Patience:
         told_every_s: when it is told again, at least.
         silent_after_s: when a rank that is not heard of is taken to have ended, where an exchange
             with it has failed.
+        ends_after_s: when waits for others are ended, where a rank is not heard of all that time.
+            None: never.
     """
 
     told_after_s: int = 10
     told_every_s: int = 60
     silent_after_s: int = 6
+    ends_after_s: int | None = None
 
     def __post_init__(self) -> None:
         at_least(f"{WHERE}.told_after_s", self.told_after_s, 2)
         at_least(f"{WHERE}.told_every_s", self.told_every_s, 1)
         at_least(f"{WHERE}.silent_after_s", self.silent_after_s, 4)  # two beats
+        at_least(f"{WHERE}.ends_after_s", self.ends_after_s, 10)  # a store may be late
 
 
 class BrokenOff(RuntimeError):
@@ -131,6 +139,45 @@ class Heard(NamedTuple):
     beats: Mapping[int, bytes]
 
 
+@dataclass(eq=False, slots=True)
+class Silence:
+    """For how long other ranks are not heard of, while this one waits."""
+
+    beats: Mapping[int, bytes] = field(default_factory=dict)
+    lasted_s: dict[int, float] = field(default_factory=dict)
+    looked_s: float | None = None
+
+    def look(self, beats: Mapping[int, bytes], now_s: float) -> None:
+        """Take what others have counted to by now. Where this process itself stood still, nobody
+        was silent all that time."""
+        passed_s = 0.0 if self.looked_s is None else min(now_s - self.looked_s, MOST_UNHEARD_S)
+        self.lasted_s = {
+            rank: self.lasted_s.get(rank, 0.0) + passed_s for rank in _silent(self.beats, beats)
+        }
+        self.beats, self.looked_s = beats, now_s
+
+
+@dataclass(eq=False, slots=True)
+class Hearing:
+    """How ranks hear of each other.
+
+    Attributes:
+        lock: of the store, which has one user at a time.
+        asked_s: since when it owes an answer.
+        unanswered: looks at that.
+        told_s: when this rank has counted.
+        heard: while nothing of ours began.
+        silence: of others.
+    """
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    asked_s: float | None = None
+    unanswered: int = 0
+    told_s: float = 0.0
+    heard: Heard | None = None
+    silence: Silence = field(default_factory=Silence)
+
+
 def _nowhere() -> str:
     return "an exchange of ours"
 
@@ -157,9 +204,7 @@ class Watch:
     _failed_s: float = 0.0
     _told: bool = False  # the others, of a failure
     _posted: bool = False  # the others, of a wait
-    _beat_s: float = 0.0
-    _heard: Heard | None = None  # while nothing of ours began
-    _lock: threading.Lock = field(default_factory=threading.Lock)  # one user of the store at a time
+    _hearing: Hearing = field(default_factory=Hearing)
 
     @property
     def is_on(self) -> bool:
@@ -180,6 +225,8 @@ class Watch:
             thread = threading.Thread(target=self._watch, args=[ends], name=name, daemon=True)
             thread.start()
             atexit.register(_end, ends, thread)
+            name = "ds_moe_ext_watch_store"
+            threading.Thread(target=self._watch_store, args=[ends], name=name, daemon=True).start()
             sys.excepthook = _AfterHook(self, sys.excepthook)
 
     def at(self, place: Callable[[], str]) -> None:
@@ -332,8 +379,8 @@ class Watch:
         return found if self._with_store(look) else {}
 
     def _beat(self, now_s: float) -> None:
-        if now_s - self._beat_s >= BEAT_S:
-            self._beat_s = now_s
+        if now_s - self._hearing.told_s >= BEAT_S:
+            self._hearing.told_s = now_s
             key, text = _BEAT.format(self._rank), str(now_s)
             self._with_store(lambda store: store.set(key, text))
 
@@ -360,12 +407,16 @@ class Watch:
             if latest is not self._latest:
                 latest, latest_s = self._latest, now_s
             late = [w for w in [*self.waits.values()] if now_s - w.since_s > PATIENCE_S]
+            began_s = max(latest_s, self._pass_since_s)
+            is_idle = not self.has_failed and now_s - began_s > HOST_PATIENCE_S
             if late:
                 self._look_at(late, now_s)
-            elif (
-                not self.has_failed and now_s - max(latest_s, self._pass_since_s) > HOST_PATIENCE_S
-            ):
+            elif is_idle:
                 self._look_for_host(now_s)
+            if late or is_idle:
+                self._look_for_ends(now_s)
+            else:
+                self._hearing.silence = Silence()
             if self._posted and not late:
                 self._posted = False
                 self._with_store(lambda store: store.delete_key(_WAIT.format(self._rank)))
@@ -405,15 +456,39 @@ class Watch:
         else:
             self._tell_stops(now_s)
 
+    def _look_for_ends(self, now_s: float) -> None:
+        """End all waits where a rank is not heard of for as long as the key says, but for one that
+        ended as it should and that no step needs."""
+        wires, ends_after_s = self._wires, self.patience.ends_after_s
+        if ends_after_s is None or self.has_failed or self._reason:
+            return
+        assert wires is not None
+        self._hearing.silence.look(self._beats(), now_s)
+        is_needed = bool(self._num_passes or self.waits)
+        beats = self._hearing.silence.beats
+        silent = [
+            rank
+            for rank, lasted_s in self._hearing.silence.lasted_s.items()
+            if lasted_s > ends_after_s and (is_needed or beats[rank] != _ENDED)
+        ]
+        if not silent:
+            return
+        self._reason = reason = (
+            f"{_ranks(silent)} stopped, or ended, without a word: nothing has been heard for "
+            f"{ends_after_s} s ({WHERE}.ends_after_s)"
+        )
+        self._told = self._with_store(lambda store: _post_failure(store, wires.rank, reason))
+        self._break_off_all()
+
     def _tell_stops(self, now_s: float) -> None:
         """Say which ranks are not heard of any more, but for those that ended as they should, of
         which a step alone has need."""
-        wires, heard = self._wires, self._heard
+        wires, heard = self._wires, self._hearing.heard
         assert wires is not None
         if heard is None:
-            self._heard = Heard(now_s, self._beats())
+            self._hearing.heard = Heard(now_s, self._beats())
         elif now_s - heard.since_s > self.patience.told_after_s:
-            self._heard = None
+            self._hearing.heard = None
             silent = _silent(heard.beats, self._beats())
             if not self._num_passes:
                 silent = [rank for rank in silent if heard.beats[rank] != _ENDED]
@@ -495,12 +570,51 @@ class Watch:
         wires = self._wires
         if wires is None or os.getpid() != wires.process:  # a fork has its parent's connection
             return False
-        try:
-            with self._lock:
+        with self._hearing.lock:
+            self._hearing.asked_s = time.monotonic()
+            try:
                 work(wires.store)
-        except RuntimeError:  # torch's DistError is one
-            return False
+            except RuntimeError:  # torch's DistError is one
+                return False
+            finally:
+                self._hearing.asked_s = None
         return True
+
+    def _watch_store(self, ends: threading.Event) -> None:
+        """Its process may have stopped: whoever asks it then waits for ever."""
+        asked_s: float | None = None
+        while not ends.wait(PERIOD_S):
+            now_asked_s = self._hearing.asked_s
+            is_same = now_asked_s is not None and now_asked_s == asked_s
+            self._hearing.unanswered, asked_s = (
+                self._hearing.unanswered + 1 if is_same else 0,
+                now_asked_s,
+            )
+            if is_same:
+                self._look_at_store()
+
+    def _look_at_store(self) -> None:
+        """Time is counted by looks: this process may have stood still itself."""
+        wires, ends_after_s = self._wires, self.patience.ends_after_s
+        waited_s = self._hearing.unanswered * PERIOD_S
+        if wires is None or self._reason or self.has_failed:
+            return
+        what = (
+            f"the store by which ranks met has not answered rank {wires.rank} for {waited_s:.0f} "
+            "s: the process that keeps it, which is rank 0 or a launcher, has stopped"
+        )
+        if waited_s == self.patience.told_after_s:
+            print(f"ds_moe_ext: {what}", file=sys.stderr, flush=True)
+        if ends_after_s is not None and waited_s > ends_after_s:
+            self._reason = f"{what} ({WHERE}.ends_after_s)"
+            self._break_off_all()
+
+    def _break_off_all(self) -> None:
+        """Those of the host too, for another thread may wait there."""
+        assert self._wires is not None
+        for wait in [*self.waits.values()]:
+            wait.is_broken = True
+        self._wires.break_off_all()
 
 
 WATCH = Watch()

@@ -52,15 +52,29 @@ class Kept:
 
     def save(self, folder: Path, iteration: int) -> None:
         """Write a checkpoint."""
+        self._save(folder, iteration)
+        if dist.get_rank() == 0:
+            (folder / LATEST).write_text(str(iteration))
+        dist.barrier()
+
+    def save_beside(self, folder: Path, iteration: int) -> Any:
+        """Begin to write one, as Megatron-LM does with `--async-save`.
+
+        Returns:
+            For Megatron's queue of such saves, which ends it.
+        """
+        request = self._save(folder, iteration, async_sharded_save=True)
+        if dist.get_rank() == 0:
+            request.finalize_fns.append(lambda: (folder / LATEST).write_text(str(iteration)))
+        return request
+
+    def _save(self, folder: Path, iteration: int, **how: Any) -> Any:
         path = folder / f"iter_{iteration:07d}"
         if dist.get_rank() == 0:
             path.mkdir(parents=True, exist_ok=True)
         dist.barrier()
         progress = {"iteration": iteration, "checkpoint_version": 3.0}
-        dist_checkpointing.save(self._state(is_loading=False) | progress, str(path))
-        if dist.get_rank() == 0:
-            (folder / LATEST).write_text(str(iteration))
-        dist.barrier()
+        return dist_checkpointing.save(self._state(is_loading=False) | progress, str(path), **how)
 
     def load(self, folder: Path) -> int:
         """Take over the latest checkpoint of a folder.

@@ -265,6 +265,7 @@ KEYS = {
     ("waits", "told_after_s"): IS_INTEGER,
     ("waits", "told_every_s"): IS_INTEGER,
     ("waits", "silent_after_s"): IS_INTEGER,
+    ("waits", "ends_after_s"): IS_INTEGER_OR_NULL,
     ("checkpoint",): IS_OBJECT,
     ("checkpoint", "checksums"): IS_BOOL,
     ("debug",): IS_BOOL,

@@ -237,6 +237,91 @@ def test_a_failure_elsewhere_is_left_to_the_script_between_steps(
     assert broken == ["all"]
 
 
+def look(rank: Rank, *seconds_s: float) -> None:
+    for now_s in seconds_s:
+        rank.watch._look_for_ends(now_s)
+
+
+def test_a_wait_for_a_stopped_rank_ends_when_the_key_says(
+    ranks: list[Rank], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not one for a rank that is slow, and still counts."""
+    first, second = ranks
+    broken: list[str] = []
+    wires = replace(first.watch._wires, break_off_all=lambda: broken.append("all"))  # type: ignore[type-var]
+    first.watch._wires = wires
+    first.watch.at(lambda: "layer 1")
+    first.watch.came(GROUP)
+    second.watch._beat(1000.0)
+    look(first, *range(1000, 1100, 5))
+    assert broken == []  # the key is null
+    first.watch.patience = Patience(ends_after_s=20)
+    for now_s in range(1100, 1200, 5):
+        second.watch._beat(now_s)
+        look(first, now_s)
+    look(first, *range(1200, 1220, 5))
+    assert broken == []
+    look(first, 1220)
+    assert broken == ["all"]
+    error = first.watch.explained(first.watch.left(), RuntimeError("closed"))
+    assert isinstance(error, BrokenOff)
+    assert str(error).startswith("rank 1 stopped, or ended, without a word: nothing has been heard")
+    assert str(error).endswith("(ds_moe_ext.waits.ends_after_s) (this rank waited in layer 1)")
+    other = Watch(_wires=replace(wires, rank=2, world_size=3))
+    other.came(GROUP)
+    assert "rank 1 stopped" in str(other.explained(other.left(), RuntimeError("closed")))
+
+
+def test_a_store_that_does_not_answer_is_told_and_ends_waits(
+    ranks: list[Rank], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where rank 0 keeps it, and has stopped."""
+    waiting = ranks[1].watch
+    broken: list[str] = []
+    waiting._wires = replace(waiting._wires, break_off_all=lambda: broken.append("all"))  # type: ignore[type-var]
+    waiting.patience = Patience(ends_after_s=20)
+    waiting.at(lambda: "layer 1")
+    waiting.came(GROUP)
+    for looks in range(21):
+        waiting._hearing.unanswered = looks
+        waiting._look_at_store()
+    told = capsys.readouterr().err
+    assert told.startswith(
+        "ds_moe_ext: the store by which ranks met has not answered rank 1 for 10"
+    )
+    assert told.count("\n") == 1
+    assert broken == []
+    waiting._hearing.unanswered = 21
+    waiting._look_at_store()
+    assert broken == ["all"]
+    error = waiting.explained(waiting.left(), RuntimeError("closed"))
+    assert isinstance(error, BrokenOff)
+    assert "has stopped (ds_moe_ext.waits.ends_after_s) (this rank waited in layer 1)" in str(error)
+
+
+def test_nobody_is_silent_while_one_stands_still_itself(ranks: list[Rank]) -> None:
+    """As where all of a machine was suspended."""
+    first, second = ranks
+    first.watch.patience = Patience(ends_after_s=20)
+    first.watch.came(GROUP)
+    second.watch._beat(1000.0)
+    look(first, 1000.0, 1002.0, 4000.0)
+    assert not first.watch._reason
+    look(first, *range(4002, 4016, 2))
+    assert first.watch._reason
+
+
+def test_a_rank_that_ended_as_it_should_ends_no_wait_of_a_script(ranks: list[Rank]) -> None:
+    first, second = ranks
+    first.watch.patience = Patience(ends_after_s=20)
+    second.watch._says_it_ends()
+    look(first, *range(1000, 1100, 5))
+    assert not first.watch._reason
+    with first.watch.host_pass("engine.step"):
+        look(first, 1105)
+    assert first.watch._reason
+
+
 AT_ITS_END = """
 import sys
 

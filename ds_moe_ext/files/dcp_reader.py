@@ -7,14 +7,20 @@ DCP's own reads its table, and objects, by pickle.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
@@ -102,6 +108,7 @@ def files_of(table: Metadata) -> set[str]:
 
 
 def _checked(table: Any) -> Metadata:
+    """Raises Exception, of any kind: what it should have is not there, or something else."""
     if not isinstance(table, Metadata):
         raise TypeError(f"it has a {type(table).__name__}, no table of tensors")
     for kept in (table.state_dict_metadata, table.storage_data):
@@ -110,6 +117,21 @@ def _checked(table: Any) -> Metadata:
     for place in table.storage_data.values():
         if not isinstance(place, _StorageInfo):
             raise TypeError(f"it has a {type(place).__name__} where a place should be")
+        _check_kinds(str, [place.relative_path])
+        _check_kinds(int, [place.offset, place.length])
         if Path(place.relative_path).name != place.relative_path:
             raise ValueError(f"it names {place.relative_path!r}, which lies elsewhere")
+    for about in table.state_dict_metadata.values():
+        if isinstance(about, TensorStorageMetadata):
+            _check_kinds(torch.dtype, [about.properties.dtype])
+            _check_kinds(torch.Size, [about.size])
+            for box in about.chunks:
+                _check_kinds(torch.Size, [box.offsets, box.sizes])
     return table
+
+
+def _check_kinds(kind: type, found: Sequence[Any]) -> None:
+    """A pickle sets what it names to what it has, whatever a class says."""
+    for kept in found:
+        if not isinstance(kept, kind):
+            raise TypeError(f"it has a {type(kept).__name__} where a {kind.__name__} should be")

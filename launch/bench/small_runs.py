@@ -47,6 +47,12 @@ class SmallRun(Protocol):
     def save(self, folder: Path) -> Path:
         """Write a checkpoint; where its files lie."""
 
+    def save_beside(self, folder: Path) -> None:
+        """Begin to write one; the next step, or the next save, ends that."""
+
+    def save_over(self, folder: Path) -> None:
+        """Write one in the place of the last one that was written so."""
+
     def load(self, folder: Path) -> None:
         """Go on from a folder's latest checkpoint."""
 
@@ -76,12 +82,17 @@ class OfDeepSpeed:
         block: of JSON.
         seed: of weights and batches.
         stage: of ZeRO.
+        beside: saves are written by DeepSpeed's decoupled writer.
     """
 
-    def __init__(self, block: Mapping[str, Any], seed: int = 0, stage: int = 1) -> None:
+    def __init__(
+        self, block: Mapping[str, Any], seed: int = 0, stage: int = 1, *, beside: bool = False
+    ) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         torch.manual_seed(seed)
         self._seed, model = seed, _mixtral()
+        writer = {"checkpoint": {"writer": {"type": "PYTHON", "decoupled": True}}}
+        os.environ.update(CROSS_SIZE="1", CROSS_RANK="0")  # the writer's, as DeepSpeed sets them
         self._engine, *_ = deepspeed.initialize(
             model=model,
             model_parameters=list(model.parameters()),
@@ -91,6 +102,7 @@ class OfDeepSpeed:
                 "zero_optimization": {"stage": stage},
                 "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
                 "steps_per_print": 10**9,
+                **(writer if beside else {}),
                 "ds_moe_ext": dict(block),
             },
         )
@@ -106,6 +118,14 @@ class OfDeepSpeed:
         """See ``SmallRun``."""
         self._engine.save_checkpoint(folder)
         return folder / f"global_step{self._engine.global_steps}"
+
+    def save_beside(self, folder: Path) -> None:
+        """See ``SmallRun``."""
+        self._engine.save_checkpoint(folder)
+
+    def save_over(self, folder: Path) -> None:
+        """See ``SmallRun``."""
+        self._engine.save_checkpoint(folder, tag="same")
 
     def load(self, folder: Path) -> None:
         """See ``SmallRun``."""
@@ -151,9 +171,10 @@ class OfMegatron:
     Args:
         block: of JSON.
         seed: of weights and batches.
+        beside: some saves are.
     """
 
-    def __init__(self, block: Mapping[str, Any], seed: int = 0) -> None:
+    def __init__(self, block: Mapping[str, Any], seed: int = 0, *, beside: bool = False) -> None:
         import megatron_on_cpu
         import pretrain_megatron
         from gpt_megatron import Architecture
@@ -178,15 +199,32 @@ class OfMegatron:
         else:
             device = pretrain_megatron.start_ranks(arguments)
         self._trainer = pretrain_megatron.Trainer(run, device)
+        self._saves: Any = None
+        if beside:
+            from megatron.core.dist_checkpointing.strategies import async_utils
+
+            self._saves = async_utils.AsyncCallsQueue()
 
     def step(self) -> None:
         """See ``SmallRun``."""
         self._trainer.take_step()
+        if self._saves is not None:
+            self._saves.maybe_finalize_async_calls()
 
     def save(self, folder: Path) -> Path:
         """See ``SmallRun``."""
         self._trainer.kept.save(folder, self._trainer.iteration)
         return folder / f"iter_{self._trainer.iteration:07d}"
+
+    def save_beside(self, folder: Path) -> None:
+        """See ``SmallRun``."""
+        self._saves.maybe_finalize_async_calls(blocking=True)
+        begun = self._trainer.kept.save_beside(folder, self._trainer.iteration)
+        self._saves.schedule_async_request(begun)
+
+    def save_over(self, folder: Path) -> None:
+        """See ``SmallRun``."""
+        self._trainer.kept.save(folder, 1)
 
     def load(self, folder: Path) -> None:
         """See ``SmallRun``."""
@@ -234,17 +272,18 @@ def _flags(seed: int, has_roles: bool) -> list[str]:
 HOSTS: Mapping[str, Callable[..., SmallRun]] = {"deepspeed": OfDeepSpeed, "megatron": OfMegatron}
 
 
-def made(host: str, strategy: str, seed: int = 0, **more: Any) -> SmallRun:
+def made(host: str, strategy: str, seed: int = 0, *, beside: bool = False, **more: Any) -> SmallRun:
     """A training of this rank. Collective.
 
     Args:
         host: of ``HOSTS``.
         strategy: of ``STRATEGIES``.
         seed: of weights and batches.
+        beside: it may write checkpoints while it trains.
         more: keys of the block.
     """
     torch.set_num_threads(1)
-    return HOSTS[host](block_of(strategy, **more), seed)
+    return HOSTS[host](block_of(strategy, **more), seed, beside=beside)
 
 
 def main() -> None:

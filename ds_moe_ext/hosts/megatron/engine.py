@@ -36,6 +36,7 @@ from ds_moe_ext.steps.passes import Passes, Schedules
 from ds_moe_ext.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.steps.training_run import RECORD, Record, Run
 from ds_moe_ext.strategy import Strategy
+from ds_moe_ext.watch import WATCH
 
 OPTIMIZER = "get_megatron_optimizer"
 
@@ -254,7 +255,8 @@ def watch_steps(optimizer: Any, run: Run) -> None:
     @wraps(step)
     def watched(*args: Any, **kwargs: Any) -> Any:
         nonlocal num_steps
-        outcome = step(*args, **kwargs)
+        with WATCH.host_pass("the optimizer's step"):
+            outcome = step(*args, **kwargs)
         planning = run.planning
         planning.job = replace(planning.job, accumulates=SCHEDULES.latest > 1)
         if (ranks := run.recorder.ranks) is not None:
