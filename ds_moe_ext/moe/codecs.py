@@ -67,11 +67,13 @@ class Codec(ABC):
         dispatch: encode rows on their way to the experts.
         combine: and on their way back.
         gradients: and their gradients.
+        cell: within cells, too: what their ranks gather and, summand by summand, what they add up.
     """
 
     dispatch: bool = True
     combine: bool = True
     gradients: bool = True
+    cell: bool = False
 
     @abstractmethod
     def encode(self, rows_ND: Tensor) -> Tensor:

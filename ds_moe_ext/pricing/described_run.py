@@ -253,7 +253,12 @@ class DescribedRun:
             even = float(rows_CE.sum()) / grid.num_cells
             costs = costs_of_layer(
                 self.lines,
-                LayerRows(sent=even / grid.cell_size, gathered=even, row_bytes=self.row_bytes),
+                LayerRows(
+                    sent=even / grid.cell_size,
+                    gathered=even,
+                    row_bytes=self.row_bytes,
+                    cell_row_bytes=self.row_bytes,
+                ),
             )
             before = shape.layers_before(number)
             layers.append(

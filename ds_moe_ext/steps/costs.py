@@ -467,7 +467,8 @@ class Costs:
             return Links.of(self.hardware, grid)
         layer = pool.layers[0]
         num_rows = int(rows[layer].routed_CE.sum()) // max(len(rows[layer].passes), 1)
-        peer_bytes = num_rows * self.layers[layer].routed.row_bytes // (grid.size * grid.num_cells)
+        row_bytes = self.layers[layer].routed.row_bytes.between
+        peer_bytes = int(num_rows * row_bytes) // (grid.size * grid.num_cells)
         return Links.measured(self._layout, self._expert(pool), peer_bytes)
 
     def _row_s_C(self, pool: Pool, seen_RL: Sequence[Sequence[Seen]]) -> tuple[float, ...]:
@@ -495,7 +496,7 @@ class Costs:
         expert = self._expert(pool)
         expert_bytes = bytes_of(expert)
         seen = sum((sums[layer] for layer in pool.layers), Seen())
-        row_bytes = self.layers[pool.layers[0]].routed.row_bytes
+        row_bytes = self.layers[pool.layers[0]].routed.row_bytes.between
         num_ranks = self._layout.grid.world_size
         received_bytes = TRIPS * row_bytes * seen.most_received / num_ranks  # all know all rows
         waited_s = sum(exchanged_s[layer] for layer in pool.layers)
