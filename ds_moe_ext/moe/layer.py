@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ds_moe_ext.comm import all_gather_counts, can_broadcast
 from ds_moe_ext.cost.exchange import BY_NODES, Way
+from ds_moe_ext.cost.row_bytes import RowBytes
 from ds_moe_ext.layout import GRID, ParallelLayout
 from ds_moe_ext.moe.cell import CellGather, CellScatter, CellWire
 from ds_moe_ext.moe.codecs import Codec
@@ -36,7 +37,7 @@ from ds_moe_ext.moe.observation import RowsSeen, TasksSeen, tell
 from ds_moe_ext.moe.order import Order, Seat, kind_of
 from ds_moe_ext.moe.padding import Padding
 from ds_moe_ext.moe.restore import Restore
-from ds_moe_ext.moe.row_bytes import RowBytes, row_bytes
+from ds_moe_ext.moe.row_weight import row_bytes
 from ds_moe_ext.moe.send_once import CombineOnce, OrderOnce, RestoreOnce
 from ds_moe_ext.moe.transformed_stage import transformed
 from ds_moe_ext.moe.transforms import differentiably

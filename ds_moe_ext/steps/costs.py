@@ -496,7 +496,7 @@ class Costs:
         expert = self._expert(pool)
         expert_bytes = bytes_of(expert)
         seen = sum((sums[layer] for layer in pool.layers), Seen())
-        row_bytes = self.layers[pool.layers[0]].routed.row_bytes.between
+        row_bytes, cell_row_bytes = self.layers[pool.layers[0]].routed.row_bytes
         num_ranks = self._layout.grid.world_size
         received_bytes = TRIPS * row_bytes * seen.most_received / num_ranks  # all know all rows
         waited_s = sum(exchanged_s[layer] for layer in pool.layers)
@@ -515,6 +515,7 @@ class Costs:
             # Optimizers step narrow weights in 32 bits.
             state_bytes=KEPT * sum(w.numel() * max(w.element_size(), 4) for w in expert),
             copy_latency_s=links.copy.latency_s,
+            cell_row_bytes=cell_row_bytes,
             row_bytes_per_s=received_bytes / waited_s if waited_s else 0.0,
             links=links.prices,
         )

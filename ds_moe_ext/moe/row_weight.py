@@ -6,10 +6,9 @@ Shape letters: D numbers of a row as the experts have it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import Tensor
 
+from ds_moe_ext.cost.row_bytes import RowBytes
 from ds_moe_ext.moe.codecs import Codec
 from ds_moe_ext.moe.hooks import Hooked
 from ds_moe_ext.moe.transforms import (
@@ -20,18 +19,6 @@ from ds_moe_ext.moe.transforms import (
     applied,
     placed,
 )
-
-
-class RowBytes(NamedTuple):
-    """Bytes of one row on one trip, the mean of forward and backward, there and back.
-
-    Attributes:
-        between: from cell to cell.
-        within: of a cell that splits its experts.
-    """
-
-    between: float
-    within: float
 
 
 def row_bytes(hooks: Hooked, row_1D: Tensor) -> RowBytes:
