@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from ds_moe_ext import testing
 from ds_moe_ext.layout import Grid, ParallelLayout
+from ds_moe_ext.moe.codecs import Codec, Int8
+from ds_moe_ext.moe.copies.packing import copy_bytes
 from ds_moe_ext.moe.dispatch import Dispatch, Wire
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.gate import SoftmaxTopK
@@ -36,6 +38,7 @@ from ds_moe_ext.strategy import Job, Site, Strategy
 from ds_moe_ext.testing import TOLERANCE, Case, relative_error
 from tests.marks import slow
 from tests.ranks import pool_of
+from tests.test_hooks import InHalves
 
 HERE = "tests.test_transforms"
 
@@ -141,10 +144,8 @@ def dense(
     return of_place(transforms, "before_moe_end")(torch.stack(rows).sum(dim=0))
 
 
-def _train(
-    rank: int, num_ranks: int, strategy: Strategy, case: Case, transforms: tuple[Transform, ...]
-) -> Any:
-    options = LayerOptions(hooks=Hooked(transforms=transforms))
+def _train(rank: int, num_ranks: int, strategy: Strategy, case: Case, hooks: Hooked) -> Any:
+    options = LayerOptions(hooks=hooks)
 
     def layer(*args: Any, **kwargs: Any) -> MoELayer:
         return MoELayer(*args, **kwargs, options=options)
@@ -154,12 +155,12 @@ def _train(
 
 
 def largest_error(
-    strategy: Strategy, case: Case, transforms: tuple[Transform, ...] = ALL
+    strategy: Strategy, case: Case, transforms: tuple[Transform, ...] = ALL, *codecs: Codec
 ) -> tuple[float, int]:
     """Of outputs, gradients of inputs and of all weights; and copies of experts in all steps."""
     laid = testing._laid(strategy, case)
     assert not isinstance(laid, str), laid
-    seen = pool_of(case.num_ranks).run(_train, laid, case, transforms)
+    seen = pool_of(case.num_ranks).run(_train, laid, case, Hooked((), codecs, transforms))
     with (
         mock.patch.object(testing, "SoftmaxTopK", lambda top_k: dense_gate(transforms, top_k)),
         mock.patch.object(testing, "dense_experts", lambda *given: dense(transforms, *given)),
@@ -174,6 +175,10 @@ CHUNKED = Case(num_ranks=4, degrees=(2, 3))
 SPLIT = Case(num_ranks=2, degrees=(2, 2), cell_size=2)
 SPLIT_CHUNKED = Case(num_ranks=4, degrees=(3, 2), num_micro_batches=2, cell_size=2)
 FSSDP = FullySharded(calibrate=True, overlap_degree=2, copies_per_rank=3)
+
+
+def _name(value: Any) -> str:
+    return type(value).__name__ if isinstance(value, Strategy) else str(value)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +201,7 @@ FSSDP = FullySharded(calibrate=True, overlap_degree=2, copies_per_rank=3)
         (ProProphet(), FOUR),
         slow(ProProphet(), SPLIT_CHUNKED),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Strategy) else str(value),
+    ids=_name,
 )
 def test_equal_to_dense_experts_with_the_same(strategy: Strategy, case: Case) -> None:
     error, num_copies = largest_error(strategy, case)
@@ -210,6 +215,27 @@ def test_rows_sent_once_are_transformed_on_their_way_there(case: Case) -> None:
     once = ExpertParallel(send_once=True)
     error, _ = largest_error(once, case, OF_DISPATCH)
     assert error <= TOLERANCE
+
+
+@pytest.mark.parametrize("strategy", [FSSDP, slow(ProProphet())], ids=_name)
+@pytest.mark.parametrize(
+    ("codec", "least", "most"),
+    [(InHalves, 0.0, TOLERANCE), (Int8, 1e-4, 0.2)],
+)
+def test_copies_of_experts_travel_encoded(
+    strategy: Strategy, codec: type[Codec], least: float, most: float
+) -> None:
+    """Exactly, by an exact codec of other shape and type, and else with its error."""
+    only_copies = codec(dispatch=False, combine=False, copies=True)
+    error, num_copies = largest_error(strategy, FOUR, (), only_copies)
+    assert least <= error <= most
+    assert num_copies
+
+
+def test_an_expert_on_its_way_weighs_what_it_travels_as() -> None:
+    like = torch.zeros(4, 8), torch.zeros(4)
+    assert copy_bytes(like, None) == 4 * 36
+    assert copy_bytes(like, Int8(copies=True)) == (4 * (8 + 4) + (4 + 4) + 4 * 36) / 2
 
 
 def layer_of(strategy: Strategy, world_size: int, hooks: Hooked) -> MoELayer:

@@ -68,12 +68,14 @@ class Codec(ABC):
         combine: and on their way back.
         gradients: and their gradients.
         cell: within cells, too: what their ranks gather and, summand by summand, what they add up.
+        copies: of experts, too: their weights, row by row; gradients of copies travel as they are.
     """
 
     dispatch: bool = True
     combine: bool = True
     gradients: bool = True
     cell: bool = False
+    copies: bool = False
 
     @abstractmethod
     def encode(self, rows_ND: Tensor) -> Tensor:

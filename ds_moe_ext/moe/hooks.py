@@ -157,6 +157,12 @@ class Hooked:
                     f"{' and '.join(map(str, found))} both encode the rows of {name}; set "
                     f"{name!r} to false in all but one of them"
                 )
+        both = [codec for codec in self.codecs if codec.copies]
+        if len(both) > 1:
+            raise ValueError(
+                f"{' and '.join(map(str, both))} both encode copies of experts; set 'copies' to "
+                "false in all but one of them"
+            )
 
     @property
     def at_start(self) -> Transforms:
@@ -194,6 +200,11 @@ class Hooked:
         """And what its ranks computed of them."""
         codec = self.of_combine
         return codec if codec is not None and codec.cell else None
+
+    @property
+    def of_copies(self) -> Codec | None:
+        """And copies of experts."""
+        return next((codec for codec in self.codecs if codec.copies), None)
 
     @property
     def _of_dispatch(self) -> list[Codec]:

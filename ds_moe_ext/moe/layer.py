@@ -232,7 +232,8 @@ class RoutedExperts:
         broadcasts = can_broadcast(like[0].device)
         layer, cell, node_C = self.site.layer, layout.index("ep"), layout.node_C
         place = Place(layer, cell, node_C, group, in_float32, broadcasts)
-        self.copies = Copies(place, self.site.plan, like, (self.tasks, self.meter))
+        codec = self._options.hooks.of_copies
+        self.copies = Copies(place, self.site.plan, like, (self.tasks, self.meter), codec)
 
     def take(self, plan: Plan, following: Plan | None = None) -> None:
         """Run by a new plan from now on. Call it between steps, on every rank.

@@ -28,6 +28,7 @@ from ds_moe_ext.measure.probe import (
     measure_pairs,
     spare_bytes,
 )
+from ds_moe_ext.moe.copies.layer_copies import Copies
 from ds_moe_ext.moe.copies.slab import Weights
 from ds_moe_ext.moe.dispatch import Wire
 from ds_moe_ext.moe.layer import RoutedExperts
@@ -457,9 +458,12 @@ class Costs:
 
     def _expert(self, pool: Pool) -> Weights:
         """Weights of any one expert."""
+        return self._copies(pool).like
+
+    def _copies(self, pool: Pool) -> Copies:
         copies = self.layers[pool.layers[0]].routed.copies
         assert copies is not None
-        return copies.like
+        return copies
 
     def _links(self, pool: Pool, rows: Sequence[Rows]) -> Links:
         grid = self._layout.grid
@@ -506,7 +510,7 @@ class Costs:
             prices=Prices(
                 row_s=seen.expert_s / max(seen.rows, 1),
                 row_bytes=row_bytes,
-                copy_s=expert_bytes / links.copy.bytes_per_s,
+                copy_s=self._copies(pool).copy_bytes / links.copy.bytes_per_s,
                 inter_bytes_per_s=links.inter.bytes_per_s,
                 intra_bytes_per_s=links.intra.bytes_per_s,
                 cards=links.cards,

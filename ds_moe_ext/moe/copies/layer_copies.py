@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from ds_moe_ext.moe.codecs import Codec
 from ds_moe_ext.moe.copies.airfield import Airfield
 from ds_moe_ext.moe.copies.flight import Flight
 from ds_moe_ext.moe.copies.slab import Slab, Weights, by_slot
@@ -31,9 +32,14 @@ class Copies(Airfield):
     """
 
     def __init__(
-        self, place: Place, plan: Plan, like: Weights, observers: tuple[TasksSeen, ...] = ()
+        self,
+        place: Place,
+        plan: Plan,
+        like: Weights,
+        observers: tuple[TasksSeen, ...] = (),
+        codec: Codec | None = None,
     ) -> None:
-        super().__init__(place, plan, like, observers)
+        super().__init__(place, plan, like, observers, codec)
         self.before: Copies | None = None
         self.after: Copies | None = None
         self.coming: Flight | None = None
