@@ -157,12 +157,12 @@ class Hooked:
                     f"{' and '.join(map(str, found))} both encode the rows of {name}; set "
                     f"{name!r} to false in all but one of them"
                 )
-        both = [codec for codec in self.codecs if codec.copies]
-        if len(both) > 1:
-            raise ValueError(
-                f"{' and '.join(map(str, both))} both encode copies of experts; set 'copies' to "
-                "false in all but one of them"
-            )
+        for key, coding in (("copies", self._of_copies), ("copy_gradients", self._of_returning)):
+            if len(coding) > 1:
+                raise ValueError(
+                    f"{' and '.join(map(str, coding))} have both {key}; set {key!r} to false in "
+                    "all but one of them"
+                )
 
     @property
     def at_start(self) -> Transforms:
@@ -204,7 +204,20 @@ class Hooked:
     @property
     def of_copies(self) -> Codec | None:
         """And copies of experts."""
-        return next((codec for codec in self.codecs if codec.copies), None)
+        return next(iter(self._of_copies), None)
+
+    @property
+    def of_copy_gradients(self) -> Codec | None:
+        """And their gradients on their way home."""
+        return next(iter(self._of_returning), None)
+
+    @property
+    def _of_copies(self) -> list[Codec]:
+        return [codec for codec in self.codecs if codec.copies]
+
+    @property
+    def _of_returning(self) -> list[Codec]:
+        return [codec for codec in self.codecs if codec.copy_gradients]
 
     @property
     def _of_dispatch(self) -> list[Codec]:

@@ -25,6 +25,7 @@ from ds_moe_ext.moe.cell import CellGather, CellScatter, CellWire
 from ds_moe_ext.moe.codecs import Codec
 from ds_moe_ext.moe.copies.join import HaveAgain, Join, started
 from ds_moe_ext.moe.copies.layer_copies import Copies
+from ds_moe_ext.moe.copies.packing import Codecs
 from ds_moe_ext.moe.copies.slab import Weights
 from ds_moe_ext.moe.copies.trips import Place
 from ds_moe_ext.moe.dispatch import Combine, Dispatch, Wire
@@ -229,11 +230,13 @@ class RoutedExperts:
         layout = self.site.layout
         group = layout.group("ep", PARAM)
         in_float32 = self._strategy.sums_copies_in_float32
-        broadcasts = can_broadcast(like[0].device)
+        hooks = self._options.hooks
+        codecs = Codecs(hooks.of_copies, hooks.of_copy_gradients)
+        # A reduction adds up where it likes, so that nothing can be encoded on the way.
+        broadcasts = can_broadcast(like[0].device) and codecs.gradients is None
         layer, cell, node_C = self.site.layer, layout.index("ep"), layout.node_C
         place = Place(layer, cell, node_C, group, in_float32, broadcasts)
-        codec = self._options.hooks.of_copies
-        self.copies = Copies(place, self.site.plan, like, (self.tasks, self.meter), codec)
+        self.copies = Copies(place, self.site.plan, like, (self.tasks, self.meter), codecs)
 
     def take(self, plan: Plan, following: Plan | None = None) -> None:
         """Run by a new plan from now on. Call it between steps, on every rank.

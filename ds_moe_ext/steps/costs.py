@@ -458,9 +458,9 @@ class Costs:
 
     def _expert(self, pool: Pool) -> Weights:
         """Weights of any one expert."""
-        return self._copies(pool).like
+        return self._copies_of(pool).like
 
-    def _copies(self, pool: Pool) -> Copies:
+    def _copies_of(self, pool: Pool) -> Copies:
         copies = self.layers[pool.layers[0]].routed.copies
         assert copies is not None
         return copies
@@ -510,7 +510,7 @@ class Costs:
             prices=Prices(
                 row_s=seen.expert_s / max(seen.rows, 1),
                 row_bytes=row_bytes,
-                copy_s=self._copies(pool).copy_bytes / links.copy.bytes_per_s,
+                copy_s=self._copies_of(pool).copy_bytes / links.copy.bytes_per_s,
                 inter_bytes_per_s=links.inter.bytes_per_s,
                 intra_bytes_per_s=links.intra.bytes_per_s,
                 cards=links.cards,

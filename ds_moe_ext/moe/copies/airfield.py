@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.comm import Traffic, max_in_place
-from ds_moe_ext.moe.codecs import Codec
-from ds_moe_ext.moe.copies.packing import copy_bytes
+from ds_moe_ext.moe.copies.packing import AS_THEY_ARE, Codecs, copy_bytes
 from ds_moe_ext.moe.copies.slab import Weights
 from ds_moe_ext.moe.copies.trips import Place, Trips
 from ds_moe_ext.moe.observation import TasksSeen, tell
@@ -38,7 +37,7 @@ class Airfield:
         plan: the present plan.
         like: weights of any one expert, for their shapes, type and device.
         observers: told when copies and gradients travelled.
-        codec: what copies travel as; None: as they are.
+        codecs: what copies travel as.
 
     Attributes:
         is_last_pass: whether the pass that runs is the last before the optimizer's step; gradients
@@ -54,12 +53,14 @@ class Airfield:
         plan: Plan,
         like: Weights,
         observers: tuple[TasksSeen, ...] = (),
-        codec: Codec | None = None,
+        codecs: Codecs = AS_THEY_ARE,
     ) -> None:
-        self.codec = codec
+        self.codecs = codecs
         # By elements, since not all ranks know the type yet; see ``learn_types``. Whole where sums
-        # are in float32: along a chain each rank adds two numbers and rounds, whatever the type.
-        expert_bytes = 0 if place.in_float32 else BYTES * sum(weight.numel() for weight in like)
+        # are in float32 or encoded: along a chain each rank adds two numbers and rounds, whatever
+        # the type, and a codec wants rows.
+        is_whole = place.in_float32 or codecs.gradients is not None
+        expert_bytes = 0 if is_whole else BYTES * sum(weight.numel() for weight in like)
         self.place = replace(place, cargo=replace(place.cargo, expert_bytes=expert_bytes))
         self.like, self._observers = like, observers
         self._knows_types = False
@@ -108,7 +109,7 @@ class Airfield:
     @property
     def copy_bytes(self) -> float:
         """Of one expert on its way, the mean of there and, as gradients, back."""
-        return copy_bytes(self.like, self.codec)
+        return copy_bytes(self.like, self.codecs)
 
     @property
     def lanes(self) -> Lanes:

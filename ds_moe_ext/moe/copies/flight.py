@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ds_moe_ext.comm import add_each, sparse_reduce_scatter
 from ds_moe_ext.moe.copies.airfield import Airfield
-from ds_moe_ext.moe.copies.packing import gathered
+from ds_moe_ext.moe.copies.packing import gathered, packing_of
 from ds_moe_ext.moe.copies.slab import Slab, Weights, whole
 from ds_moe_ext.moe.copies.trips import Piece
 from ds_moe_ext.placement import Placement
@@ -186,7 +186,7 @@ class Flight:
             start = copies.began()
             copies.lanes.keep(slab.tensors)
             with torch.no_grad():
-                group, codec = copies.place.group, copies.codec
+                group, codec = copies.place.group, copies.codecs.weights
                 copies.traffic += gathered(part, chunks, buffers, group, codec)
             copies.saw(GATHER, start, piece=number)
 
@@ -207,7 +207,11 @@ class Flight:
             copies.lanes.keep(tuple(grads.values()))
             with torch.no_grad():
                 arrived = sparse_reduce_scatter(
-                    part, {**self._own, **grads}, place.group, in_float32=place.in_float32
+                    part,
+                    {**self._own, **grads},
+                    place.group,
+                    in_float32=place.in_float32,
+                    packing=packing_of(copies.codecs),
                 )
             copies.traffic += arrived.traffic
             self._arrived.update(arrived.grads)

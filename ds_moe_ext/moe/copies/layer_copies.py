@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ds_moe_ext.moe.codecs import Codec
 from ds_moe_ext.moe.copies.airfield import Airfield
 from ds_moe_ext.moe.copies.flight import Flight
+from ds_moe_ext.moe.copies.packing import AS_THEY_ARE, Codecs
 from ds_moe_ext.moe.copies.slab import Slab, Weights, by_slot
 from ds_moe_ext.moe.copies.trips import Piece, Place, Trips
 from ds_moe_ext.moe.observation import TasksSeen
@@ -37,9 +37,9 @@ class Copies(Airfield):
         plan: Plan,
         like: Weights,
         observers: tuple[TasksSeen, ...] = (),
-        codec: Codec | None = None,
+        codecs: Codecs = AS_THEY_ARE,
     ) -> None:
-        super().__init__(place, plan, like, observers, codec)
+        super().__init__(place, plan, like, observers, codecs)
         self.before: Copies | None = None
         self.after: Copies | None = None
         self.coming: Flight | None = None

@@ -7,6 +7,8 @@ Shape letters: N rows of a weight, D numbers of each.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -51,11 +53,44 @@ def _rows(weight: Tensor) -> Tensor:
     return weight[None] if weight.dim() == 1 else weight.flatten(0, -2)
 
 
-def copy_bytes(like: Weights, codec: Codec | None) -> float:
-    """Bytes of one expert on its way: the mean of its weights' and their gradients', which travel
-    as they are."""
-    plain = sum(weight.nbytes for weight in like)
-    if codec is None:
-        return plain
+class Codecs(NamedTuple):
+    """What copies travel as.
+
+    Attributes:
+        weights: to their cells; None: as they are.
+        gradients: home; likewise.
+    """
+
+    weights: Codec | None = None
+    gradients: Codec | None = None
+
+
+AS_THEY_ARE = Codecs()
+
+
+@dataclass(frozen=True)
+class GradientPacking:
+    """Sums of gradients by a codec."""
+
+    codec: Codec
+
+    def pack(self, tensors: Sequence[Tensor]) -> Weights:
+        return tuple(self.codec.encode_grad(_rows(each)).contiguous() for each in tensors)
+
+    def unpack(self, arrived: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        for each, room in zip(arrived, into):
+            room.copy_(self.codec.decode_grad(each, _rows(room)).view(room.shape))
+
+
+def packing_of(codecs: Codecs) -> GradientPacking | None:
+    """Of gradients on their way home."""
+    return None if codecs.gradients is None else GradientPacking(codecs.gradients)
+
+
+def copy_bytes(like: Weights, codecs: Codecs) -> float:
+    """Bytes of one expert on its way: the mean of its weights' and their gradients'."""
     zeros = [weight.detach().new_zeros(weight.shape) for weight in like]
-    return (sum(weight.nbytes for weight in packed(zeros, codec)) + plain) / 2
+    packing = packing_of(codecs)
+    there = zeros if codecs.weights is None else packed(zeros, codecs.weights)
+    back = zeros if packing is None else packing.pack(zeros)
+    return (sum(each.nbytes for each in there) + sum(each.nbytes for each in back)) / 2
