@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -584,12 +584,25 @@ def sparse_all_gather(
     return traffic
 
 
+class Packing(Protocol):
+    """What tensors travel as, where each hop adds its own to what arrived."""
+
+    def pack(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Contiguous, of shapes and types that follow from those of the tensors."""
+        ...
+
+    def unpack(self, arrived: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        """Write what was packed."""
+        ...
+
+
 def sparse_reduce_scatter(
     part: Part,
     grads: Mapping[int, Sequence[Tensor]],
     group: dist.ProcessGroup,
     *,
     in_float32: bool = False,
+    packing: Packing | None = None,
 ) -> Arrived:
     """Sum the gradients of an expert's copies at its home. Collective.
 
@@ -609,17 +622,26 @@ def sparse_reduce_scatter(
         group: see ``sparse_all_gather``.
         in_float32: keep sums of narrower types in float32 within a rank; what travels keeps its
             type.
+        packing: what travels in place of sums, hop by hop; experts must then travel whole, and not
+            by broadcasts. None: they themselves.
     """
     if not part.rounds:
         return Arrived({}, Traffic())
     device = _device_of(grads)
-    if not in_float32 and by_broadcast(part, device):
+    if not in_float32 and packing is None and by_broadcast(part, device):
         return _reduce(part, grads, group)
     sums, pairs = _Sums(part, grads, in_float32), Pairs.of(group, device)
     with Waiting(group):
         for round_ in reversed(part.rounds):
             leaving, landing = sums.leaving(round_.receives), sums.landing(round_.sends)
-            pairs.move(_addressed(landing, round_.sends), _addressed(leaving, round_.receives))
+            if packing is None:
+                pairs.move(_addressed(landing, round_.sends), _addressed(leaving, round_.receives))
+            else:
+                rooms = [packing.pack(room) for room in landing]  # for their shapes
+                packed = [packing.pack(own) for own in leaving]
+                pairs.move(_addressed(rooms, round_.sends), _addressed(packed, round_.receives))
+                for arrived, room in zip(rooms, landing):
+                    packing.unpack(arrived, room)
             sums.add(round_.sends, landing)
     return Arrived(sums.at_home(), pairs.traffic)
 

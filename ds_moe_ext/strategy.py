@@ -53,6 +53,7 @@ class Pool:
         state_bytes: what goes with one to a new home: its weights as they are stepped, and two
             states of each, as Adam has; likewise.
         copy_latency_s: seconds until the first byte of a copy arrives.
+        cell_row_bytes: of a row within a cell; 0 where it is as between cells.
         row_bytes_per_s: what a cell receives in an exchange of rows, as measured; 0 until then.
         copy_bytes_per_s: likewise of copies, in steps that had some.
         links: what both wait for, by who sends; None until it has been measured.
@@ -64,6 +65,7 @@ class Pool:
     expert_bytes: int = 0
     state_bytes: int = 0
     copy_latency_s: float = 0.0
+    cell_row_bytes: float = 0.0
     row_bytes_per_s: float = 0.0
     copy_bytes_per_s: float = 0.0
     links: LinkPrices | None = None

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from ds_moe_ext.cost.row_bytes import RowBytes
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.moe.codecs import BFloat16, Codec, Int8
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
@@ -394,6 +395,56 @@ def test_errors_of_a_layer(world_size: int, case: Case, codec: Codec, bound: flo
     pairs = zip(run(world_size, case, codec), run(world_size, case))
     errors = [coded.error_of(plain) for (coded, _), (plain, _) in pairs]
     assert bound / 10 < max(errors) < 8 * bound
+
+
+IN_CELLS = (
+    (2, Case(degrees=(2, 1), cell_size=2)),
+    (4, Case(degrees=(2, 3), cell_size=2)),
+    (4, Case(degrees=(2, 2), cell_size=2, schedule="tutel")),
+)
+
+
+@pytest.mark.parametrize(("world_size", "case"), IN_CELLS)
+def test_an_exact_codec_within_cells_changes_nothing(world_size: int, case: Case) -> None:
+    codec = InHalves(cell=True)
+    for (coded, _), (plain, _) in zip(run(world_size, case, codec), run(world_size, case)):
+        assert coded.error_of(plain) <= 1e-12
+
+
+@pytest.mark.parametrize(("codec", "bound"), [(BFloat16, 2**-8), (Int8, 1 / 254)])
+def test_errors_of_a_layer_encoded_within_cells(codec: type[Codec], bound: float) -> None:
+    """Of each summand, too: somewhat more than between cells alone."""
+    world_size, case = IN_CELLS[1]
+    plain = [results for results, _ in run(world_size, case)]
+    errors = [
+        max(coded.error_of(each) for (coded, _), each in zip(run(world_size, case, own), plain))
+        for own in (codec(), codec(cell=True))
+    ]
+    assert bound / 10 < errors[0] < 8 * bound
+    assert bound / 10 < errors[1] < 12 * bound
+    assert errors[0] != errors[1]
+
+
+def _row_bytes(rank: int, world_size: int, case: Case, hooks: Hooked) -> RowBytes:
+    layer = layer_of(world_size, case, LayerOptions(hooks=hooks))
+    layer(torch.ones(T, D, dtype=torch.float64))
+    return layer.routed.row_bytes
+
+
+def test_layers_know_what_their_rows_weigh() -> None:
+    """Means of four trips, of float64."""
+    case = Case(cell_size=2)
+    whole, coded = 8 * D, D + 4
+    for codecs, expected in (
+        ((), (whole, whole)),
+        ((Int8(),), (coded, whole)),
+        ((Int8(cell=True),), (coded, coded)),
+        ((Int8(gradients=False, cell=True),), ((coded + whole) / 2,) * 2),
+        ((Int8(combine=False),), ((coded + whole) / 2, whole)),
+        ((BFloat16(combine=False), Int8(dispatch=False)), ((2 * D + coded) / 2, whole)),
+    ):
+        (found, _) = pool_of(2).run(_row_bytes, case, Hooked(codecs=codecs))
+        assert found == expected
 
 
 @pytest.mark.parametrize("codec", [Int8(dispatch=False), Int8(combine=False)], ids=str)

@@ -48,20 +48,22 @@ FUNCTION = FeedForwardExperts(silu_gated)
 
 @dataclass(frozen=True, kw_only=True)
 class Travels(Codec):
-    """Notes how many rows leave."""
+    """Notes how many rows leave; not the one row that is weighed beforehand."""
 
     rows: list[int] = field(default_factory=list)
     gradients_of_rows: list[int] = field(default_factory=list)
 
     def encode(self, rows_ND: Tensor) -> Tensor:
-        self.rows.append(rows_ND.shape[0])
+        if rows_ND.shape[0] != 1:
+            self.rows.append(rows_ND.shape[0])
         return rows_ND
 
     def decode(self, arrived_RB: Tensor, like_ND: Tensor) -> Tensor:
         return arrived_RB
 
     def encode_grad(self, rows_ND: Tensor) -> Tensor:
-        self.gradients_of_rows.append(rows_ND.shape[0])
+        if rows_ND.shape[0] != 1:
+            self.gradients_of_rows.append(rows_ND.shape[0])
         return rows_ND
 
 

@@ -427,7 +427,8 @@ def told_homes(
 
 
 def _warn_of_idle_codecs(blueprint: Blueprint) -> None:
-    codecs = blueprint.settings.hooks.codecs
+    is_split = blueprint.grid.cell_size > 1
+    codecs = [c for c in blueprint.settings.hooks.codecs if not (c.cell and is_split)]
     if codecs and blueprint.grid.num_cells == 1:
         warnings.warn(
             f"{BLOCK}.hooks has {', '.join(map(str, codecs))}, which has no effect: there is one "

@@ -48,17 +48,19 @@ class LayerRows:
     Attributes:
         sent: that a rank sends to the cells of their experts, and that return to it.
         gathered: that a rank computes: those that arrived at all ranks of its cell.
-        row_bytes: of one row as it travels.
+        row_bytes: of one row as it travels between cells.
+        cell_row_bytes: and within one.
     """
 
     sent: float
     gathered: float
     row_bytes: float
+    cell_row_bytes: float
 
 
 def layer_costs(lines: PipelineLines, rows: LayerRows) -> LayerCosts:
     """The costs of a layer's forward pass; backward's are ``in_backward()`` of these."""
-    gathered_bytes = rows.gathered * rows.row_bytes
+    gathered_bytes = rows.gathered * rows.cell_row_bytes
     return LayerCosts(
         all_to_all=lines.all_to_all.over(rows.sent * rows.row_bytes),
         all_gather=lines.all_gather.over(gathered_bytes),

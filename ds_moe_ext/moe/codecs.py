@@ -67,11 +67,18 @@ class Codec(ABC):
         dispatch: encode rows on their way to the experts.
         combine: and on their way back.
         gradients: and their gradients.
+        cell: within cells, too: what their ranks gather and, summand by summand, what they add up.
+        copies: of experts, too: their weights, row by row.
+        copy_gradients: and the gradients of these, at each hop on their way home, where sums are
+            made: each rounds once more.
     """
 
     dispatch: bool = True
     combine: bool = True
     gradients: bool = True
+    cell: bool = False
+    copies: bool = False
+    copy_gradients: bool = False
 
     @abstractmethod
     def encode(self, rows_ND: Tensor) -> Tensor:

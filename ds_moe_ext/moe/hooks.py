@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks: who is told of the rows of a layer, at the six places of FSMoE, and what rows travel as.
+"""Hooks: what is done to the rows of a layer at the six places of FSMoE, who is told of them there,
+and what they travel as.
 
 Where, in the way of one chunk; the two in brackets stand once around all chunks::
 
@@ -29,6 +30,16 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ds_moe_ext.moe.codecs import BFloat16, Codec, Int8
+from ds_moe_ext.moe.transforms import (
+    AFTER_COMBINE,
+    BEFORE_COMBINE,
+    END,
+    PLACES,
+    START,
+    Transform,
+    Transforms,
+    placed,
+)
 from ds_moe_ext.schedule.crew import Stage
 from ds_moe_ext.schedule.task import CELL_GATHER, CELL_SCATTER, COMBINE, DISPATCH, Op, Span
 from ds_moe_ext.strict import check_object, found_at, named, read_record
@@ -123,21 +134,50 @@ class Hooked:
     Attributes:
         observers: called in order.
         codecs: of rows that travel; one at most for each of dispatch and combine.
+        transforms: of rows at the six places, in order.
 
     Raises:
-        ValueError: two codecs for the same rows.
+        ValueError: two codecs for the same rows, or a transform without a place.
     """
 
     observers: tuple[Hooks, ...] = ()
     codecs: tuple[Codec, ...] = ()
+    transforms: Transforms = ()
 
     def __post_init__(self) -> None:
+        for transform in self.transforms:
+            if transform.at not in PLACES:
+                raise ValueError(
+                    f"{transform} is at {transform.at!r}, which is no place; choose "
+                    f"{', '.join(map(repr, PLACES))}"
+                )
         for name, found in (("dispatch", self._of_dispatch), ("combine", self._of_combine)):
             if len(found) > 1:
                 raise ValueError(
                     f"{' and '.join(map(str, found))} both encode the rows of {name}; set "
                     f"{name!r} to false in all but one of them"
                 )
+        for key, coding in (("copies", self._of_copies), ("copy_gradients", self._of_returning)):
+            if len(coding) > 1:
+                raise ValueError(
+                    f"{' and '.join(map(str, coding))} have both {key}; set {key!r} to false in "
+                    "all but one of them"
+                )
+
+    @property
+    def at_start(self) -> Transforms:
+        """Of the layer's input."""
+        return placed(self.transforms, START)
+
+    @property
+    def at_end(self) -> Transforms:
+        """Of its output."""
+        return placed(self.transforms, END)
+
+    @property
+    def of_computed(self) -> Transforms:
+        """Of rows on their way back."""
+        return tuple(each for each in self.transforms if each.at in (BEFORE_COMBINE, AFTER_COMBINE))
 
     @property
     def of_dispatch(self) -> Codec | None:
@@ -148,6 +188,36 @@ class Hooked:
     def of_combine(self) -> Codec | None:
         """And back."""
         return next(iter(self._of_combine), None)
+
+    @property
+    def of_gather(self) -> Codec | None:
+        """What rows travel as in a cell that gathers them."""
+        codec = self.of_dispatch
+        return codec if codec is not None and codec.cell else None
+
+    @property
+    def of_scatter(self) -> Codec | None:
+        """And what its ranks computed of them."""
+        codec = self.of_combine
+        return codec if codec is not None and codec.cell else None
+
+    @property
+    def of_copies(self) -> Codec | None:
+        """And copies of experts."""
+        return next(iter(self._of_copies), None)
+
+    @property
+    def of_copy_gradients(self) -> Codec | None:
+        """And their gradients on their way home."""
+        return next(iter(self._of_returning), None)
+
+    @property
+    def _of_copies(self) -> list[Codec]:
+        return [codec for codec in self.codecs if codec.copies]
+
+    @property
+    def _of_returning(self) -> list[Codec]:
+        return [codec for codec in self.codecs if codec.copy_gradients]
 
     @property
     def _of_dispatch(self) -> list[Codec]:
@@ -184,8 +254,7 @@ class Hooked:
                 raise RuntimeError(
                     f"{type(observer).__qualname__}.{hook.value} has changed the data of layer "
                     f"{moe.number} {moe.name!r} in place; a hook only reads them: clone what you "
-                    "want to change, or derive from ds_moe_ext.moe.codecs.Codec to change what "
-                    "travels"
+                    "want to change, or derive from ds_moe_ext.moe.transforms.Transform"
                 )
 
 
@@ -273,14 +342,15 @@ def watched(stages: Mapping[Op, Stage], hooks: Hooked, moe: Moe) -> Mapping[Op, 
 
 # Which of them a JSON list names.
 
-CODECS: Mapping[str, type[Hooks] | type[Codec]] = {"bf16": BFloat16, "int8": Int8}
+Kind = Hooks | Codec | Transform
+CODECS: Mapping[str, type[Kind]] = {"bf16": BFloat16, "int8": Int8}
 """By the name that JSON gives."""
 
 EXAMPLE = "'my_package.my_module:MyHooks'"
 
 
 def read_hooks(values: Any, where: str) -> Hooked:
-    """Observers and codecs from a JSON list.
+    """Observers, codecs and transforms from a JSON list.
 
     Args:
         values: what ``json`` read: names, or objects with the name as ``type`` and beside it the
@@ -288,20 +358,22 @@ def read_hooks(values: Any, where: str) -> Hooked:
         where: dotted name of the list, for errors.
 
     Raises:
-        ValueError: something is no hook, has no such key, or two codecs are for the same rows.
+        ValueError: something is no hook, has no such key or place, or two codecs are for the same
+            rows.
     """
     if not isinstance(values, list):
         raise ValueError(f"{where} is {values!r}, but must be a list")
     found = [_read(value, f"{where}[{number}]") for number, value in enumerate(values)]
     observers = tuple(hook for hook in found if isinstance(hook, Hooks))
     codecs = tuple(hook for hook in found if isinstance(hook, Codec))
+    transforms = tuple(hook for hook in found if isinstance(hook, Transform))
     try:
-        return Hooked(observers, codecs)
+        return Hooked(observers, codecs, transforms)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 
 
-def _read(value: Any, where: str) -> Hooks | Codec:
+def _read(value: Any, where: str) -> Kind:
     if isinstance(value, str):
         name, keys, where_name = value, {}, where
     else:
@@ -332,11 +404,13 @@ def _known() -> str:
     return f"{', '.join(map(repr, CODECS))}, or {EXAMPLE}"
 
 
-def _class_at(path: str, where: str) -> type[Hooks] | type[Codec]:
+def _class_at(path: str, where: str) -> type[Kind]:
     cls = found_at(path, where, EXAMPLE)
-    if not (isinstance(cls, type) and issubclass(cls, (Hooks, Codec))) or inspect.isabstract(cls):
+    is_kind = isinstance(cls, type) and issubclass(cls, (Hooks, Codec, Transform))
+    if not is_kind or inspect.isabstract(cls):
         raise ValueError(
-            f"{where} is {path!r}, which is no hook; derive it from ds_moe_ext.moe.hooks.Hooks, or "
-            "from ds_moe_ext.moe.codecs.Codec and let it encode and decode"
+            f"{where} is {path!r}, which is no hook; derive it from ds_moe_ext.moe.hooks.Hooks, "
+            "from ds_moe_ext.moe.codecs.Codec and let it encode and decode, or from "
+            "ds_moe_ext.moe.transforms.Transform and let it have forward"
         )
     return cls

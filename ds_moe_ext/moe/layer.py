@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,11 +19,13 @@ from torch import Tensor, nn
 
 from ds_moe_ext.comm import all_gather_counts, can_broadcast
 from ds_moe_ext.cost.exchange import BY_NODES, Way
+from ds_moe_ext.cost.row_bytes import RowBytes
 from ds_moe_ext.layout import GRID, ParallelLayout
 from ds_moe_ext.moe.cell import CellGather, CellScatter, CellWire
 from ds_moe_ext.moe.codecs import Codec
 from ds_moe_ext.moe.copies.join import HaveAgain, Join, started
 from ds_moe_ext.moe.copies.layer_copies import Copies
+from ds_moe_ext.moe.copies.packing import Codecs
 from ds_moe_ext.moe.copies.slab import Weights
 from ds_moe_ext.moe.copies.trips import Place
 from ds_moe_ext.moe.dispatch import Combine, Dispatch, Wire
@@ -36,7 +38,10 @@ from ds_moe_ext.moe.observation import RowsSeen, TasksSeen, tell
 from ds_moe_ext.moe.order import Order, Seat, kind_of
 from ds_moe_ext.moe.padding import Padding
 from ds_moe_ext.moe.restore import Restore
+from ds_moe_ext.moe.row_weight import row_bytes
 from ds_moe_ext.moe.send_once import CombineOnce, OrderOnce, RestoreOnce
+from ds_moe_ext.moe.transformed_stage import transformed
+from ds_moe_ext.moe.transforms import differentiably
 from ds_moe_ext.moe.turns import Likeness, Turns
 from ds_moe_ext.moe.visits import Tour
 from ds_moe_ext.moe.windows import Windows
@@ -82,7 +87,7 @@ class LayerOptions:
     Attributes:
         capacity_factor: rows an expert takes from one rank, over the mean; None drops nothing.
         gate_may_drop: the gate marks choices that it dropped with -1.
-        hooks: who is told of its rows, and what they travel as.
+        hooks: what is done to its rows, who is told of them, and what they travel as.
         name: dotted module name, for hooks.
     """
 
@@ -146,6 +151,7 @@ class RoutedExperts:
         meter: times for planners to know.
         row_width: elements of a row, in the latest pass.
         row_dtype: their type.
+        row_bytes: of a row on its way.
         function: what an expert computes.
         copies: of other ranks' experts; None where the strategy makes none.
         windows: times of what the host computes between this layer and the one before.
@@ -167,7 +173,7 @@ class RoutedExperts:
         target = site.plan.target
         self.rows = RowsSeen(target.num_experts, target.num_cells)
         self.tasks, self.meter = TasksSeen(), TasksSeen()
-        self.row_width, self.row_dtype = 0, torch.float32
+        self.row_width, self.row_dtype, self.row_bytes = 0, torch.float32, RowBytes(0, 0)
         self.copies: Copies | None = None
         self.plans_in_lane = False
         self._planned: Plan | None = None  # the next one, where a pass made it
@@ -183,6 +189,7 @@ class RoutedExperts:
         own = strategy.stages(site)
         _check_stages(own, strategy, site, self._options.hooks)
         _check_send_once(own, strategy, site)
+        _check_transforms(own, strategy, site, self._options.hooks)
         if strategy.roles is not None:
             _check_roles(own, strategy, site)
         self._moves_rows_itself = not own.keys().isdisjoint(_MOVES_ROWS)
@@ -195,14 +202,12 @@ class RoutedExperts:
         self._present: dict[torch.device, Present] = {}  # what orders rows in each of them
         self._schedules: LayerTasks | None = None
 
-    @property
-    def row_bytes(self) -> int:
-        """Of the latest pass."""
-        return self.row_width * self.row_dtype.itemsize
-
     def rows_are_like(self, x_TD: Tensor) -> None:
         """Those of the pass that comes."""
-        self.row_width, self.row_dtype = x_TD.shape[-1], x_TD.dtype
+        like = x_TD.shape[-1], x_TD.dtype
+        if like != (self.row_width, self.row_dtype):
+            self.row_width, self.row_dtype = like
+            self.row_bytes = row_bytes(self._options.hooks, x_TD.new_zeros(1, like[0]))
 
     @property
     def name(self) -> str:
@@ -225,10 +230,13 @@ class RoutedExperts:
         layout = self.site.layout
         group = layout.group("ep", PARAM)
         in_float32 = self._strategy.sums_copies_in_float32
-        broadcasts = can_broadcast(like[0].device)
+        hooks = self._options.hooks
+        codecs = Codecs(hooks.of_copies, hooks.of_copy_gradients)
+        # A reduction adds up where it likes, so that nothing can be encoded on the way.
+        broadcasts = can_broadcast(like[0].device) and codecs.gradients is None
         layer, cell, node_C = self.site.layer, layout.index("ep"), layout.node_C
         place = Place(layer, cell, node_C, group, in_float32, broadcasts)
-        self.copies = Copies(place, self.site.plan, like, (self.tasks, self.meter))
+        self.copies = Copies(place, self.site.plan, like, (self.tasks, self.meter), codecs)
 
     def take(self, plan: Plan, following: Plan | None = None) -> None:
         """Run by a new plan from now on. Call it between steps, on every rank.
@@ -241,6 +249,7 @@ class RoutedExperts:
         if self._strategy.roles is not None:
             _check_roles({}, self._strategy, self.site)
         _check_send_once({}, self._strategy, self.site)
+        _check_transforms({}, self._strategy, self.site, self._options.hooks)
         self._planned = self._started = None
         if self.copies is not None:
             self.copies.take(plan)
@@ -395,14 +404,39 @@ class RoutedExperts:
     def shown(
         self, run: Callable[..., tuple[Tensor, ...]], x_TD: Tensor, *given: Any
     ) -> tuple[Tensor, ...]:
-        """What ``run(x_TD, *given)`` makes of hidden states; hooks are told before and behind."""
+        """What ``run(x_TD, *given)`` makes of hidden states; hooks are told before and behind, and
+        change what they are between."""
         hooks = self._options.hooks
         if not hooks.observers:
-            return run(x_TD, *given)
+            return self._transformed(run, x_TD, *given)
         hooks.tell(Hook.BEFORE_MOE_START, self._moe, Batch(x_TD.detach()))
-        outputs = run(x_TD, *given)
+        outputs = self._transformed(run, x_TD, *given)
         hooks.tell(Hook.BEFORE_MOE_END, self._moe, Batch(outputs[0].detach()))
         return outputs
+
+    def _transformed(
+        self, run: Callable[..., tuple[Tensor, ...]], x_TD: Tensor, *given: Any
+    ) -> tuple[Tensor, ...]:
+        """The same, with transforms at the start and the end."""
+        at_start, at_end = self._options.hooks.at_start, self._options.hooks.at_end
+        if not at_start and not at_end:
+            return run(x_TD, *given)
+        inner = differentiably(at_start, x_TD) if at_start else x_TD
+        if self._gate is None and len(inner) != len(x_TD):
+            raise ValueError(
+                f"hooks: {', '.join(map(str, at_start))} make {len(inner)} tokens of "
+                f"{len(x_TD)}, but the model's own router has chosen experts for those before; let "
+                "them keep how many there are"
+            )
+        y_TD, *others = run(inner, *given)
+        y_TD = differentiably(at_end, y_TD) if at_end else y_TD
+        if y_TD.shape != x_TD.shape:
+            raise ValueError(
+                f"hooks: by {', '.join(map(str, (*at_start, *at_end)))} the layer's output is "
+                f"{tuple(y_TD.shape)} for an input of {tuple(x_TD.shape)}; the model wants them "
+                "alike: add what makes it so at before_moe_end"
+            )
+        return y_TD, *others
 
     @property
     def _moe(self) -> Moe:
@@ -496,6 +530,7 @@ class RoutedExperts:
         about = f"rematerialize {plan.rematerialize}, revise {plan.revise is not None}, "
         about += f"carried {plan.carried}, reductions {plan.reductions}, way {plan.way.value}, "
         about += f"sends once {plan.sends_once}, codecs {self._options.hooks.codecs}, "
+        about += f"transforms {self._options.hooks.transforms}, "
         about += f"copies summed in float32 {self._strategy.sums_copies_in_float32}"
         return "\n".join((*map(str, orders), *tables, plan.share.describe(), about))
 
@@ -557,6 +592,7 @@ class RoutedExperts:
 
     def _with_own(self, common: Mapping[Op, Stage]) -> dict[Op, Stage]:
         stages = {**common, **self._strategy.stages(self.site)}
+        stages |= transformed(stages, self._options.hooks.transforms)
         return {**stages, **watched(stages, self._options.hooks, self._moe)}
 
     def _order(self, group: dist.ProcessGroup | None) -> Order:
@@ -608,6 +644,14 @@ class RoutedExperts:
             COMBINE: combine(*_coded(back, there, of_combine)),
         }
 
+    def _cell_stages(self, cell: CellWire) -> dict[Op, Stage]:
+        """Within a cell: what is dispatched it gathers, what is combined it scatters."""
+        hooks = self._options.hooks
+        return {
+            CELL_GATHER: CellGather(*_coded(cell, cell, hooks.of_gather)),
+            CELL_SCATTER: CellScatter(*_coded(cell, cell, hooks.of_scatter)),
+        }
+
     def _common_stages(self, device: torch.device, lanes: Lanes) -> Mapping[Op, Stage]:
         """One stage for each op that strategies share."""
         plan, layout = self.site.plan, self.site.layout
@@ -626,7 +670,7 @@ class RoutedExperts:
             stages |= {ORDER: OrderOnce(present, straight), RESTORE: RestoreOnce()}
         if layout.grid.cell_size > 1:
             cell = CellWire(layout.group("esp", INTRA), wire.all_to_all)
-            stages |= {CELL_GATHER: CellGather(cell), CELL_SCATTER: CellScatter(cell)}
+            stages |= self._cell_stages(cell)
         if self.copies is not None:
             copies = self.copies
             stages[JOIN] = Join(copies)
@@ -738,6 +782,33 @@ def _check_send_once(own: Mapping[Op, Stage], strategy: Strategy, site: Site) ->
             )
 
 
+def _check_transforms(
+    own: Mapping[Op, Stage], strategy: Strategy, site: Site, hooks: Hooked
+) -> None:
+    """Raises ValueError where transforms cannot stand."""
+    if not hooks.transforms:
+        return
+    name, names = type(strategy).__qualname__, ", ".join(map(str, hooks.transforms))
+    if strategy.has_roles:
+        raise ValueError(
+            f"hooks: {names}: {name} gives the ranks roles, whose stripes have no place for "
+            "transforms; leave them out, or choose another strategy"
+        )
+    moving = ", ".join(sorted(op.name for op in own.keys() & _MOVES_ROWS))
+    if moving:
+        raise ValueError(
+            f"hooks: {names}: {name} has stages of its own for {moving}, which know no "
+            "transforms; leave these out, or those stages"
+        )
+    of_sums = ", ".join(map(str, hooks.of_computed))
+    if site.plan.sends_once and of_sums:
+        raise ValueError(
+            f"hooks: {of_sums}: {strategy.keys.sends_once} is true, so that rows are added up "
+            "before they come back, and these would change sums; leave it out, or transform rows "
+            "at before_dispatch and after_dispatch only"
+        )
+
+
 _OF_ROUTES = frozenset((ORDER, DISPATCH, COMBINE, RESTORE))
 
 
@@ -792,7 +863,10 @@ def _without_copies(name: str) -> str:
     )
 
 
-def _coded(wire: Wire, back: Wire, codec: Codec | None) -> tuple[Wire, Wire]:
+W = TypeVar("W", Wire, CellWire)
+
+
+def _coded(wire: W, back: W, codec: Codec | None) -> tuple[W, W]:
     """Of rows, and of their gradients."""
     if codec is None:
         return wire, back

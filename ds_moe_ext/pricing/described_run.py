@@ -18,6 +18,7 @@ from ds_moe_ext.cost.block_costs import BACKWARD
 from ds_moe_ext.cost.pipeline_lines import LayerRows, PipelineLines, Usage, described_lines
 from ds_moe_ext.cost.pipeline_lines import layer_costs as costs_of_layer
 from ds_moe_ext.cost.prices import Prices
+from ds_moe_ext.cost.row_bytes import RowBytes
 from ds_moe_ext.hardware import Hardware, Product
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.placement import Placement
@@ -47,6 +48,7 @@ class DescribedRun:
         grid: of the ranks of a stage.
         passes: as of ``Reached``.
         host: what issuing takes; see ``HostTimes``.
+        on_its_way: what a row weighs as it travels; None: what it does in memory.
         mixed: clusters that it was joined of, where their devices are unlike (``mixed_cluster``),
             reckoned with likewise: each computes experts at its own speed.
 
@@ -60,6 +62,7 @@ class DescribedRun:
     grid: Grid
     passes: int = 16
     host: HostTimes = HOST_TIMES
+    on_its_way: RowBytes | None = None
     mixed: tuple[Hardware, ...] = ()
 
     @property
@@ -174,6 +177,10 @@ class DescribedRun:
         return self.shape.width * self.training.element_bytes
 
     @property
+    def _travelling(self) -> RowBytes:
+        return self.on_its_way or RowBytes(self.row_bytes, self.row_bytes)
+
+    @property
     def expert_bytes(self) -> int:
         """Weights of one expert that one rank has."""
         whole = self.shape.expert_weights * self.training.element_bytes
@@ -192,7 +199,7 @@ class DescribedRun:
             layers=tuple(range(len(self.shape.moe_layers))),
             prices=Prices(
                 row_s=float(row_s_C.mean()),
-                row_bytes=self.row_bytes,
+                row_bytes=self._travelling.between,
                 copy_s=parts * self.expert_bytes / copy.bytes_per_s,
                 inter_bytes_per_s=inter.bytes_per_s,
                 intra_bytes_per_s=intra.bytes_per_s,
@@ -201,6 +208,7 @@ class DescribedRun:
             expert_bytes=self.expert_bytes,
             state_bytes=MASTER_AND_STATES * self.shape.expert_weights // grid.cell_size,
             copy_latency_s=copy.latency_s,
+            cell_row_bytes=self._travelling.within,
         )
 
     def _row_s_C(self, row_work: float) -> np.ndarray:
@@ -253,7 +261,12 @@ class DescribedRun:
             even = float(rows_CE.sum()) / grid.num_cells
             costs = costs_of_layer(
                 self.lines,
-                LayerRows(sent=even / grid.cell_size, gathered=even, row_bytes=self.row_bytes),
+                LayerRows(
+                    sent=even / grid.cell_size,
+                    gathered=even,
+                    row_bytes=self._travelling.between,
+                    cell_row_bytes=self._travelling.within,
+                ),
             )
             before = shape.layers_before(number)
             layers.append(

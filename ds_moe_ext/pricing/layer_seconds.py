@@ -210,7 +210,7 @@ def layer_seconds(
     sent_back = FORWARD + costs.backward_rounds - BACKWARD
     restore_s = float(flow.computed_C.mean()) / cell_size * costs.row_move_s
     restore = Timing(0.0, [restore_s] * len(place_K))
-    bytes_K = flow.computed_C[place_K] * pool.prices.row_bytes
+    bytes_K = flow.computed_C[place_K] * (pool.cell_row_bytes or pool.prices.row_bytes)
     gather, scatter = (
         Timing(line.alpha_s, (line.beta_s * bytes_K).tolist())
         for line in (costs.cell_gather, costs.cell_scatter)

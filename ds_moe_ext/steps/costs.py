@@ -28,6 +28,7 @@ from ds_moe_ext.measure.probe import (
     measure_pairs,
     spare_bytes,
 )
+from ds_moe_ext.moe.copies.layer_copies import Copies
 from ds_moe_ext.moe.copies.slab import Weights
 from ds_moe_ext.moe.dispatch import Wire
 from ds_moe_ext.moe.layer import RoutedExperts
@@ -457,9 +458,12 @@ class Costs:
 
     def _expert(self, pool: Pool) -> Weights:
         """Weights of any one expert."""
+        return self._copies_of(pool).like
+
+    def _copies_of(self, pool: Pool) -> Copies:
         copies = self.layers[pool.layers[0]].routed.copies
         assert copies is not None
-        return copies.like
+        return copies
 
     def _links(self, pool: Pool, rows: Sequence[Rows]) -> Links:
         grid = self._layout.grid
@@ -467,7 +471,8 @@ class Costs:
             return Links.of(self.hardware, grid)
         layer = pool.layers[0]
         num_rows = int(rows[layer].routed_CE.sum()) // max(len(rows[layer].passes), 1)
-        peer_bytes = num_rows * self.layers[layer].routed.row_bytes // (grid.size * grid.num_cells)
+        row_bytes = self.layers[layer].routed.row_bytes.between
+        peer_bytes = int(num_rows * row_bytes) // (grid.size * grid.num_cells)
         return Links.measured(self._layout, self._expert(pool), peer_bytes)
 
     def _row_s_C(self, pool: Pool, seen_RL: Sequence[Sequence[Seen]]) -> tuple[float, ...]:
@@ -495,7 +500,7 @@ class Costs:
         expert = self._expert(pool)
         expert_bytes = bytes_of(expert)
         seen = sum((sums[layer] for layer in pool.layers), Seen())
-        row_bytes = self.layers[pool.layers[0]].routed.row_bytes
+        row_bytes, cell_row_bytes = self.layers[pool.layers[0]].routed.row_bytes
         num_ranks = self._layout.grid.world_size
         received_bytes = TRIPS * row_bytes * seen.most_received / num_ranks  # all know all rows
         waited_s = sum(exchanged_s[layer] for layer in pool.layers)
@@ -505,7 +510,7 @@ class Costs:
             prices=Prices(
                 row_s=seen.expert_s / max(seen.rows, 1),
                 row_bytes=row_bytes,
-                copy_s=expert_bytes / links.copy.bytes_per_s,
+                copy_s=self._copies_of(pool).copy_bytes / links.copy.bytes_per_s,
                 inter_bytes_per_s=links.inter.bytes_per_s,
                 intra_bytes_per_s=links.intra.bytes_per_s,
                 cards=links.cards,
@@ -514,6 +519,7 @@ class Costs:
             # Optimizers step narrow weights in 32 bits.
             state_bytes=KEPT * sum(w.numel() * max(w.element_size(), 4) for w in expert),
             copy_latency_s=links.copy.latency_s,
+            cell_row_bytes=cell_row_bytes,
             row_bytes_per_s=received_bytes / waited_s if waited_s else 0.0,
             links=links.prices,
         )

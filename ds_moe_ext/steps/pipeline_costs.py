@@ -194,7 +194,8 @@ class Pipelines:
         return LayerRows(
             sent=routed / grid.size / self.micro_batches,
             gathered=routed / grid.num_cells / self.micro_batches,
-            row_bytes=routed_experts.row_bytes,
+            row_bytes=routed_experts.row_bytes.between,
+            cell_row_bytes=routed_experts.row_bytes.within,
         )
 
     def _held(self, pool: Pool) -> AttachedLayer:

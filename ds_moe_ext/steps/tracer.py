@@ -128,12 +128,12 @@ class Tracer:
             own = [each for each in ordered if each.task.layer == routed.site.layer]
             if len(own) != len(seen.passes):  # some were routed again, or by somebody else
                 continue
-            row_bytes = routed.row_width * routed.row_dtype.itemsize
+            row_bytes = routed.row_bytes.between
             for each, one in zip(own, seen.passes):
                 at_s = self._later_s + each.seconds_from(origin)[1]
                 self._counts += self._numbers(at_s, one, row_bytes)
 
-    def _numbers(self, at_s: float, one: Pass, row_bytes: int) -> Iterator[Count]:
+    def _numbers(self, at_s: float, one: Pass, row_bytes: float) -> Iterator[Count]:
         rank, cell, share = self._layout.rank, self._layout.index("ep"), one.destination.share
         between_CC = share.of_rows(one.rows_CE).rows_between(one.rows_CE[:, None])[0]
         computed, stayed = int(between_CC[:, cell].sum()), int(between_CC[cell, cell])
@@ -143,7 +143,7 @@ class Tracer:
             "arrived": computed - stayed,
         }
         yield Count("rows", rank, at_s, rows)
-        travelled = {name: rows[name] * row_bytes for name in ("sent", "arrived")}
+        travelled = {name: int(rows[name] * row_bytes) for name in ("sent", "arrived")}
         yield Count("bytes", rank, at_s, travelled)
 
     def _write(self, found: Sequence[tuple[tuple[int, str], list[Box], list[Count]]]) -> None:

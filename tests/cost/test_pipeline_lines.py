@@ -86,7 +86,9 @@ def test_a_chunk_costs_what_its_units_cost(
         return line.alpha_s + line.beta_s * units / degree
 
     gathered = cell_size * sent
-    costs = layer_costs(ours, LayerRows(sent=sent, gathered=gathered, row_bytes=row_bytes))
+    costs = layer_costs(
+        ours, LayerRows(sent=sent, gathered=gathered, row_bytes=row_bytes, cell_row_bytes=row_bytes)
+    )
     _, *found_s = (float(each) for each in costs.cut(np.array(degree)))
     expert_s = seconds(ours.expert, gathered)
     rows_s = [
@@ -116,7 +118,9 @@ def test_golden_layer_of_testbed_a() -> None:
     ours = described_lines(hardware, usage(6, 8, number_type="fp32", element_bytes=4))
     row_multiply_adds = 2 * 1600 * 6400 / 8
     fitted = Line(alpha_s=0.70623e-3, beta_s=7.6571e-14 * row_multiply_adds)
-    rows = LayerRows(sent=2.4 * 4096 / 8, gathered=2.4 * 4096, row_bytes=4 * 1600)
+    rows = LayerRows(
+        sent=2.4 * 4096 / 8, gathered=2.4 * 4096, row_bytes=4 * 1600, cell_row_bytes=4 * 1600
+    )
     forward = layer_costs(replace(ours, expert=fitted), rows)
     whole = forward.cut(np.array([1]))
     found_ms = [1e3 * float(seconds[0]) for seconds in whole[1:]]

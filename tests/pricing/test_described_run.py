@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ds_moe_ext.cost.row_bytes import RowBytes
 from ds_moe_ext.hardware import Device, Flops, Hardware, Link, Product, Products
 from ds_moe_ext.layout import Grid
+from ds_moe_ext.placement import Placement
 from ds_moe_ext.pricing.described_run import DescribedRun
 from ds_moe_ext.pricing.memory import RUNTIME, MemoryUse
 from ds_moe_ext.pricing.mixed_cluster import joined
 from ds_moe_ext.pricing.reached import Reached
 from ds_moe_ext.pricing.training_shape import Training
+from ds_moe_ext.strategies.prophet import ProProphet
 from tests.pricing.models import cluster, tiny
 
 # Of a layer: attention 4 x 4 x 4, router 4 x 4, norms 2 x 4; of an expert 3 x 4 x 8.
@@ -49,6 +52,28 @@ def test_rows() -> None:
     split = run_on(Grid(4, 2, 2), recomputes=True).pool.prices
     assert split.row_s == pytest.approx(4 * EXPERT / 2 / 1000)
     assert split.intra_bytes_per_s == 2 * 500
+
+
+def test_rows_that_travel_lighter_need_fewer_copies() -> None:
+    """Prophet copies experts where rows are dear to send, and not where they weigh a quarter."""
+    rows_CE = np.array([[12, 3, 3, 3], [240, 9, 12, 18], [6, 15, 6, 27], [9, 240, 27, 3]])
+    home, num_copies = Placement.block(4, 4), []
+    for on_its_way in (None, RowBytes(between=8 / 4, within=8.0)):
+        run = replace(run_on(Grid(4, 4), cluster(1e5)), on_its_way=on_its_way)
+        job = run.job([home, home], run.memory(0))
+        (plan, *_) = ProProphet().plan(replace(job, rows=(rows_CE, rows_CE), free_bytes=2**20))
+        num_copies.append(int((plan.target.holds_EC & ~home.holds_EC).sum()))
+    assert num_copies == [6, 0]
+
+
+def test_rows_within_a_cell_have_a_weight_of_their_own() -> None:
+    plain = run_on(Grid(4, 2, 2))
+    coded = replace(plain, on_its_way=RowBytes(between=4.0, within=8.0))
+    rows = [np.full((2, 4), 30)] * 2
+    (was, *_), (now, *_) = (run.pipelines(rows).layers for run in (plain, coded))
+    assert now.costs.all_to_all != was.costs.all_to_all
+    assert now.costs.all_gather == was.costs.all_gather
+    assert coded.pool.cell_row_bytes == plain.pool.cell_row_bytes == 8.0
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,19 @@ def test_a_job_is_priced_and_written(
     assert page.count('class="stacked"') == 3
 
 
+def test_rows_are_priced_as_they_travel(priced: Callable[..., str], files: Path) -> None:
+    """As int8: 36 bytes for the 64 of a row of 32 in bfloat16."""
+    exposed_s = []
+    for name, hooks in (("plain", []), ("coded", ["int8"])):
+        document = {**JOB, "ds_moe_ext": {**README, "hooks": hooks}}
+        (files / f"{name}.json").write_text(json.dumps(document))
+        priced(f"{name}.json", *ASKED, "--strategies", "ep", "--json", f"{name}_out.json")
+        ways = json.loads((files / f"{name}_out.json").read_text())["ways"]
+        (base,) = (each for each in ways if each["is_base"])
+        exposed_s.append(base["exposed_s"])
+    assert 0.5 < exposed_s[1] / exposed_s[0] < 0.8
+
+
 @pytest.mark.parametrize(
     ("stage", "device", "share"),
     [(1, "none", 0.0), (1, "cpu", 1.0), (3, "cpu", 0.25)],  # a ratio is of stage 3 alone

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ds_moe_ext.commands.price.ways import BASE
+from ds_moe_ext.cost.row_bytes import RowBytes
 from ds_moe_ext.hardware import Hardware
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.loads.loads import Loads
@@ -33,6 +34,7 @@ class Case:
         shape: of the model.
         training: how it is trained.
         reached: of datasheets.
+        on_its_way: what a row weighs as it travels; None: what it does in memory.
 
     Raises:
         ValueError: pipeline stages on unlike clusters.
@@ -42,6 +44,7 @@ class Case:
     shape: ModelShape
     training: Training
     reached: Reached = field(default_factory=Reached)
+    on_its_way: RowBytes | None = None
 
     def __post_init__(self) -> None:
         if self.training.parallel.pipeline > 1 and len(self._device_names) > 1:
@@ -88,6 +91,7 @@ class Case:
             training=self.training,
             grid=grid,
             passes=self.reached.passes,
+            on_its_way=self.on_its_way,
             mixed=self._mixed,
         )
 

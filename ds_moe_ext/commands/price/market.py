@@ -15,6 +15,7 @@ from ds_moe_ext.commands.price.files import write_json, write_trace
 from ds_moe_ext.commands.price.inputs import read_clusters, read_job, read_model, training_of
 from ds_moe_ext.commands.price.market_page import write_page
 from ds_moe_ext.commands.price.pays import told_of_scans
+from ds_moe_ext.commands.price.row_hooks import described_row_bytes
 from ds_moe_ext.commands.price.table import print_market
 from ds_moe_ext.commands.price.ways import EVERY, SEVERAL, Chosen, chosen_strategies, ways_of
 from ds_moe_ext.files.console import wide_console
@@ -39,7 +40,9 @@ def price(given: argparse.Namespace) -> int:
         "recomputes": given.recomputes,
     }
     num_ranks = sum(each.num_ranks for each in clusters)
-    case = Case(tuple(clusters), shape, training_of(asked, shape, num_ranks, sizes))
+    training = training_of(asked, shape, num_ranks, sizes)
+    on_its_way = described_row_bytes(asked.document, shape.width, training)
+    case = Case(tuple(clusters), shape, training, on_its_way=on_its_way)
     chosen = chosen_strategies(asked.document, given.strategies)
     to = wide_console()
     market = priced_market(case, given.loads, chosen, every_grid=given.grids == EVERY, to=to)

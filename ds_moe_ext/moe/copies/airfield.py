@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.comm import Traffic, max_in_place
+from ds_moe_ext.moe.copies.packing import AS_THEY_ARE, Codecs, copy_bytes
 from ds_moe_ext.moe.copies.slab import Weights
 from ds_moe_ext.moe.copies.trips import Place, Trips
 from ds_moe_ext.moe.observation import TasksSeen, tell
@@ -36,6 +37,7 @@ class Airfield:
         plan: the present plan.
         like: weights of any one expert, for their shapes, type and device.
         observers: told when copies and gradients travelled.
+        codecs: what copies travel as.
 
     Attributes:
         is_last_pass: whether the pass that runs is the last before the optimizer's step; gradients
@@ -46,11 +48,19 @@ class Airfield:
     """
 
     def __init__(
-        self, place: Place, plan: Plan, like: Weights, observers: tuple[TasksSeen, ...] = ()
+        self,
+        place: Place,
+        plan: Plan,
+        like: Weights,
+        observers: tuple[TasksSeen, ...] = (),
+        codecs: Codecs = AS_THEY_ARE,
     ) -> None:
+        self.codecs = codecs
         # By elements, since not all ranks know the type yet; see ``learn_types``. Whole where sums
-        # are in float32: along a chain each rank adds two numbers and rounds, whatever the type.
-        expert_bytes = 0 if place.in_float32 else BYTES * sum(weight.numel() for weight in like)
+        # are in float32 or encoded: along a chain each rank adds two numbers and rounds, whatever
+        # the type, and a codec wants rows.
+        is_whole = place.in_float32 or codecs.gradients is not None
+        expert_bytes = 0 if is_whole else BYTES * sum(weight.numel() for weight in like)
         self.place = replace(place, cargo=replace(place.cargo, expert_bytes=expert_bytes))
         self.like, self._observers = like, observers
         self._knows_types = False
@@ -95,6 +105,11 @@ class Airfield:
                 w.new_empty((), dtype=dtype).expand(w.shape).requires_grad_(w.requires_grad)
                 for w, dtype in zip(like, dtypes)
             )
+
+    @property
+    def copy_bytes(self) -> float:
+        """Of one expert on its way, the mean of there and, as gradients, back."""
+        return copy_bytes(self.like, self.codecs)
 
     @property
     def lanes(self) -> Lanes:

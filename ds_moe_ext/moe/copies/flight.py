@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ds_moe_ext.comm import add_each, sparse_all_gather, sparse_reduce_scatter
+from ds_moe_ext.comm import add_each, sparse_reduce_scatter
 from ds_moe_ext.moe.copies.airfield import Airfield
+from ds_moe_ext.moe.copies.packing import gathered, packing_of
 from ds_moe_ext.moe.copies.slab import Slab, Weights, whole
 from ds_moe_ext.moe.copies.trips import Piece
 from ds_moe_ext.placement import Placement
@@ -185,7 +186,8 @@ class Flight:
             start = copies.began()
             copies.lanes.keep(slab.tensors)
             with torch.no_grad():
-                copies.traffic += sparse_all_gather(part, chunks, buffers, copies.place.group)
+                group, codec = copies.place.group, copies.codecs.weights
+                copies.traffic += gathered(part, chunks, buffers, group, codec)
             copies.saw(GATHER, start, piece=number)
 
         slab.gathers.append(copies.submit(work))
@@ -205,7 +207,11 @@ class Flight:
             copies.lanes.keep(tuple(grads.values()))
             with torch.no_grad():
                 arrived = sparse_reduce_scatter(
-                    part, {**self._own, **grads}, place.group, in_float32=place.in_float32
+                    part,
+                    {**self._own, **grads},
+                    place.group,
+                    in_float32=place.in_float32,
+                    packing=packing_of(copies.codecs),
                 )
             copies.traffic += arrived.traffic
             self._arrived.update(arrived.grads)

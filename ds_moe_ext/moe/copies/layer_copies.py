@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ds_moe_ext.moe.copies.airfield import Airfield
 from ds_moe_ext.moe.copies.flight import Flight
+from ds_moe_ext.moe.copies.packing import AS_THEY_ARE, Codecs
 from ds_moe_ext.moe.copies.slab import Slab, Weights, by_slot
 from ds_moe_ext.moe.copies.trips import Piece, Place, Trips
 from ds_moe_ext.moe.observation import TasksSeen
@@ -31,9 +32,14 @@ class Copies(Airfield):
     """
 
     def __init__(
-        self, place: Place, plan: Plan, like: Weights, observers: tuple[TasksSeen, ...] = ()
+        self,
+        place: Place,
+        plan: Plan,
+        like: Weights,
+        observers: tuple[TasksSeen, ...] = (),
+        codecs: Codecs = AS_THEY_ARE,
     ) -> None:
-        super().__init__(place, plan, like, observers)
+        super().__init__(place, plan, like, observers, codecs)
         self.before: Copies | None = None
         self.after: Copies | None = None
         self.coming: Flight | None = None

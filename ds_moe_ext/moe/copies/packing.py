@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of experts that travel encoded: packed at home, handed on so, unpacked on arrival.
+
+Shape letters: N rows of a weight, D numbers of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_moe_ext.comm import Traffic, sparse_all_gather
+from ds_moe_ext.moe.codecs import Codec
+from ds_moe_ext.moe.copies.slab import Weights
+from ds_moe_ext.transfer import Part
+
+
+def gathered(
+    part: Part,
+    chunks: Mapping[int, Sequence[Tensor]],
+    buffers: Mapping[int, Sequence[Tensor]],
+    group: dist.ProcessGroup,
+    codec: Codec | None,
+) -> Traffic:
+    """As ``sparse_all_gather``, through a codec: buffers have what it makes of the holders' bits.
+
+    The home computes with its own weights as they are, and its copies with decoded ones.
+    """
+    if codec is None or not part.rounds:
+        return sparse_all_gather(part, chunks, buffers, group)
+    rooms = {expert: packed(buffers[expert], codec) for expert in part.received}  # for their shapes
+    own = {expert: packed(chunks[expert], codec) for expert in part.sent if expert not in rooms}
+    traffic = sparse_all_gather(part, own, rooms, group)
+    for expert, room in rooms.items():
+        for arrived, buffer in zip(room, buffers[expert]):
+            decoded_ND = codec.decode(arrived, _rows(buffer))
+            buffer.detach().copy_(decoded_ND.view(buffer.shape))
+    return traffic
+
+
+def packed(weights: Sequence[Tensor], codec: Codec) -> Weights:
+    """What the weights of an expert travel as: row by row of each, a vector as one row."""
+    return tuple(codec.encode(_rows(weight)).contiguous() for weight in weights)
+
+
+def _rows(weight: Tensor) -> Tensor:
+    """``[N, D]``."""
+    weight = weight.detach()
+    return weight[None] if weight.dim() == 1 else weight.flatten(0, -2)
+
+
+class Codecs(NamedTuple):
+    """What copies travel as.
+
+    Attributes:
+        weights: to their cells; None: as they are.
+        gradients: home; likewise.
+    """
+
+    weights: Codec | None = None
+    gradients: Codec | None = None
+
+
+AS_THEY_ARE = Codecs()
+
+
+@dataclass(frozen=True)
+class GradientPacking:
+    """Sums of gradients by a codec."""
+
+    codec: Codec
+
+    def pack(self, tensors: Sequence[Tensor]) -> Weights:
+        return tuple(self.codec.encode_grad(_rows(each)).contiguous() for each in tensors)
+
+    def unpack(self, arrived: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        for each, room in zip(arrived, into):
+            room.copy_(self.codec.decode_grad(each, _rows(room)).view(room.shape))
+
+
+def packing_of(codecs: Codecs) -> GradientPacking | None:
+    """Of gradients on their way home."""
+    return None if codecs.gradients is None else GradientPacking(codecs.gradients)
+
+
+def copy_bytes(like: Weights, codecs: Codecs) -> float:
+    """Bytes of one expert on its way: the mean of its weights' and their gradients'."""
+    zeros = [weight.detach().new_zeros(weight.shape) for weight in like]
+    packing = packing_of(codecs)
+    there = zeros if codecs.weights is None else packed(zeros, codecs.weights)
+    back = zeros if packing is None else packing.pack(zeros)
+    return (sum(each.nbytes for each in there) + sum(each.nbytes for each in back)) / 2
