@@ -157,7 +157,7 @@ def _toy(job: Job) -> nn.Module:
 
 
 _MODELS: dict[str, Callable[[Job], nn.Module]] = {
-    **dict.fromkeys(families.NAMES, _of_family),
+    **dict.fromkeys((*families.NAMES, *families.OTHERS), _of_family),
     "mixtral": _mixtral,
     "gpt_moe": _gpt_moe,
 }

@@ -104,15 +104,16 @@ def parts_of_run(run: Run) -> Parts:
 
 
 def parts_of_stacks(model: nn.Module, found: Iterable[Found]) -> Parts:
-    """The experts of a stock model, each weight of which has all of them as first dim."""
-    return {
-        model.get_submodule(layer.name).get_parameter(weight): [
-            ExpertPart(f"{layer.name}.{weight}.{expert}", expert)
-            for expert in range(layer.num_experts)
-        ]
-        for layer in found
-        for weight, *_ in layer.expert
-    }
+    """The experts of a stock model."""
+    parts: dict[nn.Parameter, list[ExpertPart]] = {}
+    for layer in found:
+        module = model.get_submodule(layer.name)
+        for (weight, *_), stored in zip(layer.expert, layer.stored, strict=True):
+            for expert in range(layer.num_experts):
+                place = stored.place(module, expert)
+                part = ExpertPart(f"{layer.name}.{weight}.{expert}", place)
+                parts.setdefault(stored.of(module, expert), []).append(part)
+    return parts
 
 
 class Recording:
