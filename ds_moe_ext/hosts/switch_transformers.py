@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Switch Transformers' experts: a module each, and one choice a token, which may be dropped.
 
-The block tells a token's expert by a row of zeros and a one; of zeros alone where the expert is over
-its capacity.
+The block tells a token's expert by a row of zeros and a one; of zeros alone where the expert is
+over its capacity.
 
 Shape letters: T tokens, K choices of a token (one), E experts, D width.
 """
@@ -47,8 +47,7 @@ def found(model: nn.Module, name: str, module: nn.Module) -> Found:
         weight_names=NAMES,
         function=FeedForwardExperts(_Between(first.act, first.dropout)),
         kept_as=tuple(
-            OneEach(tuple(f"expert_{number}.{each}.weight" for number in numbers))
-            for each in NAMES
+            OneEach(tuple(f"expert_{number}.{each}.weight" for number in numbers)) for each in NAMES
         ),
         within=(first.dropout,),
     )
@@ -90,8 +89,12 @@ class _Between:
         return made
 
 
-def _as_ids(experts: nn.Module, given: tuple[Tensor, ...]) -> Any:
-    """Expert ids ``[T, K]`` in place of ``[T, K, E]``, -1 where a token is dropped."""
-    hidden_TD, chosen_TKE, score_TK = given
+def ids_of(chosen_TKE: Tensor) -> Tensor:
+    """Expert ids ``[T, K]``, -1 where a token is dropped."""
     best_TK, ids_TK = chosen_TKE.max(dim=-1)
-    return hidden_TD, torch.where(best_TK > 0, ids_TK, -1), score_TK
+    return torch.where(best_TK > 0, ids_TK, -1)
+
+
+def _as_ids(experts: nn.Module, given: tuple[Tensor, ...]) -> Any:
+    hidden_TD, chosen_TKE, score_TK = given
+    return hidden_TD, ids_of(chosen_TKE), score_TK

@@ -282,7 +282,15 @@ def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             nn.init.normal_(parameter, std=0.1)
-        elif name.endswith((".gate.weight", ".router.weight", ".router.bias", "classifier.weight", "router.layer.weight")):
+        elif name.endswith(
+            (
+                ".gate.weight",
+                ".router.weight",
+                ".router.bias",
+                "classifier.weight",
+                "router.layer.weight",
+            )
+        ):
             nn.init.normal_(parameter, std=0.5)
     return model.to(dtype)
 

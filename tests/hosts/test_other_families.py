@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from ds_moe_ext.attachment.host_layer import any_name
+from ds_moe_ext.hosts import huggingface
 from ds_moe_ext.testing import relative_error
 from tests.hosts import families
 from tests.hosts.families import tokens_of
@@ -68,6 +71,34 @@ def test_first_gradients_equal_stock(family: str) -> None:
     for errors in pool_of(2).run(first_gradients, family):
         worst = max(errors, key=lambda name: errors[name])
         assert errors[worst] <= 1e-12, (worst, errors[worst])
+
+
+@pytest.mark.parametrize("family", families.OTHERS)
+def test_experts_can_be_split(family: str) -> None:
+    found = next(iter(huggingface.find(families.build(family), any_name)))
+    up, *_, down = found.split(2)
+    assert up.dim == 0
+    assert down.dim == (0 if family == "dbrx" else 1)
+
+
+def test_dropout_within_experts_follows_their_mode() -> None:
+    """Switch Transformers' have it between their two matrices."""
+    model = families.build("switch_transformers")
+    experts = next(m for n, m in model.named_modules() if n.endswith(".experts"))
+    for each in experts.children():
+        each.dropout.p = 0.5
+    assert all(pool_of(1).run(drops_in_training_only, model))
+
+
+def drops_in_training_only(rank: int, world_size: int, model: nn.Module) -> bool:
+    layer, *_ = replace_experts(model)
+    experts = layer.hosted
+    one_hot = torch.nn.functional.one_hot(torch.arange(8), num_classes=8)[:, None]
+    given = torch.randn(8, 32), one_hot, torch.ones(8, 1)
+    trained = [experts(*given) for _ in range(2)]
+    model.eval()
+    evaluated = [experts(*given) for _ in range(2)]
+    return torch.equal(*evaluated) and not torch.equal(*trained)
 
 
 def run(world_size: int, **keys: Any) -> Result:
