@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face transformers, version 5: the experts modules of its MoE blocks.
 
-Nearly all families keep ``gate_up_proj`` and ``down_proj`` (or ``up_proj``) with the experts as first
-dim, and say by attributes how they are stored: these are found by that, whatever they are called.
+Nearly all families keep ``gate_up_proj`` and ``down_proj`` (or ``up_proj``) with the experts as
+first dim, and say by attributes how they are stored: these are found by that, whatever their names.
 Four are known by name, for they call or keep experts otherwise.
 """
 
