@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.hosts import families
 from tests.hosts.families import tokens_of
 from tests.hosts.jobs import Job, Result, float64_everywhere, train
 from tests.hosts.replaced import replace_experts
+from tests.hosts.zebra_runs import zebra
 from tests.marks import slow
 from tests.ranks import pool_of
 
@@ -129,6 +131,23 @@ def test_curve_equals_stock(family: str, strategy: str) -> None:
     keys: dict[str, Any] = {"family": family, "dtype": "float64", "stage": 0, "steps": 4}
     stock = run(1, block=False, **keys)
     equal(run(2, strategy=strategy, **keys), stock, 1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", families.OTHERS)
+@pytest.mark.parametrize("keys", [{"strategy": "prophet"}, {"strategy": "esp", "cell_size": 2}])
+def test_curve_of_other_strategies_equals_stock(family: str, keys: dict[str, Any]) -> None:
+    both: dict[str, Any] = {"family": family, "dtype": "float64", "stage": 0, "steps": 3}
+    equal(run(2, **keys, **both), run(1, block=False, **both), 1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", families.OTHERS)
+def test_curve_of_roles_equals_stock(family: str) -> None:
+    job = Job(family=family, stage=1, steps=3)
+    stock: Result = pool_of(1).run(train, replace(job, block=False))[0]
+    ours: Result = pool_of(2).run(train, zebra(job))[0]
+    equal(ours, stock, 1e-4)
 
 
 @pytest.mark.slow
