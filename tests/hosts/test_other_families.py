@@ -118,11 +118,11 @@ def equal(got: Result, expected: Result, tolerance: float) -> None:
 @pytest.mark.parametrize(
     ("family", "strategy"),
     [
-        ("dbrx", "ep"),
+        slow("dbrx", "ep"),
         slow("dbrx", "fssdp"),
         ("switch_transformers", "fssdp"),
         slow("switch_transformers", "ep"),
-        ("longcat_flash", "ep"),
+        slow("longcat_flash", "ep"),
         slow("longcat_flash", "fssdp"),
     ],
 )
