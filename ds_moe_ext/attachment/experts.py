@@ -31,6 +31,7 @@ from ds_moe_ext.attachment.host_layer import (
     set_module,
     shape_of,
 )
+from ds_moe_ext.attachment.stored_weights import InOne, Stored
 from ds_moe_ext.moe.expert import ExpertFunction, on_shard
 from ds_moe_ext.moe.gate import RunRows
 from ds_moe_ext.moe.layer import RoutedExperts
@@ -47,11 +48,22 @@ class ExpertsDescription:
         weight_names: its parameters, each with the experts as first dim, in the order that
             ``function`` takes those of one expert.
         function: ``(rows by slot, rows of each slot, weights) -> rows``.
+        kept_as: how the module keeps each of these weights, where that is not as one parameter of
+            the name with the experts as first dim; names are then ours.
+        within: modules without weights that ``function`` calls, as dropout: they train and evaluate
+            with the layer.
     """
 
     num_experts: int
     weight_names: tuple[str, ...]
     function: ExpertFunction
+    kept_as: tuple[Stored, ...] = ()
+    within: tuple[nn.Module, ...] = ()
+
+    @property
+    def stored(self) -> tuple[Stored, ...]:
+        """How the module keeps each weight."""
+        return self.kept_as or tuple(InOne(name) for name in self.weight_names)
 
 
 Describe = Callable[[Any], ExpertsDescription]
@@ -137,30 +149,29 @@ def found_experts(
         routed = routed_of(on_shard(description.function, shard))
         hosted = HostedExperts(module, description, held, shard, routed)
         set_module(model, name, hosted)
-        whole = tuple(module.get_parameter(weight) for weight in description.weight_names)
         sources = {
-            parameter: (source,)
-            for slot in hosted.slots()
-            for parameter, source in zip(slot.parameters, whole)
+            parameter: (stored.of(module, expert),)
+            for expert, slot in zip(held.tolist(), hosted.slots())
+            for parameter, stored in zip(slot.parameters, description.stored)
         }
         return Adopted(hosted, sources, tuple(module.parameters()))
 
     if not description.num_experts:
         raise ValueError(f"{name} has no experts; give its model one at least, or leave it out")
-    whole = [(each, module.get_parameter(each)) for each in description.weight_names]
+    first = [stored.first(module) for stored in description.stored]
+    trained = [stored.of(module, 0).requires_grad for stored in description.stored]
     return Found(
         name=name,
         kind=type(module).__name__,
         num_experts=description.num_experts,
-        expert=shape_of((each, weight[0], weight.requires_grad) for each, weight in whole),
+        expert=shape_of(zip(description.weight_names, first, trained)),
         num_cells=1,
         may_drop=False,
         split=cache(
-            lambda num_shards: ways_to_split(
-                name, description.function, [weight[0] for _, weight in whole], num_shards
-            )
+            lambda num_shards: ways_to_split(name, description.function, first, num_shards)
         ),
         adopt=adopt,
+        stored=description.stored,
     )
 
 
@@ -190,13 +201,15 @@ class HostedExperts(nn.Module):
         super().__init__()
         self.num_experts = description.num_experts
         self.weight_names = description.weight_names
+        self.stored = description.stored
+        self.within = nn.ModuleList(description.within)
         self.routed = routed
         self.run: RunRows = routed
         self.shard = shard
         self._views: dict[str, list[nn.Parameter]] = {}  # of each stack, by its name
         columns = [
-            _own_slots(source.get_parameter(name), held, shard, number)
-            for number, name in enumerate(self.weight_names)
+            _own_slots(source, stored, held, shard, number)
+            for number, stored in enumerate(self.stored)
         ]
         self.hold([Slot(tuple(parameters)) for parameters in zip(*columns)])
         self.train(source.training)
@@ -292,16 +305,17 @@ class HostedExperts(nn.Module):
 
 
 def _own_slots(
-    weight_E: nn.Parameter, held: Tensor, shard: Shard, number: int
+    source: nn.Module, stored: Stored, held: Tensor, shard: Shard, number: int
 ) -> list[nn.Parameter]:
     """A parameter for each held expert, or this rank's part of it; they are views of one piece of
     memory."""
-    own_S = weight_E.detach().index_select(0, held.to(weight_E.device))
-    own_S = shard.of(number, own_S, first_dim=1)
+    whole = stored.whole(source)
+    own_S = shard.of(number, whole.index_select(0, held.to(whole.device)), first_dim=1)
     parameters = []
-    for own in own_S:
-        parameter = nn.Parameter(own, requires_grad=weight_E.requires_grad)
-        keep_marks(parameter, weight_E)
+    for expert, own in zip(held.tolist(), own_S):
+        old = stored.of(source, expert)
+        parameter = nn.Parameter(own, requires_grad=old.requires_grad)
+        keep_marks(parameter, old)
         parameters.append(parameter)
     return parameters
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from ds_moe_ext.attachment.stored_weights import Stored
 from ds_moe_ext.moe.expert import ExpertFunction
 from ds_moe_ext.moe.gate import RunRows
 from ds_moe_ext.moe.layer import RoutedExperts
@@ -114,6 +115,7 @@ class Found:
             function.
         stack: layers of one number run one after the other in a pass, those of two at different
             times.
+        stored: how the host keeps each weight of all experts, where these are one module of its.
     """
 
     name: str
@@ -125,6 +127,7 @@ class Found:
     split: Callable[[int], tuple[Along, ...]]
     adopt: Callable[[Tensor, Shard, RoutedOf], Adopted]
     stack: int = 0
+    stored: tuple[Stored, ...] = ()
 
 
 def shape_of(weights: Iterable[tuple[str, Tensor, bool]]) -> ExpertShape:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face transformers, version 5: the experts modules of its MoE blocks.
 
-All families keep ``gate_up_proj`` and ``down_proj`` (or ``up_proj``) with the experts as first dim,
-and say by attributes how they are stored.
+Nearly all families keep ``gate_up_proj`` and ``down_proj`` (or ``up_proj``) with the experts as
+first dim, and say by attributes how they are stored: these are found by that, whatever their names.
+Four are known by name, for they call or keep experts otherwise.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ds_moe_ext.attachment.experts import (
     shell,
 )
 from ds_moe_ext.attachment.host_layer import Found, Wanted
-from ds_moe_ext.hosts import llama4
+from ds_moe_ext.hosts import dbrx, llama4, longcat_flash, switch_transformers
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.swiglu import silu_gated
 
@@ -36,11 +37,20 @@ def find(model: nn.Module, wanted: Wanted) -> Iterator[Found]:
     for name, module in named_modules(model):
         if _is_experts(module) and wanted(name):
             check_own_weights(model, name)
-            block = model.get_submodule(name.rpartition(".")[0])
-            if llama4.is_block(block):
-                yield llama4.found(model, block, name, _describe_llama4(module))
-            else:
-                yield found_experts(model, name, module, _describe(name, module))
+            yield _found(model, name, module)
+
+
+def _found(model: nn.Module, name: str, module: nn.Module) -> Found:
+    if dbrx.is_experts(module):
+        return dbrx.found(model, name, module)
+    if longcat_flash.is_experts(module):
+        return longcat_flash.found(model, name, module, _activation(module, is_gated=True))
+    if switch_transformers.is_experts(module):
+        return switch_transformers.found(model, name, module)
+    block = model.get_submodule(name.rpartition(".")[0])
+    if llama4.is_block(block):
+        return llama4.found(model, block, name, _describe_llama4(module))
+    return found_experts(model, name, module, _describe(name, module))
 
 
 def _is_experts(module: nn.Module) -> bool:
@@ -48,6 +58,8 @@ def _is_experts(module: nn.Module) -> bool:
         return False
     if is_registered(module):  # who did so knows better
         return False
+    if any(family.is_experts(module) for family in (dbrx, longcat_flash, switch_transformers)):
+        return True
     computed = is_parametrized(module, "down_proj")
     down: Any = module.down_proj if computed else module._parameters.get("down_proj")
     return down is not None and down.dim() == 3 and hasattr(module, "num_experts")

@@ -168,6 +168,88 @@ def _llama4() -> nn.Module:
     )
 
 
+def _dbrx() -> nn.Module:
+    from transformers import DbrxConfig, DbrxForCausalLM
+
+    return DbrxForCausalLM(
+        DbrxConfig(
+            d_model=32,
+            n_heads=4,
+            n_layers=2,
+            max_seq_len=64,
+            vocab_size=VOCABULARY,
+            attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+            ffn_config={
+                "ffn_hidden_size": 24,
+                "hidden_size": 32,
+                "moe_num_experts": 8,
+                "moe_top_k": 2,
+                "moe_jitter_eps": None,
+                "moe_loss_weight": 0.05,
+            },
+            output_router_logits=True,
+            use_cache=False,
+            attn_implementation="eager",
+        )
+    )
+
+
+def _longcat_flash() -> nn.Module:
+    from transformers import LongcatFlashConfig, LongcatFlashForCausalLM
+
+    return LongcatFlashForCausalLM(
+        LongcatFlashConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            num_layers=2,
+            num_attention_heads=4,
+            ffn_hidden_size=48,
+            expert_ffn_hidden_size=24,
+            n_routed_experts=8,
+            zero_expert_num=4,
+            moe_topk=3,
+            num_experts_per_tok=3,
+            kv_lora_rank=8,
+            q_lora_rank=8,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=8,
+            v_head_dim=8,
+            head_dim=8,
+            max_position_embeddings=64,
+            use_cache=False,
+            attn_implementation="eager",
+        )
+    )
+
+
+def _switch_transformers() -> nn.Module:
+    from transformers import (
+        SwitchTransformersConfig,
+        SwitchTransformersForConditionalGeneration,
+    )
+
+    return SwitchTransformersForConditionalGeneration(
+        SwitchTransformersConfig(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            d_kv=8,
+            d_ff=24,
+            num_layers=2,
+            num_sparse_encoder_layers=1,
+            num_decoder_layers=2,
+            num_sparse_decoder_layers=1,
+            num_heads=4,
+            num_experts=8,
+            expert_capacity=3,  # so that some tokens are dropped
+            router_jitter_noise=0.0,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+            pad_token_id=0,
+            use_cache=False,
+        )
+    )
+
+
 _FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "mixtral": _mixtral,
     "qwen2_moe": _qwen2_moe,
@@ -178,8 +260,13 @@ _FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "olmoe": _olmoe,
     "gpt_oss": _gpt_oss,
     "llama4": _llama4,
+    "dbrx": _dbrx,
+    "longcat_flash": _longcat_flash,
+    "switch_transformers": _switch_transformers,
 }
-NAMES = tuple(_FAMILIES)
+OTHERS = ("dbrx", "longcat_flash", "switch_transformers")
+"""Families that keep or call their experts otherwise than all others do."""
+NAMES = tuple(name for name in _FAMILIES if name not in OTHERS)
 MOE_LAYERS = {name: 1 if name.startswith("deepseek") else 2 for name in NAMES}
 """How many of a family's two layers here are MoE layers."""
 
@@ -195,7 +282,15 @@ def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             nn.init.normal_(parameter, std=0.1)
-        elif name.endswith((".gate.weight", ".router.weight", ".router.bias")):
+        elif name.endswith(
+            (
+                ".gate.weight",
+                ".router.weight",
+                ".router.bias",
+                "classifier.weight",
+                "router.layer.weight",
+            )
+        ):
             nn.init.normal_(parameter, std=0.5)
     return model.to(dtype)
 

@@ -157,7 +157,7 @@ def _toy(job: Job) -> nn.Module:
 
 
 _MODELS: dict[str, Callable[[Job], nn.Module]] = {
-    **dict.fromkeys(families.NAMES, _of_family),
+    **dict.fromkeys((*families.NAMES, *families.OTHERS), _of_family),
     "mixtral": _mixtral,
     "gpt_moe": _gpt_moe,
 }
@@ -279,6 +279,8 @@ def reduce_in_float64(engine: Any) -> None:
             continue
         is_expert = is_moe_param(parameter)
         over = groups._get_expert_data_parallel_group(parameter.group_name) if is_expert else group
+        if parameter.grad is None:  # of an expert without rows; DeepSpeed does the same
+            parameter.grad = torch.zeros_like(parameter)
         grads.setdefault(over, []).append(parameter.grad)
     for over, own in grads.items():
         flat = torch.cat([grad.flatten() for grad in own])

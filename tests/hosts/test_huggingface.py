@@ -346,7 +346,6 @@ def test_every_experts_class_equals_stock_or_is_left_alone() -> None:
     assert refused <= {
         "InklingSharedExperts",  # every token goes through all
         "Llama4TextExperts",  # takes rows by expert
-        "LongcatFlashExperts",  # some experts are the identity
         "MuseSparkExperts",  # normalises after each expert
     }
     wrong = {name: error for name, error in errors.items() if error is not None and error > 1e-5}
@@ -379,7 +378,8 @@ def error_of_class(cls: type[nn.Module]) -> float | None:
         y_TD = model["experts"](x_TD, ids_TK, scores_TK)
         y_TD.square().sum().backward()
         results.append([y_TD, x_TD.grad, scores_TK.grad, *grads_of(model).values()])
-    return max(relative_error(*pair) for pair in zip(*results, strict=True))
+    pairs = zip(*results, strict=True)  # of LongCat-Flash's weights not those that nothing reads
+    return max(relative_error(mine, theirs[: len(mine)]) for mine, theirs in pairs)
 
 
 def test_all_experts_of_a_family_are_known() -> None:
@@ -418,7 +418,6 @@ def refusal(rank: int, world_size: int, path: str, extra: str | None = None) -> 
     ("path", "extra", "says"),
     [
         ("llama4.modeling_llama4.Llama4TextExperts", None, "as experts(hidden_states), not"),
-        ("longcat_flash.modeling_longcat_flash.LongcatFlashExperts", None, "no MoE layer"),
         ("muse_spark.modeling_muse_spark.MuseSparkExperts", None, "normalises after each expert"),
         ("mixtral.modeling_mixtral.MixtralExperts", "gate_up_proj_scale_inv", "scale_inv"),
     ],

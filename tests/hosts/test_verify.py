@@ -43,7 +43,7 @@ def job_of(family: str, strategy: str, stage: int) -> Job:
     [
         ("mixtral", "fssdp", 2),
         ("gpt_oss", "esp", 0),
-        *(slow(family, "ep", 1) for family in families.NAMES),
+        *(slow(family, "ep", 1) for family in (*families.NAMES, "dbrx")),
         *(slow("qwen3_moe", strategy, 1) for strategy in STRATEGIES),
         *(slow("toy", "prophet", stage) for stage in (0, 1, 2)),
     ],

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ds_moe_ext.attachment.host_layer import Found
 from ds_moe_ext.comm import gather_objects
-from ds_moe_ext.hosts import llama4
+from ds_moe_ext.hosts import llama4, switch_transformers
 from ds_moe_ext.hosts.verification.this_run import trial_of_this_run
 from ds_moe_ext.moe.sharding import WHOLE, Shard
 from ds_moe_ext.settings import BLOCK
@@ -63,13 +63,13 @@ class ExpertPart(NamedTuple):
 
     Attributes:
         name: of the expert's weight, the same wherever it lives.
-        slot: in the parameter's first dim; None where it is of this expert alone.
+        slot: in the parameter's first dim, or rows of it; None where it is of this expert alone.
         shard: the part of the expert that is here.
         number: of the weight among those of an expert.
     """
 
     name: str
-    slot: int | None
+    slot: int | slice | None
     shard: Shard = WHOLE
     number: int = 0
 
@@ -104,15 +104,16 @@ def parts_of_run(run: Run) -> Parts:
 
 
 def parts_of_stacks(model: nn.Module, found: Iterable[Found]) -> Parts:
-    """The experts of a stock model, each weight of which has all of them as first dim."""
-    return {
-        model.get_submodule(layer.name).get_parameter(weight): [
-            ExpertPart(f"{layer.name}.{weight}.{expert}", expert)
-            for expert in range(layer.num_experts)
-        ]
-        for layer in found
-        for weight, *_ in layer.expert
-    }
+    """The experts of a stock model."""
+    parts: dict[nn.Parameter, list[ExpertPart]] = {}
+    for layer in found:
+        module = model.get_submodule(layer.name)
+        for (weight, *_), stored in zip(layer.expert, layer.stored, strict=True):
+            for expert in range(layer.num_experts):
+                place = stored.place(module, expert)
+                part = ExpertPart(f"{layer.name}.{weight}.{expert}", place)
+                parts.setdefault(stored.of(module, expert), []).append(part)
+    return parts
 
 
 class Recording:
@@ -195,8 +196,11 @@ class Recording:
             if not module.training or name in self._layers:
                 return
             rows, expert_TK, score_TK = (*given, *named.values())[:3]
+            if expert_TK.dim() == 3:  # Switch Transformers' own
+                expert_TK = switch_transformers.ids_of(expert_TK)
             token_T1 = torch.arange(len(expert_TK), device=expert_TK.device)[:, None]
-            is_chosen = expert_TK >= 0
+            # Not those of LongCat-Flash's that are the identity.
+            is_chosen = (expert_TK >= 0) & (expert_TK < self._num_experts_of[name])
             place_N = (token_T1 * self._num_experts_of[name] + expert_TK)[is_chosen]
             self._layers[name] = {
                 **_seen_of_choices(place_N, score_TK[is_chosen]),
