@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other versions of hosts, and of torch where one passes, each in an environment of its own: some quick tests, of
+"""Other versions of hosts and of torch, each in an environment of its own: some quick tests, of
 each strategy one row. ``docs/versions.md`` has what came of it."""
 
 from __future__ import annotations
