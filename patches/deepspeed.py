@@ -27,7 +27,7 @@ from ds_moe_ext.patches.patch import Patch, apply_all
 from ds_moe_ext.steps.training_run import run_of
 from ds_moe_ext.watch import WATCH
 
-VERSIONS = ">=0.19.8,<0.20"
+VERSIONS = ">=0.19.7,<0.20"
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 PIPELINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"

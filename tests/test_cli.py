@@ -111,7 +111,7 @@ def test_doctor_fails_where_a_host_has_another_version(tmp_path: Path) -> None:
     )
     check_cannot_patch(
         start(tmp_path, "doctor", PYTHONPATH=str(tmp_path)),
-        "patch 'check-first' is for deepspeed>=0.19.8,<0.20, but 9.0.0 is installed",
+        "patch 'check-first' is for deepspeed>=0.19.7,<0.20, but 9.0.0 is installed",
     )
 
 

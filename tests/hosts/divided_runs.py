@@ -176,4 +176,5 @@ def _no_groups_left() -> Iterator[None]:
     finally:
         groups.mpu = groups._TENSOR_MODEL_PARALLEL_GROUP = None
         init_utils._TP_MODEL_INIT_ARGS = None
-        parallel_state_sp._release_sequence_parallel_groups()
+        parallel_state_sp._SEQUENCE_PARALLEL_GROUP = None
+        parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None

@@ -143,7 +143,7 @@ BREAKAGES = {
 }
 SAYS = {
     "broken patches": "a broken installation",
-    "another version": "patch 'check-first' is for deepspeed>=0.19.8,<0.20, but 9.0.0 is installed",
+    "another version": "patch 'check-first' is for deepspeed>=0.19.7,<0.20, but 9.0.0 is installed",
     "a target that has gone": "patch 'save-whole' wants deepspeed.runtime.engine:DeepSpeedEngine",
 }
 INITIALIZE = """

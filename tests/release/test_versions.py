@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other versions of hosts and of torch, each in an environment of its own: some quick tests, of
+each strategy one row. ``docs/versions.md`` has what came of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+VERSIONS = (
+    "deepspeed==0.19.7",
+    "transformers==5.24.0",
+)
+ROWS = (
+    "ep curve mixtral zero2 2 ranks",
+    "ep native ep_size 2, 2 cells",
+    "sharded gradients mixtral 2 ranks all cells",
+    "fssdp some copies 4 ranks",
+    "prophet halves 4 ranks",
+    "esp over varied 4 ranks by 2",
+    "fssdp noisy gate",
+    "zebra 1+1 x 1, moved None",
+)
+TESTS = (
+    *(f"test_configurations.py::test_equals_stock[{row}]" for row in ROWS),
+    "test_checkpoint.py::test_another_layout_goes_on",
+    "test_huggingface.py::test_equals_stock_in_float64[mixtral-1]",
+    "test_huggingface.py::test_equals_stock_in_float64[qwen3_moe-1]",
+    "test_huggingface.py::test_equals_stock_in_float64[gpt_oss-1]",
+    "test_huggingface.py::test_all_experts_of_a_family_are_known",
+    "test_divided.py::test_learns_what_deepspeed_alone_learns[Way.AUTOTP-1-strategy0]",
+    "test_torch.py::test_learns_what_one_rank_does[ep-fsdp-4]",
+    "test_megatron_equal.py::test_equals_stock[ep-EP2, distributed, overlapped]",
+    "test_megatron_equal.py::test_equals_stock[varied-PP2 VPP2 EP2]",
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+
+@pytest.fixture(params=VERSIONS)
+def python(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """Of an environment with that version, and all else from this one. Torch comes with what it
+    loads: several GB."""
+    folder = tmp_path / "venv"
+    venv.create(folder, with_pip=False)
+    own = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-cache-dir"]
+    whole = () if request.param.startswith("torch") else ("--no-deps",)
+    subprocess.run([*command, *whole, "--target", str(own), request.param], check=True)
+    behind = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+    (own / "behind.pth").write_text(behind)
+    python = folder / "bin/python"
+    name, _, version = request.param.partition("==")
+    asked = [python, "-c", f"import importlib.metadata as m; print(m.version({name!r}))"]
+    told = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    assert told.strip() == version
+    yield python
+    shutil.rmtree(folder)
+
+
+def test_quick_tests_pass(python: Path, tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"),
+    }
+    # Compiled once before, as in launch/test.sh: ranks would wait for it.
+    build = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+    subprocess.run([python, "-c", build], env=environment, cwd=ROOT, check=True)
+    tests = [f"tests/hosts/{test}" for test in TESTS]
+    options = ("-m", "pytest", "-p", "no:cacheprovider", "-n", "0")
+    done = subprocess.run(
+        [python, *options, *tests],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
