@@ -6,7 +6,7 @@ Shape letters: N rows of a weight, D numbers of each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,8 +89,14 @@ def packing_of(codecs: Codecs) -> GradientPacking | None:
 
 def copy_bytes(like: Weights, codecs: Codecs) -> float:
     """Bytes of one expert on its way: the mean of its weights' and their gradients'."""
-    zeros = [weight.detach().new_zeros(weight.shape) for weight in like]
-    packing = packing_of(codecs)
-    there = zeros if codecs.weights is None else packed(zeros, codecs.weights)
-    back = zeros if packing is None else packing.pack(zeros)
-    return (sum(each.nbytes for each in there) + sum(each.nbytes for each in back)) / 2
+    there, back = codecs
+    bytes_there = sum(_bytes(weight, there and there.encode) for weight in like)
+    return (bytes_there + sum(_bytes(weight, back and back.encode_grad) for weight in like)) / 2
+
+
+def _bytes(weight: Tensor, encode: Callable[[Tensor], Tensor] | None) -> int:
+    """As one of its rows says, for all are encoded alike."""
+    if encode is None:
+        return weight.nbytes
+    width = weight.shape[-1]
+    return weight.numel() // width * encode(weight.detach().new_zeros(1, width)).nbytes
