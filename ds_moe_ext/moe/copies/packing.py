@@ -89,9 +89,9 @@ def packing_of(codecs: Codecs) -> GradientPacking | None:
 
 def copy_bytes(like: Weights, codecs: Codecs) -> float:
     """Bytes of one expert on its way: the mean of its weights' and their gradients'."""
-    there, back = codecs
-    bytes_there = sum(_bytes(weight, there and there.encode) for weight in like)
-    return (bytes_there + sum(_bytes(weight, back and back.encode_grad) for weight in like)) / 2
+    there = None if codecs.weights is None else codecs.weights.encode
+    back = None if codecs.gradients is None else codecs.gradients.encode_grad
+    return sum(_bytes(weight, there) + _bytes(weight, back) for weight in like) / 2
 
 
 def _bytes(weight: Tensor, encode: Callable[[Tensor], Tensor] | None) -> int:
