@@ -114,7 +114,7 @@ def watching(watch: Watch) -> Iterator[None]:
         after_step(planning, step, rows)
 
     with (
-        mock.patch(f"{COPIES}.sparse_all_gather", watch.gather),
+        mock.patch("ds_moe_ext.moe.copies.packing.sparse_all_gather", watch.gather),
         mock.patch(f"{COPIES}.sparse_reduce_scatter", watch.reduce),
         mock.patch.object(Planning, "after_step", then_plan),
     ):

@@ -201,7 +201,7 @@ def met(rank: int, world_size: int, job: Job) -> Met:
             meetings.attention_of(layer, gathers_again=again)
         )
     with (
-        mock.patch(f"{COPIES}.sparse_all_gather", meetings.gather),
+        mock.patch("ds_moe_ext.moe.copies.packing.sparse_all_gather", meetings.gather),
         mock.patch(f"{COPIES}.sparse_reduce_scatter", meetings.reduce),
     ):
         for step in range(2):

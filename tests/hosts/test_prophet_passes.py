@@ -113,7 +113,7 @@ def met(rank: int, world_size: int, job: Job) -> Met:
     for layer, block in enumerate(engine.module.blocks):
         block.query_key_value.register_forward_hook(meetings.attention_of(layer))
     with (
-        mock.patch(f"{COPIES}.sparse_all_gather", meetings.gather),
+        mock.patch("ds_moe_ext.moe.copies.packing.sparse_all_gather", meetings.gather),
         mock.patch(f"{COPIES}.sparse_reduce_scatter", meetings.reduce),
         mock.patch.object(Expert, "forward", meetings.expert(Expert.forward)),
         mock.patch.object(Expert, "backward", meetings.expert_back(Expert.backward)),
