@@ -49,10 +49,16 @@ OURS: Mapping[str, Strategy] = {
 }
 
 
-GUARDED = ("ep, send once", "fssdp", "fssdp, planned share", "prophet", "auto, by turns")
-"""By the priced share, which goes by planned parts and prophet's copies, too, and by those whose
-turn it is; the share that fssdp has by default, in test_configurations.py; rows sent once, in
-test_layer.py."""
+GUARDED = (
+    "ep, send once",
+    "fssdp",
+    "fssdp, planned share",
+    "prophet",
+    "prophet, priced share",
+    "auto, by turns",
+)
+"""By fssdp's priced share, which goes by planned parts, too; by test_configurations.py, which has
+the shares of fssdp and prophet; rows sent once, by test_layer.py."""
 
 
 @pytest.mark.parametrize("name", [slow(name) if name in GUARDED else name for name in OURS])

@@ -220,7 +220,7 @@ def test_rows_sent_once_are_transformed_on_their_way_there(case: Case) -> None:
 @pytest.mark.parametrize("strategy", [FSSDP, slow(ProProphet())], ids=_name)
 @pytest.mark.parametrize(
     ("codec", "least", "most"),
-    [(InHalves, 0.0, TOLERANCE), (Int8, 1e-3, 0.02)],
+    [(InHalves, 0.0, TOLERANCE), slow(Int8, 1e-3, 0.02)],
 )
 def test_copies_of_experts_travel_encoded(
     strategy: Strategy, codec: type[Codec], least: float, most: float

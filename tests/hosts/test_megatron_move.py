@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tests.hosts.megatron_jobs import Training, megatron, merged
 from tests.hosts.megatron_toy import MegatronRun
+from tests.marks import slow
 from tests.ranks import pool_of
 
 RUN = MegatronRun(
@@ -145,7 +146,7 @@ def has_moved(found: list[Moved]) -> bool:
     )
 
 
-@pytest.mark.parametrize("optimizer", ["ddp", "distributed"])
+@pytest.mark.parametrize("optimizer", [slow("ddp"), "distributed"])
 def test_moved_experts_train_as_those_that_stay(optimizer: Any) -> None:
     run = replace(RUN, optimizer=optimizer)
     assert has_moved(assert_as_stock(2, run))

@@ -150,6 +150,7 @@ def test_the_same_layout_goes_on_to_the_last_bit(family: str, dtype: str, layout
     assert ranks[0].losses == checkpoint.ranks[0].losses
 
 
+@pytest.mark.slow  # test_checkpoint.py has it for other strategies
 def test_bf16_optimizer_goes_on(tmp_path: Path) -> None:
     """DeepSpeed's wrapper for gradients that accumulate in float32."""
     types = (("data_types", {"grad_accum_dtype": "fp32"}),)
