@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print docs/known_limits.md: what is refused at start, from the rows that refuse it.
+"""Write docs/known_limits.md: what is refused at start, from the rows that refuse it.
 
-python docs/known_limits.py > docs/known_limits.md
+python docs/known_limits.py
 """
 
 from __future__ import annotations

@@ -132,7 +132,8 @@ class Settings(RunSettings):
             a part of the sequence; false: all ranks have the same, and share the work.
         capacity_factor: rows that an expert takes from one rank, over the mean; null drops none.
         gate: which experts a token goes to; null leaves that to the host's router.
-        hooks: who is told of the layers' rows, and what these travel as; null for nobody, as is.
+        hooks: what is done to the layers' rows, who is told of them, and what they travel as; null
+            for nothing, nobody, as is.
         moe_layer_pattern: regular expression on module names: replace only what it finds.
         hardware: file that describes the cluster, as ``ds-moe-ext profile`` writes it; null
             measures in the first steps what the strategy needs to know.

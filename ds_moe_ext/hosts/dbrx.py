@@ -17,6 +17,7 @@ from ds_moe_ext.attachment.stored_weights import InOne
 from ds_moe_ext.moe.expert import ModuleExperts
 
 NAMES = ("w1", "v1", "w2")
+KEPT = tuple(f"mlp.{name}" for name in NAMES)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -25,13 +26,25 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def found(model: nn.Module, name: str, module: nn.Module) -> Found:
-    """The layer of such experts."""
+    """The layer of such experts.
+
+    Raises:
+        ValueError: they have other weights.
+    """
     experts: Any = module
+    unknown = {key for key, _ in module.named_parameters()}.difference(KEPT)
+    if unknown:
+        raise ValueError(
+            f"{name} has experts of DBRX with weights that ds_moe_ext does not know: "
+            f"{', '.join(sorted(unknown))}; let them have {', '.join(KEPT)} and no more (adapters "
+            "of experts are not supported), or leave the layer out with "
+            "ds_moe_ext.moe_layer_pattern"
+        )
     described = ExpertsDescription(
         num_experts=experts.num_experts,
         weight_names=NAMES,
         function=ModuleExperts(_Expert(experts.mlp.activation_fn), NAMES),
-        kept_as=tuple(InOne(f"mlp.{each}", experts.num_experts, is_flat=True) for each in NAMES),
+        kept_as=tuple(InOne(each, experts.num_experts, is_flat=True) for each in KEPT),
     )
     return found_experts(model, name, module, described)
 

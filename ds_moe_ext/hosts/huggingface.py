@@ -41,6 +41,8 @@ def find(model: nn.Module, wanted: Wanted) -> Iterator[Found]:
 
 
 def _found(model: nn.Module, name: str, module: nn.Module) -> Found:
+    if _is_of_other_family(module):
+        _check_call(name, module)  # a class of that name on the Hub may be another
     if dbrx.is_experts(module):
         return dbrx.found(model, name, module)
     if longcat_flash.is_experts(module):
@@ -58,11 +60,15 @@ def _is_experts(module: nn.Module) -> bool:
         return False
     if is_registered(module):  # who did so knows better
         return False
-    if any(family.is_experts(module) for family in (dbrx, longcat_flash, switch_transformers)):
+    if _is_of_other_family(module):
         return True
     computed = is_parametrized(module, "down_proj")
     down: Any = module.down_proj if computed else module._parameters.get("down_proj")
     return down is not None and down.dim() == 3 and hasattr(module, "num_experts")
+
+
+def _is_of_other_family(module: nn.Module) -> bool:
+    return any(family.is_experts(module) for family in (dbrx, longcat_flash, switch_transformers))
 
 
 def _describe(name: str, module: nn.Module) -> ExpertsDescription:

@@ -498,7 +498,7 @@ class Costs:
     ) -> Pool:
         links = self._links(pool, rows)
         expert = self._expert(pool)
-        expert_bytes = bytes_of(expert)
+        expert_bytes, copy_bytes = bytes_of(expert), self._copies_of(pool).copy_bytes
         seen = sum((sums[layer] for layer in pool.layers), Seen())
         row_bytes, cell_row_bytes = self.layers[pool.layers[0]].routed.row_bytes
         num_ranks = self._layout.grid.world_size
@@ -510,7 +510,7 @@ class Costs:
             prices=Prices(
                 row_s=seen.expert_s / max(seen.rows, 1),
                 row_bytes=row_bytes,
-                copy_s=self._copies_of(pool).copy_bytes / links.copy.bytes_per_s,
+                copy_s=copy_bytes / links.copy.bytes_per_s,
                 inter_bytes_per_s=links.inter.bytes_per_s,
                 intra_bytes_per_s=links.intra.bytes_per_s,
                 cards=links.cards,
@@ -521,5 +521,6 @@ class Costs:
             copy_latency_s=links.copy.latency_s,
             cell_row_bytes=cell_row_bytes,
             row_bytes_per_s=received_bytes / waited_s if waited_s else 0.0,
-            links=links.prices,
+            # Who asks links what copies take names an expert's bytes, however they travel.
+            links=replace(links.prices, copy_factor=copy_bytes / expert_bytes),
         )

@@ -46,6 +46,9 @@ HOW = ("kill", "stop", "end", *SAVES)
 REFUSED = ("megatron", "zebra", "save_beside")
 """At start, by name."""
 
+WHERE = r"layers\.\d|engine\.|a step's passes|the optimizer's step"
+"""A layer, or a part of a step."""
+
 START_S = 400.0
 """Of three steps, or of two saves, beside other work."""
 
@@ -231,7 +234,7 @@ def outcome(case: Case, patience_s: float) -> Outcome:
             status = Path(f"/proc/{victim.pid}/status").read_text()
             if case.how != "kill" and "(stopped)" not in status:
                 raise Continued(f"not counted, for somebody let its victim go on: {case}")
-            names_layer = re.search(r"layers\.\d|engine\.|a step's passes", told) is not None
+            names_layer = re.search(WHERE, told) is not None
             names_rank = re.search(rf"rank {case.victim} ", told) is not None
     if case.how in SAVES:
         before = [text_of(folder, rank) for rank in range(2)]

@@ -103,6 +103,18 @@ def drops_in_training_only(rank: int, world_size: int, model: nn.Module) -> bool
     return torch.equal(*evaluated) and not torch.equal(*trained)
 
 
+def test_a_class_of_the_hub_that_is_called_otherwise_is_refused() -> None:
+    """As the first DBRX's."""
+
+    class DbrxExperts(nn.Module):
+        def forward(self, x: Any, weights: Any, top_weights: Any, top_experts: Any) -> None: ...
+
+    DbrxExperts.__module__ = "transformers_modules.of_the_hub"
+    model = nn.ModuleDict({"experts": DbrxExperts()})
+    with pytest.raises(ValueError, match=r"called as experts\(x, weights, .*moe_layer_pattern"):
+        list(huggingface.find(model, any_name))
+
+
 def run(world_size: int, **keys: Any) -> Result:
     result: Result = pool_of(world_size).run(train, Job(**keys))[0]
     return result

@@ -79,6 +79,13 @@ def test_adapters_of_experts_are_refused() -> None:
     assert "leave experts out of target_parameters" in str(caught.value)
 
 
+def test_adapters_within_experts_are_refused() -> None:
+    """Of DBRX, whose weights are in a module of its experts."""
+    model = adapted(families.build("dbrx"), target_parameters=["experts.mlp.w1"])
+    with pytest.raises(ValueError, match=r"base_layer\.w1.*adapters of experts are not supported"):
+        list(huggingface.find(model, any_name))
+
+
 def test_adapters_of_expert_modules_are_refused() -> None:
     """Of Switch Transformers, whose experts are modules."""
     model = adapted(families.build("switch_transformers"), target_modules=["wi"])

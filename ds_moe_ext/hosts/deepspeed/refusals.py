@@ -421,7 +421,7 @@ AT_STAGE_3 = (
         "DeepSpeed before ZeRO 3 sharded experts of its own",
         _shards_over_all,
         "its ZeRO 3 shards all weights over the same ranks",
-        f"use DeepSpeed 0.19.8, or {_WHOLE.removeprefix('use ')}",
+        f"use DeepSpeed 0.19.7 or newer, or {_WHOLE.removeprefix('use ')}",
     ),
     Refusal(
         "a strategy that gives ranks roles (zebra)",

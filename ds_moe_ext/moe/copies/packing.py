@@ -38,7 +38,7 @@ def gathered(
     for expert, room in rooms.items():
         for arrived, buffer in zip(room, buffers[expert]):
             decoded_ND = codec.decode(arrived, _rows(buffer))
-            buffer.detach().copy_(decoded_ND.view(buffer.shape))
+            buffer.detach().copy_(decoded_ND.reshape(buffer.shape))
     return traffic
 
 
@@ -79,7 +79,7 @@ class GradientPacking:
 
     def unpack(self, arrived: Sequence[Tensor], into: Sequence[Tensor]) -> None:
         for each, room in zip(arrived, into):
-            room.copy_(self.codec.decode_grad(each, _rows(room)).view(room.shape))
+            room.copy_(self.codec.decode_grad(each, _rows(room)).reshape(room.shape))
 
 
 def packing_of(codecs: Codecs) -> GradientPacking | None:
