@@ -50,11 +50,19 @@ MOST_UNHEARD_S = 3 * BEAT_S
 LINGER_S = 5.0
 """How long rank 0, which may keep the store, stays for others to read what it failed of."""
 
-REMEDY = (
-    "every rank calls the model as often as the others; where ranks have more or less to evaluate "
+_AS_OFTEN = "every rank calls the model as often as the others"
+
+JOINED = (
+    f"{_AS_OFTEN}; where ranks have more or less to evaluate "
     "or to generate, let all of them do it in a block 'with ds_moe_ext.joined(engine):'"
 )
+"""What a person does where ranks call the model unequally, and may join."""
 
+ALIKE = (
+    f"{_AS_OFTEN}, in as many micro-batches a step, steps and evaluations; where a rank's data "
+    "end first, end all ranks there, or give it batches whose loss is masked"
+)
+"""Where they may not."""
 
 WHERE = "ds_moe_ext.waits"
 
@@ -188,11 +196,13 @@ class Watch:
 
     Attributes:
         patience: of the run that was attached last.
+        remedy: likewise, of ranks that call the model unequally.
         has_failed: since a pass went through last.
         waits: by thread.
     """
 
     patience: Patience = field(default_factory=Patience)
+    remedy: str = JOINED
     has_failed: bool = False
     waits: dict[int, Wait] = field(default_factory=dict)
     _places: dict[int, Callable[[], str]] = field(default_factory=dict)
@@ -330,7 +340,7 @@ class Watch:
         note = (
             f"ds_moe_ext: rank {self._rank} was in {wait.where()} when the exchange with other "
             "ranks failed, and none of them said why. Where the connection was closed one of them "
-            f"has ended; where time was out one has not come: {REMEDY}"
+            f"has ended; where time was out one has not come: {self.remedy}"
         )
         error.args = (f"{error}\n{note}",)  # Python 3.10 has no add_note
         return error
@@ -561,7 +571,7 @@ class Watch:
             print(
                 f"ds_moe_ext: rank {own} has waited {waited_s:.0f} s in {where} for other "
                 f"ranks; of the exchanges of MoE layers {', '.join(lines)}. It goes on waiting; if "
-                f"they do not come: {REMEDY}",
+                f"they do not come: {self.remedy}",
                 file=sys.stderr,
                 flush=True,
             )

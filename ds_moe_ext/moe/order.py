@@ -33,7 +33,7 @@ from ds_moe_ext.schedule.crew import SavesAlike
 from ds_moe_ext.schedule.task import Cut, Span
 from ds_moe_ext.share import pair_of, received_by_slot, sent_by_pair
 from ds_moe_ext.strategy import Destination
-from ds_moe_ext.watch import REMEDY
+from ds_moe_ext.watch import WATCH
 
 
 class PassKind(IntEnum):
@@ -70,7 +70,7 @@ def check_kinds(told_C: np.ndarray) -> None:
         ]
         raise RuntimeError(
             "the ranks that share experts have come to an MoE layer in passes that do not belong "
-            f"together ({'; '.join(each)}): {REMEDY}"
+            f"together ({'; '.join(each)}): {WATCH.remedy}"
         )
 
 

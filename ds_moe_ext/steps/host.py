@@ -33,7 +33,7 @@ from ds_moe_ext.steps.planning import Planning
 from ds_moe_ext.steps.training_run import Run, teller
 from ds_moe_ext.steps.unequal_passes import join_generate
 from ds_moe_ext.strategy import Job, Strategy
-from ds_moe_ext.watch import WATCH
+from ds_moe_ext.watch import ALIKE, WATCH
 
 Built = Sequence[tuple[AttachedLayer, Adopted]]
 """The replaced layers of this rank, in model order; none where a pipeline stage has none."""
@@ -64,6 +64,8 @@ class Host(Protocol):
 
     Attributes:
         name: of the call that starts, for a person: ``"deepspeed.initialize"``.
+        remedy: what a person does where ranks call the model unequally: ``watch.JOINED`` where
+            ``ds_moe_ext.joined`` knows its carrier, else ``watch.ALIKE``.
         device: where this rank's experts compute.
         dtype: in which the model computes.
         micro_batch: samples that each rank calls the model with; None where nobody said.
@@ -73,6 +75,9 @@ class Host(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def remedy(self) -> str: ...
 
     @property
     def device(self) -> torch.device: ...
@@ -192,6 +197,7 @@ def run_on(host: Host, model: nn.Module, settings: Settings, strategy: Strategy)
     """
     start = start_of(host.name)
     WATCH.patience = settings.waits
+    WATCH.remedy = host.remedy if strategy.roles is None else ALIKE
     strategy = strategy.settled(host.devices, host.micro_batch)
     settings, strategy = host.refuse(settings, strategy)
     found = tuple(host.find(settings))

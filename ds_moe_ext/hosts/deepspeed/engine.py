@@ -59,6 +59,7 @@ from ds_moe_ext.steps.optimizer_states import States
 from ds_moe_ext.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.steps.training_run import Run, run_of
 from ds_moe_ext.strategy import Strategy
+from ds_moe_ext.watch import JOINED
 from ds_moe_ext.zebra.passage import Here
 from ds_moe_ext.zebra.profile import profiled
 from ds_moe_ext.zebra.stripe_model import Gradients, Pausing, Role, stripe
@@ -94,6 +95,7 @@ class DeepSpeedHost:
     """
 
     name = INITIALIZE
+    remedy = JOINED
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ from ds_moe_ext.steps.passes import Passes, Schedules
 from ds_moe_ext.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.steps.training_run import RECORD, Record, Run
 from ds_moe_ext.strategy import Strategy
-from ds_moe_ext.watch import WATCH
+from ds_moe_ext.watch import ALIKE, WATCH
 
 OPTIMIZER = "get_megatron_optimizer"
 
@@ -78,6 +78,7 @@ class MegatronHost:
     """
 
     name = OPTIMIZER
+    remedy = ALIKE
 
     def __init__(self, chunks: Sequence[nn.Module], optimizer: Any, seats: Grids) -> None:
         self.model = whole(chunks)

@@ -29,6 +29,7 @@ from ds_moe_ext.steps.optimizer_states import Group, States
 from ds_moe_ext.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.steps.training_run import RECORD, Record, Run
 from ds_moe_ext.strategy import Strategy
+from ds_moe_ext.watch import JOINED
 
 NAME = "ds_moe_ext.attach"
 FINDERS = (huggingface.find, experts.find_registered)
@@ -166,6 +167,7 @@ class PlainHost:
     """
 
     name = NAME
+    remedy = JOINED
     micro_batch = None
 
     def __init__(
