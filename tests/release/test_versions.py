@@ -18,6 +18,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 VERSIONS = (
     "deepspeed==0.19.7",
+    "transformers==5.5.0",
+    "transformers==5.14.1",
     "transformers==5.24.0",
 )
 ROWS = (
@@ -54,7 +56,7 @@ def python(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     venv.create(folder, with_pip=False)
     own = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-cache-dir"]
-    whole = () if request.param.startswith("torch") else ("--no-deps",)
+    whole = () if request.param.startswith(("torch", "transformers")) else ("--no-deps",)
     subprocess.run([*command, *whole, "--target", str(own), request.param], check=True)
     behind = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
     (own / "behind.pth").write_text(behind)
