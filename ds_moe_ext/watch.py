@@ -570,8 +570,9 @@ class Watch:
                 else f"rank {rank} is in none of them"
                 for rank in ranks
             ]
+            waited_s = now_s - wait.since_s
             print(
-                f"ds_moe_ext: rank {own} has waited {now_s - wait.since_s:.0f} s in {where} for other "
+                f"ds_moe_ext: rank {own} has waited {waited_s:.0f} s in {where} for other "
                 f"ranks; of the exchanges of MoE layers {', '.join(lines)}. It goes on waiting; if "
                 f"they do not come: {self.remedy}",
                 file=sys.stderr,
