@@ -260,7 +260,7 @@ def checked(rank: int, world_size: int, run: MegatronRun, name: str, what: str) 
 
 
 @pytest.mark.parametrize("what", ["logits", "loss"])
-@pytest.mark.parametrize("name", map(slow, STRATEGIES))
+@pytest.mark.parametrize("name", [slow(name) for name in STRATEGIES])
 def test_a_check_of_gradients_ends_all_ranks(name: str, what: str) -> None:
     """--check-for-nan-in-loss-and-grad asks for it. It raises on ranks that have such gradients;
     where the others wait for them, they are told."""
@@ -271,3 +271,63 @@ def test_a_check_of_gradients_ends_all_ranks(name: str, what: str) -> None:
         pool_of(2).close()  # its communicators are closed
     assert "in local grad norm for bucket" in told[0]
     assert "in local grad norm for bucket" in told[1], told[1]
+
+
+def run_again(
+    rank: int, world_size: int, run: MegatronRun, settings: dict[str, Any] | None, what: str
+) -> list[tuple[int, tuple[bool, bool, int]]]:
+    """Of each step that was run: how often, and what Megatron-LM's loop is to do then (save, exit,
+    the exit code). "check": a number is refused on one rank that no other has, as a loss may be."""
+    from megatron.core import rerun_state_machine as reruns
+
+    calls = reruns.initialize_rerun_state_machine, reruns.destroy_rerun_state_machine
+    calls[0](mode=reruns.RerunMode.VALIDATE_RESULTS)
+    machine, found = reruns.get_rerun_state_machine(), []
+
+    def checked_loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = output.mean()
+        machine.validate_result(loss.detach(), lambda _: True, "it is refused", fatal=True)
+        return loss, {"loss": loss.detach().clone()}
+
+    try:
+        with megatron(run, settings):
+            training = Training(run)
+            for step in range(NUM_STEPS):
+                num, begun_s = 0, time.monotonic()
+                while machine.should_run_forward_backward(None):
+                    num += 1
+                    if (step, rank) != (BAD_STEP, 0):
+                        training.compute(step)
+                    elif what == "check":
+                        with mock.patch.object(megatron_jobs, "_loss", checked_loss):
+                            training.compute(step)
+                    else:
+                        with spoilt(training, what):
+                            training.compute(step)
+                told = machine.should_checkpoint_and_exit()
+                found.append((num, told))
+                if told[1]:
+                    break
+                training.update()
+                assert time.monotonic() - begun_s < SOON_S
+    finally:
+        calls[1]()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        (name, what) if (name, what) == ("zebra", "check") else slow(name, what)
+        for name in STRATEGIES
+        for what in ("logits", "loss", "check")
+    ],
+)
+def test_steps_are_run_again_as_without_us(name: str, what: str) -> None:
+    """Megatron-LM's --rerun-mode validate_results: the bad step twice, then all ranks end."""
+    run = replace(RUN, ddp=(("check_for_nan_in_grad", True),))
+    run, num_stock = (replace(run, ep=1), 1) if name == "zebra" else (run, 2)
+    first, second = pool_of(2).run(run_again, run, block(name), what)
+    assert first == second == pool_of(num_stock).run(run_again, run, None, what)[0]
+    assert [num for num, _ in first] == [1] * BAD_STEP + [2]
+    assert first[-1][1][:2] == (True, True)

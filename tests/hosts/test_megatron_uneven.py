@@ -119,7 +119,7 @@ def without_samples(rank: int, world_size: int, name: str) -> tuple[float, str]:
         return time.monotonic() - begun_s, f"{type(caught.value).__name__}: {caught.value}"
 
 
-@pytest.mark.parametrize("name", map(slow, STRATEGIES))
+@pytest.mark.parametrize("name", [slow(name) for name in STRATEGIES])
 def test_a_batch_without_samples_is_megatrons_error_on_all_ranks(name: str) -> None:
     """Its attention cannot take one; who waits in an MoE layer is told of it."""
     pool = pool_of(3 if name == "zebra" else 2)
@@ -149,7 +149,7 @@ def late(rank: int, world_size: int, run: MegatronRun, settings: dict[str, Any])
     return told.getvalue()
 
 
-@pytest.mark.parametrize("name", map(slow, STRATEGIES))
+@pytest.mark.parametrize("name", [slow(name) for name in STRATEGIES])
 def test_who_waits_says_so(name: str) -> None:
     run = replace(RUN, ep=1 if name == "zebra" else 2)
     settings = {**block(name), "waits": {"told_after_s": 2}}
