@@ -137,7 +137,7 @@ class Wait:
     where: Callable[[], str]
     is_broken: bool = False
     num_told: int = 0
-    beats: dict[int, bytes] | None = None  # of others, when it was found to last
+    heard: Heard | None = None  # when it was found to last
 
 
 class Heard(NamedTuple):
@@ -446,12 +446,12 @@ class Watch:
             self._break_off([*self.waits.values()])
             return
         for wait in late:
-            if wait.beats is None:
-                wait.beats = self._beats()
+            if wait.heard is None:
+                wait.heard = Heard(now_s, self._beats())
             told_after_s = self.patience.told_after_s + wait.num_told * self.patience.told_every_s
             if now_s - wait.since_s > told_after_s:
                 wait.num_told += 1
-                self._tell(wait, now_s - wait.since_s)
+                self._tell(wait, now_s)
                 return
 
     def _look_for_host(self, now_s: float) -> None:
@@ -542,7 +542,7 @@ class Watch:
 
         return self._with_store(look)
 
-    def _tell(self, wait: Wait, waited_s: float) -> None:
+    def _tell(self, wait: Wait, now_s: float) -> None:
         """Say for whom this rank waits, unless a lower one that waits there too says so."""
         wires = self._wires
         assert wires is not None
@@ -559,7 +559,9 @@ class Watch:
                     found[rank] = store.get(key).decode()
 
         if self._with_store(look) and where not in [found.get(rank) for rank in range(own)]:
-            silent = _silent(wait.beats or {}, self._beats())
+            heard = wait.heard
+            has_listened = heard is not None and now_s - heard.since_s >= 2 * BEAT_S
+            silent = _silent(heard.beats, self._beats()) if heard and has_listened else []
             lines = [
                 f"rank {rank} is not heard of: it has ended, or stopped"
                 if rank in silent
@@ -568,6 +570,7 @@ class Watch:
                 else f"rank {rank} is in none of them"
                 for rank in ranks
             ]
+            waited_s = now_s - wait.since_s
             print(
                 f"ds_moe_ext: rank {own} has waited {waited_s:.0f} s in {where} for other "
                 f"ranks; of the exchanges of MoE layers {', '.join(lines)}. It goes on waiting; if "

@@ -137,6 +137,9 @@ class Stream:
     def query(self) -> bool:
         return True
 
+    def is_capturing(self) -> bool:
+        return False
+
     def record_event(self, event: Event | None = None) -> Event:
         return event or Event()
 
@@ -173,6 +176,7 @@ def streams(module: Any) -> None:
     _replace(module.cuda, "Stream", Stream)
     _replace(module.cuda, "Event", Event)
     _replace(module.cuda, "current_stream", _does(stream))
+    _replace(module.accelerator, "current_stream", _does(stream))  # optimizers, in builds for CUDA
     _replace(module.cuda, "default_stream", _does(stream))
     _replace(module.cuda, "stream", _does(contextlib.nullcontext()))
     _replace(module.cuda, "set_stream", _does())

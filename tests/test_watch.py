@@ -56,9 +56,8 @@ class Rank:
 
     def late(self, seconds: float) -> None:
         """It looks at its waits, which have lasted so long."""
-        for wait in self.watch.waits.values():
-            wait.since_s = 1000.0 - seconds
-        self.watch._look_at([*self.watch.waits.values()], 1000.0)
+        waits = [*self.watch.waits.values()]
+        self.watch._look_at(waits, max(wait.since_s for wait in waits) + seconds)
 
 
 @pytest.fixture
@@ -157,6 +156,19 @@ def test_a_stall_is_told_and_no_more(ranks: list[Rank], capsys: pytest.CaptureFi
     first.late(71.0)
     assert "rank 1 waits in layer 0" in capsys.readouterr().err
     assert first.broken == second.broken == []
+
+
+def test_who_tells_soon_says_nothing_of_those_that_had_no_time_to_count(
+    ranks: list[Rank], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = ranks
+    first.watch.patience = Patience(told_after_s=2, told_every_s=4)
+    second.watch._beat(1000.0)
+    first.watch.came(GROUP)
+    first.late(3.0)
+    assert "rank 1 is in none of them" in capsys.readouterr().err
+    first.late(7.0)
+    assert "rank 1 is not heard of" in capsys.readouterr().err
 
 
 def test_a_rank_that_was_killed_is_named(

@@ -146,15 +146,17 @@ class Training:
             self.config.no_sync_func = waits if run.vpp else waits[0]
         self.optimizer: Any = None
         if run.optimizer != "none":
-            wanted = OptimizerConfig(
-                optimizer="adam",
-                lr=run.learning_rate,
-                clip_grad=run.clip,
-                bf16=self.config.bf16,
-                params_dtype=self.config.params_dtype,
-                use_distributed_optimizer=run.optimizer == "distributed",
-                overlap_param_gather=run.overlap_param_gather,
-            )
+            fields: dict[str, Any] = {
+                "optimizer": "adam",
+                "lr": run.learning_rate,
+                "clip_grad": run.clip,
+                "bf16": self.config.bf16,
+                "fp16": self.config.fp16,
+                "params_dtype": self.config.params_dtype,
+                "use_distributed_optimizer": run.optimizer == "distributed",
+                "overlap_param_gather": run.overlap_param_gather,
+            }
+            wanted = OptimizerConfig(**{**fields, **dict(run.stepping)})
             self.optimizer = get_megatron_optimizer(
                 wanted, self.chunks, use_gloo_process_groups=False
             )

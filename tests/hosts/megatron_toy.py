@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from tests.hosts.megatron_weights import draw
 
 VOCABULARY = 64
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class MegatronRun:
             TEGroupedMLP over linears of torch.
         config: further fields of TransformerConfig.
         ddp: further fields of DistributedDataParallelConfig.
+        stepping: further fields of OptimizerConfig.
     """
 
     tp: int = 1
@@ -66,6 +72,7 @@ class MegatronRun:
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     config: tuple[tuple[str, Any], ...] = ()
     ddp: tuple[tuple[str, Any], ...] = ()
+    stepping: tuple[tuple[str, Any], ...] = ()
     seed: int = 7
 
 
@@ -100,6 +107,7 @@ def transformer_config(run: MegatronRun) -> Any:
         "overlap_p2p_comm": run.vpp is not None,  # Megatron-LM asks for it where pp is 2
         "batch_p2p_comm": run.vpp is None,
         "bf16": run.dtype == "bfloat16",
+        "fp16": run.dtype == "float16",
         "use_cpu_initialization": True,
         "add_bias_linear": run.bias,
         "gated_linear_unit": run.swiglu,
@@ -205,10 +213,11 @@ def model_chunks(run: MegatronRun, config: Any) -> list[Any]:
             )
         )
     draw(chunks, run.swiglu, run.num_experts)
-    if config.bf16:
+    is_half = config.bf16 or config.fp16
+    if is_half:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     reduction: dict[str, Any] = {
-        "grad_reduce_in_fp32": config.bf16,
+        "grad_reduce_in_fp32": is_half,
         "overlap_grad_reduce": run.overlap_grad_reduce,
         "overlap_param_gather": run.overlap_param_gather,
         "use_distributed_optimizer": run.optimizer == "distributed",

@@ -2,8 +2,8 @@
 """Ranks with roles in an unmodified Megatron run: from a model and its optimizer to striped steps.
 
 See ``docs/strategies/zebra.md``. Each role trains in a world of its own (``worlds``), with what it
-keeps of the model (``role_models``), by striped steps (``forward_backward``) and one norm
-(``role_norm``).
+keeps of the model (``role_models``), by striped steps (``forward_backward``), one norm
+(``role_norm``) and one mind about steps that are run again (``role_reruns``).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from ds_moe_ext.hosts.megatron.ranks import Grids
 from ds_moe_ext.hosts.megatron.role_checkpoint import tell_of_both
 from ds_moe_ext.hosts.megatron.role_norm import join_norm
 from ds_moe_ext.hosts.megatron.role_refusals import refuse_arguments
+from ds_moe_ext.hosts.megatron.role_reruns import join_reruns
 from ds_moe_ext.hosts.megatron.worlds import Worlds
 from ds_moe_ext.layout import Grid, group_among
 from ds_moe_ext.settings import Settings
@@ -105,6 +106,7 @@ class RolesHost(MegatronHost):
         set_steps(StripedSteps(chunk, stack, self._control, stripes, debug))
         self._everyone = group_among([list(range(worlds.size))], backend="gloo")
         join_norm(self.carrier, worlds, self._everyone)
+        join_reruns(self._everyone)
         tell_of_both(self.carrier, chunk, worlds, self._everyone)
 
     def dense_gradients(
