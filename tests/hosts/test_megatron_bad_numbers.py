@@ -4,11 +4,13 @@ becomes of the step, and of those behind it, is what stock Megatron makes of it.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -83,7 +85,7 @@ def _bad_loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return loss * torch.inf, {"loss": loss.detach().clone()}
 
 
-@contextmanager
+@contextlib.contextmanager
 def spoilt(training: Training, what: str) -> Iterator[None]:
     """The logits of the second layer's router, or the loss, are no numbers on this rank."""
     if what == "loss":
@@ -212,6 +214,37 @@ def test_it_is_as_without_us(name: str, dtype: str, optimizer: Any, what: str) -
         assert _first(ours) == BadScores(BAD_STEP, layer=1, rank=0)
     else:  # weights are no numbers in the step behind it
         assert _first(ours) == (None if is_skipped else BadScores(BAD_STEP + 1, layer=0, rank=0))
+
+
+def told_and_recorded(
+    rank: int, world_size: int, run: MegatronRun, settings: dict[str, Any]
+) -> tuple[str, BadScores | None]:
+    """What is said, and stands in the report, where ranks tell each other behind the tenth step."""
+    said = io.StringIO()
+    with (
+        megatron(run, settings),
+        contextlib.redirect_stderr(said),
+        contextlib.redirect_stdout(said),
+    ):
+        training = Training(run)
+        for step in range(10):
+            is_bad = step == BAD_STEP and rank == 0
+            with spoilt(training, "logits") if is_bad else contextlib.nullcontext():
+                training.compute(step)
+            training.optimizer.step()
+        ours = run_of(training.optimizer)
+        assert ours is not None and ours.recorder.ranks is not None
+        record = ours.recorder.ranks.record()
+    return said.getvalue(), None if record is None else record.bad_scores
+
+
+@pytest.mark.parametrize("name", [slow(name) for name in STRATEGIES])
+def test_the_report_says_where_it_began(name: str, tmp_path: Path) -> None:
+    run = replace(RUN, ep=1 if name == "zebra" else 2)
+    settings = {**block(name), "report": {"path": str(tmp_path / "report")}}
+    (said, bad), _ = pool_of(2).run(told_and_recorded, run, settings)
+    assert "scores of decoder.layers.1.mlp were no finite numbers in step 2" in said, said
+    assert bad == BadScores(BAD_STEP, layer=1, rank=0)
 
 
 def skipped(rank: int, world_size: int, run: MegatronRun) -> list[tuple[bool, float | None]]:
