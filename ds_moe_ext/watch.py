@@ -474,6 +474,9 @@ class Watch:
         if ends_after_s is None or self.has_failed or self._reason:
             return
         assert wires is not None
+        looked_s = self._hearing.silence.looked_s
+        if looked_s is not None and now_s - looked_s < BEAT_S:  # nobody counts more often
+            return
         self._hearing.silence.look(self._beats(), now_s)
         is_needed = bool(self._num_passes or self.waits)
         beats = self._hearing.silence.beats

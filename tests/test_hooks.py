@@ -733,10 +733,10 @@ def test_an_engine_trains_with_compressed_rows(name: str) -> None:
     assert coded.norms == pytest.approx(plain.norms, rel=0.05)
 
 
-def _warnings(rank: int, world_size: int, job: jobs.Job) -> list[str]:
+def _warnings(rank: int, world_size: int, job: jobs.Job, *hooks: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _trained(rank, world_size, job, ("int8",))
+        _trained(rank, world_size, job, hooks or ("int8",))
     return [str(each.message) for each in caught if "ds_moe_ext.hooks" in str(each.message)]
 
 
@@ -746,3 +746,12 @@ def test_a_codec_without_effect_is_told_once() -> None:
     assert [len(messages) for messages in told] == [1, 0]
     assert "has no effect: there is one cell" in told[0][0]
     assert "raise expert_parallel_size" in told[0][0]
+
+
+def test_keys_of_a_codec_without_effect_are_told() -> None:
+    """No rank splits experts, and `ep` copies none."""
+    everywhere = {"type": "int8", "cell": True, "copies": True}
+    told, _ = pool_of(2).run(_warnings, jobs.Job("mixtral", 1, steps=1), everywhere)
+    in_cells, of_copies = told
+    assert "'cell' of" in in_cells and "raise expert_sharding_size" in in_cells
+    assert "strategy 'ep' copies no experts" in of_copies

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.share import LocalElseHome, NearestCopy, Share, computed_by
+from ds_moe_ext.share import LocalElseHome, NearestCopy, Share, computed_by, pair_of
 from tests.planners.plainly import HOME, LOAD_E, NODE_C, ROWS_CE
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=200)
@@ -189,6 +189,26 @@ def test_local_else_home_sends_only_what_it_cannot_keep(
         quota = [0] * target.num_cells
         quota[holder] = int(rows_CFE[sender, chunk, expert])
         assert sent_CFEC[sender, chunk, expert].tolist() == quota
+
+
+@PROPERTY
+@given(cases())
+def test_where_rows_go_is_known_beforehand_or_they_are_divided(
+    case: tuple[Placement, Placement, np.ndarray, np.ndarray],
+) -> None:
+    home, target, node_C, rows_CFE = case
+    for share in (LocalElseHome(home, target), NearestCopy(target, node_C)):
+        for sender, rows_FE in enumerate(rows_CFE):
+            pair_E, rows_FN = pair_of(share, target, sender), share.sent_by_pair(sender, rows_FE)
+            if pair_E is None:
+                assert isinstance(share, NearestCopy)
+                hosts = [nearest(target, node_C, sender, e) for e in range(target.num_experts)]
+                assert max(map(len, hosts)) > 1
+            else:
+                assert target.expert_N[pair_E].tolist() == list(range(target.num_experts))
+                assert np.array_equal(rows_FN[:, pair_E], rows_FE)
+                assert rows_FN.sum() == rows_FE.sum()
+    assert pair_of(NearestCopy(home, node_C), target, 0) is None or home is target
 
 
 @PROPERTY

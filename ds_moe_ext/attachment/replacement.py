@@ -428,14 +428,30 @@ def told_homes(
 
 def _warn_of_idle_codecs(blueprint: Blueprint) -> None:
     is_split = blueprint.grid.cell_size > 1
-    codecs = [c for c in blueprint.settings.hooks.codecs if not (c.cell and is_split)]
-    if codecs and blueprint.grid.num_cells == 1:
-        warnings.warn(
-            f"{BLOCK}.hooks has {', '.join(map(str, codecs))}, which has no effect: there is one "
-            "cell, so that no rows travel between cells; leave it out, or raise "
-            "expert_parallel_size",
-            stacklevel=2,
+    codecs = blueprint.settings.hooks.codecs
+    idle = [c for c in codecs if not (c.cell and is_split)]
+    if idle and blueprint.grid.num_cells == 1:
+        _warn_of_no_effect(
+            f"{', '.join(map(str, idle))}, which has no effect: there is one cell, so that no rows "
+            "travel between cells; leave it out, or raise expert_parallel_size"
         )
+    in_cells = [c for c in codecs if c.cell]
+    if in_cells and not is_split:
+        _warn_of_no_effect(
+            f"'cell' of {', '.join(map(str, in_cells))}, which has no effect: no ranks split "
+            "experts; leave it out, or raise expert_sharding_size"
+        )
+    of_copies = [c for c in codecs if c.copies or c.copy_gradients]
+    if of_copies and not blueprint.strategy.rhythm().weighs_copies:
+        _warn_of_no_effect(
+            f"'copies' or 'copy_gradients' of {', '.join(map(str, of_copies))}, which have no "
+            f"effect: strategy {blueprint.settings.placing!r} copies no experts; leave them out, "
+            "or choose one that does"
+        )
+
+
+def _warn_of_no_effect(what: str) -> None:
+    warnings.warn(f"{BLOCK}.hooks has {what}", stacklevel=3)
 
 
 def _shard(found: Found, layout: ParallelLayout) -> Shard:
