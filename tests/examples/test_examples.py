@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import slow
 from tests.ranks import meeting_place
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +50,7 @@ def test_deepspeed_and_hugging_face_by_json() -> None:
         check_trains(printed_by(*launcher, *script, file, **address), "fssdp")
 
 
+@pytest.mark.slow  # tests/hosts/test_megatron_*.py run the same code in ranks of a pool
 def test_megatron_core_by_its_flag() -> None:
     pytest.importorskip("megatron.core")
     script = ("launch/megatron_on_cpu.py", "examples/megatron_core.py")
@@ -58,8 +60,8 @@ def test_megatron_core_by_its_flag() -> None:
 @pytest.mark.parametrize(
     ("block", "strategy"),
     [
-        ("examples/own_strategy.json", "own_strategy:Busiest"),
-        pytest.param("fssdp", "fssdp", marks=pytest.mark.slow),
+        slow("examples/own_strategy.json", "own_strategy:Busiest"),
+        slow("fssdp", "fssdp"),
     ],
 )
 def test_plain_torch(block: str, strategy: str) -> None:

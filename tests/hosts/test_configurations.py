@@ -551,7 +551,7 @@ PROPHET: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "kept copies": ((2,), {"rematerialize": False, "num_excluded": None, "balance": 0.2}),
     "not hidden": ((), {"scheduler": False, "frequency": 1, "balance": 0.3}),
     "shadows": ((2,), {"planner": "shadow"}),
-    "stale": ((2,), {"planner": "shadow", "frequency": 7, "balance": 1e6}),
+    "stale": ((), {"planner": "shadow", "frequency": 7, "balance": 1e6}),
 }
 """Ranks of quick rows, and keys. Of two ranks one excluded leaves one."""
 EAGER = {"planner": "shadow", "split": "half"}
@@ -701,7 +701,7 @@ def esp_rows() -> Iterator[Row]:
     for schedule in ("tutel", "fsmoe_no_iio", "default", "tutel_improved", "pipemoe_lina"):
         degree = None if schedule == "default" else 2
         job = esp(float64("mixtral"), 2, schedule=schedule, degree=degree)
-        is_slow = schedule not in ("tutel", "fsmoe_no_iio")
+        is_slow = schedule != "tutel"
         yield Row(f"esp schedule {schedule}", 4, job, is_slow=is_slow)
     drawn = {"carried": 0.5, "rematerialized": 0.5, "revised": 0.5, "shard_every": 2}
     for ranks, size in ((2, 1), (4, 2)):

@@ -13,6 +13,7 @@ import torch
 
 from tests.hosts.jobs import Job, engine_of, loss_of, micro_batch
 from tests.hosts.processes import ROOT, answers, run_script
+from tests.marks import slow
 from tests.ranks import pool_of, preload
 
 preload("deepspeed", "transformers")
@@ -70,7 +71,7 @@ def _step(engine: Any, tokens: torch.Tensor) -> None:
         (Job(micro_batches=2), _dense, 1, "engine.forward, after model.layers.0.mlp.experts"),
         (PROPHET, _expert, 1, "model.layers.1.mlp.experts (expert, forward)"),
         (ZEBRA, _zebra_expert, 1, "model.layers.1.mlp.experts (expert, forward)"),
-        (ZEBRA, _dense, 0, "model.layers.1.mlp.experts (attention, forward)"),
+        slow(ZEBRA, _dense, 0, "model.layers.1.mlp.experts (attention, forward)"),
         (Job(micro_batches=2), _backward, 0, "engine.backward, after model.layers.0.mlp.experts"),
     ],
 )

@@ -459,7 +459,7 @@ MODULES = ["blocks.0.attention_norm", "blocks.1.router", "head"]
 @pytest.mark.parametrize(
     ("name", "module"),
     [
-        (name, module) if name == "of all kinds" or module == MODULES[1] else slow(name, module)
+        (name, module) if name == "of all kinds" else slow(name, module)
         for name in LATE
         for module in MODULES
     ],

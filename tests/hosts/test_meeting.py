@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 
 from ds_moe_ext import compiled
@@ -210,6 +211,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_refusal_before_there_is_a_world(tmp_path: Path) -> None:
     """Rank 0, which found nothing wrong, makes the world, and then hears why rank 1 does not go
     on."""

@@ -65,6 +65,7 @@ deepspeed.initialize(model=families.build("mixtral"), config=config)
 """
 
 
+@pytest.mark.slow
 def test_a_run_names_it(lock: Path) -> None:
     """Then it waits for it, as it would without us: whether somebody compiles, nobody can know."""
     run = subprocess.Popen(

@@ -179,6 +179,7 @@ def steps_on_disk(path: Path) -> tuple[int, ...]:
     return RunRecord.from_json(path.read_text()).steps_I if path.exists() else ()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_leaves_what_was_written_last(tmp_path: Path) -> None:
     script, out = ROOT / "tests/hosts/endless_run.py", tmp_path / "out"
     arguments = str(document(tmp_path, write_every_s=0))

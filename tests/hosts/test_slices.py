@@ -502,7 +502,7 @@ UNEVEN = {"strategy": VARIED, "keys": (("copies", 0.3), ("shard_every", 1))}
 
 @pytest.mark.parametrize(
     "stage, overlap, strategy",
-    [(0, False, {}), (1, False, {}), (2, True, {}), (1, True, UNEVEN), (2, False, UNEVEN)],
+    [(0, False, {}), slow(1, False, {}), (2, True, {}), (1, True, UNEVEN), slow(2, False, UNEVEN)],
 )
 def test_experts_are_not_sliced(stage: int, overlap: bool, strategy: dict[str, Any]) -> None:
     """They are reduced as they were, and last where ranks have unequal numbers of them; one may be

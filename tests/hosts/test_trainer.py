@@ -115,6 +115,7 @@ METRICS = """
 """
 
 
+@pytest.mark.slow
 def test_what_wants_logits_is_refused_under_zebra(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(METRICS))

@@ -270,7 +270,8 @@ class Rates(NamedTuple):
 
 
 @pytest.mark.parametrize(
-    ("stage", "moves"), [(1, [[0, 1]]), *(slow(stage, [None, [0, 1]]) for stage in (0, 1, 2))]
+    ("stage", "moves"),
+    [slow(1, [[0, 1]]), *(slow(stage, [None, [0, 1]]) for stage in (0, 1, 2))],
 )
 def test_rates_of_groups_that_a_rank_lacks(
     stage: int, moves: list[list[int] | None], tmp_path: Path
