@@ -75,6 +75,7 @@ def here(
     return run
 
 
+@pytest.mark.slow
 def test_doctor_names_every_patch_that_is_in(tmp_path: Path) -> None:
     from ds_moe_ext.patches import accelerate, deepspeed, megatron, transformers
 

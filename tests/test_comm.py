@@ -285,7 +285,7 @@ def _many(
     return sum(each.num_moved for each in transfers), in_segments
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, slow(torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("check", [_gather_twice, _reduce_home])
 @pytest.mark.parametrize(
     ("world_size", "cargo"),

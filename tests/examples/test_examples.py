@@ -41,6 +41,7 @@ def check_trains(printed: str, strategy: str) -> None:
     assert len(losses) == 10 and 5.3 < losses[0] < 5.9 and losses[-1] < losses[0] - 0.5
 
 
+@pytest.mark.slow  # tests/hosts/test_launch.py has the launcher
 def test_deepspeed_and_hugging_face_by_json() -> None:
     pytest.importorskip("deepspeed")
     with meeting_place() as address:
