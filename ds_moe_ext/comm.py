@@ -37,20 +37,6 @@ AllToAll = Callable[[Tensor, Sequence[int], Sequence[int], dist.ProcessGroup], T
 """``(rows [N, ...], rows to each member, rows from each member, group) -> rows [R, ...]``."""
 
 
-RENAMED = "all_to_all_single" in dir(dist.ProcessGroup)
-"""Whether a group's methods have the names of torch 2.13."""
-
-
-def all_to_all_of(group: dist.ProcessGroup) -> Any:
-    """The group's own: what ``dist`` checks before takes the host as long as a small exchange."""
-    return group.all_to_all_single if RENAMED else group.alltoall_base
-
-
-def all_gather_of(group: dist.ProcessGroup) -> Any:
-    """The same, of equal parts."""
-    return group.all_gather_single if RENAMED else group._allgather_base
-
-
 # Of the lane that calls, whose work goes on behind them.
 _ALL_TO_ALL, _ALL_GATHER = AllToAllOptions(), AllgatherOptions()
 _ALL_TO_ALL.asyncOp = _ALL_GATHER.asyncOp = False
@@ -71,7 +57,8 @@ def all_to_all_rows(
         return rows_N
     arrived_R = rows_N.new_empty(sum(received_C), *rows_N.shape[1:])
     with Waiting(group):
-        all_to_all = all_to_all_of(group)
+        # The group's own, as in ``Pairs``: what ``dist`` checks before takes the host as long.
+        all_to_all: Any = group.all_to_all_single  # its stub wants lists
         _end(all_to_all(arrived_R, rows_N.contiguous(), received_C, sent_C, _ALL_TO_ALL))
     return arrived_R
 
@@ -149,7 +136,7 @@ def all_gather_counts(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor
         return counts.unsqueeze(0)
     gathered = counts.new_empty(members.size() * counts.shape[0], *counts.shape[1:])
     with Waiting(group):
-        _end(all_gather_of(members)(gathered, counts.contiguous(), _ALL_GATHER))
+        _end(members.all_gather_single(gathered, counts.contiguous(), _ALL_GATHER))
     return gathered.view(members.size(), *counts.shape)
 
 
@@ -183,7 +170,7 @@ def all_gather_slots(
     padded[: local_S.shape[0]] = local_S
     gathered = local_S.new_empty(len(num_slots_C) * longest, *padded.shape[1:])
     with Waiting(group):
-        _end(all_gather_of(group)(gathered, padded, _ALL_GATHER))
+        dist.all_gather_single(gathered, padded, group=group)
     parts = gathered.split(longest)
     return torch.cat([part[:length] for part, length in zip(parts, num_slots_C)])
 

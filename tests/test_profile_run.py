@@ -108,13 +108,12 @@ def exit_of(
     said = io.StringIO()
     arguments = ["profile_run", *SMALL, *options]
     with (
-        pytest.MonkeyPatch.context() as changed,
+        contextlib.chdir(folder),
         contextlib.redirect_stderr(said),
         mock.patch.object(sys, "argv", arguments),
         mock.patch.dict(os.environ, environment, clear=bool(environment)),
         pytest.raises(SystemExit) as ended,
     ):
-        changed.chdir(folder)
         main()
     return ended.value.code, said.getvalue()
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial
 from unittest import mock
 
 import torch
@@ -38,7 +37,7 @@ def fake_world(num_ranks: int) -> Iterator[None]:
         def hosts(thing: object, group: dist.ProcessGroup | None) -> list[str]:
             return [f"node {rank // RANKS_PER_NODE}" for rank in range(num_ranks)]
 
-        change(comm, "all_to_all_of", lambda group: partial(_all_to_all, group))
+        change(dist.ProcessGroup, "all_to_all_single", _all_to_all_single)
         change(layout, "timeout_of", lambda group: timedelta(minutes=1))  # a fake group has none
         change(layout, "gather_objects", hosts)
         # As NCCL does: by pairs is for gloo between hosts.
@@ -49,7 +48,7 @@ def fake_world(num_ranks: int) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def _all_to_all(
+def _all_to_all_single(
     group: dist.ProcessGroup, arrived: Tensor, sent: Tensor, arrived_C: Sequence[int], *rest: object
 ) -> None:
     """In place of the fake group's own, which refuses to make rows of none: what comes in equal
