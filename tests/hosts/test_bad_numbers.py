@@ -54,6 +54,22 @@ def _experts(engine: Any) -> list[float]:
     return [float(each.double().sum()) for stack in stacks for each in stack]
 
 
+def _step(engine: Any, rank: int, step: int, what: str) -> Tensor:
+    """Take a step; in the bad one this rank has no numbers where ``what`` says. Its loss."""
+    begun_s, spoilt = time.monotonic(), what if step == BAD_STEP else ""
+    hooks = []
+    if spoilt == "logits":
+        gate = engine.module.model.layers[1].mlp.gate
+        hooks.append(gate.register_forward_hook(_spoil))
+    loss = loss_of(engine, micro_batch(step, rank))
+    for hook in hooks:
+        hook.remove()
+    engine.backward(loss * torch.inf if spoilt == "loss" else loss)
+    engine.step()
+    assert time.monotonic() - begun_s < SOON_S
+    return loss
+
+
 class Told(NamedTuple):
     """By one rank.
 
@@ -85,17 +101,7 @@ def trained(rank: int, world_size: int, job: Job, what: str, bad: int) -> Told:
         for step in range(BAD_STEP + 3):
             own = _dense(engine)
             before = [each.detach().clone() for each in own]
-            begun_s, is_bad = time.monotonic(), step == BAD_STEP and rank == bad
-            hooks = []
-            if is_bad and what == "logits":
-                gate = engine.module.model.layers[1].mlp.gate
-                hooks.append(gate.register_forward_hook(_spoil))
-            loss = loss_of(engine, micro_batch(step, rank))
-            for hook in hooks:
-                hook.remove()
-            engine.backward(loss * torch.inf if is_bad and what == "loss" else loss)
-            engine.step()
-            assert time.monotonic() - begun_s < SOON_S
+            loss = _step(engine, rank, step, what if rank == bad else "")
             assert all(p.isfinite().all() for p in engine.module.parameters()), step
             assert step == BAD_STEP or bool(loss.isfinite())
             changed.append(any(not torch.equal(p, old) for p, old in zip(own, before)))
@@ -138,17 +144,7 @@ def left_by_steps(rank: int, world_size: int, job: Job, what: str) -> tuple[tupl
         named = dict(engine.module.named_parameters())
         dense = _dense(engine)
         before = [each.detach().clone() for each in dense]
-        begun_s, is_bad = time.monotonic(), step == BAD_STEP and rank == 0
-        hooks = []
-        if is_bad and what == "logits":
-            gate = engine.module.model.layers[1].mlp.gate
-            hooks.append(gate.register_forward_hook(_spoil))
-        loss = loss_of(engine, micro_batch(step, rank))
-        for hook in hooks:
-            hook.remove()
-        engine.backward(loss * torch.inf if is_bad and what == "loss" else loss)
-        engine.step()
-        assert time.monotonic() - begun_s < SOON_S
+        _step(engine, rank, step, what if rank == 0 else "")
         experts = [each for name, each in named.items() if ".experts." in name]
         found.append(
             Left(
