@@ -20,7 +20,8 @@ find_python() {
 }
 
 install() {
-  local pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
+  # Most of what is installed is never imported; the rest is compiled where it first is.
+  local pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile)
   echo "environment: installing launch/requirements.txt into .venv (minutes, the first time)"
   # DeepSpeed looks for torch while it is being built, so torch comes first; a torch that is
   # there already may be the CPU or CUDA build that the user chose.
@@ -46,6 +47,8 @@ if [[ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]]; then
   echo "$wanted" >"$stamp"
 fi
 export PATH="$PWD/.venv/bin:$PATH"
+
+unset PYTHONDONTWRITEBYTECODE # with it each of some hundred processes compiles all modules anew
 
 num_gpus=0
 if [[ "${CUDA_VISIBLE_DEVICES-all}" != "" ]] && command -v nvidia-smi >/dev/null; then

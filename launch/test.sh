@@ -5,8 +5,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
 
-unset PYTHONDONTWRITEBYTECODE # with it each of some hundred processes compiles all modules anew
-
 failed=()
 check() {
   echo "== $*"
