@@ -20,7 +20,8 @@ find_python() {
 }
 
 install() {
-  # Most of what is installed is never imported; the rest is compiled where it first is.
+  # pip compiles all on one core, of which most is never imported; what is, mostly, is compiled
+  # below, and the rest where it is first imported.
   local pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile)
   echo "environment: installing launch/requirements.txt into .venv (minutes, the first time)"
   # DeepSpeed looks for torch while it is being built, so torch comes first; a torch that is
@@ -30,6 +31,8 @@ install() {
   fi
   "${pip[@]}" -r launch/requirements.txt
   "${pip[@]}" --no-deps -e .
+  (cd .venv/lib/python3*/site-packages && ../../../bin/python -m compileall -q -j 0 \
+    torch sympy deepspeed megatron || true)
 }
 
 # DeepSpeed compiles small C++ extensions at run time.
