@@ -87,13 +87,13 @@ def _bad_loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 @contextlib.contextmanager
 def spoilt(training: Training, what: str) -> Iterator[None]:
-    """The logits of the second layer's router, or the loss, are no numbers on this rank."""
+    """The logits of the last router here, or the loss, are no numbers on this rank."""
     if what == "loss":
         with mock.patch.object(megatron_jobs, "_loss", _bad_loss):
             yield
         return
     (layers,) = (m for n, m in training.chunks[0].named_modules() if n.endswith("decoder.layers"))
-    router = layers[1].mlp.router
+    router = layers[-1].mlp.router
     stock = router.gating
     with mock.patch.object(router, "gating", lambda given: stock(given) * torch.nan):
         yield
@@ -126,16 +126,22 @@ def _bad_scores(training: Training) -> BadScores | None:
 
 
 def trained(
-    rank: int, world_size: int, run: MegatronRun, settings: dict[str, Any] | None, what: str
+    rank: int,
+    world_size: int,
+    run: MegatronRun,
+    settings: dict[str, Any] | None,
+    what: str,
 ) -> Told:
-    """Train past a step of bad numbers."""
+    """Train past a step of bad numbers: on the last rank, which has the last stage, where models
+    are divided; else on the first."""
+    bad_rank = world_size - 1 if run.tp * run.pp > 1 else 0
     with megatron(run, settings):
         training = Training(run)
         _watch_scores(training)
         steps = []
         for step in range(NUM_STEPS):
             begun_s = time.monotonic()
-            if step == BAD_STEP and rank == 0:
+            if step == BAD_STEP and rank == bad_rank:
                 with spoilt(training, what):
                     loss = training.compute(step)
             else:
@@ -171,6 +177,14 @@ def _num_finite_experts(told: list[Told]) -> list[int]:
     return [sum(one.num_experts for one in step) for step in zip(*(one.steps for one in told))]
 
 
+def _check_same_are_numbers(ours: list[Told], theirs: list[Told]) -> None:
+    """At the end, of all weights."""
+    found, expected = (merged([one.weights for one in told]) for told in (ours, theirs))
+    assert found.keys() == expected.keys()
+    for piece, weight in expected.items():
+        assert torch.equal(found[piece].isfinite(), weight.isfinite()), piece
+
+
 KINDS = [
     (name, dtype, optimizer, what)
     for name in STRATEGIES
@@ -201,10 +215,7 @@ def test_it_is_as_without_us(name: str, dtype: str, optimizer: Any, what: str) -
         assert own[:3] == pytest.approx(its[:3], rel=rel, nan_ok=True)
         assert own.num_dense == its.num_dense
     assert _num_finite_experts(ours) == _num_finite_experts(theirs)
-    found, expected = (merged([one.weights for one in told]) for told in (ours, theirs))
-    assert found.keys() == expected.keys()
-    for piece, weight in expected.items():
-        assert torch.equal(found[piece].isfinite(), weight.isfinite()), piece
+    _check_same_are_numbers(ours, theirs)
     assert {one.scale for one in ours} == {one.scale for one in theirs}
     is_skipped = dtype == "float16"
     taken = [each.is_taken for each in ours[0].steps]
@@ -214,6 +225,40 @@ def test_it_is_as_without_us(name: str, dtype: str, optimizer: Any, what: str) -
         assert _first(ours) == BadScores(BAD_STEP, layer=1, rank=0)
     else:  # weights are no numbers in the step behind it
         assert _first(ours) == (None if is_skipped else BadScores(BAD_STEP + 1, layer=0, rank=0))
+
+
+@pytest.mark.parametrize("what", ["logits", "loss"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("layout", ["tp", "pp"])
+@pytest.mark.parametrize("name", [slow(name) for name in STRATEGIES if name != "zebra"])
+def test_it_is_as_without_us_beside_tensor_and_pipeline_parallelism(
+    name: str, layout: str, dtype: str, what: str
+) -> None:
+    sizes = {"tp": 2, "etp": 1, "ep": 4} if layout == "tp" else {"pp": 2}
+    run = replace(RUN, **sizes, dtype=dtype, optimizer="distributed")
+    run = replace(run, stepping=SCALED) if dtype == "float16" else run
+    ours = pool_of(4).run(trained, run, block(name), what)
+    theirs = stock(4, run, what)
+    rel = 1e-5 if dtype == "float32" else 2e-2
+    for own, its in zip(ours, theirs, strict=True):
+        for one, other in zip(own.steps, its.steps, strict=True):
+            assert one[:3] == pytest.approx(other[:3], rel=rel, nan_ok=True)
+            assert one.num_dense == other.num_dense
+    _check_same_are_numbers(ours, theirs)
+    assert _num_finite_experts(ours) == _num_finite_experts(theirs)
+    assert {one.scale for one in ours} == {one.scale for one in theirs}
+    is_skipped = dtype == "float16"
+    for each in ours:
+        taken = [step.is_taken for step in each.steps]
+        assert taken == [not (is_skipped and step == BAD_STEP) for step in range(NUM_STEPS)]
+    first = _first(ours)
+    if what == "logits":
+        num_layers_here = 1 if layout == "pp" else 2
+        assert first == BadScores(BAD_STEP, layer=num_layers_here - 1, rank=3)
+    elif is_skipped:
+        assert first is None
+    else:  # weights are no numbers in the step behind it
+        assert first is not None and first[:2] == (BAD_STEP + 1, 0), first
 
 
 def told_and_recorded(
