@@ -335,6 +335,7 @@ def test_makespans(degree: int, has_slice: int, seconds: Seconds) -> None:
     )
 
 
+@pytest.mark.slow
 def test_makespans_of_ten_thousand_layers() -> None:
     """Quarters of seconds, so that sums are exact; every degree, with and without a slice."""
     rng = np.random.default_rng(0)

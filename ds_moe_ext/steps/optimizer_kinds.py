@@ -62,12 +62,16 @@ class Stepping:
         sharding: how ZeRO cuts them, for a person; empty where it does not.
         splitting: how a cell's ranks split experts, likewise.
         by_elements: who needs states to have a part for each element, likewise.
+        in_turns: who steps the weights of a group part by part, likewise.
+        has_masters: the optimizer itself keeps weights in 32 bits.
     """
 
     optimizer: Optimizer
     sharding: str = ""
     splitting: str = ""
     by_elements: str = ""
+    in_turns: str = ""
+    has_masters: bool = False
 
     @property
     def kind(self) -> str:
@@ -116,6 +120,20 @@ def _keeps_rows(given: Stepping) -> str:
     return f"the optimizer is {given.kind}, and {given.by_elements}" if keeps else ""
 
 
+def _is_apexs_adam(given: Stepping) -> bool:
+    return given.kind == "FusedAdam" and given.source[0].startswith("apex.")
+
+
+def _keeps_copies(given: Stepping) -> str:
+    keeps = _is_apexs_adam(given) and given.has_masters and given.by_elements
+    return f"apex's FusedAdam has master_weights, and {given.by_elements}" if keeps else ""
+
+
+def _counts_by_group(given: Stepping) -> str:
+    counts = _is_apexs_adam(given) and given.in_turns
+    return f"the optimizer is apex's FusedAdam, and {given.in_turns}" if counts else ""
+
+
 def _names(*kinds: set[str]) -> str:
     return ", ".join(sorted(set[str]().union(*kinds)))
 
@@ -153,6 +171,20 @@ OPTIMIZERS = (
         _keeps_rows,
         "it keeps states of rows and columns, which have no part for each element",
         "use an optimizer such as AdamW, or ep in plain PyTorch",
+    ),
+    Refusal(
+        "apex's FusedAdam with master_weights",
+        _keeps_copies,
+        "it keeps copies of the weights that it was made with, and not of those that a rank has",
+        "use it without master_weights (bf16, fp16 and ZeRO keep weights in 32 bits), or "
+        "torch.optim.AdamW",
+    ),
+    Refusal(
+        "apex's FusedAdam at ZeRO 3",
+        _counts_by_group,
+        "it counts its steps by groups, and ZeRO 3 steps the dense weights of a group and its "
+        "experts one after the other",
+        "use optimizer.type AdamW of DeepSpeed's JSON, torch.optim.AdamW, or ZeRO stage 0 to 2",
     ),
 )
 

@@ -83,6 +83,7 @@ def test_plan_copies() -> None:
     assert "with copies: the busiest rank computes 1.39 times the mean" in printed
 
 
+@pytest.mark.slow
 def test_price_my_model() -> None:
     printed = printed_by("bash", "examples/price_my_model.sh", "--strategies", "ep,fssdp")
     assert "my_model: 10.2 billion weights, 24 layers of 64 experts" in printed

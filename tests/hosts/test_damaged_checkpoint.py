@@ -193,7 +193,7 @@ def swapped(into: Path, other: Path, name: str) -> None:
         shutil.copy(other / name, into / name)
 
 
-@pytest.mark.parametrize("layout", [MOVED, ROLES, slow(ep(2, 0)), slow(ep(2, 2))], ids=str)
+@pytest.mark.parametrize("layout", [MOVED, slow(ROLES), slow(ep(2, 0)), slow(ep(2, 2))], ids=str)
 def test_parts_of_two_saves_are_refused(layout: Layout, tmp_path: Path) -> None:
     """Of another step of the run, and of the same step of another run; also where there are no
     checksums, by the id of the save."""

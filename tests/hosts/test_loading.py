@@ -71,10 +71,12 @@ def test_plain_import_attaches(code: str, tmp_path: Path) -> None:
     assert attached(tmp_path, code, **OFF_IN_TORCH) == ["True True"]
 
 
+@pytest.mark.slow
 def test_plain_import_may_be_switched_off_too(tmp_path: Path) -> None:
     assert attached(tmp_path, "import deepspeed, ds_moe_ext", **OFF) == ["False False"]
 
 
+@pytest.mark.slow
 def test_run_module_runs_a_script_as_python_does(tmp_path: Path) -> None:
     """Arguments, ``__main__``, modules beside it, and its exit code are the script's own."""
     (tmp_path / "beside.py").write_text("value = 7")
@@ -99,6 +101,7 @@ def test_run_module_without_a_script_says_how(tmp_path: Path) -> None:
     assert "usage: python -m ds_moe_ext.run SCRIPT" in printed
 
 
+@pytest.mark.slow
 def test_accelerate_goes_without_deepspeed(tmp_path: Path) -> None:
     """Ours is installed, DeepSpeed is not."""
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['deepspeed'] = None")

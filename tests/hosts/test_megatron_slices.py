@@ -206,7 +206,7 @@ def _dense_elements(one: Sliced) -> int:
     return sum(w.numel() for name, w in one.weights.items() if ".experts." not in name)
 
 
-@OPTIMIZERS
+@pytest.mark.parametrize("optimizer", [slow("ddp"), "distributed"])
 def test_two_ranks_train_as_without(optimizer: str) -> None:
     run = with_optimizer(RUN, optimizer)
     found = check(2, run)

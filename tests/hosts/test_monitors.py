@@ -177,6 +177,7 @@ def test_scalars_come_to_deepspeeds_monitors(tmp_path: Path) -> None:
         assert [v for _, v in ours] == pytest.approx([v for _, v in values], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_monitor_that_fails_warns_once_and_changes_nothing(tmp_path: Path) -> None:
     where = {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"}
     job = Job(  # which plans by nothing that it has measured

@@ -53,16 +53,21 @@ class Lamb(torch.optim.Optimizer):
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """As apex's: steps are counted in each group, and states have none."""
+    """As apex's: steps are counted in each group, and states have none; what it goes through, it
+    pairs with lists that it made at first."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8})
+        groups = self.param_groups
+        self.param_groups_master = [{"params": [None for _ in own["params"]]} for own in groups]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
+        for group, masters in zip(self.param_groups, self.param_groups_master):
+            if not group["params"]:
+                continue
             count = group["step"] = group.get("step", 0) + 1
-            for weight in group["params"]:
+            for weight, _ in zip(group["params"], masters["params"]):
                 if weight.grad is None:
                     continue
                 state = self.state[weight]
@@ -184,6 +189,27 @@ def test_apexs_adam_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert resumed.losses == whole.losses[2:]
 
 
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(optimizer="object", stage=0, steps=3, strategy="fssdp", keys=MOVING),
+        Job(optimizer="callable", stage=0, steps=3, dtype="bfloat16"),
+        slow(Job(optimizer="object", stage=0, steps=3, dtype="bfloat16")),
+        slow(Job(optimizer="object", stage=1, steps=3)),
+    ],
+)
+def test_apexs_adam_steps_all_weights(job: Job) -> None:
+    """Before, weights that it had not seen when it was made stayed as they were: an expert's where
+    there are more than there were, and all experts' in bfloat16."""
+    ours: Result = pool_of(2).run(learnt_by, job, FusedAdam)[0]
+    stock: Result = pool_of(1).run(learnt_by, replace(job, block=False), FusedAdam)[0]
+    for name, start in jobs.model_of(job).state_dict().items():
+        moved, expected = (found.state[name].float() - start for found in (ours, stock))
+        assert moved.norm() == pytest.approx(float(expected.norm()), rel=0.1), name
+        if job.dtype == "float32":
+            assert (moved - expected).norm() < 1e-4 * expected.norm(), name
+
+
 def muon(rank: int, world_size: int, job: Job) -> Result | None:
     """DeepSpeed's own, by the JSON; not compiled, which takes a minute."""
 
@@ -233,6 +259,9 @@ def named(module: str, name: str, **options: Any) -> torch.optim.Optimizer:
 ZERO_1 = {"sharding": "zero_optimization.stage is 1"}
 SPLIT = {"splitting": "2 ranks split each expert (expert_sharding_size)"}
 SAVED = {"by_elements": "checkpoints have states by element"}
+ZERO_3 = {"in_turns": "zero_optimization.stage is 3"}
+MASTERS = {"has_masters": True}
+APEXS_ADAM = "apex.optimizers.fused_adam", "FusedAdam"
 DEEPSPEED = "deepspeed.runtime"
 
 
@@ -250,6 +279,12 @@ DEEPSPEED = "deepspeed.runtime"
         (named("torch.optim", "Adafactor"), SAVED, "states of rows and columns"),
         (named("torch.optim._muon", "Muon"), ZERO_1, "use ZeRO stage 0"),
         (named(f"{DEEPSPEED}.zero.muon.muon_optimizer", "MuonWithAuxAdam"), SPLIT, "2 ranks"),
+        (named(*APEXS_ADAM), ZERO_3, "stage is 3: it counts its steps by groups"),
+        (
+            named(*APEXS_ADAM),
+            SAVED | MASTERS,
+            "it keeps copies of the weights that it was made with",
+        ),
     ],
 )
 def test_what_would_do_another_thing_is_refused(optimizer: Any, how: Any, says: str) -> None:
@@ -261,7 +296,9 @@ def test_what_would_do_another_thing_is_refused(optimizer: Any, how: Any, says: 
 @pytest.mark.parametrize(
     ("optimizer", "how"),
     [
-        (named("apex.optimizers.fused_adam", "FusedAdam"), ZERO_1 | SPLIT | SAVED),
+        (named(*APEXS_ADAM), ZERO_1 | SPLIT | SAVED),
+        (named("deepspeed.ops.adam.fused_adam", "FusedAdam"), ZERO_3),
+        (named(*APEXS_ADAM), MASTERS),
         (named("apex.optimizers.fused_sgd", "FusedSGD"), ZERO_1 | SPLIT),
         (named("apex.optimizers.fused_lamb", "FusedLAMB", max_grad_norm=math.inf), SAVED),
         (named("timm.optim.lamb", "Lamb", max_grad_norm=None), SAVED),

@@ -136,7 +136,7 @@ def test_ten_steps_equal_the_undivided_model(world_size: int, case: Case, undivi
         assert ours.norms == pytest.approx(reference.norms, rel=1e-4)
 
 
-@pytest.mark.parametrize("stage", [slow(1), 3])
+@pytest.mark.parametrize("stage", [slow(1), slow(3)])
 def test_checkpoints_keep_every_ranks_part(stage: int, tmp_path: Path) -> None:
     """Dense weights have one name on all tensor parallel ranks, and other values."""
     case = Case(2, 2, sequence_parallel=stage == 1, stage=stage, folder=str(tmp_path))

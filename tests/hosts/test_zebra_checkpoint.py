@@ -135,7 +135,7 @@ def test_in_float32_nothing_has_happened(stage: int, tmp_path: Path) -> None:
     ("family", "dtype", "layout"),
     [
         ("mixtral", "float32", striped(2, 1, moved=[0, 1])),
-        ("gpt_moe", "bfloat16", striped(4, 2, 2, 2, moved=[1, 0])),
+        slow("gpt_moe", "bfloat16", striped(4, 2, 2, 2, moved=[1, 0])),
         slow("gpt_moe", "float32", striped(2, 0, **LAST)),
         slow("mixtral", "bfloat16", striped(4, 0)),
         slow("gpt_moe", "bfloat16", striped(4, 1, 3, 1)),
@@ -330,7 +330,7 @@ def test_weights_without_states(family: str, dtype: str, layout: Layout, argumen
             assert not torch.equal(got[key], expected[key])
 
 
-@pytest.mark.parametrize("stage", [slow(0), 2])
+@pytest.mark.parametrize("stage", [slow(0), slow(2)])
 def test_frozen_weights_come_back(stage: int, tmp_path: Path) -> None:
     """Of an expert rank all weights may be."""
     ours, theirs = striped(2, stage, moved=[0, 1]), ep(2, stage)

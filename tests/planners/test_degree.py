@@ -437,6 +437,7 @@ def test_the_solver_finds_the_best_degree() -> None:
     assert solved_degree(G5.in_backward(), 0.0, 8).degree == 3
 
 
+@pytest.mark.slow
 @settings(PROPERTY, max_examples=8)
 @given(layer_costs(), layer_costs(cells_are_even=True), SECONDS)
 def test_the_solver_is_never_better(any_costs: LayerCosts, even: LayerCosts, t: float) -> None:

@@ -355,9 +355,12 @@ def check_optimizer(engine: Any, optimizer: torch.optim.Optimizer) -> None:
             sharding=f"zero_optimization.stage is {stage}" if stage else "",
             splitting=split_by(cell_size),
             by_elements="checkpoints have states by element",
+            in_turns="zero_optimization.stage is 3" if stage == 3 else "",
+            has_masters=getattr(optimizer, "master_weights", False),
         )
         check_kind(stepping)
         parameter_groups.restore(engine, optimizer)
+        parameter_groups.pair_with_weights(optimizer)
         check_alike(run.blueprint, run.layers, optimizer)
 
 

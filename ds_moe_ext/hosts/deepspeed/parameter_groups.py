@@ -53,6 +53,15 @@ def restore(engine: Any, optimizer: torch.optim.Optimizer) -> None:
         optimizer.param_groups[:] = groups
 
 
+def pair_with_weights(optimizer: Any) -> None:
+    """apex's FusedAdam goes through its groups together with lists that it made when they were
+    others: what has no partner there would never be stepped."""
+    if hasattr(optimizer, "param_groups_master"):
+        groups = optimizer.param_groups
+        pairs = [{"params": [None] * len(group["params"])} for group in groups]
+        optimizer.param_groups_master = pairs
+
+
 def belongs_to_user(engine: Any, optimizer: Any) -> bool:
     """Whether it has the groups that the user made, the same on all ranks."""
     return optimizer is not None and optimizer is engine.client_optimizer
@@ -138,6 +147,7 @@ class Parted:
         """The optimizer's step, of the parts."""
         users, parts = self.users_groups(), self.param_groups
         self._optimizer.param_groups = parts
+        pair_with_weights(self._optimizer)
         try:
             return self._optimizer.step(*given, **named)
         finally:

@@ -157,6 +157,7 @@ class Attachment:
             by_elements=f"experts move (strategy {run.blueprint.settings.placing})"
             if moves
             else "",
+            has_masters=getattr(optimizer, "master_weights", False),
         )
         check_kind(stepping)
         check_alike(run.blueprint, run.layers, optimizer)
