@@ -212,7 +212,7 @@ def test_what_is_measured_is_told_and_chosen_by() -> None:
     assert "experts 9 s (std 500 ms) on an expert rank, 3 s (std 500 ms) on an att" in measured
     group = ZebraGroup(num_experts=4, num_layers=2, attention_ranks=1, expert_ranks=1)
     times = LayerTimes(attention_s=4, expert_s=9, expert_on_attention_s=3)
-    stripes = Stripes(num_stripes=2, num_tokens=32, head_s=2, top_k=2, width=32, element_bytes=4)
+    stripes = Stripes(num_stripes=2, num_tokens=32, head_s=2, top_k=2, row_bytes=128)
     before, after = (seconds_text(step_seconds(group, times, stripes, o)) for o in ((0, 0), (1, 2)))
     assert "leaves [1, 2] of the 4 experts that it has of each layer to" in chosen
     assert f"a step takes {after} in place of {before}, simulated (-" in chosen

@@ -81,13 +81,21 @@ class Case:
         """What zebra would take.
 
         Raises:
-            ValueError: as of ``price_zebra``.
+            ValueError: as of ``price_zebra``, or what does not go with it.
         """
         if self.training.parallel.is_any:
             raise ValueError("its roles go with no tensor, context or pipeline parallelism")
+        if self.hooks.transforms:
+            raise ValueError("its roles go with no transforms of rows")
         rows_LE = rows.rows_ILCE[-1].sum(axis=1)
-        passes = self.reached.passes
-        return price_zebra(self._mixed, self.shape, self.training, rows_LE, passes=passes)
+        return price_zebra(
+            self._mixed,
+            self.shape,
+            self.training,
+            rows_LE,
+            passes=self.reached.passes,
+            on_its_way=self._on_its_way(cell_size=1),
+        )
 
     def run(self, grid: Grid) -> DescribedRun:
         """The model on the cluster by one grid."""
