@@ -194,15 +194,13 @@ class DescribedRun:
         hardware, grid = self.hardware, self.grid
         copy, inter, intra = hardware.cell_links(grid.size, grid.cell_size)
         row_work = (1 + self.backward_rounds) * self.shape.expert_weights / grid.cell_size
-        # A node takes all parts of an expert in at its cards, a rank its own at its link.
-        parts = grid.cell_size if grid.size > hardware.ranks_per_node else 1
         row_s_C = self._row_s_C(row_work)
         return Pool(
             layers=tuple(range(len(self.shape.moe_layers))),
             prices=Prices(
                 row_s=float(row_s_C.mean()),
                 row_bytes=self._travelling.row.between,
-                copy_s=parts * self._travelling.copy / copy.bytes_per_s,
+                copy_s=self._travelling.copy / copy.bytes_per_s,
                 inter_bytes_per_s=inter.bytes_per_s,
                 intra_bytes_per_s=intra.bytes_per_s,
             ),

@@ -20,6 +20,7 @@ from ds_moe_ext.pricing.mixed_cluster import joined
 from ds_moe_ext.pricing.on_its_way import OnItsWay
 from ds_moe_ext.pricing.reached import Reached
 from ds_moe_ext.pricing.training_shape import Training
+from ds_moe_ext.steps.costs import Links
 from ds_moe_ext.strategies.fssdp import FullySharded
 from ds_moe_ext.strategies.prophet import ProProphet
 from ds_moe_ext.strategy import Plan
@@ -119,7 +120,10 @@ def test_rows_within_a_cell_have_a_weight_of_their_own() -> None:
 )
 def test_copies(grid: Grid, copy_s: float) -> None:
     hardware = cluster(ranks_per_node=4 if grid.world_size == 8 else 2)
-    assert run_on(grid, hardware).pool.prices.copy_s == pytest.approx(copy_s)
+    pool = run_on(grid, hardware).pool
+    assert pool.prices.copy_s == pytest.approx(copy_s)
+    # A run on a cluster that is described reckons likewise.
+    assert pool.copy_bytes / Links.of(hardware, grid).copy.bytes_per_s == pytest.approx(copy_s)
 
 
 def test_the_end_of_a_step() -> None:
