@@ -230,7 +230,10 @@ class Hardware:
         copy = self.copy_link(num_ranks)
         intra = self.intra or copy
         of_cell = replace(intra, bytes_per_s=cell_size * intra.bytes_per_s)
-        return CellLinks(copy, self.inter or copy, of_cell)
+        inter = self.inter or copy
+        # A node takes all parts of an expert in at its cards, a rank its own at its link.
+        parts = cell_size if num_ranks > self.ranks_per_node else 1
+        return CellLinks(replace(copy, bytes_per_s=copy.bytes_per_s / parts), inter, of_cell)
 
     def copy_link(self, num_ranks: int) -> Link:
         """The link that copies of weights wait for, over ``num_ranks`` ranks.
@@ -275,7 +278,7 @@ class CellLinks(NamedTuple):
     """What copies and rows travel over.
 
     Attributes:
-        copy: copies of weights.
+        copy: copies of weights, by what each rank of a cell has of them.
         inter: what one node sends to the others.
         intra: what one cell sends to the others of its node.
     """

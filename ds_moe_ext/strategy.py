@@ -53,6 +53,8 @@ class Pool:
         state_bytes: what goes with one to a new home: its weights as they are stepped, and two
             states of each, as Adam has; likewise.
         copy_latency_s: seconds until the first byte of a copy arrives.
+        copy_bytes: of a copy on its way, the mean of there and, as gradients, back; 0 where it is
+            ``expert_bytes``.
         cell_row_bytes: of a row within a cell; 0 where it is as between cells.
         row_bytes_per_s: what a cell receives in an exchange of rows, as measured; 0 until then.
         copy_bytes_per_s: likewise of copies, in steps that had some.
@@ -65,10 +67,23 @@ class Pool:
     expert_bytes: int = 0
     state_bytes: int = 0
     copy_latency_s: float = 0.0
+    copy_bytes: float = 0.0
     cell_row_bytes: float = 0.0
     row_bytes_per_s: float = 0.0
     copy_bytes_per_s: float = 0.0
     links: LinkPrices | None = None
+
+    @property
+    def travelling_bytes(self) -> float:
+        """Of a copy on its way, encoded or as it is."""
+        return self.copy_bytes or self.expert_bytes
+
+    @property
+    def copied_s(self) -> float:
+        """Seconds that a copy travels, but for its latency: as measured, else by links."""
+        if self.copy_bytes_per_s:
+            return self.travelling_bytes / self.copy_bytes_per_s
+        return self.prices.copy_s
 
     def copies_s(self, home: Placement, target: Placement, node_C: np.ndarray) -> float:
         """Seconds of the copies that a target has beside homes: on the mean cell, by who sends, if
@@ -76,13 +91,10 @@ class Pool:
         if target is home:
             return 0.0
         if self.links is None:
-            copied_s = self.prices.copy_s
-            if self.copy_bytes_per_s:
-                copied_s = self.expert_bytes / self.copy_bytes_per_s
             experts = busiest_link(home, home, target, node_C)
-            return self.copy_latency_s + experts * copied_s if experts else 0.0
+            return self.copy_latency_s + experts * self.copied_s if experts else 0.0
         transfers = gather_rounds(home, target, node_C, Cargo(self.expert_bytes))
-        each_s = self.links.copies_s_C(transfers, self.expert_bytes).tolist()
+        each_s = self.links.copies_s_C(transfers, self.travelling_bytes).tolist()
         return math.fsum(each_s) / len(each_s)
 
 

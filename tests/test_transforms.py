@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import ds_moe_ext
 from ds_moe_ext import testing
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.moe.codecs import Codec, Int8
@@ -36,6 +37,7 @@ from ds_moe_ext.strategies.prophet import ProProphet
 from ds_moe_ext.strategies.zebra import Zebra
 from ds_moe_ext.strategy import Job, Site, Strategy
 from ds_moe_ext.testing import TOLERANCE, Case, relative_error
+from tests.hosts import toy
 from tests.marks import slow
 from tests.ranks import pool_of
 from tests.test_hooks import InHalves
@@ -239,6 +241,46 @@ def test_an_expert_on_its_way_weighs_what_it_travels_as() -> None:
     assert copy_bytes(like, Codecs()) == plain
     assert copy_bytes(like, Codecs(weights=Int8())) == (coded + plain) / 2
     assert copy_bytes(like, Codecs(Int8(), Int8())) == coded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dithered(Int8):
+    """Rounds up or down by chance."""
+
+    def encode(self, rows_ND: Tensor) -> Tensor:
+        return super().encode(rows_ND + 0.01 * torch.rand_like(rows_ND))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seeded(Dithered):
+    """By the same chance each time."""
+
+    def encode(self, rows_ND: Tensor) -> Tensor:
+        with torch.random.fork_rng([]):
+            torch.manual_seed(0)
+            return super().encode(rows_ND)
+
+
+def _refused_at_start(rank: int, world_size: int) -> list[str]:
+    """What is said of codecs of copies, and of their gradients alone; nothing of those taken."""
+    told = []
+    for name, copies in ((Dithered, True), (Dithered, False), (Seeded, True)):
+        hook = {"type": f"{HERE}:{name.__name__}", "copies": copies, "copy_gradients": True}
+        block = {"enabled": True, "strategy": "fssdp", "hooks": [hook]}
+        model = toy.build("toy, two experts a layer")
+        try:
+            ds_moe_ext.attach(model, {**block, "report": {"enabled": False}})
+            told.append("")
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_copies_that_might_be_others_in_backward_are_refused_at_start() -> None:
+    for refused, *taken in pool_of(2).run(_refused_at_start):
+        assert refused.startswith("ds_moe_ext.hooks: Dithered(")
+        assert "encodes the same rows in two ways" in refused and "set 'copies' to false" in refused
+        assert taken == ["", ""]
 
 
 def layer_of(strategy: Strategy, world_size: int, hooks: Hooked) -> MoELayer:

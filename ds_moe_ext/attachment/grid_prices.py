@@ -17,9 +17,12 @@ from ds_moe_ext.attachment.host_layer import Found
 from ds_moe_ext.hardware import Hardware
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.loads.sources import read_loads
+from ds_moe_ext.moe.described_weight import on_its_way
+from ds_moe_ext.moe.hooks import NO_HOOKS, Hooked
 from ds_moe_ext.pricing.candidates import PRICED, Way, price_way
 from ds_moe_ext.pricing.described_run import DescribedRun
 from ds_moe_ext.pricing.model_shape import GATED, ModelShape
+from ds_moe_ext.pricing.on_its_way import OnItsWay
 from ds_moe_ext.pricing.reached import Reached
 from ds_moe_ext.pricing.training_shape import Training
 from ds_moe_ext.strategy import Strategy
@@ -52,6 +55,8 @@ def prices_of_cells(
     hardware: Hardware,
     sizes: Iterable[int],
     grid: Grid,
+    *,
+    hooks: Hooked = NO_HOOKS,
 ) -> list[CellsPrice]:
     """Prices of some numbers of cells, the lowest first; of equals the fewest cells. Pure.
 
@@ -61,6 +66,7 @@ def prices_of_cells(
         hardware: the cluster.
         sizes: numbers of cells.
         grid: with all ranks and the ranks of a cell.
+        hooks: by which rows and copies travel.
 
     Raises:
         ValueError: what the hardware file does not say.
@@ -70,6 +76,7 @@ def prices_of_cells(
     hardware = reached.of(replace(hardware, num_nodes=nodes))
     shape, number_type = _shape(found)
     training = Training(num_ranks=grid.world_size, length=TOKENS, number_type=number_type)
+    weights = _on_its_way(hooks, shape, number_type, grid.cell_size)
     rows_ILRE = _rows(grid.world_size, shape.num_experts, shape.top_k)
     prices = []
     for num_cells in sizes:
@@ -79,11 +86,23 @@ def prices_of_cells(
             training=training,
             grid=replace(grid, num_cells=num_cells),
             passes=reached.passes,
+            on_its_way=weights,
         )
         priced = price_way(Way("", strategy, run.grid), run, rows_ILRE)
         layers_s = priced.step_s - priced.mean("host_s")
         prices.append(CellsPrice(num_cells, float(f"{layers_s / LAYERS:.2e}")))
     return sorted(prices, key=lambda price: (price.layer_s, price.num_cells))
+
+
+def _on_its_way(
+    hooks: Hooked, shape: ModelShape, number_type: str, cell_size: int
+) -> OnItsWay | None:
+    """None, which is as in memory, where hooks cannot be asked: a run that starts does so on a CPU,
+    and its rows may yet be of another width."""
+    try:
+        return on_its_way(hooks, shape, number_type, cell_size)
+    except Exception:  # whatever a user's own raise
+        return None
 
 
 @lru_cache(maxsize=1)  # grids with and without split experts have the same
@@ -105,7 +124,9 @@ def _shape(found: Sequence[Found]) -> tuple[ModelShape, str]:
     first = found[0]
     matrices = [(shape, dtype) for _, shape, dtype, _ in first.expert if len(shape) > 1]
     weights = sum(prod(shape) for shape, _ in matrices)
-    width = min(min(shape) for shape, _ in matrices)
+    # The model's width is that of rows there and back, so that all matrices have it.
+    common = set(matrices[0][0]).intersection(*(shape for shape, _ in matrices))
+    width = min(common or matrices[0][0])
     shape = ModelShape(
         name=first.name,
         num_layers=LAYERS,

@@ -66,7 +66,8 @@ def grid_of(
     cell_size = _cell_size(settings, strategy, found, world_size)
     hardware, market = cluster.hardware, None
     if hardware is not None:
-        market = _Market(hardware, cache(partial(prices_of_cells, strategy, found, hardware)))
+        prices = partial(prices_of_cells, strategy, found, hardware, hooks=settings.hooks)
+        market = _Market(hardware, cache(prices))
     is_open, is_split = settings.expert_sharding_size is None and cell_size > 1, ""
     if is_open:
         is_split = f"{cell_size} ranks split each expert, those of a node"

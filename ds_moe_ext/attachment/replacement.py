@@ -27,6 +27,7 @@ from ds_moe_ext.hardware import Hardware, read_hardware
 from ds_moe_ext.layout import GRID, NODE_AXES, Grid, ParallelLayout, divisors
 from ds_moe_ext.moe import deep_ep
 from ds_moe_ext.moe.copies.layer_copies import in_order
+from ds_moe_ext.moe.copies.packing import check_repeats
 from ds_moe_ext.moe.copies.slab import Weights
 from ds_moe_ext.moe.expert import ExpertFunction
 from ds_moe_ext.moe.gate import RunRows
@@ -470,10 +471,19 @@ def _allow_copies(
             like = _like_none(blueprint.found[pool.layers[0]].expert, device)
         else:
             like = slot.parameters
+        _check_codec(blueprint, like, device)
         for each in hosted:
             each.routed.allow_copies(like)
     for _, stack in groupby(layers, key=lambda layer: layer.stack):
         in_order(layer.routed.copies for layer in stack if layer.routed.copies is not None)
+
+
+def _check_codec(blueprint: Blueprint, like: Weights, device: torch.device) -> None:
+    """Raises ValueError where copies of experts would not be the same each time they travel."""
+    try:
+        check_repeats(blueprint.settings.hooks.of_copies, like, device)
+    except ValueError as error:
+        raise ValueError(f"{BLOCK}.hooks: {error}") from error
 
 
 def _like_none(expert: ExpertShape, device: torch.device) -> Weights:

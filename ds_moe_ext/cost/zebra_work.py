@@ -39,7 +39,7 @@ class MoeModel:
     expert_width: int
     length: int
     kv_share: float = 1.0
-    element_bytes: int = 2
+    element_bytes: float = 2
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -68,7 +68,7 @@ class MoeModel:
         return self.top_k * self.expert_weights
 
     @property
-    def sent_bytes(self) -> int:
+    def sent_bytes(self) -> float:
         """Of a token's rows, one way."""
         return self.top_k * self.width * self.element_bytes
 

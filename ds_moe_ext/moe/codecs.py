@@ -82,14 +82,15 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, rows_ND: Tensor) -> Tensor:
-        """``[N, D]`` to what travels, ``[N, ...]`` of any type."""
+        """``[N, D]`` to what travels, ``[N, ...]`` of any type; the same rows as the same, for they
+        may be encoded again for backward."""
 
     @abstractmethod
     def decode(self, arrived_RB: Tensor, like_ND: Tensor) -> Tensor:
         """What arrived to ``[R, D]``, of the type and width of ``like``."""
 
     def encode_grad(self, rows_ND: Tensor) -> Tensor:
-        """As ``encode``, of gradients."""
+        """As ``encode``, of gradients, which travel once: it may round by chance."""
         return self.encode(rows_ND)
 
     def decode_grad(self, arrived_RB: Tensor, like_ND: Tensor) -> Tensor:

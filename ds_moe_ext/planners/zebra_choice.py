@@ -128,8 +128,7 @@ class Stripes:
         num_tokens: of a stripe, on one attention rank.
         head_s: of what is not in layers: embeddings, head and loss, of one stripe.
         top_k: rows of a token.
-        width: elements of a row.
-        element_bytes: of each.
+        row_bytes: of each on its way.
         link: of a rank's network card; None: rows take no time.
     """
 
@@ -137,8 +136,7 @@ class Stripes:
     num_tokens: int
     head_s: float
     top_k: int
-    width: int
-    element_bytes: int
+    row_bytes: float
     link: Link | None = None
 
 
@@ -212,10 +210,10 @@ def step_seconds(
             num_layers=group.num_layers,
             num_experts=group.num_experts,
             top_k=stripes.top_k,
-            width=stripes.width,
-            expert_width=stripes.width,  # of no effect: seconds are given
+            width=1,  # what is computed is given in seconds, and rows in bytes
+            expert_width=1,
             length=stripes.num_tokens,
-            element_bytes=stripes.element_bytes,
+            element_bytes=stripes.row_bytes,
         ),
         new=RankClass(
             attention_s=times.attention_s * share,

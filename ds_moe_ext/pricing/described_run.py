@@ -29,6 +29,7 @@ from ds_moe_ext.pricing.issue import HostTimes
 from ds_moe_ext.pricing.layer_seconds import TaskCosts
 from ds_moe_ext.pricing.memory import Activations, MemoryUse, activations, memory_use
 from ds_moe_ext.pricing.model_shape import ModelShape
+from ds_moe_ext.pricing.on_its_way import OnItsWay
 from ds_moe_ext.pricing.step_price import Conditions
 from ds_moe_ext.pricing.training_shape import MASTER_AND_STATES, Training
 from ds_moe_ext.strategy import Job, Pool
@@ -48,7 +49,7 @@ class DescribedRun:
         grid: of the ranks of a stage.
         passes: as of ``Reached``.
         host: what issuing takes; see ``HostTimes``.
-        on_its_way: what a row weighs as it travels; None: what it does in memory.
+        on_its_way: what rows and copies weigh as they travel; None: what they do in memory.
         mixed: clusters that it was joined of, where their devices are unlike (``mixed_cluster``),
             reckoned with likewise: each computes experts at its own speed.
 
@@ -62,7 +63,7 @@ class DescribedRun:
     grid: Grid
     passes: int = 16
     host: HostTimes = HOST_TIMES
-    on_its_way: RowBytes | None = None
+    on_its_way: OnItsWay | None = None
     mixed: tuple[Hardware, ...] = ()
 
     @property
@@ -177,8 +178,9 @@ class DescribedRun:
         return self.shape.width * self.training.element_bytes
 
     @property
-    def _travelling(self) -> RowBytes:
-        return self.on_its_way or RowBytes(self.row_bytes, self.row_bytes)
+    def _travelling(self) -> OnItsWay:
+        in_memory = OnItsWay(RowBytes(self.row_bytes, self.row_bytes), self.expert_bytes)
+        return self.on_its_way or in_memory
 
     @property
     def expert_bytes(self) -> int:
@@ -192,15 +194,13 @@ class DescribedRun:
         hardware, grid = self.hardware, self.grid
         copy, inter, intra = hardware.cell_links(grid.size, grid.cell_size)
         row_work = (1 + self.backward_rounds) * self.shape.expert_weights / grid.cell_size
-        # A node takes all parts of an expert in at its cards, a rank its own at its link.
-        parts = grid.cell_size if grid.size > hardware.ranks_per_node else 1
         row_s_C = self._row_s_C(row_work)
         return Pool(
             layers=tuple(range(len(self.shape.moe_layers))),
             prices=Prices(
                 row_s=float(row_s_C.mean()),
-                row_bytes=self._travelling.between,
-                copy_s=parts * self.expert_bytes / copy.bytes_per_s,
+                row_bytes=self._travelling.row.between,
+                copy_s=self._travelling.copy / copy.bytes_per_s,
                 inter_bytes_per_s=inter.bytes_per_s,
                 intra_bytes_per_s=intra.bytes_per_s,
             ),
@@ -208,7 +208,8 @@ class DescribedRun:
             expert_bytes=self.expert_bytes,
             state_bytes=MASTER_AND_STATES * self.shape.expert_weights // grid.cell_size,
             copy_latency_s=copy.latency_s,
-            cell_row_bytes=self._travelling.within,
+            copy_bytes=self._travelling.copy,
+            cell_row_bytes=self._travelling.row.within,
         )
 
     def _row_s_C(self, row_work: float) -> np.ndarray:
@@ -264,8 +265,8 @@ class DescribedRun:
                 LayerRows(
                     sent=even / grid.cell_size,
                     gathered=even,
-                    row_bytes=self._travelling.between,
-                    cell_row_bytes=self._travelling.within,
+                    row_bytes=self._travelling.row.between,
+                    cell_row_bytes=self._travelling.row.within,
                 ),
             )
             before = shape.layers_before(number)

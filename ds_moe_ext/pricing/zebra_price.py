@@ -25,6 +25,7 @@ from ds_moe_ext.pricing.described_run import DescribedRun
 from ds_moe_ext.pricing.memory import KEPT_DENSE, LOGIT_BYTES, RUNTIME
 from ds_moe_ext.pricing.mixed_cluster import joined
 from ds_moe_ext.pricing.model_shape import ModelShape
+from ds_moe_ext.pricing.on_its_way import OnItsWay
 from ds_moe_ext.pricing.training_shape import MASTER_AND_STATES, Training
 from ds_moe_ext.schedule.stripe_samples import default_stripes
 
@@ -109,6 +110,7 @@ def price_zebra(
     rows_LE: np.ndarray,
     *,
     passes: int,
+    on_its_way: OnItsWay | None = None,
 ) -> ZebraPrice:
     """A step in groups as large as can be.
 
@@ -118,6 +120,7 @@ def price_zebra(
         training: how it is trained.
         rows_LE: rows of a pass, of all ranks.
         passes: as of ``Reached``.
+        on_its_way: what rows weigh as they travel; None: what they do in memory.
 
     Raises:
         ValueError: no groups fit the ranks, or the model does not fit into memory.
@@ -137,8 +140,7 @@ def price_zebra(
             num_tokens=sides.tokens,
             head_s=(FORWARD + BACKWARD) * sides.tokens * sides.new.head_s / training.tokens,
             top_k=shape.top_k,
-            width=shape.width,
-            element_bytes=training.element_bytes,
+            row_bytes=on_its_way.row.between if on_its_way else sides.new.row_bytes,
             link=card_of(joined(clusters)),
         ),
         sides.memory(),

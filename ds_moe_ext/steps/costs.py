@@ -290,7 +290,7 @@ def _corrected(pool: Pool, found: Correction) -> Pool:
         return replace(pool, links=links)
     return replace(
         pool,
-        copy_bytes_per_s=speed * pool.expert_bytes / pool.prices.copy_s,
+        copy_bytes_per_s=speed * pool.travelling_bytes / pool.prices.copy_s,
         copy_latency_s=pool.copy_latency_s / speed,
         links=links,
     )
@@ -498,7 +498,7 @@ class Costs:
     ) -> Pool:
         links = self._links(pool, rows)
         expert = self._expert(pool)
-        expert_bytes, copy_bytes = bytes_of(expert), self._copies_of(pool).copy_bytes
+        copy_bytes = self._copies_of(pool).copy_bytes
         seen = sum((sums[layer] for layer in pool.layers), Seen())
         row_bytes, cell_row_bytes = self.layers[pool.layers[0]].routed.row_bytes
         num_ranks = self._layout.grid.world_size
@@ -515,12 +515,12 @@ class Costs:
                 intra_bytes_per_s=links.intra.bytes_per_s,
                 cards=links.cards,
             ),
-            expert_bytes=expert_bytes,
+            expert_bytes=bytes_of(expert),
             # Optimizers step narrow weights in 32 bits.
             state_bytes=KEPT * sum(w.numel() * max(w.element_size(), 4) for w in expert),
             copy_latency_s=links.copy.latency_s,
+            copy_bytes=copy_bytes,
             cell_row_bytes=cell_row_bytes,
             row_bytes_per_s=received_bytes / waited_s if waited_s else 0.0,
-            # Who asks links what copies take names an expert's bytes, however they travel.
-            links=replace(links.prices, copy_factor=copy_bytes / expert_bytes),
+            links=links.prices,
         )

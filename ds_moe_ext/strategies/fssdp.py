@@ -266,11 +266,10 @@ class FullySharded(Strategy):
         )
 
     def _move_costs(self, pool: Pool) -> MoveCosts:
-        copied_s = pool.prices.copy_s
-        if pool.copy_bytes_per_s:
-            copied_s = pool.expert_bytes / pool.copy_bytes_per_s
+        # By the links that copies take, but as it is: no codec rounds what is kept for good.
+        byte_s = pool.copied_s / pool.travelling_bytes
         return MoveCosts(
-            expert_s=pool.copy_latency_s + copied_s * pool.state_bytes / pool.expert_bytes,
+            expert_s=pool.copy_latency_s + byte_s * pool.state_bytes,
             num_steps=self.rhythm().shard_every,
         )
 
@@ -294,7 +293,7 @@ class FullySharded(Strategy):
     def describe(self, job: Job) -> str:
         degree_L, fits_L = self._overlap_degrees(job), self._copies_that_fit(job)
         window_L = np.array(job.window_s) * 1e3
-        speed = min(pool.expert_bytes / pool.prices.copy_s for pool in _measured(job))
+        speed = min(pool.travelling_bytes / pool.prices.copy_s for pool in _measured(job))
         told = (
             f"up to {_span(degree_L)} experts of a layer are copied (overlap_degree): weights "
             f"travel at {speed / 1e6:,.0f} MB/s, behind {_span(window_L, 'ms')} of attention; "
@@ -382,8 +381,8 @@ class FullySharded(Strategy):
             for layer in pool.layers:
                 degree_L[layer] = overlap_degree(
                     job.window_s[layer],
-                    bytes_per_s=pool.expert_bytes / pool.prices.copy_s,
-                    expert_bytes=pool.expert_bytes,
+                    bytes_per_s=pool.travelling_bytes / pool.prices.copy_s,
+                    expert_bytes=pool.travelling_bytes,
                     num_experts=job.homes[layer].num_experts,
                     latency_s=pool.copy_latency_s,
                 )

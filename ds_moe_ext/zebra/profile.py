@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ds_moe_ext.attachment.replacement import Blueprint, Finder
 from ds_moe_ext.cost.zebra_step import LayerTimes, ZebraShape
 from ds_moe_ext.cost.zebra_work import card_of
+from ds_moe_ext.moe.row_weight import row_bytes
 from ds_moe_ext.planners.asym_ea import VARIANTS, ZebraGroup
 from ds_moe_ext.planners.zebra_choice import (
     Choice,
@@ -242,14 +243,16 @@ class _Rehearsal:
         Raises:
             ValueError: the model does not fit.
         """
-        hardware = self.blueprint.hardware
+        hardware, hooks = self.blueprint.hardware, self.blueprint.settings.hooks
+        row_1D = torch.zeros(
+            1, seen.dense.width, dtype=seen.dense.row_dtype, device=self.training.scene.device
+        )
         stripes = Stripes(
             num_stripes=self.num_stripes,
             num_tokens=self.num_tokens,
             head_s=seen.dense.head_s,
             top_k=seen.dense.top_k,
-            width=seen.dense.width,
-            element_bytes=seen.dense.row_dtype.itemsize,
+            row_bytes=row_bytes(hooks, row_1D).between,
             link=None if hardware is None or hardware.inter is None else card_of(hardware),
         )
         squeeze = VARIANTS[self.profile.variant]

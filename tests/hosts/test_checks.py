@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from rich.console import Console
 
-from ds_moe_ext.cost.link_prices import Trip
+from ds_moe_ext.cost.link_prices import BARE, LinkPrices, Trip
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.moe.observation import Rows
 from ds_moe_ext.placement import Placement
@@ -28,9 +28,17 @@ from ds_moe_ext.report.record import RunRecord, TermRecord
 from ds_moe_ext.share import LocalElseHome
 from ds_moe_ext.steps import cost_checks
 from ds_moe_ext.steps.cost_checks import Checks, term_of
-from ds_moe_ext.steps.costs import CHECKED, STEPS, TRIED, Seen, exchange_s
+from ds_moe_ext.steps.costs import (
+    CHECKED,
+    STEPS,
+    TRIED,
+    Correction,
+    Seen,
+    _corrected,
+    exchange_s,
+)
 from ds_moe_ext.steps.training_run import terms_table
-from ds_moe_ext.strategy import Forecast, Job, Plan, Site
+from ds_moe_ext.strategy import ROWS_ALONE, Forecast, Job, Plan, Pool, Site
 
 HOMES = tuple(Placement.owned_by(np.array([0, 1]), 2) for _ in range(2))
 JOB = Job.at_start(HOMES, np.array([0, 0]))
@@ -208,6 +216,28 @@ def test_how_fast_copies_are(monkeypatch: pytest.MonkeyPatch) -> None:
         fakes.step(num_rows=1, seen=[FIRST, replace(SECOND, gather_s=8.0)])
         speeds.append(fakes.checks.correction and fakes.checks.correction.copy_speed)
     assert speeds == [None, None, pytest.approx(8 / 12), None, None, None]
+
+
+@pytest.mark.parametrize("copy_bytes", [0.0, 100.0])
+def test_copies_are_corrected_once_however_they_travel(copy_bytes: float) -> None:
+    """Plain ones weigh 400 bytes. Half as fast as was thought, they take twice as long, by links as
+    without."""
+    links = LinkPrices(near_bytes_per_s=10.0, far_bytes_per_s=10.0, node_bytes_per_s=10.0)
+    copy_s = (copy_bytes or 400.0) / 10.0
+    pool = Pool(
+        layers=(0,),
+        prices=replace(ROWS_ALONE, copy_s=copy_s),
+        expert_bytes=400,
+        copy_bytes=copy_bytes,
+        links=links,
+    )
+    (home, _), node_C = HOMES, np.array([0, 1])
+    everywhere = home.with_copies(np.ones_like(home.holds_EC))
+    found = _corrected(pool, Correction(0.5, BARE))
+    assert found.copy_bytes_per_s == pytest.approx(5.0)
+    for before, after in ((pool, found), (replace(pool, links=None), replace(found, links=None))):
+        assert before.copies_s(home, everywhere, node_C) == pytest.approx(copy_s)
+        assert after.copies_s(home, everywhere, node_C) == pytest.approx(2 * copy_s)
 
 
 def test_what_exchanges_take_besides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ds_moe_ext.attachment import grid_sizes
 from ds_moe_ext.attachment.expert_split import ways_to_split
 from ds_moe_ext.attachment.experts import find_registered
+from ds_moe_ext.attachment.grid_prices import _shape, prices_of_cells
 from ds_moe_ext.attachment.grid_sizes import Sized, grid_of
 from ds_moe_ext.attachment.host_layer import any_name
 from ds_moe_ext.attachment.launcher import ranks_on_this_node
@@ -24,11 +25,17 @@ from ds_moe_ext.attachment.priced_cluster import UNKNOWN, Cluster
 from ds_moe_ext.attachment.replacement import on_grid, told_homes
 from ds_moe_ext.hardware import Device, Flops, Hardware, Link, read_hardware, shipped_for
 from ds_moe_ext.hosts.huggingface import find
+from ds_moe_ext.layout import Grid
+from ds_moe_ext.moe.codecs import BFloat16, Codec, Int8
 from ds_moe_ext.moe.expert import ModuleExperts
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
+from ds_moe_ext.moe.hooks import Hooked
 from ds_moe_ext.moe.sharding import Along
 from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.settings import read_settings
+from ds_moe_ext.strategies.ep import ExpertParallel
+from ds_moe_ext.strategies.fssdp import FullySharded
+from ds_moe_ext.strategy import Strategy
 from tests.hosts import families, toy
 
 D, F = 6, 8
@@ -340,9 +347,9 @@ def test_each_grid_is_priced_once(
 ) -> None:
     priced = []
 
-    def prices_of_cells(*given: Any) -> Any:
+    def prices_of_cells(*given: Any, **named: Any) -> Any:
         priced.extend((size, given[4].cell_size) for size in given[3])
-        return one(*given)
+        return one(*given, **named)
 
     one = grid_sizes.prices_of_cells
     monkeypatch.setattr(grid_sizes, "prices_of_cells", prices_of_cells)
@@ -350,6 +357,52 @@ def test_each_grid_is_priced_once(
     why = chosen(32, 2, found=experts_of(32), **slow).why
     assert "expert_sharding_size is null" in why and "by what a layer costs" in why
     assert len(priced) == len(set(priced)) > 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForGpus(BFloat16):
+    """As kernels are that know no CPU."""
+
+    def encode(self, rows_ND: Tensor) -> Tensor:
+        assert rows_ND.is_cuda
+        return super().encode(rows_ND)
+
+
+def test_cells_are_priced_by_rows_and_copies_as_they_travel(tmp_path: Path) -> None:
+    hardware = read_hardware(described(tmp_path, intra=1e9, inter=1e9)["hardware"])
+    shapes = ("up", (4096, 1024)), ("down", (1024, 2048))
+    expert = tuple((name, shape, "torch.float32", True) for name, shape in shapes)
+    found = [replace(experts_of(16)[0], expert=expert)]
+
+    def layer_s(strategy: Strategy, *codecs: Codec) -> float:
+        grid, hooks = Grid(16, 1), Hooked(codecs=codecs)
+        (price,) = prices_of_cells(strategy, found, hardware, (16,), grid, hooks=hooks)
+        return price.layer_s
+
+    ep, fssdp = ExpertParallel(), FullySharded(overlap_degree=16, copies_per_rank=16)
+    assert 0.25 < layer_s(ep, Int8()) / layer_s(ep) < 0.5
+    assert layer_s(ep, ForGpus()) == layer_s(ep)
+    copies = Int8(dispatch=False, combine=False, copies=True, copy_gradients=True)
+    assert layer_s(fssdp, copies) < layer_s(fssdp)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "width", "expert_width"),
+    [
+        (((96, 64), (64, 48)), 64, 48),  # gate and up in one
+        (((64, 96), (48, 64)), 64, 48),  # and the other way round
+        (((512, 64), (64, 256)), 64, 256),
+        (((48, 64), (64, 48), (48, 64)), 48, 64),  # which of the two is not known
+    ],
+)
+def test_the_width_of_a_model_is_that_of_all_matrices_of_an_expert(
+    shapes: tuple[tuple[int, int], ...], width: int, expert_width: int
+) -> None:
+    expert = tuple(
+        (f"{number}", each, "torch.bfloat16", True) for number, each in enumerate(shapes)
+    )
+    shape, number_type = _shape([replace(experts_of(16)[0], expert=expert)])
+    assert (shape.width, shape.expert_width, number_type) == (width, expert_width, "bf16")
 
 
 H100 = shipped_for("NVIDIA H100 80GB HBM3")

@@ -47,6 +47,7 @@ class Case:
         seconds: that attention and expert ranks measure, in turn; None: what things take.
         free_bytes: of attention and expert ranks; None: what is there.
         bfloat16: the host will cast to it.
+        hooks: of the block.
     """
 
     job: Job = MIXTRAL
@@ -58,6 +59,7 @@ class Case:
     seconds: tuple[tuple[float, ...], tuple[float, ...]] | None = None
     free_bytes: tuple[int, int] | None = None
     bfloat16: bool = False
+    hooks: tuple[str, ...] = ()
 
     @property
     def job_with_keys(self) -> Job:
@@ -126,7 +128,9 @@ def profiled_on(rank: int, world_size: int, case: Case, num_ranks: int | None = 
 
     job = case.job_with_keys
     model = jobs.model_of(job)
-    settings, strategy = read_settings(jobs.document_of(job, world_size))
+    document = jobs.document_of(job, world_size)
+    document["ds_moe_ext"]["hooks"] = [*case.hooks]
+    settings, strategy = read_settings(document)
     assert strategy is not None
     blueprint = draw(settings, strategy, model, FINDERS, num_ranks or world_size)
     training = profile.Training(
@@ -212,10 +216,25 @@ def test_what_is_measured_is_told_and_chosen_by() -> None:
     assert "experts 9 s (std 500 ms) on an expert rank, 3 s (std 500 ms) on an att" in measured
     group = ZebraGroup(num_experts=4, num_layers=2, attention_ranks=1, expert_ranks=1)
     times = LayerTimes(attention_s=4, expert_s=9, expert_on_attention_s=3)
-    stripes = Stripes(num_stripes=2, num_tokens=32, head_s=2, top_k=2, width=32, element_bytes=4)
+    stripes = Stripes(num_stripes=2, num_tokens=32, head_s=2, top_k=2, row_bytes=128)
     before, after = (seconds_text(step_seconds(group, times, stripes, o)) for o in ((0, 0), (1, 2)))
     assert "leaves [1, 2] of the 4 experts that it has of each layer to" in chosen
     assert f"a step takes {after} in place of {before}, simulated (-" in chosen
+
+
+def _row_bytes(rank: int, world_size: int, case: Case) -> float:
+    from ds_moe_ext.zebra import profile
+
+    with mock.patch.object(profile, "choose_moved", wraps=profile.choose_moved) as chosen:
+        profiled_on(rank, world_size, case)
+    return float(chosen.call_args.args[2].row_bytes)
+
+
+def test_rows_weigh_what_they_travel_as() -> None:
+    """32 numbers in float32, or as int8."""
+    case = Case(seconds=((8.0, 10.0, 3.0), (9.0,)))
+    assert pool_of(2).run(_row_bytes, case) == [128, 128]
+    assert pool_of(2).run(_row_bytes, replace(case, hooks=("int8",))) == [36, 36]
 
 
 @pytest.mark.parametrize(("variant", "expected"), [("corrected", [0, 2]), ("printed", [2, 2])])

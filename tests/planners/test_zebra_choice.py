@@ -31,7 +31,7 @@ from tests.planners.plainly import PROPERTY
 
 GROUP = ZebraGroup(num_experts=6, num_layers=8, attention_ranks=1, expert_ranks=1)
 TIMES = LayerTimes(attention_s=3, expert_s=4, expert_on_attention_s=4)  # G1
-STRIPES = Stripes(num_stripes=16, num_tokens=128, head_s=0.0, top_k=2, width=32, element_bytes=2)
+STRIPES = Stripes(num_stripes=16, num_tokens=128, head_s=0.0, top_k=2, row_bytes=64)
 SECOND = Link(bytes_per_s=128 * 2 * 32 * 2)  # that the rows of a stripe take
 PLENTY = Memory(
     expert_bytes=1,

@@ -13,12 +13,17 @@ from ds_moe_ext.cost.row_bytes import RowBytes
 from ds_moe_ext.hardware import Device, Flops, Hardware, Link, Product, Products
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.pricing.candidates import copied_bytes
 from ds_moe_ext.pricing.described_run import DescribedRun
 from ds_moe_ext.pricing.memory import RUNTIME, MemoryUse
 from ds_moe_ext.pricing.mixed_cluster import joined
+from ds_moe_ext.pricing.on_its_way import OnItsWay
 from ds_moe_ext.pricing.reached import Reached
 from ds_moe_ext.pricing.training_shape import Training
+from ds_moe_ext.steps.costs import Links
+from ds_moe_ext.strategies.fssdp import FullySharded
 from ds_moe_ext.strategies.prophet import ProProphet
+from ds_moe_ext.strategy import Plan
 from tests.pricing.models import cluster, tiny
 
 # Of a layer: attention 4 x 4 x 4, router 4 x 4, norms 2 x 4; of an expert 3 x 4 x 8.
@@ -54,21 +59,49 @@ def test_rows() -> None:
     assert split.intra_bytes_per_s == 2 * 500
 
 
+PLAIN_ROWS, PLAIN_COPY = RowBytes(between=8.0, within=8.0), 2.0 * EXPERT
+
+
+def planned(row_bytes: float, copy_bytes: float, speed: float) -> tuple[DescribedRun, list[Plan]]:
+    """Prophet's plans where rows and copies weigh so much as they travel."""
+    rows_CE = np.array([[12, 3, 3, 3], [240, 9, 12, 18], [6, 15, 6, 27], [9, 240, 27, 3]])
+    way, home = OnItsWay(RowBytes(row_bytes, 8.0), copy_bytes), Placement.block(4, 4)
+    run = replace(run_on(Grid(4, 4), cluster(speed)), on_its_way=way)
+    job = run.job([home, home], run.memory(0))
+    plans = ProProphet().plan(replace(job, rows=(rows_CE, rows_CE), free_bytes=2**20))
+    return run, list(plans)
+
+
+def copies_of(plan: Plan) -> int:
+    return int((plan.target.holds_EC & ~plan.home.holds_EC).sum())
+
+
 def test_rows_that_travel_lighter_need_fewer_copies() -> None:
     """Prophet copies experts where rows are dear to send, and not where they weigh a quarter."""
-    rows_CE = np.array([[12, 3, 3, 3], [240, 9, 12, 18], [6, 15, 6, 27], [9, 240, 27, 3]])
-    home, num_copies = Placement.block(4, 4), []
-    for on_its_way in (None, RowBytes(between=8 / 4, within=8.0)):
-        run = replace(run_on(Grid(4, 4), cluster(1e5)), on_its_way=on_its_way)
-        job = run.job([home, home], run.memory(0))
-        (plan, *_) = ProProphet().plan(replace(job, rows=(rows_CE, rows_CE), free_bytes=2**20))
-        num_copies.append(int((plan.target.holds_EC & ~home.holds_EC).sum()))
-    assert num_copies == [6, 0]
+    plans = [planned(row_bytes, PLAIN_COPY, 1e5)[1] for row_bytes in (8.0, 8 / 4)]
+    assert [copies_of(first) for first, _ in plans] == [6, 0]
+
+
+def test_copies_that_travel_lighter_are_made_sooner_and_lie_in_memory_as_they_are() -> None:
+    """Where rows weigh a quarter copies pay again once they do too."""
+    (_, plain), (run, coded) = (planned(2.0, size, 1e5) for size in (PLAIN_COPY, PLAIN_COPY / 4))
+    assert [copies_of(first) for first, _ in (plain, coded)] == [0, 6]
+    most = [int((plan.target.holds_EC & ~plan.home.holds_EC).sum(axis=0).max()) for plan in coded]
+    assert copied_bytes(coded, run) == 2 * sum(most) * PLAIN_COPY  # gradients are as large
+
+
+def test_new_homes_cost_the_same_however_copies_travel() -> None:
+    """What moves is not encoded: weights in 32 bits and two states of each, over a node's cards."""
+    for copy_bytes in (PLAIN_COPY, PLAIN_COPY / 4):
+        run = replace(run_on(Grid(4, 4)), on_its_way=OnItsWay(PLAIN_ROWS, copy_bytes))
+        for pool in (run.pool, replace(run.pool, copy_bytes_per_s=200.0)):
+            costs = FullySharded()._move_costs(pool)
+            assert costs.expert_s == pytest.approx(12 * EXPERT / 200)
 
 
 def test_rows_within_a_cell_have_a_weight_of_their_own() -> None:
     plain = run_on(Grid(4, 2, 2))
-    coded = replace(plain, on_its_way=RowBytes(between=4.0, within=8.0))
+    coded = replace(plain, on_its_way=OnItsWay(RowBytes(between=4.0, within=8.0), EXPERT))
     rows = [np.full((2, 4), 30)] * 2
     (was, *_), (now, *_) = (run.pipelines(rows).layers for run in (plain, coded))
     assert now.costs.all_to_all != was.costs.all_to_all
@@ -87,7 +120,10 @@ def test_rows_within_a_cell_have_a_weight_of_their_own() -> None:
 )
 def test_copies(grid: Grid, copy_s: float) -> None:
     hardware = cluster(ranks_per_node=4 if grid.world_size == 8 else 2)
-    assert run_on(grid, hardware).pool.prices.copy_s == pytest.approx(copy_s)
+    pool = run_on(grid, hardware).pool
+    assert pool.prices.copy_s == pytest.approx(copy_s)
+    # A run on a cluster that is described reckons likewise.
+    assert pool.copy_bytes / Links.of(hardware, grid).copy.bytes_per_s == pytest.approx(copy_s)
 
 
 def test_the_end_of_a_step() -> None:

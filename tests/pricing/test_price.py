@@ -131,6 +131,24 @@ def test_rows_are_priced_as_they_travel(priced: Callable[..., str], files: Path)
     assert 0.5 < exposed_s[1] / exposed_s[0] < 0.8
 
 
+def test_copies_are_priced_as_they_travel(priced: Callable[..., str], files: Path) -> None:
+    """As int8, gate and up 16 times 36 bytes, down 32 times 12: 960 for the 1536 of an expert.
+    Where all cells have all experts nothing else travels."""
+    keys = {"expert_parallel_size": 4, "fssdp": {"overlap_degree": 4, "reshard_interval": 0}}
+    there = {"type": "int8", "dispatch": False, "combine": False, "copies": True}
+    exposed_s = []
+    for name, hooks in (("plain", []), ("coded", [{**there, "copy_gradients": True}])):
+        document = {**JOB, "ds_moe_ext": {**README, **keys, "hooks": hooks}}
+        (files / f"{name}.json").write_text(json.dumps(document))
+        asked = (f"{name}.json", *ASKED, "--strategies", "fssdp", "--loads", "zipf:1.2")
+        priced(*asked, "--json", f"{name}_out.json")
+        ways = json.loads((files / f"{name}_out.json").read_text())["ways"]
+        (own,) = (each for each in ways if each["strategy"] == "fssdp")
+        assert own["memory_bytes"]["copies"] == 2 * 2 * 3 * 1536  # as they are, and gradients
+        exposed_s.append(own["exposed_s"])
+    assert exposed_s[1] / exposed_s[0] == pytest.approx(960 / 1536, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("stage", "device", "share"),
     [(1, "none", 0.0), (1, "cpu", 1.0), (3, "cpu", 0.25)],  # a ratio is of stage 3 alone

@@ -8,7 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ds_moe_ext.cost.row_bytes import RowBytes
 from ds_moe_ext.hardware import Hardware, Link
+from ds_moe_ext.pricing.on_its_way import OnItsWay
 from ds_moe_ext.pricing.training_shape import Training
 from ds_moe_ext.pricing.zebra_price import price_zebra
 from tests.pricing.models import cluster, tiny
@@ -38,6 +40,19 @@ def test_two_stripes_of_one_layer() -> None:
     skewed_LE = np.array([[12, 0, 0, 36]])  # one expert rank has them all, whichever they are
     again = price_zebra([old, new], model, training, skewed_LE, passes=0)
     assert again.step_s == pytest.approx(price.step_s)
+
+
+def test_rows_that_weigh_a_quarter_are_rows_on_links_four_times_as_fast() -> None:
+    def step_s(bytes_per_s: float, on_its_way: OnItsWay | None = None) -> float:
+        link = Link(bytes_per_s=bytes_per_s)
+        clusters = [replace(one_rank(speed), inter=link) for speed in (1e6, 1e9)]
+        training = Training(num_ranks=2, length=TOKENS, hides_gradients=True)
+        price = price_zebra(clusters, tiny(), training, EVEN_LE, passes=0, on_its_way=on_its_way)
+        return price.step_s
+
+    quarter = OnItsWay(RowBytes(between=8 / 4, within=8.0), 0.0)
+    assert step_s(10.0, quarter) == pytest.approx(step_s(40.0))
+    assert step_s(10.0) > 1.1 * step_s(40.0)
 
 
 def test_what_cannot_be() -> None:

@@ -8,15 +8,17 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ds_moe_ext.commands.price.ways import BASE
-from ds_moe_ext.cost.row_bytes import RowBytes
 from ds_moe_ext.hardware import Hardware
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.loads.loads import Loads
 from ds_moe_ext.loads.sources import read_loads
+from ds_moe_ext.moe.described_weight import on_its_way
+from ds_moe_ext.moe.hooks import NO_HOOKS, Hooked
 from ds_moe_ext.pricing.candidates import PRICED, Priced, Refused
 from ds_moe_ext.pricing.described_run import DescribedRun
 from ds_moe_ext.pricing.mixed_cluster import joined
 from ds_moe_ext.pricing.model_shape import ModelShape
+from ds_moe_ext.pricing.on_its_way import OnItsWay
 from ds_moe_ext.pricing.reached import Reached
 from ds_moe_ext.pricing.training_shape import Training
 from ds_moe_ext.pricing.zebra_price import ZebraPrice, price_zebra
@@ -34,17 +36,17 @@ class Case:
         shape: of the model.
         training: how it is trained.
         reached: of datasheets.
-        on_its_way: what a row weighs as it travels; None: what it does in memory.
+        hooks: of its block, by which rows and copies travel.
 
     Raises:
-        ValueError: pipeline stages on unlike clusters.
+        ValueError: pipeline stages on unlike clusters, or hooks that make no rows of the model's.
     """
 
     clusters: tuple[Hardware, ...]
     shape: ModelShape
     training: Training
     reached: Reached = field(default_factory=Reached)
-    on_its_way: RowBytes | None = None
+    hooks: Hooked = NO_HOOKS
 
     def __post_init__(self) -> None:
         if self.training.parallel.pipeline > 1 and len(self._device_names) > 1:
@@ -52,6 +54,10 @@ class Case:
                 f"pipeline stages on {' and '.join(sorted(self._device_names))} are not priced; "
                 "give clusters of one device, or no pipeline parallelism"
             )
+        self._on_its_way(cell_size=1)  # so that hooks which do not fit are refused at once
+
+    def _on_its_way(self, cell_size: int) -> OnItsWay | None:
+        return on_its_way(self.hooks, self.shape, self.training.number_type, cell_size)
 
     @property
     def _device_names(self) -> set[str]:
@@ -75,13 +81,21 @@ class Case:
         """What zebra would take.
 
         Raises:
-            ValueError: as of ``price_zebra``.
+            ValueError: as of ``price_zebra``, or what does not go with it.
         """
         if self.training.parallel.is_any:
             raise ValueError("its roles go with no tensor, context or pipeline parallelism")
+        if self.hooks.transforms:
+            raise ValueError("its roles go with no transforms of rows")
         rows_LE = rows.rows_ILCE[-1].sum(axis=1)
-        passes = self.reached.passes
-        return price_zebra(self._mixed, self.shape, self.training, rows_LE, passes=passes)
+        return price_zebra(
+            self._mixed,
+            self.shape,
+            self.training,
+            rows_LE,
+            passes=self.reached.passes,
+            on_its_way=self._on_its_way(cell_size=1),
+        )
 
     def run(self, grid: Grid) -> DescribedRun:
         """The model on the cluster by one grid."""
@@ -91,7 +105,7 @@ class Case:
             training=self.training,
             grid=grid,
             passes=self.reached.passes,
-            on_its_way=self.on_its_way,
+            on_its_way=self._on_its_way(grid.cell_size),
             mixed=self._mixed,
         )
 

@@ -15,13 +15,13 @@ from ds_moe_ext.commands.price.files import write_json, write_trace
 from ds_moe_ext.commands.price.inputs import read_clusters, read_job, read_model, training_of
 from ds_moe_ext.commands.price.market_page import write_page
 from ds_moe_ext.commands.price.pays import told_of_scans
-from ds_moe_ext.commands.price.row_hooks import described_row_bytes
 from ds_moe_ext.commands.price.table import print_market
 from ds_moe_ext.commands.price.ways import EVERY, SEVERAL, Chosen, chosen_strategies, ways_of
 from ds_moe_ext.files.console import wide_console
 from ds_moe_ext.loads.loads import Loads
 from ds_moe_ext.pricing.candidates import Priced, Refused, price_way
 from ds_moe_ext.pricing.zebra_price import ZebraPrice
+from ds_moe_ext.settings import read_settings
 
 
 def price(given: argparse.Namespace) -> int:
@@ -41,8 +41,8 @@ def price(given: argparse.Namespace) -> int:
     }
     num_ranks = sum(each.num_ranks for each in clusters)
     training = training_of(asked, shape, num_ranks, sizes)
-    on_its_way = described_row_bytes(asked.document, shape.width, training)
-    case = Case(tuple(clusters), shape, training, on_its_way=on_its_way)
+    settings, _ = read_settings(asked.document)
+    case = Case(tuple(clusters), shape, training, hooks=settings.hooks)
     chosen = chosen_strategies(asked.document, given.strategies)
     to = wide_console()
     market = priced_market(case, given.loads, chosen, every_grid=given.grids == EVERY, to=to)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -51,6 +52,36 @@ def _rows(weight: Tensor) -> Tensor:
     """``[N, D]``."""
     weight = weight.detach()
     return weight[None] if weight.dim() == 1 else weight.flatten(0, -2)
+
+
+def check_repeats(codec: Codec | None, like: Weights, device: torch.device) -> None:
+    """A pass must have the same copies forward and backward, for which they may be encoded twice:
+    where they were freed in between, or layers run again.
+
+    Args:
+        codec: of copies.
+        like: weights of an expert, for their widths and types.
+        device: where they will be encoded.
+
+    Raises:
+        ValueError: it does not encode the same rows as the same.
+    """
+    for width, dtype in dict.fromkeys((weight.shape[-1], weight.dtype) for weight in like):
+        if codec is None:
+            return
+        drawn_ND = torch.randn(ASKED, width, generator=torch.Generator().manual_seed(0))
+        rows_ND = drawn_ND.to(device, dtype)
+        first, again = (codec.encode(rows_ND.clone()).contiguous() for _ in range(2))
+        if not torch.equal(first.view(torch.uint8), again.view(torch.uint8)):
+            raise ValueError(
+                f"{codec} has 'copies' and encodes the same rows in two ways, so that backward "
+                "might have other copies of experts than forward had; let encode give the same for "
+                "the same rows (no random numbers but those of a seed of its own), or set 'copies' "
+                "to false"
+            )
+
+
+ASKED = 8  # rows that a codec is to encode as the same
 
 
 class Codecs(NamedTuple):
