@@ -92,9 +92,8 @@ class Block(nn.Module):
 
 
 def register_as_the_page_says() -> None:
-    (section,) = re.findall(
-        r"^### Experts of your own$(.*?)^\*\*Adapters", PAGE.read_text(), re.M | re.S
-    )
+    _, _, behind = PAGE.read_text(encoding="utf-8").partition("### Experts of your own\n")
+    section, _, _ = behind.partition("\n## ")
     names = {**CLASSES, "torch": torch}
     for example in re.findall(r"```python\n(.*?)```", section, re.S):
         exec(example, names)
