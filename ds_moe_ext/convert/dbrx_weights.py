@@ -42,7 +42,8 @@ def model_of(document: Document) -> ListedModel:
         shapes=shapes | {each: (width, hidden) for own in pieces.values() for each in own},
         huggingface=HuggingFaceNames(same_names(dense) + files, (), lambda _: False),
         deepspeed=DeepSpeedNames(same_names(dense), tuple(apart), layers, "{layer}.w1.{slot}"),
-        unlike_megatron="attention whose queries, keys and values are clipped (clip_qkv)",
+        unlike_megatron="LayerNorm without biases, nor queries, keys and values that are "
+        "clipped (clip_qkv)",
     )
 
 

@@ -64,7 +64,7 @@ def decoder_of(model: AnyModel) -> Model:
     if isinstance(model, ListedModel):
         raise ValueError(
             f"a {model.family.value} model is converted between deepspeed and huggingface only: "
-            f"Megatron-core has no {model.unlike_megatron}"
+            f"Megatron-core has no {model.unlike_megatron}; choose these two forms"
         )
     assert isinstance(model, Model)
     return model

@@ -72,7 +72,7 @@ def model_of(document: Document) -> ListedModel:
         deepspeed=DeepSpeedNames(
             (*same_names(dense), *copies), tuple(apart), layers, "{layer}.wi.{slot}"
         ),
-        unlike_megatron="model of an encoder and a decoder with experts",
+        unlike_megatron="encoder and decoder with experts (its T5 has none)",
     )
 
 
