@@ -10,6 +10,7 @@ from ds_moe_ext import _autoload
 
 if TYPE_CHECKING:
     from ds_moe_ext.attachment.experts import ExpertsDescription, register_experts
+    from ds_moe_ext.attachment.stored_weights import InOne, OneEach, Stored
     from ds_moe_ext.hosts.deepspeed.export import full_state_dict
     from ds_moe_ext.hosts.plain.training_loop import attach
     from ds_moe_ext.moe.feed_forward import FeedForwardExperts
@@ -23,14 +24,17 @@ if TYPE_CHECKING:
     from ds_moe_ext.strategy import Destination, Job, Plan, Rhythm, Strategy, register
     from ds_moe_ext.version import __version__
 
-__all__ = ["ExpertsDescription", "FeedForwardExperts", "MoELayer", "attach", "forget"]
-__all__ += ["full_state_dict", "joined", "read_settings", "recorder_of", "register_experts", "use"]
+__all__ = ["attach", "forget", "full_state_dict", "joined", "read_settings", "recorder_of", "use"]
+# Experts and layers of one's own.
+__all__ += ["ExpertsDescription", "FeedForwardExperts", "InOne", "MoELayer", "OneEach", "Stored"]
+__all__ += ["register_experts"]
 # A strategy of one's own: what it is, what it is asked and answers, and the shares that are there.
 __all__ += ["Destination", "Job", "LocalElseHome", "NearestCopy", "Placement", "Plan", "Rhythm"]
 __all__ += ["Rule", "Share", "Strategy", "__version__", "register"]
 
 _NAMES = {
     "attachment.experts": ("ExpertsDescription", "register_experts"),
+    "attachment.stored_weights": ("InOne", "OneEach", "Stored"),
     "hosts.deepspeed.export": ("full_state_dict",),
     "hosts.plain.training_loop": ("attach",),
     "moe.feed_forward": ("FeedForwardExperts",),

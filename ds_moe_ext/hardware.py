@@ -205,7 +205,7 @@ class Hardware:
         _positive("num_nodes", self.num_nodes)
         _positive("ranks_per_node", self.ranks_per_node)
         for name in self.stands_for:
-            if not isinstance(name, str) or not name.strip():
+            if not name.strip():
                 raise ValueError(
                     f"stands_for has {name!r}; give names of devices as "
                     "torch.cuda.get_device_name tells them"

@@ -17,7 +17,7 @@ import operator
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 AUTOMATIC = "auto"  # what people write where null is meant
@@ -31,7 +31,8 @@ T = TypeVar("T")
 
 
 def read_record(cls: type[RecordT], values: Any, where: str) -> RecordT:
-    """A record from a JSON object, every value checked against its field's type.
+    """A record from a JSON object, every value checked against its field's type, in lists and
+    objects too.
 
     Args:
         cls: a dataclass; its fields may be records themselves.
@@ -81,9 +82,19 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         if is_record and (isinstance(value, Mapping) or len(options) == 1):
             return read_record(option, value, where)
         if _fits(option, value):
-            return _as_float(value) if option is float else value
+            return _as_float(value) if option is float else _within(option, value, where)
     wanted = " or ".join(_in_json(option) for option in options)
     raise ValueError(f"{where} is {value!r}, but must be {wanted}{_hint_for(value, options)}")
+
+
+def _within(option: Any, value: Any, where: str) -> Any:
+    """A value that fits, and what is in it if it is a list or an object whose type says of what."""
+    kinds = typing.get_args(option)
+    if isinstance(value, list) and kinds:
+        return [_value(kinds[0], each, f"{where}[{number}]") for number, each in enumerate(value)]
+    if isinstance(value, Mapping) and kinds:
+        return {key: _value(kinds[1], each, f"{where}[{key!r}]") for key, each in value.items()}
+    return value
 
 
 def _hint_for(value: Any, options: tuple[Any, ...]) -> str:
@@ -110,6 +121,8 @@ def _fits(option: Any, value: Any) -> bool:
         return any(type(c) is type(value) and c == value for c in typing.get_args(option))
     if isinstance(value, bool):
         return plain is bool
+    if isinstance(value, str):  # though it is a sequence
+        return plain is str
     if plain is float:
         return isinstance(value, (int, float))
     return isinstance(plain, type) and isinstance(value, plain)
@@ -121,6 +134,7 @@ _JSON_NAMES = {
     float: "a number",
     str: "a string",
     list: "a list",
+    Sequence: "a list",
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_moe_ext.patches.patch import Patch, apply_all
 
-VERSIONS = ">=5,<6"
+VERSIONS = ">=5.5,<6"
 TRAINER = "transformers.trainer:Trainer"
 
 

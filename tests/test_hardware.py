@@ -243,7 +243,7 @@ def product(**changed: float) -> dict[str, Any]:
         ({"inter": {"bytes_per_s": 1, "r_squared": 2}}, "r_squared is 2.0; it must be at most 1"),
         ({"num_nodes": 0}, "num_nodes is 0; it must be above 0"),
         ({"stands_for": "a GPU"}, "hardware.stands_for is 'a GPU', but must be a list"),
-        ({"stands_for": ["a GPU", 3]}, "stands_for has 3; give names of devices as torch.cuda"),
+        ({"stands_for": ["a GPU", 3]}, "stands_for[1] is 3, but must be a string"),
         ({"num_nodes": 1.5}, "hardware.num_nodes is 1.5, but must be an integer"),
         ({"device": {"name": "x", "memory_bytes": -4}}, "memory_bytes is -4; it must be above 0"),
         (

@@ -45,11 +45,12 @@ class ExpertsDescription:
 
     Attributes:
         num_experts: experts ``E``.
-        weight_names: its parameters, each with the experts as first dim, in the order that
-            ``function`` takes those of one expert.
-        function: ``(rows by slot, rows of each slot, weights) -> rows``.
-        kept_as: how the module keeps each of these weights, where that is not as one parameter of
-            the name with the experts as first dim; names are then ours.
+        weight_names: its parameters, each ``[E, ...]``, in the order that ``function`` takes those
+            of one expert.
+        function: ``(rows [R, D] by slot, rows of each slot, weights) -> rows [R, D]``.
+        kept_as: how the module keeps each of these weights (``InOne``, ``OneEach``), where that is
+            not as one parameter of the name, ``[E, ...]``; ``weight_names`` are then how a run and
+            its checkpoints call them.
         within: modules without weights that ``function`` calls, as dropout: they train and evaluate
             with the layer.
     """

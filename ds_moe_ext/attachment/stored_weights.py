@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a host keeps one weight of all experts of a layer: as one parameter, or one for each expert.
 
-Shape letter: E experts.
+Shape letters: E experts, U unused ones, F an expert's own first dim.
 """
 
 from __future__ import annotations
@@ -15,38 +15,45 @@ from torch import Tensor, nn
 
 
 class Stored(Protocol):
-    """Where a weight of all experts is in the host's module, and what it is called there."""
+    """Where a weight of all experts is in the host's module, and what it is called there.
+
+    ``InOne`` and ``OneEach`` are there; a class of one's own needs these methods. ``module`` is the
+    experts module that was registered, names are from it.
+    """
 
     def first(self, module: nn.Module) -> Tensor:
-        """Of the first expert."""
+        """The first expert's weight, ``[F, ...]``, apart from any graph."""
         ...
 
     def whole(self, module: nn.Module) -> Tensor:
-        """Of all experts, ``[E, ...]``, apart from any graph."""
+        """The weight of all experts, ``[E, F, ...]``, apart from any graph."""
         ...
 
     def of(self, module: nn.Module, expert: int) -> nn.Parameter:
-        """The parameter that has it of one expert."""
+        """The parameter that has it of one expert, maybe with that of others."""
         ...
 
     def place(self, module: nn.Module, expert: int) -> int | slice | None:
-        """Where the expert's lies in that parameter; None: it is all of it."""
+        """Where the expert's lies in the first dim of that parameter; None: it is all of it."""
         ...
 
     def exported(self, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors of the host's state, from those of all experts."""
+        """Names and tensors of the host's state, from the weight of all experts ``[E, F, ...]``."""
         ...
 
 
 @dataclass(frozen=True)
 class InOne(Stored):
-    """In one parameter, with the experts as first dim.
+    """In one parameter, with the experts as first dim: ``[E, F, ...]``, or ``[E + U, F, ...]``.
 
     Attributes:
-        name: of the parameter.
-        num_experts: that have a weight; None: as many as it has.
-        num_unused: more of them in the parameter, which nothing computes with: zeros in a state.
-        is_flat: the experts' own first dim follows theirs without a dim between: ``[E * F, ...]``.
+        name: of the parameter, dotted where it is of a module within.
+        num_experts: ``E``, that have a weight; None: as many as it has. Needed with the next two.
+        num_unused: ``U``, more of them behind these, which nothing computes with: zeros in a state.
+        is_flat: experts lie one below the other without a dim of their own: ``[E * F, ...]``.
+
+    Raises:
+        ValueError: the number of experts is not told where the parameter does not say it.
     """
 
     name: str
@@ -54,12 +61,19 @@ class InOne(Stored):
     num_unused: int = 0
     is_flat: bool = False
 
+    def __post_init__(self) -> None:
+        if self.num_experts is None and (self.num_unused or self.is_flat):
+            raise ValueError(
+                f"InOne({self.name!r}) does not say how many experts its parameter has a weight "
+                "of, which its shape does not tell with num_unused or is_flat; give num_experts"
+            )
+
     def first(self, module: nn.Module) -> Tensor:
         return self.whole(module)[0]
 
     def whole(self, module: nn.Module) -> Tensor:
         weight = module.get_parameter(self.name).detach()
-        if self.is_flat and self.num_experts is not None:
+        if self.is_flat and self.num_experts:
             weight = weight.unflatten(0, (self.num_experts, -1))
         return weight[: self.num_experts]
 
@@ -80,10 +94,11 @@ class InOne(Stored):
 
 @dataclass(frozen=True)
 class OneEach(Stored):
-    """One parameter for each expert.
+    """One parameter for each expert, ``[F, ...]``, all of one shape and type.
 
     Attributes:
-        names: of the parameters, by the experts' numbers.
+        names: of the parameters, in the order of the experts' numbers; dotted where they are of
+            modules within, as ``"0.up.weight"``.
     """
 
     names: tuple[str, ...]

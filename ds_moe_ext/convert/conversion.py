@@ -15,9 +15,10 @@ from rich.progress import Progress
 
 from ds_moe_ext.convert import deepspeed, huggingface, megatron, names
 from ds_moe_ext.convert.description import Document, document_of, model_of, read_document
+from ds_moe_ext.convert.listed_model import decoder_of
 from ds_moe_ext.convert.megatron_arguments import flags_of
 from ds_moe_ext.convert.megatron_arguments import model_of as model_of_arguments
-from ds_moe_ext.convert.model import Model
+from ds_moe_ext.convert.model import AnyModel
 from ds_moe_ext.convert.source import Pieces, Source
 from ds_moe_ext.convert.tables import Table, cells
 from ds_moe_ext.convert.target import Maker
@@ -52,7 +53,7 @@ class Asked:
     dtype: torch.dtype | None = None
 
 
-def convert(asked: Asked, console: Console) -> Model:
+def convert(asked: Asked, console: Console) -> AnyModel:
     """Write a checkpoint's weights in another form, and say what was done.
 
     Returns:
@@ -94,7 +95,7 @@ class _Opened:
     """
 
     source: Source
-    model: Model
+    model: AnyModel
     document: Document
     has_states: bool
 
@@ -121,7 +122,8 @@ def _open_deepspeed(asked: Asked, files: ExitStack) -> _Opened:
 def _open_megatron(asked: Asked, files: ExitStack) -> _Opened:
     folder = megatron.iteration_of(asked.source)
     document: Document = {} if asked.described is None else read_document(asked.described)
-    model = model_of(document) if document else model_of_arguments(megatron.arguments(folder))
+    told = megatron.arguments
+    model = decoder_of(model_of(document)) if document else model_of_arguments(told(folder))
     source = megatron.open_source(folder, model)
     return _Opened(source, model, document, megatron.has_optimizer(folder))
 
@@ -139,7 +141,7 @@ class _Way:
 
     is_here: Callable[[Path], bool]
     open: Callable[[Asked, ExitStack], _Opened]
-    table: Callable[[Model], Table]
+    table: Callable[[AnyModel], Table]
     write: Callable[[Path, Maker, Document], None]
 
 
@@ -147,17 +149,20 @@ _WAYS = {
     Form.MEGATRON: _Way(
         megatron.is_here,
         _open_megatron,
-        names.megatron,
+        lambda model: names.megatron(decoder_of(model)),
         lambda folder, maker, _: megatron.write(folder, maker),
     ),
     Form.DEEPSPEED: _Way(
         deepspeed.is_here,
         _open_deepspeed,
-        lambda model: names.deepspeed_module(model) + names.deepspeed_experts(model),
+        lambda model: names.in_deepspeed(model).module + names.in_deepspeed(model).experts,
         lambda folder, maker, _: deepspeed.write(folder, maker),
     ),
     Form.HUGGINGFACE: _Way(
-        huggingface.is_here, _open_huggingface, names.huggingface_files, huggingface.write
+        huggingface.is_here,
+        _open_huggingface,
+        lambda model: names.in_huggingface(model).files,
+        huggingface.write,
     ),
 }
 
@@ -196,13 +201,13 @@ def _tell(console: Console, asked: Asked, opened: _Opened) -> None:
     model = opened.model
     say(
         f"wrote {asked.target}: {model.family.value}, {model.num_layers} layers, "
-        f"{len(model.moe_layers)} of them with {model.experts.number} experts"
+        f"{model.num_moe_layers} of them with {model.num_experts} experts"
     )
     if opened.has_states:
         say("weights only: states of the optimizer, schedules and counters are not converted")
     if asked.goal is Form.MEGATRON:
         say("pretrain_gpt.py loads it with --ckpt-format torch_dist --load and")
-        for line in flags_of(model):
+        for line in flags_of(decoder_of(model)):
             say(f"  {line}")
     if asked.goal is Form.DEEPSPEED:
         say("an engine loads it with load_checkpoint(folder, load_module_only=True)")

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ds_moe_ext.attachment.dynamo import plain
 from ds_moe_ext.convert import dcp, names
-from ds_moe_ext.convert.model import Model, Shape, pieces
+from ds_moe_ext.convert.form_names import MASTER
+from ds_moe_ext.convert.model import AnyModel, Part, Shape, pieces
 from ds_moe_ext.convert.small_files import text_of
 from ds_moe_ext.convert.source import Source, Stored
 from ds_moe_ext.convert.tables import Cell, cells
@@ -30,7 +31,6 @@ from ds_moe_ext.hosts.deepspeed.layout_file import FOLDER, LAYOUT_FILE, SAVE, Sa
 
 LATEST = "latest"
 STATES = "mp_rank_00_model_states.pt"
-MASTER = "/master"
 TAG = "global_step0"
 
 
@@ -66,7 +66,7 @@ def tag_of(folder: Path) -> Path:
     return tag
 
 
-def open_source(tag: Path, model: Model) -> Source:
+def open_source(tag: Path, model: AnyModel) -> Source:
     """Its tensors. Experts are kept as the optimizer steps them, often wider than the model has
     them: they are given in the type that the routers have.
 
@@ -84,7 +84,8 @@ def open_source(tag: Path, model: Model) -> Source:
     dense = {plain(name): t for name, t in module.items() if isinstance(t, Tensor)}
     tensors = {name: Stored(tuple(t.shape), t.dtype, partial(_box, t)) for name, t in dense.items()}
     dtype = _dtype(model, dense, tag)
-    for cell in cells(model, names.deepspeed_experts(model)):
+    known = names.in_deepspeed(model)
+    for cell in cells(model, known.experts):
         kept = stored.tensors.get(cell.name)
         if kept is None:
             continue
@@ -94,13 +95,12 @@ def open_source(tag: Path, model: Model) -> Source:
         else:
             shape, read = tuple(kept.size), partial(stored.read, cell.name)
         tensors[cell.name] = Stored(shape, dtype, read)
-    table = names.deepspeed_module(model) + names.deepspeed_experts(model)
-    return Source(str(tag), tensors, (table,), zeros=names.ZERO_UNDER_DEEPSPEED)
+    return Source(str(tag), tensors, (known.module + known.experts,), zeros=known.zeros)
 
 
-def _dtype(model: Model, dense: Mapping[str, Tensor], tag: Path) -> torch.dtype:
+def _dtype(model: AnyModel, dense: Mapping[str, Tensor], tag: Path) -> torch.dtype:
     """Of a norm: routers of a native MoE stay in float32."""
-    name = next(cells(model, names.deepspeed_module(model))).name
+    name = next(cells(model, names.in_deepspeed(model).module)).name
     if name not in dense:
         raise ValueError(
             f"{tag / STATES} has no {name}; is it a {model.family.value} model? Describe it with "
@@ -126,19 +126,15 @@ def write(folder: Path, maker: Maker) -> None:
         ValueError: the model was trained with what it cannot have there.
     """
     tag, model, save = folder / TAG, maker.model, uuid4().hex
-    _check_zeros(maker)
+    _check_biases(maker)
     tag.mkdir(parents=True)
-    table = names.deepspeed_experts(model)
-    made = {cell.name: _to_write(maker, cell) for cell in maker.cells(table)}
+    known = names.in_deepspeed(model)
+    made = {cell.name: _to_write(maker, cell) for cell in maker.cells(known.experts)}
     dcp.write(tag / FOLDER, made, {**_objects(model), SAVE: save})
-    module = OrderedDict(
-        (cell.name, maker.make(cell)) for cell in maker.cells(names.deepspeed_module(model))
-    )
+    module = OrderedDict((cell.name, maker.make(cell)) for cell in maker.cells(known.module))
     torch.save({**_states(model, module), SAVE: save}, tag / STATES)
-    layers = [names.deepspeed_layer(model, layer) for layer in model.moe_layers]
-    first = names.deepspeed_slots(model)
     files = (STATES, f"{FOLDER}/{dcp.DATA}", f"{FOLDER}/{dcp.TABLE}")
-    number = model.experts.number
+    layers, number = known.layers, model.num_experts
     SavedLayout(
         strategy="ep",
         expert_parallel_size=1,
@@ -147,7 +143,10 @@ def write(folder: Path, maker: Maker) -> None:
         zero_stage=0,
         num_experts=dict.fromkeys(layers, number),
         homes={layer: [0] * number for layer in layers},
-        slots={layer: [first.format(layer, slot) for slot in range(number)] for layer in layers},
+        slots={
+            layer: [known.slot.format(layer=layer, slot=slot) for slot in range(number)]
+            for layer in layers
+        },
         optimizer=None,
         step=0,
         save=save,
@@ -156,9 +155,9 @@ def write(folder: Path, maker: Maker) -> None:
     (folder / LATEST).write_text(TAG)
 
 
-def _check_zeros(maker: Maker) -> None:
+def _check_biases(maker: Maker) -> None:
     for piece in pieces(maker.model):
-        if piece.part in names.ZERO_UNDER_DEEPSPEED and maker.pieces.read(piece).any():
+        if piece.part is Part.ROUTER_BIAS and maker.pieces.read(piece).any():
             raise ValueError(
                 f"layer {piece.where.layer} has a router's bias that is not zero, as Megatron "
                 "trains one with --add-bias-linear; routers of deepspeed.moe have none, so this "
@@ -172,20 +171,20 @@ def _to_write(maker: Maker, cell: Cell) -> dcp.ToWrite:
     return dcp.ToWrite(shape, maker.dtype_of(cell), whole)
 
 
-def _objects(model: Model) -> dict[str, Any]:
+def _objects(model: AnyModel) -> dict[str, Any]:
     """What a run keeps once, of a run that has not begun; see ``checkpoint_contents``."""
     found: dict[str, Any] = {
         "optimizer": {},
         "remembered": np.zeros((0, 0, 0, 0), dtype=np.int64),
     }
-    for cell in cells(model, names.deepspeed_experts(model)):
+    for cell in cells(model, names.in_deepspeed(model).experts):
         name = cell.name.removesuffix(MASTER)
         about = {"shape": cell.shape(model), "options": None}
         found |= {f"{name}/scalars": {}, f"{name.rpartition('.')[0]}/about": about}
     return found
 
 
-def _states(model: Model, module: Mapping[str, Tensor]) -> dict[str, Any]:
+def _states(model: AnyModel, module: Mapping[str, Tensor]) -> dict[str, Any]:
     """What DeepSpeed's file has."""
     return {
         "module": module,
@@ -199,5 +198,5 @@ def _states(model: Model, module: Mapping[str, Tensor]) -> dict[str, Any]:
         "global_samples": 0,
         "dp_world_size": 1,
         "mp_world_size": 1,
-        "num_experts": [model.experts.number] * len(model.moe_layers),
+        "num_experts": [model.num_experts] * model.num_moe_layers,
     }

@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_moe_ext.convert.model import Attention, Experts, Family, Model
+from ds_moe_ext.convert import (
+    dbrx_weights,
+    longcat_flash_weights,
+    switch_transformers_weights,
+)
+from ds_moe_ext.convert.document import Document, needed
+from ds_moe_ext.convert.listed_model import ListedModel, decoder_of
+from ds_moe_ext.convert.model import AnyModel, Attention, Experts, Family, Model
 from ds_moe_ext.files.configs import file_of
 from ds_moe_ext.files.documents import read_document as read_json
 
-Document = Mapping[str, Any]
 CONFIG = "config.json"
 
 
@@ -110,7 +116,14 @@ def is_model_file(document: Any) -> bool:
     return isinstance(document, dict) and document.keys() - {BUILDER} == {"family", "config"}
 
 
-def model_of(document: Document) -> Model:
+_LISTED: dict[Family, Callable[[Document], ListedModel]] = {
+    Family.DBRX: dbrx_weights.model_of,
+    Family.LONGCAT_FLASH: longcat_flash_weights.model_of,
+    Family.SWITCH_TRANSFORMERS: switch_transformers_weights.model_of,
+}
+
+
+def model_of(document: Document) -> AnyModel:
     """The model that a config describes.
 
     Raises:
@@ -122,6 +135,8 @@ def model_of(document: Document) -> Model:
             f"model_type is {kind!r}; converted are {', '.join(family.value for family in Family)}"
         )
     family = Family(kind)
+    if family in _LISTED:
+        return _LISTED[family](document)
     return _gpt(document) if family is Family.GPT_MOE else _of_huggingface(family, document)
 
 
@@ -134,42 +149,35 @@ def _of_huggingface(family: Family, document: Document) -> Model:
                 "counterpart of it in the same weights"
             )
     _check_window(family, document)
-    heads, hidden = _needed(document, "num_attention_heads"), _needed(document, "hidden_size")
+    heads, hidden = needed(document, "num_attention_heads"), needed(document, "hidden_size")
     normalizes = True
     if keys.normalizes is not None:
         normalizes = document.get("norm_topk_prob", keys.normalizes)
-    top_k = _needed(document, "num_experts_per_tok")
+    top_k = needed(document, "num_experts_per_tok")
     return Model(
         family=family,
-        vocab_size=_needed(document, "vocab_size"),
-        max_positions=_needed(document, "max_position_embeddings"),
+        vocab_size=needed(document, "vocab_size"),
+        max_positions=needed(document, "max_position_embeddings"),
         hidden_size=hidden,
-        num_layers=_needed(document, "num_hidden_layers"),
+        num_layers=needed(document, "num_hidden_layers"),
         moe_layers=_moe_layers(document, keys),
-        dense_ffn_size=_needed(document, keys.dense_ffn_size) if keys.dense_ffn_size else 0,
+        dense_ffn_size=needed(document, keys.dense_ffn_size) if keys.dense_ffn_size else 0,
         attention=Attention(
             num_heads=heads,
-            num_groups=_needed(document, "num_key_value_heads"),
+            num_groups=needed(document, "num_key_value_heads"),
             head_size=document.get("head_dim") or hidden // heads,
             has_norms=keys.has_norms,
             rope_theta=_theta(document, keys),
         ),
         experts=Experts(
-            number=_needed(document, *keys.num_experts),
+            number=needed(document, *keys.num_experts),
             top_k=top_k,
-            ffn_size=_needed(document, keys.ffn_size),
+            ffn_size=needed(document, keys.ffn_size),
             normalizes=normalizes,
         ),
         norm_epsilon=document.get("rms_norm_eps", keys.norm_epsilon),
         is_tied=document.get("tie_word_embeddings", False),
     )
-
-
-def _needed(document: Document, *names: str) -> Any:
-    for name in names:
-        if document.get(name) is not None:
-            return document[name]
-    raise ValueError(f"the model's config has no {' or '.join(names)}; add it")
 
 
 def _check_window(family: Family, document: Document) -> None:
@@ -198,7 +206,7 @@ _DEFAULT_ROPE = "default"
 
 
 def _moe_layers(document: Document, keys: Keys) -> tuple[int, ...]:
-    layers: Iterable[int] = range(_needed(document, "num_hidden_layers"))
+    layers: Iterable[int] = range(needed(document, "num_hidden_layers"))
     if keys.dense_ffn_size is not None:
         step, dense = document.get("decoder_sparse_step", 1), document.get("mlp_only_layers") or ()
         layers = (n for n in layers if (n + 1) % step == 0 and n not in dense)
@@ -234,12 +242,15 @@ def _gpt(document: Document) -> Model:
     )
 
 
-def document_of(model: Model) -> Document:
-    """config.json of a model.
+def document_of(model: AnyModel) -> Document:
+    """config.json of a model; of one that is listed, what its config may lack.
 
     Raises:
         ValueError: it is of no class of Hugging Face.
     """
+    if isinstance(model, ListedModel):
+        return {"architectures": [model.architecture], "model_type": model.family.value}
+    model = decoder_of(model)
     if model.is_gpt:
         raise ValueError(
             f"family {model.family.value} has no class in Hugging Face transformers, so there is "

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_moe_ext.convert import names
 from ds_moe_ext.convert.description import CONFIG, Document
-from ds_moe_ext.convert.model import Model, Shape
+from ds_moe_ext.convert.model import AnyModel, Shape
 from ds_moe_ext.convert.small_files import object_of
 from ds_moe_ext.convert.source import Source, Stored
 from ds_moe_ext.convert.tables import Cell
@@ -40,7 +40,7 @@ def is_here(folder: Path) -> bool:
     return (folder / CONFIG).exists() and any(folder.glob("*.safetensors"))
 
 
-def open_source(folder: Path, model: Model, files: ExitStack) -> Source:
+def open_source(folder: Path, model: AnyModel, files: ExitStack) -> Source:
     """Its tensors; files stay open as long as the stack.
 
     Raises:
@@ -56,15 +56,9 @@ def open_source(folder: Path, model: Model, files: ExitStack) -> Source:
                 "folder again"
             ) from error
         tensors.update({name: _stored(file, name) for name in file.keys()})  # noqa: SIM118
-    tables = (names.huggingface_files(model), names.huggingface_module(model))
-    tied = "lm_head.weight" if model.is_tied else None
-    spare = partial(_is_spare, tied)
-    return Source(str(folder), tensors, tables, spare=spare)
-
-
-def _is_spare(tied: str | None, name: str) -> bool:
-    """A tied output, and buffers that some versions saved."""
-    return name == tied or name.endswith(".rotary_emb.inv_freq")
+    known = names.in_huggingface(model)
+    tables = (known.files, *known.others)
+    return Source(str(folder), tensors, tables, spare=known.is_spare)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -115,7 +109,7 @@ def write(folder: Path, maker: Maker, document: Document) -> None:
 def _shards(maker: Maker) -> Iterator[list[Cell]]:
     shard: list[Cell] = []
     size = 0
-    for cell in maker.cells(names.huggingface_files(maker.model)):
+    for cell in maker.cells(names.in_huggingface(maker.model).files):
         num_bytes = _num_bytes(maker, cell)
         if shard and size + num_bytes > SHARD_BYTES:
             yield shard

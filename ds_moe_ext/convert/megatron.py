@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.convert import dcp, names
+from ds_moe_ext.convert.listed_model import decoder_of
 from ds_moe_ext.convert.megatron_arguments import arguments_of
-from ds_moe_ext.convert.model import Model, places
+from ds_moe_ext.convert.model import Model
 from ds_moe_ext.convert.small_files import object_of, text_of
 from ds_moe_ext.convert.source import Source, Stored
 from ds_moe_ext.convert.tables import Cell, cells, of_model
@@ -120,7 +121,7 @@ def write(folder: Path, maker: Maker) -> None:
     """Write a folder that ``--load`` takes; one box is in memory at a time."""
     release = folder / RELEASE
     release.mkdir(parents=True)
-    model, made = maker.model, dict[str, dict[tuple[int, ...], Cell]]()
+    model, made = decoder_of(maker.model), dict[str, dict[tuple[int, ...], Cell]]()
     for cell in maker.cells(names.megatron(model)):
         start = (*cell.lead, *(0 for _ in cell.inner_shape(model)))
         made.setdefault(cell.name, {})[start] = cell
@@ -157,7 +158,7 @@ def _extra_states(model: Model) -> dict[str, Any]:
     """What modules keep beside weights: nothing, but Megatron misses it if it is not there."""
     found: dict[str, Any] = {}
     for row in of_model(model, names.EXTRA_STATES):
-        for layer, expert in places(model, row.parts[0].scope):
+        for layer, expert in model.places(row.parts[0].scope):
             lead = [] if layer is None or not model.is_uniform else [(layer, model.num_layers)]
             lead += [] if expert is None else [(expert, model.experts.number)]
             numbers, sizes = zip(*(lead or [(0, 1)]))

@@ -3,14 +3,16 @@
 
 Every form keeps the same pieces under other names, some of them joined. A piece is the smallest
 tensor that some form keeps by itself, such as the queries of a layer or the gate of one expert.
+``Model`` is a decoder as all three forms know it; see ``listed_model`` for others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 Shape = tuple[int, ...]
 
@@ -21,6 +23,9 @@ class Family(Enum):
     MIXTRAL = "mixtral"
     QWEN3_MOE = "qwen3_moe"
     GPT_MOE = "gpt_moe"  # a GPT with learned positions and DeepSpeed's MoE layers
+    DBRX = "dbrx"
+    LONGCAT_FLASH = "longcat_flash"
+    SWITCH_TRANSFORMERS = "switch_transformers"
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,76 @@ class Model:
         """Every layer has experts."""
         return len(self.moe_layers) == self.num_layers
 
+    @property
+    def num_moe_layers(self) -> int:
+        """How many layers have experts."""
+        return len(self.moe_layers)
+
+    @property
+    def num_experts(self) -> int:
+        """Of a layer that has them."""
+        return self.experts.number
+
+    @property
+    def num_groups(self) -> int:
+        """Of the attention."""
+        return self.attention.num_groups
+
+    @cached_property
+    def shapes(self) -> Mapping[AnyPart, Shape]:
+        """Of each part that the model has, the shape of a piece."""
+        hidden, attention, experts = self.hidden_size, self.attention, self.experts
+        queries = attention.num_heads * attention.head_size
+        keys = attention.num_groups * attention.head_size
+        found: dict[AnyPart, Shape] = {
+            Part.EMBEDDING: (self.vocab_size, hidden),
+            Part.FINAL_NORM: (hidden,),
+            Part.INPUT_NORM: (hidden,),
+            Part.QUERY: (queries, hidden),
+            Part.KEY: (keys, hidden),
+            Part.VALUE: (keys, hidden),
+            Part.PROJECTION: (hidden, queries),
+            Part.MOE_NORM: (hidden,),
+            Part.ROUTER: (experts.number, hidden),
+            Part.UP: (experts.ffn_size, hidden),
+            Part.DOWN: (hidden, experts.ffn_size),
+        }
+        if not self.is_tied:
+            found[Part.OUTPUT] = (self.vocab_size, hidden)
+        if attention.has_norms:
+            found |= {
+                Part.QUERY_NORM: (attention.head_size,),
+                Part.KEY_NORM: (attention.head_size,),
+            }
+        if not self.is_uniform:
+            found |= {
+                Part.DENSE_NORM: (hidden,),
+                Part.DENSE_UP: (self.dense_ffn_size, hidden),
+                Part.DENSE_DOWN: (hidden, self.dense_ffn_size),
+            }
+        if not self.is_gpt:
+            gates = {Part.GATE: Part.UP, Part.DENSE_GATE: Part.DENSE_UP}
+            return found | {gate: found[up] for gate, up in gates.items() if up in found}
+        biases = {part: bias for part, bias in _BIASES.items() if part in found}
+        found |= {bias: found[part][:1] for part, bias in biases.items()}
+        return found | {Part.POSITIONS: (self.max_positions, hidden)}
+
+    def places(self, scope: Scope) -> Iterator[Where]:
+        """Where the model has the parts of a scope, in model order."""
+        if scope is Scope.ONCE:
+            yield Where(None, None)
+            return
+        for layer in range(self.num_layers):
+            has_experts = layer in self.moe_layers
+            if scope is Scope.EXPERT and has_experts:
+                yield from (Where(layer, expert) for expert in range(self.experts.number))
+            elif (
+                scope is Scope.LAYER
+                or (scope is Scope.MOE_LAYER and has_experts)
+                or (scope is Scope.DENSE_LAYER and not has_experts)
+            ):
+                yield Where(layer, None)
+
 
 class Scope(Enum):
     """How often a model has a part."""
@@ -161,6 +236,20 @@ class Part(Enum):
         return self.value[1]
 
 
+class Weight(NamedTuple):
+    """A part that a model has once, known by a name alone."""
+
+    name: str
+
+    @property
+    def scope(self) -> Scope:
+        """How often a model has it."""
+        return Scope.ONCE
+
+
+AnyPart = Part | Weight
+
+
 class Where(NamedTuple):
     """Which of the layers and experts; None where there is only one."""
 
@@ -171,44 +260,8 @@ class Where(NamedTuple):
 class Piece(NamedTuple):
     """One tensor of a model."""
 
-    part: Part
+    part: AnyPart
     where: Where
-
-
-def shapes(model: Model) -> dict[Part, Shape]:
-    """Of each part that the model has, the shape of a piece."""
-    hidden, attention, experts = model.hidden_size, model.attention, model.experts
-    queries = attention.num_heads * attention.head_size
-    keys = attention.num_groups * attention.head_size
-    found: dict[Part, Shape] = {
-        Part.EMBEDDING: (model.vocab_size, hidden),
-        Part.FINAL_NORM: (hidden,),
-        Part.INPUT_NORM: (hidden,),
-        Part.QUERY: (queries, hidden),
-        Part.KEY: (keys, hidden),
-        Part.VALUE: (keys, hidden),
-        Part.PROJECTION: (hidden, queries),
-        Part.MOE_NORM: (hidden,),
-        Part.ROUTER: (experts.number, hidden),
-        Part.UP: (experts.ffn_size, hidden),
-        Part.DOWN: (hidden, experts.ffn_size),
-    }
-    if not model.is_tied:
-        found[Part.OUTPUT] = (model.vocab_size, hidden)
-    if attention.has_norms:
-        found |= {Part.QUERY_NORM: (attention.head_size,), Part.KEY_NORM: (attention.head_size,)}
-    if not model.is_uniform:
-        found |= {
-            Part.DENSE_NORM: (hidden,),
-            Part.DENSE_UP: (model.dense_ffn_size, hidden),
-            Part.DENSE_DOWN: (hidden, model.dense_ffn_size),
-        }
-    if not model.is_gpt:
-        gates = {Part.GATE: Part.UP, Part.DENSE_GATE: Part.DENSE_UP}
-        return found | {gate: found[up] for gate, up in gates.items() if up in found}
-    biases = {part: bias for part, bias in _BIASES.items() if part in found}
-    found |= {bias: found[part][:1] for part, bias in biases.items()}
-    return found | {Part.POSITIONS: (model.max_positions, hidden)}
 
 
 _BIASES = {
@@ -228,25 +281,46 @@ _BIASES = {
 }
 
 
-def places(model: Model, scope: Scope) -> Iterator[Where]:
-    """Where a model has the parts of a scope, in model order."""
-    if scope is Scope.ONCE:
-        yield Where(None, None)
-        return
-    for layer in range(model.num_layers):
-        has_experts = layer in model.moe_layers
-        if scope is Scope.EXPERT and has_experts:
-            yield from (Where(layer, expert) for expert in range(model.experts.number))
-        elif (
-            scope is Scope.LAYER
-            or (scope is Scope.MOE_LAYER and has_experts)
-            or (scope is Scope.DENSE_LAYER and not has_experts)
-        ):
-            yield Where(layer, None)
+class AnyModel(Protocol):
+    """What reading and writing ask of a model, whatever its parts are."""
+
+    @property
+    def family(self) -> Family:
+        """That it is of."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """Of all kinds."""
+        ...
+
+    @property
+    def num_moe_layers(self) -> int:
+        """How many of them have experts."""
+        ...
+
+    @property
+    def num_experts(self) -> int:
+        """Of a layer that has them."""
+        ...
+
+    @property
+    def num_groups(self) -> int:
+        """Of the attention, where some form joins its weights by group."""
+        ...
+
+    @property
+    def shapes(self) -> Mapping[AnyPart, Shape]:
+        """Of each part that the model has, the shape of a piece."""
+        ...
+
+    def places(self, scope: Scope) -> Iterator[Where]:
+        """Where the model has the parts of a scope, in model order."""
+        ...
 
 
-def pieces(model: Model) -> Iterator[Piece]:
+def pieces(model: AnyModel) -> Iterator[Piece]:
     """All of a model."""
-    for part in shapes(model):
-        for where in places(model, part.scope):
+    for part in model.shapes:
+        for where in model.places(part.scope):
             yield Piece(part, where)

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 
-from ds_moe_ext.convert.model import Family, Model, Part
+from ds_moe_ext.convert.form_names import MASTER, DeepSpeedNames, HuggingFaceNames
+from ds_moe_ext.convert.listed_model import ListedModel, decoder_of
+from ds_moe_ext.convert.model import AnyModel, AnyPart, Family, Model, Part
 from ds_moe_ext.convert.tables import Row, Table
 
 _QKV = (Part.QUERY, Part.KEY, Part.VALUE)
@@ -53,22 +56,27 @@ _HF_MODULE: Table = (
 )
 
 
-def huggingface_files(model: Model) -> Table:
-    """Names in safetensors files, as ``save_pretrained`` writes and ``from_pretrained`` reads."""
-    return _HF_DENSE + (_MIXTRAL_FILES if model.family is Family.MIXTRAL else _QWEN3_FILES)
+def in_huggingface(model: AnyModel) -> HuggingFaceNames:
+    """Names in safetensors files; those of transformers 5's modules, which some write, are read."""
+    if isinstance(model, ListedModel):
+        return model.huggingface
+    decoder = decoder_of(model)
+    files = _MIXTRAL_FILES if model.family is Family.MIXTRAL else _QWEN3_FILES
+    tied = "lm_head.weight" if decoder.is_tied else None
+    return HuggingFaceNames(_HF_DENSE + files, (_HF_DENSE + _HF_MODULE,), partial(_is_spare, tied))
 
 
-def huggingface_module(model: Model) -> Table:
-    """Names of transformers 5's modules, which some write into files."""
-    return _HF_DENSE + _HF_MODULE
+def _is_spare(tied: str | None, name: str) -> bool:
+    """A tied output, and buffers that some versions saved."""
+    return name == tied or name.endswith(".rotary_emb.inv_freq")
 
 
 # DeepSpeed: names of modules in its own file; experts in ours, by number.
 
-_MASTER = ".{expert}/master"  # the weight as the optimizer steps it
+_NUMBERED = ".{expert}" + MASTER
 _HF_APART: Table = (
-    Row(_HF_EXPERTS + ".gate_up_proj" + _MASTER, (Part.GATE, Part.UP)),
-    Row(_HF_EXPERTS + ".down_proj" + _MASTER, (Part.DOWN,)),
+    Row(_HF_EXPERTS + ".gate_up_proj" + _NUMBERED, (Part.GATE, Part.UP)),
+    Row(_HF_EXPERTS + ".down_proj" + _NUMBERED, (Part.DOWN,)),
 )
 _GPT = "blocks.{layer}."
 _GPT_MOE = _GPT + "ffn"
@@ -95,44 +103,33 @@ _GPT_DENSE: Table = (
     Row(_GPT_MOE + ".deepspeed_moe.gate.wg.weight", (Part.ROUTER,)),
 )
 _GPT_APART: Table = (
-    Row(_GPT_MOE + ".0.weight" + _MASTER, (Part.UP,)),
-    Row(_GPT_MOE + ".0.bias" + _MASTER, (Part.UP_BIAS,)),
-    Row(_GPT_MOE + ".2.weight" + _MASTER, (Part.DOWN,)),
-    Row(_GPT_MOE + ".2.bias" + _MASTER, (Part.DOWN_BIAS,)),
+    Row(_GPT_MOE + ".0.weight" + _NUMBERED, (Part.UP,)),
+    Row(_GPT_MOE + ".0.bias" + _NUMBERED, (Part.UP_BIAS,)),
+    Row(_GPT_MOE + ".2.weight" + _NUMBERED, (Part.DOWN,)),
+    Row(_GPT_MOE + ".2.bias" + _NUMBERED, (Part.DOWN_BIAS,)),
 )
 
 
-ZERO_UNDER_DEEPSPEED = {Part.ROUTER_BIAS: Part.ROUTER}
-"""What Megatron's routers have if linears have biases, and those of ``deepspeed.moe`` have not; and
-the part that it goes with."""
+_ZERO: Mapping[AnyPart, AnyPart] = {Part.ROUTER_BIAS: Part.ROUTER}
+"""What Megatron's routers have if linears have biases, and those of ``deepspeed.moe`` have not."""
 
 
-def deepspeed_module(model: Model) -> Table:
-    """Names in DeepSpeed's own file: all but experts."""
-    if model.is_gpt:
-        return _GPT_DENSE + _tied(model, "head.weight")
-    return (*_HF_DENSE, _HF_ROUTER, *_tied(model, "lm_head.weight"))
-
-
-def _tied(model: Model, name: str) -> Table:
-    """A module's state has a shared weight under both of its names."""
-    return (Row(name, (Part.EMBEDDING,)),) if model.is_tied else ()
-
-
-def deepspeed_experts(model: Model) -> Table:
-    """Names in the folder of experts."""
-    return _GPT_APART if model.is_gpt else _HF_APART
-
-
-def deepspeed_layer(model: Model, layer: int) -> str:
-    """Name of the module that is replaced in a layer."""
-    return (_GPT_MOE if model.is_gpt else _HF_EXPERTS).format(layer=layer)
-
-
-def deepspeed_slots(model: Model) -> str:
-    """What the first weight of a slot is called when an engine starts, by layer and slot."""
-    inner = ".deepspeed_moe.experts.deepspeed_experts.{1}.0.weight"
-    return "{0}" + (inner if model.is_gpt else ".gate_up_proj.{1}")
+def in_deepspeed(model: AnyModel) -> DeepSpeedNames:
+    """Names of modules in its own file; experts in ours, by number."""
+    if isinstance(model, ListedModel):
+        return model.deepspeed
+    decoder = decoder_of(model)
+    if decoder.is_gpt:
+        slots = "{layer}.deepspeed_moe.experts.deepspeed_experts.{slot}.0.weight"
+        dense, apart, replaced = _GPT_DENSE, _GPT_APART, _GPT_MOE
+    else:
+        slots = "{layer}.gate_up_proj.{slot}"
+        dense, apart, replaced = (*_HF_DENSE, _HF_ROUTER), _HF_APART, _HF_EXPERTS
+    output = "head.weight" if decoder.is_gpt else "lm_head.weight"
+    # A module's state has a shared weight under both of its names.
+    tied = (Row(output, (Part.EMBEDDING,)),) if decoder.is_tied else ()
+    layers = tuple(replaced.format(layer=layer) for layer in decoder.moe_layers)
+    return DeepSpeedNames((*dense, *tied), apart, layers, slots, _ZERO)
 
 
 # Megatron: names of its distributed checkpoints, which do not depend on how a model is split.

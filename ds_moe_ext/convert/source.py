@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_moe_ext.convert.model import Model, Part, Piece, Shape, shapes
+from ds_moe_ext.convert.model import AnyModel, AnyPart, Part, Piece, Shape
 from ds_moe_ext.convert.tables import Cell, Table, cells, split
 
 
@@ -47,10 +47,10 @@ class Source:
     tables: Sequence[Table]
     may_pad: bool = False
     spare: Callable[[str], bool] = lambda _: False
-    zeros: Mapping[Part, Part] = field(default_factory=dict)
+    zeros: Mapping[AnyPart, AnyPart] = field(default_factory=dict)
 
 
-_PADDED = {Part.EMBEDDING, Part.OUTPUT}
+_PADDED: set[AnyPart] = {Part.EMBEDDING, Part.OUTPUT}
 
 
 class Pieces:
@@ -64,7 +64,7 @@ class Pieces:
         ValueError: a weight is missing, unknown or of another shape.
     """
 
-    def __init__(self, source: Source, model: Model) -> None:
+    def __init__(self, source: Source, model: AnyModel) -> None:
         self._source, self._model = source, model
         found = tuple(cells(model, _fitting(source, model)))
         self._check(found)
@@ -97,7 +97,7 @@ class Pieces:
     def read(self, piece: Piece) -> Tensor:
         """It. What is stored in one tensor with it is kept until another is read."""
         if piece.part in self._source.zeros:
-            return torch.zeros(shapes(self._model)[piece.part], dtype=self.dtype(piece))
+            return torch.zeros(self._model.shapes[piece.part], dtype=self.dtype(piece))
         cell = self._cells[piece]
         if self._last is None or self._last[0] is not cell:
             self._last = None  # before there is room for the next
@@ -110,7 +110,7 @@ class Pieces:
         return self._last[1][piece]
 
 
-def _fitting(source: Source, model: Model) -> Table:
+def _fitting(source: Source, model: AnyModel) -> Table:
     """The first table all of whose names are there."""
     best: _Fit | None = None
     for table in source.tables:
@@ -122,7 +122,7 @@ def _fitting(source: Source, model: Model) -> Table:
     assert best is not None
     raise ValueError(
         f"{source.name} has no {_some(best.lacking)}; is it a whole checkpoint of a "
-        f"{model.family.value} model of {model.num_layers} layers and {model.experts.number} "
+        f"{model.family.value} model of {model.num_layers} layers and {model.num_experts} "
         "experts? Describe it with --model if not"
     )
 
@@ -134,7 +134,7 @@ class _Fit(NamedTuple):
     lacking: list[str]
 
     @classmethod
-    def of(cls, source: Source, model: Model, table: Table) -> _Fit:
+    def of(cls, source: Source, model: AnyModel, table: Table) -> _Fit:
         names = dict.fromkeys(cell.name for cell in cells(model, table))
         lacking = [name for name in names if name not in source.tensors]
         return cls(len(names) - len(lacking), lacking)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_moe_ext.convert.model import Model
+from ds_moe_ext.convert.model import AnyModel
 from ds_moe_ext.convert.source import Pieces
 from ds_moe_ext.convert.tables import Cell, Table, cells, join
 
@@ -25,7 +25,7 @@ class Maker:
         told: called when one is made.
     """
 
-    model: Model
+    model: AnyModel
     pieces: Pieces
     dtype: torch.dtype | None
     told: Callable[[], None]

@@ -207,6 +207,8 @@ def run_on(host: Host, model: nn.Module, settings: Settings, strategy: Strategy)
         routers = routers_of(model, found, settings.gate)
         blueprint = replacement.on_grid(settings, strategy, found, seats.own, routers)
         blueprint, around = host.prepare(replace(blueprint, why_grid=seats.why))
+        if blueprint.why_together:
+            WATCH.remedy = ALIKE
     built = replacement.build(blueprint, host.device, around, seats.beside)
     layers = [layer for layer, _ in built]
     host.mark(blueprint, built)

@@ -87,7 +87,7 @@ class Zebra(Strategy):
                 )
         for name in ("moved", "attention_cells"):
             numbers = vars(self)[name]
-            if any(type(number) is not int or number < 0 for number in numbers or ()):
+            if any(number < 0 for number in numbers or ()):
                 raise ValueError(
                     f"{WHERE}.{name} is {numbers}, but must be a list of integers from 0; mend it, "
                     "or leave it out"

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from ds_moe_ext.convert import description, megatron_arguments, names
-from ds_moe_ext.convert.model import Experts, Model, Piece, pieces, shapes
+from ds_moe_ext.convert.listed_model import decoder_of
+from ds_moe_ext.convert.model import Experts, Model, Part, Piece, pieces
 from ds_moe_ext.convert.tables import Table, cells, join, of_model, split
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 MODELS = {
-    path.stem: description.model_of(description.read_document(path))
+    path.stem: decoder_of(description.model_of(description.read_document(path)))
     for path in CONFIGS.glob("*.json")
 }
 MODELS["half"] = replace(MODELS["qwen3_moe_tiny"], moe_layers=(0, 2), is_tied=False)
@@ -31,23 +32,28 @@ def readable(model: Model) -> Table:
 
 def apart(model: Model) -> Table:
     tied = {"lm_head.weight", "head.weight"} if model.is_tied else set()
-    rows = names.deepspeed_module(model) + names.deepspeed_experts(model)
-    return tuple(row for row in rows if row.name not in tied)
+    known = names.in_deepspeed(model)
+    return tuple(row for row in known.module + known.experts if row.name not in tied)
+
+
+def files(model: Model) -> Table:
+    return names.in_huggingface(model).files
+
+
+def modules(model: Model) -> Table:
+    (table,) = names.in_huggingface(model).others
+    return table
 
 
 @pytest.mark.parametrize(
     ("name", "table"),
     [(name, table) for name in MODELS for table in (readable, apart)]
-    + [
-        (name, table)
-        for name in OF_HUGGINGFACE
-        for table in (names.huggingface_files, names.huggingface_module)
-    ],
+    + [(name, table) for name in OF_HUGGINGFACE for table in (files, modules)],
 )
 def test_every_piece_is_once_in_every_form(name: str, table: Callable[[Model], Table]) -> None:
     model = MODELS[name]
     counts = Counter(piece for cell in cells(model, table(model)) for piece in cell.pieces)
-    zeros = names.ZERO_UNDER_DEEPSPEED if table is apart else {}
+    zeros = {Part.ROUTER_BIAS} if table is apart else set()
     assert counts == Counter(piece for piece in pieces(model) if piece.part not in zeros)
 
 
@@ -55,7 +61,7 @@ def test_every_piece_is_once_in_every_form(name: str, table: Callable[[Model], T
 def test_split_undoes_join(name: str) -> None:
     model = MODELS[name]
     for row in of_model(model, readable(model)):
-        parts = [torch.randn(shapes(model)[part]) for part in row.parts]
+        parts = [torch.randn(model.shapes[part]) for part in row.parts]
         again = split(model, row, join(model, row, parts))
         assert all(torch.equal(one, other) for one, other in zip(parts, again, strict=True))
 
@@ -65,7 +71,7 @@ def test_queries_lie_with_their_keys_and_values() -> None:
     model = MODELS["mixtral_tiny"]
     heads = model.attention
     row = next(row for row in of_model(model, readable(model)) if row.is_grouped)
-    sizes = [shapes(model)[part][0] for part in row.parts]
+    sizes = [model.shapes[part][0] for part in row.parts]
     marks = [torch.arange(size)[:, None] // heads.head_size for size in sizes]
     numbered = [mark + 10 * (1 + place) for place, mark in enumerate(marks)]
     order = join(model, row, numbered).flatten()[:: heads.head_size].tolist()

@@ -39,6 +39,7 @@ class Job:
     hardware: str | None = None
     capacity_factor: float | None = None
     gate: tuple[tuple[str, Any], ...] = ()  # keys of a gate of ours; the host's without
+    hooks: tuple[tuple[tuple[str, Any], ...], ...] = ()  # keys of each
     num_experts: int = 4
     num_layers: int = 2  # of mixtral and gpt_moe; likewise the next
     aux_coefficient: float = 0.02  # of the balance loss
@@ -220,6 +221,7 @@ def document_of(job: Job, world_size: int) -> dict[str, Any]:
             "hardware": job.hardware,
             "capacity_factor": job.capacity_factor,
             "gate": dict(job.gate) or None,
+            "hooks": [dict(hook) for hook in job.hooks],
             "report": {"enabled": False},
             "debug": True,
         }

@@ -104,11 +104,14 @@ def train_and_evaluate(rank: int, world_size: int, job: Job) -> tuple[float, str
     return time.monotonic() - start, str(caught.value)
 
 
-def test_passes_that_do_not_belong_together_are_told() -> None:
-    for seconds, told in pool_of(2).run(train_and_evaluate, JOBS[0]):
+@pytest.mark.parametrize("stage", [1, 3])
+def test_passes_that_do_not_belong_together_are_told(stage: int) -> None:
+    """A joined block is named where there may be one: not at stage 3."""
+    for seconds, told in pool_of(2).run(train_and_evaluate, Job(stage=stage, micro_batches=2)):
         assert seconds < SOON_S
         assert "place 0: layer 0, evaluation; place 1: layer 0, training" in told
-        assert "ds_moe_ext.joined(engine)" in told
+        assert ("ds_moe_ext.joined(engine)" in told) == (stage < 3)
+        assert ("give it batches whose loss is masked" in told) == (stage == 3)
 
 
 def fail_in_a_block(rank: int, world_size: int, job: Job) -> tuple[float, str]:

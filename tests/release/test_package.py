@@ -48,6 +48,24 @@ def test_every_file_beside_code_is_in_a_wheel(setup: configparser.ConfigParser) 
     assert ROOT / "ds_moe_ext" / "py.typed" in packed
 
 
+def test_extras_ask_for_what_patches_are_for(setup: configparser.ConfigParser) -> None:
+    """Of each host one range of versions, in setup.cfg, in its patches and on their page."""
+    from ds_moe_ext.patches import accelerate, deepspeed, megatron, transformers
+
+    patches = {
+        "deepspeed": deepspeed,
+        "accelerate": accelerate,
+        "transformers": transformers,
+        "megatron-core": megatron,
+    }
+    asked = " ".join(setup["options.extras_require"].values()).split()
+    page = (ROOT / "patches" / "README.md").read_text(encoding="utf-8").lower()
+    for name, module in patches.items():
+        (versions,) = {patch.versions for patch in module.PATCHES}
+        assert f"{name}{versions}" in asked
+        assert f"{name} {versions}" in page
+
+
 def test_one_version(
     setup: configparser.ConfigParser,
     monkeypatch: pytest.MonkeyPatch,

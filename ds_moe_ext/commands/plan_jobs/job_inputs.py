@@ -41,8 +41,8 @@ def check_home(home: Sequence[Any], num_ranks: int) -> None:
         check_number(f"home[{index}]", rank, int, most=num_ranks - 1)
 
 
-def check_loads(name: str, load: Any, kind: type = float) -> None:
-    if not isinstance(load, list) or not load:
+def check_loads(name: str, load: Sequence[float], kind: type = float) -> None:
+    if not load:
         raise ValueError(f"{name} is {reprlib.repr(load)}; give a list of rows for each expert")
     for index, rows in enumerate(load):
         check_number(f"{name}[{index}]", rows, kind, most=MOST_ROWS)

@@ -86,7 +86,7 @@ class PricedShareJob:
 
     def _check_holders(self, expert: int, cells: list[int]) -> None:
         name = f"holders[{expert}]"
-        if not isinstance(cells, list) or not cells:
+        if not cells:
             raise ValueError(f"{name} is {cells!r}; give a list of the cells that hold the expert")
         for number, cell in enumerate(cells):
             check_number(f"{name}[{number}]", cell, int, most=len(self.rows) - 1)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records from JSON: what lists and objects have in them is checked as all else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from ds_moe_ext.strict import read_record
+
+
+@dataclass(frozen=True)
+class Inner:
+    name: str
+
+
+@dataclass(frozen=True)
+class Outer:
+    homes: Mapping[str, Sequence[int]]
+    sums: dict[str, list[int | None]] | None = None
+    rates: float | list[float] = 1.0
+    inner: tuple[Inner, ...] | list[Inner] = ()
+    anything: list[Any] | None = None
+
+
+def test_contents_are_read_as_their_types_say() -> None:
+    values = {
+        "homes": {"a": [0, 1], "b": []},
+        "sums": {"file": [3, None]},
+        "rates": [1, 2.5],
+        "inner": [{"name": "x"}],
+        "anything": [True, "x", [1, {}]],
+    }
+    got = read_record(Outer, values, "it")
+    assert got == Outer(**(values | {"inner": [Inner("x")]}))
+    assert isinstance(got.rates, list) and all(type(rate) is float for rate in got.rates)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"homes": {"a": [0, "1"]}}, "it.homes['a'][1] is '1', but must be an integer"),
+        ({"homes": {"a": [True]}}, "it.homes['a'][0] is True, but must be an integer"),
+        ({"homes": {"a": "01"}}, "it.homes['a'] is '01', but must be a list"),
+        ({"homes": {"a": None}}, "it.homes['a'] is None, but must be a list"),
+        ({"homes": [[0]]}, "it.homes is [[0]], but must be an object"),
+        (
+            {"homes": {}, "sums": {"f": [1.5]}},
+            "it.sums['f'][0] is 1.5, but must be an integer or null",
+        ),
+        ({"homes": {}, "rates": [1, {}]}, "it.rates[1] is {}, but must be a number"),
+        ({"homes": {}, "inner": [{"nam": "x"}]}, "it.inner[0] has no key 'nam'"),
+    ],
+)
+def test_what_is_wrong_in_them_is_named_by_its_place(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        read_record(Outer, values, "it")
+    assert str(caught.value).startswith(says)
