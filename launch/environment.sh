@@ -31,7 +31,7 @@ install() {
   fi
   "${pip[@]}" -r launch/requirements.txt
   "${pip[@]}" --no-deps -e .
-  (cd .venv/lib/python3*/site-packages && ../../../bin/python -m compileall -q -j 0 \
+  (cd .venv/lib/python3*/site-packages && ../../../bin/python -m compileall -qq -j 0 \
     torch sympy deepspeed megatron || true)
 }
 
