@@ -57,8 +57,9 @@ def all_to_all_rows(
         return rows_N
     arrived_R = rows_N.new_empty(sum(received_C), *rows_N.shape[1:])
     with Waiting(group):
-        # The group's own, as in ``Pairs``: what ``dist`` checks before takes the host as long.
-        all_to_all: Any = group.all_to_all_single  # its stub wants lists
+        # The group's own, as in ``Pairs``: what ``dist`` checks before takes the host as long. Of
+        # its two names in torch 2.13 and later the one that torch before has, too.
+        all_to_all: Any = group.alltoall_base  # its stub wants lists
         _end(all_to_all(arrived_R, rows_N.contiguous(), received_C, sent_C, _ALL_TO_ALL))
     return arrived_R
 
@@ -136,7 +137,7 @@ def all_gather_counts(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor
         return counts.unsqueeze(0)
     gathered = counts.new_empty(members.size() * counts.shape[0], *counts.shape[1:])
     with Waiting(group):
-        _end(members.all_gather_single(gathered, counts.contiguous(), _ALL_GATHER))
+        _end(members._allgather_base(gathered, counts.contiguous(), _ALL_GATHER))
     return gathered.view(members.size(), *counts.shape)
 
 
@@ -170,7 +171,7 @@ def all_gather_slots(
     padded[: local_S.shape[0]] = local_S
     gathered = local_S.new_empty(len(num_slots_C) * longest, *padded.shape[1:])
     with Waiting(group):
-        dist.all_gather_single(gathered, padded, group=group)
+        _end(group._allgather_base(gathered, padded, _ALL_GATHER))
     parts = gathered.split(longest)
     return torch.cat([part[:length] for part, length in zip(parts, num_slots_C)])
 

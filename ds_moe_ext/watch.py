@@ -337,11 +337,12 @@ class Watch:
         if self._reason or self._listen_for_ends():
             self._fails_now()
             return BrokenOff(f"{self._reason} (this rank waited in {wait.where()})")
-        error.add_note(
+        note = (
             f"ds_moe_ext: rank {self._rank} was in {wait.where()} when the exchange with other "
             "ranks failed, and none of them said why. Where the connection was closed one of them "
             f"has ended; where time was out one has not come: {self.remedy}"
         )
+        error.args = (f"{error}\n{note}",)  # Python 3.10 has no add_note
         return error
 
     def _listen_for_ends(self) -> bool:

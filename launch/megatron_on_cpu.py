@@ -176,7 +176,9 @@ def streams(module: Any) -> None:
     _replace(module.cuda, "Stream", Stream)
     _replace(module.cuda, "Event", Event)
     _replace(module.cuda, "current_stream", _does(stream))
-    _replace(module.accelerator, "current_stream", _does(stream))  # optimizers, in builds for CUDA
+    # Optimizers ask in builds for CUDA, before torch 2.13 by the second.
+    _replace(module.accelerator, "current_stream", _does(stream))
+    _replace(module.cuda, "is_current_stream_capturing", _does(False))
     _replace(module.cuda, "default_stream", _does(stream))
     _replace(module.cuda, "stream", _does(contextlib.nullcontext()))
     _replace(module.cuda, "set_stream", _does())

@@ -52,7 +52,7 @@ PATCHES = (
     Patch(
         "verify-loss",
         "torch:Tensor.backward",
-        ">=2.13",
+        ">=2.10",
         "a loop's losses are what it goes back from",
         _by(of_torch.backward),
     ),

@@ -108,12 +108,13 @@ def exit_of(
     said = io.StringIO()
     arguments = ["profile_run", *SMALL, *options]
     with (
-        contextlib.chdir(folder),
+        pytest.MonkeyPatch.context() as changed,
         contextlib.redirect_stderr(said),
         mock.patch.object(sys, "argv", arguments),
         mock.patch.dict(os.environ, environment, clear=bool(environment)),
         pytest.raises(SystemExit) as ended,
     ):
+        changed.chdir(folder)
         main()
     return ended.value.code, said.getvalue()
 

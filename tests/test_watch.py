@@ -130,7 +130,7 @@ def test_an_exchange_that_failed_by_itself_says_where(ranks: list[Rank]) -> None
     first.watch.came(GROUP)
     error = RuntimeError("connection closed")
     assert first.watch.explained(first.watch.left(), error) is error
-    assert "rank 0 was in layer 1" in error.__notes__[0]
+    assert "rank 0 was in layer 1" in str(error)
     first.watch.failed(error, "engine.forward")
     second.watch.came(GROUP)
     second.late(3.0)

@@ -43,13 +43,14 @@ class Compilable:
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = self._run = forward
-        # Backward goes through some graphs twice, which may then free nothing the first time. One
-        # patch for all calls: each leaves a variable in its thread's context for ever.
-        self._keeping = functorch_config.patch(donated_buffer=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._keeping:
-            return self._run(*args, **kwargs)
+        # Backward goes through some graphs twice, which may then free nothing the first time. It is
+        # said for good: calls begin in many threads before others have ended, and torch keeps its
+        # settings for each thread, or before 2.12 for all at once.
+        if functorch_config.donated_buffer:
+            functorch_config.donated_buffer = False
+        return self._run(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """In the place of ``nn.Module.compile``, with its arguments."""

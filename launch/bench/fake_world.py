@@ -37,7 +37,7 @@ def fake_world(num_ranks: int) -> Iterator[None]:
         def hosts(thing: object, group: dist.ProcessGroup | None) -> list[str]:
             return [f"node {rank // RANKS_PER_NODE}" for rank in range(num_ranks)]
 
-        change(dist.ProcessGroup, "all_to_all_single", _all_to_all_single)
+        change(dist.ProcessGroup, "alltoall_base", _all_to_all)
         change(layout, "timeout_of", lambda group: timedelta(minutes=1))  # a fake group has none
         change(layout, "gather_objects", hosts)
         # As NCCL does: by pairs is for gloo between hosts.
@@ -48,7 +48,7 @@ def fake_world(num_ranks: int) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def _all_to_all_single(
+def _all_to_all(
     group: dist.ProcessGroup, arrived: Tensor, sent: Tensor, arrived_C: Sequence[int], *rest: object
 ) -> None:
     """In place of the fake group's own, which refuses to make rows of none: what comes in equal

@@ -12,6 +12,7 @@ import pytest
 import ds_moe_ext
 from ds_moe_ext import cli
 from ds_moe_ext.files.configs import CONFIGS, file_of, names_of
+from tests.release.test_versions import PYTHONS, VERSIONS
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"ds_moe_ext.configs": "configs", "ds_moe_ext.patches": "patches"}
@@ -80,6 +81,16 @@ def test_one_version(
     newest = re.search(r"^## \[(.*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest and newest[1] in (wanted, "Unreleased")
     assert f"\nversion: {wanted}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_what_is_admitted_was_run(setup: configparser.ConfigParser) -> None:
+    """The lowest of a host, of torch and of Python that setup.cfg admits, by a slow test."""
+    extras = setup["options.extras_require"]
+    wanted = "\n".join((setup["options"]["install_requires"], extras["deepspeed"], extras["hf"]))
+    lowest = dict(re.findall(r"^(\w+)>=([\d.]+)", wanted, re.MULTILINE))
+    for name in ("torch", "deepspeed", "transformers"):
+        assert any(f"{run}.".startswith(f"{name}=={lowest[name]}.") for run in VERSIONS), name
+    assert setup["options"]["python_requires"].replace(">=", "python") in PYTHONS
 
 
 def test_public_names_are_there_and_shown() -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other versions of hosts and of torch, each in an environment of its own: some quick tests, of
-each strategy one row. ``docs/versions.md`` has what came of it."""
+"""Other versions of hosts, of torch and of Python, each in an environment of its own: some quick
+tests, of each strategy one row. ``docs/versions.md`` has what came of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ VERSIONS = (
     "transformers==5.5.0",
     "transformers==5.14.1",
     "transformers==5.24.0",
+    "torch==2.10.0",
+    "torch==2.11.0",
+    "torch==2.12.0",
+    "torch==2.14.1",
 )
+PYTHONS = ("python3.10", "python3.12", "python3.13")
 ROWS = (
     "ep curve mixtral zero2 2 ranks",
     "ep native ep_size 2, 2 cells",
@@ -48,24 +53,54 @@ TESTS = (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
-@pytest.fixture(params=VERSIONS)
-def python(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """Of an environment with that version, and all else from this one. Torch comes with what it
-    loads: several GB."""
-    folder = tmp_path / "venv"
+INSTALL = ("-m", "pip", "install", "--quiet", "--no-cache-dir", "--no-compile")
+
+
+def with_version(asked: str, folder: Path) -> None:
+    """An environment with that version, and all else from this one. Torch comes with what it loads:
+    several GB."""
     venv.create(folder, with_pip=False)
     own = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-cache-dir"]
-    whole = () if request.param.startswith(("torch", "transformers")) else ("--no-deps",)
-    subprocess.run([*command, *whole, "--target", str(own), request.param], check=True)
+    whole = () if asked.startswith(("torch", "transformers")) else ("--no-deps",)
+    subprocess.run([sys.executable, *INSTALL, *whole, "--target", str(own), asked], check=True)
     behind = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
     (own / "behind.pth").write_text(behind)
-    python = folder / "bin/python"
-    name, _, version = request.param.partition("==")
-    asked = [python, "-c", f"import importlib.metadata as m; print(m.version({name!r}))"]
-    told = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
-    assert told.strip() == version
-    yield python
+    name, _, version = asked.partition("==")
+    told = _said_by(folder, f"import importlib.metadata as m; print(m.version({name!r}))")
+    assert told == version
+
+
+def with_python(name: str, folder: Path) -> None:
+    """An environment of that Python, with what is pinned; of what has dropped that Python the
+    newest version that has not."""
+    found = shutil.which(name)
+    if found is None or subprocess.run([found, "--version"], check=False).returncode:
+        pytest.skip(f"no {name} on PATH")  # pyenv's is there for versions that are not chosen, too
+    subprocess.run([found, "-m", "venv", folder], check=True)
+    pinned = (ROOT / "launch/requirements.txt").read_text().replace("==", "<=")
+    at_most = folder / "requirements.txt"
+    at_most.write_text(pinned)
+    torch = next(line for line in pinned.splitlines() if line.startswith("torch<="))
+    for wanted in ((torch,), ("-r", at_most), ("--no-deps", "-e", ROOT)):
+        subprocess.run([folder / "bin/python", *INSTALL, *wanted], check=True)
+    told = _said_by(folder, "import sys; print('python%d.%d' % sys.version_info[:2])")
+    assert told == name
+
+
+def _said_by(folder: Path, program: str) -> str:
+    command = [folder / "bin/python", "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+MAKERS = {**dict.fromkeys(VERSIONS, with_version), **dict.fromkeys(PYTHONS, with_python)}
+
+
+@pytest.fixture(params=MAKERS)
+def python(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """Of an environment with that version."""
+    folder = tmp_path / "venv"
+    MAKERS[request.param](request.param, folder)
+    yield folder / "bin/python"
     shutil.rmtree(folder)
 
 

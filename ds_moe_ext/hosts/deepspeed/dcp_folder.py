@@ -22,6 +22,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -38,6 +39,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
 
 from ds_moe_ext.files import unpickle
 from ds_moe_ext.files.dcp_reader import Reader, files_of
@@ -108,7 +110,8 @@ def save(
     """
     try:
         planner = _SaveParts(parts)
-        table = dcp.save(dict(objects), checkpoint_id=folder, planner=planner, process_group=group)
+        writer = _Writer(folder)
+        table = dcp.save(dict(objects), storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
         raise OSError(f"{folder} could not be written: {_reason(error)!r}") from error
     assert isinstance(table, Metadata)
@@ -171,6 +174,16 @@ def _indices(parts: Mapping[str, Part]) -> dict[MetadataIndex, Box]:
     return {
         MetadataIndex(name, box.offsets): box for name, part in parts.items() for box in part.boxes
     }
+
+
+class _Writer(FileSystemWriter):
+    """Hands back what it writes as the table; torch 2.10 fills in a copy of that."""
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        metadata.storage_data = {
+            written.index: written.storage_data for rank in results for written in rank
+        }
 
 
 class _SaveParts(DefaultSavePlanner):
