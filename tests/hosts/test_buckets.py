@@ -30,7 +30,9 @@ def test_ranks_reduce_in_step(stage: int, overlap: bool) -> None:
         assert relative_error(got.state[name], tensor) <= 1e-4
 
 
-@pytest.mark.parametrize("stage, overlap", [slow(1, True), (2, True), slow(2, False), (3, True)])
+@pytest.mark.parametrize(
+    "stage, overlap", [slow(1, True), (2, True), slow(2, False), slow(3, True)]
+)
 def test_grids_reduce_in_step(stage: int, overlap: bool) -> None:
     """Each of two grids copies by plans of its own; their gradients are summed."""
     zero = {**zero_of(stage), "reduce_bucket_size": 6000, "overlap_comm": overlap}

@@ -909,6 +909,23 @@ def zebra_at_zero_rows() -> Iterator[Row]:
             yield Row(name, 2, zebra(job, 1, 1, **keys), Close(2e-5), is_slow=True)
 
 
+BY_HAND = {
+    "esp planned 4 ranks by 2, 4 micro-batches",
+    "esp sliced fsmoe bfloat16 zero2",
+    "ep curve gpt_moe zero1 2 ranks",
+    "fssdp by time calibrated 2 ranks",
+    "gate sharded mixtral",
+    "prophet bfloat16 zero2",
+    "prophet checkpointed, reentrant True, freed False",
+    "prophet kept copies 2 ranks",
+    "sharded curve 2 ranks all cells",
+    "sharded evaluates",
+    "two roles with copies, 2+2, mixtral, moved, on_attention, revises",
+    "varied 4 ranks 2 nodes",
+    "varied sharded 2 ranks all cells",
+}
+"""Rows that take seconds, of which quicker ones have all but one thing each."""
+
 ROWS = [
     *(
         *ep_rows(),
@@ -950,7 +967,7 @@ def of_stock(row: Row) -> Any:
             row,
             id=row.name,
             marks=[
-                *([pytest.mark.slow] if row.is_slow else []),
+                *([pytest.mark.slow] if row.is_slow or row.name in BY_HAND else []),
                 *([] if row.job.torch_adam else [needs_compiler]),
             ],
         )

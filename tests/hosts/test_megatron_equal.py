@@ -109,11 +109,9 @@ for _name, _fields in OPTIONS.items():
 
 QUICK = (
     ("ep", "EP2, distributed, overlapped"),
-    ("esp 2, 4", "EP2"),
     ("esp over fssdp", "EP2"),
     ("fssdp", "EP2, recompute full, distributed, overlapped"),
     ("fssdp, by time", "EP2"),
-    ("prophet", "EP2"),
     ("prophet, by time", "EP2"),
     ("varied", "TP2 EP2"),
     ("varied", "PP2 VPP2 EP2"),

@@ -437,6 +437,7 @@ def test_losses_are_those_that_loss_functions_tell() -> None:
     assert losses_of(unknown) == losses_of([]) == losses_of(None) == []
 
 
+@pytest.mark.slow
 def test_both_roles_tell_under_megatron(tmp_path: Path) -> None:
     """Steps are taken in the world of a role, of which the last rank writes: one of each."""
     pytest.importorskip("megatron.core")

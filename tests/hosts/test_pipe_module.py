@@ -106,7 +106,7 @@ ANOTHER = {
 }
 
 
-@pytest.mark.parametrize("name", [n if n == "four stages" else slow(n) for n in ANOTHER])
+@pytest.mark.parametrize("name", [slow(name) for name in ANOTHER])
 def test_goes_on(name: str, tmp_path: Path) -> None:
     whole = run(4, Pipeline(SAVED))
     folder = str(tmp_path)

@@ -199,7 +199,7 @@ def moving(stage: int) -> Layout:
     [
         ("mixtral", "float32", esp(2, 1, 1, 2), ep(1, 2, 1)),
         slow("mixtral", "float32", esp(2, 1, 1, 2), esp(4, 2, 2, 2)),
-        ("mixtral", "bfloat16", esp(4, 2, 1, 2), esp(4, 1, 1, 4)),
+        slow("mixtral", "bfloat16", esp(4, 2, 1, 2), esp(4, 1, 1, 4)),
         slow("gpt_moe", "bfloat16", ep(2, 2), esp(4, 2, 1, 2)),
         slow("gpt_moe", "float32", fssdp(2, 1), esp(2, 0, 1, 2)),
         ("gpt_moe", "float32", moving(1), fssdp(2, 2)),

@@ -56,7 +56,7 @@ def test_users_own_optimizer_and_parameters(stage: int, optimizer: str, paramete
         slow("gpt_moe", "float32"),
     ],
 )
-@pytest.mark.parametrize("stage", [0, slow(1), 2, 3])
+@pytest.mark.parametrize("stage", [slow(0), slow(1), slow(2), 3])
 def test_resumed_run_goes_on_exactly(family: str, stage: int, dtype: str, tmp_path: Path) -> None:
     job = Job(family, stage, dtype=dtype, steps=5, save_at=2, folder=str(tmp_path))
     straight = run(2, job)
