@@ -204,6 +204,11 @@ def wait_for(done: Any, seconds: float) -> float | None:
     return time.monotonic() - begun_s
 
 
+def is_stopped(process: int | None) -> bool:
+    """Whether it has neither gone on nor ended."""
+    return "(stopped)" in Path(f"/proc/{process}/status").read_text()
+
+
 def outcome(case: Case, patience_s: float) -> Outcome:
     """Run one case."""
     folder = Path(tempfile.mkdtemp(prefix="kills_"))
@@ -231,8 +236,7 @@ def outcome(case: Case, patience_s: float) -> Outcome:
 
             ended_s = wait_for(is_told if case.how == "stop" else has_ended, patience_s)
             told = text_of(folder, 1 - case.victim)[length:]
-            status = Path(f"/proc/{victim.pid}/status").read_text()
-            if case.how != "kill" and "(stopped)" not in status:
+            if case.how != "kill" and not is_stopped(victim.pid):
                 raise Continued(f"not counted, for somebody let its victim go on: {case}")
             names_layer = re.search(WHERE, told) is not None
             names_rank = re.search(rf"rank {case.victim} ", told) is not None
