@@ -10,6 +10,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from ds_moe_ext.hosts.deepspeed.op_lock import told_of_old_lock
 from tests import ranks
 
 # A busy machine is slow: that is no failure of what is tested.
@@ -24,6 +25,13 @@ hypothesis.settings.load_profile("patient")
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ("launch", "launch/bench", "docs")
 sys.path[:0] = [str(ROOT / folder) for folder in SCRIPTS]  # as when a script there runs
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Say what all ranks would wait for, until their pools give them up."""
+    is_one_of_several = hasattr(config, "workerinput")
+    if (told := told_of_old_lock()) and not is_one_of_several:
+        print(f"tests: {told}", file=sys.stderr)
 
 
 @pytest.fixture(scope="session", autouse=True)
