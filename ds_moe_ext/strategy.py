@@ -79,6 +79,11 @@ class Pool:
         return self.copy_bytes or self.expert_bytes
 
     @property
+    def linked_bytes_per_s(self) -> float:
+        """What the links of copies carry, by prices; ``copy_bytes_per_s`` is what was measured."""
+        return self.travelling_bytes / self.prices.copy_s
+
+    @property
     def copied_s(self) -> float:
         """Seconds that a copy travels, but for its latency: as measured, else by links."""
         if self.copy_bytes_per_s:

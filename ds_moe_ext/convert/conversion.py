@@ -122,8 +122,10 @@ def _open_deepspeed(asked: Asked, files: ExitStack) -> _Opened:
 def _open_megatron(asked: Asked, files: ExitStack) -> _Opened:
     folder = megatron.iteration_of(asked.source)
     document: Document = {} if asked.described is None else read_document(asked.described)
-    told = megatron.arguments
-    model = decoder_of(model_of(document)) if document else model_of_arguments(told(folder))
+    if document:
+        model = decoder_of(model_of(document))
+    else:
+        model = model_of_arguments(megatron.arguments(folder))
     source = megatron.open_source(folder, model)
     return _Opened(source, model, document, megatron.has_optimizer(folder))
 
@@ -155,7 +157,7 @@ _WAYS = {
     Form.DEEPSPEED: _Way(
         deepspeed.is_here,
         _open_deepspeed,
-        lambda model: names.in_deepspeed(model).module + names.in_deepspeed(model).experts,
+        lambda model: names.in_deepspeed(model).both,
         lambda folder, maker, _: deepspeed.write(folder, maker),
     ),
     Form.HUGGINGFACE: _Way(

@@ -95,7 +95,7 @@ def open_source(tag: Path, model: AnyModel) -> Source:
         else:
             shape, read = tuple(kept.size), partial(stored.read, cell.name)
         tensors[cell.name] = Stored(shape, dtype, read)
-    return Source(str(tag), tensors, (known.module + known.experts,), zeros=known.zeros)
+    return Source(str(tag), tensors, (known.both,), zeros=known.zeros)
 
 
 def _dtype(model: AnyModel, dense: Mapping[str, Tensor], tag: Path) -> torch.dtype:

@@ -47,3 +47,8 @@ class DeepSpeedNames:
     layers: tuple[str, ...]
     slot: str
     zeros: Mapping[AnyPart, AnyPart] = field(default_factory=dict)
+
+    @property
+    def both(self) -> Table:
+        """Of the module and of experts."""
+        return self.module + self.experts

@@ -121,11 +121,11 @@ def in_deepspeed(model: AnyModel) -> DeepSpeedNames:
     decoder = decoder_of(model)
     if decoder.is_gpt:
         slots = "{layer}.deepspeed_moe.experts.deepspeed_experts.{slot}.0.weight"
-        dense, apart, replaced = _GPT_DENSE, _GPT_APART, _GPT_MOE
+        dense, apart, replaced, output = _GPT_DENSE, _GPT_APART, _GPT_MOE, "head.weight"
     else:
         slots = "{layer}.gate_up_proj.{slot}"
         dense, apart, replaced = (*_HF_DENSE, _HF_ROUTER), _HF_APART, _HF_EXPERTS
-    output = "head.weight" if decoder.is_gpt else "lm_head.weight"
+        output = "lm_head.weight"
     # A module's state has a shared weight under both of its names.
     tied = (Row(output, (Part.EMBEDDING,)),) if decoder.is_tied else ()
     layers = tuple(replaced.format(layer=layer) for layer in decoder.moe_layers)

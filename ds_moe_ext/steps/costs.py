@@ -290,7 +290,7 @@ def _corrected(pool: Pool, found: Correction) -> Pool:
         return replace(pool, links=links)
     return replace(
         pool,
-        copy_bytes_per_s=speed * pool.travelling_bytes / pool.prices.copy_s,
+        copy_bytes_per_s=speed * pool.linked_bytes_per_s,
         copy_latency_s=pool.copy_latency_s / speed,
         links=links,
     )

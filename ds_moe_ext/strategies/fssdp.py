@@ -293,7 +293,7 @@ class FullySharded(Strategy):
     def describe(self, job: Job) -> str:
         degree_L, fits_L = self._overlap_degrees(job), self._copies_that_fit(job)
         window_L = np.array(job.window_s) * 1e3
-        speed = min(pool.travelling_bytes / pool.prices.copy_s for pool in _measured(job))
+        speed = min(pool.linked_bytes_per_s for pool in _measured(job))
         told = (
             f"up to {_span(degree_L)} experts of a layer are copied (overlap_degree): weights "
             f"travel at {speed / 1e6:,.0f} MB/s, behind {_span(window_L, 'ms')} of attention; "
@@ -381,7 +381,7 @@ class FullySharded(Strategy):
             for layer in pool.layers:
                 degree_L[layer] = overlap_degree(
                     job.window_s[layer],
-                    bytes_per_s=pool.travelling_bytes / pool.prices.copy_s,
+                    bytes_per_s=pool.linked_bytes_per_s,
                     expert_bytes=pool.travelling_bytes,
                     num_experts=job.homes[layer].num_experts,
                     latency_s=pool.copy_latency_s,

@@ -228,7 +228,7 @@ class ProProphet(Strategy):
             bytes_per_s=pool.row_bytes_per_s or pool.prices.intra_bytes_per_s,
             weight_bytes=pool.travelling_bytes,
             gradient_bytes=pool.travelling_bytes,
-            copy_bytes_per_s=pool.copy_bytes_per_s or pool.travelling_bytes / pool.prices.copy_s,
+            copy_bytes_per_s=pool.copy_bytes_per_s or pool.linked_bytes_per_s,
             exchange_start_s=pool.links.exchange_start_s if starts and pool.links else 0.0,
             copy_latency_s=pool.copy_latency_s if starts else 0.0,
             forward_gap_s=job.window_s[layer],

@@ -350,12 +350,13 @@ def check_optimizer(engine: Any, optimizer: torch.optim.Optimizer) -> None:
     run = run_of(engine)
     if run is not None:
         stage, cell_size = engine.zero_optimization_stage(), run.blueprint.grid.cell_size
+        sharding = f"zero_optimization.stage is {stage}" if stage else ""
         stepping = Stepping(
             optimizer,
-            sharding=f"zero_optimization.stage is {stage}" if stage else "",
+            sharding=sharding,
             splitting=split_by(cell_size),
             by_elements="checkpoints have states by element",
-            in_turns="zero_optimization.stage is 3" if stage == 3 else "",
+            in_turns=sharding if stage == 3 else "",
             has_masters=getattr(optimizer, "master_weights", False),
         )
         check_kind(stepping)

@@ -66,9 +66,9 @@ def check_repeats(codec: Codec | None, like: Weights, device: torch.device) -> N
     Raises:
         ValueError: it does not encode the same rows as the same.
     """
+    if codec is None:
+        return
     for width, dtype in dict.fromkeys((weight.shape[-1], weight.dtype) for weight in like):
-        if codec is None:
-            return
         drawn_ND = torch.randn(ASKED, width, generator=torch.Generator().manual_seed(0))
         rows_ND = drawn_ND.to(device, dtype)
         first, again = (codec.encode(rows_ND.clone()).contiguous() for _ in range(2))
