@@ -60,8 +60,7 @@ GUARDED = (
     "auto, by turns",
 )
 """By fssdp's priced share, which goes by planned parts, too; by test_configurations.py, which has
-the shares of fssdp and prophet; ep, esp, and rows sent once, by
-test_layer.py."""
+the shares of fssdp and prophet; ep, esp, and rows sent once, by test_layer.py."""
 
 
 @pytest.mark.parametrize("name", [slow(name) if name in GUARDED else name for name in OURS])

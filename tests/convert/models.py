@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +93,13 @@ def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def tokens() -> Tensor:
     return torch.randint(0, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+def edited(**changes: Any) -> Callable[[Path], None]:
+    """A folder whose config says something else."""
+
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ds_moe_ext import cli
 from ds_moe_ext.convert import description, huggingface, megatron, megatron_arguments
 from ds_moe_ext.convert.conversion import Asked, Form, convert, form_of
 from tests.convert import models
+from tests.convert.models import edited
 
 QUIET = Console(quiet=True)
 
@@ -86,14 +86,6 @@ def test_the_command(
         megatron_arguments.model_of(megatron.arguments(tmp_path / "there" / "release")),
     )
     assert {tensor.dtype for tensor in stored.tensors.values()} == {torch.bfloat16}
-
-
-def edited(**changes: Any) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-    return change
 
 
 def without(name: str) -> Callable[[Path], None]:

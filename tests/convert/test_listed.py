@@ -18,7 +18,7 @@ from ds_moe_ext.convert.conversion import Form
 from ds_moe_ext.convert.listed_model import ListedModel
 from ds_moe_ext.convert.model import Scope
 from ds_moe_ext.convert.tables import Table, cells
-from tests.convert.models import assert_equal
+from tests.convert.models import assert_equal, edited
 from tests.convert.test_deepspeed import converted
 from tests.hosts import families, jobs
 from tests.hosts.jobs import Job
@@ -150,14 +150,6 @@ def test_an_engine(family: str, tmp_path: Path) -> None:
     back = converted(hf, tmp_path / "back", Form.DEEPSPEED, None)
     again, _ = run(engine_run, family, str(tmp_path / "again"), str(back))
     assert_equal(again, state)
-
-
-def edited(**changes: Any) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-    return change
 
 
 def without(ends: str) -> Callable[[Path], None]:

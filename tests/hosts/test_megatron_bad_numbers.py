@@ -126,11 +126,7 @@ def _bad_scores(training: Training) -> BadScores | None:
 
 
 def trained(
-    rank: int,
-    world_size: int,
-    run: MegatronRun,
-    settings: dict[str, Any] | None,
-    what: str,
+    rank: int, world_size: int, run: MegatronRun, settings: dict[str, Any] | None, what: str
 ) -> Told:
     """Train past a step of bad numbers: on the last rank, which has the last stage, where models
     are divided; else on the first."""
@@ -253,8 +249,8 @@ def test_it_is_as_without_us_beside_tensor_and_pipeline_parallelism(
         assert taken == [not (is_skipped and step == BAD_STEP) for step in range(NUM_STEPS)]
     first = _first(ours)
     if what == "logits":
-        num_layers_here = 1 if layout == "pp" else 2
-        assert first == BadScores(BAD_STEP, layer=num_layers_here - 1, rank=3)
+        last_layer_here = 0 if layout == "pp" else 1
+        assert first == BadScores(BAD_STEP, last_layer_here, rank=3)
     elif is_skipped:
         assert first is None
     else:  # weights are no numbers in the step behind it
