@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,15 +25,59 @@ def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return indices
 
 
+class Moved(NamedTuple):
+    """Blocks of rows in a new order, which is that of the arrays.
+
+    Attributes:
+        shift_X: how much farther back each block lay, int64.
+        length_X: rows of each.
+    """
+
+    shift_X: np.ndarray
+    length_X: np.ndarray
+
+    @classmethod
+    def from_starts(cls, starts: np.ndarray, lengths: np.ndarray) -> Moved:
+        """Of where each block began, in the new order; arrays of any number of dims."""
+        length_X = lengths.ravel()
+        return cls(starts.ravel() - length_X.cumsum() + length_X, length_X)
+
+
+def indices_of(
+    all_moved: Sequence[Moved], num_rows: Sequence[int], device: torch.device, also: np.ndarray
+) -> tuple[Sequence[Tensor], Tensor]:
+    """Indices that bring rows into new orders, made on the device: the host sends two numbers a
+    block, of all orders at once.
+
+    Args:
+        all_moved: each order.
+        num_rows: rows of each.
+        device: where the rows are.
+        also: what else is wanted there.
+
+    Returns:
+        Of each order the index, int32 ``[R]``; and ``also``, int32.
+    """
+    before, shifts = 0, []
+    for moved, num in zip(all_moved, num_rows):
+        shifts.append(moved.shift_X - before if before else moved.shift_X)
+        before += num
+    parts = *shifts, *(moved.length_X for moved in all_moved), also
+    table = on_device(np.concatenate(parts, dtype=np.int32, casting="unsafe"), device)
+    size = sum(map(len, shifts))
+    shift, length, there = table.split_with_sizes((size, size, len(also)))
+    index = shift.repeat_interleave(length, output_size=before)
+    index += torch.arange(before, dtype=torch.int32, device=device)
+    return index.split_with_sizes(num_rows) if len(num_rows) > 1 else (index,), there
+
+
+_NOTHING = np.zeros(0, dtype=np.int64)
+
+
 def block_index(starts: np.ndarray, lengths: np.ndarray, device: torch.device) -> Tensor:
-    """The same as ``ranges``, int64, made on the device: the host sends two numbers a block."""
-    ends_N = lengths.cumsum()
-    num_rows = int(ends_N[-1]) if ends_N.size else 0
-    length_N = lengths.ravel()
-    shift_N = starts.ravel() - ends_N + length_N
-    shift, length = on_device(np.concatenate((shift_N, length_N)), device).view(2, -1)
-    index = shift.repeat_interleave(length, output_size=num_rows)
-    index += torch.arange(num_rows, device=device)
+    """The same as ``ranges``, int32, made on the device."""
+    moved = Moved.from_starts(starts, lengths)
+    (index,), _ = indices_of((moved,), (int(moved.length_X.sum()),), device, _NOTHING)
     return index
 
 

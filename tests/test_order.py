@@ -155,7 +155,7 @@ def test_two_cells_by_hand() -> None:
     assert (second.sent_C, second.received_C) == ((1, 1), (3, 1))
     # At cell 1 arrive, from rank 0: experts 0 3 3; from rank 1: expert 0, which goes before the 3s.
     assert second.sorting is not None
-    assert second.sorting.index_2R[0].tolist() == [0, 3, 1, 2]
+    assert second.sorting.together.indices(0)[0].tolist() == [0, 3, 1, 2]
     names = [rows.tolist() for rows in travelled(layer, routes, whole)]
     assert names == [[0, 3, 5, BIG], [2, BIG + 1, 1, 4]]
 
@@ -248,7 +248,8 @@ def test_one_cell_needs_no_exchange(
     ids = torch.from_numpy(rng.integers(num_experts, size=(num_tokens, top_k)))
     fast = one_cell(ids, num_experts, gate_may_drop=False).on(Span(0, 1))
     exchanged = one_cell(ids, num_experts, gate_may_drop=True).on(Span(0, 1))
-    assert torch.equal(fast.choice_N, one_cell_route(ids, Placement.block(num_experts, 1)).choice_N)
+    alone = one_cell_route(ids, Placement.block(num_experts, 1))
+    assert torch.equal(fast.choice_N, alone.by_key_N)
     assert torch.equal(fast.choice_N, exchanged.choice_N)
     assert torch.equal(fast.token_N, exchanged.token_N)
     assert torch.equal(fast.slots.end_S, exchanged.slots.end_S)

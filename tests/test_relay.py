@@ -298,7 +298,7 @@ def _encoded(rank: int, world_size: int) -> None:
             cut=Cut.equal(num_rows, 1),
             target=Placement.block(world_size, world_size),
             top_k=1,
-            choice_N=torch.arange(num_rows),
+            by_key_N=torch.arange(num_rows),
             sent_FC=counts_CC[rank][None],
             received_PCFS=counts_CC[:, rank].reshape(1, world_size, 1, 1),
             count_between=lambda: counts_CC[None],

@@ -28,7 +28,7 @@ from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.moe.turns import Likeness
 from ds_moe_ext.moe.visits import Goals, Tour, Visits
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.rows import block_index, on_device, starts_of
+from ds_moe_ext.rows import Moved, on_device, starts_of
 from ds_moe_ext.schedule.crew import SavesAlike
 from ds_moe_ext.schedule.task import Cut, Span
 from ds_moe_ext.share import pair_of, received_by_slot, sent_by_pair
@@ -301,42 +301,30 @@ class Order(SavesAlike):
         received_PCFS = received_CFS.reshape(num_cells, cell_size, num_chunks, -1).swapaxes(0, 1)
         if self._may_drop:
             by_key_N = by_key_N[: int(sent_FN.sum())]
-        if self._place_E is None:
-            by_key_N = _by_holder(by_key_N, sent_FN, target)
+        order_N, moved = target.by_holder_N, None
+        by_holder_FN = sent_FN if order_N is None else sent_FN[:, order_N]
+        if order_N is not None and self._place_E is None:
+            moved = Moved.from_starts(starts_of(sent_FN)[:, order_N], by_holder_FN)
         return LayerRoute(
             cut=cut,
             target=target,
             top_k=top_k,
-            choice_N=by_key_N,
-            sent_FC=_sums_by_holder(sent_FN, target),
+            by_key_N=by_key_N,
+            sent_FC=_sums_by_holder(by_holder_FN, target),
             received_PCFS=received_PCFS,
             place=place,
             count_between=lambda: share.rows_between(rows_CFE)[own],
+            moved=moved,
         )
 
 
-def _by_holder(choice_N: Tensor, sent_FN: np.ndarray, target: Placement) -> Tensor:
-    """Choices from (chunk, expert, holder) order to (chunk, cell, slot) order.
-
-    Args:
-        choice_N: in the first order.
-        sent_FN: rows of each chunk for each of the target's pairs (``flat_N``).
-        target: where experts compute.
-    """
-    order_N = target.by_holder_N
-    if order_N is None:
-        return choice_N
-    starts_FN, sent_FN = starts_of(sent_FN)[:, order_N], sent_FN[:, order_N]
-    return choice_N.index_select(0, block_index(starts_FN, sent_FN, choice_N.device))
-
-
-def _sums_by_holder(sent_FN: np.ndarray, target: Placement) -> np.ndarray:
-    """Rows of each chunk for each cell, int64 ``[F, C]``."""
-    order_N, held_C1 = target.by_holder_N, target.held_C1
-    by_holder_FN = sent_FN if order_N is None else sent_FN[:, order_N]
+def _sums_by_holder(by_holder_FN: np.ndarray, target: Placement) -> np.ndarray:
+    """Rows of each chunk for each cell, int64 ``[F, C]``, from those by cell and slot."""
+    held_C1 = target.held_C1
     if target.is_everywhere:
         sums_FC: np.ndarray = np.add.reduceat(by_holder_FN, held_C1[:-1], axis=1)
         return sums_FC
-    ends_FN = np.zeros((len(sent_FN), sent_FN.shape[1] + 1), dtype=np.int64)
+    num_chunks, num_pairs = by_holder_FN.shape
+    ends_FN = np.zeros((num_chunks, num_pairs + 1), dtype=np.int64)
     by_holder_FN.cumsum(axis=1, out=ends_FN[:, 1:])
     return ends_FN[:, held_C1[1:]] - ends_FN[:, held_C1[:-1]]

@@ -84,7 +84,7 @@ class Padding:
             cut=Cut.equal(num_tokens, 1),
             target=self.target,
             top_k=top_k,
-            choice_N=choice_N,
+            by_key_N=choice_N,
             sent_FC=self._sent_1C,
             received_PCFS=self._received_PC1S,
             place=self.place,

@@ -21,7 +21,7 @@ from ds_moe_ext.moe.node_trips import NodeTrip
 from ds_moe_ext.moe.slot_rows import SlotRows, SlotSorting, SlotSortings
 from ds_moe_ext.moe.visits import SpanVisits, Visits
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.rows import block_index, on_device, ranges, starts_of
+from ds_moe_ext.rows import Moved, block_index, on_device, ranges, starts_of
 from ds_moe_ext.schedule.executor import OnDevice
 from ds_moe_ext.schedule.task import Cut, Span
 from ds_moe_ext.schedule.task import spans as equal_spans
@@ -173,7 +173,7 @@ class LayerRoute(OnDevice):
         cut: where the finest chunks begin.
         target: where experts compute.
         top_k: choices ``K`` a token.
-        choice_N: sent choices by chunk, cell, slot and token, int64 ``[N]``.
+        by_key_N: sent choices by chunk, cell, slot and token, int64 ``[N]``; or as ``moved`` says.
         sent_FC: rows of each chunk for each cell, on the host.
         received_PCFS: rows that each rank of this cell has from each cell, of each chunk, for each
             of the cell's slots.
@@ -182,18 +182,21 @@ class LayerRoute(OnDevice):
             int64 ``[F, C, C]``; asked once, and only where a carrier needs them.
         none_0D: rows as they travel, none of them, ``[0, D]``; where the order tells of it.
         visits: where each token's row goes once to a cell.
+        moved: what brings them into that order; None if they are.
     """
 
     cut: Cut
     target: Placement
     top_k: int
-    choice_N: Tensor
+    by_key_N: Tensor
     sent_FC: np.ndarray
     received_PCFS: np.ndarray
     place: int = 0
     count_between: Callable[[], np.ndarray] | None = None
     none_0D: Tensor | None = None
     visits: Visits | None = None
+    moved: Moved | None = None
+    _choice_N: list[Tensor] = field(default_factory=list)  # one, once they are in order
     _routes: dict[Span, Route] = field(default_factory=dict)
     _cells: dict[Span, CellRoute] = field(default_factory=dict)
     _trips: dict[Span, Trip] = field(default_factory=dict)
@@ -239,7 +242,7 @@ class LayerRoute(OnDevice):
         """How the rows of a span meet in the cell."""
         if span not in self._cells:
             rows_PS = self.received_PCFS[:, :, span.start : span.stop].sum(axis=(1, 2))
-            self._cells[span] = CellRoute.of(rows_PS, self.choice_N.device)
+            self._cells[span] = CellRoute.of(rows_PS, self.by_key_N.device)
         return self._cells[span]
 
     @cached_property
@@ -251,7 +254,7 @@ class LayerRoute(OnDevice):
         """How the rows of a span travel by a carrier; the same one every time."""
         if span not in self._trips:
             counts_CC = self._between_FCC[span.start : span.stop].sum(axis=0)
-            self._trips[span] = carrier.trip(counts_CC, self.choice_N.device)
+            self._trips[span] = carrier.trip(counts_CC, self.by_key_N.device)
         return self._trips[span]
 
     def node_trip(self, span: Span, channels: Mapping[Reach, Channel]) -> Trip:
@@ -279,7 +282,14 @@ class LayerRoute(OnDevice):
         sent_GFC = self.sent_FC[chunks].reshape(num_spans, width, num_cells)
         received_GCFS = received_CFS.reshape(num_cells, num_spans, width, num_slots).swapaxes(0, 1)
         rows_GXS = received_GCFS.reshape(num_spans, num_cells * width, num_slots)
-        sortings = SlotSortings(rows_GXS, self.choice_N.device)
+        # With what the first of these have on the device comes what all choices need.
+        moved = None if self._choice_N else self.moved
+        sortings = SlotSortings(rows_GXS, self.by_key_N.device, moved)
+        if not self._choice_N:
+            choice_N = self.by_key_N
+            if moved is not None:
+                choice_N = choice_N.index_select(0, sortings.index_beside)
+            self._choice_N.append(choice_N)
         sent_GC = sent_GFC[:, 0] if sent_GFC.shape[1] == 1 else sent_GFC.sum(axis=1)
         received_GC = rows_GXS.reshape(num_spans, num_cells, width * num_slots).sum(axis=2)
         tables = zip(
@@ -308,7 +318,7 @@ class LayerRoute(OnDevice):
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Of each span: the places of its sent rows among its choices, in send order; and among its
         tokens. ``sent_GFC`` are the rows of each for each cell, chunk by chunk."""
-        choice_N = self.choice_N
+        (choice_N,) = self._choice_N
         if len(spans) == 1 and len(sent_GFC[0]) < len(self.sent_FC):
             before = int(self.sent_FC[: spans[0].start].sum())
             choice_N = choice_N[before : before + int(sent_GFC.sum())]
@@ -331,7 +341,8 @@ class LayerRoute(OnDevice):
         sorted_by = (sortings.made for sortings in together)
         trips = (trip.tensors() for trip in self._trips.values())
         visits = () if self.visits is None else self.visits.tensors()
-        return (self.choice_N, *visits, *chain.from_iterable(chain(routes, sorted_by, trips)))
+        own = (self.by_key_N, *self._choice_N, *visits)
+        return (*own, *chain.from_iterable(chain(routes, sorted_by, trips)))
 
     def rows_of(self, span: Span, pieces: Sequence[tuple[Span, Tensor]]) -> Tensor:
         """Computed rows of a span in slot order, from those of overlapping spans in slot order."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_moe_ext.rows import on_device
+from ds_moe_ext.rows import Moved, indices_of, on_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,11 +73,13 @@ class SlotSortings:
         rows_GXS: rows of each span and block for each slot, on the host; as they came, the rows of
             a span lie block by block and in a block slot by slot.
         device: of the rows.
+        beside: another order, whose index is wanted too.
         made: what is on the device so far.
     """
 
     rows_GXS: np.ndarray
     device: torch.device
+    beside: Moved | None = None
     made: list[Tensor] = field(default_factory=list)
 
     def each(self) -> list[SlotSorting]:
@@ -99,44 +101,47 @@ class SlotSortings:
         return min(self.rows_GXS.shape[1:]) <= 1
 
     @cached_property
-    def indices(self) -> Sequence[Tensor]:
-        """Take the rows of each span to their slots, and back, int32 ``[2, R]``."""
-        sizes = [2 * slots.num_rows for slots in self.slots]
-        shift, length, _ = self._table
-        index = shift.repeat_interleave(length, output_size=sum(sizes))
-        index += torch.arange(sum(sizes), dtype=torch.int32, device=self.device)
-        self.made.append(index)
-        if len(sizes) == 1:
-            return (index.view(2, -1),)
-        return [index_2R.view(2, -1) for index_2R in index.split_with_sizes(sizes)]
-
-    def _end_S(self, number: int) -> Tensor:
-        return self._table[2][number]
-
-    @cached_property
-    def _table(self) -> Sequence[Tensor]:
-        """How far each block moves, there and back, span by span, from where it lies among all that
-        move; its rows, likewise; then where the rows of each slot end, ``[G, S]``. Int32, on the
-        device."""
-        shifts: list[np.ndarray] = []
-        lengths: list[np.ndarray] = []
+    def _made(self) -> tuple[Sequence[Tensor], Tensor]:
+        """Of each span the index that takes its rows to their slots, and the one that takes them
+        back; then of the order beside; and where the rows of each slot end, ``[G * S]``. Int32."""
+        all_moved: list[Moved] = []
+        sizes: list[int] = []
         ends: list[np.ndarray] = []
-        before = 0
-        for rows_XS, slots in zip(self.rows_GXS, self.slots):
+        for rows_XS in self.rows_GXS:
             num_blocks, num_slots = rows_XS.shape
             there, back = rows_XS.ravel(), rows_XS.T.ravel()
-            starts, end = there.cumsum() - there, back.cumsum()
+            end = back.cumsum()
+            ends.append(end[num_blocks - 1 :: num_blocks])
+            if self.is_in_order:
+                continue
+            starts = there.cumsum() - there
             shift_SX = starts.reshape(num_blocks, num_slots).T.ravel() - end + back
             shift_XS = shift_SX.reshape(num_slots, num_blocks).T.ravel()
-            shifts += shift_SX - before, -shift_XS - (before + slots.num_rows)
-            lengths += back, there
-            ends.append(end[num_blocks - 1 :: num_blocks])
-            before += 2 * slots.num_rows
-        parts = *shifts, *lengths, *ends
-        table = on_device(np.concatenate(parts, dtype=np.int32, casting="unsafe"), self.device)
-        self.made.append(table)
-        size = 2 * self.rows_GXS.size
-        return table[:size], table[size : 2 * size], table[2 * size :].view(len(ends), -1)
+            all_moved += Moved(shift_SX, back), Moved(-shift_XS, there)
+            sizes += [int(end[-1])] * 2
+        if self.beside is not None:
+            all_moved.append(self.beside)
+            sizes.append(int(self.beside.length_X.sum()))
+        end_GS = ends[0] if len(ends) == 1 else np.concatenate(ends)
+        if all_moved:
+            indices, ends_there = indices_of(all_moved, sizes, self.device, end_GS)
+        else:
+            indices, ends_there = (), on_device(end_GS.astype(np.int32), self.device)
+        self.made.extend((*indices, ends_there))
+        return indices, ends_there
+
+    def indices(self, number: int) -> Sequence[Tensor]:
+        """Take the rows of a span to their slots, and back, int32 ``[R]``."""
+        return self._made[0][2 * number : 2 * number + 2]
+
+    @property
+    def index_beside(self) -> Tensor:
+        """Of the order beside, int32."""
+        return self._made[0][-1]
+
+    def _end_S(self, number: int) -> Tensor:
+        num_slots = self.rows_GXS.shape[2]
+        return self._made[1][number * num_slots : (number + 1) * num_slots]
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,13 +168,12 @@ class SlotSorting:
 
     def to_slots(self, rows_RD: Tensor) -> Tensor:
         """From the order in which they came to that of slots."""
-        return rows_RD if self.together.is_in_order else rows_RD.index_select(0, self.index_2R[0])
+        if self.together.is_in_order:
+            return rows_RD
+        return rows_RD.index_select(0, self.together.indices(self.number)[0])
 
     def back(self, rows_RD: Tensor) -> Tensor:
         """From the order of slots to that in which they came."""
-        return rows_RD if self.together.is_in_order else rows_RD.index_select(0, self.index_2R[1])
-
-    @property
-    def index_2R(self) -> Tensor:
-        """Takes rows to their slots, and back, int32."""
-        return self.together.indices[self.number]
+        if self.together.is_in_order:
+            return rows_RD
+        return rows_RD.index_select(0, self.together.indices(self.number)[1])

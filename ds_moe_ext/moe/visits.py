@@ -286,7 +286,7 @@ class Visits:
             own_V = block_index(starts_CF, received_CF[:, chunks], visit_R.device)
             place = visit_R.new_empty(int(received_CF.sum()))
             nth_V = torch.arange(len(own_V), dtype=place.dtype, device=place.device)
-            place.scatter_(0, own_V, nth_V)
+            place.scatter_(0, own_V.long(), nth_V)
             visit_R = place.index_select(0, visit_R)
         sent_C = self.num_CFX[self.cell, chunks, : len(self.num_CFX)].sum(axis=0)
         return SpanVisits(

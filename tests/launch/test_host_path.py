@@ -36,23 +36,23 @@ class Most(NamedTuple):
 
 
 MOST: Mapping[str, Most] = {
-    "ep": Most(1, 3, 5),
+    "ep": Most(1, 1, 5),
     "ep, static capacity": Most(1, 1, 5),  # between steps, for all layers at once
-    "ep, send once": Most(1, 4, 7),
-    "esp, degree 1": Most(1, 3, 5),
-    "esp, degree 2": Most(1, 7, 9),
-    "esp, degree 4": Most(1, 13, 17),
-    "esp, degree 8": Most(1, 25, 33),
-    "fssdp": Most(1, 4, 11),
-    "fssdp, priced share": Most(1, 4, 11),
+    "ep, send once": Most(1, 2, 7),
+    "esp, degree 1": Most(1, 1, 5),
+    "esp, degree 2": Most(1, 1, 9),
+    "esp, degree 4": Most(1, 1, 17),
+    "esp, degree 8": Most(1, 1, 33),
+    "fssdp": Most(1, 1, 11),
+    "fssdp, priced share": Most(1, 1, 11),
     # Which experts it copies depends on what the machine's first steps took.
-    "prophet": Most(1, 6, 24),
-    "prophet, priced share": Most(1, 6, 24),
-    "esp, degree 2, over fssdp": Most(1, 8, 15),
-    "esp, degree 2, over prophet": Most(1, 10, 28),
-    "esp, degree 2, threads": Most(1, 7, 9),
-    "fssdp, threads": Most(1, 4, 11),
-    "prophet, threads": Most(1, 6, 24),
+    "prophet": Most(1, 2, 24),
+    "prophet, priced share": Most(1, 2, 24),
+    "esp, degree 2, over fssdp": Most(1, 1, 15),
+    "esp, degree 2, over prophet": Most(1, 3, 28),
+    "esp, degree 2, threads": Most(1, 1, 9),
+    "fssdp, threads": Most(1, 1, 11),
+    "prophet, threads": Most(1, 2, 24),
 }
 
 
