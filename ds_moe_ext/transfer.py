@@ -29,6 +29,7 @@ START_BYTES = 2 << 20
 """What 50 GB/s carry in 40 us: until a first byte arrives, and for the host to post a message."""
 WITHIN = 8  # times as fast as links between nodes are those within one taken to be, as NVLinks are
 MOST_SEGMENTS = 16  # each costs the host a round
+GAP = 2  # experts more than another cell of its node, of which one takes another way out
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +176,8 @@ class Transfers:
     def sent_C(self) -> np.ndarray:
         """Experts that each cell sends, int64 ``[C]``; gradients that it receives.
 
-        At most rounds times ``num_moved``: in a tree a cell sends an expert once a round. It pays
-        for its few rounds with this logarithm, which eq. (1) does not have; in chains a cell sends
+        At most twice rounds times ``num_moved``: in a tree a cell sends an expert once a round in
+        its node, and once out of it. It pays for its few rounds with this logarithm, which eq. (1) does not have; in chains a cell sends
         an expert twice at most, once out of its node. All cells together send no more than they
         receive.
         """
@@ -293,6 +294,7 @@ class _Trees:
         # Sends so far and cell as one number, by which cells are ordered.
         self._key = list(range(len(node_of)))
         self._num_led, self._num_leaving = [0] * len(node_of), num_leaving
+        self._first_out = _first_out(num_leaving, node_of)
         self.rounds = _OwnRounds(cell)
 
     def grow(self, expert: int, root: int, targets: list[int]) -> None:
@@ -329,13 +331,13 @@ class _Trees:
         """The same of a tree. Args: nodes: cells of each; in front the one that has it first."""
         root, leaders = nodes[0][0], [cells[0] for cells in nodes[1:]]
         gate = _gate(nodes[0], self._num_leaving) if leaders else root
-        first = int(gate != root)  # round in which it leaves the node
-        if first:
+        first = self._first_out if leaders else 0
+        if gate != root:
             nodes[0].remove(gate)
             self._moves(expert, 0, root, [gate])
         free = None  # the first round in which the head of this node has it and is free
         if not leaders:
-            free = 0
+            free = first
         elif self._cell == gate or self._cell in leaders:
             free = self._moves(expert, first, gate, leaders)
         else:
@@ -343,7 +345,7 @@ class _Trees:
         for cells in nodes:
             head, *rest = cells
             if rest and self._cell in cells:
-                if first and head == root:
+                if head == root:
                     free = first
                 elif free is None:  # only its first round is of interest
                     is_late = head in last or head in leaders[(1 << full) - 1 :]
@@ -401,8 +403,8 @@ def gather_rounds(
 ) -> Transfers:
     """Plan how the experts of one placement reach the cells of a wider one.
 
-    An expert crosses into a node once at most, and a cell sends it to one other in a round; in a
-    chain to one in its node and to one in another. Any holder serves, one in the receiver's node
+    An expert crosses into a node once at most, and a cell sends it in a round to one in its node and
+    to one in another, which are other links. Any holder serves, one in the receiver's node
     first; among equals the one that has sent least so far. Into a node the target leads that has
     led least; else targets that have sent least are served first, since those pass most on. Ties go
     to the lowest cell.
@@ -474,6 +476,16 @@ def _leaving(
     return num_leaving
 
 
+def _first_out(num_leaving: Sequence[int], node_of: Sequence[int]) -> int:
+    """The first round in which experts leave their nodes: the second one where some may have to
+    come to another cell before (``_gate``), for a card that is busy in two rounds has both wait for
+    the busiest in each."""
+    of_node: dict[int, list[int]] = defaultdict(list)
+    for node, number in zip(node_of, num_leaving):
+        of_node[node].append(number)
+    return int(any(max(numbers) - min(numbers) >= GAP for numbers in of_node.values()))
+
+
 def _gate(cells: Sequence[int], num_leaving: list[int]) -> int:
     """Who takes an expert out of its node: its holder; or, if that has two more to take out than
     another who gets it, and takes it over, this one, so that the node's cards give alike.
@@ -483,7 +495,7 @@ def _gate(cells: Sequence[int], num_leaving: list[int]) -> int:
         num_leaving: experts that each cell is to take out of its node.
     """
     holder, gate = cells[0], min(cells, key=num_leaving.__getitem__)
-    if num_leaving[holder] - num_leaving[gate] < 2:
+    if num_leaving[holder] - num_leaving[gate] < GAP:
         return holder
     num_leaving[holder] -= 1
     num_leaving[gate] += 1
@@ -506,12 +518,13 @@ class _Forest:
         self._node_of, self._cargo = node_of, cargo
         self._num_sent, self._num_led = [0] * len(node_of), [0] * len(node_of)
         self._num_leaving = num_leaving
+        self._first_out = _first_out(num_leaving, node_of)
 
     def grow(
         self, holders: Iterable[int], targets: Iterable[int]
     ) -> Iterator[tuple[int, int, int, int]]:
         """(round, sender, receiver, segments) of one expert, senders before their receivers."""
-        ready = [(0, self._num_sent[cell], cell) for cell in holders]
+        ready = self._free_in(0, holders)
         served = {self._node_of[cell] for _, _, cell in ready}
         waiting: dict[int, list[int]] = {}
         for cell in self._least_sent_first(targets):
@@ -524,25 +537,33 @@ class _Forest:
         most = max(map(len, waiting.values()), default=0)
         num_segments = self._cargo.num_segments(len(leaders), most)
         spread = self._spread if num_segments == 1 else self._chain
-        outward = ready
-        if leaders and num_segments == len(ready) == 1:
-            holder = ready[0][2]
-            mates = waiting.get(self._node_of[holder], [])
-            gate = _gate([holder, *mates], self._num_leaving)
-            if gate != holder:
-                mates.remove(gate)
-                yield 0, holder, gate, 1
-                self._num_sent[holder] += 1
-                ready = [(1, self._num_sent[holder], holder)]
-                outward = [(1, self._num_sent[gate], gate)]
-        for move in spread(outward, leaders):
-            yield *move, num_segments
-        if outward is not ready:
-            ready += [entry for entry in outward if entry[2] in leaders]
+        if leaders and num_segments == 1:
+            holders = [cell for _, _, cell in ready]
+            outward = holders
+            if len(holders) == 1:
+                mates = waiting.get(self._node_of[holders[0]], [])
+                gate = _gate([*holders, *mates], self._num_leaving)
+                if gate != holders[0]:
+                    mates.remove(gate)
+                    yield 0, holders[0], gate, 1
+                    self._num_sent[holders[0]] += 1
+                    outward = [gate]
+            entries = self._free_in(self._first_out, outward)
+            for move in spread(entries, leaders):
+                yield *move, 1
+            ready = self._free_in(self._first_out, holders)
+            ready += [entry for entry in entries if entry[2] in leaders]
+        else:
+            for move in spread(ready, leaders):
+                yield *move, num_segments
         for node, cells in waiting.items():
             here = [entry for entry in ready if self._node_of[entry[2]] == node]
             for move in spread(here, cells):
                 yield *move, num_segments
+
+    def _free_in(self, number: int, cells: Iterable[int]) -> list[tuple[int, int, int]]:
+        """Of cells that have an expert, as ``_spread`` takes them: all can send in a round."""
+        return [(number, self._num_sent[cell], cell) for cell in cells]
 
     def _spread(
         self, ready: list[tuple[int, int, int]], targets: Iterable[int]
