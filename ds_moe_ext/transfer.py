@@ -177,9 +177,9 @@ class Transfers:
         """Experts that each cell sends, int64 ``[C]``; gradients that it receives.
 
         At most twice rounds times ``num_moved``: in a tree a cell sends an expert once a round in
-        its node, and once out of it. It pays for its few rounds with this logarithm, which eq. (1) does not have; in chains a cell sends
-        an expert twice at most, once out of its node. All cells together send no more than they
-        receive.
+        its node, and once out of it. It pays for its few rounds with this logarithm, which eq. (1)
+        does not have; in chains a cell sends an expert twice at most, once out of its node. All
+        cells together send no more than they receive.
         """
         return np.bincount(self.sender_N, minlength=self.node_C.size)
 
@@ -403,9 +403,9 @@ def gather_rounds(
 ) -> Transfers:
     """Plan how the experts of one placement reach the cells of a wider one.
 
-    An expert crosses into a node once at most, and a cell sends it in a round to one in its node and
-    to one in another, which are other links. Any holder serves, one in the receiver's node
-    first; among equals the one that has sent least so far. Into a node the target leads that has
+    An expert crosses into a node once at most, and a cell sends it in a round to one in its node
+    and to one in another, by other links. Any holder serves, one in the receiver's node first;
+    among equals the one that has sent least so far. Into a node the target leads that has
     led least; else targets that have sent least are served first, since those pass most on. Ties go
     to the lowest cell.
 

@@ -239,8 +239,11 @@ def test_a_layer_is_foretold_by_who_sends_what_over_which_link() -> None:
     assert said is not None
     assert said.exchange_s == pytest.approx(4 * (2 + 3 * (1 + 10)))
     assert said.expert_s == pytest.approx(0.5 * 57)
-    # 4 s out of a node and 0.4 s within, and a second to start each, twice as long in layers.
-    assert said.gather_s == said.reduce_s == pytest.approx(2 * (4 + 0.4 + 2))
+    # 4 s out of a node, 0.4 s within at once and behind it in the other node, and a second to start
+    # each, twice as long in layers; of the mean cell.
+    there_s, within_s = 4 + 1, 0.4 + 1
+    mean_s = (there_s + within_s + 2 * (there_s + within_s)) / 4
+    assert said.gather_s == said.reduce_s == pytest.approx(2 * mean_s)
     freed = ProProphet().forecast(job, 0, replace(plan, rematerialize=True), rows_CE)
     assert freed == replace(said, gather_s=2 * said.gather_s)
     halves = Carried(Split((0,), ()), Split((), (0,)))

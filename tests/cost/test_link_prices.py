@@ -61,7 +61,7 @@ def test_copies_of_one_home_follow_each_other() -> None:
     assert copies_s([[0, 1, 0, 0], *[NOWHERE] * 3]) == [2, 2, 0, 0]
     assert copies_s([[0, 0, 1, 0], *[NOWHERE] * 3]) == [10, 0, 10, 0]
     # Out of the node and in it, at once; what is passed on in the other node comes behind.
-    assert copies_s([[0, 1, 1, 1], *[NOWHERE] * 3]) == [12, 12, 12, 12]
+    assert copies_s([[0, 1, 1, 1], *[NOWHERE] * 3]) == [10, 2, 12, 12]
     # Two experts of two homes leave a node by two cards; or by one that these share.
     both = [[0, 0, 1, 0], [0, 0, 0, 1], NOWHERE, NOWHERE]
     assert copies_s(both) == [10, 10, 10, 10]
