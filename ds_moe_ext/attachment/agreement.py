@@ -106,6 +106,12 @@ def weights_of(model: nn.Module) -> Description:
     }
 
 
+def empty_of(model: nn.Module) -> Description:
+    """How many of a model's weights and buffers have no elements yet: ranks make them together."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return {"weights and buffers on the meta device": str(sum(t.is_meta for t in tensors))}
+
+
 def _expert(layer: Found) -> str:
     return ", ".join(
         f"{name} {list(shape)} {dtype.removeprefix('torch.')}{'' if is_trained else ' frozen'}"

@@ -43,7 +43,9 @@ def ways_to_split(
     """
     generator = torch.Generator().manual_seed(0)
     drawn = [
-        torch.randn(weight.shape, generator=generator).to(weight.device, _dtype(weight))
+        torch.randn(weight.shape, generator=generator, device="cpu").to(
+            "cpu" if weight.is_meta else weight.device, _dtype(weight)
+        )
         if weight.dim() == 1 or _is_shape_alone(weight)
         else weight.detach().to(_dtype(weight))
         for weight in weights
@@ -104,7 +106,7 @@ def _adds_up(parts: Sequence[Tensor | None], whole: Tensor) -> bool:
 def _is_shape_alone(weight: Tensor) -> bool:
     """Whether all elements are one, as of weights that a host has elsewhere. These would add up
     however they are split; so do biases, which often start as zeros."""
-    return not any(weight.stride())
+    return weight.is_meta or not any(weight.stride())
 
 
 def _dtype(weight: Tensor) -> torch.dtype:

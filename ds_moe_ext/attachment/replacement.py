@@ -113,8 +113,8 @@ def parameters_of(hosted: Hosted) -> tuple[nn.Parameter, ...]:
 
 
 def bytes_of(weights: Iterable[Tensor]) -> int:
-    """Bytes of all weights."""
-    return sum(weight.nbytes for weight in weights)
+    """Bytes of all weights that have elements."""
+    return sum(weight.nbytes for weight in weights if not weight.is_meta)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,6 +130,7 @@ class Blueprint:
         routers: of the layers, where the settings have a gate; else none.
         why_grid: what was chosen where the settings leave sizes open, for a person; else empty.
         why_together: why all ranks must call the model together, for a person; else empty.
+        made: of a model on the meta device how its weights were made, for a person; else empty.
     """
 
     settings: Settings
@@ -140,6 +141,7 @@ class Blueprint:
     routers: tuple[Router, ...] = ()
     why_grid: str = ""
     why_together: str = ""
+    made: str = ""
 
     @property
     def pools(self) -> tuple[Pool, ...]:
@@ -370,6 +372,8 @@ def take_first_ranks_experts(
         if found.num_cells > 1:
             continue  # the model was built with other experts on each rank
         for parameter in model.get_submodule(found.name).parameters():
+            if parameter.is_meta:
+                continue  # each rank will draw its own, as the others would
             parameter.data.copy_(take_first(parameter.data.to(device).contiguous(), group))
 
 

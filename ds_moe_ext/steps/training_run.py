@@ -146,7 +146,13 @@ class Run:
             wide_console().print(start_table(run))
             leave_report(recorder, report.path, lives_with, planning.forecasts)
         way = told_way(blueprint.strategy, layout)
-        for line in (way, settings.hooks.rule, *planning.remarks, blueprint.why_grid):
+        for line in (
+            way,
+            settings.hooks.rule,
+            *planning.remarks,
+            blueprint.why_grid,
+            blueprint.made,
+        ):
             planning.tell(line)
         return run
 

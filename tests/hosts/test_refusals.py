@@ -97,9 +97,9 @@ def jet_moe() -> nn.Module:
     return JetMoeForCausalLM(shape)
 
 
-def on_meta() -> nn.Module:
+def on_meta(make: Callable[[], nn.Module] = lambda: families.build("mixtral")) -> nn.Module:
     with torch.device("meta"):
-        return families.build("mixtral")
+        return make()
 
 
 class Adapter(nn.Module):
@@ -430,7 +430,26 @@ MODELS = {
         ),
         model=jet_moe,
     ),
-    "no weights": Case(("on the meta device", "load its weights before"), model=on_meta),
+    "native experts without elements": Case(
+        ("a deepspeed.moe.layer.MoE lies on the meta device", "with an ep_size"),
+        model=lambda: on_meta(native),
+    ),
+    "parts of a model without elements": Case(
+        ("mpu passed to deepspeed.initialize has tensor parallel groups", "meta", "use AutoTP"),
+        model=on_meta,
+        arguments={
+            "mpu": SimpleNamespace(
+                get_tensor_model_parallel_world_size=lambda: 2,
+                get_tensor_model_parallel_rank=lambda: 0,
+                get_tensor_model_parallel_group=lambda: "a group",
+            )
+        },
+    ),
+    "roles of a model without elements": Case(
+        ("strategy is 'zebra', but this MixtralForCausalLM lies on the meta device", "on the CPU"),
+        {"strategy": "zebra", "zebra": {"attention_size": 1, "expert_size": 1}},
+        model=on_meta,
+    ),
     "experts without transformers' decorator": Case(
         ("Undecorated without _apply_gate", "use_experts_implementation", "register_experts"),
         model=lambda: undecorated("top_k_index", "top_k_weights"),

@@ -43,6 +43,7 @@ from ds_moe_ext.hosts.deepspeed.startup import FINDERS, INITIALIZE, off_by
 from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel, make_groups
 from ds_moe_ext.hosts.deepspeed.training import training_of
+from ds_moe_ext.hosts.meta_model import MetaModel
 from ds_moe_ext.layout import GRID, Grid
 from ds_moe_ext.moe.token_parts import TokenParts
 from ds_moe_ext.settings import BLOCK, Settings, read_settings
@@ -114,6 +115,7 @@ class DeepSpeedHost:
         self._role: Role | None = None
         self._shards_weights: bool = engine.zero_optimization_partition_weights()
         self._stages = Stages.of(model)
+        self._meta = MetaModel(model)
 
     def devices(self) -> Sequence[str]:
         return startup.devices_of(self._document, self._model, self.carrier.mpu)
@@ -135,7 +137,7 @@ class DeepSpeedHost:
 
     def find(self, settings: Settings) -> list[Found]:
         found = replacement.found_in(self._model, FINDERS, settings)
-        return [zero_init.gathering(self._model, layer) for layer in found]
+        return [zero_init.gathering(self._model, self._meta.drawing(layer)) for layer in found]
 
     def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> Seats:
         startup.agree(self._document, self._model, self.carrier.mpu)
@@ -161,6 +163,7 @@ class DeepSpeedHost:
             groups.mpu = self.carrier.mpu  # by which groups lie within stages
         groups._create_expert_and_data_parallel(blueprint.grid.size)
         _check_groups(blueprint.grid)
+        blueprint = replace(blueprint, made=self._made(blueprint))
         # DeepSpeed does so with all weights, but only when each rank has none but its own experts
         # left.
         if not zero_init.is_of(self._model):  # which gave all ranks the first one's weights
@@ -169,6 +172,15 @@ class DeepSpeedHost:
         make_groups(self.carrier)
         TensorParallel.of(self.carrier.mpu).check()
         return blueprint, self._around(blueprint)
+
+    def _made(self, blueprint: Blueprint) -> str:
+        """See ``Blueprint.made``. Collective."""
+        before = {id(parameter) for parameter in self._model.parameters()}
+        made = self._meta.make_real(blueprint.found, self.device)
+        self._sources.sources.update({id(n): [old] for n, old in self._meta.sources.items()})
+        # Those, and of what has been tied again the weights that an optimizer may have beside.
+        self._sources.discarded.update(before.difference(map(id, self._model.parameters())))
+        return made
 
     def _around(self, blueprint: Blueprint) -> Around | None:
         """What layers call in the place of their experts alone."""

@@ -21,7 +21,8 @@ from ds_moe_ext.attachment import experts
 from ds_moe_ext.attachment.refusal import ENABLED, Refusal, refuse
 from ds_moe_ext.hosts.deepspeed import native
 from ds_moe_ext.hosts.deepspeed.role_engine import RoleUnit
-from ds_moe_ext.hosts.deepspeed.tensor_parallel import is_of_sequences
+from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel, is_of_sequences
+from ds_moe_ext.hosts.meta_model import META, is_on_meta
 from ds_moe_ext.settings import BLOCK, Settings
 from ds_moe_ext.strategy import Strategy
 
@@ -134,9 +135,13 @@ def _replaced(given: Given) -> str:
     return f"the experts of this {kind} were replaced by an earlier deepspeed.initialize"
 
 
-def _without_weights(given: Given) -> str:
-    is_empty = any(parameter.is_meta for parameter in given.model.parameters())
-    return f"this {type(given.model).__name__} lies on the meta device" if is_empty else ""
+def _on_meta(given: Given) -> str:
+    return f"this {type(given.model).__name__} {META}" if is_on_meta(given.model) else ""
+
+
+def _native_on_meta(given: Given) -> str:
+    layers = [module for module in given.model.modules() if isinstance(module, MoE)]
+    return f"a deepspeed.moe.layer.MoE {META}" if any(map(is_on_meta, layers)) else ""
 
 
 _INIT = "built under deepspeed.zero.Init"
@@ -187,6 +192,13 @@ def _native_divided(given: Given) -> str:
     asked = _is_autotp(given)
     is_native = asked and any(isinstance(module, MoE) for module in given.model.modules())
     return f"{asked}, and the model has a deepspeed.moe.layer.MoE" if is_native else ""
+
+
+def _divided_on_meta(given: Given) -> str:
+    told, mpu = _on_meta(given), given.mpu
+    if not told or mpu in (None, groups) or TensorParallel.of(mpu).group is None:
+        return ""
+    return f"{_MPU} tensor parallel groups, and {told}"
 
 
 _SEQUENCES = "sequence_parallel_size"
@@ -349,10 +361,16 @@ UNSUPPORTED = (
         "build the model anew",
     ),
     Refusal(
-        "a model on the meta device",
-        _without_weights,
-        "it has no weights yet",
-        "build it on the CPU, or load its weights before deepspeed.initialize",
+        "deepspeed.moe.layer.MoE on the meta device",
+        _native_on_meta,
+        "its experts are modules that each rank would have to make first",
+        "build it as it is, with an ep_size by which each rank has its own experts alone",
+    ),
+    Refusal(
+        "an mpu with tensor parallel groups and a model on the meta device",
+        _divided_on_meta,
+        "all ranks make the same, and would start with the same values in unlike parts of a weight",
+        "build it on the CPU, or use AutoTP",
     ),
     Refusal(
         f"a model {_INIT}, at another stage than 3",
@@ -532,6 +550,12 @@ OPTIMIZERS_OF_ONE_ROLE = ("onebitadam", "onebitlamb", "zerooneadam", "muon")
 
 
 WITH_ROLES = (
+    Refusal(
+        "a model on the meta device, with roles",
+        _on_meta,
+        "each role would make what only the other keeps",
+        "build it on the CPU",
+    ),
     Refusal(
         "a PipelineModule",
         _pipelined,

@@ -158,6 +158,7 @@ def _described(
         told.update(agreement.layers_of(_found(settings, model)))
         if TensorParallel.of(mpu).group is None:  # else a rank has parts of weights
             told.update(agreement.weights_of(model))
+            told.update(agreement.empty_of(model))
     if grid is not None:
         told[GRID] = f"{grid.num_cells} cells of {grid.cell_size} ranks"
     return told

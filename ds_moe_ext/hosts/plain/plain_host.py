@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from ds_moe_ext.attachment.refusal import Refusal, refuse
 from ds_moe_ext.attachment.replacement import Around, AttachedLayer, Blueprint
 from ds_moe_ext.comm import sum_in_place
 from ds_moe_ext.hosts import huggingface
+from ds_moe_ext.hosts.meta_model import MetaModel
 from ds_moe_ext.layout import group_among
 from ds_moe_ext.settings import BLOCK, Settings
 from ds_moe_ext.steps.host import Built, Seats, device_names
@@ -58,10 +60,6 @@ def _is_wrapped(asked: Asked) -> str:
     return ""
 
 
-def _is_empty(asked: Asked) -> str:
-    return "weights are on meta" if any(p.is_meta for p in asked.model.parameters()) else ""
-
-
 REFUSALS = (
     Refusal(
         "a strategy that gives ranks roles",
@@ -80,12 +78,6 @@ REFUSALS = (
         _is_wrapped,
         "experts are replaced before that, so that it leaves them alone",
         f"call {NAME} first, and wrap the model then",
-    ),
-    Refusal(
-        "a model on the meta device",
-        _is_empty,
-        "experts take their weights along as they are spread over ranks",
-        "give the model its device and its weights first",
     ),
 )
 
@@ -174,10 +166,10 @@ class PlainHost:
         self, model: nn.Module, block: Mapping[str, Any], micro_batches: int, experts: Experts
     ) -> None:
         first = next(model.parameters())
-        self.device, self.dtype = first.device, first.dtype
+        self.device, self.dtype = device_for(first), first.dtype
         self.num_micro_batches = micro_batches
         self.carrier = model
-        self._block, self._experts = block, experts
+        self._block, self._experts, self._meta = block, experts, MetaModel(model)
 
     def devices(self) -> list[str]:
         return device_names(self.device)
@@ -188,7 +180,8 @@ class PlainHost:
         return settings, strategy.without_slices()
 
     def find(self, settings: Settings) -> list[Found]:
-        return replacement.found_in(self.carrier, FINDERS, settings)
+        found = replacement.found_in(self.carrier, FINDERS, settings)
+        return [self._meta.drawing(layer) for layer in found]
 
     def grid(self, settings: Settings, strategy: Strategy, found: Sequence[Found]) -> Seats:
         alike = {
@@ -197,6 +190,7 @@ class PlainHost:
             **agreement.versions("torch", str(torch.__version__)),
             **agreement.layers_of(found),
             **agreement.weights_of(self.carrier),
+            **agreement.empty_of(self.carrier),
         }
         start = start_of(NAME)
         start.agree(alike)
@@ -208,8 +202,9 @@ class PlainHost:
     def prepare(self, blueprint: Blueprint) -> tuple[Blueprint, Around | None]:
         """Of dense weights DistributedDataParallel takes rank 0's too."""
         replacement.warn_of_what_stays(self.carrier, blueprint)
+        made = self._meta.make_real(blueprint.found, self.device)
         replacement.take_first_ranks_experts(self.carrier, blueprint, self.device)
-        return blueprint, None
+        return replace(blueprint, made=made), None
 
     def mark(self, blueprint: Blueprint, built: Built) -> None:
         """DistributedDataParallel looks for names that it shall ignore on the model."""
@@ -234,6 +229,14 @@ class PlainHost:
         """``Attachment.watch`` hears of the optimizer, which is made later."""
         setattr(self.carrier, RECORD, Record(run))
         run.planning.tell(replacement.told_homes(run.blueprint))
+
+
+def device_for(weight: Tensor) -> torch.device:
+    """Of a weight; where it is on the meta device, that which the process computes on."""
+    if not weight.is_meta:
+        return weight.device
+    is_cuda = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
 
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -45,8 +45,8 @@ def attach(
         moe.watch(optimizer)
 
     Args:
-        model: on its device, with its weights; changed in place. All ranks train it, each on data
-            of its own.
+        model: on its device, with its weights, or on the meta device; changed in place. All ranks
+            train it, each on data of its own.
         config: the block ``ds_moe_ext``, or a document that has it; or the path of such a JSON
             file, or a name of ``configs/strategies``. Where it is not enabled the model stays as it
             is.

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an initialiser writes into weights of all experts that have no elements, for one of them.
+
+A model on the meta device has shapes alone. Its own initialiser runs on these all the same: what it
+writes in place is recorded, with the shape and the place, and done again for those experts that a
+rank has, one after the other. So no rank has all of them at any time, and what an initialiser takes
+from the shape of a whole weight, as its fans, is what it would be.
+
+Shape letters: E experts, F an expert's own first dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ELEMENT_BY_ELEMENT = frozenset(
+    {
+        *("normal_", "uniform_", "exponential_", "log_normal_", "cauchy_", "random_", "geometric_"),
+        *("zero_", "fill_", "clamp_", "clamp_min_", "clamp_max_", "erfinv_", "abs_", "neg_"),
+        *("add_", "sub_", "mul_", "div_", "pow_", "exp_", "log_", "sqrt_", "bernoulli_"),
+        "trunc_normal_",
+    }
+)
+"""Names of torch's operations that do the same to each element, whichever others there are."""
+
+IDLE_WITHOUT_ELEMENTS = ("_no_grad_trunc_normal_", "orthogonal_", "dirac_", "sparse_")
+"""Functions of ``torch.nn.init`` that look at what they have drawn, and leave at once where a
+tensor has no elements."""
+
+
+class Unknown(Exception):
+    """A write that cannot be done for one expert alone; says which."""
+
+
+def key_of(tensor: Tensor) -> int:
+    """Of the memory that a tensor lies in, whether it has any elements or not."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies in its memory, in elements.
+
+    Attributes:
+        shape: of the tensor.
+        stride: of each dim.
+        offset: of its first element.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Place:
+        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    @property
+    def stop(self) -> int:
+        """Behind its last element."""
+        if 0 in self.shape:
+            return self.offset
+        return self.offset + sum((n - 1) * step for n, step in zip(self.shape, self.stride)) + 1
+
+    def within(self, part: Place) -> Place | None:
+        """What of this place is the part's: the place in a memory that has the part alone; None if
+        nothing is.
+
+        Args:
+            part: one expert's, whose elements lie together.
+
+        Raises:
+            Unknown: they are not a rectangle of the part.
+        """
+        if self.stop <= part.offset or part.stop <= self.offset:
+            return None
+        if part.offset <= self.offset and self.stop <= part.stop:
+            return Place(self.shape, self.stride, self.offset - part.offset)
+        length = part.stop - part.offset
+        if self.stride and self.stride[0] == length:  # the first dim is of experts
+            number = -((self.offset - part.offset) // length)
+            own = Place(self.shape[1:], self.stride[1:], self.offset + number * length)
+            if own.stop <= part.stop:  # else what is of one expert reaches into the next
+                is_there = number in range(self.shape[0])
+                own_offset = own.offset - part.offset
+                return Place(own.shape, own.stride, own_offset) if is_there else None
+        if _is_dense(self) and self.offset <= part.offset and part.stop <= self.stop:
+            return Place(part.shape, part.stride, 0)
+        raise Unknown(f"a part {list(self.shape)} of weights, across experts")
+
+
+def _is_dense(place: Place) -> bool:
+    """Whether it is all of the memory between its first and its last element."""
+    return torch.Size(place.shape).numel() == place.stop - place.offset
+
+
+@dataclass(frozen=True, eq=False)
+class Write:
+    """An operation in place.
+
+    Attributes:
+        name: of it.
+        function: of torch.
+        place: of what it wrote.
+        args: behind that.
+        kwargs: by name.
+    """
+
+    name: str
+    function: Any
+    place: Place
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def check(self) -> None:
+        """Raises Unknown where elements depend on others, or on values that nobody has."""
+        others = [*self.args, *self.kwargs.values()]
+        is_known = self.name in ELEMENT_BY_ELEMENT
+        if not is_known or any(isinstance(given, Tensor) for given in others):
+            raise Unknown(f"what torch's {self.name} gives")
+
+    def again(self, own: Tensor, place: Place) -> None:
+        """Do it to one expert's weight, or a part of it."""
+        self.function(
+            own.as_strided(place.shape, place.stride, place.offset), *self.args, **self.kwargs
+        )
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors that a function of torch writes to."""
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[number] if number < len(args) else kwargs.get(argument.name)
+            yield from (t for t in (given if isinstance(given, list) else [given]) if t is not None)
+
+
+class Call(NamedTuple):
+    """An operation in place, as it was asked for.
+
+    Attributes:
+        name: of it.
+        function: of torch.
+        tensor: that it writes to.
+        args: behind that.
+        kwargs: by name.
+    """
+
+    name: str
+    function: Any
+    tensor: Tensor
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(eq=False)
+class Writes(TorchDispatchMode):
+    """A block in which writes in place into some tensors are recorded, and into others left out.
+
+    Attributes:
+        empty: memory of weights without elements: recorded.
+        kept: memory of what is there already and stays as it is.
+        by_memory: what was written, in order.
+        counts: how often each other memory was written to.
+    """
+
+    empty: set[int]
+    kept: set[int]
+    by_memory: dict[int, list[Write]] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        written = [*_written(func, args, kwargs)] if func._schema.is_mutable else []
+        name = func._schema.name.partition("::")[2]
+        if len(written) == 1 and args and written[0] is args[0]:
+            return self.written(Call(name, func, args[0], tuple(args[1:]), kwargs))
+        if self.empty.union(self.kept).isdisjoint(map(key_of, written)):
+            self.counts.update((key_of(each), self.count(each) + 1) for each in written)
+            return func(*args, **kwargs)
+        for each in written:  # as ``out=`` of another function: what that gives is not done again
+            self.written(Call(name, func, each, (), {}), is_done=False)
+        num_given = len(func._schema.returns)
+        return written[0] if num_given == 1 else tuple(written)[:num_given] or None
+
+    def written(self, call: Call, is_done: bool = True) -> Any:
+        """Record an operation in place, leave it out, or let it be done.
+
+        Args:
+            call: of the operation.
+            is_done: where neither of the first two is right.
+
+        Returns:
+            What it gives.
+        """
+        key = key_of(call.tensor)
+        if key in self.kept:
+            return call.tensor
+        self.counts[key] = self.counts.get(key, 0) + 1
+        if key not in self.empty:
+            return call.function(call.tensor, *call.args, **call.kwargs) if is_done else call.tensor
+        # A generator of the initialiser's own would give each rank what it has come to.
+        named = {name: value for name, value in call.kwargs.items() if name != "generator"}
+        write = Write(call.name, call.function, Place.of(call.tensor), call.args, named)
+        self.by_memory.setdefault(key, []).append(write)
+        return call.tensor
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """The block in which initialisers run."""
+        names = [name for name in IDLE_WITHOUT_ELEMENTS if hasattr(torch.nn.init, name)]
+        before = [(name, getattr(torch.nn.init, name)) for name in names]
+        for name, function in before:
+            setattr(torch.nn.init, name, self._told(function))
+        try:
+            with self:
+                yield
+        finally:
+            for name, function in before:
+                setattr(torch.nn.init, name, function)
+
+    def _told(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """One of these functions, that records what it would have done."""
+        name = function.__name__.removeprefix("_no_grad_")
+
+        def told(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if key_of(tensor) not in self.empty | self.kept:
+                return function(tensor, *args, **kwargs)
+            return self.written(Call(name, function, tensor, args, kwargs))
+
+        return told
+
+    def count(self, tensor: Tensor) -> int:
+        """How often its memory was written to."""
+        return self.counts.get(key_of(tensor), 0)
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Leave these as they are from now on."""
+        self.kept.update(map(key_of, tensors))
+
+    def recipe(self, weight: Tensor, part: Tensor) -> Recipe:
+        """How one expert's weight is initialised.
+
+        Args:
+            weight: that has those of all experts, or of this one.
+            part: of it, this expert's ``[F, ...]``.
+
+        Raises:
+            Unknown: by nothing that was recorded, or by what cannot be done for one alone.
+        """
+        whole, own = Place.of(weight), Place.of(part)
+        steps: list[tuple[Write, Place]] = []
+        for write in self.by_memory.get(key_of(weight), ()):
+            write.check()
+            if write.place == whole:
+                steps.append((write, Place(own.shape, own.stride, 0)))
+            elif (place := write.place.within(own)) is not None:
+                steps.append((write, place))
+        if not steps:
+            raise Unknown("")
+        return Recipe(own, part.dtype, tuple(steps))
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """How one expert's weight is initialised.
+
+    Attributes:
+        place: of it.
+        dtype: of it.
+        steps: what is written, and where in the expert's own memory.
+    """
+
+    place: Place
+    dtype: torch.dtype
+    steps: Sequence[tuple[Write, Place]]
+
+    def made(self, device: torch.device) -> Tensor:
+        """The weight ``[F, ...]``, by the present state of torch's random numbers."""
+        own = torch.empty_strided(
+            self.place.shape, self.place.stride, dtype=self.dtype, device=device
+        )
+        blank(own)
+        with torch.no_grad():
+            for write, place in self.steps:
+                write.again(own, place)
+        return own
+
+
+# Elements that nobody wrote.
+
+
+def blank(tensor: Tensor) -> None:
+    """Fill a tensor with what no initialiser would leave there."""
+    with torch.no_grad():
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.fill_(float("nan"))
+        elif tensor.dtype is not torch.bool:
+            tensor.fill_(torch.iinfo(tensor.dtype).min)
+        else:
+            tensor.zero_()
+
+
+def has_blanks(tensor: Tensor) -> bool:
+    """Whether some of that is left; of truth values nobody can tell."""
+    for part in tensor.detach().reshape(-1).split(PART):
+        if tensor.is_floating_point() or tensor.is_complex():
+            is_blank = part.isnan().any()
+        elif tensor.dtype is not torch.bool:
+            is_blank = (part == torch.iinfo(tensor.dtype).min).any()
+        else:
+            return False
+        if bool(is_blank):
+            return True
+    return False
+
+
+PART = 2**24  # elements looked at together, so that the look takes little memory
