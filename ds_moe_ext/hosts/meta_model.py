@@ -9,27 +9,32 @@ What an expert starts with depends on its layer and number alone, not on ranks, 
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_moe_ext.attachment.experts import HostedExperts
 from ds_moe_ext.attachment.host_layer import Adopted, Found, RoutedOf, Slot, keep_marks
 from ds_moe_ext.attachment.recorded_writes import Unknown, Writes, blank, has_blanks, key_of
+from ds_moe_ext.attachment.refusal import Refusal
 from ds_moe_ext.comm import take_first
 from ds_moe_ext.hosts.own_initializers import (
     DONE,
     REMEDY,
     Named,
+    Overwritten,
+    have_run,
     initialize,
     outermost,
+    overwritten,
     tensors_of,
     tie,
-    written_more_often,
 )
 from ds_moe_ext.moe.sharding import Shard
 
@@ -39,6 +44,23 @@ META = "lies on the meta device"
 def is_on_meta(module: nn.Module) -> bool:
     """Whether it has a weight or a buffer without elements."""
     return any(named.tensor.is_meta for named in tensors_of(module))
+
+
+def _adapted(given: Any) -> str:
+    for module in given.model.modules():
+        kind = type(module)
+        if kind.__module__.partition(".")[0] == "peft" and is_on_meta(module):
+            return f"an adapter of peft ({kind.__name__}) {META}"
+    return ""
+
+
+ADAPTERS = Refusal(
+    "adapters of peft and a model on the meta device",
+    _adapted,
+    "what an adapter starts with, as zeros, was lost there",
+    "build the model on the CPU",
+)
+"""A row for hosts whose ``asked`` takes what has a ``model``."""
 
 
 class MetaModel:
@@ -100,34 +122,33 @@ class MetaModel:
             return ""
         tie(model)
         experts = {p for each in found for p in model.get_submodule(each.name).parameters()}
-        before = [(named, named.tensor._version) for named in _empty(model)]
+        empty = [*_empty(model)]
+        counts, have_elsewhere_run = [named.tensor._version for named in empty], have_run(model)
         self._device, self._seed = device, _drawn_seed(device)
         there = [named.tensor for named in tensors_of(model) if not named.tensor.is_meta]
-        lacking = [(named, count) for named, count in before if named.tensor not in experts]
-        made = {named.tensor: _blank(named, device) for named, _ in lacking}
+        made = {n.tensor: _blank(n, device) for n in empty if n.tensor not in experts}
         _put(model, made)
-        self.sources = {real: empty for empty, real in made.items()}
-        dense = [named._replace(tensor=made[named.tensor]) for named, _ in lacking]
-        empty = set(map(key_of, experts))
-        self._writes = Writes(empty, set(map(key_of, there)))
+        self.sources = {real: old for old, real in made.items()}
+        now = [named._replace(tensor=made.get(named.tensor, named.tensor)) for named in empty]
+        self._writes = Writes(set(map(key_of, experts)), set(map(key_of, there)))
         with _random_from(device):
             torch.manual_seed(self._seed)
             initialize(model, self._writes)
-        self._check([(named, count) for named, (_, count) in zip(dense, lacking)])
+        dense = [named for named in now if not named.tensor.is_meta]
+        self._check(dense)
         for each in found:
             self._check_experts(each, model.get_submodule(each.name))
+        _check_overwritten(
+            overwritten(model, [*zip(now, counts)], self._writes), have_elsewhere_run
+        )
         return _told(model, found, dense)
 
-    def _check(self, made: Sequence[tuple[Named, int]]) -> None:
-        """Raises ValueError where something is not initialised, or not as it would have been.
-
-        Args:
-            made: what was, and how often each had been written to while it had no elements.
-        """
+    def _check(self, made: Sequence[Named]) -> None:
+        """Raises ValueError where something is not initialised."""
         writes = self._writes
         left = [
             f"{named.name} (of a {type(named.module).__name__})"
-            for named, _ in made
+            for named in made
             if not writes.count(named.tensor) or has_blanks(named.tensor)
         ]
         left += [e.name for e in _empty(self._model) if key_of(e.tensor) not in writes.empty]
@@ -138,14 +159,6 @@ class MetaModel:
                 "reset_parameters(), a model of transformers by its _init_weights(module); write "
                 "one, or build the model under accelerate's init_empty_weights, which leaves "
                 f"buffers and what is no parameter real, or {REMEDY}"
-            )
-        other = written_more_often(made, self._model, writes)
-        if other:
-            raise ValueError(
-                f"the model {META}, and a constructor wrote to {_some(other)} behind the "
-                "reset_parameters of the modules that have it, so that these would start with "
-                "other values; let the module that did so have a reset_parameters() or an "
-                f"_init_weights(module) that does it, or {REMEDY}"
             )
 
     def _check_experts(self, found: Found, module: nn.Module) -> None:
@@ -215,6 +228,29 @@ def _loose(model: nn.Module) -> list[str]:
         for name, value in vars(module).items()
         if isinstance(value, Tensor) and value.is_meta
     ]
+
+
+def _check_overwritten(names: Overwritten, have_run_before: bool) -> None:
+    """Tell of values that are lost. Where initialisers of transformers ran before, on weights
+    without elements, nobody can say what others wrote.
+
+    Raises:
+        ValueError: a constructor wrote them.
+    """
+    if names.of_others:
+        raise ValueError(
+            f"the model {META}, and a constructor wrote to {_some(names.of_others)} behind the "
+            "reset_parameters of the modules that have it, so that these would start with other "
+            "values; let the module that did so have a reset_parameters() or an "
+            f"_init_weights(module) that does it, or {REMEDY}"
+        )
+    if names.of_transformers and not have_run_before and dist.get_rank() == 0:
+        warnings.warn(
+            f"the model {META}, where something wrote to {_some(names.of_transformers)}: that is "
+            "lost, and it starts with what its own initialiser gives; load a checkpoint, or "
+            f"{REMEDY}",
+            stacklevel=2,
+        )
 
 
 def _some(names: Sequence[str]) -> str:

@@ -138,23 +138,38 @@ def _run(module: nn.Module, initializer: Callable[[], Any]) -> None:
 REMEDY = "build the model on the CPU, where each rank can hold all of it, or under zero.Init"
 
 
-def written_more_often(
-    before: Sequence[tuple[Named, int]], model: nn.Module, writes: Writes
-) -> list[str]:
-    """Names of what constructors wrote more often than initialisers do: somebody else's values.
+def have_run(model: nn.Module) -> bool:
+    """Whether initialisers of transformers have run where weights had no elements, as they do in
+    accelerate's ``init_empty_weights``."""
+    return any(hasattr(module, DONE) for module in model.modules())
+
+
+class Overwritten(NamedTuple):
+    """Names of what was written to more often, while it had no elements, than initialisers do:
+    values of somebody else's, which are lost.
+
+    Attributes:
+        of_transformers: within models of transformers.
+        of_others: of modules elsewhere.
+    """
+
+    of_transformers: list[str]
+    of_others: list[str]
+
+
+def overwritten(
+    model: nn.Module, before: Sequence[tuple[Named, int]], writes: Writes
+) -> Overwritten:
+    """See ``Overwritten``.
 
     Args:
-        before: what was made, and how often each had been written to while it had no elements.
-        model: that has it.
+        model: that has been initialised.
+        before: what of it had no elements, and how often each had been written to.
         writes: what initialisers did.
     """
-    known = {key_of(t) for each in outermost(model) for t in _all_tensors(each)}
-    return [
-        named.name
-        for named, count in before
-        if key_of(named.tensor) not in known and writes.count(named.tensor) < count
-    ]
-
-
-def _all_tensors(model: nn.Module) -> Iterator[Tensor]:
-    return (named.tensor for named in tensors_of(model))
+    known = {key_of(named.tensor) for each in outermost(model) for named in tensors_of(each)}
+    more = [named for named, count in before if writes.count(named.tensor) < count]
+    return Overwritten(
+        [named.name for named in more if key_of(named.tensor) in known],
+        [named.name for named in more if key_of(named.tensor) not in known],
+    )

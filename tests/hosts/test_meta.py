@@ -5,6 +5,7 @@ own initialiser would have drawn; no rank has all experts at any time."""
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
@@ -405,7 +406,25 @@ def test_experts_of_ones_own(kind: str) -> None:
     assert not any(torch.equal(drawn[0], other) for other in drawn[1:])
 
 
-# What is refused.
+# What is lost, and what is refused.
+
+
+def warned(rank: int, world_size: int, way: str) -> list[str]:
+    """What is said of a layer of transformers that somebody drew anew."""
+    with built(way):
+        model = families._FAMILIES["mixtral"]()
+        nn.init.normal_(model.model.layers[1].self_attn.q_proj.weight)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ds_moe_ext.attach(model, {"enabled": True, "report": {"enabled": False}})
+    return [str(each.message) for each in caught if "meta device" in str(each.message)]
+
+
+def test_values_that_are_lost_are_told_of() -> None:
+    (told,) = pool_of(1).run(warned, "meta")
+    assert "something wrote to model.layers.1.self_attn.q_proj.weight: that is lost" in told[0]
+    assert len(told) == 1
+    assert pool_of(1).run(warned, "real") == [[]]
 
 
 class WithBuffer(Block):

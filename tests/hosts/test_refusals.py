@@ -117,6 +117,15 @@ def adapted() -> nn.Module:
     return model
 
 
+def adapted_elsewhere() -> nn.Module:
+    """As peft does to attention."""
+    model = families.build("mixtral")
+    kind = type("Adapter", (Adapter,), {"__module__": "peft.tuners.lora.layer"})
+    attention = model.model.layers[0].self_attn
+    attention.q_proj = kind(attention.q_proj, "weight")
+    return model
+
+
 def parametrized(experts: str, name: str, model: nn.Module) -> nn.Module:
     register_parametrization(model.get_submodule(experts), name, nn.Tanh())
     return model
@@ -429,6 +438,10 @@ MODELS = {
             "These look like experts: model.layers.*.mlp.input_linear (JetMoeParallelExperts, 2)",
         ),
         model=jet_moe,
+    ),
+    "adapters without elements": Case(
+        ("an adapter of peft (Adapter) lies on the meta device", "zeros, was lost", "on the CPU"),
+        model=lambda: on_meta(adapted_elsewhere),
     ),
     "native experts without elements": Case(
         ("a deepspeed.moe.layer.MoE lies on the meta device", "with an ep_size"),

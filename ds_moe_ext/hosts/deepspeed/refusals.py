@@ -22,7 +22,7 @@ from ds_moe_ext.attachment.refusal import ENABLED, Refusal, refuse
 from ds_moe_ext.hosts.deepspeed import native
 from ds_moe_ext.hosts.deepspeed.role_engine import RoleUnit
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel, is_of_sequences
-from ds_moe_ext.hosts.meta_model import META, is_on_meta
+from ds_moe_ext.hosts.meta_model import ADAPTERS, META, is_on_meta
 from ds_moe_ext.settings import BLOCK, Settings
 from ds_moe_ext.strategy import Strategy
 
@@ -360,6 +360,7 @@ UNSUPPORTED = (
         "they belong to that engine",
         "build the model anew",
     ),
+    ADAPTERS,
     Refusal(
         "deepspeed.moe.layer.MoE on the meta device",
         _native_on_meta,

@@ -23,7 +23,7 @@ from ds_moe_ext.attachment.refusal import Refusal, refuse
 from ds_moe_ext.attachment.replacement import Around, AttachedLayer, Blueprint
 from ds_moe_ext.comm import sum_in_place
 from ds_moe_ext.hosts import huggingface
-from ds_moe_ext.hosts.meta_model import MetaModel
+from ds_moe_ext.hosts.meta_model import ADAPTERS, MetaModel
 from ds_moe_ext.layout import group_among
 from ds_moe_ext.settings import BLOCK, Settings
 from ds_moe_ext.steps.host import Built, Seats, device_names
@@ -79,6 +79,7 @@ REFUSALS = (
         "experts are replaced before that, so that it leaves them alone",
         f"call {NAME} first, and wrap the model then",
     ),
+    ADAPTERS,
 )
 
 
