@@ -126,6 +126,9 @@ class MetaModel:
         counts, have_elsewhere_run = [named.tensor._version for named in empty], have_run(model)
         self._device, self._seed = device, _drawn_seed(device)
         there = [named.tensor for named in tensors_of(model) if not named.tensor.is_meta]
+        for tensor in there:  # as buffers behind init_empty_weights
+            if tensor not in experts:
+                tensor.data = tensor.data.to(device)
         made = {n.tensor: _blank(n, device) for n in empty if n.tensor not in experts}
         _put(model, made)
         self.sources = {real: old for old, real in made.items()}

@@ -24,7 +24,8 @@ from ds_moe_ext import ExpertsDescription, FeedForwardExperts, OneEach, register
 from ds_moe_ext.convert.conversion import Asked, Form, convert
 from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.testing import dense_experts
-from tests.hosts import families, jobs
+from tests.hosts import divided_runs, families, jobs
+from tests.hosts.divided_runs import Case, Learnt, Way
 from tests.hosts.jobs import Job, Result
 from tests.marks import slow
 from tests.ranks import pool_of, preload
@@ -147,6 +148,31 @@ def test_stages(stage: int, more: dict[str, Any]) -> None:
     theirs = trained(1, alike).result.losses
     for mine, other in zip(trained(2, job).result.losses, theirs, strict=True):
         assert abs(mine - other) <= tolerance * other
+
+
+def divided(rank: int, world_size: int, case: Case) -> Learnt:
+    torch.manual_seed(0)
+    model = model_of(case.job, "meta")
+    torch.manual_seed(0)
+    with mock.patch.object(divided_runs, "model_of", lambda _: model):
+        return divided_runs.train(rank, world_size, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "stage", "early"),
+    [
+        (Way.AUTOTP, 1, False),
+        (Way.AUTOTP, 1, True),
+        (Way.AUTOTP, 3, False),
+        (Way.ULYSSES, 1, False),
+    ],
+)
+def test_models_that_are_divided_later(way: Way, stage: int, early: bool) -> None:
+    job = Job(stage=1, steps=3, sgd=True, learning_rate=0.1, aux_coefficient=0.0)
+    (whole,) = pool_of(1).run(divided, Case(job))
+    for own in pool_of(4).run(divided, Case(replace(job, stage=stage), way, 2, early)):
+        assert own.losses == pytest.approx(whole.losses, rel=1e-5)
 
 
 # What the model's own initialiser draws.
