@@ -87,7 +87,6 @@ class Row:
         close: to ``stock``, so near.
         shows: what the steps of rank 0 must have seen, or the row proves less than it says.
         hardware: what a strategy plans by; it measures where there is none.
-        is_slow: by hand only; a quicker row proves the same on fewer ranks or another family.
     """
 
     name: str
@@ -97,7 +96,6 @@ class Row:
     stock: Stock = Stock.EP
     shows: tuple[Shows, ...] = ()
     hardware: Hardware | None = None
-    is_slow: bool = False
 
 
 def float64(family: str = "toy", steps: int = 4, **fields: Any) -> Job:
@@ -196,17 +194,15 @@ def ep_rows() -> Iterator[Row]:
     for family in ("mixtral", "gpt_moe"):
         for stage in (0, 1, 2):
             for ranks in (2, 4):
-                is_slow = ranks == 4 and (family == "mixtral") == (stage == 2)
                 name = f"ep gradients {family} zero{stage} {ranks} ranks"
                 job = one_gradient(family, stage)
-                yield Row(name, ranks, job, Close(1e-6, None, 1e-6), Stock.ALONE, is_slow=is_slow)
+                yield Row(name, ranks, job, Close(1e-6, None, 1e-6), Stock.ALONE)
                 name = f"ep curve {family} zero{stage} {ranks} ranks"
                 job = Job(family, stage, clip=0.5)
-                is_slow = ranks == 4 or (family == "gpt_moe") != (stage == 1)
-                yield Row(name, ranks, job, Close(2e-4, 2e-3), Stock.ALONE, is_slow=is_slow)
+                yield Row(name, ranks, job, Close(2e-4, 2e-3), Stock.ALONE)
             job = Job(family, stage, dtype="bfloat16", steps=6)
-            name, is_slow = f"ep bfloat16 {family} zero{stage}", family == "gpt_moe"
-            yield Row(name, 2, job, Close(2e-2), Stock.ALONE, is_slow=is_slow)
+            name = f"ep bfloat16 {family} zero{stage}"
+            yield Row(name, 2, job, Close(2e-2), Stock.ALONE)
             if (family, stage) == ("mixtral", 0):  # of gpt_moe, stock itself leaves experts out
                 job = Job(family, stage, dtype="bfloat16", steps=2, clip=0.05)
                 yield Row("ep clipped bfloat16", 2, job, Close(2e-2, 5e-3), Stock.ALONE)
@@ -214,10 +210,9 @@ def ep_rows() -> Iterator[Row]:
                 job = Job(family, stage, steps=3, clip=0.5, no_sync=True, evaluate=True)
                 yield Row(f"ep no_sync {family} zero{stage}", 2, job, Close(1e-6))
         for ranks in (2, 4):
-            is_slow = (family == "mixtral") == (ranks == 2)
             job = float64(family, steps=10, clip=0.0)
             name = f"ep float64 {family} {ranks} ranks"
-            yield Row(name, ranks, job, Close(1e-12), Stock.ALONE, is_slow=is_slow)
+            yield Row(name, ranks, job, Close(1e-12), Stock.ALONE)
     for stage in (0, 1, 2):  # expert gradients are reduced over ranks that hold the same experts
         job = one_gradient("mixtral", stage, cells=2)
         yield Row(f"ep two grids zero{stage}", 4, job, Close(1e-6, None, 1e-6), Stock.ALONE)
@@ -243,46 +238,45 @@ def sharded_rows() -> Iterator[Row]:
         yield Row(name, ranks, job, gradients, Stock.ALONE)
     for family in ("qwen3_moe", "toy, some experts frozen", "gpt_moe"):
         job = one_gradient(family, 3)
-        yield Row(f"sharded gradients {family}", 2, job, gradients, Stock.ALONE, is_slow=True)
+        yield Row(f"sharded gradients {family}", 2, job, gradients, Stock.ALONE)
     for use_reentrant in (True, False):
         job = one_gradient("mixtral", 3, use_reentrant=use_reentrant)
         name = f"sharded gradients reentrant {use_reentrant}"
-        yield Row(name, 2, job, gradients, Stock.ALONE, is_slow=use_reentrant)
+        yield Row(name, 2, job, gradients, Stock.ALONE)
     for ranks, cells in ((2, None), (4, 2), (4, None), (2, 1)):
-        job, is_slow = Job("mixtral", 3, clip=0.5, cells=cells), ranks == 4 or cells == 1
+        job = Job("mixtral", 3, clip=0.5, cells=cells)
         name = f"sharded curve {ranks} ranks {cells or 'all'} cells"
-        yield Row(name, ranks, job, CURVES, Stock.SHARDED, is_slow=is_slow)
+        yield Row(name, ranks, job, CURVES, Stock.SHARDED)
     job = Job("mixtral", 3, clip=0.5, steps=4, evaluate=True, evaluate_within=True)
     yield Row("sharded evaluates", 2, job, CURVES, Stock.SHARDED)
     for family in ("mixtral", "gpt_moe"):
-        job, is_slow = Job(family, 3, dtype="bfloat16", steps=6), family == "gpt_moe"
-        yield Row(f"sharded bfloat16 {family}", 2, job, Close(2e-2), Stock.ALONE, is_slow=is_slow)
+        job = Job(family, 3, dtype="bfloat16", steps=6)
+        yield Row(f"sharded bfloat16 {family}", 2, job, Close(2e-2), Stock.ALONE)
     for ranks, cells in ((2, None), (4, 2), (4, None)):
         for use_reentrant in (None, True, False):
             job = Job("mixtral", 3, cells=cells, clip=0.5, steps=8, num_experts=8)
             job = replace(job, use_reentrant=use_reentrant)
             again = "" if use_reentrant is None else f" reentrant {use_reentrant}"
             at = f"sharded {ranks} ranks {cells or 'all'} cells{again}"
-            is_slow = ranks == 4 or use_reentrant is not None
             by_chance = varied(job, **{**ALL, "shard_every": 0})
-            yield Row(f"varied {at}", ranks, by_chance, CURVES, shows=(copies,), is_slow=is_slow)
+            yield Row(f"varied {at}", ranks, by_chance, CURVES, shows=(copies,))
             job = fssdp(job, overlap_degree=2, copies_per_rank=2)
-            yield Row(f"fssdp {at}", ranks, job, CURVES, shows=(copies,), is_slow=True)
+            yield Row(f"fssdp {at}", ranks, job, CURVES, shows=(copies,))
     job = fssdp(Job("gpt_moe", 3, steps=8, num_experts=8), overlap_degree=2, copies_per_rank=2)
-    yield Row("fssdp sharded native", 2, job, CURVES, shows=(copies,), is_slow=True)
+    yield Row("fssdp sharded native", 2, job, CURVES, shows=(copies,))
     job = Job("mixtral", 3, clip=0.5, steps=8, num_experts=8, strategy="prophet")
-    yield Row("prophet sharded", 2, job, CURVES, is_slow=True)
+    yield Row("prophet sharded", 2, job, CURVES)
     for family in ("mixtral", "gpt_moe"):
         job = Job(family, 3, clip=0.5, steps=4, gate=GATES["cosine"])
-        yield Row(f"gate sharded {family}", 2, job, CURVES, is_slow=family == "gpt_moe")
+        yield Row(f"gate sharded {family}", 2, job, CURVES)
     job = Job("mixtral", 3, clip=0.5, steps=8, num_experts=8, strategy="auto")
-    yield Row("auto sharded", 2, job, CURVES, is_slow=True)
+    yield Row("auto sharded", 2, job, CURVES)
     for ranks in (2, 4):
-        job = esp(Job("mixtral", 3, clip=0.5, num_experts=8), 2)
-        yield Row(f"esp sharded {ranks} ranks", ranks, job, CURVES, is_slow=ranks == 4)
+        job = esp(Job("mixtral", 3, clip=0.5, steps=4, num_experts=8), 2)
+        yield Row(f"esp sharded {ranks} ranks", ranks, job, CURVES)
     job = esp(Job("mixtral", 3, clip=0.5, steps=8, num_experts=8), 2)
     job = over(job, "fssdp", overlap_degree=2, copies_per_rank=2)
-    yield Row("esp over fssdp sharded", 4, job, CURVES, shows=(copies,), is_slow=True)
+    yield Row("esp over fssdp sharded", 4, job, CURVES, shows=(copies,))
 
 
 # The optimizer's states in host memory.
@@ -299,27 +293,27 @@ def offloaded_rows() -> Iterator[Row]:
             at = f"zero{stage} {ranks} ranks"
             job = one_gradient("mixtral", stage, cells=cells, **ON_HOST)
             close = Close(1e-6, None, 1e-6)
-            yield Row(f"offloaded gradients {at}", ranks, job, close, Stock.ALONE, is_slow=True)
+            yield Row(f"offloaded gradients {at}", ranks, job, close, Stock.ALONE)
             for dtype, close in (("float32", CURVES), ("bfloat16", HALVES)):
                 job = Job("mixtral", stage, dtype=dtype, clip=0.5, steps=6, cells=cells, **ON_HOST)
                 name = f"offloaded curve {dtype} {at}"
-                yield Row(name, ranks, job, close, stock, is_slow=True)
+                yield Row(name, ranks, job, close, stock)
         job = Job("mixtral", stage, clip=0.5, steps=8, num_experts=8, **ON_HOST)
         for strategy in ("prophet", "auto"):
             of_strategy = replace(job, strategy=strategy)
-            yield Row(f"offloaded {strategy} zero{stage}", 2, of_strategy, CURVES, is_slow=True)
+            yield Row(f"offloaded {strategy} zero{stage}", 2, of_strategy, CURVES)
         moving = {} if stage == 3 else often(2)
         copied = fssdp(job, overlap_degree=2, copies_per_rank=2, **moving)
         shows = (copies,) if stage == 3 else (copies, moves)
         name = f"offloaded fssdp zero{stage}"
-        yield Row(name, 2, copied, CURVES, shows=shows, is_slow=stage != 2)
+        yield Row(name, 2, copied, CURVES, shows=shows)
         own = replace(job, torch_adam=False)
-        yield Row(f"offloaded cpu adam zero{stage}", 2, own, CURVES, Stock.ALONE, is_slow=True)
+        yield Row(f"offloaded cpu adam zero{stage}", 2, own, CURVES, Stock.ALONE)
         sliced = esp(job, 2, slice_gradients=stage < 3, degree=2)
         for dtype, close in (("float32", CURVES), ("bfloat16", HALVES)):
             of_dtype = replace(sliced, dtype=dtype)
             name = f"offloaded esp {dtype} zero{stage}"
-            yield Row(name, 4, of_dtype, replace(close, norms=None), is_slow=True)
+            yield Row(name, 4, of_dtype, replace(close, norms=None))
 
 
 # Plans by chance: whatever a strategy says, a run learns the same.
@@ -342,9 +336,6 @@ def on_nodes(ranks_per_node: int) -> Hardware:
     )
 
 
-QUICK_TOYS = ("toy, uneven layers", "toy, shared experts", "toy, some experts frozen")
-
-
 def varied_rows() -> Iterator[Row]:
     for ranks, nodes in ((2, 1), (4, 2), (2, 2), (4, 1), (4, 4), (8, 1), (8, 2), (8, 4)):
         yield Row(
@@ -354,31 +345,28 @@ def varied_rows() -> Iterator[Row]:
             stock=Stock.ALONE if ranks == 8 else Stock.EP,
             shows=(draws_all_kinds, lies_on(nodes)),
             hardware=on_nodes(ranks // nodes),
-            is_slow=(ranks, nodes) != (4, 2),
         )
     for family in TOYS:  # few experts, layers of other sizes or shapes, shared or frozen ones
         name, job = f"varied {family}", varied(float64(family, clip=0.0), **ALL)
-        is_slow = family not in QUICK_TOYS
-        yield Row(name, 4, job, stock=Stock.ALONE, shows=(copies,), is_slow=is_slow)
+        yield Row(name, 4, job, stock=Stock.ALONE, shows=(copies,))
         job = replace(job, micro_batches=8)
-        yield Row(f"{name} 8 ranks", 8, job, stock=Stock.ALONE, is_slow=True)
+        yield Row(f"{name} 8 ranks", 8, job, stock=Stock.ALONE)
     for family in ("toy, paired", "toy, shared experts", "toy, top alone"):
         job = varied(float64(family, clip=0.0, micro_batches=6), layers=1.0, shard_every=2)
-        name, is_slow = f"varied {family} accumulates", family != "toy, shared experts"
-        yield Row(name, 2, job, stock=Stock.ALONE, is_slow=is_slow)
+        name = f"varied {family} accumulates"
+        yield Row(name, 2, job, stock=Stock.ALONE)
     # Nothing of the optimizer is kept of frozen experts; some ranks have only such to move.
     job = float64("toy, some experts frozen", clip=0.0)
     job = varied(job, layers=0.0, shard_every=1, seed=1)
     yield Row("varied frozen experts move", 4, job, stock=Stock.ALONE, shows=(moves,))
     for layers in (0.0, 1.0):  # two experts a layer, on four ranks
         job = varied(float64("toy, experts alone", clip=0.0), layers=layers, shard_every=3)
-        name, is_slow = f"varied few experts, copies {layers}", layers == 0.0
-        yield Row(name, 4, job, stock=Stock.ALONE, is_slow=is_slow)
+        name = f"varied few experts, copies {layers}"
+        yield Row(name, 4, job, stock=Stock.ALONE)
     for family in ("mixtral", "gpt_moe", "gpt_oss", "qwen3_moe", "deepseek_v3"):
         job = varied(float64(family, clip=0.0), layers=1.0, **ALL)
-        is_slow = family != "gpt_moe"
         name = f"varied {family}"
-        yield Row(name, 4, job, close_of(family), shows=(copies,), is_slow=is_slow)
+        yield Row(name, 4, job, close_of(family), shows=(copies,))
     job = varied(float64("gpt_moe", clip=0.0, num_experts=2), **ALL)
     yield Row("varied gpt_moe fewer experts than ranks", 4, job, BUT_KEYS, Stock.ALONE)
     for family, keys in {
@@ -395,7 +383,6 @@ def varied_rows() -> Iterator[Row]:
                 varied(float64(family, 3, clip=0.0, use_reentrant=reentrant), layers=1.0, **keys),
                 close_of(family),
                 Stock.ALONE if is_toy else Stock.EP,
-                is_slow=not reentrant or family == "gpt_moe",
             )
     for ranks in (2, 4):  # experts of each of two grids are copied within it
         job = one_gradient("toy", 1, cells=ranks // 2, learning_rate=1e3)
@@ -403,45 +390,42 @@ def varied_rows() -> Iterator[Row]:
         yield Row(f"varied two grids {ranks} ranks", ranks, job, GRADIENTS, Stock.ALONE)
     for family in ("toy", "toy, uneven layers"):  # rows are dropped by experts, wherever they are
         job = varied(float64(family, clip=0.0, capacity_factor=0.8), **ALL)
-        is_slow = family == "toy"
-        yield Row(f"varied {family} with capacity", 2, job, is_slow=is_slow)
+        yield Row(f"varied {family} with capacity", 2, job)
     for gate, keys in {"noisy": NOISY, "expert choice": GATES["expert choice"]}.items():
         for family in ("mixtral", "gpt_moe"):  # a rank draws the same noise by any plan
             job = float64(family, gate=keys)
             job = varied(job, shard_every=2, carried=0.4, revised=0.3)
-            is_slow = gate == "noisy" or family == "mixtral"
             name = f"varied {gate} gate of {family}"
-            yield Row(name, 4, job, BUT_KEYS, shows=(moves,), is_slow=is_slow)
+            yield Row(name, 4, job, BUT_KEYS, shows=(moves,))
 
 
 def static_rows() -> Iterator[Row]:
     """More room than any expert has rows: padded, and nothing dropped."""
     keys = (("static_capacity", 300),)
-    for family, ranks, is_slow in (("mixtral", 2, False), ("toy", 4, True), ("gpt_moe", 2, True)):
+    for family, ranks in (("mixtral", 2), ("toy", 4), ("gpt_moe", 2)):
         job = float64(family, keys=keys, evaluate=True)
-        yield Row(f"static capacity {family}", ranks, job, close_of(family), is_slow=is_slow)
+        yield Row(f"static capacity {family}", ranks, job, close_of(family))
     job = one_gradient("mixtral", 1, keys=keys)
-    yield Row("static capacity gradients", 4, job, GRADIENTS, Stock.ALONE, is_slow=True)
+    yield Row("static capacity gradients", 4, job, GRADIENTS, Stock.ALONE)
 
 
 def once_rows() -> Iterator[Row]:
     """A token's row once to a rank, whole and in pipelines."""
     keys = (("send_once", True),)
-    for family, ranks, is_slow in (("mixtral", 2, False), ("toy", 4, True), ("gpt_moe", 4, True)):
+    for family, ranks in (("mixtral", 2), ("toy", 4), ("gpt_moe", 4)):
         job = float64(family, keys=keys, evaluate=True)
-        yield Row(f"send once {family}", ranks, job, close_of(family), is_slow=is_slow)
+        yield Row(f"send once {family}", ranks, job, close_of(family))
     for reentrant in (True, False):
         job = float64("mixtral", 3, keys=keys, use_reentrant=reentrant)
         name = f"send once checkpointed, reentrant {reentrant}"
-        yield Row(name, 2, job, is_slow=not reentrant)
+        yield Row(name, 2, job)
     job = one_gradient("mixtral", 1, keys=keys)
-    yield Row("send once gradients", 4, job, GRADIENTS, Stock.ALONE, is_slow=True)
+    yield Row("send once gradients", 4, job, GRADIENTS, Stock.ALONE)
     job = Job("mixtral", 1, dtype="bfloat16", steps=6, keys=keys)
-    yield Row("send once bfloat16", 4, job, Close(2e-2), Stock.ALONE, is_slow=True)
+    yield Row("send once bfloat16", 4, job, Close(2e-2), Stock.ALONE)
 
 
 def varied_at_zero_rows() -> Iterator[Row]:
-    """By hand: quicker tests train at ZeRO 1 and 2 too."""
     for stage in (0, 1, 2):
         for family in ("mixtral", "gpt_moe"):
             for freed in (0.0, 1.0):
@@ -449,31 +433,31 @@ def varied_at_zero_rows() -> Iterator[Row]:
                 job = varied(job, layers=1.0, copies=0.7, rematerialized=freed)
                 name = f"varied gradients {family} zero{stage} freed {freed}"
                 shows = (copies,)
-                yield Row(name, 2, job, GRADIENTS, Stock.ALONE, shows, is_slow=True)
+                yield Row(name, 2, job, GRADIENTS, Stock.ALONE, shows)
         for dtype in ("bfloat16", "float16"):  # in float16 the first overflow: steps are skipped
             job = varied(Job("gpt_moe", stage, dtype=dtype, clip=0.5), **ANY)
             close = HALVES if stage else replace(HALVES, norms=None)
             name = f"varied {dtype} zero{stage}"
-            yield Row(name, 2, job, close, shows=(moves,), is_slow=True)
+            yield Row(name, 2, job, close, shows=(moves,))
         job = varied(one_gradient("mixtral", stage, dtype="bfloat16"), layers=1.0, copies=0.7)
-        yield Row(f"varied gradients bfloat16 zero{stage}", 2, job, ROUGH, is_slow=True)
+        yield Row(f"varied gradients bfloat16 zero{stage}", 2, job, ROUGH)
         for optimizer, parameters in (("object", "groups"), ("callable", "list")):
             job = Job("mixtral", stage, steps=5, optimizer=optimizer, parameters=parameters)
             name = f"varied optimizer {optimizer} of {parameters} zero{stage}"
             job, close = varied(job, shard_every=2), Close(2e-5)
-            yield Row(name, 2, job, close, Stock.ALONE, (moves,), is_slow=True)
+            yield Row(name, 2, job, close, Stock.ALONE, (moves,))
     for ranks in (2, 4):
         for stage in (1, 2):
             name, job = f"varied curve zero{stage} {ranks} ranks", Job("mixtral", stage, clip=0.5)
-            yield Row(name, ranks, varied(job, **ANY), CURVES, shows=(moves,), is_slow=True)
+            yield Row(name, ranks, varied(job, **ANY), CURVES, shows=(moves,))
     for stage in (1, 2):  # Adam's states go with their expert
         job = varied(Job("toy", stage, steps=6), shard_every=1)
         close = Close(1e-4, None, 1e-4)
-        yield Row(f"varied homes zero{stage}", 4, job, close, shows=(moves,), is_slow=True)
+        yield Row(f"varied homes zero{stage}", 4, job, close, shows=(moves,))
     for stage in (0, 1):
         job = Job("toy", stage, steps=5, clip=0.5, no_sync=True, evaluate=True)
         job = varied(job, revised=0.3)
-        yield Row(f"varied no_sync zero{stage}", 2, job, CURVES, is_slow=True)
+        yield Row(f"varied no_sync zero{stage}", 2, job, CURVES)
 
 
 # Strategies of the papers.
@@ -484,29 +468,24 @@ def often(interval: int) -> dict[str, Any]:
     return {"reshard_interval": interval, "resharding": "paper"}
 
 
-FSSDP: dict[str, tuple[int, dict[str, Any], Shows]] = {
+FSSDP: dict[str, tuple[dict[str, Any], Shows]] = {
     "some copies": (
-        4,
         {"overlap_degree": 3, "copies_per_rank": 2, **often(3)},
         moves,
     ),
     "all everywhere": (
-        2,
         {"overlap_degree": 8, "copies_per_rank": 8, "reshard_interval": 0},
         moves_nothing,
     ),
     "rematerialized": (
-        0,  # see "calibrated"
         {"overlap_degree": 2, "copies_per_rank": 2, "rematerialize": True},
         moves_nothing,
     ),
     "calibrated": (
-        0,  # none is quick: "all at once" is calibrated, and frees its copies
         {"overlap_degree": 2, "copies_per_rank": 1, "calibrate": True, **often(4)},
         moves,
     ),
     "all at once": (
-        4,
         {
             **{"overlap_degree": 4, "copies_per_rank": 3, "calibrate": True},
             **{"rematerialize": True, "window": 2, **often(5)},
@@ -514,7 +493,6 @@ FSSDP: dict[str, tuple[int, dict[str, Any], Shows]] = {
         moves,
     ),
     "even homes": (
-        2,
         {
             **{"overlap_degree": 4, "copies_per_rank": 2, "reshard_interval": 2},
             "heterogeneous_sharding": False,
@@ -525,16 +503,15 @@ FSSDP: dict[str, tuple[int, dict[str, Any], Shows]] = {
 
 
 def fssdp_rows() -> Iterator[Row]:
-    for name, (quick, keys, homes) in FSSDP.items():
+    for name, (keys, homes) in FSSDP.items():
         for ranks in (2, 4):
             job = fssdp(float64(steps=8), **keys)
-            shows, is_slow = (copies, homes), ranks != quick
-            yield Row(f"fssdp {name} {ranks} ranks", ranks, job, shows=shows, is_slow=is_slow)
+            yield Row(f"fssdp {name} {ranks} ranks", ranks, job, shows=(copies, homes))
     keys = {"overlap_degree": 1, "copies_per_rank": 1, "reshard_interval": 6}
     for ranks in (2, 4):  # where a move costs next to nothing it pays as soon as costs are known
         job = fssdp(float64(steps=14), **keys)
-        name, is_slow = f"fssdp by gain {ranks} ranks", ranks != 2
-        yield Row(name, ranks, job, shows=(copies, moves), hardware=FREE, is_slow=is_slow)
+        name = f"fssdp by gain {ranks} ranks"
+        yield Row(name, ranks, job, shows=(copies, moves), hardware=FREE)
 
 
 FREE = Hardware(
@@ -545,15 +522,15 @@ FREE = Hardware(
     device=Device(name="CPU"),
     intra=Link(bytes_per_s=1e12),
 )
-PROPHET: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
-    "as it is": ((), {"balance": 0.3}),
-    "halves": ((4,), {"split": "half", "num_excluded": 1, "balance": 0.3}),
-    "kept copies": ((2,), {"rematerialize": False, "num_excluded": None, "balance": 0.2}),
-    "not hidden": ((), {"scheduler": False, "frequency": 1, "balance": 0.3}),
-    "shadows": ((2,), {"planner": "shadow"}),
-    "stale": ((), {"planner": "shadow", "frequency": 7, "balance": 1e6}),
+PROPHET: dict[str, dict[str, Any]] = {
+    "as it is": {"balance": 0.3},
+    "halves": {"split": "half", "num_excluded": 1, "balance": 0.3},
+    "kept copies": {"rematerialize": False, "num_excluded": None, "balance": 0.2},
+    "not hidden": {"scheduler": False, "frequency": 1, "balance": 0.3},
+    "shadows": {"planner": "shadow"},
+    "stale": {"planner": "shadow", "frequency": 7, "balance": 1e6},
 }
-"""Ranks of quick rows, and keys. Of two ranks one excluded leaves one."""
+"""Of two ranks one excluded leaves one."""
 EAGER = {"planner": "shadow", "split": "half"}
 
 
@@ -562,7 +539,7 @@ def prophet(job: Job, **keys: Any) -> Job:
 
 
 def prophet_rows() -> Iterator[Row]:
-    for name, (quick, keys) in PROPHET.items():
+    for name, keys in PROPHET.items():
         for ranks in (2, 4, 8):
             if (name, ranks) == ("halves", 2) or (ranks == 8 and name != "kept copies"):
                 continue
@@ -574,25 +551,22 @@ def prophet_rows() -> Iterator[Row]:
                 stock=Stock.ALONE if ranks == 8 else Stock.EP,
                 shows=(plans_once_costs_are_known, way),
                 hardware=FREE,
-                is_slow=ranks not in quick,
             )
     for stage, dtype in ((1, "float32"), (2, "float32"), (2, "bfloat16")):
         job = prophet(Job("mixtral", stage, dtype=dtype, clip=0.5, steps=8), **EAGER)
         close = replace(CURVES if dtype == "float32" else HALVES, norms=None)
         name = f"prophet {dtype} zero{stage}"
-        shows, is_slow = (carries,), dtype == "float32"
-        yield Row(name, 2, job, close, shows=shows, hardware=FREE, is_slow=is_slow)
+        yield Row(name, 2, job, close, shows=(carries,), hardware=FREE)
     for cells in (2, None):  # a grid of some ranks plans for itself
         job = prophet(float64(steps=8, clip=0.0, cells=cells), **EAGER)
-        name, is_slow = f"prophet grids of {cells or 'all'}", cells is None
-        yield Row(name, 4, job, shows=(copies,), hardware=FREE, is_slow=is_slow)
+        name = f"prophet grids of {cells or 'all'}"
+        yield Row(name, 4, job, shows=(copies,), hardware=FREE)
     for reentrant in (False, True):  # a block computed again finds its copies
         for freed in (False, True):
             job = float64("mixtral", 8, clip=0.0, use_reentrant=reentrant)
             job = prophet(job, **EAGER, rematerialize=freed)
             name = f"prophet checkpointed, reentrant {reentrant}, freed {freed}"
-            is_slow = freed or not reentrant
-            yield Row(name, 2, job, shows=(copies,), hardware=FREE, is_slow=is_slow)
+            yield Row(name, 2, job, shows=(copies,), hardware=FREE)
 
 
 BY_TIME: dict[str, dict[str, dict[str, Any]]] = {
@@ -625,7 +599,6 @@ def by_time_rows() -> Iterator[Row]:
             yield Row(
                 f"{strategy} by time {name} {ranks} ranks",
                 *(ranks, job, EXACT, stock, shows, SLOW),
-                is_slow=(strategy, name, ranks) not in QUICK_BY_TIME,
             )
 
 
@@ -637,7 +610,6 @@ SHOWN_BY_TIME: dict[tuple[str, str], tuple[Shows, ...]] = {
     ("prophet", "by parts"): (shares_by_parts,),
 }
 """Which experts prophet copies depends on what a machine's first steps take."""
-QUICK_BY_TIME = (("fssdp", "calibrated", 2),)
 
 
 def esp_by_time_rows() -> Iterator[Row]:
@@ -652,7 +624,6 @@ def esp_by_time_rows() -> Iterator[Row]:
             yield Row(
                 f"esp {ahead}, {behind} over {strategy} by time {name} {ranks} ranks by {size}",
                 *(ranks, job, EXACT, stock, (copies,), SLOW),
-                is_slow=True,  # quick: the same in test_testing.py
             )
 
 
@@ -677,7 +648,7 @@ def others_by_time_rows() -> Iterator[Row]:
             close = closes[job.dtype] if job.stage == 0 else replace(closes[job.dtype], norms=None)
             own = replace(job, strategy=strategy, keys=tuple(BY_TIME[strategy][name].items()))
             row = f"{strategy} by time {name}, {what}"
-            yield Row(row, 4, own, close, shows=(copies,), hardware=SLOW, is_slow=True)
+            yield Row(row, 4, own, close, shows=(copies,), hardware=SLOW)
 
 
 def esp(job: Job, cell_size: int, **keys: Any) -> Job:
@@ -694,42 +665,39 @@ def over(job: Job, balance: str, **keys: Any) -> Job:
 def esp_rows() -> Iterator[Row]:
     for family in ("mixtral", "gpt_moe"):
         for ranks, size in ((2, 2), (4, 2), (1, 1), (4, 4), (4, 1)):
-            quick = ((4, 2),) if family == "gpt_moe" else ()
             job = esp(float64(family), size)
-            name, is_slow = f"esp {family} {ranks} ranks by {size}", (ranks, size) not in quick
-            yield Row(name, ranks, job, close_of(family), is_slow=is_slow)
+            name = f"esp {family} {ranks} ranks by {size}"
+            yield Row(name, ranks, job, close_of(family))
     for schedule in ("tutel", "fsmoe_no_iio", "default", "tutel_improved", "pipemoe_lina"):
         degree = None if schedule == "default" else 2
         job = esp(float64("mixtral"), 2, schedule=schedule, degree=degree)
-        is_slow = schedule != "tutel"
-        yield Row(f"esp schedule {schedule}", 4, job, is_slow=is_slow)
+        yield Row(f"esp schedule {schedule}", 4, job)
     drawn = {"carried": 0.5, "rematerialized": 0.5, "revised": 0.5, "shard_every": 2}
     for ranks, size in ((2, 1), (4, 2)):
         job = over(esp(float64(steps=6), size), VARIED, **drawn)
         name, shows = f"esp over varied {ranks} ranks by {size}", (copies, moves)
-        yield Row(name, ranks, job, shows=shows, is_slow=ranks == 2)
+        yield Row(name, ranks, job, shows=shows)
     job = over(esp(float64("mixtral", 8), 2), "fssdp", copies_per_rank=2, **often(3))
-    yield Row("esp over fssdp", 4, job, is_slow=True)
+    yield Row("esp over fssdp", 4, job)
     job = over(esp(float64("mixtral", 8), 2), "prophet")
-    yield Row("esp over prophet", 4, job, is_slow=True)
+    yield Row("esp over prophet", 4, job)
     for reentrant in (False, True):
         job = esp(float64("mixtral", use_reentrant=reentrant), 2)
-        yield Row(f"esp checkpointed, reentrant {reentrant}", 4, job, is_slow=reentrant)
+        yield Row(f"esp checkpointed, reentrant {reentrant}", 4, job)
     for stage, dtype in ((1, "float32"), (2, "float32"), (2, "bfloat16")):
         job = Job("mixtral", stage, dtype=dtype, clip=0.5, steps=6)
         close = replace(CURVES if dtype == "float32" else HALVES, norms=None)
-        yield Row(f"esp {dtype} zero{stage}", 4, esp(job, 2), close, is_slow=True)
+        yield Row(f"esp {dtype} zero{stage}", 4, esp(job, 2), close)
         for schedule in ("fsmoe", "tutel_improved", "pipemoe_lina"):
             sliced = esp(job, 2, slice_gradients=True, degree=2, schedule=schedule)
             name = f"esp sliced {schedule} {dtype} zero{stage}"
-            is_slow = schedule != "fsmoe" or dtype == "float32"
-            yield Row(name, 4, sliced, close, is_slow=is_slow)
+            yield Row(name, 4, sliced, close)
     # Costs are measured in step 4; by then dense gradients are reduced in slices.
     for ranks, size, batches in ((2, 2, 4), (4, 2, 8), (2, 2, 8), (4, 2, 4), (4, 1, 4), (4, 1, 8)):
         job = float64("mixtral", 7, micro_batches=batches)
         job = esp(job, size, degree=None, slice_gradients=True)
         name = f"esp planned {ranks} ranks by {size}, {batches} micro-batches"
-        yield Row(name, ranks, job, is_slow=(ranks, size, batches) != (4, 2, 4))
+        yield Row(name, ranks, job)
 
 
 def gate_rows() -> Iterator[Row]:
@@ -737,7 +705,7 @@ def gate_rows() -> Iterator[Row]:
     for strategy in ("fssdp", "prophet"):
         for gate in ("noisy", "expert choice", "soft"):
             job = replace(float64("mixtral", 5, gate=gates[gate]), strategy=strategy)
-            yield Row(f"{strategy} {gate} gate", 2, job, BUT_KEYS, is_slow=gate != "noisy")
+            yield Row(f"{strategy} {gate} gate", 2, job, BUT_KEYS)
     job = float64("mixtral", 3, gate=GATES["softmax"], clip=0.0)
     yield Row("ep mixtral's own gate, named", 2, job, BUT_KEYS)
     for family, reentrant in (("mixtral", False), ("gpt_moe", False), ("gpt_moe", True)):
@@ -745,7 +713,7 @@ def gate_rows() -> Iterator[Row]:
         for gate in ("noisy", "soft"):
             job = float64(family, 3, gate=gates[gate], use_reentrant=reentrant)
             name = f"ep {gate} gate of {family} checkpointed, reentrant {reentrant}"
-            yield Row(name, 2, job, Close(1e-12), is_slow=gate == "soft")
+            yield Row(name, 2, job, Close(1e-12))
 
 
 # Two roles. Where stripes cut a rank's batch, balance losses and capacities are those of the
@@ -762,59 +730,53 @@ def shared(ranks: int, family: str = "mixtral", **fields: Any) -> Job:
     return float64(family, **{"steps": 3, **sizes, **fields})
 
 
-QUICK_ROLES = ("toy, some experts frozen",)
-"""Families whose two roles with copies are quick on two ranks; on four, mixtral is."""
-
-
 def zebra_rows() -> Iterator[Row]:
-    for attention, experts, groups, moved, is_slow in (
-        (1, 1, 1, None, False),
-        (1, 1, 1, [0, 1], True),
-        (2, 2, 1, [0, 1], False),
-        (1, 1, 2, [1, 0], False),
-        (1, 2, 1, [1, 2], False),
-        (2, 1, 1, [2, 0], True),
-        (2, 2, 1, None, True),
-        (2, 2, 1, [2, 0], True),
-        (1, 2, 1, None, True),
-        (2, 1, 1, None, True),
-        (1, 3, 1, None, True),
-        (2, 4, 1, [1, 0], True),
-        (2, 4, 1, None, True),
-        (4, 2, 1, [2, 0], True),
-        (4, 2, 1, None, True),
-        (2, 2, 2, [1, 2], True),
-        (1, 1, 4, [2, 4], True),
+    for attention, experts, groups, moved in (
+        (1, 1, 1, None),
+        (1, 1, 1, [0, 1]),
+        (2, 2, 1, [0, 1]),
+        (1, 1, 2, [1, 0]),
+        (1, 2, 1, [1, 2]),
+        (2, 1, 1, [2, 0]),
+        (2, 2, 1, None),
+        (2, 2, 1, [2, 0]),
+        (1, 2, 1, None),
+        (2, 1, 1, None),
+        (1, 3, 1, None),
+        (2, 4, 1, [1, 0]),
+        (2, 4, 1, None),
+        (4, 2, 1, [2, 0]),
+        (4, 2, 1, None),
+        (2, 2, 2, [1, 2]),
+        (1, 1, 4, [2, 4]),
     ):
         ranks = groups * (attention + experts)
         job = shared(ranks, aux_coefficient=0.0 if attention > experts else 0.02)
         job = replace(job, num_experts=12) if experts == 3 else job
         name = f"zebra {attention}+{experts} x {groups}, moved {moved}"
-        yield Row(name, ranks, zebra(job, attention, experts, moved=moved), is_slow=is_slow)
+        yield Row(name, ranks, zebra(job, attention, experts, moved=moved))
     for stripes in (1, 2, 3, 4):  # one that holds both batches; and some that are a part of one
         job = shared(2, aux_coefficient=0.0)
         job = zebra(job, 1, 1, num_micro_batches=stripes, moved=[0, 1])
-        yield Row(f"zebra {stripes} stripes", 2, job, is_slow=stripes in (2, 3))
+        yield Row(f"zebra {stripes} stripes", 2, job)
     for attention, experts, stripes in (
         *((2, 1, 1), (2, 1, 2), (1, 2, 4), (2, 2, 1), (2, 2, 3), (2, 2, 4)),
     ):  # stripes end within batches, and an expert rank's batch goes to two attention ranks
         job = shared(attention + experts, aux_coefficient=0.0)
         job = zebra(job, attention, experts, num_micro_batches=stripes)
         name = f"zebra {attention}+{experts}, {stripes} stripes"
-        yield Row(name, attention + experts, job, is_slow=True)
+        yield Row(name, attention + experts, job)
     for family in ("mixtral", "gpt_moe", "toy"):
         for recomputes, reentrant in ((True, False), (True, None), (False, False)):
             job = shared(2, family, use_reentrant=reentrant)
             job = zebra(job, 1, 1, recompute_experts=recomputes, num_micro_batches=2)
             name = f"zebra {family} recomputes {recomputes}, reentrant {reentrant}"
-            is_slow = (family, recomputes, reentrant) != ("mixtral", True, False)
-            yield Row(name, 2, job, close_of(family), is_slow=is_slow)
+            yield Row(name, 2, job, close_of(family))
     for family in families.NAMES:
         if family != "mixtral":
             moved = [1, 0][: families.MOE_LAYERS.get(family, 2)]
             job = zebra(shared(2, family), 1, 1, moved=moved)
-            is_slow = family not in ("qwen2_moe", "deepseek_v3")
-            yield Row(f"zebra {family}", 2, job, is_slow=is_slow)
+            yield Row(f"zebra {family}", 2, job)
     job = zebra(shared(2, "gpt_moe"), 1, 1, moved=[1, 0])
     yield Row("zebra gpt_moe", 2, job, BUT_KEYS)
     for family in (
@@ -823,20 +785,19 @@ def zebra_rows() -> Iterator[Row]:
         *("toy", "toy, uneven layers", "toy, paired", "toy, two pools"),
         *("toy, some experts frozen", "toy, top alone"),
     ):
-        is_slow = family not in ("toy, frozen experts", "toy, experts alone")
-        yield Row(f"zebra {family}", 2, zebra(shared(2, family), 1, 1), is_slow=is_slow)
+        yield Row(f"zebra {family}", 2, zebra(shared(2, family), 1, 1))
     # With one stripe a gradient is found once; two weights have the same tensor of it.
     job = zebra(shared(2, "toy, paired"), 1, 1, num_micro_batches=1)
     yield Row("zebra weights with one gradient", 2, job)
     job = zebra(shared(2, "toy, uneven layers"), 1, 1, moved=[0, 3, 3, 1])
-    yield Row("zebra experts of uneven layers move", 2, job, is_slow=True)
+    yield Row("zebra experts of uneven layers move", 2, job)
     for family in ("mixtral", "gpt_moe"):
         for layers in (3, 4):
             job = zebra(shared(4, family, num_layers=layers), 2, 2, moved=[0, 1, 2, 1][:layers])
-            yield Row(f"zebra {family} {layers} layers", 4, job, close_of(family), is_slow=True)
+            yield Row(f"zebra {family} {layers} layers", 4, job, close_of(family))
         job = zebra(shared(2, family, capacity_factor=0.8), 1, 1, num_micro_batches=2)
-        name, is_slow = f"zebra {family} with capacity", family == "gpt_moe"  # a piece is a batch
-        yield Row(name, 2, job, close_of(family), is_slow=is_slow)
+        name = f"zebra {family} with capacity"  # a piece is a batch
+        yield Row(name, 2, job, close_of(family))
     for attention, experts, family, keys in (
         (1, 2, "mixtral", {"revises": True}),
         (1, 1, "mixtral", {"on_attention": True}),
@@ -852,14 +813,11 @@ def zebra_rows() -> Iterator[Row]:
             keys=tuple({"attention_size": attention, "expert_size": experts, **keys}.items()),
         )
         name = f"two roles with copies, {attention}+{experts}, {family}, {', '.join(keys)}"
-        is_slow = attention == 1 and family not in QUICK_ROLES
-        yield Row(
-            name, attention + experts, job, close_of(family), shows=(copies,), is_slow=is_slow
-        )
+        yield Row(name, attention + experts, job, close_of(family), shows=(copies,))
     job = Job("mixtral", 1, clip=0.5, dtype="bfloat16", num_experts=4)
     own = (("attention_size", 1), ("expert_size", 1), ("on_attention", True), ("revises", True))
     job = replace(job, strategy="tests.strategies_for_tests:TwoRoles", keys=own)
-    yield Row("two roles with copies, cast after they are told of", 2, job, HALVES, is_slow=True)
+    yield Row("two roles with copies, cast after they are told of", 2, job, HALVES)
     job = zebra(shared(2, evaluate=True, evaluate_within=True), 1, 1, moved=[0, 1])
     yield Row("zebra evaluates", 2, job)
     job = zebra(shared(2, micro_batches=2, learning_rate=1e-2), 1, 1)
@@ -876,7 +834,7 @@ SHAPES = {  # ranks, attention ranks and expert ranks of a group, experts moved 
 
 
 def zebra_at_zero_rows() -> Iterator[Row]:
-    """By hand: quicker tests train at ZeRO 1 and 2 too. In stripes that cut no rank's batch."""
+    """In stripes that cut no rank's batch."""
     for shape, (ranks, attention, experts, moved) in SHAPES.items():
         keys = {"moved": moved, "num_micro_batches": 1}
         sizes = {"num_experts": 6, "micro_batches": 6} if ranks == 3 else {}
@@ -884,47 +842,85 @@ def zebra_at_zero_rows() -> Iterator[Row]:
             for family in ("mixtral", "gpt_moe"):
                 job = zebra(one_gradient(family, stage, **sizes), attention, experts, **keys)
                 name = f"zebra gradients {shape} {family} zero{stage}"
-                yield Row(name, ranks, job, GRADIENTS, is_slow=True)
+                yield Row(name, ranks, job, GRADIENTS)
             if stage:
                 job = Job("mixtral", stage, clip=0.5, **sizes)
                 job = zebra(job, attention, experts, **keys)
-                yield Row(f"zebra curve {shape} zero{stage}", ranks, job, CURVES, is_slow=True)
+                yield Row(f"zebra curve {shape} zero{stage}", ranks, job, CURVES)
             for optimizer in ("object", "callable"):
                 for parameters in ("list", "groups"):
                     job = Job("mixtral", stage, steps=5, optimizer=optimizer, **sizes)
                     job = replace(job, parameters=parameters)
                     job = zebra(job, attention, experts, **keys)
                     name = f"zebra optimizer {optimizer} of {parameters} {shape} zero{stage}"
-                    yield Row(name, ranks, job, Close(2e-5), is_slow=True)
+                    yield Row(name, ranks, job, Close(2e-5))
     for stage in (0, 1, 2):
         keys = {"moved": [0, 2], "num_micro_batches": 1}
         job = zebra(Job("gpt_moe", stage, dtype="bfloat16", clip=0.5), 1, 1, **keys)
         close = HALVES if stage else replace(HALVES, norms=None)
-        yield Row(f"zebra bfloat16 zero{stage}", 2, job, close, is_slow=True)
+        yield Row(f"zebra bfloat16 zero{stage}", 2, job, close)
         job = zebra(one_gradient("mixtral", stage, dtype="bfloat16"), 1, 1, **keys)
-        yield Row(f"zebra gradients bfloat16 zero{stage}", 2, job, ROUGH, is_slow=True)
+        yield Row(f"zebra gradients bfloat16 zero{stage}", 2, job, ROUGH)
         for optimizer, parameters in (("callable", "generator"), ("json", "generator")):
             job = Job("mixtral", stage, steps=5, optimizer=optimizer, parameters=parameters)
             name = f"zebra optimizer {optimizer} of {parameters} zero{stage}"
-            yield Row(name, 2, zebra(job, 1, 1, **keys), Close(2e-5), is_slow=True)
+            yield Row(name, 2, zebra(job, 1, 1, **keys), Close(2e-5))
 
 
-BY_HAND = {
-    "esp planned 4 ranks by 2, 4 micro-batches",
-    "esp sliced fsmoe bfloat16 zero2",
-    "ep curve gpt_moe zero1 2 ranks",
-    "fssdp by time calibrated 2 ranks",
-    "gate sharded mixtral",
-    "prophet bfloat16 zero2",
-    "prophet checkpointed, reentrant True, freed False",
-    "prophet kept copies 2 ranks",
-    "sharded curve 2 ranks all cells",
-    "sharded evaluates",
-    "two roles with copies, 2+2, mixtral, moved, on_attention, revises",
-    "varied 4 ranks 2 nodes",
-    "varied sharded 2 ranks all cells",
+QUICK = {
+    "ep gradients mixtral zero0 2 ranks",
+    "ep gradients mixtral zero1 4 ranks",
+    "ep gradients gpt_moe zero2 2 ranks",
+    "ep curve mixtral zero2 2 ranks",
+    "ep float64 gpt_moe 2 ranks",
+    "ep bfloat16 mixtral zero1",
+    "ep clipped bfloat16",
+    "ep no_sync mixtral zero1",
+    "ep two grids zero1",
+    "ep native ep_size 2, 2 cells",
+    "ep top-1 drops True",
+    "ep top-2 drops True",
+    "ep top-3 drops False",
+    "ep mixtral's own gate, named",
+    "ep noisy gate of gpt_moe checkpointed, reentrant True",
+    "sharded gradients mixtral 2 ranks all cells",
+    "sharded gradients gpt_moe 4 ranks 2 cells",
+    "sharded gradients reentrant False",
+    "offloaded fssdp zero2",
+    "static capacity mixtral",
+    "send once mixtral",
+    "varied gpt_moe",
+    "varied toy, some experts frozen",
+    "varied toy, shared experts accumulates",
+    "varied few experts, copies 1.0",
+    "varied mixtral checkpointed, reentrant True",
+    "varied two grids 4 ranks",
+    "varied toy, uneven layers with capacity",
+    "fssdp all everywhere 2 ranks",
+    "fssdp all at once 4 ranks",
+    "fssdp even homes 2 ranks",
+    "fssdp by gain 2 ranks",
+    "prophet shadows 2 ranks",
+    "prophet grids of 2",
+    "prophet noisy gate",
+    "esp gpt_moe 4 ranks by 2",
+    "esp over varied 4 ranks by 2",
+    "esp sharded 2 ranks",
+    "zebra 2+2 x 1, moved [0, 1]",
+    "zebra 1+1 x 2, moved [1, 0]",
+    "zebra 4 stripes",
+    "zebra mixtral recomputes True, reentrant False",
+    "zebra qwen2_moe",
+    "zebra gpt_moe",
+    "zebra toy, frozen experts",
+    "zebra toy, experts alone",
+    "zebra mixtral with capacity",
+    "zebra evaluates",
+    "zebra does not accumulate",
+    "two roles with copies, 1+1, toy, some experts frozen, on_attention",
 }
-"""Rows that take seconds, of which quicker ones have all but one thing each."""
+"""The others are slow: each has other ranks, or another family, stage, precision or key, than one
+of these that has the rest of it."""
 
 ROWS = [
     *(
@@ -967,7 +963,7 @@ def of_stock(row: Row) -> Any:
             row,
             id=row.name,
             marks=[
-                *([pytest.mark.slow] if row.is_slow or row.name in BY_HAND else []),
+                *([] if row.name in QUICK else [pytest.mark.slow]),
                 *([] if row.job.torch_adam else [needs_compiler]),
             ],
         )
@@ -992,7 +988,8 @@ def test_equals_stock(row: Row, tmp_path: Path) -> None:
 
 
 def test_every_row_has_a_name_of_its_own() -> None:
-    assert len({row.name for row in ROWS}) == len(ROWS)
+    names = {row.name for row in ROWS}
+    assert len(names) == len(ROWS) and names >= QUICK
 
 
 def test_capacities_of_rows_do_drop() -> None:

@@ -31,11 +31,11 @@ ROWS = (
     "ep curve mixtral zero2 2 ranks",
     "ep native ep_size 2, 2 cells",
     "sharded gradients mixtral 2 ranks all cells",
-    "fssdp some copies 4 ranks",
-    "prophet halves 4 ranks",
+    "fssdp all at once 4 ranks",
+    "prophet grids of 2",
     "esp over varied 4 ranks by 2",
-    "fssdp noisy gate",
-    "zebra 1+1 x 1, moved None",
+    "prophet noisy gate",
+    "zebra 2+2 x 1, moved [0, 1]",
 )
 TESTS = (
     *(f"test_configurations.py::test_equals_stock[{row}]" for row in ROWS),
