@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from ds_moe_ext.testing import Ranks
 
@@ -22,6 +24,13 @@ def preload(*modules: str) -> None:
     test module is imported, as it is too late when a pool is there."""
     late = [_BY_ENGINES] if any(module.startswith("deepspeed") for module in modules) else []
     _PRELOADED.extend(module for module in (*modules, *late) if module not in _PRELOADED)
+
+
+def forkserver() -> Any:
+    """The context of the pools, for a process of a test's own: it has loaded all that they have."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOADED))
+    return context
 
 
 @contextmanager
@@ -140,6 +149,15 @@ def pool_of(world_size: int) -> Pool:
             pool.close()
         _POOLS[world_size] = Pool(world_size)
     return _POOLS[world_size]
+
+
+def refusal(rank: int, world_size: int, job: Callable[..., Any], *args: Any) -> str:
+    """What a rank says that refuses a job, as all do: one that raised would take its pool along."""
+    try:
+        job(rank, world_size, *args)
+    except Exception as error:
+        return str(error)
+    return ""
 
 
 def close_pools() -> None:

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
+import os
 import re
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ds_moe_ext import compiled, row_levels
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.row_levels import RowLevels, WholePrices
 from ds_moe_ext.settings import read_settings
+from tests.ranks import forkserver
 
 SHARES = {"fssdp": "nearest", "prophet": "local"}
 """The papers' own."""
@@ -58,11 +60,17 @@ def divided(_: int = 0) -> list[int]:
     return [int(rows) for rows in rows_N]
 
 
+def _come(all_are_there: Barrier, extensions: Path) -> None:
+    """A process that keeps libraries there."""
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions)
+    all_are_there.wait()
+
+
 def test_processes_that_compile_at_once_all_have_it(kept: Path) -> None:
     """As the ranks of a node do. One library is left, and nothing beside it."""
-    context = multiprocessing.get_context("spawn")
+    context = forkserver()
     all_are_there = context.Barrier(4)
-    with context.Pool(4, initializer=all_are_there.wait) as processes:
+    with context.Pool(4, _come, (all_are_there, kept.parent)) as processes:
         assert processes.map(divided, range(4), chunksize=1) == [[5, 5]] * 4
     (library,) = kept.iterdir()
     assert re.fullmatch(r"row_levels-[0-9a-f]{16}\.so", library.name)

@@ -6,10 +6,10 @@ Counts, never times. A change that lowers a count lowers its limit here.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,8 @@ from host_counts import counted
 from host_path import BUILDERS, Job, Result, measure
 from host_path_contenders import OURS, Sizes
 from torch import Tensor
+
+from tests.ranks import forkserver
 
 
 class Most(NamedTuple):
@@ -59,7 +61,8 @@ MOST: Mapping[str, Most] = {
 @pytest.fixture(scope="module")
 def results() -> Mapping[str, Result]:
     job = Job(8, 2, Sizes(layers=2, experts=16, tokens=64, top_k=2), tuple(MOST), rounds=0)
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+    # What it has loaded is not looked through for garbage after each step.
+    with ProcessPoolExecutor(1, forkserver(), initializer=gc.freeze) as process:
         return {each.name: each for each in process.submit(measure, job).result()}
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import pytest
 import torch
 from fake_world import fake_world
 from predicted_steps import NUM_RANKS, Result, results, ways
+
+from tests.ranks import forkserver
 
 
 def executed() -> Mapping[str, Sequence[Result]]:
@@ -25,7 +26,7 @@ def executed() -> Mapping[str, Sequence[Result]]:
 
 @pytest.fixture(scope="module")
 def found() -> Mapping[str, Sequence[Result]]:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=forkserver()) as pool:
         return pool.submit(executed).result()
 
 
