@@ -3,16 +3,23 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import runpy
 import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from tests.marks import slow
-from tests.ranks import meeting_place
+from tests.ranks import Pool, meeting_place
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,6 +49,24 @@ def start_by_torchrun(num_ranks: int, command: list[str]) -> str:
     return start(["torchrun", "--standalone", "--nproc_per_node", str(num_ranks), *command])
 
 
+def run_script(rank: int, world_size: int, command: list[str]) -> str:
+    """What a rank prints that runs a script as its own program."""
+    with redirect_stdout(StringIO()) as printed, mock.patch.object(sys, "argv", command):
+        runpy.run_path(command[0], run_name="__main__")
+        atexit._run_exitfuncs()  # it leaves a report
+    return printed.getvalue()
+
+
+def start_in_ranks(command: list[str]) -> str:
+    """On two ranks that have loaded what scripts import; the script leaves them without a group."""
+    pool = Pool(2)
+    try:
+        first, _ = pool.run(run_script, command)
+    finally:
+        pool.close()
+    return str(first)
+
+
 def document(tmp_path: Path, **block: Any) -> Path:
     content = json.loads((ROOT / "configs/hosts/deepspeed_zero1.json").read_text())
     content["ds_moe_ext"] |= {"expert_parallel_size": 2, **block}
@@ -68,12 +93,15 @@ def arguments(tmp_path: Path, config: Path, model: str) -> list[str]:
     ]
 
 
-def test_deepspeed_launcher_trains_and_reports(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start_by", [start_in_ranks, slow(start_by_deepspeed)])
+def test_the_main_job_trains_and_reports(
+    start_by: Callable[[list[str]], str], tmp_path: Path
+) -> None:
     trace = tmp_path / "trace.json"
     steps = {"path": str(trace), "first_step": 2, "num_steps": 2}
     config = document(tmp_path, trace=steps, debug=True)
     command = [*arguments(tmp_path, config, "gpt_moe_tiny"), "--dtype", "fp32"]
-    printed = start_by_deepspeed(command)
+    printed = start_by(command)
     assert "ds_moe_ext: strategy ep, 2 ranks" in printed  # the table at the start
     assert "busiest EP rank / mean" in printed  # and at the end
     summary = json.loads((tmp_path / "out/summary.json").read_text())

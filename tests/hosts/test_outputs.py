@@ -22,6 +22,7 @@ from ds_moe_ext.files import writable
 from ds_moe_ext.report.record import RunRecord
 from tests.hosts.jobs import Job, document_of, loss_of, micro_batch, model_of
 from tests.hosts.processes import ROOT, answers, started
+from tests.marks import slow
 from tests.ranks import meeting_place, pool_of
 
 
@@ -149,20 +150,19 @@ def document(folder: Path, **report: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    "how",
-    [pytest.param((), marks=pytest.mark.slow, id="running"), pytest.param(("stuck",), id="stuck")],
+    ("how", "world_size"), [slow("running", 1), slow("stuck", 2), ("waiting", 1)]
 )
-def test_a_report_is_there_after_sigterm(tmp_path: Path, how: tuple[str, ...]) -> None:
+def test_a_report_is_there_after_sigterm(tmp_path: Path, how: str, world_size: int) -> None:
     """Also where rank 0 waits for another, and no instruction of Python comes."""
     script = ROOT / "tests/hosts/endless_run.py"
-    arguments = str(document(tmp_path)), *how
-    with started(script, *arguments, world_size=1 + len(how), path=(ROOT,)) as ranks:
+    arguments = str(document(tmp_path)), how
+    with started(script, *arguments, world_size=world_size, path=(ROOT,)) as ranks:
         first = ranks[0]
         assert first.stdout is not None
         for line in first.stdout:
             if "answer: 5" in line:
                 break
-        time.sleep(len(how))  # to come to the collective
+        time.sleep(how != "running")  # to come to the collective
         begun_s = time.monotonic()
         first.send_signal(signal.SIGTERM)
         assert first.wait(timeout=10) == -signal.SIGTERM

@@ -15,22 +15,21 @@ from ds_moe_ext.testing import relative_error
 from tests.hosts import families
 from tests.hosts.processes import ROOT, answers, run_script
 from tests.marks import slow
+from tests.ranks import Pool, preload
 
-SCRIPT = """
-    import json
-    import sys
+preload("accelerate")
 
-    import torch
+
+def trained(rank: int, world_size: int, asked: list[tuple[str, str, bool]]) -> list[dict[str, Any]]:
+    """What a script does that knows nothing of us, and what it logs: a run for each configuration,
+    with its output and whether it resumes."""
     from transformers import Trainer, TrainingArguments, set_seed
     from transformers.trainer_utils import get_last_checkpoint
-
-    from tests.hosts import families
 
     rows = torch.randint(0, 64, (40, 12), generator=torch.Generator().manual_seed(3))
     data = [{"input_ids": row, "labels": row} for row in rows]
 
-
-    def trainer(config, output):
+    def trainer(config: str, output: str) -> Any:
         set_seed(0)
         return Trainer(
             model=families.build("mixtral"),
@@ -54,23 +53,23 @@ SCRIPT = """
             eval_dataset=data[:8],
         )
 
-
-    for config, output, resumes in json.loads(sys.argv[1]):
+    told = []
+    for config, output, resumes in asked:
         own = trainer(config, output)
         own.train(resume_from_checkpoint=get_last_checkpoint(output) if resumes else None)
         logged = own.state.log_history
         weight = own.model.model.layers[0].mlp.experts.gate_up_proj
-        answer = json.dumps({
-            "losses": [entry["loss"] for entry in logged if "loss" in entry],
-            "norms": [float(entry["grad_norm"]) for entry in logged if "grad_norm" in entry],
-            "evaluation": own.evaluate()["eval_loss"],
-            "experts": getattr(weight, "ds_shape", weight.shape)[0],
-        })
-        print("answer:", answer)
+        told.append(
+            {
+                "losses": [entry["loss"] for entry in logged if "loss" in entry],
+                "norms": [float(entry["grad_norm"]) for entry in logged if "grad_norm" in entry],
+                "evaluation": own.evaluate()["eval_loss"],
+                "experts": getattr(weight, "ds_shape", weight.shape)[0],
+            }
+        )
         own.save_model(output + "/saved")
         torch.distributed.barrier()
-    torch.distributed.destroy_process_group()  # or gloo's threads may outlive the interpreter
-"""
+    return told
 
 
 METRICS = """
@@ -145,8 +144,6 @@ class Runs(NamedTuple):
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Trained on two ranks, at a stage of ZeRO."""
     folder = tmp_path_factory.mktemp("trainer")
-    script = folder / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT))
     plain: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
@@ -164,8 +161,11 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         config = folder / f"{name}.json"
         config.write_text(json.dumps(documents[name]))
         asked.append((str(config), str(folder / name), resumes))
-    printed = run_script(script, json.dumps(asked), world_size=2, path=(ROOT,))
-    told = zip(*(map(json.loads, answers(rank)) for rank in printed), strict=True)
+    pool = Pool(2)  # which is gone with what the Trainer leaves
+    try:
+        told = zip(*pool.run(trained, asked), strict=True)
+    finally:
+        pool.close()
     folders = (Path(output) / "saved" for _, output, _ in asked)
     return Runs(*(Run(list(ranks), saved) for ranks, saved in zip(told, folders, strict=True)))
 
