@@ -15,7 +15,10 @@ from tests import ranks
 
 # A busy machine is slow: that is no failure of what is tested.
 hypothesis.settings.register_profile(
-    "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "patient",
+    deadline=None,
+    max_examples=50,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.register_profile(
     "long", hypothesis.settings.get_profile("patient"), max_examples=5000, print_blob=True

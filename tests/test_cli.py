@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import io
 import json
 import os
 import subprocess
@@ -340,11 +341,13 @@ def test_report_draws_the_page_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "not json", "{}", "[]", '{"layers": 3}'])
-def test_report_says_what_is_no_report(text: str | None, tmp_path: Path) -> None:
+def test_report_says_what_is_no_report(
+    text: str | None, here: Callable[..., Done], tmp_path: Path
+) -> None:
     path = tmp_path / "report.json"
     if text is not None:
         path.write_text(text)
-    done = start(tmp_path, "report", str(path))
+    done = here("report", str(path))
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("ds-moe-ext: ")
@@ -390,20 +393,25 @@ def test_plan_needs_neither_torch_nor_a_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "path", "given", "says"),
+    ("arguments", "given", "says"),
     [
-        ("heterogeneous-sharding", "-", "not json", "cannot be read as JSON"),
-        ("heterogeneous-sharding", "-", '{"load": [NaN]}', "NaN is no number"),
-        ("heterogeneous-sharding", "-", "{}", "needs the key 'load'; add it"),
-        ("heterogeneous-sharding", "no.json", "", "--in is 'no.json', which cannot be read (No"),
-        ("heterogeneous-sharding", ".", "", "--in is '.', which cannot be read (Is a directory)"),
-        ("heterogeneous", "-", "{}", "did you mean 'heterogeneous-sharding'?"),
+        ("heterogeneous-sharding --in -", "not json", "cannot be read as JSON"),
+        ("heterogeneous-sharding --in -", '{"load": [NaN]}', "NaN is no number"),
+        ("heterogeneous-sharding --in -", "{}", "needs the key 'load'; add it"),
+        ("heterogeneous-sharding --in no.json", "", "--in is 'no.json', which cannot be read (No"),
+        ("heterogeneous-sharding --in .", "", "--in is '.', which cannot be read (Is a directory)"),
+        ("heterogeneous --in -", "{}", "did you mean 'heterogeneous-sharding'?"),
     ],
 )
 def test_plan_says_what_is_wrong(
-    algorithm: str, path: str, given: str, says: str, tmp_path: Path
+    arguments: str,
+    given: str,
+    says: str,
+    here: Callable[..., Done],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    done = start(tmp_path, "plan", algorithm, "--in", path, given=given)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given.encode())))
+    done = here("plan", *arguments.split())
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("ds-moe-ext: ")
@@ -411,7 +419,7 @@ def test_plan_says_what_is_wrong(
 
 
 @pytest.mark.parametrize("arguments", [(), ("docter",), ("report",), ("plan",)])
-def test_usage(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    done = start(tmp_path, *arguments)
+def test_usage(arguments: tuple[str, ...], here: Callable[..., Done]) -> None:
+    done = here(*arguments)
     assert done.returncode == 2
     assert "usage: ds-moe-ext" in done.stderr

@@ -8,6 +8,7 @@ rank, whose environment says which it is. Logits go to ``SAVE/logits.pt``.
 from __future__ import annotations
 
 import json
+import queue
 import sys
 from argparse import Namespace
 from datetime import timedelta
@@ -49,6 +50,9 @@ def main(asked: dict[str, Any]) -> None:
 
 def run(load: Path, save: Path, tokens: Tensor) -> None:
     from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()  # not a server's, which takes seconds to start
 
     common = torch.load(load / "common.pt", weights_only=False)
     model = built(common["args"])

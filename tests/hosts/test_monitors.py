@@ -26,6 +26,7 @@ from ds_moe_ext.report.record import DeviceRecord, RunRecord
 from tests.hosts.jobs import LENGTH, ROWS, Job, document_of, loss_of, micro_batch, model_of
 from tests.hosts.megatron_toy import MegatronRun
 from tests.hosts.zebra_runs import zebra
+from tests.marks import slow
 from tests.ranks import pool_of, preload
 
 preload("torch.utils.tensorboard")
@@ -145,8 +146,17 @@ def trained(
     return Shown(losses, recorder.record().to_json(), balances, warned, printed.getvalue())
 
 
-def test_scalars_come_to_deepspeeds_monitors(tmp_path: Path) -> None:
-    where = {"enabled": True, "output_path": str(tmp_path)}
+class Monitored(NamedTuple):
+    """A run of two ranks, and the folder of what its monitors wrote."""
+
+    ranks: list[Shown]
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def monitored(tmp_path_factory: pytest.TempPathFactory) -> Monitored:
+    folder = tmp_path_factory.mktemp("monitored")
+    where = {"enabled": True, "output_path": str(folder)}
     job = replace(
         FSSDP,
         steps=STEPS,
@@ -156,9 +166,13 @@ def test_scalars_come_to_deepspeeds_monitors(tmp_path: Path) -> None:
             ("steps_per_print", 5),
         ),
     )
-    first, second = pool_of(2).run(trained, job, {"path": str(tmp_path / "report")})
+    return Monitored(pool_of(2).run(trained, job, {"path": str(folder / "report")}), folder)
+
+
+def test_scalars_come_to_deepspeeds_monitors(monitored: Monitored) -> None:
+    first, second = monitored.ranks
     assert first.warned == second.warned == []
-    points = on_board(tmp_path / "board")
+    points = on_board(monitored.folder / "board")
     check_balances(points, first.balances, 5)
     samples = MICRO_BATCHES * ROWS
     where_shown = [at for at, _ in points["ds_moe_ext/balance/mean"]]
@@ -169,7 +183,7 @@ def test_scalars_come_to_deepspeeds_monitors(tmp_path: Path) -> None:
     assert placements is not None
     copies = placements.all_copies_ILE.sum(axis=(1, 2))[4::5].tolist()
     assert [value for _, value in points["ds_moe_ext/copies"]] == copies and max(copies) > 0
-    tables = in_csv(tmp_path / "csv")
+    tables = in_csv(monitored.folder / "csv")
     assert {name.replace("/", "_") for name in points} == set(tables)
     for name, values in points.items():
         ours = tables[name.replace("/", "_")]
@@ -197,14 +211,14 @@ def test_a_monitor_that_fails_warns_once_and_changes_nothing(tmp_path: Path) -> 
 @pytest.mark.parametrize("report", [{"monitor": False}, {"enabled": False}])
 def test_nothing_is_shown_where_it_is_not_wanted(tmp_path: Path, report: dict[str, Any]) -> None:
     where = {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"}
-    job = replace(FSSDP, steps=10, extra=(("csv_monitor", where), ("steps_per_print", 5)))
+    job = replace(FSSDP, steps=5, extra=(("csv_monitor", where), ("steps_per_print", 5)))
     pool_of(2).run(trained, job, report)
     assert in_csv(tmp_path / "csv") == {}
     assert [*(tmp_path / "csv").iterdir()]  # DeepSpeed's own
 
 
-def test_all_ranks_tell_what_they_took() -> None:
-    shown = pool_of(2).run(trained, replace(FSSDP, steps=STEPS), {})
+def test_all_ranks_tell_what_they_took(monitored: Monitored) -> None:
+    shown = monitored.ranks
     record = RunRecord.from_json(shown[0].record)
     ranks = record.ranks
     assert ranks is not None and ranks.ranks_R == (0, 1)
@@ -240,7 +254,9 @@ def test_all_ranks_tell_what_they_took() -> None:
 
 
 @pytest.mark.parametrize(
-    "job", [Job("toy", cells=1), Job("toy", strategy="esp", cell_size=2)], ids=["copies", "split"]
+    "job",
+    [Job("toy", cells=1), slow(Job("toy", strategy="esp", cell_size=2))],
+    ids=["copies", "split"],
 )
 def test_tokens_of_ranks_that_do_not_exchange_rows(job: Job) -> None:
     """Each has all experts, or all of their parts are in one cell."""
@@ -253,7 +269,7 @@ def test_tokens_of_ranks_that_do_not_exchange_rows(job: Job) -> None:
 
 def test_both_roles_tell_what_they_took() -> None:
     """Attention ranks have all the tokens; an exchange has as many ends as there are ranks."""
-    job = zebra(replace(FSSDP, steps=12), 1, 1)
+    job = zebra(replace(FSSDP, steps=10), 1, 1)
     record = RunRecord.from_json(pool_of(2).run(trained, job, {})[0].record)
     ranks = record.ranks
     assert ranks is not None and ranks.ranks_R == (0, 1) and ranks.pace.steps_G == (9,)
@@ -402,7 +418,7 @@ def under_megatron(
     return UnderMegatron(balances, logged, recorder.record().to_json(), losses)
 
 
-@pytest.mark.parametrize("run", [MegatronRun(ep=2, steps=12), MegatronRun(pp=2, steps=12)])
+@pytest.mark.parametrize("run", [slow(MegatronRun(ep=2, steps=12)), MegatronRun(pp=2, steps=12)])
 def test_scalars_come_to_writers_of_megatrons_loop(tmp_path: Path, run: MegatronRun) -> None:
     """Under pipelines each stage tells of its own layers, and the last one writes."""
     pytest.importorskip("megatron.core")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ import pytest
 
 from tests.hosts.processes import ROOT
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install it")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
+)
 
 SCRIPT = ROOT / "launch/pretrain_megatron.py"
 EP_2 = ("--expert-model-parallel-size", "2")

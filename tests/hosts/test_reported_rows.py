@@ -28,6 +28,7 @@ from ds_moe_ext.share import LocalElseHome, NearestCopy, Rule
 from ds_moe_ext.steps.training_run import finish, run_of
 from ds_moe_ext.strategy import Plan
 from tests.hosts.jobs import Job, engine_of, loss_of, micro_batch
+from tests.marks import slow
 from tests.ranks import pool_of
 
 RANKS = 4
@@ -150,12 +151,12 @@ def trained(rank: int, world_size: int, job: Job) -> Run:
     return Run(job, RunRecord.from_json(recorder.record().to_json()), steps)
 
 
-@pytest.fixture(scope="module", params=RUNS)
+@pytest.fixture(scope="module", params=["ep", slow("fssdp"), "fssdp calibrated", "prophet priced"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     strategy, keys = RUNS[request.param]
     path: Path = tmp_path_factory.mktemp("hardware") / "hardware.json"
     path.write_text(NODES.to_json())
-    job = Job("mixtral", 1, steps=9, micro_batches=2 * RANKS, num_experts=8, strategy=strategy)
+    job = Job("mixtral", 1, steps=7, micro_batches=2 * RANKS, num_experts=8, strategy=strategy)
     ranks = pool_of(RANKS).run(trained, replace(job, keys=tuple(keys.items()), hardware=str(path)))
     assert len({str((one.report.looks, one.report.placements)) for one in ranks}) == 1
     found: Run = ranks[0]

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +19,7 @@ from tests.hosts.jobs import Job, document_of, loss_of, micro_batch, model_of
 from tests.ranks import pool_of
 from tests.trace_rules import assert_sound, of
 
-STEPS = range(6, 8)
+STEPS = range(2, 4)
 RANKS = 2
 NOT_OF_A_PROGRAM = {"attention", "gather", "reduction"}  # the host's; begun by tasks
 
@@ -74,11 +76,34 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
-def test_all_ranks_are_in_one_trace(job: Job, tmp_path: Path) -> None:
-    path = tmp_path / "new/trace.json"
-    first, _ = pool_of(RANKS).run(left, job, path)
-    events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+class Traced(NamedTuple):
+    """A run that went on to its end.
+
+    Attributes:
+        first: what rank 0 left.
+        events: of the trace.
+    """
+
+    first: Left
+    events: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Traced]:
+    """The run of one of the jobs, made once."""
+
+    @functools.cache
+    def run(name: str) -> Traced:
+        path = tmp_path_factory.mktemp("traced") / "new/trace.json"
+        first, _ = pool_of(RANKS).run(left, JOBS[name], path)
+        return Traced(first, json.loads(path.read_text())["traceEvents"])
+
+    return run
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_all_ranks_are_in_one_trace(name: str, traced: Callable[[str], Traced]) -> None:
+    job, (first, events) = JOBS[name], traced(name)
     assert_sound(events)
     names = {e["pid"]: e["args"]["name"] for e in of(events, "M") if e["name"] == "process_name"}
     assert names == {rank: f"rank {rank} (EP rank {rank}, node 0)" for rank in range(RANKS)}
@@ -139,8 +164,10 @@ def _assert_counts(events: list[dict[str, Any]], record: RunRecord, job: Job) ->
     assert bytes_sent == sent * 32 * 4  # a row of Job's model, in float32
 
 
-def test_the_timeline_knows_who_waited_and_how_long_the_step_was(tmp_path: Path) -> None:
-    record = pool_of(RANKS).run(left, JOBS["copies"], tmp_path / "trace.json")[0].record
+def test_the_timeline_knows_who_waited_and_how_long_the_step_was(
+    traced: Callable[[str], Traced],
+) -> None:
+    record = traced("copies").first.record
     spans = record.timeline
     assert 0 <= spans[0].start_s <= max(span.end_s for span in spans) <= record.traced_s
     by = {
