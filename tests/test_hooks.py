@@ -380,7 +380,9 @@ CODED = (
 
 
 @pytest.mark.parametrize(("world_size", "case"), CODED)
-@pytest.mark.parametrize("codec", [Same(), InHalves(), InHalves(gradients=False)], ids=str)
+@pytest.mark.parametrize(
+    "codec", [slow(Same()), InHalves(), slow(InHalves(gradients=False))], ids=str
+)
 def test_an_exact_codec_changes_nothing(world_size: int, case: Case, codec: Codec) -> None:
     pairs = zip(run(world_size, case, codec), run(world_size, case))
     for (coded, _), (plain, _) in pairs:
@@ -388,7 +390,7 @@ def test_an_exact_codec_changes_nothing(world_size: int, case: Case, codec: Code
 
 
 @pytest.mark.parametrize(("codec", "bound"), [(BFloat16(), 2**-8), (Int8(), 1 / 254)], ids=str)
-@pytest.mark.parametrize(("world_size", "case"), CODED[:3])
+@pytest.mark.parametrize(("world_size", "case"), [slow(*CODED[0]), slow(*CODED[1]), CODED[2]])
 def test_errors_of_a_layer(world_size: int, case: Case, codec: Codec, bound: float) -> None:
     """Largest error over the largest value, of output and all gradients. Each comes of up to four
     passages; the gate's gradient adds up the errors of rows, hence twice as much."""
@@ -723,7 +725,7 @@ def test_an_engine_trains_alike_with_observers_and_exact_codecs(strategy: str) -
     assert seen == {(name, 32, back): chunks for name in names for back in (False, True)}
 
 
-@pytest.mark.parametrize("name", ["bf16", "int8"])
+@pytest.mark.parametrize("name", [slow("bf16"), "int8"])
 def test_an_engine_trains_with_compressed_rows(name: str) -> None:
     job = jobs.Job("mixtral", 1, clip=0.5, steps=8)
     plain, _ = engine_run(job)

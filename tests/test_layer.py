@@ -211,13 +211,16 @@ CASES |= {
         send_once=True, schedule="tutel", degrees=(4, 3), tokens_W=(2, 0, 1, 3, 2, 1, 0, 5)
     ),
 }
-ON_EIGHT = {"ragged", "64 experts", "capacity in chunks", "once, 64 experts", "once in chunks"}
+ON_FEW = {"uniform", "capacity in chunks", "once", "static capacity"}
+ON_EIGHT = {"ragged", "64 experts", "once in chunks"}
 
 
 @pytest.mark.parametrize(
     ("name", "world_size"),
     [
-        slow(name, number) if number == 8 and name not in ON_EIGHT else (name, number)
+        (name, number)
+        if number == 4 or name in (ON_EIGHT if number == 8 else ON_FEW)
+        else slow(name, number)
         for name in CASES
         for number in (1, 2, 4, 8)
     ],
@@ -239,10 +242,13 @@ SPLIT = {
 }
 
 
+WIDELY = {"ragged"}  # on more ranks, too
+
+
 @pytest.mark.parametrize(
     ("name", "world_size", "cell_size"),
     [
-        (name, *sizes) if sizes[0] < 8 or name == "ragged" else slow(name, *sizes)
+        (name, *sizes) if sizes in ((2, 2), (4, 2)) or name in WIDELY else slow(name, *sizes)
         for name in SPLIT
         for sizes in ((1, 1), (2, 2), (4, 2), (4, 4), (8, 2), (8, 4))
     ],

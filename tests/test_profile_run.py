@@ -91,6 +91,7 @@ def test_two_ranks_by_torchrun(tmp_path: Path) -> None:
     assert "behind 100 ms" in done.stdout
 
 
+@pytest.mark.slow  # ranks that are joined already are quick
 def test_alone_it_says_what_it_cannot_measure(tmp_path: Path) -> None:
     done = start(tmp_path, *MODULE, *SMALL, "--name", "my laptop")
     assert done.returncode == 0, done.stderr

@@ -42,6 +42,7 @@ from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.esp import ExpertSharding, TwoDegrees
 from ds_moe_ext.strategy import Destination, Job, Plan, Strategy
 from ds_moe_ext.testing import dense_experts, relative_error
+from tests.marks import slow
 from tests.ranks import pool_of
 from tests.strategies_for_tests import Copied
 
@@ -217,7 +218,11 @@ def _all_ways(rank: int, world_size: int, case: Case) -> tuple[list[Tensor], dic
     return direct, {way: hops for way, (_, hops) in results.items()}
 
 
-@pytest.mark.parametrize("name", CASES)
+GUARDED = ("four nodes", "two nodes of four", "chunks", "copies", "once", "cells of two")
+"""By ragged rows, copies in chunks, and rows sent once in cells of two."""
+
+
+@pytest.mark.parametrize("name", [slow(name) if name in GUARDED else name for name in CASES])
 def test_every_way_is_the_direct_one(name: str) -> None:
     case = CASES[name]
     ranks = pool_of(case.world_size).run(_all_ways, case)

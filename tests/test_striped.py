@@ -53,6 +53,7 @@ from ds_moe_ext.zebra.passage import Answer, Here, Passage
 from ds_moe_ext.zebra.serving import GradientSums
 from ds_moe_ext.zebra.stack import Stack
 from ds_moe_ext.zebra.stripe import Stripe
+from tests.marks import slow
 from tests.ranks import pool_of
 from tests.test_passage import (
     EXPERTS,
@@ -701,8 +702,27 @@ WITH_COPIES = {
 }
 
 
-@pytest.mark.parametrize("strategy", COPYING)
-@pytest.mark.parametrize("name", WITH_COPIES)
+QUICK = {
+    ("two layers", CopiedEverywhere),
+    ("offloaded", CopiedAndRevised),
+    ("one stripe", Revised),
+    ("two steps", Copied),
+    ("no gradients", Revised),
+    ("no gradients, one attention rank", Copied),
+    ("computed again", CopiedAndRevised),
+    ("the same experts", Revised),
+    ("attention ranks last", CopiedEverywhere),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        case if (case := (name, strategy)) in QUICK else slow(*case)
+        for name in WITH_COPIES
+        for strategy in COPYING
+    ],
+)
 def test_copies_between_roles_equal_one_process(name: str, strategy: type[Strategy]) -> None:
     case = WITH_COPIES[name]
     outcomes = check(case._replace(strategy=strategy))

@@ -16,7 +16,9 @@ from tests.marks import slow
 from tests.ranks import pool_of
 
 
-@pytest.mark.parametrize("stage, overlap", [(1, False), (1, True), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    "stage, overlap", [(1, False), slow(1, True), slow(2, False), slow(2, True)]
+)
 def test_ranks_reduce_in_step(stage: int, overlap: bool) -> None:
     """Each rank has other experts in each step: homes are shuffled after every one."""
     zero = {"stage": stage, "reduce_bucket_size": 6000, "overlap_comm": overlap}

@@ -65,7 +65,7 @@ CROSSES = [
     ("gpt_moe", "bfloat16", fssdp(2, 2), [ep(4, 3, 2), ep(2, 3)]),
     ("mixtral", "bfloat16", ep(4, 3, 2), [prophet(2, 3), ep(4, 3), fssdp(2, 1)]),
 ]
-QUICK = {(1, 0), (7, 0)}
+QUICK = {(1, 0), (7, 1)}
 EVERY = [
     *(ep(w, stage, cells) for w, cells in ((1, 1), (2, 2), (2, 1), (4, 2)) for stage in range(4)),
     *(fssdp(w, stage) for w in (2, 4) for stage in (0, 1, 2)),
@@ -96,12 +96,12 @@ def test_every_layout_goes_on(family: str, dtype: str, source: Layout, goal: Lay
     check_cross(family, dtype, source, goal)
 
 
-def test_experts_had_moved() -> None:
+@pytest.mark.parametrize(("world_size", "family"), [(2, "mixtral"), slow(4, "gpt_moe")])
+def test_experts_had_moved(world_size: int, family: str) -> None:
     """Or the crosses above would show less."""
-    for world_size in (2, 4):
-        job = replace(MOVING, family="mixtral" if world_size == 2 else "gpt_moe", stage=1)
-        first = pool_of(world_size).run(held_at_start, job)
-        assert saved(world_size, job).ranks[0].homes != first[0].homes
+    job = replace(MOVING, family=family, stage=1)
+    first = pool_of(world_size).run(held_at_start, job)
+    assert saved(world_size, job).ranks[0].homes != first[0].homes
 
 
 def held_at_start(rank: int, world_size: int, job: Job) -> Held:
@@ -142,18 +142,21 @@ def test_the_loss_scale_goes_on(stage: int, tmp_path: Path) -> None:
         assert scale == 2**6  # it starts anew
 
 
-def test_bf16_optimizer_goes_on(tmp_path: Path) -> None:
+UNWRAPPED = Job("gpt_moe", 1, dtype="bfloat16", clip=0.5)
+WRAPPED = replace(UNWRAPPED, extra=(("data_types", {"grad_accum_dtype": "fp32"}),))
+
+
+@pytest.mark.parametrize(
+    ("source", "goals"), [(WRAPPED, (WRAPPED, UNWRAPPED)), slow(UNWRAPPED, (WRAPPED,))]
+)
+def test_bf16_optimizer_goes_on(source: Job, goals: tuple[Job, ...], tmp_path: Path) -> None:
     """DeepSpeed's wrapper for gradients that accumulate in float32."""
-    job = Job("gpt_moe", 1, dtype="bfloat16", clip=0.5)
-    wrapped = replace(job, extra=(("data_types", {"grad_accum_dtype": "fp32"}),))
-    for source, goals in ((wrapped, (wrapped, job)), (job, (wrapped,))):
-        folder = tmp_path / str(len(goals))
-        ranks = pool_of(2).run(save, source, str(folder), steps=2)
-        for goal in goals:
-            got = loaded(2, goal, Saved(folder, ranks), Call(before=1, after=2))
-            assert_equal(joined(got), joined(ranks))
-            if goal == source:
-                assert got[0].losses == ranks[0].losses
+    ranks = pool_of(2).run(save, source, str(tmp_path), steps=2)
+    for goal in goals:
+        got = loaded(2, goal, Saved(tmp_path, ranks), Call(before=1, after=2))
+        assert_equal(joined(got), joined(ranks))
+        if goal == source:
+            assert got[0].losses == ranks[0].losses
 
 
 # The same layout.
@@ -197,7 +200,8 @@ def test_shares_by_time_go_on_to_the_last_bit(job: Job) -> None:
     assert_equal(joined(ranks), joined(checkpoint.ranks))
 
 
-@pytest.mark.parametrize("after", [replace(MOVING, stage=1), slow(PARTS)])
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [replace(MOVING, stage=1), PARTS])
 def test_another_share_goes_on(after: Job) -> None:
     """And back: what is saved says nothing of how rows were divided."""
     for source, goal in ((PRICED, after), (after, PRICED)):
@@ -215,8 +219,10 @@ def test_other_cells_keep_their_homes_and_remember_nothing() -> None:
     assert ranks[0].remembered == 0
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "stage"),
+    [("float32", 1), ("bfloat16", 0), slow("float32", 0), slow("bfloat16", 1)],
+)
 def test_before_the_first_step(dtype: str, stage: int) -> None:
     checkpoint = saved(2, Job("mixtral", stage, dtype=dtype), steps=0)
     ranks = loaded(2, Job("mixtral", stage, dtype=dtype), checkpoint, Call(before=1, after=2))
@@ -229,7 +235,7 @@ def test_before_the_first_step(dtype: str, stage: int) -> None:
 
 @pytest.mark.parametrize("argument", ["load_module_only", "load_optimizer_states"])
 @pytest.mark.parametrize(
-    "job", [Job("mixtral", 0, dtype="bfloat16"), replace(MOVING, family="gpt_moe", stage=1)]
+    "job", [slow(Job("mixtral", 0, dtype="bfloat16")), replace(MOVING, family="gpt_moe", stage=1)]
 )
 def test_weights_without_states(job: Job, argument: str) -> None:
     """The optimizer goes on from the weights, with the states it had; copies are made anew."""
@@ -280,7 +286,8 @@ def test_rates_counters_and_tags(tmp_path: Path) -> None:
         assert latest == 3
 
 
-@pytest.mark.parametrize("stage", [slow(0), slow(2), 3])
+@pytest.mark.slow  # test_frozen.py has it at another stage
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_frozen_weights_come_back(stage: int, tmp_path: Path) -> None:
     """DeepSpeed gives every rank those of rank 0's slots, at ZeRO 2."""
     job = Job("mixtral", stage)

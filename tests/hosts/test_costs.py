@@ -106,6 +106,7 @@ def placed(world_size: int, job: Job) -> None:
     check_equal(ours, plain(world_size, whole), whole)
 
 
+@pytest.mark.slow  # where nobody is to copy to, under fssdp, quick in test_run.py
 def test_one_cell_has_nobody_to_copy_to() -> None:
     placed(2, PLACED)
 

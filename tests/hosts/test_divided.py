@@ -107,7 +107,7 @@ def test_what_tp_model_init_was_told() -> None:
 @pytest.mark.parametrize(
     ("way", "stages", "later"),
     [
-        (AUTOTP, (1, 2), Case(replace(CURVE, **FSSDP), AUTOTP, 2)),
+        slow(AUTOTP, (1, 2), Case(replace(CURVE, **FSSDP), AUTOTP, 2)),
         slow(ULYSSES, (2, 1), Case(replace(CURVE, **ESP))),
         slow(AUTOTP, (3, 0), Case(replace(CURVE, **ESP), AUTOTP, 2)),
         slow(ULYSSES, (3, 1), Case(replace(CURVE, **PROPHET), ULYSSES, 2)),

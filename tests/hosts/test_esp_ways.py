@@ -15,6 +15,7 @@ from ds_moe_ext.hardware import Device, Flops, Hardware, Link
 from ds_moe_ext.steps import host, training_run
 from tests.hosts.copied_runs import check_equal, plain
 from tests.hosts.jobs import Job, Result, engine_of, loss_of, micro_batch, train
+from tests.marks import slow
 from tests.ranks import pool_of
 
 JOB = Job("mixtral", 0, dtype="float64", steps=3, clip=0.5)
@@ -42,7 +43,7 @@ def esp(job: Job, **keys: Any) -> Job:
     return replace(job, strategy="esp", keys=tuple(given.items()))
 
 
-@pytest.mark.parametrize("way", ["1dh", "2dh"])
+@pytest.mark.parametrize("way", [slow("1dh"), "2dh"])
 def test_relayed_rows_train_alike(way: str, tmp_path: Path) -> None:
     job = on_nodes(esp(JOB, all_to_all=way), 2, tmp_path)
     ours: Result = pool_of(4).run(train, job)[0]
@@ -64,7 +65,7 @@ def _told(rank: int, world_size: int, job: Job, ranks_per_host: int) -> tuple[li
     return lines, ways
 
 
-@pytest.mark.parametrize(("name", "ranks_per_host"), [("1dh", 4), ("2dh", 1), ("2dh", 3)])
+@pytest.mark.parametrize(("name", "ranks_per_host"), [("1dh", 4), slow("2dh", 1), slow("2dh", 3)])
 def test_flat_nodes_are_told(name: str, ranks_per_host: int) -> None:
     why = {
         4: "all cells are on one node",

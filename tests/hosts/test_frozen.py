@@ -106,7 +106,7 @@ def test_optimizer_of_the_json(stage: int) -> None:
     ("trained", "source", "goals"),
     [
         ("attention", ("ep", 1), [("fssdp", 0), ("ep", 2), ("zebra", 0)]),
-        ("attention", ("zebra", 0), [("zebra", 0), ("ep", 1)]),
+        slow("attention", ("zebra", 0), [("zebra", 0), ("ep", 1)]),
         slow("routers", ("fssdp", 2), [("ep", 0), ("zebra", 0), ("fssdp", 2)]),
         slow("one layer's experts", ("ep", 2), [("zebra", 1), ("fssdp", 0), ("zebra", 0)]),
         slow("one weight of experts", ("fssdp", 0), [("zebra", 0), ("ep", 1)]),

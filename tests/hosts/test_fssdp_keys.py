@@ -20,6 +20,7 @@ from tests.hosts import families
 from tests.hosts.copied_runs import fssdp, num_copied, plain, run
 from tests.hosts.jobs import Job, engine_of, loss_of, micro_batch
 from tests.hosts.test_refusals import document_with, refuse
+from tests.marks import slow
 from tests.ranks import pool_of
 
 # Measured.
@@ -64,7 +65,7 @@ def planned(rank: int, world_size: int, job: Job) -> list[Measured]:
 JOB = fssdp(Job("mixtral", 1, steps=8))
 
 
-@pytest.mark.parametrize(("world_size", "share"), [(2, "nearest"), (4, "priced")])
+@pytest.mark.parametrize(("world_size", "share"), [slow(2, "nearest"), (4, "priced")])
 def test_t_and_m_are_measured_in_the_first_steps(world_size: int, share: str) -> None:
     """On all ranks alike, to the last bit, as whole prices of rows are made from that; and then
     experts are copied, also where a rank has one of a layer."""
@@ -79,7 +80,7 @@ def test_t_and_m_are_measured_in_the_first_steps(world_size: int, share: str) ->
     assert all(known.free_bytes > 0 for known in after)
 
 
-@pytest.mark.parametrize("seconds", [1e-9, 1e-4, 1e3])
+@pytest.mark.parametrize("seconds", [1e-9, slow(1e-4), slow(1e3)])
 def test_any_measured_link_will_do(seconds: float) -> None:
     """All sizes as fast, faster than time can be told, or slower than anything hides."""
     ranks = pool_of(2).run(measured, JOB, seconds)
@@ -175,6 +176,7 @@ def test_what_cannot_work(
     assert all(part in message for part in says), message
 
 
+@pytest.mark.slow
 def test_a_link_within_nodes_is_enough_there(tmp_path: Path) -> None:
     """The same file on the ranks of one node."""
     path = tmp_path / "half.json"

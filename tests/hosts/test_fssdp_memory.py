@@ -24,6 +24,7 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.transfer import Part
 from tests.hosts.copied_runs import COPIES, varied
 from tests.hosts.jobs import Job, engine_of, loss_of, micro_batch
+from tests.marks import slow
 from tests.ranks import pool_of
 
 
@@ -153,7 +154,7 @@ def ranks_of(job: Job, **keys: Any) -> list[Counted]:
     return pool_of(4).run(counted, varied(job, layers=1.0, copies=0.6, plan_every=0, **keys))
 
 
-@pytest.mark.parametrize("rematerialized", [0.0, 1.0])
+@pytest.mark.parametrize("rematerialized", [0.0, slow(1.0)])
 def test_memory_is_that_of_the_model(rematerialized: float) -> None:
     """Of copies two bytes a weight: of all layers, or of one; and gradients of one layer at once.
     Experts at home take 16 bytes a weight."""
@@ -169,7 +170,7 @@ def test_memory_is_that_of_the_model(rematerialized: float) -> None:
         assert (most_copies + most_grads) / rank.own == pytest.approx(overhead, rel=0.02)
 
 
-@pytest.mark.parametrize("rematerialized", [0.0, 1.0])
+@pytest.mark.parametrize("rematerialized", [slow(0.0), 1.0])
 def test_memory_of_several_micro_batches(rematerialized: float) -> None:
     """Copies are those of one; gradients of rematerialized ones do not wait for each other."""
     job = Job("toy, wide", 1, dtype="bfloat16", steps=3, micro_batches=8)

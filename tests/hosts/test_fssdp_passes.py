@@ -304,22 +304,23 @@ def test_late_collectives_change_no_bit(world_size: int, name: str) -> None:
     assert all(torch.equal(late.state[key], in_time.state[key]) for key in in_time.state)
 
 
-def test_nothing_travels_when_experts_move() -> None:
+@pytest.mark.parametrize("rematerialized", [slow(0.0), 1.0])
+def test_nothing_travels_when_experts_move(rematerialized: float) -> None:
     """Copies and moves share a communicator. Only the last layer is trained: those below it need
     their copies in forward alone, and another pass's would meet what moves."""
     base = Job("toy, top alone", 0, dtype="float64", steps=6)
-    for rematerialized in (0.0, 1.0):
-        job = varied(base, layers=1.0, copies=0.8, rematerialized=rematerialized, shard_every=1)
-        ours, steps = run(2, job, late_s=0.02)
-        check_equal(ours, alone(base), base)
-        assert num_moved(steps)
+    job = varied(base, layers=1.0, copies=0.8, rematerialized=rematerialized, shard_every=1)
+    ours, steps = run(2, job, late_s=0.02)
+    check_equal(ours, alone(base), base)
+    assert num_moved(steps)
 
 
 # How often.
 
 
-@pytest.mark.parametrize("no_sync", [False, True])
-@pytest.mark.parametrize("rematerialized", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("rematerialized", "no_sync"), [(0.0, True), (1.0, False), slow(0.0, False), slow(1.0, True)]
+)
 def test_collectives_of_a_step(rematerialized: float, no_sync: bool) -> None:
     """Copies live for all micro-batches of a step, and what they learn travels in the last; where
     they are rematerialized, for one pass through one layer."""
@@ -336,7 +337,7 @@ def test_collectives_of_a_step(rematerialized: float, no_sync: bool) -> None:
 JOB_OF_SIX = replace(JOB, micro_batches=6)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("use_reentrant", [slow(False), True])
 def test_recomputed_passes_keep_their_copies(use_reentrant: bool) -> None:
     job = everywhere(replace(JOB, use_reentrant=use_reentrant))
     _, steps = run(2, job)
@@ -353,7 +354,7 @@ NO_COPIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", NO_COPIES)
+@pytest.mark.parametrize("name", [slow("nothing is hidden"), "no memory", slow("no bytes")])
 def test_without_copies_it_is_expert_parallelism(name: str) -> None:
     job = fssdp(JOB, **NO_COPIES[name], reshard_interval=0)
     result, steps = run(2, job)
@@ -365,7 +366,7 @@ def test_without_copies_it_is_expert_parallelism(name: str) -> None:
         assert not any(plan.has_copies for plan in step.plans)
 
 
-@pytest.mark.parametrize(("world_size", "seed"), [(2, 0), (4, 1), slow(4, 2)])
+@pytest.mark.parametrize(("world_size", "seed"), [(2, 0), slow(4, 1), slow(4, 2)])
 def test_bytes_are_those_of_the_paper(world_size: int, seed: int) -> None:
     """Equation (1): no rank receives more in a gather than the experts that move at all."""
     job = varied(replace(JOB, micro_batches=world_size), seed=seed)
@@ -459,7 +460,7 @@ MODULES = ["blocks.0.attention_norm", "blocks.1.router", "head"]
 @pytest.mark.parametrize(
     ("name", "module"),
     [
-        (name, module) if name == "of all kinds" else slow(name, module)
+        case if (case := (name, module)) == ("of all kinds", "blocks.1.router") else slow(*case)
         for name in LATE
         for module in MODULES
     ],

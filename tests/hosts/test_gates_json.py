@@ -100,12 +100,19 @@ def of_gates(result: Result) -> dict[str, Tensor]:
 # What trains.
 
 
-QUICK = [("mixtral", name) for name in GATES]
-QUICK += [("gpt_moe", name) for name in ("cosine", "expert choice", "soft")]
-OTHERS = [("gpt_moe", name) for name in GATES if ("gpt_moe", name) not in QUICK]
+OF_NATIVE_GATES = ("cosine", "soft")
+"""Which are quick in gpt_moe, the others in mixtral."""
 
 
-@pytest.mark.parametrize(("family", "name"), [*QUICK, *(slow(*case) for case in OTHERS)])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        case if (family == "gpt_moe") == (name in OF_NATIVE_GATES) else slow(*case)
+        for family in FAMILIES
+        for name in GATES
+        if (case := (family, name))
+    ],
+)
 def test_four_ranks_equal_one(family: str, name: str) -> None:
     """A micro-batch lies on one rank in both, so experts choose among the same tokens."""
     job = job_of(family, GATES[name])
@@ -132,7 +139,7 @@ def test_split_experts_take_any_gate(name: str) -> None:
     ("optimizer", "parameters"),
     [("object", "list"), slow("object", "groups"), slow("callable", "list"), slow("json", "list")],
 )
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [slow(1), 2])
 @pytest.mark.parametrize("gate", [NOISY, COSINE], ids=["noisy", "cosine"])
 def test_new_weights_join_the_users_optimizer(
     gate: Keys, stage: int, parameters: str, optimizer: str
@@ -149,7 +156,7 @@ def test_new_weights_join_the_users_optimizer(
     ("family", "name"),
     [
         ("mixtral", "cosine"),
-        ("gpt_moe", "cosine"),
+        slow("gpt_moe", "cosine"),
         slow("gpt_moe", "soft"),
         slow("mixtral", "soft"),
     ],

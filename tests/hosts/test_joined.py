@@ -13,6 +13,7 @@ from torch import Tensor
 
 import ds_moe_ext
 from tests.hosts.jobs import Job, engine_of, loss_of, micro_batch
+from tests.marks import slow
 from tests.ranks import pool_of, preload
 
 preload("deepspeed", "transformers")
@@ -76,7 +77,14 @@ def evaluate_apart(rank: int, world_size: int, job: Job) -> None:
     assert after == pytest.approx(_train(other, rank, range(2, 4)), rel=1e-4)
 
 
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.strategy)
+QUICK = ("ep", "fssdp")
+
+
+@pytest.mark.parametrize(
+    "job",
+    [job if job.strategy in QUICK else slow(job) for job in JOBS],
+    ids=lambda job: job.strategy,
+)
 def test_ranks_evaluate_as_they_like(job: Job) -> None:
     pool_of(2).run(evaluate_apart, job)
 

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from tests.hosts.megatron_jobs import Training, megatron
 from tests.hosts.megatron_toy import MegatronRun
 from tests.hosts.test_megatron_move import RUN, fssdp, owners_of, skew
-from tests.marks import slow
 from tests.ranks import pool_of, preload
 
 preload("megatron.core.dist_checkpointing")
@@ -194,29 +193,44 @@ def assert_goes_on(found: list[Saved], saved: list[Saved]) -> None:
     torch.testing.assert_close(found[0].norms, saved[0].norms, rtol=1e-8, atol=0)
 
 
+def ranks_of(run: MegatronRun) -> int:
+    return run.pp * run.ep * (run.etp or 1)
+
+
+def goes_to_stock(job: Job, other: MegatronRun) -> list[Saved]:
+    """Saved by a strategy, resumed by stock; what its ranks found."""
+    saved: list[Saved] = pool_of(ranks_of(job.run)).run(run_saving, job)
+    assert saved[0].was_away == job.strategy.startswith("fssdp")
+    resuming = replace(job, run=other, strategy="stock")
+    assert_goes_on(pool_of(ranks_of(other)).run(run_resuming, resuming), saved)
+    return saved
+
+
 def both_ways(
     folder: Path, run: MegatronRun, strategy: str, form: str, other: MegatronRun | None = None
 ) -> None:
-    """Saved by a strategy, resumed by it and by stock; saved by stock, resumed by it."""
+    """Saved by a strategy, resumed by stock and by it; saved by stock, resumed by it."""
     other = other or run
-    world_size, other_size = (one.pp * one.ep * (one.etp or 1) for one in (run, other))
     ours, stocks = folder / "ours", folder / "stocks"
     ours.mkdir()
     stocks.mkdir()
     job = Job(run, strategy, str(ours), form)
-    saved = pool_of(world_size).run(run_saving, job)
-    assert saved[0].was_away == strategy.startswith("fssdp")
-    job = replace(job, run=other)
-    for resuming in ("stock", strategy):
-        found = pool_of(other_size).run(run_resuming, replace(job, strategy=resuming))
-        assert_goes_on(found, saved)
+    saved = goes_to_stock(job, other)
+    assert_goes_on(pool_of(ranks_of(other)).run(run_resuming, replace(job, run=other)), saved)
     job = replace(job, folder=str(stocks))
-    by_stock = pool_of(world_size).run(run_saving, replace(job, run=run, strategy="stock"))
+    by_stock = pool_of(ranks_of(run)).run(run_saving, replace(job, strategy="stock"))
     assert_goes_on(by_stock, saved)
-    assert_goes_on(pool_of(other_size).run(run_resuming, job, steps_before=SAVED), saved)
+    resuming = replace(job, run=other)
+    assert_goes_on(pool_of(ranks_of(other)).run(run_resuming, resuming, steps_before=SAVED), saved)
 
 
-@pytest.mark.parametrize("optimizer, form", [("distributed", FULLY), slow("ddp", "torch")])
+def test_stock_megatron_goes_on_from_moved_experts(tmp_path: Path) -> None:
+    run = replace(RUN, optimizer="distributed")
+    goes_to_stock(Job(run, "fssdp", str(tmp_path), FULLY), run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer, form", [("distributed", FULLY), ("ddp", "torch")])
 def test_moved_experts_are_saved_as_megatron_would(
     tmp_path: Path, optimizer: Any, form: str
 ) -> None:

@@ -111,7 +111,6 @@ QUICK = (
     ("ep", "EP2, distributed, overlapped"),
     ("esp over fssdp", "EP2"),
     ("fssdp", "EP2, recompute full, distributed, overlapped"),
-    ("fssdp, by time", "EP2"),
     ("prophet, by time", "EP2"),
     ("varied", "TP2 EP2"),
     ("varied", "PP2 VPP2 EP2"),
@@ -228,6 +227,7 @@ def neighbours(training: Training) -> list[Neighbours]:
     return found
 
 
+@pytest.mark.slow  # the rule is tested above, and chunks learn what stock does
 def test_nothing_is_carried_from_one_chunk_of_a_stage_to_the_next(hardware: str) -> None:
     """Passes of other micro-batches, and the other stage's, come between two chunks."""
     layout = LAYOUTS["PP2 VPP2 EP2"]

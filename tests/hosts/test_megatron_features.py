@@ -126,9 +126,7 @@ QUICK = (
     "shared experts beside",
     "capacity, filled up",
     "expert bias",
-    "scores on the input",
     "grouped experts",
-    "dense layers between",
 )
 SLOW = [(name, strategy) for name in FEATURES for strategy in SETTINGS]
 
@@ -219,7 +217,7 @@ def freeze_first_layers(chunk: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("prepare", "strategy"),
     [
-        (mask_some, "varied"),
+        pytest.param(mask_some, "varied", marks=pytest.mark.slow),
         (freeze_experts, "varied"),
         pytest.param(mask_some, "ep", marks=pytest.mark.slow),
         pytest.param(freeze_experts, "ep", marks=pytest.mark.slow),

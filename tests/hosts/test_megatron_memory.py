@@ -11,6 +11,7 @@ import pytest
 from tests.hosts.megatron_jobs import Training, train
 from tests.hosts.megatron_skewed import NEVER, assert_equal, num_copies, stock, train_skewed
 from tests.hosts.megatron_toy import MegatronRun
+from tests.marks import slow
 from tests.ranks import pool_of
 
 EP = {"enabled": True, "strategy": "ep", "debug": True, "report": {"enabled": False}}
@@ -61,7 +62,7 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize("experts", ["sequential", "te_grouped"])
+@pytest.mark.parametrize("experts", [slow("sequential"), "te_grouped"])
 def test_experts_train_as_in_megatron_in_the_order_of_their_weights(experts: Any) -> None:
     """With biases, as slots are grouped on a CPU only then; with copies, that lie elsewhere."""
     run = replace(RUN, experts=experts, bias=True, num_microbatches=2, steps=3)

@@ -255,6 +255,7 @@ def run_home(
     return before, after, [str(tuple(p.shape)) for p, q in zip(first, now) if p is not q]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["ddp", "distributed"])
 def test_nothing_is_lost_on_the_way(optimizer: Any) -> None:
     """With bfloat16, under which weight, main parameter and states are three types of things."""

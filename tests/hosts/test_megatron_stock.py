@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+import pytest
 import torch
 
 from tests.hosts.megatron_jobs import Trained, merged, train
@@ -29,6 +30,7 @@ def assert_same(found: list[Trained], expected: list[Trained]) -> None:
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-13, msg=name)
 
 
+@pytest.mark.slow
 def test_the_loss_falls() -> None:
     losses = trained(1, replace(ONE, dtype="float32", steps=30))[0].losses
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,6 +22,7 @@ from ds_moe_ext.roles import Roles
 from tests.hosts.megatron_jobs import Trained, Training, megatron, merged, train
 from tests.hosts.megatron_toy import MegatronRun
 from tests.hosts.test_megatron_checkpoint import FULLY, load, save, steps
+from tests.marks import slow
 from tests.ranks import pool_of, preload
 from tests.trace_rules import assert_sound, of
 
@@ -85,7 +86,7 @@ def test_both_roles_train_as_attention_ranks_alone_would() -> None:
     assert_as_stock(2, 1, RUN)
 
 
-@pytest.mark.parametrize("first_step", [0, 1])
+@pytest.mark.parametrize("first_step", [0, slow(1)])
 def test_both_roles_are_in_one_trace(first_step: int, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     asked = {"path": str(path), "first_step": first_step, "num_steps": 1}
@@ -150,6 +151,7 @@ def test_parameters_that_are_gathered_beside_forward() -> None:
     torch.testing.assert_close(found[0].losses, expected[0].losses, rtol=1e-12, atol=0)
 
 
+@pytest.mark.slow  # under DeepSpeed a row of test_configurations.py is quick
 def test_several_groups_are_data_parallel() -> None:
     """Two ZP groups of one attention and one expert rank each."""
     run = replace(RUN, num_microbatches=1)
@@ -190,27 +192,36 @@ def assert_goes_on(found: list[Any], saved: list[Any]) -> None:
         torch.testing.assert_close(rank, saved[0], rtol=1e-9, atol=0)
 
 
-def both_ways(folder: Path, run: MegatronRun) -> None:
+def goes_to_stock(folder: Path, run: MegatronRun) -> None:
     """Two and two ranks; stock Megatron shares the experts among two, and so keeps an optimizer of
     their own for them, as expert ranks do."""
-    settings, alone = block(2, 2), replace(run, ep=2)
-    ours, stocks = str(folder / "ours"), str(folder / "stocks")
-    os.mkdir(ours)
-    os.mkdir(stocks)
-    saved = pool_of(4).run(saving, run, settings, ours)
-    assert_goes_on(pool_of(4).run(resuming, run, settings, ours), saved)
-    assert_goes_on(pool_of(2).run(resuming, alone, None, ours), saved)
-    saved = pool_of(2).run(saving, alone, None, stocks)
-    assert_goes_on(pool_of(4).run(resuming, run, settings, stocks), saved)
+    saved = pool_of(4).run(saving, run, block(2, 2), str(folder))
+    assert_goes_on(pool_of(2).run(resuming, replace(run, ep=2), None, str(folder)), saved)
 
 
-def test_checkpoints_are_those_of_stock_megatron(tmp_path: Path) -> None:
-    both_ways(tmp_path, RUN)
+def goes_on_here(folder: Path, run: MegatronRun) -> None:
+    """Saved by two and two ranks."""
+    saved = pool_of(4).run(saving, run, block(2, 2), str(folder))
+    assert_goes_on(pool_of(4).run(resuming, run, block(2, 2), str(folder)), saved)
 
 
-@pytest.mark.slow
-def test_checkpoints_of_the_distributed_optimizer(tmp_path: Path) -> None:
-    both_ways(tmp_path, replace(RUN, optimizer="distributed"))
+def comes_from_stock(folder: Path, run: MegatronRun) -> None:
+    saved = pool_of(2).run(saving, replace(run, ep=2), None, str(folder))
+    assert_goes_on(pool_of(4).run(resuming, run, block(2, 2), str(folder)), saved)
+
+
+@pytest.mark.parametrize(
+    ("way", "optimizer"),
+    [
+        (goes_to_stock, "ddp"),
+        *(slow(way, "ddp") for way in (goes_on_here, comes_from_stock)),
+        *(slow(way, "distributed") for way in (goes_to_stock, goes_on_here, comes_from_stock)),
+    ],
+)
+def test_checkpoints_are_those_of_stock_megatron(
+    way: Callable[[Path, MegatronRun], None], optimizer: Any, tmp_path: Path
+) -> None:
+    way(tmp_path, replace(RUN, optimizer=optimizer))
 
 
 def saved_by_rank(rank: int, world_size: int) -> str:

@@ -30,6 +30,7 @@ from tests.hosts.jobs import Job, engine_of, loss_of, micro_batch
 from tests.hosts.test_configurations import EAGER, FREE, prophet
 from tests.hosts.test_fssdp_memory import Counted, counted
 from tests.hosts.test_fssdp_passes import Barriers, Kept, Met, Moment, described, too_early
+from tests.marks import slow
 from tests.ranks import pool_of
 
 NUM_LAYERS = 3
@@ -207,7 +208,7 @@ def test_carried_pieces_change_nothing() -> None:
 # How much.
 
 
-@pytest.mark.parametrize("family", ["toy, wide", "toy, deep"])
+@pytest.mark.parametrize("family", ["toy, wide", slow("toy, deep")])
 def test_no_more_memory_than_copies_of_two_layers(family: str) -> None:
     """Of copies and of their gradients, however many layers there are."""
     job = Job(family, 1, dtype="bfloat16", steps=3)

@@ -88,7 +88,7 @@ def held(rank: int, world_size: int, job: Job) -> tuple[list[bool], list[bool]]:
     return before, [not each.expired() for each in gathered]
 
 
-@pytest.mark.parametrize("use_reentrant", [None, slow(True), False])
+@pytest.mark.parametrize("use_reentrant", [slow(None), slow(True), False])
 def test_experts_of_several_ranks_are_let_go(use_reentrant: bool | None) -> None:
     """Before backward by who checkpoints activations; else the layer keeps them for backward."""
     job = replace(JOB, cells=2, micro_batches=4, use_reentrant=use_reentrant)
@@ -166,7 +166,7 @@ def train_one_built_so(rank: int, world_size: int, job: Job) -> Result | None:
     ("ranks", "job"),
     [
         (2, JOB),
-        (4, replace(JOB, cells=2)),
+        slow(4, replace(JOB, cells=2)),
         slow(2, COPIES),
         slow(2, replace(JOB, dtype="bfloat16")),
         slow(2, replace(JOB, optimizer="object", parameters="groups")),

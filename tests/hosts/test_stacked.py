@@ -94,12 +94,12 @@ def apart(rank: int, world_size: int, function: Any, *args: Any, **kwargs: Any) 
 @pytest.mark.parametrize(
     ("name", "stage", "dtype"),
     [
-        ("ep", 0, "float32"),
+        slow("ep", 0, "float32"),
         ("ep", 1, "bfloat16"),
-        ("esp", 1, "float32"),
-        ("prophet", 2, "bfloat16"),
+        slow("esp", 1, "float32"),
+        slow("prophet", 2, "bfloat16"),
         ("fssdp", 2, "float32"),
-        ("given", 1, "float32"),
+        slow("given", 1, "float32"),
     ],
 )
 def test_stacked_experts_train_bit_by_bit_as_those_apart(name: str, stage: int, dtype: str) -> None:

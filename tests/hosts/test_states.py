@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
 from ds_moe_ext.steps.optimizer_states import MASTER, Group, ParameterStates
+from tests.marks import slow
 from tests.ranks import pool_of
 
 NUM_EXPERTS, WIDTH, HIDDEN = 4, 5, 3  # odd sizes: fragments end inside a weight
@@ -279,7 +280,17 @@ def trained_with_moves(rank: int, world_size: int, case: Case, moves: dict[int, 
     return losses, numbers_of(all_contents(engine)), all(agree)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+QUICK = (
+    *(Case("AdamW", 0), Case("FP16_UnfusedOptimizer", 0, "float16")),
+    Case("FP16_Optimizer", 0, "bfloat16", is_fused=True),
+    Case("BF16_Optimizer", 1, "bfloat16", accumulates_in_float32=True),
+    *(Case(ZERO, 1, "float16"), Case(ZERO, 2, "float32"), Case(ZERO, 1, optimizer="SGD")),
+    Case(ZERO, 2, "bfloat16", settings=(("offload_optimizer", {"device": "cpu"}),)),
+    Case(ZERO, 1, settings=(("round_robin_gradients", True), ("parameter_alignment", True))),
+)
+
+
+@pytest.mark.parametrize("case", [c if c in QUICK else slow(c) for c in CASES], ids=str)
 def test_experts_that_move_train_on_bit_by_bit(case: Case) -> None:
     """Before the first step, after it, and once more; on one rank and across ranks."""
     moves = dict(zip((0, 1, 3), MOVES.values()))

@@ -113,7 +113,7 @@ def undivided() -> Run:
         slow(4, Case(2, 2, sequence_parallel=True)),
         slow(4, Case(1, 2)),
         (4, Case(2, 2, sequence_parallel=True, stage=2)),
-        (4, Case(2, 2, stage=3)),
+        slow(4, Case(2, 2, stage=3)),
         slow(4, Case(2, 1, stage=3)),
         slow(4, Case(2, 4, sequence_parallel=True)),
         slow(4, Case(4, 2)),

@@ -183,8 +183,8 @@ def assert_equal(ranks: list[Learnt], family: str, steps: int, first: int = 0) -
     "block",
     [
         {"strategy": "ep"},
-        {"strategy": "fssdp", **MOVING},
-        {"strategy": "esp", "esp": {"degree": 2}},
+        slow({"strategy": "fssdp", **MOVING}),
+        slow({"strategy": "esp", "esp": {"degree": 2}}),
         slow({"strategy": "prophet"}),
     ],
     ids=lambda block: block["strategy"],
@@ -194,15 +194,17 @@ def test_learns_what_one_rank_does(block: dict[str, Any], wrap: str, world_size:
     assert_equal(ranks, "toy", 5)
 
 
-@pytest.mark.parametrize("strategy", ["ep", "fssdp"])
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("wrap", "strategy"),
+    [("fsdp", "fssdp"), slow("ddp", "ep"), slow("ddp", "fssdp"), slow("fsdp", "ep")],
+)
 def test_a_model_of_hugging_face(wrap: str, strategy: str) -> None:
     loop = Loop("mixtral", wrap, block={"strategy": strategy, **MOVING})
     assert_equal(pool_of(2).run(train, loop), "mixtral", 5)
 
 
-@pytest.mark.parametrize("block", [{"strategy": "ep"}, {"strategy": "fssdp", **STAYING}])
-@pytest.mark.parametrize("family", ["toy", "toy, shared experts"])
+@pytest.mark.parametrize("block", [slow({"strategy": "ep"}), {"strategy": "fssdp", **STAYING}])
+@pytest.mark.parametrize("family", [slow("toy"), "toy, shared experts"])
 def test_experts_with_several_homes(family: str, block: dict[str, Any]) -> None:
     """Two ranks are home to each expert, whose gradients they sum."""
     loop = Loop(family, "ddp", block={**block, "expert_parallel_size": 2})
@@ -215,6 +217,7 @@ def test_experts_in_parts() -> None:
     assert_equal(ranks, "toy", 5)
 
 
+@pytest.mark.slow  # those that go on elsewhere are fused
 def test_a_fused_optimizer_has_a_group_of_experts() -> None:
     loop = Loop(wrap="fsdp", block={"strategy": "fssdp", **MOVING}, fused=True)
     assert_equal(pool_of(2).run(train, loop), "toy", 5)
@@ -224,7 +227,7 @@ def test_a_fused_optimizer_has_a_group_of_experts() -> None:
     ("saved", "resumed"),
     [
         ((4, "fsdp", "fssdp"), (2, "ddp", "ep")),
-        ((2, "ddp", "ep"), (4, "fsdp", "fssdp")),
+        slow((2, "ddp", "ep"), (4, "fsdp", "fssdp")),
         slow((2, "fsdp", "fssdp"), (1, "ddp", "ep")),
         slow((4, "ddp", "fssdp"), (4, "ddp", "fssdp")),
     ],

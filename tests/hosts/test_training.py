@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -34,10 +35,17 @@ def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return max(relative_error(ours[name].double(), theirs[name].double()) for name in theirs)
 
 
-@pytest.mark.parametrize("stage", [slow(0), 1, slow(2)])
-@pytest.mark.parametrize("optimizer", ["object", "callable"])
-@pytest.mark.parametrize("parameters", ["list", "generator", "groups"])
-def test_users_own_optimizer_and_parameters(stage: int, optimizer: str, parameters: str) -> None:
+QUICK = (("list", "object", 1), ("generator", "callable", 1), ("groups", "object", 1))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "optimizer", "stage"),
+    [
+        case if case in QUICK else slow(*case)
+        for case in product(("list", "generator", "groups"), ("object", "callable"), (0, 1, 2))
+    ],
+)
+def test_users_own_optimizer_and_parameters(parameters: str, optimizer: str, stage: int) -> None:
     job = Job("mixtral", stage, steps=3, optimizer=optimizer, parameters=parameters)
     ours = run(2, job)
     plain = one_rank(replace(job, stage=0))
@@ -47,16 +55,10 @@ def test_users_own_optimizer_and_parameters(stage: int, optimizer: str, paramete
         assert not torch.equal(tensor, moved[name]), f"{name} was not trained"
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [
-        ("mixtral", "float32"),
-        slow("gpt_moe", "bfloat16"),
-        slow("mixtral", "bfloat16"),
-        slow("gpt_moe", "float32"),
-    ],
-)
-@pytest.mark.parametrize("stage", [slow(0), slow(1), slow(2), 3])
+@pytest.mark.slow  # quick: to the last bit, in test_checkpoint.py
+@pytest.mark.parametrize("family", ["mixtral", "gpt_moe"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_resumed_run_goes_on_exactly(family: str, stage: int, dtype: str, tmp_path: Path) -> None:
     job = Job(family, stage, dtype=dtype, steps=5, save_at=2, folder=str(tmp_path))
     straight = run(2, job)
@@ -73,6 +75,7 @@ def test_weights_alone_load_on_another_grid(tmp_path: Path) -> None:
     assert worst(run(4, replace(alone, steps=0)).state, saved.state) == 0.0
 
 
+@pytest.mark.slow  # with other damages quick, in test_checkpoint.py
 def test_checkpoint_without_us_is_refused(tmp_path: Path) -> None:
     job = Job("mixtral", 1, steps=1, save_at=1, folder=str(tmp_path), block=False)
     run(2, job)

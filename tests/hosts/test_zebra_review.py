@@ -15,6 +15,7 @@ from tests.hosts import jobs
 from tests.hosts.jobs import Job, Result, engine_of, loss_of, micro_batch, model_of, train
 from tests.hosts.test_batches import exchange_of
 from tests.hosts.zebra_runs import zebra
+from tests.marks import slow
 from tests.ranks import pool_of
 
 
@@ -50,7 +51,7 @@ def with_an_unused_layer(rank: int, world_size: int, job: Job) -> Result | None:
         return train(rank, world_size, job)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [slow(1), 2])
 def test_weights_that_forward_does_not_use(stage: int) -> None:
     """ZeRO's hooks stay silent for them, as they do without roles."""
     job = Job("mixtral", stage, steps=3, clip=0.5)
