@@ -578,7 +578,7 @@ JSON = st.recursive(
 )
 
 
-@hypothesis_settings(max_examples=400, deadline=None)
+@hypothesis_settings(max_examples=200, deadline=None)
 @given(st.dictionaries(KEY, JSON, max_size=6))
 def test_any_block_is_read_or_refused(keys: dict[str, Any]) -> None:
     try:

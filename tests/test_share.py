@@ -15,7 +15,7 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.share import LocalElseHome, NearestCopy, Share, computed_by, pair_of
 from tests.planners.plainly import HOME, LOAD_E, NODE_C, ROWS_CE
 
-PROPERTY = settings(deadline=None, derandomize=True, max_examples=200)
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=100)
 
 
 def with_copies(home: Placement, copies: list[tuple[int, int]]) -> Placement:

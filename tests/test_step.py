@@ -445,7 +445,7 @@ def all_equal(max_layers: int) -> st.SearchStrategy[list[Block]]:
     return st.builds(equal_blocks, st.integers(1, max_layers), **each)
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(deadline=None, derandomize=True, max_examples=150)
 @given(all_equal(4))
 def test_equal_blocks_take_the_formula(blocks: list[Block]) -> None:
     step = block_by_block(len(blocks))
@@ -470,7 +470,7 @@ def any_blocks(draw: st.DrawFn) -> list[Block]:
     return [block(1), *(block(2) for _ in range(draw(st.integers(0, 3))))]
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(deadline=None, derandomize=True, max_examples=150)
 @given(any_blocks())
 def test_any_blocks_take_the_formula(blocks: list[Block]) -> None:
     """Whatever the split: each piece shows what its own computation does not hide."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ds_moe_ext.schedule.stripe_samples import GroupStripes, Samples, default_stripes, stripes_of
 
-PROPERTY = settings(deadline=None, derandomize=True, max_examples=200)
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=100)
 
 
 def all_pieces(pieces: GroupStripes) -> list[Samples]:

@@ -29,7 +29,7 @@ from ds_moe_ext.transfer import (
     star_of,
 )
 
-PROPERTY = settings(deadline=None, derandomize=True, max_examples=300)
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=150)
 
 
 def widened(held: Placement, copies: list[tuple[int, int]]) -> Placement:

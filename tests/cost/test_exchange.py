@@ -104,7 +104,7 @@ SECONDS = st.floats(1e-9, 1e-3)
 SIZES = st.integers(2, 16)
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(deadline=None, derandomize=True, max_examples=100)
 @given(st.builds(Line, alpha_s=SECONDS, beta_s=SECONDS), SECONDS, SECONDS, SIZES, SIZES)
 def test_where_relays_pay(
     within: Line, start_s: float, byte_s: float, num_nodes: int, node_size: int

@@ -17,7 +17,7 @@ from ds_moe_ext.hosts.deepspeed.dcp_folder import Box
 from ds_moe_ext.hosts.deepspeed.regions import Region, rectangles
 from ds_moe_ext.moe.sharding import Along, Shard
 
-SETTINGS = settings(deadline=None, derandomize=True, max_examples=200)
+SETTINGS = settings(deadline=None, derandomize=True, max_examples=100)
 
 
 class Split(NamedTuple):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ds_moe_ext.cost.block_costs import BlockPrices
 from ds_moe_ext.placement import Placement, even_homes
 
-PROPERTY = settings(deadline=None, derandomize=True, max_examples=150)
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=75)
 
 # Topology T: 2 nodes of 2 devices, 8 experts, 2 on each device.
 NODE_C = np.array([0, 0, 1, 1])
