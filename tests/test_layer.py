@@ -311,13 +311,13 @@ def _cases() -> st.SearchStrategy[Case]:
     )
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(_cases())
 def test_any_case_sent_once_equals_dense(case: Case) -> None:
     _check(replace(case, send_once=True, schedule="fsmoe"), 2)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(_cases())
 def test_any_case_equals_dense(case: Case) -> None:
     _check(case, 2)

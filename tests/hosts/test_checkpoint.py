@@ -129,7 +129,8 @@ def scales(rank: int, world_size: int, job: Job, folder: str, saves: bool) -> tu
     return type(engine.optimizer).__name__, float(engine.optimizer.loss_scale)
 
 
-@pytest.mark.parametrize("stage", [slow(0), slow(1), 3])
+@pytest.mark.slow  # a quick one is in test_zebra_checkpoint.py
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_the_loss_scale_goes_on(stage: int, tmp_path: Path) -> None:
     halves = {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 1}
     job = Job("gpt_moe", stage, extra=(("fp16", halves),))

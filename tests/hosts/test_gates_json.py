@@ -100,17 +100,18 @@ def of_gates(result: Result) -> dict[str, Tensor]:
 # What trains.
 
 
-OF_NATIVE_GATES = ("cosine", "soft")
-"""Which are quick in gpt_moe, the others in mixtral."""
+QUICK = {
+    *(("mixtral", name) for name in ("softmax", "sigmoid", "expert choice", "a user's")),
+    *(("gpt_moe", name) for name in ("cosine", "soft")),
+}
 
 
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        case if (family == "gpt_moe") == (name in OF_NATIVE_GATES) else slow(*case)
+        case if (case := (family, name)) in QUICK else slow(*case)
         for family in FAMILIES
         for name in GATES
-        if (case := (family, name))
     ],
 )
 def test_four_ranks_equal_one(family: str, name: str) -> None:

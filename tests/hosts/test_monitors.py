@@ -208,7 +208,7 @@ def test_a_monitor_that_fails_warns_once_and_changes_nothing(tmp_path: Path) -> 
         assert rank.losses == without.losses  # to the last bit
 
 
-@pytest.mark.parametrize("report", [{"monitor": False}, {"enabled": False}])
+@pytest.mark.parametrize("report", [{"monitor": False}, slow({"enabled": False})])
 def test_nothing_is_shown_where_it_is_not_wanted(tmp_path: Path, report: dict[str, Any]) -> None:
     where = {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"}
     job = replace(FSSDP, steps=5, extra=(("csv_monitor", where), ("steps_per_print", 5)))

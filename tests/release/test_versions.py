@@ -32,8 +32,8 @@ ROWS = (
     "ep native ep_size 2, 2 cells",
     "sharded gradients mixtral 2 ranks all cells",
     "fssdp all at once 4 ranks",
-    "prophet grids of 2",
-    "esp over varied 4 ranks by 2",
+    "prophet shadows 2 ranks",
+    "esp gpt_moe 4 ranks by 2",
     "prophet noisy gate",
     "zebra 2+2 x 1, moved [0, 1]",
 )
