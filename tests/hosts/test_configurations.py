@@ -892,7 +892,6 @@ QUICK = {
     "varied mixtral checkpointed, reentrant True",
     "varied two grids 4 ranks",
     "varied toy, uneven layers with capacity",
-    "fssdp all everywhere 2 ranks",
     "fssdp all at once 4 ranks",
     "prophet shadows 2 ranks",
     "prophet noisy gate",

@@ -170,7 +170,8 @@ def test_memory_is_that_of_the_model(rematerialized: float) -> None:
         assert (most_copies + most_grads) / rank.own == pytest.approx(overhead, rel=0.02)
 
 
-@pytest.mark.parametrize("rematerialized", [slow(0.0), 1.0])
+@pytest.mark.slow
+@pytest.mark.parametrize("rematerialized", [0.0, 1.0])
 def test_memory_of_several_micro_batches(rematerialized: float) -> None:
     """Copies are those of one; gradients of rematerialized ones do not wait for each other."""
     job = Job("toy, wide", 1, dtype="bfloat16", steps=3, micro_batches=8)

@@ -418,7 +418,8 @@ def train_with_other_weights(rank: int, world_size: int, job: Job) -> list[float
     return losses
 
 
-@pytest.mark.parametrize("name", [*map(slow, list(LATE)[:-1]), "of all kinds"])
+@pytest.mark.slow  # another evaluation than the one above
+@pytest.mark.parametrize("name", LATE)
 def test_other_weights_may_be_evaluated(name: str) -> None:
     """A mean of past weights, say: copies are then of those, and afterwards of the run's own."""
     job = replace(JOB, dtype="float32", micro_batches=2)
