@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main job as a user starts it: real launchers, real text, a few steps."""
+"""The main job on real text, a few steps: in ranks that are there, and (slow) by real launchers."""
 
 from __future__ import annotations
 
