@@ -35,8 +35,10 @@ from ds_moe_ext.attachment.stored_weights import InOne, Stored
 from ds_moe_ext.moe.expert import ExpertFunction, on_shard
 from ds_moe_ext.moe.gate import RunRows
 from ds_moe_ext.moe.layer import RoutedExperts
+from ds_moe_ext.moe.low_rank import LowRank, with_low_ranks
 from ds_moe_ext.moe.memory_order import unstacked
-from ds_moe_ext.moe.sharding import Shard
+from ds_moe_ext.moe.sharding import Along, Shard
+from ds_moe_ext.schedule.task import INTRA
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +55,10 @@ class ExpertsDescription:
             its checkpoints call them.
         within: modules without weights that ``function`` calls, as dropout: they train and evaluate
             with the layer.
+        inside: where in the module what takes its place is put, dotted, as inside of wrappers that
+            stay; empty: in its own place. Its state has names from the module all the same.
+        low_ranks: what is added to some of the weights where they are used, as adapters do; the
+            factors of it stand behind all others in ``weight_names``, and ``function`` gets none.
     """
 
     num_experts: int
@@ -60,6 +66,13 @@ class ExpertsDescription:
     function: ExpertFunction
     kept_as: tuple[Stored, ...] = ()
     within: tuple[nn.Module, ...] = ()
+    inside: str = ""
+    low_ranks: tuple[LowRank, ...] = ()
+
+    @property
+    def num_factors(self) -> int:
+        """Of the weights, the last ones, those that only change others."""
+        return 2 * len(self.low_ranks)
 
     @property
     def stored(self) -> tuple[Stored, ...]:
@@ -108,6 +121,9 @@ def class_of(module: nn.Module) -> type:
     return type(module).__bases__[0] if is_parametrized(module) else type(module)
 
 
+_LEAVE_OUT = "or leave this layer out with ds_moe_ext.moe_layer_pattern"
+
+
 def check_own_weights(model: nn.Module, name: str) -> None:
     """Experts that go to other ranks take with them what they have, and nothing else.
 
@@ -118,15 +134,24 @@ def check_own_weights(model: nn.Module, name: str) -> None:
     Raises:
         ValueError: an expert's weight is computed from others, which an adapter or torch keeps.
     """
-    remedy = "or leave this layer out with ds_moe_ext.moe_layer_pattern"
+    check_not_parametrized(model, name)
+    check_not_adapted(model, name)
+
+
+def check_not_parametrized(model: nn.Module, name: str) -> None:
+    """The same of what torch computes; arguments and errors are those of ``check_own_weights``."""
     for inner, module in model.get_submodule(name).named_modules(prefix=name):
         if is_parametrized(module):
             weights = ", ".join(f"{inner}.{weight}" for weight in module.parametrizations)
             raise ValueError(
                 f"{weights} is parametrized: torch computes it from other weights at each use, but "
                 "ds_moe_ext spreads experts over ranks as parameters of their own; remove it with "
-                f"torch.nn.utils.parametrize.remove_parametrizations, {remedy}"
+                f"torch.nn.utils.parametrize.remove_parametrizations, {_LEAVE_OUT}"
             )
+
+
+def check_not_adapted(model: nn.Module, name: str) -> None:
+    """The same of adapters; arguments and errors are those of ``check_own_weights``."""
     layer, *wrapped = name.split(".base_layer")  # as all adapters of peft have what they adapt
     if wrapped:
         names = [layer + ".base_layer" * depth for depth in range(len(wrapped))]
@@ -136,15 +161,22 @@ def check_own_weights(model: nn.Module, name: str) -> None:
         raise ValueError(
             f"{layer} has an adapter of peft ({type(adapters[0]).__name__}) on {weights}, which it "
             "changes at each use, but ds_moe_ext spreads experts over ranks as parameters of their "
-            "own; leave experts out of target_parameters and target_modules (adapters elsewhere, "
-            f"as of attention, are fine), {remedy}"
+            "own, with adapters only where these are LoRA's on parameters of experts that "
+            "transformers stacks as most families do; leave experts out of target_parameters and "
+            f"target_modules (adapters elsewhere, as of attention, are fine), {_LEAVE_OUT}"
         )
 
 
 def found_experts(
-    model: nn.Module, name: str, module: nn.Module, description: ExpertsDescription
+    model: nn.Module,
+    name: str,
+    module: nn.Module,
+    description: ExpertsDescription,
+    *,
+    kind: str = "",
 ) -> Found:
-    """A layer to replace, from a module and its description."""
+    """A layer to replace, from a module and its description; ``kind`` is what a person is told it
+    is, if not the module's class."""
 
     def adopt(held: Tensor, shard: Shard, routed_of: RoutedOf) -> Adopted:
         routed = routed_of(on_shard(description.function, shard))
@@ -163,17 +195,34 @@ def found_experts(
     trained = [stored.of(module, 0).requires_grad for stored in description.stored]
     return Found(
         name=name,
-        kind=type(module).__name__,
+        kind=kind or type(module).__name__,
         num_experts=description.num_experts,
         expert=shape_of(zip(description.weight_names, first, trained)),
         num_cells=1,
         may_drop=False,
-        split=cache(
-            lambda num_shards: ways_to_split(name, description.function, first, num_shards)
-        ),
+        split=cache(lambda num_shards: _ways_to_split(name, description, first, num_shards)),
         adopt=adopt,
         stored=description.stored,
+        num_factors=description.num_factors,
     )
+
+
+def _ways_to_split(
+    name: str, description: ExpertsDescription, weights: Sequence[Tensor], num_shards: int
+) -> tuple[Along, ...]:
+    """See ``ways_to_split``; factors follow the weights that they change."""
+    own = weights[: len(weights) - description.num_factors]
+    alongs = list(ways_to_split(name, description.function, own, num_shards))
+    for each in description.low_ranks:
+        width = weights[each.down].shape[0]
+        if width % num_shards:
+            raise ValueError(
+                f"ds_moe_ext.expert_sharding_size is {num_shards}, but factors of the adapters of "
+                f"{name} are {width} wide (peft's r), of which each rank of a cell has a part; let "
+                f"r be a multiple of {num_shards}, or set expert_sharding_size to 1"
+            )
+        alongs += each.ways_to_split(alongs[each.weight])
+    return tuple(alongs)
 
 
 class HostedExperts(nn.Module):
@@ -204,6 +253,8 @@ class HostedExperts(nn.Module):
         self.weight_names = description.weight_names
         self.stored = description.stored
         self.within = nn.ModuleList(description.within)
+        self.inside, self.low_ranks = description.inside, description.low_ranks
+        self._strengths: tuple[float, ...] = ()  # with which they were used last
         self.routed = routed
         self.run: RunRows = routed
         self.shard = shard
@@ -287,13 +338,51 @@ class HostedExperts(nn.Module):
 
     def weights(self) -> tuple[Tensor, ...]:
         """Weights of the first slot's expert in name order, then of the second's, and so on; or one
-        of all slots for each name."""
+        of all slots for each name. As experts use them: with what adapters add. Collective over the
+        cell where its ranks split experts that have adapters."""
+        if self.low_ranks:
+            return self._changed()
         if not self._views:
             return tuple(chain.from_iterable(self._by_slot()))
         stacks = self._likened()
         if self.routed.takes_stacks:
             return stacks
         return tuple(chain.from_iterable(zip(*map(unstacked, stacks))))
+
+    def _changed(self) -> tuple[Tensor, ...]:
+        """The same where there are adapters."""
+        self._check_adapters()
+        by_name: Sequence[Tensor] = self._likened()
+        if not self._views:
+            columns = tuple(zip(*self._by_slot()))
+            if not columns:  # no expert of this layer is at home here
+                return ()
+            by_name = [torch.stack(column) for column in columns]
+        cell = None if self.shard.is_whole else self.routed.site.layout.group("esp", INTRA)
+        stacks = with_low_ranks(by_name, self.low_ranks, self.shard, cell)
+        if self.routed.takes_stacks and self._views:
+            return tuple(stacks)
+        return tuple(chain.from_iterable(zip(*map(unstacked, stacks))))
+
+    def _check_adapters(self) -> None:
+        """Raises ValueError where their weights would not be those that other ranks compute with,
+        or ranks would wait for each other."""
+        routed, before = self.routed, self._strengths
+        self._strengths = tuple(each.strength() for each in self.low_ranks)
+        is_copied = routed.copies is not None and self.training
+        if is_copied and before not in ((), self._strengths):
+            raise ValueError(
+                f"adapters of {routed.name} were switched, or scaled anew, while the model trains: "
+                f"they were {before} strong and are {self._strengths}; copies of experts on other "
+                "ranks are kept over the passes of a step, so do it in model.eval(), or choose a "
+                "strategy that copies none (ep)"
+            )
+        if not self.shard.is_whole and routed.turns is not None and routed.turns.is_open:
+            raise ValueError(
+                f"{routed.name} has adapters, of which ranks that split experts gather parts in "
+                "every pass, so that they must run it together: not in ds_moe_ext.joined, nor in "
+                "generate without synced_gpus; or set ds_moe_ext.expert_sharding_size to 1"
+            )
 
     def forward(self, hidden: Tensor, expert_ids: Tensor, scores: Tensor) -> Tensor:
         """``[..., D]`` to ``[..., D]``. Collective over the cells."""

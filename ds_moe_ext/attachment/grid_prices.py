@@ -122,7 +122,7 @@ def _rows(num_ranks: int, num_experts: int, top_k: int) -> np.ndarray:
 def _shape(found: Sequence[Found]) -> tuple[ModelShape, str]:
     """A model of layers like the first, and the type of its numbers."""
     first = found[0]
-    matrices = [(shape, dtype) for _, shape, dtype, _ in first.expert if len(shape) > 1]
+    matrices = [(shape, dtype) for _, shape, dtype, _ in first.computed if len(shape) > 1]
     weights = sum(prod(shape) for shape, _ in matrices)
     # The model's width is that of rows there and back, so that all matrices have it.
     common = set(matrices[0][0]).intersection(*(shape for shape, _ in matrices))

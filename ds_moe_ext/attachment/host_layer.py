@@ -116,6 +116,8 @@ class Found:
         stack: layers of one number run one after the other in a pass, those of two at different
             times.
         stored: how the host keeps each weight of all experts, where these are one module of its.
+        num_factors: of an expert's weights, the last ones, those that experts do not compute with,
+            but that change others before, as adapters do.
     """
 
     name: str
@@ -128,6 +130,12 @@ class Found:
     adopt: Callable[[Tensor, Shard, RoutedOf], Adopted]
     stack: int = 0
     stored: tuple[Stored, ...] = ()
+    num_factors: int = 0
+
+    @property
+    def computed(self) -> ExpertShape:
+        """Of ``expert`` the weights that experts compute with."""
+        return self.expert[: len(self.expert) - self.num_factors]
 
 
 def shape_of(weights: Iterable[tuple[str, Tensor, bool]]) -> ExpertShape:

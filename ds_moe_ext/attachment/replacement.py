@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_moe_ext.attachment.grid_sizes import grid_of, sizes_with_homes
-from ds_moe_ext.attachment.host_layer import Adopted, ExpertShape, Found, Hosted, Wanted
+from ds_moe_ext.attachment.host_layer import Adopted, ExpertShape, Found, Hosted, Slot, Wanted
 from ds_moe_ext.attachment.meeting import start_of
 from ds_moe_ext.attachment.outputs import check_outputs
 from ds_moe_ext.attachment.router_gates import Router, host, routers_of, warn_if_causal
@@ -61,6 +61,7 @@ class AttachedLayer:
         stack: see ``Found``.
         expert_bytes: of expert weights that it holds now; a host that shards them later leaves less
             to look at.
+        num_factors: see ``Found``.
     """
 
     name: str
@@ -69,6 +70,7 @@ class AttachedLayer:
     bytes_before: int
     stack: int
     expert_bytes: int
+    num_factors: int = 0
 
     @property
     def routed(self) -> RoutedExperts:
@@ -90,7 +92,12 @@ class AttachedLayer:
             bytes_of(before.union(adopted.discarded)),
             found.stack,
             bytes_of(parameters_of(adopted.hosted)),
+            found.num_factors,
         )
+
+    def computed(self, slot: Slot) -> tuple[nn.Parameter, ...]:
+        """Of an expert's weights those that it computes with; adapters change them before."""
+        return slot.parameters[: len(slot.parameters) - self.num_factors]
 
     def record(self) -> LayerRecord:
         """What the report says of it."""
@@ -469,15 +476,16 @@ def _allow_copies(
     blueprint: Blueprint, layers: Sequence[AttachedLayer], device: torch.device
 ) -> None:
     for pool in blueprint.pools:
-        hosted = [layers[layer].hosted for layer in pool.layers]
+        hosted, first = [layers[layer].hosted for layer in pool.layers], pool.layers[0]
         slot = next((slot for each in hosted for slot in each.slots()), None)
         if slot is None:
-            like = _like_none(blueprint.found[pool.layers[0]].expert, device)
+            learns = _like_none(blueprint.found[first].expert, device)
         else:
-            like = slot.parameters
+            learns = slot.parameters
+        like = learns[: len(blueprint.found[first].computed)]
         _check_codec(blueprint, like, device)
         for each in hosted:
-            each.routed.allow_copies(like)
+            each.routed.allow_copies(like, learns)
     for _, stack in groupby(layers, key=lambda layer: layer.stack):
         in_order(layer.routed.copies for layer in stack if layer.routed.copies is not None)
 

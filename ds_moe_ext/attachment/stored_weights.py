@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a host keeps one weight of all experts of a layer: as one parameter, or one for each expert.
 
-Shape letters: E experts, U unused ones, F an expert's own first dim.
+Shape letters: E experts, U unused ones, F an expert's own first dim, Q its second.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+Place = int | slice | tuple[slice, ...] | None
+"""Where an expert's weight lies in a parameter, as an index of it; None: it is all of it."""
 
 
 class Stored(Protocol):
@@ -33,8 +36,8 @@ class Stored(Protocol):
         """The parameter that has it of one expert, maybe with that of others."""
         ...
 
-    def place(self, module: nn.Module, expert: int) -> int | slice | None:
-        """Where the expert's lies in the first dim of that parameter; None: it is all of it."""
+    def place(self, module: nn.Module, expert: int) -> Place:
+        """Where the expert's lies in that parameter."""
         ...
 
     def exported(self, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -80,7 +83,7 @@ class InOne(Stored):
     def of(self, module: nn.Module, expert: int) -> nn.Parameter:
         return module.get_parameter(self.name)
 
-    def place(self, module: nn.Module, expert: int) -> int | slice | None:
+    def place(self, module: nn.Module, expert: int) -> Place:
         if not self.is_flat:
             return expert
         size = self.first(module).shape[0]
@@ -90,6 +93,36 @@ class InOne(Stored):
         if self.num_unused:
             whole = torch.cat([whole, whole.new_zeros(self.num_unused, *whole.shape[1:])])
         yield self.name, whole.flatten(0, 1) if self.is_flat else whole
+
+
+@dataclass(frozen=True)
+class InTurns(Stored):
+    """In the columns of one matrix, in turns: column ``q * E + e`` of ``[F, Q * E]`` is column
+    ``q`` of expert ``e``.
+
+    Attributes:
+        name: as of ``InOne``.
+        num_experts: ``E``.
+    """
+
+    name: str
+    num_experts: int
+
+    def first(self, module: nn.Module) -> Tensor:
+        return self.whole(module)[0]
+
+    def whole(self, module: nn.Module) -> Tensor:
+        weight = module.get_parameter(self.name).detach()
+        return weight.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
+
+    def of(self, module: nn.Module, expert: int) -> nn.Parameter:
+        return module.get_parameter(self.name)
+
+    def place(self, module: nn.Module, expert: int) -> Place:
+        return slice(None), slice(expert, None, self.num_experts)
+
+    def exported(self, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+        yield self.name, whole.permute(1, 2, 0).flatten(1)
 
 
 @dataclass(frozen=True)
@@ -112,7 +145,7 @@ class OneEach(Stored):
     def of(self, module: nn.Module, expert: int) -> nn.Parameter:
         return module.get_parameter(self.names[expert])
 
-    def place(self, module: nn.Module, expert: int) -> int | slice | None:
+    def place(self, module: nn.Module, expert: int) -> Place:
         return None
 
     def exported(self, whole: Tensor) -> Iterator[tuple[str, Tensor]]:

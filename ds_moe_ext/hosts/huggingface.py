@@ -20,14 +20,21 @@ from torch.nn.utils.parametrize import is_parametrized
 from ds_moe_ext.attachment.dynamo import named_modules
 from ds_moe_ext.attachment.experts import (
     ExpertsDescription,
-    check_own_weights,
+    check_not_adapted,
+    check_not_parametrized,
     class_of,
     found_experts,
     is_registered,
     shell,
 )
 from ds_moe_ext.attachment.host_layer import Found, Wanted
-from ds_moe_ext.hosts import dbrx, llama4, longcat_flash, switch_transformers
+from ds_moe_ext.hosts import (
+    adapted_experts,
+    dbrx,
+    llama4,
+    longcat_flash,
+    switch_transformers,
+)
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.swiglu import silu_gated
 
@@ -35,12 +42,27 @@ from ds_moe_ext.moe.swiglu import silu_gated
 def find(model: nn.Module, wanted: Wanted) -> Iterator[Found]:
     """The experts modules of Hugging Face's MoE blocks, in model order."""
     for name, module in named_modules(model):
-        if _is_experts(module) and wanted(name):
-            check_own_weights(model, name)
+        if _is_experts(module) and wanted(adapted_experts.outermost(name)):
+            check_not_parametrized(model, name)
             yield _found(model, name, module)
 
 
+def adapted(model: nn.Module) -> Iterator[str]:
+    """Names of the layers whose experts have adapters."""
+    for name, module in named_modules(model):
+        layer = adapted_experts.outermost(name)
+        if layer != name and _is_experts(module):
+            yield layer
+
+
 def _found(model: nn.Module, name: str, module: nn.Module) -> Found:
+    wrappers = adapted_experts.wrappers_of(model, name)
+    if wrappers:
+        block = model.get_submodule(adapted_experts.outermost(name).rpartition(".")[0])
+        is_other = _is_of_other_family(module) or llama4.is_block(block)
+        if is_other or not adapted_experts.is_known(wrappers):
+            check_not_adapted(model, name)
+        return adapted_experts.found(model, name, module, _describe(name, module))
     if _is_of_other_family(module):
         _check_call(name, module)  # a class of that name on the Hub may be another
     if dbrx.is_experts(module):

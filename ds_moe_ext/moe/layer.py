@@ -221,11 +221,13 @@ class RoutedExperts:
         is_flat = self.site.layout.why_flat and not BY_NODES.isdisjoint(ways)
         return (Way.DIRECT,) if is_flat or self._moves_rows_itself else ways
 
-    def allow_copies(self, like: Weights) -> None:
+    def allow_copies(self, like: Weights, learns: Weights | None = None) -> None:
         """Say what the weights of an expert are like. Needed before a plan with copies.
 
         Args:
             like: of any one expert; their shapes, type and device are looked at, then and later.
+            learns: what gradients of these reach, so that it is asked whether experts are trained;
+                None: themselves.
         """
         layout = self.site.layout
         group = layout.group("ep", PARAM)
@@ -237,6 +239,7 @@ class RoutedExperts:
         layer, cell, node_C = self.site.layer, layout.index("ep"), layout.node_C
         place = Place(layer, cell, node_C, group, in_float32, broadcasts)
         self.copies = Copies(place, self.site.plan, like, (self.tasks, self.meter), codecs)
+        self.copies.learns = learns
 
     def take(self, plan: Plan, following: Plan | None = None) -> None:
         """Run by a new plan from now on. Call it between steps, on every rank.

@@ -246,7 +246,8 @@ class Pipelines:
         )
 
     def _usage(self, pool: Pool, dtype: torch.dtype) -> Usage:
-        expert = self._held(pool).hosted.slots()[0].parameters
+        held = self._held(pool)
+        expert = held.computed(held.hosted.slots()[0])
         matrices = [weight for weight in expert if weight.dim() > 1]
         sites = [self.layers[layer].routed.site for layer in pool.layers]
         num_slots = max(site.plan.home.num_slots for site in sites)  # ranks may have fewer

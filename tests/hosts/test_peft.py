@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of peft: of attention they simply train; of experts they are refused by name."""
+"""Adapters of peft: of attention they simply train; of experts that are kept or called otherwise
+than most they are refused by name. Those of others: ``test_expert_adapters.py``."""
 
 from __future__ import annotations
 
@@ -70,9 +71,10 @@ def test_adapters_of_attention_are_saved_and_resumed(stage: int, tmp_path: Path)
         assert abs(mine - theirs) <= 1e-5 * abs(theirs)
 
 
-def test_adapters_of_experts_are_refused() -> None:
-    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    model = adapted(families.build("mixtral"), target_modules=["q_proj"], target_parameters=targets)
+def test_adapters_of_experts_that_are_called_otherwise_are_refused() -> None:
+    """Of Llama 4, whose rows are weighed before."""
+    targets = ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"]
+    model = adapted(families.build("llama4"), target_modules=["q_proj"], target_parameters=targets)
     with pytest.raises(ValueError, match="adapter of peft") as caught:
         list(huggingface.find(model, any_name))
     assert "gate_up_proj" in str(caught.value)

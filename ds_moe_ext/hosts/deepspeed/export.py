@@ -53,9 +53,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
             for own, _ in module.named_parameters():
                 del state[f"{name}.{own}"]
             with shards.whole(module.parameters()):
+                outer = name.removesuffix(module.inside) if module.inside else f"{name}."
                 for index, stored in enumerate(module.stored):
                     for weight, tensor in stored.exported(_joined(module, index)):
-                        experts[f"{name}.{weight}"] = tensor
+                        experts[f"{outer}{weight}"] = tensor
         elif isinstance(module, HostedMoE):
             prefix = f"{name}.experts.deepspeed_experts"
             for index, weight in enumerate(module.weight_names):

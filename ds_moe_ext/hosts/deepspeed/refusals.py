@@ -19,6 +19,7 @@ from torch import nn
 
 from ds_moe_ext.attachment import experts
 from ds_moe_ext.attachment.refusal import ENABLED, Refusal, refuse
+from ds_moe_ext.hosts import huggingface
 from ds_moe_ext.hosts.deepspeed import native
 from ds_moe_ext.hosts.deepspeed.role_engine import RoleUnit
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel, is_of_sequences
@@ -529,6 +530,11 @@ def _compiled_in_place(given: Given) -> str:
     return f"this {kind} was compiled in place, by its own compile(), before deepspeed.initialize"
 
 
+def _adapts_experts(given: Given) -> str:
+    layer = next(huggingface.adapted(given.model), None)
+    return "" if layer is None else f"the experts of {layer} have adapters of peft"
+
+
 def _autocast_to_float16(given: Given) -> str:
     is_on = given.at("torch_autocast.enabled")
     return is_in("torch_autocast.dtype", *FLOAT16)(given) if is_on else ""
@@ -580,6 +586,12 @@ WITH_ROLES = (
         _compiled_in_place,
         "one role runs parts of it",
         "call engine.compile() behind deepspeed.initialize, or pass torch.compile(model)",
+    ),
+    Refusal(
+        "adapters of experts (peft's target_parameters)",
+        _adapts_experts,
+        "the step of both roles takes weights as they are kept, without what adapters add",
+        "leave experts out of target_parameters, or choose another strategy",
     ),
     Refusal(
         "torch_autocast.dtype float16",

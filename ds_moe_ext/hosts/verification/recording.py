@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_moe_ext.attachment.host_layer import Found
+from ds_moe_ext.attachment.stored_weights import Place
 from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.hosts import llama4, switch_transformers
 from ds_moe_ext.hosts.verification.this_run import trial_of_this_run
@@ -63,13 +64,14 @@ class ExpertPart(NamedTuple):
 
     Attributes:
         name: of the expert's weight, the same wherever it lives.
-        slot: in the parameter's first dim, or rows of it; None where it is of this expert alone.
+        slot: in the parameter's first dim, or another index of it; None where it is of this expert
+            alone.
         shard: the part of the expert that is here.
         number: of the weight among those of an expert.
     """
 
     name: str
-    slot: int | slice | None
+    slot: Place
     shard: Shard = WHOLE
     number: int = 0
 

@@ -45,6 +45,7 @@ class Airfield:
         plan: the present plan.
         trips: its transfers.
         traffic: payload of this rank so far.
+        learns: see ``RoutedExperts.allow_copies``.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Airfield:
         expert_bytes = 0 if is_whole else BYTES * sum(weight.numel() for weight in like)
         self.place = replace(place, cargo=replace(place.cargo, expert_bytes=expert_bytes))
         self.like, self._observers = like, observers
+        self.learns: Weights | None = None
         self._knows_types = False
         self.is_last_pass: Callable[[], bool] = lambda: True
         self.plan = plan
@@ -127,7 +129,7 @@ class Airfield:
     @property
     def is_trained(self) -> bool:
         """Whether the experts have gradients, here and on all other ranks."""
-        return any(weight.requires_grad for weight in self.like)
+        return any(weight.requires_grad for weight in self.learns or self.like)
 
     def began(self) -> Mark | None:
         """This moment in the lane that calls; None if nobody wants to know: marks cost a little."""
