@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from ds_moe_ext.hosts import huggingface
 from tests.hosts import families, jobs, test_torch
 from tests.hosts.copied_runs import worst
 from tests.hosts.jobs import Job, Result
+from tests.hosts.processes import ROOT, answers, run_script
 from tests.hosts.test_peft import adapted
 from tests.hosts.varied import VARIED
 from tests.hosts.zebra_runs import zebra
@@ -368,6 +371,73 @@ def test_the_same_layout_goes_on_exactly(tmp_path: Path) -> None:
     whole, rest = run(2, replace(job, save_at=2)), run(2, replace(job, resume=True))
     assert rest.losses == whole.losses[2:]
     assert all(torch.equal(rest.state[name], weight) for name, weight in whole.state.items())
+
+
+TRAINER = """
+    import json
+    import sys
+
+    import torch
+    from transformers import Trainer, TrainingArguments, set_seed
+
+    from tests.hosts import families
+    from tests.hosts.test_peft import adapted
+
+    rows = torch.randint(0, 64, (40, 12), generator=torch.Generator().manual_seed(3))
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    for config, output, resumes in json.loads(sys.argv[1]):
+        set_seed(0)
+        own = Trainer(
+            model=adapted(families.build("mixtral"), target_parameters=targets),
+            args=TrainingArguments(
+                output_dir=output,
+                deepspeed=config,
+                per_device_train_batch_size=2,
+                max_steps=4,
+                save_steps=2,
+                logging_steps=1,
+                learning_rate=1e-2,
+                report_to=[],
+                use_cpu=True,
+                disable_tqdm=True,
+            ),
+            train_dataset=data,
+        )
+        own.train(resume_from_checkpoint=output + "/checkpoint-2" if resumes else None)
+        losses = [entry["loss"] for entry in own.state.log_history if "loss" in entry]
+        print("answer:", json.dumps(losses))
+        own.save_model(output + "/saved")
+        torch.distributed.barrier()
+    torch.distributed.destroy_process_group()  # or gloo's threads may outlive the interpreter
+"""
+
+
+@pytest.mark.slow
+def test_the_trainer_trains_saves_and_resumes(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    plain: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
+    }
+    ours = {**plain, "ds_moe_ext": {"enabled": True, "report": {"enabled": False}}}
+    script, asked = tmp_path / "script.py", []
+    script.write_text(textwrap.dedent(TRAINER))
+    for name, document, resumes in (("a", plain, False), ("b", ours, False), ("b", ours, True)):
+        config = tmp_path / f"{name}.json"
+        config.write_text(json.dumps(document))
+        asked.append((str(config), str(tmp_path / name), resumes))
+    for rank in run_script(script, json.dumps(asked), world_size=2, path=(ROOT,)):
+        stock_losses, losses, resumed = (json.loads(answer) for answer in answers(rank))
+        assert losses == pytest.approx(stock_losses, rel=1e-4)
+        assert resumed == losses
+    files = [load_file(tmp_path / name / "saved/adapter_model.safetensors") for name in "ab"]
+    assert files[0].keys() == files[1].keys() and any("experts" in name for name in files[0])
+    for name, weight in files[0].items():
+        torch.testing.assert_close(files[1][name], weight, rtol=1e-3, atol=1e-4)
 
 
 # What is refused.

@@ -16,11 +16,12 @@ import pytest
 from ds_moe_ext.commands.verify import verdict_of
 from ds_moe_ext.verification.comparison import Stage
 from ds_moe_ext.verification.rank_record import Kind
-from ds_moe_ext.verification.trial import Precision
+from ds_moe_ext.verification.trial import Precision, Trial
 from tests.hosts import families
 from tests.hosts.jobs import Job
 from tests.hosts.megatron_toy import MegatronRun
 from tests.hosts.processes import ROOT
+from tests.hosts.test_expert_adapters import with_adapters
 from tests.hosts.test_launch import arguments, document
 from tests.hosts.verified import both, train_job, train_loop, train_megatron
 from tests.marks import slow
@@ -60,6 +61,22 @@ def test_equal_runs_are_found_equal(family: str, strategy: str, stage: int, tmp_
     gradients = [each.error for each in comparison.compared if each.stage is Stage.GRADIENTS]
     assert 0 < max(gradients) < 2e-5
     assert verdict_of(comparison, Precision.FLOAT32).text == "equal within the rounding of float32"
+
+
+def adapted(rank: int, world_size: int, trial: Trial, job: Job, is_wrong: bool) -> None:
+    with_adapters(train_job, rank, world_size, trial, job, is_wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ep", "esp"])
+def test_adapters_of_experts_are_compared(strategy: str, tmp_path: Path) -> None:
+    """All else is frozen, gates too."""
+    pytest.importorskip("peft")
+    comparison = both(adapted, tmp_path, job_of("mixtral", strategy, 1))
+    assert comparison.first is None
+    assert len(comparison.uncompared) == 1 and "frozen" in comparison.uncompared[0]
+    gradients = [each.error for each in comparison.compared if each.stage is Stage.GRADIENTS]
+    assert 0 < max(gradients) < 2e-5
 
 
 @pytest.mark.parametrize(("ep_size", "stage"), [(2, 1), slow(1, 0), slow(1, 2)])
