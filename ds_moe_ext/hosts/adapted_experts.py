@@ -172,7 +172,8 @@ def _with_adapters(
                 weight=description.weight_names.index(adapter.parameter),
                 down=len(names),
                 up=len(names) + 1,
-                is_transposed=not adapter.wrapper._did_swap_in_out_features,
+                # Older releases of peft take every weight for one that is stored [I, O].
+                is_transposed=not getattr(adapter.wrapper, "_did_swap_in_out_features", False),
                 strength=adapter.strength,
             )
         )

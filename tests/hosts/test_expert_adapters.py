@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import ds_moe_ext
 from ds_moe_ext.attachment.host_layer import any_name
 from ds_moe_ext.hosts import huggingface
-from tests.hosts import families, jobs, test_torch
+from tests.hosts import families, jobs, test_sharded, test_torch
 from tests.hosts.copied_runs import worst
 from tests.hosts.jobs import Job, Result
 from tests.hosts.processes import ROOT, answers, run_script
@@ -61,11 +61,15 @@ def run(world_size: int, job: Job, targets: dict[str, Any] = TARGETS) -> Result:
     return result
 
 
-@functools.cache
 def stock(job: Job, target: str = "") -> Result:
     """On one rank without us, of one target or all."""
     plain = {"strategy": "ep", "keys": (), "balance": None, "balance_keys": ()}
-    job = replace(job, block=False, cells=None, cell_size=None, **plain)
+    alike: dict[str, Any] = {"evaluate": False, "evaluate_within": False}
+    return _stock(replace(job, block=False, cells=None, cell_size=None, **plain, **alike), target)
+
+
+@functools.cache
+def _stock(job: Job, target: str) -> Result:
     return run(1, job, {"target_parameters": [target]} if target else TARGETS)
 
 
@@ -97,13 +101,15 @@ FLOAT64 = Job("mixtral", 0, dtype="float64", steps=4, num_experts=8, num_layers=
             },
         ),
         slow(2, {"strategy": "auto"}),
+        slow(4, {"strategy": VARIED, "keys": DRAWN, "num_experts": 2}),  # fewer than ranks
         slow(2, {"strategy": "prophet", "evaluate": True, "evaluate_within": True}),
     ],
     ids=str,
 )
 def test_learns_what_stock_learns(ranks: int, keys: dict[str, Any]) -> None:
     """In float64, of all weights."""
-    ours, plain = run(ranks, replace(FLOAT64, **keys)), stock(FLOAT64)
+    job = replace(FLOAT64, **keys)
+    ours, plain = run(ranks, job), stock(job)
     assert len(set(plain.losses)) == FLOAT64.steps
     assert ours.losses == pytest.approx(plain.losses, rel=1e-12)
     assert worst(ours.state, plain.state, FLOAT64) <= 1e-12
@@ -190,6 +196,50 @@ def test_curves_clipped(ranks: int, keys: dict[str, Any]) -> None:
     rel = 5e-3 if "dtype" in keys else 1e-5
     assert ours.losses == pytest.approx(plain.losses, rel=rel)
     assert ours.norms == pytest.approx(plain.norms, rel=10 * rel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_factors_may_learn_at_rates_of_their_own(stage: int) -> None:
+    """By groups of the user's optimizer, as of LoRA+."""
+    job = Job("mixtral", stage, steps=4, optimizer="object")
+    ours = pool_of(2).run(at_two_rates, job)[0]
+    plain = pool_of(1).run(at_two_rates, replace(job, stage=0, block=False))[0]
+    assert worst(ours.state, plain.state, job) <= 1e-5
+
+
+def at_two_rates(rank: int, world_size: int, job: Job) -> Result | None:
+    build, models = jobs.model_of, list[nn.Module]()
+
+    def model_of(job: Job) -> nn.Module:
+        models.append(adapted(build(job), **TARGETS))
+        return models[-1]
+
+    def optimizer(job: Job, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        named = dict(models[-1].named_parameters())
+        both = [[p for n, p in named.items() if ("lora_B" in n) == is_up] for is_up in (0, 1)]
+        rates = zip(both, (1e-3, 1e-2))
+        return torch.optim.AdamW([{"params": own, "lr": rate} for own, rate in rates])
+
+    with (
+        mock.patch.object(jobs, "model_of", model_of),
+        mock.patch.object(jobs, "_torch_optimizer", optimizer),
+    ):
+        return jobs.train(rank, world_size, job)
+
+
+@pytest.mark.slow
+def test_a_model_built_under_zero_init() -> None:
+    job = Job("mixtral", 3, steps=4)
+    ours, plain = pool_of(2).run(built_under_init, job)[0], stock(replace(job, stage=0))
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
+    assert worst(ours.state, plain.state, job) <= 1e-5
+
+
+def built_under_init(rank: int, world_size: int, job: Job) -> Result | None:
+    model = adapted(test_sharded.built_under_init(job, world_size), **TARGETS)
+    with mock.patch.object(jobs, "model_of", lambda _: model):
+        return jobs.train(rank, world_size, job)
 
 
 @pytest.mark.slow
