@@ -83,10 +83,10 @@ FLOAT64 = Job("mixtral", 0, dtype="float64", steps=4, num_experts=8, num_layers=
     ("ranks", "keys"),
     [
         (2, {"strategy": "ep"}),
-        (2, {"strategy": "prophet"}),
-        (2, {"strategy": "fssdp", "keys": MOVING}),
+        slow(2, {"strategy": "prophet"}),
+        slow(2, {"strategy": "fssdp", "keys": MOVING}),
         (2, {"strategy": VARIED, "keys": DRAWN}),
-        (2, {"strategy": "esp", "cell_size": 2, "keys": WHOLE_STEPS}),
+        slow(2, {"strategy": "esp", "cell_size": 2, "keys": WHOLE_STEPS}),
         slow(4, {"strategy": VARIED, "keys": DRAWN}),
         slow(4, {"strategy": "ep", "cells": 2}),
         slow(4, {"strategy": "esp", "cell_size": 2, "keys": (("degree", 2),)}),
@@ -119,7 +119,7 @@ def test_learns_what_stock_learns(ranks: int, keys: dict[str, Any]) -> None:
     ("family", "target", "keys"),
     [
         ("gpt_oss", "", {"strategy": VARIED, "keys": DRAWN}),  # transposed, with biases
-        ("mixtral", DOWN, {"strategy": "ep"}),
+        slow("mixtral", DOWN, {"strategy": "ep"}),
         slow("mixtral", UP, {"strategy": VARIED, "keys": DRAWN}),
         slow("mixtral", DOWN, {"strategy": "fssdp", "keys": MOVING}),
         slow("gpt_oss", "", {"strategy": "esp", "cell_size": 2}),
@@ -159,10 +159,10 @@ GRADIENT: dict[str, Any] = {"steps": 1, "optimizer": "object", "sgd": True, "lea
     ("ranks", "stage", "keys"),
     [
         (2, 1, {"strategy": "ep"}),
-        (2, 2, {"strategy": VARIED, "keys": DRAWN}),
-        (2, 3, {"strategy": "ep"}),
+        slow(2, 2, {"strategy": VARIED, "keys": DRAWN}),
+        slow(2, 3, {"strategy": "ep"}),
         (2, 3, {"strategy": VARIED, "keys": STAYING}),
-        (2, 2, {"strategy": "esp", "cell_size": 2}),
+        slow(2, 2, {"strategy": "esp", "cell_size": 2}),
         slow(4, 3, {"strategy": "ep", "cells": 2}),
         slow(4, 1, {"strategy": "ep", "cells": 2, "parameters": "groups"}),
         slow(4, 3, {"strategy": "esp", "cell_size": 2, "cells": 1, "keys": WHOLE_STEPS}),
