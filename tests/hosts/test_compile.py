@@ -162,7 +162,6 @@ def test_dense_parts_are_compiled(name: str, way: str) -> None:
         assert [plain(each) for each in ours.names] == theirs.names
 
 
-@pytest.mark.slow  # names of runs, compiled or not, are compared above
 def test_names_are_those_of_the_stock_engine(tmp_path: Path) -> None:
     """In what is exported; a checkpoint may be loaded by a run that is not compiled, and back."""
     job = Job("toy", 1, steps=2, save_at=1, folder=str(tmp_path))
