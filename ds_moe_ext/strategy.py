@@ -499,6 +499,12 @@ class Strategy(ABC):
         return None
 
     @property
+    def orders_by_masks(self) -> bool:
+        """Whether rows come to their places by products with a mask, as GShard has it, and not by
+        an index; only where they are padded."""
+        return False
+
+    @property
     def sums_copies_in_float32(self) -> bool:
         """Whether a rank keeps the sums of copies' gradients so, where these are narrower."""
         return False

@@ -286,6 +286,10 @@ def test_a_static_capacity_is_refused_where_rows_cannot_be_known() -> None:
         ESP.over(strategy)
     with pytest.raises(ValueError, match=r"ep\.static_capacity is 0"):
         ExpertParallel(static_capacity=0)
+    with pytest.raises(ValueError, match=r'ep\.order is "one_hot".*static_capacity is null.*set'):
+        ExpertParallel(order="one_hot")
+    with pytest.raises(ValueError, match=r"ep\.order is 'one_hots'.*did you mean 'one_hot'"):
+        ExpertParallel(order="one_hots", static_capacity=3)
     for asked, options, said in (
         (strategy, LayerOptions(capacity_factor=1.5), r"capacity_factor is 1\.5.*one of them out"),
         (PaddedChunks(forward=2, backward=2), LayerOptions(), "PaddedChunks has a static capacity"),

@@ -44,6 +44,7 @@ class Case:
     has_sine: bool = False  # by a stage of its own
     capacity_factor: float | None = None
     static_capacity: int | None = None
+    order: str = "index"
     send_once: bool = False
 
 
@@ -138,7 +139,9 @@ def _strategy(case: Case) -> Strategy:
     if case.has_sine:
         return Sine()
     if case.degrees == (1, 1) and case.cell_size == 1:
-        return ExpertParallel(static_capacity=case.static_capacity, send_once=case.send_once)
+        return ExpertParallel(
+            static_capacity=case.static_capacity, send_once=case.send_once, order=case.order
+        )
     return Chunked(forward=forward, backward=backward)
 
 
@@ -193,6 +196,9 @@ CASES = {
     "static capacity": Case(static_capacity=5, tokens_W=(24, 7, 1, 30, 3, 24, 12, 9)),
     "static capacity for all": Case(static_capacity=40, top_k=4, dead=3),
     "static capacity, no rows": Case(static_capacity=2, tokens_W=(24, 0, 5, 0, 3, 0, 8, 1)),
+    "masks": Case(static_capacity=5, order="one_hot", tokens_W=(24, 7, 1, 30, 3, 24, 12, 9)),
+    "masks, for all": Case(static_capacity=40, order="one_hot", top_k=4, dead=3),
+    "masks, no rows": Case(static_capacity=2, order="one_hot", tokens_W=(24, 0, 5, 0, 3, 0, 8, 1)),
 }
 
 

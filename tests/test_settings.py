@@ -337,7 +337,7 @@ def unknown() -> Iterator[Bad]:
             at(("report", key), 1), "ds_moe_ext.report", repr(key), "known: enabled, max_steps,"
         )
         yield Bad(at(("trace", key), 1), "ds_moe_ext.trace", repr(key), "known: first_step,")
-        yield Bad(at(("ep", key), 1), "ds_moe_ext.ep", repr(key), "known: send_once, static")
+        yield Bad(at(("ep", key), 1), "ds_moe_ext.ep", repr(key), "known: order, send_once, static")
     yield Bad({"ds_moe_ext": {1: 2}}, "ds_moe_ext", "1", "known:")
     yield Bad(block(epp={}), "ds_moe_ext", "'epp'", "did you mean 'ep'?")
     # An error stands where it is, also beside a good strategy and in a disabled block.

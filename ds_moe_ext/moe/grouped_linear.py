@@ -33,12 +33,13 @@ def grouped_linear(
     return out_RF + bias_SF.repeat_interleave(length_S, dim=0, output_size=slots.num_rows)
 
 
+_IS_THERE = "grouped_mm" in dir(torch.nn.functional)  # not before torch 2.10
 _GROUPED_GEMM_MAJORS = (9, 10)  # compute capabilities: Hopper, Blackwell of data centres
 
 
 def has_grouped_mm(rows_RD: Tensor, weight_SDF: Tensor) -> bool:
     """Whether the device and the type have one grouped GEMM for them."""
-    if rows_RD.shape[0] == 0:
+    if rows_RD.shape[0] == 0 or not _IS_THERE:
         return False
     num_aligned = 16 // weight_SDF.element_size()  # the kernels want rows of 16 bytes
     if weight_SDF.shape[1] % num_aligned or weight_SDF.shape[2] % num_aligned:

@@ -623,10 +623,10 @@ class RoutedExperts:
         return Tour(site.layout.nodes, site.layout.index("ep"))
 
     def _padding(self) -> Padding | None:
-        capacity, (cell, place, cell_size) = self._strategy.static_capacity, self._seat
-        if capacity is None:
+        strategy, seat, target = self._strategy, self._seat, self.site.plan.target
+        if strategy.static_capacity is None:
             return None
-        return Padding(capacity, self.site.plan.target, cell, place, cell_size)
+        return Padding(strategy.static_capacity, target, *seat, strategy.orders_by_masks)
 
     @property
     def _seat(self) -> Seat:

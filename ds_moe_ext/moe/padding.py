@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_moe_ext.moe.one_hot_order import OneHotRoute
 from ds_moe_ext.moe.route import LayerRoute, Route
 from ds_moe_ext.moe.slot_rows import SlotRows, SlotSorting
 from ds_moe_ext.placement import Placement
@@ -34,6 +35,7 @@ class Padding:
         cell: this rank's.
         place: and its place there.
         cell_size: places ``P`` of a cell.
+        by_masks: rows are put in place by products with a mask, and not by an index.
     """
 
     capacity: int
@@ -41,6 +43,7 @@ class Padding:
     cell: int
     place: int = 0
     cell_size: int = 1
+    by_masks: bool = False
     _first_row: dict[torch.device, Tensor] = field(default_factory=dict)
     _sortings: dict[torch.device, SlotSorting] = field(default_factory=dict)
 
@@ -69,7 +72,8 @@ class Padding:
         padded_row_N = torch.empty_like(row_N).scatter_(0, choice_of_N, row_N)
         end_E = first_E1.diff().clamp(max=self.capacity).cumsum(dim=0)
         sorting = self._sorting(device)
-        route = Route(
+        kind = OneHotRoute if self.by_masks else Route
+        route = kind(
             choice_N=choice_N,
             token_N=choice_N // top_k,
             sent_C=tuple(self._sent_1C[0].tolist()),

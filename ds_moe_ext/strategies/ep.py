@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from ds_moe_ext.schedule.task import INTER, Lane
 from ds_moe_ext.strategy import Job, Keys, Plan, Strategy, register
-from ds_moe_ext.strict import at_least
+from ds_moe_ext.strict import at_least, nearest
 
 KEY = "ds_moe_ext.ep"
+INDEX, ONE_HOT = "index", "one_hot"  # orders, by their JSON names
 
 
 @register("ep")
@@ -24,13 +25,28 @@ class ExpertParallel(Strategy):
         send_once: each token's row travels once to each rank that has some of its experts, where
             the outputs are weighed and added up before one row comes back; else a row travels for
             each choice.
+        order: "index", or "one_hot": padded rows are put in place by products with a mask.
     """
 
     static_capacity: int | None = None
     send_once: bool = False
+    order: str = INDEX
 
     def __post_init__(self) -> None:
         at_least(f"{KEY}.static_capacity", self.static_capacity, 1)
+        if self.order not in (INDEX, ONE_HOT):
+            remedy = nearest(self.order, (INDEX, ONE_HOT))
+            raise ValueError(f"{KEY}.order is {self.order!r}, which is unknown; {remedy}")
+        if self.order == ONE_HOT and self.static_capacity is None:
+            raise ValueError(
+                f'{KEY}.order is "{ONE_HOT}", but {KEY}.static_capacity is null: a mask has a row '
+                "for each of a number of places that is known beforehand; set static_capacity, or "
+                f'order to "{INDEX}"'
+            )
+
+    @property
+    def orders_by_masks(self) -> bool:
+        return self.order == ONE_HOT
 
     def uses(self) -> tuple[tuple[str, Lane], ...]:
         return (("ep", INTER),)  # no copies
@@ -57,5 +73,6 @@ class ExpertParallel(Strategy):
         return (
             f"static capacity: in every pass each rank sends {self.static_capacity} rows to each "
             f"expert, at most {max(sent):,} a layer, with zeros where it has fewer; rows over it "
-            "are dropped",
+            "are dropped"
+            + (", put in place by products with masks (order)" if self.orders_by_masks else ""),
         )

@@ -405,6 +405,8 @@ def static_rows() -> Iterator[Row]:
     for family, ranks in (("mixtral", 2), ("toy", 4), ("gpt_moe", 2)):
         job = float64(family, keys=keys, evaluate=True)
         yield Row(f"static capacity {family}", ranks, job, close_of(family))
+        masked = replace(job, keys=(*keys, ("order", "one_hot")))
+        yield Row(f"static capacity by masks {family}", ranks, masked, close_of(family))
     job = one_gradient("mixtral", 1, keys=keys)
     yield Row("static capacity gradients", 4, job, GRADIENTS, Stock.ALONE)
 
