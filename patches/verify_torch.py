@@ -52,7 +52,7 @@ PATCHES = (
     Patch(
         "verify-loss",
         "torch:Tensor.backward",
-        ">=2.10",
+        ">=2.9",
         "a loop's losses are what it goes back from",
         _by(of_torch.backward),
     ),

@@ -21,7 +21,6 @@ VERSIONS = (
     "transformers==5.5.0",
     "transformers==5.14.1",
     "transformers==5.24.0",
-    "torch==2.8.0",
     "torch==2.9.1",
     "torch==2.10.0",
     "torch==2.11.0",
