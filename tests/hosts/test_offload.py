@@ -19,8 +19,11 @@ import pytest
 from tests.hosts.checkpoints import (
     Call,
     Held,
+    Layout,
     Saved,
     assert_equal,
+    check_cross,
+    fssdp,
     joined,
     load,
     loaded,
@@ -56,6 +59,20 @@ def test_states_go_on_elsewhere_to_the_last_bit(job: Job, is_first: bool) -> Non
     ranks = loaded(2, goal, checkpoint, Call(before=1, after=2))
     assert_equal(joined(ranks), joined(checkpoint.ranks))
     assert ranks[0].losses == checkpoint.ranks[0].losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "goal"),
+    [
+        (Layout(2, Job(stage=3, offload=ON_HOST)), fssdp(4, 1)),
+        (Layout(2, Job(stage=3, offload=ON_HOST)), Layout(1, Job(stage=2, cells=1))),
+        (fssdp(2, 2), Layout(4, Job(strategy="prophet", stage=3, offload=ON_HOST))),
+    ],
+    ids=str,
+)
+def test_another_layout_goes_on(source: Layout, goal: Layout) -> None:
+    check_cross("mixtral", "float32", source, goal)
 
 
 @needs_compiler
