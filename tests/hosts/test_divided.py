@@ -83,7 +83,7 @@ def test_learns_what_deepspeed_alone_learns(way: Way, stage: int, strategy: dict
     for own in pool_of(4).run(train, Case(replace(CURVE, stage=stage, **strategy), way, 2)):
         assert own.losses == pytest.approx(reference.losses, rel=2e-5)
         assert own.norms == pytest.approx(reference.norms, rel=1e-4)
-        assert own.num_copied or strategy not in (BY_CHANCE, FSSDP)
+        assert own.num_copied or strategy is not BY_CHANCE  # others copy where that pays
 
 
 def assert_alike(own: Learnt, alone: Learnt) -> None:
