@@ -29,6 +29,7 @@ from ds_moe_ext.strict import (
     check_object,
     fields_of,
     nearest,
+    one_of,
     read_record,
     shortened,
 )
@@ -328,8 +329,7 @@ def _named(key: str, name: str, settings: Settings, blocks: Mapping[str, Strateg
     """A built-in strategy, or one of the user's own."""
     if ":" in name:
         return read_record(class_at(name, f"{BLOCK}.{key}"), settings.options, f"{BLOCK}.options")
-    if name not in blocks:
-        raise ValueError(f"{BLOCK}.{key} is {name!r}, which is unknown; {nearest(name, blocks)}")
+    one_of(f"{BLOCK}.{key}", name, blocks)
     return blocks[name]
 
 

@@ -17,7 +17,7 @@ import operator
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 AUTOMATIC = "auto"  # what people write where null is meant
@@ -166,6 +166,18 @@ def nearest(word: object, known: Iterable[str]) -> str:
     known = sorted(known)
     close = difflib.get_close_matches(str(word), known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known) or 'none'}"
+
+
+def one_of(key: str, value: object, known: Collection[str]) -> None:
+    """Refuse a word that nobody knows.
+
+    Args:
+        key: as a person writes it.
+        value: what is there.
+        known: what might be.
+    """
+    if value not in known:
+        raise ValueError(f"{key} is {value!r}, which is unknown; {nearest(value, known)}")
 
 
 def in_json(key: str, value: Any) -> str:

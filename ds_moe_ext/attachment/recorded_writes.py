@@ -102,23 +102,20 @@ def _is_dense(place: Place) -> bool:
     return torch.Size(place.shape).numel() == place.stop - place.offset
 
 
-@dataclass(frozen=True, eq=False)
-class Write:
+class Operation(NamedTuple):
     """An operation in place.
 
     Attributes:
         name: of it.
         function: of torch.
-        place: of what it wrote.
-        args: behind that.
+        args: behind the tensor that it writes to.
         kwargs: by name.
     """
 
     name: str
     function: Any
-    place: Place
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    kwargs: Mapping[str, Any]
 
     def check(self) -> None:
         """Raises Unknown where elements depend on others, or on values that nobody has."""
@@ -127,11 +124,22 @@ class Write:
         if not is_known or any(isinstance(given, Tensor) for given in others):
             raise Unknown(f"what torch's {self.name} gives")
 
-    def again(self, own: Tensor, place: Place) -> None:
-        """Do it to one expert's weight, or a part of it."""
-        self.function(
-            own.as_strided(place.shape, place.stride, place.offset), *self.args, **self.kwargs
-        )
+    def on(self, tensor: Tensor) -> Any:
+        """Do it to a tensor."""
+        return self.function(tensor, *self.args, **self.kwargs)
+
+    def without_generator(self) -> Operation:
+        """By torch's own random numbers: a generator of the initialiser's own would give each rank
+        what it has come to."""
+        kwargs = {name: value for name, value in self.kwargs.items() if name != "generator"}
+        return self._replace(kwargs=kwargs)
+
+
+class Write(NamedTuple):
+    """An operation, and where it wrote, or is to write."""
+
+    operation: Operation
+    place: Place
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
@@ -140,24 +148,6 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[number] if number < len(args) else kwargs.get(argument.name)
             yield from (t for t in (given if isinstance(given, list) else [given]) if t is not None)
-
-
-class Call(NamedTuple):
-    """An operation in place, as it was asked for.
-
-    Attributes:
-        name: of it.
-        function: of torch.
-        tensor: that it writes to.
-        args: behind that.
-        kwargs: by name.
-    """
-
-    name: str
-    function: Any
-    tensor: Tensor
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 @dataclass(eq=False)
@@ -186,36 +176,35 @@ class Writes(TorchDispatchMode):
         written = [*_written(func, args, kwargs)] if func._schema.is_mutable else []
         name = func._schema.name.partition("::")[2]
         if len(written) == 1 and args and written[0] is args[0]:
-            return self.written(Call(name, func, args[0], tuple(args[1:]), kwargs))
+            return self.written(args[0], Operation(name, func, tuple(args[1:]), kwargs))
         if self.empty.union(self.kept).isdisjoint(map(key_of, written)):
             self.counts.update((key_of(each), self.count(each) + 1) for each in written)
             return func(*args, **kwargs)
         for each in written:  # as ``out=`` of another function: what that gives is not done again
-            self.written(Call(name, func, each, (), {}), is_done=False)
+            self.written(each, Operation(name, func, (), {}), is_done=False)
         num_given = len(func._schema.returns)
         return written[0] if num_given == 1 else tuple(written)[:num_given] or None
 
-    def written(self, call: Call, is_done: bool = True) -> Any:
+    def written(self, tensor: Tensor, operation: Operation, is_done: bool = True) -> Any:
         """Record an operation in place, leave it out, or let it be done.
 
         Args:
-            call: of the operation.
+            tensor: that it writes to.
+            operation: which.
             is_done: where neither of the first two is right.
 
         Returns:
             What it gives.
         """
-        key = key_of(call.tensor)
+        key = key_of(tensor)
         if key in self.kept:
-            return call.tensor
+            return tensor
         self.counts[key] = self.counts.get(key, 0) + 1
         if key not in self.empty:
-            return call.function(call.tensor, *call.args, **call.kwargs) if is_done else call.tensor
-        # A generator of the initialiser's own would give each rank what it has come to.
-        named = {name: value for name, value in call.kwargs.items() if name != "generator"}
-        write = Write(call.name, call.function, Place.of(call.tensor), call.args, named)
+            return operation.on(tensor) if is_done else tensor
+        write = Write(operation.without_generator(), Place.of(tensor))
         self.by_memory.setdefault(key, []).append(write)
-        return call.tensor
+        return tensor
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -238,7 +227,7 @@ class Writes(TorchDispatchMode):
         def told(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if key_of(tensor) not in self.empty | self.kept:
                 return function(tensor, *args, **kwargs)
-            return self.written(Call(name, function, tensor, args, kwargs))
+            return self.written(tensor, Operation(name, function, args, kwargs))
 
         return told
 
@@ -261,13 +250,13 @@ class Writes(TorchDispatchMode):
             Unknown: by nothing that was recorded, or by what cannot be done for one alone.
         """
         whole, own = Place.of(weight), Place.of(part)
-        steps: list[tuple[Write, Place]] = []
-        for write in self.by_memory.get(key_of(weight), ()):
-            write.check()
-            if write.place == whole:
-                steps.append((write, Place(own.shape, own.stride, 0)))
-            elif (place := write.place.within(own)) is not None:
-                steps.append((write, place))
+        steps: list[Write] = []
+        for operation, written in self.by_memory.get(key_of(weight), ()):
+            operation.check()
+            if written == whole:
+                steps.append(Write(operation, Place(own.shape, own.stride, 0)))
+            elif (place := written.within(own)) is not None:
+                steps.append(Write(operation, place))
         if not steps:
             raise Unknown("")
         return Recipe(own, part.dtype, tuple(steps))
@@ -285,7 +274,7 @@ class Recipe:
 
     place: Place
     dtype: torch.dtype
-    steps: Sequence[tuple[Write, Place]]
+    steps: Sequence[Write]
 
     def made(self, device: torch.device) -> Tensor:
         """The weight ``[F, ...]``, by the present state of torch's random numbers."""
@@ -294,8 +283,8 @@ class Recipe:
         )
         blank(own)
         with torch.no_grad():
-            for write, place in self.steps:
-                write.again(own, place)
+            for operation, place in self.steps:
+                operation.on(own.as_strided(place.shape, place.stride, place.offset))
         return own
 
 

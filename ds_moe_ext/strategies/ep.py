@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ds_moe_ext.schedule.task import INTER, Lane
 from ds_moe_ext.strategy import Job, Keys, Plan, Strategy, register
-from ds_moe_ext.strict import at_least, nearest
+from ds_moe_ext.strict import at_least, one_of
 
 KEY = "ds_moe_ext.ep"
 INDEX, ONE_HOT = "index", "one_hot"  # orders, by their JSON names
@@ -34,9 +34,7 @@ class ExpertParallel(Strategy):
 
     def __post_init__(self) -> None:
         at_least(f"{KEY}.static_capacity", self.static_capacity, 1)
-        if self.order not in (INDEX, ONE_HOT):
-            remedy = nearest(self.order, (INDEX, ONE_HOT))
-            raise ValueError(f"{KEY}.order is {self.order!r}, which is unknown; {remedy}")
+        one_of(f"{KEY}.order", self.order, (INDEX, ONE_HOT))
         if self.order == ONE_HOT and self.static_capacity is None:
             raise ValueError(
                 f'{KEY}.order is "{ONE_HOT}", but {KEY}.static_capacity is null: a mask has a row '

@@ -44,7 +44,7 @@ from ds_moe_ext.strategy import (
     cutting_of,
     register,
 )
-from ds_moe_ext.strict import NOT_A_KEY, at_least, nearest
+from ds_moe_ext.strict import NOT_A_KEY, at_least, one_of
 
 KEY = "ds_moe_ext.esp"
 
@@ -98,22 +98,15 @@ class ExpertSharding(Overlay):
             at_least(f"{KEY}.degree", self.degree, 1)
         at_least(f"{KEY}.max_degree", self.max_degree, 1)
         for key, known in (("schedule", PIPELINES), ("solver", SOLVERS)):
-            if vars(self)[key] not in known:
-                raise ValueError(
-                    f"{KEY}.{key} is {vars(self)[key]!r}, which is unknown; "
-                    f"{nearest(vars(self)[key], known)}"
-                )
+            one_of(f"{KEY}.{key}", vars(self)[key], known)
         package = SOLVERS[self.solver].package
         if package is not None and find_spec(package) is None:
             raise ValueError(
                 f"{KEY}.solver is {self.solver!r}, which needs {package}, and that is not "
                 f"installed; pip install {package}, or set solver to 'exact'"
             )
-        if self.all_to_all is not None and self.all_to_all not in WAYS:
-            raise ValueError(
-                f"{KEY}.all_to_all is {self.all_to_all!r}, which is unknown; "
-                f"{nearest(self.all_to_all, WAYS)}"
-            )
+        if self.all_to_all is not None:
+            one_of(f"{KEY}.all_to_all", self.all_to_all, WAYS)
         if not self.pipeline.is_cut and any(d not in (None, 1) for d in self.degrees):
             raise ValueError(
                 f"{KEY}.degree is {self.degree}, but schedule {self.schedule!r} cuts no tokens; "

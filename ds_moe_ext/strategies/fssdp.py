@@ -40,7 +40,7 @@ from ds_moe_ext.strategy import (
     Strategy,
     register,
 )
-from ds_moe_ext.strict import at_least, in_json, nearest
+from ds_moe_ext.strict import at_least, in_json, one_of
 
 WHERE = "ds_moe_ext.fssdp"
 NEAREST = "nearest"  # a share, by its JSON name
@@ -92,11 +92,7 @@ class FullySharded(Strategy):
 
     def __post_init__(self) -> None:
         check_share(f"{WHERE}.share", self.share, NEAREST)
-        if self.resharding not in (GAIN, PAPER):
-            remedy = nearest(self.resharding, (GAIN, PAPER))
-            raise ValueError(
-                f"{WHERE}.resharding is {self.resharding!r}, which is unknown; {remedy}"
-            )
+        one_of(f"{WHERE}.resharding", self.resharding, (GAIN, PAPER))
         for key in ("overlap_degree", "copies_per_rank", "reshard_interval", "copy_bytes"):
             at_least(f"{WHERE}.{key}", vars(self)[key], 0)
         at_least(f"{WHERE}.window", self.window, 1)

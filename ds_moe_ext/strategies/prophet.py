@@ -45,7 +45,7 @@ from ds_moe_ext.strategy import (
     Strategy,
     register,
 )
-from ds_moe_ext.strict import at_least, nearest
+from ds_moe_ext.strict import at_least, one_of
 
 LOCAL = "local"  # a share, by its JSON name
 LINKS, PAPER = PRICES = ("links", "paper")  # models of costs, by their JSON names
@@ -124,12 +124,7 @@ class ProProphet(Strategy):
                 f"ds_moe_ext.prophet.balance is {self.balance}; it must be at least 0 and finite"
             )
         for key, known in (("split", SPLITS), ("planner", PLANNERS), ("prices", PRICES)):
-            value = vars(self)[key]
-            if value not in known:
-                raise ValueError(
-                    f"ds_moe_ext.prophet.{key} is {value!r}, which is unknown; "
-                    f"{nearest(value, known)}"
-                )
+            one_of(f"ds_moe_ext.prophet.{key}", vars(self)[key], known)
 
     @property
     def sums_copies_in_float32(self) -> bool:

@@ -16,7 +16,7 @@ from ds_moe_ext.planners.copy_swaps import swap_copies
 from ds_moe_ext.planners.priced_copies import calibrate, fewest
 from ds_moe_ext.row_levels import RowLevels, WholePrices, code
 from ds_moe_ext.strategy import Destination, Plan, Pool
-from ds_moe_ext.strict import nearest
+from ds_moe_ext.strict import one_of
 
 SWEEPS_OF = {"planned": 0, "priced": SWEEPS}  # by the names of shares
 STEADY = 0.05
@@ -35,9 +35,7 @@ def check_share(key: str, value: str, papers: str) -> None:
         value: what is there.
         papers: the name of the paper's own.
     """
-    known = (papers, *SWEEPS_OF)
-    if value not in known:
-        raise ValueError(f"{key} is {value!r}, which is unknown; {nearest(value, known)}")
+    one_of(key, value, (papers, *SWEEPS_OF))
     if value == papers:
         return
     try:

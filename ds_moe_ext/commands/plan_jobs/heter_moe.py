@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ds_moe_ext.commands.plan_jobs.job_inputs import MOST_COST, check_number
 from ds_moe_ext.cost.zebra_step import LayerTimes
 from ds_moe_ext.planners.asym_ea import VARIANTS, Chunk, ZebraGroup, assign_experts
-from ds_moe_ext.strict import nearest
+from ds_moe_ext.strict import one_of
 
 MOST_LAYERS = 2**10
 MOST_EXPERTS = 2**20  # of a layer, and ranks
@@ -51,10 +51,7 @@ class AsymmetricJob:
         check_number("min_moved", self.min_moved, int)
         if self.max_moved is not None:
             check_number("max_moved", self.max_moved, int)
-        if self.variant not in VARIANTS:
-            raise ValueError(
-                f"variant is {self.variant!r}, which is unknown; {nearest(self.variant, VARIANTS)}"
-            )
+        one_of("variant", self.variant, VARIANTS)
 
     @property
     def group(self) -> ZebraGroup:
