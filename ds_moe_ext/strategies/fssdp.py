@@ -45,7 +45,7 @@ from ds_moe_ext.strict import at_least, in_json, one_of
 WHERE = "ds_moe_ext.fssdp"
 NEAREST = "nearest"  # a share, by its JSON name
 RESHARD_INTERVAL = 100  # steps, where nobody says
-ENOUGH = 1.03  # times the least seconds of any division, at which dividing rows is not worth it
+ENOUGH = 1.01  # times the least seconds of any division, at which dividing rows is not worth it
 GAIN, PAPER = "gain", "paper"  # ways to choose new homes, by their JSON names
 
 
