@@ -25,15 +25,18 @@ typedef int64_t i64;
 #define MANY 512                   /* pairs */
 
 typedef struct {
-    i64 C, E, V, X, G, N;
-    const i64 *node_C;
-    const i64 *holder_E; /* of an expert that has one; else -1 - X */
-    const i64 *expert_X, *group_X1, *node_G, *pair_G1, *cell_N;
-    const i64 *place_N;  /* among all pairs, which are by expert and then holder */
-    const i64 *first_E1; /* the first of these of each expert */
-    const i64 *speed_C, *slowness_C, *price_C;
+    i64 C, E, V, P;
+    const i64 *node_C; /* 0 to V - 1 */
+    const i64 *speed_C, *price_C;
     i64 local_price, cross_price;
     i64 card_price; /* of a row on its cell's part of the node's card; 0: a cell may use all of it */
+    /* From here on as lay_out finds it. */
+    i64 X, G, N, memory_size;
+    i64 *slowness_C;
+    i64 *holder_E; /* of an expert that has one; else -1 - X */
+    i64 *expert_X, *group_X1, *node_G, *pair_G1, *cell_N;
+    i64 *place_N;  /* among all pairs, which are by expert and then holder */
+    i64 *first_E1; /* the first of these of each expert */
 } Layer;
 
 /* What rows of one pass are, and where they go. */
@@ -441,9 +444,64 @@ static i64 size_before_sent(const Layer *layer) {
     return 2 * layer->N + layer->C + 5 * layer->V;
 }
 
-/* Numbers that the functions below need room for. */
-i64 memory_size(const Layer *layer) {
-    return most(size_of_rows(layer), size_before_sent(layer) + layer->C * layer->C);
+/* Numbers that the tables of a layer need room for. */
+i64 tables_size(const Layer *layer) { return 3 * layer->C + 4 * (layer->E + layer->P + 1); }
+
+/* The tables of a layer, from its sizes, nodes and prices.
+ *
+ * holds_EC: 1 where a cell holds an expert; P of them.
+ * memory: as much room as tables_size says, for as long as the layer is used.
+ */
+void lay_out(Layer *layer, const unsigned char *holds_EC, i64 *memory) {
+    i64 C = layer->C, E = layer->E, X = 0, G = 0, N = 0, pairs = 0, num_sorted = 0;
+    i64 *sorted_C = laid(&memory, C), *among_C = laid(&memory, C);
+    layer->slowness_C = laid(&memory, C);
+    layer->holder_E = laid(&memory, E);
+    layer->first_E1 = laid(&memory, E + 1);
+    layer->expert_X = laid(&memory, E);
+    layer->group_X1 = laid(&memory, E + 1);
+    layer->pair_G1 = laid(&memory, layer->P + 1);
+    layer->node_G = laid(&memory, layer->P);
+    layer->cell_N = laid(&memory, layer->P);
+    layer->place_N = laid(&memory, layer->P);
+    for (i64 v = 0; v < layer->V; v++)
+        for (i64 c = 0; c < C; c++)
+            if (layer->node_C[c] == v) sorted_C[num_sorted++] = c;
+    for (i64 c = 0; c < C; c++)
+        layer->slowness_C[c] = ((i64)1 << 2 * PARTS_BITS) / layer->speed_C[c];
+    for (i64 e = 0; e < E; e++) {
+        const unsigned char *holds_C = holds_EC + e * C;
+        i64 num_holders = 0, node = -1;
+        for (i64 c = 0; c < C; c++) {
+            among_C[c] = num_holders;
+            if (holds_C[c]) layer->holder_E[e] = c;
+            num_holders += holds_C[c];
+        }
+        layer->first_E1[e] = pairs;
+        if (num_holders > 1) {
+            layer->holder_E[e] = -1 - X;
+            layer->expert_X[X] = e;
+            layer->group_X1[X++] = G;
+            for (i64 k = 0; k < C; k++) {
+                i64 c = sorted_C[k];
+                if (!holds_C[c]) continue;
+                if (layer->node_C[c] != node) {
+                    node = layer->node_G[G] = layer->node_C[c];
+                    layer->pair_G1[G++] = N;
+                }
+                layer->cell_N[N] = c;
+                layer->place_N[N++] = pairs + among_C[c];
+            }
+        }
+        pairs += num_holders;
+    }
+    layer->first_E1[E] = pairs;
+    layer->group_X1[X] = G;
+    layer->pair_G1[G] = N;
+    layer->X = X;
+    layer->G = G;
+    layer->N = N;
+    layer->memory_size = most(size_of_rows(layer), size_before_sent(layer) + C * C);
 }
 
 /* Rows of each holder, so that the layer takes least time.
@@ -486,6 +544,20 @@ void divide(
         i64 end = layer->pair_G1[layer->group_X1[x + 1]];
         for (i64 n = layer->pair_G1[layer->group_X1[x]]; n < end; n++)
             parts_N[n] = (rows_N[n] << PARTS_BITS) / most(rows.total_X[x], 1);
+    }
+}
+
+/* Rows of each expert that each cell computes. */
+void compute(const Layer *layer, const i64 *rows_CE, const i64 *rows_N, i64 *computed_EC) {
+    memset(computed_EC, 0, layer->E * layer->C * sizeof(i64));
+    for (i64 e = 0; e < layer->E; e++)
+        for (i64 c = 0; layer->holder_E[e] >= 0 && c < layer->C; c++)
+            computed_EC[e * layer->C + layer->holder_E[e]] += rows_CE[c * layer->E + e];
+    for (i64 x = 0; x < layer->X; x++) {
+        i64 *computed_C = computed_EC + layer->expert_X[x] * layer->C;
+        i64 end = layer->pair_G1[layer->group_X1[x + 1]];
+        for (i64 n = layer->pair_G1[layer->group_X1[x]]; n < end; n++)
+            computed_C[layer->cell_N[n]] = rows_N[n];
     }
 }
 

@@ -9,8 +9,9 @@ pairs of all experts in the order of ``Placement.flat_N``, F chunks, S slots of 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -104,17 +105,17 @@ class _Tables(ctypes.Structure):
     """``Layer`` of the C file."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in "CEVXGN"),
+        *((name, ctypes.c_int64) for name in "CEVP"),
+        *((name, ctypes.c_void_p) for name in ("node_C", "speed_C", "price_C")),
+        *((name, ctypes.c_int64) for name in ("local_price", "cross_price", "card_price")),
+        *((name, ctypes.c_int64) for name in (*"XGN", "memory_size")),
         *(
             (name, ctypes.c_void_p)
             for name in (
-                *("node_C", "holder_E", "expert_X", "group_X1", "node_G", "pair_G1", "cell_N"),
-                *("place_N", "first_E1", "speed_C", "slowness_C", "price_C"),
+                *("slowness_C", "holder_E", "expert_X", "group_X1", "node_G", "pair_G1", "cell_N"),
+                *("place_N", "first_E1"),
             )
         ),
-        ("local_price", ctypes.c_int64),
-        ("cross_price", ctypes.c_int64),
-        ("card_price", ctypes.c_int64),
     )
 
 
@@ -137,78 +138,43 @@ class RowLevels:
         return RowLevels, (self.target, self.node_C, self.prices)
 
     @cached_property
-    def _place_C(self) -> np.ndarray:
-        """Each cell's node by its number among the nodes, 0 to V - 1."""
-        return np.unique(self.node_C, return_inverse=True)[1]
+    def _laid(self) -> tuple[_Tables, Sequence[np.ndarray]]:
+        """What the C code reads, and what that points at, which must live as long."""
+        target, prices = self.target, self.prices
+        node_C = _numbered(_whole(self.node_C).tobytes())
+        num_nodes, num_pairs = int(node_C.max()) + 1, target.flat_N.size
+        holds_EC, speed_C = np.ascontiguousarray(target.holds_EC), prices.speed_C
+        tables = _Tables(
+            C=target.num_cells,
+            E=target.num_experts,
+            V=num_nodes,
+            P=num_pairs,
+            node_C=_at(node_C),
+            speed_C=_at(speed_C),
+            price_C=_at(prices.row_C),
+            local_price=prices.local,
+            cross_price=prices.cross if num_nodes > 1 else 0,
+            card_price=prices.card if num_nodes > 1 else 0,
+        )
+        at_tables, tables_size = ctypes.byref(tables), code().tables_size
+        tables_size.restype = ctypes.c_int64
+        memory = np.empty(tables_size(at_tables), dtype=np.int64)
+        code().lay_out(at_tables, _at(holds_EC), _at(memory))
+        return tables, (memory, node_C, speed_C, prices.row_C)
 
-    @cached_property
-    def _num_nodes(self) -> int:
-        return int(self._place_C.max()) + 1
-
-    @cached_property
-    def _order_N(self) -> np.ndarray:
-        """Takes pairs by copied expert and then holder to those by group and then cell."""
-        holders = self.target.holders
-        return np.lexsort((holders.cell_N, self._place_C[holders.cell_N], holders.copied_N))
+    @property
+    def _tables(self) -> _Tables:
+        return self._laid[0]
 
     @property
     def num_pairs(self) -> int:
         """Copied experts and holders ``N``."""
-        return len(self.target.holders.cell_N)
-
-    @cached_property
-    def _arrays(self) -> dict[str, np.ndarray]:
-        """What ``_Tables`` points at: they must live as long."""
-        target, holders, num_nodes = self.target, self.target.holders, self._num_nodes
-        num_copied, cell_N = len(holders.expert_X), holders.cell_N[self._order_N]
-        group_N = holders.copied_N[self._order_N] * num_nodes + self._place_C[cell_N]
-        group_G, pair_G = np.unique(group_N, return_index=True)
-        holder_E = np.empty(target.num_experts, dtype=np.int64)
-        holder_E[holders.expert_A] = holders.cell_A
-        holder_E[holders.expert_X] = -1 - np.arange(num_copied)
-        is_copied_P = target.num_holders_E[target.expert_N] > 1
-        arrays = {
-            "node_C": self._place_C,
-            "holder_E": holder_E,
-            "expert_X": holders.expert_X,
-            "group_X1": np.searchsorted(group_G // num_nodes, np.arange(num_copied + 1)),
-            "node_G": group_G % num_nodes,
-            "pair_G1": np.append(pair_G, len(cell_N)),
-            "cell_N": cell_N,
-            "place_N": np.flatnonzero(is_copied_P)[self._order_N],
-            "first_E1": np.append(0, target.num_holders_E.cumsum()),
-            "speed_C": self.prices.speed_C,
-            "slowness_C": PARTS * PARTS // self.prices.speed_C,
-            "price_C": self.prices.row_C,
-        }
-        return {name: np.ascontiguousarray(a, dtype=np.int64) for name, a in arrays.items()}
-
-    @cached_property
-    def _tables(self) -> _Tables:
-        arrays = self._arrays
-        return _Tables(
-            C=self.target.num_cells,
-            E=self.target.num_experts,
-            V=self._num_nodes,
-            X=len(arrays["expert_X"]),
-            G=len(arrays["node_G"]),
-            N=len(arrays["cell_N"]),
-            local_price=self.prices.local,
-            cross_price=self.prices.cross if self._num_nodes > 1 else 0,
-            card_price=self.prices.card if self._num_nodes > 1 else 0,
-            **{name: _at(array) for name, array in arrays.items()},
-        )
-
-    @cached_property
-    def _memory_size(self) -> int:
-        memory_size = code().memory_size
-        memory_size.restype = ctypes.c_int64
-        size: int = memory_size(ctypes.byref(self._tables))
-        return size
+        num_pairs: int = self._tables.N
+        return num_pairs
 
     def prepare(self) -> None:
         """Work out beforehand what does not depend on rows."""
-        _ = self._memory_size
+        _ = self._laid
 
     def divided(self, rows_CE: np.ndarray, plan: Division | None, *, sweeps: int) -> Division:
         """Rows of each holder, so that the layer takes least time; no more than by the nearest
@@ -219,27 +185,28 @@ class RowLevels:
             plan: of rows like these, where it begins; None: with the nearest copies.
             sweeps: over all copied experts, at most; fewer where copies are many.
         """
-        rows_CE, size = _whole(rows_CE), len(self._order_N)
-        steps = np.array((0, MIDDLE, 0) if plan is None else (plan.leave, plan.cross, plan.toll))
-        known = np.array((1, 0, 0) if plan is None else (plan.mean, plan.price, self.prices.worth))
-        rows_N, part_N, found = (np.empty(n, dtype=np.int64) for n in (size, size, 2))
-        memory = np.empty(self._memory_size, dtype=np.int64)
+        tables, rows_CE = self._tables, _whole(rows_CE)
+        known = (1, 0, 0) if plan is None else (plan.mean, plan.price, self.prices.worth)
+        steps = (0, MIDDLE, 0) if plan is None else (plan.leave, plan.cross, plan.toll)
+        told = np.array((*known, *steps, 0, 0))
+        rows_N, part_N = np.empty((2, tables.N), dtype=np.int64)
+        memory = np.empty(tables.memory_size, dtype=np.int64)
         code().divide(
-            ctypes.byref(self._tables),
-            *map(_at, (rows_CE, memory)),
+            ctypes.byref(tables),
+            _at(rows_CE),
+            _at(memory),
             None if plan is None else _at(plan.part_N),
-            *map(_at, (known, steps)),
+            *map(_at, (told, told[3:])),
             ctypes.c_int64(sweeps),
-            *map(_at, (rows_N, part_N, found)),
+            *map(_at, (rows_N, part_N, told[6:])),
         )
-        return Division(rows_N, part_N, *steps.tolist(), *found.tolist())
+        return Division(rows_N, part_N, *told[3:].tolist())
 
     def computed_EC(self, rows_CE: np.ndarray, rows_N: np.ndarray) -> np.ndarray:
         """Rows of each expert that each cell computes, int64 ``[E, C]``."""
-        holders = self.target.holders
-        computed_EC = self.target.holds_EC * rows_CE.sum(axis=0)[:, None]
-        order_N = self._order_N
-        computed_EC[holders.expert_X[holders.copied_N[order_N]], holders.cell_N[order_N]] = rows_N
+        computed_EC, rows_CE = np.empty(self.target.holds_EC.shape, dtype=np.int64), _whole(rows_CE)
+        arrays = map(_at, (rows_CE, rows_N, computed_EC))
+        code().compute(ctypes.byref(self._tables), *arrays)
         return computed_EC
 
     def sent(
@@ -254,7 +221,7 @@ class RowLevels:
             rows_FE: its rows of each chunk; or those of one of its ranks.
         """
         sent_FP = np.empty((len(rows_FE), self.target.flat_N.size), dtype=np.int64)
-        memory, rows_FE = np.empty(self._memory_size, dtype=np.int64), _whole(rows_FE)
+        memory, rows_FE = np.empty(self._tables.memory_size, dtype=np.int64), _whole(rows_FE)
         numbers = (ctypes.c_int64(sender), ctypes.c_int64(len(rows_FE)))
         arrays = (_at(rows_CE), _at(rows_N), _at(memory))
         code().send(ctypes.byref(self._tables), *arrays, *numbers, _at(rows_FE), _at(sent_FP))
@@ -267,7 +234,7 @@ class RowLevels:
         rows of all cells."""
         expert_S, (num_cells, num_chunks, _) = self.target.experts_of(holder), rows_CFE.shape
         received_CFS = np.empty((num_cells, num_chunks, len(expert_S)), dtype=np.int64)
-        memory, rows_CFE = np.empty(self._memory_size, dtype=np.int64), _whole(rows_CFE)
+        memory, rows_CFE = np.empty(self._tables.memory_size, dtype=np.int64), _whole(rows_CFE)
         numbers = (ctypes.c_int64(holder), ctypes.c_int64(len(expert_S)), _at(expert_S))
         chunks = (ctypes.c_int64(num_chunks), _at(rows_CFE), _at(received_CFS))
         arrays = (_at(rows_CE), _at(rows_N), _at(memory))
@@ -277,6 +244,12 @@ class RowLevels:
 
 def _at(array: np.ndarray) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
+
+
+@lru_cache(maxsize=16)
+def _numbered(nodes: bytes) -> np.ndarray:
+    """Each cell's node by its number among the nodes, 0 to V - 1, from an int64 array's bytes."""
+    return np.unique(np.frombuffer(nodes, dtype=np.int64), return_inverse=True)[1]
 
 
 def _whole(rows: np.ndarray) -> np.ndarray:

@@ -27,6 +27,7 @@ def counted(layers: list[RowsSeen], *numbers: int) -> None:
         layers[number](
             np.ones((2, 2), dtype=np.int64), 1, Destination(HOME, LocalElseHome(HOME, HOME))
         )
+        layers[number].sent()
 
 
 def beside(make: Callable[[], str]) -> tuple[list[RowsSeen], BesideStep[str]]:

@@ -90,12 +90,12 @@ def test_a_folder_that_cannot_be_written_to(
 ) -> None:
     """Of a container, of another user, on a full disk: the process compiles for itself."""
     kept.parent.write_text("not a folder")
-    assert anew().memory_size
+    assert anew().tables_size
     assert not list(temporary.iterdir())
     kept.parent.unlink()
     full = f'case "$to" in {kept}*) echo "no space left" >&2; exit 1;; *) exec cc "$@";; esac'
     own_compiler(temporary.parent, full, monkeypatch)
-    assert anew().memory_size
+    assert anew().tables_size
     assert not list(kept.iterdir()) and not list(temporary.iterdir())
 
 
@@ -105,7 +105,7 @@ def test_a_library_that_cannot_be_loaded(kept: Path, temporary: Path) -> None:
     (library,) = kept.iterdir()
     library.unlink()  # whoever has loaded it has that file
     library.write_bytes(b"\x7fELF")
-    assert anew().memory_size
+    assert anew().tables_size
     assert library.read_bytes() == b"\x7fELF" and not list(temporary.iterdir())
 
 
@@ -157,7 +157,7 @@ def test_no_float_comes_to_the_code() -> None:
     rng = np.random.default_rng(0)
     prices = WholePrices.of(rng.random(4), 0.3, 0.7, worth_s=1e-3)
     levels = RowLevels(Placement(rng.random((6, 4)) < 2), np.array([0, 0, 1, 1]), prices)
-    assert {array.dtype for array in levels._arrays.values()} == {np.dtype(np.int64)}
+    assert {array.dtype for array in levels._laid[1]} == {np.dtype(np.int64)}
     assert {type(n) for n in (prices.local, prices.cross, prices.worth)} == {int}
 
 

@@ -141,17 +141,27 @@ class Wire:
 
 @dataclass(frozen=True)
 class Dispatch(SavesAlike):
-    """Reads x ``[T, D]`` and the route; writes the rows that arrived, ``[R, D]`` in slot order."""
+    """Reads x ``[T, D]`` and the route; writes the rows that arrived, ``[R, D]`` in slot order.
+
+    Attributes:
+        wire: there.
+        back_wire: of the lane in which gradients return.
+        sent: called when all rows of a pass are sent.
+    """
 
     wire: Wire
-    back_wire: Wire  # of the lane in which gradients return
+    back_wire: Wire
+    sent: Callable[[], None] = lambda: None
 
     def forward(
         self, span: Span, x_TD: Tensor, layer_route: LayerRoute
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         route = layer_route.on(span)
         sent_ND = route.of_tokens(x_TD.detach())
-        return (self.wire.out(sent_ND, span, layer_route),), (layer_route,)
+        arrived_RD = self.wire.out(sent_ND, span, layer_route)
+        if span.stop == layer_route.cut.num_chunks:
+            self.sent()
+        return (arrived_RD,), (layer_route,)
 
     def backward(self, span: Span, saved: tuple[Any, ...], grad_RD: Tensor) -> tuple[Any, ...]:
         returned_ND = self.back_wire.home(grad_RD, span, saved[0])

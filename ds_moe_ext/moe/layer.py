@@ -585,7 +585,8 @@ class RoutedExperts:
             has_sides=True,
         )
         there, back = (Wire.between(layout, lane, device) for lane in (A2E, E2A))
-        common = {ORDER: order, **self._exchanges(there, back), EXPERT: Expert(self.function)}
+        exchanges = self._exchanges(there, back, self.rows.are_sent if counts else _uncounted)
+        common = {ORDER: order, **exchanges, EXPERT: Expert(self.function)}
         return Crew(self._with_own(common), (self.tasks, self.meter), self.name)
 
     def _stages(self, device: torch.device, lanes: Lanes) -> Mapping[Op, Stage]:
@@ -606,13 +607,18 @@ class RoutedExperts:
             group=group,
             capacity_factor=self._options.capacity_factor,
             gate_may_drop=self._options.gate_may_drop,
-            on_rows=self.rows,
+            on_rows=self._came_to_order if self._moves_rows_itself else self.rows,
             revise=plan.revise,
             kind=self._kind,
             padding=self._padding(),
             counts_visits=self.site.sends_once,
             tour=self._tour(),
         )
+
+    def _came_to_order(self, *rows: Any) -> None:
+        """Where the strategy sends rows by stages of its own, which do not say when."""
+        self.rows(*rows)
+        self.rows.sent()
 
     def _tour(self) -> Tour | None:
         """Where a token's row goes once to a node. Codecs encode rows, not sums made on the way."""
@@ -638,12 +644,13 @@ class RoutedExperts:
         layout = self.site.layout
         return self._order(None if layout.grid.size == 1 else layout.group(GRID, INTER))
 
-    def _exchanges(self, there: Wire, back: Wire) -> dict[Op, Stage]:
-        """Rows to the experts and back. Gradients go against the direction of their rows."""
+    def _exchanges(self, there: Wire, back: Wire, sent: Callable[[], None]) -> dict[Op, Stage]:
+        """Rows to the experts and back. Gradients go against the direction of their rows; ``sent``
+        is called when all rows are there."""
         of_dispatch, of_combine = self._options.hooks.of_dispatch, self._options.hooks.of_combine
         combine = CombineOnce if self.site.sends_once else Combine
         return {
-            DISPATCH: Dispatch(*_coded(there, back, of_dispatch)),
+            DISPATCH: Dispatch(*_coded(there, back, of_dispatch), sent),
             COMBINE: combine(*_coded(back, there, of_combine)),
         }
 
@@ -664,7 +671,7 @@ class RoutedExperts:
         present = self._present[device] = Present(self._ordering())
         stages: dict[Op, Stage] = {
             ORDER: present,
-            **self._exchanges(wire, wire),
+            **self._exchanges(wire, wire, self.rows.sent),
             EXPERT: Expert(self.function, plan.pieces),
             RESTORE: Restore(),
         }

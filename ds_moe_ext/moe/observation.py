@@ -66,7 +66,7 @@ class RowsSeen:
     counts: bool = True  # and it is counted
     keeps_scores: bool = False  # somebody calls ``take_score``
     gather: Callable[[Tensor], Tensor] | None = None
-    on_count: Callable[[], None] = lambda: None  # called when rows of a micro-batch were counted
+    on_sent: Callable[[], None] = lambda: None  # called when counted rows are with their experts
     _on_host: list[Pass] = field(default_factory=list)
     _on_device: Tensor | None = None  # int64 [E], where rows end, summed; the host does not wait
     _destination: Destination | None = None  # of those
@@ -91,7 +91,15 @@ class RowsSeen:
             self._on_device, self._destination = before + rows.end_S.long(), destination
         else:
             self._on_host.append(Pass(rows, destination))
-        self.on_count()
+
+    def sent(self) -> None:
+        """Say that all rows of the pass have come to their experts."""
+        if self.counts:
+            self.are_sent()
+
+    def are_sent(self) -> None:
+        """The same, whatever the pass is."""
+        self.on_sent()
 
     def saw_scores(self, score_TK: Tensor) -> None:
         """Take what weighs the coming pass's rows. The device is not waited for."""

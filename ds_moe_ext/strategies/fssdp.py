@@ -122,7 +122,7 @@ class FullySharded(Strategy):
     def plan(self, job: Job) -> tuple[Plan, ...]:
         fits_L = self._copies_that_fit(job)
         routed = RoutedRows.of(job.rows, job.node_C)
-        wanted = self._wanted(job, routed, fits_L)
+        wanted = self._wanted(job, range(len(job.homes)), routed, fits_L)
         if self.share == NEAREST:
             return self._by_paper(job, routed, wanted, fits_L)
         return self._priced(job, routed, wanted, fits_L)
@@ -157,13 +157,15 @@ class FullySharded(Strategy):
         pairs = zip(plans, job.rows)
         return tuple(replace(plan, predicted_CE=rows_CE) for plan, rows_CE in pairs)
 
-    def _wanted(self, job: Job, routed: RoutedRows, fits_L: np.ndarray) -> tuple[Placement, ...]:
-        """Algorithm 1, with at most so many copies of each layer in a cell."""
+    def _wanted(
+        self, job: Job, layers: Sequence[int], routed: RoutedRows, fits_L: np.ndarray
+    ) -> tuple[Placement, ...]:
+        """Algorithm 1 for some layers, with at most so many copies of each in a cell."""
         return materialize(
-            job.homes,
-            routed.totals,
-            overlap_degree=self._overlap_degrees(job),
-            copies_per_cell=fits_L,
+            [job.homes[layer] for layer in layers],
+            routed.of_layers(layers).totals,
+            overlap_degree=self._overlap_degrees(job)[list(layers)],
+            copies_per_cell=fits_L[list(layers)],
             node_C=job.node_C,
         )
 
@@ -181,22 +183,22 @@ class FullySharded(Strategy):
         if not self.calibrate:  # which has its own way to add copies under either share
             papers = self._by_paper(job, routed, wanted, fits_L)
             is_enough_L = self._is_enough(job, routed, papers)
+        divided = np.flatnonzero(~is_enough_L).tolist()
         degree_L = self._overlap_degrees(job)
         most_L = np.minimum(fits_L, degree_L)
 
         @cache
-        def targets(halvings: int) -> tuple[Placement, ...]:
-            return self._wanted(job, routed, most_L >> halvings) if halvings else wanted
+        def targets(halvings: int) -> Sequence[Placement]:
+            if not halvings:
+                return [wanted[layer] for layer in divided]
+            return self._wanted(job, divided, routed, most_L >> halvings)
 
         halved = range(int(most_L.max()).bit_length() + 1 if job.drift < STEADY else 1)
         pools = {layer: pool for pool in job.pools for layer in pool.layers}
-        plans = []
-        for layer, home in enumerate(job.homes):
-            if is_enough_L[layer]:
-                plans.append(papers[layer])
-                continue
-            each = (targets(halvings)[layer] for halvings in halved)
-            rows_CE, pool = job.rows[layer], pools[layer]
+        plans = dict(enumerate(papers))
+        for number, layer in enumerate(divided):
+            each = (targets(halvings)[number] for halvings in halved)
+            home, rows_CE, pool = job.homes[layer], job.rows[layer], pools[layer]
             share = shared_by_time(each, rows_CE, job.node_C, pool, self.share)
             share = swapped(home, share, rows_CE, pool, int(degree_L[layer]))
             copies_EC = share.levels.target.holds_EC & ~home.holds_EC
@@ -206,15 +208,13 @@ class FullySharded(Strategy):
             if self.calibrate:
                 copies_left = int(fits_L[layer]) - int(copies_EC.sum(axis=0).max())
                 plan = calibrated(plan, share, pool, copies_left)
-            plans.append(
-                replace(
-                    plan,
-                    predicted_CE=rows_CE,
-                    by_paper=partial(NearestCopy, node_C=job.node_C),
-                    rematerialize=self.rematerialize,
-                )
+            plans[layer] = replace(
+                plan,
+                predicted_CE=rows_CE,
+                by_paper=partial(NearestCopy, node_C=job.node_C),
+                rematerialize=self.rematerialize,
             )
-        return tuple(plans)
+        return tuple(plans[layer] for layer in range(len(job.homes)))
 
     def _is_enough(self, job: Job, routed: RoutedRows, papers: Sequence[Plan]) -> np.ndarray:
         """Where the paper's plans take hardly longer than any division of rows could, bool

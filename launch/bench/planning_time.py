@@ -242,6 +242,7 @@ class OneRank:
         """Let the layers see rows; the last ones begin the planning."""
         for each, rows_CE in zip(self.layers, rows_LCE):
             each.routed.rows(rows_CE, 1, each.routed.site.plan.destination)
+            each.routed.rows.sent()
 
     def after_step(self, step: int) -> None:
         """As ``Run.after_step``; and the programs of the next step, as on CUDA."""
