@@ -547,6 +547,44 @@ void divide(
     }
 }
 
+/* Room to divide by any placement of a layer with at most P pairs. */
+i64 room_for_any(const Layer *layer) {
+    Layer any = *layer;
+    any.X = layer->E;
+    any.G = any.N = layer->P;
+    return tables_size(layer) + layer->P + size_of_rows(&any);
+}
+
+/* The first of some placements under which the layer takes less time; -1 where none does. Each
+ * division begins with the nearest copies.
+ *
+ * layer: its sizes, nodes and prices; P is that of the placement with most pairs.
+ * holds_KEC: of each placement, 1 where a cell holds an expert.
+ * below_s: time to get below.
+ * memory: as much room as room_for_any says.
+ * Others, and what is written of the first, as divide takes and writes it.
+ */
+i64 first_below(
+    const Layer *layer, i64 num_placements, const unsigned char *holds_KEC, const i64 *rows_CE,
+    i64 below_s, i64 *memory, const i64 *plan_3, i64 *step_3, i64 num_sweeps, i64 *rows_N,
+    i64 *parts_N, i64 *found_2) {
+    i64 size = layer->E * layer->C;
+    i64 *tables = laid(&memory, tables_size(layer)), *nothing_N = laid(&memory, layer->P);
+    memset(nothing_N, 0, layer->P * sizeof(i64));
+    for (i64 k = 0; k < num_placements; k++) {
+        Layer own = *layer;
+        i64 own_3[3] = {step_3[0], step_3[1], step_3[2]};
+        lay_out(&own, holds_KEC + k * size, tables);
+        divide(
+            &own, rows_CE, memory, nothing_N, plan_3, own_3, num_sweeps, rows_N, parts_N, found_2);
+        if (found_2[1] < below_s) {
+            memcpy(step_3, own_3, sizeof own_3);
+            return k;
+        }
+    }
+    return -1;
+}
+
 /* Rows of each expert that each cell computes. */
 void compute(const Layer *layer, const i64 *rows_CE, const i64 *rows_N, i64 *computed_EC) {
     memset(computed_EC, 0, layer->E * layer->C * sizeof(i64));

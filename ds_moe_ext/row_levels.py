@@ -12,6 +12,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -95,10 +96,11 @@ class Division:
     mean: int
     price: int
 
-    def for_others(self, num_pairs: int) -> Division:
-        """Where the division over other copies begins: with the nearest, at its steps."""
-        nothing_N = np.zeros(num_pairs, dtype=np.int64)
-        return replace(self, rows_N=nothing_N, part_N=nothing_N, price=0)
+    def told(self, worth: int) -> np.ndarray:
+        """Where another one begins, and room for what it finds, int64 ``[8]``: what
+        ``divide`` of the C code calls ``plan_3``, ``step_3`` and ``found_2``."""
+        steps = self.leave, self.cross, self.toll
+        return np.array((self.mean, self.price, worth, *steps, 0, 0), dtype=np.int64)
 
 
 class _Tables(ctypes.Structure):
@@ -156,8 +158,7 @@ class RowLevels:
             cross_price=prices.cross if num_nodes > 1 else 0,
             card_price=prices.card if num_nodes > 1 else 0,
         )
-        at_tables, tables_size = ctypes.byref(tables), code().tables_size
-        tables_size.restype = ctypes.c_int64
+        at_tables, tables_size = ctypes.byref(tables), _whole_number(code().tables_size)
         memory = np.empty(tables_size(at_tables), dtype=np.int64)
         code().lay_out(at_tables, _at(holds_EC), _at(memory))
         return tables, (memory, node_C, speed_C, prices.row_C)
@@ -186,21 +187,59 @@ class RowLevels:
             sweeps: over all copied experts, at most; fewer where copies are many.
         """
         tables, rows_CE = self._tables, _whole(rows_CE)
-        known = (1, 0, 0) if plan is None else (plan.mean, plan.price, self.prices.worth)
-        steps = (0, MIDDLE, 0) if plan is None else (plan.leave, plan.cross, plan.toll)
-        told = np.array((*known, *steps, 0, 0))
+        told = np.array((1, 0, 0, 0, MIDDLE, 0, 0, 0))
+        if plan is not None:
+            told = plan.told(self.prices.worth)
         rows_N, part_N = np.empty((2, tables.N), dtype=np.int64)
         memory = np.empty(tables.memory_size, dtype=np.int64)
         code().divide(
             ctypes.byref(tables),
-            _at(rows_CE),
-            _at(memory),
+            *map(_at, (rows_CE, memory)),
             None if plan is None else _at(plan.part_N),
             *map(_at, (told, told[3:])),
             ctypes.c_int64(sweeps),
             *map(_at, (rows_N, part_N, told[6:])),
         )
         return Division(rows_N, part_N, *told[3:].tolist())
+
+    def first_below(
+        self, division: Division, holds_KEC: np.ndarray, rows_CE: np.ndarray, *, sweeps: int
+    ) -> tuple[int, Division] | None:
+        """The first of other placements of the layer's experts under which it takes less time:
+        which one, and its division. None where it never does.
+
+        Args:
+            division: less than by it. Others begin at its steps, with the nearest copies.
+            holds_KEC: bool.
+            rows_CE: as ``divided`` takes them.
+            sweeps: likewise.
+        """
+        holds_KEC, rows_CE = np.ascontiguousarray(holds_KEC), _whole(rows_CE)
+        tables = _Tables.from_buffer_copy(self._tables)
+        tables.P = int(holds_KEC.sum(axis=(1, 2)).max())
+        told = replace(division, price=0).told(self.prices.worth)
+        rows_N, part_N = np.empty((2, tables.P), dtype=np.int64)
+        at_tables, room_for_any, first_below = (
+            ctypes.byref(tables),
+            _whole_number(code().room_for_any),
+            _whole_number(code().first_below),
+        )
+        memory = np.empty(room_for_any(at_tables), dtype=np.int64)
+        number = first_below(
+            at_tables,
+            ctypes.c_int64(len(holds_KEC)),
+            *map(_at, (holds_KEC, rows_CE)),
+            ctypes.c_int64(division.price),
+            *map(_at, (memory, told, told[3:])),
+            ctypes.c_int64(sweeps),
+            *map(_at, (rows_N, part_N, told[6:])),
+        )
+        if number < 0:
+            return None
+        num_holders_E = holds_KEC[number].sum(axis=1)
+        num_pairs = int(num_holders_E[num_holders_E > 1].sum())
+        found = Division(rows_N[:num_pairs], part_N[:num_pairs], *told[3:].tolist())
+        return number, found
 
     def computed_EC(self, rows_CE: np.ndarray, rows_N: np.ndarray) -> np.ndarray:
         """Rows of each expert that each cell computes, int64 ``[E, C]``."""
@@ -250,6 +289,12 @@ def _at(array: np.ndarray) -> ctypes.c_void_p:
 def _numbered(nodes: bytes) -> np.ndarray:
     """Each cell's node by its number among the nodes, 0 to V - 1, from an int64 array's bytes."""
     return np.unique(np.frombuffer(nodes, dtype=np.int64), return_inverse=True)[1]
+
+
+def _whole_number(function: Any) -> Any:
+    """A function of the C code that gives an ``i64``."""
+    function.restype = ctypes.c_int64
+    return function
 
 
 def _whole(rows: np.ndarray) -> np.ndarray:

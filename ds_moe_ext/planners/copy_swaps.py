@@ -53,16 +53,16 @@ def swap_copies(
     swaps_of = partial(
         _swaps, home, rows_CE, most_copies=int(copies_C.max()), most_experts=most_experts
     )
-    is_better = copies_C.any()
-    while is_better and not is_even(levels, division):
-        is_better = False
-        for target in islice(swaps_of(levels, division), min(left, MISSES)):
-            left -= 1
-            tried = levels_of(target)
-            found = tried.divided(rows_CE, division.for_others(tried.num_pairs), sweeps=SWEEPS)
-            if found.price < division.price:
-                levels, division, is_better = tried, found, True
-                break
+    while copies_C.any() and not is_even(levels, division):
+        tried = list(islice(swaps_of(levels, division), min(left, MISSES)))
+        if not tried:
+            break
+        found = levels.first_below(division, np.stack(tried), rows_CE, sweeps=SWEEPS)
+        if found is None:
+            break
+        number, division = found
+        left -= number + 1
+        levels = levels_of(Placement(tried[number]))
     if levels is share.levels:
         return share
     swapped = LevelShare.planned(levels, rows_CE, sweeps=share.sweeps)
@@ -77,8 +77,8 @@ def _swaps(
     *,
     most_copies: int,
     most_experts: int,
-) -> Iterator[Placement]:
-    """Targets with one copy more, or another one, most promising first."""
+) -> Iterator[np.ndarray]:
+    """Who holds what with one copy more, or another one, bool ``[E, C]``; most promising first."""
     holds_EC = levels.target.holds_EC
     copies_EC = holds_EC & ~home.holds_EC
     computed_EC = levels.computed_EC(rows_CE, division.rows_N)
@@ -91,7 +91,7 @@ def _swaps(
         others_EC[fewest_C[cell], cell] &= not is_full_C[cell]
         others_EC[expert, cell] = True
         if np.count_nonzero(others_EC.any(axis=1)) <= most_experts:
-            yield home.with_copies(others_EC)
+            yield home.holds_EC | others_EC
 
 
 def _promise_EC(levels: RowLevels, rows_CE: np.ndarray, computed_EC: np.ndarray) -> np.ndarray:

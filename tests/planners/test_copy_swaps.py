@@ -7,8 +7,10 @@ Shape letters: C cells, E experts.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners import copy_swaps
 from ds_moe_ext.planners.copy_swaps import swap_copies
 from ds_moe_ext.planners.materialize import materialize
-from ds_moe_ext.row_levels import RowLevels, WholePrices
+from ds_moe_ext.row_levels import Division, RowLevels, WholePrices
 
 NODES = np.array([0, 0, 1, 1])
 HOME = Placement.block(8, 4)
@@ -79,13 +81,47 @@ def test_near_the_best_of_all_copies() -> None:
         prices = []
         for copies_EC in all_copies():
             levels = LEVELS(HOME.with_copies(copies_EC))
-            like = share.plan.for_others(levels.num_pairs)
+            like = from_the_nearest(share.plan, levels)
             prices.append(levels.divided(rows_CE, like, sweeps=2).price)
         best = min(prices)
         over_best.append(found.plan.price / best)
         before.append(share.plan.price / best)
     assert np.mean(over_best) < 1.04
     assert np.mean(before) > 1.08
+
+
+def from_the_nearest(division: Division, levels: RowLevels) -> Division:
+    """A plan for other copies, at the steps of a division."""
+    nothing_N = np.zeros(levels.num_pairs, dtype=np.int64)
+    return replace(division, rows_N=nothing_N, part_N=nothing_N, price=0)
+
+
+def test_the_first_that_is_better_is_found() -> None:
+    """As each is divided for itself."""
+    rng = np.random.default_rng(5)
+    numbers = []
+    for _ in range(30):
+        rows_CE = skewed(rng)
+        share = by_load(rows_CE, 2, 8)
+        tried = [HOME.with_copies(rng.random((8, 4)) < 0.2) for _ in range(6)]
+        divided = []
+        for levels in map(LEVELS, tried):
+            plan = from_the_nearest(share.plan, levels)
+            divided.append(levels.divided(rows_CE, plan, sweeps=SWEEPS))
+        plan = replace(share.plan, price=int(np.quantile([each.price for each in divided], 0.3)))
+        better = [number for number, each in enumerate(divided) if each.price < plan.price]
+        holds_KEC = np.stack([each.holds_EC for each in tried])
+        found = share.levels.first_below(plan, holds_KEC, rows_CE, sweeps=SWEEPS)
+        numbers.append(better[0] if better else None)
+        if found is None:
+            assert not better
+            continue
+        number, division = found
+        assert number == better[0]
+        assert [str(value) for value in vars(division).values()] == [
+            str(value) for value in vars(divided[number]).values()
+        ]
+    assert len(set(numbers)) > 2
 
 
 def all_copies() -> Iterator[np.ndarray]:
@@ -125,20 +161,26 @@ def test_what_is_even_and_what_has_no_copies_stays() -> None:
 
 def test_trials_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer on many cells; a budget of time would let ranks decide unlike."""
-    tried: list[Placement] = []
+    tried: list[int] = []
+    first_below = RowLevels.first_below
 
-    def levels_of(target: Placement, prices: WholePrices) -> RowLevels:
-        tried.append(target)
-        return RowLevels(target, np.arange(target.num_cells) // 2, prices)
+    def counted(
+        levels: RowLevels, division: Division, holds_KEC: np.ndarray, *rest: Any, **named: Any
+    ) -> Any:
+        found = first_below(levels, division, holds_KEC, *rest, **named)
+        tried.append(len(holds_KEC) if found is None else found[0] + 1)
+        return found
 
+    monkeypatch.setattr(RowLevels, "first_below", counted)
     monkeypatch.setattr(copy_swaps, "TRIALS", 8)
     for num_cells, most in ((4, 8), (32, 2)):
         rng, home = np.random.default_rng(0), Placement.block(64, num_cells)
         rows_CE = rng.multinomial(4000, rng.dirichlet(np.full(64, 0.2)), num_cells)
         copies_EC = np.zeros((64, num_cells), dtype=bool)
         copies_EC[63, 0] = True
-        of = partial(levels_of, prices=WholePrices.of(np.ones(num_cells), 0.2, 1.0))
+        prices = WholePrices.of(np.ones(num_cells), 0.2, 1.0)
+        of = partial(RowLevels, node_C=np.arange(num_cells) // 2, prices=prices)
         share = LevelShare.planned(of(home.with_copies(copies_EC)), rows_CE, sweeps=SWEEPS)
         tried.clear()
         swap_copies(home, share, rows_CE, of, most_experts=64)
-        assert len(tried) == most
+        assert sum(tried) == most
