@@ -13,13 +13,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from ds_moe_ext.cost.exchange import BY_NODES, Way
 from ds_moe_ext.cost.link_prices import LinkPrices
-from ds_moe_ext.cost.prices import TRIPS, Prices, busiest_link
+from ds_moe_ext.cost.prices import TRIPS, Prices, RoutedRows, busiest_link
 from ds_moe_ext.layout import NODE_AXES, ParallelLayout
 from ds_moe_ext.placement import Placement, even_homes
 from ds_moe_ext.planners.copy_split import Split
@@ -170,6 +171,8 @@ class Job:
             it is not known.
         past: of strategies that choose between others; else None.
         of_layers: layers of the run, where these are some of them; 0: these are all.
+        present: plans that the layers run by, made of the same homes and costs, for strategies
+            whose plans stay as long as they are good; none where all is to be planned anew.
     """
 
     rows: tuple[np.ndarray, ...]
@@ -185,6 +188,7 @@ class Job:
     drift: float = 1.0
     past: Past | None = None
     of_layers: int = 0
+    present: tuple[Plan, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -207,6 +211,38 @@ class Job:
         unknown_s = (0.0,) * len(homes)
         return cls(rows, homes, node_C, given, unknown_s, unknown_s, stacks=stacks)
 
+    @cached_property
+    def routed(self) -> RoutedRows:
+        """Its rows, of all layers together."""
+        return RoutedRows.of(self.rows, self.node_C)
+
+    def of(self, layers: Sequence[int]) -> Job:
+        """The job of some of its layers, as if they followed each other, each pool's among them."""
+        place_of = {layer: place for place, layer in enumerate(layers)}
+        pools = (
+            replace(pool, layers=tuple(place_of[each] for each in pool.layers if each in place_of))
+            for pool in self.pools
+        )
+        past, pipelines = self.past, self.pipelines
+        if past is not None:
+            predicted, came = _of(past.predicted, layers), _of(past.came, layers)
+            past = replace(past, predicted=predicted, came=came)
+        if pipelines is not None:
+            pipelines = replace(pipelines, layers=_of(pipelines.layers, layers))
+        return replace(
+            self,
+            rows=_of(self.rows, layers),
+            homes=_of(self.homes, layers),
+            pools=tuple(pool for pool in pools if pool.layers),
+            window_s=_of(self.window_s, layers),
+            back_window_s=_of(self.back_window_s, layers),
+            pipelines=pipelines,
+            stacks=_of(self.stacks, layers),
+            past=past,
+            of_layers=self.num_layers,
+            present=_of(self.present, layers),
+        )
+
     def follows(self, layer: int) -> bool:
         """Whether a layer runs after the one before it, in the same pass."""
         if not 0 < layer < len(self.homes):
@@ -215,6 +251,11 @@ class Job:
 
 
 T = TypeVar("T")
+
+
+def _of(items: Sequence[T], layers: Sequence[int]) -> tuple[T, ...]:
+    """Those of some layers; none where there are none."""
+    return tuple(items[layer] for layer in layers) if items else ()
 
 
 def followers(items: Sequence[T], stacks: Sequence[int]) -> tuple[T | None, ...]:

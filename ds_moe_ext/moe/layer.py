@@ -248,12 +248,14 @@ class RoutedExperts:
             plan: of this layer.
             following: of the next one, if there is one.
         """
+        self._planned = self._started = None
+        if plan is self.site.plan and following is self.site.following:
+            return
         self.site = replace(self.site, plan=plan, following=following)
         if self._strategy.roles is not None:
             _check_roles({}, self._strategy, self.site)
         _check_send_once({}, self._strategy, self.site)
         _check_transforms({}, self._strategy, self.site, self._options.hooks)
-        self._planned = self._started = None
         if self.copies is not None:
             self.copies.take(plan)
         plan.share.prepare(self.site.layout.index("ep"))

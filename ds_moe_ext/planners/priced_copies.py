@@ -19,13 +19,22 @@ from ds_moe_ext.row_levels import Division, RowLevels
 
 TOLERANCE = 0.01
 """By so much a layer may take longer with fewer copies; and than if all rows were local and even,
-before copies are added to it."""
+before copies are added to it; and longer or less long than planned, before it is planned anew."""
 
 
 def is_even(levels: RowLevels, division: Division) -> bool:
     """Whether a layer takes hardly longer than if all rows were local and even."""
     even = division.mean * int(levels.prices.row_C.min())
     return division.price <= (1 + TOLERANCE) * even + levels.prices.worth
+
+
+def is_as_planned(share: LevelShare, rows_CE: np.ndarray) -> bool:
+    """Whether a layer takes as long by other rows as by those that its share was planned for, in
+    proportion to how many they are, hardly more or less."""
+    plan = share.plan
+    found = share.levels.divided(rows_CE, plan, sweeps=share.sweeps)
+    planned = plan.price * found.mean
+    return abs(found.price * plan.mean - planned) <= TOLERANCE * planned
 
 
 def fewest(

@@ -138,7 +138,7 @@ class Planning:
         if _is_due(self._rhythm.shard_every, step):
             return None
         if self._is_plan_due(step):
-            return self.strategy.plan(replace(self.job, **self._known(step, rows, window)))
+            return self._planned(replace(self.job, **self._known(step, rows, window)))
         if self._follows and not any(layer.plans_in_lane for layer in layers):
             return tuple(r.successor(seen.routed_CE) for r, seen in zip(layers, rows))
         return None
@@ -156,6 +156,11 @@ class Planning:
     def _choice(self) -> Choice | None:
         """By which the present plans were made."""
         return self.layers[0].routed.site.plan.choice
+
+    def _planned(self, job: Job) -> tuple[Plan, ...]:
+        """By a job of the costs and homes that the present plans were made of."""
+        present = tuple(layer.routed.site.plan for layer in self.layers)
+        return self.strategy.plan(replace(job, present=present))
 
     def _is_plan_due(self, step: int) -> bool:
         """Whether all layers are planned anew after a step, whatever has changed."""
@@ -200,7 +205,7 @@ class Planning:
         elif ahead is not None and ahead.plans is not None:
             self._take(ahead.plans)
         elif is_plan_due:
-            self.plan()
+            self._take(self._planned(self.job))
         elif self._follows:
             pairs = zip((layer.routed for layer in self.layers), rows)
             self._take([r.successor(seen.routed_CE) for r, seen in pairs])

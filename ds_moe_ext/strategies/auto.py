@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
 
 from ds_moe_ext.layout import Grid
-from ds_moe_ext.planners.layer_pipelines import Measured
 from ds_moe_ext.pricing.layer_seconds import TaskCosts
 from ds_moe_ext.pricing.memory import copied_bytes_C
 from ds_moe_ext.pricing.step_price import Conditions, price_step
@@ -181,6 +179,7 @@ class Auto(Choosing):
         past = job.past
         if past is not None and past.choice is not None and past.step % self.interval:
             return past.choice, self.strategies[past.choice.name].plan(job)
+        job = replace(job, present=())  # which are one candidate's
         sample = _sampled(job)
         scale = len(job.homes) / len(sample.homes)
         priced = {name: scale * _price(each, sample) for name, each in self._candidates.items()}
@@ -270,42 +269,9 @@ def _costs(job: Job) -> TaskCosts:
 
 
 def _sampled(job: Job) -> Job:
-    """The job of some of its layers, as if they followed each other, each pool's among them."""
+    """The job of a few of its layers."""
     num_layers = len(job.homes)
     if num_layers <= SAMPLED:
         return job
-    kept = sorted({round(place) for place in np.linspace(0, num_layers - 1, SAMPLED)})
-    place_of = {layer: place for place, layer in enumerate(kept)}
-    pools = (
-        replace(pool, layers=tuple(place_of[layer] for layer in pool.layers if layer in place_of))
-        for pool in job.pools
-    )
-    past = job.past
-    if past is not None:
-        past = replace(past, predicted=_of(past.predicted, kept), came=_of(past.came, kept))
-    return replace(
-        job,
-        rows=_of(job.rows, kept),
-        homes=_of(job.homes, kept),
-        pools=tuple(pool for pool in pools if pool.layers),
-        window_s=_of(job.window_s, kept),
-        back_window_s=_of(job.back_window_s, kept),
-        pipelines=_pipelines(job.pipelines, kept),
-        stacks=_of(job.stacks, kept),
-        past=past,
-        of_layers=num_layers,
-    )
-
-
-T = TypeVar("T")
-
-
-def _of(items: Sequence[T], kept: Sequence[int]) -> tuple[T, ...]:
-    """Those of some layers; none where there are none."""
-    return tuple(items[layer] for layer in kept) if items else ()
-
-
-def _pipelines(pipelines: Measured | None, kept: Sequence[int]) -> Measured | None:
-    if pipelines is None:
-        return None
-    return replace(pipelines, layers=_of(pipelines.layers, kept))
+    places = np.linspace(0, num_layers - 1, SAMPLED)
+    return job.of(sorted({round(place) for place in places}))

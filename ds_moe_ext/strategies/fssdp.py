@@ -9,7 +9,7 @@ cells, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -23,11 +23,13 @@ from ds_moe_ext.cost.prices import (
     least_flow,
     nearest_flow,
 )
+from ds_moe_ext.level_share import LevelShare
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.calibrate import calibrate, guarded
 from ds_moe_ext.planners.home_swaps import CopyRules, MoveCosts, swap_homes
 from ds_moe_ext.planners.homes import shard
 from ds_moe_ext.planners.materialize import materialize
+from ds_moe_ext.planners.priced_copies import TOLERANCE, is_as_planned
 from ds_moe_ext.share import NearestCopy
 from ds_moe_ext.strategies.shares import STEADY, calibrated, check_share, shared_by_time, swapped
 from ds_moe_ext.strategy import (
@@ -120,20 +122,25 @@ class FullySharded(Strategy):
         return Rhythm(window=self.window, plan_every=self.plan_interval, shard_every=every)
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
-        fits_L = self._copies_that_fit(job)
-        routed = RoutedRows.of(job.rows, job.node_C)
-        wanted = self._wanted(job, range(len(job.homes)), routed, fits_L)
         if self.share == NEAREST:
-            return self._by_paper(job, routed, wanted, fits_L)
-        return self._priced(job, routed, wanted, fits_L)
+            return self._by_paper(job, self._wanted(job))
+        stay = self._staying(job)
+        others = [layer for layer in range(len(job.homes)) if layer not in stay]
+        return _merged(stay, others, self._priced(job.of(others)) if others else ())
 
-    def _by_paper(
-        self,
-        job: Job,
-        routed: RoutedRows,
-        wanted: Sequence[Placement],
-        fits_L: np.ndarray,
-    ) -> tuple[Plan, ...]:
+    def _wanted(self, job: Job, halvings: int = 0) -> tuple[Placement, ...]:
+        """Algorithm 1, with at most so many copies of each layer in a cell; or half as many, and so
+        on."""
+        degree_L, fits_L = self._overlap_degrees(job), self._copies_that_fit(job)
+        return materialize(
+            job.homes,
+            job.routed.totals,
+            overlap_degree=degree_L,
+            copies_per_cell=np.minimum(fits_L, degree_L) >> halvings if halvings else fits_L,
+            node_C=job.node_C,
+        )
+
+    def _by_paper(self, job: Job, wanted: Sequence[Placement]) -> tuple[Plan, ...]:
         """Plans whose rows go to the nearest copy, where copies that were chosen pay."""
         prices: dict[int, Prices] = {}
         targets = list(wanted)
@@ -141,7 +148,7 @@ class FullySharded(Strategy):
             chosen = guarded(
                 [job.homes[layer] for layer in pool.layers],
                 [wanted[layer] for layer in pool.layers],
-                routed.of_layers(pool.layers),
+                job.routed.of_layers(pool.layers),
                 prices=pool.prices,
             )
             for layer, target in zip(pool.layers, chosen):
@@ -150,6 +157,7 @@ class FullySharded(Strategy):
                 targets[layer] = home if is_home else target
                 prices[layer] = pool.prices
         shares = NearestCopy.of_layers(targets, job.node_C)
+        fits_L = self._copies_that_fit(job)
         plans = (
             self._plan_of(home, share, prices[layer], int(fits_L[layer]))
             for layer, (home, share) in enumerate(zip(job.homes, shares))
@@ -157,78 +165,84 @@ class FullySharded(Strategy):
         pairs = zip(plans, job.rows)
         return tuple(replace(plan, predicted_CE=rows_CE) for plan, rows_CE in pairs)
 
-    def _wanted(
-        self, job: Job, layers: Sequence[int], routed: RoutedRows, fits_L: np.ndarray
-    ) -> tuple[Placement, ...]:
-        """Algorithm 1 for some layers, with at most so many copies of each in a cell."""
-        return materialize(
-            [job.homes[layer] for layer in layers],
-            routed.of_layers(layers).totals,
-            overlap_degree=self._overlap_degrees(job)[list(layers)],
-            copies_per_cell=fits_L[list(layers)],
-            node_C=job.node_C,
-        )
+    def _staying(self, job: Job) -> dict[int, Plan]:
+        """Present plans of copies by which the predicted rows take as long as those that they were
+        made for, hardly more or less; by layer."""
+        stay: dict[int, Plan] = {}
+        near: dict[int, np.ndarray] = {}  # the rows that plans of the nearest copy were made for
+        for layer, plan in enumerate(job.present):
+            if plan.target is plan.home or plan.predicted_CE is None:
+                continue
+            if isinstance(plan.share, NearestCopy):
+                near[layer] = plan.predicted_CE
+            elif isinstance(plan.share, LevelShare) and is_as_planned(plan.share, job.rows[layer]):
+                stay[layer] = plan
+        if near:
+            own = job.of(list(near))
+            is_enough_L, row_s_L = self._is_enough(own, own.present)
+            then = replace(own, rows=tuple(near.values()))
+            planned_s_L = self._is_enough(then, own.present)[1]
+            is_like_L = np.abs(row_s_L - planned_s_L) <= TOLERANCE * planned_s_L
+            pairs = zip(near, is_enough_L & is_like_L)
+            stay.update({layer: job.present[layer] for layer, stays in pairs if stays})
+        return stay
 
-    def _priced(
-        self,
-        job: Job,
-        routed: RoutedRows,
-        wanted: tuple[Placement, ...],
-        fits_L: np.ndarray,
-    ) -> tuple[Plan, ...]:
-        """Plans whose copies divide rows by time, which says itself how many copies that takes;
-        those of the paper where no division would take less."""
-        papers: Sequence[Plan] = ()
-        is_enough_L = np.zeros(len(job.homes), dtype=bool)
+    def _priced(self, job: Job) -> tuple[Plan, ...]:
+        """Plans whose copies divide rows by time; those of the paper where no division would take
+        less."""
+        wanted, papers = self._wanted(job), {}
         if not self.calibrate:  # which has its own way to add copies under either share
-            papers = self._by_paper(job, routed, wanted, fits_L)
-            is_enough_L = self._is_enough(job, routed, papers)
-        divided = np.flatnonzero(~is_enough_L).tolist()
-        degree_L = self._overlap_degrees(job)
-        most_L = np.minimum(fits_L, degree_L)
+            plans = self._by_paper(job, wanted)
+            is_enough_L, _ = self._is_enough(job, plans)
+            papers = {layer: plans[layer] for layer in np.flatnonzero(is_enough_L).tolist()}
+        others = [layer for layer in range(len(job.homes)) if layer not in papers]
+        divided = self._divided(job.of(others), [wanted[layer] for layer in others])
+        return _merged(papers, others, divided)
+
+    def _divided(self, job: Job, wanted: Sequence[Placement]) -> Iterator[Plan]:
+        """Plans whose copies divide rows by time, which says itself how many copies that takes."""
+        degree_L, fits_L = self._overlap_degrees(job), self._copies_that_fit(job)
 
         @cache
         def targets(halvings: int) -> Sequence[Placement]:
-            if not halvings:
-                return [wanted[layer] for layer in divided]
-            return self._wanted(job, divided, routed, most_L >> halvings)
+            return self._wanted(job, halvings) if halvings else wanted
 
-        halved = range(int(most_L.max()).bit_length() + 1 if job.drift < STEADY else 1)
+        most = int(np.minimum(fits_L, degree_L).max(initial=0))
+        halved = range(most.bit_length() + 1 if job.drift < STEADY else 1)
         pools = {layer: pool for pool in job.pools for layer in pool.layers}
-        plans = dict(enumerate(papers))
-        for number, layer in enumerate(divided):
-            each = (targets(halvings)[number] for halvings in halved)
-            home, rows_CE, pool = job.homes[layer], job.rows[layer], pools[layer]
-            share = shared_by_time(each, rows_CE, job.node_C, pool, self.share)
-            share = swapped(home, share, rows_CE, pool, int(degree_L[layer]))
+        for layer, (home, rows_CE) in enumerate(zip(job.homes, job.rows)):
+            each = (targets(halvings)[layer] for halvings in halved)
+            share = shared_by_time(each, rows_CE, job.node_C, pools[layer], self.share)
+            share = swapped(home, share, rows_CE, pools[layer], int(degree_L[layer]))
             copies_EC = share.levels.target.holds_EC & ~home.holds_EC
             plan = Plan.at_home(home)
             if copies_EC.any():
                 plan = Plan(home, share.levels.target, share)
             if self.calibrate:
                 copies_left = int(fits_L[layer]) - int(copies_EC.sum(axis=0).max())
-                plan = calibrated(plan, share, pool, copies_left)
-            plans[layer] = replace(
+                plan = calibrated(plan, share, pools[layer], copies_left)
+            yield replace(
                 plan,
                 predicted_CE=rows_CE,
                 by_paper=partial(NearestCopy, node_C=job.node_C),
                 rematerialize=self.rematerialize,
             )
-        return tuple(plans[layer] for layer in range(len(job.homes)))
 
-    def _is_enough(self, job: Job, routed: RoutedRows, papers: Sequence[Plan]) -> np.ndarray:
-        """Where the paper's plans take hardly longer than any division of rows could, bool
-        ``[L]``."""
+    def _is_enough(self, job: Job, papers: Sequence[Plan]) -> tuple[np.ndarray, np.ndarray]:
+        """Where the paper's plans take hardly longer than any division of rows could, bool ``[L]``;
+        and the seconds a row that they take, 0 where prices are not known."""
         is_enough_L = np.zeros(len(papers), dtype=bool)
+        row_s_L = np.zeros(len(papers))
         for pool in _measured(job):
             layers = list(pool.layers)
-            targets, rows = [papers[layer].target for layer in layers], routed.of_layers(layers)
+            targets, rows = [papers[n].target for n in layers], job.routed.of_layers(layers)
             nearest_s_L, least_s_L = (
                 flow_seconds(flow(targets, rows), prices=pool.prices)
                 for flow in (nearest_flow, least_flow)
             )
             is_enough_L[layers] = nearest_s_L <= ENOUGH * least_s_L
-        return is_enough_L
+            row_s_L[layers] = nearest_s_L / [max(job.rows[n].sum(), 1) for n in layers]
+        return is_enough_L, row_s_L
 
     def homes(self, job: Job) -> tuple[Placement, ...]:
         """By gain, of experts whose costs have been measured, or Algorithm 2; pool by pool."""
@@ -412,6 +426,14 @@ class FullySharded(Strategy):
             copies_C = (share.target.holds_EC & ~home.holds_EC).sum(axis=0)
             revise = _revision(home, share, prices, copies_left=fits - int(copies_C.max()))
         return Plan(home, share.target, share, rematerialize=self.rematerialize, revise=revise)
+
+
+def _merged(
+    some: Mapping[int, Plan], others: Sequence[int], plans: Iterable[Plan]
+) -> tuple[Plan, ...]:
+    """Plans of all layers: of some by their numbers, and of the others in order."""
+    all_plans = {**some, **dict(zip(others, plans))}
+    return tuple(all_plans[layer] for layer in range(len(all_plans)))
 
 
 def _revision(
