@@ -15,7 +15,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from ds_moe_ext.cost.overlap import copies_that_fit, overlap_degree
+from ds_moe_ext.cost.overlap import copies_that_fit
 from ds_moe_ext.cost.prices import (
     Prices,
     RoutedRows,
@@ -31,6 +31,7 @@ from ds_moe_ext.planners.homes import shard
 from ds_moe_ext.planners.materialize import materialize
 from ds_moe_ext.planners.priced_copies import TOLERANCE, is_as_planned
 from ds_moe_ext.share import NearestCopy
+from ds_moe_ext.strategies.hidden_copies import gathers_of
 from ds_moe_ext.strategies.shares import STEADY, calibrated, check_share, shared_by_time, swapped
 from ds_moe_ext.strategy import (
     Destination,
@@ -386,16 +387,12 @@ class FullySharded(Strategy):
         """``t`` of each layer, int64 ``[L]``."""
         if self.overlap_degree is not None:
             return np.full(len(job.homes), self.overlap_degree)
-        degree_L = np.zeros(len(job.homes), dtype=np.int64)
+        degree_L, fits_L = np.zeros(len(job.homes), dtype=np.int64), self._copies_that_fit(job)
         for pool in _measured(job):
             for layer in pool.layers:
-                degree_L[layer] = overlap_degree(
-                    job.window_s[layer],
-                    bytes_per_s=pool.linked_bytes_per_s,
-                    expert_bytes=pool.travelling_bytes,
-                    num_experts=job.homes[layer].num_experts,
-                    latency_s=pool.copy_latency_s,
-                )
+                num_experts, fits = job.homes[layer].num_experts, int(fits_L[layer])
+                gathers = gathers_of(pool, num_experts, fits, job.node_C)
+                degree_L[layer] = gathers.hidden(job.window_s[layer])
         return degree_L
 
     def _copies_that_fit(self, job: Job) -> np.ndarray:
