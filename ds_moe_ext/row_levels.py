@@ -187,7 +187,7 @@ class RowLevels:
             sweeps: over all copied experts, at most; fewer where copies are many.
         """
         tables, rows_CE = self._tables, _whole(rows_CE)
-        told = np.array((1, 0, 0, 0, MIDDLE, 0, 0, 0))
+        told = np.array((1, 0, 0, 0, MIDDLE, 0, 0, 0), dtype=np.int64)
         if plan is not None:
             told = plan.told(self.prices.worth)
         rows_N, part_N = np.empty((2, tables.N), dtype=np.int64)

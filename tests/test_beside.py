@@ -10,9 +10,13 @@ from multiprocessing.queues import Queue
 
 import numpy as np
 import pytest
+import torch
 
+from ds_moe_ext.moe.dispatch import Dispatch, Wire
 from ds_moe_ext.moe.observation import RowsSeen
+from ds_moe_ext.moe.order import Order, Seat
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.schedule.task import Span
 from ds_moe_ext.schedule.worker import worker
 from ds_moe_ext.share import LocalElseHome
 from ds_moe_ext.steps.beside import BesideStep
@@ -68,6 +72,20 @@ def test_rows_that_do_not_count_begin_nothing() -> None:
         layer.begin(is_training=False)
     counted(layers, 0, 1)
     assert step.taken() is None
+
+
+def test_rows_are_sent_once_the_last_span_is() -> None:
+    home = Placement.block(4, 1)
+    destination = Destination(home, LocalElseHome(home, home))
+    order = Order(destination, Seat(0), None, None, gate_may_drop=False, on_rows=lambda *rows: None)
+    expert_TK = torch.arange(12).remainder(4).view(6, 2)
+    (route,), _ = order.forward(Span(0, 2), expert_TK)
+    told: list[int] = []
+    dispatch = Dispatch(Wire(None), Wire(None), sent=lambda: told.append(len(told)))
+    for span, times in ((Span(0, 1), 0), (Span(1, 2), 1), (Span(0, 2), 2)):
+        x_TD = torch.ones(route.cut.length(span), 3)
+        (arrived_RD,), _ = dispatch.forward(span, x_TD, route)
+        assert arrived_RD.shape == (2 * len(x_TD), 3) and len(told) == times
 
 
 def test_what_fails_in_the_thread_is_raised_where_it_is_taken() -> None:

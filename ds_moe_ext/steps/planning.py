@@ -242,6 +242,15 @@ class Planning:
         """Rows of the steps that predict the next; see ``LoadWindow.steps``."""
         return self._window.steps()
 
+    def remember(self) -> np.ndarray:
+        """The same, for a checkpoint. Plans that stayed are made anew: a run that goes on from it
+        knows rows, and not what was planned before. On every rank alike; within a step plans stay,
+        as copies serve its later micro-batches."""
+        is_between_steps = not any(seen.so_far_CE.any() for seen in self._seen)
+        if is_between_steps and self._rhythm.plan_every == 1 and not self._follows:
+            self.plan()
+        return self.remembered_ILCE
+
     def resume(self, homes: Sequence[Placement], remembered_ILCE: np.ndarray) -> None:
         """Plan as a run did that was saved: the experts live there now, and these steps are
         remembered. Between steps, on every rank alike.

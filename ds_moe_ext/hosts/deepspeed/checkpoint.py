@@ -88,7 +88,7 @@ def save(engine: Any, arguments: Arguments, save_rest: Callable[..., Any]) -> An
         named_parameters(engine, run, slots),
         excludes_frozen=arguments["exclude_frozen_parameters"],
     )
-    objects |= {remembered_name(run): run.planning.remembered_ILCE, SAVE: layout.save}
+    objects |= {remembered_name(run): run.planning.remember(), SAVE: layout.save}
     ours = decoupled_saves.begun(engine, folder / FOLDER, parts, objects)
     theirs, result = list[str](), None
     if has_dense_weights(run):
