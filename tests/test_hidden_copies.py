@@ -82,6 +82,19 @@ def test_by_the_paper_where_links_have_not_been_measured() -> None:
     )
 
 
+@pytest.mark.parametrize("given", [None, 7])
+def test_what_is_copied_and_what_that_takes_is_told(given: int | None) -> None:
+    """Also of a number that is given, which may be too high."""
+    strategy = strategy_of(overlap_degree=given, copies_per_rank=6)
+    gathers = gathers_of(POOL, EXPERTS, 6, NODES)
+    degree = gathers.hidden(0.02) if given is None else given
+    told = strategy.describe(job_of(rows(0), rows(1)))
+    takes = f"{1e3 * gathers.seconds(degree):.3g} ms, behind 20 ms of attention"
+    assert f"up to {degree} experts of a layer are copied" in told and takes in told
+    nothing = strategy_of(overlap_degree=None, copies_per_rank=0).plan(job_of(rows(0), rows(1)))
+    assert not any(plan.has_copies for plan in nothing)
+
+
 # Plans that stay.
 
 

@@ -31,7 +31,7 @@ from ds_moe_ext.planners.homes import shard
 from ds_moe_ext.planners.materialize import materialize
 from ds_moe_ext.planners.priced_copies import TOLERANCE, is_as_planned
 from ds_moe_ext.share import NearestCopy
-from ds_moe_ext.strategies.hidden_copies import gathers_of
+from ds_moe_ext.strategies.hidden_copies import Gathers, gathers_of
 from ds_moe_ext.strategies.shares import STEADY, calibrated, check_share, shared_by_time, swapped
 from ds_moe_ext.strategy import (
     Destination,
@@ -304,10 +304,10 @@ class FullySharded(Strategy):
     def describe(self, job: Job) -> str:
         degree_L, fits_L = self._overlap_degrees(job), self._copies_that_fit(job)
         window_L = np.array(job.window_s) * 1e3
-        speed = min(pool.linked_bytes_per_s for pool in _measured(job))
+        each_s = [gathers.seconds(int(degree_L[layer])) for layer, gathers in self._gathers(job)]
         told = (
-            f"up to {_span(degree_L)} experts of a layer are copied (overlap_degree): weights "
-            f"travel at {speed / 1e6:,.0f} MB/s, behind {_span(window_L, 'ms')} of attention; "
+            f"up to {_span(degree_L)} experts of a layer are copied (overlap_degree), which takes "
+            f"{_span(np.array(each_s) * 1e3, 'ms')}, behind {_span(window_L, 'ms')} of attention; "
             f"a rank holds up to {_span(fits_L)} copies of a layer (copies_per_rank)"
         )
         idle = self._idle_calibration(job), self._idle_sharding(job)
@@ -387,13 +387,18 @@ class FullySharded(Strategy):
         """``t`` of each layer, int64 ``[L]``."""
         if self.overlap_degree is not None:
             return np.full(len(job.homes), self.overlap_degree)
-        degree_L, fits_L = np.zeros(len(job.homes), dtype=np.int64), self._copies_that_fit(job)
+        degree_L = np.zeros(len(job.homes), dtype=np.int64)
+        for layer, gathers in self._gathers(job):
+            degree_L[layer] = gathers.hidden(job.window_s[layer])
+        return degree_L
+
+    def _gathers(self, job: Job) -> Iterator[tuple[int, Gathers]]:
+        """Of each layer whose experts' costs have been measured."""
+        fits_L = self._copies_that_fit(job)
         for pool in _measured(job):
             for layer in pool.layers:
                 num_experts, fits = job.homes[layer].num_experts, int(fits_L[layer])
-                gathers = gathers_of(pool, num_experts, fits, job.node_C)
-                degree_L[layer] = gathers.hidden(job.window_s[layer])
-        return degree_L
+                yield layer, gathers_of(pool, num_experts, fits, job.node_C)
 
     def _copies_that_fit(self, job: Job) -> np.ndarray:
         """``m`` of each layer, int64 ``[L]``."""

@@ -15,7 +15,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from ds_moe_ext.cost.overlap import overlap_degree
 from ds_moe_ext.placement import even_homes
 from ds_moe_ext.planners.materialize import materialize
 from ds_moe_ext.strategy import Pool
@@ -34,14 +33,14 @@ class Gathers:
     Args:
         pool: of the layer.
         num_experts: that it has.
-        copies_per_cell: that a cell has memory for, ``m``.
+        copies_per_cell: that a cell has memory for, ``m``; with none, as if it had for one.
         node_C: node of each cell.
     """
 
     def __init__(
         self, pool: Pool, num_experts: int, copies_per_cell: int, node_C: np.ndarray
     ) -> None:
-        self._pool, self._copies_per_cell, self._node_C = pool, copies_per_cell, node_C
+        self._pool, self._copies_per_cell, self._node_C = pool, max(copies_per_cell, 1), node_C
         (self._home,) = even_homes([num_experts], len(node_C))
         drawn = np.random.default_rng(0)
         num_draws = max(DRAWS // len(node_C), 2)
@@ -54,19 +53,15 @@ class Gathers:
         Args:
             window_s: seconds of the forward of what runs beside the copies: attention.
         """
-        pool, num_experts = self._pool, self._home.num_experts
-        if pool.links is None:
-            return overlap_degree(
-                window_s,
-                bytes_per_s=pool.linked_bytes_per_s,
-                expert_bytes=pool.travelling_bytes,
-                num_experts=num_experts,
-                latency_s=pool.copy_latency_s,
-            )
-        return bisect_right(range(1, num_experts + 1), window_s, key=self.seconds)
+        return bisect_right(range(1, self._home.num_experts + 1), window_s, key=self.seconds)
 
     def seconds(self, num_copied: int) -> float:
-        """That a gather of so many experts takes, in the mean."""
+        """That a gather of so many experts takes, in the mean; by the paper where it is not known
+        what links carry."""
+        pool = self._pool
+        if pool.links is None:
+            travel_s = pool.travelling_bytes / pool.linked_bytes_per_s
+            return pool.copy_latency_s + num_copied * travel_s
         if num_copied not in self._seconds:
             targets = materialize(
                 [self._home] * len(self._loads),
@@ -75,7 +70,7 @@ class Gathers:
                 copies_per_cell=self._copies_per_cell,
                 node_C=self._node_C,
             )
-            each = [self._pool.copies_s(self._home, target, self._node_C) for target in targets]
+            each = [pool.copies_s(self._home, target, self._node_C) for target in targets]
             self._seconds[num_copied] = sum(each) / len(each)
         return self._seconds[num_copied]
 
