@@ -167,12 +167,6 @@ class RowLevels:
     def _tables(self) -> _Tables:
         return self._laid[0]
 
-    @property
-    def num_pairs(self) -> int:
-        """Copied experts and holders ``N``."""
-        num_pairs: int = self._tables.N
-        return num_pairs
-
     def prepare(self) -> None:
         """Work out beforehand what does not depend on rows."""
         _ = self._laid

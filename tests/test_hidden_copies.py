@@ -40,8 +40,8 @@ POOL = Pool(layers=(0, 1), prices=PRICES, expert_bytes=1 << 18, copy_latency_s=1
 
 @pytest.mark.parametrize("copies", [2, EXPERTS])
 def test_as_many_as_come_in_time(copies: int) -> None:
-    gathers = gathers_of(POOL, EXPERTS, copies, NODES)
-    assert gathers is gathers_of(POOL, EXPERTS, copies, NODES.copy())
+    gathers = gathers_of(POOL, EXPERTS, copies, (0, 0, 1, 1))
+    assert gathers is gathers_of(POOL, EXPERTS, copies, tuple(NODES.tolist()))
     found = [gathers.hidden(window_s) for window_s in np.linspace(0, 0.06, 31)]
     assert found[0] == 0 and found == sorted(found) and len(set(found)) > 4
     for window_s, degree in zip(np.linspace(0, 0.06, 31), found):
@@ -62,13 +62,13 @@ def test_seconds_are_the_mean_over_who_may_be_hot() -> None:
             node_C=NODES,
         )
         found.append(POOL.copies_s(HOME, target, NODES))
-    seconds = gathers_of(POOL, EXPERTS, 6, NODES).seconds(6)
+    seconds = gathers_of(POOL, EXPERTS, 6, (0, 0, 1, 1)).seconds(6)
     assert seconds == pytest.approx(np.mean(found), rel=0.1)
 
 
 def test_by_the_paper_where_links_have_not_been_measured() -> None:
     pool = replace(POOL, links=None)
-    found = gathers_of(pool, EXPERTS, 4, NODES).hidden(0.0123)
+    found = gathers_of(pool, EXPERTS, 4, (0, 0, 1, 1)).hidden(0.0123)
     assert (
         found
         == 5
@@ -86,7 +86,7 @@ def test_by_the_paper_where_links_have_not_been_measured() -> None:
 def test_what_is_copied_and_what_that_takes_is_told(given: int | None) -> None:
     """Also of a number that is given, which may be too high."""
     strategy = strategy_of(overlap_degree=given, copies_per_rank=6)
-    gathers = gathers_of(POOL, EXPERTS, 6, NODES)
+    gathers = gathers_of(POOL, EXPERTS, 6, (0, 0, 1, 1))
     degree = gathers.hidden(0.02) if given is None else given
     told = strategy.describe(job_of(rows(0), rows(1)))
     takes = f"{1e3 * gathers.seconds(degree):.3g} ms, behind 20 ms of attention"

@@ -291,7 +291,7 @@ def test_cells_with_cards_of_their_own() -> None:
             share = DividedRows(levels, case.rows_CE, division.rows_N)
             between_CC = share.rows_between(case.rows_CE[:, None])[0]
             times_s.append(case.prices.seconds(between_CC, node_C))
-        rounding_s = levels.num_pairs * case.prices.cards * case.prices.cross_row_s
+        rounding_s = len(levels.target.holders.cell_N) * case.prices.cards * case.prices.cross_row_s
         priced_s = division.price * levels.prices.unit_s
         assert abs(priced_s - times_s[1]) <= rounding_s + 1e-4 * times_s[1]
         assert times_s[1] <= times_s[0] + 2 * rounding_s

@@ -18,7 +18,7 @@ import numpy as np
 from ds_moe_ext.cost.overlap import copies_that_fit
 from ds_moe_ext.cost.prices import (
     Prices,
-    RoutedRows,
+    RowFlow,
     flow_seconds,
     least_flow,
     nearest_flow,
@@ -180,11 +180,14 @@ class FullySharded(Strategy):
                 stay[layer] = plan
         if near:
             own = job.of(list(near))
-            is_enough_L, row_s_L = self._is_enough(own, own.present)
             then = replace(own, rows=tuple(near.values()))
-            planned_s_L = self._is_enough(then, own.present)[1]
+            now_s_L, least_s_L = (
+                self._seconds(own, own.present, flow) for flow in (nearest_flow, least_flow)
+            )
+            row_s_L = now_s_L / _num_rows_L(own)
+            planned_s_L = self._seconds(then, own.present, nearest_flow) / _num_rows_L(then)
             is_like_L = np.abs(row_s_L - planned_s_L) <= TOLERANCE * planned_s_L
-            pairs = zip(near, is_enough_L & is_like_L)
+            pairs = zip(near, (now_s_L <= ENOUGH * least_s_L) & is_like_L)
             stay.update({layer: job.present[layer] for layer, stays in pairs if stays})
         return stay
 
@@ -194,7 +197,8 @@ class FullySharded(Strategy):
         wanted, papers = self._wanted(job), {}
         if not self.calibrate:  # which has its own way to add copies under either share
             plans = self._by_paper(job, wanted)
-            is_enough_L, _ = self._is_enough(job, plans)
+            nearest_s_L = self._seconds(job, plans, nearest_flow)
+            is_enough_L = nearest_s_L <= ENOUGH * self._seconds(job, plans, least_flow)
             papers = {layer: plans[layer] for layer in np.flatnonzero(is_enough_L).tolist()}
         others = [layer for layer in range(len(job.homes)) if layer not in papers]
         divided = self._divided(job.of(others), [wanted[layer] for layer in others])
@@ -229,21 +233,15 @@ class FullySharded(Strategy):
                 rematerialize=self.rematerialize,
             )
 
-    def _is_enough(self, job: Job, papers: Sequence[Plan]) -> tuple[np.ndarray, np.ndarray]:
-        """Where the paper's plans take hardly longer than any division of rows could, bool ``[L]``;
-        and the seconds a row that they take, 0 where prices are not known."""
-        is_enough_L = np.zeros(len(papers), dtype=bool)
-        row_s_L = np.zeros(len(papers))
+    def _seconds(self, job: Job, plans: Sequence[Plan], flow: Callable[..., RowFlow]) -> np.ndarray:
+        """That the rows of each layer take under its plan's target, ``[L]``; nan before costs have
+        been measured."""
+        seconds_L = np.full(len(plans), np.nan)
         for pool in _measured(job):
             layers = list(pool.layers)
-            targets, rows = [papers[n].target for n in layers], job.routed.of_layers(layers)
-            nearest_s_L, least_s_L = (
-                flow_seconds(flow(targets, rows), prices=pool.prices)
-                for flow in (nearest_flow, least_flow)
-            )
-            is_enough_L[layers] = nearest_s_L <= ENOUGH * least_s_L
-            row_s_L[layers] = nearest_s_L / [max(job.rows[n].sum(), 1) for n in layers]
-        return is_enough_L, row_s_L
+            targets, rows = [plans[n].target for n in layers], job.routed.of_layers(layers)
+            seconds_L[layers] = flow_seconds(flow(targets, rows), prices=pool.prices)
+        return seconds_L
 
     def homes(self, job: Job) -> tuple[Placement, ...]:
         """By gain, of experts whose costs have been measured, or Algorithm 2; pool by pool."""
@@ -268,7 +266,7 @@ class FullySharded(Strategy):
         """How the layers of a pool run by any homes."""
         layers = list(pool.layers)
         return CopyRules(
-            RoutedRows.of([job.rows[layer] for layer in layers], job.node_C),
+            job.routed.of_layers(layers),
             self._overlap_degrees(job)[layers],
             self._copies_that_fit(job)[layers],
             pool.prices,
@@ -394,11 +392,11 @@ class FullySharded(Strategy):
 
     def _gathers(self, job: Job) -> Iterator[tuple[int, Gathers]]:
         """Of each layer whose experts' costs have been measured."""
-        fits_L = self._copies_that_fit(job)
+        fits_L, nodes = self._copies_that_fit(job), tuple(job.node_C.tolist())
         for pool in _measured(job):
             for layer in pool.layers:
                 num_experts, fits = job.homes[layer].num_experts, int(fits_L[layer])
-                yield layer, gathers_of(pool, num_experts, fits, job.node_C)
+                yield layer, gathers_of(pool, num_experts, fits, nodes)
 
     def _copies_that_fit(self, job: Job) -> np.ndarray:
         """``m`` of each layer, int64 ``[L]``."""
@@ -428,6 +426,11 @@ class FullySharded(Strategy):
             copies_C = (share.target.holds_EC & ~home.holds_EC).sum(axis=0)
             revise = _revision(home, share, prices, copies_left=fits - int(copies_C.max()))
         return Plan(home, share.target, share, rematerialize=self.rematerialize, revise=revise)
+
+
+def _num_rows_L(job: Job) -> np.ndarray:
+    """Of each layer, int64 ``[L]``; 1 where there are none."""
+    return np.array([max(rows_CE.sum(), 1) for rows_CE in job.rows])
 
 
 def _merged(

@@ -22,11 +22,6 @@ from ds_moe_ext.strategy import Pool
 DRAWS = 64  # of all cells: on more cells fewer, where chance evens out
 
 
-def gathers_of(pool: Pool, num_experts: int, copies_per_cell: int, node_C: np.ndarray) -> Gathers:
-    """Gathers of a pool's layers; the same ones every time, so that none is priced twice."""
-    return _gathers_of(pool, num_experts, copies_per_cell, tuple(node_C.tolist()))
-
-
 class Gathers:
     """Of the copies of a layer's hot experts.
 
@@ -76,7 +71,8 @@ class Gathers:
 
 
 @lru_cache(maxsize=64)
-def _gathers_of(
+def gathers_of(
     pool: Pool, num_experts: int, copies_per_cell: int, nodes: tuple[int, ...]
 ) -> Gathers:
+    """The same ones every time, so that none is priced twice; takes what ``Gathers`` does."""
     return Gathers(pool, num_experts, copies_per_cell, np.array(nodes))

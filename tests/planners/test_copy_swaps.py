@@ -92,7 +92,7 @@ def test_near_the_best_of_all_copies() -> None:
 
 def from_the_nearest(division: Division, levels: RowLevels) -> Division:
     """A plan for other copies, at the steps of a division."""
-    nothing_N = np.zeros(levels.num_pairs, dtype=np.int64)
+    nothing_N = np.zeros(len(levels.target.holders.cell_N), dtype=np.int64)
     return replace(division, rows_N=nothing_N, part_N=nothing_N, price=0)
 
 
