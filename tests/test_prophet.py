@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ds_moe_ext.cost.block_costs import BlockPrices, placement_seconds
 from ds_moe_ext.cost.exchange import Way
 from ds_moe_ext.cost.link_prices import LinkPrices, Trip
 from ds_moe_ext.cost.prices import Prices
@@ -120,6 +121,49 @@ def test_a_successor_is_the_plan_by_the_rows_of_the_step() -> None:
     for rows_LCE in ROWS_ILCE[1:]:
         plans = tuple(followed(plan, rows_CE) for plan, rows_CE in zip(plans, rows_LCE))
         assert all(map(same, plans, strategy.plan(job_of(rows_LCE))))
+
+
+def test_a_plan_stays_until_another_is_faster_by_the_model() -> None:
+    """With the scheduler, where nobody says how long: searches end where cells are balanced, which
+    may be before a layer is as fast as with the copies that it has."""
+    each_step, stays = ProProphet(frequency=1, balance=3.0), ProProphet(balance=3.0)
+    num_stayed = 0
+    for layer in range(NUM_LAYERS):
+        anew, plan = (each.plan(job_of(ROWS_ILCE[0]))[layer] for each in (each_step, stays))
+        for rows_LCE in ROWS_ILCE[1:]:
+            rows_CE, before = rows_LCE[layer], plan
+            anew, plan = followed(anew, rows_CE), followed(plan, rows_CE)
+            then, now = (modelled_s(each, rows_CE) for each in (before, anew))
+            wanted = before if then <= now and before.has_copies else anew
+            assert np.array_equal(plan.target.holds_EC, wanted.target.holds_EC)
+            assert plan.predicted_CE is rows_CE
+            num_stayed += then < now and wanted is before
+    assert num_stayed
+
+
+def modelled_s(plan: Plan, rows_CE: np.ndarray) -> float:
+    prices = BlockPrices(
+        row_s=1e-4 / 3,
+        row_bytes=100.0,
+        bytes_per_s=1e6,
+        weight_bytes=10_000,
+        gradient_bytes=10_000,
+        copy_bytes_per_s=1e6,
+        forward_gap_s=0.02,
+        backward_gap_s=0.02,
+        is_scheduled=True,
+        gathers_again=True,
+    )
+    return placement_seconds(plan.home, plan.target, rows_CE, prices=prices).step_s
+
+
+def test_a_plan_that_stayed_is_known_to_a_job() -> None:
+    """Where all layers are planned together, as under ``auto``."""
+    plans = ProProphet().plan(job_of(ROWS_ILCE[0]))
+    for rows_LCE in ROWS_ILCE[1:]:
+        one_by_one = [followed(plan, rows_CE) for plan, rows_CE in zip(plans, rows_LCE)]
+        plans = ProProphet().plan(replace(job_of(rows_LCE), present=plans))
+        assert all(map(same, plans, one_by_one))
 
 
 def followed(plan: Plan, rows_CE: np.ndarray) -> Plan:

@@ -81,8 +81,9 @@ class ProProphet(Strategy):
     """Pro-Prophet's planner and scheduler (sections 4 and 5 of the paper).
 
     Attributes:
-        frequency: steps that a plan is kept, unless cells become unbalanced under it; null: 1 with
-            the scheduler, which hides the planning, 10 without.
+        frequency: steps that a plan is kept, unless cells become unbalanced under it; null: 10
+            without the scheduler; with it, which hides the planning, until another is faster by the
+            model (under the paper's share, which the model knows), looked for each step.
         num_excluded: cells that get no copy of a copied expert (n), those with the fewest rows for
             it; null: those without any.
         balance: rows by which the busiest cell may exceed the idlest, in mean rows of an expert
@@ -150,7 +151,7 @@ class ProProphet(Strategy):
                 job.node_C,
                 pool,
                 self._copies_that_fit(job, pool),
-            )(job.rows[layer])
+            )(job.rows[layer], present=job.present[layer] if job.present else None)
             if (prices := self._prices(job, pool, layer))
             else _at_home(job.homes[layer])
             for pool in job.pools
@@ -200,6 +201,11 @@ class ProProphet(Strategy):
     def steps_kept(self) -> int:
         """Steps that a plan stays, if nothing becomes unbalanced."""
         return self.frequency or (1 if self.scheduler else 10)
+
+    @property
+    def plans_stay(self) -> bool:
+        """Whether a plan stays, if a search finds nothing that is faster by the model."""
+        return self.scheduler and self.frequency is None and self.share == LOCAL
 
     def _copies_that_fit(self, job: Job, pool: Pool) -> int:
         """Copies of a layer that a rank has memory for, gradients with them."""
@@ -259,15 +265,23 @@ class _Search:
     pool: Pool
     fits: int
 
-    def __call__(self, rows_CE: np.ndarray, before_CE: np.ndarray | None = None) -> Plan:
-        """The plan by the chosen planner.
+    def __call__(
+        self,
+        rows_CE: np.ndarray,
+        before_CE: np.ndarray | None = None,
+        present: Plan | None = None,
+    ) -> Plan:
+        """The plan by the chosen planner; the present one, where that is as fast.
 
         Args:
             rows_CE: of the step before, int64.
             before_CE: and of the one before that, if they are known.
+            present: by which that step ran.
         """
         strategy, home = self.strategy, self.home
         found = PLANNERS[strategy.planner](strategy, home, rows_CE, self.prices, self.fits)
+        if present is not None and self._is_as_fast(present, found, rows_CE):
+            return self._followed(present, rows_CE, age=0)
         is_steady = before_CE is not None and drift(before_CE.sum(0), rows_CE.sum(0)) < STEADY
         share = None
         if strategy.share != LOCAL and is_steady:
@@ -282,6 +296,14 @@ class _Search:
             carried=self._carried(found) if strategy.scheduler and self.follows else None,
         )
         return self._followed(plan, rows_CE, age=0, share=share)
+
+    def _is_as_fast(self, present: Plan, found: BlockPlan, rows_CE: np.ndarray) -> bool:
+        """Whether the present copies stay, by the model: a search ends where cells are balanced,
+        which may be before the layer is as fast as with more copies."""
+        if not self.strategy.plans_stay or present.target is self.home:
+            return False
+        staying = placement_seconds(self.home, present.target, rows_CE, prices=self.prices)
+        return staying.step_s <= found.seconds.step_s
 
     def _narrowed(self, found: BlockPlan, rows_CE: np.ndarray) -> tuple[BlockPlan, LevelShare]:
         """With no more copies than it takes, if these divide rows by time; and how they do."""
@@ -338,4 +360,4 @@ class _Search:
             computed_C = cell_rows(self.home, plan.target, rows_CE).computed_C
             if is_balanced(computed_C, self.home.num_experts, strategy.balance):
                 return self._followed(plan, rows_CE, age=age + 1)
-        return self(rows_CE, before_CE)
+        return self(rows_CE, before_CE, plan)
