@@ -387,11 +387,12 @@ class HostedExperts(nn.Module):
     def forward(self, hidden: Tensor, expert_ids: Tensor, scores: Tensor) -> Tensor:
         """``[..., D]`` to ``[..., D]``. Collective over the cells."""
         self.routed.rows.begin(is_training=self.training)
-        x_TD = hidden.reshape(-1, hidden.shape[-1])
+        is_flat = hidden.dim() == 2  # as it is: autograd would record two views of itself
+        x_TD = hidden if is_flat else hidden.reshape(-1, hidden.shape[-1])
         weights = () if self.routed.is_begun else self.weights()
         self.routed.rows.saw_scores(scores)
         y_TD = self.run(x_TD, expert_ids.long(), scores, weights)
-        return y_TD.view_as(hidden)
+        return y_TD if is_flat else y_TD.view_as(hidden)
 
 
 def _own_slots(

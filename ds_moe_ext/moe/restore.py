@@ -55,4 +55,4 @@ def weighing_grads(
     grad_score_N = torch.sum(returned_ND * grad_ND, dim=1, dtype=score_TK.dtype)
     # In place: the product is rounded once, and never there in the scores' precision.
     grad_ND *= route.of_choices(score_TK)[:, None]
-    return grad_ND, route.spread(grad_score_N[:, None]).squeeze(2)
+    return grad_ND, route.spread(grad_score_N)

@@ -95,20 +95,20 @@ class Route:
     @cached_property
     def row_N(self) -> Tensor:
         """Where each choice lies in send order, int64 ``[T * K]``; only if the route is full."""
-        row_N = torch.empty_like(self.choice_N)
-        numbers_N = torch.arange(self.choice_N.numel(), device=self.choice_N.device)
-        return row_N.scatter_(0, self.choice_N, numbers_N)
+        numbers_N = _numbers(self.choice_N.numel(), self.choice_N.device)
+        return torch.empty_like(self.choice_N).scatter_(0, self.choice_N, numbers_N)
 
-    def spread(self, rows_ND: Tensor) -> Tensor:
-        """Rows in send order to ``[T, K, D]``; zeros where a choice was dropped."""
-        num_choices, width = self.num_tokens * self.top_k, rows_ND.shape[1]
+    def spread(self, rows_N: Tensor) -> Tensor:
+        """Rows in send order, ``[N, ...]``, to ``[T, K, ...]``; zeros where a choice was dropped."""
+        num_tokens, top_k, shape = self.num_tokens, self.top_k, rows_N.shape[1:]
         if self.padded_row_N is not None:
-            out = self._with_padding(rows_ND).index_select(0, self.padded_row_N)
+            out = self._with_padding(rows_N).index_select(0, self.padded_row_N)
         elif self.is_full:
-            out = rows_ND.index_select(0, self.row_N)
+            out = rows_N.index_select(0, self.row_N)
         else:
-            out = rows_ND.new_zeros(num_choices, width).index_copy_(0, self.choice_N, rows_ND)
-        return out.view(self.num_tokens, self.top_k, width)
+            nothing = rows_N.new_zeros(num_tokens * top_k, *shape)
+            out = nothing.index_copy_(0, self.choice_N, rows_N)
+        return out.view(num_tokens, top_k, *shape)
 
     def sum_by_token(self, rows_ND: Tensor, weight_TK: Tensor | None = None) -> Tensor:
         """Add the rows of each token, times their weights, to ``[T, D]``.
@@ -291,7 +291,8 @@ class LayerRoute(OnDevice):
                 choice_N = choice_N.index_select(0, sortings.index_beside)
             self._choice_N.append(choice_N)
         sent_GC = sent_GFC[:, 0] if sent_GFC.shape[1] == 1 else sent_GFC.sum(axis=1)
-        received_GC = rows_GXS.reshape(num_spans, num_cells, width * num_slots).sum(axis=2)
+        rows_GCX = rows_GXS.reshape(num_spans, num_cells, width * num_slots)
+        received_GC = np.add.reduce(rows_GCX, axis=2)
         tables = zip(
             spans,
             *self._choices(spans, sent_GFC),
@@ -399,6 +400,11 @@ def _places(
     choice_T = ranges(np.zeros_like(length_G), length_G * top_k)
     choice, token = on_device(np.stack((choice_T, choice_T // top_k)), device)
     return choice, token
+
+
+@lru_cache(maxsize=4)
+def _numbers(length: int, device: torch.device) -> Tensor:
+    return torch.arange(length, device=device)
 
 
 def transposed_blocks(lengths: np.ndarray, axes: tuple[int, ...], device: torch.device) -> Tensor:

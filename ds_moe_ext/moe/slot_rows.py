@@ -114,10 +114,10 @@ class SlotSortings:
             ends.append(end[num_blocks - 1 :: num_blocks])
             if self.is_in_order:
                 continue
-            starts = there.cumsum() - there
-            shift_SX = starts.reshape(num_blocks, num_slots).T.ravel() - end + back
-            shift_XS = shift_SX.reshape(num_slots, num_blocks).T.ravel()
-            all_moved += Moved(shift_SX, back), Moved(-shift_XS, there)
+            # A block is as long in both orders: it lies as much farther back as it ends.
+            end_SX = end.reshape(num_slots, num_blocks)
+            shift_SX = there.cumsum().reshape(num_blocks, num_slots).T - end_SX
+            all_moved += Moved(shift_SX.ravel(), back), Moved(-shift_SX.T.ravel(), there)
             sizes += [int(end[-1])] * 2
         if self.beside is not None:
             all_moved.append(self.beside)

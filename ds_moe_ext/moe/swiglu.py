@@ -218,17 +218,16 @@ def swiglu(
     is_stacked = weights[0].dim() == 3
     up_S, down_S = weights if is_stacked else (weights[::2], weights[1::2])
     wanted = Wanted(rows_RD.requires_grad, *map(_is_trained, (up_S, down_S)))
-    rows = rows_RD.detach().to(up_S[0].dtype)
+    rows = rows_RD.detach().to(weights[0].dtype)
     kept: list[Tensor] = []
     outs: list[Tensor] = []
-    with torch.no_grad():
-        own = tuple(_runs(rows, slots, up_S, down_S, runs))
-        for (run, up, down), part in zip(own, _parts(rows, [run for run, _, _ in own])):
-            part_RD = rounded_up(part) if part.is_cpu else part
-            gate_up_RF = run.product(part_RD, up if is_transposed else up.mT)
-            product_RF = _product(gate_up_RF)
-            outs.append(run.own(run.product(product_RF, down if is_transposed else down.mT)))
-            kept += part_RD, gate_up_RF, product_RF, up, down
+    own = tuple(_runs(rows, slots, up_S, down_S, runs))
+    for (run, up, down), part in zip(own, _parts(rows, [run for run, _, _ in own])):
+        part_RD = rounded_up(part) if part.is_cpu else part
+        gate_up_RF = run.product(part_RD, up if is_transposed else up.mT)
+        product_RF = _product(gate_up_RF)
+        outs.append(run.own(run.product(product_RF, down if is_transposed else down.mT)))
+        kept += part_RD, gate_up_RF, product_RF, up, down
     found = tuple(run for run, _, _ in own)
     adjoint = SwiGluAdjoint(found, wanted, is_transposed, is_stacked, rows_RD.dtype)
     return _joined(outs, rows_RD.dtype), adjoint, kept
@@ -246,8 +245,10 @@ def _is_trained(weight_S: _BySlot) -> bool:
 
 def _at_once(weight_S: _BySlot, start: int, stop: int) -> Tensor:
     """Of some slots, stacked."""
-    run_S = weight_S[start:stop]
-    return run_S.detach() if isinstance(run_S, Tensor) else as_one(run_S)
+    if not isinstance(weight_S, Tensor):
+        return as_one(weight_S[start:stop])
+    all_S = weight_S.detach()
+    return all_S if stop - start == len(all_S) else all_S[start:stop]
 
 
 def _runs(
