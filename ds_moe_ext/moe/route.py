@@ -99,7 +99,7 @@ class Route:
         return torch.empty_like(self.choice_N).scatter_(0, self.choice_N, numbers_N)
 
     def spread(self, rows_N: Tensor) -> Tensor:
-        """Rows in send order, ``[N, ...]``, to ``[T, K, ...]``; zeros where a choice was dropped."""
+        """Rows in send order to ``[T, K, ...]``; zeros where a choice was dropped."""
         num_tokens, top_k, shape = self.num_tokens, self.top_k, rows_N.shape[1:]
         if self.padded_row_N is not None:
             out = self._with_padding(rows_N).index_select(0, self.padded_row_N)
@@ -128,10 +128,14 @@ class Route:
         y_TKD = self.spread(rows_ND)
         if weight_TK is None:
             return y_TKD[:, 0] if self.top_k == 1 else y_TKD.sum(dim=1)
-        total_TD = y_TKD[:, 0] * weight_TK[:, :1]
-        for k in range(1, self.top_k):
-            total_TD.addcmul_(y_TKD[:, k], weight_TK[:, k : k + 1])
-        return total_TD.to(rows_ND.dtype)
+        (y_TD, *others), (weight_T1, *weights) = (
+            y_TKD.unbind(1),
+            weight_TK.split_with_sizes([1] * self.top_k, 1),
+        )
+        total_TD = y_TD * weight_T1
+        for y_TD, weight_T1 in zip(others, weights):
+            total_TD.addcmul_(y_TD, weight_T1)
+        return total_TD if total_TD.dtype == rows_ND.dtype else total_TD.to(rows_ND.dtype)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All index tensors that were made so far, but for what sorts."""

@@ -45,15 +45,20 @@ class _SiluGated(torch.autograd.Function):
 
 
 def _product(gate_up_RF: Tensor) -> Tensor:
-    gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
+    gate_RF, up_RF = _halves(gate_up_RF)
     return _silu(gate_RF).mul_(up_RF)
+
+
+def _halves(gate_up_RF: Tensor) -> Sequence[Tensor]:
+    half = gate_up_RF.shape[-1] // 2
+    return gate_up_RF.split_with_sizes((half, half), -1)  # what ``chunk`` comes to in the end
 
 
 def _product_grad(gate_up_RF: Tensor, grad_RF: Tensor) -> Tensor:
     """Of gate and up, ``[R, 2F]``; silu is computed again."""
-    gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
+    gate_RF, up_RF = _halves(gate_up_RF)
     grad_gate_up_RF = torch.empty_like(gate_up_RF)
-    grad_gate_RF, grad_up_RF = grad_gate_up_RF.chunk(2, dim=-1)
+    grad_gate_RF, grad_up_RF = _halves(grad_gate_up_RF)
     torch.mul(grad_RF, _silu(gate_RF), out=grad_up_RF)
     _silu_backward(grad_RF * up_RF, gate_RF, grad_input=grad_gate_RF)
     return grad_gate_up_RF
@@ -152,7 +157,7 @@ class SwiGluAdjoint:
     ) -> Tensor | None:
         """Gradients of the rows; those of the weights are put where they belong."""
         rows_RD, gate_up_RF, product_RF, up, down = kept
-        grad_RD = with_rows(grad_RD.to(rows_RD.dtype), rows_RD.shape[0])
+        grad_RD = with_rows(_as_type(grad_RD, rows_RD.dtype), rows_RD.shape[0])
         if self.wanted.down:
             self._of_weight(run, grad_RD, product_RF, grads_down)
         if not self.wanted.rows and not self.wanted.up:
@@ -218,7 +223,7 @@ def swiglu(
     is_stacked = weights[0].dim() == 3
     up_S, down_S = weights if is_stacked else (weights[::2], weights[1::2])
     wanted = Wanted(rows_RD.requires_grad, *map(_is_trained, (up_S, down_S)))
-    rows = rows_RD.detach().to(weights[0].dtype)
+    rows = _as_type(rows_RD.detach(), weights[0].dtype)
     kept: list[Tensor] = []
     outs: list[Tensor] = []
     own = tuple(_runs(rows, slots, up_S, down_S, runs))
@@ -282,4 +287,9 @@ def _parts(rows_RD: Tensor, runs: Sequence[_Run]) -> Sequence[Tensor]:
 
 
 def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
+    return _as_type(parts[0] if len(parts) == 1 else torch.cat(parts), dtype)
+
+
+def _as_type(rows_RD: Tensor, dtype: torch.dtype) -> Tensor:
+    """Asked first: ``to`` takes the host as long as an operation where it changes nothing."""
+    return rows_RD if rows_RD.dtype == dtype else rows_RD.to(dtype)

@@ -282,9 +282,11 @@ class Pass:
         written, saved = self._binding.stages[position].forward(step.task.span, *reads)
         if self._keeps:
             self.saved[position] = saved
-            if any(_wants_gradient(reads[number]) for number in step.graded_reads):
-                for number in step.graded_writes:
-                    _want_gradient(written[number])
+            for number in step.graded_reads:
+                if _wants_gradient(reads[number]):
+                    for wanted in step.graded_writes:
+                        _want_gradient(written[wanted])
+                    break
         return written
 
     def _adjoint(self, position: int, step: Step, grads: list[Any]) -> Sequence[Any]:

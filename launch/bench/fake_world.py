@@ -37,7 +37,9 @@ def fake_world(num_ranks: int) -> Iterator[None]:
         def hosts(thing: object, group: dist.ProcessGroup | None) -> list[str]:
             return [f"node {rank // RANKS_PER_NODE}" for rank in range(num_ranks)]
 
-        change(dist.ProcessGroup, "alltoall_base", _all_to_all)
+        for name in ("alltoall_base", "all_to_all_single"):  # the second since torch 2.13
+            if name in vars(dist.ProcessGroup):
+                change(dist.ProcessGroup, name, _all_to_all)
         change(layout, "timeout_of", lambda group: timedelta(minutes=1))  # a fake group has none
         change(layout, "gather_objects", hosts)
         # As NCCL does: by pairs is for gloo between hosts.
