@@ -133,6 +133,8 @@ class Wire:
         group = self.group
         if group is None:
             return rows
+        if self.coding is None:
+            return self.all_to_all(rows, sent_C, received_C, group)
         return self._coded(lambda sent: self.all_to_all(sent, sent_C, received_C, group), rows)
 
     def _coded(self, travel: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:

@@ -216,6 +216,7 @@ class Pass:
         self._places = binding.training if is_training else binding.evaluation
         self._table: list[Any] = [None] * len(binding.table.num_readers)
         self._unread = list(binding.table.num_readers)
+        self._parts: dict[tuple[int, int], dict[int, Tensor]] = {}  # of pieces, still to be read
         self._lock = threading.Lock()
         self._errors: list[BaseException] = []
         # Asked once: marks cost a little.
@@ -298,7 +299,10 @@ class Pass:
             saved = kept[uncut]
         for w in step.forgets:
             kept[w] = ()
-        if all(grad is None for grad in grads):
+        for grad in grads:
+            if grad is not None:
+                break
+        else:
             return ()
         if uncut is None:
             saved = stage.recut(span, pieces)
@@ -320,7 +324,7 @@ class Pass:
             if (piece := self._table[number]) is None or span is None or wanted.span is None:
                 return piece
             self._lanes.keep((piece,))
-            return self._narrow(piece, span, wanted.span)
+            return self._part(number, piece, span, wanted.span)
         whole: list[tuple[int, Any]] = []
         smaller: list[tuple[Span, int, Tensor]] = []
         found = [(n, span, self._table[n]) for n, span in wanted.pieces]
@@ -333,7 +337,7 @@ class Pass:
                 whole.append((number, piece))
                 continue
             shared = span.shared_with(wanted.span)
-            narrowed = self._narrow(piece, span, shared)
+            narrowed = self._part(number, piece, span, shared)
             if shared == wanted.span:
                 whole.append((number, narrowed))
             else:
@@ -342,6 +346,24 @@ class Pass:
             assert wanted.span is not None
             whole.append((max(n for _, n, _ in smaller), self._joined(smaller, wanted.span)))
         return _sum([piece for _, piece in sorted(whole, key=itemgetter(0))])
+
+    def _part(self, number: int, piece: Tensor, span: Span, wanted: Span) -> Tensor:
+        """Of a piece by its place in the table. Where it falls into parts that are as long, one
+        after another is read, and all are made at once."""
+        width, length = wanted.stop - wanted.start, span.stop - span.start
+        if width == length or length % width or (wanted.start - span.start) % width:
+            return self._narrow(piece, span, wanted)
+        parts = self._parts.get((number, width))
+        if parts is None:
+            starts = range(span.start, span.stop, width)
+            lengths = [self._cut.length(Span(start, start + width)) for start in starts]
+            made = piece.detach().split_with_sizes(lengths)
+            for part in made if piece.requires_grad else ():
+                part.requires_grad_()
+            # Lanes that come at once take from the same.
+            parts = self._parts.setdefault((number, width), dict(zip(starts, made)))
+        part = parts.pop(wanted.start, None)
+        return self._narrow(piece, span, wanted) if part is None else part
 
     def _narrow(self, piece: Tensor, span: Span, wanted: Span) -> Tensor:
         if span == wanted:
