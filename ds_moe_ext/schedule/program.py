@@ -362,8 +362,8 @@ class Pass:
                 part.requires_grad_()
             # Lanes that come at once take from the same.
             parts = self._parts.setdefault((number, width), dict(zip(starts, made)))
-        part = parts.pop(wanted.start, None)
-        return self._narrow(piece, span, wanted) if part is None else part
+        found = parts.pop(wanted.start, None)
+        return self._narrow(piece, span, wanted) if found is None else found
 
     def _narrow(self, piece: Tensor, span: Span, wanted: Span) -> Tensor:
         if span == wanted:
