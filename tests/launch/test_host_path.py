@@ -18,6 +18,8 @@ import torch
 from host_counts import counted
 from host_path import BUILDERS, Job, Result, measure
 from host_path_contenders import OURS, Sizes
+from host_path_turns import Turns, compare, table_of
+from rich.console import Console
 from torch import Tensor
 
 from tests.ranks import forkserver
@@ -134,3 +136,14 @@ def test_copies_are_counted_and_the_hosts_own_work_is_not() -> None:
         device.repeat_interleave(device, output_size=6)
         device[there.clamp(max=3)]
     assert counts.waits.total() == 1 and not counts.copies
+
+
+@pytest.mark.slow
+def test_contenders_take_turns() -> None:
+    all_turns = [Turns(f".:{name}", ranks=8, slots=2) for name in ("ep", "fssdp")]
+    found = compare(all_turns, rounds=2, console=Console(quiet=True))
+    for turns in all_turns:
+        turns.end()
+    assert [len(seconds) for seconds in found] == [2, 2]
+    assert min(map(min, found)) > 0
+    assert table_of([turns.where for turns in all_turns], found).row_count == 2
