@@ -95,8 +95,9 @@ class Route:
     @cached_property
     def row_N(self) -> Tensor:
         """Where each choice lies in send order, int64 ``[T * K]``; only if the route is full."""
-        numbers_N = _numbers(self.choice_N.numel(), self.choice_N.device)
-        return torch.empty_like(self.choice_N).scatter_(0, self.choice_N, numbers_N)
+        row_N = torch.empty_like(self.choice_N)
+        numbers_N = torch.arange(self.choice_N.numel(), device=self.choice_N.device)
+        return row_N.scatter_(0, self.choice_N, numbers_N)
 
     def spread(self, rows_N: Tensor) -> Tensor:
         """Rows in send order to ``[T, K, ...]``; zeros where a choice was dropped."""
@@ -404,11 +405,6 @@ def _places(
     choice_T = ranges(np.zeros_like(length_G), length_G * top_k)
     choice, token = on_device(np.stack((choice_T, choice_T // top_k)), device)
     return choice, token
-
-
-@lru_cache(maxsize=4)
-def _numbers(length: int, device: torch.device) -> Tensor:
-    return torch.arange(length, device=device)
 
 
 def transposed_blocks(lengths: np.ndarray, axes: tuple[int, ...], device: torch.device) -> Tensor:
