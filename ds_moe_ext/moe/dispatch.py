@@ -135,7 +135,9 @@ class Wire:
             return rows
         if self.coding is None:
             return self.all_to_all(rows, sent_C, received_C, group)
-        return self._coded(lambda sent: self.all_to_all(sent, sent_C, received_C, group), rows)
+        return self.coding.around(
+            lambda sent: self.all_to_all(sent, sent_C, received_C, group), rows
+        )
 
     def _coded(self, travel: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
         return travel(rows) if self.coding is None else self.coding.around(travel, rows)

@@ -129,14 +129,11 @@ class Route:
         y_TKD = self.spread(rows_ND)
         if weight_TK is None:
             return y_TKD[:, 0] if self.top_k == 1 else y_TKD.sum(dim=1)
-        (y_TD, *others), (weight_T1, *weights) = (
-            y_TKD.unbind(1),
-            weight_TK.split_with_sizes([1] * self.top_k, 1),
-        )
-        total_TD = y_TD * weight_T1
-        for y_TD, weight_T1 in zip(others, weights):
+        by_choice = zip(y_TKD.unbind(1), weight_TK.split_with_sizes([1] * self.top_k, 1))
+        total_TD = torch.mul(*next(by_choice))
+        for y_TD, weight_T1 in by_choice:
             total_TD.addcmul_(y_TD, weight_T1)
-        return total_TD if total_TD.dtype == rows_ND.dtype else total_TD.to(rows_ND.dtype)
+        return total_TD.to(rows_ND.dtype)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All index tensors that were made so far, but for what sorts."""

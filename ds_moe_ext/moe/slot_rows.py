@@ -75,18 +75,12 @@ class SlotSortings:
         device: of the rows.
         beside: another order, whose index is wanted too.
         made: what is on the device so far.
-        is_in_order: rows come in the order of slots.
     """
 
     rows_GXS: np.ndarray
     device: torch.device
     beside: Moved | None = None
     made: list[Tensor] = field(default_factory=list)
-    is_in_order: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        _, num_blocks, num_slots = self.rows_GXS.shape
-        object.__setattr__(self, "is_in_order", num_blocks <= 1 or num_slots <= 1)
 
     def each(self) -> list[SlotSorting]:
         """Of one span each."""
@@ -100,6 +94,11 @@ class SlotSortings:
             SlotRows(sum(host_S), partial(self._end_S, number), [tuple(host_S)])
             for number, host_S in enumerate(host_GS)
         ]
+
+    @cached_property
+    def is_in_order(self) -> bool:
+        """Whether rows come in the order of slots."""
+        return min(self.rows_GXS.shape[1:]) <= 1
 
     @cached_property
     def _made(self) -> tuple[Sequence[Tensor], Tensor]:

@@ -299,7 +299,7 @@ class Pass:
             saved = kept[uncut]
         for w in step.forgets:
             kept[w] = ()
-        for grad in grads:
+        for grad in grads:  # a generator would take the host as long as all the rest of this
             if grad is not None:
                 break
         else:

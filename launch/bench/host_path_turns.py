@@ -13,16 +13,18 @@ to the first are paired by turn; a checkout beside itself says how far to trust 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import IO
 
-from host_path import BUILDERS, NUM_WARM_UPS, no_collector, take_step
+import torch
+from fake_world import as_on_cuda, fake_world
+from host_path import BUILDERS, NUM_WARM_UPS, lower_us, no_collector, take_step
 from host_path_contenders import Batch, Sizes
 from rich.console import Console
 from rich.progress import track
@@ -36,26 +38,19 @@ _WORKER = "--answers"
 def answer(name: str, ranks: int, slots: int, asked: IO[str], told: IO[str]) -> None:
     """Take the steps of a turn for each line that is asked; tell the caller's mean seconds of a
     layer, forward and backward. In a process of its own."""
-    import torch
-    from fake_world import as_on_cuda, fake_world
-
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     sizes = Sizes(layers=4, experts=ranks * slots, tokens=64, top_k=2)
     with fake_world(ranks), as_on_cuda():
         contender = BUILDERS[name](sizes)
-        number = 0
-        while number < NUM_WARM_UPS:
-            take_step(contender, Batch.of(sizes, number), number)
-            number += 1
+        steps = (take_step(contender, Batch.of(sizes, number), number) for number in count())
+        for _ in range(NUM_WARM_UPS):
+            next(steps)
         with no_collector():
             for _ in asked:
-                seconds = []
-                for _ in range(STEPS):
-                    step = take_step(contender, Batch.of(sizes, number), number)
-                    seconds.append(step.forward.caller_s + step.backward.caller_s)
-                    number += 1
-                print(json.dumps(statistics.fmean(seconds)), file=told, flush=True)
+                turn = [next(steps) for _ in range(STEPS)]
+                seconds = statistics.fmean(s.forward.caller_s + s.backward.caller_s for s in turn)
+                print(seconds, file=told, flush=True)
 
 
 class Turns:
@@ -68,15 +63,14 @@ class Turns:
     """
 
     def __init__(self, where: str, ranks: int, slots: int) -> None:
-        folder, _, self.name = where.partition(":")
+        folder, _, name = where.partition(":")
         self.where = where
         root = Path(folder).resolve()
-        script = root / "launch" / "bench" / Path(__file__).name
-        # One from before this script was there runs it beside its own product.
-        script = script if script.exists() else Path(__file__).resolve()
+        # This script, of which older checkouts have none, with all else of the checkout's own.
+        script = Path(__file__).resolve()
         paths = os.pathsep.join((str(root / "launch" / "bench"), str(root)))
         self._process = subprocess.Popen(
-            [sys.executable, str(script), _WORKER, self.name, str(ranks), str(slots)],
+            [sys.executable, str(script), _WORKER, name, str(ranks), str(slots)],
             cwd=root,
             env={**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"},
             stdin=subprocess.PIPE,
@@ -96,7 +90,7 @@ class Turns:
         line = told.readline()
         if not line:
             raise RuntimeError(f"{self.where} ended with {self._process.wait()}; see its output")
-        return float(json.loads(line))
+        return float(line)
 
     def end(self) -> None:
         """Let the process end."""
@@ -123,10 +117,11 @@ def table_of(names: Sequence[str], found: Sequence[Sequence[float]]) -> Table:
     for column in ("lower quartile", "x first", "quartiles"):
         table.add_column(column, justify="right")
     for name, seconds in zip(names, found):
-        low_s, *_ = statistics.quantiles(seconds, n=4, method="inclusive")
         ratios = [own / first for own, first in zip(seconds, found[0])]
         low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-        table.add_row(name, f"{1e6 * low_s:,.0f}", f"{middle:.3f}", f"{low:.3f}-{high:.3f}")
+        table.add_row(
+            name, f"{lower_us(iter(seconds)):,.0f}", f"{middle:.3f}", f"{low:.3f}-{high:.3f}"
+        )
     return table
 
 
