@@ -28,12 +28,16 @@ class Placement:
 
     Attributes:
         holds_EC: bool ``[E, C]``, true where the cell holds a copy of the expert.
+        first_EC: which of these have the first slots of their cells, as those at home have, so that
+            what lies together in memory is computed together; others come behind. Either kind in
+            the order of experts; None: all.
 
     Raises:
         ValueError: an expert is held by no cell.
     """
 
     holds_EC: np.ndarray
+    first_EC: np.ndarray | None = None
     _experts: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False)
     _columns: dict[int, np.ndarray | slice] = field(default_factory=dict, init=False, repr=False)
 
@@ -62,8 +66,10 @@ class Placement:
         return cls(np.asarray(owner_E)[:, None] == np.arange(num_cells))
 
     def with_copies(self, copies_EC: np.ndarray) -> Placement:
-        """This placement and the copies that ``copies_EC`` marks, bool ``[E, C]``."""
-        return Placement(self.holds_EC | copies_EC)
+        """This placement and the copies that ``copies_EC`` marks, bool ``[E, C]``, in slots behind
+        those that are taken; more copies come among these."""
+        first_EC = self.holds_EC if self.first_EC is None else self.first_EC
+        return Placement(self.holds_EC | copies_EC, first_EC)
 
     @property
     def num_experts(self) -> int:
@@ -121,8 +127,11 @@ class Placement:
     @cached_property
     def slot_EC(self) -> np.ndarray:
         """Slot of each expert in each cell that holds it, -1 elsewhere, int64 ``[E, C]``."""
-        slot = np.cumsum(self.holds_EC, axis=0) - 1
-        return _frozen(np.where(self.holds_EC, slot, -1))
+        pair_N = np.arange(self.flat_N.size) if self.by_holder_N is None else self.by_holder_N
+        slot_EC = np.full(self.holds_EC.shape, -1, dtype=np.int64)
+        cell_N = self.holder_N[pair_N]
+        slot_EC[self.expert_N[pair_N], cell_N] = np.arange(pair_N.size) - self.held_C1[cell_N]
+        return _frozen(slot_EC)
 
     @cached_property
     def expert_CS(self) -> np.ndarray:
@@ -136,7 +145,10 @@ class Placement:
     def by_holder_N(self) -> np.ndarray | None:
         """Takes pairs, in the order of ``flat_N``, to that of holders and their slots, int64
         ``[N]``; None where it is theirs: one copy an expert, experts in the order of cells."""
-        order_N = np.argsort(self.holder_N, kind="stable")
+        key_N = self.holder_N
+        if self.first_EC is not None:
+            key_N = 2 * key_N + ~self.first_EC.ravel()[self.flat_N]
+        order_N = np.argsort(key_N, kind="stable")
         in_order = np.array_equal(order_N, np.arange(order_N.size))
         return None if in_order else _frozen(order_N)
 
@@ -153,7 +165,7 @@ class Placement:
         self.columns_of(cell)
 
     def experts_of(self, cell: int) -> np.ndarray:
-        """Expert ids of one cell in slot order (ascending), int64 ``[<= S]``."""
+        """Expert ids of one cell in slot order, int64 ``[<= S]``."""
         if cell not in self._experts:
             self._experts[cell] = self._found_experts(cell)
         return self._experts[cell]

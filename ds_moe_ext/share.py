@@ -204,7 +204,7 @@ class _Coming(NamedTuple):
     """What one holder gets of the rows of its ``S`` experts in one layer.
 
     Attributes:
-        expert_S: they, ascending.
+        expert_S: they, by slot.
         turns_C1S: its part of each sender's.
     """
 
@@ -345,7 +345,10 @@ class _NearestCopies:
             expert = np.concatenate(
                 [holders.expert_A[alone], holders.expert_X[holders.copied_N[copied]]]
             )
-            order = np.lexsort((expert, layer))  # as slots are
+            in_slots = [target.experts_of(holder) for target in self.targets]
+            of_slots = np.repeat(np.arange(len(in_slots)), list(map(len, in_slots)))
+            order = np.empty(len(layer), dtype=np.int64)  # of slots
+            order[np.lexsort((np.concatenate(in_slots), of_slots))] = np.lexsort((expert, layer))
             shape_CA = holders.num_cells, len(alone)
             among, turn = (
                 np.concatenate([np.full(shape_CA, value), table], axis=1)[:, None, order]

@@ -65,10 +65,12 @@ def test_grouped_linear_is_one_product_a_slot(
         assert relative_error(one.double(), other.double()) <= tolerance
 
 
+@pytest.mark.parametrize("sizes", [(), (S,), (1, 3)], ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_feed_forward_layouts(is_transposed: bool, has_bias: bool) -> None:
-    """GPT-OSS stores its weights transposed and has biases; Mixtral neither."""
+def test_feed_forward_layouts(is_transposed: bool, has_bias: bool, sizes: tuple[int, ...]) -> None:
+    """GPT-OSS stores its weights transposed and has biases; Mixtral neither. Weights come by slot,
+    or in stacks of so many slots, as those of copies behind those at home."""
     up, down = rand(S, 2 * F, D), rand(S, D, F)
     up_bias, down_bias = rand(S, 2 * F), rand(S, D)
     stored = [up.mT.contiguous(), down.mT.contiguous()] if is_transposed else [up, down]
@@ -77,7 +79,11 @@ def test_feed_forward_layouts(is_transposed: bool, has_bias: bool) -> None:
     function = FeedForwardExperts(silu_gated, is_transposed=is_transposed, has_bias=has_bias)
     by_slot = [weight[slot].clone() for slot in range(S) for weight in weights]
     inputs = [t.requires_grad_() for t in (x, *by_slot)]
-    ours = function(x, slots(), tuple(by_slot))
+    given = by_slot
+    if sizes:
+        columns = (torch.stack(by_slot[n :: len(weights)]) for n in range(len(weights)))
+        given = [each for stack in zip(*(own.split(sizes) for own in columns)) for each in stack]
+    ours = function(x, slots(), tuple(given))
     outs = []
     for slot, rows in enumerate(x.split(ROWS_S)):
         own = by_slot[slot * len(weights) : (slot + 1) * len(weights)]

@@ -84,6 +84,18 @@ def test_copies_beside_what_is_held() -> None:
     assert home.holds_EC.sum() == 2
 
 
+def test_copies_have_slots_behind() -> None:
+    """Also those that are added later; either kind in the order of experts."""
+    home = Placement.block(4, 2)
+    target = home.with_copies(holds("..", ".x", "x.", "x."))
+    assert [target.experts_of(cell).tolist() for cell in range(2)] == [[0, 1, 2, 3], [2, 3, 1]]
+    more = target.with_copies(holds(".x", "..", "..", ".."))
+    assert more.experts_of(1).tolist() == [2, 3, 0, 1]
+    assert more.expert_CS.tolist() == [[0, 1, 2, 3], [2, 3, 0, 1]]
+    assert more.slot_EC.tolist() == [[0, 2], [1, 3], [2, 0], [3, 1]]
+    assert more.describe() == "0 1 2 3|2 3 0 1"
+
+
 def test_text() -> None:
     assert Placement(UNEVEN).describe() == "0 2 3|2|1 3"
     assert Placement.owned_by(np.array([2, 0, 2]), 3).describe() == "1||0 2"
@@ -122,7 +134,10 @@ def placements(draw: st.DrawFn) -> Placement:
     num_experts, num_cells = draw(st.integers(1, 6)), draw(st.integers(1, 5))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     held_EC = rng.random((num_experts, num_cells)) < draw(st.sampled_from((0.0, 0.2, 0.6, 1.0)))
-    held_EC[np.arange(num_experts), rng.integers(num_cells, size=num_experts)] = True
+    home_E = rng.integers(num_cells, size=num_experts)
+    if draw(st.booleans()):
+        return Placement.owned_by(home_E, num_cells).with_copies(held_EC)
+    held_EC[np.arange(num_experts), home_E] = True
     return Placement(held_EC)
 
 
@@ -131,7 +146,13 @@ def placements(draw: st.DrawFn) -> Placement:
 def test_tables_agree_with_each_other(placement: Placement) -> None:
     for cell in range(placement.num_cells):
         experts = placement.experts_of(cell).tolist()
-        assert experts == [e for e in range(placement.num_experts) if placement.holds_EC[e, cell]]
+        first_E = (
+            placement.holds_EC[:, cell]
+            if placement.first_EC is None
+            else placement.first_EC[:, cell]
+        )
+        later_E = placement.holds_EC[:, cell] & ~first_E
+        assert experts == [*np.flatnonzero(first_E), *np.flatnonzero(later_E)]
         row = placement.expert_CS[cell].tolist()
         assert row == experts + [-1] * (placement.num_slots - len(experts))
         assert [placement.slot_EC[e, cell] for e in experts] == list(range(len(experts)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -43,8 +44,8 @@ def as_on_a_gpu() -> Iterator[None]:
         yield
 
 
-def drawn(case: Case) -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Rows, their gradient, and weights: by slot, and stacked."""
+def drawn(case: Case, sizes: tuple[int, ...] = ()) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Rows, their gradient, and weights: by slot, or in stacks of so many slots."""
     generator = torch.Generator().manual_seed(0)
 
     def rand(*shape: int) -> Tensor:
@@ -58,29 +59,36 @@ def drawn(case: Case) -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor,
     kept = [slot + (case.gap and slot > 1) for slot in range(S)]
     of_rows, of_up, of_down = case.trained
     own = [w for i in kept for w in (up[i].requires_grad_(of_up), down[i].requires_grad_(of_down))]
-    stacks = up[kept].clone().requires_grad_(of_up), down[kept].clone().requires_grad_(of_down)
-    return rows.requires_grad_(of_rows), grad, tuple(own), stacks
+    if sizes:
+        parts = zip(up[kept].split(sizes), down[kept].split(sizes))
+        own = [
+            stack.clone().requires_grad_(is_trained)
+            for both in parts
+            for stack, is_trained in zip(both, (of_up, of_down))
+        ]
+    return rows.requires_grad_(of_rows), grad, tuple(own)
 
 
 def by_autograd(case: Case, function: FeedForwardExperts, slots: SlotRows) -> list[Any]:
-    rows, grad, weights, _ = drawn(case)
+    rows, grad, weights = drawn(case)
     (out,), saved = run_apart(lambda x, w: (function(x, slots, w),), (rows, weights))
     found = gradients(saved, (grad,), (True,))
     return [out, *flat(found)]
 
 
 def by_hand(
-    case: Case, function: FeedForwardExperts, slots: SlotRows, *, stacked: bool
+    case: Case, function: FeedForwardExperts, slots: SlotRows, sizes: tuple[int, ...]
 ) -> list[Any]:
-    rows, grad, weights, stacks = drawn(case)
-    given = stacks if stacked else weights
+    rows, grad, given = drawn(case, sizes)
     computed = function.by_hand(rows, slots, given, function.arrangement(given).runs)
     assert computed is not None
     out, adjoint, kept = computed
     assert not out.requires_grad
     found = adjoint.gradients(kept, grad)
-    if stacked:
-        by_name = [[None] * S if stack is None else stack.unbind() for stack in found[1]]
+    if sizes and found:
+        each = zip(found[1], (size for size in sizes for _ in range(2)))
+        by_stack = [[None] * size if stack is None else [*stack.unbind()] for stack, size in each]
+        by_name = [[*chain.from_iterable(by_stack[number::2])] for number in range(2)]
         found = found[0], tuple(weight for slot in zip(*by_name) for weight in slot)
     return [out, *flat(found)]
 
@@ -111,19 +119,20 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("sizes", [(), (S,), (3, 1), (1, 2, 1)], ids=str)
 @pytest.mark.parametrize("is_gpu", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_own_adjoint_is_autograds(name: str, is_gpu: bool, stacked: bool) -> None:
+def test_own_adjoint_is_autograds(name: str, is_gpu: bool, sizes: tuple[int, ...]) -> None:
+    """By slot, or in stacks of slots."""
     case = CASES[name]
     function = FeedForwardExperts(silu_gated, is_transposed=case.is_transposed)
     slots = SlotRows.of(np.asarray(case.rows_S), torch.device("cpu"))
     plain = by_autograd(case, function, slots)
     if is_gpu:
         with as_on_a_gpu():
-            ours = by_hand(case, function, slots, stacked=stacked)
+            ours = by_hand(case, function, slots, sizes)
     else:
-        ours = by_hand(case, function, slots, stacked=stacked)
+        ours = by_hand(case, function, slots, sizes)
     assert len(ours) == len(plain) == 2 + 2 * S
     for one, other in zip(ours, plain):
         assert (one is None) == (other is None)
@@ -139,7 +148,7 @@ def test_own_adjoint_is_autograds(name: str, is_gpu: bool, stacked: bool) -> Non
 
 def test_silu_is_not_kept() -> None:
     case = Case()
-    rows, _, weights, _ = drawn(case)
+    rows, _, weights = drawn(case)
     function = FeedForwardExperts(silu_gated)
     slots = SlotRows.of(np.asarray(case.rows_S), torch.device("cpu"))
     with as_on_a_gpu():
@@ -152,7 +161,7 @@ def test_silu_is_not_kept() -> None:
 @pytest.mark.parametrize("other", ["biases", "activation", "autocast", "types", "no weights"])
 def test_what_autograd_differentiates(other: str) -> None:
     case = Case()
-    rows, _, weights, _ = drawn(case)
+    rows, _, weights = drawn(case)
     function = FeedForwardExperts(silu_gated)
     if other == "biases":
         function = replace(function, has_bias=True)

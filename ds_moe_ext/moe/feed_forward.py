@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor
@@ -24,8 +25,8 @@ class FeedForwardExperts:
     """Up, activation, down: GPT's two matrices or SwiGLU's three (gate and up joined).
 
     Weights of a slot, in order: up ``[F', D]``, up bias ``[F']`` if ``has_bias``, down ``[D, F]``,
-    down bias ``[D]`` if ``has_bias``; F' is 2F where ``activation`` halves. Or of all slots one
-    tensor each, with the slots first.
+    down bias ``[D]`` if ``has_bias``; F' is 2F where ``activation`` halves. Or those of stacks: of the
+    first so many slots one tensor each, with the slots first, then of the slots behind these.
 
     Attributes:
         activation: ``[R, F'] -> [R, F]``.
@@ -42,23 +43,21 @@ class FeedForwardExperts:
     def __call__(self, rows_RD: Tensor, slots: SlotRows, weights: tuple[Tensor, ...]) -> Tensor:
         if not weights:
             return rows_RD.clone()  # this rank has no expert of the layer, and no rows
-        if self.is_stacked(weights) and self._is_grouped(weights):
-            return self._grouped(rows_RD, slots, weights)
-        by_name = self._by_name(weights)
         if not self._is_grouped(weights):
-            return self._slot_by_slot(rows_RD, slots, *by_name)
-        runs = runs_of(by_name)
+            return self._slot_by_slot(rows_RD, slots, *self._by_name(weights))
+        if self.is_stacked(weights):
+            stacks, runs = self._stacks(weights), stack_bounds(self._stacks(weights))
+        else:
+            by_name = self._by_name(weights)
+            runs = runs_of(by_name)
+            stacks = [tuple(stacked(own[start:stop]) for own in by_name) for start, stop in runs]
         if len(runs) == 1:
-            return self._grouped(rows_RD, slots, [stacked(own) for own in by_name])
+            return self._grouped(rows_RD, slots, stacks[0])
         slots_of = [slots.between(start, stop) for start, stop in runs]
         # Split, not narrowed: backward is one copy for all.
         parts = rows_RD.split([own.num_rows for own in slots_of])
-        return torch.cat(
-            [
-                self._grouped(rows, own, [stacked(w[start:stop]) for w in by_name])
-                for rows, own, (start, stop) in zip(parts, slots_of, runs)
-            ]
-        )
+        computed = zip(parts, slots_of, stacks)
+        return torch.cat([self._grouped(rows, own, stack) for rows, own, stack in computed])
 
     def by_hand(
         self,
@@ -83,7 +82,7 @@ class FeedForwardExperts:
     def arrangement(self, weights: tuple[Tensor, ...]) -> Arrangement:
         """How slots compute: in another order where that takes fewer GEMMs, at once or alone."""
         if self.is_stacked(weights):
-            return Arrangement(None, ((0, len(weights[0])),))
+            return Arrangement(None, stack_bounds(self._stacks(weights)))
         by_name = self._by_name(weights)
         num_slots = len(by_name[0])
         if num_slots > 1 and self._is_grouped(weights):
@@ -91,14 +90,23 @@ class FeedForwardExperts:
         return Arrangement(None, ((0, num_slots),))
 
     def is_stacked(self, weights: tuple[Tensor, ...]) -> bool:
-        """Whether each is of all slots."""
+        """Whether each is of several slots."""
         return bool(weights) and weights[0].dim() == 3
 
+    @property
+    def _num_names(self) -> int:
+        return 4 if self.has_bias else 2
+
     def _by_name(self, weights: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+        by_name = [weights[i :: self._num_names] for i in range(self._num_names)]
         if self.is_stacked(weights):
-            return [weight.unbind() for weight in weights]
-        num_weights = 4 if self.has_bias else 2
-        return [weights[i::num_weights] for i in range(num_weights)]
+            return [tuple(chain.from_iterable(map(torch.unbind, own))) for own in by_name]
+        return by_name
+
+    def _stacks(self, weights: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+        """The weights of each stack."""
+        size = self._num_names
+        return [weights[first : first + size] for first in range(0, len(weights), size)]
 
     def _is_grouped(self, weights: tuple[Tensor, ...]) -> bool:
         return bool(weights) and (self.has_bias or not weights[0].is_cpu)
@@ -127,3 +135,8 @@ class FeedForwardExperts:
             for rows, into, out_of in parts
         ]
         return torch.cat(outs).to(rows_RD.dtype)
+
+
+def stack_bounds(stacks: Sequence[Sequence[Tensor]]) -> tuple[tuple[int, int], ...]:
+    """First slot of each stack, and the first one behind it."""
+    return tuple(pairwise(accumulate((len(up) for up, *_ in stacks), initial=0)))

@@ -109,14 +109,15 @@ class SwiGluAdjoint:
         runs: of slots.
         wanted: gradients.
         is_transposed: weights are stored ``[in, out]``.
-        is_stacked: they came as one tensor a name.
+        stacks: slots ``start`` to ``stop`` whose weights came as one tensor a name; none where they
+            came slot by slot.
         dtype: of the rows as they came.
     """
 
     runs: tuple[_Run, ...]
     wanted: Wanted
     is_transposed: bool
-    is_stacked: bool
+    stacks: Sequence[tuple[int, int]]
     dtype: torch.dtype
 
     def gradients(self, kept: Sequence[Tensor], grad_RD: Tensor) -> tuple[Any, ...]:
@@ -135,17 +136,18 @@ class SwiGluAdjoint:
             if grad_rows is not None:
                 rows.append(grad_rows)
         grad_rows = _joined(rows, self.dtype) if self.wanted.rows else None
-        if self.is_stacked:
-            return grad_rows, (grads_up.stack_S, grads_down.stack_S)
-        return grad_rows, tuple(chain.from_iterable(zip(grads_up.by_slot, grads_down.by_slot)))
+        both = (grads.as_weights(self.stacks) for grads in (grads_up, grads_down))
+        return grad_rows, tuple(chain.from_iterable(zip(*both)))
 
     def _room(self, is_wanted: bool, last: Tensor) -> _WeightGrads:
         """For a weight, of which the last run's is known."""
-        num_slots = self.runs[-1].stop
-        if is_wanted and self.is_stacked and len(self.runs) > 1:  # slot by slot into one
-            stack_S = last.new_empty(num_slots, *last.shape)
-            return _WeightGrads(list(stack_S), stack_S)
-        return _WeightGrads([None] * num_slots)
+        grads = _WeightGrads([None] * self.runs[-1].stop, {})
+        if is_wanted and len(self.runs) > len(self.stacks) > 0:
+            for start, stop in self.stacks:  # slot by slot into one
+                stack_S = last.new_empty(stop - start, *last.shape[-2:])
+                grads.by_slot[start:stop] = list(stack_S)
+                grads.stacks[start] = stack_S
+        return grads
 
     def _of_run(
         self,
@@ -174,16 +176,11 @@ class SwiGluAdjoint:
 
     def _of_weight(self, run: _Run, grad: Tensor, rows: Tensor, grads: _WeightGrads) -> None:
         one, other = (rows, grad) if self.is_transposed else (grad, rows)
-        if grads.stack_S is not None:
-            run.product(one.mT, other, grads.by_slot[run.start])
-            return
-        found = run.product(one.mT, other)
-        if self.is_stacked:
-            grads.stack_S = found if run.end_S is not None else found[None]
-        elif run.end_S is None:
-            grads.by_slot[run.start] = found
+        if run.end_S is not None:
+            grads.stacks[run.start] = run.product(one.mT, other)
         else:
-            grads.by_slot[run.start : run.stop] = found.unbind()
+            room = grads.by_slot[run.start]
+            grads.by_slot[run.start] = run.product(one.mT, other, room)
 
 
 @dataclass(eq=False, slots=True)
@@ -191,12 +188,26 @@ class _WeightGrads:
     """Gradients of a weight.
 
     Attributes:
-        by_slot: of each slot.
-        stack_S: of all, where the weights came so.
+        by_slot: of each slot that is computed alone; before, where that is to be written, or None.
+        stacks: of the slots of a run or a stack, by the first one.
     """
 
     by_slot: list[Tensor | None]
-    stack_S: Tensor | None = None
+    stacks: dict[int, Tensor]
+
+    def as_weights(self, stacks: Sequence[tuple[int, int]]) -> list[Tensor | None]:
+        """By stack, as the weights came; slot by slot where these are none."""
+        if stacks:
+            return [self._stack(start) for start, _ in stacks]
+        for start, stack_S in self.stacks.items():
+            self.by_slot[start : start + len(stack_S)] = stack_S.unbind()
+        return self.by_slot
+
+    def _stack(self, start: int) -> Tensor | None:
+        alone = self.by_slot[start]
+        if start in self.stacks or alone is None:
+            return self.stacks.get(start)
+        return alone[None]
 
 
 def swiglu(
@@ -212,21 +223,20 @@ def swiglu(
     Args:
         rows_RD: slot by slot.
         slots: rows of each.
-        weights: up ``[2F, D]`` and down ``[D, F]`` of each slot, or these transposed; or of all
-            slots one ``[S, 2F, D]`` and one ``[S, D, F]``.
-        runs: slots ``start`` to ``stop`` whose weights can be stacked.
+        weights: up ``[2F, D]`` and down ``[D, F]`` of each slot, or these transposed; or of stacks
+            of slots an ``[S, 2F, D]`` and an ``[S, D, F]`` each.
+        runs: slots ``start`` to ``stop`` whose weights can be stacked, or are.
         is_transposed: they are.
 
     Returns:
         Rows ``[R, D]``, the adjoint and what it takes.
     """
-    is_stacked = weights[0].dim() == 3
-    up_S, down_S = weights if is_stacked else (weights[::2], weights[1::2])
-    wanted = Wanted(rows_RD.requires_grad, *map(_is_trained, (up_S, down_S)))
+    stacks = runs if weights[0].dim() == 3 else ()
+    wanted = Wanted(rows_RD.requires_grad, *(_are_trained(weights[each::2]) for each in (0, 1)))
     rows = _as_type(rows_RD.detach(), weights[0].dtype)
     kept: list[Tensor] = []
     outs: list[Tensor] = []
-    own = tuple(_runs(rows, slots, up_S, down_S, runs))
+    own = tuple(_runs(rows, slots, weights, runs))
     for (run, up, down), part in zip(own, _parts(rows, [run for run, _, _ in own])):
         part_RD = rounded_up(part) if part.is_cpu else part
         gate_up_RF = run.product(part_RD, up if is_transposed else up.mT)
@@ -234,50 +244,54 @@ def swiglu(
         outs.append(run.own(run.product(product_RF, down if is_transposed else down.mT)))
         kept += part_RD, gate_up_RF, product_RF, up, down
     found = tuple(run for run, _, _ in own)
-    adjoint = SwiGluAdjoint(found, wanted, is_transposed, is_stacked, rows_RD.dtype)
+    adjoint = SwiGluAdjoint(found, wanted, is_transposed, stacks, rows_RD.dtype)
     return _joined(outs, rows_RD.dtype), adjoint, kept
 
 
-_BySlot = Tensor | Sequence[Tensor]
-"""A weight of all slots, stacked or one by one."""
+def _are_trained(weights: Sequence[Tensor]) -> bool:
+    return any(weight.requires_grad for weight in weights)
 
 
-def _is_trained(weight_S: _BySlot) -> bool:
-    if isinstance(weight_S, Tensor):
-        return weight_S.requires_grad
-    return any(weight.requires_grad for weight in weight_S)
+_Run_S = Tensor | Sequence[Tensor]
+"""A weight of the slots of a run, stacked or one by one."""
 
 
-def _at_once(weight_S: _BySlot, start: int, stop: int) -> Tensor:
-    """Of some slots, stacked."""
-    if not isinstance(weight_S, Tensor):
-        return as_one(weight_S[start:stop])
-    all_S = weight_S.detach()
-    return all_S if stop - start == len(all_S) else all_S[start:stop]
+def _by_run(
+    weights: Sequence[Tensor], runs: Sequence[tuple[int, int]]
+) -> Iterator[tuple[_Run_S, _Run_S]]:
+    """Up and down of each run."""
+    if weights[0].dim() == 3:
+        return zip(weights[::2], weights[1::2])
+    up_S, down_S = weights[::2], weights[1::2]
+    return ((up_S[start:stop], down_S[start:stop]) for start, stop in runs)
+
+
+def _at_once(run_S: _Run_S) -> Tensor:
+    """Stacked."""
+    return run_S.detach() if isinstance(run_S, Tensor) else as_one(run_S)
 
 
 def _runs(
     rows_RD: Tensor,
     slots: SlotRows,
-    up_S: _BySlot,
-    down_S: _BySlot,
+    weights: Sequence[Tensor],
     found: Sequence[tuple[int, int]],
 ) -> Iterator[tuple[_Run, Tensor, Tensor]]:
     """What is computed at once, with its weights. On a CPU one expert after the other, from its
     rows to its output: what lies between fits the caches, where that of all experts at once would
     go through memory."""
-    for start, stop in found:
+    for (start, stop), (ups, downs) in zip(found, _by_run(weights, found)):
         if stop - start > 1 and not rows_RD.is_cpu:
-            up, down = (_at_once(own, start, stop) for own in (up_S, down_S))
+            up, down = _at_once(ups), _at_once(downs)
             if has_grouped_mm(rows_RD, up) and has_grouped_mm(rows_RD, down):
                 own = slots if len(found) == 1 else slots.between(start, stop)
                 yield _Run(start, stop, own.num_rows, own.end_S), up, down
                 continue
+        is_all = len(found) == stop - start == 1
         # Slots without rows take part: their weights get gradients of zeros.
-        for slot in range(start, stop):
-            num_rows = slots.num_rows if len(up_S) == 1 else slots.on_host()[slot]
-            run = _Run(slot, slot + 1, num_rows, None)
-            yield run, up_S[slot].detach(), down_S[slot].detach()
+        for slot, (up, down) in enumerate(zip(ups, downs), start):
+            num_rows = slots.num_rows if is_all else slots.on_host()[slot]
+            yield _Run(slot, slot + 1, num_rows, None), up.detach(), down.detach()
 
 
 def _parts(rows_RD: Tensor, runs: Sequence[_Run]) -> Sequence[Tensor]:

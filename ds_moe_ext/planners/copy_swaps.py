@@ -62,7 +62,7 @@ def swap_copies(
             break
         number, division = found
         left -= number + 1
-        levels = levels_of(Placement(tried[number]))
+        levels = levels_of(home.with_copies(tried[number]))
     if levels is share.levels:
         return share
     swapped = LevelShare.planned(levels, rows_CE, sweeps=share.sweeps)

@@ -70,9 +70,8 @@ def materialize(
         lacks_LT = (~holds_XC[few.expert_LT]).sum(axis=2) * few.is_one_LT
         quota_LT = slot_quotas(few.rows_LT, copies_L * len(node_C), lacks_LT)
         _spread(holds_XC, few.expert_LT, quota_LT, copies_L, node_C)
-    return tuple(
-        Placement(holds_EC) for holds_EC in np.split(holds_XC, num_experts_L.cumsum()[:-1])
-    )
+    by_layer = np.split(holds_XC, num_experts_L.cumsum()[:-1])
+    return tuple(home.with_copies(holds_EC) for home, holds_EC in zip(homes, by_layer))
 
 
 def _check_cells(homes: Sequence[Placement], node_C: np.ndarray) -> None:

@@ -57,7 +57,7 @@ class BlockPlan:
         if copied:
             holds_EC = home.holds_EC.copy()
             holds_EC[copied] |= choices.holders_EC[copied]
-            target, rows = Placement(holds_EC), choices.rows_with(copied, alone)
+            target, rows = home.with_copies(holds_EC), choices.rows_with(copied, alone)
         return cls(
             target=target,
             selected=selected,
@@ -74,7 +74,7 @@ class BlockPlan:
         selected = self.selected[:num_copied]
         holds_EC, copied = home.holds_EC.copy(), list(selected)
         holds_EC[copied] = self.target.holds_EC[copied]
-        target = Placement(holds_EC)
+        target = home.with_copies(holds_EC)
         rows = cell_rows(home, target, rows_CE)
         return replace(
             self,

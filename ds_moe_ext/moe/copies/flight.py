@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ from torch import Tensor
 from ds_moe_ext.comm import add_each, sparse_reduce_scatter
 from ds_moe_ext.moe.copies.airfield import Airfield
 from ds_moe_ext.moe.copies.packing import gathered, packing_of
-from ds_moe_ext.moe.copies.slab import Slab, Weights, whole
+from ds_moe_ext.moe.copies.slab import Slab, Weights, are_stacked, by_slot, whole
 from ds_moe_ext.moe.copies.trips import Piece
+from ds_moe_ext.moe.memory_order import restacked
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.executor import Event
 from ds_moe_ext.schedule.task import GATHER
@@ -30,7 +32,7 @@ class Flight:
     Args:
         copies: what it shares with the layer's other flights.
         slab: where those of the plan lie.
-        own: weights of the experts at home on this rank, by expert.
+        home: weights of the experts at home on this rank, by slot or stacked.
         to_gather: what has to travel, piece by piece; the flight takes from it what it launches.
 
     Attributes:
@@ -39,16 +41,26 @@ class Flight:
     """
 
     def __init__(
-        self, copies: Airfield, slab: Slab, own: Mapping[int, Weights], to_gather: deque[Piece]
+        self, copies: Airfield, slab: Slab, home: Weights, to_gather: deque[Piece]
     ) -> None:
         self.copies, self.target = copies, copies.plan.target
-        self._slab, self._own = slab, own
+        self._slab, self._home = slab, home
+        self._is_home_stacked = are_stacked(home, copies.like)
+        self._computes_stacks = False
         self._to_gather = to_gather
         self._added = slab  # where copies lie that the rows asked for
         self._to_send: deque[tuple[Piece, Mapping[int, Weights]]] = deque()
         self._reductions: list[Event] = []
         self._arrived: dict[int, Weights] = {}
         self.preceding: Flight | None = None
+
+    @cached_property
+    def _own(self) -> Mapping[int, Weights]:
+        """Weights at home, by expert."""
+        copies = self.copies
+        if self._is_home_stacked:
+            return dict(zip(copies.trips.own, by_slot(self._home)))
+        return copies.by_expert(self._home, copies.plan.home)
 
     # Forward.
 
@@ -65,7 +77,8 @@ class Flight:
             self.launch()
 
     def weights(self, target: Placement) -> Weights:
-        """Weights of all experts that compute here in this pass, by slot. Waits for the copies.
+        """Weights of all experts that compute here in this pass, by slot; or stacked, those at home
+        and then the copies, where both are. Waits for the copies.
 
         Args:
             target: who holds what; more than was launched if the rows asked for it.
@@ -81,6 +94,10 @@ class Flight:
             self._launch(part, self._added, room, held)
             self.target = target
         self._wait()
+        is_planned = target is copies.plan.target and copies.trips.are_behind
+        if self._is_home_stacked and is_planned:
+            self._computes_stacks = True
+            return tuple([stack.detach() for stack in (*self._home, *self._slab.stacks)])
         there = {**self._added.held, **self._slab.held, **self._own}
         experts = copies.trips.experts_here(target)
         return tuple([weight.detach() for expert in experts for weight in there[expert]])
@@ -106,31 +123,45 @@ class Flight:
         """Have gradients of the copies ready to be sent; those that are known here now.
 
         Args:
-            grads: of all experts that computed here, by slot.
+            grads: of all experts that computed here, as ``weights`` gave theirs.
 
         Returns:
-            Those of the experts at home, by slot, and of the ticket.
+            Those of the experts at home, as their weights came, and of the ticket.
         """
         copies = self.copies
-        by_expert = copies.by_expert(grads, self.target)
-        of_copies = {
-            expert: whole(by_expert[expert], copies.like) for expert in self._copied(self.target)
-        }
+        own, of_copies = self._apart(grads)
         if copies.is_last_pass() or copies.plan.rematerialize:
             waiting = copies.all_waiting(of_copies)
             for piece in copies.trips.pieces_home(self.target):
                 some = {expert: own for expert, own in waiting.items() if expert in piece.experts}
                 self._to_send.append((piece, some))
         else:
-            planned = self._copied(copies.plan.target)
-            copies.let_wait({expert: of_copies.pop(expert) for expert in planned})
+            copies.let_wait({expert: of_copies.pop(expert) for expert in copies.trips.copied})
             if self.target is not copies.plan.target:
                 part = copies.trips.part_beyond_plan(self.target)
                 self._to_send.append((Piece(part, of_copies), of_copies))
         if copies.plan.rematerialize:
             self._slab.release()
-        own = (grad for expert in self._own for grad in by_expert[expert])
         return *own, copies.nothing
+
+    def _apart(
+        self, grads: Sequence[Tensor | None]
+    ) -> tuple[Sequence[Tensor | None], dict[int, Weights]]:
+        """Gradients at home, as their weights came, and those of the copies, by expert."""
+        copies, num_names = self.copies, len(self.copies.like)
+        if self._computes_stacks:
+            copied, stacks = copies.trips.copied, grads[num_names:]
+            like = self._slab.stacks
+            return grads[:num_names], dict(zip(copied, by_slot(whole(stacks, like))))
+        by_expert = copies.by_expert(grads, self.target)
+        own = [grad for expert in self._own for grad in by_expert[expert]]
+        if self._is_home_stacked:
+            own = [_restacked(own[number::num_names]) for number in range(num_names)]
+        return own, {
+            expert: whole(found, copies.like)
+            for expert, found in by_expert.items()
+            if expert not in self._own
+        }
 
     def send(self) -> None:
         """Send the next piece of the gradients home, if one is left."""
@@ -150,22 +181,25 @@ class Flight:
             return list(grads)
         arrived = self._arrived_grads()
         self.copies.lanes.keep(tuple(arrived.values()))
-        finished: list[Tensor] = []
         totals: list[Tensor] = []
         more: list[Tensor] = []
+        if self._is_home_stacked:  # into what the program made: nobody else has it
+            finished = [grad.contiguous() for grad in grads]
+            for expert, sums in arrived.items():
+                slot = self.copies.trips.own.index(expert)
+                totals += [stack[slot] for stack in finished]
+                more += sums
+            add_each(totals, more)
+            return finished
+        finished = list[Tensor]()
         for expert, own in self.copies.by_expert(grads, self.copies.plan.home).items():
-            sums = arrived.get(expert)
-            if sums is not None:  # into the sum, which is ours, and not into autograd's
-                totals += sums
+            its_sums = arrived.get(expert)
+            if its_sums is not None:  # into the sum, which is ours, and not into autograd's
+                totals += its_sums
                 more += own
-            finished += own if sums is None else sums
+            finished += own if its_sums is None else its_sums
         add_each(totals, more)
         return finished
-
-    def _copied(self, target: Placement) -> list[int]:
-        """Experts that compute here and are at home elsewhere."""
-        experts = self.copies.trips.experts_here(target)
-        return [expert for expert in experts if expert not in self._own]
 
     def _launch(
         self,
@@ -223,6 +257,12 @@ class Flight:
         self.copies.lanes.join(self._reductions)
         arrived, self._arrived = self._arrived, {}
         return arrived
+
+
+def _restacked(grads_S: Sequence[Tensor | None]) -> Tensor | None:
+    """Of a weight, all of whose slots have gradients, or none."""
+    given_S = [grad for grad in grads_S if grad is not None]
+    return restacked(given_S) if given_S else None
 
 
 def _unnoticed(room: Mapping[int, Weights]) -> dict[int, Weights]:

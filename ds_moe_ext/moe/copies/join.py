@@ -23,8 +23,7 @@ from torch import Tensor
 
 from ds_moe_ext.moe.copies.flight import Flight
 from ds_moe_ext.moe.copies.layer_copies import Copies
-from ds_moe_ext.moe.copies.slab import Weights, by_slot
-from ds_moe_ext.moe.memory_order import restacked
+from ds_moe_ext.moe.copies.slab import Weights
 from ds_moe_ext.moe.route import LayerRoute
 from ds_moe_ext.schedule.crew import SavesAlike
 from ds_moe_ext.schedule.task import Span
@@ -39,7 +38,7 @@ def started(copies: Copies, flight: Flight, weights: Weights) -> Weights:
         weights: of the experts at home on this rank, by slot or stacked.
 
     Returns:
-        The same by slot, and a ticket: an empty tensor that makes every rank take part in backward.
+        They, and a ticket: an empty tensor that makes every rank take part in backward.
     """
     ticket = copies.nothing.detach().requires_grad_(copies.is_trained)
     started: Weights = _Start.apply(copies, flight, ticket, *weights)
@@ -52,20 +51,12 @@ class _Start(torch.autograd.Function):
         ctx: Any, copies: Copies, flight: Flight, ticket: Tensor, *weights: Tensor
     ) -> Weights:
         ctx.copies, ctx.flight = copies, flight
-        views = by_slot(weights, copies.like)
-        ctx.is_stacked = views is not weights
-        if not ctx.is_stacked:
-            views = tuple(weight.view_as(weight) for weight in weights)
-        return (*views, ticket.view_as(ticket))
+        return tuple(weight.view_as(weight) for weight in (*weights, ticket))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        at_home = ctx.copies.come_home(ctx.flight, grads[:-1])
-        if ctx.is_stacked:
-            num_names = len(ctx.copies.like)
-            at_home = [restacked(at_home[number::num_names]) for number in range(num_names)]
-        return None, None, None, *at_home
+        return None, None, None, *ctx.copies.come_home(ctx.flight, grads[:-1])
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ds_moe_ext.moe.copies.airfield import Airfield
 from ds_moe_ext.moe.copies.flight import Flight
 from ds_moe_ext.moe.copies.packing import AS_THEY_ARE, Codecs
-from ds_moe_ext.moe.copies.slab import Slab, Weights, by_slot
+from ds_moe_ext.moe.copies.slab import Slab, Weights
 from ds_moe_ext.moe.copies.trips import Piece, Place, Trips
 from ds_moe_ext.moe.observation import TasksSeen
 from ds_moe_ext.strategy import Plan
@@ -93,18 +93,18 @@ class Copies(Airfield):
             weights: of the experts at home on this rank, by slot or stacked.
             is_training: the copies may serve later micro-batches of the step.
         """
-        at_home = by_slot(tuple(weight.detach() for weight in weights), self.like)
-        own = self.by_expert(at_home, self.plan.home)
+        home = tuple(weight.detach() for weight in weights)
         if self.plan.rematerialize or not is_training:
             # Outside of training a user may have put other weights in for a while.
-            self.coming = Flight(self, Slab(), own, deque(self.trips.gathers))
+            slab = Slab(self.trips.copied)
+            self.coming = Flight(self, slab, home, deque(self.trips.gathers))
             return self.coming
         # Micro-batches of one step share the slab and what it still lacks: the first gathers.
         if not self._is_current:
-            self._slab.clear()
+            self._slab.clear(self.trips.copied)
             self._to_gather = deque(self.trips.gathers)
             self._is_current = True
-        self.coming = Flight(self, self._slab, own, self._to_gather)
+        self.coming = Flight(self, self._slab, home, self._to_gather)
         return self.coming
 
     def taken(self) -> Flight:

@@ -8,7 +8,6 @@ again behind its back, as long as the same values are put in (see ``Slab.release
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import cast
 
 import torch
@@ -19,16 +18,19 @@ from ds_moe_ext.schedule.executor import Event
 Weights = tuple[Tensor, ...]  # of one expert, in the order of their names
 
 
-def by_slot(weights: Weights, like: Weights) -> Weights:
-    """Weights of the first slot, then of the second and so on, where they may be stacked, one of
-    all slots a name.
+def are_stacked(weights: Weights, like: Weights) -> bool:
+    """Whether each is of all slots, ``[S, ...]``, a name each, and not one after the other of the
+    first slot, then of the second and so on.
 
     Args:
         like: of one expert.
     """
-    if not weights or weights[0].dim() == like[0].dim():
-        return weights
-    return tuple(chain.from_iterable(zip(*(weight.unbind() for weight in weights))))
+    return bool(weights) and weights[0].dim() > like[0].dim()
+
+
+def by_slot(stacks: Weights) -> list[Weights]:
+    """What is stacked, slot by slot."""
+    return list(zip(*(stack.unbind() for stack in stacks)))
 
 
 def whole(grads: Sequence[Tensor | None], like: Weights) -> Weights:
@@ -41,6 +43,9 @@ def whole(grads: Sequence[Tensor | None], like: Weights) -> Weights:
 class Slab:
     """Memory for this rank's copies of one layer, which can be filled anew or freed.
 
+    Args:
+        planned: experts that are to be copied, by slot.
+
     Attributes:
         held: copies, by expert.
         gathers: what fills it; whoever reads a copy joins them first.
@@ -48,30 +53,48 @@ class Slab:
             gathered again all the same.
     """
 
-    def __init__(self) -> None:
-        self._blocks: list[Weights] = []  # of some slots each, slot first
-        self._slots: list[Weights] = []
+    def __init__(self, planned: Sequence[int] = ()) -> None:
+        self._planned = planned
+        self._blocks: list[Weights] = []  # of some slots each, slot first; first of the planned
+        self._slots: list[Weights] = []  # of the first block
+        self._room: dict[int, Weights] = {}
         self.held: dict[int, Weights] = {}
         self._sizes: list[int] = []  # of the freed memory, in bytes
         self.gathers: list[Event] = []
         self.is_released = False
 
-    def clear(self) -> None:
-        """Forget whose copies they are; the memory stays."""
+    def clear(self, planned: Sequence[int]) -> None:
+        """Forget whose copies they are; the memory stays, if it is enough for those planned now."""
         self.held.clear()
         self.gathers.clear()
+        self._planned = planned
+        if len(planned) > len(self._slots):
+            self._blocks, self._slots = [], []
+        self._room = dict(zip(planned, self._slots))
 
     def make_room(self, experts: Sequence[int], like: Weights) -> dict[int, Weights]:
         """Where the copies of these experts go, besides those that are there."""
-        missing = len(self.held) + len(experts) - len(self._slots)
-        if missing > 0:
-            block = tuple(tensor.detach().new_empty(missing, *tensor.shape) for tensor in like)
-            self._blocks.append(block)
-            self._slots += zip(*(tensor.unbind() for tensor in block))
-        free = self._slots[len(self.held) :]
-        room = dict(zip(sorted(experts), free))  # as slots are: neighbours compute in one GEMM
+        if self._planned and not self._blocks:
+            self._slots = self._make(len(self._planned), like)
+            self._room = dict(zip(self._planned, self._slots))
+        more = sorted(expert for expert in experts if expert not in self._room)
+        if more:
+            self._room |= zip(more, self._make(len(more), like))
+        room = {expert: self._room[expert] for expert in experts}
         self.held |= room
         return room
+
+    def _make(self, num_slots: int, like: Weights) -> list[Weights]:
+        """A block; its slots."""
+        block = tuple(tensor.detach().new_empty(num_slots, *tensor.shape) for tensor in like)
+        self._blocks.append(block)
+        return list(zip(*(tensor.unbind() for tensor in block)))
+
+    @property
+    def stacks(self) -> Weights:
+        """All copies that were planned, a name each, ``[S, ...]``; none of none."""
+        num_slots = len(self._planned)
+        return tuple(tensor[:num_slots] for tensor in self._blocks[0]) if num_slots else ()
 
     @property
     def tensors(self) -> Weights:

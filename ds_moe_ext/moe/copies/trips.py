@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -117,6 +118,17 @@ class Trips:
         parts = {copied: whole}  # splits have often the same pieces, or one with all
         gathers, reductions = (_pieces(place, plan, split, parts, whole) for split in plan.carried)
         return cls(place, plan, whole, gathers, reductions, *here)
+
+    @cached_property
+    def copied(self) -> Sequence[int]:
+        """Experts that compute here and are at home elsewhere, by slot."""
+        own = frozenset(self.own)
+        return [expert for expert in self.planned if expert not in own]
+
+    @cached_property
+    def are_behind(self) -> bool:
+        """Whether the slots of copies come behind those of the experts at home."""
+        return [*self.planned] == [*self.own, *self.copied]
 
     def experts_here(self, placement: Placement) -> Sequence[int]:
         """Experts that a placement has here, by slot."""
