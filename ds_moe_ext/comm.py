@@ -708,18 +708,16 @@ class _Sums:
     """
 
     def __init__(self, part: Part, grads: Mapping[int, Sequence[Tensor]], in_float32: bool) -> None:
-        moves = (move for round_ in part.rounds for move in (*round_.sends, *round_.receives))
-        cut = {move.expert for move in moves if move.segment != WHOLE}
-        self._grads = {**grads, **{expert: _whole(grads[expert]) for expert in cut}}
+        self._grads = {**grads, **{expert: _whole(grads[expert]) for expert in part.cut}}
         self._widens = in_float32 and any(
             _wide(grad) != grad.dtype for tensors in grads.values() for grad in tensors
         )
-        self._sums: dict[tuple[int, Segment], list[Tensor]] = {}
+        self._sums: dict[tuple[int, Segment], Sequence[Tensor]] = {}
         self._whole: dict[int, list[Tensor]] = {}  # of whole experts, where segments come to lie
 
-    def leaving(self, moves: Sequence[Move]) -> list[list[Tensor]]:
+    def leaving(self, moves: Sequence[Move]) -> list[Sequence[Tensor]]:
         """What goes home by each move of the gather: what arrived from others, then this rank's."""
-        both: list[tuple[list[Tensor], list[Tensor]]] = []
+        both: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
         totals: list[Tensor] = []
         more: list[Tensor] = []
         for expert, _, segment in moves:
@@ -727,16 +725,19 @@ class _Sums:
             arrived = self._sums.pop((expert, segment), None)
             if arrived is not None:
                 totals += arrived
-                more += map(_apart, own)
+                more += _apart(own)
             both.append((_whole(own) if arrived is None else arrived, own))
             if not segment.number:  # the last one to leave
                 self._whole.pop(expert, None)
         add_each(totals, more)
+        if not self._widens:
+            return [each for each, _ in both]
         return [[t.to(grad.dtype) for t, grad in zip(each, own)] for each, own in both]
 
-    def landing(self, moves: Sequence[Move]) -> list[list[Tensor]]:
+    def landing(self, moves: Sequence[Move]) -> list[Sequence[Tensor]]:
         """Where to receive what comes home by each move of the gather."""
-        rooms, first = [], set()
+        rooms: list[Sequence[Tensor]] = []
+        first: set[tuple[int, Segment]] = set()
         for expert, _, segment in moves:
             key = expert, segment
             if self._widens or key in self._sums or key in first:
@@ -746,9 +747,9 @@ class _Sums:
                 rooms.append(segment_of(self._room(expert), segment))
         return rooms
 
-    def add(self, moves: Sequence[Move], landed: Sequence[list[Tensor]]) -> None:
+    def add(self, moves: Sequence[Move], landed: Sequence[Sequence[Tensor]]) -> None:
         """Take in what has landed, move by move."""
-        adding: dict[tuple[int, Segment], list[Tensor]] = {}
+        adding: dict[tuple[int, Segment], Sequence[Tensor]] = {}
         for (expert, _, segment), tensors in zip(moves, landed):
             key = expert, segment
             if key in adding:  # a kernel for many must not add to one twice
@@ -762,7 +763,9 @@ class _Sums:
                 self._sums[key] = tensors
         self._add(adding)
 
-    def _add(self, more: Mapping[tuple[int, Segment], list[Tensor]]) -> None:
+    def _add(self, more: Mapping[tuple[int, Segment], Sequence[Tensor]]) -> None:
+        if not more:
+            return
         totals = [total for key in more for total in self._sums[key]]
         add_each(totals, [tensor for tensors in more.values() for tensor in tensors])
 
@@ -792,14 +795,14 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def segment_of(tensors: Sequence[Tensor], segment: Segment) -> list[Tensor]:
+def segment_of(tensors: Sequence[Tensor], segment: Segment) -> Sequence[Tensor]:
     """What is in a segment of contiguous tensors, as flat views; of the whole they themselves.
 
     A segment has an even part of the bytes, but for edges amid an element, and so of some tensors
     a part or nothing: it is at most a message more than it has tensors.
     """
     if segment == WHOLE:
-        return list(tensors)
+        return tensors
     num_bytes = sum(tensor.nbytes for tensor in tensors)
     start, stop = (num_bytes * edge // segment.of for edge in (segment.number, segment.number + 1))
     views = []
@@ -814,11 +817,11 @@ def segment_of(tensors: Sequence[Tensor], segment: Segment) -> list[Tensor]:
 
 
 def _parcels(moves: Sequence[Move], have: Mapping[int, Sequence[Tensor]]) -> list[Parcel]:
-    return _addressed((segment_of(have[move.expert], move.segment) for move in moves), moves)
+    return _addressed([segment_of(have[expert], segment) for expert, _, segment in moves], moves)
 
 
-def _addressed(contents: Iterable[Sequence[Tensor]], moves: Sequence[Move]) -> list[Parcel]:
-    return [(tensor, move.cell) for tensors, move in zip(contents, moves) for tensor in tensors]
+def _addressed(contents: Sequence[Sequence[Tensor]], moves: Sequence[Move]) -> list[Parcel]:
+    return [(tensor, cell) for each, (_, cell, _) in zip(contents, moves) for tensor in each]
 
 
 def _like_each(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -827,12 +830,12 @@ def _like_each(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 def _whole(tensors: Iterable[Tensor]) -> list[Tensor]:
     """As transfers need them: apart from autograd and contiguous, copied only if they are not."""
-    return [_apart(tensor).contiguous() for tensor in tensors]
+    return [t if t.is_contiguous() else t.contiguous() for t in _apart(tensors)]
 
 
-def _apart(tensor: Tensor) -> Tensor:
+def _apart(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Apart from autograd."""
-    return tensor.detach() if tensor.requires_grad else tensor
+    return [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
 
 
 def _device_of(tensors: Mapping[int, Sequence[Tensor]]) -> torch.device:

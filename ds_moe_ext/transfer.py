@@ -132,6 +132,12 @@ class Part:
         return tuple({move.expert: None for round_ in self.rounds for move in round_.receives})
 
     @cached_property
+    def cut(self) -> frozenset[int]:
+        """Experts that travel in segments."""
+        moves = (move for each in self.rounds for move in (*each.sends, *each.receives))
+        return frozenset({move.expert for move in moves if move.segment != WHOLE})
+
+    @cached_property
     def sent(self) -> tuple[int, ...]:
         """Experts that this cell sends, those among them that it gets before, each once."""
         return tuple({move.expert: None for round_ in self.rounds for move in round_.sends})

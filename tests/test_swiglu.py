@@ -119,7 +119,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("sizes", [(), (S,), (3, 1), (1, 2, 1)], ids=str)
+@pytest.mark.parametrize("sizes", [(), (S,), (2, 2), (1, 2, 1)], ids=str)
 @pytest.mark.parametrize("is_gpu", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_own_adjoint_is_autograds(name: str, is_gpu: bool, sizes: tuple[int, ...]) -> None:

@@ -25,8 +25,8 @@ class FeedForwardExperts:
     """Up, activation, down: GPT's two matrices or SwiGLU's three (gate and up joined).
 
     Weights of a slot, in order: up ``[F', D]``, up bias ``[F']`` if ``has_bias``, down ``[D, F]``,
-    down bias ``[D]`` if ``has_bias``; F' is 2F where ``activation`` halves. Or those of stacks: of the
-    first so many slots one tensor each, with the slots first, then of the slots behind these.
+    down bias ``[D]`` if ``has_bias``; F' is 2F where ``activation`` halves. Or those of stacks: of
+    the first so many slots one tensor each, with the slots first, then of the slots behind these.
 
     Attributes:
         activation: ``[R, F'] -> [R, F]``.
@@ -46,7 +46,8 @@ class FeedForwardExperts:
         if not self._is_grouped(weights):
             return self._slot_by_slot(rows_RD, slots, *self._by_name(weights))
         if self.is_stacked(weights):
-            stacks, runs = self._stacks(weights), stack_bounds(self._stacks(weights))
+            stacks = self._stacks(weights)
+            runs = _bounds(stacks)
         else:
             by_name = self._by_name(weights)
             runs = runs_of(by_name)
@@ -82,7 +83,7 @@ class FeedForwardExperts:
     def arrangement(self, weights: tuple[Tensor, ...]) -> Arrangement:
         """How slots compute: in another order where that takes fewer GEMMs, at once or alone."""
         if self.is_stacked(weights):
-            return Arrangement(None, stack_bounds(self._stacks(weights)))
+            return Arrangement(None, _bounds(self._stacks(weights)))
         by_name = self._by_name(weights)
         num_slots = len(by_name[0])
         if num_slots > 1 and self._is_grouped(weights):
@@ -137,6 +138,8 @@ class FeedForwardExperts:
         return torch.cat(outs).to(rows_RD.dtype)
 
 
-def stack_bounds(stacks: Sequence[Sequence[Tensor]]) -> tuple[tuple[int, int], ...]:
+def _bounds(stacks: Sequence[Sequence[Tensor]]) -> tuple[tuple[int, int], ...]:
     """First slot of each stack, and the first one behind it."""
-    return tuple(pairwise(accumulate((len(up) for up, *_ in stacks), initial=0)))
+    if len(stacks) == 1:
+        return ((0, len(stacks[0][0])),)
+    return tuple(pairwise(accumulate([len(own[0]) for own in stacks], initial=0)))

@@ -20,7 +20,7 @@ def grouped_linear(
     One grouped GEMM where the device and the dtype have it; else one GEMM a slot.
     """
     rows_RD = rows_RD.to(weight_SDF.dtype)
-    if has_grouped_mm(rows_RD, weight_SDF):
+    if rows_RD.shape[0] and has_grouped_mm(rows_RD, weight_SDF):
         out_RF = torch.nn.functional.grouped_mm(rows_RD, weight_SDF, offs=slots.end_S)
     elif weight_SDF.shape[0] == 1:
         out_RF = rows_RD @ weight_SDF[0]
@@ -38,8 +38,8 @@ _GROUPED_GEMM_MAJORS = (9, 10)  # compute capabilities: Hopper, Blackwell of dat
 
 
 def has_grouped_mm(rows_RD: Tensor, weight_SDF: Tensor) -> bool:
-    """Whether the device and the type have one grouped GEMM for them."""
-    if rows_RD.shape[0] == 0 or not _IS_THERE:
+    """Whether the device and the type have one grouped GEMM for them, if there are rows."""
+    if not _IS_THERE:
         return False
     num_aligned = 16 // weight_SDF.element_size()  # the kernels want rows of 16 bytes
     if weight_SDF.shape[1] % num_aligned or weight_SDF.shape[2] % num_aligned:

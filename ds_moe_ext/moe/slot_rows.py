@@ -61,7 +61,12 @@ class SlotRows:
         """Those of some slots alone. Waits for the device if only the device knows."""
         rows_S = self.on_host()
         before, own = sum(rows_S[:start]), rows_S[start:stop]
-        return SlotRows(sum(own), lambda: self.end_S[start:stop] - before, [own])
+
+        def find_end() -> Tensor:
+            end_S = self.end_S[start:stop]
+            return end_S - before if before else end_S
+
+        return SlotRows(sum(own), find_end, [own])
 
 
 @dataclass(frozen=True, eq=False)

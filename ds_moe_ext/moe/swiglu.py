@@ -95,6 +95,9 @@ class _Run(NamedTuple):
         """Slot by slot; into ``out``, if there is one slot."""
         if self.end_S is None:
             return torch.mm(one, other, out=out)
+        if not self.num_rows:  # of rows none; of a weight's gradients zeros
+            num_slots = () if other.dim() == 3 else (self.stop - self.start,)
+            return one.new_zeros(*num_slots, one.shape[0], other.shape[-1])
         return torch.nn.functional.grouped_mm(one, other, offs=self.end_S)
 
 
@@ -128,7 +131,7 @@ class SwiGluAdjoint:
             grad_RD: of what it wrote.
         """
         *_, up, down = kept
-        grads_up, grads_down = self._room(self.wanted.up, up), self._room(self.wanted.down, down)
+        grads_up, grads_down = self._room(up), self._room(down)
         rows: list[Tensor] = []
         for number, (run, part_RD) in enumerate(zip(self.runs, _parts(grad_RD, self.runs))):
             of_run = kept[_NUM_KEPT * number :][:_NUM_KEPT]
@@ -136,18 +139,29 @@ class SwiGluAdjoint:
             if grad_rows is not None:
                 rows.append(grad_rows)
         grad_rows = _joined(rows, self.dtype) if self.wanted.rows else None
-        both = (grads.as_weights(self.stacks) for grads in (grads_up, grads_down))
-        return grad_rows, tuple(chain.from_iterable(zip(*both)))
+        both = zip(self._as_weights(grads_up), self._as_weights(grads_down))
+        return grad_rows, tuple(chain.from_iterable(both))
 
-    def _room(self, is_wanted: bool, last: Tensor) -> _WeightGrads:
+    def _room(self, last: Tensor) -> _WeightGrads:
         """For a weight, of which the last run's is known."""
-        grads = _WeightGrads([None] * self.runs[-1].stop, {})
-        if is_wanted and len(self.runs) > len(self.stacks) > 0:
-            for start, stop in self.stacks:  # slot by slot into one
-                stack_S = last.new_empty(stop - start, *last.shape[-2:])
-                grads.by_slot[start:stop] = list(stack_S)
-                grads.stacks[start] = stack_S
-        return grads
+        if not len(self.runs) > len(self.stacks) > 0:
+            return _WeightGrads([])
+        # Slot by slot, each into a stack.
+        sizes = [stop - start for start, stop in self.stacks]
+        stacks = [last.new_empty(size, *last.shape[-2:]) for size in sizes]
+        return _WeightGrads([], stacks, [*chain.from_iterable(map(torch.unbind, stacks))])
+
+    def _as_weights(self, grads: _WeightGrads) -> Sequence[Tensor | None]:
+        """By stack or slot by slot, as the weights came."""
+        if not grads.of_runs:
+            return [None] * (len(self.stacks) or self.runs[-1].stop)
+        if grads.stacks:
+            return grads.stacks
+        both = zip(self.runs, grads.of_runs)
+        if self.stacks:
+            return [own.unsqueeze(0) if run.end_S is None else own for run, own in both]
+        by_slot = [(own,) if run.end_S is None else own.unbind() for run, own in both]
+        return [*chain.from_iterable(by_slot)]
 
     def _of_run(
         self,
@@ -176,38 +190,22 @@ class SwiGluAdjoint:
 
     def _of_weight(self, run: _Run, grad: Tensor, rows: Tensor, grads: _WeightGrads) -> None:
         one, other = (rows, grad) if self.is_transposed else (grad, rows)
-        if run.end_S is not None:
-            grads.stacks[run.start] = run.product(one.mT, other)
-        else:
-            room = grads.by_slot[run.start]
-            grads.by_slot[run.start] = run.product(one.mT, other, room)
+        room = grads.rooms[run.start] if grads.rooms else None
+        grads.of_runs.append(run.product(one.mT, other, room))
 
 
-@dataclass(eq=False, slots=True)
-class _WeightGrads:
+class _WeightGrads(NamedTuple):
     """Gradients of a weight.
 
     Attributes:
-        by_slot: of each slot that is computed alone; before, where that is to be written, or None.
-        stacks: of the slots of a run or a stack, by the first one.
+        of_runs: of each run so far; none where they are not wanted.
+        stacks: in which those of slots are put that are computed one by one.
+        rooms: of each slot there.
     """
 
-    by_slot: list[Tensor | None]
-    stacks: dict[int, Tensor]
-
-    def as_weights(self, stacks: Sequence[tuple[int, int]]) -> list[Tensor | None]:
-        """By stack, as the weights came; slot by slot where these are none."""
-        if stacks:
-            return [self._stack(start) for start, _ in stacks]
-        for start, stack_S in self.stacks.items():
-            self.by_slot[start : start + len(stack_S)] = stack_S.unbind()
-        return self.by_slot
-
-    def _stack(self, start: int) -> Tensor | None:
-        alone = self.by_slot[start]
-        if start in self.stacks or alone is None:
-            return self.stacks.get(start)
-        return alone[None]
+    of_runs: list[Tensor]
+    stacks: Sequence[Tensor] = ()
+    rooms: Sequence[Tensor] = ()
 
 
 def swiglu(
@@ -232,7 +230,8 @@ def swiglu(
         Rows ``[R, D]``, the adjoint and what it takes.
     """
     stacks = runs if weights[0].dim() == 3 else ()
-    wanted = Wanted(rows_RD.requires_grad, *(_are_trained(weights[each::2]) for each in (0, 1)))
+    are_trained = _are_trained(weights[::2]), _are_trained(weights[1::2])
+    wanted = Wanted(rows_RD.requires_grad, *are_trained)
     rows = _as_type(rows_RD.detach(), weights[0].dtype)
     kept: list[Tensor] = []
     outs: list[Tensor] = []
@@ -249,7 +248,7 @@ def swiglu(
 
 
 def _are_trained(weights: Sequence[Tensor]) -> bool:
-    return any(weight.requires_grad for weight in weights)
+    return any([weight.requires_grad for weight in weights])  # no generator: it would take longer
 
 
 _Run_S = Tensor | Sequence[Tensor]
@@ -264,6 +263,11 @@ def _by_run(
         return zip(weights[::2], weights[1::2])
     up_S, down_S = weights[::2], weights[1::2]
     return ((up_S[start:stop], down_S[start:stop]) for start, stop in runs)
+
+
+def _each(run_S: _Run_S) -> Sequence[Tensor]:
+    """One by one."""
+    return run_S.unbind() if isinstance(run_S, Tensor) else run_S
 
 
 def _at_once(run_S: _Run_S) -> Tensor:
@@ -283,13 +287,13 @@ def _runs(
     for (start, stop), (ups, downs) in zip(found, _by_run(weights, found)):
         if stop - start > 1 and not rows_RD.is_cpu:
             up, down = _at_once(ups), _at_once(downs)
-            if has_grouped_mm(rows_RD, up) and has_grouped_mm(rows_RD, down):
-                own = slots if len(found) == 1 else slots.between(start, stop)
+            own = slots if len(found) == 1 else slots.between(start, stop)
+            if not own.num_rows or all([has_grouped_mm(rows_RD, each) for each in (up, down)]):
                 yield _Run(start, stop, own.num_rows, own.end_S), up, down
                 continue
         is_all = len(found) == stop - start == 1
         # Slots without rows take part: their weights get gradients of zeros.
-        for slot, (up, down) in enumerate(zip(ups, downs), start):
+        for slot, (up, down) in enumerate(zip(_each(ups), _each(downs)), start):
             num_rows = slots.num_rows if is_all else slots.on_host()[slot]
             yield _Run(slot, slot + 1, num_rows, None), up.detach(), down.detach()
 

@@ -50,7 +50,7 @@ BLOCK_PRICES = BlockPrices(
 
 def holdings(placement: Placement) -> list[list[int]]:
     """The experts of each cell."""
-    return [placement.experts_of(cell).tolist() for cell in range(placement.num_cells)]
+    return [sorted(placement.experts_of(cell).tolist()) for cell in range(placement.num_cells)]
 
 
 def materialized(

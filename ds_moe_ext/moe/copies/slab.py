@@ -51,6 +51,7 @@ class Slab:
         gathers: what fills it; whoever reads a copy joins them first.
         is_released: the memory was freed, if there was any: what other ranks copy from here is
             gathered again all the same.
+        stacks: of each name all copies that were planned, ``[S, ...]``; none before there is room.
     """
 
     def __init__(self, planned: Sequence[int] = ()) -> None:
@@ -62,6 +63,7 @@ class Slab:
         self._sizes: list[int] = []  # of the freed memory, in bytes
         self.gathers: list[Event] = []
         self.is_released = False
+        self.stacks: Weights = ()
 
     def clear(self, planned: Sequence[int]) -> None:
         """Forget whose copies they are; the memory stays, if it is enough for those planned now."""
@@ -70,13 +72,13 @@ class Slab:
         self._planned = planned
         if len(planned) > len(self._slots):
             self._blocks, self._slots = [], []
-        self._room = dict(zip(planned, self._slots))
+        self._reserve()
 
     def make_room(self, experts: Sequence[int], like: Weights) -> dict[int, Weights]:
         """Where the copies of these experts go, besides those that are there."""
         if self._planned and not self._blocks:
             self._slots = self._make(len(self._planned), like)
-            self._room = dict(zip(self._planned, self._slots))
+            self._reserve()
         more = sorted(expert for expert in experts if expert not in self._room)
         if more:
             self._room |= zip(more, self._make(len(more), like))
@@ -90,11 +92,12 @@ class Slab:
         self._blocks.append(block)
         return list(zip(*(tensor.unbind() for tensor in block)))
 
-    @property
-    def stacks(self) -> Weights:
-        """All copies that were planned, a name each, ``[S, ...]``; none of none."""
-        num_slots = len(self._planned)
-        return tuple(tensor[:num_slots] for tensor in self._blocks[0]) if num_slots else ()
+    def _reserve(self) -> None:
+        """The first slots for what is planned."""
+        planned = self._planned
+        self._room = dict(zip(planned, self._slots))
+        has_room = bool(planned and self._blocks)
+        self.stacks = tuple(own[: len(planned)] for own in self._blocks[0]) if has_room else ()
 
     @property
     def tensors(self) -> Weights:
