@@ -26,9 +26,9 @@ RANKS_PER_NODE = 8
 
 
 @contextmanager
-def fake_world(num_ranks: int) -> Iterator[None]:
-    """The world of all ranks inside the block, of which this process is the first."""
-    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+def fake_world(num_ranks: int, rank: int = 0) -> Iterator[None]:
+    """The world of all ranks inside the block, of which this process is one."""
+    dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
     with ExitStack() as changed:
 
         def change(owner: object, name: str, new: object) -> None:

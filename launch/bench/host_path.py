@@ -4,7 +4,7 @@
 `python launch/bench/host_path.py --ranks 8 64 --slots 1 8`
 `... --only ep prophet --rounds 40 --json host.json`
 
-One process stands for the first of all ranks (`fake_world.py`), experts are tiny, and layers take
+One process stands for one of all ranks (`fake_world.py`), experts are tiny, and layers take
 the way of a GPU, so that what is left is the processor's time to issue them. The contenders take
 turns, a step each, in an order that rotates; processor time, not that of a clock, which other
 programs disturb less. In the measured span are, of every contender alike, order, dispatch, experts,
@@ -245,6 +245,7 @@ class Job:
         sizes: of the model.
         only: names of the contenders; none for all.
         rounds: in which each takes a step that is timed.
+        rank: that the process stands for.
     """
 
     ranks: int
@@ -252,6 +253,7 @@ class Job:
     sizes: Sizes
     only: Sequence[str]
     rounds: int
+    rank: int = 0
 
 
 def build(job: Job) -> tuple[list[Contender], dict[str, str]]:
@@ -273,7 +275,7 @@ def measure(job: Job) -> list[Result]:
     """All contenders in one world, turn by turn. In a process of its own."""
     torch.set_num_threads(1)
     console = Console(stderr=True)
-    with fake_world(job.ranks), as_on_cuda():
+    with fake_world(job.ranks, job.rank), as_on_cuda():
         contenders, skipped = build(job)
         steps: dict[str, list[Step]] = {each.name: [] for each in contenders}
         title = f"{job.ranks} ranks, {job.slots} experts each"
@@ -366,6 +368,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[8])
     add("--slots", type=int, nargs="+", default=[1, 8], help="experts a rank")
+    add("--rank", type=int, default=0, help="for which of them the process stands")
     add(
         "--only",
         nargs="+",
@@ -399,7 +402,7 @@ def main() -> None:
     results: list[Result] = []
     for ranks, slots in product(given.ranks, given.slots):
         sizes = Sizes(given.layers, ranks * slots, given.tokens, given.top_k)
-        job = Job(ranks, slots, sizes, given.only, given.rounds)
+        job = Job(ranks, slots, sizes, given.only, given.rounds, given.rank)
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
             found = process.submit(measure, job).result()
         console.print(table_of(found))
