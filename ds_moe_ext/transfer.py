@@ -126,6 +126,10 @@ class Part:
     rounds: tuple[Round, ...]
     everywhere: tuple[Move, ...]
 
+    def prepare(self) -> None:
+        """Work out beforehand what a pass asks for."""
+        _ = self.received, self.sent, self.cut
+
     @cached_property
     def received(self) -> tuple[int, ...]:
         """Experts that this cell lacks and gets, each once."""

@@ -301,7 +301,7 @@ def _runs(
 def _parts(rows_RD: Tensor, runs: Sequence[_Run]) -> Sequence[Tensor]:
     if len(runs) == 1:
         return (rows_RD,)
-    return rows_RD.split([run.num_rows for run in runs])
+    return rows_RD.split_with_sizes([run.num_rows for run in runs])
 
 
 def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:

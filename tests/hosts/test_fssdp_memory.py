@@ -46,7 +46,7 @@ class Census:
 
     def count(self) -> None:
         """Look at all storages that live."""
-        sizes = [sum(storage_bytes(slab.tensors)) for slab in self._slabs]
+        sizes = [sum(storage_bytes(slab.tensors())) for slab in self._slabs]
         self.most_copies = max(self.most_copies, sum(sizes))
         self.most_layers = max(self.most_layers, sum(size > 0 for size in sizes))
         # A list first: another lane may add one meanwhile.

@@ -133,7 +133,7 @@ class Airfield:
 
     def began(self) -> Mark | None:
         """This moment in the lane that calls; None if nobody wants to know: marks cost a little."""
-        return self.lanes.mark() if any(each.is_on for each in self._observers) else None
+        return self.lanes.mark() if any([each.is_on for each in self._observers]) else None
 
     def saw(self, op: Op, start: Mark | None, *, is_adjoint: bool = False, piece: int = 0) -> None:
         """Tell the observers of a task that began then and ends now."""

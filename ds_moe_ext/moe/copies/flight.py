@@ -8,8 +8,7 @@ left and waits. Copies are no parameters: the host's optimizer never sees them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -54,13 +53,13 @@ class Flight:
         self._arrived: dict[int, Weights] = {}
         self.preceding: Flight | None = None
 
-    @cached_property
-    def _own(self) -> Mapping[int, Weights]:
-        """Weights at home, by expert."""
-        copies = self.copies
+    def _at_home(self, experts: Iterable[int]) -> dict[int, Weights]:
+        """Weights of those of them that are at home here."""
+        slots, size = self.copies.trips.slots, len(self.copies.like)
+        here = [(expert, slots[expert]) for expert in experts if expert in slots]
         if self._is_home_stacked:
-            return dict(zip(copies.trips.own, by_slot(self._home)))
-        return copies.by_expert(self._home, copies.plan.home)
+            return {expert: tuple([own[slot] for own in self._home]) for expert, slot in here}
+        return {expert: self._home[slot * size : (slot + 1) * size] for expert, slot in here}
 
     # Forward.
 
@@ -98,8 +97,8 @@ class Flight:
         if self._is_home_stacked and is_planned:
             self._computes_stacks = True
             return tuple([stack.detach() for stack in (*self._home, *self._slab.stacks)])
-        there = {**self._added.held, **self._slab.held, **self._own}
         experts = copies.trips.experts_here(target)
+        there = {**self._added.held, **self._slab.held, **self._at_home(experts)}
         return tuple([weight.detach() for expert in experts for weight in there[expert]])
 
     def release(self) -> None:
@@ -154,13 +153,14 @@ class Flight:
             like = self._slab.stacks
             return grads[:num_names], dict(zip(copied, by_slot(whole(stacks, like))))
         by_expert = copies.by_expert(grads, self.target)
-        own = [grad for expert in self._own for grad in by_expert[expert]]
+        slots = copies.trips.slots
+        own = [grad for expert in slots for grad in by_expert[expert]]
         if self._is_home_stacked:
             own = [_restacked(own[number::num_names]) for number in range(num_names)]
         return own, {
             expert: whole(found, copies.like)
             for expert, found in by_expert.items()
-            if expert not in self._own
+            if expert not in slots
         }
 
     def send(self) -> None:
@@ -186,7 +186,7 @@ class Flight:
         if self._is_home_stacked:  # into what the program made: nobody else has it
             finished = [grad.contiguous() for grad in grads]
             for expert, sums in arrived.items():
-                slot = self.copies.trips.own.index(expert)
+                slot = self.copies.trips.slots[expert]
                 totals += [stack[slot] for stack in finished]
                 more += sums
             add_each(totals, more)
@@ -210,15 +210,15 @@ class Flight:
         *,
         number: int = 0,
     ) -> None:
-        copies, chunks = self.copies, {**self._own, **(held or {})}
         if not part.rounds:
             return
+        copies, chunks = self.copies, {**self._at_home(part.sent), **(held or {})}
 
         def work() -> None:
             # In the parameter lane: the buffers were made in the thread that calls, so the lane's
             # stream must keep them from being used again before it has passed.
             start = copies.began()
-            copies.lanes.keep(slab.tensors)
+            copies.lanes.keep((slab,))
             with torch.no_grad():
                 group, codec = copies.place.group, copies.codecs.weights
                 copies.traffic += gathered(part, chunks, buffers, group, codec)
@@ -229,7 +229,7 @@ class Flight:
     def _wait(self) -> None:
         lanes = self.copies.lanes
         lanes.join((*self._slab.gathers, *self._added.gathers))
-        lanes.keep((*self._slab.tensors, *self._added.tensors))
+        lanes.keep((self._slab, self._added))
 
     def _reduce(self, grads: Mapping[int, Weights], piece: Piece) -> None:
         copies, part = self.copies, piece.part
@@ -242,7 +242,7 @@ class Flight:
             with torch.no_grad():
                 arrived = sparse_reduce_scatter(
                     part,
-                    {**self._own, **grads},
+                    {**self._at_home(part.sent), **grads},
                     place.group,
                     in_float32=place.in_float32,
                     packing=packing_of(copies.codecs),

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ds_moe_ext.schedule.executor import Event
+from ds_moe_ext.schedule.executor import Event, OnDevice
 
 Weights = tuple[Tensor, ...]  # of one expert, in the order of their names
 
@@ -40,7 +40,7 @@ def whole(grads: Sequence[Tensor | None], like: Weights) -> Weights:
     return tuple(torch.zeros_like(w) if g is None else g for g, w in zip(grads, like))
 
 
-class Slab:
+class Slab(OnDevice):
     """Memory for this rank's copies of one layer, which can be filled anew or freed.
 
     Args:
@@ -99,14 +99,13 @@ class Slab:
         has_room = bool(planned and self._blocks)
         self.stacks = tuple(own[: len(planned)] for own in self._blocks[0]) if has_room else ()
 
-    @property
     def tensors(self) -> Weights:
         return tuple(tensor for block in self._blocks for tensor in block)
 
     def release(self) -> None:
         """Free the memory; whoever has saved a view of it will find the same values after
         ``restore`` and another gather."""
-        storages = [tensor.untyped_storage() for tensor in self.tensors]
+        storages = [tensor.untyped_storage() for tensor in self.tensors()]
         self._sizes = [storage.nbytes() for storage in storages]
         self.is_released = True
         for storage in storages:
@@ -115,7 +114,7 @@ class Slab:
 
     def restore(self) -> dict[int, Weights]:
         """Have the memory again; where the copies go."""
-        for tensor, size in zip(self.tensors, self._sizes):
+        for tensor, size in zip(self.tensors(), self._sizes):
             tensor.untyped_storage().resize_(size)
         self._sizes, self.is_released = [], False
         return {**self.held}

@@ -6,9 +6,8 @@ Worked out from plans alone, so that it can be done beforehand. Shape letters: C
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -86,8 +85,10 @@ class Trips:
         whole: of all copies at once.
         gathers: the pieces in which they travel.
         reductions: the pieces in which their gradients do.
-        own: experts at home here, by slot.
+        slots: of the experts at home here.
         planned: experts that compute here, by slot.
+        copied: those of them that are at home elsewhere.
+        are_behind: the slots of copies come behind those of the experts at home.
     """
 
     place: Place
@@ -95,8 +96,10 @@ class Trips:
     whole: Part
     gathers: Sequence[Piece]
     reductions: Sequence[Piece]
-    own: Sequence[int]
+    slots: Mapping[int, int]
     planned: Sequence[int]
+    copied: Sequence[int]
+    are_behind: bool
 
     @classmethod
     def of(cls, place: Place, plan: Plan, before: Trips | None = None) -> Trips:
@@ -110,31 +113,26 @@ class Trips:
         home, target = plan.home, plan.target
         whole = place.part(home, target)
         own = before.experts_here(home) if before is not None else place.experts(home)
-        here = own, place.experts(target)
+        slots = {expert: slot for slot, expert in enumerate(own)}
+        planned = place.experts(target)
+        copied = [expert for expert in planned if expert not in slots]
+        here = slots, planned, copied, [*planned] == [*own, *copied]
         if plan.carried is None:
+            whole.prepare()
             all_ = [Piece(whole, range(home.num_experts))]
             return cls(place, plan, whole, all_, all_, *here)
-        copied = frozenset(np.flatnonzero((target.holds_EC > home.holds_EC).any(axis=1)).tolist())
-        parts = {copied: whole}  # splits have often the same pieces, or one with all
+        moved = frozenset(np.flatnonzero((target.holds_EC > home.holds_EC).any(axis=1)).tolist())
+        parts = {moved: whole}  # splits have often the same pieces, or one with all
         gathers, reductions = (_pieces(place, plan, split, parts, whole) for split in plan.carried)
+        for part in parts.values():
+            part.prepare()
         return cls(place, plan, whole, gathers, reductions, *here)
-
-    @cached_property
-    def copied(self) -> Sequence[int]:
-        """Experts that compute here and are at home elsewhere, by slot."""
-        own = frozenset(self.own)
-        return [expert for expert in self.planned if expert not in own]
-
-    @cached_property
-    def are_behind(self) -> bool:
-        """Whether the slots of copies come behind those of the experts at home."""
-        return [*self.planned] == [*self.own, *self.copied]
 
     def experts_here(self, placement: Placement) -> Sequence[int]:
         """Experts that a placement has here, by slot."""
         if placement is self.plan.target:
             return self.planned
-        return self.own if placement is self.plan.home else self.place.experts(placement)
+        return [*self.slots] if placement is self.plan.home else self.place.experts(placement)
 
     def serve(self, plan: Plan) -> bool:
         """Whether another plan asks for the same."""
