@@ -28,6 +28,27 @@ from ds_moe_ext.schedule.task import spans as equal_spans
 
 
 @dataclass(frozen=True, eq=False)
+class SpanChoices:
+    """Where the choices of several spans lie in send order; found for all of them at once.
+
+    Attributes:
+        choice_N: all choices, of one span after the other, in send order, int64.
+        place_N: of each choice, in order, its place among those of its span.
+        sizes: choices of each span.
+    """
+
+    choice_N: Tensor
+    place_N: Tensor
+    sizes: Sequence[int]
+
+    @cached_property
+    def row_GN(self) -> Sequence[Tensor]:
+        """``Route.row_N`` of each span."""
+        row_N = torch.empty_like(self.choice_N).scatter_(0, self.choice_N, self.place_N)
+        return row_N.split_with_sizes(self.sizes)
+
+
+@dataclass(frozen=True, eq=False)
 class Route:
     """How the rows of one span travel. Integers only: nothing here carries a gradient.
 
@@ -46,6 +67,8 @@ class Route:
             ``[T * K]``; None where nothing is padded.
         visits: what travels in place of rows, where each token's goes once to a cell; ``sent_C``,
             ``received_C`` and what is in send or arrival order are theirs then.
+        together: with other spans, and the number of this one; None where it is alone, or some
+            choice does not travel.
     """
 
     choice_N: Tensor
@@ -58,6 +81,7 @@ class Route:
     top_k: int
     padded_row_N: Tensor | None = None
     visits: SpanVisits | None = None
+    together: tuple[SpanChoices, int] | None = None
 
     @property
     def is_full(self) -> bool:
@@ -95,6 +119,9 @@ class Route:
     @cached_property
     def row_N(self) -> Tensor:
         """Where each choice lies in send order, int64 ``[T * K]``; only if the route is full."""
+        if self.together is not None:
+            spans, number = self.together
+            return spans.row_GN[number]
         row_N = torch.empty_like(self.choice_N)
         numbers_N = torch.arange(self.choice_N.numel(), device=self.choice_N.device)
         return row_N.scatter_(0, self.choice_N, numbers_N)
@@ -133,7 +160,7 @@ class Route:
         total_TD = torch.mul(*next(by_choice))
         for y_TD, weight_T1 in by_choice:
             total_TD.addcmul_(y_TD, weight_T1)
-        return total_TD.to(rows_ND.dtype)
+        return total_TD if total_TD.dtype == rows_ND.dtype else total_TD.to(rows_ND.dtype)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All index tensors that were made so far, but for what sorts."""
@@ -312,15 +339,17 @@ class LayerRoute(OnDevice):
                 slots=sorting.slots,
                 num_tokens=self.cut.length(own),
                 top_k=self.top_k,
+                together=together,
             )
-            for own, choice_N, token_N, sent_C, received_C, sorting in tables
+            for own, choice_N, token_N, together, sent_C, received_C, sorting in tables
         }
 
     def _choices(
         self, spans: Sequence[Span], sent_GFC: np.ndarray
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[tuple[SpanChoices, int] | None]]:
         """Of each span: the places of its sent rows among its choices, in send order; and among its
-        tokens. ``sent_GFC`` are the rows of each for each cell, chunk by chunk."""
+        tokens; and what it has with other spans. ``sent_GFC`` are the rows of each for each cell,
+        chunk by chunk."""
         (choice_N,) = self._choice_N
         if len(spans) == 1 and len(sent_GFC[0]) < len(self.sent_FC):
             before = int(self.sent_FC[: spans[0].start].sum())
@@ -331,10 +360,14 @@ class LayerRoute(OnDevice):
             choice_T, token_T = _places(self.cut, tuple(spans), self.top_k, choice_N.device)
             sizes = sent_GFC.sum(axis=(1, 2)).tolist()
             choice, token = (place_T.index_select(0, choice_N) for place_T in (choice_T, token_T))
-            return choice.split_with_sizes(sizes), token.split_with_sizes(sizes)
+            together: list[tuple[SpanChoices, int] | None] = [None] * len(spans)
+            if choice_N.numel() == choice_T.numel():
+                all_ = SpanChoices(choice_N, choice_T, sizes)
+                together = [(all_, number) for number in range(len(spans))]
+            return choice.split_with_sizes(sizes), token.split_with_sizes(sizes), together
         first = self.cut.first(spans[0]) * self.top_k
         choice_N = choice_N - first if first else choice_N
-        return (choice_N,), (choice_N // self.top_k if self.top_k > 1 else choice_N,)
+        return (choice_N,), (choice_N // self.top_k if self.top_k > 1 else choice_N,), (None,)
 
     def tensors(self) -> tuple[Tensor, ...]:
         routes = (route.tensors() for route in self._routes.values())
