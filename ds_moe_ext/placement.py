@@ -71,6 +71,14 @@ class Placement:
         first_EC = self.holds_EC if self.first_EC is None else self.first_EC
         return Placement(self.holds_EC | copies_EC, first_EC)
 
+    def is_like(self, other: Placement) -> bool:
+        """Whether another has the same experts in the same slots."""
+        if self is other:
+            return True
+        mine, its = self.first_EC, other.first_EC
+        mine, its = self.holds_EC if mine is None else mine, other.holds_EC if its is None else its
+        return np.array_equal(self.holds_EC, other.holds_EC) and np.array_equal(mine, its)
+
     @property
     def num_experts(self) -> int:
         return int(self.holds_EC.shape[0])

@@ -94,6 +94,11 @@ def test_copies_have_slots_behind() -> None:
     assert more.expert_CS.tolist() == [[0, 1, 2, 3], [2, 3, 0, 1]]
     assert more.slot_EC.tolist() == [[0, 2], [1, 3], [2, 0], [3, 1]]
     assert more.describe() == "0 1 2 3|2 3 0 1"
+    in_order = Placement(more.holds_EC)
+    assert in_order.experts_of(1).tolist() == [0, 1, 2, 3]
+    assert not more.is_like(in_order) and in_order.is_like(Placement(more.holds_EC.copy()))
+    assert more.is_like(home.with_copies(more.holds_EC)) and not more.is_like(target)
+    assert home.is_like(home.with_copies(home.holds_EC))
 
 
 def test_text() -> None:

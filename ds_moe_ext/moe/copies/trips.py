@@ -138,7 +138,7 @@ class Trips:
         """Whether another plan asks for the same."""
         mine = self.plan
         return plan.carried == mine.carried and all(
-            one is other or np.array_equal(one.holds_EC, other.holds_EC)
+            one.is_like(other)
             for one, other in ((plan.home, mine.home), (plan.target, mine.target))
         )
 
