@@ -181,24 +181,27 @@ class Flight:
             return list(grads)
         arrived = self._arrived_grads()
         self.copies.lanes.keep(tuple(arrived.values()))
+        if self._is_home_stacked:
+            return self._with_sums(grads, arrived)
+        finished: list[Tensor] = []
         totals: list[Tensor] = []
         more: list[Tensor] = []
-        if self._is_home_stacked:  # into what the program made: nobody else has it
-            finished = [grad.contiguous() for grad in grads]
-            for expert, sums in arrived.items():
-                slot = self.copies.trips.slots[expert]
-                totals += [stack[slot] for stack in finished]
-                more += sums
-            add_each(totals, more)
-            return finished
-        finished = list[Tensor]()
         for expert, own in self.copies.by_expert(grads, self.copies.plan.home).items():
-            its_sums = arrived.get(expert)
-            if its_sums is not None:  # into the sum, which is ours, and not into autograd's
-                totals += its_sums
+            sums = arrived.get(expert)
+            if sums is not None:  # into the sum, which is ours, and not into autograd's
+                totals += sums
                 more += own
-            finished += own if its_sums is None else its_sums
+            finished += own if sums is None else sums
         add_each(totals, more)
+        return finished
+
+    def _with_sums(self, stacks: Sequence[Tensor], arrived: Mapping[int, Weights]) -> list[Tensor]:
+        """Stacks of gradients at home, to which the sums of copies are added where they lie: the
+        program made them for this alone."""
+        finished = [stack.contiguous() for stack in stacks]
+        slots = self.copies.trips.slots
+        totals = [stack[slots[expert]] for expert in arrived for stack in finished]
+        add_each(totals, [total for sums in arrived.values() for total in sums])
         return finished
 
     def _launch(
