@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from ds_moe_ext.hardware import Device, Hardware, Link
+from ds_moe_ext.hardware import Device, Flops, Hardware, Link
 from ds_moe_ext.moe.copies.flight import Flight
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.strategy import Job, followers
@@ -131,7 +131,9 @@ def hardware(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
     path: Path = tmp_path_factory.mktemp("hardware") / "hardware.json"
     path.write_text(described.to_json())
-    path.with_name("slow.json").write_text(SLOW.to_json())
+    # Slices of dense gradients are planned by how fast the device multiplies, too.
+    device = Device(name="CPU", flops_per_s=Flops(fp32=1e12))
+    path.with_name("slow.json").write_text(replace(SLOW, device=device).to_json())
     return str(path)
 
 
