@@ -764,8 +764,6 @@ class _Sums:
         self._add(adding)
 
     def _add(self, more: Mapping[tuple[int, Segment], Sequence[Tensor]]) -> None:
-        if not more:
-            return
         totals = [total for key in more for total in self._sums[key]]
         add_each(totals, [tensor for tensors in more.values() for tensor in tensors])
 

@@ -68,16 +68,18 @@ class Placement:
     def with_copies(self, copies_EC: np.ndarray) -> Placement:
         """This placement and the copies that ``copies_EC`` marks, bool ``[E, C]``, in slots behind
         those that are taken; more copies come among these."""
-        first_EC = self.holds_EC if self.first_EC is None else self.first_EC
-        return Placement(self.holds_EC | copies_EC, first_EC)
+        return Placement(self.holds_EC | copies_EC, self._firsts_EC)
 
     def is_like(self, other: Placement) -> bool:
         """Whether another has the same experts in the same slots."""
-        if self is other:
-            return True
-        mine, its = self.first_EC, other.first_EC
-        mine, its = self.holds_EC if mine is None else mine, other.holds_EC if its is None else its
-        return np.array_equal(self.holds_EC, other.holds_EC) and np.array_equal(mine, its)
+        return self is other or (
+            np.array_equal(self.holds_EC, other.holds_EC)
+            and np.array_equal(self._firsts_EC, other._firsts_EC)
+        )
+
+    @property
+    def _firsts_EC(self) -> np.ndarray:
+        return self.holds_EC if self.first_EC is None else self.first_EC
 
     @property
     def num_experts(self) -> int:

@@ -131,7 +131,7 @@ class SwiGluAdjoint:
             grad_RD: of what it wrote.
         """
         *_, up, down = kept
-        grads_up, grads_down = self._room(up), self._room(down)
+        grads_up, grads_down = self._room(self.wanted.up, up), self._room(self.wanted.down, down)
         rows: list[Tensor] = []
         for number, (run, part_RD) in enumerate(zip(self.runs, _parts(grad_RD, self.runs))):
             of_run = kept[_NUM_KEPT * number :][:_NUM_KEPT]
@@ -142,9 +142,9 @@ class SwiGluAdjoint:
         both = zip(self._as_weights(grads_up), self._as_weights(grads_down))
         return grad_rows, tuple(chain.from_iterable(both))
 
-    def _room(self, last: Tensor) -> _WeightGrads:
+    def _room(self, is_wanted: bool, last: Tensor) -> _WeightGrads:
         """For a weight, of which the last run's is known."""
-        if not len(self.runs) > len(self.stacks) > 0:
+        if not is_wanted or not len(self.runs) > len(self.stacks) > 0:
             return _WeightGrads([])
         # Slot by slot, each into a stack.
         sizes = [stop - start for start, stop in self.stacks]

@@ -45,7 +45,6 @@ class Flight:
         self.copies, self.target = copies, copies.plan.target
         self._slab, self._home = slab, home
         self._is_home_stacked = are_stacked(home, copies.like)
-        self._computes_stacks = False
         self._to_gather = to_gather
         self._added = slab  # where copies lie that the rows asked for
         self._to_send: deque[tuple[Piece, Mapping[int, Weights]]] = deque()
@@ -93,13 +92,18 @@ class Flight:
             self._launch(part, self._added, room, held)
             self.target = target
         self._wait()
-        is_planned = target is copies.plan.target and copies.trips.are_behind
-        if self._is_home_stacked and is_planned:
-            self._computes_stacks = True
+        if self._computes_stacks:
             return tuple([stack.detach() for stack in (*self._home, *self._slab.stacks)])
         experts = copies.trips.experts_here(target)
         there = {**self._added.held, **self._slab.held, **self._at_home(experts)}
         return tuple([weight.detach() for expert in experts for weight in there[expert]])
+
+    @property
+    def _computes_stacks(self) -> bool:
+        """Whether all that computes here is stacked: those at home, and as planned the copies."""
+        copies = self.copies
+        is_planned = self.target is copies.plan.target and copies.trips.are_behind
+        return self._is_home_stacked and is_planned
 
     def release(self) -> None:
         """Free the copies; backward has them again."""
