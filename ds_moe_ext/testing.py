@@ -86,7 +86,7 @@ def relative_error(ours: Tensor, reference: Tensor) -> float:
 
 
 class Ranks:
-    """Gloo processes on this machine, which run one function at a time, all together.
+    """Processes on this machine, which run one function at a time, all together.
 
     Started by a forkserver that has torch loaded: a fork inherits it, and the server itself never
     runs a torch operation, so that its children may.
@@ -97,6 +97,7 @@ class Ranks:
             which their store listens.
         between: called in each when all have ended a job.
         preload: modules that the server loads, if it has not been started yet.
+        backend: of their process group.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Ranks:
         begin: Callable[[int, int, int], None] | None = None,
         between: Callable[[], None] | None = None,
         preload: Sequence[str] = ("torch", "torch._dynamo", "numpy", "ds_moe_ext.testing"),
+        backend: str = "gloo",
     ) -> None:
         self.world_size = world_size
         context = multiprocessing.get_context("forkserver")
@@ -113,7 +115,7 @@ class Ranks:
         # They meet at a store that listens already, on a port that the system chose: one that is
         # looked up first and opened later may be taken in between.
         self._store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
-        start = _Start(world_size, self._store.port, begin, between)
+        start = _Start(world_size, self._store.port, begin, between, backend)
         self._ends, self._processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
@@ -182,6 +184,7 @@ class _Start(NamedTuple):
     port: int
     begin: Callable[[int, int, int], None] | None
     between: Callable[[], None] | None
+    backend: str
 
 
 def _serve(rank: int, jobs: Connection, start: _Start) -> None:
@@ -190,7 +193,7 @@ def _serve(rank: int, jobs: Connection, start: _Start) -> None:
         start.begin(rank, start.world_size, start.port)
     store = TCPStore(HERE, start.port, start.world_size, is_master=False)
     timeout = timedelta(seconds=TIMEOUT_S)
-    with world("gloo", rank, start.world_size, store=store, timeout=timeout):
+    with world(start.backend, rank, start.world_size, store=store, timeout=timeout):
         while True:
             try:
                 job = jobs.recv()

@@ -4,7 +4,7 @@
 ``torchrun ... launch/megatron_on_cpu.py SCRIPT ARGUMENT ...`` (or ``-m MODULE ARGUMENT ...``) runs
 a script as it is, with all shims in place; ``install()`` does the same in a process of one's own.
 Each shim is a record that says what breaks without it. One set serves 0.14 to 0.20. Where CUDA is
-available nothing is changed.
+available only what is broken there too, without Transformer Engine, is changed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,13 @@ class Shim:
     modules: tuple[str, ...]
     apply: Apply
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether it is here: Megatron's own slips are on every device."""
+        return self.reason.startswith(UPSTREAM) or not torch.cuda.is_available()
 
+
+UPSTREAM = "upstream: "  # how reasons begin that say nothing of CUDA
 TRITON_KERNELS = (
     "megatron.core.transformer.custom_layers.batch_invariant_kernels",
     "megatron.core.transformer.moe.paged_stash",
@@ -323,7 +329,7 @@ def generator_set(module: Any) -> None:
 
 @shim(
     "transformer/moe/moe_utils.py:1192,1225 (to 0.16)",
-    "upstream: NameError te_general_gemm without Transformer Engine",
+    f"{UPSTREAM}NameError te_general_gemm without Transformer Engine",
     "megatron.core.transformer.moe.moe_utils",
 )
 def router_gemm(module: Any) -> None:
@@ -466,7 +472,7 @@ def _load(stock: Callable[[ModuleType], None], module: ModuleType) -> None:
 
 def _change(name: str, without: Collection[str] = ()) -> None:
     for shim in SHIMS:
-        if name in shim.modules and shim.id not in without:
+        if name in shim.modules and shim.is_needed and shim.id not in without:
             shim.apply(sys.modules[name])
 
 
@@ -475,13 +481,13 @@ def _is_installed() -> bool:
 
 
 def install(without: Collection[str] = ()) -> None:
-    """Put all shims in place, once: modules are changed now, or when they are imported. Nothing is
-    done where CUDA is available.
+    """Put all shims in place that are needed, once: modules are changed now, or when they are
+    imported.
 
     Args:
         without: ids of shims that loaded modules are to do without.
     """
-    if _is_installed() or torch.cuda.is_available():
+    if _is_installed():
         return
     finder = _Finder()
     sys.meta_path.insert(0, finder)

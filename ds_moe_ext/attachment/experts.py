@@ -316,11 +316,11 @@ class HostedExperts(nn.Module):
         return stacks
 
     def _likened(self) -> tuple[nn.Parameter, ...]:
-        """The stacks, whose views are of their type, wherever they lie: a view would keep memory
-        that a host takes from a stack between passes."""
+        """The stacks, whose views are of their type and on their device, but lie anywhere: a view
+        would keep memory that a host takes from a stack between passes."""
         for stack, views in zip(stacks := self.stacks, self._views.values()):
             first = views[0]
-            if first.dtype != stack.dtype:
+            if first.dtype != stack.dtype or first.device != stack.device:
                 for view in views:
                     view.data = stack.data.new_empty(1).expand_as(view)
             if first.requires_grad != stack.requires_grad:

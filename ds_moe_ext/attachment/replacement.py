@@ -485,7 +485,7 @@ def _allow_copies(
         like = learns[: len(blueprint.found[first].computed)]
         _check_codec(blueprint, like, device)
         for each in hosted:
-            each.routed.allow_copies(like, learns)
+            each.routed.allow_copies(like, learns, device)
     for _, stack in groupby(layers, key=lambda layer: layer.stack):
         in_order(layer.routed.copies for layer in stack if layer.routed.copies is not None)
 

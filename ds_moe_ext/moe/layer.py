@@ -221,13 +221,16 @@ class RoutedExperts:
         is_flat = self.site.layout.why_flat and not BY_NODES.isdisjoint(ways)
         return (Way.DIRECT,) if is_flat or self._moves_rows_itself else ways
 
-    def allow_copies(self, like: Weights, learns: Weights | None = None) -> None:
+    def allow_copies(
+        self, like: Weights, learns: Weights | None = None, device: torch.device | None = None
+    ) -> None:
         """Say what the weights of an expert are like. Needed before a plan with copies.
 
         Args:
             like: of any one expert; their shapes, type and device are looked at, then and later.
             learns: what gradients of these reach, so that it is asked whether experts are trained;
                 None: themselves.
+            device: where they will be computed, if the host has yet to move them there.
         """
         layout = self.site.layout
         group = layout.group("ep", PARAM)
@@ -235,7 +238,7 @@ class RoutedExperts:
         hooks = self._options.hooks
         codecs = Codecs(hooks.of_copies, hooks.of_copy_gradients)
         # A reduction adds up where it likes, so that nothing can be encoded on the way.
-        broadcasts = can_broadcast(like[0].device) and codecs.gradients is None
+        broadcasts = can_broadcast(device or like[0].device) and codecs.gradients is None
         layer, cell, node_C = self.site.layer, layout.index("ep"), layout.node_C
         place = Place(layer, cell, node_C, group, in_float32, broadcasts)
         self.copies = Copies(place, self.site.plan, like, (self.tasks, self.meter), codecs)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.all_to_all import Carrier, Channel, Reach, Trip
+from ds_moe_ext.moe import kernels
 from ds_moe_ext.moe.node_trips import NodeTrip
 from ds_moe_ext.moe.slot_rows import SlotRows, SlotSorting, SlotSortings
 from ds_moe_ext.moe.visits import SpanVisits, Visits
@@ -146,9 +147,12 @@ class Route:
         """
         if self.visits is not None:
             return self.visits.leaving.by_token.sums(rows_ND)
+        weighed = (rows_ND,) if weight_TK is None else (rows_ND, weight_TK)
+        if self.is_full and kernels.has_kernels(*weighed):
+            return kernels.sums_by_token(rows_ND, self.row_N, weight_TK, self.top_k)
         has_kernel = weight_TK is None or weight_TK.dtype == rows_ND.dtype
         if rows_ND.is_cpu and rows_ND.numel() and self.is_full and has_kernel:
-            # One pass over the rows. The same kernel on CUDA is slower than the passes below.
+            # One pass over the rows.
             row_TK = self.row_N.view(self.num_tokens, self.top_k)
             return torch.nn.functional.embedding_bag(
                 row_TK, rows_ND, per_sample_weights=weight_TK, mode="sum"

@@ -74,6 +74,9 @@ class SlotSortings:
     """Bring the rows of several spans from the order in which they came to that of slots, and back;
     what they need on the device is made for all at once.
 
+    What knows where rows end asks this one, which must not know it in turn: memory of the device
+    would wait for Python to find the circle.
+
     Attributes:
         rows_GXS: rows of each span and block for each slot, on the host; as they came, the rows of
             a span lie block by block and in a block slot by slot.
@@ -89,14 +92,11 @@ class SlotSortings:
 
     def each(self) -> list[SlotSorting]:
         """Of one span each."""
-        return [SlotSorting(self, number) for number in range(len(self.rows_GXS))]
-
-    @cached_property
-    def slots(self) -> list[SlotRows]:
-        """Rows of each slot, of all blocks of a span; of each span."""
         host_GS: list[list[int]] = np.add.reduce(self.rows_GXS, axis=1).tolist()
         return [
-            SlotRows(sum(host_S), partial(self._end_S, number), [tuple(host_S)])
+            SlotSorting(
+                self, number, SlotRows(sum(host_S), partial(self._end_S, number), [tuple(host_S)])
+            )
             for number, host_S in enumerate(host_GS)
         ]
 
@@ -156,20 +156,18 @@ class SlotSorting:
     Attributes:
         together: of several spans.
         number: of the span among them.
+        slots: rows of each slot, of all blocks.
     """
 
     together: SlotSortings
-    number: int = 0
+    number: int
+    slots: SlotRows
 
     @classmethod
     def of(cls, rows_XS: np.ndarray, device: torch.device) -> SlotSorting:
         """Of a span for itself."""
-        return cls(SlotSortings(rows_XS[None], device))
-
-    @property
-    def slots(self) -> SlotRows:
-        """Rows of each slot, of all blocks."""
-        return self.together.slots[self.number]
+        (alone,) = SlotSortings(rows_XS[None], device).each()
+        return alone
 
     def to_slots(self, rows_RD: Tensor) -> Tensor:
         """From the order in which they came to that of slots."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ds_moe_ext.moe import kernels
 from ds_moe_ext.moe.grouped_linear import has_grouped_mm, rounded_up, with_rows
 from ds_moe_ext.moe.memory_order import as_one
 from ds_moe_ext.moe.slot_rows import SlotRows
@@ -45,6 +46,8 @@ class _SiluGated(torch.autograd.Function):
 
 
 def _product(gate_up_RF: Tensor) -> Tensor:
+    if kernels.has_kernels(gate_up_RF):
+        return kernels.silu_product(gate_up_RF)
     gate_RF, up_RF = _halves(gate_up_RF)
     return _silu(gate_RF).mul_(up_RF)
 
@@ -56,6 +59,8 @@ def _halves(gate_up_RF: Tensor) -> Sequence[Tensor]:
 
 def _product_grad(gate_up_RF: Tensor, grad_RF: Tensor) -> Tensor:
     """Of gate and up, ``[R, 2F]``; silu is computed again."""
+    if kernels.has_kernels(gate_up_RF, grad_RF):
+        return kernels.silu_product_grad(gate_up_RF, grad_RF)
     gate_RF, up_RF = _halves(gate_up_RF)
     grad_gate_up_RF = torch.empty_like(gate_up_RF)
     grad_gate_RF, grad_up_RF = _halves(grad_gate_up_RF)

@@ -25,6 +25,7 @@ from ds_moe_ext.moe.swiglu import silu_gated
 
 WIDTH = 8
 """Of tokens and of experts: what is computed takes no time beside what issues it."""
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,20 @@ class Sizes:
         experts: ``E`` of a layer.
         tokens: ``T`` of a rank.
         top_k: ``K``.
+        width: ``D``.
+        expert_width: ``F``.
+        dtype: of weights and tokens.
+        device: where they are.
     """
 
     layers: int
     experts: int
     tokens: int
     top_k: int
+    width: int = WIDTH
+    expert_width: int = WIDTH
+    dtype: torch.dtype = torch.float32
+    device: torch.device = CPU
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,11 +78,12 @@ class Batch:
         for _ in range(sizes.layers):
             weight_E = places_E[torch.randperm(sizes.experts, generator=liked)] ** -0.6
             weight_TE = weight_E.expand(sizes.tokens, -1)
-            experts.append(torch.multinomial(weight_TE, sizes.top_k, generator=drawn))
+            expert_TK = torch.multinomial(weight_TE, sizes.top_k, generator=drawn)
+            experts.append(expert_TK.to(sizes.device))
             score_TK = torch.rand(sizes.tokens, sizes.top_k, generator=drawn)
-            scores.append(score_TK.requires_grad_())
-        x_TD = torch.rand(sizes.tokens, WIDTH, generator=drawn).requires_grad_()
-        return cls(x_TD, experts, scores)
+            scores.append(score_TK.to(sizes.device).requires_grad_())
+        x_TD = torch.rand(sizes.tokens, sizes.width, generator=drawn)
+        return cls(x_TD.to(sizes.device, sizes.dtype).requires_grad_(), experts, scores)
 
 
 class Contender(ABC):
@@ -150,10 +160,15 @@ WAYS = (
 class Experts(nn.Module):
     """SwiGLU experts as a host would have them; the product replaces them."""
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.gate_up = nn.Parameter(torch.rand(num_experts, 2 * WIDTH, WIDTH))
-        self.down = nn.Parameter(torch.rand(num_experts, WIDTH, WIDTH))
+        width, inner = sizes.width, sizes.expert_width
+
+        def drawn(*shape: int) -> nn.Parameter:
+            scaled = torch.rand(sizes.experts, *shape, dtype=sizes.dtype, device=sizes.device)
+            return nn.Parameter(scaled * (WIDTH / shape[-1]) ** 0.5)
+
+        self.gate_up, self.down = drawn(2 * inner, width), drawn(width, inner)
 
 
 @register_experts(Experts)
@@ -167,9 +182,9 @@ def describe(experts: nn.Module) -> ExpertsDescription:
 class Block(nn.Module):
     """A transformer's block of which only the experts are left."""
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.experts: nn.Module = Experts(num_experts)
+        self.experts: nn.Module = Experts(sizes)
 
     def forward(self, x_TD: Tensor, expert_TK: Tensor, score_TK: Tensor) -> Tensor:
         y_TD: Tensor = self.experts(x_TD, expert_TK, score_TK)
@@ -184,14 +199,15 @@ class Ours(Contender):
     """
 
     def __init__(self, way: Way, sizes: Sizes) -> None:
-        self._blocks = nn.ModuleList([Block(sizes.experts) for _ in range(sizes.layers)])
+        self._blocks = nn.ModuleList([Block(sizes) for _ in range(sizes.layers)])
         super().__init__(way.name, nn.ModuleDict({"blocks": self._blocks}))
-        self._has_threads = way.has_threads
+        # A device has lanes of its own, which one thread issues.
+        self._has_own_lanes = way.has_threads or sizes.device.type == "cuda"
         with self.turn():
-            self.replaced = ReplacedLayers.of(self.model, way.block)
+            self.replaced = ReplacedLayers.of(self.model, way.block, device=sizes.device)
 
     def turn(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._has_threads else inline()
+        return nullcontext() if self._has_own_lanes else inline()
 
     def forward(self, batch: Batch) -> Tensor:
         x_TD = batch.x_TD

@@ -11,7 +11,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    redirect_stdout,
+)
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,9 +40,8 @@ ALIGNED = 8  # rows of an expert come in AutoEP's kernels as a multiple
 
 def problem_of(sizes: Sizes) -> Problem:
     """Weights of a layer."""
-    shape = Shape(WIDTH, WIDTH, sizes.experts, sizes.top_k, sizes.tokens)
-    cpu = torch.device("cpu")
-    return Problem.of(shape, sizes.tokens, skew=0.0, device=cpu, dtype=torch.float32)
+    shape = Shape(sizes.width, sizes.expert_width, sizes.experts, sizes.top_k, sizes.tokens)
+    return Problem.of(shape, sizes.tokens, skew=0.0, device=sizes.device, dtype=sizes.dtype)
 
 
 class GivenChoice(nn.Module):
@@ -110,10 +115,13 @@ class AutoEp(Peer):
             layers.append(layer)
             gates.append(layer.router)
         super().__init__(name, layers, gates)
+        self._has_triton = sizes.device.type == "cuda"
+
+    def turn(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._has_triton else self._without_triton()
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Without Triton."""
+    def _without_triton(self) -> Iterator[None]:
         from deepspeed.moe import ep_experts, ep_kernels
 
         plain = replace(ep_experts.EXPERT_ACTIVATIONS["swiglu"], fused_fn=None)

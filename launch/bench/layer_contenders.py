@@ -53,6 +53,8 @@ class Shape:
 SHAPES = {
     "mixtral_8x7b": Shape(4096, 14336, 8, 2, 8192),
     "qwen3_30b_a3b": Shape(2048, 768, 128, 8, 8192),
+    # What a rank of 8 has: 32 of 256 experts, and as many rows as it sends.
+    "deepseek_v3_of_8": Shape(7168, 2048, 32, 8, 8192),
     "small": Shape(256, 512, 8, 2, 1024),
 }
 

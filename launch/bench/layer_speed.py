@@ -268,6 +268,11 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--what", nargs="+", choices=WHAT, default=["layer"])
     add("--shapes", nargs="+", choices=SHAPES, default=["small"])
+    add(
+        "--only",
+        nargs="+",
+        help="contenders, by their names in the table; the first is always there",
+    )
     add("--tokens", type=int, help="tokens in the batch; default: 8192, for small 1024")
     add("--dtype", choices=DTYPES, help="default: bf16 on CUDA, fp32 on a CPU")
     add("--repetitions", type=int, default=20)
@@ -275,6 +280,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--json", type=Path, help="file for the results")
     return parser.parse_args()
+
+
+def _chosen(builders: Mapping[str, Builder], only: Sequence[str] | None) -> Mapping[str, Builder]:
+    first = next(iter(builders))
+    unknown = [name for name in only or () if name not in builders]
+    if unknown:
+        raise SystemExit(f"--only {unknown[0]!r} is none of: {', '.join(builders)}")
+    return {name: own for name, own in builders.items() if not only or name in (first, *only)}
 
 
 def start_one_rank(device: torch.device) -> None:
@@ -325,7 +338,7 @@ def main() -> int:
         num_tokens = arguments.tokens or shape.num_tokens
         skew = 1.0 if arguments.routing == "skewed" else 0.0
         problem = Problem.of(shape, num_tokens, skew=skew, device=device, dtype=dtype)
-        contenders, skipped = gather(WHAT[what], problem)
+        contenders, skipped = gather(_chosen(WHAT[what], arguments.only), problem)
         measured = measure(contenders, problem, arguments.repetitions, console)
         title = (
             f"{what}: {name}, {num_tokens} tokens, {arguments.routing} routing, {dtype}, {device}"

@@ -47,6 +47,7 @@ class ReplacedLayers:
         *,
         finders: Iterable[Finder] = (find_registered,),
         is_early: bool = True,
+        device: torch.device = CPU,
         tell: Callable[[str], None] = lambda line: None,
     ) -> ReplacedLayers:
         """Replace them. Collective.
@@ -56,6 +57,7 @@ class ReplacedLayers:
             block: of the JSON.
             finders: of its layers.
             is_early: copies are launched as a block begins.
+            device: where the model is.
             tell: is told what a person would be.
         """
         settings, strategy = read_settings({BLOCK: {"enabled": True, **block}})
@@ -65,7 +67,7 @@ class ReplacedLayers:
             num_cells = world_size // (settings.expert_sharding_size or 1)
             settings = replace(settings, expert_parallel_size=num_cells)
         blueprint = draw(settings, strategy, model, finders, world_size)
-        layers = [layer for layer, _ in build(blueprint)]
+        layers = [layer for layer, _ in build(blueprint, device)]
         if stays_in_slots(blueprint):  # as a host does where they stay
             for layer in layers:
                 assert isinstance(layer.hosted, HostedExperts)
@@ -76,7 +78,7 @@ class ReplacedLayers:
         pipelines = None
         if measures:
             none = DenseGradients((0,) * len(layers), 0, torch.float32, None)
-            pipelines = Pipelines(layers, blueprint.pools, None, none, 1, CPU)
+            pipelines = Pipelines(layers, blueprint.pools, None, none, 1, device)
         homes = [layer.routed.site.plan.home for layer in layers]
         node_C = layers[0].routed.site.layout.node_C
         planning = Planning(

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ds_moe_ext.moe.observation import TasksSeen
+from ds_moe_ext.moe.slot_rows import SlotSortings
 from ds_moe_ext.schedule.crew import Saved, Stage
 from ds_moe_ext.schedule.executor import (
     CudaStreams,
@@ -320,6 +321,22 @@ def test_nothing_stays_allocated() -> None:
         gc.enable()
 
 
+@DEVICES
+def test_routes_go_with_their_pass(device: torch.device) -> None:
+    """What they have on the device does not wait for Python's collector of circles."""
+    case = replace(big(device), degrees=(3, 2))
+    runner = Runner.of(case, device, side_by_side(device))
+    x, grad = inputs(case, device)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            runner.step(x, grad)
+        assert not [thing for thing in gc.get_objects() if isinstance(thing, SlotSortings)]
+    finally:
+        gc.enable()
+
+
 @pytest.mark.gpu
 def test_lanes_overlap() -> None:
     """Late dispatches of later chunks run beside the late experts of earlier ones."""
@@ -333,12 +350,14 @@ def test_lanes_overlap() -> None:
 
     def seconds(lanes: Any) -> float:
         runner = Runner.of(case, CUDA, lanes, both_late)
-        with torch.no_grad():
-            runner(x)
-            torch.cuda.synchronize()
-            start_s = time.perf_counter()
-            runner(x)
-            torch.cuda.synchronize()
-        return time.perf_counter() - start_s
+        found_s = []
+        for _ in range(6):  # at first memory is allocated, for which the device may wait
+            with torch.no_grad():
+                torch.cuda.synchronize()
+                start_s = time.perf_counter()
+                runner(x)
+                torch.cuda.synchronize()
+            found_s.append(time.perf_counter() - start_s)
+        return min(found_s)
 
     assert seconds(side_by_side(CUDA)) < 0.8 * seconds(one_by_one(CUDA))

@@ -262,6 +262,7 @@ def _torch_optimizer(job: Job, parameters: Any) -> torch.optim.Optimizer:
 
 
 def loss_of(engine: Any, tokens: Tensor) -> Tensor:
+    tokens = tokens.to(engine.device)
     labels = tokens if "Mixtral" in type(engine.module).__name__ else tokens.roll(-1, 1)
     loss: Tensor = engine(input_ids=tokens, labels=labels).loss
     return loss
@@ -353,7 +354,7 @@ def _trained(rank: int, world_size: int, job: Job) -> Result | None:
         start = engine.global_steps
     losses, norms = [], []
     for step in range(start, job.steps):
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=engine.device)
         for number in range(rank, job.micro_batches, world_size):
             is_last = number + world_size >= job.micro_batches
             with engine.no_sync() if job.no_sync and not is_last else nullcontext():
@@ -372,5 +373,7 @@ def _trained(rank: int, world_size: int, job: Job) -> Result | None:
         norms.append(float(engine.get_global_grad_norm() or 0.0))
         if job.save_at == step + 1:
             engine.save_checkpoint(job.folder)
-    state = {k: v.detach().clone() for k, v in full_state_dict(engine.module).items()}
-    return Result(losses, norms, state) if rank == 0 else None
+    state = full_state_dict(engine.module)
+    if rank != 0:
+        return None
+    return Result(losses, norms, {k: v.detach().cpu().clone() for k, v in state.items()})

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lies between a layer's products, a kernel each, by Triton: torch does it in several passes.
+
+Each has a twin of torch's operations, which its caller falls back on: ``silu_gated``'s in
+``swiglu.py``, sums by token in ``route.py``, their gradients in ``restore.py``. Kernels round where
+their twins do. ``TRITON_INTERPRET=1`` runs them without a GPU. Shape letters: T tokens, K choices a
+token, N = T * K rows, D model width, R rows of experts, F expert width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch's builds for CPUs come without it
+    HAS_TRITON = False
+else:
+    HAS_TRITON = True
+
+BLOCK = 1024  # columns of a row that a program computes at once
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def has_kernels(*tensors: Tensor) -> bool:
+    """Whether there are kernels for such tensors, where they are."""
+    return HAS_TRITON and all([each.is_cuda and each.dtype in _DTYPES for each in tensors])
+
+
+def silu_product(gate_up_RF: Tensor) -> Tensor:
+    """``silu(gate) * up`` of the halves, ``[R, 2F] -> [R, F]``."""
+    gate_up_RF = gate_up_RF.contiguous()
+    num_rows, width = gate_up_RF.shape[0], gate_up_RF.shape[1] // 2
+    product_RF = gate_up_RF.new_empty(num_rows, width)
+    if product_RF.numel():
+        grid = (num_rows, triton.cdiv(width, BLOCK))
+        _silu_product[grid](gate_up_RF, product_RF, width, BLOCK=BLOCK)
+    return product_RF
+
+
+def silu_product_grad(gate_up_RF: Tensor, grad_RF: Tensor) -> Tensor:
+    """Of gate and up, ``[R, 2F]``, given that of their product, ``[R, F]``."""
+    gate_up_RF, grad_RF = gate_up_RF.contiguous(), grad_RF.contiguous()
+    num_rows, width = grad_RF.shape
+    grad_gate_up_RF = torch.empty_like(gate_up_RF)
+    if grad_RF.numel():
+        grid = (num_rows, triton.cdiv(width, BLOCK))
+        _silu_product_grad[grid](gate_up_RF, grad_RF, grad_gate_up_RF, width, BLOCK=BLOCK)
+    return grad_gate_up_RF
+
+
+def sums_by_token(rows_ND: Tensor, row_N: Tensor, weight_TK: Tensor | None, top_k: int) -> Tensor:
+    """Rows of each token, times their weights, added up in the order of its choices, ``[T, D]``.
+
+    Args:
+        rows_ND: in any order.
+        row_N: where the row of each choice lies, int64.
+        weight_TK: None for sums without weights, which are rounded once.
+        top_k: choices a token.
+    """
+    rows_ND, width = rows_ND.contiguous(), rows_ND.shape[1]
+    num_tokens = row_N.numel() // top_k
+    sums_TD = rows_ND.new_empty(num_tokens, width)
+    if sums_TD.numel():
+        weights = rows_ND if weight_TK is None else weight_TK.contiguous()
+        grid = (num_tokens, triton.cdiv(width, BLOCK))
+        _sums_by_token[grid](
+            rows_ND,
+            row_N,
+            weights,
+            sums_TD,
+            WIDTH=width,
+            TOP_K=top_k,
+            IS_WEIGHED=weight_TK is not None,
+            # Of 16 bits where weights are, too: each summand is rounded then.
+            IS_WIDE=weight_TK is None or torch.float32 in (rows_ND.dtype, weights.dtype),
+            BLOCK=BLOCK,
+        )
+    return sums_TD
+
+
+def sums_by_token_grads(
+    rows_ND: Tensor, token_N: Tensor, choice_N: Tensor, weight_TK: Tensor, grad_TD: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of weighed ``sums_by_token``: of rows ``[N, D]`` and of weights ``[T, K]``.
+
+    Args:
+        rows_ND: as they were added.
+        token_N: of each row, int64.
+        choice_N: of each row, its place in the flattened weights, int64.
+        weight_TK: as they were.
+        grad_TD: of the sums.
+    """
+    rows_ND, grad_TD = rows_ND.contiguous(), grad_TD.contiguous()
+    grad_ND, grad_TK = torch.empty_like(rows_ND), torch.empty_like(weight_TK, memory_format=DENSE)
+    if rows_ND.numel():
+        _sums_by_token_grads[(rows_ND.shape[0],)](
+            rows_ND,
+            token_N,
+            choice_N,
+            weight_TK.contiguous(),
+            grad_TD,
+            grad_ND,
+            grad_TK,
+            WIDTH=rows_ND.shape[1],
+            BLOCK=BLOCK,
+        )
+    return grad_ND, grad_TK
+
+
+DENSE = torch.contiguous_format
+
+if HAS_TRITON:
+    # No annotations but constexpr: Triton reads them.
+
+    @triton.jit
+    def _silu_product(  # type: ignore[no-untyped-def]
+        gate_up, product, width, BLOCK: tl.constexpr
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        mask = column < width
+        place = gate_up + row * 2 * width + column
+        gate = tl.load(place, mask=mask, other=0.0)
+        up = tl.load(place + width, mask=mask, other=0.0)
+        wide = gate.to(tl.float32)
+        silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+        out = (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+        tl.store(product + row * width + column, out, mask=mask)
+
+    @triton.jit
+    def _silu_product_grad(  # type: ignore[no-untyped-def]
+        gate_up, grad, grad_gate_up, width, BLOCK: tl.constexpr
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        mask = column < width
+        place = row * 2 * width + column
+        gate = tl.load(gate_up + place, mask=mask, other=0.0)
+        up = tl.load(gate_up + place + width, mask=mask, other=0.0)
+        own = tl.load(grad + row * width + column, mask=mask, other=0.0).to(tl.float32)
+        wide = gate.to(tl.float32)
+        sigmoid = 1.0 / (1.0 + tl.exp(-wide))
+        silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+        of_up = (own * silu.to(tl.float32)).to(gate.dtype)
+        of_silu = (own * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
+        of_gate = (of_silu * sigmoid * (1.0 + wide * (1.0 - sigmoid))).to(gate.dtype)
+        tl.store(grad_gate_up + place, of_gate, mask=mask)
+        tl.store(grad_gate_up + place + width, of_up, mask=mask)
+
+    @triton.jit
+    def _sums_by_token(  # type: ignore[no-untyped-def]  # noqa: PLR0917
+        rows,
+        row_of,
+        weights,
+        sums,
+        WIDTH: tl.constexpr,
+        TOP_K: tl.constexpr,
+        IS_WEIGHED: tl.constexpr,
+        IS_WIDE: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        token = tl.program_id(0).to(tl.int64)
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        mask = column < WIDTH
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for number in range(TOP_K):
+            choice = token * TOP_K + number
+            row = tl.load(row_of + choice)
+            own = tl.load(rows + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+            if IS_WEIGHED:
+                own = own * tl.load(weights + choice).to(tl.float32)
+            total += own
+            if not IS_WIDE:
+                total = total.to(rows.dtype.element_ty).to(tl.float32)
+        tl.store(sums + token * WIDTH + column, total.to(rows.dtype.element_ty), mask=mask)
+
+    @triton.jit
+    def _sums_by_token_grads(  # type: ignore[no-untyped-def]  # noqa: PLR0917
+        rows,
+        token_of,
+        choice_of,
+        weights,
+        grads,
+        grad_rows,
+        grad_weights,
+        WIDTH: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        token, choice = tl.load(token_of + row), tl.load(choice_of + row)
+        weight = tl.load(weights + choice).to(tl.float32)
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(0, WIDTH, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            mask = column < WIDTH
+            own = tl.load(rows + row * WIDTH + column, mask=mask, other=0.0)
+            grad = tl.load(grads + token * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+            total += (own.to(tl.float32) * grad).to(own.dtype).to(tl.float32)
+            out = (grad * weight).to(own.dtype)
+            tl.store(grad_rows + row * WIDTH + column, out, mask=mask)
+        tl.store(grad_weights + choice, tl.sum(total).to(weights.dtype.element_ty))

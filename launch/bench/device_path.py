@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a GPU waits for its host: layers of real sizes on one GPU that stands for one of many.
+
+`python launch/bench/device_path.py --shapes qwen3_30b_a3b mixtral_8x7b --only ep fssdp`
+
+The contenders of `host_path.py`, whose collectives return at once (`fake_world.py`): what is left
+is what a rank computes, and what issues it. They take turns, a step each. Of a step, a layer:
+
+- wall: from its begin until the device has done all of it;
+- kernels: how long at least one of them ran, by torch's profiler, in steps of their own;
+- busy: kernels over wall. What is missing the GPU has waited for: its host, or counts on their way;
+- issued: how long the host took, its waits among it.
+
+With a network in between a device has as much to compute and longer to wait for rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from fake_world import fake_world
+from host_path import BUILDERS, no_collector, passes
+from host_path_contenders import Batch, Contender, Sizes
+from layer_contenders import SHAPES
+from rich.console import Console
+from rich.table import Table
+from rotation import rotated
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
+
+NUM_PROFILED = 2
+COUNTED = ("ep", "esp, degree 2", "fssdp", "prophet", "DeepSpeed AutoEP")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One contender's, milliseconds a layer and step.
+
+    Attributes:
+        wall_ms: of each step.
+        issued_ms: of each step, by the host.
+        kernels_ms: in which a kernel ran, at the median.
+        num_kernels: launched.
+    """
+
+    wall_ms: Sequence[float]
+    issued_ms: Sequence[float]
+    kernels_ms: float
+    num_kernels: float
+
+    @property
+    def busy(self) -> float:
+        """The part of a step in which a kernel ran."""
+        return self.kernels_ms / statistics.median(self.wall_ms)
+
+
+def take_step(contender: Contender, batch: Batch, number: int) -> tuple[float, float]:
+    """Milliseconds of a step, and in which it was issued. Collective."""
+    contender.model.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    with contender.turn():
+        start_s = time.perf_counter()
+        for _ in passes(contender, batch, number):
+            issued_s = time.perf_counter()
+        torch.cuda.synchronize()
+        end_s = time.perf_counter()
+    return 1e3 * (end_s - start_s), 1e3 * (issued_s - start_s)
+
+
+def kernels_of(contender: Contender, batch: Batch, number: int) -> list[FunctionEvent]:
+    """What ran on the device in a step. Collective."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        take_step(contender, batch, number)
+    # Ranges of tasks have places on the device's time line, too.
+    events = (event for event in found.events() if event.device_type == DeviceType.CUDA)
+    return [event for event in events if not event.name.startswith("layer ")]
+
+
+def covered_us(events: Iterable[FunctionEvent]) -> float:
+    """Time in which at least one ran."""
+    total = last = 0.0
+    for start, end in sorted((e.time_range.start, e.time_range.end) for e in events):
+        total += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return total
+
+
+def measure(
+    contenders: Sequence[Contender], sizes: Sizes, warm_ups: int, rounds: int
+) -> dict[str, Measured]:
+    """All of them, turn by turn. Collective."""
+    seen: dict[str, list[tuple[float, float]]] = {each.name: [] for each in contenders}
+    profiled: dict[str, list[tuple[float, int]]] = {each.name: [] for each in contenders}
+    with no_collector():
+        for number in range(warm_ups + rounds + NUM_PROFILED):
+            batch = Batch.of(sizes, number + 1)
+            for contender in rotated(contenders, number):
+                if number >= warm_ups + rounds:
+                    events = kernels_of(contender, batch, number + 1)
+                    profiled[contender.name].append((covered_us(events) / 1e3, len(events)))
+                    continue
+                times = take_step(contender, batch, number + 1)
+                if number >= warm_ups:
+                    seen[contender.name].append(times)
+    found = {}
+    for name, steps in seen.items():
+        wall, issued = ([ms / sizes.layers for ms in column] for column in zip(*steps))
+        kernels, launches = zip(*profiled[name])
+        found[name] = Measured(
+            wall,
+            issued,
+            statistics.median(kernels) / sizes.layers,
+            statistics.median(launches) / sizes.layers,
+        )
+    return found
+
+
+def table_of(title: str, found: Mapping[str, Measured]) -> Table:
+    """As a person reads it."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("contender")
+    for column in ("wall ms", "kernels ms", "busy", "issued ms", "kernels", "x first"):
+        table.add_column(column, justify="right")
+    first = next(iter(found.values()))
+    for name, each in found.items():
+        ratio = statistics.median(a / b for a, b in zip(each.wall_ms, first.wall_ms))
+        table.add_row(
+            name,
+            f"{statistics.median(each.wall_ms):.2f}",
+            f"{each.kernels_ms:.2f}",
+            f"{each.busy:.0%}",
+            f"{statistics.median(each.issued_ms):.2f}",
+            f"{each.num_kernels:.0f}",
+            f"{ratio:.2f}",
+        )
+    return table
+
+
+def main() -> None:
+    """Measure each shape, print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--shapes", nargs="+", choices=SHAPES, default=["small"])
+    add("--only", nargs="+", choices=BUILDERS, default=list(COUNTED))
+    add("--ranks", type=int, default=8)
+    add("--rank", type=int, default=3, help="for which of them the process stands")
+    add("--layers", type=int, default=4)
+    add("--tokens", type=int, default=4096, help="of a rank")
+    add("--warm_ups", type=int, default=8)
+    add("--rounds", type=int, default=6)
+    add("--json", type=Path, help="write the figures here")
+    given = parser.parse_args()
+    cuda = torch.device("cuda", torch.cuda.current_device())
+    console, results = Console(width=None if sys.stdout.isatty() else 120), []
+    with fake_world(given.ranks, given.rank):
+        for name in given.shapes:
+            shape = SHAPES[name]
+            sizes = Sizes(
+                given.layers,
+                shape.num_experts,
+                given.tokens,
+                shape.top_k,
+                shape.width,
+                shape.expert_width,
+                torch.bfloat16,
+                cuda,
+            )
+            contenders = []
+            for contender in given.only:
+                try:
+                    built = BUILDERS[contender](sizes)
+                    take_step(built, Batch.of(sizes, 0), 0)
+                    contenders.append(built)
+                except Exception as error:
+                    console.print(f"not run: {contender}: {type(error).__name__}: {error}")
+            found = measure(contenders, sizes, given.warm_ups, given.rounds)
+            title = f"{name}, {given.tokens} tokens, one of {given.ranks} ranks"
+            console.print(table_of(f"{title}: a layer, {torch.cuda.get_device_name()}", found))
+            results.append({"shape": name, "found": {k: asdict(v) for k, v in found.items()}})
+            del contenders, built
+            torch.cuda.empty_cache()
+    if given.json:
+        given.json.write_text(json.dumps({"command": sys.argv, "results": results}))
+
+
+if __name__ == "__main__":
+    main()
