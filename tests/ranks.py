@@ -70,14 +70,14 @@ def _environment(rank: int, world_size: int, port: int) -> None:
         OMP_NUM_THREADS="1",
     )
     if ON_CUDA:
-        _share_gpus(rank)
+        share_gpus(rank)
     else:
         os.environ["DS_ACCELERATOR"] = "cpu"
     gc.freeze()  # what the forkserver has loaded: each look for garbage there takes 0.3 s
 
 
-def _share_gpus(rank: int) -> None:
-    """Whatever this process does with CUDA, it does on the rank's GPU."""
+def share_gpus(rank: int) -> Any:
+    """Whatever this process does with CUDA, it does on the rank's GPU, which is told."""
     import torch
 
     os.environ.update(
@@ -89,6 +89,7 @@ def _share_gpus(rank: int) -> None:
     number = rank % torch.cuda.device_count()
     os.environ["LOCAL_RANK"] = str(number)
     torch.cuda.set_device(number)
+    return torch.device("cuda", number)
 
 
 _KEPT = {
