@@ -9,6 +9,9 @@ token, N = T * K rows, D model width, R rows of experts, F expert width.
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -26,7 +29,27 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def has_kernels(*tensors: Tensor) -> bool:
     """Whether there are kernels for such tensors, where they are."""
-    return HAS_TRITON and all([each.is_cuda and each.dtype in _DTYPES for each in tensors])
+    for each in tensors:
+        if not each.is_cuda or each.dtype not in _DTYPES:
+            return False
+    return HAS_TRITON and _compiles(tensors[0].device)
+
+
+@cache
+def _compiles(device: torch.device) -> bool:
+    """Whether Triton can compile for a device; it wants a C compiler, too."""
+    try:
+        silu_product(torch.zeros(1, 2, device=device))
+    except Exception as error:  # of whatever kind: torch's operations do the same
+        first_line = (str(error).splitlines() or [""])[0]
+        warnings.warn(
+            f"Triton compiles no kernels for {device} ({type(error).__name__}: {first_line}), so "
+            "that torch's operations run between the experts' products, which take longer; is "
+            "there a C compiler on PATH?",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def silu_product(gate_up_RF: Tensor) -> Tensor:

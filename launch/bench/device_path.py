@@ -6,10 +6,11 @@
 The contenders of `host_path.py`, whose collectives return at once (`fake_world.py`): what is left
 is what a rank computes, and what issues it. They take turns, a step each. Of a step, a layer:
 
-- wall: from its begin until the device has done all of it;
+- wall: from its begin until the device has gone back through all of it;
 - kernels: how long at least one of them ran, by torch's profiler, in steps of their own;
 - busy: kernels over wall. What is missing the GPU has waited for: its host, or counts on their way;
-- issued: how long the host took, its waits among it.
+- issued: how long the host took, its waits among it;
+- between: how long it took then, where a model would have its optimizer.
 
 With a network in between a device has as much to compute and longer to wait for rows.
 """
@@ -38,6 +39,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 NUM_PROFILED = 2
+AFTER_BACKWARD = 2  # the moment of `passes`
 COUNTED = ("ep", "esp, degree 2", "fssdp", "prophet", "DeepSpeed AutoEP")
 
 
@@ -48,12 +50,14 @@ class Measured:
     Attributes:
         wall_ms: of each step.
         issued_ms: of each step, by the host.
+        between_ms: behind each step.
         kernels_ms: in which a kernel ran, at the median.
         num_kernels: launched.
     """
 
     wall_ms: Sequence[float]
     issued_ms: Sequence[float]
+    between_ms: Sequence[float]
     kernels_ms: float
     num_kernels: float
 
@@ -63,17 +67,20 @@ class Measured:
         return self.kernels_ms / statistics.median(self.wall_ms)
 
 
-def take_step(contender: Contender, batch: Batch, number: int) -> tuple[float, float]:
-    """Milliseconds of a step, and in which it was issued. Collective."""
+def take_step(contender: Contender, batch: Batch, number: int) -> tuple[float, float, float]:
+    """Milliseconds of a step, in which it was issued, and what came behind it. Collective."""
     contender.model.zero_grad(set_to_none=True)
     torch.cuda.synchronize()
     with contender.turn():
         start_s = time.perf_counter()
-        for _ in passes(contender, batch, number):
-            issued_s = time.perf_counter()
+        for part, _ in enumerate(passes(contender, batch, number)):
+            if part == AFTER_BACKWARD:
+                issued_s = time.perf_counter()
+                torch.cuda.synchronize()
+                end_s = time.perf_counter()
         torch.cuda.synchronize()
-        end_s = time.perf_counter()
-    return 1e3 * (end_s - start_s), 1e3 * (issued_s - start_s)
+    behind_s = time.perf_counter() - end_s
+    return 1e3 * (end_s - start_s), 1e3 * (issued_s - start_s), 1e3 * behind_s
 
 
 def kernels_of(contender: Contender, batch: Batch, number: int) -> list[FunctionEvent]:
@@ -98,7 +105,7 @@ def measure(
     contenders: Sequence[Contender], sizes: Sizes, warm_ups: int, rounds: int
 ) -> dict[str, Measured]:
     """All of them, turn by turn. Collective."""
-    seen: dict[str, list[tuple[float, float]]] = {each.name: [] for each in contenders}
+    seen: dict[str, list[tuple[float, float, float]]] = {each.name: [] for each in contenders}
     profiled: dict[str, list[tuple[float, int]]] = {each.name: [] for each in contenders}
     with no_collector():
         for number in range(warm_ups + rounds + NUM_PROFILED):
@@ -113,11 +120,12 @@ def measure(
                     seen[contender.name].append(times)
     found = {}
     for name, steps in seen.items():
-        wall, issued = ([ms / sizes.layers for ms in column] for column in zip(*steps))
+        wall, issued, between = ([ms / sizes.layers for ms in column] for column in zip(*steps))
         kernels, launches = zip(*profiled[name])
         found[name] = Measured(
             wall,
             issued,
+            between,
             statistics.median(kernels) / sizes.layers,
             statistics.median(launches) / sizes.layers,
         )
@@ -128,7 +136,15 @@ def table_of(title: str, found: Mapping[str, Measured]) -> Table:
     """As a person reads it."""
     table = Table(title=title, title_justify="left")
     table.add_column("contender")
-    for column in ("wall ms", "kernels ms", "busy", "issued ms", "kernels", "x first"):
+    for column in (
+        "wall ms",
+        "kernels ms",
+        "busy",
+        "issued ms",
+        "between ms",
+        "kernels",
+        "x first",
+    ):
         table.add_column(column, justify="right")
     first = next(iter(found.values()))
     for name, each in found.items():
@@ -139,6 +155,7 @@ def table_of(title: str, found: Mapping[str, Measured]) -> Table:
             f"{each.kernels_ms:.2f}",
             f"{each.busy:.0%}",
             f"{statistics.median(each.issued_ms):.2f}",
+            f"{statistics.median(each.between_ms):.2f}",
             f"{each.num_kernels:.0f}",
             f"{ratio:.2f}",
         )

@@ -337,6 +337,17 @@ def test_routes_go_with_their_pass(device: torch.device) -> None:
         gc.enable()
 
 
+@dataclass(frozen=True, eq=False)
+class Late:
+    """A stage that takes several milliseconds on the device, much longer than it takes the host."""
+
+    stage: Stage
+
+    def forward(self, span: Span, *reads: Any) -> tuple[tuple[Any, ...], Saved]:
+        torch.cuda._sleep(5 * SLEEP_CYCLES)
+        return self.stage.forward(span, *reads)
+
+
 @pytest.mark.gpu
 def test_lanes_overlap() -> None:
     """Late dispatches of later chunks run beside the late experts of earlier ones."""
@@ -345,7 +356,7 @@ def test_lanes_overlap() -> None:
 
     def both_late(program: Program) -> Program:
         own = program.crew.stages
-        stages = {op: Hostile(stage, CUDA, is_late=True) for op, stage in own.items()}
+        stages = {op: Late(stage) for op, stage in own.items()}
         return replace(program, crew=replace(program.crew, stages=stages))
 
     def seconds(lanes: Any) -> float:
