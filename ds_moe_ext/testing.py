@@ -136,7 +136,11 @@ class Ranks:
         """
         for rank, end in enumerate(self._ends):
             end.send(functools.partial(function, rank, self.world_size, *args, **kwargs))
-        answers = self._answers()
+        try:
+            answers = self._answers()
+        except BaseException:  # a timeout's, or Ctrl-C: the ranks are in the middle of the job
+            self.close()
+            raise
         failures = [f"rank {r}: {value}" for r, (good, value) in answers.items() if not good]
         if failures:
             self.close()

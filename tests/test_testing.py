@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -305,3 +309,24 @@ def test_a_strategy_with_schedules_of_its_own_is_not_laid_under_pipelines(
     check(Chunked(forward=2, backward=3), cases, ranks_of=pool_of)
     equal, left_out = capsys.readouterr().out.splitlines()
     assert "equal" in equal and "left out" in left_out and "leave schedules to" in left_out
+
+
+# Its ranks.
+
+
+def _slow(rank: int, world_size: int) -> None:
+    time.sleep(rank * 30.0)
+
+
+def _world_size(rank: int, world_size: int) -> int:
+    return world_size
+
+
+def test_ranks_whose_job_was_interrupted_are_given_up() -> None:
+    """They are in the middle of it: another one's answers would be those of this."""
+    pool = pool_of(2)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.run(_slow)
+    assert not pool.is_alive
+    assert pool_of(2).run(_world_size) == [2, 2]
