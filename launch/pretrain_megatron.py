@@ -338,7 +338,7 @@ def main() -> None:
     with plain_errors(SCRIPT):
         run = read_run(arguments)
     leave_out_warnings()
-    megatron_on_cpu.install()  # nothing where there are GPUs
+    megatron_on_cpu.install()  # where there are GPUs little
     if run.ds_moe_ext is not None:
         from ds_moe_ext.patches.megatron import use
 
