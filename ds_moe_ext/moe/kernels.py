@@ -24,6 +24,7 @@ else:
     HAS_TRITON = True
 
 BLOCK = 1024  # columns of a row that a program computes at once
+DENSE = torch.contiguous_format
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -97,11 +98,15 @@ def sums_by_token(rows_ND: Tensor, row_N: Tensor, weight_TK: Tensor | None, top_
             WIDTH=width,
             TOP_K=top_k,
             IS_WEIGHED=weight_TK is not None,
-            # Of 16 bits where weights are, too: each summand is rounded then.
-            IS_WIDE=weight_TK is None or torch.float32 in (rows_ND.dtype, weights.dtype),
+            # Of 16 bits where weights are of the same, too: each summand is rounded then.
+            IS_WIDE=weight_TK is None or _are_wide(rows_ND, weights),
             BLOCK=BLOCK,
         )
     return sums_TD
+
+
+def _are_wide(one: Tensor, other: Tensor) -> bool:
+    return torch.promote_types(one.dtype, other.dtype) == torch.float32
 
 
 def sums_by_token_grads(
@@ -132,8 +137,6 @@ def sums_by_token_grads(
         )
     return grad_ND, grad_TK
 
-
-DENSE = torch.contiguous_format
 
 if HAS_TRITON:
     # No annotations but constexpr: Triton reads them.
