@@ -24,7 +24,6 @@ else:
     HAS_TRITON = True
 
 BLOCK = 1024  # columns of a row that a program computes at once
-DENSE = torch.contiguous_format
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -122,7 +121,7 @@ def sums_by_token_grads(
         grad_TD: of the sums.
     """
     rows_ND, grad_TD = rows_ND.contiguous(), grad_TD.contiguous()
-    grad_ND, grad_TK = torch.empty_like(rows_ND), torch.empty_like(weight_TK, memory_format=DENSE)
+    grad_ND, grad_TK = torch.empty_like(rows_ND), weight_TK.new_empty(weight_TK.shape)
     if rows_ND.numel():
         _sums_by_token_grads[(rows_ND.shape[0],)](
             rows_ND,
