@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_moe_ext import kernels
+
 
 def starts_of(lengths: np.ndarray) -> np.ndarray:
     """Where each block begins, blocks stored one behind the other in C order."""
@@ -62,12 +64,17 @@ def indices_of(
     for moved, num in zip(all_moved, num_rows):
         shifts.append(moved.shift_X - before if before else moved.shift_X)
         before += num
-    parts = *shifts, *(moved.length_X for moved in all_moved), also
+    shift_X = np.concatenate(shifts)
+    length_X = np.concatenate([moved.length_X for moved in all_moved])
+    has_kernel, size = kernels.are_there(device), len(shift_X)
+    parts = shift_X, length_X.cumsum() if has_kernel else length_X, also
     table = on_device(np.concatenate(parts, dtype=np.int32, casting="unsafe"), device)
-    size = sum(map(len, shifts))
     shift, length, there = table.split_with_sizes((size, size, len(also)))
-    index = shift.repeat_interleave(length, output_size=before)
-    index += torch.arange(before, dtype=torch.int32, device=device)
+    if has_kernel:
+        index = kernels.index_of_blocks(table, size, before)
+    else:
+        index = shift.repeat_interleave(length, output_size=before)
+        index += torch.arange(before, dtype=torch.int32, device=device)
     return index.split_with_sizes(num_rows) if len(num_rows) > 1 else (index,), there
 
 

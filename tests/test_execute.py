@@ -292,6 +292,9 @@ class FakeStreams(threading.local):
         yield
         self._current = before
 
+    def enter(self, stream: FakeStream) -> None:
+        self._current = stream
+
 
 STREAMS = FakeStreams()
 ON_STREAMS = CudaLanes(torch.device("cpu"), STREAMS)

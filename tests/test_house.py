@@ -22,7 +22,18 @@ PACKAGE = "ds_moe_ext"
 
 LAYERS = (
     ("_autoload",),  # names the patches, and imports nothing of ours
-    ("strict", "files", "placement", "rows", "roles", "load", "watch", "compiled", "version"),
+    (
+        "strict",
+        "files",
+        "placement",
+        "kernels",
+        "rows",
+        "roles",
+        "load",
+        "watch",
+        "compiled",
+        "version",
+    ),
     ("row_levels", "transfer", "hardware", "loads"),
     ("level_share",),
     ("share",),

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ds_moe_ext.level_share import SWEEPS, LevelShare
 from ds_moe_ext.moe import order
-from ds_moe_ext.moe.order import Order, Seat, counted, keys_of, kind_of
+from ds_moe_ext.moe.order import FEW, Order, Seat, counted, keys_of, kind_of, sorted_by
 from ds_moe_ext.moe.restore import Restore
 from ds_moe_ext.moe.route import LayerRoute, one_cell_route, transposed_blocks
 from ds_moe_ext.moe.slot_rows import SlotRows
@@ -128,6 +128,14 @@ def test_transposed_blocks() -> None:
     # The identity, and back.
     assert transposed_blocks(lengths, (0, 1), CPU).tolist() == [0, 1, 2, 3, 4, 5]
     assert transposed_blocks(lengths.T, (1, 0), CPU).tolist() == [0, 4, 5, 1, 2, 3]
+
+
+@pytest.mark.parametrize("num_rows", [7, FEW + 1])
+@pytest.mark.parametrize("most", [1, 2**15 - 1, 2**15, 2**20])
+def test_few_bytes_sort_as_many(num_rows: int, most: int) -> None:
+    key_N = torch.arange(num_rows).flip(0) % (most + 1)
+    key_N[::3] = most
+    assert torch.equal(sorted_by(key_N, most), key_N.argsort(stable=True))
 
 
 def test_two_cells_by_hand() -> None:

@@ -115,6 +115,23 @@ def counted(key_N: Tensor, cut: Cut, num_experts: int, told: tuple[int, ...]) ->
     return rows[:-1].view(cut.num_chunks, width)
 
 
+def sorted_by(key_N: Tensor, most: int) -> Tensor:
+    """What brings keys into order, alike ones in their own, int64 ``[N]``. A radix sort goes as
+    often over many as they have bytes.
+
+    Args:
+        key_N: int64, from 0 to ``most``.
+        most: the largest that there may be.
+    """
+    if key_N.numel() > FEW:
+        key_N = key_N.to(torch.int16 if most <= torch.iinfo(torch.int16).max else torch.int32)
+    return key_N.argsort(stable=True)
+
+
+FEW = 4096
+"""Rows that sort as fast as they are."""
+
+
 @lru_cache(maxsize=4)
 def _ones(length: int, device: torch.device) -> Tensor:
     return torch.ones(length, dtype=torch.int64, device=device)
@@ -218,11 +235,13 @@ class Order(SavesAlike):
             rows_FW = torch.cat((rows_FW, goals.by_chunk(cut)), dim=1)
         gathered = rows_FW[None] if self.group is None else all_gather_counts(rows_FW, self.group)
         counts = counts_to_host(gathered, self.group)
+        width = num_experts + len(told)
+        key_bound = cut.num_chunks * width
         if self._place_E is not None:
-            width = num_experts + len(told)
             place_FW1 = self._places_of_keys(self._place_E, cut, width, key_N.device)
             key_N = place_FW1.index_select(0, key_N)
-        by_key_N = key_N.argsort(stable=True)  # while they are on their way
+            key_bound = cut.num_chunks * (int(self._place_E.max()) + 1)
+        by_key_N = sorted_by(key_N, key_bound)  # while they are on their way
         # The one wait for the device: splits must be known.
         known = counts.ready().numpy()
         rows_CPFE = known[..., :num_experts].reshape(

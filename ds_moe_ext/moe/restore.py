@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_moe_ext.moe import kernels
+from ds_moe_ext import kernels
 from ds_moe_ext.moe.route import LayerRoute, Route
 from ds_moe_ext.schedule.task import Span
 

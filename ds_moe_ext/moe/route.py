@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_moe_ext import kernels
 from ds_moe_ext.all_to_all import Carrier, Channel, Reach, Trip
-from ds_moe_ext.moe import kernels
 from ds_moe_ext.moe.node_trips import NodeTrip
 from ds_moe_ext.moe.slot_rows import SlotRows, SlotSorting, SlotSortings
 from ds_moe_ext.moe.visits import SpanVisits, Visits

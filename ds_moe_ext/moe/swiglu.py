@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_moe_ext.moe import kernels
+from ds_moe_ext import kernels
 from ds_moe_ext.moe.grouped_linear import has_grouped_mm, rounded_up, with_rows
 from ds_moe_ext.moe.memory_order import as_one
 from ds_moe_ext.moe.slot_rows import SlotRows

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ds_moe_ext.schedule.crew import Crew, Place, Stage
-from ds_moe_ext.schedule.task import Schedule, Span, Task, Value
+from ds_moe_ext.schedule.task import Lane, Schedule, Span, Task, Value
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,11 +20,13 @@ class Reading:
         span: that is wanted; None: of a value that is not cut.
         pieces: place of each in the table, and the span that it covers; in the order of writers.
         in_row: places of the pieces in the order of tokens, where they are the span and no more.
+        foreign: places of those that another lane has written.
     """
 
     span: Span | None
     pieces: tuple[tuple[int, Span | None], ...]
     in_row: tuple[int, ...] | None
+    foreign: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +38,7 @@ class Step:
         is_seen: observers are told of it; not of what only begins work elsewhere.
         reads: places in the table, or how to put together what it reads.
         plain_reads: the same where all is read as it is; else None.
+        foreign_reads: those of the reads that are read as they are and another lane has written.
         graded_reads: those of the reads that may have a gradient.
         writes: places in the table.
         graded_writes: those of the writes that may have a gradient.
@@ -48,6 +51,7 @@ class Step:
     is_seen: bool
     reads: tuple[int | Reading, ...]
     plain_reads: tuple[int, ...] | None
+    foreign_reads: tuple[int, ...]
     graded_reads: tuple[int, ...]
     writes: tuple[int, ...]
     graded_writes: tuple[int, ...]
@@ -82,12 +86,17 @@ class Table:
 
         def step(position: int, task: Task) -> Step:
             own = pieces.read_by[position]
-            reads = tuple(map(pieces.reading, task.reads))
+            reads = tuple(pieces.reading(value, task.lane) for value in task.reads)
             return Step(
                 task=task,
                 is_seen=task.op.begins is None,
                 reads=reads,
                 plain_reads=_plain(reads),
+                foreign_reads=tuple(
+                    number
+                    for number, read in enumerate(reads)
+                    if isinstance(read, int) and pieces.is_foreign(read, task.lane)
+                ),
                 graded_reads=_graded(task.reads),
                 writes=tuple(pieces.number[value, position] for value in task.writes),
                 graded_writes=_graded(task.writes),
@@ -99,7 +108,7 @@ class Table:
         return cls(
             steps=tuple(step(position, task) for position, task in enumerate(schedule.tasks)),
             inputs=tuple(pieces.number[value, -1] for value in schedule.inputs),
-            outputs=tuple(map(pieces.reading, schedule.outputs)),
+            outputs=tuple(pieces.reading(value, None) for value in schedule.outputs),
             num_readers=pieces.num_readers,
         )
 
@@ -206,6 +215,7 @@ class _Pieces:
         self._of: dict[Value, list[int]] = defaultdict(list)
         for (value, _), number in self.number.items():
             self._of[value].append(number)
+        self._lanes = [None if w < 0 else schedule.tasks[w].lane for _, w in self.number]
         self._sources = schedule.sources
         self.read_by = [self._read(task.reads) for task in schedule.tasks]
         counts = Counter(n for own in (*self.read_by, self._read(schedule.outputs)) for n in own)
@@ -214,8 +224,13 @@ class _Pieces:
     def _read(self, values: Iterable[Value]) -> set[int]:
         return {n for value in values for source in self._sources[value] for n in self._of[source]}
 
-    def reading(self, wanted: Value) -> int | Reading:
-        """How to read a value."""
+    def is_foreign(self, number: int, lane: Lane | None) -> bool:
+        """Whether a lane that reads a piece has not written it. Nobody has what is given; and who
+        asks behind all tasks, with no lane, comes behind all lanes."""
+        return None not in (lane, self._lanes[number]) and self._lanes[number] != lane
+
+    def reading(self, wanted: Value, lane: Lane | None) -> int | Reading:
+        """How a lane reads a value."""
         pieces = sorted(
             (n, source.span) for source in self._sources[wanted] for n in self._of[source]
         )
@@ -223,4 +238,5 @@ class _Pieces:
         if is_whole:
             return pieces[0][0]
         span = wanted.span if wanted.kind.by_token else None
-        return Reading(span, tuple(pieces), _in_row(pieces, span))
+        foreign = tuple(n for n, _ in pieces if self.is_foreign(n, lane))
+        return Reading(span, tuple(pieces), _in_row(pieces, span), foreign)

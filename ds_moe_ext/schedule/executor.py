@@ -7,7 +7,7 @@ import functools
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -35,9 +35,11 @@ class Lanes(Protocol):
 
     Attributes:
         has_threads: what the host works out in one lane does not keep it from issuing another's.
+        is_late: a task is issued, and runs later: what it reads may have been freed by then.
     """
 
     has_threads: bool
+    is_late: bool
 
     def run(self, schedule: Schedule, do: Callable[[int], None]) -> None:
         """Do every task, by its position, and make the caller's next work see the results.
@@ -72,6 +74,7 @@ class InlineLanes:
     """All lanes in the caller's thread, in issue order. For CPU hosts where nothing overlaps."""
 
     has_threads = False
+    is_late = False
 
     def run(self, schedule: Schedule, do: Callable[[int], None]) -> None:
         for position in range(len(schedule.tasks)):
@@ -309,6 +312,10 @@ class Streams(Protocol):
         """The thread that calls issues its work there, inside the block."""
         ...
 
+    def enter(self, stream: Stream) -> None:
+        """From now on, in such a block of the same device."""
+        ...
+
 
 @dataclass(frozen=True)
 class CudaStreams:
@@ -317,7 +324,7 @@ class CudaStreams:
     device: torch.device
 
     def current(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device)
+        return torch.cuda.current_stream(self.device.index)  # of a device it asks for longer
 
     def made_for(self, lane: Lane) -> torch.cuda.Stream:
         # Blocks of a stream that goes first are the next to find room, however many of an expert's
@@ -327,6 +334,9 @@ class CudaStreams:
     def entered(self, stream: Any) -> AbstractContextManager[object]:
         context: AbstractContextManager[object] = torch.cuda.stream(stream)
         return context
+
+    def enter(self, stream: Any) -> None:
+        torch.cuda.set_stream(stream)
 
 
 class _Issued(NamedTuple):
@@ -351,6 +361,46 @@ class _Issued(NamedTuple):
         return cls(by_caller, last, frozenset(last).union(*schedule.awaits))
 
 
+class _Run(NamedTuple):
+    """A schedule on streams.
+
+    Attributes:
+        schedule: which.
+        do: a task, by its position.
+        make: of the streams.
+        caller: the stream of who calls.
+        streams: of each lane.
+        awaited: see ``_Issued``.
+        ends: of those, by position.
+    """
+
+    schedule: Schedule
+    do: Callable[[int], None]
+    make: Streams
+    caller: Any
+    streams: Mapping[Lane, Any]
+    awaited: frozenset[int]
+    ends: dict[int, Any]
+
+    def issue(self, positions: Iterable[int]) -> None:
+        """Tasks in order; to be called where the caller's stream is the current one."""
+        at = self.caller
+        try:
+            for position in positions:
+                stream = self.streams[self.schedule.tasks[position].lane]
+                for other in self.schedule.awaits[position]:
+                    stream.wait_event(self.ends[other])
+                if stream is not at:
+                    self.make.enter(stream)
+                    at = stream
+                self.do(position)
+                if position in self.awaited:
+                    self.ends[position] = stream.record_event()
+        finally:
+            if at is not self.caller:
+                self.make.enter(self.caller)
+
+
 class CudaLanes:
     """Computation in the caller's stream, a stream for any other lane. Work is issued by the
     caller's thread and runs on the device; what the host itself works out (lane HOST) by a worker
@@ -362,11 +412,13 @@ class CudaLanes:
     """
 
     has_threads = False
+    is_late = True
 
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
         self._device = device
         self._make: Streams = streams or CudaStreams(device)
         self._streams: dict[Lane, Any] = {}
+        self._last_caller: Any = None
         self._workers = Workers()
 
     def run(self, schedule: Schedule, do: Callable[[int], None]) -> None:
@@ -374,44 +426,41 @@ class CudaLanes:
         streams = {
             lane: caller if lane == COMPUTE else self._stream(lane) for lane in schedule.by_lane
         }
-        for stream in streams.values():
-            if stream is not caller:  # inputs come from the caller's
-                stream.wait_stream(caller)
         issued = schedule.once(_Issued.of)
-        ends: dict[int, Any] = {}
-
-        def issue(position: int) -> None:
-            stream = streams[schedule.tasks[position].lane]
-            for other in schedule.awaits[position]:
-                stream.wait_event(ends[other])
-            if stream is caller:
-                do(position)
-            else:
-                with self._make.entered(stream):
-                    do(position)
-            if position in issued.awaited:
-                ends[position] = stream.record_event()
-
+        run = _Run(schedule, do, self._make, caller, streams, issued.awaited, {})
+        others = [stream for stream in streams.values() if stream is not caller]
+        if not others:
+            run.issue(issued.by_caller)
+            return
+        self._let_follow(others, caller)
         with self._make.entered(caller):  # once, for its device: it is the current one
             if HOST in schedule.by_lane:
-                self._run_beside(schedule, issued, issue)
+                self._run_beside(issued, run)
             else:
-                for position in issued.by_caller:
-                    issue(position)
+                run.issue(issued.by_caller)
         for position in issued.last:
-            caller.wait_event(ends[position])
+            caller.wait_event(run.ends[position])
 
-    def _run_beside(
-        self, schedule: Schedule, issued: _Issued, issue: Callable[[int], None]
-    ) -> None:
+    def _let_follow(self, streams: Iterable[Any], caller: Any) -> None:
+        """They come behind what the caller's has to do: from there come inputs, and there was read
+        what may be freed by now. So was it by the caller before, where that was another one."""
+        callers = [caller]
+        if self._last_caller is not None and self._last_caller != caller:
+            callers.append(self._last_caller)
+        self._last_caller = caller
+        for event in [each.record_event() for each in callers]:
+            for stream in streams:
+                stream.wait_event(event)
+
+    def _run_beside(self, issued: _Issued, run: _Run) -> None:
         """The tasks of lane HOST in the worker thread, all others in the caller's.
 
         Where one thread needs what the other does, it waits until that is issued or worked out:
         then the events are there for which the streams wait. So what a task of lane HOST reads on
         the host is known, and what it does on the device comes behind what wrote it.
         """
-        errand, state = _Errand(schedule, issue), Carried.of_caller()
-        of_host = schedule.by_lane[HOST]
+        state, of_host = Carried.of_caller(), run.schedule.by_lane[HOST]
+        errand = _Errand(run.schedule, lambda position: run.issue((position,)))
 
         def work() -> None:
             with state.entered():
@@ -426,8 +475,7 @@ class CudaLanes:
         self, lane: Lane, work: Callable[[], None], after: Iterable[torch.cuda.Event]
     ) -> torch.cuda.Event:
         stream = self._stream(lane)
-        # The region's inputs come from the caller's stream, whatever else the task waits for.
-        stream.wait_stream(self._make.current())
+        self._let_follow((stream,), self._make.current())
         for event in after:
             stream.wait_event(event)
         with self._make.entered(stream):

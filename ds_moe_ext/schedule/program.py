@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ds_moe_ext.schedule.binding import Binding, Reading, Step
 from ds_moe_ext.schedule.crew import Crew, Saved
-from ds_moe_ext.schedule.executor import Lanes
+from ds_moe_ext.schedule.executor import Lanes, OnDevice
 from ds_moe_ext.schedule.ranges import in_ranges
 from ds_moe_ext.schedule.task import Cut, Schedule, Span, Value
 from ds_moe_ext.watch import WATCH
@@ -219,6 +219,9 @@ class Pass:
         self._parts: dict[tuple[int, int], dict[int, Tensor]] = {}  # of pieces, still to be read
         self._lock = threading.Lock()
         self._errors: list[BaseException] = []
+        # Of what the caller's lane has freed the others hear before they begin anything.
+        self._is_late = lanes.is_late and len(binding.schedule.by_lane) > 1
+        self._held: list[OnDevice] = []  # until the caller's work comes behind all lanes'
         # Asked once: marks cost a little.
         self._watching = [tuple(o for o in crew.observers if o.is_on) for crew in binding.crews]
         self._is_watched = any(self._watching)
@@ -234,6 +237,7 @@ class Pass:
         schedule = self._binding.schedule
         self._lanes.run(schedule, in_ranges(schedule, self._run))
         outputs = tuple(map(self._read, self._binding.table.outputs))
+        self._held.clear()
         if WATCH.has_failed:  # in an earlier pass
             WATCH.went_through()
         return outputs
@@ -268,7 +272,8 @@ class Pass:
             reads = list(map(self._read, step.reads))
         else:
             reads = [table[number] for number in step.plain_reads]
-        self._lanes.keep(reads)
+        if self._is_late and step.foreign_reads:
+            self._keep([reads[number] for number in step.foreign_reads])
         # Not a bound method kept on self: a cycle would hold the values until the next garbage
         # collection, and autograd copies a gradient that somebody else holds.
         work = self._adjoint if step.task.adjoint_of else self._forward
@@ -297,6 +302,8 @@ class Pass:
             pieces = [(self._binding.adjoint_of[w].span, kept[w]) for w in step.task.adjoint_of]
         else:
             saved = kept[uncut]
+        if self._is_late:
+            self._keep([kept[w] for w in step.task.adjoint_of])
         for w in step.forgets:
             kept[w] = ()
         for grad in grads:  # a generator would take the host as long as all the rest of this
@@ -306,30 +313,46 @@ class Pass:
             return ()
         if uncut is None:
             saved = stage.recut(span, pieces)
-        self._lanes.keep(saved)
         return stage.backward(span, saved, *grads)
+
+    def _keep(self, things: Iterable[Any]) -> None:
+        """Nobody else gets the memory of what this lane reads and another has made until it has
+        read it. Records of many small tensors stay as long as the lanes run, which costs less than
+        to say it of each; but not where that is a whole step."""
+        tensors: list[Tensor] = []
+        for thing in things:
+            if isinstance(thing, Tensor):
+                tensors.append(thing)
+            elif isinstance(thing, tuple):
+                self._keep(thing)
+            elif isinstance(thing, OnDevice):
+                if self._binding.schedule.is_round_trip:
+                    tensors.extend(thing.tensors())
+                else:
+                    self._held.append(thing)
+        if tensors:
+            self._lanes.keep(tensors)
 
     def _read(self, read: int | Reading) -> Any:
         return self._together(read) if isinstance(read, Reading) else self._table[read]
 
     def _together(self, wanted: Reading) -> Any:
         """The value, put together from the pieces that were written of it."""
+        if self._is_late and wanted.foreign:
+            # The pieces, not what is made of them here: those are the ones other lanes may free.
+            self._keep([self._table[number] for number in wanted.foreign])
         if wanted.in_row is not None:
             row = [self._table[number] for number in wanted.in_row]
             if all(piece is not None for piece in row):
-                self._lanes.keep(row)
                 return torch.cat(row).requires_grad_(any(piece.requires_grad for piece in row))
         elif len(wanted.pieces) == 1:
             ((number, span),) = wanted.pieces
             if (piece := self._table[number]) is None or span is None or wanted.span is None:
                 return piece
-            self._lanes.keep((piece,))
             return self._part(number, piece, span, wanted.span)
         whole: list[tuple[int, Any]] = []
         smaller: list[tuple[Span, int, Tensor]] = []
         found = [(n, span, self._table[n]) for n, span in wanted.pieces]
-        # The pieces, not what is made of them here: those are the ones other lanes may free.
-        self._lanes.keep([piece for _, _, piece in found])
         for number, span, piece in found:
             if piece is None:
                 continue

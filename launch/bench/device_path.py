@@ -12,6 +12,9 @@ is what a rank computes, and what issues it. They take turns, a step each. Of a 
 - issued: how long the host took, its waits among it;
 - between: how long it took then, where a model would have its optimizer.
 
+Costs that planners go by are measured in a run's first steps, which take longer: these warm up.
+Collectives that take no time make copies look cheap; ``--hardware`` names a cluster in their place.
+
 With a network in between a device has as much to compute and longer to wait for rows.
 """
 
@@ -23,13 +26,14 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from fake_world import fake_world
 from host_path import BUILDERS, no_collector, passes
-from host_path_contenders import Batch, Contender, Sizes
+from host_path_contenders import WAYS, Batch, Builder, Contender, Ours, Sizes
 from layer_contenders import SHAPES
 from rich.console import Console
 from rich.table import Table
@@ -37,6 +41,8 @@ from rotation import rotated
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
+
+from ds_moe_ext.steps.costs import WATCHED
 
 NUM_PROFILED = 2
 AFTER_BACKWARD = 2  # the moment of `passes`
@@ -65,6 +71,15 @@ class Measured:
     def busy(self) -> float:
         """The part of a step in which a kernel ran."""
         return self.kernels_ms / statistics.median(self.wall_ms)
+
+
+def builder_of(name: str, hardware: Path | None) -> Builder:
+    """What makes a contender; ours on a cluster that is named."""
+    ways = {way.name: way for way in WAYS}
+    if hardware is None or name not in ways:
+        return BUILDERS[name]
+    block = {**ways[name].block, "hardware": str(hardware)}
+    return partial(Ours, replace(ways[name], block=block))
 
 
 def take_step(contender: Contender, batch: Batch, number: int) -> tuple[float, float, float]:
@@ -172,7 +187,8 @@ def main() -> None:
     add("--rank", type=int, default=3, help="for which of them the process stands")
     add("--layers", type=int, default=4)
     add("--tokens", type=int, default=4096, help="of a rank")
-    add("--warm_ups", type=int, default=8)
+    add("--warm_ups", type=int, default=WATCHED[-1].stop + 1)
+    add("--hardware", type=Path, help="cluster by which planners count, as of configs/hardware")
     add("--rounds", type=int, default=6)
     add("--json", type=Path, help="write the figures here")
     given = parser.parse_args()
@@ -194,7 +210,7 @@ def main() -> None:
             contenders = []
             for contender in given.only:
                 try:
-                    built = BUILDERS[contender](sizes)
+                    built = builder_of(contender, given.hardware)(sizes)
                     take_step(built, Batch.of(sizes, 0), 0)
                     contenders.append(built)
                 except Exception as error:

@@ -54,14 +54,16 @@ def _all_to_all(
     group: dist.ProcessGroup, arrived: Tensor, sent: Tensor, arrived_C: Sequence[int], *rest: object
 ) -> None:
     """In place of the fake group's own, which refuses to make rows of none: what comes in equal
-    parts are counts, those of ranks that route alike; else zeros arrive."""
+    parts are counts, and ranks that route alike send what this one sends itself; else zeros
+    arrive."""
     if len(arrived_C):  # a list or an array
         if arrived.is_cuda:  # products of zeros would take a device less time than others
             arrived.fill_(0.5)
         else:
             arrived.zero_()
     else:
-        arrived.copy_(sent)
+        own = sent.unflatten(0, (group.size(), -1))[group.rank()]
+        arrived.unflatten(0, (group.size(), -1)).copy_(own)
 
 
 @contextmanager

@@ -12,15 +12,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from ds_moe_ext.moe import kernels
+from ds_moe_ext import kernels
 from ds_moe_ext.moe.restore import weighing_grads
 from ds_moe_ext.moe.route import Route, one_cell_route
 from ds_moe_ext.moe.swiglu import _product, _product_grad
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.rows import Moved, indices_of
 from ds_moe_ext.schedule.task import Span
 from tests.gpu.layers import CPU, ON_CUDA
 
@@ -106,3 +108,31 @@ def test_bits_are_those_of_the_twins() -> None:
         twins = _product(gate_up_RF), _product_grad(gate_up_RF, grad_RF)
     assert twins[0].dtype == dtype
     assert all(map(torch.equal, ours, twins))
+
+
+@DEVICES
+@pytest.mark.parametrize("num_blocks", [1, 2, 7, 64, 1000])
+@pytest.mark.parametrize("longest", [0, 1, 40])
+def test_index_of_blocks(device: torch.device, num_blocks: int, longest: int) -> None:
+    """Of blocks, some of which are empty."""
+    drawn = np.random.default_rng([num_blocks, longest])
+    length_X = drawn.integers(0, longest + 1, num_blocks)
+    shift_X = drawn.integers(-1000, 1000, num_blocks)
+    table = np.concatenate((shift_X, length_X.cumsum(), [5, 6, 7])).astype(np.int32)
+    num_rows = int(length_X.sum())
+    index_R = kernels.index_of_blocks(torch.from_numpy(table).to(device), num_blocks, num_rows)
+    assert index_R.tolist() == (np.repeat(shift_X, length_X) + np.arange(num_rows)).tolist()
+
+
+@DEVICES
+def test_indices_are_those_of_torch(device: torch.device) -> None:
+    shifts_and_lengths = [([3, -2, 0, 9], [4, 0, 2, 5]), ([1], [3])]
+    orders = [Moved(*map(np.array, each)) for each in shifts_and_lengths]
+    also = np.array([7, 8])
+    found = []
+    for are_there in (True, False):
+        with mock.patch.object(kernels, "are_there", lambda device, answer=are_there: answer):
+            found.append(indices_of(orders, (11, 3), device, also))
+    (indices, there), (twins, also_there) = found
+    assert all(map(torch.equal, indices, twins))
+    assert there.tolist() == also_there.tolist() == also.tolist()

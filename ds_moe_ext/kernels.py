@@ -2,9 +2,10 @@
 """What lies between a layer's products, a kernel each, by Triton: torch does it in several passes.
 
 Each has a twin of torch's operations, which its caller falls back on: ``silu_gated``'s in
-``swiglu.py``, sums by token in ``route.py``, their gradients in ``restore.py``. Kernels round where
-their twins do. ``TRITON_INTERPRET=1`` runs them without a GPU. Shape letters: T tokens, K choices a
-token, N = T * K rows, D model width, R rows of experts, F expert width.
+``swiglu.py``, sums by token in ``route.py``, their gradients in ``restore.py``, indices in
+``rows.py``. Kernels round where their twins do. ``TRITON_INTERPRET=1`` runs them without a GPU.
+Shape letters: T tokens, K choices a token, N = T * K rows, D model width, R rows of experts, F
+expert width, X blocks of rows.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ def has_kernels(*tensors: Tensor) -> bool:
     for each in tensors:
         if not each.is_cuda or each.dtype not in _DTYPES:
             return False
-    return HAS_TRITON and _compiles(tensors[0].device)
+    return are_there(tensors[0].device)
+
+
+def are_there(device: torch.device) -> bool:
+    """Whether there are kernels for a device."""
+    return HAS_TRITON and device.type == "cuda" and _compiles(device)
 
 
 @cache
@@ -137,6 +143,24 @@ def sums_by_token_grads(
     return grad_ND, grad_TK
 
 
+def index_of_blocks(table_2X: Tensor, num_blocks: int, num_rows: int) -> Tensor:
+    """Each row's own number and the shift of the block that it lies in, int32 ``[R]``.
+
+    Args:
+        table_2X: shifts of the blocks, and behind them where each ends, int32; more may follow.
+        num_blocks: ``X``.
+        num_rows: where the last one ends.
+    """
+    index_R = table_2X.new_empty(num_rows)
+    if num_rows:
+        _index_of_blocks[(triton.cdiv(num_rows, ROWS),)](
+            table_2X, index_R, num_blocks, num_rows, STEPS=num_blocks.bit_length(), ROWS=ROWS
+        )
+    return index_R
+
+
+ROWS = 256  # that a program finds at once
+
 if HAS_TRITON:
     # No annotations but constexpr: Triton reads them.
 
@@ -227,3 +251,22 @@ if HAS_TRITON:
             out = (grad * weight).to(own.dtype)
             tl.store(grad_rows + row * WIDTH + column, out, mask=mask)
         tl.store(grad_weights + choice, tl.sum(total).to(weights.dtype.element_ty))
+
+    @triton.jit(do_not_specialize=["num_blocks", "num_rows"])
+    def _index_of_blocks(  # type: ignore[no-untyped-def]  # noqa: PLR0917
+        table, index, num_blocks, num_rows, STEPS: tl.constexpr, ROWS: tl.constexpr
+    ):
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        is_row = row < num_rows
+        # The first block that ends behind the row is one of those from low to before high.
+        low = tl.zeros((ROWS,), dtype=tl.int32)
+        high = low + num_blocks
+        for _ in range(STEPS):
+            is_open = is_row & (low < high)
+            middle = (low + high) // 2
+            end = tl.load(table + num_blocks + middle, mask=is_open, other=0)
+            is_later = end <= row
+            low = tl.where(is_open & is_later, middle + 1, low)
+            high = tl.where(is_open & (end > row), middle, high)
+        shift = tl.load(table + low, mask=is_row, other=0)
+        tl.store(index + row, row + shift, mask=is_row)

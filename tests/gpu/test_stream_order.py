@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every strategy's layers on streams that keep books: nothing is read before it is written, and
+no memory is handed out while somebody may still read it. One process stands for one of four ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from fake_world import fake_world
+from host_path_contenders import Batch, Ours, Sizes, Way, esp
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ds_moe_ext.moe import layer, windows
+from ds_moe_ext.moe.copies import airfield
+from ds_moe_ext.schedule.executor import InlineLanes, Lanes
+from tests.gpu.layers import CPU, Case, Runner
+from tests.gpu.stream_order import BookedLanes, Books, Queue, Queues
+
+FSSDP = {"overlap_degree": 8, "copies_per_rank": 2, "reshard_interval": 0}
+FREED = {**FSSDP, "rematerialize": True}
+SHARDED = {"expert_sharding_size": 2}
+BLOCKS: Mapping[str, Mapping[str, Any]] = {
+    "esp, 2 chunks": esp(2),
+    "esp, 3 chunks": esp(3),
+    "esp, sharded": {**esp(2), **SHARDED},
+    "fssdp": {"strategy": "fssdp", "fssdp": FSSDP},
+    "fssdp, freed": {"strategy": "fssdp", "fssdp": FREED},
+    "prophet": {"strategy": "prophet"},
+    "esp over fssdp": esp(2, balance="fssdp", fssdp=FSSDP),
+    "esp over fssdp, freed": esp(2, balance="fssdp", fssdp=FREED),
+    "esp over fssdp, sharded": {**esp(2, balance="fssdp", fssdp=FSSDP), **SHARDED},
+    "esp over prophet": esp(2, balance="prophet"),
+}
+SIZES = Sizes(layers=3, experts=8, tokens=32, top_k=2)
+
+
+def on(lanes: Lanes) -> ExitStack:
+    """Layers run there inside the block where anything overlaps."""
+    inline, changed = InlineLanes(), ExitStack()
+    for module in (layer, windows, airfield):
+        choose = mock.patch.object(
+            module, "lanes_for", lambda device, overlaps: lanes if overlaps else inline
+        )
+        changed.enter_context(choose)
+    # What the host has made is copied, as to a device.
+    from_numpy = torch.from_numpy
+    changed.enter_context(
+        mock.patch.object(torch, "from_numpy", lambda array: from_numpy(array).clone())
+    )
+    return changed
+
+
+def mistakes_of(block: Mapping[str, Any], *, recomputes: bool = False) -> list[str]:
+    """Of some steps."""
+    queues = Queues()
+    books = Books(queues)
+    with fake_world(4, rank=1), on(BookedLanes(queues, books)):
+        model = Ours(Way("", block, has_threads=True), SIZES)
+        for number in range(4):
+            batch = Batch.of(SIZES, number)
+            with books:
+                model.model.zero_grad(set_to_none=True)
+                y_TD = forward(model, batch, recomputes=recomputes)
+                y_TD.backward(torch.ones_like(y_TD))
+                del y_TD
+            model.after_step(number)
+    return books.mistakes
+
+
+def forward(model: Ours, batch: Batch, *, recomputes: bool) -> Tensor:
+    if not recomputes:
+        return model.forward(batch)
+    y_TD: Tensor = checkpoint(model.forward, batch, use_reentrant=False)
+    return y_TD
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["", "recomputes"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_streams_wait_for_what_they_read(name: str, recomputes: bool) -> None:
+    assert mistakes_of(BLOCKS[name], recomputes=recomputes) == []
+
+
+@pytest.mark.parametrize("degrees", [(3, 2), (2, 4), (1, 4), (4, 1)], ids=str)
+def test_streams_wait_where_backward_is_cut_anew(degrees: tuple[int, int]) -> None:
+    queues = Queues()
+    books, case = Books(queues), Case(degrees=degrees, hot=1.0)
+    runner = Runner.of(case, CPU, BookedLanes(queues, books))
+    with books:
+        for seed in range(3):
+            runner.step(*case.tokens(seed))
+    assert books.mistakes == []
+
+
+@pytest.mark.parametrize("name", ["esp, 2 chunks", "esp over fssdp"])
+def test_books_see_who_does_not_wait(name: str) -> None:
+    with mock.patch.object(Queue, "wait_event", lambda queue, event: None):
+        mistakes = mistakes_of(BLOCKS[name])
+    assert any("does not wait for" in mistake for mistake in mistakes)
+
+
+@pytest.mark.parametrize("name", ["esp, 2 chunks", "esp, sharded"])
+def test_books_see_what_is_not_kept(name: str) -> None:
+    with mock.patch.object(BookedLanes, "keep", lambda lanes, reads: None):
+        mistakes = mistakes_of(BLOCKS[name])
+    assert any(" gets " in mistake for mistake in mistakes)
