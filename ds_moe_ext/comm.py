@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllToAllOptions,
+    BroadcastOptions,
+    ReduceOptions,
     _get_default_store,
 )
 
@@ -661,10 +663,12 @@ def can_broadcast(device: torch.device) -> bool:
 
 
 def _broadcast(part: Part, have: Mapping[int, list[Tensor]], group: dist.ProcessGroup) -> Traffic:
+    told = BroadcastOptions()
     with _one_call(group, _device_of(have)):
         for expert, root, _ in part.everywhere:
+            told.rootRank = root
             for tensor in have[expert]:
-                dist.broadcast(tensor, group=group, async_op=True, group_src=root)
+                group.broadcast([_as_numbers(tensor)], told)
     received = sum(tensor.nbytes for expert in part.received for tensor in have[expert])
     return Traffic(_rooted_bytes(part, have), received)
 
@@ -676,15 +680,22 @@ def _reduce(part: Part, grads: Mapping[int, Sequence[Tensor]], group: dist.Proce
         else _whole(grads[expert])
         for expert, root, _ in part.everywhere
     }
+    told = ReduceOptions()  # a sum
     with _one_call(group, _device_of(totals)):
         for expert, root, _ in part.everywhere:
+            told.rootRank = root
             for total in totals[expert]:
-                dist.reduce(total, group=group, async_op=True, group_dst=root)
+                group.reduce([total], told)
     arrived = {
         expert: tuple(totals[expert]) for expert, root, _ in part.everywhere if root == part.cell
     }
     sent = sum(total.nbytes for expert in part.received for total in totals[expert])
     return Arrived(arrived, Traffic(sent, _rooted_bytes(part, totals)))
+
+
+def _as_numbers(tensor: Tensor) -> Tensor:
+    """As NCCL broadcasts it on any GPU: of those before Hopper it takes no numbers of 8 bits."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def _rooted_bytes(part: Part, tensors: Mapping[int, Sequence[Tensor]]) -> int:
@@ -694,7 +705,8 @@ def _rooted_bytes(part: Part, tensors: Mapping[int, Sequence[Tensor]]) -> int:
 
 @contextmanager
 def _one_call(group: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
-    """Group the collectives inside into one call of NCCL; each must be ``async_op``."""
+    """Group the collectives inside into one call of NCCL. They are the group's own, as in
+    ``Pairs``."""
     with Waiting(group):
         with _coalescing_manager(group, device, async_ops=True) as calls:
             yield

@@ -70,6 +70,7 @@ def _environment(rank: int, world_size: int, port: int) -> None:
         OMP_NUM_THREADS="1",
     )
     if ON_CUDA:
+        os.dup2(2, 1)  # where a kernel that fails says why, which workers of pytest throw away
         share_gpus(rank)
     else:
         os.environ["DS_ACCELERATOR"] = "cpu"

@@ -479,9 +479,8 @@ def _one_after_the_other(
     def recorded(function: Callable[..., dist.Work]) -> Callable[..., None]:
         return lambda *args, **kwargs: works.append(function(*args, **kwargs))
 
-    with mock.patch.multiple(
-        dist, broadcast=recorded(dist.broadcast), reduce=recorded(dist.reduce)
-    ):
+    own = dist.ProcessGroup
+    with mock.patch.multiple(own, broadcast=recorded(own.broadcast), reduce=recorded(own.reduce)):
         yield SimpleNamespace(wait=lambda: [work.wait() for work in works])
 
 

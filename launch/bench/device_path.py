@@ -12,6 +12,9 @@ is what a rank computes, and what issues it. They take turns, a step each. Of a 
 - issued: how long the host took, its waits among it;
 - between: how long it took then, where a model would have its optimizer.
 
+``--attention`` puts Qwen3-MoE's of Hugging Face before the experts of each block, with the norm of
+its tokens, in the model's own size; else a step is nothing but MoE layers.
+
 Costs that planners go by are measured in a run's first steps, which take longer: these warm up.
 Collectives that take no time make copies look cheap; ``--hardware`` names a cluster in their place.
 
@@ -38,6 +41,7 @@ from layer_contenders import SHAPES
 from rich.console import Console
 from rich.table import Table
 from rotation import rotated
+from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
@@ -47,6 +51,46 @@ from ds_moe_ext.steps.costs import WATCHED
 NUM_PROFILED = 2
 AFTER_BACKWARD = 2  # the moment of `passes`
 COUNTED = ("ep", "esp, degree 2", "fssdp", "prophet", "DeepSpeed AutoEP")
+
+
+HEADS = {"mixtral_8x7b": (32, 8), "qwen3_30b_a3b": (32, 4), "small": (4, 2)}
+"""Of queries, and of keys and values."""
+HEAD_WIDTH = 128
+
+
+class Attention(nn.Module):
+    """With its norm, ``[T, D] -> [T, D]``: all tokens are one sequence's.
+
+    Args:
+        sizes: of the model.
+        shape: its name.
+    """
+
+    def __init__(self, sizes: Sizes, shape: str) -> None:
+        from transformers.models.qwen3_moe import Qwen3MoeConfig
+        from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3
+
+        super().__init__()
+        num_heads, num_pairs = HEADS[shape]
+        config = Qwen3MoeConfig(
+            hidden_size=sizes.width,
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_pairs,
+            head_dim=HEAD_WIDTH,
+            attn_implementation="sdpa",
+        )
+        self.norm = qwen3.Qwen3MoeRMSNorm(sizes.width)
+        self.attention = qwen3.Qwen3MoeAttention(config, layer_idx=0)
+        place_1T = torch.arange(sizes.tokens, device=sizes.device)[None]
+        turn = qwen3.Qwen3MoeRotaryEmbedding(config).to(sizes.device)
+        like_11 = torch.zeros(1, 1, dtype=sizes.dtype, device=sizes.device)
+        self._turned = turn(like_11, place_1T)
+        self.to(sizes.device, sizes.dtype)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        y_1TD, _ = self.attention(self.norm(x_TD)[None], self._turned, attention_mask=None)
+        y_TD: Tensor = y_1TD[0]
+        return y_TD
 
 
 @dataclass(frozen=True)
@@ -188,6 +232,7 @@ def main() -> None:
     add("--layers", type=int, default=4)
     add("--tokens", type=int, default=4096, help="of a rank")
     add("--warm_ups", type=int, default=WATCHED[-1].stop + 1)
+    add("--attention", action="store_true", help="before the experts of each block")
     add("--hardware", type=Path, help="cluster by which planners count, as of configs/hardware")
     add("--rounds", type=int, default=6)
     add("--json", type=Path, help="write the figures here")
@@ -211,6 +256,8 @@ def main() -> None:
             for contender in given.only:
                 try:
                     built = builder_of(contender, given.hardware)(sizes)
+                    if given.attention:
+                        built.attend([Attention(sizes, name) for _ in range(sizes.layers)])
                     take_step(built, Batch.of(sizes, 0), 0)
                     contenders.append(built)
                 except Exception as error:

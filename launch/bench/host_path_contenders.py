@@ -114,6 +114,11 @@ class Contender(ABC):
         """What happens between the step of a number and the next: nothing."""
         return None
 
+    def attend(self, attentions: Sequence[nn.Module]) -> None:
+        """Let these, ``[T, D] -> [T, D]``, stand before the experts of each block, and let tokens
+        go past both, too."""
+        raise NotImplementedError(f"{self.name} is measured without attention")
+
 
 @dataclass(frozen=True)
 class Way:
@@ -180,15 +185,18 @@ def describe(experts: nn.Module) -> ExpertsDescription:
 
 
 class Block(nn.Module):
-    """A transformer's block of which only the experts are left."""
+    """A transformer's block of which only the experts are left, if nobody lets it attend."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
+        self.attention: nn.Module | None = None
         self.experts: nn.Module = Experts(sizes)
 
     def forward(self, x_TD: Tensor, expert_TK: Tensor, score_TK: Tensor) -> Tensor:
+        if self.attention is not None:
+            x_TD = x_TD + self.attention(x_TD)
         y_TD: Tensor = self.experts(x_TD, expert_TK, score_TK)
-        return y_TD
+        return y_TD if self.attention is None else x_TD + y_TD
 
 
 class Ours(Contender):
@@ -217,6 +225,10 @@ class Ours(Contender):
 
     def after_step(self, number: int) -> None:
         self.replaced.after_step(number)
+
+    def attend(self, attentions: Sequence[nn.Module]) -> None:
+        for block, attention in zip(self._blocks, attentions):
+            block.attention = attention
 
 
 Builder = Callable[[Sizes], Contender]

@@ -61,6 +61,25 @@ class GivenChoice(nn.Module):
         return self._told(*self.choice)
 
 
+class Behind(nn.Module):
+    """A layer behind attention, as in a block.
+
+    Args:
+        attention: ``[T, D] -> [T, D]``.
+        layer: ``[1, T, D] -> [1, T, D]``.
+    """
+
+    def __init__(self, attention: nn.Module, layer: nn.Module) -> None:
+        super().__init__()
+        self.attention, self.layer = attention, layer
+
+    def forward(self, x_1TD: Tensor) -> Tensor:
+        x_1TD = x_1TD + self.attention(x_1TD[0])
+        out = self.layer(x_1TD)
+        y_1TD: Tensor = out[0] if isinstance(out, tuple) else out
+        return x_1TD + y_1TD.view_as(x_1TD)
+
+
 class Peer(Contender):
     """Layers one behind the other.
 
@@ -84,6 +103,10 @@ class Peer(Contender):
             out = layer(x_TD[None])
             x_TD = (out[0] if isinstance(out, tuple) else out).view_as(x_TD)
         return x_TD
+
+    def attend(self, attentions: Sequence[nn.Module]) -> None:
+        self._layers = [Behind(*both) for both in zip(attentions, self._layers)]
+        self.model = nn.ModuleList(self._layers)
 
 
 def _start_deepspeed() -> None:
