@@ -444,13 +444,13 @@ class CudaLanes:
     def _let_follow(self, streams: Iterable[Any], caller: Any) -> None:
         """They come behind what the caller's has to do: from there come inputs, and there was read
         what may be freed by now. So was it by the caller before, where that was another one."""
-        callers = [caller]
+        ends = [caller.record_event()]
         if self._last_caller is not None and self._last_caller != caller:
-            callers.append(self._last_caller)
+            ends.append(self._last_caller.record_event())
         self._last_caller = caller
-        for event in [each.record_event() for each in callers]:
-            for stream in streams:
-                stream.wait_event(event)
+        for stream in streams:
+            for end in ends:
+                stream.wait_event(end)
 
     def _run_beside(self, issued: _Issued, run: _Run) -> None:
         """The tasks of lane HOST in the worker thread, all others in the caller's.
@@ -475,7 +475,8 @@ class CudaLanes:
         self, lane: Lane, work: Callable[[], None], after: Iterable[torch.cuda.Event]
     ) -> torch.cuda.Event:
         stream = self._stream(lane)
-        self._let_follow((stream,), self._make.current())
+        # The region's inputs come from the caller's stream, whatever else the task waits for.
+        stream.wait_stream(self._make.current())
         for event in after:
             stream.wait_event(event)
         with self._make.entered(stream):

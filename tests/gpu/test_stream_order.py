@@ -98,6 +98,27 @@ def test_streams_wait_where_backward_is_cut_anew(degrees: tuple[int, int]) -> No
     assert books.mistakes == []
 
 
+def mistakes_of_two_callers(lanes: type[BookedLanes]) -> list[str]:
+    """Who run a layer by turns, each in a stream that does not wait for the other's."""
+    queues = Queues()
+    books, case = Books(queues), Case(degrees=(3, 2), hot=1.0)
+    runner = Runner.of(case, CPU, lanes(queues, books))
+    callers = queues.current(), Queue("another")
+    with books, torch.no_grad():
+        for number in range(4):
+            with queues.entered(callers[number % 2]):
+                runner(case.tokens(number)[0])
+    return books.mistakes
+
+
+def test_streams_wait_for_who_called_before() -> None:
+    class Forgetful(BookedLanes):
+        _last_caller = property(lambda lanes: None, lambda lanes, caller: None)
+
+    assert mistakes_of_two_callers(BookedLanes) == []
+    assert mistakes_of_two_callers(Forgetful)
+
+
 @pytest.mark.parametrize("name", ["esp, 2 chunks", "esp over fssdp"])
 def test_books_see_who_does_not_wait(name: str) -> None:
     with mock.patch.object(Queue, "wait_event", lambda queue, event: None):
