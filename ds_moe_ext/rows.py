@@ -64,11 +64,12 @@ def indices_of(
     for moved, num in zip(all_moved, num_rows):
         shifts.append(moved.shift_X - before if before else moved.shift_X)
         before += num
-    shift_X = np.concatenate(shifts)
-    length_X = np.concatenate([moved.length_X for moved in all_moved])
-    has_kernel, size = kernels.are_there(device), len(shift_X)
-    parts = shift_X, length_X.cumsum() if has_kernel else length_X, also
+    lengths, has_kernel = [moved.length_X for moved in all_moved], kernels.are_there(device)
+    if has_kernel:  # it asks where blocks end
+        lengths = [np.concatenate(lengths).cumsum()]
+    parts = *shifts, *lengths, also
     table = on_device(np.concatenate(parts, dtype=np.int32, casting="unsafe"), device)
+    size = sum(map(len, shifts))
     shift, length, there = table.split_with_sizes((size, size, len(also)))
     if has_kernel:
         index = kernels.index_of_blocks(table, size, before)
