@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ds_moe_ext.moe.local_stage import Local
-from ds_moe_ext.moe.observation import TasksSeen
+from ds_moe_ext.moe.observation import Meter, TasksSeen
 from ds_moe_ext.schedule.crew import Crew, Stage
 from ds_moe_ext.schedule.executor import InlineLanes, Lanes, Mark, ThreadLanes
 from ds_moe_ext.schedule.program import Program
@@ -563,6 +563,9 @@ class Sees:
         assert lanes.seconds_between(start, end) >= 0
         self.seen.append(str(task))
 
+    def issued(self, task: Task, seconds: float) -> None:
+        raise AssertionError("no device runs these tasks")
+
 
 class CountingLanes(InlineLanes):
     """Inline lanes that count how often they are asked for the time."""
@@ -592,6 +595,35 @@ def test_observers_see_all_tasks_in_order_when_they_are_on() -> None:
     program(x, tuple(w))
     assert lanes.num_marks == 12
     assert (len(on.seen), len(off.seen)) == (3, 3)
+
+
+class DeviceLanes(InlineLanes):
+    """Of a device that is asked for the time slowly."""
+
+    issues = True
+
+    def mark(self) -> Mark:
+        time.sleep(0.02)
+        return super().mark()
+
+
+def test_observers_are_told_what_the_host_took_but_not_to_look() -> None:
+    meter, trace = Meter(is_on=True), TasksSeen(is_on=True)
+    program = diamond(DeviceLanes(), meter, trace)
+    x, *w = leaves()
+    (y,) = program(x, tuple(w))
+    began_s = time.perf_counter()
+    y.sum().backward()
+    took_s = time.perf_counter() - began_s
+    tasks, seconds = zip(*meter.take_issued())
+    names = ["double[0,0]", "scale[0,0]", "join[0,0]"]
+    assert [str(task) for task in tasks] == [*names, *(f"{n[:-5]}'{n[-5:]}" for n in names[::-1])]
+    assert min(seconds) > 0
+    assert sum(seconds[3:]) < took_s - 9 * 0.02  # three tasks, begin and two ends of each
+    assert meter.take_issued() == []
+    meter.is_on = False
+    program(x, tuple(w))
+    assert meter.take_issued() == []
 
 
 def test_tasks_seen_on_threads() -> None:

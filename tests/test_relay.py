@@ -35,7 +35,7 @@ from ds_moe_ext.moe.route import LayerRoute
 from ds_moe_ext.moe.sharding import Along, Shard
 from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.planners.layer_pipelines import Measured, MeasuredLayer
+from ds_moe_ext.planners.layer_pipelines import HostSeconds, Measured, MeasuredLayer
 from ds_moe_ext.schedule.task import INTER, Cut, Span
 from ds_moe_ext.share import NearestCopy
 from ds_moe_ext.strategies.ep import ExpertParallel
@@ -398,6 +398,12 @@ def test_plans_say_the_fastest_way() -> None:
     same = job_of([costs(3, 2, 1)] * 2)
     assert esp().describe(same) == f"{told}2dh all-to-alls"
     assert "all-to-all" not in esp().describe(job_of([{}]))
+    host = HostSeconds(layer_s=1e-3, chunk_s=1.25e-4), HostSeconds(layer_s=1e-3, chunk_s=2e-3)
+    plain = job_of([{}])
+    assert plain.pipelines is not None
+    on_device = replace(plain, pipelines=replace(plain.pipelines, issued=host))
+    told = "1 chunk forward and 1 chunk backward (the host issues one in 0.12 and 2 ms)"
+    assert told in esp().describe(on_device)
 
 
 def test_plans_before_costs_are_known() -> None:

@@ -34,7 +34,7 @@ from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.gate import GateFunction
 from ds_moe_ext.moe.hooks import NO_HOOKS, Batch, Hook, Hooked, Moe, watched
 from ds_moe_ext.moe.local_stage import Aside, Local, Present
-from ds_moe_ext.moe.observation import RowsSeen, TasksSeen, tell
+from ds_moe_ext.moe.observation import Meter, RowsSeen, TasksSeen, tell
 from ds_moe_ext.moe.order import Order, Seat, kind_of
 from ds_moe_ext.moe.padding import Padding
 from ds_moe_ext.moe.restore import Restore
@@ -148,7 +148,7 @@ class RoutedExperts:
     Attributes:
         rows: what was routed.
         tasks: times for a person to see.
-        meter: times for planners to know.
+        meter: times for planners to know, the host's too.
         row_width: elements of a row, in the latest pass.
         row_dtype: their type.
         row_bytes: of a row on its way.
@@ -172,7 +172,7 @@ class RoutedExperts:
         self.site = site
         target = site.plan.target
         self.rows = RowsSeen(target.num_experts, target.num_cells)
-        self.tasks, self.meter = TasksSeen(), TasksSeen()
+        self.tasks, self.meter = TasksSeen(), Meter()
         self.row_width, self.row_dtype, self.row_bytes = 0, torch.float32, RowBytes(0, 0)
         self.copies: Copies | None = None
         self.plans_in_lane = False

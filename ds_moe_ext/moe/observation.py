@@ -187,10 +187,28 @@ class TasksSeen:
     def saw(self, task: Task, start: Mark, end: Mark, lanes: Lanes) -> None:
         self._seen.append(TimedTask(task, start, end, lanes))
 
+    def issued(self, task: Task, seconds: float) -> None:
+        return None
+
     def take(self) -> list[TimedTask]:
         """The tasks in the order in which they began, since the last call."""
         seen, self._seen = self._seen, []  # in the order in which they ended
         return sorted(seen, key=lambda timed: timed.seconds_from(seen[0]))
+
+
+@dataclass
+class Meter(TasksSeen):
+    """The same, and how long the host took to issue each, where a device runs it."""
+
+    _issued: list[tuple[Task, float]] = field(default_factory=list)
+
+    def issued(self, task: Task, seconds: float) -> None:
+        self._issued.append((task, seconds))
+
+    def take_issued(self) -> list[tuple[Task, float]]:
+        """Seconds of the host since the last call; of nothing that a CPU runs itself."""
+        issued, self._issued = self._issued, []
+        return issued
 
 
 def tell(observers: Iterable[TasksSeen], task: Task, start: Mark, lanes: Lanes) -> None:

@@ -49,19 +49,29 @@ HOST_TIMES = HostTimes(
 
 _CHUNKS = ("dispatch", "expert", "combine", "restore")
 _SPLIT = ("cell_gather", "cell_scatter")  # of cells whose ranks split experts
+OF_CHUNKS = (*_CHUNKS, *_SPLIT)
+"""Tasks that each chunk has."""
 
 
-def issued(host: HostTimes, *, is_split: bool) -> tuple[HostSeconds, HostSeconds]:
+def issued(
+    host: HostTimes, *, is_split: bool, chunk_s: tuple[float, float] | None = None
+) -> tuple[HostSeconds, HostSeconds]:
     """As planners of pipelines want it: forward, and backward.
 
     Args:
         host: of each task.
         is_split: the ranks of a cell split experts.
+        chunk_s: what the tasks of a chunk took on the host that is planned for, forward and
+            backward: it is slower by as much in all else. None: it is as quick.
     """
-    names = (*_CHUNKS, *_SPLIT) if is_split else _CHUNKS
+    names = OF_CHUNKS if is_split else _CHUNKS
 
-    def side(times: Mapping[str, float]) -> HostSeconds:
+    def side(times: Mapping[str, float], seen_s: float | None) -> HostSeconds:
         layer_s = times.get("attention", 0.0) + times.get("order", 0.0)
-        return HostSeconds(layer_s, sum(times.get(name, 0.0) for name in names))
+        of_chunk_s = sum(times.get(name, 0.0) for name in names)
+        if seen_s is None:
+            return HostSeconds(layer_s, of_chunk_s)
+        return HostSeconds(layer_s * seen_s / of_chunk_s, seen_s)
 
-    return side(host.forward), side(host.backward)
+    forward_s, backward_s = chunk_s or (None, None)
+    return side(host.forward, forward_s), side(host.backward, backward_s)

@@ -44,6 +44,11 @@ class Observer(Protocol):
 
     def saw(self, task: Task, start: Mark, end: Mark, lanes: Lanes) -> None: ...
 
+    def issued(self, task: Task, seconds: float) -> None:
+        """Told behind a pass whose tasks a device runs: what the host took to issue each of them,
+        those of lane HOST apart."""
+        ...
+
 
 class Uncut:
     """A stage of tasks that are cut alike in both directions."""

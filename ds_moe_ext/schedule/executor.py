@@ -35,10 +35,12 @@ class Lanes(Protocol):
 
     Attributes:
         has_threads: what the host works out in one lane does not keep it from issuing another's.
-        is_late: a task is issued, and runs later: what it reads may have been freed by then.
+        issues: a device runs what a task has issued.
+        is_late: in a lane of its own, so that what it reads may have been freed by then.
     """
 
     has_threads: bool
+    issues: bool
     is_late: bool
 
     def run(self, schedule: Schedule, do: Callable[[int], None]) -> None:
@@ -74,6 +76,7 @@ class InlineLanes:
     """All lanes in the caller's thread, in issue order. For CPU hosts where nothing overlaps."""
 
     has_threads = False
+    issues = False
     is_late = False
 
     def run(self, schedule: Schedule, do: Callable[[int], None]) -> None:
@@ -277,6 +280,8 @@ class InlineCudaLanes(InlineLanes):
     """All lanes in the caller's stream, in issue order. For GPUs where nothing overlaps: no events,
     and freed memory is free at once."""
 
+    issues = True
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
@@ -412,7 +417,7 @@ class CudaLanes:
     """
 
     has_threads = False
-    is_late = True
+    issues = is_late = True
 
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
         self._device = device

@@ -8,7 +8,8 @@ FSDP put on parameters see them as they see any other parameter.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -20,8 +21,9 @@ from torch import Tensor
 from ds_moe_ext.schedule.binding import Binding, Reading, Step
 from ds_moe_ext.schedule.crew import Crew, Saved
 from ds_moe_ext.schedule.executor import Lanes, OnDevice
+from ds_moe_ext.schedule.issuing import Issuing
 from ds_moe_ext.schedule.ranges import in_ranges
-from ds_moe_ext.schedule.task import Cut, Schedule, Span, Value
+from ds_moe_ext.schedule.task import HOST, Cut, Schedule, Span, Value
 from ds_moe_ext.watch import WATCH
 
 _UNCUT = Cut.equal(0, 1)
@@ -225,6 +227,7 @@ class Pass:
         # Asked once: marks cost a little.
         self._watching = [tuple(o for o in crew.observers if o.is_on) for crew in binding.crews]
         self._is_watched = any(self._watching)
+        self._issuing = Issuing() if self._is_watched and lanes.issues else None
 
     def __call__(self, inputs: Iterable[Any]) -> tuple[Any, ...]:
         """Do all tasks; the outputs. Autograd must not record.
@@ -236,6 +239,8 @@ class Pass:
             self._table[number] = given
         schedule = self._binding.schedule
         self._lanes.run(schedule, in_ranges(schedule, self._run))
+        if self._issuing is not None:
+            self._tell_issued(self._issuing)
         outputs = tuple(map(self._read, self._binding.table.outputs))
         self._held.clear()
         if WATCH.has_failed:  # in an earlier pass
@@ -247,9 +252,12 @@ class Pass:
             raise self._errors[0]
         WATCH.at(self._places[position])
         step = self._steps[position]
+        issuing = self._issuing if step.task.lane != HOST else None  # that has a thread of its own
+        if issuing is not None:
+            issuing.begins(position)
         try:
             if self._is_watched and step.is_seen:
-                self._do_watched(position, step)
+                self._do_watched(position, step, nullcontext if issuing is None else issuing.aside)
             else:
                 self._do(position, step)
         except BaseException as error:
@@ -259,12 +267,21 @@ class Pass:
             WATCH.failed(error)
             raise
 
-    def _do_watched(self, position: int, step: Step) -> None:
+    def _do_watched(
+        self, position: int, step: Step, looking: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         lanes = self._lanes
-        start = lanes.mark()
+        with looking():
+            start = lanes.mark()
         self._do(position, step)
-        for observer in self._watching[self._binding.crew_numbers[position]]:
-            observer.saw(step.task, start, lanes.mark(), lanes)
+        with looking():
+            for observer in self._watching[self._binding.crew_numbers[position]]:
+                observer.saw(step.task, start, lanes.mark(), lanes)
+
+    def _tell_issued(self, issuing: Issuing) -> None:
+        for position, seconds in issuing.seconds():
+            for observer in self._watching[self._binding.crew_numbers[position]]:
+                observer.issued(self._steps[position].task, seconds)
 
     def _do(self, position: int, step: Step) -> None:
         table = self._table

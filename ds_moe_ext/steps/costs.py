@@ -32,8 +32,9 @@ from ds_moe_ext.moe.copies.layer_copies import Copies
 from ds_moe_ext.moe.copies.slab import Weights
 from ds_moe_ext.moe.dispatch import Wire
 from ds_moe_ext.moe.layer import RoutedExperts
-from ds_moe_ext.moe.observation import Rows, TimedTask
+from ds_moe_ext.moe.observation import Meter, Rows, TimedTask
 from ds_moe_ext.planners import layer_pipelines
+from ds_moe_ext.pricing.host_times import OF_CHUNKS
 from ds_moe_ext.pricing.memory import copied_bytes_C
 from ds_moe_ext.schedule.stripes import OFFLOADED
 from ds_moe_ext.schedule.task import (
@@ -235,6 +236,53 @@ class Seen:
         )
 
 
+@dataclass(frozen=True)
+class Issued:
+    """What the host took to issue the tasks that each chunk of tokens has, of all layers.
+
+    Attributes:
+        forward_s: summed over passes.
+        num_chunks: in forward.
+        backward_s: summed likewise.
+        num_back_chunks: in backward.
+    """
+
+    forward_s: float = 0.0
+    num_chunks: float = 0.0
+    backward_s: float = 0.0
+    num_back_chunks: float = 0.0
+
+    def __add__(self, other: Issued) -> Issued:
+        pairs = zip(vars(self).values(), vars(other).values())
+        return Issued(*(mine + its for mine, its in pairs))
+
+    @classmethod
+    def of(cls, meter: Meter) -> Issued:
+        """Since it was asked last."""
+        seen = [(task, s) for task, s in meter.take_issued() if task.op.name in OF_CHUNKS]
+        forward, backward = (
+            [each for each in seen if bool(each[0].adjoint_of) == back] for back in (False, True)
+        )
+        return cls(*_summed(forward), *_summed(backward))
+
+    def agreed(self, layout: ParallelLayout, device: torch.device) -> Issued:
+        """Of all ranks. Collective."""
+        own = torch.tensor([*vars(self).values()], dtype=torch.float64, device=device)
+        return Issued(*sum_in_place(own, layout.everyone).tolist())
+
+    @property
+    def chunk_s(self) -> tuple[float, float] | None:
+        """Of one, forward and backward; None where no device runs what is issued."""
+        if not self.num_chunks or not self.num_back_chunks:
+            return None
+        return self.forward_s / self.num_chunks, self.backward_s / self.num_back_chunks
+
+
+def _summed(seen: Sequence[tuple[Task, float]]) -> tuple[float, int]:
+    """Seconds, and of how many chunks."""
+    return sum(s for _, s in seen), sum(_is(task, EXPERT) for task, _ in seen)
+
+
 def exchange_s(ranks: Iterable[Seen]) -> float:
     """Of one layer: who comes late to an exchange makes the others wait, and itself takes as long
     as that takes; another one may be late for the next."""
@@ -322,7 +370,7 @@ class Costs:
 
     def __post_init__(self) -> None:
         self._num_steps = 0
-        self._seen = [Seen() for _ in self.layers]
+        self._seen, self._issued = [Seen() for _ in self.layers], Issued()
         unknown_s = (0.0,) * len(self.layers)
         self._measured = Measured(
             pools=self.pools,
@@ -369,7 +417,9 @@ class Costs:
         self.seen = ()
         if any(step in watched for watched in WATCHED):
             new = [Seen.of(layer.routed, seen) for layer, seen in zip(self.layers, rows)]
+            issued = sum((Issued.of(layer.routed.meter) for layer in self.layers), Issued())
             if step in STEPS:
+                self._issued += issued
                 self._seen = [before + seen for before, seen in zip(self._seen, new)]
             else:
                 self.seen = new
@@ -388,7 +438,8 @@ class Costs:
         """Begin anew: links, or what steps bring, are others than when costs were measured. What is
         known stays until then."""
         # The step that has just ended was not looked at.
-        self._num_steps, self._seen = STEPS.start - 1, [Seen() for _ in self.layers]
+        self._num_steps, self._issued = STEPS.start - 1, Issued()
+        self._seen = [Seen() for _ in self.layers]
 
     def corrected(self, found: Correction) -> Measured:
         """What is known now that rows and copies have been seen to travel."""
@@ -416,8 +467,15 @@ class Costs:
             window_s=tuple(window_s),
             back_window_s=behind_s,
             free_bytes=self._free_bytes() if self._copies else 0,
-            pipelines=None if self.pipelines is None else self.pipelines.measured(rows, behind_s),
+            pipelines=None if self.pipelines is None else self._pipelined(rows, behind_s),
         )
+
+    def _pipelined(
+        self, rows: Sequence[Rows], behind_s: Sequence[float]
+    ) -> layer_pipelines.Measured:
+        assert self.pipelines is not None
+        chunk_s = self._issued.agreed(self._layout, self.device).chunk_s
+        return self.pipelines.measured(rows, behind_s, chunk_s)
 
     def _free_bytes(self) -> int:
         """Memory for copies on the rank that has least, those that are there among it; where

@@ -143,12 +143,19 @@ class Pipelines:
             lines = described_lines(self.hardware, self._usage(pool, dtype))
             self._lines_by_way(self._held(pool), (), lines)
 
-    def measured(self, rows: Sequence[Rows], dense_window_L: Sequence[float]) -> Measured:
+    def measured(
+        self,
+        rows: Sequence[Rows],
+        dense_window_L: Sequence[float],
+        chunk_s: tuple[float, float] | None = None,
+    ) -> Measured:
         """By the rows of a step, of the grid of ranks that has most. Collective, over all ranks.
 
         Args:
             rows: what each layer routed in it.
             dense_window_L: seconds behind each layer in backward, the same on all ranks.
+            chunk_s: that the host took to issue a chunk of a layer, forward and backward, the same
+                on all ranks; None where it was not seen.
         """
         routed_L = np.array([each.routed_CE.sum() for each in rows])
         # Grids of cells see their own rows only; all ranks must plan alike.
@@ -177,16 +184,17 @@ class Pipelines:
             self.gradients.head_elements,
             all_reduce,
             self.gradients.dtype.itemsize,
-            self._issued,
+            self._issued(chunk_s),
         )
 
-    @property
-    def _issued(self) -> tuple[HostSeconds, HostSeconds] | None:
+    def _issued(
+        self, chunk_s: tuple[float, float] | None
+    ) -> tuple[HostSeconds, HostSeconds] | None:
         """By the host, where it is not what computes."""
         if self.device.type == CPU.type:
             return None
         is_split = self.layers[0].routed.site.layout.grid.cell_size > 1
-        return issued(HOST_TIMES, is_split=is_split)
+        return issued(HOST_TIMES, is_split=is_split, chunk_s=chunk_s)
 
     def _rows(self, layer: int, routed: int) -> LayerRows:
         routed_experts = self.layers[layer].routed

@@ -291,6 +291,9 @@ def _told(pipes: Sequence[Piped], measured: Measured) -> str:
         f"rows travel in {_chunks([p.forward_degree for p in pipes])} forward and "
         f"{_chunks([p.backward_degree for p in pipes])} backward"
     )
+    if measured.issued is not None:
+        forward_ms, backward_ms = (1e3 * host.chunk_s for host in measured.issued)
+        text += f" (the host issues one in {forward_ms:.2g} and {backward_ms:.2g} ms)"
     if any(layer.exchanges for layer in measured.layers):
         text += f", between cells by {_each(p.way.value for p in pipes)} all-to-alls"
     if not within + dense:

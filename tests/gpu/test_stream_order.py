@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from ds_moe_ext.moe import layer, windows
 from ds_moe_ext.moe.copies import airfield
 from ds_moe_ext.schedule.executor import InlineLanes, Lanes
+from ds_moe_ext.steps.costs import STEPS
+from ds_moe_ext.steps.pipeline_costs import Pipelines
 from tests.gpu.layers import CPU, Case, Runner
 from tests.gpu.stream_order import BookedLanes, Books, Queue, Queues
 
@@ -96,6 +98,34 @@ def test_streams_wait_where_backward_is_cut_anew(degrees: tuple[int, int]) -> No
         for seed in range(3):
             runner.step(*case.tokens(seed))
     assert books.mistakes == []
+
+
+def test_costs_know_what_the_host_took_for_a_chunk() -> None:
+    """Where a device runs what it issues: the same on all ranks, as planners of pipelines need."""
+    told: list[tuple[float, float] | None] = []
+    measured = Pipelines.measured
+
+    def listening(pipelines: Pipelines, *given: Any) -> Any:
+        told.append(given[2])
+        return measured(pipelines, *given)
+
+    block = {"strategy": "esp", "expert_sharding_size": 1, "esp": {"degree": None}}
+    for issues in (True, False):
+        with (
+            fake_world(4, rank=1),
+            on(InlineLanes()),
+            mock.patch.object(InlineLanes, "issues", issues),
+            mock.patch.object(Pipelines, "measured", listening),
+        ):
+            model = Ours(Way("", block, has_threads=True), SIZES)
+            for number in range(STEPS.stop):
+                y_TD = model.forward(Batch.of(SIZES, number))
+                y_TD.backward(torch.ones_like(y_TD))
+                model.after_step(number)
+    (forward_s, backward_s), unseen = told
+    assert 0 < forward_s < 1
+    assert 0 < backward_s < 1
+    assert unseen is None
 
 
 def mistakes_of_two_callers(lanes: type[BookedLanes]) -> list[str]:

@@ -28,6 +28,7 @@ from ds_moe_ext.planners.layer_pipelines import (
     plan_pipelines,
 )
 from ds_moe_ext.planners.partition import BackwardLayer, partition_gradients
+from ds_moe_ext.pricing.host_times import HOST_TIMES, issued
 from ds_moe_ext.schedule.pipeline_orders import PIPELINES, Pipeline
 
 GATHER = LinearCost(alpha_s=0.1, beta_s=1e-3, n=1000)
@@ -196,3 +197,12 @@ def test_chunks_that_the_host_cannot_issue_in_time_are_not_made() -> None:
     assert best_pair(FSMOE, costs, choices, ahead)[:2] == (2, 8)
     quick = tuple(HostSeconds(layer_s=0.1, chunk_s=0.1) for _ in slow)
     assert best_pair(FSMOE, costs, choices, Meanwhile(issued=(quick[0], quick[1])))[:2] == (8, 8)
+
+
+def test_a_host_is_as_slow_as_its_chunks() -> None:
+    forward, backward = issued(HOST_TIMES, is_split=False)
+    assert issued(HOST_TIMES, is_split=True)[0].chunk_s > forward.chunk_s
+    chunk_s = (4 * forward.chunk_s, 2 * backward.chunk_s)
+    slow_forward, slow_backward = issued(HOST_TIMES, is_split=False, chunk_s=chunk_s)
+    assert slow_forward == pytest.approx([4 * s for s in forward])
+    assert slow_backward == pytest.approx([2 * s for s in backward])
