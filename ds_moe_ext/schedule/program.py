@@ -252,9 +252,12 @@ class Pass:
             raise self._errors[0]
         WATCH.at(self._places[position])
         step = self._steps[position]
-        issuing = self._issuing if step.task.lane != HOST else None  # that has a thread of its own
+        issuing = self._issuing
         if issuing is not None:
-            issuing.begins(position)
+            if step.task.lane == HOST:  # in a thread of its own
+                issuing = None
+            else:
+                issuing.begins(position)
         try:
             if self._is_watched and step.is_seen:
                 self._do_watched(position, step, nullcontext if issuing is None else issuing.aside)
