@@ -229,6 +229,11 @@ class OnTheirWay:
     group: dist.ProcessGroup | None
     landed: torch.cuda.Event | None = None
 
+    @property
+    def has_landed(self) -> bool | None:
+        """Whether the device has done all that came before; None where none was asked."""
+        return None if self.landed is None else self.landed.query()
+
     def ready(self) -> Tensor:
         """The counts, on the host. Waits for them, and so for the ranks that counted."""
         if self.landed is None and self.counts.is_cpu:

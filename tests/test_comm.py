@@ -66,7 +66,9 @@ def test_gathers() -> None:
 
 def test_counts_on_a_cpu_are_on_the_host() -> None:
     counts = torch.arange(3)
-    assert comm.counts_to_host(counts, None).ready() is counts
+    coming = comm.counts_to_host(counts, None)
+    assert coming.ready() is counts
+    assert coming.has_landed is None
 
 
 def test_who_asks_for_counts_waits_in_their_exchange() -> None:

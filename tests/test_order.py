@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,8 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ds_moe_ext.comm import OnTheirWay
 from ds_moe_ext.level_share import SWEEPS, LevelShare
 from ds_moe_ext.moe import order
+from ds_moe_ext.moe.host_lag import HostLag
 from ds_moe_ext.moe.order import FEW, Order, Seat, counted, keys_of, kind_of, sorted_by
 from ds_moe_ext.moe.restore import Restore
 from ds_moe_ext.moe.route import LayerRoute, one_cell_route, transposed_blocks
@@ -269,6 +272,35 @@ def test_one_cell_needs_no_exchange(
     for route in (fast, exchanged):
         assert torch.equal(route.to_slots(rows_RD), rows_RD)
         assert torch.equal(route.to_arrival(rows_RD), rows_RD)
+
+
+@pytest.mark.parametrize("landed", [[], [True, False, True], [False, True, False]])
+def test_a_device_that_waits_for_its_host_is_told(landed: list[bool]) -> None:
+    target, lag = Placement.block(2, 1), HostLag()
+    stage = Order(
+        destination=Destination(target, LocalElseHome(target, target)),
+        seat=Seat(0),
+        group=None,
+        capacity_factor=None,
+        gate_may_drop=True,  # which asks for counts
+        on_rows=lambda rows, top_k, share: None,
+        lag=lag,
+    )
+
+    def on_device(counts: Tensor, group: None) -> OnTheirWay:
+        if not landed:
+            return OnTheirWay(counts, group)
+        has_landed = landed[lag.num_passes]
+        event: Any = SimpleNamespace(query=lambda: has_landed, synchronize=lambda: None)
+        return OnTheirWay(counts, group, event)
+
+    with mock.patch("ds_moe_ext.moe.order.counts_to_host", on_device):
+        for _ in range(3):
+            stage.forward(Span(0, 1), torch.tensor([[0], [1], [-1]]))
+    assert (lag.num_passes, lag.num_idle) == (len(landed), sum(landed))
+    line = str(HostLag.of_all([lag, HostLag()]))
+    assert line.startswith("in 67% of the layers' passes") == (sum(landed) == 2)
+    assert bool(line) == (sum(landed) == 2)
 
 
 def test_capacity_drops_before_the_exchange() -> None:

@@ -33,6 +33,7 @@ from ds_moe_ext.moe.expert import Expert, ExpertFunction
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.gate import GateFunction
 from ds_moe_ext.moe.hooks import NO_HOOKS, Batch, Hook, Hooked, Moe, watched
+from ds_moe_ext.moe.host_lag import HostLag
 from ds_moe_ext.moe.local_stage import Aside, Local, Present
 from ds_moe_ext.moe.observation import Meter, RowsSeen, TasksSeen, tell
 from ds_moe_ext.moe.order import Order, Seat, kind_of
@@ -149,6 +150,7 @@ class RoutedExperts:
         rows: what was routed.
         tasks: times for a person to see.
         meter: times for planners to know, the host's too.
+        lag: of the host behind a device.
         row_width: elements of a row, in the latest pass.
         row_dtype: their type.
         row_bytes: of a row on its way.
@@ -172,7 +174,7 @@ class RoutedExperts:
         self.site = site
         target = site.plan.target
         self.rows = RowsSeen(target.num_experts, target.num_cells)
-        self.tasks, self.meter = TasksSeen(), Meter()
+        self.tasks, self.meter, self.lag = TasksSeen(), Meter(), HostLag()
         self.row_width, self.row_dtype, self.row_bytes = 0, torch.float32, RowBytes(0, 0)
         self.copies: Copies | None = None
         self.plans_in_lane = False
@@ -618,6 +620,7 @@ class RoutedExperts:
             padding=self._padding(),
             counts_visits=self.site.sends_once,
             tour=self._tour(),
+            lag=self.lag,
         )
 
     def _came_to_order(self, *rows: Any) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ds_moe_ext.comm import all_gather_counts, counts_to_host
 from ds_moe_ext.moe.gate import capacity_of, drop_over_capacity
+from ds_moe_ext.moe.host_lag import HostLag
 from ds_moe_ext.moe.padding import Padding
 from ds_moe_ext.moe.route import LayerRoute, one_cell_route
 from ds_moe_ext.moe.slot_rows import SlotRows
@@ -182,6 +183,7 @@ class Order(SavesAlike):
         padding: where every rank sends as many rows to each expert; nothing is exchanged then.
         counts_visits: each token's row goes once to a cell: how many do, goes with the counts, too.
         tour: and once to a node.
+        lag: of the host behind a device.
     """
 
     destination: Destination
@@ -196,6 +198,7 @@ class Order(SavesAlike):
     padding: Padding | None = None
     counts_visits: bool = False
     tour: Tour | None = None
+    lag: HostLag = field(default_factory=HostLag)
     _places: dict[tuple[int, int, torch.device], Tensor] = field(default_factory=dict, repr=False)
 
     def forward(
@@ -242,6 +245,8 @@ class Order(SavesAlike):
             key_N = place_FW1.index_select(0, key_N)
             key_bound = cut.num_chunks * (int(self._place_E.max()) + 1)
         by_key_N = sorted_by(key_N, key_bound)  # while they are on their way
+        if (is_idle := counts.has_landed) is not None:
+            self.lag.add(is_idle)
         # The one wait for the device: splits must be known.
         known = counts.ready().numpy()
         rows_CPFE = known[..., :num_experts].reshape(

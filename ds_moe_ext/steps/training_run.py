@@ -20,6 +20,7 @@ from ds_moe_ext.attachment.replacement import AttachedLayer, Blueprint, bytes_of
 from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.files.console import wide_console
 from ds_moe_ext.layout import Grid
+from ds_moe_ext.moe.host_lag import HostLag
 from ds_moe_ext.report.division import division_line
 from ds_moe_ext.report.rank_figures import OwnSteps, RanksSeen
 from ds_moe_ext.report.record import DeviceRecord, RunRecord
@@ -31,7 +32,6 @@ from ds_moe_ext.report.units import bytes_text, counted, seconds_text
 from ds_moe_ext.schedule.executor import lanes_for
 from ds_moe_ext.settings import Settings
 from ds_moe_ext.steps.expert_moves import ExpertMover
-from ds_moe_ext.steps.load_forecasts import LoadForecasts
 from ds_moe_ext.steps.monitor import Monitor
 from ds_moe_ext.steps.planning import Planning
 from ds_moe_ext.steps.tracer import Tracer
@@ -144,7 +144,13 @@ class Run:
         )
         if rank == 0 and report.enabled:
             wide_console().print(start_table(run))
-            leave_report(recorder, report.path, lives_with, planning.forecasts)
+            lags, forecasts = [layer.routed.lag for layer in layers], planning.forecasts
+            leave_report(
+                recorder,
+                report.path,
+                lives_with,
+                lambda: (str(forecasts), str(HostLag.of_all(lags))),
+            )
         way = told_way(blueprint.strategy, layout)
         for line in (
             way,
@@ -168,7 +174,10 @@ class Run:
 
 
 def leave_report(
-    recorder: Recorder, path: str | None, lives_with: object, forecasts: LoadForecasts
+    recorder: Recorder,
+    path: str | None,
+    lives_with: object,
+    remarks: Callable[[], Sequence[str]] = tuple,
 ) -> None:
     """Let a report be there behind a run, also where SIGTERM ends it.
 
@@ -176,7 +185,7 @@ def leave_report(
         recorder: of the run.
         path: folder; None writes no files.
         lives_with: as ``Run.start`` takes it.
-        forecasts: of the run's loads.
+        remarks: what else is to be told at the end; some may be empty.
     """
 
     def write() -> None:
@@ -187,7 +196,7 @@ def leave_report(
 
     def end() -> None:
         try:
-            finish(recorder, path, str(forecasts))
+            finish(recorder, path, remarks())
         finally:
             ENDINGS.remove(write)
 
@@ -196,9 +205,9 @@ def leave_report(
     weakref.finalize(lives_with, end)
 
 
-def finish(recorder: Recorder, path: str | None, forecasts: str = "") -> None:
-    """Tell a person what a run was like and how its forecasts came out, and write the report if a
-    folder was named."""
+def finish(recorder: Recorder, path: str | None, remarks: Sequence[str] = ()) -> None:
+    """Tell a person what a run was like, with remarks, and write the report if a folder was
+    named."""
     record = recorder.record()
     if not record.steps_I:
         return
@@ -211,8 +220,8 @@ def finish(recorder: Recorder, path: str | None, forecasts: str = "") -> None:
         console.print(time_table(record))
     if record.terms:
         console.print(terms_table(record))
-    if forecasts:
-        console.print(f"ds_moe_ext: {forecasts}", soft_wrap=True, highlight=False)
+    for remark in filter(None, remarks):
+        console.print(f"ds_moe_ext: {remark}", soft_wrap=True, highlight=False)
     if path is not None:
         with or_warn(f"the report in {path!r}"):
             ReportFiles(Path(path)).write(record)

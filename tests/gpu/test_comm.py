@@ -141,10 +141,11 @@ def test_counts_come_while_the_host_goes_on() -> None:
             coming = [comm.counts_to_host(counts + 0, None) for counts in given]
         torch.cuda.set_sync_debug_mode("default")
         if is_checked:  # the host is ahead of the device
-            assert not any(one.landed is None or one.landed.query() for one in coming)
+            assert [one.has_landed for one in coming] == [False] * 4
         for one, counts in zip(coming, expected):
             assert one.ready().is_pinned()
             assert torch.equal(one.ready(), counts)
+            assert one.has_landed
         del coming, one
 
 

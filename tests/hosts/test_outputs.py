@@ -127,7 +127,8 @@ def ended(rank: int, world_size: int) -> str:
             engine.step()
         run = run_of(engine)
         assert run is not None
-        leave_report(run.recorder, None, owner, run.planning.forecasts)
+        forecasts = run.planning.forecasts
+        leave_report(run.recorder, None, owner, lambda: (str(forecasts), ""))
         assert "loads were predicted" not in shown.getvalue()
         del owner
     return shown.getvalue()
