@@ -672,8 +672,9 @@ def _broadcast(part: Part, have: Mapping[int, list[Tensor]], group: dist.Process
     with _one_call(group, _device_of(have)):
         for expert, root, _ in part.everywhere:
             told.rootRank = root
-            for tensor in have[expert]:
-                group.broadcast([_as_numbers(tensor)], told)
+            for tensor in have[expert]:  # before Hopper NCCL takes no numbers of 8 bits
+                sent = as_bytes(tensor) if tensor.dtype.itemsize == 1 else tensor
+                group.broadcast([sent], told)
     received = sum(tensor.nbytes for expert in part.received for tensor in have[expert])
     return Traffic(_rooted_bytes(part, have), received)
 
@@ -696,11 +697,6 @@ def _reduce(part: Part, grads: Mapping[int, Sequence[Tensor]], group: dist.Proce
     }
     sent = sum(total.nbytes for expert in part.received for total in totals[expert])
     return Arrived(arrived, Traffic(sent, _rooted_bytes(part, totals)))
-
-
-def _as_numbers(tensor: Tensor) -> Tensor:
-    """As NCCL broadcasts it on any GPU: of those before Hopper it takes no numbers of 8 bits."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def _rooted_bytes(part: Part, tensors: Mapping[int, Sequence[Tensor]]) -> int:

@@ -8,8 +8,8 @@ FSDP put on parameters see them as they see any other parameter.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -242,7 +242,6 @@ class Pass:
         if self._issuing is not None:
             self._tell_issued(self._issuing)
         outputs = tuple(map(self._read, self._binding.table.outputs))
-        self._held.clear()
         if WATCH.has_failed:  # in an earlier pass
             WATCH.went_through()
         return outputs
@@ -252,15 +251,9 @@ class Pass:
             raise self._errors[0]
         WATCH.at(self._places[position])
         step = self._steps[position]
-        issuing = self._issuing
-        if issuing is not None:
-            if step.task.lane == HOST:  # in a thread of its own
-                issuing = None
-            else:
-                issuing.begins(position)
         try:
-            if self._is_watched and step.is_seen:
-                self._do_watched(position, step, nullcontext if issuing is None else issuing.aside)
+            if self._is_watched:
+                self._do_watched(position, step)
             else:
                 self._do(position, step)
         except BaseException as error:
@@ -270,10 +263,15 @@ class Pass:
             WATCH.failed(error)
             raise
 
-    def _do_watched(
-        self, position: int, step: Step, looking: Callable[[], AbstractContextManager[None]]
-    ) -> None:
+    def _do_watched(self, position: int, step: Step) -> None:
         lanes = self._lanes
+        issuing = None if step.task.lane == HOST else self._issuing  # that has a thread of its own
+        if issuing is not None:
+            issuing.begins(position)
+        if not step.is_seen:
+            self._do(position, step)
+            return
+        looking = nullcontext if issuing is None else issuing.aside
         with looking():
             start = lanes.mark()
         self._do(position, step)
@@ -339,19 +337,16 @@ class Pass:
         """Nobody else gets the memory of what this lane reads and another has made until it has
         read it. Records of many small tensors stay as long as the lanes run, which costs less than
         to say it of each; but not where that is a whole step."""
-        tensors: list[Tensor] = []
+        kept: list[Tensor | OnDevice] = []
         for thing in things:
-            if isinstance(thing, Tensor):
-                tensors.append(thing)
-            elif isinstance(thing, tuple):
+            if isinstance(thing, tuple):
                 self._keep(thing)
-            elif isinstance(thing, OnDevice):
-                if self._binding.schedule.is_round_trip:
-                    tensors.extend(thing.tensors())
-                else:
-                    self._held.append(thing)
-        if tensors:
-            self._lanes.keep(tensors)
+            elif isinstance(thing, OnDevice) and not self._binding.schedule.is_round_trip:
+                self._held.append(thing)
+            elif isinstance(thing, Tensor | OnDevice):
+                kept.append(thing)
+        if kept:
+            self._lanes.keep(kept)
 
     def _read(self, read: int | Reading) -> Any:
         return self._together(read) if isinstance(read, Reading) else self._table[read]

@@ -32,7 +32,7 @@ from ds_moe_ext.moe.copies.layer_copies import Copies
 from ds_moe_ext.moe.copies.slab import Weights
 from ds_moe_ext.moe.dispatch import Wire
 from ds_moe_ext.moe.layer import RoutedExperts
-from ds_moe_ext.moe.observation import Meter, Rows, TimedTask
+from ds_moe_ext.moe.observation import Rows, TimedTask
 from ds_moe_ext.planners import layer_pipelines
 from ds_moe_ext.pricing.host_times import OF_CHUNKS
 from ds_moe_ext.pricing.memory import copied_bytes_C
@@ -236,51 +236,26 @@ class Seen:
         )
 
 
-@dataclass(frozen=True)
-class Issued:
-    """What the host took to issue the tasks that each chunk of tokens has, of all layers.
+def chunk_s(
+    issued: Iterable[tuple[Task, float]], layout: ParallelLayout, device: torch.device
+) -> tuple[float, float] | None:
+    """What hosts took to issue the tasks of one chunk of tokens, forward and backward, the mean of
+    all ranks; None where no device runs what is issued. Collective.
 
-    Attributes:
-        forward_s: summed over passes.
-        num_chunks: in forward.
-        backward_s: summed likewise.
-        num_back_chunks: in backward.
+    Args:
+        issued: tasks of this rank, with the seconds of its host.
+        layout: of the ranks.
+        device: of this rank.
     """
-
-    forward_s: float = 0.0
-    num_chunks: float = 0.0
-    backward_s: float = 0.0
-    num_back_chunks: float = 0.0
-
-    def __add__(self, other: Issued) -> Issued:
-        pairs = zip(vars(self).values(), vars(other).values())
-        return Issued(*(mine + its for mine, its in pairs))
-
-    @classmethod
-    def of(cls, meter: Meter) -> Issued:
-        """Since it was asked last."""
-        seen = [(task, s) for task, s in meter.take_issued() if task.op.name in OF_CHUNKS]
-        forward, backward = (
-            [each for each in seen if bool(each[0].adjoint_of) == back] for back in (False, True)
-        )
-        return cls(*_summed(forward), *_summed(backward))
-
-    def agreed(self, layout: ParallelLayout, device: torch.device) -> Issued:
-        """Of all ranks. Collective."""
-        own = torch.tensor([*vars(self).values()], dtype=torch.float64, device=device)
-        return Issued(*sum_in_place(own, layout.everyone).tolist())
-
-    @property
-    def chunk_s(self) -> tuple[float, float] | None:
-        """Of one, forward and backward; None where no device runs what is issued."""
-        if not self.num_chunks or not self.num_back_chunks:
-            return None
-        return self.forward_s / self.num_chunks, self.backward_s / self.num_back_chunks
-
-
-def _summed(seen: Sequence[tuple[Task, float]]) -> tuple[float, int]:
-    """Seconds, and of how many chunks."""
-    return sum(s for _, s in seen), sum(_is(task, EXPERT) for task, _ in seen)
+    own = [[0.0, 0.0], [0.0, 0.0]]  # forward and backward: seconds, and of how many chunks
+    for task, seconds in issued:
+        if task.op.name in OF_CHUNKS:
+            side = own[bool(task.adjoint_of)]
+            side[0] += seconds
+            side[1] += _is(task, EXPERT)
+    told = torch.tensor(own, dtype=torch.float64, device=device)
+    (forward_s, num), (backward_s, num_back) = sum_in_place(told, layout.everyone).tolist()
+    return (forward_s / num, backward_s / num_back) if num and num_back else None
 
 
 def exchange_s(ranks: Iterable[Seen]) -> float:
@@ -370,7 +345,8 @@ class Costs:
 
     def __post_init__(self) -> None:
         self._num_steps = 0
-        self._seen, self._issued = [Seen() for _ in self.layers], Issued()
+        self._seen = [Seen() for _ in self.layers]
+        self._issued: list[tuple[Task, float]] = []
         unknown_s = (0.0,) * len(self.layers)
         self._measured = Measured(
             pools=self.pools,
@@ -417,7 +393,7 @@ class Costs:
         self.seen = ()
         if any(step in watched for watched in WATCHED):
             new = [Seen.of(layer.routed, seen) for layer, seen in zip(self.layers, rows)]
-            issued = sum((Issued.of(layer.routed.meter) for layer in self.layers), Issued())
+            issued = [each for layer in self.layers for each in layer.routed.meter.take_issued()]
             if step in STEPS:
                 self._issued += issued
                 self._seen = [before + seen for before, seen in zip(self._seen, new)]
@@ -438,8 +414,7 @@ class Costs:
         """Begin anew: links, or what steps bring, are others than when costs were measured. What is
         known stays until then."""
         # The step that has just ended was not looked at.
-        self._num_steps, self._issued = STEPS.start - 1, Issued()
-        self._seen = [Seen() for _ in self.layers]
+        self._num_steps, self._seen = STEPS.start - 1, [Seen() for _ in self.layers]
 
     def corrected(self, found: Correction) -> Measured:
         """What is known now that rows and copies have been seen to travel."""
@@ -474,8 +449,8 @@ class Costs:
         self, rows: Sequence[Rows], behind_s: Sequence[float]
     ) -> layer_pipelines.Measured:
         assert self.pipelines is not None
-        chunk_s = self._issued.agreed(self._layout, self.device).chunk_s
-        return self.pipelines.measured(rows, behind_s, chunk_s)
+        issued, self._issued = self._issued, []
+        return self.pipelines.measured(rows, behind_s, chunk_s(issued, self._layout, self.device))
 
     def _free_bytes(self) -> int:
         """Memory for copies on the rank that has least, those that are there among it; where

@@ -147,7 +147,7 @@ class Pipelines:
         self,
         rows: Sequence[Rows],
         dense_window_L: Sequence[float],
-        chunk_s: tuple[float, float] | None = None,
+        chunk_s: tuple[float, float] | None,
     ) -> Measured:
         """By the rows of a step, of the grid of ranks that has most. Collective, over all ranks.
 

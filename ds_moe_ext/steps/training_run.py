@@ -177,7 +177,7 @@ def leave_report(
     recorder: Recorder,
     path: str | None,
     lives_with: object,
-    remarks: Callable[[], Sequence[str]] = tuple,
+    remarks: Callable[[], Sequence[str]],
 ) -> None:
     """Let a report be there behind a run, also where SIGTERM ends it.
 

@@ -8,7 +8,7 @@ are those of ranks that all route alike. What is left of a pass is what its host
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from unittest import mock
 
@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ds_moe_ext import comm, layout
 from ds_moe_ext.moe import dispatch, layer, windows
 from ds_moe_ext.moe.copies import airfield
-from ds_moe_ext.schedule.executor import InlineLanes
+from ds_moe_ext.schedule.executor import InlineLanes, Lanes
 
 RANKS_PER_NODE = 8
 
@@ -78,11 +78,17 @@ INLINE = InlineLanes()
 
 
 @contextmanager
-def inline() -> Iterator[None]:
-    """One thread issues all lanes inside the block, as on CUDA; programs must be made inside."""
+def on_lanes(lanes: Lanes) -> Iterator[None]:
+    """Layers run there inside the block, where anything overlaps; programs must be made inside."""
     with ExitStack() as changed:
         for module in (layer, windows, airfield):
-            changed.enter_context(
-                mock.patch.object(module, "lanes_for", lambda device, overlaps: INLINE)
+            chosen = mock.patch.object(
+                module, "lanes_for", lambda device, overlaps: lanes if overlaps else INLINE
             )
+            changed.enter_context(chosen)
         yield
+
+
+def inline() -> AbstractContextManager[None]:
+    """One thread issues all lanes inside the block, as on CUDA; programs must be made inside."""
+    return on_lanes(INLINE)

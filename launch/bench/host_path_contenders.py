@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from fake_world import inline
-from replaced_layers import ReplacedLayers
+from replaced_layers import CPU, ReplacedLayers
 from torch import Tensor, nn
 
 from ds_moe_ext.attachment.experts import ExpertsDescription, register_experts
@@ -25,7 +25,6 @@ from ds_moe_ext.moe.swiglu import silu_gated
 
 WIDTH = 8
 """Of tokens and of experts: what is computed takes no time beside what issues it."""
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -114,10 +113,10 @@ class Contender(ABC):
         """What happens between the step of a number and the next: nothing."""
         return None
 
+    @abstractmethod
     def attend(self, attentions: Sequence[nn.Module]) -> None:
         """Let these, ``[T, D] -> [T, D]``, stand before the experts of each block, and let tokens
         go past both, too."""
-        raise NotImplementedError(f"{self.name} is measured without attention")
 
 
 @dataclass(frozen=True)

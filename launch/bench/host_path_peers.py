@@ -75,9 +75,13 @@ class Behind(nn.Module):
 
     def forward(self, x_1TD: Tensor) -> Tensor:
         x_1TD = x_1TD + self.attention(x_1TD[0])
-        out = self.layer(x_1TD)
-        y_1TD: Tensor = out[0] if isinstance(out, tuple) else out
-        return x_1TD + y_1TD.view_as(x_1TD)
+        return x_1TD + tokens_of(self.layer(x_1TD)).view_as(x_1TD)
+
+
+def tokens_of(out: Any) -> Tensor:
+    """What a layer makes of tokens, which may stand before other outputs."""
+    tokens: Tensor = out[0] if isinstance(out, tuple) else out
+    return tokens
 
 
 class Peer(Contender):
@@ -100,8 +104,7 @@ class Peer(Contender):
             gate.choice = choice
         x_TD = batch.x_TD
         for layer in self._layers:
-            out = layer(x_TD[None])
-            x_TD = (out[0] if isinstance(out, tuple) else out).view_as(x_TD)
+            x_TD = tokens_of(layer(x_TD[None])).view_as(x_TD)
         return x_TD
 
     def attend(self, attentions: Sequence[nn.Module]) -> None:

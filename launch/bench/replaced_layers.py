@@ -15,7 +15,6 @@ from torch import nn
 from ds_moe_ext.attachment.block_hooks import launch_with_blocks
 from ds_moe_ext.attachment.experts import HostedExperts, find_registered
 from ds_moe_ext.attachment.replacement import AttachedLayer, Finder, build, draw, stays_in_slots
-from ds_moe_ext.hardware import read_hardware
 from ds_moe_ext.moe.observation import Rows
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.settings import BLOCK, read_settings
@@ -82,13 +81,11 @@ class ReplacedLayers:
             pipelines = Pipelines(layers, blueprint.pools, None, none, 1, device)
         homes = [layer.routed.site.plan.home for layer in layers]
         node_C = layers[0].routed.site.layout.node_C
-        named = settings.hardware
-        hardware = None if named is None else read_hardware(named)
         planning = Planning(
             strategy=strategy,
             layers=layers,
             job=Job.at_start(homes, node_C, blueprint.pools),
-            costs=Costs(layers, blueprint.pools, hardware, strategy.rhythm(), pipelines),
+            costs=Costs(layers, blueprint.pools, blueprint.hardware, strategy.rhythm(), pipelines),
             checks=Checks(strategy, layers),
             mover=_stay,
             debug=False,

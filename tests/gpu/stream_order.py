@@ -9,7 +9,6 @@ done to any tensor is held against what the stream that does it has waited for.
 from __future__ import annotations
 
 import threading
-import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ds_moe_ext.schedule.executor import CudaLanes, Mark, _tensors
+from ds_moe_ext.schedule.executor import CudaLanes, InlineLanes, _tensors
 from ds_moe_ext.schedule.task import Lane
 
 Moments = Mapping["Queue", int]
@@ -206,8 +205,4 @@ class BookedLanes(CudaLanes):
         for tensor in _tensors(reads):
             self._books.keep(tensor)
 
-    def mark(self) -> Mark:
-        return time.perf_counter()
-
-    def seconds_between(self, start: Mark, end: Mark) -> float:
-        return float(end - start)
+    mark, seconds_between = InlineLanes.mark, InlineLanes.seconds_between

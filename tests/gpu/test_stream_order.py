@@ -5,21 +5,19 @@ no memory is handed out while somebody may still read it. One process stands for
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from fake_world import fake_world
+from fake_world import fake_world, on_lanes
 from host_path_contenders import Batch, Ours, Sizes, Way, esp
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ds_moe_ext.moe import layer, windows
-from ds_moe_ext.moe.copies import airfield
-from ds_moe_ext.schedule.executor import InlineLanes, Lanes
+from ds_moe_ext.schedule.executor import InlineLanes
 from ds_moe_ext.steps.costs import STEPS
 from ds_moe_ext.steps.pipeline_costs import Pipelines
 from tests.gpu.layers import CPU, Case, Runner
@@ -43,27 +41,20 @@ BLOCKS: Mapping[str, Mapping[str, Any]] = {
 SIZES = Sizes(layers=3, experts=8, tokens=32, top_k=2)
 
 
-def on(lanes: Lanes) -> ExitStack:
-    """Layers run there inside the block where anything overlaps."""
-    inline, changed = InlineLanes(), ExitStack()
-    for module in (layer, windows, airfield):
-        choose = mock.patch.object(
-            module, "lanes_for", lambda device, overlaps: lanes if overlaps else inline
-        )
-        changed.enter_context(choose)
-    # What the host has made is copied, as to a device.
+@contextmanager
+def as_on_a_device() -> Iterator[None]:
+    """What the host has made is copied inside the block, as to a device."""
     from_numpy = torch.from_numpy
-    changed.enter_context(
-        mock.patch.object(torch, "from_numpy", lambda array: from_numpy(array).clone())
-    )
-    return changed
+    with mock.patch.object(torch, "from_numpy", lambda array: from_numpy(array).clone()):
+        yield
 
 
 def mistakes_of(block: Mapping[str, Any], *, recomputes: bool = False) -> list[str]:
     """Of some steps."""
     queues = Queues()
     books = Books(queues)
-    with fake_world(4, rank=1), on(BookedLanes(queues, books)):
+    lanes = BookedLanes(queues, books)
+    with fake_world(4, rank=1), on_lanes(lanes), as_on_a_device():
         model = Ours(Way("", block, has_threads=True), SIZES)
         for number in range(4):
             batch = Batch.of(SIZES, number)
@@ -113,7 +104,7 @@ def test_costs_know_what_the_host_took_for_a_chunk() -> None:
     for issues in (True, False):
         with (
             fake_world(4, rank=1),
-            on(InlineLanes()),
+            on_lanes(InlineLanes()),
             mock.patch.object(InlineLanes, "issues", issues),
             mock.patch.object(Pipelines, "measured", listening),
         ):
