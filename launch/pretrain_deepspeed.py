@@ -77,7 +77,11 @@ class LanguageModel:
 
 def build_model(arguments: argparse.Namespace) -> LanguageModel:
     """Build the model a file describes; the same seed gives every rank the same weights."""
-    model = read_json(arguments.model, "--model")
+    return model_of(read_json(arguments.model, "--model"), arguments)
+
+
+def model_of(model: Mapping[str, Any], arguments: argparse.Namespace) -> LanguageModel:
+    """Build the model that a file's content describes, likewise."""
     family, config = model.get("family"), model.get("config", {})
     if family not in FAMILIES:
         raise ValueError(

@@ -7,24 +7,36 @@
 
 All contenders are built in the same processes and take turns, a few steps each, in an order that
 rotates, so that a machine whose speed drifts slows them alike; ratios are paired by round.
+
+`... --model configs/models/public/qwen3_30b_a3b.json --config '{"num_hidden_layers": 2}'
+--micro_batch_size 1 --micro_batches 8 --sequence_length 4096 --profiled 2`: on one GPU, and
+whether it waits for its host.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from device_time import covered_us, kernels_of
+from rich.console import Console
+from rich.table import Table
 from rotation import Contender, measure, show
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a script sees its own folder alone
 
 from console import read_json
-from pretrain_deepspeed import GPT_MOE, LanguageModel, build_model
+from pretrain_deepspeed import GPT_MOE, LanguageModel, model_of
 from text import Batch, WindowSampler, read_text
 
 
@@ -33,12 +45,16 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", type=Path, required=True)
+    add("--config", type=json.loads, default={}, help="JSON: keys of the model, over the file's")
     add("--host", type=Path, default=Path("configs/hosts/deepspeed_plain.json"))
     add("--strategies", nargs="+", default=["ep"], help="of ds_moe_ext; their blocks: --block")
     add("--block", type=json.loads, default={}, help="JSON: strategy blocks and other keys")
     add("--rounds", type=int, default=12)
     add("--steps_per_round", type=int, default=5)
     add("--sequence_length", type=int, default=128)
+    add("--micro_batch_size", type=int, help="of a rank; the host's file has one, too")
+    add("--micro_batches", type=int, help="a step, likewise")
+    add("--profiled", type=int, default=0, help="steps of each at the end; a GPU's busy time")
     add("--seed", type=int, default=1)
     add("--zero_stage", type=int, default=1)
     add("--dtype", choices=("bf16", "fp32"), default="bf16")
@@ -53,6 +69,10 @@ def documents(arguments: argparse.Namespace, family: str, world_size: int) -> di
     plain = read_json(arguments.host, "--host")
     plain["zero_optimization"] = {"stage": arguments.zero_stage}
     plain["bf16"] = {"enabled": arguments.dtype == "bf16"}
+    if arguments.micro_batch_size:
+        plain["train_micro_batch_size_per_gpu"] = arguments.micro_batch_size
+    if arguments.micro_batches:
+        plain["gradient_accumulation_steps"] = arguments.micro_batches
     found = {}
     for strategy in arguments.strategies:
         ours = {
@@ -72,10 +92,16 @@ def documents(arguments: argparse.Namespace, family: str, world_size: int) -> di
     return found
 
 
-def contender(arguments: argparse.Namespace, name: str, document: dict[str, Any]) -> Contender:
+def contender(
+    arguments: argparse.Namespace,
+    described: Mapping[str, Any],
+    name: str,
+    document: dict[str, Any],
+) -> Contender:
     """Build one engine with its own model. Collective."""
     arguments.ep_size = dist.get_world_size() if name.startswith("deepspeed.moe") else None
-    model: LanguageModel = build_model(arguments)
+    with torch.device(get_accelerator().current_device_name()):
+        model: LanguageModel = model_of(described, arguments)
     engine, *_ = deepspeed.initialize(
         model=model.module, model_parameters=model.module.parameters(), config=document
     )
@@ -99,14 +125,40 @@ def contender(arguments: argparse.Namespace, name: str, document: dict[str, Any]
     return Contender(name, step)
 
 
+def show_busy(
+    contenders: Sequence[Contender], seconds: Mapping[str, Sequence[float]], profiled: int
+) -> None:
+    """Print in how much of a step a kernel ran. Collective."""
+    table = Table(title="Kernels, by torch's profiler, in steps of their own", title_justify="left")
+    for heading in ("contender", "ms a step", "kernels ms", "busy", "kernels"):
+        table.add_column(heading)
+
+    def whole_step(each: Contender, number: int) -> None:
+        each.step(number)
+        get_accelerator().synchronize()
+
+    for each in contenders:
+        steps = [kernels_of(partial(whole_step, each, number)) for number in range(profiled)]
+        kernels_ms = statistics.median(covered_us(events) / 1e3 for events in steps)
+        wall_ms = 1e3 * statistics.median(seconds[each.name])
+        number = statistics.median(len(events) for events in steps)
+        busy = f"{kernels_ms / wall_ms:.0%}"
+        table.add_row(each.name, f"{wall_ms:.1f}", f"{kernels_ms:.1f}", busy, f"{number:.0f}")
+    if dist.get_rank() == 0:
+        Console().print(table)
+
+
 def main() -> None:
     """Build, take turns, print."""
     arguments = parse_arguments()
     deepspeed.init_distributed()
     world_size = dist.get_world_size()
-    family = read_json(arguments.model, "--model")["family"]
-    found = documents(arguments, family, world_size)
-    contenders = [contender(arguments, name, document) for name, document in found.items()]
+    described = read_json(arguments.model, "--model")
+    described["config"] = {**described["config"], **arguments.config}
+    found = documents(arguments, described["family"], world_size)
+    contenders = [
+        contender(arguments, described, name, document) for name, document in found.items()
+    ]
     seconds = measure(contenders, rounds=arguments.rounds, steps=arguments.steps_per_round)
     if dist.get_rank() == 0:
         plain = next(iter(found.values()))
@@ -117,6 +169,8 @@ def main() -> None:
             f"{arguments.zero_stage}, {arguments.rounds} x {arguments.steps_per_round} steps"
         )
         show(seconds, tokens, title, arguments.json)
+    if arguments.profiled:
+        show_busy(contenders, seconds, arguments.profiled)
     dist.destroy_process_group()
 
 

@@ -28,12 +28,13 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from device_time import covered_us, kernels_of
 from fake_world import fake_world
 from host_path import BUILDERS, no_collector, passes
 from host_path_contenders import WAYS, Batch, Builder, Contender, Ours, Sizes
@@ -42,9 +43,6 @@ from rich.console import Console
 from rich.table import Table
 from rotation import rotated
 from torch import Tensor, nn
-from torch.autograd import DeviceType
-from torch.autograd.profiler_util import FunctionEvent
-from torch.profiler import ProfilerActivity, profile
 
 from ds_moe_ext.steps.costs import WATCHED
 
@@ -142,24 +140,6 @@ def take_step(contender: Contender, batch: Batch, number: int) -> tuple[float, f
     return 1e3 * (end_s - start_s), 1e3 * (issued_s - start_s), 1e3 * behind_s
 
 
-def kernels_of(contender: Contender, batch: Batch, number: int) -> list[FunctionEvent]:
-    """What ran on the device in a step. Collective."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        take_step(contender, batch, number)
-    # Ranges of tasks have places on the device's time line, too.
-    events = (event for event in found.events() if event.device_type == DeviceType.CUDA)
-    return [event for event in events if not event.name.startswith("layer ")]
-
-
-def covered_us(events: Iterable[FunctionEvent]) -> float:
-    """Time in which at least one ran."""
-    total = last = 0.0
-    for start, end in sorted((e.time_range.start, e.time_range.end) for e in events):
-        total += max(0.0, end - max(start, last))
-        last = max(last, end)
-    return total
-
-
 def measure(
     contenders: Sequence[Contender], sizes: Sizes, warm_ups: int, rounds: int
 ) -> dict[str, Measured]:
@@ -171,7 +151,7 @@ def measure(
             batch = Batch.of(sizes, number + 1)
             for contender in rotated(contenders, number):
                 if number >= warm_ups + rounds:
-                    events = kernels_of(contender, batch, number + 1)
+                    events = kernels_of(partial(take_step, contender, batch, number + 1))
                     profiled[contender.name].append((covered_us(events) / 1e3, len(events)))
                     continue
                 times = take_step(contender, batch, number + 1)
