@@ -8,7 +8,7 @@ Shape letters: R rows, S slots, D model width, F expert width.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -42,6 +42,16 @@ class Case:
 def as_on_a_gpu() -> Iterator[None]:
     with mock.patch.object(torch.Tensor, "is_cpu", property(lambda tensor: False), create=True):
         yield
+
+
+@contextmanager
+def nothing_in_new_memory() -> Iterator[None]:
+    """Not even zeros, which a test may find there by chance."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def drawn(case: Case, sizes: tuple[int, ...] = ()) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
@@ -109,6 +119,8 @@ CASES = {
     "transposed": Case(is_transposed=True),
     "no rows": Case(rows_S=(0, 0, 0, 0)),
     "one slot with rows": Case(rows_S=(0, 9, 0, 0)),
+    "float64, slots with rows in front": Case(rows_S=(5, 3, 0, 0), dtype=torch.float64),
+    "float64, slots with rows behind": Case(rows_S=(0, 0, 7, 2), dtype=torch.float64),
     "two runs": Case(gap=True),
     "frozen experts": Case(trained=(True, False, False)),
     "frozen up": Case(trained=(True, False, True)),
@@ -124,14 +136,26 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_own_adjoint_is_autograds(name: str, is_gpu: bool, sizes: tuple[int, ...]) -> None:
     """By slot, or in stacks of slots."""
-    case = CASES[name]
+    _compare(CASES[name], sizes, is_gpu=is_gpu)
+
+
+@pytest.mark.parametrize("has_it", [(True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("rows_S", [(5, 0, 35, 1), (5, 3, 0, 0), (0, 0, 5, 3)], ids=str)
+def test_stacks_of_which_one_has_a_grouped_gemm(
+    rows_S: tuple[int, ...], has_it: tuple[bool, bool]
+) -> None:
+    """As where one of them begins amid 16 bytes."""
+    of_stacks = zip(has_it, (rows_S[:2], rows_S[2:]))
+    asked = iter([has for has, own_S in of_stacks if any(own_S) for _ in ("up", "down")])
+    with mock.patch("ds_moe_ext.moe.swiglu.has_grouped_mm", lambda rows, weight: next(asked)):
+        _compare(Case(rows_S=rows_S), (2, 2), is_gpu=True)
+
+
+def _compare(case: Case, sizes: tuple[int, ...], *, is_gpu: bool) -> None:
     function = FeedForwardExperts(silu_gated, is_transposed=case.is_transposed)
     slots = SlotRows.of(np.asarray(case.rows_S), torch.device("cpu"))
     plain = by_autograd(case, function, slots)
-    if is_gpu:
-        with as_on_a_gpu():
-            ours = by_hand(case, function, slots, sizes)
-    else:
+    with as_on_a_gpu() if is_gpu else nullcontext(), nothing_in_new_memory():
         ours = by_hand(case, function, slots, sizes)
     assert len(ours) == len(plain) == 2 + 2 * S
     for one, other in zip(ours, plain):

@@ -7,9 +7,10 @@ rows go slot by slot. Shape letters: R rows, S slots, D model width, F expert wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -151,18 +152,31 @@ class SwiGluAdjoint:
         """For a weight, of which the last run's is known."""
         if not is_wanted or not len(self.runs) > len(self.stacks) > 0:
             return _WeightGrads([])
-        # Slot by slot, each into a stack.
-        sizes = [stop - start for start, stop in self.stacks]
-        stacks = [last.new_empty(size, *last.shape[-2:]) for size in sizes]
-        return _WeightGrads([], stacks, [*chain.from_iterable(map(torch.unbind, stacks))])
+        # Slot by slot, each into its stack; what was computed at once is a stack already.
+        one_by_one = {run.start for run in self.runs if run.end_S is None}
+        stacks = {
+            start: last.new_empty(stop - start, *last.shape[-2:])
+            for start, stop in self.stacks
+            if start in one_by_one
+        }
+        rooms = {
+            slot: room
+            for start, stack in stacks.items()
+            for slot, room in enumerate(stack.unbind(), start)
+        }
+        return _WeightGrads([], stacks, rooms)
 
     def _as_weights(self, grads: _WeightGrads) -> Sequence[Tensor | None]:
         """By stack or slot by slot, as the weights came."""
         if not grads.of_runs:
             return [None] * (len(self.stacks) or self.runs[-1].stop)
-        if grads.stacks:
-            return grads.stacks
         both = zip(self.runs, grads.of_runs)
+        if grads.stacks:
+            at_once = {run.start: own for run, own in both if run.end_S is not None}
+            return [
+                at_once[start] if start in at_once else grads.stacks[start]
+                for start, _ in self.stacks
+            ]
         if self.stacks:
             return [own.unsqueeze(0) if run.end_S is None else own for run, own in both]
         by_slot = [(own,) if run.end_S is None else own.unbind() for run, own in both]
@@ -195,7 +209,7 @@ class SwiGluAdjoint:
 
     def _of_weight(self, run: _Run, grad: Tensor, rows: Tensor, grads: _WeightGrads) -> None:
         one, other = (rows, grad) if self.is_transposed else (grad, rows)
-        room = grads.rooms[run.start] if grads.rooms else None
+        room = grads.rooms.get(run.start)
         grads.of_runs.append(run.product(one.mT, other, room))
 
 
@@ -204,13 +218,13 @@ class _WeightGrads(NamedTuple):
 
     Attributes:
         of_runs: of each run so far; none where they are not wanted.
-        stacks: in which those of slots are put that are computed one by one.
+        stacks: in which those of slots are put that are computed one by one, by the first of each.
         rooms: of each slot there.
     """
 
     of_runs: list[Tensor]
-    stacks: Sequence[Tensor] = ()
-    rooms: Sequence[Tensor] = ()
+    stacks: Mapping[int, Tensor] = MappingProxyType({})
+    rooms: Mapping[int, Tensor] = MappingProxyType({})
 
 
 def swiglu(
