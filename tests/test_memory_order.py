@@ -77,6 +77,16 @@ def test_runs_are_counted(layout: str) -> None:
         assert len(runs_of(ordered)) == at_best
 
 
+def test_order_does_not_depend_on_which_memory_comes_first() -> None:
+    """Copies that are freed and gathered again may lie elsewhere, and checkpoints ask for the same
+    order."""
+    one, other = (laid(by_weight(DOWN)) for _ in range(2))
+    weights, copies = one[:3], other[3:]
+    there, back = (list(zip(*both)) for both in ((*weights, *copies), (*other[:3], *one[3:])))
+    assert arranged(there) == arranged(back)
+    assert len(arranged(there).runs) == 2
+
+
 def test_a_run_is_stacked_without_a_copy() -> None:
     for places in (by_weight(range(S)), by_expert(range(S)), by_expert([1, 3, 5])):
         for own in zip(*laid(places)):

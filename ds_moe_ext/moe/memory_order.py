@@ -105,20 +105,24 @@ def restacked(grads_S: Sequence[Tensor]) -> Tensor:
 
 
 _Place = tuple[tuple[int, int, int], ...]
-"""Of a slot: for each of its weights where its storage lies, where it lies, and its bytes; bytes
-are 0 where it cannot be stacked."""
+"""Of a slot: for each of its weights the number of its storage, where it lies there, and its bytes;
+bytes are 0 where it cannot be stacked. Storages are numbered as slots come by them: where one lies
+changes when copies are freed and had again, and what activation checkpointing computes again must
+be computed as before, or torch would take one slot's rows for another's."""
 
 
 def _places(by_name: Sequence[Sequence[Tensor]]) -> tuple[_Place, ...]:
-    return tuple(zip(*(map(_place, own) for own in by_name)))
+    numbers: dict[int, int] = {}
+
+    def place(weight: Tensor) -> tuple[int, int, int]:
+        storage = weight.untyped_storage().data_ptr()
+        number = numbers.setdefault(storage, len(numbers))
+        return number, weight.data_ptr() - storage, weight.nbytes if weight.is_contiguous() else 0
+
+    return tuple([tuple(map(place, own)) for own in zip(*by_name)])
 
 
-def _place(weight: Tensor) -> tuple[int, int, int]:
-    num_bytes = weight.nbytes if weight.is_contiguous() else 0
-    return weight.untyped_storage().data_ptr(), weight.data_ptr(), num_bytes
-
-
-@functools.lru_cache(maxsize=1024)  # weights lie where they lay in the pass before
+@functools.lru_cache(maxsize=1024)  # weights lie as they lay in the pass before
 def _arranged(places: tuple[_Place, ...]) -> Arrangement:
     runs = _runs(places)
     if len(runs) == 1:
