@@ -23,6 +23,7 @@ from torch import Tensor
 from ds_moe_ext import comm
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.transfer import SMALL, Cargo, Part, Segment, Transfers, gather_rounds, star_of
+from tests.gpu.way import by_broadcasts
 from tests.marks import slow
 from tests.ranks import pool_of
 
@@ -472,20 +473,6 @@ def test_types_of_one_expert_may_differ(world_size: int, are_equal: bool, in_flo
 # Broadcasts instead of trees: NCCL only, here by gloo's own, one after the other.
 
 
-@contextmanager
-def _one_after_the_other(
-    group: dist.ProcessGroup, device: torch.device, async_ops: bool
-) -> Iterator[SimpleNamespace]:
-    works: list[dist.Work] = []
-
-    def recorded(function: Callable[..., dist.Work]) -> Callable[..., None]:
-        return lambda *args, **kwargs: works.append(function(*args, **kwargs))
-
-    own = dist.ProcessGroup
-    with mock.patch.multiple(own, broadcast=recorded(own.broadcast), reduce=recorded(own.reduce)):
-        yield SimpleNamespace(wait=lambda: [work.wait() for work in works])
-
-
 def _by_trees_and_by_broadcasts(rank: int, world_size: int) -> tuple[int, int]:
     home = Placement.owned_by(np.array([1, 0, 1]), world_size)
     holds_EC = home.holds_EC.copy()
@@ -506,7 +493,7 @@ def _by_trees_and_by_broadcasts(rank: int, world_size: int) -> tuple[int, int]:
     buffers, traffic, came = both(trees)
     with (
         mock.patch.object(comm, "by_broadcast", lambda part, device: bool(part.everywhere)),
-        mock.patch.object(comm, "_coalescing_manager", _one_after_the_other),
+        by_broadcasts(),
         mock.patch.object(comm.Pairs, "post", _fail),
     ):
         buffers_2, traffic_2, came_2 = both(star)

@@ -7,8 +7,7 @@ Shape letters: R rows, S slots, D model width, F expert width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -17,6 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from fake_world import as_on_cuda
 from torch import Tensor
 
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
@@ -24,6 +24,7 @@ from ds_moe_ext.moe.local_stage import gradients, run_apart
 from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.testing import relative_error
+from tests.gpu.way import nothing_in_new_memory
 
 S, D, F = 4, 8, 12
 
@@ -36,22 +37,6 @@ class Case:
     is_transposed: bool = False
     trained: tuple[bool, bool, bool] = (True, True, True)  # rows, up, down
     gap: bool = False  # between the weights of the second slot and the third
-
-
-@contextmanager
-def as_on_a_gpu() -> Iterator[None]:
-    with mock.patch.object(torch.Tensor, "is_cpu", property(lambda tensor: False), create=True):
-        yield
-
-
-@contextmanager
-def nothing_in_new_memory() -> Iterator[None]:
-    """Not even zeros, which a test may find there by chance."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def drawn(case: Case, sizes: tuple[int, ...] = ()) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
@@ -155,7 +140,7 @@ def _compare(case: Case, sizes: tuple[int, ...], *, is_gpu: bool) -> None:
     function = FeedForwardExperts(silu_gated, is_transposed=case.is_transposed)
     slots = SlotRows.of(np.asarray(case.rows_S), torch.device("cpu"))
     plain = by_autograd(case, function, slots)
-    with as_on_a_gpu() if is_gpu else nullcontext(), nothing_in_new_memory():
+    with as_on_cuda() if is_gpu else nullcontext(), nothing_in_new_memory():
         ours = by_hand(case, function, slots, sizes)
     assert len(ours) == len(plain) == 2 + 2 * S
     for one, other in zip(ours, plain):
@@ -175,7 +160,7 @@ def test_silu_is_not_kept() -> None:
     rows, _, weights = drawn(case)
     function = FeedForwardExperts(silu_gated)
     slots = SlotRows.of(np.asarray(case.rows_S), torch.device("cpu"))
-    with as_on_a_gpu():
+    with as_on_cuda():
         computed = function.by_hand(rows, slots, weights, function.arrangement(weights).runs)
     assert computed is not None
     widths = sorted(kept.shape[1] for kept in computed[2] if kept.dim() == 2)

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_moe_ext import comm, layout
-from ds_moe_ext.moe import dispatch, layer, windows
-from ds_moe_ext.moe.copies import airfield
+from ds_moe_ext.moe import dispatch
+from ds_moe_ext.schedule import executor
 from ds_moe_ext.schedule.executor import InlineLanes, Lanes
 
 RANKS_PER_NODE = 8
@@ -74,21 +74,15 @@ def as_on_cuda() -> Iterator[None]:
         yield
 
 
-INLINE = InlineLanes()
-
-
 @contextmanager
 def on_lanes(lanes: Lanes) -> Iterator[None]:
     """Layers run there inside the block, where anything overlaps; programs must be made inside."""
-    with ExitStack() as changed:
-        for module in (layer, windows, airfield):
-            chosen = mock.patch.object(
-                module, "lanes_for", lambda device, overlaps: lanes if overlaps else INLINE
-            )
-            changed.enter_context(chosen)
+    executor.lanes_for.cache_clear()
+    with mock.patch.object(executor, "ThreadLanes", lambda: lanes):
         yield
+    executor.lanes_for.cache_clear()
 
 
 def inline() -> AbstractContextManager[None]:
     """One thread issues all lanes inside the block, as on CUDA; programs must be made inside."""
-    return on_lanes(INLINE)
+    return on_lanes(InlineLanes())

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way of a GPU, on a CPU: one thread issues all lanes into streams, experts compute at once
+where they can, what goes everywhere is broadcast, and new memory holds anything but zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from fake_world import as_on_cuda, on_lanes
+
+from ds_moe_ext import comm
+from ds_moe_ext.moe import layer
+from tests.gpu.stream_order import BookedLanes, Books, Queues
+
+
+@contextmanager
+def by_the_way_of_a_gpu() -> Iterator[None]:
+    """For all that is built and run inside the block."""
+    queues = Queues()
+    lanes = BookedLanes(queues, Books(queues))  # which nobody reads: other tests do
+    with ExitStack() as changed:
+        changed.enter_context(on_lanes(lanes))
+        changed.enter_context(as_on_cuda())
+        changed.enter_context(by_broadcasts())
+        for module in (comm, layer):
+            changed.enter_context(mock.patch.object(module, "can_broadcast", lambda device: True))
+        changed.enter_context(nothing_in_new_memory())
+        yield
+
+
+@contextmanager
+def nothing_in_new_memory() -> Iterator[None]:
+    """Not even zeros, which a test may find there by chance: numbers are none, others the largest
+    there are."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def by_broadcasts() -> Iterator[None]:
+    """What NCCL calls at once is called one by one, for gloo."""
+    with mock.patch.object(comm, "_coalescing_manager", _one_after_the_other):
+        yield
+
+
+@contextmanager
+def _one_after_the_other(
+    group: dist.ProcessGroup, device: torch.device, async_ops: bool
+) -> Iterator[SimpleNamespace]:
+    works: list[dist.Work] = []
+
+    def recorded(function: Callable[..., dist.Work]) -> Callable[..., None]:
+        return lambda *args, **kwargs: works.append(function(*args, **kwargs))
+
+    own = dist.ProcessGroup
+    with mock.patch.multiple(own, broadcast=recorded(own.broadcast), reduce=recorded(own.reduce)):
+        yield SimpleNamespace(wait=lambda: [work.wait() for work in works])
