@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -135,8 +136,8 @@ class Books(TorchDispatchMode):
         number, name = queue.do(), f"{func} in {queue.name}"
         for place, (argument, value) in enumerate(zip(schema.arguments, args)):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
-            if func.namespace == "c10d":  # its schemas do not say so: what arrives comes first
-                is_written = place == 0 and func._opname != "send"
+            if func.namespace == "c10d":  # its schemas do not say so
+                is_written = place == 0 and _receives(func._opname, args)
             for tensor in _tensors_in(value):
                 self._use(tensor, number, name, is_written=is_written)
         for tensor in _tensors_in(kwargs):  # out=
@@ -184,6 +185,18 @@ class Books(TorchDispatchMode):
         calls = [call for call in traceback.extract_stack() if "/ds_moe_ext/" in call.filename]
         places = (f"{Path(call.filename).name}:{call.lineno}" for call in reversed(calls[-6:]))
         self.mistakes.append(f"{mistake} ({' < '.join(places)})")
+
+
+_ROOT = {"broadcast_": 2, "reduce_": 3}
+"""Which argument says whose it is."""
+
+
+def _receives(name: str, args: Sequence[Any]) -> bool:
+    """Whether a collective writes here what it is given first."""
+    if name not in _ROOT:
+        return name != "send"
+    is_root = dist.ProcessGroup.unbox(args[1]).rank() == args[_ROOT[name]]
+    return is_root == (name == "reduce_")
 
 
 def _tensors_in(tree: Any) -> list[Tensor]:

@@ -5,14 +5,13 @@ no memory is handed out while somebody may still read it. One process stands for
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from fake_world import fake_world, on_lanes
+from fake_world import as_on_cuda, fake_world, on_lanes
 from host_path_contenders import Batch, Ours, Sizes, Way, esp
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -22,6 +21,7 @@ from ds_moe_ext.steps.costs import STEPS
 from ds_moe_ext.steps.pipeline_costs import Pipelines
 from tests.gpu.layers import CPU, Case, Runner
 from tests.gpu.stream_order import BookedLanes, Books, Queue, Queues
+from tests.gpu.way import copied_from_the_host
 
 FSSDP = {"overlap_degree": 8, "copies_per_rank": 2, "reshard_interval": 0}
 FREED = {**FSSDP, "rematerialize": True}
@@ -41,20 +41,12 @@ BLOCKS: Mapping[str, Mapping[str, Any]] = {
 SIZES = Sizes(layers=3, experts=8, tokens=32, top_k=2)
 
 
-@contextmanager
-def as_on_a_device() -> Iterator[None]:
-    """What the host has made is copied inside the block, as to a device."""
-    from_numpy = torch.from_numpy
-    with mock.patch.object(torch, "from_numpy", lambda array: from_numpy(array).clone()):
-        yield
-
-
 def mistakes_of(block: Mapping[str, Any], *, recomputes: bool = False) -> list[str]:
     """Of some steps."""
     queues = Queues()
     books = Books(queues)
     lanes = BookedLanes(queues, books)
-    with fake_world(4, rank=1), on_lanes(lanes), as_on_a_device():
+    with fake_world(4, rank=1), on_lanes(lanes), as_on_cuda(), copied_from_the_host():
         model = Ours(Way("", block, has_threads=True), SIZES)
         for number in range(4):
             batch = Batch.of(SIZES, number)

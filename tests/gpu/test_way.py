@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's engine learns by the way of a GPU what stock does by a CPU's, to the last digits.
 
-Kernels, streams' order and NCCL are not in it: what is, is which operations a layer chooses there,
-and what they leave in memory. ``pytest -m slow`` goes through all configurations.
+Kernels and NCCL are not in it. What is: which operations a layer chooses there, what they leave in
+memory, and what streams wait for. ``pytest -m slow`` goes through all configurations.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of a GPU, on a CPU: one thread issues all lanes into streams, experts compute at once
-where they can, what goes everywhere is broadcast, and new memory holds anything but zeros.
+"""The way of a GPU, on a CPU: one thread issues all lanes into streams, which keep books; experts
+compute at once where they can; what goes everywhere is broadcast; and new memory is never zeros.
 """
 
 from __future__ import annotations
@@ -21,16 +21,27 @@ from tests.gpu.stream_order import BookedLanes, Books, Queues
 
 @contextmanager
 def by_the_way_of_a_gpu() -> Iterator[None]:
-    """For all that is built and run inside the block."""
+    """For all that is built and run inside the block, which is held against the books."""
     queues = Queues()
-    lanes = BookedLanes(queues, Books(queues))  # which nobody reads: other tests do
+    books = Books(queues)
     with ExitStack() as changed:
-        changed.enter_context(on_lanes(lanes))
+        changed.enter_context(on_lanes(BookedLanes(queues, books)))
+        changed.enter_context(copied_from_the_host())
         changed.enter_context(as_on_cuda())
         changed.enter_context(by_broadcasts())
         for module in (comm, layer):
             changed.enter_context(mock.patch.object(module, "can_broadcast", lambda device: True))
         changed.enter_context(nothing_in_new_memory())
+        changed.enter_context(books)
+        yield
+    assert not books.mistakes, books.mistakes[:5]
+
+
+@contextmanager
+def copied_from_the_host() -> Iterator[None]:
+    """What the host has made is copied inside the block, as to a device."""
+    from_numpy = torch.from_numpy
+    with mock.patch.object(torch, "from_numpy", lambda array: from_numpy(array).clone()):
         yield
 
 
