@@ -3,7 +3,8 @@
 
 ``RANKS_ON=cuda`` puts them on the GPUs that there are, over NCCL, several on one where they are
 more: each says that it is a host of its own, for NCCL refuses two ranks of a host on one GPU, and
-they meet by sockets. What is computed is the same; what it takes says nothing.
+they meet by sockets. What is computed is the same; what it takes says nothing. ``RANKS_ON=way``
+leaves them on CPUs, and has them go the way of a GPU there (``tests/gpu/way.py``).
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ds_moe_ext.testing import Ranks
 
-ON_CUDA = os.environ.get("RANKS_ON", "cpu") == "cuda"
+_ON = os.environ.get("RANKS_ON", "cpu")
+ON_CUDA = _ON == "cuda"
 
 _PRELOADED = ["torch", "torch._dynamo", "numpy", "ds_moe_ext.testing"]
 _BY_ENGINES = "deepspeed.runtime.zero.muon.muon_optimizer"
@@ -60,6 +62,9 @@ def _meeting(port: int) -> dict[str, str]:
     }
 
 
+_HELD = ExitStack()  # as long as a rank is there
+
+
 def _environment(rank: int, world_size: int, port: int) -> None:
     os.environ.update(
         RANK=str(rank),
@@ -74,6 +79,10 @@ def _environment(rank: int, world_size: int, port: int) -> None:
         share_gpus(rank)
     else:
         os.environ["DS_ACCELERATOR"] = "cpu"
+    if _ON == "way":
+        from tests.gpu.way import UnbookedLanes, on_this_way
+
+        _HELD.enter_context(on_this_way(UnbookedLanes()))
     gc.freeze()  # what the forkserver has loaded: each look for garbage there takes 0.3 s
 
 

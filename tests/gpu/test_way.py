@@ -2,51 +2,58 @@
 """DeepSpeed's engine learns by the way of a GPU what stock does by a CPU's, to the last digits.
 
 Kernels and NCCL are not in it. What is: which operations a layer chooses there, what they leave in
-memory, and what streams wait for. ``pytest -m slow`` goes through all configurations.
+memory, and, in the slow ones, what streams wait for. ``pytest -m slow`` goes through all
+configurations.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from tests import ranks
-from tests.gpu.way import by_the_way_of_a_gpu
+from tests.gpu.way import UnbookedLanes, held_against_books, on_this_way
 from tests.hosts import copied_runs, test_configurations
 from tests.hosts.copied_runs import Step
 from tests.hosts.jobs import Job, Result
+from tests.hosts.test_configurations import Row
 from tests.ranks import pool_of
 
 ranks.preload("tests.gpu.way")
 
 QUICK = {
     "prophet by time kept 2 ranks",
-    "varied sharded 2 ranks all cells reentrant False",
     "fssdp by time freed 2 ranks",
-    "esp over fssdp sharded",
+    "varied sharded 2 ranks all cells reentrant False",
     "static capacity mixtral",
 }
+BOOKED = {*QUICK, "esp over fssdp sharded", "esp over prophet", "fssdp sharded 2 ranks all cells"}
+"""Books take ten times as long as what is in them."""
 
 
-def _train(rank: int, world_size: int, job: Job, late_s: float) -> tuple[Result | None, list[Step]]:
-    with by_the_way_of_a_gpu():
-        return copied_runs.train_watched(rank, world_size, job, late_s)
-
-
-def _run(world_size: int, job: Job, late_s: float = 0.0) -> tuple[Result, list[Step]]:
-    result, steps = pool_of(world_size).run(_train, job, late_s)[0]
-    return result, steps
+def _train(rank: int, world_size: int, job: Job, books: bool) -> tuple[Result | None, list[Step]]:
+    with held_against_books() if books else on_this_way(UnbookedLanes()):
+        return copied_runs.train_watched(rank, world_size, job)
 
 
 @pytest.mark.parametrize(
-    "row",
+    ("row", "books"),
     [
-        pytest.param(row, id=row.name, marks=[] if row.name in QUICK else [pytest.mark.slow])
+        pytest.param(
+            *(row, books),
+            id=f"{row.name}{', booked' * books}",
+            marks=[] if row.name in QUICK and not books else [pytest.mark.slow],
+        )
         for row in test_configurations.ROWS
+        for books in ((False, True) if row.name in BOOKED else (False,))
     ],
 )
-def test_learns_what_stock_does(row: test_configurations.Row, tmp_path: Path) -> None:
-    with mock.patch.object(test_configurations, "run", _run):
+def test_learns_what_stock_does(row: Row, books: bool, tmp_path: Path) -> None:
+    def run(world_size: int, job: Job) -> Any:
+        return pool_of(world_size).run(_train, job, books)[0]
+
+    with mock.patch.object(test_configurations, "run", run):
         test_configurations.test_equals_stock(row, tmp_path)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of a GPU, on a CPU: one thread issues all lanes into streams, which keep books; experts
-compute at once where they can; what goes everywhere is broadcast; and new memory is never zeros.
+"""The way of a GPU, on a CPU: one thread issues all lanes into streams; experts compute at once
+where they can; what goes everywhere is broadcast; and new memory is never zeros.
 """
 
 from __future__ import annotations
@@ -16,25 +16,42 @@ from fake_world import as_on_cuda, on_lanes
 
 from ds_moe_ext import comm
 from ds_moe_ext.moe import layer
+from ds_moe_ext.schedule.executor import CudaLanes, InlineLanes, Lanes
 from tests.gpu.stream_order import BookedLanes, Books, Queues
 
 
 @contextmanager
-def by_the_way_of_a_gpu() -> Iterator[None]:
-    """For all that is built and run inside the block, which is held against the books."""
-    queues = Queues()
-    books = Books(queues)
+def on_this_way(lanes: Lanes) -> Iterator[None]:
+    """All that is built and run inside the block goes this way, on lanes that are given."""
     with ExitStack() as changed:
-        changed.enter_context(on_lanes(BookedLanes(queues, books)))
+        changed.enter_context(on_lanes(lanes))
         changed.enter_context(copied_from_the_host())
         changed.enter_context(as_on_cuda())
         changed.enter_context(by_broadcasts())
         for module in (comm, layer):
             changed.enter_context(mock.patch.object(module, "can_broadcast", lambda device: True))
         changed.enter_context(nothing_in_new_memory())
-        changed.enter_context(books)
+        yield
+
+
+@contextmanager
+def held_against_books() -> Iterator[None]:
+    """The same on streams that keep books, which must have found nothing."""
+    queues = Queues()
+    books = Books(queues)
+    with on_this_way(BookedLanes(queues, books)), books:
         yield
     assert not books.mistakes, books.mistakes[:5]
+
+
+class UnbookedLanes(CudaLanes):
+    """Those of CUDA, into streams of which nothing is known."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), Queues())
+
+    keep, mark = InlineLanes.keep, InlineLanes.mark
+    seconds_between = InlineLanes.seconds_between
 
 
 @contextmanager
