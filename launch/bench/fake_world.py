@@ -7,7 +7,8 @@ are those of ranks that all route alike. What is left of a pass is what its host
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from unittest import mock
@@ -74,15 +75,31 @@ def as_on_cuda() -> Iterator[None]:
         yield
 
 
+INLINE = InlineLanes()
+
+
 @contextmanager
 def on_lanes(lanes: Lanes) -> Iterator[None]:
     """Layers run there inside the block, where anything overlaps; programs must be made inside."""
-    executor.lanes_for.cache_clear()
-    with mock.patch.object(executor, "ThreadLanes", lambda: lanes):
+    real = executor.lanes_for
+
+    def chosen(device: torch.device, overlaps: bool) -> Lanes:
+        return lanes if overlaps else INLINE
+
+    _put(chosen, real)
+    try:
         yield
-    executor.lanes_for.cache_clear()
+    finally:
+        _put(real, chosen)  # also where it was imported inside
+
+
+def _put(chooses: Callable[..., Lanes], before: Callable[..., Lanes]) -> None:
+    """In all modules that have the one before."""
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("ds_moe_ext.") and vars(module).get("lanes_for") is before:
+            vars(module)["lanes_for"] = chooses
 
 
 def inline() -> AbstractContextManager[None]:
     """One thread issues all lanes inside the block, as on CUDA; programs must be made inside."""
-    return on_lanes(InlineLanes())
+    return on_lanes(INLINE)
