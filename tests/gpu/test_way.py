@@ -8,6 +8,7 @@ configurations.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,6 +34,9 @@ QUICK = {
 BOOKED = {*QUICK, "esp over fssdp sharded", "esp over prophet", "fssdp sharded 2 ranks all cells"}
 """Books take ten times as long as what is in them."""
 
+ROUNDING = 4
+"""Products are others, and Adam makes much of what they leave of a gradient that is nearly none."""
+
 
 def _train(rank: int, world_size: int, job: Job, books: bool) -> tuple[Result | None, list[Step]]:
     with held_against_books() if books else on_this_way(UnbookedLanes()):
@@ -55,5 +59,7 @@ def test_learns_what_stock_does(row: Row, books: bool, tmp_path: Path) -> None:
     def run(world_size: int, job: Job) -> Any:
         return pool_of(world_size).run(_train, job, books)[0]
 
+    if row.close.weights is not None:
+        row = replace(row, close=replace(row.close, weights=ROUNDING * row.close.weights))
     with mock.patch.object(test_configurations, "run", run):
         test_configurations.test_equals_stock(row, tmp_path)
