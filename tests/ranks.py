@@ -80,9 +80,10 @@ def _environment(rank: int, world_size: int, port: int) -> None:
     else:
         os.environ["DS_ACCELERATOR"] = "cpu"
     if _ON == "way":
-        from tests.gpu.way import UnbookedLanes, on_this_way
+        from tests.gpu.stream_order import QueuedLanes, Queues
+        from tests.gpu.way import on_this_way
 
-        _HELD.enter_context(on_this_way(UnbookedLanes()))
+        _HELD.enter_context(on_this_way(QueuedLanes(Queues())))
     gc.freeze()  # what the forkserver has loaded: each look for garbage there takes 0.3 s
 
 

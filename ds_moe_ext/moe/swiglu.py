@@ -171,14 +171,10 @@ class SwiGluAdjoint:
         if not grads.of_runs:
             return [None] * (len(self.stacks) or self.runs[-1].stop)
         both = zip(self.runs, grads.of_runs)
-        if grads.stacks:
-            at_once = {run.start: own for run, own in both if run.end_S is not None}
-            return [
-                at_once[start] if start in at_once else grads.stacks[start]
-                for start, _ in self.stacks
-            ]
         if self.stacks:
-            return [own.unsqueeze(0) if run.end_S is None else own for run, own in both]
+            first = {run.start: own for run, own in both}
+            found = [grads.stacks.get(start, first[start]) for start, _ in self.stacks]
+            return [own.unsqueeze(0) if own.dim() == 2 else own for own in found]
         by_slot = [(own,) if run.end_S is None else own.unbind() for run, own in both]
         return [*chain.from_iterable(by_slot)]
 

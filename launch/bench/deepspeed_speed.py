@@ -141,9 +141,9 @@ def show_busy(
         steps = [kernels_of(partial(whole_step, each, number)) for number in range(profiled)]
         kernels_ms = statistics.median(covered_us(events) / 1e3 for events in steps)
         wall_ms = 1e3 * statistics.median(seconds[each.name])
-        number = statistics.median(len(events) for events in steps)
+        num_kernels = statistics.median(len(events) for events in steps)
         busy = f"{kernels_ms / wall_ms:.0%}"
-        table.add_row(each.name, f"{wall_ms:.1f}", f"{kernels_ms:.1f}", busy, f"{number:.0f}")
+        table.add_row(each.name, f"{wall_ms:.1f}", f"{kernels_ms:.1f}", busy, f"{num_kernels:.0f}")
     if dist.get_rank() == 0:
         Console().print(table)
 

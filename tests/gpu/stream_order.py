@@ -207,15 +207,23 @@ def _block_of(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-class BookedLanes(CudaLanes):
+class QueuedLanes(CudaLanes):
     """Those of CUDA, on such streams."""
 
-    def __init__(self, queues: Queues, books: Books) -> None:
+    def __init__(self, queues: Queues) -> None:
         super().__init__(torch.device("cpu"), queues)
+
+    keep, mark = InlineLanes.keep, InlineLanes.mark
+    seconds_between = InlineLanes.seconds_between
+
+
+class BookedLanes(QueuedLanes):
+    """And what is kept there stands in the books."""
+
+    def __init__(self, queues: Queues, books: Books) -> None:
+        super().__init__(queues)
         self._books = books
 
     def keep(self, reads: Iterable[Any]) -> None:
         for tensor in _tensors(reads):
             self._books.keep(tensor)
-
-    mark, seconds_between = InlineLanes.mark, InlineLanes.seconds_between

@@ -16,7 +16,7 @@ from fake_world import as_on_cuda, on_lanes
 
 from ds_moe_ext import comm
 from ds_moe_ext.moe import layer
-from ds_moe_ext.schedule.executor import CudaLanes, InlineLanes, Lanes
+from ds_moe_ext.schedule.executor import Lanes
 from tests.gpu.stream_order import BookedLanes, Books, Queues
 
 
@@ -44,16 +44,6 @@ def held_against_books() -> Iterator[None]:
     assert not books.mistakes, books.mistakes[:5]
 
 
-class UnbookedLanes(CudaLanes):
-    """Those of CUDA, into streams of which nothing is known."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"), Queues())
-
-    keep, mark = InlineLanes.keep, InlineLanes.mark
-    seconds_between = InlineLanes.seconds_between
-
-
 @contextmanager
 def copied_from_the_host() -> Iterator[None]:
     """What the host has made is copied inside the block, as to a device."""
@@ -66,11 +56,12 @@ def copied_from_the_host() -> Iterator[None]:
 def nothing_in_new_memory() -> Iterator[None]:
     """Not even zeros, which a test may find there by chance: numbers are none, others the largest
     there are."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode(before)
 
 
 @contextmanager
