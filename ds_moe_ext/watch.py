@@ -122,24 +122,6 @@ class Wires:
     break_off_all: Callable[[], None]
 
 
-@dataclass(eq=False, slots=True)
-class Wait:
-    """A thread in an exchange.
-
-    Attributes:
-        group: the communicator.
-        since_s: when it came.
-        where: what the thread does, for a person.
-    """
-
-    group: Any
-    since_s: float
-    where: Callable[[], str]
-    is_broken: bool = False
-    num_told: int = 0
-    heard: Heard | None = None  # when it was found to last
-
-
 class Heard(NamedTuple):
     """What other ranks had counted to, at a time."""
 
@@ -204,7 +186,7 @@ class Watch:
     patience: Patience = field(default_factory=Patience)
     remedy: str = JOINED
     has_failed: bool = False
-    waits: dict[int, Wait] = field(default_factory=dict)
+    waits: dict[int, Waiting] = field(default_factory=dict)
     _places: dict[int, Callable[[], str]] = field(default_factory=dict)
     _latest: Callable[[], str] | None = None
     _wires: Wires | None = None
@@ -267,6 +249,10 @@ class Watch:
         finally:
             self._num_passes -= 1
 
+    def place_of(self, thread: int) -> Callable[[], str]:
+        """Says what a thread does."""
+        return self._places.get(thread, _nowhere)
+
     # What failing ranks do.
 
     def failed(self, error: BaseException, where: str | None = None) -> None:
@@ -282,7 +268,7 @@ class Watch:
         if isinstance(error, BrokenOff):
             return  # others have been told
         if where is None:
-            where = self._place()
+            where = self.place_of(threading.get_ident())()
         elif self._latest is not None:
             where += f", after {self._latest()}"
         self._reason = f"rank {wires.rank} failed in {where}: {_text(error)}"
@@ -316,16 +302,7 @@ class Watch:
 
     # What waiting ranks do.
 
-    def came(self, group: Any) -> None:
-        """The calling thread enters an exchange."""
-        here = threading.get_ident()
-        self.waits[here] = Wait(group, time.monotonic(), self._places.get(here, _nowhere))
-
-    def left(self) -> Wait:
-        """It has left it."""
-        return self.waits.pop(threading.get_ident())
-
-    def explained(self, wait: Wait, error: RuntimeError) -> RuntimeError:
+    def explained(self, wait: Waiting, error: RuntimeError) -> RuntimeError:
         """What is to be raised where an exchange failed with an error of the library's: the same,
         with a note, where no other rank says that it has failed.
 
@@ -401,9 +378,6 @@ class Watch:
             self._fails_now()
             print(f"ds_moe_ext: {self._reason}", file=sys.stderr, flush=True)
 
-    def _place(self) -> str:
-        return self._places.get(threading.get_ident(), _nowhere)()
-
     @property
     def _rank(self) -> int:
         assert self._wires is not None
@@ -436,7 +410,7 @@ class Watch:
     def _says_it_ends(self) -> None:
         self._with_store(lambda store: store.set(_BEAT.format(self._rank), _ENDED.decode()))
 
-    def _look_at(self, late: Sequence[Wait], now_s: float) -> None:
+    def _look_at(self, late: Sequence[Waiting], now_s: float) -> None:
         if self.has_failed:  # what is left of the pass that failed
             late = [w for w in late if w.since_s < self._failed_s < now_s - PATIENCE_S]
             self._break_off(late)
@@ -520,7 +494,7 @@ class Watch:
                     flush=True,
                 )
 
-    def _break_off(self, waits: Iterable[Wait]) -> None:
+    def _break_off(self, waits: Iterable[Waiting]) -> None:
         wires = self._wires
         assert wires is not None
         for wait in waits:
@@ -545,7 +519,7 @@ class Watch:
 
         return self._with_store(look)
 
-    def _tell(self, wait: Wait, now_s: float) -> None:
+    def _tell(self, wait: Waiting, now_s: float) -> None:
         """Say for whom this rank waits, unless a lower one that waits there too says so."""
         wires = self._wires
         assert wires is not None
@@ -643,29 +617,47 @@ class Waiting:
 
     Args:
         group: the communicator; None is that of the world, in which nobody is broken off.
+        watch: who looks at it.
+
+    Attributes:
+        group: as given.
+        since_s: when the thread came.
+        where: what it does, for a person.
+        is_broken: it was broken off.
+        num_told: how often its wait was told of.
+        heard: when that was found to last.
     """
 
-    __slots__ = ("_group",)
+    __slots__ = ("_watch", "group", "heard", "is_broken", "num_told", "since_s", "where")
+    since_s: float
+    where: Callable[[], str]
+    is_broken: bool
+    num_told: int
+    heard: Heard | None
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    def __init__(self, group: Any, watch: Watch = WATCH) -> None:
+        self.group, self._watch = group, watch
 
     def __enter__(self) -> None:
-        if self._group is not None:
-            WATCH.came(self._group)
+        if self.group is None:
+            return
+        here = threading.get_ident()
+        self.since_s, self.where = time.monotonic(), self._watch.place_of(here)
+        self.is_broken, self.num_told, self.heard = False, 0, None
+        self._watch.waits[here] = self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if self._group is None:
+        if self.group is None:
             return
-        wait = WATCH.left()
-        if (error is None and not wait.is_broken) or not WATCH.is_on:
+        del self._watch.waits[threading.get_ident()]
+        if (error is None and not self.is_broken) or not self._watch.is_on:
             return
         if isinstance(error, RuntimeError) and not isinstance(error, BrokenOff):
-            explained = WATCH.explained(wait, error)
+            explained = self._watch.explained(self, error)
             if explained is not error:
                 raise explained from error
         if error is None:  # NCCL lets go of who waits, and says nothing
-            raise WATCH.explained(wait, RuntimeError("it was broken off"))
+            raise self._watch.explained(self, RuntimeError("it was broken off"))
 
 
 @dataclass(frozen=True, eq=False)

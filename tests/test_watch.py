@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -15,7 +16,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from ds_moe_ext import watch
-from ds_moe_ext.watch import BrokenOff, Patience, Watch, Wires
+from ds_moe_ext.watch import BrokenOff, Patience, Waiting, Watch, Wires
 
 GROUP = "a communicator"
 
@@ -60,6 +61,16 @@ class Rank:
         self.watch._look_at(waits, max(wait.since_s for wait in waits) + seconds)
 
 
+def comes(by: Watch, group: str = GROUP) -> None:
+    """The calling thread enters an exchange."""
+    Waiting(group, by).__enter__()
+
+
+def leaves(by: Watch) -> Waiting:
+    """It has left it."""
+    return by.waits.pop(threading.get_ident())
+
+
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Rank]]:
     ticks = count(start=0.0, step=0.001)
@@ -88,7 +99,7 @@ def test_watches_by_the_store_of_this_process(ranks: list[Rank]) -> None:
 def test_who_waits_leaves_when_another_has_failed(ranks: list[Rank]) -> None:
     waiting, failing = ranks
     waiting.watch.at(lambda: "layer 1")
-    waiting.watch.came(GROUP)
+    comes(waiting.watch)
     waiting.late(3.0)
     assert waiting.broken == []
     failing.watch.at(lambda: "layer 0")
@@ -96,7 +107,7 @@ def test_who_waits_leaves_when_another_has_failed(ranks: list[Rank]) -> None:
     failing.watch.failed(KeyError("what came of it"), "elsewhere")
     waiting.late(4.0)
     assert waiting.broken == [GROUP]
-    error = waiting.watch.explained(waiting.watch.left(), RuntimeError("closed"))
+    error = waiting.watch.explained(leaves(waiting.watch), RuntimeError("closed"))
     assert isinstance(error, BrokenOff)
     assert str(error) == ("rank 1 failed in layer 0: ValueError: no (this rank waited in layer 1)")
 
@@ -105,7 +116,7 @@ def test_an_error_of_all_ranks_is_no_reason_to_leave(ranks: list[Rank]) -> None:
     for rank in ranks:
         rank.watch.failed(ValueError("no"), "a step")
     first, second = ranks
-    first.watch.came(GROUP)  # both go on, the second later
+    comes(first.watch)  # both go on, the second later
     first.late(5.0)
     assert first.broken == []
     for rank in ranks:
@@ -117,7 +128,7 @@ def test_an_error_of_all_ranks_is_no_reason_to_leave(ranks: list[Rank]) -> None:
 
 def test_what_is_left_of_a_failed_pass_is_let_go(ranks: list[Rank]) -> None:
     first, _ = ranks
-    first.watch.came(GROUP)  # a lane
+    comes(first.watch)  # a lane
     first.watch.failed(ValueError("no"), "another lane")
     first.late(105.0)  # it came before the failure
     assert first.broken == [GROUP]
@@ -127,12 +138,12 @@ def test_an_exchange_that_failed_by_itself_says_where(ranks: list[Rank]) -> None
     """Another rank may then learn of it as of any failure."""
     first, second = ranks
     first.watch.at(lambda: "layer 1")
-    first.watch.came(GROUP)
+    comes(first.watch)
     error = RuntimeError("connection closed")
-    assert first.watch.explained(first.watch.left(), error) is error
+    assert first.watch.explained(leaves(first.watch), error) is error
     assert "rank 0 was in layer 1" in str(error)
     first.watch.failed(error, "engine.forward")
-    second.watch.came(GROUP)
+    comes(second.watch)
     second.late(3.0)
     assert second.broken == [GROUP]
 
@@ -140,7 +151,7 @@ def test_an_exchange_that_failed_by_itself_says_where(ranks: list[Rank]) -> None
 def test_a_stall_is_told_and_no_more(ranks: list[Rank], capsys: pytest.CaptureFixture[str]) -> None:
     first, second = ranks
     first.watch.at(lambda: "layer 1")
-    first.watch.came(GROUP)
+    comes(first.watch)
     first.late(9.0)
     assert capsys.readouterr().err == ""
     first.late(11.0)
@@ -150,7 +161,7 @@ def test_a_stall_is_told_and_no_more(ranks: list[Rank], capsys: pytest.CaptureFi
     first.late(30.0)
     assert capsys.readouterr().err == ""  # once a minute
     second.watch.at(lambda: "layer 0")
-    second.watch.came("another communicator")
+    comes(second.watch, "another communicator")
     second.late(11.0)
     assert "rank 0 waits in layer 1" in capsys.readouterr().err
     first.late(71.0)
@@ -164,7 +175,7 @@ def test_who_tells_soon_says_nothing_of_those_that_had_no_time_to_count(
     first, second = ranks
     first.watch.patience = Patience(told_after_s=2, told_every_s=4)
     second.watch._beat(1000.0)
-    first.watch.came(GROUP)
+    comes(first.watch)
     first.late(3.0)
     assert "rank 1 is in none of them" in capsys.readouterr().err
     first.late(7.0)
@@ -178,17 +189,17 @@ def test_a_rank_that_was_killed_is_named(
     first, second = ranks
     first.watch.at(lambda: "layer 1")
     second.watch._beat(1000.0)
-    first.watch.came(GROUP)
+    comes(first.watch)
     first.late(3.0)
     first.late(11.0)
     assert "rank 1 is not heard of: it has ended, or stopped" in capsys.readouterr().err
-    error = first.watch.explained(first.watch.left(), RuntimeError("closed"))
+    error = first.watch.explained(leaves(first.watch), RuntimeError("closed"))
     assert isinstance(error, BrokenOff)
     assert str(error).startswith("rank 1 ended, or stopped, without a word: nothing has been heard")
     assert str(error).endswith("(this rank waited in layer 1)")
     other = Watch(_wires=replace(second.watch._wires, rank=2, world_size=3))  # type: ignore[type-var]
-    other.came(GROUP)
-    told = other.explained(other.left(), RuntimeError("closed"))
+    comes(other)
+    told = other.explained(leaves(other), RuntimeError("closed"))
     assert str(told).startswith("rank 1 ended")
 
 
@@ -263,7 +274,7 @@ def test_a_wait_for_a_stopped_rank_ends_when_the_key_says(
     wires = replace(first.watch._wires, break_off_all=lambda: broken.append("all"))  # type: ignore[type-var]
     first.watch._wires = wires
     first.watch.at(lambda: "layer 1")
-    first.watch.came(GROUP)
+    comes(first.watch)
     second.watch._beat(1000.0)
     look(first, *range(1000, 1100, 5))
     assert broken == []  # the key is null
@@ -275,13 +286,13 @@ def test_a_wait_for_a_stopped_rank_ends_when_the_key_says(
     assert broken == []
     look(first, 1220)
     assert broken == ["all"]
-    error = first.watch.explained(first.watch.left(), RuntimeError("closed"))
+    error = first.watch.explained(leaves(first.watch), RuntimeError("closed"))
     assert isinstance(error, BrokenOff)
     assert str(error).startswith("rank 1 stopped, or ended, without a word: nothing has been heard")
     assert str(error).endswith("(ds_moe_ext.waits.ends_after_s) (this rank waited in layer 1)")
     other = Watch(_wires=replace(wires, rank=2, world_size=3))
-    other.came(GROUP)
-    assert "rank 1 stopped" in str(other.explained(other.left(), RuntimeError("closed")))
+    comes(other)
+    assert "rank 1 stopped" in str(other.explained(leaves(other), RuntimeError("closed")))
 
 
 def test_a_store_that_does_not_answer_is_told_and_ends_waits(
@@ -293,7 +304,7 @@ def test_a_store_that_does_not_answer_is_told_and_ends_waits(
     waiting._wires = replace(waiting._wires, break_off_all=lambda: broken.append("all"))  # type: ignore[type-var]
     waiting.patience = Patience(ends_after_s=20)
     waiting.at(lambda: "layer 1")
-    waiting.came(GROUP)
+    comes(waiting)
     for looks in range(21):
         waiting._hearing.unanswered = looks
         waiting._look_at_store()
@@ -306,7 +317,7 @@ def test_a_store_that_does_not_answer_is_told_and_ends_waits(
     waiting._hearing.unanswered = 21
     waiting._look_at_store()
     assert broken == ["all"]
-    error = waiting.explained(waiting.left(), RuntimeError("closed"))
+    error = waiting.explained(leaves(waiting), RuntimeError("closed"))
     assert isinstance(error, BrokenOff)
     assert "has stopped (ds_moe_ext.waits.ends_after_s) (this rank waited in layer 1)" in str(error)
 
@@ -315,7 +326,7 @@ def test_nobody_is_silent_while_one_stands_still_itself(ranks: list[Rank]) -> No
     """As where all of a machine was suspended."""
     first, second = ranks
     first.watch.patience = Patience(ends_after_s=20)
-    first.watch.came(GROUP)
+    comes(first.watch)
     second.watch._beat(1000.0)
     look(first, 1000.0, 1002.0, 4000.0)
     assert not first.watch._reason
@@ -373,7 +384,7 @@ def test_waits_are_told_when_the_keys_say(
 ) -> None:
     first, _ = ranks
     first.watch.patience = Patience(told_after_s=30, told_every_s=5)
-    first.watch.came(GROUP)
+    comes(first.watch)
     told = []
     for seconds in (11.0, 31.0, 34.0, 36.0):
         first.late(seconds)
@@ -398,8 +409,8 @@ def test_a_store_that_is_gone_is_told(ranks: list[Rank], monkeypatch: pytest.Mon
     """As where rank 0 keeps it, and was killed."""
     first, _ = ranks
     monkeypatch.setattr(first.watch, "_with_store", lambda work: False)
-    first.watch.came(GROUP)
-    error = first.watch.explained(first.watch.left(), RuntimeError("closed"))
+    comes(first.watch)
+    error = first.watch.explained(leaves(first.watch), RuntimeError("closed"))
     assert str(error).startswith("the store by which ranks met does not answer")
 
 

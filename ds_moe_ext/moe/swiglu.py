@@ -107,6 +107,7 @@ class _Run(NamedTuple):
         return torch.nn.functional.grouped_mm(one, other, offs=self.end_S)
 
 
+_FEW_ROWS = 128  # on a CPU, where it takes longer to call products one by one than to compute them
 _NUM_KEPT = 5  # of each run: rows, gate and up, their product, the weights up and down
 
 
@@ -252,7 +253,7 @@ def swiglu(
     outs: list[Tensor] = []
     own = tuple(_runs(rows, slots, weights, runs))
     for (run, up, down), part in zip(own, _parts(rows, [run for run, _, _ in own])):
-        part_RD = rounded_up(part) if part.is_cpu else part
+        part_RD = rounded_up(part) if part.is_cpu and run.end_S is None else part
         gate_up_RF = run.product(part_RD, up if is_transposed else up.mT)
         product_RF = _product(gate_up_RF)
         outs.append(run.own(run.product(product_RF, down if is_transposed else down.mT)))
@@ -296,11 +297,12 @@ def _runs(
     weights: Sequence[Tensor],
     found: Sequence[tuple[int, int]],
 ) -> Iterator[tuple[_Run, Tensor, Tensor]]:
-    """What is computed at once, with its weights. On a CPU one expert after the other, from its
-    rows to its output: what lies between fits the caches, where that of all experts at once would
-    go through memory."""
+    """What is computed at once, with its weights. On a CPU many rows go one expert after the
+    other, from its rows to its output: what lies between fits the caches, where that of all experts
+    at once would go through memory."""
     for (start, stop), (ups, downs) in zip(found, _by_run(weights, found)):
-        if stop - start > 1 and not rows_RD.is_cpu:
+        is_small = slots.num_rows <= _FEW_ROWS and isinstance(ups, Tensor)
+        if stop - start > 1 and (is_small or not rows_RD.is_cpu):
             up, down = _at_once(ups), _at_once(downs)
             own = slots if len(found) == 1 else slots.between(start, stop)
             if not own.num_rows or all([has_grouped_mm(rows_RD, each) for each in (up, down)]):

@@ -46,8 +46,8 @@ def waits(optimizer: Any, parameter: nn.Parameter, group: int) -> bool:
     if parameter in record.last:
         record.waiting.append((parameter, group))
         return True
-    slices = _slices_for(optimizer, parameter)
-    if slices is None:
+    slices = record.slices
+    if slices is None or not _is_awaited(slices, parameter):
         return False
     if not slices.knows(parameter) or _reduces_as_ready(optimizer):
         slices.add(_gradient(optimizer, parameter, group))
@@ -56,10 +56,10 @@ def waits(optimizer: Any, parameter: nn.Parameter, group: int) -> bool:
 
 def saw_ready(optimizer: Any, parameter: nn.Parameter, group: int) -> None:
     """Slice a gradient that ZeRO 1 without ``overlap_comm`` would look at after backward only."""
-    if _reduces_as_ready(optimizer) or not optimizer.is_gradient_accumulation_boundary():
+    slices = record_of(optimizer).slices
+    if slices is None or _reduces_as_ready(optimizer):
         return
-    slices = _slices_for(optimizer, parameter)
-    if slices is not None:
+    if optimizer.is_gradient_accumulation_boundary() and _is_awaited(slices, parameter):
         slices.add(_gradient(optimizer, parameter, group))
 
 
@@ -154,12 +154,10 @@ def _reduce(optimizer: Any, parameter: nn.Parameter, group: int) -> None:
     patched.__wrapped__(optimizer, parameter, group)
 
 
-def _slices_for(optimizer: Any, parameter: nn.Parameter) -> GradientSlices | None:
-    """The slices that a gradient which is ready waits for, if it does."""
-    slices = record_of(optimizer).slices
+def _is_awaited(slices: GradientSlices, parameter: nn.Parameter) -> bool:
+    """Whether slices wait for a gradient, and it is ready."""
     # A tiled computation makes a gradient in parts and says which is the last.
-    is_ready = getattr(parameter, "ds_grad_is_ready", True)
-    return slices if slices is not None and is_ready and slices.is_awaited(parameter) else None
+    return getattr(parameter, "ds_grad_is_ready", True) and slices.is_awaited(parameter)
 
 
 def _reduces_as_ready(optimizer: Any) -> bool:
