@@ -128,9 +128,10 @@ def _close_groups() -> None:
 
     _restore_linear()
     has_host = bool(_classes(_KEPT))
-    for classes in (_KEPT, _HOLD_GROUPS) if has_host else ():
-        _empty(classes)
-        gc.collect()  # a run whose engine goes reads its layers once more, for its report
+    for classes in (_KEPT, _HOLD_GROUPS):
+        if _classes(classes):
+            _empty(classes)
+            gc.collect()  # a run whose engine goes reads its layers once more, for its report
     groups = sys.modules.get("deepspeed.utils.groups")
     held = list(vars(groups).values()) if groups else []
     held += [group for value in held if isinstance(value, dict) for group in value.values()]
@@ -144,11 +145,15 @@ def _close_groups() -> None:
 
 
 def _empty(names: Mapping[str, str]) -> None:
-    """All instances of these classes."""
+    """All instances of these classes; and take from parameters the group that ZeRO gives them."""
+    from torch.nn import Parameter
+
     classes = _classes(names)
     for thing in gc.get_objects():
         if type(thing) in classes:
             thing.__dict__.clear()
+        elif type(thing) is Parameter:
+            thing.__dict__.pop("_dp_group", None)
 
 
 def _restore_linear() -> None:
