@@ -48,8 +48,8 @@ class Moved(NamedTuple):
 def indices_of(
     all_moved: Sequence[Moved], num_rows: Sequence[int], device: torch.device, also: np.ndarray
 ) -> tuple[Sequence[Tensor], Tensor]:
-    """Indices that bring rows into new orders, made on the device: the host sends two numbers a
-    block, of all orders at once.
+    """Indices that bring rows into new orders. With kernels they are made on the device, to which
+    the host sends two numbers a block, of all orders at once.
 
     Args:
         all_moved: each order.
@@ -64,26 +64,28 @@ def indices_of(
     for moved, num in zip(all_moved, num_rows):
         shifts.append(moved.shift_X - before if before else moved.shift_X)
         before += num
-    lengths, has_kernel = [moved.length_X for moved in all_moved], kernels.are_there(device)
-    if has_kernel:  # it asks where blocks end
-        lengths = [np.concatenate(lengths).cumsum()]
-    parts = *shifts, *lengths, also
-    table = on_device(np.concatenate(parts, dtype=np.int32, casting="unsafe"), device)
-    size = sum(map(len, shifts))
-    shift, length, there = table.split_with_sizes((size, size, len(also)))
-    if has_kernel:
-        index = kernels.index_of_blocks(table, size, before)
+    lengths = np.concatenate([moved.length_X for moved in all_moved])
+    if kernels.are_there(device):
+        table = _table((*shifts, lengths.cumsum(), also), device)
+        index = kernels.index_of_blocks(table, lengths.size, before)
+        there = table[2 * lengths.size :]
     else:
-        index = shift.repeat_interleave(length, output_size=before)
-        index += torch.arange(before, dtype=torch.int32, device=device)
+        index_R = np.repeat(np.concatenate(shifts), lengths)
+        index_R += np.arange(before)
+        index, there = _table((index_R, also), device).split_with_sizes((before, len(also)))
     return index.split_with_sizes(num_rows) if len(num_rows) > 1 else (index,), there
+
+
+def _table(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
+    """All of them there, one behind the other, int32."""
+    return on_device(np.concatenate(parts, dtype=np.int32, casting="unsafe"), device)
 
 
 _NOTHING = np.zeros(0, dtype=np.int64)
 
 
 def block_index(starts: np.ndarray, lengths: np.ndarray, device: torch.device) -> Tensor:
-    """The same as ``ranges``, int32, made on the device."""
+    """The same as ``ranges`` there, int32."""
     moved = Moved.from_starts(starts, lengths)
     (index,), _ = indices_of((moved,), (int(moved.length_X.sum()),), device, _NOTHING)
     return index

@@ -152,11 +152,13 @@ class Route:
             return kernels.sums_by_token(rows_ND, self.row_N, weight_TK, self.top_k)
         has_kernel = weight_TK is None or weight_TK.dtype == rows_ND.dtype
         if rows_ND.is_cpu and rows_ND.numel() and self.is_full and has_kernel:
-            # One pass over the rows.
-            row_TK = self.row_N.view(self.num_tokens, self.top_k)
-            return torch.nn.functional.embedding_bag(
-                row_TK, rows_ND, per_sample_weights=weight_TK, mode="sum"
+            # One pass over the rows. What ``torch.nn.functional`` asks before takes as long.
+            first_T = _first_choices(self.num_tokens, self.top_k)
+            weight_N = None if weight_TK is None else weight_TK.flatten()
+            y_TD, *_ = torch.embedding_bag(
+                rows_ND, self.row_N, first_T, per_sample_weights=weight_N
             )
+            return y_TD
         y_TKD = self.spread(rows_ND)
         if weight_TK is None:
             return y_TKD[:, 0] if self.top_k == 1 else y_TKD.sum(dim=1)
@@ -170,6 +172,12 @@ class Route:
         """All index tensors that were made so far, but for what sorts."""
         made = [x for x in vars(self).values() if isinstance(x, Tensor)]
         return (*made, *(() if self.visits is None else self.visits.tensors()))
+
+
+@lru_cache(maxsize=16)  # batches are often alike
+def _first_choices(num_tokens: int, top_k: int) -> Tensor:
+    """The first choice of each token, int64 ``[T]``, on a CPU."""
+    return torch.arange(0, num_tokens * top_k, top_k, device="cpu")
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,8 @@ rotates, so that a machine whose speed drifts slows them alike; ratios are paire
 
 `... --model configs/models/public/qwen3_30b_a3b.json --config '{"num_hidden_layers": 2}'
 --micro_batch_size 1 --micro_batches 8 --sequence_length 4096 --profiled 2`: on one GPU, and
-whether it waits for its host.
+whether it waits for its host. `--processor`: the processor's time, too; of a model so small that
+nothing else takes time, the host's.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from device_time import covered_us, kernels_of
+from processor_time import Passes, table_of
 from rich.console import Console
 from rich.table import Table
 from rotation import Contender, measure, show
@@ -38,6 +42,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a script sees its own fold
 from console import read_json
 from pretrain_deepspeed import GPT_MOE, LanguageModel, model_of
 from text import Batch, WindowSampler, read_text
+
+NUM_WARM_UPS = 20
+"""Micro-batches of which no processor's time is told: costs are known, models are checked."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -55,6 +62,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--micro_batch_size", type=int, help="of a rank; the host's file has one, too")
     add("--micro_batches", type=int, help="a step, likewise")
     add("--profiled", type=int, default=0, help="steps of each at the end; a GPU's busy time")
+    add("--processor", action="store_true", help="show the processor's time of each, too")
     add("--seed", type=int, default=1)
     add("--zero_stage", type=int, default=1)
     add("--dtype", choices=("bf16", "fp32"), default="bf16")
@@ -97,6 +105,7 @@ def contender(
     described: Mapping[str, Any],
     name: str,
     document: dict[str, Any],
+    spent: list[Passes],
 ) -> Contender:
     """Build one engine with its own model. Collective."""
     arguments.ep_size = dist.get_world_size() if name.startswith("deepspeed.moe") else None
@@ -119,8 +128,14 @@ def contender(
         for micro_step in range(sampler.num_micro_steps):
             batch = sampler.batch(number, micro_step, dist.get_rank())
             batch = Batch(*(tensor.to(engine.device) for tensor in batch))
-            engine.backward(engine(**model.arguments(batch)).loss)
+            marks = [time.process_time()]
+            loss = engine(**model.arguments(batch)).loss
+            marks.append(time.process_time())
+            engine.backward(loss)
+            marks.append(time.process_time())
             engine.step()
+            marks.append(time.process_time())
+            spent.append(Passes(*(end - start for start, end in pairwise(marks))))
 
     return Contender(name, step)
 
@@ -156,8 +171,10 @@ def main() -> None:
     described = read_json(arguments.model, "--model")
     described["config"] = {**described["config"], **arguments.config}
     found = documents(arguments, described["family"], world_size)
+    spent: dict[str, list[Passes]] = {name: [] for name in found}
     contenders = [
-        contender(arguments, described, name, document) for name, document in found.items()
+        contender(arguments, described, name, document, spent[name])
+        for name, document in found.items()
     ]
     seconds = measure(contenders, rounds=arguments.rounds, steps=arguments.steps_per_round)
     if dist.get_rank() == 0:
@@ -169,6 +186,9 @@ def main() -> None:
             f"{arguments.zero_stage}, {arguments.rounds} x {arguments.steps_per_round} steps"
         )
         show(seconds, tokens, title, arguments.json)
+        if arguments.processor:
+            known = {name: own[NUM_WARM_UPS:] for name, own in spent.items()}
+            Console().print(table_of(known, described["config"]["num_hidden_layers"]))
     if arguments.profiled:
         show_busy(contenders, seconds, arguments.profiled)
     dist.destroy_process_group()
