@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of slots: how many each has, and how rows that came in blocks get to their slots and back.
 
-Indices are made on the device, from a table with a few numbers a block: that is all that the host
-has to send, however many rows there are. Shape letters: G spans, X blocks as they came, S expert
+With kernels, indices are made on the device, from a table with a few numbers a block: that is all
+that the host has to send, however many rows there are. Shape letters: G spans, X blocks as they came, S expert
 slots, R rows, D model width.
 """
 
