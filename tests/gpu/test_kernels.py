@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's kernels beside their twins of torch's operations.
+"""Triton's kernels beside their twins, of torch's operations or of numpy's.
 
 ``TRITON_INTERPRET=1 pytest tests/gpu/test_kernels.py`` runs them on a CPU, where Triton is
 installed; its interpreter cuts off where a device rounds, so that 16 bits differ by one step.
@@ -125,7 +125,7 @@ def test_index_of_blocks(device: torch.device, num_blocks: int, longest: int) ->
 
 
 @DEVICES
-def test_indices_are_those_of_torch(device: torch.device) -> None:
+def test_indices_are_those_of_numpy(device: torch.device) -> None:
     shifts_and_lengths = [([3, -2, 0, 9], [4, 0, 2, 5]), ([1], [3])]
     orders = [Moved(*map(np.array, each)) for each in shifts_and_lengths]
     also = np.array([7, 8])
