@@ -2,8 +2,8 @@
 """Rows of slots: how many each has, and how rows that came in blocks get to their slots and back.
 
 With kernels, indices are made on the device, from a table with a few numbers a block: that is all
-that the host has to send, however many rows there are. Shape letters: G spans, X blocks as they came, S expert
-slots, R rows, D model width.
+that the host has to send, however many rows there are. Shape letters: G spans, X blocks as they
+came, S expert slots, R rows, D model width.
 """
 
 from __future__ import annotations
