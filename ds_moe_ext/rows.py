@@ -91,6 +91,23 @@ def block_index(starts: np.ndarray, lengths: np.ndarray, device: torch.device) -
     return index
 
 
+def sums_of_groups(
+    rows_ND: Tensor, row_N: Tensor, start_J: Tensor, weight_N: Tensor | None = None
+) -> Tensor:
+    """The sum of each group of rows, in one pass over them, ``[J, D]``; zeros of an empty one.
+
+    What ``torch.nn.functional.embedding_bag`` asks before it calls this takes as long.
+
+    Args:
+        rows_ND: all rows; at least one.
+        row_N: rows of the first group, of the second, and so on, int64.
+        start_J: where each group begins there, int64.
+        weight_N: by which each of them counts, in the type of the rows; None: once.
+    """
+    sum_JD, *_ = torch.embedding_bag(rows_ND, row_N, start_J, per_sample_weights=weight_N)
+    return sum_JD
+
+
 def on_device(array: np.ndarray, device: torch.device) -> Tensor:
     """The array there; the host does not wait."""
     host = torch.from_numpy(array)

@@ -328,8 +328,10 @@ def test_ranks_whose_job_was_interrupted_are_given_up() -> None:
     # What a shell has begun in the background was told to ignore it.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        pool.run(_slow)
-    signal.signal(signal.SIGINT, before)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(_slow)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not pool.is_alive
     assert pool_of(2).run(_world_size) == [2, 2]

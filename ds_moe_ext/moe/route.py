@@ -22,7 +22,7 @@ from ds_moe_ext.moe.node_trips import NodeTrip
 from ds_moe_ext.moe.slot_rows import SlotRows, SlotSorting, SlotSortings
 from ds_moe_ext.moe.visits import SpanVisits, Visits
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.rows import Moved, block_index, on_device, ranges, starts_of
+from ds_moe_ext.rows import Moved, block_index, on_device, ranges, starts_of, sums_of_groups
 from ds_moe_ext.schedule.executor import OnDevice
 from ds_moe_ext.schedule.task import Cut, Span
 from ds_moe_ext.schedule.task import spans as equal_spans
@@ -152,13 +152,9 @@ class Route:
             return kernels.sums_by_token(rows_ND, self.row_N, weight_TK, self.top_k)
         has_kernel = weight_TK is None or weight_TK.dtype == rows_ND.dtype
         if rows_ND.is_cpu and rows_ND.numel() and self.is_full and has_kernel:
-            # One pass over the rows. What ``torch.nn.functional`` asks before takes as long.
             first_T = _first_choices(self.num_tokens, self.top_k)
             weight_N = None if weight_TK is None else weight_TK.flatten()
-            y_TD, *_ = torch.embedding_bag(
-                rows_ND, self.row_N, first_T, per_sample_weights=weight_N
-            )
-            return y_TD
+            return sums_of_groups(rows_ND, self.row_N, first_T, weight_N)
         y_TKD = self.spread(rows_ND)
         if weight_TK is None:
             return y_TKD[:, 0] if self.top_k == 1 else y_TKD.sum(dim=1)

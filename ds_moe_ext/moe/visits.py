@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ds_moe_ext.all_to_all import Nodes
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.rows import block_index, on_device, starts_of
+from ds_moe_ext.rows import block_index, on_device, starts_of, sums_of_groups
 from ds_moe_ext.schedule.task import Cut, Span
 
 
@@ -151,9 +151,7 @@ class Groups(NamedTuple):
         if weight_N is not None:
             dtype = torch.promote_types(rows_ND.dtype, weight_N.dtype)
             wide_ND, weight_N = rows_ND.to(dtype), weight_N.to(dtype).index_select(0, self.row_N)
-        sum_JD = torch.nn.functional.embedding_bag(
-            self.row_N, wide_ND, self.start_J, mode="sum", per_sample_weights=weight_N
-        )
+        sum_JD = sums_of_groups(wide_ND, self.row_N, self.start_J, weight_N)
         return sum_JD.to(rows_ND.dtype)
 
 

@@ -35,16 +35,13 @@ from device_time import covered_us, kernels_of
 from processor_time import Passes, table_of
 from rich.console import Console
 from rich.table import Table
-from rotation import Contender, measure, show
+from rotation import NUM_WARM_UPS, Contender, measure, show
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a script sees its own folder alone
 
 from console import read_json
 from pretrain_deepspeed import GPT_MOE, LanguageModel, model_of
 from text import Batch, WindowSampler, read_text
-
-NUM_WARM_UPS = 20
-"""Micro-batches of which no processor's time is told: costs are known, models are checked."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -69,6 +66,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     arguments.ep_size = None
+    num_steps = (arguments.rounds + 1) * arguments.steps_per_round
+    if arguments.processor and num_steps < NUM_WARM_UPS + 2:
+        parser.error(
+            f"--processor tells of what comes after {NUM_WARM_UPS} steps, two at least, and there "
+            f"are {num_steps}: give more --rounds or --steps_per_round"
+        )
     return arguments
 
 
@@ -187,7 +190,8 @@ def main() -> None:
         )
         show(seconds, tokens, title, arguments.json)
         if arguments.processor:
-            known = {name: own[NUM_WARM_UPS:] for name, own in spent.items()}
+            skipped = NUM_WARM_UPS * plain["gradient_accumulation_steps"]
+            known = {name: own[skipped:] for name, own in spent.items()}
             Console().print(table_of(known, described["config"]["num_hidden_layers"]))
     if arguments.profiled:
         show_busy(contenders, seconds, arguments.profiled)

@@ -39,13 +39,7 @@ from host_path_peers import PEERS
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from rotation import rotated
-
-from ds_moe_ext.steps.costs import CHECKED, STEPS
-
-NUM_WARM_UPS = max(STEPS[-1] + 4, CHECKED[-1] + 1)
-"""Costs are known, models are checked."""
-
+from rotation import NUM_WARM_UPS, rotated
 
 BUILDERS: Mapping[str, Builder] = {**OURS, **PEERS}
 """All contenders by name; the first is what the others are compared with."""

@@ -24,12 +24,12 @@ from typing import IO
 
 import torch
 from fake_world import as_on_cuda, fake_world
-from host_path import BUILDERS, NUM_WARM_UPS, lower_us, no_collector, take_step
+from host_path import BUILDERS, lower_us, no_collector, take_step
 from host_path_contenders import Batch, Sizes
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from rotation import rotated
+from rotation import NUM_WARM_UPS, rotated
 
 STEPS = 4  # of a turn
 _WORKER = "--answers"

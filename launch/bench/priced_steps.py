@@ -31,7 +31,8 @@ import torch.distributed as dist
 from pace import BACKWARD
 from replaced_layers import ReplacedLayers
 from rich.console import Console
-from slow_links import NUM_WARM_UPS, Load, contenders, loads, parse_arguments, ways
+from rotation import NUM_WARM_UPS
+from slow_links import Load, contenders, loads, parse_arguments, ways
 from slow_links_contenders import Contender
 from slow_links_figures import rows_between
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from pace import Pace
 from rich.console import Console
-from rotation import rotated
+from rotation import NUM_WARM_UPS, rotated
 from slow_links_contenders import (
     PLAIN,
     Contender,
@@ -43,10 +43,6 @@ from slow_links_figures import Result, Seen, Tally, markdown
 
 from ds_moe_ext.loads.count_tables import read_table
 from ds_moe_ext.loads.zipf import zipf_loads
-from ds_moe_ext.steps.costs import CHECKED, STEPS
-
-NUM_WARM_UPS = max(STEPS[-1] + 4, CHECKED[-1] + 1)
-"""Costs are known, models are checked, and the window has seen these loads."""
 
 TOLERANCE = 1e-5  # of the largest gradient: sums are taken in another order
 

@@ -28,7 +28,8 @@ from pace import Pace
 from paced_links import Card, paced_links
 from rich.console import Console
 from rich.table import Table
-from slow_links import NUM_WARM_UPS, Load, compare
+from rotation import NUM_WARM_UPS
+from slow_links import Load, compare
 from slow_links_contenders import PLAIN, Contender, Sizes, Way
 from slow_links_figures import Result
 
