@@ -7,6 +7,7 @@ Shape letters: E experts, C cells.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,6 +64,19 @@ def test_gathers() -> None:
         assert counts == [[0, 0], [1, 10], [2, 20]]
         assert slots == [0, 10, 11, 20, 21, 22]
         assert texts == ["rank 0", "rank 1", "rank 2"]
+
+
+def _gather_counts(rank: int, world_size: int, shape: tuple[int, ...]) -> list[Any]:
+    own = torch.arange(math.prod(shape)).view(shape) + 100 * rank
+    return comm.all_gather_counts(own.mT if len(shape) > 1 else own, dist.group.WORLD).tolist()
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 2), (3, 2)])
+def test_counts_of_any_shape(shape: tuple[int, ...]) -> None:
+    first = torch.arange(math.prod(shape)).view(shape)
+    first = first.mT if len(shape) > 1 else first
+    want = torch.stack([first, first + 100, first + 200]).tolist()
+    assert pool_of(3).run(_gather_counts, shape) == [want] * 3
 
 
 def test_counts_on_a_cpu_are_on_the_host() -> None:
