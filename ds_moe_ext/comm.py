@@ -405,6 +405,35 @@ def as_bytes(tensor: Tensor) -> Tensor:
 Parcel = tuple[Tensor, int]
 """A contiguous tensor and the member at the other end."""
 
+SMALL_BYTES = 64 << 10
+"""Of a tensor that is sooner copied twice than sent alone by gloo: a bias, or tiny experts."""
+
+
+def _messages(parcels: Sequence[Parcel]) -> tuple[list[list[Tensor]], list[int]]:
+    """Tensors that go at once, all small ones of a member and each other one, and the members. Both
+    ends have the parcels of a pair in one order, so that they come to the same."""
+    at_once: list[list[Tensor]] = []
+    members: list[int] = []
+    small: dict[int, list[Tensor]] = {}
+    for tensor, member in parcels:
+        is_small = tensor.nbytes <= SMALL_BYTES
+        if is_small and member in small:
+            small[member].append(tensor)
+            continue
+        at_once.append([tensor])
+        members.append(member)
+        if is_small:
+            small[member] = at_once[-1]
+    return at_once, members
+
+
+def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of contiguous tensors as rows of one type, bytes where they are of several."""
+    flat = [tensor.view(-1) for tensor in tensors]
+    if all([tensor.dtype == flat[0].dtype for tensor in flat]):
+        return flat
+    return [tensor.view(torch.uint8) for tensor in flat]
+
 
 @dataclass(slots=True)
 class Pairs:
@@ -413,12 +442,14 @@ class Pairs:
     Attributes:
         group: whose members.
         groups_calls: all that is posted at once is one call, as NCCL has it.
+        packs_small: small tensors between two members go as one.
         sent_bytes: so far, of this rank.
         received_bytes: likewise.
     """
 
     group: dist.ProcessGroup
     groups_calls: bool
+    packs_small: bool
     sent_bytes: int = 0
     received_bytes: int = 0
 
@@ -426,7 +457,8 @@ class Pairs:
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> Pairs:
         """Between members of a group, of tensors on a device."""
         backend: Any = group._get_backend(device)
-        return cls(group, bool(backend.supports_coalescing))
+        is_gloo = isinstance(backend, dist.ProcessGroupGloo)
+        return cls(group, bool(backend.supports_coalescing), packs_small=is_gloo)
 
     def post(self, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> list[dist.Work]:
         """Start to move tensors.
@@ -459,10 +491,29 @@ class Pairs:
 
     def move(self, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> None:
         """Move tensors; on CUDA the current stream waits, and not the host."""
-        for work in self.post(receives, sends):
-            work.wait()
+        if self.packs_small:
+            self._in_messages(receives, sends)
+        else:
+            for work in self.post(receives, sends):
+                work.wait()
         self.sent_bytes += sum([tensor.nbytes for tensor, _ in sends])
         self.received_bytes += sum([tensor.nbytes for tensor, _ in receives])
+
+    def _in_messages(self, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> None:
+        """The same, small tensors between two members as one."""
+        (landing, sources), (leaving, targets) = _messages(receives), _messages(sends)
+        parts = [_flat(own) if len(own) > 1 else own for own in landing]
+        rooms = [
+            own[0] if len(own) == 1 else own[0].new_empty(sum([part.numel() for part in own]))
+            for own in parts
+        ]
+        sent = [own[0] if len(own) == 1 else torch.cat(_flat(own)) for own in leaving]
+        for work in self.post([*zip(rooms, sources)], [*zip(sent, targets)]):
+            work.wait()
+        for room, own in zip(rooms, parts):
+            if len(own) > 1:
+                arrived = room.split_with_sizes([part.numel() for part in own])
+                torch._foreach_copy_(own, arrived)
 
     @property
     def traffic(self) -> Traffic:

@@ -599,6 +599,55 @@ def test_pairs_receive_before_they_send_and_are_one_call_where_calls_are_grouped
     assert works == [["own"] * 3, ["of all"]]
 
 
+def _mixed(sender: int, receiver: int) -> list[torch.Tensor]:
+    """What a member sends to another: small and large ones, of several types and shapes."""
+    number = 10 * sender + receiver
+    return [
+        torch.full((3,), number, dtype=torch.float32),
+        torch.full((5, 7), number + 0.5, dtype=torch.float64),
+        torch.tensor(number, dtype=torch.int64),
+        torch.full((2, 9), number + 0.25, dtype=torch.bfloat16),
+        torch.full((4, 0), 1.0),
+        torch.full((3,), bool(number % 2)),
+    ]
+
+
+def _exchange_mixed(rank: int, world_size: int, small_bytes: int) -> bool:
+    others = [other for other in range(world_size) if other != rank]
+    wanted = [(sent, other) for other in others for sent in _mixed(other, rank)]
+    rooms = [(torch.zeros_like(sent), other) for sent, other in wanted]
+    sends = [(sent, other) for other in reversed(others) for sent in _mixed(rank, other)]
+    with mock.patch.object(comm, "SMALL_BYTES", small_bytes):
+        traffic = comm.exchange(rooms, sends, dist.group.WORLD)
+    num_bytes = sum(sent.nbytes for sent, _ in sends)
+    assert traffic == comm.Traffic(num_bytes, num_bytes)
+    return all(torch.equal(room, sent) for (room, _), (sent, _) in zip(rooms, wanted))
+
+
+@pytest.mark.parametrize("small_bytes", [-1, 36, 10**6])
+def test_small_tensors_come_as_others_do(small_bytes: int) -> None:
+    """One by one; two of six alone; all of a member in one message."""
+    assert all(pool_of(3).run(_exchange_mixed, small_bytes))
+
+
+def test_small_tensors_between_two_members_are_one_message() -> None:
+    sends = [(torch.ones(2), 1), (torch.ones(3), 2), (torch.ones(9), 1), (torch.ones(4), 1)]
+    receives = [(torch.zeros(5), 2), (torch.zeros(6), 2)]
+    posted: list[tuple[Any, Any]] = []
+
+    def post(pairs: object, *parcels: Any) -> list[Any]:
+        posted.append(parcels)
+        return []
+
+    with mock.patch.object(comm, "SMALL_BYTES", 20), mock.patch.object(comm.Pairs, "post", post):
+        for packs_small in (True, False):
+            comm.Pairs(cast(Any, None), False, packs_small).move(receives, sends)
+    (arriving, leaving), as_given = posted
+    assert [(t.nbytes, member) for t, member in leaving] == [(24, 1), (12, 2), (36, 1)]
+    assert [(t.nbytes, member) for t, member in arriving] == [(20, 2), (24, 2)]
+    assert as_given == (receives, sends), "where they are not packed"
+
+
 def test_the_private_manager_is_as_we_call_it() -> None:
     parameters = list(inspect.signature(comm._coalescing_manager).parameters)
     assert parameters == ["group", "device", "async_ops"]
