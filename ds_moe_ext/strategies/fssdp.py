@@ -131,15 +131,18 @@ class FullySharded(Strategy):
 
     def _wanted(self, job: Job, halvings: int = 0) -> tuple[Placement, ...]:
         """Algorithm 1, with at most so many copies of each layer in a cell; or half as many, and so
-        on."""
+        on. The present target where that is alike: what was worked out of it serves again."""
         degree_L, fits_L = self._overlap_degrees(job), self._copies_that_fit(job)
-        return materialize(
+        wanted = materialize(
             job.homes,
             job.routed.totals,
             overlap_degree=degree_L,
             copies_per_cell=np.minimum(fits_L, degree_L) >> halvings if halvings else fits_L,
             node_C=job.node_C,
         )
+        present = [plan.target for plan in job.present]
+        pairs = zip(present, wanted)
+        return tuple(a if b.is_like(a) else b for a, b in pairs) if present else wanted
 
     def _by_paper(self, job: Job, wanted: Sequence[Placement]) -> tuple[Plan, ...]:
         """Plans whose rows go to the nearest copy, where copies that were chosen pay."""
@@ -159,12 +162,10 @@ class FullySharded(Strategy):
                 prices[layer] = pool.prices
         shares = NearestCopy.of_layers(targets, job.node_C)
         fits_L = self._copies_that_fit(job)
-        plans = (
-            self._plan_of(home, share, prices[layer], int(fits_L[layer]))
-            for layer, (home, share) in enumerate(zip(job.homes, shares))
+        return tuple(
+            self._plan_of(home, share, rows_CE, prices[layer], int(fits_L[layer]))
+            for layer, (home, share, rows_CE) in enumerate(zip(job.homes, shares, job.rows))
         )
-        pairs = zip(plans, job.rows)
-        return tuple(replace(plan, predicted_CE=rows_CE) for plan, rows_CE in pairs)
 
     def _staying(self, job: Job) -> dict[int, Plan]:
         """Present plans of copies by which the predicted rows take as long as those that they were
@@ -420,12 +421,26 @@ class FullySharded(Strategy):
         # Gradients of copies wait for the last micro-batch, those of all layers.
         return layers_held, layers_held if job.accumulates else 1
 
-    def _plan_of(self, home: Placement, share: NearestCopy, prices: Prices, fits: int) -> Plan:
+    def _plan_of(
+        self,
+        home: Placement,
+        share: NearestCopy,
+        rows_CE: np.ndarray,
+        prices: Prices,
+        fits: int,
+    ) -> Plan:
         revise = None
         if self.calibrate:
             copies_C = (share.target.holds_EC & ~home.holds_EC).sum(axis=0)
             revise = _revision(home, share, prices, copies_left=fits - int(copies_C.max()))
-        return Plan(home, share.target, share, rematerialize=self.rematerialize, revise=revise)
+        return Plan(
+            home,
+            share.target,
+            share,
+            rematerialize=self.rematerialize,
+            revise=revise,
+            predicted_CE=rows_CE,
+        )
 
 
 def _num_rows_L(job: Job) -> np.ndarray:
