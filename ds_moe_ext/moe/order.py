@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +32,7 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.rows import Moved, on_device, starts_of
 from ds_moe_ext.schedule.crew import SavesAlike
 from ds_moe_ext.schedule.task import Cut, Span
-from ds_moe_ext.share import pair_of, received_by_slot, sent_by_pair
+from ds_moe_ext.share import Share, pair_of, received_by_slot, sent_by_pair
 from ds_moe_ext.strategy import Destination
 from ds_moe_ext.watch import WATCH
 
@@ -311,7 +311,9 @@ class Order(SavesAlike):
         rows_CE = rows_CPFE[:, 0, 0] if is_whole else rows_CPFE.sum(axis=(1, 2))
         destination = self.destination if self.revise is None else self.revise(rows_CE)
         target, share = destination.target, destination.share.of_rows(rows_CE)
-        self.on_rows(rows_CE, top_k, Destination(target, share))
+        if share is not destination.share:
+            destination = Destination(target, share)
+        self.on_rows(rows_CE, top_k, destination)
         # Each rank of a cell divides its own rows, as if they were chunks of the cell's.
         num_cells, _, num_chunks, num_experts = rows_CPFE.shape
         rows_CFE = rows_CPFE.reshape(num_cells, -1, num_experts)
@@ -337,9 +339,14 @@ class Order(SavesAlike):
             sent_FC=_sums_by_holder(by_holder_FN, target),
             received_PCFS=received_PCFS,
             place=place,
-            count_between=lambda: share.rows_between(rows_CFE)[own],
+            count_between=partial(_rows_between, share, rows_CFE, own),
             moved=moved,
         )
+
+
+def _rows_between(share: Share, rows_CFE: np.ndarray, chunks: slice) -> np.ndarray:
+    """Rows of some chunks from each cell to each, int64 ``[F, C, C]``."""
+    return share.rows_between(rows_CFE)[chunks]
 
 
 def _sums_by_holder(by_holder_FN: np.ndarray, target: Placement) -> np.ndarray:

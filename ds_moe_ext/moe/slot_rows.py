@@ -95,12 +95,14 @@ class SlotSortings:
         host_GS: list[list[int]] = np.add.reduce(self.rows_GXS, axis=1).tolist()
         return [
             SlotSorting(
-                self, number, SlotRows(sum(host_S), partial(self._end_S, number), [tuple(host_S)])
+                self,
+                number,
+                SlotRows(sum(host_S), partial(SlotSortings.end_S, self, number), [tuple(host_S)]),
             )
             for number, host_S in enumerate(host_GS)
         ]
 
-    @cached_property
+    @property
     def is_in_order(self) -> bool:
         """Whether rows come in the order of slots."""
         return min(self.rows_GXS.shape[1:]) <= 1
@@ -144,7 +146,8 @@ class SlotSortings:
         """Of the order beside, int32."""
         return self._made[0][-1]
 
-    def _end_S(self, number: int) -> Tensor:
+    def end_S(self, number: int) -> Tensor:
+        """Where the rows of each slot end, of a span, int32."""
         num_slots = self.rows_GXS.shape[2]
         return self._made[1][number * num_slots : (number + 1) * num_slots]
 

@@ -64,7 +64,7 @@ class Program:
         """
         flat = [t for read in inputs for t in (read if isinstance(read, tuple) else (read,))]
         arity = tuple(len(read) if isinstance(read, tuple) else None for read in inputs)
-        wanted = torch.is_grad_enabled() and any(t.requires_grad for t in flat)
+        wanted = torch.is_grad_enabled() and any([t.requires_grad for t in flat])
         if not wanted:
             with torch.no_grad():
                 return Pass(self.bound_forward, self.lanes, cut=self.cut_of(inputs))(inputs)
@@ -128,7 +128,8 @@ class _Node(torch.autograd.Function):
         tensors: list[Tensor] = []
         ctx.saved = [_without_tensors(saved, tensors) for saved in run.saved]
         ctx.save_for_backward(*tensors)
-        ctx.like = [(t.shape, t.dtype, t.device) for t in flat]
+        # Few things that Python's collector knows: its young ones are gone through every 700.
+        ctx.like = [t.shape for t in flat], [t.dtype for t in flat], [t.device for t in flat]
         ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))
         return outputs
 
@@ -140,10 +141,7 @@ class _Node(torch.autograd.Function):
                 f"backward ran through {ctx.program.crew.name or 'this MoE layer'} before and has "
                 "freed what it saved; run one backward a forward (retain_graph is not supported)"
             )
-        program, tensors = ctx.program, list(reversed(ctx.saved_tensors))
-        saved = [
-            tuple(tensors.pop() if x is _SAVED_TENSOR else x for x in kept) for kept in ctx.saved
-        ]
+        program, saved = ctx.program, _with_tensors(ctx.saved, ctx.saved_tensors)
         ctx.saved = None
         back = Pass(program.bound_backward, program.lanes, cut=ctx.cut, saved=saved)
         written = back(None if n is None else grads[n] for n in program.given_gradients)
@@ -172,13 +170,19 @@ def _without_tensors(saved: Saved, tensors: list[Tensor]) -> Saved:
     return tuple(rest)
 
 
+def _with_tensors(all_saved: Sequence[Saved], tensors: Iterable[Tensor]) -> list[Saved]:
+    """What each stage saved, its tensors put back."""
+    given = iter(tensors)
+    return [tuple([next(given) if x is _SAVED_TENSOR else x for x in saved]) for saved in all_saved]
+
+
 def _filled(flat: list[Tensor | None], ctx: Any) -> list[Tensor | None]:
     """Zeros where an input wants a gradient and no row reached it: its hooks must still fire, or a
     collective that hangs on them would be missing on this rank alone."""
     wanted = ctx.needs_input_grad[2:]
     return [
         torch.zeros(shape, dtype=dtype, device=device) if grad is None and needs else grad
-        for grad, needs, (shape, dtype, device) in zip(flat, wanted, ctx.like)
+        for grad, needs, shape, dtype, device in zip(flat, wanted, *ctx.like)
     ]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -130,10 +130,9 @@ class Cut(NamedTuple):
     bounds: tuple[int, ...]
 
     @classmethod
+    @lru_cache(maxsize=64)  # batches are often alike
     def equal(cls, num_tokens: int, num_chunks: int) -> Cut:
         """As equal as can be, the longer chunks first."""
-        if num_chunks == 1:
-            return cls((0, num_tokens))
         size, longer = divmod(num_tokens, num_chunks)
         return cls(tuple(i * size + min(i, longer) for i in range(num_chunks + 1)))
 
