@@ -120,7 +120,7 @@ class Carried:
     @classmethod
     def of_caller(cls) -> Carried:
         """That of the thread that calls."""
-        has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        has_cuda = torch.cuda.is_initialized()
         devices = ("cpu", "cuda") if has_cuda else ("cpu",)
         autocasts = (
             (d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in devices
@@ -134,7 +134,9 @@ class Carried:
         """The thread that calls has it, inside the block."""
         with ExitStack() as stack, torch.set_grad_enabled(self.records):
             for device, dtype, is_on in self.autocasts:
-                stack.enter_context(torch.autocast(device, dtype, is_on))
+                here = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+                if here != (dtype, is_on):  # to enter one takes longer than to ask
+                    stack.enter_context(torch.autocast(device, dtype, is_on))
             for mode in self.modes:
                 overrides._push_mode(mode)
                 stack.callback(overrides._pop_mode)
