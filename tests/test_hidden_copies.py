@@ -156,3 +156,15 @@ def test_the_papers_share_is_planned_in_every_step() -> None:
     first = strategy.plan(job_of(rows(0), rows(1)))
     again = strategy.plan(job_of(rows(0), rows(1), present=first))
     assert not set(map(id, first)) & set(map(id, again))
+    assert all(two.target is one.target and one.has_copies for one, two in zip(first, again))
+
+
+def test_a_target_as_before_is_the_one_before() -> None:
+    strategy = strategy_of(share="nearest")
+    first = strategy.plan(job_of(rows(0), rows(1)))
+    others = job_of(rows(2), rows(1) + 1)
+    anew, changed = strategy.plan(others), strategy.plan(replace(others, present=first))
+    assert changed[0].target.is_like(anew[0].target)
+    assert not changed[0].target.is_like(first[0].target)
+    assert changed[1].target is first[1].target and changed[1].target.is_like(anew[1].target)
+    assert [plan.share.describe() for plan in changed] == [plan.share.describe() for plan in anew]
