@@ -258,13 +258,13 @@ def planned_beside(rank: int, world_size: int, job: Job) -> int:
     met: list[str] = []
 
     def meet_plan(stage: Expert, *arguments: Any) -> Any:
-        if not met:
+        if not met:  # by this thread alone: the next layer's may come before the other goes on
             barriers.meet("plan", 0)
+            met.extend(["plan"] * barriers.is_on)
         return backward(stage, *arguments)
 
     def meet_backward(strategy: FullySharded, known: Any) -> Any:
         barriers.meet("plan", 0)
-        met.extend(["backward"] * barriers.is_on)
         return plan(strategy, known)
 
     with (
