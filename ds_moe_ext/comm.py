@@ -142,7 +142,7 @@ def all_gather_counts(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor
     with Waiting(group):
         if counts.is_cpu:
             # Gloo's all-gather goes round a ring, and takes twice as long as to send each its own.
-            each = counts.expand(size, *counts.shape).flatten(0, 1).contiguous()
+            each = torch.cat([counts] * size)
             _end(members.alltoall_base(gathered, each, [], [], _ALL_TO_ALL))
         else:
             _end(members._allgather_base(gathered, counts.contiguous(), _ALL_GATHER))
@@ -409,30 +409,34 @@ SMALL_BYTES = 64 << 10
 """Of a tensor that is sooner copied twice than sent alone by gloo: a bias, or tiny experts."""
 
 
-def _messages(parcels: Sequence[Parcel]) -> tuple[list[list[Tensor]], list[int]]:
-    """Tensors that go at once, all small ones of a member and each other one, and the members. Both
-    ends have the parcels of a pair in one order, so that they come to the same."""
-    at_once: list[list[Tensor]] = []
-    members: list[int] = []
+def _messages(parcels: Sequence[Parcel]) -> list[tuple[list[Tensor], int]]:
+    """What goes at once, all small tensors of a member and each other one, as flat views. Both ends
+    have the parcels of a pair in one order, so that they come to the same."""
+    at_once: list[tuple[list[Tensor], int]] = []
     small: dict[int, list[Tensor]] = {}
     for tensor, member in parcels:
-        is_small = tensor.nbytes <= SMALL_BYTES
-        if is_small and member in small:
+        if tensor.nbytes > SMALL_BYTES:
+            at_once.append(([tensor], member))
+        elif member in small:
             small[member].append(tensor)
-            continue
-        at_once.append([tensor])
-        members.append(member)
-        if is_small:
-            small[member] = at_once[-1]
-    return at_once, members
+        else:
+            small[member] = [tensor]
+            at_once.append((small[member], member))
+    return [(_flat(own), member) for own, member in at_once]
 
 
 def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Views of contiguous tensors as rows of one type, bytes where they are of several."""
-    flat = [tensor.view(-1) for tensor in tensors]
-    if all([tensor.dtype == flat[0].dtype for tensor in flat]):
-        return flat
-    return [tensor.view(torch.uint8) for tensor in flat]
+    dtype = tensors[0].dtype
+    if all([tensor.dtype == dtype for tensor in tensors]):
+        return [tensor.view(-1) for tensor in tensors]
+    return [as_bytes(tensor) for tensor in tensors]
+
+
+def _room_for(parts: Sequence[Tensor]) -> Tensor:
+    """Where they arrive at once: a lone one in its own place."""
+    first, *others = parts
+    return first.new_empty(sum([part.numel() for part in parts])) if others else first
 
 
 @dataclass(slots=True)
@@ -501,19 +505,15 @@ class Pairs:
 
     def _in_messages(self, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> None:
         """The same, small tensors between two members as one."""
-        (landing, sources), (leaving, targets) = _messages(receives), _messages(sends)
-        parts = [_flat(own) if len(own) > 1 else own for own in landing]
-        rooms = [
-            own[0] if len(own) == 1 else own[0].new_empty(sum([part.numel() for part in own]))
-            for own in parts
-        ]
-        sent = [own[0] if len(own) == 1 else torch.cat(_flat(own)) for own in leaving]
-        for work in self.post([*zip(rooms, sources)], [*zip(sent, targets)]):
+        arriving, leaving = _messages(receives), _messages(sends)
+        rooms = [(_room_for(parts), member) for parts, member in arriving]
+        sent = [(p[0] if len(p) == 1 else torch.cat(p), member) for p, member in leaving]
+        for work in self.post(rooms, sent):
             work.wait()
-        for room, own in zip(rooms, parts):
-            if len(own) > 1:
-                arrived = room.split_with_sizes([part.numel() for part in own])
-                torch._foreach_copy_(own, arrived)
+        for (room, _), (parts, _) in zip(rooms, arriving):
+            if room is not parts[0]:
+                arrived = room.split_with_sizes([part.numel() for part in parts])
+                torch._foreach_copy_(parts, arrived)
 
     @property
     def traffic(self) -> Traffic:

@@ -93,6 +93,7 @@ class SlotSortings:
     def each(self) -> list[SlotSorting]:
         """Of one span each."""
         host_GS: list[list[int]] = np.add.reduce(self.rows_GXS, axis=1).tolist()
+        # No bound methods, which would be kept for backward, too: see ``ctx.like`` of a program.
         return [
             SlotSorting(
                 self,

@@ -171,7 +171,7 @@ def _without_tensors(saved: Saved, tensors: list[Tensor]) -> Saved:
 
 
 def _with_tensors(all_saved: Sequence[Saved], tensors: Iterable[Tensor]) -> list[Saved]:
-    """What each stage saved, its tensors put back."""
+    """What each stage saved, its tensors put back; nobody else holds them when this has ended."""
     given = iter(tensors)
     return [tuple([next(given) if x is _SAVED_TENSOR else x for x in saved]) for saved in all_saved]
 

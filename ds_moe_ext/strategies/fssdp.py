@@ -140,9 +140,10 @@ class FullySharded(Strategy):
             copies_per_cell=np.minimum(fits_L, degree_L) >> halvings if halvings else fits_L,
             node_C=job.node_C,
         )
-        present = [plan.target for plan in job.present]
-        pairs = zip(present, wanted)
-        return tuple(a if b.is_like(a) else b for a, b in pairs) if present else wanted
+        if not job.present:
+            return wanted
+        pairs = zip(wanted, job.present)
+        return tuple(plan.target if new.is_like(plan.target) else new for new, plan in pairs)
 
     def _by_paper(self, job: Job, wanted: Sequence[Placement]) -> tuple[Plan, ...]:
         """Plans whose rows go to the nearest copy, where copies that were chosen pay."""
