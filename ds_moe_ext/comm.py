@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,
 )
 
+from ds_moe_ext.schedule.executor import Steps, to_the_end
 from ds_moe_ext.transfer import WHOLE, Move, Part, Segment
 from ds_moe_ext.watch import WATCH, Waiting, Wires
 
@@ -42,6 +44,7 @@ AllToAll = Callable[[Tensor, Sequence[int], Sequence[int], dist.ProcessGroup], T
 # Of the lane that calls, whose work goes on behind them.
 _ALL_TO_ALL, _ALL_GATHER = AllToAllOptions(), AllgatherOptions()
 _ALL_TO_ALL.asyncOp = _ALL_GATHER.asyncOp = False
+_BESIDE = AllToAllOptions()  # by a thread of gloo's
 
 
 def all_to_all_rows(
@@ -439,6 +442,10 @@ def _room_for(parts: Sequence[Tensor]) -> Tensor:
     return first.new_empty(sum([part.numel() for part in parts])) if others else first
 
 
+def _are_small(parcels: Sequence[Parcel]) -> bool:
+    return all([tensor.nbytes <= SMALL_BYTES for tensor, _ in parcels])
+
+
 @dataclass(slots=True)
 class Pairs:
     """Moves tensors between pairs of members, in one exchange, and counts their bytes.
@@ -493,31 +500,51 @@ class Pairs:
         works += [send([out], peer, 0) for out, peer in sends]
         return works
 
-    def move(self, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> None:
-        """Move tensors; on CUDA the current stream waits, and not the host."""
-        if self.packs_small:
-            self._in_messages(receives, sends)
-        else:
-            for work in self.post(receives, sends):
-                work.wait()
+    def move(self, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> Steps[None]:
+        """Move tensors; it pauses while they are under way. On CUDA the current stream waits, and
+        not the host."""
         self.sent_bytes += sum([tensor.nbytes for tensor, _ in sends])
         self.received_bytes += sum([tensor.nbytes for tensor, _ in receives])
+        if self.packs_small:
+            yield from self._in_messages(receives, sends)
+        else:
+            yield from self._under_way(partial(self.post, receives, sends))
 
-    def _in_messages(self, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> None:
+    def _under_way(self, post: Callable[[], Sequence[dist.Work]]) -> Steps[None]:
+        """Between the two others may wait for something else."""
+        with Waiting(self.group):
+            works = post()
+        yield
+        with Waiting(self.group):
+            for work in works:
+                work.wait()
+
+    def _in_messages(self, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> Steps[None]:
         """The same, small tensors between two members as one."""
         arriving, leaving = _messages(receives), _messages(sends)
         rooms = [(_room_for(parts), member) for parts, member in arriving]
         sent = [(p[0] if len(p) == 1 else torch.cat(p), member) for p, member in leaving]
-        for work in self.post(rooms, sent):
-            work.wait()
+        are_alone = self.group.size() == 2 and _are_small(receives) and _are_small(sends)
+        yield from self._under_way(partial(self._swap if are_alone else self.post, rooms, sent))
         for (room, _), (parts, _) in zip(rooms, arriving):
             if room is not parts[0]:
                 arrived = room.split_with_sizes([part.numel() for part in parts])
                 torch._foreach_copy_(parts, arrived)
 
+    def _swap(self, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> list[dist.Work]:
+        """All of an exchange in a group of two, a message each way at most, as an all-to-all: a
+        thread of gloo's does it, where sends and receives would take more of the caller's time."""
+        (room,) = [as_bytes(into) for into, _ in receives] or [torch.empty(0, dtype=torch.uint8)]
+        (message,) = [as_bytes(out) for out, _ in sends] or [room[:0]]
+        from_C, to_C = [room.numel()] * 2, [message.numel()] * 2
+        here = self.group.rank()
+        from_C[here] = to_C[here] = 0
+        all_to_all: Any = self.group.alltoall_base  # its stub wants lists
+        return [all_to_all(room, message, from_C, to_C, _BESIDE)]
+
     @property
     def traffic(self) -> Traffic:
-        """So far."""
+        """Of what has been begun so far."""
         return Traffic(self.sent_bytes, self.received_bytes)
 
 
@@ -557,7 +584,8 @@ def connect(group: dist.ProcessGroup, device: torch.device) -> None:
 def exchange(
     receives: Sequence[Parcel], sends: Sequence[Parcel], group: dist.ProcessGroup
 ) -> Traffic:
-    """Move tensors between pairs of members; see ``Pairs.post``. For those who take part in it.
+    """Move tensors between pairs of members; see ``Pairs.post``. For those who take part in it:
+    what one sends to another in a call, that one receives in a call of its own.
 
     Args:
         receives: where to receive, contiguous, and from whom.
@@ -566,8 +594,7 @@ def exchange(
     if not receives and not sends:
         return Traffic()
     pairs = Pairs.of(group, (receives or sends)[0][0].device)
-    with Waiting(group):
-        pairs.move(receives, sends)
+    to_the_end(pairs.move(receives, sends))
     return pairs.traffic
 
 
@@ -611,12 +638,14 @@ def sparse_all_gather(
     chunks: Mapping[int, Sequence[Tensor]],
     buffers: Mapping[int, Sequence[Tensor]],
     group: dist.ProcessGroup,
-) -> Traffic:
+) -> Steps[Traffic]:
     """Copy experts from the cells that hold them to those that want them. Collective.
 
     Before: the holders' copies of an expert are bit-equal, and no buffer overlaps another or a
     chunk. After: every buffer named by ``part.received`` has the holders' bits; all else is as it
     was. A rank without a part returns at once.
+
+    It pauses in each round, while what the rank sends and receives there is under way.
 
     On CUDA the host does not wait: the current stream does. What is given must be ready on that
     stream, and must be kept until the stream has passed. ``connect`` the group first.
@@ -638,9 +667,8 @@ def sparse_all_gather(
         traffic = _broadcast(part, have, group)
     else:
         pairs = Pairs.of(group, device)
-        with Waiting(group):
-            for round_ in part.rounds:
-                pairs.move(_parcels(round_.receives, have), _parcels(round_.sends, have))
+        for round_ in part.rounds:
+            yield from pairs.move(_parcels(round_.receives, have), _parcels(round_.sends, have))
         traffic = pairs.traffic
     for expert in part.received:
         for buffer, arrived in zip(buffers[expert], have[expert]):
@@ -668,7 +696,7 @@ def sparse_reduce_scatter(
     *,
     in_float32: bool = False,
     packing: Packing | None = None,
-) -> Arrived:
+) -> Steps[Arrived]:
     """Sum the gradients of an expert's copies at its home. Collective.
 
     The same transfers as those of the gather from the homes, backwards: each must start from an
@@ -677,8 +705,8 @@ def sparse_reduce_scatter(
     given is as it was. A rank without a part returns at once.
 
     Each node of the tree adds what arrives as it arrives, round by round and by ascending cell
-    within a round, then its own: the same bits every time, segment by segment too. Streams and
-    lifetimes: see ``sparse_all_gather``; the sums belong to the current stream.
+    within a round, then its own: the same bits every time, segment by segment too. Pauses, streams
+    and lifetimes: see ``sparse_all_gather``; the sums belong to the current stream.
 
     Args:
         part: see ``sparse_all_gather``.
@@ -696,18 +724,17 @@ def sparse_reduce_scatter(
     if not in_float32 and packing is None and by_broadcast(part, device):
         return _reduce(part, grads, group)
     sums, pairs = _Sums(part, grads, in_float32), Pairs.of(group, device)
-    with Waiting(group):
-        for round_ in reversed(part.rounds):
-            leaving, landing = sums.leaving(round_.receives), sums.landing(round_.sends)
-            if packing is None:
-                pairs.move(_addressed(landing, round_.sends), _addressed(leaving, round_.receives))
-            else:
-                rooms = [packing.pack(room) for room in landing]  # for their shapes
-                packed = [packing.pack(own) for own in leaving]
-                pairs.move(_addressed(rooms, round_.sends), _addressed(packed, round_.receives))
-                for arrived, room in zip(rooms, landing):
-                    packing.unpack(arrived, room)
-            sums.add(round_.sends, landing)
+    for round_ in reversed(part.rounds):
+        leaving, landing = sums.leaving(round_.receives), sums.landing(round_.sends)
+        rooms = landing
+        if packing is not None:
+            rooms = [packing.pack(room) for room in landing]  # for their shapes
+            leaving = [packing.pack(own) for own in leaving]
+        yield from pairs.move(_addressed(rooms, round_.sends), _addressed(leaving, round_.receives))
+        if packing is not None:
+            for arrived, room in zip(rooms, landing):
+                packing.unpack(arrived, room)
+        sums.add(round_.sends, landing)
     return Arrived(sums.at_home(), pairs.traffic)
 
 

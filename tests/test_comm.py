@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ds_moe_ext import comm
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.schedule.executor import to_the_end
 from ds_moe_ext.transfer import SMALL, Cargo, Part, Segment, Transfers, gather_rounds, star_of
 from tests.gpu.way import by_broadcasts
 from tests.marks import slow
@@ -254,7 +255,7 @@ def _gather_twice(rank: int, world_size: int, seed: int, dtype: torch.dtype, car
         part = transfers.part_of(rank)
         in_slabs = slabs(len(part.received) + 2, dtype)
         buffers = buffers_in(in_slabs, part.received)
-        traffic = comm.sparse_all_gather(part, chunks, buffers, dist.group.WORLD)
+        traffic = to_the_end(comm.sparse_all_gather(part, chunks, buffers, dist.group.WORLD))
         assert traffic.received_bytes == transfers.received_C[rank] * expert_bytes
         assert traffic.sent_bytes == transfers.sent_C[rank] * expert_bytes
         assert traffic.received_bytes <= transfers.num_moved * expert_bytes, "eq. (1)"
@@ -272,7 +273,7 @@ def _reduce_home(rank: int, world_size: int, seed: int, dtype: torch.dtype, carg
     transfers = grids.transfers(cargo)
     held = [int(e) for e in grids.first.experts_of(rank)]
     grads = {e: drawn(dtype, seed, e, rank) for e in held}
-    came = comm.sparse_reduce_scatter(transfers.part_of(rank), grads, dist.group.WORLD)
+    came = to_the_end(comm.sparse_reduce_scatter(transfers.part_of(rank), grads, dist.group.WORLD))
     assert all(all_equal(grads[e], drawn(dtype, seed, e, rank)) for e in held)
     copied = [int(e) for e in grids.home.experts_of(rank) if grids.first.holds_EC[e].sum() > 1]
     assert set(came.grads) == set(copied)
@@ -334,7 +335,9 @@ def _reduce_everywhere(
     part = gather_rounds(home, everywhere, np.arange(world_size) // 4, cargo).part_of(rank)
     grads = {e: normal(dtype, e, rank) for e in range(3)}
     first, again = (
-        comm.sparse_reduce_scatter(part, grads, dist.group.WORLD, in_float32=in_float32).grads
+        to_the_end(
+            comm.sparse_reduce_scatter(part, grads, dist.group.WORLD, in_float32=in_float32)
+        ).grads
         for _ in range(2)
     )
     error = 0.0
@@ -374,7 +377,9 @@ def _small_after_large(rank: int, world_size: int, in_float32: bool) -> list[flo
     )
     value = {7: 256.0, 5: 1.0, 6: 1.0}.get(rank, 0.0)
     grads = {0: (torch.tensor([value], dtype=torch.bfloat16),)}
-    came = comm.sparse_reduce_scatter(part, grads, dist.group.WORLD, in_float32=in_float32)
+    came = to_the_end(
+        comm.sparse_reduce_scatter(part, grads, dist.group.WORLD, in_float32=in_float32)
+    )
     return [float(grad) for tensors in came.grads.values() for grad in tensors]
 
 
@@ -394,8 +399,8 @@ def test_no_copies_no_communication() -> None:
     home = Placement.block(8, 4)
     part = gather_rounds(home, home, np.array([0, 0, 1, 1])).part_of(2)
     with mock.patch.object(comm.Pairs, "post", _fail):
-        assert comm.sparse_all_gather(part, {}, {}, None) == comm.Traffic(0, 0)
-        came = comm.sparse_reduce_scatter(part, {}, None)
+        assert to_the_end(comm.sparse_all_gather(part, {}, {}, None)) == comm.Traffic(0, 0)
+        came = to_the_end(comm.sparse_reduce_scatter(part, {}, None))
     assert (came.grads, came.traffic) == ({}, comm.Traffic(0, 0))
 
 
@@ -407,7 +412,8 @@ def _some_have_no_part(rank: int, world_size: int) -> bool:
     if rank < 2:  # need not even call
         return not part.rounds
     buffers = {0: (torch.zeros(3),)} if rank == 3 else {}
-    comm.sparse_all_gather(part, {0: (torch.ones(3),)}, buffers, dist.group.WORLD)
+    ones = (torch.ones(3),)
+    to_the_end(comm.sparse_all_gather(part, {0: ones}, buffers, dist.group.WORLD))
     return rank == 2 or bool((buffers[0][0] == 1.0).all())
 
 
@@ -460,7 +466,9 @@ def _chain_of_types(rank: int, world_size: int, in_float32: bool) -> tuple[Exper
     found = []
     for cargo in (SMALL, IN_SEGMENTS):
         part = gather_rounds(home, everywhere, np.arange(world_size) // 2, cargo).part_of(rank)
-        came = comm.sparse_reduce_scatter(part, grads, dist.group.WORLD, in_float32=in_float32)
+        came = to_the_end(
+            comm.sparse_reduce_scatter(part, grads, dist.group.WORLD, in_float32=in_float32)
+        )
         assert all_equal(grads[0], kept)
         found.append(came.grads.get(0, ()))
     return found[0], found[1]
@@ -499,10 +507,14 @@ def _by_trees_and_by_broadcasts(rank: int, world_size: int) -> tuple[int, int]:
 
     def both(part: Part) -> tuple[Mapping[int, Expert], comm.Traffic, comm.Arrived]:
         buffers = buffers_in(slabs(4, torch.float64), part.received)
-        traffic = comm.sparse_all_gather(part, chunks, buffers, dist.group.WORLD)
+        traffic = to_the_end(comm.sparse_all_gather(part, chunks, buffers, dist.group.WORLD))
         # Gloo, unlike NCCL, reduces into what others than the root give.
         given = {e: tuple(w.clone() for w in tensors) for e, tensors in grads.items()}
-        return buffers, traffic, comm.sparse_reduce_scatter(part, given, dist.group.WORLD)
+        return (
+            buffers,
+            traffic,
+            to_the_end(comm.sparse_reduce_scatter(part, given, dist.group.WORLD)),
+        )
 
     buffers, traffic, came = both(trees)
     with (
@@ -539,7 +551,9 @@ def _by_a_star_in_float32(rank: int, world_size: int) -> list[float]:
 
     grads = {e: (torch.full((3,), 10.0**e * rank, dtype=torch.bfloat16),) for e in range(2)}
     with mock.patch.object(comm, "add_each", add_once):
-        came = comm.sparse_reduce_scatter(star, grads, dist.group.WORLD, in_float32=True)
+        came = to_the_end(
+            comm.sparse_reduce_scatter(star, grads, dist.group.WORLD, in_float32=True)
+        )
     return [float(total[0]) for total, *_ in came.grads.values()]
 
 
@@ -565,6 +579,9 @@ class _Recorded:
     def __init__(self, *, groups_calls: bool) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self._groups_calls = groups_calls
+
+    def size(self) -> int:
+        return 3
 
     def _get_backend(self, device: torch.device) -> SimpleNamespace:
         return SimpleNamespace(supports_coalescing=self._groups_calls)
@@ -624,10 +641,24 @@ def _exchange_mixed(rank: int, world_size: int, small_bytes: int) -> bool:
     return all(torch.equal(room, sent) for (room, _), (sent, _) in zip(rooms, wanted))
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("small_bytes", [-1, 36, 10**6])
-def test_small_tensors_come_as_others_do(small_bytes: int) -> None:
+def test_small_tensors_come_as_others_do(small_bytes: int, world_size: int) -> None:
     """One by one; two of six alone; all of a member in one message."""
-    assert all(pool_of(3).run(_exchange_mixed, small_bytes))
+    assert all(pool_of(world_size).run(_exchange_mixed, small_bytes))
+
+
+def _send_to_the_second(rank: int, world_size: int) -> list[float]:
+    room = torch.zeros(4)
+    parcels = [([], [(torch.arange(4.0), 1)]), ([(room, 0)], [])][rank]
+    with mock.patch.object(comm.Pairs, "post", _fail):
+        comm.exchange(*parcels, dist.group.WORLD)
+    return room.tolist()
+
+
+def test_between_two_small_tensors_need_no_messages() -> None:
+    """One of the two sends nothing."""
+    assert pool_of(2).run(_send_to_the_second) == [[0.0] * 4, [0.0, 1.0, 2.0, 3.0]]
 
 
 def test_small_tensors_between_two_members_are_one_message() -> None:
@@ -641,7 +672,8 @@ def test_small_tensors_between_two_members_are_one_message() -> None:
 
     with mock.patch.object(comm, "SMALL_BYTES", 20), mock.patch.object(comm.Pairs, "post", post):
         for packs_small in (True, False):
-            comm.Pairs(cast(Any, None), False, packs_small).move(receives, sends)
+            pairs = comm.Pairs(cast(Any, _Recorded(groups_calls=False)), False, packs_small)
+            to_the_end(pairs.move(receives, sends))
     (arriving, leaving), as_given = posted
     assert [(t.nbytes, member) for t, member in leaving] == [(24, 1), (12, 2), (36, 1)]
     assert [(t.nbytes, member) for t, member in arriving] == [(20, 2), (24, 2)]

@@ -26,6 +26,7 @@ from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import MoELayer
 from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.schedule.executor import Steps
 from ds_moe_ext.settings import read_settings
 from ds_moe_ext.strategy import Job, Strategy
 from ds_moe_ext.transfer import Cargo, part_of, star_of
@@ -52,10 +53,10 @@ class Sums:
 
     def __call__(
         self, part: Any, grads: Mapping[int, Sequence[Tensor]], group: Any, **how: Any
-    ) -> Arrived:
+    ) -> Steps[Arrived]:
         if part.cell:  # at home what is given is not read
             self.given = tuple(grad.clone() for grad in grads[HOT])
-        arrived = sparse_reduce_scatter(part, grads, group, **how)
+        arrived = yield from sparse_reduce_scatter(part, grads, group, **how)
         # Cloned: its home adds its own to them.
         self.came = tuple(total.clone() for total in arrived.grads.get(HOT, ()))
         return arrived

@@ -21,7 +21,14 @@ from torch import Tensor
 
 from ds_moe_ext.moe.local_stage import Local
 from ds_moe_ext.schedule.crew import Crew
-from ds_moe_ext.schedule.executor import CudaLanes, InlineLanes, Lanes, ThreadLanes, lanes_for
+from ds_moe_ext.schedule.executor import (
+    CudaLanes,
+    InlineLanes,
+    Lanes,
+    Steps,
+    ThreadLanes,
+    lanes_for,
+)
 from ds_moe_ext.schedule.orders import stage_major
 from ds_moe_ext.schedule.program import Program
 from ds_moe_ext.schedule.simulator import simulate
@@ -41,6 +48,7 @@ from ds_moe_ext.schedule.task import (
     Value,
     spans,
 )
+from ds_moe_ext.watch import BrokenOff
 from tests.flows import LANES, before, flow, flows
 
 THREADS = ThreadLanes()  # shared, as layers share them; every test leaves them usable
@@ -241,6 +249,82 @@ def test_marks_measure_seconds(lanes: Lanes) -> None:
     assert lanes.seconds_between(marks[1], marks[0]) == -lanes.seconds_between(marks[0], marks[1])
 
 
+# Work that pauses.
+
+
+class Told(list[str]):
+    """What was done, and in which thread: the caller's or another."""
+
+    def __init__(self) -> None:
+        self.caller = threading.get_ident()
+
+    def add(self, what: str) -> None:
+        self.append(f"{what} {'here' if threading.get_ident() == self.caller else 'there'}")
+
+    def pausing(self, error: Exception | None = None) -> Steps[None]:
+        self.add("first")
+        yield
+        self.add("rest")
+        if error is not None:
+            raise error
+
+
+def test_the_caller_begins_and_who_joins_ends() -> None:
+    told = Told()
+    begun = THREADS.begin(PARAM, told.pausing())
+    assert told == ["first here"]
+    for _ in range(2):
+        THREADS.join([begun])
+        assert told == ["first here", "rest here"]
+
+
+def test_a_lane_that_is_busy_does_all_in_its_order() -> None:
+    told, goes_on = Told(), threading.Event()
+    before = THREADS.submit(PARAM, lambda: told.add(f"before {goes_on.wait(PATIENCE_S)}"), ())
+    begun = THREADS.begin(PARAM, told.pausing())
+    assert not told
+    goes_on.set()
+    THREADS.join([begun])
+    assert told == ["before True there", "first there", "rest there"]
+    THREADS.join([before])
+    assert [THREADS.begin(PARAM, told.pausing()) and told[-1]] == ["first here"], "it is done now"
+
+
+def test_work_that_pauses_is_behind_a_schedule_of_its_lane() -> None:
+    """What is begun amid a schedule does not overtake that lane's tasks."""
+    told, goes_on = Told(), threading.Event()
+    a, b = (Task(Op("a", lane), 0, Span(0, 1), (), ()) for lane in (PARAM, COMPUTE))
+    events = []
+
+    def do(position: int) -> None:
+        if position == 0:
+            told.add(f"task {goes_on.wait(PATIENCE_S)}")
+        else:
+            events.append(THREADS.begin(PARAM, told.pausing()))
+            goes_on.set()
+
+    THREADS.run(Schedule((a, b), (), ()), do)
+    THREADS.join(events)
+    assert told == ["task True there", "first there", "rest there"]
+
+
+def test_what_fails_after_its_pause_reaches_everyone_who_joins() -> None:
+    told = Told()
+    begun = THREADS.begin(PARAM, told.pausing(Broken()))
+    for _ in range(2):
+        with pytest.raises(Broken):
+            THREADS.join([begun])
+    assert told == ["first here", "rest here"]
+
+
+def test_an_exchange_that_is_broken_off_tells_of_what_failed() -> None:
+    failed = THREADS.begin(PARAM, Told().pausing(Broken()))
+    with pytest.raises(Broken):
+        THREADS.join([failed])
+    with pytest.raises(Broken):
+        THREADS.join([THREADS.begin(PARAM, Told().pausing(BrokenOff())), failed])
+
+
 def test_lanes_of_a_device_are_shared() -> None:
     cpu = torch.device("cpu")
     assert isinstance(lanes_for(cpu, overlaps=True), ThreadLanes)
@@ -298,6 +382,15 @@ class FakeStreams(threading.local):
 
 STREAMS = FakeStreams()
 ON_STREAMS = CudaLanes(torch.device("cpu"), STREAMS)
+
+
+@pytest.mark.parametrize("lanes", [InlineLanes(), ON_STREAMS], ids=["inline", "streams"])
+def test_other_lanes_do_not_pause(lanes: Lanes) -> None:
+    told = Told()
+    lanes.join([lanes.begin(PARAM, told.pausing())])
+    assert told == ["first here", "rest here"]
+
+
 WITH_HOST = (*LANES, "host")
 WHOLE = Span(0, 1)
 

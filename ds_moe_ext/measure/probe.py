@@ -7,7 +7,7 @@ Shape letters: N sizes, C members of a group, R rows, D model width.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -39,8 +39,9 @@ from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.measure.bench import Bench, Sweep
 from ds_moe_ext.measure.fit import LinearFit
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.schedule.executor import to_the_end
 from ds_moe_ext.schedule.task import INTER, INTRA, PARAM
-from ds_moe_ext.transfer import Cargo, gather_rounds
+from ds_moe_ext.transfer import Cargo, Part, gather_rounds
 
 NUM_DIGITS = 5  # significant, of what is measured
 
@@ -352,8 +353,12 @@ def copy_sweep(level: Level, sizes: Sizes, device: torch.device) -> Sweep:
         transfers = gather_rounds(homes, everywhere, level.node_C, cargo)
         part = transfers.part_of(level.here)
         units_N.append(int(transfers.received_C.max()) * sizes.expert_bytes)
-        works_N.append(partial(sparse_all_gather, part, slots, slots, level.group))
+        works_N.append(partial(_copy, part, slots, level.group))
     return Sweep(f"copies of experts {level.name}", units_N, works_N)
+
+
+def _copy(part: Part, slots: Mapping[int, tuple[Tensor]], group: dist.ProcessGroup) -> None:
+    to_the_end(sparse_all_gather(part, slots, slots, group))
 
 
 def measure_device(bench: Bench, product_N: Sequence[int]) -> Device:

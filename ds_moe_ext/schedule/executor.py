@@ -7,11 +7,11 @@ import functools
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import overrides
@@ -21,6 +21,21 @@ from ds_moe_ext.watch import BrokenOff
 
 Event = Any  # what a lane gives for a submitted task; only the same lanes look inside
 Mark = Any  # a moment in a lane; only ``seconds_between`` of the same lanes looks inside
+
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""Work that pauses while what it has begun is under way, and then waits for that; its result."""
+
+
+def to_the_end(steps: Steps[T]) -> T:
+    """Do all of it, without pauses."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as ended:
+            result: T = ended.value
+            return result
 
 
 class OnDevice(ABC):
@@ -55,6 +70,11 @@ class Lanes(Protocol):
         """Queue ``work`` behind the lane's earlier tasks and behind ``after``."""
         ...
 
+    def begin(self, lane: Lane, steps: Steps[None]) -> Event:
+        """The same of work that pauses once, while the lane goes on with it: the caller may do it
+        up to there, and the rest when somebody joins."""
+        ...
+
     def join(self, events: Iterable[Event]) -> None:
         """Make the caller's next work see the results of ``events``."""
         ...
@@ -86,6 +106,9 @@ class InlineLanes:
     def submit(self, lane: Lane, work: Callable[[], None], after: Iterable[Event]) -> Event:
         work()
         return None
+
+    def begin(self, lane: Lane, steps: Steps[None]) -> Event:
+        return self.submit(lane, functools.partial(to_the_end, steps), ())
 
     def join(self, events: Iterable[Event]) -> None:
         return None
@@ -210,13 +233,48 @@ class Workers:
 
     def __init__(self) -> None:
         self._of: dict[Lane, ThreadPoolExecutor] = {}
+        self._latest: dict[Lane, Future] = {}
 
-    def of(self, lane: Lane) -> ThreadPoolExecutor:
+    def submit(self, lane: Lane, work: Callable[..., None], *arguments: Any) -> Future:
+        """Queue work behind what the lane was given before."""
         if lane not in self._of:
             self._of[lane] = ThreadPoolExecutor(
                 1, lane.name, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
             )
-        return self._of[lane]
+        self._latest[lane] = self._of[lane].submit(work, *arguments)
+        return self._latest[lane]
+
+    def are_done(self, lane: Lane) -> bool:
+        """Whether a lane has ended all that it was given."""
+        return lane not in self._latest or self._latest[lane].done()
+
+
+class _Begun:
+    """Work whose first step its caller has done, in the place of a future: whoever asks for its
+    end does the rest."""
+
+    def __init__(self, steps: Steps[None]) -> None:
+        next(steps, None)
+        self._steps: Steps[None] | None = steps
+        self._error: BaseException | None = None
+
+    def result(self) -> None:
+        if self._error is not None:
+            raise self._error
+        steps, self._steps = self._steps, None
+        if steps is None:
+            return
+        try:
+            to_the_end(steps)
+        except BaseException as error:
+            self._error = error
+            raise
+
+    def done(self) -> bool:
+        return self._steps is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
 
 
 class ThreadLanes(InlineLanes):
@@ -237,7 +295,7 @@ class ThreadLanes(InlineLanes):
                 errand.run(positions)
 
         others = [
-            self._workers.of(lane).submit(work, positions)
+            self._workers.submit(lane, work, positions)
             for lane, positions in schedule.by_lane.items()
             if lane != COMPUTE
         ]
@@ -256,9 +314,14 @@ class ThreadLanes(InlineLanes):
             with state.entered():
                 work()
 
-        return self._workers.of(lane).submit(body)
+        return self._workers.submit(lane, body)
 
-    def join(self, events: Iterable[Future]) -> None:
+    def begin(self, lane: Lane, steps: Steps[None]) -> Event:
+        # To wake a thread takes longer than to post a message or two. In the order of the lane, in
+        # which other ranks expect them.
+        return _Begun(steps) if self._workers.are_done(lane) else super().begin(lane, steps)
+
+    def join(self, events: Iterable[Future | _Begun]) -> None:
         events = tuple(events)
         try:
             for event in events:
@@ -473,7 +536,7 @@ class CudaLanes:
             with state.entered():
                 errand.run(of_host)
 
-        beside = self._workers.of(HOST).submit(work)
+        beside = self._workers.submit(HOST, work)
         errand.run(issued.by_caller)
         beside.result()
         errand.raise_first()
@@ -490,6 +553,9 @@ class CudaLanes:
             work()
             event = stream.record_event()
         return event
+
+    def begin(self, lane: Lane, steps: Steps[None]) -> torch.cuda.Event:
+        return self.submit(lane, functools.partial(to_the_end, steps), ())
 
     def _stream(self, lane: Lane) -> Any:
         if lane not in self._streams:

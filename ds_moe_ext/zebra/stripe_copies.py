@@ -18,7 +18,7 @@ from ds_moe_ext.moe.copies.slab import Slab, Weights, whole
 from ds_moe_ext.moe.route import LayerRoute
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.crew import Saved, Uncut
-from ds_moe_ext.schedule.executor import OnDevice
+from ds_moe_ext.schedule.executor import OnDevice, to_the_end
 from ds_moe_ext.schedule.task import Span
 from ds_moe_ext.zebra.serving import TakesGradients
 
@@ -63,7 +63,8 @@ class StripeGather:
             held, wanted, part = Held(plan.home, {}), plan.target, copies.trips.whole
         room = Slab().make_room(part.received, copies.like)
         there = {**copies.by_expert(weights, plan.home), **held.copies}
-        copies.traffic += sparse_all_gather(part, there, room, copies.place.group)
+        gather = sparse_all_gather(part, there, room, copies.place.group)
+        copies.traffic += to_the_end(gather)
         return (Held(wanted, {**held.copies, **room}),), (weights, wanted)
 
     def recut(self, span: Span, pieces: Sequence[tuple[Span, Saved]]) -> Saved:
@@ -78,9 +79,10 @@ class StripeGather:
         own, waiting = copies.by_expert(weights, copies.plan.home), copies.all_waiting({})
         copies.lanes.keep(tuple(waiting.values()))
         part, place = copies.trips.part_to(target), copies.place
-        arrived = sparse_reduce_scatter(
+        reduction = sparse_reduce_scatter(
             part, {**own, **waiting}, place.group, in_float32=place.in_float32
         )
+        arrived = to_the_end(reduction)
         copies.traffic += arrived.traffic
         for expert, grads in arrived.grads.items():
             add_grads(self.sums, own[expert], grads)

@@ -34,6 +34,7 @@ from rotation import Contender, measure
 
 from ds_moe_ext.comm import sparse_all_gather, sparse_reduce_scatter
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.schedule.executor import Steps, T, to_the_end
 from ds_moe_ext.transfer import SMALL, Cargo, Part, Transfers, gather_rounds
 
 WAYS = ("whole", "segments")
@@ -175,8 +176,8 @@ def compare(given: argparse.Namespace, mib: float) -> dict[str, list[float]]:
     grads = {0: tuple((1 + rank) * weight for weight in expert)}
     contenders = []
     for name, part in ways(given, 12 * numel):
-        there = partial(sparse_all_gather, part, {0: expert}, room, group)
-        back = partial(sparse_reduce_scatter, part, grads, group)
+        there = _whole(partial(sparse_all_gather, part, {0: expert}, room, group))
+        back = _whole(partial(sparse_reduce_scatter, part, grads, group))
         there()
         if rank and not all(map(torch.equal, room[0], expert)):
             raise RuntimeError(f"rank {rank} has got other bits, {name}")
@@ -186,6 +187,10 @@ def compare(given: argparse.Namespace, mib: float) -> dict[str, list[float]]:
         contenders += [Contender(f"{name}, there", _once(there))]
         contenders += [Contender(f"{name}, back", _once(back))]
     return measure(contenders, rounds=given.rounds, steps=1)
+
+
+def _whole(work: Callable[[], Steps[T]]) -> Callable[[], T]:
+    return lambda: to_the_end(work())
 
 
 def _once(work: Callable[[], object]) -> Callable[[int], object]:

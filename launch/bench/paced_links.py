@@ -18,6 +18,7 @@ from torch import Tensor
 from ds_moe_ext import comm
 from ds_moe_ext.comm import Pairs, Parcel
 from ds_moe_ext.moe import dispatch
+from ds_moe_ext.schedule.executor import InlineLanes, Steps, ThreadLanes
 
 SLICE_S = 0.002  # after which a transfer looks again who shares the card
 
@@ -73,13 +74,14 @@ def paced_links(card: Card, rank: int) -> Iterator[None]:
         )
         return arrived_R
 
-    def move(self: Pairs, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> None:
-        moved(self, receives, sends)
+    def move(self: Pairs, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> Steps[None]:
+        yield from moved(self, receives, sends)
         card.carry(sum(t.nbytes for t, _ in sends), sum(t.nbytes for t, _ in receives))
 
     with (
         mock.patch.object(dispatch, "all_to_all_by_pairs", all_to_all),
         mock.patch.object(Pairs, "move", move),
+        mock.patch.object(ThreadLanes, "begin", InlineLanes.begin),  # a card carries in a lane
         mock.patch("socket.gethostname", lambda: f"node{rank}"),
     ):
         yield

@@ -18,6 +18,7 @@ from torch import Tensor
 from ds_moe_ext import comm
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.schedule.executor import to_the_end
 from ds_moe_ext.schedule.task import INTER
 from ds_moe_ext.transfer import SMALL, Cargo, Move, Part, Round, gather_rounds
 from tests.ranks import pool_of, share_gpus
@@ -51,8 +52,8 @@ def check_there_and_back(
         if is_checked and device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
-        comm.sparse_all_gather(part, chunks, buffers, dist.group.WORLD)
-        came = comm.sparse_reduce_scatter(part, grads, dist.group.WORLD)
+        to_the_end(comm.sparse_all_gather(part, chunks, buffers, dist.group.WORLD))
+        came = to_the_end(comm.sparse_reduce_scatter(part, grads, dist.group.WORLD))
     if device.type == "cuda":
         torch.cuda.set_sync_debug_mode("default")
     for e, tensors in buffers.items():
@@ -110,10 +111,10 @@ def check_alone(device: torch.device) -> None:
     """Broadcasts and reduces of one member, to itself: that the grouped calls are accepted."""
     part = Part(0, (Round((Move(0, 0),), ()),), (Move(0, 0),))
     chunks = {0: expert(0, 0, device)}
-    traffic = comm.sparse_all_gather(part, chunks, {}, dist.group.WORLD)
+    traffic = to_the_end(comm.sparse_all_gather(part, chunks, {}, dist.group.WORLD))
     assert traffic.sent_bytes == sum(tensor.nbytes for tensor in chunks[0])
     assert all(map(torch.equal, chunks[0], expert(0, 0, device)))
-    came = comm.sparse_reduce_scatter(part, chunks, dist.group.WORLD)
+    came = to_the_end(comm.sparse_reduce_scatter(part, chunks, dist.group.WORLD))
     assert all((grad == 0.0).all() for grad in came.grads[0])
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from ds_moe_ext.comm import Arrived, Traffic, sparse_all_gather, sparse_reduce_scatter
 from ds_moe_ext.hardware import Collectives, Device, Hardware, Link
 from ds_moe_ext.level_share import LevelShare
+from ds_moe_ext.schedule.executor import Steps
 from ds_moe_ext.steps.planning import Planning
 from ds_moe_ext.strategy import Plan
 from ds_moe_ext.transfer import Part
@@ -78,17 +79,17 @@ class Watch:
     _gathers: list[int] = field(default_factory=list)
     _reductions: list[int] = field(default_factory=list)
 
-    def gather(self, part: Part, chunks: Tensors, buffers: Tensors, group: Any) -> Traffic:
+    def gather(self, part: Part, chunks: Tensors, buffers: Tensors, group: Any) -> Steps[Traffic]:
         for buffer in (tensor for own in buffers.values() for tensor in own):
             buffer.fill_(torch.nan)
         self._be_late(part)
-        traffic = sparse_all_gather(part, chunks, buffers, group)
+        traffic = yield from sparse_all_gather(part, chunks, buffers, group)
         self._gathers.append(traffic.received_bytes)
         return traffic
 
-    def reduce(self, part: Part, grads: Tensors, group: Any, **how: Any) -> Arrived:
+    def reduce(self, part: Part, grads: Tensors, group: Any, **how: Any) -> Steps[Arrived]:
         self._be_late(part)
-        arrived = sparse_reduce_scatter(part, grads, group, **how)
+        arrived = yield from sparse_reduce_scatter(part, grads, group, **how)
         self._reductions.append(arrived.traffic.sent_bytes)
         return arrived
 

@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ds_moe_ext.comm import Arrived, sparse_reduce_scatter
 from ds_moe_ext.moe.copies.slab import Slab
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.schedule.executor import Steps
 from ds_moe_ext.transfer import Part
 from tests.hosts.copied_runs import COPIES, varied
 from tests.hosts.jobs import Job, engine_of, loss_of, micro_batch
@@ -55,12 +56,12 @@ class Census:
 
     def reduce(
         self, part: Part, grads: Mapping[int, Sequence[Tensor]], group: Any, **how: Any
-    ) -> Arrived:
+    ) -> Steps[Arrived]:
         for tensor in (tensor for expert in part.received for tensor in grads[expert]):
             storage = tensor.untyped_storage()
             self._grads[StorageWeakRef(storage)] = storage.nbytes()
         self.count()
-        return sparse_reduce_scatter(part, grads, group, **how)
+        return (yield from sparse_reduce_scatter(part, grads, group, **how))
 
     @contextmanager
     def taken(self) -> Iterator[None]:

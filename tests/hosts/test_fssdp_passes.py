@@ -21,8 +21,9 @@ from ds_moe_ext.comm import Arrived, Traffic, sparse_all_gather, sparse_reduce_s
 from ds_moe_ext.moe.expert import Expert
 from ds_moe_ext.moe.observation import Rows, TimedTask
 from ds_moe_ext.report.recorder import span_of
+from ds_moe_ext.schedule.executor import Steps
 from ds_moe_ext.schedule.step import whole_step
-from ds_moe_ext.schedule.task import ATTENTION, START, Schedule, Task
+from ds_moe_ext.schedule.task import ATTENTION, PARAM, START, Schedule, Task
 from ds_moe_ext.strategies.fssdp import FullySharded
 from tests.hosts.copied_runs import (
     COPIES,
@@ -88,18 +89,18 @@ class Meetings(Barriers):
     _num_gathers: int = 0
     _num_reductions: int = 0
 
-    def gather(self, *arguments: Any) -> Traffic:
+    def gather(self, *arguments: Any) -> Steps[Traffic]:
         """Gathers of a step come in the order of layers, then against it."""
         self.meet("gather", self._num_gathers)
         self._num_gathers += self.is_on
         self.dawdle()
-        return sparse_all_gather(*arguments)
+        return (yield from sparse_all_gather(*arguments))
 
-    def reduce(self, *arguments: Any, **how: Any) -> Arrived:
+    def reduce(self, *arguments: Any, **how: Any) -> Steps[Arrived]:
         self.meet("reduction", NUM_LAYERS - 1 - self._num_reductions)
         self._num_reductions += self.is_on
         self.dawdle()
-        return sparse_reduce_scatter(*arguments, **how)
+        return (yield from sparse_reduce_scatter(*arguments, **how))
 
     def attention_of(self, layer: int, *, gathers_again: bool) -> Any:
         """A hook on attention's first product."""
@@ -249,6 +250,34 @@ def check_gathered_again(layer: int, moments: dict[tuple[str, str, int], Moment]
     assert start < moments["attention", "backward", layer + 1][1]
     assert end <= moments["expert", "backward", layer][0]
     assert moments["dispatch", "backward", layer + 1][1] <= start
+
+
+def begun_in(rank: int, world_size: int, job: Job) -> list[set[str]]:
+    """Names of the threads in which copies set out: in a first step, in one that nobody watches,
+    and in one that is watched."""
+    from ds_moe_ext.steps.training_run import run_of
+
+    engine, threads = engine_of(job, world_size), [set[str](), set[str](), set[str]()]
+    run_of(engine).recorder.tracer = Kept(range(2, 3))
+
+    def gather(*arguments: Any) -> Steps[Traffic]:
+        threads[engine.global_steps].add(threading.current_thread().name)
+        return (yield from sparse_all_gather(*arguments))
+
+    with mock.patch("ds_moe_ext.moe.copies.packing.sparse_all_gather", gather):
+        while engine.global_steps < len(threads):
+            engine.backward(loss_of(engine, micro_batch(engine.micro_steps, rank)))
+            engine.step()
+    return threads
+
+
+def test_only_what_is_watched_or_passed_on_needs_a_thread() -> None:
+    """Of two ranks none passes copies on."""
+    job = everywhere(replace(JOB, dtype="float32"))
+    for _, unwatched, watched in pool_of(2).run(begun_in, job):
+        assert unwatched == {"MainThread"}
+        assert watched
+        assert all(name.startswith(PARAM.name) for name in watched)
 
 
 def planned_beside(rank: int, world_size: int, job: Job) -> int:

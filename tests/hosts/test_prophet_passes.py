@@ -11,12 +11,12 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from ds_moe_ext.comm import sparse_all_gather, sparse_reduce_scatter
+from ds_moe_ext.comm import Arrived, Traffic, sparse_all_gather, sparse_reduce_scatter
 from ds_moe_ext.moe import layer as layer_module
 from ds_moe_ext.moe.dispatch import Dispatch
 from ds_moe_ext.moe.expert import Expert
 from ds_moe_ext.moe.layer import RoutedExperts
-from ds_moe_ext.schedule.executor import ThreadLanes
+from ds_moe_ext.schedule.executor import Steps, ThreadLanes
 from tests.hosts.copied_runs import (
     COPIES,
     check_equal,
@@ -59,15 +59,15 @@ class Meetings(Barriers):
 
     # Gathers: all of layer 0, then halves of each layer; in backward the same from the end.
 
-    def gather(self, *arguments: Any) -> Any:
+    def gather(self, *arguments: Any) -> Steps[Traffic]:
         self.meet("gather", self.next_of("gather"))
         self.dawdle()
-        return sparse_all_gather(*arguments)
+        return (yield from sparse_all_gather(*arguments))
 
-    def reduce(self, *arguments: Any, **how: Any) -> Any:
+    def reduce(self, *arguments: Any, **how: Any) -> Steps[Arrived]:
         self.meet("reduction", self.next_of("reduction"))
         self.dawdle()
-        return sparse_reduce_scatter(*arguments, **how)
+        return (yield from sparse_reduce_scatter(*arguments, **how))
 
     def expert(self, forward: Any) -> Any:
         """Experts of layer i meet the first half of layer i + 1."""

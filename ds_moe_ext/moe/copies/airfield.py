@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -20,10 +21,11 @@ from ds_moe_ext.moe.copies.trips import Place, Trips
 from ds_moe_ext.moe.observation import TasksSeen, tell
 from ds_moe_ext.moe.turns import DTYPES
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.schedule.executor import Event, Lanes, Mark, lanes_for
+from ds_moe_ext.schedule.executor import Event, Lanes, Mark, Steps, lanes_for, to_the_end
 from ds_moe_ext.schedule.task import PARAM, Op, Span, Task, Value
 from ds_moe_ext.schedule.wires import TARGET_WEIGHTS, WEIGHTS
 from ds_moe_ext.strategy import Plan
+from ds_moe_ext.transfer import Part
 
 T = TypeVar("T")
 BYTES = 2  # of an element, as experts mostly travel
@@ -82,9 +84,13 @@ class Airfield:
             expert: tuple(tensors[i * size : (i + 1) * size]) for i, expert in enumerate(experts)
         }
 
-    def submit(self, work: Callable[[], None]) -> Event:
-        """Queue work in the lane of parameters."""
-        event = self.lanes.submit(PARAM, work, ())
+    def submit(self, part: Part, steps: Steps[None]) -> Event:
+        """Queue what moves a part of the transfers in the lane of parameters."""
+        # What is passed on at once cannot pause, and what is watched is there when it ends.
+        if len(part.rounds) == 1 and not self.is_watched:
+            event = self.lanes.begin(PARAM, steps)
+        else:
+            event = self.lanes.submit(PARAM, partial(to_the_end, steps), ())
         self._outstanding.append(event)
         return event
 
@@ -131,9 +137,14 @@ class Airfield:
         """Whether the experts have gradients, here and on all other ranks."""
         return any(weight.requires_grad for weight in self.learns or self.like)
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody wants to know when copies and gradients travel."""
+        return any([each.is_on for each in self._observers])
+
     def began(self) -> Mark | None:
         """This moment in the lane that calls; None if nobody wants to know: marks cost a little."""
-        return self.lanes.mark() if any([each.is_on for each in self._observers]) else None
+        return self.lanes.mark() if self.is_watched else None
 
     def saw(self, op: Op, start: Mark | None, *, is_adjoint: bool = False, piece: int = 0) -> None:
         """Tell the observers of a task that began then and ends now."""

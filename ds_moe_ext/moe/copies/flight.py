@@ -20,7 +20,7 @@ from ds_moe_ext.moe.copies.slab import Slab, Weights, are_stacked, by_slot, whol
 from ds_moe_ext.moe.copies.trips import Piece
 from ds_moe_ext.moe.memory_order import restacked
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.schedule.executor import Event
+from ds_moe_ext.schedule.executor import Event, Steps
 from ds_moe_ext.schedule.task import GATHER
 from ds_moe_ext.transfer import Part
 
@@ -88,6 +88,7 @@ class Flight:
                 self._added = Slab()  # the next micro-batch may ask for others
             part = copies.place.part(self.target, target)
             held = {**self._slab.held}
+            copies.lanes.join(self._slab.gathers)  # which may be passed on
             room = self._added.make_room(part.received, copies.like)
             self._launch(part, self._added, room, held)
             self.target = target
@@ -171,7 +172,9 @@ class Flight:
         """Send the next piece of the gradients home, if one is left."""
         if self._to_send:
             piece, grads = self._to_send.popleft()
-            self._reduce(grads, piece)
+            if piece.part.rounds:
+                reduction = self._reduce(grads, piece)
+                self._reductions.append(self.copies.submit(piece.part, reduction))
 
     def come_home(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """The finished gradients of the experts at home. Waits for all that was sent.
@@ -217,48 +220,46 @@ class Flight:
         *,
         number: int = 0,
     ) -> None:
-        if not part.rounds:
-            return
-        copies, chunks = self.copies, {**self._at_home(part.sent), **(held or {})}
+        if part.rounds:
+            chunks = {**self._at_home(part.sent), **(held or {})}
+            gather = self._gather(Piece(part, (), number), slab, chunks, buffers)
+            slab.gathers.append(self.copies.submit(part, gather))
 
-        def work() -> None:
-            # In the parameter lane: the buffers were made in the thread that calls, so the lane's
-            # stream must keep them from being used again before it has passed.
-            start = copies.began()
-            copies.lanes.keep((slab,))
-            with torch.no_grad():
-                group, codec = copies.place.group, copies.codecs.weights
-                copies.traffic += gathered(part, chunks, buffers, group, codec)
-            copies.saw(GATHER, start, piece=number)
-
-        slab.gathers.append(copies.submit(work))
+    @torch.no_grad()
+    def _gather(
+        self,
+        piece: Piece,
+        slab: Slab,
+        chunks: Mapping[int, Weights],
+        buffers: Mapping[int, Weights],
+    ) -> Steps[None]:
+        # In the parameter lane: the buffers were made in the thread that calls, so the lane's
+        # stream must keep them from being used again before it has passed.
+        copies, start = self.copies, self.copies.began()
+        copies.lanes.keep((slab,))
+        group, codec = copies.place.group, copies.codecs.weights
+        copies.traffic += yield from gathered(piece.part, chunks, buffers, group, codec)
+        copies.saw(GATHER, start, piece=piece.number)
 
     def _wait(self) -> None:
         lanes = self.copies.lanes
         lanes.join((*self._slab.gathers, *self._added.gathers))
         lanes.keep((self._slab, self._added))
 
-    def _reduce(self, grads: Mapping[int, Weights], piece: Piece) -> None:
-        copies, part = self.copies, piece.part
-        if not part.rounds:
-            return
-
-        def work() -> None:
-            start, place = copies.began(), copies.place
-            copies.lanes.keep(tuple(grads.values()))
-            with torch.no_grad():
-                arrived = sparse_reduce_scatter(
-                    part,
-                    {**self._at_home(part.sent), **grads},
-                    place.group,
-                    in_float32=place.in_float32,
-                    packing=packing_of(copies.codecs),
-                )
-            copies.traffic += arrived.traffic
-            self._arrived.update(arrived.grads)
-            copies.saw(GATHER, start, is_adjoint=True, piece=piece.number)
-
-        self._reductions.append(copies.submit(work))
+    @torch.no_grad()
+    def _reduce(self, grads: Mapping[int, Weights], piece: Piece) -> Steps[None]:
+        copies, start, part = self.copies, self.copies.began(), piece.part
+        copies.lanes.keep(tuple(grads.values()))
+        arrived = yield from sparse_reduce_scatter(
+            part,
+            {**self._at_home(part.sent), **grads},
+            copies.place.group,
+            in_float32=copies.place.in_float32,
+            packing=packing_of(copies.codecs),
+        )
+        copies.traffic += arrived.traffic
+        self._arrived.update(arrived.grads)
+        copies.saw(GATHER, start, is_adjoint=True, piece=piece.number)
 
     def _arrived_grads(self) -> Mapping[int, Weights]:
         self.copies.lanes.join(self._reductions)

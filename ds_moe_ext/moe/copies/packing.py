@@ -17,6 +17,7 @@ from torch import Tensor
 from ds_moe_ext.comm import Traffic, sparse_all_gather
 from ds_moe_ext.moe.codecs import Codec
 from ds_moe_ext.moe.copies.slab import Weights
+from ds_moe_ext.schedule.executor import Steps
 from ds_moe_ext.transfer import Part
 
 
@@ -26,16 +27,16 @@ def gathered(
     buffers: Mapping[int, Sequence[Tensor]],
     group: dist.ProcessGroup,
     codec: Codec | None,
-) -> Traffic:
+) -> Steps[Traffic]:
     """As ``sparse_all_gather``, through a codec: buffers have what it makes of the holders' bits.
 
     The home computes with its own weights as they are, and its copies with decoded ones.
     """
     if codec is None or not part.rounds:
-        return sparse_all_gather(part, chunks, buffers, group)
+        return (yield from sparse_all_gather(part, chunks, buffers, group))
     rooms = {expert: packed(buffers[expert], codec) for expert in part.received}  # for their shapes
     own = {expert: packed(chunks[expert], codec) for expert in part.sent if expert not in rooms}
-    traffic = sparse_all_gather(part, own, rooms, group)
+    traffic = yield from sparse_all_gather(part, own, rooms, group)
     for expert, room in rooms.items():
         for arrived, buffer in zip(room, buffers[expert]):
             decoded_ND = codec.decode(arrived, _rows(buffer))
