@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ds_moe_ext.comm import (
     AllToAll,
+    Traffic,
     all_gather_rows,
     all_to_all_rows,
     connect,
@@ -357,8 +358,8 @@ def copy_sweep(level: Level, sizes: Sizes, device: torch.device) -> Sweep:
     return Sweep(f"copies of experts {level.name}", units_N, works_N)
 
 
-def _copy(part: Part, slots: Mapping[int, tuple[Tensor]], group: dist.ProcessGroup) -> None:
-    to_the_end(sparse_all_gather(part, slots, slots, group))
+def _copy(part: Part, slots: Mapping[int, tuple[Tensor]], group: dist.ProcessGroup) -> Traffic:
+    return to_the_end(sparse_all_gather(part, slots, slots, group))
 
 
 def measure_device(bench: Bench, product_N: Sequence[int]) -> Device:
