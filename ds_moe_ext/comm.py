@@ -524,16 +524,17 @@ class Pairs:
         arriving, leaving = _messages(receives), _messages(sends)
         rooms = [(_room_for(parts), member) for parts, member in arriving]
         sent = [(p[0] if len(p) == 1 else torch.cat(p), member) for p, member in leaving]
-        are_alone = self.group.size() == 2 and _are_small(receives) and _are_small(sends)
-        yield from self._under_way(partial(self._swap if are_alone else self.post, rooms, sent))
+        are_two = self.group.size() == 2 and len(rooms) <= 1 and len(sent) <= 1
+        swaps = are_two and _are_small(rooms) and _are_small(sent)
+        yield from self._under_way(partial(self._swap if swaps else self.post, rooms, sent))
         for (room, _), (parts, _) in zip(rooms, arriving):
             if room is not parts[0]:
                 arrived = room.split_with_sizes([part.numel() for part in parts])
                 torch._foreach_copy_(parts, arrived)
 
     def _swap(self, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> list[dist.Work]:
-        """All of an exchange in a group of two, a message each way at most, as an all-to-all: a
-        thread of gloo's does it, where sends and receives would take more of the caller's time."""
+        """All of an exchange in a group of two, a small message each way at most, as an all-to-all:
+        a thread of gloo's does it, where sends and receives take more of the caller's time."""
         (room,) = [as_bytes(into) for into, _ in receives] or [torch.empty(0, dtype=torch.uint8)]
         (message,) = [as_bytes(out) for out, _ in sends] or [room[:0]]
         from_C, to_C = [room.numel()] * 2, [message.numel()] * 2

@@ -161,7 +161,7 @@ class FullySharded(Strategy):
                 is_home = np.array_equal(target.holds_EC, home.holds_EC)
                 targets[layer] = home if is_home else target
                 prices[layer] = pool.prices
-        shares = NearestCopy.of_layers(targets, job.node_C)
+        shares = _nearest(job, targets)
         fits_L = self._copies_that_fit(job)
         return tuple(
             self._plan_of(home, share, rows_CE, prices[layer], int(fits_L[layer]))
@@ -442,6 +442,15 @@ class FullySharded(Strategy):
             revise=revise,
             predicted_CE=rows_CE,
         )
+
+
+def _nearest(job: Job, targets: Sequence[Placement]) -> Sequence[NearestCopy]:
+    """Shares of the nearest copies, one a target; the present ones where all targets are, with what
+    they have prepared."""
+    present = [plan.share for plan in job.present if isinstance(plan.share, NearestCopy)]
+    if len(present) == len(targets) and all(s.target is t for s, t in zip(present, targets)):
+        return present
+    return NearestCopy.of_layers(targets, job.node_C)
 
 
 def _num_rows_L(job: Job) -> np.ndarray:

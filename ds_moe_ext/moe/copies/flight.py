@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from ds_moe_ext.comm import add_each, sparse_reduce_scatter
@@ -225,7 +224,6 @@ class Flight:
             gather = self._gather(Piece(part, (), number), slab, chunks, buffers)
             slab.gathers.append(self.copies.submit(part, gather))
 
-    @torch.no_grad()
     def _gather(
         self,
         piece: Piece,
@@ -246,7 +244,6 @@ class Flight:
         lanes.join((*self._slab.gathers, *self._added.gathers))
         lanes.keep((self._slab, self._added))
 
-    @torch.no_grad()
     def _reduce(self, grads: Mapping[int, Weights], piece: Piece) -> Steps[None]:
         copies, start, part = self.copies, self.copies.began(), piece.part
         copies.lanes.keep(tuple(grads.values()))
