@@ -430,20 +430,32 @@ def _messages(parcels: Sequence[Parcel]) -> list[tuple[list[Tensor], int]]:
 
 def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Views of contiguous tensors as rows of one type, bytes where they are of several."""
-    dtype = tensors[0].dtype
-    if all([tensor.dtype == dtype for tensor in tensors]):
+    if len({tensor.dtype for tensor in tensors}) < 2:
         return [tensor.view(-1) for tensor in tensors]
     return [as_bytes(tensor) for tensor in tensors]
 
 
 def _room_for(parts: Sequence[Tensor]) -> Tensor:
     """Where they arrive at once: a lone one in its own place."""
-    first, *others = parts
-    return first.new_empty(sum([part.numel() for part in parts])) if others else first
+    if len(parts) < 2:
+        return parts[0] if parts else _NOTHING
+    return parts[0].new_empty(sum([part.numel() for part in parts]))
 
 
-def _are_small(parcels: Sequence[Parcel]) -> bool:
-    return all([tensor.nbytes <= SMALL_BYTES for tensor, _ in parcels])
+def _as_one(parts: list[Tensor]) -> Tensor:
+    """What leaves at once."""
+    if len(parts) < 2:
+        return parts[0] if parts else _NOTHING
+    return torch.cat(parts)
+
+
+def _take_apart(room: Tensor, parts: list[Tensor]) -> None:
+    """Once all have arrived in the room for them."""
+    if len(parts) > 1:
+        torch._foreach_copy_(parts, room.split_with_sizes([part.numel() for part in parts]))
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 @dataclass(slots=True)
@@ -503,12 +515,17 @@ class Pairs:
     def move(self, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> Steps[None]:
         """Move tensors; it pauses while they are under way. On CUDA the current stream waits, and
         not the host."""
-        self.sent_bytes += sum([tensor.nbytes for tensor, _ in sends])
-        self.received_bytes += sum([tensor.nbytes for tensor, _ in receives])
-        if self.packs_small:
-            yield from self._in_messages(receives, sends)
-        else:
+        sent_bytes, received_bytes = (
+            sum([tensor.nbytes for tensor, _ in parcels]) for parcels in (sends, receives)
+        )
+        self.sent_bytes += sent_bytes
+        self.received_bytes += received_bytes
+        if not self.packs_small:
             yield from self._under_way(partial(self.post, receives, sends))
+        elif self.group.size() == 2 and max(sent_bytes, received_bytes) <= SMALL_BYTES:
+            yield from self._swap(receives, sends)
+        else:
+            yield from self._in_messages(receives, sends)
 
     def _under_way(self, post: Callable[[], Sequence[dist.Work]]) -> Steps[None]:
         """Between the two others may wait for something else."""
@@ -523,25 +540,26 @@ class Pairs:
         """The same, small tensors between two members as one."""
         arriving, leaving = _messages(receives), _messages(sends)
         rooms = [(_room_for(parts), member) for parts, member in arriving]
-        sent = [(p[0] if len(p) == 1 else torch.cat(p), member) for p, member in leaving]
-        are_two = self.group.size() == 2 and len(rooms) <= 1 and len(sent) <= 1
-        swaps = are_two and _are_small(rooms) and _are_small(sent)
-        yield from self._under_way(partial(self._swap if swaps else self.post, rooms, sent))
+        sent = [(_as_one(parts), member) for parts, member in leaving]
+        yield from self._under_way(partial(self.post, rooms, sent))
         for (room, _), (parts, _) in zip(rooms, arriving):
-            if room is not parts[0]:
-                arrived = room.split_with_sizes([part.numel() for part in parts])
-                torch._foreach_copy_(parts, arrived)
+            _take_apart(room, parts)
 
-    def _swap(self, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> list[dist.Work]:
-        """All of an exchange in a group of two, a small message each way at most, as an all-to-all:
-        a thread of gloo's does it, where sends and receives take more of the caller's time."""
-        (room,) = [as_bytes(into) for into, _ in receives] or [torch.empty(0, dtype=torch.uint8)]
-        (message,) = [as_bytes(out) for out, _ in sends] or [room[:0]]
-        from_C, to_C = [room.numel()] * 2, [message.numel()] * 2
+    def _swap(self, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> Steps[None]:
+        """The same in a group of two, all of it small, as an all-to-all: a thread of gloo's does
+        it, where sends and receives take more of the caller's time."""
+        arriving, leaving = (_flat([tensor for tensor, _ in each]) for each in (receives, sends))
+        room, sent = _room_for(arriving), _as_one(leaving)
+        into, out = room.view(torch.uint8), sent.view(torch.uint8)
+        from_C, to_C = [into.numel()] * 2, [out.numel()] * 2
         here = self.group.rank()
         from_C[here] = to_C[here] = 0
         all_to_all: Any = self.group.alltoall_base  # its stub wants lists
-        return [all_to_all(room, message, from_C, to_C, _BESIDE)]
+        work = all_to_all(into, out, from_C, to_C, _BESIDE)
+        yield
+        with Waiting(self.group):
+            work.wait()
+        _take_apart(room, arriving)
 
     @property
     def traffic(self) -> Traffic:

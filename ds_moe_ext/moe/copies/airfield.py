@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -119,7 +119,7 @@ class Airfield:
         """Of one expert on its way, the mean of there and, as gradients, back."""
         return copy_bytes(self.like, self.codecs)
 
-    @cached_property
+    @property
     def lanes(self) -> Lanes:
         return lanes_for(self.like[0].device, overlaps=True)
 
