@@ -409,7 +409,8 @@ Parcel = tuple[Tensor, int]
 """A contiguous tensor and the member at the other end."""
 
 SMALL_BYTES = 64 << 10
-"""Of a tensor that is sooner copied twice than sent alone by gloo: a bias, or tiny experts."""
+"""Of a tensor that is sooner copied twice than sent alone by gloo: a bias, or tiny experts; of two
+ranks, all that goes either way at once."""
 
 
 def _messages(parcels: Sequence[Parcel]) -> list[tuple[list[Tensor], int]]:

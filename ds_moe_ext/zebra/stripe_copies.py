@@ -63,8 +63,7 @@ class StripeGather:
             held, wanted, part = Held(plan.home, {}), plan.target, copies.trips.whole
         room = Slab().make_room(part.received, copies.like)
         there = {**copies.by_expert(weights, plan.home), **held.copies}
-        gather = sparse_all_gather(part, there, room, copies.place.group)
-        copies.traffic += to_the_end(gather)
+        copies.moved(to_the_end(sparse_all_gather(part, there, room, copies.place.group)))
         return (Held(wanted, {**held.copies, **room}),), (weights, wanted)
 
     def recut(self, span: Span, pieces: Sequence[tuple[Span, Saved]]) -> Saved:
@@ -83,7 +82,7 @@ class StripeGather:
             part, {**own, **waiting}, place.group, in_float32=place.in_float32
         )
         arrived = to_the_end(reduction)
-        copies.traffic += arrived.traffic
+        copies.moved(arrived.traffic)
         for expert, grads in arrived.grads.items():
             add_grads(self.sums, own[expert], grads)
         return (None,)

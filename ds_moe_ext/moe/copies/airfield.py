@@ -6,6 +6,7 @@ Shape letters: C cells, E experts.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -72,6 +73,7 @@ class Airfield:
         self.plan = plan
         self.trips = Trips.of(self.place, plan)
         self.traffic = Traffic()
+        self._counting = threading.Lock()  # the lane's thread ends some, and its caller others
         self._waiting: dict[int, Weights] = {}  # gradients of copies from earlier micro-batches
         self._nothing: Tensor | None = None
         self._outstanding: list[Event] = []  # of this step, also those that no pass came to join
@@ -93,6 +95,11 @@ class Airfield:
             event = self.lanes.submit(PARAM, partial(to_the_end, steps), ())
         self._outstanding.append(event)
         return event
+
+    def moved(self, traffic: Traffic) -> None:
+        """Count what has come and gone."""
+        with self._counting:
+            self.traffic += traffic
 
     def learn_types(self, weights: Weights) -> None:
         """Those of weights, of which a rank may be home to none: a host may have cast them since

@@ -236,7 +236,7 @@ class Flight:
         copies, start = self.copies, self.copies.began()
         copies.lanes.keep((slab,))
         group, codec = copies.place.group, copies.codecs.weights
-        copies.traffic += yield from gathered(piece.part, chunks, buffers, group, codec)
+        copies.moved((yield from gathered(piece.part, chunks, buffers, group, codec)))
         copies.saw(GATHER, start, piece=piece.number)
 
     def _wait(self) -> None:
@@ -254,7 +254,7 @@ class Flight:
             in_float32=copies.place.in_float32,
             packing=packing_of(copies.codecs),
         )
-        copies.traffic += arrived.traffic
+        copies.moved(arrived.traffic)
         self._arrived.update(arrived.grads)
         copies.saw(GATHER, start, is_adjoint=True, piece=piece.number)
 

@@ -38,12 +38,18 @@ def gathered(
     own = {expert: packed(chunks[expert], codec) for expert in part.sent if expert not in rooms}
     traffic = yield from sparse_all_gather(part, own, rooms, group)
     for expert, room in rooms.items():
-        for arrived, buffer in zip(room, buffers[expert]):
-            decoded_ND = codec.decode(arrived, _rows(buffer))
-            buffer.detach().copy_(decoded_ND.reshape(buffer.shape))
+        _unpack(room, buffers[expert], codec)
     return traffic
 
 
+@torch.no_grad()
+def _unpack(room: Sequence[Tensor], buffers: Sequence[Tensor], codec: Codec) -> None:
+    for arrived, buffer in zip(room, buffers):
+        decoded_ND = codec.decode(arrived, _rows(buffer))
+        buffer.detach().copy_(decoded_ND.reshape(buffer.shape))
+
+
+@torch.no_grad()
 def packed(weights: Sequence[Tensor], codec: Codec) -> Weights:
     """What the weights of an expert travel as: row by row of each, a vector as one row."""
     return tuple(codec.encode(_rows(weight)).contiguous() for weight in weights)
