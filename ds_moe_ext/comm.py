@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -516,22 +515,21 @@ class Pairs:
     def move(self, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> Steps[None]:
         """Move tensors; it pauses while they are under way. On CUDA the current stream waits, and
         not the host."""
-        sent_bytes, received_bytes = (
-            sum([tensor.nbytes for tensor, _ in parcels]) for parcels in (sends, receives)
-        )
+        sent_bytes = sum([tensor.nbytes for tensor, _ in sends])
+        received_bytes = sum([tensor.nbytes for tensor, _ in receives])
         self.sent_bytes += sent_bytes
         self.received_bytes += received_bytes
         if not self.packs_small:
-            yield from self._under_way(partial(self.post, receives, sends))
+            yield from self._under_way(receives, sends)
         elif self.group.size() == 2 and max(sent_bytes, received_bytes) <= SMALL_BYTES:
             yield from self._swap(receives, sends)
         else:
             yield from self._in_messages(receives, sends)
 
-    def _under_way(self, post: Callable[[], Sequence[dist.Work]]) -> Steps[None]:
-        """Between the two others may wait for something else."""
+    def _under_way(self, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> Steps[None]:
+        """The same, each tensor a message."""
         with Waiting(self.group):
-            works = post()
+            works = self.post(receives, sends)
         yield
         with Waiting(self.group):
             for work in works:
@@ -542,7 +540,7 @@ class Pairs:
         arriving, leaving = _messages(receives), _messages(sends)
         rooms = [(_room_for(parts), member) for parts, member in arriving]
         sent = [(_as_one(parts), member) for parts, member in leaving]
-        yield from self._under_way(partial(self.post, rooms, sent))
+        yield from self._under_way(rooms, sent)
         for (room, _), (parts, _) in zip(rooms, arriving):
             _take_apart(room, parts)
 
