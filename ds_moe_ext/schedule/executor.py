@@ -70,9 +70,9 @@ class Lanes(Protocol):
         """Queue ``work`` behind the lane's earlier tasks and behind ``after``."""
         ...
 
-    def begin(self, lane: Lane, steps: Steps[None]) -> Event:
-        """The same of work that pauses once, while the lane goes on with it: the caller may do it
-        up to there, and the rest when somebody joins."""
+    def begin(self, lane: Lane, steps: Steps[None], *, may_pause: bool = True) -> Event:
+        """The same of work in steps. Where it may pause, once, the caller may do it up to there,
+        and the rest when somebody joins."""
         ...
 
     def join(self, events: Iterable[Event]) -> None:
@@ -107,7 +107,7 @@ class InlineLanes:
         work()
         return None
 
-    def begin(self, lane: Lane, steps: Steps[None]) -> Event:
+    def begin(self, lane: Lane, steps: Steps[None], *, may_pause: bool = True) -> Event:
         return self.submit(lane, functools.partial(to_the_end, steps), ())
 
     def join(self, events: Iterable[Event]) -> None:
@@ -249,32 +249,21 @@ class Workers:
         return lane not in self._latest or self._latest[lane].done()
 
 
-class _Begun:
-    """Work whose first step its caller has done, in the place of a future: whoever asks for its
-    end does the rest."""
+class _Begun(Future):
+    """Work whose first step its caller has done: whoever asks for its end does the rest."""
 
     def __init__(self, steps: Steps[None]) -> None:
+        super().__init__()
         next(steps, None)
-        self._steps: Steps[None] | None = steps
-        self._error: BaseException | None = None
+        self._steps = steps
 
-    def result(self) -> None:
-        if self._error is not None:
-            raise self._error
-        steps, self._steps = self._steps, None
-        if steps is None:
-            return
-        try:
-            to_the_end(steps)
-        except BaseException as error:
-            self._error = error
-            raise
-
-    def done(self) -> bool:
-        return self._steps is None
-
-    def exception(self) -> BaseException | None:
-        return self._error
+    def result(self, timeout: float | None = None) -> None:
+        if not self.done():
+            try:
+                self.set_result(to_the_end(self._steps))
+            except BaseException as error:
+                self.set_exception(error)
+        super().result(timeout)
 
 
 class ThreadLanes(InlineLanes):
@@ -316,12 +305,14 @@ class ThreadLanes(InlineLanes):
 
         return self._workers.submit(lane, body)
 
-    def begin(self, lane: Lane, steps: Steps[None]) -> Event:
+    def begin(self, lane: Lane, steps: Steps[None], *, may_pause: bool = True) -> Future:
         # To wake a thread takes longer than to post a message or two. In the order of the lane, in
         # which other ranks expect them.
-        return _Begun(steps) if self._workers.are_done(lane) else super().begin(lane, steps)
+        if may_pause and self._workers.are_done(lane):
+            return _Begun(steps)
+        return self.submit(lane, functools.partial(to_the_end, steps), ())
 
-    def join(self, events: Iterable[Future | _Begun]) -> None:
+    def join(self, events: Iterable[Future]) -> None:
         events = tuple(events)
         try:
             for event in events:
@@ -554,7 +545,7 @@ class CudaLanes:
             event = stream.record_event()
         return event
 
-    def begin(self, lane: Lane, steps: Steps[None]) -> torch.cuda.Event:
+    def begin(self, lane: Lane, steps: Steps[None], *, may_pause: bool = True) -> torch.cuda.Event:
         return self.submit(lane, functools.partial(to_the_end, steps), ())
 
     def _stream(self, lane: Lane) -> Any:

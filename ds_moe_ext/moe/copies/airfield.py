@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -22,7 +21,7 @@ from ds_moe_ext.moe.copies.trips import Place, Trips
 from ds_moe_ext.moe.observation import TasksSeen, tell
 from ds_moe_ext.moe.turns import DTYPES
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.schedule.executor import Event, Lanes, Mark, Steps, lanes_for, to_the_end
+from ds_moe_ext.schedule.executor import Event, Lanes, Mark, Steps, lanes_for
 from ds_moe_ext.schedule.task import PARAM, Op, Span, Task, Value
 from ds_moe_ext.schedule.wires import TARGET_WEIGHTS, WEIGHTS
 from ds_moe_ext.strategy import Plan
@@ -89,10 +88,8 @@ class Airfield:
     def submit(self, part: Part, steps: Steps[None]) -> Event:
         """Queue what moves a part of the transfers in the lane of parameters."""
         # What is passed on at once cannot pause, and what is watched is there when it ends.
-        if len(part.rounds) == 1 and not self.is_watched:
-            event = self.lanes.begin(PARAM, steps)
-        else:
-            event = self.lanes.submit(PARAM, partial(to_the_end, steps), ())
+        may_pause = len(part.rounds) == 1 and not self.is_watched
+        event = self.lanes.begin(PARAM, steps, may_pause=may_pause)
         self._outstanding.append(event)
         return event
 

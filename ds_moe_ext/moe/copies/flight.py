@@ -221,23 +221,25 @@ class Flight:
     ) -> None:
         if part.rounds:
             chunks = {**self._at_home(part.sent), **(held or {})}
-            gather = self._gather(Piece(part, (), number), slab, chunks, buffers)
+            gather = self._gather(part, slab, chunks, buffers, number=number)
             slab.gathers.append(self.copies.submit(part, gather))
 
     def _gather(
         self,
-        piece: Piece,
+        part: Part,
         slab: Slab,
         chunks: Mapping[int, Weights],
         buffers: Mapping[int, Weights],
+        *,
+        number: int,
     ) -> Steps[None]:
         # In the parameter lane: the buffers were made in the thread that calls, so the lane's
         # stream must keep them from being used again before it has passed.
         copies, start = self.copies, self.copies.began()
         copies.lanes.keep((slab,))
         group, codec = copies.place.group, copies.codecs.weights
-        copies.moved((yield from gathered(piece.part, chunks, buffers, group, codec)))
-        copies.saw(GATHER, start, piece=piece.number)
+        copies.moved((yield from gathered(part, chunks, buffers, group, codec)))
+        copies.saw(GATHER, start, piece=number)
 
     def _wait(self) -> None:
         lanes = self.copies.lanes
