@@ -52,6 +52,7 @@ class Job:
     parameters: str = "list"  # list, generator, groups
     sgd: bool = False
     learning_rate: float = 3e-3
+    epsilon: float = 1e-8  # of Adam in JSON
     ep_size: int = 1  # that a native MoE is built with
     top_k: int = 2  # of a native MoE
     drop_tokens: bool = False
@@ -203,7 +204,11 @@ def document_of(job: Job, world_size: int) -> dict[str, Any]:
     if job.optimizer == "json":
         document["optimizer"] = {
             "type": "AdamW",
-            "params": {"lr": job.learning_rate, "torch_adam": job.torch_adam},
+            "params": {
+                "lr": job.learning_rate,
+                "eps": job.epsilon,
+                "torch_adam": job.torch_adam,
+            },
         }
     if job.dtype == "bfloat16":
         document["bf16"] = {"enabled": True}
