@@ -65,7 +65,7 @@ def job_of(rows_LCE: np.ndarray, *, window_s: float = 0.02) -> Job:
 @pytest.mark.parametrize(
     ("keys", "layers_in_memory"),
     [
-        ({}, (2, 2)),
+        ({}, (2, 2)),  # too little to keep them
         ({"scheduler": False}, (1, 1)),
         ({"rematerialize": False}, (NUM_LAYERS, 2)),
         ({"planner": "shadow"}, (2, 2)),
@@ -95,6 +95,23 @@ def test_no_more_is_copied_than_fits(
             plans = tuple(p.successor(rows_CE) for p, rows_CE in zip(plans, rows_LCE))
 
 
+def test_copies_are_kept_where_there_is_room_for_twice_as_many() -> None:
+    job = job_of(ROWS_ILCE[0])
+    wanted = ProProphet(rematerialize=False).plan(job)
+    twice = 2 * max(int((p.target.holds_EC > p.home.holds_EC).any(axis=1).sum()) for p in wanted)
+    assert 0 < twice < NUM_EXPERTS
+    all_kept = twice * (NUM_LAYERS + 2) * 10_000  # with the gradients of two layers
+    for spare, frees in ((0, False), (-1, True)):
+        here = replace(job, free_bytes=all_kept + spare)
+        own, given = (s.plan(here) for s in (ProProphet(), ProProphet(rematerialize=frees)))
+        assert all(map(same, own, given)) and any(plan.has_copies for plan in own)
+        assert {plan.rematerialize for plan in own if plan.has_copies} == {frees}
+        after = [p.successor(rows_CE) for p, rows_CE in zip(own, ROWS_ILCE[1]) if p.successor]
+        assert {plan.rematerialize for plan in after if plan.has_copies} == {frees}
+        told = "freed after forward" if frees else "kept until backward"
+        assert ProProphet().describe(here).endswith(told)
+
+
 def same(ours: Plan, theirs: Plan) -> bool:
     return (
         np.array_equal(ours.target.holds_EC, theirs.target.holds_EC)
@@ -110,6 +127,16 @@ def test_nothing_is_copied_before_costs_are_known() -> None:
     job = Job.at_start(HOMES, np.zeros(NUM_CELLS, dtype=np.int64))
     plans = ProProphet().plan(replace(job, rows=tuple(ROWS_ILCE[0])))
     assert not any(plan.has_copies or plan.successor for plan in plans)
+
+
+def test_a_plan_that_frees_does_not_stay_where_copies_are_kept() -> None:
+    job = job_of(ROWS_ILCE[0])
+    freed, kept = (ProProphet(rematerialize=frees).plan(job) for frees in (True, False))
+    for present, frees in ((freed, True), (kept, False)):
+        strategy = ProProphet(rematerialize=frees)
+        assert all(map(same, strategy.plan(replace(job, present=present)), present))
+        anew = ProProphet(rematerialize=not frees).plan(replace(job, present=present))
+        assert {plan.rematerialize for plan in anew if plan.has_copies} == {not frees}
 
 
 def test_a_successor_is_the_plan_by_the_rows_of_the_step() -> None:

@@ -95,7 +95,8 @@ class ProProphet(Strategy):
             layers first, "half" halves.
         planner: "prophet", or "shadow" for FasterMoE's.
         rematerialize: free the copies after forward and gather them again for backward: copies of
-            two layers take memory at a time. False keeps those of all layers until backward.
+            two layers take memory at a time. False keeps those of all layers until backward; null
+            does so where a rank has room for twice as many as are wanted.
         sum_copies_in_float32: a rank adds gradients of copies in 32 bits where they are narrower;
             they travel and come home as they are.
         prices: by which plans are made and steps foretold: "links", by who sends what over which
@@ -111,7 +112,7 @@ class ProProphet(Strategy):
     scheduler: bool = True
     split: str = "fnec_first"
     planner: str = "prophet"
-    rematerialize: bool = True
+    rematerialize: bool | None = None
     sum_copies_in_float32: bool = False
     prices: str = LINKS
     share: str = LOCAL
@@ -142,22 +143,43 @@ class ProProphet(Strategy):
                 f"over {num_cells} cells, of which one is an expert's home; give at most "
                 f"{num_cells - 1}, or null"
             )
+        frees = self._frees(job)
         plans = {
-            layer: _Search(
-                self,
-                job.homes[layer],
-                job.follows(layer),
-                prices,
-                job.node_C,
-                pool,
-                self._copies_that_fit(job, pool),
-            )(job.rows[layer], present=job.present[layer] if job.present else None)
-            if (prices := self._prices(job, pool, layer))
+            layer: self._search(job, pool, layer, frees=frees)(
+                job.rows[layer], present=job.present[layer] if job.present else None
+            )
+            if pool.expert_bytes
             else _at_home(job.homes[layer])
             for pool in job.pools
             for layer in pool.layers
         }
         return tuple(plans[layer] for layer in range(len(job.homes)))
+
+    def _frees(self, job: Job) -> bool:
+        """Whether copies are freed after forward. They stay where there is room for twice as many
+        as the rows of this step want: those of another may want more."""
+        if self.rematerialize is not None:
+            return self.rematerialize
+        return not all(
+            self._search(job, pool, layer, frees=False).has_room_for_more(job.rows[layer])
+            for pool in job.pools
+            if pool.expert_bytes
+            for layer in pool.layers
+        )
+
+    def _search(self, job: Job, pool: Pool, layer: int, *, frees: bool) -> _Search:
+        """For plans of a layer whose costs have been measured."""
+        prices = self._prices(job, pool, layer)
+        assert prices is not None
+        return _Search(
+            self,
+            job.homes[layer],
+            job.follows(layer),
+            replace(prices, gathers_again=frees),
+            job.node_C,
+            pool,
+            self._copies_that_fit(job, pool, frees=frees),
+        )
 
     def describe(self, job: Job) -> str:
         each = [p for pool in job.pools if (p := self._prices(job, pool, pool.layers[0]))]
@@ -165,7 +187,9 @@ class ProProphet(Strategy):
         row_speed = min(prices.bytes_per_s for prices in each)
         copy_speed = min(prices.copy_bytes_per_s for prices in each)
         window_s = float(np.mean(job.window_s)), float(np.mean(job.back_window_s))
-        fits = min(self._copies_that_fit(job, pool) for pool in job.pools if pool.expert_bytes)
+        frees = self._frees(job)
+        pools = [pool for pool in job.pools if pool.expert_bytes]
+        fits = min(self._copies_that_fit(job, pool, frees=frees) for pool in pools)
         has_room = fits >= max(home.num_experts for home in job.homes)
         room = "copies of all experts of a layer" if has_room else f"{fits} copies of a layer"
         hidden = "hidden behind" if self.scheduler else "not hidden, beside"
@@ -174,7 +198,7 @@ class ProProphet(Strategy):
             f"{rows_per_s:,.0f} rows a second, receives rows at {row_speed / 1e6:,.0f} MB/s and "
             f"weights at {copy_speed / 1e6:,.0f} MB/s, {hidden} {window_s[0] * 1e3:.3g} ms between "
             f"two layers in forward and {window_s[1] * 1e3:.3g} ms in backward; a rank has room "
-            f"for {room}"
+            f"for {room}, {'freed after forward' if frees else 'kept until backward'}"
         )
 
     def forecast(self, job: Job, layer: int, plan: Plan, rows_CE: np.ndarray) -> Forecast | None:
@@ -207,10 +231,10 @@ class ProProphet(Strategy):
         """Whether a plan stays, if a search finds nothing that is faster by the model."""
         return self.scheduler and self.frequency is None and self.share == LOCAL
 
-    def _copies_that_fit(self, job: Job, pool: Pool) -> int:
+    def _copies_that_fit(self, job: Job, pool: Pool, *, frees: bool) -> int:
         """Copies of a layer that a rank has memory for, gradients with them."""
         at_once = min(2 if self.scheduler else 1, job.num_layers)
-        layers_held = at_once if self.rematerialize else job.num_layers
+        layers_held = at_once if frees else job.num_layers
         return copies_that_fit(
             job.free_bytes,
             expert_bytes=pool.expert_bytes,
@@ -219,7 +243,7 @@ class ProProphet(Strategy):
         )
 
     def _prices(self, job: Job, pool: Pool, layer: int) -> BlockPrices | None:
-        """Of one layer's block; None before costs have been measured."""
+        """Of one layer's block whose copies are kept; None before costs have been measured."""
         if not pool.expert_bytes:
             return None
         starts = self.prices != PAPER
@@ -235,7 +259,6 @@ class ProProphet(Strategy):
             forward_gap_s=job.window_s[layer],
             backward_gap_s=job.back_window_s[layer],
             is_scheduled=self.scheduler,
-            gathers_again=self.rematerialize,
         )
 
 
@@ -279,7 +302,7 @@ class _Search:
             present: by which that step ran.
         """
         strategy, home = self.strategy, self.home
-        found = PLANNERS[strategy.planner](strategy, home, rows_CE, self.prices, self.fits)
+        found = self._found(rows_CE, self.fits)
         if present is not None and self._is_as_fast(present, found, rows_CE):
             return self._followed(present, rows_CE, age=0)
         is_steady = before_CE is not None and drift(before_CE.sum(0), rows_CE.sum(0)) < STEADY
@@ -292,15 +315,27 @@ class _Search:
             home,
             found.target,
             LocalElseHome(home, found.target),
-            rematerialize=strategy.rematerialize,
+            rematerialize=self.prices.gathers_again,
             carried=self._carried(found) if strategy.scheduler and self.follows else None,
         )
         return self._followed(plan, rows_CE, age=0, share=share)
 
+    def has_room_for_more(self, rows_CE: np.ndarray) -> bool:
+        """Whether twice as many experts could be copied as are wanted, or all."""
+        num_experts = self.home.num_experts
+        num_wanted = len(self._found(rows_CE, num_experts).selected)
+        return min(2 * num_wanted, num_experts) <= self.fits
+
+    def _found(self, rows_CE: np.ndarray, most: int) -> BlockPlan:
+        """By the chosen planner, so many copied experts at most."""
+        planner = PLANNERS[self.strategy.planner]
+        return planner(self.strategy, self.home, rows_CE, self.prices, most)
+
     def _is_as_fast(self, present: Plan, found: BlockPlan, rows_CE: np.ndarray) -> bool:
         """Whether the present copies stay, by the model: a search ends where cells are balanced,
         which may be before the layer is as fast as with more copies."""
-        if not self.strategy.plans_stay or present.target is self.home:
+        is_alike = present.rematerialize == self.prices.gathers_again
+        if not self.strategy.plans_stay or present.target is self.home or not is_alike:
             return False
         staying = placement_seconds(self.home, present.target, rows_CE, prices=self.prices)
         return staying.step_s <= found.seconds.step_s

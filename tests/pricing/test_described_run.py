@@ -68,8 +68,8 @@ def planned(row_bytes: float, copy_bytes: float, speed: float) -> tuple[Describe
     way, home = OnItsWay(RowBytes(row_bytes, 8.0), copy_bytes), Placement.block(4, 4)
     run = replace(run_on(Grid(4, 4), cluster(speed)), on_its_way=way)
     job = run.job([home, home], run.memory(0))
-    plans = ProProphet().plan(replace(job, rows=(rows_CE, rows_CE), free_bytes=2**20))
-    return run, list(plans)
+    job = replace(job, rows=(rows_CE, rows_CE), free_bytes=2**20)
+    return run, list(ProProphet(rematerialize=True).plan(job))
 
 
 def copies_of(plan: Plan) -> int:
