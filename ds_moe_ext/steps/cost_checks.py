@@ -77,6 +77,13 @@ class Checks:
     _steps: list[int] = field(default_factory=list, init=False)
     _pairs: list[list[tuple[Forecast, Seen]]] = field(default_factory=list, init=False)
 
+    def begin_anew(self) -> None:
+        """Try the model once more: what it reckons with has been measured again. Terms that came
+        out stay."""
+        self._is_tried = False
+        self._steps.clear()
+        self._pairs.clear()
+
     def after_step(self, step: int, job: Job, rows: Sequence[Rows], seen: Sequence[Seen]) -> None:
         """Take a step that was looked at; the layers still have the plans it ran by. Collective.
 

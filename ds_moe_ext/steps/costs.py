@@ -415,6 +415,7 @@ class Costs:
         known stays until then."""
         # The step that has just ended was not looked at.
         self._num_steps, self._seen = STEPS.start - 1, [Seen() for _ in self.layers]
+        self._issued.clear()
 
     def corrected(self, found: Correction) -> Measured:
         """What is known now that rows and copies have been seen to travel."""

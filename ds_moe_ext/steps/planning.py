@@ -189,6 +189,8 @@ class Planning:
             return
         self._remember(rows, ahead)
         measured = self.costs.after_step(step, rows, self._choice)
+        if self.costs.are_new:
+            self.checks.begin_anew()
         self.checks.after_step(step, self.job, rows, self.costs.seen)
         if self.checks.correction is not None:
             measured = self.costs.corrected(self.checks.correction)

@@ -218,6 +218,22 @@ def test_how_fast_copies_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert speeds == [None, None, pytest.approx(8 / 12), None, None, None]
 
 
+def test_what_is_measured_again_is_corrected_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes = Fakes(monkeypatch, by_rows)
+    fakes.are_tried()
+    for _ in CHECKED:
+        fakes.step(num_rows=1, seen=[FIRST, SECOND])
+    terms = fakes.checks.terms
+    fakes.step(num_rows=1, seen=[FIRST, SECOND])  # of what was measured before
+    fakes.checks.begin_anew()
+    speeds = []
+    for _ in TRIED:
+        fakes.step(num_rows=1, seen=[FIRST, replace(SECOND, gather_s=20.0)])
+        speeds.append(fakes.checks.correction and fakes.checks.correction.copy_speed)
+    assert speeds == [None, None, pytest.approx(8 / 24)]
+    assert fakes.checks.terms is terms and terms
+
+
 @pytest.mark.parametrize("copy_bytes", [0.0, 100.0])
 def test_copies_are_corrected_once_however_they_travel(copy_bytes: float) -> None:
     """Plain ones weigh 400 bytes. Half as fast as was thought, they take twice as long, by links as

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ds_moe_ext.hardware import Device, Flops, Hardware, Link
+from ds_moe_ext.steps.costs import TRIED
 from tests.hosts.copied_runs import check_equal, plain
 from tests.hosts.jobs import Job, train
 from tests.ranks import pool_of
@@ -124,3 +125,38 @@ def test_copies_between_cells_meet_the_links_between_nodes(tmp_path: Path) -> No
     path = tmp_path / "hardware.json"
     path.write_text(hardware.to_json())
     placed(4, replace(PLACED, hardware=str(path)))
+
+
+def _in_a_run_that_drifts(rank: int, world_size: int, job: Job) -> list[int]:
+    """Steps behind which layers' corrections came."""
+    from ds_moe_ext.steps.costs import Correction, Costs, Measured
+    from ds_moe_ext.steps.step_times import StepTimes
+    from ds_moe_ext.strategy import Choice
+
+    corrected, steps = Costs.corrected, 0
+    came: list[int] = []
+
+    def after_step(times: StepTimes, step: int, choice: Choice | None) -> None:
+        nonlocal steps
+        steps, times.has_drifted = step, step == DRIFTS
+
+    def noted(costs: Costs, found: Correction) -> Measured:
+        came.append(steps)
+        return corrected(costs, found)
+
+    with (
+        mock.patch.object(StepTimes, "after_step", after_step),
+        mock.patch.object(Costs, "corrected", noted),
+    ):
+        train(rank, world_size, job)
+    return came
+
+
+DRIFTS = 14  # and is looked at as the second step of a run is
+
+
+def test_what_drifts_is_measured_and_corrected_again() -> None:
+    job = Job("toy", 0, strategy="fssdp", steps=DRIFTS + TRIED[-1] + 2, micro_batches=2)
+    job = replace(job, keys=(("overlap_degree", 2), ("copies_per_rank", 2)))
+    found = pool_of(2).run(_in_a_run_that_drifts, job)
+    assert found == [[TRIED[-1], DRIFTS + TRIED[-1] - 1]] * 2
