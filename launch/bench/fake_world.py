@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_moe_ext import comm, layout
-from ds_moe_ext.moe import dispatch
+from ds_moe_ext.moe import dispatch, layer
 from ds_moe_ext.schedule import executor
 from ds_moe_ext.schedule.executor import InlineLanes, Lanes
 
@@ -70,8 +70,12 @@ def _all_to_all(
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
     """Layers go the way of a GPU inside the block: grouped GEMMs, sums without the CPU's kernels,
-    counts that must be fetched."""
-    with mock.patch.object(torch.Tensor, "is_cpu", property(lambda tensor: False), create=True):
+    counts that must be fetched, broadcasts of what goes everywhere."""
+    is_cpu = property(lambda tensor: False)
+    with ExitStack() as changed:
+        changed.enter_context(mock.patch.object(torch.Tensor, "is_cpu", is_cpu, create=True))
+        for module in (comm, layer):
+            changed.enter_context(mock.patch.object(module, "can_broadcast", lambda device: True))
         yield
 
 

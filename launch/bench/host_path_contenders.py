@@ -135,6 +135,8 @@ class Way:
 
 
 _FSSDP = {"overlap_degree": 8, "copies_per_rank": 2, "reshard_interval": 0}
+_PROPHET = {"rematerialize": False}
+"""As where a GPU has room; a rank of a CPU does as if it had little."""
 
 
 def esp(degree: int, **keys: Any) -> dict[str, Any]:
@@ -150,13 +152,16 @@ WAYS = (
     *(Way(f"esp, degree {degree}", esp(degree)) for degree in (1, 2, 4, 8)),
     Way("fssdp", {"strategy": "fssdp", "fssdp": _FSSDP}),
     Way("fssdp, priced share", {"strategy": "fssdp", "fssdp": {**_FSSDP, "share": "priced"}}),
-    Way("prophet", {"strategy": "prophet"}),
-    Way("prophet, priced share", {"strategy": "prophet", "prophet": {"share": "priced"}}),
+    Way("prophet", {"strategy": "prophet", "prophet": _PROPHET}),
+    Way("prophet, freed", {"strategy": "prophet", "prophet": {"rematerialize": True}}),
+    Way(
+        "prophet, priced share", {"strategy": "prophet", "prophet": {**_PROPHET, "share": "priced"}}
+    ),
     Way("esp, degree 2, over fssdp", esp(2, balance="fssdp", fssdp=_FSSDP)),
-    Way("esp, degree 2, over prophet", esp(2, balance="prophet")),
+    Way("esp, degree 2, over prophet", esp(2, balance="prophet", prophet=_PROPHET)),
     Way("esp, degree 2, threads", esp(2), has_threads=True),
     Way("fssdp, threads", {"strategy": "fssdp", "fssdp": _FSSDP}, has_threads=True),
-    Way("prophet, threads", {"strategy": "prophet"}, has_threads=True),
+    Way("prophet, threads", {"strategy": "prophet", "prophet": _PROPHET}, has_threads=True),
 )
 """The first is what the others are compared with."""
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from fake_world import as_on_cuda, on_lanes
 
 from ds_moe_ext import comm
-from ds_moe_ext.moe import layer
 from ds_moe_ext.schedule.executor import Lanes
 from tests.gpu.stream_order import BookedLanes, Books, Queues
 
@@ -28,8 +27,6 @@ def on_this_way(lanes: Lanes) -> Iterator[None]:
         changed.enter_context(copied_from_the_host())
         changed.enter_context(as_on_cuda())
         changed.enter_context(by_broadcasts())
-        for module in (comm, layer):
-            changed.enter_context(mock.patch.object(module, "can_broadcast", lambda device: True))
         changed.enter_context(nothing_in_new_memory())
         yield
 

@@ -50,13 +50,14 @@ MOST: Mapping[str, Most] = {
     "fssdp": Most(1, 1, 11),
     "fssdp, priced share": Most(1, 1, 11),
     # Which experts it copies depends on what the machine's first steps took.
-    "prophet": Most(1, 2, 24),
-    "prophet, priced share": Most(1, 2, 24),
+    "prophet": Most(1, 2, 16),
+    "prophet, freed": Most(1, 2, 20),
+    "prophet, priced share": Most(1, 2, 16),
     "esp, degree 2, over fssdp": Most(1, 1, 15),
-    "esp, degree 2, over prophet": Most(1, 3, 28),
+    "esp, degree 2, over prophet": Most(1, 3, 20),
     "esp, degree 2, threads": Most(1, 1, 9),
     "fssdp, threads": Most(1, 1, 11),
-    "prophet, threads": Most(1, 2, 24),
+    "prophet, threads": Most(1, 2, 16),
 }
 
 
