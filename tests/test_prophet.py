@@ -129,6 +129,18 @@ def test_nothing_is_copied_before_costs_are_known() -> None:
     assert not any(plan.has_copies or plan.successor for plan in plans)
 
 
+def test_who_has_room_for_all_that_is_elsewhere_sets_no_limit() -> None:
+    """A cell has two experts of eight at home, so that six copies are all there can be."""
+    job = job_of(ROWS_ILCE[0])
+    cheap = replace(job.pools[0], prices=replace(job.pools[0].prices, copy_s=1e-9))
+    strategy = ProProphet(rematerialize=True, planner="shadow")  # copies all but one
+    for num_fitting, num_copied in ((5, 5), (6, NUM_EXPERTS - 1)):
+        free_bytes = num_fitting * 4 * 10_000  # with gradients, of two layers
+        plans = strategy.plan(replace(job, pools=(cheap,), free_bytes=free_bytes))
+        moved = [(p.target.holds_EC > p.home.holds_EC).any(axis=1).sum() for p in plans]
+        assert max(moved) == num_copied
+
+
 def test_a_plan_that_frees_does_not_stay_where_copies_are_kept() -> None:
     job = job_of(ROWS_ILCE[0])
     freed, kept = (ProProphet(rematerialize=frees).plan(job) for frees in (True, False))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -302,7 +302,7 @@ class _Search:
             present: by which that step ran.
         """
         strategy, home = self.strategy, self.home
-        found = self._found(rows_CE, self.fits)
+        found = self._found(rows_CE, self._most)
         if present is not None and self._is_as_fast(present, found, rows_CE):
             return self._followed(present, rows_CE, age=0)
         is_steady = before_CE is not None and drift(before_CE.sum(0), rows_CE.sum(0)) < STEADY
@@ -322,9 +322,19 @@ class _Search:
 
     def has_room_for_more(self, rows_CE: np.ndarray) -> bool:
         """Whether twice as many experts could be copied as are wanted, or all."""
-        num_experts = self.home.num_experts
-        num_wanted = len(self._found(rows_CE, num_experts).selected)
-        return min(2 * num_wanted, num_experts) <= self.fits
+        num_wanted = len(self._found(rows_CE, self.home.num_experts).selected)
+        return min(2 * num_wanted, self._num_foreign) <= self.fits
+
+    @cached_property
+    def _num_foreign(self) -> int:
+        """Experts that are not at home in a cell, in the one with fewest of its own."""
+        num_own_C = self.home.holds_EC.sum(axis=0)
+        return self.home.num_experts - int(num_own_C.min())
+
+    @cached_property
+    def _most(self) -> int:
+        """Experts that may be copied."""
+        return self.home.num_experts if self._num_foreign <= self.fits else self.fits
 
     def _found(self, rows_CE: np.ndarray, most: int) -> BlockPlan:
         """By the chosen planner, so many copied experts at most."""
