@@ -381,12 +381,15 @@ class Site:
         layout: the ranks' grid and groups.
         layer: number of the layer.
         following: the present plan of the next layer; None after the last of a stack.
+        has_host_lane: the host has a thread of its own beside those that issue, as on a CPU; where
+            it has none, plans are made behind the pass.
     """
 
     plan: Plan
     layout: ParallelLayout
     layer: int
     following: Plan | None = None
+    has_host_lane: bool = True
 
     @property
     def frees_copies(self) -> bool:
@@ -565,7 +568,7 @@ class Strategy(ABC):
             copied=is_copied,
             carried=site.plan.carried is not None,
             carries=following is not None and following.carried is not None,
-            plans=site.plan.successor is not None,
+            plans=site.plan.successor is not None and site.has_host_lane,
             freed=is_copied and site.frees_copies,
         )
 

@@ -243,6 +243,8 @@ class RoutedExperts:
         broadcasts = can_broadcast(device or like[0].device) and codecs.gradients is None
         layer, cell, node_C = self.site.layer, layout.index("ep"), layout.node_C
         place = Place(layer, cell, node_C, group, in_float32, broadcasts)
+        lanes = lanes_for(device or like[0].device, overlaps=True)
+        self.site = replace(self.site, has_host_lane=lanes.has_threads)
         self.copies = Copies(place, self.site.plan, like, (self.tasks, self.meter), codecs)
         self.copies.learns = learns
 

@@ -6,6 +6,7 @@ no memory is handed out while somebody may still read it. One process stands for
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,9 @@ from host_path_contenders import Batch, Ours, Sizes, Way, esp
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ds_moe_ext.schedule.executor import InlineLanes
+from ds_moe_ext.hardware import Device, Hardware, Link
+from ds_moe_ext.schedule.executor import InlineLanes, ThreadLanes
+from ds_moe_ext.schedule.task import PLAN
 from ds_moe_ext.steps.costs import STEPS
 from ds_moe_ext.steps.pipeline_costs import Pipelines
 from tests.gpu.layers import CPU, Case, Runner
@@ -25,6 +28,15 @@ from tests.gpu.way import copied_from_the_host
 
 FSSDP = {"overlap_degree": 8, "copies_per_rank": 2, "reshard_interval": 0}
 FREED = {**FSSDP, "rematerialize": True}
+PROPHET = {"planner": "shadow", "split": "half", "rematerialize": False}
+FREE = Hardware(
+    name="where copies cost nothing",
+    source="made up",
+    num_nodes=1,
+    ranks_per_node=8,
+    device=Device(name="CPU"),
+    intra=Link(bytes_per_s=1e12),
+)
 SHARDED = {"expert_sharding_size": 2}
 BLOCKS: Mapping[str, Mapping[str, Any]] = {
     "esp, 2 chunks": esp(2),
@@ -32,23 +44,26 @@ BLOCKS: Mapping[str, Mapping[str, Any]] = {
     "esp, sharded": {**esp(2), **SHARDED},
     "fssdp": {"strategy": "fssdp", "fssdp": FSSDP},
     "fssdp, freed": {"strategy": "fssdp", "fssdp": FREED},
-    "prophet": {"strategy": "prophet"},
+    "prophet": {"strategy": "prophet", "prophet": PROPHET},
+    "prophet, freed": {"strategy": "prophet", "prophet": {**PROPHET, "rematerialize": True}},
     "esp over fssdp": esp(2, balance="fssdp", fssdp=FSSDP),
     "esp over fssdp, freed": esp(2, balance="fssdp", fssdp=FREED),
     "esp over fssdp, sharded": {**esp(2, balance="fssdp", fssdp=FSSDP), **SHARDED},
-    "esp over prophet": esp(2, balance="prophet"),
+    "esp over prophet": esp(2, balance="prophet", prophet=PROPHET),
 }
 SIZES = Sizes(layers=3, experts=8, tokens=32, top_k=2)
 
 
-def mistakes_of(block: Mapping[str, Any], *, recomputes: bool = False) -> list[str]:
+def mistakes_of(
+    block: Mapping[str, Any], num_steps: int = 4, *, recomputes: bool = False
+) -> list[str]:
     """Of some steps."""
     queues = Queues()
     books = Books(queues)
     lanes = BookedLanes(queues, books)
     with fake_world(4, rank=1), on_lanes(lanes), as_on_cuda(), copied_from_the_host():
         model = Ours(Way("", block, has_threads=True), SIZES)
-        for number in range(4):
+        for number in range(num_steps):
             batch = Batch.of(SIZES, number)
             with books:
                 model.model.zero_grad(set_to_none=True)
@@ -56,6 +71,8 @@ def mistakes_of(block: Mapping[str, Any], *, recomputes: bool = False) -> list[s
                 y_TD.backward(torch.ones_like(y_TD))
                 del y_TD
             model.after_step(number)
+        has_copies = [layer.routed.site.plan.has_copies for layer in model.replaced.layers]
+    assert any(has_copies) or not {"fssdp", "prophet"} & block.keys()
     return books.mistakes
 
 
@@ -68,8 +85,29 @@ def forward(model: Ours, batch: Batch, *, recomputes: bool) -> Tensor:
 
 @pytest.mark.parametrize("recomputes", [False, True], ids=["", "recomputes"])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_streams_wait_for_what_they_read(name: str, recomputes: bool) -> None:
-    assert mistakes_of(BLOCKS[name], recomputes=recomputes) == []
+def test_streams_wait_for_what_they_read(name: str, recomputes: bool, tmp_path: Path) -> None:
+    path = tmp_path / "hardware.json"
+    path.write_text(FREE.to_json())
+    block, num_steps = BLOCKS[name], 4
+    if "prophet" in name:
+        block, num_steps = {**block, "hardware": str(path)}, STEPS.stop + 3
+    assert mistakes_of(block, num_steps, recomputes=recomputes) == []
+
+
+@pytest.mark.parametrize("has_threads", [False, True])
+def test_only_a_thread_of_the_hosts_plans_while_rows_travel(has_threads: bool) -> None:
+    """A device's lanes would be handed a task that does nothing."""
+    queues = Queues()
+    lanes = ThreadLanes() if has_threads else BookedLanes(queues, Books(queues))
+    with fake_world(4, rank=1), on_lanes(lanes):
+        model = Ours(Way("", BLOCKS["esp over prophet"], has_threads=True), SIZES)
+        for number in range(STEPS.stop + 1):
+            model.forward(Batch.of(SIZES, number)).sum().backward()
+            model.after_step(number)
+        for layer in model.replaced.layers:
+            assert layer.routed.site.plan.successor is not None
+            ops = [task.op for task in layer.routed.schedules.forward.tasks]
+            assert (PLAN in ops) == has_threads == layer.routed.plans_in_lane
 
 
 @pytest.mark.parametrize("degrees", [(3, 2), (2, 4), (1, 4), (4, 1)], ids=str)

@@ -530,10 +530,10 @@ FREE = Hardware(
 )
 PROPHET: dict[str, dict[str, Any]] = {
     "as it is": {"balance": 0.3},
-    "halves": {"split": "half", "num_excluded": 1, "balance": 0.3},
+    "halves": {"split": "half", "num_excluded": 1, "balance": 0.3, "rematerialize": True},
     "kept copies": {"rematerialize": False, "num_excluded": None, "balance": 0.2},
     "not hidden": {"scheduler": False, "frequency": 1, "balance": 0.3},
-    "shadows": {"planner": "shadow"},
+    "shadows": {"planner": "shadow", "rematerialize": True},
     "stale": {"planner": "shadow", "frequency": 7, "balance": 1e6},
 }
 """Of two ranks one excluded leaves one."""
@@ -584,7 +584,7 @@ BY_TIME: dict[str, dict[str, dict[str, Any]]] = {
     },
     "prophet": {
         "kept": {"share": "priced", "rematerialize": False, "balance": 0.3},
-        "freed": {"share": "priced", "balance": 0.3},
+        "freed": {"share": "priced", "balance": 0.3, "rematerialize": True},
         "by parts": {"share": "planned", "balance": 0.3},
     },
 }
