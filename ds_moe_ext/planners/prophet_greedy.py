@@ -19,8 +19,8 @@ from ds_moe_ext.cost.block_costs import (
     BlockSeconds,
     CellRows,
     balanced_spread,
+    block_seconds,
     cell_rows,
-    seconds_of_rows,
     step_seconds,
     whole_rows,
 )
@@ -29,61 +29,60 @@ from ds_moe_ext.placement import Placement
 
 @dataclass(frozen=True, eq=False)
 class BlockPlan:
-    """Where the experts of one layer compute in the next step.
+    """Where the experts of one layer compute in the next step, each part worked out when it is
+    asked for: most plans are looked at for their seconds alone.
 
     Attributes:
-        target: homes included; the home itself if nothing is copied.
+        choices: of which it is one.
         selected: experts that are copied, in the order of selection.
-        seconds: of the block under the target, on the rows planned for.
-        seconds_without: of the block without copies, on the same rows.
-        computed_C: rows that each cell computes under the target, int64.
-        received_C: rows that come to each cell from others under the target, int64.
+        alone: rows by cell without copies.
+        prices: of the block.
     """
 
-    target: Placement
+    choices: Choices
     selected: tuple[int, ...]
-    seconds: BlockSeconds
-    seconds_without: BlockSeconds
-    computed_C: np.ndarray
-    received_C: np.ndarray
+    alone: CellRows
+    prices: BlockPrices
 
-    @classmethod
-    def of(
-        cls, choices: Choices, *, selected: tuple[int, ...], alone: CellRows, prices: BlockPrices
-    ) -> BlockPlan:
-        """The plan that copies the selected experts; ``alone`` are rows without copies."""
-        home, copied = choices.home, list(selected)
-        target, rows = home, alone
-        if copied:
-            holds_EC = home.holds_EC.copy()
-            holds_EC[copied] |= choices.holders_EC[copied]
-            target, rows = home.with_copies(holds_EC), choices.rows_with(copied, alone)
-        return cls(
-            target=target,
-            selected=selected,
-            seconds=seconds_of_rows(target, rows, prices=prices),
-            seconds_without=seconds_of_rows(home, alone, prices=prices),
-            computed_C=rows.computed_C,
-            received_C=rows.received_C,
+    @cached_property
+    def target(self) -> Placement:
+        """Homes included; the home itself if nothing is copied."""
+        home, copied = self.choices.home, list(self.selected)
+        if not copied:
+            return home
+        holds_EC = home.holds_EC.copy()
+        holds_EC[copied] |= self.choices.holders_EC[copied]
+        return home.with_copies(holds_EC)
+
+    @cached_property
+    def rows(self) -> CellRows:
+        """By cell under the target."""
+        if not self.selected:
+            return self.alone
+        return self.choices.rows_with(list(self.selected), self.alone)
+
+    @cached_property
+    def seconds(self) -> BlockSeconds:
+        """Of the block under the target, on the rows planned for."""
+        num_copies = int(self.choices.copies_E[list(self.selected)].sum())
+        return self._seconds(self.rows, num_copies / self.choices.home.num_cells)
+
+    @cached_property
+    def seconds_without(self) -> BlockSeconds:
+        """Of the block without copies, on the same rows."""
+        return self._seconds(self.alone, 0.0)
+
+    def _seconds(self, rows: CellRows, copied: float) -> BlockSeconds:
+        return block_seconds(
+            self.prices,
+            most_received=int(rows.received_C.max()),
+            most_computed=int(rows.computed_C.max()),
+            copied=copied,
         )
 
-    def first(
-        self, num_copied: int, home: Placement, rows_CE: np.ndarray, prices: BlockPrices
-    ) -> BlockPlan:
+    def first(self, num_copied: int) -> BlockPlan:
         """The same with the first so many of the copied experts."""
-        selected = self.selected[:num_copied]
-        holds_EC, copied = home.holds_EC.copy(), list(selected)
-        holds_EC[copied] = self.target.holds_EC[copied]
-        target = home.with_copies(holds_EC)
-        rows = cell_rows(home, target, rows_CE)
-        return replace(
-            self,
-            target=target,
-            selected=selected,
-            seconds=seconds_of_rows(target, rows, prices=prices),
-            computed_C=rows.computed_C,
-            received_C=rows.received_C,
-        )
+        return replace(self, selected=self.selected[:num_copied])
 
 
 def place_experts(
@@ -125,7 +124,7 @@ def place_experts(
     choices = Choices(home, rows_CE, num_excluded)
     alone = cell_rows(home, home, rows_CE)
     selected = _fastest(choices, alone, balance, prices, max_copied)
-    return BlockPlan.of(choices, selected=selected, alone=alone, prices=prices)
+    return BlockPlan(choices, selected, alone, prices)
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,17 +179,23 @@ class Choices:
             holders_E = np.full(self.home.num_experts, self.home.num_cells - self.num_excluded)
         return np.where(holders_E > 1, holders_E, 0)
 
-    def by_home(self) -> list[list[int]]:
-        """Experts of each cell that can be copied, those with most rows last.
+    def of_cell(self, cell: int) -> list[int]:
+        """Experts of a cell that can be copied, those with most rows last.
 
         The paper's loop also picks experts without a place for a copy, to which nothing happens.
         """
-        experts: list[list[int]] = [[] for _ in range(self.home.num_cells)]
+        experts, starts = self._by_cell
+        return experts[starts[cell] : starts[cell + 1]]
+
+    @cached_property
+    def _by_cell(self) -> tuple[list[int], list[int]]:
+        """All that can be copied, cell by cell; and where each cell's begin."""
         coldest_first_E = np.argsort(-self.rows_CE.sum(axis=0), kind="stable")[::-1]
         copied = coldest_first_E[self.copies_E[coldest_first_E] > 0]
-        for expert, owner in zip(copied.tolist(), self.home.owner_E[copied].tolist()):
-            experts[owner].append(expert)
-        return experts
+        owner = self.home.owner_E[copied]
+        by_cell = np.argsort(owner, kind="stable")
+        starts = np.searchsorted(owner[by_cell], np.arange(self.home.num_cells + 1))
+        return copied[by_cell].tolist(), starts.tolist()
 
     def rows_with(self, experts: list[int], alone: CellRows) -> CellRows:
         """Rows by cell if these experts are copied; ``alone`` are those without copies."""
@@ -217,7 +222,7 @@ def _fastest(
     home = choices.home
     computed_C, received = alone.computed_C.copy(), alone.received_C.tolist()
     stays_EC, stays, copies = choices.stays_EC, choices.stays_E.tolist(), choices.copies_E.tolist()
-    waiting = choices.by_home()
+    waiting: dict[int, list[int]] = {}  # of cells that have been the busiest
     # Copies keep rows where they are: as many as before are computed.
     num_rows = int(computed_C.sum())
     spread = balanced_spread(num_rows, home.num_experts, balance)
@@ -229,6 +234,8 @@ def _fastest(
     fastest_s = step_seconds(prices, max(received), most_computed, 0.0)
 
     while not most_computed - int(computed_C[computed_C.argmin()]) < spread:
+        if busiest not in waiting:
+            waiting[busiest] = choices.of_cell(busiest)
         if not waiting[busiest] or len(experts) == max_copied:
             break
         if len(experts) % LOOKED_AT == LOOKED_AT - 1:

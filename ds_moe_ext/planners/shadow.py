@@ -58,9 +58,6 @@ def shadow_experts(
     ]
     is_gain = [after < before for before, after in pairwise(seconds)]
     num_shadows = [*is_gain[:max_copied], False].index(False)
-    return BlockPlan.of(
-        Choices(home, rows_CE, num_excluded=0),
-        selected=tuple(hottest_first_E[:num_shadows].tolist()),
-        alone=cell_rows(home, home, rows_CE),
-        prices=prices,
-    )
+    selected = tuple(hottest_first_E[:num_shadows].tolist())
+    choices = Choices(home, rows_CE, num_excluded=0)
+    return BlockPlan(choices, selected, cell_rows(home, home, rows_CE), prices)

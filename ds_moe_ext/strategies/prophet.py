@@ -355,7 +355,7 @@ class _Search:
         plans = [found]
         while plans[-1].selected:
             num_copied = len(plans[-1].selected) // 2
-            plans.append(found.first(num_copied, self.home, rows_CE, self.prices))
+            plans.append(found.first(num_copied))
         share = self._share([plan.target for plan in plans], rows_CE)
         return next(plan for plan in plans if plan.target is share.levels.target), share
 

@@ -83,9 +83,11 @@ def test_the_first_of_the_experts_that_pro_prophet_copies() -> None:
     rows_CE = np.tile(HOT, (4, 1))
     found = place_experts(HOME, rows_CE, prices=prices, balance=0.1)
     assert len(found.selected) > 1
-    one = found.first(1, HOME, rows_CE, prices)
+    one = found.first(1)
     assert one.selected == found.selected[:1]
     assert (one.target.num_holders_E > 1).nonzero()[0].tolist() == list(one.selected)
-    assert one.computed_C.sum() == rows_CE.sum() and one.seconds_without == found.seconds_without
-    none = found.first(0, HOME, rows_CE, prices)
+    assert (
+        one.rows.computed_C.sum() == rows_CE.sum() and one.seconds_without == found.seconds_without
+    )
+    none = found.first(0)
     assert np.array_equal(none.target.holds_EC, HOME.holds_EC) and not none.selected

@@ -65,8 +65,8 @@ def test_golden_p1(n: int, turns: list[tuple[object, ...]], count: int) -> None:
     plan = place_experts(ONE_EACH, GATING_CE, prices=BLOCK_PRICES, num_excluded=n, balance=0.5)
     expert, cells, computed, received, seconds = turns[0]
     assert holders(plan) == {expert: cells}
-    assert plan.computed_C.tolist() == computed
-    assert plan.received_C.tolist() == received
+    assert plan.rows.computed_C.tolist() == computed
+    assert plan.rows.received_C.tolist() == received
     assert plan.seconds.step_s == seconds
     assert plan.seconds_without.step_s == 147
 
@@ -124,7 +124,7 @@ def test_more_experts_than_cells() -> None:
     plan = place_experts(home, rows_CE, prices=prices, balance=0.0)
     # H: 38, 6, 0; then 20, 15, 9; then 10, 20, 14; then 12, 16, 16; then 1 owns no other.
     assert plan.selected == (1, 0, 2)
-    assert plan.computed_C.tolist() == [12, 16, 16]
+    assert plan.rows.computed_C.tolist() == [12, 16, 16]
 
 
 def test_automatic_exclusion_is_per_expert() -> None:
@@ -135,7 +135,7 @@ def test_automatic_exclusion_is_per_expert() -> None:
     plan = place_experts(home, rows_CE, prices=prices, num_excluded=None)
     assert holders(plan) == {1: [0, 1]}
     assert plan.seconds.gather_s == 2 / 3 * 3
-    assert plan.computed_C.tolist() == [54, 6, 1]
+    assert plan.rows.computed_C.tolist() == [54, 6, 1]
 
 
 @pytest.mark.parametrize("num_excluded", [0, None])
@@ -199,8 +199,8 @@ def check_against_paper(search: tuple[Block, int | None, float]) -> None:
     if count:
         last = turns[count - 1]
         assert plan.seconds.step_s == last.seconds
-        assert plan.computed_C.tolist() == last.computed
-        assert plan.received_C.tolist() == last.received
+        assert plan.rows.computed_C.tolist() == last.computed
+        assert plan.rows.received_C.tolist() == last.received
     else:
         assert plan.target is home
     assert len(turns) <= home.num_experts
@@ -218,7 +218,7 @@ def test_properties(search: tuple[Block, int | None, float]) -> None:
     assert np.array_equal(target.holds_EC[others], home.holds_EC[others])
     if num_excluded is not None:
         assert (target.holds_EC[selected].sum(axis=1) == home.num_cells - num_excluded).all()
-    assert plan.computed_C.sum() == rows_CE.sum()
+    assert plan.rows.computed_C.sum() == rows_CE.sum()
 
     assert plan.seconds == placement_seconds(home, target, rows_CE, prices=prices)
     assert plan.seconds_without == placement_seconds(home, home, rows_CE, prices=prices)

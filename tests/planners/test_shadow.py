@@ -39,7 +39,7 @@ def test_golden_p7() -> None:
     assert plan.selected == (0, 2, 1)
     assert plan.target.holds_EC.tolist() == [[True] * 4] * 3 + [[False, False, False, True]]
     # Cell 3 gets the 5 rows of expert 3 beside its own 16; three experts go there and back.
-    assert plan.computed_C.tolist() == [15, 14, 14, 21]
+    assert plan.rows.computed_C.tolist() == [15, 14, 14, 21]
     assert plan.seconds.step_s == 4 * 5 + 3 * 21 / 2 + 3 * 2 + 3 * 2
     assert plan.seconds_without.step_s == 147
     fitting = shadow_experts(ONE_EACH, GATING_CE, prices=P7_PRICES, max_copied=2)

@@ -124,8 +124,8 @@ class ReplicationPlan:
             selected=list(plan.selected),
             time_s=plan.seconds.step_s,
             time_without_s=plan.seconds_without.step_s,
-            rows_computed=plan.computed_C.tolist(),
-            rows_received=plan.received_C.tolist(),
+            rows_computed=plan.rows.computed_C.tolist(),
+            rows_received=plan.rows.received_C.tolist(),
         )
 
 
