@@ -240,11 +240,12 @@ class RoutedExperts:
         hooks = self._options.hooks
         codecs = Codecs(hooks.of_copies, hooks.of_copy_gradients)
         # A reduction adds up where it likes, so that nothing can be encoded on the way.
-        broadcasts = can_broadcast(device or like[0].device) and codecs.gradients is None
+        device = device or like[0].device
+        broadcasts = can_broadcast(device) and codecs.gradients is None
         layer, cell, node_C = self.site.layer, layout.index("ep"), layout.node_C
         place = Place(layer, cell, node_C, group, in_float32, broadcasts)
-        lanes = lanes_for(device or like[0].device, overlaps=True)
-        self.site = replace(self.site, has_host_lane=lanes.has_threads)
+        has_host_lane = lanes_for(device, overlaps=True).has_threads
+        self.site = replace(self.site, has_host_lane=has_host_lane)
         self.copies = Copies(place, self.site.plan, like, (self.tasks, self.meter), codecs)
         self.copies.learns = learns
 
