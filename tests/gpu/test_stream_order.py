@@ -17,7 +17,6 @@ from host_path_contenders import Batch, Ours, Sizes, Way, esp
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ds_moe_ext.hardware import Device, Hardware, Link
 from ds_moe_ext.schedule.executor import InlineLanes, ThreadLanes
 from ds_moe_ext.schedule.task import PLAN
 from ds_moe_ext.steps.costs import STEPS
@@ -25,18 +24,11 @@ from ds_moe_ext.steps.pipeline_costs import Pipelines
 from tests.gpu.layers import CPU, Case, Runner
 from tests.gpu.stream_order import BookedLanes, Books, Queue, Queues
 from tests.gpu.way import copied_from_the_host
+from tests.hosts.test_configurations import FREE
 
 FSSDP = {"overlap_degree": 8, "copies_per_rank": 2, "reshard_interval": 0}
 FREED = {**FSSDP, "rematerialize": True}
 PROPHET = {"planner": "shadow", "split": "half", "rematerialize": False}
-FREE = Hardware(
-    name="where copies cost nothing",
-    source="made up",
-    num_nodes=1,
-    ranks_per_node=8,
-    device=Device(name="CPU"),
-    intra=Link(bytes_per_s=1e12),
-)
 SHARDED = {"expert_sharding_size": 2}
 BLOCKS: Mapping[str, Mapping[str, Any]] = {
     "esp, 2 chunks": esp(2),
