@@ -188,7 +188,7 @@ def test_a_score_is_the_planners_own() -> None:
         assert (found.hidden_s if is_scheduled else found.plain_s) == pytest.approx(expected_s)
         copies = [plan.target.holds_EC.sum() - 8 for plan in plans]
         assert found.copies == pytest.approx(np.mean(copies) / 4)
-        spreads = [plan.computed_C.std() for plan in plans]
+        spreads = [plan.rows.computed_C.std() for plan in plans]
         assert found.spread == pytest.approx(np.mean(spreads))
         targets = [plan.target for plan in plans]
         steps = zip(targets, RUN_ILCE[1:].reshape(-1, 4, 8))
