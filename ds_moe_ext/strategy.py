@@ -195,6 +195,11 @@ class Job:
         """Of the run."""
         return self.of_layers or len(self.homes)
 
+    @property
+    def measured_pools(self) -> list[Pool]:
+        """Those whose costs are known; of others nothing is copied."""
+        return [pool for pool in self.pools if pool.expert_bytes]
+
     @classmethod
     def at_start(
         cls,

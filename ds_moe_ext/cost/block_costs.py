@@ -171,16 +171,18 @@ def placement_seconds(
     home: Placement, target: Placement, rows_CE: np.ndarray, *, prices: BlockPrices
 ) -> BlockSeconds:
     """The model on a placement. Arguments as of ``cell_rows``."""
-    return seconds_of_rows(target, cell_rows(home, target, rows_CE), prices=prices)
+    rows = cell_rows(home, target, rows_CE)
+    return seconds_of_rows(rows, copied_experts(target), prices=prices)
 
 
-def seconds_of_rows(target: Placement, rows: CellRows, *, prices: BlockPrices) -> BlockSeconds:
-    """The model on a placement, of which is known where rows go."""
+def seconds_of_rows(rows: CellRows, copied: float, *, prices: BlockPrices) -> BlockSeconds:
+    """The model on a placement, of which is known where rows go, and how many experts are copied:
+    as ``copied_experts`` counts them."""
     return block_seconds(
         prices,
         most_received=int(rows.received_C.max()),
         most_computed=int(rows.computed_C.max()),
-        copied=copied_experts(target),
+        copied=copied,
     )
 
 

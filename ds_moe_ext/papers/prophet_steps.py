@@ -14,7 +14,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from ds_moe_ext.cost.block_costs import BlockPrices, BlockSeconds, cell_rows, seconds_of_rows
+from ds_moe_ext.cost.block_costs import (
+    BlockPrices,
+    BlockSeconds,
+    cell_rows,
+    copied_experts,
+    seconds_of_rows,
+)
 from ds_moe_ext.files.configs import CONFIGS
 from ds_moe_ext.hardware import Hardware, read_hardware
 from ds_moe_ext.papers.zipf_loads import ZipfLoads
@@ -162,7 +168,9 @@ class Block:
         """What a placement takes for some rows."""
         rows = cell_rows(self.home, target, rows_CE)
         prices = replace(self.prices, is_scheduled=scheduled)
-        return Planned(seconds_of_rows(target, rows, prices=prices), rows.computed_C)
+        return Planned(
+            seconds_of_rows(rows, copied_experts(target), prices=prices), rows.computed_C
+        )
 
     @cached_property
     def rows(self) -> Sequence[Sequence[np.ndarray]]:

@@ -19,8 +19,8 @@ from ds_moe_ext.cost.block_costs import (
     BlockSeconds,
     CellRows,
     balanced_spread,
-    block_seconds,
     cell_rows,
+    seconds_of_rows,
     step_seconds,
     whole_rows,
 )
@@ -65,20 +65,13 @@ class BlockPlan:
     def seconds(self) -> BlockSeconds:
         """Of the block under the target, on the rows planned for."""
         num_copies = int(self.choices.copies_E[list(self.selected)].sum())
-        return self._seconds(self.rows, num_copies / self.choices.home.num_cells)
+        copied = num_copies / self.choices.home.num_cells
+        return seconds_of_rows(self.rows, copied, prices=self.prices)
 
     @cached_property
     def seconds_without(self) -> BlockSeconds:
         """Of the block without copies, on the same rows."""
-        return self._seconds(self.alone, 0.0)
-
-    def _seconds(self, rows: CellRows, copied: float) -> BlockSeconds:
-        return block_seconds(
-            self.prices,
-            most_received=int(rows.received_C.max()),
-            most_computed=int(rows.computed_C.max()),
-            copied=copied,
-        )
+        return seconds_of_rows(self.alone, 0.0, prices=self.prices)
 
     def first(self, num_copied: int) -> BlockPlan:
         """The same with the first so many of the copied experts."""
@@ -179,17 +172,12 @@ class Choices:
             holders_E = np.full(self.home.num_experts, self.home.num_cells - self.num_excluded)
         return np.where(holders_E > 1, holders_E, 0)
 
-    def of_cell(self, cell: int) -> list[int]:
-        """Experts of a cell that can be copied, those with most rows last.
+    def by_cell(self) -> tuple[list[int], list[int]]:
+        """Experts that can be copied, cell by cell, of each those with most rows last; and where
+        each cell's begin, and the last one's end.
 
         The paper's loop also picks experts without a place for a copy, to which nothing happens.
         """
-        experts, starts = self._by_cell
-        return experts[starts[cell] : starts[cell + 1]]
-
-    @cached_property
-    def _by_cell(self) -> tuple[list[int], list[int]]:
-        """All that can be copied, cell by cell; and where each cell's begin."""
         coldest_first_E = np.argsort(-self.rows_CE.sum(axis=0), kind="stable")[::-1]
         copied = coldest_first_E[self.copies_E[coldest_first_E] > 0]
         owner = self.home.owner_E[copied]
@@ -222,7 +210,8 @@ def _fastest(
     home = choices.home
     computed_C, received = alone.computed_C.copy(), alone.received_C.tolist()
     stays_EC, stays, copies = choices.stays_EC, choices.stays_E.tolist(), choices.copies_E.tolist()
-    waiting: dict[int, list[int]] = {}  # of cells that have been the busiest
+    by_cell, starts = choices.by_cell()
+    ends = starts[1:]  # of those that wait
     # Copies keep rows where they are: as many as before are computed.
     num_rows = int(computed_C.sum())
     spread = balanced_spread(num_rows, home.num_experts, balance)
@@ -234,9 +223,7 @@ def _fastest(
     fastest_s = step_seconds(prices, max(received), most_computed, 0.0)
 
     while not most_computed - int(computed_C[computed_C.argmin()]) < spread:
-        if busiest not in waiting:
-            waiting[busiest] = choices.of_cell(busiest)
-        if not waiting[busiest] or len(experts) == max_copied:
+        if ends[busiest] == starts[busiest] or len(experts) == max_copied:
             break
         if len(experts) % LOOKED_AT == LOOKED_AT - 1:
             # Even if no rows travelled, and all cells computed equally many. The model's time does
@@ -246,7 +233,8 @@ def _fastest(
             ideal_s = step_seconds(prices, 0, least_computed, num_copies / home.num_cells)
             if ideal_s > (1 + ROUNDING) * fastest_s:
                 break
-        expert = waiting[busiest].pop()
+        ends[busiest] -= 1
+        expert = by_cell[ends[busiest]]
         computed_C += stays_EC[expert]
         computed_C[busiest] -= stays[expert]
         received[busiest] -= stays[expert]

@@ -239,7 +239,7 @@ class FullySharded(Strategy):
         """That the rows of each layer take under its plan's target, ``[L]``; nan before costs have
         been measured."""
         seconds_L = np.full(len(plans), np.nan)
-        for pool in _measured(job):
+        for pool in job.measured_pools:
             layers = list(pool.layers)
             targets, rows = [plans[n].target for n in layers], job.routed.of_layers(layers)
             seconds_L[layers] = flow_seconds(flow(targets, rows), prices=pool.prices)
@@ -249,7 +249,7 @@ class FullySharded(Strategy):
         """By gain, of experts whose costs have been measured, or Algorithm 2; pool by pool."""
         degree_L = self._overlap_degrees(job)
         homes = dict(enumerate(job.homes))
-        for pool in job.pools if self.resharding == PAPER else _measured(job):
+        for pool in job.pools if self.resharding == PAPER else job.measured_pools:
             layers = list(pool.layers)
             present = [job.homes[layer] for layer in layers]
             if self.resharding == PAPER:
@@ -314,7 +314,7 @@ class FullySharded(Strategy):
         return "; ".join(filter(None, (told, *self._never_copied(job), *idle)))
 
     def describe_homes(self, job: Job, homes: Sequence[Placement]) -> str:
-        pools, num_steps = _measured(job), self.rhythm().shard_every
+        pools, num_steps = job.measured_pools, self.rhythm().shard_every
         if not pools:
             return ""
         before_s = after_s = cost_s = 0.0
@@ -352,7 +352,7 @@ class FullySharded(Strategy):
         """What gives every layer room for a copy."""
         if self.copy_bytes is not None:
             layers = sum(self._layers_in_memory(job))
-            least = layers * max(pool.expert_bytes for pool in _measured(job))
+            least = layers * max(pool.expert_bytes for pool in job.measured_pools)
             return in_json(f"{WHERE}.copy_bytes", least)
         if not self.rematerialize:
             return in_json(f"{WHERE}.rematerialize", True)
@@ -395,7 +395,7 @@ class FullySharded(Strategy):
     def _gathers(self, job: Job) -> Iterator[tuple[int, Gathers]]:
         """Of each layer whose experts' costs have been measured."""
         fits_L, nodes = self._copies_that_fit(job), tuple(job.node_C.tolist())
-        for pool in _measured(job):
+        for pool in job.measured_pools:
             for layer in pool.layers:
                 num_experts, fits = job.homes[layer].num_experts, int(fits_L[layer])
                 yield layer, gathers_of(pool, num_experts, fits, nodes)
@@ -407,7 +407,7 @@ class FullySharded(Strategy):
             return np.full(num_layers, self.copies_per_rank)
         layers_held, layers_reduced = self._layers_in_memory(job)
         fits_L = np.zeros(num_layers, dtype=np.int64)
-        for pool in _measured(job):
+        for pool in job.measured_pools:
             fits_L[list(pool.layers)] = copies_that_fit(
                 job.free_bytes if self.copy_bytes is None else self.copy_bytes,
                 expert_bytes=pool.expert_bytes,
@@ -480,11 +480,6 @@ def _revision(
         node_C=share.node_C,
         copies_left=copies_left,
     )
-
-
-def _measured(job: Job) -> list[Pool]:
-    """Nothing is copied before the costs are known."""
-    return [pool for pool in job.pools if pool.expert_bytes]
 
 
 def _ms(seconds: float) -> str:

@@ -144,16 +144,13 @@ class ProProphet(Strategy):
                 f"{num_cells - 1}, or null"
             )
         frees = self._frees(job)
-        plans = {
-            layer: self._search(job, pool, layer, frees=frees)(
-                job.rows[layer], present=job.present[layer] if job.present else None
-            )
-            if pool.expert_bytes
-            else _at_home(job.homes[layer])
-            for pool in job.pools
-            for layer in pool.layers
-        }
-        return tuple(plans[layer] for layer in range(len(job.homes)))
+        plans = [Plan.at_home(home) for home in job.homes]
+        for pool in job.measured_pools:
+            for layer in pool.layers:
+                search = self._search(job, pool, layer, frees=frees)
+                present = job.present[layer] if job.present else None
+                plans[layer] = search(job.rows[layer], present=present)
+        return tuple(plans)
 
     def _frees(self, job: Job) -> bool:
         """Whether copies are freed after forward. They stay where there is room for twice as many
@@ -162,15 +159,13 @@ class ProProphet(Strategy):
             return self.rematerialize
         return not all(
             self._search(job, pool, layer, frees=False).has_room_for_more(job.rows[layer])
-            for pool in job.pools
-            if pool.expert_bytes
+            for pool in job.measured_pools
             for layer in pool.layers
         )
 
     def _search(self, job: Job, pool: Pool, layer: int, *, frees: bool) -> _Search:
         """For plans of a layer whose costs have been measured."""
         prices = self._prices(job, pool, layer)
-        assert prices is not None
         return _Search(
             self,
             job.homes[layer],
@@ -182,13 +177,13 @@ class ProProphet(Strategy):
         )
 
     def describe(self, job: Job) -> str:
-        each = [p for pool in job.pools if (p := self._prices(job, pool, pool.layers[0]))]
+        pools = job.measured_pools
+        each = [self._prices(job, pool, pool.layers[0]) for pool in pools]
         rows_per_s = min(1 / prices.row_s for prices in each)
         row_speed = min(prices.bytes_per_s for prices in each)
         copy_speed = min(prices.copy_bytes_per_s for prices in each)
         window_s = float(np.mean(job.window_s)), float(np.mean(job.back_window_s))
         frees = self._frees(job)
-        pools = [pool for pool in job.pools if pool.expert_bytes]
         fits = min(self._copies_that_fit(job, pool, frees=frees) for pool in pools)
         has_room = fits >= max(home.num_experts for home in job.homes)
         room = "copies of all experts of a layer" if has_room else f"{fits} copies of a layer"
@@ -205,9 +200,9 @@ class ProProphet(Strategy):
         if self.prices != PAPER:
             return super().forecast(job, layer, plan, rows_CE)
         pool = next(pool for pool in job.pools if layer in pool.layers)
-        prices = self._prices(job, pool, layer)
-        if prices is None:
+        if not pool.expert_bytes:
             return None
+        prices = self._prices(job, pool, layer)
         seconds = placement_seconds(plan.home, plan.target, rows_CE, prices=prices)
         gathers = 2 if plan.rematerialize and job.follows(layer + 1) else 1
         return Forecast(
@@ -242,10 +237,8 @@ class ProProphet(Strategy):
             layers_reduced=layers_held if job.accumulates else at_once,
         )
 
-    def _prices(self, job: Job, pool: Pool, layer: int) -> BlockPrices | None:
-        """Of one layer's block whose copies are kept; None before costs have been measured."""
-        if not pool.expert_bytes:
-            return None
+    def _prices(self, job: Job, pool: Pool, layer: int) -> BlockPrices:
+        """Of the block of a layer whose costs have been measured, if copies are kept."""
         starts = self.prices != PAPER
         return BlockPrices(
             row_s=pool.prices.row_s / (FORWARD + BACKWARD),
@@ -260,10 +253,6 @@ class ProProphet(Strategy):
             backward_gap_s=job.back_window_s[layer],
             is_scheduled=self.scheduler,
         )
-
-
-def _at_home(home: Placement) -> Plan:
-    return Plan.at_home(home)
 
 
 @dataclass(frozen=True, eq=False)
@@ -310,7 +299,7 @@ class _Search:
         if strategy.share != LOCAL and is_steady:
             found, share = self._narrowed(found, rows_CE)
         if not found.selected:
-            return self._followed(_at_home(home), rows_CE, age=0)
+            return self._followed(Plan.at_home(home), rows_CE, age=0)
         plan = Plan(
             home,
             found.target,
