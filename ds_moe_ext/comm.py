@@ -771,34 +771,59 @@ def can_broadcast(device: torch.device) -> bool:
 
 def _broadcast(part: Part, have: Mapping[int, list[Tensor]], group: dist.ProcessGroup) -> Traffic:
     told = BroadcastOptions()
+    apart: list[tuple[Tensor, Sequence[Tensor]]] = []  # what came as one, and where it goes
     with _one_call(group, _device_of(have)):
-        for expert, root, _ in part.everywhere:
+        for root, experts in part.runs:
             told.rootRank = root
-            for tensor in have[expert]:  # before Hopper NCCL takes no numbers of 8 bits
-                sent = as_bytes(tensor) if tensor.dtype.itemsize == 1 else tensor
-                group.broadcast([sent], told)
+            sent = have[experts[0]]
+            if len(experts) > 1:
+                rooms = list(zip(*(have[expert] for expert in experts)))
+                sent = [_side_by_side(own) for own in rooms]
+                if root != part.cell:
+                    apart += zip(sent, rooms)
+            for tensor in sent:  # before Hopper NCCL takes no numbers of 8 bits
+                own = as_bytes(tensor) if tensor.dtype.itemsize == 1 else tensor
+                group.broadcast([own], told)
+    for arrived, tensors in apart:
+        if arrived.data_ptr() != tensors[0].data_ptr():
+            torch._foreach_copy_(list(tensors), list(arrived.unbind()))
     received = sum(tensor.nbytes for expert in part.received for tensor in have[expert])
     return Traffic(_rooted_bytes(part, have), received)
 
 
 def _reduce(part: Part, grads: Mapping[int, Sequence[Tensor]], group: dist.ProcessGroup) -> Arrived:
-    totals = {
-        expert: [torch.zeros_like(grad, memory_format=PACKED) for grad in grads[expert]]
-        if root == part.cell
-        else _whole(grads[expert])
-        for expert, root, _ in part.everywhere
-    }
+    arrived: dict[int, tuple[Tensor, ...]] = {}
+    leaving: list[tuple[int, list[Tensor]]] = []
+    for root, experts in part.runs:
+        if root == part.cell:
+            totals = [grad.new_zeros(len(experts), *grad.shape) for grad in grads[experts[0]]]
+            arrived |= zip(experts, zip(*(total.unbind() for total in totals)))
+        elif len(experts) == 1:
+            totals = _whole(grads[experts[0]])
+        else:
+            columns = zip(*(_whole(grads[expert]) for expert in experts))
+            totals = [_side_by_side(own) for own in columns]
+        leaving.append((root, totals))
     told = ReduceOptions()  # a sum
-    with _one_call(group, _device_of(totals)):
-        for expert, root, _ in part.everywhere:
+    with _one_call(group, _device_of(grads)):
+        for root, totals in leaving:
             told.rootRank = root
-            for total in totals[expert]:
+            for total in totals:
                 group.reduce([total], told)
-    arrived = {
-        expert: tuple(totals[expert]) for expert, root, _ in part.everywhere if root == part.cell
-    }
-    sent = sum(total.nbytes for expert in part.received for total in totals[expert])
-    return Arrived(arrived, Traffic(sent, _rooted_bytes(part, totals)))
+    sent = sum(grad.nbytes for expert in part.received for grad in grads[expert])
+    return Arrived(arrived, Traffic(sent, _rooted_bytes(part, grads)))
+
+
+def _side_by_side(tensors: Sequence[Tensor]) -> Tensor:
+    """Contiguous tensors of one shape as one, ``[N, ...]``: a view where they follow one another in
+    memory, else a copy."""
+    first, count = tensors[0], len(tensors)
+    start, size = first.data_ptr(), first.nbytes
+    behind = first.untyped_storage().nbytes() - first.storage_offset() * first.element_size()
+    starts = [tensor.data_ptr() for tensor in tensors]
+    if behind >= count * size and starts == [start + number * size for number in range(count)]:
+        return first.as_strided((count, *first.shape), (first.numel(), *first.stride()))
+    return torch.stack(list(tensors))
 
 
 def _rooted_bytes(part: Part, tensors: Mapping[int, Sequence[Tensor]]) -> int:

@@ -125,6 +125,11 @@ class Placement:
         return bool((self.held_C1[1:] > self.held_C1[:-1]).all())
 
     @cached_property
+    def is_full(self) -> bool:
+        """Whether each cell holds every expert."""
+        return self.flat_N.size == self.holds_EC.size
+
+    @cached_property
     def num_slots(self) -> int:
         """Slots ``S`` of the fullest cell: the last axis of every per-slot table."""
         return int(self.holds_EC.sum(axis=0).max())
@@ -171,7 +176,7 @@ class Placement:
 
     def prepare(self, cell: int) -> None:
         """Work out beforehand what rows are ordered by, for a cell that sends and receives."""
-        _ = self.is_single, self.by_holder_N, self.held_C1, self.is_everywhere
+        _ = self.is_single, self.is_full, self.by_holder_N, self.held_C1, self.is_everywhere
         self.columns_of(cell)
 
     def experts_of(self, cell: int) -> np.ndarray:

@@ -110,6 +110,18 @@ class Round:
     receives: tuple[Move, ...]
 
 
+class Run(NamedTuple):
+    """Experts that travel as one, in their order.
+
+    Attributes:
+        root: the cell that sends them.
+        experts: they.
+    """
+
+    root: int
+    experts: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Part:
     """One cell's own part of the transfers.
@@ -128,7 +140,19 @@ class Part:
 
     def prepare(self) -> None:
         """Work out beforehand what a pass asks for."""
-        _ = self.received, self.sent, self.cut
+        _ = self.runs, self.received, self.sent, self.cut
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """Those that go everywhere, experts together that follow one another at one home: there and
+        wherever they come to they lie side by side, if slots are in the order of experts."""
+        runs: list[Run] = []
+        for expert, root, _ in self.everywhere:
+            if runs and runs[-1].root == root and runs[-1].experts[-1] == expert - 1:
+                runs[-1] = Run(root, (*runs[-1].experts, expert))
+            else:
+                runs.append(Run(root, (expert,)))
+        return tuple(runs)
 
     @cached_property
     def received(self) -> tuple[int, ...]:

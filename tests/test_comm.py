@@ -24,7 +24,7 @@ from torch import Tensor
 from ds_moe_ext import comm
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.executor import to_the_end
-from ds_moe_ext.transfer import SMALL, Cargo, Part, Segment, Transfers, gather_rounds, star_of
+from ds_moe_ext.transfer import SMALL, Cargo, Part, Run, Segment, Transfers, gather_rounds, star_of
 from tests.gpu.way import by_broadcasts
 from tests.marks import slow
 from tests.ranks import pool_of
@@ -495,18 +495,22 @@ def test_types_of_one_expert_may_differ(world_size: int, are_equal: bool, in_flo
 # Broadcasts instead of trees: NCCL only, here by gloo's own, one after the other.
 
 
+MOVED = (0, 1, 3)  # experts that go everywhere
+
+
 def _by_trees_and_by_broadcasts(rank: int, world_size: int) -> tuple[int, int]:
-    home = Placement.owned_by(np.array([1, 0, 1]), world_size)
+    home = Placement.owned_by(np.array([1, 1, 0, 1]), world_size)
     holds_EC = home.holds_EC.copy()
-    holds_EC[[0, 2]] = True
+    holds_EC[list(MOVED)] = True
     grid = home, Placement(holds_EC), np.arange(world_size) // 2
     trees, star = gather_rounds(*grid).part_of(rank), star_of(*grid, rank)
     assert star is not None
+    assert star.runs == (Run(1, (0, 1)), Run(1, (3,)))
     chunks = {int(e): drawn(torch.float64, 5, int(e)) for e in home.experts_of(rank)}
-    grads = {e: drawn(torch.float64, 6, e, rank) for e in (0, 2)}
+    grads = {e: drawn(torch.float64, 6, e, rank) for e in MOVED}
 
     def both(part: Part) -> tuple[Mapping[int, Expert], comm.Traffic, comm.Arrived]:
-        buffers = buffers_in(slabs(4, torch.float64), part.received)
+        buffers = buffers_in(slabs(len(MOVED) + 2, torch.float64), part.received)
         traffic = to_the_end(comm.sparse_all_gather(part, chunks, buffers, dist.group.WORLD))
         # Gloo, unlike NCCL, reduces into what others than the root give.
         given = {e: tuple(w.clone() for w in tensors) for e, tensors in grads.items()}
@@ -523,18 +527,38 @@ def _by_trees_and_by_broadcasts(rank: int, world_size: int) -> tuple[int, int]:
         mock.patch.object(comm.Pairs, "post", _fail),
     ):
         buffers_2, traffic_2, came_2 = both(star)
-    assert set(buffers) == {e for e in (0, 2) if rank != 1}
+    assert set(buffers) == {e for e in MOVED if rank != 1}
     assert all(all_equal(buffers[e], buffers_2[e]) for e in buffers)
-    assert set(came.grads) == set(came_2.grads) == {e for e in (0, 2) if rank == 1}
+    assert set(came.grads) == set(came_2.grads) == {e for e in MOVED if rank == 1}
     assert all(all_equal(came.grads[e], came_2.grads[e]) for e in came.grads)
     assert traffic_2.received_bytes == traffic.received_bytes == came_2.traffic.sent_bytes
     return traffic_2.sent_bytes, came_2.traffic.received_bytes
 
 
 def test_broadcasts_equal_trees() -> None:
-    expert_bytes = EXPERT_NUMEL * 8
+    num_bytes = len(MOVED) * EXPERT_NUMEL * 8
     rooted = pool_of(4).run(_by_trees_and_by_broadcasts)
-    assert rooted == [(0, 0), (2 * expert_bytes, 2 * expert_bytes), (0, 0), (0, 0)]
+    assert rooted == [(0, 0), (num_bytes, num_bytes), (0, 0), (0, 0)]
+
+
+def test_tensors_side_by_side_are_one_in_place() -> None:
+    block = torch.arange(24.0).view(4, 2, 3)
+    one, *others = block.unbind()[1:]
+    together = comm._side_by_side((one, *others))
+    assert torch.equal(together, block[1:]) and together.data_ptr() == one.data_ptr()
+    for tensors in ((block[2], block[1]), (block[0], block[2]), (block[3], torch.ones(2, 3))):
+        apart = comm._side_by_side(tensors)
+        assert torch.equal(apart, torch.stack(tensors))
+        assert apart.data_ptr() != tensors[0].data_ptr()
+
+
+def test_experts_are_a_run_if_they_follow_each_other_at_one_home() -> None:
+    home = Placement.owned_by(np.array([0, 0, 1, 1, 0, 0, 0, 1]), 2)
+    wanted = home.with_copies(np.array([1, 1, 1, 0, 1, 0, 1, 1], dtype=bool)[:, None] | [[0, 0]])
+    star = star_of(home, wanted, np.zeros(2, dtype=np.int64), 0)
+    assert star is not None
+    runs = [(0, (0, 1)), (1, (2,)), (0, (4,)), (0, (6,)), (1, (7,))]
+    assert [(run.root, run.experts) for run in star.runs] == runs
 
 
 def _by_a_star_in_float32(rank: int, world_size: int) -> list[float]:

@@ -110,7 +110,7 @@ def travelled(layer: Layer, routes: Sequence[LayerRoute], span: Span) -> list[Te
     at_cells = []
     for cell, layer_route in enumerate(routes):
         route = layer_route.on(span)
-        arrived = [parcel[cell] for parcel in parcels]
+        arrived = parcels[cell] if route.stays else [parcel[cell] for parcel in parcels]
         assert tuple(map(len, arrived)) == route.received_C
         at_cells.append(route.to_slots(torch.cat(arrived)))
     return at_cells
@@ -353,6 +353,28 @@ def test_rows_are_divided_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
         for span in (*spans(3, 3), Span(0, 3)):
             assert route.on(span).choice_N is not None
     assert num_divided == len(routes)
+
+
+@pytest.mark.parametrize("rule", ["nearest", "local", "by time"])
+@pytest.mark.parametrize("lacks", [False, True])
+def test_who_has_all_experts_sends_none_of_its_rows(rule: str, lacks: bool) -> None:
+    """Nor do the others: all know that there is nothing to exchange, whatever is routed."""
+    holds_EC = np.ones((3, 2), dtype=bool)
+    holds_EC[2, 1] = not lacks
+    target, node_C = Placement(holds_EC), np.zeros(2, dtype=np.int64)
+    rules: dict[str, Rule] = {
+        "nearest": NearestCopy(target, node_C),
+        "local": LocalElseHome(target, target),
+        "by time": _by_time(target),
+    }
+    ids_C = torch.tensor([[0, 1], [1, 0], [2, 2]]), torch.tensor([[1, 0]])
+    routes = Layer(ids_C, target, rules[rule], num_chunks=2).routes()
+    stay = not lacks and rule != "by time"
+    for route in routes:
+        chunks = Span(0, 1), Span(1, 2), Span(0, 2)
+        assert [route.on(span).stays for span in chunks] == [stay] * 3
+    if stay:
+        assert routes[0].on(Span(0, 2)).sent_C == routes[0].on(Span(0, 2)).received_C == (6,)
 
 
 def _by_time(target: Placement) -> LevelShare:

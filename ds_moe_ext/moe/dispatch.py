@@ -99,7 +99,9 @@ class Wire:
     def out(self, rows_ND: Tensor, span: Span, layer_route: LayerRoute) -> Tensor:
         """Rows ``[N, D]`` in send order to ``[R, D]`` in slot order at their experts."""
         route = layer_route.on(span)
-        if self.carrier is None and self.node_channels is None:
+        if route.stays:
+            arrived_RD = rows_ND
+        elif self.carrier is None and self.node_channels is None:
             arrived_RD = self._directly(rows_ND, route.sent_C, route.received_C)
         else:
             arrived_RD = self._coded(self._trip(span, layer_route).out, rows_ND)
@@ -119,6 +121,8 @@ class Wire:
         """
         route = layer_route.on(span)
         rows_RD = route.to_arrival(rows_RD, weight_R)
+        if route.stays:
+            return rows_RD
         if self.carrier is None and self.node_channels is None:
             return self._directly(rows_RD, route.received_C, route.sent_C)
         return self._coded(self._trip(span, layer_route).home, rows_RD)
@@ -131,8 +135,7 @@ class Wire:
 
     def _directly(self, rows: Tensor, sent_C: Sequence[int], received_C: Sequence[int]) -> Tensor:
         group = self.group
-        if group is None:
-            return rows
+        assert group is not None, "one cell exchanges nothing"
         if self.coding is None:
             return self.all_to_all(rows, sent_C, received_C, group)
         return self.coding.around(

@@ -32,7 +32,7 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.rows import Moved, on_device, starts_of
 from ds_moe_ext.schedule.crew import SavesAlike
 from ds_moe_ext.schedule.task import Cut, Span
-from ds_moe_ext.share import Share, pair_of, received_by_slot, sent_by_pair
+from ds_moe_ext.share import Share, all_stay, pair_of, received_by_slot, sent_by_pair
 from ds_moe_ext.strategy import Destination
 from ds_moe_ext.watch import WATCH
 
@@ -319,12 +319,16 @@ class Order(SavesAlike):
         rows_CFE = rows_CPFE.reshape(num_cells, -1, num_experts)
         own = slice(place * num_chunks, (place + 1) * num_chunks)
         sent_FN = sent_by_pair(share, target, cell, rows_CFE[cell])[own]
-        if target.is_single:
-            received_CFS = rows_CFE[..., target.columns_of(cell)]
+        # Where no row leaves its cell, it is as if there were no other: nothing is exchanged.
+        are_apart = all_stay(share, target) and not self.counts_visits
+        peers = slice(cell, cell + 1) if are_apart else slice(num_cells)
+        if target.is_single or are_apart:
+            received_CFS = rows_CFE[peers][..., target.columns_of(cell)]
         else:
             received_CFS = received_by_slot(share, target, cell, rows_CFE)
         # Rows go to the rank of the sender's place, so each place is a plane of its own.
-        received_PCFS = received_CFS.reshape(num_cells, cell_size, num_chunks, -1).swapaxes(0, 1)
+        by_place = len(received_CFS), cell_size, num_chunks, -1
+        received_PCFS = received_CFS.reshape(by_place).swapaxes(0, 1)
         if self._may_drop:
             by_key_N = by_key_N[: int(sent_FN.sum())]
         order_N, moved = target.by_holder_N, None
@@ -336,7 +340,7 @@ class Order(SavesAlike):
             target=target,
             top_k=top_k,
             by_key_N=by_key_N,
-            sent_FC=_sums_by_holder(by_holder_FN, target),
+            sent_FC=_sums_by_holder(by_holder_FN, target)[:, peers],
             received_PCFS=received_PCFS,
             place=place,
             count_between=partial(_rows_between, share, rows_CFE, own),

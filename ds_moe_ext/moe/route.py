@@ -57,8 +57,8 @@ class Route:
         choice_N: position of each sent row in the span's flattened ``[T, K]`` choices, int64, in
             send order: by cell, then chunk, slot and token; ``T * K`` of what is only padding.
         token_N: its token in the span; ``T`` of padding.
-        sent_C: rows for each cell.
-        received_C: rows from each cell.
+        sent_C: rows for each cell; of this one alone where no row leaves its cell.
+        received_C: rows from each cell; likewise.
         sorting: takes rows from arrival order (sender, chunk, slot) to slot order; None where all
             are this rank's, in that order.
         slots: rows of each of this cell's slots.
@@ -83,6 +83,11 @@ class Route:
     padded_row_N: Tensor | None = None
     visits: SpanVisits | None = None
     together: tuple[SpanChoices, int] | None = None
+
+    @property
+    def stays(self) -> bool:
+        """Whether no row of any cell leaves it: there is nothing to exchange."""
+        return len(self.sent_C) == 1
 
     @property
     def is_full(self) -> bool:
@@ -211,9 +216,10 @@ class LayerRoute(OnDevice):
         target: where experts compute.
         top_k: choices ``K`` a token.
         by_key_N: sent choices by chunk, cell, slot and token, int64 ``[N]``; or as ``moved`` says.
-        sent_FC: rows of each chunk for each cell, on the host.
-        received_PCFS: rows that each rank of this cell has from each cell, of each chunk, for each
-            of the cell's slots.
+        sent_FC: rows of each chunk for each cell, on the host; for this one alone where no row
+            leaves its cell.
+        received_PCFS: rows that each rank of this cell has from each cell, or from this one alone,
+            of each chunk, for each of the cell's slots.
         place: this rank's place in its cell.
         count_between: gives the rows of each chunk from each cell to each, of this rank's place,
             int64 ``[F, C, C]``; asked once, and only where a carrier needs them.

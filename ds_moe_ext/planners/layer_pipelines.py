@@ -188,15 +188,18 @@ class Balance(NamedTuple):
             call take that has few rows.
         computed: rows of the busiest cell.
         exchanged: seconds of an exchange, but for its start.
+        all_stay: nothing is exchanged: there is no start either.
     """
 
     held: float = 1.0
     computed: float = 1.0
     exchanged: float = 1.0
+    all_stay: bool = False
 
     def of(self, costs: LayerCosts) -> LayerCosts:
         """The costs of a layer, from those of even rows at home."""
-        expert, all_to_all = costs.expert.started(self.held), costs.all_to_all
+        expert = costs.expert.started(self.held)
+        all_to_all = costs.all_to_all.started(0.0 if self.all_stay else 1.0)
         return replace(
             costs,
             all_to_all=replace(all_to_all, n=self.exchanged * all_to_all.n),

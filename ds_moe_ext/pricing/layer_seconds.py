@@ -28,6 +28,7 @@ from ds_moe_ext.schedule.task import (
     RESTORE,
     Task,
 )
+from ds_moe_ext.share import all_stay
 from ds_moe_ext.strategy import Plan, Pool
 
 NO_REDUCTION = AllReduce(0.0, 0.0)
@@ -71,25 +72,27 @@ class Flow:
         exchange_s_C: seconds that each cell takes in one exchange of them all, but for its
             start, float64.
         is_far_C: whether that is for its node's card, else for its own link.
+        all_stay: no row leaves its cell, whatever is routed, and none are exchanged.
     """
 
     target: Placement
     computed_C: np.ndarray
     exchange_s_C: np.ndarray
     is_far_C: np.ndarray
+    all_stay: bool = False
 
     @classmethod
     def of(cls, plan: Plan, rows_CE: np.ndarray, node_C: np.ndarray, pool: Pool) -> Flow:
         """Of the rows that came, int64 ``[C, E]``, which may add copies to the plan's."""
         target, rule = plan.destination if plan.revise is None else plan.revise(rows_CE)
-        share = rule.of_rows(rows_CE)
+        share, stay = rule.of_rows(rows_CE), all_stay(rule, target) and not plan.sends_once
         sent_CC = share.rows_between(rows_CE[:, None, :])[0]
         computed_C = sent_CC.sum(axis=0)
         row_bytes, prices = pool.prices.row_bytes, pool.prices
         if pool.links is not None:  # the last to come makes all wait
             busiest_s = pool.links.trip.factor * pool.links.link_s(row_bytes * sent_CC, node_C)
             all_C = np.ones(len(node_C), dtype=bool)
-            return cls(target, computed_C, busiest_s * all_C, all_C)
+            return cls(target, computed_C, busiest_s * all_C, all_C, stay)
         leaving_CC = sent_CC - np.diag(np.diag(sent_CC))
         near_C = np.maximum(leaving_CC.sum(axis=0), leaving_CC.sum(axis=1))
         crossing_VV = between_nodes(sent_CC, node_C)
@@ -98,7 +101,8 @@ class Flow:
         near_s_C = near_C * row_bytes / prices.intra_bytes_per_s
         far_s_C = far_C * row_bytes / prices.inter_bytes_per_s
         is_far_C = far_s_C > near_s_C
-        return cls(target, computed_C, np.maximum(near_s_C, far_s_C), is_far_C)
+        slowest_s_C = np.maximum(near_s_C, far_s_C)
+        return cls(target, computed_C, slowest_s_C, is_far_C, stay)
 
 
 class Timing(NamedTuple):
@@ -199,7 +203,8 @@ def layer_seconds(
     place_K = _places(expert_s_C, flow.exchange_s_C, classes)
     none = [0.0] * len(place_K)
     start_s = costs.exchange_start_s if pool.links is None else pool.links.exchange_start_s
-    exchange = Timing(start_s if len(node_C) > 1 else 0.0, flow.exchange_s_C[place_K].tolist())
+    counts = Timing(start_s if len(node_C) > 1 else 0.0, none)
+    exchange = Timing(0.0 if flow.all_stay else counts.start_s, flow.exchange_s_C[place_K].tolist())
     experts = [
         Timing(
             0.0, (rounds * by_rows_s_C[place_K]).tolist(), (rounds * least_s_C[place_K]).tolist()
@@ -222,7 +227,7 @@ def layer_seconds(
     is_back = True
     return LayerSeconds(
         by_rows={
-            (ORDER.name, not is_back): Timing(exchange.start_s, none),
+            (ORDER.name, not is_back): counts,
             (DISPATCH.name, not is_back): exchange,
             (DISPATCH.name, is_back): exchange.times(sent_back),
             (COMBINE.name, not is_back): exchange,

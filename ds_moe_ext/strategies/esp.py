@@ -272,7 +272,8 @@ def _balance(plan: Plan, rows_CE: np.ndarray, node_C: np.ndarray, pool: Pool) ->
         flow.computed_C.max() * num_cells / total,
         flow.exchange_s_C.max() / even_s if even_s else 1.0,
     )
-    return Balance(*(round(STEP * float(ratio)) / STEP for ratio in ratios))
+    held, computed, exchanged = (round(STEP * float(ratio)) / STEP for ratio in ratios)
+    return Balance(held, computed, exchanged, flow.all_stay)
 
 
 def _held(plan: Plan) -> float:

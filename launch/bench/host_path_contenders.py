@@ -135,6 +135,7 @@ class Way:
 
 
 _FSSDP = {"overlap_degree": 8, "copies_per_rank": 2, "reshard_interval": 0}
+_EVERYWHERE = {"overlap_degree": 1024, "copies_per_rank": 1024, "reshard_interval": 0}
 _PROPHET = {"rematerialize": False}
 """As where a GPU has room; a rank of a CPU does as if it had little."""
 
@@ -151,6 +152,7 @@ WAYS = (
     Way("ep, send once", {"strategy": "ep", "ep": {"send_once": True}}),
     *(Way(f"esp, degree {degree}", esp(degree)) for degree in (1, 2, 4, 8)),
     Way("fssdp", {"strategy": "fssdp", "fssdp": _FSSDP}),
+    Way("fssdp, all everywhere", {"strategy": "fssdp", "fssdp": _EVERYWHERE}),
     Way("fssdp, priced share", {"strategy": "fssdp", "fssdp": {**_FSSDP, "share": "priced"}}),
     Way("prophet", {"strategy": "prophet", "prophet": _PROPHET}),
     Way("prophet, freed", {"strategy": "prophet", "prophet": {"rematerialize": True}}),

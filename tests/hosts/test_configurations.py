@@ -19,7 +19,7 @@ import pytest
 
 from ds_moe_ext.hardware import Device, Hardware, Link
 from ds_moe_ext.level_share import LevelShare
-from ds_moe_ext.share import NearestCopy
+from ds_moe_ext.share import NearestCopy, all_stay
 from tests.hosts import families, toy
 from tests.hosts.copied_runs import (
     SLOW,
@@ -164,6 +164,13 @@ def carries(steps: Sequence[Step]) -> None:
 
 def carries_nothing(steps: Sequence[Step]) -> None:
     assert all(plan.carried is None for plan in _with_copies(steps))
+
+
+def exchanges_nothing(steps: Sequence[Step]) -> None:
+    """In most steps: every rank has all experts."""
+    plans = [plan for step in steps for plan in step.plans]
+    num_apart = sum(all_stay(plan.share, plan.target) for plan in plans)
+    assert num_apart > len(plans) // 2 and not num_moved(steps)
 
 
 def divides(steps: Sequence[Step]) -> None:
@@ -481,7 +488,7 @@ FSSDP: dict[str, tuple[dict[str, Any], Shows]] = {
     ),
     "all everywhere": (
         {"overlap_degree": 8, "copies_per_rank": 8, "reshard_interval": 0},
-        moves_nothing,
+        exchanges_nothing,
     ),
     "rematerialized": (
         {"overlap_degree": 2, "copies_per_rank": 2, "rematerialize": True},
@@ -688,6 +695,11 @@ def esp_rows() -> Iterator[Row]:
         yield Row(name, ranks, job, shows=shows)
     job = over(esp(float64("mixtral", 8), 2), "fssdp", copies_per_rank=2, **often(3))
     yield Row("esp over fssdp", 4, job)
+    for ranks, size in ((2, 1), (4, 2)):
+        keys, _ = FSSDP["all everywhere"]
+        job = over(esp(float64(steps=8), size, degree=2), "fssdp", **keys)
+        name = f"esp over fssdp, all everywhere {ranks} ranks by {size}"
+        yield Row(name, ranks, job, shows=(exchanges_nothing,))
     job = over(esp(float64("mixtral", 8), 2), "prophet")
     yield Row("esp over prophet", 4, job)
     for reentrant in (False, True):
@@ -901,6 +913,7 @@ QUICK = {
     "varied mixtral checkpointed, reentrant True",
     "varied two grids 4 ranks",
     "varied toy, uneven layers with capacity",
+    "fssdp all everywhere 2 ranks",
     "fssdp all at once 4 ranks",
     "prophet shadows 2 ranks",
     "prophet noisy gate",

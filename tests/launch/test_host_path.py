@@ -48,6 +48,8 @@ MOST: Mapping[str, Most] = {
     "esp, degree 4": Most(1, 1, 17),
     "esp, degree 8": Most(1, 1, 33),
     "fssdp": Most(1, 1, 11),
+    # Counts, and of each of two weights what each of 8 homes broadcasts and what comes back to it.
+    "fssdp, all everywhere": Most(1, 2, 33),
     "fssdp, priced share": Most(1, 1, 11),
     # Which experts it copies depends on what the machine's first steps took.
     "prophet": Most(1, 2, 16),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ds_moe_ext.cost.lines import AllReduce, Line
+from ds_moe_ext.cost.link_prices import LinkPrices
 from ds_moe_ext.cost.prices import Prices
 from ds_moe_ext.layout import Grid
 from ds_moe_ext.placement import Placement, even_homes
@@ -93,6 +94,32 @@ def test_copies_are_hidden_by_what_the_host_computes_before() -> None:
     # 12 seconds of copy behind 7 and an exchange of 4, of which the link they share is halved.
     late = priced(FullySharded(), [copied(slow, 0)], slow, SKEWED_CE)
     assert late.step_s > price.step_s
+
+
+def everywhere(job: Job, layer: int) -> Plan:
+    """Each cell has both experts: none has a row to send."""
+    home = job.homes[layer]
+    target = home.with_copies(np.ones_like(home.holds_EC))
+    return Plan(home, target, LocalElseHome(home, target))
+
+
+def test_nothing_is_exchanged_where_all_have_all() -> None:
+    """But for the counts."""
+    job = job_of(1)
+    tasks, plans = TaskCosts(exchange_start_s=1.0), [everywhere(job, 0)]
+    price = priced(FullySharded(), plans, job, SKEWED_CE, tasks=tasks)
+    assert price.step_s == pytest.approx(7 + 14 + 6 * ROW_S + 1.0)
+    links = LinkPrices(
+        near_bytes_per_s=100.0, far_bytes_per_s=100.0, node_bytes_per_s=100.0, start_s=2.0
+    )
+    known = replace(job, pools=(replace(job.pools[0], links=links),))
+    price = priced(FullySharded(), plans, known, SKEWED_CE, tasks=tasks)
+    assert price.step_s == pytest.approx(7 + 14 + 6 * ROW_S + 2.0)
+    forecast = FullySharded().forecast(known, 0, plans[0], SKEWED_CE)
+    assert forecast is not None and forecast.exchange_s == 0
+    none_CE = np.array([[4, 0], [0, 6]])  # by chance none travels, but cells exchange
+    forecast = FullySharded().forecast(known, 0, copied(job, 0), none_CE)
+    assert forecast is not None and forecast.exchange_s == pytest.approx(4 * 2.0)
 
 
 def test_later_micro_batches_move_no_copies() -> None:
