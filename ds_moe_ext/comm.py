@@ -775,35 +775,31 @@ def _broadcast(part: Part, have: Mapping[int, list[Tensor]], group: dist.Process
     with _one_call(group, _device_of(have)):
         for root, experts in part.runs:
             told.rootRank = root
-            sent = have[experts[0]]
-            if len(experts) > 1:
-                rooms = list(zip(*(have[expert] for expert in experts)))
-                sent = [_side_by_side(own) for own in rooms]
-                if root != part.cell:
-                    apart += zip(sent, rooms)
-            for tensor in sent:  # before Hopper NCCL takes no numbers of 8 bits
-                own = as_bytes(tensor) if tensor.dtype.itemsize == 1 else tensor
-                group.broadcast([own], told)
-    for arrived, tensors in apart:
-        if arrived.data_ptr() != tensors[0].data_ptr():
-            torch._foreach_copy_(list(tensors), list(arrived.unbind()))
+            for rooms in zip(*(have[expert] for expert in experts)):
+                sent = _together(rooms)
+                if root != part.cell and sent[0].data_ptr() != rooms[0].data_ptr():
+                    apart.append((sent[0], rooms))
+                for tensor in sent:  # before Hopper NCCL takes no numbers of 8 bits
+                    own = as_bytes(tensor) if tensor.dtype.itemsize == 1 else tensor
+                    group.broadcast([own], told)
+    for arrived, into in apart:
+        torch._foreach_copy_(list(into), list(arrived.unbind()))
     received = sum(tensor.nbytes for expert in part.received for tensor in have[expert])
     return Traffic(_rooted_bytes(part, have), received)
 
 
 def _reduce(part: Part, grads: Mapping[int, Sequence[Tensor]], group: dist.ProcessGroup) -> Arrived:
     arrived: dict[int, tuple[Tensor, ...]] = {}
-    leaving: list[tuple[int, list[Tensor]]] = []
+    leaving: list[tuple[int, Sequence[Tensor]]] = []
     for root, experts in part.runs:
+        each: list[Sequence[Tensor]]  # of a weight each, expert by expert
         if root == part.cell:
-            totals = [grad.new_zeros(len(experts), *grad.shape) for grad in grads[experts[0]]]
-            arrived |= zip(experts, zip(*(total.unbind() for total in totals)))
-        elif len(experts) == 1:
-            totals = _whole(grads[experts[0]])
+            zeros = (grad.new_zeros(len(experts), *grad.shape) for grad in grads[experts[0]])
+            each = [total.unbind() for total in zeros]
+            arrived |= zip(experts, zip(*each))
         else:
-            columns = zip(*(_whole(grads[expert]) for expert in experts))
-            totals = [_side_by_side(own) for own in columns]
-        leaving.append((root, totals))
+            each = list(zip(*(_whole(grads[expert]) for expert in experts)))
+        leaving += [(root, _together(own)) for own in each]
     told = ReduceOptions()  # a sum
     with _one_call(group, _device_of(grads)):
         for root, totals in leaving:
@@ -814,16 +810,23 @@ def _reduce(part: Part, grads: Mapping[int, Sequence[Tensor]], group: dist.Proce
     return Arrived(arrived, Traffic(sent, _rooted_bytes(part, grads)))
 
 
-def _side_by_side(tensors: Sequence[Tensor]) -> Tensor:
-    """Contiguous tensors of one shape as one, ``[N, ...]``: a view where they follow one another in
-    memory, else a copy."""
+TOGETHER_BYTES = 16 * 2**20
+"""Of a weight of one expert: by estimate a copy of so much, where one is needed, takes a GPU no
+longer than a broadcast of its own takes the host."""
+
+
+def _together(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What a run of experts' contiguous tensors of one shape travels as: small ones as one, ``[N,
+    ...]``, which is a view where they lie side by side, else a copy."""
     first, count = tensors[0], len(tensors)
     start, size = first.data_ptr(), first.nbytes
+    if count == 1 or size > TOGETHER_BYTES:
+        return tensors
     behind = first.untyped_storage().nbytes() - first.storage_offset() * first.element_size()
     starts = [tensor.data_ptr() for tensor in tensors]
     if behind >= count * size and starts == [start + number * size for number in range(count)]:
-        return first.as_strided((count, *first.shape), (first.numel(), *first.stride()))
-    return torch.stack(list(tensors))
+        return [first.as_strided((count, *first.shape), (first.numel(), *first.stride()))]
+    return [torch.stack(list(tensors))]
 
 
 def _rooted_bytes(part: Part, tensors: Mapping[int, Sequence[Tensor]]) -> int:

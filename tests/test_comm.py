@@ -498,7 +498,7 @@ def test_types_of_one_expert_may_differ(world_size: int, are_equal: bool, in_flo
 MOVED = (0, 1, 3)  # experts that go everywhere
 
 
-def _by_trees_and_by_broadcasts(rank: int, world_size: int) -> tuple[int, int]:
+def _by_trees_and_by_broadcasts(rank: int, world_size: int, together_bytes: int) -> tuple[int, int]:
     home = Placement.owned_by(np.array([1, 1, 0, 1]), world_size)
     holds_EC = home.holds_EC.copy()
     holds_EC[list(MOVED)] = True
@@ -524,6 +524,7 @@ def _by_trees_and_by_broadcasts(rank: int, world_size: int) -> tuple[int, int]:
     with (
         mock.patch.object(comm, "by_broadcast", lambda part, device: bool(part.everywhere)),
         by_broadcasts(),
+        mock.patch.object(comm, "TOGETHER_BYTES", together_bytes),
         mock.patch.object(comm.Pairs, "post", _fail),
     ):
         buffers_2, traffic_2, came_2 = both(star)
@@ -535,21 +536,25 @@ def _by_trees_and_by_broadcasts(rank: int, world_size: int) -> tuple[int, int]:
     return traffic_2.sent_bytes, came_2.traffic.received_bytes
 
 
-def test_broadcasts_equal_trees() -> None:
+@pytest.mark.parametrize("together_bytes", [0, comm.TOGETHER_BYTES])
+def test_broadcasts_equal_trees(together_bytes: int) -> None:
     num_bytes = len(MOVED) * EXPERT_NUMEL * 8
-    rooted = pool_of(4).run(_by_trees_and_by_broadcasts)
+    rooted = pool_of(4).run(_by_trees_and_by_broadcasts, together_bytes)
     assert rooted == [(0, 0), (num_bytes, num_bytes), (0, 0), (0, 0)]
 
 
-def test_tensors_side_by_side_are_one_in_place() -> None:
+def test_tensors_side_by_side_are_one_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     block = torch.arange(24.0).view(4, 2, 3)
-    one, *others = block.unbind()[1:]
-    together = comm._side_by_side((one, *others))
-    assert torch.equal(together, block[1:]) and together.data_ptr() == one.data_ptr()
+    run = block.unbind()[1:]
+    (together,) = comm._together(run)
+    assert torch.equal(together, block[1:]) and together.data_ptr() == run[0].data_ptr()
     for tensors in ((block[2], block[1]), (block[0], block[2]), (block[3], torch.ones(2, 3))):
-        apart = comm._side_by_side(tensors)
+        (apart,) = comm._together(tensors)
         assert torch.equal(apart, torch.stack(tensors))
         assert apart.data_ptr() != tensors[0].data_ptr()
+    assert comm._together(run[:1]) == run[:1]
+    monkeypatch.setattr(comm, "TOGETHER_BYTES", run[0].nbytes - 1)
+    assert comm._together(run) is run
 
 
 def test_experts_are_a_run_if_they_follow_each_other_at_one_home() -> None:
