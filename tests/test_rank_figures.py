@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from ds_moe_ext.moe.observation import Pass, Rows
+from ds_moe_ext.placement import Placement
 from ds_moe_ext.report.exposure import exchanges_s, exposed_s
 from ds_moe_ext.report.page import page_of
 from ds_moe_ext.report.rank_figures import (
@@ -26,6 +28,8 @@ from ds_moe_ext.report.rank_figures import (
 )
 from ds_moe_ext.report.record import BadScores, RanksRecord, RunRecord, Span
 from ds_moe_ext.report.summary import ranks_line, scores_line
+from ds_moe_ext.share import LocalElseHome
+from ds_moe_ext.strategy import Destination
 from tests.test_report import worked
 
 
@@ -53,6 +57,27 @@ def test_communication_that_nothing_hides() -> None:
 def test_exchanges_are_in_the_order_of_their_lane() -> None:
     later = span("dispatch", "inter", 0.5, 0.75)
     assert exchanges_s((*STEP, later)) == pytest.approx((0.25, 2.0, 1.0))
+
+
+@pytest.mark.parametrize(("copied", "stayed"), [([], False), ([0], False), ([0, 1], True)])
+def test_rows_stay_where_all_have_all(copied: list[int], stayed: bool) -> None:
+    home = Placement.block(2, 2)
+    target = home.with_copies(np.isin([0, 1], copied)[:, None] & np.ones((2, 2), dtype=bool))
+    nothing_CE = np.zeros((2, 2), dtype=np.int64)
+    passes = tuple(
+        Pass(nothing_CE, Destination(each, LocalElseHome(home, each)))
+        for each in (target, Placement(np.ones((2, 2), dtype=bool)))
+    )
+    assert Rows(nothing_CE, np.zeros(2, dtype=np.int64), passes).all_stayed == stayed
+    assert not Rows(nothing_CE, np.zeros(2, dtype=np.int64), ()).all_stayed
+
+
+def test_where_nothing_is_exchanged_nobody_comes_last() -> None:
+    other = dataclasses.replace(span("dispatch", "inter", 7.0, 7.5), layer="m.1")
+    assert exchanges_s((*STEP, other), {"m.0"}) == pytest.approx((0.5,))
+    own = OwnSteps(0)
+    own.saw_tasks(STEP, {"m.0"})
+    assert own.told(1.0).exchanges_s == ()
 
 
 def figures(rank: int, exchanges: Sequence[float] = (), **other: object) -> RankFigures:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import numpy as np
 
@@ -58,9 +58,14 @@ def _covered_s(spans: Sequence[Span]) -> float:
     return float(reached_N[-1] - start_N[0] - gaps_s)
 
 
-def exchanges_s(spans: Iterable[Span]) -> tuple[float, ...]:
+def exchanges_s(spans: Iterable[Span], apart: Container[str] = ()) -> tuple[float, ...]:
     """Seconds of each exchange of rows, waiting included, in the order that a lane has them, which
-    is the same on all ranks that exchange. Pure."""
-    found = [span for span in spans if span.name in _EXCHANGES]
+    is the same on all ranks that exchange. Pure.
+
+    Args:
+        spans: of a step.
+        apart: layers in which nothing was exchanged: their tasks did not wait for other ranks.
+    """
+    found = [span for span in spans if span.name in _EXCHANGES and span.layer not in apart]
     found.sort(key=lambda span: (span.lane, span.start_s))
     return tuple(span.end_s - span.start_s for span in found)

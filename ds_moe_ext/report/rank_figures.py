@@ -12,7 +12,7 @@ from __future__ import annotations
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -145,6 +145,7 @@ class OwnSteps:
     _losses: list[Tensor] = field(default_factory=list, init=False)  # of the present step
     _scores: list[tuple[int, Tensor]] = field(default_factory=list, init=False)  # by step, [L]
     _spans: Sequence[Span] = field(default=(), init=False)  # of the latest timed step
+    _apart: Container[str] = field(default=(), init=False)
     _seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float), init=False)
     _num_timed: int = field(default=0, init=False)
 
@@ -159,9 +160,14 @@ class OwnSteps:
             zero = torch.zeros_like(known[0])
             self._scores.append((step, torch.stack([zero if s is None else s for s in scores])))
 
-    def saw_tasks(self, spans: Sequence[Span]) -> None:
-        """Take the tasks of a step that all ranks time."""
-        self._spans, self._num_timed = spans, self._num_timed + 1
+    def saw_tasks(self, spans: Sequence[Span], apart: Container[str] = ()) -> None:
+        """Take the tasks of a step that all ranks time.
+
+        Args:
+            spans: they.
+            apart: layers in which cells exchanged nothing.
+        """
+        self._spans, self._apart, self._num_timed = spans, apart, self._num_timed + 1
         for span in spans:
             self._seconds[f"{span.phase}:{span.name}"] += span.end_s - span.start_s
 
@@ -201,7 +207,7 @@ class OwnSteps:
             memory=Memory.now(),
             seconds={kind: total_s / self._num_timed for kind, total_s in self._seconds.items()},
             exposed_s=exposed_s(self._spans),
-            exchanges_s=exchanges_s(self._spans),
+            exchanges_s=exchanges_s(self._spans, self._apart),
             bad_scores=self._bad_scores(),
         )
 

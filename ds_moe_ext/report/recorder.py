@@ -432,7 +432,8 @@ class Recorder:
         spans = [] if origin is None else spans_of(timed, origin, names, has_waits=is_traced)
         if self._is_sample(step):  # also of a rank that timed nothing: others wait for it
             if self.ranks is not None:
-                self.ranks.own.saw_tasks(spans)
+                apart = {name for name, seen in zip(names, rows) if seen.all_stayed}
+                self.ranks.own.saw_tasks(spans, apart)
             if self.beside is not None:
                 spans = self.beside(spans)
         if not spans:

@@ -140,12 +140,12 @@ def test_a_run_that_ends_within_the_traced_steps_leaves_those_of_the_first_rank(
 
 
 def _assert_clocks_agree(tasks: list[dict[str, Any]]) -> None:
-    """No rank has its rows before the others have begun to send theirs."""
-    dispatches = [
-        [e for e in tasks if e["cat"] == "dispatch" and e["pid"] == rank] for rank in range(RANKS)
+    """No rank has all counts before the others have begun to send theirs."""
+    orders = [
+        [e for e in tasks if e["cat"] == "order" and e["pid"] == rank] for rank in range(RANKS)
     ]
-    assert len(dispatches[0]) == len(dispatches[1])
-    for ours, theirs in zip(*dispatches):
+    assert len(orders[0]) == len(orders[1])
+    for ours, theirs in zip(*orders):
         assert ours["name"] == theirs["name"]
         first_end = min(each["ts"] + each["dur"] for each in (ours, theirs))
         assert first_end >= max(ours["ts"], theirs["ts"]) - 50
