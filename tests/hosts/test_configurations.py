@@ -517,9 +517,12 @@ FSSDP: dict[str, tuple[dict[str, Any], Shows]] = {
 
 def fssdp_rows() -> Iterator[Row]:
     for name, (keys, homes) in FSSDP.items():
-        for ranks in (2, 4):
-            job = fssdp(float64(steps=8), **keys)
-            yield Row(f"fssdp {name} {ranks} ranks", ranks, job, shows=(copies, homes))
+        for ranks in (
+            2,
+            4,
+        ):  # where rows are slow copies always pay
+            job, shows = fssdp(float64(steps=8), **keys), (copies, homes)
+            yield Row(f"fssdp {name} {ranks} ranks", ranks, job, shows=shows, hardware=SLOW)
     keys = {"overlap_degree": 1, "copies_per_rank": 1, "reshard_interval": 6}
     for ranks in (2, 4):  # where a move costs next to nothing it pays as soon as costs are known
         job = fssdp(float64(steps=14), **keys)
