@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from ds_moe_ext.schedule.executor import Steps, to_the_end
+from ds_moe_ext.side_by_side import restacked
 from ds_moe_ext.transfer import WHOLE, Move, Part, Segment
 from ds_moe_ext.watch import WATCH, Waiting, Wires
 
@@ -818,15 +819,9 @@ longer than a broadcast of its own takes the host."""
 def _together(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """What a run of experts' contiguous tensors of one shape travels as: small ones as one, ``[N,
     ...]``, which is a view where they lie side by side, else a copy."""
-    first, count = tensors[0], len(tensors)
-    start, size = first.data_ptr(), first.nbytes
-    if count == 1 or size > TOGETHER_BYTES:
+    if len(tensors) == 1 or tensors[0].nbytes > TOGETHER_BYTES:
         return tensors
-    behind = first.untyped_storage().nbytes() - first.storage_offset() * first.element_size()
-    starts = [tensor.data_ptr() for tensor in tensors]
-    if behind >= count * size and starts == [start + number * size for number in range(count)]:
-        return [first.as_strided((count, *first.shape), (first.numel(), *first.stride()))]
-    return [torch.stack(list(tensors))]
+    return [restacked(tensors)]
 
 
 def _rooted_bytes(part: Part, tensors: Mapping[int, Sequence[Tensor]]) -> int:

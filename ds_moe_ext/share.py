@@ -560,12 +560,6 @@ def pair_of(rule: Rule, target: Placement, sender: int) -> np.ndarray | None:
     return rule.pair_E(sender) if rule.target is target else None
 
 
-def all_stay(rule: Rule, target: Placement) -> bool:
-    """Whether no row leaves its cell, whatever is routed: each holds every expert, and computes its
-    own rows where it holds their expert."""
-    return target.is_full and type(rule) in (LocalElseHome, NearestCopy)
-
-
 def received_by_slot(
     share: Share, target: Placement, holder: int, rows_CFE: np.ndarray
 ) -> np.ndarray:

@@ -31,7 +31,7 @@ from ds_moe_ext.schedule.pipeline_orders import PIPELINES, Pipeline, Slices
 from ds_moe_ext.schedule.stripes import A2E, E2A
 from ds_moe_ext.schedule.task import INTER, PARAM, Lane, Op, Schedule, Span, refined
 from ds_moe_ext.schedule.wires import Beside, Cutting, LayerTasks, programs
-from ds_moe_ext.share import LocalElseHome, Rule, Share, all_stay
+from ds_moe_ext.share import LocalElseHome, NearestCopy, Rule, Share
 from ds_moe_ext.strict import found_at
 from ds_moe_ext.transfer import Cargo, gather_rounds
 
@@ -274,6 +274,12 @@ class Destination(NamedTuple):
 
     target: Placement
     share: Rule
+
+    @property
+    def all_stay(self) -> bool:
+        """Whether no row leaves its cell, whatever is routed: each holds every expert, and computes
+        its own rows where it holds their expert."""
+        return self.target.is_full and type(self.share) in (LocalElseHome, NearestCopy)
 
 
 class Carried(NamedTuple):
@@ -664,11 +670,10 @@ class Strategy(ABC):
             pool, job.node_C, plan.home, ([*gathers, *again], reductions)
         )
         degrees = plan.forward_degree, plan.backward_degree
-        are_apart = all_stay(plan.share, plan.target) and not plan.sends_once
         return Forecast(
             exchange_s=sum(
                 TRIPS / 2 * pool.links.exchange_s(bytes_CC, job.node_C, degree)
-                for degree in (() if are_apart else degrees)
+                for degree in (() if plan.destination.all_stay else degrees)
             ),
             expert_s=float((row_s_C * sent_CC.sum(axis=0)).max()),
             gather_s=gather_s,

@@ -559,7 +559,8 @@ def test_tensors_side_by_side_are_one_in_place(monkeypatch: pytest.MonkeyPatch) 
 
 def test_experts_are_a_run_if_they_follow_each_other_at_one_home() -> None:
     home = Placement.owned_by(np.array([0, 0, 1, 1, 0, 0, 0, 1]), 2)
-    wanted = home.with_copies(np.array([1, 1, 1, 0, 1, 0, 1, 1], dtype=bool)[:, None] | [[0, 0]])
+    moves_E = np.array([1, 1, 1, 0, 1, 0, 1, 1], dtype=bool)
+    wanted = home.with_copies(np.stack((moves_E, moves_E), axis=1))
     star = star_of(home, wanted, np.zeros(2, dtype=np.int64), 0)
     assert star is not None
     runs = [(0, (0, 1)), (1, (2,)), (0, (4,)), (0, (6,)), (1, (7,))]

@@ -32,6 +32,7 @@ LAYERS = (
         "load",
         "watch",
         "compiled",
+        "side_by_side",
         "version",
     ),
     ("row_levels", "transfer", "hardware", "loads"),

@@ -62,7 +62,7 @@ def test_exchanges_are_in_the_order_of_their_lane() -> None:
 @pytest.mark.parametrize(("copied", "stayed"), [([], False), ([0], False), ([0, 1], True)])
 def test_rows_stay_where_all_have_all(copied: list[int], stayed: bool) -> None:
     home = Placement.block(2, 2)
-    target = home.with_copies(np.isin([0, 1], copied)[:, None] & np.ones((2, 2), dtype=bool))
+    target = home.with_copies(np.stack([np.isin([0, 1], copied)] * 2, axis=1))
     nothing_CE = np.zeros((2, 2), dtype=np.int64)
     passes = tuple(
         Pass(nothing_CE, Destination(each, LocalElseHome(home, each)))

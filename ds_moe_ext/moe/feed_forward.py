@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.moe.grouped_linear import grouped_linear, rounded_up
-from ds_moe_ext.moe.memory_order import Arrangement, arranged, runs_of, stacked
+from ds_moe_ext.moe.memory_order import Arrangement, arranged, stacked
 from ds_moe_ext.moe.sharding import WHOLE, Shard
 from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.moe.swiglu import SwiGluAdjoint, silu_gated, swiglu
+from ds_moe_ext.side_by_side import runs_of
 
 
 @dataclass(frozen=True)

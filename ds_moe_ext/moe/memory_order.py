@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the weights of slots lie: runs of slots that one grouped GEMM takes, and the order of slots
-that has fewest.
+"""Where the weights of slots lie: the order of slots that has fewest runs, of which a grouped GEMM
+takes one each.
 
 A grouped GEMM wants matrices at equal distances, each behind the one before. A host may lay them
 down from the last slot to the first, and weights of another name between two of them (Megatron-core
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.moe.slot_rows import SlotRows
+from ds_moe_ext.side_by_side import Place, as_one, places_of, restacked, runs_at
 
 
 class SlotOrder(NamedTuple):
@@ -70,20 +71,11 @@ def arranged(by_name: Sequence[Sequence[Tensor]]) -> Arrangement:
     Args:
         by_name: for each name the weights of all slots.
     """
-    return _arranged(_places(by_name))
-
-
-def runs_of(by_name: Sequence[Sequence[Tensor]]) -> tuple[tuple[int, int], ...]:
-    """Slots ``start`` to ``stop`` whose weights can be stacked, name by name, in their own order.
-
-    Args:
-        by_name: for each name the weights of all slots.
-    """
-    return _runs(_places(by_name))
+    return _arranged(places_of(by_name))
 
 
 def stacked(weights_S: Sequence[Tensor]) -> Tensor:
-    """The same for autograd, which gives each weight its gradient."""
+    """``as_one`` for autograd, which gives each weight its gradient."""
     stacked: Tensor = _Stacked.apply(*weights_S)
     return stacked
 
@@ -95,78 +87,16 @@ def unstacked(weight_S: Tensor) -> tuple[Tensor, ...]:
     return by_slot
 
 
-def restacked(grads_S: Sequence[Tensor]) -> Tensor:
-    """Gradients of slots as one ``[S, ...]``, without a copy where they lie so."""
-    if len(runs_of([grads_S])) == 1:
-        whole = as_one(grads_S)
-        if whole.is_contiguous():
-            return whole
-    return torch.stack(list(grads_S))
-
-
-_Place = tuple[tuple[int, int, int], ...]
-"""Of a slot: for each of its weights the number of its storage, where it lies there, and its bytes;
-bytes are 0 where it cannot be stacked. Storages are numbered as slots come by them: where one lies
-changes when copies are freed and had again, and what activation checkpointing computes again must
-be computed as before, or torch would take one slot's rows for another's."""
-
-
-def _places(by_name: Sequence[Sequence[Tensor]]) -> tuple[_Place, ...]:
-    numbers: dict[int, int] = {}
-
-    def place(weight: Tensor) -> tuple[int, int, int]:
-        storage = weight.untyped_storage().data_ptr()
-        number = numbers.setdefault(storage, len(numbers))
-        return number, weight.data_ptr() - storage, weight.nbytes if weight.is_contiguous() else 0
-
-    return tuple([tuple(map(place, own)) for own in zip(*by_name)])
-
-
 @functools.lru_cache(maxsize=1024)  # weights lie as they lay in the pass before
-def _arranged(places: tuple[_Place, ...]) -> Arrangement:
-    runs = _runs(places)
+def _arranged(places: tuple[Place, ...]) -> Arrangement:
+    runs = runs_at(places)
     if len(runs) == 1:
         return Arrangement(None, runs)
     slots = tuple(sorted(range(len(places)), key=places.__getitem__))
-    by_place = _runs(tuple(places[slot] for slot in slots))
+    by_place = runs_at(tuple(places[slot] for slot in slots))
     if len(by_place) < len(runs):
         return Arrangement(SlotOrder(slots), by_place)
     return Arrangement(None, runs)
-
-
-@functools.lru_cache(maxsize=1024)
-def _runs(places: tuple[_Place, ...]) -> tuple[tuple[int, int], ...]:
-    bounds, distances = [0], None
-    for slot, (first, second) in enumerate(pairwise(places), start=1):
-        found = _distances(first, second)
-        if found is None or distances not in (None, found):
-            bounds.append(slot)
-            distances = None
-        else:
-            distances = found
-    return tuple(pairwise([*bounds, len(places)]))
-
-
-def _distances(first: _Place, second: _Place) -> tuple[int, ...] | None:
-    """Bytes from each weight of a slot to that of the next one; None where they cannot be in one
-    run."""
-    found = tuple(after - before for (_, before, _), (_, after, _) in zip(first, second))
-    fits = all(
-        storage == other and 0 < num_bytes <= distance and others
-        for (storage, _, num_bytes), (other, _, others), distance in zip(first, second, found)
-    )
-    return found if fits else None
-
-
-def as_one(run_S: Sequence[Tensor]) -> Tensor:
-    """The weights of a run as one ``[S, ...]``, without a copy; autograd does not see it."""
-    first = run_S[0].detach()
-    distance = first.numel()
-    if len(run_S) > 1:
-        distance = (run_S[1].data_ptr() - first.data_ptr()) // first.element_size()
-    return first.as_strided(
-        (len(run_S), *first.shape), (distance, *first.stride()), first.storage_offset()
-    )
 
 
 class _Stacked(torch.autograd.Function):

@@ -16,7 +16,7 @@ from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.schedule.executor import Lanes, Mark
 from ds_moe_ext.schedule.program import in_backward
 from ds_moe_ext.schedule.task import Task
-from ds_moe_ext.share import all_stay, computed_by
+from ds_moe_ext.share import computed_by
 from ds_moe_ext.strategy import Destination
 
 
@@ -43,8 +43,8 @@ class Rows:
 
     @property
     def all_stayed(self) -> bool:
-        """Whether cells exchanged nothing, as each had every expert; see ``share.all_stay``."""
-        return bool(self.passes) and all(all_stay(d.share, d.target) for _, d in self.passes)
+        """Whether cells exchanged nothing, as each had every expert in all passes."""
+        return bool(self.passes) and all(one.destination.all_stay for one in self.passes)
 
     @cached_property
     def total_E(self) -> np.ndarray:

@@ -32,7 +32,7 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.rows import Moved, on_device, starts_of
 from ds_moe_ext.schedule.crew import SavesAlike
 from ds_moe_ext.schedule.task import Cut, Span
-from ds_moe_ext.share import Share, all_stay, pair_of, received_by_slot, sent_by_pair
+from ds_moe_ext.share import Share, pair_of, received_by_slot, sent_by_pair
 from ds_moe_ext.strategy import Destination
 from ds_moe_ext.watch import WATCH
 
@@ -320,9 +320,8 @@ class Order(SavesAlike):
         own = slice(place * num_chunks, (place + 1) * num_chunks)
         sent_FN = sent_by_pair(share, target, cell, rows_CFE[cell])[own]
         # Where no row leaves its cell, it is as if there were no other: nothing is exchanged.
-        are_apart = all_stay(share, target) and not self.counts_visits
-        peers = slice(cell, cell + 1) if are_apart else slice(num_cells)
-        if target.is_single or are_apart:
+        peers = slice(cell, cell + 1) if destination.all_stay else slice(num_cells)
+        if target.is_single or destination.all_stay:
             received_CFS = rows_CFE[peers][..., target.columns_of(cell)]
         else:
             received_CFS = received_by_slot(share, target, cell, rows_CFE)

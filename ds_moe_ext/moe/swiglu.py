@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ds_moe_ext import kernels
 from ds_moe_ext.moe.grouped_linear import has_grouped_mm, rounded_up, with_rows
-from ds_moe_ext.moe.memory_order import as_one
 from ds_moe_ext.moe.slot_rows import SlotRows
+from ds_moe_ext.side_by_side import as_one
 
 _silu, _silu_backward = torch.nn.functional.silu, torch.ops.aten.silu_backward.grad_input
 

@@ -28,7 +28,6 @@ from ds_moe_ext.schedule.task import (
     RESTORE,
     Task,
 )
-from ds_moe_ext.share import all_stay
 from ds_moe_ext.strategy import Plan, Pool
 
 NO_REDUCTION = AllReduce(0.0, 0.0)
@@ -84,15 +83,15 @@ class Flow:
     @classmethod
     def of(cls, plan: Plan, rows_CE: np.ndarray, node_C: np.ndarray, pool: Pool) -> Flow:
         """Of the rows that came, int64 ``[C, E]``, which may add copies to the plan's."""
-        target, rule = plan.destination if plan.revise is None else plan.revise(rows_CE)
-        share, stay = rule.of_rows(rows_CE), all_stay(rule, target) and not plan.sends_once
-        sent_CC = share.rows_between(rows_CE[:, None, :])[0]
+        destination = plan.destination if plan.revise is None else plan.revise(rows_CE)
+        (target, rule), all_stay = destination, destination.all_stay
+        sent_CC = rule.of_rows(rows_CE).rows_between(rows_CE[:, None, :])[0]
         computed_C = sent_CC.sum(axis=0)
         row_bytes, prices = pool.prices.row_bytes, pool.prices
         if pool.links is not None:  # the last to come makes all wait
             busiest_s = pool.links.trip.factor * pool.links.link_s(row_bytes * sent_CC, node_C)
             all_C = np.ones(len(node_C), dtype=bool)
-            return cls(target, computed_C, busiest_s * all_C, all_C, stay)
+            return cls(target, computed_C, busiest_s * all_C, all_C, all_stay)
         leaving_CC = sent_CC - np.diag(np.diag(sent_CC))
         near_C = np.maximum(leaving_CC.sum(axis=0), leaving_CC.sum(axis=1))
         crossing_VV = between_nodes(sent_CC, node_C)
@@ -102,7 +101,7 @@ class Flow:
         far_s_C = far_C * row_bytes / prices.inter_bytes_per_s
         is_far_C = far_s_C > near_s_C
         slowest_s_C = np.maximum(near_s_C, far_s_C)
-        return cls(target, computed_C, slowest_s_C, is_far_C, stay)
+        return cls(target, computed_C, slowest_s_C, is_far_C, all_stay)
 
 
 class Timing(NamedTuple):

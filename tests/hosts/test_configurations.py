@@ -19,7 +19,7 @@ import pytest
 
 from ds_moe_ext.hardware import Device, Hardware, Link
 from ds_moe_ext.level_share import LevelShare
-from ds_moe_ext.share import NearestCopy, all_stay
+from ds_moe_ext.share import NearestCopy
 from tests.hosts import families, toy
 from tests.hosts.copied_runs import (
     SLOW,
@@ -169,7 +169,7 @@ def carries_nothing(steps: Sequence[Step]) -> None:
 def exchanges_nothing(steps: Sequence[Step]) -> None:
     """In most steps: every rank has all experts."""
     plans = [plan for step in steps for plan in step.plans]
-    num_apart = sum(all_stay(plan.share, plan.target) for plan in plans)
+    num_apart = sum(plan.destination.all_stay for plan in plans)
     assert num_apart > len(plans) // 2 and not num_moved(steps)
 
 

@@ -29,7 +29,8 @@ class Runs(NamedTuple):
 
 
 def runs(training: Training) -> Runs:
-    from ds_moe_ext.moe.memory_order import arranged, runs_of
+    from ds_moe_ext.moe.memory_order import arranged
+    from ds_moe_ext.side_by_side import runs_of
     from ds_moe_ext.steps.training_run import run_of
 
     run = run_of(training.optimizer)

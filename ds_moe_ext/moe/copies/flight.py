@@ -17,10 +17,10 @@ from ds_moe_ext.moe.copies.airfield import Airfield
 from ds_moe_ext.moe.copies.packing import gathered, packing_of
 from ds_moe_ext.moe.copies.slab import Slab, Weights, are_stacked, by_slot, whole
 from ds_moe_ext.moe.copies.trips import Piece
-from ds_moe_ext.moe.memory_order import restacked
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.executor import Event, Steps
 from ds_moe_ext.schedule.task import GATHER
+from ds_moe_ext.side_by_side import restacked
 from ds_moe_ext.transfer import Part
 
 
