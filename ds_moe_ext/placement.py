@@ -40,6 +40,7 @@ class Placement:
     first_EC: np.ndarray | None = None
     _experts: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False)
     _columns: dict[int, np.ndarray | slice] = field(default_factory=dict, init=False, repr=False)
+    _alone: dict[int, Placement] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         is_held_E = self.holds_EC.any(axis=1)
@@ -178,6 +179,16 @@ class Placement:
         """Work out beforehand what rows are ordered by, for a cell that sends and receives."""
         _ = self.is_single, self.is_full, self.by_holder_N, self.held_C1, self.is_everywhere
         self.columns_of(cell)
+        if self.is_full and self.num_cells > 1:
+            self.alone(cell).prepare(0)
+
+    def alone(self, cell: int) -> Placement:
+        """That of a cell with every expert, as if there were no other: the same slots."""
+        if cell not in self._alone:
+            own = slice(cell, cell + 1)
+            first_E1 = None if self.first_EC is None else self.first_EC[:, own]
+            self._alone[cell] = Placement(self.holds_EC[:, own], first_E1)
+        return self._alone[cell]
 
     def experts_of(self, cell: int) -> np.ndarray:
         """Expert ids of one cell in slot order, int64 ``[<= S]``."""

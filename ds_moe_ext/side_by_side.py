@@ -7,7 +7,7 @@ Shape letters: S slots, or tensors of one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -42,6 +42,17 @@ def as_one(run_S: Sequence[Tensor]) -> Tensor:
     return first.as_strided(
         (len(run_S), *first.shape), (distance, *first.stride()), first.storage_offset()
     )
+
+
+def one_of_each(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """One tensor of each piece of memory: an allocator is told of that once, however many are
+    there."""
+    seen: set[int] = set()
+    for tensor in tensors:
+        memory = tensor.untyped_storage()._cdata
+        if memory not in seen:
+            seen.add(memory)
+            yield tensor
 
 
 Place = tuple[tuple[int, int, int], ...]

@@ -101,6 +101,18 @@ def test_copies_have_slots_behind() -> None:
     assert home.is_like(home.with_copies(home.holds_EC))
 
 
+def test_a_cell_with_every_expert_is_alone() -> None:
+    """Its slots are those that it has among others, experts at home first."""
+    home = Placement.block(6, 3)
+    full = home.with_copies(np.ones((6, 3), dtype=bool))
+    for cell, experts in enumerate(([0, 1, 2, 3, 4, 5], [2, 3, 0, 1, 4, 5], [4, 5, 0, 1, 2, 3])):
+        alone = full.alone(cell)
+        assert (alone.num_cells, alone.is_single, alone.is_full) == (1, True, True)
+        assert alone.experts_of(0).tolist() == full.experts_of(cell).tolist() == experts
+        assert full.alone(cell) is alone
+    assert Placement(full.holds_EC).alone(1).experts_of(0).tolist() == [*range(6)]
+
+
 def test_text() -> None:
     assert Placement(UNEVEN).describe() == "0 2 3|2|1 3"
     assert Placement.owned_by(np.array([2, 0, 2]), 3).describe() == "1||0 2"

@@ -243,7 +243,7 @@ class Order(SavesAlike):
         if self._place_E is not None:
             place_FW1 = self._places_of_keys(self._place_E, cut, width, key_N.device)
             key_N = place_FW1.index_select(0, key_N)
-            key_bound = cut.num_chunks * (int(self._place_E.max()) + 1)
+            key_bound = cut.num_chunks * self.destination.target.flat_N.size
         by_key_N = sorted_by(key_N, key_bound)  # while they are on their way
         if (is_idle := counts.has_landed) is not None:
             self.lag.add(is_idle)
@@ -275,12 +275,20 @@ class Order(SavesAlike):
     def _place_E(self) -> np.ndarray | None:
         """Where the rows of each expert lie among all that this rank sends, by holder and slot;
         None where that is their own order, or is known only when rows have been counted."""
-        target, share = self.destination
-        order_N = target.by_holder_N
+        (target, share), (here, _) = self.destination, self._near(self.destination)
+        order_N = here.by_holder_N
         if order_N is None or self.revise is not None:
             return None
+        if here.is_single:
+            return np.argsort(order_N)
         pair_E = pair_of(share, target, self.seat.cell)
         return None if pair_E is None else np.argsort(order_N)[pair_E]
+
+    def _near(self, destination: Destination) -> tuple[Placement, int]:
+        """Who holds what, of the cells that exchange rows, and this one's number there: where no
+        row leaves its cell, it is as if there were no other."""
+        target, cell = destination.target, self.seat.cell
+        return (target.alone(cell), 0) if destination.all_stay else (target, cell)
 
     def _places_of_keys(
         self, place_E: np.ndarray, cut: Cut, width: int, device: torch.device
@@ -289,7 +297,7 @@ class Order(SavesAlike):
         plan; the last is for what was dropped."""
         made, num_chunks = (cut.num_chunks, width, device), cut.num_chunks
         if made not in self._places:
-            stride = int(place_E.max()) + 1
+            stride = self.destination.target.flat_N.size
             place_FW = np.zeros((num_chunks, width), dtype=np.int64)
             place_FW[:, : place_E.size] = place_E
             place_FW += stride * np.arange(num_chunks)[:, None]
@@ -306,7 +314,7 @@ class Order(SavesAlike):
             cut: of this rank's tokens.
             top_k: choices ``K`` a token.
         """
-        cell, place, cell_size = self.seat
+        place, cell_size = self.seat.place, self.seat.cell_size
         is_whole = rows_CPFE.shape[1] == rows_CPFE.shape[2] == 1
         rows_CE = rows_CPFE[:, 0, 0] if is_whole else rows_CPFE.sum(axis=(1, 2))
         destination = self.destination if self.revise is None else self.revise(rows_CE)
@@ -318,19 +326,21 @@ class Order(SavesAlike):
         num_cells, _, num_chunks, num_experts = rows_CPFE.shape
         rows_CFE = rows_CPFE.reshape(num_cells, -1, num_experts)
         own = slice(place * num_chunks, (place + 1) * num_chunks)
-        sent_FN = sent_by_pair(share, target, cell, rows_CFE[cell])[own]
-        # Where no row leaves its cell, it is as if there were no other: nothing is exchanged.
-        peers = slice(cell, cell + 1) if destination.all_stay else slice(num_cells)
-        if target.is_single or destination.all_stay:
-            received_CFS = rows_CFE[peers][..., target.columns_of(cell)]
+        count_between = partial(_rows_between, share, rows_CFE, own)
+        here, cell = self._near(destination)
+        if here is not target:
+            rows_CFE = rows_CFE[self.seat.cell][None]
+        sent_FN = sent_by_pair(share, here, cell, rows_CFE[cell])[own]
+        if here.is_single:
+            received_CFS = rows_CFE[..., here.columns_of(cell)]
         else:
-            received_CFS = received_by_slot(share, target, cell, rows_CFE)
+            received_CFS = received_by_slot(share, here, cell, rows_CFE)
         # Rows go to the rank of the sender's place, so each place is a plane of its own.
         by_place = len(received_CFS), cell_size, num_chunks, -1
         received_PCFS = received_CFS.reshape(by_place).swapaxes(0, 1)
         if self._may_drop:
             by_key_N = by_key_N[: int(sent_FN.sum())]
-        order_N, moved = target.by_holder_N, None
+        order_N, moved = here.by_holder_N, None
         by_holder_FN = sent_FN if order_N is None else sent_FN[:, order_N]
         if order_N is not None and self._place_E is None:
             moved = Moved.from_starts(starts_of(sent_FN)[:, order_N], by_holder_FN)
@@ -339,10 +349,10 @@ class Order(SavesAlike):
             target=target,
             top_k=top_k,
             by_key_N=by_key_N,
-            sent_FC=_sums_by_holder(by_holder_FN, target)[:, peers],
+            sent_FC=_sums_by_holder(by_holder_FN, here),
             received_PCFS=received_PCFS,
             place=place,
-            count_between=partial(_rows_between, share, rows_CFE, own),
+            count_between=count_between,
             moved=moved,
         )
 

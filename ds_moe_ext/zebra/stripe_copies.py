@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.crew import Saved, Uncut
 from ds_moe_ext.schedule.executor import OnDevice, to_the_end
 from ds_moe_ext.schedule.task import Span
+from ds_moe_ext.side_by_side import one_of_each
 from ds_moe_ext.zebra.serving import TakesGradients
 
 
@@ -76,7 +78,7 @@ class StripeGather:
         if not copies.is_trained:
             return (None,)
         own, waiting = copies.by_expert(weights, copies.plan.home), copies.all_waiting({})
-        copies.lanes.keep(tuple(waiting.values()))
+        copies.lanes.keep(one_of_each(chain.from_iterable(waiting.values())))
         part, place = copies.trips.part_to(target), copies.place
         reduction = sparse_reduce_scatter(
             part, {**own, **waiting}, place.group, in_float32=place.in_float32

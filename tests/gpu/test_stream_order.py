@@ -5,7 +5,9 @@ no memory is handed out while somebody may still read it. One process stands for
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +19,7 @@ from host_path_contenders import Batch, Ours, Sizes, Way, esp
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ds_moe_ext.schedule.executor import InlineLanes, ThreadLanes
+from ds_moe_ext.schedule.executor import InlineLanes, ThreadLanes, _tensors
 from ds_moe_ext.schedule.task import PLAN
 from ds_moe_ext.steps.costs import STEPS
 from ds_moe_ext.steps.pipeline_costs import Pipelines
@@ -84,6 +86,33 @@ def test_streams_wait_for_what_they_read(name: str, recomputes: bool, tmp_path: 
     if "prophet" in name:
         block, num_steps = {**block, "hardware": str(path)}, STEPS.stop + 3
     assert mistakes_of(block, num_steps, recomputes=recomputes) == []
+
+
+class Told(BookedLanes):
+    """Lanes that remember how often their allocator was told of a piece of memory at once."""
+
+    most = 0
+
+    def keep(self, reads: Iterable[Any]) -> None:
+        found = Counter(tensor.untyped_storage().data_ptr() for tensor in _tensors(reads))
+        self.most = max(self.most, *found.values(), 0)
+
+
+@pytest.mark.parametrize("num_experts", [8, 16])
+def test_memory_of_many_copies_is_kept_once(num_experts: int) -> None:
+    everywhere = {"overlap_degree": 64, "copies_per_rank": 64, "reshard_interval": 0}
+    queues = Queues()
+    lanes = Told(queues, Books(queues))
+    sizes = replace(SIZES, experts=num_experts)
+    with fake_world(4, rank=1), on_lanes(lanes), as_on_cuda():
+        model = Ours(Way("", {"strategy": "fssdp", "fssdp": everywhere}, has_threads=True), sizes)
+        for number in range(2):
+            model.forward(Batch.of(sizes, number)).sum().backward()
+            model.after_step(number)
+        targets = [layer.routed.site.plan.target for layer in model.replaced.layers]
+    assert max(target.experts_of(1).size for target in targets) > num_experts // 2
+
+    assert lanes.most == 1
 
 
 @pytest.mark.parametrize("has_threads", [False, True])

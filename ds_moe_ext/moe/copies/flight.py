@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from ds_moe_ext.moe.copies.trips import Piece
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.executor import Event, Steps
 from ds_moe_ext.schedule.task import GATHER
-from ds_moe_ext.side_by_side import restacked
+from ds_moe_ext.side_by_side import one_of_each, restacked
 from ds_moe_ext.transfer import Part
 
 
@@ -186,7 +187,7 @@ class Flight:
         if not self._reductions:
             return list(grads)
         arrived = self._arrived_grads()
-        self.copies.lanes.keep(tuple(arrived.values()))
+        self.copies.lanes.keep(one_of_each(chain.from_iterable(arrived.values())))
         if self._is_home_stacked:
             return self._with_sums(grads, arrived)
         finished: list[Tensor] = []
@@ -242,16 +243,16 @@ class Flight:
         copies.saw(GATHER, start, piece=number)
 
     def _wait(self) -> None:
-        lanes = self.copies.lanes
-        lanes.join((*self._slab.gathers, *self._added.gathers))
-        lanes.keep((self._slab, self._added))
+        lanes, slabs = self.copies.lanes, dict.fromkeys((self._slab, self._added))
+        lanes.join([event for slab in slabs for event in slab.gathers])
+        lanes.keep(slabs)
 
     def _reduce(self, grads: Mapping[int, Weights], piece: Piece) -> Steps[None]:
         copies, start, part = self.copies, self.copies.began(), piece.part
-        copies.lanes.keep(tuple(grads.values()))
+        copies.lanes.keep(one_of_each(chain.from_iterable(grads.values())))
         arrived = yield from sparse_reduce_scatter(
             part,
-            {**self._at_home(part.sent), **grads},
+            {**dict.fromkeys(part.sent, copies.like), **grads},
             copies.place.group,
             in_float32=copies.place.in_float32,
             packing=packing_of(copies.codecs),

@@ -69,6 +69,8 @@ class Slab(OnDevice):
         """Forget whose copies they are; the memory stays, if it is enough for those planned now."""
         self.held.clear()
         self.gathers.clear()
+        if planned is self._planned:  # their slots wait for them
+            return
         self._planned = planned
         if len(planned) > len(self._slots):
             self._blocks, self._slots = [], []
