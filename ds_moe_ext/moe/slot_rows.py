@@ -103,7 +103,7 @@ class SlotSortings:
             for number, host_S in enumerate(host_GS)
         ]
 
-    @property
+    @cached_property
     def is_in_order(self) -> bool:
         """Whether rows come in the order of slots."""
         return min(self.rows_GXS.shape[1:]) <= 1

@@ -79,6 +79,24 @@ def as_on_cuda() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def products_at_once() -> Iterator[None]:
+    """A grouped GEMM returns at once inside the block, with zeros, as one launch does for the host
+    of a GPU: torch's for CPUs computes slot by slot, which is most of what a tiny one takes."""
+    with torch.library._scoped_library("aten", "IMPL") as kernels:
+        kernels.impl("_grouped_mm", _no_product, "CPU", allow_override=True)
+        yield
+
+
+def _no_product(
+    one: Tensor, other: Tensor, offs: Tensor, bias: object = None, out_dtype: object = None
+) -> Tensor:
+    """Of rows by slots' matrices, ``[R, D] x [S, D, F]``, or of slots' rows, ``[D, R] x [R, F]``,
+    as ``aten._grouped_mm`` takes them."""
+    num_slots = () if other.dim() == 3 else (offs.shape[0],)
+    return one.new_zeros(*num_slots, one.shape[0], other.shape[-1])
+
+
 INLINE = InlineLanes()
 
 

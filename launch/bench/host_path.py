@@ -4,11 +4,12 @@
 `python launch/bench/host_path.py --ranks 8 64 --slots 1 8`
 `... --only ep prophet --rounds 40 --json host.json`
 
-One process stands for one of all ranks (`fake_world.py`), experts are tiny, and layers take
-the way of a GPU, so that what is left is the processor's time to issue them. The contenders take
-turns, a step each, in an order that rotates; processor time, not that of a clock, which other
-programs disturb less. In the measured span are, of every contender alike, order, dispatch, experts,
-combine and restore with their backward; gates are not: their choices are made beforehand.
+One process stands for one of all ranks (`fake_world.py`), experts are tiny, layers take the way of
+a GPU, and grouped GEMMs return at once, so that what is left is the processor's time to issue them.
+The contenders take turns, a step each, in an order that rotates; processor time, not that of a
+clock, which other programs disturb less. In the measured span are, of every contender alike, order,
+dispatch, experts, combine and restore with their backward; gates are not: their choices are made
+beforehand.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from fake_world import as_on_cuda, fake_world
+from fake_world import as_on_cuda, fake_world, products_at_once
 from host_counts import Place, counted
 from host_path_contenders import OURS, Batch, Builder, Contender, Sizes
 from host_path_peers import PEERS
@@ -269,7 +270,7 @@ def measure(job: Job) -> list[Result]:
     """All contenders in one world, turn by turn. In a process of its own."""
     torch.set_num_threads(1)
     console = Console(stderr=True)
-    with fake_world(job.ranks, job.rank), as_on_cuda():
+    with fake_world(job.ranks, job.rank), as_on_cuda(), products_at_once():
         contenders, skipped = build(job)
         steps: dict[str, list[Step]] = {each.name: [] for each in contenders}
         title = f"{job.ranks} ranks, {job.slots} experts each"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO
 
 import torch
-from fake_world import as_on_cuda, fake_world
+from fake_world import as_on_cuda, fake_world, products_at_once
 from host_path import BUILDERS, lower_us, no_collector, take_step
 from host_path_contenders import Batch, Sizes
 from rich.console import Console
@@ -41,7 +41,7 @@ def answer(name: str, ranks: int, slots: int, asked: IO[str], told: IO[str]) -> 
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     sizes = Sizes(layers=4, experts=ranks * slots, tokens=64, top_k=2)
-    with fake_world(ranks), as_on_cuda():
+    with fake_world(ranks), as_on_cuda(), products_at_once():
         contender = BUILDERS[name](sizes)
         steps = (take_step(contender, Batch.of(sizes, number), number) for number in count())
         for _ in range(NUM_WARM_UPS):
