@@ -16,6 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 
 REMEMBERED = 5  # steps, where the window chooses its forecast: HECATE's mean
+FAST = 0.03
+"""Drift at which loads move for certain."""
+MOVED = 1.1
+"""Times the drift between two steps, above which they have moved since another one: what these two
+differ by is, in a run that has settled, which rows happened to come."""
+STEADY_STEPS = 10
+"""That a plan is kept at most while loads do not move: of a real run that has settled, one of
+thirty steps ago is as good as one of ten (docs/planners.md)."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,21 @@ class LoadWindow:
         1 where that is not remembered."""
         return drift(*list(self._experts)[-2:]) if len(self._experts) > 1 else 1.0
 
+    @property
+    def newest_Y(self) -> np.ndarray:
+        """Rows of each expert in the newest step, of all senders, int64."""
+        return self._experts[-1]
+
+    def has_moved(self, since_Y: np.ndarray) -> bool:
+        """Whether loads have since moved, or may have.
+
+        Args:
+            since_Y: what was once the newest.
+        """
+        if len(self._experts) < 2:
+            return True
+        return has_moved(since_Y, *list(self._experts)[-2:])
+
     def after(self, rows: Sequence[np.ndarray]) -> LoadWindow:
         """The window that remembers one more step; takes what ``push`` takes."""
         window = copy.copy(self)
@@ -163,6 +186,12 @@ def drift(before_E: np.ndarray, after_E: np.ndarray) -> float:
     num_rows = int(after_E.sum())
     # A row that went elsewhere is missed by one expert, and is one more at another.
     return int(np.abs(after_E - before_E).sum()) / (2 * num_rows) if num_rows else 0.0
+
+
+def has_moved(since_E: np.ndarray, before_E: np.ndarray, now_E: np.ndarray) -> bool:
+    """Whether loads have moved since a step, by what the last two of steps differ by."""
+    moved = drift(since_E, now_E)
+    return moved >= FAST or moved > MOVED * drift(before_E, now_E)
 
 
 def _shapes(rows: Sequence[np.ndarray]) -> list[tuple[int, ...]]:

@@ -442,6 +442,7 @@ class Rhythm:
         window: steps whose mean load predicts the next; None: the last one or the mean of the last
             five, whichever would have predicted the latest step better.
         plan_every: steps between plans.
+        steady_every: and while loads have not moved since the last one; 0: as many.
         shard_every: steps between new homes.
         costs: what rows and copies cost is measured in the first steps.
         measures: what pipelines cost is, too.
@@ -450,6 +451,7 @@ class Rhythm:
 
     window: int | None = 1
     plan_every: int = 0
+    steady_every: int = 0
     shard_every: int = 0
     costs: bool = False
     measures: bool = False

@@ -84,6 +84,8 @@ class Planning:
     forecasts: LoadForecasts = field(default_factory=LoadForecasts, init=False)
     _window: LoadWindow = field(init=False)  # another one after each step; none is changed
     _next_step: int = field(default=0, init=False)
+    _planned_Y: np.ndarray | None = field(default=None, init=False)  # the window's newest then
+    _age: int = field(default=0, init=False)  # of the present plans, in steps that have ended
     _beside: BesideStep[Ahead | None] | None = field(default=None, init=False)
     _ahead: Ahead | None = field(default=None, init=False)
     _has_told_stay: bool = field(default=False, init=False)  # that no expert moves
@@ -137,7 +139,7 @@ class Planning:
         layers = [layer.routed for layer in self.layers]
         if _is_due(self._rhythm.shard_every, step):
             return None
-        if self._is_plan_due(step):
+        if self._is_plan_due(step, window):
             return self._planned(replace(self.job, **self._known(step, rows, window)))
         if self._follows and not any(layer.plans_in_lane for layer in layers):
             return tuple(r.successor(seen.routed_CE) for r, seen in zip(layers, rows))
@@ -162,9 +164,14 @@ class Planning:
         present = tuple(layer.routed.site.plan for layer in self.layers)
         return self.strategy.plan(replace(job, present=present))
 
-    def _is_plan_due(self, step: int) -> bool:
-        """Whether all layers are planned anew after a step, whatever has changed."""
-        return not self._follows and _is_due(self._rhythm.plan_every, step)
+    def _is_plan_due(self, step: int, window: LoadWindow) -> bool:
+        """Whether all layers are planned anew after a step, which the window knows."""
+        rhythm = self._rhythm
+        if self._follows or not _is_due(rhythm.plan_every, step):
+            return False
+        if self._planned_Y is None or self._age + 1 >= rhythm.steady_every:
+            return True
+        return window.has_moved(self._planned_Y)
 
     @property
     def _follows(self) -> bool:
@@ -196,7 +203,7 @@ class Planning:
             measured = self.costs.corrected(self.checks.correction)
         self.job = replace(self.job, **measured)
         is_shard_due = _is_due(self._rhythm.shard_every, step)
-        is_plan_due = self._is_plan_due(step)
+        is_plan_due = self._is_plan_due(step, self._window)
         if self.costs.are_new or is_shard_due or is_plan_due:
             self.job = replace(self.job, **self._known(step, rows, self._window))
         if self.costs.are_new:
@@ -211,6 +218,8 @@ class Planning:
         elif self._follows:
             pairs = zip((layer.routed for layer in self.layers), rows)
             self._take([r.successor(seen.routed_CE) for r, seen in pairs])
+        else:
+            self._age += 1
 
     def _remember(self, rows: Sequence[Rows], ahead: Ahead | None) -> None:
         if ahead is None:
@@ -230,6 +239,7 @@ class Planning:
         self._take(self.strategy.plan(self.job))
 
     def _take(self, plans: Sequence[Plan]) -> None:
+        self._age, self._planned_Y = 0, self._window.newest_Y if len(self._window) else None
         choice, before = plans[0].choice, self._choice
         if choice is not None and not choice.is_like(before):
             self.tell(choice.told)

@@ -24,6 +24,7 @@ from ds_moe_ext.cost.prices import (
     nearest_flow,
 )
 from ds_moe_ext.level_share import LevelShare
+from ds_moe_ext.load import STEADY_STEPS
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.calibrate import calibrate, guarded
 from ds_moe_ext.planners.home_swaps import CopyRules, MoveCosts, swap_homes
@@ -63,7 +64,8 @@ class FullySharded(Strategy):
         copies_per_rank: copies of a layer that a rank holds at most (m); null: as many as fit.
         window: steps whose mean load predicts the next step's; null: the last one or the mean of
             the last five, whichever would have predicted the latest step better.
-        plan_interval: steps between plans.
+        plan_interval: steps between plans; null: one as soon as loads have moved since the last, by
+            more than they differ between two steps, and every 10.
         calibrate: add copies when the rows are known, if they pay at once.
         rematerialize: free the copies after forward and gather them again for backward.
         reshard_interval: steps between new homes; 0 is never; null: 100 where every expert has one
@@ -83,7 +85,7 @@ class FullySharded(Strategy):
     overlap_degree: int | None = None
     copies_per_rank: int | None = None
     window: int | None = None
-    plan_interval: int = 1
+    plan_interval: int | None = None
     calibrate: bool = False
     rematerialize: bool = False
     reshard_interval: int | None = None
@@ -120,7 +122,13 @@ class FullySharded(Strategy):
         given = self.reshard_interval
         every = RESHARD_INTERVAL if given is None else given
         every = every if self.heterogeneous_sharding else 0
-        return Rhythm(window=self.window, plan_every=self.plan_interval, shard_every=every)
+        steady_every = STEADY_STEPS if self.plan_interval is None else 0
+        return Rhythm(
+            window=self.window,
+            plan_every=self.plan_interval or 1,
+            steady_every=steady_every,
+            shard_every=every,
+        )
 
     def plan(self, job: Job) -> tuple[Plan, ...]:
         if self.share == NEAREST:
