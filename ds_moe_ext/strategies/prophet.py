@@ -26,7 +26,7 @@ from ds_moe_ext.cost.block_costs import (
 from ds_moe_ext.cost.overlap import copies_that_fit
 from ds_moe_ext.cost.prices import TRIPS
 from ds_moe_ext.level_share import LevelShare
-from ds_moe_ext.load import drift
+from ds_moe_ext.load import STEADY_STEPS, drift, has_moved
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.copy_split import SPLITS, split_backward, split_forward
 from ds_moe_ext.planners.prophet_greedy import BlockPlan, place_experts
@@ -83,7 +83,8 @@ class ProProphet(Strategy):
     Attributes:
         frequency: steps that a plan is kept, unless cells become unbalanced under it; null: 10
             without the scheduler; with it, which hides the planning, until another is faster by the
-            model (under the paper's share, which the model knows), looked for each step.
+            model (under the paper's share, which the model knows), looked for as soon as loads have
+            moved since the last search, by more than they differ between two steps, and every 10.
         num_excluded: cells that get no copy of a copied expert (n), those with the fewest rows for
             it; null: those without any.
         balance: rows by which the busiest cell may exceed the idlest, in mean rows of an expert
@@ -369,17 +370,25 @@ class _Search:
         )
 
     def _followed(
-        self, plan: Plan, rows_CE: np.ndarray, *, age: int, share: LevelShare | None = None
+        self,
+        plan: Plan,
+        rows_CE: np.ndarray,
+        *,
+        age: int,
+        found_E: np.ndarray | None = None,
+        share: LevelShare | None = None,
     ) -> Plan:
         """The plan, how it is followed, and how copies divide rows.
 
         Args:
             plan: of a search.
             rows_CE: of the step before.
-            age: steps that it has been in force before.
+            age: steps since that search.
+            found_E: rows of each expert that it went by; None: those.
             share: of the plan's target for these rows, where it was found.
         """
-        successor = partial(self._next, plan, rows_CE, age)
+        found_E = rows_CE.sum(axis=0) if found_E is None else found_E
+        successor = partial(self._next, plan, found_E, rows_CE, age)
         followed = replace(plan, successor=successor, predicted_CE=rows_CE)
         if self.strategy.share == LOCAL:
             return followed
@@ -388,10 +397,21 @@ class _Search:
             return followed
         return replace(followed, share=share or self._share((plan.target,), rows_CE))
 
-    def _next(self, plan: Plan, before_CE: np.ndarray, age: int, rows_CE: np.ndarray) -> Plan:
+    def _next(
+        self,
+        plan: Plan,
+        found_E: np.ndarray,
+        before_CE: np.ndarray,
+        age: int,
+        rows_CE: np.ndarray,
+    ) -> Plan:
         strategy = self.strategy
         if age + 1 < strategy.steps_kept:
             computed_C = cell_rows(self.home, plan.target, rows_CE).computed_C
-            if is_balanced(computed_C, self.home.num_experts, strategy.balance):
-                return self._followed(plan, rows_CE, age=age + 1)
+            stays = is_balanced(computed_C, self.home.num_experts, strategy.balance)
+        else:
+            is_young = strategy.plans_stay and age + 1 < STEADY_STEPS
+            stays = is_young and not has_moved(found_E, before_CE.sum(0), rows_CE.sum(0))
+        if stays:
+            return self._followed(plan, rows_CE, age=age + 1, found_E=found_E)
         return self(rows_CE, before_CE, plan)
