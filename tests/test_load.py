@@ -11,6 +11,7 @@ from ds_moe_ext.load import (
     Outcome,
     balance_L,
     check_loads,
+    has_moved,
     hottest_first,
     per_layer,
 )
@@ -144,3 +145,25 @@ def test_drift_is_of_the_last_two_steps() -> None:
     assert window.drift == (abs(5 - 3) + abs(3 - 1)) / 16
     window.push([np.array([[5, 3], [0, 0]])])
     assert window.drift == 0.0
+
+
+def test_loads_have_moved() -> None:
+    """By more than the last two steps differ, or by three rows of a hundred at least."""
+
+    def steps(*first: int) -> list[np.ndarray]:
+        return [np.array([each, 1000 - each]) for each in first]
+
+    assert not has_moved(*steps(500, 500, 500))
+    assert not has_moved(*steps(500, 480, 501))
+    assert has_moved(*steps(500, 510, 521))  # 21 rows since then, and 11 in the last step
+    assert not has_moved(*steps(500, 560, 529))
+    assert has_moved(*steps(500, 560, 530))
+
+    window = LoadWindow(2)
+    since_E, *others = steps(500, 510, 521)
+    for rows_E in others:  # the first time it knows too little
+        window.push([rows_E[None]])
+        assert window.has_moved(since_E)
+    window.push([others[-1][None]])
+    assert window.newest_Y.tolist() == others[-1].tolist()
+    assert not window.has_moved(window.newest_Y)

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -36,11 +37,19 @@ def test_every_strategy_is_taken_apart(name: str) -> None:
     assert (figures.copies > 0) == (name != "ep")
 
 
-def plans_of_steps(num_steps: int, name: str = "fssdp", **keys: int) -> list[tuple[Plan, ...]]:
+def drawn() -> Iterator[np.ndarray]:
+    """Loads of steps."""
+    shape = SIZES.layers, SIZES.ranks, SIZES.experts
+    return zipf_steps(shape, rows=SIZES.rows, skew=SIZES.skew)
+
+
+def plans_of_steps(
+    num_steps: int, name: str = "fssdp", loads: Iterable[np.ndarray] | None = None, **keys: int
+) -> list[tuple[Plan, ...]]:
     """Behind each step of one rank."""
     given = {**COPIED, **keys} if name == "fssdp" else keys
     rank = OneRank(strategy_of(name, {name: given}), SIZES, Parts())
-    loads = zipf_steps((SIZES.layers, SIZES.ranks, SIZES.experts), rows=SIZES.rows, skew=SIZES.skew)
+    loads = drawn() if loads is None else loads
     plans = []
     for step, rows_LCE in zip(range(num_steps), loads):
         rank.route(rows_LCE)
@@ -61,6 +70,52 @@ def test_a_plan_stays_for_its_interval_and_is_then_what_it_would_be() -> None:
         pairs = zip(every[step], third[step])
         assert all((one.target.holds_EC == other.target.holds_EC).all() for one, other in pairs)
         assert third[step] != third[step - 1]
+
+
+def steps_with_plans(monkeypatch: pytest.MonkeyPatch, name: str, **keys: int) -> list[int]:
+    """Of 26 steps behind those in which costs are measured: loads stay for 12, then move."""
+    steps: list[int] = []
+    first, last = NUM_WARM_UPS, NUM_WARM_UPS + 26
+
+    def loads() -> Iterator[np.ndarray]:
+        before, after = itertools.islice(drawn(), 2)
+        for step in range(last):
+            steps.append(step)
+            yield before if step < first + 12 else after[..., ::-1]
+
+    planned: set[int] = set()
+    looked_for: Any = {"fssdp": (FullySharded, "_wanted"), "prophet": (prophet._Search, "_found")}
+    owner, search = looked_for[name]
+    real = getattr(owner, search)
+
+    def counted(*given: Any) -> Any:
+        planned.add(len(steps) - 1 - first)
+        return real(*given)
+
+    monkeypatch.setattr(owner, search, counted)
+    plans_of_steps(last, name, loads(), **keys)
+    return sorted(step for step in planned if step >= 0)
+
+
+@pytest.mark.parametrize("name", ["fssdp", "prophet"])
+def test_plans_are_looked_for_when_loads_have_moved(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And every ten steps; by the rows of the step in which they did."""
+    *before, moved, after = steps_with_plans(monkeypatch, name)
+    assert (moved, after) == (12, 22)
+    assert all(later - earlier == 10 for earlier, later in itertools.pairwise(before))
+    assert len(before) in (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"), [("fssdp", {"plan_interval": 1}), ("prophet", {"frequency": 1})]
+)
+def test_plans_are_looked_for_each_step(
+    name: str, keys: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a person says so."""
+    assert steps_with_plans(monkeypatch, name, **keys) == [*range(26)]
 
 
 @pytest.mark.parametrize(
@@ -89,8 +144,8 @@ def test_plans_made_beside_the_step_are_those_made_after_it(
 
 def test_plans_that_follow_others_are_made_beside_the_step() -> None:
     """All of them, once; between steps they are only taken."""
-    rank = OneRank(strategy_of("prophet", {}), SIZES, Parts())
-    loads = zipf_steps((SIZES.layers, SIZES.ranks, SIZES.experts), rows=SIZES.rows, skew=SIZES.skew)
+    rank = OneRank(strategy_of("prophet", {"prophet": {"frequency": 1}}), SIZES, Parts())
+    loads = drawn()
     for step, rows_LCE in zip(range(NUM_WARM_UPS), loads):
         rank.route(rows_LCE)
         rank.after_step(step)
