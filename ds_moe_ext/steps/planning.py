@@ -22,6 +22,7 @@ from ds_moe_ext.steps.beside import BesideStep
 from ds_moe_ext.steps.cost_checks import Checks
 from ds_moe_ext.steps.costs import Costs
 from ds_moe_ext.steps.load_forecasts import LoadForecasts
+from ds_moe_ext.steps.since_plan import SincePlan, is_due
 from ds_moe_ext.strategy import Choice, Job, Past, Plan, Rhythm, Strategy, followers
 
 
@@ -83,9 +84,7 @@ class Planning:
     tell: Callable[[str], None]
     forecasts: LoadForecasts = field(default_factory=LoadForecasts, init=False)
     _window: LoadWindow = field(init=False)  # another one after each step; none is changed
-    _next_step: int = field(default=0, init=False)
-    _planned_Y: np.ndarray | None = field(default=None, init=False)  # the window's newest then
-    _age: int = field(default=0, init=False)  # of the present plans, in steps that have ended
+    _since_plan: SincePlan = field(default=SincePlan(), init=False)
     _beside: BesideStep[Ahead | None] | None = field(default=None, init=False)
     _ahead: Ahead | None = field(default=None, init=False)
     _has_told_stay: bool = field(default=False, init=False)  # that no expert moves
@@ -119,7 +118,7 @@ class Planning:
     def made_ahead(self) -> Ahead | None:
         """What can be known of the step when all its rows are; None where the host does not know
         these. It changes nothing but what layers have ready."""
-        seen, step, job = self._seen, self._next_step, self.job
+        seen, step, job = self._seen, self._since_plan.step, self.job
         if not all(layer.knows_all for layer in seen):
             return None
         rows = rows_so_far(seen)
@@ -137,9 +136,9 @@ class Planning:
         """By what is known before a step has ended; None where that is not enough, or layers plan
         for themselves."""
         layers = [layer.routed for layer in self.layers]
-        if _is_due(self._rhythm.shard_every, step):
+        if is_due(self._rhythm.shard_every, step):
             return None
-        if self._is_plan_due(step, window):
+        if self._is_plan_due(self._since_plan, step, window):
             return self._planned(replace(self.job, **self._known(step, rows, window)))
         if self._follows and not any(layer.plans_in_lane for layer in layers):
             return tuple(r.successor(seen.routed_CE) for r, seen in zip(layers, rows))
@@ -164,14 +163,9 @@ class Planning:
         present = tuple(layer.routed.site.plan for layer in self.layers)
         return self.strategy.plan(replace(job, present=present))
 
-    def _is_plan_due(self, step: int, window: LoadWindow) -> bool:
+    def _is_plan_due(self, since: SincePlan, step: int, window: LoadWindow) -> bool:
         """Whether all layers are planned anew after a step, which the window knows."""
-        rhythm = self._rhythm
-        if self._follows or not _is_due(rhythm.plan_every, step):
-            return False
-        if self._planned_Y is None or self._age + 1 >= rhythm.steady_every:
-            return True
-        return window.has_moved(self._planned_Y)
+        return not self._follows and since.is_due(self._rhythm, step, window)
 
     @property
     def _follows(self) -> bool:
@@ -185,7 +179,8 @@ class Planning:
             step: number of the step that has ended, from 0.
             rows: what each layer routed in it, as ``take_rows`` gave it.
         """
-        ahead, self._ahead, self._next_step = self._ahead, None, step + 1
+        ahead, self._ahead = self._ahead, None
+        since, self._since_plan = self._since_plan, self._since_plan.went_on(step)
         if ahead is not None and (
             ahead.step != step or ahead.job is not self.job or ahead.rows is not rows
         ):
@@ -202,8 +197,8 @@ class Planning:
         if self.checks.correction is not None:
             measured = self.costs.corrected(self.checks.correction)
         self.job = replace(self.job, **measured)
-        is_shard_due = _is_due(self._rhythm.shard_every, step)
-        is_plan_due = self._is_plan_due(step, self._window)
+        is_shard_due = is_due(self._rhythm.shard_every, step)
+        is_plan_due = self._is_plan_due(since, step, self._window)
         if self.costs.are_new or is_shard_due or is_plan_due:
             self.job = replace(self.job, **self._known(step, rows, self._window))
         if self.costs.are_new:
@@ -218,8 +213,6 @@ class Planning:
         elif self._follows:
             pairs = zip((layer.routed for layer in self.layers), rows)
             self._take([r.successor(seen.routed_CE) for r, seen in pairs])
-        else:
-            self._age += 1
 
     def _remember(self, rows: Sequence[Rows], ahead: Ahead | None) -> None:
         if ahead is None:
@@ -239,7 +232,7 @@ class Planning:
         self._take(self.strategy.plan(self.job))
 
     def _take(self, plans: Sequence[Plan]) -> None:
-        self._age, self._planned_Y = 0, self._window.newest_Y if len(self._window) else None
+        self._since_plan = self._since_plan.planned(self._window)
         choice, before = plans[0].choice, self._choice
         if choice is not None and not choice.is_like(before):
             self.tell(choice.told)
@@ -316,8 +309,3 @@ def _made_ahead(planning: weakref.ref[Planning]) -> Ahead | None:
     """Of a run that may have ended by now."""
     found = planning()
     return None if found is None else found.made_ahead()
-
-
-def _is_due(every: int, step: int) -> bool:
-    """What is done every so many steps, 0 for never, behind a step."""
-    return every > 0 and (step + 1) % every == 0

@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from ds_moe_ext.layout import Grid
+from ds_moe_ext.load import STEADY_STEPS
 from ds_moe_ext.pricing.layer_seconds import TaskCosts
 from ds_moe_ext.pricing.memory import copied_bytes_C
 from ds_moe_ext.pricing.step_price import Conditions, price_step
@@ -147,6 +148,7 @@ class Auto(Choosing):
         return Rhythm(
             window=None,
             plan_every=1,
+            steady_every=STEADY_STEPS,
             costs=True,
             measures=any(rhythm.measures for rhythm in rhythms),
             choose_every=self.interval,

@@ -352,6 +352,7 @@ def table_parser() -> argparse.ArgumentParser:
     add("--hardware", type=Path, help="a file of configs/hardware; without, A100 nodes")
     add("--width", type=int, default=768, help="of the model; that of GPT-MoE-S")
     add("--window", type=int, default=1, help="logged steps whose mean predicts the next")
+    add("--age", type=int, default=1, help="of plans on these, in logged steps, when rows come")
     add("--degrees", type=int, nargs="+", default=[8], help="t")
     add("--copies", type=int, nargs="+", default=[1, 2, 4, 8], help="m")
     add("--balances", type=float, nargs="+", default=[1.0], help="alpha of prophet")
@@ -383,7 +384,7 @@ def planners(given: argparse.Namespace) -> list[Planner]:
 
 def check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     """Refuse what no trace allows."""
-    for name in ("nodes", "width", "window", "groups", "shard_every"):
+    for name in ("nodes", "width", "window", "age", "groups", "shard_every"):
         if vars(given)[name] < 1:
             parser.error(f"--{name} is {vars(given)[name]}; give 1 or more")
     if min(given.eplb, default=0) < 0:
@@ -434,7 +435,7 @@ def main() -> None:
             cluster, row_prices=replace(cluster.row_prices, local_row_s=0.0, cross_row_s=0.0)
         )
     columns = PAPERS_COLUMNS if given.papers else COLUMNS
-    run = partial(score, runs=runs, cluster=cluster)
+    run = partial(score, runs=runs, cluster=cluster, age=given.age)
     ep = run(EP, window=0, shard_every=1)
     if given.papers:
         print(f"{cluster.text} `ep` takes {1e3 * ep.plain_s:.3g} ms a layer.\n")

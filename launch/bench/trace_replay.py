@@ -8,6 +8,7 @@ Shape letters: I logged steps, L layers, C cells (ranks), E experts.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -70,23 +71,25 @@ class Score:
 
 
 def planned_steps(
-    runs: Sequence[np.ndarray], window: int
+    runs: Sequence[np.ndarray], window: int, age: int = 1
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """Number in its run, rows planned on and rows to come of every step, ``[L, C, E]``.
 
-    The first step of a run, of which nothing can be predicted, is left out.
+    The first steps of a run, of which nothing can be predicted, are left out.
 
     Args:
         runs: of evenly spaced steps, rows ``[I, L, C, E]`` of each.
         window: logged steps whose mean is planned on; 0 plans on the rows to come.
+        age: logged steps since the newest of them, when the plan's rows come.
     """
     for rows_ILCE in runs:
         seen = LoadWindow(max(window, 1))
+        predicted: deque[np.ndarray] = deque(maxlen=age)
         for step, rows_LCE in enumerate(rows_ILCE):
-            if step:
-                predicted_LCE = np.stack(seen.predicted())
-                yield step, predicted_LCE if window else rows_LCE, rows_LCE
+            if step >= age:
+                yield step, predicted[0] if window else rows_LCE, rows_LCE
             seen.push(rows_LCE)
+            predicted.append(np.stack(seen.predicted()))
 
 
 def score(
@@ -96,6 +99,7 @@ def score(
     *,
     window: int,
     shard_every: int,
+    age: int = 1,
 ) -> Score:
     """Plan every step of the trace, and route its rows by the plan.
 
@@ -105,16 +109,17 @@ def score(
         cluster: that plans are made for.
         window: as of ``planned_steps``.
         shard_every: logged steps from one choice of homes to the next.
+        age: as of ``planned_steps``.
     """
     scores = []
     _, num_layers, num_ranks, num_experts = runs[0].shape
     homes = first = even_homes([num_experts] * num_layers, num_ranks)
-    for step, planned_LCE, rows_LCE in planned_steps(runs, window):
+    for step, planned_LCE, rows_LCE in planned_steps(runs, window, age):
         started = time.process_time()
-        if step == 1:
+        if step == age:
             homes = first
         degree = planner.shard_degree
-        if degree is not None and (step - 1) % shard_every == 0:
+        if degree is not None and (step - age) % shard_every == 0:
             loads = list(planned_LCE.sum(axis=1))
             homes = shard(loads, overlap_degree=degree, node_C=cluster.node_C, homes=homes)
         layouts = planner.layouts(homes, planned_LCE, rows_LCE, cluster)
