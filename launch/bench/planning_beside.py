@@ -24,7 +24,6 @@ from planning_time import NUM_WARM_UPS, OneRank, Parts, Sizes, sizes_parser, str
 from rich.console import Console
 from rich.table import Table
 
-from ds_moe_ext.loads.zipf import zipf_steps
 from ds_moe_ext.moe import layer as moe_layer
 from ds_moe_ext.schedule.worker import worker
 
@@ -72,9 +71,8 @@ def turn_alone_s() -> float:
 
 def measured(rank: OneRank, sizes: Sizes, num_steps: int) -> Cost:
     """What planning costs beside some steps."""
-    loads = zipf_steps((sizes.layers, sizes.ranks, sizes.experts), rows=sizes.rows, skew=sizes.skew)
     steps = []
-    for step, rows_LCE in zip(range(NUM_WARM_UPS + num_steps), loads):
+    for step, rows_LCE in enumerate(sizes.loads(NUM_WARM_UPS + num_steps)):
         alone_s = turn_alone_s()
         start = worker().submit(time.thread_time).result()
         rank.count(rows_LCE)
@@ -85,7 +83,7 @@ def measured(rank: OneRank, sizes: Sizes, num_steps: int) -> Cost:
         longer = [(gaps_G > ms / 1e3).sum() for ms in GAPS_MS]
         steps.append((end.result() - start, gaps_G.sum(), late_s, gaps_G.max(), *longer))
     timed = np.array(steps[NUM_WARM_UPS:])
-    cpu_ms, lasts_ms, loop_ms, longest_ms = (1e3 * np.median(timed[:, :4], axis=0)).tolist()
+    cpu_ms, lasts_ms, loop_ms, longest_ms = (1e3 * sizes.middle(timed[:, :4], axis=0)).tolist()
     return Cost(cpu_ms, lasts_ms, loop_ms, longest_ms, tuple(timed[:, 4:].mean(axis=0).tolist()))
 
 

@@ -16,6 +16,7 @@ Shape letters: L layers, C ranks, E experts.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 import tracemalloc
@@ -40,7 +41,8 @@ from ds_moe_ext.attachment.replacement import AttachedLayer
 from ds_moe_ext.cost.prices import Prices
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.load import LoadWindow
-from ds_moe_ext.loads.zipf import zipf_steps
+from ds_moe_ext.loads.sizes import Sizes as DrawnSizes
+from ds_moe_ext.loads.zipf import TRAINED, zipf_rows, zipf_steps
 from ds_moe_ext.moe import layer as moe_layer
 from ds_moe_ext.moe.copies.layer_copies import Copies, in_order
 from ds_moe_ext.moe.layer import RoutedExperts
@@ -69,6 +71,7 @@ PRICES = Prices(
     intra_bytes_per_s=400e9,
 )
 WINDOW_S = 1e-3  # of attention, forward
+TOP_K = 8
 
 ESP = {"degree": 2, "slice_gradients": False, "all_to_all": "direct"}
 BLOCKS: dict[str, dict[str, Any]] = {
@@ -191,6 +194,8 @@ class Sizes:
         experts: of a layer.
         rows: of a rank and layer.
         skew: of the experts' loads, an exponent of Zipf's.
+        settled: loads are those of a run that has settled, whatever the skew: a plan is not looked
+            for in each step, so that figures are means, where others are medians.
     """
 
     ranks: int
@@ -199,6 +204,27 @@ class Sizes:
     experts: int
     rows: int
     skew: float
+    settled: bool = False
+
+    def loads(self, num_steps: int) -> Iterable[np.ndarray]:
+        """Of so many steps, ``[L, C, E]`` each."""
+        shape = self.layers, self.ranks, self.experts
+        if not self.settled:
+            steps = zipf_steps(shape, rows=self.rows, skew=self.skew)
+            return itertools.islice(steps, num_steps)
+        drawn = DrawnSizes(
+            ranks=self.ranks,
+            experts=self.experts,
+            layers=self.layers,
+            tokens=self.rows // TOP_K,
+            top_k=TOP_K,
+            steps=num_steps,
+        )
+        return zipf_rows(drawn, 0, TRAINED)
+
+    def middle(self, values: Any, axis: int | None = None) -> Any:
+        """Of what steps took."""
+        return np.mean(values, axis) if self.settled else np.median(values, axis)
 
     def layout(self) -> ParallelLayout:
         """Of rank 0; the communicators are nobody's."""
@@ -311,10 +337,10 @@ TOTALS = (
 
 
 def measured(rank: OneRank, sizes: Sizes, num_steps: int) -> Figures:
-    """Medians of some steps. Where memory is traced, times are of no use."""
-    loads = zipf_steps((sizes.layers, sizes.ranks, sizes.experts), rows=sizes.rows, skew=sizes.skew)
+    """The middle of some steps. Where memory is traced, times are of no use."""
+    loads = sizes.loads(NUM_WARM_UPS + num_steps)
     steps: list[dict[str, Moment]] = []
-    for step, rows_LCE in zip(range(NUM_WARM_UPS + num_steps), loads):
+    for step, rows_LCE in enumerate(loads):
         rank.parts.spent.clear()
         rank.route(rows_LCE)
         with rank.parts.part("strategy's plan, and the rest"):
@@ -323,14 +349,14 @@ def measured(rank: OneRank, sizes: Sizes, num_steps: int) -> Figures:
     steps = steps[NUM_WARM_UPS:]
     names = sorted({name for step in steps for name in step})
 
-    def medians(key: str) -> dict[str, float]:
+    def of_parts(key: str) -> dict[str, float]:
         values = {name: [getattr(s.get(name, NOTHING), key) for s in steps] for name in names}
-        return {name: 1e3 * float(np.median(seconds)) for name, seconds in values.items()}
+        return {name: 1e3 * float(sizes.middle(seconds)) for name, seconds in values.items()}
 
     plans = [layer.routed.site.plan for layer in rank.layers]
     copies = np.mean([(p.target.holds_EC & ~p.home.holds_EC).sum() for p in plans])
     peak = tracemalloc.get_traced_memory()[1] if tracemalloc.is_tracing() else 0
-    return Figures(medians("wall_s"), medians("cpu_s"), peak, float(copies))
+    return Figures(of_parts("wall_s"), of_parts("cpu_s"), peak, float(copies))
 
 
 def shown(figures: dict[str, Figures]) -> Table:
@@ -366,6 +392,7 @@ def sizes_parser(doc: str, chosen: Iterable[str], known: Iterable[str]) -> argpa
     add("--experts", type=int, default=256)
     add("--rows", type=int, default=32768, help="of a rank and layer")
     add("--skew", type=float, default=0.6, help="of loads, Zipf's exponent")
+    add("--settled", action="store_true", help="loads of a run that has settled; means of steps")
     add("--strategies", nargs="+", default=[*chosen], choices=[*known])
     add("--overlap_degree", type=int, default=8, help="t of fssdp")
     add("--copies_per_rank", type=int, default=2, help="m of fssdp")
