@@ -264,6 +264,15 @@ class OneRank:
         with mock.patch.object(beside, "worker", lambda: self._beside):
             self.count(rows_LCE)
 
+    def balance_L(self, rows_LCE: np.ndarray) -> list[float]:
+        """Rows of the busiest rank over the mean, if these come under the present plans."""
+        plans = (layer.routed.site.plan for layer in self.layers)
+        computed = (
+            plan.share.of_rows(rows_CE).computed_C(rows_CE)
+            for plan, rows_CE in zip(plans, rows_LCE)
+        )
+        return [float(rows_C.max() / rows_C.mean()) for rows_C in computed]
+
     def count(self, rows_LCE: np.ndarray) -> None:
         """Let the layers see rows; the last ones begin the planning."""
         for each, rows_CE in zip(self.layers, rows_LCE):
@@ -314,12 +323,15 @@ class Figures(NamedTuple):
         cpu_ms: likewise.
         peak_bytes: of memory that Python and numpy took, rows included; 0 where it was not asked.
         copies: of the experts of one layer, mean.
+        balance: rows of the busiest rank over the mean, of what came to each layer under the plans
+            that were made before it did; mean.
     """
 
     wall_ms: dict[str, float]
     cpu_ms: dict[str, float]
     peak_bytes: int
     copies: float
+    balance: float
 
     def total_ms(self, key: str, is_beside: bool) -> float:
         """Of the parts beside the step, or of those between steps, in ``wall_ms`` or ``cpu_ms``."""
@@ -340,7 +352,10 @@ def measured(rank: OneRank, sizes: Sizes, num_steps: int) -> Figures:
     """The middle of some steps. Where memory is traced, times are of no use."""
     loads = sizes.loads(NUM_WARM_UPS + num_steps)
     steps: list[dict[str, Moment]] = []
+    balance_L: list[float] = []  # of all steps, one behind the other
     for step, rows_LCE in enumerate(loads):
+        if step >= NUM_WARM_UPS:
+            balance_L += rank.balance_L(rows_LCE)
         rank.parts.spent.clear()
         rank.route(rows_LCE)
         with rank.parts.part("strategy's plan, and the rest"):
@@ -355,8 +370,9 @@ def measured(rank: OneRank, sizes: Sizes, num_steps: int) -> Figures:
 
     plans = [layer.routed.site.plan for layer in rank.layers]
     copies = np.mean([(p.target.holds_EC & ~p.home.holds_EC).sum() for p in plans])
+    mean_balance = float(np.mean(balance_L))
     peak = tracemalloc.get_traced_memory()[1] if tracemalloc.is_tracing() else 0
-    return Figures(of_parts("wall_s"), of_parts("cpu_s"), peak, float(copies))
+    return Figures(of_parts("wall_s"), of_parts("cpu_s"), peak, float(copies), mean_balance)
 
 
 def shown(figures: dict[str, Figures]) -> Table:
@@ -371,6 +387,7 @@ def shown(figures: dict[str, Figures]) -> Table:
     for title, key, is_beside in TOTALS:
         table.add_row(title, *(f"{e.total_ms(key, is_beside):.2f}" for e in figures.values()))
     table.add_row("copies a layer", *(f"{each.copies:.1f}" for each in figures.values()))
+    table.add_row("max/mean of ranks", *(f"{each.balance:.3f}" for each in figures.values()))
     if any(each.peak_bytes for each in figures.values()):
         table.add_row("peak, MiB", *(f"{e.peak_bytes / 2**20:.0f}" for e in figures.values()))
     return table
@@ -403,13 +420,16 @@ def sizes_parser(doc: str, chosen: Iterable[str], known: Iterable[str]) -> argpa
 def main() -> None:
     parser = sizes_parser(__doc__, ("ep", "fssdp", "prophet"), BLOCKS)
     add = parser.add_argument
+    add("--each_step", action="store_true", help="plans are looked for in each step")
     add("--broadcasts", action="store_true", help="trips as on CUDA, where they need no trees")
     add("--memory", action="store_true", help="trace memory; what is timed then is slow")
     add("--json", action="store_true", help="print that in place of a table")
     given = parser.parse_args()
     sizes = Sizes(**{name: vars(given)[name] for name in Sizes.__dataclass_fields__})
     copied = {"overlap_degree": given.overlap_degree, "copies_per_rank": given.copies_per_rank}
-    keys = {"fssdp": {**copied, "reshard_interval": 0}}
+    keys: dict[str, dict[str, Any]] = {"fssdp": {**copied, "reshard_interval": 0}}
+    if given.each_step:
+        keys = {"fssdp": {**keys["fssdp"], "plan_interval": 1}, "prophet": {"frequency": 1}}
     parts = Parts()
     for watched in WATCHED:
         parts.watch(*watched)
