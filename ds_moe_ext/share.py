@@ -565,6 +565,9 @@ def received_by_slot(
 ) -> np.ndarray:
     """Rows that each sender sends to one holder for each of its slots, int64 ``[C, F, S]``: what
     ``rows_to`` says of them."""
+    if target.is_single:
+        received_CFS: np.ndarray = rows_CFE[..., target.columns_of(holder)]
+        return received_CFS
     if _has_pairs(share, target):
         return share.received_by_slot(holder, rows_CFE)
     return share.rows_to(holder, rows_CFE)[..., target.experts_of(holder)]

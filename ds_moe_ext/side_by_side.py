@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
@@ -44,11 +44,11 @@ def as_one(run_S: Sequence[Tensor]) -> Tensor:
     )
 
 
-def one_of_each(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+def one_of_each(by_slot: Iterable[Sequence[Tensor]]) -> Iterator[Tensor]:
     """One tensor of each piece of memory: an allocator is told of that once, however many are
     there."""
     seen: set[int] = set()
-    for tensor in tensors:
+    for tensor in chain.from_iterable(by_slot):
         memory = tensor.untyped_storage()._cdata
         if memory not in seen:
             seen.add(memory)

@@ -275,13 +275,13 @@ class Order(SavesAlike):
     def _place_E(self) -> np.ndarray | None:
         """Where the rows of each expert lie among all that this rank sends, by holder and slot;
         None where that is their own order, or is known only when rows have been counted."""
-        (target, share), (here, _) = self.destination, self._near(self.destination)
+        here, cell = self._near(self.destination)
         order_N = here.by_holder_N
         if order_N is None or self.revise is not None:
             return None
         if here.is_single:
             return np.argsort(order_N)
-        pair_E = pair_of(share, target, self.seat.cell)
+        pair_E = pair_of(self.destination.share, here, cell)
         return None if pair_E is None else np.argsort(order_N)[pair_E]
 
     def _near(self, destination: Destination) -> tuple[Placement, int]:
@@ -331,10 +331,7 @@ class Order(SavesAlike):
         if here is not target:
             rows_CFE = rows_CFE[self.seat.cell][None]
         sent_FN = sent_by_pair(share, here, cell, rows_CFE[cell])[own]
-        if here.is_single:
-            received_CFS = rows_CFE[..., here.columns_of(cell)]
-        else:
-            received_CFS = received_by_slot(share, here, cell, rows_CFE)
+        received_CFS = received_by_slot(share, here, cell, rows_CFE)
         # Rows go to the rank of the sender's place, so each place is a plane of its own.
         by_place = len(received_CFS), cell_size, num_chunks, -1
         received_PCFS = received_CFS.reshape(by_place).swapaxes(0, 1)

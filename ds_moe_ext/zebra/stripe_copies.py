@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -78,7 +77,7 @@ class StripeGather:
         if not copies.is_trained:
             return (None,)
         own, waiting = copies.by_expert(weights, copies.plan.home), copies.all_waiting({})
-        copies.lanes.keep(one_of_each(chain.from_iterable(waiting.values())))
+        copies.lanes.keep(one_of_each(waiting.values()))
         part, place = copies.trips.part_to(target), copies.place
         reduction = sparse_reduce_scatter(
             part, {**own, **waiting}, place.group, in_float32=place.in_float32

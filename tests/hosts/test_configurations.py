@@ -517,10 +517,8 @@ FSSDP: dict[str, tuple[dict[str, Any], Shows]] = {
 
 def fssdp_rows() -> Iterator[Row]:
     for name, (keys, homes) in FSSDP.items():
-        for ranks in (
-            2,
-            4,
-        ):  # where rows are slow copies always pay
+        for ranks in (2, 4):
+            # Where rows are slow copies always pay.
             job, shows = fssdp(float64(steps=8), **keys), (copies, homes)
             yield Row(f"fssdp {name} {ranks} ranks", ranks, job, shows=shows, hardware=SLOW)
     keys = {"overlap_degree": 1, "copies_per_rank": 1, "reshard_interval": 6}

@@ -160,7 +160,7 @@ def test_plans_that_follow_others_are_made_beside_the_step() -> None:
 def test_what_was_made_by_other_homes_or_of_other_rows_does_not_count() -> None:
     """As after a checkpoint was loaded between a pass and the end of its step."""
     rank = OneRank(strategy_of("fssdp", {"fssdp": COPIED}), SIZES, Parts())
-    loads = zipf_steps((SIZES.layers, SIZES.ranks, SIZES.experts), rows=SIZES.rows, skew=SIZES.skew)
+    loads = drawn()
     for step, rows_LCE in zip(range(NUM_WARM_UPS), loads):
         rank.route(rows_LCE)
         rank.after_step(step)
@@ -238,7 +238,7 @@ class Varied(FullySharded):
 def test_programs_stay_while_plans_have_one_shape(has_own: bool) -> None:
     strategy = Varied(**COPIED, has_own=has_own)
     rank = OneRank(strategy, SIZES, Parts())
-    loads = zipf_steps((SIZES.layers, SIZES.ranks, SIZES.experts), rows=SIZES.rows, skew=SIZES.skew)
+    loads = drawn()
     before = None
     for step, rows_LCE in zip(range(NUM_WARM_UPS + 2), loads):
         rank.route(rows_LCE)

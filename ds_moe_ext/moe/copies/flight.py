@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 
 from torch import Tensor
 
@@ -187,7 +186,7 @@ class Flight:
         if not self._reductions:
             return list(grads)
         arrived = self._arrived_grads()
-        self.copies.lanes.keep(one_of_each(chain.from_iterable(arrived.values())))
+        self.copies.lanes.keep(one_of_each(arrived.values()))
         if self._is_home_stacked:
             return self._with_sums(grads, arrived)
         finished: list[Tensor] = []
@@ -249,7 +248,7 @@ class Flight:
 
     def _reduce(self, grads: Mapping[int, Weights], piece: Piece) -> Steps[None]:
         copies, start, part = self.copies, self.copies.began(), piece.part
-        copies.lanes.keep(one_of_each(chain.from_iterable(grads.values())))
+        copies.lanes.keep(one_of_each(grads.values()))
         arrived = yield from sparse_reduce_scatter(
             part,
             {**dict.fromkeys(part.sent, copies.like), **grads},
