@@ -67,17 +67,21 @@ class Batch:
     score_LTK: Sequence[Tensor]
 
     @classmethod
-    def of(cls, sizes: Sizes, number: int) -> Batch:
+    def of(cls, sizes: Sizes, number: int, *, is_settled: bool = False) -> Batch:
         """The batch of a step. What experts are liked is of the layer and stays; who likes them is
-        drawn anew in each step."""
+        drawn anew in each step, or, where the run has settled, changes places with others: loads
+        of many ranks that are drawn differ by less than those of one, which stands for all."""
         liked = torch.Generator().manual_seed(0)
         drawn = torch.Generator().manual_seed(number + 1)
+        chosen = torch.Generator().manual_seed(0) if is_settled else drawn
         places_E = 1.0 + torch.arange(sizes.experts)
         experts, scores = [], []
         for _ in range(sizes.layers):
             weight_E = places_E[torch.randperm(sizes.experts, generator=liked)] ** -0.6
             weight_TE = weight_E.expand(sizes.tokens, -1)
-            expert_TK = torch.multinomial(weight_TE, sizes.top_k, generator=drawn)
+            expert_TK = torch.multinomial(weight_TE, sizes.top_k, generator=chosen)
+            if is_settled:
+                expert_TK = expert_TK[torch.randperm(sizes.tokens, generator=drawn)]
             experts.append(expert_TK.to(sizes.device))
             score_TK = torch.rand(sizes.tokens, sizes.top_k, generator=drawn)
             scores.append(score_TK.to(sizes.device).requires_grad_())
