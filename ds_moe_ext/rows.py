@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache, wraps
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ds_moe_ext import kernels
+
+Made = TypeVar("Made", bound=Callable[..., Tensor])
 
 
 def starts_of(lengths: np.ndarray) -> np.ndarray:
@@ -108,8 +111,30 @@ def sums_of_groups(
     return sum_JD
 
 
+def is_captured() -> bool:
+    """Whether what the caller tells a GPU becomes a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def remembered(most: int) -> Callable[[Made], Made]:
+    """A function gives again what it made for these arguments, up to ``most`` tensors; but makes a
+    new one while a CUDA graph is captured: what a graph reads must not be forgotten."""
+
+    def around(make: Made) -> Made:
+        known = lru_cache(most)(make)
+
+        @wraps(make)
+        def given(*args: Hashable) -> Tensor:
+            return (make if is_captured() else known)(*args)
+
+        return cast(Made, given)
+
+    return around
+
+
 def on_device(array: np.ndarray, device: torch.device) -> Tensor:
     """The array there; the host does not wait."""
+    assert not is_captured(), "a graph would read what is freed here"
     host = torch.from_numpy(array)
     if device.type != "cuda":
         return host.to(device)

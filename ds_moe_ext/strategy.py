@@ -472,6 +472,7 @@ class Keys(NamedTuple):
         homes: steps between new homes.
         static_capacity: rows that each rank sends to each expert.
         sends_once: whether each token's row travels once to a cell.
+        cuda_graphs: whether passes are recorded and replayed.
     """
 
     ways: str = "the strategy's ways"
@@ -479,6 +480,7 @@ class Keys(NamedTuple):
     homes: str = "shard_every of the strategy's rhythm"
     static_capacity: str = "the strategy's static_capacity"
     sends_once: str = "sends_once of the strategy's plans"
+    cuda_graphs: str = "the strategy's cuda_graphs"
 
 
 class Strategy(ABC):
@@ -559,6 +561,11 @@ class Strategy(ABC):
     def orders_by_masks(self) -> bool:
         """Whether rows come to their places by products with a mask, as GShard has it, and not by
         an index; only where they are padded."""
+        return False
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether training passes are recorded as CUDA graphs, where one rank has all experts."""
         return False
 
     @property

@@ -337,7 +337,9 @@ def unknown() -> Iterator[Bad]:
             at(("report", key), 1), "ds_moe_ext.report", repr(key), "known: enabled, max_steps,"
         )
         yield Bad(at(("trace", key), 1), "ds_moe_ext.trace", repr(key), "known: first_step,")
-        yield Bad(at(("ep", key), 1), "ds_moe_ext.ep", repr(key), "known: order, send_once, static")
+        yield Bad(
+            at(("ep", key), 1), "ds_moe_ext.ep", repr(key), "known: cuda_graphs, order, send_once"
+        )
     yield Bad({"ds_moe_ext": {1: 2}}, "ds_moe_ext", "1", "known:")
     yield Bad(block(epp={}), "ds_moe_ext", "'epp'", "did you mean 'ep'?")
     # An error stands where it is, also beside a good strategy and in a disabled block.
@@ -464,7 +466,7 @@ def of_options() -> Iterator[Bad]:
         yield Bad(picky(rate=value), f"{key}.rate", repr(value), "must be a number")
     for value in (1, True, [], {}):
         yield Bad(picky(name=value), f"{key}.name", repr(value), "must be a string or null")
-    yield Bad(picky(twice=2), key, "'twice'", "known: depth")
+    yield Bad(picky(twice=2), key, "'twice'", "known: cuda_graphs, depth")
 
 
 BAD = [

@@ -48,7 +48,9 @@ from ds_moe_ext.moe.visits import Tour
 from ds_moe_ext.moe.windows import Windows
 from ds_moe_ext.planners.layer_pipelines import Placed
 from ds_moe_ext.schedule.crew import Crew, Stage
+from ds_moe_ext.schedule.cuda_graph import recorder_for
 from ds_moe_ext.schedule.executor import Lanes, Mark, lanes_for
+from ds_moe_ext.schedule.graphs import Graphs, GraphUse
 from ds_moe_ext.schedule.pipeline_orders import QUEUED, reductions
 from ds_moe_ext.schedule.program import Program, in_backward
 from ds_moe_ext.schedule.stripes import A2E, E2A
@@ -151,6 +153,7 @@ class RoutedExperts:
         tasks: times for a person to see.
         meter: times for planners to know, the host's too.
         lag: of the host behind a device.
+        graph_use: how many passes are replayed; none if the strategy has no CUDA graphs.
         row_width: elements of a row, in the latest pass.
         row_dtype: their type.
         row_bytes: of a row on its way.
@@ -175,6 +178,7 @@ class RoutedExperts:
         target = site.plan.target
         self.rows = RowsSeen(target.num_experts, target.num_cells)
         self.tasks, self.meter, self.lag = TasksSeen(), Meter(), HostLag()
+        self.graph_use = GraphUse()
         self.row_width, self.row_dtype, self.row_bytes = 0, torch.float32, RowBytes(0, 0)
         self.copies: Copies | None = None
         self.plans_in_lane = False
@@ -188,6 +192,8 @@ class RoutedExperts:
         if strategy.static_capacity is not None:
             _check_static_capacity(strategy, self._options)
             self.rows.gather = partial(_by_cell, site.layout)
+        if strategy.cuda_graphs:
+            _check_graphs(strategy, site, self._options)
         own = strategy.stages(site)
         _check_stages(own, strategy, site, self._options.hooks)
         _check_send_once(own, strategy, site)
@@ -200,6 +206,7 @@ class RoutedExperts:
         self._started: Weights | None = None
         self._was_graded = False  # when that was made
         self._program: dict[torch.device, Program] = {}
+        self._graphs: dict[torch.device, Graphs] = {}  # of these programs
         self._made_by: _Shape | None = None  # the programs
         self._present: dict[torch.device, Present] = {}  # what orders rows in each of them
         self._schedules: LayerTasks | None = None
@@ -275,6 +282,7 @@ class RoutedExperts:
         """Let the programs that are there run by the present plan; or none, where it needs
         others."""
         shape = self._shape()
+        self._graphs.clear()
         if shape != self._made_by or not shape.is_common:
             self._program.clear()
             self._present.clear()
@@ -459,7 +467,7 @@ class RoutedExperts:
         self.rows_are_like(x_TD)
         self.windows.layer_begins(x_TD)
         if self.copies is None or not self.site.plan.is_joined:
-            return self.program(x_TD.device)(x_TD, *given, weights)
+            return self._passes(x_TD.device)(x_TD, *given, weights)
         if not self.is_begun:
             self.begin(weights, is_training=self.rows.is_training)
         joined, self._started, flight = self._started, None, self.copies.coming
@@ -469,6 +477,17 @@ class RoutedExperts:
         if self.schedules.beside.freed and outputs[0].requires_grad and not in_backward():
             self.copies.release(flight)
         return outputs
+
+    def _passes(self, device: torch.device) -> Program | Graphs:
+        """What a pass runs: the program, or what replays it."""
+        program = self.program(device)
+        recorder = recorder_for(device) if self._strategy.cuda_graphs else None
+        if recorder is None or not self.rows.is_training:
+            return program
+        if device not in self._graphs:
+            key = self._strategy.keys.cuda_graphs
+            self._graphs[device] = Graphs(program, recorder, self.rows, key, self.graph_use)
+        return self._graphs[device]
 
     def program(self, device: torch.device) -> Program:
         """The program of the present plan; made once for all plans of its shape."""
@@ -763,6 +782,28 @@ def _check_static_capacity(strategy: Strategy, options: LayerOptions) -> None:
         raise ValueError(
             f"{key} is {capacity}, but {type(strategy).__qualname__} gives the ranks roles, whose "
             "stripes are of any length; leave it out"
+        )
+
+
+def _check_graphs(strategy: Strategy, site: Site, options: LayerOptions) -> None:
+    """Raises ValueError where a pass is not like the one before, or ranks meet in it."""
+    key = strategy.keys.cuda_graphs
+    if site.layout.grid.size > 1:
+        raise ValueError(
+            f"{key} is true, but {site.layout.grid.size} ranks exchange rows, which graphs of ours "
+            "do not record; set ds_moe_ext.expert_parallel_size to 1, where every rank can have "
+            f"all experts, or leave {key} out"
+        )
+    may_drop = options.gate_may_drop or options.capacity_factor is not None
+    if strategy.static_capacity is None and may_drop:
+        raise ValueError(
+            f"{key} is true, but rows may be dropped, and how many is known only in each pass; set "
+            f"{strategy.keys.static_capacity}, or leave {key} out"
+        )
+    if options.hooks != NO_HOOKS:
+        raise ValueError(
+            f"{key} is true, but hooks are called in each pass, and replayed passes call nobody; "
+            "leave one of them out"
         )
 
 

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -76,6 +77,18 @@ class RowsSeen:
     _on_device: Tensor | None = None  # int64 [E], where rows end, summed; the host does not wait
     _destination: Destination | None = None  # of those
     _score: Tensor | None = None  # 0-dim, sum of all scores since ``take_score``
+    _held: list[Callable[[], None]] | None = None  # what is told, where it is not to be heard yet
+
+    @contextmanager
+    def held(self) -> Iterator[list[Callable[[], None]]]:
+        """What is told inside the block of rows and where they are is not heard, but kept; whoever
+        calls that tells it. Where a pass is recorded, it is told in each."""
+        held: list[Callable[[], None]] = []
+        self._held = held
+        try:
+            yield held
+        finally:
+            self._held = None
 
     def begin(self, *, is_training: bool) -> None:
         """Say what the coming pass is. Call it in the thread that runs the model."""
@@ -85,7 +98,9 @@ class RowsSeen:
     def __call__(self, rows: np.ndarray | SlotRows, top_k: int, destination: Destination) -> None:
         """Args: rows: int64 ``[C, E]`` by sender and expert; or by expert this rank's, where it
         does not know those of others, or its host none. destination: where they go."""
-        if self.counts:
+        if self._held is not None:
+            self._held.append(partial(self, rows, top_k, destination))
+        elif self.counts:
             self.add(rows, top_k, destination)
 
     def add(self, rows: np.ndarray | SlotRows, top_k: int, destination: Destination) -> None:
@@ -99,7 +114,9 @@ class RowsSeen:
 
     def sent(self) -> None:
         """Say that all rows of the pass have come to their experts."""
-        if self.counts:
+        if self._held is not None:
+            self._held.append(self.sent)
+        elif self.counts:
             self.are_sent()
 
     def are_sent(self) -> None:

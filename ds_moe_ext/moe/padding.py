@@ -9,7 +9,6 @@ a token, N rows sent, E experts, C cells, P places in a cell, S expert slots of 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from ds_moe_ext.moe.one_hot_order import OneHotRoute
 from ds_moe_ext.moe.route import LayerRoute, Route
 from ds_moe_ext.moe.slot_rows import SlotRows, SlotSorting
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.rows import on_device
+from ds_moe_ext.rows import on_device, remembered
 from ds_moe_ext.schedule.task import Cut, Span
 
 WHOLE = Span(0, 1)
@@ -126,13 +125,13 @@ class Padding:
         return self._sortings[device]
 
 
-@lru_cache(maxsize=16)
+@remembered(16)
 def _numbers(length: int, device: torch.device) -> Tensor:
     """From 0 on, int64."""
     return torch.arange(length, device=device)
 
 
-@lru_cache(maxsize=4)  # batches are often alike
+@remembered(4)  # batches are often alike
 def _choices(num_tokens: int, top_k: int, device: torch.device) -> Tensor:
     """Of choices in choice-major order their places in ``[T, K]``, int64 ``[T * K]``."""
     return torch.arange(num_tokens * top_k, device=device).view(num_tokens, top_k).T.flatten()

@@ -28,6 +28,9 @@ from ds_moe_ext.watch import WATCH
 
 _UNCUT = Cut.equal(0, 1)
 
+Arity = tuple[int | None, ...]
+"""Of each input of a program: a tensor's None, of a tuple how many there are."""
+
 
 @dataclass(frozen=True, eq=False)
 class Program:
@@ -62,13 +65,41 @@ class Program:
         Returns:
             One tensor for each of ``forward.outputs``.
         """
-        flat = [t for read in inputs for t in (read if isinstance(read, tuple) else (read,))]
-        arity = tuple(len(read) if isinstance(read, tuple) else None for read in inputs)
-        wanted = torch.is_grad_enabled() and any([t.requires_grad for t in flat])
-        if not wanted:
+        flat, arity = flattened(inputs)
+        if not is_graded(flat):
             with torch.no_grad():
                 return Pass(self.bound_forward, self.lanes, cut=self.cut_of(inputs))(inputs)
         return _Node.apply(self, arity, *flat)
+
+    def ahead(self, inputs: Sequence[Any]) -> tuple[tuple[Tensor, ...], Cut, list[Saved]]:
+        """Forward, of which adjoints will come: its outputs, how tokens were cut, and what each
+        task saved. Autograd must not record."""
+        cut = self.cut_of(inputs)
+        run = Pass(self.bound_forward, self.lanes, cut=cut, keeps=True)
+        return tuple(t.detach() for t in run(inputs)), cut, run.saved
+
+    def back(
+        self, cut: Cut, saved: list[Saved], grads: Sequence[Tensor | None], arity: Arity
+    ) -> list[Tensor | None]:
+        """Gradients of forward's inputs, one tensor after another; None where no row came by.
+        Autograd must not record.
+
+        Args:
+            cut: of forward's tokens.
+            saved: by its tasks; consumed.
+            grads: of its outputs.
+            arity: of its inputs.
+        """
+        run = Pass(self.bound_backward, self.lanes, cut=cut, saved=saved)
+        written = run(None if n is None else grads[n] for n in self.given_gradients)
+        flat: list[Tensor | None] = []
+        for number, size in zip(self.found_gradients, arity):
+            grad = None if number is None else written[number]
+            if size is None:
+                flat.append(grad)
+            else:
+                flat += [None] * size if grad is None else grad
+        return flat
 
     def cut_of(self, inputs: Sequence[Any]) -> Cut:
         """Of the tokens of these inputs."""
@@ -106,6 +137,27 @@ def _positions(wanted: Iterable[Value], among: Sequence[Value]) -> tuple[int | N
     return tuple(among.index(value) if value in among else None for value in wanted)
 
 
+def flattened(inputs: Sequence[Any]) -> tuple[list[Tensor], Arity]:
+    """Tensors and tuples of tensors as tensors in a row, and what ``grouped`` takes."""
+    flat = [t for read in inputs for t in (read if isinstance(read, tuple) else (read,))]
+    return flat, tuple(len(read) if isinstance(read, tuple) else None for read in inputs)
+
+
+def grouped(flat: Sequence[Tensor], arity: Arity) -> list[Any]:
+    """What ``flattened`` was given."""
+    inputs: list[Any] = []
+    start = 0
+    for size in arity:
+        inputs.append(flat[start] if size is None else tuple(flat[start : start + size]))
+        start += 1 if size is None else size
+    return inputs
+
+
+def is_graded(flat: Sequence[Tensor]) -> bool:
+    """Whether autograd records what is made of these."""
+    return torch.is_grad_enabled() and any([t.requires_grad for t in flat])
+
+
 def in_backward() -> bool:
     """Whether autograd runs a backward pass around the caller: what is computed in it is what
     activation checkpointing computes again."""
@@ -117,16 +169,13 @@ class _Node(torch.autograd.Function):
     clear_saved_tensors_on_access = True
 
     @staticmethod
-    def forward(ctx: Any, program: Program, arity: tuple[int | None, ...], *flat: Tensor) -> Any:
-        inputs = _grouped(flat, arity)
-        cut = program.cut_of(inputs)
-        run = Pass(program.bound_forward, program.lanes, cut=cut, keeps=True)
-        outputs = tuple(t.detach() for t in run(inputs))
-        ctx.program, ctx.arity, ctx.cut = program, arity, cut
+    def forward(ctx: Any, program: Program, arity: Arity, *flat: Tensor) -> Any:
+        outputs, ctx.cut, all_saved = program.ahead(grouped(flat, arity))
+        ctx.program, ctx.arity = program, arity
         # Tensors go through autograd's own keeping, so that activation checkpointing and offloading
         # hooks see them; the rest of what stages saved is small.
         tensors: list[Tensor] = []
-        ctx.saved = [_without_tensors(saved, tensors) for saved in run.saved]
+        ctx.saved = [_without_tensors(saved, tensors) for saved in all_saved]
         ctx.save_for_backward(*tensors)
         # Few things that Python's collector knows: its young ones are gone through every 700.
         ctx.like = [t.shape for t in flat], [t.dtype for t in flat], [t.device for t in flat]
@@ -137,22 +186,19 @@ class _Node(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         if ctx.saved is None:
-            raise RuntimeError(
-                f"backward ran through {ctx.program.crew.name or 'this MoE layer'} before and has "
-                "freed what it saved; run one backward a forward (retain_graph is not supported)"
-            )
+            raise RuntimeError(ran_before(ctx.program))
         program, saved = ctx.program, _with_tensors(ctx.saved, ctx.saved_tensors)
         ctx.saved = None
-        back = Pass(program.bound_backward, program.lanes, cut=ctx.cut, saved=saved)
-        written = back(None if n is None else grads[n] for n in program.given_gradients)
-        flat: list[Tensor | None] = []
-        for number, arity in zip(program.found_gradients, ctx.arity):
-            grad = None if number is None else written[number]
-            if arity is None:
-                flat.append(grad)
-            else:
-                flat += [None] * arity if grad is None else grad
-        return None, None, *_filled(flat, ctx)
+        flat = program.back(ctx.cut, saved, grads, ctx.arity)
+        return None, None, *filled(flat, ctx)
+
+
+def ran_before(program: Program) -> str:
+    """What is told to a person whose second backward finds nothing left of the first."""
+    return (
+        f"backward ran through {program.crew.name or 'this MoE layer'} before and has "
+        "freed what it saved; run one backward a forward (retain_graph is not supported)"
+    )
 
 
 _SAVED_TENSOR = object()
@@ -176,23 +222,15 @@ def _with_tensors(all_saved: Sequence[Saved], tensors: Iterable[Tensor]) -> list
     return [tuple([next(given) if x is _SAVED_TENSOR else x for x in saved]) for saved in all_saved]
 
 
-def _filled(flat: list[Tensor | None], ctx: Any) -> list[Tensor | None]:
+def filled(flat: list[Tensor | None], ctx: Any) -> list[Tensor | None]:
     """Zeros where an input wants a gradient and no row reached it: its hooks must still fire, or a
-    collective that hangs on them would be missing on this rank alone."""
-    wanted = ctx.needs_input_grad[2:]
+    collective that hangs on them would be missing on this rank alone. ``ctx`` is of a function
+    whose last arguments these are the gradients of, and knows what they are ``like``."""
+    wanted = ctx.needs_input_grad[-len(flat) :]
     return [
         torch.zeros(shape, dtype=dtype, device=device) if grad is None and needs else grad
         for grad, needs, shape, dtype, device in zip(flat, wanted, *ctx.like)
     ]
-
-
-def _grouped(flat: Sequence[Tensor], arity: Sequence[int | None]) -> list[Any]:
-    inputs: list[Any] = []
-    start = 0
-    for size in arity:
-        inputs.append(flat[start] if size is None else tuple(flat[start : start + size]))
-        start += 1 if size is None else size
-    return inputs
 
 
 class Pass:

@@ -30,6 +30,7 @@ from ds_moe_ext.report.summary import bad_scores_line, outcomes_by_layer, ranks_
 from ds_moe_ext.report.time_saved import choice_line, saved_line
 from ds_moe_ext.report.units import bytes_text, counted, seconds_text
 from ds_moe_ext.schedule.executor import lanes_for
+from ds_moe_ext.schedule.graphs import GraphUse
 from ds_moe_ext.settings import Settings
 from ds_moe_ext.steps.expert_moves import ExpertMover
 from ds_moe_ext.steps.monitor import Monitor
@@ -145,11 +146,12 @@ class Run:
         if rank == 0 and report.enabled:
             wide_console().print(start_table(run))
             lags, forecasts = [layer.routed.lag for layer in layers], planning.forecasts
+            uses = [layer.routed.graph_use for layer in layers]
             leave_report(
                 recorder,
                 report.path,
                 lives_with,
-                lambda: (str(forecasts), str(HostLag.of_all(lags))),
+                lambda: (str(forecasts), str(HostLag.of_all(lags)), str(GraphUse.of_all(uses))),
             )
         way = told_way(blueprint.strategy, layout)
         for line in (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ds_moe_ext.schedule.graphs import WARM_UPS
 from ds_moe_ext.schedule.task import INTER, Lane
 from ds_moe_ext.strategy import Job, Keys, Plan, Strategy, register
 from ds_moe_ext.strict import at_least, one_of
@@ -26,11 +27,15 @@ class ExpertParallel(Strategy):
             the outputs are weighed and added up before one row comes back; else a row travels for
             each choice.
         order: "index", or "one_hot": padded rows are put in place by products with a mask.
+        cuda_graphs: a layer's forward and backward are recorded as CUDA graphs and replayed, so
+            that the host issues each by one call. Only where each rank has all experts
+            (``expert_parallel_size`` 1).
     """
 
     static_capacity: int | None = None
     send_once: bool = False
     order: str = INDEX
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         at_least(f"{KEY}.static_capacity", self.static_capacity, 1)
@@ -55,7 +60,11 @@ class ExpertParallel(Strategy):
 
     @property
     def keys(self) -> Keys:
-        return Keys(static_capacity=f"{KEY}.static_capacity", sends_once=f"{KEY}.send_once")
+        return Keys(
+            static_capacity=f"{KEY}.static_capacity",
+            sends_once=f"{KEY}.send_once",
+            cuda_graphs=f"{KEY}.cuda_graphs",
+        )
 
     def remarks(self, job: Job) -> tuple[str, ...]:
         if self.send_once and job.node_C.size == 1:
@@ -65,6 +74,18 @@ class ExpertParallel(Strategy):
                 "send once: each token's row travels once to a rank, however many of its experts "
                 "are there, and one row comes back",
             )
+        return (*self._about_graphs(), *self._about_capacity(job))
+
+    def _about_graphs(self) -> tuple[str, ...]:
+        if not self.cuda_graphs:
+            return ()
+        return (
+            f"CUDA graphs: on a GPU forward and backward of each MoE layer are recorded after "
+            f"{WARM_UPS} passes and replayed; each layer keeps the memory that a pass of it takes. "
+            f"{KEY}.cuda_graphs has no effect on a CPU",
+        )
+
+    def _about_capacity(self, job: Job) -> tuple[str, ...]:
         if self.static_capacity is None:
             return ()
         sent = [self.static_capacity * home.num_experts for home in job.homes]

@@ -135,6 +135,11 @@ class ExpertSharding(Overlay):
                 "strategy 'esp' cuts tokens into chunks, each with as many rows of an expert as "
                 "there are; leave it out, or run without 'esp'"
             )
+        if self.placing.cuda_graphs:
+            raise ValueError(
+                f"{self.placing.keys.cuda_graphs} is true, but the chunks of strategy 'esp' have "
+                "another number of rows in each pass; leave it out, or run without 'esp'"
+            )
 
     @property
     def pipeline(self) -> Pipeline:

@@ -15,6 +15,10 @@ is what a rank computes, and what issues it. They take turns, a step each. Of a 
 ``--attention`` puts Qwen3-MoE's of Hugging Face before the experts of each block, with the norm of
 its tokens, in the model's own size; else a step is nothing but MoE layers.
 
+Loads are as of a run that has settled: tokens change places, so that as many choose an expert as
+before. ``--moving`` draws them anew. A static capacity is ``--capacity_factor`` times the mean;
+where ``--ranks 1`` has all experts, graphs need none.
+
 Costs that planners go by are measured in a run's first steps, which take longer: these warm up.
 Collectives that take no time make copies look cheap; ``--hardware`` names a cluster in their place.
 
@@ -25,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -37,7 +42,7 @@ import torch
 from device_time import covered_us, kernels_of
 from fake_world import fake_world
 from host_path import BUILDERS, no_collector, passes
-from host_path_contenders import WAYS, Batch, Builder, Contender, Ours, Sizes
+from host_path_contenders import WAYS, Batch, Builder, Contender, Ours, Sizes, Way
 from layer_contenders import SHAPES
 from rich.console import Console
 from rich.table import Table
@@ -48,7 +53,15 @@ from ds_moe_ext.steps.costs import WATCHED
 
 NUM_PROFILED = 2
 AFTER_BACKWARD = 2  # the moment of `passes`
-COUNTED = ("ep", "esp, degree 2", "fssdp", "prophet", "DeepSpeed AutoEP")
+COUNTED = (
+    "ep",
+    "ep, static capacity",
+    "ep, CUDA graphs",
+    "esp, degree 2",
+    "fssdp",
+    "prophet",
+    "DeepSpeed AutoEP",
+)
 
 
 HEADS = {"mixtral_8x7b": (32, 8), "qwen3_30b_a3b": (32, 4), "small": (4, 2)}
@@ -115,12 +128,22 @@ class Measured:
         return self.kernels_ms / statistics.median(self.wall_ms)
 
 
-def builder_of(name: str, hardware: Path | None) -> Builder:
-    """What makes a contender; ours on a cluster that is named."""
-    ways = {way.name: way for way in WAYS}
-    if hardware is None or name not in ways:
+GRAPHS = Way("ep, CUDA graphs", {"strategy": "ep", "ep": {"cuda_graphs": True}})
+"""A CPU has none."""
+PADDED = ("ep, static capacity", GRAPHS.name)
+
+
+def builder_of(name: str, capacity: int | None, hardware: Path | None) -> Builder:
+    """What makes a contender; ours with rows padded to a capacity where they are padded, and on a
+    cluster that is named."""
+    ways = {way.name: way for way in (*WAYS, GRAPHS)}
+    if name not in ways:
         return BUILDERS[name]
-    block = {**ways[name].block, "hardware": str(hardware)}
+    block = dict(ways[name].block)
+    if name in PADDED:
+        block["ep"] = {**block["ep"], "static_capacity": capacity}
+    if hardware is not None:
+        block["hardware"] = str(hardware)
     return partial(Ours, replace(ways[name], block=block))
 
 
@@ -141,14 +164,19 @@ def take_step(contender: Contender, batch: Batch, number: int) -> tuple[float, f
 
 
 def measure(
-    contenders: Sequence[Contender], sizes: Sizes, warm_ups: int, rounds: int
+    contenders: Sequence[Contender],
+    sizes: Sizes,
+    warm_ups: int,
+    rounds: int,
+    *,
+    is_settled: bool,
 ) -> dict[str, Measured]:
     """All of them, turn by turn. Collective."""
     seen: dict[str, list[tuple[float, float, float]]] = {each.name: [] for each in contenders}
     profiled: dict[str, list[tuple[float, int]]] = {each.name: [] for each in contenders}
     with no_collector():
         for number in range(warm_ups + rounds + NUM_PROFILED):
-            batch = Batch.of(sizes, number + 1)
+            batch = Batch.of(sizes, number + 1, is_settled=is_settled)
             for contender in rotated(contenders, number):
                 if number >= warm_ups + rounds:
                     events = kernels_of(partial(take_step, contender, batch, number + 1))
@@ -206,12 +234,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--shapes", nargs="+", choices=SHAPES, default=["small"])
-    add("--only", nargs="+", choices=BUILDERS, default=list(COUNTED))
+    add("--only", nargs="+", choices=(*BUILDERS, GRAPHS.name), default=list(COUNTED))
     add("--ranks", type=int, default=8)
     add("--rank", type=int, default=3, help="for which of them the process stands")
     add("--layers", type=int, default=4)
     add("--tokens", type=int, default=4096, help="of a rank")
     add("--warm_ups", type=int, default=WATCHED[-1].stop + 1)
+    add("--moving", action="store_true", help="loads are drawn anew in each step, as of one rank")
+    add("--capacity_factor", type=float, default=1.25, help="of a static capacity")
     add("--attention", action="store_true", help="before the experts of each block")
     add("--hardware", type=Path, help="cluster by which planners count, as of configs/hardware")
     add("--rounds", type=int, default=6)
@@ -219,7 +249,7 @@ def main() -> None:
     given = parser.parse_args()
     cuda = torch.device("cuda", torch.cuda.current_device())
     console, results = Console(width=None if sys.stdout.isatty() else 120), []
-    with fake_world(given.ranks, given.rank):
+    with fake_world(given.ranks, given.rank % given.ranks):
         for name in given.shapes:
             shape = SHAPES[name]
             sizes = Sizes(
@@ -232,17 +262,22 @@ def main() -> None:
                 torch.bfloat16,
                 cuda,
             )
+            # Where all experts are here nothing has to be padded.
+            mean = given.tokens * shape.top_k / shape.num_experts
+            capacity = None if given.ranks == 1 else math.ceil(given.capacity_factor * mean)
             contenders = []
             for contender in given.only:
                 try:
-                    built = builder_of(contender, given.hardware)(sizes)
+                    built = builder_of(contender, capacity, given.hardware)(sizes)
                     if given.attention:
                         built.attend([Attention(sizes, name) for _ in range(sizes.layers)])
-                    take_step(built, Batch.of(sizes, 0), 0)
+                    take_step(built, Batch.of(sizes, 0, is_settled=not given.moving), 0)
                     contenders.append(built)
                 except Exception as error:
                     console.print(f"not run: {contender}: {type(error).__name__}: {error}")
-            found = measure(contenders, sizes, given.warm_ups, given.rounds)
+            found = measure(
+                contenders, sizes, given.warm_ups, given.rounds, is_settled=not given.moving
+            )
             title = f"{name}, {given.tokens} tokens, one of {given.ranks} ranks"
             console.print(table_of(f"{title}: a layer, {torch.cuda.get_device_name()}", found))
             results.append({"shape": name, "found": {k: asdict(v) for k, v in found.items()}})
