@@ -84,8 +84,9 @@ def sums_by_token(rows_ND: Tensor, row_N: Tensor, weight_TK: Tensor | None, top_
     """Rows of each token, times their weights, added up in the order of its choices, ``[T, D]``.
 
     Args:
-        rows_ND: in any order.
-        row_N: where the row of each choice lies, int64.
+        rows_ND: in any order; some may be no choice's.
+        row_N: where the row of each choice lies, int64; ``N`` where it has none, which counts as
+            zeros.
         weight_TK: None for sums without weights, which are rounded once.
         top_k: choices a token.
     """
@@ -100,6 +101,7 @@ def sums_by_token(rows_ND: Tensor, row_N: Tensor, weight_TK: Tensor | None, top_
             row_N,
             weights,
             sums_TD,
+            rows_ND.shape[0],
             WIDTH=width,
             TOP_K=top_k,
             IS_WEIGHED=weight_TK is not None,
@@ -115,19 +117,27 @@ def _are_wide(one: Tensor, other: Tensor) -> bool:
 
 
 def sums_by_token_grads(
-    rows_ND: Tensor, token_N: Tensor, choice_N: Tensor, weight_TK: Tensor, grad_TD: Tensor
+    rows_ND: Tensor,
+    token_N: Tensor,
+    choice_N: Tensor,
+    weight_TK: Tensor,
+    grad_TD: Tensor,
+    *,
+    is_full: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of weighed ``sums_by_token``: of rows ``[N, D]`` and of weights ``[T, K]``.
 
     Args:
         rows_ND: as they were added.
-        token_N: of each row, int64.
-        choice_N: of each row, its place in the flattened weights, int64.
+        token_N: of each row, int64; of no choice's ``T``.
+        choice_N: of each row, its place in the flattened weights, int64; of no choice's ``T * K``.
         weight_TK: as they were.
         grad_TD: of the sums.
+        is_full: each choice has a row.
     """
     rows_ND, grad_TD = rows_ND.contiguous(), grad_TD.contiguous()
-    grad_ND, grad_TK = torch.empty_like(rows_ND), weight_TK.new_empty(weight_TK.shape)
+    make = weight_TK.new_empty if is_full else weight_TK.new_zeros
+    grad_ND, grad_TK = torch.empty_like(rows_ND), make(weight_TK.shape)
     if rows_ND.numel():
         _sums_by_token_grads[(rows_ND.shape[0],)](
             rows_ND,
@@ -137,6 +147,7 @@ def sums_by_token_grads(
             grad_TD,
             grad_ND,
             grad_TK,
+            weight_TK.numel(),
             WIDTH=rows_ND.shape[1],
             BLOCK=BLOCK,
         )
@@ -199,12 +210,13 @@ if HAS_TRITON:
         tl.store(grad_gate_up + place, of_gate, mask=mask)
         tl.store(grad_gate_up + place + width, of_up, mask=mask)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["num_rows"])
     def _sums_by_token(  # type: ignore[no-untyped-def]  # noqa: PLR0917
         rows,
         row_of,
         weights,
         sums,
+        num_rows,
         WIDTH: tl.constexpr,
         TOP_K: tl.constexpr,
         IS_WEIGHED: tl.constexpr,
@@ -218,7 +230,8 @@ if HAS_TRITON:
         for number in range(TOP_K):
             choice = token * TOP_K + number
             row = tl.load(row_of + choice)
-            own = tl.load(rows + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+            is_there = column < tl.where(row < num_rows, WIDTH, 0)
+            own = tl.load(rows + row * WIDTH + column, mask=is_there, other=0.0).to(tl.float32)
             if IS_WEIGHED:
                 own = own * tl.load(weights + choice).to(tl.float32)
             total += own
@@ -226,7 +239,7 @@ if HAS_TRITON:
                 total = total.to(rows.dtype.element_ty).to(tl.float32)
         tl.store(sums + token * WIDTH + column, total.to(rows.dtype.element_ty), mask=mask)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["num_choices"])
     def _sums_by_token_grads(  # type: ignore[no-untyped-def]  # noqa: PLR0917
         rows,
         token_of,
@@ -235,22 +248,26 @@ if HAS_TRITON:
         grads,
         grad_rows,
         grad_weights,
+        num_choices,
         WIDTH: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
         row = tl.program_id(0).to(tl.int64)
         token, choice = tl.load(token_of + row), tl.load(choice_of + row)
-        weight = tl.load(weights + choice).to(tl.float32)
+        is_chosen = choice < num_choices
+        weight = tl.load(weights + choice, mask=is_chosen, other=0.0).to(tl.float32)
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         for start in range(0, WIDTH, BLOCK):
             column = start + tl.arange(0, BLOCK)
             mask = column < WIDTH
             own = tl.load(rows + row * WIDTH + column, mask=mask, other=0.0)
-            grad = tl.load(grads + token * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+            is_there = column < tl.where(is_chosen, WIDTH, 0)
+            grad = tl.load(grads + token * WIDTH + column, mask=is_there, other=0.0).to(tl.float32)
             total += (own.to(tl.float32) * grad).to(own.dtype).to(tl.float32)
             out = (grad * weight).to(own.dtype)
             tl.store(grad_rows + row * WIDTH + column, out, mask=mask)
-        tl.store(grad_weights + choice, tl.sum(total).to(weights.dtype.element_ty))
+        total_weight = tl.sum(total).to(weights.dtype.element_ty)
+        tl.store(grad_weights + choice, total_weight, mask=is_chosen)
 
     @triton.jit(do_not_specialize=["num_blocks", "num_rows"])
     def _index_of_blocks(  # type: ignore[no-untyped-def]  # noqa: PLR0917

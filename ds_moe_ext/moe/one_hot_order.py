@@ -27,6 +27,10 @@ class OneHotRoute(Route):
         """Which token each row is of, bool ``[N, T]``; padding is of none."""
         return one_hot(self.token_N, self.num_tokens + 1)[:, :-1].bool()
 
+    @property
+    def row_of_choices(self) -> None:
+        return None
+
     def of_tokens(self, x_TD: Tensor) -> Tensor:
         return self.mask_NT.to(x_TD.dtype) @ x_TD
 

@@ -52,10 +52,12 @@ def weighing_grads(
     route: Route, returned_ND: Tensor, score_TK: Tensor, grad_TD: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``route.sum_by_token``: of rows ``[N, D]`` and of their weights ``[T, K]``."""
-    is_whole = route.is_full and route.visits is None
-    if is_whole and kernels.has_kernels(returned_ND, score_TK, grad_TD):
+    has_kernel = kernels.has_kernels(returned_ND, score_TK, grad_TD)
+    if has_kernel and route.visits is None and route.row_of_choices is not None:
         places = route.token_N, route.choice_N
-        return kernels.sums_by_token_grads(returned_ND, *places, score_TK, grad_TD)
+        return kernels.sums_by_token_grads(
+            returned_ND, *places, score_TK, grad_TD, is_full=route.is_full
+        )
     grad_ND = route.of_tokens(grad_TD)
     grad_score_N = torch.sum(returned_ND * grad_ND, dim=1, dtype=score_TK.dtype)
     # In place: the product is rounded once, and never there in the scores' precision.

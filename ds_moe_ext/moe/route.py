@@ -90,6 +90,15 @@ class Route:
         return len(self.sent_C) == 1
 
     @property
+    def row_of_choices(self) -> Tensor | None:
+        """Where each choice lies in send order, int64 ``[T * K]``; ``N`` of those that do not
+        travel. None where it is no index that brings rows home, or not all choices travel and
+        nothing is padded."""
+        if self.padded_row_N is not None:
+            return self.padded_row_N
+        return self.row_N if self.is_full else None
+
+    @property
     def is_full(self) -> bool:
         """Whether every choice travels, and nothing else."""
         return self.padded_row_N is None and self.choice_N.numel() == self.num_tokens * self.top_k
@@ -153,8 +162,8 @@ class Route:
         if self.visits is not None:
             return self.visits.leaving.by_token.sums(rows_ND)
         weighed = (rows_ND,) if weight_TK is None else (rows_ND, weight_TK)
-        if self.is_full and kernels.has_kernels(*weighed):
-            return kernels.sums_by_token(rows_ND, self.row_N, weight_TK, self.top_k)
+        if kernels.has_kernels(*weighed) and (row_N := self.row_of_choices) is not None:
+            return kernels.sums_by_token(rows_ND, row_N, weight_TK, self.top_k)
         has_kernel = weight_TK is None or weight_TK.dtype == rows_ND.dtype
         if rows_ND.is_cpu and rows_ND.numel() and self.is_full and has_kernel:
             first_T = _first_choices(self.num_tokens, self.top_k)

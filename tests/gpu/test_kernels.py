@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext import kernels
+from ds_moe_ext.moe.padding import Padding
 from ds_moe_ext.moe.restore import weighing_grads
 from ds_moe_ext.moe.route import Route, one_cell_route
 from ds_moe_ext.moe.swiglu import _product, _product_grad
@@ -42,8 +43,8 @@ def without_kernels() -> Iterator[None]:
 
 def error(ours: Tensor, twin: Tensor) -> float:
     assert (ours.shape, ours.dtype) == (twin.shape, twin.dtype)
-    if not twin.numel():
-        return 0.0
+    if not twin.any():  # or has no elements
+        return float(ours.any())
     ours, twin = ours.double(), twin.double()
     return float(((ours - twin).abs() / twin.abs().clamp(min=float(twin.abs().max()) / 64)).max())
 
@@ -74,21 +75,44 @@ def some_route(num_tokens: int, top_k: int, device: torch.device) -> Route:
 def test_sums_by_token(
     device: torch.device, dtype: torch.dtype, is_wide: bool, sizes: tuple[int, int, int]
 ) -> None:
+    check_sums(some_route(sizes[0], sizes[1], device), sizes[2], dtype, is_wide)
+
+
+@DEVICES
+@DTYPES
+@pytest.mark.parametrize("is_wide", [True, False])
+@pytest.mark.parametrize("sizes", [(5, 2, 7), (9, 1, 1500), (0, 2, 8), (33, 4, 70)], ids=str)
+def test_sums_of_padded_rows(
+    device: torch.device, dtype: torch.dtype, is_wide: bool, sizes: tuple[int, int, int]
+) -> None:
+    """Some choices have no row, and some rows are no choice's."""
     tokens, top_k, width = sizes
+    expert_TE = torch.rand(tokens, 8, device=device).argsort(dim=1)
+    whole, _ = Padding(3, Placement.block(8, 1), 0).route(expert_TE[:, :top_k])
+    route = whole.on(Span(0, 1))
+    assert route.row_of_choices is route.padded_row_N
+    check_sums(route, width, dtype, is_wide)
+
+
+def check_sums(route: Route, width: int, dtype: torch.dtype, is_wide: bool) -> None:
     torch.manual_seed(0)
-    route = some_route(tokens, top_k, device)
-    rows_ND = torch.randn(tokens * top_k, width, device=device, dtype=dtype)
+    device, tokens, top_k = route.choice_N.device, route.num_tokens, route.top_k
+    rows_ND = torch.randn(route.choice_N.numel(), width, device=device, dtype=dtype)
     score_TK = torch.rand(tokens, top_k, device=device, dtype=torch.float32 if is_wide else dtype)
     grad_TD = torch.randn(tokens, width, device=device, dtype=dtype)
     for weight_TK in (score_TK, None):
-        ours = kernels.sums_by_token(rows_ND, route.row_N, weight_TK, top_k)
+        row_N = route.row_of_choices
+        assert row_N is not None
+        ours = kernels.sums_by_token(rows_ND, row_N, weight_TK, top_k)
         with without_kernels():
             twin = route.sum_by_token(rows_ND, weight_TK)
         # Summands that cancel leave the steps of the larger ones.
         assert error(ours, twin) <= 64 * STEPS[dtype]
         assert (ours.float() - twin.float()).abs().sum() <= STEPS[dtype] * twin.float().abs().sum()
     places = route.token_N, route.choice_N
-    grad_ND, grad_TK = kernels.sums_by_token_grads(rows_ND, *places, score_TK, grad_TD)
+    grad_ND, grad_TK = kernels.sums_by_token_grads(
+        rows_ND, *places, score_TK, grad_TD, is_full=route.is_full
+    )
     with without_kernels():
         twin_ND, twin_TK = weighing_grads(route, rows_ND, score_TK, grad_TD)
     assert error(grad_ND, twin_ND) <= 2 * STEPS[dtype]
