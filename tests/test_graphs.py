@@ -301,6 +301,19 @@ def test_weights_that_move_in_every_pass_are_refused() -> None:
             step(routed, Batch(number), weights)
 
 
+def test_weights_that_move_before_backward_are_refused() -> None:
+    """As where ZeRO 3 gathers them anew: forward may find them where they were."""
+    weights = weights_of()
+    routed = routed_by(PADDED)
+    with recording(OnCpu()):
+        for number in range(WARM_UPS + 1):
+            step(routed, Batch(number), weights)
+        y_TD, _, grad_TD = forward(routed, Batch(0), weights)
+        weights[0].data = weights[0].detach().clone()
+        with pytest.raises(ValueError, match=r"ep\.cuda_graphs is true.*elsewhere"):
+            y_TD.backward(grad_TD)
+
+
 def test_checkpointed_passes_are_not_replayed_and_say_so() -> None:
     weights, recorder = weights_of(), OnCpu()
     routed, plain = routed_by(PADDED), routed_by(replace(PADDED, cuda_graphs=False))

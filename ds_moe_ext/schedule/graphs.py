@@ -115,13 +115,9 @@ class Graphs:
             kept.num_passes += 1
             return self.program(*inputs)
         comes = self._comes(arity)
-        kept.look_at(tuple(t.data_ptr() for t, is_new in zip(flat, comes) if not is_new))
+        kept.look_at(_places(flat, comes))
         if kept.num_moves >= MOST_MOVES:
-            raise ValueError(
-                f"{self.key} is true, but weights of {self._name} lie elsewhere in every pass, "
-                "where no graph finds them (as they do with adapters, or under ZeRO 3 where "
-                "several ranks have the same experts); leave it out"
-            )
+            raise self.moved()
         self.use.num_replayed += 1
         if kept.free:
             kept.has_replayed, tape = True, kept.free.pop()
@@ -140,6 +136,14 @@ class Graphs:
                 f"{self._name} could not be recorded as a CUDA graph ({error}); leave {self.key} "
                 "out"
             ) from error
+
+    def moved(self) -> ValueError:
+        """What is raised where weights do not stay where a graph reads them."""
+        return ValueError(
+            f"{self.key} is true, but weights of {self._name} lie elsewhere in every pass, where "
+            "no graph finds them (as they do with adapters, or under ZeRO 3 where several ranks "
+            "have the same experts); leave it out"
+        )
 
     @property
     def _name(self) -> str:
@@ -233,6 +237,7 @@ class _Tape:
         self._inputs = [_like(t) if is_new else t for t, is_new in zip(flat, comes)]
         self._forward = graphs.recorded(self._ahead)
         self._backward: Recorded | None = None
+        self._read_at: tuple[int, ...] = ()  # the weights, by backward
         self._grads = [
             torch.zeros_like(t) if t is not None and t.is_floating_point() else None
             for t in self._forward.outputs
@@ -268,8 +273,12 @@ class _Tape:
         for own, grad in zip(self._grads, grads):
             if own is not None:
                 own.copy_(grad)
+        read_at = _places(self._inputs, self._comes)
         if self._backward is None:
+            self._read_at = read_at
             self._backward = self._graphs.recorded(self._back, self._forward)
+        elif read_at != self._read_at:  # a host may gather them anew for backward
+            raise self._graphs.moved()
         WATCH.at(self.program.bound_backward.training[0])
         self._backward.replay()
         return [None if grad is None else grad.clone() for grad in self._backward.outputs]
@@ -279,6 +288,11 @@ class _Tape:
         if (stream := self._graphs.recorder.stream()) != self._stream:
             self._graphs.recorder.follow(self._stream)
             self._stream = stream
+
+
+def _places(flat: Sequence[Tensor], comes: Sequence[bool]) -> tuple[int, ...]:
+    """Where the weights among these tensors lie."""
+    return tuple(t.data_ptr() for t, is_new in zip(flat, comes) if not is_new)
 
 
 def _like(tensor: Tensor) -> Tensor:
