@@ -20,6 +20,7 @@ from ds_moe_ext.schedule.cuda_graph import Recorded, Recorder, Tensors
 from ds_moe_ext.schedule.program import (
     Arity,
     Program,
+    describe,
     filled,
     flattened,
     grouped,
@@ -315,8 +316,7 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, lease: _Lease, *flat: Tensor) -> Any:
         outputs = lease.tape.play(flat)
         ctx.lease, ctx.program = lease, lease.tape.program
-        ctx.like = [t.shape for t in flat], [t.dtype for t in flat], [t.device for t in flat]
-        ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))
+        describe(ctx, flat, outputs)
         return outputs
 
     @staticmethod

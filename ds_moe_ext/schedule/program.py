@@ -177,9 +177,7 @@ class _Node(torch.autograd.Function):
         tensors: list[Tensor] = []
         ctx.saved = [_without_tensors(saved, tensors) for saved in all_saved]
         ctx.save_for_backward(*tensors)
-        # Few things that Python's collector knows: its young ones are gone through every 700.
-        ctx.like = [t.shape for t in flat], [t.dtype for t in flat], [t.device for t in flat]
-        ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))
+        describe(ctx, flat, outputs)
         return outputs
 
     @staticmethod
@@ -222,10 +220,17 @@ def _with_tensors(all_saved: Sequence[Saved], tensors: Iterable[Tensor]) -> list
     return [tuple([next(given) if x is _SAVED_TENSOR else x for x in saved]) for saved in all_saved]
 
 
+def describe(ctx: Any, flat: Sequence[Tensor], outputs: Iterable[Tensor]) -> None:
+    """Tell the ctx of a function what its last inputs and its outputs are like."""
+    # Few things that Python's collector knows: its young ones are gone through every 700.
+    ctx.like = [t.shape for t in flat], [t.dtype for t in flat], [t.device for t in flat]
+    ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))
+
+
 def filled(flat: list[Tensor | None], ctx: Any) -> list[Tensor | None]:
     """Zeros where an input wants a gradient and no row reached it: its hooks must still fire, or a
-    collective that hangs on them would be missing on this rank alone. ``ctx`` is of a function
-    whose last arguments these are the gradients of, and knows what they are ``like``."""
+    collective that hangs on them would be missing on this rank alone. The inputs are those that
+    the ctx was told to ``describe``."""
     wanted = ctx.needs_input_grad[-len(flat) :]
     return [
         torch.zeros(shape, dtype=dtype, device=device) if grad is None and needs else grad
