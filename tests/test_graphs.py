@@ -321,7 +321,8 @@ def test_checkpointed_passes_are_not_replayed_and_say_so() -> None:
         warmed(routed, weights)
         x_TD, expert_TK, score_TK, grad_TD = Batch(3).drawn()
         routed.rows.begin(is_training=True)
-        y_TD = checkpoint(routed, x_TD, expert_TK, score_TK, weights, use_reentrant=False)
+        with pytest.warns(UserWarning, match="not replayed, as activation checkpointing"):
+            y_TD = checkpoint(routed, x_TD, expert_TK, score_TK, weights, use_reentrant=False)
         grads = torch.autograd.grad(y_TD, (x_TD, score_TK, *weights), grad_TD)
         assert alike([y_TD.detach(), *grads], step(plain, Batch(3), weights))
     assert not recorder.records

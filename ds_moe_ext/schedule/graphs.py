@@ -8,6 +8,7 @@ way. What is computed is copied off the tape, which writes the same memory the n
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -109,9 +110,13 @@ class Graphs:
         if not is_graded(flat):
             return self.program(*inputs)
         self.use.num_passes += 1
-        kept = self._kept(flat, arity)
-        if kept is None or any(observer.is_on for observer in self.program.crew.observers):
-            return self.program(*inputs)  # observers are told of each task
+        kind = _Kind.of(flat, arity)
+        if why_not := self._why_not(kind):
+            self._tell(why_not)
+            return self.program(*inputs)
+        if any(observer.is_on for observer in self.program.crew.observers):
+            return self.program(*inputs)  # they are told of each task
+        kept = self._kinds.setdefault(kind, _Kept())
         if kept.num_passes < WARM_UPS:
             kept.num_passes += 1
             return self.program(*inputs)
@@ -150,26 +155,24 @@ class Graphs:
     def _name(self) -> str:
         return self.program.crew.name or "this MoE layer"
 
-    def _kept(self, flat: Sequence[Tensor], arity: Arity) -> _Kept | None:
-        """What there is of batches like this one; None where it cannot be replayed, and says so."""
+    def _why_not(self, kind: _Kind) -> str:
+        """Why a pass cannot be replayed, for a person; empty if it can."""
         if self.recorder.is_recording():
-            self.use.why_not = "they were recorded with what is around them"
-            return None
+            return "they are recorded with what is around them"
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            self.use.why_not = (
+            return (
                 "activation checkpointing or offloading wants to keep what they save, which a "
                 f"graph has in memory of its own: leave {self.key} out, or them"
             )
-            return None
-        device = flat[0].device.type
-        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        kind = _Kind(arity, tuple((t.shape, t.dtype, t.requires_grad) for t in flat), cast)
         if kind not in self._kinds and len(self._kinds) == MOST_KINDS:
-            self.use.why_not = (
-                f"batches have more than {MOST_KINDS} shapes: pad them, or leave {self.key} out"
-            )
-            return None
-        return self._kinds.setdefault(kind, _Kept())
+            return f"batches have more than {MOST_KINDS} shapes: pad them, or leave {self.key} out"
+        return ""
+
+    def _tell(self, why_not: str) -> None:
+        """Let a person know of passes that run as ever, once of all layers."""
+        if self.use.why_not != why_not:
+            self.use.why_not = why_not
+            warnings.warn(f"ds_moe_ext: passes are not replayed, as {why_not}", stacklevel=3)
 
     def _comes(self, arity: Arity) -> list[bool]:
         """Of each tensor, whether it comes with the tokens; else it is a weight, which stays."""
@@ -189,6 +192,13 @@ class _Kind(NamedTuple):
     arity: Arity
     like: tuple[tuple[torch.Size, torch.dtype, bool], ...]
     cast: torch.dtype | None
+
+    @classmethod
+    def of(cls, flat: Sequence[Tensor], arity: Arity) -> _Kind:
+        """Of a pass that comes."""
+        device = flat[0].device.type
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return cls(arity, tuple((t.shape, t.dtype, t.requires_grad) for t in flat), cast)
 
 
 @dataclass(eq=False)
