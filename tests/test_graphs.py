@@ -402,3 +402,12 @@ def test_a_person_is_told() -> None:
     assert any("cuda_graphs has no effect on a CPU" in line for line in PADDED.remarks(job))
     assert str(GraphUse(200, 150)).startswith("CUDA graphs: 75% of")
     assert not str(GraphUse())
+
+
+def test_a_cpu_has_no_graphs() -> None:
+    weights = weights_of()
+    routed, plain = routed_by(PADDED), routed_by(replace(PADDED, cuda_graphs=False))
+    for number in range(WARM_UPS + 2):
+        batch = Batch(number)
+        assert alike(step(routed, batch, weights), step(plain, batch, weights))
+    assert not routed.graph_use.num_passes
