@@ -111,6 +111,10 @@ def sums_of_groups(
     return sum_JD
 
 
+class NotInGraphs(RuntimeError):
+    """What a pass does cannot be recorded; says why, for a person."""
+
+
 def is_captured() -> bool:
     """Whether what the caller tells a GPU becomes a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -134,9 +138,10 @@ def remembered(most: int) -> Callable[[Made], Made]:
 
 def on_device(array: np.ndarray, device: torch.device) -> Tensor:
     """The array there; the host does not wait."""
-    assert not is_captured(), "a graph would read what is freed here"
     host = torch.from_numpy(array)
     if device.type != "cuda":
         return host.to(device)
+    if is_captured():
+        raise NotInGraphs("they copy to the device what the host has found, anew in each")
     # From pageable memory the host would wait for what its lane still has to do.
     return host.pin_memory().to(device, non_blocking=True)

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_moe_ext import rows
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.moe import layer as layer_module
+from ds_moe_ext.moe import slot_rows
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.hooks import Hooked, Hooks
 from ds_moe_ext.moe.layer import LayerOptions, RoutedExperts
@@ -93,6 +94,10 @@ def captured() -> Iterator[None]:
     """As where a stream is captured: nothing is remembered, and nothing comes from the host."""
     with mock.patch.object(rows, "is_captured", lambda: True):
         yield
+
+
+def _as_rows_say() -> bool:
+    return rows.is_captured()
 
 
 @contextmanager
@@ -314,6 +319,61 @@ def test_weights_that_move_before_backward_are_refused() -> None:
             y_TD.backward(grad_TD)
 
 
+def test_weights_that_move_before_the_first_backward_are_refused() -> None:
+    weights = weights_of()
+    routed = routed_by(PADDED)
+    with recording(OnCpu()):
+        warmed(routed, weights)
+        y_TD, _, grad_TD = forward(routed, Batch(0), weights)
+        weights[1].data = weights[1].detach().clone()
+        with pytest.raises(ValueError, match=r"ep\.cuda_graphs is true.*elsewhere"):
+            y_TD.backward(grad_TD)
+
+
+def test_weights_that_change_before_backward_are_refused() -> None:
+    """As autograd refuses them."""
+    weights = weights_of()
+    routed = routed_by(PADDED)
+    with recording(OnCpu()):
+        warmed(routed, weights)
+        y_TD, _, grad_TD = forward(routed, Batch(0), weights)
+        with torch.no_grad():
+            weights[0].mul_(2)
+        with pytest.raises(RuntimeError, match="changed between forward and backward"):
+            y_TD.backward(grad_TD)
+        y_TD, _, grad_TD = forward(routed, Batch(1), weights)
+        y_TD.backward(grad_TD)
+
+
+def test_passes_that_wait_for_rows_run_as_ever_and_say_so() -> None:
+    """As of experts that go one by one: a GPU would have to be waited for."""
+    weights, recorder = weights_of(), OnCpu()
+    routed, plain = routed_by(ALONE), routed_by(ExpertParallel())
+    with recording(recorder):
+        warmed(routed, weights)
+        with (
+            mock.patch.object(slot_rows, "is_captured", _as_rows_say),
+            pytest.warns(UserWarning, match="not replayed, as rows of each expert must be known"),
+        ):
+            for number in range(2):
+                batch = Batch(number)
+                ours = step(routed, batch, weights)
+                assert alike(ours, step(plain, batch, weights))
+    assert not recorder.records and "rows of each expert" in str(routed.graph_use)
+
+
+def test_nothing_is_recorded_before_backward_has_run() -> None:
+    weights, recorder = weights_of(), OnCpu()
+    routed = routed_by(PADDED)
+    with recording(recorder):
+        runs = [forward(routed, Batch(number), weights) for number in range(WARM_UPS + 2)]
+        assert not recorder.records
+        for y_TD, _, grad_TD in runs:
+            y_TD.backward(grad_TD)
+        step(routed, Batch(0), weights)
+    assert len(recorder.records) == 2
+
+
 def test_checkpointed_passes_are_not_replayed_and_say_so() -> None:
     weights, recorder = weights_of(), OnCpu()
     routed, plain = routed_by(PADDED), routed_by(replace(PADDED, cuda_graphs=False))
@@ -400,7 +460,8 @@ def test_graphs_are_refused_where_passes_differ() -> None:
 def test_a_person_is_told() -> None:
     job = Job.at_start([Placement.block(E, 1)], np.zeros(1, dtype=np.int64))
     assert any("cuda_graphs has no effect on a CPU" in line for line in PADDED.remarks(job))
-    assert str(GraphUse(200, 150)).startswith("CUDA graphs: 75% of")
+    told = str(GraphUse.of_all([GraphUse(1200, 1100, "they differ"), GraphUse(100, 90)]))
+    assert "of 1,300 training passes of MoE layers 1,190 were replayed; others" in told
     assert not str(GraphUse())
 
 

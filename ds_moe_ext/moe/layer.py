@@ -50,7 +50,7 @@ from ds_moe_ext.planners.layer_pipelines import Placed
 from ds_moe_ext.schedule.crew import Crew, Stage
 from ds_moe_ext.schedule.cuda_graph import recorder_for
 from ds_moe_ext.schedule.executor import Lanes, Mark, lanes_for
-from ds_moe_ext.schedule.graphs import Graphs, GraphUse
+from ds_moe_ext.schedule.graphs import Graphs, GraphUse, Replayed
 from ds_moe_ext.schedule.pipeline_orders import QUEUED, reductions
 from ds_moe_ext.schedule.program import Program, in_backward
 from ds_moe_ext.schedule.stripes import A2E, E2A
@@ -467,7 +467,7 @@ class RoutedExperts:
         self.rows_are_like(x_TD)
         self.windows.layer_begins(x_TD)
         if self.copies is None or not self.site.plan.is_joined:
-            return self._passes(x_TD.device)(x_TD, *given, weights)
+            return self._runner(x_TD.device)(x_TD, *given, weights)
         if not self.is_begun:
             self.begin(weights, is_training=self.rows.is_training)
         joined, self._started, flight = self._started, None, self.copies.coming
@@ -478,7 +478,7 @@ class RoutedExperts:
             self.copies.release(flight)
         return outputs
 
-    def _passes(self, device: torch.device) -> Program | Graphs:
+    def _runner(self, device: torch.device) -> Program | Graphs:
         """What a pass runs: the program, or what replays it."""
         program = self.program(device)
         recorder = recorder_for(device) if self._strategy.cuda_graphs else None
@@ -486,7 +486,8 @@ class RoutedExperts:
             return program
         if device not in self._graphs:
             key = self._strategy.keys.cuda_graphs
-            self._graphs[device] = Graphs(program, recorder, self.rows, key, self.graph_use)
+            replayed = Replayed(program, recorder, self.rows, key)
+            self._graphs[device] = Graphs(replayed, self.graph_use)
         return self._graphs[device]
 
     def program(self, device: torch.device) -> Program:
@@ -520,6 +521,11 @@ class RoutedExperts:
                 f"{who} has a static capacity ({self._strategy.keys.static_capacity} is "
                 f"{self._strategy.static_capacity}), but plans copies of experts or cuts tokens, "
                 "so that nobody knows beforehand which rows go where; leave that out"
+            )
+        if self._strategy.cuda_graphs and not is_plain:
+            raise ValueError(
+                f"{self._strategy.keys.cuda_graphs} is true, but {who} plans copies of experts or "
+                "cuts tokens, so that passes differ; leave that out"
             )
         if plan.has_copies and self.copies is None:
             raise ValueError(_without_copies(who))
@@ -799,6 +805,11 @@ def _check_graphs(strategy: Strategy, site: Site, options: LayerOptions) -> None
         raise ValueError(
             f"{key} is true, but rows may be dropped, and how many is known only in each pass; set "
             f"{strategy.keys.static_capacity}, or leave {key} out"
+        )
+    if strategy.has_roles or strategy.stages(site):
+        raise ValueError(
+            f"{key} is true, but {type(strategy).__qualname__} gives ranks roles, or has stages of "
+            "its own, of which nobody knows whether they do the same in each pass; leave it out"
         )
     if options.hooks != NO_HOOKS:
         raise ValueError(

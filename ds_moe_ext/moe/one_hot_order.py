@@ -28,8 +28,8 @@ class OneHotRoute(Route):
         return one_hot(self.token_N, self.num_tokens + 1)[:, :-1].bool()
 
     @property
-    def row_of_choices(self) -> None:
-        return None
+    def is_indexed(self) -> bool:
+        return False
 
     def of_tokens(self, x_TD: Tensor) -> Tensor:
         return self.mask_NT.to(x_TD.dtype) @ x_TD

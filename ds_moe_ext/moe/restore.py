@@ -52,8 +52,8 @@ def weighing_grads(
     route: Route, returned_ND: Tensor, score_TK: Tensor, grad_TD: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``route.sum_by_token``: of rows ``[N, D]`` and of their weights ``[T, K]``."""
-    has_kernel = kernels.has_kernels(returned_ND, score_TK, grad_TD)
-    if has_kernel and route.visits is None and route.row_of_choices is not None:
+    is_indexed = route.is_indexed and route.visits is None
+    if is_indexed and kernels.has_kernels(returned_ND, score_TK, grad_TD):
         places = route.token_N, route.choice_N
         return kernels.sums_by_token_grads(
             returned_ND, *places, score_TK, grad_TD, is_full=route.is_full

@@ -90,13 +90,15 @@ class Route:
         return len(self.sent_C) == 1
 
     @property
-    def row_of_choices(self) -> Tensor | None:
+    def is_indexed(self) -> bool:
+        """Whether ``row_of_choices`` brings rows home."""
+        return self.padded_row_N is not None or self.is_full
+
+    @property
+    def row_of_choices(self) -> Tensor:
         """Where each choice lies in send order, int64 ``[T * K]``; ``N`` of those that do not
-        travel. None where it is no index that brings rows home, or not all choices travel and
-        nothing is padded."""
-        if self.padded_row_N is not None:
-            return self.padded_row_N
-        return self.row_N if self.is_full else None
+        travel. Only if the route is full or padded."""
+        return self.row_N if self.padded_row_N is None else self.padded_row_N
 
     @property
     def is_full(self) -> bool:
@@ -162,8 +164,8 @@ class Route:
         if self.visits is not None:
             return self.visits.leaving.by_token.sums(rows_ND)
         weighed = (rows_ND,) if weight_TK is None else (rows_ND, weight_TK)
-        if kernels.has_kernels(*weighed) and (row_N := self.row_of_choices) is not None:
-            return kernels.sums_by_token(rows_ND, row_N, weight_TK, self.top_k)
+        if self.is_indexed and kernels.has_kernels(*weighed):
+            return kernels.sums_by_token(rows_ND, self.row_of_choices, weight_TK, self.top_k)
         has_kernel = weight_TK is None or weight_TK.dtype == rows_ND.dtype
         if rows_ND.is_cpu and rows_ND.numel() and self.is_full and has_kernel:
             first_T = _first_choices(self.num_tokens, self.top_k)

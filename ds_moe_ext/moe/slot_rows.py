@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_moe_ext.rows import Moved, indices_of, on_device
+from ds_moe_ext.rows import Moved, NotInGraphs, indices_of, is_captured, on_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +52,18 @@ class SlotRows:
         return self.find_end()
 
     def on_host(self) -> tuple[int, ...]:
-        """Rows of each slot. Waits for the device if only the device knows."""
+        """Rows of each slot. Waits for the device if only the device knows.
+
+        Raises:
+            NotInGraphs: it would, while a CUDA graph is captured.
+        """
         if not self._host:
+            if is_captured():
+                raise NotInGraphs(
+                    "rows of each expert must be known on the host where experts go one by one "
+                    "(there is no grouped GEMM for their type on this GPU, or their weights do not "
+                    "lie in one piece)"
+                )
             self._host.append(tuple(self.end_S.diff(prepend=self.end_S.new_zeros(1)).tolist()))
         return self._host[0]
 

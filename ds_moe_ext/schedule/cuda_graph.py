@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from ds_moe_ext.rows import is_captured
 
 Tensors = tuple[Tensor | None, ...]
 
@@ -72,7 +76,7 @@ class CudaRecorder:
     device: torch.device
 
     def is_recording(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        return is_captured()
 
     def stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
@@ -83,10 +87,27 @@ class CudaRecorder:
     def record(self, work: Callable[[], Tensors], after: Any = None) -> CudaGraph:
         graph = torch.cuda.CUDAGraph()
         pool = None if after is None else after.graph.pool()
-        # Of this thread alone: NCCL's own asks events meanwhile, which is refused to all else.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            outputs = work()
+        aside = _aside(self.device)
+        aside.wait_stream(self.stream())
+        # Not by ``torch.cuda.graph``, which waits for all of the device: other ranks may wait for
+        # what this one sends behind it.
+        with torch.cuda.stream(aside):
+            # Of this thread alone: NCCL's own asks events meanwhile, which is refused to all else.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                outputs = work()
+            except BaseException:
+                with suppress(RuntimeError):  # that it is spoilt
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return CudaGraph(graph, outputs)
+
+
+@functools.cache
+def _aside(device: torch.device) -> torch.cuda.Stream:
+    """Where graphs of a device are captured."""
+    return torch.cuda.Stream(device)
 
 
 def recorder_for(device: torch.device) -> Recorder | None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ds_moe_ext.rows import NotInGraphs
 from ds_moe_ext.schedule.cuda_graph import Recorded, Recorder, Tensors
 from ds_moe_ext.schedule.program import (
     Arity,
@@ -31,16 +32,17 @@ from ds_moe_ext.schedule.program import (
 from ds_moe_ext.watch import WATCH
 
 WARM_UPS = 3
-"""Passes of a kind before it is recorded: libraries choose and allocate in the first."""
+"""Forwards and backwards of a kind before it is recorded: libraries choose and allocate in the
+first, in the thread that runs it."""
 
 MOST_KINDS = 8
 """Kinds of batches that are recorded: each takes memory of its own."""
 
 MOST_MOVES = 3
-"""How often in a row weights may have moved before what was recorded was replayed twice."""
+"""Passes in a row whose weights may lie elsewhere than in the one before."""
 
 
-class Told(Protocol):
+class Hearer(Protocol):
     """Who is told on the host what a pass does."""
 
     def held(self) -> AbstractContextManager[list[Callable[[], None]]]:
@@ -75,9 +77,58 @@ class GraphUse:
         """A line; empty where nothing was to be replayed."""
         if not self.num_passes:
             return ""
-        share = self.num_replayed / self.num_passes
-        line = f"CUDA graphs: {share:.0%} of the MoE layers' training passes were replayed"
-        return f"{line}. Others were not, as {self.why_not}" if self.why_not else line
+        line = (
+            f"CUDA graphs: of {self.num_passes:,} training passes of MoE layers "
+            f"{self.num_replayed:,} were replayed"
+        )
+        return f"{line}; others could not be, as {self.why_not}" if self.why_not else line
+
+
+@dataclass(frozen=True, eq=False)
+class Replayed:
+    """What is replayed, and by what.
+
+    Attributes:
+        program: whose tensors have the same shapes in every pass.
+        recorder: of its device.
+        hearer: who is told on the host what a pass does.
+        key: what a person sets to have graphs, for errors.
+    """
+
+    program: Program
+    recorder: Recorder
+    hearer: Hearer
+    key: str
+
+    def record(self, work: Callable[[], Tensors], after: Recorded | None = None) -> Recorded:
+        """See ``Recorder.record``; an error says what to do.
+
+        Raises:
+            NotInGraphs: forward cannot be recorded, and may run as ever.
+            RuntimeError: it failed.
+        """
+        try:
+            with torch.no_grad():
+                return self.recorder.record(work, after)
+        except Exception as error:
+            if isinstance(error, NotInGraphs) and after is None:  # nothing was done yet
+                raise
+            raise RuntimeError(
+                f"{self.name} could not be recorded as a CUDA graph ({error}); leave {self.key} out"
+            ) from error
+
+    def moved(self) -> ValueError:
+        """What is raised where weights do not stay where a graph reads them."""
+        return ValueError(
+            f"{self.key} is true, but weights of {self.name} lie elsewhere in every pass, where "
+            "no graph finds them (as they do with adapters, or under ZeRO 3 where several ranks "
+            "have the same experts); leave it out"
+        )
+
+    @property
+    def name(self) -> str:
+        """Of the layer."""
+        return self.program.crew.name or "this MoE layer"
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,19 +136,13 @@ class Graphs:
     """A program whose passes with gradients are replayed. Called as the program is.
 
     Attributes:
-        program: whose tensors have the same shapes in every pass.
-        recorder: of its device.
-        told: who is told on the host what a pass does.
-        key: what a person sets to have graphs, for errors.
+        replayed: the program, and what replays it.
         use: how often passes are replayed.
     """
 
-    program: Program
-    recorder: Recorder
-    told: Told
-    key: str
+    replayed: Replayed
     use: GraphUse
-    _kinds: dict[_Kind, _Kept] = field(default_factory=dict)
+    _kinds: dict[_Kind, _Tapes] = field(default_factory=dict)
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         """Takes and gives what the program does.
@@ -107,76 +152,58 @@ class Graphs:
             RuntimeError: a pass cannot be recorded.
         """
         flat, arity = flattened(inputs)
+        program = self.replayed.program
         if not is_graded(flat):
-            return self.program(*inputs)
+            return program(*inputs)
         self.use.num_passes += 1
         kind = _Kind.of(flat, arity)
         if why_not := self._why_not(kind):
-            self._tell(why_not)
-            return self.program(*inputs)
-        if any(observer.is_on for observer in self.program.crew.observers):
-            return self.program(*inputs)  # they are told of each task
-        kept = self._kinds.setdefault(kind, _Kept())
-        if kept.num_passes < WARM_UPS:
-            kept.num_passes += 1
-            return self.program(*inputs)
-        comes = self._comes(arity)
-        kept.look_at(_places(flat, comes))
-        if kept.num_moves >= MOST_MOVES:
-            raise self.moved()
-        self.use.num_replayed += 1
-        if kept.free:
-            kept.has_replayed, tape = True, kept.free.pop()
-        else:
-            tape = _Tape(self, flat, arity, comes)
-        outputs: tuple[Any, ...] = _Replay.apply(_Lease(tape, kept.free), *flat)
-        return outputs
-
-    def recorded(self, work: Callable[[], Tensors], after: Recorded | None = None) -> Recorded:
-        """See ``Recorder.record``; an error says what to do."""
+            self._warn(why_not)
+            return program(*inputs)
+        if any(observer.is_on for observer in program.crew.observers):
+            return program(*inputs)  # they are told of each task
+        tapes = self._kinds.setdefault(kind, _Tapes())
+        if not tapes.are_warm:
+            return tapes.warm(program(*inputs))
+        is_input = self._are_inputs(arity)
+        tapes.look_at(_places(flat, is_input))
+        if tapes.num_moves >= MOST_MOVES:
+            raise self.replayed.moved()
         try:
-            with torch.no_grad():
-                return self.recorder.record(work, after)
-        except Exception as error:
-            raise RuntimeError(
-                f"{self._name} could not be recorded as a CUDA graph ({error}); leave {self.key} "
-                "out"
-            ) from error
-
-    def moved(self) -> ValueError:
-        """What is raised where weights do not stay where a graph reads them."""
-        return ValueError(
-            f"{self.key} is true, but weights of {self._name} lie elsewhere in every pass, where "
-            "no graph finds them (as they do with adapters, or under ZeRO 3 where several ranks "
-            "have the same experts); leave it out"
-        )
-
-    @property
-    def _name(self) -> str:
-        return self.program.crew.name or "this MoE layer"
+            tape = tapes.free.pop() if tapes.free else _Tape(self.replayed, flat, arity, is_input)
+        except NotInGraphs as error:
+            tapes.why_not = str(error)
+            self._warn(tapes.why_not)
+            return program(*inputs)
+        self.use.num_replayed += 1
+        outputs: tuple[Any, ...] = _Replay.apply(_Lease(tape, tapes.free), *flat)
+        return outputs
 
     def _why_not(self, kind: _Kind) -> str:
         """Why a pass cannot be replayed, for a person; empty if it can."""
-        if self.recorder.is_recording():
+        key = self.replayed.key
+        if self.replayed.recorder.is_recording():
             return "they are recorded with what is around them"
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return (
                 "activation checkpointing or offloading wants to keep what they save, which a "
-                f"graph has in memory of its own: leave {self.key} out, or them"
+                f"graph has in memory of its own: leave {key} out, or them"
             )
-        if kind not in self._kinds and len(self._kinds) == MOST_KINDS:
-            return f"batches have more than {MOST_KINDS} shapes: pad them, or leave {self.key} out"
+        if kind in self._kinds:
+            return self._kinds[kind].why_not
+        if len(self._kinds) == MOST_KINDS:
+            return f"batches have more than {MOST_KINDS} shapes: pad them, or leave {key} out"
         return ""
 
-    def _tell(self, why_not: str) -> None:
+    def _warn(self, why_not: str) -> None:
         """Let a person know of passes that run as ever, once of all layers."""
         if self.use.why_not != why_not:
             self.use.why_not = why_not
             warnings.warn(f"ds_moe_ext: passes are not replayed, as {why_not}", stacklevel=3)
 
-    def _comes(self, arity: Arity) -> list[bool]:
+    def _are_inputs(self, arity: Arity) -> list[bool]:
         """Of each tensor, whether it comes with the tokens; else it is a weight, which stays."""
-        values = zip(self.program.forward.inputs, arity)
+        values = zip(self.replayed.program.forward.inputs, arity)
         return [value.kind.by_token for value, size in values for _ in range(size or 1)]
 
 
@@ -202,30 +229,47 @@ class _Kind(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Kept:
-    """What there is of a kind.
+class _Tapes:
+    """Those of a kind.
 
     Attributes:
-        num_passes: of it that warmed up.
+        num_forwards: of passes that warmed up.
+        num_backwards: likewise, that began.
+        why_not: why there can be none, for a person; empty if there can.
         places: of the weights, where tapes read them.
-        num_moves: in a row, of what was not replayed twice.
-        has_replayed: something was, since the weights moved.
-        free: tapes that nobody uses.
+        num_moves: passes in a row whose weights had moved.
+        free: those that nobody uses.
     """
 
-    num_passes: int = 0
+    num_forwards: int = 0
+    num_backwards: int = 0
+    why_not: str = ""
     places: tuple[int, ...] | None = None
     num_moves: int = 0
-    has_replayed: bool = False
     free: list[_Tape] = field(default_factory=list)
+
+    @property
+    def are_warm(self) -> bool:
+        """Whether a pass may be recorded."""
+        return min(self.num_forwards, self.num_backwards) >= WARM_UPS
+
+    def warm(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Count a pass that is not recorded, by its outputs; and its backward, if that comes."""
+        self.num_forwards += 1
+        if outputs[0].requires_grad:
+            outputs[0].register_hook(self._began)
+        return outputs
+
+    def _began(self, grad: Tensor) -> None:
+        self.num_backwards += 1
 
     def look_at(self, places: tuple[int, ...]) -> None:
         """Forget the tapes if weights lie elsewhere now."""
         if places == self.places:
+            self.num_moves = 0
             return
-        has_moved = self.places is not None and not self.has_replayed
-        self.num_moves = self.num_moves + 1 if has_moved else 0
-        self.places, self.has_replayed = places, False
+        self.num_moves += self.places is not None
+        self.places = places
         self.free = []  # another list: those in use come back to the one before
 
 
@@ -233,22 +277,23 @@ class _Tape:
     """A forward and its backward, once they are recorded.
 
     Args:
-        graphs: whose.
+        replayed: what is recorded, and by what.
         flat: inputs of the first pass.
         arity: of these.
-        comes: which of them are others in each pass.
+        is_input: which of them are others in each pass; the rest are weights.
     """
 
     def __init__(
-        self, graphs: Graphs, flat: Sequence[Tensor], arity: Arity, comes: Sequence[bool]
+        self, replayed: Replayed, flat: Sequence[Tensor], arity: Arity, is_input: Sequence[bool]
     ) -> None:
-        self.program = graphs.program
-        self._graphs, self._arity, self._comes = graphs, arity, comes
-        self._stream = graphs.recorder.stream()
-        self._inputs = [_like(t) if is_new else t for t, is_new in zip(flat, comes)]
-        self._forward = graphs.recorded(self._ahead)
+        self.program, self.is_whole = replayed.program, True
+        self._replayed, self._arity, self._is_input = replayed, arity, is_input
+        self._stream = replayed.recorder.stream()
+        self._inputs = [_like(t) if is_new else t for t, is_new in zip(flat, is_input)]
+        self._weights = [t for t, is_new in zip(flat, is_input) if not is_new]
+        self._places, self._versions = _places(flat, is_input), self._present_versions()
+        self._forward = replayed.record(self._ahead)
         self._backward: Recorded | None = None
-        self._read_at: tuple[int, ...] = ()  # the weights, by backward
         self._grads = [
             torch.zeros_like(t) if t is not None and t.is_floating_point() else None
             for t in self._forward.outputs
@@ -256,7 +301,7 @@ class _Tape:
 
     def _ahead(self) -> Tensors:
         inputs = grouped(self._inputs, self._arity)
-        with self._graphs.told.held() as self._to_tell:
+        with self._replayed.hearer.held() as self._to_tell:
             outputs, self._cut, self._saved = self.program.ahead(inputs)
         return outputs
 
@@ -267,9 +312,10 @@ class _Tape:
     def play(self, flat: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Forward's outputs, of inputs like those of the first pass."""
         self._follow()
-        for own, given, comes in zip(self._inputs, flat, self._comes):
-            if comes:
+        for own, given, is_new in zip(self._inputs, flat, self._is_input):
+            if is_new:
                 own.copy_(given)
+        self._versions = self._present_versions()
         WATCH.at(self.program.bound_forward.training[0])
         self._forward.replay()
         for tell in self._to_tell:
@@ -279,34 +325,49 @@ class _Tape:
         return tuple(t.clone() for t in self._forward.outputs if t is not None)
 
     def play_back(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients of its inputs."""
+        """Gradients of its inputs.
+
+        Raises:
+            ValueError: weights lie elsewhere than in forward.
+            RuntimeError: they have changed since, as autograd would say.
+        """
+        if tuple(t.data_ptr() for t in self._weights) != self._places:
+            raise self._replayed.moved()
+        if self._present_versions() != self._versions:
+            raise RuntimeError(
+                f"weights of {self._replayed.name} have changed between forward and backward, "
+                "which needs those of forward; take the optimizer's step behind backward"
+            )
         self._follow()
         for own, grad in zip(self._grads, grads):
             if own is not None:
                 own.copy_(grad)
-        read_at = _places(self._inputs, self._comes)
         if self._backward is None:
-            self._read_at = read_at
-            self._backward = self._graphs.recorded(self._back, self._forward)
-        elif read_at != self._read_at:  # a host may gather them anew for backward
-            raise self._graphs.moved()
+            self.is_whole = False
+            self._backward = self._replayed.record(self._back, self._forward)
+            self.is_whole = True
         WATCH.at(self.program.bound_backward.training[0])
         self._backward.replay()
         return [None if grad is None else grad.clone() for grad in self._backward.outputs]
 
+    def _present_versions(self) -> list[int]:
+        """How often each weight has been changed in place."""
+        return [t._version for t in self._weights]
+
     def _follow(self) -> None:
         """What it did last ends before it does more."""
-        if (stream := self._graphs.recorder.stream()) != self._stream:
-            self._graphs.recorder.follow(self._stream)
+        if (stream := self._replayed.recorder.stream()) != self._stream:
+            self._replayed.recorder.follow(self._stream)
             self._stream = stream
 
 
-def _places(flat: Sequence[Tensor], comes: Sequence[bool]) -> tuple[int, ...]:
+def _places(flat: Sequence[Tensor], is_input: Sequence[bool]) -> tuple[int, ...]:
     """Where the weights among these tensors lie."""
-    return tuple(t.data_ptr() for t, is_new in zip(flat, comes) if not is_new)
+    return tuple(t.data_ptr() for t, is_new in zip(flat, is_input) if not is_new)
 
 
 def _like(tensor: Tensor) -> Tensor:
+    """One of its own, of zeros: what records may run it."""
     own = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return own.requires_grad_(tensor.requires_grad)
 
@@ -318,7 +379,8 @@ class _Lease:
         self.tape, self._free = tape, free
 
     def __del__(self) -> None:
-        self._free.append(self.tape)
+        if self.tape.is_whole:
+            self._free.append(self.tape)
 
 
 class _Replay(torch.autograd.Function):

@@ -67,21 +67,25 @@ class ExpertParallel(Strategy):
         )
 
     def remarks(self, job: Job) -> tuple[str, ...]:
-        if self.send_once and job.node_C.size == 1:
+        return (*self._about_sending(job), *self._about_graphs(), *self._about_capacity(job))
+
+    def _about_sending(self, job: Job) -> tuple[str, ...]:
+        if not self.send_once:
+            return ()
+        if job.node_C.size == 1:
             return (f"{KEY}.send_once has no effect: one cell has all experts, and no row travels",)
-        if self.send_once:
-            return (
-                "send once: each token's row travels once to a rank, however many of its experts "
-                "are there, and one row comes back",
-            )
-        return (*self._about_graphs(), *self._about_capacity(job))
+        return (
+            "send once: each token's row travels once to a rank, however many of its experts "
+            "are there, and one row comes back",
+        )
 
     def _about_graphs(self) -> tuple[str, ...]:
         if not self.cuda_graphs:
             return ()
         return (
             f"CUDA graphs: on a GPU forward and backward of each MoE layer are recorded after "
-            f"{WARM_UPS} passes and replayed; each layer keeps the memory that a pass of it takes. "
+            f"{WARM_UPS} passes and replayed; each layer keeps the memory that a pass of it takes, "
+            "gradients of all its experts among it, as often as batches are under way. "
             f"{KEY}.cuda_graphs has no effect on a CPU",
         )
 

@@ -17,7 +17,7 @@ its tokens, in the model's own size; else a step is nothing but MoE layers.
 
 Loads are as of a run that has settled: tokens change places, so that as many choose an expert as
 before. ``--moving`` draws them anew. A static capacity is ``--capacity_factor`` times the mean;
-where ``--ranks 1`` has all experts, graphs need none.
+where ``--ranks 1`` has all experts, passes may be replayed, too (``"ep, CUDA graphs"``).
 
 Costs that planners go by are measured in a run's first steps, which take longer: these warm up.
 Collectives that take no time make copies look cheap; ``--hardware`` names a cluster in their place.
@@ -56,7 +56,6 @@ AFTER_BACKWARD = 2  # the moment of `passes`
 COUNTED = (
     "ep",
     "ep, static capacity",
-    "ep, CUDA graphs",
     "esp, degree 2",
     "fssdp",
     "prophet",
@@ -130,17 +129,17 @@ class Measured:
 
 GRAPHS = Way("ep, CUDA graphs", {"strategy": "ep", "ep": {"cuda_graphs": True}})
 """A CPU has none."""
-PADDED = ("ep, static capacity", GRAPHS.name)
+PADDED = "ep, static capacity"
 
 
-def builder_of(name: str, capacity: int | None, hardware: Path | None) -> Builder:
+def builder_of(name: str, capacity: int, hardware: Path | None) -> Builder:
     """What makes a contender; ours with rows padded to a capacity where they are padded, and on a
     cluster that is named."""
     ways = {way.name: way for way in (*WAYS, GRAPHS)}
     if name not in ways:
         return BUILDERS[name]
     block = dict(ways[name].block)
-    if name in PADDED:
+    if name == PADDED:
         block["ep"] = {**block["ep"], "static_capacity": capacity}
     if hardware is not None:
         block["hardware"] = str(hardware)
@@ -262,9 +261,8 @@ def main() -> None:
                 torch.bfloat16,
                 cuda,
             )
-            # Where all experts are here nothing has to be padded.
             mean = given.tokens * shape.top_k / shape.num_experts
-            capacity = None if given.ranks == 1 else math.ceil(given.capacity_factor * mean)
+            capacity = math.ceil(given.capacity_factor * mean)
             contenders = []
             for contender in given.only:
                 try:

@@ -101,9 +101,7 @@ def check_sums(route: Route, width: int, dtype: torch.dtype, is_wide: bool) -> N
     score_TK = torch.rand(tokens, top_k, device=device, dtype=torch.float32 if is_wide else dtype)
     grad_TD = torch.randn(tokens, width, device=device, dtype=dtype)
     for weight_TK in (score_TK, None):
-        row_N = route.row_of_choices
-        assert row_N is not None
-        ours = kernels.sums_by_token(rows_ND, row_N, weight_TK, top_k)
+        ours = kernels.sums_by_token(rows_ND, route.row_of_choices, weight_TK, top_k)
         with without_kernels():
             twin = route.sum_by_token(rows_ND, weight_TK)
         # Summands that cancel leave the steps of the larger ones.
