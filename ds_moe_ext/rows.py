@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache, wraps
-from typing import NamedTuple, TypeVar, cast
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ds_moe_ext import kernels
-
-Made = TypeVar("Made", bound=Callable[..., Tensor])
+from ds_moe_ext.captured import NotInGraphs, is_captured
 
 
 def starts_of(lengths: np.ndarray) -> np.ndarray:
@@ -109,31 +107,6 @@ def sums_of_groups(
     """
     sum_JD, *_ = torch.embedding_bag(rows_ND, row_N, start_J, per_sample_weights=weight_N)
     return sum_JD
-
-
-class NotInGraphs(RuntimeError):
-    """What a pass does cannot be recorded; says why, for a person."""
-
-
-def is_captured() -> bool:
-    """Whether what the caller tells a GPU becomes a CUDA graph."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-def remembered(most: int) -> Callable[[Made], Made]:
-    """A function gives again what it made for these arguments, up to ``most`` tensors; but makes a
-    new one while a CUDA graph is captured: what a graph reads must not be forgotten."""
-
-    def around(make: Made) -> Made:
-        known = lru_cache(most)(make)
-
-        @wraps(make)
-        def given(*args: Hashable) -> Tensor:
-            return (make if is_captured() else known)(*args)
-
-        return cast(Made, given)
-
-    return around
 
 
 def on_device(array: np.ndarray, device: torch.device) -> Tensor:

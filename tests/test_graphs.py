@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ds_moe_ext import rows
+from ds_moe_ext import captured as captured_module
 from ds_moe_ext.layout import Grid, ParallelLayout
 from ds_moe_ext.moe import layer as layer_module
 from ds_moe_ext.moe import slot_rows
@@ -35,7 +35,7 @@ from ds_moe_ext.schedule.task import INTER
 from ds_moe_ext.strategies.ep import ExpertParallel
 from ds_moe_ext.strategies.esp import ExpertSharding
 from ds_moe_ext.strategy import Job, Site
-from tests.ranks import pool_of
+from tests.ranks import pool_of, refusal
 
 E, K, D, F = 8, 2, 16, 24
 CPU = torch.device("cpu")
@@ -92,12 +92,13 @@ class OnCpu:
 @contextmanager
 def captured() -> Iterator[None]:
     """As where a stream is captured: nothing is remembered, and nothing comes from the host."""
-    with mock.patch.object(rows, "is_captured", lambda: True):
+    with mock.patch.object(captured_module, "is_captured", lambda: True):
         yield
 
 
-def _as_rows_say() -> bool:
-    return rows.is_captured()
+def _is_captured() -> bool:
+    """As it is said now: who has imported that hears what was said then."""
+    return captured_module.is_captured()
 
 
 @contextmanager
@@ -189,6 +190,7 @@ def alike(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 
 
 PADDED = ExpertParallel(static_capacity=5, cuda_graphs=True)
+UNRECORDED = replace(PADDED, cuda_graphs=False)
 ALONE = ExpertParallel(cuda_graphs=True)
 
 
@@ -222,7 +224,7 @@ def warmed(routed: RoutedExperts, weights: tuple[Tensor, ...]) -> None:
 def test_batches_under_way_have_a_tape_each() -> None:
     """Forward twice, then backward twice, as in a pipeline."""
     weights, recorder = weights_of(), OnCpu()
-    routed, plain = routed_by(PADDED), routed_by(replace(PADDED, cuda_graphs=False))
+    routed, plain = routed_by(PADDED), routed_by(UNRECORDED)
     with recording(recorder):
         warmed(routed, weights)
         for number in range(2):
@@ -274,7 +276,7 @@ def test_a_second_backward_is_refused() -> None:
 
 def test_other_shapes_are_recorded_for_themselves_but_not_without_end() -> None:
     weights, recorder = weights_of(), OnCpu()
-    routed, plain = routed_by(PADDED), routed_by(replace(PADDED, cuda_graphs=False))
+    routed, plain = routed_by(PADDED), routed_by(UNRECORDED)
     with recording(recorder):
         for tokens in range(1, MOST_KINDS + 2):
             for number in range(WARM_UPS + 1):
@@ -285,7 +287,7 @@ def test_other_shapes_are_recorded_for_themselves_but_not_without_end() -> None:
 
 
 def test_weights_that_move_are_read_where_they_are() -> None:
-    routed, plain = routed_by(PADDED), routed_by(replace(PADDED, cuda_graphs=False))
+    routed, plain = routed_by(PADDED), routed_by(UNRECORDED)
     recorder = OnCpu()
     with recording(recorder):
         for number in range(WARM_UPS + MOST_MOVES):
@@ -352,7 +354,7 @@ def test_passes_that_wait_for_rows_run_as_ever_and_say_so() -> None:
     with recording(recorder):
         warmed(routed, weights)
         with (
-            mock.patch.object(slot_rows, "is_captured", _as_rows_say),
+            mock.patch.object(slot_rows, "is_captured", _is_captured),
             pytest.warns(UserWarning, match="not replayed, as rows of each expert must be known"),
         ):
             for number in range(2):
@@ -376,7 +378,7 @@ def test_nothing_is_recorded_before_backward_has_run() -> None:
 
 def test_checkpointed_passes_are_not_replayed_and_say_so() -> None:
     weights, recorder = weights_of(), OnCpu()
-    routed, plain = routed_by(PADDED), routed_by(replace(PADDED, cuda_graphs=False))
+    routed, plain = routed_by(PADDED), routed_by(UNRECORDED)
     with recording(recorder):
         warmed(routed, weights)
         x_TD, expert_TK, score_TK, grad_TD = Batch(3).drawn()
@@ -437,16 +439,12 @@ def test_an_error_while_recording_says_what_to_leave_out() -> None:
             forward(routed, Batch(0), weights)
 
 
-def refused(rank: int, world_size: int) -> str:
-    try:
-        routed_by(ALONE, world_size=world_size)
-    except ValueError as error:
-        return str(error)
-    return ""
+def _route_alone(rank: int, world_size: int) -> None:
+    routed_by(ALONE, world_size=world_size)
 
 
 def test_graphs_are_refused_where_passes_differ() -> None:
-    for said in pool_of(2).run(refused):
+    for said in pool_of(2).run(refusal, _route_alone):
         assert "ep.cuda_graphs is true, but 2 ranks exchange rows" in said
         assert "set ds_moe_ext.expert_parallel_size to 1" in said
     with pytest.raises(ValueError, match=r"ep\.cuda_graphs is true.*may be dropped.*set"):
@@ -467,7 +465,7 @@ def test_a_person_is_told() -> None:
 
 def test_a_cpu_has_no_graphs() -> None:
     weights = weights_of()
-    routed, plain = routed_by(PADDED), routed_by(replace(PADDED, cuda_graphs=False))
+    routed, plain = routed_by(PADDED), routed_by(UNRECORDED)
     for number in range(WARM_UPS + 2):
         batch = Batch(number)
         assert alike(step(routed, batch, weights), step(plain, batch, weights))

@@ -33,6 +33,7 @@ LAYERS = (
         "watch",
         "compiled",
         "side_by_side",
+        "captured",
         "version",
     ),
     ("row_levels", "transfer", "hardware", "loads"),

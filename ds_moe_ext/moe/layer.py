@@ -192,9 +192,9 @@ class RoutedExperts:
         if strategy.static_capacity is not None:
             _check_static_capacity(strategy, self._options)
             self.rows.gather = partial(_by_cell, site.layout)
-        if strategy.cuda_graphs:
-            _check_graphs(strategy, site, self._options)
         own = strategy.stages(site)
+        if strategy.cuda_graphs:
+            _check_graphs(own, strategy, site, self._options)
         _check_stages(own, strategy, site, self._options.hooks)
         _check_send_once(own, strategy, site)
         _check_transforms(own, strategy, site, self._options.hooks)
@@ -791,7 +791,9 @@ def _check_static_capacity(strategy: Strategy, options: LayerOptions) -> None:
         )
 
 
-def _check_graphs(strategy: Strategy, site: Site, options: LayerOptions) -> None:
+def _check_graphs(
+    own: Mapping[Op, Stage], strategy: Strategy, site: Site, options: LayerOptions
+) -> None:
     """Raises ValueError where a pass is not like the one before, or ranks meet in it."""
     key = strategy.keys.cuda_graphs
     if site.layout.grid.size > 1:
@@ -806,7 +808,7 @@ def _check_graphs(strategy: Strategy, site: Site, options: LayerOptions) -> None
             f"{key} is true, but rows may be dropped, and how many is known only in each pass; set "
             f"{strategy.keys.static_capacity}, or leave {key} out"
         )
-    if strategy.has_roles or strategy.stages(site):
+    if strategy.has_roles or own:
         raise ValueError(
             f"{key} is true, but {type(strategy).__qualname__} gives ranks roles, or has stages of "
             "its own, of which nobody knows whether they do the same in each pass; leave it out"

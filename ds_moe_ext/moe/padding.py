@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_moe_ext.captured import remembered
 from ds_moe_ext.moe.one_hot_order import OneHotRoute
 from ds_moe_ext.moe.route import LayerRoute, Route
 from ds_moe_ext.moe.slot_rows import SlotRows, SlotSorting
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.rows import on_device, remembered
+from ds_moe_ext.rows import on_device
 from ds_moe_ext.schedule.task import Cut, Span
 
 WHOLE = Span(0, 1)

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_moe_ext.rows import Moved, NotInGraphs, indices_of, is_captured, on_device
+from ds_moe_ext.captured import NotInGraphs, is_captured
+from ds_moe_ext.rows import Moved, indices_of, on_device
 
 
 @dataclass(frozen=True, eq=False)

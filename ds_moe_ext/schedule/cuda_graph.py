@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ds_moe_ext.rows import is_captured
+from ds_moe_ext.captured import is_captured
 
 Tensors = tuple[Tensor | None, ...]
 

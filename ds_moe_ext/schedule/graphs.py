@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ds_moe_ext.rows import NotInGraphs
+from ds_moe_ext.captured import NotInGraphs
 from ds_moe_ext.schedule.cuda_graph import Recorded, Recorder, Tensors
 from ds_moe_ext.schedule.program import (
     Arity,
@@ -32,7 +32,7 @@ from ds_moe_ext.schedule.program import (
 from ds_moe_ext.watch import WATCH
 
 WARM_UPS = 3
-"""Forwards and backwards of a kind before it is recorded: libraries choose and allocate in the
+"""Passes of a kind, there and back, before it is recorded: libraries choose and allocate in the
 first, in the thread that runs it."""
 
 MOST_KINDS = 8
@@ -157,16 +157,18 @@ class Graphs:
             return program(*inputs)
         self.use.num_passes += 1
         kind = _Kind.of(flat, arity)
-        if why_not := self._why_not(kind):
+        tapes = self._kinds.get(kind)
+        if why_not := self._why_not(tapes):
             self._warn(why_not)
             return program(*inputs)
         if any(observer.is_on for observer in program.crew.observers):
             return program(*inputs)  # they are told of each task
-        tapes = self._kinds.setdefault(kind, _Tapes())
+        if tapes is None:
+            tapes = self._kinds[kind] = _Tapes(self._are_inputs(arity))
         if not tapes.are_warm:
             return tapes.warm(program(*inputs))
-        is_input = self._are_inputs(arity)
-        tapes.look_at(_places(flat, is_input))
+        is_input = tapes.is_input
+        tapes.look_at(_places(_weights(flat, is_input)))
         if tapes.num_moves >= MOST_MOVES:
             raise self.replayed.moved()
         try:
@@ -179,8 +181,8 @@ class Graphs:
         outputs: tuple[Any, ...] = _Replay.apply(_Lease(tape, tapes.free), *flat)
         return outputs
 
-    def _why_not(self, kind: _Kind) -> str:
-        """Why a pass cannot be replayed, for a person; empty if it can."""
+    def _why_not(self, tapes: _Tapes | None) -> str:
+        """Why a pass of a kind that has these cannot be replayed, for a person; empty if it can."""
         key = self.replayed.key
         if self.replayed.recorder.is_recording():
             return "they are recorded with what is around them"
@@ -189,8 +191,8 @@ class Graphs:
                 "activation checkpointing or offloading wants to keep what they save, which a "
                 f"graph has in memory of its own: leave {key} out, or them"
             )
-        if kind in self._kinds:
-            return self._kinds[kind].why_not
+        if tapes is not None:
+            return tapes.why_not
         if len(self._kinds) == MOST_KINDS:
             return f"batches have more than {MOST_KINDS} shapes: pad them, or leave {key} out"
         return ""
@@ -233,15 +235,15 @@ class _Tapes:
     """Those of a kind.
 
     Attributes:
-        num_forwards: of passes that warmed up.
-        num_backwards: likewise, that began.
+        is_input: which tensors are others in each pass; the rest are weights.
+        num_backwards: that began, of passes that warmed up.
         why_not: why there can be none, for a person; empty if there can.
         places: of the weights, where tapes read them.
         num_moves: passes in a row whose weights had moved.
         free: those that nobody uses.
     """
 
-    num_forwards: int = 0
+    is_input: Sequence[bool]
     num_backwards: int = 0
     why_not: str = ""
     places: tuple[int, ...] | None = None
@@ -251,11 +253,10 @@ class _Tapes:
     @property
     def are_warm(self) -> bool:
         """Whether a pass may be recorded."""
-        return min(self.num_forwards, self.num_backwards) >= WARM_UPS
+        return self.num_backwards >= WARM_UPS
 
     def warm(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Count a pass that is not recorded, by its outputs; and its backward, if that comes."""
-        self.num_forwards += 1
+        """The outputs of a pass that is not recorded, whose backward is counted if it comes."""
         if outputs[0].requires_grad:
             outputs[0].register_hook(self._began)
         return outputs
@@ -286,12 +287,12 @@ class _Tape:
     def __init__(
         self, replayed: Replayed, flat: Sequence[Tensor], arity: Arity, is_input: Sequence[bool]
     ) -> None:
-        self.program, self.is_whole = replayed.program, True
+        self.program = replayed.program
         self._replayed, self._arity, self._is_input = replayed, arity, is_input
         self._stream = replayed.recorder.stream()
         self._inputs = [_like(t) if is_new else t for t, is_new in zip(flat, is_input)]
-        self._weights = [t for t, is_new in zip(flat, is_input) if not is_new]
-        self._places, self._versions = _places(flat, is_input), self._present_versions()
+        self._weights = _weights(flat, is_input)
+        self._places, self._versions = _places(self._weights), _versions(self._weights)
         self._forward = replayed.record(self._ahead)
         self._backward: Recorded | None = None
         self._grads = [
@@ -315,7 +316,7 @@ class _Tape:
         for own, given, is_new in zip(self._inputs, flat, self._is_input):
             if is_new:
                 own.copy_(given)
-        self._versions = self._present_versions()
+        self._versions = _versions(self._weights)
         WATCH.at(self.program.bound_forward.training[0])
         self._forward.replay()
         for tell in self._to_tell:
@@ -331,9 +332,9 @@ class _Tape:
             ValueError: weights lie elsewhere than in forward.
             RuntimeError: they have changed since, as autograd would say.
         """
-        if tuple(t.data_ptr() for t in self._weights) != self._places:
+        if _places(self._weights) != self._places:
             raise self._replayed.moved()
-        if self._present_versions() != self._versions:
+        if _versions(self._weights) != self._versions:
             raise RuntimeError(
                 f"weights of {self._replayed.name} have changed between forward and backward, "
                 "which needs those of forward; take the optimizer's step behind backward"
@@ -343,16 +344,15 @@ class _Tape:
             if own is not None:
                 own.copy_(grad)
         if self._backward is None:
-            self.is_whole = False
             self._backward = self._replayed.record(self._back, self._forward)
-            self.is_whole = True
         WATCH.at(self.program.bound_backward.training[0])
         self._backward.replay()
         return [None if grad is None else grad.clone() for grad in self._backward.outputs]
 
-    def _present_versions(self) -> list[int]:
-        """How often each weight has been changed in place."""
-        return [t._version for t in self._weights]
+    @property
+    def is_whole(self) -> bool:
+        """Whether it can be used again: not if its backward could not be recorded."""
+        return self._backward is not None or bool(self._saved)
 
     def _follow(self) -> None:
         """What it did last ends before it does more."""
@@ -361,9 +361,19 @@ class _Tape:
             self._stream = stream
 
 
-def _places(flat: Sequence[Tensor], is_input: Sequence[bool]) -> tuple[int, ...]:
-    """Where the weights among these tensors lie."""
-    return tuple(t.data_ptr() for t, is_new in zip(flat, is_input) if not is_new)
+def _weights(flat: Sequence[Tensor], is_input: Sequence[bool]) -> list[Tensor]:
+    """Of a pass's tensors those that stay."""
+    return [t for t, is_new in zip(flat, is_input) if not is_new]
+
+
+def _places(weights: Sequence[Tensor]) -> tuple[int, ...]:
+    """Where they lie."""
+    return tuple(t.data_ptr() for t in weights)
+
+
+def _versions(weights: Sequence[Tensor]) -> list[int]:
+    """How often each has been changed in place."""
+    return [t._version for t in weights]
 
 
 def _like(tensor: Tensor) -> Tensor:

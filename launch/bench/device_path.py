@@ -248,6 +248,7 @@ def main() -> None:
     given = parser.parse_args()
     cuda = torch.device("cuda", torch.cuda.current_device())
     console, results = Console(width=None if sys.stdout.isatty() else 120), []
+    is_settled = not given.moving
     with fake_world(given.ranks, given.rank % given.ranks):
         for name in given.shapes:
             shape = SHAPES[name]
@@ -269,13 +270,11 @@ def main() -> None:
                     built = builder_of(contender, capacity, given.hardware)(sizes)
                     if given.attention:
                         built.attend([Attention(sizes, name) for _ in range(sizes.layers)])
-                    take_step(built, Batch.of(sizes, 0, is_settled=not given.moving), 0)
+                    take_step(built, Batch.of(sizes, 0, is_settled=is_settled), 0)
                     contenders.append(built)
                 except Exception as error:
                     console.print(f"not run: {contender}: {type(error).__name__}: {error}")
-            found = measure(
-                contenders, sizes, given.warm_ups, given.rounds, is_settled=not given.moving
-            )
+            found = measure(contenders, sizes, given.warm_ups, given.rounds, is_settled=is_settled)
             title = f"{name}, {given.tokens} tokens, one of {given.ranks} ranks"
             console.print(table_of(f"{title}: a layer, {torch.cuda.get_device_name()}", found))
             results.append({"shape": name, "found": {k: asdict(v) for k, v in found.items()}})

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from ds_moe_ext.schedule.graphs import WARM_UPS
-from ds_moe_ext.strategies.ep import ExpertParallel
 from tests.gpu.test_sync import no_waiting
 from tests.test_graphs import (
     ALONE,
     PADDED,
+    UNRECORDED,
     Batch,
     Like,
     alike,
@@ -53,7 +53,7 @@ def test_a_replayed_pass_waits_for_nothing(name: str) -> None:
 def test_batches_under_way_on_streams_of_their_own() -> None:
     like = Like(CUDA, torch.bfloat16)
     weights, routed = weights_of(like), routed_by(PADDED)
-    plain = routed_by(ExpertParallel(static_capacity=PADDED.static_capacity))
+    plain = routed_by(UNRECORDED)
     for number in range(WARM_UPS):
         step(routed, Batch(number, like=like), weights)
     streams = [torch.cuda.Stream(CUDA) for _ in range(2)]
