@@ -98,14 +98,14 @@ class Wire:
 
     def out(self, rows_ND: Tensor, span: Span, layer_route: LayerRoute) -> Tensor:
         """Rows ``[N, D]`` in send order to ``[R, D]`` in slot order at their experts."""
-        route = layer_route.on(span)
-        if route.stays:
+        sent_C, received_C = layer_route.splits(span)
+        if len(sent_C) == 1:
             arrived_RD = rows_ND
         elif self.carrier is None and self.node_channels is None:
-            arrived_RD = self._directly(rows_ND, route.sent_C, route.received_C)
+            arrived_RD = self._directly(rows_ND, sent_C, received_C)
         else:
             arrived_RD = self._coded(self._trip(span, layer_route).out, rows_ND)
-        return route.to_slots(arrived_RD)
+        return layer_route.on(span).to_slots(arrived_RD)
 
     def home(
         self,
@@ -163,8 +163,7 @@ class Dispatch(SavesAlike):
     def forward(
         self, span: Span, x_TD: Tensor, layer_route: LayerRoute
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        route = layer_route.on(span)
-        sent_ND = route.of_tokens(x_TD.detach())
+        sent_ND = layer_route.sent_rows(span, x_TD.detach())
         arrived_RD = self.wire.out(sent_ND, span, layer_route)
         if span.stop == layer_route.cut.num_chunks:
             self.sent()

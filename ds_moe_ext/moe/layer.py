@@ -42,7 +42,7 @@ from ds_moe_ext.moe.restore import Restore
 from ds_moe_ext.moe.row_weight import row_bytes
 from ds_moe_ext.moe.send_once import CombineOnce, OrderOnce, RestoreOnce
 from ds_moe_ext.moe.transformed_stage import transformed
-from ds_moe_ext.moe.transforms import differentiably
+from ds_moe_ext.moe.transforms import BEFORE_DISPATCH, differentiably, placed
 from ds_moe_ext.moe.turns import Likeness, Turns
 from ds_moe_ext.moe.visits import Tour
 from ds_moe_ext.moe.windows import Windows
@@ -649,12 +649,21 @@ class RoutedExperts:
             counts_visits=self.site.sends_once,
             tour=self._tour(),
             lag=self.lag,
+            packs=self._packs_ahead,
         )
 
     def _came_to_order(self, *rows: Any) -> None:
         """Where the strategy sends rows by stages of its own, which do not say when."""
         self.rows(*rows)
         self.rows.sent()
+
+    @property
+    def _packs_ahead(self) -> bool:
+        """Whether dispatch sends a layer's tokens as they come to it, chunk by chunk."""
+        plan, transforms = self.site.plan, self._options.hooks.transforms
+        is_changed = bool(placed(transforms, BEFORE_DISPATCH))
+        is_cut_otherwise = plan.forward_degree != plan.num_chunks
+        return not (is_changed or is_cut_otherwise or self._moves_rows_itself)
 
     def _tour(self) -> Tour | None:
         """Where a token's row goes once to a node. Codecs encode rows, not sums made on the way."""

@@ -24,7 +24,7 @@ from ds_moe_ext.comm import all_gather_counts, counts_to_host
 from ds_moe_ext.moe.gate import capacity_of, drop_over_capacity
 from ds_moe_ext.moe.host_lag import HostLag
 from ds_moe_ext.moe.padding import Padding
-from ds_moe_ext.moe.route import LayerRoute, one_cell_route
+from ds_moe_ext.moe.route import Ahead, LayerRoute, one_cell_route, tokens_of
 from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.moe.turns import Likeness
 from ds_moe_ext.moe.visits import Goals, Tour, Visits
@@ -184,6 +184,8 @@ class Order(SavesAlike):
         counts_visits: each token's row goes once to a cell: how many do, goes with the counts, too.
         tour: and once to a node.
         lag: of the host behind a device.
+        packs: rows are brought into send order while counts are on their way, where that order is
+            known by then; each finest chunk is then dispatched for itself, as it is read here.
     """
 
     destination: Destination
@@ -199,12 +201,13 @@ class Order(SavesAlike):
     counts_visits: bool = False
     tour: Tour | None = None
     lag: HostLag = field(default_factory=HostLag)
+    packs: bool = False
     _places: dict[tuple[int, int, torch.device], Tensor] = field(default_factory=dict, repr=False)
 
     def forward(
         self, span: Span, expert_TK: Tensor, x_TD: Tensor | None = None
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Reads hidden states too, where there are two sides and this one has some."""
+        """Hidden states are None where there are two sides and this one has none."""
         if self.padding is not None:
             route, kept = self.padding.route(expert_TK)
             self.on_rows(kept, route.top_k, self.destination)
@@ -244,7 +247,9 @@ class Order(SavesAlike):
             place_FW1 = self._places_of_keys(self._place_E, cut, width, key_N.device)
             key_N = place_FW1.index_select(0, key_N)
             key_bound = cut.num_chunks * self.destination.target.flat_N.size
-        by_key_N = sorted_by(key_N, key_bound)  # while they are on their way
+        # While they are on their way:
+        by_key_N = sorted_by(key_N, key_bound)
+        ahead = self._ahead(by_key_N, cut, top_k, x_TD)
         if (is_idle := counts.has_landed) is not None:
             self.lag.add(is_idle)
         # The one wait for the device: splits must be known.
@@ -259,11 +264,20 @@ class Order(SavesAlike):
             visits = Visits(goals, cut, num_CFX, self.seat.cell, self.tour)
             return replace(self.routed(by_key_N, rows_CPFE, cut, top_k), visits=visits)
         if not self.has_sides:
-            return self.routed(by_key_N, rows_CPFE, cut, top_k)
+            return self.routed(by_key_N, rows_CPFE, cut, top_k, ahead)
         like = Likeness(*known[:, 0, num_experts + 1 :].max(axis=0).tolist())
-        route = self.routed(by_key_N, rows_CPFE, cut, like.top_k)
+        route = self.routed(by_key_N, rows_CPFE, cut, like.top_k, ahead)
         none_0D, _, _ = like.nothing(expert_TK.device)
         return replace(route, none_0D=none_0D)
+
+    def _ahead(self, by_key_N: Tensor, cut: Cut, top_k: int, x_TD: Tensor | None) -> Ahead | None:
+        """What needs no counts, where rows are sent in the order of their keys."""
+        if self._may_drop or self.revise is not None or not self._sorts_by_place:
+            return None
+        token_N = tokens_of(by_key_N, top_k)
+        if not self.packs or x_TD is None:
+            return Ahead(token_N, {})
+        return Ahead(token_N, {Span(0, cut.num_chunks): x_TD.detach().index_select(0, token_N)})
 
     def _told(self, x_TD: Tensor | None, top_k: int) -> tuple[int, ...]:
         """What goes with the counts."""
@@ -283,6 +297,12 @@ class Order(SavesAlike):
             return np.argsort(order_N)
         pair_E = pair_of(self.destination.share, here, cell)
         return None if pair_E is None else np.argsort(order_N)[pair_E]
+
+    @cached_property
+    def _sorts_by_place(self) -> bool:
+        """Whether keys that are sorted are in the order in which rows are sent."""
+        here, _ = self._near(self.destination)
+        return here.by_holder_N is None or self._place_E is not None
 
     def _near(self, destination: Destination) -> tuple[Placement, int]:
         """Who holds what, of the cells that exchange rows, and this one's number there: where no
@@ -304,7 +324,14 @@ class Order(SavesAlike):
             self._places[made] = on_device(np.append(place_FW, num_chunks * stride), device)
         return self._places[made]
 
-    def routed(self, by_key_N: Tensor, rows_CPFE: np.ndarray, cut: Cut, top_k: int) -> LayerRoute:
+    def routed(
+        self,
+        by_key_N: Tensor,
+        rows_CPFE: np.ndarray,
+        cut: Cut,
+        top_k: int,
+        ahead: Ahead | None = None,
+    ) -> LayerRoute:
         """The route, once the rows of every rank are known.
 
         Args:
@@ -313,6 +340,7 @@ class Order(SavesAlike):
             rows_CPFE: of every rank, on the host.
             cut: of this rank's tokens.
             top_k: choices ``K`` a token.
+            ahead: what was worked out before.
         """
         place, cell_size = self.seat.place, self.seat.cell_size
         is_whole = rows_CPFE.shape[1] == rows_CPFE.shape[2] == 1
@@ -351,6 +379,7 @@ class Order(SavesAlike):
             place=place,
             count_between=count_between,
             moved=moved,
+            ahead=ahead,
         )
 
 

@@ -7,10 +7,11 @@ F finest chunks, C cells, P places in a cell, S expert slots, E experts, D model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -218,6 +219,34 @@ class CellRoute:
         return self.sorting.back(rows_GD)
 
 
+class Splits(NamedTuple):
+    """Rows of one span that travel.
+
+    Attributes:
+        sent_C: to each cell; to this one alone where no row leaves its cell.
+        received_C: from each cell; likewise.
+    """
+
+    sent_C: tuple[int, ...]
+    received_C: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sent_C: Iterable[int], received_C: Iterable[int]) -> Splits:
+        return cls(tuple(sent_C), tuple(received_C))
+
+
+class Ahead(NamedTuple):
+    """What of a pass is worked out while its counts are on their way to the host.
+
+    Attributes:
+        token_N: tokens in the order of all rows that are sent, int64 ``[N]``.
+        rows: of spans their rows ``[N, D]`` in send order, until they are sent.
+    """
+
+    token_N: Tensor
+    rows: dict[Span, Tensor]
+
+
 @dataclass(frozen=True, eq=False)
 class LayerRoute(OnDevice):
     """The routes of all spans of one layer's pass; each is made when first asked for.
@@ -237,6 +266,7 @@ class LayerRoute(OnDevice):
         none_0D: rows as they travel, none of them, ``[0, D]``; where the order tells of it.
         visits: where each token's row goes once to a cell.
         moved: what brings them into that order; None if they are.
+        ahead: what was worked out of it before the host knew how many rows go where.
     """
 
     cut: Cut
@@ -250,8 +280,10 @@ class LayerRoute(OnDevice):
     none_0D: Tensor | None = None
     visits: Visits | None = None
     moved: Moved | None = None
+    ahead: Ahead | None = None
     _choice_N: list[Tensor] = field(default_factory=list)  # one, once they are in order
     _routes: dict[Span, Route] = field(default_factory=dict)
+    _splits: dict[Span, Splits] = field(default_factory=dict)
     _cells: dict[Span, CellRoute] = field(default_factory=dict)
     _trips: dict[Span, Trip] = field(default_factory=dict)
 
@@ -272,6 +304,26 @@ class LayerRoute(OnDevice):
             route = self._routes[span]
         return route
 
+    def splits(self, span: Span) -> Splits:
+        """What a span sends and receives: all that its exchange has to know, so that other tables
+        are made while rows are on their way."""
+        if span in self._routes or self.visits is not None:
+            route = self.on(span)
+            return Splits(route.sent_C, route.received_C)
+        return self._splits_of_rows(span)
+
+    def sent_rows(self, span: Span, x_TD: Tensor) -> Tensor:
+        """Rows ``[N, D]`` in send order, of the span's tokens ``[T, D]``. Call it once a span: rows
+        that are ready are given away."""
+        if self.ahead is None or not self.ahead.rows:
+            return self.on(span).of_tokens(x_TD)
+        rows_of = self.ahead.rows
+        if span not in rows_of:
+            sizes = self.sent_FC.sum(axis=1).tolist()
+            parts = rows_of.pop(self.whole).split_with_sizes(sizes)
+            rows_of.update((Span(f, f + 1), part) for f, part in enumerate(parts))
+        return rows_of.pop(span)
+
     def told(self, visit_R: Tensor) -> LayerRoute:
         """The same route, by which visits travel.
 
@@ -280,7 +332,7 @@ class LayerRoute(OnDevice):
         """
         assert self.visits is not None
         visits = replace(self.visits, visit_R=visit_R)
-        told = replace(self, visits=visits, count_between=visits.between, _routes={})
+        told = replace(self, visits=visits, count_between=visits.between, _routes={}, _splits={})
         told._routes[self.whole] = told._visiting(self.whole, self.on(self.whole))
         return told
 
@@ -325,6 +377,21 @@ class LayerRoute(OnDevice):
         is_alone = self.received_PCFS.shape[0] == 1
         return self.on(span).slots if is_alone else self.in_cell(span).sorting.slots
 
+    def _splits_of_rows(self, span: Span) -> Splits:
+        if span not in self._splits:
+            spans = _alike(span, self.cut.num_chunks)
+            chunks = slice(spans[0].start, spans[-1].stop)
+            sent_FC = self.sent_FC[chunks]
+            received_FC = np.add.reduce(self.received_PCFS[self.place][:, chunks], axis=2).T
+            if span.stop - span.start > 1:
+                sent_FC, received_FC = (
+                    each.reshape(len(spans), -1, each.shape[1]).sum(axis=1)
+                    for each in (sent_FC, received_FC)
+                )
+            of_spans = map(Splits.of, sent_FC.tolist(), received_FC.tolist())
+            self._splits.update(zip(spans, of_spans))
+        return self._splits[span]
+
     def _routes_like(self, span: Span) -> dict[Span, Route]:
         """The routes of a span and of its like, where all tokens are cut into such: all that is
         worked out for one is for all at once."""
@@ -344,29 +411,21 @@ class LayerRoute(OnDevice):
             if moved is not None:
                 choice_N = choice_N.index_select(0, sortings.index_beside)
             self._choice_N.append(choice_N)
-        sent_GC = sent_GFC[:, 0] if sent_GFC.shape[1] == 1 else sent_GFC.sum(axis=1)
-        rows_GCX = rows_GXS.reshape(num_spans, num_cells, width * num_slots)
-        received_GC = np.add.reduce(rows_GCX, axis=2)
-        tables = zip(
-            spans,
-            *self._choices(spans, sent_GFC),
-            map(tuple, sent_GC.tolist()),
-            map(tuple, received_GC.tolist()),
-            sortings.each(),
-        )
+        splits = map(self._splits_of_rows, spans)
+        tables = zip(spans, *self._choices(spans, sent_GFC), splits, sortings.each())
         return {
             own: Route(
                 choice_N=choice_N,
                 token_N=token_N,
-                sent_C=sent_C,
-                received_C=received_C,
+                sent_C=own_splits.sent_C,
+                received_C=own_splits.received_C,
                 sorting=sorting,
                 slots=sorting.slots,
                 num_tokens=self.cut.length(own),
                 top_k=self.top_k,
                 together=together,
             )
-            for own, choice_N, token_N, together, sent_C, received_C, sorting in tables
+            for own, choice_N, token_N, together, own_splits, sorting in tables
         }
 
     def _choices(
@@ -392,7 +451,9 @@ class LayerRoute(OnDevice):
             return choice.split_with_sizes(sizes), token.split_with_sizes(sizes), together
         first = self.cut.first(spans[0]) * self.top_k
         choice_N = choice_N - first if first else choice_N
-        return (choice_N,), (choice_N // self.top_k if self.top_k > 1 else choice_N,), (None,)
+        if self.ahead is not None and self.cut.num_chunks == 1:
+            return (choice_N,), (self.ahead.token_N,), (None,)
+        return (choice_N,), (tokens_of(choice_N, self.top_k),), (None,)
 
     def tensors(self) -> tuple[Tensor, ...]:
         routes = (route.tensors() for route in self._routes.values())
@@ -450,6 +511,11 @@ def _alike(span: Span, num_chunks: int) -> Sequence[Span]:
     return equal_spans(num_chunks, num_chunks // width)
 
 
+def tokens_of(choice_N: Tensor, top_k: int) -> Tensor:
+    """The token of each choice."""
+    return choice_N // top_k if top_k > 1 else choice_N
+
+
 @lru_cache(maxsize=8)  # batches are often alike
 def _places(
     cut: Cut, spans: tuple[Span, ...], top_k: int, device: torch.device
@@ -484,7 +550,7 @@ def one_cell_route(expert_TK: Tensor, target: Placement) -> LayerRoute:
     num_rows = choice_N.numel()
     route = Route(
         choice_N=choice_N,
-        token_N=choice_N // top_k,
+        token_N=tokens_of(choice_N, top_k),
         sent_C=(num_rows,),
         received_C=(num_rows,),
         sorting=None,

@@ -96,7 +96,7 @@ def order(layer: int, whole: Span, *, once: bool = False) -> Task:
     """One exchange of counts for all chunks of the layer; and of scores, if rows go ``once``."""
     ids, route = Value(EXPERT_IDS, layer, whole), Value(ROUTE, layer, whole)
     if not once:
-        return Task(ORDER, layer, whole, (ids,), (route,))
+        return Task(ORDER, layer, whole, (ids, Value(X, layer, whole)), (route,))
     scores, row_scores = Value(SCORES, layer, whole), Value(ROW_SCORES, layer, whole)
     return Task(ORDER, layer, whole, (ids, scores), (route, row_scores))
 
