@@ -220,7 +220,7 @@ def test_readers_are_counted() -> None:
     schedule = layer(2, 2)
     counts = {str(value): count for value, count in schedule.num_readers.items()}
     assert counts == {
-        "x[0,0-1]": 3,  # the gate and two dispatches
+        "x[0,0-1]": 4,  # the gate, order and two dispatches
         "gate_weights[0]": 1,
         "weights[0]": 2,
         "expert_ids[0,0-1]": 1,

@@ -247,6 +247,25 @@ class Ahead(NamedTuple):
     rows: dict[Span, Tensor]
 
 
+@dataclass
+class _Tables:
+    """What of spans has been asked for so far.
+
+    Attributes:
+        choice_N: choices in send order; one, once they are.
+        splits: of rows.
+        sortings: of spans that are alike, by the first of them.
+        cells: how rows meet in the cell.
+        trips: how they travel otherwise than straight from cell to cell.
+    """
+
+    choice_N: list[Tensor] = field(default_factory=list)
+    splits: dict[Span, Splits] = field(default_factory=dict)
+    sortings: dict[Span, SlotSortings] = field(default_factory=dict)
+    cells: dict[Span, CellRoute] = field(default_factory=dict)
+    trips: dict[Span, Trip] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, eq=False)
 class LayerRoute(OnDevice):
     """The routes of all spans of one layer's pass; each is made when first asked for.
@@ -281,11 +300,8 @@ class LayerRoute(OnDevice):
     visits: Visits | None = None
     moved: Moved | None = None
     ahead: Ahead | None = None
-    _choice_N: list[Tensor] = field(default_factory=list)  # one, once they are in order
     _routes: dict[Span, Route] = field(default_factory=dict)
-    _splits: dict[Span, Splits] = field(default_factory=dict)
-    _cells: dict[Span, CellRoute] = field(default_factory=dict)
-    _trips: dict[Span, Trip] = field(default_factory=dict)
+    _tables: _Tables = field(default_factory=_Tables)
 
     @property
     def whole(self) -> Span:
@@ -316,7 +332,10 @@ class LayerRoute(OnDevice):
         """Rows ``[N, D]`` in send order, of the span's tokens ``[T, D]``. Call it once a span: rows
         that are ready are given away."""
         if self.ahead is None or not self.ahead.rows:
-            return self.on(span).of_tokens(x_TD)
+            is_made = span in self._routes or self.visits is not None
+            if is_made or self.cut.num_chunks > 1:
+                return self.on(span).of_tokens(x_TD)
+            return x_TD.index_select(0, self._token_N)
         rows_of = self.ahead.rows
         if span not in rows_of:
             sizes = self.sent_FC.sum(axis=1).tolist()
@@ -332,7 +351,7 @@ class LayerRoute(OnDevice):
         """
         assert self.visits is not None
         visits = replace(self.visits, visit_R=visit_R)
-        told = replace(self, visits=visits, count_between=visits.between, _routes={}, _splits={})
+        told = replace(self, visits=visits, count_between=visits.between, _routes={})
         told._routes[self.whole] = told._visiting(self.whole, self.on(self.whole))
         return told
 
@@ -346,10 +365,10 @@ class LayerRoute(OnDevice):
 
     def in_cell(self, span: Span) -> CellRoute:
         """How the rows of a span meet in the cell."""
-        if span not in self._cells:
+        if span not in self._tables.cells:
             rows_PS = self.received_PCFS[:, :, span.start : span.stop].sum(axis=(1, 2))
-            self._cells[span] = CellRoute.of(rows_PS, self.by_key_N.device)
-        return self._cells[span]
+            self._tables.cells[span] = CellRoute.of(rows_PS, self.by_key_N.device)
+        return self._tables.cells[span]
 
     @cached_property
     def _between_FCC(self) -> np.ndarray:
@@ -358,19 +377,19 @@ class LayerRoute(OnDevice):
 
     def trip(self, span: Span, carrier: Carrier) -> Trip:
         """How the rows of a span travel by a carrier; the same one every time."""
-        if span not in self._trips:
+        if span not in self._tables.trips:
             counts_CC = self._between_FCC[span.start : span.stop].sum(axis=0)
-            self._trips[span] = carrier.trip(counts_CC, self.by_key_N.device)
-        return self._trips[span]
+            self._tables.trips[span] = carrier.trip(counts_CC, self.by_key_N.device)
+        return self._tables.trips[span]
 
     def node_trip(self, span: Span, channels: Mapping[Reach, Channel]) -> Trip:
         """How the visits of a span travel once to a node; the same one every time."""
-        if span not in self._trips:
+        if span not in self._tables.trips:
             visits = self.on(span).visits
             assert self.visits is not None and visits is not None
             legs = self.visits.legs(span, visits.leaving)
-            self._trips[span] = NodeTrip(legs, channels)
-        return self._trips[span]
+            self._tables.trips[span] = NodeTrip(legs, channels)
+        return self._tables.trips[span]
 
     def computed(self, span: Span) -> SlotRows:
         """Rows of each slot that this rank computes with its part of the experts."""
@@ -378,7 +397,7 @@ class LayerRoute(OnDevice):
         return self.on(span).slots if is_alone else self.in_cell(span).sorting.slots
 
     def _splits_of_rows(self, span: Span) -> Splits:
-        if span not in self._splits:
+        if span not in self._tables.splits:
             spans = _alike(span, self.cut.num_chunks)
             chunks = slice(spans[0].start, spans[-1].stop)
             sent_FC = self.sent_FC[chunks]
@@ -389,28 +408,48 @@ class LayerRoute(OnDevice):
                     for each in (sent_FC, received_FC)
                 )
             of_spans = map(Splits.of, sent_FC.tolist(), received_FC.tolist())
-            self._splits.update(zip(spans, of_spans))
-        return self._splits[span]
+            self._tables.splits.update(zip(spans, of_spans))
+        return self._tables.splits[span]
+
+    def _sortings_of(self, spans: Sequence[Span]) -> SlotSortings:
+        """Of spans that are alike. With what the first of these have on the device comes what
+        brings all choices into send order."""
+        found = self._tables.sortings.get(spans[0])
+        if found is None:
+            chunks, num_spans = slice(spans[0].start, spans[-1].stop), len(spans)
+            received_CFS = self.received_PCFS[self.place][:, chunks]
+            num_cells, num_chunks, num_slots = received_CFS.shape
+            width = num_chunks // num_spans
+            received_GCFS = received_CFS.reshape(num_cells, num_spans, width, num_slots).swapaxes(
+                0, 1
+            )
+            rows_GXS = received_GCFS.reshape(num_spans, num_cells * width, num_slots)
+            moved = None if self._tables.choice_N else self.moved
+            found = self._tables.sortings[spans[0]] = SlotSortings(
+                rows_GXS, self.by_key_N.device, moved
+            )
+            if not self._tables.choice_N:
+                choice_N = self.by_key_N
+                if moved is not None:
+                    choice_N = choice_N.index_select(0, found.index_beside)
+                self._tables.choice_N.append(choice_N)
+        return found
+
+    @cached_property
+    def _token_N(self) -> Tensor:
+        """Tokens of all rows in send order, where there is one chunk."""
+        if self.ahead is not None:
+            return self.ahead.token_N
+        self._sortings_of((self.whole,))
+        return tokens_of(self._tables.choice_N[0], self.top_k)
 
     def _routes_like(self, span: Span) -> dict[Span, Route]:
         """The routes of a span and of its like, where all tokens are cut into such: all that is
         worked out for one is for all at once."""
         spans = _alike(span, self.cut.num_chunks)
-        chunks, num_spans = slice(spans[0].start, spans[-1].stop), len(spans)
-        received_CFS = self.received_PCFS[self.place][:, chunks]
-        num_cells, _, num_slots = received_CFS.shape
-        width = span.stop - span.start
-        sent_GFC = self.sent_FC[chunks].reshape(num_spans, width, num_cells)
-        received_GCFS = received_CFS.reshape(num_cells, num_spans, width, num_slots).swapaxes(0, 1)
-        rows_GXS = received_GCFS.reshape(num_spans, num_cells * width, num_slots)
-        # With what the first of these have on the device comes what all choices need.
-        moved = None if self._choice_N else self.moved
-        sortings = SlotSortings(rows_GXS, self.by_key_N.device, moved)
-        if not self._choice_N:
-            choice_N = self.by_key_N
-            if moved is not None:
-                choice_N = choice_N.index_select(0, sortings.index_beside)
-            self._choice_N.append(choice_N)
+        sortings = self._sortings_of(spans)
+        by_span = len(spans), span.stop - span.start, self.sent_FC.shape[1]
+        sent_GFC = self.sent_FC[spans[0].start : spans[-1].stop].reshape(by_span)
         splits = map(self._splits_of_rows, spans)
         tables = zip(spans, *self._choices(spans, sent_GFC), splits, sortings.each())
         return {
@@ -434,7 +473,7 @@ class LayerRoute(OnDevice):
         """Of each span: the places of its sent rows among its choices, in send order; and among its
         tokens; and what it has with other spans. ``sent_GFC`` are the rows of each for each cell,
         chunk by chunk."""
-        (choice_N,) = self._choice_N
+        (choice_N,) = self._tables.choice_N
         if len(spans) == 1 and len(sent_GFC[0]) < len(self.sent_FC):
             before = int(self.sent_FC[: spans[0].start].sum())
             choice_N = choice_N[before : before + int(sent_GFC.sum())]
@@ -451,19 +490,19 @@ class LayerRoute(OnDevice):
             return choice.split_with_sizes(sizes), token.split_with_sizes(sizes), together
         first = self.cut.first(spans[0]) * self.top_k
         choice_N = choice_N - first if first else choice_N
-        if self.ahead is not None and self.cut.num_chunks == 1:
-            return (choice_N,), (self.ahead.token_N,), (None,)
+        if self.cut.num_chunks == 1:
+            return (choice_N,), (self._token_N,), (None,)
         return (choice_N,), (tokens_of(choice_N, self.top_k),), (None,)
 
     def tensors(self) -> tuple[Tensor, ...]:
         routes = (route.tensors() for route in self._routes.values())
         of_routes = [route.sorting for route in self._routes.values()]
-        of_cells = [route.sorting for route in self._cells.values()]
+        of_cells = [route.sorting for route in self._tables.cells.values()]
         together = {s.together for s in (*of_routes, *of_cells) if s is not None}
         sorted_by = (sortings.made for sortings in together)
-        trips = (trip.tensors() for trip in self._trips.values())
+        trips = (trip.tensors() for trip in self._tables.trips.values())
         visits = () if self.visits is None else self.visits.tensors()
-        own = (self.by_key_N, *self._choice_N, *visits)
+        own = (self.by_key_N, *self._tables.choice_N, *visits)
         return (*own, *chain.from_iterable(chain(routes, sorted_by, trips)))
 
     def rows_of(self, span: Span, pieces: Sequence[tuple[Span, Tensor]]) -> Tensor:

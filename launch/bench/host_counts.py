@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -68,9 +69,9 @@ class Place(NamedTuple):
         return f"{self.file}:{self.line} {self.function}: {self.what}"
 
     @classmethod
-    def of_caller(cls, what: str) -> Place:
-        """The innermost that is not torch's, numpy's or this file."""
-        frame = sys._getframe(1)
+    def of_caller(cls, what: str, frame: FrameType | None = None) -> Place:
+        """The innermost that is not torch's, numpy's or this file; from a frame on, if given."""
+        frame = frame or sys._getframe(1)
         while frame.f_back is not None and _is_inner(frame.f_code.co_filename):
             frame = frame.f_back
         path, code = Path(frame.f_code.co_filename), frame.f_code

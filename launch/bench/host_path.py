@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import pairwise, product
+from itertools import islice, pairwise, product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +37,7 @@ from fake_world import as_on_cuda, fake_world, products_at_once
 from host_counts import Place, counted
 from host_path_contenders import OURS, Batch, Builder, Contender, Sizes
 from host_path_peers import PEERS
+from host_windows import windows
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -91,6 +92,7 @@ class Counts:
         collectives: calls of a communicator; one for all that is sent and received in pairs.
         parcels: tensors that went in pairs.
         calls: of Python's and of built-in functions, by the thread that calls.
+        calls_after_waits: those of them in forward from a wait to the exchange that follows.
         kept_blocks: of Python's memory that forward leaves to backward.
         places: of waits, copies and collectives, with how many.
         waits_in_passes: files and functions of waits in forward and backward.
@@ -101,6 +103,7 @@ class Counts:
     collectives: float
     parcels: float
     calls: float
+    calls_after_waits: float
     kept_blocks: float
     places: Mapping[str, float]
     waits_in_passes: Sequence[str]
@@ -116,6 +119,8 @@ class Result:
         name: of the contender.
         steps: those that were timed, in rounds.
         counts: of the steps after them.
+        after_waits_s: of a layer in each of more steps, in forward from a wait to the exchange that
+            follows; see ``host_windows.py``.
         skipped: why it did not run; empty if it did.
     """
 
@@ -124,6 +129,7 @@ class Result:
     name: str
     steps: tuple[Step, ...] = ()
     counts: Counts | None = None
+    after_waits_s: tuple[float, ...] = ()
     skipped: str = ""
 
 
@@ -181,15 +187,18 @@ def counts_of(contender: Contender, sizes: Sizes, first: int) -> Counts:
     waits = Counter({p: n for p, n in seen.waits.items() if p.function not in contender.cpu_only})
     by_place: Counter[Place] = waits + seen.copies + seen.collectives
     *_, one, two, three = batches
+    where = waits_of_passes(contender, one, first + COUNTED_STEPS)
+    calls, after_waits = calls_of(contender, two, first + COUNTED_STEPS + 1, where)
     return Counts(
         waits=waits.total() / num,
         copies=seen.copies.total() / num,
         collectives=seen.collectives.total() / num,
         parcels=seen.parcels / num,
-        calls=calls_of(contender, two, first + COUNTED_STEPS + 1) / sizes.layers,
-        kept_blocks=kept_blocks(contender, three, first + COUNTED_STEPS + 2) / sizes.layers,
+        calls=calls / sizes.layers,
+        calls_after_waits=after_waits / sizes.layers,
+        kept_blocks=kept_blocks(contender, three, first + COUNTED_STEPS + 3) / sizes.layers,
         places={str(place): number / num for place, number in by_place.most_common()},
-        waits_in_passes=waits_of_passes(contender, one, first + COUNTED_STEPS),
+        waits_in_passes=where,
     )
 
 
@@ -204,8 +213,11 @@ def waits_of_passes(contender: Contender, batch: Batch, number: int) -> list[str
     return sorted({f"{place.file} {place.function}" for place in places})
 
 
-def calls_of(contender: Contender, batch: Batch, number: int) -> int:
-    """Of functions, Python's and built-in ones, by this thread in a step. Collective."""
+def calls_of(
+    contender: Contender, batch: Batch, number: int, waits: Sequence[str]
+) -> tuple[int, int]:
+    """Of functions, Python's and built-in ones, by this thread in a step; and those of them that
+    come after waits. Collective."""
     found = 0
 
     def saw(frame: object, event: str, argument: object) -> None:
@@ -219,7 +231,38 @@ def calls_of(contender: Contender, batch: Batch, number: int) -> int:
             deque(passes(contender, batch, number), maxlen=0)
         finally:
             sys.setprofile(None)
+    return found, _calls_after(contender, batch, number + 1, waits)
+
+
+def _calls_after(contender: Contender, batch: Batch, number: int, waits: Sequence[str]) -> int:
+    found = 0
+    contender.model.zero_grad(set_to_none=True)
+    with contender.turn(), windows(waits) as seen:
+
+        def saw(frame: object, event: str, argument: object) -> None:
+            nonlocal found
+            found += event in CALLS and seen.since_s is not None
+
+        step = passes(contender, batch, number)
+        next(step)
+        sys.setprofile(saw)
+        try:
+            next(step)
+        finally:
+            sys.setprofile(None)
+        deque(step, maxlen=0)
     return found
+
+
+def after_waits(contender: Contender, batch: Batch, number: int, waits: Sequence[str]) -> float:
+    """Seconds of a layer in forward from a wait to the exchange that follows. Collective."""
+    contender.model.zero_grad(set_to_none=True)
+    with contender.turn(), windows(waits) as seen:
+        step = passes(contender, batch, number)
+        deque(islice(step, 2), maxlen=0)
+        seconds = sum(seen.seconds)
+        deque(step, maxlen=0)
+    return seconds / len(batch.expert_LTK)
 
 
 def kept_blocks(contender: Contender, batch: Batch, number: int) -> int:
@@ -282,11 +325,22 @@ def measure(job: Job) -> list[Result]:
                     if number > NUM_WARM_UPS:
                         steps[contender.name].append(step)
             after = 1 + NUM_WARM_UPS + job.rounds
-            counts = [counts_of(each, job.sizes, after) for each in contenders]
+            counts = {each.name: counts_of(each, job.sizes, after) for each in contenders}
+            windows_s: dict[str, list[float]] = {each.name: [] for each in contenders}
+            first = after + COUNTED_STEPS + 5
+            for number in range(first, first + job.rounds):
+                for contender in rotated(contenders, number):
+                    batch, waits = (
+                        Batch.of(job.sizes, number),
+                        counts[contender.name].waits_in_passes,
+                    )
+                    windows_s[contender.name].append(after_waits(contender, batch, number, waits))
     where = job.ranks, job.slots
-    ran = zip(steps.items(), counts)
     return [
-        *(Result(*where, name, tuple(found), each) for (name, found), each in ran),
+        *(
+            Result(*where, name, tuple(found), counts[name], tuple(windows_s[name]))
+            for name, found in steps.items()
+        ),
         *(Result(*where, name, skipped=reason) for name, reason in skipped.items()),
     ]
 
@@ -317,6 +371,7 @@ def table_of(results: Sequence[Result]) -> Table:
         "between",
         "sum",
         "of the caller",
+        "after waits",
         "x first",
         "quartiles",
     ):
@@ -332,6 +387,7 @@ def table_of(results: Sequence[Result]) -> Table:
                 step.forward.caller_s + step.backward.caller_s + step.between.caller_s
                 for step in each.steps
             ),
+            lower_us(iter(each.after_waits_s)),
         )
         table.add_row(
             each.name, *(f"{us:,.0f}" for us in cells), f"{middle:.2f}", f"{low:.2f}-{high:.2f}"
@@ -339,7 +395,9 @@ def table_of(results: Sequence[Result]) -> Table:
     return table
 
 
-COUNTED = ("waits", "copies", "collectives", "parcels", "calls", "kept_blocks")
+COUNTED = (
+    "waits", "copies", "collectives", "parcels", "calls", "calls_after_waits", "kept_blocks",
+)  # fmt: skip
 
 
 def counts_table(results: Sequence[Result]) -> Table:
