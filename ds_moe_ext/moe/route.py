@@ -323,10 +323,10 @@ class LayerRoute(OnDevice):
     def splits(self, span: Span) -> Splits:
         """What a span sends and receives: all that its exchange has to know, so that other tables
         are made while rows are on their way."""
-        if span in self._routes or self.visits is not None:
+        if self.visits is not None:  # which travel in place of rows
             route = self.on(span)
             return Splits(route.sent_C, route.received_C)
-        return self._splits_of_rows(span)
+        return self._row_splits(span)
 
     def sent_rows(self, span: Span, x_TD: Tensor) -> Tensor:
         """Rows ``[N, D]`` in send order, of the span's tokens ``[T, D]``. Call it once a span: rows
@@ -396,8 +396,10 @@ class LayerRoute(OnDevice):
         is_alone = self.received_PCFS.shape[0] == 1
         return self.on(span).slots if is_alone else self.in_cell(span).sorting.slots
 
-    def _splits_of_rows(self, span: Span) -> Splits:
-        if span not in self._tables.splits:
+    def _row_splits(self, span: Span) -> Splits:
+        """Made with those of the spans that are like it."""
+        found = self._tables.splits.get(span)
+        if found is None:
             spans = _alike(span, self.cut.num_chunks)
             chunks = slice(spans[0].start, spans[-1].stop)
             sent_FC = self.sent_FC[chunks]
@@ -409,7 +411,8 @@ class LayerRoute(OnDevice):
                 )
             of_spans = map(Splits.of, sent_FC.tolist(), received_FC.tolist())
             self._tables.splits.update(zip(spans, of_spans))
-        return self._tables.splits[span]
+            found = self._tables.splits[span]
+        return found
 
     def _sortings_of(self, spans: Sequence[Span]) -> SlotSortings:
         """Of spans that are alike. With what the first of these have on the device comes what
@@ -450,7 +453,7 @@ class LayerRoute(OnDevice):
         sortings = self._sortings_of(spans)
         by_span = len(spans), span.stop - span.start, self.sent_FC.shape[1]
         sent_GFC = self.sent_FC[spans[0].start : spans[-1].stop].reshape(by_span)
-        splits = map(self._splits_of_rows, spans)
+        splits = map(self._row_splits, spans)
         tables = zip(spans, *self._choices(spans, sent_GFC), splits, sortings.each())
         return {
             own: Route(
