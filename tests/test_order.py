@@ -230,6 +230,43 @@ def test_slot_rows() -> None:
     assert known.num_rows == 5
 
 
+@given(st.integers(0, 12), st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**32))
+def test_rows_that_are_packed_ahead_are_those_of_the_route(
+    num_tokens: int, top_k: int, num_chunks: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    target = Placement.owned_by(rng.permutation(np.arange(6) % 2), 2)  # not in the order of experts
+    ids = torch.from_numpy(rng.integers(target.num_experts, size=(num_tokens, top_k)))
+    x_TD = torch.arange(2.0 * num_tokens).view(num_tokens, 2)
+
+    def route_of(*, packs: bool) -> LayerRoute:
+        stage = Order(
+            destination=Destination(target, LocalElseHome(target, target)),
+            seat=Seat(1),
+            group=1,
+            capacity_factor=None,
+            gate_may_drop=False,
+            on_rows=lambda rows, top_k, share: None,
+            packs=packs,
+        )
+        gather = "ds_moe_ext.moe.order.all_gather_counts"
+        with mock.patch(gather, lambda told, group: torch.stack([told] * 2)):
+            (route,), _ = stage.forward(Span(0, num_chunks), ids, x_TD)
+        return route
+
+    ready, later = route_of(packs=True), route_of(packs=False)
+    cut = Cut.equal(num_tokens, num_chunks)
+    for span in spans(num_chunks, num_chunks):
+        own_TD = x_TD[cut.first(span) :][: cut.length(span)]
+        rows_ND = later.on(span).of_tokens(own_TD)
+        assert ready.splits(span) == later.splits(span)
+        assert torch.equal(ready.sent_rows(span, torch.empty(0)), rows_ND)
+        assert torch.equal(later.sent_rows(span, own_TD), rows_ND)
+        assert torch.equal(ready.on(span).token_N, later.on(span).token_N)
+        assert torch.equal(ready.on(span).choice_N, later.on(span).choice_N)
+    assert not ready.ahead.rows, "they are kept by nobody"
+
+
 # One cell.
 
 

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from fake_world import as_on_cuda, fake_world, products_at_once
 from host_counts import counted
-from host_path import BUILDERS, Job, Result, measure
-from host_path_contenders import OURS, Sizes
+from host_path import BUILDERS, Job, Result, measure, passes, take_step
+from host_path_contenders import OURS, Batch, Sizes
 from host_path_turns import Turns, compare, table_of
+from host_windows import Windows, windows
 from rich.console import Console
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks import forkserver
 
@@ -92,6 +97,54 @@ def test_passes_wait_in_one_place(name: str, results: Mapping[str, Result]) -> N
     assert counts is not None, results[name].skipped
     where = [] if name == "ep, static capacity" else ["ds_moe_ext/comm.py ready"]
     assert counts.waits_in_passes == where
+
+
+class _Launched(TorchDispatchMode):
+    """Operations of torch while a window is open, but views."""
+
+    def __init__(self, seen: Windows) -> None:
+        super().__init__()
+        self._seen = seen
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if self._seen.since_s is not None and not func.is_view:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _launched_after_waits(names: Sequence[str]) -> Mapping[str, Sequence[str]]:
+    """By contender, in a step of one layer, in the forward pass."""
+    sizes = Sizes(layers=1, experts=16, tokens=64, top_k=2)
+    found: dict[str, Sequence[str]] = {}
+    with fake_world(8, 3), as_on_cuda(), products_at_once():
+        for name in names:
+            contender = BUILDERS[name](sizes)
+            for number in range(3):
+                take_step(contender, Batch.of(sizes, number), number)
+            with contender.turn(), windows(("ds_moe_ext/comm.py ready",)) as seen:
+                step = passes(contender, Batch.of(sizes, 3), 3)
+                with _Launched(seen) as launched:
+                    deque(islice(step, 2), maxlen=0)
+                deque(step, maxlen=0)
+            assert len(seen.seconds) == 1, name
+            found[name] = launched.names
+    return found
+
+
+KNOWN_AHEAD = ("ep", "esp, degree 1", "esp, degree 4", "prophet")
+"""Where rows are in send order before the ranks have told each other how many they are."""
+
+
+def test_nothing_stands_between_the_wait_and_the_exchange() -> None:
+    """But the memory in which rows arrive: rows are packed while the host waits."""
+    with ProcessPoolExecutor(1, forkserver()) as process:
+        found = process.submit(_launched_after_waits, (*KNOWN_AHEAD, "fssdp")).result()
+    assert all(found[name] == ["new_empty"] for name in KNOWN_AHEAD), found
+    # Which copy computes a row is known by the counts alone.
+    assert found["fssdp"].count("index_select") == 2
 
 
 def _in_thread(device: Tensor) -> None:
