@@ -16,6 +16,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ds_moe_ext.direct_launch import Kernel
+
 try:
     import triton
     import triton.language as tl
@@ -44,8 +46,9 @@ def are_there(device: torch.device) -> bool:
 @cache
 def _compiles(device: torch.device) -> bool:
     """Whether Triton can compile for a device; it wants a C compiler, too."""
+    given_RF = torch.ones(1, 2, device=device)
     try:
-        silu_product(torch.zeros(1, 2, device=device))
+        compiled = silu_product(given_RF)
     except Exception as error:  # of whatever kind: torch's operations do the same
         first_line = (str(error).splitlines() or [""])[0]
         warnings.warn(
@@ -55,6 +58,8 @@ def _compiles(device: torch.device) -> bool:
             stacklevel=2,
         )
         return False
+    if not torch.equal(compiled, silu_product(given_RF)):  # launched directly, as all that follow
+        Kernel.is_direct = False
     return True
 
 
@@ -64,8 +69,8 @@ def silu_product(gate_up_RF: Tensor) -> Tensor:
     num_rows, width = gate_up_RF.shape[0], gate_up_RF.shape[1] // 2
     product_RF = gate_up_RF.new_empty(num_rows, width)
     if product_RF.numel():
-        grid = (num_rows, triton.cdiv(width, BLOCK))
-        _silu_product[grid](gate_up_RF, product_RF, width, BLOCK=BLOCK)
+        grid = num_rows, _blocks(width), 1
+        _SILU_PRODUCT.launch(grid, (gate_up_RF, product_RF), WIDTH=width, BLOCK=BLOCK)
     return product_RF
 
 
@@ -75,9 +80,14 @@ def silu_product_grad(gate_up_RF: Tensor, grad_RF: Tensor) -> Tensor:
     num_rows, width = grad_RF.shape
     grad_gate_up_RF = torch.empty_like(gate_up_RF)
     if grad_RF.numel():
-        grid = (num_rows, triton.cdiv(width, BLOCK))
-        _silu_product_grad[grid](gate_up_RF, grad_RF, grad_gate_up_RF, width, BLOCK=BLOCK)
+        grid, tensors = (num_rows, _blocks(width), 1), (gate_up_RF, grad_RF, grad_gate_up_RF)
+        _SILU_PRODUCT_GRAD.launch(grid, tensors, WIDTH=width, BLOCK=BLOCK)
     return grad_gate_up_RF
+
+
+def _blocks(width: int) -> int:
+    """That cover the columns of a row."""
+    return -(-width // BLOCK)
 
 
 def sums_by_token(rows_ND: Tensor, row_N: Tensor, weight_TK: Tensor | None, top_k: int) -> Tensor:
@@ -95,12 +105,9 @@ def sums_by_token(rows_ND: Tensor, row_N: Tensor, weight_TK: Tensor | None, top_
     sums_TD = rows_ND.new_empty(num_tokens, width)
     if sums_TD.numel():
         weights = rows_ND if weight_TK is None else weight_TK.contiguous()
-        grid = (num_tokens, triton.cdiv(width, BLOCK))
-        _sums_by_token[grid](
-            rows_ND,
-            row_N,
-            weights,
-            sums_TD,
+        _SUMS_BY_TOKEN.launch(
+            (num_tokens, _blocks(width), 1),
+            (rows_ND, row_N, weights, sums_TD),
             rows_ND.shape[0],
             WIDTH=width,
             TOP_K=top_k,
@@ -139,15 +146,11 @@ def sums_by_token_grads(
     make = weight_TK.new_empty if is_full else weight_TK.new_zeros
     grad_ND, grad_TK = torch.empty_like(rows_ND), make(weight_TK.shape)
     if rows_ND.numel():
-        _sums_by_token_grads[(rows_ND.shape[0],)](
-            rows_ND,
-            token_N,
-            choice_N,
-            weight_TK.contiguous(),
-            grad_TD,
-            grad_ND,
-            grad_TK,
-            weight_TK.numel(),
+        weights = weight_TK.contiguous()
+        _SUMS_BY_TOKEN_GRADS.launch(
+            (rows_ND.shape[0], 1, 1),
+            (rows_ND, token_N, choice_N, weights, grad_TD, grad_ND, grad_TK),
+            weights.numel(),
             WIDTH=rows_ND.shape[1],
             BLOCK=BLOCK,
         )
@@ -164,8 +167,13 @@ def index_of_blocks(table_2X: Tensor, num_blocks: int, num_rows: int) -> Tensor:
     """
     index_R = table_2X.new_empty(num_rows)
     if num_rows:
-        _index_of_blocks[(triton.cdiv(num_rows, ROWS),)](
-            table_2X, index_R, num_blocks, num_rows, STEPS=num_blocks.bit_length(), ROWS=ROWS
+        _INDEX_OF_BLOCKS.launch(
+            (-(-num_rows // ROWS), 1, 1),
+            (table_2X, index_R),
+            num_blocks,
+            num_rows,
+            STEPS=num_blocks.bit_length(),
+            ROWS=ROWS,
         )
     return index_R
 
@@ -177,30 +185,30 @@ if HAS_TRITON:
 
     @triton.jit
     def _silu_product(  # type: ignore[no-untyped-def]
-        gate_up, product, width, BLOCK: tl.constexpr
+        gate_up, product, WIDTH: tl.constexpr, BLOCK: tl.constexpr
     ):
         row = tl.program_id(0).to(tl.int64)
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        mask = column < width
-        place = gate_up + row * 2 * width + column
+        mask = column < WIDTH
+        place = gate_up + row * 2 * WIDTH + column
         gate = tl.load(place, mask=mask, other=0.0)
-        up = tl.load(place + width, mask=mask, other=0.0)
+        up = tl.load(place + WIDTH, mask=mask, other=0.0)
         wide = gate.to(tl.float32)
         silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
         out = (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
-        tl.store(product + row * width + column, out, mask=mask)
+        tl.store(product + row * WIDTH + column, out, mask=mask)
 
     @triton.jit
     def _silu_product_grad(  # type: ignore[no-untyped-def]
-        gate_up, grad, grad_gate_up, width, BLOCK: tl.constexpr
+        gate_up, grad, grad_gate_up, WIDTH: tl.constexpr, BLOCK: tl.constexpr
     ):
         row = tl.program_id(0).to(tl.int64)
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        mask = column < width
-        place = row * 2 * width + column
+        mask = column < WIDTH
+        place = row * 2 * WIDTH + column
         gate = tl.load(gate_up + place, mask=mask, other=0.0)
-        up = tl.load(gate_up + place + width, mask=mask, other=0.0)
-        own = tl.load(grad + row * width + column, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + place + WIDTH, mask=mask, other=0.0)
+        own = tl.load(grad + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
         wide = gate.to(tl.float32)
         sigmoid = 1.0 / (1.0 + tl.exp(-wide))
         silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
@@ -208,7 +216,7 @@ if HAS_TRITON:
         of_silu = (own * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
         of_gate = (of_silu * sigmoid * (1.0 + wide * (1.0 - sigmoid))).to(gate.dtype)
         tl.store(grad_gate_up + place, of_gate, mask=mask)
-        tl.store(grad_gate_up + place + width, of_up, mask=mask)
+        tl.store(grad_gate_up + place + WIDTH, of_up, mask=mask)
 
     @triton.jit(do_not_specialize=["num_rows"])
     def _sums_by_token(  # type: ignore[no-untyped-def]  # noqa: PLR0917
@@ -287,3 +295,7 @@ if HAS_TRITON:
             high = tl.where(is_open & (end > row), middle, high)
         shift = tl.load(table + low, mask=is_row, other=0)
         tl.store(index + row, row + shift, mask=is_row)
+
+    _SILU_PRODUCT, _SILU_PRODUCT_GRAD = Kernel(_silu_product), Kernel(_silu_product_grad)
+    _SUMS_BY_TOKEN, _SUMS_BY_TOKEN_GRADS = Kernel(_sums_by_token), Kernel(_sums_by_token_grads)
+    _INDEX_OF_BLOCKS = Kernel(_index_of_blocks)

@@ -26,6 +26,7 @@ LAYERS = (
         "strict",
         "files",
         "placement",
+        "direct_launch",
         "kernels",
         "rows",
         "roles",

@@ -25,7 +25,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice, pairwise, product
 from multiprocessing import get_context
@@ -38,6 +38,7 @@ from host_counts import Place, counted
 from host_path_contenders import OURS, Batch, Builder, Contender, Sizes
 from host_path_peers import PEERS
 from host_windows import windows
+from no_device import kernels_nowhere
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -284,6 +285,8 @@ class Job:
         only: names of the contenders; none for all.
         rounds: in which each takes a step that is timed.
         rank: that the process stands for.
+        launches: layers of ours launch Triton's kernels, see ``no_device.py``; else torch's
+            operations stand in for them.
     """
 
     ranks: int
@@ -292,6 +295,7 @@ class Job:
     only: Sequence[str]
     rounds: int
     rank: int = 0
+    launches: bool = False
 
 
 def build(job: Job) -> tuple[list[Contender], dict[str, str]]:
@@ -313,7 +317,8 @@ def measure(job: Job) -> list[Result]:
     """All contenders in one world, turn by turn. In a process of its own."""
     torch.set_num_threads(1)
     console = Console(stderr=True)
-    with fake_world(job.ranks, job.rank), as_on_cuda(), products_at_once():
+    launches = kernels_nowhere() if job.launches else nullcontext()
+    with fake_world(job.ranks, job.rank), as_on_cuda(), products_at_once(), launches:
         contenders, skipped = build(job)
         steps: dict[str, list[Step]] = {each.name: [] for each in contenders}
         title = f"{job.ranks} ranks, {job.slots} experts each"
@@ -433,6 +438,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--tokens", type=int, default=64, help="of a rank")
     add("--top_k", type=int, default=2)
     add("--rounds", type=int, default=24)
+    add("--kernels", action="store_true", help="launch Triton's, on no device; needs Triton")
     add("--json", type=Path, help="write the figures here")
     return parser.parse_args()
 
@@ -455,7 +461,7 @@ def main() -> None:
     results: list[Result] = []
     for ranks, slots in product(given.ranks, given.slots):
         sizes = Sizes(given.layers, ranks * slots, given.tokens, given.top_k)
-        job = Job(ranks, slots, sizes, given.only, given.rounds, given.rank)
+        job = Job(ranks, slots, sizes, given.only, given.rounds, given.rank, given.kernels)
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
             found = process.submit(measure, job).result()
         console.print(table_of(found))
