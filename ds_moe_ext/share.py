@@ -164,7 +164,7 @@ def _sums(key: np.ndarray, rows: np.ndarray, num_keys: int) -> np.ndarray:
 
 
 NEVER = np.iinfo(np.int64).max
-"""Divides any rows to none, and comes after every turn."""
+"""Divides any rows to none."""
 
 
 class _Turns(NamedTuple):
@@ -172,15 +172,20 @@ class _Turns(NamedTuple):
 
     Attributes:
         among: copies that the rows are split over; ``NEVER`` for who gets none of them.
-        turn: place in the order in which the remainder is dealt, from 0; ``NEVER`` likewise.
+        more: with so many rows more all would get what this one gets: ``among - 1``, less its place
+            in the order in which the remainder is dealt; 0 for who gets none.
     """
 
     among: np.ndarray
-    turn: np.ndarray
+    more: np.ndarray
+
+    @classmethod
+    def of(cls, among: np.ndarray, turn: np.ndarray) -> _Turns:
+        """Args: turn: place in that order, from 0."""
+        return cls(among, among - 1 - turn)
 
     def quotas(self, rows: np.ndarray) -> np.ndarray:
-        whole, rest = np.divmod(rows, self.among)
-        quotas: np.ndarray = whole + (self.turn < rest)
+        quotas: np.ndarray = (rows + self.more) // self.among
         return quotas
 
 
@@ -310,12 +315,12 @@ class _NearestCopies:
             flat = expert * num_cells + np.concatenate([holders.cell_A, cell_M])[order]
             first_L1, place_L1, flat_N = self._flat
             pair = np.searchsorted(flat_N, flat + place_L1[layer]) - first_L1[layer]
-            among, turn = (
+            among, more = (
                 np.concatenate([np.full_like(holders.layer_A, alone), table])[order]
                 for alone, table in zip((1, 0), turns_M)
             )
-            parts = holders.by_layer(layer, expert, flat, pair, among, turn)
-            self._leaving[sender] = [_Leaving(e, f, p, _Turns(a, t)) for e, f, p, a, t in parts]
+            parts = holders.by_layer(layer, expert, flat, pair, among, more)
+            self._leaving[sender] = [_Leaving(e, f, p, _Turns(a, m)) for e, f, p, a, m in parts]
         return self._leaving[sender]
 
     def receivers(
@@ -331,7 +336,7 @@ class _NearestCopies:
         cell_M = self._cell_of_slot[self._first_J[group_I][pair_M] + place_M]
         cell_M = np.where(keeps_I[pair_M], sender_M, cell_M)
         among_M = length_I[pair_M]
-        return pair_M, cell_M, _Turns(among_M, (place_M - sender_M) % among_M)
+        return pair_M, cell_M, _Turns.of(among_M, (place_M - sender_M) % among_M)
 
     def coming(self, holder: int) -> list[_Coming]:
         """Of each layer."""
@@ -350,12 +355,12 @@ class _NearestCopies:
             order = np.empty(len(layer), dtype=np.int64)  # of slots
             order[np.lexsort((np.concatenate(in_slots), of_slots))] = np.lexsort((expert, layer))
             shape_CA = holders.num_cells, len(alone)
-            among, turn = (
+            among, more = (
                 np.concatenate([np.full(shape_CA, value), table], axis=1)[:, None, order]
                 for value, table in zip((1, 0), self._coming_of_copies(holder, copied))
             )
-            parts = holders.by_layer(layer[order], expert[order], among, turn)
-            self._coming[holder] = [_Coming(e, _Turns(a, t)) for e, a, t in parts]
+            parts = holders.by_layer(layer[order], expert[order], among, more)
+            self._coming[holder] = [_Coming(e, _Turns(a, m)) for e, a, m in parts]
         return self._coming[holder]
 
     def _coming_of_copies(self, holder: int, pair_S: np.ndarray) -> _Turns:
@@ -373,10 +378,8 @@ class _NearestCopies:
         among_CS = np.where(is_near_C1, self._size_J[near_S], self._size_J[x_S])
         among_CS = np.where(keeps_CS, 1, among_CS)
         place_CS = np.where(is_near_C1, place_near_S, pair_S - self._first_J[x_S])
-        return _Turns(
-            among=np.where(gets_CS, among_CS, NEVER),
-            turn=np.where(gets_CS, (place_CS - sender_C1) % among_CS, NEVER),
-        )
+        turns = _Turns.of(among_CS, (place_CS - sender_C1) % among_CS)
+        return _Turns(*(np.where(gets_CS, own, none) for own, none in zip(turns, (NEVER, 0))))
 
     def computed_LC(self, rows: Sequence[np.ndarray]) -> np.ndarray:
         """Rows that each cell computes, int64, of the ``[C, E]`` of each layer.
@@ -490,7 +493,7 @@ class NearestCopy:
         """See ``sent_by_pair``."""
         expert_M, _, pair_M, turns_M = self._tables.leaving(sender)[self._layer]
         rows_FN = np.zeros((len(rows_FE), self.target.flat_N.size), dtype=np.int64)
-        rows_FN[:, pair_M] = turns_M.quotas(rows_FE[:, expert_M])
+        rows_FN[:, pair_M] = turns_M.quotas(rows_FE.take(expert_M, axis=1))
         return rows_FN
 
     def pair_E(self, sender: int) -> np.ndarray | None:
@@ -505,7 +508,7 @@ class NearestCopy:
     def received_by_slot(self, holder: int, rows_CFE: np.ndarray) -> np.ndarray:
         """See ``received_by_slot``."""
         expert_S, turns_C1S = self._tables.coming(holder)[self._layer]
-        return turns_C1S.quotas(rows_CFE[..., expert_S])
+        return turns_C1S.quotas(rows_CFE.take(expert_S, axis=-1))
 
     def rows_between(self, rows_CFE: np.ndarray) -> np.ndarray:
         sender_M, expert_M, holder_M, turns_M = self._all_receivers

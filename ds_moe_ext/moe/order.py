@@ -366,9 +366,9 @@ class Order(SavesAlike):
         if self._may_drop:
             by_key_N = by_key_N[: int(sent_FN.sum())]
         order_N, moved = here.by_holder_N, None
-        by_holder_FN = sent_FN if order_N is None else sent_FN[:, order_N]
+        by_holder_FN = sent_FN if order_N is None else sent_FN.take(order_N, axis=1)
         if order_N is not None and self._place_E is None:
-            moved = Moved.from_starts(starts_of(sent_FN)[:, order_N], by_holder_FN)
+            moved = Moved.from_starts(starts_of(sent_FN).take(order_N, axis=1), by_holder_FN)
         return LayerRoute(
             cut=cut,
             target=target,
