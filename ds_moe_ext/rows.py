@@ -111,7 +111,11 @@ def sums_of_groups(
 
 def on_device(array: np.ndarray, device: torch.device) -> Tensor:
     """The array there; the host does not wait."""
-    host = torch.from_numpy(array)
+    return sent_to(torch.from_numpy(array), device)
+
+
+def sent_to(host: Tensor, device: torch.device) -> Tensor:
+    """What the host has, there; it does not wait."""
     if device.type != "cuda":
         return host.to(device)
     if is_captured():

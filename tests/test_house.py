@@ -37,7 +37,7 @@ LAYERS = (
         "captured",
         "version",
     ),
-    ("row_levels", "transfer", "hardware", "loads"),
+    ("row_levels", "row_tables", "transfer", "hardware", "loads"),
     ("level_share",),
     ("share",),
     ("schedule",),

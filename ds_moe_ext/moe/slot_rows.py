@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_moe_ext import row_tables
 from ds_moe_ext.captured import NotInGraphs, is_captured
 from ds_moe_ext.rows import Moved, indices_of, on_device
 
@@ -103,7 +104,6 @@ class SlotSortings:
 
     def each(self) -> list[SlotSorting]:
         """Of one span each."""
-        host_GS: list[list[int]] = np.add.reduce(self.rows_GXS, axis=1).tolist()
         # No bound methods, which would be kept for backward, too: see ``ctx.like`` of a program.
         return [
             SlotSorting(
@@ -111,8 +111,14 @@ class SlotSortings:
                 number,
                 SlotRows(sum(host_S), partial(SlotSortings.end_S, self, number), [tuple(host_S)]),
             )
-            for number, host_S in enumerate(host_GS)
+            for number, host_S in enumerate(self._host_GS)
         ]
+
+    @cached_property
+    def _host_GS(self) -> list[list[int]]:
+        """Rows of each slot, of all blocks."""
+        host_GS: list[list[int]] = np.add.reduce(self.rows_GXS, axis=1).tolist()
+        return host_GS
 
     @cached_property
     def is_in_order(self) -> bool:
@@ -123,8 +129,23 @@ class SlotSortings:
     def _made(self) -> tuple[Sequence[Tensor], Tensor]:
         """Of each span the index that takes its rows to their slots, and the one that takes them
         back; then of the order beside; and where the rows of each slot end, ``[G * S]``. Int32."""
-        all_moved: list[Moved] = []
         sizes: list[int] = []
+        if not self.is_in_order:
+            sizes += [sum(host_S) for host_S in self._host_GS for _ in ("there", "back")]
+        if self.beside is not None:
+            sizes.append(int(self.beside.length_X.sum()))
+        if row_tables.are_there():
+            indices, ends_there = row_tables.indices_to_slots(
+                self.rows_GXS, self.device, sizes, self.beside, is_in_order=self.is_in_order
+            )
+        else:
+            indices, ends_there = self._by_numpy(sizes)
+        self.made.extend((*indices, ends_there))
+        return indices, ends_there
+
+    def _by_numpy(self, sizes: Sequence[int]) -> tuple[Sequence[Tensor], Tensor]:
+        """The same where nothing can be compiled."""
+        all_moved: list[Moved] = []
         ends: list[np.ndarray] = []
         for rows_XS in self.rows_GXS:
             num_blocks, num_slots = rows_XS.shape
@@ -137,17 +158,12 @@ class SlotSortings:
             end_SX = end.reshape(num_slots, num_blocks)
             shift_SX = there.cumsum().reshape(num_blocks, num_slots).T - end_SX
             all_moved += Moved(shift_SX.ravel(), back), Moved(-shift_SX.T.ravel(), there)
-            sizes += [int(end[-1])] * 2
         if self.beside is not None:
             all_moved.append(self.beside)
-            sizes.append(int(self.beside.length_X.sum()))
         end_GS = ends[0] if len(ends) == 1 else np.concatenate(ends)
-        if all_moved:
-            indices, ends_there = indices_of(all_moved, sizes, self.device, end_GS)
-        else:
-            indices, ends_there = (), on_device(end_GS.astype(np.int32), self.device)
-        self.made.extend((*indices, ends_there))
-        return indices, ends_there
+        if not all_moved:
+            return (), on_device(end_GS.astype(np.int32), self.device)
+        return indices_of(all_moved, sizes, self.device, end_GS)
 
     def indices(self, number: int) -> Sequence[Tensor]:
         """Take the rows of a span to their slots, and back, int32 ``[R]``."""

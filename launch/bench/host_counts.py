@@ -249,7 +249,7 @@ class _Counter:
 
 class _Following(TorchFunctionMode):
     """What is computed from the host's tensors alone is the host's; so is what is made of nothing,
-    unless for a device."""
+    unless for a device, which is never named: a layer has a ``torch.device``."""
 
     def __torch_function__(
         self,
@@ -261,7 +261,7 @@ class _Following(TorchFunctionMode):
         named = kwargs or {}
         out = func(*args, **named)
         read = [*_tensors(args), *_tensors(tuple(named.values()))]
-        if all(map(_is_hosts, read)) if read else named.get("device") is None:
+        if all(map(_is_hosts, read)) if read else named.get("device") in (None, "cpu"):
             for tensor in _tensors(out):
                 vars(tensor)[_MARK] = True
         return out

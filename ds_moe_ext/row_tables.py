@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Indices of rows, and what they are made of, in one call: what ``rows.indices_of`` gives.
+
+Binds ``row_tables.c``. Numpy takes a score of calls for it, which is a tenth of what a layer takes
+its host. Shape letters: G spans, X blocks as they came, S expert slots.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_moe_ext import kernels
+from ds_moe_ext.compiled import library
+from ds_moe_ext.rows import Moved, sent_to
+
+
+def are_there() -> bool:
+    """Whether the code is."""
+    return _code() is not None
+
+
+def indices_to_slots(
+    rows_GXS: np.ndarray,
+    device: torch.device,
+    sizes: Sequence[int],
+    beside: Moved | None,
+    *,
+    is_in_order: bool,
+) -> tuple[Sequence[Tensor], Tensor]:
+    """Of each span the index that takes its rows to their slots, and the one that takes them back;
+    then of the order beside; and where the rows of each slot end, ``[G * S]``. Int32.
+
+    Args:
+        rows_GXS: rows of each span and block for each slot, int64.
+        device: where the rows are.
+        sizes: rows of each order.
+        beside: another order, whose index is wanted too.
+        is_in_order: rows come in the order of slots, and need no index.
+    """
+    num_spans, num_blocks, num_slots = rows_GXS.shape
+    code, by_row, num_rows = _code(), not kernels.are_there(device), sum(sizes)
+    assert code is not None, "asked before"
+    num_beside = 0 if beside is None else beside.length_X.size
+    num_all = num_beside if is_in_order else 2 * rows_GXS.size + num_beside
+    num_made = num_rows if by_row else 2 * num_all
+    length, is_cuda = num_made + num_spans * num_slots, device.type == "cuda"
+    table = torch.empty(length, dtype=torch.int32, device="cpu", pin_memory=is_cuda)
+    arrays = [np.ascontiguousarray(each) for each in (rows_GXS, *(beside or ()))]
+    at_rows, *at_beside = (each.ctypes.data for each in arrays)
+    told = num_spans, num_blocks, num_slots, at_rows, is_in_order, num_beside
+    if code(*told, *(at_beside or (None, None)), by_row, table.data_ptr()):
+        raise MemoryError(f"no room for {num_blocks} x {num_slots} blocks of rows")
+    table = sent_to(table, device)
+    ends = table[num_made:]
+    if not sizes:
+        return (), ends
+    index = table[:num_rows] if by_row else kernels.index_of_blocks(table, num_all, num_rows)
+    return index.split_with_sizes(sizes) if len(sizes) > 1 else (index,), ends
+
+
+@cache
+def _code() -> Callable[..., int] | None:
+    """The function, or None where it can be neither found nor compiled."""
+    try:
+        code = library("row_tables").row_tables
+    except RuntimeError:
+        return None
+    number, place = ctypes.c_int64, ctypes.c_void_p
+    code.argtypes = [number, number, number, place, number, number, place, place, number, place]
+    return code

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Indices of rows by the C code, beside numpy's.
+
+Shape letters: G spans, X blocks as they came, S expert slots.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ds_moe_ext import compiled, kernels, row_tables
+from ds_moe_ext.moe.slot_rows import SlotSortings
+from ds_moe_ext.rows import Moved
+
+CPU = torch.device("cpu")
+
+
+def index_of_blocks(table: Tensor, num_blocks: int, num_rows: int) -> Tensor:
+    """What the kernel computes."""
+    shift, end = table[:num_blocks].numpy(), table[num_blocks : 2 * num_blocks].numpy()
+    index = np.repeat(shift, np.diff(end, prepend=0)) + np.arange(num_rows)
+    return torch.from_numpy(index.astype(np.int32))
+
+
+@given(
+    st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(0, 4)),
+    st.sampled_from(["contiguous", "transposed"]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+)
+def test_indices_are_numpys(
+    shape: tuple[int, int, int], layout: str, has_beside: bool, has_kernels: bool, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    rows_GXS = rng.integers(0, 4, shape) * rng.integers(0, 2, shape)
+    if layout == "transposed":
+        rows_GXS = np.asfortranarray(rows_GXS)
+    lengths = rng.integers(0, 4, rng.integers(0, 6))
+    beside = Moved(rng.integers(-9, 9, lengths.size), lengths) if has_beside else None
+    with (
+        mock.patch.object(kernels, "are_there", lambda device: has_kernels),
+        mock.patch.object(kernels, "index_of_blocks", index_of_blocks),
+    ):
+        ours = SlotSortings(rows_GXS, CPU, beside)
+        with mock.patch.object(row_tables, "are_there", lambda: False):
+            numpys = SlotSortings(rows_GXS, CPU, beside)._made
+        assert row_tables.are_there()
+        indices, ends = ours._made
+    assert [each.tolist() for each in indices] == [each.tolist() for each in numpys[0]]
+    assert ends.tolist() == numpys[1].tolist()
+    assert {each.dtype for each in (*indices, ends)} == {torch.int32}
+    for number, sorting in enumerate(ours.each()):
+        num_rows = int(rows_GXS[number].sum())
+        came = torch.arange(num_rows)
+        assert torch.equal(sorting.back(sorting.to_slots(came)), came)
+        assert sorting.slots.end_S.tolist() == rows_GXS[number].sum(axis=0).cumsum().tolist()
+
+
+def test_where_nothing_can_be_compiled_numpy_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(name: str) -> None:
+        raise RuntimeError("there is no compiler")
+
+    assert row_tables.library is compiled.library
+    monkeypatch.setattr(row_tables, "library", refuses)
+    row_tables._code.cache_clear()
+    try:
+        assert not row_tables.are_there()
+        (sorting,) = SlotSortings(np.array([[[1, 2], [3, 0]]]), CPU).each()
+        # Blocks A, B / C, D of lengths 1, 2 / 3, 0 lie as A0 B1 B2 C3 C4 C5.
+        assert sorting.to_slots(torch.arange(6)).tolist() == [0, 3, 4, 5, 1, 2]
+    finally:
+        row_tables._code.cache_clear()
