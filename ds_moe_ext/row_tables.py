@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_moe_ext import kernels
 from ds_moe_ext.compiled import library
-from ds_moe_ext.rows import Moved, sent_to
+from ds_moe_ext.rows import Moved, check_not_captured, sent_to
 
 
 def are_there() -> bool:
@@ -50,8 +50,10 @@ def indices_to_slots(
     num_all = num_beside if is_in_order else 2 * rows_GXS.size + num_beside
     num_made = num_rows if by_row else 2 * num_all
     length, is_cuda = num_made + num_spans * num_slots, device.type == "cuda"
+    if is_cuda:
+        check_not_captured()  # before anything is pinned
     table = torch.empty(length, dtype=torch.int32, device="cpu", pin_memory=is_cuda)
-    arrays = [np.ascontiguousarray(each) for each in (rows_GXS, *(beside or ()))]
+    arrays = [np.ascontiguousarray(each, np.int64) for each in (rows_GXS, *(beside or ()))]
     at_rows, *at_beside = (each.ctypes.data for each in arrays)
     told = num_spans, num_blocks, num_slots, at_rows, is_in_order, num_beside
     if code(*told, *(at_beside or (None, None)), by_row, table.data_ptr()):

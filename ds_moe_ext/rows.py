@@ -118,7 +118,12 @@ def sent_to(host: Tensor, device: torch.device) -> Tensor:
     """What the host has, there; it does not wait."""
     if device.type != "cuda":
         return host.to(device)
-    if is_captured():
-        raise NotInGraphs("they copy to the device what the host has found, anew in each")
+    check_not_captured()
     # From pageable memory the host would wait for what its lane still has to do.
     return host.pin_memory().to(device, non_blocking=True)
+
+
+def check_not_captured() -> None:
+    """Raises NotInGraphs where what the host works out would go to a device amid a capture."""
+    if is_captured():
+        raise NotInGraphs("they copy to the device what the host has found, anew in each")

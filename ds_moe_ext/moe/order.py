@@ -247,11 +247,10 @@ class Order(SavesAlike):
             place_FW1 = self._places_of_keys(self._place_E, cut, width, key_N.device)
             key_N = place_FW1.index_select(0, key_N)
             key_bound = cut.num_chunks * self.destination.target.flat_N.size
-        # While they are on their way:
-        by_key_N = sorted_by(key_N, key_bound)
-        ahead = self._ahead(by_key_N, cut, top_k, x_TD)
+        by_key_N = sorted_by(key_N, key_bound)  # while they are on their way
         if (is_idle := counts.has_landed) is not None:
             self.lag.add(is_idle)
+        ahead = self._ahead(by_key_N, cut, top_k, x_TD)  # likewise
         # The one wait for the device: splits must be known.
         known = counts.ready().numpy()
         rows_CPFE = known[..., :num_experts].reshape(
@@ -272,7 +271,8 @@ class Order(SavesAlike):
 
     def _ahead(self, by_key_N: Tensor, cut: Cut, top_k: int, x_TD: Tensor | None) -> Ahead | None:
         """What needs no counts, where rows are sent in the order of their keys."""
-        if self._may_drop or self.revise is not None or not self._sorts_by_place:
+        may_differ = self._may_drop or self.counts_visits or self.revise is not None
+        if may_differ or not self._sorts_by_place:
             return None
         token_N = tokens_of(by_key_N, top_k)
         if not self.packs or x_TD is None:

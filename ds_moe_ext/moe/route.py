@@ -423,14 +423,11 @@ class LayerRoute(OnDevice):
             received_CFS = self.received_PCFS[self.place][:, chunks]
             num_cells, num_chunks, num_slots = received_CFS.shape
             width = num_chunks // num_spans
-            received_GCFS = received_CFS.reshape(num_cells, num_spans, width, num_slots).swapaxes(
-                0, 1
-            )
-            rows_GXS = received_GCFS.reshape(num_spans, num_cells * width, num_slots)
+            rows_CGFS = received_CFS.reshape(num_cells, num_spans, width, num_slots)
+            rows_GXS = rows_CGFS.swapaxes(0, 1).reshape(num_spans, num_cells * width, num_slots)
             moved = None if self._tables.choice_N else self.moved
-            found = self._tables.sortings[spans[0]] = SlotSortings(
-                rows_GXS, self.by_key_N.device, moved
-            )
+            found = SlotSortings(rows_GXS, self.by_key_N.device, moved)
+            self._tables.sortings[spans[0]] = found
             if not self._tables.choice_N:
                 choice_N = self.by_key_N
                 if moved is not None:
