@@ -68,11 +68,12 @@ def indices_to_slots(
 
 @cache
 def _code() -> Callable[..., int] | None:
-    """The function, or None where it can be neither found nor compiled."""
+    """The function, or None where it can be neither found nor compiled. It keeps Python's lock: for
+    a few us nobody else needs to have it, who might not give it back for milliseconds."""
     try:
-        code = library("row_tables").row_tables
+        code = library("row_tables")
     except RuntimeError:
         return None
     number, place = ctypes.c_int64, ctypes.c_void_p
-    code.argtypes = [number, number, number, place, number, number, place, place, number, place]
-    return code
+    told = number, number, number, place, number, number, place, place, number, place
+    return ctypes.PYFUNCTYPE(ctypes.c_int, *told)(("row_tables", code))
