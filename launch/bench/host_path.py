@@ -3,13 +3,15 @@
 
 `python launch/bench/host_path.py --ranks 8 64 --slots 1 8`
 `... --only ep prophet --rounds 40 --json host.json`
+`... --kernels`, with Triton on ``PYTHONPATH`` (`no_device.py`)
 
 One process stands for one of all ranks (`fake_world.py`), experts are tiny, layers take the way of
 a GPU, and grouped GEMMs return at once, so that what is left is the processor's time to issue them.
 The contenders take turns, a step each, in an order that rotates; processor time, not that of a
 clock, which other programs disturb less. In the measured span are, of every contender alike, order,
 dispatch, experts, combine and restore with their backward; gates are not: their choices are made
-beforehand.
+beforehand. Apart from that, in steps of their own and by the clock, what lies between a wait and the
+exchange that follows it (`host_windows.py`).
 """
 
 from __future__ import annotations
