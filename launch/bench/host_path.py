@@ -10,7 +10,7 @@ a GPU, and grouped GEMMs return at once, so that what is left is the processor's
 The contenders take turns, a step each, in an order that rotates; processor time, not that of a
 clock, which other programs disturb less. In the measured span are, of every contender alike, order,
 dispatch, experts, combine and restore with their backward; gates are not: their choices are made
-beforehand. Apart from that, in steps of their own and by the clock, what lies between a wait and the
+beforehand. Beside that, in steps of their own and by the clock: what lies between a wait and the
 exchange that follows it (`host_windows.py`).
 """
 
