@@ -333,19 +333,17 @@ def measure(job: Job) -> list[Result]:
                         steps[contender.name].append(step)
             after = 1 + NUM_WARM_UPS + job.rounds
             counts = {each.name: counts_of(each, job.sizes, after) for each in contenders}
-            windows_s: dict[str, list[float]] = {each.name: [] for each in contenders}
+            after_waits_s: dict[str, list[float]] = {each.name: [] for each in contenders}
             first = after + COUNTED_STEPS + 5
             for number in range(first, first + job.rounds):
-                for contender in rotated(contenders, number):
-                    batch, waits = (
-                        Batch.of(job.sizes, number),
-                        counts[contender.name].waits_in_passes,
-                    )
-                    windows_s[contender.name].append(after_waits(contender, batch, number, waits))
+                for each in rotated(contenders, number):
+                    waits = counts[each.name].waits_in_passes
+                    took = after_waits(each, Batch.of(job.sizes, number), number, waits)
+                    after_waits_s[each.name].append(took)
     where = job.ranks, job.slots
     return [
         *(
-            Result(*where, name, tuple(found), counts[name], tuple(windows_s[name]))
+            Result(*where, name, tuple(found), counts[name], tuple(after_waits_s[name]))
             for name, found in steps.items()
         ),
         *(Result(*where, name, skipped=reason) for name, reason in skipped.items()),
