@@ -46,6 +46,8 @@ from rich.progress import track
 from rich.table import Table
 from rotation import NUM_WARM_UPS, rotated
 
+from ds_moe_ext.kernels import HAS_TRITON
+
 BUILDERS: Mapping[str, Builder] = {**OURS, **PEERS}
 """All contenders by name; the first is what the others are compared with."""
 
@@ -440,7 +442,13 @@ def parse_arguments() -> argparse.Namespace:
     add("--rounds", type=int, default=24)
     add("--kernels", action="store_true", help="launch Triton's, on no device; needs Triton")
     add("--json", type=Path, help="write the figures here")
-    return parser.parse_args()
+    given = parser.parse_args()
+    if given.kernels and not HAS_TRITON:
+        parser.error(
+            "--kernels, but there is no Triton: pip install --target /tmp/triton triton, then "
+            "PYTHONPATH=/tmp/triton"
+        )
+    return given
 
 
 def machine() -> Mapping[str, str]:
