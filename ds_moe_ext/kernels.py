@@ -85,9 +85,9 @@ def silu_product_grad(gate_up_RF: Tensor, grad_RF: Tensor) -> Tensor:
     return grad_gate_up_RF
 
 
-def _blocks(width: int) -> int:
-    """That cover the columns of a row."""
-    return -(-width // BLOCK)
+def _blocks(length: int, size: int = BLOCK) -> int:
+    """That cover the columns of a row, or rows."""
+    return -(-length // size)
 
 
 def sums_by_token(rows_ND: Tensor, row_N: Tensor, weight_TK: Tensor | None, top_k: int) -> Tensor:
@@ -168,7 +168,7 @@ def index_of_blocks(table_2X: Tensor, num_blocks: int, num_rows: int) -> Tensor:
     index_R = table_2X.new_empty(num_rows)
     if num_rows:
         _INDEX_OF_BLOCKS.launch(
-            (-(-num_rows // ROWS), 1, 1),
+            (_blocks(num_rows, ROWS), 1, 1),
             (table_2X, index_R),
             num_blocks,
             num_rows,

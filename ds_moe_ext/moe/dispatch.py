@@ -98,11 +98,11 @@ class Wire:
 
     def out(self, rows_ND: Tensor, span: Span, layer_route: LayerRoute) -> Tensor:
         """Rows ``[N, D]`` in send order to ``[R, D]`` in slot order at their experts."""
-        sent_C, received_C = layer_route.splits(span)
-        if len(sent_C) == 1:
+        splits = layer_route.splits(span)
+        if splits.stays:
             arrived_RD = rows_ND
         elif self.carrier is None and self.node_channels is None:
-            arrived_RD = self._directly(rows_ND, sent_C, received_C)
+            arrived_RD = self._directly(rows_ND, splits.sent_C, splits.received_C)
         else:
             arrived_RD = self._coded(self._trip(span, layer_route).out, rows_ND)
         return layer_route.on(span).to_slots(arrived_RD)
@@ -119,12 +119,12 @@ class Wire:
         Args:
             weight_R: of rows that are added up before they travel.
         """
-        route = layer_route.on(span)
-        rows_RD = route.to_arrival(rows_RD, weight_R)
-        if route.stays:
+        splits = layer_route.splits(span)
+        rows_RD = layer_route.on(span).to_arrival(rows_RD, weight_R)
+        if splits.stays:
             return rows_RD
         if self.carrier is None and self.node_channels is None:
-            return self._directly(rows_RD, route.received_C, route.sent_C)
+            return self._directly(rows_RD, splits.received_C, splits.sent_C)
         return self._coded(self._trip(span, layer_route).home, rows_RD)
 
     def _trip(self, span: Span, layer_route: LayerRoute) -> Trip:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ds_moe_ext.captured import remembered
 from ds_moe_ext.moe.one_hot_order import OneHotRoute
-from ds_moe_ext.moe.route import LayerRoute, Route
+from ds_moe_ext.moe.route import LayerRoute, Route, Splits
 from ds_moe_ext.moe.slot_rows import SlotRows, SlotSorting
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.rows import on_device
@@ -76,8 +76,10 @@ class Padding:
         route = kind(
             choice_N=choice_N,
             token_N=choice_N // top_k,
-            sent_C=tuple(self._sent_1C[0].tolist()),
-            received_C=(self.capacity * self._num_slots,) * self.target.num_cells,
+            splits=Splits.of(
+                self._sent_1C[0].tolist(),
+                (self.capacity * self._num_slots,) * self.target.num_cells,
+            ),
             sorting=sorting,
             slots=sorting.slots,
             num_tokens=num_tokens,

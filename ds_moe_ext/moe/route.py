@@ -50,6 +50,27 @@ class SpanChoices:
         return row_N.split_with_sizes(self.sizes)
 
 
+class Splits(NamedTuple):
+    """Rows of one span that travel.
+
+    Attributes:
+        sent_C: to each cell; to this one alone where no row leaves its cell.
+        received_C: from each cell; likewise.
+    """
+
+    sent_C: tuple[int, ...]
+    received_C: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sent_C: Iterable[int], received_C: Iterable[int]) -> Splits:
+        return cls(tuple(sent_C), tuple(received_C))
+
+    @property
+    def stays(self) -> bool:
+        """Whether no row of any cell leaves it: there is nothing to exchange."""
+        return len(self.sent_C) == 1
+
+
 @dataclass(frozen=True, eq=False)
 class Route:
     """How the rows of one span travel. Integers only: nothing here carries a gradient.
@@ -58,8 +79,7 @@ class Route:
         choice_N: position of each sent row in the span's flattened ``[T, K]`` choices, int64, in
             send order: by cell, then chunk, slot and token; ``T * K`` of what is only padding.
         token_N: its token in the span; ``T`` of padding.
-        sent_C: rows for each cell; of this one alone where no row leaves its cell.
-        received_C: rows from each cell; likewise.
+        splits: how many rows go to each cell and come from each.
         sorting: takes rows from arrival order (sender, chunk, slot) to slot order; None where all
             are this rank's, in that order.
         slots: rows of each of this cell's slots.
@@ -67,16 +87,15 @@ class Route:
         top_k: choices ``K``.
         padded_row_N: where each choice lies in send order, ``N`` of those that do not travel, int64
             ``[T * K]``; None where nothing is padded.
-        visits: what travels in place of rows, where each token's goes once to a cell; ``sent_C``,
-            ``received_C`` and what is in send or arrival order are theirs then.
+        visits: what travels in place of rows, where each token's goes once to a cell; ``splits``
+            and what is in send or arrival order are theirs then.
         together: with other spans, and the number of this one; None where it is alone, or some
             choice does not travel.
     """
 
     choice_N: Tensor
     token_N: Tensor
-    sent_C: tuple[int, ...]
-    received_C: tuple[int, ...]
+    splits: Splits
     sorting: SlotSorting | None
     slots: SlotRows
     num_tokens: int
@@ -86,9 +105,19 @@ class Route:
     together: tuple[SpanChoices, int] | None = None
 
     @property
+    def sent_C(self) -> tuple[int, ...]:
+        """See ``Splits``."""
+        return self.splits.sent_C
+
+    @property
+    def received_C(self) -> tuple[int, ...]:
+        """Likewise."""
+        return self.splits.received_C
+
+    @property
     def stays(self) -> bool:
-        """Whether no row of any cell leaves it: there is nothing to exchange."""
-        return len(self.sent_C) == 1
+        """Whether no row of any cell leaves it."""
+        return self.splits.stays
 
     @property
     def is_indexed(self) -> bool:
@@ -219,22 +248,6 @@ class CellRoute:
         return self.sorting.back(rows_GD)
 
 
-class Splits(NamedTuple):
-    """Rows of one span that travel.
-
-    Attributes:
-        sent_C: to each cell; to this one alone where no row leaves its cell.
-        received_C: from each cell; likewise.
-    """
-
-    sent_C: tuple[int, ...]
-    received_C: tuple[int, ...]
-
-    @classmethod
-    def of(cls, sent_C: Iterable[int], received_C: Iterable[int]) -> Splits:
-        return cls(tuple(sent_C), tuple(received_C))
-
-
 class Ahead(NamedTuple):
     """What of a pass is worked out while its counts are on their way to the host.
 
@@ -323,10 +336,10 @@ class LayerRoute(OnDevice):
     def splits(self, span: Span) -> Splits:
         """What a span sends and receives: all that its exchange has to know, so that other tables
         are made while rows are on their way."""
-        if self.visits is not None:  # which travel in place of rows
-            route = self.on(span)
-            return Splits(route.sent_C, route.received_C)
-        return self._row_splits(span)
+        route = self._routes.get(span)
+        if route is None and self.visits is None:
+            return self._row_splits(span)
+        return (route or self.on(span)).splits  # visits travel in place of rows
 
     def sent_rows(self, span: Span, x_TD: Tensor) -> Tensor:
         """Rows ``[N, D]`` in send order, of the span's tokens ``[T, D]``. Call it once a span: rows
@@ -361,7 +374,8 @@ class LayerRoute(OnDevice):
         if self.visits.visit_R is None:
             return route
         visits = self.visits.on(span, self.of_span(span, self.visits.visit_R))
-        return replace(route, sent_C=visits.sent_C, received_C=visits.received_C, visits=visits)
+        splits = Splits(visits.sent_C, visits.received_C)
+        return replace(route, splits=splits, visits=visits)
 
     def in_cell(self, span: Span) -> CellRoute:
         """How the rows of a span meet in the cell."""
@@ -456,8 +470,7 @@ class LayerRoute(OnDevice):
             own: Route(
                 choice_N=choice_N,
                 token_N=token_N,
-                sent_C=own_splits.sent_C,
-                received_C=own_splits.received_C,
+                splits=own_splits,
                 sorting=sorting,
                 slots=sorting.slots,
                 num_tokens=self.cut.length(own),
@@ -590,8 +603,7 @@ def one_cell_route(expert_TK: Tensor, target: Placement) -> LayerRoute:
     route = Route(
         choice_N=choice_N,
         token_N=tokens_of(choice_N, top_k),
-        sent_C=(num_rows,),
-        received_C=(num_rows,),
+        splits=Splits((num_rows,), (num_rows,)),
         sorting=None,
         slots=SlotRows.ending(end_S, num_rows),
         num_tokens=num_tokens,

@@ -131,7 +131,7 @@ class SlotSortings:
         back; then of the order beside; and where the rows of each slot end, ``[G * S]``. Int32."""
         sizes: list[int] = []
         if not self.is_in_order:
-            sizes += [sum(host_S) for host_S in self._host_GS for _ in ("there", "back")]
+            sizes += [size for size in map(sum, self._host_GS) for _ in ("there", "back")]
         if self.beside is not None:
             sizes.append(int(self.beside.length_X.sum()))
         if row_tables.are_there():

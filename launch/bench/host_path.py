@@ -25,7 +25,7 @@ import statistics
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -184,24 +184,24 @@ def take_step(contender: Contender, batch: Batch, number: int) -> Step:
 
 def counts_of(contender: Contender, sizes: Sizes, first: int) -> Counts:
     """What steps from a number on count. Collective."""
-    batches = [Batch.of(sizes, first + each) for each in range(COUNTED_STEPS + 3)]
+    batches = [Batch.of(sizes, first + each) for each in range(COUNTED_STEPS + 4)]
     with counted() as seen:
         for number in range(COUNTED_STEPS):
             take_step(contender, batches[number], first + number)
     num = COUNTED_STEPS * sizes.layers
     waits = Counter({p: n for p, n in seen.waits.items() if p.function not in contender.cpu_only})
     by_place: Counter[Place] = waits + seen.copies + seen.collectives
-    *_, one, two, three = batches
-    where = waits_of_passes(contender, one, first + COUNTED_STEPS)
-    calls, after_waits = calls_of(contender, two, first + COUNTED_STEPS + 1, where)
+    *_, one, two, three, four = batches
+    after = first + COUNTED_STEPS
+    where = waits_of_passes(contender, one, after)
     return Counts(
         waits=waits.total() / num,
         copies=seen.copies.total() / num,
         collectives=seen.collectives.total() / num,
         parcels=seen.parcels / num,
-        calls=calls / sizes.layers,
-        calls_after_waits=after_waits / sizes.layers,
-        kept_blocks=kept_blocks(contender, three, first + COUNTED_STEPS + 3) / sizes.layers,
+        calls=calls_of(contender, two, after + 1) / sizes.layers,
+        calls_after_waits=calls_after_waits(contender, three, after + 2, where) / sizes.layers,
+        kept_blocks=kept_blocks(contender, four, after + 3) / sizes.layers,
         places={str(place): number / num for place, number in by_place.most_common()},
         waits_in_passes=where,
     )
@@ -218,44 +218,36 @@ def waits_of_passes(contender: Contender, batch: Batch, number: int) -> list[str
     return sorted({f"{place.file} {place.function}" for place in places})
 
 
-def calls_of(
-    contender: Contender, batch: Batch, number: int, waits: Sequence[str]
-) -> tuple[int, int]:
-    """Of functions, Python's and built-in ones, by this thread in a step; and those of them that
-    come after waits. Collective."""
+def calls_of(contender: Contender, batch: Batch, number: int) -> int:
+    """Of functions, Python's and built-in ones, by this thread in a step. Collective."""
+    contender.model.zero_grad(set_to_none=True)
+    with contender.turn():
+        return _calls_in(passes(contender, batch, number), lambda: True)
+
+
+def calls_after_waits(contender: Contender, batch: Batch, number: int, waits: Sequence[str]) -> int:
+    """Those of them in forward from a wait to the exchange that follows. Collective."""
+    contender.model.zero_grad(set_to_none=True)
+    with contender.turn(), windows(waits) as seen:
+        step = passes(contender, batch, number)
+        found = _calls_in(islice(step, 2), lambda: seen.since_s is not None)
+        deque(step, maxlen=0)
+    return found
+
+
+def _calls_in(step: Iterator[Span], is_counted: Callable[[], bool]) -> int:
+    """Of functions, in parts of a step."""
     found = 0
 
     def saw(frame: object, event: str, argument: object) -> None:
         nonlocal found
-        found += event in CALLS
+        found += event in CALLS and is_counted()
 
-    contender.model.zero_grad(set_to_none=True)
-    with contender.turn():
-        sys.setprofile(saw)
-        try:
-            deque(passes(contender, batch, number), maxlen=0)
-        finally:
-            sys.setprofile(None)
-    return found, _calls_after(contender, batch, number + 1, waits)
-
-
-def _calls_after(contender: Contender, batch: Batch, number: int, waits: Sequence[str]) -> int:
-    found = 0
-    contender.model.zero_grad(set_to_none=True)
-    with contender.turn(), windows(waits) as seen:
-
-        def saw(frame: object, event: str, argument: object) -> None:
-            nonlocal found
-            found += event in CALLS and seen.since_s is not None
-
-        step = passes(contender, batch, number)
-        next(step)
-        sys.setprofile(saw)
-        try:
-            next(step)
-        finally:
-            sys.setprofile(None)
+    sys.setprofile(saw)
+    try:
         deque(step, maxlen=0)
+    finally:
+        sys.setprofile(None)
     return found
 
 
@@ -336,7 +328,7 @@ def measure(job: Job) -> list[Result]:
             after = 1 + NUM_WARM_UPS + job.rounds
             counts = {each.name: counts_of(each, job.sizes, after) for each in contenders}
             after_waits_s: dict[str, list[float]] = {each.name: [] for each in contenders}
-            first = after + COUNTED_STEPS + 5
+            first = after + COUNTED_STEPS + 4
             for number in range(first, first + job.rounds):
                 for each in rotated(contenders, number):
                     waits = counts[each.name].waits_in_passes
@@ -445,8 +437,8 @@ def parse_arguments() -> argparse.Namespace:
     given = parser.parse_args()
     if given.kernels and not HAS_TRITON:
         parser.error(
-            "--kernels, but there is no Triton: pip install --target /tmp/triton triton, then "
-            "PYTHONPATH=/tmp/triton"
+            "--kernels, but there is no Triton: pip install --target FOLDER triton, then "
+            "PYTHONPATH=FOLDER"
         )
     return given
 

@@ -2,7 +2,7 @@
 """Triton's kernels on a device that is not there: compiled, launched, and not run.
 
 What is left of a launch is what its host does. Needs Triton, which torch's builds for CPUs lack:
-`pip install --target /tmp/triton triton`, then `PYTHONPATH=/tmp/triton`.
+`pip install --target FOLDER triton`, then `PYTHONPATH=FOLDER`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Direct launches of all kernels are those that Triton makes itself; needs Triton, and no GPU.
 
-``pip install --target /tmp/triton triton``, then ``PYTHONPATH=/tmp/triton pytest`` this file.
+``pip install --target FOLDER triton``, then ``PYTHONPATH=FOLDER pytest`` this file.
 """
 
 from __future__ import annotations
