@@ -40,6 +40,7 @@ class Placement:
     first_EC: np.ndarray | None = None
     _experts: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False)
     _columns: dict[int, np.ndarray | slice] = field(default_factory=dict, init=False, repr=False)
+    _num_firsts: dict[int, int] = field(default_factory=dict, init=False, repr=False)
     _alone: dict[int, Placement] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -178,7 +179,7 @@ class Placement:
     def prepare(self, cell: int) -> None:
         """Work out beforehand what rows are ordered by, for a cell that sends and receives."""
         _ = self.is_single, self.is_full, self.by_holder_N, self.held_C1, self.is_everywhere
-        self.columns_of(cell)
+        _ = self.columns_of(cell), self.num_firsts_of(cell)
         if self.is_full and self.num_cells > 1:
             self.alone(cell).prepare(0)
 
@@ -204,6 +205,13 @@ class Placement:
             follow = np.array_equal(expert_S, first + np.arange(size))
             self._columns[cell] = slice(first, first + size) if follow else expert_S
         return self._columns[cell]
+
+    def num_firsts_of(self, cell: int) -> int:
+        """How many first slots a cell has that others stand behind; 0 where none does."""
+        if cell not in self._num_firsts:
+            num, of_all = (int(own[:, cell].sum()) for own in (self._firsts_EC, self.holds_EC))
+            self._num_firsts[cell] = num if num < of_all else 0
+        return self._num_firsts[cell]
 
     def _found_experts(self, cell: int) -> np.ndarray:
         held = slice(*self.held_C1[cell : cell + 2])

@@ -34,11 +34,12 @@ static void put(Out *out, i64 first, i64 shift, i64 length)
 
 /* All orders, one behind the other: of each span to its slots, then back, if its rows do not come
  * in the order of slots; then the other one. And behind them where the rows of each slot end, of
- * each span. Gives 0; another number where there is no memory.
+ * each span; and those of slots behind the first ones, if there are such, without these. Gives 0;
+ * another number where there is no memory.
  *
  * rows_GXS: of each span and block for each slot. shift_B, length_B: of the other order's blocks.
  * by_row: indices are wanted, and not what they are made of. */
-int row_tables(i64 G, i64 X, i64 S, const i64 *rows_GXS, i64 is_in_order, i64 B,
+int row_tables(i64 G, i64 X, i64 S, i64 num_firsts, const i64 *rows_GXS, i64 is_in_order, i64 B,
                const i64 *shift_B, const i64 *length_B, i64 by_row, i32 *out)
 {
     i64 num_blocks = (is_in_order ? 0 : 2 * G * X * S) + B;
@@ -68,12 +69,17 @@ int row_tables(i64 G, i64 X, i64 S, const i64 *rows_GXS, i64 is_in_order, i64 B,
     for (i64 b = 0; b < B; b++)
         put(&tables, first, shift_B[b], length_B[b]);
     i32 *end = by_row ? out + tables.rows : out + 2 * num_blocks;
+    i32 *later = end + G * S;
     for (i64 g = 0; g < G; g++) {
-        i64 rows = 0;
+        i64 rows = 0, before = 0;
         for (i64 s = 0; s < S; s++) {
+            if (s == num_firsts)
+                before = rows;
             for (i64 x = 0; x < X; x++)
                 rows += rows_GXS[(g * X + x) * S + s];
             *end++ = (i32)rows;
+            if (num_firsts && s >= num_firsts)
+                *later++ = (i32)(rows - before);
         }
     }
     return 0;

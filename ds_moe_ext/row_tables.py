@@ -29,18 +29,23 @@ def indices_to_slots(
     rows_GXS: np.ndarray,
     device: torch.device,
     sizes: Sequence[int],
+    num_ends: Sequence[int],
     beside: Moved | None,
     *,
+    num_firsts: int,
     is_in_order: bool,
-) -> tuple[Sequence[Tensor], Tensor]:
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Of each span the index that takes its rows to their slots, and the one that takes them back;
-    then of the order beside; and where the rows of each slot end, ``[G * S]``. Int32.
+    then of the order beside. And where the rows of each slot end, of each span; then of each those
+    of slots behind the first ones, without these. Int32.
 
     Args:
         rows_GXS: rows of each span and block for each slot, int64.
         device: where the rows are.
         sizes: rows of each order.
+        num_ends: slots of which ends are told, likewise.
         beside: another order, whose index is wanted too.
+        num_firsts: slots of each span that may be computed apart from those behind them, or 0.
         is_in_order: rows come in the order of slots, and need no index.
     """
     num_spans, num_blocks, num_slots = rows_GXS.shape
@@ -49,21 +54,29 @@ def indices_to_slots(
     num_beside = 0 if beside is None else beside.length_X.size
     num_all = num_beside if is_in_order else 2 * rows_GXS.size + num_beside
     num_made = num_rows if by_row else 2 * num_all
-    length, is_cuda = num_made + num_spans * num_slots, device.type == "cuda"
-    if is_cuda:
+    if is_cuda := device.type == "cuda":
         check_not_captured()  # before anything is pinned
+    length = num_made + sum(num_ends)
     table = torch.empty(length, dtype=torch.int32, device="cpu", pin_memory=is_cuda)
     arrays = [np.ascontiguousarray(each, np.int64) for each in (rows_GXS, *(beside or ()))]
-    at_rows, *at_beside = (each.ctypes.data for each in arrays)
-    told = num_spans, num_blocks, num_slots, at_rows, is_in_order, num_beside
+    at_rows, *at_beside = map(_place, arrays)
+    told = num_spans, num_blocks, num_slots, num_firsts, at_rows, is_in_order, num_beside
     if code(*told, *(at_beside or (None, None)), by_row, table.data_ptr()):
         raise MemoryError(f"no room for {num_blocks} x {num_slots} blocks of rows")
     table = sent_to(table, device)
-    ends = table[num_made:]
+    if by_row:
+        parts = table.split_with_sizes([*sizes, *num_ends])
+        return parts[: len(sizes)], parts[len(sizes) :]
+    _, *ends = table.split_with_sizes([num_made, *num_ends])
     if not sizes:
         return (), ends
-    index = table[:num_rows] if by_row else kernels.index_of_blocks(table, num_all, num_rows)
-    return index.split_with_sizes(sizes) if len(sizes) > 1 else (index,), ends
+    return kernels.index_of_blocks(table, num_all, num_rows).split_with_sizes(sizes), ends
+
+
+def _place(array: np.ndarray) -> int:
+    """In memory; ``array.ctypes`` takes a layer's host as long as an operation."""
+    place: int = array.__array_interface__["data"][0]
+    return place
 
 
 @cache
@@ -75,5 +88,5 @@ def _code() -> Callable[..., int] | None:
     except RuntimeError:
         return None
     number, place = ctypes.c_int64, ctypes.c_void_p
-    told = number, number, number, place, number, number, place, place, number, place
+    told = number, number, number, number, place, number, number, place, place, number, place
     return ctypes.PYFUNCTYPE(ctypes.c_int, *told)(("row_tables", code))

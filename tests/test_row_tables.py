@@ -6,6 +6,7 @@ Shape letters: G spans, X blocks as they came, S expert slots.
 
 from __future__ import annotations
 
+from itertools import combinations
 from unittest import mock
 
 import numpy as np
@@ -49,19 +50,25 @@ def test_indices_are_numpys(
         mock.patch.object(kernels, "are_there", lambda device: has_kernels),
         mock.patch.object(kernels, "index_of_blocks", index_of_blocks),
     ):
-        ours = SlotSortings(rows_GXS, CPU, beside)
+        num_firsts = int(rng.integers(0, max(1, shape[2])))
+        ours = SlotSortings(rows_GXS, CPU, beside, num_firsts)
         with mock.patch.object(row_tables, "are_there", lambda: False):
-            numpys = SlotSortings(rows_GXS, CPU, beside)._made
+            numpys = SlotSortings(rows_GXS, CPU, beside, num_firsts)._made
         assert row_tables.are_there()
         indices, ends = ours._made
     assert [each.tolist() for each in indices] == [each.tolist() for each in numpys[0]]
-    assert ends.tolist() == numpys[1].tolist()
-    assert {each.dtype for each in (*indices, ends)} == {torch.int32}
+    assert [each.tolist() for each in ends] == [each.tolist() for each in numpys[1]]
+    assert {each.dtype for each in (*indices, *ends)} == {torch.int32}
     for number, sorting in enumerate(ours.each()):
         num_rows = int(rows_GXS[number].sum())
         came = torch.arange(num_rows)
         assert torch.equal(sorting.back(sorting.to_slots(came)), came)
-        assert sorting.slots.end_S.tolist() == rows_GXS[number].sum(axis=0).cumsum().tolist()
+        rows_S = rows_GXS[number].sum(axis=0)
+        assert sorting.slots.end_S.tolist() == rows_S.cumsum().tolist()
+        for start, stop in combinations(range(shape[2] + 1), 2):
+            own = sorting.slots.between(start, stop)
+            assert own.end_S.tolist() == rows_S[start:stop].cumsum().tolist()
+            assert own.num_rows == rows_S[start:stop].sum()
 
 
 def test_where_nothing_can_be_compiled_numpy_serves(monkeypatch: pytest.MonkeyPatch) -> None:

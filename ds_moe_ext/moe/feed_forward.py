@@ -48,7 +48,7 @@ class FeedForwardExperts:
             return self._slot_by_slot(rows_RD, slots, *self._by_name(weights))
         if self.is_stacked(weights):
             stacks = self._stacks(weights)
-            runs = _bounds(stacks)
+            runs = self._bounds(weights)
         else:
             by_name = self._by_name(weights)
             runs = runs_of(by_name)
@@ -84,7 +84,7 @@ class FeedForwardExperts:
     def arrangement(self, weights: tuple[Tensor, ...]) -> Arrangement:
         """How slots compute: in another order where that takes fewer GEMMs, at once or alone."""
         if self.is_stacked(weights):
-            return Arrangement(None, _bounds(self._stacks(weights)))
+            return Arrangement(None, self._bounds(weights))
         by_name = self._by_name(weights)
         num_slots = len(by_name[0])
         if num_slots > 1 and self._is_grouped(weights):
@@ -109,6 +109,11 @@ class FeedForwardExperts:
         """The weights of each stack."""
         size = self._num_names
         return [weights[first : first + size] for first in range(0, len(weights), size)]
+
+    def _bounds(self, weights: tuple[Tensor, ...]) -> tuple[tuple[int, int], ...]:
+        """First slot of each stack, and the first one behind it."""
+        sizes = [stack.shape[0] for stack in weights[:: self._num_names]]
+        return tuple(pairwise(accumulate(sizes, initial=0)))
 
     def _is_grouped(self, weights: tuple[Tensor, ...]) -> bool:
         return bool(weights) and (self.has_bias or not weights[0].is_cpu)
@@ -137,10 +142,3 @@ class FeedForwardExperts:
             for rows, into, out_of in parts
         ]
         return torch.cat(outs).to(rows_RD.dtype)
-
-
-def _bounds(stacks: Sequence[Sequence[Tensor]]) -> tuple[tuple[int, int], ...]:
-    """First slot of each stack, and the first one behind it."""
-    if len(stacks) == 1:
-        return ((0, len(stacks[0][0])),)
-    return tuple(pairwise(accumulate([len(own[0]) for own in stacks], initial=0)))

@@ -101,7 +101,9 @@ def _first_keys(cut: Cut, top_k: int, width: int, device: torch.device) -> Tenso
     return on_device(np.repeat(np.arange(cut.num_chunks) * width, lengths), device)
 
 
-def counted(key_N: Tensor, cut: Cut, num_experts: int, told: tuple[int, ...]) -> Tensor:
+def counted(
+    key_N: Tensor, cut: Cut, num_experts: int, told: tuple[int, ...], *, may_drop: bool
+) -> Tensor:
     """Rows of each chunk for each expert, and behind them what else is told, int64 ``[F, W]``.
 
     Args:
@@ -109,11 +111,12 @@ def counted(key_N: Tensor, cut: Cut, num_experts: int, told: tuple[int, ...]) ->
         cut: of the tokens.
         num_experts: experts ``E``.
         told: ``W - E`` numbers, the same for every chunk.
+        may_drop: whether some keys may be ``F * W``.
     """
     width = num_experts + len(told)
-    rows = _told_alone(cut.num_chunks, num_experts, told, key_N.device).clone()
-    rows.scatter_add_(0, key_N, _ones(key_N.numel(), key_N.device))
-    return rows[:-1].view(cut.num_chunks, width)
+    rows = _told_alone(cut.num_chunks, num_experts, told, key_N.device, may_drop=may_drop)
+    rows = rows.scatter_add(0, key_N, _ones(key_N.numel(), key_N.device))
+    return (rows[:-1] if may_drop else rows).view(cut.num_chunks, width)
 
 
 def sorted_by(key_N: Tensor, most: int) -> Tensor:
@@ -140,11 +143,16 @@ def _ones(length: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _told_alone(
-    num_chunks: int, num_experts: int, told: tuple[int, ...], device: torch.device
+    num_chunks: int,
+    num_experts: int,
+    told: tuple[int, ...],
+    device: torch.device,
+    *,
+    may_drop: bool,
 ) -> Tensor:
-    """Counts of no row, and one more for those dropped, int64 ``[F * W + 1]``."""
+    """Counts of no row, int64 ``[F * W]``; and where rows may be dropped one more, of those."""
     rows_F = [0] * num_experts + [*told]
-    return on_device(np.asarray(rows_F * num_chunks + [0]), device)
+    return on_device(np.asarray(rows_F * num_chunks + [0] * may_drop), device)
 
 
 class Seat(NamedTuple):
@@ -234,7 +242,7 @@ class Order(SavesAlike):
         num_experts, top_k = self.destination.target.num_experts, expert_TK.shape[1]
         told = () if self.group is None else self._told(x_TD, top_k)
         key_N = keys_of(expert_TK, cut, num_experts + len(told), may_drop=self._may_drop)
-        rows_FW = counted(key_N, cut, num_experts, told)
+        rows_FW = counted(key_N, cut, num_experts, told, may_drop=self._may_drop)
         goals = None
         if self.counts_visits:
             goals = Goals.of(expert_TK, self.destination.target, self.tour)
@@ -293,10 +301,12 @@ class Order(SavesAlike):
         order_N = here.by_holder_N
         if order_N is None or self.revise is not None:
             return None
+        place_N = np.empty_like(order_N)
+        place_N[order_N] = np.arange(order_N.size)
         if here.is_single:
-            return np.argsort(order_N)
+            return place_N
         pair_E = pair_of(self.destination.share, here, cell)
-        return None if pair_E is None else np.argsort(order_N)[pair_E]
+        return None if pair_E is None else place_N[pair_E]
 
     @cached_property
     def _sorts_by_place(self) -> bool:
@@ -318,10 +328,13 @@ class Order(SavesAlike):
         made, num_chunks = (cut.num_chunks, width, device), cut.num_chunks
         if made not in self._places:
             stride = self.destination.target.flat_N.size
-            place_FW = np.zeros((num_chunks, width), dtype=np.int64)
+            place_FW1 = np.zeros(num_chunks * width + 1, dtype=np.int64)
+            place_FW = place_FW1[:-1].reshape(num_chunks, width)
             place_FW[:, : place_E.size] = place_E
-            place_FW += stride * np.arange(num_chunks)[:, None]
-            self._places[made] = on_device(np.append(place_FW, num_chunks * stride), device)
+            if num_chunks > 1:
+                place_FW += stride * np.arange(num_chunks)[:, None]
+            place_FW1[-1] = num_chunks * stride
+            self._places[made] = on_device(place_FW1, device)
         return self._places[made]
 
     def routed(
@@ -380,6 +393,7 @@ class Order(SavesAlike):
             count_between=count_between,
             moved=moved,
             ahead=ahead,
+            num_firsts=here.num_firsts_of(cell),
         )
 
 

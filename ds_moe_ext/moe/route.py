@@ -235,9 +235,11 @@ class CellRoute:
     sorting: SlotSorting
 
     @classmethod
-    def of(cls, rows_PS: np.ndarray, device: torch.device) -> CellRoute:
-        """From the rows that each place has for each slot, on the host."""
-        return cls(tuple(rows_PS.sum(axis=1).tolist()), SlotSorting.of(rows_PS, device))
+    def of(cls, rows_PS: np.ndarray, device: torch.device, num_firsts: int = 0) -> CellRoute:
+        """From the rows that each place has for each slot, on the host. Slots: see
+        ``SlotSortings``."""
+        sorting = SlotSorting.of(rows_PS, device, num_firsts)
+        return cls(tuple(rows_PS.sum(axis=1).tolist()), sorting)
 
     def to_slots(self, rows_GD: Tensor) -> Tensor:
         """Gathered order to slot order."""
@@ -299,6 +301,7 @@ class LayerRoute(OnDevice):
         visits: where each token's row goes once to a cell.
         moved: what brings them into that order; None if they are.
         ahead: what was worked out of it before the host knew how many rows go where.
+        num_firsts: slots of this cell that may be computed apart from those behind them, or 0.
     """
 
     cut: Cut
@@ -313,6 +316,7 @@ class LayerRoute(OnDevice):
     visits: Visits | None = None
     moved: Moved | None = None
     ahead: Ahead | None = None
+    num_firsts: int = 0
     _routes: dict[Span, Route] = field(default_factory=dict)
     _tables: _Tables = field(default_factory=_Tables)
 
@@ -381,7 +385,8 @@ class LayerRoute(OnDevice):
         """How the rows of a span meet in the cell."""
         if span not in self._tables.cells:
             rows_PS = self.received_PCFS[:, :, span.start : span.stop].sum(axis=(1, 2))
-            self._tables.cells[span] = CellRoute.of(rows_PS, self.by_key_N.device)
+            found = CellRoute.of(rows_PS, self.by_key_N.device, self.num_firsts)
+            self._tables.cells[span] = found
         return self._tables.cells[span]
 
     @cached_property
@@ -440,7 +445,7 @@ class LayerRoute(OnDevice):
             rows_CGFS = received_CFS.reshape(num_cells, num_spans, width, num_slots)
             rows_GXS = rows_CGFS.swapaxes(0, 1).reshape(num_spans, num_cells * width, num_slots)
             moved = None if self._tables.choice_N else self.moved
-            found = SlotSortings(rows_GXS, self.by_key_N.device, moved)
+            found = SlotSortings(rows_GXS, self.by_key_N.device, moved, self.num_firsts)
             self._tables.sortings[spans[0]] = found
             if not self._tables.choice_N:
                 choice_N = self.by_key_N
@@ -565,7 +570,8 @@ def _alike(span: Span, num_chunks: int) -> Sequence[Span]:
 
 def tokens_of(choice_N: Tensor, top_k: int) -> Tensor:
     """The token of each choice."""
-    return choice_N // top_k if top_k > 1 else choice_N
+    # Of its names this one does not go by way of Python.
+    return torch.floor_divide(choice_N, top_k) if top_k > 1 else choice_N
 
 
 @lru_cache(maxsize=8)  # batches are often alike

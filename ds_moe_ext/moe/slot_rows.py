@@ -27,31 +27,37 @@ class SlotRows:
 
     Attributes:
         num_rows: rows in all.
-        find_end: makes ``end_S``, when it is first asked for.
+        find_end: makes ``end_S`` of the slots from one up to another, or all behind it, from where
+            the first of their rows lies.
     """
 
     num_rows: int
-    find_end: Callable[[], Tensor]
+    find_end: Callable[[int, int | None], Tensor]
     _host: list[tuple[int, ...]] = field(default_factory=list)
 
     @classmethod
     def of(cls, rows_S: np.ndarray, device: torch.device) -> SlotRows:
         """From counts that the host knows."""
-        return cls(
-            int(rows_S.sum()),
-            lambda: on_device(np.cumsum(rows_S, dtype=np.int32), device),
-            [tuple(rows_S.tolist())],
-        )
+
+        def find_end(start: int, stop: int | None) -> Tensor:
+            return on_device(np.cumsum(rows_S[start:stop], dtype=np.int32), device)
+
+        return cls(int(rows_S.sum()), find_end, [tuple(rows_S.tolist())])
 
     @classmethod
     def ending(cls, end_S: Tensor, num_rows: int) -> SlotRows:
         """From where they end, which the host does not know."""
-        return cls(num_rows, lambda: end_S)
+
+        def find_end(start: int, stop: int | None) -> Tensor:
+            own_S = end_S[start:stop]
+            return own_S - end_S[start - 1] if start else own_S
+
+        return cls(num_rows, find_end)
 
     @cached_property
     def end_S(self) -> Tensor:
         """Where each slot's rows end, int32 ``[S]`` on the device, as grouped GEMM wants it."""
-        return self.find_end()
+        return self.find_end(0, None)
 
     def on_host(self) -> tuple[int, ...]:
         """Rows of each slot. Waits for the device if only the device knows.
@@ -71,14 +77,12 @@ class SlotRows:
 
     def between(self, start: int, stop: int) -> SlotRows:
         """Those of some slots alone. Waits for the device if only the device knows."""
-        rows_S = self.on_host()
-        before, own = sum(rows_S[:start]), rows_S[start:stop]
+        own_S = self.on_host()[start:stop]
 
-        def find_end() -> Tensor:
-            end_S = self.end_S[start:stop]
-            return end_S - before if before else end_S
+        def find_end(first: int, last: int | None) -> Tensor:
+            return self.find_end(start + first, stop if last is None else start + last)
 
-        return SlotRows(sum(own), find_end, [own])
+        return SlotRows(sum(own_S), find_end, [own_S])
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,12 +98,15 @@ class SlotSortings:
             a span lie block by block and in a block slot by slot.
         device: of the rows.
         beside: another order, whose index is wanted too.
+        num_firsts: slots of each span that may be computed apart from those behind them; 0 where
+            nobody does.
         made: what is on the device so far.
     """
 
     rows_GXS: np.ndarray
     device: torch.device
     beside: Moved | None = None
+    num_firsts: int = 0
     made: list[Tensor] = field(default_factory=list)
 
     def each(self) -> list[SlotSorting]:
@@ -126,25 +133,37 @@ class SlotSortings:
         return min(self.rows_GXS.shape[1:]) <= 1
 
     @cached_property
-    def _made(self) -> tuple[Sequence[Tensor], Tensor]:
+    def _made(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Of each span the index that takes its rows to their slots, and the one that takes them
-        back; then of the order beside; and where the rows of each slot end, ``[G * S]``. Int32."""
+        back; then of the order beside. And where the rows of each slot end, of each span; then of
+        each those of slots behind the first ones, without these. Int32."""
+        num_spans, _, num_slots = self.rows_GXS.shape
         sizes: list[int] = []
         if not self.is_in_order:
             sizes += [size for size in map(sum, self._host_GS) for _ in ("there", "back")]
         if self.beside is not None:
             sizes.append(int(self.beside.length_X.sum()))
+        num_ends = [num_slots] * num_spans
+        if self.num_firsts:
+            num_ends += [num_slots - self.num_firsts] * num_spans
         if row_tables.are_there():
-            indices, ends_there = row_tables.indices_to_slots(
-                self.rows_GXS, self.device, sizes, self.beside, is_in_order=self.is_in_order
+            indices, ends = row_tables.indices_to_slots(
+                self.rows_GXS,
+                self.device,
+                sizes,
+                num_ends,
+                self.beside,
+                num_firsts=self.num_firsts,
+                is_in_order=self.is_in_order,
             )
         else:
-            indices, ends_there = self._by_numpy(sizes)
-        self.made.extend((*indices, ends_there))
-        return indices, ends_there
+            indices, all_ends = self._by_numpy(sizes)
+            ends = all_ends.split_with_sizes(num_ends)
+        self.made.extend((*indices, *ends))
+        return indices, ends
 
     def _by_numpy(self, sizes: Sequence[int]) -> tuple[Sequence[Tensor], Tensor]:
-        """The same where nothing can be compiled."""
+        """The same where nothing can be compiled; ends one behind the other."""
         all_moved: list[Moved] = []
         ends: list[np.ndarray] = []
         for rows_XS in self.rows_GXS:
@@ -160,10 +179,13 @@ class SlotSortings:
             all_moved += Moved(shift_SX.ravel(), back), Moved(-shift_SX.T.ravel(), there)
         if self.beside is not None:
             all_moved.append(self.beside)
-        end_GS = ends[0] if len(ends) == 1 else np.concatenate(ends)
+        if self.num_firsts:
+            first = self.num_firsts
+            ends += [end_S[first:] - end_S[first - 1] for end_S in ends]
+        all_ends = ends[0] if len(ends) == 1 else np.concatenate(ends)
         if not all_moved:
-            return (), on_device(end_GS.astype(np.int32), self.device)
-        return indices_of(all_moved, sizes, self.device, end_GS)
+            return (), on_device(all_ends.astype(np.int32), self.device)
+        return indices_of(all_moved, sizes, self.device, all_ends)
 
     def indices(self, number: int) -> Sequence[Tensor]:
         """Take the rows of a span to their slots, and back, int32 ``[R]``."""
@@ -174,10 +196,17 @@ class SlotSortings:
         """Of the order beside, int32."""
         return self._made[0][-1]
 
-    def end_S(self, number: int) -> Tensor:
-        """Where the rows of each slot end, of a span, int32."""
-        num_slots = self.rows_GXS.shape[2]
-        return self._made[1][number * num_slots : (number + 1) * num_slots]
+    def end_S(self, number: int, start: int, stop: int | None) -> Tensor:
+        """Where the rows of some slots of a span end, from where their first one lies, int32."""
+        ends, num_slots = self._made[1], self.rows_GXS.shape[2]
+        if start and start == self.num_firsts:
+            end_S = ends[len(self.rows_GXS) + number]
+            return end_S if stop is None or stop == num_slots else end_S[: stop - start]
+        end_S = ends[number]
+        if not start and (stop is None or stop == num_slots):
+            return end_S
+        own_S = end_S[start:stop]
+        return own_S - sum(self._host_GS[number][:start]) if start else own_S
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,9 +224,9 @@ class SlotSorting:
     slots: SlotRows
 
     @classmethod
-    def of(cls, rows_XS: np.ndarray, device: torch.device) -> SlotSorting:
+    def of(cls, rows_XS: np.ndarray, device: torch.device, num_firsts: int = 0) -> SlotSorting:
         """Of a span for itself."""
-        (alone,) = SlotSortings(rows_XS[None], device).each()
+        (alone,) = SlotSortings(rows_XS[None], device, num_firsts=num_firsts).each()
         return alone
 
     def to_slots(self, rows_RD: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class _Start(torch.autograd.Function):
         ctx: Any, copies: Copies, flight: Flight, ticket: Tensor, *weights: Tensor
     ) -> Weights:
         ctx.copies, ctx.flight = copies, flight
-        return tuple(weight.view_as(weight) for weight in (*weights, ticket))
+        return tuple([weight.detach() for weight in (*weights, ticket)])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
