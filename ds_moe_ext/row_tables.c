@@ -10,9 +10,11 @@
 typedef int64_t i64;
 typedef int32_t i32;
 
-/* Where tables are put: of all blocks the shift, then where each ends; or row by row the index. */
+/* Where tables are put: of all blocks the shift, then where each ends; or row by row the index. That
+ * may be no place at all, of no rows. */
 typedef struct {
     i32 *shift, *end, *index;
+    i64 by_row;
     i64 rows; /* of all blocks so far */
 } Out;
 
@@ -20,13 +22,13 @@ typedef struct {
  * rows, of which the first is that of a number here. */
 static void put(Out *out, i64 first, i64 shift, i64 length)
 {
-    if (out->index) {
+    if (out->by_row) {
         i64 row = out->rows - first + shift;
         for (i64 i = 0; i < length; i++)
             out->index[out->rows + i] = (i32)(row + i);
     }
     out->rows += length;
-    if (!out->index) {
+    if (!out->by_row) {
         *out->shift++ = (i32)(shift - first);
         *out->end++ = (i32)out->rows;
     }
@@ -46,7 +48,7 @@ int row_tables(i64 G, i64 X, i64 S, i64 num_firsts, const i64 *rows_GXS, i64 is_
     i64 *shift_XS = is_in_order ? 0 : malloc((X * S + 1) * sizeof(i64));
     if (!is_in_order && !shift_XS)
         return 1;
-    Out tables = {out, out + num_blocks, by_row ? out : 0, 0};
+    Out tables = {out, out + num_blocks, out, by_row, 0};
     for (i64 g = 0; g < G && !is_in_order; g++) {
         const i64 *rows_XS = rows_GXS + g * X * S;
         i64 came = 0, lies = 0, first = tables.rows;

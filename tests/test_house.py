@@ -40,6 +40,7 @@ LAYERS = (
     ("row_levels", "row_tables", "transfer", "hardware", "loads"),
     ("level_share",),
     ("share",),
+    ("row_splits",),
     ("schedule",),
     ("comm",),
     ("all_to_all",),

@@ -304,7 +304,7 @@ def _encoded(rank: int, world_size: int) -> None:
             target=Placement.block(world_size, world_size),
             top_k=1,
             by_key_N=torch.arange(num_rows),
-            sent_FC=counts_CC[rank][None],
+            there_and_here_2FC=np.stack((counts_CC[rank], counts_CC[:, rank]))[:, None],
             received_PCFS=counts_CC[:, rank].reshape(1, world_size, 1, 1),
             count_between=lambda: counts_CC[None],
         )

@@ -71,6 +71,14 @@ def test_indices_are_numpys(
             assert own.num_rows == rows_S[start:stop].sum()
 
 
+def test_a_rank_without_experts_and_rows() -> None:
+    """It has no table at all."""
+    nothing = Moved(np.zeros(3, dtype=np.int64), np.zeros(3, dtype=np.int64))
+    (index,), ends = SlotSortings(np.zeros((2, 2, 0), dtype=np.int64), CPU, nothing)._made
+    assert index.tolist() == []
+    assert [each.tolist() for each in ends] == [[], []]
+
+
 def test_where_nothing_can_be_compiled_numpy_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(name: str) -> None:
         raise RuntimeError("there is no compiler")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property, lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -29,10 +29,11 @@ from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.moe.turns import Likeness
 from ds_moe_ext.moe.visits import Goals, Tour, Visits
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.rows import Moved, on_device, starts_of
+from ds_moe_ext.row_splits import Splitting
+from ds_moe_ext.rows import on_device
 from ds_moe_ext.schedule.crew import SavesAlike
 from ds_moe_ext.schedule.task import Cut, Span
-from ds_moe_ext.share import Share, pair_of, received_by_slot, sent_by_pair
+from ds_moe_ext.share import Share, pair_of
 from ds_moe_ext.strategy import Destination
 from ds_moe_ext.watch import WATCH
 
@@ -314,6 +315,11 @@ class Order(SavesAlike):
         here, _ = self._near(self.destination)
         return here.by_holder_N is None or self._place_E is not None
 
+    @cached_property
+    def _splitting(self) -> Splitting:
+        """By a share that is the same for all rows."""
+        return Splitting(cast(Share, self.destination.share), *self._near(self.destination))
+
     def _near(self, destination: Destination) -> tuple[Placement, int]:
         """Who holds what, of the cells that exchange rows, and this one's number there: where no
         row leaves its cell, it is as if there were no other."""
@@ -368,47 +374,35 @@ class Order(SavesAlike):
         rows_CFE = rows_CPFE.reshape(num_cells, -1, num_experts)
         own = slice(place * num_chunks, (place + 1) * num_chunks)
         count_between = partial(_rows_between, share, rows_CFE, own)
-        here, cell = self._near(destination)
+        is_present = target is self.destination.target and share is self.destination.share
+        splitting = self._splitting
+        if not is_present:
+            splitting = Splitting(share, *self._near(destination))
+        here = splitting.target
         if here is not target:
             rows_CFE = rows_CFE[self.seat.cell][None]
-        sent_FN = sent_by_pair(share, here, cell, rows_CFE[cell])[own]
-        received_CFS = received_by_slot(share, here, cell, rows_CFE)
+        has_moves = here.by_holder_N is not None and self._place_E is None
+        splits = splitting.of(rows_CFE, own, has_moves=has_moves)
         # Rows go to the rank of the sender's place, so each place is a plane of its own.
-        by_place = len(received_CFS), cell_size, num_chunks, -1
-        received_PCFS = received_CFS.reshape(by_place).swapaxes(0, 1)
+        by_place = len(rows_CFE), cell_size, num_chunks, -1
+        received_PCFS = splits.received_CFS.reshape(by_place).swapaxes(0, 1)
         if self._may_drop:
-            by_key_N = by_key_N[: int(sent_FN.sum())]
-        order_N, moved = here.by_holder_N, None
-        by_holder_FN = sent_FN if order_N is None else sent_FN.take(order_N, axis=1)
-        if order_N is not None and self._place_E is None:
-            moved = Moved.from_starts(starts_of(sent_FN).take(order_N, axis=1), by_holder_FN)
+            by_key_N = by_key_N[: int(splits.there_and_here_2OC[0].sum())]
         return LayerRoute(
             cut=cut,
             target=target,
             top_k=top_k,
             by_key_N=by_key_N,
-            sent_FC=_sums_by_holder(by_holder_FN, here),
+            there_and_here_2FC=splits.there_and_here_2OC,
             received_PCFS=received_PCFS,
             place=place,
             count_between=count_between,
-            moved=moved,
+            moved=splits.moved,
             ahead=ahead,
-            num_firsts=here.num_firsts_of(cell),
+            num_firsts=here.num_firsts_of(splitting.cell),
         )
 
 
 def _rows_between(share: Share, rows_CFE: np.ndarray, chunks: slice) -> np.ndarray:
     """Rows of some chunks from each cell to each, int64 ``[F, C, C]``."""
     return share.rows_between(rows_CFE)[chunks]
-
-
-def _sums_by_holder(by_holder_FN: np.ndarray, target: Placement) -> np.ndarray:
-    """Rows of each chunk for each cell, int64 ``[F, C]``, from those by cell and slot."""
-    held_C1 = target.held_C1
-    if target.is_everywhere:
-        sums_FC: np.ndarray = np.add.reduceat(by_holder_FN, held_C1[:-1], axis=1)
-        return sums_FC
-    num_chunks, num_pairs = by_holder_FN.shape
-    ends_FN = np.zeros((num_chunks, num_pairs + 1), dtype=np.int64)
-    by_holder_FN.cumsum(axis=1, out=ends_FN[:, 1:])
-    return ends_FN[:, held_C1[1:]] - ends_FN[:, held_C1[:-1]]

@@ -76,10 +76,7 @@ class Padding:
         route = kind(
             choice_N=choice_N,
             token_N=choice_N // top_k,
-            splits=Splits.of(
-                self._sent_1C[0].tolist(),
-                (self.capacity * self._num_slots,) * self.target.num_cells,
-            ),
+            splits=Splits.of(*self._there_and_here_21C[:, 0].tolist()),
             sorting=sorting,
             slots=sorting.slots,
             num_tokens=num_tokens,
@@ -91,17 +88,21 @@ class Padding:
             target=self.target,
             top_k=top_k,
             by_key_N=choice_N,
-            sent_FC=self._sent_1C,
+            there_and_here_2FC=self._there_and_here_21C,
             received_PCFS=self._received_PC1S,
             place=self.place,
-            count_between=lambda: np.repeat(self._sent_1C[:, None], self.target.num_cells, axis=1),
+            count_between=lambda: np.repeat(
+                self._there_and_here_21C[:1], self.target.num_cells, axis=1
+            ),
             _routes={WHOLE: route},
         )
         return layer_route, SlotRows.ending(end_E, num_rows)
 
     @property
-    def _sent_1C(self) -> np.ndarray:
-        return np.diff(self.target.held_C1)[None] * self.capacity
+    def _there_and_here_21C(self) -> np.ndarray:
+        sent_C = np.diff(self.target.held_C1) * self.capacity
+        received_C = np.full_like(sent_C, self.capacity * self._num_slots)
+        return np.stack((sent_C, received_C))[:, None]
 
     @property
     def _received_PC1S(self) -> np.ndarray:

@@ -290,8 +290,8 @@ class LayerRoute(OnDevice):
         target: where experts compute.
         top_k: choices ``K`` a token.
         by_key_N: sent choices by chunk, cell, slot and token, int64 ``[N]``; or as ``moved`` says.
-        sent_FC: rows of each chunk for each cell, on the host; for this one alone where no row
-            leaves its cell.
+        there_and_here_2FC: rows of each chunk that go to each cell, and that come from each, on the
+            host; of this one alone where no row leaves its cell.
         received_PCFS: rows that each rank of this cell has from each cell, or from this one alone,
             of each chunk, for each of the cell's slots.
         place: this rank's place in its cell.
@@ -308,7 +308,7 @@ class LayerRoute(OnDevice):
     target: Placement
     top_k: int
     by_key_N: Tensor
-    sent_FC: np.ndarray
+    there_and_here_2FC: np.ndarray
     received_PCFS: np.ndarray
     place: int = 0
     count_between: Callable[[], np.ndarray] | None = None
@@ -324,6 +324,12 @@ class LayerRoute(OnDevice):
     def whole(self) -> Span:
         """All chunks."""
         return Span(0, self.cut.num_chunks)
+
+    @property
+    def sent_FC(self) -> np.ndarray:
+        """Rows of each chunk for each cell."""
+        sent_FC: np.ndarray = self.there_and_here_2FC[0]
+        return sent_FC
 
     def on(self, span: Span) -> Route:
         """The route of a span of finest chunks."""
@@ -420,16 +426,11 @@ class LayerRoute(OnDevice):
         found = self._tables.splits.get(span)
         if found is None:
             spans = _alike(span, self.cut.num_chunks)
-            chunks = slice(spans[0].start, spans[-1].stop)
-            sent_FC = self.sent_FC[chunks]
-            received_FC = np.add.reduce(self.received_PCFS[self.place][:, chunks], axis=2).T
+            both_2FC = self.there_and_here_2FC[:, spans[0].start : spans[-1].stop]
             if span.stop - span.start > 1:
-                sent_FC, received_FC = (
-                    each.reshape(len(spans), -1, each.shape[1]).sum(axis=1)
-                    for each in (sent_FC, received_FC)
-                )
-            of_spans = map(Splits.of, sent_FC.tolist(), received_FC.tolist())
-            self._tables.splits.update(zip(spans, of_spans))
+                shape = 2, len(spans), -1, both_2FC.shape[2]
+                both_2FC = both_2FC.reshape(shape).sum(axis=2)
+            self._tables.splits.update(zip(spans, map(Splits.of, *both_2FC.tolist())))
             found = self._tables.splits[span]
         return found
 
@@ -615,8 +616,8 @@ def one_cell_route(expert_TK: Tensor, target: Placement) -> LayerRoute:
         num_tokens=num_tokens,
         top_k=top_k,
     )
-    nothing = np.zeros((1, 1), dtype=np.int64)  # spans other than the whole are never asked for
-    cut = Cut.equal(num_tokens, 1)
-    rows_PCFS = nothing[..., None, None]
+    # Spans other than the whole are never asked for.
+    cut, rows_PCFS = Cut.equal(num_tokens, 1), np.zeros((1, 1, 1, 1), dtype=np.int64)
     routes = {whole: route}
-    return LayerRoute(cut, target, top_k, choice_N, nothing, rows_PCFS, _routes=routes)
+    nowhere_2FC = np.zeros((2, 1, 1), dtype=np.int64)
+    return LayerRoute(cut, target, top_k, choice_N, nowhere_2FC, rows_PCFS, _routes=routes)
