@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_moe_ext import kernels
 from ds_moe_ext.compiled import library
-from ds_moe_ext.rows import Moved, check_not_captured, sent_to
+from ds_moe_ext.rows import Moved, check_not_captured, place_of, sent_to
 
 
 def are_there() -> bool:
@@ -59,7 +59,7 @@ def indices_to_slots(
     length = num_made + sum(num_ends)
     table = torch.empty(length, dtype=torch.int32, device="cpu", pin_memory=is_cuda)
     arrays = [np.ascontiguousarray(each, np.int64) for each in (rows_GXS, *(beside or ()))]
-    at_rows, *at_beside = map(_place, arrays)
+    at_rows, *at_beside = map(place_of, arrays)
     told = num_spans, num_blocks, num_slots, num_firsts, at_rows, is_in_order, num_beside
     if code(*told, *(at_beside or (None, None)), by_row, table.data_ptr()):
         raise MemoryError(f"no room for {num_blocks} x {num_slots} blocks of rows")
@@ -71,12 +71,6 @@ def indices_to_slots(
     if not sizes:
         return (), ends
     return kernels.index_of_blocks(table, num_all, num_rows).split_with_sizes(sizes), ends
-
-
-def _place(array: np.ndarray) -> int:
-    """In memory; ``array.ctypes`` takes a layer's host as long as an operation."""
-    place: int = array.__array_interface__["data"][0]
-    return place
 
 
 @cache

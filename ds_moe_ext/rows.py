@@ -123,6 +123,12 @@ def sent_to(host: Tensor, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
+def place_of(array: np.ndarray) -> int:
+    """Where an array that may be written to lies in memory. What numpy says of that takes a layer's
+    host as long as an operation."""
+    return torch.from_numpy(array).data_ptr()
+
+
 def check_not_captured() -> None:
     """Raises NotInGraphs where what the host works out would go to a device amid a capture."""
     if is_captured():

@@ -117,12 +117,6 @@ class LocalElseHome:
         rows: np.ndarray = rows_CFE[..., self.target.experts_of(holder)] * self._kept_C1S(holder)
         return rows
 
-    def parts(self, cell: int) -> Parts:
-        """See ``parts_of``."""
-        kept_CS = self._kept_C1S(cell)[:, 0]
-        came_CS = EvenParts(np.where(kept_CS, 1, NEVER), np.zeros(kept_CS.shape, dtype=np.int64))
-        return Parts.whole(self.target, cell, self.pair_E(cell))._replace(came_CS=came_CS)
-
     def _kept_C1S(self, holder: int) -> np.ndarray:
         """Whose rows of each of its experts a holder gets."""
         if holder not in self._keeps:
@@ -173,7 +167,7 @@ NEVER = np.iinfo(np.int64).max
 """Divides any rows to none."""
 
 
-class EvenParts(NamedTuple):
+class _Turns(NamedTuple):
     """An even split in whole rows: all get the quotient, those whose turn is early one row more.
 
     Attributes:
@@ -186,7 +180,7 @@ class EvenParts(NamedTuple):
     more: np.ndarray
 
     @classmethod
-    def of(cls, among: np.ndarray, turn: np.ndarray) -> EvenParts:
+    def of(cls, among: np.ndarray, turn: np.ndarray) -> _Turns:
         """Args: turn: place in that order, from 0."""
         return cls(among, among - 1 - turn)
 
@@ -202,13 +196,13 @@ class _Leaving(NamedTuple):
         expert_M: expert of each pair.
         flat_M: its place in a flattened ``[E, C]``.
         pair_M: its place among the target's pairs.
-        parts_M: the holder's part of the expert's rows.
+        turns_M: the holder's part of the expert's rows.
     """
 
     expert_M: np.ndarray
     flat_M: np.ndarray
     pair_M: np.ndarray
-    parts_M: EvenParts
+    turns_M: _Turns
 
 
 class _Coming(NamedTuple):
@@ -216,11 +210,11 @@ class _Coming(NamedTuple):
 
     Attributes:
         expert_S: they, by slot.
-        parts_C1S: its part of each sender's.
+        turns_C1S: its part of each sender's.
     """
 
     expert_S: np.ndarray
-    parts_C1S: EvenParts
+    turns_C1S: _Turns
 
 
 @dataclass(frozen=True, eq=False)
@@ -313,7 +307,7 @@ class _NearestCopies:
         if sender not in self._leaving:
             holders, num_cells = self.holders, self.holders.num_cells
             x_X = np.arange(len(holders.layer_X))
-            x_M, cell_M, parts_M = self.receivers(np.full_like(x_X, sender), x_X)
+            x_M, cell_M, turns_M = self.receivers(np.full_like(x_X, sender), x_X)
             layer = np.concatenate([holders.layer_A, holders.layer_X[x_M]])
             order = np.argsort(layer, kind="stable")
             layer = layer[order]
@@ -323,15 +317,15 @@ class _NearestCopies:
             pair = np.searchsorted(flat_N, flat + place_L1[layer]) - first_L1[layer]
             among, more = (
                 np.concatenate([np.full_like(holders.layer_A, alone), table])[order]
-                for alone, table in zip((1, 0), parts_M)
+                for alone, table in zip((1, 0), turns_M)
             )
             parts = holders.by_layer(layer, expert, flat, pair, among, more)
-            self._leaving[sender] = [_Leaving(e, f, p, EvenParts(a, m)) for e, f, p, a, m in parts]
+            self._leaving[sender] = [_Leaving(e, f, p, _Turns(a, m)) for e, f, p, a, m in parts]
         return self._leaving[sender]
 
     def receivers(
         self, sender_I: np.ndarray, x_I: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, EvenParts]:
+    ) -> tuple[np.ndarray, np.ndarray, _Turns]:
         """Who gets some of which rows: the pair, the holder and its part, each ``[M]``."""
         keeps_I = self.holders.holds_XC[x_I, sender_I]
         group_I = self._group_XV[x_I, self._place_C[sender_I]]
@@ -342,7 +336,7 @@ class _NearestCopies:
         cell_M = self._cell_of_slot[self._first_J[group_I][pair_M] + place_M]
         cell_M = np.where(keeps_I[pair_M], sender_M, cell_M)
         among_M = length_I[pair_M]
-        return pair_M, cell_M, EvenParts.of(among_M, (place_M - sender_M) % among_M)
+        return pair_M, cell_M, _Turns.of(among_M, (place_M - sender_M) % among_M)
 
     def coming(self, holder: int) -> list[_Coming]:
         """Of each layer."""
@@ -366,10 +360,10 @@ class _NearestCopies:
                 for value, table in zip((1, 0), self._coming_of_copies(holder, copied))
             )
             parts = holders.by_layer(layer[order], expert[order], among, more)
-            self._coming[holder] = [_Coming(e, EvenParts(a, m)) for e, a, m in parts]
+            self._coming[holder] = [_Coming(e, _Turns(a, m)) for e, a, m in parts]
         return self._coming[holder]
 
-    def _coming_of_copies(self, holder: int, pair_S: np.ndarray) -> EvenParts:
+    def _coming_of_copies(self, holder: int, pair_S: np.ndarray) -> _Turns:
         """One holder's parts, ``[C, S]``; ``pair_S`` are its places among ``N``."""
         x_S, node = self.holders.copied_N[pair_S], self._place_C[holder]
         sender_C1 = np.arange(self.holders.num_cells)[:, None]
@@ -384,8 +378,8 @@ class _NearestCopies:
         among_CS = np.where(is_near_C1, self._size_J[near_S], self._size_J[x_S])
         among_CS = np.where(keeps_CS, 1, among_CS)
         place_CS = np.where(is_near_C1, place_near_S, pair_S - self._first_J[x_S])
-        turns = EvenParts.of(among_CS, (place_CS - sender_C1) % among_CS)
-        return EvenParts(*(np.where(gets_CS, own, none) for own, none in zip(turns, (NEVER, 0))))
+        turns = _Turns.of(among_CS, (place_CS - sender_C1) % among_CS)
+        return _Turns(*(np.where(gets_CS, own, none) for own, none in zip(turns, (NEVER, 0))))
 
     def computed_LC(self, rows: Sequence[np.ndarray]) -> np.ndarray:
         """Rows that each cell computes, int64, of the ``[C, E]`` of each layer.
@@ -452,6 +446,7 @@ class NearestCopy:
     node_C: np.ndarray
     _together: _NearestCopies | None = field(default=None, repr=False)
     _layer: int = field(default=0, repr=False)
+    _packed: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.node_C.shape != (self.target.num_cells,):
@@ -477,29 +472,49 @@ class NearestCopy:
 
     def prepare(self, cell: int) -> None:
         self.target.prepare(cell)
-        self._tables.leaving(cell)
-        self._tables.coming(cell)
+        if self.pair_E(cell) is None:
+            self.packed(cell)
+        else:
+            self._tables.coming(cell)
+
+    def packed(self, cell: int) -> np.ndarray:
+        """What a cell sends and gets, in one table as ``row_splits.c`` reads it, int64: how many
+        cells, parts, pairs and slots there are; of each part its expert, pair and turns; pairs by
+        holder, and how many the cells before each hold; experts by slot, and their turns."""
+        if cell not in self._packed:
+            target = self.target
+            expert_M, _, pair_M, turns_M = self._tables.leaving(cell)[self._layer]
+            expert_S, turns_C1S = self._tables.coming(cell)[self._layer]
+            order_N = target.by_holder_N
+            tables = (
+                (target.num_cells, len(expert_M), target.flat_N.size, len(expert_S)),
+                *(expert_M, pair_M, *turns_M),
+                *(np.arange(target.flat_N.size) if order_N is None else order_N, target.held_C1),
+                *(expert_S, *(table.ravel() for table in turns_C1S)),
+            )
+            self._packed[cell] = np.concatenate(tables)
+        return self._packed[cell]
 
     def of_rows(self, rows_CE: np.ndarray) -> NearestCopy:
         return self
 
     def rows_from(self, sender: int, rows_FE: np.ndarray) -> np.ndarray:
-        expert_M, flat_M, _, parts_M = self._tables.leaving(sender)[self._layer]
+        expert_M, flat_M, _, turns_M = self._tables.leaving(sender)[self._layer]
         rows_FX = np.zeros((len(rows_FE), self.target.holds_EC.size), dtype=np.int64)
-        rows_FX[:, flat_M] = parts_M.quotas(rows_FE[:, expert_M])
+        rows_FX[:, flat_M] = turns_M.quotas(rows_FE[:, expert_M])
         return rows_FX.reshape(len(rows_FE), *self.target.holds_EC.shape)
 
     def rows_to(self, holder: int, rows_CFE: np.ndarray) -> np.ndarray:
-        expert_S, parts_C1S = self._tables.coming(holder)[self._layer]
+        expert_S, turns_C1S = self._tables.coming(holder)[self._layer]
         rows = np.zeros_like(rows_CFE)
-        rows[:, :, expert_S] = parts_C1S.quotas(rows_CFE[:, :, expert_S])
+        rows[:, :, expert_S] = turns_C1S.quotas(rows_CFE[:, :, expert_S])
         return rows
 
     def sent_by_pair(self, sender: int, rows_FE: np.ndarray) -> np.ndarray:
         """See ``sent_by_pair``."""
-        expert_M, _, pair_M, parts_M = self._tables.leaving(sender)[self._layer]
+        expert_M, _, pair_M, turns_M = self._tables.leaving(sender)[self._layer]
         rows_FN = np.zeros((len(rows_FE), self.target.flat_N.size), dtype=np.int64)
-        rows_FN[:, pair_M] = parts_M.quotas(rows_FE.take(expert_M, axis=1))
+        rows_FN[:, pair_M] = turns_M.quotas(rows_FE.take(expert_M, axis=1))
         return rows_FN
 
     def pair_E(self, sender: int) -> np.ndarray | None:
@@ -513,19 +528,12 @@ class NearestCopy:
 
     def received_by_slot(self, holder: int, rows_CFE: np.ndarray) -> np.ndarray:
         """See ``received_by_slot``."""
-        expert_S, parts_C1S = self._tables.coming(holder)[self._layer]
-        return parts_C1S.quotas(rows_CFE.take(expert_S, axis=-1))
-
-    def parts(self, cell: int) -> Parts:
-        """See ``parts_of``."""
-        expert_M, _, pair_M, sent_M = self._tables.leaving(cell)[self._layer]
-        expert_S, came_C1S = self._tables.coming(cell)[self._layer]
-        came_CS = EvenParts(*(table[:, 0] for table in came_C1S))
-        return Parts(expert_M, pair_M, sent_M, expert_S, came_CS)
+        expert_S, turns_C1S = self._tables.coming(holder)[self._layer]
+        return turns_C1S.quotas(rows_CFE.take(expert_S, axis=-1))
 
     def rows_between(self, rows_CFE: np.ndarray) -> np.ndarray:
-        sender_M, expert_M, holder_M, parts_M = self._all_receivers
-        quotas_MF = EvenParts(*(table[:, None] for table in parts_M)).quotas(
+        sender_M, expert_M, holder_M, turns_M = self._all_receivers
+        quotas_MF = _Turns(*(table[:, None] for table in turns_M)).quotas(
             rows_CFE[sender_M, :, expert_M]
         )
         num_cells, num_chunks, _ = rows_CFE.shape
@@ -541,20 +549,20 @@ class NearestCopy:
         return f"nearest copy\nnodes {self.node_C.tolist()}\n{self.target.describe()}"
 
     @cached_property
-    def _all_receivers(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, EvenParts]:
+    def _all_receivers(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, _Turns]:
         """Sender, expert, holder and part of all that travels, ``[M]`` each."""
         holders, sender_C = self._alone.holders, np.arange(self.target.num_cells)
         num_copied, num_alone = len(holders.expert_X), len(holders.expert_A)
         sender_I = np.repeat(sender_C, num_copied)
         x_I = np.tile(np.arange(num_copied), len(sender_C))
-        pair_M, cell_M, parts_M = self._alone.receivers(sender_I, x_I)
+        pair_M, cell_M, turns_M = self._alone.receivers(sender_I, x_I)
         expert_M = holders.expert_X[x_I[pair_M]]
         none = np.zeros(len(sender_C) * num_alone, dtype=np.int64)
         return (
             np.concatenate([np.repeat(sender_C, num_alone), sender_I[pair_M]]),
             np.concatenate([np.tile(holders.expert_A, len(sender_C)), expert_M]),
             np.concatenate([np.tile(holders.cell_A, len(sender_C)), cell_M]),
-            EvenParts(*(np.concatenate([none + n, t]) for n, t in zip((1, 0), parts_M))),
+            _Turns(*(np.concatenate([none + n, t]) for n, t in zip((1, 0), turns_M))),
         )
 
 
@@ -574,45 +582,6 @@ def pair_of(rule: Rule, target: Placement, sender: int) -> np.ndarray | None:
     if not isinstance(rule, LocalElseHome | NearestCopy) or type(rule) not in _OURS:
         return None
     return rule.pair_E(sender) if rule.target is target else None
-
-
-class Parts(NamedTuple):
-    """What one cell sends and gets, M parts of some experts' rows and those of its S slots.
-
-    Attributes:
-        expert_M: whose rows are sent.
-        pair_M: for which of the target's pairs.
-        sent_M: how much of them.
-        expert_S: whose rows come.
-        came_CS: how much of each sender's.
-    """
-
-    expert_M: np.ndarray
-    pair_M: np.ndarray
-    sent_M: EvenParts
-    expert_S: np.ndarray
-    came_CS: EvenParts
-
-    @classmethod
-    def whole(cls, target: Placement, cell: int, pair_E: np.ndarray) -> Parts:
-        """Of experts whose rows are not divided, and all come that are routed to those here."""
-        num_experts, expert_S = target.num_experts, target.experts_of(cell)
-        shape_CS = target.num_cells, len(expert_S)
-        sent_M, came_CS = (
-            EvenParts(np.ones(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64))
-            for shape in (num_experts, shape_CS)
-        )
-        return cls(np.arange(num_experts), pair_E, sent_M, expert_S, came_CS)
-
-
-def parts_of(rule: Rule, target: Placement, cell: int) -> Parts | None:
-    """What ``sent_by_pair`` and ``received_by_slot`` say, of any rows; None where the rule is not
-    one of ours, or has to know the rows of all."""
-    if target.is_single:
-        return Parts.whole(target, cell, np.arange(target.num_experts))
-    if not isinstance(rule, LocalElseHome | NearestCopy) or type(rule) not in _OURS:
-        return None
-    return rule.parts(cell) if rule.target is target else None
 
 
 def received_by_slot(

@@ -31,7 +31,7 @@ from ds_moe_ext.moe.dispatch import Wire, carrier_of
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import LayerOptions, MoELayer
-from ds_moe_ext.moe.route import LayerRoute
+from ds_moe_ext.moe.route import LayerRoute, Travelling
 from ds_moe_ext.moe.sharding import Along, Shard
 from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.placement import Placement
@@ -304,7 +304,7 @@ def _encoded(rank: int, world_size: int) -> None:
             target=Placement.block(world_size, world_size),
             top_k=1,
             by_key_N=torch.arange(num_rows),
-            there_and_here_2FC=np.stack((counts_CC[rank], counts_CC[:, rank]))[:, None],
+            travelling=Travelling(counts_CC[rank][None], counts_CC[:, rank][None]),
             received_PCFS=counts_CC[:, rank].reshape(1, world_size, 1, 1),
             count_between=lambda: counts_CC[None],
         )

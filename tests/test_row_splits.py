@@ -6,8 +6,8 @@ Shape letters: E experts, C cells, F chunks, O chunks of one rank.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ds_moe_ext import compiled, row_splits
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.row_splits import RowSplits, Splitting
+from ds_moe_ext.row_splits import RowSplits, split
 from ds_moe_ext.share import LocalElseHome, NearestCopy, Share, received_by_slot
 from tests.planners.plainly import PROPERTY
 
@@ -56,27 +56,33 @@ def cases(draw: st.DrawFn) -> Case:
 
 def tables(splits: RowSplits) -> list[object]:
     """To compare."""
-    moved = splits.moved and [each.tolist() for each in splits.moved]
-    return [splits.there_and_here_2OC.tolist(), splits.received_CFS.tolist(), moved]
+    *told, moved = splits
+    return [each.tolist() for each in (*told, *(moved or ()))]
+
+
+def moving(case: Case) -> RowSplits:
+    """As where the send order is not known beforehand."""
+    return split(case.share, case.target, case.cell, case.rows_CFE, case.own, has_moves=True)
 
 
 @PROPERTY
-@given(cases(), st.booleans())
-def test_rows_split_as_shares_say(case: Case, has_moves: bool) -> None:
+@given(cases())
+def test_rows_split_as_shares_say(case: Case) -> None:
     share, target, cell, rows_CFE, own = case
-    splitting = Splitting(share, target, cell)
-    assert splitting._bound is not None
-    splits = splitting.of(rows_CFE, own, has_moves=has_moves)
-    by_numpy = splitting._by_numpy(rows_CFE, own, has_moves=has_moves)
-    assert tables(splits) == tables(by_numpy)
+    with mock.patch.object(row_splits, "_by_code", wraps=row_splits._by_code) as by_code:
+        splits = moving(case)
+    assert by_code.called == isinstance(share, NearestCopy)
+    with mock.patch.object(row_splits, "_code", lambda: None):
+        assert tables(splits) == tables(moving(case))
+    unmoved = split(share, target, cell, rows_CFE, own, has_moves=False)
+    assert tables(unmoved) == tables(splits._replace(moved=None))
 
     sent_OEC = share.rows_from(cell, rows_CFE[cell, own])
-    assert splits.there_and_here_2OC[0].tolist() == sent_OEC.sum(axis=1).tolist()
+    assert splits.sent_OC.tolist() == sent_OEC.sum(axis=1).tolist()
     received_CFS = received_by_slot(share, target, cell, rows_CFE)
     assert splits.received_CFS.tolist() == received_CFS.tolist()
-    received_OC = received_CFS[:, own].sum(axis=2).T
-    assert splits.there_and_here_2OC[1].tolist() == received_OC.tolist()
-    if splits.moved is None or sent_OEC.sum() > 10**6:
+    assert splits.received_OC.tolist() == received_CFS[:, own].sum(axis=2).T.tolist()
+    if sent_OEC.sum() > 10**6:
         return
     # Rows by chunk, expert and holder, each known by its holder and slot.
     places = [
@@ -84,6 +90,7 @@ def test_rows_split_as_shares_say(case: Case, has_moves: bool) -> None:
         for chunk, expert, holder in np.ndindex(sent_OEC.shape)
         for _ in range(sent_OEC[chunk, expert, holder])
     ]
+    assert splits.moved is not None
     shift, length = splits.moved
     index = np.repeat(shift, length) + np.arange(length.sum())
     assert [places[place] for place in index] == sorted(places)
@@ -97,18 +104,17 @@ def test_other_shares_split_by_their_own_rules() -> None:
     class Halves(NearestCopy):
         """Of another's."""
 
-    theirs, ours = (
-        Splitting(kind(target, np.zeros(2, dtype=np.int64)), target, 1)
-        for kind in (Halves, NearestCopy)
-    )
     rows_CFE = np.arange(8).reshape(2, 1, 4)
-    assert theirs._bound is None
-    expected = tables(ours.of(rows_CFE, slice(0, 1), has_moves=True))
-    assert tables(theirs.of(rows_CFE, slice(0, 1), has_moves=True)) == expected
-    strided = np.asfortranarray(rows_CFE)
-    assert tables(ours.of(strided, slice(0, 1), has_moves=True)) == expected
-    elsewhere = replace(ours, target=home)
-    assert elsewhere.of(rows_CFE, slice(0, 1), has_moves=False).received_CFS.shape == (2, 1, 2)
+    nearest = NearestCopy(target, np.zeros(2, dtype=np.int64))
+    case = Case(nearest, target, 1, rows_CFE, slice(0, 1))
+    expected = tables(moving(case))
+    halves = Halves(target, np.zeros(2, dtype=np.int64))
+    with mock.patch.object(row_splits, "_by_code") as by_code:
+        assert tables(moving(case._replace(share=halves))) == expected
+        assert tables(moving(case._replace(rows_CFE=np.asfortranarray(rows_CFE)))) == expected
+        elsewhere = moving(case._replace(target=home))
+        assert elsewhere.received_CFS.shape == (2, 1, 2)
+    assert not by_code.called
 
 
 def test_where_nothing_can_be_compiled_numpy_serves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,9 +126,10 @@ def test_where_nothing_can_be_compiled_numpy_serves(monkeypatch: pytest.MonkeyPa
     row_splits._code.cache_clear()
     try:
         home = Placement.block(2, 2)
-        splitting = Splitting(LocalElseHome(home, home), home, 0)
-        splits = splitting.of(np.array([[[5, 2]], [[1, 4]]]), slice(0, 1), has_moves=False)
-        assert splits.there_and_here_2OC.tolist() == [[[5, 2]], [[5, 1]]]
+        share = NearestCopy(home, np.zeros(2, dtype=np.int64))
+        splits = moving(Case(share, home, 0, np.array([[[5, 2]], [[1, 4]]]), slice(0, 1)))
+        assert splits.sent_OC.tolist() == [[5, 2]]
+        assert splits.received_OC.tolist() == [[5, 1]]
         assert splits.received_CFS.tolist() == [[[5]], [[1]]]
     finally:
         row_splits._code.cache_clear()

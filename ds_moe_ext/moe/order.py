@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property, lru_cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,12 +24,12 @@ from ds_moe_ext.comm import all_gather_counts, counts_to_host
 from ds_moe_ext.moe.gate import capacity_of, drop_over_capacity
 from ds_moe_ext.moe.host_lag import HostLag
 from ds_moe_ext.moe.padding import Padding
-from ds_moe_ext.moe.route import Ahead, LayerRoute, one_cell_route, tokens_of
+from ds_moe_ext.moe.route import Ahead, LayerRoute, Travelling, one_cell_route, tokens_of
 from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.moe.turns import Likeness
 from ds_moe_ext.moe.visits import Goals, Tour, Visits
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.row_splits import Splitting
+from ds_moe_ext.row_splits import split
 from ds_moe_ext.rows import on_device
 from ds_moe_ext.schedule.crew import SavesAlike
 from ds_moe_ext.schedule.task import Cut, Span
@@ -302,23 +302,18 @@ class Order(SavesAlike):
         order_N = here.by_holder_N
         if order_N is None or self.revise is not None:
             return None
+        pair_E = None if here.is_single else pair_of(self.destination.share, here, cell)
+        if not here.is_single and pair_E is None:
+            return None
         place_N = np.empty_like(order_N)
         place_N[order_N] = np.arange(order_N.size)
-        if here.is_single:
-            return place_N
-        pair_E = pair_of(self.destination.share, here, cell)
-        return None if pair_E is None else place_N[pair_E]
+        return place_N if pair_E is None else place_N[pair_E]
 
     @cached_property
     def _sorts_by_place(self) -> bool:
         """Whether keys that are sorted are in the order in which rows are sent."""
         here, _ = self._near(self.destination)
         return here.by_holder_N is None or self._place_E is not None
-
-    @cached_property
-    def _splitting(self) -> Splitting:
-        """By a share that is the same for all rows."""
-        return Splitting(cast(Share, self.destination.share), *self._near(self.destination))
 
     def _near(self, destination: Destination) -> tuple[Placement, int]:
         """Who holds what, of the cells that exchange rows, and this one's number there: where no
@@ -374,32 +369,28 @@ class Order(SavesAlike):
         rows_CFE = rows_CPFE.reshape(num_cells, -1, num_experts)
         own = slice(place * num_chunks, (place + 1) * num_chunks)
         count_between = partial(_rows_between, share, rows_CFE, own)
-        is_present = target is self.destination.target and share is self.destination.share
-        splitting = self._splitting
-        if not is_present:
-            splitting = Splitting(share, *self._near(destination))
-        here = splitting.target
+        here, cell = self._near(destination)
         if here is not target:
             rows_CFE = rows_CFE[self.seat.cell][None]
         has_moves = here.by_holder_N is not None and self._place_E is None
-        splits = splitting.of(rows_CFE, own, has_moves=has_moves)
+        splits = split(share, here, cell, rows_CFE, own, has_moves=has_moves)
         # Rows go to the rank of the sender's place, so each place is a plane of its own.
         by_place = len(rows_CFE), cell_size, num_chunks, -1
         received_PCFS = splits.received_CFS.reshape(by_place).swapaxes(0, 1)
         if self._may_drop:
-            by_key_N = by_key_N[: int(splits.there_and_here_2OC[0].sum())]
+            by_key_N = by_key_N[: int(splits.sent_OC.sum())]
         return LayerRoute(
             cut=cut,
             target=target,
             top_k=top_k,
             by_key_N=by_key_N,
-            there_and_here_2FC=splits.there_and_here_2OC,
+            travelling=Travelling(splits.sent_OC, splits.received_OC),
             received_PCFS=received_PCFS,
             place=place,
             count_between=count_between,
             moved=splits.moved,
             ahead=ahead,
-            num_firsts=here.num_firsts_of(splitting.cell),
+            num_firsts=here.num_firsts_of(cell),
         )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ds_moe_ext.captured import remembered
 from ds_moe_ext.moe.one_hot_order import OneHotRoute
-from ds_moe_ext.moe.route import LayerRoute, Route, Splits
+from ds_moe_ext.moe.route import LayerRoute, Route, Splits, Travelling
 from ds_moe_ext.moe.slot_rows import SlotRows, SlotSorting
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.rows import on_device
@@ -71,12 +71,12 @@ class Padding:
         choice_N = choice_N[:-1]
         padded_row_N = torch.empty_like(row_N).scatter_(0, choice_of_N, row_N)
         end_E = first_E1.diff().clamp(max=self.capacity).cumsum(dim=0)
-        sorting = self._sorting(device)
+        sorting, travelling = self._sorting(device), self._travelling
         kind = OneHotRoute if self.by_masks else Route
         route = kind(
             choice_N=choice_N,
             token_N=choice_N // top_k,
-            splits=Splits.of(*self._there_and_here_21C[:, 0].tolist()),
+            splits=Splits.of(*(rows_1C[0].tolist() for rows_1C in travelling)),
             sorting=sorting,
             slots=sorting.slots,
             num_tokens=num_tokens,
@@ -88,21 +88,20 @@ class Padding:
             target=self.target,
             top_k=top_k,
             by_key_N=choice_N,
-            there_and_here_2FC=self._there_and_here_21C,
+            travelling=travelling,
             received_PCFS=self._received_PC1S,
             place=self.place,
             count_between=lambda: np.repeat(
-                self._there_and_here_21C[:1], self.target.num_cells, axis=1
+                travelling.sent_FC[:, None], self.target.num_cells, axis=1
             ),
             _routes={WHOLE: route},
         )
         return layer_route, SlotRows.ending(end_E, num_rows)
 
     @property
-    def _there_and_here_21C(self) -> np.ndarray:
-        sent_C = np.diff(self.target.held_C1) * self.capacity
-        received_C = np.full_like(sent_C, self.capacity * self._num_slots)
-        return np.stack((sent_C, received_C))[:, None]
+    def _travelling(self) -> Travelling:
+        sent_1C = np.diff(self.target.held_C1)[None] * self.capacity
+        return Travelling(sent_1C, np.full_like(sent_1C, self.capacity * self._num_slots))
 
     @property
     def _received_PC1S(self) -> np.ndarray:

@@ -71,6 +71,19 @@ class Splits(NamedTuple):
         return len(self.sent_C) == 1
 
 
+class Travelling(NamedTuple):
+    """Rows of each chunk between this cell and each, on the host; of this one alone where no row
+    leaves its cell.
+
+    Attributes:
+        sent_FC: that go there.
+        received_FC: that come from there.
+    """
+
+    sent_FC: np.ndarray
+    received_FC: np.ndarray
+
+
 @dataclass(frozen=True, eq=False)
 class Route:
     """How the rows of one span travel. Integers only: nothing here carries a gradient.
@@ -290,8 +303,7 @@ class LayerRoute(OnDevice):
         target: where experts compute.
         top_k: choices ``K`` a token.
         by_key_N: sent choices by chunk, cell, slot and token, int64 ``[N]``; or as ``moved`` says.
-        there_and_here_2FC: rows of each chunk that go to each cell, and that come from each, on the
-            host; of this one alone where no row leaves its cell.
+        travelling: rows of each chunk.
         received_PCFS: rows that each rank of this cell has from each cell, or from this one alone,
             of each chunk, for each of the cell's slots.
         place: this rank's place in its cell.
@@ -308,7 +320,7 @@ class LayerRoute(OnDevice):
     target: Placement
     top_k: int
     by_key_N: Tensor
-    there_and_here_2FC: np.ndarray
+    travelling: Travelling
     received_PCFS: np.ndarray
     place: int = 0
     count_between: Callable[[], np.ndarray] | None = None
@@ -327,9 +339,8 @@ class LayerRoute(OnDevice):
 
     @property
     def sent_FC(self) -> np.ndarray:
-        """Rows of each chunk for each cell."""
-        sent_FC: np.ndarray = self.there_and_here_2FC[0]
-        return sent_FC
+        """See ``Travelling``."""
+        return self.travelling.sent_FC
 
     def on(self, span: Span) -> Route:
         """The route of a span of finest chunks."""
@@ -426,11 +437,15 @@ class LayerRoute(OnDevice):
         found = self._tables.splits.get(span)
         if found is None:
             spans = _alike(span, self.cut.num_chunks)
-            both_2FC = self.there_and_here_2FC[:, spans[0].start : spans[-1].stop]
+            chunks = slice(spans[0].start, spans[-1].stop)
+            sent_FC, received_FC = (each[chunks] for each in self.travelling)
             if span.stop - span.start > 1:
-                shape = 2, len(spans), -1, both_2FC.shape[2]
-                both_2FC = both_2FC.reshape(shape).sum(axis=2)
-            self._tables.splits.update(zip(spans, map(Splits.of, *both_2FC.tolist())))
+                sent_FC, received_FC = (
+                    each.reshape(len(spans), -1, each.shape[1]).sum(axis=1)
+                    for each in (sent_FC, received_FC)
+                )
+            of_spans = map(Splits.of, sent_FC.tolist(), received_FC.tolist())
+            self._tables.splits.update(zip(spans, of_spans))
             found = self._tables.splits[span]
         return found
 
@@ -617,7 +632,8 @@ def one_cell_route(expert_TK: Tensor, target: Placement) -> LayerRoute:
         top_k=top_k,
     )
     # Spans other than the whole are never asked for.
-    cut, rows_PCFS = Cut.equal(num_tokens, 1), np.zeros((1, 1, 1, 1), dtype=np.int64)
+    nothing = np.zeros((1, 1), dtype=np.int64)
+    cut, rows_PCFS = Cut.equal(num_tokens, 1), nothing[..., None, None]
     routes = {whole: route}
-    nowhere_2FC = np.zeros((2, 1, 1), dtype=np.int64)
-    return LayerRoute(cut, target, top_k, choice_N, nowhere_2FC, rows_PCFS, _routes=routes)
+    nowhere = Travelling(nothing, nothing)
+    return LayerRoute(cut, target, top_k, choice_N, nowhere, rows_PCFS, _routes=routes)
