@@ -57,8 +57,7 @@ def split(
         own: chunks of this rank.
         has_moves: ``moved`` is asked for.
     """
-    can_be_read = rows_CFE.strides[2] == _BYTES and _code() is not None
-    if has_moves and can_be_read and _is_packed(share, target):
+    if has_moves and _is_packed(share, target) and _can_read(rows_CFE):
         return _by_code(share, cell, rows_CFE, own)
     return _by_numpy(share, target, cell, rows_CFE, own, has_moves=has_moves)
 
@@ -66,6 +65,10 @@ def split(
 def _is_packed(share: Share, target: Placement) -> TypeGuard[NearestCopy]:
     is_ours = isinstance(share, NearestCopy) and share.target is target
     return is_ours and type(share) is NearestCopy  # others may share otherwise
+
+
+def _can_read(rows_CFE: np.ndarray) -> bool:
+    return rows_CFE.strides[2] == _BYTES and _code() is not None
 
 
 def _by_code(share: NearestCopy, cell: int, rows_CFE: np.ndarray, own: slice) -> RowSplits:

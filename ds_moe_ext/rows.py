@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext import kernels
-from ds_moe_ext.captured import NotInGraphs, is_captured
+from ds_moe_ext.captured import NotInGraphs, is_captured, remembered
 
 
 def starts_of(lengths: np.ndarray) -> np.ndarray:
@@ -107,6 +107,12 @@ def sums_of_groups(
     """
     sum_JD, *_ = torch.embedding_bag(rows_ND, row_N, start_J, per_sample_weights=weight_N)
     return sum_JD
+
+
+@remembered(16)  # batches are often alike
+def numbers(length: int, device: torch.device) -> Tensor:
+    """From 0 on, int64."""
+    return torch.arange(length, device=device)
 
 
 def on_device(array: np.ndarray, device: torch.device) -> Tensor:

@@ -19,7 +19,7 @@ from ds_moe_ext.moe.one_hot_order import OneHotRoute
 from ds_moe_ext.moe.route import LayerRoute, Route, Splits, Travelling
 from ds_moe_ext.moe.slot_rows import SlotRows, SlotSorting
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.rows import on_device
+from ds_moe_ext.rows import numbers, on_device
 from ds_moe_ext.schedule.task import Cut, Span
 
 WHOLE = Span(0, 1)
@@ -58,10 +58,10 @@ class Padding:
         num_rows, num_choices = self.capacity * self.target.num_experts, expert_TK.numel()
         # Choice-major, GShard's priority: first choices of all tokens before second ones.
         expert_N, by_expert_N = expert_TK.T.flatten().sort(stable=True)
-        expert_E1 = _numbers(self.target.num_experts + 1, device)
+        expert_E1 = numbers(self.target.num_experts + 1, device)
         first_E1 = torch.searchsorted(expert_N, expert_E1)
         first_row_E = self._first_row_E(device)
-        nth_N = _numbers(num_choices, device) - first_E1.index_select(0, expert_N.clamp(min=0))
+        nth_N = numbers(num_choices, device) - first_E1.index_select(0, expert_N.clamp(min=0))
         row_N = first_row_E[expert_N] + nth_N
         # Those without an expert come before the first one.
         row_N = row_N.where((nth_N < self.capacity) & (nth_N >= 0), num_rows)
@@ -126,12 +126,6 @@ class Padding:
         if device not in self._sortings:
             self._sortings[device] = SlotSorting.of(self._received_PC1S[self.place, :, 0], device)
         return self._sortings[device]
-
-
-@remembered(16)
-def _numbers(length: int, device: torch.device) -> Tensor:
-    """From 0 on, int64."""
-    return torch.arange(length, device=device)
 
 
 @remembered(4)  # batches are often alike

@@ -23,7 +23,15 @@ from ds_moe_ext.moe.node_trips import NodeTrip
 from ds_moe_ext.moe.slot_rows import SlotRows, SlotSorting, SlotSortings
 from ds_moe_ext.moe.visits import SpanVisits, Visits
 from ds_moe_ext.placement import Placement
-from ds_moe_ext.rows import Moved, block_index, on_device, ranges, starts_of, sums_of_groups
+from ds_moe_ext.rows import (
+    Moved,
+    block_index,
+    numbers,
+    on_device,
+    ranges,
+    starts_of,
+    sums_of_groups,
+)
 from ds_moe_ext.schedule.executor import OnDevice
 from ds_moe_ext.schedule.task import Cut, Span
 from ds_moe_ext.schedule.task import spans as equal_spans
@@ -182,9 +190,8 @@ class Route:
         if self.together is not None:
             spans, number = self.together
             return spans.row_GN[number]
-        row_N = torch.empty_like(self.choice_N)
-        numbers_N = torch.arange(self.choice_N.numel(), device=self.choice_N.device)
-        return row_N.scatter_(0, self.choice_N, numbers_N)
+        numbers_N = numbers(self.choice_N.numel(), self.choice_N.device)
+        return torch.empty_like(self.choice_N).scatter_(0, self.choice_N, numbers_N)
 
     def spread(self, rows_N: Tensor) -> Tensor:
         """Rows in send order to ``[T, K, ...]``; zeros where a choice was dropped."""
