@@ -31,11 +31,12 @@ from ds_moe_ext.moe.dispatch import Wire, carrier_of
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.gate import SoftmaxTopK
 from ds_moe_ext.moe.layer import LayerOptions, MoELayer
-from ds_moe_ext.moe.route import LayerRoute, Travelling
+from ds_moe_ext.moe.route import LayerRoute
 from ds_moe_ext.moe.sharding import Along, Shard
 from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.planners.layer_pipelines import HostSeconds, Measured, MeasuredLayer
+from ds_moe_ext.row_splits import RowSplits
 from ds_moe_ext.schedule.task import INTER, Cut, Span
 from ds_moe_ext.share import NearestCopy
 from ds_moe_ext.strategies.ep import ExpertParallel
@@ -304,8 +305,11 @@ def _encoded(rank: int, world_size: int) -> None:
             target=Placement.block(world_size, world_size),
             top_k=1,
             by_key_N=torch.arange(num_rows),
-            travelling=Travelling(counts_CC[rank][None], counts_CC[:, rank][None]),
-            received_PCFS=counts_CC[:, rank].reshape(1, world_size, 1, 1),
+            rows=RowSplits(
+                counts_CC[rank][None],
+                counts_CC[:, rank][None],
+                counts_CC[:, rank].reshape(1, world_size, 1, 1),
+            ),
             count_between=lambda: counts_CC[None],
         )
         wire = Wire.between(layout, INTER, torch.device("cpu"), way).through(coding)

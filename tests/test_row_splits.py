@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How rows split, by the C code, beside what the rules of shares say.
 
-Shape letters: E experts, C cells, F chunks, O chunks of one rank.
+Shape letters: E experts, C cells, P places in a cell, F chunks of a rank.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Case(NamedTuple):
     share: Share
     target: Placement
     cell: int
-    rows_CFE: np.ndarray
-    own: slice
+    rows_CPFE: np.ndarray
+    place: int
 
 
 @st.composite
@@ -44,14 +44,13 @@ def cases(draw: st.DrawFn) -> Case:
     # Of layers planned together tables are parts of larger ones.
     nearest, _ = NearestCopy.of_layers([target, home], nodes)
     share: Share = nearest if draw(st.booleans()) else LocalElseHome(home, target)
-    num_chunks = draw(st.integers(1, 3))
-    first = draw(st.integers(0, num_chunks - 1))
-    own = slice(first, draw(st.integers(first + 1, num_chunks)))
+    shape = num_cells, draw(st.integers(1, 3)), draw(st.integers(1, 3))
     most = draw(st.sampled_from([0, 1, 7, 10**12]))
     # Behind the rows of experts counts tell other things.
-    told = rng.integers(0, most + 1, (num_cells, num_chunks, num_experts + draw(st.integers(0, 2))))
+    told = rng.integers(0, most + 1, (*shape, num_experts + draw(st.integers(0, 2))))
+    place = draw(st.integers(0, shape[1] - 1))
     cell = draw(st.integers(0, num_cells - 1))
-    return Case(share, target, cell, told[..., :num_experts], own)
+    return Case(share, target, cell, told[..., :num_experts], place)
 
 
 def tables(splits: RowSplits) -> list[object]:
@@ -62,33 +61,34 @@ def tables(splits: RowSplits) -> list[object]:
 
 def moving(case: Case) -> RowSplits:
     """As where the send order is not known beforehand."""
-    return split(case.share, case.target, case.cell, case.rows_CFE, case.own, has_moves=True)
+    return split(*case, has_moves=True)
 
 
 @PROPERTY
 @given(cases())
 def test_rows_split_as_shares_say(case: Case) -> None:
-    share, target, cell, rows_CFE, own = case
+    share, target, cell, rows_CPFE, place = case
     with mock.patch.object(row_splits, "_by_code", wraps=row_splits._by_code) as by_code:
         splits = moving(case)
     assert by_code.called == isinstance(share, NearestCopy)
     with mock.patch.object(row_splits, "_code", lambda: None):
         assert tables(splits) == tables(moving(case))
-    unmoved = split(share, target, cell, rows_CFE, own, has_moves=False)
-    assert tables(unmoved) == tables(splits._replace(moved=None))
+    assert tables(split(*case, has_moves=False)) == tables(splits._replace(moved=None))
 
-    sent_OEC = share.rows_from(cell, rows_CFE[cell, own])
-    assert splits.sent_OC.tolist() == sent_OEC.sum(axis=1).tolist()
-    received_CFS = received_by_slot(share, target, cell, rows_CFE)
-    assert splits.received_CFS.tolist() == received_CFS.tolist()
-    assert splits.received_OC.tolist() == received_CFS[:, own].sum(axis=2).T.tolist()
-    if sent_OEC.sum() > 10**6:
+    sent_FEC = share.rows_from(cell, rows_CPFE[cell, place])
+    assert splits.sent_FC.tolist() == sent_FEC.sum(axis=1).tolist()
+    for each, received_CFS in enumerate(splits.received_PCFS):
+        expected_CFS = received_by_slot(share, target, cell, rows_CPFE[:, each])
+        assert received_CFS.tolist() == expected_CFS.tolist()
+    received_FC = splits.received_PCFS[place].sum(axis=2).T
+    assert splits.received_FC.tolist() == received_FC.tolist()
+    if sent_FEC.sum() > 10**6:
         return
     # Rows by chunk, expert and holder, each known by its holder and slot.
     places = [
         (chunk, holder, int(target.slot_EC[expert, holder]))
-        for chunk, expert, holder in np.ndindex(sent_OEC.shape)
-        for _ in range(sent_OEC[chunk, expert, holder])
+        for chunk, expert, holder in np.ndindex(sent_FEC.shape)
+        for _ in range(sent_FEC[chunk, expert, holder])
     ]
     assert splits.moved is not None
     shift, length = splits.moved
@@ -104,16 +104,16 @@ def test_other_shares_split_by_their_own_rules() -> None:
     class Halves(NearestCopy):
         """Of another's."""
 
-    rows_CFE = np.arange(8).reshape(2, 1, 4)
+    rows_CPFE = np.arange(8).reshape(2, 1, 1, 4)
     nearest = NearestCopy(target, np.zeros(2, dtype=np.int64))
-    case = Case(nearest, target, 1, rows_CFE, slice(0, 1))
+    case = Case(nearest, target, 1, rows_CPFE, 0)
     expected = tables(moving(case))
     halves = Halves(target, np.zeros(2, dtype=np.int64))
     with mock.patch.object(row_splits, "_by_code") as by_code:
         assert tables(moving(case._replace(share=halves))) == expected
-        assert tables(moving(case._replace(rows_CFE=np.asfortranarray(rows_CFE)))) == expected
+        assert tables(moving(case._replace(rows_CPFE=np.asfortranarray(rows_CPFE)))) == expected
         elsewhere = moving(case._replace(target=home))
-        assert elsewhere.received_CFS.shape == (2, 1, 2)
+        assert elsewhere.received_PCFS.shape == (1, 2, 1, 2)
     assert not by_code.called
 
 
@@ -127,9 +127,9 @@ def test_where_nothing_can_be_compiled_numpy_serves(monkeypatch: pytest.MonkeyPa
     try:
         home = Placement.block(2, 2)
         share = NearestCopy(home, np.zeros(2, dtype=np.int64))
-        splits = moving(Case(share, home, 0, np.array([[[5, 2]], [[1, 4]]]), slice(0, 1)))
-        assert splits.sent_OC.tolist() == [[5, 2]]
-        assert splits.received_OC.tolist() == [[5, 1]]
-        assert splits.received_CFS.tolist() == [[[5]], [[1]]]
+        splits = moving(Case(share, home, 0, np.array([[[[5, 2]]], [[[1, 4]]]]), 0))
+        assert splits.sent_FC.tolist() == [[5, 2]]
+        assert splits.received_FC.tolist() == [[5, 1]]
+        assert splits.received_PCFS.tolist() == [[[[5]], [[1]]]]
     finally:
         row_splits._code.cache_clear()

@@ -24,7 +24,7 @@ from ds_moe_ext.comm import all_gather_counts, counts_to_host
 from ds_moe_ext.moe.gate import capacity_of, drop_over_capacity
 from ds_moe_ext.moe.host_lag import HostLag
 from ds_moe_ext.moe.padding import Padding
-from ds_moe_ext.moe.route import Ahead, LayerRoute, Travelling, one_cell_route, tokens_of
+from ds_moe_ext.moe.route import Ahead, LayerRoute, one_cell_route, tokens_of
 from ds_moe_ext.moe.slot_rows import SlotRows
 from ds_moe_ext.moe.turns import Likeness
 from ds_moe_ext.moe.visits import Goals, Tour, Visits
@@ -356,7 +356,7 @@ class Order(SavesAlike):
             top_k: choices ``K`` a token.
             ahead: what was worked out before.
         """
-        place, cell_size = self.seat.place, self.seat.cell_size
+        place = self.seat.place
         is_whole = rows_CPFE.shape[1] == rows_CPFE.shape[2] == 1
         rows_CE = rows_CPFE[:, 0, 0] if is_whole else rows_CPFE.sum(axis=(1, 2))
         destination = self.destination if self.revise is None else self.revise(rows_CE)
@@ -364,36 +364,28 @@ class Order(SavesAlike):
         if share is not destination.share:
             destination = Destination(target, share)
         self.on_rows(rows_CE, top_k, destination)
-        # Each rank of a cell divides its own rows, as if they were chunks of the cell's.
-        num_cells, _, num_chunks, num_experts = rows_CPFE.shape
-        rows_CFE = rows_CPFE.reshape(num_cells, -1, num_experts)
-        own = slice(place * num_chunks, (place + 1) * num_chunks)
-        count_between = partial(_rows_between, share, rows_CFE, own)
         here, cell = self._near(destination)
-        if here is not target:
-            rows_CFE = rows_CFE[self.seat.cell][None]
         has_moves = here.by_holder_N is not None and self._place_E is None
-        splits = split(share, here, cell, rows_CFE, own, has_moves=has_moves)
-        # Rows go to the rank of the sender's place, so each place is a plane of its own.
-        by_place = len(rows_CFE), cell_size, num_chunks, -1
-        received_PCFS = splits.received_CFS.reshape(by_place).swapaxes(0, 1)
+        near_CPFE = rows_CPFE if here is target else rows_CPFE[self.seat.cell][None]
+        rows = split(share, here, cell, near_CPFE, place, has_moves=has_moves)
         if self._may_drop:
-            by_key_N = by_key_N[: int(splits.sent_OC.sum())]
+            by_key_N = by_key_N[: int(rows.sent_FC.sum())]
         return LayerRoute(
             cut=cut,
             target=target,
             top_k=top_k,
             by_key_N=by_key_N,
-            travelling=Travelling(splits.sent_OC, splits.received_OC),
-            received_PCFS=received_PCFS,
+            rows=rows,
             place=place,
-            count_between=count_between,
-            moved=splits.moved,
+            count_between=partial(_rows_between, share, rows_CPFE, place),
             ahead=ahead,
             num_firsts=here.num_firsts_of(cell),
         )
 
 
-def _rows_between(share: Share, rows_CFE: np.ndarray, chunks: slice) -> np.ndarray:
-    """Rows of some chunks from each cell to each, int64 ``[F, C, C]``."""
-    return share.rows_between(rows_CFE)[chunks]
+def _rows_between(share: Share, rows_CPFE: np.ndarray, place: int) -> np.ndarray:
+    """Rows of each chunk from each cell to each, int64 ``[F, C, C]``, of the ranks of a place. Each
+    rank of a cell divides its own rows, as if they were chunks of the cell's."""
+    num_cells, _, num_chunks, num_experts = rows_CPFE.shape
+    own = slice(place * num_chunks, (place + 1) * num_chunks)
+    return share.rows_between(rows_CPFE.reshape(num_cells, -1, num_experts))[own]

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ds_moe_ext.captured import remembered
 from ds_moe_ext.moe.one_hot_order import OneHotRoute
-from ds_moe_ext.moe.route import LayerRoute, Route, Splits, Travelling
+from ds_moe_ext.moe.route import LayerRoute, Route, Splits
 from ds_moe_ext.moe.slot_rows import SlotRows, SlotSorting
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.row_splits import RowSplits
 from ds_moe_ext.rows import numbers, on_device
 from ds_moe_ext.schedule.task import Cut, Span
 
@@ -71,12 +72,12 @@ class Padding:
         choice_N = choice_N[:-1]
         padded_row_N = torch.empty_like(row_N).scatter_(0, choice_of_N, row_N)
         end_E = first_E1.diff().clamp(max=self.capacity).cumsum(dim=0)
-        sorting, travelling = self._sorting(device), self._travelling
+        sorting, rows = self._sorting(device), self._rows
         kind = OneHotRoute if self.by_masks else Route
         route = kind(
             choice_N=choice_N,
             token_N=choice_N // top_k,
-            splits=Splits.of(*(rows_1C[0].tolist() for rows_1C in travelling)),
+            splits=Splits.of(rows.sent_FC[0].tolist(), rows.received_FC[0].tolist()),
             sorting=sorting,
             slots=sorting.slots,
             num_tokens=num_tokens,
@@ -88,25 +89,19 @@ class Padding:
             target=self.target,
             top_k=top_k,
             by_key_N=choice_N,
-            travelling=travelling,
-            received_PCFS=self._received_PC1S,
+            rows=rows,
             place=self.place,
-            count_between=lambda: np.repeat(
-                travelling.sent_FC[:, None], self.target.num_cells, axis=1
-            ),
+            count_between=lambda: np.repeat(rows.sent_FC[:, None], self.target.num_cells, axis=1),
             _routes={WHOLE: route},
         )
         return layer_route, SlotRows.ending(end_E, num_rows)
 
     @property
-    def _travelling(self) -> Travelling:
+    def _rows(self) -> RowSplits:
         sent_1C = np.diff(self.target.held_C1)[None] * self.capacity
-        return Travelling(sent_1C, np.full_like(sent_1C, self.capacity * self._num_slots))
-
-    @property
-    def _received_PC1S(self) -> np.ndarray:
-        shape = self.cell_size, self.target.num_cells, 1, self._num_slots
-        return np.full(shape, self.capacity)
+        received_1C = np.full_like(sent_1C, self.capacity * self._num_slots)
+        shape_PC1S = self.cell_size, self.target.num_cells, 1, self._num_slots
+        return RowSplits(sent_1C, received_1C, np.full(shape_PC1S, self.capacity))
 
     @property
     def _num_slots(self) -> int:
@@ -124,7 +119,8 @@ class Padding:
     def _sorting(self, device: torch.device) -> SlotSorting:
         """Rows that arrived, to their slots and back: the same in every pass, made once."""
         if device not in self._sortings:
-            self._sortings[device] = SlotSorting.of(self._received_PC1S[self.place, :, 0], device)
+            received_CS = self._rows.received_PCFS[self.place, :, 0]
+            self._sortings[device] = SlotSorting.of(received_CS, device)
         return self._sortings[device]
 
 

@@ -23,8 +23,8 @@ from ds_moe_ext.moe.node_trips import NodeTrip
 from ds_moe_ext.moe.slot_rows import SlotRows, SlotSorting, SlotSortings
 from ds_moe_ext.moe.visits import SpanVisits, Visits
 from ds_moe_ext.placement import Placement
+from ds_moe_ext.row_splits import RowSplits
 from ds_moe_ext.rows import (
-    Moved,
     block_index,
     numbers,
     on_device,
@@ -77,19 +77,6 @@ class Splits(NamedTuple):
     def stays(self) -> bool:
         """Whether no row of any cell leaves it: there is nothing to exchange."""
         return len(self.sent_C) == 1
-
-
-class Travelling(NamedTuple):
-    """Rows of each chunk between this cell and each, on the host; of this one alone where no row
-    leaves its cell.
-
-    Attributes:
-        sent_FC: that go there.
-        received_FC: that come from there.
-    """
-
-    sent_FC: np.ndarray
-    received_FC: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,16 +296,14 @@ class LayerRoute(OnDevice):
         cut: where the finest chunks begin.
         target: where experts compute.
         top_k: choices ``K`` a token.
-        by_key_N: sent choices by chunk, cell, slot and token, int64 ``[N]``; or as ``moved`` says.
-        travelling: rows of each chunk.
-        received_PCFS: rows that each rank of this cell has from each cell, or from this one alone,
-            of each chunk, for each of the cell's slots.
+        by_key_N: sent choices by chunk, cell, slot and token, int64 ``[N]``; or as ``rows.moved``
+            says.
+        rows: how many travel, on the host.
         place: this rank's place in its cell.
         count_between: gives the rows of each chunk from each cell to each, of this rank's place,
             int64 ``[F, C, C]``; asked once, and only where a carrier needs them.
         none_0D: rows as they travel, none of them, ``[0, D]``; where the order tells of it.
         visits: where each token's row goes once to a cell.
-        moved: what brings them into that order; None if they are.
         ahead: what was worked out of it before the host knew how many rows go where.
         num_firsts: slots of this cell that may be computed apart from those behind them, or 0.
     """
@@ -327,13 +312,11 @@ class LayerRoute(OnDevice):
     target: Placement
     top_k: int
     by_key_N: Tensor
-    travelling: Travelling
-    received_PCFS: np.ndarray
+    rows: RowSplits
     place: int = 0
     count_between: Callable[[], np.ndarray] | None = None
     none_0D: Tensor | None = None
     visits: Visits | None = None
-    moved: Moved | None = None
     ahead: Ahead | None = None
     num_firsts: int = 0
     _routes: dict[Span, Route] = field(default_factory=dict)
@@ -343,11 +326,6 @@ class LayerRoute(OnDevice):
     def whole(self) -> Span:
         """All chunks."""
         return Span(0, self.cut.num_chunks)
-
-    @property
-    def sent_FC(self) -> np.ndarray:
-        """See ``Travelling``."""
-        return self.travelling.sent_FC
 
     def on(self, span: Span) -> Route:
         """The route of a span of finest chunks."""
@@ -379,7 +357,7 @@ class LayerRoute(OnDevice):
             return x_TD.index_select(0, self._token_N)
         rows_of = self.ahead.rows
         if span not in rows_of:
-            sizes = self.sent_FC.sum(axis=1).tolist()
+            sizes = self.rows.sent_FC.sum(axis=1).tolist()
             parts = rows_of.pop(self.whole).split_with_sizes(sizes)
             rows_of.update((Span(f, f + 1), part) for f, part in enumerate(parts))
         return rows_of.pop(span)
@@ -408,7 +386,7 @@ class LayerRoute(OnDevice):
     def in_cell(self, span: Span) -> CellRoute:
         """How the rows of a span meet in the cell."""
         if span not in self._tables.cells:
-            rows_PS = self.received_PCFS[:, :, span.start : span.stop].sum(axis=(1, 2))
+            rows_PS = self.rows.received_PCFS[:, :, span.start : span.stop].sum(axis=(1, 2))
             found = CellRoute.of(rows_PS, self.by_key_N.device, self.num_firsts)
             self._tables.cells[span] = found
         return self._tables.cells[span]
@@ -436,7 +414,7 @@ class LayerRoute(OnDevice):
 
     def computed(self, span: Span) -> SlotRows:
         """Rows of each slot that this rank computes with its part of the experts."""
-        is_alone = self.received_PCFS.shape[0] == 1
+        is_alone = self.rows.received_PCFS.shape[0] == 1
         return self.on(span).slots if is_alone else self.in_cell(span).sorting.slots
 
     def _row_splits(self, span: Span) -> Splits:
@@ -445,7 +423,7 @@ class LayerRoute(OnDevice):
         if found is None:
             spans = _alike(span, self.cut.num_chunks)
             chunks = slice(spans[0].start, spans[-1].stop)
-            sent_FC, received_FC = (each[chunks] for each in self.travelling)
+            sent_FC, received_FC = self.rows.sent_FC[chunks], self.rows.received_FC[chunks]
             if span.stop - span.start > 1:
                 sent_FC, received_FC = (
                     each.reshape(len(spans), -1, each.shape[1]).sum(axis=1)
@@ -462,12 +440,12 @@ class LayerRoute(OnDevice):
         found = self._tables.sortings.get(spans[0])
         if found is None:
             chunks, num_spans = slice(spans[0].start, spans[-1].stop), len(spans)
-            received_CFS = self.received_PCFS[self.place][:, chunks]
+            received_CFS = self.rows.received_PCFS[self.place][:, chunks]
             num_cells, num_chunks, num_slots = received_CFS.shape
             width = num_chunks // num_spans
             rows_CGFS = received_CFS.reshape(num_cells, num_spans, width, num_slots)
             rows_GXS = rows_CGFS.swapaxes(0, 1).reshape(num_spans, num_cells * width, num_slots)
-            moved = None if self._tables.choice_N else self.moved
+            moved = None if self._tables.choice_N else self.rows.moved
             found = SlotSortings(rows_GXS, self.by_key_N.device, moved, self.num_firsts)
             self._tables.sortings[spans[0]] = found
             if not self._tables.choice_N:
@@ -490,8 +468,8 @@ class LayerRoute(OnDevice):
         worked out for one is for all at once."""
         spans = _alike(span, self.cut.num_chunks)
         sortings = self._sortings_of(spans)
-        by_span = len(spans), span.stop - span.start, self.sent_FC.shape[1]
-        sent_GFC = self.sent_FC[spans[0].start : spans[-1].stop].reshape(by_span)
+        by_span = len(spans), span.stop - span.start, self.rows.sent_FC.shape[1]
+        sent_GFC = self.rows.sent_FC[spans[0].start : spans[-1].stop].reshape(by_span)
         splits = map(self._row_splits, spans)
         tables = zip(spans, *self._choices(spans, sent_GFC), splits, sortings.each())
         return {
@@ -515,8 +493,8 @@ class LayerRoute(OnDevice):
         tokens; and what it has with other spans. ``sent_GFC`` are the rows of each for each cell,
         chunk by chunk."""
         (choice_N,) = self._tables.choice_N
-        if len(spans) == 1 and len(sent_GFC[0]) < len(self.sent_FC):
-            before = int(self.sent_FC[: spans[0].start].sum())
+        if len(spans) == 1 and len(sent_GFC[0]) < len(self.rows.sent_FC):
+            before = int(self.rows.sent_FC[: spans[0].start].sum())
             choice_N = choice_N[before : before + int(sent_GFC.sum())]
         if sent_GFC.shape[1] > 1:  # by chunk and cell, to by cell and chunk
             choice_N = choice_N[transposed_blocks(sent_GFC, (0, 2, 1), choice_N.device)]
@@ -548,11 +526,11 @@ class LayerRoute(OnDevice):
 
     def rows_of(self, span: Span, pieces: Sequence[tuple[Span, Tensor]]) -> Tensor:
         """Computed rows of a span in slot order, from those of overlapping spans in slot order."""
-        return _rows_of(self.received_PCFS, span, pieces)
+        return _rows_of(self.rows.received_PCFS, span, pieces)
 
     def own_rows_of(self, span: Span, pieces: Sequence[tuple[Span, Tensor]]) -> Tensor:
         """The same of the rows that arrived at this rank of its cell."""
-        return _rows_of(self.received_PCFS[self.place][None], span, pieces)
+        return _rows_of(self.rows.received_PCFS[self.place][None], span, pieces)
 
     def of_span(self, span: Span, all_R: Tensor) -> Tensor:
         """What the rows of a span that arrived here have, of what all of the layer's have."""
@@ -562,7 +540,7 @@ class LayerRoute(OnDevice):
         """And back: zeros for the other rows."""
         if span == self.whole:
             return own_R
-        num_rows = int(self.received_PCFS[self.place].sum())
+        num_rows = int(self.rows.received_PCFS[self.place].sum())
         place_R = self.of_span(span, torch.arange(num_rows, device=own_R.device))
         return own_R.new_zeros(num_rows).index_copy_(0, place_R, own_R)
 
@@ -640,7 +618,6 @@ def one_cell_route(expert_TK: Tensor, target: Placement) -> LayerRoute:
     )
     # Spans other than the whole are never asked for.
     nothing = np.zeros((1, 1), dtype=np.int64)
-    cut, rows_PCFS = Cut.equal(num_tokens, 1), nothing[..., None, None]
-    routes = {whole: route}
-    nowhere = Travelling(nothing, nothing)
-    return LayerRoute(cut, target, top_k, choice_N, nowhere, rows_PCFS, _routes=routes)
+    rows = RowSplits(nothing, nothing, nothing[..., None, None])
+    cut, routes = Cut.equal(num_tokens, 1), {whole: route}
+    return LayerRoute(cut, target, top_k, choice_N, rows, _routes=routes)
