@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ds_moe_ext import compiled, kernels, row_tables
 from ds_moe_ext.moe.slot_rows import SlotSortings
-from ds_moe_ext.rows import Moved
+from ds_moe_ext.rows import Moved, place_of
 
 CPU = torch.device("cpu")
 
@@ -93,3 +93,11 @@ def test_where_nothing_can_be_compiled_numpy_serves(monkeypatch: pytest.MonkeyPa
         assert sorting.to_slots(torch.arange(6)).tolist() == [0, 3, 4, 5, 1, 2]
     finally:
         row_tables._code.cache_clear()
+
+
+def test_where_arrays_lie() -> None:
+    whole = np.arange(12).reshape(3, 4)
+    frozen = np.arange(3)
+    frozen.setflags(write=False)
+    for array in (whole, whole[:, 1:], whole.T, frozen, whole[:0], np.zeros(0)):
+        assert place_of(array) == array.ctypes.data
