@@ -15,6 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -53,6 +54,26 @@ def library(name: str) -> ctypes.CDLL:
             f"nor in a temporary folder ({error}); let TORCH_EXTENSIONS_DIR name a folder with "
             "room, from which libraries may be loaded"
         ) from error
+
+
+NUMBER, PLACE = ctypes.c_int64, ctypes.c_void_p
+"""What functions are told: an ``int64_t``, and where something lies in memory."""
+
+
+def quick(name: str, *told: type[ctypes.c_int64 | ctypes.c_void_p]) -> Callable[..., int] | None:
+    """The function of a name in the library of that name, or None where it can be neither found nor
+    compiled. It keeps Python's lock: for a few us nobody else needs to have it, who might not give
+    it back for milliseconds.
+
+    Args:
+        name: of both.
+        told: the types of its arguments.
+    """
+    try:
+        code = library(name)
+    except RuntimeError:
+        return None
+    return ctypes.PYFUNCTYPE(ctypes.c_int, *told)((name, code))
 
 
 def _kept(command: str, source: Path, place: Path) -> ctypes.CDLL:

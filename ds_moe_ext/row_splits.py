@@ -8,14 +8,13 @@ S slots of experts.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple, TypeGuard
 
 import numpy as np
 
-from ds_moe_ext.compiled import library
+from ds_moe_ext.compiled import NUMBER, PLACE, quick
 from ds_moe_ext.placement import Placement
 from ds_moe_ext.rows import Moved, place_of, starts_of
 from ds_moe_ext.share import NearestCopy, Share, received_by_slot, sent_by_pair
@@ -128,12 +127,5 @@ _BYTES = 8
 
 @cache
 def _code() -> Callable[..., int] | None:
-    """The function, or None where it can be neither found nor compiled. It keeps Python's lock: for
-    a few us nobody else needs to have it, who might not give it back for milliseconds."""
-    try:
-        code = library("row_splits")
-    except RuntimeError:
-        return None
-    number, place = ctypes.c_int64, ctypes.c_void_p
-    told = place, place, *[number] * 6, place
-    return ctypes.PYFUNCTYPE(ctypes.c_int, *told)(("row_splits", code))
+    """See ``quick``."""
+    return quick("row_splits", PLACE, PLACE, *[NUMBER] * 6, PLACE)

@@ -7,7 +7,6 @@ its host. Shape letters: G spans, X blocks as they came, S expert slots.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext import kernels
-from ds_moe_ext.compiled import library
+from ds_moe_ext.compiled import NUMBER, PLACE, quick
 from ds_moe_ext.rows import Moved, check_not_captured, place_of, sent_to
 
 
@@ -75,12 +74,5 @@ def indices_to_slots(
 
 @cache
 def _code() -> Callable[..., int] | None:
-    """The function, or None where it can be neither found nor compiled. It keeps Python's lock: for
-    a few us nobody else needs to have it, who might not give it back for milliseconds."""
-    try:
-        code = library("row_tables")
-    except RuntimeError:
-        return None
-    number, place = ctypes.c_int64, ctypes.c_void_p
-    told = number, number, number, number, place, number, number, place, place, number, place
-    return ctypes.PYFUNCTYPE(ctypes.c_int, *told)(("row_tables", code))
+    """See ``quick``."""
+    return quick("row_tables", *[NUMBER] * 4, PLACE, *[NUMBER] * 2, *[PLACE] * 2, NUMBER, PLACE)
