@@ -6,6 +6,8 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import subprocess
+import sys
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -175,3 +177,53 @@ def test_prices_are_rounded_one_by_one() -> None:
         fastest = row_s_C.min()
         speeds = [round(row_levels.PARTS * fastest / row_s) for row_s in row_s_C.tolist()]
         assert whole.speed_C.tolist() == [max(each, row_levels.SLOWEST) for each in speeds]
+
+
+# It keeps to its own memory.
+
+WATCHED = "-g -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+OF_THE_CODE = ("row_levels", "row_splits", "row_tables", "order")
+TOO_SHORT = """
+import numpy as np
+from ds_moe_ext import row_tables
+from ds_moe_ext.rows import place_of
+rows, ends = np.ones((1, 1, 4), dtype=np.int64), np.empty({length}, dtype=np.int32)
+told = 1, 1, 4, 0, place_of(rows), True, 0, None, None, True, place_of(ends)
+print(row_tables._code()(*told), ends[-1])
+"""
+
+
+def of_gcc(name: str) -> str:
+    asked = ["gcc", f"-print-file-name={name}"]
+    return subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_no_memory_of_others_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tests of the code, where the compiler has each access to memory and each sum watched."""
+    libraries = [of_gcc(name) for name in ("libasan.so", "libubsan.so")]
+    if not all(map(os.path.isabs, libraries)):
+        pytest.skip("this gcc has no sanitizers")
+    own_compiler(tmp_path, f'exec gcc {WATCHED} "$@"', monkeypatch)
+    watched = {
+        "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"),
+        "LD_PRELOAD": " ".join(libraries),
+        "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0",  # Python leaves memory behind
+    }
+
+    def run(*told: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *told]
+        environment = {**os.environ, **watched}
+        root = Path(__file__).parents[1]
+        return subprocess.run(
+            command, check=False, capture_output=True, text=True, env=environment, cwd=root
+        )
+
+    assert run("-c", TOO_SHORT.format(length=4)).stdout.split() == ["0", "4"]
+    assert "heap-buffer-overflow" in run("-c", TOO_SHORT.format(length=3)).stderr
+    files = [f"tests/test_{name}.py" for name in OF_THE_CODE]
+    done = run("-m", "pytest", "-p", "no:cacheprovider", *files)
+    assert not done.returncode, done.stdout[-4000:] + done.stderr[-4000:]
+    made = {file.name.partition("-")[0] for file in tmp_path.glob("extensions/ds_moe_ext/*.so")}
+    assert made == {"row_levels", "row_splits", "row_tables"}
