@@ -80,7 +80,7 @@ class Splits(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Route:
+class Route(OnDevice):
     """How the rows of one span travel. Integers only: nothing here carries a gradient.
 
     Attributes:

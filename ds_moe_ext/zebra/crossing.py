@@ -70,7 +70,10 @@ class StripeCombine(Uncut):
         *computed, route = reads
         own_RD = next((rows for rows in computed if rows is not None), None)
         (returned_ND,), saved = self.combine.forward(STRIPE, _or_none(own_RD, route), route)
-        return (Answer(returned_ND, route.on(STRIPE)),), (len(computed), *saved)
+        own = route.on(STRIPE)
+        if own.is_full:
+            _ = own.row_N  # made in this lane, in which the adjoint of the dispatch reads it
+        return (Answer(returned_ND, own),), (len(computed), *saved)
 
     def backward(
         self, span: Span, saved: Saved, grad_ND: Tensor | None, route: LayerRoute

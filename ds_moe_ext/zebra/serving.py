@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ds_moe_ext.moe.route import LayerRoute
 from ds_moe_ext.schedule.crew import Saved, Stage, Uncut
+from ds_moe_ext.schedule.executor import lanes_for
 from ds_moe_ext.schedule.task import Span
 from ds_moe_ext.zebra.crossing import STRIPE
 from ds_moe_ext.zebra.random_state import RandomState
@@ -42,7 +43,9 @@ class GradientSums:
         elif key in self._own:
             self._sums[key] += grad
         else:
-            self._sums[key] = self._sums[key] + grad
+            first = self._sums[key]
+            lanes_for(first.device, overlaps=True).keep((first,))  # another may have made it
+            self._sums[key] = first + grad
             self._own.add(key)
 
     def has(self, parameter: Tensor) -> bool:

@@ -24,6 +24,7 @@ from ds_moe_ext.placement import Placement
 from ds_moe_ext.schedule.executor import Event, Lanes, Mark, Steps, lanes_for
 from ds_moe_ext.schedule.task import PARAM, Op, Span, Task, Value
 from ds_moe_ext.schedule.wires import TARGET_WEIGHTS, WEIGHTS
+from ds_moe_ext.side_by_side import one_of_each
 from ds_moe_ext.strategy import Plan
 from ds_moe_ext.transfer import Part
 
@@ -75,7 +76,7 @@ class Airfield:
         self._counting = threading.Lock()  # the lane's thread ends some, and its caller others
         self._waiting: dict[int, Weights] = {}  # gradients of copies from earlier micro-batches
         self._nothing: Tensor | None = None
-        self._outstanding: list[Event] = []  # of this step, also those that no pass came to join
+        self._outstanding: list[Event] = []  # what nobody has joined, and maybe no pass will
 
     def by_expert(self, tensors: Sequence[T], placement: Placement) -> dict[int, tuple[T, ...]]:
         """What lies by slot, one for each weight, by the experts that a placement has here."""
@@ -92,6 +93,15 @@ class Airfield:
         event = self.lanes.begin(PARAM, steps, may_pause=may_pause)
         self._outstanding.append(event)
         return event
+
+    def join(self, events: Sequence[Event]) -> None:
+        """Make the caller's next work see what was queued."""
+        self.lanes.join(events)
+        self._outstanding = [event for event in self._outstanding if event not in events]
+
+    def join_all(self) -> None:
+        """The same of all that was queued, by passes that failed, too."""
+        self.join(self._outstanding)
 
     def moved(self, traffic: Traffic) -> None:
         """Count what has come and gone."""
@@ -168,6 +178,7 @@ class Airfield:
             return {**grads}
         self.let_wait(grads)
         waiting, self._waiting = self._waiting, {}
+        self.lanes.keep(one_of_each(waiting.values()))  # which another lane may have summed
         return {
             expert: tuple(total.to(weight.dtype) for total, weight in zip(totals, self.like))
             for expert, totals in waiting.items()

@@ -87,7 +87,7 @@ class Flight:
                 self._added = Slab()  # the next micro-batch may ask for others
             part = copies.place.part(self.target, target)
             held = {**self._slab.held}
-            copies.lanes.join(self._slab.gathers)  # which may be passed on
+            copies.join(self._slab.gathers)  # which may be passed on
             room = self._added.make_room(part.received, copies.like)
             self._launch(part, self._added, room, held)
             self.target = target
@@ -242,9 +242,9 @@ class Flight:
         copies.saw(GATHER, start, piece=number)
 
     def _wait(self) -> None:
-        lanes, slabs = self.copies.lanes, dict.fromkeys((self._slab, self._added))
-        lanes.join([event for slab in slabs for event in slab.gathers])
-        lanes.keep(slabs)
+        copies, slabs = self.copies, dict.fromkeys((self._slab, self._added))
+        copies.join([event for slab in slabs for event in slab.gathers])
+        copies.lanes.keep(slabs)
 
     def _reduce(self, grads: Mapping[int, Weights], piece: Piece) -> Steps[None]:
         copies, start, part = self.copies, self.copies.began(), piece.part
@@ -261,7 +261,7 @@ class Flight:
         copies.saw(GATHER, start, is_adjoint=True, piece=piece.number)
 
     def _arrived_grads(self) -> Mapping[int, Weights]:
-        self.copies.lanes.join(self._reductions)
+        self.copies.join(self._reductions)
         arrived, self._arrived = self._arrived, {}
         return arrived
 
