@@ -113,14 +113,16 @@ class Padding:
             by_cell = map(self.target.experts_of, range(self.target.num_cells))
             first_E = np.empty(self.target.num_experts, dtype=np.int64)
             first_E[np.concatenate([*by_cell])] = np.arange(len(first_E)) * self.capacity
-            self._first_row[device] = on_device(first_E, device)
+            with torch.inference_mode(False):
+                self._first_row[device] = on_device(first_E, device)
         return self._first_row[device]
 
     def _sorting(self, device: torch.device) -> SlotSorting:
         """Rows that arrived, to their slots and back: the same in every pass, made once."""
         if device not in self._sortings:
             received_CS = self._rows.received_PCFS[self.place, :, 0]
-            self._sortings[device] = SlotSorting.of(received_CS, device)
+            with torch.inference_mode(False):
+                self._sortings[device] = SlotSorting.of(received_CS, device).made()
         return self._sortings[device]
 
 

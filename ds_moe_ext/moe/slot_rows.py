@@ -229,6 +229,12 @@ class SlotSorting:
         (alone,) = SlotSortings(rows_XS[None], device, num_firsts=num_firsts).each()
         return alone
 
+    def made(self) -> SlotSorting:
+        """The same, with all that is on the device made now; not in the mode of the pass that is
+        the first to need it."""
+        _ = self.slots.end_S
+        return self
+
     def to_slots(self, rows_RD: Tensor) -> Tensor:
         """From the order in which they came to that of slots."""
         if self.together.is_in_order:

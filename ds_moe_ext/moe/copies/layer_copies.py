@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ds_moe_ext.moe.copies.airfield import Airfield
@@ -80,8 +81,7 @@ class Copies(Airfield):
                 "that were not sent home before the optimizer's step: the last micro-batch did not "
                 "pass through it; let every micro-batch use every MoE layer"
             )
-        self.lanes.join(self._outstanding)
-        self._outstanding.clear()
+        self.join_all()
         self._is_current = False
         self._released.clear()
         self.coming = self.returning = self._returns = None  # of a pass that failed
@@ -94,8 +94,9 @@ class Copies(Airfield):
             is_training: the copies may serve later micro-batches of the step.
         """
         home = tuple(weight.detach() for weight in weights)
-        if self.plan.rematerialize or not is_training:
-            # Outside of training a user may have put other weights in for a while.
+        if self.plan.rematerialize or not is_training or torch.is_inference_mode_enabled():
+            # Outside of training a user may have put other weights in for a while; and what is made
+            # in inference mode is of no use to others.
             slab = Slab(self.trips.copied)
             self.coming = Flight(self, slab, home, deque(self.trips.gathers))
             return self.coming

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes in inference mode, before and between those that are trained: what they leave behind is
+of use to these. One process stands for one of four ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from fake_world import as_on_cuda, fake_world, on_lanes
+from host_path_contenders import Batch, Ours, Sizes, Way, esp
+
+from ds_moe_ext.moe.copies.layer_copies import Copies
+from ds_moe_ext.schedule.executor import InlineLanes, Lanes, ThreadLanes
+from ds_moe_ext.schedule.task import PARAM
+
+FSSDP = {"overlap_degree": 8, "copies_per_rank": 2, "reshard_interval": 0}
+BLOCKS: Mapping[str, Mapping[str, Any]] = {
+    "ep": {"strategy": "ep"},
+    "static capacity": {"strategy": "ep", "ep": {"static_capacity": 16}},
+    "sent once": {"strategy": "ep", "ep": {"send_once": True}},
+    "esp": esp(2),
+    "fssdp": {"strategy": "fssdp", "fssdp": FSSDP},
+    "fssdp, freed": {"strategy": "fssdp", "fssdp": {**FSSDP, "rematerialize": True}},
+    "prophet": {"strategy": "prophet", "prophet": {"planner": "shadow"}},
+    "esp over fssdp": esp(2, balance="fssdp", fssdp=FSSDP),
+}
+SIZES = Sizes(layers=2, experts=8, tokens=32, top_k=2)
+
+
+def copies_of(model: Ours) -> list[Copies]:
+    found = [layer.routed.copies for layer in model.replaced.layers]
+    return [copies for copies in found if copies is not None]
+
+
+@pytest.mark.parametrize("is_eval", [True, False], ids=["eval", "train"])
+@pytest.mark.parametrize("is_mixed", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("lanes", [InlineLanes, ThreadLanes])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_layers_are_trained_after_an_evaluation(
+    name: str, lanes: type[Lanes], is_mixed: bool, is_eval: bool
+) -> None:
+    """Autograd differentiates the experts where types are mixed."""
+    mixed = torch.autocast("cpu", dtype=torch.bfloat16) if is_mixed else nullcontext()
+    with fake_world(4, rank=1), on_lanes(lanes()), as_on_cuda():
+        model = Ours(Way("", BLOCKS[name], has_threads=True), SIZES)
+        for number in range(3):
+            batch = Batch.of(SIZES, number)
+            with mixed:
+                model.model.train(not is_eval)
+                with torch.inference_mode():
+                    assert model.forward(batch).is_inference()
+                # Nothing is left for the next step to wait for, however many evaluations there are.
+                assert not any(copies._outstanding for copies in copies_of(model))
+                model.model.train().zero_grad(set_to_none=True)
+                model.forward(batch).sum().backward()
+            assert all(weight.grad is not None for weight in model.model.parameters())
+            model.after_step(number)
+
+
+def test_other_threads_are_in_inference_mode_too() -> None:
+    """Copies are unpacked there into memory that the caller has made."""
+    lanes = ThreadLanes()
+    with torch.inference_mode():
+        room = torch.zeros(3)
+        lanes.join([lanes.submit(PARAM, lambda: room.add_(1), ())])
+    assert room.tolist() == [1, 1, 1]
+    seen: list[bool] = []
+    lanes.join([lanes.submit(PARAM, lambda: seen.append(torch.is_inference_mode_enabled()), ())])
+    assert seen == [False]
