@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 ALIGNED = 16  # bytes, to which Triton compiles kernels of their own
@@ -26,10 +27,11 @@ class Kernel:
             then constants.
 
     Attributes:
-        is_direct: whether that works with this Triton; of all kernels. Else each call is Triton's.
+        is_direct: whether that works with this Triton; of all kernels. Else each call is Triton's,
+            as on ROCm, for which it asks how large a tensor's memory is, too.
     """
 
-    is_direct: ClassVar[bool] = True
+    is_direct: ClassVar[bool] = torch.version.hip is None
 
     def __init__(self, jitted: Any) -> None:
         self._jitted = jitted
@@ -42,15 +44,19 @@ class Kernel:
         *numbers: int,
         **constants: int | bool,
     ) -> None:
-        """In the current stream.
+        """In the current stream of the tensors' device.
 
         Args:
             grid: programs along each axis.
-            tensors: on the current device, in the order in which the function takes them.
+            tensors: on one device, in the order in which the function takes them.
             numbers: likewise.
             constants: likewise.
         """
-        key = tensors[0].device, *[each.dtype for each in tensors], *constants.values()
+        device = tensors[0].device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):  # Triton asks for no tensor's, but for the current one
+                return self.launch(grid, tensors, *numbers, **constants)
+        key = device, *[each.dtype for each in tensors], *constants.values()
         compiled = self._compiled.get(key)
         is_plain = _is_plain(tensors, numbers)
         if compiled is not None and is_plain and Kernel.is_direct:
