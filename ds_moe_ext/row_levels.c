@@ -306,6 +306,11 @@ static void fill(const Layer *layer, Rows *rows, i64 x, i64 leave, i64 cross, co
             over += rows->held_N[n];
         }
     }
+    /* Slownesses are rounded, so that the highest level may be rows short: they are the first's. */
+    if (over < 0) {
+        rows->held_N[begin] -= over;
+        over = 0;
+    }
     /* A level is a whole row of each: the last holders give back what is too much. */
     while (over > 0)
         for (i64 n = end - 1; n >= begin && over > 0; n--)

@@ -261,6 +261,23 @@ def test_what_is_compared_stays_within_64_bits() -> None:
         assert shares[0].describe() == shares[1].describe()
 
 
+def test_none_of_many_rows_is_lost() -> None:
+    """Slownesses are rounded: of this many rows the highest level may be one short."""
+    node_C = np.arange(6) // 2
+    for seed in range(4300, 4400):
+        rng = np.random.default_rng(seed)
+        home = Placement.owned_by(rng.integers(0, 6, 2), 6)
+        is_else_E3 = home.owner_E[:, None] // 2 != np.arange(3)
+        copied_E32 = (rng.random((2, 3, 1)) < 0.7) & (rng.integers(0, 2, (2, 3, 1)) == [0, 1])
+        target = home.with_copies((copied_E32 & is_else_E3[..., None]).reshape(2, 6))
+        rows_CE, before_CE = rng.integers(0, 200_001, (2, 6, 2))
+        row_s_C = np.where(rng.random(6) < 0.5, 1, rng.uniform(1.3, 3)) * 1e-6
+        levels = RowLevels(target, node_C, WholePrices.of(row_s_C, *rng.random(2) * 1e-6))
+        share = LevelShare.planned(levels, before_CE, sweeps=6).of_rows(rows_CE)
+        computed_E = levels.computed_EC(rows_CE, share.rows_N).sum(axis=1)
+        assert computed_E.tolist() == rows_CE.sum(axis=0).tolist()
+
+
 def test_rules_are_copied_with_a_model() -> None:
     """What they have worked out points into memory: a copy works it out anew."""
     (case,) = cases(1, most_cells=8, most_experts=24, seed=12)
