@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -130,12 +130,14 @@ class Carried:
 
     Attributes:
         records: whether autograd does.
+        infers: inference mode is on.
         autocasts: device, dtype and whether it is on, of each kind of device.
         stream: the current one; None without CUDA.
         modes: torch function modes, the outermost first.
     """
 
     records: bool
+    infers: bool
     autocasts: tuple[tuple[str, torch.dtype, bool], ...]
     stream: torch.cuda.Stream | None
     modes: tuple[overrides.TorchFunctionMode, ...]
@@ -150,12 +152,16 @@ class Carried:
         )
         stream = torch.cuda.current_stream() if has_cuda else None
         modes = tuple(overrides._get_current_function_mode_stack())
-        return cls(torch.is_grad_enabled(), tuple(autocasts), stream, modes)
+        infers = torch.is_inference_mode_enabled()
+        return cls(torch.is_grad_enabled(), infers, tuple(autocasts), stream, modes)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """The thread that calls has it, inside the block."""
-        with ExitStack() as stack, torch.set_grad_enabled(self.records):
+        with ExitStack() as stack:
+            if self.infers:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self.records))
             for device, dtype, is_on in self.autocasts:
                 here = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
                 if here != (dtype, is_on):  # to enter one takes longer than to ask
@@ -494,11 +500,17 @@ class CudaLanes:
             run.issue(issued.by_caller)
             return
         self._let_follow(others, caller)
-        with self._make.entered(caller):  # once, for its device: it is the current one
-            if HOST in schedule.by_lane:
-                self._run_beside(issued, run)
-            else:
-                run.issue(issued.by_caller)
+        try:
+            with self._make.entered(caller):  # once, for its device: it is the current one
+                if HOST in schedule.by_lane:
+                    self._run_beside(issued, run)
+                else:
+                    run.issue(issued.by_caller)
+        except BaseException:
+            with suppress(RuntimeError):  # of a device that is lost
+                for stream in others:  # who goes on may get what they have yet to read
+                    caller.wait_stream(stream)
+            raise
         for position in issued.last:
             caller.wait_event(run.ends[position])
 

@@ -19,12 +19,13 @@ from host_path_contenders import Batch, Ours, Sizes, Way, esp
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ds_moe_ext.moe.expert import Expert
 from ds_moe_ext.schedule.executor import InlineLanes, ThreadLanes, _tensors
 from ds_moe_ext.schedule.task import PLAN
 from ds_moe_ext.steps.costs import STEPS
 from ds_moe_ext.steps.pipeline_costs import Pipelines
 from tests.gpu.layers import CPU, Case, Runner
-from tests.gpu.stream_order import BookedLanes, Books, Queue, Queues
+from tests.gpu.stream_order import BookedLanes, Books, Queue, QueuedLanes, Queues
 from tests.gpu.way import copied_from_the_host
 from tests.hosts.test_configurations import FREE
 
@@ -189,6 +190,28 @@ def test_streams_wait_for_who_called_before() -> None:
 
     assert mistakes_of_two_callers(BookedLanes) == []
     assert mistakes_of_two_callers(Forgetful)
+
+
+class Failed(Exception):
+    """Of the test's experts."""
+
+
+@pytest.mark.parametrize("method", ["forward", "backward"])
+def test_who_catches_an_error_comes_behind_all_streams(method: str) -> None:
+    """As trainers do that leave out a batch: they may get what was to be read."""
+    queues = Queues()
+    case, lanes = Case(degrees=(3, 3), hot=1.0), QueuedLanes(queues)
+    runner = Runner.of(case, CPU, lanes)
+    runner.step(*case.tokens(0))
+    with mock.patch.object(Expert, method, side_effect=Failed), pytest.raises(Failed):
+        runner.step(*case.tokens(1))
+    streams = [*lanes._streams.values()]
+    for stream in streams:
+        stream.do()
+    with mock.patch.object(Expert, method, side_effect=Failed), pytest.raises(Failed):
+        runner.step(*case.tokens(2))
+    caller = queues.current()
+    assert streams and all(caller.knows(each, each.known[each]) for each in streams)
 
 
 @pytest.mark.parametrize("name", ["esp, 2 chunks", "esp over fssdp"])
