@@ -444,8 +444,8 @@ class NearestCopy:
 
     target: Placement
     node_C: np.ndarray
-    _together: _NearestCopies | None = field(default=None, repr=False)
-    _layer: int = field(default=0, repr=False)
+    _together: _NearestCopies | None = field(default=None, init=False, repr=False)
+    _layer: int = field(default=0, init=False, repr=False)
     _packed: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -460,7 +460,10 @@ class NearestCopy:
     def of_layers(cls, targets: Sequence[Placement], node_C: np.ndarray) -> list[NearestCopy]:
         """One a layer; what they prepare is worked out for all of them at once."""
         together = _NearestCopies(tuple(targets), node_C)
-        return [cls(target, node_C, together, layer) for layer, target in enumerate(targets)]
+        shares = [cls(target, node_C) for target in targets]
+        for layer, share in enumerate(shares):
+            vars(share).update(_together=together, _layer=layer)
+        return shares
 
     @cached_property
     def _alone(self) -> _NearestCopies:

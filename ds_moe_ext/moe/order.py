@@ -211,7 +211,9 @@ class Order(SavesAlike):
     tour: Tour | None = None
     lag: HostLag = field(default_factory=HostLag)
     packs: bool = False
-    _places: dict[tuple[int, int, torch.device], Tensor] = field(default_factory=dict, repr=False)
+    _places: dict[tuple[int, int, torch.device], Tensor] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def forward(
         self, span: Span, expert_TK: Tensor, x_TD: Tensor | None = None
