@@ -719,7 +719,8 @@ def esp_rows() -> Iterator[Row]:
         job = float64("mixtral", 7, micro_batches=batches)
         job = esp(job, size, degree=None, slice_gradients=True)
         name = f"esp planned {ranks} ranks by {size}, {batches} micro-batches"
-        yield Row(name, ranks, job)
+        # Of 8 micro-batches seven steps of Adam leave 1.8e-12 on an EPYC, and less elsewhere.
+        yield Row(name, ranks, job, EXACT if batches < 8 else replace(EXACT, weights=1e-11))
 
 
 def gate_rows() -> Iterator[Row]:
