@@ -162,6 +162,17 @@ def test_a_run_of_two_ranks() -> None:
     assert ranks.sent_s_R.tolist() == [3.0, 3.0] and not ranks.waited_s_R.any()
 
 
+def test_an_infinite_loss_is_none() -> None:
+    """As of fp16, which leaves out the step: pages and JSON have no place for it."""
+    seen = run_of(9)
+    seen.own.saw_loss(torch.tensor(float("inf")))
+    seen.after_step(9, 64.0)
+    record = seen.record()
+    assert record is not None and np.isnan(record.pace.loss_G).all()
+    run = dataclasses.replace(worked(), ranks=record)
+    assert "Infinity" not in run.to_json() and page_of(run)
+
+
 def test_a_long_run_has_few_points() -> None:
     steps = record_of(40_000).pace.steps_G
     assert MOST_POINTS // 2 <= len(steps) <= MOST_POINTS

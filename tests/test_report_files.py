@@ -4,10 +4,15 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ds_moe_ext.attachment.outputs import or_warn
+from ds_moe_ext.files import file_sums
 from ds_moe_ext.report.record import RunRecord
 from ds_moe_ext.report.report_files import ReportFiles, write_whole
 from tests.test_report import worked
@@ -68,6 +73,30 @@ def test_what_was_there_stays_where_writing_fails(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         write_whole(path, "two")
     assert path.read_text() == "one"
+
+
+@pytest.mark.parametrize("write", [write_whole, file_sums.write_whole])
+def test_a_full_disk_keeps_no_half_of_a_file(
+    write: Callable[[Path, str], None], tmp_path: Path
+) -> None:
+    path = tmp_path / "report.json"
+    write(path, "one")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(OSError):
+            write(path, "two" * 4096)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert path.read_text() == "one" and [*tmp_path.iterdir()] == [path]
+
+
+def test_a_report_that_cannot_be_made_ends_no_training() -> None:
+    said = "the report could not be made: OverflowError"
+    with pytest.warns(UserWarning, match=said), or_warn("the report"):
+        int(float("inf"))
 
 
 def test_it_is_tried_again_when_it_is_due(tmp_path: Path) -> None:

@@ -62,11 +62,13 @@ def _why_not(settings: Settings) -> str:
 
 @contextmanager
 def or_warn(what: str) -> Iterator[None]:
-    """No file that cannot be written ends a training."""
+    """Nothing that cannot be written, or drawn, ends a training."""
     try:
         yield
     except OSError as error:
         warnings.warn(f"ds_moe_ext: {what} could not be written: {error}", stacklevel=3)
+    except Exception as error:  # of ours, but the model is the user's
+        warnings.warn(f"ds_moe_ext: {what} could not be made: {error!r}", stacklevel=3)
 
 
 class Endings:

@@ -7,6 +7,7 @@ import json
 import os
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,16 @@ def sum_of_document(document: Mapping[str, Any]) -> int:
 def write_whole(path: Path, text: str) -> None:
     """Write a file that is there whole or not at all, whenever this process or machine ends."""
     new = path.with_name(f"{path.name}.new")
-    with new.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+    try:
+        with new.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            new.unlink(missing_ok=True)  # a disk that is full needs the room
+        raise
 
 
 def remove(path: Path) -> None:

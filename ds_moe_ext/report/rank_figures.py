@@ -266,7 +266,7 @@ class RanksSeen:
             if self._bad_scores is not None:
                 self.on_bad_scores(self._bad_scores)
         step_s = max(one.step_s for one in told)
-        losses = [one.loss for one in told if not np.isnan(one.loss)]
+        losses = [one.loss for one in told if np.isfinite(one.loss)]
         self.latest = Point(
             step,
             step_s,

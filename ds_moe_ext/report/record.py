@@ -402,9 +402,9 @@ Shape = tuple[int, int, int]
 
 
 def _listed(array: np.ndarray) -> list[Any]:
-    """For JSON, which knows no nan."""
+    """For JSON, which knows no nan, and nothing infinite."""
     if np.issubdtype(array.dtype, np.floating):
-        array = np.array([None if np.isnan(x) else x for x in array.flat]).reshape(array.shape)
+        array = np.array([x if np.isfinite(x) else None for x in array.flat]).reshape(array.shape)
     listed: list[Any] = array.tolist()
     return listed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,12 +22,17 @@ def write_whole(path: Path, text: str) -> None:
     or the new one.
 
     Raises:
-        OSError: it cannot be written; what was there stays.
+        OSError: it cannot be written; what was there stays, and nothing else.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)  # a disk that is full needs the room
+        raise
 
 
 @dataclass(eq=False)
