@@ -259,7 +259,9 @@ def watch_steps(optimizer: Any, run: Run) -> None:
         with WATCH.host_pass("the optimizer's step"):
             outcome = step(*args, **kwargs)
         planning = run.planning
-        planning.job = replace(planning.job, accumulates=SCHEDULES.latest > 1)
+        accumulates = SCHEDULES.latest > 1
+        if planning.job.accumulates != accumulates:  # else what was planned beside the step holds
+            planning.job = replace(planning.job, accumulates=accumulates)
         if (ranks := run.recorder.ranks) is not None:
             for loss in SCHEDULES.losses:
                 ranks.own.saw_loss(loss)
