@@ -7,9 +7,10 @@ import json
 import os
 import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from ds_moe_ext.files.whole_files import replacing
 
 FileSum = Sequence[int | None]
 """Bytes of a file, and their CRC-32; None where that was not asked for."""
@@ -58,17 +59,10 @@ def sum_of_document(document: Mapping[str, Any]) -> int:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file that is there whole or not at all, whenever this process or machine ends."""
-    new = path.with_name(f"{path.name}.new")
-    try:
-        with new.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            new.unlink(missing_ok=True)  # a disk that is full needs the room
-        raise
+    with replacing(path) as new, new.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def remove(path: Path) -> None:

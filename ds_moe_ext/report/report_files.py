@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ds_moe_ext.files.whole_files import replacing
 from ds_moe_ext.report.page import page_of
 from ds_moe_ext.report.record import RunRecord
 
@@ -25,14 +25,8 @@ def write_whole(path: Path, text: str) -> None:
         OSError: it cannot be written; what was there stays, and nothing else.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    try:
+    with replacing(path) as part:
         part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)  # a disk that is full needs the room
-        raise
 
 
 @dataclass(eq=False)

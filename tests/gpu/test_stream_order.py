@@ -203,13 +203,15 @@ def test_who_catches_an_error_comes_behind_all_streams(method: str) -> None:
     case, lanes = Case(degrees=(3, 3), hot=1.0), QueuedLanes(queues)
     runner = Runner.of(case, CPU, lanes)
     runner.step(*case.tokens(0))
-    with mock.patch.object(Expert, method, side_effect=Failed), pytest.raises(Failed):
-        runner.step(*case.tokens(1))
     streams = [*lanes._streams.values()]
-    for stream in streams:
-        stream.do()
-    with mock.patch.object(Expert, method, side_effect=Failed), pytest.raises(Failed):
-        runner.step(*case.tokens(2))
+
+    def fail(*given: Any) -> None:
+        for stream in streams:
+            stream.do()  # issued, and nobody has waited for it
+        raise Failed
+
+    with mock.patch.object(Expert, method, fail), pytest.raises(Failed):
+        runner.step(*case.tokens(1))
     caller = queues.current()
     assert streams and all(caller.knows(each, each.known[each]) for each in streams)
 

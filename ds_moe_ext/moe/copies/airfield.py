@@ -99,10 +99,6 @@ class Airfield:
         self.lanes.join(events)
         self._outstanding = [event for event in self._outstanding if event not in events]
 
-    def join_all(self) -> None:
-        """The same of all that was queued, by passes that failed, too."""
-        self.join(self._outstanding)
-
     def moved(self, traffic: Traffic) -> None:
         """Count what has come and gone."""
         with self._counting:

@@ -81,7 +81,7 @@ class Copies(Airfield):
                 "that were not sent home before the optimizer's step: the last micro-batch did not "
                 "pass through it; let every micro-batch use every MoE layer"
             )
-        self.join_all()
+        self.join(self._outstanding)
         self._is_current = False
         self._released.clear()
         self.coming = self.returning = self._returns = None  # of a pass that failed
