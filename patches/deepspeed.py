@@ -12,6 +12,7 @@ from typing import Any
 from ds_moe_ext.hosts.deepspeed import (
     buckets,
     checkpoint,
+    dropped_gradients,
     engine,
     engine_record,
     export,
@@ -31,6 +32,7 @@ VERSIONS = ">=0.19.7,<0.20"
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 PIPELINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
 ZERO_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 
 
@@ -122,6 +124,16 @@ def _then_record(original: Any) -> Any:
         return result
 
     return _take_model_step
+
+
+def _then_tell(original: Any) -> Any:
+    @functools.wraps(original)
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        dropped_gradients.dropped(self)
+        return result
+
+    return zero_grad
 
 
 def _around(ours: Callable[[Any, Any, Any], Any]) -> Callable[[Any], Any]:
@@ -344,9 +356,9 @@ PATCHES = tuple(
                 f"tell-of-{name}",
                 f"{ENGINE}.{name}",
                 "ranks that wait for one that has failed are told",
-                _telling(name),
+                _telling(name, hear),
             )
-            for name in ("forward", "step")
+            for name, hear in (("forward", engine.begin_forward), ("step", None))
         ),
         (
             "tell-of-backward",
@@ -371,6 +383,15 @@ PATCHES = tuple(
             f"{ENGINE}._take_model_step",
             "loads are recorded once an optimizer step",
             _then_record,
+        ),
+        *(
+            (
+                f"drop-with-{name}",
+                f"{optimizer}.zero_grad",
+                "gradients of copies that wait for the last micro-batch are dropped with others",
+                _then_tell,
+            )
+            for name, optimizer in (("zero-1", ZERO), ("zero-3", ZERO_3), ("bf16", BF16))
         ),
         (
             "slice-gradients",

@@ -23,6 +23,7 @@ from ds_moe_ext.attachment.replacement import Around, AttachedLayer, Blueprint
 from ds_moe_ext.attachment.router_gates import routers_of
 from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.layout import Grid
+from ds_moe_ext.moe.copies.accumulation import Accumulation
 from ds_moe_ext.settings import BLOCK, Settings
 from ds_moe_ext.steps.cost_checks import Checks
 from ds_moe_ext.steps.costs import Costs
@@ -144,6 +145,11 @@ class Host(Protocol):
         gradients of copies travel home in it. Always true is right, and slower."""
         ...
 
+    def accumulation(self, layer: AttachedLayer) -> Accumulation:
+        """Tells whether it still has what passes that were not the last have left of a layer's
+        experts: gradients of copies that wait are dropped with them."""
+        ...
+
     def optimizer_states(self) -> Callable[[], States]:
         """Finds the states of the optimizer as it is when asked: experts that move take theirs
         along. It may be asked first when there have been steps."""
@@ -224,6 +230,7 @@ def run_on(host: Host, model: nn.Module, settings: Settings, strategy: Strategy)
         for layer in layers:
             if layer.routed.copies is not None:
                 layer.routed.copies.is_last_pass = host.last_pass(layer)
+                layer.routed.copies.accumulation = host.accumulation(layer)
         mover = ExpertMover(host.optimizer_states(), layers, blueprint.pools)
         pipelines = _pipelines(host, blueprint, layers, gradients)
         costs = Costs(

@@ -36,6 +36,7 @@ from ds_moe_ext.hosts.deepspeed import (
     zero_3,
     zero_init,
 )
+from ds_moe_ext.hosts.deepspeed.dropped_gradients import EngineAccumulation
 from ds_moe_ext.hosts.deepspeed.pipeline import Stages
 from ds_moe_ext.hosts.deepspeed.role_engine import clip_gradients, experts_factor
 from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
@@ -45,6 +46,7 @@ from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel, make_grou
 from ds_moe_ext.hosts.deepspeed.training import training_of
 from ds_moe_ext.hosts.meta_model import MetaModel
 from ds_moe_ext.layout import GRID, Grid
+from ds_moe_ext.moe.copies.accumulation import Accumulation
 from ds_moe_ext.moe.token_parts import TokenParts
 from ds_moe_ext.settings import BLOCK, Settings, read_settings
 from ds_moe_ext.steps.expert_moves import check_alike
@@ -233,6 +235,9 @@ class DeepSpeedHost:
             return alive is None or bool(alive.is_gradient_accumulation_boundary())
 
         return is_boundary
+
+    def accumulation(self, layer: AttachedLayer) -> Accumulation:
+        return EngineAccumulation(self.carrier, layer)
 
     def optimizer_states(self) -> Callable[[], States]:
         engine = weakref.ref(self.carrier)
@@ -455,6 +460,11 @@ def _show(engine: Any, run: Run) -> None:
     is_writer = engine.global_rank == 0 and engine.monitor.enabled
     if is_writer and run.monitor.is_on and engine.global_steps % every == 0:
         run.monitor.show(run.recorder, engine.monitor.write_events, engine.global_samples)
+
+
+def begin_forward(engine: Any, *_: Any, **__: Any) -> None:
+    """No backward pass is under way, so that what one has left is of one that failed."""
+    engine_record.record_of(engine).drop_slices()
 
 
 def saw_loss(engine: Any, loss: Any, *_: Any, **__: Any) -> None:

@@ -24,6 +24,7 @@ class EngineRecord(Record):
         waiting: those of them that are ready, with the number of their group.
         means: of the gradients that ZeRO is about to sum, flat, while it takes one back.
         averaged: addresses of gradients that slices averaged at ZeRO 0.
+        drops: times that its optimizer of ZeRO dropped what it had accumulated.
         schedules: of a pipeline, what its engine is about to do.
         order: numbers of the weights whose gradients slices were shown at ZeRO 0.
     """
@@ -35,7 +36,15 @@ class EngineRecord(Record):
     means: Tensor | None = None
     averaged: set[int] = field(default_factory=set)
     order: list[int] = field(default_factory=list)
+    drops: int = 0
     schedules: Schedules = field(default_factory=Schedules)
+
+    def drop_slices(self) -> None:
+        """Forget what slices have of a backward pass that failed."""
+        if self.slices is not None:
+            self.slices.drop()
+            self.averaged.clear()
+            self.order.clear()
 
     def take_waiting(self) -> list[tuple[nn.Parameter, int]]:
         """What waits, which no longer does."""

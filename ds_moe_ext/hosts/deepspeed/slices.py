@@ -246,6 +246,14 @@ class GradientSlices:
             self._ready.popleft().leave()
         self._known.clear()
 
+    def drop(self) -> None:
+        """Forget what a backward pass that failed has left; the host's users drop gradients then,
+        or add to them."""
+        self._land_begun()
+        self._ready.clear()
+        self._whole.clear()
+        self._known.clear()
+
     def _give_back(self) -> None:
         while self._whole:
             gradient = self._whole.popleft()

@@ -25,6 +25,7 @@ from ds_moe_ext.comm import sum_in_place
 from ds_moe_ext.hosts import huggingface
 from ds_moe_ext.hosts.meta_model import ADAPTERS, MetaModel
 from ds_moe_ext.layout import group_among
+from ds_moe_ext.moe.copies.accumulation import Accumulation, KeptInGrad
 from ds_moe_ext.settings import BLOCK, Settings
 from ds_moe_ext.steps.host import Built, Seats, device_names
 from ds_moe_ext.steps.optimizer_states import Group, States
@@ -217,6 +218,9 @@ class PlainHost:
     def last_pass(self, layer: AttachedLayer) -> Callable[[], bool]:
         known = self._experts
         return lambda: known.is_last_pass
+
+    def accumulation(self, layer: AttachedLayer) -> Accumulation:
+        return KeptInGrad(layer.routed.site.layer, lambda: layer.parameters)
 
     def optimizer_states(self) -> Callable[[], States]:
         return self._experts.states

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.comm import Traffic, max_in_place
+from ds_moe_ext.moe.copies.accumulation import Accumulation, AlwaysKept
 from ds_moe_ext.moe.copies.packing import AS_THEY_ARE, Codecs, copy_bytes
 from ds_moe_ext.moe.copies.slab import Weights
 from ds_moe_ext.moe.copies.trips import Place, Trips
@@ -45,6 +46,7 @@ class Airfield:
     Attributes:
         is_last_pass: whether the pass that runs is the last before the optimizer's step; gradients
             of copies wait for it.
+        accumulation: tells whether the host has dropped what earlier passes of a step left.
         plan: the present plan.
         trips: its transfers.
         traffic: payload of this rank so far.
@@ -70,6 +72,7 @@ class Airfield:
         self.learns: Weights | None = None
         self._knows_types = False
         self.is_last_pass: Callable[[], bool] = lambda: True
+        self.accumulation: Accumulation = AlwaysKept()
         self.plan = plan
         self.trips = Trips.of(self.place, plan)
         self.traffic = Traffic()
@@ -168,6 +171,23 @@ class Airfield:
             task = Task(op, layer, span, writes, reads, adjoint_of=(0,))
         tell(self._observers, task, start, self.lanes)
 
+    def accumulate(self, grads: Mapping[int, Weights], *, is_last: bool) -> dict[int, Weights]:
+        """Take gradients of copies of a pass to those of earlier ones of the step; those that wait
+        no longer, after the last one.
+
+        Args:
+            grads: of one pass, by expert.
+            is_last: whether the host's optimizer steps next.
+        """
+        if self._waiting and not self.accumulation.is_kept():
+            self._waiting.clear()
+        if is_last:
+            return self.all_waiting(grads)
+        if not self._waiting:
+            self.accumulation.begin()
+        self.let_wait(grads)
+        return {}
+
     def all_waiting(self, grads: Mapping[int, Weights]) -> dict[int, Weights]:
         """Gradients of copies with those of earlier micro-batches, which wait no longer."""
         if not self._waiting:
@@ -181,7 +201,7 @@ class Airfield:
         }
 
     def let_wait(self, grads: Mapping[int, Weights]) -> None:
-        """Keep gradients of copies until the last micro-batch; summed in 32 bits at least."""
+        """Keep gradients of copies until they are asked for; summed in 32 bits at least."""
         for expert, own in grads.items():
             before = self._waiting.get(expert)
             if before is None:

@@ -134,12 +134,13 @@ class Flight:
         copies = self.copies
         own, of_copies = self._apart(grads)
         if copies.is_last_pass() or copies.plan.rematerialize:
-            waiting = copies.all_waiting(of_copies)
+            waiting = copies.accumulate(of_copies, is_last=True)
             for piece in copies.trips.pieces_home(self.target):
                 some = {expert: own for expert, own in waiting.items() if expert in piece.experts}
                 self._to_send.append((piece, some))
         else:
-            copies.let_wait({expert: of_copies.pop(expert) for expert in copies.trips.copied})
+            planned = {expert: of_copies.pop(expert) for expert in copies.trips.copied}
+            copies.accumulate(planned, is_last=False)
             if self.target is not copies.plan.target:
                 part = copies.trips.part_beyond_plan(self.target)
                 self._to_send.append((Piece(part, of_copies), of_copies))

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``zero_grad`` drops of an accumulation: it depends on where the optimizer sums gradients."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from ds_moe_ext.attachment.replacement import AttachedLayer
+from ds_moe_ext.hosts.deepspeed.engine_record import NOTHING, record_of
+from ds_moe_ext.moe.copies.accumulation import KeptInGrad
+
+
+class EngineAccumulation:
+    """What an engine has of one layer's experts; a ``moe.copies.accumulation.Accumulation``.
+
+    At ZeRO 0 and mostly at 1 gradients are summed in ``.grad``. At ZeRO 2 nothing drops them, and
+    elsewhere ``zero_grad`` of the optimizer alone.
+
+    Args:
+        engine: it is not kept alive.
+        layer: of its model.
+    """
+
+    def __init__(self, engine: Any, layer: AttachedLayer) -> None:
+        number = layer.routed.site.layer
+        self._engine = weakref.ref(engine)
+        self._in_grad = KeptInGrad(number, lambda: layer.parameters)
+        self._drops = 0
+
+    def begin(self) -> None:
+        """See ``Accumulation``."""
+        engine = self._engine()
+        self._drops = record_of(engine).drops
+        if _sums_in_grad(engine):
+            self._in_grad.begin()
+
+    def is_kept(self) -> bool:
+        """See ``Accumulation``."""
+        engine = self._engine()
+        if _sums_in_grad(engine):
+            return self._in_grad.is_kept()
+        return record_of(engine).drops == self._drops
+
+
+def _sums_in_grad(engine: Any) -> bool:
+    if engine is None or engine.zero_optimization_stage() == 0:
+        return True
+    optimizer = engine.optimizer
+    return (
+        isinstance(optimizer, DeepSpeedZeroOptimizer)
+        and not optimizer.partition_gradients
+        and not optimizer.use_grad_accum_attribute
+    )
+
+
+def dropped(optimizer: Any) -> None:
+    """The optimizer of an engine has dropped what it had, if it does."""
+    record = record_of(optimizer)
+    keeps = isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.partition_gradients
+    if record is not NOTHING and not keeps:
+        record.drops += 1

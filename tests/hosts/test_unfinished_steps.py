@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user drops in the midst of a step, and a backward pass that failed, leave no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ds_moe_ext
+from ds_moe_ext.moe.copies.accumulation import KeptInGrad
+from ds_moe_ext.steps.passes import OfOneSchedule, Schedules
+from ds_moe_ext.steps.training_run import run_of
+from ds_moe_ext.testing import relative_error
+from tests.hosts import jobs
+from tests.hosts.jobs import Job, engine_of, loss_of, micro_batch
+from tests.hosts.varied import IN_SLOTS, VARIED
+from tests.marks import slow
+from tests.ranks import pool_of, preload
+
+preload("deepspeed")
+
+STOCK = Job(
+    "toy",
+    block=False,
+    optimizer="object",
+    sgd=True,
+    learning_rate=0.5,
+    steps=3,
+    micro_batches=8,
+)
+COPYING = replace(
+    STOCK, block=True, strategy=VARIED, keys=(("layers", 1.0), ("copies", 1.0), ("revised", 0.5))
+)
+SLICING = replace(STOCK, block=True, strategy="esp", cells=2, cell_size=1)
+
+Step = Callable[[Any, int, int], None]
+"""What is done with an engine behind a backward pass, given numbers of the step and the pass."""
+
+
+def by_engine(engine: Any, step: int, number: int) -> None:
+    if number == 1:
+        engine.zero_grad()
+
+
+def by_optimizer(engine: Any, step: int, number: int) -> None:
+    if number == 1:
+        engine.optimizer.zero_grad()
+
+
+def by_zeros(engine: Any, step: int, number: int) -> None:
+    if number == 1:
+        engine.optimizer.zero_grad(set_to_none=False)
+
+
+def by_hand(engine: Any, step: int, number: int) -> None:
+    for parameter in engine.module.parameters() if number == step else ():
+        parameter.grad = None
+
+
+def trained(rank: int, world_size: int, job: Job, drop: Step) -> dict[str, Tensor]:
+    """The weights at the end; each rank accumulates four passes a step."""
+    engine = engine_of(job, world_size)
+    for step in range(job.steps):
+        for number, batch in enumerate(range(rank, job.micro_batches, world_size)):
+            engine.backward(loss_of(engine, micro_batch(step, batch)))
+            drop(engine, step, number)
+            engine.step()
+    return _weights(engine.module)
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: w.detach().clone() for name, w in ds_moe_ext.full_state_dict(model).items()}
+
+
+def _differ(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    assert got.keys() == wanted.keys()
+    return max(relative_error(got[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(
+    ("stage", "drop"),
+    [
+        (0, by_hand),
+        (1, by_engine),
+        (1, by_zeros),
+        (2, by_optimizer),
+        (3, by_optimizer),
+        *(
+            slow(stage, drop)
+            for stage, drops in (
+                (0, (by_engine, by_optimizer, by_zeros)),
+                (1, (by_optimizer, by_hand)),
+                (2, (by_engine, by_zeros)),
+                (3, (by_engine, by_zeros)),
+            )
+            for drop in drops
+        ),
+    ],
+)
+def test_copies_are_dropped_as_the_engine_drops(stage: int, drop: Step) -> None:
+    job = replace(COPYING, stage=stage)
+    wanted = pool_of(2).run(trained, replace(STOCK, stage=stage), drop)[0]
+    assert _differ(pool_of(2).run(trained, job, drop)[0], wanted) < 1e-5
+
+
+def sums_of_experts(rank: int, world_size: int, job: Job, drop: Step) -> Tensor:
+    """All gradients of this rank's experts as the optimizer would step by them."""
+    from deepspeed.utils import safe_get_full_grad
+
+    engine = engine_of(job, world_size)
+    for number, batch in enumerate(range(rank, job.micro_batches, world_size)):
+        engine.backward(loss_of(engine, micro_batch(0, batch)))
+        drop(engine, 0, number)
+        if not engine.is_gradient_accumulation_boundary():
+            engine.step()
+    weights = [weight for layer in run_of(engine).layers for weight in layer.parameters]
+    return torch.cat([safe_get_full_grad(weight).flatten() for weight in weights])
+
+
+@pytest.mark.parametrize("drop", [by_engine, by_optimizer])
+def test_sums_beside_grad(drop: Step) -> None:
+    """DeepSpeed's BF16_Optimizer keeps sums of its own, which its own ``zero_grad`` alone drops."""
+    sums_in_32_bits = replace(
+        COPYING, dtype="bfloat16", extra=(("data_types", {"grad_accum_dtype": "fp32"}),)
+    )
+    wanted, got = (
+        pool_of(2).run(sums_of_experts, replace(sums_in_32_bits, **changed), drop)
+        for changed in ({"strategy": "ep", "keys": ()}, {"strategy": IN_SLOTS})
+    )
+    for own, reference in zip(got, wanted):
+        assert (own - reference).norm() < 0.02 * reference.norm()  # of 8 bits
+
+
+def caught(rank: int, world_size: int, job: Job, fails: Any) -> dict[str, Tensor]:
+    """The weights, where backward passes fail on all ranks and a user goes on."""
+    engine = engine_of(job, world_size)
+    passes = iter(range(1000))
+
+    def fail(grad: Tensor) -> None:
+        if next(passes) in fails:
+            raise torch.OutOfMemoryError("no memory")
+
+    def watch(module: nn.Module, given: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(fail)
+
+    engine.module.blocks[1].norm.register_forward_hook(watch)
+    for step in range(job.steps):
+        for batch in range(rank, job.micro_batches, world_size):
+            try:
+                engine.backward(loss_of(engine, micro_batch(step, batch)))
+                engine.step()
+            except torch.OutOfMemoryError:
+                engine.optimizer.zero_grad()
+    return _weights(engine.module)
+
+
+@pytest.mark.parametrize(("job", "stage"), [(SLICING, 0), slow(SLICING, 1), slow(COPYING, 0)])
+def test_a_caught_error(job: Job, stage: int) -> None:
+    """One in the last pass of a step, which reduces gradients, and one in the midst of one."""
+    fails = (3, 9)
+    wanted = pool_of(2).run(caught, replace(STOCK, stage=stage), fails)[0]
+    assert _differ(pool_of(2).run(caught, replace(job, stage=stage), fails)[0], wanted) < 1e-5
+
+
+def in_a_loop(rank: int, world_size: int, strategy: str, drop: Any) -> dict[str, Tensor]:
+    """The weights behind a loop of a user's own, of four passes a step."""
+    job = replace(COPYING, strategy=strategy, keys=COPYING.keys if ":" in strategy else ())
+    model = jobs.model_of(job).double()
+    moe = ds_moe_ext.attach(model, jobs.document_of(job, world_size)["ds_moe_ext"], micro_batches=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    moe.watch(optimizer)
+    for step in range(job.steps):
+        for number in range(4):
+            with moe.no_sync() if number < 3 else nullcontext():
+                ids = micro_batch(step, 4 * rank + number)
+                model(input_ids=ids, labels=ids).loss.backward()
+            if number == 1:
+                drop(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return _weights(model)
+
+
+def _by_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.zero_grad()
+
+
+def _by_zeros(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def _halve(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= 2
+
+
+@pytest.mark.parametrize("drop", [_by_model, _by_zeros])
+def test_a_loop_of_ones_own(drop: Any) -> None:
+    with jobs.float64_everywhere():
+        got, wanted = (pool_of(2).run(in_a_loop, name, drop)[0] for name in (VARIED, "ep"))
+    assert _differ(got, wanted) < 1e-12
+
+
+def test_gradients_that_change_are_refused() -> None:
+    """Those of copies would not be changed alike."""
+    with pytest.raises(AssertionError, match="scale losses instead"):  # as the pool tells it
+        pool_of(2).run(in_a_loop, VARIED, _halve)
+
+
+def test_which_weight_tells() -> None:
+    """The one that got a gradient last: an expert without rows has none."""
+    idle, frozen, busy = (nn.Parameter(torch.ones(2), requires_grad=i != 1) for i in range(3))
+    kept = KeptInGrad(0, lambda: (idle, frozen, busy))
+    kept.begin()
+    assert kept.is_kept()  # nobody knows
+    for _ in range(2):
+        busy.sum().backward()
+        assert kept.is_kept()
+    busy.grad = None
+    assert not kept.is_kept()
+    kept.begin()
+    idle.sum().backward()
+    assert kept.is_kept()
+    idle.grad.zero_()
+    assert not kept.is_kept()
+
+
+def test_a_schedule_that_failed_leaves_nothing() -> None:
+    schedules = Schedules()
+    kept = OfOneSchedule(schedules)
+    schedules.begin(4, forward_only=False)
+    kept.begin()
+    assert kept.is_kept()
+    schedules.end()
+    schedules.begin(4, forward_only=True)
+    assert kept.is_kept()
+    schedules.begin(4, forward_only=False)
+    assert not kept.is_kept()
