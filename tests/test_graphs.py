@@ -396,10 +396,10 @@ def test_tasks_that_are_timed_are_the_programs() -> None:
     routed = routed_by(PADDED)
     with recording(recorder):
         warmed(routed, weights)
-        routed.tasks.is_on = True
+        routed.tasks.is_wanted = True
         step(routed, Batch(0), weights)
         assert not recorder.records and routed.tasks.take()
-        routed.tasks.is_on = False
+        routed.tasks.is_wanted = False
         step(routed, Batch(1), weights)
     assert len(recorder.records) == 2
 

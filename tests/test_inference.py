@@ -4,6 +4,7 @@ of use to these. One process stands for one of four ranks."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -71,3 +72,41 @@ def test_other_threads_are_in_inference_mode_too() -> None:
     seen: list[bool] = []
     lanes.join([lanes.submit(PARAM, lambda: seen.append(torch.is_inference_mode_enabled()), ())])
     assert seen == [False]
+
+
+@pytest.mark.parametrize("lanes", [InlineLanes, ThreadLanes])
+@pytest.mark.parametrize("name", ["ep", "fssdp", "prophet"])
+def test_what_an_evaluation_does_is_not_timed(name: str, lanes: type[Lanes]) -> None:
+    """Its rows are not counted, and costs are seconds a row. It begins where the model's blocks do,
+    before its layers know, and what was launched in a lane may end late."""
+
+    def seen(*, evaluates: bool) -> list[Counter[str]]:
+        model = Ours(Way("", BLOCKS[name], has_threads=True), SIZES)
+        layers = [layer.routed for layer in model.replaced.layers]
+        found = []
+        for number in range(3):
+            for layer in layers:
+                layer.tasks.is_wanted = layer.meter.is_wanted = True
+            batch = Batch.of(SIZES, number)
+            output = model.forward(batch)
+            if evaluates:
+                model.model.eval()
+                with torch.no_grad():
+                    model.forward(batch)
+                model.model.train()
+            output.sum().backward()
+            if evaluates:
+                model.model.eval()
+                with torch.inference_mode():
+                    model.forward(batch)
+                model.model.train()
+            model.model.zero_grad(set_to_none=True)
+            tasks = [timed for layer in layers for timed in layer.tasks.take()]
+            assert len(tasks) == sum(len(layer.meter.take()) for layer in layers) > 0
+            found.append(Counter(str(timed.task) for timed in tasks))
+            for layer in layers:
+                layer.after_step()
+        return found
+
+    with fake_world(4, rank=1), on_lanes(lanes()), as_on_cuda():
+        assert seen(evaluates=True) == seen(evaluates=False)

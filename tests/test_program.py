@@ -608,7 +608,7 @@ class DeviceLanes(InlineLanes):
 
 
 def test_observers_are_told_what_the_host_took_but_not_to_look() -> None:
-    meter, trace = Meter(is_on=True), TasksSeen(is_on=True)
+    meter, trace = Meter(is_wanted=True), TasksSeen(is_wanted=True)
     program = diamond(DeviceLanes(), meter, trace)
     x, *w = leaves()
     (y,) = program(x, tuple(w))
@@ -621,7 +621,7 @@ def test_observers_are_told_what_the_host_took_but_not_to_look() -> None:
     assert min(seconds) > 0
     assert sum(seconds[3:]) < took_s - 9 * 0.02  # three tasks, begin and two ends of each
     assert meter.take_issued() == []
-    meter.is_on = False
+    meter.is_wanted = False
     program(x, tuple(w))
     assert meter.take_issued() == []
 
@@ -633,7 +633,7 @@ def test_tasks_seen_on_threads() -> None:
     x, *w = leaves()
     program(x, tuple(w))
     assert tasks.take() == []
-    tasks.is_on = True
+    tasks.is_wanted = True
     start = time.perf_counter()
     program(x, tuple(w))[0].sum().backward()
     took_s = time.perf_counter() - start

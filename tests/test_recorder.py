@@ -30,7 +30,7 @@ def is_timed(**wanted: Any) -> bool:
     tasks = TasksSeen()
     layer: Any = SimpleNamespace(routed=SimpleNamespace(tasks=tasks))
     Recorder("ep", 1, [layer], **wanted)
-    return tasks.is_on
+    return tasks.is_wanted
 
 
 def tracer(steps: range) -> Any:

@@ -177,7 +177,8 @@ class RoutedExperts:
         self.site = site
         target = site.plan.target
         self.rows = RowsSeen(target.num_experts, target.num_cells)
-        self.tasks, self.meter, self.lag = TasksSeen(), Meter(), HostLag()
+        self.tasks, self.meter = TasksSeen(rows=self.rows), Meter(rows=self.rows)
+        self.lag = HostLag()
         self.graph_use = GraphUse()
         self.row_width, self.row_dtype, self.row_bytes = 0, torch.float32, RowBytes(0, 0)
         self.copies: Copies | None = None
@@ -332,6 +333,7 @@ class RoutedExperts:
             is_training: as the rows of the call will be counted.
         """
         is_training = is_training and self._turns is None
+        self.rows.begin(is_training=is_training)  # before anybody looks at what is launched
         if self.copies is not None and self.site.plan.is_joined:
             flight = self.copies.begin(weights, is_training=is_training)
             self._started, self._was_graded = (
@@ -609,6 +611,7 @@ class RoutedExperts:
             counts: the rows count for the report.
             is_graded: the pass has gradients.
         """
+        self.rows.begin(is_training=counts)
         layout = self.site.layout
         kind = kind_of(self.site.layer, is_training=counts, is_graded=is_graded)
         order = replace(

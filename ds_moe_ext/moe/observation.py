@@ -201,10 +201,23 @@ def _bring_to_host(layers: Sequence[RowsSeen]) -> None:
 
 @dataclass
 class TasksSeen:
-    """When each task of the passes since the last ``take`` began and ended in its lane."""
+    """When each task of the passes since the last ``take`` began and ended in its lane; not those
+    of an evaluation, whose rows are not counted either.
 
-    is_on: bool = False
+    Attributes:
+        is_wanted: somebody takes them.
+        rows: of the layer, which know what its latest pass is; None: all are of training.
+    """
+
+    is_wanted: bool = False
+    rows: RowsSeen | None = None
     _seen: list[TimedTask] = field(default_factory=list)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether tasks of the pass that runs are wanted."""
+        is_training = self.rows is None or self.rows.is_training or in_backward()
+        return self.is_wanted and is_training
 
     def saw(self, task: Task, start: Mark, end: Mark, lanes: Lanes) -> None:
         self._seen.append(TimedTask(task, start, end, lanes))

@@ -37,7 +37,7 @@ class Windows:
             return
         lanes = _lanes_of(block_input.device)
         self._ahead = lanes.mark()
-        if block_input.requires_grad:
+        if block_input.requires_grad and torch.is_grad_enabled():
             block_input.register_hook(lambda grad: self._end_behind(lanes))
 
     def layer_begins(self, x: Tensor) -> None:
@@ -47,12 +47,14 @@ class Windows:
         lanes = _lanes_of(x.device)
         self._saw(self._ahead, lanes)
         self._ahead = None
-        if x.requires_grad:
+        self._behind = None  # of an earlier pass, whose block ended with the layer
+        if x.requires_grad and torch.is_grad_enabled():
             x.register_hook(lambda grad: self._begin_behind(lanes))
 
     @property
     def _is_watched(self) -> bool:
-        return any(observer.is_on for observer in self._observers)
+        """Whether it may be: what the pass is the layer alone is told."""
+        return any(observer.is_wanted for observer in self._observers)
 
     def _begin_behind(self, lanes: Lanes) -> None:
         self._behind = lanes.mark()

@@ -387,7 +387,7 @@ class Recorder:
             self.tracer.begin()
         self._times.began = self._mark(step)
         for layer in self.layers:
-            layer.routed.tasks.is_on = self._is_sample(step) or is_traced
+            layer.routed.tasks.is_wanted = self._is_sample(step) or is_traced
 
     def _mark(self, step: int) -> Mark | None:
         """This moment, if the step is traced for the page."""

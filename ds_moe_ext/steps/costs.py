@@ -400,7 +400,7 @@ class Costs:
             else:
                 self.seen = new
         for layer in self.layers:
-            layer.routed.meter.is_on = any(step + 1 in watched for watched in WATCHED)
+            layer.routed.meter.is_wanted = any(step + 1 in watched for watched in WATCHED)
         if self.are_new:
             self._measured = self._agreed(rows)
         return self._measured

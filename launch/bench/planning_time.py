@@ -257,7 +257,7 @@ class OneRank:
             tell=lambda line: None,
         )
         for layer in self.layers:
-            layer.routed.tasks.is_on = False
+            layer.routed.tasks.is_wanted = False
 
     def route(self, rows_LCE: np.ndarray) -> None:
         """Let the layers see rows, and plan beside the step: here and now."""

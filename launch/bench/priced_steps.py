@@ -120,7 +120,7 @@ class Watched:
         self._contender = contender
         self.layers = contender._layers
         for layer in self.layers:
-            layer.routed.meter.is_on = True
+            layer.routed.meter.is_wanted = True
 
     def step(self, number: int, rows_LCE: np.ndarray, *, plans_next: bool = True) -> Step:
         """One step of all ranks' rows, int64 ``[L, C, E]``; the next one has its plans, too, where

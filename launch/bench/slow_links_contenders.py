@@ -161,7 +161,7 @@ class Contender:
         self._replaced = ReplacedLayers.of(model, way.block, is_early=way.is_early, tell=self._tell)
         self._layers = self._replaced.layers
         for layer in self._layers:
-            layer.routed.tasks.is_on = True
+            layer.routed.tasks.is_wanted = True
         self._own_s, self._began_s = 0.0, time.perf_counter()
         self._replaced.planning.costs.times.clock = self._clock
         generator = torch.Generator().manual_seed(dist.get_rank())

@@ -273,7 +273,7 @@ def test_the_host_works_beside_the_lanes(device: torch.device) -> None:
 def test_tasks_are_timed(device: torch.device, overlaps: bool) -> None:
     case = replace(BIG, degrees=(2, 2))
     lanes = side_by_side(device) if overlaps else one_by_one(device)
-    seen = TasksSeen(is_on=True)
+    seen = TasksSeen(is_wanted=True)
 
     def watched(program: Program) -> Program:
         return replace(program, crew=replace(program.crew, observers=(seen,)))
