@@ -274,6 +274,8 @@ def test_a_thinned_record_agrees_with_itself(seed: int, num_steps: int, max_step
         assert moved == 0
         return
     assert sum(move.num_experts for move in run.placements.moves) == moved
+    at = [move.step for move in run.placements.moves]
+    assert at == sorted(set(at)) and set(at) <= set(steps)
     np.testing.assert_array_equal(
         run.placements.home_cell_rows_ILC.sum(axis=2), run.cell_rows_ILC.sum(axis=2)
     )

@@ -74,7 +74,7 @@ class TracedRecord:
 class Move:
     """Experts of one layer that changed their homes between two steps."""
 
-    step: int  # the first with the new homes
+    step: int  # the first with the new homes; where records are thinned, the last recorded before
     layer: int  # its index among the layers of the run
     num_experts: int
 
@@ -104,7 +104,8 @@ class PlacementRecord:
             ``[I, L, E]``, padded with zeros.
         home_cell_rows_ILC: rows that each cell would have computed, had every expert computed at
             its home of that step only, int64 ``[I, L, C]``.
-        moves: changes of homes, in the order of steps; every one, in thinned records too.
+        moves: changes of homes, in the order of steps; in thinned records those up to the next
+            recorded step together.
         last_step: the last step, recorded or not.
         copied_to: cells with a copy of each expert beside its home in that step, by layer and
             expert, as planned.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -188,23 +188,46 @@ class _Kept:
 
     def wants(self, step: int) -> bool:
         """Whether it is one of those that are kept."""
-        return step % self.every == 0
+        return self.kept_before(step) == step
 
-    def add(self, loads: StepLoads) -> None:
-        """Keep a step, which may be one too many."""
+    def kept_before(self, step: int) -> int:
+        """Number of the last one that is kept up to a step."""
+        return step - step % self.every
+
+    def add(self, loads: StepLoads) -> bool:
+        """Keep a step, which may be one too many; whether fewer are kept than before."""
         self.steps.append(loads)
-        if len(self.steps) > self.most:
-            self.every *= 2
-            self.steps = [one for one in self.steps if self.wants(one.step)]
+        if len(self.steps) <= self.most:
+            return False
+        self.every *= 2
+        self.steps = [one for one in self.steps if self.wants(one.step)]
+        return True
 
 
 @dataclass(eq=False)
 class _Changes:
-    """Of homes, and of the strategy that plans."""
+    """Of homes, and of the strategy that plans.
 
-    moves: list[Move] = field(default_factory=list)
+    Attributes:
+        moved: experts with new homes, by step and layer.
+        choices: of the strategy.
+        latest: of these.
+    """
+
+    moved: Counter[tuple[int, int]] = field(default_factory=Counter)
     choices: list[ChoiceRecord] = field(default_factory=list)
     latest: Choice | None = None
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """In the order of steps."""
+        return tuple(Move(*at, num_experts) for at, num_experts in sorted(self.moved.items()))
+
+    def thin(self, kept: _Kept) -> None:
+        """Count moves of steps that are kept no longer with those of the last one before."""
+        moved, self.moved = self.moved, Counter()
+        for (step, layer), num_experts in moved.items():
+            self.moved[kept.kept_before(step), layer] += num_experts
 
     def add_choice(self, step: int, choice: Choice | None) -> None:
         """By which a step ran, if a person would call it another than before."""
@@ -352,14 +375,14 @@ class Recorder:
         seen = (*kept, latest)
         has_added = any(loads.added_LE.any() for loads in seen)
         has_copies = has_added or any(loads.copies_LE.any() for loads in seen)
-        if not self._changes.moves and not has_copies:
+        if not self._changes.moved and not has_copies:
             return None
         shape_ILE = len(kept), *latest.copies_LE.shape
         shape_ILC = len(kept), *latest.home_cell_rows_LC.shape
         return PlacementRecord(
             copies_ILE=_stacked([loads.copies_LE for loads in kept], shape_ILE),
             home_cell_rows_ILC=_stacked([loads.home_cell_rows_LC for loads in kept], shape_ILC),
-            moves=tuple(self._changes.moves),
+            moves=self._changes.moves,
             last_step=latest.step,
             copied_to=tuple(
                 tuple(tuple(np.flatnonzero(copied_C).tolist()) for copied_C in copied_EC(plan))
@@ -404,7 +427,7 @@ class Recorder:
                 continue
             num_moved = int((plan.home.owner_E != before.home.owner_E).sum())
             if num_moved:
-                self._changes.moves.append(Move(step, index, num_moved))
+                self._changes.moved[self._kept.kept_before(step), index] += num_moved
         self._ran.plans = plans
         self._changes.add_choice(step, plans[0].choice)
 
@@ -418,8 +441,8 @@ class Recorder:
         looked_at = in_turn(step, rows) if is_kept else ()
         looks = {n: Look.at(plans[n], rows[n], self._node_C) for n in looked_at}
         self._latest = StepLoads.of(step, plans, rows, self._ran.added, looks)
-        if is_kept:
-            self._kept.add(self._latest)
+        if is_kept and self._kept.add(self._latest):
+            self._changes.thin(self._kept)
 
     def _take_times(self, step: int, rows: Sequence[Rows], ended: Mark | None) -> None:
         timed = [task for layer in self.layers for task in layer.routed.tasks.take()]

@@ -204,13 +204,15 @@ def outcomes_by_layer(record: RunRecord) -> tuple[Outcome, ...]:
     copies_IL = (
         np.zeros(home_IL.shape) if placements is None else placements.all_copies_ILE.sum(axis=2)
     )
-    moves = () if placements is None else placements.moves
+    num_moved_L = np.zeros(len(record.layers), dtype=np.int64)
+    for move in () if placements is None else placements.moves:
+        num_moved_L[move.layer] += move.num_experts
     return tuple(
         Outcome(
             home_balance=_mean(home_IL[:, index]),
             balance=_mean(balance_IL[:, index]),
             copies=float(copies_IL[:, index].mean()) if record.steps_I else 0.0,
-            num_moved=sum(move.num_experts for move in moves if move.layer == index),
+            num_moved=int(num_moved_L[index]),
         )
         for index in range(len(record.layers))
     )
