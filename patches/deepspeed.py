@@ -263,9 +263,11 @@ def _only_unaveraged(original: Any) -> Any:
 def _scaled_as_dense(original: Any) -> Any:
     @functools.wraps(original)
     def _reduce_expert_gradients(self: Any, expert_grads: Any, *args: Any, **kwargs: Any) -> None:
+        average = functools.partial(original, self, expert_grads, *args, **kwargs)
         if run_of(self):
-            zero_0.scale_experts(self, expert_grads.values())
-        original(self, expert_grads, *args, **kwargs)
+            zero_0.average_experts(self, expert_grads, average)
+        else:
+            average()
 
     return _reduce_expert_gradients
 
@@ -363,8 +365,9 @@ PATCHES = tuple(
         (
             "tell-of-backward",
             f"{ENGINE}.backward",
-            "ranks that wait for one that has failed are told; the report has losses",
-            _telling("backward", engine.saw_loss),
+            "ranks that wait for one that has failed are told; the report has losses; at ZeRO 0 "
+            "experts of a second one in the same micro-batch are averaged as dense weights are",
+            _telling("backward", engine.begin_backward),
         ),
         (
             "count-passes",

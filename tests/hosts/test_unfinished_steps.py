@@ -169,6 +169,34 @@ def test_a_caught_error(job: Job, stage: int) -> None:
     assert _differ(pool_of(2).run(caught, replace(job, stage=stage), fails)[0], wanted) < 1e-5
 
 
+def in_two_passes(rank: int, world_size: int, job: Job) -> dict[str, Tensor]:
+    """The weights, where a loss has two parts, each with a backward pass of its own."""
+    engine = engine_of(job, world_size)
+    for step in range(job.steps):
+        for batch in range(rank, job.micro_batches, world_size):
+            parts = [loss_of(engine, micro_batch(step, number)) for number in (batch, batch + 50)]
+            for part in parts:
+                engine.backward(part)
+            engine.step()
+    return _weights(engine.module)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        replace(SLICING, strategy="ep"),
+        replace(SLICING, strategy="ep", cells=1),
+        COPYING,
+        *map(slow, (SLICING, replace(COPYING, cells=1))),
+    ],
+    ids=lambda job: f"{job.strategy} {job.cells}",
+)
+def test_two_backward_passes_of_a_micro_batch(job: Job) -> None:
+    """DeepSpeed averages gradients behind each of them, at ZeRO 0."""
+    wanted = pool_of(2).run(in_two_passes, replace(STOCK, stage=0))[0]
+    assert _differ(pool_of(2).run(in_two_passes, replace(job, stage=0))[0], wanted) < 1e-5
+
+
 def in_a_loop(rank: int, world_size: int, strategy: str, drop: Any) -> dict[str, Tensor]:
     """The weights behind a loop of a user's own, of four passes a step."""
     job = replace(COPYING, strategy=strategy, keys=COPYING.keys if ":" in strategy else ())

@@ -33,6 +33,7 @@ from ds_moe_ext.hosts.deepspeed import (
     parameter_groups,
     pipeline,
     startup,
+    zero_0,
     zero_3,
     zero_init,
 )
@@ -449,6 +450,7 @@ def after_step(engine: Any) -> None:
     """Record the optimizer step that has just been taken."""
     run = run_of(engine)
     if run is not None:
+        engine_record.record_of(engine).take_averaged()  # which the optimizer has used
         with zero_3.at_hand(engine, run):
             run.after_step(engine.global_steps - 1)
         _show(engine, run)
@@ -467,8 +469,9 @@ def begin_forward(engine: Any, *_: Any, **__: Any) -> None:
     engine_record.record_of(engine).drop_slices()
 
 
-def saw_loss(engine: Any, loss: Any, *_: Any, **__: Any) -> None:
+def begin_backward(engine: Any, loss: Any, *_: Any, **__: Any) -> None:
     """Keep the loss that ``backward`` is given for the report, which reads it later."""
+    zero_0.begin_backward(engine)
     run = run_of(engine)
     is_one = isinstance(loss, torch.Tensor) and loss.numel() == 1
     if run is not None and run.recorder.ranks is not None and is_one:

@@ -25,6 +25,8 @@ class EngineRecord(Record):
         means: of the gradients that ZeRO is about to sum, flat, while it takes one back.
         averaged: addresses of gradients that slices averaged at ZeRO 0.
         drops: times that its optimizer of ZeRO dropped what it had accumulated.
+        averaged_experts: gradients of experts that the engine averaged in the present step at
+            ZeRO 0, in lists, with the factor by which another average leaves them as they are.
         schedules: of a pipeline, what its engine is about to do.
         order: numbers of the weights whose gradients slices were shown at ZeRO 0.
     """
@@ -35,6 +37,7 @@ class EngineRecord(Record):
     waiting: list[tuple[nn.Parameter, int]] = field(default_factory=list)
     means: Tensor | None = None
     averaged: set[int] = field(default_factory=set)
+    averaged_experts: list[tuple[list[Tensor], float]] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
     drops: int = 0
     schedules: Schedules = field(default_factory=Schedules)
@@ -45,6 +48,11 @@ class EngineRecord(Record):
             self.slices.drop()
             self.averaged.clear()
             self.order.clear()
+
+    def take_averaged(self) -> list[tuple[list[Tensor], float]]:
+        """Gradients of experts that were averaged, which are about to be others."""
+        averaged, self.averaged_experts = self.averaged_experts, []
+        return averaged
 
     def take_waiting(self) -> list[tuple[nn.Parameter, int]]:
         """What waits, which no longer does."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -49,21 +49,37 @@ def unaveraged(engine: Any, gradients: list[Any]) -> list[Any]:
     return left
 
 
-def scale_experts(engine: Any, gradients: Iterable[list[Tensor]]) -> None:
-    """Make up for what DeepSpeed will divide experts' gradients by, where it is not what it divides
-    dense ones by: by all ranks, where sequence parallel ones count for one.
+def average_experts(
+    engine: Any, gradients: Mapping[str, list[Tensor]], average: Callable[[], None]
+) -> None:
+    """Let DeepSpeed average experts' gradients. What it divides them by is not what it divides
+    dense ones by, where sequence parallel ranks count for one: this is made up for.
 
     Args:
         engine: DeepSpeed's.
-        gradients: of experts, in lists; changed in place.
+        gradients: of experts, by the name of their group; changed in place.
+        average: does it. Collective.
     """
     by = dist.get_world_size(groups._get_data_parallel_group())
     dense_by = dist.get_world_size(engine.seq_data_parallel_group) / engine.sequence_parallel_size
-    if by == dense_by or not engine.gradient_average:
-        return
-    for own in gradients:
-        if own:
+    if by != dense_by and engine.gradient_average:
+        for own in filter(None, gradients.values()):
             torch._foreach_mul_(own, by / dense_by)
+    average()
+    divided_by = dense_by if engine.gradient_average else 1
+    record_of(engine).averaged_experts = [
+        (own, divided_by / dist.get_world_size(groups._get_expert_data_parallel_group(name)))
+        for name, own in gradients.items()
+        if own
+    ]
+
+
+def begin_backward(engine: Any) -> None:
+    """Another backward pass of the same step comes behind the one that was the last: DeepSpeed will
+    average what that left once more. Of dense gradients, which all ranks have alike by then, this
+    leaves what they are; those of experts are multiplied by what would be missing."""
+    for own, factor in record_of(engine).take_averaged():
+        torch._foreach_mul_(own, factor)
 
 
 def _check_alike(engine: Any, key: str) -> None:
