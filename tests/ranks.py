@@ -13,7 +13,7 @@ import gc
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -119,10 +119,10 @@ _HOLD_GROUPS = {
 
 
 def _close_groups() -> None:
-    """Close the process groups that a job has left, now that all ranks have ended it: each has
-    three threads that wake a hundred times a second. DeepSpeed goes on using its own. What
-    instances that stay hold is taken from them. What is left then is frozen: to go through all
-    objects of a host after every job would take a second."""
+    """Close the process groups that a job has left, now that all ranks have ended it: each has a
+    thread that wakes a hundred times a second, which ends when nobody holds the group any more.
+    DeepSpeed goes on using its own. What instances that stay hold is taken from them. What is left
+    then is frozen: to go through all objects of a host after every job would take a second."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
 
@@ -136,12 +136,25 @@ def _close_groups() -> None:
     held = list(vars(groups).values()) if groups else []
     held += [group for value in held if isinstance(value, dict) for group in value.values()]
     used = {id(group) for group in (*held, dist.group.WORLD)}
-    for group in list(_world.pg_map):
-        if id(group) not in used:
-            dist.destroy_process_group(group)
+    closed = [group for group in _world.pg_map if id(group) not in used]
+    for group in closed:
+        dist.destroy_process_group(group)
+    _take_from_holders(closed)
     if has_host:
         gc.collect()
         gc.freeze()
+
+
+def _take_from_holders(groups: Sequence[Any]) -> None:
+    """The groups, from the attributes and dicts that still have them: of stages and of a graph that
+    was never walked back, and of whatever else a host does not let go."""
+    if not groups:
+        return
+    addresses = {id(group) for group in groups}
+    for holder in gc.get_referrers(*groups):
+        named = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
+        for name in [name for name, value in named.items() if id(value) in addresses]:
+            named[name] = None
 
 
 def _empty(names: Mapping[str, str]) -> None:
