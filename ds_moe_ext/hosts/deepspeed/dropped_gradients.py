@@ -6,6 +6,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ds_moe_ext.attachment.replacement import AttachedLayer
@@ -46,14 +48,12 @@ class EngineAccumulation:
 
 
 def _sums_in_grad(engine: Any) -> bool:
-    if engine is None or engine.zero_optimization_stage() == 0:
-        return True
-    optimizer = engine.optimizer
-    return (
-        isinstance(optimizer, DeepSpeedZeroOptimizer)
-        and not optimizer.partition_gradients
-        and not optimizer.use_grad_accum_attribute
-    )
+    """Whether nothing but ``.grad`` has them. At ZeRO 0, too, there may be others: a pipeline in
+    bfloat16 has DeepSpeed's BF16_Optimizer, which empties ``.grad`` in each pass."""
+    optimizer = getattr(engine, "optimizer", None)
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return not optimizer.partition_gradients and not optimizer.use_grad_accum_attribute
+    return not isinstance(optimizer, BF16_Optimizer | DeepSpeedZeroOptimizer_Stage3)
 
 
 def dropped(optimizer: Any) -> None:
