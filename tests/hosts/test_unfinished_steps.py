@@ -302,6 +302,7 @@ def test_which_weight_tells() -> None:
     kept.begin()
     idle.sum().backward()
     assert kept.is_kept()
+    assert idle.grad is not None
     idle.grad.zero_()
     assert not kept.is_kept()
 
