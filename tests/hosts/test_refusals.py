@@ -297,6 +297,14 @@ MODELS = {
         ("zero_optimization.offload_optimizer.device is 'nvme'", "use cpu"),
         document=zero(stage=3, offload_optimizer={"device": "nvme", "nvme_path": "/tmp"}),
     ),
+    "gradients where they are": Case(
+        ("zero_optimization.contiguous_gradients is false", "set it to true"),
+        document=zero(stage=1, contiguous_gradients=False),
+    ),
+    "gradients summed whole": Case(
+        ("zero_optimization.reduce_scatter is false", "set it to true"),
+        document=zero(stage=2, reduce_scatter=False),
+    ),
     "optimizer offloaded to another process": Case(
         ("zero_optimization.offload_optimizer.super_offload is true", "set it to false"),
         document=zero(stage=3, offload_optimizer={"device": "cpu", "super_offload": True}),

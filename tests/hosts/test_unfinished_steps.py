@@ -215,6 +215,25 @@ def test_a_caught_error(job: Job, stage: int) -> None:
     assert _differ(pool_of(2).run(caught, replace(job, stage=stage), fails)[0], wanted) < 1e-5
 
 
+def unmanaged(rank: int, world_size: int, job: Job) -> dict[str, Tensor]:
+    """The weights, where a user calls ``step`` when a step has had enough passes."""
+    engine = engine_of(job, world_size)
+    for step in range(job.steps):
+        for batch in range(rank, job.micro_batches, world_size):
+            engine.backward(loss_of(engine, micro_batch(step, batch)))
+        engine.step()
+    return _weights(engine.module)
+
+
+@pytest.mark.parametrize("stage", [1, *map(slow, (0, 2, 3))])
+def test_nobody_says_which_pass_is_the_last(stage: int) -> None:
+    """With ``managed_gradient_accumulation`` false; so gradients of copies go home in each."""
+    extra = (("managed_gradient_accumulation", False),)
+    job = replace(COPYING, stage=stage, extra=extra)
+    wanted = pool_of(2).run(unmanaged, replace(STOCK, stage=stage, extra=extra))[0]
+    assert _differ(pool_of(2).run(unmanaged, job)[0], wanted) < 1e-5
+
+
 def in_two_passes(rank: int, world_size: int, job: Job) -> dict[str, Tensor]:
     """The weights, where a loss has two parts, each with a backward pass of its own."""
     engine = engine_of(job, world_size)

@@ -233,7 +233,9 @@ class DeepSpeedHost:
 
         def is_boundary() -> bool:
             alive = engine()
-            return alive is None or bool(alive.is_gradient_accumulation_boundary())
+            if alive is None or not alive.managed_gradient_accumulation():
+                return True  # nobody knows before ``step``
+            return bool(alive.is_gradient_accumulation_boundary())
 
         return is_boundary
 

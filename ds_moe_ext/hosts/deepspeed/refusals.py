@@ -91,6 +91,20 @@ def _offloads(key: str) -> Asked:
     return asked
 
 
+def _has_buckets(given: Given) -> bool:
+    return given.at(f"{_ZERO}stage") in (1, 2)
+
+
+def _scattered_gradients(given: Given) -> str:
+    key = f"{_ZERO}contiguous_gradients"
+    is_asked = _has_buckets(given) and not _offloads(_OPTIMIZER)(given)
+    return is_in(key, False)(given) if is_asked else ""
+
+
+def _reduced_whole(given: Given) -> str:
+    return is_in(f"{_ZERO}reduce_scatter", False)(given) if _has_buckets(given) else ""
+
+
 def _offloads_unsharded(given: Given) -> str:
     stage = given.at(f"{_ZERO}stage") or 0
     return "" if stage else _offloads(_OPTIMIZER)(given)
@@ -254,6 +268,18 @@ UNSUPPORTED = (
         _offloads_unsharded,
         "DeepSpeed offloads what ZeRO has parted",
         "use stage 1, 2 or 3, or remove it",
+    ),
+    Refusal(
+        f"{_ZERO}contiguous_gradients false at stage 1 or 2",
+        _scattered_gradients,
+        "DeepSpeed averages experts by it as if all ranks had the same, or refuses them",
+        "set it to true",
+    ),
+    Refusal(
+        f"{_ZERO}reduce_scatter false at stage 1 or 2",
+        _reduced_whole,
+        "DeepSpeed refuses it with experts",
+        "set it to true",
     ),
     Refusal(
         f"{_OPTIMIZER}.super_offload true",
@@ -543,11 +569,6 @@ def _autocast_to_float16(given: Given) -> str:
 FLOAT16 = ("float16", "fp16", "half", "torch.float16")  # as DeepSpeed lets it be written
 
 
-def _scattered_gradients(given: Given) -> str:
-    is_second = given.at("zero_optimization.stage") == 2
-    return is_in("zero_optimization.contiguous_gradients", False)(given) if is_second else ""
-
-
 def _optimizer_of_one_role(given: Given) -> str:
     kind = given.at("optimizer.type")
     return told("optimizer.type", kind) if str(kind).lower() in OPTIMIZERS_OF_ONE_ROLE else ""
@@ -598,18 +619,6 @@ WITH_ROLES = (
         _autocast_to_float16,
         "its scaler lets each rank skip steps alone",
         "use bfloat16, or fp16.enabled",
-    ),
-    Refusal(
-        "zero_optimization.reduce_scatter false",
-        is_in("zero_optimization.reduce_scatter", False),
-        "DeepSpeed refuses it on the ranks that have experts only",
-        "set it to true",
-    ),
-    Refusal(
-        "zero_optimization.contiguous_gradients false at stage 2",
-        _scattered_gradients,
-        "DeepSpeed refuses it on the ranks that have experts only",
-        "set it to true",
     ),
     Refusal(
         f"{_OPTIMIZER} with roles",

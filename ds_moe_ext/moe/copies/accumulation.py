@@ -54,20 +54,19 @@ class KeptInGrad:
 
     def __init__(self, layer: int, weights: Callable[[], Sequence[nn.Parameter]]) -> None:
         self._layer, self._weights = layer, weights
-        self._hooks: dict[int, RemovableHandle] = {}  # by the address of the weight
+        self._watched: list[nn.Parameter] = []
+        self._hooks: list[RemovableHandle] = []  # of these
         self._seen: tuple[Tensor, int] | None = None  # it, and the version of its gradient
 
     def begin(self) -> None:
         """See ``Accumulation``. Experts may have moved since the last step."""
         self._seen = None
-        weights = {id(weight): weight for weight in self._weights() if weight.requires_grad}
-        if weights.keys() != self._hooks.keys():
-            for hook in self._hooks.values():
+        weights = [weight for weight in self._weights() if weight.requires_grad]
+        if [*map(id, weights)] != [*map(id, self._watched)]:
+            for hook in self._hooks:
                 hook.remove()
-            self._hooks = {
-                address: weight.register_post_accumulate_grad_hook(self._saw)
-                for address, weight in weights.items()
-            }
+            self._watched = weights
+            self._hooks = [w.register_post_accumulate_grad_hook(self._saw) for w in weights]
 
     def _saw(self, weight: Tensor) -> None:
         assert weight.grad is not None
