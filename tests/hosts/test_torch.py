@@ -211,6 +211,35 @@ def test_experts_with_several_homes(family: str, block: dict[str, Any]) -> None:
     assert_equal(pool_of(4).run(train, loop), family, 5)
 
 
+def by_closures(rank: int, world_size: int, cells: int) -> dict[str, Tensor]:
+    """The weights where the optimizer's step calls the passes, as Lightning has it."""
+    with jobs.float64_everywhere():
+        model = jobs.model_of(jobs.Job("toy", dtype="float64")).double()
+        block = {"enabled": True, "strategy": "ep", "expert_parallel_size": cells}
+        moe = ds_moe_ext.attach(model, {**block, "report": {"enabled": False}})
+        wrapped = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        moe.watch(optimizer)
+        for step in range(4):
+            ids = jobs.micro_batch(step, rank)
+
+            def closure(ids: Tensor = ids) -> Tensor:
+                optimizer.zero_grad()
+                loss: Tensor = wrapped(input_ids=ids, labels=ids).loss
+                loss.backward()
+                return loss
+
+            loss = optimizer.step(closure) if step % 2 else optimizer.step(closure=closure)
+            assert loss is not None and loss > 0
+        return _weights(ds_moe_ext.full_state_dict(model))
+
+
+def test_a_closure_is_averaged_over_homes() -> None:
+    one_home, two_homes = (pool_of(2).run(by_closures, cells) for cells in (2, 1))
+    for each in two_homes:
+        assert max(relative_error(each[n], w) for n, w in one_home[0].items()) < 1e-12
+
+
 def test_experts_in_parts() -> None:
     block = {"strategy": "esp", "expert_sharding_size": 2}
     ranks = pool_of(4).run(train, Loop(wrap="fsdp", block=block))

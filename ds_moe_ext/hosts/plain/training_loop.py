@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,7 +162,7 @@ class Attachment:
         check_kind(stepping)
         check_alike(run.blueprint, run.layers, optimizer)
         self._optimizer = self.experts.optimizer = optimizer
-        optimizer.register_step_pre_hook(lambda *_: self._before_step())
+        optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(lambda *_: self._after_step())
 
     def saw_loss(self, loss: Tensor) -> None:
@@ -175,9 +175,36 @@ class Attachment:
         if run is not None and run.recorder.ranks is not None:
             run.recorder.ranks.own.saw_loss(loss.reshape(()))
 
-    def _before_step(self) -> None:
-        if not self._is_asleep:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Homes sum gradients; those that a closure makes, behind it.
+
+        Args:
+            optimizer: that is about to step.
+            args: of its ``step``, itself among them.
+            named: likewise.
+
+        Returns:
+            Both as they shall be; None leaves them as they are.
+        """
+        if self._is_asleep:
+            return None
+        closure = args[1] if len(args) > 1 else named.get("closure")
+        if closure is None:
             self.experts.average()
+            return None
+        if len(args) > 1:
+            return (optimizer, self._averaging(closure), *args[2:]), named
+        return args, {**named, "closure": self._averaging(closure)}
+
+    def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def averaging() -> Any:
+            loss = closure()
+            self.experts.average()
+            return loss
+
+        return averaging
 
     def _after_step(self) -> None:
         run = run_of(self.model)
