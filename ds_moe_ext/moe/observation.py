@@ -216,8 +216,8 @@ class TasksSeen:
     @property
     def is_on(self) -> bool:
         """Whether tasks of the pass that runs are wanted."""
-        is_training = self.rows is None or self.rows.is_training or in_backward()
-        return self.is_wanted and is_training
+        rows = self.rows
+        return self.is_wanted and (rows is None or rows.is_training or in_backward())
 
     def saw(self, task: Task, start: Mark, end: Mark, lanes: Lanes) -> None:
         self._seen.append(TimedTask(task, start, end, lanes))

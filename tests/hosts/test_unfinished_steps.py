@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user drops in the midst of a step, and a backward pass that failed, leave no trace."""
+"""Steps of several backward passes that go otherwise than planned: a user drops what came so far,
+one fails, or nobody knows beforehand which is the last."""
 
 from __future__ import annotations
 
