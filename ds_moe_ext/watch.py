@@ -47,6 +47,9 @@ BEAT_S = 2.0
 MOST_UNHEARD_S = 3 * BEAT_S
 """As what a longer time between two looks counts."""
 
+NEAREST = 64
+"""Ranks of the world that each listens to, and all of those it waits for."""
+
 LINGER_S = 5.0
 """How long rank 0, which may keep the store, stays for others to read what it failed of."""
 
@@ -311,7 +314,7 @@ class Watch:
         end_s = time.monotonic() + PATIENCE_S
         while not self._reason and time.monotonic() < end_s and self._find_reason():
             time.sleep(0.1)
-        if self._reason or self._listen_for_ends():
+        if self._reason or self._listen_for_ends(wait.group):
             self._fails_now()
             return BrokenOff(f"{self._reason} (this rank waited in {wait.where()})")
         note = (
@@ -322,9 +325,13 @@ class Watch:
         error.args = (f"{error}\n{note}",)  # Python 3.10 has no add_note
         return error
 
-    def _listen_for_ends(self) -> bool:
+    def _listen_for_ends(self, group: Any = None) -> bool:
         """Whether there is a reason: another rank has told one, or some are heard of no more, which
-        others are told then."""
+        others are told then.
+
+        Args:
+            group: of the exchange that failed; None where that was not ours.
+        """
         wires = self._wires
         if wires is None:
             return False
@@ -335,12 +342,14 @@ class Watch:
             )
             return True
         listen_s = self.patience.silent_after_s
-        before, end_s = self._beats(), time.monotonic() + listen_s
+        before, end_s = self._beats(group), time.monotonic() + listen_s
+        if len(before) < wires.world_size - 1:  # others find those that this rank does not look at
+            end_s += BEAT_S
         while before and time.monotonic() < end_s and not self._reason and self._find_reason():
             time.sleep(0.25)
         if self._reason:
             return True
-        silent = _silent(before, self._beats())
+        silent = _silent(before, self._beats(group))
         if not silent:
             return False
         self._reason = reason = (
@@ -351,11 +360,16 @@ class Watch:
         self._told = self._with_store(lambda store: _post_failure(store, wires.rank, reason))
         return True
 
-    def _beats(self) -> dict[int, bytes]:
-        """What other ranks have counted to."""
+    def _beats(self, group: Any = None) -> dict[int, bytes]:
+        """What other ranks have counted to: those of a communicator, and the next ones of the
+        world, round it. In a large one nobody needs to look at all, which would be more than a
+        store can bear: who has stopped has some before it that look, and who finds it tells all."""
         wires, found = self._wires, dict[int, bytes]()
         assert wires is not None
-        others = [rank for rank in range(wires.world_size) if rank != wires.rank]
+        size = wires.world_size
+        nearest = [(wires.rank + step) % size for step in range(1, min(NEAREST + 1, size))]
+        members = () if group is None else wires.ranks_of(group)
+        others = sorted({*nearest, *members} - {wires.rank})
 
         def look(store: Store) -> None:
             keys = {rank: _BEAT.format(rank) for rank in others}
@@ -421,7 +435,7 @@ class Watch:
             return
         for wait in late:
             if wait.heard is None:
-                wait.heard = Heard(now_s, self._beats())
+                wait.heard = Heard(now_s, self._beats(wait.group))
             told_after_s = self.patience.told_after_s + wait.num_told * self.patience.told_every_s
             if now_s - wait.since_s > told_after_s:
                 wait.num_told += 1
@@ -525,7 +539,7 @@ class Watch:
         assert wires is not None
         own, where = wires.rank, wait.where()
         found: dict[int, str] = {}
-        ranks = [rank for rank in wires.ranks_of(wait.group) if rank != own]
+        ranks = sorted(rank for rank in wires.ranks_of(wait.group) if rank != own)
 
         def look(store: Store) -> None:
             store.set(_WAIT.format(own), where)
@@ -534,11 +548,14 @@ class Watch:
                 key = _WAIT.format(rank)
                 if store.check([key]):
                     found[rank] = store.get(key).decode()
+                    if rank < own and found[rank] == where:
+                        return
 
         if self._with_store(look) and where not in [found.get(rank) for rank in range(own)]:
             heard = wait.heard
             has_listened = heard is not None and now_s - heard.since_s >= 2 * BEAT_S
-            silent = _silent(heard.beats, self._beats()) if heard and has_listened else []
+            beats = self._beats(wait.group) if has_listened else {}
+            silent = _silent(heard.beats, beats) if heard and has_listened else []
             lines = [
                 f"rank {rank} is not heard of: it has ended, or stopped"
                 if rank in silent

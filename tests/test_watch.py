@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -419,13 +419,85 @@ def test_who_counts_on_is_not_named(ranks: list[Rank], monkeypatch: pytest.Monke
     first, second = ranks
     second.watch._beat(1000.0)
     beats = iter([{1: b"1"}, {1: b"2"}])
-    monkeypatch.setattr(first.watch, "_beats", lambda: next(beats))
+    monkeypatch.setattr(first.watch, "_beats", lambda _: next(beats))
     with (
         pytest.raises(RuntimeError, match="gloo says") as caught,
         first.watch.host_pass("engine.step"),
     ):
         raise RuntimeError("gloo says something")
     assert not isinstance(caught.value, BrokenOff)
+
+
+def of_many(size: int, group: Sequence[int]) -> tuple[Store, Callable[[int], Watch]]:
+    """A store that counts what is read, and the watches of a large world by their ranks."""
+    store = Store()
+
+    def watch_of(rank: int) -> Watch:
+        wires = Wires(
+            *(store, lambda: store, rank, size, os.getpid()),
+            *(lambda _: group, lambda _: None, lambda: None),
+        )
+        return Watch(_wires=wires)
+
+    return store, watch_of
+
+
+def test_in_a_large_world_each_listens_to_some(ranks: list[Rank]) -> None:
+    """All to all would be millions of keys. Every rank has those that listen to it, and who waits
+    in an exchange listens to all that take part."""
+    _, watch_of = of_many(1000, group=(3, 500, 900))
+    for rank in range(1000):
+        watch_of(rank)._beat(1000.0)
+    assert [*watch_of(3)._beats()] == [*range(4, 68)]
+    assert [*watch_of(990)._beats()] == [*range(54 + 1), *range(991, 1000)]
+    assert [*watch_of(900)._beats(GROUP)] == [3, 500, *range(901, 965)]
+
+
+def test_who_is_far_from_a_rank_that_ended_is_told_by_others(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those near to it find that when this one has listened as long as they did."""
+    store, watch_of = of_many(1000, group=(3, 500))
+    for rank in range(1000):
+        watch_of(rank)._beat(1000.0)
+    assert watch_of(450)._listen_for_ends()
+    store.values = {key: value for key, value in store.values.items() if "failure" not in key}
+    far, beats, sleeps, sleep = watch_of(3), count(), count(), watch.time.sleep
+
+    def slept(seconds: float) -> None:
+        sleep(seconds)
+        if next(sleeps) == 12:  # half a second each
+            watch._post_failure(store, 450, "ranks 451, 452 ended")  # type: ignore[arg-type]
+
+    monkeypatch.setattr(watch.time, "sleep", slept)
+    monkeypatch.setattr(far, "_beats", lambda _: {4: str(next(beats)).encode()})
+    assert far._listen_for_ends()
+    assert far._reason == "ranks 451, 452 ended"
+
+
+def test_one_rank_tells_of_a_wait_and_asks_for_others(
+    ranks: list[Rank], capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = range(100)
+    store, watch_of = of_many(100, group)
+    asked: list[str] = []
+    check = store.check
+
+    def counted(keys: list[str]) -> bool:
+        asked.extend(keys)
+        return check(keys)
+
+    store.check = counted  # type: ignore[method-assign]
+    told = []
+    for rank in (0, 50):
+        watching = watch_of(rank)
+        watching.at(lambda: "layer 7")
+        comes(watching)
+        wait = leaves(watching)
+        asked.clear()
+        watching._tell(wait, wait.since_s + 20.0)
+        told.append((len(asked), capsys.readouterr().err.count("has waited")))
+    assert told == [(99, 1), (1, 0)]
 
 
 IN_A_FAKE_GROUP = """
