@@ -552,10 +552,9 @@ class Watch:
                         return
 
         if self._with_store(look) and where not in [found.get(rank) for rank in range(own)]:
-            heard = wait.heard
-            has_listened = heard is not None and now_s - heard.since_s >= 2 * BEAT_S
-            beats = self._beats(wait.group) if has_listened else {}
-            silent = _silent(heard.beats, beats) if heard and has_listened else []
+            heard, silent = wait.heard, list[int]()
+            if heard is not None and now_s - heard.since_s >= 2 * BEAT_S:
+                silent = _silent(heard.beats, self._beats(wait.group))
             lines = [
                 f"rank {rank} is not heard of: it has ended, or stopped"
                 if rank in silent

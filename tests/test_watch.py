@@ -429,7 +429,7 @@ def test_who_counts_on_is_not_named(ranks: list[Rank], monkeypatch: pytest.Monke
 
 
 def of_many(size: int, group: Sequence[int]) -> tuple[Store, Callable[[int], Watch]]:
-    """A store that counts what is read, and the watches of a large world by their ranks."""
+    """A store, and the watches of a large world by their ranks."""
     store = Store()
 
     def watch_of(rank: int) -> Watch:

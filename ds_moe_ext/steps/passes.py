@@ -42,27 +42,6 @@ class Schedules:
 
 
 @dataclass(eq=False)
-class OfOneSchedule:
-    """What a host has accumulated, which is none of an earlier schedule's: if that failed, the host
-    began anew. A ``moe.copies.accumulation.Accumulation``.
-
-    Attributes:
-        schedules: of the model.
-    """
-
-    schedules: Schedules
-    _step: int = 0
-
-    def begin(self) -> None:
-        """See ``Accumulation``."""
-        self._step = self.schedules.steps
-
-    def is_kept(self) -> bool:
-        """See ``Accumulation``."""
-        return self._step == self.schedules.steps
-
-
-@dataclass(eq=False)
 class Passes:
     """Counts the passes of one layer.
 

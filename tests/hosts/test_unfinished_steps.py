@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import ds_moe_ext
 from ds_moe_ext.hosts.deepspeed.dropped_gradients import EngineAccumulation
-from ds_moe_ext.moe.copies.accumulation import KeptInGrad
-from ds_moe_ext.steps.passes import OfOneSchedule, Schedules
+from ds_moe_ext.moe.copies.accumulation import KeptInGrad, KeptMeanwhile
+from ds_moe_ext.steps.passes import Schedules
 from ds_moe_ext.steps.training_run import run_of
 from ds_moe_ext.testing import relative_error
 from tests.hosts import jobs, pipelines
@@ -329,7 +329,7 @@ def test_which_weight_tells() -> None:
 
 def test_a_schedule_that_failed_leaves_nothing() -> None:
     schedules = Schedules()
-    kept = OfOneSchedule(schedules)
+    kept = KeptMeanwhile(lambda: schedules.steps)
     schedules.begin(4, forward_only=False)
     kept.begin()
     assert kept.is_kept()

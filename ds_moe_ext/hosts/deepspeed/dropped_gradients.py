@@ -12,7 +12,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ds_moe_ext.attachment.replacement import AttachedLayer
 from ds_moe_ext.hosts.deepspeed.engine_record import NOTHING, record_of
-from ds_moe_ext.moe.copies.accumulation import KeptInGrad
+from ds_moe_ext.moe.copies.accumulation import Accumulation, KeptInGrad, KeptMeanwhile
 
 
 class EngineAccumulation:
@@ -27,24 +27,23 @@ class EngineAccumulation:
     """
 
     def __init__(self, engine: Any, layer: AttachedLayer) -> None:
-        number = layer.routed.site.layer
-        self._engine = weakref.ref(engine)
-        self._in_grad = KeptInGrad(number, lambda: layer.parameters)
-        self._drops = 0
+        alive = weakref.ref(engine)
+        self._engine = alive
+        self._in_grad = KeptInGrad(layer.routed.site.layer, lambda: layer.parameters)
+        self._elsewhere = KeptMeanwhile(lambda: record_of(alive()).drops)
 
     def begin(self) -> None:
         """See ``Accumulation``."""
-        engine = self._engine()
-        self._drops = record_of(engine).drops
-        if _sums_in_grad(engine):
-            self._in_grad.begin()
+        self._own.begin()
 
     def is_kept(self) -> bool:
         """See ``Accumulation``."""
-        engine = self._engine()
-        if _sums_in_grad(engine):
-            return self._in_grad.is_kept()
-        return record_of(engine).drops == self._drops
+        return self._own.is_kept()
+
+    @property
+    def _own(self) -> Accumulation:
+        """By the engine's optimizer, which comes after its layers."""
+        return self._in_grad if _sums_in_grad(self._engine()) else self._elsewhere
 
 
 def _sums_in_grad(engine: Any) -> bool:

@@ -472,7 +472,8 @@ def begin_forward(engine: Any, *_: Any, **__: Any) -> None:
 
 
 def begin_backward(engine: Any, loss: Any, *_: Any, **__: Any) -> None:
-    """Keep the loss that ``backward`` is given for the report, which reads it later."""
+    """Make ready for a backward pass, and keep the loss that it is given for the report, which
+    reads it later."""
     zero_0.begin_backward(engine)
     run = run_of(engine)
     is_one = isinstance(loss, torch.Tensor) and loss.numel() == 1

@@ -28,12 +28,12 @@ from ds_moe_ext.hosts.megatron.refusals import STEPPING
 from ds_moe_ext.hosts.megatron.slices import dense_gradients, slice_gradients, why_unsliced
 from ds_moe_ext.hosts.megatron.state_places import OptimizerStates
 from ds_moe_ext.layout import Grid
-from ds_moe_ext.moe.copies.accumulation import Accumulation
+from ds_moe_ext.moe.copies.accumulation import Accumulation, KeptMeanwhile
 from ds_moe_ext.schedule.program import in_backward
 from ds_moe_ext.settings import BLOCK, Settings
 from ds_moe_ext.steps.host import Built, Seats, device_names, of_stage, run_on
 from ds_moe_ext.steps.optimizer_states import States
-from ds_moe_ext.steps.passes import OfOneSchedule, Passes, Schedules
+from ds_moe_ext.steps.passes import Passes, Schedules
 from ds_moe_ext.steps.pipeline_costs import DenseGradients
 from ds_moe_ext.steps.training_run import RECORD, Record, Run
 from ds_moe_ext.strategy import Strategy
@@ -133,7 +133,7 @@ class MegatronHost:
         return layer.hosted.passes.is_last
 
     def accumulation(self, layer: AttachedLayer) -> Accumulation:
-        return OfOneSchedule(SCHEDULES)
+        return KeptMeanwhile(lambda: SCHEDULES.steps)  # behind one that failed it begins anew
 
     def optimizer_states(self) -> Callable[[], States]:
         optimizer = weakref.ref(self.carrier)

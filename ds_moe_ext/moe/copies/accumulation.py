@@ -30,15 +30,23 @@ class Accumulation(Protocol):
         ...
 
 
-class AlwaysKept:
-    """Of a host whose users cannot drop anything in the midst of a step."""
+class KeptMeanwhile:
+    """Of a host that says when it drops what it has: a number is then another.
+
+    Args:
+        number: tells it.
+    """
+
+    def __init__(self, number: Callable[[], int]) -> None:
+        self._number, self._begun = number, number()
 
     def begin(self) -> None:
         """See ``Accumulation``."""
+        self._begun = self._number()
 
     def is_kept(self) -> bool:
         """See ``Accumulation``."""
-        return True
+        return self._number() == self._begun
 
 
 class KeptInGrad:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_moe_ext.comm import Traffic, max_in_place
-from ds_moe_ext.moe.copies.accumulation import Accumulation, AlwaysKept
+from ds_moe_ext.moe.copies.accumulation import Accumulation, KeptMeanwhile
 from ds_moe_ext.moe.copies.packing import AS_THEY_ARE, Codecs, copy_bytes
 from ds_moe_ext.moe.copies.slab import Weights
 from ds_moe_ext.moe.copies.trips import Place, Trips
@@ -72,7 +72,7 @@ class Airfield:
         self.learns: Weights | None = None
         self._knows_types = False
         self.is_last_pass: Callable[[], bool] = lambda: True
-        self.accumulation: Accumulation = AlwaysKept()
+        self.accumulation: Accumulation = KeptMeanwhile(lambda: 0)
         self.plan = plan
         self.trips = Trips.of(self.place, plan)
         self.traffic = Traffic()
