@@ -101,6 +101,8 @@ def _of_parts(original: Any) -> Any:
             return made
         if optimizer is None or not _has_experts_apart(self):
             return original(self, optimizer, *args, **kwargs)
+        if run is not None:
+            parameter_groups.check_alike(optimizer, run)
         with parameter_groups.parted(self, optimizer) as parted:
             return original(self, parted, *args, **kwargs)
 

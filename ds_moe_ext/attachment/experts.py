@@ -192,7 +192,11 @@ def found_experts(
     if not description.num_experts:
         raise ValueError(f"{name} has no experts; give its model one at least, or leave it out")
     first = [stored.first(module) for stored in description.stored]
-    trained = [stored.of(module, 0).requires_grad for stored in description.stored]
+    num = description.num_experts
+    trained = [
+        any(p.requires_grad for p in {stored.of(module, expert) for expert in range(num)})
+        for stored in description.stored
+    ]
     return Found(
         name=name,
         kind=kind or type(module).__name__,

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_moe_ext.attachment.frozen_experts import agree_on_frozen
 from ds_moe_ext.attachment.grid_sizes import grid_of, sizes_with_homes
 from ds_moe_ext.attachment.host_layer import Adopted, ExpertShape, Found, Hosted, Slot, Wanted
 from ds_moe_ext.attachment.meeting import start_of
@@ -302,7 +303,12 @@ def build(
     if has_layers:
         _connect(layout, strategy.uses(), device)
     with start.together():
-        return _adopted(blueprint, layout, around, device) if has_layers else []
+        built = _adopted(blueprint, layout, around, device) if has_layers else []
+    copied = [layer for layer, _ in built if layer.routed.copies is not None]
+    if copied:
+        named = [(layer.name, layer.hosted) for layer in copied]
+        agree_on_frozen(named, layout.group(GRID, INTER), blueprint.settings, strategy)
+    return built
 
 
 def stays_in_slots(blueprint: Blueprint) -> bool:
@@ -479,13 +485,13 @@ def _allow_copies(
         hosted, first = [layers[layer].hosted for layer in pool.layers], pool.layers[0]
         slot = next((slot for each in hosted for slot in each.slots()), None)
         if slot is None:
-            learns = _like_none(blueprint.found[first].expert, device)
+            some = _like_none(blueprint.found[first].expert, device)
         else:
-            learns = slot.parameters
-        like = learns[: len(blueprint.found[first].computed)]
+            some = slot.parameters
+        like = some[: len(blueprint.found[first].computed)]
         _check_codec(blueprint, like, device)
         for each in hosted:
-            each.routed.allow_copies(like, learns, device)
+            each.routed.allow_copies(like, parameters_of(each) or some, device)
     for _, stack in groupby(layers, key=lambda layer: layer.stack):
         in_order(layer.routed.copies for layer in stack if layer.routed.copies is not None)
 

@@ -109,8 +109,9 @@ class StripeJoin(Uncut):
         there = {**copies.by_expert(weights, copies.plan.home), **held.copies}
         experts = route.target.experts_of(copies.place.cell).tolist()
         # A rank that is home to none of them has gradients, too.
+        learns, some = self.sums is not None, copies.some_are_trained
         joined = tuple(
-            weight.detach().requires_grad_(self.sums is not None and like.requires_grad)
+            weight.detach().requires_grad_(learns and (some or like.requires_grad))
             for expert in experts
             for weight, like in zip(there[expert], copies.like)
         )

@@ -275,6 +275,8 @@ def sharded_rows() -> Iterator[Row]:
             yield Row(f"fssdp {at}", ranks, job, CURVES, shows=(copies,))
     job = fssdp(Job("gpt_moe", 3, steps=8, num_experts=8), overlap_degree=2, copies_per_rank=2)
     yield Row("fssdp sharded native", 2, job, CURVES, shows=(copies,))
+    job = varied(Job("gpt_moe", 3, steps=2, num_experts=8, num_layers=2), copies=0.5)
+    yield Row("varied sharded native", 2, job, CURVES, shows=(copies,))
     job = Job("mixtral", 3, clip=0.5, steps=8, num_experts=8, strategy="prophet")
     yield Row("prophet sharded", 2, job, CURVES)
     for family in ("mixtral", "gpt_moe"):
@@ -900,6 +902,7 @@ QUICK = {
     "ep no_sync mixtral zero1",
     "ep two grids zero1",
     "ep native ep_size 2, 2 cells",
+    "varied sharded native",
     "ep top-1 drops True",
     "ep top-2 drops True",
     "ep top-3 drops False",

@@ -308,6 +308,46 @@ def test_gradients_that_change_are_refused() -> None:
     assert all("scale losses instead" in text for text in told)
 
 
+def _shift(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)
+
+
+def test_weights_that_change_are_refused() -> None:
+    """As sharpness-aware steps change them: copies would be of the old ones."""
+    told = pool_of(2).run(refusal, in_a_loop, VARIED, _shift)
+    assert all("were changed between two passes of a step" in text for text in told)
+
+
+def looked_at(rank: int, world_size: int, strategy: str) -> dict[str, Tensor]:
+    """The weights, where before each pass a user asks for gradients of embeddings alone."""
+    job = replace(COPYING, strategy=strategy, keys=COPYING.keys if ":" in strategy else ())
+    model: Any = jobs.model_of(job).double()
+    moe = ds_moe_ext.attach(model, jobs.document_of(job, world_size)["ds_moe_ext"], micro_batches=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    moe.watch(optimizer)
+    for step in range(job.steps):
+        for number in range(4):
+            with moe.no_sync() if number < 3 else nullcontext():
+                for seed in (50, 0):
+                    ids = micro_batch(step, 4 * rank + number + seed)
+                    loss = model(input_ids=ids, labels=ids).loss
+                    if seed:
+                        torch.autograd.grad(loss, model.embedding.weight)
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return _weights(model)
+
+
+def test_passes_that_want_no_gradients_of_experts() -> None:
+    """As adversarial training and saliency have them: what copies would get is nobody's."""
+    with jobs.float64_everywhere():
+        got, wanted = (pool_of(2).run(looked_at, name)[0] for name in (VARIED, "ep"))
+    assert _differ(got, wanted) < 1e-12
+
+
 def test_which_weight_tells() -> None:
     """The one that got a gradient last: an expert without rows has none."""
     idle, frozen, busy = (nn.Parameter(torch.ones(2), requires_grad=i != 1) for i in range(3))

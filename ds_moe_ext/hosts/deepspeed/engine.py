@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from ds_moe_ext.attachment import replacement
 from ds_moe_ext.attachment.dynamo import named_modules
-from ds_moe_ext.attachment.experts import HostedExperts
 from ds_moe_ext.attachment.grid_sizes import grid_of
 from ds_moe_ext.attachment.host_layer import Adopted, Found
 from ds_moe_ext.attachment.meeting import start_of
@@ -41,6 +40,7 @@ from ds_moe_ext.hosts.deepspeed.dropped_gradients import EngineAccumulation
 from ds_moe_ext.hosts.deepspeed.pipeline import Stages
 from ds_moe_ext.hosts.deepspeed.role_engine import clip_gradients, experts_factor
 from ds_moe_ext.hosts.deepspeed.slices import GradientSlices
+from ds_moe_ext.hosts.deepspeed.stacking import numbers_of_groups, stacked
 from ds_moe_ext.hosts.deepspeed.startup import FINDERS, INITIALIZE, off_by
 from ds_moe_ext.hosts.deepspeed.state_places import OptimizerStates
 from ds_moe_ext.hosts.deepspeed.tensor_parallel import TensorParallel, make_groups
@@ -198,11 +198,12 @@ class DeepSpeedHost:
         sources, strategy = self._sources, blueprint.strategy
         record = engine_record.begin(self.carrier)
         if replacement.stays_in_slots(blueprint) and takes_each_number_alone(self.carrier):
-            built = [(layer, _stacked(layer, adopted)) for layer, adopted in built]
+            numbers = numbers_of_groups(self.carrier.client_optimizer)
+            built = [(layer, stacked(layer, adopted, numbers)) for layer, adopted in built]
         for layer, adopted in built:
             _make_known(layer, adopted, blueprint.grid, sources)
             if self._shards_weights:
-                zero_3.shard_over_replicas(layer, blueprint.grid)
+                zero_3.shard_over_replicas(layer, blueprint.grid, self.device)
             if strategy.has_uneven_homes or blueprint.copies_by_grid:
                 record.last.update(layer.parameters)
         if strategy.roles is not None:
@@ -280,16 +281,6 @@ def _check_groups(grid: Grid) -> None:
             f"process made them, but this engine's experts lie on ranks {own}: engines with other "
             "pipeline stages need processes of their own; start anew"
         )
-
-
-def _stacked(layer: AttachedLayer, adopted: Adopted) -> Adopted:
-    """With one parameter a weight, where the experts are no modules of their own."""
-    if not isinstance(layer.hosted, HostedExperts):
-        return adopted
-    apart = set(layer.parameters)
-    made = {stack: adopted.sources[one] for stack, one in layer.hosted.stack().items()}
-    others = {new: old for new, old in adopted.sources.items() if new not in apart}
-    return replace(adopted, sources=others | made)
 
 
 def takes_each_number_alone(engine: Any) -> bool:

@@ -50,7 +50,8 @@ def _found(name: str, moe: MoE) -> Found:
             f"{name} has enable_expert_tensor_parallelism on, which ds_moe_ext does not support; "
             "build it without"
         )
-    first = moe.deepspeed_moe.experts.deepspeed_experts[0]
+    here = list(moe.deepspeed_moe.experts.deepspeed_experts)
+    first = here[0]
     buffers = [buffer for buffer, _ in first.named_buffers()]
     if buffers:
         raise ValueError(
@@ -92,7 +93,10 @@ def _found(name: str, moe: MoE) -> Found:
         name=name,
         kind="deepspeed.moe",
         num_experts=moe.num_experts,
-        expert=shape_of((each, p, p.requires_grad) for each, p in first.named_parameters()),
+        expert=shape_of(
+            (each, p, any(one.get_parameter(each).requires_grad for one in here))
+            for each, p in first.named_parameters()
+        ),
         num_cells=num_cells,
         may_drop=bool(moe.deepspeed_moe.gate.drop_tokens),
         split=cache(lambda size: ways_to_split(name, function, [*first.parameters()], size)),

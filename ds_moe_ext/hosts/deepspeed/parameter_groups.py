@@ -23,7 +23,12 @@ from deepspeed.moe.utils import (
     split_params_into_different_moe_groups_for_optimizer,
 )
 
+from ds_moe_ext.comm import gather_objects
 from ds_moe_ext.hosts.deepspeed.engine_record import record_of
+from ds_moe_ext.layout import GRID
+from ds_moe_ext.schedule.task import INTER
+from ds_moe_ext.settings import BLOCK
+from ds_moe_ext.steps.training_run import Run
 
 Options = dict[str, Any]  # a parameter group, as torch has it
 
@@ -91,6 +96,30 @@ def not_parted(engine: Any) -> Iterator[None]:
         yield
     finally:
         engine.has_moe_layers = has_moe_layers
+
+
+def check_alike(optimizer: torch.optim.Optimizer, run: Run) -> None:
+    """What flattens groups goes through those of experts with other ranks. Collective.
+
+    Raises:
+        ValueError: on all ranks; some train experts in groups in which others have none to train.
+    """
+    if run.blueprint.strategy.roles is not None:
+        return
+    own = [
+        number
+        for number, group in enumerate(optimizer.param_groups)
+        if any(is_moe_param(p) and p.requires_grad for p in group["params"])
+    ]
+    told = gather_objects(own, run.layers[0].routed.site.layout.group(GRID, INTER))
+    if told.count(own) == len(told):
+        return
+    raise ValueError(
+        f"{BLOCK}: the parameter groups in which there are trained experts are {told} on the ranks "
+        "that share the experts, in their order, but what DeepSpeed makes of groups at this ZeRO "
+        "stage and precision waits for all ranks in each of them; train an expert of each rank in "
+        "each of these groups, or set zero_optimization.stage to 0 and train in float32"
+    )
 
 
 def _parts_of(group: Options, number: int) -> list[Options]:

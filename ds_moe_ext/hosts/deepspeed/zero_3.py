@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
+import torch
 from deepspeed.runtime.zero import register_external_parameter
 from deepspeed.utils import get_z3_leaf_modules, groups, set_z3_leaf_module
 from torch import nn
@@ -48,9 +49,11 @@ def check_homes(blueprint: Blueprint) -> None:
             )
 
 
-def shard_over_replicas(layer: AttachedLayer, grid: Grid) -> None:
+def shard_over_replicas(layer: AttachedLayer, grid: Grid, device: torch.device) -> None:
     """Let ZeRO shard a layer's experts over the ranks that have the same ones, and have them whole
-    while the module in the experts' place runs, forward and backward."""
+    while the module in the experts' place runs, forward and backward, on this device."""
+    if layer.routed.copies is not None:  # also of experts that are not whole right then
+        layer.routed.copies.keep_shapes(device)
     name = f"ep_size_{grid.size}"
     hosted = layer.hosted
     assert isinstance(hosted, nn.Module)

@@ -157,14 +157,15 @@ def shape_of_one(name: str, experts: Any) -> ExpertShape:
     """
     form, names = form_of(name, experts), weight_names(experts.config)
     try:
-        first = form.slots(experts, names)[0].parameters
+        slots = [slot.parameters for slot in form.slots(experts, names)]
     except AttributeError as error:
         raise ValueError(
             f"experts of {name} lack {' or '.join(names)} ({error}): their linear modules are "
             "wrapped or changed, as adapters (LoRA) do; leave experts out of what is wrapped, or "
             "the layer with ds_moe_ext.moe_layer_pattern"
         ) from error
-    return shape_of((each, p, p.requires_grad) for each, p in zip(names, first))
+    trained = [any(p.requires_grad for p in column) for column in zip(*slots)]
+    return shape_of(zip(names, slots[0], trained))
 
 
 def ways_of(config: Any) -> tuple[Along, ...]:

@@ -51,6 +51,7 @@ class Airfield:
         trips: its transfers.
         traffic: payload of this rank so far.
         learns: see ``RoutedExperts.allow_copies``.
+        some_are_trained: of the layer's experts some are, on whatever rank, and some are not.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Airfield:
         self.place = replace(place, cargo=replace(place.cargo, expert_bytes=expert_bytes))
         self.like, self._observers = like, observers
         self.learns: Weights | None = None
+        self.some_are_trained = False
         self._knows_types = False
         self.is_last_pass: Callable[[], bool] = lambda: True
         self.accumulation: Accumulation = KeptMeanwhile(lambda: 0)
@@ -127,6 +129,18 @@ class Airfield:
                 for w, dtype in zip(like, dtypes)
             )
 
+    def keep_shapes(self, device: torch.device) -> None:
+        """Go by what the weights are like now, for their host will take their memory between
+        passes.
+
+        Args:
+            device: where they will be computed.
+        """
+        self.like = tuple(
+            weight.new_empty((), device=device).expand(weight.shape).requires_grad_(is_trained)
+            for weight, is_trained in [(w.detach(), w.requires_grad) for w in self.like]
+        )
+
     @property
     def copy_bytes(self) -> float:
         """Of one expert on its way, the mean of there and, as gradients, back."""
@@ -147,8 +161,9 @@ class Airfield:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the experts have gradients, here and on all other ranks."""
-        return any(weight.requires_grad for weight in self.learns or self.like)
+        """Whether experts have gradients; the same on all ranks."""
+        learns = self.learns or self.like
+        return self.some_are_trained or any(weight.requires_grad for weight in learns)
 
     @property
     def is_watched(self) -> bool:

@@ -8,8 +8,10 @@ left and waits. Copies are no parameters: the host's optimizer never sees them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ds_moe_ext.comm import add_each, sparse_reduce_scatter
@@ -36,6 +38,7 @@ class Flight:
     Attributes:
         target: who holds what in this pass: the plan's target, and more if the rows asked for it.
         preceding: of the layer before, in the same pass, if its copies were freed.
+        start: gives the node of autograd by which gradients come home, while it is there.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Flight:
         self._reductions: list[Event] = []
         self._arrived: dict[int, Weights] = {}
         self.preceding: Flight | None = None
+        self.start: Callable[[], Any] = lambda: None
 
     def _at_home(self, experts: Iterable[int]) -> dict[int, Weights]:
         """Weights of those of them that are at home here."""
@@ -110,6 +114,13 @@ class Flight:
         self._slab.release()
 
     # Backward.
+
+    @property
+    def comes_home(self) -> bool:
+        """Whether the backward pass that runs wants gradients of experts: where a user asks for
+        those of inputs alone, as ``torch.autograd.grad`` has it, nobody adds them up."""
+        node = self.start()
+        return node is not None and bool(torch._C._will_engine_execute_node(node))
 
     def recall(self) -> None:
         """Launch another gather of the same copies, if they are not there."""

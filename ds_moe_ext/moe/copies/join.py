@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -51,6 +52,7 @@ class _Start(torch.autograd.Function):
         ctx: Any, copies: Copies, flight: Flight, ticket: Tensor, *weights: Tensor
     ) -> Weights:
         ctx.copies, ctx.flight = copies, flight
+        flight.start = ref(ctx)  # the node itself
         return tuple([weight.detach() for weight in (*weights, ticket)])
 
     @staticmethod

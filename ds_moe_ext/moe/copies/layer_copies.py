@@ -47,6 +47,7 @@ class Copies(Airfield):
         self.returning: Flight | None = None
         self._slab = Slab()  # of the plan's copies, kept over the micro-batches of a step
         self._is_current = False  # the weights at home have not changed since it began to be filled
+        self._versions = 0  # of these, added up
         self._to_gather: deque[Piece] = deque()  # what it still lacks
         self._released: list[Flight] = []  # passes whose backward is still to come
         self._returns: Flight | None = None  # the pass whose backward came last to its join
@@ -92,6 +93,9 @@ class Copies(Airfield):
         Args:
             weights: of the experts at home on this rank, by slot or stacked.
             is_training: the copies may serve later micro-batches of the step.
+
+        Raises:
+            RuntimeError: the weights were changed since an earlier micro-batch of the step.
         """
         home = tuple(weight.detach() for weight in weights)
         if self.plan.rematerialize or not is_training or torch.is_inference_mode_enabled():
@@ -101,10 +105,18 @@ class Copies(Airfield):
             self.coming = Flight(self, slab, home, deque(self.trips.gathers))
             return self.coming
         # Micro-batches of one step share the slab and what it still lacks: the first gathers.
+        versions = sum([weight._version for weight in home])
         if not self._is_current:
             self._slab.clear(self.trips.copied)
             self._to_gather = deque(self.trips.gathers)
-            self._is_current = True
+            self._is_current, self._versions = True, versions
+        elif versions != self._versions and self.plan.has_copies:
+            raise RuntimeError(
+                f"weights of experts of layer {self.place.layer} were changed between two passes "
+                "of a step, but copies of experts are made once a step, and are of the old ones; "
+                "change weights in the optimizer's step alone, have copies gathered for each pass "
+                "(key rematerialize of strategies that copy), or use strategy 'ep'"
+            )
         self.coming = Flight(self, self._slab, home, self._to_gather)
         return self.coming
 
@@ -150,9 +162,9 @@ class Copies(Airfield):
         flight.have_again()
 
     def collect(self, flight: Flight, grads: Weights) -> tuple[Tensor | None, ...] | None:
-        """See ``Flight.collect``; None if no expert is trained."""
+        """See ``Flight.collect``; None if no expert is trained, or none of them in this pass."""
         self._returns = flight
-        if not self.is_trained:
+        if not self.is_trained or not flight.comes_home:
             return None
         at_home = flight.collect(grads)
         self.returning = flight
