@@ -92,8 +92,10 @@ def _has_experts_apart(engine: Any) -> bool:
 def _of_parts(original: Any) -> Any:
     @functools.wraps(original)
     def configure(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        run = run_of(self)
-        if run is not None and self.zero_optimization_partition_weights():
+        run, is_sharded = run_of(self), self.zero_optimization_partition_weights()
+        if run is not None and optimizer is not None:
+            parameter_groups.check_alike(optimizer, run, is_sharded=is_sharded)
+        if run is not None and is_sharded:
             with parameter_groups.not_parted(self):
                 made = original(self, optimizer, *args, **kwargs)
             zero_3.launch_when_whole(run)
@@ -101,8 +103,6 @@ def _of_parts(original: Any) -> Any:
             return made
         if optimizer is None or not _has_experts_apart(self):
             return original(self, optimizer, *args, **kwargs)
-        if run is not None:
-            parameter_groups.check_alike(optimizer, run)
         with parameter_groups.parted(self, optimizer) as parted:
             return original(self, parted, *args, **kwargs)
 

@@ -158,6 +158,7 @@ def refused(rank: int, world_size: int, job: Job, frozen: str, rates: tuple[floa
             (1e4, 3e4),
             "trained experts are [[0, 1], [0]] on the ranks",
         ),
+        (Job("one by one", 3, **GRADIENT), "the first", (), "go through their weights together"),
     ],
 )
 def test_what_cannot_be_done_is_told(

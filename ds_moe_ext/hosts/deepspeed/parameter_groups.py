@@ -98,22 +98,30 @@ def not_parted(engine: Any) -> Iterator[None]:
         engine.has_moe_layers = has_moe_layers
 
 
-def check_alike(optimizer: torch.optim.Optimizer, run: Run) -> None:
-    """What flattens groups goes through those of experts with other ranks. Collective.
+def check_alike(optimizer: torch.optim.Optimizer, run: Run, *, is_sharded: bool) -> None:
+    """What flattens groups goes through those of experts with other ranks, and ZeRO 3 through all
+    weights. Collective.
 
     Raises:
-        ValueError: on all ranks; some train experts in groups in which others have none to train.
+        ValueError: on all ranks; experts of some ranks are frozen, or in groups of their own, where
+            those of others are not.
     """
     if run.blueprint.strategy.roles is not None:
         return
-    own = [
-        number
-        for number, group in enumerate(optimizer.param_groups)
-        if any(is_moe_param(p) and p.requires_grad for p in group["params"])
-    ]
+    groups = enumerate(optimizer.param_groups)
+    number_of = {p: number for number, group in groups for p in group["params"] if p.requires_grad}
+    weights = [number_of.get(p) for layer in run.layers for p in layer.parameters]
+    own = weights if is_sharded else sorted({number for number in weights if number is not None})
     told = gather_objects(own, run.layers[0].routed.site.layout.group(GRID, INTER))
     if told.count(own) == len(told):
         return
+    if is_sharded:
+        raise ValueError(
+            "zero_optimization.stage is 3, under which ranks go through their weights together, "
+            "but experts of some ranks are frozen, or in parameter groups of their own, where "
+            "those in the same places of other ranks are not; treat all experts of a layer alike, "
+            "or use stage 0, 1 or 2"
+        )
     raise ValueError(
         f"{BLOCK}: the parameter groups in which there are trained experts are {told} on the ranks "
         "that share the experts, in their order, but what DeepSpeed makes of groups at this ZeRO "
