@@ -181,9 +181,36 @@ def test_moving_experts_needs_one_home_an_expert() -> None:
     assert_refused(says, ONE, settings, world_size=2)
 
 
+def test_biases_that_megatron_sums_by_their_slots_are_not_moved() -> None:
+    run = replace(ONE, tp=2, etp=1, ep=2, bias=True)
+    moves = block("fssdp", fssdp={"reshard_interval": 3})
+    says = r"experts move .*\(2, and 1 for experts\): .* --disable-bias-linear, or .*interval null"
+    assert_refused(says, run, moves, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("run", "every"),
+    [
+        (replace(ONE, tp=2, etp=1, ep=2, bias=True), 0),
+        (replace(ONE, tp=2, etp=1, ep=2), 100),
+        (replace(ONE, ep=2, bias=True), 100),
+    ],
+)
+def test_experts_stay_by_themselves_where_biases_are_summed(run: MegatronRun, every: int) -> None:
+    assert pool_of(1).run(moving_every, run)[0] == every
+
+
 def test_a_model_without_moe_layers() -> None:
     run = replace(ONE, pp=2, num_layers=2, config=(("moe_layer_freq", [0, 0]),))
     assert_refused("no rank has an MoE layer; give --num-experts", run, block(), world_size=2)
+
+
+def moving_every(rank: int, world_size: int, run: MegatronRun) -> int:
+    """Steps between new homes of a run that was not told how many."""
+    from ds_moe_ext.hosts.megatron.engine import without_mixed_biases
+    from ds_moe_ext.strategies.fssdp import FullySharded
+
+    return without_mixed_biases(transformer_config(run), FullySharded()).rhythm().shard_every
 
 
 # Models that are not as Megatron-LM makes them.

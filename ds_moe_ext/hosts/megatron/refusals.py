@@ -231,3 +231,23 @@ MOVING = (
     flag("--optimizer-cpu-offload", field_of("optimizer_cpu_offload"), _UNMOVED, _UNMOVING),
 )
 """Of an optimizer's config, where experts move."""
+
+
+def _summed_biases(config: Any) -> object:
+    tensor = getattr(config, "tensor_model_parallel_size", None) or 1
+    of_experts = getattr(config, "expert_tensor_parallel_size", None) or tensor
+    is_biased = getattr(config, "add_bias_linear", False)
+    return f"{tensor}, and {of_experts} for experts" if is_biased and tensor != of_experts else ""
+
+
+SUMMED = (
+    flag(
+        "biases of experts (no --disable-bias-linear) with --tensor-model-parallel-size other than "
+        "--expert-tensor-parallel-size",
+        _summed_biases,
+        "Megatron sums gradients of their last bias over tensor parallel ranks slot by slot, "
+        "though these hold other experts, so that it matters which experts live where",
+        "use --disable-bias-linear",
+    ),
+)
+"""Of a config, where experts move."""
