@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ds_moe_ext.attachment.host_layer import Adopted, Found, RoutedOf, Wanted
 from ds_moe_ext.attachment.refusal import refuse
 from ds_moe_ext.hosts.megatron.active_settings import worlds
+from ds_moe_ext.hosts.megatron.choices import Choices
 from ds_moe_ext.hosts.megatron.dispatcher import Dispatcher
 from ds_moe_ext.hosts.megatron.expert_modules import (
     Form,
@@ -113,6 +114,7 @@ def _found(name: str, layer: Any, chunk: int) -> Found:
     else:
         form = form_of(name, kept)
         kind, expert, function = type(kept).__name__, shape_of_one(name, kept), function_of(kept)
+    choices = Choices.of(name, layer)
 
     def adopt(held: Tensor, shard: Shard, routed_of: RoutedOf) -> Adopted:
         if isinstance(layer.token_dispatcher, Dispatcher):
@@ -126,7 +128,7 @@ def _found(name: str, layer: Any, chunk: int) -> Found:
                 f"it with experts {list(layer.local_expert_indices)}"
             )
         routed = routed_of(on_shard(function, shard))
-        hosted = HostedExperts(layer.experts, form, shard, routed)
+        hosted = HostedExperts(layer.experts, form, shard, routed, choices)
         swap_class(hosted)
         layer.token_dispatcher = Dispatcher(layer.token_dispatcher.shared_experts)
         return Adopted(hosted, {p: (p,) for slot in hosted.slots() for p in slot.parameters}, ())
@@ -137,7 +139,7 @@ def _found(name: str, layer: Any, chunk: int) -> Found:
         num_experts=layer.config.num_moe_experts,
         expert=expert,
         num_cells=layer.ep_group.size(),
-        may_drop=layer.config.moe_expert_capacity_factor is not None,
+        may_drop=choices.may_drop,
         split=lambda num_shards: ways_of(layer.config),
         adopt=adopt,
         stack=chunk,
