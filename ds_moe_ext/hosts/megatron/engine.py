@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from ds_moe_ext.attachment.meeting import start_of
 from ds_moe_ext.attachment.refusal import refuse
 from ds_moe_ext.attachment.replacement import Around, AttachedLayer, Blueprint
 from ds_moe_ext.comm import gather_objects
-from ds_moe_ext.hosts.megatron import checkpoint, moe_layers, monitoring
+from ds_moe_ext.hosts.megatron import checkpoint, moe_layers, monitoring, start_remarks
 from ds_moe_ext.hosts.megatron.active_settings import Chosen
 from ds_moe_ext.hosts.megatron.expert_modules import HostedExperts, Ready
 from ds_moe_ext.hosts.megatron.ranks import Grids, check_sizes, grids
@@ -119,6 +120,8 @@ class MegatronHost:
 
     def prepare(self, blueprint: Blueprint) -> tuple[Blueprint, Around | None]:
         check_found(blueprint.found, blueprint.settings, self._chunks)
+        for line in start_remarks.of(self.model, blueprint.found, config_of(self.model)):
+            warnings.warn(f"{BLOCK}: {line}", stacklevel=2)
         moe_layers.started(self._chunks)
         return blueprint, None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
 from typing import Any
@@ -20,12 +19,12 @@ from megatron.core.transformer.moe import experts as moe_experts
 from torch import Tensor, nn
 
 from ds_moe_ext.attachment.host_layer import ExpertShape, Slot, shape_of, weights_of
+from ds_moe_ext.hosts.megatron.activations import activation_of
 from ds_moe_ext.hosts.megatron.choices import Choices
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.gate import RunRows
 from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.sharding import Along, Shard
-from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.steps.passes import Passes, Schedules
 
 Ready = Callable[[], None]
@@ -179,43 +178,7 @@ def ways_of(config: Any) -> tuple[Along, ...]:
 def function_of(experts: Any) -> FeedForwardExperts:
     """What they compute, without the scores: those are applied to what comes out."""
     config = experts.config
-    return FeedForwardExperts(_activation(experts, config), has_bias=bool(config.add_bias_linear))
-
-
-def _activation(experts: Any, config: Any) -> Callable[[Tensor], Tensor]:
-    if getattr(config, "use_te_activation_func", False):
-        owner = experts if hasattr(experts, "activation_func") else experts.local_experts[0]
-        by_engine: Callable[[Tensor], Tensor] = owner.activation_func
-        return by_engine
-    plain: Callable[[Tensor], Tensor] = config.activation_func
-    if not config.gated_linear_unit:
-        return plain
-    clamp = getattr(config, "activation_func_clamp_value", None)
-    offset = getattr(config, "glu_linear_offset", None) or 0.0
-    if plain is torch.nn.functional.silu and clamp is None and not offset:
-        return silu_gated
-    return Gated(plain, clamp, offset)
-
-
-@dataclass(frozen=True)
-class Gated:
-    """Megatron's gated linear unit: ``activation(gate) * (up + offset)``, ``[R, 2F] -> [R, F]``.
-
-    Attributes:
-        activation: of the gate.
-        clamp: gate at most this, up at most this in size; None leaves them.
-        offset: added to up.
-    """
-
-    activation: Callable[[Tensor], Tensor]
-    clamp: float | None
-    offset: float
-
-    def __call__(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        if self.clamp is not None:
-            gate, up = gate.clamp(max=self.clamp), up.clamp(min=-self.clamp, max=self.clamp)
-        return self.activation(gate) * (up + self.offset)
+    return FeedForwardExperts(activation_of(experts, config), has_bias=bool(config.add_bias_linear))
 
 
 class HostedExperts:
