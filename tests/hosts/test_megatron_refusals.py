@@ -290,8 +290,8 @@ def adapted_experts(chunk: nn.Module) -> None:
             module.linear_fc1 = nn.ModuleDict({"to_wrap": module.linear_fc1})
 
 
-def optimized_twice(chunk: nn.Module) -> None:
-    """Two optimizers are made for one model."""
+def optimized(chunk: nn.Module) -> None:
+    """An optimizer is made for a model; its own will be a second one."""
     from megatron.core import optimizer
 
     config = optimizer.OptimizerConfig(optimizer="adam", lr=1.0)
@@ -339,7 +339,7 @@ class Backwards(Strategy):
             adapted_experts,
             r"experts of .*\.mlp lack linear_fc1.weight or .* as adapters \(LoRA\) do",
         ),
-        (optimized_twice, "runs by ds_moe_ext already: get_megatron_optimizer was called twice"),
+        (optimized, "runs by ds_moe_ext already: get_megatron_optimizer was called twice"),
     ],
 )
 def test_models_that_cannot_be_adopted(spoil: Spoil, says: str) -> None:
@@ -376,6 +376,28 @@ def test_a_model_that_is_trained_without_having_been_started() -> None:
     trained, evaluated = pool_of(1).run(untold)[0]
     assert "by megatron.core.optimizer.get_megatron_optimizer, which was not called" in trained
     assert evaluated == ""
+
+
+def late(rank: int, world_size: int) -> str:
+    """What is said where settings come between a model and its optimizer."""
+    from ds_moe_ext.patches.megatron import forget, use
+
+    with megatron(ONE):
+        chunks = megatron_toy.model_chunks(ONE, transformer_config(ONE))
+        use({"ds_moe_ext": block()})
+        try:
+            optimized(chunks[0])
+        except ValueError as error:
+            return str(error)
+        finally:
+            forget()
+    return ""
+
+
+def test_settings_that_come_behind_the_model() -> None:
+    (said,) = pool_of(1).run(late)
+    assert "decoder.layers.0.mlp was built before ds_moe_ext.use was called" in said
+    assert "call use before the model is built" in said
 
 
 def left_alone(rank: int, world_size: int) -> tuple[int, ...]:

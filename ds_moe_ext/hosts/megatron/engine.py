@@ -122,6 +122,7 @@ class MegatronHost:
         check_found(blueprint.found, blueprint.settings, self._chunks)
         for line in start_remarks.of(self.model, blueprint.found, config_of(self.model)):
             warnings.warn(f"{BLOCK}: {line}", stacklevel=2)
+        moe_layers.check_made_ready(self.model, blueprint.found)
         moe_layers.started(self._chunks)
         return blueprint, None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -39,6 +39,7 @@ from ds_moe_ext.moe.sharding import Shard
 from ds_moe_ext.settings import BLOCK
 
 _WAITING: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()  # to be started
+_MADE_READY: WeakSet[nn.Module] = WeakSet()
 
 
 def is_trained(layer: nn.Module) -> bool:
@@ -71,6 +72,7 @@ def constructed(layer: Any, collection: Any) -> None:
     if parted is not None or _is_split_otherwise(collection):
         for parameter in layer.experts.parameters():
             parameter.allreduce = False
+    _MADE_READY.add(layer)
     _WAITING[layer] = layer.register_forward_pre_hook(_refuse_unstarted)
 
 
@@ -95,6 +97,21 @@ def started(chunks: Iterable[nn.Module]) -> None:
         for module in chunk.modules():
             if module in _WAITING:
                 _WAITING.pop(module).remove()
+
+
+def check_made_ready(model: nn.Module, found: Iterable[Found]) -> None:
+    """Whether ``constructed`` has seen all of them.
+
+    Raises:
+        ValueError: some were built when settings were not in use.
+    """
+    for layer in found:
+        if model.get_submodule(layer.name) not in _MADE_READY:
+            raise ValueError(
+                f"{BLOCK} is enabled, but {layer.name} was built before ds_moe_ext.use was called, "
+                "so that Megatron's flags were not checked and its expert weights not marked "
+                "before they were wrapped; call use before the model is built"
+            )
 
 
 def find(model: nn.Module, wanted: Wanted) -> Iterator[Found]:
