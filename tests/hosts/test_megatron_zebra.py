@@ -86,6 +86,32 @@ def test_both_roles_train_as_attention_ranks_alone_would() -> None:
     assert_as_stock(2, 1, RUN)
 
 
+def two_schedules(
+    rank: int, world_size: int, settings: dict[str, Any] | None
+) -> tuple[list[float], list[float | None]]:
+    """Losses and norms of two steps whose gradients two schedules add up."""
+    losses, norms = [], []
+    with megatron(RUN, settings):
+        training = Training(RUN)
+        finalize = training.config.finalize_model_grads_func
+        for step in range(2):
+            training.config.finalize_model_grads_func = None
+            losses.append(training.compute(step))
+            training.config.finalize_model_grads_func = finalize
+            losses.append(training._pass(step + 10, forward_only=False))  # nothing is made zero
+            norms.append(training.update())
+    return losses, norms
+
+
+def test_gradients_of_two_schedules_add_up() -> None:
+    found, expected = (
+        pool_of(3).run(two_schedules, block(2, 1)),
+        pool_of(2).run(two_schedules, None),
+    )
+    for rank in found:
+        torch.testing.assert_close(rank, expected[0], rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("first_step", [0, slow(1)])
 def test_both_roles_are_in_one_trace(first_step: int, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
