@@ -44,6 +44,7 @@ class Flag(NamedTuple):
     says: str
 
 
+FILLED = {"moe_apply_probs_on_input": True, "moe_pad_expert_input_to_capacity": True}
 FLAGS = (
     Flag({"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
     Flag({"delay_wgrad_compute": True}, "--delay-wgrad-compute"),
@@ -69,6 +70,7 @@ FLAGS = (
     ),
     Flag({"activation_func_fp8_input_store": True}, "--activation-func-fp8-input-store"),
     Flag({"add_bias_linear": True, "expert_tensor_parallel_size": 2}, "--disable-bias-linear"),
+    Flag({**FILLED, "add_bias_linear": True}, "--moe-apply-probs-on-input with .* biases"),
     Flag({"use_kitchen": True}, "--use-kitchen"),
     Flag({"quant_recipe": object()}, "--use-kitchen or a quantization recipe"),
     Flag({"transformer_impl": "inference_optimized"}, "--transformer-impl inference_optimized"),
@@ -85,6 +87,7 @@ ALLOWED: tuple[dict[str, Any], ...] = (
     {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
     {"fine_grained_activation_offloading": True, "offload_modules": ["attn_norm"]},
     {"add_bias_linear": True},
+    FILLED,
 )
 
 
