@@ -64,7 +64,7 @@ class Choices:
 
     def _check_capacity(self, num_experts: int) -> None:
         factor, top_k = self.config.moe_expert_capacity_factor, self.config.moe_router_topk
-        if self.may_drop or factor is None or factor * top_k >= num_experts:
+        if self.may_drop or factor is None or factor >= num_experts / top_k:
             return
         raise ValueError(
             f"{BLOCK}: the capacity factor of {self.name} is {factor} in this pass, but was None "
