@@ -58,7 +58,7 @@ SECTIONS = (
         "Under Megatron-core",
         (*megatron.SETTINGS, *megatron.REFUSALS, *megatron.STEPPING),
     ),
-    Section("Under Megatron-core, where experts move", megatron.MOVING),
+    Section("Under Megatron-core, where experts move", (*megatron.MOVING, *megatron.SUMMED)),
     Section(
         "Under Megatron-core, where ranks have roles (`zebra`)",
         (*EARLY, *megatron_roles.BLOCKS, *megatron_roles.WITH_ROLES, *megatron_roles.ARGUMENTS),

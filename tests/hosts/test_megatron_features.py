@@ -111,6 +111,9 @@ FEATURES: dict[str, MegatronRun] = {
     "grouped experts": replace(RUN, experts="te_grouped", swiglu=True, bias=True),
     "SwiGLU": replace(RUN, swiglu=True),
     "SwiGLU, fused": replace(config(bias_activation_fusion=True), swiglu=True),
+    "SwiGLU, fused, with a clamp that Megatron forgets": replace(
+        config(bias_activation_fusion=True, activation_func_clamp_value=0.05), swiglu=True
+    ),
     "GEGLU": replace(config(activation_func=gelu), swiglu=True),
     "clamped": replace(
         config(activation_func=quick_gelu, activation_func_clamp_value=0.3, glu_linear_offset=1.0),
@@ -127,6 +130,7 @@ QUICK = (
     "capacity, filled up",
     "expert bias",
     "grouped experts",
+    "SwiGLU, fused, with a clamp that Megatron forgets",
 )
 SLOW = [(name, strategy) for name in FEATURES for strategy in SETTINGS]
 

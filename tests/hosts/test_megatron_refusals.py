@@ -44,6 +44,7 @@ class Flag(NamedTuple):
     says: str
 
 
+FILLED = {"moe_apply_probs_on_input": True, "moe_pad_expert_input_to_capacity": True}
 FLAGS = (
     Flag({"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
     Flag({"delay_wgrad_compute": True}, "--delay-wgrad-compute"),
@@ -69,6 +70,7 @@ FLAGS = (
     ),
     Flag({"activation_func_fp8_input_store": True}, "--activation-func-fp8-input-store"),
     Flag({"add_bias_linear": True, "expert_tensor_parallel_size": 2}, "--disable-bias-linear"),
+    Flag({**FILLED, "add_bias_linear": True}, "--moe-apply-probs-on-input with .* biases"),
     Flag({"use_kitchen": True}, "--use-kitchen"),
     Flag({"quant_recipe": object()}, "--use-kitchen or a quantization recipe"),
     Flag({"transformer_impl": "inference_optimized"}, "--transformer-impl inference_optimized"),
@@ -85,6 +87,7 @@ ALLOWED: tuple[dict[str, Any], ...] = (
     {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
     {"fine_grained_activation_offloading": True, "offload_modules": ["attn_norm"]},
     {"add_bias_linear": True},
+    FILLED,
 )
 
 
@@ -181,9 +184,36 @@ def test_moving_experts_needs_one_home_an_expert() -> None:
     assert_refused(says, ONE, settings, world_size=2)
 
 
+def test_biases_that_megatron_sums_by_their_slots_are_not_moved() -> None:
+    run = replace(ONE, tp=2, etp=1, ep=2, bias=True)
+    moves = block("fssdp", fssdp={"reshard_interval": 3})
+    says = r"experts move .*\(2, and 1 for experts\): .* --disable-bias-linear, or .*interval null"
+    assert_refused(says, run, moves, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("run", "every"),
+    [
+        (replace(ONE, tp=2, etp=1, ep=2, bias=True), 0),
+        (replace(ONE, tp=2, etp=1, ep=2), 100),
+        (replace(ONE, ep=2, bias=True), 100),
+    ],
+)
+def test_experts_stay_by_themselves_where_biases_are_summed(run: MegatronRun, every: int) -> None:
+    assert pool_of(1).run(moving_every, run)[0] == every
+
+
 def test_a_model_without_moe_layers() -> None:
     run = replace(ONE, pp=2, num_layers=2, config=(("moe_layer_freq", [0, 0]),))
     assert_refused("no rank has an MoE layer; give --num-experts", run, block(), world_size=2)
+
+
+def moving_every(rank: int, world_size: int, run: MegatronRun) -> int:
+    """Steps between new homes of a run that was not told how many."""
+    from ds_moe_ext.hosts.megatron.engine import without_mixed_biases
+    from ds_moe_ext.strategies.fssdp import FullySharded
+
+    return without_mixed_biases(transformer_config(run), FullySharded()).rhythm().shard_every
 
 
 # Models that are not as Megatron-LM makes them.
@@ -263,8 +293,8 @@ def adapted_experts(chunk: nn.Module) -> None:
             module.linear_fc1 = nn.ModuleDict({"to_wrap": module.linear_fc1})
 
 
-def optimized_twice(chunk: nn.Module) -> None:
-    """Two optimizers are made for one model."""
+def optimized(chunk: nn.Module) -> None:
+    """An optimizer is made for a model; its own will be a second one."""
     from megatron.core import optimizer
 
     config = optimizer.OptimizerConfig(optimizer="adam", lr=1.0)
@@ -312,7 +342,7 @@ class Backwards(Strategy):
             adapted_experts,
             r"experts of .*\.mlp lack linear_fc1.weight or .* as adapters \(LoRA\) do",
         ),
-        (optimized_twice, "runs by ds_moe_ext already: get_megatron_optimizer was called twice"),
+        (optimized, "runs by ds_moe_ext already: get_megatron_optimizer was called twice"),
     ],
 )
 def test_models_that_cannot_be_adopted(spoil: Spoil, says: str) -> None:
@@ -349,6 +379,28 @@ def test_a_model_that_is_trained_without_having_been_started() -> None:
     trained, evaluated = pool_of(1).run(untold)[0]
     assert "by megatron.core.optimizer.get_megatron_optimizer, which was not called" in trained
     assert evaluated == ""
+
+
+def late(rank: int, world_size: int) -> str:
+    """What is said where settings come between a model and its optimizer."""
+    from ds_moe_ext.patches.megatron import forget, use
+
+    with megatron(ONE):
+        chunks = megatron_toy.model_chunks(ONE, transformer_config(ONE))
+        use({"ds_moe_ext": block()})
+        try:
+            optimized(chunks[0])
+        except ValueError as error:
+            return str(error)
+        finally:
+            forget()
+    return ""
+
+
+def test_settings_that_come_behind_the_model() -> None:
+    (said,) = pool_of(1).run(late)
+    assert "decoder.layers.0.mlp was built before ds_moe_ext.use was called" in said
+    assert "call use before the model is built" in said
 
 
 def left_alone(rank: int, world_size: int) -> tuple[int, ...]:

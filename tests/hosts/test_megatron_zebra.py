@@ -16,10 +16,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ds_moe_ext.hosts.megatron.worlds import part
 from ds_moe_ext.roles import Roles
 from tests.hosts.megatron_jobs import Trained, Training, megatron, merged, train
+from tests.hosts.megatron_skewed import train_skewed
 from tests.hosts.megatron_toy import MegatronRun
 from tests.hosts.test_megatron_checkpoint import FULLY, load, save, steps
 from tests.marks import slow
@@ -84,6 +86,68 @@ def _assert_as_stock(
 
 def test_both_roles_train_as_attention_ranks_alone_would() -> None:
     assert_as_stock(2, 1, RUN)
+
+
+def freeze_experts(chunk: nn.Module) -> None:
+    """Those of the first layer, before the model is wrapped: expert ranks alone have them then."""
+    for name, parameter in chunk.named_parameters():
+        parameter.requires_grad_("layers.0.mlp.experts" not in name)
+
+
+def freeze_all_experts(chunk: nn.Module) -> None:
+    """An expert rank has nothing to train."""
+    for name, parameter in chunk.named_parameters():
+        parameter.requires_grad_("mlp.experts" not in name)
+
+
+@pytest.mark.parametrize(
+    ("freeze", "run"),
+    [
+        (freeze_experts, RUN),
+        slow(freeze_all_experts, RUN),
+        slow(freeze_experts, OVERLAP),
+        slow(freeze_all_experts, OVERLAP),
+    ],
+)
+def test_experts_that_are_not_trained(
+    freeze: Callable[[nn.Module], None], run: MegatronRun
+) -> None:
+    run = replace(run, steps=2)
+    found = pool_of(3).run(train_skewed, run, block(2, 1), prepare=freeze)
+    expected = pool_of(2).run(train_skewed, run, None, prepare=freeze)
+    for rank in found:
+        torch.testing.assert_close(
+            rank.trained.losses, expected[0].trained.losses, rtol=1e-12, atol=0
+        )
+        torch.testing.assert_close(
+            rank.trained.norms, expected[0].trained.norms, rtol=1e-12, atol=0
+        )
+
+
+def two_schedules(
+    rank: int, world_size: int, settings: dict[str, Any] | None
+) -> tuple[list[float], list[float | None]]:
+    """Losses and norms of two steps whose gradients two schedules add up."""
+    losses, norms = [], []
+    with megatron(RUN, settings):
+        training = Training(RUN)
+        finalize = training.config.finalize_model_grads_func
+        for step in range(2):
+            training.config.finalize_model_grads_func = None
+            losses.append(training.compute(step))
+            training.config.finalize_model_grads_func = finalize
+            losses.append(training._pass(step + 10, forward_only=False))  # nothing is made zero
+            norms.append(training.update())
+    return losses, norms
+
+
+def test_gradients_of_two_schedules_add_up() -> None:
+    found, expected = (
+        pool_of(3).run(two_schedules, block(2, 1)),
+        pool_of(2).run(two_schedules, None),
+    )
+    for rank in found:
+        torch.testing.assert_close(rank, expected[0], rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("first_step", [0, slow(1)])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,11 +21,11 @@ from ds_moe_ext.attachment.meeting import start_of
 from ds_moe_ext.attachment.refusal import refuse
 from ds_moe_ext.attachment.replacement import Around, AttachedLayer, Blueprint
 from ds_moe_ext.comm import gather_objects
-from ds_moe_ext.hosts.megatron import checkpoint, moe_layers, monitoring
+from ds_moe_ext.hosts.megatron import checkpoint, moe_layers, monitoring, start_remarks
 from ds_moe_ext.hosts.megatron.active_settings import Chosen
 from ds_moe_ext.hosts.megatron.expert_modules import HostedExperts, Ready
 from ds_moe_ext.hosts.megatron.ranks import Grids, check_sizes, grids
-from ds_moe_ext.hosts.megatron.refusals import STEPPING
+from ds_moe_ext.hosts.megatron.refusals import STEPPING, SUMMED
 from ds_moe_ext.hosts.megatron.slices import dense_gradients, slice_gradients, why_unsliced
 from ds_moe_ext.hosts.megatron.state_places import OptimizerStates
 from ds_moe_ext.layout import Grid
@@ -103,6 +104,11 @@ class MegatronHost:
         stays = _told(grid, strategy)
         self._told = unsliced or "", stays
         strategy = strategy if unsliced is None else strategy.without_slices()
+        if grid.num_cells > 1:
+            moving = strategy
+            strategy = without_mixed_biases(config_of(self.model), moving)
+            if strategy != moving:
+                self._told += ("experts keep their homes: Megatron sums their biases by slots",)
         seats = self._seats
         return of_stage(settings, seats.stage) if seats.beside else settings, strategy
 
@@ -114,6 +120,9 @@ class MegatronHost:
 
     def prepare(self, blueprint: Blueprint) -> tuple[Blueprint, Around | None]:
         check_found(blueprint.found, blueprint.settings, self._chunks)
+        for line in start_remarks.of(self.model, blueprint.found, config_of(self.model)):
+            warnings.warn(f"{BLOCK}: {line}", stacklevel=2)
+        moe_layers.check_made_ready(self.model, blueprint.found)
         moe_layers.started(self._chunks)
         return blueprint, None
 
@@ -193,6 +202,25 @@ def check_found(found: Sequence[Found], settings: Settings, chunks: Sequence[Any
                 )
 
 
+def without_mixed_biases(config: Any, strategy: Strategy) -> Strategy:
+    """A strategy that moves no expert where Megatron sums biases of experts by their slots: other
+    experts would be mixed than in a run without us.
+
+    Args:
+        config: of the model.
+        strategy: asked for.
+
+    Raises:
+        ValueError: it was asked to move them.
+    """
+    if any(refusal.asked(config) for refusal in SUMMED):
+        strategy = strategy.with_homes_that_stay()
+    if strategy.rhythm().shard_every:
+        stay = f"let experts stay: {strategy.keys.homes} null or 0"
+        refuse(SUMMED, config, context=f"{BLOCK}: experts move to new homes", or_else=stay)
+    return strategy
+
+
 def _told(grid: Grid, strategy: Strategy) -> str:
     """What a person may have wanted otherwise, of sizes that Megatron has; empty if nothing."""
     num_homes = grid.world_size // grid.size
@@ -213,10 +241,15 @@ def whole(chunks: Sequence[nn.Module]) -> nn.Module:
     return parts[0] if len(parts) == 1 else nn.ModuleList(parts)
 
 
+def config_of(model: nn.Module) -> Any:
+    """Its ``TransformerConfig``."""
+    part: Any = model[0] if isinstance(model, nn.ModuleList) else model
+    return part.config
+
+
 def dtype_of(model: nn.Module) -> torch.dtype:
     """In which it computes."""
-    part: Any = model[0] if isinstance(model, nn.ModuleList) else model
-    dtype: torch.dtype = part.config.params_dtype
+    dtype: torch.dtype = config_of(model).params_dtype
     return dtype
 
 

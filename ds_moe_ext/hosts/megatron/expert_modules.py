@@ -2,15 +2,13 @@
 """Megatron-core's modules of experts: where the weights of each lie, and what they compute.
 
 Their class is swapped for a subclass whose forward is ours, so that parameters, names, state dicts
-and isinstance stay as they are. Shape letters: T tokens, K choices a token, E experts, S slots, D
-model width.
+and isinstance stay as they are. Shape letters: T tokens, E experts, S slots, D model width.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
 from typing import Any
@@ -21,11 +19,12 @@ from megatron.core.transformer.moe import experts as moe_experts
 from torch import Tensor, nn
 
 from ds_moe_ext.attachment.host_layer import ExpertShape, Slot, shape_of, weights_of
+from ds_moe_ext.hosts.megatron.activations import activation_of
+from ds_moe_ext.hosts.megatron.choices import Choices
 from ds_moe_ext.moe.feed_forward import FeedForwardExperts
 from ds_moe_ext.moe.gate import RunRows
 from ds_moe_ext.moe.layer import RoutedExperts
 from ds_moe_ext.moe.sharding import Along, Shard
-from ds_moe_ext.moe.swiglu import silu_gated
 from ds_moe_ext.steps.passes import Passes, Schedules
 
 Ready = Callable[[], None]
@@ -180,43 +179,7 @@ def ways_of(config: Any) -> tuple[Along, ...]:
 def function_of(experts: Any) -> FeedForwardExperts:
     """What they compute, without the scores: those are applied to what comes out."""
     config = experts.config
-    return FeedForwardExperts(_activation(experts, config), has_bias=bool(config.add_bias_linear))
-
-
-def _activation(experts: Any, config: Any) -> Callable[[Tensor], Tensor]:
-    if getattr(config, "use_te_activation_func", False):
-        owner = experts if hasattr(experts, "activation_func") else experts.local_experts[0]
-        by_engine: Callable[[Tensor], Tensor] = owner.activation_func
-        return by_engine
-    plain: Callable[[Tensor], Tensor] = config.activation_func
-    if not config.gated_linear_unit:
-        return plain
-    clamp = getattr(config, "activation_func_clamp_value", None)
-    offset = getattr(config, "glu_linear_offset", None) or 0.0
-    if plain is torch.nn.functional.silu and clamp is None and not offset:
-        return silu_gated
-    return Gated(plain, clamp, offset)
-
-
-@dataclass(frozen=True)
-class Gated:
-    """Megatron's gated linear unit: ``activation(gate) * (up + offset)``, ``[R, 2F] -> [R, F]``.
-
-    Attributes:
-        activation: of the gate.
-        clamp: gate at most this, up at most this in size; None leaves them.
-        offset: added to up.
-    """
-
-    activation: Callable[[Tensor], Tensor]
-    clamp: float | None
-    offset: float
-
-    def __call__(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        if self.clamp is not None:
-            gate, up = gate.clamp(max=self.clamp), up.clamp(min=-self.clamp, max=self.clamp)
-        return self.activation(gate) * (up + self.offset)
+    return FeedForwardExperts(activation_of(experts, config), has_bias=bool(config.add_bias_linear))
 
 
 class HostedExperts:
@@ -227,6 +190,7 @@ class HostedExperts:
         form: how it keeps them.
         shard: the part of every expert that this rank has.
         routed: the program of the layer.
+        choices: reads what its router chose.
 
     Attributes:
         ready: called before the weights are read.
@@ -234,7 +198,10 @@ class HostedExperts:
         named: called before parameters are told of by their names.
     """
 
-    def __init__(self, experts: Any, form: Form, shard: Shard, routed: RoutedExperts) -> None:
+    def __init__(
+        self, experts: Any, form: Form, shard: Shard, routed: RoutedExperts, choices: Choices
+    ) -> None:
+        self.choices = choices
         self.experts, self.form, self.shard = experts, form, shard
         self.weight_names = weight_names(experts.config)
         self.routed = routed
@@ -267,29 +234,16 @@ class HostedExperts:
 
         Collective over the cells.
         """
-        config = self.experts.config
         self.routed.rows.begin(is_training=self.training)
         self.passes.begins(is_training=self.training)
-        expert_TK, score_TK = choices(routing_map, probs, config)
+        expert_TK, score_TK = self.choices(routing_map, probs)
         self.routed.rows.saw_scores(score_TK)
-        if config.moe_apply_probs_on_input:  # of the only choice
+        if self.choices.config.moe_apply_probs_on_input:  # of the only choice
             x_TD = (score_TK * x_TD).to(x_TD.dtype)
             score_TK = torch.ones_like(score_TK)
         y_TD = self.run(x_TD, expert_TK, score_TK, self.weights())
         self.passes.watch(y_TD)
         return y_TD
-
-
-def choices(routing_map: Tensor, probs: Tensor, config: Any) -> tuple[Tensor, Tensor]:
-    """Experts and scores ``[T, K]`` from Megatron's map and probabilities ``[T, E]``; -1 where a
-    choice was dropped. The host does not wait for the device."""
-    if config.moe_pad_expert_input_to_capacity:
-        routing_map = routing_map & (probs != 0)  # without the rows that only fill up
-    expert_TK = routing_map.byte().topk(config.moe_router_topk, dim=1).indices
-    score_TK = probs.gather(1, expert_TK)
-    if config.moe_expert_capacity_factor is not None:
-        expert_TK = expert_TK.masked_fill(~routing_map.gather(1, expert_TK), -1)
-    return expert_TK, score_TK
 
 
 class RunsHosted:

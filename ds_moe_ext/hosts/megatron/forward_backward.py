@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ds_moe_ext.comm import gather_objects
+from ds_moe_ext.hosts.megatron.role_scale import ScaledOnce
 from ds_moe_ext.settings import BLOCK
 from ds_moe_ext.steps.training_run import RECORD, Record
 from ds_moe_ext.zebra.passage import Passage
@@ -85,6 +86,8 @@ class StripedSteps:
             collect_non_loss_data=collect_non_loss_data,
         )
         kept: list[Any] = []
+        if not forward_only:
+            self._scaled.begin()
         with _timed(config), self._unsynced():
             for first in range(0, num, self.num_stripes or num):
                 numbers = range(num)[first : first + (self.num_stripes or num)]
@@ -142,16 +145,18 @@ class StripedSteps:
         overlaps = self.chunk.ddp_config.overlap_grad_reduce
         return self.chunk.no_sync() if overlaps else nullcontext()
 
-    def _finalize(self) -> None:
-        """Reduce gradients as Megatron does.
+    @cached_property
+    def _scaled(self) -> ScaledOnce:
+        """An expert rank divides by the number of its role's ranks, and has the sum of what all
+        attention ranks of the group found; wanted is the mean over attention ranks."""
+        roles = self.stack.roles
+        share = len(roles.expert_cells) / len(roles.attention_cells)
+        return ScaledOnce(self.chunk, 1.0 if self.stack.is_attention else share)
 
-        An expert rank divides by the number of its role's ranks, and has the sum of what all
-        attention ranks of the group found; wanted is the mean over attention ranks.
-        """
-        config, roles = self.chunk.config, self.stack.roles
-        attention, expert = len(roles.attention_cells), len(roles.expert_cells)
-        if not self.stack.is_attention and attention != expert:
-            self.chunk.scale_gradients(expert / attention)
+    def _finalize(self) -> None:
+        """Reduce gradients as Megatron does."""
+        config = self.chunk.config
+        self._scaled.end()
         if self.chunk.ddp_config.overlap_grad_reduce:
             self.chunk.start_grad_sync()
         if config.finalize_model_grads_func is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ds_moe_ext.attachment.host_layer import Adopted, Found, RoutedOf, Wanted
 from ds_moe_ext.attachment.refusal import refuse
 from ds_moe_ext.hosts.megatron.active_settings import worlds
+from ds_moe_ext.hosts.megatron.choices import Choices
 from ds_moe_ext.hosts.megatron.dispatcher import Dispatcher
 from ds_moe_ext.hosts.megatron.expert_modules import (
     Form,
@@ -38,6 +39,7 @@ from ds_moe_ext.moe.sharding import Shard
 from ds_moe_ext.settings import BLOCK
 
 _WAITING: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()  # to be started
+_MADE_READY: WeakSet[nn.Module] = WeakSet()
 
 
 def is_trained(layer: nn.Module) -> bool:
@@ -70,6 +72,7 @@ def constructed(layer: Any, collection: Any) -> None:
     if parted is not None or _is_split_otherwise(collection):
         for parameter in layer.experts.parameters():
             parameter.allreduce = False
+    _MADE_READY.add(layer)
     _WAITING[layer] = layer.register_forward_pre_hook(_refuse_unstarted)
 
 
@@ -96,6 +99,21 @@ def started(chunks: Iterable[nn.Module]) -> None:
                 _WAITING.pop(module).remove()
 
 
+def check_made_ready(model: nn.Module, found: Iterable[Found]) -> None:
+    """Whether ``constructed`` has seen all of them.
+
+    Raises:
+        ValueError: some were built when settings were not in use.
+    """
+    for layer in found:
+        if model.get_submodule(layer.name) not in _MADE_READY:
+            raise ValueError(
+                f"{BLOCK} is enabled, but {layer.name} was built before ds_moe_ext.use was called, "
+                "so that Megatron's flags were not checked and its expert weights not marked "
+                "before they were wrapped; call use before the model is built"
+            )
+
+
 def find(model: nn.Module, wanted: Wanted) -> Iterator[Found]:
     """The MoE layers, in the order of their modules, which is that in which they run. Where the
     model is a list of chunks, each is a stack of its own: passes through others come between."""
@@ -113,6 +131,7 @@ def _found(name: str, layer: Any, chunk: int) -> Found:
     else:
         form = form_of(name, kept)
         kind, expert, function = type(kept).__name__, shape_of_one(name, kept), function_of(kept)
+    choices = Choices.of(name, layer)
 
     def adopt(held: Tensor, shard: Shard, routed_of: RoutedOf) -> Adopted:
         if isinstance(layer.token_dispatcher, Dispatcher):
@@ -126,7 +145,7 @@ def _found(name: str, layer: Any, chunk: int) -> Found:
                 f"it with experts {list(layer.local_expert_indices)}"
             )
         routed = routed_of(on_shard(function, shard))
-        hosted = HostedExperts(layer.experts, form, shard, routed)
+        hosted = HostedExperts(layer.experts, form, shard, routed, choices)
         swap_class(hosted)
         layer.token_dispatcher = Dispatcher(layer.token_dispatcher.shared_experts)
         return Adopted(hosted, {p: (p,) for slot in hosted.slots() for p in slot.parameters}, ())
@@ -137,7 +156,7 @@ def _found(name: str, layer: Any, chunk: int) -> Found:
         num_experts=layer.config.num_moe_experts,
         expert=expert,
         num_cells=layer.ep_group.size(),
-        may_drop=layer.config.moe_expert_capacity_factor is not None,
+        may_drop=choices.may_drop,
         split=lambda num_shards: ways_of(layer.config),
         adopt=adopt,
         stack=chunk,

@@ -76,6 +76,11 @@ def _split_biases(config: Any) -> object:
     return getattr(config, "add_bias_linear", False) and size > 1
 
 
+def _filled_with_biases(config: Any) -> object:
+    names = "moe_apply_probs_on_input", "moe_pad_expert_input_to_capacity", "add_bias_linear"
+    return all(getattr(config, name, False) for name in names)
+
+
 REFUSALS = (
     flag(
         "--overlap-moe-expert-parallel-comm",
@@ -145,6 +150,14 @@ REFUSALS = (
         _split_biases,
         "Megatron adds the whole bias once on every rank that has a part of the expert",
         "use --disable-bias-linear",
+    ),
+    flag(
+        "--moe-apply-probs-on-input with --moe-pad-expert-input-to-capacity and biases of experts "
+        "(no --disable-bias-linear)",
+        _filled_with_biases,
+        "Megatron adds what the biases make of rows that only fill up to the tokens these rows "
+        "were taken from, and here such rows are not computed",
+        "use --disable-bias-linear, or leave one of the two flags out",
     ),
     flag(
         "--moe-mlp-glu-interleave-size",
@@ -231,3 +244,23 @@ MOVING = (
     flag("--optimizer-cpu-offload", field_of("optimizer_cpu_offload"), _UNMOVED, _UNMOVING),
 )
 """Of an optimizer's config, where experts move."""
+
+
+def _summed_biases(config: Any) -> object:
+    tensor = getattr(config, "tensor_model_parallel_size", None) or 1
+    of_experts = getattr(config, "expert_tensor_parallel_size", None) or tensor
+    is_biased = getattr(config, "add_bias_linear", False)
+    return f"{tensor}, and {of_experts} for experts" if is_biased and tensor != of_experts else ""
+
+
+SUMMED = (
+    flag(
+        "biases of experts (no --disable-bias-linear) with --tensor-model-parallel-size other than "
+        "--expert-tensor-parallel-size",
+        _summed_biases,
+        "Megatron sums gradients of their last bias over tensor parallel ranks slot by slot, "
+        "though these hold other experts, so that it matters which experts live where",
+        "use --disable-bias-linear",
+    ),
+)
+"""Of a config, where experts move."""
