@@ -64,6 +64,11 @@ class ReportSettings:
     monitor: bool = True
 
     def __post_init__(self) -> None:
+        if self.path == "":
+            raise ValueError(
+                f"{BLOCK}.report.path is '', which names no folder; name one ('.' is where the job "
+                "starts), or write null for no files"
+            )
         at_least(f"{BLOCK}.report.trace_step", self.trace_step, 0)
         at_least(f"{BLOCK}.report.max_steps", self.max_steps, 2)
         at_least(f"{BLOCK}.report.write_every_s", self.write_every_s, 0)

@@ -344,6 +344,7 @@ def unknown() -> Iterator[Bad]:
     yield Bad(block(epp={}), "ds_moe_ext", "'epp'", "did you mean 'ep'?")
     # An error stands where it is, also beside a good strategy and in a disabled block.
     yield Bad(block(enabled=True, repport={}), "ds_moe_ext", "'repport'", "did you mean 'report'?")
+    yield Bad(block(report={"path": ""}), "ds_moe_ext.report.path", "is ''", "no folder; name")
     yield Bad(block(enabled=False, trace={"pth": 1}), "trace", "'pth'", "did you mean 'path'?")
 
 
