@@ -17,7 +17,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from ds_moe_ext.files.configs import file_of
+from ds_moe_ext.files.configs import file_of, names_of
 from ds_moe_ext.files.documents import read_document
 from ds_moe_ext.moe.gate import Gate
 from ds_moe_ext.moe.gates.gate_object import read_gate
@@ -201,7 +201,7 @@ def read_file(path: str | Path, told: str) -> Any:
     except ValueError as error:
         raise ValueError(
             f"{told}, which cannot be read as JSON ({error}); name a file with a {BLOCK!r} block, "
-            "as those in configs/strategies are"
+            f"as those in configs/strategies are ({nearest(str(path), names_of('strategies'))})"
         ) from error
 
 
